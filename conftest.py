@@ -1,0 +1,63 @@
+"""Eight simulated CPU devices for every test, and shared strategies."""
+
+import jax
+import numpy as np
+import pytest
+
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+import jaxstrategy as js  # noqa: E402
+
+
+@pytest.fixture(scope="session", autouse=True)
+def eight_devices():
+    assert len(jax.devices()) == 8, "the tests need 8 simulated CPU devices"
+
+
+@pytest.fixture(autouse=True)
+def default_context_after_each_test():
+    yield
+    assert not js.has_strategy() and not js.in_cross_replica_context()
+
+
+@pytest.fixture(scope="session", params=[1, 2, 8], ids="{}-replicas".format)
+def strategy(request):
+    return js.MirroredStrategy(jax.devices()[: request.param])
+
+
+@pytest.fixture(scope="session")
+def two():
+    return js.MirroredStrategy(jax.devices()[:2])
+
+
+@pytest.fixture(scope="session")
+def four():
+    return js.MirroredStrategy(jax.devices()[:4])
+
+
+@pytest.fixture
+def compilations():
+    """Counts the programs that XLA compiles: `compilations()` since the last call."""
+    count = 0
+    on = True
+
+    def listen(event, _, **__):
+        nonlocal count
+        count += on and event == "/jax/core/compile/backend_compile_duration"
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+
+    def taken():
+        nonlocal count
+        now, count = count, 0
+        return now
+
+    yield taken
+    on = False
+
+
+@pytest.fixture(autouse=True)
+def doctest_names(doctest_namespace):
+    doctest_namespace.update(jax=jax, np=np, jnp=jax.numpy, js=js)

@@ -1,0 +1,61 @@
+"""TensorFlow's `tf.distribute.Strategy` programming model for JAX.
+
+Write a training step once; a strategy runs it on one device or on many:
+
+>>> import jaxstrategy as js
+>>> strategy = js.MirroredStrategy(js.simulate(8))
+>>> @strategy.run
+... def step(x):
+...     return js.get_replica_context().all_reduce("mean", x)
+>>> step(strategy.per_replica(list(range(8))))
+Array(3.5, dtype=float32)
+"""
+
+from importlib.metadata import version as _version
+
+from jaxstrategy import experimental as experimental
+from jaxstrategy._devices import simulate as simulate
+from jaxstrategy._errors import (
+    ContextError as ContextError,
+)
+from jaxstrategy._errors import (
+    DonatedValueError as DonatedValueError,
+)
+from jaxstrategy._errors import (
+    MissingExtraError as MissingExtraError,
+)
+from jaxstrategy._errors import (
+    PlacementError as PlacementError,
+)
+from jaxstrategy._errors import (
+    RecompilationWarning as RecompilationWarning,
+)
+from jaxstrategy._errors import (
+    SimulationError as SimulationError,
+)
+from jaxstrategy._errors import (
+    TracedValueError as TracedValueError,
+)
+from jaxstrategy._options import ReduceOp as ReduceOp
+from jaxstrategy._options import RunOptions as RunOptions
+from jaxstrategy._replica import ReplicaContext as ReplicaContext
+from jaxstrategy._values import DistributedValues as DistributedValues
+from jaxstrategy._values import PerReplica as PerReplica
+from jaxstrategy.strategies._base import Strategy as Strategy
+from jaxstrategy.strategies._current import (
+    experimental_set_strategy as experimental_set_strategy,
+)
+from jaxstrategy.strategies._current import (
+    get_replica_context as get_replica_context,
+)
+from jaxstrategy.strategies._current import get_strategy as get_strategy
+from jaxstrategy.strategies._current import has_strategy as has_strategy
+from jaxstrategy.strategies._current import (
+    in_cross_replica_context as in_cross_replica_context,
+)
+from jaxstrategy.strategies._extended import StrategyExtended as StrategyExtended
+from jaxstrategy.strategies._mirrored import MirroredStrategy as MirroredStrategy
+from jaxstrategy.strategies._one_device import OneDeviceStrategy as OneDeviceStrategy
+from jaxstrategy.strategies._placed import Mirrored as Mirrored
+
+__version__ = _version("jaxstrategy")

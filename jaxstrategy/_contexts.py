@@ -1,0 +1,197 @@
+"""Which side of `run` code is on.
+
+A thread (or asyncio task) is in one of three states: the default one, in which code
+runs alone as its own single replica; the cross-replica context of a strategy (inside
+`scope()` and `merge_call`), in which code sees all replicas at once; and the replica
+context of a strategy (inside `run`), in which it sees one of them. One `ContextVar`
+holds the state, and `entered` is the one way to change it.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import contextvars
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import jax
+from jax.sharding import Mesh
+
+from jaxstrategy._errors import ContextError
+from jaxstrategy._options import ReduceOp
+
+if TYPE_CHECKING:
+    from jaxstrategy._values import PyTree
+
+
+class AbstractStrategy(abc.ABC):
+    """What lower layers may ask of a strategy."""
+
+    # Whether this is the strategy of code that runs under none.
+    is_default = False
+
+    @property
+    @abc.abstractmethod
+    def mesh(self) -> Mesh:
+        """The mesh with one device per replica."""
+
+    @property
+    @abc.abstractmethod
+    def num_replicas_in_sync(self) -> int:
+        """How many replicas take a step together."""
+
+    @property
+    @abc.abstractmethod
+    def devices(self) -> tuple[jax.Device, ...]:
+        """The replicas' devices, in replica order."""
+
+    @abc.abstractmethod
+    def reduce(
+        self, reduce_op: ReduceOp | str, value: PyTree, axis: Any = None
+    ) -> PyTree:
+        """One value from all replicas' versions."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Context:
+    """A side of the fence: of which strategy, which replica, inside which step.
+
+    Attributes:
+      strategy: whose context it is.
+      replica: the replica context object, or None in cross-replica context.
+      in_step: whether a step of `run` is being traced, so that values are one
+        replica's own and collectives may be used on them.
+    """
+
+    strategy: AbstractStrategy
+    replica: Any = None
+    in_step: bool = False
+
+
+_current: contextvars.ContextVar[Context | None] = contextvars.ContextVar(
+    "jaxstrategy_context", default=None
+)
+
+# A jitted helper that asks for its context must be traced again on the other side:
+# JAX keys its caches by this value. It is set only while a step is traced.
+_jit_key = jax.make_user_context(None)
+
+current: Callable[[], Context | None] = _current.get
+
+
+@contextlib.contextmanager
+def entered(context: Context | None) -> Iterator[None]:
+    """Make `context` the current one for the length of the `with` block.
+
+    None is the default context.
+
+    Raises:
+      ContextError: something else was entered inside the block and not left.
+    """
+    token = _current.set(context)
+    try:
+        with _jit_key_of(context):
+            yield
+    finally:
+        left = _current.get()
+        _current.reset(token)
+    if left is not context:
+        raise ContextError(
+            "Strategy contexts were left in another order than they were entered: "
+            f"leaving {describe(context)} while in {describe(left)}. Use `with` "
+            "blocks, one inside the other."
+        )
+
+
+def _jit_key_of(context: Context | None) -> contextlib.AbstractContextManager[Any]:
+    if context is None or not context.in_step:
+        return contextlib.nullcontext()
+    strategy = context.strategy
+    return _jit_key((type(strategy), strategy.mesh, context.replica is None))
+
+
+def set_current(context: Context | None) -> None:
+    """Replace the current context until it is set again or an outer block ends."""
+    _current.set(context)
+
+
+def describe(context: Context | None) -> str:
+    """A context in words, for messages."""
+    if context is None:
+        return "the default context"
+    side = "cross-replica" if context.replica is None else "replica"
+    return f"the {side} context of {context.strategy!r}"
+
+
+def require_same(context: Context | None, strategy: AbstractStrategy) -> None:
+    """Raise unless `strategy` is the current strategy or there is none.
+
+    Raises:
+      ContextError: code of one strategy is used inside another's.
+    """
+    if context is not None and context.strategy is not strategy:
+        raise ContextError(
+            f"Mixing different Strategy objects: {strategy!r} was used inside "
+            f"{describe(context)}. Leave that `scope()` or `run` first, or use one "
+            "strategy for both."
+        )
+
+
+def require_cross_replica(strategy: AbstractStrategy, method: str) -> Context | None:
+    """The context, if `strategy.method` may be called here: not inside a replica.
+
+    Raises:
+      ContextError: in a replica context, or in another strategy's.
+    """
+    context = _current.get()
+    require_same(context, strategy)
+    if context is not None and context.replica is not None:
+        raise ContextError(
+            f"`strategy.{method}` was called inside `run`, where code sees one "
+            f"replica. `{method}` needs all of them (cross-replica context): use "
+            "`get_replica_context().merge_call(merge_fn, args)` and call it in "
+            "`merge_fn`, or use a method of the replica context such as `all_reduce`."
+        )
+    return context
+
+
+def require_host(strategy: AbstractStrategy, method: str) -> None:
+    """Raise unless `strategy.method` is called outside every step.
+
+    Raises:
+      ContextError: inside `run`, `merge_call`, or another strategy's scope.
+    """
+    context = require_cross_replica(strategy, method)
+    if context is not None and context.in_step:
+        raise ContextError(
+            f"`strategy.{method}` was called in `merge_call`, while a step is traced. "
+            "It places values on devices: call it outside `run`, and pass what it "
+            "returns to the step."
+        )
+
+
+class Scope:
+    """A `with` block in which a strategy is current; may be entered again.
+
+    Raises:
+      ContextError: on entering, inside another strategy's scope or inside `run`; on
+        leaving, when a block entered inside it was not left.
+    """
+
+    def __init__(self, strategy: AbstractStrategy) -> None:
+        self._strategy = strategy
+        self._blocks: list[contextlib.AbstractContextManager[None]] = []
+
+    def __enter__(self) -> AbstractStrategy:
+        now = require_cross_replica(self._strategy, "scope")
+        in_step = now is not None and now.in_step
+        # A new record each time, so that leaving in the wrong order is seen.
+        block = entered(Context(self._strategy, in_step=in_step))
+        block.__enter__()
+        self._blocks.append(block)
+        return self._strategy
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._blocks.pop().__exit__(*error)

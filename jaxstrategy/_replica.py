@@ -1,0 +1,212 @@
+"""What one replica sees of the others: `ReplicaContext`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxstrategy import _contexts, _values
+from jaxstrategy._contexts import AbstractStrategy, Context
+from jaxstrategy._errors import ContextError
+from jaxstrategy._options import ReduceOp
+from jaxstrategy._values import PerReplica, PyTree
+from jaxstrategy.reductions._all_reduce import Axes, all_reduce
+from jaxstrategy.reductions._gather import all_gather
+
+
+@final
+class ReplicaContext:
+    """One replica's view, inside `run`; `get_replica_context()` returns it.
+
+    Outside any strategy there is a replica context too, of a single replica, so that
+    library code written with it works with no strategy at all.
+
+    >>> import jaxstrategy as js
+    >>> js.get_replica_context().all_reduce("sum", 3.0)
+    Array(3., dtype=float32, weak_type=True)
+    >>> strategy = js.MirroredStrategy(js.simulate(8)[:4])
+    >>> def step(x):
+    ...     return js.get_replica_context().all_reduce("sum", x)
+    >>> strategy.run(step, (strategy.per_replica([1.0, 2.0, 3.0, 4.0]),))
+    Array(10., dtype=float32)
+    """
+
+    def __init__(self, strategy: AbstractStrategy, axes: Axes) -> None:
+        self._strategy = strategy
+        self._axes = axes
+
+    @property
+    def strategy(self) -> AbstractStrategy:
+        """The strategy whose replica this is."""
+        return self._strategy
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """How many replicas take this step together."""
+        return self._strategy.num_replicas_in_sync
+
+    @property
+    def replica_id_in_sync_group(self) -> jax.Array | int:
+        """Which replica this is, from 0.
+
+        Inside `run` one program serves all replicas, so this is an int32 scalar known
+        only on the devices: select with `jnp.where`, `jax.lax.cond` or `jnp.take`, not
+        with a Python `if`. Outside a strategy it is the int 0.
+        """
+        self._require_current("replica_id_in_sync_group")
+        return lax.axis_index(self._axes) if self._axes else 0
+
+    @property
+    def devices(self) -> tuple[jax.Device, ...]:
+        """The devices of all replicas, in replica order; one program serves them."""
+        return self._strategy.devices
+
+    def all_reduce(self, reduce_op: ReduceOp | str, value: PyTree) -> PyTree:
+        """`value` reduced over all replicas, leaf by leaf; all get the result.
+
+        Gradients are local: the gradient of `all_reduce(op, x)` with respect to this
+        replica's `x` is `all_reduce(op)` of the replicas' incoming gradients, for SUM
+        and MEAN. A minimum or maximum passes their sum to the replicas that hold it.
+
+        Args:
+          reduce_op: a `ReduceOp` or its name in any case.
+          value: a pytree of arrays and numbers, of the same shapes on all replicas.
+
+        Returns:
+          A pytree like `value`. SUM, MIN and MAX keep each dtype, MEAN of integers has
+          JAX's default float dtype. Sums of 8- and 16-bit integers wrap as NumPy's do.
+
+        Raises:
+          ValueError: `reduce_op` is not a reduction, or `value` is None.
+          TypeError: a leaf is not a number or has no such reduction (bool sums).
+          ContextError: this is not the current replica context.
+        """
+        self._require_current("all_reduce")
+        op = ReduceOp(reduce_op)
+        if value is None:
+            raise ValueError("`all_reduce` was given None; there is nothing to reduce.")
+        return _map(lambda leaf: all_reduce(op, leaf, self._axes), value)
+
+    def all_gather(self, value: PyTree, axis: int) -> PyTree:
+        """Every replica's `value`, joined along `axis` in replica order, on all.
+
+        Shapes: `[n, ...]` -> `[num_replicas * n, ...]` for `axis=0`; leaf by leaf. The
+        gradient with respect to this replica's part is the sum over replicas of the
+        incoming gradients for that part.
+
+        Raises:
+          ValueError: a leaf is a scalar, or `axis` is out of range for one.
+          ContextError: this is not the current replica context.
+        """
+        self._require_current("all_gather")
+        return _map(lambda leaf: all_gather(leaf, axis, self._axes), value)
+
+    def merge_call(
+        self,
+        merge_fn: Callable[..., PyTree],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> PyTree:
+        """Steps across to all replicas: calls `merge_fn(strategy, *args, **kwargs)`.
+
+        Arrays in the arguments arrive as `PerReplica`; numbers, strings and other
+        plain values, which are equal on all replicas, arrive as they are. `merge_fn`
+        is in cross-replica context and may use `strategy.reduce`, `strategy.gather`,
+        `strategy.run` and `strategy.extended`. It is called once for all replicas,
+        within the same program.
+
+        Returns:
+          What `merge_fn` returned, each `PerReplica` as this replica's version.
+
+        Raises:
+          ContextError: this is not the current replica context.
+
+        >>> import jaxstrategy as js
+        >>> strategy = js.MirroredStrategy(js.simulate(8)[:4])
+        >>> def total(strategy, x):
+        ...     return strategy.reduce("sum", x)
+        >>> def step(x):
+        ...     return js.get_replica_context().merge_call(total, (x,))
+        >>> strategy.run(step, (strategy.per_replica([1.0, 2.0, 3.0, 4.0]),))
+        Array(10., dtype=float32)
+        """
+        self._require_current("merge_call")
+        _require_callable(merge_fn)
+        args, kwargs = self.to_cross((tuple(args), dict(kwargs or {})))
+        if not self._axes:  # the default strategy: nothing to step across to
+            with _contexts.entered(Context(self._strategy)):
+                return merge_fn(self._strategy, *args, **kwargs)
+        with _contexts.entered(Context(self._strategy, None, in_step=True)):
+            result = merge_fn(self._strategy, *args, **kwargs)
+        return to_replica(result)
+
+    def fold_in(self, key: jax.Array) -> jax.Array:
+        """A random key that differs on every replica, made from one that does not.
+
+        It is `jax.random.fold_in(key, replica_id)`: the same `key` gives the same keys
+        on the replicas each time, and N replicas draw N different dropout masks.
+
+        Raises:
+          ContextError: this is not the current replica context.
+        """
+        self._require_current("fold_in")
+        return jax.random.fold_in(key, self.replica_id_in_sync_group)
+
+    def to_cross(self, tree: PyTree) -> PyTree:
+        """This replica's arrays as `PerReplica`s; everything else as it is."""
+        if not self._axes:
+            return tree
+        (axis_name,) = self._axes
+
+        def wrap(leaf: Any) -> Any:
+            if isinstance(leaf, PerReplica):  # captured from outside the step
+                leaf._misused()
+            if _values.is_array(leaf):
+                return _values.of_local(jnp.asarray(leaf), axis_name)
+            return leaf
+
+        return _values.map_leaves(wrap, tree)
+
+    def __repr__(self) -> str:
+        return f"ReplicaContext({self._strategy!r})"
+
+    def _require_current(self, method: str) -> None:
+        context = _contexts.current()
+        now = None if context is None else context.replica
+        if now is self or (context is None and not self._axes):
+            return
+        raise ContextError(
+            f"Mismatching contexts: `{method}` was called on a replica context of "
+            f"{self._strategy!r}, but the current one is "
+            f"{_contexts.describe(context)}. A replica context is valid only inside "
+            "the `run` that made it: call `get_replica_context()` where it is used."
+        )
+
+
+def to_replica(tree: PyTree) -> PyTree:
+    """Each `PerReplica` of a cross-replica result as this replica's version."""
+    return _values.map_leaves(
+        lambda leaf: _values.to_local(leaf) if isinstance(leaf, PerReplica) else leaf,
+        tree,
+    )
+
+
+def _map(function: Callable[[Any], Any], tree: PyTree) -> PyTree:
+    def apply(leaf: Any) -> Any:
+        if isinstance(leaf, PerReplica):
+            leaf._misused()
+        return function(leaf)
+
+    return _values.map_leaves(apply, tree)
+
+
+def _require_callable(merge_fn: Any) -> None:
+    if not callable(merge_fn):
+        raise TypeError(
+            f"`merge_call` was given {merge_fn!r}, which cannot be called. Give a "
+            "function that takes the strategy and the arguments."
+        )

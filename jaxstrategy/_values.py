@@ -1,0 +1,361 @@
+"""Values that replicas hold: `PerReplica`, mirrored arrays, and how they are built.
+
+A *mirrored* value is equal on every replica. It needs no wrapper: it is a plain global
+`jax.Array` whose sharding replicates it over the strategy's mesh. A `PerReplica` may
+differ between replicas; it is a pytree node around one global array with a leading
+replica dimension, split over the mesh.
+
+This module decides nothing about strategies: it is given meshes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxstrategy import _devices, _mesh
+
+PyTree = Any
+
+
+def is_array(value: object) -> bool:
+    """Whether `value` is an array of JAX or NumPy (a scalar of theirs included)."""
+    return isinstance(value, (jax.Array, np.ndarray, np.generic))
+
+
+def is_mirrored(value: object) -> bool:
+    """Whether `value` is an array placed whole on every replica of some strategy."""
+    return (
+        isinstance(value, jax.Array)
+        and not isinstance(value, jax.core.Tracer)
+        and _mesh.is_replicated(value.sharding)
+    )
+
+
+class _DistributedType(type):
+    def __instancecheck__(cls, value: object) -> bool:
+        return isinstance(value, PerReplica) or is_mirrored(value)
+
+    def __subclasscheck__(cls, other: type) -> bool:
+        return other is cls or other is PerReplica
+
+
+class DistributedValues(metaclass=_DistributedType):
+    """The common type of `PerReplica` and mirrored values, for `isinstance`.
+
+    >>> import jaxstrategy as js
+    >>> strategy = js.MirroredStrategy(js.simulate(8)[:2])
+    >>> isinstance(strategy.mirror(1.0), js.DistributedValues)
+    True
+    >>> isinstance(1.0, js.DistributedValues)
+    False
+    """
+
+
+@final
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class PerReplica:
+    """One version of an array for each replica; the versions may differ.
+
+    Pass it to `strategy.run` and the function sees its own replica's version, of shape
+    `[...]`. It stands in any pytree, is returned by `run` for every output that may
+    differ, and costs no copy: all versions are one array of shape `[replica, ...]`.
+
+    It is not itself an array. Read it with `strategy.reduce`, `strategy.gather`,
+    `strategy.experimental_local_results`, or `value.local(replica_id)`.
+
+    Args:
+      stacked: an array of shape `[replica, ...]`, of JAX or NumPy. For a list with one
+        entry per replica use `strategy.per_replica`.
+
+    >>> import jaxstrategy as js
+    >>> strategy = js.MirroredStrategy(js.simulate(8)[:4])
+    >>> x = js.PerReplica(np.arange(8.0).reshape(4, 2))
+    >>> doubled = strategy.run(lambda local: 2 * local, (x,))
+    >>> doubled
+    PerReplica(float32[2] on cpu:0..3)
+    >>> doubled.local(3)
+    Array([12., 14.], dtype=float32)
+    """
+
+    _value: Any
+    # Inside a merge call the value is this replica's own, and this names the axis.
+    _axis_name: str | None = dataclasses.field(default=None, metadata={"static": True})
+
+    @property
+    def stacked(self) -> Any:
+        """All versions as one array of shape `[replica, ...]`."""
+        if self._axis_name is None:
+            return self._value
+        return jax.lax.all_gather(self._value, self._axis_name)
+
+    @property
+    def values(self) -> tuple[jax.Array, ...]:
+        """One array of shape `[...]` per replica, in replica order."""
+        if self._axis_name is None and _is_placed(self._value):
+            return _versions(self._value)
+        return tuple(self.stacked)
+
+    def local(self, replica_id: int) -> jax.Array:
+        """The version of replica `replica_id`, of shape `[...]`.
+
+        Raises:
+          IndexError: there is no such replica.
+        """
+        versions = self.values
+        if not 0 <= replica_id < len(versions):
+            raise IndexError(
+                f"Replica {replica_id} was asked of a value with {len(versions)} "
+                f"replicas; they count from 0 to {len(versions) - 1}."
+            )
+        return versions[replica_id]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of one replica's version."""
+        shape = np.shape(self._value)
+        return shape if self._axis_name else shape[1:]
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of every version."""
+        return self._value.dtype
+
+    @property
+    def num_replicas(self) -> int:
+        """How many versions there are."""
+        if self._axis_name is not None:
+            return jax.lax.axis_size(self._axis_name)
+        return self._value.shape[0]
+
+    def __repr__(self) -> str:
+        if not hasattr(self._value, "dtype"):  # a pytree of something else
+            return f"PerReplica({self._value!r})"
+        return f"PerReplica({_summary(self.dtype, self.shape)}{self._where()})"
+
+    def _where(self) -> str:
+        if self._axis_name is not None:
+            return ", inside merge_call"
+        if _is_placed(self._value):
+            return f" on {_devices.names(_device_order(self._value))}"
+        return f" x {self.num_replicas}"
+
+    def _repr_html_(self) -> str:
+        if not hasattr(self._value, "dtype") or not _is_placed(self._value):
+            return f"<code>{html.escape(repr(self))}</code>"
+        kind = html.escape(_summary(self.dtype, self.shape))
+        rows = "".join(
+            f"<tr><td>{i}</td><td>{_devices.name(device)}</td><td>{kind}</td></tr>"
+            for i, device in enumerate(_device_order(self._value))
+        )
+        return (
+            "<table><caption>PerReplica</caption><thead><tr><th>replica</th>"
+            f"<th>device</th><th>version</th></tr></thead><tbody>{rows}</tbody></table>"
+        )
+
+    def _misused(self, *_: object, **__: object) -> NoReturn:
+        raise TypeError(
+            "A PerReplica was used as if it were one array, but it holds one version "
+            "per replica. Outside `run` use `strategy.reduce(op, value)`, "
+            "`strategy.gather(value)` or `strategy.experimental_local_results(value)`; "
+            "inside `run` pass it as an argument, and the function gets its own "
+            "replica's version."
+        )
+
+
+# A wrong use must fail here, with advice, and not somewhere inside JAX or NumPy.
+_OPERATORS = (
+    "array jax_array bool int float complex index len iter getitem contains "
+    "add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow "
+    "matmul rmatmul neg pos abs lt le gt ge and rand or ror xor rxor invert "
+    "lshift rlshift rshift rrshift round array_ufunc"
+).split()
+for _operator in _OPERATORS:
+    setattr(PerReplica, f"__{_operator}__", PerReplica._misused)
+del _operator
+
+
+def is_per_replica(value: object) -> bool:
+    """Whether `value` is a `PerReplica`; a stopping rule for tree functions."""
+    return isinstance(value, PerReplica)
+
+
+def of_local(value: jax.Array, axis_name: str) -> PerReplica:
+    """This replica's `value` as a `PerReplica`, while a step is being traced."""
+    return PerReplica(value, axis_name)
+
+
+def to_local(value: PerReplica) -> Any:
+    """This replica's version, while a step is being traced.
+
+    Raises:
+      TypeError: `value` was made outside the step and captured by it.
+    """
+    if value._axis_name is None:
+        value._misused()
+    return value._value
+
+
+def contents(value: PerReplica) -> Any:
+    """What `value` wraps: `[replica, ...]` outside a step, `[...]` inside one."""
+    return value._value
+
+
+def stack(versions: Sequence[PyTree], mesh: Mesh, what: str = "value") -> PyTree:
+    """Per-replica trees as one tree of `PerReplica` leaves, each placed on its device.
+
+    Args:
+      versions: one pytree per replica, all of one structure, leaf by leaf of one shape
+        and dtype; nested lists of numbers are arrays.
+      mesh: where to place them.
+      what: how error messages call the value.
+
+    Raises:
+      ValueError: the number, structure, shapes or dtypes do not fit.
+    """
+    devices = _mesh.devices_of(mesh)
+    if len(versions) != len(devices):
+        raise ValueError(
+            f"`{what}` has {len(versions)} versions for {len(devices)} replicas; one "
+            "per replica is wanted."
+        )
+    paths, structure = jax.tree.flatten_with_path(versions[0], is_leaf=_is_list)
+    columns = [[leaf] for _, leaf in paths]
+    for replica_id, version in enumerate(versions[1:], start=1):
+        leaves, other = jax.tree.flatten(version, is_leaf=_is_list)
+        if other != structure:
+            raise ValueError(
+                f"`{what}` has another structure on replica {replica_id} than on "
+                f"replica 0: {other} instead of {structure}."
+            )
+        for column, leaf in zip(columns, leaves, strict=True):
+            column.append(leaf)
+    labels = [f"{what}{jax.tree_util.keystr(path)}" for path, _ in paths]
+    stacked = [
+        _stack_leaf(column, mesh, label)
+        for column, label in zip(columns, labels, strict=True)
+    ]
+    return jax.tree.unflatten(structure, stacked)
+
+
+def _is_list(node: Any) -> bool:
+    return isinstance(node, list)  # of numbers: the data of an array
+
+
+def _stack_leaf(column: list[Any], mesh: Mesh, what: str) -> PerReplica:
+    arrays = [as_array(value, what) for value in column]
+    kinds = {(array.shape, array.dtype) for array in arrays}
+    if len(kinds) > 1:
+        seen = ", ".join(_summary(array.dtype, array.shape) for array in arrays)
+        raise ValueError(
+            f"`{what}` differs in shape or dtype between replicas: {seen}. One "
+            "program runs on all replicas, so all versions need one shape and dtype."
+        )
+    placed = [
+        jax.device_put(array[None], device)
+        for array, device in zip(arrays, _mesh.devices_of(mesh), strict=True)
+    ]
+    shape = (len(arrays), *arrays[0].shape)
+    sharding = _mesh.split(mesh)
+    return PerReplica(jax.make_array_from_single_device_arrays(shape, sharding, placed))
+
+
+def as_array(value: Any, what: str) -> jax.Array | np.ndarray:
+    """`value` as an array that devices can hold; 64-bit types as JAX is set up.
+
+    Raises:
+      TypeError: it is not an array or a number.
+    """
+    if isinstance(value, jax.Array):
+        return value
+    array = np.asarray(value)
+    if array.dtype.kind in "OSUMm":
+        raise TypeError(
+            f"`{what}` is {value!r}, which is not an array or a number and cannot be "
+            "placed on a device."
+        )
+    return array.astype(jnp.result_type(array.dtype), copy=False)
+
+
+def place_stacked(value: Any, mesh: Mesh, what: str = "value") -> PerReplica:
+    """An array of shape `[replica, ...]` as a `PerReplica` on the devices of `mesh`.
+
+    Raises:
+      ValueError: the first dimension is not the number of replicas.
+    """
+    array = as_array(value, what)
+    check_stacked(array, len(_mesh.devices_of(mesh)), what)
+    return PerReplica(jax.device_put(array, _mesh.split(mesh)))
+
+
+def check_stacked(array: Any, num_replicas: int, what: str) -> None:
+    """Raise unless the first dimension of `array` counts the replicas."""
+    shape = np.shape(array)
+    if not shape or shape[0] != num_replicas:
+        raise ValueError(
+            f"`{what}` has shape {shape}; its first dimension should be the number of "
+            f"replicas, {num_replicas}. To give one version per replica write a list, "
+            "`strategy.per_replica([v0, v1, ...])`."
+        )
+
+
+def replicate(tree: PyTree, mesh: Mesh) -> PyTree:
+    """`tree` with every array and number placed whole on each device of `mesh`.
+
+    Leaves that are neither (strings, bools, functions) stay as they are.
+
+    Raises:
+      TypeError: a leaf is a `PerReplica`, whose versions may differ.
+    """
+    sharding = _mesh.replicated(mesh)
+
+    def place(path: Any, leaf: Any) -> Any:
+        if isinstance(leaf, PerReplica):
+            raise TypeError(
+                f"`tree{jax.tree_util.keystr(path)}` is a PerReplica: its versions may "
+                "differ, so it cannot be mirrored as it is. Use "
+                "`strategy.reduce('mean', value)` to make one value of it first."
+            )
+        if isinstance(leaf, bool) or not (
+            is_array(leaf) or isinstance(leaf, (int, float, complex))
+        ):
+            return leaf
+        return jax.device_put(leaf, sharding)
+
+    return jax.tree.map_with_path(place, tree, is_leaf=is_per_replica)
+
+
+def _is_placed(value: Any) -> bool:
+    return isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer)
+
+
+def _in_order(value: jax.Array) -> list[Any]:
+    """This process's shards of a stacked array, by replica."""
+    return sorted(value.addressable_shards, key=lambda shard: shard.index[0].start or 0)
+
+
+def _device_order(value: jax.Array) -> list[jax.Device]:
+    return [shard.device for shard in _in_order(value)]
+
+
+def _versions(value: jax.Array) -> tuple[jax.Array, ...]:
+    if not _mesh.is_split(value.sharding):
+        return tuple(value)
+    return tuple(shard.data[0] for shard in _in_order(value))
+
+
+def _summary(dtype: Any, shape: Sequence[int]) -> str:
+    return f"{dtype}[{','.join(map(str, shape))}]"
+
+
+def map_leaves(function: Callable[[Any], Any], tree: PyTree) -> PyTree:
+    """`jax.tree.map` that gives `function` each `PerReplica` whole."""
+    return jax.tree.map(function, tree, is_leaf=is_per_replica)

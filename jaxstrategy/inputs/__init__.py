@@ -1,0 +1,1 @@
+"""Host data to `PerReplica` batches."""

@@ -1,0 +1,1 @@
+"""Pure collectives: arrays of one replica in, arrays of one replica out."""

@@ -1,0 +1,135 @@
+"""One array per replica to one array: sum, mean, smallest and largest.
+
+Every function takes this replica's array and the names of the mesh axes to reduce
+over; with no axes there is one replica and the value stays what it is.
+
+Gradients are local: the gradient of a sum over replicas is the sum over replicas of the
+incoming gradients, of a mean their mean (as in TensorFlow's `all_reduce`). A minimum or
+maximum passes the summed gradient to the replicas that hold it, in equal parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxstrategy._options import ReduceOp
+
+Axes = tuple[str, ...]
+
+
+def all_reduce(op: ReduceOp, value: Any, axes: Axes) -> jax.Array:
+    """`value` reduced over all replicas; every replica gets the result.
+
+    SUM, MIN and MAX keep the dtype (so small integers wrap in a sum as they do in
+    NumPy); MEAN of integers has JAX's default float dtype.
+
+    Raises:
+      TypeError: the dtype cannot be reduced with `op`.
+    """
+    array = checked(op, value)
+    match op:
+        case ReduceOp.SUM:
+            return lax.psum(array, axes)
+        case ReduceOp.MEAN:
+            return lax.pmean(_floating(array), axes)
+        case ReduceOp.MIN:
+            return _extreme(array, axes, "min")
+        case ReduceOp.MAX:
+            return _extreme(array, axes, "max")
+
+
+def reduce_axis(
+    op: ReduceOp, value: Any, axis: Sequence[int] | None, axes: Axes
+) -> jax.Array:
+    """`value` reduced over its own dimensions `axis` and over all replicas.
+
+    MEAN is over all elements of all replicas along `axis`.
+
+    Raises:
+      ValueError: `axis` is out of range for the value, or names a dimension twice.
+      TypeError: the dtype cannot be reduced with `op`.
+    """
+    if axis is None:
+        return all_reduce(op, value, axes)
+    array = checked(op, value)
+    dimensions = _dimensions(axis, array.ndim)
+    match op:
+        case ReduceOp.SUM:
+            local = jnp.sum(array, dimensions, dtype=array.dtype)
+        case ReduceOp.MEAN:
+            local = jnp.mean(_floating(array), dimensions)
+        case ReduceOp.MIN:
+            local = jnp.min(array, dimensions)
+        case ReduceOp.MAX:
+            local = jnp.max(array, dimensions)
+    return all_reduce(op, local, axes)
+
+
+def checked(op: ReduceOp, value: Any) -> jax.Array:
+    """`value` as an array that `op` can reduce.
+
+    Raises:
+      TypeError: it is not an array or number, or its dtype has no such reduction.
+    """
+    try:
+        array = jnp.asarray(value)
+    except TypeError as error:
+        raise TypeError(
+            f"{op.name} of {value!r}: an array or a number was wanted, got "
+            f"{type(value).__name__}."
+        ) from error
+    ordered = op in (ReduceOp.MIN, ReduceOp.MAX)
+    if jnp.issubdtype(array.dtype, jnp.number):
+        if not (ordered and jnp.issubdtype(array.dtype, jnp.complexfloating)):
+            return array
+        advice = "Complex numbers have no order; reduce `jnp.abs(value)` instead."
+    elif array.dtype == jnp.bool_:
+        if ordered:
+            return array
+        advice = "Convert it first: `value.astype('int32')` counts the true ones."
+    else:
+        advice = "Only numbers can be reduced."
+    raise TypeError(f"{op.name} of a {array.dtype} array is not defined. {advice}")
+
+
+def _floating(array: jax.Array) -> jax.Array:
+    # Before the sum, so that integers do not wrap on the way to their mean.
+    return array if jnp.issubdtype(array.dtype, jnp.inexact) else array.astype(float)
+
+
+def _dimensions(axis: Sequence[int], rank: int) -> tuple[int, ...]:
+    for dimension in axis:
+        if not -rank <= dimension < rank:
+            raise ValueError(
+                f"`axis` is {dimension}, out of range for a value with {rank} "
+                f"dimensions on each replica: use {-rank} to {rank - 1}, or None."
+                if rank
+                else f"`axis` is {dimension}, but every replica's value is a scalar: "
+                "use `axis=None`."
+            )
+    positions = tuple(dimension % rank for dimension in axis)
+    if len(set(positions)) < len(positions):
+        raise ValueError(f"`axis` {tuple(axis)} names one dimension more than once.")
+    return positions
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(1, 2))
+def _extreme(array: jax.Array, axes: Axes, which: str) -> jax.Array:
+    if not axes:
+        return array
+    return lax.pmin(array, axes) if which == "min" else lax.pmax(array, axes)
+
+
+@_extreme.defjvp
+def _extreme_jvp(axes: Axes, which: str, primals: Any, tangents: Any) -> Any:
+    (array,), (tangent,) = primals, tangents
+    extreme = _extreme(array, axes, which)
+    holds_it = (array == extreme).astype(tangent.dtype)
+    share = lax.psum(holds_it * tangent, axes) / lax.psum(holds_it, axes)
+    return extreme, share

@@ -1,0 +1,38 @@
+"""One array per replica to one longer array on every replica."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxstrategy.reductions._all_reduce import Axes
+
+
+def all_gather(value: Any, axis: int, axes: Axes) -> jax.Array:
+    """Every replica's `value`, joined along dimension `axis` in replica order.
+
+    Shapes: local `[n, ...]` -> `[num_replicas * n, ...]` for `axis=0`.
+
+    Raises:
+      ValueError: `value` is a scalar, or `axis` is out of range.
+      TypeError: `axis` is not a whole number.
+    """
+    array = jnp.asarray(value)
+    if not isinstance(axis, int) or isinstance(axis, bool):
+        raise TypeError(f"`axis` was {axis!r}; a whole number was wanted.")
+    if array.ndim == 0:
+        raise ValueError(
+            "Scalars cannot be joined along an axis. Give each replica's value a "
+            "dimension first, for example `value[None]`."
+        )
+    if not -array.ndim <= axis < array.ndim:
+        raise ValueError(
+            f"`axis` is {axis}, out of range for a value with {array.ndim} dimensions "
+            f"on each replica: use {-array.ndim} to {array.ndim - 1}."
+        )
+    if not axes:
+        return array
+    return lax.all_gather(array, axes, axis=axis % array.ndim, tiled=True)

@@ -1,0 +1,1 @@
+"""The strategies: one final class a file over a common base; mostly choices."""

@@ -1,0 +1,536 @@
+"""What all strategies share: `Strategy`.
+
+A strategy is a mesh with a few choices. Every method is either a rule about contexts,
+or a small function run on all replicas through the one door of `tracing`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NoReturn, Self
+
+import jax
+from jax.sharding import Mesh
+
+from jaxstrategy import _contexts, _devices, _mesh, _replica, _values
+from jaxstrategy._contexts import AbstractStrategy, Context
+from jaxstrategy._options import ReduceOp, RunOptions, ValueContext
+from jaxstrategy._replica import ReplicaContext
+from jaxstrategy._values import PerReplica, PyTree
+from jaxstrategy.inputs._dataset import DistributedDataset
+from jaxstrategy.inputs._split import split_batch
+from jaxstrategy.reductions._all_reduce import Axes, reduce_axis
+from jaxstrategy.reductions._gather import all_gather
+from jaxstrategy.strategies._extended import StrategyExtended
+from jaxstrategy.tracing._init import build_replicated
+from jaxstrategy.tracing._programs import Programs
+from jaxstrategy.tracing._step import Step
+
+_NOT_GIVEN: Any = object()
+
+
+class Strategy(AbstractStrategy):
+    """Runs one step on many replicas. Make one of its subclasses.
+
+    Args:
+      devices: the devices of the replicas, in replica order.
+    """
+
+    def __init__(self, devices: Sequence[jax.Device]) -> None:
+        self._mesh = _mesh.mesh_of(devices)
+        self._axes: Axes = (_mesh.REPLICA_AXIS,)
+        self._programs = Programs(self._mesh, self._call_replica)
+        self._extended = StrategyExtended(self)
+
+    # What it is.
+
+    @property
+    def mesh(self) -> Mesh:
+        """The `jax.sharding.Mesh` with one device per replica."""
+        return self._mesh
+
+    @property
+    def devices(self) -> tuple[jax.Device, ...]:
+        """The replicas' devices, in replica order."""
+        return _mesh.devices_of(self.mesh)
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """How many replicas take a step together."""
+        return self.mesh.size
+
+    @property
+    def extended(self) -> StrategyExtended:
+        """Reductions to chosen devices, for code that needs them."""
+        return self._extended
+
+    # Contexts.
+
+    def scope(self) -> contextlib.AbstractContextManager[AbstractStrategy]:
+        """A `with` block in which this is the current strategy.
+
+        Inside it, code is in cross-replica context: `get_strategy()` is this strategy.
+        Entering it again inside is allowed. `run` enters it by itself.
+
+        A function jitted by you is traced once, so what it learns about contexts
+        (`has_strategy()`) stays what it was on the first call. Functions called inside
+        `run` are traced there again.
+
+        Raises:
+          ContextError: inside another strategy's scope, or inside `run`.
+        """
+        return _contexts.Scope(self)
+
+    # Running.
+
+    def run(
+        self,
+        fn: Callable[..., Any] = _NOT_GIVEN,
+        args: Sequence[Any] = _NOT_GIVEN,
+        kwargs: dict[str, Any] | None = None,
+        options: RunOptions | None = None,
+    ) -> Any:
+        """Runs `fn(*args, **kwargs)` on every replica, as one compiled program.
+
+        `fn` is traced once per combination of argument structure, shapes and static
+        values, whatever the number of replicas. In the arguments, each `PerReplica`
+        arrives as this replica's version; arrays and numbers are the same on every
+        replica; bools, strings, None and other hashable objects are static. In the
+        results, an array that is provably equal on all replicas is a plain array,
+        replicated; any other is a `PerReplica`. Leaves that are not arrays come back
+        as they are. The call returns before the devices are done.
+
+        As a decorator it makes a step that runs on all replicas whenever it is called:
+
+        >>> import jaxstrategy as js
+        >>> strategy = js.MirroredStrategy(js.simulate(8)[:4])
+        >>> @strategy.run
+        ... def step(total, x):
+        ...     x = js.get_replica_context().all_reduce("sum", x)
+        ...     return total + x
+        >>> x = strategy.per_replica([1.0, 2.0, 3.0, 4.0])
+        >>> step(0.0, x)
+        Array(10., dtype=float32)
+
+        `@strategy.run(options=...)` takes options. A function that can be called
+        without arguments is run at once by `strategy.run(fn)`, as in TensorFlow.
+
+        Args:
+          fn: the step, as one replica sees it. Inside it `get_replica_context()` has
+            the replica's id and the ways to the other replicas.
+          args: its positional arguments, a tuple or list.
+          kwargs: its keyword arguments.
+          options: see `RunOptions`.
+
+        Returns:
+          A pytree like the one `fn` returns.
+
+        Raises:
+          ContextError: inside another `run`, or in another strategy's scope.
+          TracedValueError: Python code in `fn` needs the value of a traced array.
+          PlacementError: an argument belongs to another strategy, or is split over
+            the replicas without being a `PerReplica`.
+          DonatedValueError: an argument was donated to an earlier call.
+          TypeError: an argument is neither an array nor hashable, or `fn` returned
+            something that is neither an array nor a plain value.
+        """
+        if fn is _NOT_GIVEN:
+            return functools.partial(self._decorate, options=options)
+        if not callable(fn):
+            raise TypeError(
+                f"`run` was given {fn!r}, which cannot be called. Give the step "
+                "function itself: `strategy.run(step, args=(state, batch))`."
+            )
+        if args is _NOT_GIVEN:
+            if kwargs is None and _needs_arguments(fn):
+                return self._decorate(fn, options=options)
+            args = ()
+        _check_arguments(args, kwargs)
+        return self._run(fn, tuple(args), dict(kwargs or {}), options)
+
+    def _decorate(
+        self, fn: Callable[..., Any], *, options: RunOptions | None = None
+    ) -> Step:
+        def run(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+            return self._run(fn, args, kwargs, options)
+
+        return Step(fn, run, repr(self))
+
+    def _run(
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        options: RunOptions | None,
+    ) -> Any:
+        context = _contexts.require_cross_replica(self, "run")
+        if context is not None and context.in_step:
+            return self._run_in_step(fn, args, kwargs)
+        return self._programs.of(fn)(args, kwargs, options)
+
+    def _run_in_step(
+        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """`run` inside `merge_call`: the step goes on, in the same trace."""
+        args, kwargs = _replica.to_replica((args, kwargs))
+        replica = ReplicaContext(self, self._axes)
+        with _contexts.entered(Context(self, replica, in_step=True)):
+            returned = fn(*args, **kwargs)
+            return replica.to_cross(returned)
+
+    def _call_replica(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """One replica's call of `fn`, while it is traced."""
+        replica = ReplicaContext(self, self._axes)
+        with _contexts.entered(Context(self, replica, in_step=True)):
+            return fn(*args, **kwargs)
+
+    # From many values to one.
+
+    def reduce(
+        self,
+        reduce_op: ReduceOp | str,
+        value: PyTree,
+        axis: int | Sequence[int] | None = None,
+    ) -> PyTree:
+        """One value from all replicas' versions, leaf by leaf.
+
+        A leaf that is not a `PerReplica` counts as what every replica holds: its SUM
+        is `num_replicas_in_sync` times it, its MEAN is it.
+
+        Args:
+          reduce_op: a `ReduceOp` or its name in any case.
+          value: a pytree of `PerReplica`s, arrays and numbers.
+          axis: also reduce over this dimension, or these, of each replica's version.
+            MEAN is then over all elements of all replicas.
+
+        Returns:
+          A pytree of mirrored arrays; MEAN of integers has JAX's default float dtype.
+
+        Raises:
+          ValueError: `reduce_op` is not a reduction; `axis` is out of range.
+          TypeError: a leaf is not a number; `axis` is not a whole number.
+          ContextError: inside `run`; use `get_replica_context().all_reduce` there.
+
+        >>> import jaxstrategy as js
+        >>> strategy = js.MirroredStrategy(js.simulate(8)[:2])
+        >>> x = strategy.per_replica([[1.0, 2.0], [3.0, 4.0]])
+        >>> strategy.reduce("sum", x)
+        Array([4., 6.], dtype=float32)
+        >>> strategy.reduce("mean", x, axis=0)
+        Array(2.5, dtype=float32)
+        """
+        context = _contexts.require_cross_replica(self, "reduce")
+        reducer = _reducer(ReduceOp(reduce_op), _axes(axis), self._axes)
+        return self._across(context, reducer, value)
+
+    def gather(self, value: PyTree, axis: int = 0) -> PyTree:
+        """Every replica's version joined along `axis`, in replica order, leaf by leaf.
+
+        Shapes: local `[n, ...]` -> `[num_replicas * n, ...]` for `axis=0`. A leaf that
+        is not a `PerReplica` counts as what every replica holds, and is repeated.
+
+        Raises:
+          ValueError: a leaf is a scalar, or `axis` is out of range for one.
+          TypeError: `axis` is not a whole number.
+          ContextError: inside `run`; use `get_replica_context().all_gather` there.
+
+        >>> import jaxstrategy as js
+        >>> strategy = js.MirroredStrategy(js.simulate(8)[:2])
+        >>> strategy.gather(strategy.per_replica([[1, 2], [3, 4]]))
+        Array([1, 2, 3, 4], dtype=int32)
+        """
+        context = _contexts.require_cross_replica(self, "gather")
+        return self._across(context, _gatherer(axis, self._axes), value)
+
+    def experimental_local_results(self, value: PyTree) -> tuple[PyTree, ...]:
+        """Each replica's version of `value`, as a tuple.
+
+        A pytree gives a tuple of pytrees. A mirrored array, or a container of plain
+        values, gives one entry per replica too; a single plain value gives a tuple of
+        one.
+
+        Raises:
+          ContextError: inside `run`, where there is one version.
+
+        >>> import jaxstrategy as js
+        >>> strategy = js.MirroredStrategy(js.simulate(8)[:2])
+        >>> strategy.experimental_local_results(strategy.per_replica([3, 4]))
+        (Array(3, dtype=int32), Array(4, dtype=int32))
+        >>> strategy.experimental_local_results("plain")
+        ('plain',)
+        """
+        context = _contexts.require_cross_replica(self, "experimental_local_results")
+        in_step = context is not None and context.in_step
+        leaves, treedef = jax.tree.flatten(value, is_leaf=_values.is_per_replica)
+        if treedef == _LEAF and not isinstance(value, (PerReplica, jax.Array)):
+            return (value,)
+        if value is None:
+            return (None,)
+        columns = [self._versions(leaf, in_step) for leaf in leaves]
+        return tuple(
+            jax.tree.unflatten(treedef, [column[i] for column in columns])
+            for i in range(self.num_replicas_in_sync)
+        )
+
+    def _versions(self, leaf: Any, in_step: bool) -> tuple[Any, ...]:
+        n = self.num_replicas_in_sync
+        if isinstance(leaf, PerReplica):
+            versions = leaf.values
+            if len(versions) != n:
+                raise ValueError(
+                    f"A PerReplica with {len(versions)} versions was given to a "
+                    f"strategy with {n} replicas."
+                )
+            return versions
+        if in_step and isinstance(leaf, jax.Array):
+            # Captured by the merge function: it may well differ between replicas.
+            return _values.of_local(leaf, _mesh.REPLICA_AXIS).values
+        if _values.is_mirrored(leaf):
+            return tuple(shard.data for shard in leaf.addressable_shards)
+        return (leaf,) * n
+
+    def _across(
+        self, context: Context | None, function: Callable[..., Any], value: PyTree
+    ) -> PyTree:
+        """`function(tree)` of one replica's `value`, wherever we are."""
+        if context is not None and context.in_step:
+            return function(_replica.to_replica(value))
+        return self._programs.of(function)((value,), {}, None)
+
+    # From one value to many.
+
+    def mirror(self, tree: PyTree) -> PyTree:
+        """`tree` with every array and number placed whole on every replica's device.
+
+        Leaves that are neither (strings, bools, functions) stay as they are. An array
+        that is mirrored already is not copied.
+
+        Raises:
+          TypeError: a leaf is a `PerReplica`.
+
+        >>> import jaxstrategy as js
+        >>> strategy = js.MirroredStrategy(js.simulate(8)[:2])
+        >>> isinstance(strategy.mirror(1.0), js.Mirrored)
+        True
+        """
+        _contexts.require_host(self, "mirror")
+        return _values.replicate(tree, self.mesh)
+
+    def per_replica(self, tree: PyTree) -> PyTree:
+        """Values that differ between replicas, as `PerReplica`s on their devices.
+
+        Args:
+          tree: a pytree in which a *list* holds one version per replica (each of them
+            an array, a number, nested lists of numbers, or a pytree of these), and an
+            array that is in no list has shape `[replica, ...]`. Tuples and dicts are
+            structure.
+
+        Returns:
+          The pytree with a `PerReplica` for each array.
+
+        Raises:
+          ValueError: the number of versions is not the number of replicas, or they
+            differ in shape, dtype or structure.
+          TypeError: a leaf is not an array or a number.
+
+        >>> import jaxstrategy as js
+        >>> strategy = js.MirroredStrategy(js.simulate(8)[:2])
+        >>> strategy.per_replica([1.5, 2.5])
+        PerReplica(float32[] on cpu:0, cpu:1)
+        >>> strategy.per_replica({"x": np.zeros((2, 3))})
+        {'x': PerReplica(float32[3] on cpu:0, cpu:1)}
+        """
+        _contexts.require_host(self, "per_replica")
+
+        def is_end(node: Any) -> bool:
+            return isinstance(node, (list, PerReplica))
+
+        def place(path: Any, node: Any) -> PyTree:
+            what = f"value{jax.tree_util.keystr(path)}"
+            if isinstance(node, PerReplica):
+                return node
+            if isinstance(node, list):
+                return _values.stack(node, self.mesh, what)
+            return _values.place_stacked(node, self.mesh, what)
+
+        return jax.tree.map_with_path(place, tree, is_leaf=is_end)
+
+    def experimental_distribute_values_from_function(
+        self, value_fn: Callable[[ValueContext], PyTree]
+    ) -> PyTree:
+        """Values from `value_fn(ValueContext(i, n))`, called for each replica in order.
+
+        Returns:
+          A pytree like the ones `value_fn` returns, each leaf a `PerReplica`.
+
+        Raises:
+          ValueError: the values differ in structure, shape or dtype.
+          TypeError: a value is not an array or a number.
+          ContextError: inside `run`.
+
+        >>> import jaxstrategy as js
+        >>> strategy = js.MirroredStrategy(js.simulate(8)[:2])
+        >>> ids = strategy.experimental_distribute_values_from_function(
+        ...     lambda ctx: ctx.replica_id_in_sync_group)
+        >>> ids.values
+        (Array(0, dtype=int32), Array(1, dtype=int32))
+        """
+        _contexts.require_host(self, "experimental_distribute_values_from_function")
+        n = self.num_replicas_in_sync
+        versions = [value_fn(ValueContext(i, n)) for i in range(n)]
+        return _values.stack(versions, self.mesh)
+
+    def init(self, fn: Callable[..., PyTree], *args: Any) -> PyTree:
+        """`fn(*args)` built in mirrored form: on every device at once, from nothing.
+
+        No device ever holds a copy of the result that it does not keep, so state that
+        just fits can be built. Leaves of the result that are not arrays stay as they
+        are.
+
+        Args:
+          fn: builds the state, for example a Flax model's `init`.
+          args: arrays, random keys and numbers, which are traced; and static values.
+
+        Raises:
+          TypeError: an argument is a `PerReplica` or cannot be hashed.
+          ContextError: inside `run`.
+
+        >>> import jaxstrategy as js
+        >>> strategy = js.MirroredStrategy(js.simulate(8)[:2])
+        >>> w = strategy.init(lambda key: jax.random.normal(key, (3,)), jax.random.key(0))
+        >>> isinstance(w, js.Mirrored)
+        True
+        """
+        _contexts.require_host(self, "init")
+        with self.scope():
+            return build_replicated(fn, args, self.mesh)
+
+    def experimental_distribute_dataset(
+        self, dataset: Iterable[PyTree]
+    ) -> DistributedDataset:
+        """`dataset`, each of its global batches divided over the replicas.
+
+        Args:
+          dataset: an iterable of pytrees of NumPy or JAX arrays of shape
+            `[rows, ...]`. It is iterated over anew for each pass.
+
+        Returns:
+          An iterable of the same pytrees with `PerReplica`s, whose local shapes are
+          `[rows / num_replicas, ...]`; replica i has the i-th part, in order. A batch
+          whose rows cannot be divided equally raises `ValueError` when it is reached.
+
+        Raises:
+          TypeError: `dataset` cannot be iterated over.
+
+        >>> import jaxstrategy as js
+        >>> strategy = js.MirroredStrategy(js.simulate(8)[:2])
+        >>> for batch in strategy.experimental_distribute_dataset([np.arange(4)]):
+        ...     print(batch.values)
+        (Array([0, 1], dtype=int32), Array([2, 3], dtype=int32))
+        """
+        _contexts.require_host(self, "experimental_distribute_dataset")
+        if not isinstance(dataset, Iterable):
+            raise TypeError(
+                f"`dataset` is {dataset!r}, which cannot be iterated over. Give an "
+                "iterable of global batches: a list, a generator, a data loader."
+            )
+        return DistributedDataset(dataset, self._distribute_batch)
+
+    def _distribute_batch(self, batch: PyTree) -> PyTree:
+        return split_batch(batch, self.mesh)
+
+    # How it prints and copies.
+
+    def __repr__(self) -> str:
+        n = self.num_replicas_in_sync
+        replicas = "1 replica" if n == 1 else f"{n} replicas"
+        return f"{type(self).__name__}({replicas} on {_devices.names(self.devices)})"
+
+    def _repr_html_(self) -> str:
+        rows = "".join(
+            f"<tr><td>{i}</td><td>{_devices.name(d)}</td><td>{d.device_kind}</td></tr>"
+            for i, d in enumerate(self.devices)
+        )
+        return (
+            f"<table><caption>{type(self).__name__}</caption><thead><tr>"
+            "<th>replica</th><th>device</th><th>kind</th></tr></thead>"
+            f"<tbody>{rows}</tbody></table>"
+        )
+
+    def __copy__(self) -> NoReturn:
+        raise RuntimeError(
+            "A strategy can be deep-copied (`copy.deepcopy`) but not copied: a copy "
+            "would be another strategy that shares this one's compiled steps."
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        twin = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        Strategy.__init__(twin, self.devices)
+        return twin
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"{self!r} cannot be pickled: it stands for devices of this process. Make "
+            "a strategy in each process instead."
+        )
+
+
+_LEAF = jax.tree.structure(0)
+
+
+def _axes(axis: int | Sequence[int] | None) -> tuple[int, ...] | None:
+    if axis is None:
+        return None
+    given = axis if isinstance(axis, (tuple, list)) else (axis,)
+    for dimension in given:
+        if not isinstance(dimension, int) or isinstance(dimension, bool):
+            raise TypeError(
+                f"`axis` was {axis!r}; None, a whole number or several were wanted."
+            )
+    return tuple(given)
+
+
+# One function for each way to reduce, so that each is compiled once.
+@functools.cache
+def _reducer(
+    op: ReduceOp, axis: tuple[int, ...] | None, axes: Axes
+) -> Callable[[PyTree], PyTree]:
+    def reduce(tree: PyTree) -> PyTree:
+        return jax.tree.map(lambda leaf: reduce_axis(op, leaf, axis, axes), tree)
+
+    return reduce
+
+
+@functools.cache
+def _gatherer(axis: int, axes: Axes) -> Callable[[PyTree], PyTree]:
+    def gather(tree: PyTree) -> PyTree:
+        return jax.tree.map(lambda leaf: all_gather(leaf, axis, axes), tree)
+
+    return gather
+
+
+def _needs_arguments(fn: Callable[..., Any]) -> bool:
+    try:
+        parameters = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError):  # some builtins have none
+        return False
+    empty = inspect.Parameter.empty
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return any(p.default is empty and p.kind not in variadic for p in parameters)
+
+
+def _check_arguments(args: Any, kwargs: Any) -> None:
+    if not isinstance(args, (tuple, list)):
+        raise TypeError(
+            f"`args` was a {type(args).__name__}; a tuple of the function's arguments "
+            "was wanted. Write `args=(x,)` for one argument."
+        )
+    if kwargs is not None and not isinstance(kwargs, dict):
+        raise TypeError(
+            f"`kwargs` was a {type(kwargs).__name__}; a dict of the function's keyword "
+            "arguments was wanted."
+        )

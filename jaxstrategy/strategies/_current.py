@@ -1,0 +1,87 @@
+"""The current strategy and replica context, with the default ones to fall back on."""
+
+from __future__ import annotations
+
+from jaxstrategy import _contexts
+from jaxstrategy._contexts import Context
+from jaxstrategy._errors import ContextError
+from jaxstrategy._replica import ReplicaContext
+from jaxstrategy.strategies._base import Strategy
+from jaxstrategy.strategies._default import DefaultStrategy
+
+_default = DefaultStrategy()
+
+
+def get_strategy() -> Strategy:
+    """The current strategy; outside any scope, the default one with one replica.
+
+    >>> import jaxstrategy as js
+    >>> js.get_strategy()
+    DefaultStrategy(1 replica)
+    """
+    context = _contexts.current()
+    strategy = _default if context is None else context.strategy
+    assert isinstance(strategy, Strategy)
+    return strategy
+
+
+def has_strategy() -> bool:
+    """Whether the current strategy is another than the default one.
+
+    >>> import jaxstrategy as js
+    >>> js.has_strategy()
+    False
+    """
+    return not get_strategy().is_default
+
+
+def get_replica_context() -> ReplicaContext | None:
+    """The current replica context, or None in cross-replica context.
+
+    Inside `run` it is the replica's; in `scope()` and `merge_call` there is none;
+    outside any strategy it is that of the default strategy's single replica.
+
+    >>> import jaxstrategy as js
+    >>> js.get_replica_context().num_replicas_in_sync
+    1
+    """
+    context = _contexts.current()
+    return _default.replica_context if context is None else context.replica
+
+
+def in_cross_replica_context() -> bool:
+    """Whether code sees all replicas at once: in `scope()` and `merge_call`.
+
+    >>> import jaxstrategy as js
+    >>> js.in_cross_replica_context()
+    False
+    """
+    return get_replica_context() is None
+
+
+def experimental_set_strategy(strategy: Strategy | None) -> None:
+    """Makes `strategy` current for the rest of this thread, without a `with` block.
+
+    None goes back to the default strategy.
+
+    Raises:
+      ContextError: inside a `scope()` or `run`.
+      TypeError: `strategy` is not a strategy.
+    """
+    if strategy is not None and not isinstance(strategy, Strategy):
+        raise TypeError(
+            f"`experimental_set_strategy` was given {strategy!r}; a strategy or None "
+            "was wanted."
+        )
+    context = _contexts.current()
+    if context is not None and not isinstance(context, _SetContext):
+        raise ContextError(
+            "`experimental_set_strategy` must not be called inside a strategy's "
+            f"`scope()` or `run`; this is {_contexts.describe(context)}."
+        )
+    plain = strategy is None or strategy.is_default
+    _contexts.set_current(None if plain else _SetContext(strategy))
+
+
+class _SetContext(Context):
+    """A context that was set rather than entered, and may be set again."""

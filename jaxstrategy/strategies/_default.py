@@ -1,0 +1,95 @@
+"""The strategy of code that runs under none: one replica, nothing compiled."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any, Self, final
+
+import jax
+from jax.sharding import Mesh
+
+from jaxstrategy import _contexts, _mesh, _values
+from jaxstrategy._contexts import AbstractStrategy, Context
+from jaxstrategy._errors import ContextError
+from jaxstrategy._options import RunOptions
+from jaxstrategy._replica import ReplicaContext
+from jaxstrategy._values import PerReplica, PyTree
+from jaxstrategy.strategies._base import Strategy
+from jaxstrategy.strategies._extended import StrategyExtended
+
+
+@final
+class DefaultStrategy(Strategy):
+    """What `get_strategy()` returns outside any scope.
+
+    `run` calls the function, `reduce` reduces one version, `merge_call` calls the merge
+    function: library code written for replicas works unchanged with no strategy at all.
+    """
+
+    is_default = True
+
+    def __init__(self) -> None:
+        self._axes = ()
+        self._extended = StrategyExtended(self)
+        self.replica_context = ReplicaContext(self, ())
+
+    @functools.cached_property
+    def mesh(self) -> Mesh:
+        """A mesh with JAX's default device, found when first asked for."""
+        return _mesh.mesh_of(jax.local_devices()[:1])
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """One."""
+        return 1
+
+    def scope(self) -> contextlib.AbstractContextManager[AbstractStrategy]:
+        """A `with` block that changes nothing.
+
+        Raises:
+          ContextError: inside another strategy's scope or `run`.
+        """
+        context = _contexts.current()
+        if context is not None and context.strategy is not self:
+            raise ContextError(
+                "Mixing different Strategy objects: the default strategy's scope was "
+                f"entered inside {_contexts.describe(context)}. Leave that one first."
+            )
+        return contextlib.nullcontext(self)
+
+    def _run(
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        options: RunOptions | None,
+    ) -> Any:
+        _contexts.require_same(_contexts.current(), self)
+        args, kwargs = _alone((args, kwargs))
+        with _contexts.entered(None):
+            return fn(*args, **kwargs)
+
+    def _across(
+        self, context: Context | None, function: Callable[..., Any], value: PyTree
+    ) -> PyTree:
+        return function(_alone(value))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
+
+    def __repr__(self) -> str:
+        return "DefaultStrategy(1 replica)"
+
+
+def _alone(tree: PyTree) -> PyTree:
+    """`tree` with each `PerReplica` as its only version."""
+
+    def unwrap(leaf: Any) -> Any:
+        if not isinstance(leaf, PerReplica):
+            return leaf
+        _values.check_stacked(_values.contents(leaf), 1, "value")
+        return leaf.local(0)
+
+    return _values.map_leaves(unwrap, tree)

@@ -1,0 +1,38 @@
+"""One replica on each of several devices of this host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import final
+
+import jax
+
+from jaxstrategy import _devices
+from jaxstrategy.strategies._base import Strategy
+
+
+@final
+class MirroredStrategy(Strategy):
+    """One replica per device of this host; state is mirrored on all of them.
+
+    Args:
+      devices: `jax.Device`s or names such as `"GPU:1"`, in replica order. By default
+        all accelerators of this host, or all its CPU devices where there is none.
+
+    Raises:
+      ValueError: an empty list, a device given twice or unknown here, or devices of
+        several platforms.
+      TypeError: something else than devices and names.
+
+    >>> import jaxstrategy as js
+    >>> _ = js.simulate(8)
+    >>> js.MirroredStrategy()
+    MirroredStrategy(8 replicas on cpu:0..7)
+    >>> js.MirroredStrategy(["CPU:0", "CPU:2"])
+    MirroredStrategy(2 replicas on cpu:0, cpu:2)
+    """
+
+    def __init__(self, devices: Sequence[jax.Device | str] | None = None) -> None:
+        super().__init__(
+            _devices.default_devices() if devices is None else _devices.choose(devices)
+        )

@@ -1,0 +1,1 @@
+"""From `(fn, args)` to one compiled program for all replicas."""

@@ -1,0 +1,323 @@
+"""One step compiled for all replicas of a mesh.
+
+The step is traced once, as one replica sees it. The replication analysis then says
+which results are equal on all replicas, and the same trace is compiled with those as
+replicated arrays and the others split over the replicas. `jax.jit` keeps one executable
+per combination of shapes and dtypes; everything Python has to decide is decided when a
+`Program` is made or traced, so that a call is little more than the call of the jitted
+function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
+from jax.sharding import Mesh
+
+from jaxstrategy import _devices, _mesh, _source, _values
+from jaxstrategy._errors import DonatedValueError, PlacementError, TracedValueError
+from jaxstrategy._values import PerReplica, PyTree
+from jaxstrategy.tracing import _inflight, _replication, _results, _roles
+from jaxstrategy.tracing._roles import Role, Signature
+
+# What JAX raises when Python asks for a value that only the devices will know.
+_ASKED_TOO_EARLY = (
+    jax.errors.TracerBoolConversionError,
+    jax.errors.TracerIntegerConversionError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.ConcretizationTypeError,
+)
+
+
+class Program:
+    """A step for one structure of arguments; shapes and dtypes are open.
+
+    Args:
+      get_fn: returns the step, or None when it has been collected.
+      call: runs the step as one replica: `call(fn, args, kwargs)`, contexts included.
+      signature: the arguments that this program is for.
+      mesh: where the replicas are.
+      donate: positions in `args` whose memory may be reused.
+      traced: called with the step and the types of its arrays at each new trace.
+    """
+
+    def __init__(
+        self,
+        get_fn: Callable[[], Callable[..., Any] | None],
+        call: Callable[..., Any],
+        signature: Signature,
+        mesh: Mesh,
+        donate: Sequence[int],
+        traced: Callable[[Callable[..., Any], Sequence[Any]], None],
+    ) -> None:
+        self._get_fn = get_fn
+        self._call = call
+        self._signature = signature
+        self._mesh = mesh
+        self._traced = traced
+        self._bounded = _inflight.needed(mesh)
+        self._has_plain = False
+        self._users_error: ValueError | None = None
+        roles = [role for role in signature.roles if role is not Role.STATIC]
+        self._specs = tuple(
+            _mesh.SPLIT if role is Role.PER_REPLICA else _mesh.SAME for role in roles
+        )
+        self._shardings = tuple(
+            _mesh.split(mesh) if role is Role.PER_REPLICA else _mesh.replicated(mesh)
+            for role in roles
+        )
+        # Where a PerReplica stands, and a sharding that was seen there and is right.
+        self._split_at = [i for i, role in enumerate(roles) if role is Role.PER_REPLICA]
+        self._right = dict.fromkeys(self._split_at)
+        self._donated = _donated_leaves(signature, donate)
+        self._compiled = jax.jit(
+            _named(self._trace, self._fn_name()),
+            in_shardings=self._shardings,
+            donate_argnums=self._donated,
+        )
+
+    def __call__(self, leaves: list[Any]) -> PyTree:
+        """The step's results for these leaves: not static, not deleted."""
+        right = self._right
+        for index in self._split_at:
+            if leaves[index].sharding is not right[index]:
+                leaves = self._placed(leaves)
+                break
+        return self._dispatch(leaves)
+
+    def place_and_call(self, leaves: Sequence[Any]) -> PyTree:
+        """The same, for leaves of any kind and in any place."""
+        self._check_deleted(leaves)
+        return self._dispatch(self._placed(leaves))
+
+    def _dispatch(self, leaves: Sequence[Any]) -> PyTree:
+        try:
+            results, token = self._compiled(*leaves)
+        except ValueError as error:
+            users, self._users_error = self._users_error, None
+            if error is users:
+                raise
+            placed = self._placed(leaves)
+            if all(new is old for new, old in zip(placed, leaves, strict=True)):
+                raise
+            results, token = self._compiled(*placed)
+        if token is not None:
+            _inflight.dispatched(token)
+        return _results.unwrap_plain(results) if self._has_plain else results
+
+    # Placing: rare, so written to be clear.
+
+    def _placed(self, leaves: Sequence[Any]) -> list[Any]:
+        """`leaves` where the program needs them; the same objects where they are."""
+        placed = list(leaves)
+        for index, leaf in enumerate(leaves):
+            if index in self._right:
+                self._check_replicas(index, leaf)
+            if isinstance(leaf, jax.core.Tracer):
+                continue
+            wanted = self._shardings[index]
+            if isinstance(leaf, jax.Array):
+                if leaf.sharding.is_equivalent_to(wanted, leaf.ndim):
+                    if index in self._right:
+                        self._right[index] = leaf.sharding
+                    continue
+                self._check_movable(index, leaf)
+            elif index not in self._right:
+                continue  # a NumPy array or number: the jitted function copies it
+            placed[index] = jax.device_put(leaf, wanted)
+        return placed
+
+    def _check_replicas(self, index: int, leaf: Any) -> None:
+        n = self._mesh.size
+        shape = jnp.shape(leaf)
+        if not shape or shape[0] != n:
+            held = f"of shape {shape}" if not shape else f"for {shape[0]} replicas"
+            raise PlacementError(
+                f"{self._label(index)} is a PerReplica {held}, but this strategy has "
+                f"{n} replicas on {self._where()}. Make it with this strategy: "
+                "`strategy.per_replica([...])`, one entry per replica."
+            )
+
+    def _check_movable(self, index: int, leaf: jax.Array) -> None:
+        """Raise where moving `leaf` would hide a mistake."""
+        if not _mesh.is_split(leaf.sharding):
+            return
+        other = leaf.sharding.device_set != set(self._mesh.devices.flat)
+        if index in self._right:
+            raise PlacementError(
+                f"{self._label(index)} is a PerReplica of another strategy: it lies on "
+                f"{_devices.names(_placement(leaf))}, this strategy's replicas are on "
+                f"{self._where()}. Make it with this strategy, or read it first with "
+                "the other one's `reduce` or `gather`."
+            )
+        if not other:
+            raise PlacementError(
+                f"{self._label(index)} is a plain array that is split over the "
+                f"replicas ({leaf.sharding.spec}, shape {leaf.shape}), but a plain "
+                "argument is the same on every replica. If entry i belongs to replica "
+                "i, pass `PerReplica(array)`, which copies nothing; if every replica "
+                "should see all of it, pass `strategy.mirror(array)`."
+            )
+
+    def _check_deleted(self, leaves: Sequence[Any]) -> None:
+        for index, leaf in enumerate(leaves):
+            if isinstance(leaf, jax.core.Tracer) or not isinstance(leaf, jax.Array):
+                continue
+            if leaf.is_deleted():
+                raise DonatedValueError(
+                    f"{self._label(index)} was donated to an earlier call, which has "
+                    "reused its memory. Go on with the value that call returned, or "
+                    "leave the argument out of `donate_argnums`."
+                )
+
+    # Tracing: called by `jax.jit` once per combination of shapes and dtypes.
+
+    def _trace(self, *leaves: Any) -> PyTree:
+        for index in self._split_at:
+            self._check_replicas(index, leaves[index])
+        self._traced(self._fn(), [jax.typeof(leaf) for leaf in leaves])
+        results: list[_results.Results] = []
+
+        def replica(*locals_: Any) -> list[Any]:
+            results.append(self._run_replica(locals_))
+            return results[0].arrays
+
+        # SAME for every output is not a claim: this shard_map is only looked into.
+        traced = jax.make_jaxpr(self._shard_map(replica, self._specs, _mesh.SAME))(
+            *leaves
+        )
+        arrays = self._evaluate(traced, leaves) if traced.jaxpr.eqns else []
+        self._has_plain = self._has_plain or results[0].has_plain
+        token = jnp.zeros((), jnp.int8) if self._bounded else None
+        return results[0].rebuild(arrays), token
+
+    def _run_replica(self, locals_: Sequence[Any]) -> _results.Results:
+        fn = self._fn()
+        args, kwargs = self._signature.rebuild(
+            [
+                jax.lax.squeeze(leaf, (0,)) if spec is _mesh.SPLIT else leaf
+                for leaf, spec in zip(locals_, self._specs, strict=True)
+            ]
+        )
+        try:
+            returned = self._call(fn, args, kwargs)
+        except _ASKED_TOO_EARLY as error:
+            raise _asked_too_early(error, self._fn_name()) from error
+        except ValueError as error:  # not to be taken for one about placement
+            self._users_error = error
+            raise
+        return _results.take_apart(returned, self._signature.statics, self._fn_name())
+
+    def _evaluate(self, traced: ClosedJaxpr, leaves: Sequence[Any]) -> list[Any]:
+        """The traced step, compiled with what the analysis proved of its results."""
+        (eqn,) = traced.jaxpr.eqns
+        known = dict(zip(traced.jaxpr.invars, leaves, strict=True))
+        known.update(zip(traced.jaxpr.constvars, traced.consts, strict=True))
+        operands = [
+            atom.val if isinstance(atom, Literal) else known[atom]
+            for atom in eqn.invars
+        ]
+        jaxpr, in_specs = eqn.params["jaxpr"], tuple(eqn.params["in_specs"])
+        inputs = [
+            None if spec == _mesh.SAME else _replication.ARGUMENT for spec in in_specs
+        ]
+        origins = _replication.origins(jaxpr, inputs, _mesh.REPLICA_AXIS)
+        step = jaxpr_as_fun(ClosedJaxpr(jaxpr, ()))
+
+        def replica(*locals_: Any) -> list[Any]:
+            return [
+                array if origin is None else jax.lax.expand_dims(array, (0,))
+                for array, origin in zip(step(*locals_), origins, strict=True)
+            ]
+
+        out_specs = [
+            _mesh.SAME if origin is None else _mesh.SPLIT for origin in origins
+        ]
+        arrays = self._shard_map(replica, in_specs, out_specs)(*operands)
+        return [
+            array if origin is None else PerReplica(array)
+            for array, origin in zip(arrays, origins, strict=True)
+        ]
+
+    def _shard_map(self, fn: Any, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+        # check_vma=False: with True, JAX sums the gradient of a replicated value over
+        # the replicas by itself, and the user's own mean of it is N times too large.
+        return jax.shard_map(
+            fn,
+            mesh=self._mesh,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            check_vma=False,
+        )
+
+    def _fn(self) -> Callable[..., Any]:
+        fn = self._get_fn()
+        assert fn is not None, "the caller of a program holds its function"
+        return fn
+
+    def _fn_name(self) -> str:
+        return name_of(self._fn())
+
+    def _label(self, index: int) -> str:
+        args, kwargs = self._signature.rebuild([0] * len(self._shardings))
+        leaf = self._signature.dynamic[index]
+        return _roles.label(self._fn(), args, kwargs, leaf)
+
+    def _where(self) -> str:
+        return _devices.names(_mesh.devices_of(self._mesh))
+
+
+def name_of(fn: Callable[..., Any]) -> str:
+    """What messages and profiles call a step."""
+    return getattr(fn, "__name__", type(fn).__name__)
+
+
+def _named(trace: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """`trace` under the step's own name, which profiles and HLO dumps show."""
+
+    def program(*leaves: Any) -> Any:
+        return trace(*leaves)
+
+    program.__name__ = program.__qualname__ = name
+    return program
+
+
+def _donated_leaves(signature: Signature, donate: Sequence[int]) -> tuple[int, ...]:
+    """Which dynamic leaves belong to the donated positions of `args`.
+
+    Raises:
+      ValueError: a position is beyond the arguments.
+    """
+    args, kwargs = jax.tree.unflatten(
+        signature.treedef, list(range(len(signature.roles)))
+    )
+    beyond = [position for position in donate if position >= len(args)]
+    if beyond:
+        raise ValueError(
+            f"`donate_argnums` names argument {beyond[0]}, but `args` has "
+            f"{len(args)}. Positions count from 0; keyword arguments are not donated."
+        )
+    chosen = {leaf for n in donate for leaf in jax.tree.leaves(args[n])}
+    return tuple(new for new, old in enumerate(signature.dynamic) if old in chosen)
+
+
+def _placement(array: jax.Array) -> list[jax.Device]:
+    return sorted(array.sharding.device_set, key=lambda device: device.id)
+
+
+def _asked_too_early(error: Exception, name: str) -> TracedValueError:
+    line = _source.users_line(error.__traceback__)
+    where = f"\n  {line}\n" if line else " "
+    return TracedValueError(
+        f"`{name}` asked Python for the value of something that only the devices will "
+        f"know, with `if`, `while`, `int()`, `float()`, indexing a list or NumPy:"
+        f"{where}"
+        "`run` traces the function once for all replicas, so array and number "
+        "arguments, and `replica_id_in_sync_group`, have no value yet. Choose with "
+        "`jnp.where` or `jax.lax.cond`, index with `jnp.take`; or pass what decides as "
+        "a Python bool or string, which are static."
+    )

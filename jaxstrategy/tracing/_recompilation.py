@@ -1,0 +1,146 @@
+"""Notices that one function is compiled again and again, and says what changed.
+
+What counts is the function's code: a lambda written inside a loop is a new function at
+each turn, and always the same code.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jaxstrategy import _source
+from jaxstrategy._errors import RecompilationWarning
+from jaxstrategy.tracing import _roles
+from jaxstrategy.tracing._roles import Role, Signature
+
+# Compilations of one function that nobody needs to hear about: a few batch shapes,
+# training and evaluation.
+QUIET = 5
+
+
+class Log:
+    """What was compiled for one strategy, by the code of the functions."""
+
+    def __init__(self) -> None:
+        self._by_code: weakref.WeakKeyDictionary[Any, History] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def of(self, fn: Callable[..., Any]) -> History:
+        """The history of the code of `fn`."""
+        code = getattr(fn, "__code__", None)
+        if code is None:  # a callable object: only its own past counts
+            return History()
+        if not _source.is_users(code.co_filename):
+            return History(quiet=True)
+        return self._by_code.setdefault(code, History())
+
+
+class History:
+    """The compilations of one function's code."""
+
+    def __init__(self, quiet: bool = False) -> None:
+        self._quiet = quiet
+        self._count = 0
+        self._last: tuple[int, Signature, Sequence[Any]] | None = None
+
+    def record(
+        self,
+        fn: Callable[..., Any],
+        serial: int,
+        signature: Signature,
+        avals: Sequence[Any],
+    ) -> None:
+        """Note a compilation; warn once when there have been too many.
+
+        Args:
+          fn: the function that is compiled.
+          serial: tells apart function objects of the same code.
+          signature: of its arguments.
+          avals: the types of its arrays.
+        """
+        last, self._last = self._last, (serial, signature, list(avals))
+        self._count += 1
+        if self._quiet or last is None or self._count != QUIET + 1:
+            return
+        name = getattr(fn, "__qualname__", type(fn).__name__)
+        _warn(
+            f"`{name}` is being compiled for the {self._count}th time, because "
+            f"{_what_changed(fn, last, self._last)}"
+        )
+
+
+def _what_changed(fn: Callable[..., Any], before: Any, after: Any) -> str:
+    (old_fn, old, old_avals), (new_fn, new, new_avals) = before, after
+    if old_fn != new_fn:
+        return (
+            "it is a new function object each time, made anew in a loop or function. "
+            "Define it once, outside, and pass what changes as an argument."
+        )
+    if old.treedef != new.treedef:
+        return (
+            "the structure of its arguments changed: it was "
+            f"{_shown(old.treedef)}, is {_shown(new.treedef)}. Pass the same "
+            "containers with the same keys each time."
+        )
+    args, kwargs = new.rebuild([0] * len(new_avals))
+    if old != new:
+        index, was, now = _changed_static(old, new)
+        where = _roles.label(fn, args, kwargs, index)
+        return (
+            f"the static argument {where} changed: it was {was}, is {now}. Pass it "
+            "as a number or an array, which are traced, if the function does not need "
+            "its value in Python."
+        )
+    for index, (was, now) in enumerate(zip(old_avals, new_avals, strict=True)):
+        if was != now:
+            where = _roles.label(fn, args, kwargs, new.dynamic[index])
+            return (
+                f"the shape or dtype of {where} changed: it was {was.str_short()}, is "
+                f"{now.str_short()}. Pad batches to one shape, or drop the last one."
+            )
+    return "its programs were forgotten or its context changed."
+
+
+def _changed_static(old: Signature, new: Signature) -> tuple[int, str, str]:
+    was, now = _with_statics(old), _with_statics(new)
+    for index, (a, b) in enumerate(zip(was, now, strict=True)):
+        if a != b:
+            return index, _text(a), _text(b)
+    raise AssertionError("equal signatures share a program")
+
+
+def _with_statics(signature: Signature) -> list[Any]:
+    """For each leaf its role, and its type and value if it is static."""
+    static = zip(signature.static_types, signature.statics, strict=True)
+    return [
+        (role, *next(static)) if role is Role.STATIC else (role,)
+        for role in signature.roles
+    ]
+
+
+def _text(leaf: Any) -> str:
+    role, *static = leaf
+    return _shown(static[1]) if static else f"an array or number ({role.value})"
+
+
+def _shown(value: Any, limit: int = 120) -> str:
+    text = repr(value)
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def _warn(message: str) -> None:
+    frame = _source.users_frame()
+    if frame is None:
+        warnings.warn(message, RecompilationWarning, stacklevel=2)
+        return
+    warnings.warn_explicit(
+        message,
+        RecompilationWarning,
+        frame.f_code.co_filename,
+        frame.f_lineno,
+        registry=frame.f_globals.setdefault("__warningregistry__", {}),
+    )

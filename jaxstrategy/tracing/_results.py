@@ -1,0 +1,107 @@
+"""What a step returned: arrays for the program, plain values kept beside it."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import types
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxstrategy import _values
+from jaxstrategy._values import PerReplica, PyTree
+
+# What may come back as it is: values that cannot hide an array of the step.
+_PLAIN = (bool, int, float, complex, str, bytes, enum.Enum, np.dtype, type, range)
+_PLAIN += (types.FunctionType, types.BuiltinFunctionType, types.EllipsisType, slice)
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True, eq=False)
+class Plain:
+    """A leaf that is not an array, on its way out of the compiled program."""
+
+    value: Any
+
+
+@dataclasses.dataclass
+class Results:
+    """The pytree that a step returned, taken apart.
+
+    Attributes:
+      arrays: its array leaves, of one replica.
+      leaves: all leaves; None where an array stood.
+      treedef: its structure.
+    """
+
+    arrays: list[Any]
+    leaves: list[Plain | None]
+    treedef: Any
+
+    @property
+    def has_plain(self) -> bool:
+        """Whether some leaf is not an array."""
+        return any(leaf is not None for leaf in self.leaves)
+
+    def rebuild(self, arrays: Sequence[Any]) -> PyTree:
+        """The pytree again, with `arrays` in place of its arrays."""
+        following = iter(arrays)
+        leaves = [next(following) if leaf is None else leaf for leaf in self.leaves]
+        return jax.tree.unflatten(self.treedef, leaves)
+
+
+def take_apart(tree: PyTree, statics: Sequence[Any], name: str) -> Results:
+    """The arrays and the plain leaves of what step `name` returned.
+
+    Args:
+      tree: what it returned.
+      statics: its static arguments, which may come back whatever they are.
+      name: how error messages call the step.
+
+    Raises:
+      TypeError: a leaf is neither an array nor a plain value.
+    """
+    paths, treedef = jax.tree.flatten_with_path(tree, is_leaf=_values.is_per_replica)
+    arrays: list[Any] = []
+    leaves: list[Plain | None] = []
+    for path, leaf in paths:
+        if _values.is_array(leaf):
+            arrays.append(jnp.asarray(leaf))
+            leaves.append(None)
+        else:
+            _check_plain(leaf, statics, f"{name}(...){jax.tree_util.keystr(path)}")
+            leaves.append(Plain(leaf))
+    return Results(arrays, leaves, treedef)
+
+
+def unwrap_plain(tree: PyTree) -> PyTree:
+    """`tree` with each `Plain` replaced by its value."""
+
+    def is_plain(node: Any) -> bool:
+        return isinstance(node, (Plain, PerReplica))
+
+    return jax.tree.map(
+        lambda leaf: leaf.value if isinstance(leaf, Plain) else leaf,
+        tree,
+        is_leaf=is_plain,
+    )
+
+
+def _check_plain(leaf: Any, statics: Sequence[Any], where: str) -> None:
+    if isinstance(leaf, PerReplica):
+        raise TypeError(
+            f"`{where}` is a PerReplica that the function captured from outside. Pass "
+            "it as an argument: the function then sees its own replica's version."
+        )
+    if isinstance(leaf, _PLAIN) or any(leaf is static for static in statics):
+        return
+    raise TypeError(
+        f"`{where}` is {leaf!r}, a {type(leaf).__name__}. A step returns pytrees of "
+        "arrays and plain values (numbers, strings, None). Return its arrays in a "
+        "tuple or dict, or register its class with "
+        "`jax.tree_util.register_dataclass`."
+    )

@@ -1,0 +1,145 @@
+"""What each argument of a step is: a replica's own, the same for all, or static."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxstrategy import _values
+from jaxstrategy._values import PerReplica
+
+
+class Role(enum.Enum):
+    """How a leaf of the arguments reaches the step."""
+
+    SAME = "same"  # traced; every replica sees the same value
+    PER_REPLICA = "per replica"  # traced; every replica sees its own version
+    STATIC = "static"  # a Python value, part of the program
+
+
+@dataclasses.dataclass(frozen=True)
+class Signature:
+    """What calls that can share a program have in common, up to shapes and dtypes.
+
+    Attributes:
+      treedef: the structure of `(args, kwargs)`, with `PerReplica`s as leaves.
+      roles: one per leaf.
+      statics: the static leaves.
+      static_types: their types, because 1, 1.0 and True are equal.
+    """
+
+    treedef: Any
+    roles: tuple[Role, ...]
+    statics: tuple[Any, ...]
+    static_types: tuple[type, ...]
+
+    @property
+    def dynamic(self) -> list[int]:
+        """Which leaves are passed to the compiled program."""
+        return [i for i, role in enumerate(self.roles) if role is not Role.STATIC]
+
+    def rebuild(self, locals_: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """`(args, kwargs)` as the step sees them, from one replica's arrays."""
+        dynamic, static = iter(locals_), iter(self.statics)
+        leaves = [
+            next(static if role is Role.STATIC else dynamic) for role in self.roles
+        ]
+        return jax.tree.unflatten(self.treedef, leaves)
+
+
+def take_apart(
+    fn: Callable[..., Any], args: Any, kwargs: Any
+) -> tuple[list[Any], Signature]:
+    """The arrays and numbers of a call `fn(*args, **kwargs)`, and its signature.
+
+    Raises:
+      TypeError: a static argument cannot be hashed, or a `PerReplica` holds something
+        else than an array.
+    """
+    nodes, treedef = jax.tree.flatten((args, kwargs), is_leaf=_values.is_per_replica)
+    leaves, roles, statics = [], [], []
+    for index, node in enumerate(nodes):
+        role, value = _role(node)
+        if role is Role.STATIC:
+            _check_hashable(fn, args, kwargs, index, node)
+            statics.append(value)
+        else:
+            leaves.append(value)
+        if role is Role.PER_REPLICA and not _values.is_array(value):
+            raise TypeError(
+                f"{label(fn, args, kwargs, index)} is a PerReplica around {value!r}, "
+                "not around an array of shape [replica, ...]. Make it with "
+                "`strategy.per_replica([v0, v1, ...])`."
+            )
+        roles.append(role)
+    static_types = tuple(map(type, statics))
+    return leaves, Signature(treedef, tuple(roles), tuple(statics), static_types)
+
+
+def _role(node: Any) -> tuple[Role, Any]:
+    if isinstance(node, PerReplica):
+        return Role.PER_REPLICA, _values.contents(node)
+    if isinstance(node, jax.Array):
+        return Role.SAME, node
+    if isinstance(node, bool):
+        return Role.STATIC, node
+    if isinstance(node, (int, float, complex)):
+        return Role.SAME, node
+    if isinstance(node, (np.ndarray, np.generic)):
+        # Text and objects cannot be traced; they are static, if they can be hashed.
+        return (Role.STATIC if node.dtype.kind in "OSU" else Role.SAME), node
+    if hasattr(type(node), "__jax_array__"):
+        return Role.SAME, jnp.asarray(node)
+    if hasattr(type(node), "__array__"):  # another library's tensor
+        return Role.SAME, np.asarray(node)
+    return Role.STATIC, node
+
+
+def _check_hashable(
+    fn: Callable[..., Any], args: Any, kwargs: Any, index: int, value: Any
+) -> None:
+    try:
+        hash(value)
+    except TypeError as error:
+        raise TypeError(
+            f"{label(fn, args, kwargs, index)} is {value!r}, a "
+            f"{type(value).__name__}: not an array, a number or a registered pytree, "
+            "so it would be a static part of the program, and those must be hashable. "
+            "Pass an array, make its class hashable, or register it with "
+            "`jax.tree_util.register_dataclass`."
+        ) from error
+
+
+def label(fn: Callable[..., Any], args: Any, kwargs: Any, index: int) -> str:
+    """How the caller would write leaf `index` of the arguments: `` `batch['x']` ``."""
+    paths, _ = jax.tree.flatten_with_path(
+        (args, kwargs), is_leaf=_values.is_per_replica
+    )
+    (_, *path) = paths[index][0]
+    first, rest = path[0], jax.tree_util.keystr(tuple(path[1:]))
+    if isinstance(first, jax.tree_util.DictKey):
+        return f"`{first.key}{rest}`"
+    return f"`{_parameter(fn, first.idx)}{rest}`"
+
+
+def _parameter(fn: Callable[..., Any], position: int) -> str:
+    """The name of a positional parameter of `fn`, or `args[position]`."""
+    try:
+        parameters = list(inspect.signature(fn).parameters.values())
+    except (TypeError, ValueError):
+        parameters = []
+    if position < len(parameters):
+        parameter = parameters[position]
+        if parameter.kind in (
+            inspect.Parameter.POSITIONAL_ONLY,
+            inspect.Parameter.POSITIONAL_OR_KEYWORD,
+        ):
+            return parameter.name
+    return f"args[{position}]"
