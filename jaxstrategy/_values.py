@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, final
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -282,7 +281,7 @@ def as_array(value: Any, what: str) -> jax.Array | np.ndarray:
             f"`{what}` is {value!r}, which is not an array or a number and cannot be "
             "placed on a device."
         )
-    return array.astype(jnp.result_type(array.dtype), copy=False)
+    return array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)
 
 
 def place_stacked(value: Any, mesh: Mesh, what: str = "value") -> PerReplica:

@@ -400,7 +400,7 @@ class Strategy(AbstractStrategy):
 
         >>> import jaxstrategy as js
         >>> strategy = js.MirroredStrategy(js.simulate(8)[:2])
-        >>> w = strategy.init(lambda key: jax.random.normal(key, (3,)), jax.random.key(0))
+        >>> w = strategy.init(jax.random.key, 0)
         >>> isinstance(w, js.Mirrored)
         True
         """

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 from jax.sharding import Mesh
 
-from jaxstrategy import _devices, _mesh, _source, _values
+from jaxstrategy import _devices, _mesh, _source
 from jaxstrategy._errors import DonatedValueError, PlacementError, TracedValueError
 from jaxstrategy._values import PerReplica, PyTree
 from jaxstrategy.tracing import _inflight, _replication, _results, _roles
