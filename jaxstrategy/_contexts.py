@@ -94,15 +94,10 @@ def entered(context: Context | None) -> Iterator[None]:
     try:
         with _jit_key_of(context):
             yield
+        if _current.get() is not context:
+            raise _wrong_order(context)
     finally:
-        left = _current.get()
         _current.reset(token)
-    if left is not context:
-        raise ContextError(
-            "Strategy contexts were left in another order than they were entered: "
-            f"leaving {describe(context)} while in {describe(left)}. Use `with` "
-            "blocks, one inside the other."
-        )
 
 
 def _jit_key_of(context: Context | None) -> contextlib.AbstractContextManager[Any]:
@@ -157,6 +152,44 @@ def require_cross_replica(strategy: AbstractStrategy, method: str) -> Context | 
     return context
 
 
+class Scope:
+    """A `with` block in which a strategy is current; may be entered again.
+
+    Raises:
+      ContextError: on entering, inside another strategy's scope or inside `run`; on
+        leaving, when a block entered inside it was not left. Then nothing changes, and
+        it can be left after the inner one.
+    """
+
+    def __init__(self, strategy: AbstractStrategy) -> None:
+        self._strategy = strategy
+        self._entered: list[tuple[Context, Context | None]] = []
+
+    def __enter__(self) -> AbstractStrategy:
+        before = require_cross_replica(self._strategy, "scope")
+        in_step = before is not None and before.in_step
+        # A new record each time, so that leaving in the wrong order is seen.
+        context = Context(self._strategy, in_step=in_step)
+        self._entered.append((context, before))
+        _current.set(context)
+        return self._strategy
+
+    def __exit__(self, *error: object) -> None:
+        context, before = self._entered[-1]
+        if _current.get() is not context:
+            raise _wrong_order(context)
+        self._entered.pop()
+        _current.set(before)
+
+
+def _wrong_order(context: Context | None) -> ContextError:
+    return ContextError(
+        "Strategy contexts were left in another order than they were entered: leaving "
+        f"{describe(context)} while in {describe(_current.get())}, which was entered "
+        "later. Use `with` blocks, one inside the other."
+    )
+
+
 def require_host(strategy: AbstractStrategy, method: str) -> None:
     """Raise unless `strategy.method` is called outside every step.
 
@@ -170,28 +203,3 @@ def require_host(strategy: AbstractStrategy, method: str) -> None:
             "It places values on devices: call it outside `run`, and pass what it "
             "returns to the step."
         )
-
-
-class Scope:
-    """A `with` block in which a strategy is current; may be entered again.
-
-    Raises:
-      ContextError: on entering, inside another strategy's scope or inside `run`; on
-        leaving, when a block entered inside it was not left.
-    """
-
-    def __init__(self, strategy: AbstractStrategy) -> None:
-        self._strategy = strategy
-        self._blocks: list[contextlib.AbstractContextManager[None]] = []
-
-    def __enter__(self) -> AbstractStrategy:
-        now = require_cross_replica(self._strategy, "scope")
-        in_step = now is not None and now.in_step
-        # A new record each time, so that leaving in the wrong order is seen.
-        block = entered(Context(self._strategy, in_step=in_step))
-        block.__enter__()
-        self._blocks.append(block)
-        return self._strategy
-
-    def __exit__(self, *error: Any) -> bool | None:
-        return self._blocks.pop().__exit__(*error)

@@ -392,10 +392,12 @@ class Strategy(AbstractStrategy):
 
         Args:
           fn: builds the state, for example a Flax model's `init`.
-          args: arrays, random keys and numbers, which are traced; and static values.
+          args: its arguments; arrays and random keys in them are traced, numbers and
+            everything else `fn` sees as they are.
 
         Raises:
-          TypeError: an argument is a `PerReplica` or cannot be hashed.
+          TypeError: an argument is a `PerReplica`, or `fn` returned something that is
+            neither an array nor a plain value.
           ContextError: inside `run`.
 
         >>> import jaxstrategy as js

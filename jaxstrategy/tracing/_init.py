@@ -9,8 +9,8 @@ import jax
 from jax.sharding import Mesh
 
 from jaxstrategy import _mesh, _values
-from jaxstrategy._values import PyTree
-from jaxstrategy.tracing import _results, _roles
+from jaxstrategy._values import PerReplica, PyTree
+from jaxstrategy.tracing import _results
 from jaxstrategy.tracing._program import name_of
 
 
@@ -19,27 +19,32 @@ def build_replicated(
 ) -> PyTree:
     """`fn(*args)` compiled so that its arrays come out whole on each device of `mesh`.
 
+    Arrays in `args` are traced; everything else `fn` sees as it is.
+
     Raises:
-      TypeError: `fn` cannot be called; an argument is a `PerReplica` or cannot be
-        hashed; a leaf of the result is neither an array nor a plain value.
+      TypeError: `fn` cannot be called; an argument is a `PerReplica`; a leaf of the
+        result is neither an array nor a plain value.
     """
     if not callable(fn):
         raise TypeError(
             f"`init` was given {fn!r}, which cannot be called. Give the function that "
             "builds the state and then its arguments: `strategy.init(model.init, key)`."
         )
-    leaves, signature = _roles.take_apart(fn, tuple(args), {})
-    if _roles.Role.PER_REPLICA in signature.roles:
+    leaves, treedef = jax.tree.flatten(tuple(args), is_leaf=_values.is_per_replica)
+    if any(isinstance(leaf, PerReplica) for leaf in leaves):
         raise TypeError(
             "`init` was given a PerReplica, but it builds one state that is the same "
             "on all replicas. Give it plain arrays."
         )
+    traced = [index for index, leaf in enumerate(leaves) if _values.is_array(leaf)]
 
-    def build(*leaves: Any) -> PyTree:
-        args, _ = signature.rebuild(leaves)
-        returned = fn(*args)
-        results = _results.take_apart(returned, signature.statics, name_of(fn))
+    def build(*arrays: Any) -> PyTree:
+        given = dict(zip(traced, arrays, strict=True))
+        seen = [given.get(index, leaf) for index, leaf in enumerate(leaves)]
+        returned = fn(*jax.tree.unflatten(treedef, seen))
+        results = _results.take_apart(returned, leaves, name_of(fn))
         return results.rebuild(results.arrays)
 
+    arrays = _values.replicate([leaves[index] for index in traced], mesh)
     compiled = jax.jit(build, out_shardings=_mesh.replicated(mesh))
-    return _results.unwrap_plain(compiled(*_values.replicate(leaves, mesh)))
+    return _results.unwrap_plain(compiled(*arrays))

@@ -179,7 +179,6 @@ class Program:
     def _trace(self, *leaves: Any) -> PyTree:
         for index in self._split_at:
             self._check_replicas(index, leaves[index])
-        self._traced(self._fn(), [jax.typeof(leaf) for leaf in leaves])
         results: list[_results.Results] = []
 
         def replica(*locals_: Any) -> list[Any]:
@@ -192,6 +191,7 @@ class Program:
         )
         arrays = self._evaluate(traced, leaves) if traced.jaxpr.eqns else []
         self._has_plain = self._has_plain or results[0].has_plain
+        self._traced(self._fn(), [jax.typeof(leaf) for leaf in leaves])
         token = jnp.zeros((), jnp.int8) if self._bounded else None
         return results[0].rebuild(arrays), token
 

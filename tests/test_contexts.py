@@ -1,0 +1,465 @@
+"""Which side of `run` code is on: the states, the transitions, and their errors."""
+
+import asyncio
+import copy
+import pickle
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxstrategy as js
+
+
+def state():
+    """(has_strategy, in_cross_replica_context, get_replica_context() is None)"""
+    return (
+        js.has_strategy(),
+        js.in_cross_replica_context(),
+        js.get_replica_context() is None,
+    )
+
+
+DEFAULT = (False, False, False)
+CROSS = (True, True, True)
+REPLICA = (True, False, False)
+
+
+def test_outside_any_scope_there_is_one_replica():
+    assert state() == DEFAULT
+    replica = js.get_replica_context()
+    assert replica.num_replicas_in_sync == 1
+    assert replica.replica_id_in_sync_group == 0
+    assert replica is js.get_replica_context()
+    assert js.get_strategy() is js.get_strategy()
+    assert replica.strategy is js.get_strategy()
+
+
+def test_scope_enters_cross_replica_context(four):
+    with four.scope() as entered:
+        assert entered is four
+        assert state() == CROSS
+        assert js.get_strategy() is four
+    assert state() == DEFAULT
+
+
+def test_run_and_merge_call_change_sides(four):
+    seen = []
+
+    def merge(strategy):
+        seen.append(("merge", state(), strategy is four, js.get_strategy() is four))
+
+    def step():
+        seen.append(("replica", state(), js.get_strategy() is four))
+        js.get_replica_context().merge_call(merge)
+        seen.append(("after", state(), js.get_replica_context().strategy is four))
+
+    four.run(step)
+    assert seen == [
+        ("replica", REPLICA, True),
+        ("merge", CROSS, True, True),
+        ("after", REPLICA, True),
+    ]
+    assert state() == DEFAULT
+
+
+def test_run_is_the_same_inside_and_outside_scope(four):
+    def step():
+        return js.get_replica_context().all_reduce("sum", 1.0), state() == REPLICA
+
+    outside = four.run(step)
+    with four.scope():
+        inside = four.run(step)
+        assert state() == CROSS
+    assert outside[0] == inside[0] == 4.0
+    assert outside[1] is inside[1] is True
+
+
+def test_run_inside_merge_call_is_a_replica_again(four):
+    x = four.per_replica([1.0, 2.0, 3.0, 4.0])
+    seen = []
+
+    def inner(value):
+        seen.append(state())
+        return 10.0 * value
+
+    def merge(strategy, value):
+        doubled = strategy.run(inner, (value,))
+        seen.append(state())
+        return strategy.reduce("sum", doubled)
+
+    total = four.run(lambda v: js.get_replica_context().merge_call(merge, (v,)), (x,))
+    assert seen == [REPLICA, CROSS]
+    assert total == 100.0
+
+
+def test_the_same_scope_may_be_entered_again(four):
+    first, second = four.scope(), four.scope()
+    with first:
+        with second:
+            with first:
+                assert state() == CROSS
+            assert js.get_strategy() is four
+        assert state() == CROSS
+    with second:
+        assert js.get_strategy() is four
+    assert state() == DEFAULT
+
+
+def test_another_strategys_scope_inside_is_an_error(two, four):
+    with two.scope():
+        with pytest.raises(js.ContextError, match="Mixing different Strategy objects"):
+            with four.scope():
+                pass
+        assert js.get_strategy() is two
+
+
+def test_another_strategys_methods_inside_are_errors(two, four):
+    with two.scope():
+        with pytest.raises(js.ContextError, match="Mixing different Strategy objects"):
+            four.run(lambda: None)
+        with pytest.raises(js.ContextError, match="Mixing different Strategy objects"):
+            four.reduce("sum", 1.0)
+
+
+def test_nested_run_of_another_strategy_is_an_error(two, four):
+    with pytest.raises(js.ContextError, match="Mixing different Strategy objects"):
+        two.run(lambda: four.run(lambda: 1.0))
+    assert state() == DEFAULT
+
+
+@pytest.mark.parametrize(
+    "method, call",
+    [
+        ("run", lambda s: s.run(lambda: 1.0)),
+        ("reduce", lambda s: s.reduce("sum", 1.0)),
+        ("gather", lambda s: s.gather(jnp.ones(1))),
+        ("experimental_local_results", lambda s: s.experimental_local_results(1.0)),
+        ("mirror", lambda s: s.mirror(1.0)),
+        ("per_replica", lambda s: s.per_replica([1.0, 2.0])),
+        ("init", lambda s: s.init(jnp.ones, 3)),
+        ("experimental_distribute_dataset",
+         lambda s: s.experimental_distribute_dataset([])),
+        ("experimental_distribute_values_from_function",
+         lambda s: s.experimental_distribute_values_from_function(lambda c: 1.0)),
+        ("extended.batch_reduce_to",
+         lambda s: s.extended.reduce_to("sum", 1.0, "CPU:0")),
+        ("scope", lambda s: s.scope().__enter__()),
+    ],
+)  # fmt: skip
+def test_methods_for_all_replicas_are_errors_inside_run(two, method, call):
+    with pytest.raises(js.ContextError, match=f"`strategy.{method}`.*merge_call"):
+        two.run(lambda: call(two))
+    assert state() == DEFAULT
+
+
+def test_methods_that_place_values_are_errors_inside_merge_call(two):
+    for place in (
+        lambda s: s.mirror(1.0),
+        lambda s: s.per_replica([1.0, 2.0]),
+        lambda s: s.init(jnp.ones, 3),
+    ):
+        with pytest.raises(js.ContextError, match="while a step is traced"):
+            two.run(lambda place=place: js.get_replica_context().merge_call(place))
+
+
+def test_a_kept_replica_context_is_refused_later(two):
+    kept = []
+    two.run(lambda: kept.append(js.get_replica_context()))
+    for use in (
+        lambda: kept[0].all_reduce("sum", 1.0),
+        lambda: kept[0].merge_call(lambda s: None),
+        lambda: kept[0].all_gather(jnp.ones(1), 0),
+        lambda: kept[0].replica_id_in_sync_group,
+        lambda: kept[0].fold_in(jax.random.key(0)),
+        lambda: two.run(lambda: kept[0].all_reduce("sum", 1.0)),
+    ):
+        with pytest.raises(js.ContextError, match="Mismatching contexts"):
+            use()
+
+
+def test_the_default_replica_context_is_refused_inside_run(two):
+    default = js.get_replica_context()
+    with pytest.raises(js.ContextError, match="Mismatching contexts.*Default"):
+        two.run(lambda: default.all_reduce("sum", 1.0))
+
+
+def test_the_replica_context_is_refused_inside_its_merge_call(two):
+    def step():
+        replica = js.get_replica_context()
+        return replica.merge_call(lambda s: replica.all_reduce("sum", 1.0))
+
+    with pytest.raises(js.ContextError, match="Mismatching contexts"):
+        two.run(step)
+
+
+# The default strategy.
+
+
+def test_merge_call_of_the_default_strategy():
+    seen = []
+
+    def merge(strategy, word):
+        seen.append((state(), strategy is js.get_strategy()))
+        return f"foo_{word}"
+
+    assert js.get_replica_context().merge_call(merge, ("bar",)) == "foo_bar"
+    assert seen == [((False, True, True), True)]
+    assert state() == DEFAULT
+
+
+def test_merge_call_inside_the_default_merge_call_is_an_error():
+    def merge(strategy):
+        strategy.replica_context.merge_call(lambda s: None)
+
+    with pytest.raises(js.ContextError, match="Mismatching contexts"):
+        js.get_replica_context().merge_call(merge)
+
+
+def test_default_run_inside_default_merge_call_is_the_default_state():
+    def merge(strategy):
+        return strategy.run(state)
+
+    assert js.get_replica_context().merge_call(merge) == DEFAULT
+
+
+def test_the_default_strategy_has_the_whole_api_with_one_replica():
+    strategy = js.get_strategy()
+    assert strategy.num_replicas_in_sync == 1
+    assert strategy.run(lambda x, y: x + y, (2,), {"y": 3}) == 5
+    assert strategy.reduce("sum", 5.0) == 5.0
+    assert strategy.reduce("mean", jnp.array([1.0, 3.0]), axis=0) == 2.0
+    np.testing.assert_array_equal(strategy.gather(jnp.arange(2)), [0, 1])
+    assert strategy.experimental_local_results(3.0) == (3.0,)
+    x = strategy.per_replica([7.0])
+    assert strategy.run(lambda v: v + 1, (x,)) == 8.0
+    assert strategy.reduce("sum", x) == 7.0
+    assert strategy.mirror({"a": 1.0, "b": "s"}) == {"a": 1.0, "b": "s"}
+    assert strategy.init(jnp.zeros, 2).shape == (2,)
+    ids = strategy.experimental_distribute_values_from_function(
+        lambda context: context.replica_id_in_sync_group
+    )
+    assert ids.values == (0,)
+    assert strategy.extended.reduce_to("sum", 2.0, "CPU:1").devices() == {
+        jax.devices()[1]
+    }
+    (batch,) = strategy.experimental_distribute_dataset([np.arange(3)])
+    np.testing.assert_array_equal(batch.local(0), [0, 1, 2])
+    replica = js.get_replica_context()
+    assert replica.all_reduce("sum", 3.0) == 3.0
+    np.testing.assert_array_equal(replica.all_gather(jnp.arange(3), 0), [0, 1, 2])
+    assert copy.deepcopy(strategy) is strategy
+
+
+def test_the_default_run_refuses_a_value_of_more_replicas(two):
+    with pytest.raises(ValueError, match="first dimension should be the number of"):
+        js.get_strategy().run(lambda v: v, (two.per_replica([1.0, 2.0]),))
+
+
+def test_the_default_scope_is_a_no_op_but_not_inside_another(two):
+    with js.get_strategy().scope() as strategy:
+        assert state() == DEFAULT
+        assert js.get_strategy() is strategy
+    default = js.get_strategy()
+    with two.scope():
+        with pytest.raises(js.ContextError, match="Mixing different"):
+            default.scope()
+        with pytest.raises(js.ContextError, match="Mixing different"):
+            default.run(lambda: None)
+
+
+def test_library_code_works_with_and_without_a_strategy(four):
+    def normalised(x):
+        replica = js.get_replica_context()
+        total = replica.merge_call(lambda s, v: s.reduce("sum", v), (x,))
+        return x / total, replica.num_replicas_in_sync
+
+    alone, n = normalised(jnp.float32(4.0))
+    assert (alone, n) == (1.0, 1)
+    x = four.per_replica([1.0, 2.0, 3.0, 4.0])
+    parts, n = four.run(normalised, (x,))
+    assert n == 4
+    np.testing.assert_allclose(four.gather(four.run(lambda v: v[None], (parts,))),
+                               [0.1, 0.2, 0.3, 0.4])  # fmt: skip
+
+
+# Setting a strategy without a block.
+
+
+def test_experimental_set_strategy_lasts_until_it_is_set_again(two, four):
+    js.experimental_set_strategy(two)
+    try:
+        assert state() == CROSS
+        assert js.get_strategy() is two
+        with two.scope():
+            assert state() == CROSS
+        assert two.run(lambda: state() == REPLICA) is True
+        js.experimental_set_strategy(four)
+        assert js.get_strategy() is four
+    finally:
+        js.experimental_set_strategy(None)
+    assert state() == DEFAULT
+
+
+def test_experimental_set_strategy_of_the_default_is_none():
+    js.experimental_set_strategy(js.get_strategy())
+    assert state() == DEFAULT
+
+
+def test_experimental_set_strategy_is_refused_inside_scope_and_run(two, four):
+    for strategy in (two, four, None):
+        with two.scope():
+            with pytest.raises(js.ContextError, match="must not be called inside"):
+                js.experimental_set_strategy(strategy)
+        with pytest.raises(js.ContextError, match="must not be called inside"):
+            two.run(lambda strategy=strategy: js.experimental_set_strategy(strategy))
+    js.experimental_set_strategy(two)
+    try:
+        with two.scope():
+            with pytest.raises(js.ContextError, match="must not be called inside"):
+                js.experimental_set_strategy(None)
+    finally:
+        js.experimental_set_strategy(None)
+
+
+def test_experimental_set_strategy_wants_a_strategy():
+    with pytest.raises(TypeError, match="a strategy or None was wanted"):
+        js.experimental_set_strategy("mirrored")
+
+
+# Exceptions, threads, tasks.
+
+
+class Boom(Exception):
+    pass
+
+
+def boom(*_):
+    raise Boom("the user's own")
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        boom,
+        lambda *_: js.get_replica_context().merge_call(boom),
+        lambda *_: js.get_replica_context().merge_call(lambda s: s.run(boom)),
+        lambda *_: js.get_replica_context().merge_call(
+            lambda s: s.run(lambda: js.get_replica_context().merge_call(boom))
+        ),
+    ],
+)
+def test_an_exception_leaves_the_contexts_and_comes_through_unchanged(two, step):
+    with two.scope():
+        with pytest.raises(Boom, match="the user's own"):
+            two.run(step, (1.0,))
+        assert state() == CROSS
+    assert state() == DEFAULT
+    with pytest.raises(Boom), two.scope():
+        boom()
+    assert state() == DEFAULT
+    assert two.run(lambda: js.get_replica_context().all_reduce("sum", 1)) == 2
+
+
+def test_leaving_in_the_wrong_order_is_an_error_and_changes_nothing(two):
+    outer, inner = two.scope(), two.scope()
+    outer.__enter__()
+    inner.__enter__()
+    with pytest.raises(js.ContextError, match="another order"):
+        outer.__exit__(None, None, None)
+    assert state() == CROSS
+    inner.__exit__(None, None, None)
+    outer.__exit__(None, None, None)
+    assert state() == DEFAULT
+
+
+def test_a_scope_left_open_in_merge_call_is_an_error(two):
+    def merge(strategy):
+        strategy.scope().__enter__()
+
+    with pytest.raises(js.ContextError, match="another order"):
+        two.run(lambda: js.get_replica_context().merge_call(merge))
+    assert state() == DEFAULT
+
+
+def test_a_new_thread_starts_in_the_default_context(two):
+    seen = []
+    with two.scope():
+        thread = threading.Thread(target=lambda: seen.append(state()))
+        thread.start()
+        thread.join()
+    assert seen == [DEFAULT]
+
+
+def test_threads_may_use_different_strategies_at_once(two, four):
+    barrier = threading.Barrier(2)
+    seen = {}
+
+    def work(strategy):
+        with strategy.scope():
+            barrier.wait(timeout=30)
+            seen[strategy] = js.get_strategy() is strategy
+            barrier.wait(timeout=30)
+
+    threads = [threading.Thread(target=work, args=(s,)) for s in (two, four)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert seen == {two: True, four: True}
+
+
+def test_asyncio_tasks_have_contexts_of_their_own(two, four):
+    async def work(strategy):
+        with strategy.scope():
+            await asyncio.sleep(0)
+            same = js.get_strategy() is strategy
+            await asyncio.sleep(0)
+            return same and state() == CROSS
+
+    async def both():
+        return await asyncio.gather(work(two), work(four)), state()
+
+    assert asyncio.run(both()) == ([True, True], DEFAULT)
+
+
+def test_a_jitted_helper_is_traced_again_inside_run(four):
+    @jax.jit
+    def helper(x):
+        return js.get_replica_context().all_reduce("sum", x)
+
+    assert helper(1.0) == 1.0  # alone
+    assert four.run(lambda x: helper(x), (1.0,)) == 4.0
+    assert helper(1.0) == 1.0
+
+
+def test_a_jitted_helper_is_traced_again_inside_merge_call(two):
+    @jax.jit
+    def helper(x):
+        return x if js.in_cross_replica_context() else 10 * x
+
+    def step(x):
+        inside = helper(x)
+        across = js.get_replica_context().merge_call(
+            lambda s, v: s.reduce("mean", s.run(lambda u: u, (v,))) + helper(1.0), (x,)
+        )
+        return inside, across
+
+    assert two.run(step, (1.0,)) == (10.0, 2.0)
+
+
+# Copies.
+
+
+def test_a_strategy_can_be_deep_copied_only(two):
+    twin = copy.deepcopy({"strategy": two})["strategy"]
+    assert twin is not two and type(twin) is type(two)
+    assert twin.devices == two.devices
+    assert twin.run(lambda: js.get_strategy() is twin) is True
+    assert twin.extended is not two.extended
+    with pytest.raises(RuntimeError, match="deep-copied"):
+        copy.copy(two)
+    with pytest.raises(TypeError, match="cannot be pickled"):
+        pickle.dumps(two)
