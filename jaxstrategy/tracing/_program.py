@@ -18,10 +18,11 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 from jax.sharding import Mesh
 
-from jaxstrategy import _devices, _mesh, _source
-from jaxstrategy._errors import DonatedValueError, PlacementError, TracedValueError
+from jaxstrategy import _mesh, _source
+from jaxstrategy._errors import TracedValueError
 from jaxstrategy._values import PerReplica, PyTree
 from jaxstrategy.tracing import _inflight, _replication, _results, _roles
+from jaxstrategy.tracing._placement import Placement
 from jaxstrategy.tracing._roles import Role, Signature
 
 # What JAX raises when Python asks for a value that only the devices will know.
@@ -62,37 +63,29 @@ class Program:
         self._bounded = _inflight.needed(mesh)
         self._has_plain = False
         self._users_error: ValueError | None = None
-        roles = [role for role in signature.roles if role is not Role.STATIC]
-        self._specs = tuple(
-            _mesh.SPLIT if role is Role.PER_REPLICA else _mesh.SAME for role in roles
+        self._roles = [role for role in signature.roles if role is not Role.STATIC]
+        donated = _donated_leaves(signature, donate)
+        self._placement = Placement(
+            mesh=mesh,
+            split=[role is Role.PER_REPLICA for role in self._roles],
+            donated=donated,
+            label=self._label,
         )
-        self._shardings = tuple(
-            _mesh.split(mesh) if role is Role.PER_REPLICA else _mesh.replicated(mesh)
-            for role in roles
-        )
-        # Where a PerReplica stands, and a sharding that was seen there and is right.
-        self._split_at = [i for i, role in enumerate(roles) if role is Role.PER_REPLICA]
-        self._right = dict.fromkeys(self._split_at)
-        self._donated = _donated_leaves(signature, donate)
         self._compiled = jax.jit(
             _named(self._trace, self._fn_name()),
-            in_shardings=self._shardings,
-            donate_argnums=self._donated,
+            in_shardings=self._placement.shardings,
+            donate_argnums=donated,
         )
 
-    def __call__(self, leaves: list[Any]) -> PyTree:
-        """The step's results for these leaves: not static, not deleted."""
-        right = self._right
-        for index in self._split_at:
-            if leaves[index].sharding is not right[index]:
-                leaves = self._placed(leaves)
-                break
+    def __call__(self, leaves: Sequence[Any]) -> PyTree:
+        """The step's results for these leaves, which are live arrays."""
+        if not self._placement.is_right(leaves):
+            leaves = self._placement.placed(leaves)
         return self._dispatch(leaves)
 
     def place_and_call(self, leaves: Sequence[Any]) -> PyTree:
         """The same, for leaves of any kind and in any place."""
-        self._check_deleted(leaves)
-        return self._dispatch(self._placed(leaves))
+        return self._dispatch(self._placement.placed(leaves))
 
     def _dispatch(self, leaves: Sequence[Any]) -> PyTree:
         try:
@@ -101,106 +94,45 @@ class Program:
             users, self._users_error = self._users_error, None
             if error is users:
                 raise
-            placed = self._placed(leaves)
+            # JAX's complaint about an array that is split in another way. It is moved,
+            # or refused with our advice; anything else is not about places.
+            placed = self._placement.placed(leaves)
             if all(new is old for new, old in zip(placed, leaves, strict=True)):
                 raise
             results, token = self._compiled(*placed)
-        if token is not None:
+        if self._bounded:
             _inflight.dispatched(token)
         return _results.unwrap_plain(results) if self._has_plain else results
-
-    # Placing: rare, so written to be clear.
-
-    def _placed(self, leaves: Sequence[Any]) -> list[Any]:
-        """`leaves` where the program needs them; the same objects where they are."""
-        placed = list(leaves)
-        for index, leaf in enumerate(leaves):
-            if index in self._right:
-                self._check_replicas(index, leaf)
-            if isinstance(leaf, jax.core.Tracer):
-                continue
-            wanted = self._shardings[index]
-            if isinstance(leaf, jax.Array):
-                if leaf.sharding.is_equivalent_to(wanted, leaf.ndim):
-                    if index in self._right:
-                        self._right[index] = leaf.sharding
-                    continue
-                self._check_movable(index, leaf)
-            elif index not in self._right:
-                continue  # a NumPy array or number: the jitted function copies it
-            placed[index] = jax.device_put(leaf, wanted)
-        return placed
-
-    def _check_replicas(self, index: int, leaf: Any) -> None:
-        n = self._mesh.size
-        shape = jnp.shape(leaf)
-        if not shape or shape[0] != n:
-            held = f"of shape {shape}" if not shape else f"for {shape[0]} replicas"
-            raise PlacementError(
-                f"{self._label(index)} is a PerReplica {held}, but this strategy has "
-                f"{n} replicas on {self._where()}. Make it with this strategy: "
-                "`strategy.per_replica([...])`, one entry per replica."
-            )
-
-    def _check_movable(self, index: int, leaf: jax.Array) -> None:
-        """Raise where moving `leaf` would hide a mistake."""
-        if not _mesh.is_split(leaf.sharding):
-            return
-        other = leaf.sharding.device_set != set(self._mesh.devices.flat)
-        if index in self._right:
-            raise PlacementError(
-                f"{self._label(index)} is a PerReplica of another strategy: it lies on "
-                f"{_devices.names(_placement(leaf))}, this strategy's replicas are on "
-                f"{self._where()}. Make it with this strategy, or read it first with "
-                "the other one's `reduce` or `gather`."
-            )
-        if not other:
-            raise PlacementError(
-                f"{self._label(index)} is a plain array that is split over the "
-                f"replicas ({leaf.sharding.spec}, shape {leaf.shape}), but a plain "
-                "argument is the same on every replica. If entry i belongs to replica "
-                "i, pass `PerReplica(array)`, which copies nothing; if every replica "
-                "should see all of it, pass `strategy.mirror(array)`."
-            )
-
-    def _check_deleted(self, leaves: Sequence[Any]) -> None:
-        for index, leaf in enumerate(leaves):
-            if isinstance(leaf, jax.core.Tracer) or not isinstance(leaf, jax.Array):
-                continue
-            if leaf.is_deleted():
-                raise DonatedValueError(
-                    f"{self._label(index)} was donated to an earlier call, which has "
-                    "reused its memory. Go on with the value that call returned, or "
-                    "leave the argument out of `donate_argnums`."
-                )
 
     # Tracing: called by `jax.jit` once per combination of shapes and dtypes.
 
     def _trace(self, *leaves: Any) -> PyTree:
-        for index in self._split_at:
-            self._check_replicas(index, leaves[index])
+        for index, role in enumerate(self._roles):
+            if role is Role.PER_REPLICA:
+                self._placement.check_replicas(index, leaves[index])
         results: list[_results.Results] = []
 
         def replica(*locals_: Any) -> list[Any]:
             results.append(self._run_replica(locals_))
             return results[0].arrays
 
+        specs = self._placement.specs
         # SAME for every output is not a claim: this shard_map is only looked into.
-        traced = jax.make_jaxpr(self._shard_map(replica, self._specs, _mesh.SAME))(
-            *leaves
-        )
-        arrays = self._evaluate(traced, leaves) if traced.jaxpr.eqns else []
+        traced = jax.make_jaxpr(self._shard_map(replica, specs, _mesh.SAME))(*leaves)
+        # A step without results needs one all the same: XLA runs the callbacks of a
+        # program that returns nothing on the first device only.
+        with_token = self._bounded or not results[0].arrays
+        arrays, token = self._evaluate(traced, leaves, with_token)
         self._has_plain = self._has_plain or results[0].has_plain
         self._traced(self._fn(), [jax.typeof(leaf) for leaf in leaves])
-        token = jnp.zeros((), jnp.int8) if self._bounded else None
         return results[0].rebuild(arrays), token
 
     def _run_replica(self, locals_: Sequence[Any]) -> _results.Results:
         fn = self._fn()
         args, kwargs = self._signature.rebuild(
             [
-                jax.lax.squeeze(leaf, (0,)) if spec is _mesh.SPLIT else leaf
-                for leaf, spec in zip(locals_, self._specs, strict=True)
+                jax.lax.squeeze(leaf, (0,)) if role is Role.PER_REPLICA else leaf
+                for leaf, role in zip(locals_, self._roles, strict=True)
             ]
         )
         try:
@@ -212,8 +144,10 @@ class Program:
             raise
         return _results.take_apart(returned, self._signature.statics, self._fn_name())
 
-    def _evaluate(self, traced: ClosedJaxpr, leaves: Sequence[Any]) -> list[Any]:
-        """The traced step, compiled with what the analysis proved of its results."""
+    def _evaluate(
+        self, traced: ClosedJaxpr, leaves: Sequence[Any], with_token: bool
+    ) -> tuple[list[Any], jax.Array | None]:
+        """The traced step's results, as the analysis proved them, and a token."""
         (eqn,) = traced.jaxpr.eqns
         known = dict(zip(traced.jaxpr.invars, leaves, strict=True))
         known.update(zip(traced.jaxpr.constvars, traced.consts, strict=True))
@@ -228,20 +162,24 @@ class Program:
         origins = _replication.origins(jaxpr, inputs, _mesh.REPLICA_AXIS)
         step = jaxpr_as_fun(ClosedJaxpr(jaxpr, ()))
 
-        def replica(*locals_: Any) -> list[Any]:
-            return [
+        def replica(*locals_: Any) -> Any:
+            arrays = [
                 array if origin is None else jax.lax.expand_dims(array, (0,))
                 for array, origin in zip(step(*locals_), origins, strict=True)
             ]
+            return arrays, jnp.zeros((), jnp.int8) if with_token else None
 
         out_specs = [
             _mesh.SAME if origin is None else _mesh.SPLIT for origin in origins
         ]
-        arrays = self._shard_map(replica, in_specs, out_specs)(*operands)
-        return [
+        arrays, token = self._shard_map(replica, in_specs, (out_specs, _mesh.SAME))(
+            *operands
+        )
+        wrapped = [
             array if origin is None else PerReplica(array)
             for array, origin in zip(arrays, origins, strict=True)
         ]
+        return wrapped, token
 
     def _shard_map(self, fn: Any, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
         # check_vma=False: with True, JAX sums the gradient of a replicated value over
@@ -263,12 +201,9 @@ class Program:
         return name_of(self._fn())
 
     def _label(self, index: int) -> str:
-        args, kwargs = self._signature.rebuild([0] * len(self._shardings))
+        args, kwargs = self._signature.rebuild([0] * len(self._roles))
         leaf = self._signature.dynamic[index]
         return _roles.label(self._fn(), args, kwargs, leaf)
-
-    def _where(self) -> str:
-        return _devices.names(_mesh.devices_of(self._mesh))
 
 
 def name_of(fn: Callable[..., Any]) -> str:
@@ -303,10 +238,6 @@ def _donated_leaves(signature: Signature, donate: Sequence[int]) -> tuple[int, .
         )
     chosen = {leaf for n in donate for leaf in jax.tree.leaves(args[n])}
     return tuple(new for new, old in enumerate(signature.dynamic) if old in chosen)
-
-
-def _placement(array: jax.Array) -> list[jax.Device]:
-    return sorted(array.sharding.device_set, key=lambda device: device.id)
 
 
 def _asked_too_early(error: Exception, name: str) -> TracedValueError:

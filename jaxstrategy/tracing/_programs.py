@@ -6,7 +6,6 @@ pair of its object and its function, because Python makes a new one at each acce
 
 from __future__ import annotations
 
-import itertools
 import operator
 import types
 import weakref
@@ -21,7 +20,6 @@ from jaxstrategy._values import PyTree
 from jaxstrategy.tracing import _recompilation, _roles
 from jaxstrategy.tracing._program import Program
 
-_serials = itertools.count()
 _is_deleted = operator.methodcaller("is_deleted")
 
 
@@ -61,7 +59,7 @@ class FunctionPrograms:
         self._get_fn = _weakly(fn, forget)
         self._owner = owner
         self._history = owner.log.of(fn)
-        self._serial = next(_serials)
+        self._calls = _recompilation.Calls()
         self._by_key: dict[Any, Program] = {}
         # For calls without static leaves: found by structure alone.
         self._by_structure: dict[Any, Program] = {}
@@ -70,6 +68,7 @@ class FunctionPrograms:
         self, args: Sequence[Any], kwargs: dict[str, Any], options: RunOptions | None
     ) -> PyTree:
         """The results of the function on all replicas."""
+        self._calls.count += 1
         leaves, structure = jax.tree.flatten((args, kwargs))
         program = self._by_structure.get((structure, options))
         if program is not None and _are_live_arrays(leaves):
@@ -101,7 +100,7 @@ class FunctionPrograms:
             mesh=self._owner.mesh,
             donate=options.donate_argnums if options is not None else (),
             traced=lambda fn, avals: self._history.record(
-                fn, self._serial, signature, avals
+                fn, self._calls, signature, avals
             ),
         )
 

@@ -1,7 +1,8 @@
 """Notices that one function is compiled again and again, and says what changed.
 
 What counts is the function's code: a lambda written inside a loop is a new function at
-each turn, and always the same code.
+each turn, and always the same code. A program that was called `WORTH` times was worth
+compiling, and does not count.
 """
 
 from __future__ import annotations
@@ -19,15 +20,23 @@ from jaxstrategy.tracing._roles import Role, Signature
 # Compilations of one function that nobody needs to hear about: a few batch shapes,
 # training and evaluation.
 QUIET = 5
+WORTH = 10
+
+
+class Calls:
+    """How often a function object was called; also tells it from another one."""
+
+    def __init__(self) -> None:
+        self.count = 0
 
 
 class Log:
     """What was compiled for one strategy, by the code of the functions."""
 
     def __init__(self) -> None:
-        self._by_code: weakref.WeakKeyDictionary[Any, History] = (
-            weakref.WeakKeyDictionary()
-        )
+        # By identity: the code of a notebook cell that is run again is equal, not the
+        # same.
+        self._by_code: dict[int, History] = {}
 
     def of(self, fn: Callable[..., Any]) -> History:
         """The history of the code of `fn`."""
@@ -36,7 +45,9 @@ class Log:
             return History()
         if not _source.is_users(code.co_filename):
             return History(quiet=True)
-        return self._by_code.setdefault(code, History())
+        if id(code) not in self._by_code:
+            weakref.finalize(code, self._by_code.pop, id(code), None)
+        return self._by_code.setdefault(id(code), History())
 
 
 class History:
@@ -45,12 +56,13 @@ class History:
     def __init__(self, quiet: bool = False) -> None:
         self._quiet = quiet
         self._count = 0
-        self._last: tuple[int, Signature, Sequence[Any]] | None = None
+        self._calls_before = 0
+        self._last: tuple[Calls, Signature, Sequence[Any]] | None = None
 
     def record(
         self,
         fn: Callable[..., Any],
-        serial: int,
+        calls: Calls,
         signature: Signature,
         avals: Sequence[Any],
     ) -> None:
@@ -58,11 +70,14 @@ class History:
 
         Args:
           fn: the function that is compiled.
-          serial: tells apart function objects of the same code.
+          calls: of this function object.
           signature: of its arguments.
           avals: the types of its arrays.
         """
-        last, self._last = self._last, (serial, signature, list(avals))
+        last, self._last = self._last, (calls, signature, list(avals))
+        if last is not None and last[0].count - self._calls_before >= WORTH:
+            self._count = 0
+        self._calls_before = calls.count
         self._count += 1
         if self._quiet or last is None or self._count != QUIET + 1:
             return
@@ -75,7 +90,7 @@ class History:
 
 def _what_changed(fn: Callable[..., Any], before: Any, after: Any) -> str:
     (old_fn, old, old_avals), (new_fn, new, new_avals) = before, after
-    if old_fn != new_fn:
+    if old_fn is not new_fn:
         return (
             "it is a new function object each time, made anew in a loop or function. "
             "Define it once, outside, and pass what changes as an argument."

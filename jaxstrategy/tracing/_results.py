@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import types
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -65,7 +65,7 @@ def take_apart(tree: PyTree, statics: Sequence[Any], name: str) -> Results:
     Raises:
       TypeError: a leaf is neither an array nor a plain value.
     """
-    paths, treedef = jax.tree.flatten_with_path(tree, is_leaf=_values.is_per_replica)
+    paths, treedef = jax.tree.flatten_with_path(tree, is_leaf=_is_one_leaf)
     arrays: list[Any] = []
     leaves: list[Plain | None] = []
     for path, leaf in paths:
@@ -89,6 +89,10 @@ def unwrap_plain(tree: PyTree) -> PyTree:
         tree,
         is_leaf=is_plain,
     )
+
+
+def _is_one_leaf(node: Any) -> bool:
+    return isinstance(node, (PerReplica, Iterator))  # JAX warns about iterators
 
 
 def _check_plain(leaf: Any, statics: Sequence[Any], where: str) -> None:

@@ -1,0 +1,139 @@
+"""Getting a step's arguments to where its program needs them.
+
+A value that lies elsewhere is copied; one whose place shows a mistake is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from jaxstrategy import _devices, _mesh
+from jaxstrategy._errors import DonatedValueError, PlacementError
+
+# Numbers that were placed lately: a learning rate is often the same at each step, and
+# placing a number costs as much as dispatching a small step (44 to 60 us on CPU).
+_NUMBERS_KEPT = 256
+
+
+class Placement:
+    """Where the arguments of one program go.
+
+    Args:
+      mesh: where the replicas are.
+      split: for each argument, whether it is a `PerReplica`, not the same for all.
+      donated: which arguments the program may overwrite.
+      label: how messages call an argument, by its index.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        split: Sequence[bool],
+        donated: Sequence[int],
+        label: Callable[[int], str],
+    ) -> None:
+        self._mesh = mesh
+        self._split = tuple(split)
+        self._donated = frozenset(donated)
+        self._label = label
+        self.specs = tuple(_mesh.SPLIT if s else _mesh.SAME for s in split)
+        self.shardings = tuple(NamedSharding(mesh, spec) for spec in self.specs)
+        # Where a PerReplica stands, and a sharding that was seen there and is right.
+        self._right: dict[int, Any] = {i: None for i, s in enumerate(split) if s}
+        self._numbers: dict[Any, jax.Array] = {}
+
+    def is_right(self, leaves: Sequence[jax.Array]) -> bool:
+        """Whether each `PerReplica` lies as one did before; says nothing of others."""
+        for index, right in self._right.items():
+            if leaves[index].sharding is not right:
+                return False
+        return True
+
+    def placed(self, leaves: Sequence[Any]) -> list[Any]:
+        """`leaves` where the program needs them; the same objects where they are.
+
+        Raises:
+          PlacementError: a value belongs to another strategy, or is split over the
+            replicas without being a `PerReplica`.
+          DonatedValueError: a value was donated before.
+        """
+        return [self._place(index, leaf) for index, leaf in enumerate(leaves)]
+
+    def _place(self, index: int, leaf: Any) -> Any:
+        if self._split[index]:
+            self.check_replicas(index, leaf)
+        if isinstance(leaf, jax.core.Tracer):
+            return leaf
+        if not isinstance(leaf, jax.Array):
+            return self._place_host(index, leaf)
+        if leaf.is_deleted():
+            raise DonatedValueError(
+                f"{self._label(index)} was donated to an earlier call, which has "
+                "reused its memory. Go on with the value that call returned, or leave "
+                "the argument out of `donate_argnums`."
+            )
+        wanted = self.shardings[index]
+        if leaf.sharding.is_equivalent_to(wanted, leaf.ndim):
+            if self._split[index]:
+                self._right[index] = leaf.sharding
+            return leaf
+        self._check_movable(index, leaf)
+        return jax.device_put(leaf, wanted)
+
+    def _place_host(self, index: int, leaf: Any) -> jax.Array:
+        # Placed even though the jitted function would do it: to JAX, an array that
+        # comes from the host has another type than one on a mesh, and the second call,
+        # with the returned state, would compile again.
+        if type(leaf) not in (int, float) or index in self._donated:
+            return jax.device_put(leaf, self.shardings[index])
+        key = (type(leaf), leaf, np.signbit(leaf))  # 0.0 equals -0.0
+        number = self._numbers.get(key)
+        if number is None:
+            if len(self._numbers) >= _NUMBERS_KEPT:
+                self._numbers.clear()
+            number = self._numbers[key] = jax.device_put(leaf, self.shardings[index])
+        return number
+
+    def check_replicas(self, index: int, leaf: Any) -> None:
+        """Raise unless the `PerReplica` `leaf` has a version for each replica."""
+        n = self._mesh.size
+        shape = np.shape(leaf)
+        if not shape or shape[0] != n:
+            held = f"for {shape[0]} replicas" if shape else f"of shape {shape}"
+            raise PlacementError(
+                f"{self._label(index)} is a PerReplica {held}, but this strategy has "
+                f"{n} replicas on {self._where()}. Make it with this strategy: "
+                "`strategy.per_replica([...])`, one entry per replica."
+            )
+
+    def _check_movable(self, index: int, leaf: jax.Array) -> None:
+        """Raise where moving `leaf` would hide a mistake."""
+        if not _mesh.is_split(leaf.sharding):
+            return
+        if self._split[index]:
+            raise PlacementError(
+                f"{self._label(index)} is a PerReplica of another strategy: it lies on "
+                f"{_devices.names(_devices_of(leaf))}, this strategy's replicas are on "
+                f"{self._where()}. Make it with this strategy, or read it first with "
+                "the other one's `reduce` or `gather`."
+            )
+        if leaf.sharding.device_set == set(_mesh.devices_of(self._mesh)):
+            raise PlacementError(
+                f"{self._label(index)} is a plain array that is split over the "
+                f"replicas ({leaf.sharding.spec}, shape {leaf.shape}), but a plain "
+                "argument is the same on every replica. If entry i belongs to replica "
+                "i, pass `PerReplica(array)`, which copies nothing; if every replica "
+                "should see all of it, pass `strategy.mirror(array)`."
+            )
+
+    def _where(self) -> str:
+        return _devices.names(_mesh.devices_of(self._mesh))
+
+
+def _devices_of(array: jax.Array) -> list[jax.Device]:
+    return sorted(array.sharding.device_set, key=lambda device: device.id)
