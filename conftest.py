@@ -22,17 +22,17 @@ def default_context_after_each_test():
     assert not js.has_strategy() and not js.in_cross_replica_context()
 
 
-@pytest.fixture(scope="session", params=[1, 2, 8], ids="{}-replicas".format)
+@pytest.fixture(params=[1, 2, 8], ids="{}-replicas".format)
 def strategy(request):
     return js.MirroredStrategy(jax.devices()[: request.param])
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture
 def two():
     return js.MirroredStrategy(jax.devices()[:2])
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture
 def four():
     return js.MirroredStrategy(jax.devices()[:4])
 

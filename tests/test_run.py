@@ -1,7 +1,6 @@
 """`strategy.run`: roles of arguments and results, placement, caching, errors."""
 
 import collections
-import copy
 import dataclasses
 import functools
 import gc
@@ -314,8 +313,6 @@ def test_the_function_is_called_once_per_signature(strategy, compilations):
          "split-over-another-axis", "mirrored"],
 )  # fmt: skip
 def test_state_is_placed_once_and_compiled_once(four, compilations, place):
-    four = copy.deepcopy(four)
-
     def step(state, x):
         return state + replica().all_reduce("sum", x)
 

@@ -1,0 +1,153 @@
+"""Devices by name, strategies over them, and simulated devices."""
+
+import os
+import subprocess
+import sys
+
+import jax
+import pytest
+
+import jaxstrategy as js
+
+
+@pytest.mark.parametrize(
+    "name, index",
+    [("CPU:0", 0), ("cpu:3", 3), ("/cpu:2", 2), ("/device:CPU:1", 1), ("CPU", 0),
+     ("/job:localhost/replica:0/task:0/device:CPU:5", 5), (" cpu:7 ", 7)],
+)  # fmt: skip
+def test_names_of_devices(name, index):
+    strategy = js.OneDeviceStrategy(name)
+    assert strategy.devices == (jax.devices()[index],)
+
+
+@pytest.mark.parametrize(
+    "name, words",
+    [("CPU:8", r"Unknown device 'CPU:8': this host has cpu:0..7. .*simulate\(n\)"),
+     ("GPU:0", "Unknown device 'GPU:0': this host has no gpu device"),
+     ("/gpu:1", "Unknown device '/gpu:1'"), ("cuda:0", "has no cuda device"),
+     ("TPU:0", "has no tpu device"),
+     ("CPU:x", "'CPU:x' is not the name of a device"),
+     ("toaster:0", "'toaster:0' is not the name of a device"),
+     ("", "'' is not the name of a device"), ("CPU:-1", "is not the name of a device")],
+)  # fmt: skip
+def test_unknown_devices(name, words):
+    for make in (js.OneDeviceStrategy, lambda n: js.MirroredStrategy([n])):
+        with pytest.raises(ValueError, match=words):
+            make(name)
+
+
+@pytest.mark.parametrize("device", [3, None, 1.5, ["CPU:0"]])
+def test_what_is_no_device(device):
+    with pytest.raises(TypeError, match="A device was expected, got"):
+        js.OneDeviceStrategy(device)
+
+
+def test_mirrored_strategy_takes_all_devices_or_the_given_ones():
+    assert js.MirroredStrategy().devices == tuple(jax.devices())
+    mixed = js.MirroredStrategy(["CPU:2", jax.devices()[0]])
+    assert mixed.devices == (jax.devices()[2], jax.devices()[0])
+    assert mixed.num_replicas_in_sync == 2
+    assert js.MirroredStrategy("CPU:1").devices == (jax.devices()[1],)
+    assert mixed.mesh.devices.tolist() == list(mixed.devices)
+
+
+def test_mirrored_strategy_refuses_duplicates_and_nothing():
+    with pytest.raises(ValueError, match="No duplicates are allowed.*cpu:0 is there"):
+        js.MirroredStrategy(["CPU:0", "CPU:1", jax.devices()[0]])
+    with pytest.raises(ValueError, match="An empty list of devices"):
+        js.MirroredStrategy([])
+
+
+class Imposter:
+    """Looks like a device of another platform or process."""
+
+    def __init__(self, platform="cpu", process_index=0, id=0):
+        self.platform, self.process_index, self.id = platform, process_index, id
+
+
+def test_devices_of_several_platforms_or_processes(monkeypatch):
+    from jaxstrategy import _devices
+
+    found = iter([Imposter("cpu"), Imposter("gpu")])
+    monkeypatch.setattr(_devices, "find", lambda device: next(found))
+    with pytest.raises(ValueError, match="mixes the platforms cpu and gpu"):
+        _devices.choose(["CPU:0", "GPU:0"])
+    with pytest.raises(ValueError, match="belongs to process 3, this is process 0"):
+        _devices._local(Imposter(process_index=3))
+
+
+def test_how_strategies_print():
+    assert repr(js.MirroredStrategy()) == "MirroredStrategy(8 replicas on cpu:0..7)"
+    two = js.MirroredStrategy(["CPU:0", "CPU:1"])
+    assert repr(two) == "MirroredStrategy(2 replicas on cpu:0, cpu:1)"
+    assert (
+        repr(js.OneDeviceStrategy("CPU:3")) == "OneDeviceStrategy(1 replica on cpu:3)"
+    )
+    assert repr(js.get_strategy()) == "DefaultStrategy(1 replica)"
+
+
+def test_one_device_strategy_computes_there():
+    strategy = js.OneDeviceStrategy("CPU:3")
+    out = strategy.run(lambda x: x + 1, (1.0,))
+    assert out.devices() == {jax.devices()[3]}
+    assert strategy.reduce("sum", out) == 2.0
+
+
+def test_simulating_what_is_there_changes_nothing():
+    assert js.simulate(8) == tuple(jax.devices())
+    assert js.simulate(8) == tuple(jax.devices())
+
+
+def test_simulating_too_late():
+    with pytest.raises(
+        js.SimulationError, match=r"`simulate\(3\)` came too late.*kernel"
+    ):
+        js.simulate(3)
+
+
+@pytest.mark.parametrize("n", [0, -1, 2.5, "8", None, True])
+def test_simulating_what_is_no_number(n):
+    with pytest.raises(ValueError, match="a positive whole number was wanted"):
+        js.simulate(n)
+
+
+def in_a_new_process(code, **environment):
+    keep = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_"))}
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env=keep | environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_simulate_in_a_new_process():
+    done = in_a_new_process(
+        "import jaxstrategy as js\n"
+        "print(len(js.simulate(5)), len(js.simulate(5)), js.MirroredStrategy())"
+    )
+    assert done.stdout.strip() == "5 5 MirroredStrategy(5 replicas on cpu:0..4)", done
+
+
+def test_simulate_after_a_device_was_used():
+    done = in_a_new_process(
+        "import jax, jaxstrategy as js\njax.devices()\njs.simulate(5)"
+    )
+    assert done.returncode == 1
+    assert "`simulate(5)` came too late: JAX has already started, on cpu:0" in (
+        done.stderr
+    )
+
+
+def test_simulate_beats_the_environment_or_says_so():
+    for environment in (
+        {"JAX_NUM_CPU_DEVICES": "3"},
+        {"XLA_FLAGS": "--xla_force_host_platform_device_count=3"},
+    ):
+        done = in_a_new_process(
+            "import jaxstrategy as js\nprint(len(js.simulate(5)))", **environment
+        )
+        assert done.stdout.strip() == "5" or "SimulationError: 5 simulated" in (
+            done.stderr
+        ), (environment, done)

@@ -1,0 +1,422 @@
+"""`ReplicaContext`: reductions, gathers, merge calls, gradients, keys."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxstrategy as js
+
+
+def replica():
+    return js.get_replica_context()
+
+
+def ids(strategy, dtype=np.float32):
+    n = strategy.num_replicas_in_sync
+    return strategy.per_replica([dtype(i) for i in range(n)])
+
+
+def versions(value):
+    return [np.asarray(v).tolist() for v in value.values]
+
+
+def on_each(strategy, step, *args):
+    """What `step` returns on each replica, whether it is proved equal or not."""
+    out = strategy.run(step, args)
+    return [np.asarray(v).tolist() for v in strategy.experimental_local_results(out)]
+
+
+def test_what_a_replica_knows_of_itself(strategy):
+    seen = []
+
+    def step():
+        seen.append((replica().num_replicas_in_sync, replica().devices))
+        assert replica().strategy is strategy
+        return replica().replica_id_in_sync_group
+
+    out = strategy.run(step)
+    assert versions(out) == list(range(strategy.num_replicas_in_sync))
+    assert out.dtype == jnp.int32
+    assert seen == [(strategy.num_replicas_in_sync, strategy.devices)]
+    assert (
+        repr(js.get_replica_context()) == "ReplicaContext(DefaultStrategy(1 replica))"
+    )
+
+
+@pytest.mark.parametrize(
+    "op, of_ids",
+    [("SUM", sum), ("sum", sum), (js.ReduceOp.MEAN, np.mean), ("Mean", np.mean),
+     ("min", min), ("MAX", max), (js.ReduceOp.MAX, max)],
+)  # fmt: skip
+def test_all_reduce_of_the_ids(strategy, op, of_ids):
+    n = strategy.num_replicas_in_sync
+
+    def step(x):
+        return replica().all_reduce(op, x)
+
+    out = strategy.run(step, (ids(strategy),))
+    assert isinstance(out, js.Mirrored)
+    assert out == of_ids(range(n))
+    assert on_each(strategy, step, ids(strategy)) == [of_ids(range(n))] * n
+
+
+def test_all_reduce_of_structures_and_numbers(four):
+    def step(x):
+        tree = {"a": x, "b": (10 * x, [2.0, 3]), "none": None, "empty": []}
+        return replica().all_reduce("sum", tree)
+
+    out = four.run(step, (ids(four),))
+    assert out["a"] == 6 and out["b"][0] == 60
+    assert out["b"][1][0] == 8.0 and out["b"][1][1] == 12
+    assert out["none"] is None and out["empty"] == []
+
+
+def test_all_reduce_twice_really_multiplies(two):
+    def step(x):
+        once = replica().all_reduce("sum", x + 1)
+        return once, replica().all_reduce("sum", once)
+
+    assert [float(v) for v in two.run(step, (ids(two),))] == [3.0, 6.0]
+
+
+@pytest.mark.parametrize(
+    "op, error, words",
+    [("PROD", ValueError, "'PROD' is not a valid ReduceOp"),
+     (None, TypeError, "A reduce operation was expected, got None"),
+     (0, TypeError, "A reduce operation was expected, got 0"),
+     (3.5, TypeError, "got 3.5")],
+)  # fmt: skip
+def test_unknown_operations(two, op, error, words):
+    with pytest.raises(error, match=words):
+        two.run(lambda: replica().all_reduce(op, 1.0))
+    with pytest.raises(error, match=words):
+        two.reduce(op, 1.0)
+
+
+def test_nothing_to_reduce(two):
+    with pytest.raises(ValueError, match="there is nothing to reduce"):
+        two.run(lambda: replica().all_reduce("sum", None))
+
+
+@pytest.mark.parametrize(
+    "value, words",
+    [("text", "SUM of 'text': an array or a number was wanted, got str"),
+     (np.array([True]), "SUM of a bool array is not defined.*astype"),
+     (object(), "an array or a number was wanted, got object")],
+)  # fmt: skip
+def test_values_without_a_sum(two, value, words):
+    with pytest.raises(TypeError, match=words):
+        two.run(lambda: replica().all_reduce("sum", value))
+
+
+def test_values_without_a_mean_or_an_order(two):
+    with pytest.raises(TypeError, match="MEAN of a bool array is not defined"):
+        two.run(lambda: replica().all_reduce("mean", True))
+    with pytest.raises(TypeError, match="MAX of a complex64 array.*Complex numbers"):
+        two.run(lambda: replica().all_reduce("max", 1j))
+    with pytest.raises(TypeError, match="Only numbers can be reduced"):
+        two.run(lambda: replica().all_reduce("sum", jax.random.key(0)))
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    ["int8", "uint8", "int16", "uint16", "int32", "uint32", "float16", "bfloat16",
+     "float32", "complex64"],
+)  # fmt: skip
+def test_sums_keep_their_dtype_and_means_are_inexact(two, dtype):
+    x = two.per_replica([jnp.asarray(v, dtype) for v in (1, 2)])
+
+    def step(v):
+        return replica().all_reduce("sum", v), replica().all_reduce("mean", v)
+
+    total, mean = two.run(step, (x,))
+    assert (total.dtype, total) == (jnp.dtype(dtype), 3)
+    inexact = jnp.issubdtype(jnp.dtype(dtype), jnp.inexact)
+    assert mean.dtype == (jnp.dtype(dtype) if inexact else jnp.float32)
+    assert mean == 1.5
+
+
+def test_small_integers_wrap_in_sums_and_not_in_means(two):
+    x = two.per_replica([np.uint8(200), np.uint8(100)])
+    assert two.reduce("sum", x) == 44
+    assert two.reduce("mean", x) == 150.0
+
+
+def test_wide_types(two):
+    with jax.enable_x64(True):
+        x = two.per_replica([np.int64(2**40), np.int64(1)])
+        out = two.run(lambda v: replica().all_reduce("sum", v), (x,))
+        assert (out.dtype, int(out)) == (jnp.int64, 2**40 + 1)
+        mean = two.run(lambda v: replica().all_reduce("mean", v), (x,))
+        assert (mean.dtype, float(mean)) == (jnp.float64, (2**40 + 1) / 2)
+
+
+def test_minimum_and_maximum_of_bools(two):
+    x = two.per_replica([True, False])
+    assert two.reduce("max", x) and not two.reduce("min", x)
+    assert two.reduce("max", x).dtype == jnp.bool_
+
+
+def test_zero_size_arrays(two):
+    out = two.run(lambda: replica().all_reduce("sum", jnp.zeros((0, 3))))
+    assert out.shape == (0, 3)
+
+
+# Gathers.
+
+
+def test_all_gather_along_each_axis(four):
+    def step(i):
+        row, pair = i.reshape(1, 1), jnp.stack([i, -i])[None]
+        return (
+            replica().all_gather(row, 0),
+            replica().all_gather(pair, 1),
+            replica().all_gather(pair, -1),
+            replica().all_gather({"flag": i[None] > 1.5}, axis=0),
+        )
+
+    rows, wide, last, flags = four.run(step, (ids(four),))
+    assert rows.tolist() == [[0], [1], [2], [3]]
+    assert wide.tolist() == last.tolist() == [[0, 0, 1, -1, 2, -2, 3, -3]]
+    assert flags["flag"].tolist() == [False, False, True, True]
+    assert all(isinstance(leaf, js.Mirrored) for leaf in (rows, wide, flags["flag"]))
+
+
+@pytest.mark.parametrize(
+    "value, axis, error, words",
+    [(1.0, 0, ValueError, "Scalars cannot be joined"),
+     (np.ones((2, 2)), 2, ValueError, "`axis` is 2, out of range .* use -2 to 1"),
+     (np.ones((2, 2)), -3, ValueError, "`axis` is -3, out of range"),
+     (np.ones((2, 2)), None, TypeError, "`axis` was None; a whole number"),
+     (np.ones((2, 2)), 0.5, TypeError, "`axis` was 0.5; a whole number")],
+)  # fmt: skip
+def test_gathers_that_make_no_sense(two, value, axis, error, words):
+    with pytest.raises(error, match=words):
+        two.run(lambda: replica().all_gather(value, axis))
+    with pytest.raises(error, match=words):
+        two.gather(value, axis)
+
+
+# Gradients: TensorFlow's numbers.
+
+
+@pytest.mark.parametrize(
+    "op, expected", [("sum", [160, 320, 480, 640]), ("mean", [10, 20, 30, 40])]
+)
+def test_gradients_of_all_reduce_are_local(four, op, expected):
+    def step(w, x):
+        return jax.grad(lambda w: replica().all_reduce(op, w * x) ** 2)(w)
+
+    x = four.per_replica([1.0, 2.0, 3.0, 4.0])
+    assert versions(four.run(step, (2.0, x))) == expected
+    assert versions(jax.jit(lambda w: four.run(step, (w, x)))(2.0)) == expected
+
+
+@pytest.mark.parametrize("op, expected", [("sum", [4, 4]), ("mean", [2, 2])])
+def test_the_gradient_of_all_reduce_is_all_reduce(two, op, expected):
+    def step(x, c):
+        return jax.grad(lambda x: c * replica().all_reduce(op, x))(x)
+
+    c = two.per_replica([1.0, 3.0])
+    assert on_each(two, step, ids(two), c) == expected
+
+
+def test_the_gradient_of_a_local_loss_is_not_reduced(two):
+    def step(w, x):
+        return jax.grad(lambda w: (w * x) ** 2)(w)
+
+    assert versions(two.run(step, (2.0, two.per_replica([1.0, 2.0])))) == [4, 16]
+
+
+def test_the_mean_of_gradients_is_the_gradient_of_the_mean(strategy):
+    n = strategy.num_replicas_in_sync
+    x = np.linspace(-1, 2, 3 * n, dtype=np.float32).reshape(n, 3)
+
+    def loss(w, rows):
+        return jnp.mean(jnp.tanh(rows * w))
+
+    def step(w, rows):
+        return replica().all_reduce("mean", jax.grad(loss)(w, rows))
+
+    out = strategy.run(step, (0.7, js.PerReplica(x)))
+    expected = np.mean(x * (1 - np.tanh(x * 0.7) ** 2))
+    np.testing.assert_allclose(out, expected, rtol=1e-5)
+
+
+def test_gradients_of_all_gather_are_summed(four):
+    def step(x, c):
+        return jax.grad(lambda x: jnp.sum(replica().all_gather(x, 0) * c))(x)
+
+    c = jnp.array([1.0, 2.0, 3.0, 4.0])
+    assert on_each(four, step, four.per_replica([[0.0], [1.0], [2.0], [3.0]]), c) == [
+        [4], [8], [12], [16],
+    ]  # fmt: skip
+
+
+def test_gradients_of_squares_of_a_gather(two):
+    def step(v, i):
+        def loss(v):
+            return jnp.sum(replica().all_gather((v * (i + 1))[None], 0) ** 2)
+
+        return jax.grad(loss)(v)
+
+    assert versions(two.run(step, (2.0, ids(two)))) == [8, 32]
+
+
+@pytest.mark.parametrize(
+    "op, expected", [("max", [0, 0, 5, 5]), ("min", [10, 0, 0, 0])]
+)
+def test_gradients_of_extremes_go_to_the_replicas_that_hold_them(four, op, expected):
+    def step(x, c):
+        return jax.grad(lambda x: c * replica().all_reduce(op, x))(x)
+
+    x = four.per_replica([0.0, 1.0, 2.0, 2.0])
+    c = four.per_replica([1.0, 2.0, 3.0, 4.0])
+    assert versions(four.run(step, (x, c))) == expected
+
+
+def test_forward_derivatives(four):
+    def step(x):
+        return jax.jvp(lambda x: replica().all_reduce("sum", x**2), (x,), (x,))
+
+    out, tangent = four.run(step, (ids(four),))
+    assert (out, tangent) == (14, 28)
+
+
+# Merge calls.
+
+
+def test_arrays_arrive_per_replica_and_plain_values_as_they_are(four):
+    seen = []
+
+    def merge(strategy, value, number, text, *, keyword):
+        seen.append((type(value), value.shape, value.num_replicas, value.dtype))
+        seen.append((type(number), number, text, type(keyword["k"])))
+        assert strategy is four
+        return sum(strategy.experimental_local_results(value))
+
+    def step(i):
+        total = replica().merge_call(merge, [i + 3, 7, "text"], {"keyword": {"k": i}})
+        return total, total + i
+
+    total, mixed = four.run(step, (ids(four),))
+    assert total == 18 and versions(mixed) == [18, 19, 20, 21]
+    assert seen == [
+        (js.PerReplica, (), 4, jnp.float32),
+        (int, 7, "text", js.PerReplica),
+    ]
+
+
+def test_two_merge_calls_in_a_row(four):
+    def mean(strategy, v):
+        return strategy.reduce("mean", v)
+
+    def total(strategy, v):
+        return strategy.reduce("sum", v)
+
+    def step(i):
+        return replica().merge_call(total, (replica().merge_call(mean, (i,)),))
+
+    assert four.run(step, (ids(four),)) == 6
+
+
+def test_what_merge_functions_can_do(four):
+    def merge(strategy, v):
+        kept = strategy.run(lambda u: {"same": u, "text": "t"}, (v,))
+        return {
+            "per replica": v,
+            "sum": strategy.reduce("sum", v),
+            "rows": strategy.gather(strategy.run(lambda u: u[None], (v,))),
+            "last": v.local(3),
+            "all": v.stacked,
+            "kept": kept["same"],
+            "text": kept["text"],
+            "to": strategy.extended.reduce_to("max", v, v),
+            "batch": strategy.extended.batch_reduce_to("mean", [(v, v), (2, v)]),
+            "times": strategy.reduce("sum", 2.5),
+            "scope": in_scope(strategy, v),
+        }
+
+    def in_scope(strategy, v):
+        with strategy.scope():
+            return strategy.reduce("min", v)
+
+    out = four.run(lambda i: replica().merge_call(merge, (i,)), (ids(four),))
+    assert versions(out["per replica"]) == versions(out["kept"]) == [0, 1, 2, 3]
+    assert (out["sum"], out["last"], out["to"], out["times"]) == (6, 3, 3, 10)
+    assert out["rows"].tolist() == out["all"].tolist() == [0, 1, 2, 3]
+    assert [float(v) for v in out["batch"]] == [1.5, 2.0]
+    assert (out["text"], out["scope"]) == ("t", 0)
+
+
+def test_a_replicas_value_captured_by_a_merge_function(four):
+    def step(i):
+        def merge(strategy):
+            results = strategy.experimental_local_results(i)
+            return strategy.reduce("sum", i), results[2], len(results)
+
+        return replica().merge_call(merge)
+
+    assert four.run(step, (ids(four),)) == (6, 2, 4)
+
+
+def test_merge_call_in_scan_and_in_a_branch_all_replicas_take(four):
+    def total(strategy, v):
+        return strategy.reduce("sum", v)
+
+    def step(i, go):
+        def turn(carry, _):
+            return carry + replica().merge_call(total, (i,)), None
+
+        carry, _ = jax.lax.scan(turn, jnp.zeros(()), None, length=3)
+        branch = jax.lax.cond(
+            go > 0,
+            lambda: replica().merge_call(total, (i,)),
+            lambda: replica().all_reduce("max", i),
+        )
+        return carry, branch
+
+    for go, expected in ((1, 6), (-1, 3)):
+        carry, branch = four.run(step, (ids(four), go))
+        assert (carry, branch) == (18, expected)
+        assert isinstance(branch, js.Mirrored)
+
+
+def test_gradients_flow_through_merge_calls(four):
+    def step(w, x):
+        def loss(w):
+            return replica().merge_call(lambda s, v: s.reduce("sum", v), (w * x,)) ** 2
+
+        return jax.grad(loss)(w)
+
+    x = four.per_replica([1.0, 2.0, 3.0, 4.0])
+    assert versions(four.run(step, (2.0, x))) == [160, 320, 480, 640]
+
+
+def test_merge_call_errors(two):
+    with pytest.raises(TypeError, match="`merge_call` was given 3, which cannot be"):
+        two.run(lambda: replica().merge_call(3))
+    with pytest.raises(TypeError, match="positional argument"):
+        two.run(lambda: replica().merge_call(lambda s: 1, (1, 2)))
+    with pytest.raises(TypeError, match="used as if it were one array"):
+        two.run(lambda x: replica().merge_call(lambda s, v: v + 1, (x,)), (1.0,))
+
+
+# Keys.
+
+
+def test_fold_in_gives_each_replica_a_key_of_its_own(four):
+    key = jax.random.key(3)
+
+    def step(key):
+        return jax.random.uniform(replica().fold_in(key), (2,))
+
+    drawn = four.run(step, (key,))
+    expected = [jax.random.uniform(jax.random.fold_in(key, i), (2,)) for i in range(4)]
+    np.testing.assert_array_equal(np.stack(drawn.values), np.stack(expected))
+    assert len({tuple(row) for row in versions(drawn)}) == 4
+    alone = jax.random.key_data(js.get_replica_context().fold_in(key))
+    np.testing.assert_array_equal(
+        alone, jax.random.key_data(jax.random.fold_in(key, 0))
+    )

@@ -1,0 +1,272 @@
+"""`PerReplica`, `Mirrored`, and the ways to build them."""
+
+import operator
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxstrategy as js
+
+
+def versions(value):
+    return [np.asarray(v).tolist() for v in value.values]
+
+
+@pytest.fixture
+def x(four):
+    return four.per_replica([[0.0, 1.0], [2.0, 3.0], [4.0, 5.0], [6.0, 7.0]])
+
+
+def test_what_a_per_replica_is(x):
+    assert (x.shape, x.dtype, x.num_replicas) == ((2,), jnp.float32, 4)
+    assert versions(x) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert x.local(2).tolist() == [4, 5]
+    assert x.stacked.shape == (4, 2)
+    assert [v.devices() for v in x.values] == [{d} for d in jax.devices()[:4]]
+    assert [s.data.shape for s in x.stacked.addressable_shards] == [(1, 2)] * 4
+    for wrong in (4, -1):
+        with pytest.raises(IndexError, match=f"Replica {wrong} was asked .* 0 to 3"):
+            x.local(wrong)
+
+
+def test_versions_follow_the_replicas_not_the_device_numbers():
+    strategy = js.MirroredStrategy(jax.devices()[3::-1])
+    x = strategy.per_replica([10, 11, 12, 13])
+    assert versions(x) == [10, 11, 12, 13]
+    assert [v.devices() for v in x.values] == [{d} for d in jax.devices()[3::-1]]
+    ids = strategy.run(lambda v: v + js.get_replica_context().replica_id_in_sync_group,
+                       (x,))  # fmt: skip
+    assert versions(ids) == [10, 12, 14, 16]
+
+
+def test_a_per_replica_is_a_pytree(x, four):
+    leaves, treedef = jax.tree.flatten({"a": x})
+    assert len(leaves) == 1 and leaves[0].shape == (4, 2)
+    assert versions(jax.tree.unflatten(treedef, leaves)["a"]) == versions(x)
+    plus = jax.tree.map(lambda v: v + 10, x)
+    assert versions(plus) == [[10, 11], [12, 13], [14, 15], [16, 17]]
+    assert versions(jax.jit(lambda v: v)(x)) == versions(x)
+    traces = []
+
+    @jax.jit
+    def jitted(v):
+        traces.append(1)
+        return v
+
+    jitted(x), jitted(plus)
+    assert traces == [1]
+    branch = jax.lax.cond(True, lambda: x, lambda: plus)
+    assert versions(branch) == versions(x)
+    assert jax.tree.map(lambda v: "leaf", x) is not None
+
+
+def test_values_under_jit(x):
+    total = jax.jit(lambda v: sum(v.values) + v.local(3))(x)
+    assert total.tolist() == [18, 23]
+
+
+@pytest.mark.parametrize(
+    "use",
+    [lambda v: v + 1, lambda v: 1 - v, lambda v: v[0], lambda v: -v, float, int, len,
+     list, bool, np.asarray, jnp.sin, lambda v: np.float32(1) * v,
+     lambda v: np.ones(2) + v, lambda v: jnp.ones(2) + v, lambda v: v < 1,
+     lambda v: 1 in v, lambda v: v @ v, operator.index, abs, np.sum, jnp.asarray],
+)  # fmt: skip
+def test_a_per_replica_is_not_an_array(x, use):
+    words = r"`strategy.reduce\(op, value\)`.*`strategy.gather.*experimental_local_res"
+    with pytest.raises(TypeError, match=words):
+        use(x)
+
+
+def test_how_a_per_replica_prints(x, four):
+    assert repr(x) == "PerReplica(float32[2] on cpu:0..3)"
+    assert repr(four.per_replica([1, 2, 3, 4])) == "PerReplica(int32[] on cpu:0..3)"
+    assert repr(js.PerReplica(np.zeros((4, 3)))) == "PerReplica(float64[3] x 4)"
+    odd = js.MirroredStrategy(["CPU:1", "CPU:4", "CPU:6"]).per_replica([1, 2, 3])
+    assert repr(odd) == "PerReplica(int32[] on cpu:1, cpu:4, cpu:6)"
+    assert repr(js.PerReplica("s")) == "PerReplica('s')"
+    seen = []
+    jax.jit(lambda v: seen.append(repr(v)))(x)
+    assert seen == ["PerReplica(float32[2] x 4)"]
+    four.run(
+        lambda v: js.get_replica_context().merge_call(
+            lambda s, u: seen.append(repr(u)), (v,)
+        ),
+        (x,),
+    )
+    assert seen[1] == "PerReplica(float32[2], inside merge_call)"
+
+
+def test_html(x, four):
+    table = x._repr_html_()
+    assert re.findall(r"<td>(.*?)</td>", table)[:6] == [
+        "0", "cpu:0", "float32[2]", "1", "cpu:1", "float32[2]",
+    ]  # fmt: skip
+    assert js.PerReplica(np.zeros(4))._repr_html_() == (
+        "<code>PerReplica(float64[] x 4)</code>"
+    )
+    cells = re.findall(r"<td>(.*?)</td>", four._repr_html_())
+    assert cells[:3] == ["0", "cpu:0", "cpu"] and len(cells) == 12
+
+
+def test_types(x, four):
+    mirrored = four.mirror(1.0)
+    for value, is_mirrored, is_distributed in (
+        (x, False, True),
+        (mirrored, True, True),
+        (x.stacked, False, False),
+        (jnp.ones(2), False, False),
+        (np.ones(2), False, False),
+        (1.0, False, False),
+    ):
+        assert isinstance(value, js.Mirrored) is is_mirrored
+        assert isinstance(value, js.DistributedValues) is is_distributed
+    assert issubclass(js.PerReplica, js.DistributedValues)
+    assert isinstance(js.OneDeviceStrategy("CPU:3").mirror(1.0), js.Mirrored)
+    seen = []
+    jax.jit(lambda v: seen.append(isinstance(v, js.Mirrored)))(mirrored)
+    assert seen == [False]
+
+
+def test_mirrored_places_a_pytree(four):
+    with four.scope():
+        state = js.Mirrored({"w": np.ones(3), "n": 1, "name": "net", "on": True})
+    assert isinstance(state["w"], js.Mirrored) and isinstance(state["n"], js.Mirrored)
+    assert (state["name"], state["on"]) == ("net", True)
+    assert state["w"].devices() == set(jax.devices()[:4])
+    alone = js.Mirrored(1.0)
+    assert isinstance(alone, js.Mirrored) and alone.devices() == {jax.devices()[0]}
+
+
+def test_mirror_copies_nothing_that_is_mirrored(four):
+    once = four.mirror(jnp.ones(3))
+    assert four.mirror(once) is once
+
+
+def test_a_per_replica_cannot_be_mirrored(x, four):
+    with pytest.raises(TypeError, match=r"`tree\['a'\]` is a PerReplica.*reduce"):
+        four.mirror({"a": x})
+
+
+# per_replica.
+
+
+def test_per_replica_of_lists_and_of_stacked_arrays(four):
+    tree = {
+        "list": [1, 2, 3, 4],
+        "stacked": np.arange(8).reshape(4, 2),
+        "trees": [{"a": (i, [float(i), 0.0])} for i in range(4)],
+        "pair": (np.zeros((4, 1)), jnp.ones(4)),
+        "there": four.per_replica([0, 0, 0, 0]),
+    }
+    out = four.per_replica(tree)
+    assert versions(out["list"]) == [1, 2, 3, 4]
+    assert versions(out["stacked"]) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert versions(out["trees"]["a"][0]) == [0, 1, 2, 3]
+    assert versions(out["trees"]["a"][1]) == [[0, 0], [1, 0], [2, 0], [3, 0]]
+    assert versions(out["pair"][0]) == [[0]] * 4 and versions(out["pair"][1]) == [1] * 4
+    assert out["there"] is tree["there"]
+
+
+def test_per_replica_keeps_jaxs_dtypes(two):
+    assert two.per_replica([1.0, 2.0]).dtype == jnp.float32
+    assert two.per_replica(np.zeros(2)).dtype == jnp.float32
+    assert two.per_replica([np.int64(1), np.int64(2)]).dtype == jnp.int32
+    assert two.per_replica([True, False]).dtype == jnp.bool_
+    half = two.per_replica([jnp.bfloat16(1), jnp.bfloat16(2)])
+    assert half.dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize(
+    "tree, error, words",
+    [({"a": [1, 2, 3]}, ValueError, r"`value\['a'\]` has 3 versions for 2 replicas"),
+     (np.zeros((3, 2)), ValueError, r"`value` has shape \(3, 2\).* replicas, 2"),
+     ((1.0, 2.0), ValueError, r"`value\[0\]` has shape \(\).*per_replica\(\[v0"),
+     ([np.ones(2), np.ones(3)], ValueError, r"differs in shape.*32\[2\], float32\[3\]"),
+     ([np.float32(1), 2], ValueError, r"differs in shape or dtype.*float32\[\], int32"),
+     ([{"a": 1}, {"b": 1}], ValueError, "another structure on replica 1"),
+     (["a", "b"], TypeError, "`value` is 'a', which is not an array or a number"),
+     ([None, 1.0], ValueError, "another structure on replica 1")],
+)  # fmt: skip
+def test_per_replica_errors(two, tree, error, words):
+    with pytest.raises(error, match=words):
+        two.per_replica(tree)
+
+
+# Values from a function.
+
+
+def test_values_from_a_function(four):
+    contexts = []
+
+    def value_fn(context):
+        contexts.append(
+            (context.replica_id_in_sync_group, context.num_replicas_in_sync)
+        )
+        i = context.replica_id_in_sync_group
+        return {"i": range(10)[i], "same": 3.0, "row": np.full(2, i, np.float32)}
+
+    out = four.experimental_distribute_values_from_function(value_fn)
+    assert contexts == [(0, 4), (1, 4), (2, 4), (3, 4)]
+    assert versions(out["i"]) == [0, 1, 2, 3]
+    assert versions(out["same"]) == [3, 3, 3, 3]  # equal values stay four versions
+    squares = four.run(lambda v: v["row"] ** 2, (out,))
+    assert versions(squares) == [[0, 0], [1, 1], [4, 4], [9, 9]]
+
+
+def test_value_context_prints():
+    context = js.experimental.ValueContext(1, 4)
+    assert "replica id 1, total replicas in sync: 4" in str(context)
+
+
+def test_values_from_a_function_must_agree(two):
+    with pytest.raises(ValueError, match="differs in shape or dtype"):
+        two.experimental_distribute_values_from_function(
+            lambda context: np.ones(context.replica_id_in_sync_group)
+        )
+    with pytest.raises(TypeError, match="not an array or a number"):
+        two.experimental_distribute_values_from_function(lambda context: "text")
+
+
+# init.
+
+
+def test_init_builds_mirrored_state_with_one_call(four):
+    calls = []
+
+    def build(key, width, *, name="net"):
+        calls.append(js.in_cross_replica_context())
+        w = jax.random.normal(key, (width, 2))
+        return {"w": w, "step": 0, "name": name, "count": jnp.zeros((), jnp.int32)}
+
+    state = four.init(build, jax.random.key(1), 3)
+    assert calls == [True]
+    expected = jax.random.normal(jax.random.key(1), (3, 2))
+    np.testing.assert_array_equal(state["w"], expected)
+    assert isinstance(state["w"], js.Mirrored) and isinstance(
+        state["count"], js.Mirrored
+    )
+    assert (state["step"], state["name"]) == (0, "net")
+    assert state["w"].devices() == set(jax.devices()[:4])
+
+
+def test_init_takes_arrays_from_anywhere(four):
+    x = jax.device_put(jnp.arange(3.0), jax.devices()[7])
+    assert four.init(lambda a: a + 1, x).tolist() == [1, 2, 3]
+    assert four.init(jnp.zeros, (2, 3)).shape == (2, 3)
+
+
+def test_init_errors(four, x):
+    with pytest.raises(TypeError, match="`init` was given 3, which cannot be called"):
+        four.init(3)
+    with pytest.raises(TypeError, match="`init` was given a PerReplica"):
+        four.init(lambda v: v, x)
+    with pytest.raises(TypeError, match=r"`build\(\.\.\.\)\['a'\]` is <object"):
+
+        def build():
+            return {"a": object()}
+
+        four.init(build)
