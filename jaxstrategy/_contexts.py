@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 from jax.sharding import Mesh
 
+from jaxstrategy._devices import Device
 from jaxstrategy._errors import ContextError
 from jaxstrategy._options import ReduceOp
 
@@ -44,7 +45,7 @@ class AbstractStrategy(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def devices(self) -> tuple[jax.Device, ...]:
+    def devices(self) -> tuple[Device, ...]:
         """The replicas' devices, in replica order."""
 
     @abc.abstractmethod

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import jax
 
 from jaxstrategy._errors import SimulationError
+
+# To type checkers `jax.Device` is a variable; the excuse for that stands here alone.
+Device: TypeAlias = jax.Device  # pyright: ignore[reportInvalidTypeForm]
 
 _NAME = re.compile(
     r"^(?:/job:\w+)?(?:/replica:\d+)?(?:/task:\d+)?(?:/device:|/)?"
@@ -18,12 +22,12 @@ _NAME = re.compile(
 _PLATFORMS = {"cpu": "cpu", "gpu": "gpu", "cuda": "cuda", "rocm": "rocm", "tpu": "tpu"}
 
 
-def name(device: jax.Device) -> str:
+def name(device: Device) -> str:
     """`cpu:3`: short, and accepted wherever a device is."""
     return f"{device.platform}:{device.id}"
 
 
-def names(devices: Sequence[jax.Device]) -> str:
+def names(devices: Sequence[Device]) -> str:
     """Device names on one line, shortened to `cpu:0..7` where they run on."""
     ids = [device.id for device in devices]
     kinds = {device.platform for device in devices}
@@ -33,7 +37,7 @@ def names(devices: Sequence[jax.Device]) -> str:
     return ", ".join(map(name, devices))
 
 
-def find(device: jax.Device | str) -> jax.Device:
+def find(device: Device | str) -> Device:
     """The device of this host that `device` names.
 
     Accepts a `jax.Device` and TensorFlow's spellings: `"CPU:0"`, `"GPU:1"`,
@@ -43,7 +47,7 @@ def find(device: jax.Device | str) -> jax.Device:
       ValueError: this host has no such device, or the name is not one.
       TypeError: something else than a device or a string.
     """
-    if isinstance(device, jax.Device):
+    if isinstance(device, Device):
         return _local(device)
     if not isinstance(device, str):
         raise TypeError(
@@ -67,18 +71,18 @@ def find(device: jax.Device | str) -> jax.Device:
     return found[index]
 
 
-def default_devices() -> tuple[jax.Device, ...]:
+def default_devices() -> tuple[Device, ...]:
     """All accelerators of this host, or all its CPU devices where there is none."""
     return tuple(jax.local_devices())
 
 
-def choose(devices: Sequence[jax.Device | str]) -> tuple[jax.Device, ...]:
+def choose(devices: Sequence[Device | str]) -> tuple[Device, ...]:
     """The devices that `devices` names, checked to be usable together.
 
     Raises:
       ValueError: none given, one given twice, one unknown, or several platforms.
     """
-    if isinstance(devices, (str, jax.Device)):
+    if isinstance(devices, (str, Device)):
         devices = [devices]
     found = tuple(find(device) for device in devices)
     if not found:
@@ -101,7 +105,7 @@ def choose(devices: Sequence[jax.Device | str]) -> tuple[jax.Device, ...]:
     return found
 
 
-def simulate(n: int) -> tuple[jax.Device, ...]:
+def simulate(n: int) -> tuple[Device, ...]:
     """`n` simulated CPU devices in this process, for tests, notebooks and laptops.
 
     Call it once, before the first array is made. Calling it again with the same `n`
@@ -137,7 +141,7 @@ def simulate(n: int) -> tuple[jax.Device, ...]:
     return found
 
 
-def _too_late(n: int, found: Sequence[jax.Device], started: bool) -> str:
+def _too_late(n: int, found: Sequence[Device], started: bool) -> str:
     if not started:
         return (
             f"{n} simulated CPU devices were asked for, JAX made {len(found)}. Unset "
@@ -151,7 +155,7 @@ def _too_late(n: int, found: Sequence[jax.Device], started: bool) -> str:
     )
 
 
-def _local(device: jax.Device) -> jax.Device:
+def _local(device: Device) -> Device:
     if device.process_index != jax.process_index():
         raise ValueError(
             f"{device} belongs to process {device.process_index}, this is process "
@@ -160,14 +164,14 @@ def _local(device: jax.Device) -> jax.Device:
     return device
 
 
-def _of_platform(platform: str) -> list[jax.Device]:
+def _of_platform(platform: str) -> list[Device]:
     try:
         return jax.local_devices(backend=platform)
     except RuntimeError:  # JAX's word for "no such platform here"
         return []
 
 
-def _inventory(platform: str, found: Sequence[jax.Device]) -> str:
+def _inventory(platform: str, found: Sequence[Device]) -> str:
     return names(found) if found else f"no {platform} device"
 
 

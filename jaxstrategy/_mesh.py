@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
+
+from jaxstrategy._devices import Device
 
 REPLICA_AXIS = "replica"
 
@@ -18,13 +19,13 @@ SAME = PartitionSpec()
 SPLIT = PartitionSpec(REPLICA_AXIS)
 
 
-def mesh_of(devices: Sequence[jax.Device]) -> Mesh:
+def mesh_of(devices: Sequence[Device]) -> Mesh:
     """A mesh with one replica per device, in the order given."""
     # Auto, not Explicit (the default of `jax.make_mesh`), which refuses NumPy inputs.
     return Mesh(np.asarray(devices), (REPLICA_AXIS,), axis_types=(AxisType.Auto,))
 
 
-def devices_of(mesh: Mesh) -> tuple[jax.Device, ...]:
+def devices_of(mesh: Mesh) -> tuple[Device, ...]:
     """The devices of `mesh` in replica order."""
     return tuple(mesh.devices.flat)
 
@@ -39,7 +40,14 @@ def split(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, SPLIT)
 
 
-def is_replicated(sharding: jax.sharding.Sharding) -> bool:
+def replicated_like(sharding: Sharding) -> Sharding:
+    """The whole array on each device that `sharding` uses."""
+    if isinstance(sharding, NamedSharding):
+        return NamedSharding(sharding.mesh, SAME)
+    return replicated(mesh_of(sorted(sharding.device_set, key=lambda d: d.id)))
+
+
+def is_replicated(sharding: Sharding) -> bool:
     """Whether `sharding` puts the same whole array on every replica of some mesh."""
     return (
         isinstance(sharding, NamedSharding)
@@ -48,7 +56,7 @@ def is_replicated(sharding: jax.sharding.Sharding) -> bool:
     )
 
 
-def is_split(sharding: jax.sharding.Sharding) -> bool:
+def is_split(sharding: Sharding) -> bool:
     """Whether `sharding` divides an array over the replicas of some mesh."""
     if not isinstance(sharding, NamedSharding) or sharding.is_fully_replicated:
         return False

@@ -66,6 +66,12 @@ class RunOptions:
             )
         object.__setattr__(self, "donate_argnums", positions)
 
+    @property
+    def donated(self) -> tuple[int, ...]:
+        """The positions of `donate_argnums`, always as a tuple."""
+        given = self.donate_argnums
+        return (given,) if isinstance(given, int) else tuple(given)
+
 
 @dataclasses.dataclass(frozen=True)
 class ValueContext:

@@ -11,6 +11,7 @@ from jax import lax
 
 from jaxstrategy import _contexts, _values
 from jaxstrategy._contexts import AbstractStrategy, Context
+from jaxstrategy._devices import Device
 from jaxstrategy._errors import ContextError
 from jaxstrategy._options import ReduceOp
 from jaxstrategy._values import PerReplica, PyTree
@@ -61,7 +62,7 @@ class ReplicaContext:
         return lax.axis_index(self._axes) if self._axes else 0
 
     @property
-    def devices(self) -> tuple[jax.Device, ...]:
+    def devices(self) -> tuple[Device, ...]:
         """The devices of all replicas, in replica order; one program serves them."""
         return self._strategy.devices
 
@@ -136,13 +137,13 @@ class ReplicaContext:
         """
         self._require_current("merge_call")
         _require_callable(merge_fn)
-        args, kwargs = self.to_cross((tuple(args), dict(kwargs or {})))
-        if not self._axes:  # the default strategy: nothing to step across to
-            with _contexts.entered(Context(self._strategy)):
-                return merge_fn(self._strategy, *args, **kwargs)
-        with _contexts.entered(Context(self._strategy, None, in_step=True)):
-            result = merge_fn(self._strategy, *args, **kwargs)
-        return to_replica(result)
+        across = self.to_cross(tuple(args))
+        named = self.to_cross(dict(kwargs or {}))
+        # In the default strategy there is no step to be in, and nothing to unwrap.
+        in_step = bool(self._axes)
+        with _contexts.entered(Context(self._strategy, in_step=in_step)):
+            result = merge_fn(self._strategy, *across, **named)
+        return to_replica(result) if in_step else result
 
     def fold_in(self, key: jax.Array) -> jax.Array:
         """A random key that differs on every replica, made from one that does not.

@@ -17,9 +17,11 @@ from typing import Any, NoReturn, final
 
 import jax
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import Mesh
 
 from jaxstrategy import _devices, _mesh
+from jaxstrategy._devices import Device
 
 PyTree = Any
 
@@ -33,7 +35,7 @@ def is_mirrored(value: object) -> bool:
     """Whether `value` is an array placed whole on every replica of some strategy."""
     return (
         isinstance(value, jax.Array)
-        and not isinstance(value, jax.core.Tracer)
+        and not isinstance(value, Tracer)
         and _mesh.is_replicated(value.sharding)
     )
 
@@ -177,9 +179,8 @@ _OPERATORS = (
     "matmul rmatmul neg pos abs lt le gt ge and rand or ror xor rxor invert "
     "lshift rlshift rshift rrshift round array_ufunc"
 ).split()
-for _operator in _OPERATORS:
-    setattr(PerReplica, f"__{_operator}__", PerReplica._misused)
-del _operator
+for _name in _OPERATORS:
+    setattr(PerReplica, f"__{_name}__", PerReplica._misused)
 
 
 def is_per_replica(value: object) -> bool:
@@ -333,7 +334,7 @@ def replicate(tree: PyTree, mesh: Mesh) -> PyTree:
 
 
 def _is_placed(value: Any) -> bool:
-    return isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer)
+    return isinstance(value, jax.Array) and not isinstance(value, Tracer)
 
 
 def _in_order(value: jax.Array) -> list[Any]:
@@ -341,7 +342,7 @@ def _in_order(value: jax.Array) -> list[Any]:
     return sorted(value.addressable_shards, key=lambda shard: shard.index[0].start or 0)
 
 
-def _device_order(value: jax.Array) -> list[jax.Device]:
+def _device_order(value: jax.Array) -> list[Device]:
     return [shard.device for shard in _in_order(value)]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn, Self
 
@@ -17,6 +18,7 @@ from jax.sharding import Mesh
 
 from jaxstrategy import _contexts, _devices, _mesh, _replica, _values
 from jaxstrategy._contexts import AbstractStrategy, Context
+from jaxstrategy._devices import Device
 from jaxstrategy._options import ReduceOp, RunOptions, ValueContext
 from jaxstrategy._replica import ReplicaContext
 from jaxstrategy._values import PerReplica, PyTree
@@ -39,7 +41,7 @@ class Strategy(AbstractStrategy):
       devices: the devices of the replicas, in replica order.
     """
 
-    def __init__(self, devices: Sequence[jax.Device]) -> None:
+    def __init__(self, devices: Sequence[Device]) -> None:
         self._mesh = _mesh.mesh_of(devices)
         self._axes: Axes = (_mesh.REPLICA_AXIS,)
         self._programs = Programs(self._mesh, self._call_replica)
@@ -53,7 +55,7 @@ class Strategy(AbstractStrategy):
         return self._mesh
 
     @property
-    def devices(self) -> tuple[jax.Device, ...]:
+    def devices(self) -> tuple[Device, ...]:
         """The replicas' devices, in replica order."""
         return _mesh.devices_of(self.mesh)
 
@@ -487,13 +489,16 @@ _LEAF = jax.tree.structure(0)
 def _axes(axis: int | Sequence[int] | None) -> tuple[int, ...] | None:
     if axis is None:
         return None
-    given = axis if isinstance(axis, (tuple, list)) else (axis,)
-    for dimension in given:
-        if not isinstance(dimension, int) or isinstance(dimension, bool):
-            raise TypeError(
-                f"`axis` was {axis!r}; None, a whole number or several were wanted."
-            )
-    return tuple(given)
+    given = (axis,) if isinstance(axis, int) else axis
+    try:
+        dimensions = tuple(operator.index(dimension) for dimension in given)
+    except TypeError:
+        dimensions = None
+    if dimensions is None or any(isinstance(dimension, bool) for dimension in given):
+        raise TypeError(
+            f"`axis` was {axis!r}; None, a whole number or several were wanted."
+        )
+    return dimensions
 
 
 # One function for each way to reduce, so that each is compiled once.

@@ -79,8 +79,10 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
             "`experimental_set_strategy` must not be called inside a strategy's "
             f"`scope()` or `run`; this is {_contexts.describe(context)}."
         )
-    plain = strategy is None or strategy.is_default
-    _contexts.set_current(None if plain else _SetContext(strategy))
+    if strategy is None or strategy.is_default:
+        _contexts.set_current(None)
+    else:
+        _contexts.set_current(_SetContext(strategy))
 
 
 class _SetContext(Context):

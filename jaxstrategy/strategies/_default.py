@@ -35,10 +35,10 @@ class DefaultStrategy(Strategy):
         self._extended = StrategyExtended(self)
         self.replica_context = ReplicaContext(self, ())
 
-    @functools.cached_property
+    @property
     def mesh(self) -> Mesh:
-        """A mesh with JAX's default device, found when first asked for."""
-        return _mesh.mesh_of(jax.local_devices()[:1])
+        """A mesh with JAX's first device; looked up when asked for, not on import."""
+        return _first_device()
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -81,6 +81,11 @@ class DefaultStrategy(Strategy):
 
     def __repr__(self) -> str:
         return "DefaultStrategy(1 replica)"
+
+
+@functools.cache
+def _first_device() -> Mesh:
+    return _mesh.mesh_of(jax.local_devices()[:1])
 
 
 def _alone(tree: PyTree) -> PyTree:

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from typing import Any, final
 
 import jax
+from jax.core import Tracer
 
 from jaxstrategy import _contexts, _devices, _mesh, _values
 from jaxstrategy._contexts import AbstractStrategy
+from jaxstrategy._devices import Device
 from jaxstrategy._options import ReduceOp
 from jaxstrategy._values import PerReplica, PyTree
 
@@ -23,12 +25,12 @@ class StrategyExtended:
         self._strategy = strategy
 
     @property
-    def worker_devices(self) -> tuple[jax.Device, ...]:
+    def worker_devices(self) -> tuple[Device, ...]:
         """The devices that compute, in replica order."""
         return self._strategy.devices
 
     @property
-    def parameter_devices(self) -> tuple[jax.Device, ...]:
+    def parameter_devices(self) -> tuple[Device, ...]:
         """The devices that hold state: here the ones that compute."""
         return self._strategy.devices
 
@@ -101,7 +103,7 @@ def _checked_pairs(pairs: Any) -> list[tuple[PyTree, Destinations]]:
 
 def _sharding(destinations: Destinations) -> jax.sharding.Sharding | None:
     """Where a result goes; None for where it is, on all replicas."""
-    if isinstance(destinations, (str, jax.Device)):
+    if isinstance(destinations, (str, Device)):
         return jax.sharding.SingleDeviceSharding(_devices.find(destinations))
     if isinstance(destinations, (list, tuple)):
         if not destinations:
@@ -110,15 +112,12 @@ def _sharding(destinations: Destinations) -> jax.sharding.Sharding | None:
                 "whose devices are meant."
             )
         return _mesh.replicated(_mesh.mesh_of(_devices.choose(destinations)))
-    value = destinations
-    if isinstance(value, PerReplica):
-        value = _values.contents(value)
-    if isinstance(value, jax.core.Tracer):
+    whole = not isinstance(destinations, PerReplica)
+    value = destinations if whole else _values.contents(destinations)
+    if isinstance(value, Tracer):
         return None
     if isinstance(value, jax.Array):
-        if isinstance(destinations, PerReplica):
-            return _mesh.replicated(value.sharding.mesh)
-        return value.sharding
+        return value.sharding if whole else _mesh.replicated_like(value.sharding)
     raise TypeError(
         f"`destinations` was {destinations!r}; a device, a device name, a list of "
         "them, a PerReplica or an array was wanted."
@@ -126,5 +125,5 @@ def _sharding(destinations: Destinations) -> jax.sharding.Sharding | None:
 
 
 def _placed(result: PyTree, sharding: jax.sharding.Sharding | None) -> PyTree:
-    traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(result))
+    traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(result))
     return result if sharding is None or traced else jax.device_put(result, sharding)

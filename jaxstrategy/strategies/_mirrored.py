@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import final
 
-import jax
-
 from jaxstrategy import _devices
+from jaxstrategy._devices import Device
 from jaxstrategy.strategies._base import Strategy
 
 
@@ -32,7 +31,7 @@ class MirroredStrategy(Strategy):
     MirroredStrategy(2 replicas on cpu:0, cpu:2)
     """
 
-    def __init__(self, devices: Sequence[jax.Device | str] | None = None) -> None:
+    def __init__(self, devices: Sequence[Device | str] | None = None) -> None:
         super().__init__(
             _devices.default_devices() if devices is None else _devices.choose(devices)
         )

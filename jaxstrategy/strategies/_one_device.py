@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import final
 
-import jax
-
 from jaxstrategy import _devices
+from jaxstrategy._devices import Device
 from jaxstrategy.strategies._base import Strategy
 
 
@@ -29,5 +28,5 @@ class OneDeviceStrategy(Strategy):
     OneDeviceStrategy(1 replica on cpu:0)
     """
 
-    def __init__(self, device: jax.Device | str) -> None:
+    def __init__(self, device: Device | str) -> None:
         super().__init__((_devices.find(device),))

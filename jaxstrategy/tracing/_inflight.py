@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import collections
 import contextlib
+from importlib import metadata
 
 import jax
-import jaxlib
+from jax.core import Tracer
 from jax.sharding import Mesh
 
 DEPTH = 8
@@ -26,12 +27,12 @@ def needed(mesh: Mesh) -> bool:
     """Whether steps on `mesh` must be bounded."""
     if mesh.size == 1 or mesh.devices.flat[0].platform != "cpu":
         return False
-    return _version(jaxlib.__version__) < (0, 12)
+    return _version(metadata.version("jaxlib")) < (0, 12)
 
 
 def dispatched(token: jax.Array) -> None:
     """Count a step, known by one of its results; wait for the one `DEPTH` back."""
-    if isinstance(token, jax.core.Tracer):
+    if isinstance(token, Tracer):
         return  # part of a larger program, which its caller dispatches
     _running.append(token)
     if len(_running) > DEPTH:

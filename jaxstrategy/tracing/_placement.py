@@ -10,9 +10,11 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 
 from jaxstrategy import _devices, _mesh
+from jaxstrategy._devices import Device
 from jaxstrategy._errors import DonatedValueError, PlacementError
 
 # Numbers that were placed lately: a learning rate is often the same at each step, and
@@ -67,7 +69,7 @@ class Placement:
     def _place(self, index: int, leaf: Any) -> Any:
         if self._split[index]:
             self.check_replicas(index, leaf)
-        if isinstance(leaf, jax.core.Tracer):
+        if isinstance(leaf, Tracer):
             return leaf
         if not isinstance(leaf, jax.Array):
             return self._place_host(index, leaf)
@@ -125,7 +127,7 @@ class Placement:
         if leaf.sharding.device_set == set(_mesh.devices_of(self._mesh)):
             raise PlacementError(
                 f"{self._label(index)} is a plain array that is split over the "
-                f"replicas ({leaf.sharding.spec}, shape {leaf.shape}), but a plain "
+                f"replicas (its shape is {leaf.shape}), but a plain "
                 "argument is the same on every replica. If entry i belongs to replica "
                 "i, pass `PerReplica(array)`, which copies nothing; if every replica "
                 "should see all of it, pass `strategy.mirror(array)`."
@@ -135,5 +137,5 @@ class Placement:
         return _devices.names(_mesh.devices_of(self._mesh))
 
 
-def _devices_of(array: jax.Array) -> list[jax.Device]:
+def _devices_of(array: jax.Array) -> list[Device]:
     return sorted(array.sharding.device_set, key=lambda device: device.id)

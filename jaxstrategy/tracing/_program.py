@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
+from jax.extend import core
 from jax.sharding import Mesh
 
 from jaxstrategy import _mesh, _source
@@ -145,14 +145,14 @@ class Program:
         return _results.take_apart(returned, self._signature.statics, self._fn_name())
 
     def _evaluate(
-        self, traced: ClosedJaxpr, leaves: Sequence[Any], with_token: bool
+        self, traced: Any, leaves: Sequence[Any], with_token: bool
     ) -> tuple[list[Any], jax.Array | None]:
         """The traced step's results, as the analysis proved them, and a token."""
         (eqn,) = traced.jaxpr.eqns
         known = dict(zip(traced.jaxpr.invars, leaves, strict=True))
         known.update(zip(traced.jaxpr.constvars, traced.consts, strict=True))
         operands = [
-            atom.val if isinstance(atom, Literal) else known[atom]
+            atom.val if isinstance(atom, core.Literal) else known[atom]
             for atom in eqn.invars
         ]
         jaxpr, in_specs = eqn.params["jaxpr"], tuple(eqn.params["in_specs"])
@@ -160,7 +160,7 @@ class Program:
             None if spec == _mesh.SAME else _replication.ARGUMENT for spec in in_specs
         ]
         origins = _replication.origins(jaxpr, inputs, _mesh.REPLICA_AXIS)
-        step = jaxpr_as_fun(ClosedJaxpr(jaxpr, ()))
+        step = core.jaxpr_as_fun(_closed(jaxpr))
 
         def replica(*locals_: Any) -> Any:
             arrays = [
@@ -204,6 +204,14 @@ class Program:
         args, kwargs = self._signature.rebuild([0] * len(self._roles))
         leaf = self._signature.dynamic[index]
         return _roles.label(self._fn(), args, kwargs, leaf)
+
+
+def _closed(jaxpr: Any) -> Any:
+    """`jaxpr`, which has no constants, in the form that can be called."""
+    # One class since JAX 0.12, where `ClosedJaxpr` is on its way out.
+    if hasattr(jaxpr, "consts"):
+        return jaxpr
+    return core.ClosedJaxpr(jaxpr, ())  # pyright: ignore[reportPrivateImportUsage]
 
 
 def name_of(fn: Callable[..., Any]) -> str:

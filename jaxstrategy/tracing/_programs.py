@@ -98,7 +98,7 @@ class FunctionPrograms:
             call=self._owner.call,
             signature=signature,
             mesh=self._owner.mesh,
-            donate=options.donate_argnums if options is not None else (),
+            donate=options.donated if options is not None else (),
             traced=lambda fn, avals: self._history.record(
                 fn, self._calls, signature, avals
             ),

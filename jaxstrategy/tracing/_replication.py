@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.extend.core import Jaxpr, Literal
 
 # None: replicated. Anything else: varying, and since where.
 Origin = Any
@@ -32,6 +32,11 @@ def origins(jaxpr: Jaxpr, inputs: Sequence[Origin], axis_name: str) -> list[Orig
       axis_name: the mesh axis of the replicas.
     """
     return _Analysis(axis_name).of(jaxpr, list(inputs))
+
+
+def plain(jaxpr: Any) -> Jaxpr:
+    """`jaxpr` without its constants; before JAX 0.12 those are a class of their own."""
+    return getattr(jaxpr, "jaxpr", jaxpr)
 
 
 class _Cell:
@@ -129,8 +134,7 @@ _CALLEES = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 
 
 def _enter(analysis: _Analysis, jaxpr: Any, operands: list[Any]) -> list[Any]:
-    # Since JAX 0.12 the two kinds are one class, whose `.jaxpr` is itself.
-    return analysis.of(getattr(jaxpr, "jaxpr", jaxpr), operands)
+    return analysis.of(plain(jaxpr), operands)
 
 
 def _cond(analysis: _Analysis, eqn: Any, operands: list[Any]) -> list[Any]:
@@ -167,8 +171,7 @@ def _while(analysis: _Analysis, eqn: Any, operands: list[Any]) -> list[Any]:
 
 
 def _scan(analysis: _Analysis, eqn: Any, operands: list[Any]) -> list[Any]:
-    jaxpr = eqn.params["jaxpr"]
-    inner = getattr(jaxpr, "jaxpr", jaxpr)
+    inner = plain(eqn.params["jaxpr"])
     # The operands are constants, carry and xs; the results are carry and ys. Their
     # numbers are named differently from version to version, but only xs and ys have
     # one dimension more outside the loop than inside it.
@@ -237,10 +240,8 @@ def _other(analysis: _Analysis, eqn: Any, operands: list[Any]) -> list[Any]:
 
 
 def _inner_jaxprs(value: Any) -> Iterator[Jaxpr]:
-    if isinstance(value, ClosedJaxpr):
-        yield value.jaxpr
-    elif isinstance(value, Jaxpr):
-        yield value
+    if hasattr(value, "eqns"):
+        yield plain(value)
     elif isinstance(value, dict):
         for item in value.values():
             yield from _inner_jaxprs(item)

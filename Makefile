@@ -1,0 +1,46 @@
+# make demo   trains a model on real images on all devices (or 8 simulated ones)
+# make test   runs the tests
+# make lint   checks format, style and types
+# Each sets up $(VENV) first; nothing but Python 3.11 or newer and make is needed.
+
+PYTHON ?= python3
+VENV ?= .venv
+# Which JAX to install, for example JAX="jax==0.10.2"; by default the newest there is.
+JAX ?= jax
+# Test processes at once.
+JOBS ?= 2
+
+IN_VENV = $(VENV)/bin/python
+INSTALL = $(IN_VENV) -m pip install --quiet --disable-pip-version-check
+
+.PHONY: demo test lint format bench clean
+
+demo: $(VENV)/.installed-demo
+	$(IN_VENV) -m jaxstrategy.demo
+
+test: $(VENV)/.installed-test
+	$(IN_VENV) -m pytest -n $(JOBS)
+
+lint: $(VENV)/.installed-lint
+	$(IN_VENV) -m ruff format --check .
+	$(IN_VENV) -m ruff check .
+	$(IN_VENV) -m pyright --pythonpath $(IN_VENV)
+
+format: $(VENV)/.installed-lint
+	$(IN_VENV) -m ruff format .
+	$(IN_VENV) -m ruff check --fix .
+
+bench: $(VENV)/.installed-benchmarks
+	$(IN_VENV) benchmarks/dispatch.py
+
+# One stamp for each extra, made again when the dependencies change.
+$(VENV)/.installed-%: pyproject.toml | $(IN_VENV)
+	$(INSTALL) "$(JAX)" --editable ".[$*]"
+	touch $@
+
+$(IN_VENV):
+	$(PYTHON) -c "import sys; assert sys.version_info >= (3, 11), 'Python 3.11 or newer is needed, this is ' + sys.version"
+	$(PYTHON) -m venv $(VENV)
+
+clean:
+	rm -rf .venv* build *.egg-info .pytest_cache .ruff_cache
