@@ -592,6 +592,53 @@ def test_using_a_donated_value_again_names_the_argument(four, later):
     assert f"`{name}['net'][0]`" in str(info.value)
 
 
+def test_one_array_in_two_donated_places_is_refused(four):
+    x = four.mirror(jnp.zeros(3))
+    options = js.RunOptions(donate_argnums=0)
+
+    def step(state, other):
+        return {key: value + other for key, value in state.items()}
+
+    for _ in range(2):
+        words = r"`state\['a'\]` and `state\['b'\]` are one array"
+        with pytest.raises(js.DonatedValueError, match=words):
+            four.run(step, ({"a": x, "b": x}, 1.0), options=options)
+        with pytest.raises(js.DonatedValueError, match=r"`state\['a'\]` and `other`"):
+            four.run(step, ({"a": x}, x), options=options)
+        fresh = four.mirror(jnp.zeros(3) + 0)
+        assert four.run(step, ({"a": fresh}, x), options=options)["a"].shape == (3,)
+    assert not x.is_deleted()
+
+
+def test_donating_a_mirrored_copy_leaves_the_original(four):
+    original = jax.device_put(jnp.ones(3), jax.devices()[0])
+    state = four.mirror({"a": original, "b": original})
+    options = js.RunOptions(donate_argnums=0)
+    four.run(lambda s: jax.tree.map(jnp.sin, s), (state,), options=options)
+    assert state["a"].is_deleted() and original.tolist() == [1, 1, 1]
+
+
+def test_options_of_another_type(two):
+    with pytest.raises(TypeError, match="`options` was {'donate': 0}; a `RunOptions`"):
+        two.run(lambda: 1.0, options={"donate": 0})
+
+
+def test_tools_for_finding_errors_work(two):
+    x = two.per_replica([1.0, 2.0])
+
+    def step(x):
+        return x, replica().all_reduce("sum", x), "text"
+
+    with jax.disable_jit():
+        assert two.run(step, (x,))[1] == 3.0
+    with jax.checking_leaks():
+        assert two.run(step, (x,))[1] == 3.0
+    shapes = jax.eval_shape(lambda v: two.run(step, (v,))[:2], x)
+    assert shapes[0].shape == () and shapes[1].shape == ()
+    compiled = jax.jit(lambda v: two.run(step, (v,))[1]).lower(x).compile()
+    assert compiled(x) == 3.0
+
+
 def test_donated_argument_numbers_are_checked(two):
     with pytest.raises(ValueError, match="names argument 2, but `args` has 1"):
         two.run(lambda a: a, (1.0,), options=js.RunOptions(donate_argnums=2))

@@ -146,6 +146,14 @@ def test_mirror_copies_nothing_that_is_mirrored(four):
     assert four.mirror(once) is once
 
 
+def test_mirror_takes_random_keys_and_arrays_of_any_place(four):
+    key = four.mirror(jax.random.key(3))
+    assert isinstance(key, js.Mirrored)
+    assert (jax.random.key_data(key) == jax.random.key_data(jax.random.key(3))).all()
+    split = js.MirroredStrategy(jax.devices()[2:6]).per_replica([1, 2, 3, 4]).stacked
+    assert four.mirror(split).tolist() == [1, 2, 3, 4]
+
+
 def test_a_per_replica_cannot_be_mirrored(x, four):
     with pytest.raises(TypeError, match=r"`tree\['a'\]` is a PerReplica.*reduce"):
         four.mirror({"a": x})

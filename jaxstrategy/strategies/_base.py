@@ -139,6 +139,7 @@ class Strategy(AbstractStrategy):
           TypeError: an argument is neither an array nor hashable, or `fn` returned
             something that is neither an array nor a plain value.
         """
+        _check_options(options)
         if fn is _NOT_GIVEN:
             return functools.partial(self._decorate, options=options)
         if not callable(fn):
@@ -540,4 +541,12 @@ def _check_arguments(args: Any, kwargs: Any) -> None:
         raise TypeError(
             f"`kwargs` was a {type(kwargs).__name__}; a dict of the function's keyword "
             "arguments was wanted."
+        )
+
+
+def _check_options(options: Any) -> None:
+    if options is not None and not isinstance(options, RunOptions):
+        raise TypeError(
+            f"`options` was {options!r}; a `RunOptions` was wanted, for example "
+            "`RunOptions(donate_argnums=0)`."
         )

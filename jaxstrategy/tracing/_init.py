@@ -38,12 +38,12 @@ def build_replicated(
         )
     traced = [index for index, leaf in enumerate(leaves) if _values.is_array(leaf)]
 
-    def build(*arrays: Any) -> PyTree:
-        given = dict(zip(traced, arrays, strict=True))
+    def build(*given_arrays: Any) -> PyTree:
+        given = dict(zip(traced, given_arrays, strict=True))
         seen = [given.get(index, leaf) for index, leaf in enumerate(leaves)]
         returned = fn(*jax.tree.unflatten(treedef, seen))
-        results = _results.take_apart(returned, leaves, name_of(fn))
-        return results.rebuild(results.arrays)
+        arrays, results = _results.take_apart(returned, leaves, name_of(fn))
+        return results.rebuild(arrays)
 
     arrays = _values.replicate([leaves[index] for index in traced], mesh)
     compiled = jax.jit(build, out_shardings=_mesh.replicated(mesh))

@@ -56,6 +56,25 @@ class Placement:
                 return False
         return True
 
+    def check_donated(self, leaves: Sequence[Any]) -> None:
+        """Raise if a donated array is passed twice.
+
+        Raises:
+          DonatedValueError: naming both arguments. JAX 0.10 would end the process.
+        """
+        if len(set(map(id, leaves))) == len(leaves):
+            return
+        first: dict[int, int] = {}
+        for index, leaf in enumerate(leaves):
+            other = first.setdefault(id(leaf), index)
+            twice = other != index and isinstance(leaf, jax.Array)
+            if twice and self._donated & {index, other}:
+                raise DonatedValueError(
+                    f"{self._label(other)} and {self._label(index)} are one array, and "
+                    "it is donated: the step cannot both overwrite and read it. Pass a "
+                    "copy (`jnp.copy`) in one place, or do not donate."
+                )
+
     def placed(self, leaves: Sequence[Any]) -> list[Any]:
         """`leaves` where the program needs them; the same objects where they are.
 

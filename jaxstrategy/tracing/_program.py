@@ -65,6 +65,7 @@ class Program:
         self._users_error: ValueError | None = None
         self._roles = [role for role in signature.roles if role is not Role.STATIC]
         donated = _donated_leaves(signature, donate)
+        self._donates = bool(donated)
         self._placement = Placement(
             mesh=mesh,
             split=[role is Role.PER_REPLICA for role in self._roles],
@@ -79,12 +80,16 @@ class Program:
 
     def __call__(self, leaves: Sequence[Any]) -> PyTree:
         """The step's results for these leaves, which are live arrays."""
+        if self._donates:
+            self._placement.check_donated(leaves)
         if not self._placement.is_right(leaves):
             leaves = self._placement.placed(leaves)
         return self._dispatch(leaves)
 
     def place_and_call(self, leaves: Sequence[Any]) -> PyTree:
         """The same, for leaves of any kind and in any place."""
+        if self._donates:
+            self._placement.check_donated(leaves)
         return self._dispatch(self._placement.placed(leaves))
 
     def _dispatch(self, leaves: Sequence[Any]) -> PyTree:
@@ -110,24 +115,28 @@ class Program:
         for index, role in enumerate(self._roles):
             if role is Role.PER_REPLICA:
                 self._placement.check_replicas(index, leaves[index])
-        results: list[_results.Results] = []
+        found: list[_results.Results] = []
 
         def replica(*locals_: Any) -> list[Any]:
-            results.append(self._run_replica(locals_))
-            return results[0].arrays
+            arrays, results = self._run_replica(locals_)
+            found.append(results)
+            return arrays
 
         specs = self._placement.specs
         # SAME for every output is not a claim: this shard_map is only looked into.
         traced = jax.make_jaxpr(self._shard_map(replica, specs, _mesh.SAME))(*leaves)
         # A step without results needs one all the same: XLA runs the callbacks of a
         # program that returns nothing on the first device only.
-        with_token = self._bounded or not results[0].arrays
+        (results,) = found
+        with_token = self._bounded or not results.has_arrays
         arrays, token = self._evaluate(traced, leaves, with_token)
-        self._has_plain = self._has_plain or results[0].has_plain
+        self._has_plain = self._has_plain or results.has_plain
         self._traced(self._fn(), [jax.typeof(leaf) for leaf in leaves])
-        return results[0].rebuild(arrays), token
+        return results.rebuild(arrays), token
 
-    def _run_replica(self, locals_: Sequence[Any]) -> _results.Results:
+    def _run_replica(
+        self, locals_: Sequence[Any]
+    ) -> tuple[list[jax.Array], _results.Results]:
         fn = self._fn()
         args, kwargs = self._signature.rebuild(
             [

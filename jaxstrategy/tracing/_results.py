@@ -30,17 +30,20 @@ class Plain:
 
 @dataclasses.dataclass
 class Results:
-    """The pytree that a step returned, taken apart.
+    """The pytree that a step returned, without its arrays.
 
     Attributes:
-      arrays: its array leaves, of one replica.
-      leaves: all leaves; None where an array stood.
+      leaves: its leaves; None where an array stood.
       treedef: its structure.
     """
 
-    arrays: list[Any]
     leaves: list[Plain | None]
     treedef: Any
+
+    @property
+    def has_arrays(self) -> bool:
+        """Whether some leaf is an array."""
+        return any(leaf is None for leaf in self.leaves)
 
     @property
     def has_plain(self) -> bool:
@@ -54,8 +57,10 @@ class Results:
         return jax.tree.unflatten(self.treedef, leaves)
 
 
-def take_apart(tree: PyTree, statics: Sequence[Any], name: str) -> Results:
-    """The arrays and the plain leaves of what step `name` returned.
+def take_apart(
+    tree: PyTree, statics: Sequence[Any], name: str
+) -> tuple[list[jax.Array], Results]:
+    """The arrays of what step `name` returned, and the rest of it.
 
     Args:
       tree: what it returned.
@@ -75,7 +80,7 @@ def take_apart(tree: PyTree, statics: Sequence[Any], name: str) -> Results:
         else:
             _check_plain(leaf, statics, f"{name}(...){jax.tree_util.keystr(path)}")
             leaves.append(Plain(leaf))
-    return Results(arrays, leaves, treedef)
+    return arrays, Results(leaves, treedef)
 
 
 def unwrap_plain(tree: PyTree) -> PyTree:
