@@ -21,7 +21,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh
 
-from jaxstrategy import _devices, _mesh
+from jaxstrategy import _devices, _mesh, _tables
 from jaxstrategy._devices import Device
 
 PyTree = Any
@@ -153,15 +153,12 @@ class PerReplica:
     def _repr_html_(self) -> str:
         if not hasattr(self._value, "dtype") or not _is_placed(self._value):
             return f"<code>{html.escape(repr(self))}</code>"
-        kind = html.escape(_summary(self.dtype, self.shape))
-        rows = "".join(
-            f"<tr><td>{i}</td><td>{_devices.name(device)}</td><td>{kind}</td></tr>"
+        kind = _summary(self.dtype, self.shape)
+        rows = [
+            (i, _devices.name(device), kind)
             for i, device in enumerate(_device_order(self._value))
-        )
-        return (
-            "<table><caption>PerReplica</caption><thead><tr><th>replica</th>"
-            f"<th>device</th><th>version</th></tr></thead><tbody>{rows}</tbody></table>"
-        )
+        ]
+        return _tables.html_table("PerReplica", ("replica", "device", "version"), rows)
 
     def _misused(self, *_: object, **__: object) -> NoReturn:
         raise TypeError(

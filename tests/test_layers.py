@@ -14,6 +14,7 @@ PACKAGE = Path(jaxstrategy.__file__).parent
 FLOORS = [
     "_errors",
     "_source",
+    "_tables",
     "_options",
     "_devices",
     "_mesh",

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import jaxstrategy as js
+from jaxstrategy import _tables
 
 
 def versions(value):
@@ -110,6 +111,13 @@ def test_html(x, four):
     )
     cells = re.findall(r"<td>(.*?)</td>", four._repr_html_())
     assert cells[:3] == ["0", "cpu:0", "cpu"] and len(cells) == 12
+
+
+def test_html_tables_of_many_rows_are_shortened():
+    table = _tables.html_table("Many <", ("a", "b"), [(i, "<b>") for i in range(100)])
+    cells = re.findall(r"<td>(.*?)</td>", table)
+    assert cells[0::2] == [*map(str, range(8)), "…", *map(str, range(92, 100))]
+    assert "<caption>Many &lt;</caption>" in table and cells[1] == "&lt;b&gt;"
 
 
 def test_types(x, four):

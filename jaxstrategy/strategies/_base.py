@@ -16,7 +16,7 @@ from typing import Any, NoReturn, Self
 import jax
 from jax.sharding import Mesh
 
-from jaxstrategy import _contexts, _devices, _mesh, _replica, _values
+from jaxstrategy import _contexts, _devices, _mesh, _replica, _tables, _values
 from jaxstrategy._contexts import AbstractStrategy, Context
 from jaxstrategy._devices import Device
 from jaxstrategy._options import ReduceOp, RunOptions, ValueContext
@@ -455,15 +455,12 @@ class Strategy(AbstractStrategy):
         return f"{type(self).__name__}({replicas} on {_devices.names(self.devices)})"
 
     def _repr_html_(self) -> str:
-        rows = "".join(
-            f"<tr><td>{i}</td><td>{_devices.name(d)}</td><td>{d.device_kind}</td></tr>"
-            for i, d in enumerate(self.devices)
-        )
-        return (
-            f"<table><caption>{type(self).__name__}</caption><thead><tr>"
-            "<th>replica</th><th>device</th><th>kind</th></tr></thead>"
-            f"<tbody>{rows}</tbody></table>"
-        )
+        rows = [
+            (i, _devices.name(device), device.device_kind)
+            for i, device in enumerate(self.devices)
+        ]
+        name = type(self).__name__
+        return _tables.html_table(name, ("replica", "device", "kind"), rows)
 
     def __copy__(self) -> NoReturn:
         raise RuntimeError(
