@@ -253,6 +253,32 @@ def test_the_default_strategy_has_the_whole_api_with_one_replica():
     assert copy.deepcopy(strategy) is strategy
 
 
+def test_the_default_run_is_a_decorator_too():
+    @js.get_strategy().run
+    def step(x, y):
+        """Adds."""
+        return x + y
+
+    assert (step(1, y=2), step.__name__, step.__doc__) == (3, "step", "Adds.")
+
+
+def test_a_step_is_checked_in_every_context(two, four):
+    @two.run
+    def step(x):
+        return js.get_replica_context().all_reduce("sum", x)
+
+    assert step(1.0) == 2.0
+    with two.scope():
+        assert step(1.0) == 2.0
+    with four.scope(), pytest.raises(js.ContextError, match="Mixing different"):
+        step(1.0)
+    inside = two.run(
+        lambda x: js.get_replica_context().merge_call(lambda s, v: step(v), (x,)),
+        (1.0,),
+    )
+    assert inside == 2.0
+
+
 def test_the_default_run_refuses_a_value_of_more_replicas(two):
     with pytest.raises(ValueError, match="first dimension should be the number of"):
         js.get_strategy().run(lambda v: v, (two.per_replica([1.0, 2.0]),))

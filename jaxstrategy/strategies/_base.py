@@ -156,11 +156,14 @@ class Strategy(AbstractStrategy):
 
     def _decorate(
         self, fn: Callable[..., Any], *, options: RunOptions | None = None
-    ) -> Step:
+    ) -> Callable[..., Any]:
+        def programs_of(fn: Callable[..., Any]) -> Callable[..., Any]:
+            return self._programs.of(fn, options)
+
         def run(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             return self._run(fn, args, kwargs, options)
 
-        return Step(fn, run, repr(self))
+        return Step(fn, programs_of, run, repr(self))
 
     def _run(
         self,
@@ -172,7 +175,7 @@ class Strategy(AbstractStrategy):
         context = _contexts.require_cross_replica(self, "run")
         if context is not None and context.in_step:
             return self._run_in_step(fn, args, kwargs)
-        return self._programs.of(fn)(args, kwargs, options)
+        return self._programs.of(fn, options)(args, kwargs)
 
     def _run_in_step(
         self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -301,7 +304,7 @@ class Strategy(AbstractStrategy):
         """`function(tree)` of one replica's `value`, wherever we are."""
         if context is not None and context.in_step:
             return function(_replica.to_replica(value))
-        return self._programs.of(function)((value,), {}, None)
+        return self._programs.of(function)((value,), {})
 
     # From one value to many.
 

@@ -59,6 +59,15 @@ class DefaultStrategy(Strategy):
             )
         return contextlib.nullcontext(self)
 
+    def _decorate(
+        self, fn: Callable[..., Any], *, options: RunOptions | None = None
+    ) -> Callable[..., Any]:
+        @functools.wraps(fn)
+        def step(*args: Any, **kwargs: Any) -> Any:
+            return self._run(fn, args, kwargs, options)
+
+        return step
+
     def _run(
         self,
         fn: Callable[..., Any],

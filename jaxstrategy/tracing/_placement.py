@@ -52,7 +52,7 @@ class Placement:
     def is_right(self, leaves: Sequence[jax.Array]) -> bool:
         """Whether each `PerReplica` lies as one did before; says nothing of others."""
         for index, right in self._right.items():
-            if leaves[index].sharding is not right:
+            if right is None or getattr(leaves[index], "sharding", None) is not right:
                 return False
         return True
 

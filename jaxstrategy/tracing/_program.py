@@ -84,30 +84,30 @@ class Program:
             self._placement.check_donated(leaves)
         if not self._placement.is_right(leaves):
             leaves = self._placement.placed(leaves)
-        return self._dispatch(leaves)
-
-    def place_and_call(self, leaves: Sequence[Any]) -> PyTree:
-        """The same, for leaves of any kind and in any place."""
-        if self._donates:
-            self._placement.check_donated(leaves)
-        return self._dispatch(self._placement.placed(leaves))
-
-    def _dispatch(self, leaves: Sequence[Any]) -> PyTree:
         try:
             results, token = self._compiled(*leaves)
         except ValueError as error:
-            users, self._users_error = self._users_error, None
-            if error is users:
-                raise
-            # JAX's complaint about an array that is split in another way. It is moved,
-            # or refused with our advice; anything else is not about places.
-            placed = self._placement.placed(leaves)
-            if all(new is old for new, old in zip(placed, leaves, strict=True)):
-                raise
-            results, token = self._compiled(*placed)
+            results, token = self._call_again(leaves, error)
         if self._bounded:
             _inflight.dispatched(token)
         return _results.unwrap_plain(results) if self._has_plain else results
+
+    def place_and_call(self, leaves: Sequence[Any]) -> PyTree:
+        """The same, for leaves of any kind and in any place."""
+        return self(self._placement.placed(leaves))
+
+    def _call_again(self, leaves: Sequence[Any], error: ValueError) -> Any:
+        """After an error that may be JAX's about an array split in another way.
+
+        Such an array is moved, or refused with our advice. Another error is raised.
+        """
+        users, self._users_error = self._users_error, None
+        if error is users:
+            raise error
+        placed = self._placement.placed(leaves)
+        if all(new is old for new, old in zip(placed, leaves, strict=True)):
+            raise error
+        return self._compiled(*placed)
 
     # Tracing: called by `jax.jit` once per combination of shapes and dtypes.
 

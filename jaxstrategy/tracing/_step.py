@@ -9,6 +9,8 @@ from typing import Any, final
 
 import jax
 
+from jaxstrategy import _contexts
+
 
 @final
 class Step:
@@ -17,17 +19,31 @@ class Step:
     Made by `@strategy.run`. Called as the function is, with global values. On a class
     it makes a method: an object that is a registered pytree is passed as an argument
     like any other, any other object belongs to the step.
+
+    Args:
+      fn: the function, as one replica sees it.
+      programs_of: the compiled programs of a function, called with args and kwargs.
+      run: runs a function where there is a context to be checked.
+      describe: the strategy, for `repr`.
     """
 
     def __init__(
-        self, fn: Callable[..., Any], run: Callable[..., Any], describe: str
+        self,
+        fn: Callable[..., Any],
+        programs_of: Callable[[Callable[..., Any]], Callable[..., Any]],
+        run: Callable[..., Any],
+        describe: str,
     ) -> None:
         self._fn = fn
+        self._programs_of = programs_of
+        self._programs = programs_of(fn)
         self._run = run
         self._describe = describe
         functools.update_wrapper(self, fn)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if _contexts.current() is None:  # the usual case, kept short
+            return self._programs(args, kwargs)
         return self._run(self._fn, args, kwargs)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
@@ -36,7 +52,7 @@ class Step:
         if not jax.tree_util.all_leaves([instance]):
             return types.MethodType(self, instance)
         method = types.MethodType(self._fn, instance)
-        return Step(method, self._run, self._describe)
+        return Step(method, self._programs_of, self._run, self._describe)
 
     def __repr__(self) -> str:
         name = getattr(self._fn, "__qualname__", repr(self._fn))
