@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from jaxstrategy import _contexts
 from jaxstrategy._contexts import Context
 from jaxstrategy._errors import ContextError
@@ -35,7 +37,9 @@ def has_strategy() -> bool:
     return not get_strategy().is_default
 
 
-def get_replica_context() -> ReplicaContext | None:
+# `| Any` rather than `| None`: it is None only where nobody asks it for anything, and
+# type checkers should not object to `get_replica_context().all_reduce` in every step.
+def get_replica_context() -> ReplicaContext | Any:
     """The current replica context, or None in cross-replica context.
 
     Inside `run` it is the replica's; in `scope()` and `merge_call` there is none;
