@@ -328,6 +328,34 @@ def test_state_is_placed_once_and_compiled_once(four, compilations, place):
     np.testing.assert_array_equal(state, [16.0] * 4)
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: np.ones(3, np.float32),
+        lambda: jnp.ones(3),
+        lambda: jax.device_put(jnp.ones(3), jax.devices()[6]),
+    ],
+    ids=["numpy", "uncommitted", "elsewhere"],
+)
+def test_arguments_from_elsewhere_compile_nothing_again(four, compilations, make):
+    calls = []
+
+    def step(state, x):
+        calls.append(1)
+        return state + replica().all_reduce("sum", x)
+
+    state = four.mirror(jnp.zeros(3))
+    state = four.run(step, (state, make()))
+    make(), compilations()
+    for _ in range(3):
+        state = four.run(step, (state, make()))
+    state = four.run(step, (state, four.mirror(np.ones(3, np.float32))))
+    assert (len(calls), compilations()) == (1, 0)
+    assert state.tolist() == [20, 20, 20]
+    four.run(step, (four.mirror(jnp.zeros(2)), jnp.ones(2)))
+    assert len(calls) == 2
+
+
 def test_a_host_stacked_per_replica_is_split_over_the_devices(four):
     x = js.PerReplica(np.arange(8.0).reshape(4, 2))
     for value in (x, js.PerReplica(jnp.arange(8.0).reshape(4, 2))):
@@ -616,6 +644,27 @@ def test_donating_a_mirrored_copy_leaves_the_original(four):
     options = js.RunOptions(donate_argnums=0)
     four.run(lambda s: jax.tree.map(jnp.sin, s), (state,), options=options)
     assert state["a"].is_deleted() and original.tolist() == [1, 1, 1]
+
+
+def test_a_donated_number_can_be_given_again(four):
+    def step(total):
+        return total + replica().all_reduce("sum", 1.0)
+
+    for _ in range(3):
+        assert four.run(step, (0.0,), options=js.RunOptions(donate_argnums=0)) == 4.0
+        assert four.run(step, (0.0,)) == 4.0
+
+
+def test_zeros_keep_their_sign_and_numbers_their_type(two):
+    def step(x):
+        return 1.0 / x, x
+
+    for _ in range(2):
+        assert two.run(step, (0.0,))[0] == np.inf
+        assert two.run(step, (-0.0,))[0] == -np.inf
+        assert two.run(step, (1,))[1].dtype == jnp.int32
+        assert two.run(step, (1.0,))[1].dtype == jnp.float32
+        assert np.isnan(two.run(step, (float("nan"),))[1])
 
 
 def test_options_of_another_type(two):
@@ -1009,6 +1058,17 @@ def test_a_changing_structure_gives_one_warning(two, warnings_are_kept, recwarn)
     for i in range(20):
         two.run(step, ({f"key{i}": 1.0},))
     assert "structure of its arguments changed" in warned(recwarn)
+
+
+def test_functions_and_shapes_that_were_worth_compiling_give_no_warning(two, recwarn):
+    def make(rate):
+        return lambda x: x * rate
+
+    for rate in range(8):
+        step = make(rate)
+        for _ in range(10):
+            two.run(step, (jnp.ones(rate + 1),))
+    assert warned(recwarn) is None
 
 
 def test_a_few_shapes_and_internal_programs_give_no_warning(two, recwarn):

@@ -63,6 +63,9 @@ class Program:
         self._bounded = _inflight.needed(mesh)
         self._has_plain = False
         self._users_error: ValueError | None = None
+        # Set once an array had to be moved: then it probably must be at each call.
+        self._check_places = False
+        self._may_trace = False
         self._roles = [role for role in signature.roles if role is not Role.STATIC]
         donated = _donated_leaves(signature, donate)
         self._donates = bool(donated)
@@ -80,10 +83,27 @@ class Program:
 
     def __call__(self, leaves: Sequence[Any]) -> PyTree:
         """The step's results for these leaves, which are live arrays."""
+        if self._check_places or not self._placement.is_right(leaves):
+            return self.place_and_call(leaves)
+        try:
+            return self._dispatch(leaves)
+        except _NotPlaced:
+            return self.place_and_call(leaves)
+
+    def place_and_call(self, leaves: Sequence[Any]) -> PyTree:
+        """The same, for leaves of any kind and in any place."""
+        placed = self._placement.placed(leaves)
+        moved = any(new is not old for new, old in zip(placed, leaves, strict=True))
+        self._check_places = self._check_places or moved
+        self._may_trace = True
+        try:
+            return self._dispatch(placed)
+        finally:
+            self._may_trace = False
+
+    def _dispatch(self, leaves: Sequence[Any]) -> PyTree:
         if self._donates:
             self._placement.check_donated(leaves)
-        if not self._placement.is_right(leaves):
-            leaves = self._placement.placed(leaves)
         try:
             results, token = self._compiled(*leaves)
         except ValueError as error:
@@ -91,10 +111,6 @@ class Program:
         if self._bounded:
             _inflight.dispatched(token)
         return _results.unwrap_plain(results) if self._has_plain else results
-
-    def place_and_call(self, leaves: Sequence[Any]) -> PyTree:
-        """The same, for leaves of any kind and in any place."""
-        return self(self._placement.placed(leaves))
 
     def _call_again(self, leaves: Sequence[Any], error: ValueError) -> Any:
         """After an error that may be JAX's about an array split in another way.
@@ -112,6 +128,10 @@ class Program:
     # Tracing: called by `jax.jit` once per combination of shapes and dtypes.
 
     def _trace(self, *leaves: Any) -> PyTree:
+        # To JAX an array that lies elsewhere has another type, and would be compiled
+        # for a second time. It is placed first.
+        if not self._may_trace:
+            raise _NotPlaced
         for index, role in enumerate(self._roles):
             if role is Role.PER_REPLICA:
                 self._placement.check_replicas(index, leaves[index])
@@ -213,6 +233,10 @@ class Program:
         args, kwargs = self._signature.rebuild([0] * len(self._roles))
         leaf = self._signature.dynamic[index]
         return _roles.label(self._fn(), args, kwargs, leaf)
+
+
+class _NotPlaced(Exception):
+    """A program was about to be traced for arrays that may lie elsewhere."""
 
 
 def _closed(jaxpr: Any) -> Any:

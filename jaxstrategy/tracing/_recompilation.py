@@ -77,7 +77,7 @@ class History:
         last, self._last = self._last, (calls, signature, list(avals))
         if last is not None and last[0].count - self._calls_before >= WORTH:
             self._count = 0
-        self._calls_before = calls.count
+        self._calls_before = calls.count - 1
         self._count += 1
         if self._quiet or last is None or self._count != QUIET + 1:
             return
