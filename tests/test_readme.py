@@ -1,0 +1,36 @@
+"""The README is true: its first example runs and prints what it says."""
+
+import doctest
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+README = Path(__file__).parent.parent / "README.md"
+FIRST = re.search(r"```python\n(.*?)```", README.read_text(), re.DOTALL)[1]
+
+
+def test_the_first_example_prints_what_the_readme_says(tmp_path):
+    (tmp_path / "train.py").write_text(FIRST)
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "train.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    loss, accuracy = re.match(r"loss ([\d.]+), .* ([\d.]+)%", done.stdout).groups()
+    said = re.search(r"It prints `loss ([\d.]+), .* ([\d.]+)%`", README.read_text())
+    assert abs(float(loss) - float(said[1])) < 0.005
+    assert abs(float(accuracy) - float(said[2])) < 1.5
+
+
+def test_the_first_example_is_short():
+    trained = FIRST[: FIRST.index("guess =")]
+    assert sum(bool(line.strip()) for line in trained.splitlines()) <= 25
+
+
+def test_the_other_examples():
+    results = doctest.testfile(str(README), module_relative=False)
+    assert results.attempted >= 7 and results.failed == 0
