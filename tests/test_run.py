@@ -7,6 +7,7 @@ import gc
 import inspect
 import subprocess
 import sys
+import threading
 import typing
 import warnings
 import weakref
@@ -1080,3 +1081,22 @@ def test_a_few_shapes_and_internal_programs_give_no_warning(two, recwarn):
     for n in range(1, 12):
         two.reduce("sum", js.PerReplica(np.ones((2, n))))
     assert warned(recwarn) is None
+
+
+def test_run_returns_before_the_devices_are_done():
+    """Were it to block, the callback would wait in vain for `run` to return."""
+    strategy = js.MirroredStrategy(jax.devices()[:2])
+    returned = threading.Event()
+    seen = []
+
+    def wait(x):
+        seen.append(returned.wait(timeout=30))
+        return x
+
+    def step(x):
+        return jax.pure_callback(wait, jax.ShapeDtypeStruct((), jnp.float32), x)
+
+    out = strategy.run(step, (1.0,))
+    returned.set()
+    assert versions(out) == [1.0, 1.0]
+    assert seen == [True, True]
