@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
@@ -45,6 +46,14 @@ def replicated_like(sharding: Sharding) -> Sharding:
     if isinstance(sharding, NamedSharding):
         return NamedSharding(sharding.mesh, SAME)
     return replicated(mesh_of(sorted(sharding.device_set, key=lambda d: d.id)))
+
+
+def lies_as(array: jax.Array, wanted: NamedSharding) -> bool:
+    """Whether `array` lies where `wanted` says, and JAX knows it as being on a mesh."""
+    # On one device a plain array lies there too, but has another type to JAX.
+    return isinstance(array.sharding, NamedSharding) and (
+        array.sharding.is_equivalent_to(wanted, array.ndim)
+    )
 
 
 def is_replicated(sharding: Sharding) -> bool:

@@ -326,19 +326,13 @@ def replicate(tree: PyTree, mesh: Mesh) -> PyTree:
             is_array(leaf) or isinstance(leaf, (int, float, complex))
         ):
             return leaf
-        if isinstance(leaf, jax.Array) and not _lies_as(leaf, sharding):
+        if _is_placed(leaf) and not _mesh.lies_as(leaf, sharding):
             # A copy, because a device that has the array already would share its
             # memory, and donating one would delete the other.
             leaf = jnp.copy(leaf)
         return jax.device_put(leaf, sharding)
 
     return jax.tree.map_with_path(place, tree, is_leaf=is_per_replica)
-
-
-def _lies_as(array: jax.Array, sharding: jax.sharding.Sharding) -> bool:
-    if isinstance(array, Tracer):
-        return True
-    return array.sharding.is_equivalent_to(sharding, array.ndim)
 
 
 def _is_placed(value: Any) -> bool:

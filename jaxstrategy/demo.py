@@ -231,10 +231,13 @@ def initial_state(strategy: js.Strategy, seed: int, steps: int) -> TrainState:
     from flax import linen as nn
     from flax.training.train_state import TrainState
 
-    pool = functools.partial(nn.max_pool, window_shape=(2, 2), strides=(2, 2))
-    first = [nn.Conv(32, (3, 3)), nn.relu, pool]
-    second = [nn.Conv(64, (3, 3)), nn.relu, pool, lambda x: x.reshape(len(x), -1)]
-    model = nn.Sequential([*first, *second, nn.Dense(128), nn.relu, nn.Dense(10)])
+    def flatten(x: jax.Array) -> jax.Array:
+        return x.reshape(len(x), -1)
+
+    # All smooth. With max-pooling, rounding may let another pixel win, and the losses
+    # of 8 replicas and of 1 then differed by up to 1e-2 (4 seeds of 20).
+    first, second = nn.Conv(32, (3, 3)), nn.Conv(64, (3, 3), strides=2)
+    model = nn.Sequential([first, nn.gelu, second, nn.gelu, flatten, nn.Dense(10)])
     optimizer = optax.adam(optax.cosine_decay_schedule(LEARNING_RATE, steps))
 
     def create(key: jax.Array) -> TrainState:

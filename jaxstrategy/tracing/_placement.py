@@ -99,7 +99,7 @@ class Placement:
                 "the argument out of `donate_argnums`."
             )
         wanted = self.shardings[index]
-        if leaf.sharding.is_equivalent_to(wanted, leaf.ndim):
+        if _mesh.lies_as(leaf, wanted):
             if self._split[index]:
                 self._right[index] = leaf.sharding
             return leaf

@@ -63,7 +63,7 @@ class Program:
         self._bounded = _inflight.needed(mesh)
         self._has_plain = False
         self._users_error: ValueError | None = None
-        # Set once an array had to be moved: then it probably must be at each call.
+        # Whether the last call had to move an array: then the next one probably must.
         self._check_places = False
         self._may_trace = False
         self._roles = [role for role in signature.roles if role is not Role.STATIC]
@@ -93,8 +93,7 @@ class Program:
     def place_and_call(self, leaves: Sequence[Any]) -> PyTree:
         """The same, for leaves of any kind and in any place."""
         placed = self._placement.placed(leaves)
-        moved = any(new is not old for new, old in zip(placed, leaves, strict=True))
-        self._check_places = self._check_places or moved
+        self._check_places = _differ(placed, leaves)
         self._may_trace = True
         try:
             return self._dispatch(placed)
@@ -121,7 +120,7 @@ class Program:
         if error is users:
             raise error
         placed = self._placement.placed(leaves)
-        if all(new is old for new, old in zip(placed, leaves, strict=True)):
+        if not _differ(placed, leaves):
             raise error
         return self._compiled(*placed)
 
@@ -237,6 +236,10 @@ class Program:
 
 class _NotPlaced(Exception):
     """A program was about to be traced for arrays that may lie elsewhere."""
+
+
+def _differ(new: Sequence[Any], old: Sequence[Any]) -> bool:
+    return any(a is not b for a, b in zip(new, old, strict=True))
 
 
 def _closed(jaxpr: Any) -> Any:
