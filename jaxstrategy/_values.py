@@ -326,7 +326,8 @@ def replicate(tree: PyTree, mesh: Mesh) -> PyTree:
             is_array(leaf) or isinstance(leaf, (int, float, complex))
         ):
             return leaf
-        if _is_placed(leaf) and not _mesh.lies_as(leaf, sharding):
+        concrete = isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
+        if concrete and not _mesh.lies_as(leaf, sharding):
             # A copy, because a device that has the array already would share its
             # memory, and donating one would delete the other.
             leaf = jnp.copy(leaf)
