@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from jaxstrategy import _devices, _mesh, _tables
 from jaxstrategy._devices import Device
@@ -326,14 +326,17 @@ def replicate(tree: PyTree, mesh: Mesh) -> PyTree:
             is_array(leaf) or isinstance(leaf, (int, float, complex))
         ):
             return leaf
-        concrete = isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
-        if concrete and not _mesh.lies_as(leaf, sharding):
-            # A copy, because a device that has the array already would share its
-            # memory, and donating one would delete the other.
-            leaf = jnp.copy(leaf)
-        return jax.device_put(leaf, sharding)
+        return _replicate_leaf(leaf, sharding)
 
     return jax.tree.map_with_path(place, tree, is_leaf=is_per_replica)
+
+
+def _replicate_leaf(leaf: Any, sharding: NamedSharding) -> jax.Array:
+    if _is_placed(leaf) and not _mesh.lies_as(leaf, sharding):
+        # A copy, because a device that has the array already would share its memory,
+        # and donating one would delete the other.
+        leaf = jnp.copy(leaf)
+    return jax.device_put(leaf, sharding)
 
 
 def _is_placed(value: Any) -> bool:
