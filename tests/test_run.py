@@ -360,6 +360,55 @@ def test_arguments_from_elsewhere_compile_nothing_again(strategy, compilations, 
     assert len(calls) == 2
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Scaled:
+    value: typing.Any
+    scale: float = dataclasses.field(metadata={"static": True})
+
+
+def test_arguments_that_look_alike_are_told_apart(two):
+    x = two.mirror(jnp.ones(2))
+    alike = [
+        {"a": x, "b": x},
+        collections.OrderedDict(b=x, a=x),
+        collections.OrderedDict(a=x, b=x),
+        (x, x),
+        [x, x],
+        Named(x, x),
+        Pair(x, x),
+        Scaled(x, 1.0),
+        Scaled(x, 2.0),
+        x,
+        (x, None),
+        (x, (x,)),
+        (x, {"a": x}),
+        (x, js.PerReplica(jnp.ones((2, 2)))),
+        (x, "text"),
+        (x, True),
+        (x,),
+        None,
+        (),
+    ]
+
+    def step(argument):
+        return repr(jax.tree.structure(argument)), type(argument).__name__
+
+    def as_seen(argument):  # a PerReplica is an array inside
+        return jax.tree.map(lambda leaf: 0, argument, is_leaf=js_per_replica)
+
+    def js_per_replica(node):
+        return isinstance(node, js.PerReplica)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", js.RecompilationWarning)
+        for _ in range(2):
+            for argument in alike:
+                structure, kind = two.run(step, (argument,))
+                assert structure == repr(jax.tree.structure(as_seen(argument)))
+                assert argument is x or kind == type(argument).__name__
+
+
 def test_a_host_stacked_per_replica_is_split_over_the_devices(four):
     x = js.PerReplica(np.arange(8.0).reshape(4, 2))
     for value in (x, js.PerReplica(jnp.arange(8.0).reshape(4, 2))):

@@ -21,8 +21,6 @@ from jaxstrategy._values import PyTree
 from jaxstrategy.tracing import _recompilation, _roles
 from jaxstrategy.tracing._program import Program
 
-_NO_STRUCTURE = jax.tree.structure(())  # of no call: those are pairs
-
 
 class Programs:
     """All programs of a strategy.
@@ -70,22 +68,32 @@ class FunctionPrograms:
         self._by_signature: dict[_roles.Signature, Program] = {}
         # For calls without static leaves: found by structure alone, the last one first.
         self._by_structure: dict[Any, Program] = {}
-        self._last: tuple[Any, Program | None] = (_NO_STRUCTURE, None)
+        self._last: tuple[Any, Program | None] = (None, None)
 
     def __call__(self, args: Sequence[Any], kwargs: dict[str, Any]) -> PyTree:
         """The results of the function on all replicas."""
-        # Every microsecond here is paid at each step. Measured on one CPU device with
-        # 20 leaves, where JAX itself takes 80: 3 to flatten, 1 to look for deleted
-        # arrays, 2 for the rest.
         self._calls.count += 1
-        leaves, structure = jax.tree_util.tree_flatten((args, kwargs))
-        last, program = self._last
-        if structure != last:
-            program = self._by_structure.get(structure)
-            self._last = (structure, program)
-        if program is not None and _are_live_arrays(leaves):
-            return program(leaves)
-        return self._call_carefully(args, kwargs, structure)
+        structure, program = self._last
+        if program is not None:
+            # Flattening as the last call's arguments takes half the time of flattening
+            # and comparing: 2 us instead of 5 for 20 leaves, 33 instead of 69 for 300.
+            try:
+                leaves = structure.flatten_up_to((args, kwargs))
+            except ValueError:
+                pass
+            else:
+                if _are_live_arrays(leaves):
+                    return program(leaves)
+        return self._call_other(args, kwargs)
+
+    def _call_other(self, args: Any, kwargs: Any) -> PyTree:
+        """A call that is not like the last one, or not of live arrays alone."""
+        leaves, structure = jax.tree.flatten((args, kwargs))
+        program = self._by_structure.get(structure)
+        if program is None or not _are_live_arrays(leaves):
+            return self._call_carefully(args, kwargs, structure)
+        self._last = (structure, program)
+        return program(leaves)
 
     def _call_carefully(self, args: Any, kwargs: Any, structure: Any) -> PyTree:
         fn = self._get_fn()
