@@ -10,6 +10,7 @@ import dataclasses
 import gc
 import itertools
 import math
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -26,20 +27,21 @@ def in_turn(
 ) -> dict[str, list[T]]:
     """What each of `measures` returned at each of `rounds` turns.
 
-    Each turn starts with another one. Python's garbage collector rests during a turn.
-    After `seconds` no further turn is begun.
+    Each turn has another order, the same at each call of this function. Python's
+    garbage collector rests during a turn. After `seconds` no further turn is begun.
     """
     names = list(measures)
-    results: dict[str, list[T]] = {name: [] for name in names}
+    results: dict[str, list[T]] = {name: [] for name in measures}
+    order = random.Random(0)
     start = time.perf_counter()
     for turn in range(rounds):
         if turn >= FEWEST and time.perf_counter() - start > seconds:
             break
         gc.collect()
         gc.disable()
+        order.shuffle(names)
         try:
-            first = turn % len(names)
-            for name in names[first:] + names[:first]:
+            for name in names:
                 results[name].append(measures[name]())
         finally:
             gc.enable()
@@ -126,7 +128,7 @@ def _cells(comparison: Comparison) -> list[str]:
         comparison.case,
         comparison.quantity,
         *numbers,
-        f"{ratio.median:.2f} ({ratio.low:.2f}-{ratio.high:.2f})",
+        f"{ratio.median:.3f} ({ratio.low:.2f}-{ratio.high:.2f})",
         f"{comparison.target:.2f}",
         "met" if comparison.is_met else "missed",
     ]
@@ -143,5 +145,5 @@ def _verdict(quantity: str, group: Sequence[Comparison]) -> str:
     worst = max(group, key=lambda comparison: comparison.ratio.median)
     return (
         f"{quantity}: at most {worst.target:.2f} wanted, met in {met} of {len(group)}; "
-        f"worst {worst.ratio.median:.2f} ({worst.case})"
+        f"worst {worst.ratio.median:.3f} ({worst.case})"
     )

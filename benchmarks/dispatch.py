@@ -302,7 +302,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--leaves", type=int, nargs="+", default=[20, 300], help="even numbers")
     add("--devices", type=int, nargs="+", default=[1, 2, 4, 8])
-    add("--rounds", type=int, default=100, help=f"turns of {BURST} steps, at most")
+    add("--rounds", type=int, default=200, help=f"turns of {BURST} steps, at most")
     add("--only", nargs="+", choices=PARTS, default=PARTS, help="what is measured")
     add("--json", type=pathlib.Path, help="a file for every single number")
     add("--check", action="store_true", help="exit with 1 when a target is missed")

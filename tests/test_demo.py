@@ -24,18 +24,36 @@ def options(**given):
     return demo.Options(**(defaults | {"out": Path("demo.png")} | given))
 
 
-def train(strategy, **given):
-    return demo.train(strategy, options(**given), lambda: None)
+@pytest.fixture(scope="module")
+def short_run(tmp_path_factory):
+    """A run of two epochs on two replicas: what it printed, drew and measured."""
+    picture = tmp_path_factory.mktemp("demo") / "curves.png"
+    arguments = f"--replicas 2 --epochs 2 --seed 3 --out {picture}".split()
+    measured = []
+
+    def train_both(*arguments, run=demo.train_both):
+        measured[:] = run(*arguments)
+        return measured
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(demo, "train_both", train_both)
+        with contextlib.redirect_stdout(io.StringIO()) as output:
+            status = demo.main(arguments)
+    many, one = measured
+    return SimpleNamespace(
+        status=status, output=output.getvalue(), picture=picture, many=many, one=one
+    )
+
+
+def rows_of_table(output):
+    """The table's rows, as the words between its lines."""
+    lines = [line for line in output.splitlines() if line.startswith("│")]
+    return [[cell.strip() for cell in line.strip("│").split("│")] for line in lines]
 
 
 @pytest.fixture(scope="module")
-def short_run(tmp_path_factory):
-    """The status, output and picture of a run of two epochs on two replicas."""
-    picture = tmp_path_factory.mktemp("demo") / "curves.png"
-    arguments = ["--replicas", "2", "--epochs", "2", "--out", str(picture)]
-    with contextlib.redirect_stdout(io.StringIO()) as output:
-        status = demo.main(arguments)
-    return SimpleNamespace(status=status, output=output.getvalue(), picture=picture)
+def untrained():
+    return demo.initial_state(js.OneDeviceStrategy("CPU:0"), options(seed=3))
 
 
 def fake_history(loss, accuracy):
@@ -45,15 +63,14 @@ def fake_history(loss, accuracy):
 # What it trains.
 
 
-def test_losses_are_those_of_a_plain_loop(two):
+def test_losses_are_those_of_a_plain_loop(short_run, untrained):
     # Only the untrained network comes from the demo; the steps are written out here.
-    state = demo.initial_state(js.OneDeviceStrategy("CPU:0"), options(seed=3))
-    optimizer = optax.adam(optax.cosine_decay_schedule(4e-3, 15))
+    optimizer = optax.adam(optax.cosine_decay_schedule(4e-3, 30))
 
     @jax.jit
     def plain_step(params, memory, images, labels):
         def loss_fn(params):
-            log_p = jax.nn.log_softmax(state.apply_fn(params, images))
+            log_p = jax.nn.log_softmax(untrained.apply_fn(params, images))
             return -log_p[np.arange(96), labels].mean()
 
         loss, grads = jax.value_and_grad(loss_fn)(params)
@@ -61,33 +78,36 @@ def test_losses_are_those_of_a_plain_loop(two):
         return optax.apply_updates(params, updates), memory, loss
 
     examples, _ = demo.load()
-    params, memory = state.params, optimizer.init(state.params)
+    params, memory = untrained.params, optimizer.init(untrained.params)
     expected = []
-    for rows in np.random.default_rng(3).permutation(1440).reshape(15, 96):
+    order = np.random.default_rng(3)
+    epochs = [order.permutation(1440).reshape(15, 96) for _ in range(2)]
+    for rows in np.concatenate(epochs):
         images, labels = examples.images[rows], examples.labels[rows]
         params, memory, loss = plain_step(params, memory, images, labels)
         expected.append(loss)
-    (epoch,) = train(two, seed=3)
-    np.testing.assert_allclose(epoch.losses, expected, atol=1e-5)
+    for history in (short_run.many, short_run.one):
+        losses = np.concatenate([epoch.losses for epoch in history])
+        np.testing.assert_allclose(losses, expected, atol=1e-5)
 
 
-def test_the_seed_decides_everything(two):
-    one, again, other = (
-        [epoch.losses for epoch in train(two, seed=seed, batch_size=480, epochs=2)]
-        for seed in (1, 1, 2)
-    )
-    np.testing.assert_array_equal(one, again)
-    assert not np.isclose(one, other).any()
+def test_another_seed_gives_other_weights_and_another_order(untrained):
+    other = demo.initial_state(js.OneDeviceStrategy("CPU:0"), options(seed=4))
+    assert not np.allclose(*(jax.tree.leaves(s.params)[1] for s in (untrained, other)))
+    examples, _ = demo.load()
+    batches = [
+        next(demo.batches(examples, 96, np.random.default_rng(seed))) for seed in (3, 4)
+    ]
+    assert not np.array_equal(batches[0].labels, batches[1].labels)
 
 
-def test_every_test_image_counts_once(strategy):
+def test_every_test_image_counts_once(strategy, untrained):
     _, unseen = demo.load()
-    state = demo.initial_state(strategy, options())
-    n = strategy.num_replicas_in_sync
-    dataset = strategy.experimental_distribute_dataset([demo.padded(unseen, n)])
-    (batch,) = dataset
+    whole = demo.padded(unseen, strategy.num_replicas_in_sync)
+    (batch,) = strategy.experimental_distribute_dataset([whole])
+    state = strategy.mirror(jax.device_get(untrained))
     counted = demo.counting_step(strategy)(state, *batch)
-    logits = state.apply_fn(jax.device_get(state.params), unseen.images)
+    logits = untrained.apply_fn(untrained.params, unseen.images)
     assert int(counted) == (np.argmax(logits, axis=-1) == unseen.labels).sum()
 
 
@@ -113,8 +133,14 @@ def test_an_epoch_has_each_image_once_and_leaves_out_the_rest():
 def test_a_short_run_succeeds_and_prints_a_table(short_run):
     assert short_run.status == 0
     assert "MirroredStrategy(2 replicas on cpu:0, cpu:1)" in short_run.output
-    rows = [line.split() for line in short_run.output.splitlines() if "%" in line]
-    assert [row[1] for row in rows if row[0] == "│"] == ["1", "2"]
+    rows = rows_of_table(short_run.output)
+    assert [row[0] for row in rows] == ["1", "2"]
+    assert [float(row[1]) for row in rows] == pytest.approx(
+        [epoch.losses.mean() for epoch in short_run.many], abs=1e-6
+    )
+    assert [row[3] for row in rows] == [
+        f"{epoch.accuracy * 100:.1f} %" for epoch in short_run.many
+    ]
     assert "Largest difference of the two loss curves: " in short_run.output
     assert "(allowed: 1e-04)" in short_run.output
     assert f"Picture of both: {short_run.picture}" in short_run.output
@@ -259,19 +285,27 @@ def python(*arguments, folder):
     return subprocess.run(
         [sys.executable, *arguments],
         cwd=folder,
-        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONUTF8": "1"},
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         timeout=120,
     )
 
 
-def test_the_command_simulates_eight_replicas_and_draws(tmp_path):
-    done = python("-m", "jaxstrategy.demo", "--epochs", "1", folder=tmp_path)
+def test_the_command_simulates_eight_replicas_and_repeats_the_run(short_run, tmp_path):
+    arguments = "-m jaxstrategy.demo --epochs 2 --seed 3".split()
+    done = python(*arguments, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "MirroredStrategy(8 replicas on cpu:0..7)" in done.stdout
     assert "\x1b" not in done.stdout
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
+    # The same seed gives the same losses, in another process and on more replicas.
+    for row, same in zip(
+        rows_of_table(done.stdout), rows_of_table(short_run.output), strict=True
+    ):
+        assert [float(cell) for cell in row[1:3]] == pytest.approx(
+            [float(cell) for cell in same[1:3]], abs=1e-5
+        )
 
 
 def test_the_command_says_what_is_missing_without_a_traceback(tmp_path):
