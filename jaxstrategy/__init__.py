@@ -19,10 +19,22 @@ from jaxstrategy._errors import (
     ContextError as ContextError,
 )
 from jaxstrategy._errors import (
+    DivergentCollectiveError as DivergentCollectiveError,
+)
+from jaxstrategy._errors import (
     DonatedValueError as DonatedValueError,
 )
 from jaxstrategy._errors import (
+    DoubleReductionWarning as DoubleReductionWarning,
+)
+from jaxstrategy._errors import (
     MissingExtraError as MissingExtraError,
+)
+from jaxstrategy._errors import (
+    NotMirroredError as NotMirroredError,
+)
+from jaxstrategy._errors import (
+    OutOfSyncError as OutOfSyncError,
 )
 from jaxstrategy._errors import (
     PlacementError as PlacementError,
@@ -39,6 +51,7 @@ from jaxstrategy._errors import (
 from jaxstrategy._options import ReduceOp as ReduceOp
 from jaxstrategy._options import RunOptions as RunOptions
 from jaxstrategy._replica import ReplicaContext as ReplicaContext
+from jaxstrategy._topology import Topology as Topology
 from jaxstrategy._values import DistributedValues as DistributedValues
 from jaxstrategy._values import PerReplica as PerReplica
 from jaxstrategy.strategies._base import Strategy as Strategy

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class ContextError(RuntimeError):
     """A method was called on the wrong side of `run`, or for another strategy."""
@@ -22,6 +24,94 @@ class DonatedValueError(RuntimeError):
     """A value was used after its memory had been given to an earlier step."""
 
 
+class DivergentCollectiveError(RuntimeError):
+    """Only some replicas would reach a collective, and wait for ever for the others.
+
+    Attributes:
+      collective_line: `file:line: code` of the collective, None if unknown.
+      predicate_line: of where the value that decides began to vary.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        collective_line: str | None = None,
+        predicate_line: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.collective_line = collective_line
+        self.predicate_line = predicate_line
+
+
+class NotMirroredError(RuntimeError):
+    """A result that should be equal on all replicas may differ between them.
+
+    Attributes:
+      path: the result, as in `step(...)['params']`.
+      line: `file:line: code` of where it began to vary, None if unknown.
+    """
+
+    def __init__(
+        self, message: str, path: str | None = None, line: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.path = path
+        self.line = line
+
+
+class OutOfSyncError(RuntimeError):
+    """Replicas hold different copies of what should be equal on all of them.
+
+    Attributes:
+      leaves: the arrays that differ, by their paths; for each the groups of replicas
+        that agree, the largest first: `{"tree['w']": ((0, 1, 3), (2,))}`.
+    """
+
+    _NAMED = 8  # arrays, groups, and replicas of a group; the others are counted
+
+    def __init__(self, leaves: dict[str, tuple[tuple[int, ...], ...]]) -> None:
+        super().__init__(leaves)
+        self.leaves = leaves
+
+    def __str__(self) -> str:
+        count, more = len(self.leaves), len(self.leaves) - self._NAMED
+        arrays = "1 array is" if count == 1 else f"{count} arrays are"
+        lines = [f"{arrays} not equal, bit by bit, on all replicas:"]
+        lines += [
+            f"  `{path}`: {self._told(groups)}"
+            for path, groups in list(self.leaves.items())[: self._NAMED]
+        ]
+        if more > 0:
+            lines += [f"  and {more} more; the exception's `leaves` has them all"]
+        return "\n".join([*lines, self._ADVICE])
+
+    def _told(self, groups: tuple[tuple[int, ...], ...]) -> str:
+        most, *others = groups
+        rest = sorted(replica_id for group in others for replica_id in group)
+        if len(most) <= len(rest):
+            named = " | ".join(map(self._listed, groups[: self._NAMED]))
+            more = len(groups) - self._NAMED
+            return f"replicas {named}" + (f" and {more} more" if more > 0 else "")
+        if len(rest) == 1:
+            return f"replica {rest[0]} differs from the other {len(most)}"
+        return f"replicas {self._listed(rest)} differ from the other {len(most)}"
+
+    def _listed(self, replica_ids: Sequence[int]) -> str:
+        named = ", ".join(map(str, replica_ids[: self._NAMED]))
+        more = len(replica_ids) - self._NAMED
+        return f"{named} and {more} more" if more > 0 else named
+
+    _ADVICE = (
+        "`run` gives back as one array only what it has proved equal, so look for what "
+        "it cannot see: arrays put together by hand, callbacks with side effects, host "
+        "data that differs between processes, GPU operations that are not "
+        "deterministic, faulty hardware. A PerReplica differs if something it was "
+        "computed from was not reduced. To go on, restore a checkpoint, or mirror the "
+        "copies of one replica i that you trust: "
+        "`strategy.mirror(strategy.experimental_local_results(tree)[i])`."
+    )
+
+
 class SimulationError(RuntimeError):
     """Simulated devices were asked for after JAX had already started its devices."""
 
@@ -32,3 +122,7 @@ class MissingExtraError(ImportError):
 
 class RecompilationWarning(UserWarning):
     """One function is compiled again and again; the message says what changed."""
+
+
+class DoubleReductionWarning(UserWarning):
+    """The result of a reduction is summed over the replicas again."""

@@ -5,7 +5,12 @@ from __future__ import annotations
 import dataclasses
 import enum
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+PyTree = Any
 
 
 class ReduceOp(enum.Enum):
@@ -42,14 +47,46 @@ class RunOptions:
       donate_argnums: positions in `args` whose memory the step may reuse for its
         results. Arrays passed there cannot be used afterwards; a later `run` that is
         given one says which argument it was.
+      expect_mirrored: the results that must be equal on all replicas, proved while the
+        step is traced; one that is not raises `NotMirroredError`, which names it and
+        the line where it began to vary. True for all of them, a pytree prefix of bools
+        like the results (`(True, False)` for `return state, loss`), or a function
+        `(path, leaf) -> bool` that is given JAX's key path and a
+        `jax.ShapeDtypeStruct`.
 
     >>> RunOptions(donate_argnums=0).donate_argnums
     (0,)
+    >>> options = RunOptions(expect_mirrored=(True, {"loss": False}))
     """
 
     donate_argnums: int | Sequence[int] = ()
+    expect_mirrored: PyTree | Callable[[Any, Any], bool] = None
+    # Worked out once: options are looked up at each call of `run`.
+    _hash: int = dataclasses.field(init=False, repr=False, compare=False, default=0)
 
     def __post_init__(self) -> None:
+        self._check_donated()
+        self._check_expected()
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def _check_expected(self) -> None:
+        leaves, structure = jax.tree.flatten(
+            self.expect_mirrored, is_leaf=lambda entry: entry is None
+        )
+        for entry in leaves:
+            is_function = callable(entry) and entry is self.expect_mirrored
+            if not (entry is None or isinstance(entry, bool) or is_function):
+                raise TypeError(
+                    f"`expect_mirrored` was {self.expect_mirrored!r}; True, a pytree "
+                    "of True and False in the shape of the results, or a function of "
+                    "a path and a leaf was wanted."
+                )
+        key = hash((self.donate_argnums, tuple(leaves), structure))
+        object.__setattr__(self, "_hash", key)
+
+    def _check_donated(self) -> None:
         given = self.donate_argnums
         numbers = (given,) if isinstance(given, int) else given
         try:

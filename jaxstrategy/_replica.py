@@ -18,6 +18,9 @@ from jaxstrategy._values import PerReplica, PyTree
 from jaxstrategy.reductions._all_reduce import Axes, all_reduce
 from jaxstrategy.reductions._gather import all_gather
 
+# What a `merge_call` is part of in profiles, and how the analysis of a step finds it.
+MERGE_SCOPE = "jaxstrategy.merge_call"
+
 
 @final
 class ReplicaContext:
@@ -141,7 +144,8 @@ class ReplicaContext:
         named = self.to_cross(dict(kwargs or {}))
         # In the default strategy there is no step to be in, and nothing to unwrap.
         in_step = bool(self._axes)
-        with _contexts.entered(Context(self._strategy, in_step=in_step)):
+        context = Context(self._strategy, in_step=in_step)
+        with _contexts.entered(context), jax.named_scope(MERGE_SCOPE):
             result = merge_fn(self._strategy, *across, **named)
         return to_replica(result) if in_step else result
 

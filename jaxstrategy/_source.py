@@ -2,24 +2,74 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import linecache
 import os
 import sys
+import sysconfig
+import warnings
+from collections.abc import Iterable
 from types import FrameType, TracebackType
 
 import jax
 
+
+def _folder(path: str) -> str:
+    return os.path.abspath(path) + os.sep
+
+
 # Frames of these packages are machinery: a user cannot change them.
 _MACHINERY = tuple(
-    os.path.dirname(os.path.abspath(str(file))) + os.sep
-    for file in (jax.__file__, __file__)
+    _folder(os.path.dirname(str(file))) for file in (jax.__file__, __file__)
+)
+# Other people's code, which a user would rather not be sent to.
+_LIBRARIES = tuple(
+    _folder(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")
 )
 
 
+@dataclasses.dataclass(frozen=True, order=True)
+class Line:
+    """A line of source code; prints as `file:number: code`."""
+
+    file: str
+    number: int
+
+    @property
+    def code(self) -> str:
+        """The text of the line, empty if the file cannot be read."""
+        return linecache.getline(self.file, self.number).strip()
+
+    def __str__(self) -> str:
+        code = self.code
+        place = f"{self.file}:{self.number}"
+        return f"{place}: {code}" if code else place
+
+
+@functools.lru_cache(maxsize=4096)
 def is_users(filename: str) -> bool:
     """Whether code in `filename` was written by the user rather than by us or JAX."""
     inside = os.path.abspath(filename).startswith(_MACHINERY)
     return not inside and not filename.startswith("<frozen")
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_librarys(filename: str) -> bool:
+    return os.path.abspath(filename).startswith(_LIBRARIES)
+
+
+def innermost(frames: Iterable[tuple[str, int]], libraries: bool = True) -> Line | None:
+    """The first of `frames` that is the user's own code.
+
+    Args:
+      frames: files and line numbers, the innermost first.
+      libraries: whether, if there is none, an installed library's will do.
+    """
+    users = [frame for frame in frames if is_users(frame[0])]
+    own = [frame for frame in users if not _is_librarys(frame[0])]
+    best = own or (users if libraries else [])
+    return Line(*best[0]) if best else None
 
 
 def users_frame() -> FrameType | None:
@@ -30,16 +80,28 @@ def users_frame() -> FrameType | None:
     return frame
 
 
-def users_line(traceback: TracebackType | None) -> str | None:
-    """`file:line: code` of the innermost user frame of an exception's traceback."""
-    found = None
+def users_line(traceback: TracebackType | None) -> Line | None:
+    """The innermost line of the user's code in an exception's traceback."""
+    frames = []
     while traceback is not None:
-        filename = traceback.tb_frame.f_code.co_filename
-        if is_users(filename):
-            found = (filename, traceback.tb_lineno)
+        frames.append((traceback.tb_frame.f_code.co_filename, traceback.tb_lineno))
         traceback = traceback.tb_next
-    if found is None:
-        return None
-    filename, line = found
-    code = linecache.getline(filename, line).strip()
-    return f"{filename}:{line}: {code}" if code else f"{filename}:{line}"
+    return innermost(reversed(frames))
+
+
+def warn(message: str, category: type[Warning], line: Line | None = None) -> None:
+    """Give a warning at `line`, or at the user's line that led here."""
+    frame = users_frame()
+    if line is None and frame is not None:
+        line = Line(frame.f_code.co_filename, frame.f_lineno)
+    if line is None:
+        warnings.warn(message, category, stacklevel=2)
+        return
+    registry = {} if frame is None else frame.f_globals
+    warnings.warn_explicit(
+        message,
+        category,
+        line.file,
+        line.number,
+        registry=registry.setdefault("__warningregistry__", {}),
+    )

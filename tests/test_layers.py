@@ -16,6 +16,7 @@ FLOORS = [
     "_source",
     "_tables",
     "_options",
+    "_topology",
     "_devices",
     "_mesh",
     "_values",

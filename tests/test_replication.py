@@ -17,7 +17,7 @@ from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
 import jaxstrategy as js
-from jaxstrategy.tracing import _replication
+from jaxstrategy.tracing.replication._rules import analyse
 
 AXIS = "replica"
 
@@ -218,8 +218,8 @@ def test_a_nested_shard_map_over_another_axis():
         step, mesh=mesh, in_specs=P(), out_specs=P(), axis_names={AXIS}, check_vma=False
     )
     (eqn,) = jax.make_jaxpr(outer)(jnp.ones(4), jnp.ones(4)).jaxpr.eqns
-    found = _replication.origins(eqn.params["jaxpr"], ["argument", None], AXIS)
-    assert [origin is not None for origin in found] == [True, False, True, False]
+    found = analyse(eqn.params["jaxpr"], [True, False], AXIS, 4).outputs
+    assert [state.varies for state in found] == [True, False, True, False]
 
 
 def test_vmap_over_another_axis_inside(four):
@@ -340,6 +340,7 @@ def build(steps):
     return step
 
 
+@pytest.mark.filterwarnings("ignore::jaxstrategy.DoubleReductionWarning")
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(programs())
 def test_what_is_called_mirrored_is_equal_on_all_replicas(steps):

@@ -21,9 +21,12 @@ from jax.sharding import Mesh
 from jaxstrategy import _mesh, _source
 from jaxstrategy._errors import TracedValueError
 from jaxstrategy._values import PerReplica, PyTree
-from jaxstrategy.tracing import _inflight, _replication, _results, _roles
+from jaxstrategy.tracing import _inflight, _results, _roles
 from jaxstrategy.tracing._placement import Placement
 from jaxstrategy.tracing._roles import Role, Signature
+from jaxstrategy.tracing._traced import TracedStep
+from jaxstrategy.tracing.replication._rules import analyse
+from jaxstrategy.tracing.replication._state import Findings
 
 # What JAX raises when Python asks for a value that only the devices will know.
 _ASKED_TOO_EARLY = (
@@ -43,7 +46,8 @@ class Program:
       signature: the arguments that this program is for.
       mesh: where the replicas are.
       donate: positions in `args` whose memory may be reused.
-      traced: called with the step and the types of its arrays at each new trace.
+      check: called with each new trace; may raise.
+      traced: called with the step and the types of its arrays after each new trace.
     """
 
     def __init__(
@@ -53,12 +57,14 @@ class Program:
         signature: Signature,
         mesh: Mesh,
         donate: Sequence[int],
+        check: Callable[[TracedStep], None],
         traced: Callable[[Callable[..., Any], Sequence[Any]], None],
     ) -> None:
         self._get_fn = get_fn
         self._call = call
         self._signature = signature
         self._mesh = mesh
+        self._check = check
         self._traced = traced
         self._bounded = _inflight.needed(mesh)
         self._has_plain = False
@@ -68,7 +74,7 @@ class Program:
         self._may_trace = False
         self._roles = [role for role in signature.roles if role is not Role.STATIC]
         donated = _donated_leaves(signature, donate)
-        self._donates = bool(donated)
+        self._donated = frozenset(donated)
         self._placement = Placement(
             mesh=mesh,
             split=[role is Role.PER_REPLICA for role in self._roles],
@@ -101,7 +107,7 @@ class Program:
             self._may_trace = False
 
     def _dispatch(self, leaves: Sequence[Any]) -> PyTree:
-        if self._donates:
+        if self._donated:
             self._placement.check_donated(leaves)
         try:
             results, token = self._compiled(*leaves)
@@ -148,7 +154,9 @@ class Program:
         # program that returns nothing on the first device only.
         (results,) = found
         with_token = self._bounded or not results.has_arrays
-        arrays, token = self._evaluate(traced, leaves, with_token)
+        step = self._look_into(traced, results)
+        self._check(step)
+        arrays, token = self._evaluate(traced, leaves, step.findings, with_token)
         self._has_plain = self._has_plain or results.has_plain
         self._traced(self._fn(), [jax.typeof(leaf) for leaf in leaves])
         return results.rebuild(arrays), token
@@ -172,8 +180,41 @@ class Program:
             raise
         return _results.take_apart(returned, self._signature.statics, self._fn_name())
 
+    def _look_into(self, traced: Any, results: _results.Results) -> TracedStep:
+        """What is known about the step that `traced` is the shard_map of."""
+        (eqn,) = traced.jaxpr.eqns
+        # The captured constants come first, as variables of their own.
+        place = {var: index for index, var in enumerate(traced.jaxpr.invars)}
+        inputs = [
+            None if isinstance(atom, core.Literal) else place.get(atom)
+            for atom in eqn.invars
+        ]
+        varies = [spec != _mesh.SAME for spec in eqn.params["in_specs"]]
+        jaxpr = eqn.params["jaxpr"]
+        return TracedStep(
+            name=self._fn_name(),
+            signature=self._signature,
+            label=self._label,
+            arguments=[var.aval for var in jaxpr.invars],
+            donated=self._donated,
+            inputs=inputs,
+            results=results,
+            outputs=[atom.aval for atom in jaxpr.outvars],
+            findings=analyse(
+                jaxpr,
+                varies,
+                _mesh.REPLICA_AXIS,
+                self._mesh.size,
+                unpacking=sum(varies),
+            ),
+        )
+
     def _evaluate(
-        self, traced: Any, leaves: Sequence[Any], with_token: bool
+        self,
+        traced: Any,
+        leaves: Sequence[Any],
+        findings: Findings,
+        with_token: bool,
     ) -> tuple[list[Any], jax.Array | None]:
         """The traced step's results, as the analysis proved them, and a token."""
         (eqn,) = traced.jaxpr.eqns
@@ -184,28 +225,23 @@ class Program:
             for atom in eqn.invars
         ]
         jaxpr, in_specs = eqn.params["jaxpr"], tuple(eqn.params["in_specs"])
-        inputs = [
-            None if spec == _mesh.SAME else _replication.ARGUMENT for spec in in_specs
-        ]
-        origins = _replication.origins(jaxpr, inputs, _mesh.REPLICA_AXIS)
+        varies = [state is not None and state.varies for state in findings.outputs]
         step = core.jaxpr_as_fun(_closed(jaxpr))
 
         def replica(*locals_: Any) -> Any:
             arrays = [
-                array if origin is None else jax.lax.expand_dims(array, (0,))
-                for array, origin in zip(step(*locals_), origins, strict=True)
+                jax.lax.expand_dims(array, (0,)) if differs else array
+                for array, differs in zip(step(*locals_), varies, strict=True)
             ]
             return arrays, jnp.zeros((), jnp.int8) if with_token else None
 
-        out_specs = [
-            _mesh.SAME if origin is None else _mesh.SPLIT for origin in origins
-        ]
+        out_specs = [_mesh.SPLIT if differs else _mesh.SAME for differs in varies]
         arrays, token = self._shard_map(replica, in_specs, (out_specs, _mesh.SAME))(
             *operands
         )
         wrapped = [
-            array if origin is None else PerReplica(array)
-            for array, origin in zip(arrays, origins, strict=True)
+            PerReplica(array) if differs else array
+            for array, differs in zip(arrays, varies, strict=True)
         ]
         return wrapped, token
 

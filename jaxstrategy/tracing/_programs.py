@@ -18,8 +18,9 @@ from jax.sharding import Mesh
 
 from jaxstrategy._options import RunOptions
 from jaxstrategy._values import PyTree
-from jaxstrategy.tracing import _recompilation, _roles
+from jaxstrategy.tracing import _checks, _recompilation, _roles
 from jaxstrategy.tracing._program import Program
+from jaxstrategy.tracing._traced import TracedStep
 
 
 class Programs:
@@ -61,7 +62,7 @@ class FunctionPrograms:
         forget: Callable[[], object],
     ) -> None:
         self._get_fn = _weakly(fn, forget)
-        self._donate = options.donated if options is not None else ()
+        self._options = options if options is not None else RunOptions()
         self._owner = owner
         self._history = owner.log.of(fn)
         self._calls = _recompilation.Calls()
@@ -114,11 +115,15 @@ class FunctionPrograms:
             call=self._owner.call,
             signature=signature,
             mesh=self._owner.mesh,
-            donate=self._donate,
+            donate=self._options.donated,
+            check=self._check,
             traced=lambda fn, avals: self._history.record(
                 fn, self._calls, signature, avals
             ),
         )
+
+    def _check(self, step: TracedStep) -> None:
+        _checks.check(step, self._options.expect_mirrored)
 
 
 def _are_live_arrays(leaves: Sequence[Any]) -> bool:

@@ -7,7 +7,6 @@ compiling, and does not count.
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -82,10 +81,11 @@ class History:
         if self._quiet or last is None or self._count != QUIET + 1:
             return
         name = getattr(fn, "__qualname__", type(fn).__name__)
-        _warn(
+        message = (
             f"`{name}` is being compiled for the {self._count}th time, because "
             f"{_what_changed(fn, last, self._last)}"
         )
+        _source.warn(message, RecompilationWarning)
 
 
 def _what_changed(fn: Callable[..., Any], before: Any, after: Any) -> str:
@@ -145,17 +145,3 @@ def _text(leaf: Any) -> str:
 def _shown(value: Any, limit: int = 120) -> str:
     text = repr(value)
     return text if len(text) <= limit else text[: limit - 3] + "..."
-
-
-def _warn(message: str) -> None:
-    frame = _source.users_frame()
-    if frame is None:
-        warnings.warn(message, RecompilationWarning, stacklevel=2)
-        return
-    warnings.warn_explicit(
-        message,
-        RecompilationWarning,
-        frame.f_code.co_filename,
-        frame.f_lineno,
-        registry=frame.f_globals.setdefault("__warningregistry__", {}),
-    )

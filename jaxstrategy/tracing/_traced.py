@@ -1,0 +1,63 @@
+"""Everything that is known about a step once it has been traced: `TracedStep`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from jaxstrategy._source import Line
+from jaxstrategy.tracing._results import Results
+from jaxstrategy.tracing._roles import Signature
+from jaxstrategy.tracing.replication._state import Findings, State
+
+
+@dataclasses.dataclass(frozen=True)
+class TracedStep:
+    """A step, as one replica sees it.
+
+    Attributes:
+      name: how messages call it.
+      signature: of its arguments.
+      label: how messages call an argument, by its place among the dynamic ones.
+      arguments: their types on one replica.
+      donated: which of them the step may overwrite.
+      inputs: for each input of the analysis the argument it is, None for a constant
+        that the step captured.
+      results: the pytree it returned.
+      outputs: the types of its arrays on one replica.
+      findings: what the analysis knows about them.
+    """
+
+    name: str
+    signature: Signature
+    label: Callable[[int], str]
+    arguments: Sequence[Any]
+    donated: frozenset[int]
+    inputs: Sequence[int | None]
+    results: Results
+    outputs: Sequence[Any]
+    findings: Findings
+
+    def path(self, keys: Any) -> str:
+        """How messages call the result at `keys`: `` `step(...)['loss']` ``."""
+        return f"`{self.name}(...){jax.tree_util.keystr(keys)}`"
+
+    def began(self, state: State) -> Line | None:
+        """The user's line where a value began to be what it is."""
+        return None if state.site is None else state.site.line
+
+    def why(self, state: State) -> str:
+        """Where a value began to vary, in words."""
+        line = self.began(state)
+        if state.input is None:
+            return str(line or "a line that JAX did not keep")
+        argument = f"argument {self._argument(state.input)}, a PerReplica"
+        return argument if line is None else f"{line}\n    (from {argument})"
+
+    def _argument(self, index: int) -> str:
+        argument = self.inputs[index]
+        assert argument is not None, "what a step captures is the same everywhere"
+        return self.label(argument)

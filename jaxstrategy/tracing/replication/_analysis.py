@@ -1,0 +1,242 @@
+"""Going through jaxprs, each nested one once per combination of operand levels.
+
+What is found out about a nested jaxpr is kept in terms of its inputs, and translated
+each time that it is called (`_lifted`). What an operation does is for its rule to say.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from jax.extend.core import Jaxpr, Literal
+
+from jaxstrategy.tracing.replication._state import (
+    SAME,
+    Cell,
+    Collective,
+    Findings,
+    State,
+    content_of,
+    join,
+    level_of,
+)
+
+
+def plain(jaxpr: Any) -> Jaxpr:
+    """`jaxpr` without its constants; before JAX 0.12 those are a class of their own."""
+    return getattr(jaxpr, "jaxpr", jaxpr)
+
+
+class Analysis:
+    """One analysis of a step.
+
+    Args:
+      axis_name: the mesh axis of the replicas.
+      replicas: how many there are.
+      rules: by the name of the operation.
+      otherwise: the rule of all other operations.
+    """
+
+    def __init__(
+        self, axis_name: str, replicas: int, rules: Mapping[str, Rule], otherwise: Rule
+    ) -> None:
+        self.axis_name = axis_name
+        self.replicas = replicas
+        self.rules = rules
+        self.otherwise = otherwise
+        # The jaxprs live as long as the step's, which the caller holds.
+        self._known: dict[Any, Findings] = {}
+
+    def of(self, jaxpr: Jaxpr, inputs: Sequence[Any], unpacking: int = 0) -> Findings:
+        """Goes through `jaxpr` once."""
+        frame = Frame(self, dict(zip(jaxpr.invars, inputs, strict=True)))
+        for eqn in jaxpr.eqns[:unpacking]:
+            frame.known[eqn.outvars[0]] = frame.known[eqn.invars[0]]
+        frame.go_through(jaxpr, unpacking)
+        contents = {
+            index: state.content
+            for index, state in enumerate(inputs)
+            if isinstance(state, Cell)
+        }
+        outputs = [frame.read(atom) for atom in jaxpr.outvars]
+        return Findings(outputs, frame.collectives, contents)
+
+    def in_terms_of_inputs(self, jaxpr: Jaxpr, operands: Sequence[Any]) -> Findings:
+        """The findings for operands of these levels, worked out once."""
+        key = (id(jaxpr), *map(_kind, operands))
+        findings = self._known.get(key)
+        if findings is None:
+            inputs = [_as_input(index, state) for index, state in enumerate(operands)]
+            findings = self._known[key] = self.of(jaxpr, inputs)
+            outputs = [_by_index(output, inputs) for output in findings.outputs]
+            findings.outputs[:] = outputs
+        return findings
+
+    def mentions_replicas(self, eqn: Any) -> bool:
+        """Whether a collective equation works across the replica axis."""
+        named = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+        names = named if isinstance(named, (tuple, list)) else (named,)
+        return self.axis_name in names
+
+
+def _kind(state: Any) -> int:
+    """What of an operand decides about the findings: its level; references apart."""
+    if isinstance(state, Cell):
+        return -1 - _kind(state.content)
+    return 0 if state is None else state.level
+
+
+def _as_input(index: int, state: Any) -> Any:
+    if isinstance(state, Cell):
+        return Cell(_as_input(index, state.content))
+    return state if state is None or state is SAME else State(state.level, index)
+
+
+@dataclasses.dataclass(frozen=True)
+class _SameCell:
+    """An output that is the reference at `input`."""
+
+    input: int
+
+
+def _by_index(output: Any, inputs: list[Any]) -> Any:
+    if isinstance(output, Cell):
+        for index, state in enumerate(inputs):
+            if state is output:
+                return _SameCell(index)
+    return output
+
+
+class Frame:
+    """One pass through one jaxpr.
+
+    Attributes:
+      analysis: what it is part of.
+      known: what is known about each variable so far.
+      collectives: those passed so far.
+      jaxpr: what it goes through.
+      changes: how often a reference came to hold something of a higher level.
+    """
+
+    def __init__(self, analysis: Analysis, known: dict[Any, Any]) -> None:
+        self.analysis = analysis
+        self.known = known
+        self.collectives: list[Collective] = []
+        self.changes = 0
+        self.jaxpr: Any = None
+
+    def go_through(self, jaxpr: Jaxpr, start: int) -> None:
+        """Learn about every variable, from equation number `start` on."""
+        self.jaxpr = jaxpr
+        known, read = self.known, self.read
+        rules, otherwise = self.analysis.rules, self.analysis.otherwise
+        for eqn in jaxpr.eqns[start:] if start else jaxpr.eqns:
+            operands = [read(atom) for atom in eqn.invars]
+            rule = rules.get(eqn.primitive.name, otherwise)
+            for var, state in zip(eqn.outvars, rule(self, eqn, operands), strict=True):
+                known[var] = state
+
+    def read(self, atom: Any) -> Any:
+        """What is known about a variable or literal."""
+        return None if isinstance(atom, Literal) else self.known.get(atom)
+
+    def enter(
+        self, jaxpr: Any, operands: Sequence[Any], eqn: Any
+    ) -> tuple[list[Any], list[Collective]]:
+        """What the jaxpr that `eqn` calls makes of `operands`; its collectives."""
+        findings = self.analysis.in_terms_of_inputs(plain(jaxpr), operands)
+        before = [content_of(state) for state in operands]
+
+        def lifted(state: Any) -> Any:
+            return _lifted(state, before, eqn)
+
+        for index, content in findings.contents.items():
+            self.write(operands[index], lifted(content))
+        outputs = [
+            operands[output.input] if isinstance(output, _SameCell) else lifted(output)
+            for output in findings.outputs
+        ]
+        collectives = [
+            Collective(
+                found.site.within(eqn),
+                lifted(found.decided_by),
+                found.decided_at and found.decided_at.within(eqn),
+                lifted(found.reduced_before),
+                found.is_merge,
+            )
+            for found in findings.collectives
+        ]
+        return outputs, collectives
+
+    def write(self, cell: Cell, state: State | None) -> None:
+        """Note that `cell` may hold `state` from now on."""
+        if level_of(state) > level_of(cell.content):
+            cell.content = state
+            self.changes += 1
+
+    def until_stable(
+        self,
+        turn: Callable[[list[Any]], tuple[list[Any], list[Collective]]],
+        carry: Any,
+    ) -> list[Any]:
+        """The carry of a loop with body `turn`, whatever the number of turns.
+
+        The collectives of the last turn are the loop's.
+        """
+        # Levels only ever rise, so this ends.
+        while True:
+            changes = self.changes
+            after, collectives = turn(carry)
+            joined = [join((old, new)) for old, new in zip(carry, after, strict=True)]
+            same_levels = list(map(level_of, joined)) == list(map(level_of, carry))
+            if same_levels and self.changes == changes:
+                self.collectives += collectives
+                return carry
+            carry = joined
+
+
+def _lifted(state: Any, operands: Sequence[Any], eqn: Any) -> Any:
+    """`state` of a jaxpr called by `eqn` as the caller sees it."""
+    if isinstance(state, Cell):  # a reference made inside
+        return Cell(_lifted(state.content, operands, eqn))
+    if state is None or state is SAME:
+        return state
+    site = None if state.site is None else state.site.within(eqn)
+    if state.input is None:
+        return dataclasses.replace(state, site=site)
+    outer = operands[state.input]
+    if site is None:  # passed through untouched
+        return outer
+    return State(outer.level, outer.input, site if outer.site is None else outer.site)
+
+
+def hidden(params: Any) -> Iterator[Any]:
+    """All equations in the jaxprs among the parameters of an equation."""
+    for jaxpr in inner_jaxprs(params):
+        yield from all_eqns(jaxpr)
+
+
+def all_eqns(jaxpr: Jaxpr) -> Iterator[Any]:
+    """All equations of `jaxpr`, those inside others too."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in inner_jaxprs(eqn.params):
+            yield from all_eqns(inner)
+
+
+def inner_jaxprs(value: Any) -> Iterator[Jaxpr]:
+    """The jaxprs in some parameters."""
+    if hasattr(value, "eqns"):
+        yield plain(value)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from inner_jaxprs(item)
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from inner_jaxprs(item)
+
+
+# What an operation makes of its operands.
+Rule = Callable[[Frame, Any, list[Any]], list[Any]]

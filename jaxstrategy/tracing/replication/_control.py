@@ -1,0 +1,147 @@
+"""Calls, branches and loops."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from jaxstrategy._replica import MERGE_SCOPE
+from jaxstrategy.tracing._site import Site
+from jaxstrategy.tracing.replication._analysis import (
+    Frame,
+    all_eqns,
+    inner_jaxprs,
+    plain,
+)
+from jaxstrategy.tracing.replication._state import (
+    Cell,
+    Collective,
+    Level,
+    State,
+    computed,
+    content_of,
+    for_all,
+    join,
+    level_of,
+)
+
+
+def call(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
+    """A function called once."""
+    (jaxpr,) = (eqn.params[key] for key in _CALLEES if key in eqn.params)
+    outputs, collectives = frame.enter(jaxpr, operands, eqn)
+    frame.collectives += collectives
+    return outputs
+
+
+# Where the primitives that call a function once keep it.
+_CALLEES = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+
+
+def branching(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
+    predicate, operands = operands[0], operands[1:]
+    entered = []
+    before = [content_of(state) for state in operands]
+    cells = [cell for cell in operands if isinstance(cell, Cell)]
+    for branch in eqn.params["branches"]:
+        # Each branch starts from what was there before, not from another's writes.
+        starts = [
+            Cell(old) if isinstance(state, Cell) else state
+            for old, state in zip(before, operands, strict=True)
+        ]
+        entered.append(frame.enter(branch, starts, eqn))
+        for cell, start in zip(operands, starts, strict=True):
+            if isinstance(cell, Cell):
+                frame.write(cell, start.content)
+    decider = _decider(eqn, predicate)
+    for branch, (_, collectives) in zip(eqn.params["branches"], entered, strict=True):
+        frame.collectives += _decided(collectives, decider, eqn, branch)
+    if decider is not None:  # replicas may take different branches
+        for cell in cells:
+            frame.write(cell, decider)
+        return for_all(eqn, decider)
+    return [join(versions) for versions in zip(*(o for o, _ in entered), strict=True)]
+
+
+def _decider(eqn: Any, predicate: State | None) -> State | None:
+    """The predicate of `eqn`, if it varies."""
+    if level_of(predicate) != Level.VARYING:
+        return None
+    return computed(eqn, (predicate,))
+
+
+def _decided(
+    collectives: list[Collective], decider: State | None, eqn: Any, *jaxprs: Any
+) -> list[Collective]:
+    """The `collectives` of the `jaxprs` of `eqn`, where `decider` decides."""
+    if decider is None:
+        return collectives
+    at = Site((eqn,))
+    if not collectives and (merge := _first_merge(eqn, jaxprs)):
+        return [Collective(Site((merge, eqn)), decider, at, is_merge=True)]
+    return [
+        found
+        if found.decided_by is not None
+        else dataclasses.replace(found, decided_by=decider, decided_at=at)
+        for found in collectives
+    ]
+
+
+def _first_merge(eqn: Any, jaxprs: Iterable[Any]) -> Any:
+    """The first equation of a `merge_call` in `jaxprs`, which `eqn` holds, or None."""
+    if _in_merge(eqn):
+        return None
+    inner = (
+        inner for jaxpr in inner_jaxprs(tuple(jaxprs)) for inner in all_eqns(jaxpr)
+    )
+    return next(filter(_in_merge, inner), None)
+
+
+def _in_merge(eqn: Any) -> bool:
+    return MERGE_SCOPE in str(eqn.source_info.name_stack)
+
+
+def while_loop(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
+    params = eqn.params
+    n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
+    cond_consts = operands[:n_cond]
+    body_consts = operands[n_cond : n_cond + n_body]
+
+    def turn(carry: list[Any]) -> tuple[list[Any], list[Collective]]:
+        (goes_on,), tests = frame.enter(params["cond_jaxpr"], cond_consts + carry, eqn)
+        after, steps = frame.enter(params["body_jaxpr"], body_consts + carry, eqn)
+        decider = _decider(eqn, goes_on)
+        if decider is not None:  # replicas may stop at different turns
+            for cell in body_consts:
+                if isinstance(cell, Cell):
+                    frame.write(cell, decider)
+            after = [decider] * len(after)
+        jaxprs = params["cond_jaxpr"], params["body_jaxpr"]
+        return after, _decided(tests + steps, decider, eqn, *jaxprs)
+
+    return frame.until_stable(turn, operands[n_cond + n_body :])
+
+
+def scan(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
+    inner = plain(eqn.params["jaxpr"])
+    # The operands are constants, carry and xs; the results are carry and ys. Their
+    # numbers are named differently from version to version, but only xs and ys have
+    # one dimension more outside the loop than inside it.
+    n_carry = _count_equal_rank(eqn.outvars, inner.outvars)
+    n_same = _count_equal_rank(eqn.invars, inner.invars)
+    consts, xs = operands[: n_same - n_carry], operands[n_same:]
+    ys: list[Any] = []
+
+    def turn(carry: list[Any]) -> tuple[list[Any], list[Collective]]:
+        after, collectives = frame.enter(inner, consts + carry + xs, eqn)
+        ys[:] = after[n_carry:]
+        return after[:n_carry], collectives
+
+    carry = frame.until_stable(turn, operands[n_same - n_carry : n_same])
+    return carry + ys
+
+
+def _count_equal_rank(outer: Sequence[Any], inner: Sequence[Any]) -> int:
+    pairs = zip(outer, inner, strict=True)
+    return sum(len(a.aval.shape) == len(b.aval.shape) for a, b in pairs)

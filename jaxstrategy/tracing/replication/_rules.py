@@ -1,0 +1,159 @@
+"""Which values of a step are provably equal on all replicas.
+
+A forward data-flow pass over the jaxpr of one replica's step. Every value has a level:
+
+- constant: it depends on no argument,
+- *same*: equal on all replicas, computed from arguments that are,
+- *reduced*: equal on all replicas, computed from the result of a reduction,
+- *varying*: anything else, which may differ between replicas.
+
+Values start out as their arguments do; `axis_index` varies; a reduction or gather over
+the replica axis is equal everywhere; every other operation has the highest level of its
+operands. Control flow and nested functions are entered, loops until nothing changes.
+What the pass does not know it calls varying: it may be pessimistic, never wrong, as
+long as the operations themselves give the same bits on every device for the same bits.
+
+On the way the pass notes every collective over the replicas, and whether a varying
+value decides that it is reached at all.
+
+Each nested function is gone through once per combination of levels of its operands,
+however often it is called, so the time is linear in what JAX traced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from jax.extend.core import Jaxpr
+
+from jaxstrategy.tracing._site import Site
+from jaxstrategy.tracing.replication import _collectives, _control
+from jaxstrategy.tracing.replication._analysis import Analysis, Frame, Rule, hidden
+from jaxstrategy.tracing.replication._state import (
+    SAME,
+    Cell,
+    Collective,
+    Findings,
+    Level,
+    State,
+    computed,
+    for_all,
+    join,
+    not_reduced,
+    varying_since,
+)
+
+
+def analyse(
+    jaxpr: Jaxpr,
+    varies: Sequence[bool],
+    axis_name: str,
+    replicas: int,
+    unpacking: int = 0,
+) -> Findings:
+    """What is known about each output of `jaxpr`, and its collectives.
+
+    Args:
+      jaxpr: one replica's computation, without constants.
+      varies: for each input, whether it may differ between replicas.
+      axis_name: the mesh axis of the replicas.
+      replicas: how many there are.
+      unpacking: how many equations at the start only unpack arguments.
+    """
+    inputs = [
+        State(Level.VARYING, index) if differs else SAME
+        for index, differs in enumerate(varies)
+    ]
+    analysis = Analysis(axis_name, replicas, _RULES, _other)
+    return analysis.of(jaxpr, inputs, unpacking)
+
+
+def _other(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
+    """Any other operation: varying if an operand is, or if it might look around."""
+    state = computed(eqn, operands)
+    for inner in hidden(eqn.params):
+        name = inner.primitive.name
+        if name in _COLLECTIVE:
+            frame.collectives.append(Collective(Site((inner, eqn))))
+        if name in _LOOKS_AROUND:
+            state = varying_since(eqn)
+    for cell in operands:
+        if isinstance(cell, Cell):  # it may write there
+            frame.write(cell, state)
+    return for_all(eqn, state)
+
+
+def _comparison(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
+    return for_all(eqn, not_reduced(computed(eqn, operands)))
+
+
+def _select(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
+    # What is chosen by the result of a reduction is not itself such a result.
+    return for_all(eqn, computed(eqn, [not_reduced(operands[0]), *operands[1:]]))
+
+
+def _outside(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
+    """Differs between replicas whatever it is given."""
+    _other(frame, eqn, operands)
+    return for_all(eqn, varying_since(eqn))
+
+
+# References.
+
+
+def _new_ref(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
+    return [Cell(join(operands))]
+
+
+def _get(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
+    # What it holds, unless an index varies.
+    return [computed(eqn, operands)]
+
+
+def _swap(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
+    cell, written = operands[0], operands[1:]
+    before = computed(eqn, operands)
+    frame.write(cell, computed(eqn, written))
+    return for_all(eqn, before)
+
+
+_SUMMING = ("psum", "psum_invariant")
+_REDUCING = ("pmax", "pmin")
+_GATHERING = ("all_gather", "all_gather_invariant", "pbroadcast")
+_SCATTERING = ("ppermute", "all_to_all", "ragged_all_to_all", "reduce_scatter")
+_SCATTERING += ("pgather", "psend", "precv")
+_COLLECTIVE = frozenset((*_SUMMING, *_REDUCING, *_GATHERING, *_SCATTERING))
+# Callbacks run on a host whose state we cannot see, once per device.
+_OUTSIDE = ("pure_callback", "io_callback", "ffi_call", "infeed", "rng_uniform")
+# Python functions that are traced later, and might do anything then.
+_OUTSIDE += ("call_hi_primitive",)
+_CALLS = ("jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint")
+_CALLS += ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "shard_map")
+_COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge", "is_finite", "eq_to", "le_to")
+_LOOKS_AROUND = _COLLECTIVE | {"axis_index", *_OUTSIDE}
+
+_RULES: dict[str, Rule] = {
+    "axis_index": _collectives.axis_index,
+    "cond": _control.branching,
+    "while": _control.while_loop,
+    "scan": _control.scan,
+    "get": _get,
+    "swap": _swap,
+    "addupdate": _swap,
+    "select_n": _select,
+    "mul": _collectives.scaling,
+    "div": _collectives.scaling,
+    "optimization_barrier": _collectives.each,
+    **dict.fromkeys(_COMPARISONS, _comparison),
+    **dict.fromkeys(
+        ("new_ref", "ref", "mutable_array", "core_mutable_array"), _new_ref
+    ),
+    **dict.fromkeys(("freeze", "ref_freeze", "free_ref"), _get),
+    **dict.fromkeys(_SUMMING, _collectives.summing),
+    **dict.fromkeys(_REDUCING, _collectives.reducing),
+    **dict.fromkeys(_GATHERING, _collectives.gathering),
+    **dict.fromkeys(_SCATTERING, _collectives.scattering),
+    **dict.fromkeys(_OUTSIDE, _outside),
+    **dict.fromkeys(_CALLS, _control.call),
+}

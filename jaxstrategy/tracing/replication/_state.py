@@ -1,0 +1,134 @@
+"""What the analysis knows about one value, and about a whole jaxpr."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Iterable
+from typing import Any
+
+from jaxstrategy.tracing._site import Site
+
+
+class Level(enum.IntEnum):
+    """What is known about a value; the level of a result is that of its operands."""
+
+    SAME = 1
+    REDUCED = 2
+    VARYING = 3
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class State:
+    """What is known about one value; None stands for a constant.
+
+    Attributes:
+      level: see `Level`.
+      input: the input of the jaxpr where the level comes from, if it is not from an
+        equation inside.
+      site: that equation; or where the input was first used, None if it was not yet.
+      is_direct: whether this is an unchanged result of the reduction at `site`.
+    """
+
+    level: Level
+    input: int | None = None
+    site: Site | None = None
+    is_direct: bool = False
+
+    @property
+    def varies(self) -> bool:
+        """Whether it may differ between replicas."""
+        return self.level is Level.VARYING
+
+
+SAME = State(Level.SAME)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Collective:
+    """A collective over the replicas, or part of them.
+
+    Attributes:
+      site: its equation.
+      decided_by: the varying value that decides whether a replica gets there, if any.
+      decided_at: the branch or loop where that value decides.
+      reduced_before: what it sums, where that is the result of a reduction already.
+      is_merge: it is no collective, but the first equation of a `merge_call`; these
+        are noted only where they are `decided_by` something.
+    """
+
+    site: Site
+    decided_by: State | None = None
+    decided_at: Site | None = None
+    reduced_before: State | None = None
+    is_merge: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Findings:
+    """What the analysis knows about a jaxpr.
+
+    Attributes:
+      outputs: for each output.
+      collectives: in program order.
+      contents: for each input that is a reference, what it holds in the end.
+    """
+
+    outputs: list[Any]
+    collectives: list[Collective]
+    contents: dict[int, State | None]
+
+
+class Cell:
+    """What a mutable reference holds. One object however many names it has."""
+
+    def __init__(self, content: State | None) -> None:
+        self.content = content
+
+
+def content_of(state: Any) -> State | None:
+    """`state` itself, or what the reference holds."""
+    return state.content if isinstance(state, Cell) else state
+
+
+def level_of(state: Any) -> int:
+    """The level of a state, 0 of a constant."""
+    state = content_of(state)
+    return 0 if state is None else state.level
+
+
+def join(states: Iterable[Any]) -> State | None:
+    """The first state of the highest level; a reference counts as what it holds."""
+    best, highest = None, 0
+    for state in states:
+        if state.__class__ is Cell:
+            state = state.content
+        if state is not None and state.level > highest:
+            best, highest = state, state.level
+    return best
+
+
+def computed(eqn: Any, operands: Iterable[Any]) -> State | None:
+    """What is known about something that `eqn` computes from `operands`."""
+    state = join(operands)
+    if state is None or state is SAME:
+        return state
+    if state.site is None or state.is_direct:
+        site = Site((eqn,)) if state.site is None else state.site
+        return State(state.level, state.input, site)
+    return state
+
+
+def not_reduced(state: State | None) -> State | None:
+    """`state`, but equal on all replicas for no special reason if it was reduced."""
+    return SAME if state is not None and state.level is Level.REDUCED else state
+
+
+def for_all(eqn: Any, state: Any) -> list[Any]:
+    """`state` for each result of `eqn`."""
+    return [state] * len(eqn.outvars)
+
+
+def varying_since(eqn: Any) -> State:
+    """What is known of a result that differs whatever `eqn` is given."""
+    return State(Level.VARYING, None, Site((eqn,)))
