@@ -75,6 +75,7 @@ class Comparison:
       unit: of the numbers in the table.
       values: for each program, one number per turn.
       target: how many times the second program's number the first one's may be.
+      in_percent: whether the table shows the ratio as a share.
     """
 
     case: str
@@ -82,6 +83,7 @@ class Comparison:
     unit: str
     values: Mapping[str, Sequence[float]]
     target: float
+    in_percent: bool = False
 
     @property
     def ratio(self) -> Spread:
@@ -123,15 +125,27 @@ def _cells(comparison: Comparison) -> list[str]:
         _text(Spread.of(values), comparison.unit)
         for values in comparison.values.values()
     ]
-    ratio = comparison.ratio
     return [
         comparison.case,
         comparison.quantity,
         *numbers,
-        f"{ratio.median:.3f} ({ratio.low:.2f}-{ratio.high:.2f})",
-        f"{comparison.target:.2f}",
+        _ratio_text(comparison),
+        _target_text(comparison),
         "met" if comparison.is_met else "missed",
     ]
+
+
+def _ratio_text(comparison: Comparison) -> str:
+    ratio = comparison.ratio
+    if comparison.in_percent:
+        return f"{ratio.median:.2%} ({ratio.low:.2%}-{ratio.high:.2%})"
+    return f"{ratio.median:.3f} ({ratio.low:.2f}-{ratio.high:.2f})"
+
+
+def _target_text(comparison: Comparison) -> str:
+    if comparison.in_percent:
+        return f"{comparison.target:.2%}"
+    return f"{comparison.target:.2f}"
 
 
 def _text(spread: Spread, unit: str) -> str:
@@ -144,6 +158,6 @@ def _verdict(quantity: str, group: Sequence[Comparison]) -> str:
     met = sum(comparison.is_met for comparison in group)
     worst = max(group, key=lambda comparison: comparison.ratio.median)
     return (
-        f"{quantity}: at most {worst.target:.2f} wanted, met in {met} of {len(group)}; "
-        f"worst {worst.ratio.median:.3f} ({worst.case})"
+        f"{quantity}: at most {_target_text(worst)} wanted, met in {met} of "
+        f"{len(group)}; worst {_ratio_text(worst)}, {worst.case}"
     )

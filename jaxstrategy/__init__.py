@@ -70,5 +70,6 @@ from jaxstrategy.strategies._extended import StrategyExtended as StrategyExtende
 from jaxstrategy.strategies._mirrored import MirroredStrategy as MirroredStrategy
 from jaxstrategy.strategies._one_device import OneDeviceStrategy as OneDeviceStrategy
 from jaxstrategy.strategies._placed import Mirrored as Mirrored
+from jaxstrategy.tracing.explanation._explanation import Explanation as Explanation
 
 __version__ = _version("jaxstrategy")

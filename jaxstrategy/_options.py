@@ -52,15 +52,21 @@ class RunOptions:
         the line where it began to vary. True for all of them, a pytree prefix of bools
         like the results (`(True, False)` for `return state, loss`), or a function
         `(path, leaf) -> bool` that is given JAX's key path and a
-        `jax.ShapeDtypeStruct`.
+        `jax.ShapeDtypeStruct`. Give the same function at each call: a new one is a
+        new choice, for which the step is compiled again.
 
     >>> RunOptions(donate_argnums=0).donate_argnums
     (0,)
     >>> options = RunOptions(expect_mirrored=(True, {"loss": False}))
     """
 
-    donate_argnums: int | Sequence[int] = ()
-    expect_mirrored: PyTree | Callable[[Any, Any], bool] = None
+    donate_argnums: int | Sequence[int] = dataclasses.field(default=(), compare=False)
+    expect_mirrored: PyTree | Callable[[Any, Any], bool] = dataclasses.field(
+        default=None, compare=False
+    )
+    # What makes two options equal. A pytree counts by its entries and its structure,
+    # whether its class can be compared or not.
+    _key: Any = dataclasses.field(init=False, repr=False, default=None)
     # Worked out once: options are looked up at each call of `run`.
     _hash: int = dataclasses.field(init=False, repr=False, compare=False, default=0)
 
@@ -75,16 +81,19 @@ class RunOptions:
         leaves, structure = jax.tree.flatten(
             self.expect_mirrored, is_leaf=lambda entry: entry is None
         )
-        for entry in leaves:
-            is_function = callable(entry) and entry is self.expect_mirrored
-            if not (entry is None or isinstance(entry, bool) or is_function):
-                raise TypeError(
-                    f"`expect_mirrored` was {self.expect_mirrored!r}; True, a pytree "
-                    "of True and False in the shape of the results, or a function of "
-                    "a path and a leaf was wanted."
-                )
-        key = hash((self.donate_argnums, tuple(leaves), structure))
-        object.__setattr__(self, "_hash", key)
+        wrong = [
+            entry for entry in leaves if entry is not None and type(entry) is not bool
+        ]
+        if wrong and not is_function(self.expect_mirrored):
+            raise TypeError(
+                f"`expect_mirrored` was {self.expect_mirrored!r}, with {wrong[0]!r} "
+                "where True or False was wanted. Give True for all results, a pytree "
+                "of True and False in the shape of the results, or a function of a "
+                "path and a leaf."
+            )
+        key = self.donate_argnums, tuple(leaves), structure
+        object.__setattr__(self, "_key", key)
+        object.__setattr__(self, "_hash", hash(key[:2]))
 
     def _check_donated(self) -> None:
         given = self.donate_argnums
@@ -108,6 +117,16 @@ class RunOptions:
         """The positions of `donate_argnums`, always as a tuple."""
         given = self.donate_argnums
         return (given,) if isinstance(given, int) else tuple(given)
+
+
+def is_function(expected: Any) -> bool:
+    """Whether an `expect_mirrored` is a function, not a pytree of True and False.
+
+    A model can be both callable and a pytree: then its leaves are what counts.
+    """
+    return callable(expected) and not any(
+        isinstance(leaf, bool) for leaf in jax.tree.leaves(expected)
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -56,7 +56,12 @@ def is_users(filename: str) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _is_librarys(filename: str) -> bool:
+    if filename.startswith("<"):  # typed in; else generated, as a dataclass's methods
+        return not filename.startswith(_TYPED_IN)
     return os.path.abspath(filename).startswith(_LIBRARIES)
+
+
+_TYPED_IN = ("<ipython", "<python-input", "<stdin", "<console", "<doctest")
 
 
 def innermost(frames: Iterable[tuple[str, int]], libraries: bool = True) -> Line | None:

@@ -204,7 +204,9 @@ def training_step(strategy: js.Strategy) -> Callable[..., Any]:
     """
     import optax
 
-    @strategy.run(options=js.RunOptions(donate_argnums=0))
+    # A gradient that was left unreduced would be an error, not another network on each
+    # replica.
+    @strategy.run(options=js.RunOptions(donate_argnums=0, expect_mirrored=True))
     def step(
         state: TrainState, images: jax.Array, labels: jax.Array
     ) -> tuple[TrainState, jax.Array]:

@@ -15,6 +15,7 @@ FLOORS = [
     "_errors",
     "_source",
     "_tables",
+    "_units",
     "_options",
     "_topology",
     "_devices",

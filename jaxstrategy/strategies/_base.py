@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
-import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn, Self
 
@@ -21,15 +19,24 @@ from jaxstrategy._contexts import AbstractStrategy, Context
 from jaxstrategy._devices import Device
 from jaxstrategy._options import ReduceOp, RunOptions, ValueContext
 from jaxstrategy._replica import ReplicaContext
+from jaxstrategy._topology import Topology
 from jaxstrategy._values import PerReplica, PyTree
 from jaxstrategy.inputs._dataset import DistributedDataset
 from jaxstrategy.inputs._split import split_batch
-from jaxstrategy.reductions._all_reduce import Axes, reduce_axis
-from jaxstrategy.reductions._gather import all_gather
+from jaxstrategy.reductions._all_reduce import Axes
+from jaxstrategy.strategies._calls import (
+    check_arguments,
+    check_options,
+    needs_arguments,
+)
 from jaxstrategy.strategies._extended import StrategyExtended
+from jaxstrategy.strategies._in_sync import assert_in_sync
+from jaxstrategy.strategies._reducers import dimensions, gatherer, reducer
 from jaxstrategy.tracing._init import build_replicated
 from jaxstrategy.tracing._programs import Programs
 from jaxstrategy.tracing._step import Step
+from jaxstrategy.tracing.explanation._explain import explain
+from jaxstrategy.tracing.explanation._explanation import Explanation
 
 _NOT_GIVEN: Any = object()
 
@@ -139,7 +146,7 @@ class Strategy(AbstractStrategy):
           TypeError: an argument is neither an array nor hashable, or `fn` returned
             something that is neither an array nor a plain value.
         """
-        _check_options(options)
+        check_options(options)
         if fn is _NOT_GIVEN:
             return functools.partial(self._decorate, options=options)
         if not callable(fn):
@@ -148,10 +155,10 @@ class Strategy(AbstractStrategy):
                 "function itself: `strategy.run(step, args=(state, batch))`."
             )
         if args is _NOT_GIVEN:
-            if kwargs is None and _needs_arguments(fn):
+            if kwargs is None and needs_arguments(fn):
                 return self._decorate(fn, options=options)
             args = ()
-        _check_arguments(args, kwargs)
+        check_arguments(args, kwargs)
         return self._run(fn, tuple(args), dict(kwargs or {}), options)
 
     def _decorate(
@@ -163,7 +170,79 @@ class Strategy(AbstractStrategy):
         def run(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             return self._run(fn, args, kwargs, options)
 
-        return Step(fn, programs_of, run, repr(self))
+        return Step(fn, programs_of, run, repr(self), options)
+
+    def explain(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+        *,
+        options: RunOptions | None = None,
+        topology: Topology | None = None,
+        compiled: bool = True,
+    ) -> Explanation:
+        """What `run(fn, args, kwargs)` would do, without running it.
+
+        The step is traced, so its Python code runs once, and compiled, but nothing is
+        computed. What `run` would refuse or warn about is listed, not raised.
+
+        Args:
+          fn: the step, or what `@strategy.run` made of it.
+          args: its positional arguments. Arrays may be `jax.ShapeDtypeStruct`s, in a
+            `PerReplica` with shape `[replica, ...]`, for a step too large to be here.
+          kwargs: its keyword arguments.
+          options: how `run` would compile it; by default as it was decorated.
+          topology: the links that communication times are predicted for, by default
+            25 GB/s (a 200 Gbit/s network) and 10 microseconds a message.
+          compiled: whether to compile the step, for XLA's figures on memory and
+            floating-point operations. Without, large steps are explained in less time.
+
+        Returns:
+          An `Explanation`: collectives with their source lines, mirrored and
+          per-replica results, static arguments, arguments that could be donated,
+          predicted communication times; it prints as a report.
+
+        Raises:
+          ContextError: inside `run`, or in another strategy's scope.
+          TracedValueError: Python code in `fn` needs the value of a traced array.
+          TypeError: an argument is neither an array nor hashable.
+
+        >>> import jaxstrategy as js
+        >>> strategy = js.MirroredStrategy(js.simulate(8)[:4])
+        >>> def step(w, x):
+        ...     grad = js.get_replica_context().all_reduce("mean", w * x)
+        ...     return w - grad, grad.sum() + x.sum()
+        >>> x = strategy.per_replica(np.ones((4, 2), np.float32))
+        >>> found = strategy.explain(step, (np.ones(2, np.float32), x))
+        >>> [(c.operation, c.nbytes, c.line.code) for c in found.collectives]
+        [('psum', 8, 'grad = js.get_replica_context().all_reduce("mean", w * x)')]
+        >>> [value.path for value in found.per_replica]
+        ['step(...)[1]']
+        >>> found.communication_time(js.Topology(1e9, 1e-6, replicas=64), "ring")
+        0.00012601575
+        """
+        _contexts.require_host(self, "explain")
+        if isinstance(fn, Step):
+            options = fn.options if options is None else options
+            fn = fn.function
+        check_options(options)
+        check_arguments(args, kwargs)
+        if not callable(fn):
+            raise TypeError(
+                f"`explain` was given {fn!r}, which cannot be called. Give the step "
+                "function itself, and its arguments: `strategy.explain(step, (x,))`."
+            )
+        return explain(
+            fn,
+            tuple(args),
+            dict(kwargs or {}),
+            call=self._call_replica,
+            mesh=self.mesh,
+            options=options or RunOptions(),
+            topology=topology or Topology(25e9, 10e-6, self.num_replicas_in_sync),
+            compiled=compiled,
+        )
 
     def _run(
         self,
@@ -229,8 +308,8 @@ class Strategy(AbstractStrategy):
         Array(2.5, dtype=float32)
         """
         context = _contexts.require_cross_replica(self, "reduce")
-        reducer = _reducer(ReduceOp(reduce_op), _axes(axis), self._axes)
-        return self._across(context, reducer, value)
+        function = reducer(ReduceOp(reduce_op), dimensions(axis), self._axes)
+        return self._across(context, function, value)
 
     def gather(self, value: PyTree, axis: int = 0) -> PyTree:
         """Every replica's version joined along `axis`, in replica order, leaf by leaf.
@@ -249,7 +328,7 @@ class Strategy(AbstractStrategy):
         Array([1, 2, 3, 4], dtype=int32)
         """
         context = _contexts.require_cross_replica(self, "gather")
-        return self._across(context, _gatherer(axis, self._axes), value)
+        return self._across(context, gatherer(axis, self._axes), value)
 
     def experimental_local_results(self, value: PyTree) -> tuple[PyTree, ...]:
         """Each replica's version of `value`, as a tuple.
@@ -297,6 +376,49 @@ class Strategy(AbstractStrategy):
         if _values.is_mirrored(leaf):
             return tuple(shard.data for shard in leaf.addressable_shards)
         return (leaf,) * n
+
+    def assert_in_sync(self, tree: PyTree, name: str = "tree") -> None:
+        """Nothing if all replicas hold the same bits of `tree`, else an error.
+
+        For state that should be equal on all replicas, now and then between steps. The
+        copies of each mirrored array, and the versions of each `PerReplica`, are
+        compared by 64 bits computed from them where they are: one pass over the memory
+        and one small collective, however large the arrays. It waits for the steps
+        before it, and changes nothing; with several processes, each must call it. A
+        change of a single number of up to 64 bits is always found, anything else is
+        missed once in 2**64.
+
+        Bits are compared, not numbers: 0.0 and -0.0 differ, NaNs of the same bits do
+        not. What has one copy only (host and single-device arrays, numbers, strings,
+        functions, None) is passed over.
+
+        Args:
+          tree: a pytree.
+          name: how the error calls it.
+
+        Raises:
+          OutOfSyncError: it names the arrays that differ and the replicas that hold
+            them; its `leaves` has both for programs.
+          PlacementError: an array lies on several devices, but not whole on each of
+            this strategy's; or a `PerReplica` belongs to another strategy.
+          DonatedValueError: an array was donated before.
+          TracedValueError: inside a function traced by JAX (`jax.jit`, `jax.grad`).
+          ContextError: inside `run`.
+
+        >>> import jaxstrategy as js
+        >>> strategy = js.MirroredStrategy(js.simulate(8)[:4])
+        >>> state = {"w": strategy.mirror(1.0), "n": strategy.per_replica([7, 7, 8, 7])}
+        >>> strategy.assert_in_sync(state["w"])
+        >>> try:
+        ...     strategy.assert_in_sync(state, "state")
+        ... except js.OutOfSyncError as error:
+        ...     print(error.leaves)
+        {"state['n']": ((0, 1, 3), (2,))}
+        """
+        _contexts.require_host(self, "assert_in_sync")
+        assert_in_sync(
+            tree, name, self.mesh, self._axes, functools.partial(self._across, None)
+        )
 
     def _across(
         self, context: Context | None, function: Callable[..., Any], value: PyTree
@@ -485,68 +607,3 @@ class Strategy(AbstractStrategy):
 
 
 _LEAF = jax.tree.structure(0)
-
-
-def _axes(axis: int | Sequence[int] | None) -> tuple[int, ...] | None:
-    if axis is None:
-        return None
-    given = (axis,) if isinstance(axis, int) else axis
-    try:
-        dimensions = tuple(operator.index(dimension) for dimension in given)
-    except TypeError:
-        dimensions = None
-    if dimensions is None or any(isinstance(dimension, bool) for dimension in given):
-        raise TypeError(
-            f"`axis` was {axis!r}; None, a whole number or several were wanted."
-        )
-    return dimensions
-
-
-# One function for each way to reduce, so that each is compiled once.
-@functools.cache
-def _reducer(
-    op: ReduceOp, axis: tuple[int, ...] | None, axes: Axes
-) -> Callable[[PyTree], PyTree]:
-    def reduce(tree: PyTree) -> PyTree:
-        return jax.tree.map(lambda leaf: reduce_axis(op, leaf, axis, axes), tree)
-
-    return reduce
-
-
-@functools.cache
-def _gatherer(axis: int, axes: Axes) -> Callable[[PyTree], PyTree]:
-    def gather(tree: PyTree) -> PyTree:
-        return jax.tree.map(lambda leaf: all_gather(leaf, axis, axes), tree)
-
-    return gather
-
-
-def _needs_arguments(fn: Callable[..., Any]) -> bool:
-    try:
-        parameters = inspect.signature(fn).parameters.values()
-    except (TypeError, ValueError):  # some builtins have none
-        return False
-    empty = inspect.Parameter.empty
-    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return any(p.default is empty and p.kind not in variadic for p in parameters)
-
-
-def _check_arguments(args: Any, kwargs: Any) -> None:
-    if not isinstance(args, (tuple, list)):
-        raise TypeError(
-            f"`args` was a {type(args).__name__}; a tuple of the function's arguments "
-            "was wanted. Write `args=(x,)` for one argument."
-        )
-    if kwargs is not None and not isinstance(kwargs, dict):
-        raise TypeError(
-            f"`kwargs` was a {type(kwargs).__name__}; a dict of the function's keyword "
-            "arguments was wanted."
-        )
-
-
-def _check_options(options: Any) -> None:
-    if options is not None and not isinstance(options, RunOptions):
-        raise TypeError(
-            f"`options` was {options!r}; a `RunOptions` was wanted, for example "
-            "`RunOptions(donate_argnums=0)`."
-        )

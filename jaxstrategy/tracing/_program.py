@@ -106,6 +106,22 @@ class Program:
         finally:
             self._may_trace = False
 
+    def lower(self, leaves: Sequence[Any]) -> Any:
+        """JAX's lowered form of the program; `leaves` may be types of arrays."""
+        types = [
+            jax.ShapeDtypeStruct(
+                leaf.shape, leaf.dtype, sharding=sharding, weak_type=leaf.weak_type
+            )
+            for leaf, sharding in zip(
+                jax.eval_shape(list, leaves), self._placement.shardings, strict=True
+            )
+        ]
+        self._may_trace = True
+        try:
+            return self._compiled.lower(*types)
+        finally:
+            self._may_trace = False
+
     def _dispatch(self, leaves: Sequence[Any]) -> PyTree:
         if self._donated:
             self._placement.check_donated(leaves)
@@ -195,9 +211,9 @@ class Program:
             name=self._fn_name(),
             signature=self._signature,
             label=self._label,
-            arguments=[var.aval for var in jaxpr.invars],
             donated=self._donated,
             inputs=inputs,
+            types=[var.aval for var in jaxpr.invars],
             results=results,
             outputs=[atom.aval for atom in jaxpr.outvars],
             findings=analyse(
@@ -307,16 +323,14 @@ def _donated_leaves(signature: Signature, donate: Sequence[int]) -> tuple[int, .
     Raises:
       ValueError: a position is beyond the arguments.
     """
-    args, kwargs = jax.tree.unflatten(
-        signature.treedef, list(range(len(signature.roles)))
-    )
-    beyond = [position for position in donate if position >= len(args)]
+    leaves = signature.positions()
+    beyond = [position for position in donate if position >= len(leaves)]
     if beyond:
         raise ValueError(
             f"`donate_argnums` names argument {beyond[0]}, but `args` has "
-            f"{len(args)}. Positions count from 0; keyword arguments are not donated."
+            f"{len(leaves)}. Positions count from 0; keyword arguments are not donated."
         )
-    chosen = {leaf for n in donate for leaf in jax.tree.leaves(args[n])}
+    chosen = {leaf for n in donate for leaf in leaves[n]}
     return tuple(new for new, old in enumerate(signature.dynamic) if old in chosen)
 
 

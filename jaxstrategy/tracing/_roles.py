@@ -45,6 +45,11 @@ class Signature:
         """Which leaves are passed to the compiled program."""
         return [i for i, role in enumerate(self.roles) if role is not Role.STATIC]
 
+    def positions(self) -> list[list[int]]:
+        """For each positional argument its leaves."""
+        args, _ = jax.tree.unflatten(self.treedef, range(len(self.roles)))
+        return [jax.tree.leaves(argument) for argument in args]
+
     def rebuild(self, locals_: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """`(args, kwargs)` as the step sees them, from one replica's arrays."""
         dynamic, static = iter(locals_), iter(self.statics)
@@ -55,9 +60,11 @@ class Signature:
 
 
 def take_apart(
-    fn: Callable[..., Any], args: Any, kwargs: Any
+    fn: Callable[..., Any], args: Any, kwargs: Any, abstract: bool = False
 ) -> tuple[list[Any], Signature]:
     """The arrays and numbers of a call `fn(*args, **kwargs)`, and its signature.
+
+    With `abstract`, a `jax.ShapeDtypeStruct` counts as an array.
 
     Raises:
       TypeError: a static argument cannot be hashed, or a `PerReplica` holds something
@@ -66,13 +73,14 @@ def take_apart(
     nodes, treedef = jax.tree.flatten((args, kwargs), is_leaf=_values.is_per_replica)
     leaves, roles, statics = [], [], []
     for index, node in enumerate(nodes):
-        role, value = _role(node)
+        role, value = _role(node, abstract)
         if role is Role.STATIC:
             _check_hashable(fn, args, kwargs, index, node)
             statics.append(value)
         else:
             leaves.append(value)
-        if role is Role.PER_REPLICA and not _values.is_array(value):
+        is_struct = abstract and isinstance(value, jax.ShapeDtypeStruct)
+        if role is Role.PER_REPLICA and not (is_struct or _values.is_array(value)):
             raise TypeError(
                 f"{label(fn, args, kwargs, index)} is a PerReplica around {value!r}, "
                 "not around an array of shape [replica, ...]. Make it with "
@@ -83,10 +91,12 @@ def take_apart(
     return leaves, Signature(treedef, tuple(roles), tuple(statics), static_types)
 
 
-def _role(node: Any) -> tuple[Role, Any]:
+def _role(node: Any, abstract: bool) -> tuple[Role, Any]:
     if isinstance(node, PerReplica):
         return Role.PER_REPLICA, _values.contents(node)
     if isinstance(node, jax.Array):
+        return Role.SAME, node
+    if abstract and isinstance(node, jax.ShapeDtypeStruct):
         return Role.SAME, node
     if isinstance(node, bool):
         return Role.STATIC, node

@@ -10,6 +10,7 @@ from typing import Any, final
 import jax
 
 from jaxstrategy import _contexts
+from jaxstrategy._options import RunOptions
 
 
 @final
@@ -20,11 +21,16 @@ class Step:
     it makes a method: an object that is a registered pytree is passed as an argument
     like any other, any other object belongs to the step.
 
+    Attributes:
+      function: the function, as one replica sees it.
+      options: how it is compiled.
+
     Args:
       fn: the function, as one replica sees it.
       programs_of: the compiled programs of a function, called with args and kwargs.
       run: runs a function where there is a context to be checked.
       describe: the strategy, for `repr`.
+      options: how it is compiled.
     """
 
     def __init__(
@@ -33,8 +39,10 @@ class Step:
         programs_of: Callable[[Callable[..., Any]], Callable[..., Any]],
         run: Callable[..., Any],
         describe: str,
+        options: RunOptions | None = None,
     ) -> None:
-        self._fn = fn
+        self.function = self._fn = fn
+        self.options = options
         self._programs_of = programs_of
         self._programs = programs_of(fn)
         self._run = run
@@ -52,7 +60,7 @@ class Step:
         if not jax.tree_util.all_leaves([instance]):
             return types.MethodType(self, instance)
         method = types.MethodType(self._fn, instance)
-        return Step(method, self._programs_of, self._run, self._describe)
+        return Step(method, self._programs_of, self._run, self._describe, self.options)
 
     def __repr__(self) -> str:
         name = getattr(self._fn, "__qualname__", repr(self._fn))

@@ -10,7 +10,7 @@ import jax
 
 from jaxstrategy._source import Line
 from jaxstrategy.tracing._results import Results
-from jaxstrategy.tracing._roles import Signature
+from jaxstrategy.tracing._roles import Role, Signature
 from jaxstrategy.tracing.replication._state import Findings, State
 
 
@@ -22,10 +22,11 @@ class TracedStep:
       name: how messages call it.
       signature: of its arguments.
       label: how messages call an argument, by its place among the dynamic ones.
-      arguments: their types on one replica.
-      donated: which of them the step may overwrite.
+      donated: the arguments that the step may overwrite.
       inputs: for each input of the analysis the argument it is, None for a constant
         that the step captured.
+      types: of these inputs on one replica; an argument that is a `PerReplica` has
+        there a dimension of 1 before its own.
       results: the pytree it returned.
       outputs: the types of its arrays on one replica.
       findings: what the analysis knows about them.
@@ -34,12 +35,22 @@ class TracedStep:
     name: str
     signature: Signature
     label: Callable[[int], str]
-    arguments: Sequence[Any]
     donated: frozenset[int]
     inputs: Sequence[int | None]
+    types: Sequence[Any]
     results: Results
     outputs: Sequence[Any]
     findings: Findings
+
+    def is_per_replica(self, argument: int) -> bool:
+        """Whether the argument was a `PerReplica`."""
+        role = self.signature.roles[self.signature.dynamic[argument]]
+        return role is Role.PER_REPLICA
+
+    def type_of(self, argument: int) -> Any:
+        """The type of the argument as the step saw it."""
+        aval = self.types[self.inputs.index(argument)]
+        return aval.update(shape=aval.shape[self.is_per_replica(argument) :])
 
     def path(self, keys: Any) -> str:
         """How messages call the result at `keys`: `` `step(...)['loss']` ``."""

@@ -1,0 +1,43 @@
+"""Numbers as people read them: three digits and a unit."""
+
+from __future__ import annotations
+
+_SI = ("", "k", "M", "G", "T", "P", "E")
+
+
+def with_bytes(nbytes: float) -> str:
+    """A number of bytes, in powers of 1024.
+
+    >>> with_bytes(640), with_bytes(5 * 1024**2)
+    ('640 B', '5 MiB')
+    """
+    power = 0
+    while nbytes >= 1000 and power + 1 < len(_SI):
+        nbytes, power = nbytes / 1024, power + 1
+    unit = f"{_SI[power].upper()}iB" if power else "B"
+    return f"{nbytes:.3g} {unit}"
+
+
+def with_seconds(seconds: float) -> str:
+    """A time.
+
+    >>> with_seconds(0.00125), with_seconds(2.5)
+    ('1.25 ms', '2.5 s')
+    """
+    for unit in ("s", "ms", "us"):
+        if seconds >= 0.9995:
+            return f"{seconds:.3g} {unit}"
+        seconds *= 1000
+    return f"{seconds:.3g} ns"
+
+
+def with_prefix(number: float) -> str:
+    """A large number, in powers of 1000.
+
+    >>> with_prefix(1_250_000), with_prefix(12)
+    ('1.25 M', '12')
+    """
+    power = 0
+    while number >= 999.5 and power + 1 < len(_SI):
+        number, power = number / 1000, power + 1
+    return f"{number:.3g} {_SI[power]}".rstrip()

@@ -1,0 +1,51 @@
+"""The arguments of `run` and its kin, looked at before anything is done with them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from jaxstrategy._options import RunOptions
+
+
+def needs_arguments(fn: Callable[..., Any]) -> bool:
+    """Whether `fn` cannot be called without arguments."""
+    try:
+        parameters = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError):  # some builtins have none
+        return False
+    empty = inspect.Parameter.empty
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return any(p.default is empty and p.kind not in variadic for p in parameters)
+
+
+def check_arguments(args: Any, kwargs: Any) -> None:
+    """Raise unless these are a sequence of arguments and a dict or None.
+
+    Raises:
+      TypeError: they are not.
+    """
+    if not isinstance(args, (tuple, list)):
+        raise TypeError(
+            f"`args` was a {type(args).__name__}; a tuple of the function's arguments "
+            "was wanted. Write `args=(x,)` for one argument."
+        )
+    if kwargs is not None and not isinstance(kwargs, dict):
+        raise TypeError(
+            f"`kwargs` was a {type(kwargs).__name__}; a dict of the function's keyword "
+            "arguments was wanted."
+        )
+
+
+def check_options(options: Any) -> None:
+    """Raise unless this is a `RunOptions` or None.
+
+    Raises:
+      TypeError: it is not.
+    """
+    if options is not None and not isinstance(options, RunOptions):
+        raise TypeError(
+            f"`options` was {options!r}; a `RunOptions` was wanted, for example "
+            "`RunOptions(donate_argnums=0)`."
+        )

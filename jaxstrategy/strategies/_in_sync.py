@@ -1,0 +1,112 @@
+"""Whether the replicas still hold the same: what `Strategy.assert_in_sync` does."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import Mesh
+
+from jaxstrategy import _devices, _mesh, _values
+from jaxstrategy._errors import OutOfSyncError, PlacementError, TracedValueError
+from jaxstrategy._values import PerReplica, PyTree
+from jaxstrategy.reductions._all_reduce import Axes
+from jaxstrategy.reductions._fingerprint import fingerprints, groups
+
+
+def assert_in_sync(
+    tree: PyTree,
+    name: str,
+    mesh: Mesh,
+    axes: Axes,
+    run: Callable[[Callable[[PyTree], PyTree], PyTree], Any],
+) -> None:
+    """Nothing if all replicas hold the same bits of `tree`, else an error.
+
+    Args:
+      tree: a pytree.
+      name: how the error calls it.
+      mesh: where the replicas are.
+      axes: the names of its axes.
+      run: `run(function, tree)` calls a function on each replica's version of a tree.
+
+    Raises:
+      OutOfSyncError: the replicas differ.
+      PlacementError: an array lies on several devices, but not whole on each of ours.
+      TracedValueError: the values are not known yet.
+    """
+    compared = _compared(tree, mesh, name)
+    if mesh.size == 1 or not jax.tree.leaves(compared):
+        return
+    traced = run(_fingerprinter(axes), compared)
+    if isinstance(traced, Tracer):  # the arrays are constants of a traced function
+        raise _not_known(name)
+    prints = np.asarray(traced)
+    if (prints != prints[0]).any():
+        raise OutOfSyncError(_differing(compared, prints, name))
+
+
+@functools.cache
+def _fingerprinter(axes: Axes) -> Callable[[PyTree], jax.Array]:
+    def fingerprints_of(tree: PyTree) -> jax.Array:
+        return fingerprints(tree, axes)
+
+    return fingerprints_of
+
+
+def _compared(tree: PyTree, mesh: Mesh, name: str) -> PyTree:
+    """`tree` with None for each leaf that the replicas have no copies or versions of.
+
+    Raises:
+      TracedValueError: a leaf is being traced.
+      PlacementError: an array lies on several devices, but not whole on each of ours.
+    """
+    wanted = _mesh.replicated(mesh)
+
+    def keep(path: Any, leaf: Any) -> Any:
+        content = _values.contents(leaf) if isinstance(leaf, PerReplica) else leaf
+        if isinstance(content, Tracer):
+            raise _not_known(f"{name}{jax.tree_util.keystr(path)}")
+        if isinstance(leaf, PerReplica):
+            return leaf
+        if hasattr(type(leaf), "__jax_array__"):  # an object around an array
+            leaf = jnp.asarray(leaf)
+        if not isinstance(leaf, jax.Array) or len(leaf.sharding.device_set) == 1:
+            return None
+        if not _mesh.lies_as(leaf, wanted):
+            raise PlacementError(
+                f"`{name}{jax.tree_util.keystr(path)}` lies on several devices, as "
+                f"{leaf.sharding}, but not whole on each of this strategy's, "
+                f"{_devices.names(_mesh.devices_of(mesh))}: there are no copies to "
+                "compare. Use the strategy it belongs to; if entry i belongs to "
+                "replica i, pass `PerReplica(array)`."
+            )
+        return leaf
+
+    return jax.tree.map_with_path(keep, tree, is_leaf=_values.is_per_replica)
+
+
+def _not_known(what: str) -> TracedValueError:
+    return TracedValueError(
+        f"`assert_in_sync` cannot look at `{what}` while JAX traces the function that "
+        "calls it (`jax.jit`, `jax.grad`, `jax.lax.scan`): there are no copies to "
+        "compare yet. Call it outside, between steps."
+    )
+
+
+def _differing(
+    compared: PyTree, prints: np.ndarray, name: str
+) -> dict[str, tuple[tuple[int, ...], ...]]:
+    """The leaves whose fingerprints `[replicas, leaves, 2]` differ, with the groups."""
+    paths, _ = jax.tree.flatten_with_path(compared, is_leaf=_values.is_per_replica)
+    found = ((path, groups(prints[:, i])) for i, (path, _) in enumerate(paths))
+    return {
+        f"{name}{jax.tree_util.keystr(path)}": agreeing
+        for path, agreeing in found
+        if len(agreeing) > 1
+    }

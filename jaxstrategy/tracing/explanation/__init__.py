@@ -1,0 +1,1 @@
+"""What a step would do, told without running it."""

@@ -1,0 +1,209 @@
+"""From a traced step to its explanation."""
+
+from __future__ import annotations
+
+import collections
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from jax.sharding import Mesh
+
+from jaxstrategy._options import RunOptions
+from jaxstrategy._topology import Topology
+from jaxstrategy.tracing import _checks, _roles
+from jaxstrategy.tracing._program import Program
+from jaxstrategy.tracing._roles import Role
+from jaxstrategy.tracing._traced import TracedStep
+from jaxstrategy.tracing.explanation._explanation import Explanation
+from jaxstrategy.tracing.explanation._facts import (
+    ExplainedCollective,
+    ExplainedValue,
+    Memory,
+)
+from jaxstrategy.tracing.replication._state import Collective
+
+_KINDS = {
+    "all_gather": "all_gather",
+    "all_gather_invariant": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+    "all_to_all": "all_to_all",
+    "ragged_all_to_all": "all_to_all",
+    "ppermute": "permute",
+    "pgather": "permute",
+    "psend": "permute",
+    "precv": "permute",
+}
+
+
+def explain(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    call: Callable[..., Any],
+    mesh: Mesh,
+    options: RunOptions,
+    topology: Topology,
+    compiled: bool,
+) -> Explanation:
+    """What `fn(*args, **kwargs)` would do on the replicas of `mesh`.
+
+    Args:
+      fn: the step.
+      args: its positional arguments; `jax.ShapeDtypeStruct`s stand for arrays.
+      kwargs: its keyword arguments.
+      call: runs `fn` as one replica: `call(fn, args, kwargs)`.
+      mesh: where the replicas are.
+      options: how `run` would compile it.
+      topology: what times are predicted for.
+      compiled: whether to compile it, for what XLA has to say.
+    """
+    leaves, signature = _roles.take_apart(fn, args, kwargs, abstract=True)
+    traced: list[TracedStep] = []
+    program = Program(
+        get_fn=lambda: fn,
+        call=call,
+        signature=signature,
+        mesh=mesh,
+        donate=options.donated,
+        check=traced.append,
+        traced=lambda fn, avals: None,
+    )
+    lowered = program.lower(leaves)
+    (step,) = traced
+    executable = lowered.compile() if compiled else None
+    donatable = list(_donatable(step))
+    mirrored, per_replica = _results(step)
+    return Explanation(
+        name=step.name,
+        num_replicas=mesh.size,
+        collectives=tuple(_collective(found) for found in step.findings.collectives),
+        mirrored=tuple(mirrored),
+        per_replica=tuple(per_replica),
+        static_arguments=dict(_static_arguments(fn, step)),
+        donated=tuple(_argument(step, index) for index in sorted(step.donated)),
+        donatable=tuple(_argument(step, index) for index in donatable),
+        donate_argnums=_whole_positions(step, {*step.donated, *donatable}),
+        problems=tuple(_problems(step, options)),
+        topology=topology,
+        memory=_memory(executable),
+        flops=_flops(executable),
+    )
+
+
+def _collective(found: Collective) -> ExplainedCollective:
+    eqn = found.site.eqns[0]
+    operands = [atom.aval for atom in eqn.invars]
+    groups = eqn.params.get("axis_index_groups")
+    return ExplainedCollective(
+        operation=found.site.primitive,
+        # Everything else sums, or takes an extreme; a broadcast takes no longer.
+        kind=_KINDS.get(found.site.primitive, "all_reduce"),
+        nbytes=sum(map(_nbytes, operands)),
+        dtypes=tuple(dict.fromkeys(str(aval.dtype) for aval in operands)),
+        loops=found.site.loops,
+        in_branch=found.site.in_branch,
+        group=max(map(len, groups)) if groups else None,
+        line=found.site.line,
+        is_transposed=found.site.is_transposed,
+    )
+
+
+def _nbytes(aval: Any) -> int:
+    return math.prod(aval.shape) * aval.dtype.itemsize
+
+
+def _value(path: str, aval: Any, **more: Any) -> ExplainedValue:
+    path = path.strip("`")
+    return ExplainedValue(
+        path, tuple(aval.shape), str(aval.dtype), _nbytes(aval), **more
+    )
+
+
+def _results(step: TracedStep) -> tuple[list[ExplainedValue], list[ExplainedValue]]:
+    """The mirrored ones and the others."""
+    mirrored, per_replica = [], []
+    arrays = zip(
+        step.results.array_paths(), step.outputs, step.findings.outputs, strict=True
+    )
+    for (_, keys), aval, state in arrays:
+        path = step.path(keys)
+        if state is None or not state.varies:
+            mirrored.append(_value(path, aval))
+        else:
+            line, why = step.began(state), step.why(state)
+            per_replica.append(_value(path, aval, line=line, why=why))
+    return mirrored, per_replica
+
+
+def _argument(step: TracedStep, index: int) -> ExplainedValue:
+    return _value(step.label(index), step.type_of(index))
+
+
+def _static_arguments(fn: Any, step: TracedStep) -> Iterator[tuple[str, Any]]:
+    signature = step.signature
+    args, kwargs = signature.rebuild([0] * len(signature.dynamic))
+    statics = iter(signature.statics)
+    for index, role in enumerate(signature.roles):
+        if role is Role.STATIC:
+            label = _roles.label(fn, args, kwargs, index)
+            yield label.strip("`"), next(statics)
+
+
+# Donation: memory that a result of the same type could take over.
+
+
+def _donatable(step: TracedStep) -> Iterator[int]:
+    """Arguments that are not donated, with a result of the same type for each."""
+    results = collections.Counter(
+        (aval.shape, aval.dtype, state is not None and state.varies)
+        for aval, state in zip(step.outputs, step.findings.outputs, strict=True)
+    )
+    indices = range(len(step.signature.dynamic))
+    for index in sorted(indices, key=lambda index: index not in step.donated):
+        aval = step.type_of(index)
+        kind = (aval.shape, aval.dtype, step.is_per_replica(index))
+        if results[kind] > 0:
+            results[kind] -= 1
+            if index not in step.donated:
+                yield index
+
+
+def _whole_positions(step: TracedStep, leaves: set[int]) -> tuple[int, ...]:
+    """The positions in `args` all of whose arrays are among `leaves`."""
+    signature = step.signature
+    dynamic = {leaf: index for index, leaf in enumerate(signature.dynamic)}
+    found = []
+    for position, members in enumerate(signature.positions()):
+        arrays = {dynamic[leaf] for leaf in members if leaf in dynamic}
+        if arrays and arrays <= leaves:
+            found.append(position)
+    return tuple(found)
+
+
+# What `run` would say, and what XLA says.
+
+
+def _problems(step: TracedStep, options: RunOptions) -> Iterator[str]:
+    yield from map(str, _checks.divergences(step))
+    yield from map(str, _checks.broken_promises(step, options.expect_mirrored))
+    yield from (message for message, _ in _checks.double_reductions(step))
+
+
+def _memory(executable: Any) -> Memory | None:
+    stats = None if executable is None else executable.memory_analysis()
+    if stats is None:
+        return None
+    return Memory(
+        arguments=stats.argument_size_in_bytes,
+        results=stats.output_size_in_bytes,
+        donated=stats.alias_size_in_bytes,
+        temporary=stats.temp_size_in_bytes,
+        code=stats.generated_code_size_in_bytes,
+    )
+
+
+def _flops(executable: Any) -> float | None:
+    costs = None if executable is None else executable.cost_analysis()
+    return costs.get("flops") if costs else None

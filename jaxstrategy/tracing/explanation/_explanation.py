@@ -1,0 +1,108 @@
+"""`Explanation`: what one call of a step would do, as data."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, final
+
+from jaxstrategy._topology import Topology
+from jaxstrategy.tracing.explanation import _report
+from jaxstrategy.tracing.explanation._facts import (
+    ExplainedCollective,
+    ExplainedValue,
+    Memory,
+)
+from jaxstrategy.tracing.explanation._report import Section
+
+
+@final
+@dataclasses.dataclass(frozen=True, repr=False)
+class Explanation:
+    """What a step would do. Prints as a report; in a notebook, as tables.
+
+    Made by `Strategy.explain`.
+
+    Attributes:
+      name: the step's.
+      num_replicas: how many replicas it was explained for.
+      collectives: in program order, one entry for each place in the program.
+      mirrored: the results that are equal on all replicas.
+      per_replica: the results that may differ, with the line where they began to.
+      static_arguments: what the step was specialised for, by argument; another value
+        compiles another program.
+      donated: the arguments whose memory the step may reuse.
+      donatable: further arguments whose memory it could reuse.
+      donate_argnums: positions of arguments that could be donated whole, those that
+        are already included.
+      problems: what `run` would refuse or warn about.
+      topology: what the report predicts communication times for.
+      memory: of the compiled program, None if it was not compiled or XLA does not say.
+      flops: floating-point operations of one replica, as XLA counts them (a loop's
+        body once); None likewise.
+    """
+
+    name: str
+    num_replicas: int
+    collectives: tuple[ExplainedCollective, ...]
+    mirrored: tuple[ExplainedValue, ...]
+    per_replica: tuple[ExplainedValue, ...]
+    static_arguments: dict[str, Any]
+    donated: tuple[ExplainedValue, ...]
+    donatable: tuple[ExplainedValue, ...]
+    donate_argnums: tuple[int, ...]
+    problems: tuple[str, ...]
+    topology: Topology
+    memory: Memory | None = None
+    flops: float | None = None
+
+    @property
+    def communicated_bytes(self) -> int:
+        """What one replica gives to collectives in a step, in bytes.
+
+        The body of a loop of unknown length counts once, and each branch counts.
+        """
+        return _report.total_bytes(self.collectives)
+
+    def communication_time(
+        self, topology: Topology, algorithm: str = "fastest"
+    ) -> float:
+        """The predicted seconds that a step's collectives take on `topology`.
+
+        Each collective counts by itself, one after the other, as often as
+        `least_times` says; XLA may merge neighbours, which saves latency, and overlap
+        them with computation. The formulas are those of `Topology`.
+
+        Args:
+          topology: links and number of replicas.
+          algorithm: `"ring"`, `"tree"`, or `"fastest"`: for each collective the better.
+
+        Raises:
+          ValueError: there is no such algorithm.
+        """
+        if algorithm not in ("ring", "tree", "fastest"):
+            raise ValueError(
+                f"`algorithm` was {algorithm!r}; 'ring', 'tree' or 'fastest' was "
+                "wanted."
+            )
+        return sum(found.seconds(topology, algorithm) for found in self.collectives)
+
+    def __str__(self) -> str:
+        return _report.text(self._title(), self._sections())
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return _report.html(self._title(), self._sections())
+
+    def _title(self) -> str:
+        n = self.num_replicas
+        return f"`{self.name}` on {n} {'replica' if n == 1 else 'replicas'}"
+
+    def _sections(self) -> Iterator[Section]:
+        yield from _report.problems(self.problems)
+        yield from _report.communication(self.collectives, self.topology)
+        yield from _report.results(self.mirrored, self.per_replica)
+        yield from _report.static_arguments(self.static_arguments)
+        yield from _report.donation(self.donated, self.donatable, self.donate_argnums)
+        yield from _report.compiled(self.flops, self.memory)

@@ -1,0 +1,104 @@
+"""The parts of an explanation: collectives, values, memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import final
+
+from jaxstrategy._source import Line
+from jaxstrategy._topology import Topology
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class ExplainedCollective:
+    """A collective operation over the replicas.
+
+    Attributes:
+      operation: JAX's name for it, such as `"psum"`.
+      kind: what it is to a `Topology`, such as `"all_reduce"`.
+      nbytes: bytes of one replica's operands, each time.
+      dtypes: of the operands.
+      loops: how often each loop around it turns, the innermost first; None where only
+        the devices will know.
+      in_branch: whether it is in a branch, and may be left out.
+      group: how many replicas take part together; None for all of them.
+      line: the user's line that made it, None if JAX did not keep it.
+      is_transposed: whether differentiation made it out of that line.
+    """
+
+    operation: str
+    kind: str
+    nbytes: int
+    dtypes: tuple[str, ...]
+    loops: tuple[int | None, ...]
+    in_branch: bool
+    group: int | None
+    line: Line | None
+    is_transposed: bool
+
+    @property
+    def times(self) -> int | None:
+        """How often a step does it, at most; None where only the devices will know."""
+        return None if None in self.loops else self.least_times
+
+    @property
+    def least_times(self) -> int:
+        """The same, with one turn for each loop of unknown length."""
+        return math.prod(1 if turns is None else turns for turns in self.loops)
+
+    def seconds(self, topology: Topology, algorithm: str) -> float:
+        """The predicted time of `least_times` of it, by a method of `Topology`."""
+        if self.group is not None:
+            topology = topology.with_replicas(min(self.group, topology.replicas))
+        one = getattr(topology, algorithm)(self.kind, self.nbytes)
+        return self.least_times * one
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class ExplainedValue:
+    """An array among the arguments or results.
+
+    Attributes:
+      path: how the user would write it, such as `"step(...)['loss']"`.
+      shape: on one replica.
+      dtype: of its elements.
+      nbytes: of it on one replica.
+      line: for a result that varies, the user's line where it began to; None if it
+        does not vary, or does so as the argument that it is.
+      why: the same in words, empty if it does not vary.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    nbytes: int
+    line: Line | None = None
+    why: str = ""
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """What the compiled program needs on one device, in bytes, as XLA reports it.
+
+    Attributes:
+      arguments: the arguments.
+      results: the results, those in donated memory included.
+      donated: the part of the results that lies in donated memory.
+      temporary: what is needed in between.
+      code: the program itself.
+    """
+
+    arguments: int
+    results: int
+    donated: int
+    temporary: int
+    code: int
+
+    @property
+    def peak(self) -> int:
+        """All of it at once, an upper bound."""
+        return self.arguments + self.results - self.donated + self.temporary + self.code

@@ -1,0 +1,407 @@
+"""`strategy.explain`: what a step would do, told without running it."""
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jaxstrategy as js
+from jaxstrategy._source import Line
+
+AXIS = "replica"
+
+
+def replica():
+    return js.get_replica_context()
+
+
+def marked(fn, mark):
+    """The line of `fn` that ends with the comment `# <- mark`."""
+    lines, start = inspect.getsourcelines(fn)
+    (offset,) = (i for i, line in enumerate(lines) if line.endswith(f"# <- {mark}\n"))
+    return Line(__file__, start + offset)
+
+
+def training_step(state, batch, training=True):
+    def loss(w):
+        error = batch["x"] @ w["a"] + w["b"]  # <- varies
+        return (error**2).mean()
+
+    value, grads = jax.value_and_grad(loss)(state)
+    grads = replica().all_reduce("mean", grads)  # <- grads
+    return jax.tree.map(jnp.subtract, state, grads), value
+
+
+@pytest.fixture
+def arguments(four):
+    state = {"a": np.ones((3, 2), np.float32), "b": np.float32(0)}
+    batch = {"x": four.per_replica(np.ones((4, 5, 3), np.float32))}
+    return four.mirror(state), batch
+
+
+@pytest.fixture
+def explained(four, arguments):
+    return four.explain(training_step, arguments)
+
+
+# Collectives.
+
+
+def test_every_collective_has_kind_bytes_dtype_and_line(explained):
+    found = explained.collectives
+    assert [c.operation for c in found] == ["psum", "psum"]
+    assert [c.kind for c in found] == ["all_reduce"] * 2
+    assert [c.nbytes for c in found] == [3 * 2 * 4, 4]
+    assert {c.dtypes for c in found} == {("float32",)}
+    assert {c.line for c in found} == {marked(training_step, "grads")}
+    assert explained.communicated_bytes == 28
+
+
+def test_collectives_of_all_kinds(four):
+    def step(x):
+        return (
+            lax.psum(x, AXIS),
+            lax.pmax(x, AXIS),
+            lax.all_gather(x, AXIS),
+            lax.psum_scatter(x, AXIS),
+            lax.all_to_all(x, AXIS, 0, 0),
+            lax.ppermute(x, AXIS, [(0, 1)]),
+        )
+
+    x = four.per_replica(np.ones((4, 4), np.int8))
+    found = four.explain(step, (x,)).collectives
+    assert [c.kind for c in found] == [
+        "all_reduce", "all_reduce", "all_gather", "reduce_scatter", "all_to_all",
+        "permute",
+    ]  # fmt: skip
+    assert {c.nbytes for c in found} == {4}
+    assert {c.dtypes for c in found} == {("int8",)}
+
+
+def test_loops_multiply_and_unknown_ones_say_so(four):
+    def step(x, n):
+        def inner(c, _):
+            return lax.pmean(c, AXIS), None
+
+        def outer(c, _):
+            return lax.scan(inner, c, length=3)[0], None
+
+        x, _ = lax.scan(outer, x, length=5)
+        return lax.fori_loop(0, n, lambda i, c: lax.pmean(c, AXIS), x)
+
+    found = four.explain(step, (four.per_replica([1.0, 2.0, 3.0, 4.0]), 7))
+    first, second = found.collectives
+    assert (first.loops, first.times, first.least_times) == ((3, 5), 15, 15)
+    assert (second.loops, second.times, second.least_times) == ((None,), None, 1)
+    assert found.communicated_bytes == 16 * 4
+    assert "in 3 turns, in 5 turns" in str(found)
+    assert "in a loop, turns unknown" in str(found)
+
+
+def test_branches_and_groups_are_noted(four):
+    def step(x, flag):
+        y = lax.psum(x, AXIS, axis_index_groups=[[0, 1], [2, 3]])
+        return lax.cond(flag > 0, lambda: lax.pmax(y, AXIS), lambda: y)
+
+    found = four.explain(step, (four.per_replica([1.0, 2.0, 3.0, 4.0]), 1))
+    grouped, in_branch = found.collectives
+    assert (grouped.group, grouped.in_branch) == (2, False)
+    assert (in_branch.group, in_branch.in_branch) == (None, True)
+    assert "in groups of 2" in str(found)
+    assert "in a branch" in str(found)
+
+
+def test_a_collective_made_by_differentiation_is_told_apart(four):
+    def step(x):
+        def loss(v):
+            return replica().all_reduce("mean", v) ** 2  # <- forward
+
+        return jax.grad(loss)(x)
+
+    found = four.explain(step, (four.per_replica([1.0, 2.0, 3.0, 4.0]),))
+    assert [c.is_transposed for c in found.collectives] == [False, True]
+    assert {c.line for c in found.collectives} == {marked(step, "forward")}
+    assert "from differentiation" in str(found)
+
+
+def test_a_step_without_collectives(two):
+    found = two.explain(lambda x: x + 1, (1.0,))
+    assert found.collectives == ()
+    assert found.communicated_bytes == 0
+    assert found.communication_time(js.Topology(1e9, 1e-6, 8)) == 0
+    assert "Collectives: none" in str(found)
+
+
+# Results and arguments.
+
+
+def test_results_are_mirrored_or_name_the_line_where_they_began_to_vary(explained):
+    paths = [value.path for value in explained.mirrored]
+    assert paths == ["training_step(...)[0]['a']", "training_step(...)[0]['b']"]
+    (loss,) = explained.per_replica
+    assert (loss.path, loss.shape, loss.dtype) == (
+        "training_step(...)[1]",
+        (),
+        "float32",
+    )
+    assert loss.line == marked(training_step, "varies")
+    assert "(from argument `batch['x']`, a PerReplica)" in loss.why
+
+
+def test_an_argument_that_is_returned_varies_as_it_came(two):
+    found = two.explain(lambda x: {"y": x}, (two.per_replica([1, 2]),))
+    (value,) = found.per_replica
+    assert (value.line, value.why) == (None, "argument `x`, a PerReplica")
+
+
+def test_static_arguments_are_listed(four, arguments):
+    found = four.explain(training_step, arguments, {"training": False})
+    assert found.static_arguments == {"training": False}
+    assert "Static arguments" in str(found)
+    assert four.explain(training_step, arguments).static_arguments == {}
+
+
+def test_arguments_that_could_be_donated(four, arguments, explained):
+    assert [value.path for value in explained.donatable] == ["state['a']", "state['b']"]
+    assert explained.donate_argnums == (0,)
+    assert "RunOptions(donate_argnums=(0,))" in str(explained)
+    options = js.RunOptions(donate_argnums=0)
+    found = four.explain(training_step, arguments, options=options)
+    assert [value.path for value in found.donated] == ["state['a']", "state['b']"]
+    assert found.donatable == ()
+    assert found.memory.donated >= 28
+
+
+def test_only_what_a_result_can_take_over_is_donatable(four):
+    def step(a, b, x, n):
+        return a + b.sum() + lax.psum(x, AXIS), x + n
+
+    a, b = np.ones(3, np.float32), np.ones(2, np.float32)
+    x = four.per_replica(np.ones((4, 3), np.float32))
+    found = four.explain(step, (a, b, x, 1.0))
+    assert [value.path for value in found.donatable] == ["a", "x"]
+    assert found.donate_argnums == (0, 2)
+
+
+# Predictions.
+
+
+def test_communication_times_are_the_formulas(explained):
+    topology = js.Topology(bandwidth=1e6, latency=1e-3, replicas=64)
+    ring = sum(2 * 63 * 1e-3 + 2 * 63 / 64 * nbytes / 1e6 for nbytes in (24, 4))
+    tree = sum(2 * 6 * (1e-3 + nbytes / 1e6) for nbytes in (24, 4))
+    assert explained.communication_time(topology, "ring") == pytest.approx(ring)
+    assert explained.communication_time(topology, "tree") == pytest.approx(tree)
+    assert explained.communication_time(topology) == pytest.approx(min(ring, tree))
+
+
+def test_a_group_is_as_slow_as_its_members(four):
+    def step(x):
+        return lax.psum(x, AXIS, axis_index_groups=[[0, 1], [2, 3]])
+
+    found = four.explain(step, (four.per_replica([1.0, 2.0, 3.0, 4.0]),))
+    topology = js.Topology(bandwidth=1e6, latency=1e-3, replicas=64)
+    assert found.communication_time(topology, "ring") == pytest.approx(
+        2 * 1e-3 + 2 * 1 / 2 * 4 / 1e6
+    )
+
+
+def test_the_report_predicts_for_8_64_and_4096_replicas(four, arguments):
+    topology = js.Topology(bandwidth=1e9, latency=5e-6, replicas=16)
+    report = str(four.explain(training_step, arguments, topology=topology))
+    assert "step, 1 GB/s and 5 us a message" in report
+    rows = [line.split() for line in report.splitlines()]
+    table = {row[0]: row[1:] for row in rows if row and row[0].isdigit()}
+    for replicas in (8, 16, 64, 4096):
+        ring = sum(
+            2 * (replicas - 1) * (5e-6 + nbytes / replicas / 1e9) for nbytes in (24, 4)
+        )
+        number, unit = table[str(replicas)][:2]
+        seconds = float(number) * {"us": 1e-6, "ms": 1e-3, "s": 1}[unit]
+        assert seconds == pytest.approx(ring, rel=5e-3)
+
+
+def test_an_unknown_algorithm_is_an_error(explained):
+    with pytest.raises(ValueError, match="`algorithm` was 'star'; 'ring', 'tree' or"):
+        explained.communication_time(js.Topology(1.0, 1.0, 2), "star")
+
+
+# What XLA says.
+
+
+def test_memory_and_operations_of_the_compiled_program(four):
+    def step(w, x):
+        return x @ w
+
+    w = np.ones((64, 32), np.float32)
+    x = four.per_replica(np.ones((4, 16, 64), np.float32))
+    found = four.explain(step, (w, x))
+    assert found.flops >= 2 * 16 * 64 * 32
+    assert found.memory.arguments >= 4 * (64 * 32 + 16 * 64)
+    assert found.memory.results >= 4 * 16 * 32
+    assert found.memory.peak >= found.memory.arguments + found.memory.results
+    assert "floating-point operations" in str(found)
+
+
+def test_compiling_can_be_left_out(four, arguments, compilations):
+    compilations()
+    found = four.explain(training_step, arguments, compiled=False)
+    assert (found.memory, found.flops, compilations()) == (None, None, 0)
+    assert "XLA" not in str(found)
+
+
+# Nothing runs; nothing is raised that is only listed.
+
+
+def test_the_step_does_not_run_and_its_python_code_runs_once(two):
+    seen = []
+
+    def step(x):
+        seen.append("traced")
+        jax.debug.callback(lambda v: seen.append("ran"), x)
+        return x
+
+    two.explain(step, (two.per_replica([1.0, 2.0]),))
+    jax.effects_barrier()
+    assert seen == ["traced"]
+
+
+def test_donated_arguments_are_alive_afterwards(two):
+    x = two.mirror(np.ones(3))
+    two.explain(lambda x: x + 1, (x,), options=js.RunOptions(donate_argnums=0))
+    np.testing.assert_array_equal(x, np.ones(3))
+
+
+def test_types_stand_for_arrays_too_large_to_be_here(four):
+    state = {
+        "a": jax.ShapeDtypeStruct((3, 2), jnp.float32),
+        "b": jax.ShapeDtypeStruct((), jnp.float32),
+    }
+    batch = {"x": js.PerReplica(jax.ShapeDtypeStruct((4, 10**9, 3), jnp.float32))}
+    found = four.explain(training_step, (state, batch), compiled=False)
+    assert [c.nbytes for c in found.collectives] == [24, 4]
+    assert [value.shape for value in found.per_replica] == [()]
+
+
+def test_types_for_another_number_of_replicas_are_refused(four):
+    x = js.PerReplica(jax.ShapeDtypeStruct((8, 3), jnp.float32))
+    with pytest.raises(js.PlacementError, match="`x` is a PerReplica for 8 replicas"):
+        four.explain(lambda x: x, (x,))
+
+
+def test_what_run_would_refuse_is_listed(four):
+    def step(x):
+        once = replica().all_reduce("sum", x)
+        twice = replica().all_reduce("sum", once)
+        return lax.cond(x > 0, lambda: lax.pmax(x, AXIS), lambda: x), twice
+
+    x = four.per_replica([1.0, 2.0, 3.0, 4.0])
+    options = js.RunOptions(expect_mirrored=(True, False))
+    found = four.explain(step, (x,), options=options)
+    hangs, differs, twice = found.problems
+    assert "would reach the `pmax`" in hangs
+    assert "`step(...)[0]` was expected to be mirrored" in differs
+    assert "reduction already" in twice
+    assert "Problems" in str(found)
+
+
+def test_a_good_step_has_no_problems(explained):
+    assert explained.problems == ()
+    assert "Problems" not in str(explained)
+
+
+# Ways to call it.
+
+
+def test_a_decorated_step_is_explained_as_it_was_decorated(four, arguments):
+    step = four.run(training_step, options=js.RunOptions(donate_argnums=0))
+    found = four.explain(step, arguments)
+    assert found.name == "training_step"
+    assert [value.path for value in found.donated] == ["state['a']", "state['b']"]
+
+
+def test_a_decorated_method_is_explained(two):
+    class Model:
+        @two.run
+        def step(self, x):
+            return replica().all_reduce("sum", x)
+
+    found = two.explain(Model().step, (two.per_replica([1.0, 2.0]),))
+    assert [c.operation for c in found.collectives] == ["psum"]
+
+
+def test_explaining_leaves_running_alone(four, arguments, compilations):
+    step = four.run(training_step)
+    before = jax.tree.map(np.asarray, step(*arguments)[0])
+    compilations()
+    four.explain(step, arguments, compiled=False)
+    after = jax.tree.map(np.asarray, step(*arguments)[0])
+    assert compilations() == 0
+    jax.tree.map(np.testing.assert_array_equal, before, after)
+
+
+def test_it_is_the_same_on_every_number_of_replicas(strategy):
+    n = strategy.num_replicas_in_sync
+    state = {"a": np.ones((3, 2), np.float32), "b": np.float32(0)}
+    batch = {"x": strategy.per_replica(np.ones((n, 5, 3), np.float32))}
+    found = strategy.explain(training_step, (state, batch), compiled=False)
+    assert found.num_replicas == n
+    assert [c.nbytes for c in found.collectives] == [24, 4]
+    plural = "replica" if n == 1 else "replicas"
+    assert str(found).startswith(f"`training_step` on {n} {plural}\n")
+
+
+def test_what_cannot_be_called_is_an_error(two):
+    with pytest.raises(
+        TypeError, match="`explain` was given 3, which cannot be called"
+    ):
+        two.explain(3)
+
+
+def test_inside_run_it_is_an_error(two):
+    def step(x):
+        two.explain(lambda x: x, (x,))
+
+    with pytest.raises(js.ContextError, match="`strategy.explain` was called inside"):
+        two.run(step, (1.0,))
+
+
+def test_python_that_needs_a_value_is_explained_as_by_run(two):
+    def step(x):
+        return x if x > 0 else -x
+
+    with pytest.raises(js.TracedValueError, match="`step` asked Python for the value"):
+        two.explain(step, (two.per_replica([1.0, 2.0]),))
+
+
+# How it prints.
+
+
+def test_equal_rows_are_put_together(four):
+    def step(xs):
+        return replica().all_reduce("mean", xs)  # <- all
+
+    xs = [four.per_replica(np.ones((4, i), np.float32)) for i in range(1, 21)]
+    report = str(four.explain(step, (xs,), compiled=False))
+    (row,) = (line for line in report.splitlines() if "psum" in line)
+    assert row.split()[:5] == ["20", "psum", "float32", "840", "B"]
+    assert f"test_explain.py:{marked(step, 'all').number}: return" in row
+    assert "and 8 more" in report
+
+
+def test_the_html_is_escaped_and_has_the_same_rows(four):
+    def step(x):
+        return x < 1, replica().all_reduce("sum", x)
+
+    page = four.explain(step, (four.per_replica([1.0, 2.0, 3.0, 4.0]),))._repr_html_()
+    assert page.startswith("<h4>`step` on 4 replicas</h4>")
+    assert "x &lt; 1" in page
+    assert "x < 1" not in page
+    assert page.count("<table>") == page.count("</table>") >= 4
+
+
+def test_the_repr_is_the_report(explained):
+    assert repr(explained) == str(explained)

@@ -1,0 +1,525 @@
+"""`assert_in_sync`: which arrays differ between the replicas, and which replicas."""
+
+import copy
+import dataclasses
+import pickle
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.training.train_state import TrainState
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxstrategy as js
+from jaxstrategy.reductions._fingerprint import fingerprint, fingerprints
+
+SHAPE = (3, 5)
+
+DTYPES = (
+    "bool int4 uint4 int8 uint8 int16 uint16 int32 uint32 int64 uint64 "
+    "float4_e2m1fn float8_e3m4 float8_e4m3 float8_e4m3b11fnuz float8_e4m3fn "
+    "float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu "
+    "float16 bfloat16 float32 float64 complex64 complex128"
+).split()
+
+
+def assembled(strategy, copies):
+    """A mirrored array whose copy on replica i is `copies[i]`, put together by hand."""
+    with jax.enable_x64(True):
+        placed = [
+            jax.device_put(jnp.asarray(copy), device)
+            for copy, device in zip(copies, strategy.devices, strict=True)
+        ]
+    sharding = NamedSharding(strategy.mesh, P())
+    return jax.make_array_from_single_device_arrays(copies[0].shape, sharding, placed)
+
+
+def drifted(strategy, array, change, *replica_ids):
+    """`array` mirrored, with `change(array)` as the copy of some replicas."""
+    return assembled(
+        strategy,
+        [
+            change(array.copy()) if i in replica_ids else array
+            for i in range(strategy.num_replicas_in_sync)
+        ],
+    )
+
+
+def groups_by_bytes(copies):
+    """The oracle: replicas whose copies have the same bytes, largest group first."""
+    members = {}
+    for i, each in enumerate(copies):
+        members.setdefault(each.tobytes(), []).append(i)
+    return tuple(sorted(map(tuple, members.values()), key=lambda g: (-len(g), g)))
+
+
+def differing(strategy, tree, name="tree"):
+    """`leaves` of the error that is raised, `{}` if none is."""
+    try:
+        strategy.assert_in_sync(tree, name)
+    except js.OutOfSyncError as error:
+        return error.leaves
+    return {}
+
+
+def bits_of(dtype):
+    if dtype == "bool":
+        return 1
+    if dtype.startswith("complex"):
+        return jnp.dtype(dtype).itemsize * 8
+    kind = jnp.finfo if "float" in dtype else jnp.iinfo
+    return kind(dtype).bits
+
+
+def flip(array, element, bit):
+    """One bit of one element turned; `array` itself is changed."""
+    octets = array.reshape(-1).view(np.uint8).reshape(array.size, -1)
+    octets[element, bit // 8] ^= 1 << bit % 8  # little-endian
+    return array
+
+
+# One strategy for all tests: its programs are compiled once.
+@pytest.fixture(scope="module")
+def strategy():
+    return js.MirroredStrategy(jax.devices()[:4])
+
+
+@pytest.fixture(scope="module")
+def host():
+    """An array of every dtype, of random bits."""
+    rng = np.random.default_rng(0)
+
+    def draw(dtype):
+        octets = rng.integers(0, 256, (15, jnp.dtype(dtype).itemsize), np.uint8)
+        if bits_of(dtype) < 8:
+            octets &= 2 ** bits_of(dtype) - 1
+        return octets.reshape(-1).view(jnp.dtype(dtype)).reshape(SHAPE)
+
+    return {dtype: draw(dtype) for dtype in DTYPES}
+
+
+@pytest.fixture(scope="module")
+def mirrored(strategy, host):
+    """All of them mirrored; a random key, an empty array and a scalar too."""
+    tree = {dtype: drifted(strategy, array, None) for dtype, array in host.items()}
+    tree["key"] = strategy.mirror(jax.random.key(0))
+    tree["empty"] = strategy.mirror(np.zeros((2, 0), np.float32))
+    tree["scalar"] = strategy.mirror(np.float32(1))
+    return tree
+
+
+# What is found.
+
+
+def test_nothing_differs(strategy, mirrored):
+    assert strategy.assert_in_sync(mirrored) is None
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_bit_of_any_dtype(strategy, mirrored, host, dtype):
+    for bit in {0, bits_of(dtype) // 2, bits_of(dtype) - 1}:
+        array = drifted(strategy, host[dtype], lambda a, b=bit: flip(a, 7, b), 2)
+        assert array.dtype == dtype
+        tree = {**mirrored, dtype: array}
+        assert differing(strategy, tree) == {f"tree['{dtype}']": ((0, 1, 3), (2,))}
+
+
+def test_one_bit_of_a_random_key(strategy, mirrored):
+    data = np.asarray(jax.random.key_data(jax.random.key(0)))
+    for bit in range(0, 64, 9):
+        words = drifted(strategy, data, lambda a, b=bit: flip(a, b // 32, b % 32), 1)
+        tree = {**mirrored, "key": jax.random.wrap_key_data(words)}
+        assert differing(strategy, tree) == {"tree['key']": ((0, 2, 3), (1,))}
+
+
+def test_a_scalar(strategy, mirrored):
+    scalar = drifted(strategy, np.float32(1), lambda _: np.float32(2), 3)
+    tree = {**mirrored, "scalar": scalar}
+    assert differing(strategy, tree) == {"tree['scalar']": ((0, 1, 2), (3,))}
+
+
+@pytest.mark.parametrize("dtype", ["int32", "uint64", "float32", "float64"])
+def test_any_change_of_one_element(dtype):
+    # Also of both halves of 64 bits at once, where two sums could cancel out.
+    rng = np.random.default_rng(1)
+    width = jnp.dtype(dtype).itemsize
+    octets = rng.integers(0, 256, (500, 3, width), np.uint8)
+    octets[1:, (0, 2)] = octets[0, (0, 2)]
+    with jax.enable_x64(True):
+        arrays = jnp.asarray(octets.reshape(500, -1).view(dtype))
+        prints = np.asarray(jax.vmap(fingerprint)(arrays))
+    assert len(np.unique(prints, axis=0)) == 500
+
+
+def swapped(array, i, j):
+    array.reshape(-1)[[i, j]] = array.reshape(-1)[[j, i]]
+    return array
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda a: swapped(a, 0, 1),
+     lambda a: swapped(a, 3, 14),
+     lambda a: swapped(a, 2, 7),  # in one column
+     lambda a: swapped(a, 1, 5),  # across the diagonal
+     lambda a: a[::-1],
+     lambda a: a[:, ::-1],
+     lambda a: np.roll(a, 1),
+     lambda a: -a,
+     lambda a: np.where(np.arange(5) < 2, -a, a),
+     lambda a: np.nextafter(a, np.inf, dtype=a.dtype),
+     np.zeros_like],
+    ids="near far column diagonal rows columns roll signs six-signs ulp zero".split(),
+)  # fmt: skip
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_many_elements_changed(strategy, mirrored, dtype, change):
+    array = np.random.default_rng(2).normal(size=SHAPE).astype(dtype)
+    tree = {**mirrored, dtype: drifted(strategy, array, change, 0)}
+    assert differing(strategy, tree) == {f"tree['{dtype}']": ((1, 2, 3), (0,))}
+
+
+def test_every_position_counts():
+    single = np.eye(24, dtype=np.float32).reshape(24, 2, 3, 4)
+    assert len(np.unique(jax.vmap(fingerprint)(single), axis=0)) == 24
+
+
+def test_no_change_of_two_signs_is_missed():
+    # A sum of elements times odd numbers would miss every one of them.
+    ones = np.ones((17, 16), np.float32)
+    for i in range(16):
+        ones[i + 1, [0, i]] *= -1
+    prints = np.asarray(jax.vmap(fingerprint)(ones))
+    assert len(np.unique(prints, axis=0)) == 17
+    assert len(np.unique(prints[:, 0])) == len(np.unique(prints[:, 1])) == 17
+
+
+def test_bits_are_compared_not_numbers(strategy, mirrored):
+    zeros = np.zeros(SHAPE, np.float32)
+    nans = np.full(SHAPE, np.nan, np.float32)
+    signalling = np.full(SHAPE, 0x7F800001, np.uint32).view(np.float32)
+    for a, b, same in (
+        (zeros, zeros, True),
+        (zeros, -zeros, False),
+        (nans, nans, True),
+        (nans, -nans, False),
+        (nans, signalling, False),
+        (signalling, signalling, True),
+    ):
+        tree = {**mirrored, "float32": assembled(strategy, [a, b, b, b])}
+        expected = {} if same else {"tree['float32']": ((1, 2, 3), (0,))}
+        assert differing(strategy, tree) == expected
+
+
+def test_groups_are_those_of_equal_bytes(strategy, mirrored):
+    rng = np.random.default_rng(3)
+    variants = rng.normal(size=(3, *SHAPE)).astype(np.float32)
+    seen = set()
+    for _ in range(25):
+        copies = variants[rng.integers(0, 3, 4)]
+        groups = groups_by_bytes(copies)
+        tree = {**mirrored, "float32": assembled(strategy, copies)}
+        expected = {"tree['float32']": groups} if len(groups) > 1 else {}
+        assert differing(strategy, tree) == expected
+        seen.add(tuple(map(len, groups)))
+    assert seen == {(4,), (3, 1), (2, 2), (2, 1, 1)}
+
+
+def test_several_arrays_in_the_order_of_the_tree(strategy, mirrored, host):
+    tree = dict(mirrored)
+    for i, dtype in enumerate(("int8", "bfloat16", "float64")):
+        tree[dtype] = drifted(strategy, host[dtype], lambda a: flip(a, 0, 0), i, 3)
+    assert list(differing(strategy, tree).items()) == [
+        ("tree['bfloat16']", ((0, 2), (1, 3))),
+        ("tree['float64']", ((0, 1), (2, 3))),
+        ("tree['int8']", ((0, 3), (1, 2))),
+    ]
+
+
+def test_versions_of_a_per_replica(strategy):
+    row = np.arange(4.0, dtype=np.float32)
+    equal = strategy.per_replica([row, row, row, row])
+    other = strategy.per_replica([row, -row, row, -row])
+    by_hand = js.PerReplica(np.stack([row, row, row, 2 * row]))  # still on the host
+    assert differing(strategy, {"a": equal, "b": equal}) == {}
+    assert differing(strategy, {"a": equal, "b": other}) == {
+        "tree['b']": ((0, 2), (1, 3))
+    }
+    assert differing(strategy, {"a": by_hand, "b": equal}) == {
+        "tree['a']": ((0, 1, 2), (3,))
+    }
+
+
+def test_an_array_on_a_mesh_of_the_users(strategy):
+    row = np.arange(4.0, dtype=np.float32)
+    mesh = Mesh(np.asarray(strategy.devices), ("data",))
+    array = jax.device_put(row, NamedSharding(mesh, P()))
+    assert differing(strategy, array) == {}
+    shards = [
+        shard.data * 2 if i == 1 else shard.data
+        for i, shard in enumerate(array.addressable_shards)
+    ]
+    array = jax.make_array_from_single_device_arrays((4,), array.sharding, shards)
+    assert differing(strategy, array) == {"tree": ((0, 2, 3), (1,))}
+
+
+def test_an_object_around_an_array(strategy):
+    class Variable:
+        def __init__(self, array):
+            self.array = array
+
+        def __jax_array__(self):
+            return self.array
+
+    array = drifted(strategy, np.ones(4, np.float32), np.negative, 2)
+    assert differing(strategy, [Variable(array)]) == {"tree[0]": ((0, 1, 3), (2,))}
+
+
+# What is passed over.
+
+
+def test_what_has_one_copy(strategy, compilations):
+    tree = [1, 2.0, True, "text", None, len, object(), np.ones(3), np.float32(1)]
+    tree += [jnp.ones(3), jax.device_put(1.0, strategy.devices[2])]
+    tree += [jax.device_put(1.0, jax.devices()[7])]
+    compilations()
+    strategy.assert_in_sync(tree)
+    strategy.assert_in_sync({})
+    assert compilations() == 0
+
+
+def test_the_other_leaves_are_compared(strategy):
+    array = drifted(strategy, np.ones(4, np.float32), np.negative, 1)
+    tree = {"name": "net", "step": 3, "none": None, "w": array, "x": np.ones(3)}
+    assert differing(strategy, tree) == {"tree['w']": ((0, 2, 3), (1,))}
+
+
+def test_one_replica_agrees_with_itself(compilations):
+    for one in (js.OneDeviceStrategy("CPU:1"), js.MirroredStrategy(["CPU:0"])):
+        tree = {"w": one.mirror(np.ones(3)), "v": one.per_replica([1.0]), "s": "text"}
+        compilations()
+        one.assert_in_sync(tree)
+        assert compilations() == 0
+    js.get_strategy().assert_in_sync({"w": jnp.ones(3), "n": 1})
+
+
+# How it is told.
+
+
+def train_state():
+    params = {"dense": {"w": np.ones(4, np.float32), "b": np.ones(2, np.float32)}}
+    tx = optax.sgd(0.1, momentum=0.9)
+    return TrainState.create(apply_fn=len, params=params, tx=tx)
+
+
+def test_paths_are_as_the_user_would_write_them(strategy):
+    state = strategy.mirror(train_state())
+    strategy.assert_in_sync(state)
+    bad = drifted(strategy, np.ones(4, np.float32), np.negative, 3)
+
+    def replaced(path, leaf):
+        return bad if "'w'" in jax.tree_util.keystr(path) else leaf
+
+    found = differing(strategy, jax.tree.map_with_path(replaced, state), "state")
+    assert found == {
+        "state.params['dense']['w']": ((0, 1, 2), (3,)),
+        "state.opt_state[0].trace['dense']['w']": ((0, 1, 2), (3,)),
+    }
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Pair:
+    first: object
+    rest: list
+
+
+def test_paths_in_dataclasses_and_lists(strategy):
+    bad = drifted(strategy, np.ones(4, np.float32), np.negative, 0)
+    good = strategy.mirror(np.ones(4, np.float32))
+    tree = Pair(good, [good, (bad, {1: strategy.per_replica([1, 2, 3, 4])})])
+    assert differing(strategy, tree, "pair") == {
+        "pair.rest[1][0]": ((1, 2, 3), (0,)),
+        "pair.rest[1][1][1]": ((0,), (1,), (2,), (3,)),
+    }
+
+
+def test_message_of_one_replica(strategy):
+    bad = drifted(strategy, np.ones(4, np.float32), np.negative, 2)
+    with pytest.raises(js.OutOfSyncError) as raised:
+        strategy.assert_in_sync({"w": bad}, "state")
+    first, second, advice = str(raised.value).split("\n")
+    assert first == "1 array is not equal, bit by bit, on all replicas:"
+    assert second == "  `state['w']`: replica 2 differs from the other 3"
+    for words in (
+        "`run` gives back as one array only what it has proved equal",
+        "arrays put together by hand, callbacks with side effects, host data that",
+        "not deterministic, faulty hardware",
+        "A PerReplica differs if something it was computed from was not reduced",
+        "restore a checkpoint, or mirror the copies of one replica i that you trust",
+        "`strategy.mirror(strategy.experimental_local_results(tree)[i])`",
+    ):
+        assert words in advice
+
+
+@pytest.mark.parametrize(
+    "groups, words",
+    [(((0, 1, 3), (2,)), "replica 2 differs from the other 3"),
+     (((0, 1, 3, 4, 6, 7), (2, 5)), "replicas 2, 5 differ from the other 6"),
+     (((0, 3, 4), (2,), (1,)), "replicas 1, 2 differ from the other 3"),
+     (((0, 1), (2,), (3,)), "replicas 0, 1 | 2 | 3"),
+     (((0,), (1,)), "replicas 0 | 1"),
+     (((0, 2), (1, 3)), "replicas 0, 2 | 1, 3"),
+     ((tuple(range(9, 32)), tuple(range(9))),
+      "replicas 0, 1, 2, 3, 4, 5, 6, 7 and 1 more differ from the other 23"),
+     (tuple((i,) for i in range(10)),
+      "replicas 0 | 1 | 2 | 3 | 4 | 5 | 6 | 7 and 2 more")],
+)  # fmt: skip
+def test_who_differs_from_whom(groups, words):
+    told = str(js.OutOfSyncError({"tree": groups})).split("\n")[1]
+    assert told == f"  `tree`: {words}"
+
+
+def test_message_of_many_arrays(strategy):
+    bad = drifted(strategy, np.ones(4, np.float32), np.negative, 2, 3)
+    with pytest.raises(js.OutOfSyncError, match="^10 arrays are not equal") as raised:
+        strategy.assert_in_sync([bad] * 10)
+    _, *named, more, _ = str(raised.value).split("\n")
+    assert named == [f"  `tree[{i}]`: replicas 0, 1 | 2, 3" for i in range(8)]
+    assert more == "  and 2 more; the exception's `leaves` has them all"
+    assert len(raised.value.leaves) == 10
+
+
+def test_the_error_can_be_copied_and_pickled():
+    error = js.OutOfSyncError({"tree['w']": ((0, 1), (2,))})
+    for twin in (copy.copy(error), pickle.loads(pickle.dumps(error))):
+        assert (twin.leaves, str(twin)) == (error.leaves, str(error))
+    assert isinstance(error, RuntimeError)
+
+
+def test_the_advice_mends_the_state(strategy):
+    bad = drifted(strategy, np.ones(4, np.float32), np.negative, 1)
+    tree = {"w": bad, "name": "net"}
+    (groups,) = differing(strategy, tree).values()
+    trusted = groups[0][0]
+    tree = strategy.mirror(strategy.experimental_local_results(tree)[trusted])
+    strategy.assert_in_sync(tree)
+    assert tree["w"].tolist() == [1, 1, 1, 1] and tree["name"] == "net"
+
+
+# What cannot be compared.
+
+
+def test_arrays_of_another_strategy(strategy, two):
+    array = two.mirror(np.ones(4, np.float32))
+    words = r"`state\['w'\]` lies on several devices, as NamedSharding.* but not whole "
+    words += r"on each of this strategy's, cpu:0\.\.3: there are no copies to compare"
+    with pytest.raises(js.PlacementError, match=words):
+        strategy.assert_in_sync({"w": array}, "state")
+    with pytest.raises(js.PlacementError, match="Use the strategy it belongs to"):
+        js.get_strategy().assert_in_sync(array)
+
+
+def test_a_plain_array_split_over_the_replicas(strategy):
+    split = strategy.per_replica([1, 2, 3, 4]).stacked
+    words = "if entry i belongs to replica i, pass `PerReplica"
+    with pytest.raises(js.PlacementError, match=words):
+        strategy.assert_in_sync(split)
+
+
+def test_a_per_replica_of_another_strategy(strategy, two):
+    with pytest.raises(js.PlacementError, match=r"`tree\[0\]` is a PerReplica for 2"):
+        strategy.assert_in_sync([two.per_replica([1, 1])])
+    others = js.MirroredStrategy(jax.devices()[4:])
+    with pytest.raises(js.PlacementError, match="PerReplica of another strategy"):
+        strategy.assert_in_sync([others.per_replica([1, 1, 1, 1])])
+
+
+def test_a_donated_array(strategy):
+    step = strategy.run(options=js.RunOptions(donate_argnums=0))(lambda w: w + 1)
+    old = strategy.mirror({"w": np.ones(4, np.float32)})
+    strategy.assert_in_sync(old)
+    step(old["w"])
+    with pytest.raises(js.DonatedValueError, match=r"`tree\['w'\]` was donated"):
+        strategy.assert_in_sync(old)
+
+
+def test_inside_a_step(strategy):
+    array = strategy.mirror(np.ones(4, np.float32))
+    with pytest.raises(js.ContextError, match="`assert_in_sync` needs all of them"):
+        strategy.run(lambda: strategy.assert_in_sync(array))
+
+    def merge(x):
+        return js.get_replica_context().merge_call(js.Strategy.assert_in_sync, (x,))
+
+    with pytest.raises(js.ContextError, match="`merge_call`, while a step is traced"):
+        strategy.run(merge, (array,))
+
+
+def test_in_scopes(strategy, two):
+    array = strategy.mirror(np.ones(4, np.float32))
+    with strategy.scope():
+        strategy.assert_in_sync(array)
+    with two.scope(), pytest.raises(js.ContextError, match="Mixing different Strategy"):
+        strategy.assert_in_sync(array)
+
+
+def test_inside_a_function_that_jax_traces(strategy):
+    array = strategy.mirror(np.ones(4, np.float32))
+    versions = strategy.per_replica([1.0, 1.0, 1.0, 1.0])
+
+    def check(tree):
+        strategy.assert_in_sync(tree)
+        return 0.0
+
+    words = r"`assert_in_sync` cannot look at `tree\['w'\]` while JAX traces the fun"
+    for tree in ({"w": array}, {"w": versions}):
+        with pytest.raises(js.TracedValueError, match=words):
+            jax.jit(check)(tree)
+    with pytest.raises(js.TracedValueError, match="Call it outside, between steps"):
+        jax.grad(check)(array)
+    with pytest.raises(js.TracedValueError, match="cannot look at `tree` while"):
+        jax.jit(lambda: check(array))()
+
+
+# What it costs.
+
+
+def test_nothing_is_compiled_twice_and_nothing_changes(strategy, compilations):
+    tree = {"w": strategy.mirror(np.arange(6.0, dtype=np.float32)), "name": "net"}
+    tree["v"] = strategy.per_replica([3, 3, 3, 3])
+    tree["empty"] = strategy.mirror(np.zeros(0, np.float32))
+    strategy.assert_in_sync(tree)
+    assert compilations() > 0
+    before = [id(leaf) for leaf in jax.tree.leaves(tree)]
+    for name in ("tree", "state"):
+        strategy.assert_in_sync(tree, name)
+    assert compilations() == 0
+    assert before == [id(leaf) for leaf in jax.tree.leaves(tree)]
+    assert tree["w"].tolist() == [0, 1, 2, 3, 4, 5]
+    assert tree["v"].stacked.tolist() == [3, 3, 3, 3]
+
+
+def test_one_small_collective_and_no_large_temporaries(strategy):
+    def check(tree):
+        return fingerprints(tree, ("replica",))
+
+    mapped = jax.shard_map(
+        check, mesh=strategy.mesh, in_specs=P(), out_specs=P(), check_vma=False
+    )
+    shapes = [(512, 512), (2**18,), (64, 64, 64), (), (0, 3)]
+    arrays = strategy.mirror(
+        [np.zeros(shape, dt) for shape in shapes for dt in (np.float32, jnp.bfloat16)]
+    )
+    compiled = jax.jit(mapped).lower(arrays).compile()
+    hlo = compiled.as_text()
+    assert len(re.findall(r" all-gather(?:-start)?\(", hlo)) == 1
+    assert re.search(rf"u32\[4,{len(arrays)},2\]\S* all-gather", hlo)
+    others = "all-reduce|all-to-all|collective-permute|reduce-scatter|broadcast-start"
+    assert not re.search(rf" (?:{others})(?:-start)?\(", hlo)
+    largest = 4 * 2**18
+    assert compiled.memory_analysis().temp_size_in_bytes < largest / 64
+    assert compiled(arrays).shape == (4, len(arrays), 2)
