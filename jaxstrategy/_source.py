@@ -58,9 +58,14 @@ def is_users(filename: str) -> bool:
 def _is_librarys(filename: str) -> bool:
     if filename.startswith("<"):  # typed in; else generated, as a dataclass's methods
         return not filename.startswith(_TYPED_IN)
-    return os.path.abspath(filename).startswith(_LIBRARIES)
+    path = os.path.abspath(filename)
+    return path.startswith(_LIBRARIES) or any(name in path for name in _INSTALLED)
 
 
+# Other places than Python's own: a user's, Debian's.
+_INSTALLED = tuple(
+    f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages")
+)
 _TYPED_IN = ("<ipython", "<python-input", "<stdin", "<console", "<doctest")
 
 

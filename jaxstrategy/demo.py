@@ -340,6 +340,7 @@ def train(
         curve = np.array(jax.device_get(losses))
         seconds = time.perf_counter() - start
         accuracy = int(count(state, *test)) / len(unseen.labels)
+        strategy.assert_in_sync(state, "state")
         history.append(Epoch(curve, accuracy, seconds))
     return history
 

@@ -5,6 +5,7 @@ Each check names the user's lines; none runs anything.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,10 +17,11 @@ from jaxstrategy._errors import (
     DoubleReductionWarning,
     NotMirroredError,
 )
+from jaxstrategy._options import is_function
 from jaxstrategy._source import Line
 from jaxstrategy.tracing._site import Site
 from jaxstrategy.tracing._traced import TracedStep
-from jaxstrategy.tracing.replication._state import Collective
+from jaxstrategy.tracing.replication._state import Collective, State
 
 
 def check(step: TracedStep, expect_mirrored: Any = None) -> None:
@@ -34,7 +36,12 @@ def check(step: TracedStep, expect_mirrored: Any = None) -> None:
       NotMirroredError: a result that should be mirrored is not.
       ValueError: `expect_mirrored` does not fit the results.
     """
-    for error in (*divergences(step), *broken_promises(step, expect_mirrored)):
+    for error in divergences(step):
+        raise error
+    if broken := list(broken_promises(step, expect_mirrored)):
+        error, *others = broken
+        if others:
+            error.add_note(f"The same holds for {_listed(others)}.")
         raise error
     for message, line in double_reductions(step):
         _source.warn(message, DoubleReductionWarning, line)
@@ -49,31 +56,103 @@ def divergences(step: TracedStep) -> Iterator[DivergentCollectiveError]:
         if found.decided_by is None:
             continue
         assert found.decided_at is not None
-        line, decided = found.site.line, step.began(found.decided_by)
-        what, control = _name(found), _control(found.decided_at)
+        what, control = f"the `{_name(found)}`", _control(found.decided_at)
+        line = found.site.merge_line if found.is_merge else found.site.line
+        decided = step.began(found.decided_by)
         yield DivergentCollectiveError(
-            f"Only some replicas of `{step.name}` would reach {what}, and wait for "
-            f"ever for the others: it is inside a {control} whose predicate differs "
-            f"between replicas.\n"
+            f"{control.effect.format(step=step.name, what=what)}: it is inside a "
+            f"`{control.name}` whose {control.decider} may differ between replicas.\n"
             f"  {what}: {_or_unknown(line)}\n"
-            f"  the {control}: {_or_unknown(found.decided_at.line)}\n"
-            f"  its predicate varies since: {step.why(found.decided_by)}\n"
-            "Reduce the predicate, so that all replicas decide alike: "
-            "`get_replica_context().all_reduce('max', predicate)`. Or move the "
-            f"reduction out of the {control}, and choose with `jnp.where`.",
+            f"  the `{control.name}`: {_or_unknown(found.decided_at.line)}\n"
+            f"  its {control.decider} varies since: {step.why(found.decided_by)}\n"
+            f"{control.advice.format(what=what)}",
             collective_line=line and str(line),
             predicate_line=decided and str(decided),
         )
 
 
 def _name(found: Collective) -> str:
-    return "a `merge_call`" if found.is_merge else f"the `{found.site.primitive}`"
+    """What the user calls it, as far as that is known."""
+    if found.is_merge:
+        return "merge_call"
+    return found.site.called(*_COLLECTIVES) or found.site.primitive
 
 
-def _control(site: Site) -> str:
+_COLLECTIVES = ("all_reduce", "all_gather", "all_to_all", "reduce", "gather")
+_COLLECTIVES += ("psum", "pmean", "pmin", "pmax", "ppermute", "pshuffle", "pswapaxes")
+_COLLECTIVES += ("psum_scatter", "pbroadcast", "ragged_all_to_all")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Control:
+    """How messages speak of a branch or loop.
+
+    Attributes:
+      name: of the function that the user calls.
+      decider: what decides there.
+      effect: of a `decider` that varies.
+      advice: what to do then.
+    """
+
+    name: str
+    decider: str
+    effect: str
+    advice: str
+
+
+def _control(site: Site) -> _Control:
     if site.primitive == "while":
-        return "`while_loop`"
-    return "`switch`" if len(site.eqns[0].params["branches"]) > 2 else "`cond`"
+        return _CONTROLS[site.called("fori_loop", "while_loop") or "while_loop"]
+    guess = "switch" if len(site.eqns[0].params["branches"]) > 2 else "cond"
+    return _CONTROLS[site.called("switch", "cond") or guess]
+
+
+_AT_ALL = (
+    "Only some replicas of `{step}` would reach {what}, and wait for ever for the "
+    "others"
+)
+_AS_OFTEN = (
+    "Some replicas of `{step}` would reach {what} more often than others, and then "
+    "wait for ever for them"
+)
+_CONTROLS = {
+    control.name: control
+    for control in (
+        _Control(
+            "cond",
+            "predicate",
+            _AT_ALL,
+            "Reduce the predicate, so that all replicas decide alike: "
+            "`get_replica_context().all_reduce('max', predicate)` is true if it is on "
+            "any replica, 'min' if it is on all. Or move {what} out of the `cond`, and "
+            "choose with `jnp.where`.",
+        ),
+        _Control(
+            "switch",
+            "index",
+            _AT_ALL,
+            "Reduce the index, so that all replicas choose the same branch: "
+            "`get_replica_context().all_reduce('max', index)`. Or move {what} out of "
+            "the `switch`, and choose with `jnp.where`.",
+        ),
+        _Control(
+            "while_loop",
+            "condition",
+            _AS_OFTEN,
+            "Reduce the condition, so that all replicas stop together: a condition of "
+            "`get_replica_context().all_reduce('max', condition)` goes on until the "
+            "last one is done, 'min' until the first. Or move {what} out of the loop.",
+        ),
+        _Control(
+            "fori_loop",
+            "number of turns",
+            _AS_OFTEN,
+            "Reduce the bounds, so that all replicas take as many turns: "
+            "`get_replica_context().all_reduce('max', bound)`. Or move {what} out of "
+            "the loop.",
+        ),
+    )
+}
 
 
 def _or_unknown(line: Line | None) -> str:
@@ -88,7 +167,7 @@ def double_reductions(step: TracedStep) -> Iterator[tuple[str, Line | None]]:
     seen = set()
     for found in step.findings.collectives:
         before = found.reduced_before
-        if before is None or found.site.is_transposed:
+        if before is None or _is_no_second_sum(found.site, before):
             continue
         first, again = step.began(before), found.site.line
         if (first, again) in seen:
@@ -96,13 +175,25 @@ def double_reductions(step: TracedStep) -> Iterator[tuple[str, Line | None]]:
         seen.add((first, again))
         message = (
             f"`{step.name}` sums over the replicas what is the result of a reduction "
-            "already, and so gets it once for each replica.\n"
+            "already, equal on all of them: the sum is that times their number.\n"
             f"  reduced first: {_or_unknown(first)}\n"
             f"  summed again: {_or_unknown(again)}\n"
             "Leave out one of them. If every replica is meant to count, reduce with "
             "'mean', or divide by `num_replicas_in_sync` before the sum."
         )
         yield message, again
+
+
+def _is_no_second_sum(site: Site, before: State) -> bool:
+    """Whether the sum at `site` of the reduction `before` is right for all we know.
+
+    Differentiation makes sums of its own: the gradient of a sum is a sum. What they
+    make of a loss is for its scale to decide, and that is where the user put it.
+    """
+    if site.is_transposed or (before.site is not None and before.site.is_transposed):
+        return True
+    # A mean; and the derivative of our 'min' and 'max', a weighted mean.
+    return site.called("pmean", "_extreme_jvp") is not None
 
 
 # Results that are not what the caller expects.
@@ -130,11 +221,41 @@ def broken_promises(step: TracedStep, expected: Any) -> Iterator[NotMirroredErro
         )
 
 
+def _listed(errors: list[NotMirroredError]) -> str:
+    more = len(errors) - 3
+    paths = ", ".join(f"`{error.path}`" for error in errors[:3])
+    return f"{paths} and {more} more" if more > 0 else paths
+
+
 def _expectation(step: TracedStep, expected: Any) -> Callable[[int, Any, Any], bool]:
     """Whether the result with this position, path and type should be mirrored."""
-    if callable(expected):
+    if is_function(expected):
         return lambda position, keys, output: bool(
             expected(keys, jax.ShapeDtypeStruct(output.shape, output.dtype))
         )
-    wanted = step.results.broadcast(expected, step.path(()))
+    wanted = _spread(expected, step)
     return lambda position, keys, output: wanted[position]
+
+
+def _spread(prefix: Any, step: TracedStep) -> list[bool]:
+    """For each leaf of the results the entry of `prefix`, a pytree prefix, above it."""
+    results = step.results
+    shape = results.treedef.unflatten(range(len(results.leaves)))
+    # None has no leaves, but may have an entry of its own; -1 stands for it.
+    shape = jax.tree.map(lambda n: -1 if n is None else n, shape, is_leaf=_is_none)
+    try:
+        spread = jax.tree.broadcast(prefix, shape, is_leaf=_is_none)
+    except ValueError as error:
+        structure = str(results.treedef).removeprefix("PyTreeDef(").removesuffix(")")
+        raise ValueError(
+            f"`expect_mirrored` is {prefix!r}, which does not fit what the step "
+            f"returns: {step.path(())} is {structure}. Give True or False for all of "
+            "it, or for each part, in containers like its own."
+        ) from error
+    entries = jax.tree.leaves(spread, is_leaf=_is_none)
+    pairs = zip(jax.tree.leaves(shape), entries, strict=True)
+    return [bool(entry) for position, entry in pairs if position >= 0]
+
+
+def _is_none(entry: Any) -> bool:
+    return entry is None

@@ -65,28 +65,6 @@ class Results:
             if self.leaves[position] is None
         ]
 
-    def broadcast(self, prefix: PyTree, where: str) -> list[bool]:
-        """For each leaf the entry of `prefix`, a pytree prefix of bools, it is under.
-
-        Args:
-          prefix: True, False or None for each subtree; None is False.
-          where: how the error message calls the pytree.
-
-        Raises:
-          ValueError: `prefix` has another structure.
-        """
-        numbered = jax.tree.unflatten(self.treedef, range(len(self.leaves)))
-        try:
-            spread = jax.tree.broadcast(prefix, numbered, is_leaf=lambda x: x is None)
-        except ValueError as error:
-            raise ValueError(
-                f"`expect_mirrored` is {prefix!r}, which does not fit what the step "
-                f"returns: {where} is {self.treedef}. Give True or False for all of "
-                "it, or for each part, in containers like its own."
-            ) from error
-        wanted = jax.tree.leaves(spread, is_leaf=lambda x: x is None)
-        return [bool(entry) for entry in wanted]
-
 
 def take_apart(
     tree: PyTree, statics: Sequence[Any], name: str

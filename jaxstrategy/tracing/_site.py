@@ -8,6 +8,7 @@ inside a function of JAX's own is found in the stack of the equation that calls 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 from jaxstrategy import _source
@@ -58,17 +59,51 @@ class Site:
     @property
     def line(self) -> Line | None:
         """The user's line that made it, if JAX kept the stack."""
-        stacks = [_frames(eqn) for eqn in self.eqns]
-        lines = (
-            _source.innermost(frames, libraries)
-            for libraries in (False, True)
-            for frames in stacks
-        )
-        return next(filter(None, lines), None)
+        return _line(list(map(_stack, self.eqns)))
+
+    @property
+    def merge_line(self) -> Line | None:
+        """The user's line that called the `merge_call` it is part of."""
+        stacks = map(_stack, self.eqns)
+        return _line([_callers(stack, "merge_call") for stack in stacks])
+
+    def called(self, *functions: str) -> str | None:
+        """Which of these functions, of JAX or ours, the user's line called to make it.
+
+        The outermost, if one calls another: an `all_reduce` is a `psum` inside.
+        """
+        frames = (frame for eqn in self.eqns for frame in _stack(eqn))
+        ours = itertools.takewhile(lambda frame: _function(frame) is not None, frames)
+        names = [name for name in map(_function, ours) if name in functions]
+        return names[-1] if names else None
 
 
-def _frames(eqn: Any) -> list[tuple[str, int]]:
-    """Files and line numbers of the stack of `eqn`, the innermost first."""
+def _line(stacks: list[Any]) -> Line | None:
+    """The first line of the user's code, rather than of a library's, in `stacks`."""
+    lines = (
+        _source.innermost(((f.file_name, f.line_num) for f in stack), libraries)
+        for libraries in (False, True)
+        for stack in stacks
+    )
+    return next(filter(None, lines), None)
+
+
+def _stack(eqn: Any) -> list[Any]:
+    """The frames of the stack of `eqn`, the innermost first."""
     traceback = eqn.source_info.traceback
-    frames = traceback.frames if traceback is not None else ()
-    return [(frame.file_name, frame.line_num) for frame in frames]
+    return [] if traceback is None else list(traceback.frames)
+
+
+def _callers(stack: list[Any], function: str) -> list[Any]:
+    """The part of `stack` outside the call of a `function` of ours, or all of it."""
+    for index, frame in enumerate(stack):
+        if _function(frame) == function:
+            return stack[index + 1 :]
+    return stack
+
+
+def _function(frame: Any) -> str | None:
+    """The name of JAX's or our function that `frame` is in, None in other code."""
+    if _source.is_users(frame.file_name):
+        return None
+    return frame.function_name.rpartition(".")[2]

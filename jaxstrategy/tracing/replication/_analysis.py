@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
 from jax.extend.core import Jaxpr, Literal
 
 from jaxstrategy.tracing.replication._state import (
@@ -48,6 +49,7 @@ class Analysis:
         self.otherwise = otherwise
         # The jaxprs live as long as the step's, which the caller holds.
         self._known: dict[Any, Findings] = {}
+        self._expanded: dict[Any, Jaxpr | None] = {}
 
     def of(self, jaxpr: Jaxpr, inputs: Sequence[Any], unpacking: int = 0) -> Findings:
         """Goes through `jaxpr` once."""
@@ -73,6 +75,25 @@ class Analysis:
             outputs = [_by_index(output, inputs) for output in findings.outputs]
             findings.outputs[:] = outputs
         return findings
+
+    def expanded(self, eqn: Any) -> Jaxpr | None:
+        """What JAX will put in the place of a primitive of Python; None if unknown."""
+        primitive = eqn.params.get("_prim")
+        if primitive not in self._expanded:
+            structs = [
+                jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype)
+                for atom in eqn.invars
+            ]
+            try:
+                args = jax.tree.unflatten(jax.tree.structure(primitive.in_avals), structs)
+                make = jax.make_jaxpr(
+                    primitive.expand, axis_env=[(self.axis_name, self.replicas)]
+                )
+                jaxpr = plain(make(*args))
+            except Exception:  # anybody's code, not meant to be traced here
+                jaxpr = None
+            self._expanded[primitive] = jaxpr
+        return self._expanded[primitive]
 
     def mentions_replicas(self, eqn: Any) -> bool:
         """Whether a collective equation works across the replica axis."""
@@ -126,6 +147,7 @@ class Frame:
         self.collectives: list[Collective] = []
         self.changes = 0
         self.jaxpr: Any = None
+        self._uses: dict[Any, list[Any]] | None = None
 
     def go_through(self, jaxpr: Jaxpr, start: int) -> None:
         """Learn about every variable, from equation number `start` on."""
@@ -141,6 +163,20 @@ class Frame:
     def read(self, atom: Any) -> Any:
         """What is known about a variable or literal."""
         return None if isinstance(atom, Literal) else self.known.get(atom)
+
+    def uses(self, var: Any) -> list[Any]:
+        """The equations that read `var`."""
+        if self._uses is None:
+            self._uses = {}
+            for eqn in self.jaxpr.eqns:
+                for atom in eqn.invars:
+                    if not isinstance(atom, Literal):
+                        self._uses.setdefault(atom, []).append(eqn)
+        return self._uses.get(var, [])
+
+    def is_returned(self, var: Any) -> bool:
+        """Whether `var` is a result of the jaxpr."""
+        return any(atom is var for atom in self.jaxpr.outvars)
 
     def enter(
         self, jaxpr: Any, operands: Sequence[Any], eqn: Any
@@ -214,16 +250,26 @@ def _lifted(state: Any, operands: Sequence[Any], eqn: Any) -> Any:
 
 def hidden(params: Any) -> Iterator[Any]:
     """All equations in the jaxprs among the parameters of an equation."""
+    seen: set[int] = set()
     for jaxpr in inner_jaxprs(params):
-        yield from all_eqns(jaxpr)
+        yield from all_eqns(jaxpr, seen)
 
 
-def all_eqns(jaxpr: Jaxpr) -> Iterator[Any]:
-    """All equations of `jaxpr`, those inside others too."""
+def all_eqns(jaxpr: Jaxpr, seen: set[int] | None = None) -> Iterator[Any]:
+    """All equations of `jaxpr`, those inside others too, each once.
+
+    Args:
+      jaxpr: what to go through.
+      seen: the ids of jaxprs to leave out; those gone through are added.
+    """
+    seen = set() if seen is None else seen
+    if id(jaxpr) in seen:
+        return
+    seen.add(id(jaxpr))
     for eqn in jaxpr.eqns:
         yield eqn
         for inner in inner_jaxprs(eqn.params):
-            yield from all_eqns(inner)
+            yield from all_eqns(inner, seen)
 
 
 def inner_jaxprs(value: Any) -> Iterator[Jaxpr]:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from jax.extend.core import Literal
-
 from jaxstrategy.tracing._site import Site
 from jaxstrategy.tracing.replication._analysis import Frame
+from jaxstrategy.tracing.replication._shares import is_mean, is_share
 from jaxstrategy.tracing.replication._state import (
     SAME,
     Collective,
@@ -30,42 +29,27 @@ def each(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
 
 
 def axis_index(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
-    return for_all(
-        eqn, varying_since(eqn) if frame.analysis.mentions_replicas(eqn) else None
-    )
+    """The replica's id varies; an index along another axis does not."""
+    varies = frame.analysis.mentions_replicas(eqn)
+    return for_all(eqn, varying_since(eqn) if varies else None)
 
 
 def summing(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
+    """A sum over the replicas."""
     return _collective(frame, eqn, operands, _summed_before(frame, eqn, operands))
 
 
 def reducing(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
+    """The smallest or largest over the replicas: again, it changes nothing."""
     return _collective(frame, eqn, operands, None)
 
 
 def _summed_before(frame: Frame, eqn: Any, operands: list[Any]) -> State | None:
     """What `eqn` sums although it is reduced already, if it is not for a mean."""
     state = join(operands)
-    if level_of(state) != Level.REDUCED or _is_mean(frame, eqn):
+    if level_of(state) != Level.REDUCED or is_mean(frame, eqn):
         return None
     return state
-
-
-def _is_mean(frame: Frame, eqn: Any) -> bool:
-    """Whether all that happens to the sum `eqn` is a division by the replicas."""
-    sums = set(eqn.outvars)
-    uses = [
-        other
-        for other in frame.jaxpr.eqns
-        if any(not isinstance(atom, Literal) and atom in sums for atom in other.invars)
-    ]
-    returned = any(
-        not isinstance(atom, Literal) and atom in sums for atom in frame.jaxpr.outvars
-    )
-    return not returned and all(
-        use.primitive.name in ("div", "mul") and is_share(use, frame.analysis.replicas)
-        for use in uses
-    )
 
 
 def _collective(
@@ -76,9 +60,7 @@ def _collective(
         return each(frame, eqn, operands)
     frame.collectives.append(Collective(Site((eqn,)), reduced_before=before))
     if eqn.params.get("axis_index_groups") is not None:
-        return for_all(
-            eqn, varying_since(eqn)
-        )  # equal inside a group, not between groups
+        return for_all(eqn, varying_since(eqn))  # equal inside a group only
     reduced = State(Level.REDUCED, None, Site((eqn,)), is_direct=True)
     return [None if operand is None else reduced for operand in operands]
 
@@ -106,24 +88,9 @@ def scattering(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
 def scaling(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
     """A product or quotient."""
     state = computed(eqn, operands)
-    if level_of(state) == Level.REDUCED and is_share(eqn, frame.analysis.replicas):
+    if level_of(state) == Level.REDUCED and is_share(frame, eqn):
         # Each replica's equal share, to be summed: it counts as reduced no more. But a
         # sum divided by the number of replicas is a mean.
         if not any(state is not None and state.is_direct for state in operands):
             return [not_reduced(state)]
     return [state]
-
-
-def is_share(eqn: Any, replicas: int) -> bool:
-    """Whether `eqn` divides something by the number of replicas."""
-    if eqn.primitive.name == "div":
-        return _literal(eqn.invars[1]) == replicas
-    factors = [_literal(atom) for atom in eqn.invars]
-    return any(
-        factor is not None and abs(factor * replicas - 1) < 1e-6 for factor in factors
-    )
-
-
-def _literal(atom: Any) -> complex | None:
-    is_number = isinstance(atom, Literal) and getattr(atom.val, "shape", ()) == ()
-    return complex(atom.val) if is_number else None

@@ -72,11 +72,17 @@ def analyse(
 def _other(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
     """Any other operation: varying if an operand is, or if it might look around."""
     state = computed(eqn, operands)
+    mentions_replicas = frame.analysis.mentions_replicas
+    if mentions_replicas(eqn):
+        frame.collectives.append(Collective(Site((eqn,))))
+        state = varying_since(eqn)
     for inner in hidden(eqn.params):
         name = inner.primitive.name
-        if name in _COLLECTIVE:
-            frame.collectives.append(Collective(Site((inner, eqn))))
-        if name in _LOOKS_AROUND:
+        if mentions_replicas(inner):
+            state = varying_since(eqn)
+            if name != "axis_index":
+                frame.collectives.append(Collective(Site((inner, eqn))))
+        elif name in _UNKNOWN:
             state = varying_since(eqn)
     for cell in operands:
         if isinstance(cell, Cell):  # it may write there
@@ -99,7 +105,22 @@ def _outside(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
     return for_all(eqn, varying_since(eqn))
 
 
+def _hi_primitive(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
+    found = _control.hi_primitive(frame, eqn, operands)
+    return _outside(frame, eqn, operands) if found is None else found
+
+
+def _empty(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
+    """Whatever lies in the memory of each device."""
+    (result,) = eqn.outvars
+    return [varying_since(eqn) if 0 not in result.aval.shape else None]
+
+
 # References.
+
+
+def _empty_ref(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
+    return [Cell(varying_since(eqn))]
 
 
 def _new_ref(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
@@ -108,7 +129,7 @@ def _new_ref(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
 
 def _get(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
     # What it holds, unless an index varies.
-    return [computed(eqn, operands)]
+    return for_all(eqn, computed(eqn, operands))
 
 
 def _swap(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
@@ -122,34 +143,38 @@ _SUMMING = ("psum", "psum_invariant")
 _REDUCING = ("pmax", "pmin")
 _GATHERING = ("all_gather", "all_gather_invariant", "pbroadcast")
 _SCATTERING = ("ppermute", "all_to_all", "ragged_all_to_all", "reduce_scatter")
-_SCATTERING += ("pgather", "psend", "precv")
-_COLLECTIVE = frozenset((*_SUMMING, *_REDUCING, *_GATHERING, *_SCATTERING))
+_SCATTERING += ("psend", "precv")
 # Callbacks run on a host whose state we cannot see, once per device.
-_OUTSIDE = ("pure_callback", "io_callback", "ffi_call", "infeed", "rng_uniform")
-# Python functions that are traced later, and might do anything then.
-_OUTSIDE += ("call_hi_primitive",)
-_CALLS = ("jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint")
-_CALLS += ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "shard_map")
-_COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge", "is_finite", "eq_to", "le_to")
-_LOOKS_AROUND = _COLLECTIVE | {"axis_index", *_OUTSIDE}
+_OUTSIDE = ("pure_callback", "io_callback", "buffer_callback", "ffi_call")
+_OUTSIDE += ("rng_uniform",)
+# Also what is not looked into where the operation that holds it has no rule.
+_UNKNOWN = (*_OUTSIDE, "call_hi_primitive", "empty", "empty_ref")
+_CALLS = ("jit", "call", "closed_call", "eval_jaxpr", "remat2", "shard_map")
+_CALLS += ("custom_jvp_call", "custom_vjp_call", "custom_vmap_call", "composite")
+_CALLS += ("custom_partitioning", "compute_on", "xla_metadata_call")
+_COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge", "is_finite")
+_COMPARISONS += ("eq_to", "le_to", "lt_to")
 
 _RULES: dict[str, Rule] = {
     "axis_index": _collectives.axis_index,
     "cond": _control.branching,
     "while": _control.while_loop,
     "scan": _control.scan,
+    "custom_linear_solve": _control.linear_solve,
+    "call_hi_primitive": _hi_primitive,
+    "new_ref": _new_ref,
+    "empty_ref": _empty_ref,
     "get": _get,
+    "freeze": _get,
+    "free_ref": _get,
     "swap": _swap,
     "addupdate": _swap,
     "select_n": _select,
     "mul": _collectives.scaling,
     "div": _collectives.scaling,
-    "optimization_barrier": _collectives.each,
+    "empty": _empty,
+    **dict.fromkeys(("optimization_barrier", "device_put", "pvary"), _collectives.each),
     **dict.fromkeys(_COMPARISONS, _comparison),
-    **dict.fromkeys(
-        ("new_ref", "ref", "mutable_array", "core_mutable_array"), _new_ref
-    ),
-    **dict.fromkeys(("freeze", "ref_freeze", "free_ref"), _get),
     **dict.fromkeys(_SUMMING, _collectives.summing),
     **dict.fromkeys(_REDUCING, _collectives.reducing),
     **dict.fromkeys(_GATHERING, _collectives.gathering),

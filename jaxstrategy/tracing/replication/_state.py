@@ -113,6 +113,19 @@ def computed(eqn: Any, operands: Iterable[Any]) -> State | None:
     state = join(operands)
     if state is None or state is SAME:
         return state
+    if state.level is Level.REDUCED:
+        return _reduced_and_used(eqn, state)
+    if state.site is None:
+        return State(state.level, state.input, Site((eqn,)))
+    return state
+
+
+def _reduced_and_used(eqn: Any, state: State) -> State:
+    if eqn.primitive.name == "convert_element_type":
+        return state
+    if "transpose(" in str(eqn.source_info.name_stack):
+        # Part of a gradient: its local share of what differentiation would sum.
+        return SAME
     if state.site is None or state.is_direct:
         site = Site((eqn,)) if state.site is None else state.site
         return State(state.level, state.input, site)
