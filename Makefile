@@ -32,6 +32,8 @@ format: $(VENV)/.installed-lint
 
 bench: $(VENV)/.installed-benchmarks
 	$(IN_VENV) benchmarks/dispatch.py
+	$(IN_VENV) benchmarks/analysis.py
+	$(IN_VENV) benchmarks/in_sync.py
 
 # One stamp for each extra, made again when the dependencies change.
 $(VENV)/.installed-%: pyproject.toml | $(IN_VENV)

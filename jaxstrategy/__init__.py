@@ -50,6 +50,8 @@ from jaxstrategy._errors import (
 )
 from jaxstrategy._options import ReduceOp as ReduceOp
 from jaxstrategy._options import RunOptions as RunOptions
+from jaxstrategy._options import VariableAggregation as VariableAggregation
+from jaxstrategy._options import VariableSynchronization as VariableSynchronization
 from jaxstrategy._replica import ReplicaContext as ReplicaContext
 from jaxstrategy._topology import Topology as Topology
 from jaxstrategy._values import DistributedValues as DistributedValues
@@ -71,5 +73,8 @@ from jaxstrategy.strategies._mirrored import MirroredStrategy as MirroredStrateg
 from jaxstrategy.strategies._one_device import OneDeviceStrategy as OneDeviceStrategy
 from jaxstrategy.strategies._placed import Mirrored as Mirrored
 from jaxstrategy.tracing.explanation._explanation import Explanation as Explanation
+from jaxstrategy.variables._gradients import grad as grad
+from jaxstrategy.variables._gradients import value_and_grad as value_and_grad
+from jaxstrategy.variables._variable import Variable as Variable
 
 __version__ = _version("jaxstrategy")

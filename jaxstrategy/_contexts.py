@@ -39,6 +39,11 @@ class AbstractStrategy(abc.ABC):
         """The mesh with one device per replica."""
 
     @property
+    def parameter_mesh(self) -> Mesh:
+        """The mesh of the devices that hold mirrored variables."""
+        return self.mesh
+
+    @property
     @abc.abstractmethod
     def num_replicas_in_sync(self) -> int:
         """How many replicas take a step together."""
@@ -47,6 +52,20 @@ class AbstractStrategy(abc.ABC):
     @abc.abstractmethod
     def devices(self) -> tuple[Device, ...]:
         """The replicas' devices, in replica order."""
+
+    @abc.abstractmethod
+    def experimental_local_results(self, value: PyTree) -> tuple[PyTree, ...]:
+        """Each replica's version."""
+
+    @abc.abstractmethod
+    def on_each_copy(
+        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> PyTree:
+        """`fn(*args, **kwargs)` in cross-replica context, compiled for all replicas."""
+
+    @abc.abstractmethod
+    def scope(self) -> contextlib.AbstractContextManager[AbstractStrategy]:
+        """A `with` block in which this is the current strategy."""
 
     @abc.abstractmethod
     def reduce(

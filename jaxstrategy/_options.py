@@ -148,3 +148,32 @@ class ValueContext:
             f"(replica id {self.replica_id_in_sync_group}, "
             f"total replicas in sync: {self.num_replicas_in_sync})"
         )
+
+
+class VariableSynchronization(enum.Enum):
+    """When the copies of a variable are brought together.
+
+    AUTO is ON_WRITE. NONE is refused, as in TensorFlow's mirrored strategies.
+    """
+
+    AUTO = "AUTO"
+    NONE = "NONE"
+    ON_WRITE = "ON_WRITE"
+    ON_READ = "ON_READ"
+
+    @classmethod
+    def _missing_(cls, value: object) -> VariableSynchronization | None:
+        return cls.__members__.get(value.upper()) if isinstance(value, str) else None
+
+
+class VariableAggregation(enum.Enum):
+    """How the replicas' values for a variable, or their copies of it, become one."""
+
+    NONE = "NONE"
+    SUM = "SUM"
+    MEAN = "MEAN"
+    ONLY_FIRST_REPLICA = "ONLY_FIRST_REPLICA"
+
+    @classmethod
+    def _missing_(cls, value: object) -> VariableAggregation | None:
+        return cls.__members__.get(value.upper()) if isinstance(value, str) else None

@@ -14,7 +14,7 @@ from jaxstrategy._contexts import AbstractStrategy, Context
 from jaxstrategy._devices import Device
 from jaxstrategy._errors import ContextError
 from jaxstrategy._options import ReduceOp
-from jaxstrategy._values import PerReplica, PyTree
+from jaxstrategy._values import Handle, PerReplica, PyTree
 from jaxstrategy.reductions._all_reduce import Axes, all_reduce
 from jaxstrategy.reductions._gather import all_gather
 
@@ -194,10 +194,13 @@ class ReplicaContext:
 
 def to_replica(tree: PyTree) -> PyTree:
     """Each `PerReplica` of a cross-replica result as this replica's version."""
-    return _values.map_leaves(
-        lambda leaf: _values.to_local(leaf) if isinstance(leaf, PerReplica) else leaf,
-        tree,
-    )
+
+    def unwrap(leaf: Any) -> Any:
+        if isinstance(leaf, Handle):
+            leaf = leaf.distributed()
+        return _values.to_local(leaf) if isinstance(leaf, PerReplica) else leaf
+
+    return _values.map_leaves(unwrap, tree)
 
 
 def _map(function: Callable[[Any], Any], tree: PyTree) -> PyTree:

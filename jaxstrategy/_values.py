@@ -10,6 +10,7 @@ This module decides nothing about strategies: it is given meshes.
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import html
 from collections.abc import Callable, Sequence
@@ -362,6 +363,19 @@ def _summary(dtype: Any, shape: Sequence[int]) -> str:
     return f"{dtype}[{','.join(map(str, shape))}]"
 
 
+class Handle(abc.ABC):
+    """Something that stands for a value and is passed on as itself: a variable."""
+
+    @abc.abstractmethod
+    def distributed(self) -> Any:
+        """All copies of it: a mirrored array or a `PerReplica`."""
+
+
+def is_whole(value: object) -> bool:
+    """Whether `value` is looked at as a whole, although it is a pytree."""
+    return isinstance(value, (PerReplica, Handle))
+
+
 def map_leaves(function: Callable[[Any], Any], tree: PyTree) -> PyTree:
-    """`jax.tree.map` that gives `function` each `PerReplica` whole."""
-    return jax.tree.map(function, tree, is_leaf=is_per_replica)
+    """`jax.tree.map` that gives `function` each `PerReplica` and variable whole."""
+    return jax.tree.map(function, tree, is_leaf=is_whole)

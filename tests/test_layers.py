@@ -25,6 +25,7 @@ FLOORS = [
     "inputs",
     "_contexts",
     "_replica",
+    "variables",
     "tracing",
     "strategies",
     "experimental",

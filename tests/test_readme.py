@@ -6,8 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 README = Path(__file__).parent.parent / "README.md"
-FIRST = re.search(r"```python\n(.*?)```", README.read_text(), re.DOTALL)[1]
+TEXT = README.read_text()
+FIRST = re.search(r"```python\n(.*?)```", TEXT, re.DOTALL)[1]
 
 
 def test_the_first_example_prints_what_the_readme_says(tmp_path):
@@ -21,7 +24,7 @@ def test_the_first_example_prints_what_the_readme_says(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     loss, accuracy = re.match(r"loss ([\d.]+), .* ([\d.]+)%", done.stdout).groups()
-    said = re.search(r"It prints `loss ([\d.]+), .* ([\d.]+)%`", README.read_text())
+    said = re.search(r"It prints `loss ([\d.]+), .* ([\d.]+)%`", TEXT)
     assert abs(float(loss) - float(said[1])) < 0.005
     assert abs(float(accuracy) - float(said[2])) < 1.5
 
@@ -34,3 +37,29 @@ def test_the_first_example_is_short():
 def test_the_other_examples():
     results = doctest.testfile(str(README), module_relative=False)
     assert results.attempted >= 7 and results.failed == 0
+
+
+MISTAKES = re.findall(
+    r"```python\n# (\w+)\.py\n(.*?)```\n\n```\n(.*?)```", TEXT, re.DOTALL
+)
+BEFORE = re.search(r"`strategy` and `x` are\n\n```python\n(.*?)```", TEXT, re.DOTALL)[1]
+
+
+@pytest.mark.parametrize("name, code, said", MISTAKES, ids=[m[0] for m in MISTAKES])
+def test_the_famous_mistakes_are_answered_as_the_readme_says(
+    tmp_path, name, code, said
+):
+    (tmp_path / f"{name}.py").write_text(f"{BEFORE}\n{code}")
+    done = subprocess.run(
+        [sys.executable, f"{name}.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    printed = done.stderr.replace(f"{tmp_path}/", "")
+    assert " ".join(said.split()) in " ".join(printed.split())
+
+
+def test_there_are_three_famous_mistakes():
+    assert [name for name, _, _ in MISTAKES] == ["unreduced", "twice", "hang"]

@@ -20,7 +20,7 @@ from jaxstrategy._devices import Device
 from jaxstrategy._options import ReduceOp, RunOptions, ValueContext
 from jaxstrategy._replica import ReplicaContext
 from jaxstrategy._topology import Topology
-from jaxstrategy._values import PerReplica, PyTree
+from jaxstrategy._values import Handle, PerReplica, PyTree
 from jaxstrategy.inputs._dataset import DistributedDataset
 from jaxstrategy.inputs._split import split_batch
 from jaxstrategy.reductions._all_reduce import Axes
@@ -32,11 +32,14 @@ from jaxstrategy.strategies._calls import (
 from jaxstrategy.strategies._extended import StrategyExtended
 from jaxstrategy.strategies._in_sync import assert_in_sync
 from jaxstrategy.strategies._reducers import dimensions, gatherer, reducer
+from jaxstrategy.tracing import _results
 from jaxstrategy.tracing._init import build_replicated
 from jaxstrategy.tracing._programs import Programs
 from jaxstrategy.tracing._step import Step
 from jaxstrategy.tracing.explanation._explain import explain
 from jaxstrategy.tracing.explanation._explanation import Explanation
+from jaxstrategy.variables import _registry, _step
+from jaxstrategy.variables._variable import Variable
 
 _NOT_GIVEN: Any = object()
 
@@ -51,7 +54,7 @@ class Strategy(AbstractStrategy):
     def __init__(self, devices: Sequence[Device]) -> None:
         self._mesh = _mesh.mesh_of(devices)
         self._axes: Axes = (_mesh.REPLICA_AXIS,)
-        self._programs = Programs(self._mesh, self._call_replica)
+        self._programs = Programs(self._mesh, self._call_replica, self._variables)
         self._extended = StrategyExtended(self)
 
     # What it is.
@@ -238,6 +241,7 @@ class Strategy(AbstractStrategy):
             tuple(args),
             dict(kwargs or {}),
             call=self._call_replica,
+            variables=self._variables,
             mesh=self.mesh,
             options=options or RunOptions(),
             topology=topology or Topology(25e9, 10e-6, self.num_replicas_in_sync),
@@ -270,7 +274,21 @@ class Strategy(AbstractStrategy):
         """One replica's call of `fn`, while it is traced."""
         replica = ReplicaContext(self, self._axes)
         with _contexts.entered(Context(self, replica, in_step=True)):
-            return fn(*args, **kwargs)
+            return _results.with_values(fn(*args, **kwargs))
+
+    def on_each_copy(
+        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> PyTree:
+        """What `extended.update` does with a variable that has a copy per replica."""
+        return self._programs.of(self._on_this_copy)((fn, args, kwargs), {})
+
+    def _on_this_copy(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        with _contexts.entered(Context(self, in_step=True)), _step.updating():
+            return _results.with_values(fn(*args, **kwargs))
+
+    def _variables(self) -> list[Variable]:
+        """Those that steps may use."""
+        return _registry.usable_by(self)
 
     # From many values to one.
 
@@ -349,15 +367,23 @@ class Strategy(AbstractStrategy):
         """
         context = _contexts.require_cross_replica(self, "experimental_local_results")
         in_step = context is not None and context.in_step
+        value = _values.map_leaves(
+            lambda leaf: leaf.distributed() if isinstance(leaf, Handle) else leaf, value
+        )
         leaves, treedef = jax.tree.flatten(value, is_leaf=_values.is_per_replica)
         if treedef == _LEAF and not isinstance(value, (PerReplica, jax.Array)):
             return (value,)
         if value is None:
             return (None,)
         columns = [self._versions(leaf, in_step) for leaf in leaves]
+        if treedef == _LEAF:
+            return columns[0]
+        # A variable of central storage has one copy.
+        n = self.num_replicas_in_sync
+        columns = [column * n if len(column) == 1 else column for column in columns]
         return tuple(
             jax.tree.unflatten(treedef, [column[i] for column in columns])
-            for i in range(self.num_replicas_in_sync)
+            for i in range(n)
         )
 
     def _versions(self, leaf: Any, in_step: bool) -> tuple[Any, ...]:

@@ -1,8 +1,9 @@
-"""Reductions to chosen devices: `strategy.extended`."""
+"""Reductions to chosen devices, and variables: `strategy.extended`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import jax
@@ -13,6 +14,9 @@ from jaxstrategy._contexts import AbstractStrategy
 from jaxstrategy._devices import Device
 from jaxstrategy._options import ReduceOp
 from jaxstrategy._values import PerReplica, PyTree
+from jaxstrategy.tracing import _results
+from jaxstrategy.variables import _step
+from jaxstrategy.variables._variable import Variable
 
 Destinations = Any
 
@@ -31,8 +35,8 @@ class StrategyExtended:
 
     @property
     def parameter_devices(self) -> tuple[Device, ...]:
-        """The devices that hold state: here the ones that compute."""
-        return self._strategy.devices
+        """The devices that hold mirrored variables."""
+        return _mesh.devices_of(self._strategy.parameter_mesh)
 
     @property
     def experimental_require_static_shapes(self) -> bool:
@@ -48,7 +52,8 @@ class StrategyExtended:
           reduce_op: a `ReduceOp` or its name in any case.
           value: as for `strategy.reduce`.
           destinations: a device or its name for one copy there; several devices, a
-            `PerReplica` or a mirrored value for a copy on each device of theirs.
+            variable (which is not changed), a `PerReplica` or a mirrored value for a
+            copy on each device of theirs.
             While a step is traced (in `merge_call`, or under your own `jax.jit`) the
             result is on all replicas, whatever is asked for.
 
@@ -89,6 +94,112 @@ class StrategyExtended:
             for result, sharding in zip(results, shardings, strict=True)
         ]
 
+    # Variables.
+
+    def update(
+        self,
+        var: Variable,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+        group: bool = True,
+    ) -> Any:
+        """Calls `fn(var, *args, **kwargs)` to change each copy of a variable.
+
+        In it, reading and assigning `var` mean its copy. It is called once for all
+        copies; of an on-read variable, outside a step, as one compiled program.
+
+        Args:
+          var: the variable.
+          fn: changes it. What it returns is returned.
+          args: further arguments; reduce a `PerReplica` first.
+          kwargs: further keyword arguments.
+          group: whether to return one result for all copies, not a list of one for
+            each.
+
+        Raises:
+          ValueError: an argument is a `PerReplica`, so the copies would differ; or the
+            variable belongs to another strategy.
+          TypeError: `var` is not a variable.
+          ContextError: inside `run`; use `merge_call`.
+
+        >>> import jaxstrategy as js
+        >>> strategy = js.MirroredStrategy(js.simulate(8)[:2])
+        >>> with strategy.scope():
+        ...     v = js.Variable(1.0)
+        >>> strategy.extended.update(v, lambda v, a: v.assign_add(a), args=(2.0,))
+        Array(3., dtype=float32)
+        """
+        context = _contexts.require_cross_replica(self._strategy, "extended.update")
+        self._check_own(var, "update")
+        args, kwargs = tuple(args), dict(kwargs or {})
+        _check_same(args, kwargs)
+        in_step = context is not None and context.in_step
+        if in_step or var.copies_must_agree:
+            with _step.updating():
+                result = _results.with_values(fn(var, *args, **kwargs))
+        else:
+            result = self._strategy.on_each_copy(fn, (var, *args), kwargs)
+        if group:
+            return result
+        return list(self._strategy.experimental_local_results(result))
+
+    def colocate_vars_with(
+        self, colocate_with_variable: Variable
+    ) -> contextlib.AbstractContextManager[None]:
+        """A `with` block in which variables are made on that variable's devices.
+
+        Raises:
+          ValueError: the variable belongs to another strategy, or to none.
+          TypeError: it is not a variable.
+        """
+        self._check_own(colocate_with_variable, "colocate_vars_with", ordinary=False)
+        return _step.colocated(colocate_with_variable.mesh)
+
+    def value_container(self, value: Any) -> Any:
+        """What `value` is a part of: `value` itself, as copies are not apart here."""
+        return value
+
+    def variable_created_in_scope(self, v: Variable) -> bool:
+        """Whether `v` was made in this strategy's `scope()`.
+
+        Raises:
+          TypeError: it is not a variable.
+        """
+        _check_variable(v, "variable_created_in_scope")
+        if self._strategy.is_default:
+            return v.strategy is None
+        return v.strategy is self._strategy
+
+    def _check_own(self, var: Any, method: str, ordinary: bool = True) -> None:
+        _check_variable(var, method)
+        if self.variable_created_in_scope(var) or (ordinary and var.strategy is None):
+            return
+        whose = "no strategy" if var.strategy is None else repr(var.strategy)
+        raise ValueError(
+            f"`extended.{method}` was given variable {var.name!r} of {whose}, not one "
+            f"made in the scope of {self._strategy!r}. Make it in "
+            "`with strategy.scope():`."
+        )
+
+
+def _check_variable(var: Any, method: str) -> None:
+    if not isinstance(var, Variable):
+        raise TypeError(
+            f"`extended.{method}` was given {var!r}, a {type(var).__name__}; a "
+            "jaxstrategy.Variable was wanted."
+        )
+
+
+def _check_same(args: Any, kwargs: Any) -> None:
+    leaves = jax.tree.leaves((args, kwargs), is_leaf=_values.is_whole)
+    if any(isinstance(leaf, PerReplica) for leaf in leaves):
+        raise ValueError(
+            "`extended.update` was given a PerReplica: each copy of the variable would "
+            "be changed in another way. Reduce it first: "
+            "`strategy.extended.reduce_to(op, value, destinations=var)`."
+        )
+
 
 def _checked_pairs(pairs: Any) -> list[tuple[PyTree, Destinations]]:
     if isinstance(pairs, (list, tuple)) and all(
@@ -112,6 +223,10 @@ def _sharding(destinations: Destinations) -> jax.sharding.Sharding | None:
                 "whose devices are meant."
             )
         return _mesh.replicated(_mesh.mesh_of(_devices.choose(destinations)))
+    if isinstance(destinations, Variable):
+        if _step.tracing() is not None:
+            return None
+        return _mesh.replicated(destinations.mesh)
     whole = not isinstance(destinations, PerReplica)
     value = destinations if whole else _values.contents(destinations)
     if isinstance(value, Tracer):
@@ -120,7 +235,7 @@ def _sharding(destinations: Destinations) -> jax.sharding.Sharding | None:
         return value.sharding if whole else _mesh.replicated_like(value.sharding)
     raise TypeError(
         f"`destinations` was {destinations!r}; a device, a device name, a list of "
-        "them, a PerReplica or an array was wanted."
+        "them, a variable, a PerReplica or an array was wanted."
     )
 
 

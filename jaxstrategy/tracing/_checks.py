@@ -32,11 +32,12 @@ def check(step: TracedStep, expect_mirrored: Any = None) -> None:
       expect_mirrored: see `RunOptions`.
 
     Raises:
+      ValueError: a mirrored variable is given a varying value.
       DivergentCollectiveError: a varying value decides whether a collective is reached.
       NotMirroredError: a result that should be mirrored is not.
       ValueError: `expect_mirrored` does not fit the results.
     """
-    for error in divergences(step):
+    for error in (*divergences(step), *drifting_variables(step)):
         raise error
     if broken := list(broken_promises(step, expect_mirrored)):
         error, *others = broken
@@ -157,6 +158,23 @@ _CONTROLS = {
 
 def _or_unknown(line: Line | None) -> str:
     return "a line that JAX did not keep" if line is None else str(line)
+
+
+# Mirrored variables whose copies would differ.
+
+
+def drifting_variables(step: TracedStep) -> Iterator[ValueError]:
+    """One for each mirrored variable that is given something that varies."""
+    for name, must_agree, state in step.variables:
+        if must_agree and state is not None and state.varies:
+            yield ValueError(
+                f"Variable {name!r} is mirrored, but `{step.name}` assigns it a value "
+                "that may differ between replicas: its copies would drift apart.\n"
+                f"  the value varies since: {step.why(state)}\n"
+                "Reduce it first, or make the variable with an `aggregation` "
+                "('sum', 'mean', 'only_first_replica'), or with "
+                "`synchronization='on_read'` if each replica is to have its own."
+            )
 
 
 # Sums of what is summed already.

@@ -14,19 +14,18 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax.extend import core
 from jax.sharding import Mesh
 
-from jaxstrategy import _mesh, _source
+from jaxstrategy import _source
 from jaxstrategy._errors import TracedValueError
-from jaxstrategy._values import PerReplica, PyTree
+from jaxstrategy._values import PyTree
 from jaxstrategy.tracing import _inflight, _results, _roles
+from jaxstrategy.tracing._away import Away
 from jaxstrategy.tracing._placement import Placement
 from jaxstrategy.tracing._roles import Role, Signature
+from jaxstrategy.tracing._trace import Trace, trace
 from jaxstrategy.tracing._traced import TracedStep
-from jaxstrategy.tracing.replication._rules import analyse
-from jaxstrategy.tracing.replication._state import Findings
+from jaxstrategy.variables._variable import Variable
 
 # What JAX raises when Python asks for a value that only the devices will know.
 _ASKED_TOO_EARLY = (
@@ -46,6 +45,8 @@ class Program:
       signature: the arguments that this program is for.
       mesh: where the replicas are.
       donate: positions in `args` whose memory may be reused.
+      variables: returns those that the step may use.
+      may_create: whether the step may make some now.
       check: called with each new trace; may raise.
       traced: called with the step and the types of its arrays after each new trace.
     """
@@ -57,6 +58,8 @@ class Program:
         signature: Signature,
         mesh: Mesh,
         donate: Sequence[int],
+        variables: Callable[[], Sequence[Variable]],
+        may_create: Callable[[], bool],
         check: Callable[[TracedStep], None],
         traced: Callable[[Callable[..., Any], Sequence[Any]], None],
     ) -> None:
@@ -64,6 +67,8 @@ class Program:
         self._call = call
         self._signature = signature
         self._mesh = mesh
+        self._variables = variables
+        self._may_create = may_create
         self._check = check
         self._traced = traced
         self._bounded = _inflight.needed(mesh)
@@ -81,10 +86,21 @@ class Program:
             donated=donated,
             label=self._label,
         )
-        self._compiled = jax.jit(
+        self._uses_variables = False
+        self._away = Away(mesh)
+        self._pending: Trace | None = None
+        self._compiled = self._compile()
+
+    def _compile(self) -> Any:
+        shardings: Any = self._placement.shardings
+        if self._uses_variables:
+            # JAX has no rule for references inside a jitted function with shardings
+            # inside another jitted function. So arguments are checked at each call.
+            shardings = None
+        return jax.jit(
             _named(self._trace, self._fn_name()),
-            in_shardings=self._placement.shardings,
-            donate_argnums=donated,
+            donate_argnums=tuple(sorted(self._donated)),
+            **({} if shardings is None else {"in_shardings": shardings}),
         )
 
     def __call__(self, leaves: Sequence[Any]) -> PyTree:
@@ -99,12 +115,11 @@ class Program:
     def place_and_call(self, leaves: Sequence[Any]) -> PyTree:
         """The same, for leaves of any kind and in any place."""
         placed = self._placement.placed(leaves)
-        self._check_places = _differ(placed, leaves)
-        self._may_trace = True
+        moved = _differ(placed, leaves)
         try:
-            return self._dispatch(placed)
+            return self._tracing(lambda: self._dispatch(placed))
         finally:
-            self._may_trace = False
+            self._check_places = moved or self._uses_variables
 
     def lower(self, leaves: Sequence[Any]) -> Any:
         """JAX's lowered form of the program; `leaves` may be types of arrays."""
@@ -116,19 +131,35 @@ class Program:
                 jax.eval_shape(list, leaves), self._placement.shardings, strict=True
             )
         ]
+        return self._tracing(
+            lambda: self._compiled.lower(*types, *self._away.fetched())
+        )
+
+    def _tracing(self, call: Callable[[], Any]) -> Any:
+        """What `call` returns, which may trace the step."""
         self._may_trace = True
         try:
-            return self._compiled.lower(*types)
+            return call()
+        except _UsesVariables as found:
+            self._uses_variables = True
+            self._away.variables += found.away
+            self._compiled = self._compile()
+            return call()
         finally:
             self._may_trace = False
+            self._pending = None
 
     def _dispatch(self, leaves: Sequence[Any]) -> PyTree:
         if self._donated:
             self._placement.check_donated(leaves)
+        away = self._away
+        inputs = [*leaves, *away.fetched()] if away.variables else leaves
         try:
-            results, token = self._compiled(*leaves)
+            results, token, carried = self._compiled(*inputs)
         except ValueError as error:
-            results, token = self._call_again(leaves, error)
+            results, token, carried = self._call_again(leaves, error)
+        if carried:
+            away.store(carried)
         if self._bounded:
             _inflight.dispatched(token)
         return _results.unwrap_plain(results) if self._has_plain else results
@@ -144,38 +175,44 @@ class Program:
         placed = self._placement.placed(leaves)
         if not _differ(placed, leaves):
             raise error
-        return self._compiled(*placed)
+        return self._compiled(*placed, *self._away.fetched())
 
     # Tracing: called by `jax.jit` once per combination of shapes and dtypes.
 
-    def _trace(self, *leaves: Any) -> PyTree:
+    def _trace(self, *inputs: Any) -> PyTree:
         # To JAX an array that lies elsewhere has another type, and would be compiled
         # for a second time. It is placed first.
         if not self._may_trace:
             raise _NotPlaced
+        n = len(self._roles)
+        leaves, carried = inputs[:n], inputs[n:]
         for index, role in enumerate(self._roles):
             if role is Role.PER_REPLICA:
                 self._placement.check_replicas(index, leaves[index])
-        found: list[_results.Results] = []
-
-        def replica(*locals_: Any) -> list[Any]:
-            arrays, results = self._run_replica(locals_)
-            found.append(results)
-            return arrays
-
-        specs = self._placement.specs
-        # SAME for every output is not a claim: this shard_map is only looked into.
-        traced = jax.make_jaxpr(self._shard_map(replica, specs, _mesh.SAME))(*leaves)
+        done, self._pending = self._pending, None
+        if done is None:
+            done = trace(
+                self._run_replica,
+                leaves,
+                self._placement.specs,
+                self._mesh,
+                self._variables,
+                self._may_create(),
+            )
+            self._check(self._step_of(done))
+        missing = self._away.missing(done.used)
+        if missing or (done.used and not self._uses_variables):
+            self._pending = done
+            raise _UsesVariables(missing)
         # A step without results needs one all the same: XLA runs the callbacks of a
         # program that returns nothing on the first device only.
-        (results,) = found
-        with_token = self._bounded or not results.has_arrays
-        step = self._look_into(traced, results)
-        self._check(step)
-        arrays, token = self._evaluate(traced, leaves, step.findings, with_token)
-        self._has_plain = self._has_plain or results.has_plain
+        with_token = self._bounded or not done.results.has_arrays
+        references = self._away.references(carried)
+        arrays, token = done.evaluate(leaves, references, with_token)
+        carried = [jax.freeze(ref) for ref in references.values()]
+        self._has_plain = self._has_plain or done.results.has_plain
         self._traced(self._fn(), [jax.typeof(leaf) for leaf in leaves])
-        return results.rebuild(arrays), token
+        return done.results.rebuild(arrays), token, carried
 
     def _run_replica(
         self, locals_: Sequence[Any]
@@ -196,80 +233,24 @@ class Program:
             raise
         return _results.take_apart(returned, self._signature.statics, self._fn_name())
 
-    def _look_into(self, traced: Any, results: _results.Results) -> TracedStep:
-        """What is known about the step that `traced` is the shard_map of."""
-        (eqn,) = traced.jaxpr.eqns
-        # The captured constants come first, as variables of their own.
-        place = {var: index for index, var in enumerate(traced.jaxpr.invars)}
-        inputs = [
-            None if isinstance(atom, core.Literal) else place.get(atom)
-            for atom in eqn.invars
-        ]
-        varies = [spec != _mesh.SAME for spec in eqn.params["in_specs"]]
-        jaxpr = eqn.params["jaxpr"]
+    def _step_of(self, done: Trace) -> TracedStep:
+        """What is known about the step."""
+        n = len(self._roles)
         return TracedStep(
             name=self._fn_name(),
             signature=self._signature,
             label=self._label,
             donated=self._donated,
-            inputs=inputs,
-            types=[var.aval for var in jaxpr.invars],
-            results=results,
-            outputs=[atom.aval for atom in jaxpr.outvars],
-            findings=analyse(
-                jaxpr,
-                varies,
-                _mesh.REPLICA_AXIS,
-                self._mesh.size,
-                unpacking=sum(varies),
-            ),
-        )
-
-    def _evaluate(
-        self,
-        traced: Any,
-        leaves: Sequence[Any],
-        findings: Findings,
-        with_token: bool,
-    ) -> tuple[list[Any], jax.Array | None]:
-        """The traced step's results, as the analysis proved them, and a token."""
-        (eqn,) = traced.jaxpr.eqns
-        known = dict(zip(traced.jaxpr.invars, leaves, strict=True))
-        known.update(zip(traced.jaxpr.constvars, traced.consts, strict=True))
-        operands = [
-            atom.val if isinstance(atom, core.Literal) else known[atom]
-            for atom in eqn.invars
-        ]
-        jaxpr, in_specs = eqn.params["jaxpr"], tuple(eqn.params["in_specs"])
-        varies = [state is not None and state.varies for state in findings.outputs]
-        step = core.jaxpr_as_fun(_closed(jaxpr))
-
-        def replica(*locals_: Any) -> Any:
-            arrays = [
-                jax.lax.expand_dims(array, (0,)) if differs else array
-                for array, differs in zip(step(*locals_), varies, strict=True)
-            ]
-            return arrays, jnp.zeros((), jnp.int8) if with_token else None
-
-        out_specs = [_mesh.SPLIT if differs else _mesh.SAME for differs in varies]
-        arrays, token = self._shard_map(replica, in_specs, (out_specs, _mesh.SAME))(
-            *operands
-        )
-        wrapped = [
-            PerReplica(array) if differs else array
-            for array, differs in zip(arrays, varies, strict=True)
-        ]
-        return wrapped, token
-
-    def _shard_map(self, fn: Any, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-        # check_vma=False: with True, JAX sums the gradient of a replicated value over
-        # the replicas by itself, and the user's own mean of it is N times too large.
-        return jax.shard_map(
-            fn,
-            mesh=self._mesh,
-            in_specs=in_specs,
-            out_specs=out_specs,
-            check_vma=False,
+            # Variables are no arguments.
+            inputs=[i if i is not None and i < n else None for i in done.inputs],
+            types=[var.aval for var in done.jaxpr.invars],
+            results=done.results,
+            outputs=[atom.aval for atom in done.jaxpr.outvars],
+            findings=done.findings,
+            variables=[
+                (variable.name, variable.copies_must_agree, state)
+                for variable, state in done.contents
+            ],
         )
 
     def _fn(self) -> Callable[..., Any]:
@@ -286,20 +267,19 @@ class Program:
         return _roles.label(self._fn(), args, kwargs, leaf)
 
 
+class _UsesVariables(Exception):
+    """A step uses variables, and these live elsewhere; its program is to be remade."""
+
+    def __init__(self, away: list[Variable]) -> None:
+        self.away = away
+
+
 class _NotPlaced(Exception):
     """A program was about to be traced for arrays that may lie elsewhere."""
 
 
 def _differ(new: Sequence[Any], old: Sequence[Any]) -> bool:
     return any(a is not b for a, b in zip(new, old, strict=True))
-
-
-def _closed(jaxpr: Any) -> Any:
-    """`jaxpr`, which has no constants, in the form that can be called."""
-    # One class since JAX 0.12, where `ClosedJaxpr` is on its way out.
-    if hasattr(jaxpr, "consts"):
-        return jaxpr
-    return core.ClosedJaxpr(jaxpr, ())  # pyright: ignore[reportPrivateImportUsage]
 
 
 def name_of(fn: Callable[..., Any]) -> str:

@@ -21,6 +21,7 @@ from jaxstrategy._values import PyTree
 from jaxstrategy.tracing import _checks, _recompilation, _roles
 from jaxstrategy.tracing._program import Program
 from jaxstrategy.tracing._traced import TracedStep
+from jaxstrategy.variables._variable import Variable
 
 
 class Programs:
@@ -29,11 +30,18 @@ class Programs:
     Args:
       mesh: where its replicas are.
       call: runs a function as one replica: `call(fn, args, kwargs)`.
+      variables: returns those that steps of the strategy may use.
     """
 
-    def __init__(self, mesh: Mesh, call: Callable[..., Any]) -> None:
+    def __init__(
+        self,
+        mesh: Mesh,
+        call: Callable[..., Any],
+        variables: Callable[[], Sequence[Variable]],
+    ) -> None:
         self.mesh = mesh
         self.call = call
+        self.variables = variables
         self.log = _recompilation.Log()
         self._of_function: dict[Any, FunctionPrograms] = {}
 
@@ -66,6 +74,7 @@ class FunctionPrograms:
         self._owner = owner
         self._history = owner.log.of(fn)
         self._calls = _recompilation.Calls()
+        self._was_traced = False
         self._by_signature: dict[_roles.Signature, Program] = {}
         # For calls without static leaves: found by structure alone, the last one first.
         self._by_structure: dict[Any, Program] = {}
@@ -116,11 +125,15 @@ class FunctionPrograms:
             signature=signature,
             mesh=self._owner.mesh,
             donate=self._options.donated,
+            variables=self._owner.variables,
+            may_create=lambda: not self._was_traced,
             check=self._check,
-            traced=lambda fn, avals: self._history.record(
-                fn, self._calls, signature, avals
-            ),
+            traced=functools.partial(self._note, signature),
         )
+
+    def _note(self, signature: _roles.Signature, fn: Any, avals: Sequence[Any]) -> None:
+        self._was_traced = True
+        self._history.record(fn, self._calls, signature, avals)
 
     def _check(self, step: TracedStep) -> None:
         _checks.check(step, self._options.expect_mirrored)

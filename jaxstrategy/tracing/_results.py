@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxstrategy import _values
 from jaxstrategy._values import PerReplica, PyTree
+from jaxstrategy.variables._variable import Variable
 
 # What may come back as it is: values that cannot hide an array of the step.
 _PLAIN = (bool, int, float, complex, str, bytes, enum.Enum, np.dtype, type, range)
@@ -102,6 +103,15 @@ def unwrap_plain(tree: PyTree) -> PyTree:
         lambda leaf: leaf.value if isinstance(leaf, Plain) else leaf,
         tree,
         is_leaf=is_plain,
+    )
+
+
+def with_values(tree: PyTree) -> PyTree:
+    """`tree` with each variable as the value it has here and now."""
+    return jax.tree.map(
+        lambda leaf: leaf.value if isinstance(leaf, Variable) else leaf,
+        tree,
+        is_leaf=lambda node: _is_one_leaf(node) or isinstance(node, Variable),
     )
 
 

@@ -70,7 +70,7 @@ def take_apart(
       TypeError: a static argument cannot be hashed, or a `PerReplica` holds something
         else than an array.
     """
-    nodes, treedef = jax.tree.flatten((args, kwargs), is_leaf=_values.is_per_replica)
+    nodes, treedef = jax.tree.flatten((args, kwargs), is_leaf=_values.is_whole)
     leaves, roles, statics = [], [], []
     for index, node in enumerate(nodes):
         role, value = _role(node, abstract)
@@ -94,6 +94,8 @@ def take_apart(
 def _role(node: Any, abstract: bool) -> tuple[Role, Any]:
     if isinstance(node, PerReplica):
         return Role.PER_REPLICA, _values.contents(node)
+    if isinstance(node, _values.Handle):
+        return Role.STATIC, node
     if isinstance(node, jax.Array):
         return Role.SAME, node
     if abstract and isinstance(node, jax.ShapeDtypeStruct):
@@ -129,9 +131,7 @@ def _check_hashable(
 
 def label(fn: Callable[..., Any], args: Any, kwargs: Any, index: int) -> str:
     """How the caller would write leaf `index` of the arguments: `` `batch['x']` ``."""
-    paths, _ = jax.tree.flatten_with_path(
-        (args, kwargs), is_leaf=_values.is_per_replica
-    )
+    paths, _ = jax.tree.flatten_with_path((args, kwargs), is_leaf=_values.is_whole)
     (_, *path) = paths[index][0]
     first, rest = path[0], jax.tree_util.keystr(tuple(path[1:]))
     if isinstance(first, jax.tree_util.DictKey):

@@ -30,6 +30,8 @@ class TracedStep:
       results: the pytree it returned.
       outputs: the types of its arrays on one replica.
       findings: what the analysis knows about them.
+      variables: for each that it uses its name, whether its copies must agree, and
+        what is known of what it holds afterwards.
     """
 
     name: str
@@ -41,6 +43,7 @@ class TracedStep:
     results: Results
     outputs: Sequence[Any]
     findings: Findings
+    variables: Sequence[tuple[str, bool, State | None]] = ()
 
     def is_per_replica(self, argument: int) -> bool:
         """Whether the argument was a `PerReplica`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jax.sharding import Mesh
@@ -22,6 +22,7 @@ from jaxstrategy.tracing.explanation._facts import (
     Memory,
 )
 from jaxstrategy.tracing.replication._state import Collective
+from jaxstrategy.variables._variable import Variable
 
 _KINDS = {
     "all_gather": "all_gather",
@@ -43,6 +44,7 @@ def explain(
     *,
     call: Callable[..., Any],
     mesh: Mesh,
+    variables: Callable[[], Sequence[Variable]],
     options: RunOptions,
     topology: Topology,
     compiled: bool,
@@ -55,6 +57,7 @@ def explain(
       kwargs: its keyword arguments.
       call: runs `fn` as one replica: `call(fn, args, kwargs)`.
       mesh: where the replicas are.
+      variables: returns those that the step may use.
       options: how `run` would compile it.
       topology: what times are predicted for.
       compiled: whether to compile it, for what XLA has to say.
@@ -67,6 +70,8 @@ def explain(
         signature=signature,
         mesh=mesh,
         donate=options.donated,
+        variables=variables,
+        may_create=lambda: True,
         check=traced.append,
         traced=lambda fn, avals: None,
     )

@@ -26,6 +26,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jax.extend.core import Jaxpr
+from jax.ref import AbstractRef
 
 from jaxstrategy.tracing._site import Site
 from jaxstrategy.tracing.replication import _collectives, _control
@@ -56,14 +57,19 @@ def analyse(
 
     Args:
       jaxpr: one replica's computation, without constants.
-      varies: for each input, whether it may differ between replicas.
+      varies: for each input, whether it, or what the reference holds, may differ
+        between replicas.
       axis_name: the mesh axis of the replicas.
       replicas: how many there are.
       unpacking: how many equations at the start only unpack arguments.
     """
-    inputs = [
+    states = [
         State(Level.VARYING, index) if differs else SAME
         for index, differs in enumerate(varies)
+    ]
+    inputs = [
+        Cell(state) if isinstance(var.aval, AbstractRef) else state
+        for var, state in zip(jaxpr.invars, states, strict=True)
     ]
     analysis = Analysis(axis_name, replicas, _RULES, _other)
     return analysis.of(jaxpr, inputs, unpacking)

@@ -1,0 +1,67 @@
+"""Variables in one place, computation on many devices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import final
+
+import jax
+from jax.sharding import Mesh
+
+from jaxstrategy import _devices, _mesh
+from jaxstrategy._devices import Device
+from jaxstrategy.strategies._base import Strategy
+
+
+@final
+class CentralStorageStrategy(Strategy):
+    """One replica on each compute device; mirrored variables on one device only.
+
+    Before a step its variables are copied to all compute devices, and afterwards one
+    copy goes back. Results are those of `MirroredStrategy`; between steps the variables
+    take the memory of one copy. On-read variables have a copy on each compute device.
+
+    Args:
+      compute_devices: devices or their names, in replica order; by default as for
+        `MirroredStrategy`.
+      parameter_device: where the variables are; by default the host's CPU if there are
+        accelerators, else the first device.
+
+    Raises:
+      ValueError: a device does not exist, or is given twice.
+
+    >>> import jaxstrategy as js
+    >>> strategy = js.experimental.CentralStorageStrategy(js.simulate(8)[:2], "CPU:0")
+    >>> with strategy.scope():
+    ...     total = js.Variable(0.0, name="total", aggregation="sum")
+    >>> strategy.run(lambda x: total.assign_add(x), (strategy.per_replica([1.0, 2.0]),))
+    Array(3., dtype=float32)
+    >>> total
+    Variable 'total' float32[] mirrored, {
+      0: 3.0
+    }
+    """
+
+    def __init__(
+        self,
+        compute_devices: Sequence[Device | str] | None = None,
+        parameter_device: Device | str | None = None,
+    ) -> None:
+        super().__init__(
+            _devices.default_devices()
+            if compute_devices is None
+            else _devices.choose(compute_devices)
+        )
+        home = _central(self.devices) if parameter_device is None else parameter_device
+        self._parameter_mesh = _mesh.mesh_of([_devices.find(home)])
+
+    @property
+    def parameter_mesh(self) -> Mesh:
+        """The mesh of the parameter device."""
+        return self._parameter_mesh
+
+
+def _central(compute_devices: Sequence[Device]) -> Device:
+    if compute_devices[0].platform == "cpu":
+        return compute_devices[0]
+    return jax.local_devices(backend="cpu")[0]

@@ -1,0 +1,208 @@
+"""A step traced once, as one replica sees it, and what its program makes of that.
+
+First the step is traced inside a `shard_map` that is only looked into, with references
+to all variables that it might use. Then the replication analysis says which results are
+equal on all replicas, and the trace is evaluated again inside the `shard_map` that is
+compiled, with the variables that it did use.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+from jax.sharding import Mesh
+
+from jaxstrategy import _mesh
+from jaxstrategy._values import PerReplica
+from jaxstrategy.tracing._results import Results
+from jaxstrategy.tracing.replication._rules import analyse
+from jaxstrategy.tracing.replication._state import Findings, State
+from jaxstrategy.variables import _step
+from jaxstrategy.variables._step import StepVariables
+from jaxstrategy.variables._variable import Variable
+
+
+@dataclasses.dataclass(frozen=True)
+class Trace:
+    """A step as it was traced.
+
+    Attributes:
+      closed: a jaxpr with one equation, the `shard_map`; its inputs are the arguments
+        and the references of all variables that there were.
+      results: what the step returned, but for the arrays.
+      variables: all that there were; those that belong elsewhere, too.
+      used: those that the step reads or writes.
+      mesh: where the replicas are.
+      findings: what is known about the arrays that it returned.
+    """
+
+    closed: Any
+    results: Results
+    variables: Sequence[Variable]
+    used: Sequence[Variable]
+    mesh: Mesh
+    findings: Findings
+
+    @property
+    def equation(self) -> Any:
+        """The `shard_map`."""
+        (eqn,) = self.closed.jaxpr.eqns
+        return eqn
+
+    @property
+    def jaxpr(self) -> Any:
+        """The step of one replica."""
+        return self.equation.params["jaxpr"]
+
+    @property
+    def inputs(self) -> list[int | None]:
+        """For each input of `jaxpr` its place among arguments and variables.
+
+        None for a constant that the step captured.
+        """
+        place = {var: index for index, var in enumerate(self.closed.jaxpr.invars)}
+        return [
+            None if isinstance(atom, core.Literal) else place.get(atom)
+            for atom in self.equation.invars
+        ]
+
+    @property
+    def contents(self) -> list[tuple[Variable, State | None]]:
+        """What is known of what each used variable holds afterwards."""
+        first = len(self.closed.jaxpr.invars) - len(self.variables)
+        places = self.inputs
+        return [
+            (variable, self.findings.contents[places.index(first + index)])
+            for index, variable in enumerate(self.variables)
+            if variable in self.used
+        ]
+
+    @property
+    def varies(self) -> list[bool]:
+        """For each array that the step returns, whether it may differ."""
+        return [state is not None and state.varies for state in self.findings.outputs]
+
+    def evaluate(
+        self, leaves: Sequence[Any], away: dict[Variable, Any], with_token: bool
+    ) -> tuple[list[Any], jax.Array | None]:
+        """The step's results, as the analysis proved them, and a token.
+
+        Args:
+          leaves: the arguments.
+          away: a reference for each used variable that lives somewhere else.
+          with_token: whether a token is needed.
+        """
+        references = [away.get(variable, variable.ref) for variable in self.variables]
+        known = dict(zip(self.closed.jaxpr.invars, [*leaves, *references], strict=True))
+        known.update(zip(self.closed.jaxpr.constvars, self.closed.consts, strict=True))
+        # A variable that is not used stays out of the program.
+        unused = {
+            id(variable.ref) for variable in self.variables if variable not in self.used
+        }
+        operands = [
+            atom.val if isinstance(atom, core.Literal) else known[atom]
+            for atom in self.equation.invars
+        ]
+        kept = [i for i, each in enumerate(operands) if id(each) not in unused]
+        in_specs = self.equation.params["in_specs"]
+        step, varies = core.jaxpr_as_fun(_closed(self.jaxpr)), self.varies
+
+        def replica(*locals_: Any) -> Any:
+            given = dict(zip(kept, locals_, strict=True))
+            returned = step(*(given.get(i) for i in range(len(operands))))
+            arrays = [
+                jax.lax.expand_dims(array, (0,)) if differs else array
+                for array, differs in zip(returned, varies, strict=True)
+            ]
+            return arrays, jnp.zeros((), jnp.int8) if with_token else None
+
+        out_specs = [_mesh.SPLIT if differs else _mesh.SAME for differs in varies]
+        arrays, token = on_replicas(
+            replica,
+            self.mesh,
+            tuple(in_specs[i] for i in kept),
+            (out_specs, _mesh.SAME),
+        )(*(operands[i] for i in kept))
+        wrapped = [
+            PerReplica(array) if differs else array
+            for array, differs in zip(arrays, varies, strict=True)
+        ]
+        return wrapped, token
+
+
+def trace(
+    run: Callable[[Sequence[Any]], tuple[list[jax.Array], Results]],
+    leaves: Sequence[Any],
+    specs: Sequence[Any],
+    mesh: Mesh,
+    variables: Callable[[], Sequence[Variable]],
+    may_create: bool,
+) -> Trace:
+    """Traces a step once; or twice, if it makes variables.
+
+    Args:
+      run: calls the step with one replica's part of `leaves`.
+      leaves: its arguments, on all replicas.
+      specs: how they are divided.
+      mesh: where the replicas are.
+      variables: returns those that the step may use.
+      may_create: whether it may make some.
+    """
+    there = list(variables())
+    found: list[Results] = []
+    seen: list[StepVariables] = []
+
+    def replica(*locals_: Any) -> list[Any]:
+        own, references = locals_[: len(leaves)], locals_[len(leaves) :]
+        pairs = list(zip(there, references, strict=True))
+        seen.append(StepVariables(pairs, may_create))
+        with _step.traced_with(seen[-1]):
+            arrays, results = run(own)
+        found.append(results)
+        return arrays
+
+    everywhere = (*specs, *(_spec(variable, mesh) for variable in there))
+    # SAME for every output is not a claim: this shard_map is only looked into.
+    looked_into = on_replicas(replica, mesh, everywhere, _mesh.SAME)
+    closed = jax.make_jaxpr(looked_into)(*leaves, *(v.ref for v in there))
+    (step,), (results,) = seen, found
+    if step.created:
+        return trace(run, leaves, specs, mesh, variables, may_create=False)
+    (eqn,) = closed.jaxpr.eqns
+    varies = [spec != _mesh.SAME for spec in eqn.params["in_specs"]]
+    findings = analyse(
+        eqn.params["jaxpr"],
+        varies,
+        _mesh.REPLICA_AXIS,
+        mesh.size,
+        unpacking=sum(spec != _mesh.SAME for spec in specs),
+    )
+    return Trace(closed, results, there, list(step.used.values()), mesh, findings)
+
+
+def on_replicas(
+    fn: Any, mesh: Mesh, in_specs: Any, out_specs: Any
+) -> Callable[..., Any]:
+    """`fn` of one replica as a function of all replicas' arrays."""
+    # check_vma=False: with True, JAX sums the gradient of a replicated value over
+    # the replicas by itself, and the user's own mean of it is N times too large.
+    return jax.shard_map(
+        fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+    )
+
+
+def _spec(variable: Variable, mesh: Mesh) -> Any:
+    return variable.sharding.spec if variable.lives_on(mesh) else _mesh.SAME
+
+
+def _closed(jaxpr: Any) -> Any:
+    """`jaxpr`, which has no constants, in the form that can be called."""
+    # One class since JAX 0.12, where `ClosedJaxpr` is on its way out.
+    if hasattr(jaxpr, "consts"):
+        return jaxpr
+    return core.ClosedJaxpr(jaxpr, ())  # pyright: ignore[reportPrivateImportUsage]

@@ -1,0 +1,1 @@
+"""Mutable state that knows how it is replicated, one kind a file."""

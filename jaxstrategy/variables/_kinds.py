@@ -1,0 +1,289 @@
+"""What the kinds of variables do where: mirrored ones and on-read ones.
+
+A kind is given the reference to work on: inside a step the step's own, of one replica's
+copy; outside, the one that holds all copies.
+"""
+
+from __future__ import annotations
+
+import abc
+import functools
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from jaxstrategy import _contexts, _mesh, _values
+from jaxstrategy._contexts import AbstractStrategy
+from jaxstrategy._options import VariableAggregation
+from jaxstrategy._values import PerReplica
+from jaxstrategy.variables import _aggregation, _step
+from jaxstrategy.variables._step import Side
+
+NONE = VariableAggregation.NONE
+
+
+class Kind(abc.ABC):
+    """How one variable is kept.
+
+    Args:
+      name: the variable's.
+      aggregation: of the variable.
+      mesh: where its copies are.
+    """
+
+    # How it prints.
+    describe: str
+
+    def __init__(self, name: str, aggregation: VariableAggregation, mesh: Mesh) -> None:
+        self.name = name
+        self.aggregation = aggregation
+        self.mesh = mesh
+
+    @property
+    @abc.abstractmethod
+    def sharding(self) -> NamedSharding:
+        """How the reference to all copies lies."""
+
+    @abc.abstractmethod
+    def placed(self, start: jax.Array) -> jax.Array:
+        """All copies, each of them `start`, where the reference is to hold them."""
+
+    @abc.abstractmethod
+    def of_one_replica(self, start: jax.Array) -> jax.Array:
+        """What a step's reference holds if this replica's copy is `start`."""
+
+    @abc.abstractmethod
+    def copies(self, ref: Any) -> Any:
+        """All copies: a mirrored array or a `PerReplica`."""
+
+    @abc.abstractmethod
+    def host_copies(self, ref: Any) -> list[np.ndarray]:
+        """The copies that this process can see, in replica order."""
+
+    @abc.abstractmethod
+    def read(self, ref: Any, side: Side) -> jax.Array:
+        """The value."""
+
+    @abc.abstractmethod
+    def write(self, ref: Any, side: Side, value: Any, how: str) -> jax.Array:
+        """Change it, and return the new value."""
+
+    def _in_step(self) -> bool:
+        return _step.tracing() is not None
+
+    def _checked(self, value: Any, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+        """`value` as an array that the variable can take.
+
+        Raises:
+          ValueError: another shape.
+          TypeError: no array or number, or a dtype that would lose something.
+        """
+        given = jnp.asarray(value)
+        exact = jnp.promote_types(given.dtype, dtype) == dtype
+        if not exact and not (given.weak_type and _same_sort(given.dtype, dtype)):
+            raise TypeError(
+                f"Variable {self.name!r} holds {dtype.name} and was given "
+                f"{given.dtype.name}, which would lose something. Convert it: "
+                f"`value.astype({dtype.name!r})`, or make the variable with that dtype."
+            )
+        if given.shape != shape:
+            raise ValueError(
+                f"Variable {self.name!r} has shape {shape} and was given {given.shape}."
+                " Assign a value of its own shape; `jnp.broadcast_to` repeats one."
+            )
+        return given.astype(dtype)
+
+
+def _same_sort(given: Any, wanted: Any) -> bool:
+    """Whether a Python number of the one sort may become the other."""
+    sorts = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
+
+    def rank(dtype: Any) -> int:
+        return next(i for i, sort in enumerate(sorts) if jnp.issubdtype(dtype, sort))
+
+    return rank(given) <= rank(wanted)
+
+
+def _changed(old: jax.Array, value: jax.Array, how: str) -> jax.Array:
+    match how:
+        case "assign":
+            return value
+        case "assign_add":
+            return old + value
+        case _:
+            return old - value
+
+
+def _this_strategy() -> AbstractStrategy:
+    context = _contexts.current()
+    assert context is not None, "a step has a context"
+    return context.strategy
+
+
+def _axes() -> tuple[str, ...]:
+    return tuple(_this_strategy().mesh.axis_names)
+
+
+@final
+class MirroredKind(Kind):
+    """Equal on all replicas: whole on each of them."""
+
+    describe = "mirrored"
+
+    @property
+    def sharding(self) -> NamedSharding:
+        """Whole on each device."""
+        return _mesh.replicated(self.mesh)
+
+    def placed(self, start: jax.Array) -> jax.Array:
+        """`start`, whole on each device."""
+        return jax.device_put(start, self.sharding)
+
+    def of_one_replica(self, start: jax.Array) -> jax.Array:
+        """`start`."""
+        return start
+
+    def copies(self, ref: Any) -> Any:
+        """The value, mirrored."""
+        return ref[...]
+
+    def host_copies(self, ref: Any) -> list[np.ndarray]:
+        """One per device."""
+        return [np.asarray(shard.data) for shard in ref[...].addressable_shards]
+
+    def read(self, ref: Any, side: Side) -> jax.Array:
+        """The value."""
+        return ref[...]
+
+    def write(self, ref: Any, side: Side, value: Any, how: str) -> jax.Array:
+        """Change all copies in the same way."""
+        if isinstance(value, PerReplica):
+            raise ValueError(
+                f"Variable {self.name!r} is mirrored, and was given a PerReplica "
+                f"outside `run` by `{how}`: its copies would differ. Reduce it first "
+                "(`strategy.reduce`), or make the variable with "
+                "`synchronization='on_read'`."
+            )
+        if side is Side.REPLICA and self._in_step() and self.aggregation is not NONE:
+            value = _aggregation.across(self.aggregation, value, _axes())
+        given = self._checked(value, ref.shape, ref.dtype)
+        new = _changed(ref[...], given, how) if how != "assign" else given
+        if not self._in_step():
+            new = jax.device_put(new, self.sharding)
+        ref[...] = new
+        return new
+
+
+@final
+class OnReadKind(Kind):
+    """A copy for each replica: one array `[replica, ...]`, split over them."""
+
+    describe = "on read"
+
+    @property
+    def sharding(self) -> NamedSharding:
+        """Copy i on the device of replica i."""
+        return _mesh.split(self.mesh)
+
+    def placed(self, start: jax.Array) -> jax.Array:
+        """`start` once for each replica."""
+        copies = jnp.broadcast_to(start, (self.mesh.size, *start.shape))
+        return jax.device_put(copies, self.sharding)
+
+    def of_one_replica(self, start: jax.Array) -> jax.Array:
+        """`start`, as the replica's part of all copies."""
+        return start[None]
+
+    def copies(self, ref: Any) -> Any:
+        """The copies."""
+        if self._in_step():
+            (axis_name,) = _axes()
+            return _values.of_local(ref[...][0], axis_name)
+        return PerReplica(ref[...])
+
+    def host_copies(self, ref: Any) -> list[np.ndarray]:
+        """One per replica."""
+        return [np.asarray(shard.data)[0] for shard in ref[...].addressable_shards]
+
+    def read(self, ref: Any, side: Side) -> jax.Array:
+        """This replica's copy, or outside `run` what the copies combine to."""
+        if side is not Side.CROSS:
+            if self._in_step():
+                return ref[...][0]
+            return ref[...][0] if self.mesh.size == 1 else self._combined(ref)
+        return self._combined(ref)
+
+    def _combined(self, ref: Any) -> jax.Array:
+        if self.aggregation is NONE:
+            raise ValueError(
+                f"Variable {self.name!r} has a copy per replica and aggregation NONE, "
+                "so it has no value outside `run`. Make it with "
+                "`aggregation='sum'`, 'mean' or 'only_first_replica', or look at the "
+                "copies with `strategy.experimental_local_results(variable)`."
+            )
+        if self._in_step():
+            return _aggregation.across(self.aggregation, ref[...][0], _axes())
+        return _combiner(self.aggregation, _mesh.replicated(self.mesh))(ref[...])
+
+    def write(self, ref: Any, side: Side, value: Any, how: str) -> jax.Array:
+        """Change this replica's copy, or outside `run` all of them."""
+        if self._in_step():
+            return self._write_in_step(ref, side, value, how)
+        old = ref[...]
+        if isinstance(value, PerReplica):
+            stacked = _values.contents(value)
+            given = self._checked(stacked, old.shape, old.dtype)
+        elif side is Side.UPDATE:
+            given = self._for_each(self._checked(value, old.shape[1:], old.dtype))
+        else:
+            value = self._checked(value, old.shape[1:], old.dtype)
+            given = self._to_each(value, how)
+        new = jax.device_put(_changed(old, given, how), self.sharding)
+        ref[...] = new
+        return new if self.aggregation is NONE else self._combined(ref)
+
+    def _write_in_step(self, ref: Any, side: Side, value: Any, how: str) -> jax.Array:
+        shape = ref.shape[1:]
+        if isinstance(value, PerReplica):
+            value = _values.to_local(value)
+        elif side is Side.CROSS:
+            first, other = self._parts(self._checked(value, shape, ref.dtype), how)
+            is_first = jax.lax.axis_index(_axes()) == 0
+            value = jnp.where(is_first, first, other)
+        given = self._checked(value, shape, ref.dtype)
+        new = _changed(ref[...][0], given, how)
+        ref[...] = new[None]
+        return new
+
+    def _parts(self, value: jax.Array, how: str) -> tuple[jax.Array, jax.Array]:
+        """What the first copy, and each other one, takes of a `value` for all."""
+        if self.aggregation is NONE:
+            raise ValueError(
+                f"Variable {self.name!r} has a copy per replica and aggregation NONE, "
+                f"so `{how}` outside `run` does not say which copies should change. "
+                "Assign in `run`, or give the variable an aggregation."
+            )
+        if how == "assign":
+            return _aggregation.shares(self.aggregation, value, self.mesh.size)
+        if self.aggregation is VariableAggregation.SUM:
+            return value, jnp.zeros_like(value)
+        return value, value
+
+    def _to_each(self, value: jax.Array, how: str) -> jax.Array:
+        first, other = self._parts(value, how)
+        return self._for_each(other).at[0].set(first)
+
+    def _for_each(self, value: jax.Array) -> jax.Array:
+        copies = jnp.broadcast_to(value, (self.mesh.size, *value.shape))
+        return jax.device_put(copies, self.sharding)
+
+
+@functools.cache
+def _combiner(aggregation: VariableAggregation, where: NamedSharding) -> Any:
+    def combined(copies: jax.Array) -> jax.Array:
+        return _aggregation.of_copies(aggregation, copies)
+
+    return jax.jit(combined, out_shardings=where)

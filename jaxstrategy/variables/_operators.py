@@ -1,0 +1,82 @@
+"""Arithmetic with something that has a value."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+_BINARY = "add sub mul truediv floordiv mod pow matmul lt le gt ge and or xor"
+_UNARY = "neg pos abs invert"
+
+
+class Operators:
+    """Operators and conversions of the object's `value`."""
+
+    value: Any
+
+    def __jax_array__(self) -> Any:
+        return self.value
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        return self.value.__array__(dtype)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.value[index]
+
+    def __len__(self) -> int:
+        return len(self.value)
+
+    def __iter__(self) -> Any:
+        return iter(self.value)
+
+    def __bool__(self) -> bool:
+        return bool(self.value)
+
+    def __int__(self) -> int:
+        return int(self.value)
+
+    def __float__(self) -> float:
+        return float(self.value)
+
+    def __complex__(self) -> complex:
+        return complex(self.value)
+
+    def __index__(self) -> int:
+        return operator.index(self.value)
+
+    def __format__(self, form: str) -> str:
+        return format(self.value, form) if form else str(self)
+
+
+def _plain(other: Any) -> Any:
+    return other.value if isinstance(other, Operators) else other
+
+
+def _forward(function: Any) -> Any:
+    def apply(self: Operators, other: Any) -> Any:
+        return function(self.value, _plain(other))
+
+    return apply
+
+
+def _reflected(function: Any) -> Any:
+    def apply(self: Operators, other: Any) -> Any:
+        return function(other, self.value)
+
+    return apply
+
+
+def _alone(function: Any) -> Any:
+    def apply(self: Operators) -> Any:
+        return function(self.value)
+
+    return apply
+
+
+for _name in _BINARY.split():
+    _function = getattr(operator, f"__{_name}__")
+    setattr(Operators, f"__{_name}__", _forward(_function))
+    if _name not in ("lt", "le", "gt", "ge"):
+        setattr(Operators, f"__r{_name}__", _reflected(_function))
+for _name in _UNARY.split():
+    setattr(Operators, f"__{_name}__", _alone(getattr(operator, f"__{_name}__")))

@@ -1,0 +1,28 @@
+"""Which variables are alive, so that a step can be given those it might use."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from jaxstrategy._contexts import AbstractStrategy
+
+# Those of no strategy, and those of each.
+_ordinary: weakref.WeakSet[Any] = weakref.WeakSet()
+_of_strategy: weakref.WeakKeyDictionary[AbstractStrategy, weakref.WeakSet[Any]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def add(variable: Any, owner: AbstractStrategy | None) -> None:
+    """Count `variable` as alive for as long as somebody holds it."""
+    if owner is None:
+        _ordinary.add(variable)
+    else:
+        _of_strategy.setdefault(owner, weakref.WeakSet()).add(variable)
+
+
+def usable_by(strategy: AbstractStrategy) -> list[Any]:
+    """What steps of `strategy` may use: its own and ordinary ones, oldest first."""
+    found = [*_ordinary, *_of_strategy.get(strategy, ())]
+    return sorted(found, key=lambda variable: variable.number)

@@ -1,0 +1,122 @@
+"""Which side of a step uses a variable, and which reference of it the step has.
+
+A variable's numbers are in a `jax.Ref` that lives outside. A step works on references
+of its own, one for each variable, which the program connects with those outside; while
+it is traced, a `StepVariables` knows them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import enum
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from jaxstrategy import _contexts
+
+
+class Side(enum.Enum):
+    """Where code uses a variable."""
+
+    REPLICA = "in `run`"
+    CROSS = "in cross-replica context"
+    UPDATE = "in `extended.update`"
+
+
+class StepVariables:
+    """The variables of one trace of a step.
+
+    Args:
+      references: what the step has of each variable.
+      may_create: whether it may make new ones.
+
+    Attributes:
+      used: those that it has read or written so far, in order.
+      created: those that it has made.
+    """
+
+    def __init__(self, references: Sequence[tuple[Any, Any]], may_create: bool) -> None:
+        self._references = {id(variable): ref for variable, ref in references}
+        self.may_create = may_create
+        self.used: dict[int, Any] = {}
+        self.created: list[Any] = []
+
+    def reference(self, variable: Any) -> Any:
+        """The reference to use for `variable`; None if this step has none."""
+        ref = self._references.get(id(variable))
+        if ref is not None:
+            self.used.setdefault(id(variable), variable)
+        return ref
+
+    def create(self, variable: Any, start: jax.Array) -> None:
+        """Let the step make `variable`, which starts as `start`.
+
+        The trace goes on with a copy. It is done again afterwards, when the variable is
+        there before the step.
+        """
+        self._references[id(variable)] = jax.new_ref(start)
+        self.created.append(variable)
+
+
+_tracing: contextvars.ContextVar[StepVariables | None] = contextvars.ContextVar(
+    "jaxstrategy_step_variables", default=None
+)
+_updating: contextvars.ContextVar[bool] = contextvars.ContextVar(
+    "jaxstrategy_updating", default=False
+)
+
+# Where `colocate_vars_with` wants new variables.
+_mesh: contextvars.ContextVar[Mesh | None] = contextvars.ContextVar(
+    "jaxstrategy_colocated", default=None
+)
+colocating: Callable[[], Mesh | None] = _mesh.get
+
+
+def tracing() -> StepVariables | None:
+    """The variables of the step that is being traced, None outside of one."""
+    context = _contexts.current()
+    return _tracing.get() if context is not None and context.in_step else None
+
+
+@contextlib.contextmanager
+def traced_with(variables: StepVariables) -> Iterator[None]:
+    """Let a step be traced with these."""
+    token = _tracing.set(variables)
+    try:
+        yield
+    finally:
+        _tracing.reset(token)
+
+
+@contextlib.contextmanager
+def updating() -> Iterator[None]:
+    """Let code be that of `extended.update`, which sees one copy of a variable."""
+    token = _updating.set(True)
+    try:
+        yield
+    finally:
+        _updating.reset(token)
+
+
+@contextlib.contextmanager
+def colocated(mesh: Mesh) -> Iterator[None]:
+    """Let variables be made on `mesh`."""
+    token = _mesh.set(mesh)
+    try:
+        yield
+    finally:
+        _mesh.reset(token)
+
+
+def side() -> Side:
+    """Where the code that asks is."""
+    if _updating.get():
+        return Side.UPDATE
+    context = _contexts.current()
+    if context is not None and context.replica is not None:
+        return Side.REPLICA
+    return Side.CROSS

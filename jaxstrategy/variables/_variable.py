@@ -1,0 +1,375 @@
+"""`Variable`: a value that changes, and knows how it is replicated."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any, NoReturn, Self, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import Mesh, NamedSharding
+
+from jaxstrategy import _contexts, _mesh
+from jaxstrategy._contexts import AbstractStrategy
+from jaxstrategy._errors import ContextError
+from jaxstrategy._options import VariableAggregation, VariableSynchronization
+from jaxstrategy._values import Handle, PerReplica
+from jaxstrategy.variables import _gradients, _registry, _step
+from jaxstrategy.variables._kinds import Kind, MirroredKind, OnReadKind
+from jaxstrategy.variables._operators import Operators
+
+_numbers = itertools.count()
+
+InitialValue = Any
+
+
+@final
+@jax.tree_util.register_pytree_node_class
+class Variable(Operators, Handle):
+    """A value that steps read and change in place, replicated as its strategy says.
+
+    Made inside `strategy.scope()` it belongs to that strategy; made outside any, it
+    is one copy on JAX's default device, which steps of every strategy may use. Read
+    and assigned by closure or as an argument: in `run` each replica works on its own
+    copy, outside on all of them.
+
+    A *mirrored* variable (synchronization AUTO or ON_WRITE) is equal on all replicas.
+    What replicas assign to it is first combined as `aggregation` says; with NONE it
+    must be equal already, which is proved when the step is traced. An *on-read* one has
+    a copy per replica, which the replica changes freely; reading it outside `run`
+    combines the copies.
+
+    In arithmetic and `jnp` functions a variable stands for its value. Two variables
+    are equal if they are the same one.
+
+    Args:
+      initial_value: an array, a number, nested lists of numbers, or a function without
+        arguments that returns one. Every copy starts with it.
+      trainable: for your own use; on-read variables are not.
+      dtype: of the value, by default that of `initial_value`.
+      name: for messages; names need not differ.
+      synchronization: a `VariableSynchronization` or its name.
+      aggregation: a `VariableAggregation` or its name.
+
+    Raises:
+      ValueError: synchronization NONE, or no such synchronization or aggregation; made
+        inside a step that was traced before.
+      TypeError: `initial_value` is not an array or number.
+
+    >>> import jaxstrategy as js
+    >>> strategy = js.MirroredStrategy(js.simulate(8)[:2])
+    >>> with strategy.scope():
+    ...     total = js.Variable(0.0, name="total", aggregation="sum")
+    >>> @strategy.run
+    ... def step(x):
+    ...     total.assign_add(x)
+    >>> step(strategy.per_replica([1.0, 2.0]))
+    >>> total
+    Variable 'total' float32[] mirrored, {
+      0: 3.0,
+      1: 3.0
+    }
+    >>> total + 1
+    Array(4., dtype=float32)
+    """
+
+    def __init__(
+        self,
+        initial_value: InitialValue,
+        trainable: bool | None = None,
+        dtype: Any = None,
+        name: str = "Variable",
+        synchronization: VariableSynchronization | str = VariableSynchronization.AUTO,
+        aggregation: VariableAggregation | str = VariableAggregation.NONE,
+    ) -> None:
+        self._synchronization = VariableSynchronization(synchronization)
+        self._aggregation = VariableAggregation(aggregation)
+        if self._synchronization is VariableSynchronization.NONE:
+            raise ValueError(
+                "`synchronization` was NONE, which no strategy can keep. Use ON_WRITE "
+                "for a value that is equal on all replicas, ON_READ for one that each "
+                "replica has of its own."
+            )
+        on_read = self._synchronization is VariableSynchronization.ON_READ
+        self._name = name
+        self._trainable = not on_read if trainable is None else bool(trainable)
+        self.number = next(_numbers)  # the how-manieth it is
+        self._strategy = _owner()
+        kind: type[Kind] = OnReadKind if on_read else MirroredKind
+        self._kind = kind(name, self._aggregation, _home(self._strategy, on_read))
+        step = _step.tracing()
+        if step is not None and not step.may_create:
+            raise ValueError(
+                f"Variable {name!r} was made inside a step that is traced again: a "
+                "step may make variables the first time it is traced, and must use the "
+                "same ones afterwards. Make it outside the step, or once: "
+                "`if self.v is None: self.v = Variable(...)`."
+            )
+        with jax.ensure_compile_time_eval(), _contexts.entered(None):
+            start = _start(initial_value, dtype, name)
+            self._shape, self._dtype = start.shape, start.dtype
+            self._ref = jax.new_ref(self._kind.placed(start))
+        if step is not None:
+            step.create(self, self._kind.of_one_replica(start))
+        _registry.add(self, self._strategy)
+
+    # What it is.
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return self._name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the value."""
+        return self._shape
+
+    @property
+    def ndim(self) -> int:
+        """The number of dimensions of the value."""
+        return len(self._shape)
+
+    @property
+    def size(self) -> int:
+        """The number of elements of the value."""
+        return int(np.prod(self._shape))
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of the value."""
+        return self._dtype
+
+    @property
+    def trainable(self) -> bool:
+        """Whether an optimizer should change it."""
+        return self._trainable
+
+    @property
+    def synchronization(self) -> VariableSynchronization:
+        """When its copies are brought together."""
+        return self._synchronization
+
+    @property
+    def aggregation(self) -> VariableAggregation:
+        """How its copies, or the replicas' values for it, become one."""
+        return self._aggregation
+
+    @property
+    def strategy(self) -> AbstractStrategy | None:
+        """The strategy it belongs to, None for an ordinary variable."""
+        return self._strategy
+
+    @property
+    def devices(self) -> tuple[Any, ...]:
+        """The devices that hold its copies, in replica order."""
+        return _mesh.devices_of(self.mesh)
+
+    # Its value.
+
+    @property
+    def value(self) -> jax.Array:
+        """The value: in `run` this replica's, outside that of all replicas.
+
+        Raises:
+          ValueError: outside `run`, an on-read variable whose aggregation is NONE.
+          ContextError: in another strategy's `run`.
+        """
+        given = _gradients.value_of(self)
+        if given is not None:
+            return given
+        return self._kind.read(self._reference(), _step.side())
+
+    def read_value(self) -> jax.Array:
+        """The same as `value`."""
+        return self.value
+
+    def numpy(self) -> np.ndarray:
+        """The value as a NumPy array; not inside `run`."""
+        return np.asarray(self.value)
+
+    def assign(self, value: Any) -> jax.Array:
+        """Make it `value`; returns the new value.
+
+        In `run`, a mirrored variable takes the aggregate of the replicas' values, and
+        an on-read one this replica's. Outside, an on-read variable that sums gives
+        each replica an equal share, so that it reads as `value`.
+
+        Raises:
+          ValueError: another shape; or the copies of a mirrored variable would differ.
+          TypeError: a dtype that would lose something.
+          ContextError: in another strategy's `run`.
+        """
+        return self._write(value, "assign")
+
+    def assign_add(self, delta: Any) -> jax.Array:
+        """Add `delta`; otherwise as `assign`.
+
+        Outside `run`, of an on-read variable that sums the first copy takes it all.
+        """
+        return self._write(delta, "assign_add")
+
+    def assign_sub(self, delta: Any) -> jax.Array:
+        """Subtract `delta`; otherwise as `assign_add`."""
+        return self._write(delta, "assign_sub")
+
+    def distributed(self) -> Any:
+        """All copies: a mirrored array, or a `PerReplica` if it is on-read."""
+        return self._kind.copies(self._reference())
+
+    def _write(self, value: Any, how: str) -> jax.Array:
+        if _gradients.value_of(self) is not None:
+            raise ValueError(
+                f"Variable {self._name!r} was assigned inside the function whose "
+                "gradient with respect to it is taken. Assign it afterwards."
+            )
+        return self._kind.write(self._reference(), _step.side(), value, how)
+
+    def _reference(self) -> Any:
+        step = _step.tracing()
+        if step is None:
+            return self._ref
+        current = _contexts.current()
+        assert current is not None, "a step has a context"
+        if self._strategy is not None and self._strategy is not current.strategy:
+            raise ContextError(
+                f"Variable {self._name!r} belongs to {self._strategy!r}, but was used "
+                f"in a step of {current.strategy!r}. Make it in the scope of the "
+                "strategy that runs the step, or outside of any scope."
+            )
+        ref = step.reference(self)
+        assert ref is not None, "variables are made before the step or by it"
+        return ref
+
+    # Where it is, for the programs of steps.
+
+    @property
+    def ref(self) -> Any:
+        """The `jax.Ref` that holds all copies, outside of steps."""
+        return self._ref
+
+    @property
+    def mesh(self) -> Mesh:
+        """Where its copies are."""
+        return self._kind.mesh
+
+    @property
+    def sharding(self) -> NamedSharding:
+        """How that reference lies."""
+        return self._kind.sharding
+
+    @property
+    def copies_must_agree(self) -> bool:
+        """Whether it is mirrored; an on-read one on a single device is, too."""
+        return isinstance(self._kind, MirroredKind) or self._strategy is None
+
+    def lives_on(self, mesh: Mesh) -> bool:
+        """Whether steps on `mesh` can work on it where it is."""
+        return self._strategy is not None and self.mesh == mesh
+
+    # How it prints and copies.
+
+    def __repr__(self) -> str:
+        kind = self._kind.describe
+        head = f"Variable {self._name!r} {self._dtype.name}{_brackets(self._shape)}"
+        if isinstance(self._ref[...], Tracer) or _step.tracing() is not None:
+            return f"<{head} {kind}, being traced>"
+        copies = self._kind.host_copies(self._ref)
+        if self._strategy is None:
+            return f"<{head} {_text(copies[0])}>"
+        lines = (f"  {i}: {_text(copy)}" for i, copy in enumerate(copies))
+        return f"{head} {kind}, {{\n" + ",\n".join(lines) + "\n}"
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
+        if self._strategy is None:
+            twin = self._twin()
+        else:
+            with self._strategy.scope():
+                twin = self._twin()
+        memo[id(self)] = twin
+        return twin
+
+    def _twin(self) -> Variable:
+        twin = Variable(
+            np.zeros(self._shape, self._dtype), self._trainable, self._dtype,
+            self._name, self._synchronization, self._aggregation,
+        )  # fmt: skip
+        twin._ref[...] = self._ref[...]
+        return twin
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"Variable {self._name!r} cannot be pickled: it stands for memory of this "
+            "process's devices. Save `variable.numpy()`, and assign it to a variable "
+            "of the other process."
+        )
+
+    # To JAX it is a node around its value, and comes back as that.
+
+    def tree_flatten(self) -> tuple[tuple[jax.Array], None]:
+        """The value, for JAX."""
+        return (self.value,), None
+
+    @classmethod
+    def tree_unflatten(cls, auxiliary: None, children: tuple[Any]) -> Any:
+        """What takes its place in a pytree: an array."""
+        return children[0]
+
+
+def _owner() -> AbstractStrategy | None:
+    context = _contexts.current()
+    if context is None or context.strategy.is_default:
+        return None
+    return context.strategy
+
+
+def _home(owner: AbstractStrategy | None, on_read: bool) -> Mesh:
+    """Where the copies of a variable of `owner` are."""
+    if owner is None:
+        return _mesh.mesh_of(jax.local_devices()[:1])
+    if on_read:
+        return owner.mesh
+    return _step.colocating() or owner.parameter_mesh
+
+
+def _start(initial_value: Any, dtype: Any, name: str) -> jax.Array:
+    value = initial_value() if isinstance(initial_value, Callable) else initial_value
+    if isinstance(value, PerReplica):
+        raise TypeError(
+            f"Variable {name!r} was given a PerReplica to start with; every copy "
+            "starts with the same value. Assign the versions afterwards."
+        )
+    try:
+        start = jnp.asarray(value, dtype)
+        start = start.astype(start.dtype)  # a Python number's dtype is settled here
+    except (TypeError, jax.errors.TracerArrayConversionError) as error:
+        raise TypeError(
+            f"Variable {name!r} was given {value!r} to start with; an array, a number "
+            "or a function that returns one was wanted."
+        ) from error
+    if isinstance(start, Tracer):
+        raise TypeError(
+            f"Variable {name!r} was given a value of the step that makes it, which "
+            "only the devices will know. Start with a constant, and assign."
+        )
+    return start
+
+
+def _brackets(shape: tuple[int, ...]) -> str:
+    return f"[{','.join(map(str, shape))}]"
+
+
+def _text(copy: np.ndarray) -> str:
+    return np.array2string(copy, separator=", ") if copy.ndim else repr(copy.item())
