@@ -7,10 +7,12 @@ each time that it is called (`_lifted`). What an operation does is for its rule 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.extend.core import Jaxpr, Literal
 
 from jaxstrategy.tracing.replication._state import (
@@ -85,7 +87,9 @@ class Analysis:
                 for atom in eqn.invars
             ]
             try:
-                args = jax.tree.unflatten(jax.tree.structure(primitive.in_avals), structs)
+                args = jax.tree.unflatten(
+                    jax.tree.structure(primitive.in_avals), structs
+                )
                 make = jax.make_jaxpr(
                     primitive.expand, axis_env=[(self.axis_name, self.replicas)]
                 )
@@ -147,7 +151,6 @@ class Frame:
         self.collectives: list[Collective] = []
         self.changes = 0
         self.jaxpr: Any = None
-        self._uses: dict[Any, list[Any]] | None = None
 
     def go_through(self, jaxpr: Jaxpr, start: int) -> None:
         """Learn about every variable, from equation number `start` on."""
@@ -164,19 +167,20 @@ class Frame:
         """What is known about a variable or literal."""
         return None if isinstance(atom, Literal) else self.known.get(atom)
 
-    def uses(self, var: Any) -> list[Any]:
-        """The equations that read `var`."""
-        if self._uses is None:
-            self._uses = {}
-            for eqn in self.jaxpr.eqns:
-                for atom in eqn.invars:
-                    if not isinstance(atom, Literal):
-                        self._uses.setdefault(atom, []).append(eqn)
-        return self._uses.get(var, [])
+    @functools.cached_property
+    def uses(self) -> Mapping[Any, Sequence[Any]]:
+        """The equations that read each variable."""
+        uses: dict[Any, list[Any]] = {}
+        for eqn in self.jaxpr.eqns:
+            for atom in eqn.invars:
+                if not isinstance(atom, Literal):
+                    uses.setdefault(atom, []).append(eqn)
+        return uses
 
-    def is_returned(self, var: Any) -> bool:
-        """Whether `var` is a result of the jaxpr."""
-        return any(atom is var for atom in self.jaxpr.outvars)
+    @functools.cached_property
+    def origins(self) -> Mapping[Any, Any]:
+        """The equation that makes each variable."""
+        return {var: eqn for eqn in self.jaxpr.eqns for var in eqn.outvars}
 
     def enter(
         self, jaxpr: Any, operands: Sequence[Any], eqn: Any
@@ -274,14 +278,22 @@ def all_eqns(jaxpr: Jaxpr, seen: set[int] | None = None) -> Iterator[Any]:
 
 def inner_jaxprs(value: Any) -> Iterator[Jaxpr]:
     """The jaxprs in some parameters."""
+    if value.__class__ in _PLAIN:
+        return
     if hasattr(value, "eqns"):
         yield plain(value)
     elif isinstance(value, dict):
         for item in value.values():
-            yield from inner_jaxprs(item)
+            if item.__class__ not in _PLAIN:
+                yield from inner_jaxprs(item)
     elif isinstance(value, (tuple, list)):
         for item in value:
-            yield from inner_jaxprs(item)
+            if item.__class__ not in _PLAIN:
+                yield from inner_jaxprs(item)
+
+
+# Most parameters of most equations.
+_PLAIN = frozenset((int, bool, float, str, type(None), np.dtype))
 
 
 # What an operation makes of its operands.

@@ -8,12 +8,7 @@ from typing import Any
 
 from jaxstrategy._replica import MERGE_SCOPE
 from jaxstrategy.tracing._site import Site
-from jaxstrategy.tracing.replication._analysis import (
-    Frame,
-    all_eqns,
-    inner_jaxprs,
-    plain,
-)
+from jaxstrategy.tracing.replication._analysis import Frame, hidden, plain
 from jaxstrategy.tracing.replication._state import (
     Cell,
     Collective,
@@ -36,7 +31,32 @@ def call(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
 
 
 # Where the primitives that call a function once keep it.
-_CALLEES = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+_CALLEES = ("jaxpr", "call_jaxpr", "fun_jaxpr", "call")
+
+
+def linear_solve(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
+    """The solver, called once; the other functions are for derivatives."""
+    sizes = eqn.params["const_lengths"]
+    start = sizes.matvec + sizes.vecmat
+    constants = operands[start : start + sizes.solve]
+    right = operands[sum(sizes) :]
+    solver = eqn.params["jaxprs"].solve
+    outputs, collectives = frame.enter(solver, constants + right, eqn)
+    frame.collectives += collectives
+    return outputs
+
+
+def hi_primitive(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any] | None:
+    """A Python function that JAX traces when it lowers the step; None if it cannot yet.
+
+    Several functions of `jax.numpy` are such primitives since JAX 0.12.
+    """
+    jaxpr = frame.analysis.expanded(eqn)
+    if jaxpr is None or any(isinstance(state, Cell) for state in operands):
+        return None
+    outputs, collectives = frame.enter(jaxpr, operands, eqn)
+    frame.collectives += collectives
+    return outputs
 
 
 def branching(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
@@ -92,10 +112,7 @@ def _first_merge(eqn: Any, jaxprs: Iterable[Any]) -> Any:
     """The first equation of a `merge_call` in `jaxprs`, which `eqn` holds, or None."""
     if _in_merge(eqn):
         return None
-    inner = (
-        inner for jaxpr in inner_jaxprs(tuple(jaxprs)) for inner in all_eqns(jaxpr)
-    )
-    return next(filter(_in_merge, inner), None)
+    return next(filter(_in_merge, hidden(tuple(jaxprs))), None)
 
 
 def _in_merge(eqn: Any) -> bool:
@@ -113,7 +130,7 @@ def while_loop(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
         after, steps = frame.enter(params["body_jaxpr"], body_consts + carry, eqn)
         decider = _decider(eqn, goes_on)
         if decider is not None:  # replicas may stop at different turns
-            for cell in body_consts:
+            for cell in cond_consts + body_consts:
                 if isinstance(cell, Cell):
                     frame.write(cell, decider)
             after = [decider] * len(after)
@@ -131,15 +148,17 @@ def scan(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
     n_carry = _count_equal_rank(eqn.outvars, inner.outvars)
     n_same = _count_equal_rank(eqn.invars, inner.invars)
     consts, xs = operands[: n_same - n_carry], operands[n_same:]
-    ys: list[Any] = []
+    results: list[Any] = []
 
     def turn(carry: list[Any]) -> tuple[list[Any], list[Collective]]:
-        after, collectives = frame.enter(inner, consts + carry + xs, eqn)
-        ys[:] = after[n_carry:]
-        return after[:n_carry], collectives
+        results[:], collectives = frame.enter(inner, consts + carry + xs, eqn)
+        return results[:n_carry], collectives
 
     carry = frame.until_stable(turn, operands[n_same - n_carry : n_same])
-    return carry + ys
+    if eqn.params["length"] == 0:
+        results[:n_carry] = carry
+    # What comes out is what the last turn made, whatever the first one was given.
+    return results
 
 
 def _count_equal_rank(outer: Sequence[Any], inner: Sequence[Any]) -> int:

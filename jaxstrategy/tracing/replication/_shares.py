@@ -15,15 +15,14 @@ from jaxstrategy.tracing.replication._analysis import Frame
 
 def is_mean(frame: Frame, eqn: Any) -> bool:
     """Whether all that happens to the sum `eqn` is a division by the replicas."""
-    sums = set(eqn.outvars)
-    for use in frame.jaxpr.eqns:
-        if not _among(use.invars, sums):
-            continue
-        if use.primitive.name == "convert_element_type":
-            sums.update(use.outvars)
-        elif not is_share(frame, use):
-            return False
-    return not _among(frame.jaxpr.outvars, sums)
+    sums = list(eqn.outvars)
+    for var in sums:  # which grows meanwhile
+        for use in frame.uses.get(var, ()):
+            if use.primitive.name == "convert_element_type":
+                sums += use.outvars
+            elif not is_share(frame, use):
+                return False
+    return not any(atom is var for atom in frame.jaxpr.outvars for var in sums)
 
 
 def is_share(frame: Frame, eqn: Any) -> bool:
@@ -40,10 +39,6 @@ def is_share(frame: Frame, eqn: Any) -> bool:
     )
 
 
-def _among(atoms: Any, variables: set[Any]) -> bool:
-    return any(not isinstance(atom, Literal) and atom in variables for atom in atoms)
-
-
 def _literal(atom: Any) -> complex | None:
     is_number = isinstance(atom, Literal) and getattr(atom.val, "shape", ()) == ()
     return complex(atom.val) if is_number else None
@@ -53,10 +48,10 @@ def _is_counted(frame: Frame, atom: Any) -> bool:
     """Whether this is a sum over the replicas of a literal: so much for each."""
     if isinstance(atom, Literal):
         return False
-    for eqn in frame.jaxpr.eqns:
-        if atom in eqn.outvars:
-            if eqn.primitive.name in ("convert_element_type", "broadcast_in_dim"):
-                return _is_counted(frame, eqn.invars[0])
-            summed = eqn.primitive.name.startswith("psum")
-            return summed and all(isinstance(each, Literal) for each in eqn.invars)
-    return False
+    eqn = frame.origins.get(atom)
+    if eqn is None:
+        return False
+    if eqn.primitive.name in ("convert_element_type", "broadcast_in_dim"):
+        return _is_counted(frame, eqn.invars[0])
+    summed = eqn.primitive.name.startswith("psum")
+    return summed and all(isinstance(each, Literal) for each in eqn.invars)
