@@ -186,6 +186,27 @@ def test_only_what_a_result_can_take_over_is_donatable(four):
     assert found.donate_argnums == (0, 2)
 
 
+def test_the_variables_that_are_used_are_named_and_not_changed(two):
+    with two.scope():
+        total = js.Variable(1.0, name="total", aggregation="sum")
+        js.Variable(1.0, name="unused")
+
+    def step(x):
+        total.assign_add(x)
+
+    found = two.explain(step, (two.per_replica([1.0, 2.0]),))
+    assert found.variables == ("total",)
+    assert total.numpy() == 1.0
+    assert "Variables\n  total\n" in str(found)
+
+
+def test_a_variable_that_would_drift_apart_is_a_problem(two):
+    with two.scope():
+        v = js.Variable(1.0, name="v")
+    found = two.explain(lambda x: v.assign(x), (two.per_replica([1.0, 2.0]),))
+    assert "Variable 'v' is mirrored" in found.problems[0]
+
+
 # Predictions.
 
 

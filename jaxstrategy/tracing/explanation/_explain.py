@@ -87,6 +87,7 @@ def explain(
         mirrored=tuple(mirrored),
         per_replica=tuple(per_replica),
         static_arguments=dict(_static_arguments(fn, step)),
+        variables=tuple(name for name, _, _ in step.variables),
         donated=tuple(_argument(step, index) for index in sorted(step.donated)),
         donatable=tuple(_argument(step, index) for index in donatable),
         donate_argnums=_whole_positions(step, {*step.donated, *donatable}),
@@ -192,6 +193,7 @@ def _whole_positions(step: TracedStep, leaves: set[int]) -> tuple[int, ...]:
 
 def _problems(step: TracedStep, options: RunOptions) -> Iterator[str]:
     yield from map(str, _checks.divergences(step))
+    yield from map(str, _checks.drifting_variables(step))
     yield from map(str, _checks.broken_promises(step, options.expect_mirrored))
     yield from (message for message, _ in _checks.double_reductions(step))
 

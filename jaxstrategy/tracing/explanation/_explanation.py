@@ -31,6 +31,7 @@ class Explanation:
       per_replica: the results that may differ, with the line where they began to.
       static_arguments: what the step was specialised for, by argument; another value
         compiles another program.
+      variables: names of the variables that it reads or assigns.
       donated: the arguments whose memory the step may reuse.
       donatable: further arguments whose memory it could reuse.
       donate_argnums: positions of arguments that could be donated whole, those that
@@ -48,6 +49,7 @@ class Explanation:
     mirrored: tuple[ExplainedValue, ...]
     per_replica: tuple[ExplainedValue, ...]
     static_arguments: dict[str, Any]
+    variables: tuple[str, ...]
     donated: tuple[ExplainedValue, ...]
     donatable: tuple[ExplainedValue, ...]
     donate_argnums: tuple[int, ...]
@@ -104,5 +106,6 @@ class Explanation:
         yield from _report.communication(self.collectives, self.topology)
         yield from _report.results(self.mirrored, self.per_replica)
         yield from _report.static_arguments(self.static_arguments)
+        yield from _report.variables(self.variables)
         yield from _report.donation(self.donated, self.donatable, self.donate_argnums)
         yield from _report.compiled(self.flops, self.memory)

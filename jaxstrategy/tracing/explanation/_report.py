@@ -76,6 +76,12 @@ def static_arguments(values: Mapping[str, Any]) -> Iterator[Section]:
         yield "Static arguments: another value compiles again", ("", ""), rows
 
 
+def variables(names: Sequence[str]) -> Iterator[Section]:
+    """The variables that the step reads or assigns."""
+    if names:
+        yield "Variables", ("",), [(name,) for name in names]
+
+
 # Communication.
 
 
