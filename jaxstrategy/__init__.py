@@ -53,9 +53,18 @@ from jaxstrategy._options import RunOptions as RunOptions
 from jaxstrategy._options import VariableAggregation as VariableAggregation
 from jaxstrategy._options import VariableSynchronization as VariableSynchronization
 from jaxstrategy._replica import ReplicaContext as ReplicaContext
+from jaxstrategy._slices import IndexedSlices as IndexedSlices
 from jaxstrategy._topology import Topology as Topology
 from jaxstrategy._values import DistributedValues as DistributedValues
 from jaxstrategy._values import PerReplica as PerReplica
+from jaxstrategy.reductions._cross_device_ops import CrossDeviceOps as CrossDeviceOps
+from jaxstrategy.reductions._cross_device_ops import (
+    HierarchicalCopyAllReduce as HierarchicalCopyAllReduce,
+)
+from jaxstrategy.reductions._cross_device_ops import NcclAllReduce as NcclAllReduce
+from jaxstrategy.reductions._cross_device_ops import (
+    ReductionToOneDevice as ReductionToOneDevice,
+)
 from jaxstrategy.strategies._base import Strategy as Strategy
 from jaxstrategy.strategies._current import (
     experimental_set_strategy as experimental_set_strategy,

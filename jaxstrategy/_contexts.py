@@ -13,7 +13,7 @@ import abc
 import contextlib
 import contextvars
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -21,7 +21,8 @@ from jax.sharding import Mesh
 
 from jaxstrategy._devices import Device
 from jaxstrategy._errors import ContextError
-from jaxstrategy._options import ReduceOp
+from jaxstrategy._options import CommunicationOptions, ReduceOp
+from jaxstrategy.reductions._sums import Groups
 
 if TYPE_CHECKING:
     from jaxstrategy._values import PyTree
@@ -66,6 +67,16 @@ class AbstractStrategy(abc.ABC):
     @abc.abstractmethod
     def scope(self) -> contextlib.AbstractContextManager[AbstractStrategy]:
         """A `with` block in which this is the current strategy."""
+
+    @abc.abstractmethod
+    def reduce_leaves(
+        self,
+        op: ReduceOp,
+        leaves: Sequence[Any],
+        options: CommunicationOptions | None = None,
+        groups: Groups | None = None,
+    ) -> list[Any]:
+        """This replica's arrays reduced over all, or over its group, inside a step."""
 
     @abc.abstractmethod
     def reduce(

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 PyTree = Any
 
@@ -162,8 +163,8 @@ class VariableSynchronization(enum.Enum):
     ON_READ = "ON_READ"
 
     @classmethod
-    def _missing_(cls, value: object) -> VariableSynchronization | None:
-        return cls.__members__.get(value.upper()) if isinstance(value, str) else None
+    def _missing_(cls, value: object) -> VariableSynchronization:
+        return _named(cls, value, "synchronization")
 
 
 class VariableAggregation(enum.Enum):
@@ -175,5 +176,107 @@ class VariableAggregation(enum.Enum):
     ONLY_FIRST_REPLICA = "ONLY_FIRST_REPLICA"
 
     @classmethod
-    def _missing_(cls, value: object) -> VariableAggregation | None:
+    def _missing_(cls, value: object) -> VariableAggregation:
+        return _named(cls, value, "aggregation")
+
+
+def _named(kind: Any, value: object, what: str) -> Any:
+    """The member of the enum `kind` with this name, in any case.
+
+    Raises:
+      ValueError: there is none.
+    """
+    if isinstance(value, str) and value.upper() in kind.__members__:
+        return kind[value.upper()]
+    names = ", ".join(repr(name.lower()) for name in kind.__members__)
+    raise ValueError(
+        f"`{what}` was {value!r}; a {kind.__name__} or one of {names} was wanted."
+    )
+
+
+class CommunicationImplementation(enum.Enum):
+    """How a sum over the replicas is computed.
+
+    AUTO leaves it to the strategy, NCCL is one all-reduce (XLA uses NCCL on NVIDIA
+    GPUs, and each platform's own library elsewhere), RING a reduce-scatter followed by
+    an all-gather.
+    """
+
+    AUTO = "AUTO"
+    RING = "RING"
+    NCCL = "NCCL"
+
+    @classmethod
+    def _missing_(cls, value: object) -> CommunicationImplementation | None:
         return cls.__members__.get(value.upper()) if isinstance(value, str) else None
+
+
+@dataclasses.dataclass(frozen=True)
+class CommunicationOptions:
+    """How values are reduced over the replicas.
+
+    Attributes:
+      bytes_per_pack: arrays of up to so many bytes are joined before they are reduced,
+        into packs of at most so many; 0 stands for what is best on the platform.
+      timeout_seconds: refused unless it is None: a reduction is part of a compiled
+        program, which cannot be interrupted.
+      implementation: a `CommunicationImplementation` or its name.
+      reduce_dtype: floating-point numbers are summed in this dtype, and come back in
+        their own. By default in their own, those of 16 bits and less in float32.
+
+    Raises:
+      ValueError: a negative size; a timeout; no such implementation.
+      TypeError: `reduce_dtype` is not a floating-point dtype.
+
+    >>> CommunicationOptions(bytes_per_pack=2**20, implementation="ring").bytes_per_pack
+    1048576
+    """
+
+    bytes_per_pack: int = 0
+    timeout_seconds: float | None = None
+    implementation: CommunicationImplementation | str = CommunicationImplementation.AUTO
+    reduce_dtype: Any = None
+
+    def __post_init__(self) -> None:
+        size = operator.index(self.bytes_per_pack)
+        if size < 0:
+            raise ValueError(
+                f"`bytes_per_pack` was {size}; a number of bytes was wanted, or 0 for "
+                "what is best on the platform."
+            )
+        if self.timeout_seconds is not None:
+            raise ValueError(
+                f"`timeout_seconds` was {self.timeout_seconds!r}, which cannot be "
+                "kept: reductions are part of a compiled program, and no part of one "
+                "can be given up. Leave it out; to notice a program that hangs, wait "
+                "for its result with a timeout of your own."
+            )
+        object.__setattr__(
+            self, "implementation", CommunicationImplementation(self.implementation)
+        )
+        if self.reduce_dtype is None:
+            return
+        dtype = jnp.dtype(self.reduce_dtype)
+        if not jnp.issubdtype(dtype, jnp.floating):
+            raise TypeError(
+                f"`reduce_dtype` was {dtype.name}; a floating-point dtype was wanted: "
+                "whole numbers are summed in their own."
+            )
+        object.__setattr__(self, "reduce_dtype", dtype)
+
+
+def checked_options(options: Any) -> None:
+    """Raise unless this is a `CommunicationOptions` or None.
+
+    Raises:
+      TypeError: it is not.
+    """
+    if options is not None and not isinstance(options, CommunicationOptions):
+        raise TypeError(
+            f"`options` was {options!r}; a `CommunicationOptions` was wanted, for "
+            "example `experimental.CommunicationOptions(bytes_per_pack=2**20)`."
+        )
+
+
+CollectiveHints = CommunicationOptions
+"""TensorFlow's older name of `CommunicationOptions`."""

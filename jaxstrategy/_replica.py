@@ -13,9 +13,11 @@ from jaxstrategy import _contexts, _values
 from jaxstrategy._contexts import AbstractStrategy, Context
 from jaxstrategy._devices import Device
 from jaxstrategy._errors import ContextError
-from jaxstrategy._options import ReduceOp
+from jaxstrategy._options import CommunicationOptions, ReduceOp, checked_options
+from jaxstrategy._slices import is_slices
 from jaxstrategy._values import Handle, PerReplica, PyTree
-from jaxstrategy.reductions._all_reduce import Axes, all_reduce
+from jaxstrategy.reductions._all_reduce import Axes
+from jaxstrategy.reductions._cross_device_ops import checked_groups
 from jaxstrategy.reductions._gather import all_gather
 
 # What a `merge_call` is part of in profiles, and how the analysis of a step finds it.
@@ -69,8 +71,19 @@ class ReplicaContext:
         """The devices of all replicas, in replica order; one program serves them."""
         return self._strategy.devices
 
-    def all_reduce(self, reduce_op: ReduceOp | str, value: PyTree) -> PyTree:
+    def all_reduce(
+        self,
+        reduce_op: ReduceOp | str,
+        value: PyTree,
+        options: CommunicationOptions | None = None,
+        *,
+        groups: Sequence[Sequence[int]] | None = None,
+    ) -> PyTree:
         """`value` reduced over all replicas, leaf by leaf; all get the result.
+
+        Small arrays are joined before they are reduced, which is faster; the sums are
+        those of the arrays one by one, up to the order in which replicas are added.
+        `IndexedSlices` stay sparse: their rows are joined.
 
         Gradients are local: the gradient of `all_reduce(op, x)` with respect to this
         replica's `x` is `all_reduce(op)` of the replicas' incoming gradients, for SUM
@@ -79,13 +92,17 @@ class ReplicaContext:
         Args:
           reduce_op: a `ReduceOp` or its name in any case.
           value: a pytree of arrays and numbers, of the same shapes on all replicas.
+          options: how, instead of as the strategy does.
+          groups: replica ids in groups of one size; each replica then gets its group's
+            result, which may differ from another's.
 
         Returns:
           A pytree like `value`. SUM, MIN and MAX keep each dtype, MEAN of integers has
           JAX's default float dtype. Sums of 8- and 16-bit integers wrap as NumPy's do.
 
         Raises:
-          ValueError: `reduce_op` is not a reduction, or `value` is None.
+          ValueError: `reduce_op` is not a reduction; `value` is None; `groups` do not
+            hold each replica once; MIN or MAX of `IndexedSlices`.
           TypeError: a leaf is not a number or has no such reduction (bool sums).
           ContextError: this is not the current replica context.
         """
@@ -93,7 +110,16 @@ class ReplicaContext:
         op = ReduceOp(reduce_op)
         if value is None:
             raise ValueError("`all_reduce` was given None; there is nothing to reduce.")
-        return _map(lambda leaf: all_reduce(op, leaf, self._axes), value)
+        checked_options(options)
+        within = None
+        if groups is not None:
+            within = checked_groups(groups, self.num_replicas_in_sync)
+        leaves, treedef = jax.tree.flatten(value, is_leaf=_is_one)
+        for leaf in leaves:
+            if isinstance(leaf, PerReplica):
+                leaf._misused()
+        results = self._strategy.reduce_leaves(op, leaves, options, within)
+        return jax.tree.unflatten(treedef, results)
 
     def all_gather(self, value: PyTree, axis: int) -> PyTree:
         """Every replica's `value`, joined along `axis` in replica order, on all.
@@ -201,6 +227,10 @@ def to_replica(tree: PyTree) -> PyTree:
         return _values.to_local(leaf) if isinstance(leaf, PerReplica) else leaf
 
     return _values.map_leaves(unwrap, tree)
+
+
+def _is_one(node: Any) -> bool:
+    return isinstance(node, PerReplica) or is_slices(node)
 
 
 def _map(function: Callable[[Any], Any], tree: PyTree) -> PyTree:

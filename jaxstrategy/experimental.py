@@ -1,5 +1,10 @@
 """Names that TensorFlow keeps under `experimental`."""
 
+from jaxstrategy._options import CollectiveHints as CollectiveHints
+from jaxstrategy._options import (
+    CommunicationImplementation as CommunicationImplementation,
+)
+from jaxstrategy._options import CommunicationOptions as CommunicationOptions
 from jaxstrategy._options import ValueContext as ValueContext
 from jaxstrategy.strategies._central import (
     CentralStorageStrategy as CentralStorageStrategy,

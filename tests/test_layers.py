@@ -21,6 +21,7 @@ FLOORS = [
     "_devices",
     "_mesh",
     "_values",
+    "_slices",
     "reductions",
     "inputs",
     "_contexts",

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxstrategy._options import ReduceOp
+from jaxstrategy._slices import is_slices
 
 Axes = tuple[str, ...]
 
@@ -37,38 +38,36 @@ def all_reduce(op: ReduceOp, value: Any, axes: Axes) -> jax.Array:
         case ReduceOp.SUM:
             return lax.psum(array, axes)
         case ReduceOp.MEAN:
-            return lax.pmean(_floating(array), axes)
+            return lax.pmean(floating(array), axes)
         case ReduceOp.MIN:
-            return _extreme(array, axes, "min")
+            return extreme(op, array, axes)
         case ReduceOp.MAX:
-            return _extreme(array, axes, "max")
+            return extreme(op, array, axes)
 
 
-def reduce_axis(
-    op: ReduceOp, value: Any, axis: Sequence[int] | None, axes: Axes
-) -> jax.Array:
-    """`value` reduced over its own dimensions `axis` and over all replicas.
-
-    MEAN is over all elements of all replicas along `axis`.
+def reduced_over(op: ReduceOp, value: Any, axis: Sequence[int]) -> jax.Array:
+    """`value` reduced over its own dimensions `axis`.
 
     Raises:
       ValueError: `axis` is out of range for the value, or names a dimension twice.
-      TypeError: the dtype cannot be reduced with `op`.
+      TypeError: the dtype cannot be reduced with `op`, or `value` is sparse.
     """
-    if axis is None:
-        return all_reduce(op, value, axes)
+    if is_slices(value):
+        raise TypeError(
+            "IndexedSlices cannot be reduced along an axis. Use `axis=None`, or reduce "
+            "`slices.to_dense()`."
+        )
     array = checked(op, value)
     dimensions = _dimensions(axis, array.ndim)
     match op:
         case ReduceOp.SUM:
-            local = jnp.sum(array, dimensions, dtype=array.dtype)
+            return jnp.sum(array, dimensions, dtype=array.dtype)
         case ReduceOp.MEAN:
-            local = jnp.mean(_floating(array), dimensions)
+            return jnp.mean(floating(array), dimensions)
         case ReduceOp.MIN:
-            local = jnp.min(array, dimensions)
+            return jnp.min(array, dimensions)
         case ReduceOp.MAX:
-            local = jnp.max(array, dimensions)
-    return all_reduce(op, local, axes)
+            return jnp.max(array, dimensions)
 
 
 def checked(op: ReduceOp, value: Any) -> jax.Array:
@@ -98,7 +97,8 @@ def checked(op: ReduceOp, value: Any) -> jax.Array:
     raise TypeError(f"{op.name} of a {array.dtype} array is not defined. {advice}")
 
 
-def _floating(array: jax.Array) -> jax.Array:
+def floating(array: jax.Array) -> jax.Array:
+    """`array`, or its floating-point form, as a mean has it."""
     # Before the sum, so that integers do not wrap on the way to their mean.
     return array if jnp.issubdtype(array.dtype, jnp.inexact) else array.astype(float)
 
@@ -119,17 +119,30 @@ def _dimensions(axis: Sequence[int], rank: int) -> tuple[int, ...]:
     return positions
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(1, 2))
-def _extreme(array: jax.Array, axes: Axes, which: str) -> jax.Array:
+def extreme(
+    op: ReduceOp, array: jax.Array, axes: Axes, groups: Any = None
+) -> jax.Array:
+    """The smallest or largest of the replicas' elements, or of each group's."""
+    return _extreme(array, axes, op is ReduceOp.MIN, groups)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3))
+def _extreme(array: jax.Array, axes: Axes, smallest: bool, groups: Any) -> jax.Array:
     if not axes:
         return array
-    return lax.pmin(array, axes) if which == "min" else lax.pmax(array, axes)
+    reduce = lax.pmin if smallest else lax.pmax
+    return reduce(array, axes, axis_index_groups=groups)
 
 
 @_extreme.defjvp
-def _extreme_jvp(axes: Axes, which: str, primals: Any, tangents: Any) -> Any:
+def _extreme_jvp(
+    axes: Axes, smallest: bool, groups: Any, primals: Any, tangents: Any
+) -> Any:
     (array,), (tangent,) = primals, tangents
-    extreme = _extreme(array, axes, which)
+    extreme = _extreme(array, axes, smallest, groups)
     holds_it = (array == extreme).astype(tangent.dtype)
-    share = lax.psum(holds_it * tangent, axes) / lax.psum(holds_it, axes)
-    return extreme, share
+
+    def total(of: jax.Array) -> jax.Array:
+        return lax.psum(of, axes, axis_index_groups=groups) if axes else of
+
+    return extreme, total(holds_it * tangent) / total(holds_it)

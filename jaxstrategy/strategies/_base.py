@@ -17,13 +17,27 @@ from jax.sharding import Mesh
 from jaxstrategy import _contexts, _devices, _mesh, _replica, _tables, _values
 from jaxstrategy._contexts import AbstractStrategy, Context
 from jaxstrategy._devices import Device
-from jaxstrategy._options import ReduceOp, RunOptions, ValueContext
+from jaxstrategy._options import (
+    CommunicationOptions,
+    ReduceOp,
+    RunOptions,
+    ValueContext,
+    checked_options,
+)
 from jaxstrategy._replica import ReplicaContext
+from jaxstrategy._slices import is_slices
 from jaxstrategy._topology import Topology
 from jaxstrategy._values import Handle, PerReplica, PyTree
 from jaxstrategy.inputs._dataset import DistributedDataset
 from jaxstrategy.inputs._split import split_batch
-from jaxstrategy.reductions._all_reduce import Axes
+from jaxstrategy.reductions._all_reduce import Axes, checked
+from jaxstrategy.reductions._cross_device_ops import (
+    CrossDeviceOps,
+    PlannedOps,
+    checked_ops,
+)
+from jaxstrategy.reductions._sparse import reduce_slices
+from jaxstrategy.reductions._sums import Groups
 from jaxstrategy.strategies._calls import (
     check_arguments,
     check_options,
@@ -49,13 +63,29 @@ class Strategy(AbstractStrategy):
 
     Args:
       devices: the devices of the replicas, in replica order.
+      cross_device_ops: how values are reduced over the replicas.
+      communication_options: the same, in more detail.
     """
 
-    def __init__(self, devices: Sequence[Device]) -> None:
+    def __init__(
+        self,
+        devices: Sequence[Device],
+        cross_device_ops: CrossDeviceOps | None = None,
+        communication_options: CommunicationOptions | None = None,
+    ) -> None:
         self._mesh = _mesh.mesh_of(devices)
         self._axes: Axes = (_mesh.REPLICA_AXIS,)
         self._programs = Programs(self._mesh, self._call_replica, self._variables)
         self._extended = StrategyExtended(self)
+        self._ops = checked_ops(cross_device_ops)
+        checked_options(communication_options)
+        self._communication_options = communication_options
+        if isinstance(self._ops, PlannedOps):
+            self._plan = self._ops.plan(self.devices).with_options(
+                communication_options
+            )
+        # One function for each way to reduce, so that each is compiled once.
+        self._reducers: dict[Any, Callable[[PyTree], PyTree]] = {}
 
     # What it is.
 
@@ -297,6 +327,8 @@ class Strategy(AbstractStrategy):
         reduce_op: ReduceOp | str,
         value: PyTree,
         axis: int | Sequence[int] | None = None,
+        *,
+        options: CommunicationOptions | None = None,
     ) -> PyTree:
         """One value from all replicas' versions, leaf by leaf.
 
@@ -308,6 +340,7 @@ class Strategy(AbstractStrategy):
           value: a pytree of `PerReplica`s, arrays and numbers.
           axis: also reduce over this dimension, or these, of each replica's version.
             MEAN is then over all elements of all replicas.
+          options: how, instead of as the strategy does.
 
         Returns:
           A pytree of mirrored arrays; MEAN of integers has JAX's default float dtype.
@@ -326,8 +359,71 @@ class Strategy(AbstractStrategy):
         Array(2.5, dtype=float32)
         """
         context = _contexts.require_cross_replica(self, "reduce")
-        function = reducer(ReduceOp(reduce_op), dimensions(axis), self._axes)
+        checked_options(options)
+        function = self._reducer(ReduceOp(reduce_op), dimensions(axis), options)
         return self._across(context, function, value)
+
+    def _reducer(
+        self,
+        op: ReduceOp,
+        axis: tuple[int, ...] | None,
+        options: CommunicationOptions | None,
+    ) -> Callable[[PyTree], PyTree]:
+        key = op, axis, options
+        if key not in self._reducers:
+            reduce_leaves = functools.partial(self.reduce_leaves, options=options)
+            self._reducers[key] = reducer(op, axis, reduce_leaves)
+        return self._reducers[key]
+
+    def reduce_leaves(
+        self,
+        op: ReduceOp,
+        leaves: Sequence[Any],
+        options: CommunicationOptions | None = None,
+        groups: Groups | None = None,
+    ) -> list[Any]:
+        """This replica's arrays reduced over all, or over its group, inside a step."""
+        results = list(leaves)
+        dense = [i for i, leaf in enumerate(leaves) if not is_slices(leaf)]
+        for i, leaf in enumerate(leaves):
+            if is_slices(leaf):
+                results[i] = self._reduce_slices(op, leaf, groups)
+        reduced = self._reduce_dense(op, [leaves[i] for i in dense], options, groups)
+        for i, result in zip(dense, reduced, strict=True):
+            results[i] = result
+        return results
+
+    def _reduce_slices(self, op: ReduceOp, leaf: Any, groups: Groups | None) -> Any:
+        if groups is not None:
+            raise ValueError(
+                "`groups` was given for IndexedSlices, whose rows go to all replicas. "
+                "Reduce `slices.to_dense()` instead."
+            )
+        return reduce_slices(op, leaf, self._axes, self.num_replicas_in_sync)
+
+    def _reduce_dense(
+        self,
+        op: ReduceOp,
+        leaves: list[Any],
+        options: CommunicationOptions | None,
+        groups: Groups | None,
+    ) -> list[Any]:
+        if isinstance(self._ops, PlannedOps):
+            plan = self._plan.with_options(options).within(groups)
+            return plan.reduce(op, leaves, self._axes)
+        if groups is not None:
+            raise ValueError(
+                f"`groups` was given, but {type(self._ops).__name__} reduces over all "
+                "replicas. Use a strategy with one of jaxstrategy's own cross-device "
+                "operations."
+            )
+        (axis_name,) = self._axes
+        pairs = [
+            (_values.of_local(checked(op, leaf), axis_name), self) for leaf in leaves
+        ]
+        options = options or self._communication_options
+        with _contexts.entered(Context(self, in_step=True)):
+            return self._ops.batch_reduce(op, pairs, options)
 
     def gather(self, value: PyTree, axis: int = 0) -> PyTree:
         """Every replica's version joined along `axis`, in replica order, leaf by leaf.
@@ -622,7 +718,7 @@ class Strategy(AbstractStrategy):
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
-        Strategy.__init__(twin, self.devices)
+        Strategy.__init__(twin, self.devices, self._ops, self._communication_options)
         return twin
 
     def __reduce__(self) -> NoReturn:

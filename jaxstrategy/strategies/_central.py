@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import final
+from typing import Any, Self, final
 
 import jax
 from jax.sharding import Mesh
@@ -54,6 +54,11 @@ class CentralStorageStrategy(Strategy):
         )
         home = _central(self.devices) if parameter_device is None else parameter_device
         self._parameter_mesh = _mesh.mesh_of([_devices.find(home)])
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        twin = super().__deepcopy__(memo)
+        twin._parameter_mesh = self._parameter_mesh
+        return twin
 
     @property
     def parameter_mesh(self) -> Mesh:

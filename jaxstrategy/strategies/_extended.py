@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
 
 import jax
 from jax.core import Tracer
 
 from jaxstrategy import _contexts, _devices, _mesh, _values
-from jaxstrategy._contexts import AbstractStrategy
+from jaxstrategy._contexts import AbstractStrategy, Context
 from jaxstrategy._devices import Device
 from jaxstrategy._options import ReduceOp
 from jaxstrategy._values import PerReplica, PyTree
+from jaxstrategy.strategies._calls import check_arguments
 from jaxstrategy.tracing import _results
-from jaxstrategy.variables import _step
+from jaxstrategy.tracing._programs import Programs
+from jaxstrategy.variables import _registry, _step
 from jaxstrategy.variables._variable import Variable
 
 Destinations = Any
@@ -106,13 +109,15 @@ class StrategyExtended:
     ) -> Any:
         """Calls `fn(var, *args, **kwargs)` to change each copy of a variable.
 
-        In it, reading and assigning `var` mean its copy. It is called once for all
-        copies; of an on-read variable, outside a step, as one compiled program.
+        In it, reading and assigning `var` mean its copy, and aggregation plays no part.
+        It is called once for all copies, in cross-replica context; of an on-read
+        variable, outside a step, as one compiled program.
 
         Args:
           var: the variable.
-          fn: changes it. What it returns is returned.
-          args: further arguments; reduce a `PerReplica` first.
+          fn: changes it. What it returns is returned, a variable as its value.
+          args: further arguments, which are taken to where the copies are. Reduce a
+            `PerReplica` first.
           kwargs: further keyword arguments.
           group: whether to return one result for all copies, not a list of one for
             each.
@@ -120,7 +125,7 @@ class StrategyExtended:
         Raises:
           ValueError: an argument is a `PerReplica`, so the copies would differ; or the
             variable belongs to another strategy.
-          TypeError: `var` is not a variable.
+          TypeError: `var` is not a variable; `args` is not a tuple or list.
           ContextError: inside `run`; use `merge_call`.
 
         >>> import jaxstrategy as js
@@ -132,29 +137,63 @@ class StrategyExtended:
         """
         context = _contexts.require_cross_replica(self._strategy, "extended.update")
         self._check_own(var, "update")
+        check_arguments(args, kwargs)
         args, kwargs = tuple(args), dict(kwargs or {})
         _check_same(args, kwargs)
-        in_step = context is not None and context.in_step
-        if in_step or var.copies_must_agree:
-            with _step.updating():
-                result = _results.with_values(fn(var, *args, **kwargs))
+        if context is not None and context.in_step:
+            result = self._updated(var, fn, args, kwargs)
+        elif var.copies_must_agree:
+            args, kwargs = _at(var, (args, kwargs))
+            result = self._updated(var, fn, args, kwargs)
         else:
-            result = self._strategy.on_each_copy(fn, (var, *args), kwargs)
-        if group:
-            return result
-        return list(self._strategy.experimental_local_results(result))
+            result = self._updates.of(fn)((var, *args), kwargs)
+        return result if group else self._of_each_copy(var, result)
+
+    def _updated(self, var: Variable, fn: Any, args: Any, kwargs: Any) -> Any:
+        with self._strategy.scope(), _step.updating():
+            return _results.with_values(fn(var, *args, **kwargs))
+
+    @functools.cached_property
+    def _updates(self) -> Programs:
+        """Programs that update a variable which has a copy per replica."""
+        strategy = self._strategy
+
+        def call(fn: Any, args: Any, kwargs: Any) -> Any:
+            with _contexts.entered(Context(strategy, in_step=True)), _step.updating():
+                return _results.with_values(fn(*args, **kwargs))
+
+        return Programs(strategy.mesh, call, lambda: _registry.usable_by(strategy))
+
+    def _of_each_copy(self, var: Variable, result: Any) -> list[Any]:
+        """What `update` returned, once for each copy of `var`."""
+        versions = self._strategy.experimental_local_results(result)
+        n = len(var.devices)
+        return list(versions[:n]) if len(versions) >= n else [versions[0]] * n
 
     def colocate_vars_with(
         self, colocate_with_variable: Variable
     ) -> contextlib.AbstractContextManager[None]:
         """A `with` block in which variables are made on that variable's devices.
 
+        The block is in the strategy's `scope()`. On-read variables have a copy on each
+        replica's device all the same.
+
         Raises:
           ValueError: the variable belongs to another strategy, or to none.
           TypeError: it is not a variable.
+          ContextError: in another strategy's scope.
         """
         self._check_own(colocate_with_variable, "colocate_vars_with", ordinary=False)
-        return _step.colocated(colocate_with_variable.mesh)
+        return self._colocated(colocate_with_variable)
+
+    @contextlib.contextmanager
+    def _colocated(self, var: Variable) -> Iterator[None]:
+        context = _contexts.current()
+        _contexts.require_same(context, self._strategy)
+        in_replica = context is not None and context.replica is not None
+        scope = contextlib.nullcontext() if in_replica else self._strategy.scope()
+        with scope, _step.colocated(var.mesh):
+            yield
 
     def value_container(self, value: Any) -> Any:
         """What `value` is a part of: `value` itself, as copies are not apart here."""
@@ -199,6 +238,22 @@ def _check_same(args: Any, kwargs: Any) -> None:
             "be changed in another way. Reduce it first: "
             "`strategy.extended.reduce_to(op, value, destinations=var)`."
         )
+
+
+def _at(var: Variable, arguments: Any) -> Any:
+    """`arguments` with the arrays that lie elsewhere than `var` copied to its devices.
+
+    JAX does not compute with arrays of different devices.
+    """
+    if var.strategy is None:
+        return arguments
+
+    def moved(leaf: Any) -> Any:
+        if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer):
+            return jax.device_put(leaf, _mesh.replicated(var.mesh))
+        return leaf
+
+    return _values.map_leaves(moved, arguments)
 
 
 def _checked_pairs(pairs: Any) -> list[tuple[PyTree, Destinations]]:

@@ -7,6 +7,8 @@ from typing import final
 
 from jaxstrategy import _devices
 from jaxstrategy._devices import Device
+from jaxstrategy._options import CommunicationOptions
+from jaxstrategy.reductions._cross_device_ops import CrossDeviceOps
 from jaxstrategy.strategies._base import Strategy
 
 
@@ -17,11 +19,15 @@ class MirroredStrategy(Strategy):
     Args:
       devices: `jax.Device`s or names such as `"GPU:1"`, in replica order. By default
         all accelerators of this host, or all its CPU devices where there is none.
+      cross_device_ops: how values are reduced over the replicas: `NcclAllReduce`,
+        `HierarchicalCopyAllReduce`, `ReductionToOneDevice`, or a `CrossDeviceOps` of
+        yours. By default all-reduces, with small arrays joined.
+      communication_options: the same, in more detail.
 
     Raises:
       ValueError: an empty list, a device given twice or unknown here, or devices of
-        several platforms.
-      TypeError: something else than devices and names.
+        several platforms; the operations name other replicas or devices.
+      TypeError: something else than devices and names, or than operations or options.
 
     >>> import jaxstrategy as js
     >>> _ = js.simulate(8)
@@ -31,7 +37,14 @@ class MirroredStrategy(Strategy):
     MirroredStrategy(2 replicas on cpu:0, cpu:2)
     """
 
-    def __init__(self, devices: Sequence[Device | str] | None = None) -> None:
+    def __init__(
+        self,
+        devices: Sequence[Device | str] | None = None,
+        cross_device_ops: CrossDeviceOps | None = None,
+        communication_options: CommunicationOptions | None = None,
+    ) -> None:
         super().__init__(
-            _devices.default_devices() if devices is None else _devices.choose(devices)
+            _devices.default_devices() if devices is None else _devices.choose(devices),
+            cross_device_ops,
+            communication_options,
         )

@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 
 from jaxstrategy._options import ReduceOp
+from jaxstrategy._slices import is_slices
 from jaxstrategy._values import PyTree
-from jaxstrategy.reductions._all_reduce import Axes, reduce_axis
+from jaxstrategy.reductions._all_reduce import Axes, reduced_over
 from jaxstrategy.reductions._gather import all_gather
 
 
@@ -34,23 +36,28 @@ def dimensions(axis: int | Sequence[int] | None) -> tuple[int, ...] | None:
     return dimensions
 
 
-# One function for each way to reduce, so that each is compiled once.
-@functools.cache
 def reducer(
-    op: ReduceOp, axis: tuple[int, ...] | None, axes: Axes
+    op: ReduceOp,
+    axis: tuple[int, ...] | None,
+    reduce_leaves: Callable[[ReduceOp, list[Any]], list[Any]],
 ) -> Callable[[PyTree], PyTree]:
+    """Reduces a replica's tree over `axis`, and then over all replicas."""
+
     def reduce(tree: PyTree) -> PyTree:
-        return jax.tree.map(lambda leaf: reduce_axis(op, leaf, axis, axes), tree)
+        leaves, treedef = jax.tree.flatten(tree, is_leaf=is_slices)
+        if axis is not None:
+            leaves = [reduced_over(op, leaf, axis) for leaf in leaves]
+        return jax.tree.unflatten(treedef, reduce_leaves(op, leaves))
 
     return reduce
 
 
+# One function for each, so that it is compiled once.
 @functools.cache
 def gatherer(axis: int, axes: Axes) -> Callable[[PyTree], PyTree]:
+    """Joins all replicas' trees along `axis`."""
+
     def gather(tree: PyTree) -> PyTree:
         return jax.tree.map(lambda leaf: all_gather(leaf, axis, axes), tree)
 
     return gather
-
-
-# One function for each strategy's axes, so that it is compiled once.

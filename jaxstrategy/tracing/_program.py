@@ -10,6 +10,8 @@ function.
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,6 +27,7 @@ from jaxstrategy.tracing._placement import Placement
 from jaxstrategy.tracing._roles import Role, Signature
 from jaxstrategy.tracing._trace import Trace, trace
 from jaxstrategy.tracing._traced import TracedStep
+from jaxstrategy.variables import _gradients, _step
 from jaxstrategy.variables._variable import Variable
 
 # What JAX raises when Python asks for a value that only the devices will know.
@@ -76,7 +79,9 @@ class Program:
         self._users_error: ValueError | None = None
         # Whether the last call had to move an array: then the next one probably must.
         self._check_places = False
-        self._may_trace = False
+        # The thread that may trace the step now; the others wait for it.
+        self._tracer: int | None = None
+        self._one_tracer = threading.RLock()
         self._roles = [role for role in signature.roles if role is not Role.STATIC]
         donated = _donated_leaves(signature, donate)
         self._donated = frozenset(donated)
@@ -87,6 +92,7 @@ class Program:
             label=self._label,
         )
         self._uses_variables = False
+        self._used: weakref.WeakSet[Variable] = weakref.WeakSet()
         self._away = Away(mesh)
         self._pending: Trace | None = None
         self._compiled = self._compile()
@@ -137,19 +143,27 @@ class Program:
 
     def _tracing(self, call: Callable[[], Any]) -> Any:
         """What `call` returns, which may trace the step."""
-        self._may_trace = True
-        try:
-            return call()
-        except _UsesVariables as found:
-            self._uses_variables = True
-            self._away.variables += found.away
-            self._compiled = self._compile()
-            return call()
-        finally:
-            self._may_trace = False
-            self._pending = None
+        with self._one_tracer:
+            self._tracer = threading.get_ident()
+            try:
+                return call()
+            except _UsesVariables as found:
+                self._uses_variables = True
+                self._away.variables += found.away
+                self._compiled = self._compile()
+                return call()
+            finally:
+                self._tracer = None
+                self._pending = None
 
     def _dispatch(self, leaves: Sequence[Any]) -> PyTree:
+        if not self._uses_variables:
+            return self._send(leaves)
+        _gradients.check_outside(self._used)
+        with _step.one_at_a_time:
+            return self._send(leaves)
+
+    def _send(self, leaves: Sequence[Any]) -> PyTree:
         if self._donated:
             self._placement.check_donated(leaves)
         away = self._away
@@ -182,7 +196,7 @@ class Program:
     def _trace(self, *inputs: Any) -> PyTree:
         # To JAX an array that lies elsewhere has another type, and would be compiled
         # for a second time. It is placed first.
-        if not self._may_trace:
+        if self._tracer != threading.get_ident():
             raise _NotPlaced
         n = len(self._roles)
         leaves, carried = inputs[:n], inputs[n:]
@@ -200,6 +214,7 @@ class Program:
                 self._may_create(),
             )
             self._check(self._step_of(done))
+        self._used.update(done.used)
         missing = self._away.missing(done.used)
         if missing or (done.used and not self._uses_variables):
             self._pending = done
@@ -250,6 +265,10 @@ class Program:
             variables=[
                 (variable.name, variable.copies_must_agree, state)
                 for variable, state in done.contents
+            ],
+            held_by=[
+                None if i is None or i < n else done.variables[i - n].name
+                for i in done.inputs
             ],
         )
 

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from jaxstrategy import _values
 from jaxstrategy._options import RunOptions
 from jaxstrategy._values import PyTree
 from jaxstrategy.tracing import _checks, _recompilation, _roles
@@ -98,7 +99,8 @@ class FunctionPrograms:
 
     def _call_other(self, args: Any, kwargs: Any) -> PyTree:
         """A call that is not like the last one, or not of live arrays alone."""
-        leaves, structure = jax.tree.flatten((args, kwargs))
+        # A variable is not to be read here.
+        leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=_is_handle)
         program = self._by_structure.get(structure)
         if program is None or not _are_live_arrays(leaves):
             return self._call_carefully(args, kwargs, structure)
@@ -113,7 +115,10 @@ class FunctionPrograms:
         if program is None:
             program = self._new_program(signature)
             self._by_signature[signature] = program
-        if not signature.statics:
+            for variable in signature.handles:
+                gone = weakref.finalize(variable, _forget, weakref.ref(self), signature)
+                gone.atexit = False
+        if not signature.kept:
             self._by_structure[structure] = program
             self._last = (structure, program)
         return program.place_and_call(leaves)
@@ -139,6 +144,12 @@ class FunctionPrograms:
         _checks.check(step, self._options.expect_mirrored)
 
 
+def _forget(programs: Any, signature: _roles.Signature) -> None:
+    """Drop the program for arguments one of which is gone, and the memory it holds."""
+    if (alive := programs()) is not None:
+        alive._by_signature.pop(signature, None)
+
+
 def _are_live_arrays(leaves: Sequence[Any]) -> bool:
     """Whether all leaves are arrays on devices, none of them donated before."""
     # On JAX 0.10, dispatching a deleted array on several devices ends the process.
@@ -159,6 +170,10 @@ def _plain_is_deleted() -> Callable[[Any], bool]:
     """The method of the class of ordinary arrays, a name that JAX does not export."""
     with jax.ensure_compile_time_eval():
         return type(jax.device_put(0)).is_deleted
+
+
+def _is_handle(node: object) -> bool:
+    return isinstance(node, _values.Handle)
 
 
 def _identity(fn: Callable[..., Any]) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import inspect
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -31,14 +32,27 @@ class Signature:
     Attributes:
       treedef: the structure of `(args, kwargs)`, with `PerReplica`s as leaves.
       roles: one per leaf.
-      statics: the static leaves.
+      kept: the static leaves; of a variable a weak reference, so that what a step was
+        called with does not live as long as the step.
       static_types: their types, because 1, 1.0 and True are equal.
     """
 
     treedef: Any
     roles: tuple[Role, ...]
-    statics: tuple[Any, ...]
+    kept: tuple[Any, ...]
     static_types: tuple[type, ...]
+
+    @property
+    def statics(self) -> tuple[Any, ...]:
+        """The static leaves."""
+        return tuple(
+            leaf() if isinstance(leaf, HandleReference) else leaf for leaf in self.kept
+        )
+
+    @property
+    def handles(self) -> list[Any]:
+        """The variables among them."""
+        return [leaf() for leaf in self.kept if isinstance(leaf, HandleReference)]
 
     @property
     def dynamic(self) -> list[int]:
@@ -59,6 +73,10 @@ class Signature:
         return jax.tree.unflatten(self.treedef, leaves)
 
 
+class HandleReference(weakref.ref):
+    """A weak reference to a variable among static arguments."""
+
+
 def take_apart(
     fn: Callable[..., Any], args: Any, kwargs: Any, abstract: bool = False
 ) -> tuple[list[Any], Signature]:
@@ -71,12 +89,15 @@ def take_apart(
         else than an array.
     """
     nodes, treedef = jax.tree.flatten((args, kwargs), is_leaf=_values.is_whole)
-    leaves, roles, statics = [], [], []
+    leaves, roles, kept, static_types = [], [], [], []
     for index, node in enumerate(nodes):
         role, value = _role(node, abstract)
         if role is Role.STATIC:
             _check_hashable(fn, args, kwargs, index, node)
-            statics.append(value)
+            kept.append(value)
+            static_types.append(type(value))
+            if isinstance(value, _values.Handle):
+                kept[-1] = HandleReference(value)
         else:
             leaves.append(value)
         is_struct = abstract and isinstance(value, jax.ShapeDtypeStruct)
@@ -87,8 +108,8 @@ def take_apart(
                 "`strategy.per_replica([v0, v1, ...])`."
             )
         roles.append(role)
-    static_types = tuple(map(type, statics))
-    return leaves, Signature(treedef, tuple(roles), tuple(statics), static_types)
+    signature = Signature(treedef, tuple(roles), tuple(kept), tuple(static_types))
+    return leaves, signature
 
 
 def _role(node: Any, abstract: bool) -> tuple[Role, Any]:

@@ -15,11 +15,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend import core
+from jax.ref import AbstractRef
 from jax.sharding import Mesh
 
 from jaxstrategy import _mesh
 from jaxstrategy._values import PerReplica
 from jaxstrategy.tracing._results import Results
+from jaxstrategy.tracing._site import Site
+from jaxstrategy.tracing.replication._analysis import all_eqns
 from jaxstrategy.tracing.replication._rules import analyse
 from jaxstrategy.tracing.replication._state import Findings, State
 from jaxstrategy.variables import _step
@@ -152,6 +155,9 @@ def trace(
       mesh: where the replicas are.
       variables: returns those that the step may use.
       may_create: whether it may make some.
+
+    Raises:
+      ValueError: a `while_loop` changes a variable that its condition reads.
     """
     there = list(variables())
     found: list[Results] = []
@@ -163,17 +169,22 @@ def trace(
         seen.append(StepVariables(pairs, may_create))
         with _step.traced_with(seen[-1]):
             arrays, results = run(own)
+        if seen[-1].created:
+            raise _MadeVariables
         found.append(results)
         return arrays
 
     everywhere = (*specs, *(_spec(variable, mesh) for variable in there))
     # SAME for every output is not a claim: this shard_map is only looked into.
     looked_into = on_replicas(replica, mesh, everywhere, _mesh.SAME)
-    closed = jax.make_jaxpr(looked_into)(*leaves, *(v.ref for v in there))
-    (step,), (results,) = seen, found
-    if step.created:
+    try:
+        closed = jax.make_jaxpr(looked_into)(*leaves, *(v.ref for v in there))
+    except _MadeVariables:
         return trace(run, leaves, specs, mesh, variables, may_create=False)
+    (step,), (results,) = seen, found
     (eqn,) = closed.jaxpr.eqns
+    if step.used:
+        _check_conditions(eqn.params["jaxpr"])
     varies = [spec != _mesh.SAME for spec in eqn.params["in_specs"]]
     findings = analyse(
         eqn.params["jaxpr"],
@@ -183,6 +194,33 @@ def trace(
         unpacking=sum(spec != _mesh.SAME for spec in specs),
     )
     return Trace(closed, results, there, list(step.used.values()), mesh, findings)
+
+
+class _MadeVariables(Exception):
+    """A step has made variables: they are to be there before it."""
+
+
+def _check_conditions(jaxpr: Any) -> None:
+    """Raise if a `while_loop` changes a variable that its condition reads.
+
+    The condition would see what the variable held before the loop, each time (JAX 0.10
+    and 0.12), and such a loop often does not end.
+    """
+    for eqn in all_eqns(jaxpr):
+        if eqn.primitive.name != "while":
+            continue
+        n, m = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+        read = [var for var in eqn.invars[:n] if isinstance(var.aval, AbstractRef)]
+        body = all_eqns(eqn.params["body_jaxpr"].jaxpr)
+        if any(var in eqn.invars[n : n + m] for var in read) and any(
+            inner.primitive.name in ("swap", "addupdate") for inner in body
+        ):
+            raise ValueError(
+                "The condition of a `while_loop` reads a variable that its body uses, "
+                "and would not see it change.\n"
+                f"  the `while_loop`: {Site((eqn,)).line or 'unknown'}\n"
+                "Let the loop carry the value, and assign it to the variable as well."
+            )
 
 
 def on_replicas(

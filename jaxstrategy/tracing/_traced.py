@@ -32,6 +32,8 @@ class TracedStep:
       findings: what the analysis knows about them.
       variables: for each that it uses its name, whether its copies must agree, and
         what is known of what it holds afterwards.
+      held_by: for each input of the analysis the name of the variable it is, None for
+        others.
     """
 
     name: str
@@ -44,6 +46,7 @@ class TracedStep:
     outputs: Sequence[Any]
     findings: Findings
     variables: Sequence[tuple[str, bool, State | None]] = ()
+    held_by: Sequence[str | None] = ()
 
     def is_per_replica(self, argument: int) -> bool:
         """Whether the argument was a `PerReplica`."""
@@ -68,10 +71,13 @@ class TracedStep:
         line = self.began(state)
         if state.input is None:
             return str(line or "a line that JAX did not keep")
-        argument = f"argument {self._argument(state.input)}, a PerReplica"
-        return argument if line is None else f"{line}\n    (from {argument})"
+        source = self._source(state.input)
+        return source if line is None else f"{line}\n    (from {source})"
 
-    def _argument(self, index: int) -> str:
+    def _source(self, index: int) -> str:
         argument = self.inputs[index]
-        assert argument is not None, "what a step captures is the same everywhere"
-        return self.label(argument)
+        if argument is not None:
+            return f"argument {self.label(argument)}, a PerReplica"
+        name = self.held_by[index]
+        assert name is not None, "what a step captures is the same everywhere"
+        return f"variable {name!r}, which has a copy per replica"

@@ -17,6 +17,30 @@ _REDUCED = {
 }
 
 
+def is_key(dtype: Any) -> bool:
+    """Whether it is that of random keys, which are no numbers."""
+    return jnp.issubdtype(dtype, jax.dtypes.extended)
+
+
+def check(aggregation: VariableAggregation, dtype: Any, name: str) -> None:
+    """Raise unless values of `dtype` can be aggregated so.
+
+    Raises:
+      ValueError: MEAN of integers, SUM or MEAN of bools or random keys.
+    """
+    if aggregation not in _REDUCED or jnp.issubdtype(dtype, jnp.inexact):
+        return
+    is_integer = jnp.issubdtype(dtype, jnp.integer)
+    if is_integer and aggregation is VariableAggregation.SUM:
+        return
+    advice = "'sum' or " if is_integer else ""
+    raise ValueError(
+        f"Variable {name!r} holds {dtype.name}, which has no aggregation "
+        f"{aggregation.name}. Use {advice}'only_first_replica', or another dtype: "
+        "`dtype='float32'`."
+    )
+
+
 def across(aggregation: VariableAggregation, value: Any, axes: Axes) -> jax.Array:
     """One value for all from this replica's own, inside a step.
 

@@ -5,27 +5,63 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
 
+from jaxstrategy._errors import ContextError
 from jaxstrategy._values import Handle, PyTree
+from jaxstrategy.variables import _step
 
-# While a function is differentiated, the values its variables have for it.
-_given: contextvars.ContextVar[Mapping[int, Any]] = contextvars.ContextVar(
+# While a function is differentiated, for each of the variables the step (or None) that
+# it is part of, and the value that they have for it.
+_given: contextvars.ContextVar[Mapping[int, tuple[Any, Any]]] = contextvars.ContextVar(
     "jaxstrategy_given_values", default=types.MappingProxyType({})
 )
 
 
 def value_of(variable: Any) -> Any:
-    """The value that `variable` has in the function being differentiated, or None."""
-    return _given.get().get(id(variable))
+    """The value that `variable` has in the function being differentiated, or None.
+
+    Raises:
+      ContextError: the function is not part of the step that asks, but runs it.
+    """
+    found = _given.get().get(id(variable))
+    if found is None:
+        return None
+    step, value = found
+    if step is not _step.tracing():
+        raise _outside(variable)
+    return value
+
+
+def check_outside(variables: Iterable[Any]) -> None:
+    """Raise unless a step that uses `variables` may be called here.
+
+    Raises:
+      ContextError: inside a function that is differentiated with respect to one.
+    """
+    given = _given.get()
+    if given:
+        for variable in variables:
+            if id(variable) in given:
+                raise _outside(variable)
+
+
+def _outside(variable: Any) -> ContextError:
+    return ContextError(
+        f"The gradient with respect to variable {variable.name!r} is taken outside "
+        "`run`, of a function that runs a step which uses it. Take it inside the step, "
+        "where gradients are this replica's own, and reduce it there."
+    )
 
 
 @contextlib.contextmanager
 def _given_values(values: Mapping[int, Any]) -> Iterator[None]:
-    token = _given.set({**_given.get(), **values})
+    step = _step.tracing()
+    given = {key: (step, value) for key, value in values.items()}
+    token = _given.set({**_given.get(), **given})
     try:
         yield
     finally:
@@ -39,7 +75,7 @@ def value_and_grad(
 
     The gradient is with respect to variables that `fn` reads, not to its arguments. It
     is this replica's own inside `run`, as always: reduce it yourself. `fn` must not
-    assign those variables; others it may, of values that do not depend on these.
+    assign those variables; others it may.
 
     Args:
       fn: returns a scalar, or with `has_aux` a scalar and something else.
@@ -52,6 +88,8 @@ def value_and_grad(
 
     Raises:
       TypeError: a leaf of `variables` is no variable.
+      ValueError: `fn` assigns one of them.
+      ContextError: `fn` runs a step that uses one of them.
 
     >>> import jaxstrategy as js
     >>> w = js.Variable(3.0)
@@ -70,14 +108,14 @@ def value_and_grad(
             )
 
     def differentiated(*args: Any, **kwargs: Any) -> tuple[Any, PyTree]:
-        def of_values(values: list[Any]) -> Any:
-            given = {id(leaf): v for leaf, v in zip(leaves, values, strict=True)}
-            with _given_values(given):
+        def of_values(values: dict[int, Any]) -> Any:
+            with _given_values(values):
                 return fn(*args, **kwargs)
 
-        values = [leaf.value for leaf in leaves]  # type: ignore[attr-defined]
+        # By identity, so that a variable that is there twice gets its gradient twice.
+        values = {id(leaf): leaf.value for leaf in leaves}
         result, grads = jax.value_and_grad(of_values, has_aux=has_aux)(values)
-        return result, jax.tree.unflatten(treedef, grads)
+        return result, treedef.unflatten([grads[id(leaf)] for leaf in leaves])
 
     return differentiated
 

@@ -59,16 +59,21 @@ class Kind(abc.ABC):
     def copies(self, ref: Any) -> Any:
         """All copies: a mirrored array or a `PerReplica`."""
 
+    @property
     @abc.abstractmethod
-    def host_copies(self, ref: Any) -> list[np.ndarray]:
-        """The copies that this process can see, in replica order."""
+    def has_one_value(self) -> bool:
+        """Whether the copies have a value together."""
+
+    @abc.abstractmethod
+    def host_copies(self, held: jax.Array) -> list[np.ndarray]:
+        """Those in what the reference holds that this process can see, in order."""
 
     @abc.abstractmethod
     def read(self, ref: Any, side: Side) -> jax.Array:
         """The value."""
 
     @abc.abstractmethod
-    def write(self, ref: Any, side: Side, value: Any, how: str) -> jax.Array:
+    def write(self, ref: Any, side: Side, value: Any, how: str) -> Any:
         """Change it, and return the new value."""
 
     def _in_step(self) -> bool:
@@ -81,9 +86,9 @@ class Kind(abc.ABC):
           ValueError: another shape.
           TypeError: no array or number, or a dtype that would lose something.
         """
-        given = jnp.asarray(value)
-        exact = jnp.promote_types(given.dtype, dtype) == dtype
-        if not exact and not (given.weak_type and _same_sort(given.dtype, dtype)):
+        # What assigns is no part of what is differentiated.
+        given = jax.lax.stop_gradient(jnp.asarray(value))
+        if not _fits(given, dtype):
             raise TypeError(
                 f"Variable {self.name!r} holds {dtype.name} and was given "
                 f"{given.dtype.name}, which would lose something. Convert it: "
@@ -94,7 +99,16 @@ class Kind(abc.ABC):
                 f"Variable {self.name!r} has shape {shape} and was given {given.shape}."
                 " Assign a value of its own shape; `jnp.broadcast_to` repeats one."
             )
-        return given.astype(dtype)
+        return given if _aggregation.is_key(dtype) else given.astype(dtype)
+
+
+def _fits(given: jax.Array, wanted: Any) -> bool:
+    """Whether `given` may become the dtype `wanted`."""
+    if _aggregation.is_key(given.dtype) or _aggregation.is_key(wanted):
+        return given.dtype == wanted
+    if given.weak_type and _same_sort(given.dtype, wanted):
+        return True
+    return jnp.promote_types(given.dtype, wanted) == wanted
 
 
 def _same_sort(given: Any, wanted: Any) -> bool:
@@ -105,6 +119,12 @@ def _same_sort(given: Any, wanted: Any) -> bool:
         return next(i for i, sort in enumerate(sorts) if jnp.issubdtype(dtype, sort))
 
     return rank(given) <= rank(wanted)
+
+
+def _on_host(copy: jax.Array) -> np.ndarray:
+    if _aggregation.is_key(copy.dtype):
+        copy = jax.random.key_data(copy)
+    return np.asarray(copy)
 
 
 def _changed(old: jax.Array, value: jax.Array, how: str) -> jax.Array:
@@ -150,9 +170,14 @@ class MirroredKind(Kind):
         """The value, mirrored."""
         return ref[...]
 
-    def host_copies(self, ref: Any) -> list[np.ndarray]:
+    @property
+    def has_one_value(self) -> bool:
+        """True."""
+        return True
+
+    def host_copies(self, held: jax.Array) -> list[np.ndarray]:
         """One per device."""
-        return [np.asarray(shard.data) for shard in ref[...].addressable_shards]
+        return [_on_host(shard.data) for shard in held.addressable_shards]
 
     def read(self, ref: Any, side: Side) -> jax.Array:
         """The value."""
@@ -170,9 +195,9 @@ class MirroredKind(Kind):
         if side is Side.REPLICA and self._in_step() and self.aggregation is not NONE:
             value = _aggregation.across(self.aggregation, value, _axes())
         given = self._checked(value, ref.shape, ref.dtype)
-        new = _changed(ref[...], given, how) if how != "assign" else given
         if not self._in_step():
-            new = jax.device_put(new, self.sharding)
+            given = jax.device_put(given, self.sharding)
+        new = _changed(ref[...], given, how) if how != "assign" else given
         ref[...] = new
         return new
 
@@ -204,16 +229,19 @@ class OnReadKind(Kind):
             return _values.of_local(ref[...][0], axis_name)
         return PerReplica(ref[...])
 
-    def host_copies(self, ref: Any) -> list[np.ndarray]:
+    @property
+    def has_one_value(self) -> bool:
+        """With an aggregation."""
+        return self.aggregation is not NONE
+
+    def host_copies(self, held: jax.Array) -> list[np.ndarray]:
         """One per replica."""
-        return [np.asarray(shard.data)[0] for shard in ref[...].addressable_shards]
+        return [_on_host(shard.data)[0] for shard in held.addressable_shards]
 
     def read(self, ref: Any, side: Side) -> jax.Array:
         """This replica's copy, or outside `run` what the copies combine to."""
-        if side is not Side.CROSS:
-            if self._in_step():
-                return ref[...][0]
-            return ref[...][0] if self.mesh.size == 1 else self._combined(ref)
+        if side is not Side.CROSS and self._in_step():
+            return ref[...][0]
         return self._combined(ref)
 
     def _combined(self, ref: Any) -> jax.Array:
@@ -228,7 +256,7 @@ class OnReadKind(Kind):
             return _aggregation.across(self.aggregation, ref[...][0], _axes())
         return _combiner(self.aggregation, _mesh.replicated(self.mesh))(ref[...])
 
-    def write(self, ref: Any, side: Side, value: Any, how: str) -> jax.Array:
+    def write(self, ref: Any, side: Side, value: Any, how: str) -> Any:
         """Change this replica's copy, or outside `run` all of them."""
         if self._in_step():
             return self._write_in_step(ref, side, value, how)
@@ -236,14 +264,15 @@ class OnReadKind(Kind):
         if isinstance(value, PerReplica):
             stacked = _values.contents(value)
             given = self._checked(stacked, old.shape, old.dtype)
-        elif side is Side.UPDATE:
-            given = self._for_each(self._checked(value, old.shape[1:], old.dtype))
         else:
             value = self._checked(value, old.shape[1:], old.dtype)
-            given = self._to_each(value, how)
+            value = jax.device_put(value, _mesh.replicated(self.mesh))
+            is_update = side is Side.UPDATE
+            given = self._for_each(value) if is_update else self._to_each(value, how)
+        given = jax.device_put(given, self.sharding)
         new = jax.device_put(_changed(old, given, how), self.sharding)
         ref[...] = new
-        return new if self.aggregation is NONE else self._combined(ref)
+        return self._combined(ref) if self.has_one_value else PerReplica(new)
 
     def _write_in_step(self, ref: Any, side: Side, value: Any, how: str) -> jax.Array:
         shape = ref.shape[1:]

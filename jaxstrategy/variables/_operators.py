@@ -6,6 +6,7 @@ import operator
 from typing import Any
 
 _BINARY = "add sub mul truediv floordiv mod pow matmul lt le gt ge and or xor"
+_BINARY += " lshift rshift"
 _UNARY = "neg pos abs invert"
 
 
@@ -13,6 +14,9 @@ class Operators:
     """Operators and conversions of the object's `value`."""
 
     value: Any
+
+    # A NumPy array on the left leaves the operation to us, as it does to a JAX array.
+    __array_priority__ = 100
 
     def __jax_array__(self) -> Any:
         return self.value
@@ -43,6 +47,15 @@ class Operators:
 
     def __index__(self) -> int:
         return operator.index(self.value)
+
+    def __divmod__(self, other: Any) -> Any:
+        return divmod(self.value, _plain(other))
+
+    def __rdivmod__(self, other: Any) -> Any:
+        return divmod(other, self.value)
+
+    def __round__(self, digits: int | None = None) -> Any:
+        return round(self.value, digits)
 
     def __format__(self, form: str) -> str:
         return format(self.value, form) if form else str(self)

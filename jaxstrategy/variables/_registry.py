@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from typing import Any
 
@@ -12,17 +13,20 @@ _ordinary: weakref.WeakSet[Any] = weakref.WeakSet()
 _of_strategy: weakref.WeakKeyDictionary[AbstractStrategy, weakref.WeakSet[Any]] = (
     weakref.WeakKeyDictionary()
 )
+_lock = threading.Lock()
 
 
 def add(variable: Any, owner: AbstractStrategy | None) -> None:
     """Count `variable` as alive for as long as somebody holds it."""
-    if owner is None:
-        _ordinary.add(variable)
-    else:
-        _of_strategy.setdefault(owner, weakref.WeakSet()).add(variable)
+    with _lock:
+        if owner is None:
+            _ordinary.add(variable)
+        else:
+            _of_strategy.setdefault(owner, weakref.WeakSet()).add(variable)
 
 
 def usable_by(strategy: AbstractStrategy) -> list[Any]:
     """What steps of `strategy` may use: its own and ordinary ones, oldest first."""
-    found = [*_ordinary, *_of_strategy.get(strategy, ())]
+    with _lock:
+        found = [*_ordinary, *_of_strategy.get(strategy, ())]
     return sorted(found, key=lambda variable: variable.number)

@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import enum
+import itertools
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -55,10 +57,11 @@ class StepVariables:
     def create(self, variable: Any, start: jax.Array) -> None:
         """Let the step make `variable`, which starts as `start`.
 
-        The trace goes on with a copy. It is done again afterwards, when the variable is
-        there before the step.
+        The trace goes on with a copy, and is given up when it is done: then the step is
+        traced again, with the variable there before it.
         """
-        self._references[id(variable)] = jax.new_ref(start)
+        with jax.ensure_compile_time_eval():  # it may be in a loop or a branch now
+            self._references[id(variable)] = jax.new_ref(start)
         self.created.append(variable)
 
 
@@ -82,12 +85,23 @@ def tracing() -> StepVariables | None:
     return _tracing.get() if context is not None and context.in_step else None
 
 
+# Calling a program gives it the memory of the variables and takes other memory back.
+# Two threads that do so at once would end the process (JAX 0.10 and 0.12).
+one_at_a_time = threading.RLock()
+
+# A jitted function that a step calls has that step's references in its trace. JAX keys
+# its caches by this value, so that another trace of a step does not get those.
+_number_of_trace = jax.make_user_context(None)
+_numbers = itertools.count()
+
+
 @contextlib.contextmanager
 def traced_with(variables: StepVariables) -> Iterator[None]:
     """Let a step be traced with these."""
     token = _tracing.set(variables)
     try:
-        yield
+        with _number_of_trace(next(_numbers)):
+            yield
     finally:
         _tracing.reset(token)
 
@@ -114,9 +128,7 @@ def colocated(mesh: Mesh) -> Iterator[None]:
 
 def side() -> Side:
     """Where the code that asks is."""
-    if _updating.get():
-        return Side.UPDATE
     context = _contexts.current()
     if context is not None and context.replica is not None:
         return Side.REPLICA
-    return Side.CROSS
+    return Side.UPDATE if _updating.get() else Side.CROSS

@@ -17,7 +17,7 @@ from jaxstrategy._contexts import AbstractStrategy
 from jaxstrategy._errors import ContextError
 from jaxstrategy._options import VariableAggregation, VariableSynchronization
 from jaxstrategy._values import Handle, PerReplica
-from jaxstrategy.variables import _gradients, _registry, _step
+from jaxstrategy.variables import _aggregation, _gradients, _registry, _step
 from jaxstrategy.variables._kinds import Kind, MirroredKind, OnReadKind
 from jaxstrategy.variables._operators import Operators
 
@@ -55,8 +55,9 @@ class Variable(Operators, Handle):
       aggregation: a `VariableAggregation` or its name.
 
     Raises:
-      ValueError: synchronization NONE, or no such synchronization or aggregation; made
-        inside a step that was traced before.
+      ValueError: synchronization NONE, or no such synchronization or aggregation; an
+        aggregation that the dtype has not (MEAN of integers); made inside a step that
+        was traced before.
       TypeError: `initial_value` is not an array or number.
 
     >>> import jaxstrategy as js
@@ -83,10 +84,12 @@ class Variable(Operators, Handle):
         dtype: Any = None,
         name: str = "Variable",
         synchronization: VariableSynchronization | str = VariableSynchronization.AUTO,
-        aggregation: VariableAggregation | str = VariableAggregation.NONE,
+        aggregation: VariableAggregation | str | None = VariableAggregation.NONE,
     ) -> None:
         self._synchronization = VariableSynchronization(synchronization)
-        self._aggregation = VariableAggregation(aggregation)
+        self._aggregation = VariableAggregation(
+            "none" if aggregation is None else aggregation
+        )
         if self._synchronization is VariableSynchronization.NONE:
             raise ValueError(
                 "`synchronization` was NONE, which no strategy can keep. Use ON_WRITE "
@@ -98,8 +101,7 @@ class Variable(Operators, Handle):
         self._trainable = not on_read if trainable is None else bool(trainable)
         self.number = next(_numbers)  # the how-manieth it is
         self._strategy = _owner()
-        kind: type[Kind] = OnReadKind if on_read else MirroredKind
-        self._kind = kind(name, self._aggregation, _home(self._strategy, on_read))
+        self._kind = _kind(name, self._strategy, on_read, self._aggregation)
         step = _step.tracing()
         if step is not None and not step.may_create:
             raise ValueError(
@@ -110,6 +112,7 @@ class Variable(Operators, Handle):
             )
         with jax.ensure_compile_time_eval(), _contexts.entered(None):
             start = _start(initial_value, dtype, name)
+            _aggregation.check(self._aggregation, start.dtype, name)
             self._shape, self._dtype = start.shape, start.dtype
             self._ref = jax.new_ref(self._kind.placed(start))
         if step is not None:
@@ -181,7 +184,8 @@ class Variable(Operators, Handle):
         given = _gradients.value_of(self)
         if given is not None:
             return given
-        return self._kind.read(self._reference(), _step.side())
+        with _step.one_at_a_time:
+            return self._kind.read(self._reference(), _step.side())
 
     def read_value(self) -> jax.Array:
         """The same as `value`."""
@@ -196,7 +200,8 @@ class Variable(Operators, Handle):
 
         In `run`, a mirrored variable takes the aggregate of the replicas' values, and
         an on-read one this replica's. Outside, an on-read variable that sums gives
-        each replica an equal share, so that it reads as `value`.
+        each replica an equal share, so that it reads as `value`. To gradients the value
+        is a constant.
 
         Raises:
           ValueError: another shape; or the copies of a mirrored variable would differ.
@@ -218,7 +223,8 @@ class Variable(Operators, Handle):
 
     def distributed(self) -> Any:
         """All copies: a mirrored array, or a `PerReplica` if it is on-read."""
-        return self._kind.copies(self._reference())
+        with _step.one_at_a_time:
+            return self._kind.copies(self._reference())
 
     def _write(self, value: Any, how: str) -> jax.Array:
         if _gradients.value_of(self) is not None:
@@ -226,7 +232,8 @@ class Variable(Operators, Handle):
                 f"Variable {self._name!r} was assigned inside the function whose "
                 "gradient with respect to it is taken. Assign it afterwards."
             )
-        return self._kind.write(self._reference(), _step.side(), value, how)
+        with _step.one_at_a_time:
+            return self._kind.write(self._reference(), _step.side(), value, how)
 
     def _reference(self) -> Any:
         step = _step.tracing()
@@ -263,8 +270,8 @@ class Variable(Operators, Handle):
 
     @property
     def copies_must_agree(self) -> bool:
-        """Whether it is mirrored; an on-read one on a single device is, too."""
-        return isinstance(self._kind, MirroredKind) or self._strategy is None
+        """Whether it has no copies that may differ."""
+        return isinstance(self._kind, MirroredKind)
 
     def lives_on(self, mesh: Mesh) -> bool:
         """Whether steps on `mesh` can work on it where it is."""
@@ -273,15 +280,19 @@ class Variable(Operators, Handle):
     # How it prints and copies.
 
     def __repr__(self) -> str:
-        kind = self._kind.describe
+        kind = "" if self._strategy is None else f" {self._kind.describe}"
         head = f"Variable {self._name!r} {self._dtype.name}{_brackets(self._shape)}"
-        if isinstance(self._ref[...], Tracer) or _step.tracing() is not None:
-            return f"<{head} {kind}, being traced>"
-        copies = self._kind.host_copies(self._ref)
+        if _step.tracing() is not None:
+            return f"<{head}{kind}, being traced>"
+        with _step.one_at_a_time:
+            value = self._ref[...]
+        if isinstance(value, Tracer):
+            return f"<{head}{kind}, being traced>"
+        copies = self._kind.host_copies(value)
         if self._strategy is None:
             return f"<{head} {_text(copies[0])}>"
         lines = (f"  {i}: {_text(copy)}" for i, copy in enumerate(copies))
-        return f"{head} {kind}, {{\n" + ",\n".join(lines) + "\n}"
+        return f"{head}{kind}, {{\n" + ",\n".join(lines) + "\n}"
 
     def __hash__(self) -> int:
         return id(self)
@@ -293,20 +304,17 @@ class Variable(Operators, Handle):
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
-        if self._strategy is None:
-            twin = self._twin()
-        else:
-            with self._strategy.scope():
-                twin = self._twin()
+        if _step.tracing() is not None:
+            raise ContextError(
+                f"Variable {self._name!r} was deep-copied inside a step. Copy it "
+                "outside, and use both in the step."
+            )
+        twin = object.__new__(Variable)
         memo[id(self)] = twin
-        return twin
-
-    def _twin(self) -> Variable:
-        twin = Variable(
-            np.zeros(self._shape, self._dtype), self._trainable, self._dtype,
-            self._name, self._synchronization, self._aggregation,
-        )  # fmt: skip
-        twin._ref[...] = self._ref[...]
+        with _step.one_at_a_time, jax.ensure_compile_time_eval():
+            vars(twin).update(vars(self))
+            twin.number, twin._ref = next(_numbers), jax.new_ref(self._ref[...])
+        _registry.add(twin, self._strategy)
         return twin
 
     def __reduce__(self) -> NoReturn:
@@ -319,8 +327,9 @@ class Variable(Operators, Handle):
     # To JAX it is a node around its value, and comes back as that.
 
     def tree_flatten(self) -> tuple[tuple[jax.Array], None]:
-        """The value, for JAX."""
-        return (self.value,), None
+        """The value, for JAX; all copies of a variable that has no one value."""
+        has_one = _step.side() is not _step.Side.CROSS or self._kind.has_one_value
+        return (self.value if has_one else self.distributed(),), None
 
     @classmethod
     def tree_unflatten(cls, auxiliary: None, children: tuple[Any]) -> Any:
@@ -335,13 +344,21 @@ def _owner() -> AbstractStrategy | None:
     return context.strategy
 
 
-def _home(owner: AbstractStrategy | None, on_read: bool) -> Mesh:
-    """Where the copies of a variable of `owner` are."""
+def _kind(
+    name: str,
+    owner: AbstractStrategy | None,
+    on_read: bool,
+    aggregation: VariableAggregation,
+) -> Kind:
+    """How and where a variable of `owner` is kept."""
     if owner is None:
-        return _mesh.mesh_of(jax.local_devices()[:1])
+        # The one copy cannot differ from others, and is what all of them combine to.
+        aggregation = VariableAggregation.NONE if on_read else aggregation
+        return MirroredKind(name, aggregation, _mesh.mesh_of(jax.local_devices()[:1]))
     if on_read:
-        return owner.mesh
-    return _step.colocating() or owner.parameter_mesh
+        return OnReadKind(name, aggregation, owner.mesh)
+    mesh = _step.colocating() or owner.parameter_mesh
+    return MirroredKind(name, aggregation, mesh)
 
 
 def _start(initial_value: Any, dtype: Any, name: str) -> jax.Array:
@@ -353,8 +370,9 @@ def _start(initial_value: Any, dtype: Any, name: str) -> jax.Array:
         )
     try:
         start = jnp.asarray(value, dtype)
-        start = start.astype(start.dtype)  # a Python number's dtype is settled here
-    except (TypeError, jax.errors.TracerArrayConversionError) as error:
+        if not _aggregation.is_key(start.dtype):
+            start = start.astype(start.dtype)  # a Python number's dtype is settled here
+    except (TypeError, ValueError) as error:
         raise TypeError(
             f"Variable {name!r} was given {value!r} to start with; an array, a number "
             "or a function that returns one was wanted."

@@ -23,7 +23,6 @@ from jaxstrategy.tracing.replication._state import (
     State,
     content_of,
     join,
-    level_of,
 )
 
 
@@ -104,6 +103,11 @@ class Analysis:
         named = eqn.params.get("axes", eqn.params.get("axis_name", ()))
         names = named if isinstance(named, (tuple, list)) else (named,)
         return self.axis_name in names
+
+
+def _known(state: Any) -> tuple[int, Any]:
+    state = content_of(state)
+    return (0, None) if state is None else (state.level, state.classes)
 
 
 def _kind(state: Any) -> int:
@@ -212,8 +216,9 @@ class Frame:
 
     def write(self, cell: Cell, state: State | None) -> None:
         """Note that `cell` may hold `state` from now on."""
-        if level_of(state) > level_of(cell.content):
-            cell.content = state
+        after = join((cell.content, state))
+        if _known(after) != _known(cell.content):
+            cell.content = after
             self.changes += 1
 
     def until_stable(
@@ -225,13 +230,13 @@ class Frame:
 
         The collectives of the last turn are the loop's.
         """
-        # Levels only ever rise, so this ends.
+        # Levels only ever rise, and classes are only ever divided, so this ends.
         while True:
             changes = self.changes
             after, collectives = turn(carry)
             joined = [join((old, new)) for old, new in zip(carry, after, strict=True)]
-            same_levels = list(map(level_of, joined)) == list(map(level_of, carry))
-            if same_levels and self.changes == changes:
+            is_same = list(map(_known, joined)) == list(map(_known, carry))
+            if is_same and self.changes == changes:
                 self.collectives += collectives
                 return carry
             carry = joined

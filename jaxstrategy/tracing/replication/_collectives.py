@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from jaxstrategy.tracing._site import Site
@@ -17,6 +18,7 @@ from jaxstrategy.tracing.replication._state import (
     join,
     level_of,
     not_reduced,
+    numbered,
     varying_since,
 )
 
@@ -47,6 +49,8 @@ def reducing(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
 def _summed_before(frame: Frame, eqn: Any, operands: list[Any]) -> State | None:
     """What `eqn` sums although it is reduced already, if it is not for a mean."""
     state = join(operands)
+    if state is not None and state.varies:
+        state = state.part
     if level_of(state) != Level.REDUCED or is_mean(frame, eqn):
         return None
     return state
@@ -60,7 +64,7 @@ def _collective(
         return each(frame, eqn, operands)
     frame.collectives.append(Collective(Site((eqn,)), reduced_before=before))
     if eqn.params.get("axis_index_groups") is not None:
-        return for_all(eqn, varying_since(eqn))  # equal inside a group only
+        return [_grouped(frame, eqn, operand, Level.REDUCED) for operand in operands]
     reduced = State(Level.REDUCED, None, Site((eqn,)), is_direct=True)
     return [None if operand is None else reduced for operand in operands]
 
@@ -70,8 +74,43 @@ def gathering(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
     if not frame.analysis.mentions_replicas(eqn):
         return each(frame, eqn, operands)
     frame.collectives.append(Collective(Site((eqn,))))
-    in_groups = eqn.params.get("axis_index_groups") is not None
-    return for_all(eqn, varying_since(eqn) if in_groups else SAME)
+    if eqn.params.get("axis_index_groups") is not None:
+        return [_grouped(frame, eqn, join(operands), Level.SAME)]
+    return for_all(eqn, SAME)
+
+
+def _grouped(frame: Frame, eqn: Any, operand: State | None, level: Level) -> State:
+    """What each group made of its members' values; of `level` if it is the same.
+
+    Two groups have the same result if their members, in order, have the same values:
+    so a sum inside groups, and then one across them, is the same everywhere.
+    """
+    groups = eqn.params["axis_index_groups"]
+    replicas = range(frame.analysis.replicas)
+    if operand is None or not operand.varies:
+        # The same in groups of one size. But who reduces in groups means to differ.
+        classes = numbered([_group_of(r, groups) for r in replicas])
+        return dataclasses.replace(varying_since(eqn), classes=classes)
+    held = operand.classes or tuple(replicas)
+    results = [tuple(held[member] for member in _group_of(r, groups)) for r in replicas]
+    if len(set(results)) == 1:
+        is_sum = level is Level.REDUCED
+        return State(level, None, Site((eqn,)), is_direct=True) if is_sum else SAME
+    return dataclasses.replace(varying_since(eqn), classes=numbered(results))
+
+
+def _group_of(replica: int, groups: Any) -> tuple[int, ...]:
+    return next(tuple(group) for group in groups if replica in group)
+
+
+def joining(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
+    """Arrays joined into one."""
+    state = computed(eqn, operands)
+    if level_of(state) == Level.VARYING:
+        reduced = [each for each in operands if level_of(each) == Level.REDUCED]
+        if reduced and state is not None:
+            state = dataclasses.replace(state, part=reduced[0])
+    return [state]
 
 
 def scattering(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:

@@ -176,6 +176,7 @@ _RULES: dict[str, Rule] = {
     "swap": _swap,
     "addupdate": _swap,
     "select_n": _select,
+    "concatenate": _collectives.joining,
     "mul": _collectives.scaling,
     "div": _collectives.scaling,
     "empty": _empty,

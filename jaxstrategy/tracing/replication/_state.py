@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 from jaxstrategy.tracing._site import Site
@@ -28,12 +28,17 @@ class State:
         equation inside.
       site: that equation; or where the input was first used, None if it was not yet.
       is_direct: whether this is an unchanged result of the reduction at `site`.
+      classes: of a varying value, for each replica a number; replicas of one number
+        hold the same. None: nothing is known.
+      part: what is reduced of a varying value that was joined just now.
     """
 
     level: Level
     input: int | None = None
     site: Site | None = None
     is_direct: bool = False
+    classes: tuple[int, ...] | None = None
+    part: State | None = None
 
     @property
     def varies(self) -> bool:
@@ -103,9 +108,27 @@ def join(states: Iterable[Any]) -> State | None:
     for state in states:
         if state.__class__ is Cell:
             state = state.content
-        if state is not None and state.level > highest:
+        if state is None:
+            continue
+        if state.level > highest:
             best, highest = state, state.level
+        elif best is not None and best.classes and state.level == highest:
+            best = dataclasses.replace(best, classes=_common(best, state))
     return best
+
+
+def _common(one: State, other: State) -> tuple[int, ...] | None:
+    """The classes of replicas that agree on both values."""
+    if one.classes is None or other.classes is None:
+        return None
+    return numbered(list(zip(one.classes, other.classes, strict=True)))
+
+
+def numbered(kinds: Sequence[Hashable]) -> tuple[int, ...] | None:
+    """Classes of equal `kinds`; None if no two are equal."""
+    numbers: dict[Hashable, int] = {}
+    classes = tuple(numbers.setdefault(kind, len(numbers)) for kind in kinds)
+    return classes if len(numbers) < len(kinds) else None
 
 
 def computed(eqn: Any, operands: Iterable[Any]) -> State | None:
@@ -117,6 +140,8 @@ def computed(eqn: Any, operands: Iterable[Any]) -> State | None:
         return _reduced_and_used(eqn, state)
     if state.site is None:
         return State(state.level, state.input, Site((eqn,)))
+    if state.part is not None:
+        return dataclasses.replace(state, part=None)
     return state
 
 

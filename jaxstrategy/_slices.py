@@ -1,0 +1,90 @@
+"""`IndexedSlices`: some rows of a larger array."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+
+
+@final
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class IndexedSlices:
+    """Rows of an array that is zero elsewhere, such as an embedding's gradient.
+
+    Reducing it over the replicas joins their rows instead of making them dense, so what
+    is sent is as large as the rows. A row that is there more than once counts as often.
+
+    Attributes:
+      values: the rows, `[rows, ...]`.
+      indices: which rows they are, whole numbers `[rows]`.
+      dense_shape: the shape of the whole array, or None if it is not known.
+
+    Raises:
+      ValueError: `values`, `indices` and `dense_shape` do not fit.
+
+    >>> import jaxstrategy as js
+    >>> rows = js.IndexedSlices(jnp.ones((2, 3)), jnp.array([0, 0]), dense_shape=(2, 3))
+    >>> rows.to_dense()
+    Array([[2., 2., 2.],
+           [0., 0., 0.]], dtype=float32)
+    """
+
+    values: Any
+    indices: Any
+    dense_shape: tuple[int, ...] | None = dataclasses.field(
+        default=None, metadata={"static": True}
+    )
+
+    def __post_init__(self) -> None:
+        if self.dense_shape is not None:
+            shape = tuple(int(n) for n in self.dense_shape)
+            object.__setattr__(self, "dense_shape", shape)
+        values = getattr(self.values, "shape", None)
+        indices = getattr(self.indices, "shape", None)
+        if not isinstance(values, tuple) or not isinstance(indices, tuple):
+            return  # JAX puts other things than arrays into pytrees
+        fits = len(indices) == 1 and values[:1] == indices
+        if fits and self.dense_shape is not None:
+            fits = values[1:] == self.dense_shape[1:]
+        if not fits:
+            raise ValueError(
+                f"`IndexedSlices` was given values of shape {values}, indices of shape "
+                f"{indices} and dense_shape {self.dense_shape}; values [rows, ...], "
+                "indices [rows] and dense_shape (n, ...) were wanted."
+            )
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of the rows."""
+        return self.values.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...] | None:
+        """The shape of the whole array."""
+        return self.dense_shape
+
+    def to_dense(self) -> jax.Array:
+        """The whole array, of shape `dense_shape`.
+
+        Raises:
+          ValueError: `dense_shape` is not known.
+        """
+        if self.dense_shape is None:
+            raise ValueError(
+                "These IndexedSlices have no `dense_shape`, so it is not known how "
+                "large the array is. Give it when they are made."
+            )
+        return self.added_to(jnp.zeros(self.dense_shape, self.values.dtype))
+
+    def added_to(self, array: jax.Array) -> jax.Array:
+        """`array`, which has the whole shape, with the rows added to it."""
+        return array.at[self.indices].add(self.values)
+
+
+def is_slices(value: object) -> bool:
+    """Whether `value` is an `IndexedSlices`, which is reduced as a whole."""
+    return isinstance(value, IndexedSlices)

@@ -1,0 +1,123 @@
+"""Small arrays joined into a few large ones before they are reduced.
+
+XLA joins neighbouring all-reduces by itself, but into one operation on many arrays,
+which is slow on CPU. Large arrays gain nothing, and joining them costs two copies.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+
+
+class AbstractPacking(abc.ABC):
+    """Which arrays are joined."""
+
+    @abc.abstractmethod
+    def buckets(self, sizes: Sequence[int]) -> list[list[int]]:
+        """The numbers of the arrays that go together, for arrays of so many bytes.
+
+        In the order of their first arrays, which is the same on every process.
+        """
+
+
+@dataclasses.dataclass(frozen=True)
+class Packing(AbstractPacking):
+    """Small arrays are joined, in order; a large one goes alone.
+
+    Attributes:
+      largest: arrays of up to so many bytes are joined
+      pack: into arrays of up to so many bytes.
+    """
+
+    largest: int
+    pack: int
+
+    def buckets(self, sizes: Sequence[int]) -> list[list[int]]:
+        """Joined ones, and large ones alone."""
+        limit = min(self.largest, self.pack)
+        groups: list[list[int]] = []
+        alone: list[list[int]] = []
+        room = -1  # in the group that is being filled; there is none yet
+        for index, size in enumerate(sizes):
+            if size > limit:
+                alone.append([index])
+                continue
+            if size > room:
+                groups.append([])
+                room = self.pack
+            groups[-1].append(index)
+            room -= size
+        return sorted(groups + alone)
+
+
+@dataclasses.dataclass(frozen=True)
+class NumberOfPacks(AbstractPacking):
+    """All arrays are joined, in order, into so many of about one size; 0: none are."""
+
+    number: int
+
+    def buckets(self, sizes: Sequence[int]) -> list[list[int]]:
+        """That many, fewer if there are fewer arrays."""
+        if self.number == 0:
+            return [[index] for index in range(len(sizes))]
+        total, before = max(sum(sizes), 1), 0
+        groups: dict[int, list[int]] = {}
+        for index, size in enumerate(sizes):
+            # By where its middle lies, so that the packs are of about one size.
+            place = (before + size / 2) * self.number // total
+            groups.setdefault(min(int(place), self.number - 1), []).append(index)
+            before += size
+        return list(groups.values())
+
+
+# Measured with `benchmarks/allreduce.py` on simulated CPU devices (2 cores).
+_DEFAULTS = {"cpu": Packing(largest=256 * 1024, pack=4 * 1024**2)}
+# Not measured yet: what is launched apart costs some microseconds on accelerators too.
+_OTHERWISE = Packing(largest=256 * 1024, pack=4 * 1024**2)
+
+
+def best_on(platform: str) -> Packing:
+    """What is best on a platform, such as `"cpu"`."""
+    return _DEFAULTS.get(platform, _OTHERWISE)
+
+
+def in_packs(
+    function: Callable[[jax.Array], jax.Array],
+    arrays: Sequence[jax.Array],
+    packing: AbstractPacking,
+) -> list[jax.Array]:
+    """`function`, which works element by element, of each of some arrays.
+
+    Arrays of one dtype are joined; the results are those of the arrays one by one, up
+    to the order in which the collective adds.
+    """
+    results: dict[int, jax.Array] = {}
+    by_dtype: dict[object, list[int]] = {}
+    for index, array in enumerate(arrays):
+        by_dtype.setdefault(array.dtype, []).append(index)
+    for indices in by_dtype.values():
+        sizes = [arrays[index].nbytes for index in indices]
+        for bucket in packing.buckets(sizes):
+            chosen = [indices[place] for place in bucket]
+            done = _together(function, [arrays[index] for index in chosen])
+            results.update(zip(chosen, done, strict=True))
+    return [results[index] for index in range(len(arrays))]
+
+
+def _together(
+    function: Callable[[jax.Array], jax.Array], arrays: Sequence[jax.Array]
+) -> list[jax.Array]:
+    if len(arrays) == 1:
+        return [function(arrays[0])]
+    flat = function(jnp.concatenate([array.reshape(-1) for array in arrays]))
+    done, start = [], 0
+    for array in arrays:
+        part = jax.lax.slice(flat, (start,), (start + array.size,))
+        done.append(part.reshape(array.shape))
+        start += array.size
+    return done
