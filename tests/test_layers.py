@@ -22,6 +22,7 @@ FLOORS = [
     "_mesh",
     "_values",
     "_slices",
+    "_accumulate",
     "reductions",
     "inputs",
     "_contexts",

@@ -15,6 +15,7 @@ import jax
 from jax.sharding import Mesh
 
 from jaxstrategy import _contexts, _devices, _mesh, _replica, _tables, _values
+from jaxstrategy._accumulate import accumulated, checked_parts
 from jaxstrategy._contexts import AbstractStrategy, Context
 from jaxstrategy._devices import Device
 from jaxstrategy._options import (
@@ -319,6 +320,56 @@ class Strategy(AbstractStrategy):
     def _variables(self) -> list[Variable]:
         """Those that steps may use."""
         return _registry.usable_by(self)
+
+    def accumulate(
+        self, k: int, *, op: ReduceOp | str = ReduceOp.MEAN, has_aux: bool = False
+    ) -> Callable[[Callable[..., PyTree]], Callable[..., PyTree]]:
+        """Makes a function of a batch work on `k` parts of it, one after the other.
+
+        For gradients of batches that are too large for the memory: it holds what one
+        part needs. Used inside a step, on what a replica computes by itself; reduce
+        the result over the replicas afterwards, once.
+
+        In the arguments of the function, arrays are divided along their first
+        dimension, and random keys (`jax.random.key`) differ from part to part; numbers
+        and everything else are the same for each part. Close over the parameters.
+
+        Args:
+          k: how many parts, of equal size.
+          op: whether the results are averaged (of a mean over each part, that is the
+            mean over the batch) or summed.
+          has_aux: whether the function returns a pair, the second of which is kept for
+            each part, stacked: `[k, ...]`.
+
+        Returns:
+          A decorator. Numbers of 16 bits are summed in float32.
+
+        Raises:
+          ValueError: `k` is less than 1, `op` is not SUM or MEAN; when it is called,
+            the rows of an array cannot be divided by `k`.
+          TypeError: `k` is not a whole number.
+
+        >>> import jaxstrategy as js
+        >>> strategy = js.MirroredStrategy(js.simulate(8)[:2])
+        >>> @strategy.run
+        ... def step(w, x):
+        ...     @strategy.accumulate(3)
+        ...     def gradient(x):
+        ...         return jax.grad(lambda w: ((w * x) ** 2).mean())(w)
+        ...     return js.get_replica_context().all_reduce("mean", gradient(x))
+        >>> x = strategy.per_replica(np.ones((2, 6), np.float32))
+        >>> step(3.0, x)
+        Array(6., dtype=float32)
+        """
+        parts, how = checked_parts(k), ReduceOp(op)
+        if how not in (ReduceOp.SUM, ReduceOp.MEAN):
+            raise ValueError(
+                f"`op` was {op!r}; parts of a batch are summed ('sum') or averaged "
+                "('mean')."
+            )
+        return functools.partial(
+            accumulated, k=parts, mean=how is ReduceOp.MEAN, has_aux=has_aux
+        )
 
     # From many values to one.
 
