@@ -80,7 +80,12 @@ class AbstractStrategy(abc.ABC):
 
     @abc.abstractmethod
     def reduce(
-        self, reduce_op: ReduceOp | str, value: PyTree, axis: Any = None
+        self,
+        reduce_op: ReduceOp | str,
+        value: PyTree,
+        axis: Any = None,
+        *,
+        options: CommunicationOptions | None = None,
     ) -> PyTree:
         """One value from all replicas' versions."""
 

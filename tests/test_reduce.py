@@ -215,3 +215,20 @@ def test_devices_of_a_strategy(four):
     assert four.extended.parameter_devices == tuple(jax.devices()[:4])
     assert four.extended.experimental_require_static_shapes is True
     assert four.num_replicas_in_sync == 4
+
+
+def test_reduce_to_takes_communication_options(two):
+    options = js.experimental.CommunicationOptions(implementation="ring")
+    x = two.per_replica([1.0, 2.0])
+
+    def step(x):
+        def merge(strategy, x):
+            return strategy.extended.batch_reduce_to("sum", [(x, x)], options)[0]
+
+        return js.get_replica_context().merge_call(merge, (x,))
+
+    kinds = [c.kind for c in two.explain(step, (x,)).collectives]
+    assert kinds == ["reduce_scatter", "all_gather"]
+    assert float(two.extended.reduce_to("mean", x, x, options)) == 1.5
+    with pytest.raises(TypeError, match="a `CommunicationOptions` was wanted"):
+        two.extended.reduce_to("mean", x, x, "ring")

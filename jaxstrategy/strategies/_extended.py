@@ -13,7 +13,7 @@ from jax.core import Tracer
 from jaxstrategy import _contexts, _devices, _mesh, _values
 from jaxstrategy._contexts import AbstractStrategy, Context
 from jaxstrategy._devices import Device
-from jaxstrategy._options import ReduceOp
+from jaxstrategy._options import CommunicationOptions, ReduceOp
 from jaxstrategy._values import PerReplica, PyTree
 from jaxstrategy.strategies._calls import check_arguments
 from jaxstrategy.tracing import _results
@@ -47,7 +47,11 @@ class StrategyExtended:
         return True
 
     def reduce_to(
-        self, reduce_op: ReduceOp | str, value: PyTree, destinations: Destinations
+        self,
+        reduce_op: ReduceOp | str,
+        value: PyTree,
+        destinations: Destinations,
+        options: CommunicationOptions | None = None,
     ) -> PyTree:
         """`value` reduced over the replicas and placed on `destinations`.
 
@@ -59,6 +63,7 @@ class StrategyExtended:
             copy on each device of theirs.
             While a step is traced (in `merge_call`, or under your own `jax.jit`) the
             result is on all replicas, whatever is asked for.
+          options: how, instead of as the strategy does.
 
         Raises:
           ValueError: `reduce_op` is not a reduction, or there is no destination.
@@ -71,12 +76,14 @@ class StrategyExtended:
         >>> strategy.extended.reduce_to("sum", x, "CPU:1").devices()
         {CpuDevice(id=1)}
         """
-        return self.batch_reduce_to(reduce_op, [(value, destinations)])[0]
+        pairs = [(value, destinations)]
+        return self.batch_reduce_to(reduce_op, pairs, options)[0]
 
     def batch_reduce_to(
         self,
         reduce_op: ReduceOp | str,
         value_destination_pairs: Sequence[tuple[PyTree, Destinations]],
+        options: CommunicationOptions | None = None,
     ) -> list[PyTree]:
         """Several `reduce_to` in one program: one result per pair, in order.
 
@@ -89,7 +96,9 @@ class StrategyExtended:
         pairs = _checked_pairs(value_destination_pairs)
         shardings = [_sharding(destinations) for _, destinations in pairs]
         op = ReduceOp(reduce_op)
-        results = self._strategy.reduce(op, [value for value, _ in pairs])
+        results = self._strategy.reduce(
+            op, [value for value, _ in pairs], options=options
+        )
         if context is not None and context.in_step:
             return results
         return [
