@@ -218,8 +218,17 @@ class ReplicaContext:
         )
 
 
+def own_versions(tree: PyTree) -> PyTree:
+    """Each `PerReplica` as this replica's version; variables as they are."""
+
+    def unwrap(leaf: Any) -> Any:
+        return _values.to_local(leaf) if isinstance(leaf, PerReplica) else leaf
+
+    return _values.map_leaves(unwrap, tree)
+
+
 def to_replica(tree: PyTree) -> PyTree:
-    """Each `PerReplica` of a cross-replica result as this replica's version."""
+    """Each `PerReplica`, and each variable, as what this replica has of it."""
 
     def unwrap(leaf: Any) -> Any:
         if isinstance(leaf, Handle):

@@ -26,18 +26,14 @@ from jaxstrategy._options import (
     checked_options,
 )
 from jaxstrategy._replica import ReplicaContext
-from jaxstrategy._slices import is_slices
 from jaxstrategy._topology import Topology
 from jaxstrategy._values import Handle, PerReplica, PyTree
 from jaxstrategy.inputs._dataset import DistributedDataset
 from jaxstrategy.inputs._split import split_batch
-from jaxstrategy.reductions._all_reduce import Axes, checked
+from jaxstrategy.reductions._all_reduce import Axes
 from jaxstrategy.reductions._cross_device_ops import (
     CrossDeviceOps,
-    PlannedOps,
-    checked_ops,
 )
-from jaxstrategy.reductions._sparse import reduce_slices
 from jaxstrategy.reductions._sums import Groups
 from jaxstrategy.strategies._calls import (
     check_arguments,
@@ -46,7 +42,8 @@ from jaxstrategy.strategies._calls import (
 )
 from jaxstrategy.strategies._extended import StrategyExtended
 from jaxstrategy.strategies._in_sync import assert_in_sync
-from jaxstrategy.strategies._reducers import dimensions, gatherer, reducer
+from jaxstrategy.strategies._reducers import dimensions, gatherer
+from jaxstrategy.strategies._reduction import Reduction
 from jaxstrategy.tracing import _results
 from jaxstrategy.tracing._init import build_replicated
 from jaxstrategy.tracing._programs import Programs
@@ -78,15 +75,7 @@ class Strategy(AbstractStrategy):
         self._axes: Axes = (_mesh.REPLICA_AXIS,)
         self._programs = Programs(self._mesh, self._call_replica, self._variables)
         self._extended = StrategyExtended(self)
-        self._ops = checked_ops(cross_device_ops)
-        checked_options(communication_options)
-        self._communication_options = communication_options
-        if isinstance(self._ops, PlannedOps):
-            self._plan = self._ops.plan(self.devices).with_options(
-                communication_options
-            )
-        # One function for each way to reduce, so that each is compiled once.
-        self._reducers: dict[Any, Callable[[PyTree], PyTree]] = {}
+        self._reduction = Reduction(self, cross_device_ops, communication_options)
 
     # What it is.
 
@@ -295,7 +284,7 @@ class Strategy(AbstractStrategy):
         self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """`run` inside `merge_call`: the step goes on, in the same trace."""
-        args, kwargs = _replica.to_replica((args, kwargs))
+        args, kwargs = _replica.own_versions((args, kwargs))
         replica = ReplicaContext(self, self._axes)
         with _contexts.entered(Context(self, replica, in_step=True)):
             returned = fn(*args, **kwargs)
@@ -411,20 +400,10 @@ class Strategy(AbstractStrategy):
         """
         context = _contexts.require_cross_replica(self, "reduce")
         checked_options(options)
-        function = self._reducer(ReduceOp(reduce_op), dimensions(axis), options)
+        function = self._reduction.of_tree(
+            ReduceOp(reduce_op), dimensions(axis), options
+        )
         return self._across(context, function, value)
-
-    def _reducer(
-        self,
-        op: ReduceOp,
-        axis: tuple[int, ...] | None,
-        options: CommunicationOptions | None,
-    ) -> Callable[[PyTree], PyTree]:
-        key = op, axis, options
-        if key not in self._reducers:
-            reduce_leaves = functools.partial(self.reduce_leaves, options=options)
-            self._reducers[key] = reducer(op, axis, reduce_leaves)
-        return self._reducers[key]
 
     def reduce_leaves(
         self,
@@ -434,47 +413,7 @@ class Strategy(AbstractStrategy):
         groups: Groups | None = None,
     ) -> list[Any]:
         """This replica's arrays reduced over all, or over its group, inside a step."""
-        results = list(leaves)
-        dense = [i for i, leaf in enumerate(leaves) if not is_slices(leaf)]
-        for i, leaf in enumerate(leaves):
-            if is_slices(leaf):
-                results[i] = self._reduce_slices(op, leaf, groups)
-        reduced = self._reduce_dense(op, [leaves[i] for i in dense], options, groups)
-        for i, result in zip(dense, reduced, strict=True):
-            results[i] = result
-        return results
-
-    def _reduce_slices(self, op: ReduceOp, leaf: Any, groups: Groups | None) -> Any:
-        if groups is not None:
-            raise ValueError(
-                "`groups` was given for IndexedSlices, whose rows go to all replicas. "
-                "Reduce `slices.to_dense()` instead."
-            )
-        return reduce_slices(op, leaf, self._axes, self.num_replicas_in_sync)
-
-    def _reduce_dense(
-        self,
-        op: ReduceOp,
-        leaves: list[Any],
-        options: CommunicationOptions | None,
-        groups: Groups | None,
-    ) -> list[Any]:
-        if isinstance(self._ops, PlannedOps):
-            plan = self._plan.with_options(options).within(groups)
-            return plan.reduce(op, leaves, self._axes)
-        if groups is not None:
-            raise ValueError(
-                f"`groups` was given, but {type(self._ops).__name__} reduces over all "
-                "replicas. Use a strategy with one of jaxstrategy's own cross-device "
-                "operations."
-            )
-        (axis_name,) = self._axes
-        pairs = [
-            (_values.of_local(checked(op, leaf), axis_name), self) for leaf in leaves
-        ]
-        options = options or self._communication_options
-        with _contexts.entered(Context(self, in_step=True)):
-            return self._ops.batch_reduce(op, pairs, options)
+        return self._reduction.of_leaves(op, leaves, options, groups)
 
     def gather(self, value: PyTree, axis: int = 0) -> PyTree:
         """Every replica's version joined along `axis`, in replica order, leaf by leaf.
@@ -769,7 +708,9 @@ class Strategy(AbstractStrategy):
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
-        Strategy.__init__(twin, self.devices, self._ops, self._communication_options)
+        Strategy.__init__(
+            twin, self.devices, self._reduction.ops, self._reduction.options
+        )
         return twin
 
     def __reduce__(self) -> NoReturn:

@@ -16,11 +16,9 @@ from jaxstrategy._errors import ContextError
 from jaxstrategy._options import RunOptions
 from jaxstrategy._replica import ReplicaContext
 from jaxstrategy._values import PerReplica, PyTree
-from jaxstrategy.reductions._cross_device_ops import DefaultOps
-from jaxstrategy.reductions._packing import NumberOfPacks
-from jaxstrategy.reductions._plan import Plan
 from jaxstrategy.strategies._base import Strategy
 from jaxstrategy.strategies._extended import StrategyExtended
+from jaxstrategy.strategies._reduction import Reduction
 
 
 @final
@@ -35,10 +33,7 @@ class DefaultStrategy(Strategy):
 
     def __init__(self) -> None:
         self._axes = ()
-        self._ops = DefaultOps()
-        self._plan = Plan(NumberOfPacks(0))
-        self._communication_options = None
-        self._reducers = {}
+        self._reduction = Reduction(self)
         self._extended = StrategyExtended(self)
         self.replica_context = ReplicaContext(self, ())
 

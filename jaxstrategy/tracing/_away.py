@@ -7,6 +7,7 @@ the first replica's copy goes back.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,14 +30,25 @@ class Away:
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
         self._sharding = _mesh.replicated(mesh)
-        self.variables: list[Variable] = []
+        self._variables: list[weakref.ref[Variable]] = []
+
+    @property
+    def variables(self) -> list[Variable]:
+        """Those, in order. A program that has lost one is not called any more."""
+        found = [variable() for variable in self._variables]
+        return [variable for variable in found if variable is not None]
+
+    def add(self, variables: Sequence[Variable]) -> None:
+        """Count these among them."""
+        self._variables += map(weakref.ref, variables)
 
     def missing(self, used: Sequence[Variable]) -> list[Variable]:
         """Those among `used` that live elsewhere and are not among these yet."""
+        known = self.variables
         return [
             variable
             for variable in used
-            if not variable.lives_on(self._mesh) and variable not in self.variables
+            if not variable.lives_on(self._mesh) and variable not in known
         ]
 
     def fetched(self) -> list[jax.Array]:

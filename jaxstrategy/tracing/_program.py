@@ -10,6 +10,7 @@ function.
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -92,7 +93,7 @@ class Program:
             label=self._label,
         )
         self._uses_variables = False
-        self._used: weakref.WeakSet[Variable] = weakref.WeakSet()
+        self._used: list[weakref.ref[Variable]] = []
         self._away = Away(mesh)
         self._pending: Trace | None = None
         self._compiled = self._compile()
@@ -149,7 +150,7 @@ class Program:
                 return call()
             except _UsesVariables as found:
                 self._uses_variables = True
-                self._away.variables += found.away
+                self._away.add(found.away)
                 self._compiled = self._compile()
                 return call()
             finally:
@@ -159,7 +160,7 @@ class Program:
     def _dispatch(self, leaves: Sequence[Any]) -> PyTree:
         if not self._uses_variables:
             return self._send(leaves)
-        _gradients.check_outside(self._used)
+        _gradients.check_outside(used() for used in self._used)
         with _step.one_at_a_time:
             return self._send(leaves)
 
@@ -167,7 +168,7 @@ class Program:
         if self._donated:
             self._placement.check_donated(leaves)
         away = self._away
-        inputs = [*leaves, *away.fetched()] if away.variables else leaves
+        inputs = [*leaves, *away.fetched()] if self._uses_variables else leaves
         try:
             results, token, carried = self._compiled(*inputs)
         except ValueError as error:
@@ -214,7 +215,7 @@ class Program:
                 self._may_create(),
             )
             self._check(self._step_of(done))
-        self._used.update(done.used)
+        self._watch(done.used)
         missing = self._away.missing(done.used)
         if missing or (done.used and not self._uses_variables):
             self._pending = done
@@ -228,6 +229,26 @@ class Program:
         self._has_plain = self._has_plain or done.results.has_plain
         self._traced(self._fn(), [jax.typeof(leaf) for leaf in leaves])
         return done.results.rebuild(arrays), token, carried
+
+    def _watch(self, variables: Sequence[Variable]) -> None:
+        """Forget what was compiled when one of these is gone.
+
+        The function uses another one now, if it is called at all: an attribute or a
+        global name that was given a new variable. And the memory is free.
+        """
+        forget = functools.partial(_forget, weakref.ref(self))
+        watched = {used() for used in self._used}
+        self._used += (weakref.ref(v, forget) for v in variables if v not in watched)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether there still is a function to trace."""
+        return self._get_fn() is not None
+
+    def forget(self) -> None:
+        """Be as before the first call."""
+        self._used, self._away = [], Away(self._mesh)
+        self._compiled = self._compile()
 
     def _run_replica(
         self, locals_: Sequence[Any]
@@ -284,6 +305,12 @@ class Program:
         args, kwargs = self._signature.rebuild([0] * len(self._roles))
         leaf = self._signature.dynamic[index]
         return _roles.label(self._fn(), args, kwargs, leaf)
+
+
+def _forget(program: Any, _: Any) -> None:
+    alive = program()
+    if alive is not None and alive.is_alive:
+        alive.forget()
 
 
 class _UsesVariables(Exception):

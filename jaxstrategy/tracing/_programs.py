@@ -76,6 +76,7 @@ class FunctionPrograms:
         self._history = owner.log.of(fn)
         self._calls = _recompilation.Calls()
         self._was_traced = False
+        self._watched: list[weakref.ref[Any]] = []
         self._by_signature: dict[_roles.Signature, Program] = {}
         # For calls without static leaves: found by structure alone, the last one first.
         self._by_structure: dict[Any, Program] = {}
@@ -115,9 +116,8 @@ class FunctionPrograms:
         if program is None:
             program = self._new_program(signature)
             self._by_signature[signature] = program
-            for variable in signature.handles:
-                gone = weakref.finalize(variable, _forget, weakref.ref(self), signature)
-                gone.atexit = False
+            forget = functools.partial(_forget, weakref.ref(self), signature)
+            self._watched += (weakref.ref(v, forget) for v in signature.handles)
         if not signature.kept:
             self._by_structure[structure] = program
             self._last = (structure, program)
@@ -144,10 +144,11 @@ class FunctionPrograms:
         _checks.check(step, self._options.expect_mirrored)
 
 
-def _forget(programs: Any, signature: _roles.Signature) -> None:
+def _forget(programs: Any, signature: _roles.Signature, gone: Any) -> None:
     """Drop the program for arguments one of which is gone, and the memory it holds."""
     if (alive := programs()) is not None:
         alive._by_signature.pop(signature, None)
+        alive._watched.remove(gone)
 
 
 def _are_live_arrays(leaves: Sequence[Any]) -> bool:

@@ -40,6 +40,7 @@ class Trace:
       results: what the step returned, but for the arrays.
       variables: all that there were; those that belong elsewhere, too.
       used: those that the step reads or writes.
+      written: those that it writes.
       mesh: where the replicas are.
       findings: what is known about the arrays that it returned.
     """
@@ -48,6 +49,7 @@ class Trace:
     results: Results
     variables: Sequence[Variable]
     used: Sequence[Variable]
+    written: Sequence[Variable]
     mesh: Mesh
     findings: Findings
 
@@ -76,11 +78,19 @@ class Trace:
 
     @property
     def contents(self) -> list[tuple[Variable, State | None]]:
-        """What is known of what each used variable holds afterwards."""
+        """What is known of what each used variable holds afterwards.
+
+        None of those that the step only reads.
+        """
         first = len(self.closed.jaxpr.invars) - len(self.variables)
         places = self.inputs
         return [
-            (variable, self.findings.contents[places.index(first + index)])
+            (
+                variable,
+                self.findings.contents[places.index(first + index)]
+                if variable in self.written
+                else None,
+            )
             for index, variable in enumerate(self.variables)
             if variable in self.used
         ]
@@ -193,7 +203,8 @@ def trace(
         mesh.size,
         unpacking=sum(spec != _mesh.SAME for spec in specs),
     )
-    return Trace(closed, results, there, list(step.used.values()), mesh, findings)
+    used, written = list(step.used.values()), list(step.written.values())
+    return Trace(closed, results, there, used, written, mesh, findings)
 
 
 class _MadeVariables(Exception):

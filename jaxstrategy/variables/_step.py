@@ -38,6 +38,7 @@ class StepVariables:
 
     Attributes:
       used: those that it has read or written so far, in order.
+      written: those that it has written.
       created: those that it has made.
     """
 
@@ -45,7 +46,13 @@ class StepVariables:
         self._references = {id(variable): ref for variable, ref in references}
         self.may_create = may_create
         self.used: dict[int, Any] = {}
+        self.written: dict[int, Any] = {}
         self.created: list[Any] = []
+
+    @property
+    def any(self) -> bool:
+        """Whether there are some that the step may use."""
+        return bool(self._references)
 
     def reference(self, variable: Any) -> Any:
         """The reference to use for `variable`; None if this step has none."""
@@ -93,6 +100,7 @@ one_at_a_time = threading.RLock()
 # its caches by this value, so that another trace of a step does not get those.
 _number_of_trace = jax.make_user_context(None)
 _numbers = itertools.count()
+_nothing = contextlib.nullcontext()
 
 
 @contextlib.contextmanager
@@ -100,7 +108,7 @@ def traced_with(variables: StepVariables) -> Iterator[None]:
     """Let a step be traced with these."""
     token = _tracing.set(variables)
     try:
-        with _number_of_trace(next(_numbers)):
+        with _number_of_trace(next(_numbers)) if variables.any else _nothing:
             yield
     finally:
         _tracing.reset(token)

@@ -42,6 +42,10 @@ class Variable(Operators, Handle):
     a copy per replica, which the replica changes freely; reading it outside `run`
     combines the copies.
 
+    A step uses the variables that it found when it was traced, as long as these live:
+    one that takes another's place is found when the other is gone. A step keeps no
+    variable alive; its function may.
+
     In arithmetic and `jnp` functions a variable stands for its value. Two variables
     are equal if they are the same one.
 
@@ -232,6 +236,9 @@ class Variable(Operators, Handle):
                 f"Variable {self._name!r} was assigned inside the function whose "
                 "gradient with respect to it is taken. Assign it afterwards."
             )
+        step = _step.tracing()
+        if step is not None:
+            step.written[id(self)] = self
         with _step.one_at_a_time:
             return self._kind.write(self._reference(), _step.side(), value, how)
 

@@ -1,0 +1,119 @@
+"""How one strategy reduces: its operations and options, on its replicas."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jaxstrategy import _contexts, _mesh, _values
+from jaxstrategy._contexts import AbstractStrategy, Context
+from jaxstrategy._options import CommunicationOptions, ReduceOp, checked_options
+from jaxstrategy._slices import is_slices
+from jaxstrategy._values import PyTree
+from jaxstrategy.reductions._all_reduce import Axes, checked
+from jaxstrategy.reductions._cross_device_ops import (
+    CrossDeviceOps,
+    PlannedOps,
+    checked_ops,
+)
+from jaxstrategy.reductions._sparse import reduce_slices
+from jaxstrategy.reductions._sums import Groups
+from jaxstrategy.strategies._reducers import reducer
+
+
+class Reduction:
+    """What a strategy does with the replicas' versions of something.
+
+    Args:
+      strategy: whose replicas they are.
+      ops: the operations, by default ours.
+      options: the same, in more detail.
+    """
+
+    def __init__(
+        self,
+        strategy: AbstractStrategy,
+        ops: CrossDeviceOps | None = None,
+        options: CommunicationOptions | None = None,
+    ) -> None:
+        checked_options(options)
+        self._strategy = strategy
+        self._axes: Axes = () if strategy.is_default else (_mesh.REPLICA_AXIS,)
+        self.ops = checked_ops(ops)
+        self.options = options
+        # Made when it is needed: a strategy can be made before the devices are.
+        self._plan: Any = None
+        if isinstance(self.ops, PlannedOps) and not strategy.is_default:
+            self._plan = self._planned()
+        # One function for each way to reduce, so that each is compiled once.
+        self._of_tree: dict[Any, Callable[[PyTree], PyTree]] = {}
+
+    def of_tree(
+        self,
+        op: ReduceOp,
+        axis: tuple[int, ...] | None,
+        options: CommunicationOptions | None,
+    ) -> Callable[[PyTree], PyTree]:
+        """A function of one replica's tree, the same one each time."""
+        key = op, axis, options
+        if key not in self._of_tree:
+            of_leaves = functools.partial(self.of_leaves, options=options)
+            self._of_tree[key] = reducer(op, axis, of_leaves)
+        return self._of_tree[key]
+
+    def of_leaves(
+        self,
+        op: ReduceOp,
+        leaves: Sequence[Any],
+        options: CommunicationOptions | None = None,
+        groups: Groups | None = None,
+    ) -> list[Any]:
+        """This replica's arrays reduced over all, or over its group, inside a step."""
+        results = list(leaves)
+        dense = [i for i, leaf in enumerate(leaves) if not is_slices(leaf)]
+        for i, leaf in enumerate(leaves):
+            if is_slices(leaf):
+                results[i] = self._of_slices(op, leaf, groups)
+        reduced = self._of_dense(op, [leaves[i] for i in dense], options, groups)
+        for i, result in zip(dense, reduced, strict=True):
+            results[i] = result
+        return results
+
+    def _of_slices(self, op: ReduceOp, leaf: Any, groups: Groups | None) -> Any:
+        if groups is not None:
+            raise ValueError(
+                "`groups` was given for IndexedSlices, whose rows go to all replicas. "
+                "Reduce `slices.to_dense()` instead."
+            )
+        n = self._strategy.num_replicas_in_sync
+        return reduce_slices(op, leaf, self._axes, n)
+
+    def _of_dense(
+        self,
+        op: ReduceOp,
+        leaves: list[Any],
+        options: CommunicationOptions | None,
+        groups: Groups | None,
+    ) -> list[Any]:
+        if isinstance(self.ops, PlannedOps):
+            self._plan = self._plan or self._planned()
+            plan = self._plan.with_options(options).within(groups)
+            return plan.reduce(op, leaves, self._axes)
+        if groups is not None:
+            raise ValueError(
+                f"`groups` was given, but {type(self.ops).__name__} reduces over all "
+                "replicas. Use a strategy with one of jaxstrategy's own cross-device "
+                "operations."
+            )
+        (axis_name,) = self._axes
+        pairs = [
+            (_values.of_local(checked(op, leaf), axis_name), self._strategy)
+            for leaf in leaves
+        ]
+        with _contexts.entered(Context(self._strategy, in_step=True)):
+            return self.ops.batch_reduce(op, pairs, options or self.options)
+
+    def _planned(self) -> Any:
+        assert isinstance(self.ops, PlannedOps)
+        return self.ops.plan(self._strategy.devices).with_options(self.options)
