@@ -1210,3 +1210,75 @@ def test_run_inside_merge_call_is_given_the_variable_itself(two):
 
     assert float(two.run(step, (two.per_replica([1.0, 2.0]),))) == 4.0
     assert v.numpy() == 4.0
+
+
+# Rows.
+
+
+def rows_of(i):
+    """Rows (0, i) with values (i + 1) * [[1, 2], [3, 4]]."""
+    values = (i + 1.0) * jnp.array([[1.0, 2.0], [3.0, 4.0]])
+    return js.IndexedSlices(values, jnp.stack([0 * i, i]), (5, 2))
+
+
+def numpys_rows(n):
+    dense = np.zeros((5, 2), np.float32)
+    for i in range(n):
+        np.add.at(dense, [0, i], (i + 1.0) * np.array([[1.0, 2.0], [3.0, 4.0]]))
+    return dense
+
+
+@pytest.mark.parametrize("how, sign", [("assign_add", 1), ("assign_sub", -1)])
+def test_rows_are_added_where_they_belong(four, how, sign):
+    with four.scope():
+        v = js.Variable(np.ones((5, 2), np.float32), aggregation="sum")
+        mean = js.Variable(np.ones((5, 2), np.float32), aggregation="mean")
+        first = js.Variable(
+            np.ones((5, 2), np.float32), aggregation="only_first_replica"
+        )
+        own = js.Variable(
+            np.ones((5, 2), np.float32), synchronization="on_read", aggregation="sum"
+        )
+
+    @four.run
+    def step(i):
+        for variable in (v, mean, first, own):
+            getattr(variable, how)(rows_of(i))
+
+    step(four.per_replica([0, 1, 2, 3]))
+    np.testing.assert_allclose(v.numpy(), 1 + sign * numpys_rows(4))
+    np.testing.assert_allclose(mean.numpy(), 1 + sign * numpys_rows(4) / 4)
+    np.testing.assert_allclose(first.numpy(), 1 + sign * numpys_rows(1))
+    np.testing.assert_allclose(own.numpy(), 4 + sign * numpys_rows(4))
+
+
+def test_rows_may_be_assigned_and_added_outside_of_run(two):
+    with two.scope():
+        v = js.Variable(np.ones((5, 2), np.float32))
+    v.assign(rows_of(jnp.int32(1)))
+    v.assign_add(rows_of(jnp.int32(1)))
+    expected = np.zeros((5, 2), np.float32)
+    expected[[0, 1]] = 4 * np.array([[1.0, 2.0], [3.0, 4.0]])
+    np.testing.assert_allclose(v.numpy(), expected)
+
+
+def test_rows_that_differ_are_refused_outside_of_run(two):
+    with two.scope():
+        v = js.Variable(np.ones((5, 2), np.float32))
+    rows = two.run(rows_of, (two.per_replica([0, 1]),))
+    with pytest.raises(ValueError, match="given rows that differ between replicas"):
+        v.assign_add(rows)
+
+
+def test_an_embedding_moves_only_the_rows_that_were_touched(four):
+    with four.scope():
+        table = js.Variable(np.zeros((10_000, 8), np.float32), aggregation="sum")
+
+    def step(ids):
+        table.assign_add(js.IndexedSlices(jnp.ones((16, 8)), ids))
+
+    ids = four.per_replica(np.arange(64, dtype=np.int32).reshape(4, 16))
+    found = four.explain(step, (ids,))
+    assert found.communicated_bytes == 16 * 8 * 4 + 16 * 4
+    four.run(step, (ids,))
+    assert table.numpy().sum() == 64 * 8

@@ -8,8 +8,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxstrategy._options import ReduceOp, VariableAggregation
+from jaxstrategy._slices import IndexedSlices
 from jaxstrategy.reductions._all_reduce import Axes, all_reduce
 from jaxstrategy.reductions._gather import all_gather
+from jaxstrategy.reductions._sparse import reduce_slices
 
 _REDUCED = {
     VariableAggregation.SUM: ReduceOp.SUM,
@@ -52,6 +54,15 @@ def across(aggregation: VariableAggregation, value: Any, axes: Axes) -> jax.Arra
     if aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
         return all_gather(jnp.asarray(value)[None], 0, axes)[0]
     return all_reduce(_REDUCED[aggregation], value, axes)
+
+
+def rows_across(
+    aggregation: VariableAggregation, rows: IndexedSlices, axes: Axes, replicas: int
+) -> IndexedSlices:
+    """The same of some rows; `aggregation` is not NONE."""
+    if aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
+        return jax.tree.map(lambda part: across(aggregation, part, axes), rows)
+    return reduce_slices(_REDUCED[aggregation], rows, axes, replicas)
 
 
 def of_copies(aggregation: VariableAggregation, copies: jax.Array) -> jax.Array:

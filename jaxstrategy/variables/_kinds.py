@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxstrategy import _contexts, _mesh, _values
 from jaxstrategy._contexts import AbstractStrategy
 from jaxstrategy._options import VariableAggregation
+from jaxstrategy._slices import IndexedSlices, is_slices
 from jaxstrategy._values import PerReplica
 from jaxstrategy.variables import _aggregation, _step
 from jaxstrategy.variables._step import Side
@@ -192,7 +193,11 @@ class MirroredKind(Kind):
                 "(`strategy.reduce`), or make the variable with "
                 "`synchronization='on_read'`."
             )
-        if side is Side.REPLICA and self._in_step() and self.aggregation is not NONE:
+        if is_slices(value):
+            if how != "assign":
+                return self._add_rows(ref, side, value, how)
+            value = _whole(value, ref.shape)
+        if self._combines(side):
             value = _aggregation.across(self.aggregation, value, _axes())
         given = self._checked(value, ref.shape, ref.dtype)
         if not self._in_step():
@@ -200,6 +205,36 @@ class MirroredKind(Kind):
         new = _changed(ref[...], given, how) if how != "assign" else given
         ref[...] = new
         return new
+
+    def _combines(self, side: Side) -> bool:
+        """Whether the replicas' values are to become one first."""
+        in_replica = side is Side.REPLICA and self._in_step()
+        return in_replica and self.aggregation is not NONE
+
+    def _add_rows(self, ref: Any, side: Side, rows: Any, how: str) -> jax.Array:
+        """Change some rows; what goes between replicas is as large as these."""
+        if isinstance(rows.values, PerReplica):
+            raise ValueError(
+                f"Variable {self.name!r} is mirrored, and was given rows that differ "
+                "between replicas: its copies would differ. Reduce them first "
+                "(`strategy.reduce`)."
+            )
+        shape = (len(rows.indices), *ref.shape[1:])
+        values = self._checked(rows.values, shape, ref.dtype)
+        rows = IndexedSlices(values if how == "assign_add" else -values, rows.indices)
+        if self._combines(side):
+            n = _this_strategy().num_replicas_in_sync
+            rows = _aggregation.rows_across(self.aggregation, rows, _axes(), n)
+        new = rows.added_to(ref[...])
+        ref[...] = new
+        return new
+
+
+def _whole(value: Any, shape: tuple[int, ...]) -> Any:
+    """`value`, made dense if it is sparse."""
+    if not is_slices(value):
+        return value
+    return IndexedSlices(value.values, value.indices, shape).to_dense()
 
 
 @final
@@ -261,6 +296,7 @@ class OnReadKind(Kind):
         if self._in_step():
             return self._write_in_step(ref, side, value, how)
         old = ref[...]
+        value = _whole(value, old.shape[1:])
         if isinstance(value, PerReplica):
             stacked = _values.contents(value)
             given = self._checked(stacked, old.shape, old.dtype)
@@ -276,6 +312,7 @@ class OnReadKind(Kind):
 
     def _write_in_step(self, ref: Any, side: Side, value: Any, how: str) -> jax.Array:
         shape = ref.shape[1:]
+        value = _whole(value, shape)
         if isinstance(value, PerReplica):
             value = _values.to_local(value)
         elif side is Side.CROSS:

@@ -217,6 +217,9 @@ class Variable(Operators, Handle):
     def assign_add(self, delta: Any) -> jax.Array:
         """Add `delta`; otherwise as `assign`.
 
+        `IndexedSlices` are added to their rows; in `run`, of a mirrored variable with
+        an aggregation, only rows go between the replicas.
+
         Outside `run`, of an on-read variable that sums the first copy takes it all.
         """
         return self._write(delta, "assign_add")
