@@ -34,6 +34,7 @@ bench: $(VENV)/.installed-benchmarks
 	$(IN_VENV) benchmarks/dispatch.py
 	$(IN_VENV) benchmarks/analysis.py
 	$(IN_VENV) benchmarks/in_sync.py
+	$(IN_VENV) benchmarks/variables.py
 
 # One stamp for each extra, made again when the dependencies change.
 $(VENV)/.installed-%: pyproject.toml | $(IN_VENV)

@@ -59,12 +59,6 @@ class AbstractStrategy(abc.ABC):
         """Each replica's version."""
 
     @abc.abstractmethod
-    def on_each_copy(
-        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> PyTree:
-        """`fn(*args, **kwargs)` in cross-replica context, compiled for all replicas."""
-
-    @abc.abstractmethod
     def scope(self) -> contextlib.AbstractContextManager[AbstractStrategy]:
         """A `with` block in which this is the current strategy."""
 

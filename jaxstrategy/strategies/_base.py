@@ -50,7 +50,7 @@ from jaxstrategy.tracing._programs import Programs
 from jaxstrategy.tracing._step import Step
 from jaxstrategy.tracing.explanation._explain import explain
 from jaxstrategy.tracing.explanation._explanation import Explanation
-from jaxstrategy.variables import _registry, _step
+from jaxstrategy.variables import _registry
 from jaxstrategy.variables._variable import Variable
 
 _NOT_GIVEN: Any = object()
@@ -294,16 +294,6 @@ class Strategy(AbstractStrategy):
         """One replica's call of `fn`, while it is traced."""
         replica = ReplicaContext(self, self._axes)
         with _contexts.entered(Context(self, replica, in_step=True)):
-            return _results.with_values(fn(*args, **kwargs))
-
-    def on_each_copy(
-        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> PyTree:
-        """What `extended.update` does with a variable that has a copy per replica."""
-        return self._programs.of(self._on_this_copy)((fn, args, kwargs), {})
-
-    def _on_this_copy(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        with _contexts.entered(Context(self, in_step=True)), _step.updating():
             return _results.with_values(fn(*args, **kwargs))
 
     def _variables(self) -> list[Variable]:

@@ -23,12 +23,12 @@ from jaxstrategy import _source
 from jaxstrategy._errors import TracedValueError
 from jaxstrategy._values import PyTree
 from jaxstrategy.tracing import _inflight, _results, _roles
-from jaxstrategy.tracing._away import Away
+from jaxstrategy.tracing._carried import Carried
 from jaxstrategy.tracing._placement import Placement
 from jaxstrategy.tracing._roles import Role, Signature
 from jaxstrategy.tracing._trace import Trace, trace
 from jaxstrategy.tracing._traced import TracedStep
-from jaxstrategy.variables import _gradients, _step
+from jaxstrategy.variables import _cell, _gradients, _step
 from jaxstrategy.variables._variable import Variable
 
 # What JAX raises when Python asks for a value that only the devices will know.
@@ -94,21 +94,27 @@ class Program:
         )
         self._uses_variables = False
         self._used: list[weakref.ref[Variable]] = []
-        self._away = Away(mesh)
+        self._uses_references = False
+        # Whether JAX traces the code that called last, if variables are carried.
+        self._is_traced = False
         self._pending: Trace | None = None
-        self._compiled = self._compile()
+        # The jitted function and the variables that it is given. Threads read both at
+        # once.
+        self._form = self._compile(Carried(mesh))
 
-    def _compile(self) -> Any:
-        shardings: Any = self._placement.shardings
-        if self._uses_variables:
+    def _compile(self, carried: Carried) -> tuple[Any, Carried]:
+        shardings: Any = (*self._placement.shardings, *carried.shardings)
+        if self._uses_references:
             # JAX has no rule for references inside a jitted function with shardings
             # inside another jitted function. So arguments are checked at each call.
             shardings = None
-        return jax.jit(
-            _named(self._trace, self._fn_name()),
-            donate_argnums=tuple(sorted(self._donated)),
+        lent = (len(self._roles) + i for i in carried.lent)
+        compiled = jax.jit(
+            _named(functools.partial(self._trace, carried), self._fn_name()),
+            donate_argnums=(*sorted(self._donated), *lent),
             **({} if shardings is None else {"in_shardings": shardings}),
         )
+        return compiled, carried
 
     def __call__(self, leaves: Sequence[Any]) -> PyTree:
         """The step's results for these leaves, which are live arrays."""
@@ -126,7 +132,7 @@ class Program:
         try:
             return self._tracing(lambda: self._dispatch(placed))
         finally:
-            self._check_places = moved or self._uses_variables
+            self._check_places = moved or self._uses_references
 
     def lower(self, leaves: Sequence[Any]) -> Any:
         """JAX's lowered form of the program; `leaves` may be types of arrays."""
@@ -139,19 +145,20 @@ class Program:
             )
         ]
         return self._tracing(
-            lambda: self._compiled.lower(*types, *self._away.fetched())
+            lambda: self._form[0].lower(*types, *self._form[1].values())
         )
 
     def _tracing(self, call: Callable[[], Any]) -> Any:
         """What `call` returns, which may trace the step."""
         with self._one_tracer:
             self._tracer = threading.get_ident()
+            self._is_traced = _cell.is_traced()
             try:
                 return call()
             except _UsesVariables as found:
                 self._uses_variables = True
-                self._away.add(found.away)
-                self._compiled = self._compile()
+                self._uses_references |= found.by_reference
+                self._form = self._compile(self._form[1].plus(found.carried))
                 return call()
             finally:
                 self._tracer = None
@@ -167,17 +174,26 @@ class Program:
     def _send(self, leaves: Sequence[Any]) -> PyTree:
         if self._donated:
             self._placement.check_donated(leaves)
-        away = self._away
-        inputs = [*leaves, *away.fetched()] if self._uses_variables else leaves
+        compiled, carried = self._settled() if self._uses_variables else self._form
+        inputs = leaves if carried.is_empty else [*leaves, *carried.values()]
         try:
-            results, token, carried = self._compiled(*inputs)
+            results, token, kept = compiled(*inputs)
         except ValueError as error:
-            results, token, carried = self._call_again(leaves, error)
-        if carried:
-            away.store(carried)
+            results, token, kept = self._call_again(leaves, error)
+        if kept:
+            carried.store(kept)
         if self._bounded:
             _inflight.dispatched(token)
         return _results.unwrap_plain(results) if self._has_plain else results
+
+    def _settled(self) -> tuple[Any, Carried]:
+        """The form for a call here and now: without variables that are references."""
+        compiled, carried = self._form
+        traced = carried.has_lent and _cell.is_traced()
+        if traced or carried.has_references:
+            self._uses_references = True
+            self._form = self._compile(carried.without_references(traced))
+        return self._form
 
     def _call_again(self, leaves: Sequence[Any], error: ValueError) -> Any:
         """After an error that may be JAX's about an array split in another way.
@@ -190,11 +206,12 @@ class Program:
         placed = self._placement.placed(leaves)
         if not _differ(placed, leaves):
             raise error
-        return self._compiled(*placed, *self._away.fetched())
+        compiled, carried = self._form
+        return compiled(*placed, *carried.values())
 
     # Tracing: called by `jax.jit` once per combination of shapes and dtypes.
 
-    def _trace(self, *inputs: Any) -> PyTree:
+    def _trace(self, form: Carried, *inputs: Any) -> PyTree:
         # To JAX an array that lies elsewhere has another type, and would be compiled
         # for a second time. It is placed first.
         if self._tracer != threading.get_ident():
@@ -216,14 +233,16 @@ class Program:
             )
             self._check(self._step_of(done))
         self._watch(done.used)
-        missing = self._away.missing(done.used)
-        if missing or (done.used and not self._uses_variables):
+        missing = form.missing(done.used, self._is_traced)
+        carried_now = sum(variable in form for variable in done.used)
+        by_reference = carried_now + len(missing) < len(done.used)
+        if missing or by_reference > self._uses_references:
             self._pending = done
-            raise _UsesVariables(missing)
+            raise _UsesVariables(missing, by_reference)
         # A step without results needs one all the same: XLA runs the callbacks of a
         # program that returns nothing on the first device only.
         with_token = self._bounded or not done.results.has_arrays
-        references = self._away.references(carried)
+        references = form.references(carried)
         arrays, token = done.evaluate(leaves, references, with_token)
         carried = [jax.freeze(ref) for ref in references.values()]
         self._has_plain = self._has_plain or done.results.has_plain
@@ -247,8 +266,8 @@ class Program:
 
     def forget(self) -> None:
         """Be as before the first call."""
-        self._used, self._away = [], Away(self._mesh)
-        self._compiled = self._compile()
+        self._used, self._uses_references = [], False
+        self._form = self._compile(Carried(self._mesh))
 
     def _run_replica(
         self, locals_: Sequence[Any]
@@ -314,10 +333,11 @@ def _forget(program: Any, _: Any) -> None:
 
 
 class _UsesVariables(Exception):
-    """A step uses variables, and these live elsewhere; its program is to be remade."""
+    """A step uses variables that its program is not given; it is to be remade."""
 
-    def __init__(self, away: list[Variable]) -> None:
-        self.away = away
+    def __init__(self, carried: list[Variable], by_reference: bool) -> None:
+        self.carried = carried
+        self.by_reference = by_reference
 
 
 class _NotPlaced(Exception):

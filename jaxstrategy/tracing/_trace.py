@@ -26,6 +26,7 @@ from jaxstrategy.tracing.replication._analysis import all_eqns
 from jaxstrategy.tracing.replication._rules import analyse
 from jaxstrategy.tracing.replication._state import Findings, State
 from jaxstrategy.variables import _step
+from jaxstrategy.variables._cell import Cell
 from jaxstrategy.variables._step import StepVariables
 from jaxstrategy.variables._variable import Variable
 
@@ -35,8 +36,8 @@ class Trace:
     """A step as it was traced.
 
     Attributes:
-      closed: a jaxpr with one equation, the `shard_map`; its inputs are the arguments
-        and the references of all variables that there were.
+      closed: a jaxpr of the arguments and the values of all variables that there were.
+        It makes references of the latter, and has then one equation, the `shard_map`.
       results: what the step returned, but for the arrays.
       variables: all that there were; those that belong elsewhere, too.
       used: those that the step reads or writes.
@@ -56,8 +57,17 @@ class Trace:
     @property
     def equation(self) -> Any:
         """The `shard_map`."""
-        (eqn,) = self.closed.jaxpr.eqns
-        return eqn
+        return self.closed.jaxpr.eqns[-1]
+
+    @property
+    def _given(self) -> list[Any]:
+        """What stands for the arguments."""
+        return self.closed.jaxpr.invars[: -len(self.variables) or None]
+
+    @property
+    def _references(self) -> list[Any]:
+        """What stands for the variables, made by the equations before it."""
+        return [eqn.outvars[0] for eqn in self.closed.jaxpr.eqns[:-1]]
 
     @property
     def jaxpr(self) -> Any:
@@ -70,7 +80,7 @@ class Trace:
 
         None for a constant that the step captured.
         """
-        place = {var: index for index, var in enumerate(self.closed.jaxpr.invars)}
+        place = {var: i for i, var in enumerate([*self._given, *self._references])}
         return [
             None if isinstance(atom, core.Literal) else place.get(atom)
             for atom in self.equation.invars
@@ -83,7 +93,7 @@ class Trace:
         None of those that the step only reads.
         """
         first = len(self.closed.jaxpr.invars) - len(self.variables)
-        places = self.inputs
+        places, used = self.inputs, set(self.used)
         return [
             (
                 variable,
@@ -92,7 +102,7 @@ class Trace:
                 else None,
             )
             for index, variable in enumerate(self.variables)
-            if variable in self.used
+            if variable in used
         ]
 
     @property
@@ -101,27 +111,31 @@ class Trace:
         return [state is not None and state.varies for state in self.findings.outputs]
 
     def evaluate(
-        self, leaves: Sequence[Any], away: dict[Variable, Any], with_token: bool
+        self,
+        leaves: Sequence[Any],
+        references: dict[Cell, Any],
+        with_token: bool,
     ) -> tuple[list[Any], jax.Array | None]:
         """The step's results, as the analysis proved them, and a token.
 
         Args:
           leaves: the arguments.
-          away: a reference for each used variable that lives somewhere else.
+          references: for each variable that is carried the one to work on.
           with_token: whether a token is needed.
         """
-        references = [away.get(variable, variable.ref) for variable in self.variables]
-        known = dict(zip(self.closed.jaxpr.invars, [*leaves, *references], strict=True))
+        known = dict(zip(self._given, leaves, strict=True))
         known.update(zip(self.closed.jaxpr.constvars, self.closed.consts, strict=True))
-        # A variable that is not used stays out of the program.
-        unused = {
-            id(variable.ref) for variable in self.variables if variable not in self.used
-        }
+        used = set(self.used)
+        for variable, var in zip(self.variables, self._references, strict=True):
+            # A variable that is not used stays out of the program.
+            if variable in used:
+                carried = references.get(variable.cell)
+                known[var] = variable.cell.ref if carried is None else carried
         operands = [
-            atom.val if isinstance(atom, core.Literal) else known[atom]
+            atom.val if isinstance(atom, core.Literal) else known.get(atom)
             for atom in self.equation.invars
         ]
-        kept = [i for i, each in enumerate(operands) if id(each) not in unused]
+        kept = [i for i, each in enumerate(operands) if each is not None]
         in_specs = self.equation.params["in_specs"]
         step, varies = core.jaxpr_as_fun(_closed(self.jaxpr)), self.varies
 
@@ -187,12 +201,20 @@ def trace(
     everywhere = (*specs, *(_spec(variable, mesh) for variable in there))
     # SAME for every output is not a claim: this shard_map is only looked into.
     looked_into = on_replicas(replica, mesh, everywhere, _mesh.SAME)
+
+    def all_replicas(*given: Any) -> Any:
+        own, held = given[: len(leaves)], given[len(leaves) :]
+        return looked_into(*own, *map(jax.new_ref, held))
+
+    values = [
+        jax.ShapeDtypeStruct(v.cell.shape, v.dtype, sharding=v.sharding) for v in there
+    ]
     try:
-        closed = jax.make_jaxpr(looked_into)(*leaves, *(v.ref for v in there))
+        closed = jax.make_jaxpr(all_replicas)(*leaves, *values)
     except _MadeVariables:
         return trace(run, leaves, specs, mesh, variables, may_create=False)
     (step,), (results,) = seen, found
-    (eqn,) = closed.jaxpr.eqns
+    eqn = closed.jaxpr.eqns[-1]
     if step.used:
         _check_conditions(eqn.params["jaxpr"])
     varies = [spec != _mesh.SAME for spec in eqn.params["in_specs"]]

@@ -18,6 +18,7 @@ from jaxstrategy._errors import ContextError
 from jaxstrategy._options import VariableAggregation, VariableSynchronization
 from jaxstrategy._values import Handle, PerReplica
 from jaxstrategy.variables import _aggregation, _gradients, _registry, _step
+from jaxstrategy.variables._cell import Cell
 from jaxstrategy.variables._kinds import Kind, MirroredKind, OnReadKind
 from jaxstrategy.variables._operators import Operators
 
@@ -118,7 +119,8 @@ class Variable(Operators, Handle):
             start = _start(initial_value, dtype, name)
             _aggregation.check(self._aggregation, start.dtype, name)
             self._shape, self._dtype = start.shape, start.dtype
-            self._ref = jax.new_ref(self._kind.placed(start))
+            # Copied, so that no array of the user's shares its memory.
+            self._cell = Cell(self._kind.placed(jnp.copy(start)), is_alone=True)
         if step is not None:
             step.create(self, self._kind.of_one_replica(start))
         _registry.add(self, self._strategy)
@@ -248,7 +250,7 @@ class Variable(Operators, Handle):
     def _reference(self) -> Any:
         step = _step.tracing()
         if step is None:
-            return self._ref
+            return self._cell
         current = _contexts.current()
         assert current is not None, "a step has a context"
         if self._strategy is not None and self._strategy is not current.strategy:
@@ -264,9 +266,9 @@ class Variable(Operators, Handle):
     # Where it is, for the programs of steps.
 
     @property
-    def ref(self) -> Any:
-        """The `jax.Ref` that holds all copies, outside of steps."""
-        return self._ref
+    def cell(self) -> Cell:
+        """What holds all copies, outside of steps."""
+        return self._cell
 
     @property
     def mesh(self) -> Mesh:
@@ -295,7 +297,7 @@ class Variable(Operators, Handle):
         if _step.tracing() is not None:
             return f"<{head}{kind}, being traced>"
         with _step.one_at_a_time:
-            value = self._ref[...]
+            value = self._cell[...]
         if isinstance(value, Tracer):
             return f"<{head}{kind}, being traced>"
         copies = self._kind.host_copies(value)
@@ -323,7 +325,7 @@ class Variable(Operators, Handle):
         memo[id(self)] = twin
         with _step.one_at_a_time, jax.ensure_compile_time_eval():
             vars(twin).update(vars(self))
-            twin.number, twin._ref = next(_numbers), jax.new_ref(self._ref[...])
+            twin.number, twin._cell = next(_numbers), Cell(self._cell[...])
         _registry.add(twin, self._strategy)
         return twin
 

@@ -1,0 +1,98 @@
+"""Where a variable's numbers are between steps: `Cell`.
+
+An array at first. JAX calls a compiled function of arrays in a third of the time that
+it takes for one of references (measured: 1.9 instead of 4.4 ms for 1,000 of them). So a
+step is given the array, with its memory donated, and the cell keeps what it returns.
+
+A function that the user has JAX trace (`jax.jit`, `jax.lax.scan`) runs again without
+our help, and must find the numbers of that moment. Therefore the first such function
+that uses the cell makes a `jax.Ref` of it, for good.
+"""
+
+from __future__ import annotations
+
+from types import EllipsisType
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+from jax.core import eval_context
+from jax.extend.core import get_opaque_trace_state
+
+_NOT_TRACED = get_opaque_trace_state()
+
+
+def is_traced() -> bool:
+    """Whether JAX is tracing the code that asks."""
+    return get_opaque_trace_state() != _NOT_TRACED
+
+
+class IsReference(Exception):
+    """A cell has no array to lend any more."""
+
+
+@final
+class Cell:
+    """Read and written like a reference, with `[...]`.
+
+    Args:
+      array: what it holds.
+      is_alone: whether nobody else can have the array, or its memory.
+
+    Attributes:
+      array: what it holds, None once it is a reference.
+      is_alone: whether a program may overwrite the array.
+    """
+
+    def __init__(self, array: jax.Array, is_alone: bool = False) -> None:
+        self.array: Any = array
+        self._ref: Any = None
+        self.is_alone = is_alone
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of what it holds."""
+        return (self.array if self._ref is None else self._ref).shape
+
+    @property
+    def dtype(self) -> Any:
+        """Of what it holds."""
+        return (self.array if self._ref is None else self._ref).dtype
+
+    @property
+    def is_reference(self) -> bool:
+        """Whether it has become one."""
+        return self._ref is not None
+
+    @property
+    def ref(self) -> Any:
+        """The reference that it becomes."""
+        if self._ref is None:
+            with eval_context():  # in `jax.grad`, too
+                self._ref = jax.new_ref(self.array)
+            self.array, self.is_alone = None, False
+        return self._ref
+
+    def __getitem__(self, index: EllipsisType) -> jax.Array:
+        if self._ref is not None or is_traced():
+            return self.ref[...]
+        self.is_alone = False
+        return self.array
+
+    def __setitem__(self, index: EllipsisType, value: jax.Array) -> None:
+        if self._ref is not None or is_traced():
+            self.ref[...] = value
+        else:
+            self.array, self.is_alone = value, False
+
+    def lend(self) -> jax.Array:
+        """The array, for a program that may overwrite it; it must be replaced then.
+
+        Raises:
+          IsReference: it has become a reference.
+        """
+        if self._ref is not None:
+            raise IsReference
+        if not self.is_alone:
+            self.array, self.is_alone = jnp.copy(self.array), True
+        return self.array

@@ -1,0 +1,598 @@
+"""`strategy.extended` and variables: `update`, colocation, where reductions go."""
+
+import copy
+import gc
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxstrategy as js
+
+KINDS = {
+    "one": lambda: js.OneDeviceStrategy("CPU:1"),
+    "mirrored-1": lambda: js.MirroredStrategy(["CPU:0"]),
+    "mirrored-2": lambda: js.MirroredStrategy(["CPU:0", "CPU:1"]),
+    "mirrored-8": lambda: js.MirroredStrategy(jax.devices()),
+    "central": lambda: js.experimental.CentralStorageStrategy(["CPU:1", "CPU:2"]),
+    "central-elsewhere": lambda: js.experimental.CentralStorageStrategy(
+        ["CPU:2", "CPU:1"], "CPU:5"
+    ),
+}
+
+
+@pytest.fixture(params=KINDS)
+def strategy(request):
+    return KINDS[request.param]()
+
+
+def ids(strategy, start=0.0):
+    """The replica's id plus `start`."""
+    n = strategy.num_replicas_in_sync
+    return strategy.per_replica([np.float32(i + start) for i in range(n)])
+
+
+def variable(strategy, start=1.0, **options):
+    with strategy.scope():
+        return js.Variable(start, **options)
+
+
+def on_read(strategy, start=0.0, aggregation="sum"):
+    return variable(strategy, start, synchronization="on_read", aggregation=aggregation)
+
+
+def copies(strategy, var):
+    return [np.asarray(x).tolist() for x in strategy.experimental_local_results(var)]
+
+
+def in_merge_call(strategy, fn, *args):
+    """What `fn(strategy, *args)` returns in `merge_call`, while a step is traced."""
+    return strategy.run(lambda *a: js.get_replica_context().merge_call(fn, a), args)
+
+
+# update: values.
+
+
+@pytest.mark.parametrize("how", ["outside", "in scope", "in merge_call"])
+def test_update_passes_arguments(strategy, how):
+    v = variable(strategy)
+
+    def update(strategy):
+        return strategy.extended.update(
+            v, lambda v, a, b: v.assign_add(a + b), args=(2,), kwargs={"b": 3}
+        )
+
+    if how == "in merge_call":
+        result = in_merge_call(strategy, update)
+    elif how == "in scope":
+        with strategy.scope():
+            result = update(strategy)
+    else:
+        result = update(strategy)
+    assert result == 6 and isinstance(result, js.Mirrored)
+    assert copies(strategy, v) == [6.0] * len(v.devices)
+    if how != "in merge_call":  # a step's results are on all replicas
+        assert result.devices() == set(strategy.extended.parameter_devices)
+
+
+def test_update_gives_one_result_for_each_copy_if_asked(strategy):
+    v, o = variable(strategy), on_read(strategy, 1.0)
+    update = strategy.extended.update
+    for var in (v, o):
+        results = update(var, lambda v: v.assign(v * 2), group=False)
+        assert isinstance(results, list)
+        assert [float(x) for x in results] == [2.0] * len(var.devices)
+        where = [device for x in results for device in x.devices()]
+        assert where == list(var.devices)
+        assert update(var, lambda v: None, group=False) == [None] * len(var.devices)
+        assert update(var, lambda v: 3, group=False) == [3] * len(var.devices)
+    pairs = update(v, lambda v: {"v": v, "n": 1}, group=False)
+    assert [(float(p["v"]), p["n"]) for p in pairs] == [(2.0, 1)] * len(v.devices)
+
+
+def test_update_in_a_step_gives_one_result_for_each_copy(strategy):
+    v, n = variable(strategy), len(strategy.extended.parameter_devices)
+
+    def merge(strategy):
+        results = strategy.extended.update(v, lambda v: v.assign(4.0), group=False)
+        nothing = strategy.extended.update(v, lambda v: None, group=False)
+        return len(results), nothing == [None] * n, results[-1]
+
+    assert in_merge_call(strategy, merge) == (n, True, 4.0)
+
+
+@pytest.mark.parametrize("aggregation", ["none", "sum", "mean", "only_first_replica"])
+@pytest.mark.parametrize("synchronization", ["on_write", "on_read"])
+def test_aggregation_plays_no_part_in_update(strategy, aggregation, synchronization):
+    options = {"synchronization": synchronization, "aggregation": aggregation}
+    v = variable(strategy, 10.0, **options)
+    strategy.extended.update(v, lambda v: v.assign_add(6.0))
+    assert copies(strategy, v) == [16.0] * len(v.devices)
+    strategy.extended.update(v, lambda v: v.assign_sub(1.0))
+    strategy.extended.update(v, lambda v, x: v.assign(v.value * x), args=(2.0,))
+    assert copies(strategy, v) == [30.0] * len(v.devices)
+
+    def merge(strategy):
+        strategy.extended.update(v, lambda v: v.assign_add(6.0))
+
+    in_merge_call(strategy, merge)
+    assert copies(strategy, v) == [36.0] * len(v.devices)
+
+
+def test_on_read_copies_are_updated_one_by_one(strategy):
+    o, n = on_read(strategy), strategy.num_replicas_in_sync
+    strategy.run(lambda x: o.assign(x), (ids(strategy),))
+    result = strategy.extended.update(o, lambda v: v.assign(v * 2 + 1))
+    wanted = [2.0 * i + 1 for i in range(n)]
+    assert copies(strategy, o) == wanted
+    assert [float(x) for x in strategy.experimental_local_results(result)] == wanted
+    assert o.value == sum(wanted)
+    strategy.extended.update(o, lambda v: v.assign(5.0))
+    assert copies(strategy, o) == [5.0] * n and o.value == 5.0 * n
+
+
+def test_on_read_copies_are_updated_one_by_one_in_merge_call(strategy):
+    o, n = on_read(strategy), strategy.num_replicas_in_sync
+
+    def step(x):
+        o.assign(x)
+        merge = js.get_replica_context().merge_call
+        merge(lambda s: s.extended.update(o, lambda v: v.assign(v * 2 + 1)))
+        return o.value
+
+    result = strategy.run(step, (ids(strategy),))
+    wanted = [2.0 * i + 1 for i in range(n)]
+    assert copies(strategy, o) == wanted
+    assert [float(x) for x in strategy.experimental_local_results(result)] == wanted
+
+
+def test_whatever_the_function_returns_comes_back(strategy):
+    shared = object()
+    for var in (variable(strategy), on_read(strategy, 1.0)):
+        update, var_copies = strategy.extended.update, len(var.devices)
+        assert update(var, lambda v: None) is None
+        assert update(var, lambda v: ("text", 3, True)) == ("text", 3, True)
+        whole = update(var, lambda v: v)
+        result = update(var, lambda v: {"new": v.assign_add(1.0), "old": (v, None)})
+        for value, wanted in (
+            (whole, 1.0), (result["new"], 2.0), (result["old"][0], 2.0),
+        ):  # fmt: skip
+            versions = strategy.experimental_local_results(value)
+            assert [float(x) for x in versions] == [wanted] * var_copies
+        assert result["old"][1] is None
+        var.assign(1.0 * (var_copies if var.synchronization == "on_read" else 1))
+    assert strategy.extended.update(variable(strategy), lambda v: shared) is shared
+
+
+def test_a_function_may_change_nothing(strategy):
+    v = variable(strategy)
+    assert strategy.extended.update(v, lambda v: v + 1) == 2.0
+    assert v.value == 1.0
+
+
+# update: contexts.
+
+
+def seen():
+    return (
+        js.in_cross_replica_context(),
+        js.get_replica_context(),
+        js.get_strategy(),
+        js.has_strategy(),
+    )
+
+
+@pytest.mark.parametrize("make", [variable, on_read], ids=["mirrored", "on-read"])
+def test_the_update_context_is_cross_replica(strategy, make):
+    v, found = make(strategy), []
+
+    def look(v):
+        found.append(seen())
+
+    strategy.extended.update(v, look)
+    with strategy.scope():
+        strategy.extended.update(v, lambda v: look(v))
+    in_merge_call(strategy, lambda s: s.extended.update(v, look))
+    assert found == [(True, None, strategy, True)] * 3
+
+
+def test_an_error_in_the_function_leaves_the_contexts_as_they_were(strategy):
+    def fail(v):
+        v.assign(2.0)
+        raise KeyError("mine")
+
+    for v in (variable(strategy), on_read(strategy)):
+        with pytest.raises(KeyError, match="mine"):
+            strategy.extended.update(v, fail)
+        assert not js.in_cross_replica_context() and not js.has_strategy()
+        # The next read is not one of a copy.
+        v.assign(8.0)
+        assert v.value == 8.0
+
+
+def test_updates_may_be_nested(strategy):
+    v, w = variable(strategy, name="v"), variable(strategy, 2.0, name="w")
+
+    def outer(v):
+        inner = strategy.extended.update(w, lambda w: w.assign_add(v))
+        return v.assign_add(inner)
+
+    assert strategy.extended.update(v, outer) == 4.0
+    assert (v.value, w.value) == (4.0, 3.0)
+
+
+def test_update_inside_run_is_refused(strategy):
+    v = variable(strategy)
+    with pytest.raises(js.ContextError, match="`strategy.extended.update` was called"):
+        strategy.run(lambda: strategy.extended.update(v, lambda v: v.assign(2.0)))
+    assert v.value == 1.0
+
+
+def test_update_in_another_strategys_scope_is_refused(two, four):
+    v = variable(two)
+    with four.scope(), pytest.raises(js.ContextError, match="Mixing different"):
+        two.extended.update(v, lambda v: v.assign(2.0))
+
+
+# update: arguments.
+
+
+def test_per_replica_arguments_are_refused(strategy):
+    x = ids(strategy)
+    for v in (variable(strategy), on_read(strategy)):
+        for arguments in ({"args": (x,)}, {"args": ([1, {"x": x}],)}):
+            with pytest.raises(ValueError, match="was given a PerReplica.*reduce_to"):
+                strategy.extended.update(v, lambda v, x: v.assign(2.0), **arguments)
+        with pytest.raises(ValueError, match="was given a PerReplica"):
+            strategy.extended.update(v, lambda v, x: None, kwargs={"x": x})
+
+        def merge(strategy, x, v=v):
+            strategy.extended.update(v, lambda v, x: v.assign(x), args=(x,))
+
+        with pytest.raises(ValueError, match="each copy of the variable would"):
+            in_merge_call(strategy, merge, x)
+
+
+def test_reduced_arguments_are_taken_to_the_copies(strategy):
+    x, n = ids(strategy, 1.0), strategy.num_replicas_in_sync
+    total = n * (n + 1) / 2
+    for reduced in (
+        strategy.reduce("sum", x),
+        strategy.extended.reduce_to("sum", x, "CPU:7"),
+        strategy.extended.reduce_to("sum", x, x),
+        np.float32(total),
+        total,
+    ):
+        for v in (variable(strategy), on_read(strategy, 1.0)):
+            strategy.extended.update(v, lambda v, x: v.assign_add(x), args=(reduced,))
+            assert copies(strategy, v) == [1.0 + total] * len(v.devices)
+            strategy.extended.update(
+                v, lambda v, tree: v.assign(tree["x"]), kwargs={"tree": {"x": reduced}}
+            )
+            assert copies(strategy, v) == [total] * len(v.devices)
+
+
+def test_variables_among_the_arguments(strategy):
+    v, w, o = variable(strategy), variable(strategy, 3.0), on_read(strategy, 5.0)
+    update = strategy.extended.update
+    assert update(v, lambda v, w: v.assign_add(w), args=(w,)) == 4.0
+    assert update(v, lambda v, same: v.assign_add(same), args=(v,)) == 8.0
+    update(o, lambda o, w: o.assign_add(w), args=(w,))
+    assert copies(strategy, o) == [8.0] * strategy.num_replicas_in_sync
+
+    def merge(strategy):
+        return strategy.extended.update(v, lambda v, w: v.assign(w), args=(w,))
+
+    assert in_merge_call(strategy, merge) == 3.0
+    assert w.value == 3.0
+
+
+@pytest.mark.parametrize("args, kwargs, words", [
+    (2.0, None, "`args` was a float; a tuple"),
+    ((), [1], "`kwargs` was a list; a dict"),
+])  # fmt: skip
+def test_arguments_in_another_form_are_refused(two, args, kwargs, words):
+    with pytest.raises(TypeError, match=words):
+        two.extended.update(variable(two), lambda v: None, args, kwargs)
+
+
+def test_a_list_of_arguments_is_fine(two):
+    update = two.extended.update
+    assert update(variable(two), lambda v, x: v.assign_add(x), [2.0]) == 3.0
+
+
+# update: what is updated.
+
+
+@pytest.mark.parametrize("value", [3.0, "v", None, [1.0], np.ones(2)])
+def test_what_is_no_variable_is_refused(strategy, value):
+    with pytest.raises(TypeError, match="`extended.update` was given .* a jaxstrategy"):
+        strategy.extended.update(value, lambda v: v)
+
+
+def test_another_strategys_variable_is_refused(strategy, four):
+    v = variable(four, name="theirs")
+    with pytest.raises(ValueError, match="variable 'theirs' of MirroredStrategy"):
+        strategy.extended.update(v, lambda v: v.assign(2.0))
+    assert v.value == 1.0
+
+
+def test_ordinary_variables_are_updated_by_every_strategy(strategy):
+    v = js.Variable(1.0)
+    result = strategy.extended.update(v, lambda v, x: v.assign_add(x), args=(2.0,))
+    assert (result, v.value) == (3.0, 3.0)
+    assert strategy.extended.update(v, lambda v: v.assign(1.0), group=False) == [1.0]
+
+    def merge(strategy):
+        return strategy.extended.update(v, lambda v: v.assign_add(4.0))
+
+    assert in_merge_call(strategy, merge) == 5.0
+    assert v.value == 5.0
+
+
+def test_under_the_default_strategy_everything_goes_through_as_it_is():
+    strategy, v, argument = js.get_strategy(), js.Variable(1.0), jnp.ones(3)
+    given = []
+
+    def fn(*args, **kwargs):
+        given.extend([*args, *kwargs.values()])
+        return v.assign(2.0)
+
+    update = strategy.extended.update
+    assert update(v, fn, args=(argument, None), kwargs={"k": "text"}) == 2.0
+    assert given[0] is v and given[1] is argument and given[2:] == [None, "text"]
+    assert update(v, fn, group=False) == [2.0]
+    merged = js.get_replica_context().merge_call(
+        lambda s, x: s.extended.update(v, lambda v: v.assign_sub(x)), (1.0,)
+    )
+    assert (merged, v.value) == (1.0, 1.0)
+
+
+# update: programs.
+
+
+def test_several_updates_compile_once(strategy, compilations):
+    v, o = variable(strategy, np.ones(3)), on_read(strategy, np.ones(3))
+
+    def change(v, x):
+        return v.assign(2.0 * v - x)
+
+    def both(x):
+        strategy.extended.update(v, change, args=(x,))
+        strategy.extended.update(o, change, args=(x,))
+
+    for i in range(3):  # the second call has other layouts and numbers that are cached
+        both(float(i))
+    compilations()
+    for i in range(3, 8):
+        both(float(i))
+    assert compilations() == 0
+    expected = np.ones(3)
+    for i in range(8):
+        expected = 2.0 * expected - i
+    np.testing.assert_allclose(v.numpy(), expected, rtol=1e-6)
+    assert copies(strategy, o) == [expected.tolist()] * strategy.num_replicas_in_sync
+
+
+def test_the_program_of_an_update_goes_with_its_function(two):
+    o = on_read(two)
+
+    def change(v):
+        return v.assign_add(1.0)
+
+    two.extended.update(o, change)
+    alive = weakref.ref(change)
+    del change
+    gc.collect()
+    assert alive() is None
+
+
+def test_messages_name_the_function(two):
+    def look_at_it(v):
+        return float(v.value)
+
+    with pytest.raises(js.TracedValueError, match="`look_at_it` asked Python"):
+        two.extended.update(on_read(two), look_at_it)
+
+
+@pytest.mark.parametrize("kind", ["one", "mirrored-2", "mirrored-8"])
+def test_update_under_the_users_jit(kind):
+    strategy = KINDS[kind]()
+    v, o = variable(strategy), on_read(strategy, 1.0)
+
+    @jax.jit
+    def several(x):
+        strategy.extended.update(o, lambda o, x: o.assign_add(x), args=(x,))
+        for _ in range(3):
+            strategy.extended.update(v, lambda v, x: v.assign_add(x), args=(x,))
+        return v.value
+
+    assert (several(2.0), several(1.0)) == (7.0, 10.0)
+    assert v.value == 10.0
+    assert copies(strategy, o) == [4.0] * strategy.num_replicas_in_sync
+
+
+# Where variables are.
+
+
+def test_colocated_variables_are_on_that_variables_devices(strategy):
+    with strategy.scope():
+        first = js.Variable(1.0, name="first")
+        with strategy.extended.colocate_vars_with(first):
+            second, third = js.Variable(jnp.ones(3)), js.Variable(0, name="third")
+    assert second.devices == third.devices == first.devices
+    assert first.devices == strategy.extended.parameter_devices
+    assert strategy.extended.variable_created_in_scope(second)
+
+
+def test_colocation_enters_the_scope(strategy):
+    first = variable(strategy)
+    with strategy.extended.colocate_vars_with(first):
+        assert js.get_strategy() is strategy
+        second = js.Variable(2.0)
+    assert strategy.extended.variable_created_in_scope(second)
+    assert second.devices == first.devices
+
+
+def test_colocation_with_a_variable_that_has_a_copy_per_replica(strategy):
+    with strategy.extended.colocate_vars_with(on_read(strategy)):
+        v = js.Variable(1.0, aggregation="sum")
+    assert v.devices == strategy.devices
+    strategy.run(lambda x: v.assign(x), (ids(strategy),))
+    assert v.value == sum(range(strategy.num_replicas_in_sync))
+
+
+def test_colocated_on_read_variables_stay_with_the_replicas(strategy):
+    with strategy.extended.colocate_vars_with(variable(strategy)):
+        o = on_read(strategy)
+    assert o.devices == strategy.devices
+
+
+def test_colocation_ends_with_its_block(strategy):
+    everywhere = on_read(strategy)
+    with strategy.scope():
+        with pytest.raises(KeyError), strategy.extended.colocate_vars_with(everywhere):
+            raise KeyError
+        assert js.Variable(1.0).devices == strategy.extended.parameter_devices
+
+
+def test_colocation_in_a_step_that_makes_its_variables(strategy):
+    first, made = variable(strategy), []
+
+    def step():
+        if not made:
+            with strategy.extended.colocate_vars_with(first):
+                made.append(js.Variable(4.0))
+        return made[0].assign_add(first)
+
+    assert strategy.run(step) == 5.0
+    assert made[0].devices == first.devices
+
+
+def test_colocation_with_what_is_not_this_strategys(strategy, four):
+    colocate = strategy.extended.colocate_vars_with
+    with pytest.raises(ValueError, match="not one made in the scope of"):
+        colocate(variable(four))
+    with pytest.raises(ValueError, match="of no strategy, not one made in the scope"):
+        colocate(js.Variable(1.0))
+    with pytest.raises(TypeError, match="`extended.colocate_vars_with` was given 3.0"):
+        colocate(3.0)
+    first = variable(strategy)
+    with four.scope(), pytest.raises(js.ContextError, match="Mixing different"):
+        with colocate(first):
+            pass
+
+
+def test_value_container(strategy):
+    for value in (variable(strategy), on_read(strategy), js.Variable(1.0), 3.0):
+        assert strategy.extended.value_container(value) is value
+    v = variable(strategy)
+    strategy.run(lambda: strategy.extended.value_container(v).assign(2.0))
+    assert v.value == 2.0
+
+
+def test_variable_created_in_scope(strategy, four):
+    mine, ordinary, theirs = variable(strategy), js.Variable(1.0), variable(four)
+    created = strategy.extended.variable_created_in_scope
+    assert created(mine) and created(on_read(strategy))
+    assert not created(ordinary) and not created(theirs)
+    assert not created(variable(copy.deepcopy(strategy)))
+    default = js.get_strategy().extended.variable_created_in_scope
+    assert default(ordinary) and not default(mine)
+    with pytest.raises(TypeError, match="`extended.variable_created_in_scope` was"):
+        created(1.0)
+
+
+@pytest.mark.parametrize("kind, workers, parameters", [
+    ("one", [1], [1]),
+    ("mirrored-1", [0], [0]),
+    ("mirrored-2", [0, 1], [0, 1]),
+    ("mirrored-8", [*range(8)], [*range(8)]),
+    ("central", [1, 2], [1]),
+    ("central-elsewhere", [2, 1], [5]),
+])  # fmt: skip
+def test_devices(kind, workers, parameters):
+    strategy = KINDS[kind]()
+    extended = strategy.extended
+    assert [device.id for device in extended.worker_devices] == workers
+    assert [device.id for device in extended.parameter_devices] == parameters
+    assert variable(strategy).devices == extended.parameter_devices
+    assert on_read(strategy).devices == extended.worker_devices
+    shards = variable(strategy).distributed().addressable_shards
+    assert [shard.device.id for shard in shards] == parameters
+
+
+def test_the_default_strategys_device():
+    extended = js.get_strategy().extended
+    assert extended.worker_devices == extended.parameter_devices == (jax.devices()[0],)
+
+
+# Variables as destinations.
+
+
+@pytest.mark.parametrize("op", ["sum", "mean", "min", "max"])
+def test_a_value_reduced_to_a_variable_lies_on_its_devices(strategy, op):
+    x = ids(strategy, 1.0)
+    wanted = getattr(np, op)(np.asarray(x.stacked))
+    for var in (variable(strategy, 7.0), on_read(strategy, 7.0), js.Variable(7.0)):
+        out = strategy.extended.reduce_to(op, x, var)
+        assert out == wanted and isinstance(out, js.Mirrored)
+        assert out.devices() == set(var.devices)
+        assert len(out.addressable_shards) == len(var.devices)
+        ordinary = var.strategy is None
+        assert ordinary or copies(strategy, var) == [7.0] * len(var.devices)
+        assert not ordinary or var.value == 7.0
+
+
+def test_another_strategys_variable_as_destination(strategy):
+    other = js.MirroredStrategy(["CPU:6", "CPU:7"])
+    v = variable(other, 7.0)
+    out = strategy.extended.reduce_to("mean", ids(strategy), v)
+    assert out.devices() == set(jax.devices()[6:8])
+    other.run(lambda x: v.assign(x), (out,))  # so it can be used there
+    assert v.value == (strategy.num_replicas_in_sync - 1) / 2
+
+
+def test_batch_reduce_to_variables(strategy):
+    n, v, o = strategy.num_replicas_in_sync, variable(strategy, 7.0), on_read(strategy)
+    x = ids(strategy)
+    twice = strategy.run(lambda x: 2 * x, (x,))
+    first, second, third = strategy.extended.batch_reduce_to(
+        "mean", [(x, v), ({"d": twice}, "CPU:3"), (twice, o)]
+    )
+    assert first == (n - 1) / 2 and (second["d"], third) == (n - 1, n - 1)
+    assert first.devices() == set(v.devices) and third.devices() == set(o.devices)
+    assert second["d"].devices() == {jax.devices()[3]}
+    assert (v.value, o.value) == (7.0, 0.0)
+
+
+def test_reducing_to_a_variable_in_merge_call(strategy):
+    n, v = strategy.num_replicas_in_sync, variable(strategy, 7.0)
+
+    def merge(strategy, x):
+        one = strategy.extended.reduce_to("sum", x, destinations=v)
+        (other,) = strategy.extended.batch_reduce_to("mean", [(x, v)])
+        return one, other
+
+    total, mean = in_merge_call(strategy, merge, ids(strategy))
+    assert (total, mean) == (n * (n - 1) / 2, (n - 1) / 2)
+    assert v.value == 7.0
+
+
+def test_a_variable_is_reduced_as_what_every_replica_holds(strategy):
+    n, v, o = strategy.num_replicas_in_sync, variable(strategy, 3.0), on_read(strategy)
+    strategy.run(lambda x: o.assign(x), (ids(strategy),))
+    assert strategy.extended.reduce_to("sum", v, v) == 3.0 * n
+    assert strategy.extended.reduce_to("mean", v, v) == 3.0
+    assert strategy.extended.reduce_to("sum", o, v) == n * (n - 1) / 2
+    assert v.value == 3.0
+
+
+def test_reducing_under_the_default_strategy():
+    extended, v = js.get_strategy().extended, js.Variable(7.0)
+    out = extended.reduce_to("sum", jnp.float32(2.0), v)
+    assert out == 2.0 and out.devices() == {jax.devices()[0]}
+    assert extended.batch_reduce_to("mean", [(3.0, v), (4.0, v)]) == [3.0, 4.0]
+    assert v.value == 7.0

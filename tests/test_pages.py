@@ -1,0 +1,557 @@
+"""What the pages of `tf.distribute` show, with the numbers they print.
+
+One test an example, under each strategy its page names: on `StrategyExtended`, the
+strategies, `ReplicaContext`, the enums of variables, the module itself, and the
+`DistributionStrategy` of 2018. The code is ours.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxstrategy as js
+
+Central = js.experimental.CentralStorageStrategy
+
+# By name: a strategy, its number of replicas, and how many copies its variables have.
+STRATEGIES = {
+    "mirrored": (lambda: js.MirroredStrategy(["CPU:0", "CPU:1"]), 2, 2),
+    "mirrored-8": (lambda: js.MirroredStrategy(jax.devices()), 8, 8),
+    "mirrored-1": (lambda: js.MirroredStrategy(["CPU:0"]), 1, 1),
+    "central": (lambda: Central(["CPU:1", "CPU:2"], "CPU:0"), 2, 1),
+    "one": (lambda: js.OneDeviceStrategy("CPU:0"), 1, 1),
+}
+
+
+@pytest.fixture(params=STRATEGIES)
+def case(request):
+    make, replicas, copies = STRATEGIES[request.param]
+    strategy = make()
+    assert strategy.num_replicas_in_sync == replicas
+    return strategy, replicas, copies
+
+
+def versions(strategy, value):
+    return [np.asarray(x).tolist() for x in strategy.experimental_local_results(value)]
+
+
+def on_each(strategy, value):
+    """What a step returned, on each replica."""
+    results = versions(strategy, value)
+    assert len(results) == strategy.num_replicas_in_sync
+    return results
+
+
+# StrategyExtended.
+
+
+def assign_reduced(var, reduce):
+    """The step of both pages on reductions."""
+
+    def merge(strategy, value, var):
+        reduced = reduce(strategy.extended, value, var)
+        strategy.extended.update(var, lambda var, x: var.assign(x), args=(reduced,))
+
+    value = jnp.asarray(1.0)
+    js.get_replica_context().merge_call(merge, args=(value, var))
+
+
+def batch_reduced(extended, value, var):
+    return extended.batch_reduce_to(js.ReduceOp.SUM, [(value, var)])[0]
+
+
+def reduced(extended, value, var):
+    return extended.reduce_to(js.ReduceOp.SUM, value, destinations=var)
+
+
+@pytest.mark.parametrize("reduce", [batch_reduced, reduced])
+def test_reducing_to_a_variable_in_merge_call(case, reduce):
+    strategy, replicas, copies = case
+
+    def step(var):
+        assign_reduced(var, reduce)
+
+    with strategy.scope():
+        v = js.Variable(0.0)
+        strategy.run(step, args=(v,))
+    assert versions(strategy, v) == [float(replicas)] * copies
+
+
+@pytest.mark.parametrize("reduce", [batch_reduced, reduced])
+def test_reducing_to_a_variable_outside_of_steps(case, reduce):
+    strategy, replicas, copies = case
+    with strategy.scope():
+        v = js.Variable(0.0)
+        value = strategy.per_replica([1.0] * replicas)
+        result = reduce(strategy.extended, value, v)
+    assert versions(strategy, result)[:copies] == [float(replicas)] * copies
+    assert result.devices() == set(v.devices)
+    assert v.value == 0.0
+
+
+def test_update(case):
+    strategy, _, copies = case
+    with strategy.scope():
+        v = js.Variable(5.0)
+
+    def change(v):
+        return v.assign(1.0)
+
+    result = strategy.extended.update(v, change)
+    assert versions(strategy, v) == [1.0] * copies
+    assert isinstance(result, js.Mirrored) and result == 1.0
+    assert len(result.addressable_shards) == copies
+    v.assign(5.0)
+
+    def merge(strategy, v):
+        return strategy.extended.update(v, change)
+
+    def step(v):
+        return js.get_replica_context().merge_call(merge, args=(v,))
+
+    assert strategy.run(step, args=(v,)) == 1.0
+    assert versions(strategy, v) == [1.0] * copies
+
+
+def test_update_of_a_variable_by_a_reduced_gradient(case):
+    strategy, replicas, copies = case
+    with strategy.scope():
+        v = js.Variable(10.0)
+
+    def merge(strategy, grad):
+        grad = strategy.extended.reduce_to("mean", grad, destinations=v)
+        strategy.extended.update(v, lambda v, g: v.assign_sub(g), args=(grad,))
+
+    def step(grad):
+        js.get_replica_context().merge_call(merge, args=(grad,))
+
+    strategy.run(
+        step, args=(strategy.per_replica([float(i) for i in range(replicas)]),)
+    )
+    assert versions(strategy, v) == [10.0 - (replicas - 1) / 2] * copies
+
+
+def test_colocated_variables(case):
+    strategy, _, _ = case
+    with strategy.scope():
+        var1 = js.Variable(1.0)
+        with strategy.extended.colocate_vars_with(var1):
+            var2, var3 = js.Variable(2.0), js.Variable(3.0)
+    assert var1.devices == var2.devices == var3.devices
+
+
+def test_created_in_scope(case):
+    strategy, _, _ = case
+    with strategy.scope():
+        inside = js.Variable(1.0)
+    outside = js.Variable(1.0)
+    assert strategy.extended.variable_created_in_scope(inside)
+    assert not strategy.extended.variable_created_in_scope(outside)
+
+
+def test_value_container(case):
+    strategy, _, _ = case
+    with strategy.scope():
+        v = js.Variable(1.0)
+    assert strategy.extended.value_container(v) is v
+
+
+# Strategies.
+
+
+def test_variables_of_a_mirrored_strategy_print_each_copy():
+    strategy = js.MirroredStrategy(["CPU:0", "CPU:1"])
+    with strategy.scope():
+        x = js.Variable(1.0)
+    assert repr(x) == (
+        "Variable 'Variable' float32[] mirrored, {\n  0: 1.0,\n  1: 1.0\n}"
+    )
+    assert repr(js.Variable(1.0)) == "<Variable 'Variable' float32[] 1.0>"
+
+
+def test_the_other_strategies_variables_print_one(case):
+    strategy, _, copies = case
+    with strategy.scope():
+        x = js.Variable(1.0)
+    lines = repr(x).splitlines()
+    assert lines[0] == "Variable 'Variable' float32[] mirrored, {"
+    assert [line.strip(" ,") for line in lines[1:-1]] == [
+        f"{i}: 1.0" for i in range(copies)
+    ]
+
+
+def test_a_variable_made_by_the_function_that_uses_it(case):
+    strategy, _, copies = case
+    x = []
+
+    def create():
+        if not x:
+            x.append(js.Variable(1.0))
+        return x[0]
+
+    with strategy.scope():
+        create()
+    assert versions(strategy, x[0]) == [1.0] * copies
+    assert strategy.run(lambda: create().assign_add(1.0)) == 2.0
+    assert len(x) == 1 and versions(strategy, x[0]) == [2.0] * copies
+
+
+def test_run_with_a_number(case):
+    strategy, _, _ = case
+    result = strategy.run(lambda x: x * 2.0, args=(3.0,))
+    assert result == 6.0
+
+
+def test_run_with_values_that_differ(case):
+    strategy, replicas, _ = case
+
+    def value_fn(context):
+        return np.float32(context.replica_id_in_sync_group)
+
+    x = strategy.experimental_distribute_values_from_function(value_fn)
+    result = strategy.run(lambda x: x * x, args=(x,))
+    assert on_each(strategy, result) == [float(i * i) for i in range(replicas)]
+
+
+@pytest.mark.parametrize("op", ["SUM", js.ReduceOp.MEAN])
+def test_reduce_of_replica_ids(case, op):
+    strategy, replicas, _ = case
+
+    def step():
+        return js.get_replica_context().replica_id_in_sync_group
+
+    total = strategy.reduce(op, strategy.run(step), axis=None)
+    assert total == replicas * (replicas - 1) / 2 / (1 if op == "SUM" else replicas)
+
+
+def test_reduce_over_examples(case):
+    strategy, replicas, _ = case
+    rows = strategy.experimental_distribute_dataset([np.arange(8.0).reshape(8, 1)])
+    (batch,) = rows
+    assert strategy.reduce("sum", batch, axis=0).tolist() == [28.0]
+    assert strategy.reduce("mean", batch, axis=0).tolist() == [3.5]
+
+
+def test_gather(case):
+    strategy, replicas, _ = case
+    values = strategy.experimental_distribute_values_from_function(
+        lambda context: np.float32([[1], [2]]) + context.replica_id_in_sync_group
+    )
+    gathered = strategy.gather(values, axis=0)
+    assert gathered.tolist() == [[r + i] for i in range(replicas) for r in (1.0, 2.0)]
+    side_by_side = strategy.gather(values, axis=1)
+    assert side_by_side.shape == (2, replicas)
+
+
+def test_local_results(case):
+    strategy, replicas, _ = case
+
+    def step():
+        return js.get_replica_context().replica_id_in_sync_group
+
+    results = strategy.experimental_local_results(strategy.run(step))
+    assert [int(x) for x in results] == [*range(replicas)]
+
+
+def test_the_scope_says_which_strategy_is_current(case):
+    strategy, _, _ = case
+    assert not js.has_strategy() and js.get_replica_context() is not None
+    with strategy.scope():
+        assert js.has_strategy() and js.get_strategy() is strategy
+        assert js.in_cross_replica_context() and js.get_replica_context() is None
+
+        def step():
+            assert not js.in_cross_replica_context()
+            assert js.get_replica_context() is not None
+
+            def merge(merging):
+                assert js.get_replica_context() is None
+                assert merging is strategy is js.get_strategy()
+
+            js.get_replica_context().merge_call(merge)
+
+        strategy.run(step)
+    assert not js.has_strategy()
+
+
+def test_in_the_default_context_library_code_runs_alone():
+    def library(x):
+        context = js.get_replica_context()
+        return context.merge_call(
+            lambda strategy, x: strategy.extended.reduce_to("sum", x, "CPU:0"), (x,)
+        )
+
+    assert library(jnp.float32(3.0)) == 3.0
+    assert js.get_strategy().num_replicas_in_sync == 1
+
+
+# ReplicaContext.
+
+
+def test_merge_call_sums_local_results(case):
+    strategy, n, _ = case
+
+    def merge(strategy, three_plus_id):
+        return sum(strategy.experimental_local_results(three_plus_id))
+
+    def step():
+        context = js.get_replica_context()
+        value = 3 + context.replica_id_in_sync_group
+        return context.merge_call(merge, args=(value,))
+
+    wanted = 3 * n + n * (n - 1) // 2
+    assert on_each(strategy, strategy.run(step)) == [wanted] * n
+
+
+def test_all_reduce(case):
+    strategy, n, _ = case
+
+    def step():
+        one = jnp.asarray(1.0)
+        nested = {"a": one, "b": [one * 2]}
+        return js.get_replica_context().all_reduce(js.ReduceOp.SUM, (one, nested))
+
+    one, nested = strategy.run(step)
+    assert on_each(strategy, one) == [float(n)] * n
+    assert (nested["a"], nested["b"][0]) == (float(n), 2.0 * n)
+
+
+def test_all_gather(case):
+    strategy, n, _ = case
+
+    def step():
+        context = js.get_replica_context()
+        value = jnp.ones((1, 2)) * context.replica_id_in_sync_group
+        return context.all_gather(value, axis=0)
+
+    assert strategy.run(step).tolist() == [[float(i)] * 2 for i in range(n)]
+
+
+def test_the_mean_is_a_sum_divided(case):
+    strategy, n, _ = case
+
+    def step():
+        context = js.get_replica_context()
+        local = context.replica_id_in_sync_group + 1.0
+        total = context.all_reduce("SUM", local)
+        return total / context.num_replicas_in_sync
+
+    assert strategy.run(step) == (n + 1) / 2
+
+
+# The enums of variables.
+
+
+@pytest.mark.parametrize("aggregation, wanted", [
+    (js.VariableAggregation.SUM, lambda n: 5.0 + n),
+    (js.VariableAggregation.MEAN, lambda n: 6.0),
+    (js.VariableAggregation.ONLY_FIRST_REPLICA, lambda n: 6.0),
+])  # fmt: skip
+def test_a_variable_that_aggregates(case, aggregation, wanted):
+    strategy, n, copies = case
+    with strategy.scope():
+        v = js.Variable(5.0, aggregation=aggregation)
+
+    def step():
+        return v.assign_add(jnp.asarray(1.0))
+
+    assert on_each(strategy, strategy.run(step)) == [wanted(n)] * n
+    assert versions(strategy, v) == [wanted(n)] * copies
+
+
+def test_a_variable_that_is_combined_when_read(case):
+    strategy, n, _ = case
+    with strategy.scope():
+        v = js.Variable(
+            5.0,
+            synchronization=js.VariableSynchronization.ON_READ,
+            aggregation=js.VariableAggregation.ONLY_FIRST_REPLICA,
+        )
+
+    def step():
+        i = js.get_replica_context().replica_id_in_sync_group
+        return v.assign_add(1.0 + i)
+
+    assert on_each(strategy, strategy.run(step)) == [6.0 + i for i in range(n)]
+    assert versions(strategy, v) == [6.0 + i for i in range(n)]
+    assert v.value == v.read_value() == v.numpy() == 6.0
+
+
+def test_gradients_kept_until_they_are_applied(case):
+    strategy, n, copies = case
+    with strategy.scope():
+        weight = js.Variable([2.0])
+        kept = js.Variable(
+            [0.0],
+            trainable=False,
+            synchronization=js.VariableSynchronization.ON_READ,
+            aggregation=js.VariableAggregation.MEAN,
+        )
+
+    def accumulate(x):
+        grad = js.grad(lambda: (weight.value * x).sum(), weight)()
+        kept.assign_add(grad)
+
+    x = strategy.per_replica([float(i + 1) for i in range(n)])
+    for _ in range(3):
+        strategy.run(accumulate, (x,))
+    assert versions(strategy, kept) == [[3.0 * (i + 1)] for i in range(n)]
+    strategy.extended.update(weight, lambda w, g: w.assign_sub(g), args=(kept.value,))
+    kept.assign([0.0])
+    assert versions(strategy, weight) == [[2.0 - 3 * (n + 1) / 2]] * copies
+    assert versions(strategy, kept) == [[0.0]] * n
+
+
+# The module: training loops.
+
+
+def test_a_training_epoch(case):
+    strategy, _, _ = case
+    dataset = [np.full((8, 1), i, np.float32) for i in range(4)]
+
+    def replica_fn(rows):
+        return rows.sum()
+
+    with strategy.scope():
+        distributed = strategy.experimental_distribute_dataset(dataset)
+
+        def epoch():
+            total = 0.0
+            for x in distributed:
+                per_replica = strategy.run(replica_fn, args=(x,))
+                total += strategy.reduce(js.ReduceOp.SUM, per_replica, axis=None)
+            return total
+
+        assert [float(epoch()) for _ in range(2)] == [8.0 * 6, 8.0 * 6]
+
+
+def test_a_custom_training_loop_learns(case):
+    strategy, _, copies = case
+    rows = np.linspace(-1, 1, 16, dtype=np.float32)
+    data = [(rows, 3 * rows + 1)] * 60
+    tx = optax.sgd(0.3)
+    with strategy.scope():
+        w, b = js.Variable(0.0, name="w"), js.Variable(0.0, name="b")
+        seen = js.Variable(0.0, synchronization="on_read", aggregation="sum")
+
+    @strategy.run
+    def step(x, y):
+        def loss_fn():
+            return jnp.sum((w * x + b - y) ** 2) / 16
+
+        loss, grads = js.value_and_grad(loss_fn, {"w": w, "b": b})()
+        grads = js.get_replica_context().all_reduce("sum", grads)
+        values = {"w": w.value, "b": b.value}
+        updates, _ = tx.update(grads, tx.init(values))
+        new = optax.apply_updates(values, updates)
+        w.assign(new["w"])
+        b.assign(new["b"])
+        seen.assign_add(float(len(x)))
+        return loss
+
+    for x, y in strategy.experimental_distribute_dataset(data):
+        loss = step(x, y)
+    assert strategy.reduce("sum", loss) < 1e-4
+    np.testing.assert_allclose(versions(strategy, w), [3.0] * copies, atol=0.02)
+    np.testing.assert_allclose(versions(strategy, b), [1.0] * copies, atol=0.02)
+    assert seen.value == 16 * 60
+
+
+def test_a_moving_average(case):
+    """`value - variable` is averaged over the replicas first, then applied once."""
+    strategy, n, copies = case
+    with strategy.scope():
+        average = js.Variable([10.0, 11.0], aggregation="mean")
+
+    def step(i):
+        value = jnp.stack([1.0 + i, 2.0 - i])
+        return average.assign_sub((average.value - value) * 0.75)
+
+    ids = strategy.per_replica([np.float32(i) for i in range(n)])
+    strategy.run(step, (ids,))
+    mean = (n - 1) / 2
+    wanted = [0.25 * 10 + 0.75 * (1 + mean), 0.25 * 11 + 0.75 * (2 - mean)]
+    np.testing.assert_allclose(versions(strategy, average), [wanted] * copies)
+    assert n != 2 or wanted == [3.625, 3.875]
+
+
+# The `DistributionStrategy` of 2018.
+
+
+def test_reduce_then_update_between_steps(case):
+    """The towers compute gradients, which are reduced and applied from outside."""
+    strategy, n, copies = case
+    with strategy.scope():
+        weights = [js.Variable(1.0, name="w"), js.Variable([2.0, 3.0], name="u")]
+
+    def gradients(x):
+        return js.grad(lambda: (weights[0] * weights[1].value * x).sum(), weights)()
+
+    x = strategy.per_replica([float(i + 1) for i in range(n)])
+    with strategy.scope():
+        per_replica = strategy.run(gradients, (x,))
+        pairs = list(zip(per_replica, weights, strict=True))
+        reduced = strategy.extended.batch_reduce_to("sum", pairs)
+        for grad, weight in zip(reduced, weights, strict=True):
+            strategy.extended.update(
+                weight, lambda v, g: v.assign_sub(0.5 * g), args=(grad,), group=False
+            )
+    total = n * (n + 1) / 2
+    assert versions(strategy, weights[0]) == [1 - 0.5 * 5 * total] * copies
+    wanted = [2 - 0.5 * total, 3 - 0.5 * total]
+    assert versions(strategy, weights[1]) == [wanted] * copies
+
+
+def test_an_optimizer_in_merge_call(case):
+    """The same in the middle of the towers' step, for all variables at once."""
+    strategy, n, copies = case
+    with strategy.scope():
+        weights = [js.Variable(1.0), js.Variable(2.0)]
+
+    def apply(strategy, grads_and_vars):
+        pairs = [(grad, var) for grad, var in grads_and_vars]
+        grads = strategy.extended.batch_reduce_to("mean", pairs)
+        for grad, (_, var) in zip(grads, grads_and_vars, strict=True):
+            strategy.extended.update(var, lambda v, g: v.assign_sub(g), args=(grad,))
+
+    def step(x):
+        grads = js.grad(lambda: weights[0] * weights[1] * x, weights)()
+        pairs = list(zip(grads, weights, strict=True))
+        js.get_replica_context().merge_call(apply, args=(pairs,))
+        return weights[0].value
+
+    x = strategy.per_replica([float(i) for i in range(n)])
+    mean = (n - 1) / 2
+    assert strategy.run(step, (x,)) == 1 - 2 * mean
+    assert versions(strategy, weights[0]) == [1 - 2 * mean] * copies
+    assert versions(strategy, weights[1]) == [2 - mean] * copies
+
+
+def test_tower_local_variables_are_read_as_a_sum(case):
+    strategy, n, _ = case
+    with strategy.scope():
+        count = js.Variable(0, synchronization="on_read", aggregation="sum")
+        total = js.Variable(0.0, synchronization="on_read", aggregation="sum")
+
+    def update_metric(x):
+        count.assign_add(1)
+        total.assign_add(x)
+
+    x = strategy.per_replica([float(i) for i in range(n)])
+    for _ in range(2):
+        strategy.run(update_metric, (x,))
+    assert count.value == 2 * n
+    assert total / count == (n - 1) / 2
+
+
+def test_values_travel_from_one_step_to_the_next(case):
+    strategy, n, _ = case
+    x = strategy.per_replica([float(i) for i in range(n)])
+    doubled = strategy.run(lambda x: 2 * x, (x,))
+    shifted = strategy.run(lambda x: x + 1, (doubled,))
+    assert on_each(strategy, shifted) == [2.0 * i + 1 for i in range(n)]
+    everywhere = strategy.reduce("mean", shifted)
+    assert strategy.run(lambda x, m: x - m, (shifted, everywhere)) is not None
+    assert everywhere == n
