@@ -207,8 +207,8 @@ class CommunicationImplementation(enum.Enum):
     NCCL = "NCCL"
 
     @classmethod
-    def _missing_(cls, value: object) -> CommunicationImplementation | None:
-        return cls.__members__.get(value.upper()) if isinstance(value, str) else None
+    def _missing_(cls, value: object) -> CommunicationImplementation:
+        return _named(cls, value, "implementation")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -226,7 +226,7 @@ class CommunicationOptions:
 
     Raises:
       ValueError: a negative size; a timeout; no such implementation.
-      TypeError: `reduce_dtype` is not a floating-point dtype.
+      TypeError: `reduce_dtype` is not a floating-point dtype; the size is no number.
 
     >>> CommunicationOptions(bytes_per_pack=2**20, implementation="ring").bytes_per_pack
     1048576
@@ -238,12 +238,7 @@ class CommunicationOptions:
     reduce_dtype: Any = None
 
     def __post_init__(self) -> None:
-        size = operator.index(self.bytes_per_pack)
-        if size < 0:
-            raise ValueError(
-                f"`bytes_per_pack` was {size}; a number of bytes was wanted, or 0 for "
-                "what is best on the platform."
-            )
+        object.__setattr__(self, "bytes_per_pack", _checked_size(self.bytes_per_pack))
         if self.timeout_seconds is not None:
             raise ValueError(
                 f"`timeout_seconds` was {self.timeout_seconds!r}, which cannot be "
@@ -254,15 +249,35 @@ class CommunicationOptions:
         object.__setattr__(
             self, "implementation", CommunicationImplementation(self.implementation)
         )
-        if self.reduce_dtype is None:
-            return
-        dtype = jnp.dtype(self.reduce_dtype)
-        if not jnp.issubdtype(dtype, jnp.floating):
-            raise TypeError(
-                f"`reduce_dtype` was {dtype.name}; a floating-point dtype was wanted: "
-                "whole numbers are summed in their own."
-            )
-        object.__setattr__(self, "reduce_dtype", dtype)
+        if self.reduce_dtype is not None:
+            object.__setattr__(self, "reduce_dtype", _float_dtype(self.reduce_dtype))
+
+
+def _checked_size(given: Any) -> int:
+    try:
+        size = -1 if isinstance(given, bool) else operator.index(given)
+    except TypeError:
+        size = -1
+    if size < 0:
+        error = ValueError if isinstance(given, int) else TypeError
+        raise error(
+            f"`bytes_per_pack` was {given!r}; a number of bytes was wanted, or 0 for "
+            "what is best on the platform."
+        )
+    return size
+
+
+def _float_dtype(given: Any) -> Any:
+    try:
+        dtype = jnp.dtype(given)
+    except TypeError:
+        dtype = None
+    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(
+            f"`reduce_dtype` was {given!r}; a floating-point dtype was wanted, for "
+            "example 'bfloat16'. Whole numbers are always summed in their own."
+        )
+    return dtype
 
 
 def checked_options(options: Any) -> None:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 
 @final
-@jax.tree_util.register_dataclass
+@jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True)
 class IndexedSlices:
     """Rows of an array that is zero elsewhere, such as an embedding's gradient.
@@ -35,9 +35,7 @@ class IndexedSlices:
 
     values: Any
     indices: Any
-    dense_shape: tuple[int, ...] | None = dataclasses.field(
-        default=None, metadata={"static": True}
-    )
+    dense_shape: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.dense_shape is not None:
@@ -46,7 +44,7 @@ class IndexedSlices:
         values = getattr(self.values, "shape", None)
         indices = getattr(self.indices, "shape", None)
         if not isinstance(values, tuple) or not isinstance(indices, tuple):
-            return  # JAX puts other things than arrays into pytrees
+            return
         fits = len(indices) == 1 and values[:1] == indices
         if fits and self.dense_shape is not None:
             fits = values[1:] == self.dense_shape[1:]
@@ -56,6 +54,22 @@ class IndexedSlices:
                 f"{indices} and dense_shape {self.dense_shape}; values [rows, ...], "
                 "indices [rows] and dense_shape (n, ...) were wanted."
             )
+
+    def tree_flatten_with_keys(self) -> Any:
+        """The two arrays, and the shape, which is static."""
+        key = jax.tree_util.GetAttrKey
+        arrays = (key("values"), self.values), (key("indices"), self.indices)
+        return arrays, self.dense_shape
+
+    @classmethod
+    def tree_unflatten(cls, dense_shape: Any, arrays: Any) -> IndexedSlices:
+        """What JAX makes of it, unchecked: stacked arrays, or no arrays at all."""
+        made = object.__new__(cls)
+        values, indices = arrays
+        object.__setattr__(made, "values", values)
+        object.__setattr__(made, "indices", indices)
+        object.__setattr__(made, "dense_shape", dense_shape)
+        return made
 
     @property
     def dtype(self) -> Any:

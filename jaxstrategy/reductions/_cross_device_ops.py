@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import abc
 import functools
+import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
@@ -116,8 +118,8 @@ class DefaultOps(PlannedOps):
     """One all-reduce for each pack of small arrays, and for each large one."""
 
     def plan(self, devices: Sequence[Device]) -> Plan:
-        """Packing as is best on the platform."""
-        return Plan(best_on(devices[0].platform))
+        """Packing as is best there."""
+        return Plan(best_on(devices[0].platform, len(devices)))
 
 
 @final
@@ -148,8 +150,8 @@ class HierarchicalCopyAllReduce(PlannedOps):
     Args:
       num_packs: as for `NcclAllReduce`.
       groups: replica ids in groups of one size. By default the devices of each process
-        or slice, if there are several; else as many groups as divide the replicas and
-        are at most as large as their number.
+        or slice, if there are several; else the most groups that are not more than
+        the replicas in each: 2 groups of 4, for 8 replicas.
 
     Raises:
       ValueError: a negative number; groups of several sizes; when a strategy is made,
@@ -242,8 +244,8 @@ def near(devices: Sequence[Device]) -> Groups:
     if len(groups) > 1 and len({len(group) for group in groups}) == 1:
         return tuple(map(tuple, groups))
     n = len(devices)
-    size = next(size for size in range(int(n**0.5), 0, -1) if n % size == 0)
-    size = n // size
+    count = next(count for count in range(math.isqrt(n), 0, -1) if n % count == 0)
+    size = n // count
     return tuple(tuple(range(i, i + size)) for i in range(0, n, size))
 
 
@@ -253,12 +255,16 @@ def checked_groups(groups: Sequence[Sequence[int]], replicas: int) -> Groups:
     Raises:
       ValueError: they do not, or are not.
     """
-    given = tuple(tuple(group) for group in groups)
+    try:
+        given = tuple(tuple(map(operator.index, group)) for group in groups)
+    except TypeError:
+        given = ()
     members = sorted(member for group in given for member in group)
     if members != list(range(replicas)) or len({len(group) for group in given}) != 1:
         raise ValueError(
             f"`groups` was {groups!r}; groups of one size were wanted in which each "
-            f"replica from 0 to {replicas - 1} stands once."
+            f"replica from 0 to {replicas - 1} stands once, such as "
+            f"{[list(range(replicas))]}."
         )
     return given
 

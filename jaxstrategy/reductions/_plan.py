@@ -79,7 +79,7 @@ class Plan:
 
     def within(self, groups: Groups | None) -> Plan:
         """The same, but over the replicas of each group."""
-        if groups is None:
+        if groups is None or len(groups) == 1:  # one group is all replicas
             return self
         sum_ = functools.partial(_sums.grouped, groups=groups)
         return dataclasses.replace(self, sum=sum_, groups=groups)

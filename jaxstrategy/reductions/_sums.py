@@ -33,6 +33,8 @@ def ring(array: jax.Array, axes: Axes, divisor: int) -> jax.Array:
     all-reduce algorithms for clusters of workstations. J. Parallel Distrib. Comput. 69
     (2009) 117-124.
     """
+    if lax.axis_size(axes) == 1:  # which XLA would not see
+        return direct(array, axes, divisor)
     flat = _padded(array, lax.axis_size(axes))
     part = _divided(lax.psum_scatter(flat, axes, tiled=True), divisor)
     return _restored(lax.all_gather(part, axes, tiled=True), array)
@@ -51,6 +53,8 @@ def hierarchical(
       divisor: see the module.
       groups: replicas that are close to each other, in groups of one size.
     """
+    if lax.axis_size(axes) == 1:  # which XLA would not see
+        return direct(array, axes, divisor)
     flat = _padded(array, len(groups[0]))
     inside = {"axis_index_groups": groups, "tiled": True}
     part = lax.psum_scatter(flat, axes, **inside)

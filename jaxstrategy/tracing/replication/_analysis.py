@@ -110,17 +110,21 @@ def _known(state: Any) -> tuple[int, Any]:
     return (0, None) if state is None else (state.level, state.classes)
 
 
-def _kind(state: Any) -> int:
+def _kind(state: Any) -> Any:
     """What of an operand decides about the findings: its level; references apart."""
     if isinstance(state, Cell):
-        return -1 - _kind(state.content)
-    return 0 if state is None else state.level
+        return -1, _kind(state.content)
+    if state is None:
+        return 0
+    return state.level if state.classes is None else (state.level, state.classes)
 
 
 def _as_input(index: int, state: Any) -> Any:
     if isinstance(state, Cell):
         return Cell(_as_input(index, state.content))
-    return state if state is None or state is SAME else State(state.level, index)
+    if state is None or state is SAME:
+        return state
+    return State(state.level, index, classes=state.classes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -250,11 +254,14 @@ def _lifted(state: Any, operands: Sequence[Any], eqn: Any) -> Any:
         return state
     site = None if state.site is None else state.site.within(eqn)
     if state.input is None:
-        return dataclasses.replace(state, site=site)
+        part = _lifted(state.part, operands, eqn)
+        return dataclasses.replace(state, site=site, part=part)
     outer = operands[state.input]
-    if site is None:  # passed through untouched
-        return outer
-    return State(outer.level, outer.input, site if outer.site is None else outer.site)
+    if site is not None and outer.site is not None:
+        site = outer.site
+    if site is None:  # passed through untouched, or joined with another such
+        return dataclasses.replace(outer, classes=state.classes)
+    return State(outer.level, outer.input, site, classes=state.classes)
 
 
 def hidden(params: Any) -> Iterator[Any]:

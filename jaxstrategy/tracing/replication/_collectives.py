@@ -87,14 +87,16 @@ def _grouped(frame: Frame, eqn: Any, operand: State | None, level: Level) -> Sta
     """
     groups = eqn.params["axis_index_groups"]
     replicas = range(frame.analysis.replicas)
-    if operand is None or not operand.varies:
+    is_sum = level is Level.REDUCED
+    if operand is not None and operand.varies:
+        held = operand.classes or tuple(replicas)
+    elif is_sum and len(groups) > 1:
         # The same in groups of one size. But who reduces in groups means to differ.
-        classes = numbered([_group_of(r, groups) for r in replicas])
-        return dataclasses.replace(varying_since(eqn), classes=classes)
-    held = operand.classes or tuple(replicas)
+        held = tuple(replicas)
+    else:
+        held = (0,) * len(replicas)
     results = [tuple(held[member] for member in _group_of(r, groups)) for r in replicas]
     if len(set(results)) == 1:
-        is_sum = level is Level.REDUCED
         return State(level, None, Site((eqn,)), is_direct=True) if is_sum else SAME
     return dataclasses.replace(varying_since(eqn), classes=numbered(results))
 

@@ -16,7 +16,6 @@ from jaxstrategy.tracing.replication._state import (
     State,
     computed,
     content_of,
-    for_all,
     join,
     level_of,
 )
@@ -80,8 +79,9 @@ def branching(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
     if decider is not None:  # replicas may take different branches
         for cell in cells:
             frame.write(cell, decider)
-        return for_all(eqn, decider)
-    return [join(versions) for versions in zip(*(o for o, _ in entered), strict=True)]
+    # Replicas that take one branch together still have what they had before.
+    results = zip(*(outputs for outputs, _ in entered), strict=True)
+    return [join((decider, *versions)) for versions in results]
 
 
 def _decider(eqn: Any, predicate: State | None) -> State | None:
@@ -133,7 +133,7 @@ def while_loop(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
             for cell in cond_consts + body_consts:
                 if isinstance(cell, Cell):
                     frame.write(cell, decider)
-            after = [decider] * len(after)
+            after = [join((decider, state)) for state in after]
         jaxprs = params["cond_jaxpr"], params["body_jaxpr"]
         return after, _decided(tests + steps, decider, eqn, *jaxprs)
 

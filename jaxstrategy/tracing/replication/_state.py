@@ -139,7 +139,8 @@ def computed(eqn: Any, operands: Iterable[Any]) -> State | None:
     if state.level is Level.REDUCED:
         return _reduced_and_used(eqn, state)
     if state.site is None:
-        return State(state.level, state.input, Site((eqn,)))
+        site = Site((eqn,))
+        return State(state.level, state.input, site, classes=state.classes)
     if state.part is not None:
         return dataclasses.replace(state, part=None)
     return state
