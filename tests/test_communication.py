@@ -1028,3 +1028,16 @@ def test_a_mean_of_a_reduced_leaf_in_a_pack_is_not_warned_of(four):
 
     x = four.per_replica(np.ones((4, 3), np.float32))
     assert mirrored(four.run(step, (x, x))) == [True, True]
+
+
+def test_operations_that_return_too_few_results_are_an_error():
+    class Forgetful(js.CrossDeviceOps):
+        def reduce_implementation(self, op, value, destinations, options):
+            raise AssertionError("not called")
+
+        def batch_reduce_implementation(self, op, pairs, options):
+            return []
+
+    strategy = js.MirroredStrategy(jax.devices()[:2], cross_device_ops=Forgetful())
+    with pytest.raises(ValueError, match="Forgetful returned 0 results for 1 values"):
+        strategy.reduce("sum", strategy.per_replica([1.0, 2.0]))

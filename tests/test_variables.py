@@ -1282,3 +1282,10 @@ def test_an_embedding_moves_only_the_rows_that_were_touched(four):
     assert found.communicated_bytes == 16 * 8 * 4 + 16 * 4
     four.run(step, (ids,))
     assert table.numpy().sum() == 64 * 8
+
+
+def test_rows_of_an_array_of_another_shape_are_refused(two):
+    with two.scope():
+        v = js.Variable(np.ones((6, 2), np.float32), name="v")
+    with pytest.raises(ValueError, match=r"'v' has shape \(6, 2\) and was given rows"):
+        v.assign_add(rows_of(jnp.int32(1)))

@@ -112,7 +112,14 @@ class Reduction:
             for leaf in leaves
         ]
         with _contexts.entered(Context(self._strategy, in_step=True)):
-            return self.ops.batch_reduce(op, pairs, options or self.options)
+            results = self.ops.batch_reduce(op, pairs, options or self.options)
+        if len(results) != len(pairs):
+            raise ValueError(
+                f"{type(self.ops).__name__} returned {len(results)} results for "
+                f"{len(pairs)} values. `batch_reduce_implementation` must return one "
+                "for each pair, in order."
+            )
+        return results
 
     def _planned(self) -> Any:
         assert isinstance(self.ops, PlannedOps)

@@ -219,6 +219,11 @@ class MirroredKind(Kind):
                 "between replicas: its copies would differ. Reduce them first "
                 "(`strategy.reduce`)."
             )
+        if rows.dense_shape not in (None, ref.shape):
+            raise ValueError(
+                f"Variable {self.name!r} has shape {ref.shape} and was given rows of "
+                f"an array of shape {rows.dense_shape}."
+            )
         shape = (len(rows.indices), *ref.shape[1:])
         values = self._checked(rows.values, shape, ref.dtype)
         rows = IndexedSlices(values if how == "assign_add" else -values, rows.indices)
