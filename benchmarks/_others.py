@@ -1,0 +1,429 @@
+"""The training steps of `train_step.py` in TensorFlow and PyTorch, to be timed.
+
+    python _others.py tensorflow|torch RANK REPLICAS FOLDER
+
+Needs NumPy and the framework, not JAX. It reads one JSON object a line and answers each
+with one: `{"prepare": description, "steps": k}` with the first losses of a training,
+`{"burst": k}` with the microseconds that each of `k` more steps takes. TensorFlow is
+one process with as many logical CPU devices as there are replicas, PyTorch one process
+per replica, which share `FOLDER` to find each other. Both get the parameters and the
+batch from a file, and may use all processor cores that the process may use.
+"""
+
+from __future__ import annotations
+
+import abc
+import importlib
+import itertools
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+HEADS = 4
+GROUPS = 8
+EPSILON = 1e-6
+RATES = {"sgd": 0.1, "momentum": 0.05, "adam": 1e-3}
+MOMENTUM = 0.9
+# Adam's, in all three frameworks.
+BETAS, ADAM_EPSILON = (0.9, 0.999), 1e-8
+
+
+class AbstractTraining(abc.ABC):
+    """A training loop on one batch."""
+
+    @abc.abstractmethod
+    def step(self) -> Any:
+        """One more step; what it returns is given to `loss`."""
+
+    @abc.abstractmethod
+    def loss(self, returned: Any) -> float:
+        """The mean loss of all replicas, when it is there."""
+
+    @abc.abstractmethod
+    def wait(self, returned: Any) -> None:
+        """Wait until the step that returned this is done."""
+
+    def burst(self, steps: int) -> float:
+        """Microseconds for each of some steps."""
+        start = time.perf_counter()
+        for _ in range(steps - 1):
+            self.step()
+        self.wait(self.step())
+        return 1e6 * (time.perf_counter() - start) / steps
+
+
+# TensorFlow.
+
+
+def tensorflow_trainings(
+    replicas: int,
+) -> Callable[[Mapping[str, Any]], AbstractTraining]:
+    """Makes trainings on that many logical CPU devices."""
+    tf: Any = importlib.import_module("tensorflow")
+
+    (cpu,) = tf.config.list_physical_devices("CPU")
+    logical = [tf.config.LogicalDeviceConfiguration()] * replicas
+    tf.config.set_logical_device_configuration(cpu, logical)
+    names = [f"CPU:{i}" for i in range(replicas)]
+    strategy = tf.distribute.MirroredStrategy(names)
+    return lambda description: TensorFlowTraining(tf, strategy, description)
+
+
+class TensorFlowTraining(AbstractTraining):
+    """With `tf.function`; gradients are reduced and applied in a `merge_call`.
+
+    That is what a Keras optimizer does, without its bookkeeping. The losses stay where
+    they are.
+    """
+
+    def __init__(self, tf: Any, strategy: Any, description: Mapping[str, Any]) -> None:
+        self._tf, self._strategy = tf, strategy
+        params, x, y = load(description)
+        forward = TENSORFLOW_LOSSES[description["kind"]]
+        apply, slots_each = self._optimizer(description["optimizer"])
+        with strategy.scope():
+            variables = {name: tf.Variable(array) for name, array in params.items()}
+            slots = [
+                [tf.Variable(np.zeros_like(array)) for _ in range(slots_each)]
+                for array in params.values()
+            ]
+        listed = list(variables.values())
+
+        def update(strategy: Any, grads: Any, count: Any) -> None:
+            pairs = list(zip(grads, listed, strict=True))
+            means = strategy.extended.batch_reduce_to("MEAN", pairs)
+            for variable, mean, own in zip(listed, means, slots, strict=True):
+                strategy.extended.update(variable, apply, args=(mean, count, *own))
+
+        def replica(x: Any, y: Any, count: Any) -> Any:
+            with tf.GradientTape() as tape:
+                loss = forward(tf, variables, x, y)
+            grads = map(tf.convert_to_tensor, tape.gradient(loss, listed))
+            context = tf.distribute.get_replica_context()
+            context.merge_call(update, args=(list(grads), count))
+            return loss
+
+        @tf.function(autograph=False)
+        def step(x: Any, y: Any, count: Any) -> Any:
+            return strategy.run(replica, args=(x, y, count))
+
+        self._step = step
+        self._batch = self._split(x), self._split(y)
+        self._count = itertools.count(1)
+
+    def _split(self, stacked: np.ndarray) -> Any:
+        return self._strategy.experimental_distribute_values_from_function(
+            lambda context: self._tf.constant(stacked[context.replica_id_in_sync_group])
+        )
+
+    def _optimizer(self, name: str) -> tuple[Callable[..., None], int]:
+        """What changes a variable, and how many others it needs for that."""
+        ops, rate = self._tf.raw_ops, self._tf.constant(RATES[name])
+
+        def sgd(variable: Any, grad: Any, _: Any) -> None:
+            ops.ResourceApplyGradientDescent(
+                var=variable.handle, alpha=rate, delta=grad
+            )
+
+        def momentum(variable: Any, grad: Any, _: Any, trace: Any) -> None:
+            ops.ResourceApplyMomentum(
+                var=variable.handle,
+                accum=trace.handle,
+                lr=rate,
+                grad=grad,
+                momentum=MOMENTUM,
+            )
+
+        def adam(variable: Any, grad: Any, count: Any, first: Any, second: Any) -> None:
+            ops.ResourceApplyAdam(
+                var=variable.handle,
+                m=first.handle,
+                v=second.handle,
+                beta1_power=BETAS[0] ** count,
+                beta2_power=BETAS[1] ** count,
+                lr=rate,
+                beta1=BETAS[0],
+                beta2=BETAS[1],
+                epsilon=ADAM_EPSILON,
+                grad=grad,
+            )
+
+        return {"sgd": (sgd, 0), "momentum": (momentum, 1), "adam": (adam, 2)}[name]
+
+    def step(self) -> Any:
+        count = self._tf.constant(float(next(self._count)))
+        return self._step(*self._batch, count)
+
+    def loss(self, returned: Any) -> float:
+        local = self._strategy.experimental_local_results(returned)
+        return float(np.mean([each.numpy() for each in local]))
+
+    def wait(self, returned: Any) -> None:
+        self.loss(returned)
+
+
+def _tensorflow_mlp(tf: Any, params: Mapping[str, Any], x: Any, y: Any) -> Any:
+    out = x
+    for i in range(len(params) // 2):
+        out = tf.tanh(out @ params[f"{i}/kernel"] + params[f"{i}/bias"])
+    return tf.reduce_mean(tf.square(out - y))
+
+
+def _tensorflow_resnet(tf: Any, params: Mapping[str, Any], x: Any, y: Any) -> Any:
+    def conv(x: Any, name: str, stride: int = 1) -> Any:
+        kernel = params[f"{name}/kernel"]
+        edge = [kernel.shape[0] // 2] * 2
+        return tf.nn.conv2d(x, kernel, stride, [[0, 0], edge, edge, [0, 0]])
+
+    def norm(x: Any, name: str) -> Any:
+        rows, height, width, channels = x.shape
+        shape = (rows, height, width, GROUPS, channels // GROUPS)
+        grouped = tf.reshape(x, shape)
+        mean, variance = tf.nn.moments(grouped, (1, 2, 4), keepdims=True)
+        scaled = (grouped - mean) * tf.math.rsqrt(variance + EPSILON)
+        out = tf.reshape(scaled, x.shape)
+        return out * params[f"{name}/scale"] + params[f"{name}/bias"]
+
+    x = tf.nn.relu(norm(conv(x, "stem"), "stem norm"))
+    for i, stride in enumerate(strides(params)):
+        out = tf.nn.relu(norm(conv(x, f"{i} first", stride), f"{i} first norm"))
+        out = norm(conv(out, f"{i} second"), f"{i} second norm")
+        skipped = conv(x, f"{i} skip", stride) if stride > 1 else x
+        x = tf.nn.relu(skipped + out)
+    out = tf.reduce_mean(x, (1, 2)) @ params["head/kernel"] + params["head/bias"]
+    losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels=y, logits=out)
+    return tf.reduce_mean(losses)
+
+
+def _tensorflow_transformer(tf: Any, params: Mapping[str, Any], x: Any, y: Any) -> Any:
+    def dense(x: Any, name: str) -> Any:
+        flat = tf.reshape(x, (-1, x.shape[-1]))
+        out = flat @ params[f"{name}/kernel"] + params[f"{name}/bias"]
+        return tf.reshape(out, (*x.shape[:-1], out.shape[-1]))
+
+    def norm(x: Any, name: str) -> Any:
+        mean, variance = tf.nn.moments(x, (-1,), keepdims=True)
+        scaled = (x - mean) * tf.math.rsqrt(variance + EPSILON)
+        return scaled * params[f"{name}/scale"] + params[f"{name}/bias"]
+
+    def attention(x: Any, i: int) -> Any:
+        rows, length, width = x.shape
+        size = width // HEADS
+        heads = tf.reshape(dense(x, f"{i} qkv"), (rows, length, 3, HEADS, size))
+        q, k, v = tf.unstack(tf.transpose(heads, (2, 0, 3, 1, 4)))
+        weights = tf.nn.softmax(tf.matmul(q, k, transpose_b=True) / size**0.5)
+        out = tf.transpose(weights @ v, (0, 2, 1, 3))
+        return dense(tf.reshape(out, x.shape), f"{i} out")
+
+    x = tf.gather(params["embedding"], x) + params["positions"]
+    for i in range(blocks(params)):
+        x = x + attention(norm(x, f"{i} first norm"), i)
+        out = dense(norm(x, f"{i} second norm"), f"{i} up")
+        x = x + dense(tf.nn.gelu(out, approximate=True), f"{i} down")
+    out = dense(norm(x, "norm"), "head")
+    losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels=y, logits=out)
+    return tf.reduce_mean(losses)
+
+
+TENSORFLOW_LOSSES: Mapping[str, Callable[..., Any]] = {
+    "mlp": _tensorflow_mlp,
+    "resnet": _tensorflow_resnet,
+    "transformer": _tensorflow_transformer,
+}
+
+
+# PyTorch.
+
+
+def torch_trainings(
+    rank: int, replicas: int, folder: str
+) -> Callable[[Mapping[str, Any]], AbstractTraining]:
+    """Makes trainings of one replica, in step with those of the other processes."""
+    torch: Any = importlib.import_module("torch")
+
+    cores = len(os.sched_getaffinity(0))
+    torch.set_num_threads(max(1, cores // replicas))
+    torch.distributed.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/torch",
+        rank=rank,
+        world_size=replicas,
+    )
+    return lambda description: TorchTraining(torch, rank, replicas, description)
+
+
+class TorchTraining(AbstractTraining):
+    """With `DistributedDataParallel`, gloo and a fused optimizer."""
+
+    def __init__(
+        self, torch: Any, rank: int, replicas: int, description: Mapping[str, Any]
+    ) -> None:
+        self._torch, self._replicas = torch, replicas
+        params, x, y = load(description)
+        forward = TORCH_LOSSES[description["kind"]]
+
+        class Model(torch.nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                tensors = {name: oriented(array) for name, array in params.items()}
+                self.params = torch.nn.ParameterDict(tensors)
+
+            def forward(self, x: Any, y: Any) -> Any:
+                return forward(torch, self.params, x, y)
+
+        def oriented(array: np.ndarray) -> Any:
+            tensor = torch.from_numpy(array)
+            # Kernels are [height, width, in, out] elsewhere, [out, in, ...] here.
+            return (
+                tensor.permute(3, 2, 0, 1).contiguous() if array.ndim == 4 else tensor
+            )
+
+        x, y = torch.from_numpy(x[rank]), torch.from_numpy(y[rank])
+        if x.ndim == 4:
+            x = x.permute(0, 3, 1, 2).contiguous()
+        self._batch = x, y.long() if y.dtype == torch.int32 else y
+        wrap = torch.nn.parallel.DistributedDataParallel
+        self._model = wrap(Model(), gradient_as_bucket_view=True)
+        self._optimizer = self._optimizer_of(description["optimizer"])
+
+    def _optimizer_of(self, name: str) -> Any:
+        optim, params = self._torch.optim, self._model.parameters()
+        if name == "adam":
+            kind, options = optim.Adam, {"betas": BETAS, "eps": ADAM_EPSILON}
+        else:
+            kind, options = optim.SGD, {"momentum": MOMENTUM * (name == "momentum")}
+        return kind(params, lr=RATES[name], fused=True, **options)
+
+    def step(self) -> Any:
+        self._optimizer.zero_grad(set_to_none=True)
+        loss = self._model(*self._batch)
+        loss.backward()
+        self._optimizer.step()
+        return loss
+
+    def loss(self, returned: Any) -> float:
+        total = returned.detach().clone()
+        self._torch.distributed.all_reduce(total)
+        return float(total) / self._replicas
+
+    def wait(self, returned: Any) -> None:
+        returned.item()
+
+
+def _torch_mlp(torch: Any, params: Any, x: Any, y: Any) -> Any:
+    out = x
+    for i in range(len(params) // 2):
+        out = torch.addmm(params[f"{i}/bias"], out, params[f"{i}/kernel"]).tanh()
+    return (out - y).square().mean()
+
+
+def _torch_resnet(torch: Any, params: Any, x: Any, y: Any) -> Any:
+    functional = torch.nn.functional
+
+    def conv(x: Any, name: str, stride: int = 1) -> Any:
+        kernel = params[f"{name}/kernel"]
+        return functional.conv2d(x, kernel, None, stride, kernel.shape[-1] // 2)
+
+    def norm(x: Any, name: str) -> Any:
+        scale, bias = params[f"{name}/scale"], params[f"{name}/bias"]
+        return functional.group_norm(x, GROUPS, scale, bias, EPSILON)
+
+    x = norm(conv(x, "stem"), "stem norm").relu()
+    for i, stride in enumerate(strides(params)):
+        out = norm(conv(x, f"{i} first", stride), f"{i} first norm").relu()
+        out = norm(conv(out, f"{i} second"), f"{i} second norm")
+        skipped = conv(x, f"{i} skip", stride) if stride > 1 else x
+        x = (skipped + out).relu()
+    out = torch.addmm(params["head/bias"], x.mean((2, 3)), params["head/kernel"])
+    return functional.cross_entropy(out, y)
+
+
+def _torch_transformer(torch: Any, params: Any, x: Any, y: Any) -> Any:
+    functional = torch.nn.functional
+
+    def dense(x: Any, name: str) -> Any:
+        return x @ params[f"{name}/kernel"] + params[f"{name}/bias"]
+
+    def norm(x: Any, name: str) -> Any:
+        scale, bias = params[f"{name}/scale"], params[f"{name}/bias"]
+        return functional.layer_norm(x, x.shape[-1:], scale, bias, EPSILON)
+
+    def attention(x: Any, i: int) -> Any:
+        rows, length, width = x.shape
+        heads = dense(x, f"{i} qkv").view(rows, length, 3, HEADS, width // HEADS)
+        q, k, v = heads.permute(2, 0, 3, 1, 4).unbind()
+        out = functional.scaled_dot_product_attention(q, k, v)
+        return dense(out.transpose(1, 2).reshape(x.shape), f"{i} out")
+
+    x = functional.embedding(x.long(), params["embedding"]) + params["positions"]
+    for i in range(blocks(params)):
+        x = x + attention(norm(x, f"{i} first norm"), i)
+        out = dense(norm(x, f"{i} second norm"), f"{i} up")
+        x = x + dense(functional.gelu(out, approximate="tanh"), f"{i} down")
+    out = dense(norm(x, "norm"), "head")
+    return functional.cross_entropy(out.flatten(0, 1), y.flatten())
+
+
+TORCH_LOSSES: Mapping[str, Callable[..., Any]] = {
+    "mlp": _torch_mlp,
+    "resnet": _torch_resnet,
+    "transformer": _torch_transformer,
+}
+
+
+# Both.
+
+
+def strides(params: Any) -> list[int]:
+    """The stride of each block of a residual network."""
+    count = sum(name.endswith(" second/kernel") for name in params)
+    return [2 if f"{i} skip/kernel" in params else 1 for i in range(count)]
+
+
+def blocks(params: Any) -> int:
+    """The number of blocks of a transformer."""
+    return sum(name.endswith(" qkv/kernel") for name in params)
+
+
+def load(
+    description: Mapping[str, Any],
+) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]:
+    """Parameters by name, and a batch of shape `[replica, row, ...]`."""
+    arrays = dict(np.load(description["file"]))
+    return arrays, arrays.pop("batch x"), arrays.pop("batch y")
+
+
+def serve(make: Callable[[Mapping[str, Any]], AbstractTraining], answers: Any) -> None:
+    """Do what standard input says until it ends."""
+    training: AbstractTraining | None = None
+    for line in sys.stdin:
+        command = json.loads(line)
+        if "prepare" in command:
+            training = make(command["prepare"])
+            answer = [training.loss(training.step()) for _ in range(command["steps"])]
+        else:
+            assert training is not None
+            answer = training.burst(command["burst"])
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+def main() -> None:
+    framework, rank, replicas, folder = sys.argv[1:]
+    # Libraries print to standard output, too: the answers go to a copy of it.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    if framework == "tensorflow":
+        make = tensorflow_trainings(int(replicas))
+    else:
+        make = torch_trainings(int(rank), int(replicas), folder)
+    print(json.dumps("ready"), file=answers, flush=True)
+    serve(make, answers)
+
+
+if __name__ == "__main__":
+    main()
