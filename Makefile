@@ -35,6 +35,9 @@ bench: $(VENV)/.installed-benchmarks
 	$(IN_VENV) benchmarks/analysis.py
 	$(IN_VENV) benchmarks/in_sync.py
 	$(IN_VENV) benchmarks/variables.py
+	$(IN_VENV) benchmarks/allreduce.py
+	$(IN_VENV) benchmarks/train_step.py
+	$(IN_VENV) benchmarks/scaling.py
 
 # One stamp for each extra, made again when the dependencies change.
 $(VENV)/.installed-%: pyproject.toml | $(IN_VENV)
