@@ -1267,7 +1267,7 @@ def test_the_innermost_line_of_the_users_is_preferred():
     assert _source.innermost([("<frozen importlib>", 1), (jaxs, 2)]) is None
     assert _source.innermost([]) is None
     for installed in (
-        "/home/me/.local/lib/python3.11/site-packages/flax/linen.py",
+        "/elsewhere/lib/python3.11/site-packages/flax/linen.py",
         "/usr/lib/python3/dist-packages/flax/linen.py",
     ):
         found = _source.innermost([(installed, 1), (here, 2)])

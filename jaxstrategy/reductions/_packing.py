@@ -30,7 +30,7 @@ class Packing(AbstractPacking):
     """Small arrays are joined, in order; a large one goes alone.
 
     Attributes:
-      largest: arrays of up to so many bytes are joined
+      largest: arrays of up to so many bytes are joined,
       pack: into arrays of up to so many bytes.
     """
 

@@ -1,8 +1,8 @@
 """Which side of a step uses a variable, and which reference of it the step has.
 
-A variable's numbers are in a `jax.Ref` that lives outside. A step works on references
-of its own, one for each variable, which the program connects with those outside; while
-it is traced, a `StepVariables` knows them.
+A variable's numbers are in a `Cell` that lives outside. A step works on references of
+its own, one for each variable, which the program connects with the cells; while it is
+traced, a `StepVariables` knows them.
 """
 
 from __future__ import annotations

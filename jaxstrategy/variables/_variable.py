@@ -277,7 +277,7 @@ class Variable(Operators, Handle):
 
     @property
     def sharding(self) -> NamedSharding:
-        """How that reference lies."""
+        """How the copies lie."""
         return self._kind.sharding
 
     @property

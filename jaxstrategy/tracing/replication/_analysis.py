@@ -93,7 +93,7 @@ class Analysis:
                     primitive.expand, axis_env=[(self.axis_name, self.replicas)]
                 )
                 jaxpr = plain(make(*args))
-            except Exception:  # anybody's code, not meant to be traced here
+            except _NOT_EXPANDED:  # anybody's code, not meant to be traced here
                 jaxpr = None
             self._expanded[primitive] = jaxpr
         return self._expanded[primitive]
@@ -103,6 +103,10 @@ class Analysis:
         named = eqn.params.get("axes", eqn.params.get("axis_name", ()))
         names = named if isinstance(named, (tuple, list)) else (named,)
         return self.axis_name in names
+
+
+# What tracing says of code that is not meant for it, or of an unknown mesh axis.
+_NOT_EXPANDED = (TypeError, ValueError, AttributeError, NameError, NotImplementedError)
 
 
 def _known(state: Any) -> tuple[int, Any]:
