@@ -870,3 +870,23 @@ def test_the_cases_reach_every_rule(four, monkeypatch):
     for step, _ in CASES.values():
         four.run(lambda x, s, step=step: step(x, s), (x, jnp.array([1.0, 2.0, 3.0])))
     assert set(rules) - ELSEWHERE <= rules.asked
+
+
+def test_a_reference_that_branches_only_read_stays_the_same(four):
+    def step(x):
+        ref, written = jax.new_ref(same(x)), jax.new_ref(same(x))
+        lax.cond(x > 2, lambda: ref[...], lambda: ref[...] + written[...])
+        lax.cond(x > 2, lambda: written.__setitem__(..., 0.0), lambda: None)
+        return ref[...], written[...]
+
+    out = four.run(step, (four.per_replica([1.0, 2.0, 3.0, 4.0]),))
+    assert varying(out) == [False, True]
+
+
+def test_a_reference_that_a_loop_only_reads_stays_the_same(four):
+    def step(x):
+        ref = jax.new_ref(same(x))
+        lax.while_loop(lambda c: c < x, lambda c: c + jnp.abs(ref[...]), 0.0)
+        return ref[...]
+
+    assert varying(four.run(step, (four.per_replica([1.0, 2.0, 3.0, 4.0]),))) == [False]

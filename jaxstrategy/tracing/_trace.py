@@ -41,7 +41,6 @@ class Trace:
       results: what the step returned, but for the arrays.
       variables: all that there were; those that belong elsewhere, too.
       used: those that the step reads or writes.
-      written: those that it writes.
       mesh: where the replicas are.
       findings: what is known about the arrays that it returned.
     """
@@ -50,7 +49,6 @@ class Trace:
     results: Results
     variables: Sequence[Variable]
     used: Sequence[Variable]
-    written: Sequence[Variable]
     mesh: Mesh
     findings: Findings
 
@@ -97,9 +95,7 @@ class Trace:
         return [
             (
                 variable,
-                self.findings.contents[places.index(first + index)]
-                if variable in self.written
-                else None,
+                self.findings.contents.get(places.index(first + index)),
             )
             for index, variable in enumerate(self.variables)
             if variable in used
@@ -225,8 +221,8 @@ def trace(
         mesh.size,
         unpacking=sum(spec != _mesh.SAME for spec in specs),
     )
-    used, written = list(step.used.values()), list(step.written.values())
-    return Trace(closed, results, there, used, written, mesh, findings)
+    used = list(step.used.values())
+    return Trace(closed, results, there, used, mesh, findings)
 
 
 class _MadeVariables(Exception):

@@ -38,7 +38,6 @@ class StepVariables:
 
     Attributes:
       used: those that it has read or written so far, in order.
-      written: those that it has written.
       created: those that it has made.
     """
 
@@ -46,7 +45,6 @@ class StepVariables:
         self._references = {id(variable): ref for variable, ref in references}
         self.may_create = may_create
         self.used: dict[int, Any] = {}
-        self.written: dict[int, Any] = {}
         self.created: list[Any] = []
 
     @property

@@ -241,9 +241,6 @@ class Variable(Operators, Handle):
                 f"Variable {self._name!r} was assigned inside the function whose "
                 "gradient with respect to it is taken. Assign it afterwards."
             )
-        step = _step.tracing()
-        if step is not None:
-            step.written[id(self)] = self
         with _step.one_at_a_time:
             return self._kind.write(self._reference(), _step.side(), value, how)
 

@@ -61,7 +61,7 @@ class Analysis:
         contents = {
             index: state.content
             for index, state in enumerate(inputs)
-            if isinstance(state, Cell)
+            if isinstance(state, Cell) and state.is_written
         }
         outputs = [frame.read(atom) for atom in jaxpr.outvars]
         return Findings(outputs, frame.collectives, contents)
@@ -224,6 +224,7 @@ class Frame:
 
     def write(self, cell: Cell, state: State | None) -> None:
         """Note that `cell` may hold `state` from now on."""
+        cell.is_written = True
         after = join((cell.content, state))
         if _known(after) != _known(cell.content):
             cell.content = after

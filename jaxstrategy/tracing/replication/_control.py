@@ -62,7 +62,7 @@ def branching(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
     predicate, operands = operands[0], operands[1:]
     entered = []
     before = [content_of(state) for state in operands]
-    cells = [cell for cell in operands if isinstance(cell, Cell)]
+    written: list[Cell] = []
     for branch in eqn.params["branches"]:
         # Each branch starts from what was there before, not from another's writes.
         starts = [
@@ -71,13 +71,14 @@ def branching(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
         ]
         entered.append(frame.enter(branch, starts, eqn))
         for cell, start in zip(operands, starts, strict=True):
-            if isinstance(cell, Cell):
+            if isinstance(cell, Cell) and start.is_written:
                 frame.write(cell, start.content)
+                written.append(cell)
     decider = _decider(eqn, predicate)
     for branch, (_, collectives) in zip(eqn.params["branches"], entered, strict=True):
         frame.collectives += _decided(collectives, decider, eqn, branch)
     if decider is not None:  # replicas may take different branches
-        for cell in cells:
+        for cell in written:
             frame.write(cell, decider)
     # Replicas that take one branch together still have what they had before.
     results = zip(*(outputs for outputs, _ in entered), strict=True)
@@ -131,7 +132,7 @@ def while_loop(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
         decider = _decider(eqn, goes_on)
         if decider is not None:  # replicas may stop at different turns
             for cell in cond_consts + body_consts:
-                if isinstance(cell, Cell):
+                if isinstance(cell, Cell) and cell.is_written:
                     frame.write(cell, decider)
             after = [join((decider, state)) for state in after]
         jaxprs = params["cond_jaxpr"], params["body_jaxpr"]

@@ -76,7 +76,8 @@ class Findings:
     Attributes:
       outputs: for each output.
       collectives: in program order.
-      contents: for each input that is a reference, what it holds in the end.
+      contents: for each input that is a reference and may be written to, what it holds
+        in the end.
     """
 
     outputs: list[Any]
@@ -85,10 +86,16 @@ class Findings:
 
 
 class Cell:
-    """What a mutable reference holds. One object however many names it has."""
+    """What a mutable reference holds. One object however many names it has.
+
+    Attributes:
+      content: what is known of it.
+      is_written: whether something may have been written to it.
+    """
 
     def __init__(self, content: State | None) -> None:
         self.content = content
+        self.is_written = False
 
 
 def content_of(state: Any) -> State | None:
