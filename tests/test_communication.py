@@ -279,6 +279,22 @@ def test_packs_in_transformed_steps(four):
         np.testing.assert_allclose(rest["a"], total, rtol=1e-5)
 
 
+def test_packs_of_very_many_arrays(four):
+    sizes = [1 + i % 5 for i in range(100)]  # enough to be cut at unknown places
+    draw = np.random.default_rng(0)
+    trees = [draw.normal(size=(4, size)).astype(np.float32) for size in sizes]
+
+    def step(tree):
+        total, pull = jax.vjp(lambda t: replica().all_reduce("sum", t), tree)
+        return total, pull(total)[0]
+
+    total, gradient = four.run(step, (four.per_replica(tuple(trees)),))
+    for versions, found, incoming in zip(trees, total, gradient, strict=True):
+        assert isinstance(found, js.Mirrored)
+        np.testing.assert_allclose(found, versions.sum(0), rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(incoming, 4 * versions.sum(0), rtol=1e-5, atol=1e-5)
+
+
 # Gradients: local, whatever the algorithm.
 
 RING = CommunicationOptions(implementation="RING")
