@@ -1,0 +1,91 @@
+"""What batches are read from: a `Source`, and one `Pass` over it.
+
+A batch is a pytree of arrays on the host, each with the examples along its first
+dimension. Sources do not check that; the reader does, for all of them.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable
+from typing import Any, Self
+
+from jaxstrategy._values import PyTree
+
+State = Any  # what JSON can hold: dicts, lists, text, numbers, None
+
+
+class Source(abc.ABC):
+    """Batches, read from the beginning as often as asked for."""
+
+    @abc.abstractmethod
+    def start(self) -> Pass:
+        """A new pass over all batches.
+
+        Raises:
+          TypeError: the batches can be read only once, and were.
+        """
+
+    @property
+    def length(self) -> int | None:
+        """How many batches a pass has; None when unknown or without end."""
+        return None
+
+    @property
+    @abc.abstractmethod
+    def name(self) -> str:
+        """How messages call it."""
+
+
+class Pass(abc.ABC):
+    """One pass over a source."""
+
+    def __iter__(self) -> Self:
+        return self
+
+    @abc.abstractmethod
+    def __next__(self) -> PyTree:
+        """The next batch.
+
+        Raises:
+          StopIteration: there is none.
+        """
+
+    def part(self, choose: Callable[[int], slice]) -> tuple[int, PyTree] | None:
+        """Some rows of the next batch, for a source that need not read the others.
+
+        Args:
+          choose: from the number of rows in the batch, those that are wanted.
+
+        Returns:
+          The number of rows in the whole batch, and the rows; None if this source
+          reads batches only whole (then `__next__` is called instead).
+
+        Raises:
+          StopIteration: there is no batch left.
+        """
+        return None
+
+    @abc.abstractmethod
+    def get_state(self) -> State:
+        """Where this pass is, for `set_state` of a pass in another process.
+
+        Raises:
+          TypeError: the source cannot be resumed; the message says why.
+        """
+
+    @abc.abstractmethod
+    def set_state(self, state: State) -> PyTree | None:
+        """Go on where the pass was whose state it is.
+
+        Returns:
+          The batch before, where it had to be read to get there; else None.
+
+        Raises:
+          ValueError: it is the state of something else, or there are not so many
+            batches.
+          TypeError: the source cannot be resumed.
+        """
+
+    def close(self) -> None:
+        """Let go of files and workers. A closed pass is not used again."""
