@@ -33,9 +33,11 @@ from jaxstrategy._errors import (
 from jaxstrategy._errors import (
     NotMirroredError as NotMirroredError,
 )
+from jaxstrategy._errors import OutOfRangeError as OutOfRangeError
 from jaxstrategy._errors import (
     OutOfSyncError as OutOfSyncError,
 )
+from jaxstrategy._errors import PaddedRowsWarning as PaddedRowsWarning
 from jaxstrategy._errors import (
     PlacementError as PlacementError,
 )
@@ -48,6 +50,9 @@ from jaxstrategy._errors import (
 from jaxstrategy._errors import (
     TracedValueError as TracedValueError,
 )
+from jaxstrategy._masked import batch_mask as batch_mask
+from jaxstrategy._masked import masked_mean as masked_mean
+from jaxstrategy._masked import masked_sum as masked_sum
 from jaxstrategy._options import ReduceOp as ReduceOp
 from jaxstrategy._options import RunOptions as RunOptions
 from jaxstrategy._options import VariableAggregation as VariableAggregation
@@ -57,6 +62,12 @@ from jaxstrategy._slices import IndexedSlices as IndexedSlices
 from jaxstrategy._topology import Topology as Topology
 from jaxstrategy._values import DistributedValues as DistributedValues
 from jaxstrategy._values import PerReplica as PerReplica
+from jaxstrategy.inputs._dataset import DistributedDataset as DistributedDataset
+from jaxstrategy.inputs._iterator import DistributedIterator as DistributedIterator
+from jaxstrategy.inputs._options import InputContext as InputContext
+from jaxstrategy.inputs._options import InputOptions as InputOptions
+from jaxstrategy.inputs._options import InputReplicationMode as InputReplicationMode
+from jaxstrategy.inputs.sources._arrays import batches as batches
 from jaxstrategy.reductions._cross_device_ops import CrossDeviceOps as CrossDeviceOps
 from jaxstrategy.reductions._cross_device_ops import (
     HierarchicalCopyAllReduce as HierarchicalCopyAllReduce,

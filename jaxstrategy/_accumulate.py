@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxstrategy import _padding
 from jaxstrategy._slices import is_slices
 from jaxstrategy._values import PyTree
 
@@ -32,7 +33,8 @@ def accumulated(
 
         def of_part(index: Any) -> tuple[PyTree, PyTree]:
             args, kwargs = parts(index)
-            returned = fn(*args, **kwargs)
+            with _padding.part(index, k):
+                returned = fn(*args, **kwargs)
             sums, aux = returned if has_aux else (returned, None)
             return jax.tree.map(_summable, sums, is_leaf=is_slices), aux
 

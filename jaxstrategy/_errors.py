@@ -116,6 +116,13 @@ class SimulationError(RuntimeError):
     """Simulated devices were asked for after JAX had already started its devices."""
 
 
+class ClusterError(RuntimeError):
+    """The processes of a job could not meet, or one of them cannot go on.
+
+    The message names the processes by their ids and hosts.
+    """
+
+
 class MissingExtraError(ImportError):
     """An optional dependency is needed; the message names the extra to install."""
 
@@ -126,3 +133,11 @@ class RecompilationWarning(UserWarning):
 
 class DoubleReductionWarning(UserWarning):
     """The result of a reduction is summed over the replicas again."""
+
+
+class PaddedRowsWarning(UserWarning):
+    """A step was given rows that only fill up a batch, and does not ask which."""
+
+
+class OutOfRangeError(StopIteration):
+    """`get_next` was called at the end of the data; TensorFlow's name for it."""

@@ -92,6 +92,10 @@ class PerReplica:
     _value: Any
     # Inside a merge call the value is this replica's own, and this names the axis.
     _axis_name: str | None = dataclasses.field(default=None, metadata={"static": True})
+    # Of a batch: which rows are real, bool[replica, rows]. The same on every replica,
+    # so that each knows how many there are in all. Booleans, because a function mapped
+    # over the tree then leaves them as they are, or makes what is refused.
+    _mask: Any = None
 
     @property
     def stacked(self) -> Any:
@@ -131,6 +135,14 @@ class PerReplica:
     def dtype(self) -> Any:
         """The dtype of every version."""
         return self._value.dtype
+
+    @property
+    def mask(self) -> Any:
+        """Which rows are real, `bool[replica, rows]`, of a batch that may be padded.
+
+        None of other values. Inside a step see `batch_mask`.
+        """
+        return self._mask
 
     @property
     def num_replicas(self) -> int:
@@ -201,6 +213,22 @@ def to_local(value: PerReplica) -> Any:
     if value._axis_name is None:
         value._misused()
     return value._value
+
+
+def with_mask(value: PerReplica, mask: Any) -> PerReplica:
+    """`value`, of which only some rows are real."""
+    return dataclasses.replace(value, _mask=mask)
+
+
+def real_rows(value: PerReplica) -> tuple[jax.Array, ...]:
+    """The versions without the rows that only fill up the last ones of a batch."""
+    if value.mask is None:
+        return value.values
+    rows = np.asarray(value.mask)
+    return tuple(
+        version if real.all() else version[np.flatnonzero(real)]
+        for version, real in zip(value.values, rows, strict=True)
+    )
 
 
 def contents(value: PerReplica) -> Any:

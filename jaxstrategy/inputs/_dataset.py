@@ -1,42 +1,112 @@
-"""A dataset whose batches come already divided over the replicas."""
+"""A dataset whose batches come divided over the replicas."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import final
+from collections.abc import Callable
+from typing import Any, TypeVar, final
 
 from jaxstrategy._values import PyTree
+from jaxstrategy.inputs._iterator import DistributedIterator
+from jaxstrategy.inputs._options import InputOptions
+from jaxstrategy.inputs._placing import Placing
+from jaxstrategy.inputs._steps import Steps
 
-Distribute = Callable[[PyTree], PyTree]
+_S = TypeVar("_S")
 
 
 @final
 class DistributedDataset:
-    """Global batches in, per-replica batches out.
+    """Batches for all replicas, as often as they are iterated over.
 
-    Iterating over it iterates over the source and divides each batch over the replicas
-    (see `Strategy.experimental_distribute_dataset`). A source that can be iterated
-    again, such as a list, makes a dataset that can.
+    Made by `strategy.experimental_distribute_dataset` and
+    `strategy.distribute_datasets_from_function`. Each batch is the pytree that the
+    source gave, with a `PerReplica` for each array. All batches have one shape: where
+    rows are missing they are filled up, and `batch_mask`, `masked_mean` and
+    `masked_sum` know it inside the step.
+
+    >>> import jaxstrategy as js
+    >>> strategy = js.MirroredStrategy(js.simulate(8)[:2])
+    >>> dataset = strategy.experimental_distribute_dataset(
+    ...     js.batches({"x": np.arange(6.0)}, batch_size=4)
+    ... )
+    >>> dataset
+    DistributedDataset(batches, 2 steps)
+    >>> for batch in dataset:
+    ...     total = strategy.run(lambda batch: js.masked_sum(batch["x"]), (batch,))
+    ...     print(strategy.reduce("sum", total))
+    6.0
+    9.0
     """
 
-    def __init__(self, source: Iterable[PyTree], distribute: Distribute) -> None:
-        self._source = source
-        self._distribute = distribute
+    def __init__(
+        self,
+        start: Callable[[], Steps],
+        placing: Placing,
+        options: InputOptions,
+        name: str,
+        length: Callable[[], int | None],
+    ) -> None:
+        self._start = start
+        self._placing = placing
+        self._options = options
+        self._name = name
+        self._length = length
+        # Read to know what batches are like, and not yet given to anybody.
+        self._begun: DistributedIterator | None = None
+        self._spec: PyTree = None
 
     def __iter__(self) -> DistributedIterator:
-        return DistributedIterator(iter(self._source), self._distribute)
+        begun, self._begun = self._begun, None
+        return self._iterator() if begun is None else begun
+
+    def _iterator(self) -> DistributedIterator:
+        return DistributedIterator(self._start, self._placing, self._options)
+
+    @property
+    def element_spec(self) -> PyTree:
+        """What batches are like: `jax.ShapeDtypeStruct`s in `PerReplica`s.
+
+        `strategy.explain` takes it in place of a batch. The first batch is read to know
+        it; the next `iter` begins with that one.
+        """
+        if self._spec is None:
+            if self._begun is None:
+                self._begun = self._iterator()
+            self._spec = self._begun.element_spec
+        return self._spec
+
+    def __len__(self) -> int:
+        """How many steps a pass has.
+
+        Raises:
+          TypeError: that is not known before it ends, or it has no end.
+        """
+        length = self._length()
+        if length is None:
+            raise TypeError(
+                f"How many steps {self._name} has is not known. Count them, or give a "
+                "source that has a length."
+            )
+        return length
+
+    def reduce(self, initial_state: _S, reduce_func: Callable[[_S, Any], _S]) -> _S:
+        """What `reduce_func(state, batch)` makes of all batches, one after the other.
+
+        >>> import jaxstrategy as js
+        >>> strategy = js.MirroredStrategy(js.simulate(8)[:2])
+        >>> dataset = strategy.experimental_distribute_dataset([np.ones(4), np.ones(2)])
+        >>> def add(total, batch):
+        ...     sums = strategy.run(js.masked_sum, (batch,))
+        ...     return total + strategy.reduce("sum", sums)
+        >>> dataset.reduce(0.0, add)
+        Array(6., dtype=float32)
+        """
+        state = initial_state
+        for batch in self:
+            state = reduce_func(state, batch)
+        return state
 
     def __repr__(self) -> str:
-        return f"DistributedDataset({type(self._source).__name__})"
-
-
-@final
-class DistributedIterator(Iterator[PyTree]):
-    """One pass over a `DistributedDataset`."""
-
-    def __init__(self, batches: Iterator[PyTree], distribute: Distribute) -> None:
-        self._batches = batches
-        self._distribute = distribute
-
-    def __next__(self) -> PyTree:
-        return self._distribute(next(self._batches))
+        length = self._length()
+        steps = "" if length is None else f", {length} steps"
+        return f"DistributedDataset({self._name}{steps})"

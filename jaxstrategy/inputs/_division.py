@@ -1,56 +1,99 @@
-"""A global batch divided evenly over the replicas."""
+"""The rows of a batch, divided over the replicas.
+
+All replicas have as many rows, the same in each step: what is missing is filled up with
+copies of the last row, and counted.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
+import jax.numpy as jnp
+import numpy as np
 
-from jaxstrategy import _mesh, _values
-from jaxstrategy._values import PerReplica, PyTree
+from jaxstrategy.inputs._batch import Batch
 
 
-def split_batch(batch: PyTree, mesh: Mesh) -> PyTree:
-    """`batch` with each array as a `PerReplica`: replica i gets the i-th equal part.
+@dataclasses.dataclass(frozen=True)
+class Replicas:
+    """The replicas, and those of this process among them.
 
-    Shapes: `[rows, ...]` -> local `[rows / num_replicas, ...]`, rows in order.
-
-    Raises:
-      ValueError: the rows of an array cannot be divided equally, or it is a scalar.
-      TypeError: a leaf is not an array.
+    Attributes:
+      total: how many there are.
+      first: the number of this process's first.
+      local: how many this process has; one after the other.
     """
-    sharding = _mesh.split(mesh)
 
-    def split(path: Any, leaf: Any) -> PerReplica:
-        array = _checked(leaf, mesh.size, f"batch{jax.tree_util.keystr(path)}")
-        rows, rest = array.shape[0], array.shape[1:]
-        stacked = array.reshape(mesh.size, rows // mesh.size, *rest)
-        return PerReplica(jax.device_put(stacked, sharding))
-
-    return jax.tree.map_with_path(split, batch, is_leaf=_values.is_per_replica)
+    total: int
+    first: int
+    local: int
 
 
-def _checked(leaf: Any, num_replicas: int, what: str) -> Any:
-    if isinstance(leaf, PerReplica):
-        raise TypeError(
-            f"`{what}` is already a PerReplica. Give the dataset global batches, which "
-            "are divided over the replicas here, or pass the value to `run` as it is."
+@dataclasses.dataclass(frozen=True)
+class Division:
+    """How the rows of global batches are divided.
+
+    Attributes:
+      replicas: over which.
+      each: the rows of each replica.
+    """
+
+    replicas: Replicas
+    each: int
+
+    @classmethod
+    def of(cls, replicas: Replicas, rows: int) -> Division:
+        """For batches of up to so many rows."""
+        return cls(replicas, -(-rows // replicas.total))
+
+    @property
+    def rows(self) -> int:
+        """The rows of a batch that is filled up."""
+        return self.each * self.replicas.total
+
+    def own(self, rows: int) -> slice:
+        """Which rows of a batch with so many go to this process.
+
+        At least one, so that there is something to fill up with.
+        """
+        start = min(self.replicas.first * self.each, rows - 1)
+        stop = min((self.replicas.first + self.replicas.local) * self.each, rows)
+        return slice(start, max(stop, start + 1))
+
+    def counts(self, rows: int) -> list[int]:
+        """How many rows each of all replicas has of a batch with so many."""
+        starts = range(0, self.rows, self.each)
+        return [min(max(rows - start, 0), self.each) for start in starts]
+
+
+def stacked(batch: Batch, local: int, each: int) -> list[Any]:
+    """The arrays of this process, `[local, each, ...]`, filled up with the last row."""
+    return [_stacked(array, local, each) for array in batch.arrays]
+
+
+def _stacked(array: Any, local: int, each: int) -> Any:
+    missing = local * each - array.shape[0]
+    if missing:
+        numpy = jnp if isinstance(array, jax.Array) else np
+        last = numpy.broadcast_to(array[-1:], (missing, *array.shape[1:]))
+        array = numpy.concatenate([array, last])
+    return array.reshape(local, each, *array.shape[1:])
+
+
+def joined(versions: Sequence[Sequence[Any]], each: int) -> list[Any]:
+    """The arrays of several replicas, `[rows, ...]`, as `[replica, each, ...]`."""
+    filled = [[_stacked(array, 1, each) for array in arrays] for arrays in versions]
+    return [
+        (jnp if any(isinstance(a, jax.Array) for a in column) else np).concatenate(
+            column
         )
-    array = _values.as_array(leaf, what)
-    if array.ndim == 0:
-        raise ValueError(
-            f"`{what}` is a scalar, which cannot be divided over the replicas. Batches "
-            "hold arrays with the examples along the first dimension; pass what is the "
-            "same for all replicas to `run` as an argument of its own."
-        )
-    rows = array.shape[0]
-    if rows % num_replicas:
-        near = rows - rows % num_replicas
-        raise ValueError(
-            f"`{what}` has {rows} rows, which {num_replicas} replicas cannot share "
-            f"equally. Use a global batch size divisible by {num_replicas}"
-            + (f", such as {near}" if near else "")
-            + ", and leave out or pad an incomplete last batch."
-        )
-    return array
+        for column in zip(*filled, strict=True)
+    ]
+
+
+def mask(counts: Sequence[int], each: int) -> np.ndarray:
+    """Which rows are real, `bool[replica, each]`."""
+    return np.arange(each) < np.asarray(counts)[:, None]

@@ -8,13 +8,22 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, Self
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
-from jaxstrategy import _contexts, _devices, _mesh, _replica, _tables, _values
+from jaxstrategy import (
+    _contexts,
+    _devices,
+    _mesh,
+    _padding,
+    _replica,
+    _tables,
+    _values,
+)
 from jaxstrategy._accumulate import accumulated, checked_parts
 from jaxstrategy._contexts import AbstractStrategy, Context
 from jaxstrategy._devices import Device
@@ -28,8 +37,15 @@ from jaxstrategy._options import (
 from jaxstrategy._replica import ReplicaContext
 from jaxstrategy._topology import Topology
 from jaxstrategy._values import Handle, PerReplica, PyTree
+from jaxstrategy.inputs._agreement import Alone
 from jaxstrategy.inputs._dataset import DistributedDataset
-from jaxstrategy.inputs._split import split_batch
+from jaxstrategy.inputs._division import Replicas
+from jaxstrategy.inputs._feeding import Feeding
+from jaxstrategy.inputs._options import (
+    InputContext,
+    InputOptions,
+    checked_input_options,
+)
 from jaxstrategy.reductions._all_reduce import Axes
 from jaxstrategy.reductions._cross_device_ops import (
     CrossDeviceOps,
@@ -358,6 +374,7 @@ class Strategy(AbstractStrategy):
         value: PyTree,
         axis: int | Sequence[int] | None = None,
         *,
+        weights: Any = None,
         options: CommunicationOptions | None = None,
     ) -> PyTree:
         """One value from all replicas' versions, leaf by leaf.
@@ -369,14 +386,19 @@ class Strategy(AbstractStrategy):
           reduce_op: a `ReduceOp` or its name in any case.
           value: a pytree of `PerReplica`s, arrays and numbers.
           axis: also reduce over this dimension, or these, of each replica's version.
-            MEAN is then over all elements of all replicas.
+            MEAN is then over all elements of all replicas; over dimension 0 of a
+            batch from a dataset, only over its real rows.
+          weights: what each entry counts, a `PerReplica` or an array whose shape is
+            that of a version's first dimensions; True and False will do. Only for SUM
+            and MEAN.
           options: how, instead of as the strategy does.
 
         Returns:
           A pytree of mirrored arrays; MEAN of integers has JAX's default float dtype.
 
         Raises:
-          ValueError: `reduce_op` is not a reduction; `axis` is out of range.
+          ValueError: `reduce_op` is not a reduction; `axis` is out of range; `weights`
+            have another shape.
           TypeError: a leaf is not a number; `axis` is not a whole number.
           ContextError: inside `run`; use `get_replica_context().all_reduce` there.
 
@@ -387,13 +409,19 @@ class Strategy(AbstractStrategy):
         Array([4., 6.], dtype=float32)
         >>> strategy.reduce("mean", x, axis=0)
         Array(2.5, dtype=float32)
+        >>> known = strategy.per_replica([[True, True], [True, False]])
+        >>> strategy.reduce("mean", x, axis=0, weights=known)
+        Array(2., dtype=float32)
         """
         context = _contexts.require_cross_replica(self, "reduce")
         checked_options(options)
+        is_weighted = weights is not None
         function = self._reduction.of_tree(
-            ReduceOp(reduce_op), dimensions(axis), options
+            ReduceOp(reduce_op), dimensions(axis), options, is_weighted
         )
-        return self._across(context, function, value)
+        return self._across(
+            context, function, (value, weights) if is_weighted else value
+        )
 
     def reduce_leaves(
         self,
@@ -409,7 +437,8 @@ class Strategy(AbstractStrategy):
         """Every replica's version joined along `axis`, in replica order, leaf by leaf.
 
         Shapes: local `[n, ...]` -> `[num_replicas * n, ...]` for `axis=0`. A leaf that
-        is not a `PerReplica` counts as what every replica holds, and is repeated.
+        is not a `PerReplica` counts as what every replica holds, and is repeated. Rows
+        that only fill up a batch from a dataset are left out.
 
         Raises:
           ValueError: a leaf is a scalar, or `axis` is out of range for one.
@@ -422,14 +451,15 @@ class Strategy(AbstractStrategy):
         Array([1, 2, 3, 4], dtype=int32)
         """
         context = _contexts.require_cross_replica(self, "gather")
-        return self._across(context, gatherer(axis, self._axes), value)
+        gathered = self._across(context, gatherer(axis, self._axes), value)
+        return _without_filling(value, gathered) if axis == 0 else gathered
 
     def experimental_local_results(self, value: PyTree) -> tuple[PyTree, ...]:
         """Each replica's version of `value`, as a tuple.
 
         A pytree gives a tuple of pytrees. A mirrored array, or a container of plain
         values, gives one entry per replica too; a single plain value gives a tuple of
-        one.
+        one. Of a batch from a dataset they are the real rows.
 
         Raises:
           ContextError: inside `run`, where there is one version.
@@ -465,7 +495,7 @@ class Strategy(AbstractStrategy):
     def _versions(self, leaf: Any, in_step: bool) -> tuple[Any, ...]:
         n = self.num_replicas_in_sync
         if isinstance(leaf, PerReplica):
-            versions = leaf.values
+            versions = leaf.values if in_step else _values.real_rows(leaf)
             if len(versions) != n:
                 raise ValueError(
                     f"A PerReplica with {len(versions)} versions was given to a "
@@ -641,21 +671,34 @@ class Strategy(AbstractStrategy):
             return build_replicated(fn, args, self.mesh)
 
     def experimental_distribute_dataset(
-        self, dataset: Iterable[PyTree]
+        self, dataset: Any, options: InputOptions | None = None
     ) -> DistributedDataset:
         """`dataset`, each of its global batches divided over the replicas.
 
+        Replica i has the i-th part of the rows, in order. A batch that the replicas
+        cannot share equally is filled up with copies of its last row; inside the step
+        `masked_mean`, `masked_sum` and `batch_mask` know which rows are real. Some
+        batches are read and copied to the devices ahead, in a thread.
+
         Args:
-          dataset: an iterable of pytrees of NumPy or JAX arrays of shape
-            `[rows, ...]`. It is iterated over anew for each pass.
+          dataset: where batches come from: `jaxstrategy.batches` of arrays in memory; a
+            list of batches, a function that makes generators, or another iterable; a
+            Grain dataset or loader, a PyTorch `DataLoader`, a `tf.data.Dataset`, a
+            Hugging Face dataset in NumPy form. A batch is a pytree of arrays of shape
+            `[rows, ...]`. With several processes each reads the same batches and uses
+            its own rows.
+          options: see `InputOptions`.
 
         Returns:
-          An iterable of the same pytrees with `PerReplica`s, whose local shapes are
-          `[rows / num_replicas, ...]`; replica i has the i-th part, in order. A batch
-          whose rows cannot be divided equally raises `ValueError` when it is reached.
+          An iterable of the same pytrees with `PerReplica`s.
 
         Raises:
-          TypeError: `dataset` cannot be iterated over.
+          TypeError: `dataset` is nothing that batches can be read from.
+          ValueError: `options` ask for an input pipeline for each replica.
+
+        What is wrong with a batch (a scalar, text, other rows in one array than in
+        another, another structure than the first) is said when the batch is reached,
+        with its number and the array's path; the batches before it are given.
 
         >>> import jaxstrategy as js
         >>> strategy = js.MirroredStrategy(js.simulate(8)[:2])
@@ -664,15 +707,56 @@ class Strategy(AbstractStrategy):
         (Array([0, 1], dtype=int32), Array([2, 3], dtype=int32))
         """
         _contexts.require_host(self, "experimental_distribute_dataset")
-        if not isinstance(dataset, Iterable):
-            raise TypeError(
-                f"`dataset` is {dataset!r}, which cannot be iterated over. Give an "
-                "iterable of global batches: a list, a generator, a data loader."
-            )
-        return DistributedDataset(dataset, self._distribute_batch)
+        return self._feeding.of_dataset(dataset, checked_input_options(options))
 
-    def _distribute_batch(self, batch: PyTree) -> PyTree:
-        return split_batch(batch, self.mesh)
+    def distribute_datasets_from_function(
+        self,
+        dataset_fn: Callable[[InputContext], Any],
+        options: InputOptions | None = None,
+    ) -> DistributedDataset:
+        """What `dataset_fn` makes, each of its batches for one replica.
+
+        For sources of which each process should read its own part: it is told which.
+
+        Args:
+          dataset_fn: given an `InputContext`, returns where batches come from, as
+            `experimental_distribute_dataset` takes it. It is called once in each
+            process, and a step takes as many batches as the process has replicas; with
+            `InputReplicationMode.PER_REPLICA`, once for each replica.
+          options: see `InputOptions`.
+
+        Returns:
+          An iterable of pytrees with `PerReplica`s. It goes on until no replica has a
+          batch left; those that have none before get one without real rows.
+
+        Raises:
+          TypeError: `dataset_fn` cannot be called, or returns nothing that batches can
+            be read from.
+
+        >>> import jaxstrategy as js
+        >>> strategy = js.MirroredStrategy(js.simulate(8)[:2])
+        >>> def dataset_fn(context):
+        ...     rows = context.get_per_replica_batch_size(4)
+        ...     return js.batches(np.arange(8), rows)
+        >>> for batch in strategy.distribute_datasets_from_function(dataset_fn):
+        ...     print(batch.values)
+        (Array([0, 1], dtype=int32), Array([2, 3], dtype=int32))
+        (Array([4, 5], dtype=int32), Array([6, 7], dtype=int32))
+        """
+        _contexts.require_host(self, "distribute_datasets_from_function")
+        if not callable(dataset_fn):
+            raise TypeError(
+                f"`dataset_fn` is {dataset_fn!r}, which cannot be called. A function "
+                "of an `InputContext` was wanted; a dataset itself is for "
+                "`experimental_distribute_dataset`."
+            )
+        return self._feeding.of_function(dataset_fn, checked_input_options(options))
+
+    @property
+    def _feeding(self) -> Feeding:
+        """How its replicas are fed."""
+        n = self.num_replicas_in_sync
+        return Feeding(self.mesh, Replicas(n, 0, n), (0, 1), Alone)
 
     # How it prints and copies.
 
@@ -711,3 +795,19 @@ class Strategy(AbstractStrategy):
 
 
 _LEAF = jax.tree.structure(0)
+
+
+def _without_filling(value: PyTree, gathered: PyTree) -> PyTree:
+    """`gathered` from all replicas' rows of `value`, only the real ones."""
+    leaves, treedef = jax.tree.flatten(gathered)
+    masks = [
+        leaf.mask if isinstance(leaf, PerReplica) else None
+        for leaf in jax.tree.leaves(value, is_leaf=_values.is_whole)
+    ]
+    if not any(_padding.is_noted(mask) for mask in masks):
+        return gathered
+    real = [
+        leaf[np.flatnonzero(np.asarray(mask))] if _padding.is_noted(mask) else leaf
+        for leaf, mask in zip(leaves, masks, strict=True)
+    ]
+    return jax.tree.unflatten(treedef, real)

@@ -10,10 +10,11 @@ from typing import Any, Self, final
 import jax
 from jax.sharding import Mesh
 
-from jaxstrategy import _contexts, _mesh, _values
+from jaxstrategy import _contexts, _mesh, _padding, _values
 from jaxstrategy._contexts import AbstractStrategy, Context
 from jaxstrategy._errors import ContextError
 from jaxstrategy._options import RunOptions
+from jaxstrategy._padding import Batch, Batches
 from jaxstrategy._replica import ReplicaContext
 from jaxstrategy._values import PerReplica, PyTree
 from jaxstrategy.strategies._base import Strategy
@@ -78,8 +79,9 @@ class DefaultStrategy(Strategy):
         options: RunOptions | None,
     ) -> Any:
         _contexts.require_same(_contexts.current(), self)
-        args, kwargs = _alone((args, kwargs))
-        with _contexts.entered(None):
+        given = (args, kwargs)
+        args, kwargs = _alone(given)
+        with _contexts.entered(None), _padding.given(_batches(given, (args, kwargs))):
             return fn(*args, **kwargs)
 
     def _across(
@@ -97,6 +99,22 @@ class DefaultStrategy(Strategy):
 @functools.cache
 def _first_device() -> Mesh:
     return _mesh.mesh_of(jax.local_devices()[:1])
+
+
+def _batches(given: PyTree, alone: PyTree) -> Batches:
+    """What is known of the batches among the arguments."""
+    pairs = zip(
+        jax.tree.leaves(given, is_leaf=_values.is_whole),
+        jax.tree.leaves(alone, is_leaf=_values.is_whole),
+        strict=True,
+    )
+    return Batches(
+        [
+            Batch(array, value.mask, place)
+            for place, (value, array) in enumerate(pairs)
+            if isinstance(value, PerReplica) and value.mask is not None
+        ]
+    )
 
 
 def _alone(tree: PyTree) -> PyTree:

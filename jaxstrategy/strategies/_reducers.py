@@ -8,7 +8,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
+from jaxstrategy import _padding
 from jaxstrategy._options import ReduceOp
 from jaxstrategy._slices import is_slices
 from jaxstrategy._values import PyTree
@@ -39,17 +41,79 @@ def dimensions(axis: int | Sequence[int] | None) -> tuple[int, ...] | None:
 def reducer(
     op: ReduceOp,
     axis: tuple[int, ...] | None,
+    is_weighted: bool,
     reduce_leaves: Callable[[ReduceOp, list[Any]], list[Any]],
 ) -> Callable[[PyTree], PyTree]:
-    """Reduces a replica's tree over `axis`, and then over all replicas."""
+    """Reduces a replica's tree over `axis`, and then over all replicas.
+
+    If it is weighted, the tree is a pair: what is reduced, and the weights.
+    """
 
     def reduce(tree: PyTree) -> PyTree:
+        tree, weights = tree if is_weighted else (tree, None)
         leaves, treedef = jax.tree.flatten(tree, is_leaf=is_slices)
-        if axis is not None:
-            leaves = [reduced_over(op, leaf, axis) for leaf in leaves]
-        return jax.tree.unflatten(treedef, reduce_leaves(op, leaves))
+        plain: dict[int, Any] = {}
+        weighted: dict[int, Any] = {}
+        for i, leaf in enumerate(leaves):
+            own = _weights(leaf, weights, op, axis)
+            if own is not None:
+                weighted[i] = _sums(leaf, own, axis)
+            else:
+                plain[i] = leaf if axis is None else reduced_over(op, leaf, axis)
+        sums = [each for pair in weighted.values() for each in pair]
+        found = iter(reduce_leaves(ReduceOp.SUM, sums) if sums else ())
+        results = dict(zip(plain, reduce_leaves(op, list(plain.values())), strict=True))
+        for i in weighted:
+            total, count = next(found), next(found)
+            results[i] = total / count if op is ReduceOp.MEAN else total
+        return jax.tree.unflatten(treedef, [results[i] for i in range(len(leaves))])
 
     return reduce
+
+
+def _weights(
+    leaf: Any, weights: Any, op: ReduceOp, axis: tuple[int, ...] | None
+) -> Any:
+    """What `leaf` is weighted with, None for nothing.
+
+    Raises:
+      ValueError: the weights are not for such a leaf, or not for this reduction.
+    """
+    if weights is None:
+        # Copies of real rows leave extremes as they are.
+        sums = op in (ReduceOp.SUM, ReduceOp.MEAN)
+        over_rows = axis is not None and (0 in axis or -jnp.ndim(leaf) in axis)
+        return _padding.of_argument(leaf) if sums and over_rows else None
+    if op not in (ReduceOp.SUM, ReduceOp.MEAN):
+        raise ValueError(
+            f"`weights` were given for {op.name}, which has none; only SUM and MEAN "
+            "have."
+        )
+    shape, wanted = jnp.shape(weights), jnp.shape(leaf)
+    if shape != wanted[: len(shape)]:
+        raise ValueError(
+            f"`weights` have shape {shape} on each replica, and a value has {wanted}; "
+            "its first dimensions, all or some, were wanted."
+        )
+    return weights
+
+
+def _sums(
+    leaf: Any, weights: Any, axis: tuple[int, ...] | None
+) -> tuple[jax.Array, jax.Array]:
+    """The weighted sum, and that of the weights."""
+    leaf = jnp.asarray(leaf)
+    along = weights.reshape(weights.shape + (1,) * (leaf.ndim - weights.ndim))
+    # What has no weight has no influence, not even NaN.
+    kept = jnp.where(along != 0, leaf * along, jnp.zeros((), leaf.dtype))
+    along = jnp.broadcast_to(along, leaf.shape)
+    if along.dtype == bool:
+        along = along.astype(jnp.int32)
+    over = () if axis is None else axis
+    return (
+        reduced_over(ReduceOp.SUM, kept, over),
+        reduced_over(ReduceOp.SUM, along, over),
+    )
 
 
 # One function for each, so that it is compiled once.
@@ -58,6 +122,8 @@ def gatherer(axis: int, axes: Axes) -> Callable[[PyTree], PyTree]:
     """Joins all replicas' trees along `axis`."""
 
     def gather(tree: PyTree) -> PyTree:
+        if axis == 0:
+            _padding.not_needed()  # left out afterwards
         return jax.tree.map(lambda leaf: all_gather(leaf, axis, axes), tree)
 
     return gather

@@ -54,12 +54,16 @@ class Reduction:
         op: ReduceOp,
         axis: tuple[int, ...] | None,
         options: CommunicationOptions | None,
+        is_weighted: bool,
     ) -> Callable[[PyTree], PyTree]:
-        """A function of one replica's tree, the same one each time."""
-        key = op, axis, options
+        """A function of one replica's tree, the same one each time.
+
+        If it is weighted, of a pair of the tree and the weights.
+        """
+        key = op, axis, options, is_weighted
         if key not in self._of_tree:
             of_leaves = functools.partial(self.of_leaves, options=options)
-            self._of_tree[key] = reducer(op, axis, of_leaves)
+            self._of_tree[key] = reducer(op, axis, is_weighted, of_leaves)
         return self._of_tree[key]
 
     def of_leaves(

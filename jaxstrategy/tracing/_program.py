@@ -17,12 +17,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax.core import Tracer
 from jax.sharding import Mesh
 
-from jaxstrategy import _source
-from jaxstrategy._errors import TracedValueError
+from jaxstrategy import _padding, _source
+from jaxstrategy._errors import PaddedRowsWarning, TracedValueError
+from jaxstrategy._padding import Batch, Batches
 from jaxstrategy._values import PyTree
-from jaxstrategy.tracing import _inflight, _results, _roles
+from jaxstrategy.tracing import _inflight, _results
 from jaxstrategy.tracing._carried import Carried
 from jaxstrategy.tracing._placement import Placement
 from jaxstrategy.tracing._roles import Role, Signature
@@ -92,6 +94,11 @@ class Program:
             donated=donated,
             label=self._label,
         )
+        # The masks among the arguments, and what the step has to do with them.
+        self._masks = [i for i, role in enumerate(self._roles) if role is Role.MASK]
+        self._asks_for_masks: bool | None = None  # not known before it is traced
+        self._given: Sequence[Any] = ()  # what it is traced for
+        self._alike: set[tuple[int, ...]] = set()
         self._uses_variables = False
         self._used: list[weakref.ref[Variable]] = []
         self._uses_references = False
@@ -129,8 +136,13 @@ class Program:
         """The same, for leaves of any kind and in any place."""
         placed = self._placement.placed(leaves)
         moved = _differ(placed, leaves)
+
+        def call() -> PyTree:
+            self._given = placed
+            return self._dispatch(placed)
+
         try:
-            return self._tracing(lambda: self._dispatch(placed))
+            return self._tracing(call)
         finally:
             self._check_places = moved or self._uses_references
 
@@ -161,7 +173,7 @@ class Program:
                 self._form = self._compile(self._form[1].plus(found.carried))
                 return call()
             finally:
-                self._tracer = None
+                self._tracer, self._given = None, ()
                 self._pending = None
 
     def _dispatch(self, leaves: Sequence[Any]) -> PyTree:
@@ -174,6 +186,8 @@ class Program:
     def _send(self, leaves: Sequence[Any]) -> PyTree:
         if self._donated:
             self._placement.check_donated(leaves)
+        if self._masks and self._asks_for_masks is not None:
+            self._check_masks(leaves)
         compiled, carried = self._settled() if self._uses_variables else self._form
         inputs = leaves if carried.is_empty else [*leaves, *carried.values()]
         try:
@@ -208,6 +222,28 @@ class Program:
             raise error
         compiled, carried = self._form
         return compiled(*placed, *carried.values())
+
+    def _check_masks(self, leaves: Sequence[Any]) -> None:
+        """Whether the step does right by rows that are not real.
+
+        Raises:
+          ValueError: it took the masks of two batches for one.
+        """
+        for places in self._alike:
+            masks = [leaves[i] for i in places]
+            if _differ(masks[1:], masks[:-1]) and not any(map(_is_traced, masks)):
+                names = ", ".join(self._label(i).split("of ")[-1] for i in places)
+                raise ValueError(
+                    f"`{self._fn_name()}` was given {names}, of different batches with "
+                    "equal numbers of rows, and asked which rows of something computed "
+                    "from them are real. Say which batch is meant, with an argument of "
+                    "the step itself: `masked_mean(losses, mask=batch_mask(images))`."
+                )
+        if not self._asks_for_masks and any(
+            _padding.is_noted(leaves[i]) for i in self._masks
+        ):
+            self._asks_for_masks = True  # said once
+            _source.warn(_unmasked(self._fn_name()), PaddedRowsWarning)
 
     # Tracing: called by `jax.jit` once per combination of shapes and dtypes.
 
@@ -273,19 +309,24 @@ class Program:
         self, locals_: Sequence[Any]
     ) -> tuple[list[jax.Array], _results.Results]:
         fn = self._fn()
-        args, kwargs = self._signature.rebuild(
-            [
-                jax.lax.squeeze(leaf, (0,)) if role is Role.PER_REPLICA else leaf
-                for leaf, role in zip(locals_, self._roles, strict=True)
-            ]
-        )
+        own = [
+            jax.lax.squeeze(leaf, (0,)) if role is Role.PER_REPLICA else leaf
+            for leaf, role in zip(locals_, self._roles, strict=True)
+        ]
+        args, kwargs = self._signature.rebuild(own)
+        batches = Batches([Batch(own[i - 1], own[i], i) for i in self._masks])
         try:
-            returned = self._call(fn, args, kwargs)
+            with _padding.given(batches):
+                returned = self._call(fn, args, kwargs)
         except _ASKED_TOO_EARLY as error:
             raise _asked_too_early(error, self._fn_name()) from error
         except ValueError as error:  # not to be taken for one about placement
             self._users_error = error
             raise
+        self._asks_for_masks = bool(self._asks_for_masks) or batches.asked
+        self._alike |= batches.alike
+        if self._given:
+            self._check_masks(self._given)
         return _results.take_apart(returned, self._signature.statics, self._fn_name())
 
     def _step_of(self, done: Trace) -> TracedStep:
@@ -321,9 +362,7 @@ class Program:
         return name_of(self._fn())
 
     def _label(self, index: int) -> str:
-        args, kwargs = self._signature.rebuild([0] * len(self._roles))
-        leaf = self._signature.dynamic[index]
-        return _roles.label(self._fn(), args, kwargs, leaf)
+        return self._signature.label(self._fn(), self._signature.dynamic[index])
 
 
 def _forget(program: Any, _: Any) -> None:
@@ -342,6 +381,19 @@ class _UsesVariables(Exception):
 
 class _NotPlaced(Exception):
     """A program was about to be traced for arrays that may lie elsewhere."""
+
+
+def _is_traced(leaf: Any) -> bool:
+    return isinstance(leaf, Tracer)
+
+
+def _unmasked(name: str) -> str:
+    return (
+        f"`{name}` was given a batch that is filled up with copies of its last row, "
+        "and never asked which rows are real, so that the copies count in its sums and "
+        "means. Use `masked_mean` or `masked_sum` for them, or `batch_mask`; or leave "
+        'out the rest with `InputOptions(remainder="drop")`.'
+    )
 
 
 def _differ(new: Sequence[Any], old: Sequence[Any]) -> bool:

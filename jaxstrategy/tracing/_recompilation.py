@@ -13,7 +13,6 @@ from typing import Any
 
 from jaxstrategy import _source
 from jaxstrategy._errors import RecompilationWarning
-from jaxstrategy.tracing import _roles
 from jaxstrategy.tracing._roles import Role, Signature
 
 # Compilations of one function that nobody needs to hear about: a few batch shapes,
@@ -101,10 +100,9 @@ def _what_changed(fn: Callable[..., Any], before: Any, after: Any) -> str:
             f"{_shown(old.treedef)}, is {_shown(new.treedef)}. Pass the same "
             "containers with the same keys each time."
         )
-    args, kwargs = new.rebuild([0] * len(new_avals))
     if old != new:
         index, was, now = _changed_static(old, new)
-        where = _roles.label(fn, args, kwargs, index)
+        where = new.label(fn, index)
         return (
             f"the static argument {where} changed: it was {was}, is {now}. Pass it "
             "as a number or an array, which are traced, if the function does not need "
@@ -112,7 +110,7 @@ def _what_changed(fn: Callable[..., Any], before: Any, after: Any) -> str:
         )
     for index, (was, now) in enumerate(zip(old_avals, new_avals, strict=True)):
         if was != now:
-            where = _roles.label(fn, args, kwargs, new.dynamic[index])
+            where = new.label(fn, new.dynamic[index])
             return (
                 f"the shape or dtype of {where} changed: it was {was.str_short()}, is "
                 f"{now.str_short()}. Pad batches to one shape, or drop the last one."

@@ -22,6 +22,7 @@ class Role(enum.Enum):
 
     SAME = "same"  # traced; every replica sees the same value
     PER_REPLICA = "per replica"  # traced; every replica sees its own version
+    MASK = "mask"  # traced; says which rows of the `PerReplica` before it are real
     STATIC = "static"  # a Python value, part of the program
 
 
@@ -31,7 +32,7 @@ class Signature:
 
     Attributes:
       treedef: the structure of `(args, kwargs)`, with `PerReplica`s as leaves.
-      roles: one per leaf.
+      roles: one per leaf, and one per mask, after the leaf that has it.
       kept: the static leaves; of a variable a weak reference, so that what a step was
         called with does not live as long as the step.
       static_types: their types, because 1, 1.0 and True are equal.
@@ -56,12 +57,17 @@ class Signature:
 
     @property
     def dynamic(self) -> list[int]:
-        """Which leaves are passed to the compiled program."""
+        """Which of `roles` are passed to the compiled program."""
         return [i for i, role in enumerate(self.roles) if role is not Role.STATIC]
 
+    @property
+    def _leaves(self) -> list[int]:
+        """Which of `roles` are leaves."""
+        return [i for i, role in enumerate(self.roles) if role is not Role.MASK]
+
     def positions(self) -> list[list[int]]:
-        """For each positional argument its leaves."""
-        args, _ = jax.tree.unflatten(self.treedef, range(len(self.roles)))
+        """For each positional argument which of `roles` are its leaves."""
+        args, _ = jax.tree.unflatten(self.treedef, self._leaves)
         return [jax.tree.leaves(argument) for argument in args]
 
     def rebuild(self, locals_: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -70,7 +76,14 @@ class Signature:
         leaves = [
             next(static if role is Role.STATIC else dynamic) for role in self.roles
         ]
-        return jax.tree.unflatten(self.treedef, leaves)
+        return jax.tree.unflatten(self.treedef, [leaves[i] for i in self._leaves])
+
+    def label(self, fn: Callable[..., Any], index: int) -> str:
+        """How the caller of `fn` would write number `index` of `roles`."""
+        args, kwargs = self.rebuild([0] * len(self.dynamic))
+        if self.roles[index] is Role.MASK:
+            return f"the mask of {self.label(fn, index - 1)}"
+        return label(fn, args, kwargs, self._leaves.index(index))
 
 
 class HandleReference(weakref.ref):
@@ -89,7 +102,10 @@ def take_apart(
         else than an array.
     """
     nodes, treedef = jax.tree.flatten((args, kwargs), is_leaf=_values.is_whole)
-    leaves, roles, kept, static_types = [], [], [], []
+    leaves: list[Any] = []
+    roles: list[Role] = []
+    kept: list[Any] = []
+    static_types: list[type] = []
     for index, node in enumerate(nodes):
         role, value = _role(node, abstract)
         if role is Role.STATIC:
@@ -108,6 +124,10 @@ def take_apart(
                 "`strategy.per_replica([v0, v1, ...])`."
             )
         roles.append(role)
+        if role is Role.PER_REPLICA and node.mask is not None:
+            _check_mask(node, lambda i=index: label(fn, args, kwargs, i))
+            leaves.append(node.mask)
+            roles.append(Role.MASK)
     signature = Signature(treedef, tuple(roles), tuple(kept), tuple(static_types))
     return leaves, signature
 
@@ -133,6 +153,17 @@ def _role(node: Any, abstract: bool) -> tuple[Role, Any]:
     if hasattr(type(node), "__array__"):  # another library's tensor
         return Role.SAME, np.asarray(node)
     return Role.STATIC, node
+
+
+def _check_mask(value: PerReplica, name: Callable[[], str]) -> None:
+    mask, rows = value.mask, np.shape(_values.contents(value))[:2]
+    if np.shape(mask) != rows or mask.dtype != bool:
+        raise ValueError(
+            f"{name()} is a batch of shape {rows} + ..., [replica, rows, ...], but the "
+            f"mask of its rows is {mask.dtype}{list(np.shape(mask))}: a function was "
+            "mapped over the batch, and so over the mask. Change batches inside the "
+            "step, or before they are divided over the replicas."
+        )
 
 
 def _check_hashable(

@@ -87,5 +87,5 @@ class Pass(abc.ABC):
           TypeError: the source cannot be resumed.
         """
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 (most passes hold nothing)
         """Let go of files and workers. A closed pass is not used again."""

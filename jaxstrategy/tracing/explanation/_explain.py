@@ -149,12 +149,10 @@ def _argument(step: TracedStep, index: int) -> ExplainedValue:
 
 def _static_arguments(fn: Any, step: TracedStep) -> Iterator[tuple[str, Any]]:
     signature = step.signature
-    args, kwargs = signature.rebuild([0] * len(signature.dynamic))
     statics = iter(signature.statics)
     for index, role in enumerate(signature.roles):
         if role is Role.STATIC:
-            label = _roles.label(fn, args, kwargs, index)
-            yield label.strip("`"), next(statics)
+            yield signature.label(fn, index).strip("`"), next(statics)
 
 
 # Donation: memory that a result of the same type could take over.
@@ -166,7 +164,9 @@ def _donatable(step: TracedStep) -> Iterator[int]:
         (aval.shape, aval.dtype, state is not None and state.varies)
         for aval, state in zip(step.outputs, step.findings.outputs, strict=True)
     )
-    indices = range(len(step.signature.dynamic))
+    roles = step.signature.roles
+    dynamic = enumerate(step.signature.dynamic)
+    indices = [index for index, at in dynamic if roles[at] is not Role.MASK]
     for index in sorted(indices, key=lambda index: index not in step.donated):
         aval = step.type_of(index)
         kind = (aval.shape, aval.dtype, step.is_per_replica(index))

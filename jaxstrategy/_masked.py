@@ -1,0 +1,145 @@
+"""Sums and means over the real rows of a batch, inside a step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxstrategy import _contexts, _padding
+from jaxstrategy._options import ReduceOp
+
+
+def batch_mask(array: jax.Array) -> jax.Array:
+    """Which rows of `array` are real examples, on this replica; for use inside a step.
+
+    A batch that does not divide over the replicas is filled up with copies of its last
+    row. Its mask goes into the step with it, and this is how to ask for it.
+
+    Args:
+      array: of shape `[rows, ...]`: an argument of the step, or computed from one row
+        by row.
+
+    Returns:
+      Booleans of shape `[rows]`. All are true for arrays that come from no dataset.
+
+    Raises:
+      ValueError: `array` is a scalar; no batch of the step has as many rows; or, when
+        the step is called, two different batches have.
+
+    >>> import jaxstrategy as js
+    >>> strategy = js.MirroredStrategy(js.simulate(8)[:2])
+    >>> (batch,) = strategy.experimental_distribute_dataset([np.arange(3)])
+    >>> strategy.run(js.batch_mask, (batch,)).values
+    (Array([ True,  True], dtype=bool), Array([ True, False], dtype=bool))
+    """
+    rows = _rows(array, "batch_mask")
+    known = _padding.real_rows(array)
+    return jnp.ones(rows, bool) if known is None else known.mask
+
+
+def masked_sum(values: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
+    """The sum of `values` over the real rows of this replica.
+
+    Its sum over the replicas is that over all real rows of the batch.
+
+    Args:
+      values: of shape `[rows, ...]`. What rows that are not real hold has no influence,
+        not even NaN.
+      mask: which rows are real, `[rows]`; by default `batch_mask(values)`.
+
+    Returns:
+      An array of shape `[...]`; 0 on a replica without real rows. Booleans are counted.
+
+    Raises:
+      ValueError: as `batch_mask` does; or `mask` has another shape.
+
+    >>> import jaxstrategy as js
+    >>> strategy = js.MirroredStrategy(js.simulate(8)[:4])
+    >>> (batch,) = strategy.experimental_distribute_dataset([np.arange(5.0)])
+    >>> strategy.reduce("sum", strategy.run(js.masked_sum, (batch,)))
+    Array(10., dtype=float32)
+    """
+    rows = _rows(values, "masked_sum")
+    mask = batch_mask(values) if mask is None else _checked(mask, rows)
+    return jnp.sum(_kept(values, mask), axis=0)
+
+
+def masked_mean(values: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
+    """This replica's share in the mean of `values` over the real rows of the batch.
+
+    The mean of the shares over the replicas is the mean over all real rows, exactly,
+    and so for gradients: reduce both with `"mean"`. A share is the mean over the
+    replica's own rows, weighted with their number; where all rows are real, it is their
+    mean.
+
+    Args:
+      values: of shape `[rows, ...]`, such as the loss of each example. What rows that
+        are not real hold has no influence, not even NaN.
+      mask: which rows are real, `[rows]`; by default `batch_mask(values)`, which needs
+        no communication. With a mask the replicas sum up their numbers of real rows.
+
+    Returns:
+      An array of shape `[...]`; 0 on a replica without real rows.
+
+    Raises:
+      ValueError: as `batch_mask` does; or `mask` has another shape.
+
+    >>> import jaxstrategy as js
+    >>> strategy = js.MirroredStrategy(js.simulate(8)[:4])
+    >>> (batch,) = strategy.experimental_distribute_dataset([np.arange(5.0)])
+    >>> shares = strategy.run(js.masked_mean, (batch,))
+    >>> shares.values[0], shares.values[3]  # of 0 and 1; and of no rows
+    (Array(0.8, dtype=float32), Array(0., dtype=float32))
+    >>> strategy.reduce("mean", shares)
+    Array(2., dtype=float32)
+    """
+    rows = _rows(values, "masked_mean")
+    if mask is not None:
+        mask = _checked(mask, rows)
+        share = _share(mask)
+    else:
+        known = _padding.real_rows(values)
+        if known is None:
+            return jnp.mean(values, axis=0)
+        mask, share = known.mask, known.share
+    total = jnp.sum(_kept(values, mask), axis=0)
+    if not jnp.issubdtype(total.dtype, jnp.inexact):
+        return total * share
+    return total * share.astype(jnp.finfo(total.dtype).dtype)
+
+
+def _share(mask: jax.Array) -> jax.Array:
+    """What a sum over `mask` is multiplied by, from the masks of all replicas."""
+    real = jnp.sum(mask).astype(jnp.float32)
+    context = _contexts.current()
+    if context is None or context.replica is None:
+        return 1 / jnp.maximum(real, 1)
+    replica = context.replica
+    total = replica.all_reduce(ReduceOp.SUM, real)
+    return replica.num_replicas_in_sync / jnp.maximum(total, 1)
+
+
+def _kept(values: Any, mask: jax.Array) -> jax.Array:
+    values = jnp.asarray(values)
+    along = mask.reshape(mask.shape + (1,) * (values.ndim - 1))
+    return jnp.where(along, values, jnp.zeros((), values.dtype))
+
+
+def _rows(values: Any, name: str) -> int:
+    if jnp.ndim(values) == 0:
+        raise ValueError(
+            f"`{name}` was given a scalar; an array with one entry for each row of the "
+            "batch was wanted, such as the loss of each example before their mean."
+        )
+    return jnp.shape(values)[0]
+
+
+def _checked(mask: Any, rows: int) -> jax.Array:
+    if jnp.shape(mask) != (rows,):
+        raise ValueError(
+            f"`mask` has shape {jnp.shape(mask)}; one entry for each of the {rows} rows "
+            "was wanted."
+        )
+    return jnp.asarray(mask).astype(bool)

@@ -1,0 +1,170 @@
+"""Which rows of its batches are real, while a step is traced.
+
+A batch that does not divide is filled up with copies of its last row, so that all
+batches have one shape. Its mask goes into the step with it, unseen, and is found again
+by the arrays it belongs to, or by their number of rows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxstrategy import _mesh
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """An array of a batch that a step was given.
+
+    Attributes:
+      array: what the step sees of it, `[rows, ...]`.
+      mask: which rows are real on each replica, `bool[replica, rows]`.
+      place: the number of the mask among the arrays of the call.
+    """
+
+    array: Any
+    mask: Any
+    place: int
+
+
+@dataclasses.dataclass(frozen=True)
+class RealRows:
+    """Which rows are real.
+
+    Attributes:
+      mask: this replica's, `bool[rows]`.
+      share: what a sum over them is to be multiplied by, so that the mean over the
+        replicas, and over the parts of the batch, is the mean over all real rows.
+    """
+
+    mask: jax.Array
+    share: jax.Array
+
+
+class Batches:
+    """The batches of one call, as its trace sees them.
+
+    Attributes:
+      asked: whether the step asked which rows are real.
+      alike: the places of masks that the step took for one.
+    """
+
+    def __init__(self, given: Sequence[Batch]) -> None:
+        self._given = given
+        self.asked = False
+        self.alike: set[tuple[int, ...]] = set()
+
+    def owns(self, array: Any) -> bool:
+        """Whether `array` is one that the step was given."""
+        return any(batch.array is array for batch in self._given)
+
+    def find(self, array: Any, parts: int, part: Any) -> RealRows | None:
+        """Those of `array`, `[rows, ...]`; None if no batch has a mask.
+
+        Args:
+          array: computed from a batch, row by row.
+          parts: how many parts the batch is worked on in.
+          part: which one it is.
+
+        Raises:
+          ValueError: no batch has as many rows.
+        """
+        if not self._given:
+            return None
+        rows = array.shape[0]
+        own = [batch for batch in self._given if batch.array is array][:1]
+        found = own or [b for b in self._given if b.mask.shape[1] == rows * parts]
+        if not found:
+            known = sorted({b.mask.shape[1] // parts for b in self._given})
+            raise ValueError(
+                f"An array with {rows} rows was given, but the batches of this step "
+                f"have {' or '.join(map(str, known))} on each replica, so it is not "
+                "known which of its rows are real. Pass `mask=`, made from "
+                "`batch_mask(array)` of an array of the batch."
+            )
+        self.asked = True
+        if len(found) > 1:
+            self.alike.add(tuple(batch.place for batch in found))
+        whole = found[0].mask
+        replicas = whole.shape[0]
+        one = replicas == 1  # and perhaps no axis: the default strategy has none
+        mask = whole[0 if one else jax.lax.axis_index(_mesh.REPLICA_AXIS)]
+        mask = jax.lax.dynamic_slice_in_dim(mask, part * rows, rows)
+        real = jnp.maximum(jnp.sum(whole), 1)
+        return RealRows(mask, replicas * parts / real.astype(jnp.float32))
+
+
+_batches: contextvars.ContextVar[tuple[Batches, int, Any] | None]
+_batches = contextvars.ContextVar("batches of the step being traced", default=None)
+
+
+@contextlib.contextmanager
+def given(batches: Batches) -> Iterator[None]:
+    """A block in which a step with these batches is traced."""
+    token = _batches.set((batches, 1, 0))
+    try:
+        yield
+    finally:
+        _batches.reset(token)
+
+
+@contextlib.contextmanager
+def part(index: Any, parts: int) -> Iterator[None]:
+    """A block in which arrays hold part `index` of so many of a batch."""
+    now = _batches.get()
+    if now is None:
+        yield
+        return
+    batches, before, outer = now
+    token = _batches.set((batches, before * parts, outer * parts + index))
+    try:
+        yield
+    finally:
+        _batches.reset(token)
+
+
+def real_rows(array: Any) -> RealRows | None:
+    """Which rows of `array` are real; None where nothing is said about that.
+
+    Raises:
+      ValueError: the step has batches, but none with as many rows.
+    """
+    now = _batches.get()
+    return None if now is None else now[0].find(array, *now[1:])
+
+
+def of_argument(array: Any) -> jax.Array | None:
+    """Which rows of `array` are real, if it is one that the step was given."""
+    now = _batches.get()
+    if now is None or not now[0].owns(array):
+        return None
+    found = now[0].find(array, *now[1:])
+    return None if found is None else found.mask
+
+
+def not_needed() -> None:
+    """The code that is traced gives each row a result of its own."""
+    if (now := _batches.get()) is not None:
+        now[0].asked = True
+
+
+# The masks of batches that were filled up, as long as they live.
+_padded: weakref.WeakValueDictionary[int, jax.Array] = weakref.WeakValueDictionary()
+
+
+def note(mask: jax.Array) -> None:
+    """`mask` has rows that are not real."""
+    _padded[id(mask)] = mask
+
+
+def is_noted(mask: Any) -> bool:
+    """Whether it is known that `mask` has rows that are not real."""
+    return mask is not None and _padded.get(id(mask)) is mask

@@ -1,0 +1,81 @@
+"""What is made ahead of its use, in a thread of its own: `Ahead`."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+# A thread that waits for a source is left behind at the end of the program.
+_PATIENCE_SECONDS = 2.0
+
+
+class Ahead(Iterator[Any]):
+    """What a function returns, one after the other, called some calls ahead.
+
+    The thread begins with the first `next`. It ends when the function raises, and when
+    this object is closed, is collected or the program ends. What the function raised is
+    raised here, after all that it returned before, at each further `next`.
+
+    Args:
+      make: called in the thread. Must not refer to this object.
+      depth: how many results wait here at most.
+    """
+
+    def __init__(self, make: Callable[[], Any], depth: int) -> None:
+        self._results: queue.Queue[Any] = queue.Queue(depth)
+        self._stop = threading.Event()
+        self._raised: BaseException | None = None
+        self._thread = threading.Thread(
+            target=_work,
+            args=(make, self._results, self._stop),
+            name="jaxstrategy input",
+            daemon=True,
+        )
+        # Also called at the end of the program.
+        self._finalizer = weakref.finalize(
+            self, _end, self._thread, self._results, self._stop
+        )
+
+    def __next__(self) -> Any:
+        if self._raised is not None:
+            raise self._raised
+        if self._stop.is_set():
+            raise StopIteration
+        if self._thread.ident is None:
+            self._thread.start()
+        result, error = self._results.get()
+        if error is not None:
+            self._raised = error
+            self.close()
+            raise error
+        return result
+
+    def close(self) -> None:
+        """End the thread. It may be called twice."""
+        self._finalizer()
+
+
+def _work(
+    make: Callable[[], Any], results: queue.Queue[Any], stop: threading.Event
+) -> None:
+    while not stop.is_set():
+        try:
+            result = make(), None
+        except BaseException as error:
+            result = None, error
+        results.put(result)
+        if result[1] is not None:
+            return
+
+
+def _end(
+    thread: threading.Thread, results: queue.Queue[Any], stop: threading.Event
+) -> None:
+    stop.set()
+    while not results.empty():  # the thread may wait for room
+        results.get_nowait()
+    if thread.ident is not None and thread is not threading.current_thread():
+        thread.join(_PATIENCE_SECONDS)

@@ -1,0 +1,167 @@
+"""A batch as a source gives it, checked."""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxstrategy import _values
+from jaxstrategy._values import PerReplica, PyTree
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """The arrays of a batch, `[rows, ...]` each.
+
+    Attributes:
+      arrays: its leaves.
+      paths: how messages call them.
+      treedef: its structure.
+      number: which batch it is, from 0.
+    """
+
+    arrays: tuple[Any, ...]
+    paths: tuple[str, ...]
+    treedef: Any
+    number: int
+
+    @property
+    def rows(self) -> int:
+        """How many examples it has."""
+        return self.arrays[0].shape[0]
+
+    def cut(self, rows: slice) -> Batch:
+        """Some of its rows."""
+        return self.map(lambda array: array[rows])
+
+    def map(self, function: Callable[[Any], Any]) -> Batch:
+        """The batch of what `function` makes of each array."""
+        return dataclasses.replace(self, arrays=tuple(map(function, self.arrays)))
+
+    @property
+    def fingerprint(self) -> int:
+        """A number that another batch would hardly have, from a part of it."""
+        crc = 0
+        for array in self.arrays:
+            if jnp.issubdtype(array.dtype, jax.dtypes.extended):
+                array = jax.random.key_data(array)
+            head = np.asarray(array[:_HEAD_ROWS]).reshape(-1)[:_HEAD]
+            crc = zlib.crc32(f"{array.shape}{array.dtype}".encode(), crc)
+            crc = zlib.crc32(head.tobytes(), crc)
+        return crc
+
+
+_HEAD_ROWS, _HEAD = 8, 1024  # rows, numbers
+
+
+def checked(tree: PyTree, number: int) -> Batch:
+    """`tree` as a batch.
+
+    Raises:
+      TypeError: a leaf is not an array of numbers.
+      ValueError: it has no leaves; one is a scalar, has no rows, or other rows than
+        the first.
+    """
+    found, treedef = jax.tree.flatten_with_path(tree, is_leaf=_values.is_per_replica)
+    if not found:
+        raise ValueError(
+            f"Batch {number} is {tree!r}, which has no arrays. A batch is a pytree of "
+            "arrays, each with the examples along its first dimension."
+        )
+    paths = tuple(f"batch{jax.tree_util.keystr(path)}" for path, _ in found)
+    arrays = tuple(
+        _array(leaf, path, number) for (_, leaf), path in zip(found, paths, strict=True)
+    )
+    batch = Batch(arrays, paths, treedef, number)
+    _check_rows(batch)
+    return batch
+
+
+def _array(leaf: Any, path: str, number: int) -> Any:
+    if isinstance(leaf, PerReplica):
+        raise TypeError(
+            f"`{path}` of batch {number} is already a PerReplica. Give the dataset "
+            "global batches, which are divided over the replicas here, or pass the "
+            "value to `run` as it is."
+        )
+    try:
+        array = _values.as_array(leaf, path)
+    except (TypeError, ValueError) as error:
+        shown = repr(leaf)
+        raise TypeError(
+            f"`{path}` of batch {number} is "
+            f"{shown if len(shown) < 80 else shown[:77] + '...'}, which is not an array "
+            "of numbers and cannot be placed on a device. Leave it out, or encode it as "
+            "numbers, before the batch is made."
+        ) from error
+    if array.ndim == 0:
+        raise ValueError(
+            f"`{path}` of batch {number} is a scalar, which cannot be divided over the "
+            "replicas. Batches hold arrays with the examples along the first "
+            "dimension; pass what is the same for all replicas to `run` as an argument "
+            "of its own."
+        )
+    return array
+
+
+def _check_rows(batch: Batch) -> None:
+    rows = [array.shape[0] for array in batch.arrays]
+    for path, count in zip(batch.paths, rows, strict=True):
+        if count != rows[0]:
+            raise ValueError(
+                f"In batch {batch.number}, `{path}` has {count} rows, but "
+                f"`{batch.paths[0]}` has {rows[0]}. All arrays of a batch have the "
+                "examples along the first dimension, so as many rows."
+            )
+    if rows[0] == 0:
+        raise ValueError(
+            f"Batch {batch.number} has no rows. Leave empty batches out of the dataset."
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """What all batches of a dataset have in common."""
+
+    treedef: Any
+    paths: tuple[str, ...]
+    types: tuple[tuple[tuple[int, ...], Any], ...]
+
+    @classmethod
+    def of(cls, batch: Batch) -> Kind:
+        """That of a batch."""
+        types = tuple((array.shape[1:], array.dtype) for array in batch.arrays)
+        return cls(batch.treedef, batch.paths, types)
+
+    def check(self, batch: Batch) -> None:
+        """Raise if a batch is of another kind.
+
+        Raises:
+          ValueError: another structure, or a leaf with another shape or dtype.
+        """
+        found = Kind.of(batch)
+        if found.treedef != self.treedef:
+            raise ValueError(
+                f"Batch {batch.number} has another structure than the first: "
+                f"{found.treedef} instead of {self.treedef}. All batches of a dataset "
+                "go through one compiled step."
+            )
+        pairs = zip(found.types, self.types, batch.paths, strict=True)
+        for (shape, dtype), (first_shape, first_dtype), path in pairs:
+            if shape != first_shape or dtype != first_dtype:
+                raise ValueError(
+                    f"`{path}` of batch {batch.number} is {_type(dtype, shape)}, but in "
+                    f"the first batch it was {_type(first_dtype, first_shape)}. All "
+                    "batches of a dataset go through one compiled step: convert or pad "
+                    "them alike."
+                )
+
+
+def _type(dtype: Any, shape: Sequence[int]) -> str:
+    return f"{dtype}[{', '.join(['rows', *map(str, shape)])}]"

@@ -1,0 +1,68 @@
+"""Global batches, of which each process has its part."""
+
+from __future__ import annotations
+
+from typing import final
+
+from jaxstrategy.inputs._division import Division, Replicas, stacked
+from jaxstrategy.inputs._reader import Reader, Share
+from jaxstrategy.inputs.sources._source import Pass
+
+
+@final
+class GlobalReader(Reader):
+    """Reads from a source that gives all processes the same batches.
+
+    Args:
+      source: one pass over it.
+      replicas: those of this process get the rows that are theirs.
+    """
+
+    def __init__(self, source: Pass, replicas: Replicas) -> None:
+        super().__init__(replicas)
+        self._source = source
+        self._division: Division | None = None
+
+    @property
+    def passes(self) -> list[Pass]:
+        """One."""
+        return [self._source]
+
+    def set_each(self, each: int | None) -> None:
+        """How many rows each replica has, before a batch says so."""
+        self._division = None if each is None else Division(self.replicas, each)
+
+    def read(self) -> Share | None:
+        """This process's rows of the next batch.
+
+        Raises:
+          ValueError: it has more rows than the first.
+        """
+        try:
+            part = self._source.part(lambda rows: self._divided(rows).own(rows))
+            if part is None:
+                batch = self._next(next(self._source))
+                rows = batch.rows
+                batch = batch.cut(self._divided(rows).own(rows))
+            else:
+                rows, batch = part[0], self._next(part[1])
+        except StopIteration:
+            return None
+        division = self._divided(rows)
+        first, local = self.replicas.first, self.replicas.local
+        return Share(
+            arrays=stacked(batch, local, division.each),
+            counts=division.counts(rows)[first : first + local],
+            each=division.each,
+        )
+
+    def _divided(self, rows: int) -> Division:
+        if self._division is None:
+            self._division = Division.of(self.replicas, rows)
+        if rows > self._division.rows:
+            raise ValueError(
+                f"Batch {self.number} has {rows} rows, but the batches before had at "
+                f"most {self._division.rows}. Shapes are static: all batches but "
+                "smaller ones, such as the last, need the size of the first."
+            )
+        return self._division

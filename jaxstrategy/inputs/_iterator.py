@@ -1,0 +1,163 @@
+"""One pass over a `DistributedDataset`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Self, final
+
+import jax
+
+from jaxstrategy._errors import OutOfRangeError
+from jaxstrategy._values import PyTree
+from jaxstrategy.inputs._ahead import Ahead
+from jaxstrategy.inputs._optional import Optional
+from jaxstrategy.inputs._options import InputOptions
+from jaxstrategy.inputs._placing import Placing
+from jaxstrategy.inputs._steps import Step, Steps
+from jaxstrategy.inputs.sources._source import State
+
+
+@final
+class DistributedIterator(Iterator[PyTree]):
+    """One pass over a dataset, a batch for all replicas at a time.
+
+    Made by `iter(dataset)`. Use it in `for`, with `next`, or through TensorFlow's
+    `get_next` and `get_next_as_optional`. Some batches are prepared ahead in a thread,
+    which ends with the data, on `close`, and when the iterator is forgotten.
+
+    >>> import jaxstrategy as js
+    >>> strategy = js.MirroredStrategy(js.simulate(8)[:2])
+    >>> dataset = strategy.experimental_distribute_dataset([np.arange(4), np.ones(4)])
+    >>> iterator = iter(dataset)
+    >>> iterator.get_next().values
+    (Array([0, 1], dtype=int32), Array([2, 3], dtype=int32))
+    >>> iterator.close()
+    """
+
+    def __init__(
+        self,
+        start: Callable[[], Steps],
+        placing: Placing,
+        options: InputOptions,
+    ) -> None:
+        self._start = start
+        self._placing = placing
+        self._options = options
+        self._open(start())
+
+    def _open(self, steps: Steps) -> None:
+        self._steps = steps
+        self._state = steps.state()
+        self._ahead, self._placed = _placed(steps, self._placing, self._options)
+        # Read to know what batches are like, and not yet given to anybody.
+        self._begun: list[tuple[PyTree, State | TypeError]] = []
+        self._spec: PyTree = None
+        self._is_closed = False
+
+    def __next__(self) -> PyTree:
+        """The next batch.
+
+        Raises:
+          StopIteration: there is none.
+          Exception: what the source raised when it was asked for this batch.
+        """
+        if self._is_closed:
+            raise StopIteration
+        batch, self._state = self._begun.pop() if self._begun else next(self._placed)
+        return batch
+
+    def get_next(self) -> PyTree:
+        """The next batch.
+
+        Raises:
+          OutOfRangeError: there is none. It is a `StopIteration`, too.
+        """
+        try:
+            return next(self)
+        except StopIteration:
+            raise OutOfRangeError(
+                "The end of the data. Use `for batch in dataset`, or "
+                "`get_next_as_optional()`, which says whether there is a batch."
+            ) from None
+
+    def get_next_as_optional(self) -> Optional:
+        """The next batch, or nothing at the end: `optional.has_value()` tells."""
+        try:
+            return Optional.of(next(self))
+        except StopIteration:
+            return Optional.empty()
+
+    def get_state(self) -> State:
+        """Where the pass is, for `set_state` of an iterator over the same dataset.
+
+        What was prepared ahead counts as not yet seen.
+
+        Returns:
+          What JSON can hold.
+
+        Raises:
+          TypeError: the source cannot be resumed; the message says why.
+        """
+        if isinstance(self._state, TypeError):
+            raise self._state
+        return self._state
+
+    def set_state(self, state: State) -> None:
+        """Go on after the batch after which `state` was taken.
+
+        Raises:
+          ValueError: it is the state of something else, or of another dataset.
+          TypeError: the source cannot be resumed.
+        """
+        self.close()
+        steps = self._start()
+        steps.set_state(state)
+        self._open(steps)
+
+    @property
+    def element_spec(self) -> PyTree:
+        """What `next` gives, with `jax.ShapeDtypeStruct`s instead of arrays.
+
+        The first batch is read to know it.
+        """
+        if self._spec is None:
+            if not self._begun:
+                self._begun.append(next(self._placed))
+            self._spec = jax.tree.map(_type, self._begun[0][0])
+        return self._spec
+
+    def close(self) -> None:
+        """Stop reading, and close the source."""
+        self._is_closed = True
+        if self._ahead is not None:
+            self._ahead.close()
+        self._steps.reader.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def _placed(
+    steps: Steps, placing: Placing, options: InputOptions
+) -> tuple[Ahead | None, Iterator[tuple[PyTree, State | TypeError]]]:
+    """Batches with the state after them, and what reads them ahead, if anything."""
+
+    def place(step: Step) -> tuple[PyTree, State | TypeError]:
+        kind = steps.reader.kind
+        assert kind is not None, "a batch was read"
+        return placing.place(step, kind), step.state
+
+    if not options.ahead:
+        return None, map(place, steps)
+    if options.experimental_fetch_to_device:
+        ahead = Ahead(lambda: place(next(steps)), options.ahead)
+        return ahead, ahead
+    ahead = Ahead(lambda: next(steps), options.ahead)
+    return ahead, map(place, ahead)
+
+
+def _type(array: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)

@@ -1,0 +1,142 @@
+"""What users choose about inputs, and what their input functions are told."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import operator
+from typing import Any
+
+
+class InputReplicationMode(enum.Enum):
+    """How many input pipelines there are."""
+
+    PER_WORKER = "per worker"
+    """One for each process: its batches go to its replicas in turn."""
+    PER_REPLICA = "per replica"
+    """One for each replica."""
+
+
+REMAINDERS = ("pad", "drop", "error")
+
+
+@dataclasses.dataclass(frozen=True)
+class InputOptions:
+    """How a dataset reaches the replicas.
+
+    Attributes:
+      experimental_fetch_to_device: copy batches to the devices ahead of the step that
+        uses them. If not, they are read ahead, and copied when they are asked for.
+      experimental_replication_mode: how often an input function is called.
+      experimental_place_dataset_on_device: the batches of an input function for each
+        replica are on its device already, so that nothing is read ahead.
+      experimental_per_replica_buffer_size: how many batches are prepared ahead, in a
+        thread of their own; with 0, and no thread, each when it is asked for.
+      remainder: what to do with a batch with fewer rows than the first, or than the
+        replicas can share equally: `"pad"` fills it up with copies of its last row,
+        which `batch_mask` tells from real ones; `"drop"` leaves it out; `"error"`
+        raises.
+
+    Raises:
+      ValueError: an attribute has no meaning, alone or with the others.
+
+    >>> import jaxstrategy as js
+    >>> js.InputOptions(remainder="drop").remainder
+    'drop'
+    """
+
+    experimental_fetch_to_device: bool = True
+    experimental_replication_mode: InputReplicationMode = (
+        InputReplicationMode.PER_WORKER
+    )
+    experimental_place_dataset_on_device: bool = False
+    experimental_per_replica_buffer_size: int = 2
+    remainder: str = "pad"
+
+    def __post_init__(self) -> None:
+        if self.remainder not in REMAINDERS:
+            raise ValueError(
+                f"`remainder` was {self.remainder!r}; one of "
+                f"{', '.join(map(repr, REMAINDERS))} was wanted."
+            )
+        if not isinstance(self.experimental_replication_mode, InputReplicationMode):
+            raise ValueError(
+                "`experimental_replication_mode` was "
+                f"{self.experimental_replication_mode!r}; an InputReplicationMode was "
+                "wanted."
+            )
+        if _whole(self.experimental_per_replica_buffer_size) < 0:
+            raise ValueError(
+                "`experimental_per_replica_buffer_size` was "
+                f"{self.experimental_per_replica_buffer_size!r}; a whole number of "
+                "batches, at least 0, was wanted."
+            )
+        if self.experimental_place_dataset_on_device and (
+            self.experimental_fetch_to_device
+            or self.experimental_replication_mode is InputReplicationMode.PER_WORKER
+        ):
+            raise ValueError(
+                "`experimental_place_dataset_on_device=True` says that each replica "
+                "has a pipeline on its own device. It needs "
+                "`experimental_fetch_to_device=False` and "
+                "`experimental_replication_mode=InputReplicationMode.PER_REPLICA`."
+            )
+
+    @property
+    def ahead(self) -> int:
+        """How many batches are prepared ahead."""
+        if self.experimental_place_dataset_on_device:
+            return 0
+        return int(self.experimental_per_replica_buffer_size)
+
+
+def _whole(number: Any) -> int:
+    try:
+        return operator.index(number)
+    except TypeError:
+        return -1
+
+
+def checked_input_options(options: Any) -> InputOptions:
+    """`options`, or the default for None.
+
+    Raises:
+      TypeError: they are something else.
+    """
+    if options is None:
+        return InputOptions()
+    if not isinstance(options, InputOptions):
+        raise TypeError(f"`options` was {options!r}; an InputOptions was wanted.")
+    return options
+
+
+@dataclasses.dataclass(frozen=True)
+class InputContext:
+    """What an input function is told: see `Strategy.distribute_datasets_from_function`.
+
+    Attributes:
+      num_input_pipelines: how many times the function is called in all.
+      input_pipeline_id: which of these calls this is, from 0.
+      num_replicas_in_sync: how many replicas there are in all.
+
+    >>> import jaxstrategy as js
+    >>> js.InputContext(2, 1, 6).get_per_replica_batch_size(12)
+    2
+    """
+
+    num_input_pipelines: int = 1
+    input_pipeline_id: int = 0
+    num_replicas_in_sync: int = 1
+
+    def get_per_replica_batch_size(self, global_batch_size: int) -> int:
+        """The rows of each replica.
+
+        Raises:
+          ValueError: the replicas cannot share them equally.
+        """
+        if global_batch_size % self.num_replicas_in_sync:
+            raise ValueError(
+                f"The `global_batch_size` {global_batch_size} is not divisible by "
+                f"num_replicas_in_sync {self.num_replicas_in_sync}."
+            )
+        return global_batch_size // self.num_replicas_in_sync

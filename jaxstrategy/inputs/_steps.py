@@ -1,0 +1,149 @@
+"""Step by step, what all processes feed: agreed, so that they end together."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Self
+
+from jaxstrategy.inputs._agreement import Agreement
+from jaxstrategy.inputs._reader import Reader, Share
+from jaxstrategy.inputs.sources._source import State
+
+_VERSION = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """What this process feeds to one step, on the host.
+
+    Attributes:
+      arrays: `[local replica, each, ...]`.
+      counts: how many real rows each of all replicas has.
+      each: how many rows each has, real or not.
+      state: where the pass is after this step, for `set_state`; or why it has none.
+    """
+
+    arrays: list[Any]
+    counts: tuple[int, ...]
+    each: int
+    state: State | TypeError
+
+    @property
+    def is_full(self) -> bool:
+        """Whether all rows are real."""
+        return min(self.counts) == self.each
+
+
+class Steps:
+    """One pass.
+
+    Args:
+      reader: what this process reads.
+      agreement: with the others.
+      remainder: what is done with a step some of whose rows are missing.
+    """
+
+    def __init__(self, reader: Reader, agreement: Agreement, remainder: str) -> None:
+        self.reader = reader
+        self._agreement = agreement
+        self._remainder = remainder
+        self._done = 0
+        self._last: Share | None = None
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Step:
+        while True:
+            share = self.reader.read()
+            step = self._agreed(share)
+            if step.is_full or self._remainder == "pad":
+                return step
+            if self._remainder == "error":
+                raise ValueError(
+                    f"Step {self._done - 1} has {sum(step.counts)} rows where "
+                    f"{step.each * len(step.counts)} were wanted, {step.each} for each "
+                    f"of {len(step.counts)} replicas. Use a global batch size that the "
+                    "replicas can share equally, and leave out an incomplete last "
+                    'batch; or choose `InputOptions(remainder="pad")` or `"drop"`.'
+                )
+            if self._done == 1:
+                raise ValueError(
+                    f"The first batch has {sum(step.counts)} rows, which "
+                    f"{len(step.counts)} replicas cannot share equally, so that "
+                    '`remainder="drop"` would leave out each batch. Use a global batch '
+                    f"size divisible by {len(step.counts)}."
+                )
+
+    def _agreed(self, share: Share | None) -> Step:
+        said = None if share is None else [share.each, *share.counts]
+        heard = self._agreement.exchange(said)
+        sizes = {found[0] for found in heard if found is not None}
+        if not sizes:
+            if self._done == 0:
+                raise ValueError(
+                    "The dataset has no batches. A generator that was read before has "
+                    "none left: give a list, or a function that makes generators."
+                )
+            raise StopIteration
+        if len(sizes) > 1:
+            told = ", ".join(
+                f"{found[0]} in process {index}"
+                for index, found in enumerate(heard)
+                if found is not None
+            )
+            raise ValueError(
+                f"The replicas' batches have different sizes: {told} rows. Shapes are "
+                "the same on all replicas: let each input pipeline make batches of one "
+                "size."
+            )
+        share = share or self._filling()
+        self._last = share
+        counts = [
+            count
+            for found in heard
+            for count in (found[1:] if found is not None else [0] * len(share.counts))
+        ]
+        self._done += 1
+        return Step(share.arrays, tuple(counts), share.each, self.state())
+
+    def _filling(self) -> Share:
+        """A share without real rows, for a process that has read all of its own."""
+        last = self._last
+        if last is None:
+            raise ValueError(
+                "The input pipeline of this process has no batches, but another one's "
+                "has. Give each process at least one batch."
+            )
+        return dataclasses.replace(last, counts=[0] * len(last.counts))
+
+    def state(self) -> State | TypeError:
+        """Where the pass is, for `set_state`; or why that cannot be said."""
+        try:
+            sources = self.reader.get_state()
+        except TypeError as error:
+            return error
+        return {
+            "version": _VERSION,
+            "steps": self._done,
+            "batches": self.reader.number,
+            "rows": None if self._last is None else self._last.each,
+            "print": self.reader.print,
+            "sources": sources,
+        }
+
+    def set_state(self, state: State) -> None:
+        """Go on from a state.
+
+        Raises:
+          ValueError: it is not one of ours, or of another dataset.
+          TypeError: the source cannot be resumed.
+        """
+        if not isinstance(state, dict) or state.get("version") != _VERSION:
+            raise ValueError(
+                f"`set_state` was given {state!r}, which `get_state` of a distributed "
+                "iterator did not make."
+            )
+        self.reader.set_each(state["rows"])
+        self.reader.set_state(state["sources"], state["batches"], state["print"])
+        self._done = state["steps"]

@@ -1,0 +1,138 @@
+"""Which kind of source a dataset is."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import jax
+
+from jaxstrategy import _values
+from jaxstrategy.inputs.sources import _plain
+from jaxstrategy.inputs.sources._grain import GrainSource
+from jaxstrategy.inputs.sources._hugging_face import StreamSource, TableSource
+from jaxstrategy.inputs.sources._source import Source
+from jaxstrategy.inputs.sources._tf_data import TfDataSource, is_tf_data
+from jaxstrategy.inputs.sources._torch import TorchSource
+
+_KINDS = (
+    "Give global batches: a list, a generator function or another iterable of them, "
+    "`js.batches(arrays, batch_size)`, a Grain dataset, a PyTorch DataLoader, a "
+    "tf.data.Dataset, or a Hugging Face dataset in NumPy form."
+)
+# By module, class and source. Who has such a dataset has imported the library.
+_LIBRARIES = (
+    ("grain", "MapDataset", GrainSource),
+    ("grain", "IterDataset", GrainSource),
+    ("grain", "DataLoader", GrainSource),
+    ("torchdata.stateful_dataloader", "StatefulDataLoader", TorchSource),
+    ("torch.utils.data", "DataLoader", TorchSource),
+    ("datasets", "Dataset", TableSource),
+    ("datasets", "IterableDataset", StreamSource),
+)
+
+
+def as_source(dataset: Any) -> Source:
+    """`dataset` as a source of batches, by what it can do; nothing is read yet.
+
+    Raises:
+      TypeError: it is no dataset of batches; the message says what to give.
+    """
+    if isinstance(dataset, Source):
+        return dataset
+    if isinstance(dataset, type):
+        raise TypeError(
+            f"The dataset is the class {dataset.__name__}. Give an instance of it, "
+            f"as in `{dataset.__name__}(...)`."
+        )
+    for module, kind, source in _LIBRARIES:
+        if _is(dataset, module, kind):
+            return source(dataset)
+    if is_tf_data(dataset):
+        return TfDataSource(dataset)
+    _check_not_data(dataset)
+    return _plain_source(dataset)
+
+
+def _plain_source(dataset: Any) -> Source:
+    if isinstance(dataset, Iterator):
+        return _plain.Once(dataset)
+    if isinstance(dataset, Iterable):
+        return _plain.Repeatable(dataset)
+    if callable(dataset):
+        _check_no_arguments(dataset)
+        function: Any = dataset
+        return _plain.Generated(function)
+    raise TypeError(f"{_named(dataset)} is not a dataset. {_KINDS}")
+
+
+def _is(dataset: Any, module: str, kind: str) -> bool:
+    known = getattr(sys.modules.get(module), kind, None)
+    return isinstance(known, type) and isinstance(dataset, known)
+
+
+def _check_not_data(dataset: Any) -> None:
+    """Raise if `dataset` is examples, or one batch, rather than batches."""
+    if isinstance(dataset, (str, bytes)):
+        raise TypeError(
+            f"The dataset is the text {dataset!r:.100}. If it names a file, load it: "
+            f"`js.batches(np.load(file, mmap_mode='r'), batch_size)`. {_KINDS}"
+        )
+    if _values.is_per_replica(dataset):
+        raise TypeError(
+            "The dataset is a PerReplica, one batch that is already divided over the "
+            "replicas. Pass it to `strategy.run` as an argument."
+        )
+    if _is(dataset, "torch.utils.data", "Dataset"):
+        raise TypeError(
+            f"{_named(dataset)} is a PyTorch dataset of examples and not of batches. "
+            "Give `torch.utils.data.DataLoader(dataset, batch_size)`."
+        )
+    if isinstance(dataset, Mapping) and any(
+        _is(part, "datasets", kind)
+        for part in dataset.values()
+        for kind in ("Dataset", "IterableDataset")
+    ):
+        raise TypeError(
+            f"{_named(dataset)} holds several datasets: {', '.join(map(str, dataset))}."
+            f" Give one of them, as in `dataset[{next(iter(dataset))!r}]`."
+        )
+    if _is_arrays(dataset):
+        raise TypeError(
+            f"{_named(dataset)} is arrays without a batch size. Give "
+            "`js.batches(arrays, batch_size)`, which cuts them into batches; if it is "
+            "one batch, put it in a list: `[batch]`."
+        )
+
+
+def _is_arrays(dataset: Any) -> bool:
+    """Whether `dataset` is a pytree of arrays rather than a list of batches."""
+    if hasattr(dataset, "__array__") or isinstance(dataset, Mapping):
+        return True
+    if isinstance(dataset, (list, tuple)) and not hasattr(dataset, "_fields"):
+        # Batches are alike but for their rows; the arrays of a pair `x, y` are not.
+        if not all(_values.is_array(part) and part.ndim for part in dataset):
+            return False
+        return len({(part.dtype, part.shape[1:]) for part in dataset}) > 1
+    return not jax.tree_util.all_leaves([dataset])
+
+
+def _check_no_arguments(function: Any) -> None:
+    try:
+        inspect.signature(function).bind()
+    except TypeError as error:
+        raise TypeError(
+            f"The function `{getattr(function, '__name__', function)}` given as a "
+            f"dataset cannot be called without arguments ({error}). Give them with "
+            "`functools.partial(function, ...)` or `lambda: function(...)`. For a "
+            "function of an InputContext use "
+            "`strategy.distribute_datasets_from_function`."
+        ) from None
+    except ValueError:  # a builtin without a signature: its call will tell
+        return
+
+
+def _named(dataset: Any) -> str:
+    return f"The {type(dataset).__name__} given as a dataset"

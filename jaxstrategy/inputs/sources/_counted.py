@@ -1,0 +1,81 @@
+"""Passes whose place is the number of batches that were read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, final
+
+from jaxstrategy._values import PyTree
+from jaxstrategy.inputs.sources._source import Pass, State
+
+
+@final
+class CountedPass(Pass):
+    """Batches of an iterator; a later pass gets to the same place by reading again."""
+
+    def __init__(self, begin: Callable[[], Iterator[PyTree]], name: str) -> None:
+        self._begin = begin
+        self._name = name
+        self._iterator: Iterator[PyTree] | None = None  # begun when first needed
+        self._batches = 0
+
+    def __next__(self) -> PyTree:
+        if self._iterator is None:
+            self._iterator = self._begin()
+        batch = next(self._iterator)
+        self._batches += 1
+        return batch
+
+    def get_state(self) -> State:
+        return {"batches": self._batches}
+
+    def set_state(self, state: State) -> PyTree | None:
+        wanted = counted(state, "batches", self._name)
+        self.close()
+        self._batches, batch = 0, None
+        while self._batches < wanted:
+            try:
+                batch = next(self)
+            except StopIteration:
+                raise too_few(self._name, self._batches, wanted) from None
+        return batch
+
+    def close(self) -> None:
+        iterator, self._iterator = self._iterator, None
+        close(iterator)
+
+
+def close(iterator: Any) -> None:
+    """Close what can be closed: a generator, an iterator with workers."""
+    closing = getattr(iterator, "close", None)
+    if callable(closing):
+        closing()
+
+
+def counted(state: State, key: str, name: str) -> int:
+    """The number of batches or epochs that `state` holds under `key`.
+
+    Raises:
+      ValueError: it holds none.
+    """
+    count = state.get(key) if isinstance(state, dict) else None
+    if not isinstance(count, int) or isinstance(count, bool) or count < 0:
+        raise foreign(name, state, f"a number under {key!r}")
+    return count
+
+
+def foreign(name: str, state: State, wanted: str) -> ValueError:
+    """The error for a state that another kind of source gave."""
+    return ValueError(
+        f"{state!r:.200} is not the state of a pass over {name}, which has {wanted}. "
+        "Give the state that `get_state` of an iterator over the same dataset returned."
+    )
+
+
+def too_few(name: str, count: int, wanted: int) -> ValueError:
+    """The error for a state beyond the end."""
+    return ValueError(
+        f"The state was saved after batch {wanted}, but {name} has "
+        f"{count} {'batch' if count == 1 else 'batches'}. Resume with the dataset, the "
+        "batch size and the options that the state was saved with."
+    )
