@@ -235,6 +235,7 @@ def _seed(shuffle: Any) -> int | None:
     if isinstance(shuffle, bool):
         raise TypeError(
             f"`shuffle` is {shuffle}; it is a seed, so that all processes and a "
-            "resumed run shuffle alike. Use `shuffle=0` to shuffle, `shuffle=None` not to."
+            "resumed run shuffle alike. Use `shuffle=0` to shuffle, `shuffle=None` not "
+            "to."
         )
     return None if shuffle is None else _whole(shuffle, "shuffle", 0)

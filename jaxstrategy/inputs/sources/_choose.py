@@ -116,7 +116,7 @@ def _is_arrays(dataset: Any) -> bool:
         if not all(_values.is_array(part) and part.ndim for part in dataset):
             return False
         return len({(part.dtype, part.shape[1:]) for part in dataset}) > 1
-    return not jax.tree_util.all_leaves([dataset])
+    return dataset is not None and not jax.tree_util.all_leaves([dataset])
 
 
 def _check_no_arguments(function: Any) -> None:

@@ -89,6 +89,7 @@ class _StreamPass(Pass):
         self._turns = turns
         self._name = name
         self._view: Any = None
+        self._loaded: State = None  # what the view tells only once it is read
         self._batches: Iterator[PyTree] | None = None
 
     def _begin(self, epoch: int, state: State = None) -> Iterator[PyTree]:
@@ -97,6 +98,7 @@ class _StreamPass(Pass):
         # A dataset of its own, because a state that is loaded stays for good.
         self._view = self._dataset.with_format("numpy")
         self._view.set_epoch(epoch)
+        self._loaded = state
         if state is not None:
             self._view.load_state_dict(state)
         self._batches = iter(self._view)
@@ -109,6 +111,7 @@ class _StreamPass(Pass):
         batches = self._begun()
         self._turns.take(self)
         batch = next(batches)
+        self._loaded = None
         _check(batch)
         return batch
 
@@ -116,8 +119,9 @@ class _StreamPass(Pass):
         self._check_buffer()
         self._begun()
         self._turns.check(self, self._name)
+        state = self._loaded or self._view.state_dict()
         # Through text: a copy of numbers, text, lists and dicts.
-        return {"stream": json.loads(json.dumps(self._view.state_dict()))}
+        return {"stream": json.loads(json.dumps(state))}
 
     def set_state(self, state: State) -> None:
         self._check_buffer()
@@ -130,11 +134,11 @@ class _StreamPass(Pass):
     def _check_buffer(self) -> None:
         if _shuffles(getattr(self._dataset, "_ex_iterable", None)):
             raise TypeError(
-                f"{self._name} cannot resume: it shuffles through a buffer, whose "
-                "contents are not in its state, so examples would be left out. Shuffle "
-                "before batching with `Dataset.shuffle(seed=...)` of a dataset that is "
-                "not streamed, or use Grain or `js.batches(arrays, batch_size, "
-                "shuffle=seed)`."
+                f"A pass over {self._name} cannot resume: it shuffles through a "
+                "buffer, whose contents are not in its state, so examples would be "
+                "left out. Shuffle before batching with `Dataset.shuffle(seed=...)` of "
+                "a dataset that is not streamed, or use Grain or "
+                "`js.batches(arrays, batch_size, shuffle=seed)`."
             )
 
     def close(self) -> None:

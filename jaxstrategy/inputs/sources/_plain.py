@@ -52,15 +52,18 @@ class Generated(Source):
         batches: Any = self._read()
         if not isinstance(batches, Iterable):
             raise TypeError(
-                f"{self.name} returned {type(batches).__name__}, which is not an "
-                "iterator of batches. A function given as a dataset is called once for "
-                "each pass; write it with `yield`, or let it return an iterator."
+                f"Called for a pass, {self.name} returned {type(batches).__name__}, "
+                "which is not an iterator of batches. A function given as a dataset is "
+                "called once for each pass; write it with `yield`, or let it return an "
+                "iterator."
             )
         return iter(batches)
 
     @property
     def name(self) -> str:
-        return f"the function `{getattr(self._read, '__name__', self._read)}`"
+        function = getattr(self._read, "func", self._read)  # of a partial
+        name = getattr(function, "__name__", type(function).__name__)
+        return f"the function `{name}`"
 
 
 @final
@@ -73,7 +76,9 @@ class Once(Source):
 
     def start(self) -> Pass:
         if self._is_started:
-            raise TypeError(f"{self.name} can be read only once, and was. {_AGAIN}")
+            raise TypeError(
+                f"Only one pass can read {self.name}, and one did. {_AGAIN}"
+            )
         self._is_started = True
         return _OncePass(self._batches, self.name)
 
@@ -100,8 +105,8 @@ class _OncePass(Pass):
 
     def _cannot_resume(self) -> str:
         return (
-            f"{self._name} can be read only once and cannot resume: what it has given "
-            f"is gone. {_AGAIN}"
+            f"A pass over {self._name} cannot resume: it can be read only once, and "
+            f"what it has given is gone. {_AGAIN}"
         )
 
     def close(self) -> None:

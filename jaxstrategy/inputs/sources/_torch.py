@@ -74,7 +74,7 @@ class _TorchPass(Pass):
                 else "its sampler is not sequential, so the order would differ"
             )
             raise TypeError(
-                f"{_NAME} cannot resume: {why}. Use a "
+                f"A pass over {_NAME} cannot resume: {why}. Use a "
                 "`torchdata.stateful_dataloader.StatefulDataLoader`, Grain, or "
                 "`js.batches(arrays, batch_size, shuffle=seed)`."
             )
@@ -91,6 +91,7 @@ class _StatefulPass(Pass):
         self._loader = loader
         self._turns = turns
         self._iterator: Any = None
+        self._is_over = False  # a loader's state at the end begins a new pass
 
     def _begun(self) -> Any:
         if self._iterator is None:
@@ -101,22 +102,32 @@ class _StatefulPass(Pass):
     def __next__(self) -> PyTree:
         iterator = self._begun()
         self._turns.take(self)
-        return to_numpy(next(iterator))
+        try:
+            return to_numpy(next(iterator))
+        except StopIteration:
+            self._is_over = True
+            raise
 
     def get_state(self) -> State:
         self._begun()
         self._turns.check(self, _NAME)
-        return {"torch": _to_text(self._loader.state_dict())}
+        state = _to_text(self._loader.state_dict())
+        return {"torch": state, "is_over": self._is_over}
 
     def set_state(self, state: State) -> None:
         match state:
-            case {"torch": str(text)}:
+            case {"torch": str(text), "is_over": bool(is_over)}:
                 own = _from_text(text)
             case _:
                 raise _counted.foreign(_NAME, state, "its `state_dict`")
         self.close()
         self._loader.load_state_dict(own)
-        self._begun()
+        self._is_over = is_over
+        if is_over:
+            self._turns.begin(self)
+            self._iterator = iter(())
+        else:
+            self._begun()
 
     def close(self) -> None:
         self._iterator = None  # workers end with it
