@@ -33,6 +33,7 @@ from jaxstrategy._errors import (
 from jaxstrategy._errors import (
     NotMirroredError as NotMirroredError,
 )
+from jaxstrategy._errors import ObjectError as ObjectError
 from jaxstrategy._errors import OutOfRangeError as OutOfRangeError
 from jaxstrategy._errors import (
     OutOfSyncError as OutOfSyncError,

@@ -141,3 +141,10 @@ class PaddedRowsWarning(UserWarning):
 
 class OutOfRangeError(StopIteration):
     """`get_next` was called at the end of the data; TensorFlow's name for it."""
+
+
+class ObjectError(ValueError):
+    """A step does to an object what a compiled step cannot do, or what would be lost.
+
+    Such objects are modules, optimizers and metrics of Flax NNX.
+    """

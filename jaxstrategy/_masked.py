@@ -139,7 +139,7 @@ def _rows(values: Any, name: str) -> int:
 def _checked(mask: Any, rows: int) -> jax.Array:
     if jnp.shape(mask) != (rows,):
         raise ValueError(
-            f"`mask` has shape {jnp.shape(mask)}; one entry for each of the {rows} rows "
-            "was wanted."
+            f"`mask` has shape {jnp.shape(mask)}; one entry for each of the {rows} "
+            "rows was wanted."
         )
     return jnp.asarray(mask).astype(bool)

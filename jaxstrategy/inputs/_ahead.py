@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import weakref
@@ -21,22 +22,27 @@ class Ahead(Iterator[Any]):
 
     Args:
       make: called in the thread. Must not refer to this object.
-      depth: how many results wait here at most.
+      depth: how many calls ahead.
     """
 
     def __init__(self, make: Callable[[], Any], depth: int) -> None:
-        self._results: queue.Queue[Any] = queue.Queue(depth)
+        # Of this kind because its methods may be interrupted by the collector, which
+        # may call `_end` in the midst of any of them.
+        self._results: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._wanted: queue.SimpleQueue[None] = queue.SimpleQueue()
+        for _ in range(depth):
+            self._wanted.put(None)
         self._stop = threading.Event()
         self._raised: BaseException | None = None
         self._thread = threading.Thread(
             target=_work,
-            args=(make, self._results, self._stop),
+            args=(make, self._wanted, self._results, self._stop),
             name="jaxstrategy input",
             daemon=True,
         )
         # Also called at the end of the program.
         self._finalizer = weakref.finalize(
-            self, _end, self._thread, self._results, self._stop
+            self, _end, self._thread, self._wanted, self._results, self._stop
         )
 
     def __next__(self) -> Any:
@@ -51,17 +57,29 @@ class Ahead(Iterator[Any]):
             self._raised = error
             self.close()
             raise error
+        self._wanted.put(None)
         return result
 
-    def close(self) -> None:
-        """End the thread. It may be called twice."""
+    def close(self) -> bool:
+        """End the thread. It may be called twice.
+
+        Returns:
+          Whether it has ended: it does not while its function waits for something.
+        """
         self._finalizer()
+        return not self._thread.is_alive()
 
 
 def _work(
-    make: Callable[[], Any], results: queue.Queue[Any], stop: threading.Event
+    make: Callable[[], Any],
+    wanted: queue.SimpleQueue[None],
+    results: queue.SimpleQueue[Any],
+    stop: threading.Event,
 ) -> None:
-    while not stop.is_set():
+    while True:
+        wanted.get()
+        if stop.is_set():
+            return
         try:
             result = make(), None
         except BaseException as error:
@@ -72,10 +90,16 @@ def _work(
 
 
 def _end(
-    thread: threading.Thread, results: queue.Queue[Any], stop: threading.Event
+    thread: threading.Thread,
+    wanted: queue.SimpleQueue[None],
+    results: queue.SimpleQueue[Any],
+    stop: threading.Event,
 ) -> None:
     stop.set()
-    while not results.empty():  # the thread may wait for room
-        results.get_nowait()
+    wanted.put(None)  # the thread may wait for it
+    with contextlib.suppress(queue.Empty):
+        while True:
+            results.get_nowait()
+    results.put((None, StopIteration()))  # somebody may wait for it in another thread
     if thread.ident is not None and thread is not threading.current_thread():
         thread.join(_PATIENCE_SECONDS)

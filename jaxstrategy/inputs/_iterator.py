@@ -129,9 +129,9 @@ class DistributedIterator(Iterator[PyTree]):
     def close(self) -> None:
         """Stop reading, and close the source."""
         self._is_closed = True
-        if self._ahead is not None:
-            self._ahead.close()
-        self._steps.reader.close()
+        # What another thread still reads from cannot be closed.
+        if self._ahead is None or self._ahead.close():
+            self._steps.reader.close()
 
     def __enter__(self) -> Self:
         return self

@@ -24,7 +24,7 @@ from jaxstrategy import _padding, _source
 from jaxstrategy._errors import PaddedRowsWarning, TracedValueError
 from jaxstrategy._padding import Batch, Batches
 from jaxstrategy._values import PyTree
-from jaxstrategy.tracing import _inflight, _results
+from jaxstrategy.tracing import _inflight, _objects, _results
 from jaxstrategy.tracing._carried import Carried
 from jaxstrategy.tracing._placement import Placement
 from jaxstrategy.tracing._roles import Role, Signature
@@ -320,8 +320,12 @@ class Program:
                 returned = self._call(fn, args, kwargs)
         except _ASKED_TOO_EARLY as error:
             raise _asked_too_early(error, self._fn_name()) from error
-        except ValueError as error:  # not to be taken for one about placement
-            self._users_error = error
+        except Exception as error:
+            if refused := _objects.refused(error, self._fn_name()):
+                self._users_error = refused
+                raise refused from error
+            if isinstance(error, ValueError):  # not to be taken for one about placement
+                self._users_error = error
             raise
         self._asks_for_masks = bool(self._asks_for_masks) or batches.asked
         self._alike |= batches.alike

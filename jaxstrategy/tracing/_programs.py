@@ -17,12 +17,16 @@ import jax
 from jax.sharding import Mesh
 
 from jaxstrategy import _values
+from jaxstrategy._errors import NotMirroredError
 from jaxstrategy._options import RunOptions
 from jaxstrategy._values import PyTree
-from jaxstrategy.tracing import _checks, _recompilation, _roles
+from jaxstrategy.tracing import _checks, _objects, _recompilation, _roles
 from jaxstrategy.tracing._program import Program
 from jaxstrategy.tracing._traced import TracedStep
 from jaxstrategy.variables._variable import Variable
+
+# Models, optimizers and metrics of one function: those of a few trainings at once.
+_BINDINGS_KEPT = 8
 
 
 class Programs:
@@ -78,6 +82,9 @@ class FunctionPrograms:
         self._was_traced = False
         self._watched: list[weakref.ref[Any]] = []
         self._by_signature: dict[_roles.Signature, Program] = {}
+        # Objects that were given lately, and the function as one of their arrays.
+        self._bindings: list[_objects.Binding] = []
+        self._with_objects: dict[Any, tuple[Any, Any, FunctionPrograms]] = {}
         # For calls without static leaves: found by structure alone, the last one first.
         self._by_structure: dict[Any, Program] = {}
         self._last: tuple[Any, Program | None] = (None, None)
@@ -100,8 +107,9 @@ class FunctionPrograms:
 
     def _call_other(self, args: Any, kwargs: Any) -> PyTree:
         """A call that is not like the last one, or not of live arrays alone."""
-        # A variable is not to be read here.
-        leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=_is_handle)
+        # A variable is not to be read here, and an object not to be looked into.
+        _objects.kinds()
+        leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=_is_whole)
         program = self._by_structure.get(structure)
         if program is None or not _are_live_arrays(leaves):
             return self._call_carefully(args, kwargs, structure)
@@ -111,6 +119,9 @@ class FunctionPrograms:
     def _call_carefully(self, args: Any, kwargs: Any, structure: Any) -> PyTree:
         fn = self._get_fn()
         assert fn is not None
+        call = _objects.call_of(fn, args, kwargs, self._bindings)
+        if call is not None:
+            return self._call_with_objects(call)
         leaves, signature = _roles.take_apart(fn, args, kwargs)
         program = self._by_signature.get(signature)
         if program is None:
@@ -122,6 +133,50 @@ class FunctionPrograms:
             self._by_structure[structure] = program
             self._last = (structure, program)
         return program.place_and_call(leaves)
+
+    def _call_with_objects(self, call: _objects.Call) -> PyTree:
+        binding, programs = self._of_objects(call)
+        return _called(programs, binding, call.args, call.kwargs)
+
+    def _of_objects(
+        self, call: _objects.Call
+    ) -> tuple[_objects.Binding, FunctionPrograms]:
+        binding = call.binding
+        if binding not in self._bindings:
+            self._bindings.insert(0, binding)
+            del self._bindings[_BINDINGS_KEPT:]
+        key = binding.form.key, call.captured
+        known = self._with_objects.get(key)
+        if known is None:
+            function = _objects.functional(self._get_fn, binding.form, call.captured)
+            options = _objects.options_of(self._options)
+            programs = FunctionPrograms(function, options, self._owner, _nothing)
+            known = self._with_objects[key] = binding.form, function, programs
+        binding.form, _, programs = known
+        return binding, programs
+
+    def bound(self, objects: Sequence[Any]) -> Callable[..., PyTree]:
+        """The function with these first arguments, which are looked into only now.
+
+        Raises:
+          TypeError: none of them can be changed in place.
+        """
+        fn = self._get_fn()
+        assert fn is not None
+        call = _objects.call_of(fn, tuple(objects), {}, self._bindings)
+        if call is None:
+            raise TypeError(
+                "`bind` was given no module, optimizer or metric of Flax NNX. Other "
+                "arguments are looked up fast as they are: call the step with them."
+            )
+        binding, programs = self._of_objects(call)
+
+        @functools.wraps(fn)
+        def step(*rest: Any, **kwargs: Any) -> PyTree:
+            bound = binding.fill(call, rest, kwargs)
+            return _called(programs, binding, *bound, kept=objects)
+
+        return step
 
     def _new_program(self, signature: _roles.Signature) -> Program:
         return Program(
@@ -173,8 +228,36 @@ def _plain_is_deleted() -> Callable[[Any], bool]:
         return type(jax.device_put(0)).is_deleted
 
 
-def _is_handle(node: object) -> bool:
-    return isinstance(node, _values.Handle)
+def _called(
+    programs: FunctionPrograms,
+    binding: _objects.Binding,
+    args: Any,
+    kwargs: Any,
+    kept: Sequence[Any] = (),
+) -> PyTree:
+    """What a step returned that was called with the arrays of objects.
+
+    Args:
+      programs: those of the step as a function of arrays.
+      binding: the objects, which then hold their new arrays.
+      args: positional arguments.
+      kwargs: keyword arguments.
+      kept: what must live as long as this is called.
+    """
+    try:
+        returned, parts = programs(args, kwargs)
+    except NotMirroredError as error:
+        raise _objects.explained(error) from error
+    binding.store(parts)
+    return binding.with_callers_objects(returned)
+
+
+def _nothing() -> None:
+    pass
+
+
+def _is_whole(node: object) -> bool:
+    return isinstance(node, _values.Handle) or _objects.is_object(node)
 
 
 def _identity(fn: Callable[..., Any]) -> Any:

@@ -36,7 +36,7 @@ class Step:
     def __init__(
         self,
         fn: Callable[..., Any],
-        programs_of: Callable[[Callable[..., Any]], Callable[..., Any]],
+        programs_of: Callable[[Callable[..., Any]], Any],
         run: Callable[..., Any],
         describe: str,
         options: RunOptions | None = None,
@@ -53,6 +53,38 @@ class Step:
         if _contexts.current() is None:  # the usual case, kept short
             return self._programs(args, kwargs)
         return self._run(self._fn, args, kwargs)
+
+    def bind(self, *objects: Any) -> Callable[..., Any]:
+        """The step with its first arguments, modules and optimizers of Flax NNX, fixed.
+
+        At each call of the step itself its objects are looked through for what has
+        changed. What this returns looks only now, and so costs little more than a step
+        of arrays. Their arrays may change; add or replace no variables, and set no
+        attributes, as `model.eval()` does, while it is in use.
+
+        Returns:
+          A function of the other arguments.
+
+        Raises:
+          TypeError: there is no such object among them.
+
+        >>> import jax.numpy as jnp
+        >>> import jaxstrategy as js
+        >>> from flax import nnx
+        >>> strategy = js.MirroredStrategy(js.simulate(8)[:2])
+        >>> class Counter(nnx.Module):
+        ...     def __init__(self):
+        ...         self.total = nnx.Variable(jnp.zeros(()))
+        >>> counter = Counter()
+        >>> @strategy.run
+        ... def count(counter, x):
+        ...     counter.total[...] += js.get_replica_context().all_reduce("sum", x)
+        >>> add = count.bind(counter)
+        >>> add(strategy.per_replica([1.0, 2.0]))
+        >>> counter.total[...]
+        Array(3., dtype=float32)
+        """
+        return self._programs.bound(objects)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         if instance is None:

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from jaxstrategy._options import RunOptions
 from jaxstrategy._topology import Topology
-from jaxstrategy.tracing import _checks, _roles
+from jaxstrategy.tracing import _checks, _objects, _roles
 from jaxstrategy.tracing._program import Program
 from jaxstrategy.tracing._roles import Role
 from jaxstrategy.tracing._traced import TracedStep
@@ -62,6 +62,7 @@ def explain(
       topology: what times are predicted for.
       compiled: whether to compile it, for what XLA has to say.
     """
+    fn, args, kwargs, options = _objects.as_arrays(fn, args, kwargs, options)
     leaves, signature = _roles.take_apart(fn, args, kwargs, abstract=True)
     traced: list[TracedStep] = []
     program = Program(
