@@ -6,10 +6,14 @@ asks it for a sharding by meaning: `replicated` or `split`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jaxstrategy._devices import Device
@@ -39,6 +43,65 @@ def replicated(mesh: Mesh) -> NamedSharding:
 def split(mesh: Mesh) -> NamedSharding:
     """Replica i holds entry i of the first dimension."""
     return NamedSharding(mesh, SPLIT)
+
+
+def own_devices(mesh: Mesh) -> tuple[Device, ...]:
+    """The devices of this process's replicas, in replica order."""
+    own = jax.process_index()
+    return tuple(d for d in devices_of(mesh) if d.process_index == own)
+
+
+def put(value: Any, sharding: Sharding) -> jax.Array:
+    """`value` on the devices of `sharding`.
+
+    With several processes each places its own part of what it has, without asking the
+    others; all must have the same.
+    """
+    if sharding.is_fully_addressable or isinstance(value, Tracer):
+        return jax.device_put(value, sharding)
+    if isinstance(value, jax.Array):
+        if not value.is_fully_addressable:
+            return _moved(value, sharding)
+        if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+            data = put(jax.random.key_data(value), sharding)
+            return jax.random.wrap_key_data(data, impl=jax.random.key_impl(value))
+    host = np.asarray(value)
+    host = host.astype(jax.dtypes.canonicalize_dtype(host.dtype), copy=False)
+    return jax.make_array_from_callback(host.shape, sharding, host.__getitem__)
+
+
+def put_same(value: Any, sharding: NamedSharding) -> jax.Array:
+    """`value` of the first replica's process, whole on the devices of `sharding`.
+
+    With several processes it is sent to the others, which must take part.
+    """
+    if sharding.is_fully_addressable or isinstance(value, Tracer):
+        return jax.device_put(value, sharding)
+    if isinstance(value, jax.Array):
+        if not value.is_fully_addressable:
+            return _moved(value, sharding)
+        if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+            data = put_same(jax.random.key_data(value), sharding)
+            return jax.random.wrap_key_data(data, impl=jax.random.key_impl(value))
+    host = np.asarray(value)[None]
+    host = host.astype(jax.dtypes.canonicalize_dtype(host.dtype), copy=False)
+    n = sharding.mesh.size
+    each = jax.make_array_from_callback(
+        (n, *host.shape[1:]), split(sharding.mesh), lambda _: host
+    )
+    return _first(sharding)(each)
+
+
+@functools.cache
+def _first(sharding: NamedSharding) -> Any:
+    return jax.jit(lambda each: each[0], out_shardings=sharding)
+
+
+def _moved(value: jax.Array, sharding: Sharding) -> jax.Array:
+    """An array of several processes, elsewhere on the same devices."""
+    if value.sharding.is_equivalent_to(sharding, value.ndim):
+        return jax.device_put(value, sharding)
+    return jax.jit(lambda array: array, out_shardings=sharding)(value)
 
 
 def replicated_like(sharding: Sharding) -> Sharding:

@@ -106,7 +106,7 @@ class PerReplica:
 
     @property
     def values(self) -> tuple[jax.Array, ...]:
-        """One array of shape `[...]` per replica, in replica order."""
+        """One array of shape `[...]` per replica of this process, in replica order."""
         if self._axis_name is None and _is_placed(self._value):
             return _versions(self._value)
         return tuple(self.stacked)
@@ -115,9 +115,17 @@ class PerReplica:
         """The version of replica `replica_id`, of shape `[...]`.
 
         Raises:
-          IndexError: there is no such replica.
+          IndexError: there is no such replica, or it is another process's.
         """
         versions = self.values
+        if len(versions) < self.num_replicas:
+            own = _own_ids(self._value)
+            if replica_id not in own:
+                raise IndexError(
+                    f"Replica {replica_id} was asked of a value of which this process "
+                    f"has replicas {own[0]} to {own[-1]}. Use `strategy.gather`."
+                )
+            return versions[own.index(replica_id)]
         if not 0 <= replica_id < len(versions):
             raise IndexError(
                 f"Replica {replica_id} was asked of a value with {len(versions)} "
@@ -225,6 +233,8 @@ def real_rows(value: PerReplica) -> tuple[jax.Array, ...]:
     if value.mask is None:
         return value.values
     rows = np.asarray(value.mask)
+    if len(value.values) < len(rows):
+        rows = rows[_own_ids(value.stacked)]
     return tuple(
         version if real.all() else version[np.flatnonzero(real)]
         for version, real in zip(value.values, rows, strict=True)
@@ -236,7 +246,9 @@ def contents(value: PerReplica) -> Any:
     return value._value
 
 
-def stack(versions: Sequence[PyTree], mesh: Mesh, what: str = "value") -> PyTree:
+def stack(
+    versions: Sequence[PyTree], mesh: Mesh, what: str = "value", own: bool = False
+) -> PyTree:
     """Per-replica trees as one tree of `PerReplica` leaves, each placed on its device.
 
     Args:
@@ -244,11 +256,12 @@ def stack(versions: Sequence[PyTree], mesh: Mesh, what: str = "value") -> PyTree
         and dtype; nested lists of numbers are arrays.
       mesh: where to place them.
       what: how error messages call the value.
+      own: whether the versions are only of this process's replicas.
 
     Raises:
       ValueError: the number, structure, shapes or dtypes do not fit.
     """
-    devices = _mesh.devices_of(mesh)
+    devices = _mesh.own_devices(mesh) if own else _mesh.devices_of(mesh)
     if len(versions) != len(devices):
         raise ValueError(
             f"`{what}` has {len(versions)} versions for {len(devices)} replicas; one "
@@ -267,7 +280,7 @@ def stack(versions: Sequence[PyTree], mesh: Mesh, what: str = "value") -> PyTree
             column.append(leaf)
     labels = [f"{what}{jax.tree_util.keystr(path)}" for path, _ in paths]
     stacked = [
-        _stack_leaf(column, mesh, label)
+        _stack_leaf(column, mesh, devices, label)
         for column, label in zip(columns, labels, strict=True)
     ]
     return jax.tree.unflatten(structure, stacked)
@@ -277,7 +290,9 @@ def _is_list(node: Any) -> bool:
     return isinstance(node, list)  # of numbers: the data of an array
 
 
-def _stack_leaf(column: list[Any], mesh: Mesh, what: str) -> PerReplica:
+def _stack_leaf(
+    column: list[Any], mesh: Mesh, devices: Sequence[Device], what: str
+) -> PerReplica:
     arrays = [as_array(value, what) for value in column]
     kinds = {(array.shape, array.dtype) for array in arrays}
     if len(kinds) > 1:
@@ -286,11 +301,13 @@ def _stack_leaf(column: list[Any], mesh: Mesh, what: str) -> PerReplica:
             f"`{what}` differs in shape or dtype between replicas: {seen}. One "
             "program runs on all replicas, so all versions need one shape and dtype."
         )
+    here = _mesh.own_devices(mesh)
     placed = [
         jax.device_put(array[None], device)
-        for array, device in zip(arrays, _mesh.devices_of(mesh), strict=True)
+        for array, device in zip(arrays, devices, strict=True)
+        if device in here
     ]
-    shape = (len(arrays), *arrays[0].shape)
+    shape = (mesh.size, *arrays[0].shape)
     sharding = _mesh.split(mesh)
     return PerReplica(jax.make_array_from_single_device_arrays(shape, sharding, placed))
 
@@ -320,7 +337,7 @@ def place_stacked(value: Any, mesh: Mesh, what: str = "value") -> PerReplica:
     """
     array = as_array(value, what)
     check_stacked(array, len(_mesh.devices_of(mesh)), what)
-    return PerReplica(jax.device_put(array, _mesh.split(mesh)))
+    return PerReplica(_mesh.put(array, _mesh.split(mesh)))
 
 
 def check_stacked(array: Any, num_replicas: int, what: str) -> None:
@@ -365,7 +382,7 @@ def _replicate_leaf(leaf: Any, sharding: NamedSharding) -> jax.Array:
         # A copy, because a device that has the array already would share its memory,
         # and donating one would delete the other.
         leaf = jnp.copy(leaf)
-    return jax.device_put(leaf, sharding)
+    return _mesh.put_same(leaf, sharding)
 
 
 def _is_placed(value: Any) -> bool:
@@ -375,6 +392,11 @@ def _is_placed(value: Any) -> bool:
 def _in_order(value: jax.Array) -> list[Any]:
     """This process's shards of a stacked array, by replica."""
     return sorted(value.addressable_shards, key=lambda shard: shard.index[0].start or 0)
+
+
+def _own_ids(value: jax.Array) -> list[int]:
+    """The replicas of this process, of a stacked array."""
+    return [shard.index[0].start or 0 for shard in _in_order(value)]
 
 
 def _device_order(value: jax.Array) -> list[Device]:

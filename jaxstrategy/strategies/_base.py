@@ -37,7 +37,7 @@ from jaxstrategy._options import (
 from jaxstrategy._replica import ReplicaContext
 from jaxstrategy._topology import Topology
 from jaxstrategy._values import Handle, PerReplica, PyTree
-from jaxstrategy.inputs._agreement import Alone
+from jaxstrategy.inputs._agreement import Agreement, Alone
 from jaxstrategy.inputs._dataset import DistributedDataset
 from jaxstrategy.inputs._division import Replicas
 from jaxstrategy.inputs._feeding import Feeding
@@ -455,7 +455,7 @@ class Strategy(AbstractStrategy):
         return _without_filling(value, gathered) if axis == 0 else gathered
 
     def experimental_local_results(self, value: PyTree) -> tuple[PyTree, ...]:
-        """Each replica's version of `value`, as a tuple.
+        """The version of `value` of each replica of this process, as a tuple.
 
         A pytree gives a tuple of pytrees. A mirrored array, or a container of plain
         values, gives one entry per replica too; a single plain value gives a tuple of
@@ -485,7 +485,7 @@ class Strategy(AbstractStrategy):
         if treedef == _LEAF:
             return columns[0]
         # A variable of central storage has one copy.
-        n = self.num_replicas_in_sync
+        n = self.num_replicas_in_sync if in_step else len(self._own_replicas)
         columns = [column * n if len(column) == 1 else column for column in columns]
         return tuple(
             jax.tree.unflatten(treedef, [column[i] for column in columns])
@@ -493,13 +493,13 @@ class Strategy(AbstractStrategy):
         )
 
     def _versions(self, leaf: Any, in_step: bool) -> tuple[Any, ...]:
-        n = self.num_replicas_in_sync
+        n = self.num_replicas_in_sync if in_step else len(self._own_replicas)
         if isinstance(leaf, PerReplica):
             versions = leaf.values if in_step else _values.real_rows(leaf)
             if len(versions) != n:
                 raise ValueError(
                     f"A PerReplica with {len(versions)} versions was given to a "
-                    f"strategy with {n} replicas."
+                    f"strategy with {n} replicas here."
                 )
             return versions
         if in_step and isinstance(leaf, jax.Array):
@@ -623,6 +623,8 @@ class Strategy(AbstractStrategy):
     ) -> PyTree:
         """Values from `value_fn(ValueContext(i, n))`, called for each replica in order.
 
+        With several processes, each calls it for its own replicas.
+
         Returns:
           A pytree like the ones `value_fn` returns, each leaf a `PerReplica`.
 
@@ -639,9 +641,15 @@ class Strategy(AbstractStrategy):
         (Array(0, dtype=int32), Array(1, dtype=int32))
         """
         _contexts.require_host(self, "experimental_distribute_values_from_function")
-        n = self.num_replicas_in_sync
-        versions = [value_fn(ValueContext(i, n)) for i in range(n)]
-        return _values.stack(versions, self.mesh)
+        n, own = self.num_replicas_in_sync, self._own_replicas
+        versions = [value_fn(ValueContext(i, n)) for i in own]
+        return _values.stack(versions, self.mesh, own=True)
+
+    @property
+    def _own_replicas(self) -> list[int]:
+        """The numbers of this process's replicas."""
+        here = set(_mesh.own_devices(self.mesh))
+        return [i for i, device in enumerate(self.devices) if device in here]
 
     def init(self, fn: Callable[..., PyTree], *args: Any) -> PyTree:
         """`fn(*args)` built in mirrored form: on every device at once, from nothing.
@@ -755,8 +763,16 @@ class Strategy(AbstractStrategy):
     @property
     def _feeding(self) -> Feeding:
         """How its replicas are fed."""
-        n = self.num_replicas_in_sync
-        return Feeding(self.mesh, Replicas(n, 0, n), (0, 1), Alone)
+        own = self._own_replicas
+        replicas = Replicas(self.num_replicas_in_sync, own[0], len(own))
+        process = jax.process_index(), jax.process_count()
+        if replicas.local == replicas.total:
+            process = 0, 1
+        return Feeding(self.mesh, replicas, process, self._agree)
+
+    def _agree(self) -> Agreement:
+        """With the other processes, about one pass over a dataset."""
+        return Alone()
 
     # How it prints and copies.
 

@@ -87,7 +87,9 @@ class DefaultStrategy(Strategy):
     def _across(
         self, context: Context | None, function: Callable[..., Any], value: PyTree
     ) -> PyTree:
-        return function(_alone(value))
+        alone = _alone(value)
+        with _padding.given(_batches(value, alone)):
+            return function(alone)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self

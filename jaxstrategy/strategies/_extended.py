@@ -259,7 +259,7 @@ def _at(var: Variable, arguments: Any) -> Any:
 
     def moved(leaf: Any) -> Any:
         if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer):
-            return jax.device_put(leaf, _mesh.replicated(var.mesh))
+            return _mesh.put_same(leaf, _mesh.replicated(var.mesh))
         return leaf
 
     return _values.map_leaves(moved, arguments)

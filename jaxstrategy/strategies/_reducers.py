@@ -80,10 +80,12 @@ def _weights(
       ValueError: the weights are not for such a leaf, or not for this reduction.
     """
     if weights is None:
-        # Copies of real rows leave extremes as they are.
-        sums = op in (ReduceOp.SUM, ReduceOp.MEAN)
-        over_rows = axis is not None and (0 in axis or -jnp.ndim(leaf) in axis)
-        return _padding.of_argument(leaf) if sums and over_rows else None
+        if axis is None or not (0 in axis or -jnp.ndim(leaf) in axis):
+            return None
+        if op in (ReduceOp.SUM, ReduceOp.MEAN):
+            return _padding.of_argument(leaf)
+        _padding.not_needed()  # copies of real rows leave extremes as they are
+        return None
     if op not in (ReduceOp.SUM, ReduceOp.MEAN):
         raise ValueError(
             f"`weights` were given for {op.name}, which has none; only SUM and MEAN "

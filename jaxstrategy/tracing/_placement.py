@@ -104,20 +104,20 @@ class Placement:
                 self._right[index] = leaf.sharding
             return leaf
         self._check_movable(index, leaf)
-        return jax.device_put(leaf, wanted)
+        return _mesh.put(leaf, wanted)
 
     def _place_host(self, index: int, leaf: Any) -> jax.Array:
         # Placed even though the jitted function would do it: to JAX, an array that
         # comes from the host has another type than one on a mesh, and the second call,
         # with the returned state, would compile again.
         if type(leaf) not in (int, float) or index in self._donated:
-            return jax.device_put(leaf, self.shardings[index])
+            return _mesh.put(leaf, self.shardings[index])
         key = (type(leaf), leaf, np.signbit(leaf))  # 0.0 equals -0.0
         number = self._numbers.get(key)
         if number is None:
             if len(self._numbers) >= _NUMBERS_KEPT:
                 self._numbers.clear()
-            number = self._numbers[key] = jax.device_put(leaf, self.shardings[index])
+            number = self._numbers[key] = _mesh.put(leaf, self.shardings[index])
         return number
 
     def check_replicas(self, index: int, leaf: Any) -> None:

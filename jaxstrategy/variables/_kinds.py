@@ -161,7 +161,7 @@ class MirroredKind(Kind):
 
     def placed(self, start: jax.Array) -> jax.Array:
         """`start`, whole on each device."""
-        return jax.device_put(start, self.sharding)
+        return _mesh.put_same(start, self.sharding)
 
     def of_one_replica(self, start: jax.Array) -> jax.Array:
         """`start`."""
@@ -201,7 +201,7 @@ class MirroredKind(Kind):
             value = _aggregation.across(self.aggregation, value, _axes())
         given = self._checked(value, ref.shape, ref.dtype)
         if not self._in_step():
-            given = jax.device_put(given, self.sharding)
+            given = _mesh.put_same(given, self.sharding)
         new = _changed(ref[...], given, how) if how != "assign" else given
         ref[...] = new
         return new
@@ -255,8 +255,10 @@ class OnReadKind(Kind):
 
     def placed(self, start: jax.Array) -> jax.Array:
         """`start` once for each replica."""
+        if not self.sharding.is_fully_addressable:  # the processes may have others
+            start = _mesh.put_same(start, _mesh.replicated(self.mesh))
         copies = jnp.broadcast_to(start, (self.mesh.size, *start.shape))
-        return jax.device_put(copies, self.sharding)
+        return _mesh.put(copies, self.sharding)
 
     def of_one_replica(self, start: jax.Array) -> jax.Array:
         """`start`, as the replica's part of all copies."""
@@ -307,11 +309,11 @@ class OnReadKind(Kind):
             given = self._checked(stacked, old.shape, old.dtype)
         else:
             value = self._checked(value, old.shape[1:], old.dtype)
-            value = jax.device_put(value, _mesh.replicated(self.mesh))
+            value = _mesh.put_same(value, _mesh.replicated(self.mesh))
             is_update = side is Side.UPDATE
             given = self._for_each(value) if is_update else self._to_each(value, how)
-        given = jax.device_put(given, self.sharding)
-        new = jax.device_put(_changed(old, given, how), self.sharding)
+        given = _mesh.put(given, self.sharding)
+        new = _mesh.put(_changed(old, given, how), self.sharding)
         ref[...] = new
         return self._combined(ref) if self.has_one_value else PerReplica(new)
 
@@ -349,7 +351,7 @@ class OnReadKind(Kind):
 
     def _for_each(self, value: jax.Array) -> jax.Array:
         copies = jnp.broadcast_to(value, (self.mesh.size, *value.shape))
-        return jax.device_put(copies, self.sharding)
+        return _mesh.put(copies, self.sharding)
 
 
 @functools.cache
