@@ -13,6 +13,7 @@ Array(3.5, dtype=float32)
 
 from importlib.metadata import version as _version
 
+from jaxstrategy import cluster_resolver as cluster_resolver
 from jaxstrategy import experimental as experimental
 from jaxstrategy._devices import simulate as simulate
 from jaxstrategy._errors import (

@@ -14,6 +14,9 @@ PACKAGE = Path(jaxstrategy.__file__).parent
 FLOORS = [
     "_errors",
     "_source",
+    "cluster",
+    "cluster_resolver",
+    "launch",
     "_tables",
     "_units",
     "_options",
@@ -104,6 +107,7 @@ threads = threading.active_count()
 import jaxstrategy
 new = {name.split(".")[0] for name in set(sys.modules) - before}
 extras = {"flax", "optax", "sklearn", "matplotlib", "rich", "orbax", "grain", "torch"}
+extras |= {"datasets", "tensorflow", "torchdata"}
 assert not new & extras, new & extras
 assert threading.active_count() == threads
 jax.config.update("jax_num_cpu_devices", 3)  # an error once a device was touched

@@ -1,0 +1,168 @@
+"""One attempt at the job: start all workers, watch them until the last has ended."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import queue
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from typing import final
+
+from jaxstrategy.launch import _environment
+from jaxstrategy.launch._codes import PEER_DIED, PREEMPTED
+from jaxstrategy.launch._options import Options
+from jaxstrategy.launch._output import Screen
+from jaxstrategy.launch._workers import Asked, Ended, Events, Guard, Worker
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """How an attempt ended.
+
+    Attributes:
+      ended: the workers that ended by themselves, in the order of their end.
+      killed: the ranks that the launcher had to kill.
+      tails: by rank, the last lines printed.
+      asked: the signal by which the launcher was asked to stop, None if it was not.
+    """
+
+    ended: tuple[Ended, ...]
+    killed: tuple[int, ...]
+    tails: dict[int, tuple[bytes, ...]]
+    asked: int | None
+
+    @property
+    def cause(self) -> Ended | None:
+        """The first failure; that a peer died is a consequence, if there is another.
+
+        None if no worker failed: all returned 0, or saved their state, or stopped as
+        the launcher's own signal asked.
+        """
+        own = [end for end in self._failed if end.code != PEER_DIED]
+        return next(iter(own or self._failed), None)
+
+    @property
+    def consequences(self) -> dict[int, list[int]]:
+        """The ranks that failed besides, by their code."""
+        ranks = collections.defaultdict(list)
+        for end in self._failed:
+            if end != self.cause:
+                ranks[end.code].append(end.rank)
+        return ranks
+
+    @property
+    def preempted(self) -> bool:
+        """No worker failed, and one has saved its state to be started again."""
+        codes = {end.code for end in self.ended}
+        return self.cause is None and not self.killed and PREEMPTED in codes
+
+    @property
+    def _failed(self) -> list[Ended]:
+        return [end for end in self.ended if is_failure(end.code, self.asked)]
+
+
+def is_failure(code: int, asked: int | None) -> bool:
+    """Whether a worker that ends with `code` should end the others too."""
+    as_asked = () if asked is None else (-asked, 128 + asked)
+    return code not in (0, PREEMPTED, *as_asked)
+
+
+@final
+class Attempt:
+    """The workers of one attempt, and what has become of them."""
+
+    def __init__(
+        self, options: Options, workers: Sequence[Worker], events: Events
+    ) -> None:
+        self._grace = options.grace
+        self._workers = {worker.rank: worker for worker in workers}
+        self._events = events
+        self._ended: list[Ended] = []
+        self._asked: int | None = None
+        self._deadline: float | None = None
+
+    def outcome(self) -> Outcome:
+        """Wait until all workers are over, and clear up after them."""
+        while len(self._ended) < len(self._workers):
+            match self._next():
+                case Ended() as end:
+                    self._end(end)
+                case Asked(number):
+                    self._ask(number)
+                case None:
+                    self._kill()
+        for worker in self._workers.values():
+            worker.close()
+        return Outcome(
+            tuple(end for end in self._ended if not self._was_killed(end)),
+            tuple(sorted(end.rank for end in self._ended if self._was_killed(end))),
+            {rank: worker.tail for rank, worker in self._workers.items()},
+            self._asked,
+        )
+
+    def _next(self) -> Ended | Asked | None:
+        """What happens next; None once the time of grace is over."""
+        wait = None if self._deadline is None else self._deadline - time.monotonic()
+        try:
+            return self._events.get(timeout=None if wait is None else max(wait, 0))
+        except queue.Empty:
+            return None
+
+    def _end(self, end: Ended) -> None:
+        self._ended.append(end)
+        if is_failure(end.code, self._asked) and self._deadline is None:
+            self._deadline = time.monotonic() + self._grace
+
+    def _ask(self, number: int) -> None:
+        if self._asked is not None:
+            self._kill()
+            return
+        self._asked = number
+        for worker in self._workers.values():
+            worker.send(number)
+
+    def _kill(self) -> None:
+        self._deadline = None
+        for worker in self._workers.values():
+            worker.kill()
+
+    def _was_killed(self, end: Ended) -> bool:
+        return self._workers[end.rank].killed and end.code == -signal.SIGKILL
+
+
+def attempt(
+    options: Options,
+    processes: int,
+    number: int,
+    screens: tuple[Screen, Screen],
+    events: Events,
+    guard: Guard,
+) -> Outcome:
+    """Run the job once, on `processes` processes of this machine."""
+    coordinator = options.coordinator or _free_address()
+    workers = [
+        Worker(
+            options.node_rank * processes + local_rank,
+            [sys.executable, *options.program],
+            _environment.of_worker(options, local_rank, processes, coordinator, number),
+            screens,
+            events,
+            guard,
+            options.verbose,
+        )
+        for local_rank in range(processes)
+    ]
+    return Attempt(options, workers, events).outcome()
+
+
+def _free_address() -> str:
+    """A port of the loopback interface that nobody listens on at this moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        host, port = probe.getsockname()
+    return f"{host}:{port}"

@@ -1,0 +1,54 @@
+"""The environment variables in which the launcher tells a worker its place."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from jaxstrategy.cluster._launched import (
+    ATTEMPT,
+    COORDINATOR,
+    LOCAL_RANK,
+    NUM_PROCESSES,
+    PROCESS_ID,
+)
+from jaxstrategy.cluster._tf_config import VARIABLE as TF_CONFIG
+from jaxstrategy.launch import _gpus
+from jaxstrategy.launch._options import Options
+
+
+def common(options: Options, environment: Mapping[str, str]) -> dict[str, str]:
+    """What is the same in every worker and does not depend on the attempt.
+
+    Simulated devices also choose the CPU, unless `environment` chooses a platform.
+    """
+    variables = {"PYTHONUNBUFFERED": "1"}
+    if options.devices_per_process:
+        variables["JAX_NUM_CPU_DEVICES"] = str(options.devices_per_process)
+        variables["JAX_PLATFORMS"] = environment.get("JAX_PLATFORMS") or "cpu"
+    return variables
+
+
+def of_worker(
+    options: Options, local_rank: int, processes: int, coordinator: str, attempt: int
+) -> dict[str, str]:
+    """The whole environment of one worker.
+
+    Args:
+      processes: how many this node runs in this attempt.
+
+    `TF_CONFIG` is left out: it names one process, and there are several.
+    """
+    own = {
+        COORDINATOR: coordinator,
+        PROCESS_ID: str(options.node_rank * processes + local_rank),
+        NUM_PROCESSES: str(options.nodes * processes),
+        LOCAL_RANK: str(local_rank),
+        ATTEMPT: str(attempt),
+    }
+    if options.gpus_per_process:
+        own[_gpus.VARIABLE] = ",".join(
+            _gpus.share(options.gpus_per_process, local_rank, os.environ)
+        )
+    inherited = {k: v for k, v in os.environ.items() if k != TF_CONFIG}
+    return inherited | common(options, os.environ) | own

@@ -1,0 +1,149 @@
+"""The launcher: attempts until one ends well or none is left."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from typing import final
+
+from jaxstrategy.launch import _kubernetes, _slurm
+from jaxstrategy.launch._attempt import Outcome, attempt
+from jaxstrategy.launch._codes import (
+    NO_RESTART,
+    PREEMPTED,
+    as_shell,
+    described,
+    signal_name,
+)
+from jaxstrategy.launch._options import Options, parse
+from jaxstrategy.launch._output import Screen
+from jaxstrategy.launch._workers import Asked, Events, Guard
+
+_PRINTED = {"slurm": _slurm.script, "k8s": _kubernetes.manifest}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the job that the command line describes; its exit code."""
+    options = parse(arguments)
+    if options.print_for:
+        print(_PRINTED[options.print_for](options), end="")
+        return 0
+    events: Events = queue.SimpleQueue()
+    with _signals_to(events), contextlib.closing(Guard()) as guard:
+        return Job(options, events, guard).run()
+
+
+@contextlib.contextmanager
+def _signals_to(events: Events) -> Iterator[None]:
+    """Make events of SIGINT and SIGTERM; gives back the old handlers."""
+    old = {
+        number: signal.signal(number, lambda number, _: events.put(Asked(number)))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
+
+
+@final
+class Job:
+    """All attempts together: what is left of processes and of restarts."""
+
+    def __init__(self, options: Options, events: Events, guard: Guard) -> None:
+        self._options = options
+        self._events = events
+        self._guard = guard
+        self._processes = options.processes
+        self._restarts = options.max_restarts
+        lock = threading.Lock()  # one for both: they are often the same terminal
+        self._screens = Screen(sys.stdout, lock), Screen(sys.stderr, lock)
+
+    def run(self) -> int:
+        """The exit code of the last attempt."""
+        number = 0
+        while True:
+            outcome = attempt(
+                self._options,
+                self._processes,
+                number,
+                self._screens,
+                self._events,
+                self._guard,
+            )
+            self._tell(outcome)
+            if not self._goes_on(outcome):
+                return exit_code(outcome)
+            number += 1
+            self._say(f"starting {_processes(self._processes)} again: attempt {number}")
+
+    def _goes_on(self, outcome: Outcome) -> bool:
+        """Whether there is another attempt; counts it."""
+        if outcome.asked is not None or not self._events.empty():
+            return False
+        if outcome.preempted:
+            return True
+        cause = outcome.cause
+        if cause is None or cause.code == NO_RESTART or not self._restarts:
+            return False
+        self._restarts -= 1
+        least = self._options.min_processes
+        if least is not None:
+            self._processes = max(self._processes - 1, least)
+        return True
+
+    def _tell(self, outcome: Outcome) -> None:
+        """Say how it ended, the cause last."""
+        cause = outcome.cause
+        if cause is not None:
+            self._show_tail(cause.rank, outcome.tails[cause.rank])
+        for code, ranks in outcome.consequences.items():
+            self._say(f"then {_ranks(ranks)} failed with {described(code)}")
+        if outcome.killed and outcome.asked is None:
+            self._say(
+                f"{_ranks(outcome.killed)} did not end within "
+                f"{self._options.grace:g} s and had to be killed"
+            )
+        if cause is not None:
+            self._say(f"rank {cause.rank} failed with {described(cause.code)}")
+        elif outcome.asked is not None:
+            after = f", {_ranks(outcome.killed)} killed" if outcome.killed else ""
+            self._say(f"stopped by {signal_name(outcome.asked)}{after}")
+        elif outcome.preempted:
+            self._say("preempted, the state is saved")
+
+    def _show_tail(self, rank: int, tail: Sequence[bytes]) -> None:
+        if not tail:
+            self._say(f"rank {rank} printed nothing")
+            return
+        self._say(f"the last lines of rank {rank}:")
+        for line in tail:
+            self._screens[1].show(rank, line)
+
+    def _say(self, text: str) -> None:
+        self._screens[1].say(text)
+
+
+def exit_code(outcome: Outcome) -> int:
+    """What the launcher returns after its last attempt."""
+    if outcome.cause is not None:
+        return as_shell(outcome.cause.code)
+    if outcome.preempted:
+        return PREEMPTED
+    stopped = outcome.killed or any(end.code for end in outcome.ended)
+    if outcome.asked is not None and stopped:
+        return 128 + outcome.asked
+    return 0
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
+
+
+def _processes(count: int) -> str:
+    return "1 process" if count == 1 else f"{count} processes"

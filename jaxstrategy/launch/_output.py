@@ -1,0 +1,106 @@
+"""What workers print: each line behind its rank, and the last lines kept."""
+
+from __future__ import annotations
+
+import collections
+import os
+import re
+import threading
+import time
+from collections.abc import Iterator
+from typing import IO, TextIO, final
+
+TAIL = 20  # lines
+_CHATTER = b"[Gloo] Rank "
+_PROGRESS_SECONDS = 1.0
+_END = re.compile(rb"\r\n|\r|\n")
+_LONGEST = 1 << 16  # bytes of a line that has no end yet
+
+
+@final
+class Screen:
+    """One of the launcher's own streams, shared by the readers of all workers."""
+
+    def __init__(self, stream: TextIO, lock: threading.Lock) -> None:
+        self._stream = stream
+        self._lock = lock
+        self._coloured = stream.isatty() and not os.environ.get("NO_COLOR")
+
+    def show(self, rank: int, line: bytes) -> None:
+        """Write one line behind `[rank]`."""
+        self._write(self._prefix(rank) + line + b"\n")
+
+    def say(self, text: str) -> None:
+        """Write a line of the launcher's own."""
+        self._write(f"jaxstrategy.launch: {text}\n".encode(errors="replace"))
+
+    def _prefix(self, rank: int) -> bytes:
+        plain = f"[{rank}]"
+        colour = f"\x1b[3{1 + rank % 6}m{plain}\x1b[0m"
+        return ((colour if self._coloured else plain) + " ").encode()
+
+    def _write(self, data: bytes) -> None:
+        with self._lock:
+            try:
+                self._stream.buffer.write(data)
+                self._stream.flush()
+            except BrokenPipeError:  # as in `... | head`: the workers go on unread
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, self._stream.fileno())
+                os.close(nowhere)
+
+
+@final
+class Reader:
+    """A thread that shows what comes from one stream of one worker."""
+
+    def __init__(
+        self, rank: int, source: IO[bytes], screen: Screen, verbose: bool
+    ) -> None:
+        self.tail = collections.deque[bytes](maxlen=TAIL)
+        self._rank = rank
+        self._source = source
+        self._screen = screen
+        self._verbose = verbose
+        self._thread = threading.Thread(
+            target=self._read, name=f"output of rank {rank}", daemon=True
+        )
+        self._thread.start()
+
+    def finish(self, seconds: float) -> None:
+        """Wait for the stream's end, not for ever: a stranger may hold it open."""
+        self._thread.join(seconds)
+
+    def _read(self) -> None:
+        with self._source:
+            for line in lines(self._source):
+                if line.startswith(_CHATTER) and not self._verbose:
+                    continue
+                self.tail.append(line)
+                self._screen.show(self._rank, line)
+
+
+def lines(source: IO[bytes]) -> Iterator[bytes]:
+    """Lines without their ends.
+
+    What a progress bar draws over (it ends in a carriage return) comes once a second.
+    """
+    rest, drawn = b"", -_PROGRESS_SECONDS
+    while chunk := os.read(source.fileno(), _LONGEST):
+        rest += chunk
+        # A return at the end may be the first half of a line's end.
+        whole = rest[:-1] if rest.endswith(b"\r") and len(rest) < _LONGEST else rest
+        used = 0
+        for end in _END.finditer(whole):
+            line, used = whole[used : end.start()], end.end()
+            if end[0] != b"\r":
+                yield line
+            elif line and time.monotonic() - drawn >= _PROGRESS_SECONDS:
+                drawn = time.monotonic()
+                yield line
+        rest = rest[used:]
+        if len(rest) >= _LONGEST:
+            yield rest
+            rest = b""
+    if rest.strip(b"\r"):
+        yield rest.rstrip(b"\r")
