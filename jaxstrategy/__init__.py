@@ -15,6 +15,8 @@ from importlib.metadata import version as _version
 
 from jaxstrategy import cluster_resolver as cluster_resolver
 from jaxstrategy import experimental as experimental
+from jaxstrategy import flax as flax
+from jaxstrategy import optax as optax
 from jaxstrategy._devices import simulate as simulate
 from jaxstrategy._errors import (
     ContextError as ContextError,
@@ -52,6 +54,11 @@ from jaxstrategy._errors import (
 from jaxstrategy._errors import (
     TracedValueError as TracedValueError,
 )
+from jaxstrategy._host import to_host as to_host
+from jaxstrategy._losses import compute_average_loss as compute_average_loss
+from jaxstrategy._losses import (
+    scale_regularization_loss as scale_regularization_loss,
+)
 from jaxstrategy._masked import batch_mask as batch_mask
 from jaxstrategy._masked import masked_mean as masked_mean
 from jaxstrategy._masked import masked_sum as masked_sum
@@ -59,6 +66,9 @@ from jaxstrategy._options import ReduceOp as ReduceOp
 from jaxstrategy._options import RunOptions as RunOptions
 from jaxstrategy._options import VariableAggregation as VariableAggregation
 from jaxstrategy._options import VariableSynchronization as VariableSynchronization
+from jaxstrategy._precision import DynamicLossScale as DynamicLossScale
+from jaxstrategy._precision import all_finite as all_finite
+from jaxstrategy._precision import cast_floating as cast_floating
 from jaxstrategy._replica import ReplicaContext as ReplicaContext
 from jaxstrategy._slices import IndexedSlices as IndexedSlices
 from jaxstrategy._topology import Topology as Topology

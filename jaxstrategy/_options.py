@@ -218,14 +218,16 @@ class CommunicationOptions:
     Attributes:
       bytes_per_pack: arrays of up to so many bytes are joined before they are reduced,
         into packs of at most so many; 0 stands for what is best on the platform.
-      timeout_seconds: refused unless it is None: a reduction is part of a compiled
-        program, which cannot be interrupted.
+      timeout_seconds: of `MultiWorkerMirroredStrategy`: a step that makes no progress
+        for so long ends the process, with a report. Refused elsewhere: a reduction is
+        part of a compiled program, which cannot be interrupted.
       implementation: a `CommunicationImplementation` or its name.
       reduce_dtype: floating-point numbers are summed in this dtype, and come back in
         their own. By default in their own, those of 16 bits and less in float32.
 
     Raises:
-      ValueError: a negative size; a timeout; no such implementation.
+      ValueError: a negative size; no such implementation; a timeout that is not
+        positive, or where there can be none.
       TypeError: `reduce_dtype` is not a floating-point dtype; the size is no number.
 
     >>> CommunicationOptions(bytes_per_pack=2**20, implementation="ring").bytes_per_pack
@@ -239,12 +241,10 @@ class CommunicationOptions:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "bytes_per_pack", _checked_size(self.bytes_per_pack))
-        if self.timeout_seconds is not None:
+        if self.timeout_seconds is not None and not self.timeout_seconds > 0:
             raise ValueError(
-                f"`timeout_seconds` was {self.timeout_seconds!r}, which cannot be "
-                "kept: reductions are part of a compiled program, and no part of one "
-                "can be given up. Leave it out; to notice a program that hangs, wait "
-                "for its result with a timeout of your own."
+                f"`timeout_seconds` was {self.timeout_seconds!r}; a positive number "
+                "was wanted."
             )
         object.__setattr__(
             self, "implementation", CommunicationImplementation(self.implementation)
@@ -280,16 +280,28 @@ def _float_dtype(given: Any) -> Any:
     return dtype
 
 
-def checked_options(options: Any) -> None:
+def checked_options(options: Any, with_timeout: bool = False) -> None:
     """Raise unless this is a `CommunicationOptions` or None.
 
+    Args:
+      options: anything.
+      with_timeout: whether they may have one.
+
     Raises:
-      TypeError: it is not.
+      TypeError: they are something else.
+      ValueError: they have a timeout that cannot be kept.
     """
     if options is not None and not isinstance(options, CommunicationOptions):
         raise TypeError(
             f"`options` was {options!r}; a `CommunicationOptions` was wanted, for "
             "example `experimental.CommunicationOptions(bytes_per_pack=2**20)`."
+        )
+    if options is not None and options.timeout_seconds is not None and not with_timeout:
+        raise ValueError(
+            f"`timeout_seconds` was {options.timeout_seconds!r}, which cannot be kept: "
+            "reductions are part of a compiled program, and no part of one can be "
+            "given up. `MultiWorkerMirroredStrategy(communication_options=...)` ends a "
+            "process whose step makes no progress for so long; leave it out elsewhere."
         )
 
 

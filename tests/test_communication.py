@@ -428,7 +428,7 @@ def test_options_follow_each_other(four):
      ({"bytes_per_pack": True}, ValueError, "`bytes_per_pack` was True"),
      ({"bytes_per_pack": "1k"}, TypeError, "`bytes_per_pack` was '1k'; a number of"),
      ({"bytes_per_pack": 1.5}, TypeError, "`bytes_per_pack` was 1.5"),
-     ({"timeout_seconds": 3}, ValueError, "`timeout_seconds` was 3, which cannot be"),
+     ({"timeout_seconds": 0}, ValueError, "`timeout_seconds` was 0; a positive num"),
      ({"implementation": "fast"}, ValueError,
       "`implementation` was 'fast'; a CommunicationImplementation or one of 'auto', "),
      ({"implementation": None}, ValueError, "`implementation` was None"),
@@ -440,6 +440,17 @@ def test_options_follow_each_other(four):
 def test_options_that_make_no_sense(given, error, words):
     with pytest.raises(error, match=words):
         CommunicationOptions(**given)
+
+
+def test_a_timeout_where_there_can_be_none(two):
+    options = CommunicationOptions(timeout_seconds=3)
+    words = "`timeout_seconds` was 3, which cannot be kept"
+    with pytest.raises(ValueError, match=words):
+        on(2, options=options)
+    with pytest.raises(ValueError, match=words):
+        two.run(lambda: replica().all_reduce("sum", 1.0, options))
+    with pytest.raises(ValueError, match=words):
+        two.reduce("sum", 1.0, options=options)
 
 
 def test_options_are_made_one_form():

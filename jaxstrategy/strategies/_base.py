@@ -81,12 +81,16 @@ class Strategy(AbstractStrategy):
       communication_options: the same, in more detail.
     """
 
+    # Whether steps are given up that make no progress.
+    _has_timeout = False
+
     def __init__(
         self,
         devices: Sequence[Device],
         cross_device_ops: CrossDeviceOps | None = None,
         communication_options: CommunicationOptions | None = None,
     ) -> None:
+        checked_options(communication_options, self._has_timeout)
         self._mesh = _mesh.mesh_of(devices)
         self._axes: Axes = (_mesh.REPLICA_AXIS,)
         self._programs = Programs(self._mesh, self._call_replica, self._variables)

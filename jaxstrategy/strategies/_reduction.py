@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxstrategy import _contexts, _mesh, _values
 from jaxstrategy._contexts import AbstractStrategy, Context
-from jaxstrategy._options import CommunicationOptions, ReduceOp, checked_options
+from jaxstrategy._options import CommunicationOptions, ReduceOp
 from jaxstrategy._slices import is_slices
 from jaxstrategy._values import PyTree
 from jaxstrategy.reductions._all_reduce import Axes, checked
@@ -37,7 +37,6 @@ class Reduction:
         ops: CrossDeviceOps | None = None,
         options: CommunicationOptions | None = None,
     ) -> None:
-        checked_options(options)
         self._strategy = strategy
         self._axes: Axes = () if strategy.is_default else (_mesh.REPLICA_AXIS,)
         self.ops = checked_ops(ops)

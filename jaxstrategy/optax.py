@@ -1,0 +1,264 @@
+"""Optax transformations that act across the replicas of the current strategy.
+
+They stand in any chain, and do nothing where there is one replica. Where
+`all_reduce_gradients` stands decides what the others see:
+
+    optax.chain(js.optax.all_reduce_gradients(), optax.clip_by_global_norm(1.0), ...)
+
+clips the mean gradient, as one device would that has the whole batch. The other order
+clips each replica's own gradient first: each has another norm, so the mean of what is
+left has another direction. `check_chain` finds such a chain.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxstrategy._errors import MissingExtraError
+from jaxstrategy._options import CommunicationOptions, ReduceOp, checked_options
+from jaxstrategy._precision import all_finite
+from jaxstrategy._values import PerReplica, PyTree, is_per_replica
+from jaxstrategy.strategies._base import Strategy
+from jaxstrategy.strategies._current import get_replica_context, get_strategy
+
+if TYPE_CHECKING:
+    from optax import GradientTransformation, GradientTransformationExtraArgs
+
+
+def all_reduce_gradients(
+    op: ReduceOp | str = ReduceOp.MEAN, options: CommunicationOptions | None = None
+) -> GradientTransformation:
+    """A transformation that reduces gradients over the replicas.
+
+    What comes after it in a chain (clipping, moments, moving averages) sees the same
+    gradients on all replicas, so the parameters stay equal. Small arrays are joined
+    before they are reduced. Put it first; before it, only what is linear in the
+    gradients, such as `optax.scale`, gives what one device would.
+
+    With `optax.MultiSteps` around the chain, replicas sum up their own gradients and
+    reduce once in k steps; inside it, after this, they reduce at each. The parameters
+    are the same; the first sends k times less, and its state holds `PerReplica`s.
+
+    Outside any strategy it changes nothing. In cross-replica context it reduces as
+    `strategy.reduce` does.
+
+    Args:
+      op: "mean" for gradients of the mean loss of each replica, "sum" for those of
+        `compute_average_loss`.
+      options: how, instead of as the strategy does.
+
+    Raises:
+      ValueError: `op` is not a reduction.
+      TypeError: `options` are none.
+      MissingExtraError: Optax is not installed.
+
+    >>> import optax
+    >>> import jaxstrategy as js
+    >>> strategy = js.MirroredStrategy(js.simulate(8)[:4])
+    >>> tx = optax.chain(js.optax.all_reduce_gradients(), optax.sgd(0.1))
+    >>> @strategy.run
+    ... def step(w, state, x):
+    ...     grad = jax.grad(lambda w: w * x)(w)
+    ...     updates, state = tx.update(grad, state, w)
+    ...     return optax.apply_updates(w, updates), state
+    >>> w, state = step(2.0, tx.init(2.0), strategy.per_replica([1.0, 2.0, 3.0, 4.0]))
+    >>> w
+    Array(1.75, dtype=float32)
+    """
+    op = ReduceOp(op)
+    checked_options(options)
+
+    def update(updates: PyTree, state: Any, params: Any = None) -> tuple[PyTree, Any]:
+        del params
+        replica = get_replica_context()
+        reduce = get_strategy().reduce if replica is None else replica.all_reduce
+        return reduce(op, updates, options=options), state
+
+    optax = _optax("all_reduce_gradients")
+    return optax.GradientTransformation(optax.init_empty_state, update)
+
+
+def apply_if_finite(
+    inner: GradientTransformation, max_consecutive_errors: int
+) -> GradientTransformationExtraArgs:
+    """`inner`, except for steps in which a gradient is not finite on any replica.
+
+    As `optax.apply_if_finite`, with its state (`optax.ApplyIfFiniteState`), but all
+    replicas agree: if one has an infinity or a NaN, none of them steps. Optax's own,
+    around a chain that reduces, would hang, since only some replicas would reach the
+    reduction; `run` refuses it.
+
+    Args:
+      inner: what is applied to finite gradients.
+      max_consecutive_errors: after so many skipped steps in a row, the next is taken
+        whatever it holds.
+
+    Raises:
+      MissingExtraError: Optax is not installed.
+
+    >>> import optax
+    >>> import jaxstrategy as js
+    >>> strategy = js.MirroredStrategy(js.simulate(8)[:2])
+    >>> reduced = optax.chain(js.optax.all_reduce_gradients(), optax.sgd(0.1))
+    >>> tx = js.optax.apply_if_finite(reduced, 5)
+    >>> grad = strategy.per_replica([1.0, np.nan])
+    >>> update, state = strategy.run(tx.update, (grad, tx.init(0.0)))
+    >>> print(update, state.total_notfinite)
+    0.0 1
+    """
+    optax = _optax("apply_if_finite")
+    inner = optax.with_extra_args_support(inner)
+
+    def init(params: PyTree) -> Any:
+        zero = jnp.zeros([], jnp.int32)
+        return optax.ApplyIfFiniteState(zero, jnp.array(True), zero, inner.init(params))
+
+    def update(
+        updates: PyTree, state: Any, params: Any = None, **extra: Any
+    ) -> tuple[PyTree, Any]:
+        finite = all_finite(updates)
+        in_a_row = jnp.where(finite, 0, optax.safe_increment(state.notfinite_count))
+        total = jnp.where(
+            finite, state.total_notfinite, optax.safe_increment(state.total_notfinite)
+        )
+
+        def apply() -> Any:
+            return inner.update(updates, state.inner_state, params, **extra)
+
+        def skip() -> Any:
+            return jax.tree.map(jnp.zeros_like, updates), state.inner_state
+
+        updates, inner_state = jax.lax.cond(
+            finite | (in_a_row > max_consecutive_errors), apply, skip
+        )
+        return updates, optax.ApplyIfFiniteState(in_a_row, finite, total, inner_state)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def check_chain(
+    transformation: GradientTransformation,
+    params: PyTree,
+    *,
+    strategy: Strategy,
+    steps: int = 1,
+) -> None:
+    """Nothing if replicas with a part of the batch each step as one with all of it.
+
+    Gives the transformation gradients that differ between the replicas, and then their
+    mean on all of them; the updates must be the same, for small gradients and large.
+    They are not if gradients are clipped, normalized or put into moments before they
+    are reduced, or are not reduced. For tests, and before a long run: it compiles the
+    transformation and steps a few times on gradients drawn from a fixed seed.
+
+    Args:
+      transformation: a chain with `all_reduce_gradients` ("mean") in it.
+      params: what it is for; not changed.
+      strategy: any, with two replicas or more.
+      steps: how many steps to take: k for `optax.MultiSteps` over k steps.
+
+    Raises:
+      ValueError: the updates differ, by more than rounding; the message says by how
+        much. Or the strategy has one replica, which has nothing to reduce.
+
+    >>> import optax
+    >>> import jaxstrategy as js
+    >>> strategy = js.MirroredStrategy(js.simulate(8)[:2])
+    >>> reduce, clip = js.optax.all_reduce_gradients(), optax.clip_by_global_norm(1.0)
+    >>> params = {"w": np.ones(3, np.float32)}
+    >>> js.optax.check_chain(optax.chain(reduce, clip), params, strategy=strategy)
+    >>> wrong = optax.chain(clip, reduce)
+    >>> try:
+    ...     js.optax.check_chain(wrong, params, strategy=strategy)
+    ... except ValueError as error:
+    ...     print(str(error)[:72])
+    The update of `params['w']` depends on how the gradients are spread over
+    """
+    n = strategy.num_replicas_in_sync
+    if n < 2:
+        raise ValueError(
+            f"{strategy!r} has nothing to reduce; give a strategy with two replicas or "
+            "more, such as `MirroredStrategy(js.simulate(8)[:2])`."
+        )
+    step = strategy.run(transformation.update)
+
+    def updates(gradients: list[PyTree]) -> list[PyTree]:
+        state, taken = transformation.init(params), []
+        for stacked in gradients:
+            update, state = step(strategy.per_replica(stacked), state, params)
+            taken.append(jax.tree.map(_versions, update, is_leaf=is_per_replica))
+        return taken
+
+    for size in (1e-3, 1.0, 1e3):
+        drawn = [_gradients(params, n, size, seed) for seed in range(steps)]
+        means = [jax.tree.map(_mean, gradients) for gradients in drawn]
+        have, want = updates(drawn), updates(means)
+        _check_not_zero(want)
+        for one, other in zip(have, want, strict=True):
+            _check_equal(one, other, size)
+
+
+# Gradients are rounded in another order; a chain may reduce them in bfloat16.
+_TOLERANCE = 0.02
+
+
+def _check_not_zero(updates: list[PyTree]) -> None:
+    if not any(np.any(leaf) for leaf in jax.tree.leaves(updates)):
+        raise ValueError(
+            f"All updates of {len(updates)} steps are zero, so nothing was checked. "
+            "Give more `steps`: k for `optax.MultiSteps` over k steps, one more for a "
+            "learning rate that begins at 0."
+        )
+
+
+def _check_equal(have: PyTree, want: PyTree, size: float) -> None:
+    found, _ = jax.tree.flatten_with_path(have)
+    for (path, one), other in zip(found, jax.tree.leaves(want), strict=True):
+        one, other = np.asarray(one, np.float64), np.asarray(other, np.float64)
+        distance, norm = np.linalg.norm(one - other), np.linalg.norm(other)
+        if not distance <= _TOLERANCE * norm:
+            raise ValueError(
+                f"The update of `params{jax.tree_util.keystr(path)}` depends on how "
+                "the gradients are spread over the replicas: it differs from that of "
+                f"their mean by {distance:.2g}, of {norm:.2g}, for gradients of size "
+                f"{size:g}. They are not reduced, or something that is not linear in "
+                "them (clipping, Adam) comes before the reduction: put "
+                "`all_reduce_gradients()` first in the chain."
+            )
+
+
+def _versions(leaf: PerReplica | jax.Array) -> Any:
+    return leaf.stacked if isinstance(leaf, PerReplica) else leaf[None]
+
+
+def _gradients(params: PyTree, n: int, size: float, seed: int) -> PyTree:
+    draw = np.random.default_rng(seed)
+
+    def like(leaf: Any) -> Any:
+        drawn = draw.standard_normal((n, *np.shape(leaf)))
+        # Some replicas are much further out than others, as in a batch with outliers.
+        far = np.arange(1, n + 1).reshape(-1, *[1] * np.ndim(leaf))
+        return np.asarray(size * (drawn + 0.5) * far, jnp.asarray(leaf).dtype)
+
+    return jax.tree.map(like, params)
+
+
+def _mean(stacked: np.ndarray) -> np.ndarray:
+    mean = stacked.astype(np.float64).mean(0, keepdims=True)
+    return np.broadcast_to(mean, stacked.shape).astype(stacked.dtype)
+
+
+def _optax(function: str) -> ModuleType:
+    try:
+        import optax
+    except ImportError as missing:
+        raise MissingExtraError(
+            f"`jaxstrategy.optax.{function}` needs Optax, which is not installed. "
+            "Install the extra: pip install 'jaxstrategy[flax]'"
+        ) from missing
+    return optax

@@ -1,0 +1,234 @@
+"""Losses: TensorFlow's numbers, and its traps closed."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxstrategy as js
+
+
+def in_run(strategy, function, *args):
+    """One replica's result, from a `run` in which all give the same."""
+    return strategy.run(lambda *args: function(*args), args)
+
+
+# TensorFlow's recorded numbers (behaviours 49; MET-8).
+
+
+def test_outside_any_strategy_the_batch_is_the_replicas():
+    loss = js.compute_average_loss([1, 2, 3], global_batch_size=6)
+    np.testing.assert_allclose(loss, 1.0)
+    loss = js.compute_average_loss([1.0, 2.0, 3.0], sample_weight=[1, 0, 2])
+    np.testing.assert_allclose(loss, 7 / 3, rtol=1e-6)
+
+
+def test_in_run_the_default_size_counts_all_replicas(four):
+    x = np.array([1.0, 2.0, 3.0], np.float32)
+    np.testing.assert_allclose(in_run(four, js.compute_average_loss, x), 0.5)
+
+
+def test_scaled_regularization_of_tensorflow(four):
+    x = np.array([1.0, 2.0], np.float32)
+    np.testing.assert_allclose(in_run(four, js.scale_regularization_loss, x), 0.75)
+    np.testing.assert_allclose(js.scale_regularization_loss(x), 3.0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({}, 1.0),
+        ({"global_batch_size": 8}, 0.5),
+        ({"sample_weight": [1, 0.5]}, 0.625),
+    ],
+)
+def test_two_replicas_of_tensorflow(two, arguments, expected):
+    def step(x):
+        return js.compute_average_loss(x, **arguments)
+
+    np.testing.assert_allclose(two.run(step, (np.array([1.0, 3.0]),)), expected)
+
+
+@pytest.mark.parametrize("n", [1, 2, 8])
+def test_mean_versus_sum_of_tensorflow(n):
+    strategy = js.MirroredStrategy(jax.devices()[:n])  # MET-13
+    x, y = np.array([2.0, 7.0], np.float32), np.array([6.0, 21.0], np.float32)
+
+    @strategy.run
+    def step(w, x, y):
+        def loss_fn(w):
+            return js.compute_average_loss((w * x - y) ** 2)
+
+        return w - 0.001 * js.get_replica_context().all_reduce(
+            "sum", jax.grad(loss_fn)(w)
+        )
+
+    np.testing.assert_allclose(step(2.0, x, y), 2.053, rtol=1e-6)
+
+
+# What is summed, and by what it is divided.
+
+
+@pytest.mark.parametrize(
+    ("shape", "weights"),
+    [
+        ((4,), None),
+        ((4,), ()),
+        ((4,), (4,)),
+        ((4, 3), None),
+        ((4, 3), (4,)),
+        ((4, 3), (4, 1)),
+        ((4, 3), (1, 3)),
+        ((4, 3), (4, 3)),
+        ((4, 3, 2), (4,)),
+        ((4, 3, 2), (4, 3)),
+        ((4, 3, 2), (4, 3, 2)),
+    ],
+)
+def test_any_shape_of_losses_and_weights_is_numpys(shape, weights):
+    rng = np.random.default_rng(0)
+    loss = rng.normal(size=shape).astype(np.float32)
+    weight = None if weights is None else rng.normal(size=weights)
+    have = js.compute_average_loss(loss, sample_weight=weight)
+    wide = (
+        1
+        if weight is None
+        else np.expand_dims(weight, tuple(range(len(weights), len(shape))))
+    )
+    np.testing.assert_allclose(have, (loss * wide).sum() / 4, rtol=1e-5)
+    assert have.shape == ()
+
+
+def test_a_last_dimension_of_one_is_dropped_from_weights():
+    have = js.compute_average_loss([1.0, 2.0], sample_weight=[[3.0], [5.0]])
+    np.testing.assert_allclose(have, (3 + 10) / 2)
+
+
+@pytest.mark.parametrize(
+    ("given", "returned"),
+    [
+        ("int32", "float32"),
+        ("bool", "float32"),
+        ("float32", "float32"),
+        ("bfloat16", "bfloat16"),
+        ("float16", "float16"),
+    ],
+)
+def test_dtypes_are_kept_and_integers_become_floats(given, returned):
+    have = js.compute_average_loss(jnp.ones(4, given), sample_weight=np.full(4, 2))
+    assert have.dtype == returned
+    np.testing.assert_allclose(have, 2.0)
+
+
+def test_halves_are_summed_in_float32():
+    # The sum, 100,000, is infinite in float16.
+    have = js.compute_average_loss(jnp.full(1000, 100.0, jnp.float16))
+    np.testing.assert_allclose(have, 100.0)
+
+
+def test_masked_losses_do_not_count_even_if_they_are_not_finite():
+    mask = np.array([True, False, True])
+    have = js.compute_average_loss(
+        [1.0, np.nan, 3.0], sample_weight=mask, global_batch_size=mask.sum()
+    )
+    np.testing.assert_allclose(have, 2.0)
+
+
+def test_the_sum_over_replicas_is_the_mean_over_real_examples(strategy):
+    n = strategy.num_replicas_in_sync
+    loss = np.random.default_rng(1).normal(size=(n, 3)).astype(np.float32)
+    mask = np.arange(3 * n).reshape(n, 3) < 3 * n - 2
+
+    @strategy.run
+    def step(loss, mask):
+        replica = js.get_replica_context()
+        size = replica.all_reduce("sum", mask.sum())
+        part = js.compute_average_loss(loss, sample_weight=mask, global_batch_size=size)
+        return replica.all_reduce("sum", part)
+
+    have = step(strategy.per_replica(loss), strategy.per_replica(mask))
+    np.testing.assert_allclose(have, loss[mask].mean(), rtol=1e-5)
+
+
+@pytest.mark.parametrize("size", [4, np.int64(4), np.array(4), jnp.array(4)])
+def test_the_size_may_be_any_integer(size):
+    have = js.compute_average_loss([2.0, 6.0], global_batch_size=size)
+    np.testing.assert_allclose(have, 2.0)
+
+
+# Errors.
+
+
+def test_a_second_argument_by_position_is_refused():
+    message = (
+        "`compute_average_loss` was given 2 arguments by position, where only the loss "
+        "is taken: .* Write `sample_weight=` or `global_batch_size=`."
+    )
+    with pytest.raises(TypeError, match=message):
+        js.compute_average_loss([1.0, 2.0], 16)
+
+
+def test_a_scalar_is_refused():
+    with pytest.raises(ValueError, match="is a scalar; one loss per example is wanted"):
+        js.compute_average_loss(1.0)
+
+
+@pytest.mark.parametrize("name", ["compute_average_loss", "scale_regularization_loss"])
+def test_cross_replica_context_is_refused(two, name):
+    message = f"`{name}` was called in cross-replica context, .* call it inside `run`"
+    with two.scope(), pytest.raises(js.ContextError, match=message):
+        getattr(js, name)(np.ones(2))
+    with pytest.raises(RuntimeError, match=message):  # as TensorFlow's
+        two.run(
+            lambda x: js.get_replica_context().merge_call(
+                lambda _, x: getattr(js, name)(np.ones(2)), (x,)
+            ),
+            (np.ones(2),),
+        )
+
+
+def test_with_a_size_it_works_in_cross_replica_context(two):
+    with two.scope():  # as in TensorFlow
+        have = js.compute_average_loss([2.0, 6.0], global_batch_size=4)
+    np.testing.assert_allclose(have, 2.0)
+
+
+def test_a_per_replica_loss_is_refused(two):
+    x = two.per_replica(np.ones((2, 3)))
+    with pytest.raises(TypeError, match="`per_example_loss` is a PerReplica, which"):
+        js.compute_average_loss(x)
+    with pytest.raises(TypeError, match="`sample_weight` is a PerReplica, which"):
+        js.compute_average_loss(np.ones(3), sample_weight=x)
+    with pytest.raises(TypeError, match="`regularization_loss` is a PerReplica, which"):
+        js.scale_regularization_loss(x)
+
+
+@pytest.mark.parametrize("shape", [(2,), (3, 4), (3, 2, 1, 1), (2, 1)])
+def test_weights_that_do_not_fit_are_refused(shape):
+    message = (
+        r"`sample_weight` has shape \(.*\), which does not fit losses of shape "
+        r"\(3, 2\): give one weight per example, shape \(3,\), or one per loss"
+    )
+    with pytest.raises(ValueError, match=message):
+        js.compute_average_loss(np.ones((3, 2)), sample_weight=np.ones(shape))
+
+
+@pytest.mark.parametrize(
+    ("size", "error", "message"),
+    [
+        (4.0, TypeError, "`global_batch_size` is 4.0; an integer is wanted"),
+        (True, TypeError, "`global_batch_size` is True; an integer is wanted"),
+        (np.ones(()), TypeError, "`global_batch_size` is of dtype float64; an integer"),
+        (np.array([4]), ValueError, r"has shape \(1,\); one number is wanted"),
+        (0, ValueError, "The global batch size is 0; it must be positive"),
+        (-2, ValueError, "The global batch size is -2; it must be positive"),
+    ],
+)
+def test_sizes_that_are_none_are_refused(size, error, message):
+    with pytest.raises(error, match=message):
+        js.compute_average_loss([1.0, 2.0], global_batch_size=size)
+
+
+def test_an_empty_batch_is_refused():
+    with pytest.raises(ValueError, match="The global batch size is 0"):
+        js.compute_average_loss(np.ones((0, 3)))
