@@ -18,6 +18,7 @@ from jaxstrategy import experimental as experimental
 from jaxstrategy import flax as flax
 from jaxstrategy import optax as optax
 from jaxstrategy._devices import simulate as simulate
+from jaxstrategy._errors import ClusterError as ClusterError
 from jaxstrategy._errors import (
     ContextError as ContextError,
 )
@@ -74,6 +75,7 @@ from jaxstrategy._slices import IndexedSlices as IndexedSlices
 from jaxstrategy._topology import Topology as Topology
 from jaxstrategy._values import DistributedValues as DistributedValues
 from jaxstrategy._values import PerReplica as PerReplica
+from jaxstrategy.cluster._server import Server as Server
 from jaxstrategy.inputs._dataset import DistributedDataset as DistributedDataset
 from jaxstrategy.inputs._iterator import DistributedIterator as DistributedIterator
 from jaxstrategy.inputs._options import InputContext as InputContext
@@ -102,6 +104,9 @@ from jaxstrategy.strategies._current import (
 )
 from jaxstrategy.strategies._extended import StrategyExtended as StrategyExtended
 from jaxstrategy.strategies._mirrored import MirroredStrategy as MirroredStrategy
+from jaxstrategy.strategies._multi_worker import (
+    MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
+)
 from jaxstrategy.strategies._one_device import OneDeviceStrategy as OneDeviceStrategy
 from jaxstrategy.strategies._placed import Mirrored as Mirrored
 from jaxstrategy.tracing.explanation._explanation import Explanation as Explanation

@@ -37,6 +37,7 @@ from jaxstrategy._options import (
 from jaxstrategy._replica import ReplicaContext
 from jaxstrategy._topology import Topology
 from jaxstrategy._values import Handle, PerReplica, PyTree
+from jaxstrategy.cluster._resolver import ClusterResolver
 from jaxstrategy.inputs._agreement import Agreement, Alone
 from jaxstrategy.inputs._dataset import DistributedDataset
 from jaxstrategy.inputs._division import Replicas
@@ -61,6 +62,7 @@ from jaxstrategy.strategies._in_sync import assert_in_sync
 from jaxstrategy.strategies._reducers import dimensions, gatherer
 from jaxstrategy.strategies._reduction import Reduction
 from jaxstrategy.tracing import _results
+from jaxstrategy.tracing._company import Company
 from jaxstrategy.tracing._init import build_replicated
 from jaxstrategy.tracing._programs import Programs
 from jaxstrategy.tracing._step import Step
@@ -93,7 +95,9 @@ class Strategy(AbstractStrategy):
         checked_options(communication_options, self._has_timeout)
         self._mesh = _mesh.mesh_of(devices)
         self._axes: Axes = (_mesh.REPLICA_AXIS,)
-        self._programs = Programs(self._mesh, self._call_replica, self._variables)
+        self._programs = Programs(
+            self._mesh, self._call_replica, self._variables, self._company
+        )
         self._extended = StrategyExtended(self)
         self._reduction = Reduction(self, cross_device_ops, communication_options)
 
@@ -118,6 +122,16 @@ class Strategy(AbstractStrategy):
     def extended(self) -> StrategyExtended:
         """Reductions to chosen devices, for code that needs them."""
         return self._extended
+
+    @property
+    def cluster_resolver(self) -> ClusterResolver | None:
+        """What the strategy was told of its cluster; None where there is none."""
+        return None
+
+    @property
+    def _company(self) -> Company | None:
+        """The other processes."""
+        return None
 
     # Contexts.
 

@@ -11,6 +11,7 @@ function.
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -370,6 +371,8 @@ class Program:
 
 
 def _forget(program: Any, _: Any) -> None:
+    if sys.is_finalizing():  # where modules are being emptied
+        return
     alive = program()
     if alive is not None and alive.is_alive:
         alive.forget()

@@ -21,6 +21,7 @@ from jaxstrategy._errors import NotMirroredError
 from jaxstrategy._options import RunOptions
 from jaxstrategy._values import PyTree
 from jaxstrategy.tracing import _checks, _objects, _recompilation, _roles
+from jaxstrategy.tracing._company import Company, accompanied
 from jaxstrategy.tracing._program import Program
 from jaxstrategy.tracing._traced import TracedStep
 from jaxstrategy.variables._variable import Variable
@@ -36,6 +37,7 @@ class Programs:
       mesh: where its replicas are.
       call: runs a function as one replica: `call(fn, args, kwargs)`.
       variables: returns those that steps of the strategy may use.
+      company: the other processes, if there are any.
     """
 
     def __init__(
@@ -43,7 +45,9 @@ class Programs:
         mesh: Mesh,
         call: Callable[..., Any],
         variables: Callable[[], Sequence[Variable]],
+        company: Company | None = None,
     ) -> None:
+        self.company = company
         self.mesh = mesh
         self.call = call
         self.variables = variables
@@ -81,13 +85,13 @@ class FunctionPrograms:
         self._calls = _recompilation.Calls()
         self._was_traced = False
         self._watched: list[weakref.ref[Any]] = []
-        self._by_signature: dict[_roles.Signature, Program] = {}
+        self._by_signature: dict[_roles.Signature, Any] = {}
         # Objects that were given lately, and the function as one of their arrays.
         self._bindings: list[_objects.Binding] = []
         self._with_objects: dict[Any, tuple[Any, Any, FunctionPrograms]] = {}
         # For calls without static leaves: found by structure alone, the last one first.
-        self._by_structure: dict[Any, Program] = {}
-        self._last: tuple[Any, Program | None] = (None, None)
+        self._by_structure: dict[Any, Any] = {}
+        self._last: tuple[Any, Any] = (None, None)
 
     def __call__(self, args: Sequence[Any], kwargs: dict[str, Any]) -> PyTree:
         """The results of the function on all replicas."""
@@ -178,8 +182,8 @@ class FunctionPrograms:
 
         return step
 
-    def _new_program(self, signature: _roles.Signature) -> Program:
-        return Program(
+    def _new_program(self, signature: _roles.Signature) -> Any:
+        program = Program(
             get_fn=self._get_fn,
             call=self._owner.call,
             signature=signature,
@@ -190,6 +194,7 @@ class FunctionPrograms:
             check=self._check,
             traced=functools.partial(self._note, signature),
         )
+        return accompanied(program, self._owner.company, self._get_fn())
 
     def _note(self, signature: _roles.Signature, fn: Any, avals: Sequence[Any]) -> None:
         self._was_traced = True

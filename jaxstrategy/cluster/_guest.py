@@ -1,0 +1,125 @@
+"""The meeting of all processes, as all but process 0 see it."""
+
+from __future__ import annotations
+
+import errno
+import socket
+import time
+from typing import Any
+
+from jaxstrategy._errors import ClusterError
+from jaxstrategy.cluster import _wire
+from jaxstrategy.cluster._member import GREETING, Meeting, Member
+from jaxstrategy.cluster._wire import Connection
+
+_VERDICT_SECONDS = 5.0  # how much later than it said process 0 may answer
+CLOSED_SECONDS = 3.0
+"""How long a server may go on hanging up before it is another program's."""
+
+
+class Guest:
+    """The meeting, as all others see it."""
+
+    def __init__(
+        self,
+        hello: dict[str, Any],
+        coordinator: str,
+        end: float,
+        timeout_seconds: float,
+    ) -> None:
+        self._hello = hello
+        self._coordinator = coordinator
+        self._end = end
+        self._timeout_seconds = timeout_seconds
+        self._hung_up_since: float | None = None
+        self.was_greeted = False
+
+    def join(self) -> Meeting:
+        """Call process 0 until it answers, then wait for its verdict."""
+        pause, why = 0.02, "it was not called"
+        while time.monotonic() < self._end:
+            try:
+                connection = self._called()
+            except OSError as error:
+                why = error.strerror or str(error)
+            else:
+                try:
+                    return self._met(connection)
+                except BaseException as error:
+                    connection.close()
+                    if not isinstance(error, _HungUp):
+                        raise
+                    why = "it closes the connection"
+            time.sleep(min(pause, max(0.0, self._end - time.monotonic())))
+            pause = min(2 * pause, 0.3)
+        raise ClusterError(
+            f"Process {self._hello['index']} (host {self._hello['host']}) could not "
+            f"reach process 0 at the coordinator's address {self._coordinator} within "
+            f"{self._timeout_seconds:g} s: {why}. Is process 0 running, is this the "
+            "address of its host, and does no firewall stand between them?"
+        )
+
+    def _called(self) -> Connection:
+        left = max(0.05, min(2.0, self._end - time.monotonic()))
+        sock = socket.create_connection(_wire.endpoint(self._coordinator), left)
+        # While nobody listens, a call from this very port reaches itself.
+        if sock.getsockname() == sock.getpeername():
+            sock.close()
+            raise ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
+        _wire.tune(sock)
+        return Connection(sock)
+
+    def _met(self, connection: Connection) -> Meeting:
+        self._greet(connection)
+        end = self._end
+        try:
+            while True:
+                message = connection.receive(end)
+                if "seconds" in message:
+                    end = max(self._end, time.monotonic() + message["seconds"])
+                    end += _VERDICT_SECONDS
+                if "verdict" in message:
+                    break
+        except (EOFError, OSError, ValueError) as error:
+            gone = isinstance(error, EOFError | ConnectionError)
+            raise ClusterError(
+                f"Process 0 at {self._coordinator} "
+                + ("ended" if gone else "stopped answering")
+                + " before all processes had come. Look at its own output."
+            ) from error
+        if message["verdict"]:
+            raise ClusterError(message["verdict"])
+        members = tuple(Member(*row) for row in message["members"])
+        connection.sock.settimeout(None)
+        return Meeting(self._hello["index"], members, {0: connection})
+
+    def _greet(self, connection: Connection) -> None:
+        """Say who we are, and hear who answers."""
+        try:
+            connection.sock.sendall(GREETING + _wire.packed(self._hello))
+            while (ours := connection.inbox.starts_with(GREETING)) is None:
+                connection.fill(self._end)
+        except TimeoutError as error:
+            raise self._foreign("accepts calls and does not answer") from error
+        except (EOFError, OSError) as error:
+            # Process 0 may be about to listen again; nothing of ours hangs up for long.
+            now = time.monotonic()
+            self._hung_up_since = self._hung_up_since or now
+            if now - self._hung_up_since > CLOSED_SECONDS:
+                raise self._foreign("closes the connection") from error
+            raise _HungUp from error
+        if not ours:
+            raise self._foreign("does not speak our protocol")
+        connection.inbox.drop(len(GREETING))
+        self.was_greeted = True
+
+    def _foreign(self, does: str) -> ClusterError:
+        return ClusterError(
+            f"Something that is not process 0 of a jaxstrategy job listens at the "
+            f"coordinator's address {self._coordinator}: it {does}. The port is in use "
+            "by another program: choose a free one, the same for all processes."
+        )
+
+
+class _HungUp(Exception):
+    """The connection was closed before a greeting."""

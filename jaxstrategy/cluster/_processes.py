@@ -1,0 +1,351 @@
+"""The processes of this job, started once: they meet, JAX is told, a watch is kept."""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import os
+import socket
+import sys
+import threading
+import time
+from types import TracebackType
+from typing import Any, final
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from jaxstrategy import _source
+from jaxstrategy._errors import ClusterError
+from jaxstrategy.cluster import _codes, _exit, _rendezvous, _wire
+from jaxstrategy.cluster._board import AbstractBoard, Board, Departure, LoneBoard
+from jaxstrategy.cluster._finish import finish, speaking
+from jaxstrategy.cluster._resolver import Process
+from jaxstrategy.cluster._watchdog import Watchdog
+
+# So long the user's own exception may take to be printed before the death of another
+# process is; process 0's end is told at once, since JAX aborts all others.
+_OWN_WORDS_SECONDS = 0.5
+# After an exception, how long to wait for news that another process has died, which
+# may be the reason; after an error of JAX's it often is.
+_NEWS_SECONDS, _NEWS_SECONDS_OF_JAX = 0.3, 2.0
+_NOTE_SECONDS = 60.0  # of waiting at the end of the script, before a word about it
+_SHUTDOWN_SECONDS = 30  # of JAX's own barrier, where all come at the same time
+_ADDRESS_BYTES = 256
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Processes:
+    """The processes of this job, as this one sees them.
+
+    Attributes:
+      index: this process's id, from 0; what `jax.process_index()` says.
+      count: how many there are.
+      board: what they know of each other.
+      watchdog: to be told of each step.
+    """
+
+    index: int
+    count: int
+    board: AbstractBoard
+    watchdog: Watchdog
+
+
+_started: Processes | None = None
+_starting = threading.Lock()
+
+
+def current() -> Processes | None:
+    """What `start` gave, None before it."""
+    return _started
+
+
+def start(
+    process: Process | None = None,
+    *,
+    timeout_seconds: float = 300,
+    start_seconds: float = 300,
+    bind_address: str | None = None,
+    local_device_ids: int | list[int] | None = None,
+) -> Processes:
+    """Meet the other processes and start JAX's distributed runtime.
+
+    A second call gives the same `Processes`. If `jax.distributed` was initialised
+    before, index and count are JAX's, and the main thread of each process must call
+    this. A job of one process starts nothing.
+
+    Args:
+      process: which one this is, of how many, and the coordinator's address, where
+        process 0 listens: first we and then JAX, and only on that host's address. Not
+        needed if JAX knows already.
+      timeout_seconds: how long a step may go without progress before the watchdog ends
+        the process, and how long `gather` waits.
+      start_seconds: how long the processes wait for each other at the start.
+      bind_address: where process 0 listens if not at the coordinator's host.
+      local_device_ids: the devices of this host that are this process's; by default
+        all, or what JAX finds out.
+
+    Raises:
+      ClusterError: they could not start together; the message names who and why. Or
+        they have started already, with another id or number.
+      ValueError: the id, number or address cannot be right, or are missing.
+
+    >>> processes = start(Process(0, 1, "localhost:8476"))
+    >>> processes.board.gather("rows", 12)
+    [12]
+    """
+    global _started
+    if process is not None:
+        _check_range(process)
+    with _starting:
+        if _started is None:
+            if jax.distributed.is_initialized():
+                _started = _adopted(timeout_seconds, start_seconds)
+            else:
+                _started = _met_by(
+                    _known(process),
+                    timeout_seconds,
+                    start_seconds,
+                    bind_address,
+                    local_device_ids,
+                )
+        _check_same(_started, process)
+        return _started
+
+
+def _check_range(process: Process) -> None:
+    if not 0 <= process.index < process.count:
+        raise ValueError(
+            f"The process's id was {process.index} of {process.count}; ids go from 0 "
+            "to the number of processes less one."
+        )
+
+
+def _known(process: Process | None) -> Process:
+    if process is None:
+        raise ValueError(
+            "Which process this is of how many is not known. Give it, or start "
+            "`jax.distributed` first."
+        )
+    return process
+
+
+def _check_same(started: Processes, process: Process | None) -> None:
+    own = started.index, started.count
+    if process is not None and (process.index, process.count) != own:
+        raise ClusterError(
+            f"This process is {own[0]} of {own[1]} already and cannot become "
+            f"{process.index} of {process.count}. A process takes part in one job."
+        )
+
+
+def _alone(timeout_seconds: float) -> Processes:
+    board = LoneBoard()
+    return Processes(0, 1, board, Watchdog(board, timeout_seconds))
+
+
+def _met_by(
+    process: Process,
+    timeout_seconds: float,
+    start_seconds: float,
+    bind_address: str | None,
+    local_device_ids: Any,
+) -> Processes:
+    index, count, coordinator = process.index, process.count, process.coordinator
+    if count == 1:
+        return _alone(timeout_seconds)
+    meeting = _rendezvous.meet(
+        index, count, coordinator, start_seconds, bind_address=bind_address
+    )
+    board = Board(meeting, timeout_seconds)
+    processes = Processes(index, count, board, Watchdog(board, timeout_seconds))
+    ending = _Ending(board, processes.watchdog)
+    try:
+        jax.distributed.initialize(
+            coordinator,
+            count,
+            index,
+            local_device_ids=local_device_ids,
+            coordinator_bind_address=_bound(coordinator, bind_address),
+            initialization_timeout=max(1, int(start_seconds)),
+            # A backstop only: the board is faster, and our report says more.
+            heartbeat_timeout_seconds=int(min(timeout_seconds, 1e6)) + 30,
+            shutdown_timeout_seconds=_SHUTDOWN_SECONDS,
+        )
+    except Exception as error:
+        board.fail(_described(error))
+        ending.is_over = True
+        raise ClusterError(
+            f"Process {index} of {count} met the others, but JAX could not start its "
+            f"distributed runtime: {error}"
+        ) from error
+    ending.install()
+    processes.watchdog.start()
+    return processes
+
+
+def _bound(coordinator: str, bind_address: str | None) -> str:
+    host, port = _wire.endpoint(coordinator)
+    return _wire.address_of(bind_address or host, port)
+
+
+def _adopted(timeout_seconds: float, start_seconds: float) -> Processes:
+    """The processes of a `jax.distributed` that is initialised already."""
+    index, count = jax.process_index(), jax.process_count()
+    if count == 1:
+        return _alone(timeout_seconds)
+    meeting = _rendezvous.meet(index, count, _agreed_address(index), start_seconds)
+    board = Board(meeting, timeout_seconds)
+    processes = Processes(index, count, board, Watchdog(board, timeout_seconds))
+    _Ending(board, processes.watchdog).install()
+    processes.watchdog.start()
+    return processes
+
+
+def _agreed_address(index: int) -> str:
+    """A free port of process 0, told to all: on the loopback if all are on one host."""
+    own = np.frombuffer(socket.gethostname().encode()[:64].ljust(64), np.uint8)
+    hosts = np.asarray(multihost_utils.process_allgather(own))
+    text = b""
+    if index == 0:
+        is_one_host = bool((hosts == hosts[:1]).all())
+        text = _free_address("127.0.0.1" if is_one_host else _own_address()).encode()
+    padded = np.frombuffer(text.ljust(_ADDRESS_BYTES), np.uint8)
+    agreed = np.asarray(multihost_utils.broadcast_one_to_all(padded))
+    return agreed.astype(np.uint8).tobytes().decode().strip()
+
+
+def _free_address(host: str) -> str:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as reserved:
+        reserved.bind((host, 0))
+        return _wire.address_of(host, reserved.getsockname()[1])
+
+
+def _own_address() -> str:
+    """The address under which other hosts most likely know this one."""
+    found = socket.getaddrinfo(
+        socket.gethostname(), None, type=socket.SOCK_STREAM, flags=socket.AI_ADDRCONFIG
+    )
+    return str(found[0][4][0])
+
+
+def _described(error: BaseException) -> str:
+    """An exception in one line: its type, text and the user's line."""
+    text = " ".join(str(error).split())
+    text = text[:500] + ("..." if len(text) > 500 else "")
+    line = _source.users_line(error.__traceback__)
+    told = type(error).__name__ + (f": {text}" if text else "")
+    return f"{told} ({line})" if line else told
+
+
+@final
+class _Ending:
+    """How this process ends: by itself, by an exception, or because another did.
+
+    JAX's own way is a barrier that waits for processes that will not come.
+    """
+
+    def __init__(self, board: Board, watchdog: Watchdog) -> None:
+        self._board = board
+        self._watchdog = watchdog
+        self._pid = os.getpid()
+        self.is_over = False
+        board.status = watchdog.status
+        os.register_at_fork(after_in_child=self._forked)
+        board.on_departure(self._departed)
+
+    def install(self) -> None:
+        """Take part in how Python ends."""
+        self._chained = sys.excepthook
+        sys.excepthook = self._raised
+        _exit.watch()
+        # After JAX's own, so that it runs before it.
+        atexit.register(self._exiting)
+
+    def _forked(self) -> None:
+        self.is_over = True
+        self._board.close_in_forked_child()
+
+    def _departed(self, departure: Departure) -> None:
+        if departure.end == "left" or self.is_over:
+            return  # a leaver is the watchdog's business, if anyone waits for it
+        self._follow(departure, _OWN_WORDS_SECONDS if departure.member.index else None)
+
+    def _follow(self, departure: Departure, pause_seconds: float | None) -> None:
+        """End because another process did."""
+        finish(
+            _codes.PEER_DIED,
+            f"\njaxstrategy: process {self._board.index} (last begun: "
+            f"{self._watchdog.told()}) ends with exit code {_codes.PEER_DIED}, because "
+            "the job cannot go on:\n"
+            f"jaxstrategy: {departure}",
+            pause_seconds=pause_seconds,
+        )
+
+    def _raised(
+        self,
+        kind: type[BaseException],
+        error: BaseException,
+        trace: TracebackType | None,
+    ) -> None:
+        if self.is_over or _is_interactive() or os.getpid() != self._pid:
+            self._chained(kind, error, trace)
+            return
+        with speaking:
+            self._chained(kind, error, trace)
+        interrupted = isinstance(error, KeyboardInterrupt)
+        if not interrupted and (cause := self._awaited_cause(error)):
+            self._follow(cause, None)
+        text = _described(error.with_traceback(trace))
+        finish(
+            130 if interrupted else 1,
+            f"jaxstrategy: process {self._board.index} ends, and with it the job",
+            lambda: self._board.fail(text),
+            pause_seconds=None,
+        )
+
+    def _awaited_cause(self, error: BaseException) -> Departure | None:
+        # On CPU, what a lost connection raises is a ValueError.
+        is_jaxs = isinstance(error, jax.errors.JaxRuntimeError) or "Gloo" in str(error)
+        seconds = _NEWS_SECONDS_OF_JAX if is_jaxs else _NEWS_SECONDS
+        return self._board.wait_for_departure(seconds)
+
+    def _exited(self, code: object) -> None:
+        finish(
+            code & 255 if isinstance(code, int) else 1,
+            f"jaxstrategy: process {self._board.index} ends, and with it the job",
+            lambda: self._board.fail(f"it called sys.exit({code!r})"),
+            pause_seconds=None,
+        )
+
+    def _exiting(self) -> None:
+        """Wait until all have finished: JAX's barrier would give up after a time."""
+        if self.is_over or os.getpid() != self._pid:
+            return
+        if _exit.code() not in (None, 0, False):
+            self._exited(_exit.code())
+        try:
+            self._board.leave(self._watchdog.status())
+        except ClusterError:
+            pass  # somebody has died; `_departed` ends this process in a moment
+        since, has_noted = time.monotonic(), False
+        while not self._board.wait_for_all_left(1.0):
+            if not has_noted and time.monotonic() - since > _NOTE_SECONDS:
+                has_noted = True
+                print(
+                    f"jaxstrategy: process {self._board.index} has finished and waits "
+                    "for the others to.",
+                    file=sys.stderr,
+                    flush=True,
+                )
+        self.is_over = True
+        self._watchdog.stop()
+        self._board.close()
+
+
+def _is_interactive() -> bool:
+    """Whether Python goes on after an exception that nobody caught."""
+    return hasattr(sys, "ps1") or bool(sys.flags.interactive)

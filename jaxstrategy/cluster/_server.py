@@ -1,0 +1,149 @@
+"""`Server`: one process of a cluster, started by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+import time
+from collections.abc import Mapping
+from typing import Any, Self, final
+
+from jaxstrategy._errors import ClusterError
+from jaxstrategy.cluster import _processes
+from jaxstrategy.cluster._board import AbstractBoard, State
+from jaxstrategy.cluster._simple import SimpleClusterResolver
+from jaxstrategy.cluster._spec import ClusterSpec
+
+
+_POLL_SECONDS = 0.5
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class ServerDef:
+    """What a `Server` was made from.
+
+    Attributes:
+      cluster: all tasks.
+      job_name: the job of this one.
+      task_index: its number.
+      protocol: how its address is written.
+    """
+
+    cluster: ClusterSpec
+    job_name: str
+    task_index: int
+    protocol: str = "grpc"
+
+
+@final
+class Server:
+    """Makes this process one task of a cluster.
+
+    It meets the other processes, and returns when all are there; JAX then has the
+    devices of all. A `MultiWorkerMirroredStrategy` made afterwards finds them.
+
+    Args:
+      server_or_cluster_def: the cluster: a `ClusterSpec`, what one is made from, or the
+        `server_def` of another server.
+      job_name: the job of this process, not needed if there is one only.
+      task_index: its task, not needed if there is one only.
+      protocol: how `target` is written.
+      start: whether to meet the others now, or when `start()` is called.
+
+    Raises:
+      ValueError: there is no such task, or it does not train.
+      ClusterError: the processes could not start together.
+
+    >>> import jaxstrategy as js
+    >>> server = js.Server.create_local_server()
+    >>> server.server_def.job_name, server.server_def.task_index
+    ('worker', 0)
+    """
+
+    def __init__(
+        self,
+        server_or_cluster_def: ServerDef | ClusterSpec | Mapping[str, Any],
+        job_name: str | None = None,
+        task_index: int | None = None,
+        protocol: str | None = None,
+        start: bool = True,
+    ) -> None:
+        given = server_or_cluster_def
+        if isinstance(given, ServerDef):
+            job_name = given.job_name if job_name is None else job_name
+            task_index = given.task_index if task_index is None else task_index
+            protocol, given = protocol or given.protocol, given.cluster
+        cluster = ClusterSpec(given)
+        job_name = _only(cluster.jobs, job_name, "job_name")
+        tasks = cluster.task_indices(job_name)
+        task_index = _only(tasks, task_index, "task_index")
+        self._def = ServerDef(cluster, job_name, task_index, protocol or "grpc")
+        self._resolver = SimpleClusterResolver(
+            cluster, task_type=job_name, task_id=task_index
+        )
+        self._process = self._resolver.process()
+        if start:
+            self.start()
+
+    @classmethod
+    def create_local_server(cls, start: bool = True) -> Self:
+        """The server of a cluster of one, on this host."""
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            address = f"localhost:{free.getsockname()[1]}"
+        return cls(ClusterSpec({"worker": [address]}), start=start)
+
+    def start(self) -> None:
+        """Meet the others; a second call does nothing."""
+        _processes.start(self._process)
+
+    def join(self) -> None:
+        """Wait until all other processes have finished, or wait here too.
+
+        Raises:
+          ClusterError: one has died, or failed.
+        """
+        board = _processes.start(self._process).board
+        board.put(_joined(board.index), True)
+        while any(not _is_done(board, state) for state in board.states()):
+            time.sleep(_POLL_SECONDS)
+
+    @property
+    def server_def(self) -> ServerDef:
+        """What it was made from."""
+        return self._def
+
+    @property
+    def target(self) -> str:
+        """Its address, as `grpc://host:port`."""
+        task = self._def.job_name, self._def.task_index
+        return f"{self._def.protocol}://{self._def.cluster.task_address(*task)}"
+
+
+def _joined(index: int) -> str:
+    return f"Server.join of process {index}"
+
+
+def _is_done(board: AbstractBoard, state: State) -> bool:
+    if state.end is not None or state.member.index == board.index:
+        return True
+    try:
+        return board.get(_joined(state.member.index), _POLL_SECONDS)
+    except ClusterError:
+        return False
+
+
+def _only(known: Any, given: Any, name: str) -> Any:
+    """`given`, or the only one there is.
+
+    Raises:
+      ValueError: it was not given, and there are several.
+    """
+    if given is not None:
+        return given
+    if len(known) != 1:
+        raise ValueError(
+            f"`{name}` is needed, for there are several: {', '.join(map(str, known))}."
+        )
+    return known[0]

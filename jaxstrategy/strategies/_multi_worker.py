@@ -1,0 +1,135 @@
+"""One replica on each device of several processes."""
+
+from __future__ import annotations
+
+import itertools
+from typing import final
+
+import jax
+
+from jaxstrategy._options import CommunicationOptions, checked_options
+from jaxstrategy.cluster import _processes
+from jaxstrategy.cluster._launched import default_resolver
+from jaxstrategy.cluster._processes import Processes
+from jaxstrategy.cluster._resolver import ClusterResolver, Process
+from jaxstrategy.inputs._agreement import Agreement, Alone, OfProcesses
+from jaxstrategy.strategies._base import Strategy
+from jaxstrategy.tracing._company import Company
+
+_TIMEOUT_SECONDS = 300.0
+
+
+@final
+class MultiWorkerMirroredStrategy(Strategy):
+    """One replica per device of every process; state is mirrored on all of them.
+
+    Make it first, before JAX has looked for devices: it lets the processes meet and
+    starts JAX's distributed runtime, once. Each process runs the same program; `run`
+    takes one step on all replicas, `reduce` and `gather` are over all of them, and
+    `experimental_local_results` gives those of this process. What is mirrored from a
+    host, and what variables begin with, is process 0's. Without a cluster there is one
+    process, and it is a `MirroredStrategy`.
+
+    Nothing hangs without a word: the steps of all processes are compared before they
+    begin, the death of a process ends the others with its name, and a step without
+    progress ends the process with a report (exit codes 75 and 76).
+
+    Args:
+      cluster_resolver: says which processes there are. By default `TF_CONFIG`, or what
+        `python -m jaxstrategy.launch` sets; without these `jax.distributed` looks for
+        a cluster (Slurm, Open MPI, Kubernetes, TPU).
+      communication_options: how values are reduced; `timeout_seconds` is how long a
+        step may go without progress, by default 300.
+
+    Raises:
+      ClusterError: the processes could not start together; it says which, and why.
+      ValueError: the cluster makes no sense.
+      TypeError: something else than a resolver, or than options.
+
+    >>> import jaxstrategy as js
+    >>> _ = js.simulate(8)
+    >>> js.MultiWorkerMirroredStrategy()
+    MultiWorkerMirroredStrategy(8 replicas on cpu:0..7)
+    """
+
+    _has_timeout = True
+
+    def __init__(
+        self,
+        cluster_resolver: ClusterResolver | None = None,
+        communication_options: CommunicationOptions | None = None,
+    ) -> None:
+        checked_options(communication_options, with_timeout=True)
+        if not isinstance(cluster_resolver, ClusterResolver | None):
+            raise TypeError(
+                f"`cluster_resolver` was {cluster_resolver!r}; a ClusterResolver of "
+                "`jaxstrategy.cluster_resolver` was wanted, or None to look for one."
+            )
+        seconds = None
+        if communication_options is not None:
+            seconds = communication_options.timeout_seconds
+        self._resolver = cluster_resolver or default_resolver()
+        self._processes = _started(self._resolver, seconds or _TIMEOUT_SECONDS)
+        devices = sorted(jax.devices(), key=lambda d: (d.process_index, d.id))
+        super().__init__(devices, None, communication_options)
+
+    @property
+    def cluster_resolver(self) -> ClusterResolver | None:
+        """What the strategy was told of its cluster; None if JAX found it, or none."""
+        return self._resolver
+
+    @property
+    def process_index(self) -> int:
+        """Which process this is, from 0."""
+        return self._processes.index
+
+    @property
+    def process_count(self) -> int:
+        """How many there are."""
+        return self._processes.count
+
+    @property
+    def _company(self) -> Company | None:
+        return None if self._processes.count == 1 else Company(self._processes)
+
+    def _agree(self) -> Agreement:
+        if self._processes.count == 1:
+            return Alone()
+        name = f"input {next(_passes)}"
+        return OfProcesses(self._processes.board, name)
+
+    def __repr__(self) -> str:
+        text = super().__repr__()
+        if self._processes.count == 1:
+            return text
+        own = f"process {self.process_index} of {self.process_count}"
+        return f"{text.removesuffix(')')}, {own})"
+
+
+# All processes begin passes over datasets in the same order.
+_passes = itertools.count()
+
+
+def _started(resolver: ClusterResolver | None, seconds: float) -> Processes:
+    """The processes, which have met."""
+    if resolver is not None:
+        process = resolver.process()
+    else:
+        _let_jax_look()
+        is_there = jax.distributed.is_initialized()
+        process = None if is_there else Process(0, 1, "")
+    return _processes.start(process, timeout_seconds=seconds)
+
+
+def _let_jax_look() -> None:
+    """Start JAX's distributed runtime if JAX finds a cluster by itself."""
+    if jax.distributed.is_initialized():
+        return
+    try:
+        jax.distributed.initialize()
+    except ValueError:
+        return  # no cluster
+    except RuntimeError as error:
+        if "before" in str(error):
+            return  # too late to look for one: there are devices already
+        raise

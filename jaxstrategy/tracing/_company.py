@@ -1,0 +1,161 @@
+"""Steps that other processes take too: told of, and compared, before they begin.
+
+A compiled step waits for all processes, and a process that is in another step makes
+all of them wait for ever, or worse. So the first steps, and some later ones, are
+compared before they are dispatched, and the watchdog is told of each.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxstrategy._errors import ClusterError
+from jaxstrategy._values import PyTree
+from jaxstrategy.cluster._processes import Processes
+from jaxstrategy.tracing import _inflight
+from jaxstrategy.variables import _cell
+
+# So many steps at the beginning are compared, and then each of so many. A comparison
+# costs a message to process 0 and back, half a millisecond on one host.
+_FIRST, _EACH = 32, 64
+_HASHED_BYTES = 65536  # of an argument that comes from the host
+
+
+class Company:
+    """The other processes of a strategy.
+
+    Args:
+      processes: they.
+      each: of how many steps one is compared, after the first ones.
+    """
+
+    def __init__(self, processes: Processes, each: int = _EACH) -> None:
+        self._processes = processes
+        self._each = each
+        self._count = 0
+        _inflight.on_dispatch(processes.watchdog.watch)
+
+    def begin(self, name: str, where: str, leaves: Sequence[Any], is_new: bool) -> None:
+        """Before a step is dispatched.
+
+        Args:
+          name: what users call it.
+          where: its source line.
+          leaves: what it is called with.
+          is_new: whether it will be compiled.
+
+        Raises:
+          ClusterError: another process is about to take another step.
+        """
+        self._count += 1
+        self._processes.watchdog.step_started(name, where, is_new)
+        if self._count <= _FIRST or self._count % self._each == 0:
+            self._compare([name, where, *map(_described, leaves)])
+
+    def end(self) -> None:
+        """After it was dispatched, or has failed to be."""
+        self._processes.watchdog.step_dispatched()
+
+    def _compare(self, own: list[str]) -> None:
+        said = self._processes.board.gather(
+            f"step {self._count}", own, _AS_LONG_AS_IT_TAKES
+        )
+        for index, other in enumerate(said):
+            if other != said[0]:
+                raise ClusterError(
+                    f"The processes are about to take different steps, as number "
+                    f"{self._count}:\n{_difference(said[0], other, index)}\n"
+                    "Each process must call `run` with the same functions in the same "
+                    "order, and with arguments of the same shapes; what is not a "
+                    "PerReplica must have the same values."
+                )
+
+
+# The watchdog looks on, and the death of another process ends the wait.
+_AS_LONG_AS_IT_TAKES = 1e6
+
+
+def _difference(first: list[str], other: list[str], index: int) -> str:
+    if first[:2] != other[:2]:
+        return (
+            f"  process 0: `{first[0]}` ({first[1]})\n"
+            f"  process {index}: `{other[0]}` ({other[1]})"
+        )
+    if len(first) != len(other):
+        return (
+            f"  process 0: `{first[0]}` with {len(first) - 2} arrays\n"
+            f"  process {index}: the same with {len(other) - 2}"
+        )
+    pairs = enumerate(zip(first, other, strict=True))
+    place = next(place for place, (one, two) in pairs if one != two)
+    return (
+        f"  process 0: `{first[0]}`, argument {place - 2} (of its arrays): "
+        f"{first[place]}\n"
+        f"  process {index}: {other[place]}"
+    )
+
+
+def _described(leaf: Any) -> str:
+    if isinstance(leaf, jax.Array):
+        return f"{leaf.dtype}{list(leaf.shape)}"
+    if isinstance(leaf, (bool, int, float, complex)):
+        return f"{type(leaf).__name__} {leaf!r}"
+    array = np.asarray(leaf)
+    text = f"{array.dtype}{list(array.shape)}"
+    if array.nbytes > _HASHED_BYTES:
+        return text
+    return f"{text} of bits {zlib.crc32(np.ascontiguousarray(array).tobytes()):08x}"
+
+
+class Accompanied:
+    """A program that runs in several processes at once.
+
+    Args:
+      program: its part in this one.
+      company: the others.
+      name: what users call it.
+      where: its source line.
+    """
+
+    def __init__(self, program: Any, company: Company, name: str, where: str) -> None:
+        self._program = program
+        self._company = company
+        self._name = name
+        self._where = where
+        self._is_new = True
+
+    def __call__(self, leaves: Sequence[Any]) -> PyTree:
+        """As of the program."""
+        return self._together(self._program, leaves)
+
+    def place_and_call(self, leaves: Sequence[Any]) -> PyTree:
+        """As of the program."""
+        return self._together(self._program.place_and_call, leaves)
+
+    def _together(
+        self, call: Callable[[Sequence[Any]], PyTree], leaves: Sequence[Any]
+    ) -> PyTree:
+        if _cell.is_traced():  # part of a larger program, which its caller dispatches
+            return call(leaves)
+        self._company.begin(self._name, self._where, leaves, self._is_new)
+        try:
+            results = call(leaves)
+        finally:
+            self._company.end()
+        self._is_new = False
+        return results
+
+
+def accompanied(program: Any, company: Company | None, fn: Any) -> Any:
+    """`program` of the step `fn`, in company if there is one."""
+    if company is None:
+        return program
+    name = getattr(fn, "__qualname__", type(fn).__name__)
+    code = getattr(fn, "__code__", None)
+    where = f"{code.co_filename}:{code.co_firstlineno}" if code else "unknown line"
+    return Accompanied(program, company, name, where)
