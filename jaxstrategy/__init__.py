@@ -81,6 +81,7 @@ from jaxstrategy.inputs._iterator import DistributedIterator as DistributedItera
 from jaxstrategy.inputs._options import InputContext as InputContext
 from jaxstrategy.inputs._options import InputOptions as InputOptions
 from jaxstrategy.inputs._options import InputReplicationMode as InputReplicationMode
+from jaxstrategy.inputs._progress import progress as progress
 from jaxstrategy.inputs.sources._arrays import batches as batches
 from jaxstrategy.reductions._cross_device_ops import CrossDeviceOps as CrossDeviceOps
 from jaxstrategy.reductions._cross_device_ops import (

@@ -325,7 +325,7 @@ class _Ending:
         """Wait until all have finished: JAX's barrier would give up after a time."""
         if self.is_over or os.getpid() != self._pid:
             return
-        if _exit.code() not in (None, 0, False):
+        if _exit.code() not in (None, 0, False, _codes.PREEMPTED):
             self._exited(_exit.code())
         try:
             self._board.leave(self._watchdog.status())

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from jaxstrategy.cluster._launched import (
     ATTEMPT,
     COORDINATOR,
+    JOB,
     LOCAL_RANK,
     NUM_PROCESSES,
     PROCESS_ID,
@@ -46,6 +47,10 @@ def of_worker(
         LOCAL_RANK: str(local_rank),
         ATTEMPT: str(attempt),
     }
+    if options.nodes == 1:
+        # What is left of another attempt is refused by name. Launchers of several nodes
+        # do not count alike.
+        own[JOB] = f"{coordinator}, attempt {attempt}"
     if options.gpus_per_process:
         own[_gpus.VARIABLE] = ",".join(
             _gpus.share(options.gpus_per_process, local_rank, os.environ)

@@ -1,0 +1,86 @@
+"""Jobs of real processes, and meetings of threads, which are faster."""
+
+import concurrent.futures
+
+import harness
+import pytest
+
+from jaxstrategy.cluster import _rendezvous
+from jaxstrategy.cluster._board import Board
+
+
+@pytest.fixture
+def job(tmp_path):
+    """Starts a job: `with job(script, count=2) as running`."""
+
+    def started(script="", **options):
+        return harness.job(tmp_path, script, **options)
+
+    return started
+
+
+@pytest.fixture
+def address():
+    return harness.free_address()
+
+
+@pytest.fixture
+def join():
+    """`_rendezvous.meet`, whose connections are closed after the test."""
+    meetings = []
+
+    def joined(*arguments):
+        meetings.append(_rendezvous.meet(*arguments))
+        return meetings[-1]
+
+    yield joined
+    for meeting in meetings:
+        meeting.close()
+
+
+@pytest.fixture
+def meet(address, join):
+    """Has several processes meet, played by threads; what each got or raised.
+
+    `meet({"index": 0, "count": 2}, {"index": 1, "count": 2, "host": "b"})`
+    """
+
+    def attend(number, guest):
+        told = {
+            "host": f"host{number}",
+            "pid": 100 + number,
+            "versions": harness.VERSIONS,
+        }
+        told |= {k: v for k, v in guest.items() if k in ("host", "versions", "job")}
+        try:
+            return join(
+                guest["index"],
+                guest["count"],
+                guest.get("coordinator", address),
+                guest.get("seconds", 10),
+                told,
+            )
+        except Exception as error:
+            return error
+
+    def meeting(*guests):
+        with concurrent.futures.ThreadPoolExecutor(len(guests)) as pool:
+            return list(pool.map(attend, range(len(guests)), guests))
+
+    return meeting
+
+
+@pytest.fixture
+def boards(meet):
+    """Boards of `count` processes, all in this one."""
+    made = []
+
+    def of(count, **options):
+        meetings = meet(*({"index": k, "count": count} for k in range(count)))
+        boards = [Board(meeting, **options) for meeting in meetings]
+        made.extend(boards)
+        return boards
+
+    yield of
+    for board in reversed(made):  # process 0 waits for the others
+        board.fail("the test is over")

@@ -1,0 +1,322 @@
+"""What processes know of each other."""
+
+import concurrent.futures
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+from jaxstrategy._errors import ClusterError
+from jaxstrategy.cluster._board import Board, LoneBoard
+
+
+@pytest.fixture
+def pool():
+    with concurrent.futures.ThreadPoolExecutor(16) as made:
+        yield made
+
+
+def until(claim, seconds=10):
+    end = time.monotonic() + seconds
+    while not claim():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def departures(board):
+    told = []
+    board.on_departure(lambda departure: told.append(str(departure)))
+    return told
+
+
+def test_what_one_puts_all_get(boards):
+    for board in (made := boards(3)):
+        made[1].put(f"key {board.index}", {"a": [1, None, "x"]})
+        assert board.get(f"key {board.index}") == {"a": [1, None, "x"]}
+
+
+def test_the_last_value_put_counts(boards):
+    zero, one = boards(2)
+    zero.put("key", 1)
+    zero.put("key", 2)
+    assert zero.get("key") == 2 and one.get("key") == 2
+
+
+def test_get_waits_for_put(boards, pool):
+    zero, one = boards(2)
+    got = pool.submit(one.get, "later")
+    time.sleep(0.1)
+    assert not got.done()
+    zero.put("later", 5)
+    assert got.result(10) == 5
+
+
+def test_a_value_that_nobody_puts(boards):
+    with pytest.raises(ClusterError, match="Nobody has put 'key' .* within 0.1 s"):
+        boards(2)[1].get("key", 0.1)
+
+
+def test_gather_is_in_the_order_of_the_ids(boards, pool):
+    made = boards(4)
+    for pause in (0, 1, 2):
+
+        def give(board, pause=pause):
+            time.sleep(0.02 * ((board.index + pause) % 4))
+            return board.gather("steps", board.index * 10)
+
+        assert list(pool.map(give, made)) == [[0, 10, 20, 30]] * 4
+
+
+def test_gathers_of_one_key_meet_in_order(boards, pool):
+    """A process may be several calls ahead of the others."""
+
+    def give(board):
+        time.sleep(0.1 * board.index)
+        return [board.gather("key", (board.index, turn)) for turn in range(50)]
+
+    wanted = [[[0, turn], [1, turn]] for turn in range(50)]
+    assert list(pool.map(give, boards(2))) == [wanted, wanted]
+
+
+def test_gathers_of_several_keys_at_once(boards, pool):
+    made = boards(2)
+    keys = [f"key {k}" for k in range(6)]
+    # Each process in an order of its own.
+    calls = [(made[0], key) for key in keys] + [(made[1], key) for key in keys[::-1]]
+    got = pool.map(lambda call: call[0].gather(call[1], call[1]), calls)
+    assert list(got) == [[call[1]] * 2 for call in calls]
+
+
+def test_gather_names_who_does_not_come(boards, pool):
+    made = boards(4)
+    calls = [pool.submit(made[k].gather, "epoch", k, 0.3) for k in (0, 2)]
+    for call in calls:
+        with pytest.raises(ClusterError, match="Waited 0.3 s in 'epoch' for") as error:
+            call.result(10)
+        assert "process 1 (host host1" in str(error.value)
+        assert "process 3 (host host3" in str(error.value)
+    # What timed out is forgotten: the next call is a fresh one for all.
+    again = pool.map(lambda board: board.gather("epoch", board.index), made)
+    assert list(again) == [[0, 1, 2, 3]] * 4
+
+
+def test_who_compiles_is_waited_for(boards, pool):
+    zero, one = boards(2, timeout_seconds=0.3)
+    one.status = lambda: {"compiles": True}
+    until(lambda: zero.states()[1].is_compiling)
+    waiting = pool.submit(zero.gather, "key", 1)
+    time.sleep(1)
+    assert not waiting.done()
+    with pytest.raises(ClusterError, match="Waited 0.2 s in 'short'"):
+        zero.gather("short", 1, 0.2)  # a time of its own is kept
+    one.gather("key", 2)
+    assert waiting.result(10) == [1, 2]
+    late = pool.submit(zero.gather, "key", 1)
+    one.status = lambda: {"compiles": False}
+    with pytest.raises(ClusterError, match="Waited 0.3 s in 'key' for process 1"):
+        late.result(10)
+
+
+def test_barrier_waits_for_all(boards, pool):
+    zero, one = boards(2)
+    waiting = pool.submit(one.barrier, "here")
+    time.sleep(0.1)
+    assert not waiting.done()
+    zero.barrier("here")
+    waiting.result(10)
+
+
+def test_what_is_not_json_is_refused(boards):
+    zero, _ = boards(2)
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        zero.put("key", object())
+    zero.put("key", 1)
+    assert zero.get("key") == 1
+
+
+def test_a_large_value_arrives(boards, pool):
+    text = "x" * 3_000_000
+    got = pool.map(lambda board: board.gather("key", text), boards(3))
+    assert [[len(part) for part in parts] for parts in got] == [[3_000_000] * 3] * 3
+
+
+@pytest.mark.parametrize("leaver", [0, 1])
+def test_who_has_finished_is_not_waited_for(boards, leaver):
+    made = boards(2)
+    other = made[1 - leaver]
+    told = departures(other)
+    made[leaver].leave()
+    wanted = f"process {leaver} (host host{leaver}, pid 10{leaver}) has finished"
+    with pytest.raises(ClusterError) as error:
+        other.gather("key", 1, 10)
+    assert wanted in str(error.value)
+    assert f"{wanted} already" in told
+    with pytest.raises(ClusterError, match="has finished already"):
+        other.get("other key", 10)
+
+
+def test_who_finishes_while_others_wait_for_it(boards, pool):
+    zero, one, two = boards(3)
+    waiting = [pool.submit(board.gather, "key", 1, 20) for board in (zero, two)]
+    time.sleep(0.1)
+    one.leave()
+    for call in waiting:
+        with pytest.raises(ClusterError, match="process 1 .* has finished already"):
+            call.result(10)
+
+
+def test_when_all_have_left_everyone_knows(boards):
+    made = boards(3)
+    for board in made:
+        assert not board.wait_for_all_left(0)
+        board.leave()
+    assert all(board.wait_for_all_left(10) for board in made)
+
+
+@pytest.mark.parametrize("dead", [0, 2])
+def test_a_death_is_known_to_all_at_once(boards, pool, dead):
+    made = boards(3)
+    others = [board for board in made if board.index != dead]
+    told = [departures(board) for board in others]
+    waiting = [pool.submit(board.gather, "key", 1, 20) for board in others]
+    getting = [pool.submit(board.get, "never", 20) for board in others]
+    time.sleep(0.1)
+    hang_up(made[dead])
+    wanted = f"process {dead} (host host{dead}, pid 10{dead}) has died"
+    for call in waiting + getting:
+        with pytest.raises(ClusterError) as error:
+            call.result(10)
+        assert wanted in str(error.value)
+    until(lambda: all(told))
+    assert all(text.startswith(wanted) for texts in told for text in texts)
+    assert all(board.wait_for_departure(10).member.index == dead for board in others)
+    late = departures(others[0])  # who asks later hears of it too
+    assert late[0].startswith(wanted)
+    with pytest.raises(ClusterError, match="has died"):
+        others[0].gather("another key", 1, 10)
+    with pytest.raises(ClusterError, match="has died"):
+        others[0].get("another key", 10)
+
+
+def hang_up(board):
+    """As the kernel does for a process that dies."""
+    board._is_closed = True  # this end keeps quiet
+    if board._hub is not None:
+        board._hub._post = lambda *_: None
+        for line in board._hub._lines.values():
+            line.sock.shutdown(2)
+    board._connection.close()
+
+
+def test_a_failure_is_told_in_its_own_words(boards):
+    zero, one, two = boards(3)
+    told = departures(zero), departures(two)
+    one.fail("ValueError: bad batch")
+    until(lambda: all(told))
+    wanted = "process 1 (host host1, pid 101) failed: ValueError: bad batch"
+    assert told == ([wanted], [wanted])
+
+
+def test_process_0_fails_in_its_own_words(boards):
+    zero, one = boards(2)
+    told = departures(one)
+    ended = threading.Thread(target=zero.fail, args=("OSError: disk full",))
+    ended.start()
+    until(lambda: told)
+    assert told == ["process 0 (host host0, pid 100) failed: OSError: disk full"]
+    one.close()
+    ended.join(10)
+
+
+def test_states_say_where_all_are(boards):
+    zero, one = boards(2)
+    one.status = lambda: {"step": 7}
+    until(lambda: zero.states()[1].status)
+    for board in (zero, one):
+        states = board.states()
+        assert [state.member.index for state in states] == [0, 1]
+        assert states[1].status == {"step": 7} and states[1].end is None
+        assert states[1].silent_seconds < 5
+    one.leave({"step": 9})
+    until(lambda: zero.states()[1].end == "left")
+    assert zero.departures[1].status == {"step": 9}
+
+
+def test_who_does_not_answer_counts_as_dead(meet):
+    meeting, stopped = meet({"index": 0, "count": 2}, {"index": 1, "count": 2})
+    zero = Board(meeting, silence_seconds=2.5)
+    told = departures(zero)
+    until(lambda: zero.states()[1].silent_seconds > 1)
+    until(lambda: told)
+    assert told[0].startswith("process 1 (host host1, pid 101) has not answered for")
+    with pytest.raises(ClusterError, match="it is stopped, or its host is"):
+        zero.gather("key", 1, 10)
+    stopped.close()
+    zero.fail("over")
+
+
+def test_process_0_that_does_not_answer_is_noticed(meet):
+    silent, meeting = meet({"index": 0, "count": 2}, {"index": 1, "count": 2})
+    one = Board(meeting, silence_seconds=0.2)
+    until(lambda: one.process_0_is_silent)
+    one.forgive_silence()
+    assert not one.process_0_is_silent
+    with pytest.raises(ClusterError, match="Waited 0.1 s in 'key' for process 0"):
+        one.gather("key", 1, 0.1)
+    with pytest.raises(ClusterError, match="which knows where all are, has not answe"):
+        one.states()
+    silent.close()
+    one.fail("over")
+
+
+def test_a_board_that_is_closed_says_so(boards):
+    zero, one = boards(2)
+    one.fail("over")
+    with pytest.raises(ClusterError, match="this process has left the job"):
+        one.put("key", 1)
+    zero.fail("over")
+
+
+def test_a_process_alone_needs_nobody(pool):
+    board = LoneBoard()
+    board.barrier("here")
+    assert board.gather("key", 3) == [3]
+    getting = pool.submit(board.get, "later", 10)
+    board.put("later", 4)
+    assert getting.result(10) == 4
+    with pytest.raises(ClusterError, match="Nobody has put 'never'"):
+        board.get("never", 0.05)
+    (state,) = board.states()
+    assert state.end is None and departures(board) == []
+
+
+def test_a_child_of_a_dead_process_does_not_hide_its_death(job):
+    """A forked child holds copies of its parent's connections."""
+    script = """
+    import os, sys, time
+    from jaxstrategy.cluster import _rendezvous
+    from jaxstrategy.cluster._board import Board
+    RANK = int(os.environ["JAXSTRATEGY_PROCESS_ID"])
+    address = os.environ["JAXSTRATEGY_COORDINATOR"]
+    board = Board(_rendezvous.meet(RANK, 2, address, 30))
+    os.register_at_fork(after_in_child=board.close_in_forked_child)
+    if RANK == 1:
+        child = os.fork()
+        if child == 0:
+            time.sleep(30)
+            os._exit(0)
+        board.put("child", child)
+        print("forked")
+        time.sleep(60)
+    print(board.get("child"), board.wait_for_departure(40), flush=True)
+    os._exit(0)
+    """
+    with job(script, started=False) as running:
+        running.wait_for("forked", ranks=[1])
+        running.signal(1, signal.SIGKILL)
+        assert running.wait(10, 0) == [0]
+        child, told = running.ranks[0].output.split(" ", 1)
+        assert told.startswith("process 1 (") and "has died" in told
+        os.kill(int(child), signal.SIGKILL)

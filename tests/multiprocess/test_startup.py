@@ -1,0 +1,331 @@
+"""Processes meet, or every one of them says why they could not."""
+
+import concurrent.futures
+import contextlib
+import socket
+import threading
+import time
+
+import pytest
+from harness import STARTED, VERSIONS
+
+import jaxstrategy._errors as errors
+from jaxstrategy.cluster import _guest, _processes, _rendezvous
+from jaxstrategy.cluster._member import GREETING, facts
+from jaxstrategy.cluster._resolver import Process
+from jaxstrategy.cluster._wire import endpoint, packed
+
+
+def texts(results):
+    assert all(isinstance(result, errors.ClusterError) for result in results), results
+    return [str(result) for result in results]
+
+
+def one_text(results):
+    (text,) = set(texts(results))
+    return text
+
+
+@contextlib.contextmanager
+def server(address, answer):
+    """Another program that listens there: `answer(connection)` to each call."""
+    host, port = address.split(":")
+    with socket.create_server((host, int(port))) as listener:
+        kept = []
+
+        def serve():
+            with contextlib.suppress(OSError):
+                while True:
+                    kept.append(listener.accept()[0])
+                    answer(kept[-1])
+
+        threading.Thread(target=serve, daemon=True).start()
+        yield
+        for connection in kept:
+            connection.close()
+
+
+def test_all_know_all_members(meet):
+    meetings = meet(*({"index": k, "count": 4} for k in (2, 0, 3, 1)))
+    names = [
+        "process 0 (host host1, pid 101)",
+        "process 1 (host host3, pid 103)",
+        "process 2 (host host0, pid 100)",
+        "process 3 (host host2, pid 102)",
+    ]
+    for meeting in meetings:
+        assert [str(member) for member in meeting.members] == names
+    assert [meeting.index for meeting in meetings] == [2, 0, 3, 1]
+    assert sorted(meetings[1].connections) == [1, 2, 3]
+
+
+def test_a_message_sent_at_once_after_the_meeting_arrives(meet):
+    zero, one = meet({"index": 0, "count": 2}, {"index": 1, "count": 2})
+    one.connections[0].send({"a": [1]})
+    end = time.monotonic() + 5
+    assert zero.connections[1].receive(end) == {"a": [1]}
+
+
+def test_a_process_alone_meets_itself(meet):
+    (meeting,) = meet({"index": 0, "count": 1})
+    assert len(meeting.members) == 1 and not meeting.connections
+
+
+@pytest.mark.parametrize("late", [0, 1], ids=["process-0", "process-1"])
+def test_a_late_process_is_waited_for(late, address, join):
+    def attend(index):
+        time.sleep(0.7 if index == late else 0)
+        return join(index, 2, address, 20)
+
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        meetings = list(pool.map(attend, range(2)))
+    assert [len(meeting.members) for meeting in meetings] == [2, 2]
+
+
+def test_an_id_given_twice(meet):
+    text = one_text(meet(*({"index": k, "count": 3} for k in (0, 1, 1))))
+    assert "process id 1 was given to pid 10" in text
+    assert "on host host1" in text and "on host host2" in text
+
+
+def test_two_processes_0(meet):
+    text = one_text(meet({"index": 0, "count": 2}, {"index": 0, "count": 2}))
+    assert "process id 0 was given to pid 10" in text
+
+
+def test_different_numbers_of_processes(meet):
+    text = one_text(meet({"index": 0, "count": 2}, {"index": 1, "count": 3}))
+    assert (
+        "process 1 (host host1, pid 101) was told that there are 3 processes, "
+        "process 0 (host host0, pid 100) that there are 2"
+    ) in text
+
+
+def test_an_id_out_of_range(meet):
+    text = one_text(meet({"index": 0, "count": 2}, {"index": 2, "count": 2}))
+    assert "process 2 (host host1, pid 101) is out of range" in text
+    assert "the ids of 2 processes are 0 to 1" in text
+
+
+def test_different_versions(meet):
+    older = {**VERSIONS, "jaxlib": "0.10.2", "Python": "3.11"}
+    text = one_text(
+        meet({"index": 0, "count": 2}, {"index": 1, "count": 2, "versions": older})
+    )
+    assert "process 1 (host host1, pid 101) has jaxlib 0.10.2, process 0" in text
+    assert "jaxlib 0.12.0" in text and "Python" not in text
+
+
+def test_a_mistake_is_told_to_those_that_come_a_little_later(address):
+    def attend(index, count, pause):
+        time.sleep(pause)
+        with pytest.raises(errors.ClusterError) as caught:
+            _rendezvous.meet(index, count, address, 20)
+        return str(caught.value)
+
+    calls = [(0, 3, 0), (1, 4, 0), (2, 3, 0.8)]
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        told = list(pool.map(lambda call: attend(*call), calls))
+    assert len(set(told)) == 1 and "was told that there are 4" in told[0]
+
+
+def test_processes_that_do_not_come_are_named(meet):
+    text = one_text(
+        meet(*({"index": k, "count": 5, "seconds": 0.8} for k in (0, 1, 3)))
+    )
+    assert "3 of 5 processes came within 0.8 s; processes 2, 4 did not" in text
+
+
+def test_a_process_that_ends_before_the_others_come_is_named(address):
+    def call():
+        hello = {"index": 1, "count": 3, "host": "h", "pid": 7}
+        hello |= {"versions": facts()["versions"]}
+        while True:
+            with contextlib.suppress(OSError):
+                sock = socket.create_connection(endpoint(address), 2)
+                break
+        sock.sendall(GREETING + packed(hello))
+        sock.recv(100)
+        sock.close()
+
+    threading.Thread(target=call, daemon=True).start()
+    with pytest.raises(errors.ClusterError, match=r"process 1 \(host h, pid 7\) came"):
+        _rendezvous.meet(0, 3, address, 1)
+
+
+def test_nobody_answers(address):
+    with pytest.raises(errors.ClusterError) as caught:
+        _rendezvous.meet(1, 2, address, 0.5)
+    text = str(caught.value)
+    assert f"could not reach process 0 at the coordinator's address {address}" in text
+    assert "within 0.5 s: Connection refused" in text
+
+
+@pytest.mark.parametrize(
+    "answer, does",
+    [
+        (lambda sock: sock.sendall(b"220 mail.example.com\r\n" * 3), "speak our proto"),
+        (lambda sock: None, "does not answer"),
+        (lambda sock: sock.close(), "closes the connection"),
+    ],
+    ids=["other-protocol", "silent", "hangs-up"],
+)
+def test_another_program_at_the_port(answer, does, address, monkeypatch):
+    monkeypatch.setattr(_guest, "CLOSED_SECONDS", 0.5)
+    with server(address, answer):
+        with pytest.raises(errors.ClusterError, match="use by another program") as zero:
+            _rendezvous.meet(0, 2, address, 5)
+        with pytest.raises(errors.ClusterError, match=does) as one:
+            _rendezvous.meet(1, 2, address, 2)
+    assert "Process 0 cannot listen" in str(zero.value) and address in str(zero.value)
+    assert "The port is in use" in str(one.value) and address in str(one.value)
+
+
+def test_strangers_do_not_disturb(address, join):
+    def knock():
+        for words in (b"", b"GET / HTTP/1.1\r\n\r\n", b"\x00" * 100, b"jaxstrat"):
+            while True:
+                with contextlib.suppress(ConnectionRefusedError):
+                    stranger = socket.create_connection(endpoint(address), 2)
+                    break
+            stranger.sendall(words)
+            strangers.append(stranger)
+        hello = GREETING + packed([1])
+        strangers.append(socket.create_connection(endpoint(address), 2))
+        strangers[-1].sendall(hello)
+
+    strangers = []
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        zero = pool.submit(join, 0, 2, address, 10)
+        knock()
+        one = pool.submit(join, 1, 2, address, 10)
+        assert len(zero.result().members) == len(one.result().members) == 2
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_a_process_of_another_job_is_refused_and_the_job_goes_on(address, join):
+    def told(job):
+        return {"host": "h", "pid": ord(job), "versions": VERSIONS, "job": job}
+
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        zero = pool.submit(join, 0, 2, address, 20, told("a"))
+        with pytest.raises(errors.ClusterError) as caught:
+            join(1, 2, address, 20, told("b"))
+        join(1, 2, address, 20, told("a"))
+        assert [member.pid for member in zero.result().members] == [97, 97]
+    assert "process 1 (host h, pid 98) belongs to job 'b'" in str(caught.value)
+    assert "Give each job a port of its own" in str(caught.value)
+
+
+def test_process_0_ends_before_all_have_come(address):
+    def answer(connection):
+        connection.sendall(GREETING)
+        connection.recv(100)
+        connection.close()
+
+    with server(address, answer):
+        with pytest.raises(errors.ClusterError, match="ended before all processes"):
+            _rendezvous.meet(1, 2, address, 10)
+
+
+def test_the_coordinator_is_another_host(monkeypatch):
+    monkeypatch.setattr(_guest, "CLOSED_SECONDS", 0.5)
+    with pytest.raises(errors.ClusterError, match=r"has no address 192\.0\.2\.1"):
+        _rendezvous.meet(0, 2, "192.0.2.1:8476", 2)
+
+
+@pytest.mark.parametrize(
+    "address", ["localhost", "localhost:", ":80", "h:70000", "h:http", "h:0"]
+)
+def test_an_address_that_cannot_be_right(address):
+    with pytest.raises(ValueError, match="as host:port with a port from 1"):
+        _rendezvous.meet(0, 2, address)
+
+
+def test_an_id_that_cannot_be_right(address):
+    with pytest.raises(ValueError, match="id was -1 of 2"):
+        _rendezvous.meet(-1, 2, address)
+
+
+def test_a_job_starts_computes_and_ends(job):
+    script = """
+    assert float(total(RANK + 1)) == 2 * sum(range(1, COUNT + 1))
+    assert board.gather("rows", [RANK, "x"]) == [[k, "x"] for k in range(COUNT)]
+    assert _processes.start() is _processes.current() is processes
+    assert _processes.start(Process(RANK, COUNT, ADDRESS)) is processes
+    try:
+        _processes.start(Process(RANK + 1, COUNT + 1, ADDRESS))
+    except RuntimeError as error:
+        print(type(error).__name__, error)
+    assert (processes.index, processes.count) == (RANK, jax.process_count())
+    time.sleep(0.5 * RANK)  # who ends first waits
+    print("done")
+    """
+    with job(script, count=4, env={"JAX_NUM_CPU_DEVICES": "2"}) as running:
+        assert running.wait(50) == [0, 0, 0, 0]
+        for rank in running.ranks:
+            assert f"ClusterError This process is {rank.index} of 4" in rank.output
+            assert rank.last_line == "done"
+
+
+def test_a_runtime_that_is_initialised_already_is_kept(job):
+    script = """
+    import os, jax
+    RANK = int(os.environ["JAXSTRATEGY_PROCESS_ID"])
+    jax.distributed.initialize(os.environ["JAXSTRATEGY_COORDINATOR"], 2, RANK)
+    from jaxstrategy.cluster import _processes
+    processes = _processes.start(timeout_seconds=30)
+    assert (processes.index, processes.count) == (RANK, 2)
+    print(processes.board.gather("rank", RANK))
+    """
+    with job(script, started=False) as running:
+        assert running.wait(40) == [0, 0]
+        assert [rank.last_line for rank in running.ranks] == ["[0, 1]", "[0, 1]"]
+
+
+def test_a_port_in_use_ends_all_by_name(job):
+    with job(count=2) as running:
+        with server(running.address, lambda sock: sock.sendall(b"hello, who is there")):
+            assert running.wait(40) == [1, 1]
+    zero, one = (rank.last_line for rank in running.ranks)
+    assert "ClusterError: Process 0 cannot listen" in zero
+    assert "is in use by another program" in zero
+    assert "ClusterError: Something that is not process 0" in one
+
+
+def test_jax_that_has_computed_already_cannot_join(job):
+    early = "import jax, jax.numpy as jnp; jnp.zeros(2).block_until_ready()\n"
+    scripts = {0: STARTED, 1: early + STARTED}
+    with job(scripts=scripts, started=False) as running:
+        assert running.wait(40) == [76, 1]
+    assert "ClusterError: Process 1 of 2 met the others, but JAX" in (
+        running.ranks[1].last_line
+    )
+    assert "process 1" in running.ranks[0].last_line
+    assert "failed: RuntimeError" in running.ranks[0].last_line
+
+
+def test_a_job_of_one_process_starts_nothing(monkeypatch):
+    monkeypatch.setattr(_processes, "_started", None)
+    threads = threading.active_count()
+    processes = _processes.start(Process(0, 1, ""))
+    assert (processes.index, processes.count) == (0, 1)
+    assert processes.board.gather("key", 1) == [1]
+    assert threading.active_count() == threads
+    with pytest.raises(errors.ClusterError, match="is 0 of 1 already and cannot bec"):
+        _processes.start(Process(1, 2, "h:1"))
+
+
+@pytest.mark.parametrize(
+    "process, text",
+    [
+        (None, "Which process this is of how many is not known"),
+        (Process(2, 2, "h:1"), "The process's id was 2 of 2"),
+        (Process(-1, 2, "h:1"), "The process's id was -1 of 2"),
+    ],
+)
+def test_what_a_job_needs(process, text, monkeypatch):
+    monkeypatch.setattr(_processes, "_started", None)
+    with pytest.raises(ValueError, match=text):
+        _processes.start(process)

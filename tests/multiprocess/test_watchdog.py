@@ -1,0 +1,372 @@
+"""A step without progress, or a process that ends, ends the job with the reason."""
+
+import threading
+import time
+
+import jax.numpy as jnp
+import pytest
+
+from jaxstrategy.cluster import _codes, _watchdog
+from jaxstrategy.cluster._board import LoneBoard, State
+from jaxstrategy.cluster._finish import stacks
+from jaxstrategy.cluster._member import Member
+from jaxstrategy.cluster._watchdog import Pending, Watchdog
+
+# A loop that says when it is under way, and goes on until something ends it.
+LOOP = """
+for step in range(100_000):
+    out = total(RANK)
+    if step % 5 == 0:
+        float(out)
+    if step == 20:
+        print("going")
+    time.sleep(0.005)
+"""
+
+
+class Ends:
+    """What the watchdog would have ended the process with."""
+
+    def __init__(self):
+        self.calls = []
+        self.came = threading.Event()
+
+    def __call__(self, code, text, before):
+        self.calls.append((code, text))
+        self.came.set()
+
+
+class Token:
+    """A result that is computed when the test says so."""
+
+    def __init__(self):
+        self.done = threading.Event()
+        self.is_waited_for = threading.Event()
+
+    def block_until_ready(self):
+        self.is_waited_for.set()
+        self.done.wait(20)
+
+
+@pytest.fixture
+def watched():
+    made = []
+
+    def of(seconds, **options):
+        ends = Ends()
+        watchdog = Watchdog(LoneBoard(), seconds, end=ends, **options)
+        watchdog.start()
+        made.append(watchdog)
+        return watchdog, ends
+
+    yield of
+    for watchdog in made:
+        watchdog.stop()
+
+
+def test_a_call_that_does_not_return_is_reported(watched):
+    watchdog, ends = watched(0.3)
+    watchdog.step_started("train_step", "train.py:30: strategy.run(train_step)")
+    assert ends.came.wait(10)
+    code, text = ends.calls[0]
+    assert code == _codes.WATCHDOG == 75
+    assert "step 1, train_step at train.py:30: strategy.run(train_step)" in text
+    assert "MainThread, the innermost call last:" in text
+    assert "assert ends.came.wait(10)" in text  # the line that waits
+    assert "jaxstrategy-" not in text
+    last = text.rstrip().rsplit("\n", 1)[-1]
+    assert last.startswith("jaxstrategy: process 0 waited") and "in step 1" in last
+
+
+def test_a_result_that_is_not_computed_is_reported(watched):
+    watchdog, ends = watched(0.3)
+    token = Token()
+    watchdog.step_started("train_step")
+    watchdog.step_dispatched(token)
+    assert ends.came.wait(10)
+    assert "in step 1" in ends.calls[0][1]
+    token.done.set()
+
+
+def test_steps_that_are_computed_are_not_reported(watched):
+    array = jnp.ones(3) + 1
+    watchdog, ends = watched(0.5)
+    for _ in range(5):
+        watchdog.step_started("train_step")
+        watchdog.step_dispatched(array)
+    time.sleep(1.2)  # nothing is pending
+    assert not ends.calls and watchdog.pending is None
+    assert watchdog.told() == "step 5, train_step"
+
+
+def test_a_result_that_was_given_away_counts_as_computed(watched):
+    watchdog, ends = watched(0.3)
+    array = jnp.ones(3) + 1
+    watchdog.step_started("train_step")
+    watchdog.watch(array)
+    watchdog.step_dispatched()
+    array.delete()
+    time.sleep(0.8)
+    assert not ends.calls
+
+
+def test_a_queue_of_results_that_goes_on_is_progress(watched):
+    watchdog, ends = watched(1.5)
+    tokens = [Token() for _ in range(10)]
+    for token in tokens:
+        watchdog.step_started("train_step")
+        watchdog.step_dispatched(token)
+    for token in tokens:
+        assert token.is_waited_for.wait(10)
+        time.sleep(0.2)  # all of them take longer than one may
+        token.done.set()
+    assert not ends.calls
+
+
+def test_of_a_long_queue_some_are_waited_for_and_the_last(watched):
+    watchdog, _ = watched(30)
+    tokens = [Token() for _ in range(1000)]
+    for token in tokens:
+        token.done.set()
+        watchdog.step_started("train_step")
+        watchdog.step_dispatched(token)
+    assert tokens[-1].is_waited_for.wait(10)
+    assert sum(token.is_waited_for.is_set() for token in tokens) <= 200
+
+
+def test_progress_gives_the_step_its_whole_time_again(watched):
+    watchdog, ends = watched(1.2)
+    watchdog.step_started("evaluate")
+    for _ in range(8):
+        time.sleep(0.2)
+        watchdog.step_progress()
+    assert not ends.calls
+    assert ends.came.wait(10)
+
+
+def test_a_call_that_compiles_has_longer(watched):
+    watchdog, ends = watched(0.2, compile_seconds=2.5)
+    watchdog.step_started("train_step", is_compiling=True)
+    time.sleep(0.8)
+    assert not ends.calls and watchdog.status()["compiles"]
+    assert ends.came.wait(10)
+
+
+def test_others_are_waited_for_while_they_compile(boards, capfd):
+    zero, one = boards(2)
+    ends = Ends()
+    watchdog = Watchdog(zero, 0.3, end=ends)
+    compiles = {"step": 1, "what": "f", "pending": 1, "seconds": 1, "compiles": True}
+    one.status = lambda: compiles
+    until_status(zero)
+    watchdog.start()
+    watchdog.step_started("train_step")
+    time.sleep(1.2)
+    assert not ends.calls
+    said = capfd.readouterr().err
+    assert said.count("process 1 (host host1, pid 101), which compiles") == 1
+    compiles["compiles"] = False
+    assert ends.came.wait(10)
+    watchdog.stop()
+
+
+def until_status(board):
+    end = time.monotonic() + 10
+    while not board.states()[1].status:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_who_has_finished_earlier_is_not_waited_for_long(boards, monkeypatch):
+    monkeypatch.setattr(_watchdog, "_LEFT_SECONDS", 0.2)
+    zero, one = boards(2)
+    ends = Ends()
+    watchdog = Watchdog(zero, 60, end=ends)
+    one.leave({"step": 1})
+    watchdog.start()
+    watchdog.step_started("train_step")
+    time.sleep(1.5)
+    assert not ends.calls  # the other has begun step 1, too
+    watchdog.step_dispatched()
+    watchdog.step_started("train_step")
+    assert ends.came.wait(10)
+    last = ends.calls[0][1].rstrip().rsplit("\n", 1)[-1]
+    assert "process 1 (host host1, pid 101) has finished already, after step 1" in last
+    assert "All processes must run the same steps" in last
+    watchdog.stop()
+
+
+def test_nothing_is_kept_while_nobody_looks():
+    watchdog = Watchdog(LoneBoard(), 1)
+    watchdog.step_started("f")
+    watchdog.watch(jnp.ones(3))
+    watchdog.step_dispatched(jnp.ones(3))
+    assert not watchdog._tokens
+
+
+def state(index, step=3, pending=None, compiles=False, end=None, silent=0.0, text=""):
+    status = {
+        "step": step,
+        "what": f"step {step}, f at a.py:1",
+        "pending": pending,
+        "seconds": 2.5,
+        "compiles": compiles,
+    }
+    status = status if step is not None else None
+    return State(Member(index, "h", 10 + index), status, end, silent, text)
+
+
+@pytest.mark.parametrize(
+    "other, text",
+    [
+        (state(1, end="left"), "process 1 (host h, pid 11) has finished already."),
+        (state(1, end="failed", text="E: x"), "process 1 (host h, pid 11) failed: E: "),
+        (state(1, silent=9.5), "(host h, pid 11) has not answered for 9.5 s. It is s"),
+        (state(1, step=2), "process 1 (host h, pid 11) has not begun this step."),
+        (state(1, step=3), "all processes answer and have begun this step."),
+        (state(1, step=None), "all processes answer and have begun this step."),
+    ],
+)
+def test_the_suspicion_names_the_culprit(other, text):
+    states = [state(0, pending=3), other, state(2, step=5)]
+    assert text in _watchdog.suspicion(states, 0, Pending(3, 10.0))
+
+
+@pytest.mark.parametrize(
+    "process, text",
+    [
+        (state(1, end="left"), "has finished already"),
+        (state(1, end="died", silent=9.5), "has died: killed, out of memory"),
+        (state(1, step=None), "had not said how far it is"),
+        (state(1), "waited for nothing; last: step 3, f at a.py:1"),
+        (state(1, pending=3, compiles=True), "compiled step 3, f at a.py:1"),
+        (state(1, pending=2), "had been in step 2 for 2.5 s; last begun: step 3, f at"),
+        (
+            state(1, silent=9.5),
+            "has not answered for 9.5 s; before, it waited for noth",
+        ),
+    ],
+)
+def test_each_process_is_described(process, text):
+    assert f"process 1 (host h, pid 11) {text}" in _watchdog.described(process)
+
+
+def test_stacks_show_every_thread():
+    release = threading.Event()
+    thread = threading.Thread(target=release.wait, args=(20,), name="loader")
+    thread.start()
+    text = stacks()
+    release.set()
+    thread.join()
+    assert text.startswith("MainThread") and "loader, the innermost call" in text
+    assert "text = stacks()" in text
+
+
+def test_a_killed_process_ends_the_others_by_name(job):
+    with job(LOOP, count=3, env={"JAX_NUM_CPU_DEVICES": "2"}) as running:
+        running.wait_for("going")
+        running.signal(1, 9)
+        assert running.wait(20) == [76, -9, 76]
+        for rank in (running.ranks[k] for k in (0, 2)):
+            assert f"process {rank.index} (last begun: step 2" in rank.output
+            assert rank.last_line.startswith("jaxstrategy: process 1 (host ")
+            assert f"pid {running.ranks[1].process.pid}) has died" in rank.last_line
+
+
+def test_the_death_of_process_0_ends_the_others_by_name(job):
+    with job(LOOP) as running:
+        running.wait_for("going")
+        running.signal(0, 9)
+        assert running.wait(20) == [-9, 76]
+        # Some thread of JAX's may put in a word.
+        assert "jaxstrategy: process 0 (host " in running.ranks[1].output
+        assert "has died: killed, out of memory" in running.ranks[1].output
+
+
+def test_an_idle_process_learns_of_a_death(job):
+    script = "float(total(1)); print('going'); time.sleep(60)"
+    with job(script) as running:
+        running.wait_for("going")
+        running.signal(1, 9)
+        assert running.wait(20) == [76, -9]
+        assert "process 1 (host" in running.ranks[0].last_line
+
+
+def test_a_stopped_process_is_named_by_the_watchdog(job):
+    with job(LOOP, seconds=3) as running:
+        running.wait_for("going")
+        running.signal(1, 19)  # SIGSTOP
+        assert running.wait(20, 0) == [75]
+        zero = running.ranks[0]
+        assert "in step 2" in zero.output and "out = total(RANK)" in zero.output
+        assert "step 2" in zero.last_line and "exit code 75: process 1" in (
+            zero.last_line
+        )
+        assert "has not answered for" in zero.last_line
+        running.signal(1, 18)  # SIGCONT: it hears of it and ends, if JAX is not faster
+        assert running.wait(20)[1] in (76, -6)
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_an_exception_ends_the_job_with_its_words_last(job, who):
+    script = f"""
+    for step in range(100_000):
+        float(total(RANK))
+        if step == 5 and RANK == {who}:
+            raise ValueError("bad batch")
+    """
+    with job(script) as running:
+        codes = running.wait(20)
+        assert codes[who] == 1 and codes[1 - who] == 76
+        failing, other = running.ranks[who], running.ranks[1 - who]
+        assert "\nValueError: bad batch\n" in failing.output
+        assert (
+            failing.last_line == f"jaxstrategy: process {who} ends, and with it the job"
+        )
+        assert f"process {who} (host" in other.last_line
+        assert "failed: ValueError: bad batch (" in other.last_line
+        assert f"script{who}.py:" in other.last_line  # where it was raised
+
+
+def test_an_exit_code_ends_the_job_and_is_kept(job):
+    script = """
+    try:
+        sys.exit(4)
+    except SystemExit as error:
+        print("caught", error.code)
+    float(total(RANK))
+    if RANK == 1:
+        sys.exit(3)
+    time.sleep(60)
+    """
+    with job(script) as running:
+        assert running.wait(30) == [76, 3]
+        zero, one = running.ranks
+        assert "caught 4" in zero.output and "caught 4" in one.output
+        assert "process 1 (host" in zero.last_line
+        assert zero.last_line.endswith("failed: it called sys.exit(3)")
+
+
+def test_an_exit_code_that_was_caught_changes_nothing(job):
+    script = """
+    float(total(RANK))
+    try:
+        sys.exit(4)
+    except SystemExit:
+        pass
+    sys.exit(0 if RANK else None)
+    """
+    with job(script) as running:
+        assert running.wait(30) == [0, 0]
+
+
+def test_who_leaves_the_loop_early_is_named(job):
+    script = """
+    for step in range(20 if RANK == 0 else 5):
+        float(total(RANK))
+    """
+    with job(script) as running:
+        assert running.wait(30) == [75, 76]
+        for rank in running.ranks:
+            assert "process 1 (host" in rank.last_line
+            assert "has finished already, after step 5" in rank.last_line
