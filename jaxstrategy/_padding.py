@@ -66,6 +66,15 @@ class Batches:
         """Whether `array` is one that the step was given."""
         return any(batch.array is array for batch in self._given)
 
+    def of(self, array: Any) -> Batch | None:
+        """What is known of `array`, if it is one that the step was given."""
+        return next((batch for batch in self._given if batch.array is array), None)
+
+    def others(self, arrays: Sequence[Any]) -> list[Batch]:
+        """What is known of arrays that are not among these."""
+        known = set(map(id, arrays))
+        return [batch for batch in self._given if id(batch.array) not in known]
+
     def find(self, array: Any, parts: int, part: Any) -> RealRows | None:
         """Those of `array`, `[rows, ...]`; None if no batch has a mask.
 
@@ -129,6 +138,67 @@ def part(index: Any, parts: int) -> Iterator[None]:
         yield
     finally:
         _batches.reset(token)
+
+
+class Turns:
+    """The batches of several steps that are traced as one loop.
+
+    Args:
+      columns: for each array of a batch that of each step.
+
+    Attributes:
+      masks: of the arrays that have one, by their number: `bool[step, replica, rows]`.
+        The loop gives each step its own.
+    """
+
+    def __init__(self, columns: Sequence[Sequence[Any]]) -> None:
+        now: tuple[Batches, int, Any] = _batches.get() or (Batches(()), 1, 0)
+        self._outer, self._parts, self._part = now
+        self._others = self._outer.others([a for column in columns for a in column])
+        self._places: dict[int, list[int | None]] = {}
+        self.masks: dict[int, jax.Array] = {}
+        for number, column in enumerate(columns):
+            found = [self._outer.of(array) for array in column]
+            known = next((batch.mask for batch in found if batch), None)
+            if known is not None:
+                # A batch without one among those with one has real rows only.
+                masks = [b.mask if b else jnp.ones_like(known) for b in found]
+                self.masks[number] = jnp.stack(masks)
+                self._places[number] = [b.place if b else None for b in found]
+
+    @contextlib.contextmanager
+    def turn(self, arrays: Sequence[Any], masks: dict[int, Any]) -> Iterator[None]:
+        """A block in which a step with these arrays, and these masks, is traced."""
+        own = [Batch(arrays[n], mask, _numbered(n)) for n, mask in masks.items()]
+        batches = Batches([*own, *self._others])
+        token = _batches.set((batches, self._parts, self._part))
+        try:
+            yield
+        finally:
+            _batches.reset(token)
+            self._outer.asked |= batches.asked
+            for places in batches.alike:
+                self._outer.alike |= self._in_each_step(places)
+
+    def _in_each_step(self, places: tuple[int, ...]) -> set[tuple[int, ...]]:
+        """The places of masks that a step took for one, in the call."""
+        steps = max(map(len, self._places.values()), default=1)
+        columns = [
+            [place] * steps if place >= 0 else self._places[_numbered(place)]
+            for place in places
+        ]
+        rows = zip(*columns, strict=True)
+        known = (tuple(p for p in row if p is not None) for row in rows)
+        return {row for row in known if len(row) == len(places)}
+
+
+def _numbered(number: int) -> int:
+    """A place that no mask of the call has, for one that goes through a loop; or back.
+
+    >>> _numbered(3), _numbered(_numbered(3))
+    (-4, 3)
+    """
+    return -1 - number
 
 
 def real_rows(array: Any) -> RealRows | None:

@@ -16,9 +16,10 @@ _PATIENCE_SECONDS = 2.0
 class Ahead(Iterator[Any]):
     """What a function returns, one after the other, called some calls ahead.
 
-    The thread begins with the first `next`. It ends when the function raises, and when
-    this object is closed, is collected or the program ends. What the function raised is
-    raised here, after all that it returned before, at each further `next`.
+    The thread begins with `start` or the first `next`. It ends when the function
+    raises, and when this object is closed, is collected or the program ends. What the
+    function raised is raised here, after all that it returned before, at each further
+    `next`.
 
     Args:
       make: called in the thread. Must not refer to this object.
@@ -50,8 +51,7 @@ class Ahead(Iterator[Any]):
             raise self._raised
         if self._stop.is_set():
             raise StopIteration
-        if self._thread.ident is None:
-            self._thread.start()
+        self.start()
         result, error = self._results.get()
         if error is not None:
             self._raised = error
@@ -59,6 +59,11 @@ class Ahead(Iterator[Any]):
             raise error
         self._wanted.put(None)
         return result
+
+    def start(self) -> None:
+        """Begin, if it has not begun."""
+        if self._thread.ident is None:
+            self._thread.start()
 
     def close(self) -> bool:
         """End the thread. It may be called twice.

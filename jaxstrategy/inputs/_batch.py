@@ -96,9 +96,9 @@ def _array(leaf: Any, path: str, number: int) -> Any:
         shown = repr(leaf)
         raise TypeError(
             f"`{path}` of batch {number} is "
-            f"{shown if len(shown) < 80 else shown[:77] + '...'}, which is not an array "
-            "of numbers and cannot be placed on a device. Leave it out, or encode it as "
-            "numbers, before the batch is made."
+            f"{shown if len(shown) < 80 else shown[:77] + '...'}, which is not an "
+            "array of numbers and cannot be placed on a device. Leave it out, or "
+            "encode it as numbers, before the batch is made."
         ) from error
     if array.ndim == 0:
         raise ValueError(
@@ -156,8 +156,8 @@ class Kind:
         for (shape, dtype), (first_shape, first_dtype), path in pairs:
             if shape != first_shape or dtype != first_dtype:
                 raise ValueError(
-                    f"`{path}` of batch {batch.number} is {_type(dtype, shape)}, but in "
-                    f"the first batch it was {_type(first_dtype, first_shape)}. All "
+                    f"`{path}` of batch {batch.number} is {_type(dtype, shape)}, but "
+                    f"in the first batch it was {_type(first_dtype, first_shape)}. All "
                     "batches of a dataset go through one compiled step: convert or pad "
                     "them alike."
                 )

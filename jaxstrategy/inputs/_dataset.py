@@ -30,7 +30,7 @@ class DistributedDataset:
     ...     js.batches({"x": np.arange(6.0)}, batch_size=4)
     ... )
     >>> dataset
-    DistributedDataset(batches, 2 steps)
+    DistributedDataset(js.batches, 2 steps)
     >>> for batch in dataset:
     ...     total = strategy.run(lambda batch: js.masked_sum(batch["x"]), (batch,))
     ...     print(strategy.reduce("sum", total))

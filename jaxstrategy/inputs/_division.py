@@ -31,6 +31,11 @@ class Replicas:
     first: int
     local: int
 
+    @property
+    def are_all(self) -> bool:
+        """Whether this process has all of them."""
+        return self.local == self.total
+
 
 @dataclasses.dataclass(frozen=True)
 class Division:
@@ -84,14 +89,22 @@ def _stacked(array: Any, local: int, each: int) -> Any:
 
 
 def joined(versions: Sequence[Sequence[Any]], each: int) -> list[Any]:
-    """The arrays of several replicas, `[rows, ...]`, as `[replica, each, ...]`."""
+    """The arrays of several replicas, `[rows, ...]`, as `[replica, each, ...]`.
+
+    Of arrays on devices a list of `[1, each, ...]`, which stay where they are.
+    """
     filled = [[_stacked(array, 1, each) for array in arrays] for arrays in versions]
     return [
-        (jnp if any(isinstance(a, jax.Array) for a in column) else np).concatenate(
-            column
-        )
+        list(column)
+        if any(isinstance(array, jax.Array) for array in column)
+        else np.concatenate(column)
         for column in zip(*filled, strict=True)
     ]
+
+
+def copied(arrays: Sequence[Any]) -> list[Any]:
+    """`arrays` that stay as they are when a source overwrites its own."""
+    return [np.array(a) if isinstance(a, np.ndarray) else a for a in arrays]
 
 
 def mask(counts: Sequence[int], each: int) -> np.ndarray:

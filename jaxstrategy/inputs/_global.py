@@ -38,17 +38,18 @@ class GlobalReader(Reader):
         Raises:
           ValueError: it has more rows than the first.
         """
+        number = self.number
         try:
-            part = self._source.part(lambda rows: self._divided(rows).own(rows))
+            part = self._source.part(lambda rows: self._divided(rows, number).own(rows))
             if part is None:
                 batch = self._next(next(self._source))
                 rows = batch.rows
-                batch = batch.cut(self._divided(rows).own(rows))
+                batch = batch.cut(self._divided(rows, number).own(rows))
             else:
                 rows, batch = part[0], self._next(part[1])
         except StopIteration:
             return None
-        division = self._divided(rows)
+        division = self._divided(rows, number)
         first, local = self.replicas.first, self.replicas.local
         return Share(
             arrays=stacked(batch, local, division.each),
@@ -56,12 +57,12 @@ class GlobalReader(Reader):
             each=division.each,
         )
 
-    def _divided(self, rows: int) -> Division:
+    def _divided(self, rows: int, number: int) -> Division:
         if self._division is None:
             self._division = Division.of(self.replicas, rows)
         if rows > self._division.rows:
             raise ValueError(
-                f"Batch {self.number} has {rows} rows, but the batches before had at "
+                f"Batch {number} has {rows} rows, but the batches before had at "
                 f"most {self._division.rows}. Shapes are static: all batches but "
                 "smaller ones, such as the last, need the size of the first."
             )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
-from typing import Self, final
+from typing import Any, Self, final
 
 import jax
 
@@ -27,7 +28,7 @@ class DistributedIterator(Iterator[PyTree]):
 
     >>> import jaxstrategy as js
     >>> strategy = js.MirroredStrategy(js.simulate(8)[:2])
-    >>> dataset = strategy.experimental_distribute_dataset([np.arange(4), np.ones(4)])
+    >>> dataset = strategy.experimental_distribute_dataset([np.arange(4)] * 2)
     >>> iterator = iter(dataset)
     >>> iterator.get_next().values
     (Array([0, 1], dtype=int32), Array([2, 3], dtype=int32))
@@ -52,6 +53,7 @@ class DistributedIterator(Iterator[PyTree]):
         # Read to know what batches are like, and not yet given to anybody.
         self._begun: list[tuple[PyTree, State | TypeError]] = []
         self._spec: PyTree = None
+        self._raised: Exception | None = None
         self._is_closed = False
 
     def __next__(self) -> PyTree:
@@ -59,12 +61,23 @@ class DistributedIterator(Iterator[PyTree]):
 
         Raises:
           StopIteration: there is none.
-          Exception: what the source raised when it was asked for this batch.
+          Exception: what the source raised when it was asked for this batch; the same
+            again at each further call.
         """
         if self._is_closed:
             raise StopIteration
-        batch, self._state = self._begun.pop() if self._begun else next(self._placed)
+        batch, self._state = self._begun.pop() if self._begun else self._next()
         return batch
+
+    def _next(self) -> tuple[PyTree, State | TypeError]:
+        if self._raised is not None:
+            # A generator that has raised would only say that it has ended.
+            raise self._raised
+        try:
+            return next(self._placed)
+        except Exception as error:
+            self._raised = error
+            raise
 
     def get_next(self) -> PyTree:
         """The next batch.
@@ -100,10 +113,13 @@ class DistributedIterator(Iterator[PyTree]):
         """
         if isinstance(self._state, TypeError):
             raise self._state
-        return self._state
+        return _State(self._state)
 
     def set_state(self, state: State) -> None:
         """Go on after the batch after which `state` was taken.
+
+        Args:
+          state: as `get_state` gave it, or as JSON in bytes.
 
         Raises:
           ValueError: it is the state of something else, or of another dataset.
@@ -111,8 +127,13 @@ class DistributedIterator(Iterator[PyTree]):
         """
         self.close()
         steps = self._start()
-        steps.set_state(state)
+        steps.set_state(json.loads(state) if isinstance(state, bytes) else state)
         self._open(steps)
+
+    def start_prefetch(self) -> None:
+        """Begin to read ahead, before the first batch is asked for."""
+        if self._ahead is not None and not self._is_closed:
+            self._ahead.start()
 
     @property
     def element_spec(self) -> PyTree:
@@ -122,7 +143,7 @@ class DistributedIterator(Iterator[PyTree]):
         """
         if self._spec is None:
             if not self._begun:
-                self._begun.append(next(self._placed))
+                self._begun.append(self._next())
             self._spec = jax.tree.map(_type, self._begun[0][0])
         return self._spec
 
@@ -140,6 +161,14 @@ class DistributedIterator(Iterator[PyTree]):
         self.close()
 
 
+class _State(dict[str, Any]):
+    """What JSON can hold; and bytes, for Grain's handler of Orbax."""
+
+    def decode(self) -> str:
+        """It as JSON."""
+        return json.dumps(self)
+
+
 def _placed(
     steps: Steps, placing: Placing, options: InputOptions
 ) -> tuple[Ahead | None, Iterator[tuple[PyTree, State | TypeError]]]:
@@ -155,7 +184,8 @@ def _placed(
     if options.experimental_fetch_to_device:
         ahead = Ahead(lambda: place(next(steps)), options.ahead)
         return ahead, ahead
-    ahead = Ahead(lambda: next(steps), options.ahead)
+    # Copied, because the source may overwrite its arrays when it is asked for the next.
+    ahead = Ahead(lambda: next(steps).copied(), options.ahead)
     return ahead, map(place, ahead)
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import final
 
+from jaxstrategy.inputs import _division
 from jaxstrategy.inputs._batch import Batch
 from jaxstrategy.inputs._division import Replicas, joined
 from jaxstrategy.inputs._reader import Reader, Share
@@ -66,4 +68,8 @@ class PipelinesReader(Reader):
                 f"{self._each}. Shapes are static: all batches but smaller ones, such "
                 "as the last, need the size of the first."
             )
+        if (
+            len(self._pipelines) < self.replicas.local
+        ):  # it is asked again for this step
+            batch = dataclasses.replace(batch, arrays=_division.copied(batch.arrays))
         return batch

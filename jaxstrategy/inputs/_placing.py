@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import numpy as np
 from jax.sharding import Mesh
@@ -26,11 +28,10 @@ class Placing:
         self._replicas = replicas
         self._split = _mesh.split(mesh)
         self._same = _mesh.replicated(mesh)
+        first = replicas.first
+        self._devices = _mesh.devices_of(mesh)[first : first + replicas.local]
+        self._on_cpu = self._devices[0].platform == "cpu"
         self._full: dict[int, jax.Array] = {}
-
-    @property
-    def _is_alone(self) -> bool:
-        return self._replicas.local == self._replicas.total
 
     def place(self, step: Step, kind: Kind) -> PyTree:
         """The batch of a step, each array a `PerReplica` with the mask of its rows.
@@ -38,20 +39,39 @@ class Placing:
         The host's arrays may be overwritten as soon as it returns.
         """
         mask = self._mask(step)
-        if self._is_alone:
-            # A device of the host could share the memory of the array.
-            placed = jax.device_put(step.arrays, self._split, may_alias=False)
-        else:
-            n = self._replicas.total
-            placed = [
-                jax.make_array_from_process_local_data(
-                    self._split, array, (n, *array.shape[1:])
-                )
-                for array in step.arrays
-            ]
+        placed = [self._divided(array) for array in step.arrays]
         jax.block_until_ready(placed)
         leaves = [_values.with_mask(PerReplica(array), mask) for array in placed]
         return jax.tree.unflatten(kind.treedef, leaves)
+
+    def _divided(self, array: Any) -> jax.Array:
+        if isinstance(array, list):
+            return self._put_together(array)
+        array = self._private(array)
+        if self._replicas.are_all:
+            return jax.device_put(array, self._split, may_alias=False)
+        return jax.make_array_from_process_local_data(
+            self._split, array, self._shape(array)
+        )
+
+    def _put_together(self, arrays: list[Any]) -> jax.Array:
+        """Of an array `[1, each, ...]` for each replica."""
+        placed = [
+            jax.device_put(self._private(array), device, may_alias=False)
+            for array, device in zip(arrays, self._devices, strict=True)
+        ]
+        return jax.make_array_from_single_device_arrays(
+            self._shape(placed[0]), self._split, placed
+        )
+
+    def _private(self, array: Any) -> Any:
+        """`array`, or a copy, so that no device shares its memory."""
+        if self._on_cpu and isinstance(array, np.ndarray) and _may_be_shared(array):
+            return _own(array)
+        return array
+
+    def _shape(self, array: Any) -> tuple[int, ...]:
+        return self._replicas.total, *array.shape[1:]
 
     def _mask(self, step: Step) -> jax.Array:
         if not step.is_full:
@@ -64,6 +84,31 @@ class Placing:
         return self._full[step.each]
 
     def _everywhere(self, mask: np.ndarray) -> jax.Array:
-        if self._is_alone:
+        if self._replicas.are_all:
             return jax.device_put(mask, self._same)
         return jax.make_array_from_process_local_data(self._same, mask, mask.shape)
+
+
+# Where memory of the host begins that a device takes over instead of copying it. It is
+# so with XLA; half of it would be found, too.
+_ALIGNMENT = 64
+
+
+def _may_be_shared(array: np.ndarray) -> bool:
+    """Whether devices of the host would share memory with `array`, when it is split.
+
+    They may although `device_put` was told otherwise.
+    """
+    if not array.flags.c_contiguous:
+        return True
+    start, step = array.ctypes.data, array.strides[0]
+    return any((start + i * step) % (_ALIGNMENT // 2) == 0 for i in range(len(array)))
+
+
+def _own(array: np.ndarray) -> np.ndarray:
+    """A copy that lies where it can be taken over, so that no second one is made."""
+    memory = np.empty(array.nbytes + _ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    own = memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+    np.copyto(own, array)
+    return own

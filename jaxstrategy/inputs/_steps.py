@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Self
 
+from jaxstrategy.inputs import _division
 from jaxstrategy.inputs._agreement import Agreement
 from jaxstrategy.inputs._reader import Reader, Share
 from jaxstrategy.inputs.sources._source import State
@@ -33,6 +34,10 @@ class Step:
         """Whether all rows are real."""
         return min(self.counts) == self.each
 
+    def copied(self) -> Step:
+        """The same in arrays of its own."""
+        return dataclasses.replace(self, arrays=_division.copied(self.arrays))
+
 
 class Steps:
     """One pass.
@@ -48,6 +53,7 @@ class Steps:
         self._agreement = agreement
         self._remainder = remainder
         self._done = 0
+        self._each: int | None = None
         self._last: Share | None = None
 
     def __iter__(self) -> Self:
@@ -98,7 +104,7 @@ class Steps:
                 "size."
             )
         share = share or self._filling()
-        self._last = share
+        self._last, self._each = share, share.each
         counts = [
             count
             for found in heard
@@ -127,7 +133,7 @@ class Steps:
             "version": _VERSION,
             "steps": self._done,
             "batches": self.reader.number,
-            "rows": None if self._last is None else self._last.each,
+            "rows": self._each,
             "print": self.reader.print,
             "sources": sources,
         }
@@ -145,5 +151,7 @@ class Steps:
                 "iterator did not make."
             )
         self.reader.set_each(state["rows"])
+        if state["steps"] and not self.reader.replicas.are_all:
+            self._last = self.reader.read()  # to fill up with, if it is at its end
         self.reader.set_state(state["sources"], state["batches"], state["print"])
-        self._done = state["steps"]
+        self._done, self._each = state["steps"], state["rows"]

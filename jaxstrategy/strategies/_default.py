@@ -128,4 +128,4 @@ def _alone(tree: PyTree) -> PyTree:
         _values.check_stacked(_values.contents(leaf), 1, "value")
         return leaf.local(0)
 
-    return _values.map_leaves(unwrap, tree)
+    return _values.map_around_objects(unwrap, tree)

@@ -1,0 +1,315 @@
+"""A loop over a dataset, and on the terminal or in the notebook how far it is."""
+
+from __future__ import annotations
+
+import abc
+import collections
+import contextlib
+import operator
+import sys
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator
+from typing import Any, Generic, TypeVar, final
+
+import jax
+import numpy as np
+
+from jaxstrategy import _padding, _values
+from jaxstrategy._values import PyTree
+
+_T = TypeVar("_T")
+
+# Rates are those of so many seconds.
+_WINDOW_SECONDS = 10.0
+
+
+def progress(
+    iterable: Iterable[_T],
+    *,
+    description: str | None = None,
+    examples: Callable[[_T], int] | int | None = None,
+    total: int | None = None,
+    console: Any = None,
+) -> Progress[_T]:
+    """`iterable`, and while it is looped over a line that says how far the loop is.
+
+    The line has the steps done, those there are if that is known, and of the last
+    seconds the steps and the examples per second. It is drawn by rich, else by tqdm, in
+    a terminal or a notebook; elsewhere, without either, and in processes but the first
+    nothing is drawn. Counting does not wait for the devices.
+
+    Args:
+      iterable: a `DistributedDataset`, or anything else.
+      description: stands before the bar.
+      examples: how many a batch has, or a function of the batch that says it. By
+        default the rows of its first array; of a batch for replicas those that are
+        real.
+      total: how many steps there are; by default the `len` of `iterable`.
+      console: a `rich.console.Console` to draw on, instead of one on standard error.
+
+    Returns:
+      An iterable with the `len` of `iterable`. Its `iterator` is the one in use: for
+      `get_state`. One that the loop made is closed when the loop is left.
+
+    Raises:
+      TypeError: `iterable` cannot be iterated over; `examples` or `total` is no number.
+
+    >>> import jaxstrategy as js
+    >>> strategy = js.MirroredStrategy(js.simulate(8)[:2])
+    >>> dataset = strategy.experimental_distribute_dataset([np.arange(4)] * 3)
+    >>> for batch in js.progress(dataset, description="train"):
+    ...     total = strategy.run(js.masked_sum, (batch,))
+    """
+    if not isinstance(iterable, Iterable):
+        raise TypeError(
+            f"`iterable` was {iterable!r}, which cannot be iterated over. Give a "
+            "dataset, or an iterator over one."
+        )
+    if total is not None:
+        total = _whole(total, "total", "a number of steps")
+    if examples is not None and not callable(examples):
+        examples = _whole(examples, "examples", "a number, or a function of a batch,")
+    return Progress(iterable, description or "", examples, total, console)
+
+
+def _whole(number: Any, name: str, wanted: str) -> int:
+    try:
+        return operator.index(number)
+    except TypeError:
+        raise TypeError(f"`{name}` was {number!r}; {wanted} was wanted.") from None
+
+
+@final
+class Progress(Generic[_T]):
+    """What `progress` returns.
+
+    Attributes:
+      iterator: over what is looped, in the latest loop; None before the first.
+    """
+
+    def __init__(
+        self,
+        iterable: Iterable[_T],
+        description: str,
+        examples: Callable[[_T], int] | int | None,
+        total: int | None,
+        console: Any,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.iterator: Iterator[_T] | None = None
+        self._iterable = iterable
+        self._description = description
+        self._examples = examples
+        self._total = total
+        self._console = console
+        self._clock = clock
+
+    def __len__(self) -> int:
+        """How many steps there are, where the iterable knows it."""
+        return len(self._iterable)  # type: ignore[arg-type]  # it raises TypeError
+
+    def __bool__(self) -> bool:
+        return True  # without it, Python asks for the `len`
+
+    def __iter__(self) -> Generator[_T]:
+        self.iterator = iterator = iter(self._iterable)
+        try:
+            with _shown(self._description, self._steps(), self._console) as display:
+                yield from self._counted(iterator, display)
+        finally:
+            if iterator is not self._iterable:  # else it is the user's own
+                closing = getattr(iterator, "close", None)
+                if callable(closing):
+                    closing()
+
+    def _counted(self, iterator: Iterator[_T], display: Display) -> Generator[_T]:
+        rates = Rates(self._clock)
+        for batch in iterator:
+            # Now: the step may donate it.
+            count = self._count(batch)
+            yield batch
+            rates.add(count)
+            display.show(rates.steps, str(rates))
+
+    def _count(self, batch: _T) -> int | None:
+        if self._examples is None:
+            return real_rows(batch)
+        return self._examples(batch) if callable(self._examples) else self._examples
+
+    def _steps(self) -> int | None:
+        if self._total is not None:
+            return self._total
+        with contextlib.suppress(TypeError):  # not known
+            return len(self)
+        return None
+
+
+def real_rows(batch: PyTree) -> int | None:
+    """How many examples `batch` has; None if it has no arrays with rows."""
+    for leaf in jax.tree.leaves(batch, is_leaf=_values.is_per_replica):
+        if isinstance(leaf, _values.PerReplica):
+            if _padding.is_noted(leaf.mask):
+                return int(np.asarray(leaf.mask).sum())
+            if leaf.shape:
+                return leaf.num_replicas * leaf.shape[0]
+        elif getattr(leaf, "shape", None):
+            return int(leaf.shape[0])
+    return None
+
+
+@final
+class Rates:
+    """Steps and examples per second, of the last seconds.
+
+    Attributes:
+      steps: how many there were in all.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self.steps = 0
+        self._examples: int | None = 0
+        self._marks = collections.deque([(clock(), 0, 0)])
+
+    def add(self, examples: int | None) -> None:
+        """A step with so many examples is done."""
+        self.steps += 1
+        if self._examples is not None:
+            self._examples = None if examples is None else self._examples + examples
+        now = self._clock()
+        self._marks.append((now, self.steps, self._examples or 0))
+        while len(self._marks) > 2 and now - self._marks[0][0] > _WINDOW_SECONDS:
+            self._marks.popleft()
+
+    @property
+    def steps_per_second(self) -> float | None:
+        """None before the first step."""
+        return self._per_second(1)
+
+    @property
+    def examples_per_second(self) -> float | None:
+        """None before the first step, and if a batch did not tell its examples."""
+        return None if self._examples is None else self._per_second(2)
+
+    def _per_second(self, which: int) -> float | None:
+        first, last = self._marks[0], self._marks[-1]
+        seconds = last[0] - first[0]
+        return (last[which] - first[which]) / seconds if seconds > 0 else None
+
+    def __str__(self) -> str:
+        rates = {"steps": self.steps_per_second, "examples": self.examples_per_second}
+        return ", ".join(
+            f"{_short(rate)} {noun}/s"
+            for noun, rate in rates.items()
+            if rate is not None
+        )
+
+
+def _short(rate: float) -> str:
+    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
+
+
+# What draws.
+
+
+class Display(abc.ABC):
+    """A line that says how far a loop is."""
+
+    @abc.abstractmethod
+    def show(self, steps: int, rates: str) -> None:
+        """So many steps are done, at these rates."""
+
+    @abc.abstractmethod
+    def stop(self) -> None:
+        """Leave the line as it is."""
+
+
+@final
+class Nothing(Display):
+    """No line."""
+
+    def show(self, steps: int, rates: str) -> None:
+        """Nothing."""
+
+    def stop(self) -> None:
+        """Nothing."""
+
+
+@final
+class Rich(Display):
+    """Drawn by rich, which knows terminals and notebooks.
+
+    Raises:
+      LiveError: an older rich draws another line, and cannot draw two.
+    """
+
+    def __init__(self, description: str, total: int | None, console: Any) -> None:
+        from rich import progress as rich
+
+        columns = (
+            rich.TextColumn("{task.description}"),
+            rich.BarColumn(),
+            rich.MofNCompleteColumn(),
+            rich.TimeElapsedColumn(),
+            rich.TimeRemainingColumn(),
+            rich.TextColumn("{task.fields[rates]}"),
+        )
+        self._progress = rich.Progress(*columns, console=console)
+        self._task = self._progress.add_task(description, total=total, rates="")
+        self._progress.start()
+
+    def show(self, steps: int, rates: str) -> None:
+        """Drawn a few times a second, whatever this is called."""
+        self._progress.update(self._task, completed=steps, rates=rates)
+
+    def stop(self) -> None:
+        """Leave the line as it is."""
+        self._progress.stop()
+
+
+@final
+class Tqdm(Display):
+    """Drawn by tqdm."""
+
+    def __init__(self, description: str, total: int | None) -> None:
+        from tqdm import tqdm
+
+        self._bar = tqdm(desc=description or None, total=total, file=sys.stderr)
+
+    def show(self, steps: int, rates: str) -> None:
+        """Drawn a few times a second, whatever this is called."""
+        self._bar.set_postfix_str(rates, refresh=False)
+        self._bar.update(steps - self._bar.n)
+
+    def stop(self) -> None:
+        """Leave the line as it is."""
+        self._bar.close()
+
+
+@contextlib.contextmanager
+def _shown(description: str, total: int | None, console: Any) -> Iterator[Display]:
+    display = _display(description, total, console)
+    try:
+        yield display
+    finally:
+        display.stop()
+
+
+def _display(description: str, total: int | None, console: Any) -> Display:
+    if jax.distributed.is_initialized() and jax.process_index() > 0:
+        return Nothing()
+    with contextlib.suppress(ImportError):
+        from rich.console import Console
+        from rich.errors import LiveError
+
+        console = Console(stderr=True) if console is None else console
+        if not (console.is_terminal or console.is_jupyter):
+            return Nothing()
+        with contextlib.suppress(LiveError):
+            return Rich(description, total, console)
+        return Nothing()
+    if not (sys.stderr.isatty() or "ipykernel" in sys.modules):
+        return Nothing()
+    with contextlib.suppress(ImportError):
+        return Tqdm(description, total)
+    return Nothing()

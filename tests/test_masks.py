@@ -1,0 +1,637 @@
+"""Padded rows: which of them are real, and that the others have no influence."""
+
+import dataclasses
+import functools
+import re
+import warnings
+from typing import NamedTuple
+
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from sklearn.datasets import load_digits
+
+import jaxstrategy as js
+
+
+@functools.cache
+def mirrored(n):
+    return js.MirroredStrategy(jax.devices()[:n])
+
+
+@functools.cache
+def kinds():
+    """Strategies of every kind."""
+    central = js.experimental.CentralStorageStrategy(
+        jax.devices()[:2], jax.devices()[7]
+    )
+    return [
+        js.get_strategy(),
+        js.OneDeviceStrategy(jax.devices()[3]),
+        central,
+        *map(mirrored, (1, 2, 4, 8)),
+    ]
+
+
+each_kind = pytest.mark.parametrize("kind", range(7))
+
+
+def one(strategy, batch, **options):
+    """The only batch of a dataset."""
+    options = js.InputOptions(experimental_per_replica_buffer_size=0, **options)
+    (out,) = strategy.experimental_distribute_dataset([batch], options)
+    return out
+
+
+def last(strategy, rows, whole=None):
+    """The padded second batch of two, `rows` of `whole`."""
+    whole = whole or 2 * strategy.num_replicas_in_sync
+    x = np.arange(whole + rows, dtype=np.float32)
+    options = js.InputOptions(experimental_per_replica_buffer_size=0)
+    batches = [x[:whole], x[whole:]]
+    _, out = strategy.experimental_distribute_dataset(batches, options)
+    return out, x[whole:]
+
+
+def sum_of(batch):
+    return js.masked_sum(batch)
+
+
+def mean_of(batch):
+    return js.masked_mean(batch)
+
+
+def mask_of(batch):
+    return js.batch_mask(batch)
+
+
+def count_of(batch):
+    return js.batch_mask(batch).sum()
+
+
+# Sums and means.
+
+
+@each_kind
+@pytest.mark.parametrize("rows", [1, 3, 7, 16])
+def test_sums_means_and_counts_are_numpys(kind, rows):
+    strategy = kinds()[kind]
+    batch, x = last(strategy, rows, whole=16)
+    assert strategy.reduce("sum", strategy.run(sum_of, (batch,))) == x.sum()
+    mean = strategy.reduce("mean", strategy.run(mean_of, (batch,)))
+    np.testing.assert_allclose(mean, x.mean(), rtol=1e-6)
+    masks = strategy.gather(strategy.run(mask_of, (batch,)))
+    np.testing.assert_array_equal(masks, np.arange(16) < rows)
+    np.testing.assert_array_equal(strategy.gather(batch), x)
+    own = strategy.experimental_local_results(batch)
+    assert len(own) == strategy.num_replicas_in_sync
+    np.testing.assert_array_equal(np.concatenate(own), x)
+    assert strategy.reduce("sum", batch, axis=0) == x.sum()
+    np.testing.assert_allclose(
+        strategy.reduce("mean", batch, axis=0), x.mean(), rtol=1e-6
+    )
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    rows=st.integers(1, 40),
+    size=st.integers(1, 17),
+    n=st.sampled_from([1, 2, 4, 8]),
+    ahead=st.sampled_from([0, 2]),
+)
+def test_a_pass_over_any_rows_is_numpys(rows, size, n, ahead):
+    strategy = mirrored(n)
+    x = np.random.default_rng(rows).normal(size=(rows, 2)).astype(np.float32)
+    options = js.InputOptions(experimental_per_replica_buffer_size=ahead)
+    dataset = strategy.experimental_distribute_dataset(js.batches(x, size), options)
+    assert len(dataset) == -(-rows // size)
+    total, seen, local, shapes = 0.0, [], [], set()
+    for number, batch in enumerate(dataset):
+        real = x[number * size : (number + 1) * size]
+        total += strategy.reduce("sum", strategy.run(sum_of, (batch,)))
+        mean = strategy.reduce("mean", strategy.run(mean_of, (batch,)))
+        np.testing.assert_allclose(mean, real.mean(0), rtol=1e-5, atol=1e-6)
+        assert strategy.reduce("sum", strategy.run(count_of, (batch,))) == len(real)
+        seen.append(np.asarray(strategy.gather(batch)))
+        local += strategy.experimental_local_results(batch)
+        shapes.add(batch.shape)
+    np.testing.assert_allclose(total, x.sum(0), rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(np.concatenate(seen), x)
+    np.testing.assert_array_equal(np.concatenate(local), x)
+    assert shapes == {(-(-min(rows, size) // n), 2)}
+
+
+def test_digits_are_evaluated_exactly():
+    images, labels = load_digits(return_X_y=True)
+    images = (images / 16).astype(np.float32)
+    w = np.random.default_rng(0).normal(size=(64, 10)).astype(np.float32)
+    right = (images @ w).argmax(1) == labels
+    strategy = mirrored(8)
+    dataset = strategy.experimental_distribute_dataset(
+        js.batches({"image": images, "label": labels}, 256)
+    )
+    traced = []
+
+    @strategy.run
+    def correct(batch):
+        traced.append(batch["image"].shape)
+        guess = (batch["image"] @ w).argmax(1)
+        mask = js.batch_mask(batch["label"])
+        return js.masked_sum(guess == batch["label"]), mask.sum()
+
+    found = [strategy.reduce("sum", correct(batch)) for batch in dataset]
+    hits, count = (int(sum(each)) for each in zip(*found, strict=True))
+    assert (hits, count) == (right.sum(), 1797)
+    assert hits / count == right.mean()
+    assert traced == [(32, 64)]
+
+
+# Padding does not show.
+
+
+def test_all_batches_have_one_shape_and_one_program(four, compilations):
+    batches = [np.ones((8, 3)), np.ones((5, 3)), np.ones((1, 3)), np.ones((8, 3))]
+    dataset = four.experimental_distribute_dataset(batches)
+    traced = []
+
+    def step(batch):
+        traced.append(batch.shape)
+        return js.masked_sum(batch).sum()
+
+    sums = []
+    for number, batch in enumerate(dataset):
+        sums.append(four.reduce("sum", four.run(step, (batch,))).item())
+        if number == 0:
+            compilations()
+    assert sums == [24, 15, 3, 24]
+    assert traced == [(2, 3)]
+    assert compilations() == 0
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Example:
+    x: jax.Array
+    y: jax.Array
+
+
+class Pair(NamedTuple):
+    x: jax.Array
+    y: jax.Array
+
+
+X, Y = np.arange(5.0, dtype=np.float32), np.arange(10.0, 15.0, dtype=np.float32)
+CONTAINERS = {
+    "dict": {"x": X, "y": Y},
+    "tuple": (X, Y),
+    "list": [X, Y],
+    "nested": {"a": {"x": X}, "b": [(Y,)]},
+    "dataclass": Example(X, Y),
+    "named tuple": Pair(X, Y),
+}
+
+
+@pytest.mark.parametrize("batch", CONTAINERS.values(), ids=CONTAINERS)
+def test_the_mask_comes_with_any_container(four, batch):
+    def step(local):
+        return jax.tree.map(js.masked_sum, local)
+
+    out = four.run(step, (one(four, batch),))
+    total = four.reduce("sum", out)
+    assert jax.tree.structure(total) == jax.tree.structure(batch)
+    assert jax.tree.leaves(total) == [X.sum(), Y.sum()]
+
+
+def test_a_batch_may_be_taken_apart_outside(four):
+    x, y = one(four, (X, Y))
+
+    def step(x, y, scale):
+        return js.masked_sum(x * scale), js.masked_mean(y - x)
+
+    total, mean = four.run(step, (x,), {"y": y, "scale": 2.0})
+    assert four.reduce("sum", total) == 2 * X.sum()
+    np.testing.assert_allclose(four.reduce("mean", mean), (Y - X).mean(), rtol=1e-6)
+
+
+def test_under_the_users_own_jit(four):
+    def step(batch):
+        return js.masked_mean(batch["x"] ** 2)
+
+    @jax.jit
+    def loss(batch):
+        return four.reduce("mean", four.run(step, (batch,)))
+
+    batch = one(four, {"x": X})
+    np.testing.assert_allclose(loss(batch), (X**2).mean(), rtol=1e-6)
+
+
+def test_in_loops_branches_and_maps_of_a_step(four):
+    batch = one(four, X)
+
+    def step(x):
+        def turn(total, factor):
+            return total + js.masked_sum(factor * x), js.masked_mean(factor * x)
+
+        scanned, means = jax.lax.scan(turn, jnp.zeros(()), jnp.arange(3.0))
+        mapped = jax.vmap(lambda factor: js.masked_sum(factor * x))(jnp.arange(3.0))
+        chosen = jax.lax.cond(True, lambda: js.masked_sum(x), lambda: 0.0)
+        jitted = jax.jit(js.masked_sum)(x)
+        saved = jax.checkpoint(js.masked_sum)(x)
+        return scanned, mapped.sum(), chosen, jitted, saved, means.sum()
+
+    *sums, means = four.run(step, (batch,))
+    assert four.reduce("sum", sums) == [3 * X.sum()] * 2 + [X.sum()] * 3
+    np.testing.assert_allclose(four.reduce("mean", means), 3 * X.mean(), rtol=1e-6)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 11, 16])
+def test_the_parts_of_an_accumulated_step(four, rows):
+    batch, x = last(four, rows, whole=16)
+    traced = []
+
+    def step(batch):
+        @four.accumulate(2)
+        def part(x):
+            traced.append(x.shape)
+            return js.masked_mean(x), js.masked_sum(x)
+
+        return part(batch)
+
+    mean, _ = four.run(step, (batch,))
+    assert set(traced) == {(2,)}
+    np.testing.assert_allclose(four.reduce("mean", mean), x.mean(), rtol=1e-6)
+
+
+# Gradients.
+
+
+def data(rows):
+    draw = np.random.default_rng(rows)
+    x = draw.normal(size=(rows, 3)).astype(np.float32)
+    return {"x": x, "y": draw.normal(size=rows).astype(np.float32)}
+
+
+def losses(w, batch):
+    return jnp.tanh(batch["x"] @ w - batch["y"]) ** 2
+
+
+@each_kind
+@pytest.mark.parametrize("rows", [1, 5, 11, 16])
+def test_the_gradient_is_that_of_the_whole_batch(kind, rows):
+    strategy = kinds()[kind]
+    whole, part = data(16), data(rows)
+    w = np.array([0.5, -1.0, 2.0], np.float32)
+    _, batch = strategy.experimental_distribute_dataset([whole, part])
+
+    def step(w, batch):
+        return jax.value_and_grad(lambda w: js.masked_mean(losses(w, batch)))(w)
+
+    found = strategy.reduce("mean", strategy.run(step, (w, batch)))
+    wanted = jax.value_and_grad(lambda w: losses(w, part).mean())(w)
+    for a, b in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-6, atol=1e-7)
+
+
+def test_the_gradient_of_an_accumulated_step(four):
+    whole, part = data(16), data(11)
+    w = np.array([0.5, -1.0, 2.0], np.float32)
+    _, batch = four.experimental_distribute_dataset([whole, part])
+
+    def step(w, batch):
+        @four.accumulate(2)
+        def gradient(batch):
+            return jax.grad(lambda w: js.masked_mean(losses(w, batch)))(w)
+
+        return gradient(batch)
+
+    found = four.reduce("mean", four.run(step, (w, batch)))
+    wanted = jax.grad(lambda w: losses(w, part).mean())(w)
+    np.testing.assert_allclose(found, wanted, rtol=2e-6, atol=1e-7)
+
+
+def test_nan_in_rows_that_are_not_real_has_no_influence(four):
+    batch = one(four, X)
+
+    def step(x):
+        nan = jnp.where(js.batch_mask(x), 0, jnp.nan)
+        mean, slope = jax.value_and_grad(lambda w: js.masked_mean(w * x + nan))(2.0)
+        return js.masked_sum(x + nan), mean, slope
+
+    total, mean, slope = four.run(step, (batch,))
+    assert four.reduce("sum", total) == X.sum()
+    np.testing.assert_allclose(four.reduce("mean", mean), 2 * X.mean(), rtol=1e-6)
+    np.testing.assert_allclose(four.reduce("mean", slope), X.mean(), rtol=1e-6)
+
+
+def test_a_replica_without_real_rows_gives_zero(four):
+    batch, _ = last(four, 1)
+    assert [v.item() for v in four.run(mean_of, (batch,)).values] == [32, 0, 0, 0]
+    assert [v.item() for v in four.run(sum_of, (batch,)).values] == [8, 0, 0, 0]
+
+
+def test_a_mask_of_ones_own(four):
+    x = four.per_replica([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0], [7.0, 8.0]])
+
+    def step(x):
+        mask = x > 3
+        return js.masked_mean(x, mask=mask), js.masked_sum(x, mask=mask)
+
+    mean, total = four.run(step, (x,))
+    assert four.reduce("mean", mean) == 6
+    assert four.reduce("sum", total) == 30
+    nothing = four.run(lambda x: js.masked_mean(x, mask=x > 99), (x,))
+    assert four.reduce("mean", nothing) == 0
+
+
+def test_without_a_dataset_all_rows_are_real(four):
+    x = four.per_replica([[1.0, 3.0]] * 4)
+    masks = four.run(mask_of, (x,))
+    np.testing.assert_array_equal(masks, [True, True])
+    assert four.reduce("mean", four.run(mean_of, (x,))) == 2
+    assert js.masked_mean(jnp.array([1.0, 3.0])) == 2
+    assert js.masked_mean(jnp.array([1.0, 3.0]), mask=jnp.array([True, False])) == 1
+    assert js.masked_sum(jnp.array([True, True, False])) == 2
+
+
+def test_means_keep_the_dtype(two):
+    x = np.array([1, 2, 3], np.int32)
+    halves = jnp.asarray(x, jnp.bfloat16)
+    mean = two.run(mean_of, (one(two, x),))
+    assert (mean.dtype, two.reduce("mean", mean)) == (jnp.float32, 2)
+    mean = two.run(mean_of, (one(two, halves),))
+    assert (mean.dtype, two.reduce("mean", mean)) == (jnp.bfloat16, 2)
+
+
+@pytest.mark.parametrize(
+    "function, text",
+    [
+        (
+            lambda x: js.masked_mean(x.sum()),
+            "`masked_mean` was given a scalar; an arra",
+        ),
+        (lambda x: js.masked_sum(x.sum()), "`masked_sum` was given a scalar"),
+        (lambda x: js.batch_mask(x.sum()), "`batch_mask` was given a scalar"),
+        (
+            lambda x: js.masked_sum(x, mask=jnp.ones(3, bool)),
+            "`mask` has shape (3,); one entry for each of the 2 rows was wanted.",
+        ),
+        (
+            lambda x: js.masked_mean(x[:1]),
+            "An array with 1 rows was given, but the batches of this step have 2 on "
+            "each replica, so it is not known which of its rows are real. Pass "
+            "`mask=`, made from `batch_mask(array)` of an array of the batch.",
+        ),
+    ],
+)
+def test_what_has_no_mask(four, function, text):
+    with pytest.raises(ValueError, match=re.escape(text)):
+        four.run(function, (one(four, X),))
+
+
+# Warnings.
+
+
+def careless(batch):
+    return batch.sum()
+
+
+def test_padded_rows_that_a_step_does_not_ask_for_are_said_once(four):
+    def step(batch):
+        return batch.sum()
+
+    full, padded = np.ones(8), np.ones(3)
+    dataset = four.experimental_distribute_dataset([full, full, padded, padded])
+    first, second, third, fourth = dataset
+    four.run(step, (first,))
+    four.run(step, (second,))
+    with pytest.warns(js.PaddedRowsWarning) as caught:
+        four.run(step, (third,))
+    assert len(caught) == 1
+    assert str(caught[0].message) == (
+        "`step` was given a batch that is filled up with copies of its last row, and "
+        "never asked which rows are real, so that the copies count in its sums and "
+        "means. Use `masked_mean` or `masked_sum` for them, or `batch_mask`; or leave "
+        'out the rest with `InputOptions(remainder="drop")`.'
+    )
+    assert caught[0].filename == __file__
+    four.run(step, (fourth,))
+    four.run(step, (third,))
+
+
+def test_the_first_call_may_be_the_padded_one(two):
+    with pytest.warns(js.PaddedRowsWarning, match="`careless` was given a batch"):
+        two.run(careless, (one(two, X),))
+
+
+@pytest.mark.parametrize("rows", [4, 8])
+def test_full_batches_give_no_warning(four, rows):
+    full, again = four.experimental_distribute_dataset([np.ones(rows)] * 2)
+    four.run(careless, (full,))
+    four.run(careless, (again,))
+
+
+def test_steps_that_ask_give_no_warning(four):
+    batch = one(four, {"x": X, "y": Y})
+    four.run(lambda b: js.batch_mask(b["x"]), (batch,))
+    four.run(lambda b: js.masked_sum(b["x"] * b["y"]), (batch,))
+    four.gather(batch)
+    four.reduce("sum", batch, axis=0)
+
+
+# Two batches in one step.
+
+TWO = (
+    "`step` was given `a`, `b`, of different batches with equal numbers of rows, and "
+    "asked which rows of something computed from them are real. Say which batch is "
+    "meant, with an argument of the step itself: `masked_mean(losses, "
+    "mask=batch_mask(images))`."
+)
+
+
+@pytest.mark.parametrize("is_traced_first", [False, True])
+def test_two_batches_in_one_step(four, is_traced_first):
+    def step(a, b):
+        return js.masked_mean(a * b)
+
+    a, b = one(four, X), one(four, Y[:3].repeat(2))
+    if is_traced_first:
+        four.run(step, (a, a))
+    with pytest.raises(ValueError, match=re.escape(TWO)):
+        four.run(step, (a, b))
+
+
+def test_two_batches_and_which_is_meant(four):
+    def step(a, b):
+        own = js.masked_mean(a), js.masked_mean(b)
+        return own, js.masked_mean(a + b, mask=js.batch_mask(b))
+
+    y = Y[:3].repeat(2)
+    means, both = four.run(step, (one(four, X), one(four, y)))
+    found = four.reduce("mean", (*means, both))
+    filled = np.append(X, X[-1]) + y
+    wanted = [X.mean(), y.mean(), filled.mean()]
+    np.testing.assert_allclose(found, wanted, rtol=1e-6)
+
+
+def test_two_arrays_of_one_batch(four):
+    batch = one(four, (X, Y))
+    mean = four.run(lambda b: js.masked_mean(b[0] * b[1]), (batch,))
+    np.testing.assert_allclose(four.reduce("mean", mean), (X * Y).mean(), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "function", [lambda x: 2 * x, lambda x: x[..., None], lambda x: x.astype(np.int32)]
+)
+def test_a_function_mapped_over_a_batch_is_found_out(four, function):
+    changed = jax.tree.map(function, one(four, {"x": X}))
+    with pytest.raises(
+        ValueError,
+        match=re.escape("`batch['x']` is a batch of shape (4, ")
+        + r".*the mask of its rows is .*: a function was mapped over the batch, and so "
+        "over the mask. Change batches inside the step, or before they are divided",
+    ):
+        four.run(lambda batch: js.masked_sum(batch["x"]), (changed,))
+
+
+def test_some_rows_of_a_batch(four):
+    """Rows and mask are cut alike."""
+    batch = one(four, {"x": np.arange(13.0)})  # 4, 4, 4 and 1 rows
+    first = jax.tree.map(lambda x: x[:, :2], batch)
+    mean = four.run(lambda batch: js.masked_mean(batch["x"]), (first,))
+    wanted = np.mean([0, 1, 4, 5, 8, 9, 12])
+    np.testing.assert_allclose(four.reduce("mean", mean), wanted, rtol=1e-6)
+
+
+# Donation.
+
+
+def test_batches_may_be_donated(four):
+    step = four.run(
+        lambda batch: jax.tree.map(lambda x: x + js.masked_mean(x), batch),
+        options=js.RunOptions(donate_argnums=0),
+    )
+    dataset = four.experimental_distribute_dataset([X, Y, X[:2], X, Y])
+    means = []
+    with warnings.catch_warnings():
+        # What cannot be donated on this platform is said by JAX.
+        warnings.filterwarnings("ignore", "Some donated buffers were not usable")
+        for batch in dataset:
+            means.append(four.gather(step(batch)))
+            assert batch.stacked.is_deleted()
+    assert len(means) == 5
+    again = next(iter(dataset))
+    assert four.reduce("sum", again, axis=0) == X.sum()
+
+
+def test_donating_leaves_the_mask_of_full_batches(two):
+    step = two.run(
+        lambda batch: batch + js.masked_mean(batch),
+        options=js.RunOptions(donate_argnums=0),
+    )
+    dataset = two.experimental_distribute_dataset([np.arange(4.0)] * 3)
+    masks = []
+    for batch in dataset:
+        masks.append(batch.mask)
+        step(batch)
+    assert not any(mask.is_deleted() for mask in masks)
+    assert masks[0] is masks[1] is masks[2]
+
+
+# Weighted reductions.
+
+
+def test_weights(four):
+    x = np.arange(8.0, dtype=np.float32).reshape(4, 2)
+    w = np.array([[1, 0], [2, 1], [0, 0], [1, 3]], np.float32)
+    value, weights = js.PerReplica(x), js.PerReplica(w)
+    mean = (x * w).sum() / w.sum()
+    assert four.reduce("mean", value, axis=0, weights=weights) == mean
+    assert four.reduce("sum", value, axis=0, weights=weights) == (x * w).sum()
+    known = js.PerReplica(w > 0)
+    assert four.reduce("mean", value, axis=0, weights=known) == x[w > 0].mean()
+    np.testing.assert_allclose(
+        four.reduce("mean", value, weights=js.PerReplica(w + 1)),
+        (x * (w + 1)).sum(0) / (w + 1).sum(0),
+        rtol=1e-6,
+    )
+    assert four.reduce("mean", value, axis=0, weights=np.array([0.0, 1.0])) == (
+        x[:, 1].mean()
+    )
+
+
+def test_weights_of_each_replica(four):
+    x = np.arange(4.0, dtype=np.float32)
+    w = np.array([1, 2, 0, 1], np.float32)
+    found = four.reduce("mean", js.PerReplica(x), weights=js.PerReplica(w))
+    assert found == (x * w).sum() / w.sum()
+
+
+def test_weights_of_rows_of_trees(two):
+    x = np.arange(12.0, dtype=np.float32).reshape(2, 2, 3)
+    w = np.array([[1, 0], [2, 1]], np.float32)
+    value = {"a": js.PerReplica(x), "b": js.PerReplica(x[..., 0])}
+    found = two.reduce("mean", value, axis=0, weights=js.PerReplica(w))
+    wanted = (x * w[..., None]).sum((0, 1)) / w.sum()
+    np.testing.assert_allclose(found["a"], wanted, rtol=1e-6)
+    np.testing.assert_allclose(found["b"], wanted[0], rtol=1e-6)
+
+
+def test_what_weighs_nothing_has_no_influence(two):
+    x = js.PerReplica(np.array([[1.0, np.nan], [3.0, np.inf]], np.float32))
+    weights = js.PerReplica(np.array([[True, False], [True, False]]))
+    assert two.reduce("mean", x, axis=0, weights=weights) == 2
+    assert two.reduce("sum", x, axis=0, weights=weights) == 4
+
+
+def test_the_mask_of_a_batch_as_weights(four):
+    def step(batch):
+        return (batch**2, js.batch_mask(batch))
+
+    squares, mask = four.run(step, (one(four, X),))
+    found = four.reduce("mean", squares, axis=0, weights=mask)
+    assert found == (X**2).mean()
+
+
+@pytest.mark.parametrize("op", ["min", "max"])
+def test_weights_are_for_sums_and_means(two, op):
+    x = js.PerReplica(np.ones((2, 3), np.float32))
+    text = f"`weights` were given for {op.upper()}, which has none; only SUM and MEAN"
+    with pytest.raises(ValueError, match=text):
+        two.reduce(op, x, axis=0, weights=x)
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (2, 3, 1), (2, 4)])
+def test_weights_of_another_shape(two, shape):
+    x = js.PerReplica(np.ones((2, 3), np.float32))
+    text = (
+        f"`weights` have shape {shape[1:]} on each replica, and a value has (3,); its "
+        "first dimensions, all or some, were wanted."
+    )
+    with pytest.raises(ValueError, match=re.escape(text)):
+        two.reduce("sum", x, axis=0, weights=js.PerReplica(np.ones(shape, np.float32)))
+
+
+# Reductions of padded batches.
+
+
+def test_reductions_over_the_rows_of_a_padded_batch(four):
+    draw = np.random.default_rng(0)
+    x = draw.normal(size=(5, 3)).astype(np.float32)
+    batch = one(four, {"x": x, "n": np.arange(5)})
+    mean = four.reduce("mean", batch, axis=0)
+    np.testing.assert_allclose(mean["x"], x.mean(0), rtol=1e-6)
+    assert mean["n"] == 2
+    total = four.reduce("sum", batch["x"], axis=(0, 1))
+    np.testing.assert_allclose(total, x.sum(), rtol=1e-6)
+    np.testing.assert_allclose(four.reduce("sum", batch["x"], axis=-2), x.sum(0), 1e-6)
+    np.testing.assert_array_equal(four.reduce("max", batch["x"], axis=0), x.max(0))
+    np.testing.assert_array_equal(four.reduce("min", batch["x"], axis=0), x.min(0))
+
+
+def test_unequal_numbers_of_rows_as_in_tensorflow(four):
+    """DAT-38: [5, 6, 7] in a batch of 4 has the mean 6; row 31: [1..5] has 3."""
+    assert four.reduce("mean", one(four, np.array([5.0, 6.0, 7.0])), axis=0) == 6
+    assert four.reduce("mean", one(four, np.arange(1.0, 6.0)), axis=0) == 3
