@@ -55,6 +55,7 @@ class GlobalReader(Reader):
             arrays=stacked(batch, local, division.each),
             counts=division.counts(rows)[first : first + local],
             each=division.each,
+            are_own=self._source.are_own,
         )
 
     def _divided(self, rows: int, number: int) -> Division:

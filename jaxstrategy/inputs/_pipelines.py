@@ -53,6 +53,7 @@ class PipelinesReader(Reader):
             arrays=joined([(batch or real[-1]).arrays for batch in found], each),
             counts=[0 if batch is None else batch.rows for batch in found],
             each=each,
+            are_own=all(each.are_own for each in self._pipelines),
         )
 
     def _read(self, replica: int) -> Batch | None:

@@ -39,15 +39,15 @@ class Placing:
         The host's arrays may be overwritten as soon as it returns.
         """
         mask = self._mask(step)
-        placed = [self._divided(array) for array in step.arrays]
+        placed = [self._divided(array, step.are_own) for array in step.arrays]
         jax.block_until_ready(placed)
         leaves = [_values.with_mask(PerReplica(array), mask) for array in placed]
         return jax.tree.unflatten(kind.treedef, leaves)
 
-    def _divided(self, array: Any) -> jax.Array:
+    def _divided(self, array: Any, is_own: bool) -> jax.Array:
         if isinstance(array, list):
             return self._put_together(array)
-        array = self._private(array)
+        array = array if is_own else self._private(array)
         if self._replicas.are_all:
             return jax.device_put(array, self._split, may_alias=False)
         return jax.make_array_from_process_local_data(

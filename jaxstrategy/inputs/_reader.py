@@ -19,11 +19,13 @@ class Share:
       arrays: `[local replica, each, ...]`, filled up.
       counts: how many real rows each of its replicas has.
       each: how many rows each replica has, real or not.
+      are_own: whether nobody else has the arrays.
     """
 
     arrays: list[Any]
     counts: list[int]
     each: int
+    are_own: bool = False
 
 
 class Reader(abc.ABC):

@@ -22,12 +22,14 @@ class Step:
       counts: how many real rows each of all replicas has.
       each: how many rows each has, real or not.
       state: where the pass is after this step, for `set_state`; or why it has none.
+      are_own: whether nobody else has the arrays.
     """
 
     arrays: list[Any]
     counts: tuple[int, ...]
     each: int
     state: State | TypeError
+    are_own: bool = False
 
     @property
     def is_full(self) -> bool:
@@ -36,6 +38,8 @@ class Step:
 
     def copied(self) -> Step:
         """The same in arrays of its own."""
+        if self.are_own:
+            return self
         return dataclasses.replace(self, arrays=_division.copied(self.arrays))
 
 
@@ -111,7 +115,9 @@ class Steps:
             for count in (found[1:] if found is not None else [0] * len(share.counts))
         ]
         self._done += 1
-        return Step(share.arrays, tuple(counts), share.each, self.state())
+        return Step(
+            share.arrays, tuple(counts), share.each, self.state(), share.are_own
+        )
 
     def _filling(self) -> Share:
         """A share without real rows, for a process that has read all of its own."""

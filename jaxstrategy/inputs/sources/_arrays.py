@@ -138,6 +138,7 @@ class ArrayBatches(Source):
 class _ArrayPass(Pass):
     def __init__(self, source: ArrayBatches, epoch: int) -> None:
         self._source: ArrayBatches = source
+        self.are_own = source._seed is not None  # the others are views
         self._go_to(epoch, 0)
 
     def _go_to(self, epoch: int, batch: int) -> None:

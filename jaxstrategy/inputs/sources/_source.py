@@ -38,7 +38,14 @@ class Source(abc.ABC):
 
 
 class Pass(abc.ABC):
-    """One pass over a source."""
+    """One pass over a source.
+
+    Attributes:
+      are_own: whether nobody else has the arrays that it gives, so that devices may
+        share their memory.
+    """
+
+    are_own = False
 
     def __iter__(self) -> Self:
         return self
