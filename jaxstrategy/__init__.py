@@ -13,6 +13,7 @@ Array(3.5, dtype=float32)
 
 from importlib.metadata import version as _version
 
+from jaxstrategy import checkpoint as checkpoint
 from jaxstrategy import cluster_resolver as cluster_resolver
 from jaxstrategy import experimental as experimental
 from jaxstrategy import flax as flax
@@ -75,6 +76,7 @@ from jaxstrategy._slices import IndexedSlices as IndexedSlices
 from jaxstrategy._topology import Topology as Topology
 from jaxstrategy._values import DistributedValues as DistributedValues
 from jaxstrategy._values import PerReplica as PerReplica
+from jaxstrategy._training_loop import training_loop as training_loop
 from jaxstrategy.cluster._server import Server as Server
 from jaxstrategy.inputs._dataset import DistributedDataset as DistributedDataset
 from jaxstrategy.inputs._iterator import DistributedIterator as DistributedIterator

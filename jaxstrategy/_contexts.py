@@ -111,6 +111,25 @@ _jit_key = jax.make_user_context(None)
 current: Callable[[], Context | None] = _current.get
 
 
+# What is called before and after each step of `run`, in a context that is not the
+# default one.
+_around: contextvars.ContextVar[tuple[Callable[[], None], Callable[[], None]] | None]
+_around = contextvars.ContextVar("jaxstrategy_around_steps", default=None)
+steps_are_watched: Callable[[], Any] = _around.get
+
+
+@contextlib.contextmanager
+def around_steps(
+    before: Callable[[], None], after: Callable[[], None]
+) -> Iterator[None]:
+    """A `with` block in which each step of `run` in some scope is told of."""
+    token = _around.set((before, after))
+    try:
+        yield
+    finally:
+        _around.reset(token)
+
+
 @contextlib.contextmanager
 def entered(context: Context | None) -> Iterator[None]:
     """Make `context` the current one for the length of the `with` block.

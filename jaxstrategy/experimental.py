@@ -6,6 +6,11 @@ from jaxstrategy._options import (
 )
 from jaxstrategy._options import CommunicationOptions as CommunicationOptions
 from jaxstrategy._options import ValueContext as ValueContext
+from jaxstrategy.preemption._config import TerminationConfig as TerminationConfig
+from jaxstrategy.preemption._handler import (
+    PreemptionCheckpointHandler as PreemptionCheckpointHandler,
+)
+from jaxstrategy.preemption._watcher import PreemptionWatcher as PreemptionWatcher
 from jaxstrategy.strategies._central import (
     CentralStorageStrategy as CentralStorageStrategy,
 )

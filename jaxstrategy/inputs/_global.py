@@ -47,6 +47,8 @@ class GlobalReader(Reader):
                 batch = batch.cut(self._divided(rows, number).own(rows))
             else:
                 rows, batch = part[0], self._next(part[1])
+                # Each process has other rows, and all have one state.
+                self.print = None
         except StopIteration:
             return None
         division = self._divided(rows, number)

@@ -140,6 +140,7 @@ class Steps:
             "steps": self._done,
             "batches": self.reader.number,
             "rows": self._each,
+            "replicas": self.reader.replicas.total,
             "print": self.reader.print,
             "sources": sources,
         }
@@ -156,8 +157,11 @@ class Steps:
                 f"`set_state` was given {state!r}, which `get_state` of a distributed "
                 "iterator did not make."
             )
-        self.reader.set_each(state["rows"])
+        each, total = state["rows"], self.reader.replicas.total
+        if each is not None and state["replicas"] != total:
+            each = -(-each * state["replicas"] // total)  # of the same global batch
+        self.reader.set_each(each)
         if state["steps"] and not self.reader.replicas.are_all:
             self._last = self.reader.read()  # to fill up with, if it is at its end
         self.reader.set_state(state["sources"], state["batches"], state["print"])
-        self._done, self._each = state["steps"], state["rows"]
+        self._done, self._each = state["steps"], each

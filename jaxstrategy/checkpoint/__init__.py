@@ -1,0 +1,21 @@
+"""Checkpoints of training, which any strategy restores.
+
+What is saved are logical values: what a variable reads as, one copy of what is
+mirrored. So a checkpoint does not depend on the strategy, the number of replicas,
+devices or processes that wrote it. The arrays are written by Orbax, and plain Orbax
+reads them.
+
+    manager = js.checkpoint.CheckpointManager("checkpoints", strategy)
+    state, step = manager.restore_or_init(init)
+    ...
+    manager.save(step, state)
+"""
+
+from jaxstrategy.checkpoint._errors import CheckpointError as CheckpointError
+from jaxstrategy.checkpoint._errors import (
+    DamagedCheckpointWarning as DamagedCheckpointWarning,
+)
+from jaxstrategy.checkpoint._errors import MismatchError as MismatchError
+from jaxstrategy.checkpoint._manager import CheckpointManager as CheckpointManager
+from jaxstrategy.checkpoint._record import Record as Record
+from jaxstrategy.checkpoint._restored import Restored as Restored

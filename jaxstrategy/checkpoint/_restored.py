@@ -1,0 +1,28 @@
+"""What came of restoring: `Restored`."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, final
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Restored:
+    """What a manager restored last.
+
+    Attributes:
+      step: of the checkpoint.
+      metrics: that were saved with it.
+      extra: what was saved with it as such.
+      missing: names of values that it had not, which stayed as they were.
+      unexpected: names of values that only it has.
+      damaged: for each later checkpoint that could not be used: why.
+    """
+
+    step: int
+    metrics: dict[str, float]
+    extra: Any
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    damaged: dict[int, str] = dataclasses.field(default_factory=dict)

@@ -1,0 +1,224 @@
+"""`PreemptionCheckpointHandler`: training that ends well when it is preempted."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, final
+
+from jaxstrategy import _contexts
+from jaxstrategy._contexts import AbstractStrategy
+from jaxstrategy._values import PyTree
+from jaxstrategy.checkpoint import CheckpointManager
+from jaxstrategy.cluster import _processes
+from jaxstrategy.cluster._board import AbstractBoard, LoneBoard
+from jaxstrategy.cluster._resolver import ClusterResolver
+from jaxstrategy.preemption._config import TerminationConfig, end_preempted
+from jaxstrategy.preemption._vote import Vote
+from jaxstrategy.preemption._watcher import PreemptionWatcher
+from jaxstrategy.strategies._current import get_strategy
+
+# All processes make their handlers in the same order.
+_handlers = itertools.count()
+
+
+@final
+class PreemptionCheckpointHandler:
+    """Saves once, on all processes after the same step, when one is to end.
+
+    When it is made, it restores the latest checkpoint, if there is one. Then the
+    training step is called through `run`, or `save_checkpoint_if_preempted` after each
+    step, or steps run inside `watch_preemption_scope`.
+
+    Args:
+      cluster_resolver: for TensorFlow's sake; the processes are those of the strategy.
+      checkpoint_or_checkpoint_manager: a `checkpoint.CheckpointManager`; or the state
+        itself, with `checkpoint_dir`.
+      checkpoint_dir: where to save; only without a manager.
+      termination_config: how a notice is noticed, and what then.
+      state: what is saved: variables, modules, dataset iterators, in any pytree, which
+        are restored in place; or a function that returns the state to be saved, whose
+        restored form is then in `restored`.
+      strategy: whose steps count in `watch_preemption_scope`, by default the current
+        one.
+
+    Attributes:
+      restored: the state that was restored, None if there was no checkpoint.
+
+    Raises:
+      TypeError: something else than a manager, a config or a resolver.
+      ValueError: nothing says where to save.
+    """
+
+    def __init__(
+        self,
+        cluster_resolver: ClusterResolver | None,
+        checkpoint_or_checkpoint_manager: Any,
+        checkpoint_dir: Any = None,
+        termination_config: TerminationConfig | None = None,
+        *,
+        state: PyTree | Callable[[], PyTree] = None,
+        strategy: AbstractStrategy | None = None,
+    ) -> None:
+        _check_resolver(cluster_resolver)
+        self._config = _checked_config(termination_config)
+        self._strategy = strategy
+        self._manager, self._state = _manager_and_state(
+            checkpoint_or_checkpoint_manager, checkpoint_dir, state, self._config
+        )
+        self._calls = 0
+        self.restored = self._restore()
+        self._board = _board()
+        self._name = f"preemption {next(_handlers)}"
+        self._vote = Vote(self._board, self._name, self._calls)
+        self._is_last = not self._config.grace_period
+        self._is_over = False
+        self._watcher = PreemptionWatcher(self._config.termination_watcher_fn)
+        self._closed = threading.Event()
+        threading.Thread(
+            target=self._announce, name=f"jaxstrategy {self._name}", daemon=True
+        ).start()
+
+    @property
+    def total_run_calls(self) -> int:
+        """How many steps there were, those before the restored checkpoint included."""
+        return self._calls
+
+    def run(
+        self, distributed_train_function: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """What the function returns; saves and ends if that was the last step.
+
+        Raises:
+          ClusterError: another process ended instead of stopping with this one.
+        """
+        self._before()
+        result = distributed_train_function(*args, **kwargs)
+        self._after()
+        return result
+
+    def save_checkpoint_if_preempted(self, *args: Any, **kwargs: Any) -> None:
+        """To be called after each step that does not go through `run`.
+
+        Args:
+          *args: of `save_fn`, if there is one.
+          **kwargs: the same.
+        """
+        self._calls += 1
+        self._vote.catch_up(self._calls)
+        self._before(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def watch_preemption_scope(self) -> Iterator[None]:
+        """A `with` block in which each `strategy.run` counts as one step."""
+        strategy = self._strategy or get_strategy()
+        with strategy.scope(), _contexts.around_steps(self._before, self._after):
+            yield
+
+    def close(self) -> None:
+        """Take no notice any more."""
+        self._closed.set()
+        self._vote.close()
+        self._watcher.close()
+
+    def _before(self, *args: Any, **kwargs: Any) -> None:
+        self._raise_what_the_watcher_raised()
+        while not self._is_over and self._vote.begin():
+            self._stop(*args, **kwargs)
+
+    def _after(self) -> None:
+        self._calls += 1
+        if not self._is_over and self._vote.is_time:
+            self._stop()
+
+    def _raise_what_the_watcher_raised(self) -> None:
+        _ = self._watcher.preemption_message
+
+    def _stop(self, *args: Any, **kwargs: Any) -> None:
+        """Save; then end, or go on for the rest of the time."""
+        self._vote.close()
+        self._save(*args, **kwargs)
+        if self._is_last:
+            self._is_over = True
+            self.close()
+            (self._config.exit_fn or end_preempted)()
+            return
+        self._is_last = True
+        self._vote = Vote(self._board, f"{self._name}: at last", self._calls)
+
+    def _announce(self) -> None:
+        """Let all processes stop when this one is noticed, and when its time is up."""
+        while not self._watcher.wait(1.0):
+            if self._closed.is_set():
+                return
+        if self._watcher.has_failed:
+            return  # the next step says why
+        noticed, seconds = time.monotonic(), self._config.grace_period or 0
+        self._board.put(self._name, self._watcher.preemption_message)
+        if seconds:
+            self._closed.wait(max(0.0, noticed + seconds - time.monotonic()))
+            self._board.put(f"{self._name}: at last", "the time is up")
+
+    def _save(self, *args: Any, **kwargs: Any) -> None:
+        if self._config.save_fn is not None:
+            self._config.save_fn(*args, **kwargs)
+            return
+        assert self._manager is not None
+        if self._manager.latest_step() == self._calls:
+            return
+        state = self._state() if callable(self._state) else self._state
+        self._manager.save(self._calls, state, force=True)
+        self._manager.wait()
+
+    def _restore(self) -> PyTree:
+        if self._manager is None or self._manager.latest_step() is None:
+            return None
+        state = self._state() if callable(self._state) else self._state
+        restored, self._calls = self._manager.restore_or_init(state)
+        return restored
+
+
+def _board() -> AbstractBoard:
+    processes = _processes.current()
+    return LoneBoard() if processes is None else processes.board
+
+
+def _check_resolver(given: Any) -> None:
+    if not isinstance(given, ClusterResolver | None):
+        raise TypeError(
+            f"`cluster_resolver` was {given!r}; a ClusterResolver or None was wanted."
+        )
+
+
+def _checked_config(given: Any) -> TerminationConfig:
+    if given is None:
+        return TerminationConfig()
+    if not isinstance(given, TerminationConfig):
+        raise TypeError(
+            f"`termination_config` was {given!r}; a TerminationConfig was wanted."
+        )
+    return given
+
+
+def _manager_and_state(
+    given: Any, directory: Any, state: Any, config: TerminationConfig
+) -> tuple[CheckpointManager | None, Any]:
+    if isinstance(given, CheckpointManager):
+        if directory is not None:
+            raise ValueError(
+                "`checkpoint_dir` was given together with a CheckpointManager, which "
+                "has a directory of its own."
+            )
+        return given, state
+    if directory is not None:
+        return CheckpointManager(directory), given if state is None else state
+    if config.save_fn is not None:
+        return None, state
+    raise ValueError(
+        f"`checkpoint_or_checkpoint_manager` was {given!r} without `checkpoint_dir`. "
+        "Give a `jaxstrategy.checkpoint.CheckpointManager`, or a directory as well, or "
+        "a `save_fn` in the TerminationConfig."
+    )
