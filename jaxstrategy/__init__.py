@@ -18,6 +18,7 @@ from jaxstrategy import cluster_resolver as cluster_resolver
 from jaxstrategy import experimental as experimental
 from jaxstrategy import flax as flax
 from jaxstrategy import optax as optax
+from jaxstrategy import profiling as profiling
 from jaxstrategy._devices import simulate as simulate
 from jaxstrategy._errors import ClusterError as ClusterError
 from jaxstrategy._errors import (
@@ -79,6 +80,7 @@ from jaxstrategy._values import PerReplica as PerReplica
 from jaxstrategy._training_loop import training_loop as training_loop
 from jaxstrategy.cluster._server import Server as Server
 from jaxstrategy.inputs._dataset import DistributedDataset as DistributedDataset
+from jaxstrategy.inputs._grouped import grouped as grouped
 from jaxstrategy.inputs._iterator import DistributedIterator as DistributedIterator
 from jaxstrategy.inputs._options import InputContext as InputContext
 from jaxstrategy.inputs._options import InputOptions as InputOptions

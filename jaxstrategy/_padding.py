@@ -62,6 +62,11 @@ class Batches:
         self.asked = False
         self.alike: set[tuple[int, ...]] = set()
 
+    @property
+    def any(self) -> bool:
+        """Whether there are some."""
+        return bool(self._given)
+
     def owns(self, array: Any) -> bool:
         """Whether `array` is one that the step was given."""
         return any(batch.array is array for batch in self._given)
@@ -117,8 +122,12 @@ _batches = contextvars.ContextVar("batches of the step being traced", default=No
 
 @contextlib.contextmanager
 def given(batches: Batches) -> Iterator[None]:
-    """A block in which a step with these batches is traced."""
-    token = _batches.set((batches, 1, 0))
+    """A block in which a step with these batches is traced.
+
+    Inside another one a step without batches has those of the other.
+    """
+    now = _batches.get()
+    token = _batches.set((batches, 1, 0) if batches.any or now is None else now)
     try:
         yield
     finally:

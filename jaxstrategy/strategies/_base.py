@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, Self
 
@@ -47,6 +48,9 @@ from jaxstrategy.inputs._options import (
     InputOptions,
     checked_input_options,
 )
+from jaxstrategy.profiling._logger import MetricLogger
+from jaxstrategy.profiling._prediction import Prediction
+from jaxstrategy.profiling._profile import Profile
 from jaxstrategy.reductions._all_reduce import Axes
 from jaxstrategy.reductions._cross_device_ops import (
     CrossDeviceOps,
@@ -65,6 +69,7 @@ from jaxstrategy.tracing import _results
 from jaxstrategy.tracing._company import Company
 from jaxstrategy.tracing._init import build_replicated
 from jaxstrategy.tracing._programs import Programs
+from jaxstrategy.tracing._several import several
 from jaxstrategy.tracing._step import Step
 from jaxstrategy.tracing.explanation._explain import explain
 from jaxstrategy.tracing.explanation._explanation import Explanation
@@ -312,7 +317,14 @@ class Strategy(AbstractStrategy):
         context = _contexts.require_cross_replica(self, "run")
         if context is not None and context.in_step:
             return self._run_in_step(fn, args, kwargs)
-        return self._programs.of(fn, options)(args, kwargs)
+        watched = None if context is None else _contexts.steps_are_watched()
+        if watched is None:
+            return self._programs.of(fn, options)(args, kwargs)
+        before, after = watched
+        before()
+        results = self._programs.of(fn, options)(args, kwargs)
+        after()
+        return results
 
     def _run_in_step(
         self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -382,6 +394,134 @@ class Strategy(AbstractStrategy):
             )
         return functools.partial(
             accumulated, k=parts, mean=how is ReduceOp.MEAN, has_aux=has_aux
+        )
+
+    def several(
+        self,
+        step: Callable[..., Any] = _NOT_GIVEN,
+        *,
+        options: RunOptions | None = None,
+    ) -> Callable[..., Any]:
+        """A step that is made several times in one call, with a batch for each time.
+
+        One program goes through the batches, so that the host has little to do: for
+        steps that are shorter than the time it takes to start one. The results are
+        those of a loop in Python, up to rounding. The batches are stacked on the
+        devices, so that during the call they are there twice.
+
+        >>> import jaxstrategy as js
+        >>> strategy = js.MirroredStrategy(js.simulate(8)[:2])
+        >>> @strategy.run(options=js.RunOptions(donate_argnums=0))
+        ... def step(total, batch):
+        ...     share = js.masked_mean(batch)
+        ...     mean = js.get_replica_context().all_reduce("mean", share)
+        ...     return total + mean, mean
+        >>> many = strategy.several(step)
+        >>> dataset = strategy.experimental_distribute_dataset(
+        ...     js.batches(np.arange(10.0), 4))
+        >>> total = strategy.mirror(0.0)
+        >>> for batches in js.grouped(dataset, 2):
+        ...     total, means = many(total, batches)
+        ...     print(means)
+        [1.5 5.5]
+        [8.5]
+
+        Args:
+          step: a function, or what `@strategy.run` made of one. Its last positional
+            argument is a batch. The arguments before it are what it goes on with: it
+            returns new ones first, then anything else. Modules and optimizers of Flax
+            NNX are changed in place and not returned. Keyword arguments, and arguments
+            that are no arrays or trees of them (strings, bools, functions), are the
+            same in all steps.
+          options: how it is compiled, by default as `step` is; `donate_argnums` counts
+            the arguments in the same way.
+
+        Returns:
+          A function of the same arguments, with a tuple of batches in the last place.
+          It returns what the last step goes on with, and anything else stacked:
+          `[step, ...]`. Each number of batches is compiled once. `explain` takes it.
+          Without `step`, a decorator.
+
+        Raises:
+          TypeError: `step` cannot be called. When it is called: the batches are in no
+            tuple; the step does not return what it goes on with, of the same structure,
+            shapes and dtypes.
+          ValueError: there are no batches, or they differ in structure, shape or dtype.
+          ObjectError: it returns an NNX object, or changes of one what is no variable.
+        """
+        if step is _NOT_GIVEN:
+            return functools.partial(self.several, options=options)
+        if not callable(step):
+            raise TypeError(
+                f"`several` was given {step!r}, which cannot be called. Give the step: "
+                "`many = strategy.several(step)`."
+            )
+        check_options(options)
+        if isinstance(step, Step):
+            step, options = step.function, options or step.options
+        return self._decorate(several(step), options=options)
+
+    def profile(
+        self,
+        step: Callable[..., Any],
+        *,
+        examples: int | None = None,
+        every: int = 50,
+        trace_dir: str | os.PathLike[str] | None = None,
+        log: MetricLogger | None = None,
+        topology: Topology | None = None,
+    ) -> Profile:
+        """A step with a stopwatch, to find what a training loop waits for.
+
+        >>> import jaxstrategy as js
+        >>> strategy = js.MirroredStrategy(js.simulate(8)[:2])
+        >>> @strategy.run
+        ... def step(w, batch):
+        ...     share = js.masked_mean(batch * w)
+        ...     return w - 0.1 * js.get_replica_context().all_reduce("mean", share)
+        >>> dataset = strategy.experimental_distribute_dataset([np.ones(8)] * 20)
+        >>> w = strategy.mirror(1.0)
+        >>> with strategy.profile(step) as train:
+        ...     for batch in dataset:
+        ...         w = train(w, batch)
+        >>> report = train.report()  # prints as a table
+        >>> report.steps
+        20
+
+        The host's time is that of each call. Now and then, every `every` calls, the
+        loop waits for the devices, and one call is made while they are idle: the time
+        until its results are there is the devices'. The time from one such wait to the
+        next is that of the loop. The first call is told apart.
+
+        Before the first call the step is traced once more, as `explain` does, for the
+        collectives in it; the links between the replicas are measured with a few
+        all-reduces. With several processes, do the same in each.
+
+        Args:
+          step: what the loop calls: what `@strategy.run` or `several` made, or another
+            function, of whose communication nothing is known (a bound step is one).
+          examples: how many examples a step has; by default the rows of the batch it is
+            given, with those that fill it up.
+          every: see above; at least 2.
+          trace_dir: where to write a trace of the third to fifth call
+            (`jax.profiler.trace`), on process 0; its calls are not timed.
+          log: gets the times after each wait, as `profile/dispatch` and so on.
+          topology: the links for the communication times, instead of measured ones.
+
+        Returns:
+          A `Profile`: a context manager that is called as the step is.
+
+        Raises:
+          ValueError: `every` is less than 2.
+          TypeError: it is not a whole number, or `step` cannot be called.
+        """
+        return Profile(
+            step,
+            Prediction(step, self.explain, self.mesh, topology),
+            examples=examples,
+            every=every,
+            trace_dir=trace_dir,
+            log=log,
         )
 
     # From many values to one.

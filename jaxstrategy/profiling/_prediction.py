@@ -1,0 +1,42 @@
+"""How long the collectives of a call should take."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from jax.sharding import Mesh
+
+from jaxstrategy._topology import Topology
+from jaxstrategy.profiling import _links
+from jaxstrategy.tracing._step import Step
+from jaxstrategy.tracing.explanation._explanation import Explanation
+
+
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    """The collectives of a step that the analysis finds, over given or measured links.
+
+    Attributes:
+      step: what is called; of what `@strategy.run` did not make, nothing is known.
+      explain: explains a step, given its arguments.
+      mesh: where the replicas are.
+      topology: their links; by default they are measured.
+    """
+
+    step: Callable[..., Any]
+    explain: Callable[..., Explanation]
+    mesh: Mesh
+    topology: Topology | None = None
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
+        if not isinstance(self.step, Step):
+            return None
+        found = self.explain(self.step, args, kwargs, compiled=False)
+        if not found.collectives:
+            return 0.0
+        if self.topology is not None:
+            return found.communication_time(self.topology)
+        # The links were measured as those of a ring.
+        return found.communication_time(_links.measured(self.mesh), "ring")

@@ -1,0 +1,225 @@
+"""A step with a stopwatch: `Profile`."""
+
+from __future__ import annotations
+
+import operator
+import os
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, Self, final
+
+import jax
+
+from jaxstrategy._values import PerReplica, PyTree, is_per_replica
+from jaxstrategy.profiling._logger import MetricLogger
+from jaxstrategy.profiling._report import Report
+from jaxstrategy.profiling._trace import Tracing
+from jaxstrategy.tracing._several import number_of_steps
+
+# Given the arguments of a call, the seconds that its collectives should take.
+Predict = Callable[[tuple[Any, ...], dict[str, Any]], float | None]
+
+
+@final
+class Profile:
+    """A step that is timed whenever it is called. Made by `Strategy.profile`.
+
+    Args:
+      step: what is called.
+      predict: how long a call's collectives should take.
+      examples: how many a step has; by default the rows of the batch it is given.
+      every: every so many calls the loop waits for the devices.
+      trace_dir: where to write a trace.
+      log: gets the times.
+      clock: returns seconds.
+
+    Raises:
+      ValueError: `every` is less than 2.
+      TypeError: it is not a whole number, or `step` cannot be called.
+    """
+
+    def __init__(
+        self,
+        step: Callable[..., Any],
+        predict: Predict,
+        *,
+        examples: int | None = None,
+        every: int = 50,
+        trace_dir: str | os.PathLike[str] | None = None,
+        log: MetricLogger | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        if not callable(step):
+            raise TypeError(
+                f"`profile` was given {step!r}, which cannot be called. Give what the "
+                "loop calls: `train = strategy.profile(step)`."
+            )
+        self._step = step
+        self._function = getattr(step, "function", step)
+        self._name = getattr(step, "__name__", type(step).__name__)
+        self._predict = predict
+        self._examples = examples
+        self._every = _checked_every(every)
+        self._tracing = Tracing(trace_dir)
+        self._log = log
+        self._clock = clock
+        self._calls = self._steps = 0
+        self._first: float | None = None
+        self._communication: float | None = None
+        self._dispatch: list[float] = []
+        self._device: list[float] = []
+        self._between, self._loop = _Mean(), _Mean()
+        # When all steps had been done, and how many were begun since.
+        self._idle: float | None = None
+        self._begun = 0
+        self._returned: float | None = None
+        self._result: Any = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> PyTree:
+        """What the step returns."""
+        called = self._clock()
+        call, steps = self._calls, number_of_steps(self._function, args)
+        if not call:
+            self._communication = _by_step(self._predict(args, kwargs), steps)
+            self._examples = self._examples or _rows((args, kwargs))
+        if self._returned is not None:
+            self._between.add(called - self._returned, steps)
+        is_traced = self._tracing.wants(call)
+        is_alone = call % self._every == 1 and not is_traced
+        was_idle = (is_alone or self._tracing.is_first(call)) and self._wait()
+        with self._tracing.call(self._name, call):
+            start = self._clock()
+            results = self._step(*args, **kwargs)
+            end = self._clock()
+        self._result = _smallest(results)
+        self._calls, self._steps = call + 1, self._steps + steps
+        if call == 0:
+            self._first = self._time_alone(start)
+        elif is_traced:
+            self._end_traced(call)
+        else:
+            self._dispatch.append((end - start) / steps)
+            self._begun += steps
+            if is_alone and was_idle:
+                self._note_alone(start, steps)
+        self._returned = self._clock()
+        return results
+
+    def _time_alone(self, start: float) -> float | None:
+        """Seconds from `start` until all is done, if that can be told."""
+        self._begun = 0  # they are not steps of a loop that does not wait
+        return self._clock() - start if self._wait() else None
+
+    def _note_alone(self, start: float, steps: int) -> None:
+        seconds = self._time_alone(start)
+        if seconds is not None:
+            self._device.append(seconds / steps)
+            self._write()
+
+    def _end_traced(self, call: int) -> None:
+        self._begun = 0  # tracing takes time
+        if self._tracing.is_last(call):
+            self._wait()
+            self._tracing.stop()
+
+    def _wait(self) -> bool:
+        """Until all steps are done; False if there is nothing left to tell by."""
+        begun, self._begun = self._begun, 0
+        since, self._idle = self._idle, None
+        if self._result is None or self._result.is_deleted():
+            return False
+        jax.block_until_ready(self._result)
+        self._idle = self._clock()
+        if since is not None and begun:
+            self._loop.add(self._idle - since, begun)
+        return True
+
+    def _write(self) -> None:
+        if self._log is not None:
+            scalars = self.report().scalars()
+            self._log(self._steps, {f"profile/{k}": v for k, v in scalars.items()})
+
+    def report(self) -> Report:
+        """How fast the loop has been so far. It does not wait for the devices."""
+        step = self._loop.value
+        rate = None if not step or not self._examples else self._examples / step
+        return Report(
+            name=self._name,
+            calls=self._calls,
+            steps=self._steps,
+            first_call=self._first,
+            dispatch=_median(self._dispatch),
+            between=self._between.value,
+            device=_median(self._device),
+            step=step,
+            examples_per_second=rate,
+            communication=self._communication,
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: Any, *error: object) -> None:
+        try:
+            if kind is None:
+                self._wait()
+                self._write()
+        finally:
+            self._tracing.stop()
+
+    def __repr__(self) -> str:
+        return f"<{self._name} with a stopwatch, {self._calls} calls>"
+
+
+class _Mean:
+    """Seconds by the step, over many."""
+
+    def __init__(self) -> None:
+        self._seconds, self._steps = 0.0, 0
+
+    def add(self, seconds: float, steps: int) -> None:
+        self._seconds += seconds
+        self._steps += steps
+
+    @property
+    def value(self) -> float | None:
+        return self._seconds / self._steps if self._steps else None
+
+
+def _median(values: list[float]) -> float | None:
+    return statistics.median(values) if values else None
+
+
+def _by_step(seconds: float | None, steps: int) -> float | None:
+    return None if seconds is None else seconds / steps
+
+
+def _smallest(results: PyTree) -> Any:
+    """The smallest array: when it is there, all of its program are."""
+    leaves = jax.tree.leaves(results)
+    arrays = [leaf for leaf in leaves if hasattr(leaf, "block_until_ready")]
+    return min(arrays, key=lambda array: array.nbytes, default=None)
+
+
+def _rows(given: PyTree) -> int | None:
+    """The rows on all replicas of the first batch that comes from a dataset."""
+    for leaf in jax.tree.leaves(given, is_leaf=is_per_replica):
+        if isinstance(leaf, PerReplica) and leaf.mask is not None:
+            return leaf.mask.size
+    return None
+
+
+def _checked_every(every: Any) -> int:
+    try:
+        number = operator.index(every)
+    except TypeError:
+        raise TypeError(
+            f"`every` was {every!r}; a number of calls was wanted."
+        ) from None
+    if number < 2:
+        raise ValueError(
+            f"`every` was {number}; the loop can wait for the devices every 2 calls "
+            "at most, or it would not be the loop that is timed."
+        )
+    return number
