@@ -1,0 +1,532 @@
+"""Loggers and stopwatches, with writers and clocks that are made for the test."""
+
+import re
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxstrategy as js
+from jaxstrategy import profiling
+from jaxstrategy.profiling import MetricLogger, Profile, _links
+
+
+class Later(list):
+    """A function of a step and its scalars that keeps them."""
+
+    def __call__(self, step, scalars):
+        self.append((step, scalars))
+
+
+@pytest.fixture
+def ready(monkeypatch):
+    """Says which arrays are ready: those of `ready`, by identity; all if it is None."""
+    arrays = []
+    monkeypatch.setattr(
+        "jaxstrategy.profiling._logger._is_ready",
+        lambda array: any(array is known for known in arrays),
+    )
+    return arrays
+
+
+# Writers.
+
+
+def test_every_kind_of_writer_gets_all_scalars():
+    class Clu:
+        def __init__(self):
+            self.got = []
+
+        def write_scalars(self, step, scalars):
+            self.got.append((step, scalars))
+
+        def flush(self):
+            self.got.append("flushed")
+
+    class Board:
+        def __init__(self):
+            self.got = []
+
+        def add_scalar(self, tag, scalar_value, global_step=None):
+            self.got.append((tag, scalar_value, global_step))
+
+        def flush(self):
+            self.got.append("flushed")
+
+        def close(self):
+            raise AssertionError("a writer that was given is not closed")
+
+    metrics = {"loss": jnp.float32(0.5), "eval": {"right": 3, "parts": (True, 2.0)}}
+    names = ["eval/parts/0", "eval/parts/1", "eval/right", "loss"]
+    values = [1.0, 2.0, 3.0, 0.5]
+    clu, board, function = Clu(), Board(), Later()
+    for writer in (clu, board, function):
+        with MetricLogger(writer) as log:
+            log(7, metrics)
+    assert clu.got[0] == (7, dict(zip(names, values, strict=True)))
+    assert board.got[:4] == [
+        (name, value, 7) for name, value in zip(names, values, strict=True)
+    ]
+    assert function == clu.got[:1]
+    assert "flushed" in clu.got and "flushed" in board.got
+    assert all(type(value) is float for value in function[0][1].values())
+
+
+def test_a_directory_is_one_of_tensorboard(tmp_path):
+    from tensorboardX.proto.event_pb2 import Event
+
+    with MetricLogger(tmp_path / "run") as log:
+        for step in range(3):
+            log(step, {"loss": jnp.float32(step / 2)})
+    (file,) = (tmp_path / "run").iterdir()
+    found = []
+    data, at = file.read_bytes(), 0
+    while at < len(data):
+        size = int.from_bytes(data[at : at + 8], "little")
+        event = Event.FromString(data[at + 12 : at + 12 + size])
+        at += 12 + size + 4
+        found += [(event.step, v.tag, v.simple_value) for v in event.summary.value]
+    assert found == [(0, "loss", 0.0), (1, "loss", 0.5), (2, "loss", 1.0)]
+
+
+def test_a_directory_without_the_library_names_the_extra(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    with pytest.raises(js.MissingExtraError, match=r"pip install 'jaxstrategy\[tens"):
+        MetricLogger(tmp_path)
+
+
+def test_only_process_0_writes(monkeypatch, tmp_path):
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    got = Later()
+    with MetricLogger(got) as log, MetricLogger(tmp_path / "run") as other:
+        log(0, {"loss": 1.0})
+        other(0, {"loss": 1.0})
+        log.flush()
+    assert got == []
+    assert not (tmp_path / "run").exists()
+
+
+# When they are written.
+
+
+def test_metrics_wait_until_they_are_ready_and_keep_their_order(ready):
+    arrays, got = [jnp.float32(i) for i in range(4)], Later()
+    log = MetricLogger(got)
+    log(0, {"a": arrays[0]})
+    log(1, {"a": arrays[1]})
+    assert got == []
+    ready.append(arrays[1])
+    log(2, {"a": arrays[2]})
+    assert got == []  # the first one is not ready
+    ready.append(arrays[0])
+    log(3, {"a": arrays[3]})
+    assert got == [(0, {"a": 0.0}), (1, {"a": 1.0})]
+    log.close()
+    assert [step for step, _ in got] == [0, 1, 2, 3]
+    log.close()
+    assert len(got) == 4
+
+
+def test_no_more_wait_than_may(ready):
+    got = Later()
+    log = MetricLogger(got, most_waiting=2)
+    for step in range(5):
+        log(step, {"a": jnp.float32(step)})
+    assert [step for step, _ in got] == [0, 1, 2]
+
+
+def test_after_an_error_only_what_is_ready_is_written(ready):
+    first, second = jnp.float32(1), jnp.float32(2)
+    got = Later()
+    with pytest.raises(KeyError, match="of the loop"):
+        with MetricLogger(got) as log:
+            log(0, {"a": first})
+            log(1, {"a": second})
+            ready.append(first)
+            raise KeyError("of the loop")
+    assert got == [(0, {"a": 1.0})]
+
+
+def test_some_steps_only():
+    got = Later()
+    with MetricLogger(got, every=3) as log:
+        for step in range(1, 8):
+            log(step, {"a": step})
+        log(8, {"a": np.arange(8, 14), "b": 0.5})
+    assert got == [
+        (3, {"a": 3.0}), (6, {"a": 6.0}), (9, {"a": 9.0, "b": 0.5}),
+        (12, {"a": 12.0, "b": 0.5}),
+    ]  # fmt: skip
+
+
+def test_metrics_of_several_steps_are_those_of_each():
+    strategy, got = js.MirroredStrategy(jax.devices()[:4]), Later()
+
+    @strategy.several
+    def step(total, batch):
+        mean = js.get_replica_context().all_reduce("mean", batch)
+        return total + mean, {"mean": mean, "total": total}
+
+    batches = [strategy.per_replica([1.0 * i] * 3 + [i + 4.0]) for i in range(5)]
+    total, number = strategy.mirror(0.0), 0
+    with MetricLogger(got) as log:
+        for group in (batches[:3], batches[3:]):
+            total, metrics = step(total, tuple(group))
+            log(number, metrics)
+            number += len(group)
+    assert got == [
+        (i, {"mean": i + 1.0, "total": float(sum(range(i + 1)))}) for i in range(5)
+    ]
+
+
+# Errors.
+
+
+def donated():
+    array = jnp.float32(1)
+    array.delete()
+    return array
+
+
+@pytest.mark.parametrize(
+    "metrics, error, words",
+    [({"a": np.ones((2, 2))}, ValueError, r"`a` has shape (2, 2); a scalar was wanted"),
+     ({"a": np.ones(2), "b": np.ones(3)}, ValueError, "`a` of 2 and `b` of 3 steps"),
+     ({"a": "text"}, TypeError, "`a` is 'text'; a number or an array was wanted"),
+     ({"a": jnp.complex64(1)}, TypeError, "a number or an array was wanted"),
+     ({"a": js.PerReplica(np.ones(2))}, TypeError, "`a` is a PerReplica, with a value"),
+     ({"a": donated}, js.DonatedValueError, "`a`, logged for step 4, was given to a")],
+)  # fmt: skip
+def test_metrics_that_cannot_be_logged(metrics, error, words):
+    metrics = {name: v() if callable(v) else v for name, v in metrics.items()}
+    with pytest.raises(error, match=re.escape(words)):
+        MetricLogger(Later())(4, metrics)
+
+
+@pytest.mark.parametrize(
+    "make, error, words",
+    [(lambda: MetricLogger(3), TypeError, "`writer` was 3; a directory, an object"),
+     (lambda: MetricLogger(print, every=0), ValueError, "`every` was 0; at least 1"),
+     (lambda: MetricLogger(print, every=0.5), TypeError, "`every` was 0.5; a whole"),
+     (lambda: MetricLogger(print, most_waiting=0), ValueError, "`most_waiting` was 0")],
+)  # fmt: skip
+def test_bad_loggers(make, error, words):
+    with pytest.raises(error, match=words):
+        make()
+
+
+# The stopwatch.
+
+
+class Machine:
+    """A clock, and a device that works on one step after the other."""
+
+    def __init__(self, compiling=10.0, dispatch=1.0, device=4.0):
+        self.now = 100.0
+        self.free = 0.0
+        self.compiling, self.dispatch, self.device = compiling, dispatch, device
+        self.waits = 0
+
+    def clock(self):
+        return self.now
+
+    def step(self, *batches):
+        self.now += self.compiling + self.dispatch
+        self.compiling = 0.0
+        self.free = max(self.free, self.now) + self.device
+        return Result(self, self.free)
+
+
+class Result:
+    nbytes = 4
+
+    def __init__(self, machine, done, deleted=False):
+        self._machine, self._done, self._deleted = machine, done, deleted
+
+    def is_deleted(self):
+        return self._deleted
+
+    def block_until_ready(self):
+        self._machine.waits += 1
+        self._machine.now = max(self._machine.now, self._done)
+        return self
+
+
+def profile(machine, predict=lambda args, kwargs: None, step=None, **options):
+    return Profile(step or machine.step, predict, clock=machine.clock, **options)
+
+
+def test_times_of_a_loop_that_waits_for_the_devices():
+    machine = Machine()
+    with profile(machine, examples=32, every=10) as train:
+        for _ in range(21):
+            train()
+            machine.now += 0.5
+    report = train.report()
+    assert (report.name, report.calls, report.steps) == ("step", 21, 21)
+    assert report.first_call == 15.0  # compiling, starting and the device
+    assert (report.dispatch, report.between) == (1.0, 0.5)
+    assert report.device == 5.0  # starting it included
+    # Each time nine steps, one after the other on the device, after the first was
+    # started: 0.5 between, 1 to start it.
+    assert report.step == pytest.approx((1.5 + 9 * 4.0) / 9)
+    assert report.examples_per_second == pytest.approx(32 / report.step)
+    assert report.communication is report.communication_share is None
+
+
+def test_times_of_a_loop_that_waits_for_the_host():
+    machine = Machine(dispatch=3.0, device=1.0)
+    with profile(machine, every=10) as train:
+        for _ in range(12):
+            train()
+            machine.now += 2.0
+    report = train.report()
+    assert (report.dispatch, report.between, report.device) == (3.0, 2.0, 4.0)
+    assert report.step == pytest.approx((9 * 5.0 + 2.0) / 9)  # the gap after them, too
+    assert report.examples_per_second is None
+
+
+def test_the_loop_waits_now_and_then_only():
+    machine = Machine()
+    with profile(machine, every=50) as train:
+        for _ in range(101):
+            train()
+        waited = machine.waits
+    # After the first call; before and after the second one, and the 52nd.
+    assert waited == 5
+
+
+def test_several_steps_in_a_call_are_counted():
+    strategy = js.MirroredStrategy(jax.devices()[:2])
+    many = strategy.several(lambda total, batch: total + batch)
+    machine, asked = Machine(dispatch=2.0, device=6.0), []
+
+    def step(total, batches):
+        return machine.step()
+
+    step.makes_several = many.makes_several
+
+    def predict(args, kwargs):
+        asked.append(args)
+        return 3.0
+
+    with profile(machine, predict, step=step) as train:
+        for size in (2, 2, 4):
+            train(0, [0.0] * size)
+    report = train.report()
+    assert (report.calls, report.steps) == (3, 8)
+    assert report.device == 8.0 / 2
+    assert report.dispatch == (2.0 / 2 + 2.0 / 4) / 2
+    assert report.communication == 1.5
+    assert report.communication_share == 1.5 / 4.0
+    assert asked == [(0, [0.0, 0.0])]
+
+
+def test_a_result_that_was_given_away_is_not_waited_for():
+    machine = Machine()
+
+    def step():
+        machine.step()
+        return Result(machine, machine.free, deleted=True)
+
+    with profile(machine, step=step, every=2) as train:
+        for _ in range(5):
+            train()
+    report = train.report()
+    assert machine.waits == 0
+    assert (report.first_call, report.device, report.step) == (None, None, None)
+    assert report.dispatch == 1.0
+
+
+def test_times_are_logged_after_each_wait():
+    machine, got = Machine(), Later()
+    with profile(machine, every=4, log=MetricLogger(got)) as train:
+        for _ in range(9):
+            train()
+    assert [step for step, _ in got] == [2, 6, 9]
+    assert got[0][1] == {
+        "profile/dispatch": 1.0, "profile/between": 0.0, "profile/device": 5.0
+    }  # fmt: skip
+    assert got[1][1]["profile/step"] == pytest.approx((1 + 3 * 4) / 3)
+
+
+def test_a_few_calls_are_traced_and_not_timed(monkeypatch):
+    machine, events = Machine(), []
+
+    def start_trace(directory):
+        machine.now += 1000.0
+        events.append(("start", directory, machine.steps))
+
+    def stop_trace():
+        events.append(("stop", machine.now >= machine.free, machine.steps))
+
+    machine.steps = 0
+
+    def step():
+        machine.steps += 1
+        return machine.step()
+
+    monkeypatch.setattr(jax.profiler, "start_trace", start_trace)
+    monkeypatch.setattr(jax.profiler, "stop_trace", stop_trace)
+    with profile(machine, step=step, every=4, trace_dir="there") as train:
+        for _ in range(9):
+            train()
+    # Calls 2, 3 and 4 of 0, 1, ...; all of it done when the trace ends.
+    assert events == [("start", "there", 2), ("stop", True, 5)]
+    report = train.report()
+    assert (report.dispatch, report.between, report.device) == (1.0, 0.0, 5.0)
+    assert report.step < 6
+
+
+def test_a_trace_ends_with_the_loop_and_is_of_process_0(monkeypatch):
+    events = []
+    monkeypatch.setattr(jax.profiler, "start_trace", lambda d: events.append("start"))
+    monkeypatch.setattr(jax.profiler, "stop_trace", lambda: events.append("stop"))
+    machine = Machine()
+    with pytest.raises(KeyError):
+        with profile(machine, trace_dir="there") as train:
+            for _ in range(3):
+                train()
+            raise KeyError
+    assert events == ["start", "stop"]
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    with profile(machine, trace_dir="there") as train:
+        for _ in range(9):
+            train()
+    assert events == ["start", "stop"]
+
+
+# With a strategy.
+
+
+@pytest.fixture
+def two():
+    return js.MirroredStrategy(jax.devices()[:2])
+
+
+def mean(batch):
+    return js.get_replica_context().all_reduce("mean", js.masked_mean(batch))
+
+
+def rows(strategy, number, size=8):
+    options = js.InputOptions(experimental_per_replica_buffer_size=0)
+    source = [np.ones(size, np.float32)] * number
+    return strategy.experimental_distribute_dataset(source, options)
+
+
+@pytest.mark.parametrize("n", [1, 2, 4, 8])
+def test_a_step_gives_what_it_gives_without(n):
+    strategy = js.MirroredStrategy(jax.devices()[:n])
+    topology = js.Topology(bandwidth=4.0, latency=1.0, replicas=n)
+    with strategy.profile(strategy.run(mean), every=2, topology=topology) as step:
+        found = [float(step(batch)) for batch in rows(strategy, 6)]
+    assert found == [1.0] * 6
+    report = step.report()
+    assert (report.name, report.calls, report.steps) == ("mean", 6, 6)
+    assert report.communication == topology.fastest("all_reduce", 4)
+    for value in (report.first_call, report.dispatch, report.device, report.step):
+        assert value is not None and value > 0
+    assert report.examples_per_second == pytest.approx(8 / report.step)
+
+
+def test_several_steps_a_bound_one_and_any_other_function(two):
+    many = two.several(mean)
+    topology = js.Topology(bandwidth=4.0, latency=1.0, replicas=2)
+    with two.profile(many, topology=topology) as timed:
+        for batches in js.grouped(rows(two, 6), 2):
+            np.testing.assert_array_equal(timed(batches), [1.0, 1.0])
+    report = timed.report()
+    assert (report.calls, report.steps) == (3, 6)
+    assert report.communication == pytest.approx(topology.fastest("all_reduce", 4))
+
+    with two.profile(jax.jit(jnp.sin)) as timed:
+        assert timed(0.0) == 0.0
+    assert timed.report().communication is None
+
+
+def test_a_step_without_communication(two):
+    with two.profile(two.run(lambda x: x + 1)) as step:
+        step(np.float32(1))
+    assert step.report().communication == 0.0
+
+
+def test_links_are_measured_as_those_of_a_ring():
+    mesh = js.MirroredStrategy(jax.devices()[:4]).mesh
+    times = iter([0.0, 0.48, 0.0, 0.96, 0.0, 0.72] + [0.0, 1.44] * 3)
+    links = _links.measured(mesh, clock=lambda: next(times))
+    # The best of three, 16 times in a row: 0.03 s for 4 bytes, 0.09 s for 4 MiB.
+    assert links.replicas == 4
+    assert links.ring("all_reduce", 0) == pytest.approx(0.03)
+    assert links.ring("all_reduce", 2**22) == pytest.approx(0.09)
+
+
+def test_a_measured_share_is_one(two):
+    with two.profile(two.run(mean)) as step:
+        for batch in rows(two, 3):
+            step(batch)
+    report = step.report()
+    assert report.communication is not None and report.communication > 0
+    assert 0 < report.communication_share <= 1
+
+
+def test_a_trace_is_written(two, tmp_path):
+    with two.profile(two.run(mean), trace_dir=tmp_path) as step:
+        for batch in rows(two, 6):
+            step(batch)
+    assert list(tmp_path.rglob("*.xplane.pb"))
+
+
+# Reports.
+
+
+def test_a_report_is_a_table():
+    report = profiling.Report(
+        "step", 10, 20, first_call=2.5, dispatch=0.0012, between=1e-5, device=0.01,
+        step=0.008, examples_per_second=64_000.0, communication=0.0025,
+    )  # fmt: skip
+    assert (
+        str(report)
+        == """\
+`step`
+  steps                       20, in 10 calls
+  first call, with compiling  2.5 s
+  host, to start a step       1.2 ms
+  host, between two calls     10 us
+  devices, a step by itself   10 ms
+  a step in the loop          8 ms
+  examples per second         64 k
+  communication               25% of the devices' time (predicted)"""
+    )
+    assert repr(report) == str(report)
+    html = report._repr_html_()
+    assert "<td>host, to start a step</td><td>1.2 ms</td>" in html
+
+
+def test_what_is_not_known_is_said():
+    report = profiling.Report("step", 0, 0)
+    assert str(report).count("not known") == 7
+    assert report.scalars() == {}
+    assert report.communication_share is None
+
+
+def test_the_share_is_at_most_one():
+    report = profiling.Report("step", 1, 1, device=1.0, communication=5.0)
+    assert report.communication_share == 1.0
+
+
+@pytest.mark.parametrize(
+    "step, every, error, words",
+    [(3, 50, TypeError, "`profile` was given 3, which cannot be called"),
+     (mean, 1, ValueError, "`every` was 1; the loop can wait for the devices every 2"),
+     (mean, 2.5, TypeError, "`every` was 2.5; a number of calls was wanted")],
+)  # fmt: skip
+def test_bad_profiles(two, step, every, error, words):
+    with pytest.raises(error, match=words):
+        two.profile(step, every=every)
+
+
+def test_it_says_what_it_is(two):
+    timed = two.profile(two.run(mean))
+    assert repr(timed) == "<mean with a stopwatch, 0 calls>"

@@ -1,0 +1,682 @@
+"""`strategy.several`: the oracle is a loop in Python."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jaxstrategy as js
+
+
+@functools.cache
+def mirrored(n):
+    return js.MirroredStrategy(jax.devices()[:n])
+
+
+@pytest.fixture
+def two():
+    return mirrored(2)
+
+
+@pytest.fixture
+def four():
+    return mirrored(4)
+
+
+def strategies():
+    yield from map(mirrored, (1, 2, 4, 8))
+    yield js.OneDeviceStrategy("CPU:3")
+    yield js.experimental.CentralStorageStrategy(jax.devices()[:2], jax.devices()[7])
+    yield js.get_strategy()
+
+
+each_kind = pytest.mark.parametrize("kind", range(7))
+
+
+def replica():
+    return js.get_replica_context()
+
+
+def loss_of(w, batch):
+    return js.masked_mean((batch["x"] @ w - batch["y"]) ** 2)
+
+
+OPTIMIZER = optax.adam(0.1)
+
+
+def train(state, batch):
+    """One step with a mirrored and a per-replica result, a random key and a count."""
+    loss, grads = jax.value_and_grad(loss_of)(state["w"], batch)
+    loss, grads = replica().all_reduce("mean", (loss, grads))
+    updates, memory = OPTIMIZER.update(grads, state["memory"])
+    key, noise = jax.random.split(state["key"])
+    state = {
+        "w": optax.apply_updates(state["w"], updates),
+        "memory": memory,
+        "key": key,
+        "count": state["count"] + 1,
+    }
+    own = {"rows": js.batch_mask(batch["y"]).sum(), "first": batch["x"][0]}
+    return state, {"loss": loss, "noise": jax.random.uniform(noise), "own": own}
+
+
+def start():
+    w = jnp.zeros(3)
+    return {
+        "w": w,
+        "memory": OPTIMIZER.init(w),
+        "key": jax.random.key(1),
+        "count": jnp.int32(0),
+    }
+
+
+def data(rows=39, size=8):
+    x = np.random.default_rng(0).normal(size=(rows, 3)).astype(np.float32)
+    return js.batches({"x": x, "y": x.sum(1)}, size)
+
+
+def distributed(strategy, source):
+    options = js.InputOptions(experimental_per_replica_buffer_size=0)
+    return strategy.experimental_distribute_dataset(source, options)
+
+
+def numbers(strategy, rows):
+    """Batches `[1 row]` on each replica, all different."""
+    n = strategy.num_replicas_in_sync
+    return [
+        strategy.per_replica(np.arange(n, dtype=np.float32).reshape(n, 1) + 10 * i)
+        for i in range(rows)
+    ]
+
+
+def on_host(strategy, tree):
+    """Plain arrays; of a `PerReplica` one row per replica."""
+
+    def read(leaf):
+        if isinstance(leaf, js.PerReplica):
+            return np.stack(strategy.experimental_local_results(leaf))
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            leaf = jax.random.key_data(leaf)
+        return np.asarray(leaf)
+
+    return jax.tree.map(read, tree, is_leaf=lambda x: isinstance(x, js.PerReplica))
+
+
+def assert_same(have, want):
+    assert jax.tree.structure(have) == jax.tree.structure(want)
+    for (path, a), b in zip(
+        jax.tree.leaves_with_path(have), jax.tree.leaves(want), strict=True
+    ):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype), path
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6, err_msg=str(path))
+
+
+# It gives what a loop gives.
+
+
+@each_kind
+@pytest.mark.parametrize("k", [1, 3, 5])
+def test_a_training_is_that_of_a_loop(kind, k):
+    strategy = list(strategies())[kind]
+    # 39 rows in batches of 8: the last batch is filled up; of 5 batches, 3 and 2.
+    step = strategy.run(train)
+    state, wanted = strategy.mirror(start()), []
+    for batch in distributed(strategy, data()):
+        state, out = step(state, batch)
+        wanted.append(on_host(strategy, out))
+    want = on_host(strategy, state)
+
+    many = strategy.several(train)
+    state, found, sizes = strategy.mirror(start()), [], []
+    for batches in js.grouped(distributed(strategy, data()), k):
+        state, out = many(state, batches)
+        sizes.append(len(batches))
+        for i in range(len(batches)):
+            found.append(
+                jax.tree.map(
+                    lambda leaf, i=i: (
+                        np.stack(
+                            [v[i] for v in strategy.experimental_local_results(leaf)]
+                        )
+                        if isinstance(leaf, js.PerReplica)
+                        else np.asarray(leaf)[i]
+                    ),
+                    out,
+                    is_leaf=lambda x: isinstance(x, js.PerReplica),
+                )
+            )
+    assert sizes == {1: [1] * 5, 3: [3, 2], 5: [5]}[k]
+    assert_same(on_host(strategy, state), want)
+    assert int(state["count"]) == 5
+    for a, b in zip(found, wanted, strict=True):
+        assert_same(a, b)
+
+
+@pytest.mark.parametrize("n", [1, 2, 4, 8])
+def test_rows_that_only_fill_up_a_batch_do_not_count(n):
+    strategy = mirrored(n)
+    x = np.arange(21, dtype=np.float32)
+
+    @strategy.several
+    def means(batch):
+        mean = replica().all_reduce("mean", js.masked_mean(batch * 2))
+        return mean, js.batch_mask(batch).sum()
+
+    (batches,) = js.grouped(distributed(strategy, js.batches(x, 8)), 3)
+    found, rows = means(batches)
+    np.testing.assert_allclose(found, [7.0, 23.0, 36.0], rtol=1e-6)
+    rows = np.stack([js.to_host(v) for v in strategy.experimental_local_results(rows)])
+    np.testing.assert_array_equal(rows.sum(0), [8, 8, 5])
+
+
+def test_the_default_strategy_knows_which_rows_are_real():
+    strategy = js.get_strategy()
+    batches = tuple(distributed(strategy, js.batches(np.arange(7.0), 4)))
+    for step in (js.masked_mean, strategy.run(lambda batch: js.masked_mean(batch))):
+        np.testing.assert_allclose(strategy.several(step)(batches), [1.5, 5.0])
+
+
+def test_batches_with_and_without_a_mask(two):
+    last = list(distributed(two, js.batches(np.arange(7.0), 4)))[1]
+    plain = two.per_replica(np.array([[1.0, 2.0], [3.0, 10.0]], np.float32))
+
+    @two.several
+    def mean(batch):
+        return replica().all_reduce("mean", js.masked_mean(batch))
+
+    np.testing.assert_allclose(mean((plain, last)), [4.0, 5.0])
+    np.testing.assert_allclose(mean((last, plain)), [5.0, 4.0])
+
+
+def test_a_batch_given_by_keyword_keeps_its_mask(two):
+    (held,) = distributed(two, [np.arange(3.0, dtype=np.float32)])
+    batches = tuple(distributed(two, [np.arange(5.0, dtype=np.float32)] * 2))
+
+    @two.several
+    def means(batch, *, held):
+        both = js.masked_mean(batch), js.masked_mean(held)
+        return replica().all_reduce("mean", both)
+
+    own, other = means(batches, held=held)
+    np.testing.assert_allclose(own, [2.0, 2.0])
+    np.testing.assert_allclose(other, [1.0, 1.0])
+
+
+def test_masks_of_different_batches_are_not_taken_for_one(two):
+    x, y = (
+        list(distributed(two, js.batches(np.arange(rows), 4)))
+        for rows in (7, 6)
+    )  # fmt: skip
+
+    def step(batch):
+        x, y = batch
+        return js.masked_mean(x + y)
+
+    with pytest.raises(ValueError, match="of different batches with equal numbers"):
+        two.several(step)(tuple(zip(x, y, strict=True)))
+    whole = list(distributed(two, js.batches(np.arange(8), 4)))
+    assert two.several(step)(tuple(zip(whole, whole, strict=True))).shape == (2,)
+
+
+def test_padded_rows_that_nobody_asks_about_are_warned_of(two):
+    batches = tuple(distributed(two, js.batches(np.arange(7.0), 4)))
+    with pytest.warns(js.PaddedRowsWarning, match="`total` was given a batch"):
+
+        def total(batch):
+            return batch.sum()
+
+        two.several(total)(batches)
+
+
+def test_parts_of_a_batch_have_their_masks(two):
+    batches = tuple(distributed(two, js.batches(np.arange(13.0), 8)))
+
+    @two.several
+    def mean(batch):
+        return replica().all_reduce(
+            "mean", two.accumulate(2)(js.masked_mean)(batch)
+        )  # fmt: skip
+
+    np.testing.assert_allclose(mean(batches), [3.5, 10.0])
+
+
+def test_variables_count_the_steps(two):
+    with two.scope():
+        steps = js.Variable(0)
+        total = js.Variable(0.0, synchronization="on_read", aggregation="sum")
+
+    @two.several
+    def step(batch):
+        steps.assign_add(1)
+        total.assign_add(batch[0])
+        return steps
+
+    np.testing.assert_array_equal(step(numbers(two, 3)), [1, 2, 3])
+    assert (steps.numpy(), total.numpy()) == (3, 0 + 1 + 10 + 11 + 20 + 21)
+
+
+def test_several_states_one_state_alone_and_none(two):
+    batches = tuple(numbers(two, 3))
+
+    @two.several
+    def both(a, b, batch):
+        return a + 1, b + batch.mean(), a, "kept"
+
+    a, b, before, text = both(1.0, two.per_replica([0.0, 0.0]), batches)
+    assert (float(a), text) == (4.0, "kept")
+    np.testing.assert_array_equal(b.stacked, [30.0, 33.0])
+    np.testing.assert_array_equal(before, [1.0, 2.0, 3.0])
+
+    @two.several
+    def alone(state, batch):
+        return state[0] + replica().all_reduce("sum", batch[0]), state[1]
+
+    total, fixed = alone((0.0, jnp.ones(2)), batches)
+    assert float(total) == 63.0
+    assert fixed.shape == (2,)
+
+    sums = two.several(lambda batch: batch.sum())(batches)
+    np.testing.assert_array_equal(sums.stacked, [[0, 10, 20], [1, 11, 21]])
+
+
+def test_what_is_the_same_in_all_steps(two):
+    @two.several
+    def step(kind, w, batch, *, rate, flip):
+        assert (kind, flip) == ("plain", True)
+        return w - rate * replica().all_reduce("mean", batch)
+
+    w = step("plain", jnp.zeros(1), numbers(two, 2), rate=0.5, flip=True)
+    np.testing.assert_allclose(w, [-0.5 * (0.5 + 10.5)])
+
+
+def test_empty_states_and_batches_without_arrays(two):
+    @two.several
+    def step(w, memory, batch):
+        assert (memory, batch) == ((), None)
+        return w * 2, memory
+
+    w, memory = step(1.0, (), (None, None, None))
+    assert (float(w), memory) == (8.0, ())
+
+
+def test_static_leaves_of_batches_are_the_same_in_all(two):
+    def step(batch):
+        assert batch["kind"] == "a"
+        return batch["x"]
+
+    many = two.several(step)
+    np.testing.assert_array_equal(many([{"x": 1, "kind": "a"}] * 2), [1, 1])
+    with pytest.raises(
+        ValueError, match=r"`step`: `batches\[1\]\['kind'\]` is 'b', and `batches\[0\]"
+    ):
+        many([{"x": 1, "kind": "a"}, {"x": 1, "kind": "b"}])
+
+
+def test_a_method_is_a_step(two):
+    class Trainer:
+        rate = 0.5
+
+        @two.several
+        def train(self, w, batch):
+            return w - self.rate * replica().all_reduce("mean", batch), batch.sum()
+
+        @two.run
+        def step(self, w, batch):
+            return w - self.rate * replica().all_reduce("mean", batch), batch.sum()
+
+    trainer, batches = Trainer(), numbers(two, 2)
+    np.testing.assert_allclose(trainer.train(jnp.zeros(1), batches)[0], [-5.5])
+    many = two.several(trainer.step)
+    np.testing.assert_allclose(many(jnp.zeros(1), batches)[0], [-5.5])
+
+
+# Programs, options, explain.
+
+
+def test_one_program_for_each_number_of_batches(two, compilations):
+    many = two.several(lambda total, batch: total + batch[0])
+    total = two.per_replica([0.0, 0.0])
+    batches = numbers(two, 5)
+    compilations()
+    counts = []
+    for group in (batches[:2], batches[2:4], batches[4:], batches[:2]):
+        total = many(total, tuple(group))
+        counts.append(compilations())
+    assert counts == [1, 0, 1, 0]
+    np.testing.assert_array_equal(total.stacked, [110, 117])
+
+
+def test_options_are_those_of_the_step(two):
+    @two.run(options=js.RunOptions(donate_argnums=0))
+    def step(total, batch):
+        return total + replica().all_reduce("mean", batch)
+
+    total = two.mirror(np.zeros(1, np.float32))
+    two.several(step)(total, numbers(two, 2))
+    assert total.is_deleted()
+    total = two.mirror(np.zeros(1, np.float32))
+    two.several(step, options=js.RunOptions())(total, numbers(two, 2))
+    assert not total.is_deleted()
+
+
+def test_a_promise_is_checked(two):
+    options = js.RunOptions(expect_mirrored=(True, False))
+    with pytest.raises(js.NotMirroredError, match=r"`own\(\.\.\.\)\[0\]`"):
+
+        @two.several(options=options)
+        def own(total, batch):
+            return total + batch, batch
+
+        own(np.zeros(1, np.float32), numbers(two, 2))
+
+
+def test_explain_tells_of_the_loop(four):
+    many = four.several(train)
+    batches = tuple(distributed(four, data()))
+    found = four.explain(many, (start(), batches), compiled=False)
+    assert found.name == "train"
+    assert {each.times for each in found.collectives} == {5}
+    paths = {value.path for value in found.per_replica}
+    assert paths == {f"train(...)[1]['own']['{n}']" for n in ("rows", "first")}
+    whys = [value.why for value in found.per_replica]
+    assert any("`batches[0]['x']`, a PerReplica" in why for why in whys)
+    assert [value.path for value in found.donatable][0] == "state['count']"
+
+
+# Modules and optimizers of Flax NNX.
+
+
+class Net(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0, dropout=1)
+        self.inner = nnx.Linear(3, 8, rngs=rngs)
+        self.norm = nnx.BatchNorm(8, rngs=rngs, use_fast_variance=False)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        self.outer = nnx.Linear(8, 1, rngs=rngs)
+
+    def __call__(self, x):
+        return self.outer(self.dropout(jax.nn.tanh(self.norm(self.inner(x)))))
+
+
+def train_net(model, optimizer, batch):
+    def loss_of(model):
+        return jnp.mean((model(batch["x"])[:, 0] - batch["y"]) ** 2)
+
+    loss, grads = nnx.value_and_grad(loss_of)(model)
+    loss, grads = replica().all_reduce("mean", (loss, grads))
+    optimizer.update(model, grads)
+    return loss
+
+
+def mirrored_statistics(model):
+    for name in ("mean", "var"):
+        variable = getattr(model.norm, name)
+        variable[...] = replica().all_reduce("mean", variable[...])
+
+
+def train_both(model, optimizer, batch):
+    loss = train_net(model, optimizer, batch)
+    mirrored_statistics(model)
+    return loss
+
+
+def arrays(*objects):
+    leaves = jax.tree.leaves(nnx.to_pure_dict(nnx.state(list(objects))))
+    return [
+        np.asarray(
+            jax.random.key_data(leaf)
+            if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+            else leaf
+        )
+        for leaf in leaves
+    ]
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+@pytest.mark.parametrize("bound", [False, True], ids=["given", "bound"])
+def test_objects_are_changed_in_place_as_in_a_loop(n, bound):
+    strategy = mirrored(n)
+
+    def fresh():
+        model = Net()
+        return model, nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
+
+    batches = list(distributed(strategy, data(32)))
+    step = strategy.run(train_both)
+    wanted = fresh()
+    losses = [float(step(*wanted, batch)) for batch in batches]
+
+    found = fresh()
+    many = strategy.several(train_both)
+    many = many.bind(*found) if bound else functools.partial(many, *found)
+    out = [*np.asarray(many(tuple(batches[:2]))), *np.asarray(many(tuple(batches[2:])))]
+    np.testing.assert_allclose(out, losses, rtol=1e-5)
+    for have, want in zip(arrays(*found), arrays(*wanted), strict=True):
+        np.testing.assert_allclose(have, want, rtol=1e-4, atol=1e-5)
+
+
+def test_explain_tells_of_steps_with_objects(two):
+    model = Net()
+    optimizer = nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
+    batches = tuple(distributed(two, data(16)))
+    many = two.several(train_both)
+    found = two.explain(many, (model, optimizer, batches), compiled=False)
+    assert {each.times for each in found.collectives} == {2}
+    assert not found.problems
+
+
+class Total(nnx.Module):
+    def __init__(self):
+        self.total = nnx.Variable(jnp.zeros(()))
+        self.calls = 0
+
+    def add(self, batch):
+        self.total[...] += replica().all_reduce("sum", batch.sum())
+
+
+@pytest.mark.parametrize("kind", [1, 6], ids=["mirrored", "default"])
+def test_objects_beside_a_state_and_by_keyword(kind):
+    strategy = list(strategies())[kind]
+
+    @strategy.several
+    def step(total, state, batch, *, other):
+        total.add(batch)
+        other.add(2 * batch)
+        return state + 1, batch.mean()
+
+    total, other = Total(), Total()
+    state, means = step(total, 0, numbers(strategy, 2), other=other)
+    sums = float(total.total[...])
+    assert (int(state), sums, float(other.total[...])) == {
+        1: (2, 22.0, 44.0),
+        6: (2, 10.0, 20.0),
+    }[kind]
+    assert means.shape == ((2,))
+
+
+@pytest.mark.parametrize("kind", [1, 6], ids=["mirrored", "default"])
+def test_objects_that_are_captured_are_changed_too(kind):
+    strategy, total = list(strategies())[kind], Total()
+
+    @strategy.several
+    def step(batch):
+        total.add(batch)
+
+    for _ in range(2):
+        step(numbers(strategy, 2))
+    assert float(total.total[...]) == {1: 44.0, 6: 20.0}[kind]
+
+
+def test_a_state_of_flax_goes_on_as_any_other(two):
+    @two.several
+    def step(state, batch):
+        return jax.tree.map(lambda a: a + batch[0], state), None
+
+    state, _ = step(nnx.state(Total()), numbers(two, 2))
+    np.testing.assert_array_equal(state["total"].get_value().stacked, [10, 12])
+
+
+def returned(two):
+    def step(total, batch):
+        return total, batch
+
+    return two.several(step), (Total(),)
+
+
+def counted(two):
+    def step(total, batch):
+        total.calls += 1
+
+    return two.several(step), (Total(),)
+
+
+def mixed(two):
+    def step(state, batch):
+        return state
+
+    return two.several(step), ({"total": Total(), "n": 1},)
+
+
+def wide(two):
+    def step(total, batch):
+        total.total.set_value(jnp.zeros(2))
+
+    return two.several(step), (Total(),)
+
+
+@pytest.mark.parametrize(
+    "make, error, words",
+    [(returned, js.ObjectError, "`step` returned an object of Flax NNX"),
+     (counted, js.ObjectError, "`step` changes `calls` of an object of Flax NNX"),
+     (mixed, js.ObjectError, "`state` holds objects of Flax NNX, which are changed"),
+     (wide, TypeError, r"`total` of an object is float32\[\] before a step and float")],
+)  # fmt: skip
+def test_what_objects_in_a_loop_cannot_do(two, make, error, words):
+    many, args = make(two)
+    with pytest.raises(error, match=words):
+        many(*args, numbers(two, 2))
+
+
+# Errors.
+
+
+def same_shapes(state, batch):
+    return {"w": state["w"].astype(jnp.int32)}, batch
+
+
+def other_keys(state, batch):
+    return {"v": state["w"]}, batch
+
+
+def no_pair(state, batch):
+    return batch
+
+
+def larger(state, batch):
+    return {"w": jnp.concatenate([state["w"], batch])}, batch
+
+
+@pytest.mark.parametrize(
+    "step, words",
+    [(same_shapes, r"`same_shapes`: `state\['w'\]` is float32\[1\] before a step and "
+                   r"int32\[1\] after it"),
+     (larger, r"`larger`: `state\['w'\]` is float32\[1\] before .* float32\[2\] after"),
+     (other_keys, r"`other_keys` was given `state` and returned something else in its"),
+     (no_pair, r"`no_pair` goes on with state, so each step is to return "
+               r"`\(state, \.\.\.\)`, the new ones first. It returned float32\[1\]")],
+)  # fmt: skip
+def test_a_step_returns_what_it_goes_on_with(two, step, words):
+    with pytest.raises(TypeError, match=words):
+        two.several(step)({"w": np.zeros(1, np.float32)}, numbers(two, 2))
+
+
+@pytest.mark.parametrize(
+    "batches, error, words",
+    [((), ValueError, "`step` was given no batches, and each step needs one"),
+     (np.ones(3), TypeError, r"takes a tuple of batches .* was given float32\[3\]"),
+     ({"x": 1.0}, TypeError, r"given a dict; write `\(batch,\)` for one step"),
+     ((1.0, {"x": 1.0}), ValueError, r"`batches\[1\]` has another structure than"),
+     (({"x": np.ones(3)}, {"x": np.ones(2)}), ValueError,
+      r"`batches\[1\]\['x'\]` is float32\[2\], and `batches\[0\]\['x'\]` is float32"),
+     ((np.ones(2), np.ones(2, np.int32)), ValueError,
+      r"`batches\[1\]` is int32\[2\], and `batches\[0\]` is float32\[2\]")],
+)  # fmt: skip
+def test_bad_batches(two, batches, error, words):
+    def step(state, batch):
+        return state, None
+
+    with pytest.raises(error, match=words):
+        two.several(step)(0.0, batches)
+
+
+def test_a_call_without_batches(two):
+    with pytest.raises(TypeError, match="`<lambda>` was called without batches"):
+        two.several(lambda *given: given)()
+
+
+def test_a_step_can_be_called(two):
+    with pytest.raises(TypeError, match="`several` was given 10, which cannot be"):
+        two.several(10)
+
+
+def test_names_and_parameters_are_those_of_the_step(two):
+    many = two.several(train)
+    assert (many.__name__, many.__doc__) == ("train", train.__doc__)
+    assert "(state, batches)" in str(many.__signature__)
+
+
+# Groups.
+
+
+def test_groups_of_batches_pass_after_pass():
+    groups = js.grouped(range(7), 3)
+    assert len(groups) == 3
+    for _ in range(2):
+        assert list(groups) == [(0, 1, 2), (3, 4, 5), (6,)]
+    assert list(js.grouped([], 3)) == []
+    assert list(js.grouped(iter("abcd"), 2)) == [("a", "b"), ("c", "d")]
+
+
+def test_batches_before_an_error_are_given():
+    def source():
+        yield from range(4)
+        raise OSError("the disk is gone")
+
+    groups = iter(js.grouped(source(), 3))
+    assert [next(groups), next(groups)] == [(0, 1, 2), (3,)]
+    with pytest.raises(OSError, match="the disk is gone"):
+        next(groups)
+
+
+def test_the_state_is_the_one_after_the_group(two):
+    dataset = distributed(two, data(32, 4))
+    iterator = iter(dataset)
+    groups = iter(js.grouped(iterator, 3))
+    next(groups)
+    state = iterator.get_state()
+    rest = iter(dataset)
+    rest.set_state(state)
+    wanted = [np.asarray(b["x"].stacked) for b in list(dataset)[3:]]
+    found = [np.asarray(b["x"].stacked) for b in rest]
+    np.testing.assert_array_equal(found, wanted)
+
+
+@pytest.mark.parametrize(
+    "dataset, k, error, words",
+    [([], 0, ValueError, "`k` was 0; a tuple has at least one batch"),
+     ([], 2.0, TypeError, "`k` was 2.0; the number of batches in a tuple was wanted"),
+     (3, 2, TypeError, "`dataset` was 3, which cannot be iterated over")],
+)  # fmt: skip
+def test_bad_groups(dataset, k, error, words):
+    with pytest.raises(error, match=re.escape(words)):
+        js.grouped(dataset, k)
+
+
+def test_the_number_of_groups_may_be_unknown():
+    with pytest.raises(TypeError, match="How many batches a list_iterator has is not"):
+        len(js.grouped(iter([]), 2))
