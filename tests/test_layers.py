@@ -59,13 +59,14 @@ def imported(path):
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path} imports relatively"
-            if node.module == "jaxstrategy":
-                for alias in node.names:
-                    known = (PACKAGE / f"{alias.name}.py").exists()
-                    known |= (PACKAGE / alias.name).is_dir()
-                    yield f"jaxstrategy.{alias.name}" if known else "jaxstrategy"
-            elif (node.module or "").startswith("jaxstrategy."):
-                yield node.module
+            parts = (node.module or "").split(".")
+            if parts[0] != "jaxstrategy":
+                continue
+            folder = PACKAGE.joinpath(*parts[1:])
+            for alias in node.names:
+                known = (folder / f"{alias.name}.py").exists()
+                known |= (folder / alias.name).is_dir()
+                yield f"{node.module}.{alias.name}" if known else node.module
         elif isinstance(node, ast.Import):
             for alias in node.names:
                 if alias.name.split(".")[0] == "jaxstrategy":
