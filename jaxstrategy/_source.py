@@ -41,10 +41,26 @@ class Line:
         """The text of the line, empty if the file cannot be read."""
         return linecache.getline(self.file, self.number).strip()
 
+    @property
+    def name(self) -> str:
+        """The name of the file; of a notebook's cell what the notebook calls it."""
+        cell = _cell_name(self.file)
+        return os.path.basename(self.file) if cell is None else cell
+
     def __str__(self) -> str:
         code = self.code
-        place = f"{self.file}:{self.number}"
+        cell = _cell_name(self.file)
+        place = f"{self.file if cell is None else cell}:{self.number}"
         return f"{place}: {code}" if code else place
+
+
+def _cell_name(file: str) -> str | None:
+    """`In[3]`, if code of a notebook's cell stands in this file."""
+    ipython = sys.modules.get("IPython")
+    shell = None if ipython is None else ipython.get_ipython()
+    named = getattr(getattr(shell, "compile", None), "format_code_name", None)
+    found = None if named is None else named(file)
+    return None if found is None else found[1]
 
 
 @functools.lru_cache(maxsize=4096)

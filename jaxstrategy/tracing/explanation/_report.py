@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html as _html
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -49,7 +48,7 @@ def html(title: str, sections: Iterable[Section]) -> str:
 
 def _html_row(cells: Row, tag: str) -> str:
     # Jupyter aligns to the right. Leading spaces say what belongs under what.
-    opening = f'<{tag} style="text-align:left;white-space:pre">'
+    opening = f'<{tag} style="text-align:left;white-space:pre-wrap">'
     row = "".join(f"{opening}{_html.escape(cell)}</{tag}>" for cell in cells)
     return f"<tr>{row}</tr>"
 
@@ -148,7 +147,7 @@ def _remarks(found: ExplainedCollective) -> Iterator[str]:
 def _short(line: Line | None) -> str:
     if line is None:
         return "unknown"
-    return f"{os.path.basename(line.file)}:{line.number}: {line.code}"
+    return f"{line.name}:{line.number}: {line.code}"
 
 
 # Arguments and results.
