@@ -12,8 +12,8 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from jaxstrategy.checkpoint import _record
+from jaxstrategy.checkpoint._entries import Reading
 from jaxstrategy.checkpoint._record import Record
-from jaxstrategy.checkpoint._sorts import Reading
 
 _NOTHING = "nothing"  # Orbax writes at least one array
 

@@ -8,8 +8,9 @@ from typing import Any, final
 from jaxstrategy.checkpoint import _record
 from jaxstrategy.checkpoint._record import Damage, Record
 
-# Orbax writes into such folders, and renames them when all is there.
-_UNFINISHED = re.compile(r"\d+\.orbax-checkpoint-tmp.*")
+# Orbax writes into such folders, and renames them when all is there; and what is being
+# deleted was renamed.
+_UNFINISHED = re.compile(r"\d+\.(orbax-checkpoint-tmp.*|deleted)")
 
 
 @final
@@ -22,7 +23,7 @@ class Folder:
 
     def __init__(self, path: Any) -> None:
         self.path = path
-        self._known: dict[int, Record] = {}
+        self._known: set[int] = set()
 
     def of(self, step: int) -> Any:
         """Where the checkpoint of `step` is."""
@@ -62,31 +63,37 @@ class Folder:
             raise Damage(f"it is the checkpoint of step {record.step}, renamed")
         return record
 
-    def sizes_of(self, step: int) -> Record:
-        """The record of `step`, not read again if it was complete before."""
+    def latest(self, damaged: set[int]) -> int | None:
+        """The last step whose checkpoint was complete when it was first looked at."""
+        for step in reversed(self.named()):
+            if step not in damaged and self._was_complete(step):
+                return step
+        return None
+
+    def _was_complete(self, step: int) -> bool:
         if step not in self._known:
-            self._known[step] = self.record(step)
-        return self._known[step]
+            try:
+                self.record(step)
+            except Damage:
+                return False
+            self._known.add(step)
+        return True
 
     def clear(self, damaged: set[int]) -> None:
         """Take away what stands in the way of new checkpoints.
 
-        What was not written to its end is deleted. Damaged checkpoints are renamed, as
-        a person may still get something out of them.
+        What was not written or deleted to its end is deleted. Damaged checkpoints are
+        renamed, as a person may still get something out of them.
         """
         for name in self._names():
             if _UNFINISHED.fullmatch(name):
                 (self.path / name).rmtree()
         for step in self.named():
-            try:
-                if step not in damaged:
-                    self.sizes_of(step)
-                    continue
-            except Damage:
-                pass
-            self._set_aside(step)
+            if step in damaged or not self._was_complete(step):
+                self._set_aside(step)
 
     def _set_aside(self, step: int) -> None:
+        self._known.discard(step)
         taken = set(self._names())
         name = f"{step}.damaged"
         while name in taken:
@@ -95,7 +102,10 @@ class Folder:
 
     def delete(self, step: int) -> None:
         """Delete the checkpoint of `step`."""
-        self._known.pop(step, None)
-        # The record first: what is left of a deletion that is killed is no checkpoint.
-        (self.of(step) / _record.FILE).unlink(missing_ok=True)
-        self.of(step).rmtree()
+        self._known.discard(step)
+        # Renamed first: what is left if this is killed is no checkpoint.
+        left = self.path / f"{step}.deleted"
+        if left.exists():
+            left.rmtree()
+        self.of(step).rename(left)
+        left.rmtree()

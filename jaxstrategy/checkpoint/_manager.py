@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import operator
 import threading
 import warnings
@@ -13,18 +12,17 @@ from typing import Any, Self, final
 import jax
 from jax.sharding import Mesh
 
-from jaxstrategy import _contexts, _values
+from jaxstrategy import _contexts
 from jaxstrategy._contexts import AbstractStrategy
-from jaxstrategy._errors import ContextError, MissingExtraError
+from jaxstrategy._errors import MissingExtraError
 from jaxstrategy._values import PyTree
-from jaxstrategy.checkpoint import _processes, _record, _retention
+from jaxstrategy.checkpoint import _arguments, _processes, _record, _retention
 from jaxstrategy.checkpoint._errors import CheckpointError, DamagedCheckpointWarning
 from jaxstrategy.checkpoint._folder import Folder
 from jaxstrategy.checkpoint._record import Damage, Record
 from jaxstrategy.checkpoint._restored import Restored
 from jaxstrategy.checkpoint._retention import Best
 from jaxstrategy.checkpoint._state import State
-from jaxstrategy.variables._cell import is_traced
 
 
 @final
@@ -135,34 +133,45 @@ class CheckpointManager:
             more than JSON can say.
           DonatedValueError: an array was donated to an earlier step.
         """
-        _check_host("save")
-        step = _checked_step(step)
+        _arguments.check_host("save")
+        step = _arguments.checked_step(step)
         self._raise_failure(is_over=False)
         if not force and self._every is not None and step % self._every:
             return False
         numbers = {name: float(value) for name, value in (metrics or {}).items()}
         self._check_metrics(numbers)
-        _check_json(extra)
+        _arguments.check_json(extra)
         self.wait()
         if step in self._own and step in self._steps():
             return False
         self._check_order(step)
         entries, arrays = State(state, None).saved()
         record = Record(step, entries, numbers, extra)
+        self._prepare(step)
         try:
-            if _processes.is_first():
-                self._folder.path.mkdir(parents=True, exist_ok=True)
-                self._folder.clear(self._damaged)
-            self._damaged.clear()
             self._writer.begin(self._folder.of(step), arrays, record)
         except (OSError, ValueError) as error:
-            raise self._unwritten(step, error) from error
+            raise self._unwritten(step, _arguments.first_line(error)) from error
         self._writing = step
         self._thread = threading.Thread(target=self._finish, name="checkpoint")
         self._thread.start()
         if not self._asynchronous:
             self.wait()
         return True
+
+    def _prepare(self, step: int) -> None:
+        """Make room for a checkpoint; if the first process cannot, all raise."""
+        failure = None
+        if _processes.is_first():
+            try:
+                self._folder.path.mkdir(parents=True, exist_ok=True)
+                self._folder.clear(self._damaged)
+            except OSError as error:
+                failure = _arguments.first_line(error)
+        failure = _processes.gather(failure)[0]
+        if failure is not None:
+            raise self._unwritten(step, failure)
+        self._damaged.clear()
 
     def _finish(self) -> None:
         """In the background: wait until all is written, then delete older ones."""
@@ -171,7 +180,7 @@ class CheckpointManager:
             self._writer.finish()
             self._own.add(step)
         except Exception as error:
-            self._failure = self._unwritten(step, error)
+            self._failure = self._unwritten(step, _arguments.first_line(error))
             self._failure.__cause__ = error
             return
         try:
@@ -180,7 +189,7 @@ class CheckpointManager:
         except OSError as error:
             self._failure = CheckpointError(
                 f"Checkpoint {step} is written, but an older one could not be deleted "
-                f"in `{self._folder.path}`: {_line(error)}"
+                f"in `{self._folder.path}`: {_arguments.first_line(error)}"
             )
             self._failure.__cause__ = error
 
@@ -192,10 +201,10 @@ class CheckpointManager:
         for step in _retention.surplus(list(records), self._keep, best):
             self._folder.delete(step)
 
-    def _unwritten(self, step: int, error: Exception) -> CheckpointError:
+    def _unwritten(self, step: int, reason: str) -> CheckpointError:
         return CheckpointError(
             f"Checkpoint {step} could not be written to `{self._folder.path}`: "
-            f"{_line(error)}\nEarlier checkpoints are as they were. Is the folder "
+            f"{reason}\nEarlier checkpoints are as they were. Is the folder "
             "writable, and is there room on the disk?"
         )
 
@@ -207,14 +216,14 @@ class CheckpointManager:
             )
 
     def _check_order(self, step: int) -> None:
-        steps = self._steps()
-        if not steps or steps[-1] < step:
+        latest = _processes.gather(self._folder.latest(self._damaged))[0]
+        if latest is None or latest < step:
             return
         raise ValueError(
             f"Checkpoint {step} was to be saved, but `{self._folder.path}` has "
-            f"checkpoint {steps[-1]} already, of another training or another course of "
+            f"checkpoint {latest} already, of another training or another course of "
             "this one. Restore that one and go on, use another directory, or delete it "
-            f"first: `manager.delete({steps[-1]})`."
+            f"first: `manager.delete({latest})`."
         )
 
     def wait(self) -> None:
@@ -272,11 +281,11 @@ class CheckpointManager:
           MismatchError: a dtype or shape differs; without `partial`, values are missing
             in the checkpoint, or only there.
         """
-        _check_host("restore")
+        _arguments.check_host("restore")
         self.wait()
         named = self._named()
         if step is not None:
-            step = _checked_step(step)
+            step = _arguments.checked_step(step)
             self._require(step, named)
             reason = self._verified(step)
             if reason is not None:
@@ -306,7 +315,7 @@ class CheckpointManager:
           CheckpointError: there are checkpoints, and all are damaged.
           MismatchError: as for `restore`.
         """
-        state = init() if _is_function(init) else init
+        state = init() if _arguments.is_function(init) else init
         self.wait()
         if not self._named():
             return State(state, self._mesh()).placed(), 0
@@ -353,7 +362,7 @@ class CheckpointManager:
         except Damage as damage:
             reason = str(damage)
         except OSError as error:
-            reason = f"it cannot be read: {_line(error)}"
+            reason = f"it cannot be read: {_arguments.first_line(error)}"
         reasons = _processes.gather(reason)
         return next((each for each in reasons if each is not None), None)
 
@@ -470,48 +479,3 @@ def _orbax() -> ModuleType:
             "extra: pip install 'jaxstrategy[checkpoint]'"
         ) from missing
     return _arrays
-
-
-def _check_host(method: str) -> None:
-    if is_traced():
-        raise ContextError(
-            f"`{method}` was called inside a step, or inside another function that JAX "
-            "compiles, which would do it once, while it is traced. Call it between "
-            "steps."
-        )
-
-
-def _checked_step(step: Any) -> int:
-    try:
-        number = int(operator.index(step))
-    except TypeError:
-        number = -1
-    if number < 0:
-        raise ValueError(f"`step` was {step!r}; a number from 0 on was wanted.")
-    return number
-
-
-def _check_json(extra: Any) -> None:
-    try:
-        json.dumps(extra)
-    except (TypeError, ValueError) as error:
-        raise TypeError(
-            f"`extra` was {extra!r}, which JSON cannot say ({error}). Put arrays and "
-            "other values into the state."
-        ) from error
-
-
-def _is_function(init: Any) -> bool:
-    """Whether it makes a state; a model can be both callable and a state."""
-    if not callable(init):
-        return False
-    _values.object_kinds()
-    if _values.is_object(init):
-        return False
-    leaves = jax.tree.leaves(init)
-    return len(leaves) == 1 and leaves[0] is init
-
-
-def _line(error: BaseException) -> str:
-    text = str(error).strip() or type(error).__name__
-    return text.splitlines()[0]

@@ -98,7 +98,9 @@ def _parts(name: str, owner: Any) -> Iterator[Slot]:
         label = "/".join([name] * (name != ".") + [_escaped(key) for key in path])
         node = nodes[path]
         if isinstance(node, nnx.Variable):
-            yield Slot(label, node.get_raw_value(), node.set_raw_value)
+            value = node.get_raw_value()
+            if value is not None:  # as little a value as elsewhere in a pytree
+                yield Slot(label, value, node.set_raw_value)
         else:
             yield Slot(label, node, _setter(nodes[path[:-1]], path[-1]))
 

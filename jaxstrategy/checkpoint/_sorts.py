@@ -7,7 +7,6 @@ it is restored into, the value says what is wanted: dtype, shape and placement.
 from __future__ import annotations
 
 import abc
-import dataclasses
 from typing import Any, final
 
 import jax
@@ -16,40 +15,12 @@ import numpy as np
 from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 
 from jaxstrategy import _mesh, _values
-from jaxstrategy._errors import DonatedValueError
 from jaxstrategy._options import VariableAggregation, VariableSynchronization
 from jaxstrategy._values import PerReplica
-from jaxstrategy.checkpoint import _processes
+from jaxstrategy.checkpoint import _entries, _processes
+from jaxstrategy.checkpoint._entries import Entry, Reading
 from jaxstrategy.inputs._iterator import DistributedIterator
 from jaxstrategy.variables._variable import Variable
-
-Entry = dict[str, Any]
-"""What the record says of a value."""
-
-_NUMBERS = {"bool": bool, "int": int, "float": float, "complex": complex}
-# What a number may become; the first it is.
-_ABSTRACT = {
-    "bool": jnp.bool_,
-    "int": jnp.integer,
-    "float": jnp.floating,
-    "complex": jnp.complexfloating,
-}
-
-
-@final
-@dataclasses.dataclass(frozen=True)
-class Reading:
-    """How an array is to be read.
-
-    Attributes:
-      shape: of it.
-      dtype: of it.
-      sharding: where it is to lie; None for an array of NumPy.
-    """
-
-    shape: tuple[int, ...]
-    dtype: Any
-    sharding: Sharding | None = None
 
 
 class Sort(abc.ABC):
@@ -93,92 +64,9 @@ class Sort(abc.ABC):
 
     def _differs(self, entry: Entry) -> str:
         return (
-            f"`{self.name}` is {_described(entry)} in the checkpoint, and "
+            f"`{self.name}` is {_entries.described(entry)} in the checkpoint, and "
             f"{self.describe} was wanted"
         )
-
-
-def _described(entry: Entry) -> str:
-    match entry["kind"]:
-        case "array":
-            return _kind(entry["dtype"], entry["shape"])
-        case "per_replica":
-            shape = _kind(entry["dtype"], entry["shape"][1:])
-            return f"a PerReplica of {shape} for {entry['shape'][0]} replicas"
-        case "number":
-            return f"a Python {entry['type']}"
-        case "text":
-            return "a string"
-        case _:
-            return "the state of an iterator"
-
-
-def _kind(dtype: Any, shape: Any) -> str:
-    return f"{dtype}[{','.join(map(str, shape))}]"
-
-
-# Arrays.
-
-
-def _is_key(dtype: Any) -> bool:
-    return jnp.issubdtype(dtype, jax.dtypes.prng_key)
-
-
-def _array_entry(value: Any, kind: str = "array") -> tuple[Entry, Any]:
-    """An array, or a struct like one, and what is written of it."""
-    entry = {"kind": kind, "dtype": str(value.dtype), "shape": list(value.shape)}
-    if _is_key(value.dtype):
-        entry["impl"] = str(jax.random.key_impl(value))
-        value = jax.random.key_data(value)
-        entry["words"] = list(value.shape[len(entry["shape"]) :])
-    return entry, None if value.size == 0 else _writable(value)
-
-
-def _writable(value: Any) -> Any:
-    """As Orbax takes it: an array of all processes, or one of the host."""
-    if isinstance(value, jax.Array):
-        is_own = jax.process_count() > 1 and value.is_fully_addressable
-        return np.asarray(value) if is_own else value
-    return np.array(value)  # a copy: the user may change it while it is written
-
-
-def _array_reading(entry: Entry, sharding: Sharding | None) -> Reading | None:
-    shape = (*entry["shape"], *entry.get("words", ()))
-    if 0 in shape:
-        return None
-    dtype = "uint32" if "impl" in entry else entry["dtype"]
-    if sharding is not None and sharding.is_fully_addressable:
-        if jax.process_count() > 1:
-            sharding = None  # Orbax reads for all processes, or for the host
-    return Reading(shape, jnp.dtype(dtype), sharding)
-
-
-def _array_of(entry: Entry, array: Any) -> Any:
-    """The array, or none at all, as it was before it was written."""
-    if array is None:
-        shape = (*entry["shape"], *entry.get("words", ()))
-        dtype = "uint32" if "impl" in entry else entry["dtype"]
-        array = np.zeros(shape, jnp.dtype(dtype))
-    if "impl" in entry:
-        array = jax.random.wrap_key_data(array, impl=entry["impl"])
-    return array
-
-
-def _check_alive(value: Any, name: str) -> None:
-    if isinstance(value, jax.Array) and value.is_deleted():
-        raise DonatedValueError(
-            f"`{name}` was donated to an earlier step, so it cannot be saved. Save the "
-            "state that the step returned."
-        )
-
-
-def _fits_number(entry: Entry, dtype: Any) -> bool:
-    """Whether a Python number that was saved may become a scalar of this dtype."""
-    names = list(_ABSTRACT)
-    for name in names[names.index(entry["type"]) :]:
-        if jnp.issubdtype(dtype, _ABSTRACT[name]):
-            return True
-    return False
 
 
 class _AnyArray(Sort):
@@ -186,19 +74,19 @@ class _AnyArray(Sort):
 
     @property
     def describe(self) -> str:
-        return _kind(self.value.dtype, self.value.shape)
+        return _entries.kind_of(self.value.dtype, self.value.shape)
 
     def saved(self) -> tuple[Entry, Any]:
-        _check_alive(self.value, self.name)
-        return _array_entry(self.value)
+        _entries.check_alive(self.value, self.name)
+        return _entries.array_entry(self.value)
 
     def difference(self, entry: Entry) -> str | None:
         if entry["kind"] == "number" and self.value.shape == ():
-            fits = not _is_key(self.value.dtype) and _fits_number(
+            fits = not _entries.is_key(self.value.dtype) and _entries.fits_number(
                 entry, self.value.dtype
             )
         else:
-            fits = _described(entry) == self.describe
+            fits = _entries.described(entry) == self.describe
         return None if fits else self._differs(entry)
 
 
@@ -209,13 +97,13 @@ class DeviceArray(_AnyArray):
     def reading(self, entry: Entry) -> Reading | None:
         if entry["kind"] == "number":
             return None
-        return _array_reading(entry, self._sharding)
+        return _entries.array_reading(entry, self._sharding)
 
     def restored(self, entry: Entry, array: Any) -> Any:
         if entry["kind"] == "number":
-            array = np.asarray(_number(entry), self.value.dtype)
+            array = np.asarray(_entries.number_of(entry), self.value.dtype)
         else:
-            array = _array_of(entry, array)
+            array = _entries.array_of(entry, array)
         if isinstance(array, jax.Array) and self._sharding in (None, array.sharding):
             return array
         if self._sharding is None:
@@ -251,12 +139,14 @@ class HostArray(_AnyArray):
         return super().saved()
 
     def reading(self, entry: Entry) -> Reading | None:
-        return None if entry["kind"] == "number" else _array_reading(entry, None)
+        return (
+            None if entry["kind"] == "number" else _entries.array_reading(entry, None)
+        )
 
     def restored(self, entry: Entry, array: Any) -> Any:
         if entry["kind"] == "number":
-            array = np.asarray(_number(entry), self.value.dtype)
-        array = np.asarray(_array_of(entry, array))
+            array = np.asarray(_entries.number_of(entry), self.value.dtype)
+        array = np.asarray(_entries.array_of(entry, array))
         return array[()] if isinstance(self.value, np.generic) else array
 
 
@@ -267,7 +157,7 @@ class Versions(Sort):
     @property
     def describe(self) -> str:
         held = _values.contents(self.value)
-        shape = _kind(held.dtype, held.shape[1:])
+        shape = _entries.kind_of(held.dtype, held.shape[1:])
         return f"a PerReplica of {shape} for {held.shape[0]} replicas"
 
     def saved(self) -> tuple[Entry, Any]:
@@ -277,14 +167,14 @@ class Versions(Sort):
                 f"`{self.name}` is a PerReplica of a {type(held).__name__}; one of an "
                 "array was wanted."
             )
-        _check_alive(held, self.name)
-        entry, array = _array_entry(held, "per_replica")
+        _entries.check_alive(held, self.name)
+        entry, array = _entries.array_entry(held, "per_replica")
         if self.value.mask is not None:
             entry["mask"] = np.asarray(self.value.mask).tolist()
         return entry, array
 
     def difference(self, entry: Entry) -> str | None:
-        if _described(entry) == self.describe:
+        if _entries.described(entry) == self.describe:
             return None
         text = self._differs(entry)
         if entry["kind"] != "per_replica":
@@ -295,10 +185,10 @@ class Versions(Sort):
         )
 
     def reading(self, entry: Entry) -> Reading | None:
-        return _array_reading(entry, self._sharding)
+        return _entries.array_reading(entry, self._sharding)
 
     def restored(self, entry: Entry, array: Any) -> Any:
-        array = _array_of(entry, array)
+        array = _entries.array_of(entry, array)
         if self._sharding is not None:
             array = _mesh.put(array, self._sharding)
         restored = PerReplica(array)
@@ -321,11 +211,11 @@ class VariableSort(Sort):
 
     @property
     def describe(self) -> str:
-        return _kind(self.value.dtype, self.value.shape)
+        return _entries.kind_of(self.value.dtype, self.value.shape)
 
     def saved(self) -> tuple[Entry, Any]:
         self._check()
-        return _array_entry(self.value.value)
+        return _entries.array_entry(self.value.value)
 
     def difference(self, entry: Entry) -> str | None:
         self._check()
@@ -358,11 +248,6 @@ class VariableSort(Sort):
 # What is written into the record itself.
 
 
-def _number(entry: Entry) -> Any:
-    value = entry["value"]
-    return complex(*value) if entry["type"] == "complex" else value
-
-
 @final
 class Number(Sort):
     """A number of Python."""
@@ -385,15 +270,19 @@ class Number(Sort):
         else:
             fits = entry["kind"] == "array" and entry["shape"] == []
             fits = fits and "impl" not in entry
-            fits = fits and jnp.issubdtype(jnp.dtype(entry["dtype"]), _ABSTRACT[kind])
+            fits = fits and jnp.issubdtype(
+                jnp.dtype(entry["dtype"]), _entries.ABSTRACT[kind]
+            )
         return None if fits else self._differs(entry)
 
     def reading(self, entry: Entry) -> Reading | None:
-        return None if entry["kind"] == "number" else _array_reading(entry, None)
+        return (
+            None if entry["kind"] == "number" else _entries.array_reading(entry, None)
+        )
 
     def restored(self, entry: Entry, array: Any) -> Any:
         if entry["kind"] == "number":
-            return _number(entry)
+            return _entries.number_of(entry)
         return type(self.value)(array.item())
 
 
@@ -468,7 +357,7 @@ def sort_of(name: str, value: Any, mesh: Mesh | None) -> Sort:
         return DeviceArray(name, value, mesh)
     if isinstance(value, (np.ndarray, np.generic)):
         return HostArray(name, value, mesh)
-    if type(value) in _NUMBERS.values():
+    if type(value) in _entries.NUMBERS.values():
         return Number(name, value, mesh)
     if isinstance(value, str):
         return Text(name, value, mesh)

@@ -9,15 +9,10 @@ from typing import Any, final
 from jax.sharding import Mesh
 
 from jaxstrategy._values import PyTree
+from jaxstrategy.checkpoint._entries import Entry, Reading
 from jaxstrategy.checkpoint._errors import MismatchError
 from jaxstrategy.checkpoint._slots import Slots
-from jaxstrategy.checkpoint._sorts import (
-    Entry,
-    Pass,
-    Reading,
-    VariableSort,
-    sort_of,
-)
+from jaxstrategy.checkpoint._sorts import Pass, VariableSort, sort_of
 
 
 @final

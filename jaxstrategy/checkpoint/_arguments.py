@@ -1,0 +1,62 @@
+"""What a manager is given, checked where it arrives."""
+
+from __future__ import annotations
+
+import json
+import operator
+from typing import Any
+
+import jax
+
+from jaxstrategy import _values
+from jaxstrategy._errors import ContextError
+from jaxstrategy.variables._cell import is_traced
+
+
+def check_host(method: str) -> None:
+    """Raise unless code runs by itself, outside of steps."""
+    if is_traced():
+        raise ContextError(
+            f"`{method}` was called inside a step, or inside another function that JAX "
+            "compiles, which would do it once, while it is traced. Call it between "
+            "steps."
+        )
+
+
+def checked_step(step: Any) -> int:
+    """`step` as a number of Python."""
+    try:
+        number = int(operator.index(step))
+    except TypeError:
+        number = -1
+    if number < 0:
+        raise ValueError(f"`step` was {step!r}; a number from 0 on was wanted.")
+    return number
+
+
+def check_json(extra: Any) -> None:
+    """Raise unless JSON can say it."""
+    try:
+        json.dumps(extra)
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"`extra` was {extra!r}, which JSON cannot say ({error}). Put arrays and "
+            "other values into the state."
+        ) from error
+
+
+def is_function(init: Any) -> bool:
+    """Whether it makes a state; a model can be both callable and a state."""
+    if not callable(init):
+        return False
+    _values.object_kinds()
+    if _values.is_object(init):
+        return False
+    leaves = jax.tree.leaves(init)
+    return len(leaves) == 1 and leaves[0] is init
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, without details."""
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0]

@@ -1,0 +1,132 @@
+"""What the record says of a value: an entry; and how the array of one is read."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Sharding
+
+from jaxstrategy._errors import DonatedValueError
+
+Entry = dict[str, Any]
+"""What the record says of a value."""
+
+NUMBERS = {"bool": bool, "int": int, "float": float, "complex": complex}
+# What a number may become; the first it is.
+ABSTRACT = {
+    "bool": jnp.bool_,
+    "int": jnp.integer,
+    "float": jnp.floating,
+    "complex": jnp.complexfloating,
+}
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """How an array is to be read.
+
+    Attributes:
+      shape: of it.
+      dtype: of it.
+      sharding: where it is to lie; None for an array of NumPy.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+    sharding: Sharding | None = None
+
+
+def described(entry: Entry) -> str:
+    """What messages call what was saved."""
+    match entry["kind"]:
+        case "array":
+            return kind_of(entry["dtype"], entry["shape"])
+        case "per_replica":
+            shape = kind_of(entry["dtype"], entry["shape"][1:])
+            return f"a PerReplica of {shape} for {entry['shape'][0]} replicas"
+        case "number":
+            return f"a Python {entry['type']}"
+        case "text":
+            return "a string"
+        case _:
+            return "the state of an iterator"
+
+
+def kind_of(dtype: Any, shape: Any) -> str:
+    """`float32[2,3]`."""
+    return f"{dtype}[{','.join(map(str, shape))}]"
+
+
+def is_key(dtype: Any) -> bool:
+    """Whether it is that of random keys."""
+    return jnp.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+def array_entry(value: Any, kind: str = "array") -> tuple[Entry, Any]:
+    """An array, or a struct like one, and what is written of it."""
+    entry = {"kind": kind, "dtype": str(value.dtype), "shape": list(value.shape)}
+    if is_key(value.dtype):
+        entry["impl"] = str(jax.random.key_impl(value))
+        value = jax.random.key_data(value)
+        entry["words"] = list(value.shape[len(entry["shape"]) :])
+    return entry, None if value.size == 0 else _writable(value)
+
+
+def _writable(value: Any) -> Any:
+    """As Orbax takes it: an array of all processes, or one of the host."""
+    if isinstance(value, jax.Array):
+        is_own = jax.process_count() > 1 and value.is_fully_addressable
+        return np.asarray(value) if is_own else value
+    return np.array(value)  # a copy: the user may change it while it is written
+
+
+def array_reading(entry: Entry, sharding: Sharding | None) -> Reading | None:
+    """How the array of an entry is read; None if it has no elements."""
+    shape = (*entry["shape"], *entry.get("words", ()))
+    if 0 in shape:
+        return None
+    dtype = "uint32" if "impl" in entry else entry["dtype"]
+    if sharding is not None and sharding.is_fully_addressable:
+        if jax.process_count() > 1:
+            sharding = None  # Orbax reads for all processes, or for the host
+    return Reading(shape, jnp.dtype(dtype), sharding)
+
+
+def array_of(entry: Entry, array: Any) -> Any:
+    """The array, or none at all, as it was before it was written."""
+    if array is None:
+        shape = (*entry["shape"], *entry.get("words", ()))
+        dtype = "uint32" if "impl" in entry else entry["dtype"]
+        array = np.zeros(shape, jnp.dtype(dtype))
+    if "impl" in entry:
+        array = jax.random.wrap_key_data(array, impl=entry["impl"])
+    return array
+
+
+def check_alive(value: Any, name: str) -> None:
+    """Raise `DonatedValueError` if `value` is no more."""
+    if isinstance(value, jax.Array) and value.is_deleted():
+        raise DonatedValueError(
+            f"`{name}` was donated to an earlier step, so it cannot be saved. Save the "
+            "state that the step returned."
+        )
+
+
+def fits_number(entry: Entry, dtype: Any) -> bool:
+    """Whether a Python number that was saved may become a scalar of this dtype."""
+    names = list(ABSTRACT)
+    for name in names[names.index(entry["type"]) :]:
+        if jnp.issubdtype(dtype, ABSTRACT[name]):
+            return True
+    return False
+
+
+def number_of(entry: Entry) -> Any:
+    """The number of Python that was saved."""
+    value = entry["value"]
+    return complex(*value) if entry["type"] == "complex" else value
