@@ -13,6 +13,7 @@ from jaxstrategy import _values
 from jaxstrategy._errors import DonatedValueError, TracedValueError
 from jaxstrategy._options import VariableAggregation
 from jaxstrategy._values import PerReplica, PyTree
+from jaxstrategy.cluster import _together
 from jaxstrategy.variables._variable import Variable
 
 
@@ -87,4 +88,5 @@ def _read(part: Any) -> Any:
         return np.asarray(part)
     from jax.experimental import multihost_utils
 
-    return multihost_utils.process_allgather(part, tiled=True)
+    with _together.exchanging("to_host", part):
+        return multihost_utils.process_allgather(part, tiled=True)

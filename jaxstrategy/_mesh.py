@@ -17,6 +17,8 @@ from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jaxstrategy._devices import Device
+from jaxstrategy._errors import PlacementError
+from jaxstrategy.cluster import _together
 
 REPLICA_AXIS = "replica"
 
@@ -57,11 +59,11 @@ def put(value: Any, sharding: Sharding) -> jax.Array:
     With several processes each places its own part of what it has, without asking the
     others; all must have the same.
     """
+    if _is_spread(value):
+        return _moved(value, sharding)
     if sharding.is_fully_addressable or isinstance(value, Tracer):
         return jax.device_put(value, sharding)
     if isinstance(value, jax.Array):
-        if not value.is_fully_addressable:
-            return _moved(value, sharding)
         if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
             data = put(jax.random.key_data(value), sharding)
             return jax.random.wrap_key_data(data, impl=jax.random.key_impl(value))
@@ -75,21 +77,23 @@ def put_same(value: Any, sharding: NamedSharding) -> jax.Array:
 
     With several processes it is sent to the others, which must take part.
     """
+    if _is_spread(value):
+        return _moved(value, sharding)
     if sharding.is_fully_addressable or isinstance(value, Tracer):
         return jax.device_put(value, sharding)
     if isinstance(value, jax.Array):
-        if not value.is_fully_addressable:
-            return _moved(value, sharding)
         if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
             data = put_same(jax.random.key_data(value), sharding)
             return jax.random.wrap_key_data(data, impl=jax.random.key_impl(value))
     host = np.asarray(value)[None]
     host = host.astype(jax.dtypes.canonicalize_dtype(host.dtype), copy=False)
-    n = sharding.mesh.size
+    mesh = sharding.mesh
+    assert isinstance(mesh, Mesh), "values lie on devices"
     each = jax.make_array_from_callback(
-        (n, *host.shape[1:]), split(sharding.mesh), lambda _: host
+        (mesh.size, *host.shape[1:]), split(mesh), lambda _: host
     )
-    return _first(sharding)(each)
+    with _together.exchanging("one value for all replicas", host[0]):
+        return _first(sharding)(each)
 
 
 @functools.cache
@@ -97,11 +101,30 @@ def _first(sharding: NamedSharding) -> Any:
     return jax.jit(lambda each: each[0], out_shardings=sharding)
 
 
+def _is_spread(value: Any) -> bool:
+    """Whether `value` is an array of several processes."""
+    is_placed = isinstance(value, jax.Array) and not isinstance(value, Tracer)
+    return is_placed and not value.is_fully_addressable
+
+
 def _moved(value: jax.Array, sharding: Sharding) -> jax.Array:
-    """An array of several processes, elsewhere on the same devices."""
+    """An array of several processes, elsewhere.
+
+    Raises:
+      PlacementError: to devices of this process, which has not all of it.
+    """
+    if sharding.is_fully_addressable:
+        if not value.is_fully_replicated:
+            raise PlacementError(
+                f"An array of shape {value.shape} that is spread over several "
+                "processes was to be placed on devices of this one. Use "
+                "`strategy.gather` or `strategy.reduce` first."
+            )
+        return jax.device_put(value.addressable_data(0), sharding)
     if value.sharding.is_equivalent_to(sharding, value.ndim):
         return jax.device_put(value, sharding)
-    return jax.jit(lambda array: array, out_shardings=sharding)(value)
+    with _together.exchanging("an array for other replicas", value):
+        return jax.jit(lambda array: array, out_shardings=sharding)(value)
 
 
 def replicated_like(sharding: Sharding) -> Sharding:

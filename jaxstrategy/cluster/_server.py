@@ -14,7 +14,6 @@ from jaxstrategy.cluster._board import AbstractBoard, State
 from jaxstrategy.cluster._simple import SimpleClusterResolver
 from jaxstrategy.cluster._spec import ClusterSpec
 
-
 _POLL_SECONDS = 0.5
 
 

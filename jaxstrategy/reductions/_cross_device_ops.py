@@ -119,7 +119,8 @@ class DefaultOps(PlannedOps):
 
     def plan(self, devices: Sequence[Device]) -> Plan:
         """Packing as is best there."""
-        return Plan(best_on(devices[0].platform, len(devices)))
+        processes = len({device.process_index for device in devices})
+        return Plan(best_on(devices[0].platform, len(devices), processes))
 
 
 @final

@@ -305,4 +305,6 @@ def _sharding(destinations: Destinations) -> jax.sharding.Sharding | None:
 
 def _placed(result: PyTree, sharding: jax.sharding.Sharding | None) -> PyTree:
     traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(result))
-    return result if sharding is None or traced else jax.device_put(result, sharding)
+    if sharding is None or traced:
+        return result
+    return jax.tree.map(lambda leaf: _mesh.put(leaf, sharding), result)

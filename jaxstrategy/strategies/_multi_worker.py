@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import final
+from typing import Any, Self, final
 
 import jax
 
@@ -97,6 +97,11 @@ class MultiWorkerMirroredStrategy(Strategy):
             return Alone()
         name = f"input {next(_passes)}"
         return OfProcesses(self._processes.board, name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        twin = type(self)(self._resolver, self._reduction.options)
+        memo[id(self)] = twin
+        return twin
 
     def __repr__(self) -> str:
         text = super().__repr__()

@@ -7,15 +7,12 @@ compared before they are dispatched, and the watchdog is told of each.
 
 from __future__ import annotations
 
-import zlib
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
-import numpy as np
-
-from jaxstrategy._errors import ClusterError
 from jaxstrategy._values import PyTree
+from jaxstrategy.cluster import _together
 from jaxstrategy.cluster._processes import Processes
 from jaxstrategy.tracing import _inflight
 from jaxstrategy.variables import _cell
@@ -23,7 +20,6 @@ from jaxstrategy.variables import _cell
 # So many steps at the beginning are compared, and then each of so many. A comparison
 # costs a message to process 0 and back, half a millisecond on one host.
 _FIRST, _EACH = 32, 64
-_HASHED_BYTES = 65536  # of an argument that comes from the host
 
 
 class Company:
@@ -55,61 +51,19 @@ class Company:
         self._count += 1
         self._processes.watchdog.step_started(name, where, is_new)
         if self._count <= _FIRST or self._count % self._each == 0:
-            self._compare([name, where, *map(_described, leaves)])
+            step = f"{name} at {os.path.basename(where)}"
+            kinds = [_together.described(leaf) for leaf in leaves]
+            _together.compare(self._processes.board, step, where, kinds, _ADVICE)
 
     def end(self) -> None:
         """After it was dispatched, or has failed to be."""
         self._processes.watchdog.step_dispatched()
 
-    def _compare(self, own: list[str]) -> None:
-        said = self._processes.board.gather(
-            f"step {self._count}", own, _AS_LONG_AS_IT_TAKES
-        )
-        for index, other in enumerate(said):
-            if other != said[0]:
-                raise ClusterError(
-                    f"The processes are about to take different steps, as number "
-                    f"{self._count}:\n{_difference(said[0], other, index)}\n"
-                    "Each process must call `run` with the same functions in the same "
-                    "order, and with arguments of the same shapes; what is not a "
-                    "PerReplica must have the same values."
-                )
 
-
-# The watchdog looks on, and the death of another process ends the wait.
-_AS_LONG_AS_IT_TAKES = 1e6
-
-
-def _difference(first: list[str], other: list[str], index: int) -> str:
-    if first[:2] != other[:2]:
-        return (
-            f"  process 0: `{first[0]}` ({first[1]})\n"
-            f"  process {index}: `{other[0]}` ({other[1]})"
-        )
-    if len(first) != len(other):
-        return (
-            f"  process 0: `{first[0]}` with {len(first) - 2} arrays\n"
-            f"  process {index}: the same with {len(other) - 2}"
-        )
-    pairs = enumerate(zip(first, other, strict=True))
-    place = next(place for place, (one, two) in pairs if one != two)
-    return (
-        f"  process 0: `{first[0]}`, argument {place - 2} (of its arrays): "
-        f"{first[place]}\n"
-        f"  process {index}: {other[place]}"
-    )
-
-
-def _described(leaf: Any) -> str:
-    if isinstance(leaf, jax.Array):
-        return f"{leaf.dtype}{list(leaf.shape)}"
-    if isinstance(leaf, (bool, int, float, complex)):
-        return f"{type(leaf).__name__} {leaf!r}"
-    array = np.asarray(leaf)
-    text = f"{array.dtype}{list(array.shape)}"
-    if array.nbytes > _HASHED_BYTES:
-        return text
-    return f"{text} of bits {zlib.crc32(np.ascontiguousarray(array).tobytes()):08x}"
+_ADVICE = (
+    "Each process must call `run` with the same functions in the same order, and with "
+    "arguments of the same shapes; what is not a PerReplica must have the same values."
+)
 
 
 class Accompanied:

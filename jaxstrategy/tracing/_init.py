@@ -46,5 +46,10 @@ def build_replicated(
         return results.rebuild(arrays)
 
     arrays = _values.replicate([leaves[index] for index in traced], mesh)
-    compiled = jax.jit(build, out_shardings=_mesh.replicated(mesh))
-    return _results.unwrap_plain(compiled(*arrays))
+    sharding = _mesh.replicated(mesh)
+    built = jax.jit(build, out_shardings=sharding)(*arrays)
+    if not sharding.is_fully_addressable:  # what `fn` closes over may differ
+        built = jax.tree.map(
+            lambda leaf: _mesh.put_same(leaf.addressable_data(0), sharding), built
+        )
+    return _results.unwrap_plain(built)

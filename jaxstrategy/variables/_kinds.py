@@ -20,6 +20,7 @@ from jaxstrategy._contexts import AbstractStrategy
 from jaxstrategy._options import VariableAggregation
 from jaxstrategy._slices import IndexedSlices, is_slices
 from jaxstrategy._values import PerReplica
+from jaxstrategy.cluster import _together
 from jaxstrategy.variables import _aggregation, _step
 from jaxstrategy.variables._step import Side
 
@@ -296,7 +297,9 @@ class OnReadKind(Kind):
             )
         if self._in_step():
             return _aggregation.across(self.aggregation, ref[...][0], _axes())
-        return _combiner(self.aggregation, _mesh.replicated(self.mesh))(ref[...])
+        copies, where = ref[...], _mesh.replicated(self.mesh)
+        with _together.exchanging(f"the value of variable {self.name!r}", copies):
+            return _combiner(self.aggregation, where)(copies)
 
     def write(self, ref: Any, side: Side, value: Any, how: str) -> Any:
         """Change this replica's copy, or outside `run` all of them."""

@@ -1,0 +1,122 @@
+"""What all processes are about to do together, compared before any of them begins.
+
+A program of several processes waits for all of them. One that is in another program
+makes them wait for ever, or worse.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxstrategy import _source
+from jaxstrategy._errors import ClusterError
+from jaxstrategy.cluster import _processes
+from jaxstrategy.cluster._board import AbstractBoard
+
+_HASHED_BYTES = 65536  # of an argument that comes from the host
+# The watchdog looks on, and the death of another process ends the wait.
+_AS_LONG_AS_IT_TAKES = 1e6
+
+
+def compare(
+    board: AbstractBoard, name: str, where: str, kinds: Sequence[str], advice: str
+) -> None:
+    """Nothing if all processes are about to do the same.
+
+    Args:
+      board: where they meet.
+      name: what is done.
+      where: its source line, which is only shown.
+      kinds: what it is done with.
+      advice: what should be the same in all processes.
+
+    Raises:
+      ClusterError: another process is about to do something else.
+    """
+    # One key for all: a process that steps meets one that does something else.
+    said = board.gather("together", [where, name, *kinds], _AS_LONG_AS_IT_TAKES)
+    for index, other in enumerate(said):
+        if other[1:] != said[0][1:]:
+            raise ClusterError(
+                "The processes are about to do different things together:\n"
+                f"{_difference(said[0], other, index)}\n{advice}"
+            )
+
+
+@contextlib.contextmanager
+def exchanging(what: str, *arrays: Any) -> Iterator[None]:
+    """A block in which the processes exchange `arrays`, outside of steps.
+
+    The values may differ, their shapes and dtypes may not.
+
+    Raises:
+      ClusterError: another process is about to do something else.
+    """
+    processes = _processes.current()
+    if processes is None or processes.count == 1:
+        yield
+        return
+    where = _users_line()
+    processes.watchdog.step_started(what, where)
+    try:
+        compare(processes.board, what, where, [kind(a) for a in arrays], _EXCHANGES)
+        yield
+    finally:
+        processes.watchdog.step_dispatched()
+
+
+_EXCHANGES = (
+    "All processes must make, change and read together what they share, not only one "
+    "of them (`if jax.process_index() == 0`): mirrored values, variables, reductions."
+)
+
+
+def _users_line() -> str:
+    stack = traceback.walk_stack(None)
+    frames = ((frame.f_code.co_filename, number) for frame, number in stack)
+    return str(_source.innermost(frames) or "unknown line")
+
+
+def kind(array: Any) -> str:
+    """Dtype and shape."""
+    return f"{array.dtype}{list(array.shape)}"
+
+
+def described(leaf: Any) -> str:
+    """What must be the same in all processes of an argument of a step."""
+    if isinstance(leaf, jax.Array):
+        return kind(leaf)
+    if isinstance(leaf, (bool, int, float, complex)):
+        return f"{type(leaf).__name__} {leaf!r}"
+    array = np.asarray(leaf)
+    if array.nbytes > _HASHED_BYTES:
+        return kind(array)
+    bits = zlib.crc32(np.ascontiguousarray(array).tobytes())
+    return f"{kind(array)} of bits {bits:08x}"
+
+
+def _difference(first: list[str], other: list[str], index: int) -> str:
+    if first[1] != other[1]:
+        return (
+            f"  process 0: `{first[1]}` ({first[0]})\n"
+            f"  process {index}: `{other[1]}` ({other[0]})"
+        )
+    if len(first) != len(other):
+        return (
+            f"  process 0: `{first[1]}` ({first[0]}) with {len(first) - 2} arrays\n"
+            f"  process {index}: the same with {len(other) - 2}"
+        )
+    pairs = enumerate(zip(first[2:], other[2:], strict=True))
+    place = next(place for place, (one, two) in pairs if one != two)
+    return (
+        f"  process 0: `{first[1]}` ({first[0]}), array {place} of its arguments: "
+        f"{first[2 + place]}\n"
+        f"  process {index}: {other[2 + place]}"
+    )

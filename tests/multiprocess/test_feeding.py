@@ -1,0 +1,78 @@
+"""Each process reads its own rows, and all take the same number of steps."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+import workers
+
+SCRIPT = "from workers.feeding import main\nmain()"
+
+
+@pytest.fixture(scope="module", params=[(2, 1), (2, 2)], ids="{0[0]}x{0[1]}".format)
+def layout(request):
+    return request.param
+
+
+def expected(count, devices):
+    """What each process is given, by a plain loop."""
+    n = count * devices
+    each = 8 // n
+    batches = [np.arange(start, min(start + 8, 22.0)) for start in (0, 8, 16)]
+
+    def of(rank, batches):
+        mine = range(rank * devices, (rank + 1) * devices)
+        return [
+            [batch[i * each : (i + 1) * each].tolist() for i in mine]
+            for batch in batches
+        ]
+
+    def alone(rank):
+        data = 100.0 * rank + np.arange(8.0 + 5 * rank)
+        parts = [data[i : i + 2].tolist() for i in range(0, len(data), 2)]
+        most = max(-(-len(range(8 + 5 * k)) // (2 * devices)) for k in range(count))
+        parts += [[]] * (most * devices - len(parts))
+        return [parts[i : i + devices] for i in range(0, len(parts), devices)]
+
+    sums = [
+        [sum(map(sum, sum(step, []))), sum(map(len, sum(step, [])))]
+        for step in zip(*map(alone, range(count)), strict=True)
+    ]
+    return [
+        {
+            "rows": of(rank, batches),
+            "sums": [[float(batch.sum()), len(batch)] for batch in batches],
+            "dropped": of(rank, batches[:2]),
+            "uneven": alone(rank),
+            "uneven sums": sums,
+            "after": [[28.0, 8]],
+            "optional": [True, of(rank, batches[:1])],
+        }
+        for rank in range(count)
+    ]
+
+
+def test_all_is_as_a_plain_loop_has_it(layout, job):
+    count, devices = layout
+    env = {"PYTHONPATH": workers.PATH, "JAX_NUM_CPU_DEVICES": str(devices)}
+    with job(SCRIPT, count=count, seconds=40, env=env, started=False) as running:
+        assert running.wait(90) == [0] * count
+        told = [
+            json.loads(re.search("^told (.*)$", rank.output, re.M)[1])
+            for rank in running.ranks
+        ]
+        for found, wanted in zip(told, expected(count, devices), strict=True):
+            for name, value in wanted.items():
+                assert found[name] == value, name
+            for name in ("resumed", "resumed alone"):
+                whole, again = found[name]
+                assert again == whole and len(whole) > 2
+            n = count * devices
+            assert found["spec"] == f"PerReplica(float32[{8 // n}] x {n})"
+            assert "have different sizes" in found["sizes"]
+            assert "8 in process 0, 16 in process 1 rows" in found["sizes"]
+        # Each epoch has each row once, in an order that the processes agree on.
+        for epoch in (slice(0, 2), slice(2, 4)):
+            seen = [row for f in told for step in f["shuffled"][epoch] for row in step]
+            assert sorted(sum(seen, [])) == list(np.arange(16.0))

@@ -1,0 +1,112 @@
+"""Trains on the handwritten digits, and tests, as one process or as several."""
+
+import os
+import pathlib
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from sklearn.datasets import load_digits
+
+import jaxstrategy as js
+
+ROWS = 256
+
+
+def digits():
+    pixels, labels = load_digits(return_X_y=True)
+    order = np.random.default_rng(0).permutation(len(labels))
+    return {"x": pixels[order].astype(np.float32) / 16, "y": labels[order]}
+
+
+def create():
+    key = jax.random.key(0)
+    return {"w1": 0.1 * jax.random.normal(key, (64, 32)), "w2": jnp.zeros((32, 10))}
+
+
+def logits(params, x):
+    return jnp.tanh(x @ params["w1"]) @ params["w2"]
+
+
+def programs(strategy):
+    """A step of training, and one that counts what is recognised."""
+
+    @strategy.run
+    def step(params, batch):
+        def loss(params):
+            losses = optax.softmax_cross_entropy_with_integer_labels(
+                logits(params, batch["x"]), batch["y"]
+            )
+            return js.masked_sum(losses) / ROWS
+
+        value, grads = jax.value_and_grad(loss)(params)
+        value, grads = js.get_replica_context().all_reduce("sum", (value, grads))
+        return jax.tree.map(lambda p, g: p - 0.5 * g, params, grads), value
+
+    @strategy.run
+    def count(params, batch):
+        right = logits(params, batch["x"]).argmax(-1) == batch["y"]
+        found = {"right": js.masked_sum(right), "all": js.masked_sum(right | True)}
+        return js.get_replica_context().all_reduce("sum", found)
+
+    return step, count
+
+
+def train(strategy, steps, epochs=4):
+    """The loss of each step, and what was recognised of how many."""
+    step, count = programs(strategy)
+    params = strategy.init(create)
+    train = js.batches(digits(), ROWS, shuffle=3, epochs=epochs)
+    losses = []
+    for batch in strategy.experimental_distribute_dataset(train):
+        params, loss = step(params, batch)
+        losses.append(float(loss))
+        if len(losses) == steps:
+            break
+    found = {"right": 0, "all": 0}
+    test = js.batches(digits(), ROWS)
+    for batch in strategy.experimental_distribute_dataset(test):
+        found = jax.tree.map(lambda a, b: a + int(b), found, count(params, batch))
+    strategy.assert_in_sync(params)
+    return losses, found
+
+
+def checkpointed(strategy, path, steps, fail_at):
+    """Losses by step, of a training that goes on where it was saved.
+
+    In the first attempt rank 1 dies before step `fail_at`.
+    """
+    step, _ = programs(strategy)
+    params = strategy.init(create)
+    batches = js.batches(digits(), ROWS, shuffle=3, epochs=10)
+    iterator = iter(strategy.experimental_distribute_dataset(batches))
+    attempt = int(os.environ["JAXSTRATEGY_ATTEMPT"])
+    done = 0
+    if path.exists():
+        saved = np.load(path, allow_pickle=True)
+        done = int(saved["done"])
+        params = strategy.mirror({name: saved[name] for name in params})
+        iterator.set_state(saved["state"].item())
+    for i in range(done, steps):
+        if attempt == 0 and i == fail_at and jax.process_index() == 1:
+            while not path.exists() or np.load(path, allow_pickle=True)["done"] < i:
+                time.sleep(0.02)
+            os.kill(os.getpid(), 9)
+        params, loss = step(params, next(iterator))
+        if jax.process_index() == 0:
+            print(f"attempt {attempt} of {jax.process_count()}: {i} {float(loss):.8f}")
+            host = js.to_host(params)
+            with open(f"{path}.new", "wb") as file:
+                np.savez(file, done=i + 1, state=iterator.get_state(), **host)
+            os.rename(f"{path}.new", path)
+    iterator.close()
+
+
+if __name__ == "__main__":
+    options = js.experimental.CommunicationOptions(timeout_seconds=60)
+    strategy = js.MultiWorkerMirroredStrategy(communication_options=options)
+    path = pathlib.Path(sys.argv[1])
+    checkpointed(strategy, path, steps=12, fail_at=6)
