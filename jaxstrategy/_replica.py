@@ -200,7 +200,7 @@ class ReplicaContext:
                 return _values.of_local(jnp.asarray(leaf), axis_name)
             return leaf
 
-        return _values.map_leaves(wrap, tree)
+        return _values.map_around_objects(wrap, tree)
 
     def __repr__(self) -> str:
         return f"ReplicaContext({self._strategy!r})"
@@ -235,7 +235,7 @@ def to_replica(tree: PyTree) -> PyTree:
             leaf = leaf.distributed()
         return _values.to_local(leaf) if isinstance(leaf, PerReplica) else leaf
 
-    return _values.map_leaves(unwrap, tree)
+    return _values.map_around_objects(unwrap, tree)
 
 
 def _is_one(node: Any) -> bool:

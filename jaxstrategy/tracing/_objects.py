@@ -9,36 +9,40 @@ ways is passed once.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import re
 import sys
+import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-from jax.core import Tracer
 
-from jaxstrategy import _contexts, _source
+from jaxstrategy import _contexts, _source, _values
 from jaxstrategy._errors import NotMirroredError, ObjectError
 from jaxstrategy._options import RunOptions, is_function
-from jaxstrategy._values import PyTree
+from jaxstrategy._values import PyTree, is_object
 from jaxstrategy.tracing import _captured
 
-_kinds: tuple[type, ...] = ()
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Change:
+    """What a step changes of an object besides arrays.
+
+    Attributes:
+      path: of the object, from the list of all.
+      name: of its attribute.
+      value: what that is now; `_GONE` if there is none any more.
+    """
+
+    path: tuple[Any, ...]
+    name: str
+    value: Any
 
 
-def kinds() -> tuple[type, ...]:
-    """The classes of such objects; none as long as Flax NNX is not imported."""
-    global _kinds
-    if not _kinds and (nnx := sys.modules.get("flax.nnx")) is not None:
-        _kinds = (nnx.Pytree,)
-    return _kinds
-
-
-def is_object(node: object) -> bool:
-    """Whether `node` is an object that a step may change in place."""
-    return isinstance(node, _kinds)
+_GONE = object()
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -49,24 +53,26 @@ class Parts:
     Attributes:
       arrays: they, or what else its variables hold.
       names: how messages call them.
+      changes: what a step changes besides, of all objects.
     """
 
     arrays: Sequence[Any]
     names: tuple[str, ...]
+    changes: tuple[_Change, ...] = ()
 
-    def tree_flatten(self) -> tuple[Sequence[Any], tuple[str, ...]]:
+    def tree_flatten(self) -> tuple[Sequence[Any], Any]:
         """For JAX."""
-        return self.arrays, self.names
+        return self.arrays, (self.names, self.changes)
 
-    def tree_flatten_with_keys(self) -> tuple[list[Any], tuple[str, ...]]:
+    def tree_flatten_with_keys(self) -> tuple[list[Any], Any]:
         """For JAX."""
         keys = map(jax.tree_util.GetAttrKey, self.names)
-        return list(zip(keys, self.arrays, strict=True)), self.names
+        return list(zip(keys, self.arrays, strict=True)), (self.names, self.changes)
 
     @classmethod
-    def tree_unflatten(cls, names: tuple[str, ...], arrays: Sequence[Any]) -> Parts:
+    def tree_unflatten(cls, aux: Any, arrays: Sequence[Any]) -> Parts:
         """For JAX."""
-        return cls(arrays, names)
+        return cls(arrays, *aux)
 
 
 @jax.tree_util.register_static
@@ -80,56 +86,77 @@ class _Same:
 class Binding:
     """Some of the caller's objects, as they are put together now.
 
+    It keeps no object alive.
+
     Args:
       objects: they.
 
     Attributes:
       form: how objects like them are put together again.
+      may_be_kept: whether it forgets the arrays of an object that is gone.
+      known: what the caller keeps here.
     """
 
     def __init__(self, objects: Sequence[Any]) -> None:
         nnx = sys.modules["flax.nnx"]
         objects = list(objects)
-        self._objects = [weakref.ref(each) for each in objects]
-        nodes, self._structure = jax.tree.flatten(objects, is_leaf=_is_variable)
-        self._nodes = nodes
+        clear = functools.partial(_clear, weakref.ref(self))
+        self.known: Any = None
+        self.may_be_kept = all(map(is_object, objects))
+        self._objects = [
+            # A variable by itself allows no weak reference.
+            weakref.ref(each, clear) if is_object(each) else lambda each=each: each
+            for each in objects
+        ]
+        self._nodes, self._structure = jax.tree.flatten(objects, is_leaf=is_variable)
         graph, state = nnx.split(objects)
-        self._by_path = dict(nnx.iter_graph(objects))
-        found, _ = jax.tree.flatten_with_path(state, is_leaf=_is_variable)
+        by_path = dict(nnx.iter_graph(objects))
+        found, structure = jax.tree.flatten_with_path(state, is_leaf=is_variable)
         paths = [tuple(key.key for key in path) for path, _ in found]
-        self._variables = [self._by_path[path] for path in paths]
-        for path, variable in zip(paths, self._variables, strict=True):
-            if not _is_variable(variable):
+        self._variables = [by_path[path] for path in paths]
+        for path, node in zip(paths, self._variables, strict=True):
+            if is_variable(node) and node.ref:
                 raise ObjectError(
-                    f"`{_dotted(path)}` of {objects[path[0]]!r} is an array that is "
-                    "not in an `nnx.Variable`, so that a step cannot give it back "
-                    "changed. Write `nnx.Variable(array)`."
+                    f"`{_dotted(path)}` of a {type(objects[path[0]]).__name__} holds a "
+                    "`jax.Ref`, which a step on several devices cannot be given. Make "
+                    "the variable without `ref=True`."
                 )
+        self._getters = [
+            node.get_raw_value if is_variable(node) else lambda node=node: node
+            for node in self._variables
+        ]
         owners = [
             [i for i, path in enumerate(paths) if path[0] == place]
             for place in range(len(objects))
         ]
         self.form = Form(
             graph,
-            jax.tree.structure(state, is_leaf=_is_variable),
+            structure,
             tuple(map(tuple, owners)),
             tuple(tuple(_dotted(paths[i]) for i in own) for own in owners),
+            # Without the arrays, which it would keep.
+            [leaf.replace(0) if is_variable(leaf) else None for _, leaf in found],
         )
-        self._templates = [leaf for _, leaf in found]
-        self.form.templates = self._templates
 
     def is_of(self, objects: Sequence[Any]) -> bool:
         """Whether `objects` are these, put together as they were."""
-        if [each() for each in self._objects] != list(objects):
+        if not self.has_roots(objects):
             return False
-        nodes, structure = jax.tree.flatten(list(objects), is_leaf=_is_variable)
-        return structure == self._structure and all(
-            a is b for a, b in zip(nodes, self._nodes, strict=True)
-        )
+        nodes, structure = jax.tree.flatten(list(objects), is_leaf=is_variable)
+        return structure == self._structure and _are_same(nodes, self._nodes)
+
+    def has_roots(self, objects: Sequence[Any]) -> bool:
+        """Whether `objects` are these, however they are put together now."""
+        return _are_same([each() for each in self._objects], objects)
+
+    def is_outdated_by(self, other: Binding) -> bool:
+        """Whether `other` is of the same objects, with other variables."""
+        roots = [each() for each in other._objects]
+        return self.has_roots(roots) and not _are_same(self._nodes, other._nodes)
 
     def parts(self) -> list[Parts]:
         """The arrays of each object."""
-        values = [variable.get_raw_value() for variable in self._variables]
+        values = [get() for get in self._getters]
         return [
             Parts([values[i] for i in own], names)
             for own, names in zip(self.form.owners, self.form.names, strict=True)
@@ -147,29 +174,66 @@ class Binding:
         return (*args, *rest), {**kwargs, **captured}
 
     def store(self, parts: Sequence[Parts]) -> None:
-        """Put new arrays into the objects, and change what else the step changed."""
-        for own, part in zip(self.form.owners, parts, strict=True):
-            for i, array in zip(own, part.arrays, strict=True):
-                if isinstance(array, Tracer):  # Flax knows whether it may stay there
-                    self._variables[i].set_value(array)
-                else:
-                    self._variables[i].set_raw_value(array)
-        for path, name, value in self.form.changes:
-            setattr(self._by_path[path], name, value)
+        """Put new arrays into the objects, and change what else the step changed.
+
+        Raises:
+          ObjectError: JAX traces the code that called the step, and Flax allows no
+            array of its there.
+        """
+        variables = self._variables
+        try:
+            for own, part in zip(self.form.owners, parts, strict=True):
+                for i, array in zip(own, part.arrays, strict=True):
+                    if array is not None:
+                        variables[i].set_raw_value(array)
+        except Exception as error:
+            if type(error).__name__ != "TraceContextError":
+                raise
+            raise ObjectError(
+                "A step changed an object inside a function that JAX transforms, which "
+                "the object was made outside of. Give it to that function as an "
+                "argument, and use `nnx.jit` or its kin instead of `jax.jit`."
+            ) from error
+        for part in parts:
+            if part.changes:
+                _apply(part.changes, self._by_path())
+                return
 
     def with_callers_objects(self, returned: PyTree) -> PyTree:
         """What the step returned, with the caller's objects where it had them."""
         if not self.form.returns_objects:
             return returned
-        roots = [each() for each in self._objects]
+        by_path = self._by_path()
 
         def original(leaf: Any) -> Any:
-            if not isinstance(leaf, _Same):
-                return leaf
-            (place, *rest) = leaf.path
-            return self._by_path[leaf.path] if rest else roots[place]
+            return by_path[leaf.path] if isinstance(leaf, _Same) else leaf
 
         return jax.tree.map(original, returned, is_leaf=lambda x: isinstance(x, _Same))
+
+    def _by_path(self) -> dict[Any, Any]:
+        roots = [each() for each in self._objects]
+        by_path = dict(sys.modules["flax.nnx"].iter_graph(roots))
+        # Of an object that is given twice, Flax names the first place only.
+        return by_path | {(place,): root for place, root in enumerate(roots)}
+
+
+def _clear(reference: Any, _: Any) -> None:
+    if (binding := reference()) is not None:
+        binding._variables, binding._getters, binding._nodes = [], [], []
+
+
+def _are_same(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    return len(some) == len(others) and all(
+        a is b for a, b in zip(some, others, strict=True)
+    )
+
+
+def _apply(changes: Sequence[_Change], by_path: dict[Any, Any]) -> None:
+    for change in changes:
+        if change.value is _GONE:
+            delattr(by_path[change.path], change.name)
+        else:
+            setattr(by_path[change.path], change.name, change.value)
 
 
 @dataclasses.dataclass
@@ -181,45 +245,55 @@ class Form:
       structure: of their state.
       owners: for each object the variables that it has and none before it.
       names: of these.
-      changes: what a step changes besides arrays: the path of a node, the name of its
-        attribute, the value. Known when it was traced.
-      returns_objects: whether it returns some of them.
+      templates: variables like them; None for an array that is in no variable.
+      returns_objects: whether a step returns some of them.
     """
 
     graph: Any
     structure: Any
     owners: tuple[tuple[int, ...], ...]
     names: tuple[tuple[str, ...], ...]
-    templates: list[Any] = dataclasses.field(default_factory=list, repr=False)
-    changes: list[tuple[Any, str, Any]] = dataclasses.field(default_factory=list)
+    templates: list[Any] = dataclasses.field(repr=False)
     returns_objects: bool = False
 
     @property
     def key(self) -> Any:
         """Equal for objects that are alike."""
-        return self.graph, self.structure, self.owners
+        # The structure of variables has their metadata: what Flax does with them.
+        variables = jax.tree.structure(self.templates)
+        return self.graph, self.structure, self.owners, variables
 
     def put_together(self, parts: Sequence[Parts]) -> list[Any]:
         """New objects with these arrays."""
+        values = self._in_order(parts)
+        state = jax.tree.unflatten(
+            self.structure,
+            [
+                value if like is None else like.replace(value)
+                for like, value in zip(self.templates, values, strict=True)
+            ],
+        )
+        return sys.modules["flax.nnx"].merge(self.graph, state)
+
+    def _in_order(self, parts: Sequence[Parts]) -> list[Any]:
         values: list[Any] = [None] * len(self.templates)
         for own, part in zip(self.owners, parts, strict=True):
             for i, array in zip(own, part.arrays, strict=True):
                 values[i] = array
-        state = jax.tree.unflatten(
-            self.structure,
-            [t.replace(v) for t, v in zip(self.templates, values, strict=True)],
-        )
-        return sys.modules["flax.nnx"].merge(self.graph, state)
+        return values
 
-    def take_apart(self, objects: list[Any]) -> list[Parts]:
+    def take_apart(self, objects: list[Any], given: Sequence[Parts]) -> list[Parts]:
         """The arrays of objects that were put together so, after the step.
 
+        Args:
+          objects: they.
+          given: what they were put together from.
+
         Raises:
-          ObjectError: variables were added or removed.
+          ObjectError: the step changed what only Python can change.
         """
-        nnx = sys.modules["flax.nnx"]
-        graph, state = nnx.split(objects)
-        leaves, structure = jax.tree.flatten(state, is_leaf=_is_variable)
+        graph, state = sys.modules["flax.nnx"].split(objects)
+        leaves, structure = jax.tree.flatten(state, is_leaf=is_variable)
         if structure != self.structure:
             raise ObjectError(
                 "The step changed which variables its objects have: "
@@ -227,38 +301,92 @@ class Form:
                 "gives back new arrays for the same variables: do this outside `run`, "
                 "or take away (`nnx.pop`) what the step has added."
             )
-        values = [leaf.get_raw_value() for leaf in leaves]
-        if graph != self.graph:
-            self.changes = list(self._changes(objects, state))
+        old = self._in_order(given)
+        values = [self._new_value(i, leaf, old[i]) for i, leaf in enumerate(leaves)]
+        changes = () if graph == self.graph else self._changes(objects, graph, state)
         return [
-            Parts([values[i] for i in own], names)
+            Parts([values[i] for i in own], names, changes)
             for own, names in zip(self.owners, self.names, strict=True)
         ]
 
-    def _changes(self, objects: list[Any], state: Any) -> Iterator[Any]:
+    def _new_value(self, index: int, new: Any, old: Any) -> Any:
+        """What a variable holds after the step; None of an array that is in none.
+
+        Raises:
+          ObjectError: such an array has changed, or the metadata of a variable.
+        """
+        like = self.templates[index]
+        if like is not None:
+            if like.get_metadata() != new.get_metadata():
+                raise ObjectError(
+                    f"The step changed the metadata of `{self._name(index)}`, which a "
+                    "compiled step cannot give back. Do this outside `run`."
+                )
+            return new.get_raw_value()
+        if new is not old:
+            raise ObjectError(
+                f"The step changed `{self._name(index)}`, an array that is in no "
+                "variable, so that it cannot be given back. Write "
+                "`nnx.Variable(array)` where it is made."
+            )
+
+    def _name(self, index: int) -> str:
+        places = zip(sum(self.owners, ()), sum(self.names, ()), strict=True)
+        return dict(places)[index]
+
+    def _changes(self, objects: list[Any], graph: Any, state: Any) -> Any:
+        """What a step changed besides arrays."""
         nnx = sys.modules["flax.nnx"]
-        before = dict(nnx.iter_graph(nnx.merge(self.graph, state)))
+        copies = nnx.merge(self.graph, state)
+        before = dict(nnx.iter_graph(copies))
+        changes = []
         for path, node in nnx.iter_graph(objects):
-            if not is_object(node) or path not in before:
-                continue
-            old = vars(before[path])
-            for name, value in vars(node).items():
-                if name.startswith(("_pytree__", "_object__")) or not _is_plain(value):
-                    continue
-                if name not in old or old[name] != value:
-                    yield path, name, value
+            old = before.get(path)
+            if is_object(node) and type(node) is type(old):
+                changes += _changed_attributes(path, vars(old), vars(node))
+        _apply(changes, before)
+        if nnx.split(copies)[0] != graph:
+            raise ObjectError(
+                "The step changed which objects the attributes of its objects refer "
+                "to, which a compiled step cannot give back. Do this outside `run`."
+            )
+        return tuple(changes)
+
+
+def _changed_attributes(
+    path: tuple[Any, ...], old: dict[str, Any], new: dict[str, Any]
+) -> Iterator[_Change]:
+    for name in [*new, *(name for name in old if name not in new)]:
+        if name.startswith(("_pytree__", "_object__")):
+            continue
+        was, now = old.get(name, _GONE), new.get(name, _GONE)
+        if _is_plain(was) and _is_plain(now) and (was is _GONE or was != now):
+            yield _Change(path, name, now)
 
 
 def _is_plain(value: Any) -> bool:
-    leaves = jax.tree.leaves(value, is_leaf=lambda x: is_object(x) or _is_variable(x))
+    leaves = jax.tree.leaves(value, is_leaf=lambda x: is_object(x) or is_variable(x))
     return not any(
-        is_object(leaf) or _is_variable(leaf) or isinstance(leaf, jax.Array)
+        is_object(leaf) or is_variable(leaf) or isinstance(leaf, jax.Array)
         for leaf in leaves
     )
 
 
-def _is_variable(node: Any) -> bool:
-    return isinstance(node, sys.modules["flax.nnx"].Variable)
+def is_variable(node: Any) -> bool:
+    """Whether `node` holds an array of an object."""
+    return _holds(type(node))
+
+
+@functools.lru_cache(maxsize=1024)
+def _holds(kind: type) -> bool:
+    # Flax's own `isinstance` takes ten times as long.
+    return issubclass(kind, sys.modules["flax.nnx"].Variable)
+
+
+def structure_of(node: Any) -> Any:
+    """Equal as long as an object has the same variables and static attributes."""
+    variables, structure = jax.tree.flatten(node, is_leaf=is_variable)
+    return structure, list(map(id, variables))
 
 
 def _dotted(path: Sequence[Any]) -> str:
@@ -268,7 +396,7 @@ def _dotted(path: Sequence[Any]) -> str:
 
 
 def _paths(state: Any) -> set[str]:
-    found, _ = jax.tree.flatten_with_path(state, is_leaf=_is_variable)
+    found, _ = jax.tree.flatten_with_path(state, is_leaf=is_variable)
     return {_dotted([key.key for key in path]) for path, _ in found}
 
 
@@ -316,11 +444,11 @@ def call_of(
       kwargs: keyword arguments.
       known: bindings that may be those of the objects.
     """
-    if not kinds():
+    if not _values.object_kinds():
         return None
-    captured = _captured.objects_of(fn, is_object)
+    captured = _captured.objects_of(fn, _is_given)
     kwargs = {**kwargs, **captured}
-    leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=_is_given)
+    leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=_is_one)
     objects = [leaf for leaf in leaves if _is_given(leaf)]
     if not objects:
         return None
@@ -360,18 +488,20 @@ def functional(
     def step(*args: Any, **kwargs: Any) -> tuple[PyTree, list[Parts]]:
         fn = get_fn()
         leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=_is_parts)
-        objects = form.put_together([leaf for leaf in leaves if _is_parts(leaf)])
+        parts = [leaf for leaf in leaves if _is_parts(leaf)]
+        objects = form.put_together(parts)
         keys = _own_keys(objects)
         following = iter(objects)
         leaves = [next(following) if _is_parts(leaf) else leaf for leaf in leaves]
         args, kwargs = jax.tree.unflatten(structure, leaves)
-        own = _captured.with_objects(fn, {name: kwargs.pop(name) for name in captured})
+        replaced = {name: kwargs.pop(name) for name in captured}
+        own = _captured.with_objects(fn, replaced, _is_given)
         returned = own(*args, **kwargs)
         returned = _marked(returned, objects, form)
         for variable, folded, key in keys:
             if variable.get_raw_value() is folded:
                 variable.set_raw_value(key)
-        return returned, form.take_apart(objects)
+        return returned, form.take_apart(objects, parts)
 
     _name_like(step, get_fn())
     return step
@@ -429,19 +559,35 @@ def explained(error: NotMirroredError) -> NotMirroredError:
 
 def refused(error: Exception, name: str) -> ObjectError | None:
     """Flax's error about an object that a step captured, in our words."""
+    text = str(error)
     is_ours = type(error).__name__ == "TraceContextError" or (
-        isinstance(error, ValueError) and "different trace level" in str(error)
+        isinstance(error, ValueError)
+        and (
+            "different trace level" in text
+            # JAX's, about indices into an array that lies on the mesh.
+            or ("Context mesh" in text and _went_through_flax(error.__traceback__))
+        )
     )
     if not is_ours:
         return None
     line = _source.users_line(error.__traceback__)
     where = f"\n  {line}\n" if line else " "
     return ObjectError(
-        f"`{name}` changes an object of Flax NNX that it was not given:{where}"
-        "Pass it as an argument, and it is changed in place. Objects that a function "
-        "captures by name are found too, but not attributes of other objects, or what "
-        "functions of another module capture."
+        f"`{name}` changes, or indexes, an object of Flax NNX that it was not given, "
+        f"or inside a function that JAX transforms:{where}Pass it as an argument, and "
+        "it is changed in place; to such a function too, with `nnx.grad` or `nnx.scan` "
+        "instead of JAX's. Objects that a step captures by name are found as well, but "
+        "not attributes of other objects, entries of containers, or what a library's "
+        "function captures."
     )
+
+
+def _went_through_flax(traceback: types.TracebackType | None) -> bool:
+    while traceback is not None:
+        if traceback.tb_frame.f_globals.get("__name__", "").startswith("flax.nnx"):
+            return True
+        traceback = traceback.tb_next
+    return False
 
 
 def _own_keys(objects: list[Any]) -> list[tuple[Any, Any, Any]]:
@@ -467,7 +613,7 @@ def _own_keys(objects: list[Any]) -> list[tuple[Any, Any, Any]]:
 def _marked(returned: PyTree, objects: list[Any], form: Form) -> PyTree:
     """What the step returned, with a mark for each object that it was given."""
     nnx = sys.modules["flax.nnx"]
-    leaves, structure = jax.tree.flatten(returned, is_leaf=_is_given)
+    leaves, structure = jax.tree.flatten(returned, is_leaf=_is_one)
     if not any(map(_is_given, leaves)):
         return returned
     graph = list(nnx.iter_graph(objects))
@@ -479,7 +625,7 @@ def _marked(returned: PyTree, objects: list[Any], form: Form) -> PyTree:
         if id(leaf) in paths:
             leaves[i] = _Same(paths[id(leaf)])
             form.returns_objects = True
-        elif any(id(n) in given for _, n in nnx.iter_graph(leaf) if _is_variable(n)):
+        elif any(id(n) in given for _, n in nnx.iter_graph(leaf) if is_variable(n)):
             raise ObjectError(
                 f"The step returned a new {type(leaf).__name__} that shares variables "
                 "with an object that it was given; they would not be shared any more. "
@@ -489,7 +635,13 @@ def _marked(returned: PyTree, objects: list[Any], form: Form) -> PyTree:
 
 
 def _is_given(node: Any) -> bool:
-    return isinstance(node, _kinds)
+    """Whether `node` may be given to a step to be changed in place."""
+    return is_object(node) or is_variable(node)
+
+
+def _is_one(node: Any) -> bool:
+    # The variables of a state are copies: it is passed, and returned, as a pytree.
+    return _is_given(node) or isinstance(node, sys.modules["flax.nnx"].State)
 
 
 def _is_parts(node: Any) -> bool:

@@ -27,6 +27,7 @@ from jaxstrategy._padding import Batch, Batches
 from jaxstrategy._values import PyTree
 from jaxstrategy.tracing import _inflight, _objects, _results
 from jaxstrategy.tracing._carried import Carried
+from jaxstrategy.tracing._held import Held
 from jaxstrategy.tracing._placement import Placement
 from jaxstrategy.tracing._roles import Role, Signature
 from jaxstrategy.tracing._trace import Trace, trace
@@ -106,6 +107,7 @@ class Program:
         # Whether JAX traces the code that called last, if variables are carried.
         self._is_traced = False
         self._pending: Trace | None = None
+        self._held = Held(self._fn_name())
         # The jitted function and the variables that it is given. Threads read both at
         # once.
         self._form = self._compile(Carried(mesh))
@@ -135,6 +137,8 @@ class Program:
 
     def place_and_call(self, leaves: Sequence[Any]) -> PyTree:
         """The same, for leaves of any kind and in any place."""
+        if self._donated:  # moved twice, an array may lie in the same memory twice
+            self._placement.check_donated(leaves)
         placed = self._placement.placed(leaves)
         moved = _differ(placed, leaves)
 
@@ -178,6 +182,8 @@ class Program:
                 self._pending = None
 
     def _dispatch(self, leaves: Sequence[Any]) -> PyTree:
+        if self._held and self._held.have_changed():
+            self._form = self._compile(self._form[1])
         if not self._uses_variables:
             return self._send(leaves)
         _gradients.check_outside(used() for used in self._used)
@@ -269,6 +275,7 @@ class Program:
                 self._may_create(),
             )
             self._check(self._step_of(done))
+        self._held.add(done.closed)
         self._watch(done.used)
         missing = form.missing(done.used, self._is_traced)
         carried_now = sum(variable in form for variable in done.used)

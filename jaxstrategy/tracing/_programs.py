@@ -7,7 +7,6 @@ pair of its object and its function, because Python makes a new one at each acce
 from __future__ import annotations
 
 import functools
-import operator
 import types
 import weakref
 from collections.abc import Callable, Sequence
@@ -112,7 +111,7 @@ class FunctionPrograms:
     def _call_other(self, args: Any, kwargs: Any) -> PyTree:
         """A call that is not like the last one, or not of live arrays alone."""
         # A variable is not to be read here, and an object not to be looked into.
-        _objects.kinds()
+        _values.object_kinds()
         leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=_is_whole)
         program = self._by_structure.get(structure)
         if program is None or not _are_live_arrays(leaves):
@@ -146,9 +145,11 @@ class FunctionPrograms:
         self, call: _objects.Call
     ) -> tuple[_objects.Binding, FunctionPrograms]:
         binding = call.binding
-        if binding not in self._bindings:
-            self._bindings.insert(0, binding)
-            del self._bindings[_BINDINGS_KEPT:]
+        if binding.known is not None and binding.known[0] == call.captured:
+            return binding, binding.known[1]  # hashing takes a tenth of a call
+        if binding.may_be_kept and binding not in self._bindings:
+            current = [b for b in self._bindings if not b.is_outdated_by(binding)]
+            self._bindings = [binding, *current][:_BINDINGS_KEPT]
         key = binding.form.key, call.captured
         known = self._with_objects.get(key)
         if known is None:
@@ -157,6 +158,7 @@ class FunctionPrograms:
             programs = FunctionPrograms(function, options, self._owner, _nothing)
             known = self._with_objects[key] = binding.form, function, programs
         binding.form, _, programs = known
+        binding.known = call.captured, programs
         return binding, programs
 
     def bound(self, objects: Sequence[Any]) -> Callable[..., PyTree]:
@@ -222,8 +224,12 @@ def _are_live_arrays(leaves: Sequence[Any]) -> bool:
     return False
 
 
-# Of random keys too, at three times the cost.
-_is_deleted = operator.methodcaller("is_deleted")
+def _is_deleted(leaf: Any) -> bool:
+    """Of random keys too, at three times the cost."""
+    # A variable of Flax NNX has all methods of the array in it.
+    if not isinstance(leaf, jax.Array):
+        raise TypeError
+    return leaf.is_deleted()
 
 
 @functools.cache
@@ -262,7 +268,7 @@ def _nothing() -> None:
 
 
 def _is_whole(node: object) -> bool:
-    return isinstance(node, _values.Handle) or _objects.is_object(node)
+    return isinstance(node, _values.Handle) or _values.is_object(node)
 
 
 def _identity(fn: Callable[..., Any]) -> Any:
