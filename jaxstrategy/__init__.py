@@ -75,9 +75,9 @@ from jaxstrategy._precision import cast_floating as cast_floating
 from jaxstrategy._replica import ReplicaContext as ReplicaContext
 from jaxstrategy._slices import IndexedSlices as IndexedSlices
 from jaxstrategy._topology import Topology as Topology
+from jaxstrategy._training_loop import training_loop as training_loop
 from jaxstrategy._values import DistributedValues as DistributedValues
 from jaxstrategy._values import PerReplica as PerReplica
-from jaxstrategy._training_loop import training_loop as training_loop
 from jaxstrategy.cluster._server import Server as Server
 from jaxstrategy.inputs._dataset import DistributedDataset as DistributedDataset
 from jaxstrategy.inputs._grouped import grouped as grouped

@@ -278,7 +278,7 @@ def load() -> tuple[Examples, Examples]:
     images = pixels.reshape(-1, 8, 8, 1).astype(np.float32) / 16
     # The file goes from writer to writer: in this order both parts have some of each.
     order = np.random.default_rng(0).permutation(len(labels))
-    digits = Examples(images, labels).rows(order)
+    digits = Examples(images, np.asarray(labels)).rows(order)
     return digits.rows(slice(TRAIN_IMAGES)), digits.rows(slice(TRAIN_IMAGES, None))
 
 

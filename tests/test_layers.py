@@ -117,7 +117,7 @@ threads = threading.active_count()
 import jaxstrategy
 new = {name.split(".")[0] for name in set(sys.modules) - before}
 extras = {"flax", "optax", "sklearn", "matplotlib", "rich", "orbax", "grain", "torch"}
-extras |= {"datasets", "tensorflow", "torchdata", "tensorboardX", "etils", "tensorstore"}
+extras |= {"datasets", "tensorflow", "torchdata", "tensorboardX", "tensorstore"}
 assert not new & extras, new & extras
 assert threading.active_count() == threads
 jax.config.update("jax_num_cpu_devices", 3)  # an error once a device was touched

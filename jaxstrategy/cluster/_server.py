@@ -74,13 +74,10 @@ class Server:
             task_index = given.task_index if task_index is None else task_index
             protocol, given = protocol or given.protocol, given.cluster
         cluster = ClusterSpec(given)
-        job_name = _only(cluster.jobs, job_name, "job_name")
-        tasks = cluster.task_indices(job_name)
-        task_index = _only(tasks, task_index, "task_index")
-        self._def = ServerDef(cluster, job_name, task_index, protocol or "grpc")
-        self._resolver = SimpleClusterResolver(
-            cluster, task_type=job_name, task_id=task_index
-        )
+        job = _only(cluster.jobs, job_name, "job_name")
+        task = _only(cluster.task_indices(job), task_index, "task_index")
+        self._def = ServerDef(cluster, job, task, protocol or "grpc")
+        self._resolver = SimpleClusterResolver(cluster, task_type=job, task_id=task)
         self._process = self._resolver.process()
         if start:
             self.start()

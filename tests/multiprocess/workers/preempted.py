@@ -1,8 +1,8 @@
 """Trains for 60 steps with checkpoints; one process may be sent SIGTERM.
 
 Arguments: the folder of the checkpoints; the step before which the last process sends
-itself SIGTERM in the first attempt, or -1; seconds for each step; `kill` for SIGKILL, and
-checkpoints every 5 steps.
+itself SIGTERM in the first attempt, or -1; seconds for each step; `kill` for SIGKILL,
+and checkpoints every 5 steps.
 """
 
 import os
