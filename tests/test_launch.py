@@ -460,6 +460,19 @@ def test_workers_that_die_of_the_signal_have_not_failed(start):
     assert result.err == "jaxstrategy.launch: stopped by SIGTERM\n"
 
 
+def test_workers_that_do_not_stop_are_killed(start):
+    script = """
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    write(f"ready{rank}")
+    wait()
+    """
+    launched = start("-n 2 --max-restarts 3 --stop-grace 0.5", script)
+    launched.pids("ready0", "ready1")
+    launched.process.send_signal(signal.SIGTERM)
+    result = launched.finish(143)
+    assert result.err == "jaxstrategy.launch: stopped by SIGTERM, ranks 0, 1 killed\n"
+
+
 def test_a_failure_while_stopping_is_told(start):
     script = """
     def save(number, _):

@@ -80,6 +80,7 @@ class Attempt:
         self, options: Options, workers: Sequence[Worker], events: Events
     ) -> None:
         self._grace = options.grace
+        self._stop_grace = options.stop_grace
         self._workers = {worker.rank: worker for worker in workers}
         self._events = events
         self._ended: list[Ended] = []
@@ -115,14 +116,17 @@ class Attempt:
 
     def _end(self, end: Ended) -> None:
         self._ended.append(end)
-        if is_failure(end.code, self._asked) and self._deadline is None:
-            self._deadline = time.monotonic() + self._grace
+        if is_failure(end.code, self._asked):
+            deadline = time.monotonic() + self._grace
+            self._deadline = min(deadline, self._deadline or deadline)
 
     def _ask(self, number: int) -> None:
         if self._asked is not None:
             self._kill()
             return
         self._asked = number
+        if self._deadline is None:
+            self._deadline = time.monotonic() + self._stop_grace
         for worker in self._workers.values():
             worker.send(number)
 

@@ -48,7 +48,8 @@ one line a second.
 
 When a process fails, the others have --grace seconds to end, then they are killed
 with all that they started. SIGINT and SIGTERM are handed on to every process, so that
-it can save its state; a second one kills. With --min-processes every restart after a
+it can save its state; what has not ended after --stop-grace seconds is killed, and by
+a second signal at once. With --min-processes every restart after a
 failure takes one process fewer, and never fewer than that.
 
 Exit codes:
@@ -75,6 +76,7 @@ class Options:
     max_restarts: int = 0
     min_processes: int | None = None
     grace: float = 3.0
+    stop_grace: float = 300.0
     nodes: int = 1
     node_rank: int = 0
     coordinator: str | None = None
@@ -137,6 +139,8 @@ def _parser() -> argparse.ArgumentParser:
         help="a restart takes one process fewer, down to M")  # fmt: skip
     add("--grace", type=_seconds, default=3.0, metavar="S",
         help="seconds that the others have after a failure (default: 3)")  # fmt: skip
+    add("--stop-grace", type=_seconds, default=300.0, metavar="S",
+        help="seconds to save and end after a signal (default: 300)")  # fmt: skip
     add("--nodes", type=_count, default=1, metavar="N",
         help="machines of the job (default: 1); run the launcher on each")  # fmt: skip
     add("--node-rank", type=_whole, metavar="R",
