@@ -72,9 +72,13 @@ class Reader:
         self._thread.join(seconds)
 
     def _read(self) -> None:
+        was_chatter = False
         with self._source:
             for line in lines(self._source):
-                if line.startswith(_CHATTER) and not self._verbose:
+                # Its threads write at once: two of its lines, and then two line ends.
+                is_rest = was_chatter and not line
+                was_chatter = is_rest or line.startswith(_CHATTER)
+                if was_chatter and not self._verbose:
                     continue
                 self.tail.append(line)
                 self._screen.show(self._rank, line)
