@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import IO, TextIO, final
 
 TAIL = 20  # lines
-_CHATTER = b"[Gloo] Rank "
+_CHATTER = re.compile(rb"^\[Gloo\]|Expected number of connected peer ranks")
 _PROGRESS_SECONDS = 1.0
 _END = re.compile(rb"\r\n|\r|\n")
 _LONGEST = 1 << 16  # bytes of a line that has no end yet
@@ -75,9 +75,9 @@ class Reader:
         was_chatter = False
         with self._source:
             for line in lines(self._source):
-                # Its threads write at once: two of its lines, and then two line ends.
+                # Its threads write at once: parts of two lines, and then two line ends.
                 is_rest = was_chatter and not line
-                was_chatter = is_rest or line.startswith(_CHATTER)
+                was_chatter = is_rest or bool(_CHATTER.search(line))
                 if was_chatter and not self._verbose:
                     continue
                 self.tail.append(line)
