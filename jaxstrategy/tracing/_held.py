@@ -18,7 +18,7 @@ from jax.extend import core
 
 from jaxstrategy import _source, _values
 from jaxstrategy._errors import RecompilationWarning
-from jaxstrategy.tracing import _objects
+from jaxstrategy.tracing._binding import is_variable, structure_of
 
 
 class Held:
@@ -46,8 +46,7 @@ class Held:
         found = [v for v in variables if id(v.get_raw_value()) in arrays]
         self._variables += ((v, v.get_raw_value()) for v in found)
         self._owners += (
-            (weakref.ref(each), _objects.structure_of(each))
-            for each in _owners(found, objects)
+            (weakref.ref(each), structure_of(each)) for each in _owners(found, objects)
         )
 
     def have_changed(self) -> bool:
@@ -71,7 +70,7 @@ class Held:
 
 def _is_as_it_was(known: tuple[weakref.ref[Any], Any]) -> bool:
     owner = known[0]()
-    return owner is None or _objects.structure_of(owner) == known[1]
+    return owner is None or structure_of(owner) == known[1]
 
 
 def _constants(jaxpr: Any) -> Iterator[jax.Array]:
@@ -98,7 +97,7 @@ def _alive() -> tuple[list[Any], list[Any]]:
     # generators lead to it, or a function in C.
     variables, objects = [], []
     for each in gc.get_objects():
-        if _objects.is_variable(each):
+        if is_variable(each):
             variables.append(each)
         elif _values.is_object(each):
             objects.append(each)

@@ -20,6 +20,7 @@ from jaxstrategy._errors import NotMirroredError
 from jaxstrategy._options import RunOptions
 from jaxstrategy._values import PyTree
 from jaxstrategy.tracing import _checks, _objects, _recompilation, _roles
+from jaxstrategy.tracing._binding import Binding
 from jaxstrategy.tracing._company import Company, accompanied
 from jaxstrategy.tracing._program import Program
 from jaxstrategy.tracing._traced import TracedStep
@@ -86,7 +87,7 @@ class FunctionPrograms:
         self._watched: list[weakref.ref[Any]] = []
         self._by_signature: dict[_roles.Signature, Any] = {}
         # Objects that were given lately, and the function as one of their arrays.
-        self._bindings: list[_objects.Binding] = []
+        self._bindings: list[Binding] = []
         self._with_objects: dict[Any, tuple[Any, Any, FunctionPrograms]] = {}
         # For calls without static leaves: found by structure alone, the last one first.
         self._by_structure: dict[Any, Any] = {}
@@ -141,9 +142,7 @@ class FunctionPrograms:
         binding, programs = self._of_objects(call)
         return _called(programs, binding, call.args, call.kwargs)
 
-    def _of_objects(
-        self, call: _objects.Call
-    ) -> tuple[_objects.Binding, FunctionPrograms]:
+    def _of_objects(self, call: _objects.Call) -> tuple[Binding, FunctionPrograms]:
         binding = call.binding
         if binding.known is not None and binding.known[0] == call.captured:
             return binding, binding.known[1]  # hashing takes a tenth of a call
@@ -179,7 +178,7 @@ class FunctionPrograms:
 
         @functools.wraps(fn)
         def step(*rest: Any, **kwargs: Any) -> PyTree:
-            bound = binding.fill(call, rest, kwargs)
+            bound = call.with_rest(rest, kwargs)
             return _called(programs, binding, *bound, kept=objects)
 
         return step
@@ -241,7 +240,7 @@ def _plain_is_deleted() -> Callable[[Any], bool]:
 
 def _called(
     programs: FunctionPrograms,
-    binding: _objects.Binding,
+    binding: Binding,
     args: Any,
     kwargs: Any,
     kept: Sequence[Any] = (),

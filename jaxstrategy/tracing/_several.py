@@ -21,6 +21,7 @@ from jaxstrategy import _padding, _values
 from jaxstrategy._errors import ObjectError
 from jaxstrategy._values import PyTree
 from jaxstrategy.tracing import _captured, _objects, _results
+from jaxstrategy.tracing._binding import Parts, is_variable
 
 
 def several(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -365,7 +366,7 @@ class _Loop:
 def _is_object(node: Any) -> bool:
     """Whether a step may change `node` in place."""
     has_kinds = bool(_values.object_kinds())
-    return has_kinds and (_values.is_object(node) or _objects.is_variable(node))
+    return has_kinds and (_values.is_object(node) or is_variable(node))
 
 
 def _is_whole(node: Any) -> bool:
@@ -377,7 +378,7 @@ def _is_whole(node: Any) -> bool:
 
 
 def _is_parts(node: Any) -> bool:
-    return isinstance(node, _objects.Parts)
+    return isinstance(node, Parts)
 
 
 def _structure(tree: PyTree) -> Any:

@@ -1,0 +1,240 @@
+"""What a strategy makes of the values of all replicas: `Reducing`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxstrategy import (
+    _contexts,
+    _mesh,
+    _padding,
+    _values,
+)
+from jaxstrategy._options import (
+    CommunicationOptions,
+    ReduceOp,
+    checked_options,
+)
+from jaxstrategy._values import Handle, PerReplica, PyTree
+from jaxstrategy.reductions._sums import Groups
+from jaxstrategy.strategies._in_sync import assert_in_sync
+from jaxstrategy.strategies._reducers import dimensions, gatherer
+from jaxstrategy.strategies._running import Running
+
+
+class Reducing(Running):
+    """The part of a strategy that reads, reduces and compares values."""
+
+    def reduce(
+        self,
+        reduce_op: ReduceOp | str,
+        value: PyTree,
+        axis: int | Sequence[int] | None = None,
+        *,
+        weights: Any = None,
+        options: CommunicationOptions | None = None,
+    ) -> PyTree:
+        """One value from all replicas' versions, leaf by leaf.
+
+        A leaf that is not a `PerReplica` counts as what every replica holds: its SUM
+        is `num_replicas_in_sync` times it, its MEAN is it.
+
+        Args:
+          reduce_op: a `ReduceOp` or its name in any case.
+          value: a pytree of `PerReplica`s, arrays and numbers.
+          axis: also reduce over this dimension, or these, of each replica's version.
+            MEAN is then over all elements of all replicas; over dimension 0 of a
+            batch from a dataset, only over its real rows.
+          weights: what each entry counts, a `PerReplica` or an array whose shape is
+            that of a version's first dimensions; True and False will do. Only for SUM
+            and MEAN.
+          options: how, instead of as the strategy does.
+
+        Returns:
+          A pytree of mirrored arrays; MEAN of integers has JAX's default float dtype.
+
+        Raises:
+          ValueError: `reduce_op` is not a reduction; `axis` is out of range; `weights`
+            have another shape.
+          TypeError: a leaf is not a number; `axis` is not a whole number.
+          ContextError: inside `run`; use `get_replica_context().all_reduce` there.
+
+        >>> import jaxstrategy as js
+        >>> strategy = js.MirroredStrategy(js.simulate(8)[:2])
+        >>> x = strategy.per_replica([[1.0, 2.0], [3.0, 4.0]])
+        >>> strategy.reduce("sum", x)
+        Array([4., 6.], dtype=float32)
+        >>> strategy.reduce("mean", x, axis=0)
+        Array(2.5, dtype=float32)
+        >>> known = strategy.per_replica([[True, True], [True, False]])
+        >>> strategy.reduce("mean", x, axis=0, weights=known)
+        Array(2., dtype=float32)
+        """
+        context = _contexts.require_cross_replica(self, "reduce")
+        checked_options(options)
+        is_weighted = weights is not None
+        function = self._reduction.of_tree(
+            ReduceOp(reduce_op), dimensions(axis), options, is_weighted
+        )
+        return self._across(
+            context, function, (value, weights) if is_weighted else value
+        )
+
+    def reduce_leaves(
+        self,
+        op: ReduceOp,
+        leaves: Sequence[Any],
+        options: CommunicationOptions | None = None,
+        groups: Groups | None = None,
+    ) -> list[Any]:
+        """This replica's arrays reduced over all, or over its group, inside a step."""
+        return self._reduction.of_leaves(op, leaves, options, groups)
+
+    def gather(self, value: PyTree, axis: int = 0) -> PyTree:
+        """Every replica's version joined along `axis`, in replica order, leaf by leaf.
+
+        Shapes: local `[n, ...]` -> `[num_replicas * n, ...]` for `axis=0`. A leaf that
+        is not a `PerReplica` counts as what every replica holds, and is repeated. Rows
+        that only fill up a batch from a dataset are left out.
+
+        Raises:
+          ValueError: a leaf is a scalar, or `axis` is out of range for one.
+          TypeError: `axis` is not a whole number.
+          ContextError: inside `run`; use `get_replica_context().all_gather` there.
+
+        >>> import jaxstrategy as js
+        >>> strategy = js.MirroredStrategy(js.simulate(8)[:2])
+        >>> strategy.gather(strategy.per_replica([[1, 2], [3, 4]]))
+        Array([1, 2, 3, 4], dtype=int32)
+        """
+        context = _contexts.require_cross_replica(self, "gather")
+        gathered = self._across(context, gatherer(axis, self._axes), value)
+        return _without_filling(value, gathered) if axis == 0 else gathered
+
+    def experimental_local_results(self, value: PyTree) -> tuple[PyTree, ...]:
+        """The version of `value` of each replica of this process, as a tuple.
+
+        A pytree gives a tuple of pytrees. A mirrored array, or a container of plain
+        values, gives one entry per replica too; a single plain value gives a tuple of
+        one. Of a batch from a dataset they are the real rows.
+
+        Raises:
+          ContextError: inside `run`, where there is one version.
+
+        >>> import jaxstrategy as js
+        >>> strategy = js.MirroredStrategy(js.simulate(8)[:2])
+        >>> strategy.experimental_local_results(strategy.per_replica([3, 4]))
+        (Array(3, dtype=int32), Array(4, dtype=int32))
+        >>> strategy.experimental_local_results("plain")
+        ('plain',)
+        """
+        context = _contexts.require_cross_replica(self, "experimental_local_results")
+        in_step = context is not None and context.in_step
+        value = _values.map_leaves(
+            lambda leaf: leaf.distributed() if isinstance(leaf, Handle) else leaf, value
+        )
+        leaves, treedef = jax.tree.flatten(value, is_leaf=_values.is_per_replica)
+        if treedef == _LEAF and not isinstance(value, (PerReplica, jax.Array)):
+            return (value,)
+        if value is None:
+            return (None,)
+        columns = [self._versions(leaf, in_step) for leaf in leaves]
+        if treedef == _LEAF:
+            return columns[0]
+        # A variable of central storage has one copy.
+        n = self.num_replicas_in_sync if in_step else len(self._own_replicas)
+        columns = [column * n if len(column) == 1 else column for column in columns]
+        return tuple(
+            jax.tree.unflatten(treedef, [column[i] for column in columns])
+            for i in range(n)
+        )
+
+    @property
+    def _own_replicas(self) -> list[int]:
+        """The numbers of this process's replicas."""
+        here = set(_mesh.own_devices(self.mesh))
+        return [i for i, device in enumerate(self.devices) if device in here]
+
+    def _versions(self, leaf: Any, in_step: bool) -> tuple[Any, ...]:
+        n = self.num_replicas_in_sync if in_step else len(self._own_replicas)
+        if isinstance(leaf, PerReplica):
+            versions = leaf.values if in_step else _values.real_rows(leaf)
+            if len(versions) != n:
+                raise ValueError(
+                    f"A PerReplica with {len(versions)} versions was given to a "
+                    f"strategy with {n} replicas here."
+                )
+            return versions
+        if in_step and isinstance(leaf, jax.Array):
+            # Captured by the merge function: it may well differ between replicas.
+            return _values.of_local(leaf, _mesh.REPLICA_AXIS).values
+        if _values.is_mirrored(leaf):
+            return tuple(shard.data for shard in leaf.addressable_shards)
+        return (leaf,) * n
+
+    def assert_in_sync(self, tree: PyTree, name: str = "tree") -> None:
+        """Nothing if all replicas hold the same bits of `tree`, else an error.
+
+        For state that should be equal on all replicas, now and then between steps. The
+        copies of each mirrored array, and the versions of each `PerReplica`, are
+        compared by 64 bits computed from them where they are: one pass over the memory
+        and one small collective, however large the arrays. It waits for the steps
+        before it, and changes nothing; with several processes, each must call it. A
+        change of a single number of up to 64 bits is always found, anything else is
+        missed once in 2**64.
+
+        Bits are compared, not numbers: 0.0 and -0.0 differ, NaNs of the same bits do
+        not. What has one copy only (host and single-device arrays, numbers, strings,
+        functions, None) is passed over.
+
+        Args:
+          tree: a pytree.
+          name: how the error calls it.
+
+        Raises:
+          OutOfSyncError: it names the arrays that differ and the replicas that hold
+            them; its `leaves` has both for programs.
+          PlacementError: an array lies on several devices, but not whole on each of
+            this strategy's; or a `PerReplica` belongs to another strategy.
+          DonatedValueError: an array was donated before.
+          TracedValueError: inside a function traced by JAX (`jax.jit`, `jax.grad`).
+          ContextError: inside `run`.
+
+        >>> import jaxstrategy as js
+        >>> strategy = js.MirroredStrategy(js.simulate(8)[:4])
+        >>> state = {"w": strategy.mirror(1.0), "n": strategy.per_replica([7, 7, 8, 7])}
+        >>> strategy.assert_in_sync(state["w"])
+        >>> try:
+        ...     strategy.assert_in_sync(state, "state")
+        ... except js.OutOfSyncError as error:
+        ...     print(error.leaves)
+        {"state['n']": ((0, 1, 3), (2,))}
+        """
+        _contexts.require_host(self, "assert_in_sync")
+        assert_in_sync(
+            tree, name, self.mesh, self._axes, functools.partial(self._across, None)
+        )
+
+
+_LEAF = jax.tree.structure(0)
+
+
+def _without_filling(value: PyTree, gathered: PyTree) -> PyTree:
+    """`gathered` from all replicas' rows of `value`, only the real ones."""
+    leaves, treedef = jax.tree.flatten(gathered)
+    masks = [
+        leaf.mask if isinstance(leaf, PerReplica) else None
+        for leaf in jax.tree.leaves(value, is_leaf=_values.is_whole)
+    ]
+    if not any(_padding.is_noted(mask) for mask in masks):
+        return gathered
+    real = [
+        leaf[np.flatnonzero(np.asarray(mask))] if _padding.is_noted(mask) else leaf
+        for leaf, mask in zip(leaves, masks, strict=True)
+    ]
+    return jax.tree.unflatten(treedef, real)
