@@ -192,7 +192,15 @@ def test_closing_from_another_thread_wakes_who_waits():
     assert not waiting.is_alive() and results == []
 
 
-def test_an_interrupted_wait_leaves_it_usable():
+@pytest.fixture
+def interrupts():
+    """Ctrl-C interrupts: not so in a process that was started in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupted_wait_leaves_it_usable(interrupts):
     release = threading.Event()
 
     def make():
@@ -200,7 +208,6 @@ def test_an_interrupted_wait_leaves_it_usable():
         return 1
 
     ahead = Ahead(make, 1)
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     timer = threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGINT))
     timer.start()
     with pytest.raises(KeyboardInterrupt):
@@ -252,7 +259,7 @@ def test_a_block_ends_the_thread_and_closes_the_source(two):
     assert not threads() and closed == [True]
 
 
-def test_an_interrupted_loop_can_go_on(two):
+def test_an_interrupted_loop_can_go_on(two, interrupts):
     """As when the cell of a notebook is interrupted."""
 
     def count():
