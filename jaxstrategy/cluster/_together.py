@@ -26,7 +26,12 @@ _AS_LONG_AS_IT_TAKES = 1e6
 
 
 def compare(
-    board: AbstractBoard, name: str, where: str, kinds: Sequence[str], advice: str
+    board: AbstractBoard,
+    name: str,
+    where: str,
+    kinds: Sequence[str],
+    advice: str,
+    made: Sequence[str] = (),
 ) -> None:
     """Nothing if all processes are about to do the same.
 
@@ -36,12 +41,19 @@ def compare(
       where: its source line, which is only shown.
       kinds: what it is done with.
       advice: what should be the same in all processes.
+      made: the programs that were made since the last time.
 
     Raises:
-      ClusterError: another process is about to do something else.
+      ClusterError: another process is about to do something else, or has made another
+        program of the same step.
     """
     # One key for all: a process that steps meets one that does something else.
-    said = board.gather("together", [where, name, *kinds], _AS_LONG_AS_IT_TAKES)
+    own = [list(made), where, name, *kinds]
+    heard = board.gather("together", own, _AS_LONG_AS_IT_TAKES)
+    for index, (programs, *_) in enumerate(heard):
+        if programs != heard[0][0]:
+            raise ClusterError(_other_programs(heard[0][0], programs, index))
+    said = [rest for _, *rest in heard]
     for index, other in enumerate(said):
         if other[1:] != said[0][1:]:
             raise ClusterError(
@@ -100,6 +112,17 @@ def described(leaf: Any) -> str:
         return kind(array)
     bits = zlib.crc32(np.ascontiguousarray(array).tobytes())
     return f"{kind(array)} of bits {bits:08x}"
+
+
+def _other_programs(first: list[str], other: list[str], index: int) -> str:
+    names = sorted({program.rpartition(" ")[0] for program in set(first) ^ set(other)})
+    return (
+        f"Processes 0 and {index} have made different programs of "
+        f"{', '.join(f'`{name}`' for name in names)}, and ran them together. Its code, "
+        "or a value that it captures, differs: a number or an array of the host that "
+        "is not an argument is compiled in. Pass it as an argument, as a PerReplica if "
+        "it is to differ."
+    )
 
 
 def _difference(first: list[str], other: list[str], index: int) -> str:

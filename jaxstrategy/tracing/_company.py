@@ -8,8 +8,14 @@ compared before they are dispatched, and the watchdog is told of each.
 from __future__ import annotations
 
 import os
+import re
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
 
 from jaxstrategy._values import PyTree
 from jaxstrategy.cluster import _together
@@ -34,6 +40,9 @@ class Company:
         self._processes = processes
         self._each = each
         self._count = 0
+        # The programs that were traced: all, and those that are not compared yet.
+        self._known: set[str] = set()
+        self._made: list[str] = []
         _inflight.on_dispatch(processes.watchdog.watch)
 
     def begin(self, name: str, where: str, leaves: Sequence[Any], is_new: bool) -> None:
@@ -53,11 +62,45 @@ class Company:
         if self._count <= _FIRST or self._count % self._each == 0:
             step = f"{name} at {os.path.basename(where)}"
             kinds = [_together.described(leaf) for leaf in leaves]
-            _together.compare(self._processes.board, step, where, kinds, _ADVICE)
+            made, self._made = sorted(self._made), []
+            board = self._processes.board
+            _together.compare(board, step, where, kinds, _ADVICE, made)
+
+    def traced(self, name: str, closed: Any) -> None:
+        """Let a program be compared before one of the next steps.
+
+        A program may be made once more in one process only, when something else was
+        forgotten there; so all that is compared is what is new.
+        """
+        program = f"{name} {_print_of(closed):08x}"
+        if program not in self._known:
+            self._known.add(program)
+            self._made.append(program)
 
     def end(self) -> None:
         """After it was dispatched, or has failed to be."""
         self._processes.watchdog.step_dispatched()
+
+
+# Where objects lie in memory.
+_ADDRESS = re.compile(r"0x[0-9a-f]+")
+
+
+def _print_of(closed: Any) -> int:
+    """A number that a jaxpr has in all processes, and another one hardly has."""
+    text = zlib.crc32(_ADDRESS.sub("", str(closed.jaxpr)).encode())
+    for const in closed.consts:
+        is_spread = isinstance(const, jax.Array) and not const.is_fully_addressable
+        if not is_spread and const.nbytes <= _HASHED_BYTES and not _is_key(const):
+            text = zlib.crc32(np.asarray(const).tobytes(), text)
+    return text
+
+
+def _is_key(array: Any) -> bool:
+    return jnp.issubdtype(array.dtype, jax.dtypes.extended)
+
+
+_HASHED_BYTES = 65536  # of an array that the step captured
 
 
 _ADVICE = (
@@ -79,6 +122,7 @@ class Accompanied:
     def __init__(self, program: Any, company: Company, name: str, where: str) -> None:
         self._program = program
         self._company = company
+        program.observer = company.traced
         self._name = name
         self._where = where
         self._is_new = True

@@ -80,6 +80,8 @@ class Program:
         self._check = check
         self._traced = traced
         self._bounded = _inflight.needed(mesh)
+        # Called with the name of the step and each new trace of it.
+        self.observer: Callable[[str, Any], None] | None = None
         self._has_plain = False
         self._users_error: ValueError | None = None
         # Whether the last call had to move an array: then the next one probably must.
@@ -275,6 +277,8 @@ class Program:
                 self._may_create(),
             )
             self._check(self._step_of(done))
+            if self.observer is not None:
+                self.observer(self._fn_name(), done.closed)
         self._held.add(done.closed)
         self._watch(done.used)
         missing = form.missing(done.used, self._is_traced)

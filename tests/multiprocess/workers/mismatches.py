@@ -38,6 +38,16 @@ def main():
         "reading": lambda: js.to_host(x) if own else c.value,
         "assigning": lambda: c.assign(1.0) if own else v.assign(jnp.ones(2)),
     }
+    factor = 2.0 + own  # compiled in
+
+    def scaled(x):
+        return factor * x
+
+    def captured():
+        s.run(scaled, (x,))
+        s.run(total, (x,))
+
+    cases["captured"] = captured
     told = {}
     for name, act in cases.items():
         try:
