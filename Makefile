@@ -19,7 +19,7 @@ demo: $(VENV)/.installed-demo
 	$(IN_VENV) -m jaxstrategy.demo
 
 test: $(VENV)/.installed-test
-	$(IN_VENV) -m pytest -n $(JOBS)
+	$(IN_VENV) -m pytest -n $(JOBS) --dist worksteal
 
 lint: $(VENV)/.installed-lint
 	$(IN_VENV) -m ruff format --check .

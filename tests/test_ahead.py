@@ -165,7 +165,7 @@ def test_the_collector_may_end_it_from_its_own_thread():
         gc.collect()
         return 1
 
-    for _ in range(20):
+    for _ in range(5):
         ahead = Ahead(make, 2)
         ahead.self = ahead
         next(ahead)

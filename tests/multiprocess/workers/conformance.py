@@ -288,6 +288,23 @@ def reduce_to(s):
 
 
 @check
+def values_of_all_on_devices_of_one(s):
+    if jax.process_count() == 1:
+        return {}
+    local = js.MirroredStrategy()
+    assert local.num_replicas_in_sync == jax.local_device_count()
+    np.testing.assert_array_equal(local.mirror(s.mirror(np.arange(3.0))), [0, 1, 2])
+    spread = s.per_replica(np.ones((s.num_replicas_in_sync, 2))).stacked
+    try:
+        local.mirror(spread)
+    except js.PlacementError as error:
+        assert "is spread over several processes" in str(error)
+    else:
+        raise AssertionError("no error")
+    return {}
+
+
+@check
 def explain(s):
     def step(w, x):
         return w - context().all_reduce("mean", w * x), x.sum()
