@@ -99,7 +99,7 @@ def test_rows_that_are_missing_are_copies_of_the_last(four):
     assert batch.mask.tolist() == [[True, True]] + [[False, False]] * 3
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60, deadline=None, derandomize=True, database=None)
 @given(rows=st.integers(1, 60), size=st.integers(1, 20), n=st.sampled_from([1, 2, 8]))
 def test_any_division_is_that_of_a_plain_loop(rows, size, n):
     found = divided(n, ranged(rows, size))
@@ -891,7 +891,7 @@ def rows_of(step, index, local):
     return [part[:count].tolist() for part, count in zip(array, own, strict=True)]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30, deadline=None, derandomize=True, database=None)
 @given(
     rows=st.integers(1, 50),
     size=st.integers(1, 20),
@@ -931,7 +931,7 @@ def test_a_process_reads_only_its_own_rows(monkeypatch):
     assert share.arrays[0].tolist() == [[4, 5], [6, 7]]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40, deadline=None, derandomize=True, database=None)
 @given(
     lengths=st.lists(st.integers(2, 17), min_size=1, max_size=4),
     local=st.integers(1, 3),

@@ -95,7 +95,8 @@ def test_sums_means_and_counts_are_numpys(kind, rows):
     )
 
 
-@settings(max_examples=15, deadline=None)
+@pytest.mark.filterwarnings("ignore::jaxstrategy.RecompilationWarning")
+@settings(max_examples=15, deadline=None, derandomize=True, database=None)
 @given(
     rows=st.integers(1, 40),
     size=st.integers(1, 17),

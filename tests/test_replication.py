@@ -822,7 +822,7 @@ def test_what_is_called_mirrored_is_equal_on_all_replicas(four):
     s = jnp.linspace(0.2, 0.8, 4)
     outcomes = []
 
-    @settings(max_examples=40, deadline=None, derandomize=True, database=None)
+    @settings(max_examples=60, deadline=None, derandomize=True, database=None)
     @given(PROGRAMS)
     def is_equal(lines):
         outcomes.append("refused")
