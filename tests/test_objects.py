@@ -1443,3 +1443,19 @@ def test_replaced_variables_are_let_go(two):
     assert float(step(model)) == 2 * WIDTH
     gc.collect()
     assert old() is None
+
+
+class Touchy:
+    """As some libraries have them: asking what it is does something."""
+
+    @property
+    def __class__(self):
+        raise AssertionError("it was asked what it is")
+
+
+def test_objects_of_other_libraries_are_not_asked_what_they_are(two):
+    touchy = [Touchy()]
+    captured = jnp.ones(3)
+    out = two.run(lambda x: x * captured, (2.0,))
+    np.testing.assert_array_equal(out, [2, 2, 2])
+    assert len(touchy) == 1

@@ -95,11 +95,12 @@ def _alive() -> tuple[list[Any], list[Any]]:
     """All variables that there are, and all other objects of Flax NNX."""
     # Where a constant came from can be known in no other way: attributes, containers,
     # generators lead to it, or a function in C.
-    variables, objects = [], []
+    variables, objects, kinds = [], [], _values.object_kinds()
     for each in gc.get_objects():
+        # By type: to `isinstance` some libraries' objects warn, or load a library.
         if is_variable(each):
             variables.append(each)
-        elif _values.is_object(each):
+        elif issubclass(type(each), kinds):
             objects.append(each)
     return variables, objects
 
