@@ -18,16 +18,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.core import Tracer
 from jax.sharding import Mesh
 
 from jaxstrategy import _padding, _source
-from jaxstrategy._errors import PaddedRowsWarning, TracedValueError
-from jaxstrategy._padding import Batch, Batches
+from jaxstrategy._errors import TracedValueError
 from jaxstrategy._values import PyTree
 from jaxstrategy.tracing import _inflight, _objects, _results
 from jaxstrategy.tracing._carried import Carried
 from jaxstrategy.tracing._held import Held
+from jaxstrategy.tracing._masks import Masks
 from jaxstrategy.tracing._placement import Placement
 from jaxstrategy.tracing._roles import Role, Signature
 from jaxstrategy.tracing._trace import Trace, trace
@@ -90,7 +89,7 @@ class Program:
         self._tracer: int | None = None
         self._one_tracer = threading.RLock()
         self._roles = [role for role in signature.roles if role is not Role.STATIC]
-        donated = _donated_leaves(signature, donate)
+        donated = signature.donated(donate)
         self._donated = frozenset(donated)
         self._placement = Placement(
             mesh=mesh,
@@ -98,11 +97,8 @@ class Program:
             donated=donated,
             label=self._label,
         )
-        # The masks among the arguments, and what the step has to do with them.
-        self._masks = [i for i, role in enumerate(self._roles) if role is Role.MASK]
-        self._asks_for_masks: bool | None = None  # not known before it is traced
+        self._masks = Masks(self._roles, self._label, self._fn_name)
         self._given: Sequence[Any] = ()  # what it is traced for
-        self._alike: set[tuple[int, ...]] = set()
         self._uses_variables = False
         self._used: list[weakref.ref[Variable]] = []
         self._uses_references = False
@@ -195,8 +191,8 @@ class Program:
     def _send(self, leaves: Sequence[Any]) -> PyTree:
         if self._donated:
             self._placement.check_donated(leaves)
-        if self._masks and self._asks_for_masks is not None:
-            self._check_masks(leaves)
+        if self._masks:
+            self._masks.check(leaves)
         compiled, carried = self._settled() if self._uses_variables else self._form
         inputs = leaves if carried.is_empty else [*leaves, *carried.values()]
         try:
@@ -231,28 +227,6 @@ class Program:
             raise error
         compiled, carried = self._form
         return compiled(*placed, *carried.values())
-
-    def _check_masks(self, leaves: Sequence[Any]) -> None:
-        """Whether the step does right by rows that are not real.
-
-        Raises:
-          ValueError: it took the masks of two batches for one.
-        """
-        for places in self._alike:
-            masks = [leaves[i] for i in places]
-            if _differ(masks[1:], masks[:-1]) and not any(map(_is_traced, masks)):
-                names = ", ".join(self._label(i).split("of ")[-1] for i in places)
-                raise ValueError(
-                    f"`{self._fn_name()}` was given {names}, of different batches with "
-                    "equal numbers of rows, and asked which rows of something computed "
-                    "from them are real. Say which batch is meant, with an argument of "
-                    "the step itself: `masked_mean(losses, mask=batch_mask(images))`."
-                )
-        if not self._asks_for_masks and any(
-            _padding.is_noted(leaves[i]) for i in self._masks
-        ):
-            self._asks_for_masks = True  # said once
-            _source.warn(_unmasked(self._fn_name()), PaddedRowsWarning)
 
     # Tracing: called by `jax.jit` once per combination of shapes and dtypes.
 
@@ -326,7 +300,7 @@ class Program:
             for leaf, role in zip(locals_, self._roles, strict=True)
         ]
         args, kwargs = self._signature.rebuild(own)
-        batches = Batches([Batch(own[i - 1], own[i], i) for i in self._masks])
+        batches = self._masks.batches(own)
         try:
             with _padding.given(batches):
                 returned = self._call(fn, args, kwargs)
@@ -339,10 +313,9 @@ class Program:
             if isinstance(error, ValueError):  # not to be taken for one about placement
                 self._users_error = error
             raise
-        self._asks_for_masks = bool(self._asks_for_masks) or batches.asked
-        self._alike |= batches.alike
+        self._masks.learn(batches)
         if self._given:
-            self._check_masks(self._given)
+            self._masks.check(self._given)
         return _results.take_apart(returned, self._signature.statics, self._fn_name())
 
     def _step_of(self, done: Trace) -> TracedStep:
@@ -401,19 +374,6 @@ class _NotPlaced(Exception):
     """A program was about to be traced for arrays that may lie elsewhere."""
 
 
-def _is_traced(leaf: Any) -> bool:
-    return isinstance(leaf, Tracer)
-
-
-def _unmasked(name: str) -> str:
-    return (
-        f"`{name}` was given a batch that is filled up with copies of its last row, "
-        "and never asked which rows are real, so that the copies count in its sums and "
-        "means. Use `masked_mean` or `masked_sum` for them, or `batch_mask`; or leave "
-        'out the rest with `InputOptions(remainder="drop")`.'
-    )
-
-
 def _differ(new: Sequence[Any], old: Sequence[Any]) -> bool:
     return any(a is not b for a, b in zip(new, old, strict=True))
 
@@ -431,23 +391,6 @@ def _named(trace: Callable[..., Any], name: str) -> Callable[..., Any]:
 
     program.__name__ = program.__qualname__ = name
     return program
-
-
-def _donated_leaves(signature: Signature, donate: Sequence[int]) -> tuple[int, ...]:
-    """Which dynamic leaves belong to the donated positions of `args`.
-
-    Raises:
-      ValueError: a position is beyond the arguments.
-    """
-    leaves = signature.positions()
-    beyond = [position for position in donate if position >= len(leaves)]
-    if beyond:
-        raise ValueError(
-            f"`donate_argnums` names argument {beyond[0]}, but `args` has "
-            f"{len(leaves)}. Positions count from 0; keyword arguments are not donated."
-        )
-    chosen = {leaf for n in donate for leaf in leaves[n]}
-    return tuple(new for new, old in enumerate(signature.dynamic) if old in chosen)
 
 
 def _asked_too_early(error: Exception, name: str) -> TracedValueError:

@@ -70,6 +70,23 @@ class Signature:
         args, _ = jax.tree.unflatten(self.treedef, self._leaves)
         return [jax.tree.leaves(argument) for argument in args]
 
+    def donated(self, positions: Sequence[int]) -> tuple[int, ...]:
+        """Which of what is passed to the program belongs to these positions of `args`.
+
+        Raises:
+          ValueError: a position is beyond the arguments.
+        """
+        leaves = self.positions()
+        beyond = [position for position in positions if position >= len(leaves)]
+        if beyond:
+            raise ValueError(
+                f"`donate_argnums` names argument {beyond[0]}, but `args` has "
+                f"{len(leaves)}. Positions count from 0; keyword arguments are not "
+                "donated."
+            )
+        chosen = {leaf for position in positions for leaf in leaves[position]}
+        return tuple(new for new, old in enumerate(self.dynamic) if old in chosen)
+
     def rebuild(self, locals_: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """`(args, kwargs)` as the step sees them, from one replica's arrays."""
         dynamic, static = iter(locals_), iter(self.statics)
