@@ -18,10 +18,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, final
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import Mesh, NamedSharding
 
 from jaxstrategy import _devices, _mesh, _tables
 from jaxstrategy._devices import Device
@@ -108,7 +106,7 @@ class PerReplica:
     @property
     def values(self) -> tuple[jax.Array, ...]:
         """One array of shape `[...]` per replica of this process, in replica order."""
-        if self._axis_name is None and _is_placed(self._value):
+        if self._axis_name is None and is_placed(self._value):
             return _versions(self._value)
         return tuple(self.stacked)
 
@@ -163,19 +161,19 @@ class PerReplica:
     def __repr__(self) -> str:
         if not hasattr(self._value, "dtype"):  # a pytree of something else
             return f"PerReplica({self._value!r})"
-        return f"PerReplica({_summary(self.dtype, self.shape)}{self._where()})"
+        return f"PerReplica({summary(self.dtype, self.shape)}{self._where()})"
 
     def _where(self) -> str:
         if self._axis_name is not None:
             return ", inside merge_call"
-        if _is_placed(self._value):
+        if is_placed(self._value):
             return f" on {_devices.names(_device_order(self._value))}"
         return f" x {self.num_replicas}"
 
     def _repr_html_(self) -> str:
-        if not hasattr(self._value, "dtype") or not _is_placed(self._value):
+        if not hasattr(self._value, "dtype") or not is_placed(self._value):
             return f"<code>{html.escape(repr(self))}</code>"
-        kind = _summary(self.dtype, self.shape)
+        kind = summary(self.dtype, self.shape)
         rows = [
             (i, _devices.name(device), kind)
             for i, device in enumerate(_device_order(self._value))
@@ -247,72 +245,6 @@ def contents(value: PerReplica) -> Any:
     return value._value
 
 
-def stack(
-    versions: Sequence[PyTree], mesh: Mesh, what: str = "value", own: bool = False
-) -> PyTree:
-    """Per-replica trees as one tree of `PerReplica` leaves, each placed on its device.
-
-    Args:
-      versions: one pytree per replica, all of one structure, leaf by leaf of one shape
-        and dtype; nested lists of numbers are arrays.
-      mesh: where to place them.
-      what: how error messages call the value.
-      own: whether the versions are only of this process's replicas.
-
-    Raises:
-      ValueError: the number, structure, shapes or dtypes do not fit.
-    """
-    devices = _mesh.own_devices(mesh) if own else _mesh.devices_of(mesh)
-    if len(versions) != len(devices):
-        raise ValueError(
-            f"`{what}` has {len(versions)} versions for {len(devices)} replicas; one "
-            "per replica is wanted."
-        )
-    paths, structure = jax.tree.flatten_with_path(versions[0], is_leaf=_is_list)
-    columns = [[leaf] for _, leaf in paths]
-    for replica_id, version in enumerate(versions[1:], start=1):
-        leaves, other = jax.tree.flatten(version, is_leaf=_is_list)
-        if other != structure:
-            raise ValueError(
-                f"`{what}` has another structure on replica {replica_id} than on "
-                f"replica 0: {other} instead of {structure}."
-            )
-        for column, leaf in zip(columns, leaves, strict=True):
-            column.append(leaf)
-    labels = [f"{what}{jax.tree_util.keystr(path)}" for path, _ in paths]
-    stacked = [
-        _stack_leaf(column, mesh, devices, label)
-        for column, label in zip(columns, labels, strict=True)
-    ]
-    return jax.tree.unflatten(structure, stacked)
-
-
-def _is_list(node: Any) -> bool:
-    return isinstance(node, list)  # of numbers: the data of an array
-
-
-def _stack_leaf(
-    column: list[Any], mesh: Mesh, devices: Sequence[Device], what: str
-) -> PerReplica:
-    arrays = [as_array(value, what) for value in column]
-    kinds = {(array.shape, array.dtype) for array in arrays}
-    if len(kinds) > 1:
-        seen = ", ".join(_summary(array.dtype, array.shape) for array in arrays)
-        raise ValueError(
-            f"`{what}` differs in shape or dtype between replicas: {seen}. One "
-            "program runs on all replicas, so all versions need one shape and dtype."
-        )
-    here = _mesh.own_devices(mesh)
-    placed = [
-        jax.device_put(array[None], device)
-        for array, device in zip(arrays, devices, strict=True)
-        if device in here
-    ]
-    shape = (mesh.size, *arrays[0].shape)
-    sharding = _mesh.split(mesh)
-    return PerReplica(jax.make_array_from_single_device_arrays(shape, sharding, placed))
-
-
 def as_array(value: Any, what: str) -> jax.Array | np.ndarray:
     """`value` as an array that devices can hold; 64-bit types as JAX is set up.
 
@@ -330,63 +262,8 @@ def as_array(value: Any, what: str) -> jax.Array | np.ndarray:
     return array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)
 
 
-def place_stacked(value: Any, mesh: Mesh, what: str = "value") -> PerReplica:
-    """An array of shape `[replica, ...]` as a `PerReplica` on the devices of `mesh`.
-
-    Raises:
-      ValueError: the first dimension is not the number of replicas.
-    """
-    array = as_array(value, what)
-    check_stacked(array, len(_mesh.devices_of(mesh)), what)
-    return PerReplica(_mesh.put(array, _mesh.split(mesh)))
-
-
-def check_stacked(array: Any, num_replicas: int, what: str) -> None:
-    """Raise unless the first dimension of `array` counts the replicas."""
-    shape = np.shape(array)
-    if not shape or shape[0] != num_replicas:
-        raise ValueError(
-            f"`{what}` has shape {shape}; its first dimension should be the number of "
-            f"replicas, {num_replicas}. To give one version per replica write a list, "
-            "`strategy.per_replica([v0, v1, ...])`."
-        )
-
-
-def replicate(tree: PyTree, mesh: Mesh) -> PyTree:
-    """`tree` with every array and number placed whole on each device of `mesh`.
-
-    Leaves that are neither (strings, bools, functions) stay as they are.
-
-    Raises:
-      TypeError: a leaf is a `PerReplica`, whose versions may differ.
-    """
-    sharding = _mesh.replicated(mesh)
-
-    def place(path: Any, leaf: Any) -> Any:
-        if isinstance(leaf, PerReplica):
-            raise TypeError(
-                f"`tree{jax.tree_util.keystr(path)}` is a PerReplica: its versions may "
-                "differ, so it cannot be mirrored as it is. Use "
-                "`strategy.reduce('mean', value)` to make one value of it first."
-            )
-        if isinstance(leaf, bool) or not (
-            is_array(leaf) or isinstance(leaf, (int, float, complex))
-        ):
-            return leaf
-        return _replicate_leaf(leaf, sharding)
-
-    return jax.tree.map_with_path(place, tree, is_leaf=is_per_replica)
-
-
-def _replicate_leaf(leaf: Any, sharding: NamedSharding) -> jax.Array:
-    if _is_placed(leaf) and not _mesh.lies_as(leaf, sharding):
-        # A copy, because a device that has the array already would share its memory,
-        # and donating one would delete the other.
-        leaf = jnp.copy(leaf)
-    return _mesh.put_same(leaf, sharding)
-
-
-def _is_placed(value: Any) -> bool:
+def is_placed(value: Any) -> bool:
+    """Whether `value` is an array on devices, and not one that is being traced."""
     return isinstance(value, jax.Array) and not isinstance(value, Tracer)
 
 
@@ -410,7 +287,8 @@ def _versions(value: jax.Array) -> tuple[jax.Array, ...]:
     return tuple(shard.data[0] for shard in _in_order(value))
 
 
-def _summary(dtype: Any, shape: Sequence[int]) -> str:
+def summary(dtype: Any, shape: Sequence[int]) -> str:
+    """Dtype and shape, as in `float32[3,2]`."""
     return f"{dtype}[{','.join(map(str, shape))}]"
 
 

@@ -24,6 +24,7 @@ FLOORS = [
     "_devices",
     "_mesh",
     "_values",
+    "_building",
     "_slices",
     "_padding",
     "_accumulate",

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 
-from jaxstrategy import _mesh, _values
+from jaxstrategy import _building, _mesh, _values
 from jaxstrategy._options import VariableAggregation, VariableSynchronization
 from jaxstrategy._values import PerReplica
 from jaxstrategy.checkpoint import _entries, _processes
@@ -113,7 +113,7 @@ class DeviceArray(_AnyArray):
     def placed(self) -> Any:
         if isinstance(self.value, jax.Array) and self.mesh is not None:
             if self._sharding != self.value.sharding:
-                return _values.replicate(self.value, self.mesh)
+                return _building.replicate(self.value, self.mesh)
         return self.value
 
     @property

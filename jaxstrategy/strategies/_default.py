@@ -10,7 +10,7 @@ from typing import Any, Self, final
 import jax
 from jax.sharding import Mesh
 
-from jaxstrategy import _contexts, _mesh, _padding, _values
+from jaxstrategy import _building, _contexts, _mesh, _padding, _values
 from jaxstrategy._contexts import AbstractStrategy, Context
 from jaxstrategy._errors import ContextError
 from jaxstrategy._options import RunOptions
@@ -125,7 +125,7 @@ def _alone(tree: PyTree) -> PyTree:
     def unwrap(leaf: Any) -> Any:
         if not isinstance(leaf, PerReplica):
             return leaf
-        _values.check_stacked(_values.contents(leaf), 1, "value")
+        _building.check_stacked(_values.contents(leaf), 1, "value")
         return leaf.local(0)
 
     return _values.map_around_objects(unwrap, tree)

@@ -8,8 +8,8 @@ from typing import Any
 import jax
 
 from jaxstrategy import (
+    _building,
     _contexts,
-    _values,
 )
 from jaxstrategy._options import (
     ValueContext,
@@ -37,7 +37,7 @@ class Placing(Reducing):
         True
         """
         _contexts.require_host(self, "mirror")
-        return _values.replicate(tree, self.mesh)
+        return _building.replicate(tree, self.mesh)
 
     def per_replica(self, tree: PyTree) -> PyTree:
         """Values that differ between replicas, as `PerReplica`s on their devices.
@@ -73,8 +73,8 @@ class Placing(Reducing):
             if isinstance(node, PerReplica):
                 return node
             if isinstance(node, list):
-                return _values.stack(node, self.mesh, what)
-            return _values.place_stacked(node, self.mesh, what)
+                return _building.stack(node, self.mesh, what)
+            return _building.place_stacked(node, self.mesh, what)
 
         return jax.tree.map_with_path(place, tree, is_leaf=is_end)
 
@@ -103,7 +103,7 @@ class Placing(Reducing):
         _contexts.require_host(self, "experimental_distribute_values_from_function")
         n, own = self.num_replicas_in_sync, self._own_replicas
         versions = [value_fn(ValueContext(i, n)) for i in own]
-        return _values.stack(versions, self.mesh, own=True)
+        return _building.stack(versions, self.mesh, own=True)
 
     def init(self, fn: Callable[..., PyTree], *args: Any) -> PyTree:
         """`fn(*args)` built in mirrored form: on every device at once, from nothing.

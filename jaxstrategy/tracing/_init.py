@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jaxstrategy import _mesh, _values
+from jaxstrategy import _building, _mesh, _values
 from jaxstrategy._values import PerReplica, PyTree
 from jaxstrategy.tracing import _results
 from jaxstrategy.tracing._program import name_of
@@ -45,7 +45,7 @@ def build_replicated(
         arrays, results = _results.take_apart(returned, leaves, name_of(fn))
         return results.rebuild(arrays)
 
-    arrays = _values.replicate([leaves[index] for index in traced], mesh)
+    arrays = _building.replicate([leaves[index] for index in traced], mesh)
     sharding = _mesh.replicated(mesh)
     built = jax.jit(build, out_shardings=sharding)(*arrays)
     if not sharding.is_fully_addressable:  # what `fn` closes over may differ
