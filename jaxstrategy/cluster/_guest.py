@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import socket
 import time
@@ -15,6 +16,8 @@ from jaxstrategy.cluster._wire import Connection
 _VERDICT_SECONDS = 5.0  # how much later than it said process 0 may answer
 CLOSED_SECONDS = 3.0
 """How long a server may go on hanging up before it is another program's."""
+ANSWER_SECONDS = 15.0
+"""How long an answer may take: process 0 does nothing else while it listens."""
 
 
 class Guest:
@@ -44,11 +47,8 @@ class Guest:
                 why = error.strerror or str(error)
             else:
                 try:
-                    return self._met(connection)
-                except BaseException as error:
-                    connection.close()
-                    if not isinstance(error, _HungUp):
-                        raise
+                    return self._met_over(connection)
+                except _HungUp:
                     why = "it closes the connection"
             time.sleep(min(pause, max(0.0, self._end - time.monotonic())))
             pause = min(2 * pause, 0.3)
@@ -68,6 +68,14 @@ class Guest:
             raise ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
         _wire.tune(sock)
         return Connection(sock)
+
+    def _met_over(self, connection: Connection) -> Meeting:
+        """The meeting, or an error and no connection."""
+        with contextlib.ExitStack() as unless_met:
+            unless_met.callback(connection.close)
+            meeting = self._met(connection)
+            unless_met.pop_all()
+            return meeting
 
     def _met(self, connection: Connection) -> Meeting:
         self._greet(connection)
@@ -95,12 +103,15 @@ class Guest:
 
     def _greet(self, connection: Connection) -> None:
         """Say who we are, and hear who answers."""
+        end = min(self._end, time.monotonic() + ANSWER_SECONDS)
         try:
             connection.sock.sendall(GREETING + _wire.packed(self._hello))
             while (ours := connection.inbox.starts_with(GREETING)) is None:
-                connection.fill(self._end)
+                connection.fill(end)
         except TimeoutError as error:
-            raise self._foreign("accepts calls and does not answer") from error
+            # The kernel accepts calls for a process that is stopped.
+            does = "accepts calls and does not answer (or process 0 is stopped)"
+            raise self._foreign(does) from error
         except (EOFError, OSError) as error:
             # Process 0 may be about to listen again; nothing of ours hangs up for long.
             now = time.monotonic()

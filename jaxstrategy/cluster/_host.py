@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import selectors
 import socket
 import time
@@ -75,19 +76,17 @@ class Host:
 
     def meet(self) -> Meeting:
         """Wait for all, and tell them the verdict; raises as `_rendezvous.meet`."""
-        with self._selector:
-            self._selector.register(self._listener, selectors.EVENT_READ)
-            try:
+        with contextlib.ExitStack() as unless_met:
+            unless_met.callback(self._close)
+            with self._selector:
+                self._selector.register(self._listener, selectors.EVENT_READ)
                 self._wait()
-            except BaseException:
-                self._close()
-                raise
-        wrong = self._mistakes() or self._missing()
-        if wrong:
-            text = self._text(wrong)
-            self._tell({"verdict": text})
-            self._close()
-            raise ClusterError(text)
+            wrong = self._mistakes() or self._missing()
+            if wrong:
+                text = self._text(wrong)
+                self._tell({"verdict": text})
+                raise ClusterError(text)
+            unless_met.pop_all()
         members = [member(hello) for hello in self._hellos()]
         members.sort(key=lambda one: one.index)
         self._tell({"verdict": "", "members": [list(_row(m)) for m in members]})

@@ -19,9 +19,10 @@ from jax.experimental import multihost_utils
 from jaxstrategy import _source
 from jaxstrategy._errors import ClusterError
 from jaxstrategy.cluster import _codes, _exit, _rendezvous, _wire
-from jaxstrategy.cluster._board import AbstractBoard, Board, Departure, LoneBoard
+from jaxstrategy.cluster._board import AbstractBoard, Departure, LoneBoard
 from jaxstrategy.cluster._finish import finish, speaking
 from jaxstrategy.cluster._resolver import Process
+from jaxstrategy.cluster._shared_board import Board
 from jaxstrategy.cluster._watchdog import Watchdog
 
 # So long the user's own exception may take to be printed before the death of another

@@ -20,14 +20,9 @@ import jax
 
 from jaxstrategy._errors import ClusterError
 from jaxstrategy.cluster import _codes
-from jaxstrategy.cluster._board import (
-    LATE_SECONDS,
-    AbstractBoard,
-    Board,
-    Departure,
-    State,
-)
+from jaxstrategy.cluster._board import LATE_SECONDS, AbstractBoard, Departure, State
 from jaxstrategy.cluster._finish import finish, stacks
+from jaxstrategy.cluster._shared_board import Board
 
 _TICK_SECONDS = 1.0
 # A thread that should run each second and did not for so long was stopped itself.

@@ -6,7 +6,7 @@ import harness
 import pytest
 
 from jaxstrategy.cluster import _rendezvous
-from jaxstrategy.cluster._board import Board
+from jaxstrategy.cluster._shared_board import Board
 
 
 @pytest.fixture

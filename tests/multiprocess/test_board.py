@@ -9,7 +9,8 @@ import time
 import pytest
 
 from jaxstrategy._errors import ClusterError
-from jaxstrategy.cluster._board import Board, LoneBoard
+from jaxstrategy.cluster._board import LoneBoard
+from jaxstrategy.cluster._shared_board import Board
 
 
 @pytest.fixture
@@ -23,6 +24,11 @@ def until(claim, seconds=10):
     while not claim():
         assert time.monotonic() < end
         time.sleep(0.01)
+
+
+def waiting(zero, key):
+    """How many calls wait in a gather, as process 0 knows."""
+    return sum(map(len, list(zero._hub._gathers.get(key, {}).values())))
 
 
 def departures(board):
@@ -47,7 +53,7 @@ def test_the_last_value_put_counts(boards):
 def test_get_waits_for_put(boards, pool):
     zero, one = boards(2)
     got = pool.submit(one.get, "later")
-    time.sleep(0.1)
+    until(lambda: zero._hub._asked.get("later"))
     assert not got.done()
     zero.put("later", 5)
     assert got.result(10) == 5
@@ -60,24 +66,24 @@ def test_a_value_that_nobody_puts(boards):
 
 def test_gather_is_in_the_order_of_the_ids(boards, pool):
     made = boards(4)
-    for pause in (0, 1, 2):
-
-        def give(board, pause=pause):
-            time.sleep(0.02 * ((board.index + pause) % 4))
-            return board.gather("steps", board.index * 10)
-
-        assert list(pool.map(give, made)) == [[0, 10, 20, 30]] * 4
+    for order in ((0, 1, 2, 3), (3, 2, 1, 0), (2, 0, 3, 1)):
+        calls = []
+        for number, index in enumerate(order):
+            until(lambda number=number: waiting(made[0], "steps") == number)
+            calls.append(pool.submit(made[index].gather, "steps", index * 10))
+        assert [call.result(10) for call in calls] == [[0, 10, 20, 30]] * 4
 
 
 def test_gathers_of_one_key_meet_in_order(boards, pool):
-    """A process may be several calls ahead of the others."""
-
-    def give(board):
-        time.sleep(0.1 * board.index)
-        return [board.gather("key", (board.index, turn)) for turn in range(50)]
-
-    wanted = [[[0, turn], [1, turn]] for turn in range(50)]
-    assert list(pool.map(give, boards(2))) == [wanted, wanted]
+    """The threads of a process may be several calls ahead of another process."""
+    zero, one = boards(2)
+    calls = []
+    for turn in range(5):
+        until(lambda turn=turn: waiting(zero, "key") == turn)
+        calls.append(pool.submit(zero.gather, "key", turn))
+    wanted = [[turn, 10 * turn] for turn in range(5)]
+    assert [one.gather("key", 10 * turn) for turn in range(5)] == wanted
+    assert [call.result(10) for call in calls] == wanted
 
 
 def test_gathers_of_several_keys_at_once(boards, pool):
@@ -106,13 +112,13 @@ def test_who_compiles_is_waited_for(boards, pool):
     zero, one = boards(2, timeout_seconds=0.3)
     one.status = lambda: {"compiles": True}
     until(lambda: zero.states()[1].is_compiling)
-    waiting = pool.submit(zero.gather, "key", 1)
+    patient = pool.submit(zero.gather, "key", 1)
     time.sleep(1)
-    assert not waiting.done()
+    assert not patient.done()
     with pytest.raises(ClusterError, match="Waited 0.2 s in 'short'"):
         zero.gather("short", 1, 0.2)  # a time of its own is kept
     one.gather("key", 2)
-    assert waiting.result(10) == [1, 2]
+    assert patient.result(10) == [1, 2]
     late = pool.submit(zero.gather, "key", 1)
     one.status = lambda: {"compiles": False}
     with pytest.raises(ClusterError, match="Waited 0.3 s in 'key' for process 1"):
@@ -121,11 +127,11 @@ def test_who_compiles_is_waited_for(boards, pool):
 
 def test_barrier_waits_for_all(boards, pool):
     zero, one = boards(2)
-    waiting = pool.submit(one.barrier, "here")
-    time.sleep(0.1)
-    assert not waiting.done()
+    came = pool.submit(one.barrier, "here")
+    until(lambda: waiting(zero, "barrier: here"))
+    assert not came.done()
     zero.barrier("here")
-    waiting.result(10)
+    came.result(10)
 
 
 def test_what_is_not_json_is_refused(boards):
@@ -159,10 +165,10 @@ def test_who_has_finished_is_not_waited_for(boards, leaver):
 
 def test_who_finishes_while_others_wait_for_it(boards, pool):
     zero, one, two = boards(3)
-    waiting = [pool.submit(board.gather, "key", 1, 20) for board in (zero, two)]
-    time.sleep(0.1)
+    calls = [pool.submit(board.gather, "key", 1, 20) for board in (zero, two)]
+    until(lambda: waiting(zero, "key") == 2)
     one.leave()
-    for call in waiting:
+    for call in calls:
         with pytest.raises(ClusterError, match="process 1 .* has finished already"):
             call.result(10)
 
@@ -180,12 +186,13 @@ def test_a_death_is_known_to_all_at_once(boards, pool, dead):
     made = boards(3)
     others = [board for board in made if board.index != dead]
     told = [departures(board) for board in others]
-    waiting = [pool.submit(board.gather, "key", 1, 20) for board in others]
-    getting = [pool.submit(board.get, "never", 20) for board in others]
-    time.sleep(0.1)
+    calls = [pool.submit(board.gather, "key", 1, 20) for board in others]
+    calls += [pool.submit(board.get, "never", 20) for board in others]
+    until(lambda: waiting(made[0], "key") == 2)
+    until(lambda: len(made[0]._hub._asked.get("never", ())) == 2)
     hang_up(made[dead])
     wanted = f"process {dead} (host host{dead}, pid 10{dead}) has died"
-    for call in waiting + getting:
+    for call in calls:
         with pytest.raises(ClusterError) as error:
             call.result(10)
         assert wanted in str(error.value)
@@ -297,7 +304,7 @@ def test_a_child_of_a_dead_process_does_not_hide_its_death(job):
     script = """
     import os, sys, time
     from jaxstrategy.cluster import _rendezvous
-    from jaxstrategy.cluster._board import Board
+    from jaxstrategy.cluster._shared_board import Board
     RANK = int(os.environ["JAXSTRATEGY_PROCESS_ID"])
     address = os.environ["JAXSTRATEGY_COORDINATOR"]
     board = Board(_rendezvous.meet(RANK, 2, address, 30))

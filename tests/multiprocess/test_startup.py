@@ -172,11 +172,12 @@ def test_nobody_answers(address):
 )
 def test_another_program_at_the_port(answer, does, address, monkeypatch):
     monkeypatch.setattr(_guest, "CLOSED_SECONDS", 0.5)
+    monkeypatch.setattr(_guest, "ANSWER_SECONDS", 0.5)
     with server(address, answer):
         with pytest.raises(errors.ClusterError, match="use by another program") as zero:
             _rendezvous.meet(0, 2, address, 5)
         with pytest.raises(errors.ClusterError, match=does) as one:
-            _rendezvous.meet(1, 2, address, 2)
+            _rendezvous.meet(1, 2, address, 600)  # it does not wait so long
     assert "Process 0 cannot listen" in str(zero.value) and address in str(zero.value)
     assert "The port is in use" in str(one.value) and address in str(one.value)
 
