@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Mapping
 from typing import Any, final
@@ -11,11 +12,15 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
+from jaxstrategy._errors import ClusterError
 from jaxstrategy.checkpoint import _record
+from jaxstrategy.checkpoint._barrier import Barrier, ElsewhereError
 from jaxstrategy.checkpoint._entries import Reading
 from jaxstrategy.checkpoint._record import Record
+from jaxstrategy.cluster import _processes
 
 _NOTHING = "nothing"  # Orbax writes at least one array
+_MOST_SECONDS = 1200  # to write a checkpoint; Orbax's own choice
 
 
 @final
@@ -54,17 +59,31 @@ class Writer:
     """Writes one checkpoint at a time, in the background."""
 
     def __init__(self) -> None:
-        self._checkpointer = ocp.AsyncCheckpointer(Handler())
+        processes = _processes.current()
+        self._barrier = None if processes is None else Barrier(processes.board)
+        meet = None if self._barrier is None else self._barrier.meet
+        options = ocp.AsyncOptions(_MOST_SECONDS, barrier_sync_fn=meet)
+        self._checkpointer = ocp.AsyncCheckpointer(Handler(), async_options=options)
 
     def begin(self, folder: Any, arrays: Mapping[str, Any], record: Record) -> None:
         """Begin to write; `arrays` may be donated and overwritten when this returns."""
         tree = dict(arrays) or {_NOTHING: np.zeros(1, np.uint8)}
         args = ToSave(ocp.args.PyTreeSave(tree), record)
+        if self._barrier is not None:
+            self._barrier.begin(str(folder))
         self._checkpointer.save(folder, args=args)
 
     def finish(self) -> None:
-        """Wait until it is written; raises what went wrong."""
-        self._checkpointer.wait_until_finished()
+        """Wait until it is written; raises what went wrong, here or elsewhere."""
+        try:
+            self._checkpointer.wait_until_finished()
+        except (ElsewhereError, ClusterError):
+            raise  # the others know
+        except Exception as error:
+            if self._barrier is not None:
+                with contextlib.suppress(ClusterError):
+                    self._barrier.fail(error, _MOST_SECONDS)
+            raise
 
     def close(self) -> None:
         """Let go of threads."""

@@ -1,0 +1,58 @@
+"""Checkpoints of several processes, and between one and several."""
+
+import jax
+import numpy as np
+import pytest
+import workers
+from workers.checkpoints import check, seen, state_of
+
+import jaxstrategy as js
+from jaxstrategy.checkpoint import CheckpointManager
+
+MAIN = "from workers.checkpoints import main\nmain()\n"
+
+
+@pytest.fixture(scope="module")
+def one():
+    return js.MirroredStrategy(jax.devices()[:2])
+
+
+def told(rank, name):
+    """The numbers that a process printed behind a name."""
+    line = next(x for x in rank.output.splitlines() if x.startswith(f"{name}: "))
+    return [float(number) for number in line.partition(": ")[2].split(", ")]
+
+
+def test_one_and_two_processes_restore_what_the_other_saved(job, tmp_path, one):
+    state = state_of(one, 1)
+    next(state["data"])
+    with CheckpointManager(tmp_path / "one") as manager:
+        manager.save(1, state)
+    with CheckpointManager(tmp_path / "copies") as manager:
+        manager.save(1, {"x": one.per_replica([1.0, 2.0])})
+    env = {"PYTHONPATH": workers.PATH, "JAX_NUM_CPU_DEVICES": "2"}
+    with job(MAIN, count=2, seconds=60, env=env, started=False) as running:
+        rest = [seen(one, batch) for batch in state["data"]]
+        assert running.wait(150) == [0, 0]
+    for rank in running.ranks:
+        assert rank.output.rstrip().endswith("all is well")
+        np.testing.assert_allclose(told(rank, "one"), rest, rtol=1e-6)
+        assert (
+            "refused: `x` is a PerReplica of float32[] for 2 replicas in the "
+            "checkpoint, and a PerReplica of float32[] for 4 replicas was wanted"
+        ) in rank.output
+        for full in (0, 1):
+            line = next(
+                x for x in rank.output.splitlines() if x.startswith(f"full {full}: ")
+            )
+            assert f"Checkpoint {2 + full} could not be written" in line
+            assert "File too large" in line
+            assert f"process {full}" in line or rank.index == full
+    with CheckpointManager(tmp_path / "two", best=("score", "max")) as manager:
+        back = state_of(one, 9)
+        for step in (manager.best_step(), manager.latest_step()):
+            back = manager.restore(back, step)
+            check(back, step, saved_by=4)
+        left = [seen(one, batch) for batch in back["data"]]
+    np.testing.assert_allclose(left, told(running.ranks[0], "two"), rtol=1e-6)
+    assert len(left) == 9 and len(rest) == 9
