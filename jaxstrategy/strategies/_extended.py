@@ -17,6 +17,7 @@ from jaxstrategy._options import CommunicationOptions, ReduceOp
 from jaxstrategy._values import PerReplica, PyTree
 from jaxstrategy.strategies._calls import check_arguments
 from jaxstrategy.tracing import _results
+from jaxstrategy.tracing._binding import is_changed_in_place
 from jaxstrategy.tracing._programs import Programs
 from jaxstrategy.variables import _registry, _step
 from jaxstrategy.variables._variable import Variable
@@ -262,7 +263,12 @@ def _at(var: Variable, arguments: Any) -> Any:
             return _mesh.put_same(leaf, _mesh.replicated(var.mesh))
         return leaf
 
-    return _values.map_leaves(moved, arguments)
+    # Flax's objects would be copied, and what `fn` changes of them would be lost.
+    return jax.tree.map(
+        moved,
+        arguments,
+        is_leaf=lambda node: _values.is_whole(node) or is_changed_in_place(node),
+    )
 
 
 def _checked_pairs(pairs: Any) -> list[tuple[PyTree, Destinations]]:

@@ -76,11 +76,14 @@ def _weights(
 ) -> Any:
     """What `leaf` is weighted with, None for nothing.
 
+    Rows of a batch that are not real weigh nothing where rows are reduced.
+
     Raises:
       ValueError: the weights are not for such a leaf, or not for this reduction.
     """
+    is_over_rows = axis is not None and (0 in axis or -jnp.ndim(leaf) in axis)
     if weights is None:
-        if axis is None or not (0 in axis or -jnp.ndim(leaf) in axis):
+        if not is_over_rows:
             return None
         if op in (ReduceOp.SUM, ReduceOp.MEAN):
             return _padding.of_argument(leaf)
@@ -91,13 +94,23 @@ def _weights(
             f"`weights` were given for {op.name}, which has none; only SUM and MEAN "
             "have."
         )
-    shape, wanted = jnp.shape(weights), jnp.shape(leaf)
+    given, weights = weights, jnp.asarray(weights)
+    shape, wanted = weights.shape, jnp.shape(leaf)
     if shape != wanted[: len(shape)]:
         raise ValueError(
             f"`weights` have shape {shape} on each replica, and a value has {wanted}; "
             "its first dimensions, all or some, were wanted."
         )
+    for each in (leaf, given) if is_over_rows else ():
+        if (mask := _padding.of_argument(each)) is not None:
+            weights = _of_real_rows(weights, mask)
     return weights
+
+
+def _of_real_rows(weights: jax.Array, mask: jax.Array) -> jax.Array:
+    """`weights`, `[]` or `[rows, ...]`, as 0 in rows that are not real."""
+    along = mask.reshape(mask.shape + (1,) * (weights.ndim - 1))
+    return jnp.where(along, weights, jnp.zeros((), weights.dtype))
 
 
 def _sums(

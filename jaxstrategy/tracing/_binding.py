@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from jaxstrategy._errors import ObjectError
-from jaxstrategy._values import PyTree, is_object
+from jaxstrategy._values import PyTree, is_object, object_kinds
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -342,11 +342,15 @@ def _changed_attributes(
 
 
 def _is_plain(value: Any) -> bool:
-    leaves = jax.tree.leaves(value, is_leaf=lambda x: is_object(x) or is_variable(x))
+    leaves = jax.tree.leaves(value, is_leaf=is_changed_in_place)
     return not any(
-        is_object(leaf) or is_variable(leaf) or isinstance(leaf, jax.Array)
-        for leaf in leaves
+        is_changed_in_place(leaf) or isinstance(leaf, jax.Array) for leaf in leaves
     )
+
+
+def is_changed_in_place(node: Any) -> bool:
+    """Whether a step may change `node` in place: an object, or a variable alone."""
+    return bool(object_kinds()) and (is_object(node) or is_variable(node))
 
 
 def is_variable(node: Any) -> bool:

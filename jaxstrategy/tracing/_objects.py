@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import re
 import sys
 import types
 from collections.abc import Callable, Sequence
@@ -21,9 +20,16 @@ import jax
 from jaxstrategy import _contexts, _source, _values
 from jaxstrategy._errors import NotMirroredError, ObjectError
 from jaxstrategy._options import RunOptions, is_function
-from jaxstrategy._values import PyTree, is_object
-from jaxstrategy.tracing import _captured
-from jaxstrategy.tracing._binding import Binding, Form, Parts, Same, is_variable
+from jaxstrategy._values import PyTree
+from jaxstrategy.tracing import _captured, _roles
+from jaxstrategy.tracing._binding import (
+    Binding,
+    Form,
+    Parts,
+    Same,
+    is_changed_in_place,
+    is_variable,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +54,7 @@ class Call:
         """The call with more arguments, and the arrays that the objects have now."""
         parts = iter(self.binding.parts())
         known = (self.args, self.kwargs)
-        leaves, structure = jax.tree.flatten(known, is_leaf=_is_parts)
+        leaves, structure = jax.tree.flatten(known, is_leaf=_is_whole)
         leaves = [next(parts) if _is_parts(leaf) else leaf for leaf in leaves]
         args, captured = jax.tree.unflatten(structure, leaves)
         return (*args, *rest), {**kwargs, **captured}
@@ -67,10 +73,10 @@ def call_of(
     """
     if not _values.object_kinds():
         return None
-    captured = _captured.objects_of(fn, _is_given)
+    captured = _captured.objects_of(fn, is_changed_in_place)
     kwargs = {**kwargs, **captured}
     leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=_is_one)
-    objects = [leaf for leaf in leaves if _is_given(leaf)]
+    objects = [leaf for leaf in leaves if is_changed_in_place(leaf)]
     if not objects:
         return None
     for binding in known:
@@ -79,7 +85,7 @@ def call_of(
     else:
         binding = Binding(objects)
     parts = iter(binding.parts())
-    leaves = [next(parts) if _is_given(leaf) else leaf for leaf in leaves]
+    leaves = [next(parts) if is_changed_in_place(leaf) else leaf for leaf in leaves]
     args, kwargs = jax.tree.unflatten(structure, leaves)
     return Call(binding, tuple(captured), args, kwargs)
 
@@ -108,7 +114,8 @@ def functional(
 
     def step(*args: Any, **kwargs: Any) -> tuple[PyTree, list[Parts]]:
         fn = get_fn()
-        leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=_is_parts)
+        labels = _labels(step, args, kwargs)
+        leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=_is_whole)
         parts = [leaf for leaf in leaves if _is_parts(leaf)]
         objects = form.put_together(parts)
         keys = _own_keys(objects)
@@ -116,16 +123,35 @@ def functional(
         leaves = [next(following) if _is_parts(leaf) else leaf for leaf in leaves]
         args, kwargs = jax.tree.unflatten(structure, leaves)
         replaced = {name: kwargs.pop(name) for name in captured}
-        own = _captured.with_objects(fn, replaced, _is_given)
+        own = _captured.with_objects(fn, replaced, is_changed_in_place)
         returned = own(*args, **kwargs)
         returned = _marked(returned, objects, form)
         for variable, folded, key in keys:
             if variable.get_raw_value() is folded:
                 variable.set_raw_value(key)
-        return returned, form.take_apart(objects, parts)
+        return returned, _labelled(form.take_apart(objects, parts), labels)
 
     _name_like(step, get_fn())
     return step
+
+
+def _labels(step: Any, args: Any, kwargs: Any) -> list[str]:
+    """How the caller would write each object among the arguments."""
+    nodes, structure = jax.tree.flatten((args, kwargs), is_leaf=_is_whole)
+    args, kwargs = jax.tree.unflatten(structure, range(len(nodes)))
+    return [
+        _roles.label(step, args, kwargs, index).strip("`")
+        for index, node in enumerate(nodes)
+        if _is_parts(node)
+    ]
+
+
+def _labelled(parts: Sequence[Parts], labels: Sequence[str]) -> list[Parts]:
+    """`parts` with the names by which the caller would write their arrays."""
+    return [
+        dataclasses.replace(part, names=tuple(f"{label}.{name}" for name in part.names))
+        for part, label in zip(parts, labels, strict=True)
+    ]
 
 
 def _name_like(step: Any, fn: Any) -> None:
@@ -156,26 +182,33 @@ def options_of(options: RunOptions) -> RunOptions:
 
 def explained(error: NotMirroredError) -> NotMirroredError:
     """An error about the results of the function of arrays, in terms of the objects."""
-    found = re.fullmatch(r"(.*)\(\.\.\.\)\[(\d+)\](.*)", error.path or "", re.DOTALL)
-    if found is None or found[2] != "1":
-        path = error.path or ""
-        return NotMirroredError(
-            str(error).replace("(...)[0]", "(...)"),
-            path=path.replace("(...)[0]", "(...)"),
-            line=error.line,
+    step, is_object, _ = _divided(error.path or "")
+    path, text = as_written(error.path or ""), str(error)
+    if is_object:
+        varies = text.splitlines()[1]
+        text = (
+            f"`{step}` leaves `{path}` different on each replica.\n"
+            f"{varies}\n"
+            "Reduce what it is computed from: the gradients with "
+            "`get_replica_context().all_reduce('mean', grads)`, statistics of "
+            "BatchNorm with `jaxstrategy.flax.nnx.BatchNorm`, and give metrics what "
+            "`get_replica_context().all_gather(values, 0)` returns."
         )
-    _, *rest = str(error).splitlines()
     return NotMirroredError(
-        f"`{found[1]}` leaves an object that it was given, or captured, different on "
-        "each replica.\n"
-        f"{rest[0]}\n"
-        "Reduce what it is computed from: the gradients with "
-        "`get_replica_context().all_reduce('mean', grads)`, statistics of BatchNorm "
-        "with `jaxstrategy.flax.nnx.BatchNorm`, and give metrics what "
-        "`get_replica_context().all_gather(values, 0)` returns.",
-        path=error.path,
-        line=error.line,
+        text.replace("(...)[0]", "(...)"), path=path, line=error.line
     )
+
+
+def as_written(path: str) -> str:
+    """The path of a result of the function of arrays, as the caller would write it."""
+    step, is_object, rest = _divided(path)
+    return rest.partition("].")[2] if is_object else f"{step}(...){rest}"
+
+
+def _divided(path: str) -> tuple[str, bool, str]:
+    """The step's name, whether an object is meant or what it returns, and the rest."""
+    step, _, rest = path.partition("(...)")
+    return step, rest.startswith("[1]"), rest[len("[0]") :]
 
 
 def refused(error: Exception, name: str) -> ObjectError | None:
@@ -235,13 +268,13 @@ def _marked(returned: PyTree, objects: list[Any], form: Form) -> PyTree:
     """What the step returned, with a mark for each object that it was given."""
     nnx = sys.modules["flax.nnx"]
     leaves, structure = jax.tree.flatten(returned, is_leaf=_is_one)
-    if not any(map(_is_given, leaves)):
+    if not any(map(is_changed_in_place, leaves)):
         return returned
     graph = list(nnx.iter_graph(objects))
-    paths = {id(node): path for path, node in graph if _is_given(node)}
+    paths = {id(node): path for path, node in graph if is_changed_in_place(node)}
     given = {id(node) for _, node in graph}
     for i, leaf in enumerate(leaves):
-        if not _is_given(leaf):
+        if not is_changed_in_place(leaf):
             continue
         if id(leaf) in paths:
             leaves[i] = Same(paths[id(leaf)])
@@ -255,14 +288,15 @@ def _marked(returned: PyTree, objects: list[Any], form: Form) -> PyTree:
     return jax.tree.unflatten(structure, leaves)
 
 
-def _is_given(node: Any) -> bool:
-    """Whether `node` may be given to a step to be changed in place."""
-    return is_object(node) or is_variable(node)
-
-
 def _is_one(node: Any) -> bool:
+    if is_changed_in_place(node) or _values.is_whole(node):
+        return True
     # The variables of a state are copies: it is passed, and returned, as a pytree.
-    return _is_given(node) or isinstance(node, sys.modules["flax.nnx"].State)
+    return isinstance(node, sys.modules["flax.nnx"].State)
+
+
+def _is_whole(node: Any) -> bool:
+    return _is_parts(node) or _values.is_whole(node)
 
 
 def _is_parts(node: Any) -> bool:

@@ -21,7 +21,7 @@ from jaxstrategy import _padding, _values
 from jaxstrategy._errors import ObjectError
 from jaxstrategy._values import PyTree
 from jaxstrategy.tracing import _captured, _objects, _results
-from jaxstrategy.tracing._binding import Parts, is_variable
+from jaxstrategy.tracing._binding import Parts, is_changed_in_place
 
 
 def several(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -213,7 +213,7 @@ class _Loop:
     def _goes_on(self, place: int, argument: Any) -> bool:
         """Whether the step returns what takes the place of this argument."""
         leaves = jax.tree.leaves(argument, is_leaf=_is_whole)
-        if any(map(_is_object, leaves)):
+        if any(map(is_changed_in_place, leaves)):
             if any(_values.is_array(leaf) or _is_number(leaf) for leaf in leaves):
                 raise ObjectError(
                     f"`{self._name}`: `{self._names[place]}` holds objects of Flax "
@@ -245,9 +245,9 @@ class _Loop:
         args, kwargs, objects = self._filled(states, parts)
         # Those that the step captured stand among the keyword arguments.
         replaced = {name: kwargs.pop(name) for name in self._captured}
-        fn = _captured.with_objects(self._fn, replaced, _is_object)
+        fn = _captured.with_objects(self._fn, replaced, is_changed_in_place)
         returned = _results.with_values(fn(*args, batch, **kwargs))
-        if any(map(_is_object, jax.tree.leaves(returned, is_leaf=_is_whole))):
+        if any(map(is_changed_in_place, jax.tree.leaves(returned, is_leaf=_is_whole))):
             raise ObjectError(
                 f"`{self._name}` returned an object of Flax NNX. In a loop of several "
                 "steps objects are changed in place; return only what else there is."
@@ -363,14 +363,8 @@ class _Loop:
         ]
 
 
-def _is_object(node: Any) -> bool:
-    """Whether a step may change `node` in place."""
-    has_kinds = bool(_values.object_kinds())
-    return has_kinds and (_values.is_object(node) or is_variable(node))
-
-
 def _is_whole(node: Any) -> bool:
-    if _values.is_whole(node) or _is_object(node):
+    if _values.is_whole(node) or is_changed_in_place(node):
         return True
     # Whose variables are copies, so that it is a state like any other.
     nnx = sys.modules.get("flax.nnx")

@@ -62,7 +62,9 @@ def explain(
       topology: what times are predicted for.
       compiled: whether to compile it, for what XLA has to say.
     """
-    fn, args, kwargs, options = _objects.as_arrays(fn, args, kwargs, options)
+    given = fn
+    fn, args, kwargs, options = _objects.as_arrays(given, args, kwargs, options)
+    has_objects = fn is not given
     leaves, signature = _roles.take_apart(fn, args, kwargs, abstract=True)
     traced: list[TracedStep] = []
     program = Program(
@@ -80,7 +82,7 @@ def explain(
     (step,) = traced
     executable = lowered.compile() if compiled else None
     donatable = list(_donatable(step))
-    mirrored, per_replica = _results(step)
+    mirrored, per_replica = _results(step, has_objects)
     return Explanation(
         name=step.name,
         num_replicas=mesh.size,
@@ -92,7 +94,7 @@ def explain(
         donated=tuple(_argument(step, index) for index in sorted(step.donated)),
         donatable=tuple(_argument(step, index) for index in donatable),
         donate_argnums=_whole_positions(step, {*step.donated, *donatable}),
-        problems=tuple(_problems(step, options)),
+        problems=tuple(_problems(step, options, has_objects)),
         topology=topology,
         memory=_memory(executable),
         flops=_flops(executable),
@@ -128,14 +130,17 @@ def _value(path: str, aval: Any, **more: Any) -> ExplainedValue:
     )
 
 
-def _results(step: TracedStep) -> tuple[list[ExplainedValue], list[ExplainedValue]]:
+def _results(
+    step: TracedStep, has_objects: bool
+) -> tuple[list[ExplainedValue], list[ExplainedValue]]:
     """The mirrored ones and the others."""
     mirrored, per_replica = [], []
     arrays = zip(
         step.results.array_paths(), step.outputs, step.findings.outputs, strict=True
     )
     for (_, keys), aval, state in arrays:
-        path = step.path(keys)
+        path = step.path(keys).strip("`")
+        path = _objects.as_written(path) if has_objects else path
         if state is None or not state.varies:
             mirrored.append(_value(path, aval))
         else:
@@ -192,10 +197,13 @@ def _whole_positions(step: TracedStep, leaves: set[int]) -> tuple[int, ...]:
 # What `run` would say, and what XLA says.
 
 
-def _problems(step: TracedStep, options: RunOptions) -> Iterator[str]:
+def _problems(
+    step: TracedStep, options: RunOptions, has_objects: bool
+) -> Iterator[str]:
     yield from map(str, _checks.divergences(step))
     yield from map(str, _checks.drifting_variables(step))
-    yield from map(str, _checks.broken_promises(step, options.expect_mirrored))
+    for error in _checks.broken_promises(step, options.expect_mirrored):
+        yield str(_objects.explained(error) if has_objects else error)
     yield from (message for message, _ in _checks.double_reductions(step))
 
 
