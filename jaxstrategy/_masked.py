@@ -17,6 +17,10 @@ def batch_mask(array: jax.Array) -> jax.Array:
     A batch that does not divide over the replicas is filled up with copies of its last
     row. Its mask goes into the step with it, and this is how to ask for it.
 
+    The arrays of a batch share one mask. After a function of your own under `jax.jit`
+    has returned them, each has one of its own, equal or not: then ask with an argument
+    of the step, not with something computed from two.
+
     Args:
       array: of shape `[rows, ...]`: an argument of the step, or computed from one row
         by row.

@@ -7,7 +7,7 @@ asks it for a sharding by meaning: `replicated` or `split`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -59,17 +59,7 @@ def put(value: Any, sharding: Sharding) -> jax.Array:
     With several processes each places its own part of what it has, without asking the
     others; all must have the same.
     """
-    if _is_spread(value):
-        return _moved(value, sharding)
-    if sharding.is_fully_addressable or isinstance(value, Tracer):
-        return jax.device_put(value, sharding)
-    if isinstance(value, jax.Array):
-        if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
-            data = put(jax.random.key_data(value), sharding)
-            return jax.random.wrap_key_data(data, impl=jax.random.key_impl(value))
-    host = np.asarray(value)
-    host = host.astype(jax.dtypes.canonicalize_dtype(host.dtype), copy=False)
-    return jax.make_array_from_callback(host.shape, sharding, host.__getitem__)
+    return _placed(value, sharding, _put_own_part)
 
 
 def put_same(value: Any, sharding: NamedSharding) -> jax.Array:
@@ -77,22 +67,37 @@ def put_same(value: Any, sharding: NamedSharding) -> jax.Array:
 
     With several processes it is sent to the others, which must take part.
     """
+    return _placed(value, sharding, _put_first)
+
+
+def _placed(
+    value: Any, sharding: Any, place: Callable[[np.ndarray, Any], jax.Array]
+) -> jax.Array:
+    """`value` on devices; `place` is asked if some of them are other processes'."""
     if _is_spread(value):
         return _moved(value, sharding)
     if sharding.is_fully_addressable or isinstance(value, Tracer):
         return jax.device_put(value, sharding)
     if isinstance(value, jax.Array):
         if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
-            data = put_same(jax.random.key_data(value), sharding)
+            data = _placed(jax.random.key_data(value), sharding, place)
             return jax.random.wrap_key_data(data, impl=jax.random.key_impl(value))
-    host = np.asarray(value)[None]
-    host = host.astype(jax.dtypes.canonicalize_dtype(host.dtype), copy=False)
+    host = np.asarray(value)
+    dtype = jax.dtypes.canonicalize_dtype(host.dtype)
+    return place(host.astype(dtype, copy=False), sharding)
+
+
+def _put_own_part(host: np.ndarray, sharding: Sharding) -> jax.Array:
+    return jax.make_array_from_callback(host.shape, sharding, host.__getitem__)
+
+
+def _put_first(host: np.ndarray, sharding: NamedSharding) -> jax.Array:
     mesh = sharding.mesh
     assert isinstance(mesh, Mesh), "values lie on devices"
     each = jax.make_array_from_callback(
-        (mesh.size, *host.shape[1:]), split(mesh), lambda _: host
+        (mesh.size, *host.shape), split(mesh), lambda _: host[None]
     )
-    with _together.exchanging("one value for all replicas", host[0]):
+    with _together.exchanging("one value for all replicas", host):
         return _first(sharding)(each)
 
 

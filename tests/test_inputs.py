@@ -602,6 +602,35 @@ def test_element_spec_takes_no_batch_from_the_state(two):
     assert real(next(iterator)) == [[0], [1]]
 
 
+@each_way
+def test_element_spec_of_an_iterator_that_has_ended(two, options):
+    for end in (list, js.DistributedIterator.close):
+        iterator = iter(two.experimental_distribute_dataset(ranged(6, 4), options))
+        next(iterator)
+        end(iterator)
+        assert (iterator.element_spec.shape, iterator.element_spec.dtype) == (
+            (2,),
+            np.int32,
+        )
+
+
+@each_way
+def test_element_spec_of_an_iterator_that_gave_nothing(two, options):
+    text = (
+        "The iterator has ended without a batch, so that what its batches are like is "
+        "not known. Ask before it is closed, or ask the dataset: "
+        "`dataset.element_spec`."
+    )
+    dataset = two.experimental_distribute_dataset(ranged(6, 4), options)
+    closed, last, resumed = iter(dataset), iter(dataset), iter(dataset)
+    closed.close()
+    list(last)
+    resumed.set_state(last.get_state())
+    for iterator in (closed, resumed):
+        with pytest.raises(ValueError, match=re.escape(text)):
+            iterator.element_spec  # noqa: B018 (it raises)
+
+
 def test_a_closed_iterator_has_ended(two):
     closed = []
 

