@@ -1,6 +1,7 @@
-# make demo   trains a model on real images on all devices (or 8 simulated ones)
-# make test   runs the tests
-# make lint   checks format, style and types
+# make demo       trains a model on real images on all devices (or 8 simulated ones)
+# make test       runs the tests, but for the slowest
+# make test-all   runs all of them
+# make lint       checks format, style and types
 # Each sets up $(VENV) first; nothing but Python 3.11 or newer and make is needed.
 
 PYTHON ?= python3
@@ -13,12 +14,15 @@ JOBS ?= 2
 IN_VENV = $(VENV)/bin/python
 INSTALL = $(IN_VENV) -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test lint format bench clean
+.PHONY: demo test test-all lint format bench clean
 
 demo: $(VENV)/.installed-demo
 	$(IN_VENV) -m jaxstrategy.demo
 
 test: $(VENV)/.installed-test
+	$(IN_VENV) -m pytest -n $(JOBS) --dist worksteal -m "not slow"
+
+test-all: $(VENV)/.installed-test
 	$(IN_VENV) -m pytest -n $(JOBS) --dist worksteal
 
 lint: $(VENV)/.installed-lint
