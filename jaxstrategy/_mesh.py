@@ -162,3 +162,9 @@ def is_split(sharding: Sharding) -> bool:
         return False
     named = (entry if isinstance(entry, tuple) else (entry,) for entry in sharding.spec)
     return any(REPLICA_AXIS in entry for entry in named)
+
+
+def is_divided(array: jax.Array) -> bool:
+    """Whether no device of several has all of `array`, whatever mesh divides it."""
+    sharding = array.sharding
+    return len(sharding.device_set) > 1 and not sharding.is_fully_replicated

@@ -20,11 +20,19 @@ from typing import Any, NoReturn, final
 import jax
 import numpy as np
 from jax.core import Tracer
+from jax.extend.core import get_opaque_trace_state
 
 from jaxstrategy import _devices, _mesh, _tables
 from jaxstrategy._devices import Device
 
 PyTree = Any
+
+_NOT_TRACED = get_opaque_trace_state()
+
+
+def is_traced() -> bool:
+    """Whether JAX is tracing the code that asks."""
+    return get_opaque_trace_state() != _NOT_TRACED
 
 
 def is_array(value: object) -> bool:

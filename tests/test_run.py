@@ -306,12 +306,12 @@ def test_the_function_is_called_once_per_signature(strategy, compilations):
         lambda x, s: js.MirroredStrategy(jax.devices()[4:6]).mirror(x),
         lambda x, s: js.MirroredStrategy(jax.devices()[:4][::-1]).mirror(x),
         lambda x, s: jax.device_put(
-            x, NamedSharding(Mesh(np.array(jax.devices()[:4]), "z"), PartitionSpec("z"))
+            x, NamedSharding(Mesh(np.array(jax.devices()[:4]), "z"), PartitionSpec())
         ),
         lambda x, s: s.mirror(x),
     ],
     ids=["numpy", "uncommitted", "first", "elsewhere", "other-mesh", "reversed",
-         "split-over-another-axis", "mirrored"],
+         "whole-on-another-axis", "mirrored"],
 )  # fmt: skip
 def test_state_is_placed_once_and_compiled_once(four, compilations, place):
     def step(state, x):

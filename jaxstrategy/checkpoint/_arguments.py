@@ -10,12 +10,11 @@ import jax
 
 from jaxstrategy import _values
 from jaxstrategy._errors import ContextError
-from jaxstrategy.variables._cell import is_traced
 
 
 def check_host(method: str) -> None:
     """Raise unless code runs by itself, outside of steps."""
-    if is_traced():
+    if _values.is_traced():
         raise ContextError(
             f"`{method}` was called inside a step, or inside another function that JAX "
             "compiles, which would do it once, while it is traced. Call it between "

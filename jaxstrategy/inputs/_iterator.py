@@ -8,7 +8,8 @@ from typing import Any, Self, final
 
 import jax
 
-from jaxstrategy._errors import OutOfRangeError
+from jaxstrategy import _values
+from jaxstrategy._errors import ContextError, OutOfRangeError
 from jaxstrategy._values import PyTree
 from jaxstrategy.inputs._ahead import Ahead
 from jaxstrategy.inputs._optional import Optional
@@ -61,13 +62,16 @@ class DistributedIterator(Iterator[PyTree]):
 
         Raises:
           StopIteration: there is none.
+          ContextError: inside a function that JAX traces, such as a step.
           Exception: what the source raised when it was asked for this batch; the same
             again at each further call.
         """
+        _require_host()
         batch, self._state = self._begun.pop() if self._begun else self._next()
         return batch
 
     def _next(self) -> tuple[PyTree, State | TypeError]:
+        _require_host()
         if self._is_closed:
             raise StopIteration
         if self._raised is not None:
@@ -87,6 +91,7 @@ class DistributedIterator(Iterator[PyTree]):
 
         Raises:
           OutOfRangeError: there is none. It is a `StopIteration`, too.
+          ContextError: inside a function that JAX traces.
         """
         try:
             return next(self)
@@ -147,6 +152,7 @@ class DistributedIterator(Iterator[PyTree]):
         Raises:
           ValueError: the iterator was closed, or resumed at its end, before a batch
             was read.
+          ContextError: no batch was read yet, and JAX traces.
         """
         if self._spec is None:
             try:
@@ -200,6 +206,18 @@ def _placed(
     # Copied, because the source may overwrite its arrays when it is asked for the next.
     ahead = Ahead(lambda: next(steps).copied(), options.ahead)
     return ahead, map(place, ahead)
+
+
+def _require_host() -> None:
+    """Raise while JAX traces: what is read then is read once, and compiled."""
+    if _values.is_traced():
+        raise ContextError(
+            "A dataset was read inside a step, or inside another function that JAX "
+            "traces (`jax.jit`, `jax.grad`, `jax.lax.scan`). Such a function runs in "
+            "Python once, so that each later call would get the same batch again. Read "
+            "outside, `for batch in dataset:`, and give the batch to the function as "
+            "an argument; for several batches in one call use `strategy.several`."
+        )
 
 
 def _type(array: jax.Array) -> jax.ShapeDtypeStruct:

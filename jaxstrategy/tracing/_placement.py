@@ -134,26 +134,54 @@ class Placement:
 
     def _check_movable(self, index: int, leaf: jax.Array) -> None:
         """Raise where moving `leaf` would hide a mistake."""
-        if not _mesh.is_split(leaf.sharding):
-            return
-        if self._split[index]:
+        if not self._split[index]:
+            self._check_not_divided(index, leaf)
+        elif _mesh.is_split(leaf.sharding):
             raise PlacementError(
                 f"{self._label(index)} is a PerReplica of another strategy: it lies on "
                 f"{_devices.names(_devices_of(leaf))}, this strategy's replicas are on "
                 f"{self._where()}. Make it with this strategy, or read it first with "
                 "the other one's `reduce` or `gather`."
             )
-        if leaf.sharding.device_set == set(_mesh.devices_of(self._mesh)):
+
+    def _check_not_divided(self, index: int, leaf: jax.Array) -> None:
+        """Raise if the parts of a plain array may be meant for the replicas."""
+        ours = set(_mesh.devices_of(self._mesh))
+        is_ours = len(ours) > 1 and bool(ours & leaf.sharding.device_set)
+        if is_ours and _mesh.is_divided(leaf):
             raise PlacementError(
                 f"{self._label(index)} is a plain array that is split over the "
-                f"replicas (its shape is {leaf.shape}), but a plain "
-                "argument is the same on every replica. If entry i belongs to replica "
-                "i, pass `PerReplica(array)`, which copies nothing; if every replica "
-                "should see all of it, pass `strategy.mirror(array)`."
+                f"replicas' devices (its shape is {leaf.shape}), but a plain argument "
+                "is the same on every replica. "
+                f"{_meant_for_replicas(leaf, len(ours))} If every replica should see "
+                "all of it, pass `strategy.mirror(array)`."
             )
 
     def _where(self) -> str:
         return _devices.names(_mesh.devices_of(self._mesh))
+
+
+def _meant_for_replicas(array: jax.Array, replicas: int) -> str:
+    """What to do with `array`, if each of the replicas should have its part of it."""
+    rows, *rest = array.shape
+    part = array.sharding.shard_shape(array.shape)
+    if rows % replicas or part != (rows // replicas, *rest):
+        return (
+            "If each replica should have its own part, arrange it as "
+            f"`[{replicas}, ...]`, entry i for replica i, and pass `PerReplica(array)`."
+        )
+    if rows == replicas:
+        return (
+            "If entry i belongs to replica i, pass `PerReplica(array)`, which copies "
+            "nothing. If it is state that is equal in all entries, as "
+            "`flax.jax_utils.replicate` and `jax.pmap` make it, pass it without that "
+            "dimension: `array[0]`, or `flax.jax_utils.unreplicate(tree)`."
+        )
+    divided = ", ".join(map(str, (replicas, rows // replicas, *rest)))
+    return (
+        "If each replica should have the rows on its device, pass "
+        f"`PerReplica(array.reshape({divided}))`, whose rows stay where they are."
+    )
 
 
 def _devices_of(array: jax.Array) -> list[Device]:

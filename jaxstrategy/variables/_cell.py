@@ -17,14 +17,8 @@ from typing import Any, final
 import jax
 import jax.numpy as jnp
 from jax.core import eval_context
-from jax.extend.core import get_opaque_trace_state
 
-_NOT_TRACED = get_opaque_trace_state()
-
-
-def is_traced() -> bool:
-    """Whether JAX is tracing the code that asks."""
-    return get_opaque_trace_state() != _NOT_TRACED
+from jaxstrategy._values import is_traced
 
 
 class IsReference(Exception):
