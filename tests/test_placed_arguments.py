@@ -1,4 +1,4 @@
-"""Arguments that lie on several devices, and datasets that are read while JAX traces."""
+"""Arguments that lie on several devices; datasets that are read while JAX traces."""
 
 import re
 

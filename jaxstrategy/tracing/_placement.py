@@ -99,7 +99,9 @@ class Placement:
                 "the argument out of `donate_argnums`."
             )
         wanted = self.shardings[index]
-        if _mesh.lies_as(leaf, wanted):
+        # On another mesh of the same devices it has another type, and would be
+        # compiled for a second time; it moves without a copy.
+        if _mesh.lies_as(leaf, wanted) and leaf.sharding.mesh == wanted.mesh:
             if self._split[index]:
                 self._right[index] = leaf.sharding
             return leaf
