@@ -373,6 +373,7 @@ def run_script(*args):
     return done.stdout
 
 
+@pytest.mark.slow
 def test_a_killed_writer_leaves_a_checkpoint(tmp_path):
     begun = [int(line) for line in run_script("kill_savers", tmp_path).split()]
     assert len(begun) == 20
@@ -546,7 +547,7 @@ def arrays_in(file):
         return [loaded[f"arr_{i}"] for i in range(len(loaded.files))]
 
 
-@pytest.mark.parametrize("kind", TRAININGS)
+@pytest.mark.parametrize("kind", ["linen", pytest.param("nnx", marks=pytest.mark.slow)])
 def test_killed_training_resumes_bit_by_bit(tmp_path, kind):
     run_script("train_and_kill", tmp_path, kind)
     whole = arrays_in(tmp_path / "whole.npz")
@@ -559,6 +560,7 @@ def test_killed_training_resumes_bit_by_bit(tmp_path, kind):
             assert ours.dtype == theirs.dtype and ours.tobytes() == theirs.tobytes()
 
 
+@pytest.mark.slow
 def test_killed_training_resumes_with_fewer_replicas_within_rounding(tmp_path):
     run_script("train_with_fewer", tmp_path)
     whole, fewer = (arrays_in(tmp_path / f"{name}.npz") for name in ("whole", "fewer"))

@@ -63,6 +63,7 @@ def fake_history(loss, accuracy):
 # What it trains.
 
 
+@pytest.mark.slow
 def test_losses_are_those_of_a_plain_loop(short_run, untrained):
     # Only the untrained network comes from the demo; the steps are written out here.
     optimizer = optax.adam(optax.cosine_decay_schedule(4e-3, 30))
@@ -292,6 +293,7 @@ def python(*arguments, folder):
     )
 
 
+@pytest.mark.slow
 def test_the_command_simulates_eight_replicas_and_repeats_the_run(short_run, tmp_path):
     arguments = "-m jaxstrategy.demo --epochs 2 --seed 3".split()
     done = python(*arguments, folder=tmp_path)

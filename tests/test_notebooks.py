@@ -63,7 +63,10 @@ def test_there_are_no_others():
 
 @pytest.mark.timeout(600)  # two whole trainings or more, each twice
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
-@each_notebook
+@pytest.mark.parametrize(
+    "name",
+    [n if n == "debugging" else pytest.param(n, marks=pytest.mark.slow) for n in NAMES],
+)
 def test_it_runs_and_runs_again_in_the_same_kernel(name, tmp_path, monkeypatch):
     monkeypatch.delenv("MPLBACKEND", raising=False)
     monkeypatch.delenv("XLA_FLAGS", raising=False)

@@ -44,7 +44,14 @@ def by_hand(steps):
             return losses
 
 
-@pytest.mark.parametrize("count, devices", [(2, 1), (2, 2), (4, 1)])
+@pytest.mark.parametrize(
+    "count, devices",
+    [
+        pytest.param(2, 1, marks=pytest.mark.slow),
+        (2, 2),
+        pytest.param(4, 1, marks=pytest.mark.slow),
+    ],
+)
 def test_the_loss_curve_is_that_of_one_process(count, devices, job):
     env = {"PYTHONPATH": workers.PATH, "JAX_NUM_CPU_DEVICES": str(devices)}
     with job(SCRIPT, count=count, seconds=60, env=env, started=False) as running:
@@ -60,6 +67,7 @@ def test_the_loss_curve_is_that_of_one_process(count, devices, job):
         assert abs(found["right"] - right["right"]) <= 1 and found["right"] > 1300
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "first, then, options",
     [(2, 2, ["--max-restarts", "1"]),

@@ -32,7 +32,10 @@ def last_line(done):
     return done.stderr.rstrip().rsplit("\n", 1)[-1]
 
 
-@pytest.mark.parametrize("count, devices, who", [(2, 2, 1), (2, 1, 0), (4, 1, 2)])
+@pytest.mark.parametrize(
+    "count, devices, who",
+    [(2, 2, 1), (2, 1, 0), pytest.param(4, 1, 2, marks=pytest.mark.slow)],
+)
 def test_a_killed_rank_is_the_cause(count, devices, who):
     done = launched(count, devices, "kill", who)
     assert done.returncode == 137, done

@@ -51,6 +51,7 @@ def test_a_signal_to_one_process_ends_all_after_one_step(tmp_path, whole):
     assert ends(output) == [whole, whole]  # bit by bit
 
 
+@pytest.mark.slow
 def test_four_processes(tmp_path):
     output, code = launched(4, tmp_path, "20", "0.05")
     assert code == 0
@@ -59,6 +60,7 @@ def test_four_processes(tmp_path):
     assert len(ends(output)) == 4 and len(set(ends(output))) == 1
 
 
+@pytest.mark.slow
 def test_another_number_of_processes_goes_on(tmp_path, whole):
     """Two processes are killed; one goes on from their last checkpoint."""
     options = ("--max-restarts", "1", "--min-processes", "1")

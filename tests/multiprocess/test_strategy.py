@@ -11,7 +11,7 @@ from workers.conformance import CHECKS, tried
 import jaxstrategy as js
 
 # Processes, and devices of each: always four replicas.
-LAYOUTS = [(2, 2), (4, 1)]
+LAYOUTS = [(2, 2), pytest.param(4, 1, marks=pytest.mark.slow)]
 MAIN = "import sys\nfrom workers.conformance import main\nmain(sys.path[0])\n"
 
 
