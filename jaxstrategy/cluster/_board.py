@@ -80,6 +80,8 @@ class AbstractBoard(abc.ABC):
 
     members: tuple[Member, ...]
     index: int
+    # An error that each process was given, by which each of them may end.
+    common_error: str | None = None
 
     @abc.abstractmethod
     def put(self, key: str, value: Any) -> None:

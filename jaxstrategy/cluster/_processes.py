@@ -18,7 +18,7 @@ from jax.experimental import multihost_utils
 
 from jaxstrategy import _source
 from jaxstrategy._errors import ClusterError
-from jaxstrategy.cluster import _codes, _exit, _rendezvous, _wire
+from jaxstrategy.cluster import _codes, _exit, _rendezvous, _termination, _wire
 from jaxstrategy.cluster._board import AbstractBoard, Departure, LoneBoard
 from jaxstrategy.cluster._finish import finish, speaking
 from jaxstrategy.cluster._resolver import Process
@@ -31,6 +31,9 @@ _OWN_WORDS_SECONDS = 0.5
 # After an exception, how long to wait for news that another process has died, which
 # may be the reason; after an error of JAX's it often is.
 _NEWS_SECONDS, _NEWS_SECONDS_OF_JAX = 0.3, 2.0
+# A process that ends by a `ClusterError` was perhaps given it together with all others:
+# so long they have to end by it, too, less than process 0 waits for them.
+_COMMON_SECONDS = 1.5
 _NOTE_SECONDS = 60.0  # of waiting at the end of the script, before a word about it
 _SHUTDOWN_SECONDS = 30  # of JAX's own barrier, where all come at the same time
 _ADDRESS_BYTES = 256
@@ -163,6 +166,7 @@ def _met_by(
     board = Board(meeting, timeout_seconds)
     processes = Processes(index, count, board, Watchdog(board, timeout_seconds))
     ending = _Ending(board, processes.watchdog)
+    _termination.keep()
     try:
         jax.distributed.initialize(
             coordinator,
@@ -197,6 +201,7 @@ def _adopted(timeout_seconds: float, start_seconds: float) -> Processes:
     index, count = jax.process_index(), jax.process_count()
     if count == 1:
         return _alone(timeout_seconds)
+    _termination.take_back()
     meeting = _rendezvous.meet(index, count, _agreed_address(index), start_seconds)
     board = Board(meeting, timeout_seconds)
     processes = Processes(index, count, board, Watchdog(board, timeout_seconds))
@@ -254,6 +259,7 @@ class _Ending:
         self._watchdog = watchdog
         self._pid = os.getpid()
         self.is_over = False
+        self._has_raised = threading.Event()
         board.status = watchdog.status
         os.register_at_fork(after_in_child=self._forked)
         board.on_departure(self._departed)
@@ -273,6 +279,9 @@ class _Ending:
     def _departed(self, departure: Departure) -> None:
         if departure.end == "left" or self.is_over:
             return  # a leaver is the watchdog's business, if anyone waits for it
+        is_ours = departure.text.startswith(ClusterError.__name__)
+        if is_ours and self._has_raised.wait(_COMMON_SECONDS):
+            return
         self._follow(departure, _OWN_WORDS_SECONDS if departure.member.index else None)
 
     def _follow(self, departure: Departure, pause_seconds: float | None) -> None:
@@ -295,10 +304,12 @@ class _Ending:
         if self.is_over or _is_interactive() or os.getpid() != self._pid:
             self._chained(kind, error, trace)
             return
+        self._has_raised.set()
         with speaking:
             self._chained(kind, error, trace)
         interrupted = isinstance(error, KeyboardInterrupt)
-        if not interrupted and (cause := self._awaited_cause(error)):
+        is_own = interrupted or str(error) == self._board.common_error
+        if not is_own and (cause := self._awaited_cause(error)):
             self._follow(cause, None)
         text = _described(error.with_traceback(trace))
         finish(
@@ -318,7 +329,7 @@ class _Ending:
         finish(
             code & 255 if isinstance(code, int) else 1,
             f"jaxstrategy: process {self._board.index} ends, and with it the job",
-            lambda: self._board.fail(f"it called sys.exit({code!r})"),
+            lambda: self._board.fail(f"it ended by SystemExit({code!r})"),
             pause_seconds=None,
         )
 

@@ -149,7 +149,9 @@ class Board(AbstractBoard):
             self._connection.send({"op": "failed", "text": text})
         except OSError:
             pass  # they know
-        self.close()  # the hub goes on until the others have hung up
+        # The reader may itself be about to end the process, and wait for this call:
+        # who waited for it would outlive process 0, and be aborted by JAX.
+        self._hang_up()
 
     def leave(self, status: dict[str, Any] | None = None) -> None:
         """Say that this process has finished, before it waits for all others to."""
@@ -161,12 +163,15 @@ class Board(AbstractBoard):
 
     def close(self) -> None:
         """Hang up. Others call it a death unless this process has left or failed."""
-        self._is_closed = True
-        self._connection.close()
-        if self._hub:
-            self._hub.join(_ANSWER_SECONDS)
+        self._hang_up()
         if threading.current_thread() is not self._reader:
             self._reader.join(_ANSWER_SECONDS)
+
+    def _hang_up(self) -> None:
+        self._is_closed = True
+        self._connection.close()
+        if self._hub:  # it goes on until the others have hung up
+            self._hub.join(_ANSWER_SECONDS)
 
     def close_in_forked_child(self) -> None:
         """Give up a child's copies, which would keep a dead parent's lines open."""

@@ -52,14 +52,21 @@ def compare(
     heard = board.gather("together", own, _AS_LONG_AS_IT_TAKES)
     for index, (programs, *_) in enumerate(heard):
         if programs != heard[0][0]:
-            raise ClusterError(_other_programs(heard[0][0], programs, index))
+            raise _common(board, _other_programs(heard[0][0], programs, index))
     said = [rest for _, *rest in heard]
     for index, other in enumerate(said):
         if other[1:] != said[0][1:]:
-            raise ClusterError(
+            raise _common(
+                board,
                 "The processes are about to do different things together:\n"
-                f"{_difference(said[0], other, index)}\n{advice}"
+                f"{_difference(said[0], other, index)}\n{advice}",
             )
+
+
+def _common(board: AbstractBoard, text: str) -> ClusterError:
+    """An error that each process raises now."""
+    board.common_error = text
+    return ClusterError(text)
 
 
 @contextlib.contextmanager

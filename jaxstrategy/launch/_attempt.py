@@ -68,8 +68,15 @@ class Outcome:
 
 def is_failure(code: int, asked: int | None) -> bool:
     """Whether a worker that ends with `code` should end the others too."""
-    as_asked = () if asked is None else (-asked, 128 + asked)
-    return code not in (0, PREEMPTED, *as_asked)
+    return code not in (0, PREEMPTED) and not is_stopped(code, asked)
+
+
+def is_stopped(code: int, asked: int | None) -> bool:
+    """Whether a worker ended, without saving, by the signal that all were sent.
+
+    The first to end takes the others with it.
+    """
+    return asked is not None and code in (-asked, 128 + asked, PEER_DIED)
 
 
 @final
@@ -116,7 +123,7 @@ class Attempt:
 
     def _end(self, end: Ended) -> None:
         self._ended.append(end)
-        if is_failure(end.code, self._asked):
+        if is_failure(end.code, self._asked) or is_stopped(end.code, self._asked):
             deadline = time.monotonic() + self._grace
             self._deadline = min(deadline, self._deadline or deadline)
 

@@ -8,7 +8,7 @@ from typing import Any, Self, final
 import jax
 
 from jaxstrategy._options import CommunicationOptions, checked_options
-from jaxstrategy.cluster import _processes
+from jaxstrategy.cluster import _processes, _termination
 from jaxstrategy.cluster._launched import default_resolver
 from jaxstrategy.cluster._processes import Processes
 from jaxstrategy.cluster._resolver import ClusterResolver, Process
@@ -130,6 +130,7 @@ def _let_jax_look() -> None:
     """Start JAX's distributed runtime if JAX finds a cluster by itself."""
     if jax.distributed.is_initialized():
         return
+    _termination.keep()
     try:
         jax.distributed.initialize()
     except ValueError:

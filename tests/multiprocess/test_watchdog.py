@@ -344,7 +344,7 @@ def test_an_exit_code_ends_the_job_and_is_kept(job):
         zero, one = running.ranks
         assert "caught 4" in zero.output and "caught 4" in one.output
         assert "process 1 (host" in zero.last_line
-        assert zero.last_line.endswith("failed: it called sys.exit(3)")
+        assert zero.last_line.endswith("failed: it ended by SystemExit(3)")
 
 
 def test_an_exit_code_that_was_caught_changes_nothing(job):
