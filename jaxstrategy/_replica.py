@@ -121,18 +121,31 @@ class ReplicaContext:
         results = self._strategy.reduce_leaves(op, leaves, options, within)
         return jax.tree.unflatten(treedef, results)
 
-    def all_gather(self, value: PyTree, axis: int) -> PyTree:
+    def all_gather(
+        self,
+        value: PyTree,
+        axis: int,
+        options: CommunicationOptions | None = None,
+    ) -> PyTree:
         """Every replica's `value`, joined along `axis` in replica order, on all.
 
         Shapes: `[n, ...]` -> `[num_replicas * n, ...]` for `axis=0`; leaf by leaf. The
         gradient with respect to this replica's part is the sum over replicas of the
         incoming gradients for that part.
 
+        Args:
+          value: a pytree of arrays and numbers, of the same shapes on all replicas.
+          axis: the dimension along which the versions are joined.
+          options: as in TensorFlow. An all-gather adds no numbers and has one
+            implementation, so nothing in them changes it.
+
         Raises:
+          TypeError: `options` are no `CommunicationOptions`.
           ValueError: a leaf is a scalar, or `axis` is out of range for one.
           ContextError: this is not the current replica context.
         """
         self._require_current("all_gather")
+        checked_options(options)
         return _map(lambda leaf: all_gather(leaf, axis, self._axes), value)
 
     def merge_call(

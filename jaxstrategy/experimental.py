@@ -14,3 +14,9 @@ from jaxstrategy.preemption._watcher import PreemptionWatcher as PreemptionWatch
 from jaxstrategy.strategies._central import (
     CentralStorageStrategy as CentralStorageStrategy,
 )
+from jaxstrategy.strategies._multi_worker import (
+    ExperimentalMultiWorkerMirroredStrategy,
+)
+
+CollectiveCommunication = CommunicationImplementation
+MultiWorkerMirroredStrategy = ExperimentalMultiWorkerMirroredStrategy

@@ -18,6 +18,7 @@ from jaxstrategy._padding import Batch, Batches
 from jaxstrategy._replica import ReplicaContext
 from jaxstrategy._values import PerReplica, PyTree
 from jaxstrategy.strategies._base import Strategy
+from jaxstrategy.strategies._eager import EagerPrograms
 from jaxstrategy.strategies._extended import StrategyExtended
 from jaxstrategy.strategies._reduction import Reduction
 
@@ -34,6 +35,7 @@ class DefaultStrategy(Strategy):
 
     def __init__(self) -> None:
         self._axes = ()
+        self._programs = EagerPrograms(self._run)
         self._reduction = Reduction(self)
         self._extended = StrategyExtended(self)
         self.replica_context = ReplicaContext(self, ())
@@ -61,15 +63,6 @@ class DefaultStrategy(Strategy):
                 f"entered inside {_contexts.describe(context)}. Leave that one first."
             )
         return contextlib.nullcontext(self)
-
-    def _decorate(
-        self, fn: Callable[..., Any], *, options: RunOptions | None = None
-    ) -> Callable[..., Any]:
-        @functools.wraps(fn)
-        def step(*args: Any, **kwargs: Any) -> Any:
-            return self._run(fn, args, kwargs, options)
-
-        return step
 
     def _run(
         self,

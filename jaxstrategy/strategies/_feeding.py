@@ -107,6 +107,21 @@ class FedStrategy(Placing):
             )
         return self._feeding.of_function(dataset_fn, checked_input_options(options))
 
+    def experimental_distribute_datasets_from_function(
+        self,
+        dataset_fn: Callable[[InputContext], Any],
+        options: InputOptions | None = None,
+    ) -> DistributedDataset:
+        """The name that `distribute_datasets_from_function` had in TensorFlow 2.0.
+
+        >>> import jaxstrategy as js
+        >>> strategy = js.MirroredStrategy(js.simulate(8)[:2])
+        >>> make = strategy.experimental_distribute_datasets_from_function
+        >>> [batch.values for batch in make(lambda context: [np.arange(2)] * 2)]
+        [(Array([0, 1], dtype=int32), Array([0, 1], dtype=int32))]
+        """
+        return self.distribute_datasets_from_function(dataset_fn, options)
+
     @property
     def _feeding(self) -> Feeding:
         """How its replicas are fed."""

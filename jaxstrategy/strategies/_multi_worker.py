@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any, Self, final
+from typing import Any, Self
 
 import jax
 
-from jaxstrategy._options import CommunicationOptions, checked_options
+from jaxstrategy._options import (
+    CommunicationImplementation,
+    CommunicationOptions,
+    checked_options,
+)
 from jaxstrategy.cluster import _processes, _termination
 from jaxstrategy.cluster._launched import default_resolver
 from jaxstrategy.cluster._processes import Processes
 from jaxstrategy.cluster._resolver import ClusterResolver, Process
+from jaxstrategy.cluster._simple import SimpleClusterResolver
+from jaxstrategy.cluster._tf_config import TFConfigClusterResolver
 from jaxstrategy.inputs._agreement import Agreement, Alone, OfProcesses
 from jaxstrategy.strategies._base import Strategy
 from jaxstrategy.tracing._company import Company
@@ -19,7 +25,6 @@ from jaxstrategy.tracing._company import Company
 _TIMEOUT_SECONDS = 300.0
 
 
-@final
 class MultiWorkerMirroredStrategy(Strategy):
     """One replica per device of every process; state is mirrored on all of them.
 
@@ -74,9 +79,14 @@ class MultiWorkerMirroredStrategy(Strategy):
         super().__init__(devices, None, communication_options)
 
     @property
-    def cluster_resolver(self) -> ClusterResolver | None:
-        """What the strategy was told of its cluster; None if JAX found it, or none."""
-        return self._resolver
+    def cluster_resolver(self) -> ClusterResolver:
+        """What the strategy knows of its cluster.
+
+        Of a cluster that JAX found by itself, the hosts as tasks of job "worker", in
+        the order of the processes. Alone, an empty cluster without a task, as in
+        TensorFlow.
+        """
+        return self._resolver or _described(self._processes)
 
     @property
     def process_index(self) -> int:
@@ -99,7 +109,10 @@ class MultiWorkerMirroredStrategy(Strategy):
         return OfProcesses(self._processes.board, name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        twin = type(self)(self._resolver, self._reduction.options)
+        twin = type(self).__new__(type(self))
+        MultiWorkerMirroredStrategy.__init__(
+            twin, self._resolver, self._reduction.options
+        )
         memo[id(self)] = twin
         return twin
 
@@ -109,6 +122,34 @@ class MultiWorkerMirroredStrategy(Strategy):
             return text
         own = f"process {self.process_index} of {self.process_count}"
         return f"{text.removesuffix(')')}, {own})"
+
+
+class ExperimentalMultiWorkerMirroredStrategy(MultiWorkerMirroredStrategy):
+    """`experimental.MultiWorkerMirroredStrategy`: the same with older arguments.
+
+    Args:
+      communication: how sums over the replicas are computed.
+      cluster_resolver: as of `MultiWorkerMirroredStrategy`.
+
+    Raises:
+      ValueError: there is no such implementation.
+
+    >>> import jaxstrategy as js
+    >>> _ = js.simulate(8)
+    >>> ring = js.experimental.CollectiveCommunication.RING
+    >>> strategy = js.experimental.MultiWorkerMirroredStrategy(ring)
+    >>> isinstance(strategy, js.MultiWorkerMirroredStrategy)
+    True
+    """
+
+    def __init__(
+        self,
+        communication: CommunicationImplementation | str = "AUTO",
+        cluster_resolver: ClusterResolver | None = None,
+    ) -> None:
+        implementation = CommunicationImplementation(communication)
+        options = CommunicationOptions(implementation=implementation)
+        super().__init__(cluster_resolver, options)
 
 
 # All processes begin passes over datasets in the same order.
@@ -124,6 +165,16 @@ def _started(resolver: ClusterResolver | None, seconds: float) -> Processes:
         is_there = jax.distributed.is_initialized()
         process = None if is_there else Process(0, 1, "")
     return _processes.start(process, timeout_seconds=seconds)
+
+
+def _described(processes: Processes) -> ClusterResolver:
+    """The cluster that `jax.distributed` found, or an empty one."""
+    if processes.count == 1:
+        return TFConfigClusterResolver()
+    hosts = [member.host for member in processes.board.members]
+    return SimpleClusterResolver(
+        {"worker": hosts}, task_type="worker", task_id=processes.index
+    )
 
 
 def _let_jax_look() -> None:

@@ -40,6 +40,7 @@ from jaxstrategy.strategies._calls import (
     check_options,
     needs_arguments,
 )
+from jaxstrategy.strategies._eager import EagerPrograms
 from jaxstrategy.strategies._extended import StrategyExtended
 from jaxstrategy.strategies._reduction import Reduction
 from jaxstrategy.tracing import _results
@@ -76,7 +77,7 @@ class Running(AbstractStrategy):
         checked_options(communication_options, self._has_timeout)
         self._mesh = _mesh.mesh_of(devices)
         self._axes: Axes = (_mesh.REPLICA_AXIS,)
-        self._programs = Programs(
+        self._programs: Programs | EagerPrograms = Programs(
             self._mesh, self._call_replica, self._variables, self._company
         )
         self._extended = StrategyExtended(self)

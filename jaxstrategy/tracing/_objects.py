@@ -90,6 +90,23 @@ def call_of(
     return Call(binding, tuple(captured), args, kwargs)
 
 
+def require_objects(
+    fn: Callable[..., Any], objects: tuple[Any, ...], known: Sequence[Binding] = ()
+) -> Call:
+    """The call `fn(*objects)`, as `bind` begins one.
+
+    Raises:
+      TypeError: none of them can be changed in place.
+    """
+    call = call_of(fn, objects, {}, known)
+    if call is None:
+        raise TypeError(
+            "`bind` was given no module, optimizer or metric of Flax NNX. Other "
+            "arguments are looked up fast as they are: call the step with them."
+        )
+    return call
+
+
 def as_arrays(
     fn: Callable[..., Any], args: Any, kwargs: Any, options: RunOptions
 ) -> tuple[Callable[..., Any], Any, Any, RunOptions]:

@@ -168,12 +168,7 @@ class FunctionPrograms:
         """
         fn = self._get_fn()
         assert fn is not None
-        call = _objects.call_of(fn, tuple(objects), {}, self._bindings)
-        if call is None:
-            raise TypeError(
-                "`bind` was given no module, optimizer or metric of Flax NNX. Other "
-                "arguments are looked up fast as they are: call the step with them."
-            )
+        call = _objects.require_objects(fn, tuple(objects), self._bindings)
         binding, programs = self._of_objects(call)
 
         @functools.wraps(fn)
