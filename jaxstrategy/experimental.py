@@ -17,6 +17,7 @@ from jaxstrategy.strategies._central import (
 from jaxstrategy.strategies._multi_worker import (
     ExperimentalMultiWorkerMirroredStrategy,
 )
+from jaxstrategy.tracing.replication._pure import declare_pure as declare_pure
 
 CollectiveCommunication = CommunicationImplementation
 MultiWorkerMirroredStrategy = ExperimentalMultiWorkerMirroredStrategy

@@ -76,6 +76,8 @@ def _name(found: Collective) -> str:
     """What the user calls it, as far as that is known."""
     if found.is_merge:
         return "merge_call"
+    if found.decided_at is not None and found.decided_at.eqns[0] is found.site.eqns[0]:
+        return f"collective in {found.site.primitive}"
     return found.site.called(*_COLLECTIVES) or found.site.primitive
 
 
@@ -102,6 +104,8 @@ class _Control:
 
 
 def _control(site: Site) -> _Control:
+    if site.primitive not in ("while", "cond"):
+        return dataclasses.replace(_OPERATION, name=site.primitive)
     if site.primitive == "while":
         return _CONTROLS[site.called("fori_loop", "while_loop") or "while_loop"]
     guess = "switch" if len(site.eqns[0].params["branches"]) > 2 else "cond"
@@ -115,6 +119,14 @@ _AT_ALL = (
 _AS_OFTEN = (
     "Some replicas of `{step}` would reach {what} more often than others, and then "
     "wait for ever for them"
+)
+_OPERATION = _Control(
+    "",
+    "input",
+    _AT_ALL,
+    "JAX lowers this operation to branches or loops with collectives, and what decides "
+    "there is not known. Reduce its input, so that all replicas do the same: "
+    "`get_replica_context().all_reduce('mean', x)`. Or move {what} out of it.",
 )
 _CONTROLS = {
     control.name: control

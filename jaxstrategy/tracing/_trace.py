@@ -23,6 +23,7 @@ from jaxstrategy._values import PerReplica
 from jaxstrategy.tracing._results import Results
 from jaxstrategy.tracing._site import Site
 from jaxstrategy.tracing.replication._analysis import all_eqns
+from jaxstrategy.tracing.replication._lowered import closed
 from jaxstrategy.tracing.replication._rules import analyse
 from jaxstrategy.tracing.replication._state import Findings, State
 from jaxstrategy.variables import _step
@@ -133,7 +134,7 @@ class Trace:
         ]
         kept = [i for i, each in enumerate(operands) if each is not None]
         in_specs = self.equation.params["in_specs"]
-        step, varies = core.jaxpr_as_fun(_closed(self.jaxpr)), self.varies
+        step, varies = core.jaxpr_as_fun(closed(self.jaxpr)), self.varies
 
         def replica(*locals_: Any) -> Any:
             given = dict(zip(kept, locals_, strict=True))
@@ -220,6 +221,7 @@ def trace(
         _mesh.REPLICA_AXIS,
         mesh.size,
         unpacking=sum(spec != _mesh.SAME for spec in specs),
+        mesh=mesh,
     )
     used = list(step.used.values())
     return Trace(closed, results, there, used, mesh, findings)
@@ -265,11 +267,3 @@ def on_replicas(
 
 def _spec(variable: Variable, mesh: Mesh) -> Any:
     return variable.sharding.spec if variable.lives_on(mesh) else _mesh.SAME
-
-
-def _closed(jaxpr: Any) -> Any:
-    """`jaxpr`, which has no constants, in the form that can be called."""
-    # One class since JAX 0.12, where `ClosedJaxpr` is on its way out.
-    if hasattr(jaxpr, "consts"):
-        return jaxpr
-    return core.ClosedJaxpr(jaxpr, ())  # pyright: ignore[reportPrivateImportUsage]

@@ -14,7 +14,9 @@ from typing import Any
 import jax
 import numpy as np
 from jax.extend.core import Jaxpr, Literal
+from jax.sharding import Mesh
 
+from jaxstrategy.tracing.replication._lowered import Lowered, lowered
 from jaxstrategy.tracing.replication._state import (
     SAME,
     Cell,
@@ -37,20 +39,25 @@ class Analysis:
     Args:
       axis_name: the mesh axis of the replicas.
       replicas: how many there are.
-      rules: by the name of the operation.
-      otherwise: the rule of all other operations.
+      rules: of each primitive.
+      mesh: where the replicas are, if that is known.
     """
 
     def __init__(
-        self, axis_name: str, replicas: int, rules: Mapping[str, Rule], otherwise: Rule
+        self,
+        axis_name: str,
+        replicas: int,
+        rules: Mapping[Any, Rule],
+        mesh: Mesh | None = None,
     ) -> None:
         self.axis_name = axis_name
         self.replicas = replicas
         self.rules = rules
-        self.otherwise = otherwise
+        self.mesh = mesh
         # The jaxprs live as long as the step's, which the caller holds.
         self._known: dict[Any, Findings] = {}
         self._expanded: dict[Any, Jaxpr | None] = {}
+        self._lowered: dict[int, Lowered] = {}
 
     def of(self, jaxpr: Jaxpr, inputs: Sequence[Any], unpacking: int = 0) -> Findings:
         """Goes through `jaxpr` once."""
@@ -80,11 +87,11 @@ class Analysis:
     def expanded(self, eqn: Any) -> Jaxpr | None:
         """What JAX will put in the place of a primitive of Python; None if unknown."""
         primitive = eqn.params.get("_prim")
-        if primitive not in self._expanded:
-            structs = [
-                jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype)
-                for atom in eqn.invars
-            ]
+        avals = [atom.aval for atom in eqn.invars]
+        # To be equal such primitives need not take operands of the same types.
+        key = (primitive, *((aval.shape, aval.dtype) for aval in avals))
+        if key not in self._expanded:
+            structs = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
             try:
                 args = jax.tree.unflatten(
                     jax.tree.structure(primitive.in_avals), structs
@@ -95,8 +102,19 @@ class Analysis:
                 jaxpr = plain(make(*args))
             except _NOT_EXPANDED:  # anybody's code, not meant to be traced here
                 jaxpr = None
-            self._expanded[primitive] = jaxpr
-        return self._expanded[primitive]
+            self._expanded[key] = jaxpr
+        return self._expanded[key]
+
+    def lowered(self, eqn: Any) -> Lowered:
+        """What is known of `eqn` by what JAX lowers it to."""
+        if id(eqn) not in self._lowered:
+            self._lowered[id(eqn)] = lowered(eqn, self.mesh)
+        return self._lowered[id(eqn)]
+
+    @property
+    def is_on_cpu(self) -> bool:
+        """Whether the replicas are known to be on CPUs."""
+        return self.mesh is not None and self.mesh.devices.flat[0].platform == "cpu"
 
     def mentions_replicas(self, eqn: Any) -> bool:
         """Whether a collective equation works across the replica axis."""
@@ -168,10 +186,10 @@ class Frame:
         """Learn about every variable, from equation number `start` on."""
         self.jaxpr = jaxpr
         known, read = self.known, self.read
-        rules, otherwise = self.analysis.rules, self.analysis.otherwise
+        rules = self.analysis.rules
         for eqn in jaxpr.eqns[start:] if start else jaxpr.eqns:
             operands = [read(atom) for atom in eqn.invars]
-            rule = rules.get(eqn.primitive.name, otherwise)
+            rule = rules[eqn.primitive]
             for var, state in zip(eqn.outvars, rule(self, eqn, operands), strict=True):
                 known[var] = state
 

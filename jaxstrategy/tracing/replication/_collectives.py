@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import jax.numpy as jnp
+
 from jaxstrategy.tracing._site import Site
 from jaxstrategy.tracing.replication._analysis import Frame
 from jaxstrategy.tracing.replication._shares import is_mean, is_share
@@ -64,7 +66,11 @@ def _collective(
         return each(frame, eqn, operands)
     frame.collectives.append(Collective(Site((eqn,)), reduced_before=before))
     if eqn.params.get("axis_index_groups") is not None:
-        return [_grouped(frame, eqn, operand, Level.REDUCED) for operand in operands]
+        pairs = zip(eqn.invars, operands, strict=True)
+        return [
+            _grouped(frame, eqn, operand, Level.REDUCED, _is_exact(frame, atom))
+            for atom, operand in pairs
+        ]
     reduced = State(Level.REDUCED, None, Site((eqn,)), is_direct=True)
     return [None if operand is None else reduced for operand in operands]
 
@@ -79,13 +85,24 @@ def gathering(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
     return for_all(eqn, SAME)
 
 
-def _grouped(frame: Frame, eqn: Any, operand: State | None, level: Level) -> State:
+def _is_exact(frame: Frame, atom: Any) -> bool:
+    """Whether a sum of such numbers is the same in whatever order they are added.
+
+    XLA adds on CPUs in the order of the replicas. On accelerators the order follows
+    the links between the devices of a group; that of two numbers makes no difference.
+    """
+    return frame.analysis.is_on_cpu or not jnp.issubdtype(atom.aval.dtype, jnp.inexact)
+
+
+def _grouped(
+    frame: Frame, eqn: Any, operand: State | None, level: Level, is_exact: bool = True
+) -> State:
     """What each group made of its members' values; of `level` if it is the same.
 
     Two groups have the same result if their members, in order, have the same values:
     so a sum inside groups, and then one across them, is the same everywhere.
     """
-    groups = eqn.params["axis_index_groups"]
+    groups = [tuple(group) for group in eqn.params["axis_index_groups"]]
     replicas = range(frame.analysis.replicas)
     is_sum = level is Level.REDUCED
     if operand is not None and operand.varies:
@@ -95,14 +112,18 @@ def _grouped(frame: Frame, eqn: Any, operand: State | None, level: Level) -> Sta
         held = tuple(replicas)
     else:
         held = (0,) * len(replicas)
-    results = [tuple(held[member] for member in _group_of(r, groups)) for r in replicas]
+    results = []
+    for replica in replicas:
+        group = _group_of(replica, groups)
+        is_alike = is_exact or len(group) < 3
+        results.append((None if is_alike else group, *(held[each] for each in group)))
     if len(set(results)) == 1:
         return State(level, None, Site((eqn,)), is_direct=True) if is_sum else SAME
     return dataclasses.replace(varying_since(eqn), classes=numbered(results))
 
 
-def _group_of(replica: int, groups: Any) -> tuple[int, ...]:
-    return next(tuple(group) for group in groups if replica in group)
+def _group_of(replica: int, groups: list[tuple[int, ...]]) -> tuple[int, ...]:
+    return next(group for group in groups if replica in group)
 
 
 def joining(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:

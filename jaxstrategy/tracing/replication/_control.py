@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
+
+from jax.ref import AbstractRef
 
 from jaxstrategy._replica import MERGE_SCOPE
 from jaxstrategy.tracing._site import Site
 from jaxstrategy.tracing.replication._analysis import Frame, hidden, plain
+from jaxstrategy.tracing.replication._pure import is_declared_call
 from jaxstrategy.tracing.replication._state import (
     Cell,
     Collective,
@@ -16,9 +18,12 @@ from jaxstrategy.tracing.replication._state import (
     State,
     computed,
     content_of,
+    for_all,
     join,
     level_of,
+    varying_since,
 )
+from jaxstrategy.tracing.replication._unknown import decided
 
 
 def call(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
@@ -26,11 +31,27 @@ def call(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
     (jaxpr,) = (eqn.params[key] for key in _CALLEES if key in eqn.params)
     outputs, collectives = frame.enter(jaxpr, operands, eqn)
     frame.collectives += collectives
+    if is_declared_call(eqn):
+        return for_all(eqn, computed(eqn, operands))
     return outputs
 
 
 # Where the primitives that call a function once keep it.
-_CALLEES = ("jaxpr", "call_jaxpr", "fun_jaxpr", "call")
+_CALLEES = ("jaxpr", "call_jaxpr", "fun_jaxpr", "call", "callee", "fwd_jaxpr")
+
+
+def run_state(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
+    """A function of references, called once; the results are what those hold then."""
+    inner = plain(eqn.params["jaxpr"])
+    given: Iterator[Any] = iter(operands)
+    cells: list[Any] = []
+    for var, is_given in zip(inner.invars, eqn.params["is_initialized"], strict=True):
+        state: Any = next(given) if is_given else varying_since(eqn)
+        is_new = isinstance(var.aval, AbstractRef) and not isinstance(state, Cell)
+        cells.append(Cell(state) if is_new else state)
+    _, collectives = frame.enter(inner, cells, eqn)
+    frame.collectives += collectives
+    return list(map(content_of, cells))
 
 
 def linear_solve(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
@@ -101,12 +122,7 @@ def _decided(
     at = Site((eqn,))
     if not collectives and (merge := _first_merge(eqn, jaxprs)):
         return [Collective(Site((merge, eqn)), decider, at, is_merge=True)]
-    return [
-        found
-        if found.decided_by is not None
-        else dataclasses.replace(found, decided_by=decider, decided_at=at)
-        for found in collectives
-    ]
+    return [decided(found, decider, eqn) for found in collectives]
 
 
 def _first_merge(eqn: Any, jaxprs: Iterable[Any]) -> Any:

@@ -8,10 +8,11 @@ A forward data-flow pass over the jaxpr of one replica's step. Every value has a
 - *varying*: anything else, which may differ between replicas.
 
 Values start out as their arguments do; `axis_index` varies; a reduction or gather over
-the replica axis is equal everywhere; every other operation has the highest level of its
-operands. Control flow and nested functions are entered, loops until nothing changes.
-What the pass does not know it calls varying: it may be pessimistic, never wrong, as
-long as the operations themselves give the same bits on every device for the same bits.
+the replica axis is equal everywhere; an operation that computes from its operands and
+does nothing else has the highest level of those. Control flow and nested functions are
+entered, loops until nothing changes. What the pass does not know it calls varying: it
+may be pessimistic, never wrong, as long as the operations themselves give the same bits
+on every device for the same bits.
 
 On the way the pass notes every collective over the replicas, and whether a varying
 value decides that it is reached at all.
@@ -27,14 +28,13 @@ from typing import Any
 
 from jax.extend.core import Jaxpr
 from jax.ref import AbstractRef
+from jax.sharding import Mesh
 
-from jaxstrategy.tracing._site import Site
-from jaxstrategy.tracing.replication import _collectives, _control
-from jaxstrategy.tracing.replication._analysis import Analysis, Frame, Rule, hidden
+from jaxstrategy.tracing.replication import _collectives, _control, _pure, _unknown
+from jaxstrategy.tracing.replication._analysis import Analysis, Frame, Rule
 from jaxstrategy.tracing.replication._state import (
     SAME,
     Cell,
-    Collective,
     Findings,
     Level,
     State,
@@ -52,6 +52,7 @@ def analyse(
     axis_name: str,
     replicas: int,
     unpacking: int = 0,
+    mesh: Mesh | None = None,
 ) -> Findings:
     """What is known about each output of `jaxpr`, and its collectives.
 
@@ -62,6 +63,8 @@ def analyse(
       axis_name: the mesh axis of the replicas.
       replicas: how many there are.
       unpacking: how many equations at the start only unpack arguments.
+      mesh: where the replicas are, if that is known: what an operation without a rule
+        does depends on it.
     """
     states = [
         State(Level.VARYING, index) if differs else SAME
@@ -71,29 +74,25 @@ def analyse(
         Cell(state) if isinstance(var.aval, AbstractRef) else state
         for var, state in zip(jaxpr.invars, states, strict=True)
     ]
-    analysis = Analysis(axis_name, replicas, _RULES, _other)
+    analysis = Analysis(axis_name, replicas, Rules(), mesh)
     return analysis.of(jaxpr, inputs, unpacking)
 
 
-def _other(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
-    """Any other operation: varying if an operand is, or if it might look around."""
-    state = computed(eqn, operands)
-    mentions_replicas = frame.analysis.mentions_replicas
-    if mentions_replicas(eqn):
-        frame.collectives.append(Collective(Site((eqn,))))
-        state = varying_since(eqn)
-    for inner in hidden(eqn.params):
-        name = inner.primitive.name
-        if mentions_replicas(inner):
-            state = varying_since(eqn)
-            if name != "axis_index":
-                frame.collectives.append(Collective(Site((inner, eqn))))
-        elif name in _UNKNOWN:
-            state = varying_since(eqn)
-    for cell in operands:
-        if isinstance(cell, Cell):  # it may write there
-            frame.write(cell, state)
-    return for_all(eqn, state)
+class Rules(dict[Any, Rule]):
+    """The rule of each primitive."""
+
+    def __missing__(self, primitive: Any) -> Rule:
+        rule = self[primitive] = _rule_of(primitive)
+        return rule
+
+
+def _rule_of(primitive: Any) -> Rule:
+    is_named = _pure.is_named_by_jax(primitive)
+    if is_named and (rule := _RULES.get(primitive.name)):
+        return rule
+    if _pure.is_declared(primitive) or is_named and primitive.name in _pure.PURE:
+        return _unknown.pure
+    return _unknown.other
 
 
 def _comparison(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
@@ -105,15 +104,9 @@ def _select(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
     return for_all(eqn, computed(eqn, [not_reduced(operands[0]), *operands[1:]]))
 
 
-def _outside(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
-    """Differs between replicas whatever it is given."""
-    _other(frame, eqn, operands)
-    return for_all(eqn, varying_since(eqn))
-
-
 def _hi_primitive(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
     found = _control.hi_primitive(frame, eqn, operands)
-    return _outside(frame, eqn, operands) if found is None else found
+    return _unknown.outside(frame, eqn, operands) if found is None else found
 
 
 def _empty(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
@@ -145,6 +138,11 @@ def _swap(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
     return for_all(eqn, before)
 
 
+def _accumulate(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
+    frame.write(operands[0], computed(eqn, operands))
+    return []
+
+
 _SUMMING = ("psum", "psum_invariant")
 _REDUCING = ("pmax", "pmin")
 _GATHERING = ("all_gather", "all_gather_invariant", "pbroadcast")
@@ -153,11 +151,12 @@ _SCATTERING += ("psend", "precv")
 # Callbacks run on a host whose state we cannot see, once per device.
 _OUTSIDE = ("pure_callback", "io_callback", "buffer_callback", "ffi_call")
 _OUTSIDE += ("rng_uniform",)
-# Also what is not looked into where the operation that holds it has no rule.
-_UNKNOWN = (*_OUTSIDE, "call_hi_primitive", "empty", "empty_ref")
+# A kernel writes as much of its results as it likes.
+_OUTSIDE += ("pallas_call", "mpmd_map", "core_map", "tpu_custom_call")
 _CALLS = ("jit", "call", "closed_call", "eval_jaxpr", "remat2", "shard_map")
 _CALLS += ("custom_jvp_call", "custom_vjp_call", "custom_vmap_call", "composite")
 _CALLS += ("custom_partitioning", "compute_on", "xla_metadata_call")
+_CALLS += ("linear_call", "remat_opt")
 _COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge", "is_finite")
 _COMPARISONS += ("eq_to", "le_to", "lt_to")
 
@@ -179,13 +178,15 @@ _RULES: dict[str, Rule] = {
     "concatenate": _collectives.joining,
     "mul": _collectives.scaling,
     "div": _collectives.scaling,
-    "empty": _empty,
+    **dict.fromkeys(("empty", "empty2"), _empty),
+    "run_state": _control.run_state,
+    "accum_grad_in_ref": _accumulate,
     **dict.fromkeys(("optimization_barrier", "device_put", "pvary"), _collectives.each),
     **dict.fromkeys(_COMPARISONS, _comparison),
     **dict.fromkeys(_SUMMING, _collectives.summing),
     **dict.fromkeys(_REDUCING, _collectives.reducing),
     **dict.fromkeys(_GATHERING, _collectives.gathering),
     **dict.fromkeys(_SCATTERING, _collectives.scattering),
-    **dict.fromkeys(_OUTSIDE, _outside),
+    **dict.fromkeys(_OUTSIDE, _unknown.outside),
     **dict.fromkeys(_CALLS, _control.call),
 }
