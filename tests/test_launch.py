@@ -297,7 +297,8 @@ def test_modules_are_run_as_by_python(launch, tmp_path):
 def test_several_nodes_count_their_ranks_on(start, tmp_path):
     script = "print(rank, count, os.environ['JAXSTRATEGY_LOCAL_RANK'], flush=True)"
     options = "-n 2 --nodes 2 --coordinator a:2222 --node-rank"
-    nodes = [start(f"{options} {node}", script) for node in range(2)]
+    environment = {**os.environ, "JAXSTRATEGY_CLUSTER_SECRET": "the same for both"}
+    nodes = [start(f"{options} {node}", script, env=environment) for node in range(2)]
     first, second = [node.finish(0) for node in nodes]
     assert first.lines == ["[0] 0 4 0", "[1] 1 4 1"]
     assert second.lines == ["[2] 2 4 0", "[3] 3 4 1"]
@@ -777,6 +778,11 @@ def test_a_manifest_has_the_environment_of_a_worker(launch):
         "PYTHONUNBUFFERED": {"value": "1"},
         "JAX_NUM_CPU_DEVICES": {"value": "4"},
         "JAX_PLATFORMS": {"value": "cpu"},
+        "JAXSTRATEGY_CLUSTER_SECRET": {
+            "valueFrom": {
+                "secretKeyRef": {"name": "script-cluster-secret", "key": "secret"}
+            }
+        },
     } | {
         name: {
             "valueFrom": {"fieldRef": {"fieldPath": f"metadata.annotations['{key}']"}}

@@ -9,8 +9,15 @@ import time
 from typing import Any
 
 from jaxstrategy._errors import ClusterError
-from jaxstrategy.cluster import _wire
-from jaxstrategy.cluster._member import GREETING, Meeting, Member
+from jaxstrategy.cluster import _messages, _secret, _wire
+from jaxstrategy.cluster._channel import (
+    Channel,
+    ForgedError,
+    Greeting,
+    RefusedError,
+)
+from jaxstrategy.cluster._member import Meeting, Member
+from jaxstrategy.cluster._secret import Secret
 from jaxstrategy.cluster._wire import Connection
 
 _VERDICT_SECONDS = 5.0  # how much later than it said process 0 may answer
@@ -29,11 +36,13 @@ class Guest:
         coordinator: str,
         end: float,
         timeout_seconds: float,
+        secret: Secret,
     ) -> None:
         self._hello = hello
         self._coordinator = coordinator
         self._end = end
         self._timeout_seconds = timeout_seconds
+        self._secret = secret
         self._hung_up_since: float | None = None
         self.was_greeted = False
 
@@ -42,12 +51,12 @@ class Guest:
         pause, why = 0.02, "it was not called"
         while time.monotonic() < self._end:
             try:
-                connection = self._called()
+                sock = self._called()
             except OSError as error:
                 why = error.strerror or str(error)
             else:
                 try:
-                    return self._met_over(connection)
+                    return self._met_over(sock)
                 except _HungUp:
                     why = "it closes the connection"
             time.sleep(min(pause, max(0.0, self._end - time.monotonic())))
@@ -59,7 +68,7 @@ class Guest:
             "address of its host, and does no firewall stand between them?"
         )
 
-    def _called(self) -> Connection:
+    def _called(self) -> socket.socket:
         left = max(0.05, min(2.0, self._end - time.monotonic()))
         sock = socket.create_connection(_wire.endpoint(self._coordinator), left)
         # While nobody listens, a call from this very port reaches itself.
@@ -67,47 +76,25 @@ class Guest:
             sock.close()
             raise ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
         _wire.tune(sock)
-        return Connection(sock)
+        return sock
 
-    def _met_over(self, connection: Connection) -> Meeting:
+    def _met_over(self, sock: socket.socket) -> Meeting:
         """The meeting, or an error and no connection."""
         with contextlib.ExitStack() as unless_met:
-            unless_met.callback(connection.close)
+            unless_met.callback(sock.close)
+            connection = Connection(sock, self._greet(sock))
             meeting = self._met(connection)
             unless_met.pop_all()
             return meeting
 
-    def _met(self, connection: Connection) -> Meeting:
-        self._greet(connection)
-        end = self._end
-        try:
-            while True:
-                message = connection.receive(end)
-                if "seconds" in message:
-                    end = max(self._end, time.monotonic() + message["seconds"])
-                    end += _VERDICT_SECONDS
-                if "verdict" in message:
-                    break
-        except (EOFError, OSError, ValueError) as error:
-            gone = isinstance(error, EOFError | ConnectionError)
-            raise ClusterError(
-                f"Process 0 at {self._coordinator} "
-                + ("ended" if gone else "stopped answering")
-                + " before all processes had come. Look at its own output."
-            ) from error
-        if message["verdict"]:
-            raise ClusterError(message["verdict"])
-        members = tuple(Member(*row) for row in message["members"])
-        connection.sock.settimeout(None)
-        return Meeting(self._hello["index"], members, {0: connection})
-
-    def _greet(self, connection: Connection) -> None:
-        """Say who we are, and hear who answers."""
+    def _greet(self, sock: socket.socket) -> Channel:
+        """Greet, and hear who answers."""
         end = min(self._end, time.monotonic() + ANSWER_SECONDS)
+        greeting, channel = Greeting(self._secret, is_host=False), None
         try:
-            connection.sock.sendall(GREETING + _wire.packed(self._hello))
-            while (ours := connection.inbox.starts_with(GREETING)) is None:
-                connection.fill(end)
+            sock.sendall(greeting.own)
+            while channel is None:
+                channel = greeting.add(_wire.received(sock, end))
         except TimeoutError as error:
             # The kernel accepts calls for a process that is stopped.
             does = "accepts calls and does not answer (or process 0 is stopped)"
@@ -119,10 +106,52 @@ class Guest:
             if now - self._hung_up_since > CLOSED_SECONDS:
                 raise self._foreign("closes the connection") from error
             raise _HungUp from error
-        if not ours:
-            raise self._foreign("does not speak our protocol")
-        connection.inbox.drop(len(GREETING))
-        self.was_greeted = True
+        except ValueError as error:
+            raise self._foreign("does not speak our protocol") from error
+        self.was_greeted, self._hung_up_since = True, None
+        return channel
+
+    def _met(self, connection: Connection) -> Meeting:
+        message = self._verdict(connection)
+        if message["verdict"]:
+            raise ClusterError(message["verdict"])
+        members = tuple(Member(*row) for row in message["members"])
+        connection.sock.settimeout(None)
+        return Meeting(self._hello["index"], members, {0: connection})
+
+    def _verdict(self, connection: Connection) -> dict[str, Any]:
+        end = self._end
+        try:
+            connection.send(self._hello)
+            while True:
+                message = connection.receive(end)
+                if not _messages.is_word(message, self._hello["count"]):
+                    raise ValueError("process 0 says something else")
+                if "verdict" in message:
+                    return message
+                end = max(self._end, time.monotonic() + message["seconds"])
+                end += _VERDICT_SECONDS
+        except (ForgedError, RefusedError) as error:
+            raise self._unproved() from error
+        except (EOFError, OSError, ValueError) as error:
+            gone = isinstance(error, EOFError | ConnectionError)
+            if gone and not connection.channel.is_proved:
+                raise _HungUp from error  # to make room, when too many strangers call
+            raise ClusterError(
+                f"Process 0 at {self._coordinator} "
+                + ("ended" if gone else "stopped answering")
+                + " before all processes had come. Look at its own output."
+            ) from error
+
+    def _unproved(self) -> ClusterError:
+        variable = _secret.VARIABLE
+        own = "has one" if self._secret else "has none"
+        return ClusterError(
+            f"The process that listens at the coordinator's address "
+            f"{self._coordinator} has another {variable} than process "
+            f"{self._hello['index']} (host {self._hello['host']}), which {own}. Give "
+            "all processes of the job the same, and each job a port of its own."
+        )
 
     def _foreign(self, does: str) -> ClusterError:
         return ClusterError(
@@ -133,4 +162,4 @@ class Guest:
 
 
 class _HungUp(Exception):
-    """The connection was closed before a greeting."""
+    """The connection was closed before process 0 had proved to be one of the job."""

@@ -4,54 +4,28 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import errno
 import selectors
 import socket
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxstrategy._errors import ClusterError
-from jaxstrategy.cluster import _wire
-from jaxstrategy.cluster._member import GREETING, SAME, Meeting, Member, member
-from jaxstrategy.cluster._wire import Connection
+from jaxstrategy.cluster import _secret, _wire
+from jaxstrategy.cluster._caller import Caller
+from jaxstrategy.cluster._member import SAME, Meeting, Member, member
+from jaxstrategy.cluster._secret import Secret
 
 # After the first mistake, how long those are waited for that shall hear of it too.
 _GRACE_SECONDS = 2.0
-
-
-class _Caller:
-    """Someone who has connected to process 0."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        self.connection = Connection(sock)
-        self.was_greeted = False
-        self.hello: dict[str, Any] | None = None
-
-    def read(self) -> bool:
-        """Take in what was sent; False when it is none of us, or has gone."""
-        try:
-            self.connection.fill()
-            if not self.was_greeted:
-                begins = self.connection.inbox.starts_with(GREETING)
-                if begins is None:
-                    return True
-                if not begins:
-                    return False
-                self.connection.inbox.drop(len(GREETING))
-                self.was_greeted = True
-            for message in self.connection.inbox.messages():
-                if not _is_hello(message):
-                    return False
-                self.hello = message
-        except (OSError, EOFError, ValueError):
-            return False
-        return True
-
-    def tell(self, message: dict[str, Any]) -> None:
-        try:
-            self.connection.send(message)
-        except OSError:
-            pass  # its own deadline tells it
+_TICK_SECONDS = 0.5
+# With more, the one that has been silent longest makes room: one of the job says who it
+# is within milliseconds.
+_MOST_STRANGERS = 256
+_NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_NO_ROOM_SECONDS = 0.1
 
 
 class Host:
@@ -64,15 +38,20 @@ class Host:
         coordinator: str,
         end: float,
         timeout_seconds: float,
+        secret: Secret,
     ) -> None:
         self._listener = listener
         self._own = hello
         self._coordinator = coordinator
         self._end = end
         self._timeout_seconds = timeout_seconds
+        self._secret = secret
         self._selector = selectors.DefaultSelector()
-        self._callers: list[_Caller] = []
+        self._callers: list[Caller] = []
         self._gone: list[dict[str, Any]] = []
+        self._refused = 0
+        self._refused_last = "nobody"
+        self._accepts_at: float | None = None  # None while it accepts
 
     def meet(self) -> Meeting:
         """Wait for all, and tell them the verdict; raises as `_rendezvous.meet`."""
@@ -91,9 +70,8 @@ class Host:
         members.sort(key=lambda one: one.index)
         self._tell({"verdict": "", "members": [list(_row(m)) for m in members]})
         connections = {c.hello["index"]: c.connection for c in self._present()}
-        for caller in self._callers:
-            if caller.hello is None:
-                caller.connection.close()  # a stranger
+        for stranger in self._strangers():
+            stranger.close()
         for connection in connections.values():
             connection.sock.settimeout(None)
         return Meeting(0, tuple(members), connections)
@@ -104,11 +82,14 @@ class Host:
         while (now := time.monotonic()) < end:
             if len(self._hellos()) >= self._own["count"] and not self._mistakes():
                 return
-            for key, _ in self._selector.select(min(end - now, 0.5)):
+            self._accept_again(now)
+            tick = _TICK_SECONDS if self._accepts_at is None else _NO_ROOM_SECONDS
+            for key, _ in self._selector.select(min(end - now, tick)):
                 if key.fileobj is self._listener:
                     self._accept()
-                else:
+                elif key.data in self._callers:  # and was not dropped a moment ago
                     self._read(key.data)
+            self._drop_late()
             if self._mistakes():
                 end = min(end, time.monotonic() + _GRACE_SECONDS)
                 self._end = end
@@ -116,46 +97,81 @@ class Host:
     def _accept(self) -> None:
         try:
             sock, _ = self._listener.accept()
-        except OSError:
-            return  # it has hung up already
+        except OSError as error:
+            if error.errno in _NO_ROOM:
+                self._make_room()
+            return  # or it has hung up already
         sock.settimeout(1)
         _wire.tune(sock)
-        caller = _Caller(sock)
+        caller = Caller(sock, self._secret)
         self._callers.append(caller)
         self._selector.register(sock, selectors.EVENT_READ, caller)
+        if len(strangers := self._strangers()) > _MOST_STRANGERS:
+            self._drop(strangers[0])
 
-    def _read(self, caller: _Caller) -> None:
+    def _make_room(self) -> None:
+        """Hang up on the oldest stranger, or listen to no others for a moment."""
+        if strangers := self._strangers():
+            self._drop(strangers[0])
+            return
+        # The call that could not be accepted would wake the selector again and again.
+        self._selector.unregister(self._listener)
+        self._accepts_at = time.monotonic() + _NO_ROOM_SECONDS
+
+    def _accept_again(self, now: float) -> None:
+        if self._accepts_at is not None and now >= self._accepts_at:
+            self._selector.register(self._listener, selectors.EVENT_READ)
+            self._accepts_at = None
+
+    def _drop_late(self) -> None:
+        now = time.monotonic()
+        for stranger in self._strangers():
+            if now >= stranger.deadline:
+                self._drop(stranger)
+
+    def _read(self, caller: Caller) -> None:
         had_said = caller.hello is not None
         if not caller.read():
             if caller.hello is not None:
                 self._gone.append(caller.hello)
+            if caller.is_refused:
+                self._note_refused(caller)
             self._drop(caller)
         elif caller.hello is not None and not had_said:
             self._welcome(caller, caller.hello)
 
-    def _welcome(self, caller: _Caller, hello: dict[str, Any]) -> None:
-        try:
-            caller.connection.sock.sendall(GREETING)
-        except OSError:
-            return
-        if hello.get("job", "") != self._own.get("job", ""):
-            caller.tell(
-                {
-                    "verdict": (
-                        f"{member(hello)} belongs to job {hello.get('job')!r}, but "
-                        f"{member(self._own)} at {self._coordinator} to job "
-                        f"{self._own.get('job')!r}. Give each job a port of its own."
-                    )
-                }
+    def _note_refused(self, caller: Caller) -> None:
+        self._refused += 1
+        with contextlib.suppress(OSError):
+            self._refused_last = str(caller.sock.getpeername()[0])
+        if self._refused == 1:  # and no more words: strangers may call often
+            print(
+                f"jaxstrategy: process 0 refused a caller from {self._refused_last}: "
+                f"it has another {_secret.VARIABLE}, or none. The job waits on.",
+                file=sys.stderr,
+                flush=True,
             )
-            self._drop(caller)
-            return
-        caller.tell({"seconds": max(0.0, self._end - time.monotonic())})
 
-    def _drop(self, caller: _Caller) -> None:
-        self._selector.unregister(caller.connection.sock)
+    def _welcome(self, caller: Caller, hello: dict[str, Any]) -> None:
+        if hello.get("job", "") == self._own.get("job", ""):
+            caller.tell({"seconds": max(0.0, self._end - time.monotonic())})
+            return
+        other = (
+            f"{member(hello)} belongs to job {hello.get('job')!r}, but "
+            f"{member(self._own)} at {self._coordinator} to job "
+            f"{self._own.get('job')!r}. Give each job a port of its own."
+        )
+        caller.tell({"verdict": other})
+        self._drop(caller)
+
+    def _drop(self, caller: Caller) -> None:
+        self._selector.unregister(caller.sock)
         self._callers.remove(caller)
-        caller.connection.close()
+        caller.close()
+
+    def _strangers(self) -> list[Caller]:
+        """Those that have not said who they are, the oldest first."""
+        return [caller for caller in self._callers if caller.hello is None]
 
     def _present(self) -> list[Any]:
         return [caller for caller in self._callers if caller.hello is not None]
@@ -180,6 +196,12 @@ class Host:
             for hello in self._gone
             if hello["index"] in missing
         ]
+        if self._refused:
+            times = "once" if self._refused == 1 else f"{self._refused} times"
+            wrong.append(
+                f"callers with another {_secret.VARIABLE}, or none, were refused "
+                f"{times}, the last one from {self._refused_last}"
+            )
         return wrong
 
     def _text(self, wrong: Sequence[str]) -> str:
@@ -194,7 +216,7 @@ class Host:
 
     def _close(self) -> None:
         for caller in self._callers:
-            caller.connection.close()
+            caller.close()
 
 
 def mistakes(own: Mapping[str, Any], hellos: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -239,12 +261,6 @@ def _other_versions(own: Mapping[str, Any], hello: Mapping[str, Any]) -> list[st
         return ", ".join(f"{name} {versions.get(name)}" for name in differ)
 
     return [f"{member(hello)} has {listed(theirs)}, {member(own)} {listed(ours)}"]
-
-
-def _is_hello(message: Any) -> bool:
-    return isinstance(message, dict) and all(
-        isinstance(message.get(name), int) for name in ("index", "count")
-    )
 
 
 def _row(one: Member) -> tuple[int, str, int]:

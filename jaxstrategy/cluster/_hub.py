@@ -9,14 +9,13 @@ from __future__ import annotations
 import collections
 import contextlib
 import selectors
-import socket
 import threading
 import time
 from collections.abc import Mapping
 from typing import Any
 
-from jaxstrategy.cluster import _wire
-from jaxstrategy.cluster._wire import Inbox
+from jaxstrategy.cluster import _messages
+from jaxstrategy.cluster._wire import Connection
 
 _TICK_SECONDS = 1.0
 # A thread that should run each second and did not for so long was stopped itself.
@@ -26,10 +25,10 @@ _STOPPED_SECONDS = 5.0
 class _Line:
     """A process, as the hub sees it."""
 
-    def __init__(self, index: int, sock: socket.socket, inbox: Inbox) -> None:
+    def __init__(self, index: int, connection: Connection) -> None:
         self.index = index
-        self.sock = sock
-        self.inbox = inbox
+        self.sock = connection.sock
+        self.channel = connection.channel
         self.outgoing = bytearray()
         self.heard = time.monotonic()
         self.status: Any = None
@@ -41,16 +40,16 @@ class Hub:
     """Serves the boards of all processes until all have left.
 
     Args:
-      lines: a connected socket of each process, with what was read from it.
+      lines: the connection to each process.
       silence_seconds: a process that says nothing for so long counts as dead.
     """
 
     def __init__(
         self,
-        lines: Mapping[int, tuple[socket.socket, Inbox]],
+        lines: Mapping[int, Connection],
         silence_seconds: float,
     ) -> None:
-        self._lines = {k: _Line(k, *lines[k]) for k in sorted(lines)}
+        self._lines = {k: _Line(k, lines[k]) for k in sorted(lines)}
         self._silence_seconds = silence_seconds
         self._values: dict[str, Any] = {}
         self._asked: dict[str, list[tuple[int, int]]] = {}
@@ -101,18 +100,20 @@ class Hub:
         if not received:
             self._hung_up(line)
             return
-        line.inbox.add(received)
+        line.channel.add(received)
         line.heard = time.monotonic()
         self._take(line)
 
     def _take(self, line: _Line) -> None:
         try:
-            messages = line.inbox.messages()
-        except ValueError:
+            for message in line.channel.messages():
+                if not _messages.is_request(message):
+                    raise ValueError("it sent something that is no request")
+                self._obey(line, message)
+        except ValueError as error:
+            if not self._all_left:
+                self._ended(line, "failed", f"its messages make no sense: {error}")
             self._hung_up(line)
-            return
-        for message in messages:
-            self._obey(line, message)
 
     def _obey(self, line: _Line, message: dict[str, Any]) -> None:
         match message["op"]:
@@ -265,7 +266,11 @@ class Hub:
                 self._ended(line, "silent", f"{silent:.0f}")
 
     def _post(self, line: _Line, message: dict[str, Any]) -> None:
-        line.outgoing += _wire.packed(message)
+        try:
+            line.outgoing += line.channel.packed(message)
+        except ValueError as error:  # what all said, together, is too large
+            refused = {"id": message["id"], "refused": str(error)}
+            line.outgoing += line.channel.packed(refused)
         self._flush(line)
 
     def _flush(self, line: _Line) -> None:

@@ -27,7 +27,8 @@ class LaunchedClusterResolver(ClusterResolver):
     Any other launcher may set it too: `JAXSTRATEGY_COORDINATOR` (`host:port`, where
     process 0 listens), `JAXSTRATEGY_PROCESS_ID` and `JAXSTRATEGY_NUM_PROCESSES`; and,
     where it knows, `JAXSTRATEGY_LOCAL_RANK` (the rank on this host) and
-    `JAXSTRATEGY_ATTEMPT` (0 at first, one more at every restart).
+    `JAXSTRATEGY_ATTEMPT` (0 at first, one more at every restart). On several hosts also
+    `JAXSTRATEGY_CLUSTER_SECRET`, the same random word for all processes of a job.
 
     Raises:
       ValueError: one is missing or makes no sense.

@@ -12,8 +12,6 @@ from typing import Any
 
 from jaxstrategy.cluster._wire import Connection
 
-# The first bytes on each connection, both ways: nothing else begins so.
-GREETING = b"jaxstrategy-meeting/1\n"
 SAME = ("jaxstrategy", "jax", "jaxlib")
 """Of these, all processes must have one version."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import dataclasses
 import os
+import secrets
 import socket
 import sys
 import threading
@@ -22,6 +23,7 @@ from jaxstrategy.cluster import _codes, _exit, _rendezvous, _termination, _wire
 from jaxstrategy.cluster._board import AbstractBoard, Departure, LoneBoard
 from jaxstrategy.cluster._finish import finish, speaking
 from jaxstrategy.cluster._resolver import Process
+from jaxstrategy.cluster._secret import Secret
 from jaxstrategy.cluster._shared_board import Board
 from jaxstrategy.cluster._watchdog import Watchdog
 
@@ -36,7 +38,7 @@ _NEWS_SECONDS, _NEWS_SECONDS_OF_JAX = 0.3, 2.0
 _COMMON_SECONDS = 1.5
 _NOTE_SECONDS = 60.0  # of waiting at the end of the script, before a word about it
 _SHUTDOWN_SECONDS = 30  # of JAX's own barrier, where all come at the same time
-_ADDRESS_BYTES = 256
+_AGREED_BYTES = 512
 
 
 @final
@@ -93,7 +95,8 @@ def start(
 
     Raises:
       ClusterError: they could not start together; the message names who and why. Or
-        they have started already, with another id or number.
+        they have started already, with another id or number. Or strangers could take
+        part: other hosts reach the coordinator's address, and there is no secret.
       ValueError: the id, number or address cannot be right, or are missing.
 
     >>> processes = start(Process(0, 1, "localhost:8476"))
@@ -202,7 +205,9 @@ def _adopted(timeout_seconds: float, start_seconds: float) -> Processes:
     if count == 1:
         return _alone(timeout_seconds)
     _termination.take_back()
-    meeting = _rendezvous.meet(index, count, _agreed_address(index), start_seconds)
+    address, given = _agreed(index)
+    secret = Secret.of_environment() or given
+    meeting = _rendezvous.meet(index, count, address, start_seconds, secret=secret)
     board = Board(meeting, timeout_seconds)
     processes = Processes(index, count, board, Watchdog(board, timeout_seconds))
     _Ending(board, processes.watchdog).install()
@@ -210,17 +215,23 @@ def _adopted(timeout_seconds: float, start_seconds: float) -> Processes:
     return processes
 
 
-def _agreed_address(index: int) -> str:
-    """A free port of process 0, told to all: on the loopback if all are on one host."""
+def _agreed(index: int) -> tuple[str, Secret]:
+    """A free port of process 0 and a new secret, told to all.
+
+    On the loopback if all are on one host. The secret is safe from who cannot listen to
+    JAX's own messages.
+    """
     own = np.frombuffer(socket.gethostname().encode()[:64].ljust(64), np.uint8)
     hosts = np.asarray(multihost_utils.process_allgather(own))
     text = b""
     if index == 0:
         is_one_host = bool((hosts == hosts[:1]).all())
-        text = _free_address("127.0.0.1" if is_one_host else _own_address()).encode()
-    padded = np.frombuffer(text.ljust(_ADDRESS_BYTES), np.uint8)
+        address = _free_address("127.0.0.1" if is_one_host else _own_address())
+        text = f"{address} {secrets.token_hex(32)}".encode()
+    padded = np.frombuffer(text.ljust(_AGREED_BYTES), np.uint8)
     agreed = np.asarray(multihost_utils.broadcast_one_to_all(padded))
-    return agreed.astype(np.uint8).tobytes().decode().strip()
+    address, secret = agreed.astype(np.uint8).tobytes().decode().split()
+    return address, Secret(secret)
 
 
 def _free_address(host: str) -> str:

@@ -3,8 +3,9 @@
 JAX answers most mistakes here with a crash or a long silence: a coordinator port that
 is taken is a segmentation fault, a process that never comes is an abort without a
 word. So they meet first, at the same address, by a protocol of our own: process 0
-listens, the others call and say who they are, and process 0 tells all of them the
-same verdict. The connections stay open; `_hub` goes on with them.
+listens, the others call, prove that they know the job's secret (`_channel`) and say who
+they are, and process 0 tells all of them the same verdict. The connections stay open;
+`_hub` goes on with them.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxstrategy._errors import ClusterError
-from jaxstrategy.cluster import _guest, _wire
+from jaxstrategy.cluster import _guest, _secret, _wire
 from jaxstrategy.cluster._guest import Guest
 from jaxstrategy.cluster._host import Host
 from jaxstrategy.cluster._member import Meeting, facts
+from jaxstrategy.cluster._secret import Secret
 
 
 def meet(
@@ -29,6 +31,7 @@ def meet(
     timeout_seconds: float = 300,
     told: Mapping[str, Any] | None = None,
     bind_address: str | None = None,
+    secret: Secret | None = None,
 ) -> Meeting:
     """Wait until all processes have come, and agree that they are the right ones.
 
@@ -40,30 +43,35 @@ def meet(
       told: what this process says of itself; `facts()` by default.
       bind_address: where process 0 listens if not at the coordinator's host, for
         example `"0.0.0.0"` behind a translated address.
+      secret: what all processes of the job know; by default what
+        `JAXSTRATEGY_CLUSTER_SECRET` says.
 
     Raises:
       ClusterError: on every process with the same text: ids given twice or out of
         range, different numbers of processes, different versions, processes that did
-        not come. On those that it concerns: the port is used by something else, or the
-        coordinator cannot be reached.
-      ValueError: the address, the id or the count cannot be right.
+        not come. On those that it concerns: the port is used by something else, the
+        coordinator cannot be reached, or has another secret. There is no secret, and
+        other hosts reach the address.
+      ValueError: the address, the id, the count or the secret cannot be right.
     """
-    _wire.endpoint(coordinator)
+    host, _ = _wire.endpoint(coordinator)
     if count < 1 or index < 0:
         raise ValueError(
             f"The process's id was {index!r} of {count!r}; ids from 0 to the number "
             "of processes less one were wanted."
         )
+    secret = Secret.of_environment() if secret is None else secret
+    _secret.check(secret, host if index or bind_address is None else bind_address)
     hello = {"index": index, "count": count, **(facts() if told is None else told)}
     end = time.monotonic() + timeout_seconds
     if index != 0:
-        return Guest(hello, coordinator, end, timeout_seconds).join()
+        return Guest(hello, coordinator, end, timeout_seconds, secret).join()
     try:
         listener = _listener(coordinator, bind_address)
     except OSError as error:
-        return _refused_port(error, hello, coordinator)
+        return _refused_port(error, hello, coordinator, secret)
     with listener:
-        return Host(listener, hello, coordinator, end, timeout_seconds).meet()
+        return Host(listener, hello, coordinator, end, timeout_seconds, secret).meet()
 
 
 def _listener(coordinator: str, bind_address: str | None) -> socket.socket:
@@ -84,13 +92,16 @@ def _listener(coordinator: str, bind_address: str | None) -> socket.socket:
     return listener
 
 
-def _refused_port(error: OSError, hello: dict[str, Any], coordinator: str) -> Meeting:
+def _refused_port(
+    error: OSError, hello: dict[str, Any], coordinator: str, secret: Secret
+) -> Meeting:
     """Process 0 cannot listen: a second process 0, or another program, does.
 
     A second process 0 joins the first one, which tells all of both.
     """
     if error.errno in (errno.EADDRINUSE, errno.EADDRNOTAVAIL):
-        guest = Guest(hello, coordinator, time.monotonic() + _guest.CLOSED_SECONDS, 0)
+        end = time.monotonic() + _guest.CLOSED_SECONDS
+        guest = Guest(hello, coordinator, end, 0, secret)
         try:
             return guest.join()
         except ClusterError:

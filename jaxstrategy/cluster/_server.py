@@ -40,7 +40,8 @@ class Server:
     """Makes this process one task of a cluster.
 
     It meets the other processes, and returns when all are there; JAX then has the
-    devices of all. A `MultiWorkerMirroredStrategy` made afterwards finds them.
+    devices of all. A `MultiWorkerMirroredStrategy` made afterwards finds them. On
+    several hosts, `JAXSTRATEGY_CLUSTER_SECRET` must be set, to the same for all.
 
     Args:
       server_or_cluster_def: the cluster: a `ClusterSpec`, what one is made from, or the

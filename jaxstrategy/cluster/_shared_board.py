@@ -12,10 +12,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, final
 
 from jaxstrategy._errors import ClusterError
+from jaxstrategy.cluster import _channel, _messages
 from jaxstrategy.cluster._board import AbstractBoard, Departure, State, nobody_put
 from jaxstrategy.cluster._hub import Hub
 from jaxstrategy.cluster._member import Meeting, Member
-from jaxstrategy.cluster._wire import Connection, Inbox
+from jaxstrategy.cluster._wire import Connection
 
 _ANSWER_SECONDS = 2.0  # for what process 0 can answer by itself
 _FOR_EVER = 1e6  # of which clocks and locks still think well
@@ -67,11 +68,10 @@ class Board(AbstractBoard):
     def _connected(self, meeting: Meeting) -> Connection:
         if self.index:
             return meeting.connections[0]
-        ours, hubs = socket.socketpair()
-        lines = {k: (c.sock, c.inbox) for k, c in meeting.connections.items()}
-        self._hub = Hub({0: (hubs, Inbox()), **lines}, self._silence_seconds)
+        ours, hubs = map(Connection, socket.socketpair(), _channel.pair())
+        self._hub = Hub({0: hubs, **meeting.connections}, self._silence_seconds)
         self._hub.start()
-        return Connection(ours)
+        return ours
 
     def put(self, key: str, value: Any) -> None:
         self._send({"op": "put", "key": key, "value": value})
@@ -218,8 +218,10 @@ class Board(AbstractBoard):
                     raise TimeoutError(self._cancelled(message, request))
         finally:
             del self._answers[request]
+        what = message.get("key", message["op"])
+        if "refused" in answer:
+            raise ClusterError(f"{what!r} cannot be answered: {answer['refused']}")
         if "gone" in answer:
-            what = message.get("key", message["op"])
             ended = [Departure(self.members[k], *end) for k, *end in answer["gone"]]
             told = "; ".join(map(str, ended)) or self._lost()
             raise ClusterError(f"Waited in {what!r}, but {told}.")
@@ -244,11 +246,13 @@ class Board(AbstractBoard):
         try:
             while True:
                 message = self._connection.receive()
+                if not _messages.is_reply(message, len(self.members)):
+                    raise ValueError("process 0 says something else")
                 self._heard = time.monotonic()
                 self._take(message)
-        except (EOFError, OSError, ValueError):
+        except (EOFError, OSError, ValueError) as error:
             if not self._is_closed and not self._all_left.is_set():
-                self.departed(Departure(self.members[0], "died"))
+                self.departed(_lost_by(error, self.members[0]))
             self._is_over = True
             for answers in list(self._answers.values()):
                 answers.put({"gone": []})
@@ -283,6 +287,13 @@ class Board(AbstractBoard):
             self._news.notify_all()
         for callback in callbacks:
             callback(departure)
+
+
+def _lost_by(error: Exception, process_0: Member) -> Departure:
+    if isinstance(error, ValueError):
+        told = f"its messages make no sense: {error}"
+        return Departure(process_0, "failed", told)
+    return Departure(process_0, "died")
 
 
 def _first(answers: queue.SimpleQueue[Any], seconds: float) -> Any:

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias, final
 
 Tasks: TypeAlias = list[str] | dict[int, str]
 
-_ADDRESS = re.compile(r"(?P<host>\[[0-9a-fA-F:.%\w]+\]|[^\s:/\[\]]+):(?P<port>\d+)")
+_ADDRESS = re.compile(r"(?P<host>\[[0-9a-fA-F:.%\w]+\]|[\w.-]+):(?P<port>[0-9]{1,5})")
 
 
 @final
@@ -141,12 +141,25 @@ def host_and_port(address: str) -> tuple[str, int]:
     (('node7', 2222), ('[::1]', 80))
     """
     found = _ADDRESS.fullmatch(address)
-    if found is None or not 0 < int(found["port"]) < 65536:
+    if (
+        found is None
+        or not 0 < int(found["port"]) < 65536
+        or not _is_name_or_number(found["host"])
+    ):
         raise ValueError(
             f"{address!r} is not an address. Give it as host:port with a port from 1 "
             'to 65535, like "node7:2222", "10.0.0.7:2222" or "[fd00::7]:2222".'
         )
     return found["host"], int(found["port"])
+
+
+def _is_name_or_number(host: str) -> bool:
+    """Whether sockets take it; what they raise for an empty label is hard to read."""
+    try:
+        host.encode("idna")
+    except UnicodeError:
+        return False
+    return not host.startswith("-")
 
 
 def _name(job: object) -> str:

@@ -1,80 +1,26 @@
-"""Messages between processes: JSON over TCP, each preceded by its length."""
+"""Connections that carry messages, and the addresses where they are made."""
 
 from __future__ import annotations
 
-import json
 import socket
-import struct
 import threading
 import time
 from typing import Any
 
+from jaxstrategy.cluster._channel import Channel
 from jaxstrategy.cluster._spec import host_and_port
 
-_LENGTH = struct.Struct(">I")
-LARGEST = 1 << 28  # bytes of a message; more is a stream that is not ours
 # How long a host may be unreachable, in seconds, before the kernel gives it up. A
 # stopped process is something else: its host still answers.
 _UNREACHABLE = 20
 
 
-def packed(message: Any) -> bytes:
-    """A message as bytes.
-
-    Raises:
-      TypeError: it cannot be written as JSON.
-    """
-    body = json.dumps(message, separators=(",", ":")).encode()
-    return _LENGTH.pack(len(body)) + body
-
-
-class Inbox:
-    """Cuts a stream of bytes into messages."""
-
-    def __init__(self) -> None:
-        self._bytes = bytearray()
-
-    def add(self, received: bytes) -> None:
-        """Append what came in."""
-        self._bytes += received
-
-    def starts_with(self, prefix: bytes) -> bool | None:
-        """Whether the stream begins so, None if too little has come to know."""
-        known = min(len(prefix), len(self._bytes))
-        if self._bytes[:known] != prefix[:known]:
-            return False
-        return True if known == len(prefix) else None
-
-    def drop(self, count: int) -> None:
-        """Forget the first `count` bytes."""
-        del self._bytes[:count]
-
-    def messages(self) -> list[Any]:
-        """The messages that are complete; they are taken out.
-
-        Raises:
-          ValueError: these bytes are no messages.
-        """
-        found = []
-        while len(self._bytes) >= _LENGTH.size:
-            (size,) = _LENGTH.unpack_from(self._bytes)
-            if size > LARGEST:
-                raise ValueError(f"a message of {size} bytes was announced")
-            end = _LENGTH.size + size
-            if len(self._bytes) < end:
-                break
-            found.append(json.loads(bytes(self._bytes[_LENGTH.size : end])))
-            self.drop(end)
-        return found
-
-
 class Connection:
     """A TCP connection that carries messages, for use with blocking calls."""
 
-    def __init__(self, sock: socket.socket, inbox: Inbox | None = None) -> None:
+    def __init__(self, sock: socket.socket, channel: Channel) -> None:
         self.sock = sock
-        self.inbox = inbox or Inbox()
-        self._ready: list[Any] = []
+        self.channel = channel
         self._sending = threading.Lock()
 
     def send(self, message: Any) -> None:
@@ -83,10 +29,10 @@ class Connection:
         Raises:
           OSError: the connection has ended.
           TypeError: the message cannot be written as JSON.
+          ValueError: it is too large, or nested too deeply.
         """
-        data = packed(message)
         with self._sending:
-            self.sock.sendall(data)
+            self.sock.sendall(self.channel.packed(message))
 
     def receive(self, deadline: float | None = None) -> Any:
         """The next message.
@@ -99,23 +45,10 @@ class Connection:
           EOFError: the other side closed the connection.
           OSError, ValueError: it broke; it carries something else.
         """
-        while not self._ready:
-            self._ready = self.inbox.messages()
-            if not self._ready:
-                self.fill(deadline)
-        return self._ready.pop(0)
-
-    def fill(self, deadline: float | None = None) -> None:
-        """Wait for some bytes; raises as `receive` does."""
-        if deadline is not None:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise TimeoutError
-            self.sock.settimeout(left)
-        received = self.sock.recv(1 << 16)
-        if not received:
-            raise EOFError
-        self.inbox.add(received)
+        while True:
+            for message in self.channel.messages():
+                return message
+            self.channel.add(received(self.sock, deadline))
 
     def close(self) -> None:
         """End the connection, also for a thread that waits in `receive`."""
@@ -124,6 +57,25 @@ class Connection:
         except OSError:
             pass  # the other side was faster
         self.sock.close()
+
+
+def received(sock: socket.socket, deadline: float | None = None) -> bytes:
+    """Some bytes, as soon as there are any.
+
+    Raises:
+      TimeoutError: none came in time.
+      EOFError: the other side closed the connection.
+      OSError: it broke.
+    """
+    if deadline is not None:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        sock.settimeout(left)
+    data = sock.recv(1 << 16)
+    if not data:
+        raise EOFError
+    return data
 
 
 def tune(sock: socket.socket) -> None:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from typing import final
 
+from jaxstrategy.cluster._secret import Secret
 from jaxstrategy.launch import _environment
 from jaxstrategy.launch._codes import PEER_DIED, PREEMPTED
 from jaxstrategy.launch._options import Options
@@ -150,6 +151,7 @@ def attempt(
     options: Options,
     processes: int,
     number: int,
+    secret: Secret,
     screens: tuple[Screen, Screen],
     events: Events,
     guard: Guard,
@@ -160,7 +162,9 @@ def attempt(
         Worker(
             options.node_rank * processes + local_rank,
             [sys.executable, *options.program],
-            _environment.of_worker(options, local_rank, processes, coordinator, number),
+            _environment.of_worker(
+                options, local_rank, processes, coordinator, number, secret
+            ),
             screens,
             events,
             guard,

@@ -13,6 +13,7 @@ from jaxstrategy.cluster._launched import (
     NUM_PROCESSES,
     PROCESS_ID,
 )
+from jaxstrategy.cluster._secret import Secret
 from jaxstrategy.cluster._tf_config import VARIABLE as TF_CONFIG
 from jaxstrategy.launch import _gpus
 from jaxstrategy.launch._options import Options
@@ -31,12 +32,19 @@ def common(options: Options, environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def of_worker(
-    options: Options, local_rank: int, processes: int, coordinator: str, attempt: int
+    options: Options,
+    local_rank: int,
+    processes: int,
+    coordinator: str,
+    attempt: int,
+    secret: Secret,
 ) -> dict[str, str]:
     """The whole environment of one worker.
 
     Args:
       processes: how many this node runs in this attempt.
+      secret: of the job, if this is its only node. Several have theirs from whoever
+        started the launchers, in the environment.
 
     `TF_CONFIG` is left out: it names one process, and there are several.
     """
@@ -51,6 +59,7 @@ def of_worker(
         # What is left of another attempt is refused by name. Launchers of several nodes
         # do not count alike.
         own[JOB] = f"{coordinator}, attempt {attempt}"
+        own |= secret.variables()
     if options.gpus_per_process:
         own[_gpus.VARIABLE] = ",".join(
             _gpus.share(options.gpus_per_process, local_rank, os.environ)

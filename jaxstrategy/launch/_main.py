@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
 import signal
 import sys
@@ -10,6 +11,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import final
 
+from jaxstrategy.cluster._secret import Secret
 from jaxstrategy.launch import _kubernetes, _slurm
 from jaxstrategy.launch._attempt import Outcome, attempt
 from jaxstrategy.launch._codes import (
@@ -30,11 +32,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the job that the command line describes; its exit code."""
     options = parse(arguments)
     if options.print_for:
-        print(_PRINTED[options.print_for](options), end="")
-        return 0
+        return _print(options.print_for, options)
     events: Events = queue.SimpleQueue()
     with _signals_to(events), contextlib.closing(Guard()) as guard:
         return Job(options, events, guard).run()
+
+
+def _print(kind: str, options: Options) -> int:
+    """Print what a cluster needs; the exit code."""
+    try:
+        text = _PRINTED[kind](options)
+    except ValueError as error:
+        print(f"jaxstrategy.launch: error: {error}.", file=sys.stderr)
+        return 2
+    # As bytes, since arguments need not be text: they come out as they came in.
+    sys.stdout.flush()
+    sys.stdout.buffer.write(os.fsencode(text))
+    sys.stdout.buffer.flush()
+    return 0
 
 
 @contextlib.contextmanager
@@ -61,6 +76,7 @@ class Job:
         self._guard = guard
         self._processes = options.processes
         self._restarts = options.max_restarts
+        self._secret = Secret.random()
         lock = threading.Lock()  # one for both: they are often the same terminal
         self._screens = Screen(sys.stdout, lock), Screen(sys.stderr, lock)
 
@@ -72,6 +88,7 @@ class Job:
                 self._options,
                 self._processes,
                 number,
+                self._secret,
                 self._screens,
                 self._events,
                 self._guard,

@@ -9,6 +9,8 @@ import os
 from collections.abc import Sequence
 from typing import final
 
+from jaxstrategy.cluster import _secret
+from jaxstrategy.cluster._secret import Secret
 from jaxstrategy.cluster._spec import host_and_port
 from jaxstrategy.launch import _gpus
 from jaxstrategy.launch._codes import MEANINGS, NO_RESTART, PREEMPTED
@@ -27,7 +29,8 @@ together. In the script, `MultiWorkerMirroredStrategy()` finds the others.
       when a process dies, start all again (the script loads its checkpoint)
   python -m jaxstrategy.launch -n 4 --nodes 2 --node-rank 0 \\
       --coordinator node0:2222 train.py
-      node 0 of 2; run it on node 1 too, with --node-rank 1
+      node 0 of 2; run it on node 1 too, with --node-rank 1 and the same
+      JAXSTRATEGY_CLUSTER_SECRET
   python -m jaxstrategy.launch -n 4 --nodes 2 --print slurm train.py > train.sbatch
       starts nothing, prints what a cluster needs
 """
@@ -41,6 +44,8 @@ What a process sees, in its environment:
   JAXSTRATEGY_NUM_PROCESSES   how many there are, over all nodes
   JAXSTRATEGY_LOCAL_RANK      its rank on this node
   JAXSTRATEGY_ATTEMPT         0 at first, one more at every restart
+  JAXSTRATEGY_CLUSTER_SECRET  by which processes know each other: random, of this job;
+                              with --nodes, set the same one for all launchers
 TF_CONFIG is taken out; standard input is empty.
 
 What it prints appears behind its rank, as in "[1] loss 0.3"; a progress bar becomes
@@ -86,7 +91,11 @@ class Options:
     @property
     def program(self) -> tuple[str, ...]:
         """What stands behind `python`."""
-        return ("-m", *self.command) if self.module else self.command
+        if self.module:
+            return ("-m", *self.command)
+        script, *arguments = self.command
+        # Python would take a script called `-c` for an option.
+        return (f"./{script}" if script.startswith("-") else script, *arguments)
 
     @property
     def total(self) -> int:
@@ -235,7 +244,16 @@ def _about_nodes(options: Options, rank_given: bool) -> str | None:
             "--nodes needs --coordinator host:port: an address of the first machine "
             "that all of them can reach, and a free port there"
         )
-    return None
+    return _about_strangers(options.coordinator)
+
+
+def _about_strangers(coordinator: str) -> str | None:
+    host, _ = host_and_port(coordinator)
+    try:
+        why = _secret.why_refused(Secret.of_environment(), host.strip("[]"))
+    except ValueError as error:
+        return str(error)
+    return why and f"the launchers of --nodes do not start: {why}"
 
 
 def _about_command(options: Options) -> str | None:

@@ -6,14 +6,15 @@ import socket
 import threading
 import time
 
+import peer
 import pytest
 from harness import STARTED, VERSIONS
 
 import jaxstrategy._errors as errors
 from jaxstrategy.cluster import _guest, _processes, _rendezvous
-from jaxstrategy.cluster._member import GREETING, facts
+from jaxstrategy.cluster._member import facts
 from jaxstrategy.cluster._resolver import Process
-from jaxstrategy.cluster._wire import endpoint, packed
+from jaxstrategy.cluster._wire import endpoint
 
 
 def texts(results):
@@ -140,13 +141,9 @@ def test_a_process_that_ends_before_the_others_come_is_named(address):
     def call():
         hello = {"index": 1, "count": 3, "host": "h", "pid": 7}
         hello |= {"versions": facts()["versions"]}
-        while True:
-            with contextlib.suppress(OSError):
-                sock = socket.create_connection(endpoint(address), 2)
-                break
-        sock.sendall(GREETING + packed(hello))
-        sock.recv(100)
-        sock.close()
+        caller = peer.guest(address, hello)
+        assert "seconds" in caller.receive()
+        caller.sock.close()
 
     threading.Thread(target=call, daemon=True).start()
     with pytest.raises(errors.ClusterError, match=r"process 1 \(host h, pid 7\) came"):
@@ -191,9 +188,7 @@ def test_strangers_do_not_disturb(address, join):
                     break
             stranger.sendall(words)
             strangers.append(stranger)
-        hello = GREETING + packed([1])
-        strangers.append(socket.create_connection(endpoint(address), 2))
-        strangers[-1].sendall(hello)
+        strangers.append(peer.guest(address, [1]).sock)
 
     strangers = []
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
@@ -221,8 +216,9 @@ def test_a_process_of_another_job_is_refused_and_the_job_goes_on(address, join):
 
 def test_process_0_ends_before_all_have_come(address):
     def answer(connection):
-        connection.sendall(GREETING)
-        connection.recv(100)
+        zero = peer.Peer(connection, is_host=True).hear().greet()
+        assert zero.receive()["index"] == 1
+        zero.send({"seconds": 5})
         connection.close()
 
     with server(address, answer):
@@ -232,6 +228,7 @@ def test_process_0_ends_before_all_have_come(address):
 
 def test_the_coordinator_is_another_host(monkeypatch):
     monkeypatch.setattr(_guest, "CLOSED_SECONDS", 0.5)
+    monkeypatch.setenv("JAXSTRATEGY_CLUSTER_SECRET", "0123456789abcdef")
     with pytest.raises(errors.ClusterError, match=r"has no address 192\.0\.2\.1"):
         _rendezvous.meet(0, 2, "192.0.2.1:8476", 2)
 

@@ -1,0 +1,496 @@
+"""Who does not know the job's secret takes no part, and the secret is not shown."""
+
+import concurrent.futures
+import contextlib
+import copy
+import os
+import pathlib
+import pickle
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import traceback
+
+import peer
+import pytest
+from harness import STARTED, VERSIONS
+
+import jaxstrategy
+from jaxstrategy._errors import ClusterError
+from jaxstrategy.cluster import _guest, _rendezvous, _secret
+from jaxstrategy.cluster._secret import Secret
+from jaxstrategy.cluster._shared_board import Board
+from jaxstrategy.launch._options import parse
+
+WORD = "correct horse battery staple"
+HELLO = {"index": 1, "count": 2, "host": "h", "pid": 7, "versions": VERSIONS}
+
+
+@pytest.fixture
+def pool():
+    with concurrent.futures.ThreadPoolExecutor(8) as made:
+        yield made
+
+
+@pytest.fixture
+def attend(address):
+    """`attend(index)` meets the others, as one of a job of two."""
+    meetings = []
+
+    def attended(index, word=WORD, seconds=10, at=None, job=""):
+        hello = {"host": f"h{index}", "pid": index, "versions": VERSIONS, "job": job}
+        meeting = _rendezvous.meet(
+            index, 2, at or address, seconds, hello, None, Secret(word)
+        )
+        meetings.append(meeting)
+        return meeting
+
+    yield attended
+    for meeting in meetings:
+        meeting.close()
+
+
+def meets(zero, attend, **options):
+    """The job still meets when its own process comes."""
+    one = attend(1, **options)
+    return len(zero.result(10).members) == len(one.members) == 2
+
+
+# Proving
+
+
+@pytest.mark.parametrize("word", ["", WORD], ids=["without", "with"])
+def test_our_own_description_of_the_protocol_is_what_is_spoken(
+    word, address, attend, pool
+):
+    zero = pool.submit(attend, 0, word)
+    one = peer.guest(address, HELLO, word)
+    assert 0 < one.receive()["seconds"] <= 10
+    members = [[0, "h0", 0], [1, "h", 7]]
+    assert one.receive() == {"verdict": "", "members": members}
+    one.send({"a": [1]})
+    assert zero.result(10).connections[1].receive(time.monotonic() + 5) == {"a": [1]}
+    one.sock.close()
+
+
+@pytest.mark.parametrize("word", ["", "another secret of a job"], ids=["none", "other"])
+def test_another_secret_is_refused_alone_and_told(word, address, attend, pool, capfd):
+    zero = pool.submit(attend, 0)
+    with pytest.raises(ClusterError) as caught:
+        attend(1, word)
+    assert meets(zero, attend)
+    told = str(caught.value)
+    own = "has one" if word else "has none"
+    assert f"address {address} has another JAXSTRATEGY_CLUSTER_SECRET than" in told
+    assert f"process 1 (host h1), which {own}. Give all processes" in told
+    said = capfd.readouterr().err
+    assert "process 0 refused a caller from 127.0.0.1: it has another JAX" in said
+    assert WORD not in said + told and (not word or word not in said + told)
+
+
+def test_process_0_has_none_and_the_others_have(attend, pool):
+    zero = pool.submit(attend, 0, "")
+    with pytest.raises(ClusterError, match="has another JAXSTRATEGY_CLUSTER_SECRET"):
+        attend(1)
+    assert meets(zero, attend, word="")
+
+
+def test_those_who_were_refused_are_counted_where_some_did_not_come(
+    address, attend, pool
+):
+    zero = pool.submit(attend, 0, seconds=1.5)
+    for _ in range(2):
+        stranger = peer.guest(address, HELLO, "a guess of a secret")
+        assert peer.read(stranger.sock, 100) == peer.REFUSAL
+        stranger.sock.close()
+    with pytest.raises(ClusterError) as caught:
+        zero.result(10)
+    assert (
+        "process 1 did not; callers with another JAXSTRATEGY_CLUSTER_SECRET, or none, "
+        "were refused 2 times, the last one from 127.0.0.1"
+    ) in str(caught.value)
+
+
+def test_a_stranger_cannot_end_the_job_by_what_it_says(address, attend, pool):
+    zero = pool.submit(attend, 0)
+    for hello in ({**HELLO, "count": 3}, {**HELLO, "index": 9}, {**HELLO, "job": "x"}):
+        stranger = peer.guest(address, hello, "a guess of a secret")
+        assert peer.read(stranger.sock, 100) == peer.REFUSAL
+        stranger.sock.close()
+    assert meets(zero, attend)
+
+
+@pytest.mark.parametrize("place", [0, 3, 4, 20, -33, -32, -1])
+def test_a_hello_that_was_changed_on_its_way_is_refused(place, address, attend, pool):
+    zero = pool.submit(attend, 0)
+    one = peer.Peer(peer.call(address), WORD).greet().hear()
+    frame = bytearray(one.frame(b'{"index": 1, "count": 2}'))
+    frame[place] ^= 1
+    one.sock.sendall(frame)
+    if 0 < place < 4:  # the length: the rest of it does not come
+        one.sock.shutdown(socket.SHUT_WR)
+    assert peer.read(one.sock, 100) in (peer.REFUSAL, b"")
+    one.sock.close()
+    assert meets(zero, attend)
+
+
+def test_nothing_is_said_to_who_has_not_proved_anything(address, attend, pool):
+    """Process 0 is no oracle: strangers get no seal of its."""
+    zero = pool.submit(attend, 0)
+    stranger = peer.Peer(peer.call(address)).greet().hear()
+    stranger.send(HELLO)
+    assert peer.read(stranger.sock, 1000) == peer.REFUSAL
+    stranger.sock.close()
+    assert meets(zero, attend)
+
+
+def test_nonces_are_fresh(address, attend, pool):
+    zero = pool.submit(attend, 0)
+    nonces = set()
+    for _ in range(5):
+        caller = peer.Peer(peer.call(address), nonce=bytes(32)).greet().hear()
+        nonces.add(caller.other)
+        caller.sock.close()
+    assert len(nonces) == 5 and bytes(32) not in nonces
+    assert meets(zero, attend)
+
+
+# Attacks by who can listen, or stands between
+
+
+@contextlib.contextmanager
+def deceived(attend, pool):
+    """A connection of process 1 to a false process 0, and what comes of it."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        at = f"127.0.0.1:{listener.getsockname()[1]}"
+        one = pool.submit(attend, 1, at=at)
+        sock, _ = listener.accept()
+    with sock:
+        yield sock, one
+        told = str(one.exception(10))
+        assert f"{at} has another JAXSTRATEGY_CLUSTER_SECRET than process 1" in told
+
+
+def read_frame(sock):
+    size = peer.read(sock, 4)
+    return size + peer.read(sock, int.from_bytes(size, "big") + 32)
+
+
+def test_a_hello_cannot_be_said_again(address, attend, pool):
+    with deceived(attend, pool) as (sock, _):
+        false = peer.Peer(sock, is_host=True).hear().greet()
+        frame = read_frame(sock)
+        sock.sendall(peer.REFUSAL)
+    zero = pool.submit(attend, 0)
+    # With the same nonce of the guest's; process 0's is its own.
+    with peer.call(address) as sock:
+        peer.Peer(sock, nonce=false.other).greet().hear()
+        sock.sendall(frame)
+        assert peer.read(sock, 1000) == peer.REFUSAL
+    assert meets(zero, attend)
+
+
+def test_what_a_guest_says_does_not_prove_process_0(attend, pool):
+    """Reflection: its own nonce and its own hello are sent back to it."""
+    with deceived(attend, pool) as (sock, _):
+        sock.sendall(peer.read(sock, len(peer.GREETING) + 32))
+        sock.sendall(read_frame(sock))
+
+
+def test_what_process_0_says_does_not_prove_a_guest(address, attend, pool):
+    """Reflection: its own nonces are sent back to it, and its own words."""
+    zero = pool.submit(attend, 0)
+    with peer.call(address) as sock, peer.call(address) as other:
+        nonce = peer.Peer(other).greet().hear().other
+        stranger = peer.Peer(sock, nonce=nonce).greet().hear()
+        stranger.send(HELLO)
+        assert peer.read(sock, 1000) == peer.REFUSAL
+    with peer.call(address) as sock:
+        stranger = peer.Peer(sock).greet().hear()
+        sock.sendall(peer.REFUSAL)  # all that it says to strangers
+        assert peer.read(sock, 1000) == b""
+    assert meets(zero, attend)
+
+
+def test_a_guest_believes_no_verdict_of_a_stranger(attend, pool):
+    with deceived(attend, pool) as (sock, _):
+        false = peer.Peer(sock, "a guess of a secret", is_host=True).hear().greet()
+        false.send({"verdict": "", "members": [[0, "evil", 1], [1, "h1", 1]]})
+
+
+class Relay:
+    """Stands between process 1 and process 0, and may change what they say.
+
+    Args:
+      change: given `to_host` and the number of a message, and its bytes; returns what
+        is passed on.
+    """
+
+    def __init__(self, address, change):
+        self._address = address
+        self._change = change
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self._socks = []
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self):
+        sock, _ = self._listener.accept()
+        self._socks = [sock, peer.call(self._address)]
+        for to_host in (True, False):
+            threading.Thread(target=self._pass, args=(to_host,), daemon=True).start()
+
+    def _pass(self, to_host):
+        source, sink = self._socks[:: 1 if to_host else -1]
+        try:
+            sink.sendall(peer.read(source, len(peer.GREETING) + 32, 30))
+            for number in range(1000):
+                size = peer.read(source, 4, 30)
+                frame = size + peer.read(source, int.from_bytes(size, "big") + 32, 30)
+                if len(size) < 4:
+                    break
+                sink.sendall(self._change(to_host, number, frame))
+        except OSError:
+            pass
+        for sock in (source, sink):
+            sock.close()
+
+    def close(self):
+        for sock in (*self._socks, self._listener):
+            sock.close()
+
+
+def flipped(frame):
+    return frame[:-40] + bytes([frame[-40] ^ 1]) + frame[-39:]
+
+
+_CHANGES = {
+    "changed": lambda old, frame: flipped(frame),
+    "twice": lambda old, frame: frame + frame,
+    "left out": lambda old, frame: b"",
+    "an older one": lambda old, frame: old,
+}
+
+
+@pytest.mark.parametrize("change", _CHANGES)
+@pytest.mark.parametrize("to_host", [True, False], ids=["to-host", "to-guest"])
+def test_messages_after_the_meeting_cannot_be_changed(
+    to_host, change, address, attend, pool
+):
+    """The connection ends, and nothing wrong is believed."""
+    # To the host: hello, put 1, put 2. To the guest: welcome, verdict, news.
+    older = {}
+
+    def changed(is_to_host, number, frame):
+        if is_to_host is to_host:
+            older[number] = frame
+            if number == 2:
+                return _CHANGES[change](older[1], frame)
+        return frame
+
+    relay = Relay(address, changed)
+    zero = pool.submit(attend, 0)
+    one = attend(1, at=relay.address)
+    boards = [Board(zero.result(10)), Board(one)]
+    told = []
+    boards[not to_host].on_departure(lambda departure: told.append(str(departure)))
+    boards[1].put("key", "right")
+    end = time.monotonic() + 10  # pings follow on what was left out
+    while not told and time.monotonic() < end:
+        time.sleep(0.01)
+    who = "process 1" if to_host else "process 0"
+    assert told and told[0].startswith(who), told
+    assert "its messages make no sense: a message is not of the job" in told[0]
+    for board in boards[::-1]:
+        board.fail("the test is over")
+    relay.close()
+
+
+# Where processes may meet
+
+
+def test_without_a_secret_only_the_loopback_will_do():
+    for index, address in ((0, "0.0.0.0:2222"), (1, "192.0.2.1:2222")):
+        with pytest.raises(ClusterError) as caught:
+            _rendezvous.meet(index, 2, address, 5)
+        text = str(caught.value)
+        host = address.split(":")[0]
+        assert f"{host} can be reached from other hosts, and the job has no sec" in text
+        assert "Set JAXSTRATEGY_CLUSTER_SECRET to the same random word" in text
+        assert "Or set JAXSTRATEGY_CLUSTER_NETWORK=trusted if nobody else" in text
+
+
+def test_binding_elsewhere_counts(address):
+    with pytest.raises(ClusterError, match=r"0\.0\.0\.0 can be reached from other"):
+        _rendezvous.meet(0, 2, address, 5, bind_address="0.0.0.0")
+
+
+@pytest.mark.parametrize(
+    "host, is_loopback",
+    [("127.0.0.1", True), ("127.9.9.9", True), ("::1", True), ("localhost", True),
+     ("0.0.0.0", False), ("::", False), ("10.0.0.1", False), ("fe80::1%lo", False),
+     ("128.0.0.1", False), ("no-such-host.invalid", False), ("a" * 99, False)],
+)  # fmt: skip
+def test_what_is_the_loopback(host, is_loopback):
+    assert _secret.is_loopback(host) is is_loopback
+
+
+@pytest.mark.parametrize(
+    "name, value", [(_secret.NETWORK, "trusted"), (_secret.VARIABLE, WORD)]
+)
+def test_a_secret_or_a_trusted_network_lets_processes_meet_anywhere(
+    name, value, monkeypatch
+):
+    monkeypatch.setattr(_guest, "CLOSED_SECONDS", 0.1)
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ClusterError, match=r"Process 0 cannot listen .*has no address"):
+        _rendezvous.meet(0, 2, "192.0.2.1:2222", 0.1)
+
+
+@pytest.mark.parametrize(
+    "name, value, text",
+    [
+        (_secret.VARIABLE, "", "JAXSTRATEGY_CLUSTER_SECRET is set and empty"),
+        (_secret.VARIABLE, " \n", "JAXSTRATEGY_CLUSTER_SECRET is set and empty"),
+        (_secret.VARIABLE, "hunter2", r"CLUSTER_SECRET is wrong. A secret of 7 char"),
+        (_secret.NETWORK, "yes", "JAXSTRATEGY_CLUSTER_NETWORK is 'yes'. It is `trus"),
+    ],
+)
+def test_an_environment_that_cannot_be_meant(name, value, text, monkeypatch):
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=text) as caught:
+        _rendezvous.meet(0, 2, "192.0.2.1:2222", 0.1)
+    assert "hunter2" not in "".join(traceback.format_exception(caught.value))
+
+
+# Where the secret is seen
+
+
+def test_a_secret_does_not_print():
+    secret = Secret(WORD)
+    shown = [repr(secret), str(secret), f"{secret}", repr([secret]), repr(vars)]
+    shown += [repr(getattr(secret, "__dict__", {})), repr(secret.key(b"a purpose"))]
+    assert not any(WORD in text for text in shown)
+    for written in (pickle.dumps, copy.copy, copy.deepcopy):
+        with pytest.raises(TypeError, match="A secret is not written anywhere"):
+            written(secret)
+    assert len({Secret.random().variables()[_secret.VARIABLE] for _ in range(5)}) == 5
+
+
+# Launchers and meetings need the standard library only: without the package around them
+# they are there at once.
+ALONE = f"""
+import sys, types
+package = types.ModuleType("jaxstrategy")
+package.__path__ = [{str(pathlib.Path(jaxstrategy.__file__).parent)!r}]
+sys.modules["jaxstrategy"] = package
+"""
+
+
+def test_the_launcher_gives_a_secret_that_nobody_sees(tmp_path):
+    """It is in the environment of the workers: not in an argument, not printed."""
+    script = """
+    import contextlib, os, pathlib
+    from jaxstrategy.cluster import _rendezvous
+    rank = int(os.environ["JAXSTRATEGY_PROCESS_ID"])
+    secret = os.environ["JAXSTRATEGY_CLUSTER_SECRET"]
+    meeting = _rendezvous.meet(rank, 2, os.environ["JAXSTRATEGY_COORDINATOR"], 30)
+    for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            assert secret.encode() not in path.read_bytes()
+    print(meeting, dict(meeting.connections), flush=True)
+    pathlib.Path(f"secret{rank}").write_text(secret)
+    raise SystemExit(0 if os.environ["JAXSTRATEGY_ATTEMPT"] == "1" else 5)
+    """
+    (tmp_path / "script.py").write_text(ALONE + textwrap.dedent(script))
+    launcher = f"{ALONE}from jaxstrategy.launch._main import main\nsys.exit(main())"
+    options = ["-n", "2", "--max-restarts", "1", "--verbose"]
+    done = subprocess.run(
+        [sys.executable, "-c", launcher, *options, "script.py"],
+        cwd=tmp_path,
+        env=os.environ | {"JAXSTRATEGY_CLUSTER_SECRET": WORD},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    said = done.stdout + done.stderr
+    assert done.returncode == 0, said
+    (secret,) = {(tmp_path / f"secret{rank}").read_text() for rank in range(2)}
+    assert len(secret) == 64 and secret not in said and WORD not in said
+    assert done.stdout.count("Meeting(index=") == 4
+
+
+def test_several_launchers_need_a_secret_from_their_user(tmp_path, monkeypatch, capsys):
+    script = tmp_path / "script.py"
+    script.touch()
+    nodes = "--nodes 2 --node-rank 0 --coordinator"
+
+    def parsed(address):
+        return parse([*nodes.split(), address, str(script)])
+
+    def complaint():
+        with pytest.raises(SystemExit, match="2"):
+            parsed("192.0.2.1:2222")
+        return capsys.readouterr().err
+
+    assert "of --nodes do not start: 192.0.2.1 can be reached from other" in complaint()
+    assert parsed("127.0.0.1:2222").nodes == parsed("[::1]:2222").nodes == 2
+    monkeypatch.setenv(_secret.VARIABLE, "hunter2")
+    said = complaint()
+    assert "at least 16 random ones are wanted" in said and "hunter2" not in said
+    monkeypatch.setenv(_secret.VARIABLE, WORD)
+    assert parsed("192.0.2.1:2222").nodes == 2
+    monkeypatch.delenv(_secret.VARIABLE)
+    monkeypatch.setenv(_secret.NETWORK, "trusted")
+    assert parsed("192.0.2.1:2222").nodes == 2
+
+
+# Jobs
+
+
+def test_a_job_with_a_secret_runs_while_strangers_call(job, tmp_path):
+    script = """
+    assert float(total(RANK + 1)) == 2 * (1 + 2)
+    assert board.gather("rows", RANK) == [0, 1]
+    print("done")
+    """
+    late = f"""
+    import pathlib, time
+    while not pathlib.Path({str(tmp_path / "go")!r}).exists():
+        time.sleep(0.01)
+    """
+    whole = STARTED + textwrap.dedent(script)
+    scripts = {0: whole, 1: textwrap.dedent(late) + whole}
+    env = {"JAX_NUM_CPU_DEVICES": "2", _secret.VARIABLE: WORD}
+    with job(scripts=scripts, env=env, started=False) as running:
+        for words in ("", "a guess of a secret"):
+            taker = peer.Peer(peer.call(running.address, 40), words).greet().hear()
+            taker.send(HELLO)
+            assert peer.read(taker.sock, 1000) == peer.REFUSAL
+            taker.sock.close()
+        (tmp_path / "go").touch()
+        assert running.wait(60) == [0, 0]
+        assert all(rank.last_line == "done" for rank in running.ranks)
+        assert not any(WORD in rank.output for rank in running.ranks)
+
+
+def test_a_runtime_that_is_there_hands_out_a_secret(job):
+    script = """
+    import os, jax
+    RANK = int(os.environ["JAXSTRATEGY_PROCESS_ID"])
+    address = os.environ["JAXSTRATEGY_COORDINATOR"]
+    jax.distributed.initialize(address, 2, RANK, coordinator_bind_address=address)
+    from jaxstrategy.cluster import _processes, _rendezvous
+    meet = _rendezvous.meet
+    def met(*arguments, secret):
+        print(secret)
+        return meet(*arguments, secret=secret)
+    _rendezvous.meet = met
+    assert _processes.start(timeout_seconds=30).board.gather("key", RANK) == [0, 1]
+    """
+    with job(script, started=False) as running:
+        assert running.wait(40) == [0, 0]
+        assert [rank.last_line for rank in running.ranks] == ["Secret(hidden)"] * 2
