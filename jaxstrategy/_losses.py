@@ -10,7 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from jaxstrategy import _masked, _padding
 from jaxstrategy._errors import ContextError
+from jaxstrategy._padding import RealRows
 from jaxstrategy._values import is_per_replica
 from jaxstrategy.strategies._current import (
     get_replica_context,
@@ -24,6 +26,7 @@ def compute_average_loss(
     *misplaced: Any,
     sample_weight: Any = None,
     global_batch_size: Any = None,
+    mask: Any = None,
 ) -> jax.Array:
     """This replica's part of the mean loss over the global batch, a scalar.
 
@@ -39,8 +42,11 @@ def compute_average_loss(
         not count even if it is not finite (its gradient would be NaN, though: let
         inputs be finite); so `batch_mask(per_example_loss)` is one.
       global_batch_size: examples on all replicas together, a positive integer; may be
-        traced. By default this replica's examples times the number of replicas. With
-        masks give the number of real examples.
+        traced. By default the real rows of the batch on all replicas; of losses that
+        belong to no batch of a dataset, this replica's times the number of replicas.
+      mask: which examples are real, `[examples]`; others do not count. By default
+        `batch_mask(per_example_loss)`, which needs no communication, if a batch of the
+        step has as many rows. With a mask the replicas sum up their real examples.
 
     Returns:
       A scalar of the dtype of `per_example_loss`, which the sum of weights does not
@@ -49,21 +55,17 @@ def compute_average_loss(
     Raises:
       ContextError: in cross-replica context without `global_batch_size`.
       ValueError: the loss is a scalar; the weights do not fit; the batch size is not
-        one number, or not positive.
+        one number, or not positive; the mask has another shape.
       TypeError: the batch size is not an integer; more than the loss is given by
         position; something is a `PerReplica`.
 
     >>> import jaxstrategy as js
     >>> strategy = js.MirroredStrategy(js.simulate(8)[:4])
-    >>> def step(x, mask):
-    ...     replica = js.get_replica_context()
-    ...     examples = replica.all_reduce("sum", mask.sum())
-    ...     loss = js.compute_average_loss(
-    ...         x**2, sample_weight=mask, global_batch_size=examples)
-    ...     return replica.all_reduce("sum", loss)
-    >>> x = strategy.per_replica(np.arange(8.0).reshape(4, 2))
-    >>> mask = strategy.per_replica(np.arange(8).reshape(4, 2) < 5)
-    >>> strategy.run(step, (x, mask))  # (0 + 1 + 4 + 9 + 16) / 5
+    >>> def step(x):
+    ...     loss = js.compute_average_loss(x**2)
+    ...     return js.get_replica_context().all_reduce("sum", loss)
+    >>> (x,) = strategy.experimental_distribute_dataset([np.arange(5.0)])
+    >>> strategy.run(step, (x,))  # (0 + 1 + 4 + 9 + 16) / 5: 3 of 8 rows do not count
     Array(6., dtype=float32)
     """
     if misplaced:
@@ -74,15 +76,34 @@ def compute_average_loss(
             "`per_example_loss` is a scalar; one loss per example is wanted, of shape "
             "[examples, ...]. Leave out the mean over the batch: it is taken here."
         )
-    if global_batch_size is None:
-        size = loss.shape[0] * _num_replicas("compute_average_loss")
+    real = _real_examples(loss, mask)
+    size = global_batch_size
+    if size is None:
+        size = _examples(loss, real)
     else:
-        size = global_batch_size
-    _check_size(size)
+        _check_size(size)
     # The sum of 16-bit losses may be larger than they can hold; the mean is not.
     precise = jnp.promote_types(loss.dtype, jnp.float32)
     weighted = _weighted(loss.astype(precise), sample_weight)
+    if real is not None:
+        weighted = _weighted(weighted, real.mask)
     return (weighted.sum() / jnp.asarray(size, precise)).astype(loss.dtype)
+
+
+def _real_examples(loss: jax.Array, mask: Any) -> RealRows | None:
+    """Which losses are of real examples; None where nothing is said about that."""
+    if mask is not None:
+        return _masked.given_rows(mask, loss.shape[0])
+    return _padding.real_rows(loss) if _padding.fits(loss) else None
+
+
+def _examples(loss: jax.Array, real: RealRows | None) -> jax.Array | int:
+    """How many examples there are on all replicas."""
+    replicas = _num_replicas("compute_average_loss")
+    if real is None:
+        _check_size(loss.shape[0] * replicas)
+        return loss.shape[0] * replicas
+    return replicas / real.share
 
 
 def scale_regularization_loss(regularization_loss: Any) -> jax.Array:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from jaxstrategy import _contexts, _padding
 from jaxstrategy._options import ReduceOp
+from jaxstrategy._padding import RealRows
 
 
 def batch_mask(array: jax.Array) -> jax.Array:
@@ -100,18 +101,23 @@ def masked_mean(values: jax.Array, *, mask: jax.Array | None = None) -> jax.Arra
     Array(2., dtype=float32)
     """
     rows = _rows(values, "masked_mean")
-    if mask is not None:
-        mask = _checked(mask, rows)
-        share = _share(mask)
-    else:
-        known = _padding.real_rows(values)
-        if known is None:
-            return jnp.mean(values, axis=0)
-        mask, share = known.mask, known.share
-    total = jnp.sum(_kept(values, mask), axis=0)
+    real = _padding.real_rows(values) if mask is None else given_rows(mask, rows)
+    if real is None:
+        return jnp.mean(values, axis=0)
+    total = jnp.sum(_kept(values, real.mask), axis=0)
     if not jnp.issubdtype(total.dtype, jnp.inexact):
-        return total * share
-    return total * share.astype(jnp.finfo(total.dtype).dtype)
+        return total * real.share
+    return total * real.share.astype(jnp.finfo(total.dtype).dtype)
+
+
+def given_rows(mask: Any, rows: int) -> RealRows:
+    """What a mask says of so many rows; the replicas sum up their real rows.
+
+    Raises:
+      ValueError: `mask` has another shape.
+    """
+    checked = _checked(mask, rows)
+    return RealRows(checked, _share(checked))
 
 
 def _share(mask: jax.Array) -> jax.Array:

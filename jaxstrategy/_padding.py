@@ -80,6 +80,10 @@ class Batches:
         known = set(map(id, arrays))
         return [batch for batch in self._given if id(batch.array) not in known]
 
+    def fit(self, rows: int, parts: int) -> bool:
+        """Whether one of them has so many rows in each of its parts."""
+        return any(batch.mask.shape[1] == rows * parts for batch in self._given)
+
     def find(self, array: Any, parts: int, part: Any) -> RealRows | None:
         """Those of `array`, `[rows, ...]`; None if no batch has a mask.
 
@@ -218,6 +222,12 @@ def real_rows(array: Any) -> RealRows | None:
     """
     now = _batches.get()
     return None if now is None else now[0].find(array, *now[1:])
+
+
+def fits(array: Any) -> bool:
+    """Whether a batch of the step has as many rows as `array`."""
+    now = _batches.get()
+    return now is not None and now[0].fit(array.shape[0], now[1])
 
 
 def of_argument(array: Any) -> jax.Array | None:

@@ -1,4 +1,4 @@
-"""`BatchNorm` of flax.nnx, synchronized over the replicas."""
+"""`BatchNorm` and metrics of flax.nnx over the examples of all replicas."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
+from jaxstrategy.flax._metrics import update_metrics as update_metrics
 from jaxstrategy.flax._statistics import (
     moments,
     normalized,

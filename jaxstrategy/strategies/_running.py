@@ -200,6 +200,46 @@ class Running(AbstractStrategy):
         check_arguments(args, kwargs)
         return self._run(fn, tuple(args), dict(kwargs or {}), options)
 
+    def step(
+        self,
+        fn: Callable[..., Any] = _NOT_GIVEN,
+        *,
+        options: RunOptions | None = None,
+    ) -> Callable[..., Any]:
+        """Makes a step that runs on all replicas whenever it is called.
+
+        What `run` does as a decorator, whatever arguments the function takes: `run`
+        calls a function that needs none at once, as TensorFlow does.
+
+        >>> import jaxstrategy as js
+        >>> strategy = js.MirroredStrategy(js.simulate(8)[:4])
+        >>> @strategy.step
+        ... def count(by=1):
+        ...     return js.get_replica_context().all_reduce("sum", by)
+        >>> count()
+        Array(4, dtype=int32)
+
+        Args:
+          fn: the step, as one replica sees it. Without it, `@strategy.step(options=)`
+            is a decorator.
+          options: see `RunOptions`.
+
+        Returns:
+          A function of the same arguments, as `run` takes them.
+
+        Raises:
+          TypeError: `fn` cannot be called.
+        """
+        check_options(options)
+        if fn is _NOT_GIVEN:
+            return functools.partial(self.step, options=options)
+        if not callable(fn):
+            raise TypeError(
+                f"`step` was given {fn!r}, which cannot be called. Give the step "
+                "function itself; it is called afterwards: `strategy.step(fn)(*args)`."
+            )
+        return self._decorate(fn, options=options)
+
     def _decorate(
         self, fn: Callable[..., Any], *, options: RunOptions | None = None
     ) -> Callable[..., Any]:

@@ -1,0 +1,58 @@
+"""`@strategy.step`, which makes a step of any function and calls none."""
+
+import numpy as np
+import pytest
+
+import jaxstrategy as js
+
+
+def test_a_function_without_arguments_is_not_called(strategy):
+    calls = []
+
+    @strategy.step
+    def count():
+        calls.append(1)
+        return js.get_replica_context().all_reduce("sum", 1)
+
+    assert not calls
+    assert int(count()) == int(count()) == strategy.num_replicas_in_sync
+    assert len(calls) == 1
+
+
+def test_it_takes_options_and_is_what_run_makes(two):
+    options = js.RunOptions(donate_argnums=0)
+
+    @two.step(options=options)
+    def add(total, x=1.0):
+        return total + js.get_replica_context().all_reduce("sum", x)
+
+    total = two.mirror(1.0)
+    assert add(total) == 3 and total.is_deleted()
+    assert add.options is options and add.__name__ == "add"
+    assert type(add) is type(two.run(lambda x: x))
+
+
+def test_it_makes_methods(two):
+    class Counter:
+        @two.step
+        def add(self, x):
+            return js.get_replica_context().all_reduce("sum", x)
+
+    assert Counter().add(two.per_replica([1.0, 2.0])) == 3
+
+
+def test_under_the_default_strategy():
+    calls = []
+    step = js.get_strategy().step(lambda: calls.append(1))
+    assert not calls
+    step()
+    assert calls
+
+
+def test_what_cannot_be_called_is_refused(two):
+    with pytest.raises(TypeError, match="`step` was given 3, which cannot be called"):
+        two.step(3)
+    with pytest.raises(TypeError, match="RunOptions"):
+        two.step(options="fast")
+    with pytest.raises(TypeError):
+        two.step(np.sum, (1,))  # arguments are for `run`
