@@ -17,6 +17,7 @@ from jaxstrategy.checkpoint import _record
 from jaxstrategy.checkpoint._barrier import Barrier, ElsewhereError
 from jaxstrategy.checkpoint._entries import Reading
 from jaxstrategy.checkpoint._record import Record
+from jaxstrategy.checkpoint._unfinished import Unfinished
 from jaxstrategy.cluster import _processes
 
 _NOTHING = "nothing"  # Orbax writes at least one array
@@ -62,11 +63,23 @@ class Writer:
         processes = _processes.current()
         self._barrier = None if processes is None else Barrier(processes.board)
         meet = None if self._barrier is None else self._barrier.meet
-        options = ocp.AsyncOptions(_MOST_SECONDS, barrier_sync_fn=meet)
-        self._checkpointer = ocp.AsyncCheckpointer(Handler(), async_options=options)
+        options = ocp.AsyncOptions(
+            _MOST_SECONDS,
+            barrier_sync_fn=meet,
+            create_directories_asynchronously=False,  # they are there
+        )
+        self._checkpointer = ocp.AsyncCheckpointer(
+            Handler(), async_options=options, temporary_path_class=Unfinished
+        )
 
     def begin(self, folder: Any, arrays: Mapping[str, Any], record: Record) -> None:
-        """Begin to write; `arrays` may be donated and overwritten when this returns."""
+        """Begin to write; `arrays` may be donated and overwritten when this returns.
+
+        Args:
+          folder: an unfinished one, which exists.
+          arrays: by name.
+          record: what else is known.
+        """
         tree = dict(arrays) or {_NOTHING: np.zeros(1, np.uint8)}
         args = ToSave(ocp.args.PyTreeSave(tree), record)
         if self._barrier is not None:
