@@ -36,9 +36,11 @@ from jaxstrategy._errors import (
 from jaxstrategy._errors import (
     MissingExtraError as MissingExtraError,
 )
+from jaxstrategy._errors import NonFiniteError as NonFiniteError
 from jaxstrategy._errors import (
     NotMirroredError as NotMirroredError,
 )
+from jaxstrategy._errors import NotMirroredWarning as NotMirroredWarning
 from jaxstrategy._errors import ObjectError as ObjectError
 from jaxstrategy._errors import OutOfRangeError as OutOfRangeError
 from jaxstrategy._errors import (

@@ -61,6 +61,32 @@ class NotMirroredError(RuntimeError):
         self.line = line
 
 
+class NotMirroredWarning(UserWarning):
+    """State goes into a step equal on all replicas and comes out different on each."""
+
+
+class NonFiniteError(FloatingPointError):
+    """A NaN or an Inf arose in a step that was to be checked.
+
+    Attributes:
+      replicas: the ids of those where it arose.
+      line: `file:line: code` of where, None if it came in, or if it is unknown.
+      source: the argument or variable that it came in by, None if it did not.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        replicas: tuple[int, ...] = (),
+        line: str | None = None,
+        source: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.replicas = replicas
+        self.line = line
+        self.source = source
+
+
 class OutOfSyncError(RuntimeError):
     """Replicas hold different copies of what should be equal on all of them.
 

@@ -6,7 +6,7 @@ import dataclasses
 import enum
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -54,7 +54,15 @@ class RunOptions:
         like the results (`(True, False)` for `return state, loss`), or a function
         `(path, leaf) -> bool` that is given JAX's key path and a
         `jax.ShapeDtypeStruct`. Give the same function at each call: a new one is a
-        new choice, for which the step is compiled again.
+        new choice, for which the step is compiled again. False says that a result may
+        differ, so that no `NotMirroredWarning` is given for it.
+      check_finite: whether to look for NaN and Inf in the arguments, in each value that
+        the step computes, and in its variables: the first that arises raises
+        `NonFiniteError`, which names the replicas, the line, and the argument if it
+        came in. 'nan' looks for NaN only. What the step writes down or captures as
+        infinite is meant, as in a mask. Each call then waits for the devices, and takes
+        several times as long; the results of a step that raises are lost, variables
+        hold what it made of them. Without the option nothing is looked at.
 
     >>> RunOptions(donate_argnums=0).donate_argnums
     (0,)
@@ -65,6 +73,7 @@ class RunOptions:
     expect_mirrored: PyTree | Callable[[Any, Any], bool] = dataclasses.field(
         default=None, compare=False
     )
+    check_finite: bool | Literal["nan"] = False
     # What makes two options equal. A pytree counts by its entries and its structure,
     # whether its class can be compared or not.
     _key: Any = dataclasses.field(init=False, repr=False, default=None)
@@ -74,6 +83,11 @@ class RunOptions:
     def __post_init__(self) -> None:
         self._check_donated()
         self._check_expected()
+        if self.check_finite not in (True, False, "nan"):
+            raise ValueError(
+                f"`check_finite` was {self.check_finite!r}; True, False or 'nan' was "
+                "wanted."
+            )
 
     def __hash__(self) -> int:
         return self._hash

@@ -20,7 +20,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxstrategy._errors import MissingExtraError
-from jaxstrategy._options import CommunicationOptions, ReduceOp, checked_options
+from jaxstrategy._options import (
+    CommunicationOptions,
+    ReduceOp,
+    RunOptions,
+    checked_options,
+)
 from jaxstrategy._precision import all_finite
 from jaxstrategy._values import PerReplica, PyTree, is_per_replica
 from jaxstrategy.strategies._base import Strategy
@@ -185,7 +190,9 @@ def check_chain(
             f"{strategy!r} has nothing to reduce; give a strategy with two replicas or "
             "more, such as `MirroredStrategy(js.simulate(8)[:2])`."
         )
-    step = strategy.run(transformation.update)
+    # Whether its state comes out different is looked at here.
+    unchecked = RunOptions(expect_mirrored=False)
+    step = strategy.run(options=unchecked)(transformation.update)
 
     def updates(gradients: list[PyTree]) -> list[PyTree]:
         state, taken = transformation.init(params), []

@@ -513,7 +513,7 @@ def test_objects_that_are_captured_are_changed_too(kind):
 
 
 def test_a_state_of_flax_goes_on_as_any_other(two):
-    @two.several
+    @two.several(options=js.RunOptions(expect_mirrored=False))
     def step(state, batch):
         return jax.tree.map(lambda a: a + batch[0], state), None
 

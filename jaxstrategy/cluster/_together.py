@@ -7,6 +7,7 @@ makes them wait for ever, or worse.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import traceback
 import zlib
 from collections.abc import Iterator, Sequence
@@ -31,7 +32,7 @@ def compare(
     where: str,
     kinds: Sequence[str],
     advice: str,
-    made: Sequence[str] = (),
+    made: Sequence[dict[str, Any]] = (),
 ) -> None:
     """Nothing if all processes are about to do the same.
 
@@ -41,7 +42,9 @@ def compare(
       where: its source line, which is only shown.
       kinds: what it is done with.
       advice: what should be the same in all processes.
-      made: the programs that were made since the last time.
+      made: programs to be the same in all processes; of each its step's `name`, the
+        `prints` of its code and of what it has captured, and the latter in words,
+        `captured`.
 
     Raises:
       ClusterError: another process is about to do something else, or has made another
@@ -51,7 +54,7 @@ def compare(
     own = [list(made), where, name, *kinds]
     heard = board.gather("together", own, _AS_LONG_AS_IT_TAKES)
     for index, (programs, *_) in enumerate(heard):
-        if programs != heard[0][0]:
+        if _prints(programs) != _prints(heard[0][0]):
             raise _common(board, _other_programs(heard[0][0], programs, index))
     said = [rest for _, *rest in heard]
     for index, other in enumerate(said):
@@ -121,15 +124,37 @@ def described(leaf: Any) -> str:
     return f"{kind(array)} of bits {bits:08x}"
 
 
-def _other_programs(first: list[str], other: list[str], index: int) -> str:
-    names = sorted({program.rpartition(" ")[0] for program in set(first) ^ set(other)})
+def _prints(programs: Sequence[dict[str, Any]]) -> list[Any]:
+    return [(program["name"], program["prints"]) for program in programs]
+
+
+def _other_programs(first: Any, other: Any, index: int) -> str:
+    pairs = list(itertools.zip_longest(first, other))
+    one, two = next(pair for pair in pairs if _differ(*pair))
+    name = (one or two)["name"]
     return (
-        f"Processes 0 and {index} have made different programs of "
-        f"{', '.join(f'`{name}`' for name in names)}, and ran them together. Its code, "
-        "or a value that it captures, differs: a number or an array of the host that "
-        "is not an argument is compiled in. Pass it as an argument, as a PerReplica if "
-        "it is to differ."
+        f"Processes 0 and {index} have made different programs of `{name}`, and were "
+        f"about to run them together. {_what_differs(one, two)}\nA number or an array "
+        "that a step captures is part of its program, and must be the same in all "
+        "processes. Pass it as an argument, as a PerReplica if it is to differ."
     )
+
+
+def _differ(one: Any, two: Any) -> bool:
+    return one is None or two is None or _prints([one]) != _prints([two])
+
+
+def _what_differs(one: Any, two: Any) -> str:
+    if one is None or two is None or one["name"] != two["name"]:
+        return "One of them has made none."
+    prints = list(zip(one["prints"], two["prints"], strict=False))
+    if prints[0][0] != prints[0][1] or len(one["prints"]) != len(two["prints"]):
+        return "The code differs, or a number in it."
+    captured = zip(one["captured"], prints[1:], strict=True)
+    found = [text for text, (mine, other) in captured if mine != other]
+    named = "\n".join(f"  {text}" for text in found[:3])
+    more = f"\n  and {len(found) - 3} more" if len(found) > 3 else ""
+    return f"What it captures differs:\n{named}{more}"
 
 
 def _difference(first: list[str], other: list[str], index: int) -> str:

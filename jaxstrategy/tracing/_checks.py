@@ -6,7 +6,7 @@ Each check names the user's lines; none runs anything.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -16,20 +16,25 @@ from jaxstrategy._errors import (
     DivergentCollectiveError,
     DoubleReductionWarning,
     NotMirroredError,
+    NotMirroredWarning,
 )
 from jaxstrategy._options import is_function
 from jaxstrategy._source import Line
 from jaxstrategy.tracing._site import Site
+from jaxstrategy.tracing._successors import successors
 from jaxstrategy.tracing._traced import TracedStep
 from jaxstrategy.tracing.replication._state import Collective, State
 
 
-def check(step: TracedStep, expect_mirrored: Any = None) -> None:
-    """Raise if `step` would hang or breaks a promise; warn if it reduces twice.
+def check(step: TracedStep, expect_mirrored: Any, told: set[type[Warning]]) -> None:
+    """Raise if `step` would hang or breaks a promise; warn of what is likely wrong.
+
+    That is a sum of what is reduced already, and state that was mirrored before.
 
     Args:
       step: what was traced.
       expect_mirrored: see `RunOptions`.
+      told: which warnings that are given once were given before; added to.
 
     Raises:
       ValueError: a mirrored variable is given a varying value.
@@ -42,10 +47,15 @@ def check(step: TracedStep, expect_mirrored: Any = None) -> None:
     if broken := list(broken_promises(step, expect_mirrored)):
         error, *others = broken
         if others:
-            error.add_note(f"The same holds for {_listed(others)}.")
+            paths = [other.path or "" for other in others]
+            error.add_note(f"The same holds for {_listed(paths)}.")
         raise error
     for message, line in double_reductions(step):
         _source.warn(message, DoubleReductionWarning, line)
+    if NotMirroredWarning not in told:
+        for message, line in forgotten_reductions(step, expect_mirrored):
+            told.add(NotMirroredWarning)
+            _source.warn(message, NotMirroredWarning, line)
 
 
 # Collectives that only some replicas reach.
@@ -233,11 +243,8 @@ def broken_promises(step: TracedStep, expected: Any) -> Iterator[NotMirroredErro
     """One for each result that is expected to be mirrored and varies."""
     if expected is None:
         return
-    arrays = step.results.array_paths()
-    is_expected = _expectation(step, expected)
-    states = zip(arrays, step.outputs, step.findings.outputs, strict=True)
-    for (position, keys), output, state in states:
-        if state is None or not state.varies or not is_expected(position, keys, output):
+    for _, keys, state, is_expected in _varying(step, expected):
+        if not is_expected:
             continue
         line, path = step.began(state), step.path(keys)
         yield NotMirroredError(
@@ -251,14 +258,97 @@ def broken_promises(step: TracedStep, expected: Any) -> Iterator[NotMirroredErro
         )
 
 
-def _listed(errors: list[NotMirroredError]) -> str:
-    more = len(errors) - 3
-    paths = ", ".join(f"`{error.path}`" for error in errors[:3])
-    return f"{paths} and {more} more" if more > 0 else paths
+def _listed(paths: Sequence[str]) -> str:
+    more = len(paths) - 3
+    named = ", ".join(f"`{path}`" for path in paths[:3])
+    return f"{named} and {more} more" if more > 0 else named
 
 
-def _expectation(step: TracedStep, expected: Any) -> Callable[[int, Any, Any], bool]:
-    """Whether the result with this position, path and type should be mirrored."""
+# State that was mirrored and is not any more.
+
+
+@dataclasses.dataclass(frozen=True)
+class Unstated:
+    """A result that varies, and of which nobody has said whether it should.
+
+    Attributes:
+      path: how messages call it.
+      why: where it began to vary.
+    """
+
+    path: str
+    why: str
+
+
+def unstated(step: TracedStep, expected: Any) -> dict[int, Unstated]:
+    """Those of `step`, by their place among the leaves of the results."""
+    return {
+        position: Unstated(step.path(keys), step.why(state))
+        for position, (keys, state) in _unstated(step, expected).items()
+    }
+
+
+def _unstated(step: TracedStep, expected: Any) -> dict[int, tuple[Any, State]]:
+    if step.num_replicas == 1:  # one replica cannot differ from itself
+        return {}
+    return {
+        position: (keys, state)
+        for position, keys, state, is_expected in _varying(step, expected)
+        if is_expected is None
+    }
+
+
+def forgotten_reductions(
+    step: TracedStep, expected: Any
+) -> Iterator[tuple[str, Line | None]]:
+    """A message and a line if state comes out different that went in mirrored."""
+    varying = _unstated(step, expected)
+    replaced = successors(step) if varying else {}
+    found = [(replaced[each], *varying[each]) for each in varying if each in replaced]
+    if not found:
+        return
+    (argument, keys, state), *others = found
+    also = _listed([step.path(other).strip("`") for _, other, _ in others])
+    message = (
+        f"`{step.name}` was given {step.label(argument)} equal on all replicas, and "
+        f"returns {step.path(keys)}, what takes its place, different on each.\n"
+        f"  it varies since: {step.why(state)}\n"
+        + (f"  so do {also}\n" if others else "")
+        + "A loop that goes on with it has a model for each replica instead of one. "
+        + SHOULD_BE_REDUCED
+    )
+    yield message, step.began(state)
+
+
+SHOULD_BE_REDUCED = (
+    "Something it is computed from was not reduced: use "
+    "`get_replica_context().all_reduce('mean', ...)` on the way, usually on the "
+    "gradients (for BatchNorm: `jaxstrategy.flax.linen.BatchNorm`). If each replica is "
+    "to have its own, say so: `RunOptions(expect_mirrored=False)`."
+)
+
+
+def _varying(
+    step: TracedStep, expected: Any
+) -> Iterator[tuple[int, Any, State, bool | None]]:
+    """The results that vary: position, path, why, and whether they should not."""
+    is_expected = _expectation(step, expected)
+    arrays = step.results.array_paths()
+    states = zip(arrays, step.outputs, step.findings.outputs, strict=True)
+    for (position, keys), output, state in states:
+        if state is not None and state.varies:
+            yield position, keys, state, is_expected(position, keys, output)
+
+
+def _expectation(
+    step: TracedStep, expected: Any
+) -> Callable[[int, Any, Any], bool | None]:
+    """Whether the result with this position, path and type should be mirrored.
+
+    None: nothing was said of it.
+    """
+    if expected is None:
+        return lambda position, keys, output: None
     if is_function(expected):
         return lambda position, keys, output: bool(
             expected(keys, jax.ShapeDtypeStruct(output.shape, output.dtype))
@@ -267,7 +357,7 @@ def _expectation(step: TracedStep, expected: Any) -> Callable[[int, Any, Any], b
     return lambda position, keys, output: wanted[position]
 
 
-def _spread(prefix: Any, step: TracedStep) -> list[bool]:
+def _spread(prefix: Any, step: TracedStep) -> list[bool | None]:
     """For each leaf of the results the entry of `prefix`, a pytree prefix, above it."""
     results = step.results
     shape = results.treedef.unflatten(range(len(results.leaves)))
@@ -284,7 +374,7 @@ def _spread(prefix: Any, step: TracedStep) -> list[bool]:
         ) from error
     entries = jax.tree.leaves(spread, is_leaf=_is_none)
     pairs = zip(jax.tree.leaves(shape), entries, strict=True)
-    return [bool(entry) for position, entry in pairs if position >= 0]
+    return [entry for position, entry in pairs if position >= 0]
 
 
 def _is_none(entry: Any) -> bool:

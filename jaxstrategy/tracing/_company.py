@@ -8,19 +8,14 @@ compared before they are dispatched, and the watchdog is told of each.
 from __future__ import annotations
 
 import os
-import re
-import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
-
-import jax
-import jax.numpy as jnp
-import numpy as np
 
 from jaxstrategy._values import PyTree
 from jaxstrategy.cluster import _together
 from jaxstrategy.cluster._processes import Processes
 from jaxstrategy.tracing import _inflight
+from jaxstrategy.tracing._constants import fingerprint
 from jaxstrategy.variables import _cell
 
 # So many steps at the beginning are compared, and then each of so many. A comparison
@@ -40,9 +35,11 @@ class Company:
         self._processes = processes
         self._each = each
         self._count = 0
-        # The programs that were traced: all, and those that are not compared yet.
-        self._known: set[str] = set()
-        self._made: list[str] = []
+        # The programs that were traced, also as parts of others that the caller of a
+        # step jits; and those of the latter that are not compared yet.
+        self._known: set[tuple[str, ...]] = set()
+        self._known_inside: set[tuple[str, ...]] = set()
+        self._made: list[dict[str, Any]] = []
         _inflight.on_dispatch(processes.watchdog.watch)
 
     def begin(self, name: str, where: str, leaves: Sequence[Any], is_new: bool) -> None:
@@ -62,45 +59,42 @@ class Company:
         if self._count <= _FIRST or self._count % self._each == 0:
             step = f"{name} at {os.path.basename(where)}"
             kinds = [_together.described(leaf) for leaf in leaves]
-            made, self._made = sorted(self._made), []
+            made = sorted(self._made, key=lambda program: program["prints"])
+            self._made = []
             board = self._processes.board
             _together.compare(board, step, where, kinds, _ADVICE, made)
 
-    def traced(self, name: str, closed: Any) -> None:
-        """Let a program be compared before one of the next steps.
+    def traced(self, name: str, where: str, closed: Any, is_dispatched: bool) -> None:
+        """Compare a new program with those of the other processes.
 
         A program may be made once more in one process only, when something else was
         forgotten there; so all that is compared is what is new.
+
+        Args:
+          name: of its step.
+          where: its source line.
+          closed: its trace.
+          is_dispatched: whether it is about to be. If not, JAX traces the code that
+            calls the step, and it is compared before one of the next steps.
+
+        Raises:
+          ClusterError: another process has made another one, or none.
         """
-        program = f"{name} {_print_of(closed):08x}"
-        if program not in self._known:
-            self._known.add(program)
+        program = fingerprint(name, closed)
+        known = self._known if is_dispatched else self._known_inside
+        key = (name, *program["prints"])
+        if key in known:
+            return
+        if is_dispatched:
+            board, step = self._processes.board, f"a new program of {name}"
+            _together.compare(board, step, where, (), _ADVICE, [program])
+        else:
             self._made.append(program)
+        known.add(key)
 
     def end(self) -> None:
         """After it was dispatched, or has failed to be."""
         self._processes.watchdog.step_dispatched()
-
-
-# Where objects lie in memory.
-_ADDRESS = re.compile(r"0x[0-9a-f]+")
-
-
-def _print_of(closed: Any) -> int:
-    """A number that a jaxpr has in all processes, and another one hardly has."""
-    text = zlib.crc32(_ADDRESS.sub("", str(closed.jaxpr)).encode())
-    for const in closed.consts:
-        is_spread = isinstance(const, jax.Array) and not const.is_fully_addressable
-        if not is_spread and const.nbytes <= _HASHED_BYTES and not _is_key(const):
-            text = zlib.crc32(np.asarray(const).tobytes(), text)
-    return text
-
-
-def _is_key(array: Any) -> bool:
-    return jnp.issubdtype(array.dtype, jax.dtypes.extended)
-
-
-_HASHED_BYTES = 65536  # of an array that the step captured
 
 
 _ADVICE = (
@@ -122,10 +116,11 @@ class Accompanied:
     def __init__(self, program: Any, company: Company, name: str, where: str) -> None:
         self._program = program
         self._company = company
-        program.observer = company.traced
+        program.observer = self._traced
         self._name = name
         self._where = where
         self._is_new = True
+        self._is_dispatched = False  # now, and not part of a larger program
 
     def __call__(self, leaves: Sequence[Any]) -> PyTree:
         """As of the program."""
@@ -141,12 +136,17 @@ class Accompanied:
         if _cell.is_traced():  # part of a larger program, which its caller dispatches
             return call(leaves)
         self._company.begin(self._name, self._where, leaves, self._is_new)
+        self._is_dispatched = True
         try:
             results = call(leaves)
         finally:
+            self._is_dispatched = False
             self._company.end()
         self._is_new = False
         return results
+
+    def _traced(self, name: str, closed: Any) -> None:
+        self._company.traced(name, self._where, closed, self._is_dispatched)
 
 
 def accompanied(program: Any, company: Company | None, fn: Any) -> Any:

@@ -193,8 +193,7 @@ def options_of(options: RunOptions) -> RunOptions:
             return path[0].idx == 1 or expected(path[1:], leaf)
 
         return dataclasses.replace(options, expect_mirrored=both)
-    own = False if expected is None else expected
-    return dataclasses.replace(options, expect_mirrored=(own, True))
+    return dataclasses.replace(options, expect_mirrored=(expected, True))
 
 
 def explained(error: NotMirroredError) -> NotMirroredError:

@@ -20,27 +20,20 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jaxstrategy import _padding, _source
-from jaxstrategy._errors import TracedValueError
+from jaxstrategy import _padding
 from jaxstrategy._values import PyTree
-from jaxstrategy.tracing import _inflight, _objects, _results
+from jaxstrategy.tracing import _inflight, _results
 from jaxstrategy.tracing._carried import Carried
+from jaxstrategy.tracing._finite import Finite
 from jaxstrategy.tracing._held import Held
 from jaxstrategy.tracing._masks import Masks
 from jaxstrategy.tracing._placement import Placement
 from jaxstrategy.tracing._roles import Role, Signature
 from jaxstrategy.tracing._trace import Trace, trace
 from jaxstrategy.tracing._traced import TracedStep
+from jaxstrategy.tracing._translation import translated
 from jaxstrategy.variables import _cell, _gradients, _step
 from jaxstrategy.variables._variable import Variable
-
-# What JAX raises when Python asks for a value that only the devices will know.
-_ASKED_TOO_EARLY = (
-    jax.errors.TracerBoolConversionError,
-    jax.errors.TracerIntegerConversionError,
-    jax.errors.TracerArrayConversionError,
-    jax.errors.ConcretizationTypeError,
-)
 
 
 class Program:
@@ -56,6 +49,7 @@ class Program:
       may_create: whether the step may make some now.
       check: called with each new trace; may raise.
       traced: called with the step and the types of its arrays after each new trace.
+      check_finite: see `RunOptions`.
     """
 
     def __init__(
@@ -69,6 +63,7 @@ class Program:
         may_create: Callable[[], bool],
         check: Callable[[TracedStep], None],
         traced: Callable[[Callable[..., Any], Sequence[Any]], None],
+        check_finite: bool | str = False,
     ) -> None:
         self._get_fn = get_fn
         self._call = call
@@ -82,7 +77,7 @@ class Program:
         # Called with the name of the step and each new trace of it.
         self.observer: Callable[[str, Any], None] | None = None
         self._has_plain = False
-        self._users_error: ValueError | None = None
+        self._users_error: Exception | None = None
         # Whether the last call had to move an array: then the next one probably must.
         self._check_places = False
         # The thread that may trace the step now; the others wait for it.
@@ -106,6 +101,9 @@ class Program:
         self._is_traced = False
         self._pending: Trace | None = None
         self._held = Held(self._fn_name())
+        self._finite = None
+        if check_finite:
+            self._finite = Finite(self._fn_name(), check_finite != "nan")
         # The jitted function and the variables that it is given. Threads read both at
         # once.
         self._form = self._compile(Carried(mesh))
@@ -203,6 +201,8 @@ class Program:
             carried.store(kept)
         if self._bounded:
             _inflight.dispatched(token)
+        if self._finite is not None:
+            self._finite.check(token)
         return _results.unwrap_plain(results) if self._has_plain else results
 
     def _settled(self) -> tuple[Any, Carried]:
@@ -235,6 +235,8 @@ class Program:
         # for a second time. It is placed first.
         if self._tracer != threading.get_ident():
             raise _NotPlaced
+        if not _cell.is_traced() and _looks_for_nans():
+            return self._debugged(form, inputs)
         n = len(self._roles)
         leaves, carried = inputs[:n], inputs[n:]
         for index, role in enumerate(self._roles):
@@ -265,11 +267,40 @@ class Program:
         # program that returns nothing on the first device only.
         with_token = self._bounded or not done.results.has_arrays
         references = form.references(carried)
-        arrays, token = done.evaluate(leaves, references, with_token)
+        look = None if self._finite is None else self._look(done, self._finite)
+        arrays, token = done.evaluate(leaves, references, with_token, look)
         carried = [jax.freeze(ref) for ref in references.values()]
         self._has_plain = self._has_plain or done.results.has_plain
         self._traced(self._fn(), [jax.typeof(leaf) for leaf in leaves])
         return done.results.rebuild(arrays), token, carried
+
+    def _debugged(self, form: Carried, inputs: Sequence[Any]) -> PyTree:
+        """The results for what has led to a NaN, which `jax_debug_nans` looks for.
+
+        JAX calls a function again then, operation by operation. Inside a `shard_map` it
+        would do so for ever, and it knows nothing of replicas.
+
+        Raises:
+          NonFiniteError: that the program makes.
+        """
+        infinities = bool(jax.config.jax_debug_infs)
+        before, self._finite = self._finite, Finite(self._fn_name(), infinities)
+        try:
+            with jax.debug_nans(False), jax.debug_infs(False):
+                returned = jax.jit(functools.partial(self._trace, form))(*inputs)
+            self._finite.check(returned[1])
+        finally:
+            self._finite = before
+        return returned
+
+    def _look(self, done: Trace, finite: Finite) -> Callable[..., Any]:
+        """How the trace is evaluated where all values are looked at."""
+        step = self._step_of(done)
+        sources = [
+            step.source(index) if place is not None or step.held_by[index] else None
+            for index, place in enumerate(step.inputs)
+        ]
+        return lambda jaxpr, inputs: finite.evaluate(jaxpr, inputs, sources)
 
     def _watch(self, variables: Sequence[Variable]) -> None:
         """Forget what was compiled when one of these is gone.
@@ -304,15 +335,13 @@ class Program:
         try:
             with _padding.given(batches):
                 returned = self._call(fn, args, kwargs)
-        except _ASKED_TOO_EARLY as error:
-            raise _asked_too_early(error, self._fn_name()) from error
         except Exception as error:
-            if refused := _objects.refused(error, self._fn_name()):
-                self._users_error = refused
-                raise refused from error
-            if isinstance(error, ValueError):  # not to be taken for one about placement
-                self._users_error = error
-            raise
+            told = translated(error, self._fn_name())
+            if isinstance(told or error, ValueError):
+                self._users_error = told or error  # not one about placement
+            if told is None:
+                raise
+            raise told from error
         self._masks.learn(batches)
         if self._given:
             self._masks.check(self._given)
@@ -329,6 +358,7 @@ class Program:
             # Variables are no arguments.
             inputs=[i if i is not None and i < n else None for i in done.inputs],
             types=[var.aval for var in done.jaxpr.invars],
+            jaxpr=done.jaxpr,
             results=done.results,
             outputs=[atom.aval for atom in done.jaxpr.outvars],
             findings=done.findings,
@@ -340,6 +370,7 @@ class Program:
                 None if i is None or i < n else done.variables[i - n].name
                 for i in done.inputs
             ],
+            num_replicas=self._mesh.size,
         )
 
     def _fn(self) -> Callable[..., Any]:
@@ -374,6 +405,10 @@ class _NotPlaced(Exception):
     """A program was about to be traced for arrays that may lie elsewhere."""
 
 
+def _looks_for_nans() -> bool:
+    return bool(jax.config.jax_debug_nans or jax.config.jax_debug_infs)
+
+
 def _differ(new: Sequence[Any], old: Sequence[Any]) -> bool:
     return any(a is not b for a, b in zip(new, old, strict=True))
 
@@ -391,17 +426,3 @@ def _named(trace: Callable[..., Any], name: str) -> Callable[..., Any]:
 
     program.__name__ = program.__qualname__ = name
     return program
-
-
-def _asked_too_early(error: Exception, name: str) -> TracedValueError:
-    line = _source.users_line(error.__traceback__)
-    where = f"\n  {line}\n" if line else " "
-    return TracedValueError(
-        f"`{name}` asked Python for the value of something that only the devices will "
-        f"know, with `if`, `while`, `int()`, `float()`, indexing a list or NumPy:"
-        f"{where}"
-        "`run` traces the function once for all replicas, so array and number "
-        "arguments, and `replica_id_in_sync_group`, have no value yet. Choose with "
-        "`jnp.where` or `jax.lax.cond`, index with `jnp.take`; or pass what decides as "
-        "a Python bool or string, which are static."
-    )

@@ -23,6 +23,7 @@ from jaxstrategy.tracing import _checks, _objects, _recompilation, _roles
 from jaxstrategy.tracing._binding import Binding
 from jaxstrategy.tracing._company import Company, accompanied
 from jaxstrategy.tracing._program import Program
+from jaxstrategy.tracing._returned import Returned
 from jaxstrategy.tracing._traced import TracedStep
 from jaxstrategy.variables._variable import Variable
 
@@ -84,6 +85,9 @@ class FunctionPrograms:
         self._history = owner.log.of(fn)
         self._calls = _recompilation.Calls()
         self._was_traced = False
+        self._returned = Returned()
+        # Results of the last trace of which nobody has said whether they may differ.
+        self._unstated: dict[int, _checks.Unstated] = {}
         self._watched: list[weakref.ref[Any]] = []
         self._by_signature: dict[_roles.Signature, Any] = {}
         # Objects that were given lately, and the function as one of their arrays.
@@ -128,7 +132,9 @@ class FunctionPrograms:
             return self._call_with_objects(call)
         leaves, signature = _roles.take_apart(fn, args, kwargs)
         program = self._by_signature.get(signature)
+        is_new = program is None
         if program is None:
+            self._returned.check(signature, leaves, fn)
             program = self._new_program(signature)
             self._by_signature[signature] = program
             forget = functools.partial(_forget, weakref.ref(self), signature)
@@ -136,7 +142,10 @@ class FunctionPrograms:
         if not signature.kept:
             self._by_structure[structure] = program
             self._last = (structure, program)
-        return program.place_and_call(leaves)
+        results = program.place_and_call(leaves)
+        if is_new:
+            self._returned.add(signature, results, self._unstated)
+        return results
 
     def _call_with_objects(self, call: _objects.Call) -> PyTree:
         binding, programs = self._of_objects(call)
@@ -189,6 +198,7 @@ class FunctionPrograms:
             may_create=lambda: not self._was_traced,
             check=self._check,
             traced=functools.partial(self._note, signature),
+            check_finite=self._options.check_finite,
         )
         return accompanied(program, self._owner.company, self._get_fn())
 
@@ -197,7 +207,9 @@ class FunctionPrograms:
         self._history.record(fn, self._calls, signature, avals)
 
     def _check(self, step: TracedStep) -> None:
-        _checks.check(step, self._options.expect_mirrored)
+        expected = self._options.expect_mirrored
+        _checks.check(step, expected, self._history.told)
+        self._unstated = _checks.unstated(step, expected)
 
 
 def _forget(programs: Any, signature: _roles.Signature, gone: Any) -> None:

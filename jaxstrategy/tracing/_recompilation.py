@@ -49,9 +49,14 @@ class Log:
 
 
 class History:
-    """The compilations of one function's code."""
+    """The compilations of one function's code.
+
+    Attributes:
+      told: the kinds of warnings about it that are given once, and were.
+    """
 
     def __init__(self, quiet: bool = False) -> None:
+        self.told: set[type[Warning]] = set()
         self._quiet = quiet
         self._count = 0
         self._calls_before = 0

@@ -61,13 +61,13 @@ class Signature:
         return [i for i, role in enumerate(self.roles) if role is not Role.STATIC]
 
     @property
-    def _leaves(self) -> list[int]:
+    def leaves(self) -> list[int]:
         """Which of `roles` are leaves."""
         return [i for i, role in enumerate(self.roles) if role is not Role.MASK]
 
     def positions(self) -> list[list[int]]:
         """For each positional argument which of `roles` are its leaves."""
-        args, _ = jax.tree.unflatten(self.treedef, self._leaves)
+        args, _ = jax.tree.unflatten(self.treedef, self.leaves)
         return [jax.tree.leaves(argument) for argument in args]
 
     def donated(self, positions: Sequence[int]) -> tuple[int, ...]:
@@ -93,14 +93,14 @@ class Signature:
         leaves = [
             next(static if role is Role.STATIC else dynamic) for role in self.roles
         ]
-        return jax.tree.unflatten(self.treedef, [leaves[i] for i in self._leaves])
+        return jax.tree.unflatten(self.treedef, [leaves[i] for i in self.leaves])
 
     def label(self, fn: Callable[..., Any], index: int) -> str:
         """How the caller of `fn` would write number `index` of `roles`."""
         args, kwargs = self.rebuild([0] * len(self.dynamic))
         if self.roles[index] is Role.MASK:
             return f"the mask of {self.label(fn, index - 1)}"
-        return label(fn, args, kwargs, self._leaves.index(index))
+        return label(fn, args, kwargs, self.leaves.index(index))
 
 
 class HandleReference(weakref.ref):

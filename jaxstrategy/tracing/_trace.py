@@ -112,6 +112,7 @@ class Trace:
         leaves: Sequence[Any],
         references: dict[Cell, Any],
         with_token: bool,
+        look: Callable[[Any, Sequence[Any]], tuple[list[Any], jax.Array]] | None = None,
     ) -> tuple[list[Any], jax.Array | None]:
         """The step's results, as the analysis proved them, and a token.
 
@@ -119,6 +120,8 @@ class Trace:
           leaves: the arguments.
           references: for each variable that is carried the one to work on.
           with_token: whether a token is needed.
+          look: evaluates the jaxpr of one replica, of its inputs in these places of
+            `inputs`; what it returns besides becomes the token.
         """
         known = dict(zip(self._given, leaves, strict=True))
         known.update(zip(self.closed.jaxpr.constvars, self.closed.consts, strict=True))
@@ -138,12 +141,17 @@ class Trace:
 
         def replica(*locals_: Any) -> Any:
             given = dict(zip(kept, locals_, strict=True))
-            returned = step(*(given.get(i) for i in range(len(operands))))
+            inputs = [given.get(i) for i in range(len(operands))]
+            token = jnp.zeros((), jnp.int8) if with_token else None
+            if look is None:
+                returned = step(*inputs)
+            else:
+                returned, token = look(self.jaxpr, inputs)
             arrays = [
                 jax.lax.expand_dims(array, (0,)) if differs else array
                 for array, differs in zip(returned, varies, strict=True)
             ]
-            return arrays, jnp.zeros((), jnp.int8) if with_token else None
+            return arrays, token
 
         out_specs = [_mesh.SPLIT if differs else _mesh.SAME for differs in varies]
         arrays, token = on_replicas(

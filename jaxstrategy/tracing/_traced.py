@@ -27,6 +27,7 @@ class TracedStep:
         that the step captured.
       types: of these inputs on one replica; an argument that is a `PerReplica` has
         there a dimension of 1 before its own.
+      jaxpr: it, from these inputs to `outputs`.
       results: the pytree it returned.
       outputs: the types of its arrays on one replica.
       findings: what the analysis knows about them.
@@ -34,6 +35,7 @@ class TracedStep:
         what is known of what it holds afterwards.
       held_by: for each input of the analysis the name of the variable it is, None for
         others.
+      num_replicas: how many take it.
     """
 
     name: str
@@ -42,11 +44,13 @@ class TracedStep:
     donated: frozenset[int]
     inputs: Sequence[int | None]
     types: Sequence[Any]
+    jaxpr: Any
     results: Results
     outputs: Sequence[Any]
     findings: Findings
     variables: Sequence[tuple[str, bool, State | None]] = ()
     held_by: Sequence[str | None] = ()
+    num_replicas: int = 1
 
     def is_per_replica(self, argument: int) -> bool:
         """Whether the argument was a `PerReplica`."""
@@ -71,13 +75,19 @@ class TracedStep:
         line = self.began(state)
         if state.input is None:
             return str(line or "a line that JAX did not keep")
-        source = self._source(state.input)
+        source = self.source(state.input)
+        kind = "a PerReplica" if self.inputs[state.input] is not None else _COPIES
+        source = f"{source}, {kind}"
         return source if line is None else f"{line}\n    (from {source})"
 
-    def _source(self, index: int) -> str:
+    def source(self, index: int) -> str:
+        """How messages call an input of the analysis: an argument or a variable."""
         argument = self.inputs[index]
         if argument is not None:
-            return f"argument {self.label(argument)}, a PerReplica"
+            return f"argument {self.label(argument)}"
         name = self.held_by[index]
         assert name is not None, "what a step captures is the same everywhere"
-        return f"variable {name!r}, which has a copy per replica"
+        return f"variable {name!r}"
+
+
+_COPIES = "which has a copy per replica"

@@ -104,7 +104,7 @@ WANTED = {
     "a step and a value": rf"process 0: {_VALUE}.*process 1: `total at ",
     "to_host": r"process 0: `to_host`.*float32\[4, 2\]\n  process 1: float32\[4\]",
     "assigning": rf"process 0: {_VALUE}.*: float32\[2\]\n  process 1: float32\[\]",
-    "captured": "Processes 0 and 1 have made different programs of `scaled`, and ran",
+    "captured": "Processes 0 and 1 have made different programs of `scaled`, and were",
     "reading": "process 0: `the value of variable 'seen'`.*process 1: `to_host`",
 }
 

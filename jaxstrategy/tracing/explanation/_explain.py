@@ -205,6 +205,8 @@ def _problems(
     for error in _checks.broken_promises(step, options.expect_mirrored):
         yield str(_objects.explained(error) if has_objects else error)
     yield from (message for message, _ in _checks.double_reductions(step))
+    expected = options.expect_mirrored
+    yield from (m for m, _ in _checks.forgotten_reductions(step, expected))
 
 
 def _memory(executable: Any) -> Memory | None:

@@ -159,23 +159,30 @@ def while_loop(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
 
 def scan(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
     inner = plain(eqn.params["jaxpr"])
-    # The operands are constants, carry and xs; the results are carry and ys. Their
-    # numbers are named differently from version to version, but only xs and ys have
-    # one dimension more outside the loop than inside it.
-    n_carry = _count_equal_rank(eqn.outvars, inner.outvars)
-    n_same = _count_equal_rank(eqn.invars, inner.invars)
-    consts, xs = operands[: n_same - n_carry], operands[n_same:]
+    n_consts, n_carry = scan_counts(eqn)
+    n_same = n_consts + n_carry
+    consts, xs = operands[:n_consts], operands[n_same:]
     results: list[Any] = []
 
     def turn(carry: list[Any]) -> tuple[list[Any], list[Collective]]:
         results[:], collectives = frame.enter(inner, consts + carry + xs, eqn)
         return results[:n_carry], collectives
 
-    carry = frame.until_stable(turn, operands[n_same - n_carry : n_same])
+    carry = frame.until_stable(turn, operands[n_consts:n_same])
     if eqn.params["length"] == 0:
         results[:n_carry] = carry
     # What comes out is what the last turn made, whatever the first one was given.
     return results
+
+
+def scan_counts(eqn: Any) -> tuple[int, int]:
+    """How many operands of a scan are constants, and how many its carry."""
+    inner = plain(eqn.params["jaxpr"])
+    # The operands are constants, carry and xs; the results are carry and ys. Their
+    # numbers are named differently from version to version, but only xs and ys have
+    # one dimension more outside the loop than inside it.
+    n_carry = _count_equal_rank(eqn.outvars, inner.outvars)
+    return _count_equal_rank(eqn.invars, inner.invars) - n_carry, n_carry
 
 
 def _count_equal_rank(outer: Sequence[Any], inner: Sequence[Any]) -> int:

@@ -1,0 +1,141 @@
+"""The arrays that a step has captured, and its likeness in other processes.
+
+To JAX they are part of the program. Nothing says that each process has captured the
+same: a number of the process itself, read from a file or drawn at random, is as good.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.extend.core import Literal
+
+from jaxstrategy.tracing._site import Site
+from jaxstrategy.tracing.replication._analysis import plain
+
+# Where objects lie in memory.
+_ADDRESS = re.compile(r"0x[0-9a-f]+")
+
+
+@dataclasses.dataclass(frozen=True)
+class Constant:
+    """An array that a step has captured.
+
+    Attributes:
+      value: the array.
+      site: of the equation that uses it first, None if none does.
+    """
+
+    value: Any
+    site: Site | None
+
+    @property
+    def print(self) -> str:
+        """Equal in all processes that captured the same."""
+        return f"{self.value.dtype}{list(self.value.shape)} {_print_of(self.value)}"
+
+    @property
+    def description(self) -> str:
+        """For messages."""
+        line = self.site and self.site.line
+        where = f", used at {line}" if line else ""
+        return f"{self.value.dtype}{list(self.value.shape)}{where}"
+
+
+def constants(jaxpr: Any) -> Iterator[Constant]:
+    """Those of `jaxpr`, and of the functions, branches and loops that it calls."""
+    yield from _constants(jaxpr, (), set())
+
+
+def fingerprint(name: str, jaxpr: Any) -> dict[str, Any]:
+    """What a program should have in common with that of another process, as JSON.
+
+    Args:
+      name: of the step.
+      jaxpr: its trace.
+    """
+    found = list(constants(jaxpr))
+    code = zlib.crc32(_ADDRESS.sub("", str(plain(jaxpr))).encode())
+    return {
+        "name": name,
+        "prints": [f"{code:08x}", *(each.print for each in found)],
+        "captured": [each.description for each in found],
+    }
+
+
+def _constants(jaxpr: Any, holders: tuple[Any, ...], seen: set[int]) -> Iterator[Any]:
+    if id(jaxpr) in seen:
+        return
+    seen.add(id(jaxpr))
+    inside = plain(jaxpr)
+    captured = zip(inside.constvars, getattr(jaxpr, "consts", ()), strict=False)
+    for var, value in captured:
+        if _is_array(value):
+            yield Constant(value, _site(first_use(inside, var), holders))
+    for eqn in inside.eqns:
+        for atom in eqn.invars:
+            if isinstance(atom, Literal) and _is_array(atom.val):
+                yield Constant(atom.val, _site((eqn,), holders))
+        for inner in _jaxprs(eqn.params):
+            yield from _constants(inner, (eqn, *holders), seen)
+
+
+def _site(eqns: tuple[Any, ...], holders: tuple[Any, ...]) -> Site | None:
+    return Site((*eqns, *holders)) if eqns or holders else None
+
+
+def first_use(jaxpr: Any, var: Any) -> tuple[Any, ...]:
+    """The equation that uses `var` first, and those that hold it, innermost first."""
+    for eqn in plain(jaxpr).eqns:
+        places = [place for place, atom in enumerate(eqn.invars) if atom is var]
+        if not places:
+            continue
+        for inner in _jaxprs(eqn.params):
+            # The operands of a branch come after what chooses it.
+            skipped = len(eqn.invars) - len(plain(inner).invars)
+            if 0 <= skipped <= places[0]:
+                own = plain(inner).invars[places[0] - skipped]
+                if eqns := first_use(inner, own):
+                    return (*eqns, eqn)
+        return (eqn,)
+    return ()
+
+
+def _jaxprs(value: Any) -> Iterator[Any]:
+    """The jaxprs in some parameters, with their constants."""
+    if hasattr(value, "eqns"):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _jaxprs(item)
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _jaxprs(item)
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, (jax.Array, np.ndarray, np.generic))
+
+
+def _print_of(value: Any) -> str:
+    """The bits of an array as a number; empty where each process has a part of it."""
+    if isinstance(value, Tracer):  # an argument of the code that calls the step
+        return ""
+    if jnp.issubdtype(value.dtype, jax.dtypes.extended):
+        # While JAX traces, it would make an equation of this.
+        with jax.ensure_compile_time_eval():
+            value = jax.random.key_data(value)
+    if isinstance(value, jax.Array) and not value.is_fully_addressable:
+        if not value.is_fully_replicated:
+            return ""
+        value = value.addressable_data(0)
+    host = np.ascontiguousarray(np.asarray(value)).reshape(-1)
+    return f"{zlib.crc32(host.view(np.uint8)):08x}"

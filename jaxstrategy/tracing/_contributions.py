@@ -1,0 +1,76 @@
+"""Which inputs of a jaxpr go into its outputs element by element.
+
+New parameters are the old ones plus an update, a new running mean is a part of the old
+one plus a part of another. What was multiplied as a matrix, summed over a batch or made
+by differentiation is something else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from jax.extend.core import Literal
+
+from jaxstrategy.tracing.replication._analysis import plain
+
+Inputs = frozenset[int]
+_NONE: Inputs = frozenset()
+
+_ELEMENTWISE = frozenset(
+    ("add", "add_any", "sub", "mul", "div", "neg", "max", "min", "select_n", "copy")
+)
+_ELEMENTWISE |= {"convert_element_type", "reduce_precision", "optimization_barrier"}
+_ELEMENTWISE |= {"clamp", "stop_gradient"}
+
+
+def contributions(jaxpr: Any) -> list[Inputs]:
+    """For each output of `jaxpr` the inputs that go into it."""
+    jaxpr = plain(jaxpr)
+    known: dict[Any, Inputs] = {
+        var: frozenset((index,)) for index, var in enumerate(jaxpr.invars)
+    }
+
+    def read(atom: Any) -> Inputs:
+        return _NONE if isinstance(atom, Literal) else known.get(atom, _NONE)
+
+    for eqn in jaxpr.eqns:
+        operands = [read(atom) for atom in eqn.invars]
+        if any(operands) and not _is_gradient(eqn):
+            outputs = _through(eqn, operands)
+            known.update(zip(eqn.outvars, outputs, strict=False))
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def _is_gradient(eqn: Any) -> bool:
+    return "transpose(" in str(eqn.source_info.name_stack)
+
+
+def _through(eqn: Any, operands: list[Inputs]) -> list[Inputs]:
+    name, params = eqn.primitive.name, eqn.params
+    if name == "optimization_barrier":
+        return operands
+    if name in _ELEMENTWISE:
+        return [_NONE.union(*operands)]
+    if name == "cond":
+        branches = [_called(each, operands[1:]) for each in params["branches"]]
+        return [_NONE.union(*each) for each in zip(*branches, strict=True)]
+    if name == "scan":
+        return _called(params["jaxpr"], operands)
+    if name == "while":
+        return _called(params["body_jaxpr"], operands[params["cond_nconsts"] :])
+    for inner in (params.get(key) for key in ("jaxpr", "call_jaxpr", "fun_jaxpr")):
+        if inner is not None and len(plain(inner).invars) == len(operands):
+            return _called(inner, operands)
+    return []
+
+
+def _called(jaxpr: Any, operands: Sequence[Inputs]) -> list[Inputs]:
+    """The same for the outputs of a jaxpr that is given these operands.
+
+    Of a loop, this is the first turn; what goes in at all does so there.
+    """
+    return [
+        _NONE.union(*(operands[index] for index in inner))
+        for inner in contributions(jaxpr)
+    ]

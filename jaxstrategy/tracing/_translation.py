@@ -1,0 +1,58 @@
+"""What JAX and Flax say of a step, in our words: what was done, and what to do."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+
+from jaxstrategy import _mesh, _source
+from jaxstrategy._errors import TracedValueError
+from jaxstrategy.tracing import _objects
+
+# What JAX raises when Python asks for a value that only the devices will know.
+_ASKED_TOO_EARLY = (
+    jax.errors.TracerBoolConversionError,
+    jax.errors.TracerIntegerConversionError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.ConcretizationTypeError,
+)
+_UNBOUND = re.compile(r"[Uu]nbound axis name:? *'?(\w+)")
+
+
+def translated(error: Exception, name: str) -> Exception | None:
+    """An error to raise instead of `error`, which the step `name` raised; or None."""
+    if isinstance(error, _ASKED_TOO_EARLY):
+        return _asked_too_early(error, name)
+    if isinstance(error, NameError) and (unbound := _UNBOUND.search(str(error))):
+        return _unbound_axis(error, name, unbound[1])
+    return _objects.refused(error, name)
+
+
+def _where(error: Exception) -> str:
+    line = _source.users_line(error.__traceback__)
+    return f"\n  {line}\n" if line else " "
+
+
+def _asked_too_early(error: Exception, name: str) -> TracedValueError:
+    return TracedValueError(
+        f"`{name}` asked Python for the value of something that only the devices will "
+        f"know, with `if`, `while`, `int()`, `float()`, indexing a list or NumPy:"
+        f"{_where(error)}"
+        "`run` traces the function once for all replicas, so array and number "
+        "arguments, and `replica_id_in_sync_group`, have no value yet. Choose with "
+        "`jnp.where` or `jax.lax.cond`, index with `jnp.take`; or pass what decides as "
+        "a Python bool or string, which are static."
+    )
+
+
+def _unbound_axis(error: Exception, name: str, axis: str) -> NameError:
+    ours = _mesh.REPLICA_AXIS
+    return NameError(
+        f"`{name}` reduces over an axis {axis!r} that there is not:{_where(error)}"
+        f"Inside `run` the axis of the replicas is called {ours!r}. Give the layer "
+        f"that name (`BatchNorm(axis_name={ours!r})`, or what "
+        "`jaxstrategy.flax.axis_name()` returns if it is made inside the step), use "
+        "`jaxstrategy.flax.linen.BatchNorm` or `nnx.BatchNorm`, which need none, or "
+        "reduce with `get_replica_context().all_reduce('mean', x)`."
+    )

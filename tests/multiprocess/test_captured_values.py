@@ -1,0 +1,41 @@
+"""A value that a step captures, and that differs between processes, is told at once."""
+
+import json
+import re
+
+import workers
+
+KINDS = {
+    "large": r"float32\[5000, 4\], used at \S+captures.py:\d+: \"large\"",
+    "on a device": r"float32\[5000, 4\], used at \S+captures.py:\d+: \"on a device\"",
+    "a small one, once": r"float32\[4\], used at \S+captures.py:\d+: \"a small one",
+    "a number": "The code differs, or a number in it.",
+    "a key": r"key<fry>\[\], used at \S+captures.py:\d+: \"a key\"",
+    "a large one in a jitted function": r"float32\[5000, 4\], used at \S+captures",
+    "a key in a jitted function": r"key<fry>\[\], used at \S+captures.py",
+    "in a branch": r"float32\[5000, 4\], used at \S+captures.py:\d+: ",
+    "in a loop": r"float32\[5000, 4\], used at \S+captures.py:\d+: ",
+}
+
+
+def test_a_captured_value_that_differs_is_told_before_the_step_begins(job):
+    env = {"PYTHONPATH": workers.PATH}
+    script = "from workers.captures import main\nmain()"
+    with job(script, env=env, started=False) as running:
+        assert running.wait(90) == [0, 0]
+        (told, kept), other = (
+            json.loads(re.search("^told (.*)$", rank.output, re.M)[1])
+            for rank in running.ranks
+        )
+        assert other == [told, kept]
+        assert sorted(told) == sorted(f"different: {kind}" for kind in KINDS)
+        assert sorted(kept) == sorted(f"same: {kind}" for kind in KINDS)
+        for kind, pattern in KINDS.items():
+            text = told[f"different: {kind}"]
+            assert text.startswith(
+                "Processes 0 and 1 have made different programs of `<lambda>`, and "
+                "were about to run them together. "
+            )
+            assert re.search(pattern, text), (kind, text)
+            assert "Pass it as an argument, as a PerReplica if it is to differ" in text
+        assert kept["same: large"] == [5] * 4 and kept["same: in a loop"] == [3] * 4

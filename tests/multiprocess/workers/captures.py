@@ -1,0 +1,54 @@
+"""Two processes that capture different values in one step, and what they are told."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxstrategy as js
+
+
+def main():
+    options = js.experimental.CommunicationOptions(timeout_seconds=20)
+    s = js.MultiWorkerMirroredStrategy(communication_options=options)
+    own = jax.process_index()
+    told, kept = {}, {}
+
+    def attempt(name, step):
+        try:
+            results = s.run(step, (np.ones(4, np.float32),))
+        except js.ClusterError as error:
+            told[name] = str(error)
+        else:
+            kept[name] = np.asarray(results).tolist()
+
+    for differs in (True, False):
+        value = 1.0 + own * differs
+        host = np.full((5000, 4), value, np.float32)
+        large = jnp.asarray(host)
+        small = np.full(4, value, np.float32)
+        key = jax.random.key(int(value))
+        name = "different" if differs else "same"
+        with_large = jax.jit(lambda w, large=large: w * large.mean(0))
+        with_key = jax.jit(lambda w, key=key: w + jax.random.normal(key, (4,)))
+        steps = {
+            "large": lambda w, host=host: w + jnp.matmul(host, w).mean(),
+            "on a device": lambda w, large=large: w + large.mean(0),
+            "a small one, once": lambda w, small=small: w * small,
+            "a number": lambda w, value=value: w * value,
+            "a key": lambda w, key=key: w + jax.random.normal(key, (4,)),
+            "a large one in a jitted function": lambda w, f=with_large: f(w),
+            "a key in a jitted function": lambda w, f=with_key: f(w),
+            "in a branch": lambda w, large=large: jax.lax.cond(
+                w.sum() > 0, lambda: w * large.mean(0), lambda: w
+            ),
+            "in a loop": lambda w, large=large: jax.lax.scan(
+                lambda w, _: (w + large.mean(0), None), w, length=2
+            )[0],
+        }
+        for kind, step in steps.items():
+            attempt(f"{name}: {kind}", step)
+    x = s.per_replica(np.ones(s.num_replicas_in_sync, np.float32))
+    assert float(s.reduce("sum", x)) == s.num_replicas_in_sync  # it goes on
+    print("told", json.dumps([told, kept]))

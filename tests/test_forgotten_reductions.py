@@ -1,0 +1,370 @@
+"""State that goes into a step mirrored and comes out different is told of at once."""
+
+import inspect
+import re
+import warnings
+from typing import Any, NamedTuple
+
+import flax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+from flax.training.train_state import TrainState
+from jax import lax
+
+import jaxstrategy as js
+
+
+def line(fn, marker="# <-"):
+    """`file:line` of the line of `fn` with `marker`."""
+    lines, start = inspect.getsourcelines(fn)
+    (found,) = (i for i, text in enumerate(lines) if marker in text)
+    return f"{__file__}:{start + found}"
+
+
+def told(call, *args):
+    """The texts of the warnings that a call gives, and what it returns."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        returned = call(*args)
+    assert {each.category for each in caught} <= {js.NotMirroredWarning}
+    return [str(each.message) for each in caught], returned
+
+
+PARAMS = {"w": np.ones((2, 3), np.float32), "b": np.zeros(3, np.float32)}
+
+
+def rows(strategy):
+    n = strategy.num_replicas_in_sync
+    return strategy.per_replica(np.arange(n * 4.0, dtype="f").reshape(n, 2, 2))
+
+
+def local_loss(params, x):
+    return ((x @ params["w"] + params["b"][None]) ** 2).mean()
+
+
+def sgd(params, x):
+    grads = jax.grad(local_loss)(params, x)  # <-
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
+
+def reduced(tree):
+    return js.get_replica_context().all_reduce("mean", tree)
+
+
+def test_a_forgotten_reduction_of_parameters_names_them_and_the_line(two):
+    texts, after = told(two.run, sgd, (PARAMS, rows(two)))
+    (text,) = texts
+    assert isinstance(after["w"], js.PerReplica)
+    assert text.startswith(
+        "`sgd` was given `params['b']` equal on all replicas, and returns "
+        "`sgd(...)['b']`, what takes its place, different on each.\n"
+    )
+    assert "`sgd(...)['w']`" in text and "all_reduce('mean', ...)" in text
+    assert re.search(r"varies since: .*\n    \(from argument `x`, a PerReplica\)", text)
+
+
+def test_the_warning_stands_at_the_line_where_it_began_to_vary(two):
+    def step(params, x):
+        wrong = x.mean()  # <-
+        return jax.tree.map(lambda p: p - wrong, params)
+
+    with pytest.warns(js.NotMirroredWarning) as caught:
+        two.run(step, (PARAMS, rows(two)))
+    assert f"{caught[0].filename}:{caught[0].lineno}" == line(step)
+
+
+class Net(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(1)(nn.BatchNorm(use_running_average=False)(x))
+
+
+class State(TrainState):
+    batch_stats: Any = None
+
+
+def linen_state(optimizer):
+    net = Net()
+    variables = net.init(jax.random.key(0), np.ones((1, 2), np.float32))
+    return State.create(apply_fn=net.apply, tx=optimizer, **variables)
+
+
+@pytest.mark.parametrize("reduces", [False, True], ids=["forgets", "reduces"])
+def test_a_train_state_is_told_of_unless_all_of_it_is_reduced(two, reduces):
+    def step(state, x):
+        def loss(params):
+            variables = {"params": params, "batch_stats": state.batch_stats}
+            y, new = state.apply_fn(variables, x, mutable=["batch_stats"])
+            return (y**2).mean(), new["batch_stats"]
+
+        (value, stats), grads = jax.value_and_grad(loss, has_aux=True)(state.params)
+        if reduces:
+            grads = reduced(grads)
+            stats = js.flax.average_statistics(stats)
+        return state.apply_gradients(grads=grads, batch_stats=stats), value
+
+    texts, (state, loss) = told(
+        two.run, step, (linen_state(optax.adamw(0.1)), rows(two))
+    )
+    assert isinstance(loss, js.PerReplica)
+    if reduces:
+        assert texts == [] and isinstance(state, State)
+    else:
+        (text,) = texts
+        assert "`state.params['BatchNorm_0']['bias']` equal on all replicas" in text
+        assert " more\n" in text
+
+
+def test_statistics_of_batchnorm_by_themselves_are_state_too(two):
+    net = Net()
+    variables = net.init(jax.random.key(0), np.ones((1, 2), np.float32))
+
+    def step(params, stats, x):
+        def loss(params):
+            both = {"params": params, "batch_stats": stats}
+            y, new = net.apply(both, x, mutable=["batch_stats"])
+            return (y**2).mean(), new["batch_stats"]
+
+        grads, new = jax.grad(loss, has_aux=True)(params)
+        return jax.tree.map(lambda p, g: p - g, params, reduced(grads)), new
+
+    args = (variables["params"], variables["batch_stats"], rows(two))
+    (text,), (params, _) = told(two.run, step, args)
+    assert "`stats['BatchNorm_0']['mean']`" in text and "flax.linen.BatchNorm" in text
+    assert not any(isinstance(leaf, js.PerReplica) for leaf in jax.tree.leaves(params))
+
+
+class Pair(NamedTuple):
+    w: Any
+    m: Any
+
+
+KINDS = {
+    "list of layers": [(np.ones((2, 2), "f"), np.ones(2, "f"))] * 2,
+    "tuple of unlike arrays": (np.ones((2, 2), "f"), np.ones(2, "f")),
+    "named tuple": Pair(np.ones(2, "f"), np.ones(2, "f")),
+    "dict of one scalar": {"w": np.float32(1)},
+    "frozen dict": flax.core.freeze({"w": np.float32(1)}),
+    "dict of a list": {"layers": [np.ones(2, "f"), np.ones(2, "f")]},
+}
+
+
+@pytest.mark.parametrize("state", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("place", ["alone", "first of two", "in a dict", "by keyword"])
+def test_state_of_any_kind_is_known_wherever_it_is_returned(two, state, place):
+    def step(state, x):
+        new = jax.tree.map(lambda s: s * 0.9 + x.mean() * 0.1, state)
+        results = {"first of two": (new, x), "in a dict": {"state": new}}
+        return results.get(place, new)
+
+    args = (
+        ((), {"state": state, "x": rows(two)})
+        if place == "by keyword"
+        else ((state, rows(two)),)
+    )
+    texts, _ = told(two.run, step, *args)
+    assert len(texts) == 1
+
+
+@pytest.mark.parametrize(
+    "inside",
+    [
+        lambda new, old: jax.jit(lambda: old - new)(),
+        lambda new, old: lax.cond(new > 1e9, lambda: old, lambda: old - new),
+        lambda new, old: lax.scan(lambda c, _: (c - new, None), old, length=2)[0],
+        lambda new, old: lax.fori_loop(0, 2, lambda _, c: c - new, old),
+        lambda new, old: jnp.where(new > 0, old - new, old),
+        lambda new, old: jax.checkpoint(lambda o: o - new)(old),
+        lambda new, old: jnp.clip(old - new, -1, 1),
+    ],
+    ids="jit cond scan fori_loop where checkpoint clip".split(),
+)
+def test_an_update_is_known_inside_calls_branches_and_loops(two, inside):
+    def step(state, x):
+        return jax.tree.map(lambda s: inside(x.mean(), s), state)
+
+    texts, _ = told(two.run, step, ({"w": np.float32(1)}, rows(two)))
+    assert len(texts) == 1
+
+
+MEANT = {
+    "gradients to be reduced outside": (jax.grad(local_loss), PARAMS),
+    "gradients with weight decay in the loss": (
+        jax.grad(lambda p, x: local_loss(p, x) + sum((v**2).sum() for v in p.values())),
+        PARAMS,
+    ),
+    "accumulated gradients": (
+        lambda p, x: lax.scan(
+            lambda g, r: (jax.tree.map(jnp.add, g, jax.grad(local_loss)(p, r)), None),
+            jax.tree.map(jnp.zeros_like, p),
+            x[:, None],
+        )[0],
+        PARAMS,
+    ),
+    "a loss": (local_loss, PARAMS),
+    "a prediction of the shape of a parameter": (lambda s, x: s * x, np.ones((2, 2))),
+    "a sum with a number": (lambda s, x: s + x.mean(), 1.0),
+    "a pair of scaled values": (
+        lambda s, x: (x.mean() * s[0], x.sum() * s[1]),
+        (1.0, 2.0),
+    ),
+    "metrics": (
+        lambda s, x: {"loss": x.mean(), "largest": x.max()},
+        {"loss": 0.0, "largest": 0.0},
+    ),
+    "other shapes": (lambda s, x: {"w": s["w"] + x.mean(), "b": x}, PARAMS),
+    "all of several numbers": (lambda s, x: (s, s * x.mean()), 1.0),
+}
+
+
+@pytest.mark.parametrize("step, state", MEANT.values(), ids=MEANT)
+def test_results_that_are_meant_to_differ_give_no_warning(two, step, state):
+    assert told(two.run, step, (state, rows(two)))[0] == []
+
+
+def test_accumulated_gradients_of_a_strategy_give_no_warning(two):
+    def step(params, x):
+        gradient = two.accumulate(2)(lambda x: jax.grad(local_loss)(params, x))
+        return gradient(x)
+
+    assert told(two.run, step, (PARAMS, rows(two)))[0] == []
+
+
+def test_state_that_went_in_different_may_come_out_different(two):
+    params = two.per_replica([PARAMS, PARAMS])
+    assert told(two.run, sgd, (params, rows(two)))[0] == []
+
+
+def test_one_replica_cannot_forget_a_reduction():
+    one = js.MirroredStrategy(jax.devices()[:1])
+    texts, params = told(one.run, sgd, (PARAMS, rows(one)))
+    assert texts == told(one.run, sgd, (params, rows(one)))[0] == []
+
+
+EXPECTED = {
+    "False": False,
+    "a prefix": {"w": False, "b": False},
+    "a function": lambda path, leaf: False,
+}
+
+
+@pytest.mark.parametrize("expected", EXPECTED.values(), ids=EXPECTED)
+def test_saying_what_is_expected_turns_it_off(two, expected):
+    options = js.RunOptions(expect_mirrored=expected)
+    texts, params = told(two.run, sgd, (PARAMS, rows(two)), None, options)
+    assert texts == []
+    assert told(two.run, sgd, (params, rows(two)), None, options)[0] == []
+
+
+def test_what_is_said_of_one_part_leaves_the_others(two):
+    def step(params, x):
+        return sgd(params, x), sgd(params, x)
+
+    options = js.RunOptions(expect_mirrored=(False, None))
+    (text,), _ = told(two.run, step, (PARAMS, rows(two)), None, options)
+    assert "`step(...)[1]['b']`" in text and "[0]" not in text
+
+
+def test_a_promise_of_mirrored_state_is_an_error_and_no_warning(two):
+    options = js.RunOptions(expect_mirrored=True)
+    with pytest.raises(js.NotMirroredError, match="expected to be mirrored"):
+        two.run(sgd, (PARAMS, rows(two)), options=options)
+
+
+def test_one_step_function_warns_once(two):
+    x = rows(two)
+    wide = two.per_replica(np.ones((2, 4, 2), np.float32))
+    texts = [told(two.run, sgd_once, (PARAMS, each))[0] for each in (x, x, wide)]
+    assert list(map(len, texts)) == [1, 0, 0]
+
+
+def sgd_once(params, x):
+    return sgd(params, x)
+
+
+def test_going_on_with_it_is_told_too(two):
+    @two.run
+    def step(params, x):
+        return sgd(params, x), x.mean()
+
+    texts, (params, _) = told(step, PARAMS, rows(two))
+    assert len(texts) == 1
+    (text,), (params, _) = told(step, params, rows(two))
+    assert text.startswith(
+        "`params['b']`, an argument of `step`, was equal on all replicas at an "
+        "earlier call and differs between them now: it is `step(...)[0]['b']`, which "
+        "that call returned.\n  it varies since: "
+    )
+    assert "Each replica goes on with its own." in text
+    assert "`RunOptions(expect_mirrored=False)`" in text
+    assert told(step, params, rows(two))[0] == []
+
+
+@pytest.mark.parametrize("w", [0.5, np.float32(0.5), np.ones((2, 2), np.float32)])
+def test_a_bare_array_is_told_of_when_it_comes_back(two, w):
+    def step(w, x):
+        loss, grad = jax.value_and_grad(lambda w: ((w * x - 1) ** 2).mean())(w)
+        return w - 0.1 * grad, loss
+
+    texts, (w, _) = told(two.run, step, (w, rows(two)))
+    assert texts == []
+
+    def again():
+        two.run(step, (w, rows(two)))  # <-
+
+    with pytest.warns(js.NotMirroredWarning, match="`w`, an argument") as caught:
+        again()
+    assert f"{caught[0].filename}:{caught[0].lineno}" == line(again)
+
+
+def test_another_value_in_the_place_of_a_mirrored_one_is_no_mistake(two):
+    def scaled(scale, x):
+        return scale * x
+
+    assert told(two.run, scaled, (2.0, rows(two)))[0] == []
+    assert told(two.run, scaled, (rows(two), rows(two)))[0] == []
+
+
+def test_a_result_may_come_back_where_there_always_was_one_of_each(two):
+    def add(total, x):
+        return total + x.mean()
+
+    total = two.per_replica([0.0, 0.0])
+    for _ in range(2):
+        texts, total = told(two.run, add, (total, rows(two)))
+        assert texts == []
+
+
+def test_several_steps_in_one_call_are_told_of(two):
+    many = two.several(sgd)
+    texts, _ = told(many, PARAMS, (rows(two), rows(two)))
+    assert len(texts) == 1 and "`params['b']` equal on all replicas" in texts[0]
+
+
+def test_several_good_steps_are_not(two):
+    def step(params, x):
+        grads = reduced(jax.grad(local_loss)(params, x))
+        new = jax.tree.map(lambda p, g: p - g, params, grads)
+        return new, local_loss(params, x)
+
+    assert told(two.several(step), PARAMS, (rows(two), rows(two)))[0] == []
+
+
+def test_arrays_beside_an_nnx_object_are_told_of_as_without_one(two):
+    model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+
+    def step(model, params, x):
+        return sgd(params, model(x) * x)
+
+    (text,), _ = told(two.run, step, (model, PARAMS, rows(two)))
+    assert "`params['b']` equal on all replicas" in text
+
+
+def test_explain_lists_it(two):
+    (problem,) = two.explain(sgd, (PARAMS, rows(two)), compiled=False).problems
+    assert "`params['b']` equal on all replicas" in problem
