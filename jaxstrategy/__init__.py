@@ -12,7 +12,9 @@ Array(3.5, dtype=float32)
 """
 
 from importlib.metadata import version as _version
+from typing import NoReturn
 
+from jaxstrategy import _absent
 from jaxstrategy import checkpoint as checkpoint
 from jaxstrategy import cluster_resolver as cluster_resolver
 from jaxstrategy import experimental as experimental
@@ -122,3 +124,8 @@ from jaxstrategy.variables._gradients import value_and_grad as value_and_grad
 from jaxstrategy.variables._variable import Variable as Variable
 
 __version__ = _version("jaxstrategy")
+
+
+def __getattr__(name: str) -> NoReturn:
+    """Names of TensorFlow that are not here say what to use instead."""
+    raise _absent.missing(__name__, name)

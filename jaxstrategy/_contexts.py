@@ -245,10 +245,14 @@ def require_host(strategy: AbstractStrategy, method: str) -> None:
     Raises:
       ContextError: inside `run`, `merge_call`, or another strategy's scope.
     """
-    context = require_cross_replica(strategy, method)
-    if context is not None and context.in_step:
-        raise ContextError(
-            f"`strategy.{method}` was called in `merge_call`, while a step is traced. "
-            "It places values on devices: call it outside `run`, and pass what it "
-            "returns to the step."
-        )
+    context = _current.get()
+    require_same(context, strategy)
+    if context is None or not context.in_step:
+        require_cross_replica(strategy, method)
+        return
+    where = "`merge_call`" if context.replica is None else "`run`"
+    raise ContextError(
+        f"`strategy.{method}` was called in {where}, while a step is traced and no "
+        "value is known yet. Call it outside the step; what the step needs of its "
+        "result is passed to it as an argument."
+    )

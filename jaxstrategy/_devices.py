@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from typing import TypeAlias
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeAlias
 
 import jax
+from jax.sharding import Mesh
 
 from jaxstrategy._errors import SimulationError
 
@@ -81,9 +82,12 @@ def choose(devices: Sequence[Device | str]) -> tuple[Device, ...]:
 
     Raises:
       ValueError: none given, one given twice, one unknown, or several platforms.
+      TypeError: a number, a mesh or something else that is no devices.
     """
     if isinstance(devices, (str, Device)):
         devices = [devices]
+    if not isinstance(devices, Iterable):
+        raise TypeError(_no_devices(devices))
     found = tuple(find(device) for device in devices)
     if not found:
         raise ValueError(
@@ -103,6 +107,25 @@ def choose(devices: Sequence[Device | str]) -> tuple[Device, ...]:
             "program runs on all replicas: give devices of one platform."
         )
     return found
+
+
+def _no_devices(given: Any) -> str:
+    if isinstance(given, Mesh):
+        advice = (
+            "A strategy makes a mesh of its own: give the devices, "
+            "`list(mesh.devices.flat)`"
+        )
+    elif isinstance(given, int) and not isinstance(given, bool):
+        advice = (
+            f"Give the devices themselves: `jax.devices()[:{given}]`, or on a computer "
+            f"without accelerators `jaxstrategy.simulate({given})`"
+        )
+    else:
+        advice = "Give entries of `jax.devices()`, or leave it out to use all"
+    return (
+        f"`devices` was {given!r}; a list of devices, or of their names such as "
+        f'"GPU:0", was wanted. {advice}.'
+    )
 
 
 def simulate(n: int) -> tuple[Device, ...]:

@@ -52,7 +52,12 @@ class ReplicaContext:
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """How many replicas take this step together."""
+        """How many replicas take this step together.
+
+        Raises:
+          ContextError: this is the context of no strategy, and used in a step.
+        """
+        self._require_no_other_step("num_replicas_in_sync")
         return self._strategy.num_replicas_in_sync
 
     @property
@@ -68,7 +73,12 @@ class ReplicaContext:
 
     @property
     def devices(self) -> tuple[Device, ...]:
-        """The devices of all replicas, in replica order; one program serves them."""
+        """The devices of all replicas, in replica order; one program serves them.
+
+        Raises:
+          ContextError: this is the context of no strategy, and used in a step.
+        """
+        self._require_no_other_step("devices")
         return self._strategy.devices
 
     def all_reduce(
@@ -223,11 +233,40 @@ class ReplicaContext:
         now = None if context is None else context.replica
         if now is self or (context is None and not self._axes):
             return
-        raise ContextError(
+        raise self._mismatch(method, context)
+
+    def _require_no_other_step(self, method: str) -> None:
+        # The number of the default strategy is 1, which would be wrong without a word.
+        context = _contexts.current()
+        is_other = context is not None and context.strategy is not self._strategy
+        if is_other and context.in_step:
+            raise self._mismatch(method, context)
+
+    def _mismatch(self, method: str, context: Context | None) -> ContextError:
+        if not self._axes:
+            advice = (
+                "This one was taken outside `run`, where there is one replica: call "
+                "`get_replica_context()` inside the step"
+            )
+        elif context is None or not context.in_step:
+            advice = (
+                "This one was taken inside a step, and is valid only there: return "
+                "what you need from the step, or use a method of the strategy here"
+            )
+        elif context.replica is None:
+            advice = (
+                "In `merge_call` there are all replicas: use the strategy, as in "
+                "`strategy.reduce(op, value)`"
+            )
+        else:
+            advice = (
+                "This one belongs to another step, or to an earlier trace of this one: "
+                "call `get_replica_context()` where it is used"
+            )
+        return ContextError(
             f"Mismatching contexts: `{method}` was called on a replica context of "
             f"{self._strategy!r}, but the current one is "
-            f"{_contexts.describe(context)}. A replica context is valid only inside "
-            "the `run` that made it: call `get_replica_context()` where it is used."
+            f"{_contexts.describe(context)}. {advice}."
         )
 
 

@@ -1,5 +1,8 @@
 """What a cluster is and which of its processes this one is; as in TensorFlow."""
 
+from typing import NoReturn
+
+from jaxstrategy import _absent
 from jaxstrategy.cluster._launched import (
     LaunchedClusterResolver as LaunchedClusterResolver,
 )
@@ -14,3 +17,8 @@ from jaxstrategy.cluster._tf_config import (
 from jaxstrategy.cluster._union import UnionClusterResolver as UnionClusterResolver
 
 UnionResolver = UnionClusterResolver
+
+
+def __getattr__(name: str) -> NoReturn:
+    """Names of TensorFlow that are not here say what to use instead."""
+    raise _absent.missing(__name__, name)

@@ -1,5 +1,8 @@
 """Names that TensorFlow keeps under `experimental`."""
 
+from typing import NoReturn
+
+from jaxstrategy import _absent
 from jaxstrategy._options import CollectiveHints as CollectiveHints
 from jaxstrategy._options import (
     CommunicationImplementation as CommunicationImplementation,
@@ -21,3 +24,8 @@ from jaxstrategy.tracing.replication._pure import declare_pure as declare_pure
 
 CollectiveCommunication = CommunicationImplementation
 MultiWorkerMirroredStrategy = ExperimentalMultiWorkerMirroredStrategy
+
+
+def __getattr__(name: str) -> NoReturn:
+    """Names of TensorFlow that are not here say what to use instead."""
+    raise _absent.missing(__name__, name)

@@ -137,13 +137,6 @@ def test_nested_run_of_another_strategy_is_an_error(two, four):
         ("reduce", lambda s: s.reduce("sum", 1.0)),
         ("gather", lambda s: s.gather(jnp.ones(1))),
         ("experimental_local_results", lambda s: s.experimental_local_results(1.0)),
-        ("mirror", lambda s: s.mirror(1.0)),
-        ("per_replica", lambda s: s.per_replica([1.0, 2.0])),
-        ("init", lambda s: s.init(jnp.ones, 3)),
-        ("experimental_distribute_dataset",
-         lambda s: s.experimental_distribute_dataset([])),
-        ("experimental_distribute_values_from_function",
-         lambda s: s.experimental_distribute_values_from_function(lambda c: 1.0)),
         ("extended.batch_reduce_to",
          lambda s: s.extended.reduce_to("sum", 1.0, "CPU:0")),
         ("scope", lambda s: s.scope().__enter__()),
@@ -155,14 +148,27 @@ def test_methods_for_all_replicas_are_errors_inside_run(two, method, call):
     assert state() == DEFAULT
 
 
-def test_methods_that_place_values_are_errors_inside_merge_call(two):
-    for place in (
-        lambda s: s.mirror(1.0),
-        lambda s: s.per_replica([1.0, 2.0]),
-        lambda s: s.init(jnp.ones, 3),
+@pytest.mark.parametrize(
+    "method, call",
+    [
+        ("mirror", lambda s: s.mirror(1.0)),
+        ("per_replica", lambda s: s.per_replica([1.0, 2.0])),
+        ("init", lambda s: s.init(jnp.ones, 3)),
+        ("experimental_distribute_dataset",
+         lambda s: s.experimental_distribute_dataset([])),
+        ("experimental_distribute_values_from_function",
+         lambda s: s.experimental_distribute_values_from_function(lambda c: 1.0)),
+    ],
+)  # fmt: skip
+def test_methods_that_place_values_are_to_be_called_outside(two, method, call):
+    told = "while a step is traced and no value is known yet. Call it outside the step"
+    with pytest.raises(
+        js.ContextError, match=f"`strategy.{method}` was called in `run`, {told}"
     ):
-        with pytest.raises(js.ContextError, match="while a step is traced"):
-            two.run(lambda place=place: js.get_replica_context().merge_call(place))
+        two.run(lambda: call(two))
+    with pytest.raises(js.ContextError, match=f"was called in `merge_call`, {told}"):
+        two.run(lambda: js.get_replica_context().merge_call(call))
+    assert state() == DEFAULT
 
 
 def test_a_kept_replica_context_is_refused_later(two):

@@ -13,6 +13,7 @@ PACKAGE = Path(jaxstrategy.__file__).parent
 
 FLOORS = [
     "_errors",
+    "_absent",
     "_source",
     "cluster",
     "cluster_resolver",

@@ -14,6 +14,7 @@ from jaxstrategy import (
     _devices,
     _tables,
 )
+from jaxstrategy.strategies._calls import name_methods_after
 from jaxstrategy.strategies._feeding import FedStrategy
 
 
@@ -25,6 +26,10 @@ class Strategy(FedStrategy):
       cross_device_ops: how values are reduced over the replicas.
       communication_options: the same, in more detail.
     """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        name_methods_after(cls)
 
     def __repr__(self) -> str:
         n = self.num_replicas_in_sync

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -49,3 +51,34 @@ def check_options(options: Any) -> None:
             f"`options` was {options!r}; a `RunOptions` was wanted, for example "
             "`RunOptions(donate_argnums=0)`."
         )
+
+
+def name_methods_after(cls: type) -> None:
+    """Let Python's own errors about the methods of `cls` name it.
+
+    Which class a method is written in is nobody's business: a missing argument of
+    `MirroredStrategy.reduce()` is told under that name.
+    """
+    for base in reversed(cls.__mro__[1:]):
+        for name, method in vars(base).items():
+            if (
+                isinstance(method, types.FunctionType)
+                and not name.startswith("_")
+                and getattr(cls, name) is method
+            ):
+                setattr(cls, name, _renamed(method, f"{cls.__qualname__}.{name}"))
+
+
+def _renamed(method: types.FunctionType, name: str) -> types.FunctionType:
+    new = types.FunctionType(
+        method.__code__,
+        method.__globals__,
+        method.__name__,
+        method.__defaults__,
+        method.__closure__,
+    )
+    new.__kwdefaults__ = method.__kwdefaults__
+    functools.update_wrapper(new, method)
+    del new.__wrapped__  # it is the method, not something around it
+    new.__qualname__ = name
+    return new

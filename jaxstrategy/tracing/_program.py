@@ -29,7 +29,7 @@ from jaxstrategy.tracing._held import Held
 from jaxstrategy.tracing._masks import Masks
 from jaxstrategy.tracing._placement import Placement
 from jaxstrategy.tracing._roles import Role, Signature
-from jaxstrategy.tracing._trace import Trace, trace
+from jaxstrategy.tracing._trace import Trace, check_not_divided, trace
 from jaxstrategy.tracing._traced import TracedStep
 from jaxstrategy.tracing._translation import translated
 from jaxstrategy.variables import _cell, _gradients, _step
@@ -237,6 +237,7 @@ class Program:
             raise _NotPlaced
         if not _cell.is_traced() and _looks_for_nans():
             return self._debugged(form, inputs)
+        check_not_divided(self._fn_name())
         n = len(self._roles)
         leaves, carried = inputs[:n], inputs[n:]
         for index, role in enumerate(self._roles):

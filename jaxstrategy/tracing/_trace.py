@@ -16,9 +16,10 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 from jax.ref import AbstractRef
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh
 
 from jaxstrategy import _mesh
+from jaxstrategy._errors import ContextError
 from jaxstrategy._values import PerReplica
 from jaxstrategy.tracing._results import Results
 from jaxstrategy.tracing._site import Site
@@ -260,6 +261,22 @@ def _check_conditions(jaxpr: Any) -> None:
                 f"  the `while_loop`: {Site((eqn,)).line or 'unknown'}\n"
                 "Let the loop carry the value, and assign it to the variable as well."
             )
+
+
+def check_not_divided(name: str) -> None:
+    """Raise if code runs on each of several devices already.
+
+    Raises:
+      ContextError: it does, inside `jax.pmap` or a `jax.shard_map`.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if AxisType.Manual in mesh.axis_types:
+        raise ContextError(
+            f"`{name}` was to be run on all replicas inside a function that `jax.pmap` "
+            "or `jax.shard_map` runs on each of several devices already. A strategy "
+            "does that itself: call `strategy.run` instead of it, on the whole batch. "
+            "Inside `jax.jit`, `jax.vmap` and `jax.lax.scan` it may be called."
+        )
 
 
 def on_replicas(

@@ -1,0 +1,46 @@
+"""Names of `tf.distribute` that are not here, and what to use instead."""
+
+from __future__ import annotations
+
+_TPU = (
+    "`MirroredStrategy()` takes all devices of this host, TPU cores included, and "
+    "`MultiWorkerMirroredStrategy()` those of all processes; JAX finds a TPU without a "
+    "resolver and without `initialize_tpu_system`."
+)
+_SERVERS = (
+    "There are no parameter servers and no coordinator here yet. "
+    "`experimental.CentralStorageStrategy` keeps variables on one device of this host, "
+    "`MultiWorkerMirroredStrategy` trains synchronously on many."
+)
+_PROCESSES = (
+    "`MultiWorkerMirroredStrategy()` finds the processes that `python -m "
+    "jaxstrategy.launch` started (`--print k8s` prints a manifest for Kubernetes); "
+    "`cluster_resolver.SimpleClusterResolver` takes addresses that you know."
+)
+
+ADVICE = {
+    "TPUStrategy": _TPU,
+    "ParameterServerStrategy": _SERVERS,
+    "coordinator": _SERVERS,
+    "cluster_resolver.TPUClusterResolver": _TPU,
+    "cluster_resolver.GCEClusterResolver": _PROCESSES,
+    "cluster_resolver.KubernetesClusterResolver": _PROCESSES,
+    "cluster_resolver.KubernetesExecutableLocation": _PROCESSES,
+    "experimental.TPUStrategy": _TPU,
+    "experimental.ParameterServerStrategy": _SERVERS,
+    "experimental.coordinator": _SERVERS,
+    "experimental.partitioners": _SERVERS,
+    "experimental.rpc": _SERVERS,
+}
+
+
+def missing(module: str, name: str) -> AttributeError:
+    """The error for a name that `module` does not have.
+
+    A name of `tf.distribute` is followed by what to use instead.
+    """
+    full = f"{module}.{name}".removeprefix("jaxstrategy.")
+    text = f"module {module!r} has no attribute {name!r}"
+    if full in ADVICE:
+        text = f"{text}, which TensorFlow has. {ADVICE[full]}"
+    return AttributeError(text, name=name)

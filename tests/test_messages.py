@@ -1,0 +1,247 @@
+"""What is wrong with a call is said in the caller's words."""
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax import nnx
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import jaxstrategy as js
+from jaxstrategy import _absent
+
+
+def replica():
+    return js.get_replica_context()
+
+
+def total(x):
+    return replica().all_reduce("sum", x)
+
+
+# Devices.
+
+
+@pytest.mark.parametrize(
+    "make", [js.MirroredStrategy, js.experimental.CentralStorageStrategy]
+)
+def test_a_number_of_devices_is_no_list_of_them(make):
+    told = r"`devices` was 4; a list of devices.*`jax.devices\(\)\[:4\]`.*simulate\(4\)"
+    with pytest.raises(TypeError, match=told):
+        make(4)
+
+
+def test_a_mesh_has_devices_to_be_given(two):
+    with pytest.raises(
+        TypeError, match=r"`devices` was Mesh.*`list\(mesh.devices.flat"
+    ):
+        js.MirroredStrategy(two.mesh)
+    assert js.MirroredStrategy(list(two.mesh.devices.flat)).devices == two.devices
+
+
+@pytest.mark.parametrize("wrong", [1.5, True, object()])
+def test_anything_else_is_no_devices(wrong):
+    with pytest.raises(
+        TypeError, match="`devices` was .* Give entries of `jax.devices"
+    ):
+        js.MirroredStrategy(wrong)
+
+
+# Axis names.
+
+
+def test_an_axis_that_there_is_not_is_told_with_the_line(two):
+    def step(x):
+        return lax.pmean(x, "batch")  # <-
+
+    x = two.per_replica([1.0, 2.0])
+    with pytest.raises(NameError) as caught:
+        two.run(step, (x,))
+    lines, start = inspect.getsourcelines(step)
+    text = str(caught.value)
+    assert "`step` reduces over an axis 'batch' that there is not:\n" in text
+    assert f"{__file__}:{start + 1}: {lines[1].strip()}" in text
+    assert "`BatchNorm(axis_name='replica')`" in text
+    assert "`jaxstrategy.flax.axis_name()`" in text and "all_reduce('mean', x)" in text
+
+
+def test_another_name_error_stays_what_it_is(two):
+    def step():
+        return missing_name  # noqa: F821
+
+    with pytest.raises(NameError, match="^name 'missing_name' is not defined"):
+        two.run(step)
+
+
+class Net(nn.Module):
+    axis: str | None = None
+
+    @nn.compact
+    def __call__(self, x):
+        axis = self.axis or js.flax.axis_name()
+        return nn.BatchNorm(use_running_average=False, momentum=0.0, axis_name=axis)(x)
+
+
+@pytest.mark.parametrize("axis", ["replica", None], ids=["by name", "asked for"])
+def test_flaxs_batchnorm_has_global_statistics_with_the_name(two, axis):
+    rows = np.arange(8.0, dtype=np.float32).reshape(4, 2)
+    net = Net(axis)
+    variables = net.init(jax.random.key(0), rows)
+
+    def step(variables, x):
+        return net.apply(variables, x, mutable=["batch_stats"])
+
+    x = two.per_replica(rows.reshape(2, 2, 2))
+    y, after = two.run(step, (variables, x))
+    stats = after["batch_stats"]["BatchNorm_0"]
+    np.testing.assert_allclose(stats["mean"], rows.mean(0), rtol=1e-6)
+    np.testing.assert_allclose(stats["var"], rows.var(0), rtol=1e-6)
+    want = (rows - rows.mean(0)[None]) / np.sqrt(rows.var(0) + 1e-5)[None]
+    np.testing.assert_allclose(np.reshape(y.stacked, (4, 2)), want, rtol=1e-5)
+
+
+def test_flaxs_batchnorm_with_another_name_is_told(two):
+    net = Net("batch")
+    variables = net.init(jax.random.key(0), np.ones((2, 2), np.float32))
+    x = two.per_replica(np.ones((2, 2, 2), np.float32))
+    with pytest.raises(NameError, match="'batch' that there is not"):
+        two.run(lambda v, x: net.apply(v, x, mutable=["batch_stats"]), (variables, x))
+
+
+def test_nnxs_batchnorm_has_global_statistics_with_the_name(two):
+    rows = np.arange(8.0, dtype=np.float32).reshape(4, 2)
+    norm = nnx.BatchNorm(2, momentum=0.0, axis_name="replica", rngs=nnx.Rngs(0))
+    two.run(lambda norm, x: norm(x), (norm, two.per_replica(rows.reshape(2, 2, 2))))
+    np.testing.assert_allclose(norm.mean[...], rows.mean(0), rtol=1e-6)
+    np.testing.assert_allclose(norm.var[...], rows.var(0), rtol=1e-6)
+
+
+# Contexts.
+
+USES = {
+    "all_reduce": lambda kept: kept.all_reduce("sum", 1.0),
+    "replica_id_in_sync_group": lambda kept: kept.replica_id_in_sync_group,
+    "num_replicas_in_sync": lambda kept: kept.num_replicas_in_sync,
+    "devices": lambda kept: len(kept.devices),
+}
+
+
+@pytest.mark.parametrize("name", USES)
+def test_the_context_of_no_strategy_is_not_for_a_step(two, name):
+    kept = replica()
+    told = (
+        f"`{name}` .*taken outside `run`.*`get_replica_context\\(\\)` inside the step"
+    )
+    with pytest.raises(js.ContextError, match=told):
+        two.run(lambda: USES[name](kept))
+    with pytest.raises(js.ContextError, match=told):
+        two.run(lambda: replica().merge_call(lambda s: USES[name](kept)))
+    assert kept.num_replicas_in_sync == 1 and len(kept.devices) == 1
+
+
+def test_a_kept_context_says_where_it_belongs(two):
+    kept = []
+    two.run(lambda: kept.append(replica()))
+
+    def inside():
+        mine = replica()
+        return mine.merge_call(lambda s: mine.all_reduce("sum", 1.0))
+
+    with pytest.raises(js.ContextError, match="taken inside a step, and is valid only"):
+        kept[0].all_reduce("sum", 1.0)
+    with pytest.raises(js.ContextError, match="belongs to another step, or to an earl"):
+        two.run(lambda: kept[0].all_reduce("sum", 1.0))
+    with pytest.raises(js.ContextError, match="there are all replicas: use the strat"):
+        two.run(inside)
+    assert kept[0].num_replicas_in_sync == 2
+
+
+def test_run_inside_pmap_or_a_shard_map_is_refused(two):
+    told = "`total` was to be run on all replicas inside .*`strategy.run` instead of it"
+    with pytest.raises(js.ContextError, match=told):
+        jax.pmap(lambda x: two.run(total, (x,)), devices=two.devices)(jnp.ones(2))
+    mapped = jax.shard_map(
+        lambda x: two.run(total, (x,)),
+        mesh=two.mesh,
+        in_specs=P("replica"),
+        out_specs=P("replica"),
+    )
+    with pytest.raises(js.ContextError, match=told):
+        jax.jit(mapped)(jnp.ones(2))
+    assert float(two.run(total, (jnp.ones(()),))) == 2
+    with pytest.raises(js.ContextError, match=told):  # compiled already
+        jax.jit(mapped)(jnp.ones(2))
+
+
+def test_run_inside_vmap_is_run_for_each(two):
+    x = two.per_replica([1.0, 2.0])
+    each = jax.vmap(lambda y: two.run(lambda y, x: total(x * y), (y, x)))(
+        jnp.arange(3.0)
+    )
+    np.testing.assert_array_equal(each, [0, 3, 6])
+
+
+# Names.
+
+
+def test_names_of_tensorflow_that_are_not_here_say_what_to_use():
+    for full, advice in _absent.ADVICE.items():
+        *modules, name = full.split(".")
+        module = getattr(js, modules[0]) if modules else js
+        with pytest.raises(AttributeError) as caught:
+            getattr(module, name)
+        assert str(caught.value) == (
+            f"module {module.__name__!r} has no attribute {name!r}, which TensorFlow "
+            f"has. {advice}"
+        )
+        assert not hasattr(module, name)
+
+
+def test_what_the_advice_names_is_here():
+    assert js.cluster_resolver.SimpleClusterResolver
+    assert js.experimental.CentralStorageStrategy and js.MultiWorkerMirroredStrategy
+
+
+@pytest.mark.parametrize(
+    "module", [js, js.experimental, js.cluster_resolver], ids=lambda m: m.__name__
+)
+def test_other_names_are_told_as_python_does(module):
+    told = f"^module '{module.__name__}' has no attribute 'nothing'$"
+    with pytest.raises(AttributeError, match=told):
+        module.nothing  # noqa: B018
+
+
+STRATEGIES = {
+    "MirroredStrategy": lambda: js.MirroredStrategy(["CPU:0", "CPU:1"]),
+    "OneDeviceStrategy": lambda: js.OneDeviceStrategy("CPU:0"),
+    "CentralStorageStrategy": lambda: js.experimental.CentralStorageStrategy(),
+    "DefaultStrategy": js.get_strategy,
+}
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_wrong_arguments_of_a_method_name_the_strategy(name):
+    strategy = STRATEGIES[name]()
+    methods = [m for m in dir(strategy) if not m.startswith("_")]
+    methods = [m for m in methods if inspect.ismethod(getattr(strategy, m))]
+    assert {"run", "reduce", "gather", "scope"} <= set(methods)
+    for method in methods:
+        with pytest.raises(
+            TypeError, match=rf"^{name}\.{method}\(\) got an unexpected"
+        ):
+            getattr(strategy, method)(no_such_argument=1)
+
+
+def test_a_users_own_subclass_is_named_and_keeps_its_methods():
+    class Mine(js.Strategy):
+        def reduce(self, *args, **kwargs):
+            return "mine", super().reduce(*args, **kwargs)
+
+    strategy = Mine(jax.devices()[:2])
+    assert strategy.reduce("sum", 1.0) == ("mine", 2.0)
+    with pytest.raises(TypeError, match=r"Mine\.gather\(\) missing 1 required"):
+        strategy.gather()
