@@ -238,8 +238,9 @@ class ReplicaContext:
     def _require_no_other_step(self, method: str) -> None:
         # The number of the default strategy is 1, which would be wrong without a word.
         context = _contexts.current()
-        is_other = context is not None and context.strategy is not self._strategy
-        if is_other and context.in_step:
+        if context is None or not context.in_step:
+            return
+        if context.strategy is not self._strategy:
             raise self._mismatch(method, context)
 
     def _mismatch(self, method: str, context: Context | None) -> ContextError:

@@ -79,6 +79,6 @@ def _renamed(method: types.FunctionType, name: str) -> types.FunctionType:
     )
     new.__kwdefaults__ = method.__kwdefaults__
     functools.update_wrapper(new, method)
-    del new.__wrapped__  # it is the method, not something around it
+    del vars(new)["__wrapped__"]  # it is the method, not something around it
     new.__qualname__ = name
     return new
