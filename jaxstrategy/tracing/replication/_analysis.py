@@ -54,10 +54,13 @@ class Analysis:
         self.replicas = replicas
         self.rules = rules
         self.mesh = mesh
+        # How many transformations of the step the jaxpr at hand is the result of.
+        self.order = 0
         # The jaxprs live as long as the step's, which the caller holds.
         self._known: dict[Any, Findings] = {}
         self._expanded: dict[Any, Jaxpr | None] = {}
         self._lowered: dict[int, Lowered] = {}
+        self._transformed: dict[Any, Jaxpr] = {}
 
     def of(self, jaxpr: Jaxpr, inputs: Sequence[Any], unpacking: int = 0) -> Findings:
         """Goes through `jaxpr` once."""
@@ -75,7 +78,7 @@ class Analysis:
 
     def in_terms_of_inputs(self, jaxpr: Jaxpr, operands: Sequence[Any]) -> Findings:
         """The findings for operands of these levels, worked out once."""
-        key = (id(jaxpr), *map(_kind, operands))
+        key = (id(jaxpr), self.order, *map(_kind, operands))
         findings = self._known.get(key)
         if findings is None:
             inputs = [_as_input(index, state) for index, state in enumerate(operands)]
@@ -110,6 +113,16 @@ class Analysis:
         if id(eqn) not in self._lowered:
             self._lowered[id(eqn)] = lowered(eqn, self.mesh)
         return self._lowered[id(eqn)]
+
+    def transformed(
+        self, eqn: Any, transform: Any, make: Callable[..., Jaxpr]
+    ) -> Jaxpr:
+        """What `make` makes of `eqn` under `transform`, made once."""
+        key = (id(eqn), transform)
+        if key not in self._transformed:
+            made = make(eqn, transform, self.axis_name, self.replicas)
+            self._transformed[key] = made
+        return self._transformed[key]
 
     @property
     def is_on_cpu(self) -> bool:

@@ -46,23 +46,27 @@ def lowered(eqn: Any, mesh: Mesh | None) -> Lowered:
 
 
 def _text(eqn: Any, mesh: Mesh) -> str:
-    arrays = [atom for atom in eqn.invars if not isinstance(atom, Literal)]
     only = core.jaxpr_as_fun(alone(eqn))
     everywhere = PartitionSpec()
     on_each = jax.shard_map(
         only, mesh=mesh, in_specs=everywhere, out_specs=everywhere, check_vma=False
     )
-    types = [jax.ShapeDtypeStruct(each.aval.shape, each.aval.dtype) for each in arrays]
+    avals = [atom.aval for atom in operands_of(eqn)]
+    types = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
     return jax.jit(on_each).lower(*types).as_text()
 
 
+def operands_of(eqn: Any) -> list[Any]:
+    """The variables among the operands of `eqn`."""
+    return [atom for atom in eqn.invars if not isinstance(atom, Literal)]
+
+
 def alone(eqn: Any) -> Any:
-    """A jaxpr with this one equation; its arguments are the operands, once each."""
-    operands = [atom for atom in eqn.invars if not isinstance(atom, Literal)]
+    """A jaxpr with this one equation, which takes its variables in turn."""
     jaxpr = core.Jaxpr(
         constvars=(),
-        invars=operands,
-        outvars=eqn.outvars,
+        invars=operands_of(eqn),
+        outvars=[var for var in eqn.outvars if not isinstance(var, core.DropVar)],
         eqns=[eqn],
         effects=eqn.effects,
         debug_info=core.DebugInfo("jit", eqn.primitive.name, None, None),

@@ -30,7 +30,13 @@ from jax.extend.core import Jaxpr
 from jax.ref import AbstractRef
 from jax.sharding import Mesh
 
-from jaxstrategy.tracing.replication import _collectives, _control, _pure, _unknown
+from jaxstrategy.tracing.replication import (
+    _collectives,
+    _control,
+    _derived,
+    _pure,
+    _unknown,
+)
 from jaxstrategy.tracing.replication._analysis import Analysis, Frame, Rule
 from jaxstrategy.tracing.replication._state import (
     SAME,
@@ -92,7 +98,7 @@ def _rule_of(primitive: Any) -> Rule:
         return rule
     if _pure.is_declared(primitive) or is_named and primitive.name in _pure.PURE:
         return _unknown.pure
-    return _unknown.other
+    return _derived.also(_unknown.other, _derived.forward)
 
 
 def _comparison(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
@@ -154,7 +160,7 @@ _OUTSIDE += ("rng_uniform",)
 # A kernel writes as much of its results as it likes.
 _OUTSIDE += ("pallas_call", "mpmd_map", "core_map", "tpu_custom_call")
 _CALLS = ("jit", "call", "closed_call", "eval_jaxpr", "remat2", "shard_map")
-_CALLS += ("custom_jvp_call", "custom_vjp_call", "custom_vmap_call", "composite")
+_CALLS += ("composite",)
 _CALLS += ("custom_partitioning", "compute_on", "xla_metadata_call")
 _CALLS += ("linear_call", "remat_opt")
 _COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge", "is_finite")
@@ -165,7 +171,10 @@ _RULES: dict[str, Rule] = {
     "cond": _control.branching,
     "while": _control.while_loop,
     "scan": _control.scan,
-    "custom_linear_solve": _control.linear_solve,
+    "custom_linear_solve": _derived.also(_control.linear_solve, _derived.forward),
+    "custom_jvp_call": _derived.also(_control.call, _derived.forward),
+    "custom_vjp_call": _derived.also(_control.call, _derived.backward),
+    "custom_vmap_call": _derived.also(_control.call, _derived.batched),
     "call_hi_primitive": _hi_primitive,
     "new_ref": _new_ref,
     "empty_ref": _empty_ref,
