@@ -74,7 +74,7 @@ class WithVariables:
         def step(x: jax.Array) -> jax.Array:
             mean = js.get_replica_context().all_reduce("mean", x)
             for variable in variables:
-                variable.assign_add(RATE * (mean - variable.value))
+                variable.assign_add(RATE * (mean - variable.value()))
             return mean.sum()
 
         self._strategy, self._step = strategy, step

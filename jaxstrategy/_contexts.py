@@ -28,6 +28,28 @@ if TYPE_CHECKING:
     from jaxstrategy._values import PyTree
 
 
+class AbstractReduction(abc.ABC):
+    """The one way in which replicas combine their values, inside a step."""
+
+    @abc.abstractmethod
+    def of_leaves(
+        self,
+        op: ReduceOp,
+        leaves: Sequence[Any],
+        options: CommunicationOptions | None = None,
+        groups: Groups | None = None,
+    ) -> list[Any]:
+        """This replica's arrays reduced over all, or over its group."""
+
+    @abc.abstractmethod
+    def gathered(self, leaf: Any, axis: int) -> jax.Array:
+        """Every replica's array, joined along `axis` in replica order."""
+
+    @abc.abstractmethod
+    def first(self, leaf: Any) -> jax.Array:
+        """The array of the first replica."""
+
+
 class AbstractStrategy(abc.ABC):
     """What lower layers may ask of a strategy."""
 
@@ -62,15 +84,10 @@ class AbstractStrategy(abc.ABC):
     def scope(self) -> contextlib.AbstractContextManager[AbstractStrategy]:
         """A `with` block in which this is the current strategy."""
 
+    @property
     @abc.abstractmethod
-    def reduce_leaves(
-        self,
-        op: ReduceOp,
-        leaves: Sequence[Any],
-        options: CommunicationOptions | None = None,
-        groups: Groups | None = None,
-    ) -> list[Any]:
-        """This replica's arrays reduced over all, or over its group, inside a step."""
+    def reduction(self) -> AbstractReduction:
+        """How the replicas' values become one."""
 
     @abc.abstractmethod
     def reduce(

@@ -78,7 +78,7 @@ def _readable(leaf: Any, name: str) -> Any:
 def _value_of(variable: Variable) -> Any:
     if variable.aggregation is VariableAggregation.NONE:
         return variable.distributed()
-    return variable.value
+    return variable.value()
 
 
 def _read(part: Any) -> Any:

@@ -30,14 +30,36 @@ class ReduceOp(enum.Enum):
 
     @classmethod
     def _missing_(cls, value: object) -> ReduceOp | None:
-        if isinstance(value, str):
-            return cls.__members__.get(value.upper())
-        if value is None or not isinstance(value, (str, ReduceOp)):
+        if isinstance(value, VariableAggregation):
+            return cls.from_variable_aggregation(value)
+        if not isinstance(value, str):
             raise TypeError(
                 f"A reduce operation was expected, got {value!r}. "
                 "Use a ReduceOp or one of 'sum', 'mean', 'min', 'max'."
             )
-        return None
+        if value.upper() in cls.__members__:
+            return cls[value.upper()]
+        raise ValueError(
+            f"{value!r} is not a valid ReduceOp; 'sum', 'mean', 'min' and 'max' are."
+        )
+
+    @classmethod
+    def from_variable_aggregation(cls, aggregation: VariableAggregation) -> ReduceOp:
+        """The operation that a variable's aggregation does.
+
+        Raises:
+          ValueError: NONE and ONLY_FIRST_REPLICA, which reduce nothing.
+
+        >>> ReduceOp.from_variable_aggregation(VariableAggregation.MEAN).name
+        'MEAN'
+        """
+        aggregation = VariableAggregation(aggregation)
+        if aggregation.name in cls.__members__:
+            return cls[aggregation.name]
+        raise ValueError(
+            f"Could not convert from {aggregation} to a ReduceOp: it reduces nothing. "
+            "'sum', 'mean', 'min' and 'max' do."
+        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,7 +18,6 @@ from jaxstrategy._slices import is_slices
 from jaxstrategy._values import Handle, PerReplica, PyTree
 from jaxstrategy.reductions._all_reduce import Axes
 from jaxstrategy.reductions._cross_device_ops import checked_groups
-from jaxstrategy.reductions._gather import all_gather
 
 # What a `merge_call` is part of in profiles, and how the analysis of a step finds it.
 MERGE_SCOPE = "jaxstrategy.merge_call"
@@ -128,7 +127,7 @@ class ReplicaContext:
         for leaf in leaves:
             if isinstance(leaf, PerReplica):
                 leaf._misused()
-        results = self._strategy.reduce_leaves(op, leaves, options, within)
+        results = self._strategy.reduction.of_leaves(op, leaves, options, within)
         return jax.tree.unflatten(treedef, results)
 
     def all_gather(
@@ -156,7 +155,8 @@ class ReplicaContext:
         """
         self._require_current("all_gather")
         checked_options(options)
-        return _map(lambda leaf: all_gather(leaf, axis, self._axes), value)
+        reduction = self._strategy.reduction
+        return _map(lambda leaf: reduction.gathered(leaf, axis), value)
 
     def merge_call(
         self,
@@ -174,6 +174,7 @@ class ReplicaContext:
 
         Returns:
           What `merge_fn` returned, each `PerReplica` as this replica's version.
+          Variables, and whatever else is no array, come back as they are.
 
         Raises:
           ContextError: this is not the current replica context.
@@ -196,7 +197,7 @@ class ReplicaContext:
         context = Context(self._strategy, in_step=in_step)
         with _contexts.entered(context), jax.named_scope(MERGE_SCOPE):
             result = merge_fn(self._strategy, *across, **named)
-        return to_replica(result) if in_step else result
+        return own_versions(result) if in_step else result
 
     def fold_in(self, key: jax.Array) -> jax.Array:
         """A random key that differs on every replica, made from one that does not.
@@ -277,7 +278,7 @@ def own_versions(tree: PyTree) -> PyTree:
     def unwrap(leaf: Any) -> Any:
         return _values.to_local(leaf) if isinstance(leaf, PerReplica) else leaf
 
-    return _values.map_leaves(unwrap, tree)
+    return _values.map_around_objects(unwrap, tree)
 
 
 def to_replica(tree: PyTree) -> PyTree:

@@ -51,14 +51,18 @@ def is_mirrored(value: object) -> bool:
 
 class _DistributedType(type):
     def __instancecheck__(cls, value: object) -> bool:
+        if isinstance(value, Handle):
+            return value.is_distributed
         return isinstance(value, PerReplica) or is_mirrored(value)
 
     def __subclasscheck__(cls, other: type) -> bool:
-        return other is cls or other is PerReplica
+        return other in (cls, PerReplica) or issubclass(other, Handle)
 
 
 class DistributedValues(metaclass=_DistributedType):
-    """The common type of `PerReplica` and mirrored values, for `isinstance`.
+    """The common type of `PerReplica`, mirrored values and variables of strategies.
+
+    For `isinstance`.
 
     >>> import jaxstrategy as js
     >>> strategy = js.MirroredStrategy(js.simulate(8)[:2])
@@ -306,6 +310,16 @@ class Handle(abc.ABC):
     @abc.abstractmethod
     def distributed(self) -> Any:
         """All copies of it: a mirrored array or a `PerReplica`."""
+
+    @property
+    @abc.abstractmethod
+    def is_distributed(self) -> bool:
+        """Whether it belongs to a strategy, and so has a copy for each replica."""
+
+    @property
+    @abc.abstractmethod
+    def copies_must_agree(self) -> bool:
+        """Whether it has no copies that may differ."""
 
 
 def is_whole(value: object) -> bool:

@@ -23,7 +23,7 @@ def test_a_value_that_was_read_outlives_the_next_steps(made):
     step = strategy.run(lambda x: v.assign_add(x * jnp.ones(3)))
     seen = []
     for _ in range(4):
-        seen.append((v.value, v.distributed(), v.numpy()))
+        seen.append((v.value(), v.distributed(), v.numpy()))
         step(1.0)
         step(1.0)
     for i, values in enumerate(seen):
@@ -37,13 +37,13 @@ def test_a_value_that_was_assigned_outlives_the_next_steps(made):
     strategy, v = made
     given, step = jnp.ones(3), strategy.run(lambda x: v.assign_add(x * jnp.ones(3)))
     mirrored = strategy.mirror(given)
-    for start in (given, mirrored, v.value, np.ones(3, np.float32)):
+    for start in (given, mirrored, v.value(), np.ones(3, np.float32)):
         v.assign(start)
         step(1.0)
         step(1.0)
     for array in (given, mirrored):
         np.testing.assert_array_equal(array, np.ones(3))
-    np.testing.assert_array_equal(v.value, np.full(3, 3.0))
+    np.testing.assert_array_equal(v.value(), np.full(3, 3.0))
 
 
 def test_what_a_variable_starts_with_is_the_users(strategy):
@@ -54,7 +54,7 @@ def test_what_a_variable_starts_with_is_the_users(strategy):
         step(1.0)
         step(1.0)
         np.testing.assert_array_equal(start, np.ones(3))
-        np.testing.assert_array_equal(v.value, np.full(3, 3.0))
+        np.testing.assert_array_equal(v.value(), np.full(3, 3.0))
 
 
 def test_steps_alone_and_in_functions_that_jax_traces_take_turns(made):
@@ -65,11 +65,11 @@ def test_steps_alone_and_in_functions_that_jax_traces_take_turns(made):
     def twice(x):
         step(x)
         step(x)
-        return v.value[0]
+        return v.value()[0]
 
     @jax.jit
     def look():
-        return v.value[0]
+        return v.value()[0]
 
     step(1.0)
     total = 1.0
@@ -77,7 +77,7 @@ def test_steps_alone_and_in_functions_that_jax_traces_take_turns(made):
         twice(1.0)
         step(1.0)
         total += 3
-        assert look() == total == v.value[0]
+        assert look() == total == v.value()[0]
     v.assign(np.zeros(3))
     assert look() == 0.0
     step(1.0)
@@ -95,7 +95,7 @@ def test_in_a_loop_of_the_users(made):
 
     jax.lax.scan(body, 1.0, length=3)
     step(1.0)
-    np.testing.assert_array_equal(v.value, np.full(3, 5.0))
+    np.testing.assert_array_equal(v.value(), np.full(3, 5.0))
 
 
 def test_some_variables_become_references(strategy):
@@ -108,10 +108,10 @@ def test_some_variables_become_references(strategy):
         w.assign_add(2 * x)
 
     step(1.0)
-    assert jax.jit(lambda: v.value + 1)() == 2.0
+    assert jax.jit(lambda: v.value() + 1)() == 2.0
     step(1.0)
     step(1.0)
-    assert (v.value, w.value) == (3.0, 6.0)
+    assert (v.value(), w.value()) == (3.0, 6.0)
     assert v.cell.is_reference and not w.cell.is_reference
 
 
@@ -152,4 +152,4 @@ def test_the_first_call_in_several_threads(two):
             thread.start()
         for thread in threads:
             thread.join()
-        assert not failed and v.value == 20.0
+        assert not failed and v.value() == 20.0

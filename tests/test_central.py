@@ -103,7 +103,7 @@ def test_replicas_assign_an_aggregate(storage, aggregation, assigned, added):
     v.assign(10.0)
     assert storage.run(lambda x: v.assign_add(x), (x,)) == added(n)
     storage.run(lambda x: v.assign_sub(x), (x,))
-    assert v.value == 10.0
+    assert v.value() == 10.0
     assert v.distributed().devices() == set(storage.extended.parameter_devices)
 
 
@@ -112,7 +112,7 @@ def test_whole_numbers(storage):
     v = variable(storage, 10, aggregation="sum", dtype=jnp.int32)
     x = storage.run(lambda x: (x + 1).astype(jnp.int32), (ids(storage),))
     storage.run(lambda x: v.assign_add(x), (x,))
-    assert v.value == 10 + n * (n + 1) // 2 and v.dtype == jnp.int32
+    assert v.value() == 10 + n * (n + 1) // 2 and v.dtype == jnp.int32
     with pytest.raises(ValueError, match="holds int32, which has no aggregation MEAN"):
         variable(storage, 1, aggregation="mean", dtype=jnp.int32)
 
@@ -122,7 +122,7 @@ def test_varying_values_need_an_aggregation():
     v = variable(strategy, 1.0, name="v")
     with pytest.raises(ValueError, match="Variable 'v' is mirrored, but .* assigns it"):
         strategy.run(lambda x: v.assign(x), (ids(strategy),))
-    assert v.value == 1.0
+    assert v.value() == 1.0
 
 
 def test_assigning_outside_of_run(storage):
@@ -130,21 +130,21 @@ def test_assigning_outside_of_run(storage):
     assert v.assign(8.0) == 8.0
     with storage.scope():
         v.assign_add(1.0)
-    assert v.value == 9.0
+    assert v.value() == 9.0
     with pytest.raises(ValueError, match="was given a PerReplica"):
         v.assign(ids(storage))
-    assert storage.run(lambda: v.value) == 9.0
+    assert storage.run(lambda: v.value()) == 9.0
 
 
 def test_on_read_variables_have_a_copy_with_each_replica(storage):
     n = storage.num_replicas_in_sync
     o = variable(storage, 1.0, synchronization="on_read", aggregation="sum")
-    assert o.devices == storage.devices and o.value == n
+    assert o.devices == storage.devices and o.value() == n
     storage.run(lambda x: o.assign_add(x), (ids(storage, 1.0),))
     copies = storage.experimental_local_results(o)
     assert [float(x) for x in copies] == [2.0 + i for i in range(n)]
     assert [x.devices() for x in copies] == [{d} for d in storage.devices]
-    assert o.value == 2 * n + n * (n - 1) / 2
+    assert o.value() == 2 * n + n * (n - 1) / 2
     o.assign(n)
     assert [float(x) for x in storage.experimental_local_results(o)] == [1.0] * n
 
@@ -158,16 +158,16 @@ def test_many_kinds_in_one_step(storage):
     @storage.run
     def step(x):
         w.assign_add(x * constant)
-        o.assign_add(w.value)
+        o.assign_add(w.value())
         ordinary.assign_add(1.0)
-        return w.value, o.value
+        return w.value(), o.value()
 
     for _ in range(3):
         now, _ = step(ids(storage, 1.0))
     mean = 3 * (n + 1) / 2
-    assert (now, w.value) == (2 + 3 * mean, 2 + 3 * mean)
-    assert o.value == n * (3 * 2 + 6 * mean)
-    assert (constant.value, unused.value, ordinary.value) == (3.0, 5.0, 4.0)
+    assert (now, w.value()) == (2 + 3 * mean, 2 + 3 * mean)
+    assert o.value() == n * (3 * 2 + 6 * mean)
+    assert (constant.value(), unused.value(), ordinary.value()) == (3.0, 5.0, 4.0)
 
 
 def test_variables_made_in_the_step(storage):
@@ -210,7 +210,7 @@ def test_an_error_in_a_step_leaves_variables_as_they_were(storage):
 
     with pytest.raises(KeyError, match="mine"):
         step(1.0)
-    assert v.value == 1.0
+    assert v.value() == 1.0
 
 
 def test_several_steps_in_one_function_of_the_users_are_refused():
@@ -229,7 +229,7 @@ def test_several_steps_in_one_function_of_the_users_are_refused():
             1.0,
             length=2,
         )
-    assert v.value == 1.0
+    assert v.value() == 1.0
     assert strategy.run(lambda x: v.assign_add(x), (2.0,)) == 3.0
 
 
@@ -241,7 +241,7 @@ def test_a_loop_inside_the_step(storage):
         return jax.lax.scan(lambda c, _: (v.assign_add(c), None), x, length=3)[0]
 
     assert step(1.0) == 8.0  # 2, 4, 8
-    assert v.value == 8.0
+    assert v.value() == 8.0
 
 
 # Memory.
@@ -274,7 +274,7 @@ def test_between_steps_there_is_one_copy(home):
     x = ids(strategy)
     for _ in range(3):
         step(x)
-    jax.block_until_ready(v.value)
+    jax.block_until_ready(v.value())
     assert held(size) == {home: 1}  # looked at once: JAX keeps what it has shown
     assert len(v.distributed().addressable_shards) == 1
     assert v.distributed().devices() == {jax.devices()[home]}
@@ -286,7 +286,7 @@ def test_mirrored_variables_have_one_copy_on_each_device(two):
     step = two.run(lambda x: v.assign_add(x * jnp.ones(4444)) is None)
     for _ in range(3):
         step(1.0)
-    jax.block_until_ready(v.value)
+    jax.block_until_ready(v.value())
     assert held(4444) == {0: 1, 1: 1}
 
 
@@ -326,8 +326,8 @@ class Training:
 
     def forward(self, x, y):
         w1, b1, w2, b2 = self.weights
-        hidden = jax.nn.relu(x @ w1.value + b1.value[None])
-        logits = hidden @ w2.value + b2.value[None]
+        hidden = jax.nn.relu(x @ w1.value() + b1.value()[None])
+        logits = hidden @ w2.value() + b2.value()[None]
         each = -jnp.take_along_axis(jax.nn.log_softmax(logits), y[:, None], 1)
         loss = each.sum() / 16 if self.loss == "sum_scaled" else each.mean()
         return loss, logits
@@ -379,8 +379,8 @@ def test_training_follows_tensorflows_curve(run):
     w1, _, _, b2 = training.weights
     np.testing.assert_allclose(w1.numpy().sum(), run["final_w1_sum"], atol=1e-4)
     np.testing.assert_allclose(b2.numpy(), run["final_b2"], atol=2e-5)
-    assert training.seen.value == run["seen"] == 320.0
-    assert training.correct.value == run["correct"] == 163.0
+    assert training.seen.value() == run["seen"] == 320.0
+    assert training.correct.value() == run["correct"] == 163.0
 
 
 def numpy_losses(steps):

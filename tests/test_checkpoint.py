@@ -264,7 +264,7 @@ def test_random_keys_of_a_variable_are_saved(tmp_path, two):
     saved(tmp_path, {"v": variable})
     variable.assign(jax.random.key(4))
     restored(tmp_path, {"v": variable})
-    assert jax.random.key_data(variable.value).tolist() == [0, 3]
+    assert jax.random.key_data(variable.value()).tolist() == [0, 3]
 
 
 # PerReplica.

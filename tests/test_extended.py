@@ -81,15 +81,15 @@ def test_update_gives_one_result_for_each_copy_if_asked(strategy):
     v, o = variable(strategy), on_read(strategy, 1.0)
     update = strategy.extended.update
     for var in (v, o):
+        n = len(var.devices)
         results = update(var, lambda v: v.assign(v * 2), group=False)
-        assert isinstance(results, list)
-        assert [float(x) for x in results] == [2.0] * len(var.devices)
+        assert results == (2.0,) * n and type(results) is tuple
         where = [device for x in results for device in x.devices()]
         assert where == list(var.devices)
-        assert update(var, lambda v: None, group=False) == [None] * len(var.devices)
-        assert update(var, lambda v: 3, group=False) == [3] * len(var.devices)
-    pairs = update(v, lambda v: {"v": v, "n": 1}, group=False)
-    assert [(float(p["v"]), p["n"]) for p in pairs] == [(2.0, 1)] * len(v.devices)
+        assert update(var, lambda v: None, group=False) == (None,)
+        assert update(var, lambda v: 3, group=False) == (3,) * n
+        nested = update(var, lambda v: {"v": v, "n": (1, None)}, group=False)
+        assert nested == {"v": (2.0,) * n, "n": ((1,) * n, (None,))}
 
 
 def test_update_in_a_step_gives_one_result_for_each_copy(strategy):
@@ -98,7 +98,7 @@ def test_update_in_a_step_gives_one_result_for_each_copy(strategy):
     def merge(strategy):
         results = strategy.extended.update(v, lambda v: v.assign(4.0), group=False)
         nothing = strategy.extended.update(v, lambda v: None, group=False)
-        return len(results), nothing == [None] * n, results[-1]
+        return len(results), nothing == (None,), results[-1]
 
     assert in_merge_call(strategy, merge) == (n, True, 4.0)
 
@@ -111,7 +111,7 @@ def test_aggregation_plays_no_part_in_update(strategy, aggregation, synchronizat
     strategy.extended.update(v, lambda v: v.assign_add(6.0))
     assert copies(strategy, v) == [16.0] * len(v.devices)
     strategy.extended.update(v, lambda v: v.assign_sub(1.0))
-    strategy.extended.update(v, lambda v, x: v.assign(v.value * x), args=(2.0,))
+    strategy.extended.update(v, lambda v, x: v.assign(v.value() * x), args=(2.0,))
     assert copies(strategy, v) == [30.0] * len(v.devices)
 
     def merge(strategy):
@@ -128,9 +128,9 @@ def test_on_read_copies_are_updated_one_by_one(strategy):
     wanted = [2.0 * i + 1 for i in range(n)]
     assert copies(strategy, o) == wanted
     assert [float(x) for x in strategy.experimental_local_results(result)] == wanted
-    assert o.value == sum(wanted)
+    assert o.value() == sum(wanted)
     strategy.extended.update(o, lambda v: v.assign(5.0))
-    assert copies(strategy, o) == [5.0] * n and o.value == 5.0 * n
+    assert copies(strategy, o) == [5.0] * n and o.value() == 5.0 * n
 
 
 def test_on_read_copies_are_updated_one_by_one_in_merge_call(strategy):
@@ -140,7 +140,7 @@ def test_on_read_copies_are_updated_one_by_one_in_merge_call(strategy):
         o.assign(x)
         merge = js.get_replica_context().merge_call
         merge(lambda s: s.extended.update(o, lambda v: v.assign(v * 2 + 1)))
-        return o.value
+        return o.value()
 
     result = strategy.run(step, (ids(strategy),))
     wanted = [2.0 * i + 1 for i in range(n)]
@@ -154,22 +154,18 @@ def test_whatever_the_function_returns_comes_back(strategy):
         update, var_copies = strategy.extended.update, len(var.devices)
         assert update(var, lambda v: None) is None
         assert update(var, lambda v: ("text", 3, True)) == ("text", 3, True)
-        whole = update(var, lambda v: v)
+        assert update(var, lambda v: v) is var
+        assert update(var, lambda v: shared) is shared
         result = update(var, lambda v: {"new": v.assign_add(1.0), "old": (v, None)})
-        for value, wanted in (
-            (whole, 1.0), (result["new"], 2.0), (result["old"][0], 2.0),
-        ):  # fmt: skip
-            versions = strategy.experimental_local_results(value)
-            assert [float(x) for x in versions] == [wanted] * var_copies
-        assert result["old"][1] is None
-        var.assign(1.0 * (var_copies if var.synchronization == "on_read" else 1))
-    assert strategy.extended.update(variable(strategy), lambda v: shared) is shared
+        versions = strategy.experimental_local_results(result["new"])
+        assert [float(x) for x in versions] == [2.0] * var_copies
+        assert result["old"][0] is var and result["old"][1] is None
 
 
 def test_a_function_may_change_nothing(strategy):
     v = variable(strategy)
     assert strategy.extended.update(v, lambda v: v + 1) == 2.0
-    assert v.value == 1.0
+    assert v.value() == 1.0
 
 
 # update: contexts.
@@ -209,7 +205,7 @@ def test_an_error_in_the_function_leaves_the_contexts_as_they_were(strategy):
         assert not js.in_cross_replica_context() and not js.has_strategy()
         # The next read is not one of a copy.
         v.assign(8.0)
-        assert v.value == 8.0
+        assert v.value() == 8.0
 
 
 def test_updates_may_be_nested(strategy):
@@ -220,14 +216,14 @@ def test_updates_may_be_nested(strategy):
         return v.assign_add(inner)
 
     assert strategy.extended.update(v, outer) == 4.0
-    assert (v.value, w.value) == (4.0, 3.0)
+    assert (v.value(), w.value()) == (4.0, 3.0)
 
 
 def test_update_inside_run_is_refused(strategy):
     v = variable(strategy)
     with pytest.raises(js.ContextError, match="`strategy.extended.update` was called"):
         strategy.run(lambda: strategy.extended.update(v, lambda v: v.assign(2.0)))
-    assert v.value == 1.0
+    assert v.value() == 1.0
 
 
 def test_update_in_another_strategys_scope_is_refused(two, four):
@@ -239,20 +235,13 @@ def test_update_in_another_strategys_scope_is_refused(two, four):
 # update: arguments.
 
 
-def test_per_replica_arguments_are_refused(strategy):
-    x = ids(strategy)
-    for v in (variable(strategy), on_read(strategy)):
-        for arguments in ({"args": (x,)}, {"args": ([1, {"x": x}],)}):
-            with pytest.raises(ValueError, match="was given a PerReplica.*reduce_to"):
-                strategy.extended.update(v, lambda v, x: v.assign(2.0), **arguments)
-        with pytest.raises(ValueError, match="was given a PerReplica"):
-            strategy.extended.update(v, lambda v, x: None, kwargs={"x": x})
-
-        def merge(strategy, x, v=v):
-            strategy.extended.update(v, lambda v, x: v.assign(x), args=(x,))
-
-        with pytest.raises(ValueError, match="each copy of the variable would"):
-            in_merge_call(strategy, merge, x)
+def test_per_replica_arguments_of_mirrored_variables_are_refused(strategy):
+    x, v = ids(strategy), variable(strategy)
+    for arguments in ({"args": (x,)}, {"args": ([1, {"x": x}],)}):
+        with pytest.raises(ValueError, match="was given a PerReplica.*reduce_to"):
+            strategy.extended.update(v, lambda v, x: v.assign(2.0), **arguments)
+    with pytest.raises(ValueError, match="was given a PerReplica"):
+        strategy.extended.update(v, lambda v, x: None, kwargs={"x": x})
 
 
 def test_reduced_arguments_are_taken_to_the_copies(strategy):
@@ -286,7 +275,7 @@ def test_variables_among_the_arguments(strategy):
         return strategy.extended.update(v, lambda v, w: v.assign(w), args=(w,))
 
     assert in_merge_call(strategy, merge) == 3.0
-    assert w.value == 3.0
+    assert w.value() == 3.0
 
 
 @pytest.mark.parametrize("args, kwargs, words", [
@@ -316,20 +305,20 @@ def test_another_strategys_variable_is_refused(strategy, four):
     v = variable(four, name="theirs")
     with pytest.raises(ValueError, match="variable 'theirs' of MirroredStrategy"):
         strategy.extended.update(v, lambda v: v.assign(2.0))
-    assert v.value == 1.0
+    assert v.value() == 1.0
 
 
 def test_ordinary_variables_are_updated_by_every_strategy(strategy):
     v = js.Variable(1.0)
     result = strategy.extended.update(v, lambda v, x: v.assign_add(x), args=(2.0,))
-    assert (result, v.value) == (3.0, 3.0)
-    assert strategy.extended.update(v, lambda v: v.assign(1.0), group=False) == [1.0]
+    assert (result, v.value()) == (3.0, 3.0)
+    assert strategy.extended.update(v, lambda v: v.assign(1.0), group=False) == (1.0,)
 
     def merge(strategy):
         return strategy.extended.update(v, lambda v: v.assign_add(4.0))
 
     assert in_merge_call(strategy, merge) == 5.0
-    assert v.value == 5.0
+    assert v.value() == 5.0
 
 
 def test_under_the_default_strategy_everything_goes_through_as_it_is():
@@ -343,11 +332,11 @@ def test_under_the_default_strategy_everything_goes_through_as_it_is():
     update = strategy.extended.update
     assert update(v, fn, args=(argument, None), kwargs={"k": "text"}) == 2.0
     assert given[0] is v and given[1] is argument and given[2:] == [None, "text"]
-    assert update(v, fn, group=False) == [2.0]
+    assert update(v, fn, group=False) == (2.0,)
     merged = js.get_replica_context().merge_call(
         lambda s, x: s.extended.update(v, lambda v: v.assign_sub(x)), (1.0,)
     )
-    assert (merged, v.value) == (1.0, 1.0)
+    assert (merged, v.value()) == (1.0, 1.0)
 
 
 # update: programs.
@@ -391,7 +380,7 @@ def test_the_program_of_an_update_goes_with_its_function(two):
 
 def test_messages_name_the_function(two):
     def look_at_it(v):
-        return float(v.value)
+        return float(v.value())
 
     with pytest.raises(js.TracedValueError, match="`look_at_it` asked Python"):
         two.extended.update(on_read(two), look_at_it)
@@ -407,10 +396,10 @@ def test_update_under_the_users_jit(kind):
         strategy.extended.update(o, lambda o, x: o.assign_add(x), args=(x,))
         for _ in range(3):
             strategy.extended.update(v, lambda v, x: v.assign_add(x), args=(x,))
-        return v.value
+        return v.value()
 
     assert (several(2.0), several(1.0)) == (7.0, 10.0)
-    assert v.value == 10.0
+    assert v.value() == 10.0
     assert copies(strategy, o) == [4.0] * strategy.num_replicas_in_sync
 
 
@@ -427,25 +416,24 @@ def test_colocated_variables_are_on_that_variables_devices(strategy):
     assert strategy.extended.variable_created_in_scope(second)
 
 
-def test_colocation_enters_the_scope(strategy):
+def test_colocation_is_refused_outside_of_the_scope(strategy):
     first = variable(strategy)
-    with strategy.extended.colocate_vars_with(first):
-        assert js.get_strategy() is strategy
-        second = js.Variable(2.0)
-    assert strategy.extended.variable_created_in_scope(second)
-    assert second.devices == first.devices
+    words = "`extended.colocate_vars_with` was called outside of the scope"
+    with pytest.raises(js.ContextError, match=words):
+        with strategy.extended.colocate_vars_with(first):
+            pass
 
 
 def test_colocation_with_a_variable_that_has_a_copy_per_replica(strategy):
-    with strategy.extended.colocate_vars_with(on_read(strategy)):
+    with strategy.scope(), strategy.extended.colocate_vars_with(on_read(strategy)):
         v = js.Variable(1.0, aggregation="sum")
     assert v.devices == strategy.devices
     strategy.run(lambda x: v.assign(x), (ids(strategy),))
-    assert v.value == sum(range(strategy.num_replicas_in_sync))
+    assert v.value() == sum(range(strategy.num_replicas_in_sync))
 
 
 def test_colocated_on_read_variables_stay_with_the_replicas(strategy):
-    with strategy.extended.colocate_vars_with(variable(strategy)):
+    with strategy.scope(), strategy.extended.colocate_vars_with(variable(strategy)):
         o = on_read(strategy)
     assert o.devices == strategy.devices
 
@@ -490,7 +478,7 @@ def test_value_container(strategy):
         assert strategy.extended.value_container(value) is value
     v = variable(strategy)
     strategy.run(lambda: strategy.extended.value_container(v).assign(2.0))
-    assert v.value == 2.0
+    assert v.value() == 2.0
 
 
 def test_variable_created_in_scope(strategy, four):
@@ -543,7 +531,7 @@ def test_a_value_reduced_to_a_variable_lies_on_its_devices(strategy, op):
         assert len(out.addressable_shards) == len(var.devices)
         ordinary = var.strategy is None
         assert ordinary or copies(strategy, var) == [7.0] * len(var.devices)
-        assert not ordinary or var.value == 7.0
+        assert not ordinary or var.value() == 7.0
 
 
 def test_another_strategys_variable_as_destination(strategy):
@@ -552,7 +540,7 @@ def test_another_strategys_variable_as_destination(strategy):
     out = strategy.extended.reduce_to("mean", ids(strategy), v)
     assert out.devices() == set(jax.devices()[6:8])
     other.run(lambda x: v.assign(x), (out,))  # so it can be used there
-    assert v.value == (strategy.num_replicas_in_sync - 1) / 2
+    assert v.value() == (strategy.num_replicas_in_sync - 1) / 2
 
 
 def test_batch_reduce_to_variables(strategy):
@@ -565,7 +553,7 @@ def test_batch_reduce_to_variables(strategy):
     assert first == (n - 1) / 2 and (second["d"], third) == (n - 1, n - 1)
     assert first.devices() == set(v.devices) and third.devices() == set(o.devices)
     assert second["d"].devices() == {jax.devices()[3]}
-    assert (v.value, o.value) == (7.0, 0.0)
+    assert (v.value(), o.value()) == (7.0, 0.0)
 
 
 def test_reducing_to_a_variable_in_merge_call(strategy):
@@ -578,7 +566,7 @@ def test_reducing_to_a_variable_in_merge_call(strategy):
 
     total, mean = in_merge_call(strategy, merge, ids(strategy))
     assert (total, mean) == (n * (n - 1) / 2, (n - 1) / 2)
-    assert v.value == 7.0
+    assert v.value() == 7.0
 
 
 def test_a_variable_is_reduced_as_what_every_replica_holds(strategy):
@@ -587,7 +575,7 @@ def test_a_variable_is_reduced_as_what_every_replica_holds(strategy):
     assert strategy.extended.reduce_to("sum", v, v) == 3.0 * n
     assert strategy.extended.reduce_to("mean", v, v) == 3.0
     assert strategy.extended.reduce_to("sum", o, v) == n * (n - 1) / 2
-    assert v.value == 3.0
+    assert v.value() == 3.0
 
 
 def test_reducing_under_the_default_strategy():
@@ -595,4 +583,4 @@ def test_reducing_under_the_default_strategy():
     out = extended.reduce_to("sum", jnp.float32(2.0), v)
     assert out == 2.0 and out.devices() == {jax.devices()[0]}
     assert extended.batch_reduce_to("mean", [(3.0, v), (4.0, v)]) == [3.0, 4.0]
-    assert v.value == 7.0
+    assert v.value() == 7.0

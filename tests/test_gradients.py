@@ -33,7 +33,7 @@ def test_gradients_in_run_are_each_replicas_own(strategy):
     x = np.arange(strategy.num_replicas_in_sync) + 1.0
     assert versions(strategy, value) == (9 * x**2).tolist()
     assert versions(strategy, grad) == (6 * x**2).tolist()
-    assert v.value == 3
+    assert v.value() == 3
 
 
 def test_they_are_reduced_where_you_say_so(strategy):
@@ -138,14 +138,14 @@ def test_assigning_what_is_differentiated(two, op):
 
     def loss():
         getattr(v, op)(1.0)
-        return v.value
+        return v.value()
 
     words = "Variable 'v' was assigned inside the function whose gradient.*afterwards"
     with pytest.raises(ValueError, match=words):
         two.run(lambda: js.grad(loss, v)())
     with pytest.raises(ValueError, match=words):
         js.grad(loss, v)()
-    assert v.value == 3 and two.run(lambda: v.assign_add(1.0)) == 4
+    assert v.value() == 3 and two.run(lambda: v.assign_add(1.0)) == 4
 
 
 @pytest.mark.parametrize("where", ["run", "outside", "users-grad"])
@@ -164,13 +164,15 @@ def test_other_variables_are_assigned_on_the_way(two, where):
         grad = two.run(lambda x: js.grad(loss, w)(x), (ids(two, 1.0),))
     elif where == "users-grad":
         grad = two.run(
-            lambda x: jax.grad(lambda w: loss(x, w))(w.value), (ids(two, 1.0),)
+            lambda x: jax.grad(lambda w: loss(x, w))(w.value()), (ids(two, 1.0),)
         )
     else:
-        assert js.grad(loss, w)(3.0) == 36 and moving.value == 6 and count.value == 1
+        assert (
+            js.grad(loss, w)(3.0) == 36 and moving.value() == 6 and count.value() == 1
+        )
         return
     assert versions(two, grad) == [4, 16]
-    assert moving.value == 3 and count.value == 2
+    assert moving.value() == 3 and count.value() == 2
 
 
 def test_gradients_through_jit_remat_scan_and_collectives(two):
@@ -204,7 +206,7 @@ def test_gradients_under_the_users_jit(two):
         v.assign_sub(0.25 * grad)
         return grad, two.run(lambda x: js.grad(lambda: v**2 * x, v)(), (x,))
 
-    assert whole(1.0) == (4, 2) and v.value == 1
+    assert whole(1.0) == (4, 2) and v.value() == 1
 
 
 def test_a_gradient_through_run(two):
@@ -283,7 +285,7 @@ def test_a_loop_over_variables_trains_as_a_plain_one(strategy):
     for batch in strategy.experimental_distribute_dataset([data()] * 20):
         loss_sum.assign(0.0)
         strategy.run(train_step, (batch,))
-        losses.append(float(loss_sum.value))
+        losses.append(float(loss_sum.value()))
     expected, w_end, b_end = plain_loop(20, 0.0)
     np.testing.assert_allclose(losses, expected, rtol=1e-4)
     np.testing.assert_allclose(w, w_end, rtol=1e-4)

@@ -88,7 +88,7 @@ def test_reducing_to_a_variable_outside_of_steps(case, reduce):
         result = reduce(strategy.extended, value, v)
     assert versions(strategy, result)[:copies] == [float(replicas)] * copies
     assert result.devices() == set(v.devices)
-    assert v.value == 0.0
+    assert v.value() == 0.0
 
 
 def test_update(case):
@@ -376,7 +376,7 @@ def test_a_variable_that_is_combined_when_read(case):
 
     assert on_each(strategy, strategy.run(step)) == [6.0 + i for i in range(n)]
     assert versions(strategy, v) == [6.0 + i for i in range(n)]
-    assert v.value == v.read_value() == v.numpy() == 6.0
+    assert v.value() == v.read_value() == v.numpy() == 6.0
 
 
 def test_gradients_kept_until_they_are_applied(case):
@@ -391,14 +391,14 @@ def test_gradients_kept_until_they_are_applied(case):
         )
 
     def accumulate(x):
-        grad = js.grad(lambda: (weight.value * x).sum(), weight)()
+        grad = js.grad(lambda: (weight.value() * x).sum(), weight)()
         kept.assign_add(grad)
 
     x = strategy.per_replica([float(i + 1) for i in range(n)])
     for _ in range(3):
         strategy.run(accumulate, (x,))
     assert versions(strategy, kept) == [[3.0 * (i + 1)] for i in range(n)]
-    strategy.extended.update(weight, lambda w, g: w.assign_sub(g), args=(kept.value,))
+    strategy.extended.update(weight, lambda w, g: w.assign_sub(g), args=(kept.value(),))
     kept.assign([0.0])
     assert versions(strategy, weight) == [[2.0 - 3 * (n + 1) / 2]] * copies
     assert versions(strategy, kept) == [[0.0]] * n
@@ -443,7 +443,7 @@ def test_a_custom_training_loop_learns(case):
 
         loss, grads = js.value_and_grad(loss_fn, {"w": w, "b": b})()
         grads = js.get_replica_context().all_reduce("sum", grads)
-        values = {"w": w.value, "b": b.value}
+        values = {"w": w.value(), "b": b.value()}
         updates, _ = tx.update(grads, tx.init(values))
         new = optax.apply_updates(values, updates)
         w.assign(new["w"])
@@ -456,7 +456,7 @@ def test_a_custom_training_loop_learns(case):
     assert strategy.reduce("sum", loss) < 1e-4
     np.testing.assert_allclose(versions(strategy, w), [3.0] * copies, atol=0.02)
     np.testing.assert_allclose(versions(strategy, b), [1.0] * copies, atol=0.02)
-    assert seen.value == 16 * 60
+    assert seen.value() == 16 * 60
 
 
 def test_a_moving_average(case):
@@ -467,7 +467,7 @@ def test_a_moving_average(case):
 
     def step(i):
         value = jnp.stack([1.0 + i, 2.0 - i])
-        return average.assign_sub((average.value - value) * 0.75)
+        return average.assign_sub((average.value() - value) * 0.75)
 
     ids = strategy.per_replica([np.float32(i) for i in range(n)])
     strategy.run(step, (ids,))
@@ -487,7 +487,7 @@ def test_reduce_then_update_between_steps(case):
         weights = [js.Variable(1.0, name="w"), js.Variable([2.0, 3.0], name="u")]
 
     def gradients(x):
-        return js.grad(lambda: (weights[0] * weights[1].value * x).sum(), weights)()
+        return js.grad(lambda: (weights[0] * weights[1].value() * x).sum(), weights)()
 
     x = strategy.per_replica([float(i + 1) for i in range(n)])
     with strategy.scope():
@@ -520,7 +520,7 @@ def test_an_optimizer_in_merge_call(case):
         grads = js.grad(lambda: weights[0] * weights[1] * x, weights)()
         pairs = list(zip(grads, weights, strict=True))
         js.get_replica_context().merge_call(apply, args=(pairs,))
-        return weights[0].value
+        return weights[0].value()
 
     x = strategy.per_replica([float(i) for i in range(n)])
     mean = (n - 1) / 2
@@ -542,7 +542,7 @@ def test_tower_local_variables_are_read_as_a_sum(case):
     x = strategy.per_replica([float(i) for i in range(n)])
     for _ in range(2):
         strategy.run(update_metric, (x,))
-    assert count.value == 2 * n
+    assert count.value() == 2 * n
     assert total / count == (n - 1) / 2
 
 

@@ -259,7 +259,7 @@ def test_tensorflows_ten_steps(tmp_path, two):
                     until_noticed(handler)
                 handler.run(two.run, step)
         handler.close()
-        return start, handler.total_run_calls, float(count.value)
+        return start, handler.total_run_calls, float(count.value())
 
     assert trained(notice_after=3) == (0, 3, 6.0)
     notice.given.clear()

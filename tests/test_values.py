@@ -280,9 +280,9 @@ def test_init_errors(four, x):
         four.init(3)
     with pytest.raises(TypeError, match="`init` was given a PerReplica"):
         four.init(lambda v: v, x)
-    with pytest.raises(TypeError, match=r"`build\(\.\.\.\)\['a'\]` is <object"):
+    with pytest.raises(TypeError, match=r"`build\(\.\.\.\)\['a'\]` is .*a generator"):
 
         def build():
-            return {"a": object()}
+            return {"a": (i for i in [1])}
 
         four.init(build)

@@ -17,7 +17,6 @@ from jaxstrategy.checkpoint import _record
 from jaxstrategy.checkpoint._barrier import Barrier, ElsewhereError
 from jaxstrategy.checkpoint._entries import Reading
 from jaxstrategy.checkpoint._record import Record
-from jaxstrategy.checkpoint._unfinished import Unfinished
 from jaxstrategy.cluster import _processes
 
 _NOTHING = "nothing"  # Orbax writes at least one array
@@ -63,23 +62,11 @@ class Writer:
         processes = _processes.current()
         self._barrier = None if processes is None else Barrier(processes.board)
         meet = None if self._barrier is None else self._barrier.meet
-        options = ocp.AsyncOptions(
-            _MOST_SECONDS,
-            barrier_sync_fn=meet,
-            create_directories_asynchronously=False,  # they are there
-        )
-        self._checkpointer = ocp.AsyncCheckpointer(
-            Handler(), async_options=options, temporary_path_class=Unfinished
-        )
+        options = ocp.AsyncOptions(_MOST_SECONDS, barrier_sync_fn=meet)
+        self._checkpointer = ocp.AsyncCheckpointer(Handler(), async_options=options)
 
     def begin(self, folder: Any, arrays: Mapping[str, Any], record: Record) -> None:
-        """Begin to write; `arrays` may be donated and overwritten when this returns.
-
-        Args:
-          folder: an unfinished one, which exists.
-          arrays: by name.
-          record: what else is known.
-        """
+        """Begin to write; `arrays` may be donated and overwritten when this returns."""
         tree = dict(arrays) or {_NOTHING: np.zeros(1, np.uint8)}
         args = ToSave(ocp.args.PyTreeSave(tree), record)
         if self._barrier is not None:

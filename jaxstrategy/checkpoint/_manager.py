@@ -95,7 +95,6 @@ class CheckpointManager:
         self._writer = self._arrays.Writer()
         self._thread: threading.Thread | None = None
         self._writing = 0
-        self._unfinished = ""  # the folder that is written into
         self._failure: Exception | None = None
         self._damaged: set[int] = set()
         self._own: set[int] = set()  # steps that this training has saved or restored
@@ -148,9 +147,9 @@ class CheckpointManager:
         self._check_order(step)
         entries, arrays = State(state, None).saved()
         record = Record(step, entries, numbers, extra)
-        self._unfinished = self._prepare(step)
+        self._prepare(step)
         try:
-            self._writer.begin(self._folder.path / self._unfinished, arrays, record)
+            self._writer.begin(self._folder.of(step), arrays, record)
         except (OSError, ValueError) as error:
             raise self._unwritten(step, _arguments.first_line(error)) from error
         self._writing = step
@@ -160,19 +159,19 @@ class CheckpointManager:
             self.wait()
         return True
 
-    def _prepare(self, step: int) -> str:
-        """The name of a new folder to write into; all raise if the first cannot."""
-        name = failure = None
+    def _prepare(self, step: int) -> None:
+        """Make room for a checkpoint; if the first process cannot, all raise."""
+        failure = None
         if _processes.is_first():
             try:
-                name = self._folder.begin(step, self._damaged)
+                self._folder.path.mkdir(parents=True, exist_ok=True)
+                self._folder.clear(self._damaged)
             except OSError as error:
                 failure = _arguments.first_line(error)
-        name, failure = _processes.gather([name, failure])[0]
+        failure = _processes.gather(failure)[0]
         if failure is not None:
             raise self._unwritten(step, failure)
         self._damaged.clear()
-        return name
 
     def _finish(self) -> None:
         """In the background: wait until all is written, then delete older ones."""
@@ -181,8 +180,7 @@ class CheckpointManager:
             self._writer.finish()
             self._own.add(step)
         except Exception as error:
-            reason = self._other_writer(step, error) or _arguments.first_line(error)
-            self._failure = self._unwritten(step, reason)
+            self._failure = self._unwritten(step, _arguments.first_line(error))
             self._failure.__cause__ = error
             return
         try:
@@ -209,16 +207,6 @@ class CheckpointManager:
             f"{reason}\nEarlier checkpoints are as they were. Is the folder "
             "writable, and is there room on the disk?"
         )
-
-    def _other_writer(self, step: int, error: Exception) -> str | None:
-        """What another writer into this folder did to a checkpoint; None if nothing."""
-        if isinstance(error, FileExistsError):
-            did = f"checkpoint {step} is there meanwhile"
-        elif not self._folder.has(self._unfinished) and not self._folder.has(str(step)):
-            did = f"`{self._unfinished}`, into which it was written, was deleted"
-        else:
-            return None
-        return f"{did}. Does another training save to this folder? Give it another one."
 
     def _check_metrics(self, metrics: Mapping[str, float]) -> None:
         if self._best is not None and metrics and self._best.metric not in metrics:
@@ -381,18 +369,12 @@ class CheckpointManager:
     def _restore(
         self, state_like: PyTree, step: int, partial: bool, damaged: dict[int, str]
     ) -> PyTree:
-        record = self._record(step)
+        record = self._folder.record(step)
         state = State(state_like, self._mesh())
         where = f"Checkpoint {step} in `{self._folder.path}`"
         fit = state.fit(record.leaves, where, partial)
         readings = state.readings(record.leaves, fit.common)
-        try:
-            arrays = self._arrays.read(self._folder.of(step), readings)
-        except (OSError, ValueError) as error:
-            raise CheckpointError(
-                f"{where} could not be read: {_arguments.first_line(error)}. Did "
-                "another program delete or change it meanwhile?"
-            ) from error
+        arrays = self._arrays.read(self._folder.of(step), readings)
         restored = state.restored(record.leaves, fit.common, arrays)
         self._own.add(step)
         self._restored = Restored(
@@ -414,7 +396,8 @@ class CheckpointManager:
 
     def latest_step(self) -> int | None:
         """The last step whose checkpoint is complete; None if there is none."""
-        return _processes.gather(self._folder.newest(self._damaged))[0]
+        steps = self._steps()
+        return steps[-1] if steps else None
 
     def best_step(self) -> int | None:
         """The step that is best by the metric; None if no checkpoint has it.
@@ -437,9 +420,6 @@ class CheckpointManager:
           CheckpointError: it is damaged.
         """
         self._require(step, self._named())
-        return self._record(step)
-
-    def _record(self, step: int) -> Record:
         try:
             return self._folder.record(step)
         except Damage as damage:

@@ -215,7 +215,7 @@ class VariableSort(Sort):
 
     def saved(self) -> tuple[Entry, Any]:
         self._check()
-        return _entries.array_entry(self.value.value)
+        return _entries.array_entry(self.value.value())
 
     def difference(self, entry: Entry) -> str | None:
         self._check()

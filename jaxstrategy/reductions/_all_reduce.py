@@ -24,27 +24,6 @@ from jaxstrategy._slices import is_slices
 Axes = tuple[str, ...]
 
 
-def all_reduce(op: ReduceOp, value: Any, axes: Axes) -> jax.Array:
-    """`value` reduced over all replicas; every replica gets the result.
-
-    SUM, MIN and MAX keep the dtype (so small integers wrap in a sum as they do in
-    NumPy); MEAN of integers has JAX's default float dtype.
-
-    Raises:
-      TypeError: the dtype cannot be reduced with `op`.
-    """
-    array = checked(op, value)
-    match op:
-        case ReduceOp.SUM:
-            return lax.psum(array, axes)
-        case ReduceOp.MEAN:
-            return lax.pmean(floating(array), axes)
-        case ReduceOp.MIN:
-            return extreme(op, array, axes)
-        case ReduceOp.MAX:
-            return extreme(op, array, axes)
-
-
 def reduced_over(op: ReduceOp, value: Any, axis: Sequence[int]) -> jax.Array:
     """`value` reduced over its own dimensions `axis`.
 

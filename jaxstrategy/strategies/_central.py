@@ -20,6 +20,7 @@ class CentralStorageStrategy(Strategy):
     Before a step its variables are copied to all compute devices, and afterwards one
     copy goes back. Results are those of `MirroredStrategy`; between steps the variables
     take the memory of one copy. On-read variables have a copy on each compute device.
+    What `reduce` and `gather` return outside a step is beside the variables.
 
     Args:
       compute_devices: devices or their names, in replica order; by default as for

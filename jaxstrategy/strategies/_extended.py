@@ -10,16 +10,16 @@ from typing import Any, final
 import jax
 from jax.core import Tracer
 
-from jaxstrategy import _contexts, _devices, _mesh, _values
+from jaxstrategy import _contexts, _devices, _mesh, _replica, _values
 from jaxstrategy._contexts import AbstractStrategy, Context
 from jaxstrategy._devices import Device
+from jaxstrategy._errors import ContextError
 from jaxstrategy._options import CommunicationOptions, ReduceOp
 from jaxstrategy._values import PerReplica, PyTree
 from jaxstrategy.strategies._calls import check_arguments
-from jaxstrategy.tracing import _results
 from jaxstrategy.tracing._binding import is_changed_in_place
 from jaxstrategy.tracing._programs import Programs
-from jaxstrategy.variables import _registry, _step
+from jaxstrategy.variables import _components, _registry, _step
 from jaxstrategy.variables._variable import Variable
 
 Destinations = Any
@@ -119,22 +119,26 @@ class StrategyExtended:
     ) -> Any:
         """Calls `fn(var, *args, **kwargs)` to change each copy of a variable.
 
-        In it, reading and assigning `var` mean its copy, and aggregation plays no part.
-        It is called once for all copies, in cross-replica context; of an on-read
-        variable, outside a step, as one compiled program.
+        In it, reading and assigning variables mean one copy of them, and aggregation
+        plays no part. It is called once for all copies, in cross-replica context; if
+        it comes to an on-read variable, outside a step, as one compiled program.
 
         Args:
           var: the variable.
-          fn: changes it. What it returns is returned, a variable as its value.
-          args: further arguments, which are taken to where the copies are. Reduce a
-            `PerReplica` first.
+          fn: changes it. What it returns is returned.
+          args: further arguments, which are taken to where the copies are. For an
+            on-read variable each copy gets its replica's version of a `PerReplica`.
+            For a mirrored one reduce it first. In a step (in `merge_call`), where each
+            array is a `PerReplica`, reduced or not, it is proved that the copies stay
+            equal.
           kwargs: further keyword arguments.
-          group: whether to return one result for all copies, not a list of one for
-            each.
+          group: whether to return what `fn` did. If not, each leaf of that is a tuple
+            with one entry for each copy in this process, and None is `(None,)`.
 
         Raises:
-          ValueError: an argument is a `PerReplica`, so the copies would differ; or the
-            variable belongs to another strategy.
+          ValueError: the copies of a mirrored variable would differ, because an
+            argument is a `PerReplica` outside a step, or because what is assigned may
+            differ; or the variable belongs to another strategy.
           TypeError: `var` is not a variable; `args` is not a tuple or list.
           ContextError: inside `run`; use `merge_call`.
 
@@ -149,49 +153,74 @@ class StrategyExtended:
         self._check_own(var, "update")
         check_arguments(args, kwargs)
         args, kwargs = tuple(args), dict(kwargs or {})
-        _check_same(args, kwargs)
-        if context is not None and context.in_step:
+        in_step = context is not None and context.in_step
+        if in_step:
+            args, kwargs = _replica.own_versions((args, kwargs))
             result = self._updated(var, fn, args, kwargs)
         elif var.copies_must_agree:
-            args, kwargs = _at(var, (args, kwargs))
-            result = self._updated(var, fn, args, kwargs)
+            _check_same(args, kwargs)
+            result = self._updated_at_once(var, fn, *_at(var, (args, kwargs)))
         else:
             result = self._updates.of(fn)((var, *args), kwargs)
-        return result if group else self._of_each_copy(var, result)
+        return result if group else self._of_each_copy(var, result, in_step)
 
     def _updated(self, var: Variable, fn: Any, args: Any, kwargs: Any) -> Any:
         with self._strategy.scope(), _step.updating():
-            return _results.with_values(fn(var, *args, **kwargs))
+            return fn(var, *args, **kwargs)
+
+    def _updated_at_once(self, var: Variable, fn: Any, args: Any, kwargs: Any) -> Any:
+        """An update of all copies, which are equal, as of one array.
+
+        If it comes to one of several copies, it starts again as a program.
+        """
+        try:
+            with _step.undone_for_program():
+                return self._updated(var, fn, args, kwargs)
+        except _step.NeedsProgram:
+            pass
+        return self._updates.of(fn)((var, *args), kwargs)
 
     @functools.cached_property
     def _updates(self) -> Programs:
-        """Programs that update a variable which has a copy per replica."""
+        """Programs that update variables copy by copy."""
         strategy = self._strategy
 
         def call(fn: Any, args: Any, kwargs: Any) -> Any:
             with _contexts.entered(Context(strategy, in_step=True)), _step.updating():
-                return _results.with_values(fn(*args, **kwargs))
+                return fn(*args, **kwargs)
 
         return Programs(strategy.mesh, call, lambda: _registry.usable_by(strategy))
 
-    def _of_each_copy(self, var: Variable, result: Any) -> list[Any]:
-        """What `update` returned, once for each copy of `var`."""
-        versions = self._strategy.experimental_local_results(result)
-        n = len(var.devices)
-        return list(versions[:n]) if len(versions) >= n else [versions[0]] * n
+    def _of_each_copy(self, var: Variable, result: Any, in_step: bool) -> Any:
+        """What `update` returned, with a tuple of that for each copy at each leaf."""
+        devices = var.devices if in_step else _mesh.own_devices(var.mesh)
+        n = len(devices)
+
+        def versions(leaf: Any) -> tuple[Any, ...]:
+            if leaf is None:
+                return (None,)
+            found = self._strategy.experimental_local_results(leaf)
+            return found[:n] if len(found) >= n else (found[0],) * n
+
+        return jax.tree.map(
+            versions,
+            result,
+            is_leaf=lambda node: (
+                node is None or _values.is_whole(node) or is_changed_in_place(node)
+            ),
+        )
 
     def colocate_vars_with(
         self, colocate_with_variable: Variable
     ) -> contextlib.AbstractContextManager[None]:
         """A `with` block in which variables are made on that variable's devices.
 
-        The block is in the strategy's `scope()`. On-read variables have a copy on each
-        replica's device all the same.
+        On-read variables have a copy on each replica's device all the same.
 
         Raises:
           ValueError: the variable belongs to another strategy, or to none.
           TypeError: it is not a variable.
-          ContextError: in another strategy's scope.
+          ContextError: outside the strategy's `scope()`, or in another strategy's.
         """
         self._check_own(colocate_with_variable, "colocate_vars_with", ordinary=False)
         return self._colocated(colocate_with_variable)
@@ -200,14 +229,32 @@ class StrategyExtended:
     def _colocated(self, var: Variable) -> Iterator[None]:
         context = _contexts.current()
         _contexts.require_same(context, self._strategy)
-        in_replica = context is not None and context.replica is not None
-        scope = contextlib.nullcontext() if in_replica else self._strategy.scope()
-        with scope, _step.colocated(var.mesh):
+        if context is None and not self._strategy.is_default:
+            raise ContextError(
+                "`extended.colocate_vars_with` was called outside of the scope of "
+                f"{self._strategy!r}, where variables are no strategy's. Write `with "
+                "strategy.scope(), strategy.extended.colocate_vars_with(v):`."
+            )
+        with _step.colocated(var.mesh):
             yield
 
     def value_container(self, value: Any) -> Any:
-        """What `value` is a part of: `value` itself, as copies are not apart here."""
-        return value
+        """The variable that `value` is a copy of; else `value` itself.
+
+        Copies are what `experimental_local_results(variable)` gives. A copy is known as
+        long as it is held: `experimental_local_results(value_container(copy))` holds
+        the same object until the variable changes.
+
+        >>> import jaxstrategy as js
+        >>> strategy = js.MirroredStrategy(js.simulate(8)[:2])
+        >>> with strategy.scope():
+        ...     v = js.Variable(1.0)
+        >>> first, second = strategy.experimental_local_results(v)
+        >>> strategy.extended.value_container(second) is v
+        True
+        """
+        owner = _components.owner_of(value)
+        return value if owner is None else owner
 
     def variable_created_in_scope(self, v: Variable) -> bool:
         """Whether `v` was made in this strategy's `scope()`.

@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from jaxstrategy import _values
-from jaxstrategy._values import PyTree
+from jaxstrategy._values import Handle, PyTree
 from jaxstrategy.strategies._current import get_strategy
 
 
 class _MirroredType(type):
     def __instancecheck__(cls, value: object) -> bool:
+        if isinstance(value, Handle):
+            return value.is_distributed and value.copies_must_agree
         return _values.is_mirrored(value)
 
 
@@ -19,7 +21,8 @@ class Mirrored(metaclass=_MirroredType):
 
     A mirrored value is a plain `jax.Array` whose sharding replicates it over a
     strategy's devices, so there are no instances: `isinstance(x, Mirrored)` asks an
-    array, and `Mirrored(tree)` places a pytree, as `get_strategy().mirror(tree)` does.
+    array or a variable, and `Mirrored(tree)` places a pytree, as
+    `get_strategy().mirror(tree)` does.
 
     >>> import jaxstrategy as js
     >>> strategy = js.MirroredStrategy(js.simulate(8)[:2])

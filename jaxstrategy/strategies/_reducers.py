@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,8 +13,7 @@ from jaxstrategy import _padding
 from jaxstrategy._options import ReduceOp
 from jaxstrategy._slices import is_slices
 from jaxstrategy._values import PyTree
-from jaxstrategy.reductions._all_reduce import Axes, reduced_over
-from jaxstrategy.reductions._gather import all_gather
+from jaxstrategy.reductions._all_reduce import reduced_over
 
 
 def dimensions(axis: int | Sequence[int] | None) -> tuple[int, ...] | None:
@@ -131,14 +129,14 @@ def _sums(
     )
 
 
-# One function for each, so that it is compiled once.
-@functools.cache
-def gatherer(axis: int, axes: Axes) -> Callable[[PyTree], PyTree]:
+def gatherer(
+    axis: int, gathered: Callable[[Any, int], jax.Array]
+) -> Callable[[PyTree], PyTree]:
     """Joins all replicas' trees along `axis`."""
 
     def gather(tree: PyTree) -> PyTree:
         if axis == 0:
             _padding.not_needed()  # left out afterwards
-        return jax.tree.map(lambda leaf: all_gather(leaf, axis, axes), tree)
+        return jax.tree.map(lambda leaf: gathered(leaf, axis), tree)
 
     return gather

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 
 from jaxstrategy import (
     _contexts,
@@ -21,10 +22,10 @@ from jaxstrategy._options import (
     checked_options,
 )
 from jaxstrategy._values import Handle, PerReplica, PyTree
-from jaxstrategy.reductions._sums import Groups
 from jaxstrategy.strategies._in_sync import assert_in_sync
-from jaxstrategy.strategies._reducers import dimensions, gatherer
+from jaxstrategy.strategies._reducers import dimensions
 from jaxstrategy.strategies._running import Running
+from jaxstrategy.variables import _components
 
 
 class Reducing(Running):
@@ -81,19 +82,8 @@ class Reducing(Running):
         function = self._reduction.of_tree(
             ReduceOp(reduce_op), dimensions(axis), options, is_weighted
         )
-        return self._across(
-            context, function, (value, weights) if is_weighted else value
-        )
-
-    def reduce_leaves(
-        self,
-        op: ReduceOp,
-        leaves: Sequence[Any],
-        options: CommunicationOptions | None = None,
-        groups: Groups | None = None,
-    ) -> list[Any]:
-        """This replica's arrays reduced over all, or over its group, inside a step."""
-        return self._reduction.of_leaves(op, leaves, options, groups)
+        given = (value, weights) if is_weighted else value
+        return self._beside_variables(self._across(context, function, given))
 
     def gather(self, value: PyTree, axis: int = 0) -> PyTree:
         """Every replica's version joined along `axis`, in replica order, leaf by leaf.
@@ -113,7 +103,8 @@ class Reducing(Running):
         Array([1, 2, 3, 4], dtype=int32)
         """
         context = _contexts.require_cross_replica(self, "gather")
-        gathered = self._across(context, gatherer(axis, self._axes), value)
+        function = self._reduction.of_gathered(axis)
+        gathered = self._beside_variables(self._across(context, function, value))
         return _without_filling(value, gathered) if axis == 0 else gathered
 
     def experimental_local_results(self, value: PyTree) -> tuple[PyTree, ...]:
@@ -135,11 +126,8 @@ class Reducing(Running):
         """
         context = _contexts.require_cross_replica(self, "experimental_local_results")
         in_step = context is not None and context.in_step
-        value = _values.map_leaves(
-            lambda leaf: leaf.distributed() if isinstance(leaf, Handle) else leaf, value
-        )
-        leaves, treedef = jax.tree.flatten(value, is_leaf=_values.is_per_replica)
-        if treedef == _LEAF and not isinstance(value, (PerReplica, jax.Array)):
+        leaves, treedef = jax.tree.flatten(value, is_leaf=_values.is_whole)
+        if treedef == _LEAF and not isinstance(value, (PerReplica, Handle, jax.Array)):
             return (value,)
         if value is None:
             return (None,)
@@ -154,6 +142,16 @@ class Reducing(Running):
             for i in range(n)
         )
 
+    def _beside_variables(self, tree: PyTree) -> PyTree:
+        """`tree` where mirrored variables are, so that both compute together."""
+        if self.parameter_mesh == self.mesh:
+            return tree
+        where = _mesh.replicated(self.parameter_mesh)
+        return jax.tree.map(
+            lambda leaf: leaf if isinstance(leaf, Tracer) else _mesh.put(leaf, where),
+            tree,
+        )
+
     @property
     def _own_replicas(self) -> list[int]:
         """The numbers of this process's replicas."""
@@ -161,6 +159,11 @@ class Reducing(Running):
         return [i for i, device in enumerate(self.devices) if device in here]
 
     def _versions(self, leaf: Any, in_step: bool) -> tuple[Any, ...]:
+        if isinstance(leaf, Handle):
+            held = leaf.distributed()
+            return _components.of(
+                leaf, held, lambda held: self._versions(held, in_step)
+            )
         n = self.num_replicas_in_sync if in_step else len(self._own_replicas)
         if isinstance(leaf, PerReplica):
             versions = leaf.values if in_step else _values.real_rows(leaf)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
 
 from jaxstrategy import _contexts, _mesh, _values
-from jaxstrategy._contexts import AbstractStrategy, Context
+from jaxstrategy._contexts import AbstractReduction, AbstractStrategy, Context
 from jaxstrategy._options import CommunicationOptions, ReduceOp
 from jaxstrategy._slices import is_slices
 from jaxstrategy._values import PyTree
@@ -17,12 +20,14 @@ from jaxstrategy.reductions._cross_device_ops import (
     PlannedOps,
     checked_ops,
 )
+from jaxstrategy.reductions._gather import all_gather
 from jaxstrategy.reductions._sparse import reduce_slices
 from jaxstrategy.reductions._sums import Groups
-from jaxstrategy.strategies._reducers import reducer
+from jaxstrategy.strategies._reducers import gatherer, reducer
 
 
-class Reduction:
+@final
+class Reduction(AbstractReduction):
     """What a strategy does with the replicas' versions of something.
 
     Args:
@@ -64,6 +69,21 @@ class Reduction:
             of_leaves = functools.partial(self.of_leaves, options=options)
             self._of_tree[key] = reducer(op, axis, is_weighted, of_leaves)
         return self._of_tree[key]
+
+    def of_gathered(self, axis: int) -> Callable[[PyTree], PyTree]:
+        """A function of one replica's tree that joins all replicas' along `axis`."""
+        key = "gather", axis
+        if key not in self._of_tree:
+            self._of_tree[key] = gatherer(axis, self.gathered)
+        return self._of_tree[key]
+
+    def gathered(self, leaf: Any, axis: int) -> jax.Array:
+        """Every replica's array, joined along `axis` in replica order."""
+        return all_gather(leaf, axis, self._axes)
+
+    def first(self, leaf: Any) -> jax.Array:
+        """The array of the first replica."""
+        return self.gathered(jnp.asarray(leaf)[None], 0)[0]
 
     def of_leaves(
         self,

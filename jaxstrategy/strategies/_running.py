@@ -43,7 +43,6 @@ from jaxstrategy.strategies._calls import (
 from jaxstrategy.strategies._eager import EagerPrograms
 from jaxstrategy.strategies._extended import StrategyExtended
 from jaxstrategy.strategies._reduction import Reduction
-from jaxstrategy.tracing import _results
 from jaxstrategy.tracing._company import Company
 from jaxstrategy.tracing._programs import Programs
 from jaxstrategy.tracing._several import several
@@ -106,6 +105,11 @@ class Running(AbstractStrategy):
         return self._extended
 
     @property
+    def reduction(self) -> Reduction:
+        """How the replicas' values become one."""
+        return self._reduction
+
+    @property
     def cluster_resolver(self) -> ClusterResolver | None:
         """What the strategy was told of its cluster; None where there is none."""
         return None
@@ -148,8 +152,9 @@ class Running(AbstractStrategy):
         arrives as this replica's version; arrays and numbers are the same on every
         replica; bools, strings, None and other hashable objects are static. In the
         results, an array that is provably equal on all replicas is a plain array,
-        replicated; any other is a `PerReplica`. Leaves that are not arrays come back
-        as they are. The call returns before the devices are done.
+        replicated; any other is a `PerReplica`. Variables, and
+        whatever else is not an array, come back as they are (as they were when the
+        step was traced). The call returns before the devices are done.
 
         As a decorator it makes a step that runs on all replicas whenever it is called:
 
@@ -183,7 +188,7 @@ class Running(AbstractStrategy):
             the replicas without being a `PerReplica`.
           DonatedValueError: an argument was donated to an earlier call.
           TypeError: an argument is neither an array nor hashable, or `fn` returned
-            something that is neither an array nor a plain value.
+            an object that hides arrays of the step.
         """
         check_options(options)
         if fn is _NOT_GIVEN:
@@ -357,7 +362,7 @@ class Running(AbstractStrategy):
         """One replica's call of `fn`, while it is traced."""
         replica = ReplicaContext(self, self._axes)
         with _contexts.entered(Context(self, replica, in_step=True)):
-            return _results.with_values(fn(*args, **kwargs))
+            return fn(*args, **kwargs)
 
     def _variables(self) -> list[Variable]:
         """Those that steps may use."""

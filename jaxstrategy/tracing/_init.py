@@ -23,7 +23,7 @@ def build_replicated(
 
     Raises:
       TypeError: `fn` cannot be called; an argument is a `PerReplica`; a leaf of the
-        result is neither an array nor a plain value.
+        result is an object that hides arrays.
     """
     if not callable(fn):
         raise TypeError(

@@ -21,7 +21,7 @@ import jax
 from jax.sharding import Mesh
 
 from jaxstrategy import _padding
-from jaxstrategy._values import PyTree
+from jaxstrategy._values import Handle, PyTree
 from jaxstrategy.tracing import _inflight, _results
 from jaxstrategy.tracing._carried import Carried
 from jaxstrategy.tracing._finite import Finite
@@ -95,7 +95,7 @@ class Program:
         self._masks = Masks(self._roles, self._label, self._fn_name)
         self._given: Sequence[Any] = ()  # what it is traced for
         self._uses_variables = False
-        self._used: list[weakref.ref[Variable]] = []
+        self._used: list[weakref.ref[Handle]] = []
         self._uses_references = False
         # Whether JAX traces the code that called last, if variables are carried.
         self._is_traced = False
@@ -257,7 +257,7 @@ class Program:
             if self.observer is not None:
                 self.observer(self._fn_name(), done.closed)
         self._held.add(done.closed)
-        self._watch(done.used)
+        self._watch([*done.used, *done.results.variables])
         missing = form.missing(done.used, self._is_traced)
         carried_now = sum(variable in form for variable in done.used)
         by_reference = carried_now + len(missing) < len(done.used)
@@ -303,7 +303,7 @@ class Program:
         ]
         return lambda jaxpr, inputs: finite.evaluate(jaxpr, inputs, sources)
 
-    def _watch(self, variables: Sequence[Variable]) -> None:
+    def _watch(self, variables: Sequence[Handle]) -> None:
         """Forget what was compiled when one of these is gone.
 
         The function uses another one now, if it is called at all: an attribute or a

@@ -3,30 +3,35 @@
 from __future__ import annotations
 
 import dataclasses
-import enum
-import types
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxstrategy import _values
-from jaxstrategy._values import PerReplica, PyTree
-from jaxstrategy.variables._variable import Variable
-
-# What may come back as it is: values that cannot hide an array of the step.
-_PLAIN = (bool, int, float, complex, str, bytes, enum.Enum, np.dtype, type, range)
-_PLAIN += (types.FunctionType, types.BuiltinFunctionType, types.EllipsisType, slice)
+from jaxstrategy._values import Handle, PerReplica, PyTree
+from jaxstrategy.tracing import _hidden
+from jaxstrategy.tracing._roles import HandleReference
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, eq=False)
 class Plain:
-    """A leaf that is not an array, on its way out of the compiled program."""
+    """A leaf that is not an array, on its way out of the compiled program.
 
-    value: Any
+    Attributes:
+      kept: the leaf; of a variable a weak reference, so that what a step returned does
+        not live as long as the step.
+    """
+
+    kept: Any
+
+    @property
+    def value(self) -> Any:
+        """The leaf."""
+        is_reference = isinstance(self.kept, HandleReference)
+        return self.kept() if is_reference else self.kept
 
 
 @dataclasses.dataclass
@@ -50,6 +55,12 @@ class Results:
     def has_plain(self) -> bool:
         """Whether some leaf is not an array."""
         return any(leaf is not None for leaf in self.leaves)
+
+    @property
+    def variables(self) -> list[Handle]:
+        """The variables among the leaves."""
+        plain = (leaf.value for leaf in self.leaves if leaf is not None)
+        return [value for value in plain if isinstance(value, Handle)]
 
     def rebuild(self, arrays: Sequence[Any]) -> PyTree:
         """The pytree again, with `arrays` in place of its arrays."""
@@ -78,7 +89,7 @@ def take_apart(
       name: how error messages call the step.
 
     Raises:
-      TypeError: a leaf is neither an array nor a plain value.
+      TypeError: a leaf hides an array of the step, or is a captured `PerReplica`.
     """
     paths, treedef = jax.tree.flatten_with_path(tree, is_leaf=_is_one_leaf)
     arrays: list[Any] = []
@@ -89,7 +100,8 @@ def take_apart(
             leaves.append(None)
         else:
             _check_plain(leaf, statics, f"{name}(...){jax.tree_util.keystr(path)}")
-            leaves.append(Plain(leaf))
+            is_handle = isinstance(leaf, Handle)
+            leaves.append(Plain(HandleReference(leaf) if is_handle else leaf))
     return arrays, Results(leaves, treedef)
 
 
@@ -106,17 +118,8 @@ def unwrap_plain(tree: PyTree) -> PyTree:
     )
 
 
-def with_values(tree: PyTree) -> PyTree:
-    """`tree` with each variable as the value it has here and now."""
-    return jax.tree.map(
-        lambda leaf: leaf.value if isinstance(leaf, Variable) else leaf,
-        tree,
-        is_leaf=lambda node: _is_one_leaf(node) or isinstance(node, Variable),
-    )
-
-
 def _is_one_leaf(node: Any) -> bool:
-    return isinstance(node, (PerReplica, Iterator))  # JAX warns about iterators
+    return _values.is_whole(node) or isinstance(node, Iterator)  # JAX warns about these
 
 
 def _check_plain(leaf: Any, statics: Sequence[Any], where: str) -> None:
@@ -125,11 +128,17 @@ def _check_plain(leaf: Any, statics: Sequence[Any], where: str) -> None:
             f"`{where}` is a PerReplica that the function captured from outside. Pass "
             "it as an argument: the function then sees its own replica's version."
         )
-    if isinstance(leaf, _PLAIN) or any(leaf is static for static in statics):
+    if any(leaf is static for static in statics):
+        return
+    if isinstance(leaf, Iterator):
+        what = "an iterator, which can hide arrays of the step."
+    elif (path := _hidden.traced_within(leaf)) is not None:
+        what = f"and holds an array of the step as `{where}{path}`, unseen by JAX."
+    else:
         return
     raise TypeError(
-        f"`{where}` is {leaf!r}, a {type(leaf).__name__}. A step returns pytrees of "
-        "arrays and plain values (numbers, strings, None). Return its arrays in a "
-        "tuple or dict, or register its class with "
+        f"`{where}` is {leaf!r}, a {type(leaf).__name__}, {what} Objects that are no "
+        "pytrees come back as they were when the step was traced. Return its arrays in "
+        "a tuple or dict, or register its class with "
         "`jax.tree_util.register_dataclass`."
     )

@@ -20,8 +20,9 @@ import jax.numpy as jnp
 from jaxstrategy import _padding, _values
 from jaxstrategy._errors import ObjectError
 from jaxstrategy._values import PyTree
-from jaxstrategy.tracing import _captured, _objects, _results
+from jaxstrategy.tracing import _captured, _objects
 from jaxstrategy.tracing._binding import Parts, is_changed_in_place
+from jaxstrategy.variables._variable import Variable
 
 
 def several(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -246,7 +247,7 @@ class _Loop:
         # Those that the step captured stand among the keyword arguments.
         replaced = {name: kwargs.pop(name) for name in self._captured}
         fn = _captured.with_objects(self._fn, replaced, is_changed_in_place)
-        returned = _results.with_values(fn(*args, batch, **kwargs))
+        returned = _with_values(fn(*args, batch, **kwargs))
         if any(map(is_changed_in_place, jax.tree.leaves(returned, is_leaf=_is_whole))):
             raise ObjectError(
                 f"`{self._name}` returned an object of Flax NNX. In a loop of several "
@@ -361,6 +362,15 @@ class _Loop:
             )
             for old, part in zip(self._parts, parts, strict=True)
         ]
+
+
+def _with_values(tree: PyTree) -> PyTree:
+    """`tree` with each variable as the value that it has after this step."""
+    return jax.tree.map(
+        lambda leaf: leaf.value() if isinstance(leaf, Variable) else leaf,
+        tree,
+        is_leaf=_is_whole,
+    )
 
 
 def _is_whole(node: Any) -> bool:

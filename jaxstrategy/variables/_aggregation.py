@@ -1,19 +1,21 @@
-"""Several copies of a variable, or values for it, to one: pure functions."""
+"""Several copies of a variable, or values for it, to one, as its strategy reduces."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 
+from jaxstrategy import _mesh
+from jaxstrategy._contexts import AbstractStrategy
 from jaxstrategy._options import ReduceOp, VariableAggregation
-from jaxstrategy._slices import IndexedSlices
-from jaxstrategy.reductions._all_reduce import Axes, all_reduce
-from jaxstrategy.reductions._gather import all_gather
-from jaxstrategy.reductions._sparse import reduce_slices
+from jaxstrategy._values import PerReplica
 
-_REDUCED = {
+# How those are reduced that are; of the others one counts.
+REDUCED = {
     VariableAggregation.SUM: ReduceOp.SUM,
     VariableAggregation.MEAN: ReduceOp.MEAN,
 }
@@ -30,7 +32,7 @@ def check(aggregation: VariableAggregation, dtype: Any, name: str) -> None:
     Raises:
       ValueError: MEAN of integers, SUM or MEAN of bools or random keys.
     """
-    if aggregation not in _REDUCED or jnp.issubdtype(dtype, jnp.inexact):
+    if aggregation not in REDUCED or jnp.issubdtype(dtype, jnp.inexact):
         return
     is_integer = jnp.issubdtype(dtype, jnp.integer)
     if is_integer and aggregation is VariableAggregation.SUM:
@@ -43,37 +45,40 @@ def check(aggregation: VariableAggregation, dtype: Any, name: str) -> None:
     )
 
 
-def across(aggregation: VariableAggregation, value: Any, axes: Axes) -> jax.Array:
+def across(
+    aggregation: VariableAggregation, value: Any, strategy: AbstractStrategy
+) -> Any:
     """One value for all from this replica's own, inside a step.
 
     Args:
-      aggregation: anything but NONE.
-      value: this replica's.
-      axes: the mesh axes of the replicas.
+      aggregation: anything but NONE, unless there is one replica.
+      value: this replica's: an array, or `IndexedSlices`.
+      strategy: whose replicas, and how it reduces.
     """
-    if aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
-        return all_gather(jnp.asarray(value)[None], 0, axes)[0]
-    return all_reduce(_REDUCED[aggregation], value, axes)
+    if aggregation in REDUCED:
+        return strategy.reduction.of_leaves(REDUCED[aggregation], [value])[0]
+    return jax.tree.map(strategy.reduction.first, value)
 
 
-def rows_across(
-    aggregation: VariableAggregation, rows: IndexedSlices, axes: Axes, replicas: int
-) -> IndexedSlices:
-    """The same of some rows; `aggregation` is not NONE."""
-    if aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
-        return jax.tree.map(lambda part: across(aggregation, part, axes), rows)
-    return reduce_slices(_REDUCED[aggregation], rows, axes, replicas)
+def of_copies(
+    aggregation: VariableAggregation,
+    copies: jax.Array,
+    strategy: AbstractStrategy,
+) -> jax.Array:
+    """One value from all replicas' `[replica, ...]`, outside a step."""
+    if aggregation in REDUCED:
+        return strategy.reduce(REDUCED[aggregation], PerReplica(copies))
+    first = _first(_mesh.replicated(strategy.mesh))(copies)
+    # There mirrored variables are, and reduced values.
+    return _mesh.put(first, _mesh.replicated(strategy.parameter_mesh))
 
 
-def of_copies(aggregation: VariableAggregation, copies: jax.Array) -> jax.Array:
-    """One value from all replicas' `[replica, ...]`; `aggregation` is not NONE."""
-    match aggregation:
-        case VariableAggregation.SUM:
-            return jnp.sum(copies, 0, dtype=copies.dtype)
-        case VariableAggregation.MEAN:
-            return jnp.mean(copies, 0)
-        case _:
-            return copies[0]
+@functools.cache
+def _first(where: NamedSharding) -> Any:
+    def first_copy(copies: jax.Array) -> jax.Array:
+        return copies[0]
+
+    return jax.jit(first_copy, out_shardings=where)
 
 
 def shares(

@@ -113,7 +113,7 @@ def value_and_grad(
                 return fn(*args, **kwargs)
 
         # By identity, so that a variable that is there twice gets its gradient twice.
-        values = {id(leaf): leaf.value for leaf in leaves}
+        values = {id(leaf): leaf.value() for leaf in leaves}
         result, grads = jax.value_and_grad(of_values, has_aux=has_aux)(values)
         return result, treedef.unflatten([grads[id(leaf)] for leaf in leaves])
 

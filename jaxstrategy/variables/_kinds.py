@@ -7,7 +7,6 @@ copy; outside, the one that holds all copies.
 from __future__ import annotations
 
 import abc
-import functools
 from typing import Any, final
 
 import jax
@@ -15,13 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from jaxstrategy import _contexts, _mesh, _values
+from jaxstrategy import _contexts, _mesh, _replica, _values
 from jaxstrategy._contexts import AbstractStrategy
 from jaxstrategy._options import VariableAggregation
 from jaxstrategy._slices import IndexedSlices, is_slices
 from jaxstrategy._values import PerReplica
 from jaxstrategy.cluster import _together
 from jaxstrategy.variables import _aggregation, _step
+from jaxstrategy.variables._changes import Change, changed
 from jaxstrategy.variables._step import Side
 
 NONE = VariableAggregation.NONE
@@ -34,15 +34,23 @@ class Kind(abc.ABC):
       name: the variable's.
       aggregation: of the variable.
       mesh: where its copies are.
+      owner: the variable's strategy, None for an ordinary variable.
     """
 
     # How it prints.
     describe: str
 
-    def __init__(self, name: str, aggregation: VariableAggregation, mesh: Mesh) -> None:
+    def __init__(
+        self,
+        name: str,
+        aggregation: VariableAggregation,
+        mesh: Mesh,
+        owner: AbstractStrategy | None,
+    ) -> None:
         self.name = name
         self.aggregation = aggregation
         self.mesh = mesh
+        self.owner = owner
 
     @property
     @abc.abstractmethod
@@ -75,11 +83,34 @@ class Kind(abc.ABC):
         """The value."""
 
     @abc.abstractmethod
-    def write(self, ref: Any, side: Side, value: Any, how: str) -> Any:
+    def write(self, ref: Any, side: Side, value: Any, change: Change) -> Any:
         """Change it, and return the new value."""
+
+    @abc.abstractmethod
+    def scatter(self, ref: Any, side: Side, rows: Any, change: Change) -> Any:
+        """Change some rows, and return the new value.
+
+        Raises:
+          NotImplementedError: the kind, or the aggregation, has no such change.
+        """
 
     def _in_step(self) -> bool:
         return _step.tracing() is not None
+
+    def _checked_part(
+        self, value: Any, whole: tuple[int, ...], dtype: Any, change: Change
+    ) -> jax.Array:
+        """`value` as an array of the shape of what changes.
+
+        Raises: as `_checked`.
+        """
+        shape = change.shape(whole, dtype)
+        if not change.is_whole and np.shape(value) != shape:
+            try:
+                value = jnp.broadcast_to(jnp.asarray(value), shape)
+            except ValueError:
+                pass  # which `_checked` says in our words
+        return self._checked(value, shape, dtype)
 
     def _checked(self, value: Any, shape: tuple[int, ...], dtype: Any) -> jax.Array:
         """`value` as an array that the variable can take.
@@ -129,24 +160,10 @@ def _on_host(copy: jax.Array) -> np.ndarray:
     return np.asarray(copy)
 
 
-def _changed(old: jax.Array, value: jax.Array, how: str) -> jax.Array:
-    match how:
-        case "assign":
-            return value
-        case "assign_add":
-            return old + value
-        case _:
-            return old - value
-
-
 def _this_strategy() -> AbstractStrategy:
     context = _contexts.current()
     assert context is not None, "a step has a context"
     return context.strategy
-
-
-def _axes() -> tuple[str, ...]:
-    return tuple(_this_strategy().mesh.axis_names)
 
 
 @final
@@ -185,41 +202,70 @@ class MirroredKind(Kind):
         """The value."""
         return ref[...]
 
-    def write(self, ref: Any, side: Side, value: Any, how: str) -> jax.Array:
+    def write(self, ref: Any, side: Side, value: Any, change: Change) -> jax.Array:
         """Change all copies in the same way."""
+        value = self._own(value, change)
+        if is_slices(value):
+            if change.is_whole and change.operation != "set":
+                return self._change_rows(ref, side, value, change)
+            value = _whole(value, ref.shape)
+        # The other parts of the copies stay: an aggregate would be one of parts.
+        if change.is_whole and self._combines(side):
+            value = _aggregation.across(self.aggregation, value, _this_strategy())
+        given = self._checked_part(value, ref.shape, ref.dtype, change)
+        if not self._in_step():
+            given = _mesh.put_same(given, self.sharding)
+        return _stored(ref, change.applied(ref[...], given))
+
+    def scatter(self, ref: Any, side: Side, rows: Any, change: Change) -> jax.Array:
+        """Change some rows of all copies in the same way."""
+        if not is_slices(rows):
+            raise TypeError(
+                f"`{change.method}` of variable {self.name!r} was given {rows!r}, a "
+                f"{type(rows).__name__}; `IndexedSlices(values, indices)` were wanted."
+            )
+        adds = change.operation not in ("min", "max", "set")
+        if not adds and self.aggregation in _aggregation.REDUCED:
+            raise NotImplementedError(
+                f"`{change.method}` is not defined for variable {self.name!r}, which "
+                f"has aggregation {self.aggregation.name}: rows that several replicas "
+                "give have no sum there. Make the variable with aggregation 'none' or "
+                "'only_first_replica', or reduce the rows and assign."
+            )
+        return self._change_rows(ref, side, self._own(rows, change), change)
+
+    def _own(self, value: Any, change: Change) -> Any:
+        """`value` with this replica's version of what is a `PerReplica`, in a step.
+
+        There everything is one that came through `merge_call`, equal or not; whether
+        the copies stay equal is proved. Outside, the versions differ.
+        """
+        if self._in_step():
+            return _replica.own_versions(value) if _has_versions(value) else value
         if isinstance(value, PerReplica):
             raise ValueError(
                 f"Variable {self.name!r} is mirrored, and was given a PerReplica "
-                f"outside `run` by `{how}`: its copies would differ. Reduce it first "
-                "(`strategy.reduce`), or make the variable with "
+                f"outside `run` by `{change.method}`: its copies would differ. Reduce "
+                "it first (`strategy.reduce`), or make the variable with "
                 "`synchronization='on_read'`."
             )
-        if is_slices(value):
-            if how != "assign":
-                return self._add_rows(ref, side, value, how)
-            value = _whole(value, ref.shape)
-        if self._combines(side):
-            value = _aggregation.across(self.aggregation, value, _axes())
-        given = self._checked(value, ref.shape, ref.dtype)
-        if not self._in_step():
-            given = _mesh.put_same(given, self.sharding)
-        new = _changed(ref[...], given, how) if how != "assign" else given
-        ref[...] = new
-        return new
+        if _has_versions(value):
+            raise ValueError(
+                f"Variable {self.name!r} is mirrored, and was given rows that differ "
+                "between replicas: its copies would differ. Reduce them first "
+                "(`strategy.reduce`)."
+            )
+        return value
 
     def _combines(self, side: Side) -> bool:
         """Whether the replicas' values are to become one first."""
         in_replica = side is Side.REPLICA and self._in_step()
         return in_replica and self.aggregation is not NONE
 
-    def _add_rows(self, ref: Any, side: Side, rows: Any, how: str) -> jax.Array:
+    def _change_rows(
+        self, ref: Any, side: Side, rows: Any, change: Change
+    ) -> jax.Array:
         """Change some rows; what goes between replicas is as large as these."""
-        if isinstance(rows.values, PerReplica):
-            raise ValueError(
-                f"Variable {self.name!r} is mirrored, and was given rows that differ "
-                "between replicas: its copies would differ. Reduce them first "
-                "(`strategy.reduce`)."
-            )
         if rows.dense_shape not in (None, ref.shape):
             raise ValueError(
                 f"Variable {self.name!r} has shape {ref.shape} and was given rows of "
@@ -227,13 +273,23 @@ class MirroredKind(Kind):
             )
         shape = (len(rows.indices), *ref.shape[1:])
         values = self._checked(rows.values, shape, ref.dtype)
-        rows = IndexedSlices(values if how == "assign_add" else -values, rows.indices)
+        rows = IndexedSlices(values, jnp.asarray(rows.indices))
         if self._combines(side):
-            n = _this_strategy().num_replicas_in_sync
-            rows = _aggregation.rows_across(self.aggregation, rows, _axes(), n)
-        new = rows.added_to(ref[...])
-        ref[...] = new
-        return new
+            rows = _aggregation.across(self.aggregation, rows, _this_strategy())
+        if not self._in_step():
+            rows = jax.tree.map(lambda x: _mesh.put_same(x, self.sharding), rows)
+        values = rows.values.astype(ref.dtype)
+        return _stored(ref, changed(ref[...], rows.indices, values, change.operation))
+
+
+def _stored(ref: Any, new: jax.Array) -> jax.Array:
+    ref[...] = new
+    return new
+
+
+def _has_versions(value: Any) -> bool:
+    parts = (value.values, value.indices) if is_slices(value) else (value,)
+    return any(isinstance(part, PerReplica) for part in parts)
 
 
 def _whole(value: Any, shape: tuple[int, ...]) -> Any:
@@ -268,14 +324,14 @@ class OnReadKind(Kind):
     def copies(self, ref: Any) -> Any:
         """The copies."""
         if self._in_step():
-            (axis_name,) = _axes()
+            (axis_name,) = _this_strategy().mesh.axis_names
             return _values.of_local(ref[...][0], axis_name)
         return PerReplica(ref[...])
 
     @property
     def has_one_value(self) -> bool:
-        """With an aggregation."""
-        return self.aggregation is not NONE
+        """With an aggregation, or with one copy only."""
+        return self.aggregation is not NONE or self.mesh.size == 1
 
     def host_copies(self, held: jax.Array) -> list[np.ndarray]:
         """One per replica."""
@@ -283,12 +339,15 @@ class OnReadKind(Kind):
 
     def read(self, ref: Any, side: Side) -> jax.Array:
         """This replica's copy, or outside `run` what the copies combine to."""
-        if side is not Side.CROSS and self._in_step():
-            return ref[...][0]
-        return self._combined(ref)
+        if side is Side.CROSS:
+            return self._combined(ref)
+        if not self._in_step():
+            # `extended.update` works on all copies at once, and here is one of many.
+            raise _step.NeedsProgram
+        return ref[...][0]
 
     def _combined(self, ref: Any) -> jax.Array:
-        if self.aggregation is NONE:
+        if not self.has_one_value:
             raise ValueError(
                 f"Variable {self.name!r} has a copy per replica and aggregation NONE, "
                 "so it has no value outside `run`. Make it with "
@@ -296,70 +355,75 @@ class OnReadKind(Kind):
                 "copies with `strategy.experimental_local_results(variable)`."
             )
         if self._in_step():
-            return _aggregation.across(self.aggregation, ref[...][0], _axes())
-        copies, where = ref[...], _mesh.replicated(self.mesh)
-        with _together.exchanging(f"the value of variable {self.name!r}", copies):
-            return _combiner(self.aggregation, where)(copies)
+            own = ref[...][0]
+            if self.mesh.size == 1:
+                return own
+            return _aggregation.across(self.aggregation, own, _this_strategy())
+        assert self.owner is not None, "ordinary variables are mirrored ones"
+        with _together.exchanging(f"the value of variable {self.name!r}", ref[...]):
+            return _aggregation.of_copies(self.aggregation, ref[...], self.owner)
 
-    def write(self, ref: Any, side: Side, value: Any, how: str) -> Any:
+    def write(self, ref: Any, side: Side, value: Any, change: Change) -> Any:
         """Change this replica's copy, or outside `run` all of them."""
         if self._in_step():
-            return self._write_in_step(ref, side, value, how)
+            return self._write_in_step(ref, side, value, change)
+        if side is Side.UPDATE:
+            raise _step.NeedsProgram
         old = ref[...]
-        value = _whole(value, old.shape[1:])
+        shape, dtype = old.shape[1:], old.dtype
+        value = _whole(value, shape)
         if isinstance(value, PerReplica):
-            stacked = _values.contents(value)
-            given = self._checked(stacked, old.shape, old.dtype)
+            wanted = (old.shape[0], *change.shape(shape, dtype))
+            given = self._checked(_values.contents(value), wanted, dtype)
         else:
-            value = self._checked(value, old.shape[1:], old.dtype)
+            value = self._checked_part(value, shape, dtype, change)
             value = _mesh.put_same(value, _mesh.replicated(self.mesh))
-            is_update = side is Side.UPDATE
-            given = self._for_each(value) if is_update else self._to_each(value, how)
+            given = self._to_each(value, change)
         given = _mesh.put(given, self.sharding)
-        new = _mesh.put(_changed(old, given, how), self.sharding)
+        new = _mesh.put(jax.vmap(change.applied)(old, given), self.sharding)
         ref[...] = new
         return self._combined(ref) if self.has_one_value else PerReplica(new)
 
-    def _write_in_step(self, ref: Any, side: Side, value: Any, how: str) -> jax.Array:
+    def scatter(self, ref: Any, side: Side, rows: Any, change: Change) -> Any:
+        """Not defined: its copies have no rows together."""
+        raise NotImplementedError(
+            f"`{change.method}` is not defined for variable {self.name!r}, which has a "
+            "copy per replica (synchronization ON_READ). In `run` change this "
+            "replica's copy: `v.assign(v.value().at[indices].add(values))`."
+        )
+
+    def _write_in_step(
+        self, ref: Any, side: Side, value: Any, change: Change
+    ) -> jax.Array:
         shape = ref.shape[1:]
         value = _whole(value, shape)
         if isinstance(value, PerReplica):
             value = _values.to_local(value)
         elif side is Side.CROSS:
-            first, other = self._parts(self._checked(value, shape, ref.dtype), how)
-            is_first = jax.lax.axis_index(_axes()) == 0
+            value = self._checked_part(value, shape, ref.dtype, change)
+            first, other = self._parts(value, change)
+            is_first = jax.lax.axis_index(_this_strategy().mesh.axis_names) == 0
             value = jnp.where(is_first, first, other)
-        given = self._checked(value, shape, ref.dtype)
-        new = _changed(ref[...][0], given, how)
+        given = self._checked_part(value, shape, ref.dtype, change)
+        new = change.applied(ref[...][0], given)
         ref[...] = new[None]
         return new
 
-    def _parts(self, value: jax.Array, how: str) -> tuple[jax.Array, jax.Array]:
+    def _parts(self, value: jax.Array, change: Change) -> tuple[jax.Array, jax.Array]:
         """What the first copy, and each other one, takes of a `value` for all."""
-        if self.aggregation is NONE:
+        if not self.has_one_value:
             raise ValueError(
                 f"Variable {self.name!r} has a copy per replica and aggregation NONE, "
-                f"so `{how}` outside `run` does not say which copies should change. "
-                "Assign in `run`, or give the variable an aggregation."
+                f"so `{change.method}` outside `run` does not say which copies should "
+                "change. Assign in `run`, or give the variable an aggregation."
             )
-        if how == "assign":
+        if change.operation == "set":
             return _aggregation.shares(self.aggregation, value, self.mesh.size)
         if self.aggregation is VariableAggregation.SUM:
             return value, jnp.zeros_like(value)
         return value, value
 
-    def _to_each(self, value: jax.Array, how: str) -> jax.Array:
-        first, other = self._parts(value, how)
-        return self._for_each(other).at[0].set(first)
-
-    def _for_each(self, value: jax.Array) -> jax.Array:
-        copies = jnp.broadcast_to(value, (self.mesh.size, *value.shape))
-        return _mesh.put(copies, self.sharding)
-
-
-@functools.cache
-def _combiner(aggregation: VariableAggregation, where: NamedSharding) -> Any:
-    def combined(copies: jax.Array) -> jax.Array:
-        return _aggregation.of_copies(aggregation, copies)
-
-    return jax.jit(combined, out_shardings=where)
+    def _to_each(self, value: jax.Array, change: Change) -> jax.Array:
+        first, other = self._parts(value, change)
+        copies = jnp.broadcast_to(other, (self.mesh.size, *other.shape))
+        return _mesh.put(copies, self.sharding).at[0].set(first)

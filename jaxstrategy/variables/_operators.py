@@ -2,86 +2,103 @@
 
 from __future__ import annotations
 
+import abc
 import operator
 from typing import Any
+
+import numpy as np
 
 _BINARY = "add sub mul truediv floordiv mod pow matmul lt le gt ge and or xor"
 _BINARY += " lshift rshift"
 _UNARY = "neg pos abs invert"
 
 
-class Operators:
-    """Operators and conversions of the object's `value`."""
+class Operators(abc.ABC):
+    """Operators and conversions of the object's `value()`."""
 
-    value: Any
+    @abc.abstractmethod
+    def value(self) -> Any:
+        """What the object stands for."""
 
     # A NumPy array on the left leaves the operation to us, as it does to a JAX array.
     __array_priority__ = 100
 
     def __jax_array__(self) -> Any:
-        return self.value
+        return self.value()
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
-        return self.value.__array__(dtype)
+        return self.value().__array__(dtype)
 
     def __getitem__(self, index: Any) -> Any:
-        return self.value[index]
+        return self.value()[index]
 
     def __len__(self) -> int:
-        return len(self.value)
+        return len(self.value())
 
     def __iter__(self) -> Any:
-        return iter(self.value)
+        return iter(self.value())
 
     def __bool__(self) -> bool:
-        return bool(self.value)
+        return bool(self.value())
 
     def __int__(self) -> int:
-        return int(self.value)
+        return int(self.value())
 
     def __float__(self) -> float:
-        return float(self.value)
+        return float(self.value())
 
     def __complex__(self) -> complex:
-        return complex(self.value)
+        return complex(self.value())
+
+    def _equal(self, other: object) -> Any:
+        return self.value() == _comparable(other)
+
+    def _unequal(self, other: object) -> Any:
+        return self.value() != _comparable(other)
 
     def __index__(self) -> int:
-        return operator.index(self.value)
+        return operator.index(self.value())
 
     def __divmod__(self, other: Any) -> Any:
-        return divmod(self.value, _plain(other))
+        return divmod(self.value(), _plain(other))
 
     def __rdivmod__(self, other: Any) -> Any:
-        return divmod(other, self.value)
+        return divmod(other, self.value())
 
     def __round__(self, digits: int | None = None) -> Any:
-        return round(self.value, digits)
+        return round(self.value(), digits)
 
     def __format__(self, form: str) -> str:
-        return format(self.value, form) if form else str(self)
+        return format(self.value(), form) if form else str(self)
+
+
+def _comparable(other: Any) -> Any:
+    # To `==` of an array a list is something else than an array, and never equal.
+    other = _plain(other)
+    return np.asarray(other) if isinstance(other, (list, tuple)) else other
 
 
 def _plain(other: Any) -> Any:
-    return other.value if isinstance(other, Operators) else other
+    return other.value() if isinstance(other, Operators) else other
 
 
 def _forward(function: Any) -> Any:
     def apply(self: Operators, other: Any) -> Any:
-        return function(self.value, _plain(other))
+        return function(self.value(), _plain(other))
 
     return apply
 
 
 def _reflected(function: Any) -> Any:
     def apply(self: Operators, other: Any) -> Any:
-        return function(other, self.value)
+        return function(other, self.value())
 
     return apply
 
 
 def _alone(function: Any) -> Any:
     def apply(self: Operators) -> Any:
-        return function(self.value)
+        return function(self.value())
 
     return apply
 

@@ -77,6 +77,37 @@ _updating: contextvars.ContextVar[bool] = contextvars.ContextVar(
     "jaxstrategy_updating", default=False
 )
 
+
+class NeedsProgram(BaseException):  # which no `except Exception` of a function takes
+    """`extended.update` came to one copy of an on-read variable, outside of a step."""
+
+
+_before: contextvars.ContextVar[dict[int, tuple[Any, Any]] | None]
+_before = contextvars.ContextVar("jaxstrategy_values_before", default=None)
+
+
+@contextlib.contextmanager
+def undone_for_program() -> Iterator[None]:
+    """Undo what is assigned in the block if it ends with `NeedsProgram`."""
+    before: dict[int, tuple[Any, Any]] = {}
+    token = _before.set(before)
+    try:
+        yield
+    except NeedsProgram:
+        for cell, value in before.values():
+            cell[...] = value
+        raise
+    finally:
+        _before.reset(token)
+
+
+def about_to_change(cell: Any) -> None:
+    """Keep what `cell` holds, if that may have to be undone."""
+    before = _before.get()
+    if before is not None and id(cell) not in before:
+        before[id(cell)] = cell, cell[...]
+
+
 # Where `colocate_vars_with` wants new variables.
 _mesh: contextvars.ContextVar[Mesh | None] = contextvars.ContextVar(
     "jaxstrategy_colocated", default=None

@@ -13,14 +13,20 @@ from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 
 from jaxstrategy import _contexts, _mesh
-from jaxstrategy._contexts import AbstractStrategy
+from jaxstrategy._contexts import AbstractStrategy, Context
+from jaxstrategy._devices import Device
 from jaxstrategy._errors import ContextError
 from jaxstrategy._options import VariableAggregation, VariableSynchronization
+from jaxstrategy._slices import IndexedSlices
 from jaxstrategy._values import Handle, PerReplica
-from jaxstrategy.variables import _aggregation, _gradients, _registry, _step
+from jaxstrategy.variables import _aggregation, _changes, _gradients, _registry, _step
 from jaxstrategy.variables._cell import Cell
+from jaxstrategy.variables._changes import Change
 from jaxstrategy.variables._kinds import Kind, MirroredKind, OnReadKind
 from jaxstrategy.variables._operators import Operators
+from jaxstrategy.variables._part import VariablePart
+from jaxstrategy.variables._reference import Reference
+from jaxstrategy.variables._scatters import Scatters
 
 _numbers = itertools.count()
 
@@ -29,7 +35,7 @@ InitialValue = Any
 
 @final
 @jax.tree_util.register_pytree_node_class
-class Variable(Operators, Handle):
+class Variable(Operators, Scatters, Handle):
     """A value that steps read and change in place, replicated as its strategy says.
 
     Made inside `strategy.scope()` it belongs to that strategy; made outside any, it
@@ -47,8 +53,9 @@ class Variable(Operators, Handle):
     one that takes another's place is found when the other is gone. A step keeps no
     variable alive; its function may.
 
-    In arithmetic and `jnp` functions a variable stands for its value. Two variables
-    are equal if they are the same one.
+    In arithmetic, comparisons and `jnp` functions a variable stands for its value; only
+    two variables are equal if they are the same one. `v[1:3]` is the value of a part,
+    and `v[1:3].assign(x)` changes it.
 
     Args:
       initial_value: an array, a number, nested lists of numbers, or a function without
@@ -173,19 +180,47 @@ class Variable(Operators, Handle):
         return self._strategy
 
     @property
-    def devices(self) -> tuple[Any, ...]:
+    def distribute_strategy(self) -> AbstractStrategy | None:
+        """The same as `strategy`, under TensorFlow's name."""
+        return self._strategy
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
         """The devices that hold its copies, in replica order."""
         return _mesh.devices_of(self.mesh)
 
-    # Its value.
+    @property
+    def device(self) -> Device:
+        """The device that holds the first of its copies."""
+        return self.devices[0]
 
     @property
+    def is_distributed(self) -> bool:
+        """Whether it belongs to a strategy."""
+        return self._strategy is not None
+
+    def ref(self) -> Reference[Variable]:
+        """A reference that equals those to the same variable, as a key of dicts.
+
+        Variables themselves are hashable, too: `{v: 1}` finds `v` by identity.
+
+        >>> import jaxstrategy as js
+        >>> v = js.Variable(1.0)
+        >>> v.ref() == v.ref(), v.ref().deref() is v
+        (True, True)
+        """
+        return Reference(self)
+
+    # Its value.
+
     def value(self) -> jax.Array:
         """The value: in `run` this replica's, outside that of all replicas.
 
+        In `extended.update` it is that of the copy which is updated.
+
         Raises:
           ValueError: outside `run`, an on-read variable whose aggregation is NONE.
-          ContextError: in another strategy's `run`.
+          ContextError: in another strategy's scope or `run`.
         """
         given = _gradients.value_of(self)
         if given is not None:
@@ -195,13 +230,22 @@ class Variable(Operators, Handle):
 
     def read_value(self) -> jax.Array:
         """The same as `value`."""
-        return self.value
+        return self.value()
 
     def numpy(self) -> np.ndarray:
         """The value as a NumPy array; not inside `run`."""
-        return np.asarray(self.value)
+        return np.asarray(self.value())
 
-    def assign(self, value: Any) -> jax.Array:
+    def __getitem__(self, index: Any) -> VariablePart:
+        return VariablePart(self.value()[index], index, self._write)
+
+    def assign(
+        self,
+        value: Any,
+        use_locking: bool | None = None,
+        name: str | None = None,
+        read_value: bool = True,
+    ) -> Any:
         """Make it `value`; returns the new value.
 
         In `run`, a mirrored variable takes the aggregate of the replicas' values, and
@@ -209,14 +253,27 @@ class Variable(Operators, Handle):
         each replica an equal share, so that it reads as `value`. To gradients the value
         is a constant.
 
+        Args:
+          value: of the variable's shape.
+          use_locking: nothing; here for TensorFlow's sake.
+          name: the same.
+          read_value: whether to return the new value, not None.
+
         Raises:
           ValueError: another shape; or the copies of a mirrored variable would differ.
           TypeError: a dtype that would lose something.
-          ContextError: in another strategy's `run`.
+          ContextError: in another strategy's scope or `run`.
         """
-        return self._write(value, "assign")
+        new = self._write(value, _changes.ASSIGN)
+        return new if read_value else None
 
-    def assign_add(self, delta: Any) -> jax.Array:
+    def assign_add(
+        self,
+        delta: Any,
+        use_locking: bool | None = None,
+        name: str | None = None,
+        read_value: bool = True,
+    ) -> Any:
         """Add `delta`; otherwise as `assign`.
 
         `IndexedSlices` are added to their rows; in `run`, of a mirrored variable with
@@ -224,41 +281,62 @@ class Variable(Operators, Handle):
 
         Outside `run`, of an on-read variable that sums the first copy takes it all.
         """
-        return self._write(delta, "assign_add")
+        new = self._write(delta, _changes.ASSIGN_ADD)
+        return new if read_value else None
 
-    def assign_sub(self, delta: Any) -> jax.Array:
+    def assign_sub(
+        self,
+        delta: Any,
+        use_locking: bool | None = None,
+        name: str | None = None,
+        read_value: bool = True,
+    ) -> Any:
         """Subtract `delta`; otherwise as `assign_add`."""
-        return self._write(delta, "assign_sub")
+        new = self._write(delta, _changes.ASSIGN_SUB)
+        return new if read_value else None
 
     def distributed(self) -> Any:
         """All copies: a mirrored array, or a `PerReplica` if it is on-read."""
         with _step.one_at_a_time:
             return self._kind.copies(self._reference())
 
-    def _write(self, value: Any, how: str) -> jax.Array:
+    def _write(self, value: Any, change: Change) -> Any:
+        return self._written(value, change, self._kind.write)
+
+    def _scatter(self, rows: IndexedSlices, change: Change) -> Any:
+        return self._written(rows, change, self._kind.scatter)
+
+    def _written(self, value: Any, change: Change, write: Callable[..., Any]) -> Any:
         if _gradients.value_of(self) is not None:
             raise ValueError(
                 f"Variable {self._name!r} was assigned inside the function whose "
                 "gradient with respect to it is taken. Assign it afterwards."
             )
         with _step.one_at_a_time:
-            return self._kind.write(self._reference(), _step.side(), value, how)
+            ref = self._reference()
+            if ref is self._cell:
+                _step.about_to_change(ref)
+            return write(ref, _step.side(), value, change)
 
     def _reference(self) -> Any:
+        self._check_strategy(_contexts.current())
         step = _step.tracing()
         if step is None:
             return self._cell
-        current = _contexts.current()
-        assert current is not None, "a step has a context"
-        if self._strategy is not None and self._strategy is not current.strategy:
-            raise ContextError(
-                f"Variable {self._name!r} belongs to {self._strategy!r}, but was used "
-                f"in a step of {current.strategy!r}. Make it in the scope of the "
-                "strategy that runs the step, or outside of any scope."
-            )
         ref = step.reference(self)
         assert ref is not None, "variables are made before the step or by it"
         return ref
+
+    def _check_strategy(self, current: Context | None) -> None:
+        if current is None or self._strategy in (None, current.strategy):
+            return
+        where = "a step" if current.in_step else "the scope"
+        if not current.strategy.is_default:
+            raise ContextError(
+                f"Variable {self._name!r} belongs to {self._strategy!r}, but was used "
+                f"in {where} of {current.strategy!r}. Make it in the scope of the "
+                "strategy that uses it, or outside of any scope."
+            )
 
     # Where it is, for the programs of steps.
 
@@ -306,8 +384,13 @@ class Variable(Operators, Handle):
     def __hash__(self) -> int:
         return id(self)
 
-    def __eq__(self, other: object) -> bool:
-        return self is other
+    def __eq__(self, other: object) -> Any:
+        # By identity between two, so that lists and sets of variables find them.
+        return self is other if isinstance(other, Variable) else self._equal(other)
+
+    def __ne__(self, other: object) -> Any:
+        is_variable = isinstance(other, Variable)
+        return self is not other if is_variable else self._unequal(other)
 
     def __copy__(self) -> Self:
         return self
@@ -338,7 +421,7 @@ class Variable(Operators, Handle):
     def tree_flatten(self) -> tuple[tuple[jax.Array], None]:
         """The value, for JAX; all copies of a variable that has no one value."""
         has_one = _step.side() is not _step.Side.CROSS or self._kind.has_one_value
-        return (self.value if has_one else self.distributed(),), None
+        return (self.value() if has_one else self.distributed(),), None
 
     @classmethod
     def tree_unflatten(cls, auxiliary: None, children: tuple[Any]) -> Any:
@@ -363,11 +446,12 @@ def _kind(
     if owner is None:
         # The one copy cannot differ from others, and is what all of them combine to.
         aggregation = VariableAggregation.NONE if on_read else aggregation
-        return MirroredKind(name, aggregation, _mesh.mesh_of(jax.local_devices()[:1]))
+        mesh = _mesh.mesh_of(jax.local_devices()[:1])
+        return MirroredKind(name, aggregation, mesh, None)
     if on_read:
-        return OnReadKind(name, aggregation, owner.mesh)
+        return OnReadKind(name, aggregation, owner.mesh, owner)
     mesh = _step.colocating() or owner.parameter_mesh
-    return MirroredKind(name, aggregation, mesh)
+    return MirroredKind(name, aggregation, mesh, owner)
 
 
 def _start(initial_value: Any, dtype: Any, name: str) -> jax.Array:

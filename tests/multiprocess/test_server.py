@@ -97,7 +97,7 @@ w = strategy.mirror(np.arange(3.0))
 assert local.reduce("sum", w).sum() == 6  # what all have, two times
 with local.scope():
     v = js.Variable(float(RANK))
-assert float(v.value) == RANK  # and not process 0's
+assert float(v.value()) == RANK  # and not process 0's
 for batch in local.experimental_distribute_dataset(js.batches(np.arange(4.0), 4)):
     assert float(local.reduce("sum", batch, axis=0)) == 6
 for i in range(RANK + 1):  # in its own time

@@ -214,28 +214,28 @@ def mirrored_variables(s):
     with s.scope():
         v = js.Variable(np.float32(5 + own))  # process 0's counts
         w = js.Variable(np.zeros(2, np.float32), aggregation="mean")
-    seen = [float(v.value)]
+    seen = [float(v.value())]
 
     @s.run
     def step(x):
         v.assign_add(1.0)
         w.assign(x)
-        return v.value
+        return v.value()
 
     x = versions(s, (2,))
     seen.append(float(step(s.per_replica(x))))
-    np.testing.assert_allclose(w.value, x.mean(0), rtol=1e-5)
+    np.testing.assert_allclose(w.value(), x.mean(0), rtol=1e-5)
     v.assign(20.0 + own)
-    seen.append(float(v.value))
+    seen.append(float(v.value()))
     v.assign_add(2.0)
-    seen.append(float(v.value))
+    seen.append(float(v.value()))
     s.extended.update(v, lambda v, a: v.assign_sub(a), args=(1.0,))
-    seen.append(float(v.value))
+    seen.append(float(v.value()))
     s.assert_in_sync(v)
     assert seen == [5, 6, 20, 22, 21]
     here = [d for d in s.devices if d.process_index == own]
     assert len(s.experimental_local_results(v)) == len(here)
-    return {"seen": seen, "w": w.value, "host": js.to_host(w)}
+    return {"seen": seen, "w": w.value(), "host": js.to_host(w)}
 
 
 @check
@@ -254,15 +254,15 @@ def on_read_variables(s):
         apart.assign(jnp.stack([i, -i]))
 
     s.run(step)
-    seen = [float(total.value), float(mean.value)]
+    seen = [float(total.value()), float(mean.value())]
     assert seen == [n * (n + 1) / 2, 1 + (n + 1) / 2]
     copies = s.experimental_local_results(apart)
     total.assign(12.0)
     mean.assign(3.0 + own)
-    seen += [float(total.value), float(mean.value)]
+    seen += [float(total.value()), float(mean.value())]
     assert seen[2:] == [12, 3]
     total.assign_add(1.0)
-    seen.append(float(total.value))
+    seen.append(float(total.value()))
     assert seen[-1] == 13
     return {"own": copies, "seen": seen, "all": js.to_host(apart)}
 
@@ -374,8 +374,8 @@ def some_rows(s):
         v = js.Variable(np.zeros((4, 3), np.float32), aggregation="sum")
     s.run(lambda i: v.assign_add(js.IndexedSlices(
         jnp.ones((2, 3)) * (i + 1), jnp.array([0, 2]), (4, 3))), (ids,))  # fmt: skip
-    np.testing.assert_allclose(v.value, wanted)
-    return {"dense": rows.to_dense(), "variable": v.value}
+    np.testing.assert_allclose(v.value(), wanted)
+    return {"dense": rows.to_dense(), "variable": v.value()}
 
 
 @check
@@ -459,7 +459,7 @@ def reading(s):
     assert float(same) == 2.5 and f"{float(same):.1f}" == "2.5" and same.item() == 2.5
     assert f"{same:.2f}" == "2.50" and int(s.mirror(3)) == 3 and bool(s.mirror(1))
     assert np.asarray(same) == 2.5 and jax.device_get(same) == 2.5
-    assert float(c.value) == s.num_replicas_in_sync and float(v) == 3.0
+    assert float(c.value()) == s.num_replicas_in_sync and float(v) == 3.0
     host = js.to_host({"x": value, "same": same, "v": v, "c": c, "n": 1, "t": "t"})
     np.testing.assert_array_equal(host["x"], x)
     host["sum"] = float(same + same)  # with plain jax.numpy

@@ -35,7 +35,7 @@ def main():
         "mirrored": lambda: s.mirror(np.zeros(3 + own)),
         "a step and a value": lambda: s.run(total, (x,)) if own else s.mirror(2.0),
         "to_host": lambda: js.to_host(x if own else large),
-        "reading": lambda: js.to_host(x) if own else c.value,
+        "reading": lambda: js.to_host(x) if own else c.value(),
         "assigning": lambda: c.assign(1.0) if own else v.assign(jnp.ones(2)),
     }
     factor = 2.0 + own  # compiled in

@@ -1,0 +1,58 @@
+"""Which copies of which variable `experimental_local_results` has given away.
+
+A copy is a plain array. It is known by identity: as long as somebody holds it and the
+variable has not changed, the same object is given again.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from jaxstrategy import _values
+from jaxstrategy._values import Handle, PerReplica
+
+# The array of all copies that a variable had, and its copies.
+_given: weakref.WeakKeyDictionary[Handle, tuple[Any, list[Any]]]
+_given = weakref.WeakKeyDictionary()
+# By the `id` of a copy: it, and its variable.
+_owners: dict[int, tuple[weakref.ref[jax.Array], weakref.ref[Handle]]] = {}
+
+
+def of(
+    variable: Handle, held: Any, divide: Callable[[Any], tuple[Any, ...]]
+) -> tuple[Any, ...]:
+    """The copies of `variable` in this process.
+
+    Args:
+      variable: whose.
+      held: what holds all copies, as `distributed` gives it.
+      divide: makes the copies of that.
+    """
+    array = _values.contents(held) if isinstance(held, PerReplica) else held
+    if not _values.is_placed(array):
+        return divide(held)
+    whole, known = _given.get(variable, (None, []))
+    copies = tuple(copy() for copy in known)
+    if (
+        whole is not None
+        and whole() is array
+        and all(copy is not None for copy in copies)
+    ):
+        return copies
+    copies = divide(held)
+    _given[variable] = weakref.ref(array), [weakref.ref(copy) for copy in copies]
+    for copy in copies:
+        key = id(copy)
+        gone = weakref.ref(copy, lambda _, key=key: _owners.pop(key, None))
+        _owners[key] = gone, weakref.ref(variable)
+    return copies
+
+
+def owner_of(value: Any) -> Any:
+    """The variable of which `value` is a copy, None of other values."""
+    found = _owners.get(id(value))
+    return found[1]() if found is not None and found[0]() is value else None
