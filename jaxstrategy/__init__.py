@@ -42,6 +42,9 @@ from jaxstrategy._errors import NonFiniteError as NonFiniteError
 from jaxstrategy._errors import (
     NotMirroredError as NotMirroredError,
 )
+from jaxstrategy._errors import (
+    NotMirroredVariableError as NotMirroredVariableError,
+)
 from jaxstrategy._errors import NotMirroredWarning as NotMirroredWarning
 from jaxstrategy._errors import ObjectError as ObjectError
 from jaxstrategy._errors import OutOfRangeError as OutOfRangeError

@@ -59,6 +59,15 @@ class NotMirroredError(RuntimeError):
         self.line = line
 
 
+class NotMirroredVariableError(NotMirroredError, ValueError):
+    """A step assigns a mirrored variable a value that may differ between replicas.
+
+    Attributes:
+      path: the variable's name.
+      line: `file:line: code` of where the value began to vary, None if unknown.
+    """
+
+
 class NotMirroredWarning(UserWarning):
     """State goes into a step equal on all replicas and comes out different on each."""
 

@@ -32,6 +32,17 @@ def collectives(strategy, fn, *args):
     return [(each.operation, each.dtypes) for each in found.collectives]
 
 
+def test_statistics_go_through_the_strategys_operations():
+    ops = Noted()
+    strategy = js.MirroredStrategy(jax.devices()[:4], cross_device_ops=ops)
+    x = strategy.per_replica(np.arange(8, dtype=np.float32).reshape(4, 2))
+    with strategy.scope():
+        found = js.flax.average_statistics({"mean": x, "steps": 3})
+    assert found["mean"].tolist() == [3, 4] and found["steps"] == 3
+    assert [call[:2] for call in ops.calls] == [(js.ReduceOp.MEAN, (2,))]
+    assert js.flax.average_statistics(x).tolist() == [3, 4]
+
+
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_variables_go_through_the_strategys_operations(aggregation):
     ops = Noted()

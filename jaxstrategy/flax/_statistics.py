@@ -12,7 +12,11 @@ from jax import lax
 from jaxstrategy import _mesh, _values
 from jaxstrategy._options import ReduceOp
 from jaxstrategy._values import PerReplica, PyTree
-from jaxstrategy.strategies._current import get_replica_context, has_strategy
+from jaxstrategy.strategies._current import (
+    get_replica_context,
+    get_strategy,
+    has_strategy,
+)
 
 Groups = Sequence[Sequence[int]] | None
 
@@ -54,7 +58,11 @@ def average_statistics(statistics: PyTree) -> PyTree:
         return replica.all_reduce(ReduceOp.MEAN, statistics)
 
     def average(leaf: Any) -> Any:
-        return leaf.stacked.mean(0) if isinstance(leaf, PerReplica) else leaf
+        if not isinstance(leaf, PerReplica):
+            return leaf
+        # Outside of scopes it is not known whose replicas they are.
+        known = has_strategy()
+        return get_strategy().reduce("mean", leaf) if known else leaf.stacked.mean(0)
 
     return _values.map_leaves(average, statistics)
 

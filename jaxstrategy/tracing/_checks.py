@@ -16,6 +16,7 @@ from jaxstrategy._errors import (
     DivergentCollectiveError,
     DoubleReductionWarning,
     NotMirroredError,
+    NotMirroredVariableError,
     NotMirroredWarning,
 )
 from jaxstrategy._options import is_function
@@ -37,7 +38,7 @@ def check(step: TracedStep, expect_mirrored: Any, told: set[type[Warning]]) -> N
       told: which warnings that are given once were given before; added to.
 
     Raises:
-      ValueError: a mirrored variable is given a varying value.
+      NotMirroredVariableError: a mirrored variable is given a varying value.
       DivergentCollectiveError: a varying value decides whether a collective is reached.
       NotMirroredError: a result that should be mirrored is not.
       ValueError: `expect_mirrored` does not fit the results.
@@ -185,17 +186,20 @@ def _or_unknown(line: Line | None) -> str:
 # Mirrored variables whose copies would differ.
 
 
-def drifting_variables(step: TracedStep) -> Iterator[ValueError]:
+def drifting_variables(step: TracedStep) -> Iterator[NotMirroredVariableError]:
     """One for each mirrored variable that is given something that varies."""
     for name, must_agree, state in step.variables:
         if must_agree and state is not None and state.varies:
-            yield ValueError(
+            line = step.began(state)
+            yield NotMirroredVariableError(
                 f"Variable {name!r} is mirrored, but `{step.name}` assigns it a value "
                 "that may differ between replicas: its copies would drift apart.\n"
                 f"  the value varies since: {step.why(state)}\n"
                 "Reduce it first, or make the variable with an `aggregation` "
                 "('sum', 'mean', 'only_first_replica'), or with "
-                "`synchronization='on_read'` if each replica is to have its own."
+                "`synchronization='on_read'` if each replica is to have its own.",
+                path=name,
+                line=line and str(line),
             )
 
 

@@ -16,7 +16,7 @@ import jax
 from jax.sharding import Mesh
 
 from jaxstrategy import _values
-from jaxstrategy._errors import NotMirroredError
+from jaxstrategy._errors import NotMirroredError, NotMirroredVariableError
 from jaxstrategy._options import RunOptions
 from jaxstrategy._values import PyTree
 from jaxstrategy.tracing import _checks, _objects, _recompilation, _roles
@@ -263,6 +263,8 @@ def _called(
     """
     try:
         returned, parts = programs(args, kwargs)
+    except NotMirroredVariableError:
+        raise  # is about no result
     except NotMirroredError as error:
         raise _objects.explained(error) from error
     binding.store(parts)
