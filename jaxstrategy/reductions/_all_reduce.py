@@ -82,6 +82,22 @@ def floating(array: jax.Array) -> jax.Array:
     return array if jnp.issubdtype(array.dtype, jnp.inexact) else array.astype(float)
 
 
+def empty(op: ReduceOp, array: jax.Array) -> jax.Array:
+    """What an array without elements is reduced to, with nothing to tell others."""
+    return jnp.zeros_like(floating(array) if op is ReduceOp.MEAN else array)
+
+
+def unfolded(array: jax.Array) -> jax.Array:
+    """`array`, with nothing known of it while it is compiled if it is complex.
+
+    XLA computes the sum over replicas of a constant while it compiles, and ends the
+    process if that is complex (jaxlib 0.10.2 to 0.12). A sum of no rows is a constant,
+    as is the gradient of a sum; so results need this, too.
+    """
+    is_complex = jnp.issubdtype(array.dtype, jnp.complexfloating)
+    return lax.optimization_barrier(array) if is_complex else array
+
+
 def _dimensions(axis: Sequence[int], rank: int) -> tuple[int, ...]:
     for dimension in axis:
         if not -rank <= dimension < rank:

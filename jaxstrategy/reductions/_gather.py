@@ -35,4 +35,9 @@ def all_gather(value: Any, axis: int, axes: Axes) -> jax.Array:
         )
     if not axes:
         return array
-    return lax.all_gather(array, axes, axis=axis % array.ndim, tiled=True)
+    axis %= array.ndim
+    if array.size == 0:  # XLA refuses to join nothing
+        longer = array.shape[axis] * lax.axis_size(axes)
+        shape = (*array.shape[:axis], longer, *array.shape[axis + 1 :])
+        return jnp.zeros(shape, array.dtype)
+    return lax.all_gather(array, axes, axis=axis, tiled=True)

@@ -14,7 +14,13 @@ from jax import lax
 from jaxstrategy._options import CommunicationImplementation as Implementation
 from jaxstrategy._options import CommunicationOptions, ReduceOp
 from jaxstrategy.reductions import _sums
-from jaxstrategy.reductions._all_reduce import checked, extreme, floating
+from jaxstrategy.reductions._all_reduce import (
+    checked,
+    empty,
+    extreme,
+    floating,
+    unfolded,
+)
 from jaxstrategy.reductions._packing import AbstractPacking, Packing, in_packs
 from jaxstrategy.reductions._sums import Axes, Groups, Sum
 
@@ -62,6 +68,8 @@ class Plan:
           TypeError: a dtype cannot be reduced with `op`.
         """
         arrays = [checked(op, value) for value in values]
+        if any(array.size == 0 for array in arrays):
+            return self._without_empty(op, arrays, axes)
         if op in (ReduceOp.MIN, ReduceOp.MAX):
             return in_packs(
                 lambda x: extreme(op, x, axes, self.groups), arrays, self.packing
@@ -72,10 +80,20 @@ class Plan:
             return arrays
         divisor = self._members(axes) if op is ReduceOp.MEAN else 1
         wide = [array.astype(self._dtype_for(array)) for array in arrays]
-        sums = in_packs(lambda x: self.sum(x, axes, divisor), wide, self.packing)
+        sums = in_packs(
+            lambda x: unfolded(self.sum(unfolded(x), axes, divisor)),
+            wide,
+            self.packing,
+        )
         return [
             done.astype(array.dtype) for done, array in zip(sums, arrays, strict=True)
         ]
+
+    def _without_empty(
+        self, op: ReduceOp, arrays: Sequence[jax.Array], axes: Axes
+    ) -> list[Any]:
+        reduced = iter(self.reduce(op, [x for x in arrays if x.size], axes))
+        return [next(reduced) if x.size else empty(op, x) for x in arrays]
 
     def within(self, groups: Groups | None) -> Plan:
         """The same, but over the replicas of each group."""
