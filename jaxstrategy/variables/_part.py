@@ -45,7 +45,7 @@ class VariablePart(Operators):
     def assign(
         self,
         value: Any,
-        use_locking: bool | None = None,
+        use_locking: bool = False,
         name: str | None = None,
         read_value: bool = True,
     ) -> jax.Array | None:
@@ -65,7 +65,7 @@ class VariablePart(Operators):
     def assign_add(
         self,
         delta: Any,
-        use_locking: bool | None = None,
+        use_locking: bool = False,
         name: str | None = None,
         read_value: bool = True,
     ) -> jax.Array | None:
@@ -75,7 +75,7 @@ class VariablePart(Operators):
     def assign_sub(
         self,
         delta: Any,
-        use_locking: bool | None = None,
+        use_locking: bool = False,
         name: str | None = None,
         read_value: bool = True,
     ) -> jax.Array | None:

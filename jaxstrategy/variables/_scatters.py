@@ -5,8 +5,17 @@ from __future__ import annotations
 import abc
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 from jaxstrategy._slices import IndexedSlices
 from jaxstrategy.variables._changes import SCATTERS, Change
+from jaxstrategy.variables._part import VariablePart
+
+
+def _index(indices: Any) -> tuple[jax.Array, ...]:
+    """TensorFlow's indices `[..., k]` as those of an array, one for each dimension."""
+    return tuple(jnp.moveaxis(jnp.asarray(indices), -1, 0))
 
 
 class Scatters(abc.ABC):
@@ -21,6 +30,55 @@ class Scatters(abc.ABC):
     @abc.abstractmethod
     def _scatter(self, rows: IndexedSlices, change: Change) -> Any:
         """Change these rows; returns the new value."""
+
+    @abc.abstractmethod
+    def __getitem__(self, index: Any) -> VariablePart:
+        """A part, which can be assigned."""
+
+    def sparse_read(self, indices: Any, name: str | None = None) -> jax.Array:
+        """The rows at `indices`, whole numbers of any shape `[...]`: `[..., row]`."""
+        return self[jnp.asarray(indices)].value()
+
+    def gather_nd(self, indices: Any, name: str | None = None) -> jax.Array:
+        """The entries at `indices`, `[..., k]`: the first k dimensions' indices each.
+
+        >>> import jaxstrategy as js
+        >>> js.Variable([[1.0, 2.0], [3.0, 4.0]]).gather_nd([[0, 1], [1, 0]])
+        Array([2., 3.], dtype=float32)
+        """
+        return self[_index(indices)].value()
+
+    def scatter_nd_add(
+        self, indices: Any, updates: Any, name: str | None = None
+    ) -> jax.Array | None:
+        """Add `updates` to the entries at `indices`, as `gather_nd` has them.
+
+        All copies change in the same way, as by `variable[index].assign_add`.
+
+        Returns:
+          The new value of the whole variable.
+
+        Raises:
+          ValueError: another shape; or the copies of a mirrored variable would differ.
+          TypeError: a dtype that would lose something.
+
+        >>> import jaxstrategy as js
+        >>> js.Variable([1.0, 2.0, 3.0]).scatter_nd_add([[0], [2]], [10.0, 20.0])
+        Array([11.,  2., 23.], dtype=float32)
+        """
+        return self[_index(indices)].assign_add(updates)
+
+    def scatter_nd_sub(
+        self, indices: Any, updates: Any, name: str | None = None
+    ) -> jax.Array | None:
+        """Subtract `updates`; otherwise as `scatter_nd_add`."""
+        return self[_index(indices)].assign_sub(updates)
+
+    def scatter_nd_update(
+        self, indices: Any, updates: Any, name: str | None = None
+    ) -> jax.Array | None:
+        """Make them `updates`; otherwise as `scatter_nd_add`."""
+        return self[_index(indices)].assign(updates)
 
     def scatter_add(
         self,

@@ -242,7 +242,7 @@ class Variable(Operators, Scatters, Handle):
     def assign(
         self,
         value: Any,
-        use_locking: bool | None = None,
+        use_locking: bool = False,
         name: str | None = None,
         read_value: bool = True,
     ) -> Any:
@@ -270,7 +270,7 @@ class Variable(Operators, Scatters, Handle):
     def assign_add(
         self,
         delta: Any,
-        use_locking: bool | None = None,
+        use_locking: bool = False,
         name: str | None = None,
         read_value: bool = True,
     ) -> Any:
@@ -287,7 +287,7 @@ class Variable(Operators, Scatters, Handle):
     def assign_sub(
         self,
         delta: Any,
-        use_locking: bool | None = None,
+        use_locking: bool = False,
         name: str | None = None,
         read_value: bool = True,
     ) -> Any:
