@@ -130,7 +130,7 @@ def test_a_hello_may_have_64_kilobytes(length, address, attend, pool):
     with peer.call(address) as sock:
         peer.Peer(sock).greet().hear()
         sock.sendall(length.to_bytes(4, "big"))
-        assert peer.read(sock, 1000) == b""
+        assert peer.read(sock, 1000, _caller.HELLO_SECONDS / 2) == b""
     assert meets(zero, attend)
 
 
@@ -239,11 +239,16 @@ def test_more_callers_than_descriptors_do_not_stop_a_job(job, tmp_path):
 
 
 class Full:
-    """A listener of a process that has no descriptors left for a while."""
+    """A listener of a process that has no descriptors left for a while.
 
-    def __init__(self, listener, failures):
+    Args:
+      failures: how many calls fail.
+      first: how many succeed before.
+    """
+
+    def __init__(self, listener, failures, first=0):
         self._listener = listener
-        self._failures = failures
+        self._failures = range(first, first + failures)
         self.calls = 0
 
     def fileno(self):
@@ -251,7 +256,7 @@ class Full:
 
     def accept(self):
         self.calls += 1
-        if self.calls <= self._failures:
+        if self.calls - 1 in self._failures:
             raise OSError(errno.EMFILE, "Too many open files")
         return self._listener.accept()
 
@@ -269,6 +274,18 @@ def test_who_has_no_descriptors_left_waits_before_it_tries_again():
         with peer.call(address), pytest.raises(ClusterError, match="1 of 2 processes"):
             host_of(listener, address, 1.0).meet()
     assert 2 <= listener.calls <= 12
+
+
+def test_who_has_no_descriptors_left_takes_those_of_strangers():
+    with contextlib.ExitStack() as stack:
+        real = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        address = f"127.0.0.1:{real.getsockname()[1]}"
+        listener = Full(real, 1_000_000, first=3)
+        idle = [stack.enter_context(peer.call(address)) for _ in range(5)]
+        with pytest.raises(ClusterError, match="1 of 2 processes"):
+            host_of(listener, address, 1.0).meet()
+        assert all(peer.has_hung_up(sock, 0.1) for sock in idle[:3])
+    assert 3 + 3 <= listener.calls <= 3 + 3 + 12
 
 
 def test_who_has_descriptors_again_goes_on(pool, join):
@@ -290,6 +307,33 @@ def test_the_oldest_stranger_makes_room(address, attend, pool, monkeypatch):
         assert all(peer.has_hung_up(sock) for sock in idle[:2])
         assert not any(peer.has_hung_up(sock, 0.05) for sock in idle[2:])
         assert meets(zero, attend)
+
+
+def test_strangers_that_speak_while_they_make_room(monkeypatch, pool, join):
+    monkeypatch.setattr(_host, "_MOST_STRANGERS", 1)
+    with contextlib.ExitStack() as stack:
+        real = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        real.setblocking(False)
+        address = f"127.0.0.1:{real.getsockname()[1]}"
+        for _ in range(30):
+            stack.enter_context(peer.call(address)).sendall(peer.GREETING)
+        zero = pool.submit(host_of(real, address, 10).meet)
+        one = join(1, 2, address, 10, HELLO)
+        meeting = stack.enter_context(contextlib.closing(zero.result(10)))
+        assert len(meeting.members) == len(one.members) == 2
+
+
+@pytest.mark.parametrize("has_said", [False, True], ids=["greeting", "hello"])
+def test_who_has_to_make_room_calls_again(has_said, address, attend, pool):
+    host, port = endpoint(address)
+    with socket.create_server((host, port)) as listener:
+        one = pool.submit(attend, 1)
+        with listener.accept()[0] as sock:
+            zero = peer.Peer(sock, is_host=True).hear().greet()
+            if has_said:
+                assert zero.receive()["index"] == 1
+    zero = pool.submit(attend, 0)
+    assert len(zero.result(20).members) == len(one.result(20).members) == 2
 
 
 # Messages on the board
