@@ -26,7 +26,16 @@ _ELEMENTWISE |= {"clamp", "stop_gradient"}
 
 def contributions(jaxpr: Any) -> list[Inputs]:
     """For each output of `jaxpr` the inputs that go into it."""
-    jaxpr = plain(jaxpr)
+    return _contributions(plain(jaxpr), {})
+
+
+# What is known of nested jaxprs, by their identity; the outer one holds them.
+_Known = dict[int, list[Inputs]]
+
+
+def _contributions(jaxpr: Any, nested: _Known) -> list[Inputs]:
+    if id(jaxpr) in nested:
+        return nested[id(jaxpr)]
     known: dict[Any, Inputs] = {
         var: frozenset((index,)) for index, var in enumerate(jaxpr.invars)
     }
@@ -37,40 +46,43 @@ def contributions(jaxpr: Any) -> list[Inputs]:
     for eqn in jaxpr.eqns:
         operands = [read(atom) for atom in eqn.invars]
         if any(operands) and not _is_gradient(eqn):
-            outputs = _through(eqn, operands)
+            outputs = _through(eqn, operands, nested)
             known.update(zip(eqn.outvars, outputs, strict=False))
-    return [read(atom) for atom in jaxpr.outvars]
+    nested[id(jaxpr)] = [read(atom) for atom in jaxpr.outvars]
+    return nested[id(jaxpr)]
 
 
 def _is_gradient(eqn: Any) -> bool:
     return "transpose(" in str(eqn.source_info.name_stack)
 
 
-def _through(eqn: Any, operands: list[Inputs]) -> list[Inputs]:
+def _through(eqn: Any, operands: list[Inputs], nested: _Known) -> list[Inputs]:
     name, params = eqn.primitive.name, eqn.params
     if name == "optimization_barrier":
         return operands
     if name in _ELEMENTWISE:
         return [_NONE.union(*operands)]
     if name == "cond":
-        branches = [_called(each, operands[1:]) for each in params["branches"]]
+        rest = operands[1:]
+        branches = [_called(each, rest, nested) for each in params["branches"]]
         return [_NONE.union(*each) for each in zip(*branches, strict=True)]
     if name == "scan":
-        return _called(params["jaxpr"], operands)
+        return _called(params["jaxpr"], operands, nested)
     if name == "while":
-        return _called(params["body_jaxpr"], operands[params["cond_nconsts"] :])
+        rest = operands[params["cond_nconsts"] :]
+        return _called(params["body_jaxpr"], rest, nested)
     for inner in (params.get(key) for key in ("jaxpr", "call_jaxpr", "fun_jaxpr")):
         if inner is not None and len(plain(inner).invars) == len(operands):
-            return _called(inner, operands)
+            return _called(inner, operands, nested)
     return []
 
 
-def _called(jaxpr: Any, operands: Sequence[Inputs]) -> list[Inputs]:
+def _called(jaxpr: Any, operands: Sequence[Inputs], nested: _Known) -> list[Inputs]:
     """The same for the outputs of a jaxpr that is given these operands.
 
     Of a loop, this is the first turn; what goes in at all does so there.
     """
     return [
         _NONE.union(*(operands[index] for index in inner))
-        for inner in contributions(jaxpr)
+        for inner in _contributions(plain(jaxpr), nested)
     ]

@@ -30,7 +30,7 @@ from jaxstrategy.tracing._masks import Masks
 from jaxstrategy.tracing._placement import Placement
 from jaxstrategy.tracing._roles import Role, Signature
 from jaxstrategy.tracing._trace import Trace, check_not_divided, trace
-from jaxstrategy.tracing._traced import TracedStep
+from jaxstrategy.tracing._traced import TracedStep, traced_step
 from jaxstrategy.tracing._translation import translated
 from jaxstrategy.variables import _cell, _gradients, _step
 from jaxstrategy.variables._variable import Variable
@@ -296,11 +296,7 @@ class Program:
 
     def _look(self, done: Trace, finite: Finite) -> Callable[..., Any]:
         """How the trace is evaluated where all values are looked at."""
-        step = self._step_of(done)
-        sources = [
-            step.source(index) if place is not None or step.held_by[index] else None
-            for index, place in enumerate(step.inputs)
-        ]
+        sources = self._step_of(done).sources
         return lambda jaxpr, inputs: finite.evaluate(jaxpr, inputs, sources)
 
     def _watch(self, variables: Sequence[Handle]) -> None:
@@ -349,29 +345,8 @@ class Program:
         return _results.take_apart(returned, self._signature.statics, self._fn_name())
 
     def _step_of(self, done: Trace) -> TracedStep:
-        """What is known about the step."""
-        n = len(self._roles)
-        return TracedStep(
-            name=self._fn_name(),
-            signature=self._signature,
-            label=self._label,
-            donated=self._donated,
-            # Variables are no arguments.
-            inputs=[i if i is not None and i < n else None for i in done.inputs],
-            types=[var.aval for var in done.jaxpr.invars],
-            jaxpr=done.jaxpr,
-            results=done.results,
-            outputs=[atom.aval for atom in done.jaxpr.outvars],
-            findings=done.findings,
-            variables=[
-                (variable.name, variable.copies_must_agree, state)
-                for variable, state in done.contents
-            ],
-            held_by=[
-                None if i is None or i < n else done.variables[i - n].name
-                for i in done.inputs
-            ],
-            num_replicas=self._mesh.size,
+        return traced_step(
+            done, self._fn_name(), self._signature, self._label, self._donated
         )
 
     def _fn(self) -> Callable[..., Any]:

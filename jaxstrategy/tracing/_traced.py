@@ -11,6 +11,7 @@ import jax
 from jaxstrategy._source import Line
 from jaxstrategy.tracing._results import Results
 from jaxstrategy.tracing._roles import Role, Signature
+from jaxstrategy.tracing._trace import Trace
 from jaxstrategy.tracing.replication._state import Findings, State
 
 
@@ -70,6 +71,16 @@ class TracedStep:
         """The user's line where a value began to be what it is."""
         return None if state.site is None else state.site.line
 
+    @property
+    def sources(self) -> list[str | None]:
+        """How messages call the inputs; None of an array that the step captured."""
+        return [
+            None if argument is None and name is None else self.source(index)
+            for index, (argument, name) in enumerate(
+                zip(self.inputs, self.held_by, strict=True)
+            )
+        ]
+
     def why(self, state: State) -> str:
         """Where a value began to vary, in words."""
         line = self.began(state)
@@ -91,3 +102,36 @@ class TracedStep:
 
 
 _COPIES = "which has a copy per replica"
+
+
+def traced_step(
+    done: Trace,
+    name: str,
+    signature: Signature,
+    label: Callable[[int], str],
+    donated: frozenset[int],
+) -> TracedStep:
+    """What is known about a step that was traced; the rest as in `TracedStep`."""
+    n = len(signature.dynamic)
+    places = done.inputs
+    return TracedStep(
+        name=name,
+        signature=signature,
+        label=label,
+        donated=donated,
+        # Variables are no arguments.
+        inputs=[i if i is not None and i < n else None for i in places],
+        types=[var.aval for var in done.jaxpr.invars],
+        jaxpr=done.jaxpr,
+        results=done.results,
+        outputs=[atom.aval for atom in done.jaxpr.outvars],
+        findings=done.findings,
+        variables=[
+            (variable.name, variable.copies_must_agree, state)
+            for variable, state in done.contents
+        ],
+        held_by=[
+            None if i is None or i < n else done.variables[i - n].name for i in places
+        ],
+        num_replicas=done.mesh.size,
+    )

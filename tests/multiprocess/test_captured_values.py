@@ -28,6 +28,9 @@ def test_a_captured_value_that_differs_is_told_before_the_step_begins(job):
             for rank in running.ranks
         )
         assert other == [told, kept]
+        # While they are at it: a NaN of one process is told in both.
+        replica_id, line = told.pop("a NaN")
+        assert replica_id == 1 and "captures.py" in line and "jnp.log(x)" in line
         assert sorted(told) == sorted(f"different: {kind}" for kind in KINDS)
         assert sorted(kept) == sorted(f"same: {kind}" for kind in KINDS)
         for kind, pattern in KINDS.items():

@@ -8,6 +8,8 @@ import numpy as np
 
 import jaxstrategy as js
 
+CHECKED = js.RunOptions(check_finite=True)
+
 
 def main():
     options = js.experimental.CommunicationOptions(timeout_seconds=20)
@@ -51,4 +53,8 @@ def main():
             attempt(f"{name}: {kind}", step)
     x = s.per_replica(np.ones(s.num_replicas_in_sync, np.float32))
     assert float(s.reduce("sum", x)) == s.num_replicas_in_sync  # it goes on
+    try:
+        s.run(lambda x: jnp.log(x), (s.per_replica([1.0, -1.0]),), options=CHECKED)
+    except js.NonFiniteError as error:
+        told["a NaN"] = [*error.replicas, error.line]
     print("told", json.dumps([told, kept]))
