@@ -269,7 +269,7 @@ def require_host(strategy: AbstractStrategy, method: str) -> None:
         return
     where = "`merge_call`" if context.replica is None else "`run`"
     raise ContextError(
-        f"`strategy.{method}` was called in {where}, while a step is traced and no "
+        f"`strategy.{method}` was called inside {where}, while a step is traced and no "
         "value is known yet. Call it outside the step; what the step needs of its "
         "result is passed to it as an argument."
     )

@@ -163,10 +163,12 @@ def test_methods_for_all_replicas_are_errors_inside_run(two, method, call):
 def test_methods_that_place_values_are_to_be_called_outside(two, method, call):
     told = "while a step is traced and no value is known yet. Call it outside the step"
     with pytest.raises(
-        js.ContextError, match=f"`strategy.{method}` was called in `run`, {told}"
+        js.ContextError, match=f"`strategy.{method}` was called inside `run`, {told}"
     ):
         two.run(lambda: call(two))
-    with pytest.raises(js.ContextError, match=f"was called in `merge_call`, {told}"):
+    with pytest.raises(
+        js.ContextError, match=f"was called inside `merge_call`, {told}"
+    ):
         two.run(lambda: js.get_replica_context().merge_call(call))
     assert state() == DEFAULT
 

@@ -449,7 +449,9 @@ def test_a_donated_array(strategy):
 
 def test_inside_a_step(strategy):
     array = strategy.mirror(np.ones(4, np.float32))
-    with pytest.raises(js.ContextError, match="assert_in_sync` was called in `run`"):
+    with pytest.raises(
+        js.ContextError, match="assert_in_sync` was called inside `run`"
+    ):
         strategy.run(lambda: strategy.assert_in_sync(array))
 
     def merge(x):
