@@ -157,6 +157,7 @@ CASES = {
         lambda x, s: lax.custom_linear_solve(
             lambda v: v * (1 + lax.axis_index(AXIS)), s,
             lambda _, b: b / (1 + lax.axis_index(AXIS)), symmetric=True), True),
+    "extremes": (lambda x, s: (s.max(), s.min(), x.max()), [False, False, True]),
     "reduction by several": (
         lambda x, s: [
             lax.reduce((v, v), (0.0, 0.0), lambda p, q: (p[0] + q[0], p[1] * q[1]), (0,)
@@ -332,8 +333,8 @@ def test_one_jitted_function_given_references_of_both_levels(four):
         return reads, a[...], b[...], c[...]
 
     out = varying(four.run(step, (four.per_replica([1.0, 2.0, 3.0, 4.0]),)))
-    # What a reference may hold only ever grows: `a` held x once.
-    assert out == [False, True, False, False, True, False, True]
+    # `a` held x once, and is overwritten; `c` holds x in one of two branches.
+    assert out == [False, True, False, False, False, False, True]
 
 
 def test_a_value_that_goes_through_several_references_in_a_loop(four):
@@ -677,9 +678,14 @@ SMOOTH = [
     lambda a, b: lax.psum(a, AXIS),
     lambda a, b: lax.pmean(b, AXIS),
     lambda a, b: lax.ppermute(a, AXIS, [(0, 2), (1, 0)]),
+    lambda a, b: lax.ppermute(a, AXIS, [(0, 2), (1, 0), (2, 3), (3, 1)]),
     lambda a, b: lax.all_gather(a, AXIS).mean(0),
+    lambda a, b: lax.all_gather(
+        lax.psum_scatter(a, AXIS, tiled=True), AXIS, tiled=True
+    ),
     lambda a, b: lax.psum_scatter(jnp.tile(a, (4, 1)), AXIS),
     lambda a, b: jnp.where(a > 0.3, b, b + 1.0),
+    lambda a, b: jax.nn.relu(a) - jax.nn.silu(b),
     lambda a, b: lax.scan(lambda c, x: (c + b, c * x), a, a, reverse=True)[0],
 ]
 PLAIN = [
@@ -728,6 +734,38 @@ def through_references(f, a, b):
     return lax.fori_loop(0, 3, turn, b) + kept[...]
 
 
+def overwritten(f, a, b):
+    ref = jax.new_ref(a)
+
+    @jax.jit
+    def replace(ref, new):
+        ref[...] = new
+
+    def turn(i, carry):
+        seen = ref[...]
+        replace(ref, f(carry, b))
+        return seen
+
+    replace(ref, b)
+    out = lax.fori_loop(0, 2, turn, a)
+    lax.cond(b[0] > 0.5, lambda: replace(ref, out), lambda: replace(ref, b))
+    return ref[...]
+
+
+def overwritten_in_part(f, a, b):
+    ref = jax.new_ref(a)
+    ref[...] = b
+    ref[1:] = f(a, b)[1:]
+    return ref[...]
+
+
+def ruled(f, a, b):
+    """A function whose derivative is `f`, where it is taken."""
+    made = jax.custom_jvp(lambda x: jnp.sin(x))
+    made.defjvp(lambda p, t: (jnp.sin(p[0]), f(t[0], p[0])))
+    return made(a) + jax.jvp(made, (b,), (a,))[1]
+
+
 def referred_in_branch(f, a, b):
     ref = jax.new_ref(b)
 
@@ -773,6 +811,9 @@ HOLDING_SMOOTH = [
 HOLDING = [
     called_twice,
     through_references,
+    overwritten,
+    overwritten_in_part,
+    ruled,
     referred_in_branch,
     counted_in_test,
     lambda f, a, b: lax.cond(b[0] > 0.3, f, lambda a, b: b * 2.0, a, b),

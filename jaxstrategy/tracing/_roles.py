@@ -115,8 +115,8 @@ def take_apart(
     With `abstract`, a `jax.ShapeDtypeStruct` counts as an array.
 
     Raises:
-      TypeError: a static argument cannot be hashed, or a `PerReplica` holds something
-        else than an array.
+      TypeError: an argument is a `jax.Ref`, a static one cannot be hashed, or a
+        `PerReplica` holds something else than an array.
     """
     nodes, treedef = jax.tree.flatten((args, kwargs), is_leaf=_values.is_whole)
     leaves: list[Any] = []
@@ -124,6 +124,12 @@ def take_apart(
     kept: list[Any] = []
     static_types: list[type] = []
     for index, node in enumerate(nodes):
+        if isinstance(node, jax.Ref):
+            raise TypeError(
+                f"{label(fn, args, kwargs, index)} is a `jax.Ref`, whose memory is on "
+                "one device. Make a `js.Variable` in the strategy's scope, which has a "
+                "copy on each; or pass `ref[...]`, and write what the step returns."
+            )
         role, value = _role(node, abstract)
         if role is Role.STATIC:
             _check_hashable(fn, args, kwargs, index, node)

@@ -188,6 +188,7 @@ def trace(
 
     Raises:
       ValueError: a `while_loop` changes a variable that its condition reads.
+      TypeError: the step captures a reference that is no variable.
     """
     there = list(variables())
     found: list[Results] = []
@@ -219,6 +220,15 @@ def trace(
         closed = jax.make_jaxpr(all_replicas)(*leaves, *values)
     except _MadeVariables:
         return trace(run, leaves, specs, mesh, variables, may_create=False)
+    except AttributeError as error:
+        if "'AbstractRef' object" not in str(error) or not found:
+            raise
+        # shard_map has no rule for references that a function captures.
+        raise TypeError(
+            "The step uses a `jax.Ref` that was made outside of it, whose memory is on "
+            "one device. Make a `js.Variable` in the strategy's scope, which has a "
+            "copy on each; or pass `ref[...]`, and write what the step returns."
+        ) from error
     (step,), (results,) = seen, found
     eqn = closed.jaxpr.eqns[-1]
     if step.used:

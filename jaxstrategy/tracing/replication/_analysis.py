@@ -74,7 +74,8 @@ class Analysis:
             if isinstance(state, Cell) and state.is_written
         }
         outputs = [frame.read(atom) for atom in jaxpr.outvars]
-        return Findings(outputs, frame.collectives, contents)
+        overwritten = frozenset(i for i in contents if inputs[i].is_overwritten)
+        return Findings(outputs, frame.collectives, contents, overwritten)
 
     def in_terms_of_inputs(self, jaxpr: Jaxpr, operands: Sequence[Any]) -> Findings:
         """The findings for operands of these levels, worked out once."""
@@ -226,9 +227,16 @@ class Frame:
         return {var: eqn for eqn in self.jaxpr.eqns for var in eqn.outvars}
 
     def enter(
-        self, jaxpr: Any, operands: Sequence[Any], eqn: Any
+        self, jaxpr: Any, operands: Sequence[Any], eqn: Any, is_certain: bool = True
     ) -> tuple[list[Any], list[Collective]]:
-        """What the jaxpr that `eqn` calls makes of `operands`; its collectives."""
+        """What the jaxpr that `eqn` calls makes of `operands`; its collectives.
+
+        Args:
+          jaxpr: what is called.
+          operands: what is known of its inputs.
+          eqn: what calls it.
+          is_certain: whether it is called exactly once.
+        """
         findings = self.analysis.in_terms_of_inputs(plain(jaxpr), operands)
         before = [content_of(state) for state in operands]
 
@@ -236,7 +244,12 @@ class Frame:
             return _lifted(state, before, eqn)
 
         for index, content in findings.contents.items():
-            self.write(operands[index], lifted(content))
+            cell = operands[index]
+            is_one_name = sum(other is cell for other in operands) == 1
+            if is_certain and is_one_name and index in findings.overwritten:
+                self.overwrite(cell, lifted(content))
+            else:
+                self.write(cell, lifted(content))
         outputs = [
             operands[output.input] if isinstance(output, _SameCell) else lifted(output)
             for output in findings.outputs
@@ -260,6 +273,11 @@ class Frame:
         if _known(after) != _known(cell.content):
             cell.content = after
             self.changes += 1
+
+    def overwrite(self, cell: Cell, state: State | None) -> None:
+        """Note that `cell` holds `state` from now on, and nothing else."""
+        cell.is_written = cell.is_overwritten = True
+        cell.content = content_of(state)
 
     def until_stable(
         self,

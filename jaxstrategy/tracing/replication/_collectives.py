@@ -9,7 +9,12 @@ import jax.numpy as jnp
 
 from jaxstrategy.tracing._site import Site
 from jaxstrategy.tracing.replication._analysis import Frame
-from jaxstrategy.tracing.replication._shares import is_mean, is_share
+from jaxstrategy.tracing.replication._shares import (
+    gathered,
+    gathers_sums,
+    is_mean,
+    is_share,
+)
 from jaxstrategy.tracing.replication._state import (
     SAME,
     Collective,
@@ -80,9 +85,45 @@ def gathering(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
     if not frame.analysis.mentions_replicas(eqn):
         return each(frame, eqn, operands)
     frame.collectives.append(Collective(Site((eqn,))))
+    of_sums = gathers_sums(frame, eqn)
+    whole = State(Level.REDUCED, None, Site((eqn,)), is_direct=True)
     if eqn.params.get("axis_index_groups") is not None:
-        return [_grouped(frame, eqn, join(operands), Level.SAME)]
-    return for_all(eqn, SAME)
+        state = _grouped(frame, eqn, join(operands), Level.SAME)
+        return [whole if of_sums and state is SAME else state]
+    return for_all(eqn, whole if of_sums else SAME)
+
+
+def folding(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
+    """A sum or an extreme along axes of an array, which may be those of replicas."""
+    state = computed(eqn, operands)
+    if state is SAME and (origin := gathered(frame, eqn)) is not None:
+        if frame.analysis.mentions_replicas(origin):
+            return [State(Level.REDUCED, None, Site((eqn,)), is_direct=True)]
+    return [state]
+
+
+def permuting(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
+    """A value sent on: each replica has that of another, or zeros if none sends."""
+    if not frame.analysis.mentions_replicas(eqn):
+        return each(frame, eqn, operands)
+    sender = {target: source for source, target in eqn.params["perm"]}
+    replicas = range(frame.analysis.replicas)
+    if any(replica not in sender for replica in replicas):
+        return scattering(frame, eqn, operands)
+    frame.collectives.append(Collective(Site((eqn,))))
+    return [_sent(eqn, operand, [sender[r] for r in replicas]) for operand in operands]
+
+
+def _sent(eqn: Any, operand: State | None, senders: list[int]) -> State | None:
+    """What is known of `operand` when each replica has that of its sender."""
+    state = computed(eqn, (operand,))
+    if state is None or not state.varies:
+        return state
+    classes = operand.classes if operand is not None else None
+    if classes is None:
+        return varying_since(eqn)
+    sent = numbered([classes[sender] for sender in senders])
+    return dataclasses.replace(varying_since(eqn), classes=sent)
 
 
 def _is_exact(frame: Frame, atom: Any) -> bool:

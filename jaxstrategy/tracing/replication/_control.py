@@ -47,8 +47,9 @@ def run_state(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
     cells: list[Any] = []
     for var, is_given in zip(inner.invars, eqn.params["is_initialized"], strict=True):
         state: Any = next(given) if is_given else varying_since(eqn)
-        is_new = isinstance(var.aval, AbstractRef) and not isinstance(state, Cell)
-        cells.append(Cell(state) if is_new else state)
+        if isinstance(var.aval, AbstractRef) and not isinstance(state, Cell):
+            state = Cell(state)
+        cells.append(state)
     _, collectives = frame.enter(inner, cells, eqn)
     frame.collectives += collectives
     return list(map(content_of, cells))
@@ -81,29 +82,35 @@ def hi_primitive(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any] | Non
 
 def branching(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
     predicate, operands = operands[0], operands[1:]
-    entered = []
-    before = [content_of(state) for state in operands]
-    written: list[Cell] = []
+    entered, ends = [], []
     for branch in eqn.params["branches"]:
         # Each branch starts from what was there before, not from another's writes.
         starts = [
-            Cell(old) if isinstance(state, Cell) else state
-            for old, state in zip(before, operands, strict=True)
+            Cell(state.content) if isinstance(state, Cell) else state
+            for state in operands
         ]
         entered.append(frame.enter(branch, starts, eqn))
-        for cell, start in zip(operands, starts, strict=True):
-            if isinstance(cell, Cell) and start.is_written:
-                frame.write(cell, start.content)
-                written.append(cell)
+        ends.append(starts)
     decider = _decider(eqn, predicate)
     for branch, (_, collectives) in zip(eqn.params["branches"], entered, strict=True):
         frame.collectives += _decided(collectives, decider, eqn, branch)
-    if decider is not None:  # replicas may take different branches
-        for cell in written:
-            frame.write(cell, decider)
+    for cell, *versions in zip(operands, *ends, strict=True):
+        if isinstance(cell, Cell) and any(end.is_written for end in versions):
+            _merge(frame, cell, versions)
+            if decider is not None:  # replicas may take different branches
+                frame.write(cell, decider)
     # Replicas that take one branch together still have what they had before.
     results = zip(*(outputs for outputs, _ in entered), strict=True)
     return [join((decider, *versions)) for versions in results]
+
+
+def _merge(frame: Frame, cell: Cell, versions: list[Cell]) -> None:
+    """Note that `cell` holds one of `versions`, which are what branches left of it."""
+    if all(version.is_overwritten for version in versions):
+        frame.overwrite(cell, join(versions))
+        return
+    for version in versions:
+        frame.write(cell, version.content)
 
 
 def _decider(eqn: Any, predicate: State | None) -> State | None:
@@ -143,8 +150,12 @@ def while_loop(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
     body_consts = operands[n_cond : n_cond + n_body]
 
     def turn(carry: list[Any]) -> tuple[list[Any], list[Collective]]:
-        (goes_on,), tests = frame.enter(params["cond_jaxpr"], cond_consts + carry, eqn)
-        after, steps = frame.enter(params["body_jaxpr"], body_consts + carry, eqn)
+        (goes_on,), tests = frame.enter(
+            params["cond_jaxpr"], cond_consts + carry, eqn, is_certain=False
+        )
+        after, steps = frame.enter(
+            params["body_jaxpr"], body_consts + carry, eqn, is_certain=False
+        )
         decider = _decider(eqn, goes_on)
         if decider is not None:  # replicas may stop at different turns
             for cell in cond_consts + body_consts:
@@ -165,7 +176,9 @@ def scan(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
     results: list[Any] = []
 
     def turn(carry: list[Any]) -> tuple[list[Any], list[Collective]]:
-        results[:], collectives = frame.enter(inner, consts + carry + xs, eqn)
+        results[:], collectives = frame.enter(
+            inner, consts + carry + xs, eqn, is_certain=False
+        )
         return results[:n_carry], collectives
 
     carry = frame.until_stable(turn, operands[n_consts:n_same])

@@ -24,7 +24,7 @@ _REGISTERED = """
     integer_pow iota lgamma log log1p log2 logistic lu max min name neg nextafter not
     one_minus_square or pad polygamma polynomial population_count pow qr random_bits
     random_fold_in random_gamma random_seed random_split real reduce reduce_and
-    reduce_max reduce_min reduce_or reduce_precision reduce_prod reduce_sum
+    reduce_or reduce_precision reduce_prod
     reduce_window reduce_window_max reduce_window_min reduce_window_sum reduce_xor
     regularized_incomplete_beta rem reshape rev rng_bit_generator round rsqrt scatter
     scatter-add scatter-max scatter-min scatter-mul schur select_and_gather_add

@@ -140,19 +140,25 @@ def _get(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
 def _swap(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
     cell, written = operands[0], operands[1:]
     before = computed(eqn, operands)
-    frame.write(cell, computed(eqn, written))
+    # Without indices that are computed, a part of the reference's shape is all of it.
+    (replaced,), (reference, *others) = eqn.outvars, eqn.invars
+    if len(others) == 1 and replaced.aval.shape == reference.aval.shape:
+        frame.overwrite(cell, computed(eqn, written))
+    else:
+        frame.write(cell, computed(eqn, written))
     return for_all(eqn, before)
 
 
-def _accumulate(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
-    frame.write(operands[0], computed(eqn, operands))
+def _addupdate(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
+    frame.write(operands[0], computed(eqn, operands[1:]))
     return []
 
 
 _SUMMING = ("psum", "psum_invariant")
 _REDUCING = ("pmax", "pmin")
+_FOLDING = ("reduce_sum", "reduce_max", "reduce_min")
 _GATHERING = ("all_gather", "all_gather_invariant", "pbroadcast")
-_SCATTERING = ("ppermute", "all_to_all", "ragged_all_to_all", "reduce_scatter")
+_SCATTERING = ("all_to_all", "ragged_all_to_all", "reduce_scatter")
 _SCATTERING += ("psend", "precv")
 # Callbacks run on a host whose state we cannot see, once per device.
 _OUTSIDE = ("pure_callback", "io_callback", "buffer_callback", "ffi_call")
@@ -167,6 +173,8 @@ _COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge", "is_finite")
 _COMPARISONS += ("eq_to", "le_to", "lt_to")
 
 _RULES: dict[str, Rule] = {
+    "ppermute": _collectives.permuting,
+    **dict.fromkeys(_FOLDING, _collectives.folding),
     "axis_index": _collectives.axis_index,
     "cond": _control.branching,
     "while": _control.while_loop,
@@ -182,14 +190,14 @@ _RULES: dict[str, Rule] = {
     "freeze": _get,
     "free_ref": _get,
     "swap": _swap,
-    "addupdate": _swap,
+    "addupdate": _addupdate,
     "select_n": _select,
     "concatenate": _collectives.joining,
     "mul": _collectives.scaling,
     "div": _collectives.scaling,
     **dict.fromkeys(("empty", "empty2"), _empty),
     "run_state": _control.run_state,
-    "accum_grad_in_ref": _accumulate,
+    "accum_grad_in_ref": _addupdate,
     **dict.fromkeys(("optimization_barrier", "device_put", "pvary"), _collectives.each),
     **dict.fromkeys(_COMPARISONS, _comparison),
     **dict.fromkeys(_SUMMING, _collectives.summing),

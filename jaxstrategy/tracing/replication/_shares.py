@@ -6,23 +6,67 @@ over the replicas of one.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jax.extend.core import Literal
 
 from jaxstrategy.tracing.replication._analysis import Frame
 
+# What changes the form of an array and not its numbers.
+_FORMING = ("convert_element_type", "reshape", "squeeze", "broadcast_in_dim")
+_FORMING += ("transpose", "rev", "copy", "optimization_barrier")
+_COMPARING = ("eq", "ne", "lt", "le", "gt", "ge")
+
 
 def is_mean(frame: Frame, eqn: Any) -> bool:
-    """Whether all that happens to the sum `eqn` is a division by the replicas."""
+    """Whether all that happens to the sum `eqn` is a division by the replicas.
+
+    Or a comparison with something: the sum is a check then.
+    """
     sums = list(eqn.outvars)
     for var in sums:  # which grows meanwhile
         for use in frame.uses.get(var, ()):
-            if use.primitive.name == "convert_element_type":
+            if use.primitive.name in _FORMING:
                 sums += use.outvars
-            elif not is_share(frame, use):
+            elif use.primitive.name not in _COMPARING and not is_share(frame, use):
                 return False
     return not any(atom is var for atom in frame.jaxpr.outvars for var in sums)
+
+
+def gathers_sums(frame: Frame, eqn: Any) -> bool:
+    """Whether `eqn` gathers the parts of a sum, which is then whole everywhere."""
+    return any(
+        origin.primitive.name in ("reduce_scatter", "psum", "psum_invariant")
+        for origin in _origins(frame, eqn.invars[0], ("mul", "div"))
+    )
+
+
+def gathered(frame: Frame, eqn: Any) -> Any:
+    """The gathering of the axis along which `eqn` reduces its operand, or None."""
+    for origin in _origins(frame, eqn.invars[0], ()):
+        if origin.primitive.name in ("all_gather", "all_gather_invariant"):
+            is_along = origin.params["all_gather_dimension"] in eqn.params["axes"]
+            return origin if is_along else None
+        if origin.primitive.name != "convert_element_type":
+            return None
+    return None
+
+
+def _origins(frame: Frame, atom: Any, through: Sequence[str]) -> Iterator[Any]:
+    """The equations that `atom` comes from by first operands, the last one first."""
+    while not isinstance(atom, Literal):
+        eqn = frame.origins.get(atom)
+        if eqn is None:
+            return
+        yield eqn
+        name = eqn.primitive.name
+        if name not in _FORMING and name not in _CUTTING and name not in through:
+            return
+        atom = eqn.invars[0]
+
+
+_CUTTING = ("slice", "pad", "dynamic_slice", "concatenate")
 
 
 def is_share(frame: Frame, eqn: Any) -> bool:

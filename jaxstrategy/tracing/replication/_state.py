@@ -78,11 +78,13 @@ class Findings:
       collectives: in program order.
       contents: for each input that is a reference and may be written to, what it holds
         in the end.
+      overwritten: those of them that keep nothing of what they held before.
     """
 
     outputs: list[Any]
     collectives: list[Collective]
     contents: dict[int, State | None]
+    overwritten: frozenset[int] = frozenset()
 
 
 class Cell:
@@ -91,11 +93,13 @@ class Cell:
     Attributes:
       content: what is known of it.
       is_written: whether something may have been written to it.
+      is_overwritten: whether all of it was, whatever happened.
     """
 
     def __init__(self, content: State | None) -> None:
         self.content = content
         self.is_written = False
+        self.is_overwritten = False
 
 
 def content_of(state: Any) -> State | None:

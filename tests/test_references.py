@@ -1,0 +1,184 @@
+"""What a reference holds: its last whole value, and no more than that."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jaxstrategy as js
+
+AXIS = "replica"
+
+
+def varies(out):
+    """Whether a result varies; if not, its copies are compared."""
+    if isinstance(out, js.PerReplica):
+        return True
+    copies = {np.asarray(shard.data).tobytes() for shard in out.addressable_shards}
+    assert len(copies) == 1
+    return False
+
+
+def local(strategy):
+    count = strategy.num_replicas_in_sync
+    return strategy.per_replica([np.arange(3.0) + i for i in range(count)])
+
+
+# Each writes this replica's `x` and what all have, `s`, to a reference that holds `s`.
+
+
+def overwritten(ref, x, s):
+    ref[...] = x
+    ref[...] = s
+
+
+def overwritten_by_slice(ref, x, s):
+    ref[...] = x
+    ref[0:3] = s
+
+
+def overwritten_in_jit(ref, x, s):
+    ref[...] = x
+    jax.jit(lambda ref: ref.__setitem__(..., s))(ref)
+
+
+def overwritten_by_all_branches(ref, x, s):
+    ref[...] = x
+
+    def first():
+        ref[...] = s
+
+    def second():
+        ref[...] = s * 2
+
+    lax.cond(s[0] > 1, first, second)
+
+
+def overwritten_in_part(ref, x, s):
+    ref[...] = x
+    ref[0:2] = s[:2]
+
+
+def overwritten_by_index(ref, x, s):
+    ref[...] = x
+    ref[jnp.array([0, 0, 1])] = s
+
+
+def overwritten_by_computed_place(ref, x, s):
+    ref[...] = x
+    ref[lax.dynamic_slice_in_dim(jnp.arange(3), jnp.int32(s[0]), 3)] = s
+
+
+def added_to(ref, x, s):
+    ref[...] = x
+    jax.ref.addupdate(ref, ..., s)
+
+
+def overwritten_by_one_branch(ref, x, s):
+    ref[...] = x
+    lax.cond(s[0] > 1, lambda: ref.__setitem__(..., s), lambda: None)
+
+
+def overwritten_by_branches_that_differ(ref, x, s):
+    def first():
+        ref[...] = s
+
+    def second():
+        ref[...] = s * 2
+
+    lax.cond(x[0] > 1, first, second)
+
+
+def overwritten_in_a_loop_without_turns(ref, x, s):
+    ref[...] = x
+    lax.fori_loop(0, jnp.int32(s[0]), lambda i, c: (ref.__setitem__(..., s), c)[1], 0)
+
+
+def read_in_the_next_turn(ref, x, s):
+    other = jax.new_ref(s)
+
+    def turn(i, carry):
+        other[...] = ref[...]
+        ref[...] = s
+        ref[...] = x
+        return carry
+
+    lax.fori_loop(0, 2, turn, 0)
+    ref[...] = other[...]
+
+
+def then_local_again(ref, x, s):
+    ref[...] = s
+    ref[...] = x
+
+
+CASES = {
+    overwritten: False,
+    overwritten_by_slice: False,
+    overwritten_in_jit: False,
+    overwritten_by_all_branches: False,
+    overwritten_in_part: True,
+    overwritten_by_index: True,
+    overwritten_by_computed_place: True,
+    added_to: True,
+    overwritten_by_one_branch: True,
+    overwritten_by_branches_that_differ: True,
+    overwritten_in_a_loop_without_turns: True,
+    read_in_the_next_turn: True,
+    then_local_again: True,
+}
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_what_is_overwritten_in_full_counts_no_more(four, case):
+    def step(x, s):
+        ref = jax.new_ref(s)
+        case(ref, x, s)
+        return ref[...]
+
+    out = four.run(step, (local(four), jnp.array([0.0, 1.0, 2.0])))
+    assert varies(out) == CASES[case]
+
+
+def test_a_mirrored_variable_may_hold_something_else_for_a_while(two):
+    with two.scope():
+        v = js.Variable(jnp.zeros(3))
+
+    def step(x):
+        v.assign(x)
+        seen = v.read_value()
+        v.assign(js.get_replica_context().all_reduce("sum", seen))
+
+    two.run(step, (local(two),))
+    np.testing.assert_array_equal(v.read_value(), [1.0, 3.0, 5.0])
+
+    def keeps(x):
+        v.assign(x)
+
+    with pytest.raises(ValueError, match="its copies would drift apart"):
+        two.run(keeps, (local(two),))
+
+
+# References that are no variables.
+
+
+def test_a_reference_from_outside_is_refused(two):
+    ref = jax.new_ref(jnp.zeros(3))
+
+    def captures(x):
+        return x + ref[...]
+
+    def writes(x):
+        ref[...] = x
+
+    inner = jax.jit(lambda x: x + ref[...])
+    for step in (captures, writes, lambda x: inner(x)):
+        with pytest.raises(TypeError, match="uses a `jax.Ref` that was made outside"):
+            two.run(step, (jnp.ones(3),))
+
+
+def test_a_reference_as_argument_is_refused(two):
+    ref = jax.new_ref(jnp.zeros(3))
+    with pytest.raises(TypeError, match="`refs.'r'.` is a `jax.Ref`.*js.Variable"):
+        two.run(lambda refs: refs["r"][...], ({"r": ref},))
