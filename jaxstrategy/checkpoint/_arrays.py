@@ -13,11 +13,10 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from jaxstrategy._errors import ClusterError
-from jaxstrategy.checkpoint import _record
+from jaxstrategy.checkpoint import _processes, _record
 from jaxstrategy.checkpoint._barrier import Barrier, ElsewhereError
 from jaxstrategy.checkpoint._entries import Reading
 from jaxstrategy.checkpoint._record import Record
-from jaxstrategy.cluster import _processes
 
 _NOTHING = "nothing"  # Orbax writes at least one array
 _MOST_SECONDS = 1200  # to write a checkpoint; Orbax's own choice
@@ -59,22 +58,33 @@ class Writer:
     """Writes one checkpoint at a time, in the background."""
 
     def __init__(self) -> None:
-        processes = _processes.current()
-        self._barrier = None if processes is None else Barrier(processes.board)
-        meet = None if self._barrier is None else self._barrier.meet
-        options = ocp.AsyncOptions(_MOST_SECONDS, barrier_sync_fn=meet)
-        self._checkpointer = ocp.AsyncCheckpointer(Handler(), async_options=options)
+        # Made with the first checkpoint: until then the processes may not have met.
+        self._checkpointer: ocp.AsyncCheckpointer | None = None
+        self._barrier: Barrier | None = None
 
     def begin(self, folder: Any, arrays: Mapping[str, Any], record: Record) -> None:
         """Begin to write; `arrays` may be donated and overwritten when this returns."""
         tree = dict(arrays) or {_NOTHING: np.zeros(1, np.uint8)}
         args = ToSave(ocp.args.PyTreeSave(tree), record)
+        checkpointer = self._checkpointer = self._checkpointer or self._made()
         if self._barrier is not None:
             self._barrier.begin(str(folder))
-        self._checkpointer.save(folder, args=args)
+        try:
+            checkpointer.save(folder, args=args)
+        except BaseException:
+            self._end()
+            raise
+
+    def _made(self) -> ocp.AsyncCheckpointer:
+        processes = _processes.current()
+        self._barrier = None if processes is None else Barrier(processes)
+        meet = None if self._barrier is None else self._barrier.meet
+        options = ocp.AsyncOptions(_MOST_SECONDS, barrier_sync_fn=meet)
+        return ocp.AsyncCheckpointer(Handler(), async_options=options)
 
     def finish(self) -> None:
         """Wait until it is written; raises what went wrong, here or elsewhere."""
+        assert self._checkpointer is not None, "it has begun"
         try:
             self._checkpointer.wait_until_finished()
         except (ElsewhereError, ClusterError):
@@ -84,10 +94,17 @@ class Writer:
                 with contextlib.suppress(ClusterError):
                     self._barrier.fail(error, _MOST_SECONDS)
             raise
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        if self._barrier is not None:
+            self._barrier.end()
 
     def close(self) -> None:
         """Let go of threads."""
-        self._checkpointer.close()
+        if self._checkpointer is not None:
+            self._checkpointer.close()
 
 
 def read(folder: Any, readings: Mapping[str, Reading]) -> dict[str, Any]:

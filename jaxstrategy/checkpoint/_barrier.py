@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import final
 
 from jaxstrategy.checkpoint import _arguments
-from jaxstrategy.cluster._board import AbstractBoard
+from jaxstrategy.cluster._processes import Processes
 
 
 class ElsewhereError(OSError):
@@ -19,16 +19,22 @@ class Barrier:
     Orbax's own, which this replaces, lets the others wait for 20 minutes.
 
     Args:
-      board: where they meet.
+      processes: that meet.
     """
 
-    def __init__(self, board: AbstractBoard) -> None:
-        self._board = board
+    def __init__(self, processes: Processes) -> None:
+        self._board = processes.board
+        self._watchdog = processes.watchdog
         self._name = ""
 
     def begin(self, name: str) -> None:
         """From now on they meet because of this checkpoint."""
         self._name = f"checkpoint {name}"
+        self._watchdog.writes = self._name
+
+    def end(self) -> None:
+        """Nothing is written any more."""
+        self._watchdog.writes = None
 
     def meet(self, *, key: str, timeout_ms: int) -> None:
         """Wait for all, as Orbax asks for it.
@@ -45,7 +51,9 @@ class Barrier:
         self._gather(_arguments.first_line(error), timeout_seconds)
 
     def _gather(self, failure: str | None, seconds: float) -> None:
+        self._watchdog.writes = None  # this process waits for those that still do
         told = self._board.gather(self._name, failure, seconds)
+        self._watchdog.writes = self._name
         for process, reason in enumerate(told):
             if reason is not None and failure is None:
                 raise ElsewhereError(f"process {process}: {reason}")

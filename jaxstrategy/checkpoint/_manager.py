@@ -17,6 +17,7 @@ from jaxstrategy._contexts import AbstractStrategy
 from jaxstrategy._errors import MissingExtraError
 from jaxstrategy._values import PyTree
 from jaxstrategy.checkpoint import _arguments, _processes, _record, _retention
+from jaxstrategy.checkpoint._entries import Entry, described
 from jaxstrategy.checkpoint._errors import CheckpointError, DamagedCheckpointWarning
 from jaxstrategy.checkpoint._folder import Folder
 from jaxstrategy.checkpoint._record import Damage, Record
@@ -142,14 +143,16 @@ class CheckpointManager:
         self._check_metrics(numbers)
         _arguments.check_json(extra)
         self.wait()
-        if step in self._own and step in self._steps():
+        what = self._what("save", step)
+        if self._is_saved(step, what):
             return False
-        self._check_order(step)
         entries, arrays = State(state, None).saved()
+        _processes.compare_leaves(what, _leaves(entries))
         record = Record(step, entries, numbers, extra)
-        self._prepare(step)
+        self._prepare(step, what)
         try:
-            self._writer.begin(self._folder.of(step), arrays, record)
+            with _processes.watched(what):
+                self._writer.begin(self._folder.of(step), arrays, record)
         except (OSError, ValueError) as error:
             raise self._unwritten(step, _arguments.first_line(error)) from error
         self._writing = step
@@ -159,7 +162,12 @@ class CheckpointManager:
             self.wait()
         return True
 
-    def _prepare(self, step: int) -> None:
+    def _what(self, doing: str, step: int | None = None) -> str:
+        """What is done, in the words by which the processes compare it."""
+        which = "" if step is None else f" checkpoint {step}"
+        return f"{doing}{which} in `{self._folder.path}`"
+
+    def _prepare(self, step: int, what: str) -> None:
         """Make room for a checkpoint; if the first process cannot, all raise."""
         failure = None
         if _processes.is_first():
@@ -168,7 +176,7 @@ class CheckpointManager:
                 self._folder.clear(self._damaged)
             except OSError as error:
                 failure = _arguments.first_line(error)
-        failure = _processes.gather(failure)[0]
+        failure = _processes.gather(what, failure)[0]
         if failure is not None:
             raise self._unwritten(step, failure)
         self._damaged.clear()
@@ -215,10 +223,19 @@ class CheckpointManager:
                 f"chosen by {self._best.metric!r}."
             )
 
-    def _check_order(self, step: int) -> None:
-        latest = _processes.gather(self._folder.latest(self._damaged))[0]
+    def _is_saved(self, step: int, what: str) -> bool:
+        """Whether this manager has done so already.
+
+        Raises:
+          ValueError: there is another checkpoint that is not earlier.
+        """
+        is_own = step in self._own and step in self._good()
+        latest = self._folder.latest(self._damaged)
+        is_own, latest = _processes.gather(what, [is_own, latest])[0]
+        if is_own:
+            return True
         if latest is None or latest < step:
-            return
+            return False
         raise ValueError(
             f"Checkpoint {step} was to be saved, but `{self._folder.path}` has "
             f"checkpoint {latest} already, of another training or another course of "
@@ -233,7 +250,8 @@ class CheckpointManager:
           CheckpointError: what was being written could not be.
         """
         if self._thread is not None:
-            self._thread.join()
+            what = f"checkpoint {self._writing} in `{self._folder.path}` to be written"
+            _processes.join(self._thread, what)
             self._thread = None
         self._raise_failure(is_over=True)
 
@@ -250,10 +268,11 @@ class CheckpointManager:
           FileNotFoundError: there is none.
         """
         self.wait()
-        self._require(step, self._named())
+        what = self._what("delete", step)
+        self._require(step, self._named(what))
         if _processes.is_first():
             self._folder.delete(step)
-        _processes.gather(None)
+        _processes.gather(what, None)
 
     # Restoring.
 
@@ -283,9 +302,10 @@ class CheckpointManager:
         """
         _arguments.check_host("restore")
         self.wait()
-        named = self._named()
         if step is not None:
             step = _arguments.checked_step(step)
+        named = self._named(self._what("restore", step))
+        if step is not None:
             self._require(step, named)
             reason = self._verified(step)
             if reason is not None:
@@ -317,7 +337,7 @@ class CheckpointManager:
         """
         state = init() if _arguments.is_function(init) else init
         self.wait()
-        if not self._named():
+        if not self._named(self._what("restore")):
             return State(state, self._mesh()).placed(), 0
         state = self.restore(state, partial=partial)
         assert self._restored is not None, "it has just restored"
@@ -354,16 +374,17 @@ class CheckpointManager:
 
     def _verified(self, step: int) -> str | None:
         """Why the checkpoint cannot be used; all processes say the same."""
-        folder = self._folder.of(step)
+        folder, what = self._folder.of(step), self._what("verify", step)
         try:
-            record = self._folder.record(step)
-            _record.verify(folder, record, jax.process_index(), jax.process_count())
+            with _processes.watched(what, busy="reads its files"):
+                record = self._folder.record(step)
+                _record.verify(folder, record, jax.process_index(), jax.process_count())
             reason = None
         except Damage as damage:
             reason = str(damage)
         except OSError as error:
             reason = f"it cannot be read: {_arguments.first_line(error)}"
-        reasons = _processes.gather(reason)
+        reasons = _processes.gather(what, reason)
         return next((each for each in reasons if each is not None), None)
 
     def _restore(
@@ -371,10 +392,13 @@ class CheckpointManager:
     ) -> PyTree:
         record = self._folder.record(step)
         state = State(state_like, self._mesh())
+        what = self._what("restore", step)
+        _processes.compare_leaves(what, list(state.names))
         where = f"Checkpoint {step} in `{self._folder.path}`"
         fit = state.fit(record.leaves, where, partial)
         readings = state.readings(record.leaves, fit.common)
-        arrays = self._arrays.read(self._folder.of(step), readings)
+        with _processes.watched(what, busy="reads arrays"):
+            arrays = self._arrays.read(self._folder.of(step), readings)
         restored = state.restored(record.leaves, fit.common, arrays)
         self._own.add(step)
         self._restored = Restored(
@@ -410,7 +434,7 @@ class CheckpointManager:
                 "The manager was not told what is best: "
                 "`CheckpointManager(..., best=('accuracy', 'max'))`."
             )
-        return _processes.gather(self._best_of(self._good()))[0]
+        return self._of_first("find the best checkpoint", self._best_of(self._good()))
 
     def record(self, step: int) -> Record:
         """What is known of a checkpoint without restoring it.
@@ -419,7 +443,7 @@ class CheckpointManager:
           FileNotFoundError: there is none.
           CheckpointError: it is damaged.
         """
-        self._require(step, self._named())
+        self._require(step, self._named(self._what("read the record of", step)))
         try:
             return self._folder.record(step)
         except Damage as damage:
@@ -433,15 +457,19 @@ class CheckpointManager:
         return self._best.among({s: each.metrics for s, each in records.items()})
 
     def _steps(self) -> list[int]:
-        return _processes.gather(list(self._good()))[0]
+        return self._of_first("list the checkpoints", list(self._good()))
 
     def _good(self) -> dict[int, Record]:
         """The complete checkpoints that have not turned out to be damaged."""
         records = self._folder.records()
         return {s: each for s, each in records.items() if s not in self._damaged}
 
-    def _named(self) -> list[int]:
-        return _processes.gather(self._folder.named())[0]
+    def _named(self, what: str) -> list[int]:
+        return _processes.gather(what, self._folder.named())[0]
+
+    def _of_first(self, doing: str, found: Any) -> Any:
+        """What the first process has found: others may see a folder later."""
+        return _processes.gather(self._what(doing), found)[0]
 
     def _require(self, step: int, named: list[int]) -> None:
         if step not in named:
@@ -468,6 +496,11 @@ class CheckpointManager:
 
     def __repr__(self) -> str:
         return f"CheckpointManager({str(self._folder.path)!r})"
+
+
+def _leaves(entries: Mapping[str, Entry]) -> list[str]:
+    """Names with kinds."""
+    return [f"`{name}` ({described(entry)})" for name, entry in entries.items()]
 
 
 def _orbax() -> ModuleType:

@@ -2,31 +2,123 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
+import threading
+import zlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
+
+from jaxstrategy._errors import ClusterError
+from jaxstrategy.cluster import _processes, _together
+
+_TICK_SECONDS = 0.5
 
 
-def gather(said: Any) -> list[Any]:
+def current() -> _processes.Processes | None:
+    """Those that take part; None if there is but one.
+
+    Where JAX was started without us, they meet now; then all must call this.
+    """
+    return None if jax.process_count() == 1 else _processes.start()
+
+
+def gather(what: str, said: Any) -> list[Any]:
     """What each process said, by process. All must call it, in the same order.
 
     Args:
+      what: they do with which checkpoint, in words.
       said: what JSON can hold.
+
+    Raises:
+      ClusterError: another process does something else.
     """
-    if jax.process_count() == 1:
+    processes = current()
+    if processes is None:
         return [said]
-    text = np.frombuffer(json.dumps(said).encode(), np.uint8)
-    sizes = multihost_utils.process_allgather(np.array(text.size, np.int32))
-    padded = np.zeros(int(np.max(sizes)), np.uint8)
-    padded[: text.size] = text
-    texts = np.asarray(multihost_utils.process_allgather(padded))
-    return [
-        json.loads(bytes(row[: int(size)]))
-        for row, size in zip(texts, np.ravel(sizes), strict=True)
-    ]
+    return _together.agreed(processes.watchdog, processes.board, what, said)
+
+
+def compare_leaves(what: str, leaves: Sequence[str]) -> None:
+    """Nothing if all processes have the same leaves.
+
+    Args:
+      what: they do with which checkpoint, in words.
+      leaves: names with kinds.
+
+    Raises:
+      ClusterError: they have not; the first that differs is named.
+    """
+    whole = "\n".join(leaves).encode()
+    prints = gather(what, [len(leaves), zlib.crc32(whole)])
+    if all(each == prints[0] for each in prints):
+        return
+    listed = gather(what, list(leaves))
+    other = next(k for k, each in enumerate(listed) if each != listed[0])
+    processes = current()
+    assert processes is not None, "there is another one"
+    raise _together.common(
+        processes.board,
+        f"The processes have different states in {what}: "
+        f"{_difference(listed[0], listed[other], other)}. All processes must give a "
+        "state of the same structure, dtypes and shapes.",
+    )
+
+
+def _difference(first: list[str], other: list[str], index: int) -> str:
+    def lacking(one: list[str], two: list[str]) -> str:
+        return next((leaf for leaf in one if leaf not in set(two)), "nothing else")
+
+    return (
+        f"process 0 has {lacking(first, other)}, process {index} has "
+        f"{lacking(other, first)}"
+    )
+
+
+@contextlib.contextmanager
+def watched(what: str, busy: str | None = None) -> Iterator[None]:
+    """A block that waits for other processes; or for which they wait, if it is `busy`.
+
+    Args:
+      what: the block is part of, in words.
+      busy: what this process does by itself, such as `reads files`.
+    """
+    processes = current()
+    if processes is None:
+        yield
+        return
+    with processes.watchdog.waiting(what, busy):
+        yield
+
+
+def join(thread: threading.Thread, what: str) -> None:
+    """Wait for the end of a thread that writes; as long as any process writes.
+
+    Args:
+      thread: of this process.
+      what: is waited for, in words.
+    """
+    processes = current()
+    if processes is None:
+        thread.join()
+        return
+    with processes.watchdog.waiting(what) as activity:
+        while thread.is_alive():
+            thread.join(_TICK_SECONDS)
+            if _is_written(processes):
+                activity.progress()
+
+
+def _is_written(processes: _processes.Processes) -> bool:
+    """Whether a process has not yet written its part, and is heard of."""
+    if processes.watchdog.writes is not None:
+        return True
+    try:
+        states = processes.board.states()
+    except ClusterError:
+        return False
+    return any(state.writes is not None for state in states)
 
 
 def is_first() -> bool:

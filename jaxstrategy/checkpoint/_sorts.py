@@ -320,7 +320,8 @@ class Pass(Sort):
             state = self.value.get_state()
         except TypeError as error:
             raise TypeError(f"`{self.name}` cannot be saved: {error}") from error
-        return {"kind": "iterator", "states": _processes.gather(state)}, None
+        what = f"save the position of `{self.name}`"
+        return {"kind": "iterator", "states": _processes.gather(what, state)}, None
 
     def difference(self, entry: Entry) -> str | None:
         if entry["kind"] != "iterator":

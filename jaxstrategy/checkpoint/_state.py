@@ -49,6 +49,11 @@ class State:
             slot.name: sort_of(slot.name, slot.value, mesh) for slot in self._slots.all
         }
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the values, in their order."""
+        return tuple(self._sorts)
+
     def saved(self) -> tuple[dict[str, Entry], dict[str, Any]]:
         """What the record says of each value, and the arrays to write."""
         saved = {name: sort.saved() for name, sort in self._sorts.items()}

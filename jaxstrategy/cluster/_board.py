@@ -66,10 +66,20 @@ class State:
     text: str = ""
 
     @property
-    def is_compiling(self) -> bool:
-        """Whether it runs, and compiles a step."""
-        compiles = bool(self.status) and self.status.get("compiles", False)
-        return compiles and self.end is None and self.silent_seconds < LATE_SECONDS
+    def busy(self) -> str | None:
+        """What it does by itself while others may wait; None if nothing."""
+        return self._said("busy")
+
+    @property
+    def writes(self) -> str | None:
+        """What it writes in the background; None if nothing."""
+        return self._said("writes")
+
+    def _said(self, name: str) -> Any:
+        """Of a process that runs."""
+        if self.status is None or self.end is not None:
+            return None
+        return self.status.get(name) if self.silent_seconds < LATE_SECONDS else None
 
 
 class AbstractBoard(abc.ABC):
@@ -102,7 +112,7 @@ class AbstractBoard(abc.ABC):
         """What each process contributes under this key, in the order of their ids.
 
         The n-th call with a key on one process meets the n-th on each other. Without a
-        time of its own it waits the board's, and longer while a process compiles.
+        time of its own it waits the board's, and longer while a process is busy.
 
         Raises:
           ClusterError: not all did so in time, or one has ended; they are named.

@@ -34,8 +34,8 @@ _OWN_WORDS_SECONDS = 0.5
 # may be the reason; after an error of JAX's it often is.
 _NEWS_SECONDS, _NEWS_SECONDS_OF_JAX = 0.3, 2.0
 # A process that ends by a `ClusterError` was perhaps given it together with all others:
-# so long they have to end by it, too, less than process 0 waits for them.
-_COMMON_SECONDS = 1.5
+# so long they have to end by it, too, and process 0 stays for them.
+_COMMON_SECONDS = 8.0
 _NOTE_SECONDS = 60.0  # of waiting at the end of the script, before a word about it
 _SHUTDOWN_SECONDS = 30  # of JAX's own barrier, where all come at the same time
 _AGREED_BYTES = 512
@@ -319,14 +319,14 @@ class _Ending:
         with speaking:
             self._chained(kind, error, trace)
         interrupted = isinstance(error, KeyboardInterrupt)
-        is_own = interrupted or str(error) == self._board.common_error
-        if not is_own and (cause := self._awaited_cause(error)):
+        is_common = str(error) == self._board.common_error
+        if not (interrupted or is_common) and (cause := self._awaited_cause(error)):
             self._follow(cause, None)
         text = _described(error.with_traceback(trace))
         finish(
             130 if interrupted else 1,
             f"jaxstrategy: process {self._board.index} ends, and with it the job",
-            lambda: self._board.fail(text),
+            lambda: self._board.fail(text, 2 * _COMMON_SECONDS if is_common else None),
             pause_seconds=None,
         )
 

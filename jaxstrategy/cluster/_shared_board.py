@@ -143,15 +143,19 @@ class Board(AbstractBoard):
         ended = list(self.departures.values())
         return next((d for d in ended if d.end != "left"), None)
 
-    def fail(self, text: str) -> None:
-        """Tell all others that this process ends, and why; they end as well."""
+    def fail(self, text: str, linger_seconds: float | None = None) -> None:
+        """Tell all others that this process ends, and why; they end as well.
+
+        Process 0 stays until the others have hung up, or so long, by default 2 s: JAX
+        aborts them when it has ended.
+        """
         try:
             self._connection.send({"op": "failed", "text": text})
         except OSError:
             pass  # they know
         # The reader may itself be about to end the process, and wait for this call:
         # who waited for it would outlive process 0, and be aborted by JAX.
-        self._hang_up()
+        self._hang_up(linger_seconds or _ANSWER_SECONDS)
 
     def leave(self, status: dict[str, Any] | None = None) -> None:
         """Say that this process has finished, before it waits for all others to."""
@@ -163,15 +167,15 @@ class Board(AbstractBoard):
 
     def close(self) -> None:
         """Hang up. Others call it a death unless this process has left or failed."""
-        self._hang_up()
+        self._hang_up(_ANSWER_SECONDS)
         if threading.current_thread() is not self._reader:
             self._reader.join(_ANSWER_SECONDS)
 
-    def _hang_up(self) -> None:
+    def _hang_up(self, linger_seconds: float) -> None:
         self._is_closed = True
         self._connection.close()
         if self._hub:  # it goes on until the others have hung up
-            self._hub.join(_ANSWER_SECONDS)
+            self._hub.join(linger_seconds)
 
     def close_in_forked_child(self) -> None:
         """Give up a child's copies, which would keep a dead parent's lines open."""
@@ -201,7 +205,7 @@ class Board(AbstractBoard):
         """What process 0 answers.
 
         Args:
-          is_patient: whether to wait on while another process compiles.
+          is_patient: whether to wait on while another process is busy by itself.
 
         Raises:
           TimeoutError: too late; its argument has those that have not contributed.
@@ -214,7 +218,7 @@ class Board(AbstractBoard):
             if self._is_over:
                 answers.put({"gone": []})
             while (answer := _first(answers, seconds)) is None:
-                if not (is_patient and self._any_compiles()):
+                if not (is_patient and self._any_is_busy()):
                     raise TimeoutError(self._cancelled(message, request))
         finally:
             del self._answers[request]
@@ -227,9 +231,9 @@ class Board(AbstractBoard):
             raise ClusterError(f"Waited in {what!r}, but {told}.")
         return answer
 
-    def _any_compiles(self) -> bool:
+    def _any_is_busy(self) -> bool:
         try:
-            return any(state.is_compiling for state in self.states())
+            return any(state.busy is not None for state in self.states())
         except ClusterError:
             return False
 

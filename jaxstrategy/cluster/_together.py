@@ -20,6 +20,7 @@ from jaxstrategy import _source
 from jaxstrategy._errors import ClusterError
 from jaxstrategy.cluster import _processes
 from jaxstrategy.cluster._board import AbstractBoard
+from jaxstrategy.cluster._watchdog import Watchdog
 
 _HASHED_BYTES = 65536  # of an argument that comes from the host
 # The watchdog looks on, and the death of another process ends the wait.
@@ -33,8 +34,9 @@ def compare(
     kinds: Sequence[str],
     advice: str,
     made: Sequence[dict[str, Any]] = (),
-) -> None:
-    """Nothing if all processes are about to do the same.
+    said: Any = None,
+) -> list[Any]:
+    """What each process said, by process, if all are about to do the same.
 
     Args:
       board: where they meet.
@@ -45,31 +47,54 @@ def compare(
       made: programs to be the same in all processes; of each its step's `name`, the
         `prints` of its code and of what it has captured, and the latter in words,
         `captured`.
+      said: what JSON can hold; it may differ.
 
     Raises:
       ClusterError: another process is about to do something else, or has made another
         program of the same step.
     """
     # One key for all: a process that steps meets one that does something else.
-    own = [list(made), where, name, *kinds]
+    own = [said, list(made), where, name, *kinds]
     heard = board.gather("together", own, _AS_LONG_AS_IT_TAKES)
+    each_said = [one for one, *_ in heard]
+    heard = [rest for _, *rest in heard]
     for index, (programs, *_) in enumerate(heard):
         if _prints(programs) != _prints(heard[0][0]):
-            raise _common(board, _other_programs(heard[0][0], programs, index))
-    said = [rest for _, *rest in heard]
-    for index, other in enumerate(said):
-        if other[1:] != said[0][1:]:
-            raise _common(
+            raise common(board, _other_programs(heard[0][0], programs, index))
+    heard = [rest for _, *rest in heard]
+    for index, other in enumerate(heard):
+        if other[1:] != heard[0][1:]:
+            raise common(
                 board,
                 "The processes are about to do different things together:\n"
-                f"{_difference(said[0], other, index)}\n{advice}",
+                f"{_difference(heard[0], other, index)}\n{advice}",
             )
+    return each_said
 
 
-def _common(board: AbstractBoard, text: str) -> ClusterError:
+def common(board: AbstractBoard, text: str) -> ClusterError:
     """An error that each process raises now."""
     board.common_error = text
     return ClusterError(text)
+
+
+def agreed(watchdog: Watchdog, board: AbstractBoard, what: str, said: Any) -> list[Any]:
+    """What each process said, by process, about something that all do outside of steps.
+
+    Args:
+      watchdog: looks on while they wait.
+      board: where they meet.
+      what: they do, in words.
+      said: what JSON can hold.
+
+    Raises:
+      ClusterError: another process is about to do something else.
+    """
+    with watchdog.waiting(what):
+        return compare(board, what, users_line(), (), _OPERATIONS, said=said)
+
+
+_OPERATIONS = "All processes must do the same, in the same order."
 
 
 @contextlib.contextmanager
@@ -85,7 +110,7 @@ def exchanging(what: str, *arrays: Any) -> Iterator[None]:
     if processes is None or processes.count == 1:
         yield
         return
-    where = _users_line()
+    where = users_line()
     processes.watchdog.step_started(what, where)
     try:
         compare(processes.board, what, where, [kind(a) for a in arrays], _EXCHANGES)
@@ -100,7 +125,8 @@ _EXCHANGES = (
 )
 
 
-def _users_line() -> str:
+def users_line() -> str:
+    """The line of the user's own code that is executed."""
     stack = traceback.walk_stack(None)
     frames = ((frame.f_code.co_filename, number) for frame, number in stack)
     return str(_source.innermost(frames) or "unknown line")

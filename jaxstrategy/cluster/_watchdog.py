@@ -13,16 +13,18 @@ import dataclasses
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, final
 
 import jax
 
 from jaxstrategy._errors import ClusterError
 from jaxstrategy.cluster import _codes
-from jaxstrategy.cluster._board import LATE_SECONDS, AbstractBoard, Departure, State
+from jaxstrategy.cluster._board import AbstractBoard, Departure, State
 from jaxstrategy.cluster._finish import finish, stacks
 from jaxstrategy.cluster._shared_board import Board
+from jaxstrategy.cluster._suspicion import described, suspicion
 
 _TICK_SECONDS = 1.0
 # A thread that should run each second and did not for so long was stopped itself.
@@ -34,18 +36,49 @@ _WATCHED = 32
 _KEPT = 4096
 
 
+COMPILES = "compiles"
+"""What a process does by itself in the first call of a step."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Pending:
-    """A step that has not finished.
+    """A step, or another wait for all processes, that has not finished.
 
     Attributes:
+      what: in words, such as `step 3`.
       seconds: since it, or the program before it, began or made progress.
-      is_compiling: whether the call itself is still out, and compiles.
+      busy: what this process does by itself meanwhile, None if it waits.
+      step: the number of the step, None for another wait.
     """
 
-    step: int
+    what: str
     seconds: float
-    is_compiling: bool = False
+    busy: str | None = None
+    step: int | None = None
+
+
+@final
+class Activity:
+    """Something that goes on between two moments.
+
+    Args:
+      what: in words.
+      busy: what this process does by itself meanwhile, None if it waits for others.
+    """
+
+    def __init__(self, what: str, busy: str | None = None) -> None:
+        self.what = what
+        self.busy = busy
+        self._since = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        """Since it began or made progress."""
+        return time.monotonic() - self._since
+
+    def progress(self) -> None:
+        """Give it the whole time again."""
+        self._since = time.monotonic()
 
 
 @final
@@ -57,29 +90,35 @@ class Watchdog:
     Args:
       board: where processes say how far they are.
       timeout_seconds: how long a step may go without progress.
-      compile_seconds: how long a first call may, which compiles; by default an hour,
-        or ten times the other if that is longer. While one process compiles, the
-        others wait for it as long.
+      busy_seconds: how long one process may do something by itself, such as compile a
+        step; by default an hour, or ten times the other if that is longer. The others
+        wait for it as long.
       end: called with an exit code, the report, and what to do before.
+
+    Attributes:
+      writes: what is being written in the background, None if nothing.
     """
 
     def __init__(
         self,
         board: AbstractBoard,
         timeout_seconds: float,
-        compile_seconds: float | None = None,
+        busy_seconds: float | None = None,
         end: Callable[[int, str, Callable[[], None]], None] = finish,
     ) -> None:
         self.timeout_seconds = timeout_seconds
-        self._compile_seconds = compile_seconds or max(3600, 10 * timeout_seconds)
+        self._busy_seconds = busy_seconds or max(3600, 10 * timeout_seconds)
         self._board = board
         self._end = end
         self._step = 0
         self._what: Any = None
         self._where: Any = None
         self._is_open = False
-        self._is_compiling = False
+        self._busy: str | None = None
         self._opened = 0.0
+        self._activities: dict[int, Activity] = {}
+        self._reads: dict[int, Activity] = {}
+        self.writes: str | None = None
         self._tokens: collections.deque[tuple[int, jax.Array]] = collections.deque(
             maxlen=_KEPT
         )
@@ -104,7 +143,7 @@ class Watchdog:
         self._tokens.clear()
 
     def step_started(
-        self, what: Any, where: Any = None, is_compiling: bool = False
+        self, what: Any, where: Any = None, busy: str | None = None
     ) -> None:
         """Note that the call of a step of all processes begins.
 
@@ -113,14 +152,19 @@ class Watchdog:
         Args:
           what: the step, by its name; `str` is taken when it is needed.
           where: its source line, likewise.
-          is_compiling: whether this call compiles, which may take long.
+          busy: as for `step_busy`.
         """
         self._step += 1
         self._what = what
         self._where = where
-        self._is_compiling = is_compiling
+        self._busy = busy
         self._opened = time.monotonic()
         self._is_open = True
+
+    def step_busy(self, busy: str | None) -> None:
+        """Note what this process does by itself in the step; None: it waits again."""
+        self._opened = time.monotonic()
+        self._busy = busy
 
     def step_dispatched(self, token: jax.Array | None = None) -> None:
         """Note that the call of the step has returned, with or without an error.
@@ -129,9 +173,28 @@ class Watchdog:
           token: as for `watch`.
         """
         self._is_open = False
-        self._is_compiling = False
+        self._busy = None
         if token is not None and self._is_on:
             self._tokens.append((self._step, token))
+
+    def waiting(
+        self, what: str, busy: str | None = None
+    ) -> AbstractContextManager[Activity]:
+        """A block, outside of steps, that cannot go on without the other processes.
+
+        Args:
+          what: is waited for, in words.
+          busy: what this process does by itself meanwhile, if it does not wait.
+        """
+        return _Noted(self._activities, what, busy)
+
+    def reading(self, what: str) -> AbstractContextManager[Activity]:
+        """A block in which the input pipeline of this process delivers `what`.
+
+        It is reported when somebody waits for it, and no wait by itself: it may be
+        read ahead.
+        """
+        return _Noted(self._reads, what, None)
 
     def watch(self, array: jax.Array) -> None:
         """Count the last step as pending until this array of it has been computed.
@@ -146,18 +209,26 @@ class Watchdog:
         """Note that something goes on: give the step the whole time again."""
         now = time.monotonic()
         self._opened = now
+        for activity in list(self._activities.values()):
+            activity.progress()
         if waiting := self._waiting:
             self._waiting = waiting[0], now
 
     @property
     def pending(self) -> Pending | None:
-        """The step that has been out longest, None if all are done."""
-        now, waiting, found = time.monotonic(), self._waiting, []
+        """What has been out longest, steps first; None if all are done."""
+        now, waiting, steps = time.monotonic(), self._waiting, []
         if waiting is not None:
-            found.append(Pending(waiting[0], now - waiting[1]))
+            steps.append(_step(waiting[0], now - waiting[1]))
         if self._is_open:
-            found.append(Pending(self._step, now - self._opened, self._is_compiling))
-        return min(found, key=lambda pending: pending.step, default=None)
+            steps.append(_step(self._step, now - self._opened, self._busy))
+        if steps:
+            return min(steps, key=lambda pending: pending.step or 0)
+        others = [
+            Pending(each.what, each.seconds, each.busy)
+            for each in list(self._activities.values())
+        ]
+        return max(others, key=lambda pending: pending.seconds, default=None)
 
     def status(self) -> dict[str, Any]:
         """What the other processes are told each second."""
@@ -165,9 +236,14 @@ class Watchdog:
         return {
             "step": self._step,
             "what": self.told(),
-            "pending": pending and pending.step,
+            "pending": pending and pending.what,
             "seconds": pending and round(pending.seconds, 1),
-            "compiles": self._is_compiling,
+            "busy": pending and pending.busy,
+            "writes": self.writes,
+            "reads": [
+                [read.what, round(read.seconds, 1)]
+                for read in list(self._reads.values())
+            ],
         }
 
     def told(self) -> str:
@@ -228,6 +304,8 @@ class Watchdog:
         """A process that has finished without ever beginning this step."""
         if not isinstance(self._board, Board):
             return None
+        if pending.step is None:
+            return None  # the board refuses who waits there for one that has left
         for departure in list(self._board.departures.values()):
             steps = (departure.status or {}).get("step")
             if departure.end == "left" and steps is not None and steps < pending.step:
@@ -240,23 +318,23 @@ class Watchdog:
         return f"{departure}, {after}. All processes must run the same steps."
 
     def _limit(self, pending: Pending) -> float:
-        if pending.is_compiling:
-            return self._compile_seconds
+        if pending.busy is not None:
+            return self._busy_seconds
         if pending.seconds <= self.timeout_seconds:
             return self.timeout_seconds
-        compiling = [state.member for state in self._others() if state.is_compiling]
-        if not compiling:
+        busy = [state for state in self._others() if state.busy is not None]
+        if not busy:
             return self.timeout_seconds
         if not self._has_noted:
             self._has_noted = True
             print(
                 f"jaxstrategy: process {self._board.index} has waited "
-                f"{pending.seconds:.0f} s in step {pending.step} for {compiling[0]}, "
-                f"which compiles; it goes on waiting, {self._compile_seconds:g} s.",
+                f"{pending.seconds:.0f} s in {pending.what} for {busy[0].member}, "
+                f"which {busy[0].busy}; it goes on waiting, {self._busy_seconds:g} s.",
                 file=sys.stderr,
                 flush=True,
             )
-        return self._compile_seconds
+        return self._busy_seconds
 
     def _others(self) -> list[State]:
         try:
@@ -272,19 +350,21 @@ class Watchdog:
         except ClusterError as error:
             states, cause_of_states = [], str(error)
         if cause is None:
-            cause = cause_of_states or suspicion(states, board.index, pending)
+            cause = cause_of_states or suspicion(
+                states, board.index, pending.what, pending.seconds, pending.step
+            )
         head = (
-            f"{own} has made no progress for {pending.seconds:.1f} s in step "
-            f"{pending.step} (last begun: {self.told()})"
+            f"{own} has made no progress for {pending.seconds:.1f} s in "
+            f"{pending.what} (last begun: {self.told()})"
         )
-        waited = f"it waited {pending.seconds:.1f} s in step {pending.step}"
+        waited = f"it waited {pending.seconds:.1f} s in {pending.what}"
         table = "\n".join(f"  {described(state)}" for state in states)
         text = (
             f"\njaxstrategy: {head}.\n"
             f"Python stacks of {own}:\n{stacks()}\n"
             f"Where the processes are:\n{table or '  unknown'}\n"
-            f"jaxstrategy: process {own.index} waited {pending.seconds:.1f} s in step "
-            f"{pending.step} and ends with exit code {_codes.WATCHDOG}: {cause}\n"
+            f"jaxstrategy: process {own.index} waited {pending.seconds:.1f} s in "
+            f"{pending.what} and ends with exit code {_codes.WATCHDOG}: {cause}\n"
         )
 
         def tell() -> None:
@@ -294,59 +374,20 @@ class Watchdog:
         self._end(_codes.WATCHDOG, text, tell)
 
 
-def described(state: State) -> str:
-    """A process and what it does, as a line of the report."""
-    if state.end is not None:
-        return str(Departure(state.member, state.end, state.text))
-    if state.silent_seconds > LATE_SECONDS:
-        return (
-            f"{state.member} has not answered for {state.silent_seconds} s; before, it "
-            f"{_doing(state.status)}"
-        )
-    return f"{state.member} {_doing(state.status)}"
+def _step(number: int, seconds: float, busy: str | None = None) -> Pending:
+    return Pending(f"step {number}", seconds, busy, number)
 
 
-def _doing(status: dict[str, Any] | None) -> str:
-    if status is None:
-        return "had not said how far it is"
-    if status["pending"] is None:
-        return f"waited for nothing; last: {status['what']}"
-    if status["compiles"]:
-        return f"compiled {status['what']}"
-    return (
-        f"had been in step {status['pending']} for {status['seconds']} s; last begun: "
-        f"{status['what']}"
-    )
+class _Noted(AbstractContextManager[Activity]):
+    """A block during which an activity is known; cheap, there is one for each batch."""
 
+    def __init__(self, among: dict[int, Activity], what: str, busy: str | None) -> None:
+        self._among = among
+        self._activity = Activity(what, busy)
 
-def suspicion(states: Sequence[State], index: int, pending: Pending) -> str:
-    """Who is most likely waited for, in a sentence.
+    def __enter__(self) -> Activity:
+        self._among[id(self)] = self._activity
+        return self._activity
 
-    Args:
-      states: of all processes.
-      index: of the one that waits.
-      pending: the step it waits in.
-    """
-    others = [state for state in states if state.member.index != index]
-    for state in others:
-        if state.end is not None:
-            return f"{Departure(state.member, state.end, state.text)}."
-    silent = [s for s in others if s.silent_seconds > LATE_SECONDS]
-    if silent:
-        worst = max(silent, key=lambda state: state.silent_seconds)
-        return (
-            f"{worst.member} has not answered for {worst.silent_seconds} s. It is "
-            "stopped, or its host is."
-        )
-    steps = {k: s.status["step"] for k, s in enumerate(others) if s.status}
-    behind = [k for k, step in steps.items() if step < pending.step]
-    if behind:
-        last = others[min(behind, key=steps.__getitem__)]
-        return (
-            f"{last.member} has not begun this step. {described(last)}. All processes "
-            "must run the same steps."
-        )
-    return (
-        "all processes answer and have begun this step. They may have called different "
-        "functions, or in a different order."
-    )
+    def __exit__(self, *error: object) -> None:
+        del self._among[id(self)]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import abc
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, final
 
-from jaxstrategy.cluster._board import AbstractBoard
+from jaxstrategy.cluster._processes import Processes
 
 
 class Agreement(abc.ABC):
@@ -18,6 +19,18 @@ class Agreement(abc.ABC):
         Args:
           said: what JSON can hold.
         """
+
+    def reading(self, number: int) -> AbstractContextManager[object]:
+        """A block in which this process reads the batch of this number."""
+        return nullcontext()
+
+    def waiting(self, number: int) -> AbstractContextManager[object]:
+        """A block in which the loop of this process waits for the batch."""
+        return nullcontext()
+
+    def name_of(self, number: int) -> str | None:
+        """What all processes call the batch of this number; None if there is one."""
+        return None
 
 
 @final
@@ -34,18 +47,31 @@ class OfProcesses(Agreement):
     """Of several.
 
     Args:
-      board: where they meet.
+      processes: they.
       name: of the pass, the same in all of them.
     """
 
-    def __init__(self, board: AbstractBoard, name: str) -> None:
-        self._board = board
+    def __init__(self, processes: Processes, name: str) -> None:
+        self._board = processes.board
+        self._watchdog = processes.watchdog
         self._name = name
 
     def exchange(self, said: Any) -> list[Any]:
         """What all said. A process that ends makes it an error."""
         return self._board.gather(self._name, said, _AS_LONG_AS_IT_TAKES)
 
+    def reading(self, number: int) -> AbstractContextManager[object]:
+        """Noted for who waits for it, here or elsewhere."""
+        return self._watchdog.reading(self.name_of(number))
 
-# Another process may be busy; whether it still makes progress is the watchdog's to say.
+    def waiting(self, number: int) -> AbstractContextManager[object]:
+        """Ended by the watchdog if it takes too long."""
+        return self._watchdog.waiting(self.name_of(number))
+
+    def name_of(self, number: int) -> str:
+        """Such as `batch 3 of input 0`."""
+        return f"batch {number} of {self._name}"
+
+
+# The loop that waits for the batch is watched; the thread that reads ahead need not be.
 _AS_LONG_AS_IT_TAKES = 1e6

@@ -11,6 +11,7 @@ import jax
 from jaxstrategy import _values
 from jaxstrategy._errors import ContextError, OutOfRangeError
 from jaxstrategy._values import PyTree
+from jaxstrategy.inputs import _origins
 from jaxstrategy.inputs._ahead import Ahead
 from jaxstrategy.inputs._optional import Optional
 from jaxstrategy.inputs._options import InputOptions
@@ -49,6 +50,7 @@ class DistributedIterator(Iterator[PyTree]):
 
     def _open(self, steps: Steps) -> None:
         self._steps = steps
+        self._number = steps.done  # of the next batch
         self._state = steps.state()
         self._ahead, self._placed = _placed(steps, self._placing, self._options)
         # Read to know what batches are like, and not yet given to anybody.
@@ -78,12 +80,16 @@ class DistributedIterator(Iterator[PyTree]):
             # A generator that has raised would only say that it has ended.
             raise self._raised
         try:
-            found = next(self._placed)
+            with self._steps.agreement.waiting(self._number):
+                found = next(self._placed)
         except Exception as error:
             self._raised = error
             raise
         if self._spec is None:  # kept, for who asks when the data has ended
             self._spec = jax.tree.map(_type, found[0])
+        if name := self._steps.agreement.name_of(self._number):
+            _origins.note(found[0], name)
+        self._number += 1
         return found
 
     def get_next(self) -> PyTree:

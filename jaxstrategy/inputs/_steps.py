@@ -50,13 +50,16 @@ class Steps:
       reader: what this process reads.
       agreement: with the others.
       remainder: what is done with a step some of whose rows are missing.
+
+    Attributes:
+      done: how many batches were agreed about.
     """
 
     def __init__(self, reader: Reader, agreement: Agreement, remainder: str) -> None:
         self.reader = reader
-        self._agreement = agreement
+        self.agreement = agreement
         self._remainder = remainder
-        self._done = 0
+        self.done = 0
         self._each: int | None = None
         self._last: Share | None = None
 
@@ -65,19 +68,20 @@ class Steps:
 
     def __next__(self) -> Step:
         while True:
-            share = self.reader.read()
+            with self.agreement.reading(self.done):
+                share = self.reader.read()
             step = self._agreed(share)
             if step.is_full or self._remainder == "pad":
                 return step
             if self._remainder == "error":
                 raise ValueError(
-                    f"Step {self._done - 1} has {sum(step.counts)} rows where "
+                    f"Step {self.done - 1} has {sum(step.counts)} rows where "
                     f"{step.each * len(step.counts)} were wanted, {step.each} for each "
                     f"of {len(step.counts)} replicas. Use a global batch size that the "
                     "replicas can share equally, and leave out an incomplete last "
                     'batch; or choose `InputOptions(remainder="pad")` or `"drop"`.'
                 )
-            if self._done == 1:
+            if self.done == 1:
                 raise ValueError(
                     f"The first batch has {sum(step.counts)} rows, which "
                     f"{len(step.counts)} replicas cannot share equally, so that "
@@ -87,10 +91,10 @@ class Steps:
 
     def _agreed(self, share: Share | None) -> Step:
         said = None if share is None else [share.each, *share.counts]
-        heard = self._agreement.exchange(said)
+        heard = self.agreement.exchange(said)
         sizes = {found[0] for found in heard if found is not None}
         if not sizes:
-            if self._done == 0:
+            if self.done == 0:
                 raise ValueError(
                     "The dataset has no batches. A generator that was read before has "
                     "none left: give a list, or a function that makes generators."
@@ -114,7 +118,7 @@ class Steps:
             for found in heard
             for count in (found[1:] if found is not None else [0] * len(share.counts))
         ]
-        self._done += 1
+        self.done += 1
         return Step(
             share.arrays, tuple(counts), share.each, self.state(), share.are_own
         )
@@ -137,7 +141,7 @@ class Steps:
             return error
         return {
             "version": _VERSION,
-            "steps": self._done,
+            "steps": self.done,
             "batches": self.reader.number,
             "rows": self._each,
             "replicas": self.reader.replicas.total,
@@ -164,4 +168,4 @@ class Steps:
         if state["steps"] and not self.reader.replicas.are_all:
             self._last = self.reader.read()  # to fill up with, if it is at its end
         self.reader.set_state(state["sources"], state["batches"], state["print"])
-        self._done, self._each = state["steps"], each
+        self.done, self._each = state["steps"], each

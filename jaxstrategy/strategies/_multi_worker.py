@@ -106,7 +106,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         if self._processes.count == 1:
             return Alone()
         name = f"input {next(_passes)}"
-        return OfProcesses(self._processes.board, name)
+        return OfProcesses(self._processes, name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         twin = type(self).__new__(type(self))

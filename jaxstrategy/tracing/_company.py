@@ -14,7 +14,8 @@ from typing import Any
 from jaxstrategy._values import PyTree
 from jaxstrategy.cluster import _together
 from jaxstrategy.cluster._processes import Processes
-from jaxstrategy.tracing import _inflight
+from jaxstrategy.inputs import _origins
+from jaxstrategy.tracing import _compiling, _inflight
 from jaxstrategy.tracing._constants import fingerprint
 from jaxstrategy.variables import _cell
 
@@ -55,14 +56,17 @@ class Company:
           ClusterError: another process is about to take another step.
         """
         self._count += 1
-        self._processes.watchdog.step_started(name, where, is_new)
+        watchdog = self._processes.watchdog
+        watchdog.step_started(name, where)
         if self._count <= _FIRST or self._count % self._each == 0:
             step = f"{name} at {os.path.basename(where)}"
-            kinds = [_together.described(leaf) for leaf in leaves]
+            kinds = [_described(leaf) for leaf in leaves]
             made = sorted(self._made, key=lambda program: program["prints"])
             self._made = []
             board = self._processes.board
             _together.compare(board, step, where, kinds, _ADVICE, made)
+        if is_new:
+            _compiling.begin(watchdog, name)
 
     def traced(self, name: str, where: str, closed: Any, is_dispatched: bool) -> None:
         """Compare a new program with those of the other processes.
@@ -83,23 +87,38 @@ class Company:
         program = fingerprint(name, closed)
         known = self._known if is_dispatched else self._known_inside
         key = (name, *program["prints"])
-        if key in known:
-            return
+        if key not in known:
+            if is_dispatched:
+                self._compare_new(name, where, program)
+            else:
+                self._made.append(program)
+            known.add(key)
         if is_dispatched:
-            board, step = self._processes.board, f"a new program of {name}"
-            _together.compare(board, step, where, (), _ADVICE, [program])
-        else:
-            self._made.append(program)
-        known.add(key)
+            _compiling.begin(self._processes.watchdog, name)
+
+    def _compare_new(self, name: str, where: str, program: dict[str, Any]) -> None:
+        self._processes.watchdog.step_busy(
+            None
+        )  # who has traced it waits for who has not
+        board, step = self._processes.board, f"a new program of {name}"
+        _together.compare(board, step, where, (), _ADVICE, [program])
 
     def end(self) -> None:
         """After it was dispatched, or has failed to be."""
         self._processes.watchdog.step_dispatched()
 
 
+def _described(leaf: Any) -> str:
+    """What must be the same in all processes of an argument."""
+    batch = _origins.of(leaf)
+    told = _together.described(leaf)
+    return f"{told} of {batch}" if batch else told
+
+
 _ADVICE = (
     "Each process must call `run` with the same functions in the same order, and with "
-    "arguments of the same shapes; what is not a PerReplica must have the same values."
+    "arguments of the same shapes; what is not a PerReplica must have the same values. "
+    "A process that leaves out a step must not take its batch, either."
 )
 
 

@@ -34,7 +34,8 @@ _sum = jax.jit(lambda x: x.sum(), out_shardings=NamedSharding(mesh, P()))
 def total(number):
     local = np.full(jax.local_device_count(), number, np.float32)
     split = NamedSharding(mesh, P("r"))
-    watchdog.step_started("total", "script.py:8", is_compiling=watchdog._step == 0)
+    busy = None if watchdog._step else "compiles"
+    watchdog.step_started("total", "script.py:8", busy)
     try:
         out = _sum(jax.make_array_from_process_local_data(split, local))
         watchdog.watch(out)

@@ -110,8 +110,8 @@ def test_gather_names_who_does_not_come(boards, pool):
 
 def test_who_compiles_is_waited_for(boards, pool):
     zero, one = boards(2, timeout_seconds=0.3)
-    one.status = lambda: {"compiles": True}
-    until(lambda: zero.states()[1].is_compiling)
+    one.status = lambda: {"busy": "compiles"}
+    until(lambda: zero.states()[1].busy)
     patient = pool.submit(zero.gather, "key", 1)
     time.sleep(1)
     assert not patient.done()
@@ -120,7 +120,7 @@ def test_who_compiles_is_waited_for(boards, pool):
     one.gather("key", 2)
     assert patient.result(10) == [1, 2]
     late = pool.submit(zero.gather, "key", 1)
-    one.status = lambda: {"compiles": False}
+    one.status = lambda: {"busy": None}
     with pytest.raises(ClusterError, match="Waited 0.3 s in 'key' for process 1"):
         late.result(10)
 

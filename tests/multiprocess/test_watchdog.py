@@ -6,11 +6,11 @@ import time
 import jax.numpy as jnp
 import pytest
 
-from jaxstrategy.cluster import _codes, _watchdog
+from jaxstrategy.cluster import _codes, _suspicion, _watchdog
 from jaxstrategy.cluster._board import LoneBoard, State
 from jaxstrategy.cluster._finish import stacks
 from jaxstrategy.cluster._member import Member
-from jaxstrategy.cluster._watchdog import Pending, Watchdog
+from jaxstrategy.cluster._watchdog import Watchdog
 
 # A loop that says when it is under way, and goes on until something ends it.
 LOOP = """
@@ -145,10 +145,10 @@ def test_progress_gives_the_step_its_whole_time_again(watched):
 
 
 def test_a_call_that_compiles_has_longer(watched):
-    watchdog, ends = watched(0.2, compile_seconds=2.5)
-    watchdog.step_started("train_step", is_compiling=True)
+    watchdog, ends = watched(0.2, busy_seconds=2.5)
+    watchdog.step_started("train_step", busy="compiles")
     time.sleep(0.8)
-    assert not ends.calls and watchdog.status()["compiles"]
+    assert not ends.calls and watchdog.status()["busy"]
     assert ends.came.wait(10)
 
 
@@ -156,7 +156,7 @@ def test_others_are_waited_for_while_they_compile(boards, capfd):
     zero, one = boards(2)
     ends = Ends()
     watchdog = Watchdog(zero, 0.3, end=ends)
-    compiles = {"step": 1, "what": "f", "pending": 1, "seconds": 1, "compiles": True}
+    compiles = dict(state(1, step=1, busy="compiles").status)
     one.status = lambda: compiles
     until_status(zero)
     watchdog.start()
@@ -165,7 +165,7 @@ def test_others_are_waited_for_while_they_compile(boards, capfd):
     assert not ends.calls
     said = capfd.readouterr().err
     assert said.count("process 1 (host host1, pid 101), which compiles") == 1
-    compiles["compiles"] = False
+    compiles["busy"] = None
     assert ends.came.wait(10)
     watchdog.stop()
 
@@ -204,13 +204,16 @@ def test_nothing_is_kept_while_nobody_looks():
     assert not watchdog._tokens
 
 
-def state(index, step=3, pending=None, compiles=False, end=None, silent=0.0, text=""):
+def state(
+    index, step=3, pending=None, busy=None, end=None, silent=0.0, text="", reads=()
+):
     status = {
         "step": step,
         "what": f"step {step}, f at a.py:1",
         "pending": pending,
         "seconds": 2.5,
-        "compiles": compiles,
+        "busy": busy,
+        "reads": reads,
     }
     status = status if step is not None else None
     return State(Member(index, "h", 10 + index), status, end, silent, text)
@@ -228,8 +231,26 @@ def state(index, step=3, pending=None, compiles=False, end=None, silent=0.0, tex
     ],
 )
 def test_the_suspicion_names_the_culprit(other, text):
-    states = [state(0, pending=3), other, state(2, step=5)]
-    assert text in _watchdog.suspicion(states, 0, Pending(3, 10.0))
+    states = [state(0, pending="step 3"), other, state(2, step=5)]
+    assert text in _suspicion.suspicion(states, 0, "step 3", 10.0, 3)
+
+
+@pytest.mark.parametrize(
+    "other, text",
+    [
+        (state(1), "process 1 (host h, pid 11) has not come to saving. process 1"),
+        (state(1, pending="saving"), "all processes answer and have come to saving"),
+        (state(1, pending="saving", reads=[["batch 3", 2.0]]), "have come to saving"),
+        (
+            state(1, pending="saving", reads=[["batch 3", 6.0]]),
+            "the input pipeline of process 1 (host h, pid 11) has not delivered batch 3"
+            " for 6.0 s",
+        ),
+    ],
+)
+def test_who_is_waited_for_outside_of_steps(other, text):
+    states = [state(0, pending="saving"), other]
+    assert text in _suspicion.suspicion(states, 0, "saving", 10.0, None)
 
 
 @pytest.mark.parametrize(
@@ -239,8 +260,19 @@ def test_the_suspicion_names_the_culprit(other, text):
         (state(1, end="died", silent=9.5), "has died: killed, out of memory"),
         (state(1, step=None), "had not said how far it is"),
         (state(1), "waited for nothing; last: step 3, f at a.py:1"),
-        (state(1, pending=3, compiles=True), "compiled step 3, f at a.py:1"),
-        (state(1, pending=2), "had been in step 2 for 2.5 s; last begun: step 3, f at"),
+        (
+            state(1, pending="step 3", busy="compiles"),
+            "compiles, for 2.5 s; last: step 3",
+        ),
+        (
+            state(1, pending="step 2"),
+            "had been in step 2 for 2.5 s; last begun: step 3, f at",
+        ),
+        (
+            state(1, reads=[["batch 4", 2.0], ["batch 5", 0.1]]),
+            "waited for nothing; last: step 3, f at a.py:1; its input pipeline has not "
+            "delivered batch 4 for 2.0 s",
+        ),
         (
             state(1, silent=9.5),
             "has not answered for 9.5 s; before, it waited for noth",
@@ -248,7 +280,7 @@ def test_the_suspicion_names_the_culprit(other, text):
     ],
 )
 def test_each_process_is_described(process, text):
-    assert f"process 1 (host h, pid 11) {text}" in _watchdog.described(process)
+    assert f"process 1 (host h, pid 11) {text}" in _suspicion.described(process)
 
 
 def test_stacks_show_every_thread():
