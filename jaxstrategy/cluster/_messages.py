@@ -18,10 +18,6 @@ def _is_name(value: Any) -> bool:
     return isinstance(value, str) and len(value) <= _LONGEST_NAME
 
 
-def _is_flag(value: Any) -> bool:
-    return isinstance(value, bool)
-
-
 def _is_whole(value: Any) -> bool:
     # JSON has numbers of any length, sockets and clocks have not.
     return type(value) is int and 0 <= value < 1 << 63
@@ -50,6 +46,10 @@ def _is_member(row: Any) -> bool:
     return isinstance(row, list) and _are(row, kinds)
 
 
+def _is_read(row: Any) -> bool:
+    return isinstance(row, list) and _are(row, (_is_text, _is_seconds))
+
+
 def _is_gone(row: Any) -> bool:
     kinds = _is_whole, _is_end, _is_text
     return isinstance(row, list) and _are(row, kinds)
@@ -76,9 +76,11 @@ def _anything(value: Any) -> bool:
 _STATUS: _Fields = {
     "step": _is_whole,
     "what": _is_text,
-    "pending": _is_whole,
+    "pending": _is_text,
     "seconds": _is_seconds,
-    "compiles": _is_flag,
+    "busy": _is_text,
+    "writes": _is_text,
+    "reads": _rows(_is_read),
 }
 _HELLO: _Fields = {"index": _is_whole, "count": _is_whole}
 _SAID_OF_ITSELF: _Fields = {

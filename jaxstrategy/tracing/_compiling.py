@@ -34,7 +34,7 @@ def _listen() -> None:
     jax.monitoring.register_event_duration_secs_listener(_heard)
 
 
-def _heard(event: str, _: float, **told: Any) -> None:
+def _heard(event: str, duration_secs: float, **told: Any) -> None:
     watched = getattr(_own, "watched", None)
     if event != _COMPILED or watched is None:
         return
