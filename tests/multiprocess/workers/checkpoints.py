@@ -136,6 +136,7 @@ def damaged(strategy, folder):
         manager.wait()
         files = manager.record(2).files
         named = sorted(name for name in files if files[name][0])
+        manager.all_steps()  # all have read the record
         if strategy.process_index == 0:
             # Processes take turns in this order when they verify.
             name = next(n for n in named if sorted(files).index(n) % 2)
