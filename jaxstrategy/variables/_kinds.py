@@ -120,7 +120,13 @@ class Kind(abc.ABC):
           TypeError: no array or number, or a dtype that would lose something.
         """
         # What assigns is no part of what is differentiated.
-        given = jax.lax.stop_gradient(jnp.asarray(value))
+        try:
+            given = jax.lax.stop_gradient(jnp.asarray(value))
+        except (TypeError, ValueError) as error:
+            raise TypeError(
+                f"Variable {self.name!r} was given {value!r}, a "
+                f"{type(value).__name__}; an array or a number was wanted."
+            ) from error
         if not _fits(given, dtype):
             raise TypeError(
                 f"Variable {self.name!r} holds {dtype.name} and was given "
@@ -356,7 +362,7 @@ class OnReadKind(Kind):
             )
         if self._in_step():
             own = ref[...][0]
-            if self.mesh.size == 1:
+            if self.aggregation is NONE:  # and there is one replica
                 return own
             return _aggregation.across(self.aggregation, own, _this_strategy())
         assert self.owner is not None, "ordinary variables are mirrored ones"
