@@ -36,6 +36,9 @@ from jaxstrategy._errors import (
     DoubleReductionWarning as DoubleReductionWarning,
 )
 from jaxstrategy._errors import (
+    LeakedTracerError as LeakedTracerError,
+)
+from jaxstrategy._errors import (
     MissingExtraError as MissingExtraError,
 )
 from jaxstrategy._errors import NonFiniteError as NonFiniteError

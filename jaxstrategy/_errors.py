@@ -16,6 +16,13 @@ class TracedValueError(TypeError):
     """
 
 
+class LeakedTracerError(RuntimeError):
+    """A step left a value of its trace in something that stays after the step.
+
+    The message names the place and the line where the value was made.
+    """
+
+
 class PlacementError(ValueError):
     """A value lies on devices, or is split in a way, that the strategy cannot use."""
 

@@ -333,7 +333,8 @@ def is_object(node: object) -> bool:
     A module, an optimizer, a metric. JAX takes it for a pytree, and copies it. Not to
     be asked before `object_kinds`.
     """
-    return isinstance(node, _object_kinds)
+    # By type: `isinstance` asks some libraries' objects, which then load a library.
+    return issubclass(type(node), _object_kinds)
 
 
 _object_kinds: tuple[type, ...] = ()

@@ -945,6 +945,7 @@ def test_what_two_levels_prove(four, name):
     assert set(mirrored(out)) == {expected}
 
 
+@pytest.mark.filterwarnings("ignore::jaxstrategy.RecompilationWarning")
 def test_order_within_groups_counts():
     eight = on(8)
     draw = np.random.default_rng(0)

@@ -149,7 +149,7 @@ def test_arrays_of_other_libraries_are_traced_not_static(two):
     traces = []
 
     def step(x):
-        traces.append(x)
+        traces.append(x.shape)
         return x + 1
 
     for kind in (Tensor, JaxLike):
@@ -1065,7 +1065,7 @@ def test_a_new_lambda_each_time_gives_one_warning(two, warnings_are_kept, recwar
     for i in range(20):
         two.run(lambda x: x + i, (1.0,))  # noqa: B023
     text = warned(recwarn)
-    assert "compiled for the 6th time" in text and "new function object" in text
+    assert "compiled for the 3rd time" in text and "new function object" in text
     (warning,) = [w for w in recwarn if w.category is js.RecompilationWarning]
     assert warning.filename == __file__
 

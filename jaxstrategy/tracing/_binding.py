@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import sys
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -88,6 +88,7 @@ class Binding:
     def __init__(self, objects: Sequence[Any]) -> None:
         nnx = sys.modules["flax.nnx"]
         objects = list(objects)
+        _alive.add(self)
         clear = functools.partial(_clear, weakref.ref(self))
         self.known: Any = None
         self.may_be_kept = all(map(is_object, objects))
@@ -132,6 +133,16 @@ class Binding:
             return False
         nodes, structure = jax.tree.flatten(list(objects), is_leaf=is_variable)
         return structure == self._structure and _are_same(nodes, self._nodes)
+
+    def holders_of(self, arrays: Collection[int]) -> list[tuple[Any, Any]]:
+        """Its variables with an array among these, by identity, and whose they are."""
+        roots = [each() for each in self._objects]
+        return [
+            (variable, roots[place])
+            for place, own in enumerate(self.form.owners)
+            for variable in (self._variables[i] for i in own if self._variables)
+            if is_variable(variable) and id(variable.get_raw_value()) in arrays
+        ]
 
     def has_roots(self, objects: Sequence[Any]) -> bool:
         """Whether `objects` are these, however they are put together now."""
@@ -192,6 +203,15 @@ class Binding:
         by_path = dict(sys.modules["flax.nnx"].iter_graph(roots))
         # Of an object that is given twice, Flax names the first place only.
         return by_path | {(place,): root for place, root in enumerate(roots)}
+
+
+# A set of those that there are: objects of which one step knows, others may read.
+_alive: weakref.WeakSet[Binding] = weakref.WeakSet()
+
+
+def all_bindings() -> list[Binding]:
+    """Those of all objects that steps were given, or have captured."""
+    return list(_alive)
 
 
 def _clear(reference: Any, _: Any) -> None:

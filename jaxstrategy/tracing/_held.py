@@ -1,24 +1,24 @@
-"""Objects of Flax NNX that a step reads without being given them, nor by its own names.
+"""Objects of Flax NNX that a step reads in a way that cannot be followed.
 
-It reaches them through something else, as a method does in `self.model(x)`. Their
-arrays are constants of its program. So the program is only right as long as they are
-what they were, and that is looked at before each of its calls.
+A generator has them, the cache of a function, a context variable. Their arrays are
+constants of its program. So the program is only right as long as they are what they
+were, and that is looked at before each of its calls, of all objects that other steps
+were given: those are the ones that change.
 """
 
 from __future__ import annotations
 
-import gc
-import sys
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 from jax.extend import core
 
-from jaxstrategy import _source, _values
+from jaxstrategy import _source
 from jaxstrategy._errors import RecompilationWarning
-from jaxstrategy.tracing._binding import is_variable, structure_of
+from jaxstrategy._values import is_object
+from jaxstrategy.tracing._binding import all_bindings, structure_of
 
 
 class Held:
@@ -40,13 +40,13 @@ class Held:
     def add(self, jaxpr: Any) -> None:
         """Take note of the constants of a traced step."""
         arrays = {id(array) for array in _constants(jaxpr)}
-        if not arrays or not _values.object_kinds():
+        if not arrays:
             return
-        variables, objects = _alive()
-        found = [v for v in variables if id(v.get_raw_value()) in arrays]
-        self._variables += ((v, v.get_raw_value()) for v in found)
+        found = [pair for b in all_bindings() for pair in b.holders_of(arrays)]
+        self._variables += ((v, v.get_raw_value()) for v, _ in found)
+        owners = {id(owner): owner for _, owner in found if is_object(owner)}
         self._owners += (
-            (weakref.ref(each), structure_of(each)) for each in _owners(found, objects)
+            (weakref.ref(each), structure_of(each)) for each in owners.values()
         )
 
     def have_changed(self) -> bool:
@@ -60,9 +60,9 @@ class Held:
         if self._times == 2:
             _source.warn(
                 f"`{self._name}` is compiled again because an object of Flax NNX has "
-                "changed that it uses but was not given: an attribute, or an entry of "
-                "a container. Its arrays are constants of the compiled program. Pass "
-                "it as an argument.",
+                "changed that it uses but was not given, and to which no name, "
+                "attribute or container leads. Its arrays are constants of the "
+                "compiled program. Pass it as an argument.",
                 RecompilationWarning,
             )
         return True
@@ -89,31 +89,3 @@ def _constants(jaxpr: Any) -> Iterator[jax.Array]:
 
 def _is_jaxpr(value: Any) -> bool:
     return isinstance(value, core.Jaxpr) or hasattr(value, "consts")
-
-
-def _alive() -> tuple[list[Any], list[Any]]:
-    """All variables that there are, and all other objects of Flax NNX."""
-    # Where a constant came from can be known in no other way: attributes, containers,
-    # generators lead to it, or a function in C.
-    variables, objects, kinds = [], [], _values.object_kinds()
-    for each in gc.get_objects():
-        # By type: to `isinstance` some libraries' objects warn, or load a library.
-        if is_variable(each):
-            variables.append(each)
-        elif issubclass(type(each), kinds):
-            objects.append(each)
-    return variables, objects
-
-
-def _owners(variables: Sequence[Any], objects: Sequence[Any]) -> list[Any]:
-    """The objects that have some of `variables`, and are no part of another one."""
-    if not variables:
-        return []
-    iter_graph = sys.modules["flax.nnx"].iter_graph
-    wanted, owners, parts = set(map(id, variables)), [], set()
-    for each in objects:
-        nodes = [node for _, node in iter_graph(each)]
-        if any(id(node) in wanted for node in nodes):
-            owners.append(each)
-            parts |= {id(node) for node in nodes if node is not each}
-    return [each for each in owners if id(each) not in parts]

@@ -12,7 +12,7 @@ import dataclasses
 import inspect
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,7 +21,7 @@ from jaxstrategy import _contexts, _source, _values
 from jaxstrategy._errors import NotMirroredError, ObjectError
 from jaxstrategy._options import RunOptions, is_function
 from jaxstrategy._values import PyTree
-from jaxstrategy.tracing import _captured, _roles
+from jaxstrategy.tracing import _leaks, _lending, _roles
 from jaxstrategy.tracing._binding import (
     Binding,
     Form,
@@ -30,20 +30,21 @@ from jaxstrategy.tracing._binding import (
     is_changed_in_place,
     is_variable,
 )
+from jaxstrategy.tracing._references import References
 
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A call of a step with objects, as one with arrays.
+    """A call of a step with objects, or captured arrays, as one with arrays.
 
     Attributes:
-      binding: the objects.
-      captured: the names of those that the step captured.
+      binding: the objects; None if there are none.
+      captured: the names of what the step captured.
       args: positional arguments, with `Parts` for objects.
       kwargs: keyword arguments; those that it captured stand here too.
     """
 
-    binding: Binding
+    binding: Binding | None
     captured: tuple[str, ...]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -52,6 +53,7 @@ class Call:
         self, rest: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The call with more arguments, and the arrays that the objects have now."""
+        assert self.binding is not None
         parts = iter(self.binding.parts())
         known = (self.args, self.kwargs)
         leaves, structure = jax.tree.flatten(known, is_leaf=_is_whole)
@@ -61,24 +63,26 @@ class Call:
 
 
 def call_of(
-    fn: Callable[..., Any], args: Any, kwargs: Any, known: Sequence[Binding] = ()
+    args: Any,
+    kwargs: Any,
+    captured: Mapping[str, Any],
+    known: Sequence[Binding] = (),
 ) -> Call | None:
-    """The call `fn(*args, **kwargs)` as one with arrays; None without objects.
+    """The call `fn(*args, **kwargs)` as one with arrays; None if it is one.
 
     Args:
-      fn: the step.
       args: positional arguments.
       kwargs: keyword arguments.
+      captured: what the step captured: objects, and arrays that it is to be given.
       known: bindings that may be those of the objects.
     """
-    if not _values.object_kinds():
+    if not _values.object_kinds() and not captured:
         return None
-    captured = _captured.objects_of(fn, is_changed_in_place)
     kwargs = {**kwargs, **captured}
     leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=_is_one)
     objects = [leaf for leaf in leaves if is_changed_in_place(leaf)]
     if not objects:
-        return None
+        return Call(None, tuple(captured), args, kwargs) if captured else None
     for binding in known:
         if binding.is_of(objects):
             break
@@ -91,15 +95,17 @@ def call_of(
 
 
 def require_objects(
-    fn: Callable[..., Any], objects: tuple[Any, ...], known: Sequence[Binding] = ()
+    objects: tuple[Any, ...],
+    captured: Mapping[str, Any],
+    known: Sequence[Binding] = (),
 ) -> Call:
     """The call `fn(*objects)`, as `bind` begins one.
 
     Raises:
       TypeError: none of them can be changed in place.
     """
-    call = call_of(fn, objects, {}, known)
-    if call is None:
+    call = call_of(objects, {}, captured, known)
+    if call is None or call.binding is None:
         raise TypeError(
             "`bind` was given no module, optimizer or metric of Flax NNX. Other "
             "arguments are looked up fast as they are: call the step with them."
@@ -107,26 +113,35 @@ def require_objects(
     return call
 
 
+def captured_by(fn: Any) -> dict[str, Any]:
+    """The objects that a function refers to, by label."""
+    if not _values.object_kinds():
+        return {}
+    with _lending.one_at_a_time:
+        return References(fn, is_changed_in_place, with_form=False).objects
+
+
 def as_arrays(
     fn: Callable[..., Any], args: Any, kwargs: Any, options: RunOptions
 ) -> tuple[Callable[..., Any], Any, Any, RunOptions]:
     """A call of a step as a function of arrays, whether it has objects or not."""
-    call = call_of(fn, args, kwargs)
+    call = call_of(args, kwargs, captured_by(fn))
     if call is None:
         return fn, args, kwargs, options
+    assert call.binding is not None
     function = functional(lambda: fn, call.binding.form, call.captured)
     return function, call.args, call.kwargs, options_of(options)
 
 
 def functional(
-    get_fn: Callable[[], Any], form: Form, captured: tuple[str, ...]
+    get_fn: Callable[[], Any], form: Form | None, captured: tuple[str, ...]
 ) -> Callable[..., Any]:
     """A step with `Parts` for objects: what it returns, and their new arrays.
 
     Args:
       get_fn: returns the step, which is not kept alive.
-      form: of the objects.
-      captured: the names of those that the step captured.
+      form: of the objects; None if there are none.
+      captured: the names of what the step captured.
     """
 
     def step(*args: Any, **kwargs: Any) -> tuple[PyTree, list[Parts]]:
@@ -134,20 +149,24 @@ def functional(
         labels = _labels(step, args, kwargs)
         leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=_is_whole)
         parts = [leaf for leaf in leaves if _is_parts(leaf)]
-        objects = form.put_together(parts)
+        objects = [] if form is None else form.put_together(parts)
         keys = _own_keys(objects)
         following = iter(objects)
         leaves = [next(following) if _is_parts(leaf) else leaf for leaf in leaves]
         args, kwargs = jax.tree.unflatten(structure, leaves)
         replaced = {name: kwargs.pop(name) for name in captured}
-        own = _captured.with_objects(fn, replaced, is_changed_in_place)
-        returned = own(*args, **kwargs)
+        with _lending.lent(fn, replaced, is_changed_in_place) as own:
+            with _leaks.refused(own, step.__name__, is_changed_in_place):
+                returned = own(*args, **kwargs)
+        if form is None:
+            return returned, []
         returned = _marked(returned, objects, form)
         for variable, folded, key in keys:
             if variable.get_raw_value() is folded:
                 variable.set_raw_value(key)
         return returned, _labelled(form.take_apart(objects, parts), labels)
 
+    step.__dict__["looks_for_leaks"] = True
     _name_like(step, get_fn())
     return step
 
@@ -246,10 +265,23 @@ def refused(error: Exception, name: str) -> ObjectError | None:
         f"`{name}` changes, or indexes, an object of Flax NNX that it was not given, "
         f"or inside a function that JAX transforms:{where}Pass it as an argument, and "
         "it is changed in place; to such a function too, with `nnx.grad` or `nnx.scan` "
-        "instead of JAX's. Objects that a step captures by name are found as well, but "
-        "not attributes of other objects, entries of containers, or what a library's "
-        "function captures."
+        "instead of JAX's. Objects that a step refers to by name, attribute or "
+        "container are found as well, but not those of a generator, a cached function "
+        "or a context variable."
     )
+
+
+def came_from_step(error: Exception) -> bool:
+    """Whether an error was raised by a step while it was traced as one of arrays."""
+    each: BaseException | None = error
+    while each is not None:
+        traceback = each.__traceback__
+        while traceback is not None:
+            frame, traceback = traceback.tb_frame, traceback.tb_next
+            if frame.f_globals is globals() and frame.f_code.co_name == "step":
+                return True
+        each = each.__cause__
+    return False
 
 
 def _went_through_flax(traceback: types.TracebackType | None) -> bool:
@@ -267,7 +299,7 @@ def _own_keys(objects: list[Any]) -> list[tuple[Any, Any, Any]]:
       For each variable with a key: it, the replica's key, and the key of all.
     """
     context = _contexts.current()
-    if context is None or context.strategy.num_replicas_in_sync == 1:
+    if not objects or context is None or context.strategy.num_replicas_in_sync == 1:
         return []
     nnx = sys.modules["flax.nnx"]
     found = []
@@ -308,7 +340,8 @@ def _is_one(node: Any) -> bool:
     if is_changed_in_place(node) or _values.is_whole(node):
         return True
     # The variables of a state are copies: it is passed, and returned, as a pytree.
-    return isinstance(node, sys.modules["flax.nnx"].State)
+    nnx = sys.modules.get("flax.nnx")
+    return nnx is not None and isinstance(node, nnx.State)
 
 
 def _is_whole(node: Any) -> bool:

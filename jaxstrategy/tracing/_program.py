@@ -10,6 +10,7 @@ function.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import threading
@@ -22,7 +23,8 @@ from jax.sharding import Mesh
 
 from jaxstrategy import _padding
 from jaxstrategy._values import Handle, PyTree
-from jaxstrategy.tracing import _inflight, _results
+from jaxstrategy.tracing import _inflight, _leaks, _results
+from jaxstrategy.tracing._binding import is_changed_in_place
 from jaxstrategy.tracing._carried import Carried
 from jaxstrategy.tracing._finite import Finite
 from jaxstrategy.tracing._held import Held
@@ -168,6 +170,8 @@ class Program:
             self._is_traced = _cell.is_traced()
             try:
                 return call()
+            except _leaks.Leak as leak:
+                raise leak.explained() from None
             except _UsesVariables as found:
                 self._uses_variables = True
                 self._uses_references |= found.by_reference
@@ -330,8 +334,10 @@ class Program:
         args, kwargs = self._signature.rebuild(own)
         batches = self._masks.batches(own)
         try:
-            with _padding.given(batches):
+            with _padding.given(batches), self._without_leaks(fn):
                 returned = self._call(fn, args, kwargs)
+        except _leaks.Leak:
+            raise
         except Exception as error:
             told = translated(error, self._fn_name())
             if isinstance(told or error, ValueError):
@@ -343,6 +349,16 @@ class Program:
         if self._given:
             self._masks.check(self._given)
         return _results.take_apart(returned, self._signature.statics, self._fn_name())
+
+    def _without_leaks(self, fn: Any) -> contextlib.AbstractContextManager[None]:
+        if getattr(fn, "looks_for_leaks", False):
+            return contextlib.nullcontext()
+        statics = [
+            (self._signature.label(fn, index).strip("`"), value)
+            for index, value in self._signature.with_statics()
+        ]
+        name = self._fn_name()
+        return _leaks.refused(fn, name, is_changed_in_place, statics)
 
     def _step_of(self, done: Trace) -> TracedStep:
         return traced_step(

@@ -3,28 +3,108 @@
 What counts is the function's code: a lambda written inside a loop is a new function at
 each turn, and always the same code. A program that was called `WORTH` times was worth
 compiling, and does not count.
+
+A function that captures another number or array each time is told of soon: there is no
+end to those. Other functions, strings and bools that it captures are choices of a few.
 """
 
 from __future__ import annotations
 
+import functools
+import types
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+import numpy as np
+
 from jaxstrategy import _source
 from jaxstrategy._errors import RecompilationWarning
+from jaxstrategy._values import Handle
+from jaxstrategy.tracing._code import code_of
+from jaxstrategy.tracing._references import References
 from jaxstrategy.tracing._roles import Role, Signature
 
 # Compilations of one function that nobody needs to hear about: a few batch shapes,
 # training and evaluation.
 QUIET = 5
 WORTH = 10
+# Of one that captures other data each time.
+QUIET_DATA = 2
+
+_CHOICES = (bool, str, bytes, type(None))
+
+
+class Seen:
+    """What a function refers to, as far as messages tell of it.
+
+    Args:
+      references: all that it refers to; None if it was not looked into.
+    """
+
+    def __init__(self, references: References | None) -> None:
+        self.opaque = None if references is None else references.opaque
+        self._labels: list[str] = []
+        self._texts: list[str] = []
+        self._kinds: list[type] = []
+        self._tokens: tuple[Any, ...] = ()
+        if references is not None:
+            self._tokens = references.form
+            for step in references.steps:
+                self._labels.append(step.label)
+                self._kinds.append(type(step.value))
+                self._texts.append(_told(step.value))
+
+    def difference(self, other: Seen) -> tuple[str, bool]:
+        """What is another in `other`, in words, and whether it is data."""
+        if other.opaque is not None:
+            what = f"`{other.opaque}`, {other._text_of(other.opaque)},"
+            return (
+                f"it is a new function object each time and uses {what} of which "
+                "Python does not say whether it has changed. Define the function once, "
+                "outside, or pass what changes as an argument."
+            ), True
+        for i, (was, now) in enumerate(zip(self._tokens, other._tokens, strict=False)):
+            if was != now and "__defaults__" not in other._labels[i]:
+                label, old, new = other._labels[i], self._texts[i], other._texts[i]
+                changed = f"it was {old}, is {new}" if old != new else f"it is {new}"
+                return (
+                    f"it is a new function object each time, and `{label}` changed: "
+                    f"{changed}. Pass it as an argument."
+                ), not issubclass(other._kinds[i], (*_CHOICES, *_FUNCTIONS, type))
+        return (
+            "it is a new function object each time, made anew in a loop or function. "
+            "Define it once, outside, and pass what changes as an argument."
+        ), False
+
+    def _text_of(self, label: str) -> str:
+        known = dict(zip(self._labels, self._texts, strict=True))
+        return known.get(label, "more than can be looked through")
+
+
+_FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
+
+
+def _told(value: Any) -> str:
+    if type(value) in (bool, int, float, complex, str, bytes, type(None)):
+        return _shown(value)
+    if isinstance(value, type) or issubclass(type(value), _FUNCTIONS):
+        return _shown(value)
+    if issubclass(type(value), (jax.Array, np.ndarray)):
+        return f"another {value.dtype}[{','.join(map(str, value.shape))}]"
+    return f"a {type(value).__name__}"
 
 
 class Calls:
-    """How often a function object was called; also tells it from another one."""
+    """How often functions of one form were called.
 
-    def __init__(self) -> None:
+    Args:
+      seen: what such a function refers to.
+    """
+
+    def __init__(self, seen: Seen) -> None:
+        self.seen = seen
         self.count = 0
 
 
@@ -38,7 +118,7 @@ class Log:
 
     def of(self, fn: Callable[..., Any]) -> History:
         """The history of the code of `fn`."""
-        code = getattr(fn, "__code__", None)
+        code = code_of(fn)
         if code is None:  # a callable object: only its own past counts
             return History()
         if not _source.is_users(code.co_filename):
@@ -59,6 +139,8 @@ class History:
         self.told: set[type[Warning]] = set()
         self._quiet = quiet
         self._count = 0
+        self._count_of_data = 0
+        self._was_told = False
         self._calls_before = 0
         self._last: tuple[Calls, Signature, Sequence[Any]] | None = None
 
@@ -79,26 +161,32 @@ class History:
         """
         last, self._last = self._last, (calls, signature, list(avals))
         if last is not None and last[0].count - self._calls_before >= WORTH:
-            self._count = 0
+            self._count = self._count_of_data = 0
+            self._was_told = False
         self._calls_before = calls.count - 1
         self._count += 1
-        if self._quiet or last is None or self._count != QUIET + 1:
+        if self._quiet or last is None:
             return
+        what, is_data = None, False
+        if last[0] is not calls:
+            what, is_data = last[0].seen.difference(calls.seen)
+        self._count_of_data += is_data
+        soon = is_data and self._count_of_data >= QUIET_DATA
+        if not self._was_told and (soon or self._count > QUIET):
+            self._was_told = True
+            self._warn(fn, what or _what_of_arguments(fn, last[1:], self._last[1:]))
+
+    def _warn(self, fn: Callable[..., Any], what: str) -> None:
         name = getattr(fn, "__qualname__", type(fn).__name__)
-        message = (
-            f"`{name}` is being compiled for the {self._count}th time, because "
-            f"{_what_changed(fn, last, self._last)}"
+        number = "3rd" if self._count == 3 else f"{self._count}th"
+        _source.warn(
+            f"`{name}` is being compiled for the {number} time, because {what}",
+            RecompilationWarning,
         )
-        _source.warn(message, RecompilationWarning)
 
 
-def _what_changed(fn: Callable[..., Any], before: Any, after: Any) -> str:
-    (old_fn, old, old_avals), (new_fn, new, new_avals) = before, after
-    if old_fn is not new_fn:
-        return (
-            "it is a new function object each time, made anew in a loop or function. "
-            "Define it once, outside, and pass what changes as an argument."
-        )
+def _what_of_arguments(fn: Callable[..., Any], before: Any, after: Any) -> str:
+    (old, old_avals), (new, new_avals) = before, after
     if old.treedef != new.treedef:
         return (
             "the structure of its arguments changed: it was "
@@ -146,5 +234,7 @@ def _text(leaf: Any) -> str:
 
 
 def _shown(value: Any, limit: int = 120) -> str:
+    if isinstance(value, Handle):  # to show its value makes it a reference here
+        return f"another {type(value).__name__}"
     text = repr(value)
     return text if len(text) <= limit else text[: limit - 3] + "..."

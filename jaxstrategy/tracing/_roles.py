@@ -50,6 +50,11 @@ class Signature:
             leaf() if isinstance(leaf, HandleReference) else leaf for leaf in self.kept
         )
 
+    def with_statics(self) -> list[tuple[int, Any]]:
+        """The static leaves with their places in `roles`."""
+        places = (i for i, role in enumerate(self.roles) if role is Role.STATIC)
+        return list(zip(places, self.statics, strict=True))
+
     @property
     def handles(self) -> list[Any]:
         """The variables among them."""

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jaxstrategy import _padding, _values
 from jaxstrategy._errors import ObjectError
 from jaxstrategy._values import PyTree
-from jaxstrategy.tracing import _captured, _objects
+from jaxstrategy.tracing import _lending, _objects
 from jaxstrategy.tracing._binding import Parts, is_changed_in_place
 from jaxstrategy.variables._variable import Variable
 
@@ -199,7 +199,7 @@ class _Loop:
         self._name = _name(fn)
         self._names = _names(fn, len(args))
         self._going = [i for i, each in enumerate(args) if self._goes_on(i, each)]
-        call = _objects.call_of(fn, args, kwargs)
+        call = _objects.call_of(args, kwargs, _objects.captured_by(fn))
         self._binding = None if call is None else call.binding
         self._captured = () if call is None else call.captured
         self._args = args if call is None else list(call.args)
@@ -246,8 +246,8 @@ class _Loop:
         args, kwargs, objects = self._filled(states, parts)
         # Those that the step captured stand among the keyword arguments.
         replaced = {name: kwargs.pop(name) for name in self._captured}
-        fn = _captured.with_objects(self._fn, replaced, is_changed_in_place)
-        returned = _with_values(fn(*args, batch, **kwargs))
+        with _lending.lent(self._fn, replaced, is_changed_in_place) as fn:
+            returned = _with_values(fn(*args, batch, **kwargs))
         if any(map(is_changed_in_place, jax.tree.leaves(returned, is_leaf=_is_whole))):
             raise ObjectError(
                 f"`{self._name}` returned an object of Flax NNX. In a loop of several "

@@ -1,0 +1,134 @@
+"""Where a value is referred to from: a cell, an attribute, an entry of a container."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from collections.abc import MutableMapping
+from typing import Any, Protocol
+
+
+class _Gone:
+    def __repr__(self) -> str:
+        return "nothing"
+
+
+# What a place holds that holds nothing.
+GONE: Any = _Gone()
+
+
+class Place(Protocol):
+    """Something that can be made to refer to another value."""
+
+    @property
+    def where(self) -> Any:
+        """Equal for the same place, as long as it is there."""
+        ...
+
+    def get(self) -> Any:
+        """The value; `GONE` if there is none."""
+        ...
+
+    def set(self, value: Any) -> None:
+        """Refer to `value`, or with `GONE` to nothing."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Cell:
+    """A variable of an enclosing function."""
+
+    cell: types.CellType
+
+    @property
+    def where(self) -> Any:
+        """As of any place."""
+        return (id(self.cell),)
+
+    def get(self) -> Any:
+        """As of any place."""
+        try:
+            return self.cell.cell_contents
+        except ValueError:  # not set yet
+            return GONE
+
+    def set(self, value: Any) -> None:
+        """As of any place."""
+        if value is GONE:
+            del self.cell.cell_contents
+        else:
+            self.cell.cell_contents = value
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Key:
+    """An entry of a dict: a global name, an attribute, an item."""
+
+    mapping: MutableMapping[Any, Any]
+    key: Any
+
+    @property
+    def where(self) -> Any:
+        """As of any place."""
+        return (id(self.mapping), self.key)
+
+    def get(self) -> Any:
+        """As of any place."""
+        return self.mapping.get(self.key, GONE)
+
+    def set(self, value: Any) -> None:
+        """As of any place."""
+        if value is GONE:
+            self.mapping.pop(self.key, None)
+        else:
+            self.mapping[self.key] = value
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Index:
+    """An entry of a list."""
+
+    items: list[Any]
+    index: int
+
+    @property
+    def where(self) -> Any:
+        """As of any place."""
+        return (id(self.items), self.index)
+
+    def get(self) -> Any:
+        """As of any place."""
+        return self.items[self.index] if self.index < len(self.items) else GONE
+
+    def set(self, value: Any) -> None:
+        """As of any place."""
+        if value is GONE:
+            del self.items[self.index]
+        else:
+            self.items[self.index] = value
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Attribute:
+    """An attribute that is in no dict: of a class, or in a slot."""
+
+    owner: Any
+    name: str
+
+    @property
+    def where(self) -> Any:
+        """As of any place."""
+        return (id(self.owner), self.name)
+
+    def get(self) -> Any:
+        """As of any place."""
+        if isinstance(self.owner, type):  # not what a descriptor makes of it
+            return vars(self.owner).get(self.name, GONE)
+        return getattr(self.owner, self.name, GONE)
+
+    def set(self, value: Any) -> None:
+        """As of any place."""
+        if value is GONE:
+            delattr(self.owner, self.name)
+        else:
+            setattr(self.owner, self.name, value)

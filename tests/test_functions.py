@@ -1,0 +1,655 @@
+"""Functions that are defined anew at each call, and what they refer to.
+
+TensorFlow's own programs define `step_fn` inside `train_step`. The oracle is NumPy, or
+the same steps in plain Python.
+"""
+
+import functools
+import gc
+import itertools
+import queue
+import warnings
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen, nnx
+from flax.training import train_state
+
+import jaxstrategy as js
+
+CALLS = 12
+
+
+@pytest.fixture(scope="module")
+def two():
+    return js.MirroredStrategy(js.simulate(8)[:2])
+
+
+def mean(tree):
+    return js.get_replica_context().all_reduce("mean", tree)
+
+
+@pytest.fixture
+def traces():
+    """How often steps were traced; a list would be something that they capture."""
+    return queue.SimpleQueue()
+
+
+def batch(two, i=0):
+    rows = np.arange(8, dtype=np.float32).reshape(2, 2, 2) + i
+    return two.per_replica(list(rows)), rows
+
+
+# One program for TensorFlow's idiom.
+
+
+def test_a_nested_step_with_variables_is_compiled_once(two, traces):
+    with two.scope():
+        total = js.Variable(0.0, aggregation="sum")
+
+    def train_step(inputs):
+        def step_fn(x):
+            traces.put(1)
+            total.assign_add(x.sum())
+            return total.value() if callable(total.value) else total.value
+
+        return two.run(step_fn, args=(inputs,))
+
+    want = 0.0
+    for i in range(CALLS):
+        inputs, rows = batch(two, i)
+        train_step(inputs)
+        want += rows.sum()
+    np.testing.assert_allclose(np.asarray(total), want)
+    assert traces.qsize() == 1
+
+
+def test_a_nested_step_with_nnx_objects_is_compiled_once(two, traces):
+    model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+    same = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.sgd(0.01), wrt=nnx.Param)
+    reference = nnx.Optimizer(same, optax.sgd(0.01), wrt=nnx.Param)
+    metric = nnx.metrics.Average()
+
+    def loss_of(model, x):
+        return (model(x) ** 2).mean()
+
+    def train_step(inputs):
+        def step_fn(x):
+            traces.put(1)
+            loss, grads = nnx.value_and_grad(loss_of)(model, x)
+            optimizer.update(model, mean(grads))
+            loss = mean(loss)
+            metric.update(values=loss)
+            return loss
+
+        return two.run(step_fn, args=(inputs,))
+
+    losses = []
+    for i in range(CALLS):
+        inputs, rows = batch(two, i)
+        loss = train_step(inputs)
+        want, grads = nnx.value_and_grad(loss_of)(same, rows.reshape(4, 2))
+        reference.update(same, grads)
+        np.testing.assert_allclose(loss, want, rtol=1e-4)
+        losses.append(want)
+    np.testing.assert_allclose(metric.compute(), np.mean(losses), rtol=1e-4)
+    np.testing.assert_allclose(model.kernel[...], same.kernel[...], rtol=1e-4)
+    assert traces.qsize() == 1
+
+
+def test_a_nested_step_with_a_captured_linen_state_is_compiled_once(two, traces):
+    model, tx = linen.Dense(1), optax.sgd(0.01)
+    params = model.init(jax.random.key(0), np.ones((1, 2), np.float32))
+    make = functools.partial(train_state.TrainState.create, apply_fn=model.apply)
+    alone = make(params=params, tx=tx)
+    state = two.mirror(alone)
+
+    def loss_of(params, x):
+        return (model.apply(params, x) ** 2).mean()
+
+    for i in range(CALLS):
+        inputs, rows = batch(two, i)
+
+        def step_fn(x):
+            traces.put(1)
+            grads = mean(jax.grad(loss_of)(state.params, x))  # noqa: B023
+            return state.apply_gradients(grads=grads)  # noqa: B023
+
+        state = two.run(step_fn, args=(inputs,))
+        grads = jax.grad(loss_of)(alone.params, rows.reshape(4, 2))
+        alone = alone.apply_gradients(grads=grads)
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=1e-4),
+        state.params,
+        alone.params,
+    )
+    assert int(state.step) == CALLS and traces.qsize() == 1
+
+
+def test_one_function_whose_variable_is_given_another_value_is_never_stale(two, traces):
+    """As in a loop `w = strategy.run(step_fn)`, with one `step_fn` before it."""
+    w = jnp.zeros(2)
+
+    def step_fn(x):
+        traces.put(1)
+        return w + mean(x.sum(0))
+
+    decorated = two.run(step_fn)
+    want = np.zeros(2)
+    for i in range(6):
+        inputs, rows = batch(two, i)
+        w = decorated(inputs) if i % 2 else two.run(step_fn, args=(inputs,))
+        want = want + rows.sum(1).mean(0)
+        np.testing.assert_allclose(w, want, rtol=1e-6)
+    assert traces.qsize() == 1
+
+
+def with_closure(k, traces):
+    def step(x):
+        traces.put(1)
+        return x * k
+
+    return step
+
+
+def with_default(k, traces):
+    def step(x, k=k):
+        traces.put(1)
+        return x * k
+
+    return step
+
+
+def with_keyword(k, traces):
+    def step(x, *, k=k):
+        traces.put(1)
+        return x * k
+
+    return step
+
+
+def with_lambda(k, traces):
+    return lambda x: (traces.put(1), x * k)[1]
+
+
+def with_inner(k, traces):
+    inner = with_closure(k, traces)
+    return lambda x: inner(x)
+
+
+def with_partial(k, traces):
+    def step(k, x):
+        traces.put(1)
+        return x * k
+
+    return functools.partial(step, k)
+
+
+def with_container(k, traces):
+    settings = {"scales": [1, (k,)]}
+    return lambda x: (traces.put(1), x * settings["scales"][1][0])[1]
+
+
+def with_object(k, traces):
+    class Settings:
+        pass
+
+    settings = KEPT_SETTINGS
+    settings.k = k
+    return lambda x: (traces.put(1), x * settings.k)[1]
+
+
+class Config:
+    pass
+
+
+KEPT_SETTINGS = Config()
+
+
+def with_method(k, traces):
+    return Scaling(k, traces).step
+
+
+class Scaling:
+    def __init__(self, k, traces):
+        self.k, self.traces = k, traces
+
+    def step(self, x):
+        self.traces.put(1)
+        return x * self.k
+
+
+FORMS = [
+    with_closure,
+    with_default,
+    with_keyword,
+    with_lambda,
+    with_inner,
+    with_partial,
+    with_container,
+    with_object,
+    with_method,
+]
+
+
+@pytest.mark.parametrize("make", FORMS, ids=lambda f: f.__name__)
+def test_what_is_captured_is_shared_and_never_stale(two, traces, make):
+    for k in (2, 2, 3, 2, 3, 3):
+        assert float(two.run(make(k, traces), (5.0,))) == 5 * k
+    assert traces.qsize() == 2
+
+
+@pytest.mark.filterwarnings("ignore::jaxstrategy.RecompilationWarning")
+@pytest.mark.parametrize(
+    "pair",
+    [
+        (0.0, -0.0),
+        (1, 1.0),
+        (1, True),
+        (np.float32(1), np.float32(2)),
+        (np.ones(2), np.zeros(2)),
+        (jnp.sin, jnp.cos),
+        ("a", "b"),
+        (jnp.float32, jnp.int32),
+    ],
+    ids=str,
+)
+def test_what_is_almost_the_same_is_another(two, pair):
+    def use(value, x):
+        if isinstance(value, (str, bool)):
+            return x + (2.0 if value in ("b", True) else 1.0)
+        if isinstance(value, type(jnp.float32)):
+            return value(x + 0.5)
+        if callable(value):
+            return value(x)
+        return jnp.copysign(x, value) + np.asarray(value).sum()
+
+    for value in (*pair, *pair):
+        have = two.run(lambda x: use(value, x), (1.0,))  # noqa: B023
+        want = use(value, jnp.float32(1))
+        np.testing.assert_array_equal(have, want)
+
+
+RATE = 1
+
+
+def test_globals_of_nested_functions_are_never_stale(two):
+    global RATE
+
+    def step():
+        return two.run(lambda x: x * RATE, (2.0,))
+
+    for RATE in (1, 3, 1):
+        assert float(step()) == 2.0 * RATE
+    RATE = 1
+
+
+@pytest.mark.filterwarnings("ignore::jaxstrategy.RecompilationWarning")
+def test_a_container_that_has_changed_is_noticed(two):
+    scales, table = [1.0], np.ones(2, np.float32)
+    for i in range(4):
+        out = two.run(lambda x: sum(scales) * x * table, (1.0,))
+        np.testing.assert_allclose(out, sum(scales) * table)
+        if i == 0:
+            scales.append(2.0)
+        if i == 1:
+            table[0] = 7
+        if i == 2:
+            scales[0] = 5.0
+
+
+def test_arrays_whose_values_python_needs_are_constants(two, traces):
+    for n in (2, 2, 3):
+        count = jnp.asarray(n)
+        flag = jnp.asarray(n == 2)
+
+        def step(x):
+            traces.put(1)
+            return x * (1 if flag else -1) + jnp.zeros(int(count))  # noqa: B023
+
+        out = two.run(step, (1.0,))
+        np.testing.assert_array_equal(out, np.full(n, 1 if n == 2 else -1))
+
+
+def test_an_array_is_traced_only_where_it_is_captured(two):
+    """An error of the step's own is raised as it is, not hidden by a second try."""
+    w = jnp.ones(3)
+
+    def step(x):
+        raise KeyError(w.shape)
+
+    with pytest.raises(KeyError, match="3"):
+        two.run(step, (1.0,))
+
+
+def test_what_a_step_does_while_it_is_traced_happens_once(two):
+    """As `nonlocal count` and a list that grows do, which a new function sees."""
+    count, seen = 0, []
+    for _ in range(4):
+
+        def step(x):
+            nonlocal count
+            count += 1
+            seen.append(x.shape)
+            return x + 1
+
+        two.run(step, (1.0,))
+    assert count == 1 and seen == [()]
+
+
+def test_a_nested_step_inside_jax_jit(two):
+    @jax.jit
+    def outer(w, x):
+        return two.run(lambda x: x * w, (x,))
+
+    def gradient(w):
+        return jax.grad(lambda w: two.run(lambda x: x * w, (3.0,)))(w)
+
+    for w in (2.0, 3.0):
+        assert float(outer(w, 5.0)) == 5 * w
+        assert float(jax.jit(outer)(w, 5.0)) == 5 * w
+        assert float(gradient(w)) == 3.0
+
+
+def test_options_have_programs_of_their_own(two):
+    for options in (None, js.RunOptions(expect_mirrored=True), None):
+        out = two.run(lambda x: x + 1, (1.0,), options=options)
+        assert float(out) == 2
+
+
+# What still recompiles is told.
+
+
+def test_a_captured_number_that_changes_is_told_of_the_third_time(two):
+    with pytest.warns(js.RecompilationWarning) as caught:
+        for rate in range(6):
+            two.run(lambda x: x * rate, (1.0,))  # noqa: B023
+    (warning,) = [w for w in caught if w.category is js.RecompilationWarning]
+    text = str(warning.message)
+    assert "compiled for the 3rd time" in text and warning.filename == __file__
+    assert "`captured rate` changed: it was 1, is 2. Pass it as an argument" in text
+
+
+def test_what_python_does_not_say_is_looked_at_anew_and_told_of(two):
+    """A generator of random numbers may have gone on; nobody can tell."""
+    rng, drawn = np.random.default_rng(0), []
+    with pytest.warns(js.RecompilationWarning, match="uses `captured rng`, a Gen"):
+        for _ in range(4):
+            drawn.append(float(two.run(lambda x: x + rng.random(), (0.0,))))
+    want = np.random.default_rng(0).random(4)
+    np.testing.assert_allclose(drawn, want, rtol=1e-6)
+
+
+def test_a_changing_function_with_captured_objects_is_told_of(two):
+    total = nnx.Variable(jnp.zeros(()))
+    with pytest.warns(js.RecompilationWarning, match="3rd time.*`captured rate`"):
+        for rate in range(4):
+
+            def step(x):
+                total[...] += x * rate  # noqa: B023
+
+            two.run(step, (1.0,))
+    assert float(total[...]) == 0 + 1 + 2 + 3
+
+
+@pytest.mark.filterwarnings("ignore::jaxstrategy.RecompilationWarning")
+def test_variables_among_the_arguments_keep_what_steps_assign(two):
+    """Also when a warning is about to tell of them, while JAX traces."""
+
+    def step(v, x):
+        v.assign(v + x)
+
+    for i in range(8):
+        with two.scope():
+            v = js.Variable(1.0)
+        two.run(step, (v, float(i)))
+        assert float(np.asarray(v)) == 1 + i
+
+
+def test_a_choice_of_a_few_is_quiet(two, traces):
+    for _, op in itertools.product(range(4), ("sum", "mean", "max")):
+
+        def step(x):
+            traces.put(1)
+            return js.get_replica_context().all_reduce(op, x)  # noqa: B023
+
+        two.run(step, (two.per_replica([1.0, 2.0]),))
+    assert traces.qsize() == 3
+
+
+# What lives how long.
+
+
+def test_neither_functions_nor_what_they_capture_are_kept(two):
+    class Big:
+        pass
+
+    def use():
+        big, w = Big(), jnp.ones(3)
+
+        def step(x):
+            return x + w if big is not None else x
+
+        two.run(step, (1.0,))
+        return weakref.ref(step), weakref.ref(big), weakref.ref(w)
+
+    references = use()
+    gc.collect()
+    assert [reference() for reference in references] == [None] * 3
+
+
+def test_programs_of_functions_that_are_gone_are_few(two):
+    def make(k):
+        return lambda x: x + k
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", js.RecompilationWarning)
+        code = weakref.ref(make(0).__code__)
+        before = len(two._programs._table)
+        for k in range(20):
+            two.run(make(k), (1.0,))
+    assert len(two._programs._table) - before <= 10
+    assert code() is not None
+
+
+# Objects are lent, and functions are what they are.
+
+counted = 0
+counter = nnx.Variable(jnp.zeros(()))
+
+
+def test_globals_are_the_real_ones(two):
+    global counted
+
+    def step():
+        global counted
+        counted += 1
+        counter[...] += 1
+
+    counted, start = 0, float(counter[...])
+    two.run(step)
+    assert counted == 1 and float(counter[...]) == start + 1
+
+
+class Holder:
+    def __init__(self, total):
+        self.total = total
+
+    def step(self, x):
+        self.total[...] += x
+
+
+def held_by_attribute(total):
+    return Holder(total).step
+
+
+def held_by_object(total):
+    holder = Holder(Holder(total))
+
+    def step(x):
+        holder.total.total[...] += x
+
+    return step
+
+
+def held_by_dict(total):
+    table = {"a": [total]}
+
+    def step(x):
+        table["a"][0][...] += x
+
+    return step
+
+
+def held_by_tuple(total):
+    pair = (1, (total, "b"))
+
+    def step(x):
+        pair[1][0][...] += x
+
+    return step
+
+
+def held_by_class(total):
+    class Space:
+        it = total
+
+    def step(x):
+        Space.it[...] += x
+
+    return step
+
+
+HELD = [held_by_attribute, held_by_object, held_by_dict, held_by_tuple, held_by_class]
+
+
+@pytest.mark.parametrize("hold", HELD, ids=lambda f: f.__name__)
+def test_objects_are_changed_wherever_they_are_held(two, hold):
+    total = nnx.Variable(jnp.zeros(()))
+    step = hold(total)
+    for x in (1.0, 2.0, 3.0):
+        two.run(step, (x,))
+    assert float(total[...]) == 6
+    two.run(hold(total), (4.0,))
+    assert float(total[...]) == 10
+
+
+def test_after_an_error_everything_refers_to_the_callers_object(two):
+    total = nnx.Variable(jnp.zeros(()))
+    holder, table = Holder(total), [total]
+
+    def step(x):
+        holder.total[...] += x
+        table[0][...] += x
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        two.run(step, (1.0,))
+    assert holder.total is total and table[0] is total
+    assert step.__closure__ is not None and float(total[...]) == 0
+
+
+@functools.cache
+def cached_model():
+    return nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+
+
+def test_an_object_that_no_name_leads_to_is_not_stale_if_a_step_changes_it(two):
+    def change(model):
+        model.bias[...] += 1
+
+    step = two.run(lambda x: cached_model()(x))
+    x = np.ones((1, 2), np.float32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", js.RecompilationWarning)
+        for _ in range(3):
+            two.run(change, (cached_model(),))
+            np.testing.assert_allclose(step(x), cached_model()(x), rtol=1e-5)
+
+
+# Values of a trace that are left behind.
+
+left_here = None
+
+
+def test_a_value_left_in_a_list_is_refused(two):
+    losses = [0.5]
+
+    def step(x):
+        y = x * 2
+        losses.append(y)
+        return y
+
+    with pytest.raises(js.LeakedTracerError) as caught:
+        two.run(step, (jnp.ones(3),))
+    text = str(caught.value)
+    assert "`step` left a value of its trace, float32[3], in `captured losses[1]`" in (
+        text
+    )
+    assert "y = x * 2" in text and "Return the value from the step" in text
+    assert losses == [0.5]
+
+
+def test_a_value_left_in_an_attribute_is_refused(two):
+    class Trainer:
+        def __init__(self):
+            self.loss = None
+            self.seen = {"old": 1}
+
+        def step(self, x):
+            self.loss = x + 1
+            self.seen["new"] = self.loss * 2
+            self.more = x + 3
+            return self.loss
+
+    trainer = Trainer()
+    with pytest.raises(js.LeakedTracerError, match=r"self\.loss` \(and 2 more\)"):
+        two.run(trainer.step, (1.0,))
+    assert vars(trainer) == {"loss": None, "seen": {"old": 1}}
+    with pytest.raises(js.LeakedTracerError, match=r"`trainer\.loss`"):
+        two.run(lambda trainer, x: trainer.step(x), (trainer, 1.0))
+
+
+def test_a_value_left_in_a_variable_of_a_function_or_module_is_refused(two):
+    kept = None
+
+    def by_nonlocal(x):
+        nonlocal kept
+        kept = x * 2
+        return kept
+
+    def by_global(x):
+        global left_here
+        left_here = {"value": (x * 2,)}
+        return x
+
+    with pytest.raises(js.LeakedTracerError, match="`captured kept`"):
+        two.run(by_nonlocal, (1.0,))
+    with pytest.raises(js.LeakedTracerError, match=r"`captured left_here\['value'\]"):
+        two.run(by_global, (1.0,))
+    assert kept is None
+    assert not left_here
+
+
+def test_an_argument_that_is_kept_is_told_with_the_steps_line(two):
+    kept = []
+    with pytest.raises(js.LeakedTracerError, match=r"kept\.append\(x\)"):
+        two.run(lambda x: kept.append(x), (1.0,))
+    assert kept == []
+
+
+def test_nothing_is_left_after_an_error(two):
+    kept = []
+
+    def step(x):
+        kept.append(x + 1)
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError):
+        two.run(step, (1.0,))
+    assert kept == []
