@@ -46,7 +46,8 @@ class EagerProgram:
         Raises:
           TypeError: none of them can be changed in place.
         """
-        _objects.require_objects(self._fn, tuple(objects))
+        captured = _objects.captured_by(self._fn)
+        _objects.require_objects(tuple(objects), captured)
 
         @functools.wraps(self._fn)
         def step(*rest: Any, **kwargs: Any) -> Any:
