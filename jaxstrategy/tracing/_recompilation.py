@@ -214,7 +214,9 @@ def _what_of_arguments(fn: Callable[..., Any], before: Any, after: Any) -> str:
 def _changed_static(old: Signature, new: Signature) -> tuple[int, str, str]:
     was, now = _with_statics(old), _with_statics(new)
     for index, (a, b) in enumerate(zip(was, now, strict=True)):
-        if a != b:
+        # By value, a variable would be read here, where JAX traces.
+        has_handle = isinstance(a[-1], Handle) or isinstance(b[-1], Handle)
+        if a[-1] is not b[-1] if has_handle else a != b:
             return index, _text(a), _text(b)
     raise AssertionError("equal signatures share a program")
 
