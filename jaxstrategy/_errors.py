@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+_SHOWN = 200  # characters of a value in a message
+
 
 class ContextError(RuntimeError):
     """A method was called on the wrong side of `run`, or for another strategy."""
@@ -190,3 +192,19 @@ class ObjectError(ValueError):
 
     Such objects are modules, optimizers and metrics of Flax NNX.
     """
+
+
+def shown(value: object) -> str:
+    """A value for a message: on one line, not long, whatever it is.
+
+    Python writes no integer of more than 4,300 digits, and no deep nest.
+    """
+    try:
+        text = " ".join(repr(value).split())
+    except Exception:
+        kind = type(value).__name__
+        if isinstance(value, int):
+            sign = "a negative" if value < 0 else "an"
+            return f"{sign} {kind} of {value.bit_length()} bits"
+        return f"a {kind} that cannot be printed"
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."

@@ -9,7 +9,9 @@ from typing import Any
 import jax
 
 from jaxstrategy import _values
-from jaxstrategy._errors import ContextError
+from jaxstrategy._errors import ContextError, shown
+
+_STEPS = 2**63  # such numbers are names of files, and of 64 bits elsewhere
 
 
 def check_host(method: str) -> None:
@@ -28,19 +30,32 @@ def checked_step(step: Any) -> int:
         number = int(operator.index(step))
     except TypeError:
         number = -1
-    if number < 0:
-        raise ValueError(f"`step` was {step!r}; a number from 0 on was wanted.")
+    if not 0 <= number < _STEPS:
+        raise ValueError(
+            f"`step` was {shown(step)}; a number from 0 to {_STEPS - 1} was wanted."
+        )
     return number
+
+
+def checked_metrics(metrics: Any) -> dict[str, float]:
+    """Numbers by name."""
+    try:
+        return {str(name): float(value) for name, value in dict(metrics or {}).items()}
+    except (TypeError, ValueError, OverflowError):
+        raise TypeError(
+            f"`metrics` was {shown(metrics)}; numbers by name were wanted: "
+            "`{'accuracy': 0.9}`."
+        ) from None
 
 
 def check_json(extra: Any) -> None:
     """Raise unless JSON can say it."""
     try:
         json.dumps(extra)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise TypeError(
-            f"`extra` was {extra!r}, which JSON cannot say ({error}). Put arrays and "
-            "other values into the state."
+            f"`extra` was {shown(extra)}, which JSON cannot say ({error}). Put "
+            "arrays and other values into the state."
         ) from error
 
 

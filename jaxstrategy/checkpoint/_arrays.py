@@ -17,6 +17,7 @@ from jaxstrategy.checkpoint import _processes, _record
 from jaxstrategy.checkpoint._barrier import Barrier, ElsewhereError
 from jaxstrategy.checkpoint._entries import Reading
 from jaxstrategy.checkpoint._record import Record
+from jaxstrategy.checkpoint._unfinished import Unfinished
 
 _NOTHING = "nothing"  # Orbax writes at least one array
 _MOST_SECONDS = 1200  # to write a checkpoint; Orbax's own choice
@@ -63,7 +64,13 @@ class Writer:
         self._barrier: Barrier | None = None
 
     def begin(self, folder: Any, arrays: Mapping[str, Any], record: Record) -> None:
-        """Begin to write; `arrays` may be donated and overwritten when this returns."""
+        """Begin to write; `arrays` may be donated and overwritten when this returns.
+
+        Args:
+          folder: an unfinished one, which exists.
+          arrays: by name.
+          record: what else is known.
+        """
         tree = dict(arrays) or {_NOTHING: np.zeros(1, np.uint8)}
         args = ToSave(ocp.args.PyTreeSave(tree), record)
         checkpointer = self._checkpointer = self._checkpointer or self._made()
@@ -79,8 +86,14 @@ class Writer:
         processes = _processes.current()
         self._barrier = None if processes is None else Barrier(processes)
         meet = None if self._barrier is None else self._barrier.meet
-        options = ocp.AsyncOptions(_MOST_SECONDS, barrier_sync_fn=meet)
-        return ocp.AsyncCheckpointer(Handler(), async_options=options)
+        options = ocp.AsyncOptions(
+            _MOST_SECONDS,
+            barrier_sync_fn=meet,
+            create_directories_asynchronously=False,  # they are there
+        )
+        return ocp.AsyncCheckpointer(
+            Handler(), async_options=options, temporary_path_class=Unfinished
+        )
 
     def finish(self) -> None:
         """Wait until it is written; raises what went wrong, here or elsewhere."""

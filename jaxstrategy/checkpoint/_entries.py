@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, final
 
 import jax
@@ -39,6 +40,60 @@ class Reading:
     shape: tuple[int, ...]
     dtype: Any
     sharding: Sharding | None = None
+
+
+def is_entry(value: object) -> bool:
+    """Whether it is what `saved` of some value may have said."""
+    match value:
+        case {"kind": "array", "dtype": str(dtype), "shape": list(shape), **more}:
+            return _is_array(dtype, shape, more)
+        case {
+            "kind": "per_replica",
+            "dtype": str(dtype),
+            "shape": [_, *_] as shape,
+            **more,
+        }:
+            mask = more.pop("mask", [])
+            is_mask = isinstance(mask, list) and _is_mask(mask)
+            return is_mask and _is_array(dtype, shape, more)
+        case {"kind": "number", "type": str(kind), "value": number, **more}:
+            return not more and _is_number(kind, number)
+        case {"kind": "text", "value": str(), **more}:
+            return not more
+        case {"kind": "iterator", "states": [_, *_], **more}:
+            return not more
+    return False
+
+
+def _is_array(dtype: str, shape: Sequence[Any], more: dict[str, Any]) -> bool:
+    if not all(type(size) is int and size >= 0 for size in shape):
+        return False
+    match more:
+        case {"impl": str(), "words": list(words), **others}:
+            is_key = dtype.startswith("key<")
+            return is_key and not others and all(type(each) is int for each in words)
+    try:
+        jnp.dtype(dtype)
+    except TypeError:
+        return False
+    return not more
+
+
+def _is_mask(mask: list[Any]) -> bool:
+    try:
+        return np.asarray(mask).dtype in (np.dtype(bool), np.dtype(float))
+    except ValueError:
+        return False
+
+
+def _is_number(kind: str, number: Any) -> bool:
+    if kind == "complex":
+        return (
+            isinstance(number, list)
+            and len(number) == 2
+            and all(type(part) is float for part in number)
+        )
+    return kind in NUMBERS and type(number) is NUMBERS[kind]
 
 
 def described(entry: Entry) -> str:

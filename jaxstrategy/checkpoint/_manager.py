@@ -96,6 +96,7 @@ class CheckpointManager:
         self._writer = self._arrays.Writer()
         self._thread: threading.Thread | None = None
         self._writing = 0
+        self._unfinished = ""  # the folder that is written into
         self._failure: Exception | None = None
         self._damaged: set[int] = set()
         self._own: set[int] = set()  # steps that this training has saved or restored
@@ -139,7 +140,7 @@ class CheckpointManager:
         self._raise_failure(is_over=False)
         if not force and self._every is not None and step % self._every:
             return False
-        numbers = {name: float(value) for name, value in (metrics or {}).items()}
+        numbers = _arguments.checked_metrics(metrics)
         self._check_metrics(numbers)
         _arguments.check_json(extra)
         self.wait()
@@ -149,10 +150,11 @@ class CheckpointManager:
         entries, arrays = State(state, None).saved()
         _processes.compare_leaves(what, _leaves(entries))
         record = Record(step, entries, numbers, extra)
-        self._prepare(step, what)
+        self._unfinished = self._prepare(step, what)
         try:
             with _processes.watched(what):
-                self._writer.begin(self._folder.of(step), arrays, record)
+                folder = self._folder.path / self._unfinished
+                self._writer.begin(folder, arrays, record)
         except (OSError, ValueError) as error:
             raise self._unwritten(step, _arguments.first_line(error)) from error
         self._writing = step
@@ -167,19 +169,19 @@ class CheckpointManager:
         which = "" if step is None else f" checkpoint {step}"
         return f"{doing}{which} in `{self._folder.path}`"
 
-    def _prepare(self, step: int, what: str) -> None:
-        """Make room for a checkpoint; if the first process cannot, all raise."""
-        failure = None
+    def _prepare(self, step: int, what: str) -> str:
+        """The name of a new folder to write into; all raise if the first cannot."""
+        name = failure = None
         if _processes.is_first():
             try:
-                self._folder.path.mkdir(parents=True, exist_ok=True)
-                self._folder.clear(self._damaged)
+                name = self._folder.begin(step, self._damaged)
             except OSError as error:
                 failure = _arguments.first_line(error)
-        failure = _processes.gather(what, failure)[0]
+        name, failure = _processes.gather(what, [name, failure])[0]
         if failure is not None:
             raise self._unwritten(step, failure)
         self._damaged.clear()
+        return name
 
     def _finish(self) -> None:
         """In the background: wait until all is written, then delete older ones."""
@@ -188,7 +190,8 @@ class CheckpointManager:
             self._writer.finish()
             self._own.add(step)
         except Exception as error:
-            self._failure = self._unwritten(step, _arguments.first_line(error))
+            reason = self._other_writer(step, error) or _arguments.first_line(error)
+            self._failure = self._unwritten(step, reason)
             self._failure.__cause__ = error
             return
         try:
@@ -215,6 +218,16 @@ class CheckpointManager:
             f"{reason}\nEarlier checkpoints are as they were. Is the folder "
             "writable, and is there room on the disk?"
         )
+
+    def _other_writer(self, step: int, error: Exception) -> str | None:
+        """What another writer into this folder did to a checkpoint; None if nothing."""
+        if isinstance(error, FileExistsError):
+            did = f"checkpoint {step} is there meanwhile"
+        elif not self._folder.has(self._unfinished) and not self._folder.has(str(step)):
+            did = f"`{self._unfinished}`, into which it was written, was deleted"
+        else:
+            return None
+        return f"{did}. Does another training save to this folder? Give it another one."
 
     def _check_metrics(self, metrics: Mapping[str, float]) -> None:
         if self._best is not None and metrics and self._best.metric not in metrics:
@@ -390,15 +403,21 @@ class CheckpointManager:
     def _restore(
         self, state_like: PyTree, step: int, partial: bool, damaged: dict[int, str]
     ) -> PyTree:
-        record = self._folder.record(step)
+        record = self._record(step)
         state = State(state_like, self._mesh())
         what = self._what("restore", step)
         _processes.compare_leaves(what, list(state.names))
         where = f"Checkpoint {step} in `{self._folder.path}`"
         fit = state.fit(record.leaves, where, partial)
         readings = state.readings(record.leaves, fit.common)
-        with _processes.watched(what, busy="reads arrays"):
-            arrays = self._arrays.read(self._folder.of(step), readings)
+        try:
+            with _processes.watched(what, busy="reads arrays"):
+                arrays = self._arrays.read(self._folder.of(step), readings)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(
+                f"{where} could not be read: {_arguments.first_line(error)}. Did "
+                "another program delete or change it meanwhile?"
+            ) from error
         restored = state.restored(record.leaves, fit.common, arrays)
         self._own.add(step)
         self._restored = Restored(
@@ -420,8 +439,8 @@ class CheckpointManager:
 
     def latest_step(self) -> int | None:
         """The last step whose checkpoint is complete; None if there is none."""
-        steps = self._steps()
-        return steps[-1] if steps else None
+        newest = self._folder.newest(self._damaged)
+        return self._of_first("find the latest checkpoint", newest)
 
     def best_step(self) -> int | None:
         """The step that is best by the metric; None if no checkpoint has it.
@@ -444,6 +463,9 @@ class CheckpointManager:
           CheckpointError: it is damaged.
         """
         self._require(step, self._named(self._what("read the record of", step)))
+        return self._record(step)
+
+    def _record(self, step: int) -> Record:
         try:
             return self._folder.record(step)
         except Damage as damage:

@@ -9,24 +9,43 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import errno
 import json
 import zlib
 from collections.abc import Iterator
 from typing import Any, Self, final
 
+from jaxstrategy.checkpoint import _entries
 from jaxstrategy.checkpoint._errors import CheckpointError
+from jaxstrategy.checkpoint._files import AbstractFiles, Path
 
 VERSION = 1
 FILE = "jaxstrategy.json"
 # Orbax writes these when the record is there already.
 _LATER = {FILE, "_CHECKPOINT_METADATA", "commit_success.txt"}
 _CHUNK = 2**22
-
-Path = Any  # `etils.epath.Path`, which comes with Orbax: local files and cloud storage
+# Errors of a file that is no such file, and not of a disk that does not answer.
+_NO_FILE = {
+    errno.EINVAL,
+    errno.EISDIR,
+    errno.ELOOP,
+    errno.ENAMETOOLONG,
+    errno.ENOENT,
+    errno.ENOTDIR,
+}
 
 
 class Damage(Exception):
-    """A checkpoint cannot be used; the text says why."""
+    """A checkpoint cannot be used; the text says why.
+
+    Args:
+      text: why.
+      is_unread: whether it may be well, but the disk did not give it.
+    """
+
+    def __init__(self, text: str, is_unread: bool = False) -> None:
+        super().__init__(text)
+        self.is_unread = is_unread
 
 
 @final
@@ -50,7 +69,10 @@ class Record:
 
     def to_json(self) -> str:
         """It as text."""
-        content = dataclasses.asdict(self)
+        # As it will be read, where numbers that are keys have become text: they sort
+        # in another order then, and the checksum would be another.
+        own = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
+        content = json.loads(json.dumps(own))
         told = {"version": VERSION, "crc32": _checksum(content), "content": content}
         return json.dumps(told)
 
@@ -66,22 +88,58 @@ class Record:
             told = json.loads(text)
             version, checksum = told["version"], told["crc32"]
             content = dict(told["content"])
-        except (ValueError, KeyError, TypeError):
+            found = _checksum(content)
+        except (ValueError, KeyError, TypeError, RecursionError):
             raise Damage(f"its `{FILE}` is cut or overwritten") from None
-        if version != VERSION:
+        if type(version) is int and version > VERSION:
             raise CheckpointError(
                 f"Checkpoint {content.get('step')} has format {version!r}, of a later "
                 f"jaxstrategy; this one reads format {VERSION}. Upgrade jaxstrategy, "
                 "or use another directory."
             )
-        if checksum != _checksum(content):
+        if version != VERSION or checksum != found:
             raise Damage(f"its `{FILE}` has another checksum than when it was written")
+        wrong = _wrong(content)
+        if wrong is not None:
+            raise Damage(f"its `{FILE}` was not written by jaxstrategy: {wrong}")
         files = {name: (size, crc) for name, (size, crc) in content["files"].items()}
         return cls(**{**content, "files": files})
 
 
 def _checksum(content: dict[str, Any]) -> int:
     return zlib.crc32(json.dumps(content, sort_keys=True).encode())
+
+
+def _wrong(content: dict[str, Any]) -> str | None:
+    """What of it no record has, though its checksum is right; None if all is well."""
+    fields = {field.name for field in dataclasses.fields(Record)}
+    if set(content) != fields:
+        return f"it has {', '.join(sorted(content))} instead of {sorted(fields)}"
+    if not _is_count(content["step"]):
+        return "`step` is no number from 0 on"
+    for name in ("leaves", "metrics", "files"):
+        if not isinstance(content[name], dict):
+            return f"`{name}` has no names"
+    if not all(type(each) in (int, float) for each in content["metrics"].values()):
+        return "a metric is no number"
+    for name, told in content["files"].items():
+        match told:
+            case [size, crc] if _is_count(size) and _is_count(crc) and _is_inner(name):
+                pass
+            case _:
+                return f"its file {name!r} has no size and checksum, or is elsewhere"
+    for name, entry in content["leaves"].items():
+        if not _entries.is_entry(entry):
+            return f"`{name}` is nothing that a checkpoint holds"
+    return None
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _is_inner(name: str) -> bool:
+    return bool(name) and name[0] != "/" and ".." not in name.split("/")
 
 
 def write(folder: Path, record: Record) -> None:
@@ -95,30 +153,46 @@ def write(folder: Path, record: Record) -> None:
     (folder / FILE).write_text(whole.to_json())
 
 
-def read(folder: Path) -> Record:
+def read(disk: AbstractFiles, folder: Path) -> Record:
     """The record of a checkpoint all of whose files are there in their sizes.
 
     Raises:
-      Damage: it is not such a one.
+      Damage: it is not such a one, or the disk does not give it.
       CheckpointError: a later version of the library has written it.
     """
     try:
-        text = (folder / FILE).read_text()
+        text = disk.text(f"{folder}/{FILE}")
     except FileNotFoundError:
         raise Damage(
             f"it has no `{FILE}`: it was not written to its end, or not by jaxstrategy"
         ) from None
-    except (NotADirectoryError, UnicodeDecodeError):
+    except (OSError, UnicodeDecodeError) as error:
+        if isinstance(error, OSError) and error.errno not in _NO_FILE:
+            raise Damage(f"its `{FILE}` cannot be read: {error}", True) from None
         raise Damage(f"its `{FILE}` is cut or overwritten") from None
     record = Record.from_json(text)
+    check_sizes(disk, folder, record)
+    return record
+
+
+def check_sizes(disk: AbstractFiles, folder: Path, record: Record) -> None:
+    """Look whether all files of a record are there in their sizes.
+
+    Raises:
+      Damage: they are not, or the disk does not say.
+    """
     for name, (size, _) in record.files.items():
         try:
-            found = (folder / name).stat().length
-        except FileNotFoundError:
+            found = disk.size(f"{folder}/{name}")
+        except (FileNotFoundError, ValueError):
             raise Damage(f"its file `{name}` is missing") from None
+        except OSError as error:
+            is_unread = error.errno not in _NO_FILE
+            raise Damage(
+                f"its file `{name}` cannot be read: {error}", is_unread
+            ) from None
         if found != size:
             raise Damage(f"its file `{name}` has {found} bytes instead of {size}")
-    return record
 
 
 def verify(folder: Path, record: Record, share: int, shares: int) -> None:

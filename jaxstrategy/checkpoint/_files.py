@@ -1,0 +1,255 @@
+"""What checkpoints ask of a disk: `AbstractFiles`, and the disks there are."""
+
+from __future__ import annotations
+
+import abc
+import errno
+import os
+import pathlib
+import shutil
+import stat
+import time
+from collections.abc import Callable, Hashable
+from typing import Any, TypeVar, final
+
+# An `etils.epath.Path`, which comes with Orbax, or its text: to put together a thousand
+# paths takes longer than to ask the disk for them.
+Path = Any
+
+_T = TypeVar("_T")
+
+
+class AbstractFiles(abc.ABC):
+    """Operations on files and folders; all may raise `OSError`."""
+
+    @abc.abstractmethod
+    def names(self, folder: Path) -> list[str]:
+        """What is in a folder; nothing if it is none."""
+
+    @abc.abstractmethod
+    def make(self, folder: Path) -> None:
+        """Make a folder, and those above it; it may exist."""
+
+    @abc.abstractmethod
+    def rename(self, old: Path, new: Path) -> None:
+        """Give a folder another name, under which nothing is yet."""
+
+    @abc.abstractmethod
+    def remove(self, path: Path) -> None:
+        """Delete it with all that is in it; of a link, the link. It may be gone."""
+
+    @abc.abstractmethod
+    def size(self, path: Path) -> int:
+        """How many bytes a file has."""
+
+    @abc.abstractmethod
+    def text(self, path: Path) -> str:
+        """What is in a file."""
+
+    @abc.abstractmethod
+    def version(self, path: Path) -> Hashable:
+        """Another value when the file or folder is another one, or was changed."""
+
+
+@final
+class LocalFiles(AbstractFiles):
+    """Those of the operating system, network file systems included."""
+
+    def names(self, folder: Path) -> list[str]:
+        """What is in a folder; nothing if it is none."""
+        try:
+            return os.listdir(folder)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def make(self, folder: Path) -> None:
+        """Make a folder, and those above it; it may exist."""
+        pathlib.Path(folder).mkdir(parents=True, exist_ok=True)
+
+    def rename(self, old: Path, new: Path) -> None:
+        """Give a folder another name, under which nothing is yet."""
+        # POSIX puts a folder in the place of an empty one, without a word.
+        if os.path.lexists(new):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(new))
+        os.rename(old, new)
+
+    def remove(self, path: Path) -> None:
+        """Delete it with all that is in it; of a link, the link. It may be gone."""
+        try:
+            is_folder = stat.S_ISDIR(os.lstat(path).st_mode)
+            shutil.rmtree(path) if is_folder else os.unlink(path)
+        except FileNotFoundError:
+            if os.path.lexists(path):  # a file in it was gone; the rest is there
+                raise
+
+    def size(self, path: Path) -> int:
+        """How many bytes a file has."""
+        return _regular(os.stat(path), path).st_size
+
+    def text(self, path: Path) -> str:
+        """What is in a file."""
+        # To open a pipe otherwise would wait for its other end.
+        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        try:
+            size = _regular(os.fstat(file), path).st_size
+            parts = []
+            while part := os.read(file, size + 1):
+                parts.append(part)
+            return b"".join(parts).decode()
+        finally:
+            os.close(file)
+
+    def version(self, path: Path) -> Hashable:
+        """Another value when the file or folder is another one, or was changed."""
+        try:
+            found = os.stat(path)
+        except OSError:  # a link to nothing can be renamed, too
+            found = os.lstat(path)
+        return found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size
+
+
+def _regular(found: os.stat_result, path: Path) -> os.stat_result:
+    if stat.S_ISDIR(found.st_mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(errno.EINVAL, "Not a regular file", str(path))
+    return found
+
+
+@final
+class CloudFiles(AbstractFiles):
+    """Those of cloud storage (`gs://...`), which has no links.
+
+    Args:
+      path_of: makes an `etils.epath.Path` of its text.
+    """
+
+    def __init__(self, path_of: Callable[[str], Any]) -> None:
+        self._path_of = path_of
+
+    def names(self, folder: Path) -> list[str]:
+        """What is in a folder; nothing if it is none."""
+        try:
+            return [path.name for path in self._of(folder).iterdir()]
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def make(self, folder: Path) -> None:
+        """Make a folder, and those above it; it may exist."""
+        self._of(folder).mkdir(parents=True, exist_ok=True)
+
+    def rename(self, old: Path, new: Path) -> None:
+        """Give a folder another name, under which nothing is yet."""
+        self._of(old).rename(self._of(new))
+
+    def remove(self, path: Path) -> None:
+        """Delete it with all that is in it. It may be gone."""
+        found = self._of(path)
+        if found.exists():
+            found.rmtree() if found.is_dir() else found.unlink()
+
+    def size(self, path: Path) -> int:
+        """How many bytes a file has."""
+        return self._of(path).stat().length
+
+    def text(self, path: Path) -> str:
+        """What is in a file."""
+        return self._of(path).read_text()
+
+    def version(self, path: Path) -> Hashable:
+        """Another value when the file or folder is another one, or was changed."""
+        found = self._of(path).stat()
+        return found.length, found.mtime
+
+    def _of(self, path: Path) -> Any:
+        return self._path_of(os.fspath(path))
+
+
+# What network file systems say of what they can do a moment later.
+_PASSING = {
+    errno.EAGAIN,
+    errno.EBUSY,
+    errno.EINTR,
+    errno.EIO,
+    errno.ENOTEMPTY,  # NFS keeps a deleted file that is open, for a while
+    errno.ESTALE,
+    errno.ETIMEDOUT,
+}
+_PAUSES = (0.05, 0.2, 1.0)  # seconds before further attempts
+
+
+@final
+class PatientFiles(AbstractFiles):
+    """Those of another, which tries again what failed for a passing reason.
+
+    Args:
+      files: the others.
+      pause: waits for so many seconds.
+    """
+
+    def __init__(
+        self, files: AbstractFiles, pause: Callable[[float], object] = time.sleep
+    ) -> None:
+        self._files = files
+        self._pause = pause
+
+    def names(self, folder: Path) -> list[str]:
+        """What is in a folder; nothing if it is none."""
+        return self._again(lambda: self._files.names(folder))
+
+    def make(self, folder: Path) -> None:
+        """Make a folder, and those above it; it may exist."""
+        self._again(lambda: self._files.make(folder))
+
+    def rename(self, old: Path, new: Path) -> None:
+        """Give a folder another name, under which nothing is yet."""
+        before = self._again(lambda: self._files.version(old))
+
+        def rename() -> None:
+            try:
+                self._files.rename(old, new)
+            except OSError:
+                # A server may do it and lose its answer; asked again, it says that
+                # there is no such folder.
+                if not self._is(new, before):
+                    raise
+
+        self._again(rename)
+
+    def _is(self, path: Path, version: Hashable) -> bool:
+        try:
+            return self._files.version(path) == version
+        except OSError:
+            return False
+
+    def remove(self, path: Path) -> None:
+        """Delete it with all that is in it; of a link, the link. It may be gone."""
+        self._again(lambda: self._files.remove(path))
+
+    def size(self, path: Path) -> int:
+        """How many bytes a file has."""
+        return self._again(lambda: self._files.size(path))
+
+    def text(self, path: Path) -> str:
+        """What is in a file."""
+        return self._again(lambda: self._files.text(path))
+
+    def version(self, path: Path) -> Hashable:
+        """Another value when the file or folder is another one, or was changed."""
+        return self._again(lambda: self._files.version(path))
+
+    def _again(self, work: Callable[[], _T]) -> _T:
+        for seconds in _PAUSES:
+            try:
+                return work()
+            except OSError as error:
+                if error.errno not in _PASSING:
+                    raise
+            self._pause(seconds)
+        return work()
+
+
+def files_of(path: Path) -> AbstractFiles:
+    """The operations for a folder, by where it is."""
+    is_cloud = "://" in os.fspath(path)
+    return PatientFiles(CloudFiles(type(path)) if is_cloud else LocalFiles())
