@@ -16,7 +16,11 @@ from jaxstrategy._values import PerReplica, PyTree
 
 
 def stack(
-    versions: Sequence[PyTree], mesh: Mesh, what: str = "value", own: bool = False
+    versions: Sequence[PyTree],
+    mesh: Mesh,
+    what: str = "value",
+    own: bool = False,
+    plain_if_alone: bool = False,
 ) -> PyTree:
     """Per-replica trees as one tree of `PerReplica` leaves, each placed on its device.
 
@@ -26,6 +30,7 @@ def stack(
       mesh: where to place them.
       what: how error messages call the value.
       own: whether the versions are only of this process's replicas.
+      plain_if_alone: whether one replica's version is to be an array of shape `[...]`.
 
     Raises:
       ValueError: the number, structure, shapes or dtypes do not fit.
@@ -48,8 +53,11 @@ def stack(
         for column, leaf in zip(columns, leaves, strict=True):
             column.append(leaf)
     labels = [f"{what}{jax.tree_util.keystr(path)}" for path, _ in paths]
+    is_plain = plain_if_alone and mesh.size == 1
     stacked = [
-        _stack_leaf(column, mesh, devices, label)
+        _replicate_leaf(_values.as_array(column[0], label), _mesh.replicated(mesh))
+        if is_plain
+        else _stack_leaf(column, mesh, devices, label)
         for column, label in zip(columns, labels, strict=True)
     ]
     return jax.tree.unflatten(structure, stacked)
@@ -124,12 +132,16 @@ def replicate(tree: PyTree, mesh: Mesh) -> PyTree:
             _values.is_array(leaf) or isinstance(leaf, (int, float, complex))
         ):
             return leaf
-        return _replicate_leaf(leaf, sharding)
+        what = f"`tree{jax.tree_util.keystr(path)}`"
+        return _replicate_leaf(leaf, sharding, what)
 
     return jax.tree.map_with_path(place, tree, is_leaf=_values.is_per_replica)
 
 
-def _replicate_leaf(leaf: Any, sharding: NamedSharding) -> jax.Array:
+def _replicate_leaf(
+    leaf: Any, sharding: NamedSharding, what: str = "A value"
+) -> jax.Array:
+    _values.check_alive(leaf, what)
     if _values.is_placed(leaf) and not _mesh.lies_as(leaf, sharding):
         # A copy, because a device that has the array already would share its memory,
         # and donating one would delete the other.

@@ -151,8 +151,9 @@ class OutOfSyncError(RuntimeError):
         "data that differs between processes, GPU operations that are not "
         "deterministic, faulty hardware. A PerReplica differs if something it was "
         "computed from was not reduced. To go on, restore a checkpoint, or mirror the "
-        "copies of one replica i that you trust: "
-        "`strategy.mirror(strategy.experimental_local_results(tree)[i])`."
+        "copies of one replica i that you trust: of an array "
+        "`strategy.mirror(array.addressable_data(i))`, of a PerReplica "
+        "`strategy.mirror(value.local(i))`."
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -44,7 +45,9 @@ def batch_mask(array: jax.Array) -> jax.Array:
     return jnp.ones(rows, bool) if known is None else known.mask
 
 
-def masked_sum(values: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
+def masked_sum(
+    values: jax.Array, *, mask: jax.Array | None = None, axis: int | None = 0
+) -> jax.Array:
     """The sum of `values` over the real rows of this replica.
 
     Its sum over the replicas is that over all real rows of the batch.
@@ -52,13 +55,17 @@ def masked_sum(values: jax.Array, *, mask: jax.Array | None = None) -> jax.Array
     Args:
       values: of shape `[rows, ...]`. What rows that are not real hold has no influence,
         not even NaN.
-      mask: which rows are real, `[rows]`; by default `batch_mask(values)`.
+      mask: which rows are real, `[rows]`; by default `batch_mask(values)`. With more
+        dimensions, `[rows, time]`, which entries count: those of real rows do.
+      axis: 0 sums over the rows, None over all dimensions. Those of `mask` are always
+        summed over.
 
     Returns:
-      An array of shape `[...]`; 0 on a replica without real rows. Booleans are counted.
+      An array of shape `[...]`, or a scalar; 0 on a replica without real rows. Booleans
+      are counted.
 
     Raises:
-      ValueError: as `batch_mask` does; or `mask` has another shape.
+      ValueError: as `batch_mask` does; or `mask` or `axis` does not fit.
 
     >>> import jaxstrategy as js
     >>> strategy = js.MirroredStrategy(js.simulate(8)[:4])
@@ -66,12 +73,16 @@ def masked_sum(values: jax.Array, *, mask: jax.Array | None = None) -> jax.Array
     >>> strategy.reduce("sum", strategy.run(js.masked_sum, (batch,)))
     Array(10., dtype=float32)
     """
-    rows = _rows(values, "masked_sum")
-    mask = batch_mask(values) if mask is None else _checked(mask, rows)
-    return jnp.sum(_kept(values, mask), axis=0)
+    _rows(values, "masked_sum")
+    mask = batch_mask(values) if mask is None else _given(mask, values)
+    return jnp.sum(
+        _kept(values, mask), axis=_summed_over(axis, mask, values, "masked_sum")
+    )
 
 
-def masked_mean(values: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
+def masked_mean(
+    values: jax.Array, *, mask: jax.Array | None = None, axis: int | None = 0
+) -> jax.Array:
     """This replica's share in the mean of `values` over the real rows of the batch.
 
     The mean of the shares over the replicas is the mean over all real rows, exactly,
@@ -84,12 +95,17 @@ def masked_mean(values: jax.Array, *, mask: jax.Array | None = None) -> jax.Arra
         are not real hold has no influence, not even NaN.
       mask: which rows are real, `[rows]`; by default `batch_mask(values)`, which needs
         no communication. With a mask the replicas sum up their numbers of real rows.
+        With more dimensions, `[rows, time]`, it says which entries count, of real rows,
+        and each of them counts alike.
+      axis: 0 is the mean over the rows, of shape `[...]`: losses `[rows, time]` have
+        one mean for each time. None is the mean over all entries, a scalar. The
+        dimensions of `mask` are always averaged over.
 
     Returns:
-      An array of shape `[...]`; 0 on a replica without real rows.
+      An array of shape `[...]`, or a scalar; 0 on a replica without real rows.
 
     Raises:
-      ValueError: as `batch_mask` does; or `mask` has another shape.
+      ValueError: as `batch_mask` does; or `mask` or `axis` does not fit.
 
     >>> import jaxstrategy as js
     >>> strategy = js.MirroredStrategy(js.simulate(8)[:4])
@@ -101,13 +117,23 @@ def masked_mean(values: jax.Array, *, mask: jax.Array | None = None) -> jax.Arra
     Array(2., dtype=float32)
     """
     rows = _rows(values, "masked_mean")
-    real = _padding.real_rows(values) if mask is None else given_rows(mask, rows)
-    if real is None:
-        return jnp.mean(values, axis=0)
-    total = jnp.sum(_kept(values, real.mask), axis=0)
+    if mask is None:
+        real = _padding.real_rows(values)
+    else:
+        given = _given(mask, values)
+        real = RealRows(given, _share(given))
+    if real is None and rows:
+        every = jnp.ones(rows, bool)
+        return jnp.mean(values, _summed_over(axis, every, values, "masked_mean"))
+    if real is None:  # NumPy's mean of nothing is NaN
+        real = RealRows(jnp.ones(0, bool), jnp.ones(()))
+    over = _summed_over(axis, real.mask, values, "masked_mean")
+    total = jnp.sum(_kept(values, real.mask), axis=over)
+    others = math.prod(jnp.shape(values)[real.mask.ndim : len(over)])
+    share = real.share if others == 1 else real.share / others
     if not jnp.issubdtype(total.dtype, jnp.inexact):
-        return total * real.share
-    return total * real.share.astype(jnp.finfo(total.dtype).dtype)
+        return total * share
+    return total * share.astype(jnp.finfo(total.dtype).dtype)
 
 
 def given_rows(mask: Any, rows: int) -> RealRows:
@@ -116,8 +142,34 @@ def given_rows(mask: Any, rows: int) -> RealRows:
     Raises:
       ValueError: `mask` has another shape.
     """
-    checked = _checked(mask, rows)
+    checked = _checked(mask, (rows,))
     return RealRows(checked, _share(checked))
+
+
+def _given(mask: Any, values: Any) -> jax.Array:
+    """`mask` of rows of `values`, or of their entries: those of real rows.
+
+    Raises:
+      ValueError: `mask` has not the shape of the first dimensions of `values`.
+    """
+    mask = _checked(mask, jnp.shape(values))
+    if mask.ndim > 1 and (known := _padding.real_rows(values)) is not None:
+        mask &= known.mask.reshape(-1, *[1] * (mask.ndim - 1))
+    return mask
+
+
+def _summed_over(
+    axis: int | None, mask: jax.Array, values: Any, name: str
+) -> tuple[int, ...]:
+    """The first dimensions of `values`: those of `mask`, or all."""
+    if axis is None:
+        return tuple(range(jnp.ndim(values)))
+    if isinstance(axis, bool) or axis != 0:
+        raise ValueError(
+            f"`axis` of `{name}` was {axis!r}; 0 for the rows or None for all "
+            "dimensions was wanted. For others take the mean over these first."
+        )
+    return tuple(range(mask.ndim))
 
 
 def _share(mask: jax.Array) -> jax.Array:
@@ -133,7 +185,7 @@ def _share(mask: jax.Array) -> jax.Array:
 
 def _kept(values: Any, mask: jax.Array) -> jax.Array:
     values = jnp.asarray(values)
-    along = mask.reshape(mask.shape + (1,) * (values.ndim - 1))
+    along = mask.reshape(mask.shape + (1,) * (values.ndim - mask.ndim))
     return jnp.where(along, values, jnp.zeros((), values.dtype))
 
 
@@ -146,10 +198,19 @@ def _rows(values: Any, name: str) -> int:
     return jnp.shape(values)[0]
 
 
-def _checked(mask: Any, rows: int) -> jax.Array:
-    if jnp.shape(mask) != (rows,):
+def _checked(mask: Any, wanted: tuple[int, ...]) -> jax.Array:
+    """`mask` as Booleans.
+
+    Raises:
+      ValueError: its dimensions are not the first ones that are wanted.
+    """
+    shape, rows = jnp.shape(mask), wanted[0]
+    if not shape or shape != wanted[: len(shape)]:
+        entries = ""
+        if len(wanted) > 1:
+            entries = f" One of entries has the first dimensions of values {wanted}."
         raise ValueError(
-            f"`mask` has shape {jnp.shape(mask)}; one entry for each of the {rows} "
-            "rows was wanted."
+            f"`mask` has shape {shape}; one entry for each of the {rows} rows was "
+            f"wanted.{entries}"
         )
     return jnp.asarray(mask).astype(bool)

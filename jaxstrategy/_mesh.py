@@ -147,6 +147,19 @@ def lies_as(array: jax.Array, wanted: NamedSharding) -> bool:
     )
 
 
+def twin(array: jax.Array) -> jax.Array:
+    """Another array in the same memory."""
+    parts = [shard.data for shard in array.addressable_shards]
+    return jax.make_array_from_single_device_arrays(array.shape, array.sharding, parts)
+
+
+def lies_on(array: jax.Array, wanted: NamedSharding) -> bool:
+    """Whether `array` lies as `wanted` says, on the same mesh."""
+    sharding = array.sharding
+    is_named = isinstance(sharding, NamedSharding) and sharding.mesh == wanted.mesh
+    return is_named and lies_as(array, wanted)
+
+
 def is_replicated(sharding: Sharding) -> bool:
     """Whether `sharding` puts the same whole array on every replica of some mesh."""
     return (

@@ -17,7 +17,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxstrategy import _mesh
+from jaxstrategy import _mesh, _source
+from jaxstrategy._errors import PaddedRowsWarning
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,12 +55,14 @@ class Batches:
 
     Attributes:
       asked: whether the step asked which rows are real.
+      kept: whether it gathers arrays of a batch, rows that are not real included.
       alike: the places of masks that the step took for one.
     """
 
     def __init__(self, given: Sequence[Batch]) -> None:
         self._given = given
         self.asked = False
+        self.kept = False
         self.alike: set[tuple[int, ...]] = set()
 
     @property
@@ -113,8 +116,7 @@ class Batches:
             self.alike.add(tuple(batch.place for batch in found))
         whole = found[0].mask
         replicas = whole.shape[0]
-        one = replicas == 1  # and perhaps no axis: the default strategy has none
-        mask = whole[0 if one else jax.lax.axis_index(_mesh.REPLICA_AXIS)]
+        mask = whole[jax.lax.axis_index(_mesh.REPLICA_AXIS)]
         mask = jax.lax.dynamic_slice_in_dim(mask, part * rows, rows)
         real = jnp.maximum(jnp.sum(whole), 1)
         return RealRows(mask, replicas * parts / real.astype(jnp.float32))
@@ -190,6 +192,7 @@ class Turns:
         finally:
             _batches.reset(token)
             self._outer.asked |= batches.asked
+            self._outer.kept |= batches.kept
             for places in batches.alike:
                 self._outer.alike |= self._in_each_step(places)
 
@@ -243,6 +246,26 @@ def not_needed() -> None:
     """The code that is traced gives each row a result of its own."""
     if (now := _batches.get()) is not None:
         now[0].asked = True
+
+
+def keeps_rows(arrays: Sequence[Any]) -> None:
+    """The code that is traced gathers these arrays, and cannot leave out rows."""
+    now = _batches.get()
+    if now is not None and any(now[0].owns(array) for array in arrays):
+        now[0].kept = True
+
+
+def warn_of_traced(method: str) -> None:
+    """Warn that `strategy.method` keeps all rows of a batch while JAX traces."""
+    _source.warn(
+        f"`{method}` was given a batch of a dataset inside a function that JAX traces "
+        "(`jax.jit`), where shapes are static, so that rows that only fill up the "
+        f"batch stay in the result. Call `{method}` outside that function; or gather "
+        "`strategy.run(js.batch_mask, (array,))` as well, which says which rows are "
+        'real; or choose `InputOptions(remainder="drop")` or `"error"`, with which '
+        "all rows are.",
+        PaddedRowsWarning,
+    )
 
 
 # The masks of batches that were filled up, as long as they live.

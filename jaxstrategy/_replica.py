@@ -166,8 +166,9 @@ class ReplicaContext:
     ) -> PyTree:
         """Steps across to all replicas: calls `merge_fn(strategy, *args, **kwargs)`.
 
-        Arrays in the arguments arrive as `PerReplica`; numbers, strings and other
-        plain values, which are equal on all replicas, arrive as they are. `merge_fn`
+        Arrays in the arguments arrive as `PerReplica`, with one replica as they are;
+        numbers, strings and other plain values, which are equal on all replicas, always
+        arrive as they are. `merge_fn`
         is in cross-replica context and may use `strategy.reduce`, `strategy.gather`,
         `strategy.run` and `strategy.extended`. It is called once for all replicas,
         within the same program.
@@ -212,15 +213,19 @@ class ReplicaContext:
         return jax.random.fold_in(key, self.replica_id_in_sync_group)
 
     def to_cross(self, tree: PyTree) -> PyTree:
-        """This replica's arrays as `PerReplica`s; everything else as it is."""
+        """This replica's arrays as `PerReplica`s; everything else as it is.
+
+        With one replica all is as it is.
+        """
         if not self._axes:
             return tree
+        is_alone = self._strategy.num_replicas_in_sync == 1
         (axis_name,) = self._axes
 
         def wrap(leaf: Any) -> Any:
             if isinstance(leaf, PerReplica):  # captured from outside the step
                 leaf._misused()
-            if _values.is_array(leaf):
+            if _values.is_array(leaf) and not is_alone:
                 return _values.of_local(jnp.asarray(leaf), axis_name)
             return leaf
 

@@ -22,8 +22,9 @@ import numpy as np
 from jax.core import Tracer
 from jax.extend.core import get_opaque_trace_state
 
-from jaxstrategy import _devices, _mesh, _tables
+from jaxstrategy import _devices, _mesh, _misuse, _tables
 from jaxstrategy._devices import Device
+from jaxstrategy._errors import DonatedValueError
 
 PyTree = Any
 
@@ -119,6 +120,7 @@ class PerReplica:
     def values(self) -> tuple[jax.Array, ...]:
         """One array of shape `[...]` per replica of this process, in replica order."""
         if self._axis_name is None and is_placed(self._value):
+            check_alive(self._value, "A PerReplica")
             return _versions(self._value)
         return tuple(self.stacked)
 
@@ -178,12 +180,15 @@ class PerReplica:
     def _where(self) -> str:
         if self._axis_name is not None:
             return ", inside merge_call"
+        if _is_deleted(self._value):
+            return ", donated to an earlier call"
         if is_placed(self._value):
             return f" on {_devices.names(_device_order(self._value))}"
         return f" x {self.num_replicas}"
 
     def _repr_html_(self) -> str:
-        if not hasattr(self._value, "dtype") or not is_placed(self._value):
+        has_versions = is_placed(self._value) and not _is_deleted(self._value)
+        if not has_versions:
             return f"<code>{html.escape(repr(self))}</code>"
         kind = summary(self.dtype, self.shape)
         rows = [
@@ -193,24 +198,34 @@ class PerReplica:
         return _tables.html_table("PerReplica", ("replica", "device", "version"), rows)
 
     def _misused(self, *_: object, **__: object) -> NoReturn:
-        raise TypeError(
-            "A PerReplica was used as if it were one array, but it holds one version "
-            "per replica. Outside `run` use `strategy.reduce(op, value)`, "
-            "`strategy.gather(value)` or `strategy.experimental_local_results(value)`; "
-            "inside `run` pass it as an argument, and the function gets its own "
-            "replica's version."
-        )
+        raise TypeError(_misuse.of_one_array(self))
+
+    def __format__(self, spec: str) -> str:
+        if spec:
+            raise TypeError(_misuse.of_one_array(self, f"format '{spec}'"))
+        return str(self)
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, (bool, int, float, complex)) or is_array(other):
+            raise TypeError(_misuse.of_one_array(self, "=="))
+        return self is other
+
+    __hash__ = object.__hash__
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(_misuse.of_attribute(self, name))
+
+
+def _refusal(use: str) -> Callable[..., NoReturn]:
+    def refused(self: PerReplica, *_: object, **__: object) -> NoReturn:
+        raise TypeError(_misuse.of_one_array(self, use))
+
+    return refused
 
 
 # A wrong use must fail here, with advice, and not somewhere inside JAX or NumPy.
-_OPERATORS = (
-    "array jax_array bool int float complex index len iter getitem contains "
-    "add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow "
-    "matmul rmatmul neg pos abs lt le gt ge and rand or ror xor rxor invert "
-    "lshift rlshift rshift rrshift round array_ufunc"
-).split()
-for _name in _OPERATORS:
-    setattr(PerReplica, f"__{_name}__", PerReplica._misused)
+for _name in _misuse.OPERATORS:
+    setattr(PerReplica, f"__{_name}__", _refusal(_name))
 
 
 def is_per_replica(value: object) -> bool:
@@ -239,16 +254,18 @@ def with_mask(value: PerReplica, mask: Any) -> PerReplica:
     return dataclasses.replace(value, _mask=mask)
 
 
-def real_rows(value: PerReplica) -> tuple[jax.Array, ...]:
-    """The versions without the rows that only fill up the last ones of a batch."""
+def real_rows(
+    value: PerReplica, versions: tuple[jax.Array, ...]
+) -> tuple[jax.Array, ...]:
+    """`versions` of `value` without the rows that only fill up those of a batch."""
     if value.mask is None:
-        return value.values
+        return versions
     rows = np.asarray(value.mask)
-    if len(value.values) < len(rows):
+    if len(versions) < len(rows):
         rows = rows[_own_ids(value.stacked)]
     return tuple(
         version if real.all() else version[np.flatnonzero(real)]
-        for version, real in zip(value.values, rows, strict=True)
+        for version, real in zip(versions, rows, strict=True)
     )
 
 
@@ -279,24 +296,42 @@ def is_placed(value: Any) -> bool:
     return isinstance(value, jax.Array) and not isinstance(value, Tracer)
 
 
-def _in_order(value: jax.Array) -> list[Any]:
+def _is_deleted(value: Any) -> bool:
+    return is_placed(value) and value.is_deleted()
+
+
+def check_alive(value: Any, what: str) -> None:
+    """Raise if `value` is an array whose memory was given to a step.
+
+    Raises:
+      DonatedValueError: it is. On JAX 0.10, computing with it may end the process.
+    """
+    if _is_deleted(value):
+        raise DonatedValueError(
+            f"{what} was donated to an earlier call, which has reused its memory. Go "
+            "on with the value that call returned, or leave the argument out of "
+            "`donate_argnums`."
+        )
+
+
+def in_replica_order(value: jax.Array) -> list[Any]:
     """This process's shards of a stacked array, by replica."""
     return sorted(value.addressable_shards, key=lambda shard: shard.index[0].start or 0)
 
 
 def _own_ids(value: jax.Array) -> list[int]:
     """The replicas of this process, of a stacked array."""
-    return [shard.index[0].start or 0 for shard in _in_order(value)]
+    return [shard.index[0].start or 0 for shard in in_replica_order(value)]
 
 
 def _device_order(value: jax.Array) -> list[Device]:
-    return [shard.device for shard in _in_order(value)]
+    return [shard.device for shard in in_replica_order(value)]
 
 
 def _versions(value: jax.Array) -> tuple[jax.Array, ...]:
     if not _mesh.is_split(value.sharding):
         return tuple(value)
-    return tuple(shard.data[0] for shard in _in_order(value))
+    return tuple(shard.data[0] for shard in in_replica_order(value))
 
 
 def summary(dtype: Any, shape: Sequence[int]) -> str:

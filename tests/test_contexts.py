@@ -249,12 +249,12 @@ def test_the_default_strategy_has_the_whole_api_with_one_replica():
     ids = strategy.experimental_distribute_values_from_function(
         lambda context: context.replica_id_in_sync_group
     )
-    assert ids.values == (0,)
+    assert ids == 0
     assert strategy.extended.reduce_to("sum", 2.0, "CPU:1").devices() == {
         jax.devices()[1]
     }
     (batch,) = strategy.experimental_distribute_dataset([np.arange(3)])
-    np.testing.assert_array_equal(batch.local(0), [0, 1, 2])
+    np.testing.assert_array_equal(batch, [0, 1, 2])
     replica = js.get_replica_context()
     assert replica.all_reduce("sum", 3.0) == 3.0
     np.testing.assert_array_equal(replica.all_gather(jnp.arange(3), 0), [0, 1, 2])

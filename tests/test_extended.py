@@ -85,7 +85,7 @@ def test_update_gives_one_result_for_each_copy_if_asked(strategy):
         results = update(var, lambda v: v.assign(v * 2), group=False)
         assert results == (2.0,) * n and type(results) is tuple
         where = [device for x in results for device in x.devices()]
-        assert where == list(var.devices)
+        assert set(where) == set(var.devices)
         assert update(var, lambda v: None, group=False) == (None,)
         assert update(var, lambda v: 3, group=False) == (3,) * n
         nested = update(var, lambda v: {"v": v, "n": (1, None)}, group=False)

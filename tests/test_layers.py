@@ -24,6 +24,7 @@ FLOORS = [
     "_topology",
     "_devices",
     "_mesh",
+    "_misuse",
     "_values",
     "_building",
     "_slices",

@@ -372,7 +372,7 @@ def test_batches_resume_anywhere(case):
     first = whole.start()
     position = len(list(itertools.islice(first, position)))
     state = json.loads(json.dumps(first.get_state()))
-    assert set(state) == {"epoch", "batch"}
+    assert set(state) == {"epoch", "batch", "data"}
     left = list(itertools.islice(first, limit))
     fresh = make()
     second = fresh.start()
@@ -389,7 +389,7 @@ def test_the_pass_after_a_restored_one_is_the_next_epoch():
     orders = [order_of(source) for _ in range(4)]
     fresh = batches(rows_of(9), 2, shuffle=5)
     one = fresh.start()
-    one.set_state({"epoch": 2, "batch": 3})
+    one.set_state({**one.get_state(), "epoch": 2, "batch": 3})
     assert order_of(one) == orders[2][6:]
     assert order_of(fresh) == orders[3]
 
@@ -473,12 +473,14 @@ def test_bad_options():
         batches(js.PerReplica(np.zeros((2, 3))), 2)
 
 
-@pytest.mark.parametrize("state", [{"batches": 1}, {"epoch": 0}, None, {"epoch": 0.5}])
+@pytest.mark.parametrize("state", [{"batches": 1}, {"epoch": 0}, None, {"epoch": 0.5},
+                                   {"epoch": 0, "batch": 0}])  # fmt: skip
 def test_batches_refuse_a_foreign_state(state):
     with pytest.raises(ValueError, match="is not the state of a pass over js.batches"):
         batches(np.zeros(3), 2).start().set_state(state)
     with pytest.raises(ValueError, match="saved after batch 3, but an epoch has 2"):
-        batches(np.zeros(3), 2).start().set_state({"epoch": 0, "batch": 3})
+        one = batches(np.zeros(3), 2).start()
+        one.set_state({**one.get_state(), "batch": 3})
 
 
 # Grain

@@ -19,6 +19,8 @@ from jaxstrategy._values import PerReplica, PyTree
 class Batch:
     """The arrays of a batch, `[rows, ...]` each.
 
+    A batch for one replica may have scalars, too, which are its own.
+
     Attributes:
       arrays: its leaves.
       paths: how messages call them.
@@ -33,8 +35,8 @@ class Batch:
 
     @property
     def rows(self) -> int:
-        """How many examples it has."""
-        return self.arrays[0].shape[0]
+        """How many examples it has; one, if there are only scalars."""
+        return next((array.shape[0] for array in self.arrays if array.ndim), 1)
 
     def cut(self, rows: slice) -> Batch:
         """Some of its rows."""
@@ -51,7 +53,8 @@ class Batch:
         for array in self.arrays:
             if jnp.issubdtype(array.dtype, jax.dtypes.extended):
                 array = jax.random.key_data(array)
-            head = np.asarray(array[:_HEAD_ROWS]).reshape(-1)[:_HEAD]
+            rows = array[:_HEAD_ROWS] if array.ndim else array
+            head = np.asarray(rows).reshape(-1)[:_HEAD]
             crc = zlib.crc32(f"{array.shape}{array.dtype}".encode(), crc)
             crc = zlib.crc32(head.tobytes(), crc)
         return crc
@@ -60,13 +63,18 @@ class Batch:
 _HEAD_ROWS, _HEAD = 8, 1024  # rows, numbers
 
 
-def checked(tree: PyTree, number: int) -> Batch:
+def checked(tree: PyTree, number: int, is_of_replica: bool = False) -> Batch:
     """`tree` as a batch.
+
+    Args:
+      tree: what a source gave.
+      number: which batch it is.
+      is_of_replica: whether it is for one replica, and may have scalars.
 
     Raises:
       TypeError: a leaf is not an array of numbers.
-      ValueError: it has no leaves; one is a scalar, has no rows, or other rows than
-        the first.
+      ValueError: it has no leaves; one is a scalar and may not be, or has other rows
+        than the first.
     """
     found, treedef = jax.tree.flatten_with_path(tree, is_leaf=_values.is_per_replica)
     if not found:
@@ -79,6 +87,8 @@ def checked(tree: PyTree, number: int) -> Batch:
         _array(leaf, path, number) for (_, leaf), path in zip(found, paths, strict=True)
     )
     batch = Batch(arrays, paths, treedef, number)
+    if not is_of_replica:
+        _check_no_scalars(batch)
     _check_rows(batch)
     return batch
 
@@ -100,43 +110,57 @@ def _array(leaf: Any, path: str, number: int) -> Any:
             "array of numbers and cannot be placed on a device. Leave it out, or "
             "encode it as numbers, before the batch is made."
         ) from error
-    if array.ndim == 0:
-        raise ValueError(
-            f"`{path}` of batch {number} is a scalar, which cannot be divided over the "
-            "replicas. Batches hold arrays with the examples along the first "
-            "dimension; pass what is the same for all replicas to `run` as an argument "
-            "of its own."
-        )
     return array
 
 
+def _check_no_scalars(batch: Batch) -> None:
+    for path, array in zip(batch.paths, batch.arrays, strict=True):
+        if array.ndim == 0:
+            raise ValueError(
+                f"`{path}` of batch {batch.number} is a scalar, which cannot be "
+                "divided over the replicas. Batches hold arrays with the examples "
+                "along the first dimension; pass what is the same for all replicas to "
+                "`run` as an argument of its own, and give each replica its own "
+                "scalars with `strategy.distribute_datasets_from_function`."
+            )
+
+
 def _check_rows(batch: Batch) -> None:
-    rows = [array.shape[0] for array in batch.arrays]
-    for path, count in zip(batch.paths, rows, strict=True):
-        if count != rows[0]:
+    rows = [
+        (path, array.shape[0])
+        for path, array in zip(batch.paths, batch.arrays, strict=True)
+        if array.ndim
+    ]
+    for path, count in rows:
+        if count != rows[0][1]:
             raise ValueError(
                 f"In batch {batch.number}, `{path}` has {count} rows, but "
-                f"`{batch.paths[0]}` has {rows[0]}. All arrays of a batch have the "
+                f"`{rows[0][0]}` has {rows[0][1]}. All arrays of a batch have the "
                 "examples along the first dimension, so as many rows."
             )
-    if rows[0] == 0:
-        raise ValueError(
-            f"Batch {batch.number} has no rows. Leave empty batches out of the dataset."
-        )
 
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """What all batches of a dataset have in common."""
+    """What all batches of a dataset have in common.
+
+    Attributes:
+      treedef: their structure.
+      paths: how messages call their leaves.
+      types: of each leaf the shape of a row, None of a scalar, and the dtype.
+    """
 
     treedef: Any
     paths: tuple[str, ...]
-    types: tuple[tuple[tuple[int, ...], Any], ...]
+    types: tuple[tuple[tuple[int, ...] | None, Any], ...]
 
     @classmethod
     def of(cls, batch: Batch) -> Kind:
         """That of a batch."""
-        types = tuple((array.shape[1:], array.dtype) for array in batch.arrays)
+        types = tuple(
+            (array.shape[1:] if array.ndim else None, array.dtype)
+            for array in batch.arrays
+        )
         return cls(batch.treedef, batch.paths, types)
 
     def check(self, batch: Batch) -> None:
@@ -163,5 +187,8 @@ class Kind:
                 )
 
 
-def _type(dtype: Any, shape: Sequence[int]) -> str:
+def _type(dtype: Any, shape: Sequence[int] | None) -> str:
+    """How messages call arrays of rows of this shape; None of scalars."""
+    if shape is None:
+        return f"{dtype}[]"
     return f"{dtype}[{', '.join(['rows', *map(str, shape)])}]"

@@ -22,7 +22,8 @@ class DistributedDataset:
     `strategy.distribute_datasets_from_function`. Each batch is the pytree that the
     source gave, with a `PerReplica` for each array. All batches have one shape: where
     rows are missing they are filled up, and `batch_mask`, `masked_mean` and
-    `masked_sum` know it inside the step.
+    `masked_sum` know it inside the step. With one replica batches are plain arrays of
+    the rows that the source gave.
 
     >>> import jaxstrategy as js
     >>> strategy = js.MirroredStrategy(js.simulate(8)[:2])
@@ -64,7 +65,7 @@ class DistributedDataset:
 
     @property
     def element_spec(self) -> PyTree:
-        """What batches are like: `jax.ShapeDtypeStruct`s in `PerReplica`s.
+        """What batches are like: `jax.ShapeDtypeStruct`s in `PerReplica`s, if any.
 
         `strategy.explain` takes it in place of a batch. The first batch is read to know
         it; the next `iter` begins with that one.

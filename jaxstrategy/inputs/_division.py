@@ -36,6 +36,20 @@ class Replicas:
         """Whether this process has all of them."""
         return self.local == self.total
 
+    @property
+    def is_one(self) -> bool:
+        """Whether there is one, which gets each batch as it is."""
+        return self.total == 1
+
+    def filled(self, rows: int, each: int) -> int:
+        """How many rows a replica is given of a batch with so many for it.
+
+        Args:
+          rows: those that there are.
+          each: those that the replicas of a step share.
+        """
+        return rows if self.is_one else each
+
 
 @dataclasses.dataclass(frozen=True)
 class Division:
@@ -64,6 +78,8 @@ class Division:
 
         At least one, so that there is something to fill up with.
         """
+        if self.replicas.is_one:
+            return slice(0, rows)
         start = min(self.replicas.first * self.each, rows - 1)
         stop = min((self.replicas.first + self.replicas.local) * self.each, rows)
         return slice(start, max(stop, start + 1))
@@ -80,12 +96,33 @@ def stacked(batch: Batch, local: int, each: int) -> list[Any]:
 
 
 def _stacked(array: Any, local: int, each: int) -> Any:
-    missing = local * each - array.shape[0]
-    if missing:
-        numpy = jnp if isinstance(array, jax.Array) else np
-        last = numpy.broadcast_to(array[-1:], (missing, *array.shape[1:]))
-        array = numpy.concatenate([array, last])
+    if array.ndim == 0:  # of one replica
+        return array.reshape(1)
+    array = _with_rows(array, local * each, 0)
     return array.reshape(local, each, *array.shape[1:])
+
+
+def _with_rows(array: Any, rows: int, axis: int) -> Any:
+    """`array` with so many rows along `axis`, the last one repeated."""
+    missing = rows - array.shape[axis]
+    if not missing:
+        return array
+    numpy = jnp if isinstance(array, jax.Array) else np
+    last = array[(slice(None),) * axis + (slice(-1, None),)]
+    shape = (*array.shape[:axis], missing, *array.shape[axis + 1 :])
+    return numpy.concatenate([array, numpy.broadcast_to(last, shape)], axis=axis)
+
+
+def widened(arrays: Sequence[Any], each: int) -> list[Any]:
+    """Arrays `[replica, rows, ...]`, or lists of them, with more rows for a replica."""
+    return [
+        widened(array, each)
+        if isinstance(array, list)
+        else array
+        if array.ndim == 1  # scalars
+        else _with_rows(array, each, 1)
+        for array in arrays
+    ]
 
 
 def joined(versions: Sequence[Sequence[Any]], each: int) -> list[Any]:

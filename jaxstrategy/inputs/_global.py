@@ -36,7 +36,7 @@ class GlobalReader(Reader):
         """This process's rows of the next batch.
 
         Raises:
-          ValueError: it has more rows than the first.
+          ValueError: it has more rows than the first, and there are several replicas.
         """
         number = self.number
         try:
@@ -44,17 +44,18 @@ class GlobalReader(Reader):
             if part is None:
                 batch = self._next(next(self._source))
                 rows = batch.rows
-                batch = batch.cut(self._divided(rows, number).own(rows))
+                if rows:
+                    batch = batch.cut(self._divided(rows, number).own(rows))
             else:
-                rows, batch = part[0], self._next(part[1])
-                # Each process has other rows, and all have one state.
-                self.print = None
+                rows, batch = part[0], self._next(part[1], is_part=True)
         except StopIteration:
             return None
+        if not rows and not self.replicas.is_one:
+            batch = self.filling(number)
         division = self._divided(rows, number)
         first, local = self.replicas.first, self.replicas.local
         return Share(
-            arrays=stacked(batch, local, division.each),
+            arrays=stacked(batch, local, self.replicas.filled(rows, division.each)),
             counts=division.counts(rows)[first : first + local],
             each=division.each,
             are_own=self._source.are_own,
@@ -62,8 +63,10 @@ class GlobalReader(Reader):
 
     def _divided(self, rows: int, number: int) -> Division:
         if self._division is None:
+            if not rows:
+                self.filling(number)  # says that there is none
             self._division = Division.of(self.replicas, rows)
-        if rows > self._division.rows:
+        if rows > self._division.rows and not self.replicas.is_one:
             raise ValueError(
                 f"Batch {number} has {rows} rows, but the batches before had at "
                 f"most {self._division.rows}. Shapes are static: all batches but "

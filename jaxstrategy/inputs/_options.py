@@ -34,8 +34,8 @@ class InputOptions:
         thread of their own; with 0, and no thread, each when it is asked for.
       remainder: what to do with a batch with fewer rows than the first, or than the
         replicas can share equally: `"pad"` fills it up with copies of its last row,
-        which `batch_mask` tells from real ones; `"drop"` leaves it out; `"error"`
-        raises.
+        which `batch_mask` tells from real ones, and where there is one replica gives
+        it the rows that there are; `"drop"` leaves it out; `"error"` raises.
 
     Raises:
       ValueError: an attribute has no meaning, alone or with the others.

@@ -22,6 +22,8 @@ class PipelinesReader(Reader):
       replicas: those of this process.
     """
 
+    _is_for_one = True
+
     def __init__(self, pipelines: Sequence[Pass], replicas: Replicas) -> None:
         super().__init__(replicas)
         self._pipelines = list(pipelines)
@@ -40,37 +42,48 @@ class PipelinesReader(Reader):
         """A batch for each replica; one with copies for a replica that has none.
 
         Raises:
-          ValueError: one has more rows than the first.
+          ValueError: one has more rows than those of the first step, and there are
+            several replicas.
         """
-        local = self.replicas.local
-        found = [self._read(i) for i in range(local)]
-        real = [batch for batch in found if batch is not None]
-        if not real:
+        number = self.number
+        found = [self._read(i) for i in range(self.replicas.local)]
+        if all(batch is None for batch in found):
             return None
+        real = [batch for batch in found if batch is not None and batch.rows]
+        filling = real[-1] if real else self.filling(number)
+        if self._each is None:
+            self._each = max(batch.rows for batch in real)
         each = self._each
-        assert each is not None, "a batch was read"
-        return Share(
-            arrays=joined([(batch or real[-1]).arrays for batch in found], each),
-            counts=[0 if batch is None else batch.rows for batch in found],
-            each=each,
-            are_own=all(each.are_own for each in self._pipelines),
-        )
+        self._check_sizes(real, each)
+        counts = [0 if batch is None else batch.rows for batch in found]
+        if self.replicas.is_one:
+            arrays = joined([batch.arrays for batch in found if batch], counts[0])
+        else:
+            arrays = joined(
+                [
+                    (batch if batch and batch.rows else filling).arrays
+                    for batch in found
+                ],
+                each,
+            )
+        are_own = all(pipeline.are_own for pipeline in self._pipelines)
+        return Share(arrays=arrays, counts=counts, each=each, are_own=are_own)
 
     def _read(self, replica: int) -> Batch | None:
         try:
-            batch = self._next(next(self._pipelines[replica % len(self._pipelines)]))
+            place = replica % len(self._pipelines)
+            batch = self._next(next(self._pipelines[place]), place)
         except StopIteration:
             return None
-        if self._each is None:
-            self._each = batch.rows
-        if batch.rows > self._each:
-            raise ValueError(
-                f"Batch {batch.number} has {batch.rows} rows, but the first had "
-                f"{self._each}. Shapes are static: all batches but smaller ones, such "
-                "as the last, need the size of the first."
-            )
-        if (
-            len(self._pipelines) < self.replicas.local
-        ):  # it is asked again for this step
+        if len(self._pipelines) < self.replicas.local:  # asked again for this step
             batch = dataclasses.replace(batch, arrays=_division.copied(batch.arrays))
         return batch
+
+    def _check_sizes(self, batches: Sequence[Batch], each: int) -> None:
+        for batch in batches:
+            if batch.rows > each and not self.replicas.is_one:
+                raise ValueError(
+                    f"Batch {batch.number} has {batch.rows} rows, but no batch of the "
+                    f"first step had more than {each}. Shapes are static: later "
+                    "batches may be smaller, as the last one often is, but not larger."
+                )

@@ -36,12 +36,17 @@ class Placing:
     def place(self, step: Step, kind: Kind) -> PyTree:
         """The batch of a step, each array a `PerReplica` with the mask of its rows.
 
-        The host's arrays may be overwritten as soon as it returns.
+        One replica has its rows and no others, in plain arrays. The host's arrays may
+        be overwritten as soon as it returns.
         """
-        mask = self._mask(step)
+        if self._replicas.is_one:
+            leaves = [self._whole(array, step.are_own) for array in step.arrays]
+            jax.block_until_ready(leaves)
+            return jax.tree.unflatten(kind.treedef, leaves)
+        mask = self._mask(step) if step.is_padded else None
         placed = [self._divided(array, step.are_own) for array in step.arrays]
         jax.block_until_ready(placed)
-        leaves = [_values.with_mask(PerReplica(array), mask) for array in placed]
+        leaves = [_with_mask(array, mask) for array in placed]
         return jax.tree.unflatten(kind.treedef, leaves)
 
     def _divided(self, array: Any, is_own: bool) -> jax.Array:
@@ -53,6 +58,12 @@ class Placing:
         return jax.make_array_from_process_local_data(
             self._split, array, self._shape(array)
         )
+
+    def _whole(self, array: Any, is_own: bool) -> jax.Array:
+        """The only replica's part of `array`, `[1, rows, ...]`, as `[rows, ...]`."""
+        array = array[0] if isinstance(array, list) else array
+        array = array if is_own else self._private(array)
+        return jax.device_put(array[0], self._same, may_alias=False)
 
     def _put_together(self, arrays: list[Any]) -> jax.Array:
         """Of an array `[1, each, ...]` for each replica."""
@@ -87,6 +98,12 @@ class Placing:
         if self._replicas.are_all:
             return jax.device_put(mask, self._same)
         return jax.make_array_from_process_local_data(self._same, mask, mask.shape)
+
+
+def _with_mask(array: jax.Array, mask: jax.Array | None) -> PerReplica:
+    """`[replica, rows, ...]` with `mask`; scalars, `[replica]`, have no rows."""
+    value = PerReplica(array)
+    return value if mask is None or array.ndim == 1 else _values.with_mask(value, mask)
 
 
 # Where memory of the host begins that a device takes over instead of copying it. It is

@@ -6,6 +6,8 @@ import abc
 import dataclasses
 from typing import Any
 
+import numpy as np
+
 from jaxstrategy.inputs._batch import Batch, Kind, checked
 from jaxstrategy.inputs._division import Replicas
 from jaxstrategy.inputs.sources._source import Pass, State
@@ -28,6 +30,13 @@ class Share:
     are_own: bool = False
 
 
+def _last_row(array: Any) -> Any:
+    """Some rows of `array`, the last one among them, that the source leaves alone."""
+    if isinstance(array, np.ndarray) and array.ndim:
+        return np.array(array[-1:])
+    return array
+
+
 class Reader(abc.ABC):
     """One pass over what this process reads.
 
@@ -37,13 +46,18 @@ class Reader(abc.ABC):
     Attributes:
       kind: what the batches have in common, when one was read.
       number: how many batches were read.
-      print: a number that tells the last batch from others; None if none was read.
+      prints: for each of `passes` a number that tells its last batch from others; None
+        if none was read, or only a part of it.
     """
+
+    # Whether a batch is for one replica.
+    _is_for_one = False
 
     def __init__(self, replicas: Replicas) -> None:
         self.replicas = replicas
         self.kind: Kind | None = None
-        self.print: int | None = None
+        self.prints: dict[int, int | None] = {}
+        self._with_rows: Batch | None = None
         self.number = 0
 
     @abc.abstractmethod
@@ -67,13 +81,15 @@ class Reader(abc.ABC):
         """
         return [each.get_state() for each in self.passes]
 
-    def set_state(self, states: list[State], number: int, print: int | None) -> None:
+    def set_state(
+        self, states: list[State], number: int, prints: list[int | None]
+    ) -> None:
         """Go on from a state.
 
         Args:
           states: one for each source.
           number: how many batches were read until then.
-          print: of the last of them.
+          prints: of the last one of each source.
 
         Raises:
           ValueError: it is that of another dataset.
@@ -83,11 +99,16 @@ class Reader(abc.ABC):
                 f"The state is of {len(states)} input pipelines, but here are "
                 f"{len(self.passes)}."
             )
-        last = None
-        for each, state in zip(self.passes, states, strict=True):
-            last = each.set_state(state)
-        self.number, self.print = number, print
-        if last is not None and self._checked(last, number - 1).fingerprint != print:
+        self.number, self.prints = number, dict(enumerate(prints))
+        for place, (each, state) in enumerate(zip(self.passes, states, strict=True)):
+            self._check_last(each.set_state(state), self.prints.get(place))
+
+    def _check_last(self, last: Any, print: int | None) -> None:
+        """Raise if the last batch that was read is another one than it was."""
+        if last is None or print is None:
+            return
+        number = self.number
+        if self._checked(last, number - 1).fingerprint != print:
             raise ValueError(
                 f"The state was saved after {number} batches, but batch {number - 1} "
                 "of this dataset is another one than it was then. Only a dataset that "
@@ -96,21 +117,44 @@ class Reader(abc.ABC):
                 "or `jaxstrategy.batches`."
             )
 
+    def filling(self, number: int) -> Batch:
+        """Rows for a batch without any, to be counted as none.
+
+        Raises:
+          ValueError: there was no batch with rows.
+        """
+        if self._with_rows is None:
+            raise ValueError(
+                f"Batch {number} has no rows, and it is the first, so that it is not "
+                "known how many a batch has. Leave empty batches out at the beginning "
+                "of the dataset."
+            )
+        return self._with_rows.map(lambda array: array[-1:] if array.ndim else array)
+
     def close(self) -> None:
         """Close the sources."""
         for each in self.passes:
             each.close()
 
     def _checked(self, tree: Any, number: int) -> Batch:
-        batch = checked(tree, number)
+        batch = checked(tree, number, self._is_for_one)
         if self.kind is None:
             self.kind = Kind.of(batch)
         self.kind.check(batch)
         return batch
 
-    def _next(self, tree: Any) -> Batch:
-        """The batch that was read just now."""
+    def _next(self, tree: Any, place: int = 0, is_part: bool = False) -> Batch:
+        """The batch that was read just now.
+
+        Args:
+          tree: it.
+          place: of which of the passes it is.
+          is_part: whether it is only this process's part of the batch.
+        """
         batch = self._checked(tree, self.number)
         self.number += 1
-        self.print = batch.fingerprint
+        if batch.rows:
+            self._with_rows = batch.map(_last_row)
+        # Each process has another part, and all have one state.
+        self.prints[place] = None if is_part else batch.fingerprint
         return batch

@@ -10,7 +10,7 @@ from jaxstrategy.inputs._agreement import Agreement
 from jaxstrategy.inputs._reader import Reader, Share
 from jaxstrategy.inputs.sources._source import State
 
-_VERSION = 1
+_VERSION = 2  # of states
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,6 +23,7 @@ class Step:
       each: how many rows each has, real or not.
       state: where the pass is after this step, for `set_state`; or why it has none.
       are_own: whether nobody else has the arrays.
+      is_padded: whether this step, or another one of the pass, may be filled up.
     """
 
     arrays: list[Any]
@@ -30,11 +31,12 @@ class Step:
     each: int
     state: State | TypeError
     are_own: bool = False
+    is_padded: bool = True
 
     @property
     def is_full(self) -> bool:
-        """Whether all rows are real."""
-        return min(self.counts) == self.each
+        """Whether no row is missing."""
+        return min(self.counts) >= self.each  # one replica may have more
 
     def copied(self) -> Step:
         """The same in arrays of its own."""
@@ -71,7 +73,10 @@ class Steps:
             with self.agreement.reading(self.done):
                 share = self.reader.read()
             step = self._agreed(share)
-            if step.is_full or self._remainder == "pad":
+            if step.is_full:
+                return step
+            if self._remainder == "pad":
+                self._check_rows_are_told(step)
                 return step
             if self._remainder == "error":
                 raise ValueError(
@@ -89,6 +94,18 @@ class Steps:
                     f"size divisible by {len(step.counts)}."
                 )
 
+    def _check_rows_are_told(self, step: Step) -> None:
+        """Raise if a replica has no batch and nothing can say so: of scalars."""
+        kind = self.reader.kind
+        if kind is not None and all(shape is None for shape, _ in kind.types):
+            without = [str(i) for i, count in enumerate(step.counts) if not count]
+            raise ValueError(
+                f"In step {self.done - 1} there is no element for replicas "
+                f"{', '.join(without)}, and scalars have no rows that could be told "
+                "from real ones. Make arrays of one row of them, `[1]`, which are "
+                'masked; or choose `InputOptions(remainder="drop")`.'
+            )
+
     def _agreed(self, share: Share | None) -> Step:
         said = None if share is None else [share.each, *share.counts]
         heard = self.agreement.exchange(said)
@@ -100,18 +117,9 @@ class Steps:
                     "none left: give a list, or a function that makes generators."
                 )
             raise StopIteration
-        if len(sizes) > 1:
-            told = ", ".join(
-                f"{found[0]} in process {index}"
-                for index, found in enumerate(heard)
-                if found is not None
-            )
-            raise ValueError(
-                f"The replicas' batches have different sizes: {told} rows. Shapes are "
-                "the same on all replicas: let each input pipeline make batches of one "
-                "size."
-            )
         share = share or self._filling()
+        if len(sizes) > 1:
+            share = self._widened(share, heard)
         self._last, self._each = share, share.each
         counts = [
             count
@@ -120,8 +128,34 @@ class Steps:
         ]
         self.done += 1
         return Step(
-            share.arrays, tuple(counts), share.each, self.state(), share.are_own
+            share.arrays,
+            tuple(counts),
+            share.each,
+            self.state(),
+            share.are_own,
+            is_padded=self._remainder == "pad",
         )
+
+    def _widened(self, share: Share, heard: list[Any]) -> Share:
+        """`share` with as many rows as the largest in any process, in the first step.
+
+        Raises:
+          ValueError: the processes went on from states that do not belong together.
+        """
+        if self._each is not None:
+            told = ", ".join(
+                f"{found[0]} in process {index}"
+                for index, found in enumerate(heard)
+                if found is not None
+            )
+            raise ValueError(
+                f"The replicas' batches have different sizes: {told} rows. Resume all "
+                "processes from states that were saved after the same step."
+            )
+        each = max(found[0] for found in heard if found is not None)
+        self.reader.set_each(each)
+        arrays = _division.widened(share.arrays, each)
+        return dataclasses.replace(share, arrays=arrays, each=each)
 
     def _filling(self) -> Share:
         """A share without real rows, for a process that has read all of its own."""
@@ -145,7 +179,7 @@ class Steps:
             "batches": self.reader.number,
             "rows": self._each,
             "replicas": self.reader.replicas.total,
-            "print": self.reader.print,
+            "prints": [self.reader.prints.get(i) for i in range(len(sources))],
             "sources": sources,
         }
 
@@ -167,5 +201,5 @@ class Steps:
         self.reader.set_each(each)
         if state["steps"] and not self.reader.replicas.are_all:
             self._last = self.reader.read()  # to fill up with, if it is at its end
-        self.reader.set_state(state["sources"], state["batches"], state["print"])
+        self.reader.set_state(state["sources"], state["batches"], state["prints"])
         self.done, self._each = state["steps"], each

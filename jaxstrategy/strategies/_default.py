@@ -10,11 +10,10 @@ from typing import Any, Self, final
 import jax
 from jax.sharding import Mesh
 
-from jaxstrategy import _building, _contexts, _mesh, _padding, _values
+from jaxstrategy import _building, _contexts, _mesh, _values
 from jaxstrategy._contexts import AbstractStrategy, Context
 from jaxstrategy._errors import ContextError
 from jaxstrategy._options import RunOptions
-from jaxstrategy._padding import Batch, Batches
 from jaxstrategy._replica import ReplicaContext
 from jaxstrategy._values import PerReplica, PyTree
 from jaxstrategy.strategies._base import Strategy
@@ -72,17 +71,14 @@ class DefaultStrategy(Strategy):
         options: RunOptions | None,
     ) -> Any:
         _contexts.require_same(_contexts.current(), self)
-        given = (args, kwargs)
-        args, kwargs = _alone(given)
-        with _contexts.entered(None), _padding.given(_batches(given, (args, kwargs))):
+        args, kwargs = _alone((args, kwargs))
+        with _contexts.entered(None):
             return fn(*args, **kwargs)
 
     def _across(
         self, context: Context | None, function: Callable[..., Any], value: PyTree
     ) -> PyTree:
-        alone = _alone(value)
-        with _padding.given(_batches(value, alone)):
-            return function(alone)
+        return function(_alone(value))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self
@@ -94,22 +90,6 @@ class DefaultStrategy(Strategy):
 @functools.cache
 def _first_device() -> Mesh:
     return _mesh.mesh_of(jax.local_devices()[:1])
-
-
-def _batches(given: PyTree, alone: PyTree) -> Batches:
-    """What is known of the batches among the arguments."""
-    pairs = zip(
-        jax.tree.leaves(given, is_leaf=_values.is_whole),
-        jax.tree.leaves(alone, is_leaf=_values.is_whole),
-        strict=True,
-    )
-    return Batches(
-        [
-            Batch(array, value.mask, place)
-            for place, (value, array) in enumerate(pairs)
-            if isinstance(value, PerReplica) and value.mask is not None
-        ]
-    )
 
 
 def _alone(tree: PyTree) -> PyTree:

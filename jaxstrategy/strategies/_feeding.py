@@ -45,7 +45,8 @@ class FedStrategy(Placing):
           options: see `InputOptions`.
 
         Returns:
-          An iterable of the same pytrees with `PerReplica`s.
+          An iterable of the same pytrees with `PerReplica`s; with one replica of plain
+          arrays, which are not filled up.
 
         Raises:
           TypeError: `dataset` is nothing that batches can be read from.
@@ -81,8 +82,10 @@ class FedStrategy(Placing):
           options: see `InputOptions`.
 
         Returns:
-          An iterable of pytrees with `PerReplica`s. It goes on until no replica has a
-          batch left; those that have none before get one without real rows.
+          An iterable of pytrees with `PerReplica`s, with one replica of plain arrays.
+          It goes on until no replica has a batch left; those that have none before get
+          one without real rows. The batches of the first step may have any sizes;
+          later ones are not larger. Scalars are each replica's own.
 
         Raises:
           TypeError: `dataset_fn` cannot be called, or returns nothing that batches can

@@ -10,6 +10,7 @@ import jax
 from jaxstrategy import (
     _building,
     _contexts,
+    _values,
 )
 from jaxstrategy._options import (
     ValueContext,
@@ -49,7 +50,8 @@ class Placing(Reducing):
             structure.
 
         Returns:
-          The pytree with a `PerReplica` for each array.
+          The pytree with a `PerReplica` for each array, with one replica too: it is
+          what was asked for. `run` takes it, and returns plain arrays there.
 
         Raises:
           ValueError: the number of versions is not the number of replicas, or they
@@ -71,6 +73,7 @@ class Placing(Reducing):
         def place(path: Any, node: Any) -> PyTree:
             what = f"value{jax.tree_util.keystr(path)}"
             if isinstance(node, PerReplica):
+                _values.check_alive(_values.contents(node), f"`{what}`")
                 return node
             if isinstance(node, list):
                 return _building.stack(node, self.mesh, what)
@@ -86,7 +89,8 @@ class Placing(Reducing):
         With several processes, each calls it for its own replicas.
 
         Returns:
-          A pytree like the ones `value_fn` returns, each leaf a `PerReplica`.
+          A pytree like the ones `value_fn` returns, each leaf a `PerReplica`; with one
+          replica an array.
 
         Raises:
           ValueError: the values differ in structure, shape or dtype.
@@ -103,7 +107,7 @@ class Placing(Reducing):
         _contexts.require_host(self, "experimental_distribute_values_from_function")
         n, own = self.num_replicas_in_sync, self._own_replicas
         versions = [value_fn(ValueContext(i, n)) for i in own]
-        return _building.stack(versions, self.mesh, own=True)
+        return _building.stack(versions, self.mesh, own=True, plain_if_alone=True)
 
     def init(self, fn: Callable[..., PyTree], *args: Any) -> PyTree:
         """`fn(*args)` built in mirrored form: on every device at once, from nothing.

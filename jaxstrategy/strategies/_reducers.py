@@ -129,14 +129,26 @@ def _sums(
     )
 
 
+def is_of_rows(axis: int, array: Any) -> bool:
+    """Whether `axis` is the first dimension of `array`, from either end."""
+    return axis in (0, -jnp.ndim(array))
+
+
 def gatherer(
-    axis: int, gathered: Callable[[Any, int], jax.Array]
+    axis: int, gathered: Callable[[Any, int], jax.Array], in_step: bool
 ) -> Callable[[PyTree], PyTree]:
-    """Joins all replicas' trees along `axis`."""
+    """Joins all replicas' trees along `axis`.
+
+    Outside a step rows that only fill up a batch are left out afterwards. Inside one
+    shapes are static, and they stay.
+    """
 
     def gather(tree: PyTree) -> PyTree:
-        if axis == 0:
-            _padding.not_needed()  # left out afterwards
+        leaves = jax.tree.leaves(tree)
+        if in_step:
+            _padding.keeps_rows(leaves)
+        elif all(is_of_rows(axis, leaf) for leaf in leaves):
+            _padding.not_needed()
         return jax.tree.map(lambda leaf: gathered(leaf, axis), tree)
 
     return gather

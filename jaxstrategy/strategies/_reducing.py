@@ -23,7 +23,8 @@ from jaxstrategy._options import (
 )
 from jaxstrategy._values import Handle, PerReplica, PyTree
 from jaxstrategy.strategies._in_sync import assert_in_sync
-from jaxstrategy.strategies._reducers import dimensions
+from jaxstrategy.strategies._local import local_versions
+from jaxstrategy.strategies._reducers import dimensions, is_of_rows
 from jaxstrategy.strategies._running import Running
 from jaxstrategy.variables import _components
 
@@ -90,7 +91,9 @@ class Reducing(Running):
 
         Shapes: local `[n, ...]` -> `[num_replicas * n, ...]` for `axis=0`. A leaf that
         is not a `PerReplica` counts as what every replica holds, and is repeated. Rows
-        that only fill up a batch from a dataset are left out.
+        that only fill up a batch from a dataset are left out when rows are joined. In
+        `merge_call` and under `jax.jit` shapes are static, so that they stay; a
+        `PaddedRowsWarning` says so.
 
         Raises:
           ValueError: a leaf is a scalar, or `axis` is out of range for one.
@@ -103,9 +106,10 @@ class Reducing(Running):
         Array([1, 2, 3, 4], dtype=int32)
         """
         context = _contexts.require_cross_replica(self, "gather")
-        function = self._reduction.of_gathered(axis)
-        gathered = self._beside_variables(self._across(context, function, value))
-        return _without_filling(value, gathered) if axis == 0 else gathered
+        in_step = context is not None and context.in_step
+        function = self._reduction.of_gathered(axis, in_step)
+        joined = self._beside_variables(self._across(context, function, value))
+        return joined if in_step else _without_filling(value, joined, axis)
 
     def experimental_local_results(self, value: PyTree) -> tuple[PyTree, ...]:
         """The version of `value` of each replica of this process, as a tuple.
@@ -113,6 +117,12 @@ class Reducing(Running):
         A pytree gives a tuple of pytrees. A mirrored array, or a container of plain
         values, gives one entry per replica too; a single plain value gives a tuple of
         one. Of a batch from a dataset they are the real rows.
+
+        Versions of up to 64 KiB can be computed with each other and with mirrored
+        arrays (`sum(versions)`, `jnp.stack(versions)`): each is copied to all devices
+        of this process. Larger ones stay on their replica's device, so that nothing
+        large is copied unseen; `jax.device_get` or `strategy.gather` brings them
+        together.
 
         Raises:
           ContextError: inside `run`, where there is one version.
@@ -131,10 +141,9 @@ class Reducing(Running):
             return (value,)
         if value is None:
             return (None,)
-        columns = [self._versions(leaf, in_step) for leaf in leaves]
+        columns = self._columns(leaves, in_step)
         if treedef == _LEAF:
             return columns[0]
-        # A variable of central storage has one copy.
         n = self.num_replicas_in_sync if in_step else len(self._own_replicas)
         columns = [column * n if len(column) == 1 else column for column in columns]
         return tuple(
@@ -158,26 +167,41 @@ class Reducing(Running):
         here = set(_mesh.own_devices(self.mesh))
         return [i for i, device in enumerate(self.devices) if device in here]
 
-    def _versions(self, leaf: Any, in_step: bool) -> tuple[Any, ...]:
-        if isinstance(leaf, Handle):
-            held = leaf.distributed()
-            return _components.of(
-                leaf, held, lambda held: self._versions(held, in_step)
-            )
+    def _columns(self, leaves: Sequence[Any], in_step: bool) -> list[tuple[Any, ...]]:
+        """For each leaf the versions of this process's replicas, in a step of all."""
         n = self.num_replicas_in_sync if in_step else len(self._own_replicas)
-        if isinstance(leaf, PerReplica):
-            versions = leaf.values if in_step else _values.real_rows(leaf)
-            if len(versions) != n:
-                raise ValueError(
-                    f"A PerReplica with {len(versions)} versions was given to a "
-                    f"strategy with {n} replicas here."
-                )
-            return versions
-        if in_step and isinstance(leaf, jax.Array):
+        values = [leaf for leaf in leaves if isinstance(leaf, PerReplica)]
+        if in_step:
+            found = iter([value.values for value in values])
+        else:
+            found = iter(local_versions(values, self.mesh))
+        return [
+            _checked_number(next(found), n)
+            if isinstance(leaf, PerReplica)
+            else self._components(leaf, in_step)
+            if isinstance(leaf, Handle)
+            else self._copies(leaf, n, in_step)
+            for leaf in leaves
+        ]
+
+    def _components(self, variable: Handle, in_step: bool) -> tuple[Any, ...]:
+        """The copies of a variable, each an array of its own."""
+
+        def divide(held: Any) -> tuple[Any, ...]:
+            (copies,) = self._columns([held], in_step)
+            is_shared = not in_step and _values.is_mirrored(held)
+            return tuple(map(_mesh.twin, copies)) if is_shared else copies
+
+        return _components.of(variable, variable.distributed(), divide)
+
+    def _copies(self, leaf: Any, n: int, in_step: bool) -> tuple[Any, ...]:
+        """What `n` replicas hold of something that is no `PerReplica`."""
+        _values.check_alive(leaf, "An array")
+        if in_step and isinstance(leaf, jax.Array) and n > 1:
             # Captured by the merge function: it may well differ between replicas.
             return _values.of_local(leaf, _mesh.REPLICA_AXIS).values
-        if _values.is_mirrored(leaf):
-            return tuple(shard.data for shard in leaf.addressable_shards)
+        if _values.is_mirrored(leaf):  # a variable of central storage has one copy
+            return (leaf,) * len(leaf.addressable_shards)
         return (leaf,) * n
 
     def assert_in_sync(self, tree: PyTree, name: str = "tree") -> None:
@@ -227,13 +251,27 @@ class Reducing(Running):
 _LEAF = jax.tree.structure(0)
 
 
-def _without_filling(value: PyTree, gathered: PyTree) -> PyTree:
+def _checked_number(versions: tuple[Any, ...], n: int) -> tuple[Any, ...]:
+    if len(versions) != n:
+        raise ValueError(
+            f"A PerReplica with {len(versions)} versions was given to a strategy with "
+            f"{n} replicas here."
+        )
+    return versions
+
+
+def _without_filling(value: PyTree, gathered: PyTree, axis: int) -> PyTree:
     """`gathered` from all replicas' rows of `value`, only the real ones."""
     leaves, treedef = jax.tree.flatten(gathered)
     masks = [
-        leaf.mask if isinstance(leaf, PerReplica) else None
-        for leaf in jax.tree.leaves(value, is_leaf=_values.is_whole)
+        leaf.mask if isinstance(leaf, PerReplica) and is_of_rows(axis, joined) else None
+        for leaf, joined in zip(
+            jax.tree.leaves(value, is_leaf=_values.is_whole), leaves, strict=True
+        )
     ]
+    if any(isinstance(mask, Tracer) for mask in masks):
+        _padding.warn_of_traced("gather")
+        return gathered
     if not any(_padding.is_noted(mask) for mask in masks):
         return gathered
     real = [

@@ -70,11 +70,11 @@ class Reduction(AbstractReduction):
             self._of_tree[key] = reducer(op, axis, is_weighted, of_leaves)
         return self._of_tree[key]
 
-    def of_gathered(self, axis: int) -> Callable[[PyTree], PyTree]:
+    def of_gathered(self, axis: int, in_step: bool) -> Callable[[PyTree], PyTree]:
         """A function of one replica's tree that joins all replicas' along `axis`."""
-        key = "gather", axis
+        key = "gather", axis, in_step
         if key not in self._of_tree:
-            self._of_tree[key] = gatherer(axis, self.gathered)
+            self._of_tree[key] = gatherer(axis, self.gathered, in_step)
         return self._of_tree[key]
 
     def gathered(self, leaf: Any, axis: int) -> jax.Array:

@@ -36,6 +36,7 @@ class Masks:
         # What the step asked, known once it is traced.
         self._is_traced = False
         self._is_asked_for = False
+        self._keeps_rows = False
         self._alike: set[tuple[int, ...]] = set()
 
     def __bool__(self) -> bool:
@@ -49,22 +50,32 @@ class Masks:
         """Take note of what a trace has asked."""
         self._is_traced = True
         self._is_asked_for |= batches.asked
+        self._keeps_rows |= batches.kept
         self._alike |= batches.alike
 
     def check(self, leaves: Sequence[Any]) -> None:
         """Whether a call is one that the step does right by; nothing before a trace.
 
-        Warns, once, if rows that are not real go into a step that asks for no mask.
+        Warns, once, if rows that are not real go into a step that asks for no mask, or
+        gathers them; or if they may, and nobody will know.
 
         Raises:
           ValueError: the step took the masks of two batches for one.
         """
         for places in self._alike:
             self._check_alike(places, [leaves[i] for i in places])
-        if self._is_traced and not self._is_asked_for:
-            if any(_padding.is_noted(leaves[i]) for i in self._places):
-                self._is_asked_for = True  # the warning is enough
-                _source.warn(_unmasked(self._name()), PaddedRowsWarning)
+        if self._is_traced and (self._keeps_rows or not self._is_asked_for):
+            self._check_used([leaves[i] for i in self._places])
+
+    def _check_used(self, masks: list[Any]) -> None:
+        if any(isinstance(mask, Tracer) for mask in masks):
+            told = _may_be_unmasked
+        elif any(map(_padding.is_noted, masks)):
+            told = _gathered if self._is_asked_for else _unmasked
+        else:
+            return
+        self._is_asked_for, self._keeps_rows = True, False  # a warning is enough
+        _source.warn(told(self._name()), PaddedRowsWarning)
 
     def _check_alike(self, places: tuple[int, ...], masks: list[Any]) -> None:
         first, *others = masks
@@ -79,6 +90,27 @@ class Masks:
             "real. Say which batch is meant, with an argument of the step itself: "
             "`masked_mean(losses, mask=batch_mask(images))`."
         )
+
+
+def _gathered(name: str) -> str:
+    return (
+        f"`{name}` was given a batch that is filled up with copies of its last row, "
+        "and gathers an array of it in `merge_call`, where shapes are static, so that "
+        "the copies stay in the result. Return the array and gather it outside the "
+        "step, where they are left out; or gather `batch_mask(array)` as well, which "
+        "says which rows are real."
+    )
+
+
+def _may_be_unmasked(name: str) -> str:
+    return (
+        f"`{name}` is given batches of a dataset inside a function that JAX traces "
+        "(`jax.jit`), and never asks which of their rows are real. If one is filled up "
+        "with copies of its last row, these count in its sums and means, and no later "
+        "warning can say so. Use `masked_mean` or `masked_sum` for them, or "
+        '`batch_mask`; or choose `InputOptions(remainder="drop")` or `"error"`, with '
+        "which all rows are real."
+    )
 
 
 def _unmasked(name: str) -> str:

@@ -101,7 +101,7 @@ class Placement:
         wanted = self.shardings[index]
         # On another mesh of the same devices it has another type, and would be
         # compiled for a second time; it moves without a copy.
-        if _mesh.lies_as(leaf, wanted) and leaf.sharding.mesh == wanted.mesh:
+        if _mesh.lies_on(leaf, wanted):
             if self._split[index]:
                 self._right[index] = leaf.sharding
             return leaf

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import itertools
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -45,7 +46,7 @@ def several(fn: Callable[..., Any]) -> Callable[..., Any]:
                 "argument is the tuple of them: `many(state, (batch, next_batch))`."
             )
         *first, batches = args
-        return _Loop(fn, first, kwargs).over(_Batches(_name(fn), batches))
+        return _Loop(fn, first, kwargs).over(_runs(_name(fn), batches))
 
     if (signature := _signature(fn)) is not None:
         steps.__dict__["__signature__"] = signature
@@ -123,57 +124,73 @@ def _is_number(leaf: Any) -> bool:
     return isinstance(leaf, (int, float, complex)) and not isinstance(leaf, bool)
 
 
-class _Batches:
-    """The batches of one call.
+class _Run:
+    """Batches of one size, one after the other.
 
     Attributes:
       form: the first of them.
       columns: for each array of a batch, that of each batch.
     """
 
-    def __init__(self, name: str, given: Any) -> None:
-        if not isinstance(given, (tuple, list)):
-            raise TypeError(
-                f"`{name}` makes several steps and takes a tuple of batches in the "
-                f"last place, as `jaxstrategy.grouped(dataset, 10)` makes them. It was "
-                f"given {_told(given)}; write `(batch,)` for one step."
-            )
-        if not given:
-            raise ValueError(
-                f"`{name}` was given no batches, and each step needs one. Leave out "
-                "the call."
-            )
-        all_ = list(map(_Arrays, given))
-        self.form = all_[0]
-        for number, batch in enumerate(all_):
-            self._check(name, number, batch)
-        rows = zip(*(batch.arrays for batch in all_), strict=True)
+    def __init__(self, batches: Sequence[_Arrays]) -> None:
+        self.form = batches[0]
+        rows = zip(*(batch.arrays for batch in batches), strict=True)
         self.columns = [list(column) for column in rows]
-        self._number = len(all_)
+        self._number = len(batches)
 
     def __len__(self) -> int:
         return self._number
 
-    def _check(self, name: str, number: int, batch: _Arrays) -> None:
-        advice = "Steps of one loop need batches of one kind; call it for each kind."
-        if batch.structure != self.form.structure:
+
+def _runs(name: str, given: Any) -> list[_Run]:
+    """The batches of one call: one loop each for those of one size.
+
+    Where there is one replica, the last batch of a dataset may be smaller.
+
+    Raises:
+      TypeError: they are in no tuple.
+      ValueError: there are none, or they are of several kinds.
+    """
+    if not isinstance(given, (tuple, list)):
+        raise TypeError(
+            f"`{name}` makes several steps and takes a tuple of batches in the "
+            f"last place, as `jaxstrategy.grouped(dataset, 10)` makes them. It was "
+            f"given {_told(given)}; write `(batch,)` for one step."
+        )
+    if not given:
+        raise ValueError(
+            f"`{name}` was given no batches, and each step needs one. Leave out "
+            "the call."
+        )
+    batches = list(map(_Arrays, given))
+    for number, batch in enumerate(batches):
+        _check_kind(name, number, batch, batches[0])
+    by_size = itertools.groupby(batches, lambda batch: [a.shape for a in batch.arrays])
+    return [_Run(list(run)) for _, run in by_size]
+
+
+def _check_kind(name: str, number: int, batch: _Arrays, form: _Arrays) -> None:
+    advice = "Steps of one loop need batches of one kind; call it for each kind."
+    if batch.structure != form.structure:
+        raise ValueError(
+            f"`{name}`: `batches[{number}]` has another structure than "
+            f"`batches[0]`: {batch.structure} instead of {form.structure}. "
+            f"{advice}"
+        )
+    for path, leaf, first in zip(batch.paths, batch.leaves, form.leaves, strict=True):
+        if not _is_alike(leaf, first, but_rows=True):
+            where = jax.tree_util.keystr(path)
             raise ValueError(
-                f"`{name}`: `batches[{number}]` has another structure than "
-                f"`batches[0]`: {batch.structure} instead of {self.form.structure}. "
-                f"{advice}"
+                f"`{name}`: `batches[{number}]{where}` is {_told(leaf)}, and "
+                f"`batches[0]{where}` is {_told(first)}. {advice}"
             )
-        pairs = zip(batch.paths, batch.leaves, self.form.leaves, strict=True)
-        for path, leaf, first in pairs:
-            if not _is_alike(leaf, first):
-                where = jax.tree_util.keystr(path)
-                raise ValueError(
-                    f"`{name}`: `batches[{number}]{where}` is {_told(leaf)}, and "
-                    f"`batches[0]{where}` is {_told(first)}. {advice}"
-                )
 
 
-def _is_alike(a: Any, b: Any) -> bool:
+def _is_alike(a: Any, b: Any, but_rows: bool = False) -> bool:
+    """Whether `a` is as `b` is; perhaps but for the number of rows."""
     if _values.is_array(a) and _values.is_array(b):
+        if but_rows and a.ndim and b.ndim:
+            return (a.shape[1:], a.dtype) == (b.shape[1:], b.dtype)
         return (a.shape, a.dtype) == (b.shape, b.dtype)
     return a is b or (type(a) is type(b) and bool(a == b))
 
@@ -225,8 +242,41 @@ class _Loop:
         is_leaf = jax.tree_util.all_leaves([argument], is_leaf=_values.is_whole)
         return not is_leaf or _values.is_array(argument) or _is_number(argument)
 
-    def over(self, batches: _Batches) -> PyTree:
+    def over(self, runs: Sequence[_Run]) -> PyTree:
         """What all steps return."""
+        going, found = self._start.arrays, []
+        for run in runs:
+            going, rest = self._over(run, going)
+            found.append((self._rest, rest))
+        return self._finish(going, self._joined(found))
+
+    def _joined(self, found: list[tuple[_Arrays, list[Any]]]) -> list[Any]:
+        """The other arrays of all steps, stacked.
+
+        Raises:
+          ValueError: they cannot be, because they have a row for each of the batch.
+        """
+        ((first, rest), *others) = found
+        for form, arrays in others:
+            pairs = zip(rest, arrays, strict=True)
+            if form.structure != first.structure or any(
+                a.shape[1:] != b.shape[1:] for a, b in pairs
+            ):
+                shapes = [list(a.shape[1:]) for a in rest]
+                raise ValueError(
+                    f"`{self._name}` returned arrays that differ with the size of the "
+                    f"batch, of shapes {shapes} and "
+                    f"{[list(a.shape[1:]) for a in arrays]}, which cannot be stacked. "
+                    "Return sums or means over the rows, or leave out the smaller "
+                    'batch with `InputOptions(remainder="drop")`.'
+                )
+        if not others:
+            return rest
+        columns = zip(*(arrays for _, arrays in found), strict=True)
+        return [jnp.concatenate(column) for column in columns]
+
+    def _over(self, batches: _Run, going: list[Any]) -> tuple[list[Any], list[Any]]:
+        """What the last of these steps goes on with, and what else they returned."""
         turns = _padding.Turns(batches.columns)
 
         def turn(going: list[Any], given: Any) -> tuple[list[Any], list[Any]]:
@@ -235,10 +285,7 @@ class _Loop:
                 return self._step(going, batches.form.with_arrays(arrays))
 
         stacked = [jnp.stack(column) for column in batches.columns]
-        end, rest = jax.lax.scan(
-            turn, self._start.arrays, (stacked, turns.masks), length=len(batches)
-        )
-        return self._finish(end, rest)
+        return jax.lax.scan(turn, going, (stacked, turns.masks), length=len(batches))
 
     def _step(self, going: list[Any], batch: PyTree) -> tuple[list[Any], list[Any]]:
         """One step: what it goes on with, and the other arrays it returned."""
@@ -289,7 +336,9 @@ class _Loop:
             )
         # The key of a replica is told by being the same object.
         pairs = zip(_arrays_of(before), _arrays_of(parts), strict=True)
-        self._same_parts = [old is new for old, new in pairs]
+        same = [old is new for old, new in pairs]
+        known = self._same_parts or [True] * len(same)
+        self._same_parts = [a and b for a, b in zip(known, same, strict=True)]
         return parts
 
     def _divided(self, returned: Any) -> tuple[list[Any], Any]:

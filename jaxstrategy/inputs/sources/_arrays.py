@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import operator
+import zlib
 from collections.abc import Callable
 from typing import Any, final
 
@@ -85,6 +87,7 @@ class ArrayBatches(Source):
                 f"{self._rows} rows, so with `drop_remainder=True` there is no batch "
                 "at all. Use a smaller batch size, or keep the remainder."
             )
+        self._drop_remainder = bool(drop_remainder)
         full, rest = divmod(self._rows, self._batch_size)
         self._per_epoch = full + (rest > 0 and not drop_remainder)
         self._next_epoch = 0
@@ -117,6 +120,40 @@ class ArrayBatches(Source):
         shuffled = "" if self._seed is None else f", shuffle={self._seed}"
         epochs = "" if self._epochs == 1 else f", epochs={self._epochs}"
         return f"batches({self._rows} rows, {self._batch_size}{shuffled}{epochs})"
+
+    @functools.cached_property
+    def description(self) -> dict[str, Any]:
+        """What decides which rows a batch has, for JSON."""
+        return {
+            "rows": self._rows,
+            "batch_size": self._batch_size,
+            "shuffle": self._seed,
+            "drop_remainder": self._drop_remainder,
+            "contents": _contents(self._arrays, self._rows),
+        }
+
+    def check_described(self, state: State) -> None:
+        """Raise if `state` was saved with other batches than these.
+
+        Raises:
+          ValueError: it was; the message says what differs.
+        """
+        then = state.get("data")
+        if not isinstance(then, dict):
+            raise _counted.foreign(self.name, state, "what its data are under 'data'")
+        differing = [
+            f"`{key}` was {then.get(key)!r} and is {now!r}"
+            if key != "contents"
+            else "the arrays held other numbers, or were of other types"
+            for key, now in self.description.items()
+            if then.get(key) != now
+        ]
+        if differing:
+            raise ValueError(
+                f"The state was saved with other data in {self.name}: "
+                f"{', and '.join(differing)}. Other examples would follow. "
+                f"{_counted.SAME_DATA}"
+            )
 
     def _order(self, epoch: int) -> np.ndarray | None:
         """The rows in the order of `epoch`; None if they come as they are."""
@@ -172,12 +209,14 @@ class _ArrayPass(Pass):
         return chosen if self._order is None else self._order[chosen]
 
     def get_state(self) -> State:
-        return {"epoch": self._epoch, "batch": self._batch}
+        place = {"epoch": self._epoch, "batch": self._batch}
+        return {**place, "data": self._source.description}
 
     def set_state(self, state: State) -> None:
         source = self._source
         epoch = _counted.counted(state, "epoch", source.name)
         batch = _counted.counted(state, "batch", source.name)
+        source.check_described(state)
         if batch > source._per_epoch:
             raise _counted.too_few("an epoch", source._per_epoch, batch)
         self._go_to(epoch, batch)
@@ -207,6 +246,23 @@ def _checked(arrays: PyTree) -> tuple[PyTree, int]:
     if count == 0:
         raise ValueError(f"`{first}` has no rows, so there is nothing to batch.")
     return jax.tree.unflatten(structure, host.values()), count
+
+
+# Of each array so many rows are looked at, and so many numbers of each row.
+_SAMPLED_ROWS, _SAMPLED = 16, 256
+
+
+def _contents(arrays: PyTree, rows: int) -> int:
+    """A number that other arrays would hardly have, from a part of them."""
+    leaves, structure = jax.tree.flatten(arrays)
+    crc = zlib.crc32(str(structure).encode())
+    chosen = np.unique(np.linspace(0, rows - 1, _SAMPLED_ROWS).astype(np.int64))
+    for array in leaves:
+        crc = zlib.crc32(f"{array.dtype}{array.shape[1:]}".encode(), crc)
+        # The bytes of an array of objects are where these lie in memory.
+        for row in () if array.dtype.hasobject else chosen:
+            crc = zlib.crc32(np.ravel(array[row])[:_SAMPLED].tobytes(), crc)
+    return crc
 
 
 def _on_host(leaf: Any, what: str) -> np.ndarray:

@@ -13,9 +13,15 @@ from jaxstrategy.inputs.sources._source import Pass, State
 class CountedPass(Pass):
     """Batches of an iterator; a later pass gets to the same place by reading again."""
 
-    def __init__(self, begin: Callable[[], Iterator[PyTree]], name: str) -> None:
+    def __init__(
+        self,
+        begin: Callable[[], Iterator[PyTree]],
+        name: str,
+        length: int | None = None,
+    ) -> None:
         self._begin = begin
         self._name = name
+        self._length = length
         self._iterator: Iterator[PyTree] | None = None  # begun when first needed
         self._batches = 0
 
@@ -27,10 +33,12 @@ class CountedPass(Pass):
         return batch
 
     def get_state(self) -> State:
-        return {"batches": self._batches}
+        return {"batches": self._batches, **of_length(self._length)}
 
     def set_state(self, state: State) -> PyTree | None:
         wanted = counted(state, "batches", self._name)
+        if self._length is None or wanted <= self._length:
+            check_length(state, self._length, self._name)
         self.close()
         self._batches, batch = 0, None
         while self._batches < wanted:
@@ -64,6 +72,31 @@ def counted(state: State, key: str, name: str) -> int:
     return count
 
 
+def of_length(length: int | None) -> dict[str, int]:
+    """The part of a state that says how many batches there are, if that is known."""
+    return {} if length is None else {"length": length}
+
+
+def check_length(state: State, length: int | None, name: str) -> None:
+    """Raise if the data had another length when `state` was saved, if both are known.
+
+    Raises:
+      ValueError: it had.
+    """
+    then = state.get("length")
+    if then is not None and length is not None and then != length:
+        raise ValueError(
+            f"The state was saved with {then} batches in {name}, which has {length} "
+            f"now, so that other examples would follow. {SAME_DATA}"
+        )
+
+
+SAME_DATA = (
+    "Resume with the dataset, the batch size and the options that the state was saved "
+    "with, or begin anew."
+)
+
+
 def foreign(name: str, state: State, wanted: str) -> ValueError:
     """The error for a state that another kind of source gave."""
     return ValueError(
@@ -76,6 +109,5 @@ def too_few(name: str, count: int, wanted: int) -> ValueError:
     """The error for a state beyond the end."""
     return ValueError(
         f"The state was saved after batch {wanted}, but {name} has "
-        f"{count} {'batch' if count == 1 else 'batches'}. Resume with the dataset, the "
-        "batch size and the options that the state was saved with."
+        f"{count} {'batch' if count == 1 else 'batches'}. {SAME_DATA}"
     )

@@ -30,7 +30,7 @@ class GrainSource(Source):
                 num_threads=_THREADS, prefetch_buffer_size=_AHEAD
             )
             dataset = dataset.to_iter_dataset(options)
-        return _GrainPass(dataset, self.name)
+        return _GrainPass(dataset, self.name, self._length)
 
     @property
     def length(self) -> int | None:
@@ -43,9 +43,10 @@ class GrainSource(Source):
 
 @final
 class _GrainPass(Pass):
-    def __init__(self, dataset: Any, name: str) -> None:
+    def __init__(self, dataset: Any, name: str, length: int | None) -> None:
         self._dataset = dataset
         self._name = name
+        self._length = length
         self._iterator: Any = None  # begun when first needed; it starts threads
 
     def _begun(self) -> Any:
@@ -70,13 +71,14 @@ class _GrainPass(Pass):
             return {"data_loader": state.decode()}
         try:
             # Through text: a copy, which Grain does not change as it goes on.
-            return {"dataset": json.loads(json.dumps(state))}
+            own = json.loads(json.dumps(state))
         except (TypeError, ValueError) as error:
             raise TypeError(
                 f"The state of {self._name} cannot be written as JSON ({error}), so it "
                 "cannot be resumed. Let the `get_state` of its own iterators return "
                 "numbers, text, lists and dicts."
             ) from error
+        return {"dataset": own, **_counted.of_length(self._length)}
 
     def set_state(self, state: State) -> None:
         match state:
@@ -86,6 +88,7 @@ class _GrainPass(Pass):
                 pass
             case _:
                 raise _counted.foreign(self._name, state, "Grain's state")
+        _counted.check_length(state, self._length, self._name)
         self.close()
         try:
             self._begun().set_state(own)

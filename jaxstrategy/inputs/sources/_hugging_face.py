@@ -57,13 +57,15 @@ class _TablePass(Pass):
         return batch
 
     def get_state(self) -> State:
-        return {"batches": self._batches}
+        return {"batches": self._batches, "length": len(self._dataset)}
 
-    def set_state(self, state: State) -> None:
+    def set_state(self, state: State) -> PyTree | None:
         wanted = _counted.counted(state, "batches", self._name)
         if wanted > len(self._dataset):
             raise _counted.too_few(self._name, len(self._dataset), wanted)
+        _counted.check_length(state, len(self._dataset), self._name)
         self._batches = wanted
+        return self._dataset[wanted - 1] if wanted else None
 
 
 @final

@@ -24,7 +24,7 @@ class Repeatable(Source):
         self._batches = batches
 
     def start(self) -> Pass:
-        return CountedPass(lambda: iter(self._batches), self.name)
+        return CountedPass(lambda: iter(self._batches), self.name, self.length)
 
     @property
     def length(self) -> int | None:

@@ -26,7 +26,9 @@ class TfDataSource(Source):
         self._dataset = dataset
 
     def start(self) -> Pass:
-        return CountedPass(lambda: iter(self._dataset.as_numpy_iterator()), self.name)
+        return CountedPass(
+            lambda: iter(self._dataset.as_numpy_iterator()), self.name, self.length
+        )
 
     @property
     def length(self) -> int | None:

@@ -32,8 +32,8 @@ class TorchSource(Source):
 
     def start(self) -> Pass:
         if hasattr(self._loader, "state_dict"):
-            return _StatefulPass(self._loader, self._turns)
-        return _TorchPass(self._loader)
+            return _StatefulPass(self._loader, self._turns, self.length)
+        return _TorchPass(self._loader, self.length)
 
     @property
     def length(self) -> int | None:
@@ -51,9 +51,9 @@ class TorchSource(Source):
 
 @final
 class _TorchPass(Pass):
-    def __init__(self, loader: Any) -> None:
+    def __init__(self, loader: Any, length: int | None) -> None:
         self._loader = loader
-        self._batches = CountedPass(lambda: iter(loader), _NAME)
+        self._batches = CountedPass(lambda: iter(loader), _NAME, length)
 
     def __next__(self) -> PyTree:
         return to_numpy(next(self._batches))
@@ -87,8 +87,9 @@ class _TorchPass(Pass):
 class _StatefulPass(Pass):
     """A pass over a loader with `state_dict` and `load_state_dict`."""
 
-    def __init__(self, loader: Any, turns: Turns) -> None:
+    def __init__(self, loader: Any, turns: Turns, length: int | None) -> None:
         self._loader = loader
+        self._length = length
         self._turns = turns
         self._iterator: Any = None
         self._is_over = False  # a loader's state at the end begins a new pass
@@ -112,7 +113,8 @@ class _StatefulPass(Pass):
         self._begun()
         self._turns.check(self, _NAME)
         state = _to_text(self._loader.state_dict())
-        return {"torch": state, "is_over": self._is_over}
+        place = {"torch": state, "is_over": self._is_over}
+        return {**place, **_counted.of_length(self._length)}
 
     def set_state(self, state: State) -> None:
         match state:
@@ -120,6 +122,7 @@ class _StatefulPass(Pass):
                 own = _from_text(text)
             case _:
                 raise _counted.foreign(_NAME, state, "its `state_dict`")
+        _counted.check_length(state, self._length, _NAME)
         self.close()
         self._loader.load_state_dict(own)
         self._is_over = is_over

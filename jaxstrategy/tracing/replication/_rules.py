@@ -81,7 +81,8 @@ def analyse(
         for var, state in zip(jaxpr.invars, states, strict=True)
     ]
     analysis = Analysis(axis_name, replicas, Rules(), mesh)
-    return analysis.of(jaxpr, inputs, unpacking)
+    findings = analysis.of(jaxpr, inputs, unpacking)
+    return findings if replicas > 1 else findings.of_one_replica()
 
 
 class Rules(dict[Any, Rule]):

@@ -86,6 +86,22 @@ class Findings:
     contents: dict[int, State | None]
     overwritten: frozenset[int] = frozenset()
 
+    def of_one_replica(self) -> Findings:
+        """The same where nothing can differ, and a sum over the replicas is harmless.
+
+        Arrays of a batch are equal on all replicas there, so that nothing tells what
+        was computed from them from what was reduced.
+        """
+        alone = [
+            Collective(found.site) for found in self.collectives if not found.is_merge
+        ]
+        contents = {index: _alone(state) for index, state in self.contents.items()}
+        return Findings([_alone(state) for state in self.outputs], alone, contents)
+
+
+def _alone(state: Any) -> Any:
+    return SAME if level_of(state) == Level.VARYING else state
+
 
 class Cell:
     """What a mutable reference holds. One object however many names it has.

@@ -1,0 +1,186 @@
+"""Rows that only fill up a batch are left out of what is gathered, or told of."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxstrategy as js
+
+replica = js.get_replica_context
+
+
+def last(strategy, array, size=8, **options):
+    options = js.InputOptions(experimental_per_replica_buffer_size=0, **options)
+    *_, out = strategy.experimental_distribute_dataset(js.batches(array, size), options)
+    return out
+
+
+def full(strategy, array, size=8, **options):
+    return last(strategy, array[:size], size, **options)
+
+
+def test_rows_are_left_out_however_their_axis_is_named(four):
+    x, y = np.arange(10.0), np.arange(30.0).reshape(10, 3)
+    np.testing.assert_array_equal(four.gather(last(four, x), 0), x[8:])
+    np.testing.assert_array_equal(four.gather(last(four, x), -1), x[8:])
+    np.testing.assert_array_equal(four.gather(last(four, y), -2), y[8:])
+
+
+def test_in_a_tree_each_array_has_its_own_axis(four):
+    x, y = np.arange(10.0), np.arange(30.0).reshape(10, 3)
+    batch = last(four, {"x": x, "y": y})
+    words = "`gather` was given a batch that is filled up .* and never asked"
+    with pytest.warns(js.PaddedRowsWarning, match=words):
+        out = four.gather(batch, -1)
+    np.testing.assert_array_equal(out["x"], x[8:])
+    assert out["y"].shape == (2, 12)
+
+
+def test_columns_of_filled_up_rows_are_told_of(four):
+    batch = last(four, np.arange(30.0).reshape(10, 3))
+    with pytest.warns(js.PaddedRowsWarning, match="`gather` was given a batch that is"):
+        assert four.gather(batch, 1).shape == (2, 12)
+
+
+def test_in_a_merge_call_it_is_told_that_they_stay(four):
+    def step(x):
+        def merge(strategy, x):
+            return strategy.gather(x)
+
+        return replica().merge_call(merge, (x,))
+
+    x = np.arange(10.0)
+    np.testing.assert_array_equal(four.run(step, (full(four, x),)), x[:8])
+    with pytest.warns(js.PaddedRowsWarning, match="`step` was given a batch that is f"):
+        out = four.run(step, (last(four, x),))
+    assert out.shape == (8,)
+
+
+def test_so_it_is_in_a_step_that_knows_of_rows(four):
+    @four.run
+    def step(x):
+        merged = replica().merge_call(lambda strategy, x: strategy.gather(x), (x,))
+        return merged, replica().all_reduce("mean", js.masked_mean(x))
+
+    x = np.arange(10.0)
+    step(full(four, x))
+    words = "and gathers an array of it in `merge_call`, where shapes are static"
+    with pytest.warns(js.PaddedRowsWarning, match=words):
+        gathered, mean = step(last(four, x))
+    assert gathered.shape == (8,) and mean == 8.5
+    step(last(four, x))  # once is enough
+
+
+def test_what_the_warning_advises_works(four):
+    @four.run
+    def step(x):
+        def merge(strategy, x, mask):
+            return strategy.gather(x), strategy.gather(mask)
+
+        return replica().merge_call(merge, (x * 1.0, js.batch_mask(x)))
+
+    x = np.arange(10.0)
+    rows, real = step(last(four, x))
+    np.testing.assert_array_equal(rows[np.asarray(real)], x[8:])
+
+
+def test_under_jit_it_is_told_that_they_stay(four):
+    batch = last(four, np.arange(10.0))
+    gather = jax.jit(four.gather)
+    with pytest.warns(js.PaddedRowsWarning, match="`gather` was given a batch of a da"):
+        assert gather(batch).shape == (8,)
+    local = jax.jit(four.experimental_local_results)
+    with pytest.warns(js.PaddedRowsWarning, match="`experimental_local_results` was g"):
+        assert [rows.shape for rows in local(batch)] == [(2,)] * 4
+
+
+@pytest.mark.parametrize("remainder", ["drop", "error"])
+def test_where_all_rows_are_real_it_is_not(four, remainder):
+    batch = full(four, np.arange(8.0), remainder=remainder)
+    assert batch.mask is None
+    np.testing.assert_array_equal(jax.jit(four.gather)(batch), np.arange(8.0))
+    sums = jax.jit(lambda b: four.run(lambda x: x.sum(), (b,)))(batch)
+    assert four.reduce("sum", sums) == 28
+    assert four.gather(four.run(js.batch_mask, (batch,))).all()
+    assert four.reduce("mean", four.run(js.masked_mean, (batch,))) == 3.5
+
+
+def test_the_warning_of_a_step_is_not_lost_under_jit(four):
+    def careless(x):
+        return replica().all_reduce("mean", x.mean())
+
+    def careful(x):
+        return replica().all_reduce("mean", js.masked_mean(x))
+
+    batch = last(four, np.arange(10.0))
+    with pytest.warns(js.PaddedRowsWarning, match="`careless` is given batches of a d"):
+        jax.jit(lambda batch: four.run(careless, (batch,)))(batch)
+    jax.jit(lambda batch: four.run(careless, (batch,)))(batch)  # once is enough
+    assert jax.jit(lambda batch: four.run(careful, (batch,)))(batch) == 8.5
+
+
+@pytest.mark.parametrize(
+    "shape, axis", [((0,), 0), ((0, 2), 0), ((2, 0), 0), ((2, 0), 1)]
+)
+def test_arrays_without_elements_are_gathered(four, shape, axis):
+    x = js.PerReplica(np.zeros((4, *shape), np.float32))
+    wanted = np.concatenate([np.zeros(shape)] * 4, axis)
+    out = four.gather(x, axis)
+    assert out.shape == wanted.shape and isinstance(out, js.Mirrored)
+    inside = four.run(lambda x: replica().all_gather(x, axis), (x,))
+    assert inside.shape == wanted.shape and isinstance(inside, js.Mirrored)
+    assert sum(four.experimental_local_results(x)).shape == shape
+
+
+# Means over more than rows.
+
+LOSSES = np.arange(30.0).reshape(10, 3).astype(np.float32) ** 2
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_means_over_time_count_examples_right(n):
+    strategy = js.MirroredStrategy(jax.devices()[:n])
+    x = last(strategy, LOSSES)
+    mean = strategy.reduce("mean", strategy.run(js.masked_mean, (x,)))
+    np.testing.assert_allclose(mean, LOSSES[8:].mean(0), rtol=1e-6)
+    scalar = strategy.run(lambda x: js.masked_mean(x, axis=None), (x,))
+    np.testing.assert_allclose(
+        strategy.reduce("mean", scalar), LOSSES[8:].mean(), rtol=1e-6
+    )
+    total = strategy.run(lambda x: js.masked_sum(x, axis=None), (x,))
+    np.testing.assert_allclose(
+        strategy.reduce("sum", total), LOSSES[8:].sum(), rtol=1e-6
+    )
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_a_mask_of_tokens_counts_those_of_real_rows(n):
+    strategy = js.MirroredStrategy(jax.devices()[:n])
+    lengths = np.arange(10) % 3 + 1
+    batch = last(strategy, {"loss": LOSSES, "length": lengths})
+
+    def step(batch):
+        tokens = jnp.arange(3)[None] < batch["length"][:, None]
+        loss = js.masked_mean(batch["loss"], mask=tokens)
+        return loss, js.masked_sum(batch["loss"], mask=tokens)
+
+    mean, total = strategy.run(step, (batch,))
+    real = LOSSES[8:][np.arange(3)[None] < lengths[8:, None]]
+    np.testing.assert_allclose(strategy.reduce("mean", mean), real.mean(), rtol=1e-6)
+    np.testing.assert_allclose(strategy.reduce("sum", total), real.sum(), rtol=1e-6)
+
+
+@pytest.mark.parametrize("axis", [1, -1, True, (0, 1)])
+def test_other_axes_are_refused(two, axis):
+    for mean in (js.masked_mean, js.masked_sum):
+        words = f"`axis` of `{mean.__name__}` was .*; 0 for the rows or None for all"
+        with pytest.raises(ValueError, match=words):
+            two.run(lambda x, mean=mean: mean(x, axis=axis), (np.ones((2, 3)),))
+
+
+def test_a_mean_of_no_rows_is_zero():
+    assert js.masked_mean(jnp.zeros((0,))) == 0
+    np.testing.assert_array_equal(js.masked_mean(jnp.zeros((0, 2))), [0, 0])
+    assert js.masked_mean(jnp.zeros((0, 2)), axis=None) == 0
+    assert js.masked_mean(jnp.zeros((0,), jnp.bfloat16)).dtype == jnp.bfloat16

@@ -1,0 +1,256 @@
+"""With one replica nothing is wrapped, and programs go from one to several and back."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxstrategy as js
+
+replica = js.get_replica_context
+
+
+@functools.cache
+def ones():
+    """Strategies of one replica."""
+    device = jax.devices()[2]
+    return {
+        "default": js.get_strategy(),
+        "one device": js.OneDeviceStrategy(device),
+        "mirrored": js.MirroredStrategy([device]),
+        "several processes": js.MultiWorkerMirroredStrategy(),
+        "central": js.experimental.CentralStorageStrategy([device], jax.devices()[5]),
+    }
+
+
+NAMES = ["default", "one device", "mirrored", "central"]
+each_one = pytest.mark.parametrize("name", NAMES)
+EAGER = js.InputOptions(experimental_per_replica_buffer_size=0)
+
+
+def is_plain(value):
+    return isinstance(value, jax.Array)
+
+
+@each_one
+def test_nothing_is_wrapped(name):
+    strategy = ones_of(name)
+    made = strategy.experimental_distribute_values_from_function(
+        lambda context: {"x": [1.0, 2.0], "flag": True}
+    )
+    assert is_plain(made["x"]) and is_plain(made["flag"])
+    assert (made["x"] + 1).tolist() == [2, 3] and bool(made["flag"])
+    x = strategy.per_replica([3.0])
+    out = strategy.run(
+        lambda x: {"x": x, "id": replica().replica_id_in_sync_group}, (x,)
+    )
+    assert float(out["x"]) == 3 and int(out["id"]) == 0
+    assert f"{out['x'] + 1:.2f}" == "4.00"
+    assert strategy.experimental_local_results(out) == ({"x": 3.0, "id": 0},)
+    again = strategy.run(lambda x: 2 * x, (out["x"],))
+    assert float(again) == 6
+
+
+def ones_of(name):
+    return ones()[name]
+
+
+def test_a_job_of_one_process_with_one_device(monkeypatch):
+    first = jax.devices()[:1]
+    monkeypatch.setattr(jax, "devices", lambda *_: first)
+    strategy = js.MultiWorkerMirroredStrategy()
+    assert strategy.num_replicas_in_sync == 1
+    _, batch = strategy.experimental_distribute_dataset(js.batches(np.arange(5.0), 3))
+    assert (batch + 1).tolist() == [4, 5]
+    assert float(strategy.run(js.masked_mean, (batch,))) == 3.5
+    assert strategy.reduce("sum", batch, axis=0) == 7
+
+
+@each_one
+def test_what_is_explicitly_per_replica_stays_so_until_a_step(name):
+    strategy = ones_of(name)
+    x = strategy.per_replica([3.0])
+    assert isinstance(x, js.PerReplica) and x.local(0) == 3
+    assert strategy.reduce("sum", x) == 3
+    assert strategy.gather(strategy.per_replica([[1, 2]])).tolist() == [1, 2]
+    assert float(strategy.run(lambda x: x + 1, (x,))) == 4
+    assert float(strategy.run(lambda x: x + 1, (js.PerReplica(np.ones((1,))),))) == 2
+
+
+@each_one
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_batches_have_the_rows_that_there_are(name, ahead):
+    strategy = ones_of(name)
+    options = js.InputOptions(experimental_per_replica_buffer_size=ahead)
+    rows = [np.arange(4.0), np.arange(5.0, 8.0)]
+    for batches in (
+        strategy.experimental_distribute_dataset(rows, options),
+        strategy.distribute_datasets_from_function(lambda _: rows, options),
+    ):
+        whole, rest = batches
+        assert whole.tolist() == [0, 1, 2, 3] and (rest * 2).tolist() == [10, 12, 14]
+        assert strategy.run(js.batch_mask, (rest,)).tolist() == [True] * 3
+        assert float(strategy.run(js.masked_mean, (rest,))) == 6
+        assert strategy.reduce("mean", rest, axis=0) == 6
+        assert strategy.gather(rest).tolist() == [5, 6, 7]
+        (own,) = strategy.experimental_local_results(rest)
+        assert own.tolist() == [5, 6, 7]
+
+
+def test_batches_of_one_replica_may_be_larger_than_the_first():
+    strategy = ones_of("mirrored")
+    rows = [np.arange(i) for i in (2, 3, 1)]
+    found = strategy.experimental_distribute_dataset(rows, EAGER)
+    assert [batch.shape for batch in found] == [(2,), (3,), (1,)]
+    for remainder, shapes in (("drop", [(2,), (3,)]),):
+        options = js.InputOptions(remainder=remainder)
+        found = strategy.experimental_distribute_dataset(rows, options)
+        assert [batch.shape for batch in found] == shapes
+
+
+# Programs that are the same whatever the number of replicas is.
+
+
+def strategy_of(n):
+    return ones_of("one device") if n == 1 else js.MirroredStrategy(jax.devices()[:n])
+
+
+def training(strategy):
+    """The README's loop, over batches that do not divide."""
+    x = np.linspace(-1, 1, 22).astype(np.float32)
+    data = {"x": x, "y": 3 * x - 1}
+
+    @strategy.run
+    def step(w, batch):
+        def loss(w):
+            error = (w[0] * batch["x"] + w[1] - batch["y"]) ** 2
+            return js.masked_mean(error)
+
+        value, grad = jax.value_and_grad(loss)(w)
+        value, grad = replica().all_reduce("mean", (value, grad))
+        return w - 0.3 * grad, value
+
+    w, losses = strategy.mirror(np.zeros(2, np.float32)), []
+    for _ in range(3):
+        for batch in strategy.experimental_distribute_dataset(js.batches(data, 8)):
+            w, loss = step(w, batch)
+            losses.append(float(loss))
+    return [*losses, *w.tolist()]
+
+
+def evaluation(strategy):
+    """Sums in variables, reductions over rows, and predictions in order."""
+    with strategy.scope():
+        count = js.Variable(0, synchronization="on_read", aggregation="sum")
+        best = js.Variable(0.0)
+
+    @strategy.run
+    def predict(x):
+        count.assign_add(js.batch_mask(x).sum().astype(count.dtype))
+        return x * 2
+
+    rows, total = [], 0.0
+    dataset = strategy.experimental_distribute_dataset(js.batches(np.arange(11.0), 8))
+    for batch in dataset:
+        out = predict(batch)
+        mask = strategy.gather(strategy.run(js.batch_mask, (batch,)))
+        rows += np.asarray(strategy.gather(out))[np.asarray(mask)].tolist()
+        rows += strategy.gather(batch).tolist()
+        total += float(strategy.reduce("sum", batch, axis=0))
+        for own in strategy.experimental_local_results(batch):
+            total += float(own.sum())
+        mean = strategy.reduce("mean", batch, axis=0)
+        strategy.extended.update(best, lambda v, x: v.assign(x), args=(mean,))
+    return [*rows, total, float(count.numpy()), float(best.numpy())]
+
+
+def crossing(strategy):
+    """Merge calls, and what replicas hold."""
+    n = strategy.num_replicas_in_sync
+
+    def value(context):
+        return 24.0 * (context.replica_id_in_sync_group + 1) / n
+
+    def merge(strategy, x, scale):
+        own = strategy.experimental_local_results(x)
+        total = strategy.reduce("sum", x)
+        return total * scale + sum(own) + strategy.extended.reduce_to("sum", x, x)
+
+    values = strategy.experimental_distribute_values_from_function(value)
+    merged = strategy.run(lambda x: replica().merge_call(merge, (x, 2)), (values,))
+    own = strategy.experimental_local_results(values)
+    mean = strategy.reduce("mean", values)
+    total = sum(own) + jnp.stack(own).sum() + strategy.reduce("sum", values)
+    # All of it counts n replicas: the sum of 24 (i + 1) / n is 12 (n + 1).
+    return [float(merged) / (n + 1), float(total) / (n + 1), float(mean) * n / (n + 1)]
+
+
+def uneven_pipelines(strategy):
+    """Batches of input functions, of several sizes and in any order."""
+    n = strategy.num_replicas_in_sync
+
+    def read(context):
+        assert context.num_replicas_in_sync == n
+        sizes = [3, 1, 4, 2, 2, 4, 1, 3, 2]
+        starts = np.cumsum([0, *sizes])
+        return [np.arange(a, a + k) for a, k in zip(starts, sizes, strict=False)]
+
+    seen = []
+    for batch in strategy.distribute_datasets_from_function(read):
+        for own in strategy.experimental_local_results(batch):
+            seen += own.tolist()
+        seen.append(float(strategy.reduce("sum", batch, axis=0)) * 0)
+    return [row for row in seen if row]
+
+
+PROGRAMS = [training, evaluation, crossing, uneven_pipelines]
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_the_same_program_runs_on_one_replica_and_on_eight(program):
+    one, eight = (program(strategy_of(n)) for n in (1, 8))
+    np.testing.assert_allclose(one, eight, rtol=1e-5, atol=1e-5)
+
+
+WANTED = {
+    evaluation: [
+        *[2.0 * i for i in range(8)], *range(8), *[16.0, 18.0, 20.0], *[8, 9, 10],
+        110.0, 11.0, 9.0,
+    ],
+    crossing: [48.0, 36.0, 12.0],
+    uneven_pipelines: list(range(1, 22)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("n", [1, 8])
+@pytest.mark.parametrize("program", WANTED)
+def test_what_they_give_is_pythons(program, n):
+    np.testing.assert_allclose(program(strategy_of(n)), WANTED[program], rtol=1e-6)
+
+
+def test_a_training_without_reductions_is_told_by_several_replicas_only():
+    """A step of one replica has nothing to reduce: all of it is mirrored."""
+    strategy = ones_of("mirrored")
+    mirrored = js.RunOptions(expect_mirrored=True)
+    x = strategy.per_replica([1.0])
+    assert float(strategy.run(lambda x: x, (x,), options=mirrored)) == 1
+    with strategy.scope():
+        v = js.Variable(0.0)
+    strategy.run(lambda x: v.assign(x), (x,))
+    assert float(v.numpy()) == 1
+    two = js.MirroredStrategy(jax.devices()[:2])
+    with pytest.raises(js.NotMirroredError):
+        two.run(lambda x: x, (two.per_replica([1.0, 2.0]),), options=mirrored)
+
+
+def test_no_false_double_reduction():
+    strategy = ones_of("mirrored")
+
+    @strategy.run
+    def step(w, x):
+        mean = replica().all_reduce("mean", w * x)
+        return replica().all_reduce("sum", mean * x)
+
+    assert float(step(2.0, strategy.per_replica([3.0]))) == 18
