@@ -27,6 +27,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
         )
         variance = square - mean**2
         for moving, new in ((self.moving_mean, mean), (self.moving_variance, variance)):
+            assert moving is not None
             moving.assign(moving * self.momentum + new * (1 - self.momentum))
         return keras.ops.batch_normalization(
             inputs, mean, variance, self.axis, self.beta, self.gamma, self.epsilon
