@@ -2,6 +2,7 @@
 # make test       runs the tests, but for the slowest
 # make test-all   runs all of them
 # make lint       checks format, style and types
+# make fuzz   calls all public names with odd arguments (CALLS=10000, SEED=now)
 # Each sets up $(VENV) first; nothing but Python 3.11 or newer and make is needed.
 
 PYTHON ?= python3
@@ -14,7 +15,7 @@ JOBS ?= 2
 IN_VENV = $(VENV)/bin/python
 INSTALL = $(IN_VENV) -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test test-all lint format bench clean
+.PHONY: demo test test-all lint format bench fuzz clean
 
 demo: $(VENV)/.installed-demo
 	$(IN_VENV) -m jaxstrategy.demo
@@ -24,6 +25,9 @@ test: $(VENV)/.installed-test
 
 test-all: $(VENV)/.installed-test
 	$(IN_VENV) -m pytest -n $(JOBS) --dist worksteal
+
+fuzz: $(VENV)/.installed-test
+	$(IN_VENV) tests/fuzz/run.py --calls $(or $(CALLS),10000) $(if $(SEED),--seed $(SEED))
 
 lint: $(VENV)/.installed-lint
 	$(IN_VENV) -m ruff format --check .

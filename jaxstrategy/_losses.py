@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from jaxstrategy import _masked, _padding
+from jaxstrategy import _masked, _mesh, _padding
 from jaxstrategy._errors import ContextError
 from jaxstrategy._padding import RealRows
 from jaxstrategy._values import is_per_replica
@@ -143,7 +143,7 @@ def _numbers(value: Any, name: str) -> jax.Array:
             f"`{name}` is a PerReplica, which stands for the losses of all replicas. "
             "Call this inside `run`, with one replica's own."
         )
-    array = jnp.asarray(value)
+    array = _mesh.array_of(value)
     if jnp.issubdtype(array.dtype, jnp.inexact):
         return array
     return array.astype(jnp.result_type(float))

@@ -17,7 +17,7 @@ from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jaxstrategy._devices import Device
-from jaxstrategy._errors import PlacementError
+from jaxstrategy._errors import PlacementError, shown
 from jaxstrategy.cluster import _together
 
 REPLICA_AXIS = "replica"
@@ -26,8 +26,37 @@ SAME = PartitionSpec()
 SPLIT = PartitionSpec(REPLICA_AXIS)
 
 
+def array_of(value: Any) -> jax.Array:
+    """`value` as `jnp.asarray` has it.
+
+    Raises:
+      ValueError: it is a number of Python that no integer of JAX holds.
+    """
+    try:
+        return jnp.asarray(value)
+    except OverflowError:
+        raise ValueError(too_large(value)) from None
+
+
+def too_large(value: Any) -> str:
+    """What is wrong with an integer that JAX's do not hold."""
+    held = jnp.iinfo(jax.dtypes.canonicalize_dtype(int))
+    return (
+        f"{shown(value)} was given, and {held.dtype} holds {held.min} to {held.max}. "
+        "Give an array of a dtype that holds it, such as `np.float32(value)`, or let "
+        "JAX have 64 bits: `jax.config.update('jax_enable_x64', True)`."
+    )
+
+
 def mesh_of(devices: Sequence[Device]) -> Mesh:
-    """A mesh with one replica per device, in the order given."""
+    """A mesh with one replica per device, in the order given.
+
+    Raises:
+      TypeError: they are not devices.
+    """
+    for device in np.asarray(devices).flat:
+        if not isinstance(device, jax.Device):
+            raise TypeError(f"`devices` has {shown(device)}; devices were wanted.")
     # Auto, not Explicit (the default of `jax.make_mesh`), which refuses NumPy inputs.
     return Mesh(np.asarray(devices), (REPLICA_AXIS,), axis_types=(AxisType.Auto,))
 
@@ -77,7 +106,10 @@ def _placed(
     if _is_spread(value):
         return _moved(value, sharding)
     if sharding.is_fully_addressable or isinstance(value, Tracer):
-        return jax.device_put(value, sharding)
+        try:
+            return jax.device_put(value, sharding)
+        except OverflowError:
+            raise ValueError(too_large(value)) from None
     if isinstance(value, jax.Array):
         if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
             data = _placed(jax.random.key_data(value), sharding, place)

@@ -60,7 +60,8 @@ def all_finite(tree: PyTree) -> jax.Array:
     >>> strategy.run(js.all_finite, (strategy.per_replica([1.0, np.inf]),))
     Array(False, dtype=bool)
     """
-    local = [jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)]
+    leaves = map(_mesh.array_of, jax.tree.leaves(tree))
+    local = [jnp.isfinite(leaf).all() for leaf in leaves]
     finite = jnp.stack(local).all() if local else jnp.array(True)
     context, replica = _contexts.current(), get_replica_context()
     if replica is not None:
@@ -159,7 +160,7 @@ class DynamicLossScale:
     @staticmethod
     def _times(tree: PyTree, number: jax.Array) -> PyTree:
         def times(leaf: Any) -> jax.Array:
-            leaf = jnp.asarray(leaf)
+            leaf = _mesh.array_of(leaf)
             kept = jnp.promote_types(leaf.dtype, jnp.float32)
             return leaf.astype(kept) * number.astype(kept)
 

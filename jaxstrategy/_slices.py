@@ -96,7 +96,7 @@ class IndexedSlices:
 
     def added_to(self, array: jax.Array) -> jax.Array:
         """`array`, which has the whole shape, with the rows added to it."""
-        return array.at[self.indices].add(self.values)
+        return jnp.asarray(array).at[self.indices].add(self.values)
 
 
 def is_slices(value: object) -> bool:

@@ -8,6 +8,8 @@ import numbers
 import operator
 from typing import final
 
+from jaxstrategy._errors import shown
+
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute")
 
 
@@ -168,8 +170,8 @@ def _unknown(kind: object) -> ValueError:
 
 def _bandwidth(given: object) -> float:
     complaint = (
-        f"`bandwidth` was {given!r}; a positive, finite number of bytes per second was "
-        "wanted. Give a link of 200 Gbit/s as `bandwidth=25e9`."
+        f"`bandwidth` was {shown(given)}; a positive, finite number of bytes per "
+        "second was wanted. Give a link of 200 Gbit/s as `bandwidth=25e9`."
     )
     bandwidth = _finite(given, complaint)
     if bandwidth == 0:
@@ -180,16 +182,17 @@ def _bandwidth(given: object) -> float:
 def _latency(given: object) -> float:
     return _finite(
         given,
-        f"`latency` was {given!r}; a finite number of seconds, 0 or more, was wanted. "
-        "Give 5 microseconds as `latency=5e-6`.",
+        f"`latency` was {shown(given)}; a finite number of seconds, 0 or more, was "
+        "wanted. Give 5 microseconds as `latency=5e-6`.",
     )
 
 
 def _nbytes(given: object) -> float:
     return _finite(
         given,
-        f"`nbytes` was {given!r}; a finite number of bytes, 0 or more, was wanted. "
-        "Give the size of one replica's operand, for an array `x` its `x.nbytes`.",
+        f"`nbytes` was {shown(given)}; a finite number of bytes, 0 or more, was "
+        "wanted. Give the size of one replica's operand, for an array `x` its "
+        "`x.nbytes`.",
     )
 
 
@@ -197,7 +200,10 @@ def _finite(given: object, complaint: str) -> float:
     """`given` as a float; `complaint` is raised unless it is finite and 0 or more."""
     if isinstance(given, bool) or not isinstance(given, numbers.Real):
         raise TypeError(complaint)
-    number = float(given)
+    try:
+        number = float(given)
+    except OverflowError:
+        raise ValueError(complaint) from None
     if not 0 <= number < math.inf:
         raise ValueError(complaint)
     return number
@@ -206,7 +212,7 @@ def _finite(given: object, complaint: str) -> float:
 def _replicas(given: object) -> int:
     """`given` as an int, refused unless it is a whole number of 1 or more."""
     complaint = (
-        f"`replicas` was {given!r}; a whole number, 1 or more, was wanted. "
+        f"`replicas` was {shown(given)}; a whole number, 1 or more, was wanted. "
         "Give how many replicas take part, for example `replicas=8`."
     )
     if isinstance(given, bool):

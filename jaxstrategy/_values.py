@@ -24,7 +24,7 @@ from jax.extend.core import get_opaque_trace_state
 
 from jaxstrategy import _devices, _mesh, _misuse, _tables
 from jaxstrategy._devices import Device
-from jaxstrategy._errors import DonatedValueError
+from jaxstrategy._errors import DonatedValueError, shown
 
 PyTree = Any
 
@@ -170,7 +170,13 @@ class PerReplica:
         """How many versions there are."""
         if self._axis_name is not None:
             return jax.lax.axis_size(self._axis_name)
-        return self._value.shape[0]
+        shape = getattr(self._value, "shape", ())
+        if not shape:
+            raise TypeError(
+                f"A PerReplica of {shown(self._value)} has no dimension of replicas; "
+                "it was made of no array of shape `[num_replicas, ...]`."
+            )
+        return shape[0]
 
     def __repr__(self) -> str:
         if not hasattr(self._value, "dtype"):  # a pytree of something else

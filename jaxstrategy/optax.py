@@ -19,7 +19,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxstrategy._errors import MissingExtraError
+from jaxstrategy._contexts import AbstractStrategy
+from jaxstrategy._errors import MissingExtraError, shown
 from jaxstrategy._options import (
     CommunicationOptions,
     ReduceOp,
@@ -184,6 +185,13 @@ def check_chain(
     ...     print(str(error)[:72])
     The update of `params['w']` depends on how the gradients are spread over
     """
+    if not isinstance(strategy, AbstractStrategy):
+        raise TypeError(f"`strategy` was {shown(strategy)}; a strategy was wanted.")
+    if not callable(getattr(transformation, "update", None)):
+        raise TypeError(
+            f"`transformation` was {shown(transformation)}; a transformation of Optax "
+            "was wanted: `optax.chain(...)`."
+        )
     n = strategy.num_replicas_in_sync
     if n < 2:
         raise ValueError(

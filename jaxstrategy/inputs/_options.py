@@ -7,6 +7,10 @@ import enum
 import operator
 from typing import Any
 
+import numpy as np
+
+from jaxstrategy._errors import shown
+
 
 class InputReplicationMode(enum.Enum):
     """How many input pipelines there are."""
@@ -128,15 +132,33 @@ class InputContext:
     input_pipeline_id: int = 0
     num_replicas_in_sync: int = 1
 
+    def __post_init__(self) -> None:
+        _check_count("num_input_pipelines", self.num_input_pipelines, 1, None)
+        _check_count(
+            "input_pipeline_id", self.input_pipeline_id, 0, self.num_input_pipelines
+        )
+        _check_count("num_replicas_in_sync", self.num_replicas_in_sync, 1, None)
+
     def get_per_replica_batch_size(self, global_batch_size: int) -> int:
         """The rows of each replica.
 
         Raises:
           ValueError: the replicas cannot share them equally.
         """
+        _check_count("global_batch_size", global_batch_size, 0, None)
         if global_batch_size % self.num_replicas_in_sync:
             raise ValueError(
                 f"The `global_batch_size` {global_batch_size} is not divisible by "
                 f"num_replicas_in_sync {self.num_replicas_in_sync}."
             )
         return global_batch_size // self.num_replicas_in_sync
+
+
+def _check_count(name: str, given: object, least: int, below: int | None) -> None:
+    """Raise unless it is a whole number from `least` on, and less than `below`."""
+    is_whole = isinstance(given, (int, np.integer)) and not isinstance(given, bool)
+    if is_whole and given >= least and (below is None or given < below):
+        return
+    end = "" if below is None else f" to {below - 1}"
+    text = f"`{name}` was {shown(given)}; a whole number from {least}{end or ' on'} "
+    raise (ValueError if is_whole else TypeError)(f"{text}was wanted.")

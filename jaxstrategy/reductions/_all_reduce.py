@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxstrategy import _mesh
 from jaxstrategy._options import ReduceOp
 from jaxstrategy._slices import is_slices
 
@@ -56,7 +57,7 @@ def checked(op: ReduceOp, value: Any) -> jax.Array:
       TypeError: it is not an array or number, or its dtype has no such reduction.
     """
     try:
-        array = jnp.asarray(value)
+        array = _mesh.array_of(value)
     except TypeError as error:
         raise TypeError(
             f"{op.name} of {value!r}: an array or a number was wanted, got "

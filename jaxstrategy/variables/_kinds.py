@@ -122,6 +122,8 @@ class Kind(abc.ABC):
         # What assigns is no part of what is differentiated.
         try:
             given = jax.lax.stop_gradient(jnp.asarray(value))
+        except OverflowError:
+            raise ValueError(_mesh.too_large(value)) from None
         except (TypeError, ValueError) as error:
             raise TypeError(
                 f"Variable {self.name!r} was given {value!r}, a "

@@ -1,0 +1,180 @@
+"""The public names that are called: `TARGETS`, each a function of a strategy."""
+
+import functools
+import inspect
+import json
+import os
+
+import jax.numpy as jnp
+import numpy as np
+
+import jaxstrategy as js
+
+# These wait for other processes, or change the process for what comes after.
+LEFT_OUT = {
+    "Server",
+    "MultiWorkerMirroredStrategy",
+    "ExperimentalMultiWorkerMirroredStrategy",
+    "PreemptionCheckpointHandler",
+    "PreemptionWatcher",
+    "LaunchedClusterResolver",
+    "profile",  # waits for a profiler
+    # Made by us alone, and JAX's own way into a variable.
+    "DistributedIterator",
+    "Explanation",
+    "tree_flatten",
+    "tree_unflatten",
+}
+
+
+def public(owner):
+    """Names and members of a module or object, without modules."""
+    for name in dir(owner):
+        if name.startswith("_") or name in LEFT_OUT:
+            continue
+        try:
+            member = getattr(owner, name)
+        except Exception:  # a property that says why it has no value
+            continue
+        if not inspect.ismodule(member):
+            yield name, member
+
+
+def functions(owner, prefix):
+    for name, member in public(owner):
+        if callable(member) and not is_error(member):
+            yield f"{prefix}.{name}", functools.partial(lambda m, _: m, member)
+
+
+def is_error(member):
+    return inspect.isclass(member) and issubclass(member, BaseException)
+
+
+def methods(make, prefix, strategy):
+    for name, member in public(make(strategy)):
+        if callable(member):
+            yield (
+                f"{prefix}.{name}",
+                lambda strategy, name=name: getattr(make(strategy), name),
+            )
+
+
+SPEC = {"worker": ["a:1", "b:2"], "chief": ["c:3"]}
+
+
+def dataset(strategy):
+    source = js.batches(np.ones((8, 3), np.float32), 4)
+    return strategy.experimental_distribute_dataset(source)
+
+
+MAKERS = {
+    "strategy": lambda strategy: strategy,
+    "one": lambda strategy: js.OneDeviceStrategy("cpu:0"),
+    "default": lambda strategy: js.get_strategy(),
+    "extended": lambda strategy: strategy.extended,
+    "variable": lambda strategy: variable(strategy),
+    "on_read": lambda strategy: variable(strategy, synchronization="on_read"),
+    "per_replica": lambda strategy: js.PerReplica(np.ones((2, 3), np.float32)),
+    "slices": lambda strategy: js.IndexedSlices(
+        jnp.ones((1, 2)), jnp.zeros(1, int), (3, 2)
+    ),
+    "dataset": dataset,
+    "iterator": lambda strategy: iter(dataset(strategy)),
+    "source": lambda strategy: js.batches(np.ones((8, 3), np.float32), 4),
+    "manager": lambda strategy: js.checkpoint.CheckpointManager("checkpoints"),
+    "spec": lambda strategy: js.cluster_resolver.ClusterSpec(SPEC),
+    "resolver": lambda strategy: js.cluster_resolver.SimpleClusterResolver(
+        js.cluster_resolver.ClusterSpec(SPEC), task_type="worker", task_id=0
+    ),
+    "topology": lambda strategy: js.Topology(1e9, 1e-6, 2),
+    "scale": lambda strategy: js.DynamicLossScale(),
+    "input_context": lambda strategy: js.InputContext(2, 0, 2),
+}
+
+
+def variable(strategy, **kinds):
+    with strategy.scope():
+        return js.Variable(np.ones(3, np.float32), aggregation="sum", **kinds)
+
+
+def in_step(strategy):
+    """Calls a method of the replica context, inside a step."""
+
+    def call(name, *args, **kwargs):
+        def step(x):
+            return getattr(js.get_replica_context(), name)(*args, **kwargs), x
+
+        return strategy.run(step, args=(js.PerReplica(np.ones((2, 3), np.float32)),))
+
+    return call
+
+
+CONTEXT = ["all_reduce", "all_gather", "merge_call", "fold_in"]
+
+
+def resolved(kind, variable):
+    """A resolver that reads an odd environment, and all that it says."""
+
+    def call(content):
+        try:
+            text = content if isinstance(content, str) else json.dumps(content)
+        except (TypeError, ValueError, RecursionError):
+            return None
+        try:
+            os.environ[variable] = text
+        except ValueError:  # no environment has it
+            return None
+        try:
+            resolver = kind()
+            return [
+                resolver.cluster_spec(),
+                resolver.task_type,
+                resolver.task_id,
+                resolver.master(),
+            ]
+        finally:
+            del os.environ[variable]
+
+    return call
+
+
+def targets(strategy):
+    """Everything that is called, by name."""
+    found = dict(functions(js, "js"))
+    for module in ("experimental", "cluster_resolver", "checkpoint", "optax"):
+        found.update(functions(getattr(js, module), module))
+    for name, make in MAKERS.items():
+        found.update(methods(make, name, strategy))
+    for name in CONTEXT:
+        found[f"replica.{name}"] = lambda strategy, name=name: functools.partial(
+            in_step(strategy), name
+        )
+    kinds = js.cluster_resolver
+    for kind, name in [
+        (kinds.TFConfigClusterResolver, "TF_CONFIG"),
+        (kinds.SlurmClusterResolver, "SLURM_JOB_NODELIST"),
+        (kinds.SlurmClusterResolver, "SLURM_PROCID"),
+    ]:
+        found[f"{kind.__name__}:{name}"] = lambda _, kind=kind, name=name: resolved(
+            kind, name
+        )
+    return found
+
+
+def parameters(function):
+    """Names of parameters, and whether each may only be given by name or left out."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return [("value", False, False)]
+    if isinstance(function, functools.partial):
+        return [("value", False, False), ("axis", False, True)]
+    found = []
+    for parameter in signature.parameters.values():
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            found.append((parameter.name, False, True))
+        elif parameter.kind is not parameter.VAR_KEYWORD:
+            is_named = parameter.kind is parameter.KEYWORD_ONLY
+            is_free = parameter.default is not parameter.empty
+            found.append((parameter.name, is_named, is_free))
+    return found
