@@ -24,6 +24,7 @@ from jaxstrategy._options import (
 from jaxstrategy._values import Handle, PerReplica, PyTree
 from jaxstrategy.strategies._in_sync import assert_in_sync
 from jaxstrategy.strategies._local import local_versions
+from jaxstrategy.strategies._parts import in_parts
 from jaxstrategy.strategies._reducers import dimensions, is_of_rows
 from jaxstrategy.strategies._running import Running
 from jaxstrategy.variables import _components
@@ -83,8 +84,14 @@ class Reducing(Running):
         function = self._reduction.of_tree(
             ReduceOp(reduce_op), dimensions(axis), options, is_weighted
         )
-        given = (value, weights) if is_weighted else value
-        return self._beside_variables(self._across(context, function, given))
+        across = functools.partial(self._across, context, function)
+        if is_weighted:
+            done = across((value, weights))
+        elif axis is None and (context is None or not context.in_step):
+            done = in_parts(across, value)
+        else:
+            done = across(value)
+        return self._beside_variables(done)
 
     def gather(self, value: PyTree, axis: int = 0) -> PyTree:
         """Every replica's version joined along `axis`, in replica order, leaf by leaf.

@@ -23,7 +23,7 @@ from jax.sharding import Mesh
 
 from jaxstrategy import _padding
 from jaxstrategy._values import Handle, PyTree
-from jaxstrategy.tracing import _inflight, _leaks, _results
+from jaxstrategy.tracing import _inflight, _leaks, _many, _results
 from jaxstrategy.tracing._binding import is_changed_in_place
 from jaxstrategy.tracing._carried import Carried
 from jaxstrategy.tracing._finite import Finite
@@ -257,6 +257,7 @@ class Program:
                 self._variables,
                 self._may_create(),
             )
+            _many.tell(self._fn_name(), done.jaxpr)
             self._check(self._step_of(done))
             if self.observer is not None:
                 self.observer(self._fn_name(), done.closed)

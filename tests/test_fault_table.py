@@ -1,0 +1,33 @@
+"""The tests that the README's tables of faults name are there."""
+
+import pathlib
+import re
+
+import pytest
+
+TESTS = pathlib.Path(__file__).parent
+README = (TESTS.parent / "README.md").read_text()
+
+
+def named():
+    """File and function of each test in a table's row, which may leave out the file."""
+    for row in re.findall(r"^\|.*::test_.*\|$", README, re.M):
+        file = "test_checkpoint_faults.py"  # of rows that name none
+        for path, function in re.findall(r"`([\w/]*\.?p?y?)::(test_\w+)`", row):
+            file = path or file
+            yield file, function
+
+
+NAMED = sorted(set(named()))
+
+
+def test_the_tables_name_tests():
+    assert len(NAMED) > 25
+
+
+@pytest.mark.parametrize("file, function", NAMED)
+def test_a_named_test_is_there(file, function):
+    paths = [TESTS / file, TESTS / "multiprocess" / file]
+    found = [path for path in paths if path.exists()]
+    assert found, f"there is no {file}"
+    assert f"\ndef {function}(" in found[0].read_text()
