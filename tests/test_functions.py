@@ -257,7 +257,7 @@ def test_what_is_captured_is_shared_and_never_stale(two, traces, make):
         ("a", "b"),
         (jnp.float32, jnp.int32),
     ],
-    ids=str,
+    ids="zero one one-as-bool numbers arrays functions texts dtypes".split(),
 )
 def test_what_is_almost_the_same_is_another(two, pair):
     def use(value, x):

@@ -22,11 +22,13 @@ from jaxstrategy._values import Handle, PerReplica
 from jaxstrategy.variables import _aggregation, _changes, _gradients, _registry, _step
 from jaxstrategy.variables._cell import Cell
 from jaxstrategy.variables._changes import Change
-from jaxstrategy.variables._kinds import Kind, MirroredKind, OnReadKind
 from jaxstrategy.variables._operators import Operators
 from jaxstrategy.variables._part import VariablePart
 from jaxstrategy.variables._reference import Reference
 from jaxstrategy.variables._scatters import Scatters
+from jaxstrategy.variables.kinds._kind import Kind
+from jaxstrategy.variables.kinds._mirrored_kind import MirroredKind
+from jaxstrategy.variables.kinds._on_read_kind import OnReadKind
 
 _numbers = itertools.count()
 

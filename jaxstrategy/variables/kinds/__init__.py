@@ -1,0 +1,1 @@
+"""What the kinds of variables do where."""

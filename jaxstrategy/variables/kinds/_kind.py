@@ -1,0 +1,177 @@
+"""What every kind of variable does: `Kind`.
+
+A kind is given the reference to work on: inside a step the step's own, of one replica's
+copy; outside, the one that holds all copies.
+"""
+
+from __future__ import annotations
+
+import abc
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from jaxstrategy import _contexts, _mesh
+from jaxstrategy._contexts import AbstractStrategy
+from jaxstrategy._options import VariableAggregation
+from jaxstrategy._slices import IndexedSlices, is_slices
+from jaxstrategy.variables import _aggregation, _step
+from jaxstrategy.variables._changes import Change
+from jaxstrategy.variables._step import Side
+
+
+class Kind(abc.ABC):
+    """How one variable is kept.
+
+    Args:
+      name: the variable's.
+      aggregation: of the variable.
+      mesh: where its copies are.
+      owner: the variable's strategy, None for an ordinary variable.
+    """
+
+    # How it prints.
+    describe: str
+
+    def __init__(
+        self,
+        name: str,
+        aggregation: VariableAggregation,
+        mesh: Mesh,
+        owner: AbstractStrategy | None,
+    ) -> None:
+        self.name = name
+        self.aggregation = aggregation
+        self.mesh = mesh
+        self.owner = owner
+
+    @property
+    @abc.abstractmethod
+    def sharding(self) -> NamedSharding:
+        """How the reference to all copies lies."""
+
+    @abc.abstractmethod
+    def placed(self, start: jax.Array) -> jax.Array:
+        """All copies, each of them `start`, where the reference is to hold them."""
+
+    @abc.abstractmethod
+    def of_one_replica(self, start: jax.Array) -> jax.Array:
+        """What a step's reference holds if this replica's copy is `start`."""
+
+    @abc.abstractmethod
+    def copies(self, ref: Any) -> Any:
+        """All copies: a mirrored array or a `PerReplica`."""
+
+    @property
+    @abc.abstractmethod
+    def has_one_value(self) -> bool:
+        """Whether the copies have a value together."""
+
+    @abc.abstractmethod
+    def host_copies(self, held: jax.Array) -> list[np.ndarray]:
+        """Those in what the reference holds that this process can see, in order."""
+
+    @abc.abstractmethod
+    def read(self, ref: Any, side: Side) -> jax.Array:
+        """The value."""
+
+    @abc.abstractmethod
+    def write(self, ref: Any, side: Side, value: Any, change: Change) -> Any:
+        """Change it, and return the new value."""
+
+    @abc.abstractmethod
+    def scatter(self, ref: Any, side: Side, rows: Any, change: Change) -> Any:
+        """Change some rows, and return the new value.
+
+        Raises:
+          NotImplementedError: the kind, or the aggregation, has no such change.
+        """
+
+    def _in_step(self) -> bool:
+        return _step.tracing() is not None
+
+    def _checked_part(
+        self, value: Any, whole: tuple[int, ...], dtype: Any, change: Change
+    ) -> jax.Array:
+        """`value` as an array of the shape of what changes.
+
+        Raises: as `_checked`.
+        """
+        shape = change.shape(whole, dtype)
+        if not change.is_whole and np.shape(value) != shape:
+            try:
+                value = jnp.broadcast_to(jnp.asarray(value), shape)
+            except ValueError:
+                pass  # which `_checked` says in our words
+        return self._checked(value, shape, dtype)
+
+    def _checked(self, value: Any, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+        """`value` as an array that the variable can take.
+
+        Raises:
+          ValueError: another shape.
+          TypeError: no array or number, or a dtype that would lose something.
+        """
+        # What assigns is no part of what is differentiated.
+        try:
+            given = jax.lax.stop_gradient(jnp.asarray(value))
+        except OverflowError:
+            raise ValueError(_mesh.too_large(value)) from None
+        except (TypeError, ValueError) as error:
+            raise TypeError(
+                f"Variable {self.name!r} was given {value!r}, a "
+                f"{type(value).__name__}; an array or a number was wanted."
+            ) from error
+        if not _fits(given, dtype):
+            raise TypeError(
+                f"Variable {self.name!r} holds {dtype.name} and was given "
+                f"{given.dtype.name}, which would lose something. Convert it: "
+                f"`value.astype({dtype.name!r})`, or make the variable with that dtype."
+            )
+        if given.shape != shape:
+            raise ValueError(
+                f"Variable {self.name!r} has shape {shape} and was given {given.shape}."
+                " Assign a value of its own shape; `jnp.broadcast_to` repeats one."
+            )
+        return given if _aggregation.is_key(dtype) else given.astype(dtype)
+
+
+def _fits(given: jax.Array, wanted: Any) -> bool:
+    """Whether `given` may become the dtype `wanted`."""
+    if _aggregation.is_key(given.dtype) or _aggregation.is_key(wanted):
+        return given.dtype == wanted
+    if given.weak_type and _same_sort(given.dtype, wanted):
+        return True
+    return jnp.promote_types(given.dtype, wanted) == wanted
+
+
+def _same_sort(given: Any, wanted: Any) -> bool:
+    """Whether a Python number of the one sort may become the other."""
+    sorts = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
+
+    def rank(dtype: Any) -> int:
+        return next(i for i, sort in enumerate(sorts) if jnp.issubdtype(dtype, sort))
+
+    return rank(given) <= rank(wanted)
+
+
+def on_host(copy: jax.Array) -> np.ndarray:
+    if _aggregation.is_key(copy.dtype):
+        copy = jax.random.key_data(copy)
+    return np.asarray(copy)
+
+
+def this_strategy() -> AbstractStrategy:
+    context = _contexts.current()
+    assert context is not None, "a step has a context"
+    return context.strategy
+
+
+def whole(value: Any, shape: tuple[int, ...]) -> Any:
+    """`value`, made dense if it is sparse."""
+    if not is_slices(value):
+        return value
+    return IndexedSlices(value.values, value.indices, shape).to_dense()

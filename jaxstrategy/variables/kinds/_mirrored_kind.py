@@ -1,0 +1,145 @@
+"""Variables that are equal on all replicas: `MirroredKind`."""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+
+from jaxstrategy import _mesh, _replica
+from jaxstrategy._options import VariableAggregation
+from jaxstrategy._slices import IndexedSlices, is_slices
+from jaxstrategy._values import PerReplica
+from jaxstrategy.variables import _aggregation
+from jaxstrategy.variables._changes import Change, changed
+from jaxstrategy.variables._step import Side
+from jaxstrategy.variables.kinds._kind import Kind, on_host, this_strategy, whole
+
+
+@final
+class MirroredKind(Kind):
+    """Equal on all replicas: whole on each of them."""
+
+    describe = "mirrored"
+
+    @property
+    def sharding(self) -> NamedSharding:
+        """Whole on each device."""
+        return _mesh.replicated(self.mesh)
+
+    def placed(self, start: jax.Array) -> jax.Array:
+        """`start`, whole on each device."""
+        return _mesh.put_same(start, self.sharding)
+
+    def of_one_replica(self, start: jax.Array) -> jax.Array:
+        """`start`."""
+        return start
+
+    def copies(self, ref: Any) -> Any:
+        """The value, mirrored."""
+        return ref[...]
+
+    @property
+    def has_one_value(self) -> bool:
+        """True."""
+        return True
+
+    def host_copies(self, held: jax.Array) -> list[np.ndarray]:
+        """One per device."""
+        return [on_host(shard.data) for shard in held.addressable_shards]
+
+    def read(self, ref: Any, side: Side) -> jax.Array:
+        """The value."""
+        return ref[...]
+
+    def write(self, ref: Any, side: Side, value: Any, change: Change) -> jax.Array:
+        """Change all copies in the same way."""
+        value = self._own(value, change)
+        if is_slices(value):
+            if change.is_whole and change.operation != "set":
+                return self._change_rows(ref, side, value, change)
+            value = whole(value, ref.shape)
+        # The other parts of the copies stay: an aggregate would be one of parts.
+        if change.is_whole and self._combines(side):
+            value = _aggregation.across(self.aggregation, value, this_strategy())
+        given = self._checked_part(value, ref.shape, ref.dtype, change)
+        if not self._in_step():
+            given = _mesh.put_same(given, self.sharding)
+        return _stored(ref, change.applied(ref[...], given))
+
+    def scatter(self, ref: Any, side: Side, rows: Any, change: Change) -> jax.Array:
+        """Change some rows of all copies in the same way."""
+        if not is_slices(rows):
+            raise TypeError(
+                f"`{change.method}` of variable {self.name!r} was given {rows!r}, a "
+                f"{type(rows).__name__}; `IndexedSlices(values, indices)` were wanted."
+            )
+        adds = change.operation not in ("min", "max", "set")
+        if not adds and self.aggregation in _aggregation.REDUCED:
+            raise NotImplementedError(
+                f"`{change.method}` is not defined for variable {self.name!r}, which "
+                f"has aggregation {self.aggregation.name}: rows that several replicas "
+                "give have no sum there. Make the variable with aggregation 'none' or "
+                "'only_first_replica', or reduce the rows and assign."
+            )
+        return self._change_rows(ref, side, self._own(rows, change), change)
+
+    def _own(self, value: Any, change: Change) -> Any:
+        """`value` with this replica's version of what is a `PerReplica`, in a step.
+
+        There everything is one that came through `merge_call`, equal or not; whether
+        the copies stay equal is proved. Outside, the versions differ.
+        """
+        if self._in_step():
+            return _replica.own_versions(value) if _has_versions(value) else value
+        if isinstance(value, PerReplica):
+            raise ValueError(
+                f"Variable {self.name!r} is mirrored, and was given a PerReplica "
+                f"outside `run` by `{change.method}`: its copies would differ. Reduce "
+                "it first (`strategy.reduce`), or make the variable with "
+                "`synchronization='on_read'`."
+            )
+        if _has_versions(value):
+            raise ValueError(
+                f"Variable {self.name!r} is mirrored, and was given rows that differ "
+                "between replicas: its copies would differ. Reduce them first "
+                "(`strategy.reduce`)."
+            )
+        return value
+
+    def _combines(self, side: Side) -> bool:
+        """Whether the replicas' values are to become one first."""
+        in_replica = side is Side.REPLICA and self._in_step()
+        return in_replica and self.aggregation is not VariableAggregation.NONE
+
+    def _change_rows(
+        self, ref: Any, side: Side, rows: Any, change: Change
+    ) -> jax.Array:
+        """Change some rows; what goes between replicas is as large as these."""
+        if rows.dense_shape not in (None, ref.shape):
+            raise ValueError(
+                f"Variable {self.name!r} has shape {ref.shape} and was given rows of "
+                f"an array of shape {rows.dense_shape}."
+            )
+        shape = (len(rows.indices), *ref.shape[1:])
+        values = self._checked(rows.values, shape, ref.dtype)
+        rows = IndexedSlices(values, jnp.asarray(rows.indices))
+        if self._combines(side):
+            rows = _aggregation.across(self.aggregation, rows, this_strategy())
+        if not self._in_step():
+            rows = jax.tree.map(lambda x: _mesh.put_same(x, self.sharding), rows)
+        values = rows.values.astype(ref.dtype)
+        return _stored(ref, changed(ref[...], rows.indices, values, change.operation))
+
+
+def _stored(ref: Any, new: jax.Array) -> jax.Array:
+    ref[...] = new
+    return new
+
+
+def _has_versions(value: Any) -> bool:
+    parts = (value.values, value.indices) if is_slices(value) else (value,)
+    return any(isinstance(part, PerReplica) for part in parts)

@@ -1,0 +1,149 @@
+"""Variables that are combined when they are read: `OnReadKind`."""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+
+from jaxstrategy import _mesh, _values
+from jaxstrategy._options import VariableAggregation
+from jaxstrategy._values import PerReplica
+from jaxstrategy.cluster import _together
+from jaxstrategy.variables import _aggregation, _step
+from jaxstrategy.variables._changes import Change
+from jaxstrategy.variables._step import Side
+from jaxstrategy.variables.kinds._kind import Kind, on_host, this_strategy, whole
+
+
+@final
+class OnReadKind(Kind):
+    """A copy for each replica: one array `[replica, ...]`, split over them."""
+
+    describe = "on read"
+
+    @property
+    def sharding(self) -> NamedSharding:
+        """Copy i on the device of replica i."""
+        return _mesh.split(self.mesh)
+
+    def placed(self, start: jax.Array) -> jax.Array:
+        """`start` once for each replica."""
+        if not self.sharding.is_fully_addressable:  # the processes may have others
+            start = _mesh.put_same(start, _mesh.replicated(self.mesh))
+        copies = jnp.broadcast_to(start, (self.mesh.size, *start.shape))
+        return _mesh.put(copies, self.sharding)
+
+    def of_one_replica(self, start: jax.Array) -> jax.Array:
+        """`start`, as the replica's part of all copies."""
+        return start[None]
+
+    def copies(self, ref: Any) -> Any:
+        """The copies."""
+        if self._in_step():
+            (axis_name,) = this_strategy().mesh.axis_names
+            return _values.of_local(ref[...][0], axis_name)
+        return PerReplica(ref[...])
+
+    @property
+    def has_one_value(self) -> bool:
+        """With an aggregation, or with one copy only."""
+        return self.aggregation is not VariableAggregation.NONE or self.mesh.size == 1
+
+    def host_copies(self, held: jax.Array) -> list[np.ndarray]:
+        """One per replica."""
+        return [on_host(shard.data)[0] for shard in held.addressable_shards]
+
+    def read(self, ref: Any, side: Side) -> jax.Array:
+        """This replica's copy, or outside `run` what the copies combine to."""
+        if side is Side.CROSS:
+            return self._combined(ref)
+        if not self._in_step():
+            # `extended.update` works on all copies at once, and here is one of many.
+            raise _step.NeedsProgram
+        return ref[...][0]
+
+    def _combined(self, ref: Any) -> jax.Array:
+        if not self.has_one_value:
+            raise ValueError(
+                f"Variable {self.name!r} has a copy per replica and aggregation NONE, "
+                "so it has no value outside `run`. Make it with "
+                "`aggregation='sum'`, 'mean' or 'only_first_replica', or look at the "
+                "copies with `strategy.experimental_local_results(variable)`."
+            )
+        if self._in_step():
+            own = ref[...][0]
+            if self.aggregation is VariableAggregation.NONE:  # and there is one replica
+                return own
+            return _aggregation.across(self.aggregation, own, this_strategy())
+        assert self.owner is not None, "ordinary variables are mirrored ones"
+        with _together.exchanging(f"the value of variable {self.name!r}", ref[...]):
+            return _aggregation.of_copies(self.aggregation, ref[...], self.owner)
+
+    def write(self, ref: Any, side: Side, value: Any, change: Change) -> Any:
+        """Change this replica's copy, or outside `run` all of them."""
+        if self._in_step():
+            return self._write_in_step(ref, side, value, change)
+        if side is Side.UPDATE:
+            raise _step.NeedsProgram
+        old = ref[...]
+        shape, dtype = old.shape[1:], old.dtype
+        value = whole(value, shape)
+        if isinstance(value, PerReplica):
+            wanted = (old.shape[0], *change.shape(shape, dtype))
+            given = self._checked(_values.contents(value), wanted, dtype)
+        else:
+            value = self._checked_part(value, shape, dtype, change)
+            value = _mesh.put_same(value, _mesh.replicated(self.mesh))
+            given = self._to_each(value, change)
+        given = _mesh.put(given, self.sharding)
+        new = _mesh.put(jax.vmap(change.applied)(old, given), self.sharding)
+        ref[...] = new
+        return self._combined(ref) if self.has_one_value else PerReplica(new)
+
+    def scatter(self, ref: Any, side: Side, rows: Any, change: Change) -> Any:
+        """Not defined: its copies have no rows together."""
+        raise NotImplementedError(
+            f"`{change.method}` is not defined for variable {self.name!r}, which has a "
+            "copy per replica (synchronization ON_READ). In `run` change this "
+            "replica's copy: `v.assign(v.value().at[indices].add(values))`."
+        )
+
+    def _write_in_step(
+        self, ref: Any, side: Side, value: Any, change: Change
+    ) -> jax.Array:
+        shape = ref.shape[1:]
+        value = whole(value, shape)
+        if isinstance(value, PerReplica):
+            value = _values.to_local(value)
+        elif side is Side.CROSS:
+            value = self._checked_part(value, shape, ref.dtype, change)
+            first, other = self._parts(value, change)
+            is_first = jax.lax.axis_index(this_strategy().mesh.axis_names) == 0
+            value = jnp.where(is_first, first, other)
+        given = self._checked_part(value, shape, ref.dtype, change)
+        new = change.applied(ref[...][0], given)
+        ref[...] = new[None]
+        return new
+
+    def _parts(self, value: jax.Array, change: Change) -> tuple[jax.Array, jax.Array]:
+        """What the first copy, and each other one, takes of a `value` for all."""
+        if not self.has_one_value:
+            raise ValueError(
+                f"Variable {self.name!r} has a copy per replica and aggregation NONE, "
+                f"so `{change.method}` outside `run` does not say which copies should "
+                "change. Assign in `run`, or give the variable an aggregation."
+            )
+        if change.operation == "set":
+            return _aggregation.shares(self.aggregation, value, self.mesh.size)
+        if self.aggregation is VariableAggregation.SUM:
+            return value, jnp.zeros_like(value)
+        return value, value
+
+    def _to_each(self, value: jax.Array, change: Change) -> jax.Array:
+        first, other = self._parts(value, change)
+        copies = jnp.broadcast_to(other, (self.mesh.size, *other.shape))
+        return _mesh.put(copies, self.sharding).at[0].set(first)
