@@ -49,6 +49,7 @@ FLOORS = [
     "_training_loop",
     "experimental",
     "__init__",
+    "_job_check",
     "demo",
 ]
 

@@ -31,9 +31,13 @@ together. In the script, `MultiWorkerMirroredStrategy()` finds the others.
       --coordinator node0:2222 train.py
       node 0 of 2; run it on node 1 too, with --node-rank 1 and the same
       JAXSTRATEGY_CLUSTER_SECRET
+  python -m jaxstrategy.launch -n 4 --check
+      runs no script: the processes meet, and say what they have and how long it took
   python -m jaxstrategy.launch -n 4 --nodes 2 --print slurm train.py > train.sbatch
       starts nothing, prints what a cluster needs
 """
+
+_CHECK = "jaxstrategy._job_check"  # above this layer, and only run from here
 
 _MEANINGS = "\n".join(f"  {code:<10}{text}" for code, text in MEANINGS.items())
 
@@ -87,6 +91,7 @@ class Options:
     coordinator: str | None = None
     print_for: str | None = None
     verbose: bool = False
+    check: bool = False
 
     @property
     def program(self) -> tuple[str, ...]:
@@ -116,6 +121,12 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
     given = vars(parser.parse_args(arguments))
     command = given["command"]
     given["command"] = tuple(command[1:] if command[:1] == ["--"] else command)
+    if given["check"]:
+        if given["command"] or given["print_for"]:
+            parser.error(
+                "--check runs a program of its own: leave out script and --print"
+            )
+        given["command"], given["module"] = (_CHECK,), True
     rank = given["node_rank"]
     given["node_rank"] = rank or 0
     options = Options(**given)
@@ -129,7 +140,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m jaxstrategy.launch",
         usage="%(prog)s [options] script.py [args ...]\n"
-        "       %(prog)s [options] -m module [args ...]",
+        "       %(prog)s [options] -m module [args ...]\n"
+        "       %(prog)s [options] --check",
         description=LAUNCH,
         epilog=MORE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -160,6 +172,8 @@ def _parser() -> argparse.ArgumentParser:
         help="print a batch script or a JobSet manifest, start nothing")  # fmt: skip
     add("--verbose", action="store_true",
         help="also show gloo's lines about connected ranks")  # fmt: skip
+    add("--check", action="store_true",
+        help="only try whether the processes can meet and exchange")  # fmt: skip
     add("-m", dest="module", action="store_true",
         help="run a module, as `python -m` does")  # fmt: skip
     add("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
