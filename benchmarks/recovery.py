@@ -1,0 +1,123 @@
+"""How long a job takes to train again after one of its processes is killed.
+
+    python benchmarks/recovery.py [--processes 2 4]
+
+The launcher starts a small training, one process of which kills itself; the launcher
+starts all again, and they go on from the last checkpoint. The target is 10 s from the
+kill to the end of the next step.
+"""
+
+import argparse
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+
+TARGET_SECONDS = 10.0
+PHASES = (
+    ("detect, and end all", "killed", "again"),
+    ("start Python, import JAX", "again", "imported"),
+    ("meet", "imported", "met"),
+    ("restore", "met", "restored"),
+    ("first step, with compiling", "restored", "stepped"),
+    ("all", "killed", "stepped"),
+)
+
+
+def train(folder: str) -> None:
+    """What each process runs."""
+    import jax
+    import numpy as np
+
+    import jaxstrategy as js
+
+    is_again = os.environ["JAXSTRATEGY_ATTEMPT"] != "0"
+    if is_again:
+        mark("imported")
+    strategy = js.MultiWorkerMirroredStrategy()
+    if is_again:
+        mark("met")
+    is_last = strategy.process_index == strategy.process_count - 1
+    rows = np.random.default_rng(0).normal(size=(256, 8)).astype(np.float32)
+    data = js.batches((rows, rows.sum(1)), 64, epochs=None)
+
+    @strategy.run
+    def step(w, x, y):
+        grad = jax.grad(lambda w: js.masked_mean((x @ w - y) ** 2))(w)
+        return w - 0.05 * js.get_replica_context().all_reduce("mean", grad)
+
+    with js.training_loop(
+        strategy.experimental_distribute_dataset(data),
+        lambda: strategy.mirror(np.zeros(8, np.float32)),
+        steps=40,
+        checkpoint=folder,
+        every=5,
+        strategy=strategy,
+    ) as loop:
+        if is_again:
+            mark("restored")
+        for number, (done, (x, y)) in enumerate(loop):
+            if done == 20 and not is_again:
+                loop.manager.wait()
+                if is_last:
+                    mark("killed")
+                    os.kill(os.getpid(), signal.SIGKILL)
+            loop.state = step(loop.state, x, y)
+            if number == 0 and is_again:
+                jax.block_until_ready(loop.state)
+                mark("stepped")
+
+
+def mark(name: str) -> None:
+    """Tell when something happened."""
+    print(f"MARK {name} {time.time()}", flush=True)
+
+
+def measured(processes: int) -> dict[str, float]:
+    """When the last process came to each mark."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "jaxstrategy.launch", "-n", str(processes)]
+        command += ["--devices-per-process", "1", "--max-restarts", "1"]
+        command += [str(pathlib.Path(__file__)), "--worker", folder]
+        launcher = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        marks: dict[str, float] = {}
+        said = []
+        assert launcher.stdout is not None
+        for line in launcher.stdout:
+            said.append(line)
+            if "again: attempt 1" in line:
+                marks["again"] = time.time()
+            # What a process said before its end, the launcher shows once more.
+            elif found := re.search(r"MARK (\w+) ([\d.]+)", line):
+                marks[found[1]] = max(marks.get(found[1], 0), float(found[2]))
+        if launcher.wait() or "stepped" not in marks:
+            raise SystemExit("".join(said))
+        return marks
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--processes", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.worker:
+        train(given.worker)
+        return
+    runs = {count: measured(count) for count in given.processes}
+    print("seconds".ljust(28), *(f"{count:>3} processes" for count in runs))
+    for name, begin, end in PHASES:
+        cells = (f"{marks[end] - marks[begin]:13.1f}" for marks in runs.values())
+        print(name.ljust(28), *cells)
+    worst = max(marks["stepped"] - marks["killed"] for marks in runs.values())
+    verdict = "kept" if worst <= TARGET_SECONDS else "missed"
+    print(f"target: {TARGET_SECONDS:g} s, {verdict}")
+
+
+if __name__ == "__main__":
+    main()
