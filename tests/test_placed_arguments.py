@@ -55,6 +55,25 @@ def test_so_is_one_in_place_of_one_that_was_right(four):
         step(placed((8,), ("data",), jax.devices()[:4]))
 
 
+@pytest.mark.parametrize("is_jitted", [False, True], ids=["step", "inner-jit"])
+def test_what_a_step_captures_is_refused_too(four, is_jitted):
+    array = placed((4,), ("data",), four.devices)
+    double = lambda: array * 2  # noqa: E731 (the message names the line)
+    step = jax.jit(double) if is_jitted else double
+    text = r"What `<lambda>` captures, float32\[4\], used at .*double = lambda: array"
+    with pytest.raises(PlacementError, match=text):
+        four.run(lambda: step())
+
+
+def test_what_it_captures_along_with_what_it_uses_is_not(four):
+    def made(state):
+        return lambda: state["whole"] * 2
+
+    state = {"split": placed((4,), ("data",), four.devices), "whole": jnp.ones(3)}
+    for _ in range(2):
+        np.testing.assert_array_equal(four.run(made(state)), [2, 2, 2])
+
+
 def test_what_the_refusal_advises_works(four):
     x = placed((8, 2), ("data",), jax.devices()[:4])
     host = np.arange(16.0).reshape(8, 2)

@@ -137,7 +137,7 @@ class Placement:
     def _check_movable(self, index: int, leaf: jax.Array) -> None:
         """Raise where moving `leaf` would hide a mistake."""
         if not self._split[index]:
-            self._check_not_divided(index, leaf)
+            check_whole(leaf, self._mesh, self._label(index), "a plain argument")
         elif _mesh.is_split(leaf.sharding):
             raise PlacementError(
                 f"{self._label(index)} is a PerReplica of another strategy: it lies on "
@@ -146,21 +146,31 @@ class Placement:
                 "the other one's `reduce` or `gather`."
             )
 
-    def _check_not_divided(self, index: int, leaf: jax.Array) -> None:
-        """Raise if the parts of a plain array may be meant for the replicas."""
-        ours = set(_mesh.devices_of(self._mesh))
-        is_ours = len(ours) > 1 and bool(ours & leaf.sharding.device_set)
-        if is_ours and _mesh.is_divided(leaf):
-            raise PlacementError(
-                f"{self._label(index)} is a plain array that is split over the "
-                f"replicas' devices (its shape is {leaf.shape}), but a plain argument "
-                "is the same on every replica. "
-                f"{_meant_for_replicas(leaf, len(ours))} If every replica should see "
-                "all of it, pass `strategy.mirror(array)`."
-            )
-
     def _where(self) -> str:
         return _devices.names(_mesh.devices_of(self._mesh))
+
+
+def check_whole(array: Any, mesh: Mesh, name: str, what: str) -> None:
+    """Raise if the parts of a plain array may be meant for the replicas.
+
+    Args:
+      array: an argument, or what a step captured.
+      mesh: where the replicas are.
+      name: how messages call it.
+      what: its part in the step.
+
+    Raises:
+      PlacementError: it is split over the replicas' devices.
+    """
+    ours = set(_mesh.devices_of(mesh))
+    is_ours = len(ours) > 1 and bool(ours & array.sharding.device_set)
+    if is_ours and _mesh.is_divided(array):
+        raise PlacementError(
+            f"{name} is a plain array that is split over the replicas' devices (its "
+            f"shape is {array.shape}), but {what} is the same on every replica. "
+            f"{_meant_for_replicas(array, len(ours))} If every replica should see all "
+            "of it, pass `strategy.mirror(array)`."
+        )
 
 
 def _meant_for_replicas(array: jax.Array, replicas: int) -> str:

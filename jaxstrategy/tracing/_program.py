@@ -21,15 +21,16 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jaxstrategy import _padding
+from jaxstrategy import _padding, _values
 from jaxstrategy._values import Handle, PyTree
 from jaxstrategy.tracing import _inflight, _leaks, _many, _results
 from jaxstrategy.tracing._binding import is_changed_in_place
 from jaxstrategy.tracing._carried import Carried
+from jaxstrategy.tracing._constants import constants
 from jaxstrategy.tracing._finite import Finite
 from jaxstrategy.tracing._held import Held
 from jaxstrategy.tracing._masks import Masks
-from jaxstrategy.tracing._placement import Placement
+from jaxstrategy.tracing._placement import Placement, check_whole
 from jaxstrategy.tracing._roles import Role, Signature
 from jaxstrategy.tracing._trace import Trace, check_not_divided, trace
 from jaxstrategy.tracing._traced import TracedStep, traced_step
@@ -258,6 +259,7 @@ class Program:
                 self._may_create(),
             )
             _many.tell(self._fn_name(), done.jaxpr)
+            self._check_captured(done.closed)
             self._check(self._step_of(done))
             if self.observer is not None:
                 self.observer(self._fn_name(), done.closed)
@@ -279,6 +281,13 @@ class Program:
         self._has_plain = self._has_plain or done.results.has_plain
         self._traced(self._fn(), [jax.typeof(leaf) for leaf in leaves])
         return done.results.rebuild(arrays), token, carried
+
+    def _check_captured(self, jaxpr: Any) -> None:
+        for constant in constants(jaxpr):
+            if _values.is_placed(constant.value):
+                name = f"What `{self._fn_name()}` captures, {constant.description},"
+                what = "what a step captures"
+                check_whole(constant.value, self._mesh, name, what)
 
     def _debugged(self, form: Carried, inputs: Sequence[Any]) -> PyTree:
         """The results for what has led to a NaN, which `jax_debug_nans` looks for.

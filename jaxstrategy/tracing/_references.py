@@ -210,7 +210,10 @@ class References:
     def _array(self, label: str, value: Any) -> Any:
         if not isinstance(value, Tracer) and value.is_deleted():
             return ("deleted",)
-        if self._is_enclosed:
+        # One that is split may be captured along with what the function does use, and
+        # would be refused as an argument.
+        is_whole = isinstance(value, Tracer) or value.sharding.is_fully_replicated
+        if self._is_enclosed and is_whole:
             self.arrays[self._unused(label)] = value
             return ("array",)
         return Identity(value)
