@@ -9,6 +9,8 @@ from jaxstrategy._options import (
 )
 from jaxstrategy._options import CommunicationOptions as CommunicationOptions
 from jaxstrategy._options import ValueContext as ValueContext
+from jaxstrategy.cluster._arrivals import Stragglers as Stragglers
+from jaxstrategy.cluster._processes import stragglers as stragglers
 from jaxstrategy.preemption._config import TerminationConfig as TerminationConfig
 from jaxstrategy.preemption._handler import (
     PreemptionCheckpointHandler as PreemptionCheckpointHandler,

@@ -17,6 +17,9 @@ LOCAL_RANK = "JAXSTRATEGY_LOCAL_RANK"
 ATTEMPT = "JAXSTRATEGY_ATTEMPT"
 JOB = "JAXSTRATEGY_JOB"  # the same for all processes that belong together
 
+LATE = "jaxstrategy: at the end: "
+"""How process 0 begins to tell who was late; the launcher repeats that line."""
+
 _NEEDED = (COORDINATOR, PROCESS_ID, NUM_PROCESSES)
 
 

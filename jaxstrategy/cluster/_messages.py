@@ -50,6 +50,10 @@ def _is_read(row: Any) -> bool:
     return isinstance(row, list) and _are(row, (_is_text, _is_seconds))
 
 
+def _is_arrival(row: Any) -> bool:
+    return isinstance(row, list) and _are(row, (_is_whole, _is_whole, _is_seconds))
+
+
 def _is_gone(row: Any) -> bool:
     kinds = _is_whole, _is_end, _is_text
     return isinstance(row, list) and _are(row, kinds)
@@ -81,6 +85,7 @@ _STATUS: _Fields = {
     "busy": _is_text,
     "writes": _is_text,
     "reads": _rows(_is_read),
+    "arrivals": _rows(_is_arrival),
 }
 _HELLO: _Fields = {"index": _is_whole, "count": _is_whole}
 _SAID_OF_ITSELF: _Fields = {

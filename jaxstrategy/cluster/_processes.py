@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import dataclasses
 import os
 import secrets
@@ -19,9 +20,17 @@ from jax.experimental import multihost_utils
 
 from jaxstrategy import _source
 from jaxstrategy._errors import ClusterError
-from jaxstrategy.cluster import _codes, _exit, _rendezvous, _termination, _wire
+from jaxstrategy.cluster import (
+    _arrivals,
+    _codes,
+    _exit,
+    _rendezvous,
+    _termination,
+    _wire,
+)
 from jaxstrategy.cluster._board import AbstractBoard, Departure, LoneBoard
 from jaxstrategy.cluster._finish import finish, speaking
+from jaxstrategy.cluster._launched import LATE
 from jaxstrategy.cluster._resolver import Process
 from jaxstrategy.cluster._secret import Secret
 from jaxstrategy.cluster._shared_board import Board
@@ -120,6 +129,24 @@ def start(
                 )
         _check_same(_started, process)
         return _started
+
+
+def stragglers() -> _arrivals.Stragglers:
+    """Which processes come late to steps, and by how much; of the last 256 steps.
+
+    Any process may ask, at any time; it waits for nobody. What the others know is up to
+    a second old. Where clocks stand does not matter, but a host that starts steps far
+    ahead of its devices is early although it has done no more.
+
+    Raises:
+      ClusterError: process 0 does not answer.
+
+    >>> import jaxstrategy as js
+    >>> print(js.experimental.stragglers())
+    only 0 steps were seen, too few to tell who is late
+    """
+    started = current()
+    return _arrivals.of_states(() if started is None else started.board.states())
 
 
 def _check_range(process: Process) -> None:
@@ -364,9 +391,17 @@ class _Ending:
                     file=sys.stderr,
                     flush=True,
                 )
+        if self._board.index == 0:
+            self._tell_who_was_late()
         self.is_over = True
         self._watchdog.stop()
         self._board.close()
+
+    def _tell_who_was_late(self) -> None:
+        with contextlib.suppress(ClusterError):
+            found = _arrivals.of_states(self._board.states())
+            if found.slowest is not None:
+                print(f"{LATE}{found.verdict}", file=sys.stderr, flush=True)
 
 
 def _is_interactive() -> bool:

@@ -21,6 +21,7 @@ import jax
 
 from jaxstrategy._errors import ClusterError
 from jaxstrategy.cluster import _codes
+from jaxstrategy.cluster._arrivals import Arrivals
 from jaxstrategy.cluster._board import AbstractBoard, Departure, State
 from jaxstrategy.cluster._finish import finish, stacks
 from jaxstrategy.cluster._shared_board import Board
@@ -97,6 +98,7 @@ class Watchdog:
 
     Attributes:
       writes: what is being written in the background, None if nothing.
+      arrivals: when this process has come to its last steps.
     """
 
     def __init__(
@@ -119,6 +121,7 @@ class Watchdog:
         self._activities: dict[int, Activity] = {}
         self._reads: dict[int, Activity] = {}
         self.writes: str | None = None
+        self.arrivals = Arrivals()
         self._tokens: collections.deque[tuple[int, jax.Array]] = collections.deque(
             maxlen=_KEPT
         )
@@ -160,6 +163,7 @@ class Watchdog:
         self._busy = busy
         self._opened = time.monotonic()
         self._is_open = True
+        self.arrivals.arrived(self._step)
 
     def step_busy(self, busy: str | None) -> None:
         """Note what this process does by itself in the step; None: it waits again."""
@@ -240,6 +244,7 @@ class Watchdog:
             "seconds": pending and round(pending.seconds, 1),
             "busy": pending and pending.busy,
             "writes": self.writes,
+            "arrivals": self.arrivals.told(),
             "reads": [
                 [read.what, round(read.seconds, 1)]
                 for read in list(self._reads.values())

@@ -30,12 +30,14 @@ class Outcome:
       killed: the ranks that the launcher had to kill.
       tails: by rank, the last lines printed.
       asked: the signal by which the launcher was asked to stop, None if it was not.
+      late: what a worker said of those that were late.
     """
 
     ended: tuple[Ended, ...]
     killed: tuple[int, ...]
     tails: dict[int, tuple[bytes, ...]]
     asked: int | None
+    late: tuple[str, ...] = ()
 
     @property
     def cause(self) -> Ended | None:
@@ -112,6 +114,7 @@ class Attempt:
             tuple(sorted(end.rank for end in self._ended if self._was_killed(end))),
             {rank: worker.tail for rank, worker in self._workers.items()},
             self._asked,
+            tuple(worker.late for worker in self._workers.values() if worker.late),
         )
 
     def _next(self) -> Ended | Asked | None:

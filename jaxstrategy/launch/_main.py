@@ -117,6 +117,8 @@ class Job:
     def _tell(self, outcome: Outcome) -> None:
         """Say how it ended, the cause last."""
         cause = outcome.cause
+        for told in outcome.late:
+            self._say(told)
         if cause is not None:
             self._show_tail(cause.rank, outcome.tails[cause.rank])
         for code, ranks in outcome.consequences.items():

@@ -10,6 +10,9 @@ import time
 from collections.abc import Iterator
 from typing import IO, TextIO, final
 
+from jaxstrategy.cluster._launched import LATE
+
+_LATE = LATE.encode()
 TAIL = 20  # lines
 _CHATTER = re.compile(rb"^\[Gloo\]|Expected number of connected peer ranks")
 _PROGRESS_SECONDS = 1.0
@@ -58,6 +61,7 @@ class Reader:
         self, rank: int, source: IO[bytes], screen: Screen, verbose: bool
     ) -> None:
         self.tail = collections.deque[bytes](maxlen=TAIL)
+        self.late: bytes | None = None  # what it said of processes that were late
         self._rank = rank
         self._source = source
         self._screen = screen
@@ -81,6 +85,8 @@ class Reader:
                 if was_chatter and not self._verbose:
                     continue
                 self.tail.append(line)
+                if line.startswith(_LATE):
+                    self.late = line.removeprefix(_LATE)
                 self._screen.show(self._rank, line)
 
 

@@ -126,6 +126,12 @@ class Worker:
         """
         return tuple(line for reader in self._readers for line in reader.tail)[-TAIL:]
 
+    @property
+    def late(self) -> str | None:
+        """What it said of processes that were late."""
+        told = [reader.late for reader in self._readers if reader.late is not None]
+        return told[-1].decode(errors="replace") if told else None
+
     def send(self, number: int) -> None:
         """Send a signal to the process itself; what it started is its own affair."""
         if self._waiter.is_alive():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import os
 import statistics
@@ -11,7 +12,9 @@ from typing import Any, Self, final
 
 import jax
 
+from jaxstrategy._errors import ClusterError
 from jaxstrategy._values import PerReplica, PyTree, is_per_replica
+from jaxstrategy.cluster import _processes
 from jaxstrategy.profiling._logger import MetricLogger
 from jaxstrategy.profiling._report import Report
 from jaxstrategy.profiling._trace import Tracing
@@ -155,6 +158,7 @@ class Profile:
             step=step,
             examples_per_second=rate,
             communication=self._communication,
+            late=_late(),
         )
 
     def __enter__(self) -> Self:
@@ -185,6 +189,14 @@ class _Mean:
     @property
     def value(self) -> float | None:
         return self._seconds / self._steps if self._steps else None
+
+
+def _late() -> str | None:
+    """Which process is late; None if there is but one, or nobody knows."""
+    with contextlib.suppress(ClusterError):
+        if (started := _processes.current()) and started.count > 1:
+            return _processes.stragglers().verdict
+    return None
 
 
 def _median(values: list[float]) -> float | None:

@@ -36,6 +36,7 @@ class Report:
         prediction: their bytes, which the analysis knows, over links as they were
         measured or given. XLA merges collectives, and does them while it computes, so
         the devices may well wait less.
+      late: of several processes, whether one comes late to the steps, in a sentence.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Report:
     step: float | None = None
     examples_per_second: float | None = None
     communication: float | None = None
+    late: str | None = None
 
     @property
     def communication_share(self) -> float | None:
@@ -76,6 +78,7 @@ class Report:
             *((what, _told(t, with_seconds)) for what, t in times),
             ("examples per second", _told(self.examples_per_second, with_prefix)),
             ("communication", _told(self.communication_share, _predicted)),
+            *([] if self.late is None else [("processes", self.late)]),
         ]
 
     def __str__(self) -> str:

@@ -65,6 +65,7 @@ class Company:
             self._made = []
             board = self._processes.board
             _together.compare(board, step, where, kinds, _ADVICE, made)
+            watchdog.arrivals.met()
         if is_new:
             _compiling.begin(watchdog, name)
 

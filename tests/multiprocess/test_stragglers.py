@@ -1,0 +1,68 @@
+"""Who comes late to the steps is named, with how much."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+import workers
+from workers import late
+
+from jaxstrategy.cluster import _arrivals
+from jaxstrategy.cluster._member import Member
+
+ZERO, ONE = Member(0, "a", 10), Member(1, "b", 11)
+
+
+def rows(delay, steps=100, period=0.1, every=64):
+    """Of a process that comes so much late to each step."""
+    return [[k, k // every, k % every * period + delay(k)] for k in range(steps)]
+
+
+def test_the_slowest_is_named_with_median_and_tail():
+    told = {ZERO: rows(lambda k: 0.0), ONE: rows(lambda k: 0.09 if k < 10 else 0.03)}
+    found = _arrivals.stragglers(told)
+    assert found.steps == 100 and found.step_seconds == pytest.approx(0.1)
+    zero, one = found.processes
+    assert (zero.median, zero.tail) == (0, 0)
+    assert one.median == pytest.approx(0.03) and one.tail == pytest.approx(0.09)
+    assert found.slowest == one
+    assert found.verdict == (
+        "process 1 (host b, pid 11) is late: it comes 30.0 ms after the first to a "
+        "step (95 %: 90.0 ms), 30% of a step"
+    )
+    assert "process 0 (host a, pid 10): median 0.0 ms, 95 % 0.0 ms" in str(found)
+
+
+def test_who_is_late_by_little_is_not_named():
+    found = _arrivals.stragglers({ZERO: rows(lambda k: 0), ONE: rows(lambda k: 0.005)})
+    assert found.slowest is None
+    assert found.verdict == "no process is late, in 100 steps"
+
+
+def test_steps_that_one_does_not_tell_of_are_left_out():
+    told = {ZERO: rows(lambda k: 0)[50:], ONE: rows(lambda k: 0.05, steps=55)}
+    found = _arrivals.stragglers(told)
+    assert found.steps == 5 and found.slowest is None
+    assert found.verdict == "only 5 steps were seen, too few to tell who is late"
+
+
+@pytest.mark.slow
+def test_a_late_process_is_named_while_running_in_the_profile_and_at_the_end():
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxstrategy.launch", "-n", "2"]
+        + ["--devices-per-process", "1", late.__file__],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        stdin=subprocess.DEVNULL,
+        env=workers.ENVIRONMENT,
+    )
+    assert done.returncode == 0, done
+    told = (
+        r"process 1 \(host .*\) is late: it comes [\d.]+ ms after the first to a step"
+    )
+    assert len(re.findall(rf"^\[0\] {told}", done.stdout, re.M)) == 1, done
+    assert re.search(rf"\[0\]   processes  +{told}", done.stdout), done
+    last = done.stderr.rstrip().rsplit("\n", 1)[-1]
+    assert re.search(rf"^jaxstrategy.launch: {told}", last), done
