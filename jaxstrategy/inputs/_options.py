@@ -156,9 +156,11 @@ class InputContext:
 
 def _check_count(name: str, given: object, least: int, below: int | None) -> None:
     """Raise unless it is a whole number from `least` on, and less than `below`."""
-    is_whole = isinstance(given, (int, np.integer)) and not isinstance(given, bool)
-    if is_whole and given >= least and (below is None or given < below):
-        return
-    end = "" if below is None else f" to {below - 1}"
-    text = f"`{name}` was {shown(given)}; a whole number from {least}{end or ' on'} "
-    raise (ValueError if is_whole else TypeError)(f"{text}was wanted.")
+    kind: type[Exception] = TypeError
+    if isinstance(given, (int, np.integer)) and not isinstance(given, bool):
+        if given >= least and (below is None or given < below):
+            return
+        kind = ValueError
+    end = " on" if below is None else f" to {below - 1}"
+    text = f"`{name}` was {shown(given)}; a whole number from {least}{end} was wanted."
+    raise kind(text)

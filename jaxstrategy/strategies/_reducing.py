@@ -26,11 +26,11 @@ from jaxstrategy.strategies._in_sync import assert_in_sync
 from jaxstrategy.strategies._local import local_versions
 from jaxstrategy.strategies._parts import in_parts
 from jaxstrategy.strategies._reducers import dimensions, is_of_rows
-from jaxstrategy.strategies._running import Running
+from jaxstrategy.strategies._stepping import Stepping
 from jaxstrategy.variables import _components
 
 
-class Reducing(Running):
+class Reducing(Stepping):
     """The part of a strategy that reads, reduces and compares values."""
 
     def reduce(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,22 +14,16 @@ from jaxstrategy import (
     _mesh,
     _replica,
 )
-from jaxstrategy._accumulate import accumulated, checked_parts
 from jaxstrategy._contexts import AbstractStrategy, Context
 from jaxstrategy._devices import Device
 from jaxstrategy._options import (
     CommunicationOptions,
-    ReduceOp,
     RunOptions,
     checked_options,
 )
 from jaxstrategy._replica import ReplicaContext
-from jaxstrategy._topology import Topology
 from jaxstrategy._values import PyTree
 from jaxstrategy.cluster._resolver import ClusterResolver
-from jaxstrategy.profiling._logger import MetricLogger
-from jaxstrategy.profiling._prediction import Prediction
-from jaxstrategy.profiling._profile import Profile
 from jaxstrategy.reductions._all_reduce import Axes
 from jaxstrategy.reductions._cross_device_ops import (
     CrossDeviceOps,
@@ -45,14 +38,12 @@ from jaxstrategy.strategies._extended import StrategyExtended
 from jaxstrategy.strategies._reduction import Reduction
 from jaxstrategy.tracing._company import Company
 from jaxstrategy.tracing._programs import Programs
-from jaxstrategy.tracing._several import several
 from jaxstrategy.tracing._step import Step
-from jaxstrategy.tracing.explanation._explain import explain
-from jaxstrategy.tracing.explanation._explanation import Explanation
 from jaxstrategy.variables import _registry
 from jaxstrategy.variables._variable import Variable
 
-_NOT_GIVEN: Any = object()
+NOT_GIVEN: Any = object()
+"""The default of arguments that may be anything."""
 
 
 class Running(AbstractStrategy):
@@ -140,8 +131,8 @@ class Running(AbstractStrategy):
 
     def run(
         self,
-        fn: Callable[..., Any] = _NOT_GIVEN,
-        args: Sequence[Any] = _NOT_GIVEN,
+        fn: Callable[..., Any] = NOT_GIVEN,
+        args: Sequence[Any] = NOT_GIVEN,
         kwargs: dict[str, Any] | None = None,
         options: RunOptions | None = None,
     ) -> Any:
@@ -191,14 +182,14 @@ class Running(AbstractStrategy):
             an object that hides arrays of the step.
         """
         check_options(options)
-        if fn is _NOT_GIVEN:
+        if fn is NOT_GIVEN:
             return functools.partial(self._decorate, options=options)
         if not callable(fn):
             raise TypeError(
                 f"`run` was given {fn!r}, which cannot be called. Give the step "
                 "function itself: `strategy.run(step, args=(state, batch))`."
             )
-        if args is _NOT_GIVEN:
+        if args is NOT_GIVEN:
             if kwargs is None and needs_arguments(fn):
                 return self._decorate(fn, options=options)
             args = ()
@@ -207,7 +198,7 @@ class Running(AbstractStrategy):
 
     def step(
         self,
-        fn: Callable[..., Any] = _NOT_GIVEN,
+        fn: Callable[..., Any] = NOT_GIVEN,
         *,
         options: RunOptions | None = None,
     ) -> Callable[..., Any]:
@@ -236,7 +227,7 @@ class Running(AbstractStrategy):
           TypeError: `fn` cannot be called.
         """
         check_options(options)
-        if fn is _NOT_GIVEN:
+        if fn is NOT_GIVEN:
             return functools.partial(self.step, options=options)
         if not callable(fn):
             raise TypeError(
@@ -255,79 +246,6 @@ class Running(AbstractStrategy):
             return self._run(fn, args, kwargs, options)
 
         return Step(fn, programs_of, run, repr(self), options)
-
-    def explain(
-        self,
-        fn: Callable[..., Any],
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
-        *,
-        options: RunOptions | None = None,
-        topology: Topology | None = None,
-        compiled: bool = True,
-    ) -> Explanation:
-        """What `run(fn, args, kwargs)` would do, without running it.
-
-        The step is traced, so its Python code runs once, and compiled, but nothing is
-        computed. What `run` would refuse or warn about is listed, not raised.
-
-        Args:
-          fn: the step, or what `@strategy.run` made of it.
-          args: its positional arguments. Arrays may be `jax.ShapeDtypeStruct`s, in a
-            `PerReplica` with shape `[replica, ...]`, for a step too large to be here.
-          kwargs: its keyword arguments.
-          options: how `run` would compile it; by default as it was decorated.
-          topology: the links that communication times are predicted for, by default
-            25 GB/s (a 200 Gbit/s network) and 10 microseconds a message.
-          compiled: whether to compile the step, for XLA's figures on memory and
-            floating-point operations. Without, large steps are explained in less time.
-
-        Returns:
-          An `Explanation`: collectives with their source lines, mirrored and
-          per-replica results, static arguments, arguments that could be donated,
-          predicted communication times; it prints as a report.
-
-        Raises:
-          ContextError: inside `run`, or in another strategy's scope.
-          TracedValueError: Python code in `fn` needs the value of a traced array.
-          TypeError: an argument is neither an array nor hashable.
-
-        >>> import jaxstrategy as js
-        >>> strategy = js.MirroredStrategy(js.simulate(8)[:4])
-        >>> def step(w, x):
-        ...     grad = js.get_replica_context().all_reduce("mean", w * x)
-        ...     return w - grad, grad.sum() + x.sum()
-        >>> x = strategy.per_replica(np.ones((4, 2), np.float32))
-        >>> found = strategy.explain(step, (np.ones(2, np.float32), x))
-        >>> [(c.operation, c.nbytes, c.line.code) for c in found.collectives]
-        [('psum', 8, 'grad = js.get_replica_context().all_reduce("mean", w * x)')]
-        >>> [value.path for value in found.per_replica]
-        ['step(...)[1]']
-        >>> found.communication_time(js.Topology(1e9, 1e-6, replicas=64), "ring")
-        0.00012601575
-        """
-        _contexts.require_host(self, "explain")
-        if isinstance(fn, Step):
-            options = fn.options if options is None else options
-            fn = fn.function
-        check_options(options)
-        check_arguments(args, kwargs)
-        if not callable(fn):
-            raise TypeError(
-                f"`explain` was given {fn!r}, which cannot be called. Give the step "
-                "function itself, and its arguments: `strategy.explain(step, (x,))`."
-            )
-        return explain(
-            fn,
-            tuple(args),
-            dict(kwargs or {}),
-            call=self._call_replica,
-            variables=self._variables,
-            mesh=self.mesh,
-            options=options or RunOptions(),
-            topology=topology or Topology(25e9, 10e-6, self.num_replicas_in_sync),
-            compiled=compiled,
-        )
 
     def _run(
         self,
@@ -367,184 +285,6 @@ class Running(AbstractStrategy):
     def _variables(self) -> list[Variable]:
         """Those that steps may use."""
         return _registry.usable_by(self)
-
-    def accumulate(
-        self, k: int, *, op: ReduceOp | str = ReduceOp.MEAN, has_aux: bool = False
-    ) -> Callable[[Callable[..., PyTree]], Callable[..., PyTree]]:
-        """Makes a function of a batch work on `k` parts of it, one after the other.
-
-        For gradients of batches that are too large for the memory: it holds what one
-        part needs. Used inside a step, on what a replica computes by itself; reduce
-        the result over the replicas afterwards, once.
-
-        In the arguments of the function, arrays are divided along their first
-        dimension, and random keys (`jax.random.key`) differ from part to part; numbers
-        and everything else are the same for each part. Close over the parameters.
-
-        Args:
-          k: how many parts, of equal size.
-          op: whether the results are averaged (of a mean over each part, that is the
-            mean over the batch) or summed.
-          has_aux: whether the function returns a pair, the second of which is kept for
-            each part, stacked: `[k, ...]`.
-
-        Returns:
-          A decorator. Numbers of 16 bits are summed in float32.
-
-        Raises:
-          ValueError: `k` is less than 1, `op` is not SUM or MEAN; when it is called,
-            the rows of an array cannot be divided by `k`.
-          TypeError: `k` is not a whole number.
-
-        >>> import jaxstrategy as js
-        >>> strategy = js.MirroredStrategy(js.simulate(8)[:2])
-        >>> @strategy.run
-        ... def step(w, x):
-        ...     @strategy.accumulate(3)
-        ...     def gradient(x):
-        ...         return jax.grad(lambda w: ((w * x) ** 2).mean())(w)
-        ...     return js.get_replica_context().all_reduce("mean", gradient(x))
-        >>> x = strategy.per_replica(np.ones((2, 6), np.float32))
-        >>> step(3.0, x)
-        Array(6., dtype=float32)
-        """
-        parts, how = checked_parts(k), ReduceOp(op)
-        if how not in (ReduceOp.SUM, ReduceOp.MEAN):
-            raise ValueError(
-                f"`op` was {op!r}; parts of a batch are summed ('sum') or averaged "
-                "('mean')."
-            )
-        return functools.partial(
-            accumulated, k=parts, mean=how is ReduceOp.MEAN, has_aux=has_aux
-        )
-
-    def several(
-        self,
-        step: Callable[..., Any] = _NOT_GIVEN,
-        *,
-        options: RunOptions | None = None,
-    ) -> Callable[..., Any]:
-        """A step that is made several times in one call, with a batch for each time.
-
-        One program goes through the batches, so that the host has little to do: for
-        steps that are shorter than the time it takes to start one. The results are
-        those of a loop in Python, up to rounding. The batches are stacked on the
-        devices, so that during the call they are there twice.
-
-        >>> import jaxstrategy as js
-        >>> strategy = js.MirroredStrategy(js.simulate(8)[:2])
-        >>> @strategy.run(options=js.RunOptions(donate_argnums=0))
-        ... def step(total, batch):
-        ...     share = js.masked_mean(batch)
-        ...     mean = js.get_replica_context().all_reduce("mean", share)
-        ...     return total + mean, mean
-        >>> many = strategy.several(step)
-        >>> dataset = strategy.experimental_distribute_dataset(
-        ...     js.batches(np.arange(10.0), 4))
-        >>> total = strategy.mirror(0.0)
-        >>> for batches in js.grouped(dataset, 2):
-        ...     total, means = many(total, batches)
-        ...     print(means)
-        [1.5 5.5]
-        [8.5]
-
-        Args:
-          step: a function, or what `@strategy.run` made of one. Its last positional
-            argument is a batch. The arguments before it are what it goes on with: it
-            returns new ones first, then anything else. Modules and optimizers of Flax
-            NNX are changed in place and not returned. Keyword arguments, and arguments
-            that are no arrays or trees of them (strings, bools, functions), are the
-            same in all steps.
-          options: how it is compiled, by default as `step` is; `donate_argnums` counts
-            the arguments in the same way.
-
-        Returns:
-          A function of the same arguments, with a tuple of batches in the last place.
-          It returns what the last step goes on with, and anything else stacked:
-          `[step, ...]`. Each number of batches is compiled once. `explain` takes it.
-          Without `step`, a decorator.
-
-        Raises:
-          TypeError: `step` cannot be called. When it is called: the batches are in no
-            tuple; the step does not return what it goes on with, of the same structure,
-            shapes and dtypes.
-          ValueError: there are no batches, or they differ in structure, shape or dtype.
-          ObjectError: it returns an NNX object, or changes of one what is no variable.
-        """
-        if step is _NOT_GIVEN:
-            return functools.partial(self.several, options=options)
-        if not callable(step):
-            raise TypeError(
-                f"`several` was given {step!r}, which cannot be called. Give the step: "
-                "`many = strategy.several(step)`."
-            )
-        check_options(options)
-        if isinstance(step, Step):
-            step, options = step.function, options or step.options
-        return self._decorate(several(step), options=options)
-
-    def profile(
-        self,
-        step: Callable[..., Any],
-        *,
-        examples: int | None = None,
-        every: int = 50,
-        trace_dir: str | os.PathLike[str] | None = None,
-        log: MetricLogger | None = None,
-        topology: Topology | None = None,
-    ) -> Profile:
-        """A step with a stopwatch, to find what a training loop waits for.
-
-        >>> import jaxstrategy as js
-        >>> strategy = js.MirroredStrategy(js.simulate(8)[:2])
-        >>> @strategy.run
-        ... def step(w, batch):
-        ...     share = js.masked_mean(batch * w)
-        ...     return w - 0.1 * js.get_replica_context().all_reduce("mean", share)
-        >>> dataset = strategy.experimental_distribute_dataset([np.ones(8)] * 20)
-        >>> w = strategy.mirror(1.0)
-        >>> with strategy.profile(step) as train:
-        ...     for batch in dataset:
-        ...         w = train(w, batch)
-        >>> report = train.report()  # prints as a table
-        >>> report.steps
-        20
-
-        The host's time is that of each call. Now and then, every `every` calls, the
-        loop waits for the devices, and one call is made while they are idle: the time
-        until its results are there is the devices'. The time from one such wait to the
-        next is that of the loop. The first call is told apart.
-
-        Before the first call the step is traced once more, as `explain` does, for the
-        collectives in it; the links between the replicas are measured with a few
-        all-reduces. With several processes, do the same in each.
-
-        Args:
-          step: what the loop calls: what `@strategy.run` or `several` made, or another
-            function, of whose communication nothing is known (a bound step is one).
-          examples: how many examples a step has; by default the rows of the batch it is
-            given, with those that fill it up.
-          every: see above; at least 2.
-          trace_dir: where to write a trace of the third to fifth call
-            (`jax.profiler.trace`), on process 0; its calls are not timed.
-          log: gets the times after each wait, as `profile/dispatch` and so on.
-          topology: the links for the communication times, instead of measured ones.
-
-        Returns:
-          A `Profile`: a context manager that is called as the step is.
-
-        Raises:
-          ValueError: `every` is less than 2.
-          TypeError: it is not a whole number, or `step` cannot be called.
-        """
-        return Profile(
-            step,
-            Prediction(step, self.explain, self.mesh, topology),
-            examples=examples,
-            every=every,
-            trace_dir=trace_dir,
-            log=log,
-        )
 
     def _across(
         self, context: Context | None, function: Callable[..., Any], value: PyTree
