@@ -87,13 +87,16 @@ class Batches:
         """Whether one of them has so many rows in each of its parts."""
         return any(batch.mask.shape[1] == rows * parts for batch in self._given)
 
-    def find(self, array: Any, parts: int, part: Any) -> RealRows | None:
+    def find(
+        self, array: Any, parts: int, part: Any, asks: bool = True
+    ) -> RealRows | None:
         """Those of `array`, `[rows, ...]`; None if no batch has a mask.
 
         Args:
           array: computed from a batch, row by row.
           parts: how many parts the batch is worked on in.
           part: which one it is.
+          asks: whether it is the step that asks.
 
         Raises:
           ValueError: no batch has as many rows.
@@ -111,7 +114,7 @@ class Batches:
                 "known which of its rows are real. Pass `mask=`, made from "
                 "`batch_mask(array)` of an array of the batch."
             )
-        self.asked = True
+        self.asked |= asks
         if len(found) > 1:
             self.alike.add(tuple(batch.place for batch in found))
         whole = found[0].mask
@@ -225,6 +228,19 @@ def real_rows(array: Any) -> RealRows | None:
     """
     now = _batches.get()
     return None if now is None else now[0].find(array, *now[1:])
+
+
+def known_rows(array: Any) -> jax.Array | None:
+    """Which rows of `array` are real, if a batch of the step has as many.
+
+    For a layer that leaves the others out unasked. The step goes on to be one that has
+    not asked: what it computes from the layer's results counts them still.
+    """
+    now = _batches.get()
+    if now is None or not fits(array):
+        return None
+    found = now[0].find(array, *now[1:], asks=False)
+    return None if found is None else found.mask
 
 
 def fits(array: Any) -> bool:

@@ -88,7 +88,9 @@ def training(layer):
 
 
 def joined(stacked):
-    return np.asarray(stacked.stacked).reshape(-1, FEATURES)
+    # With one replica a result is a plain array.
+    array = stacked.stacked if isinstance(stacked, js.PerReplica) else stacked
+    return np.asarray(array).reshape(-1, FEATURES)
 
 
 def assert_close(have, want, tolerance=1e-5):

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxstrategy import _mesh, _values
+from jaxstrategy import _mesh, _padding, _values
 from jaxstrategy._options import ReduceOp
 from jaxstrategy._values import PerReplica, PyTree
 from jaxstrategy.strategies._current import (
@@ -105,10 +105,12 @@ def moments(
     Each element that `mask` does not leave out counts once, on whichever replica.
 
     Args:
-      mask: bools, of as many dimensions as `x`, each of its size or 1.
+      mask: bools, of as many dimensions as `x`, each of its size or 1; by default that
+        of the step's batch, if that has as many rows.
       fast: whether the variance is the mean square minus the squared mean, with one
         reduction, or the mean square of differences, with two.
     """
+    mask = _real_rows(x, axes) if mask is None else mask
     kept = None if mask is None else _spread(mask, x.shape)
 
     def means(*terms: jax.Array) -> list[jax.Array]:
@@ -128,6 +130,12 @@ def moments(
         mean, *_ = means(x)
         variance, *count = means(_square(x - jnp.expand_dims(mean, axes)))
     return Moments(mean, variance, count[0] > 0 if count else None)
+
+
+def _real_rows(x: jax.Array, axes: tuple[int, ...]) -> jax.Array | None:
+    """The mask of the step's batch, as one of `x`; None where there is none."""
+    known = _padding.known_rows(x) if 0 in axes and axis_name() is not None else None
+    return None if known is None else known.reshape(-1, *[1] * (x.ndim - 1))
 
 
 def _spread(mask: Any, shape: tuple[int, ...]) -> jax.Array:

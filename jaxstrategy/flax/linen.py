@@ -26,6 +26,8 @@ class BatchNorm(linen.BatchNorm):
     `strategy.init` and calls outside any strategy need nothing more. Parameters,
     `batch_stats` and automatic names are those of Flax's layer.
 
+    Rows that only fill up a batch of a dataset do not count, where the first dimension
+    is still that of the batch.
     With a `mask`, each element that it keeps counts once, whichever replica it is on,
     also when a replica has none. A batch with none at all leaves the running averages
     unchanged and is normalized with them. (Flax's layer with an `axis_name` averages
@@ -68,7 +70,7 @@ class BatchNorm(linen.BatchNorm):
           x: an array.
           use_running_average: whether to use `batch_stats` rather than the batch.
           mask: bools, true where an element counts; of as many dimensions as `x`, each
-            of its size or 1. `batch_mask` gives one for the rows of a padded batch.
+            of its size or 1; by default, `batch_mask` of the rows of a padded batch.
 
         Raises:
           ValueError: `mask` does not fit.

@@ -25,6 +25,8 @@ class BatchNorm(nnx.BatchNorm):
     Inside `run`, mean and variance are those of all replicas' examples, and so the
     running averages are equal on all replicas. Outside any strategy it is Flax's layer.
 
+    Rows that only fill up a batch of a dataset do not count, where the first dimension
+    is still that of the batch.
     With a `mask`, each element that it keeps counts once, whichever replica it is on,
     also when a replica has none. A batch with none at all leaves the running averages
     unchanged and is normalized with them.
@@ -69,7 +71,7 @@ class BatchNorm(nnx.BatchNorm):
           use_running_average: whether to use the running averages rather than the
             batch; by default as the layer was made, or last set by `train` or `eval`.
           mask: bools, true where an element counts; of as many dimensions as `x`, each
-            of its size or 1. `batch_mask` gives one for the rows of a padded batch.
+            of its size or 1; by default, `batch_mask` of the rows of a padded batch.
 
         Raises:
           ValueError: `mask` does not fit.

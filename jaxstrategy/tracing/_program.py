@@ -170,17 +170,23 @@ class Program:
             self._tracer = threading.get_ident()
             self._is_traced = _cell.is_traced()
             try:
+                try:
+                    return call()
+                except _UsesVariables as found:
+                    self._use(found.carried, found.by_reference)
+                # After the block, or its exception were the context of later ones.
                 return call()
             except _leaks.Leak as leak:
                 raise leak.explained() from None
-            except _UsesVariables as found:
-                self._uses_variables = True
-                self._uses_references |= found.by_reference
-                self._form = self._compile(self._form[1].plus(found.carried))
-                return call()
             finally:
                 self._tracer, self._given = None, ()
                 self._pending = None
+
+    def _use(self, variables: list[Variable], by_reference: bool) -> None:
+        """From now on, the program is given these variables, too."""
+        self._uses_variables = True
+        self._uses_references |= by_reference
+        self._form = self._compile(self._form[1].plus(variables))
 
     def _dispatch(self, leaves: Sequence[Any]) -> PyTree:
         if self._held and self._held.have_changed():

@@ -1,0 +1,130 @@
+"""BatchNorm of batches that are filled up; the oracle is NumPy on the real rows."""
+
+import traceback
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jaxstrategy as js
+
+
+@pytest.fixture(scope="module")
+def four():
+    return js.MirroredStrategy(js.simulate(8)[:4])
+
+
+def rows(n):
+    x = np.random.default_rng(n).normal(size=(n, 2, 3)) + np.arange(n).reshape(-1, 1, 1)
+    return x.astype(np.float32)
+
+
+def linen_layer():
+    layer = js.flax.linen.BatchNorm(use_running_average=False, momentum=0.0)
+    stats = {"mean": jnp.zeros(3), "var": jnp.ones(3)}
+    scale = {"scale": jnp.ones(3), "bias": jnp.zeros(3)}
+
+    def normalized(x):
+        y, changed = layer.apply(
+            {"params": scale, "batch_stats": stats}, x, mutable=["batch_stats"]
+        )
+        return y, changed["batch_stats"]["mean"], changed["batch_stats"]["var"]
+
+    return normalized
+
+
+def nnx_layer():
+    def normalized(x):
+        layer = js.flax.nnx.BatchNorm(3, momentum=0.0, rngs=nnx.Rngs(0))
+        return layer(x), layer.mean[...], layer.var[...]
+
+    return normalized
+
+
+def only_batch(strategy, x):
+    (batch,) = strategy.experimental_distribute_dataset([x])
+    return batch
+
+
+@pytest.mark.parametrize("layer", [linen_layer, nnx_layer])
+def test_rows_that_fill_up_a_batch_do_not_count_unasked(four, layer):
+    normalized = layer()
+
+    @four.run
+    def step(x):
+        y, mean, var = normalized(x)
+        return js.masked_sum(y.sum((1, 2)) ** 2), mean, var
+
+    x = rows(5)
+    total, mean, var = step(only_batch(four, x))
+    np.testing.assert_allclose(mean, x.mean((0, 1)), rtol=1e-5)
+    np.testing.assert_allclose(var, x.var((0, 1)), rtol=1e-4)
+    want = (x - x.mean((0, 1))) / np.sqrt(x.var((0, 1)) + 1e-5)
+    np.testing.assert_allclose(
+        four.reduce("sum", total), (want.sum((1, 2)) ** 2).sum(), rtol=1e-4
+    )
+
+
+def test_parts_of_a_batch_have_their_own_real_rows(four):
+    normalized = nnx_layer()
+
+    @four.run
+    def step(x):
+        @four.accumulate(2)
+        def mean_of_part(x):
+            return normalized(x)[1] * js.masked_sum(jnp.ones(len(x)))
+
+        return mean_of_part(x)
+
+    x = rows(13)  # rows 4, 4, 4 and 1: parts of two on each replica
+    parts = np.concatenate([x[i : i + 2] for i in (0, 4, 8, 12)])[:7]
+    others = np.concatenate([x[i : i + 2] for i in (2, 6, 10)])
+    counted = four.reduce("mean", step(only_batch(four, x)))
+    # The mean over the parts and replicas of the mean times the replica's real rows.
+    want = (parts.mean((0, 1)) * 7 + others.mean((0, 1)) * 6) / 8
+    np.testing.assert_allclose(counted, want, rtol=1e-4)
+
+
+def test_the_layer_asks_nothing_for_the_step(four):
+    normalized = nnx_layer()
+
+    @four.run
+    def step(x):
+        return js.get_replica_context().all_reduce("mean", normalized(x)[0].mean())
+
+    with pytest.warns(js.PaddedRowsWarning, match="never asked which rows are real"):
+        step(only_batch(four, rows(5)))
+
+
+def test_a_mask_that_is_given_is_the_one_that_counts(four):
+    layer = js.flax.linen.BatchNorm(use_running_average=False, momentum=0.0)
+    variables = {
+        "params": {"scale": jnp.ones(3), "bias": jnp.zeros(3)},
+        "batch_stats": {"mean": jnp.zeros(3), "var": jnp.ones(3)},
+    }
+
+    @four.run
+    def step(x):
+        every = jnp.ones((len(x), 1, 1), bool)
+        _, new = layer.apply(variables, x, mask=every, mutable=["batch_stats"])
+        return js.masked_sum(x), new["batch_stats"]["mean"]
+
+    x = rows(5)
+    filled = np.concatenate([x, x[-1:], x[-1:], x[-1:]])
+    mean = step(only_batch(four, x))[1]
+    np.testing.assert_allclose(mean, filled.mean((0, 1)), rtol=1e-5)
+
+
+def test_an_error_of_a_step_with_variables_stands_alone(four):
+    with four.scope():
+        value = js.Variable(0.0)
+
+    @four.run(options=js.RunOptions(check_finite=True))
+    def step(x):
+        return jnp.log(value * x)
+
+    with pytest.raises(js.NonFiniteError) as caught:
+        step(four.per_replica([1.0, 2.0, 3.0, 4.0]))
+    told = "".join(traceback.format_exception(caught.value))
+    assert told.count("During handling of the above exception") == 0
