@@ -62,9 +62,26 @@ class Analysis:
         self._lowered: dict[int, Lowered] = {}
         self._transformed: dict[Any, Jaxpr] = {}
 
-    def of(self, jaxpr: Jaxpr, inputs: Sequence[Any], unpacking: int = 0) -> Findings:
-        """Goes through `jaxpr` once."""
+    def of(
+        self,
+        jaxpr: Jaxpr,
+        inputs: Sequence[Any],
+        unpacking: int = 0,
+        repeats: Sequence[int] = (),
+    ) -> Findings:
+        """Goes through `jaxpr` once.
+
+        Args:
+          jaxpr: what to go through.
+          inputs: what is known of its inputs.
+          unpacking: how many equations at the start only unpack arguments.
+          repeats: for each input the first that is the same value, or nothing.
+        """
         frame = Frame(self, dict(zip(jaxpr.invars, inputs, strict=True)))
+        frame.names = {
+            jaxpr.invars[index]: jaxpr.invars[first]
+            for index, first in enumerate(repeats)
+        }
         for eqn in jaxpr.eqns[:unpacking]:
             frame.known[eqn.outvars[0]] = frame.known[eqn.invars[0]]
         frame.go_through(jaxpr, unpacking)
@@ -77,13 +94,15 @@ class Analysis:
         overwritten = frozenset(i for i in contents if inputs[i].is_overwritten)
         return Findings(outputs, frame.collectives, contents, overwritten)
 
-    def in_terms_of_inputs(self, jaxpr: Jaxpr, operands: Sequence[Any]) -> Findings:
+    def in_terms_of_inputs(
+        self, jaxpr: Jaxpr, operands: Sequence[Any], repeats: tuple[int, ...] = ()
+    ) -> Findings:
         """The findings for operands of these levels, worked out once."""
-        key = (id(jaxpr), self.order, *map(_kind, operands))
+        key = (id(jaxpr), self.order, repeats, *map(_kind, operands))
         findings = self._known.get(key)
         if findings is None:
             inputs = [_as_input(index, state) for index, state in enumerate(operands)]
-            findings = self._known[key] = self.of(jaxpr, inputs)
+            findings = self._known[key] = self.of(jaxpr, inputs, 0, repeats)
             outputs = [_by_index(output, inputs) for output in findings.outputs]
             findings.outputs[:] = outputs
         return findings
@@ -186,6 +205,7 @@ class Frame:
       known: what is known about each variable so far.
       collectives: those passed so far.
       jaxpr: what it goes through.
+      names: of each input the first that is the same value, where inputs repeat.
       changes: how often a reference came to hold something of a higher level.
     """
 
@@ -195,6 +215,7 @@ class Frame:
         self.collectives: list[Collective] = []
         self.changes = 0
         self.jaxpr: Any = None
+        self.names: Mapping[Any, Any] = {}
 
     def go_through(self, jaxpr: Jaxpr, start: int) -> None:
         """Learn about every variable, from equation number `start` on."""
@@ -227,7 +248,12 @@ class Frame:
         return {var: eqn for eqn in self.jaxpr.eqns for var in eqn.outvars}
 
     def enter(
-        self, jaxpr: Any, operands: Sequence[Any], eqn: Any, is_certain: bool = True
+        self,
+        jaxpr: Any,
+        operands: Sequence[Any],
+        eqn: Any,
+        is_certain: bool = True,
+        repeats: tuple[int, ...] = (),
     ) -> tuple[list[Any], list[Collective]]:
         """What the jaxpr that `eqn` calls makes of `operands`; its collectives.
 
@@ -236,8 +262,9 @@ class Frame:
           operands: what is known of its inputs.
           eqn: what calls it.
           is_certain: whether it is called exactly once.
+          repeats: for each operand the first that is the same value, or nothing.
         """
-        findings = self.analysis.in_terms_of_inputs(plain(jaxpr), operands)
+        findings = self.analysis.in_terms_of_inputs(plain(jaxpr), operands, repeats)
         before = [content_of(state) for state in operands]
 
         def lifted(state: Any) -> Any:
@@ -255,12 +282,12 @@ class Frame:
             for output in findings.outputs
         ]
         collectives = [
-            Collective(
-                found.site.within(eqn),
-                lifted(found.decided_by),
-                found.decided_at and found.decided_at.within(eqn),
-                lifted(found.reduced_before),
-                found.is_merge,
+            dataclasses.replace(
+                found,
+                site=found.site.within(eqn),
+                decided_by=lifted(found.decided_by),
+                decided_at=found.decided_at and found.decided_at.within(eqn),
+                reduced_before=lifted(found.reduced_before),
             )
             for found in findings.collectives
         ]

@@ -69,7 +69,7 @@ def _collective(
     """A reduction: its result is the same on all members of its group."""
     if not frame.analysis.mentions_replicas(eqn):
         return each(frame, eqn, operands)
-    frame.collectives.append(Collective(Site((eqn,)), reduced_before=before))
+    frame.collectives.append(_noted(eqn, before))
     if eqn.params.get("axis_index_groups") is not None:
         pairs = zip(eqn.invars, operands, strict=True)
         return [
@@ -80,11 +80,17 @@ def _collective(
     return [None if operand is None else reduced for operand in operands]
 
 
+def _noted(eqn: Any, before: State | None = None) -> Collective:
+    groups = eqn.params.get("axis_index_groups")
+    waiting = None if groups is None else tuple(map(tuple, groups))
+    return Collective(Site((eqn,)), reduced_before=before, groups=waiting)
+
+
 def gathering(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
     """A collective after which all members of a group have the same."""
     if not frame.analysis.mentions_replicas(eqn):
         return each(frame, eqn, operands)
-    frame.collectives.append(Collective(Site((eqn,))))
+    frame.collectives.append(_noted(eqn))
     of_sums = gathers_sums(frame, eqn)
     whole = State(Level.REDUCED, None, Site((eqn,)), is_direct=True)
     if eqn.params.get("axis_index_groups") is not None:
@@ -110,7 +116,7 @@ def permuting(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
     replicas = range(frame.analysis.replicas)
     if any(replica not in sender for replica in replicas):
         return scattering(frame, eqn, operands)
-    frame.collectives.append(Collective(Site((eqn,))))
+    frame.collectives.append(_noted(eqn))
     return [_sent(eqn, operand, [sender[r] for r in replicas]) for operand in operands]
 
 
@@ -184,7 +190,8 @@ def scattering(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
     before = None
     if eqn.primitive.name == "reduce_scatter":
         before = _summed_before(frame, eqn, operands)
-    frame.collectives.append(Collective(Site((eqn,)), reduced_before=before))
+    frame.collectives.append(_noted(eqn, before))
+    # Also of the same on all: each has the parts at its own place, which differ.
     return for_all(eqn, varying_since(eqn))
 
 

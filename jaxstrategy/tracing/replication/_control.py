@@ -10,6 +10,7 @@ from jax.ref import AbstractRef
 from jaxstrategy._replica import MERGE_SCOPE
 from jaxstrategy.tracing._site import Site
 from jaxstrategy.tracing.replication._analysis import Frame, hidden, plain
+from jaxstrategy.tracing.replication._identity import repeats
 from jaxstrategy.tracing.replication._pure import is_declared_call
 from jaxstrategy.tracing.replication._state import (
     Cell,
@@ -27,9 +28,20 @@ from jaxstrategy.tracing.replication._unknown import decided
 
 
 def call(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
-    """A function called once."""
+    """A function called once, with the operands as they are."""
+    return _called(frame, eqn, operands, repeats(frame, eqn.invars))
+
+
+def mapped(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
+    """A function called once, with parts of the operands; of the same, other ones."""
+    return _called(frame, eqn, operands, ())
+
+
+def _called(
+    frame: Frame, eqn: Any, operands: list[Any], same: tuple[int, ...]
+) -> list[Any]:
     (jaxpr,) = (eqn.params[key] for key in _CALLEES if key in eqn.params)
-    outputs, collectives = frame.enter(jaxpr, operands, eqn)
+    outputs, collectives = frame.enter(jaxpr, operands, eqn, repeats=same)
     frame.collectives += collectives
     if is_declared_call(eqn):
         return for_all(eqn, computed(eqn, operands))
@@ -75,7 +87,8 @@ def hi_primitive(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any] | Non
     jaxpr = frame.analysis.expanded(eqn)
     if jaxpr is None or any(isinstance(state, Cell) for state in operands):
         return None
-    outputs, collectives = frame.enter(jaxpr, operands, eqn)
+    same = repeats(frame, eqn.invars)
+    outputs, collectives = frame.enter(jaxpr, operands, eqn, repeats=same)
     frame.collectives += collectives
     return outputs
 
@@ -83,13 +96,14 @@ def hi_primitive(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any] | Non
 def branching(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
     predicate, operands = operands[0], operands[1:]
     entered, ends = [], []
+    same = repeats(frame, eqn.invars[1:])
     for branch in eqn.params["branches"]:
         # Each branch starts from what was there before, not from another's writes.
         starts = [
             Cell(state.content) if isinstance(state, Cell) else state
             for state in operands
         ]
-        entered.append(frame.enter(branch, starts, eqn))
+        entered.append(frame.enter(branch, starts, eqn, repeats=same))
         ends.append(starts)
     decider = _decider(eqn, predicate)
     for branch, (_, collectives) in zip(eqn.params["branches"], entered, strict=True):
@@ -126,10 +140,15 @@ def _decided(
     """The `collectives` of the `jaxprs` of `eqn`, where `decider` decides."""
     if decider is None:
         return collectives
-    at = Site((eqn,))
-    if not collectives and (merge := _first_merge(eqn, jaxprs)):
-        return [Collective(Site((merge, eqn)), decider, at, is_merge=True)]
-    return [decided(found, decider, eqn) for found in collectives]
+    found = [
+        each if each.is_whole(decider) else decided(each, decider, eqn)
+        for each in collectives
+    ]
+    if all(each.decided_by is None for each in found):
+        if merge := _first_merge(eqn, jaxprs):
+            site, at = Site((merge, eqn)), Site((eqn,))
+            found.append(Collective(site, decider, at, is_merge=True))
+    return found
 
 
 def _first_merge(eqn: Any, jaxprs: Iterable[Any]) -> Any:

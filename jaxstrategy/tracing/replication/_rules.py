@@ -23,6 +23,7 @@ however often it is called, so the time is linear in what JAX traced.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,6 +35,7 @@ from jaxstrategy.tracing.replication import (
     _collectives,
     _control,
     _derived,
+    _identity,
     _pure,
     _unknown,
 )
@@ -47,7 +49,9 @@ from jaxstrategy.tracing.replication._state import (
     computed,
     for_all,
     join,
+    level_of,
     not_reduced,
+    numbered,
     varying_since,
 )
 
@@ -103,12 +107,20 @@ def _rule_of(primitive: Any) -> Rule:
 
 
 def _comparison(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
-    return for_all(eqn, not_reduced(computed(eqn, operands)))
+    state = not_reduced(computed(eqn, operands))
+    ids = _identity.compared_ids(frame, eqn)
+    if ids is not None and state is not None and state.varies:
+        is_one = len(set(ids)) == 1
+        state = SAME if is_one else dataclasses.replace(state, classes=numbered(ids))
+    return for_all(eqn, state)
 
 
 def _select(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
+    choice, *cases = operands
+    if level_of(choice) == Level.VARYING and _identity.are_one(frame, eqn.invars[1:]):
+        return for_all(eqn, computed(eqn, cases))
     # What is chosen by the result of a reduction is not itself such a result.
-    return for_all(eqn, computed(eqn, [not_reduced(operands[0]), *operands[1:]]))
+    return for_all(eqn, computed(eqn, [not_reduced(choice), *cases]))
 
 
 def _hi_primitive(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
@@ -166,7 +178,7 @@ _OUTSIDE = ("pure_callback", "io_callback", "buffer_callback", "ffi_call")
 _OUTSIDE += ("rng_uniform",)
 # A kernel writes as much of its results as it likes.
 _OUTSIDE += ("pallas_call", "mpmd_map", "core_map", "tpu_custom_call")
-_CALLS = ("jit", "call", "closed_call", "eval_jaxpr", "remat2", "shard_map")
+_CALLS = ("jit", "call", "closed_call", "eval_jaxpr", "remat2")
 _CALLS += ("composite",)
 _CALLS += ("custom_partitioning", "compute_on", "xla_metadata_call")
 _CALLS += ("linear_call", "remat_opt")
@@ -177,6 +189,7 @@ _RULES: dict[str, Rule] = {
     "ppermute": _collectives.permuting,
     **dict.fromkeys(_FOLDING, _collectives.folding),
     "axis_index": _collectives.axis_index,
+    "shard_map": _control.mapped,
     "cond": _control.branching,
     "while": _control.while_loop,
     "scan": _control.scan,

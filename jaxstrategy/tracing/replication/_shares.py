@@ -14,8 +14,9 @@ from jax.extend.core import Literal
 from jaxstrategy.tracing.replication._analysis import Frame
 
 # What changes the form of an array and not its numbers.
-_FORMING = ("convert_element_type", "reshape", "squeeze", "broadcast_in_dim")
-_FORMING += ("transpose", "rev", "copy", "optimization_barrier")
+FORMING = ("convert_element_type", "reshape", "squeeze", "broadcast_in_dim")
+FORMING += ("transpose", "rev", "copy")
+_FORMING = (*FORMING, "optimization_barrier")
 _COMPARING = ("eq", "ne", "lt", "le", "gt", "ge")
 
 

@@ -60,6 +60,7 @@ class Collective:
       reduced_before: what it sums, where that is the result of a reduction already.
       is_merge: it is no collective, but the first equation of a `merge_call`; these
         are noted only where they are `decided_by` something.
+      groups: the replicas that wait for each other; None: all of them.
     """
 
     site: Site
@@ -67,6 +68,14 @@ class Collective:
     decided_at: Site | None = None
     reduced_before: State | None = None
     is_merge: bool = False
+    groups: tuple[tuple[int, ...], ...] | None = None
+
+    def is_whole(self, decider: State) -> bool:
+        """Whether those that wait for each other see the same of `decider`."""
+        if self.groups is None or decider.classes is None:
+            return False
+        held = decider.classes
+        return all(len({held[member] for member in each}) == 1 for each in self.groups)
 
 
 @dataclasses.dataclass(frozen=True)
