@@ -70,6 +70,38 @@ def attribute_names(code: types.CodeType) -> set[str]:
     return set(code.co_names).union(*map(attribute_names, _codes_in(code)))
 
 
+def attributes_read(method: types.MethodType) -> set[str]:
+    """The attributes of its object that a method reads, by methods it calls, too.
+
+    Of `self` written as a name; what is read in another way is not found.
+    """
+    kind, found = type(method.__self__), set[str]()
+    left: list[Any] = [method.__func__]
+    while left:
+        function = left.pop()
+        function = function.fget if isinstance(function, property) else function
+        if not isinstance(function, types.FunctionType):
+            continue
+        code = function.__code__
+        new = _read_of(code, code.co_varnames[0]) if code.co_argcount else set[str]()
+        left += (inspect.getattr_static(kind, name, None) for name in new - found)
+        found |= new
+    return found
+
+
+def _read_of(code: types.CodeType, name: str) -> set[str]:
+    """The attributes that code reads of what a variable of it refers to."""
+    found, loaded = set[str](), False
+    for instruction in dis.get_instructions(code):
+        of, operation = instruction.argval, instruction.opname
+        if loaded and operation in ("LOAD_ATTR", "LOAD_METHOD"):
+            found.add(of)
+        # Python 3.13 loads two variables at once.
+        last = of[-1] if isinstance(of, tuple) and of else of
+        loaded = operation.startswith(("LOAD_FAST", "LOAD_DEREF")) and last == name
+    return found.union(*(_read_of(each, name) for each in _codes_in(code)))
+
+
 @functools.lru_cache(maxsize=4096)
 def is_users_class(kind: type) -> bool:
     """Whether a class was defined in the user's own code."""

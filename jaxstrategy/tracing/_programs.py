@@ -3,8 +3,8 @@
 A function is known by its code and what it refers to (`_references`): one that is
 defined anew at each call of the function around it, and refers to the same things each
 time, has one program. While a function object lives, that is looked at once, and again
-when a variable of its closure has been given another value; a function at the top of a
-module is known by itself.
+when a variable of its closure has been given another value, or an attribute that a
+method reads of its object; a function at the top of a module is known by itself.
 
 The programs of functions that are gone stay, a few for each code, as long as the code.
 """
@@ -35,9 +35,9 @@ from jaxstrategy.tracing import (
 )
 from jaxstrategy.tracing._binding import Binding, is_changed_in_place
 from jaxstrategy.tracing._company import Company, accompanied
-from jaxstrategy.tracing._places import Place
+from jaxstrategy.tracing._places import Cell, Key, Place
 from jaxstrategy.tracing._program import Program
-from jaxstrategy.tracing._references import Identity, References
+from jaxstrategy.tracing._references import Identity, References, attributes_of
 from jaxstrategy.tracing._returned import Returned
 from jaxstrategy.tracing._traced import TracedStep
 from jaxstrategy.variables._variable import Variable
@@ -176,15 +176,15 @@ class FunctionPrograms:
         # What its programs are given besides, and what leads to that.
         self._captured: dict[str, Any] = {}
         self._watched: list[tuple[Place, Any]] = []
-        self._cells = list(_cells_of(fn))
+        self._variables = _variables_of(fn)
 
     def __call__(self, args: Sequence[Any], kwargs: dict[str, Any]) -> PyTree:
         """The results of the function on all replicas."""
         compiled = self._compiled
         if compiled is None or self._captured:
             return self._call_anew(args, kwargs)
-        for cell, value in self._cells:
-            if cell.cell_contents is not value:
+        for place, value in self._variables:
+            if place.get() is not value:
                 return self._call_anew(args, kwargs)
         return compiled(args, kwargs)
 
@@ -228,9 +228,8 @@ class FunctionPrograms:
 
     def _is_as_it_was(self, fn: Any) -> bool:
         with _lending.one_at_a_time:
-            return all(
-                cell.cell_contents is value for cell, value in self._cells
-            ) and all(place.get() is value for place, value in self._watched)
+            places = (*self._variables, *self._watched)
+            return all(place.get() is value for place, value in places)
 
     def _look_at(self, fn: Any) -> Compiled:
         """Finds the programs of functions like this one."""
@@ -243,7 +242,7 @@ class FunctionPrograms:
             self._captured, key = self._key_of(fn, references)
             self._watched = references.watched() if self._captured else []
         self._shared = not isinstance(key[0], Identity)
-        self._cells = _cells_of(fn)
+        self._variables = _variables_of(fn)
         seen = functools.partial(_recompilation.Seen, references)
         compiled = self._owner.compiled((*key, self._options), fn, self._options, seen)
         compiled.add(fn)
@@ -271,7 +270,7 @@ class FunctionPrograms:
         """
         if self._compiled is not compiled:
             return
-        self._cells = _cells_of(fn)
+        self._variables = _variables_of(fn)
         if not self._shared:
             return
         with _lending.one_at_a_time:
@@ -585,15 +584,15 @@ def _is_of_a_module(fn: Any) -> bool:
     return is_plain and "<" not in fn.__qualname__
 
 
-def _cells_of(fn: Any) -> list[tuple[types.CellType, Any]]:
-    """The variables of enclosing functions that a function uses, and their values."""
-    found = []
-    for cell in getattr(_itself(fn), "__closure__", None) or ():
-        try:
-            found.append((cell, cell.cell_contents))
-        except ValueError:  # not set yet
-            continue
-    return found
+def _variables_of(fn: Any) -> list[tuple[Place, Any]]:
+    """Variables of enclosing functions and attributes that it uses, with values."""
+    cells = getattr(_itself(fn), "__closure__", None) or ()
+    places: list[Place] = [Cell(cell) for cell in cells]
+    if isinstance(fn, types.MethodType):
+        attributes = attributes_of(fn.__self__)
+        names = _code.attributes_read(fn)
+        places += (Key(attributes, name) for name in names & attributes.keys())
+    return [(place, place.get()) for place in places]
 
 
 def _is_ours(error: Exception) -> bool:

@@ -1,0 +1,72 @@
+"""Methods as steps, whose object is changed between the calls; the oracle is Python."""
+
+import queue
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxstrategy as js
+
+
+@pytest.fixture(scope="module")
+def two():
+    return js.MirroredStrategy(js.simulate(8)[:2])
+
+
+class Trainer:
+    def __init__(self):
+        self.rate, self.weight, self.count = 1.0, jnp.float32(2.0), 0
+        self.traces = queue.SimpleQueue()  # a list would be something it captures
+
+    def step(self, x):
+        self.traces.put(1)
+        return x * self.weight + self.scaled(x)
+
+    def scaled(self, x):
+        return [x * self.doubled for _ in range(1)][0]
+
+    @property
+    def doubled(self):
+        return 2 * self.rate
+
+
+def changes():
+    yield lambda trainer: None
+    yield lambda trainer: setattr(trainer, "weight", jnp.float32(3.0))
+    yield lambda trainer: setattr(trainer, "weight", np.float32(4.0))
+    yield lambda trainer: setattr(trainer, "rate", 5.0)
+
+
+def test_a_method_sees_what_its_object_has_now_and_what_changes_is_told(two):
+    trainer = Trainer()
+    told = r"compiled for the 3rd time.*`captured self\.weight` changed"
+    with pytest.warns(js.RecompilationWarning, match=told):
+        for change in changes():
+            change(trainer)
+            got = two.run(trainer.step, (10.0,))
+            assert got == 10 * float(trainer.weight) + 10 * 2 * trainer.rate
+
+
+def test_parameters_in_an_attribute_are_trained(two):
+    class Model:
+        weight = None
+
+        def step(self, x):
+            return self.weight - 0.1 * js.get_replica_context().all_reduce("mean", x)
+
+    model, want = Model(), np.float32(1.0)
+    model.weight = jnp.float32(1.0)
+    x = two.per_replica([1.0, 3.0])
+    for _ in range(2):
+        model.weight = two.run(model.step, (x,))
+        want -= np.float32(0.1) * 2
+    np.testing.assert_allclose(model.weight, want, rtol=1e-6)
+
+
+def test_attributes_that_a_method_does_not_read_compile_nothing(two):
+    trainer = Trainer()
+    for _ in range(4):
+        two.run(trainer.step, (1.0,))
+        trainer.count += 1
+    assert trainer.traces.qsize() == 1
