@@ -1,6 +1,9 @@
 """Methods as steps, whose object is changed between the calls; the oracle is Python."""
 
+import gc
 import queue
+import weakref
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -50,7 +53,7 @@ def test_a_method_sees_what_its_object_has_now_and_what_changes_is_told(two):
 
 def test_parameters_in_an_attribute_are_trained(two):
     class Model:
-        weight = None
+        weight: Any = None
 
         def step(self, x):
             return self.weight - 0.1 * js.get_replica_context().all_reduce("mean", x)
@@ -70,3 +73,20 @@ def test_attributes_that_a_method_does_not_read_compile_nothing(two):
         two.run(trainer.step, (1.0,))
         trainer.count += 1
     assert trainer.traces.qsize() == 1
+
+
+def test_an_object_that_refers_to_itself_is_not_kept(two):
+    class Model:
+        itself: Any = None
+        rate = 0.0
+
+        def step(self, x):
+            return self.itself.rate * x
+
+    model = Model()
+    model.itself, model.rate = model, 2.0
+    assert two.run(model.step, (1.0,)) == 2.0
+    alive = weakref.ref(model)
+    del model
+    gc.collect()
+    assert alive() is None

@@ -35,7 +35,7 @@ from jaxstrategy.tracing import (
 )
 from jaxstrategy.tracing._binding import Binding, is_changed_in_place
 from jaxstrategy.tracing._company import Company, accompanied
-from jaxstrategy.tracing._places import Cell, Key, Place
+from jaxstrategy.tracing._places import Cell, Place
 from jaxstrategy.tracing._program import Program
 from jaxstrategy.tracing._references import Identity, References, attributes_of
 from jaxstrategy.tracing._returned import Returned
@@ -177,6 +177,9 @@ class FunctionPrograms:
         self._captured: dict[str, Any] = {}
         self._watched: list[tuple[Place, Any]] = []
         self._variables = _variables_of(fn)
+        is_method = isinstance(fn, types.MethodType)
+        self._names = _code.attributes_read(fn) if is_method else set[str]()
+        self._attributes = self._attributes_of(fn)
 
     def __call__(self, args: Sequence[Any], kwargs: dict[str, Any]) -> PyTree:
         """The results of the function on all replicas."""
@@ -186,7 +189,14 @@ class FunctionPrograms:
         for place, value in self._variables:
             if place.get() is not value:
                 return self._call_anew(args, kwargs)
+        if self._names and self._attributes_of(self._get_fn()) != self._attributes:
+            return self._call_anew(args, kwargs)
         return compiled(args, kwargs)
+
+    def _attributes_of(self, method: Any) -> dict[str, Identity]:
+        """What a method reads of its object, which is not kept alive by this."""
+        held = attributes_of(method.__self__) if self._names else {}
+        return {name: Identity(held[name]) for name in self._names & held.keys()}
 
     def _call_anew(self, args: Any, kwargs: Any) -> PyTree:
         """A call of a function that refers to other things than before, maybe."""
@@ -229,7 +239,8 @@ class FunctionPrograms:
     def _is_as_it_was(self, fn: Any) -> bool:
         with _lending.one_at_a_time:
             places = (*self._variables, *self._watched)
-            return all(place.get() is value for place, value in places)
+            has_same = self._attributes_of(fn) == self._attributes
+            return has_same and all(place.get() is value for place, value in places)
 
     def _look_at(self, fn: Any) -> Compiled:
         """Finds the programs of functions like this one."""
@@ -243,6 +254,7 @@ class FunctionPrograms:
             self._watched = references.watched() if self._captured else []
         self._shared = not isinstance(key[0], Identity)
         self._variables = _variables_of(fn)
+        self._attributes = self._attributes_of(fn)
         seen = functools.partial(_recompilation.Seen, references)
         compiled = self._owner.compiled((*key, self._options), fn, self._options, seen)
         compiled.add(fn)
@@ -271,6 +283,7 @@ class FunctionPrograms:
         if self._compiled is not compiled:
             return
         self._variables = _variables_of(fn)
+        self._attributes = self._attributes_of(fn)
         if not self._shared:
             return
         with _lending.one_at_a_time:
@@ -585,14 +598,9 @@ def _is_of_a_module(fn: Any) -> bool:
 
 
 def _variables_of(fn: Any) -> list[tuple[Place, Any]]:
-    """Variables of enclosing functions and attributes that it uses, with values."""
+    """The variables of enclosing functions that a function uses, and their values."""
     cells = getattr(_itself(fn), "__closure__", None) or ()
-    places: list[Place] = [Cell(cell) for cell in cells]
-    if isinstance(fn, types.MethodType):
-        attributes = attributes_of(fn.__self__)
-        names = _code.attributes_read(fn)
-        places += (Key(attributes, name) for name in names & attributes.keys())
-    return [(place, place.get()) for place in places]
+    return [(place, place.get()) for place in map(Cell, cells)]
 
 
 def _is_ours(error: Exception) -> bool:
