@@ -20,6 +20,10 @@ from jaxstrategy import _source
 from jaxstrategy.tracing._site import Site
 
 AXIS = "replica"
+# One replica has nobody to wait for, and nothing differs there.
+SEVERAL = pytest.mark.parametrize(
+    "strategy", [2, 8], ids="{}-replicas".format, indirect=True
+)
 
 
 def replica():
@@ -280,6 +284,7 @@ HIDDEN = {
 }
 
 
+@SEVERAL
 @pytest.mark.parametrize("case", HIDDEN, ids=lambda case: case.__name__)
 def test_a_collective_that_only_some_replicas_reach_is_an_error(strategy, case):
     what, control, _ = HIDDEN[case]
@@ -550,6 +555,7 @@ def test_a_decorated_step_is_checked_with_its_static_arguments(two):
     assert step(ids(two), "works") == 3
 
 
+@SEVERAL
 def test_after_the_error_the_strategy_goes_on(strategy):
     diverging(strategy, in_cond, ids(strategy), 1.0)
     with strategy.scope(), pytest.raises(js.DivergentCollectiveError):
@@ -717,6 +723,7 @@ def test_a_sum_of_what_is_reduced_already_warns_once_with_both_lines(two, step):
     assert place(step, "again").startswith(f"{record.filename}:{record.lineno}: ")
 
 
+@SEVERAL
 def test_each_pair_of_lines_and_each_trace_warns(strategy):
     def step(x):
         a = lax.pmean(x, AXIS)
@@ -930,6 +937,7 @@ def about_params(path, leaf):
     return "params" in jax.tree_util.keystr(path)
 
 
+@SEVERAL
 @pytest.mark.parametrize(
     "expected",
     [
