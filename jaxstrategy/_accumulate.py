@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxstrategy import _padding
+from jaxstrategy import _mesh, _padding
 from jaxstrategy._slices import is_slices
 from jaxstrategy._values import PyTree
 
@@ -123,7 +123,7 @@ def _summable(leaf: Any) -> Any:
             "`accumulate` was given a function that returns IndexedSlices, which have "
             "no sum of the same size. Return `slices.to_dense()`."
         )
-    return jnp.asarray(leaf)
+    return _mesh.array_of(leaf)
 
 
 def _wide_dtype(dtype: Any) -> Any:

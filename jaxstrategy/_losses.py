@@ -87,7 +87,7 @@ def compute_average_loss(
     weighted = _weighted(loss.astype(precise), sample_weight)
     if real is not None:
         weighted = _weighted(weighted, real.mask)
-    return (weighted.sum() / jnp.asarray(size, precise)).astype(loss.dtype)
+    return (weighted.sum() / _mesh.array_of(size, precise)).astype(loss.dtype)
 
 
 def _real_examples(loss: jax.Array, mask: Any) -> RealRows | None:
@@ -183,7 +183,7 @@ def _weighted(loss: jax.Array, sample_weight: Any) -> jax.Array:
         return loss
     if is_per_replica(sample_weight):
         _numbers(sample_weight, "sample_weight")
-    weight = jnp.asarray(sample_weight)
+    weight = _mesh.array_of(sample_weight)
     given = weight.shape
     if weight.ndim == loss.ndim + 1 and given[-1] == 1:
         weight = weight.squeeze(-1)

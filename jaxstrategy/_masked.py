@@ -7,8 +7,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from jaxstrategy import _contexts, _padding
+from jaxstrategy import _contexts, _mesh, _padding
 from jaxstrategy._options import ReduceOp
 from jaxstrategy._padding import RealRows
 
@@ -124,12 +125,13 @@ def masked_mean(
         real = RealRows(given, _share(given))
     if real is None and rows:
         every = jnp.ones(rows, bool)
-        return jnp.mean(values, _summed_over(axis, every, values, "masked_mean"))
+        over = _summed_over(axis, every, values, "masked_mean")
+        return jnp.mean(_mesh.array_of(values), over)
     if real is None:  # NumPy's mean of nothing is NaN
         real = RealRows(jnp.ones(0, bool), jnp.ones(()))
     over = _summed_over(axis, real.mask, values, "masked_mean")
     total = jnp.sum(_kept(values, real.mask), axis=over)
-    others = math.prod(jnp.shape(values)[real.mask.ndim : len(over)])
+    others = math.prod(np.shape(values)[real.mask.ndim : len(over)])
     share = real.share if others == 1 else real.share / others
     if not jnp.issubdtype(total.dtype, jnp.inexact):
         return total * share
@@ -152,7 +154,7 @@ def _given(mask: Any, values: Any) -> jax.Array:
     Raises:
       ValueError: `mask` has not the shape of the first dimensions of `values`.
     """
-    mask = _checked(mask, jnp.shape(values))
+    mask = _checked(mask, np.shape(values))
     if mask.ndim > 1 and (known := _padding.real_rows(values)) is not None:
         mask &= known.mask.reshape(-1, *[1] * (mask.ndim - 1))
     return mask
@@ -163,7 +165,7 @@ def _summed_over(
 ) -> tuple[int, ...]:
     """The first dimensions of `values`: those of `mask`, or all."""
     if axis is None:
-        return tuple(range(jnp.ndim(values)))
+        return tuple(range(np.ndim(values)))
     if isinstance(axis, bool) or axis != 0:
         raise ValueError(
             f"`axis` of `{name}` was {axis!r}; 0 for the rows or None for all "
@@ -184,18 +186,18 @@ def _share(mask: jax.Array) -> jax.Array:
 
 
 def _kept(values: Any, mask: jax.Array) -> jax.Array:
-    values = jnp.asarray(values)
+    values = _mesh.array_of(values)
     along = mask.reshape(mask.shape + (1,) * (values.ndim - mask.ndim))
     return jnp.where(along, values, jnp.zeros((), values.dtype))
 
 
 def _rows(values: Any, name: str) -> int:
-    if jnp.ndim(values) == 0:
+    if np.ndim(values) == 0:
         raise ValueError(
             f"`{name}` was given a scalar; an array with one entry for each row of the "
             "batch was wanted, such as the loss of each example before their mean."
         )
-    return jnp.shape(values)[0]
+    return np.shape(values)[0]
 
 
 def _checked(mask: Any, wanted: tuple[int, ...]) -> jax.Array:
@@ -204,7 +206,7 @@ def _checked(mask: Any, wanted: tuple[int, ...]) -> jax.Array:
     Raises:
       ValueError: its dimensions are not the first ones that are wanted.
     """
-    shape, rows = jnp.shape(mask), wanted[0]
+    shape, rows = np.shape(mask), wanted[0]
     if not shape or shape != wanted[: len(shape)]:
         entries = ""
         if len(wanted) > 1:
@@ -213,4 +215,4 @@ def _checked(mask: Any, wanted: tuple[int, ...]) -> jax.Array:
             f"`mask` has shape {shape}; one entry for each of the {rows} rows was "
             f"wanted.{entries}"
         )
-    return jnp.asarray(mask).astype(bool)
+    return _mesh.array_of(mask).astype(bool)

@@ -26,26 +26,55 @@ SAME = PartitionSpec()
 SPLIT = PartitionSpec(REPLICA_AXIS)
 
 
-def array_of(value: Any) -> jax.Array:
+class NotHeldError(ValueError):
+    """A number is larger than its dtype holds."""
+
+
+def array_of(value: Any, dtype: Any = None) -> jax.Array:
     """`value` as `jnp.asarray` has it.
 
     Raises:
-      ValueError: it is a number of Python that no integer of JAX holds.
+      NotHeldError: it has a number of Python that `dtype` does not hold, by default an
+        integer that no integer of JAX holds.
     """
     try:
-        return jnp.asarray(value)
+        return jnp.asarray(value, dtype)
     except OverflowError:
-        raise ValueError(too_large(value)) from None
+        raise NotHeldError(too_large(value, dtype)) from None
 
 
-def too_large(value: Any) -> str:
-    """What is wrong with an integer that JAX's do not hold."""
-    held = jnp.iinfo(jax.dtypes.canonicalize_dtype(int))
+def too_large(value: Any, dtype: Any = None) -> str:
+    """What is wrong with a number that `dtype`, by default JAX's integer, lacks."""
+    kind = jax.dtypes.canonicalize_dtype(int if dtype is None else dtype)
+    is_integer = jnp.issubdtype(kind, jnp.integer)
+    held = jnp.iinfo(kind) if is_integer else jnp.finfo(kind)
+    ends = [
+        end if is_integer else f"{end:.6g}" for end in map(int, (held.min, held.max))
+    ]
+    advice = ", such as `np.float32(value)`" if is_integer else ""
+    if is_integer and kind.itemsize < 8:
+        advice += (
+            ", or let JAX have 64 bits: `jax.config.update('jax_enable_x64', True)`"
+        )
     return (
-        f"{shown(value)} was given, and {held.dtype} holds {held.min} to {held.max}. "
-        "Give an array of a dtype that holds it, such as `np.float32(value)`, or let "
-        "JAX have 64 bits: `jax.config.update('jax_enable_x64', True)`."
+        f"{shown(value)} was given, and {kind} holds {ends[0]} to {ends[1]}. Give an "
+        f"array of a dtype that holds it{advice}."
     )
+
+
+def check_held(host: np.ndarray) -> None:
+    """Raise if JAX, without 64 bits, would cut integers of `host` without a word.
+
+    Raises:
+      NotHeldError: it would.
+    """
+    kind = jax.dtypes.canonicalize_dtype(host.dtype)
+    if host.dtype.kind not in "iu" or kind == host.dtype or not host.size:
+        return
+    held = jnp.iinfo(kind)
+    for extreme in (int(host.max()), int(host.min())):
+        if not held.min <= extreme <= held.max:
+            raise NotHeldError(too_large(extreme, kind))
 
 
 def mesh_of(devices: Sequence[Device]) -> Mesh:
@@ -53,12 +82,19 @@ def mesh_of(devices: Sequence[Device]) -> Mesh:
 
     Raises:
       TypeError: they are not devices.
+      ValueError: there is none, or one twice.
     """
-    for device in np.asarray(devices).flat:
+    found = np.asarray(devices)
+    for device in found.flat:
         if not isinstance(device, jax.Device):
             raise TypeError(f"`devices` has {shown(device)}; devices were wanted.")
+    if not found.size or found.ndim != 1 or len(set(found)) < found.size:
+        raise ValueError(
+            f"`devices` was {shown(devices)}; a list of one or more devices, each of "
+            "them once, was wanted."
+        )
     # Auto, not Explicit (the default of `jax.make_mesh`), which refuses NumPy inputs.
-    return Mesh(np.asarray(devices), (REPLICA_AXIS,), axis_types=(AxisType.Auto,))
+    return Mesh(found, (REPLICA_AXIS,), axis_types=(AxisType.Auto,))
 
 
 def devices_of(mesh: Mesh) -> tuple[Device, ...]:
@@ -105,16 +141,21 @@ def _placed(
     """`value` on devices; `place` is asked if some of them are other processes'."""
     if _is_spread(value):
         return _moved(value, sharding)
+    if isinstance(value, (np.ndarray, np.generic)):
+        check_held(np.asarray(value))
     if sharding.is_fully_addressable or isinstance(value, Tracer):
         try:
             return jax.device_put(value, sharding)
-        except OverflowError:
-            raise ValueError(too_large(value)) from None
+        except (OverflowError, TypeError):  # the latter of 10**400
+            if not isinstance(value, int):
+                raise
+            raise NotHeldError(too_large(value)) from None
     if isinstance(value, jax.Array):
         if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
             data = _placed(jax.random.key_data(value), sharding, place)
             return jax.random.wrap_key_data(data, impl=jax.random.key_impl(value))
-    host = np.asarray(value)
+    # NumPy has 64 bits for a number of Python.
+    host = np.asarray(array_of(value) if isinstance(value, int) else value)
     dtype = jax.dtypes.canonicalize_dtype(host.dtype)
     return place(host.astype(dtype, copy=False), sharding)
 

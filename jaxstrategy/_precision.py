@@ -15,9 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxstrategy import _contexts, _mesh, _values
+from jaxstrategy._errors import shown
 from jaxstrategy._options import ReduceOp
 from jaxstrategy._values import PyTree
 from jaxstrategy.strategies._current import get_replica_context
+
+_MOST = float(np.finfo(np.float32).max)
+_MOST_STEPS = int(np.iinfo(np.int32).max)
 
 
 def cast_floating(tree: PyTree, dtype: Any) -> PyTree:
@@ -90,7 +94,8 @@ class DynamicLossScale:
       finite_steps: how many finite steps there were since the factor changed.
 
     Raises:
-      ValueError: `period` is less than 1, or `factor` not more than 1.
+      ValueError: `period` is less than 1, `factor` not more than 1, or one of the
+        numbers more than 32 bits hold.
 
     >>> import jaxstrategy as js
     >>> strategy = js.MirroredStrategy(js.simulate(8)[:4])
@@ -125,18 +130,29 @@ class DynamicLossScale:
         # be compiled twice.
         if isinstance(self.loss_scale, float):
             object.__setattr__(self, "loss_scale", np.float32(self.loss_scale))
-        if self.period < 1:
-            raise ValueError(f"`period` is {self.period}; at least 1 step is wanted.")
-        if self.factor <= 1:
-            raise ValueError(f"`factor` is {self.factor}; more than 1 is wanted.")
+        if not 1 <= self.period <= _MOST_STEPS:
+            raise ValueError(
+                f"`period` is {shown(self.period)}; at least 1 step is wanted, and at "
+                f"most {_MOST_STEPS}."
+            )
+        if not 1 < self.factor <= _MOST:
+            raise ValueError(
+                f"`factor` is {shown(self.factor)}; more than 1 is wanted, and no more "
+                "than float32 holds."
+            )
+        if not -_MOST <= self.min_loss_scale <= _MOST:
+            raise ValueError(
+                f"`min_loss_scale` is {shown(self.min_loss_scale)}; a number that "
+                "float32 holds is wanted."
+            )
 
     def scale(self, loss: PyTree) -> PyTree:
         """`loss` times the factor, in float32 if it was 16 bits wide."""
-        return self._times(loss, jnp.asarray(self.loss_scale, jnp.float32))
+        return self._times(loss, _mesh.array_of(self.loss_scale, jnp.float32))
 
     def unscale(self, gradients: PyTree) -> PyTree:
         """`gradients` divided by the factor, in float32 if they were 16 bits wide."""
-        return self._times(gradients, 1 / jnp.asarray(self.loss_scale, jnp.float32))
+        return self._times(gradients, 1 / _mesh.array_of(self.loss_scale, jnp.float32))
 
     def adjust(self, grads_finite: Any) -> Self:
         """The factor for the next step.
@@ -145,12 +161,13 @@ class DynamicLossScale:
           grads_finite: whether this step's gradients were finite, a bool that is equal
             on all replicas: `all_finite(gradients)`.
         """
-        scale = jnp.asarray(self.loss_scale, jnp.float32)
-        steps = jnp.asarray(self.finite_steps, jnp.int32) + 1
+        scale = _mesh.array_of(self.loss_scale, jnp.float32)
+        steps = _mesh.array_of(self.finite_steps, jnp.int32) + 1
+        grads_finite = _mesh.array_of(grads_finite)
         full = steps >= self.period
-        larger = scale * self.factor
+        larger = scale * float(self.factor)
         grown = jnp.where(full & jnp.isfinite(larger), larger, scale)
-        fallen = jnp.maximum(scale / self.factor, self.min_loss_scale)
+        fallen = jnp.maximum(scale / float(self.factor), float(self.min_loss_scale))
         return dataclasses.replace(
             self,
             loss_scale=jnp.where(grads_finite, grown, fallen),

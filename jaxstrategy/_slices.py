@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from typing import Any, final
 
 import jax
 import jax.numpy as jnp
+
+from jaxstrategy import _mesh
+from jaxstrategy._errors import shown
 
 
 @final
@@ -39,7 +43,7 @@ class IndexedSlices:
 
     def __post_init__(self) -> None:
         if self.dense_shape is not None:
-            shape = tuple(int(n) for n in self.dense_shape)
+            shape = _checked_shape(self.dense_shape)
             object.__setattr__(self, "dense_shape", shape)
         values = getattr(self.values, "shape", None)
         indices = getattr(self.indices, "shape", None)
@@ -74,7 +78,8 @@ class IndexedSlices:
     @property
     def dtype(self) -> Any:
         """The dtype of the rows."""
-        return self.values.dtype
+        known = getattr(self.values, "dtype", None)
+        return _mesh.array_of(self.values).dtype if known is None else known
 
     @property
     def shape(self) -> tuple[int, ...] | None:
@@ -92,11 +97,24 @@ class IndexedSlices:
                 "These IndexedSlices have no `dense_shape`, so it is not known how "
                 "large the array is. Give it when they are made."
             )
-        return self.added_to(jnp.zeros(self.dense_shape, self.values.dtype))
+        return self.added_to(jnp.zeros(self.dense_shape, self.dtype))
 
     def added_to(self, array: jax.Array) -> jax.Array:
         """`array`, which has the whole shape, with the rows added to it."""
-        return jnp.asarray(array).at[self.indices].add(self.values)
+        rows = _mesh.array_of(self.indices)
+        return _mesh.array_of(array).at[rows].add(_mesh.array_of(self.values))
+
+
+def _checked_shape(given: Any) -> tuple[int, ...]:
+    try:
+        shape = tuple(operator.index(n) for n in given)
+    except TypeError:
+        shape = (-1,)
+    if any(not 0 <= n < 2**63 for n in shape):
+        raise ValueError(
+            f"`dense_shape` was {shown(given)}; a shape, such as (10, 3), was wanted."
+        )
+    return shape
 
 
 def is_slices(value: object) -> bool:

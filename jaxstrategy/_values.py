@@ -285,15 +285,17 @@ def as_array(value: Any, what: str) -> jax.Array | np.ndarray:
 
     Raises:
       TypeError: it is not an array or a number.
+      ValueError: it has integers that JAX does not hold.
     """
     if isinstance(value, jax.Array):
         return value
     array = np.asarray(value)
     if array.dtype.kind in "OSUMm":
         raise TypeError(
-            f"`{what}` is {value!r}, which is not an array or a number and cannot be "
-            "placed on a device."
+            f"`{what}` is {shown(value)}, which is not an array or a number and cannot "
+            "be placed on a device."
         )
+    _mesh.check_held(array)
     return array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)
 
 

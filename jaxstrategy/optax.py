@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxstrategy import _mesh
 from jaxstrategy._contexts import AbstractStrategy
 from jaxstrategy._errors import MissingExtraError, shown
 from jaxstrategy._options import (
@@ -258,7 +259,7 @@ def _gradients(params: PyTree, n: int, size: float, seed: int) -> PyTree:
         drawn = draw.standard_normal((n, *np.shape(leaf)))
         # Some replicas are much further out than others, as in a batch with outliers.
         far = np.arange(1, n + 1).reshape(-1, *[1] * np.ndim(leaf))
-        return np.asarray(size * (drawn + 0.5) * far, jnp.asarray(leaf).dtype)
+        return np.asarray(size * (drawn + 0.5) * far, _mesh.array_of(leaf).dtype)
 
     return jax.tree.map(like, params)
 

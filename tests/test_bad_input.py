@@ -1,5 +1,6 @@
 """Numbers and objects that no function can use: a message that has them in it."""
 
+import jax
 import numpy as np
 import optax
 import pytest
@@ -34,14 +35,112 @@ TOO_LARGE = {
     "loss": lambda strategy: js.scale_regularization_loss(2**40),
     "finite": lambda strategy: js.all_finite({"a": 2**40}),
     "unscale": lambda strategy: js.DynamicLossScale().unscale({"a": 2**40}),
+    "adjust": lambda strategy: js.DynamicLossScale().adjust(2**40),
+    "steps": lambda strategy: js.DynamicLossScale(finite_steps=2**40).adjust(True),
+    "gather": lambda strategy: strategy.gather(2**40, 0),
+    "all_gather": lambda strategy: strategy.run(
+        lambda: js.get_replica_context().all_gather(2**40, 0)
+    ),
+    "argument": lambda strategy: strategy.run(lambda x: x, (2**40,)),
+    "start": lambda strategy: js.Variable(2**40),
+    "index": lambda strategy: vector()[2**40],
+    "sparse_read": lambda strategy: vector().sparse_read(2**40),
+    "gather_nd": lambda strategy: vector().gather_nd([2**40]),
+    "scatter_nd_add": lambda strategy: vector().scatter_nd_add([2**40], 1.0),
+    "scatter_nd_sub": lambda strategy: vector().scatter_nd_sub([0], 2**40),
+    "scatter_nd_update": lambda strategy: vector().scatter_nd_update([2**40], 1.0),
+    "scatter_add": lambda strategy: vector().scatter_add(rows([2**40])),
+    "to_dense": lambda strategy: rows([2**40]).to_dense(),
+    "added_to": lambda strategy: rows(np.zeros(1, int)).added_to(2**40),
+    "weight": lambda strategy: js.compute_average_loss([1.0], sample_weight=[2**40]),
+    "mask": lambda strategy: js.masked_mean([1.0], mask=[2**40]),
+    "masked_mean": lambda strategy: js.masked_mean([2**40]),
+    "masked_sum": lambda strategy: js.masked_sum([2**40]),
+    "weights": lambda strategy: strategy.reduce("sum", 1.0, None, weights=2**40),
+    "weighted": lambda strategy: strategy.reduce("sum", 2**40, None, weights=1.0),
+    "per_replica": lambda strategy: strategy.per_replica([2**40, 2**40]),
+    "values": lambda strategy: strategy.experimental_distribute_values_from_function(
+        lambda context: 2**40
+    ),
+    # JAX itself keeps the lower 32 bits of these, without a word.
+    "numpy": lambda strategy: strategy.mirror(np.int64(2**40)),
+    "numpy argument": lambda strategy: strategy.run(lambda x: x, (np.int64(2**40),)),
+    "unsigned": lambda strategy: strategy.mirror(np.array([2**40, 0])),
+    "batch": lambda strategy: next(
+        iter(strategy.experimental_distribute_dataset([np.full(2, 2**40)]))
+    ),
 }
+
+
+def vector():
+    return js.Variable([1.0, 2.0, 3.0])
+
+
+def rows(indices):
+    return js.IndexedSlices(np.ones(1, np.float32), indices, (3,))
 
 
 @pytest.mark.parametrize("use", TOO_LARGE)
 def test_integers_that_jax_does_not_hold_are_told(strategy, use):
-    told = "1099511627776 was given, and int32 holds -2147483648 to 2147483647. Give an"
+    told = (
+        r"1099511627776\]* was given, and int32 holds -2147483648 to 2147483647. Give"
+    )
     with pytest.raises(ValueError, match=told):
         TOO_LARGE[use](strategy)
+
+
+@pytest.mark.parametrize(
+    "dtype, told",
+    [
+        ("uint8", "and uint8 holds 0 to 255. Give an array of a dtype that holds it, "),
+        (
+            "float32",
+            r"and float32 holds -3.40282e\+38 to 3.40282e\+38. Give an array of",
+        ),
+    ],
+)
+def test_numbers_that_a_dtype_does_not_hold_are_told(dtype, told):
+    with pytest.raises(ValueError, match=f"'v': 1000.* was given, {told}"):
+        js.Variable(HUGE, dtype=dtype, name="v")
+
+
+def test_64_bits_are_not_advised_where_they_are(strategy):
+    with jax.enable_x64(True), pytest.raises(ValueError, match="int64 .*value.`.$"):
+        strategy.mirror(2**70)
+
+
+def test_integers_that_fit_stay_as_they_are(strategy):
+    given = np.array([2**31 - 1, -(2**31)])
+    np.testing.assert_array_equal(strategy.mirror(given), given)
+    assert strategy.mirror(np.zeros(0, int)).shape == (0,)
+
+
+@pytest.mark.parametrize("number", [HUGE, -HUGE, np.inf, np.nan])
+def test_loss_scales_keep_to_what_their_dtypes_hold(number):
+    with pytest.raises(ValueError, match="`period` is .*; at least 1 step is wanted"):
+        js.DynamicLossScale(period=number)
+    with pytest.raises(ValueError, match="`factor` is .*; more than 1 is wanted, and"):
+        js.DynamicLossScale(factor=number)
+    with pytest.raises(ValueError, match="`min_loss_scale` is .*; a number that floa"):
+        js.DynamicLossScale(min_loss_scale=number)
+
+
+@pytest.mark.parametrize("shape", [(-1,), (HUGE,), (1.5,), 3, "ab"])
+def test_shapes_of_sparse_rows_that_cannot_be_are_refused(shape):
+    with pytest.raises(ValueError, match="`dense_shape` was .*; a shape, such as"):
+        js.IndexedSlices([1.0], [0], shape)
+
+
+def test_sparse_rows_may_be_lists():
+    dense = js.IndexedSlices([1.0, 2.0], [2, 0], (3,)).to_dense()
+    np.testing.assert_array_equal(dense, [2, 0, 1])
+
+
+@pytest.mark.parametrize("state", [None, 5, "a", [], {}, {"data": 5}])
+def test_states_of_something_else_are_refused(state):
+    source = js.batches(np.ones(4), 2)
+    with pytest.raises(ValueError, match="is not the state of a pass over js.batches"):
+        source.check_described(state)
 
 
 @pytest.mark.parametrize("number", [HUGE, 10**5000], ids=["400", "5000"])
@@ -106,3 +205,7 @@ def test_a_per_replica_of_a_number_has_no_replicas():
 def test_a_strategy_of_no_devices_is_refused():
     with pytest.raises(TypeError, match="`devices` has .*5.*; devices were wanted"):
         js.Strategy([5])
+    device = jax.devices()[0]
+    for devices in ([], [[]], [[device]], [device, device]):
+        with pytest.raises(ValueError, match="`devices` was .*; a list of one or more"):
+            js.Strategy(devices)

@@ -1027,8 +1027,18 @@ REFUSED = [
     (np.zeros((4, 2)), DATA),
     (jnp.zeros((4, 2)), DATA),
     (Batch(np.zeros(2), np.zeros(2)), DATA),
-    ((np.zeros((4, 2)), np.arange(4)), DATA),
-    ([np.zeros((4, 2)), np.zeros((4, 3))], DATA),
+    (
+        (np.zeros((4, 2)), np.arange(4)),
+        r"The tuple given .* holds float64\[4,2\], int64\[4\]. A list is a list of .*"
+        r"a tuple of arrays is one batch. .*put a tuple of them in a list: `\[\(x, y",
+    ),
+    ((np.zeros((4, 2)), np.ones((4, 2))), "The tuple given .* is one batch. Give"),
+    (
+        [np.zeros((4, 2)), np.zeros((4, 3))],
+        r"The list given .* holds float64\[4,2\], float64\[4,3\], which are not batches"
+        r" of one kind. A list is a list of batches, alike but for their rows",
+    ),
+    ([np.zeros(n) if n % 2 else np.zeros((n, 1)) for n in range(6)], r"\], \.\.\., wh"),
     ("data.npy", r"is the text 'data.npy'. If it names a file, load it"),
     (b"data", r"is the text b'data'"),
     (Loader, r"is the class Loader. Give an instance of it, as in `Loader\(...\)`"),
@@ -1054,6 +1064,12 @@ def test_what_is_no_dataset(dataset, message):
 def test_a_list_of_arrays_of_one_kind_is_batches():
     parts = [np.zeros((4, 2)), np.ones((3, 2))]
     assert_same(taken(as_source(parts).start()), parts)
+
+
+def test_a_tuple_of_arrays_in_a_list_is_one_batch():
+    x, y = np.zeros((4, 2)), np.arange(4)
+    (batch,) = taken(as_source([(x, y)]).start())
+    assert batch[0] is x and batch[1] is y
 
 
 def test_a_torch_dataset_of_examples(torch):

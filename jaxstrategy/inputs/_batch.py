@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxstrategy import _values
+from jaxstrategy import _mesh, _values
 from jaxstrategy._values import PerReplica, PyTree
 
 
@@ -73,8 +73,8 @@ def checked(tree: PyTree, number: int, is_of_replica: bool = False) -> Batch:
 
     Raises:
       TypeError: a leaf is not an array of numbers.
-      ValueError: it has no leaves; one is a scalar and may not be, or has other rows
-        than the first.
+      ValueError: it has no leaves; one has integers that JAX does not hold, is a
+        scalar and may not be, or has other rows than the first.
     """
     found, treedef = jax.tree.flatten_with_path(tree, is_leaf=_values.is_per_replica)
     if not found:
@@ -102,6 +102,8 @@ def _array(leaf: Any, path: str, number: int) -> Any:
         )
     try:
         array = _values.as_array(leaf, path)
+    except _mesh.NotHeldError as error:
+        raise ValueError(f"`{path}` of batch {number}: {error}") from None
     except (TypeError, ValueError) as error:
         shown = repr(leaf)
         raise TypeError(

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxstrategy import _mesh
 from jaxstrategy.reductions._all_reduce import Axes
 
 
@@ -20,7 +21,7 @@ def all_gather(value: Any, axis: int, axes: Axes) -> jax.Array:
       ValueError: `value` is a scalar, or `axis` is out of range.
       TypeError: `axis` is not a whole number.
     """
-    array = jnp.asarray(value)
+    array = _mesh.array_of(value)
     if not isinstance(axis, int) or isinstance(axis, bool):
         raise TypeError(f"`axis` was {axis!r}; a whole number was wanted.")
     if array.ndim == 0:

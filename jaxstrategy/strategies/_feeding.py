@@ -40,8 +40,9 @@ class FedStrategy(Placing):
             list of batches, a function that makes generators, or another iterable; a
             Grain dataset or loader, a PyTorch `DataLoader`, a `tf.data.Dataset`, a
             Hugging Face dataset in NumPy form. A batch is a pytree of arrays of shape
-            `[rows, ...]`. With several processes each reads the same batches and uses
-            its own rows.
+            `[rows, ...]`. A list of bare arrays is a list of batches, alike but for
+            their rows; one batch of several arrays is a tuple of them, `[(x, y)]`. With
+            several processes each reads the same batches and uses its own rows.
           options: see `InputOptions`.
 
         Returns:

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxstrategy import _padding
+from jaxstrategy import _mesh, _padding
 from jaxstrategy._options import ReduceOp
 from jaxstrategy._slices import is_slices
 from jaxstrategy._values import PyTree
@@ -92,7 +92,7 @@ def _weights(
             f"`weights` were given for {op.name}, which has none; only SUM and MEAN "
             "have."
         )
-    given, weights = weights, jnp.asarray(weights)
+    given, weights = weights, _mesh.array_of(weights)
     shape, wanted = weights.shape, jnp.shape(leaf)
     if shape != wanted[: len(shape)]:
         raise ValueError(
@@ -115,7 +115,7 @@ def _sums(
     leaf: Any, weights: Any, axis: tuple[int, ...] | None
 ) -> tuple[jax.Array, jax.Array]:
     """The weighted sum, and that of the weights."""
-    leaf = jnp.asarray(leaf)
+    leaf = _mesh.array_of(leaf)
     along = weights.reshape(weights.shape + (1,) * (leaf.ndim - weights.ndim))
     # What has no weight has no influence, not even NaN.
     kept = jnp.where(along != 0, leaf * along, jnp.zeros((), leaf.dtype))

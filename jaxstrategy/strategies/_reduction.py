@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import jax
-import jax.numpy as jnp
 
 from jaxstrategy import _contexts, _mesh, _values
 from jaxstrategy._contexts import AbstractReduction, AbstractStrategy, Context
@@ -83,7 +82,7 @@ class Reduction(AbstractReduction):
 
     def first(self, leaf: Any) -> jax.Array:
         """The array of the first replica."""
-        return self.gathered(jnp.asarray(leaf)[None], 0)[0]
+        return self.gathered(_mesh.array_of(leaf)[None], 0)[0]
 
     def of_leaves(
         self,

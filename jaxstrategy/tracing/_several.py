@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxstrategy import _padding, _values
+from jaxstrategy import _mesh, _padding, _values
 from jaxstrategy._errors import ObjectError
 from jaxstrategy._values import PyTree
 from jaxstrategy.tracing import _lending, _objects
@@ -103,7 +103,7 @@ class _Arrays:
         )
         self.paths = [path for path, _ in found]
         self.leaves = [
-            jnp.asarray(leaf) if with_numbers and _is_number(leaf) else leaf
+            _mesh.array_of(leaf) if with_numbers and _is_number(leaf) else leaf
             for _, leaf in found
         ]
 

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxstrategy import _mesh
 from jaxstrategy._slices import IndexedSlices
 from jaxstrategy.variables._changes import SCATTERS, Change
 from jaxstrategy.variables._part import VariablePart
@@ -15,7 +16,7 @@ from jaxstrategy.variables._part import VariablePart
 
 def _index(indices: Any) -> tuple[jax.Array, ...]:
     """TensorFlow's indices `[..., k]` as those of an array, one for each dimension."""
-    return tuple(jnp.moveaxis(jnp.asarray(indices), -1, 0))
+    return tuple(jnp.moveaxis(_mesh.array_of(indices), -1, 0))
 
 
 class Scatters(abc.ABC):
@@ -37,7 +38,7 @@ class Scatters(abc.ABC):
 
     def sparse_read(self, indices: Any, name: str | None = None) -> jax.Array:
         """The rows at `indices`, whole numbers of any shape `[...]`: `[..., row]`."""
-        return self[jnp.asarray(indices)].value()
+        return self[_mesh.array_of(indices)].value()
 
     def gather_nd(self, indices: Any, name: str | None = None) -> jax.Array:
         """The entries at `indices`, `[..., k]`: the first k dimensions' indices each.

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxstrategy import _contexts, _mesh
 from jaxstrategy._contexts import AbstractStrategy, Context
 from jaxstrategy._devices import Device
-from jaxstrategy._errors import ContextError
+from jaxstrategy._errors import ContextError, shown
 from jaxstrategy._options import VariableAggregation, VariableSynchronization
 from jaxstrategy._slices import IndexedSlices
 from jaxstrategy._values import Handle, PerReplica
@@ -239,7 +239,7 @@ class Variable(Operators, Scatters, Handle):
         return np.asarray(self.value())
 
     def __getitem__(self, index: Any) -> VariablePart:
-        return VariablePart(self.value()[index], index, self._write)
+        return VariablePart(_part_at(self.value(), index), index, self._write)
 
     def assign(
         self,
@@ -467,10 +467,14 @@ def _start(initial_value: Any, dtype: Any, name: str) -> jax.Array:
         start = jnp.asarray(value, dtype)
         if not _aggregation.is_key(start.dtype):
             start = start.astype(start.dtype)  # a Python number's dtype is settled here
+    except OverflowError:
+        raise ValueError(
+            f"Variable {name!r}: {_mesh.too_large(value, dtype)}"
+        ) from None
     except (TypeError, ValueError) as error:
         raise TypeError(
-            f"Variable {name!r} was given {value!r} to start with; an array, a number "
-            "or a function that returns one was wanted."
+            f"Variable {name!r} was given {shown(value)} to start with; an array, a "
+            "number or a function that returns one was wanted."
         ) from error
     if isinstance(start, Tracer):
         raise TypeError(
@@ -478,6 +482,13 @@ def _start(initial_value: Any, dtype: Any, name: str) -> jax.Array:
             "only the devices will know. Start with a constant, and assign."
         )
     return start
+
+
+def _part_at(value: jax.Array, index: Any) -> jax.Array:
+    try:
+        return value[index]
+    except OverflowError:
+        raise ValueError(f"The index {_mesh.too_large(index)}") from None
 
 
 def _brackets(shape: tuple[int, ...]) -> str:

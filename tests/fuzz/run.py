@@ -34,7 +34,11 @@ class Worker:
             stderr=open(folder / "stderr", "wb"),
             cwd=folder,
             text=True,
-            env={**os.environ, "JAX_PLATFORMS": "cpu"},
+            env={
+                **os.environ,
+                "JAX_PLATFORMS": "cpu",
+                "JAX_TRACEBACK_FILTERING": "off",  # who raised is looked at
+            },
         )
         self._lines = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()

@@ -87,10 +87,21 @@ SCALARS = [
 ]
 
 
+TRACED = []  # what JAX traces while a call is made
+
+
+def leaked():
+    """A value of a trace that is over."""
+    found = []
+    jax.jit(lambda x: found.append(x + 1))(1.0)
+    return found[0]
+
+
 def odd(draw, strategy):
     """Anything."""
     return draw.choice(
         [
+            lambda: draw.choice(TRACED) if TRACED else draw.choice(SCALARS),
             lambda: draw.choice(SCALARS),
             lambda: draw.choice(SCALARS),
             lambda: draw.choice(containers(draw))(),
@@ -102,7 +113,7 @@ def odd(draw, strategy):
 
 
 def containers(draw):
-    one = draw.choice(SCALARS)
+    one = draw.choice(SCALARS + TRACED)
     return [
         list,
         tuple,
@@ -144,7 +155,8 @@ def arrays(draw):
         lambda: jax.random.key(0),
         lambda: jax.random.split(jax.random.key(1), 2),
         lambda: jax.ShapeDtypeStruct(shape, kind),
-        lambda: deleted(),
+        deleted,
+        leaked,
     ]
 
 

@@ -12,6 +12,7 @@ import traceback
 import warnings
 
 import jax
+import numpy as np
 
 import jaxstrategy as js
 
@@ -45,7 +46,33 @@ def finding(error):
     return f"{type(error).__name__}: {str(error)[:200]!r} at {where}"
 
 
+TRACERS = [jax.jit, jax.grad, jax.make_jaxpr, jax.vmap]
+SHAPES = [(), (2,), (2, 3)]
+
+
 def made(call, draw, strategy):
+    """Makes a call, a third of them while JAX traces what calls it."""
+    from values import TRACED
+
+    if draw.random() < 0.67:
+        return called(call, draw, strategy)
+    tracer, shape = draw.choice(TRACERS), draw.choice(SHAPES)
+
+    def traced(x):
+        TRACED[:] = [x, x > 0, x.astype(int)]
+        try:
+            called(call, draw, strategy)
+        finally:
+            TRACED.clear()
+        return x.sum()
+
+    # What `vmap` traces has a dimension less.
+    shape = (2, *shape) if tracer is jax.vmap else shape
+    given = np.ones(shape, np.float32)
+    tracer(traced)(given)
+
+
+def called(call, draw, strategy):
     """Makes a call with arguments for its parameters."""
     from targets import parameters
     from values import argument

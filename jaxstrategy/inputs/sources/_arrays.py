@@ -138,7 +138,7 @@ class ArrayBatches(Source):
         Raises:
           ValueError: it was; the message says what differs.
         """
-        then = state.get("data")
+        then = state.get("data") if isinstance(state, dict) else None
         if not isinstance(then, dict):
             raise _counted.foreign(self.name, state, "what its data are under 'data'")
         differing = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -100,6 +100,8 @@ def _check_not_data(dataset: Any) -> None:
             f" Give one of them, as in `dataset[{next(iter(dataset))!r}]`."
         )
     if _is_arrays(dataset):
+        if type(dataset) in (list, tuple):
+            raise TypeError(_several_arrays(dataset))
         raise TypeError(
             f"{_named(dataset)} is arrays without a batch size. Give "
             "`js.batches(arrays, batch_size)`, which cuts them into batches; if it is "
@@ -112,11 +114,26 @@ def _is_arrays(dataset: Any) -> bool:
     if hasattr(dataset, "__array__") or isinstance(dataset, Mapping):
         return True
     if isinstance(dataset, (list, tuple)) and not hasattr(dataset, "_fields"):
-        # Batches are alike but for their rows; the arrays of a pair `x, y` are not.
+        # A list is of batches, alike but for their rows. A tuple is one batch `x, y`,
+        # even if both are alike.
         if not all(_values.is_array(part) and part.ndim for part in dataset):
             return False
-        return len({(part.dtype, part.shape[1:]) for part in dataset}) > 1
+        kinds = {(part.dtype, part.shape[1:]) for part in dataset}
+        return len(kinds) > 1 or (isinstance(dataset, tuple) and bool(kinds))
     return dataset is not None and not jax.tree_util.all_leaves([dataset])
+
+
+def _several_arrays(arrays: Sequence[Any]) -> str:
+    """What is wrong with arrays that are neither batches of one kind nor one batch."""
+    first = [_values.summary(array.dtype, array.shape) for array in arrays[:4]]
+    named = ", ".join(first) + (", ..." if len(arrays) > 4 else "")
+    why = "" if isinstance(arrays, tuple) else ", which are not batches of one kind"
+    return (
+        f"{_named(arrays)} holds {named}{why}. A list is a list of batches, alike but "
+        "for their rows; a tuple of arrays is one batch. Give "
+        "`js.batches((x, y), batch_size)`, which cuts arrays into batches; if they are "
+        "one batch, put a tuple of them in a list: `[(x, y)]`."
+    )
 
 
 def _check_no_arguments(function: Any) -> None:

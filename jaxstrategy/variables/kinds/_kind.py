@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxstrategy import _contexts, _mesh
 from jaxstrategy._contexts import AbstractStrategy
+from jaxstrategy._errors import shown
 from jaxstrategy._options import VariableAggregation
 from jaxstrategy._slices import IndexedSlices, is_slices
 from jaxstrategy.variables import _aggregation, _step
@@ -103,7 +104,7 @@ class Kind(abc.ABC):
         shape = change.shape(whole, dtype)
         if not change.is_whole and np.shape(value) != shape:
             try:
-                value = jnp.broadcast_to(jnp.asarray(value), shape)
+                value = jnp.broadcast_to(_mesh.array_of(value), shape)
             except ValueError:
                 pass  # which `_checked` says in our words
         return self._checked(value, shape, dtype)
@@ -122,7 +123,7 @@ class Kind(abc.ABC):
             raise ValueError(_mesh.too_large(value)) from None
         except (TypeError, ValueError) as error:
             raise TypeError(
-                f"Variable {self.name!r} was given {value!r}, a "
+                f"Variable {self.name!r} was given {shown(value)}, a "
                 f"{type(value).__name__}; an array or a number was wanted."
             ) from error
         if not _fits(given, dtype):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, final
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
@@ -126,7 +125,7 @@ class MirroredKind(Kind):
             )
         shape = (len(rows.indices), *ref.shape[1:])
         values = self._checked(rows.values, shape, ref.dtype)
-        rows = IndexedSlices(values, jnp.asarray(rows.indices))
+        rows = IndexedSlices(values, _mesh.array_of(rows.indices))
         if self._combines(side):
             rows = _aggregation.across(self.aggregation, rows, this_strategy())
         if not self._in_step():
