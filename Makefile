@@ -2,7 +2,7 @@
 # make test       runs the tests, but for the slowest
 # make test-all   runs all of them
 # make lint       checks format, style and types
-# make fuzz   calls all public names with odd arguments (CALLS=10000, SEED=now)
+# make fuzz       calls all public names with odd arguments (CALLS=10000, SEED=now)
 # Each sets up $(VENV) first; nothing but Python 3.11 or newer and make is needed.
 
 PYTHON ?= python3

@@ -188,7 +188,8 @@ def check_chain(
     """
     if not isinstance(strategy, AbstractStrategy):
         raise TypeError(f"`strategy` was {shown(strategy)}; a strategy was wanted.")
-    if not callable(getattr(transformation, "update", None)):
+    # A dict has an `update`, too.
+    if not all(callable(getattr(transformation, n, None)) for n in ("init", "update")):
         raise TypeError(
             f"`transformation` was {shown(transformation)}; a transformation of Optax "
             "was wanted: `optax.chain(...)`."

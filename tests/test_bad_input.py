@@ -193,6 +193,8 @@ def test_metrics_are_numbers_by_name(tmp_path, metrics):
 def test_chains_that_are_none_are_refused(strategy):
     with pytest.raises(TypeError, match="`transformation` was 5; a transformation of"):
         js.optax.check_chain(5, {"w": np.ones(2)}, strategy=strategy)
+    with pytest.raises(TypeError, match="`transformation` was {}; a transformation of"):
+        js.optax.check_chain({}, {"w": np.ones(2)}, strategy=strategy)
     with pytest.raises(TypeError, match="`strategy` was 5; a strategy was wanted"):
         js.optax.check_chain(optax.sgd(0.1), {"w": np.ones(2)}, strategy=5)
 
