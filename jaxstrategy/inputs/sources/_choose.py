@@ -100,7 +100,8 @@ def _check_not_data(dataset: Any) -> None:
             f" Give one of them, as in `dataset[{next(iter(dataset))!r}]`."
         )
     if _is_arrays(dataset):
-        if type(dataset) in (list, tuple):
+        is_named = hasattr(dataset, "_fields")
+        if isinstance(dataset, (list, tuple)) and not is_named:
             raise TypeError(_several_arrays(dataset))
         raise TypeError(
             f"{_named(dataset)} is arrays without a batch size. Give "
