@@ -1019,7 +1019,7 @@ def test_one_replica_draws_what_flax_draws():
     ours, theirs = (nnx.Dropout(0.5, rngs=nnx.Rngs(7)) for _ in range(2))
     jitted = nnx.jit(dropped)
     for _ in range(2):
-        have = one.run(dropped, (ours, *divided(one, x))).stacked[0]
+        have = one.run(dropped, (ours, *divided(one, x)))
         np.testing.assert_array_equal(have, jitted(theirs, x))
 
 

@@ -162,7 +162,8 @@ def _other_programs(first: Any, other: Any, index: int) -> str:
         f"Processes 0 and {index} have made different programs of `{name}`, and were "
         f"about to run them together. {_what_differs(one, two)}\nA number or an array "
         "that a step captures is part of its program, and must be the same in all "
-        "processes. Pass it as an argument, as a PerReplica if it is to differ."
+        "processes, as must be an argument that is no PerReplica. Pass it as an "
+        "argument, as a PerReplica if it is to differ."
     )
 
 
@@ -180,7 +181,9 @@ def _what_differs(one: Any, two: Any) -> str:
     found = [text for text, (mine, other) in captured if mine != other]
     named = "\n".join(f"  {text}" for text in found[:3])
     more = f"\n  and {len(found) - 3} more" if len(found) > 3 else ""
-    return f"What it captures differs:\n{named}{more}"
+    is_argument = any(", argument `" in text for text in found)
+    what = "captures, or is given," if is_argument else "captures"
+    return f"What it {what} differs:\n{named}{more}"
 
 
 def _difference(first: list[str], other: list[str], index: int) -> str:

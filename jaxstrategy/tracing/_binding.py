@@ -13,6 +13,7 @@ import jax
 
 from jaxstrategy._errors import ObjectError
 from jaxstrategy._values import PyTree, is_object, object_kinds
+from jaxstrategy.tracing import _callbacks
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -89,7 +90,7 @@ class Binding:
         nnx = sys.modules["flax.nnx"]
         objects = list(objects)
         _alive.add(self)
-        clear = functools.partial(_clear, weakref.ref(self))
+        clear = _callbacks.of(self, Binding._clear)
         self.known: Any = None
         self.may_be_kept = all(map(is_object, objects))
         self._objects = [
@@ -198,6 +199,9 @@ class Binding:
 
         return jax.tree.map(original, returned, is_leaf=lambda x: isinstance(x, Same))
 
+    def _clear(self, _: Any) -> None:
+        self._variables, self._getters, self._nodes = [], [], []
+
     def _by_path(self) -> dict[Any, Any]:
         roots = [each() for each in self._objects]
         by_path = dict(sys.modules["flax.nnx"].iter_graph(roots))
@@ -212,11 +216,6 @@ _alive: weakref.WeakSet[Binding] = weakref.WeakSet()
 def all_bindings() -> list[Binding]:
     """Those of all objects that steps were given, or have captured."""
     return list(_alive)
-
-
-def _clear(reference: Any, _: Any) -> None:
-    if (binding := reference()) is not None:
-        binding._variables, binding._getters, binding._nodes = [], [], []
 
 
 def _are_same(some: Sequence[Any], others: Sequence[Any]) -> bool:

@@ -251,15 +251,27 @@ def broken_promises(step: TracedStep, expected: Any) -> Iterator[NotMirroredErro
         if not is_expected:
             continue
         line, path = step.began(state), step.path(keys)
-        yield NotMirroredError(
-            f"{path} was expected to be mirrored, but may differ between replicas.\n"
-            f"  it varies since: {step.why(state)}\n"
-            "Something it is computed from was not reduced: use "
-            "`get_replica_context().all_reduce('mean', ...)` on the way, usually on "
-            "the gradients. If it may differ, take it out of `expect_mirrored`.",
-            path=path.strip("`"),
-            line=line and str(line),
+        what, advice = (
+            (f"`{step.name}` leaves {path} different on each replica.", _OF_OBJECTS)
+            if step.is_of_object(keys)
+            else (_EXPECTED.format(path=path), _OF_RESULTS)
         )
+        text = f"{what}\n  it varies since: {step.why(state)}\n{advice}"
+        yield NotMirroredError(text, path=path.strip("`"), line=line and str(line))
+
+
+_EXPECTED = "{path} was expected to be mirrored, but may differ between replicas."
+_OF_RESULTS = (
+    "Something it is computed from was not reduced: use "
+    "`get_replica_context().all_reduce('mean', ...)` on the way, usually on the "
+    "gradients. If it may differ, take it out of `expect_mirrored`."
+)
+_OF_OBJECTS = (
+    "Reduce what it is computed from: the gradients with "
+    "`get_replica_context().all_reduce('mean', grads)`, statistics of BatchNorm with "
+    "`jaxstrategy.flax.nnx.BatchNorm`, and give metrics what "
+    "`get_replica_context().all_gather(values, 0)` returns."
+)
 
 
 def _listed(paths: Sequence[str]) -> str:
@@ -370,7 +382,10 @@ def _spread(prefix: Any, step: TracedStep) -> list[bool | None]:
     try:
         spread = jax.tree.broadcast(prefix, shape, is_leaf=_is_none)
     except ValueError as error:
-        structure = str(results.treedef).removeprefix("PyTreeDef(").removesuffix(")")
+        treedef = results.treedef
+        if step.has_objects:  # nobody has written what stands for them
+            prefix, treedef = prefix[0], treedef.children()[0]
+        structure = str(treedef).removeprefix("PyTreeDef(").removesuffix(")")
         raise ValueError(
             f"`expect_mirrored` is {prefix!r}, which does not fit what the step "
             f"returns: {step.path(())} is {structure}. Give True or False for all of "

@@ -125,3 +125,19 @@ def code_of(fn: Any) -> types.CodeType | None:
     if not hasattr(fn, "__code__"):  # of an object that can be called
         fn = inspect.getattr_static(type(fn), "__call__", None)
     return getattr(fn, "__code__", None)
+
+
+def place_of(fn: Any) -> tuple[str, int] | None:
+    """The file and line where the user has defined `fn`."""
+    if (place := getattr(fn, _PLACE, None)) is not None:
+        return place
+    code = code_of(fn)
+    return code and (code.co_filename, code.co_firstlineno)
+
+
+def define_at(fn: Any, place: tuple[str, int] | None) -> None:
+    """Let `fn`, which is ours, stand for what the user has defined there."""
+    fn.__dict__[_PLACE] = place
+
+
+_PLACE = "_jaxstrategy_place"

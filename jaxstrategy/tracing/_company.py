@@ -15,8 +15,8 @@ from jaxstrategy._values import PyTree
 from jaxstrategy.cluster import _together
 from jaxstrategy.cluster._processes import Processes
 from jaxstrategy.inputs import _origins
-from jaxstrategy.tracing import _compiling, _inflight
-from jaxstrategy.tracing._constants import fingerprint
+from jaxstrategy.tracing import _code, _compiling, _inflight
+from jaxstrategy.tracing._constants import Given, fingerprint
 from jaxstrategy.variables import _cell
 
 # So many steps at the beginning are compared, and then each of so many. A comparison
@@ -43,13 +43,21 @@ class Company:
         self._made: list[dict[str, Any]] = []
         _inflight.on_dispatch(processes.watchdog.watch)
 
-    def begin(self, name: str, where: str, leaves: Sequence[Any], is_new: bool) -> None:
+    def begin(
+        self,
+        name: str,
+        where: str,
+        leaves: Sequence[Any],
+        same: dict[int, Given],
+        is_new: bool,
+    ) -> None:
         """Before a step is dispatched.
 
         Args:
           name: what users call it.
           where: its source line.
           leaves: what it is called with.
+          same: those of `leaves` that should be the same in all processes.
           is_new: whether it will be compiled.
 
         Raises:
@@ -60,7 +68,10 @@ class Company:
         watchdog.step_started(name, where)
         if self._count <= _FIRST or self._count % self._each == 0:
             step = f"{name} at {os.path.basename(where)}"
-            kinds = [_described(leaf) for leaf in leaves]
+            kinds = [
+                _described(leaf, None if is_new else same.get(index))
+                for index, leaf in enumerate(leaves)
+            ]
             made = sorted(self._made, key=lambda program: program["prints"])
             self._made = []
             board = self._processes.board
@@ -69,7 +80,14 @@ class Company:
         if is_new:
             _compiling.begin(watchdog, name)
 
-    def traced(self, name: str, where: str, closed: Any, is_dispatched: bool) -> None:
+    def traced(
+        self,
+        name: str,
+        where: str,
+        closed: Any,
+        same: dict[int, Given],
+        is_dispatched: bool,
+    ) -> None:
         """Compare a new program with those of the other processes.
 
         A program may be made once more in one process only, when something else was
@@ -79,16 +97,19 @@ class Company:
           name: of its step.
           where: its source line.
           closed: its trace.
+          same: what it is called with, and should be the same in all processes, by
+            its place.
           is_dispatched: whether it is about to be. If not, JAX traces the code that
             calls the step, and it is compared before one of the next steps.
 
         Raises:
           ClusterError: another process has made another one, or none.
         """
-        program = fingerprint(name, closed)
         known = self._known if is_dispatched else self._known_inside
-        key = (name, *program["prints"])
+        # Without what it is called with: that may be something else by now.
+        key = (name, *fingerprint(name, closed)["prints"])
         if key not in known:
+            program = fingerprint(name, closed, same)
             if is_dispatched:
                 self._compare_new(name, where, program)
             else:
@@ -109,10 +130,17 @@ class Company:
         self._processes.watchdog.step_dispatched()
 
 
-def _described(leaf: Any) -> str:
-    """What must be the same in all processes of an argument."""
+def _described(leaf: Any, given: Given | None) -> str:
+    """What must be the same in all processes of an argument.
+
+    Args:
+      leaf: it.
+      given: the same, if all of it must be.
+    """
     batch = _origins.of(leaf)
     told = _together.described(leaf)
+    if given is not None and given.is_captured and given.is_unshared:
+        told = f"{given.print}, {given.label}"
     return f"{told} of {batch}" if batch else told
 
 
@@ -141,6 +169,7 @@ class Accompanied:
         self._where = where
         self._is_new = True
         self._is_dispatched = False  # now, and not part of a larger program
+        self._same: dict[int, Given] = {}  # what it is called with now
 
     def __call__(self, leaves: Sequence[Any]) -> PyTree:
         """As of the program."""
@@ -153,20 +182,24 @@ class Accompanied:
     def _together(
         self, call: Callable[[Sequence[Any]], PyTree], leaves: Sequence[Any]
     ) -> PyTree:
+        self._same = self._program.same(leaves)
         if _cell.is_traced():  # part of a larger program, which its caller dispatches
             return call(leaves)
-        self._company.begin(self._name, self._where, leaves, self._is_new)
+        name, where = self._name, self._where
+        self._company.begin(name, where, leaves, self._same, self._is_new)
         self._is_dispatched = True
         try:
             results = call(leaves)
         finally:
             self._is_dispatched = False
+            self._same = {}
             self._company.end()
         self._is_new = False
         return results
 
     def _traced(self, name: str, closed: Any) -> None:
-        self._company.traced(name, self._where, closed, self._is_dispatched)
+        dispatched = self._is_dispatched
+        self._company.traced(name, self._where, closed, self._same, dispatched)
 
 
 def accompanied(program: Any, company: Company | None, fn: Any) -> Any:
@@ -174,6 +207,6 @@ def accompanied(program: Any, company: Company | None, fn: Any) -> Any:
     if company is None:
         return program
     name = getattr(fn, "__qualname__", type(fn).__name__)
-    code = getattr(fn, "__code__", None)
-    where = f"{code.co_filename}:{code.co_firstlineno}" if code else "unknown line"
+    place = _code.place_of(fn)
+    where = f"{place[0]}:{place[1]}" if place else "unknown line"
     return Accompanied(program, company, name, where)

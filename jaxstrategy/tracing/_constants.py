@@ -1,7 +1,8 @@
 """The arrays that a step has captured, and its likeness in other processes.
 
-To JAX they are part of the program. Nothing says that each process has captured the
-same: a number of the process itself, read from a file or drawn at random, is as good.
+To JAX they are part of the program, or arguments like those of the user. Nothing says
+that each process has captured the same: a number of the process itself, read from a
+file or drawn at random, is as good.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -50,24 +51,82 @@ class Constant:
         return f"{self.value.dtype}{list(self.value.shape)}{where}"
 
 
+@dataclasses.dataclass(frozen=True)
+class Given:
+    """An argument that is the same in all processes, or should be.
+
+    Attributes:
+      label: how messages call it.
+      value: an array, or a number.
+    """
+
+    label: str
+    value: Any
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether the step has captured it."""
+        return self.label.startswith("`captured ")
+
+    @property
+    def is_unshared(self) -> bool:
+        """Whether each process has placed it by itself: then it may differ."""
+        if isinstance(self.value, Tracer):
+            return False
+        if not isinstance(self.value, jax.Array):
+            return True
+        return not self.value.is_deleted() and self.value.is_fully_addressable
+
+    @property
+    def print(self) -> str:
+        """Equal in all processes that were given the same."""
+        bits = _print_of(_array(self.value)) if self.is_unshared else ""
+        return f"{self._kind} {bits}"
+
+    @property
+    def description(self) -> str:
+        """For messages."""
+        what = self.label if self.is_captured else f"argument {self.label}"
+        return f"{self._kind}, {what}"
+
+    def used_in(self, jaxpr: Any, index: int) -> str:
+        """For messages, with the line of `jaxpr` that uses its input `index` first."""
+        site = _site(first_use(jaxpr, plain(jaxpr).invars[index]), ())
+        return self.description + (f", used at {site.line}" if site else "")
+
+    @property
+    def _kind(self) -> str:
+        array = _array(self.value)
+        return f"{array.dtype}{list(array.shape)}"
+
+
+def _array(value: Any) -> Any:
+    return value if isinstance(value, (jax.Array, np.ndarray)) else np.asarray(value)
+
+
 def constants(jaxpr: Any) -> Iterator[Constant]:
     """Those of `jaxpr`, and of the functions, branches and loops that it calls."""
     yield from _constants(jaxpr, (), set())
 
 
-def fingerprint(name: str, jaxpr: Any) -> dict[str, Any]:
+def fingerprint(
+    name: str, jaxpr: Any, given: Mapping[int, Given] | None = None
+) -> dict[str, Any]:
     """What a program should have in common with that of another process, as JSON.
 
     Args:
       name: of the step.
       jaxpr: its trace.
+      given: what it is called with, and should be the same, by its place.
     """
-    found = list(constants(jaxpr))
+    found = [*constants(jaxpr), *(given or {}).values()]
+    told = [each.description for each in constants(jaxpr)]
+    told += [each.used_in(jaxpr, index) for index, each in (given or {}).items()]
     code = zlib.crc32(_ADDRESS.sub("", str(plain(jaxpr))).encode())
     return {
         "name": name,
         "prints": [f"{code:08x}", *(each.print for each in found)],
-        "captured": [each.description for each in found],
+        "captured": told,
     }
 
 

@@ -18,10 +18,10 @@ from typing import Any
 import jax
 
 from jaxstrategy import _contexts, _source, _values
-from jaxstrategy._errors import NotMirroredError, ObjectError
+from jaxstrategy._errors import ObjectError
 from jaxstrategy._options import RunOptions, is_function
 from jaxstrategy._values import PyTree
-from jaxstrategy.tracing import _leaks, _lending, _roles
+from jaxstrategy.tracing import _code, _leaks, _lending, _roles
 from jaxstrategy.tracing._binding import (
     Binding,
     Form,
@@ -166,9 +166,17 @@ def functional(
                 variable.set_raw_value(key)
         return returned, _labelled(form.take_apart(objects, parts), labels)
 
-    step.__dict__["looks_for_leaks"] = True
+    step.__dict__[_MARK] = True
     _name_like(step, get_fn())
     return step
+
+
+_MARK = "_is_function_of_arrays"
+
+
+def is_functional(fn: Callable[..., Any]) -> bool:
+    """Whether `fn` is a step with `Parts` for objects; it looks for leaks itself."""
+    return getattr(fn, _MARK, False)
 
 
 def _labels(step: Any, args: Any, kwargs: Any) -> list[str]:
@@ -194,6 +202,7 @@ def _name_like(step: Any, fn: Any) -> None:
     """What `functools.wraps` does, without a reference to `fn`."""
     step.__name__ = getattr(fn, "__name__", type(fn).__name__)
     step.__qualname__ = getattr(fn, "__qualname__", step.__name__)
+    _code.define_at(step, _code.place_of(fn))
     try:
         step.__signature__ = inspect.signature(fn)
     except (TypeError, ValueError):
@@ -213,37 +222,6 @@ def options_of(options: RunOptions) -> RunOptions:
 
         return dataclasses.replace(options, expect_mirrored=both)
     return dataclasses.replace(options, expect_mirrored=(expected, True))
-
-
-def explained(error: NotMirroredError) -> NotMirroredError:
-    """An error about the results of the function of arrays, in terms of the objects."""
-    step, is_object, _ = _divided(error.path or "")
-    path, text = as_written(error.path or ""), str(error)
-    if is_object:
-        varies = text.splitlines()[1]
-        text = (
-            f"`{step}` leaves `{path}` different on each replica.\n"
-            f"{varies}\n"
-            "Reduce what it is computed from: the gradients with "
-            "`get_replica_context().all_reduce('mean', grads)`, statistics of "
-            "BatchNorm with `jaxstrategy.flax.nnx.BatchNorm`, and give metrics what "
-            "`get_replica_context().all_gather(values, 0)` returns."
-        )
-    return NotMirroredError(
-        text.replace("(...)[0]", "(...)"), path=path, line=error.line
-    )
-
-
-def as_written(path: str) -> str:
-    """The path of a result of the function of arrays, as the caller would write it."""
-    step, is_object, rest = _divided(path)
-    return rest.partition("].")[2] if is_object else f"{step}(...){rest}"
-
-
-def _divided(path: str) -> tuple[str, bool, str]:
-    """The step's name, whether an object is meant or what it returns, and the rest."""
-    step, _, rest = path.partition("(...)")
-    return step, rest.startswith("[1]"), rest[len("[0]") :]
 
 
 def refused(error: Exception, name: str) -> ObjectError | None:

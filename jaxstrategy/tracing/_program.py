@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -23,10 +22,10 @@ from jax.sharding import Mesh
 
 from jaxstrategy import _padding, _values
 from jaxstrategy._values import Handle, PyTree
-from jaxstrategy.tracing import _inflight, _leaks, _many, _results
+from jaxstrategy.tracing import _callbacks, _inflight, _leaks, _many, _objects, _results
 from jaxstrategy.tracing._binding import is_changed_in_place
 from jaxstrategy.tracing._carried import Carried
-from jaxstrategy.tracing._constants import constants
+from jaxstrategy.tracing._constants import Given, constants
 from jaxstrategy.tracing._finite import Finite
 from jaxstrategy.tracing._held import Held
 from jaxstrategy.tracing._masks import Masks
@@ -325,14 +324,32 @@ class Program:
         The function uses another one now, if it is called at all: an attribute or a
         global name that was given a new variable. And the memory is free.
         """
-        forget = functools.partial(_forget, weakref.ref(self))
+        forget = _callbacks.of(self, Program._gone)
         watched = {used() for used in self._used}
         self._used += (weakref.ref(v, forget) for v in variables if v not in watched)
+
+    def same(self, leaves: Sequence[Any]) -> dict[int, Given]:
+        """Those of `leaves` that are no replica's own, by their place."""
+        return {
+            index: Given(label, leaves[index]) for index, label in self._labels.items()
+        }
+
+    @functools.cached_property
+    def _labels(self) -> dict[int, str]:
+        return {
+            index: self._label(index)
+            for index, role in enumerate(self._roles)
+            if role is Role.SAME
+        }
 
     @property
     def is_alive(self) -> bool:
         """Whether there still is a function to trace."""
         return self._get_fn() is not None
+
+    def _gone(self, _: Any) -> None:
+        if self.is_alive:
+            self.forget()
 
     def forget(self) -> None:
         """Be as before the first call."""
@@ -367,7 +384,7 @@ class Program:
         return _results.take_apart(returned, self._signature.statics, self._fn_name())
 
     def _without_leaks(self, fn: Any) -> contextlib.AbstractContextManager[None]:
-        if getattr(fn, "looks_for_leaks", False):
+        if _objects.is_functional(fn):
             return contextlib.nullcontext()
         statics = [
             (self._signature.label(fn, index).strip("`"), value)
@@ -378,7 +395,12 @@ class Program:
 
     def _step_of(self, done: Trace) -> TracedStep:
         return traced_step(
-            done, self._fn_name(), self._signature, self._label, self._donated
+            done,
+            self._fn_name(),
+            self._signature,
+            self._label,
+            self._donated,
+            _objects.is_functional(self._fn()),
         )
 
     def _fn(self) -> Callable[..., Any]:
@@ -391,14 +413,6 @@ class Program:
 
     def _label(self, index: int) -> str:
         return self._signature.label(self._fn(), self._signature.dynamic[index])
-
-
-def _forget(program: Any, _: Any) -> None:
-    if sys.is_finalizing():  # where modules are being emptied
-        return
-    alive = program()
-    if alive is not None and alive.is_alive:
-        alive.forget()
 
 
 class _UsesVariables(Exception):

@@ -12,7 +12,6 @@ The programs of functions that are gone stay, a few for each code, as long as th
 from __future__ import annotations
 
 import functools
-import sys
 import types
 import weakref
 from collections.abc import Callable, Sequence
@@ -22,10 +21,10 @@ import jax
 from jax.sharding import Mesh
 
 from jaxstrategy import _errors, _values
-from jaxstrategy._errors import NotMirroredError, NotMirroredVariableError
 from jaxstrategy._options import RunOptions
 from jaxstrategy._values import PyTree
 from jaxstrategy.tracing import (
+    _callbacks,
     _checks,
     _code,
     _lending,
@@ -103,13 +102,15 @@ class Programs:
             self._make_room(key)
             self._table[key] = compiled
             if isinstance(key[0], tuple):
-                drop = functools.partial(_drop_gone, weakref.ref(self))
+                drop = _callbacks.of(self, Programs.drop_gone)
                 tokens = [token for token in key[0] if isinstance(token, Identity)]
                 compiled.referred_to = [token.watched(drop) for token in tokens]
             code = _code.code_of(fn)
             if code is not None and id(code) not in self._codes:
                 self._codes.add(id(code))
-                weakref.finalize(code, _drop_code, weakref.ref(self), id(code))
+                weakref.finalize(
+                    code, _callbacks.of(self, Programs.drop_code, id(code))
+                )
         return compiled
 
     def also(self, key: Any, compiled: Compiled) -> None:
@@ -128,7 +129,7 @@ class Programs:
         alike = [k for k, c in self._table.items() if k[1] == code and not c.is_in_use]
         self._drop(alike[: max(0, len(alike) - _FORMS_KEPT + 1)])
 
-    def drop_gone(self) -> None:
+    def drop_gone(self, *_: Any) -> None:
         """Forget forms that cannot come back: something that they refer to is gone."""
         known = list(self._table.items())
         self._drop([k for k, c in known if _is_gone(k) and not c.is_in_use])
@@ -141,16 +142,6 @@ class Programs:
     def _drop(self, keys: Sequence[Any]) -> None:
         for key in keys:
             self._table.pop(key, None)
-
-
-def _drop_gone(programs: Any, _: Any) -> None:
-    if not sys.is_finalizing() and (alive := programs()) is not None:
-        alive.drop_gone()
-
-
-def _drop_code(programs: Any, code: int) -> None:
-    if not sys.is_finalizing() and (alive := programs()) is not None:
-        alive.drop_code(code)
 
 
 def _is_gone(key: Any) -> bool:
@@ -168,7 +159,13 @@ class FunctionPrograms:
         owner: Programs,
         forget: Callable[[], object],
     ) -> None:
-        self._get_fn = _weakly(fn, functools.partial(_died, weakref.ref(self), forget))
+        let_go = _callbacks.of(self, FunctionPrograms.let_go)
+
+        def died() -> None:
+            let_go()
+            forget()
+
+        self._get_fn = _weakly(fn, died)
         self._options = options
         self._owner = owner
         self._compiled: Compiled | None = None
@@ -422,7 +419,7 @@ class Compiled:
             self._returned.check(signature, leaves, fn)
             program = self._new_program(signature)
             self._by_signature[signature] = program
-            forget = functools.partial(_forget, weakref.ref(self), signature)
+            forget = _callbacks.of(self, Compiled._gone, signature)
             self._watched += (weakref.ref(v, forget) for v in signature.handles)
         if not signature.kept:
             self._by_structure[structure] = program
@@ -497,6 +494,11 @@ class Compiled:
         )
         return accompanied(program, self._owner.company, self._get_fn())
 
+    def _gone(self, signature: _roles.Signature, gone: Any) -> None:
+        """Drop the program for arguments one of which is gone, and its memory."""
+        self._by_signature.pop(signature, None)
+        self._watched.remove(gone)
+
     def _note(self, signature: _roles.Signature, fn: Any, avals: Sequence[Any]) -> None:
         self.traces += 1
         if self.traced_by is not None:
@@ -507,13 +509,6 @@ class Compiled:
         expected = self._options.expect_mirrored
         _checks.check(step, expected, self._history.told)
         self._unstated = _checks.unstated(step, expected)
-
-
-def _forget(programs: Any, signature: _roles.Signature, gone: Any) -> None:
-    """Drop the program for arguments one of which is gone, and the memory it holds."""
-    if (alive := programs()) is not None:
-        alive._by_signature.pop(signature, None)
-        alive._watched.remove(gone)
 
 
 def _are_live_arrays(leaves: Sequence[Any]) -> bool:
@@ -558,12 +553,7 @@ def _called(
       kwargs: keyword arguments.
       kept: what must live as long as this is called.
     """
-    try:
-        returned, parts = programs(args, kwargs)
-    except NotMirroredVariableError:
-        raise  # is about no result
-    except NotMirroredError as error:
-        raise _objects.explained(error) from error
+    returned, parts = programs(args, kwargs)
     if binding is None:
         return returned
     binding.store(parts)
@@ -608,12 +598,6 @@ def _is_ours(error: Exception) -> bool:
     asks = (_errors.TracedValueError, _errors.PlacementError)
     known = type(error).__module__ == _errors.__name__
     return known and not isinstance(error, asks)
-
-
-def _died(programs: Any, forget: Callable[[], object]) -> None:
-    if (alive := programs()) is not None:
-        alive.let_go()
-    forget()
 
 
 def _weakly(

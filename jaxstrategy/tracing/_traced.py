@@ -37,6 +37,8 @@ class TracedStep:
       held_by: for each input of the analysis the name of the variable it is, None for
         others.
       num_replicas: how many take it.
+      has_objects: whether it returns the new arrays of objects besides, as a step does
+        that is given objects as arrays.
     """
 
     name: str
@@ -52,6 +54,7 @@ class TracedStep:
     variables: Sequence[tuple[str, bool, State | None]] = ()
     held_by: Sequence[str | None] = ()
     num_replicas: int = 1
+    has_objects: bool = False
 
     def is_per_replica(self, argument: int) -> bool:
         """Whether the argument was a `PerReplica`."""
@@ -65,7 +68,13 @@ class TracedStep:
 
     def path(self, keys: Any) -> str:
         """How messages call the result at `keys`: `` `step(...)['loss']` ``."""
-        return f"`{self.name}(...){jax.tree_util.keystr(keys)}`"
+        if self.is_of_object(keys):  # which has the name of the array as one key
+            return f"`{jax.tree_util.keystr(keys[2:]).removeprefix('.')}`"
+        return f"`{self.name}(...){jax.tree_util.keystr(keys[self.has_objects :])}`"
+
+    def is_of_object(self, keys: Any) -> bool:
+        """Whether the result at `keys` is a new array of an object."""
+        return self.has_objects and bool(keys) and keys[0].idx == 1
 
     def began(self, state: State) -> Line | None:
         """The user's line where a value began to be what it is."""
@@ -110,6 +119,7 @@ def traced_step(
     signature: Signature,
     label: Callable[[int], str],
     donated: frozenset[int],
+    has_objects: bool = False,
 ) -> TracedStep:
     """What is known about a step that was traced; the rest as in `TracedStep`."""
     n = len(signature.dynamic)
@@ -134,4 +144,5 @@ def traced_step(
             None if i is None or i < n else done.variables[i - n].name for i in places
         ],
         num_replicas=done.mesh.size,
+        has_objects=has_objects,
     )

@@ -62,9 +62,7 @@ def explain(
       topology: what times are predicted for.
       compiled: whether to compile it, for what XLA has to say.
     """
-    given = fn
-    fn, args, kwargs, options = _objects.as_arrays(given, args, kwargs, options)
-    has_objects = fn is not given
+    fn, args, kwargs, options = _objects.as_arrays(fn, args, kwargs, options)
     leaves, signature = _roles.take_apart(fn, args, kwargs, abstract=True)
     traced: list[TracedStep] = []
     program = Program(
@@ -82,7 +80,7 @@ def explain(
     (step,) = traced
     executable = lowered.compile() if compiled else None
     donatable = list(_donatable(step))
-    mirrored, per_replica = _results(step, has_objects)
+    mirrored, per_replica = _results(step)
     return Explanation(
         name=step.name,
         num_replicas=mesh.size,
@@ -94,7 +92,7 @@ def explain(
         donated=tuple(_argument(step, index) for index in sorted(step.donated)),
         donatable=tuple(_argument(step, index) for index in donatable),
         donate_argnums=_whole_positions(step, {*step.donated, *donatable}),
-        problems=tuple(_problems(step, options, has_objects)),
+        problems=tuple(_problems(step, options)),
         topology=topology,
         memory=_memory(executable),
         flops=_flops(executable),
@@ -131,7 +129,7 @@ def _value(path: str, aval: Any, **more: Any) -> ExplainedValue:
 
 
 def _results(
-    step: TracedStep, has_objects: bool
+    step: TracedStep,
 ) -> tuple[list[ExplainedValue], list[ExplainedValue]]:
     """The mirrored ones and the others."""
     mirrored, per_replica = [], []
@@ -140,7 +138,6 @@ def _results(
     )
     for (_, keys), aval, state in arrays:
         path = step.path(keys).strip("`")
-        path = _objects.as_written(path) if has_objects else path
         if state is None or not state.varies:
             mirrored.append(_value(path, aval))
         else:
@@ -197,13 +194,10 @@ def _whole_positions(step: TracedStep, leaves: set[int]) -> tuple[int, ...]:
 # What `run` would say, and what XLA says.
 
 
-def _problems(
-    step: TracedStep, options: RunOptions, has_objects: bool
-) -> Iterator[str]:
+def _problems(step: TracedStep, options: RunOptions) -> Iterator[str]:
     yield from map(str, _checks.divergences(step))
     yield from map(str, _checks.drifting_variables(step))
-    for error in _checks.broken_promises(step, options.expect_mirrored):
-        yield str(_objects.explained(error) if has_objects else error)
+    yield from map(str, _checks.broken_promises(step, options.expect_mirrored))
     yield from (message for message, _ in _checks.double_reductions(step))
     expected = options.expect_mirrored
     yield from (m for m, _ in _checks.forgotten_reductions(step, expected))

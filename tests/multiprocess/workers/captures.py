@@ -5,8 +5,25 @@ import json
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 import jaxstrategy as js
+
+
+def nested(large):
+    def step(w):
+        array = large[...] if isinstance(large, nnx.Variable) else large
+        return w + array.mean(0)
+
+    return step
+
+
+def later(large):
+    def step(w):
+        return w * large.mean(0)
+
+    return step
+
 
 CHECKED = js.RunOptions(check_finite=True)
 
@@ -17,9 +34,9 @@ def main():
     own = jax.process_index()
     told, kept = {}, {}
 
-    def attempt(name, step):
+    def attempt(name, step, *more):
         try:
-            results = s.run(step, (np.ones(4, np.float32),))
+            results = s.run(step, (np.ones(4, np.float32), *more))
         except js.ClusterError as error:
             told[name] = str(error)
         else:
@@ -51,6 +68,13 @@ def main():
         }
         for kind, step in steps.items():
             attempt(f"{name}: {kind}", step)
+        attempt(f"{name}: in a function made anew", nested(large))
+        attempt(f"{name}: in an object", nested(nnx.Variable(large)))
+        attempt(f"{name}: as an argument", lambda w, z: w + z.mean(0), large)
+        attempt(f"{name}: an integer argument", lambda w, z: w + z, int(value))
+        for turn in range(3):
+            ok = jnp.full((5000, 4), turn + own * differs * (turn == 2), jnp.float32)
+            attempt(f"{name}: later, {turn}", later(ok))
     x = s.per_replica(np.ones(s.num_replicas_in_sync, np.float32))
     assert float(s.reduce("sum", x)) == s.num_replicas_in_sync  # it goes on
     try:

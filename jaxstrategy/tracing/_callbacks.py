@@ -1,0 +1,30 @@
+"""What happens when something that is only referred to weakly is gone."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+
+def of(owner: Any, method: Callable[..., object], *args: Any) -> Callable[..., None]:
+    """A callback that calls `method(owner, *args, *given)` as long as `owner` lives.
+
+    Args:
+      owner: what is told; it is not kept alive.
+      method: a function of its class.
+      args: what the method is given before what the callback is given.
+    """
+    # When the interpreter exits, the names of a module are None before the last objects
+    # are gone. So the callback has all that it uses with it.
+    get, is_finalizing = weakref.ref(owner), sys.is_finalizing
+
+    def gone(*given: Any) -> None:
+        if is_finalizing():
+            return
+        alive = get()
+        if alive is not None:
+            method(alive, *args, *given)
+
+    return gone
