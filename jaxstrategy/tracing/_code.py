@@ -65,11 +65,6 @@ def _codes_in(code: types.CodeType) -> list[types.CodeType]:
     return [each for each in code.co_consts if isinstance(each, types.CodeType)]
 
 
-def attribute_names(code: types.CodeType) -> set[str]:
-    """The names of attributes, among others, in code and functions defined in it."""
-    return set(code.co_names).union(*map(attribute_names, _codes_in(code)))
-
-
 def attributes_read(method: types.MethodType) -> set[str]:
     """The attributes of its object that a method reads, by methods it calls, too.
 

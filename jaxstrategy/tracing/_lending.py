@@ -39,8 +39,9 @@ def lent(
         yield fn
         return
     with one_at_a_time:
+        labelled = References(fn, is_object)  # as when the values were taken
+        known = {**labelled.objects, **labelled.arrays}
         references = References(fn, is_object, with_form=False)
-        known = {**references.objects, **references.arrays}
         others = {id(known[label]): value for label, value in replaced.items()}
         loans: list[tuple[Place, Any, Any]] = []
         try:

@@ -118,7 +118,7 @@ def captured_by(fn: Any) -> dict[str, Any]:
     if not _values.object_kinds():
         return {}
     with _lending.one_at_a_time:
-        return References(fn, is_changed_in_place, with_form=False).objects
+        return References(fn, is_changed_in_place).objects
 
 
 def as_arrays(

@@ -18,7 +18,7 @@ import hashlib
 import inspect
 import types
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -26,7 +26,7 @@ import numpy as np
 from jax.core import Tracer
 
 from jaxstrategy import _contexts, _values
-from jaxstrategy.tracing import _code
+from jaxstrategy.tracing import _code, _reach
 from jaxstrategy.tracing._places import GONE, Attribute, Cell, Index, Key, Place
 
 # As many values are looked at; with more, a function is known by itself alone.
@@ -55,7 +55,16 @@ _BESIDES = (
     "_queue",
     "weakref",
 )
+# Known by themselves, whatever they hold.
+_WHOLE = (
+    _values.Handle,
+    _values.PerReplica,
+    _contexts.AbstractStrategy,
+    types.MemberDescriptorType,  # of a slot
+)
 _COMPILED = ("jax", "jaxlib")
+# The name by which an object has its class.
+_ITS_CLASS = "__class__"
 _HEAP_TYPE = 1 << 9  # of `type.__flags__`: defined by a `class` statement
 
 
@@ -123,7 +132,8 @@ class References:
       fn: any callable; of what is written in C nothing is known.
       is_object: which objects the program of a step is given.
       limit: how many values are looked at.
-      with_form: whether the form is asked for, for which NumPy's arrays are read.
+      with_form: whether the form is asked for. For that NumPy's arrays are read, and of
+        objects only those attributes count that the function can name. Else all do.
       more: values that are looked at as well, by label.
 
     Attributes:
@@ -145,8 +155,19 @@ class References:
         self._is_object = is_object
         self._limit = limit
         self._with_form = with_form
+        self.root = as_method(fn)
+        # What the functions do that it refers to, as far as that is known.
+        self._reach = _reach.Reach()
+        # Objects that one name does not lead to alone, and count as a whole.
+        self._whole: set[int] = set()
+        known = None
+        while known != (self._reach, len(self._whole)):
+            known = self._reach, len(self._whole)
+            self._walk(more)
+
+    def _walk(self, more: Sequence[tuple[str, Any]]) -> None:
         self._seen: dict[int, int] = {}
-        self._names: set[str] = set()
+        self._in_part: set[int] = set()
         # Arrays are the program's arguments where no other thread comes across them.
         self._is_enclosed = True
         self.steps: list[Step] = []
@@ -154,7 +175,6 @@ class References:
         self.objects: dict[str, Any] = {}
         self.arrays: dict[str, Any] = {}
         self.opaque: str | None = None
-        self.root = as_method(fn)
         self._visit("captured", None, self.root, -1)
         for label, value in more:
             self._visit(label, None, value, -1)
@@ -164,7 +184,15 @@ class References:
         """Equal for functions that do the same; may not be hashed if `opaque`."""
         return tuple(self.tokens)
 
-    def _visit(self, label: str, place: Place | None, value: Any, parent: int) -> None:
+    def _visit(
+        self,
+        label: str,
+        place: Place | None,
+        value: Any,
+        parent: int,
+        name: str | None = None,
+    ) -> None:
+        """Looks into a value; `name` is what the user's code calls it, if it does."""
         kind = type(value)
         if kind in _PLAIN:
             self._add(label, place, value, parent, (kind, value))
@@ -172,13 +200,31 @@ class References:
             self._add(label, place, value, parent, (kind, repr(value)))
         elif id(value) in self._seen:
             again = self._seen[id(value)]
+            if id(value) in self._in_part and not self._is_part(value, name):
+                self._whole.add(id(value))
             self._add(label, place, value, parent, ("again", again))
         elif len(self.steps) >= self._limit:
             self.opaque = self.opaque or label
         else:
             self._seen[id(value)] = len(self.steps)
             index = self._add(label, place, value, parent, None)
+            if self._is_part(value, name):
+                self._in_part.add(id(value))
             self.tokens[index] = self._look_into(label, value, kind, index)
+
+    def _is_part(self, value: Any, name: str | None) -> bool:
+        """Whether of `value`, come by as `name`, only what the code names counts."""
+        if not self._with_form or name is None or id(value) in self._whole:
+            return False
+        if isinstance(value, type):
+            return name == _ITS_CLASS
+        return self._reach.only_asks(value, name)
+
+    def _named(self, value: Any, names: Iterable[str]) -> list[str]:
+        """Those of the names of attributes that count."""
+        if id(value) not in self._in_part:
+            return list(names)
+        return [name for name in names if name in self._reach.used]
 
     def _add(
         self, label: str, place: Place | None, value: Any, parent: int, token: Any
@@ -196,9 +242,7 @@ class References:
             return self._array(label, value)
         if issubclass(kind, (np.ndarray, np.generic)):
             return self._host_array(label, value)
-        if issubclass(
-            kind, (_values.Handle, _values.PerReplica, _contexts.AbstractStrategy)
-        ):
+        if issubclass(kind, _WHOLE):
             return Identity(value)
         for kinds, follow in _FOLLOWED:
             if issubclass(kind, kinds):
@@ -274,11 +318,13 @@ class References:
         # What is only written is nothing that its program depends on.
         names = about.reads if self._with_form else {*about.reads, *about.writes}
         if about.is_users:
-            self._names |= _code.attribute_names(code)
+            self._reach = self._reach.plus(_reach.of(code))
+        own = about.is_users
         cells = zip(code.co_freevars, fn.__closure__ or (), strict=True)
         for name, cell in cells:
             place = Cell(cell)
-            self._visit(f"captured {name}", place, place.get(), index)
+            known = name if own else None
+            self._visit(f"captured {name}", place, place.get(), index, known)
         if fn.__defaults__:
             parameters = code.co_varnames[: code.co_argcount]
             labels = parameters[len(parameters) - len(fn.__defaults__) :]
@@ -301,12 +347,12 @@ class References:
         for name in names:
             value = scope.get(name, GONE)
             if value is not GONE:
-                self._visit(f"captured {name}", Key(scope, name), value, index)
+                self._visit(f"captured {name}", Key(scope, name), value, index, name)
         self._is_enclosed = was
 
     def _method(self, label: str, method: types.MethodType, index: int) -> Any:
         label = "captured self" if label == "captured" else label
-        self._visit(label, None, method.__self__, index)
+        self._visit(label, None, method.__self__, index, _first_name(method.__func__))
         self._visit("captured", None, method.__func__, index)
         return "method"
 
@@ -356,11 +402,11 @@ class References:
     def _module(self, label: str, module: types.ModuleType, index: int) -> Any:
         if _code.is_users_module(module):
             scope = vars(module)
-            names = sorted(self._names & scope.keys())
+            names = sorted(self._reach.used & scope.keys())
             was, self._is_enclosed = self._is_enclosed, False
             for name in names:
                 place = Key(scope, name)
-                self._visit(f"{label}.{name}", place, scope[name], index)
+                self._visit(f"{label}.{name}", place, scope[name], index, name)
             self._is_enclosed = was
         return Identity(module)
 
@@ -369,10 +415,10 @@ class References:
             was, self._is_enclosed = self._is_enclosed, False
             for base in kind.__mro__:
                 if _code.is_users_class(base):
-                    for name, value in list(vars(base).items()):
+                    for name in self._named(kind, vars(base)):
                         if not _is_bookkeeping(name):
                             place = Attribute(base, name)
-                            self._visit(f"{label}.{name}", place, value, index)
+                            self._member(kind, f"{label}.{name}", place, index, name)
             self._is_enclosed = was
         return Identity(kind)
 
@@ -413,20 +459,30 @@ class References:
         return self._unknown(label, value)
 
     def _object(self, label: str, value: Any, kind: type, index: int) -> Any:
-        self._visit(label, None, kind, index)
+        in_part = id(value) in self._in_part
+        self._visit(label, None, kind, index, _ITS_CLASS if in_part else None)
         was, self._is_enclosed = self._is_enclosed, False
         attributes = attributes_of(value)
-        names = _compared(kind) if self._with_form else None
-        for name, item in list(attributes.items()):
-            if names is not None and name not in names:
-                continue
-            place = Key(attributes, name)
-            self._visit(f"{label}.{name}", place, item, index)
-        for name in _slots_of(kind):
+        compared = _compared(kind) if self._with_form else None
+        names = self._named(value, attributes)
+        for name in names:
+            if compared is None or name in compared:
+                place = Key(attributes, name)
+                self._member(value, f"{label}.{name}", place, index, name)
+        for name in self._named(value, _slots_of(kind)):
             place = Attribute(value, name)
-            self._visit(f"{label}.{name}", place, place.get(), index)
+            self._member(value, f"{label}.{name}", place, index, name)
         self._is_enclosed = was
-        return ("attributes", len(attributes) if names is None else names)
+        if in_part:
+            return ("attributes", *names)
+        return ("attributes", len(names) if compared is None else compared)
+
+    def _member(
+        self, owner: Any, label: str, place: Place, index: int, name: str
+    ) -> None:
+        # Who is handed the owner as a whole may hand on what it has.
+        own = name if id(owner) in self._in_part else None
+        self._visit(label, place, place.get(), index, own)
 
 
 _FOLLOWED: list[tuple[Any, Callable[..., Any]]] = [
@@ -456,6 +512,14 @@ def _compared(kind: type) -> tuple[str, ...] | None:
     if not is_value or "__dataclass_params__" not in vars(kind):
         return None
     return tuple(f.name for f in dataclasses.fields(kind) if f.compare)
+
+
+def _first_name(function: Any) -> str | None:
+    """What a method of the user's calls its object."""
+    code = getattr(function, "__code__", None)
+    if code is None or not _code.about(code).is_users:
+        return None
+    return next(iter(code.co_varnames), None)
 
 
 def as_method(fn: Any) -> Any:

@@ -1,0 +1,339 @@
+"""Nested steps that capture an object: of its attributes those count that they can use.
+
+TensorFlow's and Keras' style is a class whose `train_step` defines the step. The oracle
+is plain Python.
+"""
+
+import abc
+import dataclasses
+import functools
+import json
+import queue
+import types
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jaxstrategy as js
+
+CALLS = 12
+TRACES = queue.SimpleQueue()
+
+
+@pytest.fixture(scope="module")
+def two():
+    return js.MirroredStrategy(js.simulate(8)[:2])
+
+
+@pytest.fixture(autouse=True)
+def no_traces():
+    while TRACES.qsize():
+        TRACES.get()
+
+
+class Config:
+    def __init__(self, scale):
+        self.scale = scale
+        self.unused = 0
+
+
+class Trainer:
+    seen = 0
+
+    def __init__(self, strategy):
+        self.strategy = strategy
+        self.model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+        self.optimizer = nnx.Optimizer(self.model, optax.sgd(0.01), wrt=nnx.Param)
+        self.config = Config(2.0)
+        self.count = 0
+        self.history = []
+
+    def loss_of(self, model, x):
+        return (model(x) ** 2).mean() * self.config.scale
+
+    def train_step(self, inputs):
+        def step_fn(x):
+            TRACES.put(1)
+            loss, grads = nnx.value_and_grad(self.loss_of)(self.model, x)
+            mean = js.get_replica_context().all_reduce
+            self.optimizer.update(self.model, mean("mean", grads))
+            return mean("mean", loss)
+
+        loss = self.strategy.run(step_fn, args=(inputs,))
+        self.count += 1
+        self.config.unused += 1
+        type(self).seen += 1
+        self.history.append(float(loss))
+        return loss
+
+
+@pytest.mark.parametrize("scales", [[2.0] * CALLS, [2.0, 2.0, 3.0, 2.0]], ids=len)
+def test_a_trainer_is_compiled_once_for_each_value_it_uses(two, scales):
+    trainer = Trainer(two)
+    model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.sgd(0.01), wrt=nnx.Param)
+    for i, scale in enumerate(scales):
+        x = np.arange(8, dtype=np.float32).reshape(2, 2, 2) / 8 + i
+
+        def loss_of(model, x, scale=scale):
+            return (model(x) ** 2).mean() * scale
+
+        trainer.config.scale = scale
+        have = trainer.train_step(two.per_replica(list(x)))
+        want, grads = nnx.value_and_grad(loss_of)(model, x.reshape(4, 2))
+        optimizer.update(model, grads)
+        np.testing.assert_allclose(have, want, rtol=1e-4)
+    assert TRACES.qsize() == len(set(scales)) and trainer.count == len(scales)
+    np.testing.assert_allclose(trainer.model.kernel[...], model.kernel[...], rtol=1e-4)
+
+
+# An attribute that is used in whatever way is never stale.
+
+
+class Box:
+    def __init__(self, k):
+        self.k = k
+        self.other = types.SimpleNamespace(k=k)
+
+    @property
+    def doubled(self):
+        return self.k * 2
+
+    def method(self, x):
+        return x * self.k
+
+    def __call__(self, x):
+        return x * self.k
+
+    def __add__(this, x):
+        return this.k + x
+
+    def indirectly(this, x):
+        return through_dict(this)(x)
+
+
+class Slots:
+    __slots__ = ("k",)
+
+
+class Abstract(abc.ABC):
+    @abc.abstractmethod
+    def get(self): ...
+
+    def through(self):
+        return self.get()
+
+
+class Concrete(Abstract):
+    def __init__(self, k):
+        self.k = k
+
+    def get(self):
+        return self.k
+
+
+class Computed:
+    def __init__(self, k):
+        self.hidden = k
+
+    def __getattr__(self, name):
+        return self.__dict__["hidden"]
+
+
+@dataclasses.dataclass
+class Data:
+    k: int
+
+
+class Holding:
+    def __init__(self, box):
+        self.box = box
+
+
+def read(box):
+    return box.k
+
+
+def through_dict(box):
+    return lambda x: x * box.__dict__["k"]
+
+
+def through_getattr(box):
+    return lambda x: x * getattr(box, "".join(["k"]))
+
+
+def through_vars(box):
+    return lambda x: x * vars(box)["k"]
+
+
+def through_library(box):
+    return lambda x: x * json.loads(json.dumps(box, default=lambda b: vars(b)["k"]))
+
+
+def through_getter(box):
+    import operator
+
+    get = operator.attrgetter("k")
+    return lambda x: x * get(box)
+
+
+def through_an_alias(box):
+    def step(x):
+        again = box
+        return x * getattr(again, "k")  # noqa: B009
+
+    return step
+
+
+def through_a_method(box):
+    return lambda x: box.method(x)
+
+
+def through_a_property(box):
+    return lambda x: x * box.doubled / 2
+
+
+def through_a_call(box):
+    return lambda x: box(x)
+
+
+def through_an_operator(box):
+    return lambda x: (box + 0) * x
+
+
+def through_a_method_with_another_name(box):
+    return lambda x: box.indirectly(x)
+
+
+def through_a_function(box):
+    return lambda x: x * read(box)
+
+
+def through_a_container(box):
+    boxes = [box]
+    return lambda x: x * read(boxes[0])
+
+
+def through_a_partial(box):
+    return functools.partial(lambda box, x: x * vars(box)["k"], box)
+
+
+def through_a_default(box):
+    return lambda x, box=box: x * box.k
+
+
+def through_an_attribute(box):
+    holding = Holding(box)
+    return lambda x: x * vars(holding.box)["k"]
+
+
+def through_a_bound_method(box):
+    call = box.method
+    return lambda x: call(x)
+
+
+def through_two_names(box):
+    holding = Holding(box)
+    return lambda x: x * holding.box.k + 0 * len(vars(box))
+
+
+def through_a_match(box):
+    def step(x):
+        match box:
+            case Box(k=k):
+                return x * k
+
+    return step
+
+
+WAYS = [way for name, way in globals().items() if name.startswith("through_")]
+
+
+@pytest.mark.filterwarnings("ignore::jaxstrategy.RecompilationWarning")
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_what_is_used_is_never_stale(two, way):
+    box = Box(2)
+    for k in (2, 3, 2, 4):
+        box.k = k
+        assert float(two.run(way(box), (5.0,))) == 5 * k
+
+
+def slots(k):
+    made = Slots()
+    made.k = k
+    return made
+
+
+@pytest.mark.filterwarnings("ignore::jaxstrategy.RecompilationWarning")
+@pytest.mark.parametrize(
+    "make", [slots, Concrete, Computed, Data], ids=lambda kind: kind.__name__
+)
+def test_objects_of_all_kinds_are_never_stale(two, make):
+    def nested(value):
+        if isinstance(value, Concrete):
+            return lambda x: x * value.through()
+        return lambda x: x * value.k
+
+    for k in (2, 3, 2):
+        assert float(two.run(nested(make(k)), (5.0,))) == 5 * k
+
+
+def test_a_method_that_is_replaced_is_another(two):
+    box = Box(2)
+
+    def nested():
+        return lambda x: box.method(x)
+
+    assert float(two.run(nested(), (5.0,))) == 10
+    box.method = lambda x: x + 1
+    assert float(two.run(nested(), (5.0,))) == 6
+
+
+@pytest.mark.filterwarnings("ignore::jaxstrategy.RecompilationWarning")
+def test_an_attribute_that_is_added_or_taken_away_is_noticed(two):
+    class Settings:
+        k = 2
+
+    settings = Settings()
+
+    def nested():
+        return lambda x: x * settings.k
+
+    assert float(two.run(nested(), (5.0,))) == 10
+    settings.k = 3
+    assert float(two.run(nested(), (5.0,))) == 15
+    del settings.k
+    assert float(two.run(nested(), (5.0,))) == 10
+    Settings.k = 4
+    assert float(two.run(nested(), (5.0,))) == 20
+
+
+@pytest.mark.filterwarnings("ignore::jaxstrategy.RecompilationWarning")
+def test_an_array_as_attribute_is_never_stale(two):
+    trainer = Holding(None)
+
+    def nested():
+        return lambda x: x * trainer.box
+
+    for k in (2, 3, 2):
+        trainer.box = jnp.float32(k)
+        assert float(two.run(nested(), (5.0,))) == 5 * k
+
+
+def test_what_is_not_used_compiles_nothing(two):
+    box = Box(2)
+
+    def nested():
+        def step(x):
+            TRACES.put(1)
+            return x * box.k
+
+        return step
+
+    for i in range(CALLS):
+        box.count, box.method, box.other = i, [i], Box(i)
+        assert float(two.run(nested(), (5.0,))) == 10
+    assert TRACES.qsize() == 1
