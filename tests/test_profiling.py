@@ -431,6 +431,30 @@ def test_a_step_gives_what_it_gives_without(n):
     assert report.examples_per_second == pytest.approx(8 / report.step)
 
 
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("given", ["state first", "grouped", "pipelines", "filled up"])
+def test_the_examples_are_those_of_the_batch_of_a_dataset(n, given):
+    strategy = js.MirroredStrategy(jax.devices()[:n])
+    data, wanted = rows(strategy, 6), 8
+    step, state = strategy.run(lambda state, batch: mean(batch)), (np.zeros(5),)
+    match given:
+        case "grouped":
+            data, step, state = rows(strategy, 12), strategy.several(mean), ()
+            data = js.grouped(data, 2)
+        case "pipelines":
+            data = strategy.distribute_datasets_from_function(
+                lambda context: [np.ones(4, np.float32)] * 12
+            )
+            wanted = 4 * n
+        case "filled up":
+            data, wanted = rows(strategy, 6, 7), 7
+    timed = strategy.profile(step, every=2)
+    for batch in data:
+        timed(*state, batch)
+    report = timed.report()
+    assert report.examples_per_second == pytest.approx(wanted / report.step)
+
+
 def test_several_steps_a_bound_one_and_any_other_function(two):
     many = two.several(mean)
     topology = js.Topology(bandwidth=4.0, latency=1.0, replicas=2)

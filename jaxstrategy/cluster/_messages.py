@@ -32,13 +32,11 @@ def _is_versions(value: Any) -> bool:
 
 
 def _is_status(value: Any) -> bool:
-    return value is None or (
-        isinstance(value, dict)
-        and all(
-            name not in value or value[name] is None or is_right(value[name])
-            for name, is_right in _STATUS.items()
-        )
-    )
+    return value is None or _has(value, _STATUS)
+
+
+def _or_none(is_right: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: value is None or is_right(value)
 
 
 def _is_member(row: Any) -> bool:
@@ -80,10 +78,10 @@ def _anything(value: Any) -> bool:
 _STATUS: _Fields = {
     "step": _is_whole,
     "what": _is_text,
-    "pending": _is_text,
-    "seconds": _is_seconds,
-    "busy": _is_text,
-    "writes": _is_text,
+    "pending": _or_none(_is_text),
+    "seconds": _or_none(_is_seconds),
+    "busy": _or_none(_is_text),
+    "writes": _or_none(_is_text),
     "reads": _rows(_is_read),
     "arrivals": _rows(_is_arrival),
 }

@@ -87,8 +87,7 @@ class DistributedIterator(Iterator[PyTree]):
             raise
         if self._spec is None:  # kept, for who asks when the data has ended
             self._spec = jax.tree.map(_type, found[0])
-        if name := self._steps.agreement.name_of(self._number):
-            _origins.note(found[0], name)
+        _origins.note(found[0], self._steps.agreement.name_of(self._number))
         self._number += 1
         return found
 

@@ -1,4 +1,7 @@
-"""Of which batch an array is, so that processes can compare it."""
+"""Which arrays are batches of a dataset, and of which number.
+
+Processes compare the numbers, and a stopwatch counts the rows of nothing else.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,20 @@ from typing import Any
 
 import jax
 
-from jaxstrategy._values import PyTree, is_per_replica
+from jaxstrategy._values import PerReplica, PyTree, contents, is_per_replica
 
-_known: dict[int, tuple[weakref.ref[Any], str]] = {}
+_known: dict[int, tuple[weakref.ref[Any], str | None]] = {}
 
 
-def note(batch: PyTree, name: str) -> None:
-    """Let the arrays of `batch` be known by this name as long as they live."""
+def note(batch: PyTree, name: str | None) -> None:
+    """Let the arrays of `batch` be known as such as long as they live.
+
+    Args:
+      batch: what a dataset has given.
+      name: its number in words, for processes that compare it.
+    """
     for leaf in jax.tree.leaves(batch, is_leaf=is_per_replica):
-        array = leaf.stacked  # its mask may be one of several batches
+        array = _array(leaf)
         key = id(array)
 
         def forget(_: object, key: int = key) -> None:
@@ -25,6 +33,21 @@ def note(batch: PyTree, name: str) -> None:
 
 
 def of(array: Any) -> str | None:
-    """The name of the batch of an array, None if it is of none."""
+    """The name of the batch of an array, None if it is of none or that has no name."""
+    found = _found(array)
+    return None if found is None else found[1]
+
+
+def is_of_dataset(leaf: Any) -> bool:
+    """Whether a dataset has given this array or `PerReplica`."""
+    return _found(_array(leaf)) is not None
+
+
+def _array(leaf: Any) -> Any:
+    # Not the mask of a `PerReplica`, which may be one of several batches.
+    return contents(leaf) if isinstance(leaf, PerReplica) else leaf
+
+
+def _found(array: Any) -> tuple[weakref.ref[Any], str | None] | None:
     found = _known.get(id(array))
-    return found[1] if found is not None and found[0]() is array else None
+    return found if found is not None and found[0]() is array else None

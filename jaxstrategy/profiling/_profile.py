@@ -13,8 +13,10 @@ from typing import Any, Self, final
 import jax
 
 from jaxstrategy._errors import ClusterError
-from jaxstrategy._values import PerReplica, PyTree, is_per_replica
+from jaxstrategy._values import PyTree, is_per_replica
 from jaxstrategy.cluster import _processes
+from jaxstrategy.inputs import _origins
+from jaxstrategy.inputs._progress import real_rows
 from jaxstrategy.profiling._logger import MetricLogger
 from jaxstrategy.profiling._report import Report
 from jaxstrategy.profiling._trace import Tracing
@@ -217,8 +219,8 @@ def _smallest(results: PyTree) -> Any:
 def _rows(given: PyTree) -> int | None:
     """The rows on all replicas of the first batch that comes from a dataset."""
     for leaf in jax.tree.leaves(given, is_leaf=is_per_replica):
-        if isinstance(leaf, PerReplica) and leaf.mask is not None:
-            return leaf.mask.size
+        if _origins.is_of_dataset(leaf) and (rows := real_rows(leaf)) is not None:
+            return rows
     return None
 
 

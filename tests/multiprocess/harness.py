@@ -49,6 +49,19 @@ def total(number):
 VERSIONS = {"jaxstrategy": "0.1", "jax": "0.12.0", "jaxlib": "0.12.0", "Python": "3.12"}
 
 
+# What the watchdog of a process says that has done nothing.
+STATUS = {
+    "step": 0,
+    "what": "no step yet",
+    "pending": None,
+    "seconds": None,
+    "busy": None,
+    "writes": None,
+    "arrivals": [],
+    "reads": [],
+}
+
+
 def free_address():
     with socket.socket() as reserved:
         reserved.bind(("127.0.0.1", 0))

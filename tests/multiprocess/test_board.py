@@ -7,6 +7,7 @@ import threading
 import time
 
 import pytest
+from harness import STATUS
 
 from jaxstrategy._errors import ClusterError
 from jaxstrategy.cluster._board import LoneBoard
@@ -110,7 +111,7 @@ def test_gather_names_who_does_not_come(boards, pool):
 
 def test_who_compiles_is_waited_for(boards, pool):
     zero, one = boards(2, timeout_seconds=0.3)
-    one.status = lambda: {"busy": "compiles"}
+    one.status = lambda: STATUS | {"busy": "compiles"}
     until(lambda: zero.states()[1].busy)
     patient = pool.submit(zero.gather, "key", 1)
     time.sleep(1)
@@ -120,7 +121,7 @@ def test_who_compiles_is_waited_for(boards, pool):
     one.gather("key", 2)
     assert patient.result(10) == [1, 2]
     late = pool.submit(zero.gather, "key", 1)
-    one.status = lambda: {"busy": None}
+    one.status = lambda: STATUS
     with pytest.raises(ClusterError, match="Waited 0.3 s in 'key' for process 1"):
         late.result(10)
 
@@ -239,16 +240,16 @@ def test_process_0_fails_in_its_own_words(boards):
 
 def test_states_say_where_all_are(boards):
     zero, one = boards(2)
-    one.status = lambda: {"step": 7}
+    one.status = lambda: STATUS | {"step": 7}
     until(lambda: zero.states()[1].status)
     for board in (zero, one):
         states = board.states()
         assert [state.member.index for state in states] == [0, 1]
-        assert states[1].status == {"step": 7} and states[1].end is None
+        assert states[1].status == STATUS | {"step": 7} and states[1].end is None
         assert states[1].silent_seconds < 5
-    one.leave({"step": 9})
+    one.leave(STATUS | {"step": 9})
     until(lambda: zero.states()[1].end == "left")
-    assert zero.departures[1].status == {"step": 9}
+    assert zero.departures[1].status == STATUS | {"step": 9}
 
 
 def test_who_does_not_answer_counts_as_dead(meet):

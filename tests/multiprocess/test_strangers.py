@@ -14,7 +14,7 @@ import time
 import hypothesis.strategies as st
 import peer
 import pytest
-from harness import VERSIONS
+from harness import STATUS, VERSIONS
 from hypothesis import HealthCheck, given, settings
 
 import jaxstrategy
@@ -382,7 +382,16 @@ def three(address, pool):
         {"op": "conquer"},
         {"op": "alive"},
         {"op": "alive", "status": [1]},
-        {"op": "alive", "status": {"step": "many"}},
+        {"op": "alive", "status": STATUS | {"step": "many"}},
+        {"op": "alive", "status": {"step": 3}},
+        *(
+            {"op": "alive", "status": {k: v for k, v in STATUS.items() if k != name}}
+            for name in STATUS
+        ),
+        *(
+            {"op": "left", "status": STATUS | {name: None}}
+            for name in ("step", "what", "arrivals", "reads")
+        ),
         {"op": "left"},
         {"op": "failed", "text": 3},
         {"op": "put", "value": 1},
@@ -522,6 +531,7 @@ anything = st.recursive(
 right = st.sampled_from(
     [
         {"op": "alive", "status": None},
+        {"op": "alive", "status": STATUS},
         {"op": "put", "key": "k", "value": [1]},
         {"op": "get", "id": 1, "key": "k"},
         {"op": "gather", "id": 2, "key": "k", "value": 1},

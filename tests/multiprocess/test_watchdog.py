@@ -213,6 +213,8 @@ def state(
         "pending": pending,
         "seconds": 2.5,
         "busy": busy,
+        "writes": None,
+        "arrivals": [],
         "reads": reads,
     }
     status = status if step is not None else None
