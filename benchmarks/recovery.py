@@ -1,6 +1,6 @@
 """How long a job takes to train again after one of its processes is killed.
 
-    python benchmarks/recovery.py [--processes 2 4]
+    python benchmarks/recovery.py [--processes 2 4 8]
 
 The launcher starts a small training, one process of which kills itself; the launcher
 starts all again, and they go on from the last checkpoint. The target is 10 s from the

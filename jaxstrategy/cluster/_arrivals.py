@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, final
 
+from jaxstrategy.cluster._launched import LATE
 from jaxstrategy.cluster._member import Member
 
 # What a process tells each second; the last steps are enough to see who is late.
@@ -140,6 +141,12 @@ def stragglers(told: Mapping[Member, Sequence[Sequence[float]]]) -> Stragglers:
 
 def _tail(values: list[float]) -> float:
     return sorted(values)[min(len(values) - 1, int(0.95 * len(values)))]
+
+
+def at_the_end(states: Sequence[Any]) -> str:
+    """The line by which a process says at its end who was late; empty if nobody."""
+    found = of_states(states)
+    return "" if found.slowest is None else f"{LATE}{found.verdict}\n"
 
 
 def of_states(states: Sequence[Any]) -> Stragglers:

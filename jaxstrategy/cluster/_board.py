@@ -130,6 +130,10 @@ class AbstractBoard(abc.ABC):
           ClusterError: process 0, which keeps them, does not answer.
         """
 
+    def known_states(self) -> list[State]:
+        """As `states`, where that is known without asking: in process 0, else empty."""
+        return []
+
     @abc.abstractmethod
     def on_departure(self, callback: Callable[[Departure], None]) -> None:
         """Have a function called, on another thread, for each process that ends.

@@ -131,7 +131,7 @@ class Hub:
             case "cancel":
                 self._cancel(line, message)
             case "states":
-                self._post(line, {"id": message["id"], "value": self._states()})
+                self._post(line, {"id": message["id"], "value": self.states()})
             case "failed":
                 self._ended(line, "failed", message["text"])
             case "left":
@@ -197,7 +197,8 @@ class Hub:
         ends = [[k, self._lines[k].end, self._lines[k].text] for k in gone]
         self._post(line, {"id": request, "gone": ends})
 
-    def _states(self) -> list[dict[str, Any]]:
+    def states(self) -> list[dict[str, Any]]:
+        """Where each process is, by their ids; any thread may ask."""
         now = time.monotonic()
         return [
             {

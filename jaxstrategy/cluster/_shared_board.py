@@ -107,6 +107,12 @@ class Board(AbstractBoard):
                 f"{self.members[0]}, which knows where all are, has not answered for "
                 f"{self.silent_seconds:.1f} s. It is stopped, or its host is."
             ) from None
+        return self._states(rows)
+
+    def known_states(self) -> list[State]:
+        return [] if self._hub is None else self._states(self._hub.states())
+
+    def _states(self, rows: list[dict[str, Any]]) -> list[State]:
         return [
             State(member, row["status"], row["end"], row["silent"], row["text"])
             for member, row in zip(self.members, rows, strict=True)

@@ -20,7 +20,8 @@ from typing import Any, final
 import jax
 
 from jaxstrategy._errors import ClusterError
-from jaxstrategy.cluster import _codes
+from jaxstrategy.cluster import _arrivals, _codes
+from jaxstrategy.cluster._activity import Activity, Noted
 from jaxstrategy.cluster._arrivals import Arrivals
 from jaxstrategy.cluster._board import AbstractBoard, Departure, State
 from jaxstrategy.cluster._finish import finish, stacks
@@ -56,30 +57,6 @@ class Pending:
     seconds: float
     busy: str | None = None
     step: int | None = None
-
-
-@final
-class Activity:
-    """Something that goes on between two moments.
-
-    Args:
-      what: in words.
-      busy: what this process does by itself meanwhile, None if it waits for others.
-    """
-
-    def __init__(self, what: str, busy: str | None = None) -> None:
-        self.what = what
-        self.busy = busy
-        self._since = time.monotonic()
-
-    @property
-    def seconds(self) -> float:
-        """Since it began or made progress."""
-        return time.monotonic() - self._since
-
-    def progress(self) -> None:
-        """Give it the whole time again."""
-        self._since = time.monotonic()
 
 
 @final
@@ -190,7 +167,7 @@ class Watchdog:
           what: is waited for, in words.
           busy: what this process does by itself meanwhile, if it does not wait.
         """
-        return _Noted(self._activities, what, busy)
+        return Noted(self._activities, what, busy)
 
     def reading(self, what: str) -> AbstractContextManager[Activity]:
         """A block in which the input pipeline of this process delivers `what`.
@@ -198,7 +175,7 @@ class Watchdog:
         It is reported when somebody waits for it, and no wait by itself: it may be
         read ahead.
         """
-        return _Noted(self._reads, what, None)
+        return Noted(self._reads, what, None)
 
     def watch(self, array: jax.Array) -> None:
         """Count the last step as pending until this array of it has been computed.
@@ -368,6 +345,7 @@ class Watchdog:
             f"\njaxstrategy: {head}.\n"
             f"Python stacks of {own}:\n{stacks()}\n"
             f"Where the processes are:\n{table or '  unknown'}\n"
+            f"{_arrivals.at_the_end(board.known_states())}"
             f"jaxstrategy: process {own.index} waited {pending.seconds:.1f} s in "
             f"{pending.what} and ends with exit code {_codes.WATCHDOG}: {cause}\n"
         )
@@ -381,18 +359,3 @@ class Watchdog:
 
 def _step(number: int, seconds: float, busy: str | None = None) -> Pending:
     return Pending(f"step {number}", seconds, busy, number)
-
-
-class _Noted(AbstractContextManager[Activity]):
-    """A block during which an activity is known; cheap, there is one for each batch."""
-
-    def __init__(self, among: dict[int, Activity], what: str, busy: str | None) -> None:
-        self._among = among
-        self._activity = Activity(what, busy)
-
-    def __enter__(self) -> Activity:
-        self._among[id(self)] = self._activity
-        return self._activity
-
-    def __exit__(self, *error: object) -> None:
-        del self._among[id(self)]

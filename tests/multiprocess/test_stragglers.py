@@ -47,22 +47,37 @@ def test_steps_that_one_does_not_tell_of_are_left_out():
     assert found.verdict == "only 5 steps were seen, too few to tell who is late"
 
 
-@pytest.mark.slow
-def test_a_late_process_is_named_while_running_in_the_profile_and_at_the_end():
-    done = subprocess.run(
+TOLD = r"process 1 \(host .*\) is late: it comes [\d.]+ ms after the first to a step"
+
+
+def launched(*arguments):
+    """How a launcher ended whose process 1 was late."""
+    return subprocess.run(
         [sys.executable, "-m", "jaxstrategy.launch", "-n", "2"]
-        + ["--devices-per-process", "1", late.__file__],
+        + ["--devices-per-process", "1", late.__file__, *arguments],
         capture_output=True,
         text=True,
         timeout=120,
         stdin=subprocess.DEVNULL,
         env=workers.ENVIRONMENT,
     )
+
+
+@pytest.mark.slow
+def test_a_late_process_is_named_while_running_in_the_profile_and_at_the_end():
+    done = launched()
     assert done.returncode == 0, done
-    told = (
-        r"process 1 \(host .*\) is late: it comes [\d.]+ ms after the first to a step"
-    )
-    assert len(re.findall(rf"^\[0\] {told}", done.stdout, re.M)) == 1, done
-    assert re.search(rf"\[0\]   processes  +{told}", done.stdout), done
+    assert len(re.findall(rf"^\[0\] {TOLD}", done.stdout, re.M)) == 1, done
+    assert re.search(rf"\[0\]   processes  +{TOLD}", done.stdout), done
     last = done.stderr.rstrip().rsplit("\n", 1)[-1]
-    assert re.search(rf"^jaxstrategy.launch: {told}", last), done
+    assert re.search(rf"^jaxstrategy.launch: {TOLD}", last), done
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ending", ["0 raise", "1 raise", "1 kill", "1 sleep"])
+def test_a_late_process_is_named_at_the_end_of_a_job_that_fails(ending):
+    done = launched(*ending.split())
+    assert done.returncode, done
+    said = re.findall(r"^jaxstrategy.launch: (.*)", done.stderr, re.M)
+    assert len([line for line in said if re.match(TOLD, line)]) == 1, done
+    assert re.search(r"rank \d failed with ", said[-1]), done  # the cause stays last

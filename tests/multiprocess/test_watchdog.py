@@ -5,6 +5,7 @@ import time
 
 import jax.numpy as jnp
 import pytest
+from harness import STATUS
 
 from jaxstrategy.cluster import _codes, _suspicion, _watchdog
 from jaxstrategy.cluster._board import LoneBoard, State
@@ -182,7 +183,7 @@ def test_who_has_finished_earlier_is_not_waited_for_long(boards, monkeypatch):
     zero, one = boards(2)
     ends = Ends()
     watchdog = Watchdog(zero, 60, end=ends)
-    one.leave({"step": 1})
+    one.leave(STATUS | {"step": 1})
     watchdog.start()
     watchdog.step_started("train_step")
     time.sleep(1.5)

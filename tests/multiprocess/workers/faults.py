@@ -11,8 +11,8 @@ import numpy as np
 import jaxstrategy as js
 
 
-def main(case, who):
-    options = js.experimental.CommunicationOptions(timeout_seconds=4)
+def main(case, who, timeout_seconds=4):
+    options = js.experimental.CommunicationOptions(timeout_seconds=timeout_seconds)
     strategy = js.MultiWorkerMirroredStrategy(communication_options=options)
     is_me = jax.process_index() == who
 

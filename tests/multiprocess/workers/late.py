@@ -1,5 +1,11 @@
-"""A training in which process 1 comes 40 ms late to each step."""
+"""A training in which process 1 comes 40 ms late to each step.
 
+Arguments: which process fails at the end, if one does, and how.
+"""
+
+import os
+import signal
+import sys
 import time
 
 import numpy as np
@@ -8,7 +14,8 @@ import jaxstrategy as js
 
 
 def main():
-    strategy = js.MultiWorkerMirroredStrategy()
+    options = js.experimental.CommunicationOptions(timeout_seconds=6)
+    strategy = js.MultiWorkerMirroredStrategy(communication_options=options)
 
     @strategy.run
     def train_step(w, x):
@@ -23,6 +30,16 @@ def main():
             w = profile(w, x)
             float(w[0])
     time.sleep(2.5)  # until all have told of their steps
+    if len(sys.argv) > 1 and strategy.process_index == int(sys.argv[1]):
+        match sys.argv[2]:
+            case "raise":
+                raise ValueError("no such digit")
+            case "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "sleep":
+                time.sleep(600)
+    if len(sys.argv) > 1:
+        float(profile(w, x)[0])
     if strategy.process_index == 0:
         print(js.experimental.stragglers())
         print(profile.report())
