@@ -46,6 +46,7 @@ def test_a_value_that_was_assigned_outlives_the_next_steps(made):
     np.testing.assert_array_equal(v.value(), np.full(3, 3.0))
 
 
+@pytest.mark.filterwarnings("ignore::jaxstrategy.RecompilationWarning")
 def test_what_a_variable_starts_with_is_the_users(strategy):
     for start in (jnp.ones(3), strategy.mirror(jnp.ones(3)), np.ones(3, np.float32)):
         with strategy.scope():

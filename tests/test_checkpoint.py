@@ -750,7 +750,7 @@ def test_wrong_choices_are_errors(tmp_path, kwargs, told):
 @pytest.mark.parametrize("step", [-1, 1.5, "3", None])
 def test_a_step_is_a_number(tmp_path, step):
     with manager_of(tmp_path) as manager:
-        with pytest.raises(ValueError, match="`step` was .*; a number from 0 on"):
+        with pytest.raises(ValueError, match="`step` was .*; a number from 0 to "):
             manager.save(step, {"a": 1})
 
 

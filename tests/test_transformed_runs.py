@@ -114,10 +114,8 @@ def test_under_the_transformation_all_copies_are_kept(four, around):
         moved = jax.vmap(lambda x: four.run(step, (x,)))(x[None])
         expected = [2.0, 4.0, 6.0, 8.0]
     assert isinstance(moved, js.PerReplica)
-    local = four.experimental_local_results(moved)
-    np.testing.assert_array_equal(
-        np.ravel([np.asarray(each) for each in local]), expected
-    )
+    # Under `vmap` the mapped dimension is the first one.
+    np.testing.assert_array_equal(np.ravel(moved.stacked), expected)
 
 
 # What is equal stays so.

@@ -84,11 +84,16 @@ class TracedStep:
     def sources(self) -> list[str | None]:
         """How messages call the inputs; None of an array that the step captured."""
         return [
-            None if argument is None and name is None else self.source(index)
-            for index, (argument, name) in enumerate(
-                zip(self.inputs, self.held_by, strict=True)
-            )
+            None if self._is_captured(index) else self.source(index)
+            for index in range(len(self.inputs))
         ]
+
+    def _is_captured(self, index: int) -> bool:
+        """Whether an input is an array that the step captured, as a constant or not."""
+        argument = self.inputs[index]
+        if argument is None:
+            return self.held_by[index] is None
+        return self.label(argument).startswith("`captured ")
 
     def why(self, state: State) -> str:
         """Where a value began to vary, in words."""
