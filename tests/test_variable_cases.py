@@ -155,3 +155,9 @@ def test_what_is_no_value(two):
         ):
             v.assign(nothing)
     assert v == 1.0
+
+
+def test_a_variable_is_among_the_local_results_of_its_container(two):
+    v = variable(two, 2.0)
+    container = two.extended.value_container(v)
+    assert v in two.experimental_local_results(container)
