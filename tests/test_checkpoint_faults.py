@@ -551,7 +551,8 @@ def arrays_in(file):
         return [loaded[f"arr_{i}"] for i in range(len(loaded.files))]
 
 
-@pytest.mark.parametrize("kind", ["linen", pytest.param("nnx", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", TRAININGS)
 def test_killed_training_resumes_bit_by_bit(tmp_path, kind):
     run_script("train_and_kill", tmp_path, kind)
     whole = arrays_in(tmp_path / "whole.npz")

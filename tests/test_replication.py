@@ -407,6 +407,7 @@ class Net(nn.Module):
     ],
     ids=["clipped adam", "adafactor in steps"],
 )
+@pytest.mark.slow
 def test_the_state_of_a_real_model_is_mirrored(two, optimizer):
     net = Net()
     images = np.random.default_rng(0).normal(size=(4, 4, 4, 1)).astype(np.float32)

@@ -121,6 +121,7 @@ def assert_same(have, want):
 
 @each_kind
 @pytest.mark.parametrize("k", [1, 3, 5])
+@pytest.mark.slow
 def test_a_training_is_that_of_a_loop(kind, k):
     strategy = list(strategies())[kind]
     # 39 rows in batches of 8: the last batch is filled up; of 5 batches, 3 and 2.
@@ -439,6 +440,7 @@ def arrays(*objects):
 
 @pytest.mark.parametrize("n", [1, 2, 4])
 @pytest.mark.parametrize("bound", [False, True], ids=["given", "bound"])
+@pytest.mark.slow
 def test_objects_are_changed_in_place_as_in_a_loop(n, bound):
     strategy = mirrored(n)
 

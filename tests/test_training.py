@@ -207,6 +207,7 @@ def block_step(graph, tx):
 
 
 @pytest.mark.parametrize("multi", [False, True], ids=["each-step", "multi-steps"])
+@pytest.mark.slow
 def test_nnx_transformer_block(eight, multi):
     graph, params = nnx.split(Block(nnx.Rngs(0)))
     params = jax.tree.map(np.asarray, params)

@@ -25,6 +25,7 @@ def told(rank, name):
     return [float(number) for number in line.partition(": ")[2].split(", ")]
 
 
+@pytest.mark.slow
 def test_one_and_two_processes_restore_what_the_other_saved(job, tmp_path, one):
     state = state_of(one, 1)
     next(state["data"])
@@ -37,7 +38,8 @@ def test_one_and_two_processes_restore_what_the_other_saved(job, tmp_path, one):
         rest = [seen(one, batch) for batch in state["data"]]
         assert running.wait(150) == [0, 0]
     for rank in running.ranks:
-        assert rank.output.rstrip().endswith("all is well")
+        # Orbax may have more to say at the end, of the save that failed.
+        assert "all is well" in rank.output.splitlines()
         np.testing.assert_allclose(told(rank, "one"), rest, rtol=1e-6)
         assert (
             "refused: `x` is a PerReplica of float32[] for 2 replicas in the "

@@ -49,6 +49,7 @@ def test_who_catches_the_common_error_learns_of_the_others_end(job):
         assert "process 1 (host" in running.ranks[0].last_line
 
 
+@pytest.mark.slow
 def test_none_is_aborted_when_all_fail_at_once(job):
     script = "float(total(RANK)); raise ValueError(f'bad batch of {RANK}')"
     with job(script, count=4) as running:

@@ -85,6 +85,7 @@ _SLOW = "save another step", "save and restore"
         for case in DIFFERENT
     ],
 )
+@pytest.mark.slow
 def test_other_checkpoints_are_told_before_anything_is_written(ended, case, tmp_path):
     for rank in ended(case, [[1, 1]]):
         assert re.search(DIFFERENT[case], rank.output, re.S)

@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 
+import pytest
 import workers
 
 
@@ -19,6 +20,7 @@ def checked(*options, **variables):
     )
 
 
+@pytest.mark.slow
 def test_what_works_is_told():
     done = checked("-n", "2", "--devices-per-process", "2")
     assert done.returncode == 0, done

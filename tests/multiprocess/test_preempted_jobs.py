@@ -43,6 +43,7 @@ def whole(tmp_path_factory):
     return one
 
 
+@pytest.mark.slow
 def test_a_signal_to_one_process_ends_all_after_one_step(tmp_path, whole):
     output, code = launched(2, tmp_path, "20", "0.05")
     assert code == 0 and "preempted, the state is saved" in output

@@ -11,11 +11,12 @@ from workers.conformance import CHECKS, tried
 import jaxstrategy as js
 
 # Processes, and devices of each: always four replicas.
-LAYOUTS = [(2, 2), pytest.param(4, 1, marks=pytest.mark.slow)]
+LAYOUTS = [(2, 2), (4, 1)]
 MAIN = "import sys\nfrom workers.conformance import main\nmain(sys.path[0])\n"
 
 
 # One test for all checks of a layout: its processes start once.
+@pytest.mark.slow
 @pytest.mark.parametrize("count, devices", LAYOUTS)
 def test_all_is_as_in_one_process(count, devices, job, tmp_path):
     env = {"PYTHONPATH": workers.PATH, "JAX_NUM_CPU_DEVICES": str(devices)}
