@@ -683,7 +683,7 @@ def test_torch_batches_keep_their_structure(torch):
     assert len(arrays) == 5
     for leaf in arrays:
         np.testing.assert_array_equal(leaf, [0, 1, 2])
-    assert one.get_state() == {"batches": 1}
+    assert one.get_state() == {"batches": 1, "length": 2}
 
 
 def unbatched(torch, tensors):
