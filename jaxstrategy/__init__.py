@@ -14,14 +14,12 @@ Array(3.5, dtype=float32)
 from importlib.metadata import version as _version
 from typing import NoReturn
 
-from jaxstrategy import _absent
 from jaxstrategy import checkpoint as checkpoint
 from jaxstrategy import cluster_resolver as cluster_resolver
 from jaxstrategy import experimental as experimental
 from jaxstrategy import flax as flax
 from jaxstrategy import optax as optax
 from jaxstrategy import profiling as profiling
-from jaxstrategy._devices import simulate as simulate
 from jaxstrategy._errors import ClusterError as ClusterError
 from jaxstrategy._errors import (
     ContextError as ContextError,
@@ -67,36 +65,25 @@ from jaxstrategy._errors import (
 from jaxstrategy._errors import (
     TracedValueError as TracedValueError,
 )
-from jaxstrategy._host import to_host as to_host
-from jaxstrategy._losses import compute_average_loss as compute_average_loss
-from jaxstrategy._losses import (
-    scale_regularization_loss as scale_regularization_loss,
-)
-from jaxstrategy._masked import batch_mask as batch_mask
-from jaxstrategy._masked import masked_mean as masked_mean
-from jaxstrategy._masked import masked_sum as masked_sum
 from jaxstrategy._options import ReduceOp as ReduceOp
 from jaxstrategy._options import RunOptions as RunOptions
 from jaxstrategy._options import VariableAggregation as VariableAggregation
 from jaxstrategy._options import VariableSynchronization as VariableSynchronization
-from jaxstrategy._precision import DynamicLossScale as DynamicLossScale
-from jaxstrategy._precision import all_finite as all_finite
-from jaxstrategy._precision import cast_floating as cast_floating
-from jaxstrategy._replica import ReplicaContext as ReplicaContext
-from jaxstrategy._slices import IndexedSlices as IndexedSlices
-from jaxstrategy._topology import Topology as Topology
-from jaxstrategy._training_loop import training_loop as training_loop
-from jaxstrategy._values import DistributedValues as DistributedValues
-from jaxstrategy._values import PerReplica as PerReplica
 from jaxstrategy.cluster._server import Server as Server
+from jaxstrategy.contexts._replica_context import ReplicaContext as ReplicaContext
 from jaxstrategy.inputs._dataset import DistributedDataset as DistributedDataset
 from jaxstrategy.inputs._grouped import grouped as grouped
+from jaxstrategy.inputs._input_options import InputContext as InputContext
+from jaxstrategy.inputs._input_options import InputOptions as InputOptions
+from jaxstrategy.inputs._input_options import (
+    InputReplicationMode as InputReplicationMode,
+)
 from jaxstrategy.inputs._iterator import DistributedIterator as DistributedIterator
-from jaxstrategy.inputs._options import InputContext as InputContext
-from jaxstrategy.inputs._options import InputOptions as InputOptions
-from jaxstrategy.inputs._options import InputReplicationMode as InputReplicationMode
 from jaxstrategy.inputs._progress import progress as progress
-from jaxstrategy.inputs.sources._arrays import batches as batches
+from jaxstrategy.inputs.sources._memory import batches as batches
+from jaxstrategy.masks._masked_means import batch_mask as batch_mask
+from jaxstrategy.masks._masked_means import masked_mean as masked_mean
+from jaxstrategy.masks._masked_means import masked_sum as masked_sum
 from jaxstrategy.reductions._cross_device_ops import CrossDeviceOps as CrossDeviceOps
 from jaxstrategy.reductions._cross_device_ops import (
     HierarchicalCopyAllReduce as HierarchicalCopyAllReduce,
@@ -105,6 +92,8 @@ from jaxstrategy.reductions._cross_device_ops import NcclAllReduce as NcclAllRed
 from jaxstrategy.reductions._cross_device_ops import (
     ReductionToOneDevice as ReductionToOneDevice,
 )
+from jaxstrategy.replicas._devices import simulate as simulate
+from jaxstrategy.replicas._topology import Topology as Topology
 from jaxstrategy.strategies._base import Strategy as Strategy
 from jaxstrategy.strategies._current import (
     experimental_set_strategy as experimental_set_strategy,
@@ -124,7 +113,20 @@ from jaxstrategy.strategies._multi_worker import (
 )
 from jaxstrategy.strategies._one_device import OneDeviceStrategy as OneDeviceStrategy
 from jaxstrategy.strategies._placed import Mirrored as Mirrored
+from jaxstrategy.text import _absent
 from jaxstrategy.tracing.explanation._explanation import Explanation as Explanation
+from jaxstrategy.training._losses import compute_average_loss as compute_average_loss
+from jaxstrategy.training._losses import (
+    scale_regularization_loss as scale_regularization_loss,
+)
+from jaxstrategy.training._precision import DynamicLossScale as DynamicLossScale
+from jaxstrategy.training._precision import all_finite as all_finite
+from jaxstrategy.training._precision import cast_floating as cast_floating
+from jaxstrategy.training._to_host import to_host as to_host
+from jaxstrategy.training._training_loop import training_loop as training_loop
+from jaxstrategy.values._per_replica import DistributedValues as DistributedValues
+from jaxstrategy.values._per_replica import PerReplica as PerReplica
+from jaxstrategy.values._slices import IndexedSlices as IndexedSlices
 from jaxstrategy.variables._gradients import grad as grad
 from jaxstrategy.variables._gradients import value_and_grad as value_and_grad
 from jaxstrategy.variables._variable import Variable as Variable

@@ -2,19 +2,27 @@
 
 from typing import NoReturn
 
-from jaxstrategy import _absent
-from jaxstrategy.cluster._launched import (
+from jaxstrategy.cluster.resolvers._cluster_resolver import (
+    ClusterResolver as ClusterResolver,
+)
+from jaxstrategy.cluster.resolvers._cluster_resolver import Process as Process
+from jaxstrategy.cluster.resolvers._cluster_spec import ClusterSpec as ClusterSpec
+from jaxstrategy.cluster.resolvers._launched import (
     LaunchedClusterResolver as LaunchedClusterResolver,
 )
-from jaxstrategy.cluster._resolver import ClusterResolver as ClusterResolver
-from jaxstrategy.cluster._resolver import Process as Process
-from jaxstrategy.cluster._simple import SimpleClusterResolver as SimpleClusterResolver
-from jaxstrategy.cluster._slurm import SlurmClusterResolver as SlurmClusterResolver
-from jaxstrategy.cluster._spec import ClusterSpec as ClusterSpec
-from jaxstrategy.cluster._tf_config import (
+from jaxstrategy.cluster.resolvers._simple import (
+    SimpleClusterResolver as SimpleClusterResolver,
+)
+from jaxstrategy.cluster.resolvers._slurm_resolver import (
+    SlurmClusterResolver as SlurmClusterResolver,
+)
+from jaxstrategy.cluster.resolvers._tf_config import (
     TFConfigClusterResolver as TFConfigClusterResolver,
 )
-from jaxstrategy.cluster._union import UnionClusterResolver as UnionClusterResolver
+from jaxstrategy.cluster.resolvers._union import (
+    UnionClusterResolver as UnionClusterResolver,
+)
+from jaxstrategy.text import _absent
 
 UnionResolver = UnionClusterResolver
 

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxstrategy as js
-from jaxstrategy._devices import Device
+from jaxstrategy.replicas._devices import Device
 
 if TYPE_CHECKING:
     from flax.training.train_state import TrainState

@@ -2,15 +2,14 @@
 
 from typing import NoReturn
 
-from jaxstrategy import _absent
 from jaxstrategy._options import CollectiveHints as CollectiveHints
 from jaxstrategy._options import (
     CommunicationImplementation as CommunicationImplementation,
 )
 from jaxstrategy._options import CommunicationOptions as CommunicationOptions
 from jaxstrategy._options import ValueContext as ValueContext
-from jaxstrategy.cluster._arrivals import Stragglers as Stragglers
 from jaxstrategy.cluster._processes import stragglers as stragglers
+from jaxstrategy.cluster.liveness._arrivals import Stragglers as Stragglers
 from jaxstrategy.preemption._config import TerminationConfig as TerminationConfig
 from jaxstrategy.preemption._handler import (
     PreemptionCheckpointHandler as PreemptionCheckpointHandler,
@@ -22,6 +21,7 @@ from jaxstrategy.strategies._central import (
 from jaxstrategy.strategies._multi_worker import (
     ExperimentalMultiWorkerMirroredStrategy,
 )
+from jaxstrategy.text import _absent
 from jaxstrategy.tracing.replication._pure import declare_pure as declare_pure
 
 CollectiveCommunication = CommunicationImplementation

@@ -19,8 +19,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxstrategy import _mesh
-from jaxstrategy._contexts import AbstractStrategy
 from jaxstrategy._errors import MissingExtraError, shown
 from jaxstrategy._options import (
     CommunicationOptions,
@@ -28,10 +26,16 @@ from jaxstrategy._options import (
     RunOptions,
     checked_options,
 )
-from jaxstrategy._precision import all_finite
-from jaxstrategy._values import PerReplica, PyTree, is_per_replica
+from jaxstrategy.contexts._context import AbstractStrategy
+from jaxstrategy.replicas import _mesh
 from jaxstrategy.strategies._base import Strategy
 from jaxstrategy.strategies._current import get_replica_context, get_strategy
+from jaxstrategy.training._precision import all_finite
+from jaxstrategy.values._per_replica import (
+    PerReplica,
+    PyTree,
+    is_per_replica,
+)
 
 if TYPE_CHECKING:
     from optax import GradientTransformation, GradientTransformationExtraArgs

@@ -3,7 +3,7 @@
 import sys
 import weakref
 
-from jaxstrategy.tracing import _callbacks
+from jaxstrategy.tracing.functions import _callbacks
 
 
 class Owner:

@@ -267,18 +267,18 @@ def test_two_writers_may_delete_the_same_checkpoint(tmp_path):
 
 
 def test_a_checkpoint_that_is_deleted_while_it_is_read_is_told(tmp_path, monkeypatch):
-    from jaxstrategy.checkpoint import _arrays
+    from jaxstrategy.checkpoint import _orbax_arrays
 
     with CheckpointManager(tmp_path) as manager:
         manager.save(1, state_of(1))
         manager.wait()
-        read = _arrays.read
+        read = _orbax_arrays.read
 
         def deleted(folder, readings):
             shutil.rmtree(folder)
             return read(folder, readings)
 
-        monkeypatch.setattr(_arrays, "read", deleted)
+        monkeypatch.setattr(_orbax_arrays, "read", deleted)
         with pytest.raises(
             CheckpointError, match="1 in .* could not be read: .* Did an"
         ):

@@ -16,8 +16,8 @@ from flax.training.train_state import TrainState
 from jax import lax
 
 import jaxstrategy as js
-from jaxstrategy import _source
-from jaxstrategy.tracing._site import Site
+from jaxstrategy.text import _user_code
+from jaxstrategy.tracing.replication._site import Site
 
 AXIS = "replica"
 # One replica has nobody to wait for, and nothing differs there.
@@ -1269,25 +1269,27 @@ def test_a_step_that_is_a_librarys_has_the_librarys_line(two):
 def test_the_innermost_line_of_the_users_is_preferred():
     here, library, jaxs = __file__, optax.__file__, jax.__file__
     stack = [(jaxs, 1), (library, 2), (here, 3), (library, 4), (here, 5)]
-    assert _source.innermost(stack) == _source.Line(here, 3)
-    assert _source.innermost(stack[:2]) == _source.Line(library, 2)
-    assert _source.innermost(stack[:2], libraries=False) is None
-    assert _source.innermost([("<frozen importlib>", 1), (jaxs, 2)]) is None
-    assert _source.innermost([]) is None
+    assert _user_code.innermost(stack) == _user_code.Line(here, 3)
+    assert _user_code.innermost(stack[:2]) == _user_code.Line(library, 2)
+    assert _user_code.innermost(stack[:2], libraries=False) is None
+    assert _user_code.innermost([("<frozen importlib>", 1), (jaxs, 2)]) is None
+    assert _user_code.innermost([]) is None
     for installed in (
         "/elsewhere/lib/python3.11/site-packages/flax/linen.py",
         "/usr/lib/python3/dist-packages/flax/linen.py",
     ):
-        found = _source.innermost([(installed, 1), (here, 2)])
-        assert found == _source.Line(here, 2)
-    assert _source.innermost([("<string>", 1), (here, 2)]) == _source.Line(here, 2)
+        found = _user_code.innermost([(installed, 1), (here, 2)])
+        assert found == _user_code.Line(here, 2)
+    assert _user_code.innermost([("<string>", 1), (here, 2)]) == _user_code.Line(
+        here, 2
+    )
     for name in (
         "<ipython-input-3-ab>",
         "<stdin>",
         "<doctest x[0]>",
         "<python-input-0>",
     ):
-        assert _source.innermost([(name, 1), (here, 2)]) == _source.Line(name, 1)
+        assert _user_code.innermost([(name, 1), (here, 2)]) == _user_code.Line(name, 1)
 
 
 def test_a_site_knows_its_operation_and_what_is_around_it():

@@ -8,9 +8,12 @@ import jax
 import pytest
 
 import jaxstrategy.cluster_resolver as cr
-from jaxstrategy.cluster._launched import default_resolver
-from jaxstrategy.cluster._slurm import expand_hostlist, expand_tasks_per_node
-from jaxstrategy.cluster._spec import host_and_port
+from jaxstrategy.cluster.resolvers._cluster_spec import host_and_port
+from jaxstrategy.cluster.resolvers._launched import default_resolver
+from jaxstrategy.cluster.resolvers._slurm_resolver import (
+    expand_hostlist,
+    expand_tasks_per_node,
+)
 
 BOTH = {
     "ps": ["ps0:2222", "ps1:2222"],

@@ -66,7 +66,7 @@ class Imposter:
 
 
 def test_devices_of_several_platforms_or_processes(monkeypatch):
-    from jaxstrategy import _devices
+    from jaxstrategy.replicas import _devices
 
     found = iter([Imposter("cpu"), Imposter("gpu")])
     monkeypatch.setattr(_devices, "find", lambda device: next(found))

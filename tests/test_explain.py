@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 
 import jaxstrategy as js
-from jaxstrategy._source import Line
+from jaxstrategy.text._user_code import Line
 
 AXIS = "replica"
 

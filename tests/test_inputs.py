@@ -19,8 +19,8 @@ from jaxstrategy.inputs._agreement import Agreement, Alone
 from jaxstrategy.inputs._division import Replicas
 from jaxstrategy.inputs._global import GlobalReader
 from jaxstrategy.inputs._pipelines import PipelinesReader
-from jaxstrategy.inputs._placing import Placing
 from jaxstrategy.inputs._steps import Steps
+from jaxstrategy.inputs._transfer import Placing
 from jaxstrategy.inputs.sources._choose import as_source
 
 SECONDS = 20

@@ -19,8 +19,8 @@ import yaml
 import jaxstrategy
 from jaxstrategy.launch import _output
 from jaxstrategy.launch._attempt import Outcome
+from jaxstrategy.launch._launch_options import parse
 from jaxstrategy.launch._main import exit_code
-from jaxstrategy.launch._options import parse
 from jaxstrategy.launch._workers import Ended
 
 DEADLINE = 60  # seconds; what takes longer has hung

@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 
 import jaxstrategy as js
-from jaxstrategy._values import is_per_replica
 from jaxstrategy.strategies import _parts
 from jaxstrategy.tracing import _many
+from jaxstrategy.values._per_replica import is_per_replica
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jaxstrategy as js
-from jaxstrategy import _absent
+from jaxstrategy.text import _absent
 
 
 def replica():

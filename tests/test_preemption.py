@@ -13,7 +13,7 @@ import pytest
 
 import jaxstrategy as js
 from jaxstrategy._errors import ClusterError
-from jaxstrategy.cluster._board import LoneBoard
+from jaxstrategy.cluster.board._board import LoneBoard
 from jaxstrategy.experimental import (
     PreemptionCheckpointHandler,
     PreemptionWatcher,

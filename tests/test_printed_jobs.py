@@ -11,9 +11,15 @@ import pytest
 import yaml
 from hypothesis import example, given, settings
 
-from jaxstrategy.launch import _kubernetes, _slurm
+from jaxstrategy.launch import (
+    _kubernetes_manifest,
+    _slurm_script,
+)
+from jaxstrategy.launch._launch_options import (
+    Options,
+    parse,
+)
 from jaxstrategy.launch._main import main
-from jaxstrategy.launch._options import Options, parse
 
 DEADLINE = 60  # seconds; what takes longer has hung
 BOUNDED = settings(max_examples=100, deadline=None, derandomize=True)
@@ -115,30 +121,30 @@ def program(arguments):
 
 
 def test_a_batch_script_carries_arguments_as_they_are(sbatch):
-    arguments, _ = sbatch(_slurm.script(options("train.py", *NASTY)))
+    arguments, _ = sbatch(_slurm_script.script(options("train.py", *NASTY)))
     assert program(arguments) == ["python", "train.py", *NASTY]
 
 
 @pytest.mark.parametrize("script", [f"{text}.py" for text in NASTY[:8] + NASTY[-3:]])
 def test_a_batch_script_runs_scripts_of_any_name(script, sbatch):
-    arguments, _ = sbatch(_slurm.script(options(script)))
+    arguments, _ = sbatch(_slurm_script.script(options(script)))
     assert program(arguments) == ["python", script]
 
 
 def test_a_batch_script_may_have_arguments_that_are_no_text(sbatch):
     given = os.fsdecode(b"\xff\xfe'\n")
-    arguments, _ = sbatch(_slurm.script(options("train.py", given)))
+    arguments, _ = sbatch(_slurm_script.script(options("train.py", given)))
     assert program(arguments) == ["python", "train.py", given]
 
 
 @pytest.mark.parametrize("address", [f"{OWNED}:80", "a'b:80", "[::1]:80", 'a"b\n:80'])
 def test_a_batch_script_carries_the_coordinator_as_it_is(address, sbatch):
-    _, variables = sbatch(_slurm.script(options(coordinator=address)))
+    _, variables = sbatch(_slurm_script.script(options(coordinator=address)))
     assert variables["JAXSTRATEGY_COORDINATOR"] == address
 
 
 def test_the_coordinator_of_a_batch_script_is_its_first_node(sbatch):
-    _, variables = sbatch(_slurm.script(options()))
+    _, variables = sbatch(_slurm_script.script(options()))
     assert variables["JAXSTRATEGY_COORDINATOR"] == "node7:61452"
 
 
@@ -147,7 +153,7 @@ def test_the_coordinator_of_a_batch_script_is_its_first_node(sbatch):
 @example("\N{GRINNING FACE}")
 @BOUNDED
 def test_what_sbatch_itself_reads_has_no_other_options(name):
-    text = _slurm.script(options(f"{name}.py", nodes=2, gpus_per_process=1))
+    text = _slurm_script.script(options(f"{name}.py", nodes=2, gpus_per_process=1))
     head, _ = text.split("set -euo pipefail", 1)
     lines = [line for line in head.split("\n") if line.startswith("#SBATCH")]
     kinds = [
@@ -165,7 +171,7 @@ def test_what_sbatch_itself_reads_has_no_other_options(name):
 
 
 def test_a_batch_script_makes_a_secret_for_each_run_and_shows_it_to_nobody(sbatch):
-    text = _slurm.script(options())
+    text = _slurm_script.script(options())
     made = set()
     for _ in range(2):
         arguments, variables = sbatch(text)
@@ -233,7 +239,7 @@ def pod(text):
 
 
 def test_a_manifest_carries_arguments_as_they_are():
-    text = _kubernetes.manifest(options("train.py", *NASTY))
+    text = _kubernetes_manifest.manifest(options("train.py", *NASTY))
     *_, container = pod(text)
     got = [expanded(part, {"HOME": "/elsewhere"}) for part in container["command"]]
     assert got == ["python", "train.py", *NASTY]
@@ -243,7 +249,7 @@ def test_a_manifest_carries_arguments_as_they_are():
 @given(st.lists(texts, max_size=4), texts)
 @BOUNDED
 def test_a_manifest_carries_any_text(arguments, name):
-    text = _kubernetes.manifest(options(f"{name}.py", *arguments))
+    text = _kubernetes_manifest.manifest(options(f"{name}.py", *arguments))
     *_, container = pod(text)
     got = [expanded(part, {"HOME": "/elsewhere"}) for part in container["command"]]
     script = f"{name}.py"
@@ -261,7 +267,9 @@ def test_a_manifest_carries_any_text(arguments, name):
 @example("-")
 @BOUNDED
 def test_names_are_what_kubernetes_calls_a_name(name):
-    text = _kubernetes.manifest(options(f"{name}.py", nodes=10_000, processes=10))
+    text = _kubernetes_manifest.manifest(
+        options(f"{name}.py", nodes=10_000, processes=10)
+    )
     jobset, replicated, job, container = pod(text)
     label = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")  # RFC 1035, at most 63
     last = job["completions"] - 1
@@ -280,20 +288,22 @@ def test_names_are_what_kubernetes_calls_a_name(name):
 @pytest.mark.parametrize("name", ["null", "true", "on", "yes", "no", "y", "e1"])
 def test_names_stay_text_in_yaml(name, module):
     command = name if module else f"{name}.py"
-    text = _kubernetes.manifest(options(command, module=module))
+    text = _kubernetes_manifest.manifest(options(command, module=module))
     assert pod(text)[0] == name
 
 
 @pytest.mark.parametrize("port", ["80", "080", "08"])
 def test_a_port_is_a_number(port):
-    *_, container = pod(_kubernetes.manifest(options(coordinator=f"a.b:{port}")))
+    *_, container = pod(
+        _kubernetes_manifest.manifest(options(coordinator=f"a.b:{port}"))
+    )
     assert container["ports"] == [{"containerPort": int(port)}]
     assert container["env"][0]["value"] == f"a.b:{port}"
 
 
 def test_the_secret_of_a_manifest_is_one_of_kubernetes():
     """And neither in the manifest nor on the command line that makes it."""
-    text = _kubernetes.manifest(options())
+    text = _kubernetes_manifest.manifest(options())
     jobset, _, _, container = pod(text)
     (reference,) = [
         entry["valueFrom"]["secretKeyRef"]
@@ -327,7 +337,7 @@ def test_a_manifest_cannot_have_what_is_no_text(capsys):
 
 def test_what_is_printed_does_not_depend_on_the_terminal(tmp_path):
     """Arguments come out as the bytes that came in."""
-    package = Path(_slurm.__file__).parents[1]
+    package = Path(_slurm_script.__file__).parents[1]
     launcher = (
         "import sys, types; package = types.ModuleType('jaxstrategy'); "
         f"package.__path__ = [{str(package)!r}]; sys.modules['jaxstrategy'] = package; "

@@ -23,8 +23,12 @@ from jax.sharding import AxisType, PartitionSpec
 import jaxstrategy as js
 from jaxstrategy.tracing.replication import _rules
 from jaxstrategy.tracing.replication._analysis import Analysis
+from jaxstrategy.tracing.replication._levels import (
+    SAME,
+    Level,
+    State,
+)
 from jaxstrategy.tracing.replication._rules import analyse
-from jaxstrategy.tracing.replication._state import SAME, Level, State
 
 AXIS = "replica"
 

@@ -6,7 +6,10 @@ import math
 import numpy as np
 import pytest
 
-from jaxstrategy._topology import KINDS, Topology
+from jaxstrategy.replicas._topology import (
+    KINDS,
+    Topology,
+)
 
 REPLICAS = [1, 2, 3, 4, 5, 6, 7, 8, 11, 12, 16, 17]
 ALGORITHMS = ["ring", "tree"]

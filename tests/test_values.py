@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jaxstrategy as js
-from jaxstrategy import _tables
+from jaxstrategy.text import _tables
 
 
 def versions(value):

@@ -11,11 +11,11 @@ reads them.
     manager.save(step, state)
 """
 
-from jaxstrategy.checkpoint._errors import CheckpointError as CheckpointError
-from jaxstrategy.checkpoint._errors import (
+from jaxstrategy.checkpoint._checkpoint_errors import CheckpointError as CheckpointError
+from jaxstrategy.checkpoint._checkpoint_errors import (
     DamagedCheckpointWarning as DamagedCheckpointWarning,
 )
-from jaxstrategy.checkpoint._errors import MismatchError as MismatchError
+from jaxstrategy.checkpoint._checkpoint_errors import MismatchError as MismatchError
 from jaxstrategy.checkpoint._manager import CheckpointManager as CheckpointManager
 from jaxstrategy.checkpoint._record import Record as Record
 from jaxstrategy.checkpoint._restored import Restored as Restored

@@ -8,15 +8,15 @@ from typing import Any
 
 import jax
 
-from jaxstrategy import _values
 from jaxstrategy._errors import ContextError, shown
+from jaxstrategy.values import _per_replica
 
 _STEPS = 2**63  # such numbers are names of files, and of 64 bits elsewhere
 
 
 def check_host(method: str) -> None:
     """Raise unless code runs by itself, outside of steps."""
-    if _values.is_traced():
+    if _per_replica.is_traced():
         raise ContextError(
             f"`{method}` was called inside a step, or inside another function that JAX "
             "compiles, which would do it once, while it is traced. Call it between "
@@ -63,8 +63,8 @@ def is_function(init: Any) -> bool:
     """Whether it makes a state; a model can be both callable and a state."""
     if not callable(init):
         return False
-    _values.object_kinds()
-    if _values.is_object(init):
+    _per_replica.object_kinds()
+    if _per_replica.is_object(init):
         return False
     leaves = jax.tree.leaves(init)
     return len(leaves) == 1 and leaves[0] is init

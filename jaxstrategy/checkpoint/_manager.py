@@ -12,18 +12,26 @@ from typing import Any, Self, final
 import jax
 from jax.sharding import Mesh
 
-from jaxstrategy import _contexts
-from jaxstrategy._contexts import AbstractStrategy
 from jaxstrategy._errors import MissingExtraError
-from jaxstrategy._values import PyTree
-from jaxstrategy.checkpoint import _arguments, _processes, _record, _retention
+from jaxstrategy.checkpoint import (
+    _arguments,
+    _operations,
+    _record,
+    _retention,
+)
+from jaxstrategy.checkpoint._checkpoint_errors import (
+    CheckpointError,
+    DamagedCheckpointWarning,
+)
 from jaxstrategy.checkpoint._entries import Entry, described
-from jaxstrategy.checkpoint._errors import CheckpointError, DamagedCheckpointWarning
 from jaxstrategy.checkpoint._folder import Folder
 from jaxstrategy.checkpoint._record import Damage, Record
 from jaxstrategy.checkpoint._restored import Restored
 from jaxstrategy.checkpoint._retention import Best
-from jaxstrategy.checkpoint._state import State
+from jaxstrategy.checkpoint._written_state import State
+from jaxstrategy.contexts import _context
+from jaxstrategy.contexts._context import AbstractStrategy
+from jaxstrategy.values._per_replica import PyTree
 
 
 @final
@@ -148,11 +156,11 @@ class CheckpointManager:
         if self._is_saved(step, what):
             return False
         entries, arrays = State(state, None).saved()
-        _processes.compare_leaves(what, _leaves(entries))
+        _operations.compare_leaves(what, _leaves(entries))
         record = Record(step, entries, numbers, extra)
         self._unfinished = self._prepare(step, what)
         try:
-            with _processes.watched(what):
+            with _operations.watched(what):
                 folder = self._folder.path / self._unfinished
                 self._writer.begin(folder, arrays, record)
         except (OSError, ValueError) as error:
@@ -172,12 +180,12 @@ class CheckpointManager:
     def _prepare(self, step: int, what: str) -> str:
         """The name of a new folder to write into; all raise if the first cannot."""
         name = failure = None
-        if _processes.is_first():
+        if _operations.is_first():
             try:
                 name = self._folder.begin(step, self._damaged)
             except OSError as error:
                 failure = _arguments.first_line(error)
-        name, failure = _processes.gather(what, [name, failure])[0]
+        name, failure = _operations.gather(what, [name, failure])[0]
         if failure is not None:
             raise self._unwritten(step, failure)
         self._damaged.clear()
@@ -195,7 +203,7 @@ class CheckpointManager:
             self._failure.__cause__ = error
             return
         try:
-            if _processes.is_first():
+            if _operations.is_first():
                 self._thin_out()
         except OSError as error:
             self._failure = CheckpointError(
@@ -244,7 +252,7 @@ class CheckpointManager:
         """
         is_own = step in self._own and step in self._good()
         latest = self._folder.latest(self._damaged)
-        is_own, latest = _processes.gather(what, [is_own, latest])[0]
+        is_own, latest = _operations.gather(what, [is_own, latest])[0]
         if is_own:
             return True
         if latest is None or latest < step:
@@ -264,7 +272,7 @@ class CheckpointManager:
         """
         if self._thread is not None:
             what = f"checkpoint {self._writing} in `{self._folder.path}` to be written"
-            _processes.join(self._thread, what)
+            _operations.join(self._thread, what)
             self._thread = None
         self._raise_failure(is_over=True)
 
@@ -283,9 +291,9 @@ class CheckpointManager:
         self.wait()
         what = self._what("delete", step)
         self._require(step, self._named(what))
-        if _processes.is_first():
+        if _operations.is_first():
             self._folder.delete(step)
-        _processes.gather(what, None)
+        _operations.gather(what, None)
 
     # Restoring.
 
@@ -389,7 +397,7 @@ class CheckpointManager:
         """Why the checkpoint cannot be used; all processes say the same."""
         folder, what = self._folder.of(step), self._what("verify", step)
         try:
-            with _processes.watched(what, busy="reads its files"):
+            with _operations.watched(what, busy="reads its files"):
                 record = self._folder.record(step)
                 _record.verify(folder, record, jax.process_index(), jax.process_count())
             reason = None
@@ -397,7 +405,7 @@ class CheckpointManager:
             reason = str(damage)
         except OSError as error:
             reason = f"it cannot be read: {_arguments.first_line(error)}"
-        reasons = _processes.gather(what, reason)
+        reasons = _operations.gather(what, reason)
         return next((each for each in reasons if each is not None), None)
 
     def _restore(
@@ -406,12 +414,12 @@ class CheckpointManager:
         record = self._record(step)
         state = State(state_like, self._mesh())
         what = self._what("restore", step)
-        _processes.compare_leaves(what, list(state.names))
+        _operations.compare_leaves(what, list(state.names))
         where = f"Checkpoint {step} in `{self._folder.path}`"
         fit = state.fit(record.leaves, where, partial)
         readings = state.readings(record.leaves, fit.common)
         try:
-            with _processes.watched(what, busy="reads arrays"):
+            with _operations.watched(what, busy="reads arrays"):
                 arrays = self._arrays.read(self._folder.of(step), readings)
         except (OSError, ValueError) as error:
             raise CheckpointError(
@@ -427,7 +435,7 @@ class CheckpointManager:
 
     def _mesh(self) -> Mesh | None:
         strategy = self._strategy
-        if strategy is None and (context := _contexts.current()) is not None:
+        if strategy is None and (context := _context.current()) is not None:
             strategy = context.strategy
         return None if strategy is None or strategy.is_default else strategy.mesh
 
@@ -487,11 +495,11 @@ class CheckpointManager:
         return {s: each for s, each in records.items() if s not in self._damaged}
 
     def _named(self, what: str) -> list[int]:
-        return _processes.gather(what, self._folder.named())[0]
+        return _operations.gather(what, self._folder.named())[0]
 
     def _of_first(self, doing: str, found: Any) -> Any:
         """What the first process has found: others may see a folder later."""
-        return _processes.gather(self._what(doing), found)[0]
+        return _operations.gather(self._what(doing), found)[0]
 
     def _require(self, step: int, named: list[int]) -> None:
         if step not in named:
@@ -527,10 +535,10 @@ def _leaves(entries: Mapping[str, Entry]) -> list[str]:
 
 def _orbax() -> ModuleType:
     try:
-        from jaxstrategy.checkpoint import _arrays
+        from jaxstrategy.checkpoint import _orbax_arrays
     except ImportError as missing:
         raise MissingExtraError(
             "`jaxstrategy.checkpoint` needs Orbax, which is not installed. Install the "
             "extra: pip install 'jaxstrategy[checkpoint]'"
         ) from missing
-    return _arrays
+    return _orbax_arrays

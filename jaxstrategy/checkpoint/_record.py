@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from typing import Any, Self, final
 
 from jaxstrategy.checkpoint import _entries
-from jaxstrategy.checkpoint._errors import CheckpointError
+from jaxstrategy.checkpoint._checkpoint_errors import CheckpointError
 from jaxstrategy.checkpoint._files import AbstractFiles, Path
 
 VERSION = 1

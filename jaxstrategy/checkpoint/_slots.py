@@ -9,8 +9,8 @@ from typing import Any, final
 
 import jax
 
-from jaxstrategy import _values
-from jaxstrategy._values import PyTree
+from jaxstrategy.values import _per_replica
+from jaxstrategy.values._per_replica import PyTree
 
 
 @final
@@ -41,7 +41,7 @@ class Slots:
     """
 
     def __init__(self, state: PyTree) -> None:
-        _values.object_kinds()  # those of Flax NNX, if it is imported
+        _per_replica.object_kinds()  # those of Flax NNX, if it is imported
         leaves, self._structure = jax.tree.flatten_with_path(state, is_leaf=_is_whole)
         self._leaves = [leaf for _, leaf in leaves]
         self._names = [_name(path) for path, _ in leaves]
@@ -68,18 +68,18 @@ class Slots:
           values: by name; where there is none, the state's own stays.
         """
         leaves = [
-            leaf if _values.is_object(leaf) else values.get(name, leaf)
+            leaf if _per_replica.is_object(leaf) else values.get(name, leaf)
             for name, leaf in zip(self._names, self._leaves, strict=True)
         ]
         return jax.tree.unflatten(self._structure, leaves)
 
 
 def _is_whole(node: object) -> bool:
-    return _values.is_whole(node) or _values.is_object(node)
+    return _per_replica.is_whole(node) or _per_replica.is_object(node)
 
 
 def _slots(name: str, leaf: Any) -> Iterator[Slot]:
-    if _values.is_object(leaf):
+    if _per_replica.is_object(leaf):
         yield from _parts(name, leaf)
     else:
         yield Slot(name, leaf)

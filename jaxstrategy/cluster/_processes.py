@@ -13,19 +13,22 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jaxstrategy._errors import ClusterError
-from jaxstrategy.cluster import (
+from jaxstrategy.cluster.board._board import (
+    AbstractBoard,
+    LoneBoard,
+)
+from jaxstrategy.cluster.board._shared_board import Board
+from jaxstrategy.cluster.connections import _wire
+from jaxstrategy.cluster.connections._secret import Secret
+from jaxstrategy.cluster.liveness import (
     _arrivals,
     _ending,
-    _rendezvous,
     _termination,
-    _wire,
 )
-from jaxstrategy.cluster._board import AbstractBoard, LoneBoard
-from jaxstrategy.cluster._ending import Ending
-from jaxstrategy.cluster._resolver import Process
-from jaxstrategy.cluster._secret import Secret
-from jaxstrategy.cluster._shared_board import Board
-from jaxstrategy.cluster._watchdog import Watchdog
+from jaxstrategy.cluster.liveness._ending import Ending
+from jaxstrategy.cluster.liveness._watchdog import Watchdog
+from jaxstrategy.cluster.meeting import _rendezvous
+from jaxstrategy.cluster.resolvers._cluster_resolver import Process
 
 _SHUTDOWN_SECONDS = 30  # of JAX's own barrier, where all come at the same time
 _AGREED_BYTES = 512

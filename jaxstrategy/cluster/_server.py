@@ -10,9 +10,12 @@ from typing import Any, Self, final
 
 from jaxstrategy._errors import ClusterError
 from jaxstrategy.cluster import _processes
-from jaxstrategy.cluster._board import AbstractBoard, State
-from jaxstrategy.cluster._simple import SimpleClusterResolver
-from jaxstrategy.cluster._spec import ClusterSpec
+from jaxstrategy.cluster.board._board import (
+    AbstractBoard,
+    State,
+)
+from jaxstrategy.cluster.resolvers._cluster_spec import ClusterSpec
+from jaxstrategy.cluster.resolvers._simple import SimpleClusterResolver
 
 _POLL_SECONDS = 0.5
 

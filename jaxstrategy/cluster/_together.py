@@ -16,11 +16,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxstrategy import _source
 from jaxstrategy._errors import ClusterError
 from jaxstrategy.cluster import _processes
-from jaxstrategy.cluster._board import AbstractBoard
-from jaxstrategy.cluster._watchdog import Watchdog
+from jaxstrategy.cluster.board._board import AbstractBoard
+from jaxstrategy.cluster.liveness._watchdog import Watchdog
+from jaxstrategy.text import _user_code
 
 _HASHED_BYTES = 65536  # of an argument that comes from the host
 # The watchdog looks on, and the death of another process ends the wait.
@@ -129,7 +129,7 @@ def users_line() -> str:
     """The line of the user's own code that is executed."""
     stack = traceback.walk_stack(None)
     frames = ((frame.f_code.co_filename, number) for frame, number in stack)
-    return str(_source.innermost(frames) or "unknown line")
+    return str(_user_code.innermost(frames) or "unknown line")
 
 
 def kind(array: Any) -> str:

@@ -9,10 +9,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxstrategy import _masked, _padding
 from jaxstrategy._errors import ContextError
-from jaxstrategy._values import PyTree
+from jaxstrategy.masks import (
+    _masked_means,
+    _padding,
+)
 from jaxstrategy.strategies._current import get_replica_context
+from jaxstrategy.values._per_replica import PyTree
 
 # What a metric becomes by an update: from its arrays, and arguments, to its arrays.
 Update = Callable[[list[jax.Array], dict[str, Any]], list[jax.Array]]
@@ -114,9 +117,9 @@ def _real_rows(values: dict[str, Any], mask: Any) -> jax.Array | None:
     """Which of this replica's rows are real; None where nothing is said about that."""
     rows = _rows(values)
     if mask is not None:
-        return _masked.given_rows(mask, rows).mask
+        return _masked_means.given_rows(mask, rows).mask
     first = next(value for value in values.values() if jnp.ndim(value))
-    return _masked.batch_mask(first) if _padding.fits(first) else None
+    return _masked_means.batch_mask(first) if _padding.fits(first) else None
 
 
 def _rows(values: dict[str, Any]) -> int:

@@ -9,13 +9,18 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxstrategy import _mesh, _padding, _values
 from jaxstrategy._options import ReduceOp
-from jaxstrategy._values import PerReplica, PyTree
+from jaxstrategy.masks import _padding
+from jaxstrategy.replicas import _mesh
 from jaxstrategy.strategies._current import (
     get_replica_context,
     get_strategy,
     has_strategy,
+)
+from jaxstrategy.values import _per_replica
+from jaxstrategy.values._per_replica import (
+    PerReplica,
+    PyTree,
 )
 
 Groups = Sequence[Sequence[int]] | None
@@ -64,7 +69,7 @@ def average_statistics(statistics: PyTree) -> PyTree:
         known = has_strategy()
         return get_strategy().reduce("mean", leaf) if known else leaf.stacked.mean(0)
 
-    return _values.map_leaves(average, statistics)
+    return _per_replica.map_leaves(average, statistics)
 
 
 class Moments(NamedTuple):

@@ -11,8 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxstrategy import _mesh, _values
-from jaxstrategy._values import PerReplica, PyTree
+from jaxstrategy.replicas import _mesh
+from jaxstrategy.values import _per_replica
+from jaxstrategy.values._per_replica import (
+    PerReplica,
+    PyTree,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +80,9 @@ def checked(tree: PyTree, number: int, is_of_replica: bool = False) -> Batch:
       ValueError: it has no leaves; one has integers that JAX does not hold, is a
         scalar and may not be, or has other rows than the first.
     """
-    found, treedef = jax.tree.flatten_with_path(tree, is_leaf=_values.is_per_replica)
+    found, treedef = jax.tree.flatten_with_path(
+        tree, is_leaf=_per_replica.is_per_replica
+    )
     if not found:
         raise ValueError(
             f"Batch {number} is {tree!r}, which has no arrays. A batch is a pytree of "
@@ -101,7 +107,7 @@ def _array(leaf: Any, path: str, number: int) -> Any:
             "value to `run` as it is."
         )
     try:
-        array = _values.as_array(leaf, path)
+        array = _per_replica.as_array(leaf, path)
     except _mesh.NotHeldError as error:
         raise ValueError(f"`{path}` of batch {number}: {error}") from None
     except (TypeError, ValueError) as error:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar, final
 
-from jaxstrategy._values import PyTree
+from jaxstrategy.inputs._input_options import InputOptions
 from jaxstrategy.inputs._iterator import DistributedIterator
-from jaxstrategy.inputs._options import InputOptions
-from jaxstrategy.inputs._placing import Placing
 from jaxstrategy.inputs._steps import Steps
+from jaxstrategy.inputs._transfer import Placing
+from jaxstrategy.values._per_replica import PyTree
 
 _S = TypeVar("_S")
 

@@ -6,7 +6,7 @@ import operator
 from collections.abc import Iterable, Iterator, Sized
 from typing import Any, final
 
-from jaxstrategy._values import PyTree
+from jaxstrategy.values._per_replica import PyTree
 
 
 @final

@@ -8,16 +8,16 @@ from typing import Any, Self, final
 
 import jax
 
-from jaxstrategy import _values
 from jaxstrategy._errors import ContextError, OutOfRangeError
-from jaxstrategy._values import PyTree
 from jaxstrategy.inputs import _origins
 from jaxstrategy.inputs._ahead import Ahead
+from jaxstrategy.inputs._input_options import InputOptions
 from jaxstrategy.inputs._optional import Optional
-from jaxstrategy.inputs._options import InputOptions
-from jaxstrategy.inputs._placing import Placing
 from jaxstrategy.inputs._steps import Step, Steps
+from jaxstrategy.inputs._transfer import Placing
 from jaxstrategy.inputs.sources._source import State
+from jaxstrategy.values import _per_replica
+from jaxstrategy.values._per_replica import PyTree
 
 
 @final
@@ -215,7 +215,7 @@ def _placed(
 
 def _require_host() -> None:
     """Raise while JAX traces: what is read then is read once, and compiled."""
-    if _values.is_traced():
+    if _per_replica.is_traced():
         raise ContextError(
             "A dataset was read inside a step, or inside another function that JAX "
             "traces (`jax.jit`, `jax.grad`, `jax.lax.scan`). Such a function runs in "

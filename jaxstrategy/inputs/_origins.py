@@ -10,7 +10,12 @@ from typing import Any
 
 import jax
 
-from jaxstrategy._values import PerReplica, PyTree, contents, is_per_replica
+from jaxstrategy.values._per_replica import (
+    PerReplica,
+    PyTree,
+    contents,
+    is_per_replica,
+)
 
 _known: dict[int, tuple[weakref.ref[Any], str | None]] = {}
 

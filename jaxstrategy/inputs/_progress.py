@@ -14,8 +14,9 @@ from typing import Any, Generic, TypeVar, final
 import jax
 import numpy as np
 
-from jaxstrategy import _padding, _values
-from jaxstrategy._values import PyTree
+from jaxstrategy.masks import _padding
+from jaxstrategy.values import _per_replica
+from jaxstrategy.values._per_replica import PyTree
 
 _T = TypeVar("_T")
 
@@ -146,8 +147,8 @@ class Progress(Generic[_T]):
 
 def real_rows(batch: PyTree) -> int | None:
     """How many examples `batch` has; None if it has no arrays with rows."""
-    for leaf in jax.tree.leaves(batch, is_leaf=_values.is_per_replica):
-        if isinstance(leaf, _values.PerReplica):
+    for leaf in jax.tree.leaves(batch, is_leaf=_per_replica.is_per_replica):
+        if isinstance(leaf, _per_replica.PerReplica):
             if _padding.is_noted(leaf.mask):
                 return int(np.asarray(leaf.mask).sum())
             if leaf.shape:

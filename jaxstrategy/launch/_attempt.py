@@ -12,10 +12,13 @@ import time
 from collections.abc import Sequence
 from typing import final
 
-from jaxstrategy.cluster._secret import Secret
+from jaxstrategy.cluster.connections._secret import Secret
 from jaxstrategy.launch import _environment
-from jaxstrategy.launch._codes import PEER_DIED, PREEMPTED
-from jaxstrategy.launch._options import Options
+from jaxstrategy.launch._exit_meanings import (
+    PEER_DIED,
+    PREEMPTED,
+)
+from jaxstrategy.launch._launch_options import Options
 from jaxstrategy.launch._output import Screen
 from jaxstrategy.launch._workers import Asked, Ended, Events, Guard, Worker
 

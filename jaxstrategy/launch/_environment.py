@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from jaxstrategy.cluster._launched import (
+from jaxstrategy.cluster.connections._secret import Secret
+from jaxstrategy.cluster.resolvers._launched import (
     ATTEMPT,
     COORDINATOR,
     JOB,
@@ -13,10 +14,9 @@ from jaxstrategy.cluster._launched import (
     NUM_PROCESSES,
     PROCESS_ID,
 )
-from jaxstrategy.cluster._secret import Secret
-from jaxstrategy.cluster._tf_config import VARIABLE as TF_CONFIG
+from jaxstrategy.cluster.resolvers._tf_config import VARIABLE as TF_CONFIG
 from jaxstrategy.launch import _gpus
-from jaxstrategy.launch._options import Options
+from jaxstrategy.launch._launch_options import Options
 
 
 def common(options: Options, environment: Mapping[str, str]) -> dict[str, str]:

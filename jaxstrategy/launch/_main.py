@@ -11,21 +11,27 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import final
 
-from jaxstrategy.cluster._secret import Secret
-from jaxstrategy.launch import _kubernetes, _slurm
+from jaxstrategy.cluster.connections._secret import Secret
+from jaxstrategy.launch import (
+    _kubernetes_manifest,
+    _slurm_script,
+)
 from jaxstrategy.launch._attempt import Outcome, attempt
-from jaxstrategy.launch._codes import (
+from jaxstrategy.launch._exit_meanings import (
     NO_RESTART,
     PREEMPTED,
     as_shell,
     described,
     signal_name,
 )
-from jaxstrategy.launch._options import Options, parse
+from jaxstrategy.launch._launch_options import (
+    Options,
+    parse,
+)
 from jaxstrategy.launch._output import Screen
 from jaxstrategy.launch._workers import Asked, Events, Guard
 
-_PRINTED = {"slurm": _slurm.script, "k8s": _kubernetes.manifest}
+_PRINTED = {"slurm": _slurm_script.script, "k8s": _kubernetes_manifest.manifest}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from typing import IO, TextIO, final
 
-from jaxstrategy.cluster._launched import LATE
+from jaxstrategy.cluster.resolvers._launched import LATE
 
 _LATE = LATE.encode()
 TAIL = 20  # lines

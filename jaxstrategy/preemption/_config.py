@@ -7,12 +7,12 @@ import sys
 from collections.abc import Callable
 from typing import Any, final
 
-from jaxstrategy.cluster import _codes
+from jaxstrategy.cluster.liveness import _exit_codes
 
 
 def end_preempted() -> None:
     """End this process with the exit code that says: preempted, the state is saved."""
-    sys.exit(_codes.PREEMPTED)
+    sys.exit(_exit_codes.PREEMPTED)
 
 
 @final

@@ -9,17 +9,20 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, final
 
-from jaxstrategy import _contexts
-from jaxstrategy._contexts import AbstractStrategy
-from jaxstrategy._values import PyTree
 from jaxstrategy.checkpoint import CheckpointManager
 from jaxstrategy.cluster import _processes
-from jaxstrategy.cluster._board import AbstractBoard, LoneBoard
-from jaxstrategy.cluster._resolver import ClusterResolver
+from jaxstrategy.cluster.board._board import (
+    AbstractBoard,
+    LoneBoard,
+)
+from jaxstrategy.cluster.resolvers._cluster_resolver import ClusterResolver
+from jaxstrategy.contexts import _context
+from jaxstrategy.contexts._context import AbstractStrategy
 from jaxstrategy.preemption._config import TerminationConfig, end_preempted
 from jaxstrategy.preemption._vote import Vote
 from jaxstrategy.preemption._watcher import PreemptionWatcher
 from jaxstrategy.strategies._current import get_strategy
+from jaxstrategy.values._per_replica import PyTree
 
 # All processes make their handlers in the same order.
 _handlers = itertools.count()
@@ -115,7 +118,7 @@ class PreemptionCheckpointHandler:
     def watch_preemption_scope(self) -> Iterator[None]:
         """A `with` block in which each `strategy.run` counts as one step."""
         strategy = self._strategy or get_strategy()
-        with strategy.scope(), _contexts.around_steps(self._before, self._after):
+        with strategy.scope(), _context.around_steps(self._before, self._after):
             yield
 
     def close(self) -> None:

@@ -6,7 +6,7 @@ import threading
 from typing import final
 
 from jaxstrategy._errors import ClusterError
-from jaxstrategy.cluster._board import AbstractBoard
+from jaxstrategy.cluster.board._board import AbstractBoard
 
 _TICK_SECONDS = 1.0
 _PAUSE_SECONDS = 0.05

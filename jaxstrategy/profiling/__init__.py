@@ -6,4 +6,4 @@ without waiting for them.
 
 from jaxstrategy.profiling._logger import MetricLogger as MetricLogger
 from jaxstrategy.profiling._profile import Profile as Profile
-from jaxstrategy.profiling._report import Report as Report
+from jaxstrategy.profiling._profile_report import Report as Report

@@ -9,8 +9,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxstrategy import _mesh
-from jaxstrategy._topology import Topology
+from jaxstrategy.replicas import _mesh
+from jaxstrategy.replicas._topology import Topology
 from jaxstrategy.tracing._trace import on_replicas
 
 _BYTES = 2**22

@@ -12,10 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxstrategy import _values
 from jaxstrategy._errors import DonatedValueError
-from jaxstrategy._values import PerReplica, PyTree
 from jaxstrategy.profiling import _writers
+from jaxstrategy.values import _per_replica
+from jaxstrategy.values._per_replica import (
+    PerReplica,
+    PyTree,
+)
 
 
 @final
@@ -151,7 +154,7 @@ class _Entry:
 
     @classmethod
     def of(cls, step: int, metrics: PyTree) -> _Entry:
-        found = jax.tree.leaves_with_path(metrics, is_leaf=_values.is_whole)
+        found = jax.tree.leaves_with_path(metrics, is_leaf=_per_replica.is_whole)
         leaves = {_joined(path): leaf for path, leaf in found}
         lengths: dict[int, str] = {}
         for name, leaf in leaves.items():
@@ -223,7 +226,9 @@ def _is_numeric(leaf: Any) -> bool:
     if isinstance(leaf, (bool, int, float)):
         return True
     kinds = (jnp.bool_, jnp.integer, jnp.floating)
-    return _values.is_array(leaf) and any(jnp.issubdtype(leaf.dtype, k) for k in kinds)
+    return _per_replica.is_array(leaf) and any(
+        jnp.issubdtype(leaf.dtype, k) for k in kinds
+    )
 
 
 def _joined(path: Any) -> str:

@@ -8,9 +8,9 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from jaxstrategy._topology import Topology
+from jaxstrategy.executors._step import Step
 from jaxstrategy.profiling import _links
-from jaxstrategy.tracing._step import Step
+from jaxstrategy.replicas._topology import Topology
 from jaxstrategy.tracing.explanation._explanation import Explanation
 
 

@@ -13,14 +13,17 @@ from typing import Any, Self, final
 import jax
 
 from jaxstrategy._errors import ClusterError
-from jaxstrategy._values import PyTree, is_per_replica
 from jaxstrategy.cluster import _processes
+from jaxstrategy.executors._several import number_of_steps
 from jaxstrategy.inputs import _origins
 from jaxstrategy.inputs._progress import real_rows
 from jaxstrategy.profiling._logger import MetricLogger
-from jaxstrategy.profiling._report import Report
-from jaxstrategy.profiling._trace import Tracing
-from jaxstrategy.tracing._several import number_of_steps
+from jaxstrategy.profiling._profile_report import Report
+from jaxstrategy.profiling._profiler_trace import Tracing
+from jaxstrategy.values._per_replica import (
+    PyTree,
+    is_per_replica,
+)
 
 # Given the arguments of a call, the seconds that its collectives should take.
 Predict = Callable[[tuple[Any, ...], dict[str, Any]], float | None]

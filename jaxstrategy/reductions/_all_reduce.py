@@ -18,9 +18,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxstrategy import _mesh
 from jaxstrategy._options import ReduceOp
-from jaxstrategy._slices import is_slices
+from jaxstrategy.replicas import _mesh
+from jaxstrategy.values._slices import is_slices
 
 Axes = tuple[str, ...]
 

@@ -11,14 +11,14 @@ from typing import Any, final
 
 import jax
 
-from jaxstrategy import _devices
-from jaxstrategy._devices import Device
 from jaxstrategy._options import CommunicationOptions, ReduceOp
-from jaxstrategy._values import PerReplica
 from jaxstrategy.reductions import _sums
 from jaxstrategy.reductions._packing import NumberOfPacks, best_on
 from jaxstrategy.reductions._plan import Plan
 from jaxstrategy.reductions._sums import Groups
+from jaxstrategy.replicas import _devices
+from jaxstrategy.replicas._devices import Device
+from jaxstrategy.values._per_replica import PerReplica
 
 
 class CrossDeviceOps(abc.ABC):

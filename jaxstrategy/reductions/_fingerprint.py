@@ -21,9 +21,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxstrategy._values import PyTree
 from jaxstrategy.reductions._all_reduce import Axes
 from jaxstrategy.reductions._gather import all_gather
+from jaxstrategy.values._per_replica import PyTree
 
 Word = Any  # a uint32 array or scalar
 

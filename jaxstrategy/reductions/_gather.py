@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxstrategy import _mesh
 from jaxstrategy.reductions._all_reduce import Axes
+from jaxstrategy.replicas import _mesh
 
 
 def all_gather(value: Any, axis: int, axes: Axes) -> jax.Array:

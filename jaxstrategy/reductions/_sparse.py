@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from jaxstrategy._options import ReduceOp
-from jaxstrategy._slices import IndexedSlices
 from jaxstrategy.reductions._all_reduce import checked, floating
 from jaxstrategy.reductions._gather import all_gather
 from jaxstrategy.reductions._sums import Axes
+from jaxstrategy.values._slices import IndexedSlices
 
 
 def reduce_slices(

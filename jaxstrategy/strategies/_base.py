@@ -10,12 +10,10 @@ from __future__ import annotations
 
 from typing import Any, NoReturn, Self
 
-from jaxstrategy import (
-    _devices,
-    _tables,
-)
+from jaxstrategy.replicas import _devices
 from jaxstrategy.strategies._calls import name_methods_after
-from jaxstrategy.strategies._feeding import FedStrategy
+from jaxstrategy.strategies._feeding_data import FedStrategy
+from jaxstrategy.text import _tables
 
 
 class Strategy(FedStrategy):

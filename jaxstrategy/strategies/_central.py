@@ -8,8 +8,11 @@ from typing import Any, Self, final
 import jax
 from jax.sharding import Mesh
 
-from jaxstrategy import _devices, _mesh
-from jaxstrategy._devices import Device
+from jaxstrategy.replicas import (
+    _devices,
+    _mesh,
+)
+from jaxstrategy.replicas._devices import Device
 from jaxstrategy.strategies._base import Strategy
 
 

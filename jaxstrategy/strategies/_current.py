@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxstrategy import _contexts
-from jaxstrategy._contexts import Context
 from jaxstrategy._errors import ContextError
-from jaxstrategy._replica import ReplicaContext
+from jaxstrategy.contexts import _context
+from jaxstrategy.contexts._context import Context
+from jaxstrategy.contexts._replica_context import ReplicaContext
 from jaxstrategy.strategies._base import Strategy
 from jaxstrategy.strategies._default import DefaultStrategy
 
@@ -21,7 +21,7 @@ def get_strategy() -> Strategy:
     >>> js.get_strategy()
     DefaultStrategy(1 replica)
     """
-    context = _contexts.current()
+    context = _context.current()
     strategy = _default if context is None else context.strategy
     assert isinstance(strategy, Strategy)
     return strategy
@@ -49,7 +49,7 @@ def get_replica_context() -> ReplicaContext | Any:
     >>> js.get_replica_context().num_replicas_in_sync
     1
     """
-    context = _contexts.current()
+    context = _context.current()
     return _default.replica_context if context is None else context.replica
 
 
@@ -77,16 +77,16 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
             f"`experimental_set_strategy` was given {strategy!r}; a strategy or None "
             "was wanted."
         )
-    context = _contexts.current()
+    context = _context.current()
     if context is not None and not isinstance(context, _SetContext):
         raise ContextError(
             "`experimental_set_strategy` must not be called inside a strategy's "
-            f"`scope()` or `run`; this is {_contexts.describe(context)}."
+            f"`scope()` or `run`; this is {_context.describe(context)}."
         )
     if strategy is None or strategy.is_default:
-        _contexts.set_current(None)
+        _context.set_current(None)
     else:
-        _contexts.set_current(_SetContext(strategy))
+        _context.set_current(_SetContext(strategy))
 
 
 class _SetContext(Context):

@@ -10,16 +10,27 @@ from typing import Any, Self, final
 import jax
 from jax.sharding import Mesh
 
-from jaxstrategy import _building, _contexts, _mesh, _values
-from jaxstrategy._contexts import AbstractStrategy, Context
 from jaxstrategy._errors import ContextError
 from jaxstrategy._options import RunOptions
-from jaxstrategy._replica import ReplicaContext
-from jaxstrategy._values import PerReplica, PyTree
+from jaxstrategy.contexts import _context
+from jaxstrategy.contexts._context import (
+    AbstractStrategy,
+    Context,
+)
+from jaxstrategy.contexts._replica_context import ReplicaContext
+from jaxstrategy.executors._eager import EagerPrograms
+from jaxstrategy.replicas import _mesh
 from jaxstrategy.strategies._base import Strategy
-from jaxstrategy.strategies._eager import EagerPrograms
 from jaxstrategy.strategies._extended import StrategyExtended
 from jaxstrategy.strategies._reduction import Reduction
+from jaxstrategy.values import (
+    _building,
+    _per_replica,
+)
+from jaxstrategy.values._per_replica import (
+    PerReplica,
+    PyTree,
+)
 
 
 @final
@@ -55,11 +66,11 @@ class DefaultStrategy(Strategy):
         Raises:
           ContextError: inside another strategy's scope or `run`.
         """
-        context = _contexts.current()
+        context = _context.current()
         if context is not None and context.strategy is not self:
             raise ContextError(
                 "Mixing different Strategy objects: the default strategy's scope was "
-                f"entered inside {_contexts.describe(context)}. Leave that one first."
+                f"entered inside {_context.describe(context)}. Leave that one first."
             )
         return contextlib.nullcontext(self)
 
@@ -70,9 +81,9 @@ class DefaultStrategy(Strategy):
         kwargs: dict[str, Any],
         options: RunOptions | None,
     ) -> Any:
-        _contexts.require_same(_contexts.current(), self)
+        _context.require_same(_context.current(), self)
         args, kwargs = _alone((args, kwargs))
-        with _contexts.entered(None):
+        with _context.entered(None):
             return fn(*args, **kwargs)
 
     def _across(
@@ -98,7 +109,7 @@ def _alone(tree: PyTree) -> PyTree:
     def unwrap(leaf: Any) -> Any:
         if not isinstance(leaf, PerReplica):
             return leaf
-        _building.check_stacked(_values.contents(leaf), 1, "value")
+        _building.check_stacked(_per_replica.contents(leaf), 1, "value")
         return leaf.local(0)
 
-    return _values.map_around_objects(unwrap, tree)
+    return _per_replica.map_around_objects(unwrap, tree)

@@ -10,16 +10,34 @@ from typing import Any, final
 import jax
 from jax.core import Tracer
 
-from jaxstrategy import _contexts, _devices, _mesh, _replica, _values
-from jaxstrategy._contexts import AbstractStrategy, Context
-from jaxstrategy._devices import Device
 from jaxstrategy._errors import ContextError
 from jaxstrategy._options import CommunicationOptions, ReduceOp
-from jaxstrategy._values import PerReplica, PyTree
+from jaxstrategy.contexts import (
+    _context,
+    _replica_context,
+)
+from jaxstrategy.contexts._context import (
+    AbstractStrategy,
+    Context,
+)
+from jaxstrategy.replicas import (
+    _devices,
+    _mesh,
+)
+from jaxstrategy.replicas._devices import Device
 from jaxstrategy.strategies._calls import check_arguments
-from jaxstrategy.tracing._binding import is_changed_in_place
 from jaxstrategy.tracing._programs import Programs
-from jaxstrategy.variables import _components, _registry, _step
+from jaxstrategy.tracing.nnx._binding import is_changed_in_place
+from jaxstrategy.values import _per_replica
+from jaxstrategy.values._per_replica import (
+    PerReplica,
+    PyTree,
+)
+from jaxstrategy.variables import (
+    _access,
+    _components,
+    _registry,
+)
 from jaxstrategy.variables._variable import Variable
 
 Destinations = Any
@@ -91,7 +109,7 @@ class StrategyExtended:
         Raises:
           ValueError: something else than a sequence of pairs; else as `reduce_to`.
         """
-        context = _contexts.require_cross_replica(
+        context = _context.require_cross_replica(
             self._strategy, "extended.batch_reduce_to"
         )
         pairs = _checked_pairs(value_destination_pairs)
@@ -149,13 +167,13 @@ class StrategyExtended:
         >>> strategy.extended.update(v, lambda v, a: v.assign_add(a), args=(2.0,))
         Array(3., dtype=float32)
         """
-        context = _contexts.require_cross_replica(self._strategy, "extended.update")
+        context = _context.require_cross_replica(self._strategy, "extended.update")
         self._check_own(var, "update")
         check_arguments(args, kwargs)
         args, kwargs = tuple(args), dict(kwargs or {})
         in_step = context is not None and context.in_step
         if in_step:
-            args, kwargs = _replica.own_versions((args, kwargs))
+            args, kwargs = _replica_context.own_versions((args, kwargs))
             result = self._updated(var, fn, args, kwargs)
         elif var.copies_must_agree:
             _check_same(args, kwargs)
@@ -165,7 +183,7 @@ class StrategyExtended:
         return result if group else self._of_each_copy(var, result, in_step)
 
     def _updated(self, var: Variable, fn: Any, args: Any, kwargs: Any) -> Any:
-        with self._strategy.scope(), _step.updating():
+        with self._strategy.scope(), _access.updating():
             return fn(var, *args, **kwargs)
 
     def _updated_at_once(self, var: Variable, fn: Any, args: Any, kwargs: Any) -> Any:
@@ -174,9 +192,9 @@ class StrategyExtended:
         If it comes to one of several copies, it starts again as a program.
         """
         try:
-            with _step.undone_for_program():
+            with _access.undone_for_program():
                 return self._updated(var, fn, args, kwargs)
-        except _step.NeedsProgram:
+        except _access.NeedsProgram:
             pass
         return self._updates.of(fn)((var, *args), kwargs)
 
@@ -186,7 +204,7 @@ class StrategyExtended:
         strategy = self._strategy
 
         def call(fn: Any, args: Any, kwargs: Any) -> Any:
-            with _contexts.entered(Context(strategy, in_step=True)), _step.updating():
+            with _context.entered(Context(strategy, in_step=True)), _access.updating():
                 return fn(*args, **kwargs)
 
         return Programs(strategy.mesh, call, lambda: _registry.usable_by(strategy))
@@ -206,7 +224,7 @@ class StrategyExtended:
             versions,
             result,
             is_leaf=lambda node: (
-                node is None or _values.is_whole(node) or is_changed_in_place(node)
+                node is None or _per_replica.is_whole(node) or is_changed_in_place(node)
             ),
         )
 
@@ -227,15 +245,15 @@ class StrategyExtended:
 
     @contextlib.contextmanager
     def _colocated(self, var: Variable) -> Iterator[None]:
-        context = _contexts.current()
-        _contexts.require_same(context, self._strategy)
+        context = _context.current()
+        _context.require_same(context, self._strategy)
         if context is None and not self._strategy.is_default:
             raise ContextError(
                 "`extended.colocate_vars_with` was called outside of the scope of "
                 f"{self._strategy!r}, where variables are no strategy's. Write `with "
                 "strategy.scope(), strategy.extended.colocate_vars_with(v):`."
             )
-        with _step.colocated(var.mesh):
+        with _access.colocated(var.mesh):
             yield
 
     def value_container(self, value: Any) -> Any:
@@ -288,7 +306,7 @@ def _check_variable(var: Any, method: str) -> None:
 
 
 def _check_same(args: Any, kwargs: Any) -> None:
-    leaves = jax.tree.leaves((args, kwargs), is_leaf=_values.is_whole)
+    leaves = jax.tree.leaves((args, kwargs), is_leaf=_per_replica.is_whole)
     if any(isinstance(leaf, PerReplica) for leaf in leaves):
         raise ValueError(
             "`extended.update` was given a PerReplica: each copy of the variable would "
@@ -314,7 +332,7 @@ def _at(var: Variable, arguments: Any) -> Any:
     return jax.tree.map(
         moved,
         arguments,
-        is_leaf=lambda node: _values.is_whole(node) or is_changed_in_place(node),
+        is_leaf=lambda node: _per_replica.is_whole(node) or is_changed_in_place(node),
     )
 
 
@@ -341,11 +359,11 @@ def _sharding(destinations: Destinations) -> jax.sharding.Sharding | None:
             )
         return _mesh.replicated(_mesh.mesh_of(_devices.choose(destinations)))
     if isinstance(destinations, Variable):
-        if _step.tracing() is not None:
+        if _access.tracing() is not None:
             return None
         return _mesh.replicated(destinations.mesh)
     whole = not isinstance(destinations, PerReplica)
-    value = destinations if whole else _values.contents(destinations)
+    value = destinations if whole else _per_replica.contents(destinations)
     if isinstance(value, Tracer):
         return None
     if isinstance(value, jax.Array):

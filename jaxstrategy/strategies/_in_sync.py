@@ -12,11 +12,18 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh
 
-from jaxstrategy import _devices, _mesh, _values
 from jaxstrategy._errors import OutOfSyncError, PlacementError, TracedValueError
-from jaxstrategy._values import PerReplica, PyTree
 from jaxstrategy.reductions._all_reduce import Axes
 from jaxstrategy.reductions._fingerprint import fingerprints, groups
+from jaxstrategy.replicas import (
+    _devices,
+    _mesh,
+)
+from jaxstrategy.values import _per_replica
+from jaxstrategy.values._per_replica import (
+    PerReplica,
+    PyTree,
+)
 
 
 def assert_in_sync(
@@ -69,7 +76,7 @@ def _compared(tree: PyTree, mesh: Mesh, name: str) -> PyTree:
     wanted = _mesh.replicated(mesh)
 
     def keep(path: Any, leaf: Any) -> Any:
-        content = _values.contents(leaf) if isinstance(leaf, PerReplica) else leaf
+        content = _per_replica.contents(leaf) if isinstance(leaf, PerReplica) else leaf
         if isinstance(content, Tracer):
             raise _not_known(f"{name}{jax.tree_util.keystr(path)}")
         if isinstance(leaf, PerReplica):
@@ -88,7 +95,7 @@ def _compared(tree: PyTree, mesh: Mesh, name: str) -> PyTree:
             )
         return leaf
 
-    return jax.tree.map_with_path(keep, tree, is_leaf=_values.is_per_replica)
+    return jax.tree.map_with_path(keep, tree, is_leaf=_per_replica.is_per_replica)
 
 
 def _not_known(what: str) -> TracedValueError:
@@ -103,7 +110,7 @@ def _differing(
     compared: PyTree, prints: np.ndarray, name: str
 ) -> dict[str, tuple[tuple[int, ...], ...]]:
     """The leaves whose fingerprints `[replicas, leaves, 2]` differ, with the groups."""
-    paths, _ = jax.tree.flatten_with_path(compared, is_leaf=_values.is_per_replica)
+    paths, _ = jax.tree.flatten_with_path(compared, is_leaf=_per_replica.is_per_replica)
     found = ((path, groups(prints[:, i])) for i, (path, _) in enumerate(paths))
     return {
         f"{name}{jax.tree_util.keystr(path)}": agreeing

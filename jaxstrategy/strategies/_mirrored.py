@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import final
 
-from jaxstrategy import _devices
-from jaxstrategy._devices import Device
 from jaxstrategy._options import CommunicationOptions
 from jaxstrategy.reductions._cross_device_ops import CrossDeviceOps
+from jaxstrategy.replicas import _devices
+from jaxstrategy.replicas._devices import Device
 from jaxstrategy.strategies._base import Strategy
 
 

@@ -12,12 +12,16 @@ from jaxstrategy._options import (
     CommunicationOptions,
     checked_options,
 )
-from jaxstrategy.cluster import _processes, _termination
-from jaxstrategy.cluster._launched import default_resolver
+from jaxstrategy.cluster import _processes
 from jaxstrategy.cluster._processes import Processes
-from jaxstrategy.cluster._resolver import ClusterResolver, Process
-from jaxstrategy.cluster._simple import SimpleClusterResolver
-from jaxstrategy.cluster._tf_config import TFConfigClusterResolver
+from jaxstrategy.cluster.liveness import _termination
+from jaxstrategy.cluster.resolvers._cluster_resolver import (
+    ClusterResolver,
+    Process,
+)
+from jaxstrategy.cluster.resolvers._launched import default_resolver
+from jaxstrategy.cluster.resolvers._simple import SimpleClusterResolver
+from jaxstrategy.cluster.resolvers._tf_config import TFConfigClusterResolver
 from jaxstrategy.inputs._agreement import Agreement, Alone, OfProcesses
 from jaxstrategy.strategies._base import Strategy
 from jaxstrategy.tracing._company import Company

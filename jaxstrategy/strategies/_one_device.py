@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import final
 
-from jaxstrategy import _devices
-from jaxstrategy._devices import Device
+from jaxstrategy.replicas import _devices
+from jaxstrategy.replicas._devices import Device
 from jaxstrategy.strategies._base import Strategy
 
 

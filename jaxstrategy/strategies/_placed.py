@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxstrategy import _values
-from jaxstrategy._values import Handle, PyTree
 from jaxstrategy.strategies._current import get_strategy
+from jaxstrategy.values import _per_replica
+from jaxstrategy.values._per_replica import (
+    Handle,
+    PyTree,
+)
 
 
 class _MirroredType(type):
     def __instancecheck__(cls, value: object) -> bool:
         if isinstance(value, Handle):
             return value.is_distributed and value.copies_must_agree
-        return _values.is_mirrored(value)
+        return _per_replica.is_mirrored(value)
 
 
 class Mirrored(metaclass=_MirroredType):

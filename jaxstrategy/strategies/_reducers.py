@@ -9,11 +9,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxstrategy import _mesh, _padding
 from jaxstrategy._options import ReduceOp
-from jaxstrategy._slices import is_slices
-from jaxstrategy._values import PyTree
+from jaxstrategy.masks import _padding
 from jaxstrategy.reductions._all_reduce import reduced_over
+from jaxstrategy.replicas import _mesh
+from jaxstrategy.values._per_replica import PyTree
+from jaxstrategy.values._slices import is_slices
 
 
 def dimensions(axis: int | Sequence[int] | None) -> tuple[int, ...] | None:

@@ -10,23 +10,25 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from jaxstrategy import (
-    _contexts,
-    _mesh,
-    _padding,
-    _values,
-)
 from jaxstrategy._options import (
     CommunicationOptions,
     ReduceOp,
     checked_options,
 )
-from jaxstrategy._values import Handle, PerReplica, PyTree
+from jaxstrategy.contexts import _context
+from jaxstrategy.masks import _padding
+from jaxstrategy.replicas import _mesh
 from jaxstrategy.strategies._in_sync import assert_in_sync
-from jaxstrategy.strategies._local import local_versions
+from jaxstrategy.strategies._local_versions import local_versions
 from jaxstrategy.strategies._parts import in_parts
 from jaxstrategy.strategies._reducers import dimensions, is_of_rows
 from jaxstrategy.strategies._stepping import Stepping
+from jaxstrategy.values import _per_replica
+from jaxstrategy.values._per_replica import (
+    Handle,
+    PerReplica,
+    PyTree,
+)
 from jaxstrategy.variables import _components
 
 
@@ -78,7 +80,7 @@ class Reducing(Stepping):
         >>> strategy.reduce("mean", x, axis=0, weights=known)
         Array(2., dtype=float32)
         """
-        context = _contexts.require_cross_replica(self, "reduce")
+        context = _context.require_cross_replica(self, "reduce")
         checked_options(options)
         is_weighted = weights is not None
         function = self._reduction.of_tree(
@@ -112,7 +114,7 @@ class Reducing(Stepping):
         >>> strategy.gather(strategy.per_replica([[1, 2], [3, 4]]))
         Array([1, 2, 3, 4], dtype=int32)
         """
-        context = _contexts.require_cross_replica(self, "gather")
+        context = _context.require_cross_replica(self, "gather")
         in_step = context is not None and context.in_step
         function = self._reduction.of_gathered(axis, in_step)
         joined = self._beside_variables(self._across(context, function, value))
@@ -141,9 +143,9 @@ class Reducing(Stepping):
         >>> strategy.experimental_local_results("plain")
         ('plain',)
         """
-        context = _contexts.require_cross_replica(self, "experimental_local_results")
+        context = _context.require_cross_replica(self, "experimental_local_results")
         in_step = context is not None and context.in_step
-        leaves, treedef = jax.tree.flatten(value, is_leaf=_values.is_whole)
+        leaves, treedef = jax.tree.flatten(value, is_leaf=_per_replica.is_whole)
         if treedef == _LEAF and not isinstance(value, (PerReplica, Handle, jax.Array)):
             return (value,)
         if value is None:
@@ -196,18 +198,18 @@ class Reducing(Stepping):
 
         def divide(held: Any) -> tuple[Any, ...]:
             (copies,) = self._columns([held], in_step)
-            is_shared = not in_step and _values.is_mirrored(held)
+            is_shared = not in_step and _per_replica.is_mirrored(held)
             return tuple(map(_mesh.twin, copies)) if is_shared else copies
 
         return _components.of(variable, variable.distributed(), divide)
 
     def _copies(self, leaf: Any, n: int, in_step: bool) -> tuple[Any, ...]:
         """What `n` replicas hold of something that is no `PerReplica`."""
-        _values.check_alive(leaf, "An array")
+        _per_replica.check_alive(leaf, "An array")
         if in_step and isinstance(leaf, jax.Array) and n > 1:
             # Captured by the merge function: it may well differ between replicas.
-            return _values.of_local(leaf, _mesh.REPLICA_AXIS).values
-        if _values.is_mirrored(leaf):  # a variable of central storage has one copy
+            return _per_replica.of_local(leaf, _mesh.REPLICA_AXIS).values
+        if _per_replica.is_mirrored(leaf):  # a variable of central storage has one copy
             return (leaf,) * len(leaf.addressable_shards)
         return (leaf,) * n
 
@@ -249,7 +251,7 @@ class Reducing(Stepping):
         ...     print(error.leaves)
         {"state['n']": ((0, 1, 3), (2,))}
         """
-        _contexts.require_host(self, "assert_in_sync")
+        _context.require_host(self, "assert_in_sync")
         assert_in_sync(
             tree, name, self.mesh, self._axes, functools.partial(self._across, None)
         )
@@ -273,7 +275,7 @@ def _without_filling(value: PyTree, gathered: PyTree, axis: int) -> PyTree:
     masks = [
         leaf.mask if isinstance(leaf, PerReplica) and is_of_rows(axis, joined) else None
         for leaf, joined in zip(
-            jax.tree.leaves(value, is_leaf=_values.is_whole), leaves, strict=True
+            jax.tree.leaves(value, is_leaf=_per_replica.is_whole), leaves, strict=True
         )
     ]
     if any(isinstance(mask, Tracer) for mask in masks):

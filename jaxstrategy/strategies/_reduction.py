@@ -8,11 +8,13 @@ from typing import Any, final
 
 import jax
 
-from jaxstrategy import _contexts, _mesh, _values
-from jaxstrategy._contexts import AbstractReduction, AbstractStrategy, Context
 from jaxstrategy._options import CommunicationOptions, ReduceOp
-from jaxstrategy._slices import is_slices
-from jaxstrategy._values import PyTree
+from jaxstrategy.contexts import _context
+from jaxstrategy.contexts._context import (
+    AbstractReduction,
+    AbstractStrategy,
+    Context,
+)
 from jaxstrategy.reductions._all_reduce import Axes, checked
 from jaxstrategy.reductions._cross_device_ops import (
     CrossDeviceOps,
@@ -22,7 +24,11 @@ from jaxstrategy.reductions._cross_device_ops import (
 from jaxstrategy.reductions._gather import all_gather
 from jaxstrategy.reductions._sparse import reduce_slices
 from jaxstrategy.reductions._sums import Groups
+from jaxstrategy.replicas import _mesh
 from jaxstrategy.strategies._reducers import gatherer, reducer
+from jaxstrategy.values import _per_replica
+from jaxstrategy.values._per_replica import PyTree
+from jaxstrategy.values._slices import is_slices
 
 
 @final
@@ -130,10 +136,10 @@ class Reduction(AbstractReduction):
             )
         (axis_name,) = self._axes
         pairs = [
-            (_values.of_local(checked(op, leaf), axis_name), self._strategy)
+            (_per_replica.of_local(checked(op, leaf), axis_name), self._strategy)
             for leaf in leaves
         ]
-        with _contexts.entered(Context(self._strategy, in_step=True)):
+        with _context.entered(Context(self._strategy, in_step=True)):
             results = self.ops.batch_reduce(op, pairs, options or self.options)
         if len(results) != len(pairs):
             raise ValueError(

@@ -9,36 +9,39 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from jaxstrategy import (
-    _contexts,
-    _mesh,
-    _replica,
-)
-from jaxstrategy._contexts import AbstractStrategy, Context
-from jaxstrategy._devices import Device
 from jaxstrategy._options import (
     CommunicationOptions,
     RunOptions,
     checked_options,
 )
-from jaxstrategy._replica import ReplicaContext
-from jaxstrategy._values import PyTree
-from jaxstrategy.cluster._resolver import ClusterResolver
+from jaxstrategy.cluster.resolvers._cluster_resolver import ClusterResolver
+from jaxstrategy.contexts import (
+    _context,
+    _replica_context,
+)
+from jaxstrategy.contexts._context import (
+    AbstractStrategy,
+    Context,
+)
+from jaxstrategy.contexts._replica_context import ReplicaContext
+from jaxstrategy.executors._eager import EagerPrograms
+from jaxstrategy.executors._step import Step
 from jaxstrategy.reductions._all_reduce import Axes
 from jaxstrategy.reductions._cross_device_ops import (
     CrossDeviceOps,
 )
+from jaxstrategy.replicas import _mesh
+from jaxstrategy.replicas._devices import Device
 from jaxstrategy.strategies._calls import (
     check_arguments,
     check_options,
     needs_arguments,
 )
-from jaxstrategy.strategies._eager import EagerPrograms
 from jaxstrategy.strategies._extended import StrategyExtended
 from jaxstrategy.strategies._reduction import Reduction
 from jaxstrategy.tracing._company import Company
 from jaxstrategy.tracing._programs import Programs
-from jaxstrategy.tracing._step import Step
+from jaxstrategy.values._per_replica import PyTree
 from jaxstrategy.variables import _registry
 from jaxstrategy.variables._variable import Variable
 
@@ -125,7 +128,7 @@ class Running(AbstractStrategy):
         Raises:
           ContextError: inside another strategy's scope, or inside `run`.
         """
-        return _contexts.Scope(self)
+        return _context.Scope(self)
 
     # Running.
 
@@ -254,10 +257,10 @@ class Running(AbstractStrategy):
         kwargs: dict[str, Any],
         options: RunOptions | None,
     ) -> Any:
-        context = _contexts.require_cross_replica(self, "run")
+        context = _context.require_cross_replica(self, "run")
         if context is not None and context.in_step:
             return self._run_in_step(fn, args, kwargs)
-        watched = None if context is None else _contexts.steps_are_watched()
+        watched = None if context is None else _context.steps_are_watched()
         if watched is None:
             return self._programs.of(fn, options)(args, kwargs)
         before, after = watched
@@ -270,16 +273,16 @@ class Running(AbstractStrategy):
         self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """`run` inside `merge_call`: the step goes on, in the same trace."""
-        args, kwargs = _replica.own_versions((args, kwargs))
+        args, kwargs = _replica_context.own_versions((args, kwargs))
         replica = ReplicaContext(self, self._axes)
-        with _contexts.entered(Context(self, replica, in_step=True)):
+        with _context.entered(Context(self, replica, in_step=True)):
             returned = fn(*args, **kwargs)
             return replica.to_cross(returned)
 
     def _call_replica(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """One replica's call of `fn`, while it is traced."""
         replica = ReplicaContext(self, self._axes)
-        with _contexts.entered(Context(self, replica, in_step=True)):
+        with _context.entered(Context(self, replica, in_step=True)):
             return fn(*args, **kwargs)
 
     def _variables(self) -> list[Variable]:
@@ -291,5 +294,5 @@ class Running(AbstractStrategy):
     ) -> PyTree:
         """`function(tree)` of one replica's `value`, wherever we are."""
         if context is not None and context.in_step:
-            return function(_replica.to_replica(value))
+            return function(_replica_context.to_replica(value))
         return self._programs.of(function)((value,), {})

@@ -7,28 +7,29 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxstrategy import (
-    _contexts,
-)
-from jaxstrategy._accumulate import accumulated, checked_parts
 from jaxstrategy._options import (
     ReduceOp,
     RunOptions,
 )
-from jaxstrategy._topology import Topology
-from jaxstrategy._values import PyTree
+from jaxstrategy.contexts import _context
+from jaxstrategy.executors._accumulate import (
+    accumulated,
+    checked_parts,
+)
+from jaxstrategy.executors._several import several
+from jaxstrategy.executors._step import Step
 from jaxstrategy.profiling._logger import MetricLogger
 from jaxstrategy.profiling._prediction import Prediction
 from jaxstrategy.profiling._profile import Profile
+from jaxstrategy.replicas._topology import Topology
 from jaxstrategy.strategies._calls import (
     check_arguments,
     check_options,
 )
 from jaxstrategy.strategies._running import NOT_GIVEN, Running
-from jaxstrategy.tracing._several import several
-from jaxstrategy.tracing._step import Step
 from jaxstrategy.tracing.explanation._explain import explain
 from jaxstrategy.tracing.explanation._explanation import Explanation
+from jaxstrategy.values._per_replica import PyTree
 
 
 class Stepping(Running):
@@ -84,7 +85,7 @@ class Stepping(Running):
         >>> found.communication_time(js.Topology(1e9, 1e-6, replicas=64), "ring")
         0.00012601575
         """
-        _contexts.require_host(self, "explain")
+        _context.require_host(self, "explain")
         if isinstance(fn, Step):
             options = fn.options if options is None else options
             fn = fn.function

@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 
-from jaxstrategy import _source
 from jaxstrategy._errors import (
     DivergentCollectiveError,
     DoubleReductionWarning,
@@ -20,11 +19,15 @@ from jaxstrategy._errors import (
     NotMirroredWarning,
 )
 from jaxstrategy._options import is_function
-from jaxstrategy._source import Line
-from jaxstrategy.tracing._site import Site
+from jaxstrategy.text import _user_code
+from jaxstrategy.text._user_code import Line
 from jaxstrategy.tracing._successors import successors
 from jaxstrategy.tracing._traced import TracedStep
-from jaxstrategy.tracing.replication._state import Collective, State
+from jaxstrategy.tracing.replication._levels import (
+    Collective,
+    State,
+)
+from jaxstrategy.tracing.replication._site import Site
 
 
 def check(step: TracedStep, expect_mirrored: Any, told: set[type[Warning]]) -> None:
@@ -52,11 +55,11 @@ def check(step: TracedStep, expect_mirrored: Any, told: set[type[Warning]]) -> N
             error.add_note(f"The same holds for {_listed(paths)}.")
         raise error
     for message, line in double_reductions(step):
-        _source.warn(message, DoubleReductionWarning, line)
+        _user_code.warn(message, DoubleReductionWarning, line)
     if NotMirroredWarning not in told:
         for message, line in forgotten_reductions(step, expect_mirrored):
             told.add(NotMirroredWarning)
-            _source.warn(message, NotMirroredWarning, line)
+            _user_code.warn(message, NotMirroredWarning, line)
 
 
 # Collectives that only some replicas reach.

@@ -11,12 +11,14 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxstrategy._values import PyTree
 from jaxstrategy.cluster import _together
 from jaxstrategy.cluster._processes import Processes
 from jaxstrategy.inputs import _origins
-from jaxstrategy.tracing import _code, _compiling, _inflight
+from jaxstrategy.tracing import _compiling
 from jaxstrategy.tracing._constants import Given, fingerprint
+from jaxstrategy.tracing.functions import _code
+from jaxstrategy.tracing.stages import _inflight
+from jaxstrategy.values._per_replica import PyTree
 from jaxstrategy.variables import _cell
 
 # So many steps at the beginning are compared, and then each of so many. A comparison

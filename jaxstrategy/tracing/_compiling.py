@@ -12,7 +12,10 @@ from typing import Any
 
 import jax.monitoring
 
-from jaxstrategy.cluster._watchdog import COMPILES, Watchdog
+from jaxstrategy.cluster.liveness._watchdog import (
+    COMPILES,
+    Watchdog,
+)
 
 # Measured with JAX 0.10 and 0.12; its argument `fun_name` is `jit(name)`. Without such
 # an event, the whole first call counts as compiling.

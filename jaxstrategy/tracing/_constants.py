@@ -19,8 +19,8 @@ import numpy as np
 from jax.core import Tracer
 from jax.extend.core import Literal
 
-from jaxstrategy.tracing._site import Site
 from jaxstrategy.tracing.replication._analysis import plain
+from jaxstrategy.tracing.replication._site import Site
 
 # Where objects lie in memory.
 _ADDRESS = re.compile(r"0x[0-9a-f]+")

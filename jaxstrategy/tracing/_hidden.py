@@ -11,8 +11,8 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from jaxstrategy._contexts import AbstractStrategy
-from jaxstrategy._values import Handle
+from jaxstrategy.contexts._context import AbstractStrategy
+from jaxstrategy.values._per_replica import Handle
 
 _CONTAINERS = (list, tuple, set, frozenset, deque)
 _CLOSED = (type, types.ModuleType, jax.Array, np.ndarray, AbstractStrategy, Handle)

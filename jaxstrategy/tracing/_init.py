@@ -8,10 +8,17 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jaxstrategy import _building, _mesh, _values
-from jaxstrategy._values import PerReplica, PyTree
+from jaxstrategy.replicas import _mesh
 from jaxstrategy.tracing import _results
 from jaxstrategy.tracing._program import name_of
+from jaxstrategy.values import (
+    _building,
+    _per_replica,
+)
+from jaxstrategy.values._per_replica import (
+    PerReplica,
+    PyTree,
+)
 
 
 def build_replicated(
@@ -30,13 +37,13 @@ def build_replicated(
             f"`init` was given {fn!r}, which cannot be called. Give the function that "
             "builds the state and then its arguments: `strategy.init(model.init, key)`."
         )
-    leaves, treedef = jax.tree.flatten(tuple(args), is_leaf=_values.is_per_replica)
+    leaves, treedef = jax.tree.flatten(tuple(args), is_leaf=_per_replica.is_per_replica)
     if any(isinstance(leaf, PerReplica) for leaf in leaves):
         raise TypeError(
             "`init` was given a PerReplica, but it builds one state that is the same "
             "on all replicas. Give it plain arrays."
         )
-    traced = [index for index, leaf in enumerate(leaves) if _values.is_array(leaf)]
+    traced = [index for index, leaf in enumerate(leaves) if _per_replica.is_array(leaf)]
 
     def build(*given_arrays: Any) -> PyTree:
         given = dict(zip(traced, given_arrays, strict=True))

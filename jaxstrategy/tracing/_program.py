@@ -20,21 +20,44 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jaxstrategy import _padding, _values
-from jaxstrategy._values import Handle, PyTree
-from jaxstrategy.tracing import _callbacks, _inflight, _leaks, _many, _objects, _results
-from jaxstrategy.tracing._binding import is_changed_in_place
-from jaxstrategy.tracing._carried import Carried
+from jaxstrategy.masks import _padding
+from jaxstrategy.tracing import (
+    _many,
+    _results,
+)
 from jaxstrategy.tracing._constants import Given, constants
-from jaxstrategy.tracing._finite import Finite
-from jaxstrategy.tracing._held import Held
-from jaxstrategy.tracing._masks import Masks
-from jaxstrategy.tracing._placement import Placement, check_whole
-from jaxstrategy.tracing._roles import Role, Signature
 from jaxstrategy.tracing._trace import Trace, check_not_divided, trace
 from jaxstrategy.tracing._traced import TracedStep, traced_step
 from jaxstrategy.tracing._translation import translated
-from jaxstrategy.variables import _cell, _gradients, _step
+from jaxstrategy.tracing.functions import (
+    _callbacks,
+    _leaks,
+)
+from jaxstrategy.tracing.nnx import _objects
+from jaxstrategy.tracing.nnx._binding import is_changed_in_place
+from jaxstrategy.tracing.nnx._held import Held
+from jaxstrategy.tracing.stages import _inflight
+from jaxstrategy.tracing.stages._carried import Carried
+from jaxstrategy.tracing.stages._finite import Finite
+from jaxstrategy.tracing.stages._mask_arguments import Masks
+from jaxstrategy.tracing.stages._placement import (
+    Placement,
+    check_whole,
+)
+from jaxstrategy.tracing.stages._roles import (
+    Role,
+    Signature,
+)
+from jaxstrategy.values import _per_replica
+from jaxstrategy.values._per_replica import (
+    Handle,
+    PyTree,
+)
+from jaxstrategy.variables import (
+    _access,
+    _cell,
+    _gradients,
+)
 from jaxstrategy.variables._variable import Variable
 
 
@@ -193,7 +216,7 @@ class Program:
         if not self._uses_variables:
             return self._send(leaves)
         _gradients.check_outside(used() for used in self._used)
-        with _step.one_at_a_time:
+        with _access.one_at_a_time:
             return self._send(leaves)
 
     def _send(self, leaves: Sequence[Any]) -> PyTree:
@@ -289,7 +312,7 @@ class Program:
 
     def _check_captured(self, jaxpr: Any) -> None:
         for constant in constants(jaxpr):
-            if _values.is_placed(constant.value):
+            if _per_replica.is_placed(constant.value):
                 name = f"What `{self._fn_name()}` captures, {constant.description},"
                 what = "what a step captures"
                 check_whole(constant.value, self._mesh, name, what)

@@ -20,25 +20,38 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jaxstrategy import _errors, _values
+from jaxstrategy import _errors
 from jaxstrategy._options import RunOptions
-from jaxstrategy._values import PyTree
 from jaxstrategy.tracing import (
-    _callbacks,
     _checks,
-    _code,
-    _lending,
-    _objects,
     _recompilation,
-    _roles,
 )
-from jaxstrategy.tracing._binding import Binding, is_changed_in_place
 from jaxstrategy.tracing._company import Company, accompanied
-from jaxstrategy.tracing._places import Cell, Place
 from jaxstrategy.tracing._program import Program
-from jaxstrategy.tracing._references import Identity, References, attributes_of
 from jaxstrategy.tracing._returned import Returned
 from jaxstrategy.tracing._traced import TracedStep
+from jaxstrategy.tracing.functions import (
+    _callbacks,
+    _code,
+    _lending,
+)
+from jaxstrategy.tracing.functions._places import (
+    Cell,
+    Place,
+)
+from jaxstrategy.tracing.functions._references import (
+    Identity,
+    References,
+    attributes_of,
+)
+from jaxstrategy.tracing.nnx import _objects
+from jaxstrategy.tracing.nnx._binding import (
+    Binding,
+    is_changed_in_place,
+)
+from jaxstrategy.tracing.stages import _roles
+from jaxstrategy.values import _per_replica
+from jaxstrategy.values._per_replica import PyTree
 from jaxstrategy.variables._variable import Variable
 
 # Models, optimizers and metrics of one function: those of a few trainings at once.
@@ -241,7 +254,7 @@ class FunctionPrograms:
 
     def _look_at(self, fn: Any) -> Compiled:
         """Finds the programs of functions like this one."""
-        if _is_of_a_module(fn) and not _values.object_kinds():
+        if _is_of_a_module(fn) and not _per_replica.object_kinds():
             self._captured, self._watched = {}, []
             key, references = (Identity(fn), Identity(_code.code_of(fn))), None
         else:
@@ -384,7 +397,7 @@ class Compiled:
     def _call_other(self, args: Any, kwargs: Any) -> PyTree:
         """A call that is not like the last one, or not of live arrays alone."""
         # A variable is not to be read here, and an object not to be looked into.
-        _values.object_kinds()
+        _per_replica.object_kinds()
         leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=_is_whole)
         program = self._by_structure.get(structure)
         if program is None or not _are_live_arrays(leaves):
@@ -565,7 +578,7 @@ def _nothing() -> None:
 
 
 def _is_whole(node: object) -> bool:
-    return isinstance(node, _values.Handle) or _values.is_object(node)
+    return isinstance(node, _per_replica.Handle) or _per_replica.is_object(node)
 
 
 def _identity(fn: Callable[..., Any]) -> Any:

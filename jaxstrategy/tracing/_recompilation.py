@@ -19,12 +19,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxstrategy import _source
 from jaxstrategy._errors import RecompilationWarning
-from jaxstrategy._values import Handle
-from jaxstrategy.tracing._code import code_of
-from jaxstrategy.tracing._references import References
-from jaxstrategy.tracing._roles import Role, Signature
+from jaxstrategy.text import _user_code
+from jaxstrategy.tracing.functions._code import code_of
+from jaxstrategy.tracing.functions._references import References
+from jaxstrategy.tracing.stages._roles import (
+    Role,
+    Signature,
+)
+from jaxstrategy.values._per_replica import Handle
 
 # Compilations of one function that nobody needs to hear about: a few batch shapes,
 # training and evaluation.
@@ -121,7 +124,7 @@ class Log:
         code = code_of(fn)
         if code is None:  # a callable object: only its own past counts
             return History()
-        if not _source.is_users(code.co_filename):
+        if not _user_code.is_users(code.co_filename):
             return History(quiet=True)
         if id(code) not in self._by_code:
             weakref.finalize(code, self._by_code.pop, id(code), None)
@@ -179,7 +182,7 @@ class History:
     def _warn(self, fn: Callable[..., Any], what: str) -> None:
         name = getattr(fn, "__qualname__", type(fn).__name__)
         number = "3rd" if self._count == 3 else f"{self._count}th"
-        _source.warn(
+        _user_code.warn(
             f"`{name}` is being compiled for the {number} time, because {what}",
             RecompilationWarning,
         )

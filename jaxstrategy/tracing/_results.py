@@ -9,10 +9,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxstrategy import _values
-from jaxstrategy._values import Handle, PerReplica, PyTree
 from jaxstrategy.tracing import _hidden
-from jaxstrategy.tracing._roles import HandleReference
+from jaxstrategy.tracing.stages._roles import HandleReference
+from jaxstrategy.values import _per_replica
+from jaxstrategy.values._per_replica import (
+    Handle,
+    PerReplica,
+    PyTree,
+)
 
 
 @jax.tree_util.register_static
@@ -95,7 +99,7 @@ def take_apart(
     arrays: list[Any] = []
     leaves: list[Plain | None] = []
     for path, leaf in paths:
-        if _values.is_array(leaf):
+        if _per_replica.is_array(leaf):
             arrays.append(jnp.asarray(leaf))
             leaves.append(None)
         else:
@@ -119,7 +123,9 @@ def unwrap_plain(tree: PyTree) -> PyTree:
 
 
 def _is_one_leaf(node: Any) -> bool:
-    return _values.is_whole(node) or isinstance(node, Iterator)  # JAX warns about these
+    return _per_replica.is_whole(node) or isinstance(
+        node, Iterator
+    )  # JAX warns about these
 
 
 def _check_plain(leaf: Any, statics: Sequence[Any], where: str) -> None:

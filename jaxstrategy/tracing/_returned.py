@@ -12,11 +12,18 @@ from typing import Any
 
 import jax
 
-from jaxstrategy import _source, _values
 from jaxstrategy._errors import NotMirroredWarning
-from jaxstrategy._values import PerReplica, PyTree
+from jaxstrategy.text import _user_code
 from jaxstrategy.tracing._checks import SHOULD_BE_REDUCED, Unstated
-from jaxstrategy.tracing._roles import Role, Signature
+from jaxstrategy.tracing.stages._roles import (
+    Role,
+    Signature,
+)
+from jaxstrategy.values import _per_replica
+from jaxstrategy.values._per_replica import (
+    PerReplica,
+    PyTree,
+)
 
 
 class Returned:
@@ -43,11 +50,11 @@ class Returned:
         self._signatures.append(signature)
         if self._is_told or not unstated:
             return
-        leaves = jax.tree.leaves(results, is_leaf=_values.is_whole)
+        leaves = jax.tree.leaves(results, is_leaf=_per_replica.is_whole)
         for position, each in unstated.items():
             leaf = leaves[position]
             if isinstance(leaf, PerReplica):
-                array = _values.contents(leaf)
+                array = _per_replica.contents(leaf)
                 self._results[id(array)] = weakref.ref(array), each
 
     def check(
@@ -75,7 +82,7 @@ class Returned:
     def _warn(self, argument: str, result: Unstated, fn: Callable[..., Any]) -> None:
         self._is_told, self._results = True, {}
         name = getattr(fn, "__name__", type(fn).__name__)
-        _source.warn(
+        _user_code.warn(
             f"{argument}, an argument of `{name}`, was equal on all replicas at an "
             f"earlier call and differs between them now: it is {result.path}, which "
             "that call returned.\n"

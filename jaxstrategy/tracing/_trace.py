@@ -18,18 +18,21 @@ from jax.extend import core
 from jax.ref import AbstractRef
 from jax.sharding import AxisType, Mesh
 
-from jaxstrategy import _mesh
 from jaxstrategy._errors import ContextError
-from jaxstrategy._values import PerReplica
+from jaxstrategy.replicas import _mesh
 from jaxstrategy.tracing._results import Results
-from jaxstrategy.tracing._site import Site
 from jaxstrategy.tracing.replication._analysis import all_eqns
+from jaxstrategy.tracing.replication._levels import (
+    Findings,
+    State,
+)
 from jaxstrategy.tracing.replication._lowered import closed
 from jaxstrategy.tracing.replication._rules import analyse
-from jaxstrategy.tracing.replication._state import Findings, State
-from jaxstrategy.variables import _step
+from jaxstrategy.tracing.replication._site import Site
+from jaxstrategy.values._per_replica import PerReplica
+from jaxstrategy.variables import _access
+from jaxstrategy.variables._access import StepVariables
 from jaxstrategy.variables._cell import Cell
-from jaxstrategy.variables._step import StepVariables
 from jaxstrategy.variables._variable import Variable
 
 
@@ -198,7 +201,7 @@ def trace(
         own, references = locals_[: len(leaves)], locals_[len(leaves) :]
         pairs = list(zip(there, references, strict=True))
         seen.append(StepVariables(pairs, may_create))
-        with _step.traced_with(seen[-1]):
+        with _access.traced_with(seen[-1]):
             arrays, results = run(own)
         if seen[-1].created:
             raise _MadeVariables

@@ -8,11 +8,17 @@ from typing import Any
 
 import jax
 
-from jaxstrategy._source import Line
+from jaxstrategy.text._user_code import Line
 from jaxstrategy.tracing._results import Results
-from jaxstrategy.tracing._roles import Role, Signature
 from jaxstrategy.tracing._trace import Trace
-from jaxstrategy.tracing.replication._state import Findings, State
+from jaxstrategy.tracing.replication._levels import (
+    Findings,
+    State,
+)
+from jaxstrategy.tracing.stages._roles import (
+    Role,
+    Signature,
+)
 
 
 @dataclasses.dataclass(frozen=True)

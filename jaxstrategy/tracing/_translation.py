@@ -6,9 +6,10 @@ import re
 
 import jax
 
-from jaxstrategy import _mesh, _source
 from jaxstrategy._errors import TracedValueError
-from jaxstrategy.tracing import _objects
+from jaxstrategy.replicas import _mesh
+from jaxstrategy.text import _user_code
+from jaxstrategy.tracing.nnx import _objects
 
 # What JAX raises when Python asks for a value that only the devices will know.
 _ASKED_TOO_EARLY = (
@@ -30,7 +31,7 @@ def translated(error: Exception, name: str) -> Exception | None:
 
 
 def _where(error: Exception) -> str:
-    line = _source.users_line(error.__traceback__)
+    line = _user_code.users_line(error.__traceback__)
     return f"\n  {line}\n" if line else " "
 
 

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from jaxstrategy import _mesh
-from jaxstrategy._contexts import AbstractStrategy
 from jaxstrategy._options import ReduceOp, VariableAggregation
-from jaxstrategy._values import PerReplica
+from jaxstrategy.contexts._context import AbstractStrategy
+from jaxstrategy.replicas import _mesh
+from jaxstrategy.values._per_replica import PerReplica
 
 # How those are reduced that are; of the others one counts.
 REDUCED = {

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import eval_context
 
-from jaxstrategy._values import is_traced
+from jaxstrategy.values._per_replica import is_traced
 
 
 class IsReference(Exception):

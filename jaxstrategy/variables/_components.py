@@ -12,8 +12,11 @@ from typing import Any
 
 import jax
 
-from jaxstrategy import _values
-from jaxstrategy._values import Handle, PerReplica
+from jaxstrategy.values import _per_replica
+from jaxstrategy.values._per_replica import (
+    Handle,
+    PerReplica,
+)
 
 # The array of all copies that a variable had, and its copies.
 _given: weakref.WeakKeyDictionary[Handle, tuple[Any, list[Any]]]
@@ -32,8 +35,8 @@ def of(
       held: what holds all copies, as `distributed` gives it.
       divide: makes the copies of that.
     """
-    array = _values.contents(held) if isinstance(held, PerReplica) else held
-    if not _values.is_placed(array):
+    array = _per_replica.contents(held) if isinstance(held, PerReplica) else held
+    if not _per_replica.is_placed(array):
         return divide(held)
     whole, known = _given.get(variable, (None, []))
     copies = tuple(copy() for copy in known)

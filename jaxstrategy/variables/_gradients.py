@@ -11,8 +11,11 @@ from typing import Any
 import jax
 
 from jaxstrategy._errors import ContextError
-from jaxstrategy._values import Handle, PyTree
-from jaxstrategy.variables import _step
+from jaxstrategy.values._per_replica import (
+    Handle,
+    PyTree,
+)
+from jaxstrategy.variables import _access
 
 # While a function is differentiated, for each of the variables the step (or None) that
 # it is part of, and the value that they have for it.
@@ -31,7 +34,7 @@ def value_of(variable: Any) -> Any:
     if found is None:
         return None
     step, value = found
-    if step is not _step.tracing():
+    if step is not _access.tracing():
         raise _outside(variable)
     return value
 
@@ -59,7 +62,7 @@ def _outside(variable: Any) -> ContextError:
 
 @contextlib.contextmanager
 def _given_values(values: Mapping[int, Any]) -> Iterator[None]:
-    step = _step.tracing()
+    step = _access.tracing()
     given = {key: (step, value) for key, value in values.items()}
     token = _given.set({**_given.get(), **given})
     try:

@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxstrategy import _mesh
-from jaxstrategy._slices import IndexedSlices
+from jaxstrategy.replicas import _mesh
+from jaxstrategy.values._slices import IndexedSlices
 from jaxstrategy.variables._changes import SCATTERS, Change
 from jaxstrategy.variables._part import VariablePart
 

@@ -12,14 +12,27 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 
-from jaxstrategy import _contexts, _mesh
-from jaxstrategy._contexts import AbstractStrategy, Context
-from jaxstrategy._devices import Device
 from jaxstrategy._errors import ContextError, shown
 from jaxstrategy._options import VariableAggregation, VariableSynchronization
-from jaxstrategy._slices import IndexedSlices
-from jaxstrategy._values import Handle, PerReplica
-from jaxstrategy.variables import _aggregation, _changes, _gradients, _registry, _step
+from jaxstrategy.contexts import _context
+from jaxstrategy.contexts._context import (
+    AbstractStrategy,
+    Context,
+)
+from jaxstrategy.replicas import _mesh
+from jaxstrategy.replicas._devices import Device
+from jaxstrategy.values._per_replica import (
+    Handle,
+    PerReplica,
+)
+from jaxstrategy.values._slices import IndexedSlices
+from jaxstrategy.variables import (
+    _access,
+    _aggregation,
+    _changes,
+    _gradients,
+    _registry,
+)
 from jaxstrategy.variables._cell import Cell
 from jaxstrategy.variables._changes import Change
 from jaxstrategy.variables._operators import Operators
@@ -116,7 +129,7 @@ class Variable(Operators, Scatters, Handle):
         self.number = next(_numbers)  # the how-manieth it is
         self._strategy = _owner()
         self._kind = _kind(name, self._strategy, on_read, self._aggregation)
-        step = _step.tracing()
+        step = _access.tracing()
         if step is not None and not step.may_create:
             raise ValueError(
                 f"Variable {name!r} was made inside a step that is traced again: a "
@@ -124,7 +137,7 @@ class Variable(Operators, Scatters, Handle):
                 "same ones afterwards. Make it outside the step, or once: "
                 "`if self.v is None: self.v = Variable(...)`."
             )
-        with jax.ensure_compile_time_eval(), _contexts.entered(None):
+        with jax.ensure_compile_time_eval(), _context.entered(None):
             start = _start(initial_value, dtype, name)
             _aggregation.check(self._aggregation, start.dtype, name)
             self._shape, self._dtype = start.shape, start.dtype
@@ -227,8 +240,8 @@ class Variable(Operators, Scatters, Handle):
         given = _gradients.value_of(self)
         if given is not None:
             return given
-        with _step.one_at_a_time:
-            return self._kind.read(self._reference(), _step.side())
+        with _access.one_at_a_time:
+            return self._kind.read(self._reference(), _access.side())
 
     def read_value(self) -> jax.Array:
         """The same as `value`."""
@@ -299,7 +312,7 @@ class Variable(Operators, Scatters, Handle):
 
     def distributed(self) -> Any:
         """All copies: a mirrored array, or a `PerReplica` if it is on-read."""
-        with _step.one_at_a_time:
+        with _access.one_at_a_time:
             return self._kind.copies(self._reference())
 
     def _write(self, value: Any, change: Change) -> Any:
@@ -314,15 +327,15 @@ class Variable(Operators, Scatters, Handle):
                 f"Variable {self._name!r} was assigned inside the function whose "
                 "gradient with respect to it is taken. Assign it afterwards."
             )
-        with _step.one_at_a_time:
+        with _access.one_at_a_time:
             ref = self._reference()
             if ref is self._cell:
-                _step.about_to_change(ref)
-            return write(ref, _step.side(), value, change)
+                _access.about_to_change(ref)
+            return write(ref, _access.side(), value, change)
 
     def _reference(self) -> Any:
-        self._check_strategy(_contexts.current())
-        step = _step.tracing()
+        self._check_strategy(_context.current())
+        step = _access.tracing()
         if step is None:
             return self._cell
         ref = step.reference(self)
@@ -371,9 +384,9 @@ class Variable(Operators, Scatters, Handle):
     def __repr__(self) -> str:
         kind = "" if self._strategy is None else f" {self._kind.describe}"
         head = f"Variable {self._name!r} {self._dtype.name}{_brackets(self._shape)}"
-        if _step.tracing() is not None:
+        if _access.tracing() is not None:
             return f"<{head}{kind}, being traced>"
-        with _step.one_at_a_time:
+        with _access.one_at_a_time:
             value = self._cell[...]
         if isinstance(value, Tracer):
             return f"<{head}{kind}, being traced>"
@@ -398,14 +411,14 @@ class Variable(Operators, Scatters, Handle):
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
-        if _step.tracing() is not None:
+        if _access.tracing() is not None:
             raise ContextError(
                 f"Variable {self._name!r} was deep-copied inside a step. Copy it "
                 "outside, and use both in the step."
             )
         twin = object.__new__(Variable)
         memo[id(self)] = twin
-        with _step.one_at_a_time, jax.ensure_compile_time_eval():
+        with _access.one_at_a_time, jax.ensure_compile_time_eval():
             vars(twin).update(vars(self))
             twin.number, twin._cell = next(_numbers), Cell(self._cell[...])
         _registry.add(twin, self._strategy)
@@ -422,7 +435,7 @@ class Variable(Operators, Scatters, Handle):
 
     def tree_flatten(self) -> tuple[tuple[jax.Array], None]:
         """The value, for JAX; all copies of a variable that has no one value."""
-        has_one = _step.side() is not _step.Side.CROSS or self._kind.has_one_value
+        has_one = _access.side() is not _access.Side.CROSS or self._kind.has_one_value
         return (self.value() if has_one else self.distributed(),), None
 
     @classmethod
@@ -432,7 +445,7 @@ class Variable(Operators, Scatters, Handle):
 
 
 def _owner() -> AbstractStrategy | None:
-    context = _contexts.current()
+    context = _context.current()
     if context is None or context.strategy.is_default:
         return None
     return context.strategy
@@ -452,7 +465,7 @@ def _kind(
         return MirroredKind(name, aggregation, mesh, None)
     if on_read:
         return OnReadKind(name, aggregation, owner.mesh, owner)
-    mesh = _step.colocating() or owner.parameter_mesh
+    mesh = _access.colocating() or owner.parameter_mesh
     return MirroredKind(name, aggregation, mesh, owner)
 
 

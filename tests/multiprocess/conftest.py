@@ -5,8 +5,8 @@ import concurrent.futures
 import harness
 import pytest
 
-from jaxstrategy.cluster import _rendezvous
-from jaxstrategy.cluster._shared_board import Board
+from jaxstrategy.cluster.board._shared_board import Board
+from jaxstrategy.cluster.meeting import _rendezvous
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ import os, signal, sys, time
 import jax, numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from jaxstrategy.cluster import _processes
-from jaxstrategy.cluster._resolver import Process
+from jaxstrategy.cluster.resolvers._cluster_resolver import Process
 
 RANK = int(os.environ["JAXSTRATEGY_PROCESS_ID"])
 COUNT = int(os.environ["JAXSTRATEGY_NUM_PROCESSES"])

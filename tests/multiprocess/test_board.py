@@ -10,8 +10,8 @@ import pytest
 from harness import STATUS
 
 from jaxstrategy._errors import ClusterError
-from jaxstrategy.cluster._board import LoneBoard
-from jaxstrategy.cluster._shared_board import Board
+from jaxstrategy.cluster.board._board import LoneBoard
+from jaxstrategy.cluster.board._shared_board import Board
 
 
 @pytest.fixture
@@ -305,7 +305,7 @@ def test_a_child_of_a_dead_process_does_not_hide_its_death(job):
     script = """
     import os, sys, time
     from jaxstrategy.cluster import _rendezvous
-    from jaxstrategy.cluster._shared_board import Board
+    from jaxstrategy.cluster.board._shared_board import Board
     RANK = int(os.environ["JAXSTRATEGY_PROCESS_ID"])
     address = os.environ["JAXSTRATEGY_COORDINATOR"]
     board = Board(_rendezvous.meet(RANK, 2, address, 30))

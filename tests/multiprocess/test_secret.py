@@ -20,10 +20,14 @@ from harness import STARTED, VERSIONS
 
 import jaxstrategy
 from jaxstrategy._errors import ClusterError
-from jaxstrategy.cluster import _guest, _rendezvous, _secret
-from jaxstrategy.cluster._secret import Secret
-from jaxstrategy.cluster._shared_board import Board
-from jaxstrategy.launch._options import parse
+from jaxstrategy.cluster.board._shared_board import Board
+from jaxstrategy.cluster.connections import _secret
+from jaxstrategy.cluster.connections._secret import Secret
+from jaxstrategy.cluster.meeting import (
+    _other_process,
+    _rendezvous,
+)
+from jaxstrategy.launch._launch_options import parse
 
 WORD = "correct horse battery staple"
 HELLO = {"index": 1, "count": 2, "host": "h", "pid": 7, "versions": VERSIONS}
@@ -344,7 +348,7 @@ def test_what_is_the_loopback(host, is_loopback):
 def test_a_secret_or_a_trusted_network_lets_processes_meet_anywhere(
     name, value, monkeypatch
 ):
-    monkeypatch.setattr(_guest, "CLOSED_SECONDS", 0.1)
+    monkeypatch.setattr(_other_process, "CLOSED_SECONDS", 0.1)
     monkeypatch.setenv(name, value)
     with pytest.raises(ClusterError, match=r"Process 0 cannot listen .*has no address"):
         _rendezvous.meet(0, 2, "192.0.2.1:2222", 0.1)

@@ -49,7 +49,7 @@ def test_a_handler_of_the_users_own_stays(job):
     signal.signal(signal.SIGTERM, lambda *_: print("heard"))
     import jax, os, time
     from jaxstrategy.cluster import _processes
-    from jaxstrategy.cluster._resolver import Process
+    from jaxstrategy.cluster.resolvers._cluster_resolver import Process
     RANK = int(os.environ["JAXSTRATEGY_PROCESS_ID"])
     _processes.start(Process(RANK, 2, os.environ["JAXSTRATEGY_COORDINATOR"]))
     print("going")

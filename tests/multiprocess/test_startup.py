@@ -11,10 +11,14 @@ import pytest
 from harness import STARTED, VERSIONS
 
 import jaxstrategy._errors as errors
-from jaxstrategy.cluster import _guest, _processes, _rendezvous
-from jaxstrategy.cluster._member import facts
-from jaxstrategy.cluster._resolver import Process
-from jaxstrategy.cluster._wire import endpoint
+from jaxstrategy.cluster import _processes
+from jaxstrategy.cluster.connections._wire import endpoint
+from jaxstrategy.cluster.meeting import (
+    _other_process,
+    _rendezvous,
+)
+from jaxstrategy.cluster.meeting._member import facts
+from jaxstrategy.cluster.resolvers._cluster_resolver import Process
 
 
 def texts(results):
@@ -168,8 +172,8 @@ def test_nobody_answers(address):
     ids=["other-protocol", "silent", "hangs-up"],
 )
 def test_another_program_at_the_port(answer, does, address, monkeypatch):
-    monkeypatch.setattr(_guest, "CLOSED_SECONDS", 0.5)
-    monkeypatch.setattr(_guest, "ANSWER_SECONDS", 0.5)
+    monkeypatch.setattr(_other_process, "CLOSED_SECONDS", 0.5)
+    monkeypatch.setattr(_other_process, "ANSWER_SECONDS", 0.5)
     with server(address, answer):
         with pytest.raises(errors.ClusterError, match="use by another program") as zero:
             _rendezvous.meet(0, 2, address, 5)
@@ -227,7 +231,7 @@ def test_process_0_ends_before_all_have_come(address):
 
 
 def test_the_coordinator_is_another_host(monkeypatch):
-    monkeypatch.setattr(_guest, "CLOSED_SECONDS", 0.5)
+    monkeypatch.setattr(_other_process, "CLOSED_SECONDS", 0.5)
     monkeypatch.setenv("JAXSTRATEGY_CLUSTER_SECRET", "0123456789abcdef")
     with pytest.raises(errors.ClusterError, match=r"has no address 192\.0\.2\.1"):
         _rendezvous.meet(0, 2, "192.0.2.1:8476", 2)

@@ -8,8 +8,8 @@ import pytest
 import workers
 from workers import late
 
-from jaxstrategy.cluster import _arrivals
-from jaxstrategy.cluster._member import Member
+from jaxstrategy.cluster.liveness import _arrivals
+from jaxstrategy.cluster.meeting._member import Member
 
 ZERO, ONE = Member(0, "a", 10), Member(1, "b", 11)
 

@@ -19,13 +19,24 @@ from hypothesis import HealthCheck, given, settings
 
 import jaxstrategy
 from jaxstrategy._errors import ClusterError
-from jaxstrategy.cluster import _caller, _channel, _host, _messages, _rendezvous
-from jaxstrategy.cluster._channel import Channel
-from jaxstrategy.cluster._host import Host
-from jaxstrategy.cluster._hub import Hub
-from jaxstrategy.cluster._secret import Secret
-from jaxstrategy.cluster._shared_board import Board
-from jaxstrategy.cluster._wire import Connection, endpoint
+from jaxstrategy.cluster.board._hub import Hub
+from jaxstrategy.cluster.board._shared_board import Board
+from jaxstrategy.cluster.connections import (
+    _channel,
+    _messages,
+)
+from jaxstrategy.cluster.connections._channel import Channel
+from jaxstrategy.cluster.connections._secret import Secret
+from jaxstrategy.cluster.connections._wire import (
+    Connection,
+    endpoint,
+)
+from jaxstrategy.cluster.meeting import (
+    _caller,
+    _first_process,
+    _rendezvous,
+)
+from jaxstrategy.cluster.meeting._first_process import Host
 
 HELLO = {"index": 1, "count": 2, "host": "h", "pid": 7, "versions": VERSIONS}
 BOUNDED = settings(
@@ -300,7 +311,7 @@ def test_who_has_descriptors_again_goes_on(pool, join):
 
 
 def test_the_oldest_stranger_makes_room(address, attend, pool, monkeypatch):
-    monkeypatch.setattr(_host, "_MOST_STRANGERS", 3)
+    monkeypatch.setattr(_first_process, "_MOST_STRANGERS", 3)
     zero = pool.submit(attend, 0)
     with contextlib.ExitStack() as stack:
         idle = [stack.enter_context(peer.call(address)) for _ in range(5)]
@@ -310,7 +321,7 @@ def test_the_oldest_stranger_makes_room(address, attend, pool, monkeypatch):
 
 
 def test_strangers_that_speak_while_they_make_room(monkeypatch, pool, join):
-    monkeypatch.setattr(_host, "_MOST_STRANGERS", 1)
+    monkeypatch.setattr(_first_process, "_MOST_STRANGERS", 1)
     with contextlib.ExitStack() as stack:
         real = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         real.setblocking(False)

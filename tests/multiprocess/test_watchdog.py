@@ -7,11 +7,18 @@ import jax.numpy as jnp
 import pytest
 from harness import STATUS
 
-from jaxstrategy.cluster import _codes, _suspicion, _watchdog
-from jaxstrategy.cluster._board import LoneBoard, State
-from jaxstrategy.cluster._finish import stacks
-from jaxstrategy.cluster._member import Member
-from jaxstrategy.cluster._watchdog import Watchdog
+from jaxstrategy.cluster.board._board import (
+    LoneBoard,
+    State,
+)
+from jaxstrategy.cluster.liveness import (
+    _exit_codes,
+    _suspicion,
+    _watchdog,
+)
+from jaxstrategy.cluster.liveness._finish import stacks
+from jaxstrategy.cluster.liveness._watchdog import Watchdog
+from jaxstrategy.cluster.meeting._member import Member
 
 # A loop that says when it is under way, and goes on until something ends it.
 LOOP = """
@@ -70,7 +77,7 @@ def test_a_call_that_does_not_return_is_reported(watched):
     watchdog.step_started("train_step", "train.py:30: strategy.run(train_step)")
     assert ends.came.wait(10)
     code, text = ends.calls[0]
-    assert code == _codes.WATCHDOG == 75
+    assert code == _exit_codes.WATCHDOG == 75
     assert "step 1, train_step at train.py:30: strategy.run(train_step)" in text
     assert "MainThread, the innermost call last:" in text
     assert "assert ends.came.wait(10)" in text  # the line that waits

@@ -9,13 +9,13 @@ from typing import Any
 
 import jax
 
-from jaxstrategy import _values
 from jaxstrategy.inputs.sources import _plain
 from jaxstrategy.inputs.sources._grain import GrainSource
 from jaxstrategy.inputs.sources._hugging_face import StreamSource, TableSource
 from jaxstrategy.inputs.sources._source import Source
 from jaxstrategy.inputs.sources._tf_data import TfDataSource, is_tf_data
 from jaxstrategy.inputs.sources._torch import TorchSource
+from jaxstrategy.values import _per_replica
 
 _KINDS = (
     "Give global batches: a list, a generator function or another iterable of them, "
@@ -80,7 +80,7 @@ def _check_not_data(dataset: Any) -> None:
             f"The dataset is the text {dataset!r:.100}. If it names a file, load it: "
             f"`js.batches(np.load(file, mmap_mode='r'), batch_size)`. {_KINDS}"
         )
-    if _values.is_per_replica(dataset):
+    if _per_replica.is_per_replica(dataset):
         raise TypeError(
             "The dataset is a PerReplica, one batch that is already divided over the "
             "replicas. Pass it to `strategy.run` as an argument."
@@ -117,7 +117,7 @@ def _is_arrays(dataset: Any) -> bool:
     if isinstance(dataset, (list, tuple)) and not hasattr(dataset, "_fields"):
         # A list is of batches, alike but for their rows. A tuple is one batch `x, y`,
         # even if both are alike.
-        if not all(_values.is_array(part) and part.ndim for part in dataset):
+        if not all(_per_replica.is_array(part) and part.ndim for part in dataset):
             return False
         kinds = {(part.dtype, part.shape[1:]) for part in dataset}
         return len(kinds) > 1 or (isinstance(dataset, tuple) and bool(kinds))
@@ -126,7 +126,7 @@ def _is_arrays(dataset: Any) -> bool:
 
 def _several_arrays(arrays: Sequence[Any]) -> str:
     """What is wrong with arrays that are neither batches of one kind nor one batch."""
-    first = [_values.summary(array.dtype, array.shape) for array in arrays[:4]]
+    first = [_per_replica.summary(array.dtype, array.shape) for array in arrays[:4]]
     named = ", ".join(first) + (", ..." if len(arrays) > 4 else "")
     why = "" if isinstance(arrays, tuple) else ", which are not batches of one kind"
     return (

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, final
 
-from jaxstrategy._values import PyTree
 from jaxstrategy.inputs.sources._source import Pass, State
+from jaxstrategy.values._per_replica import PyTree
 
 
 @final

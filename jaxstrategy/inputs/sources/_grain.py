@@ -6,9 +6,9 @@ import json
 import sys
 from typing import Any, final
 
-from jaxstrategy._values import PyTree
 from jaxstrategy.inputs.sources import _counted
 from jaxstrategy.inputs.sources._source import Pass, Source, State
+from jaxstrategy.values._per_replica import PyTree
 
 # Elements are whole batches here: Grain's 500 read ahead would fill the memory.
 _THREADS = 16

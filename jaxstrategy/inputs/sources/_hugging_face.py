@@ -8,10 +8,10 @@ from typing import Any, final
 
 import numpy as np
 
-from jaxstrategy._values import PyTree
 from jaxstrategy.inputs.sources import _counted
 from jaxstrategy.inputs.sources._source import Pass, Source, State
 from jaxstrategy.inputs.sources._turns import Turns
+from jaxstrategy.values._per_replica import PyTree
 
 _ADVICE = 'Give `dataset.with_format("numpy").batch(batch_size)`.'
 

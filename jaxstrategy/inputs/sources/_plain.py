@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, final
 
-from jaxstrategy._values import PyTree
 from jaxstrategy.inputs.sources._counted import CountedPass
 from jaxstrategy.inputs.sources._source import Pass, Source, State
+from jaxstrategy.values._per_replica import PyTree
 
 _AGAIN = (
     "To read it more than once or resume it, give a list of batches, or a function "

@@ -10,11 +10,11 @@ from typing import Any, final
 import jax.numpy as jnp
 import numpy as np
 
-from jaxstrategy._values import PyTree
 from jaxstrategy.inputs.sources import _counted
 from jaxstrategy.inputs.sources._counted import CountedPass
 from jaxstrategy.inputs.sources._source import Pass, Source, State
 from jaxstrategy.inputs.sources._turns import Turns
+from jaxstrategy.values._per_replica import PyTree
 
 _NAME = "the PyTorch DataLoader"
 

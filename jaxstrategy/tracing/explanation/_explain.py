@@ -10,10 +10,9 @@ from typing import Any
 from jax.sharding import Mesh
 
 from jaxstrategy._options import RunOptions
-from jaxstrategy._topology import Topology
-from jaxstrategy.tracing import _checks, _objects, _roles
+from jaxstrategy.replicas._topology import Topology
+from jaxstrategy.tracing import _checks
 from jaxstrategy.tracing._program import Program
-from jaxstrategy.tracing._roles import Role
 from jaxstrategy.tracing._traced import TracedStep
 from jaxstrategy.tracing.explanation._explanation import Explanation
 from jaxstrategy.tracing.explanation._facts import (
@@ -21,7 +20,10 @@ from jaxstrategy.tracing.explanation._facts import (
     ExplainedValue,
     Memory,
 )
-from jaxstrategy.tracing.replication._state import Collective
+from jaxstrategy.tracing.nnx import _objects
+from jaxstrategy.tracing.replication._levels import Collective
+from jaxstrategy.tracing.stages import _roles
+from jaxstrategy.tracing.stages._roles import Role
 from jaxstrategy.variables._variable import Variable
 
 _KINDS = {

@@ -6,14 +6,14 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any, final
 
-from jaxstrategy._topology import Topology
-from jaxstrategy.tracing.explanation import _report
+from jaxstrategy.replicas._topology import Topology
+from jaxstrategy.tracing.explanation import _explanation_report
+from jaxstrategy.tracing.explanation._explanation_report import Section
 from jaxstrategy.tracing.explanation._facts import (
     ExplainedCollective,
     ExplainedValue,
     Memory,
 )
-from jaxstrategy.tracing.explanation._report import Section
 
 
 @final
@@ -64,7 +64,7 @@ class Explanation:
 
         The body of a loop of unknown length counts once, and each branch counts.
         """
-        return _report.total_bytes(self.collectives)
+        return _explanation_report.total_bytes(self.collectives)
 
     def communication_time(
         self, topology: Topology, algorithm: str = "fastest"
@@ -90,22 +90,24 @@ class Explanation:
         return sum(found.seconds(topology, algorithm) for found in self.collectives)
 
     def __str__(self) -> str:
-        return _report.text(self._title(), self._sections())
+        return _explanation_report.text(self._title(), self._sections())
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        return _report.html(self._title(), self._sections())
+        return _explanation_report.html(self._title(), self._sections())
 
     def _title(self) -> str:
         n = self.num_replicas
         return f"`{self.name}` on {n} {'replica' if n == 1 else 'replicas'}"
 
     def _sections(self) -> Iterator[Section]:
-        yield from _report.problems(self.problems)
-        yield from _report.communication(self.collectives, self.topology)
-        yield from _report.results(self.mirrored, self.per_replica)
-        yield from _report.static_arguments(self.static_arguments)
-        yield from _report.variables(self.variables)
-        yield from _report.donation(self.donated, self.donatable, self.donate_argnums)
-        yield from _report.compiled(self.flops, self.memory)
+        yield from _explanation_report.problems(self.problems)
+        yield from _explanation_report.communication(self.collectives, self.topology)
+        yield from _explanation_report.results(self.mirrored, self.per_replica)
+        yield from _explanation_report.static_arguments(self.static_arguments)
+        yield from _explanation_report.variables(self.variables)
+        yield from _explanation_report.donation(
+            self.donated, self.donatable, self.donate_argnums
+        )
+        yield from _explanation_report.compiled(self.flops, self.memory)

@@ -6,8 +6,8 @@ import dataclasses
 import math
 from typing import final
 
-from jaxstrategy._source import Line
-from jaxstrategy._topology import Topology
+from jaxstrategy.replicas._topology import Topology
+from jaxstrategy.text._user_code import Line
 
 
 @final

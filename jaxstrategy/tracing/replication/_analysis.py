@@ -16,8 +16,7 @@ import numpy as np
 from jax.extend.core import Jaxpr, Literal
 from jax.sharding import Mesh
 
-from jaxstrategy.tracing.replication._lowered import Lowered, lowered
-from jaxstrategy.tracing.replication._state import (
+from jaxstrategy.tracing.replication._levels import (
     SAME,
     Cell,
     Collective,
@@ -26,6 +25,7 @@ from jaxstrategy.tracing.replication._state import (
     content_of,
     join,
 )
+from jaxstrategy.tracing.replication._lowered import Lowered, lowered
 
 
 def plain(jaxpr: Any) -> Jaxpr:

@@ -7,15 +7,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxstrategy.tracing._site import Site
 from jaxstrategy.tracing.replication._analysis import Frame
-from jaxstrategy.tracing.replication._shares import (
-    gathered,
-    gathers_sums,
-    is_mean,
-    is_share,
-)
-from jaxstrategy.tracing.replication._state import (
+from jaxstrategy.tracing.replication._levels import (
     SAME,
     Collective,
     Level,
@@ -28,6 +21,13 @@ from jaxstrategy.tracing.replication._state import (
     numbered,
     varying_since,
 )
+from jaxstrategy.tracing.replication._shares import (
+    gathered,
+    gathers_sums,
+    is_mean,
+    is_share,
+)
+from jaxstrategy.tracing.replication._site import Site
 
 
 def each(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:

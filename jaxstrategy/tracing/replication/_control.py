@@ -7,12 +7,10 @@ from typing import Any
 
 from jax.ref import AbstractRef
 
-from jaxstrategy._replica import MERGE_SCOPE
-from jaxstrategy.tracing._site import Site
+from jaxstrategy.contexts._replica_context import MERGE_SCOPE
 from jaxstrategy.tracing.replication._analysis import Frame, hidden, plain
 from jaxstrategy.tracing.replication._identity import repeats
-from jaxstrategy.tracing.replication._pure import is_declared_call
-from jaxstrategy.tracing.replication._state import (
+from jaxstrategy.tracing.replication._levels import (
     Cell,
     Collective,
     Level,
@@ -24,6 +22,8 @@ from jaxstrategy.tracing.replication._state import (
     level_of,
     varying_since,
 )
+from jaxstrategy.tracing.replication._pure import is_declared_call
+from jaxstrategy.tracing.replication._site import Site
 from jaxstrategy.tracing.replication._unknown import decided
 
 

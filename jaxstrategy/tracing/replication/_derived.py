@@ -16,14 +16,14 @@ import numpy as np
 from jax.extend import core
 
 from jaxstrategy.tracing.replication._analysis import Frame, Rule, plain
-from jaxstrategy.tracing.replication._lowered import alone, operands_of
-from jaxstrategy.tracing.replication._state import (
+from jaxstrategy.tracing.replication._levels import (
     Cell,
     Level,
     join,
     level_of,
     varying_since,
 )
+from jaxstrategy.tracing.replication._lowered import alone, operands_of
 
 # Of a function and the types of its arguments another function and the types of its
 # own. It takes the arguments once or several times, and so returns the results.

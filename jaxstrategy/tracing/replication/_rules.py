@@ -40,7 +40,7 @@ from jaxstrategy.tracing.replication import (
     _unknown,
 )
 from jaxstrategy.tracing.replication._analysis import Analysis, Frame, Rule
-from jaxstrategy.tracing.replication._state import (
+from jaxstrategy.tracing.replication._levels import (
     SAME,
     Cell,
     Findings,

@@ -7,9 +7,8 @@ from typing import Any
 
 from jax.ref import AbstractRef
 
-from jaxstrategy.tracing._site import Site
 from jaxstrategy.tracing.replication._analysis import Frame, inner_jaxprs
-from jaxstrategy.tracing.replication._state import (
+from jaxstrategy.tracing.replication._levels import (
     Cell,
     Collective,
     State,
@@ -18,6 +17,7 @@ from jaxstrategy.tracing.replication._state import (
     join,
     varying_since,
 )
+from jaxstrategy.tracing.replication._site import Site
 
 
 def pure(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:

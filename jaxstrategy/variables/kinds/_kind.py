@@ -14,14 +14,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from jaxstrategy import _contexts, _mesh
-from jaxstrategy._contexts import AbstractStrategy
 from jaxstrategy._errors import shown
 from jaxstrategy._options import VariableAggregation
-from jaxstrategy._slices import IndexedSlices, is_slices
-from jaxstrategy.variables import _aggregation, _step
+from jaxstrategy.contexts import _context
+from jaxstrategy.contexts._context import AbstractStrategy
+from jaxstrategy.replicas import _mesh
+from jaxstrategy.values._slices import (
+    IndexedSlices,
+    is_slices,
+)
+from jaxstrategy.variables import (
+    _access,
+    _aggregation,
+)
+from jaxstrategy.variables._access import Side
 from jaxstrategy.variables._changes import Change
-from jaxstrategy.variables._step import Side
 
 
 class Kind(abc.ABC):
@@ -92,7 +99,7 @@ class Kind(abc.ABC):
         """
 
     def _in_step(self) -> bool:
-        return _step.tracing() is not None
+        return _access.tracing() is not None
 
     def _checked_part(
         self, value: Any, whole: tuple[int, ...], dtype: Any, change: Change
@@ -166,7 +173,7 @@ def on_host(copy: jax.Array) -> np.ndarray:
 
 
 def this_strategy() -> AbstractStrategy:
-    context = _contexts.current()
+    context = _context.current()
     assert context is not None, "a step has a context"
     return context.strategy
 

@@ -8,13 +8,17 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from jaxstrategy import _mesh, _replica
 from jaxstrategy._options import VariableAggregation
-from jaxstrategy._slices import IndexedSlices, is_slices
-from jaxstrategy._values import PerReplica
+from jaxstrategy.contexts import _replica_context
+from jaxstrategy.replicas import _mesh
+from jaxstrategy.values._per_replica import PerReplica
+from jaxstrategy.values._slices import (
+    IndexedSlices,
+    is_slices,
+)
 from jaxstrategy.variables import _aggregation
+from jaxstrategy.variables._access import Side
 from jaxstrategy.variables._changes import Change, changed
-from jaxstrategy.variables._step import Side
 from jaxstrategy.variables.kinds._kind import Kind, on_host, this_strategy, whole
 
 
@@ -93,7 +97,9 @@ class MirroredKind(Kind):
         the copies stay equal is proved. Outside, the versions differ.
         """
         if self._in_step():
-            return _replica.own_versions(value) if _has_versions(value) else value
+            return (
+                _replica_context.own_versions(value) if _has_versions(value) else value
+            )
         if isinstance(value, PerReplica):
             raise ValueError(
                 f"Variable {self.name!r} is mirrored, and was given a PerReplica "

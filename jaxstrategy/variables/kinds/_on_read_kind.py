@@ -9,13 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from jaxstrategy import _mesh, _values
 from jaxstrategy._options import VariableAggregation
-from jaxstrategy._values import PerReplica
 from jaxstrategy.cluster import _together
-from jaxstrategy.variables import _aggregation, _step
+from jaxstrategy.replicas import _mesh
+from jaxstrategy.values import _per_replica
+from jaxstrategy.values._per_replica import PerReplica
+from jaxstrategy.variables import (
+    _access,
+    _aggregation,
+)
+from jaxstrategy.variables._access import Side
 from jaxstrategy.variables._changes import Change
-from jaxstrategy.variables._step import Side
 from jaxstrategy.variables.kinds._kind import Kind, on_host, this_strategy, whole
 
 
@@ -45,7 +49,7 @@ class OnReadKind(Kind):
         """The copies."""
         if self._in_step():
             (axis_name,) = this_strategy().mesh.axis_names
-            return _values.of_local(ref[...][0], axis_name)
+            return _per_replica.of_local(ref[...][0], axis_name)
         return PerReplica(ref[...])
 
     @property
@@ -63,7 +67,7 @@ class OnReadKind(Kind):
             return self._combined(ref)
         if not self._in_step():
             # `extended.update` works on all copies at once, and here is one of many.
-            raise _step.NeedsProgram
+            raise _access.NeedsProgram
         return ref[...][0]
 
     def _combined(self, ref: Any) -> jax.Array:
@@ -88,13 +92,13 @@ class OnReadKind(Kind):
         if self._in_step():
             return self._write_in_step(ref, side, value, change)
         if side is Side.UPDATE:
-            raise _step.NeedsProgram
+            raise _access.NeedsProgram
         old = ref[...]
         shape, dtype = old.shape[1:], old.dtype
         value = whole(value, shape)
         if isinstance(value, PerReplica):
             wanted = (old.shape[0], *change.shape(shape, dtype))
-            given = self._checked(_values.contents(value), wanted, dtype)
+            given = self._checked(_per_replica.contents(value), wanted, dtype)
         else:
             value = self._checked_part(value, shape, dtype, change)
             value = _mesh.put_same(value, _mesh.replicated(self.mesh))
@@ -118,7 +122,7 @@ class OnReadKind(Kind):
         shape = ref.shape[1:]
         value = whole(value, shape)
         if isinstance(value, PerReplica):
-            value = _values.to_local(value)
+            value = _per_replica.to_local(value)
         elif side is Side.CROSS:
             value = self._checked_part(value, shape, ref.dtype, change)
             first, other = self._parts(value, change)

@@ -1,0 +1,154 @@
+"""Arrays on disk, by Orbax; alone imports it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, final
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from etils import epath
+
+from jaxstrategy._errors import ClusterError
+from jaxstrategy.checkpoint import (
+    _operations,
+    _record,
+)
+from jaxstrategy.checkpoint._barrier import Barrier, ElsewhereError
+from jaxstrategy.checkpoint._entries import Reading
+from jaxstrategy.checkpoint._record import Record
+from jaxstrategy.checkpoint._unfinished import Unfinished
+
+_NOTHING = "nothing"  # Orbax writes at least one array
+_MOST_SECONDS = 1200  # to write a checkpoint; Orbax's own choice
+
+
+@final
+class Handler(ocp.PyTreeCheckpointHandler):
+    """Writes arrays as Orbax does, then the record; then the folder gets its name."""
+
+    _record: Record
+
+    async def async_save(self, directory: Any, *_: Any, args: Any, **__: Any) -> Any:
+        """Begin to write; the arrays may be changed when this returns."""
+        self._record = args.record
+        return await super().async_save(directory, args=args.arrays)
+
+    def finalize(self, directory: epath.Path) -> None:
+        """Called in the first process when all of them have written their arrays."""
+        super().finalize(directory)
+        _record.write(directory, self._record)
+
+
+@ocp.args.register_with_handler(Handler, for_save=True, for_restore=True)
+@dataclasses.dataclass
+class ToSave(ocp.args.CheckpointArgs):
+    """What a handler writes.
+
+    Attributes:
+      arrays: for Orbax.
+      record: what else is known.
+    """
+
+    arrays: ocp.args.PyTreeSave
+    record: Record
+
+
+@final
+class Writer:
+    """Writes one checkpoint at a time, in the background."""
+
+    def __init__(self) -> None:
+        # Made with the first checkpoint: until then the processes may not have met.
+        self._checkpointer: ocp.AsyncCheckpointer | None = None
+        self._barrier: Barrier | None = None
+
+    def begin(self, folder: Any, arrays: Mapping[str, Any], record: Record) -> None:
+        """Begin to write; `arrays` may be donated and overwritten when this returns.
+
+        Args:
+          folder: an unfinished one, which exists.
+          arrays: by name.
+          record: what else is known.
+        """
+        tree = dict(arrays) or {_NOTHING: np.zeros(1, np.uint8)}
+        args = ToSave(ocp.args.PyTreeSave(tree), record)
+        checkpointer = self._checkpointer = self._checkpointer or self._made()
+        if self._barrier is not None:
+            self._barrier.begin(str(folder))
+        try:
+            checkpointer.save(folder, args=args)
+        except BaseException:
+            self._end()
+            raise
+
+    def _made(self) -> ocp.AsyncCheckpointer:
+        processes = _operations.current()
+        self._barrier = None if processes is None else Barrier(processes)
+        meet = None if self._barrier is None else self._barrier.meet
+        options = ocp.AsyncOptions(
+            _MOST_SECONDS,
+            barrier_sync_fn=meet,
+            create_directories_asynchronously=False,  # they are there
+        )
+        return ocp.AsyncCheckpointer(
+            Handler(), async_options=options, temporary_path_class=Unfinished
+        )
+
+    def finish(self) -> None:
+        """Wait until it is written; raises what went wrong, here or elsewhere."""
+        assert self._checkpointer is not None, "it has begun"
+        try:
+            self._checkpointer.wait_until_finished()
+        except (ElsewhereError, ClusterError):
+            raise  # the others know
+        except Exception as error:
+            if self._barrier is not None:
+                with contextlib.suppress(ClusterError):
+                    self._barrier.fail(error, _MOST_SECONDS)
+            raise
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        if self._barrier is not None:
+            self._barrier.end()
+
+    def close(self) -> None:
+        """Let go of threads."""
+        if self._checkpointer is not None:
+            self._checkpointer.close()
+
+
+def read(folder: Any, readings: Mapping[str, Reading]) -> dict[str, Any]:
+    """Arrays by name, each read by each device as far as it holds it."""
+    if not readings:
+        return {}
+    item = {
+        name: jax.ShapeDtypeStruct(reading.shape, reading.dtype)
+        for name, reading in readings.items()
+    }
+    how = {name: _how(reading) for name, reading in readings.items()}
+    args = ocp.args.PyTreeRestore(item, restore_args=how, partial_restore=True)
+    handler = ocp.PyTreeCheckpointHandler()
+    try:
+        return dict(handler.restore(folder, args=args))
+    finally:
+        handler.close()
+
+
+def _how(reading: Reading) -> ocp.RestoreArgs:
+    if reading.sharding is None:
+        return ocp.RestoreArgs(restore_type=np.ndarray)
+    return ocp.ArrayRestoreArgs(
+        sharding=reading.sharding, global_shape=reading.shape, dtype=reading.dtype
+    )
+
+
+def path_of(directory: Any) -> epath.Path:
+    """A folder here, or on cloud storage (`gs://...`)."""
+    path = epath.Path(directory).expanduser()
+    return path if "://" in str(directory) else path.absolute()

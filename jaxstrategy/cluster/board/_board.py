@@ -1,0 +1,185 @@
+"""What the processes of a job know of each other: values, steps, and who has ended."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import os
+import socket
+import threading
+from collections.abc import Callable
+from typing import Any, final
+
+from jaxstrategy._errors import ClusterError
+from jaxstrategy.cluster.meeting._member import Member
+
+LATE_SECONDS = 3.0
+"""Answers come each second; a process that is late by so much is worth a word."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Departure:
+    """A process that takes part no more; prints as a clause about it.
+
+    Attributes:
+      end: `"left"` (its script has ended), `"failed"` (by an exception, told in
+        `text`), `"died"` (its connection broke) or `"silent"` (it stopped answering).
+      status: its watchdog's last word, None if it never said one.
+    """
+
+    member: Member
+    end: str
+    text: str = ""
+    status: dict[str, Any] | None = None
+
+    def __str__(self) -> str:
+        match self.end:
+            case "left":
+                return f"{self.member} has finished already"
+            case "failed":
+                return f"{self.member} failed: {self.text}"
+            case "silent":
+                return (
+                    f"{self.member} has not answered for {self.text} s: it is "
+                    "stopped, or its host is"
+                )
+        return (
+            f"{self.member} has died: killed, out of memory or crashed; its own output "
+            "may say more"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class State:
+    """Where a process is.
+
+    Attributes:
+      status: what its watchdog last said, None if nothing.
+      end, text: None and empty while it runs, else as in `Departure`.
+      silent_seconds: how long it has not answered; about 1 at most is usual.
+    """
+
+    member: Member
+    status: dict[str, Any] | None
+    end: str | None
+    silent_seconds: float
+    text: str = ""
+
+    @property
+    def busy(self) -> str | None:
+        """What it does by itself while others may wait; None if nothing."""
+        return self._said("busy")
+
+    @property
+    def writes(self) -> str | None:
+        """What it writes in the background; None if nothing."""
+        return self._said("writes")
+
+    def _said(self, name: str) -> Any:
+        """Of a process that runs."""
+        if self.status is None or self.end is not None:
+            return None
+        return self.status.get(name) if self.silent_seconds < LATE_SECONDS else None
+
+
+class AbstractBoard(abc.ABC):
+    """Values that all processes share, and news of those that have ended.
+
+    All methods may be called from any thread. Values are what JSON can say.
+    """
+
+    members: tuple[Member, ...]
+    index: int
+    # An error that each process was given, by which each of them may end.
+    common_error: str | None = None
+
+    @abc.abstractmethod
+    def put(self, key: str, value: Any) -> None:
+        """Let all processes `get` a value; a second one replaces the first."""
+
+    @abc.abstractmethod
+    def get(self, key: str, timeout_seconds: float | None = None) -> Any:
+        """The value that some process has put or will put within the time.
+
+        Raises:
+          ClusterError: none did, or none can any more.
+        """
+
+    @abc.abstractmethod
+    def gather(
+        self, key: str, value: Any, timeout_seconds: float | None = None
+    ) -> list[Any]:
+        """What each process contributes under this key, in the order of their ids.
+
+        The n-th call with a key on one process meets the n-th on each other. Without a
+        time of its own it waits the board's, and longer while a process is busy.
+
+        Raises:
+          ClusterError: not all did so in time, or one has ended; they are named.
+        """
+
+    def barrier(self, name: str, timeout_seconds: float | None = None) -> None:
+        """Wait until all processes have come here; raises as `gather` does."""
+        self.gather(f"barrier: {name}", None, timeout_seconds)
+
+    @abc.abstractmethod
+    def states(self) -> list[State]:
+        """Where each process is, by their ids.
+
+        Raises:
+          ClusterError: process 0, which keeps them, does not answer.
+        """
+
+    def known_states(self) -> list[State]:
+        """As `states`, where that is known without asking: in process 0, else empty."""
+        return []
+
+    @abc.abstractmethod
+    def on_departure(self, callback: Callable[[Departure], None]) -> None:
+        """Have a function called, on another thread, for each process that ends.
+
+        Those that have ended already are told at once.
+        """
+
+
+@final
+class LoneBoard(AbstractBoard):
+    """The board of a job of one process.
+
+    >>> board = LoneBoard()
+    >>> board.gather("rows", 12)
+    [12]
+    """
+
+    def __init__(self) -> None:
+        self.index = 0
+        self.members = (Member(0, socket.gethostname(), os.getpid()),)
+        self._values: dict[str, Any] = {}
+        self._changed = threading.Condition()
+
+    def put(self, key: str, value: Any) -> None:
+        with self._changed:
+            self._values[key] = value
+            self._changed.notify_all()
+
+    def get(self, key: str, timeout_seconds: float | None = None) -> Any:
+        with self._changed:
+            if not self._changed.wait_for(lambda: key in self._values, timeout_seconds):
+                raise ClusterError(nobody_put(key, timeout_seconds or 0))
+            return self._values[key]
+
+    def gather(
+        self, key: str, value: Any, timeout_seconds: float | None = None
+    ) -> list[Any]:
+        return [value]
+
+    def states(self) -> list[State]:
+        return [State(self.members[0], None, None, 0.0)]
+
+    def on_departure(self, callback: Callable[[Departure], None]) -> None:
+        pass  # nobody else is there
+
+
+def nobody_put(key: str, seconds: float) -> str:
+    """Why `get` failed."""
+    return f"Nobody has put {key!r} on the board within {seconds:g} s."

@@ -1,0 +1,223 @@
+"""Authenticated messages: JSON, with its length before it and a seal behind it.
+
+    guest to host    greeting, nonce                   in the clear
+    host to guest    greeting, nonce                   in the clear
+    then both ways   length, JSON, seal                again and again
+
+A seal is an HMAC-SHA256 of the message's number, length and JSON. Its key comes from
+the job's secret, the greeting (and so the protocol's version), both nonces and the
+direction. So the first message of each side proves that it knows the secret, here and
+now; no message can be replayed, reordered, reflected or taken to another connection.
+Nothing is hidden: who can listen on the network reads what processes tell each other.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import secrets
+import struct
+from collections.abc import Iterator
+from typing import Any, final
+
+from jaxstrategy.cluster.connections._secret import Secret
+
+GREETING = b"jaxstrategy-meeting/2\n"
+"""The first bytes on each connection, both ways: nothing else begins so."""
+NONCE_BYTES = 32
+FIRST = 1 << 16
+"""Bytes of the first message, whose sender is still unknown."""
+LARGEST = 1 << 28
+"""Bytes of any other message to the host."""
+DEEPEST = 100
+"""Levels of nesting; the stack of the thread that reads is not deep."""
+
+_LENGTH = struct.Struct(">I")
+_NUMBER = struct.Struct(">Q")
+_SEAL_BYTES = 32
+_REFUSAL = (1 << 32) - 1  # a length that no message has
+REFUSAL = _LENGTH.pack(_REFUSAL)
+"""What the host says, instead of a message, to who does not know the secret."""
+
+
+class ForgedError(ValueError):
+    """A message was not made here and now by who knows the secret."""
+
+
+class RefusedError(ValueError):
+    """The host says that this side does not know the secret. Anybody could say so."""
+
+
+@final
+class Channel:
+    """One side of a stream of messages, without its socket.
+
+    Args:
+      is_host: whether this is the side of process 0.
+      is_proved: whether both sides know each other already.
+    """
+
+    def __init__(
+        self,
+        secret: Secret,
+        guests_nonce: bytes,
+        hosts_nonce: bytes,
+        is_host: bool,
+        is_proved: bool = False,
+    ) -> None:
+        context = GREETING + guests_nonce + hosts_nonce
+        to_host = secret.key(context + b"guest to host")
+        to_guest = secret.key(context + b"host to guest")
+        self._out, self._in = (to_guest, to_host) if is_host else (to_host, to_guest)
+        # An answer to a gather has what all processes contributed, in a list.
+        limits = (LARGEST, DEEPEST), (_REFUSAL - 1, DEEPEST + 2)
+        self._limits_in, self._limits_out = limits if is_host else limits[::-1]
+        self._sent = self._opened = int(is_proved)
+        self._bytes = bytearray()
+
+    @property
+    def is_proved(self) -> bool:
+        """Whether the other side has proved that it knows the secret."""
+        return self._opened > 0
+
+    def packed(self, message: Any) -> bytes:
+        """A message as the next bytes to send; they must be sent in this order.
+
+        Raises:
+          TypeError: it cannot be written as JSON.
+          ValueError: it is too large, or nested too deeply.
+        """
+        largest, deepest = self._limits_out
+        body = _written(message, deepest)
+        largest = largest if self._sent else FIRST
+        if len(body) > largest:
+            raise ValueError(
+                f"A message has {len(body)} bytes; processes tell each other up to "
+                f"{largest} at once. Values of steps belong into arrays."
+            )
+        frame = _LENGTH.pack(len(body)) + body
+        seal = _seal(self._out, self._sent, frame)
+        self._sent += 1
+        return frame + seal
+
+    def add(self, received: bytes) -> None:
+        """Append what came in."""
+        self._bytes += received
+
+    def messages(self) -> Iterator[Any]:
+        """The messages that are complete, each taken out when it is given.
+
+        Raises:
+          ForgedError: these bytes are not the other side's next message.
+          RefusedError: the other side refuses.
+          ValueError: they are no message.
+        """
+        while (frame := self._next()) is not None:
+            yield _read(frame[_LENGTH.size :], self._limits_in[1])
+
+    def _next(self) -> bytes | None:
+        """The next message with its length, checked; None before it is complete."""
+        if len(self._bytes) < _LENGTH.size:
+            return None
+        (size,) = _LENGTH.unpack_from(self._bytes)
+        if size == _REFUSAL and not self.is_proved:
+            raise RefusedError
+        if size > (self._limits_in[0] if self.is_proved else FIRST):
+            raise ValueError(f"a message of {size} bytes was announced")
+        end = _LENGTH.size + size
+        if len(self._bytes) < end + _SEAL_BYTES:
+            return None
+        frame = bytes(self._bytes[:end])
+        seal = bytes(self._bytes[end : end + _SEAL_BYTES])
+        if not hmac.compare_digest(seal, _seal(self._in, self._opened, frame)):
+            raise ForgedError("a message is not of the job")
+        self._opened += 1
+        del self._bytes[: end + _SEAL_BYTES]
+        return frame
+
+
+@final
+class Greeting:
+    """What both sides say first, and the channel that comes of it.
+
+    Attributes:
+      own: the bytes to send, for the host once `add` has given a channel.
+    """
+
+    def __init__(self, secret: Secret, is_host: bool) -> None:
+        self._secret = secret
+        self._is_host = is_host
+        self._nonce = secrets.token_bytes(NONCE_BYTES)
+        self._heard = bytearray()
+        self.own = GREETING + self._nonce
+
+    def add(self, received: bytes) -> Channel | None:
+        """Take in what came; the channel when the other side has greeted.
+
+        Raises:
+          ValueError: it speaks another protocol.
+        """
+        self._heard += received
+        if not GREETING.startswith(self._heard[: len(GREETING)]):
+            raise ValueError("this is no greeting")
+        end = len(GREETING) + NONCE_BYTES
+        if len(self._heard) < end:
+            return None
+        nonces = self._nonce, bytes(self._heard[len(GREETING) : end])
+        guests, hosts = nonces[::-1] if self._is_host else nonces
+        channel = Channel(self._secret, guests, hosts, self._is_host)
+        channel.add(bytes(self._heard[end:]))
+        return channel
+
+
+def pair() -> tuple[Channel, Channel]:
+    """The guest's and the host's channel of a connection within one process."""
+    secret, nonce = Secret(), bytes(NONCE_BYTES)
+    guests, hosts = (Channel(secret, nonce, nonce, k, True) for k in (False, True))
+    return guests, hosts
+
+
+def _seal(key: bytes, number: int, frame: bytes) -> bytes:
+    return hmac.digest(key, _NUMBER.pack(number) + frame, "sha256")
+
+
+def _written(message: Any, deepest: int) -> bytes:
+    deep = f"A message is nested more than {deepest} levels deep. Give a flat list."
+    try:
+        text = json.dumps(message, separators=(",", ":"))
+    except RecursionError:
+        raise ValueError(deep) from None
+    if _depth(text, message, deepest) > deepest:
+        raise ValueError(deep)
+    return text.encode()
+
+
+def _read(body: bytes, deepest: int) -> Any:
+    try:
+        text = body.decode()
+        message = json.loads(text)
+    except RecursionError:
+        raise ValueError("a message is nested too deeply") from None
+    if _depth(text, message, deepest) > deepest:
+        raise ValueError("a message is nested too deeply")
+    return message
+
+
+def _depth(text: str, message: Any, most: int) -> int:
+    """How deeply a message is nested, or a little more as long as that is allowed.
+
+    What is deeper could be read, and yet not be written again by a thread whose own
+    stack is deeper.
+    """
+    if (brackets := text.count("[") + text.count("{")) <= most:
+        return brackets
+    depth, level = 0, _containers([message])
+    while level and depth <= most:
+        depth += 1
+        level = [child for part in level for child in _containers(part)]
+    return depth
+
+
+def _containers(part: Any) -> list[Any]:
+    children = part.values() if isinstance(part, dict) else part
+    return [child for child in children if isinstance(child, list | tuple | dict)]

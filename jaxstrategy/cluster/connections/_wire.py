@@ -1,0 +1,111 @@
+"""Connections that carry messages, and the addresses where they are made."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from typing import Any
+
+from jaxstrategy.cluster.connections._channel import Channel
+from jaxstrategy.cluster.resolvers._cluster_spec import host_and_port
+
+# How long a host may be unreachable, in seconds, before the kernel gives it up. A
+# stopped process is something else: its host still answers.
+_UNREACHABLE = 20
+
+
+class Connection:
+    """A TCP connection that carries messages, for use with blocking calls."""
+
+    def __init__(self, sock: socket.socket, channel: Channel) -> None:
+        self.sock = sock
+        self.channel = channel
+        self._sending = threading.Lock()
+
+    def send(self, message: Any) -> None:
+        """Send one message; callable from any thread.
+
+        Raises:
+          OSError: the connection has ended.
+          TypeError: the message cannot be written as JSON.
+          ValueError: it is too large, or nested too deeply.
+        """
+        with self._sending:
+            self.sock.sendall(self.channel.packed(message))
+
+    def receive(self, deadline: float | None = None) -> Any:
+        """The next message.
+
+        Args:
+          deadline: of `time.monotonic()`; by default there is none.
+
+        Raises:
+          TimeoutError: it did not come in time.
+          EOFError: the other side closed the connection.
+          OSError, ValueError: it broke; it carries something else.
+        """
+        while True:
+            for message in self.channel.messages():
+                return message
+            self.channel.add(received(self.sock, deadline))
+
+    def close(self) -> None:
+        """End the connection, also for a thread that waits in `receive`."""
+        try:
+            self.sock.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # the other side was faster
+        self.sock.close()
+
+
+def received(sock: socket.socket, deadline: float | None = None) -> bytes:
+    """Some bytes, as soon as there are any.
+
+    Raises:
+      TimeoutError: none came in time.
+      EOFError: the other side closed the connection.
+      OSError: it broke.
+    """
+    if deadline is not None:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        sock.settimeout(left)
+    data = sock.recv(1 << 16)
+    if not data:
+        raise EOFError
+    return data
+
+
+def tune(sock: socket.socket) -> None:
+    """Send small messages at once, and notice a host that is cut off."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (
+        ("TCP_KEEPIDLE", 5),
+        ("TCP_KEEPINTVL", 3),
+        ("TCP_KEEPCNT", 5),
+        ("TCP_USER_TIMEOUT", 1000 * _UNREACHABLE),  # Linux
+    ):
+        if hasattr(socket, name):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def endpoint(address: str) -> tuple[str, int]:
+    """Host and port as sockets want them; raises as `host_and_port`.
+
+    >>> endpoint("[::1]:80"), endpoint("node7:2222")
+    (('::1', 80), ('node7', 2222))
+    """
+    host, port = host_and_port(address)
+    return host.removeprefix("[").removesuffix("]"), port
+
+
+def address_of(host: str, port: int) -> str:
+    """The opposite of `endpoint`.
+
+    >>> address_of("::1", 80), address_of("node7", 2222)
+    ('[::1]:80', 'node7:2222')
+    """
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -1,0 +1,156 @@
+"""When each process comes to each step: who is late, and by how much.
+
+Clocks of hosts differ. But when processes have compared a step, all of them hear of it
+at the same moment; times are counted from there.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, final
+
+from jaxstrategy.cluster.meeting._member import Member
+from jaxstrategy.cluster.resolvers._launched import LATE
+
+# What a process tells each second; the last steps are enough to see who is late.
+_KEPT = 256
+_SHARE = 0.1  # of a step: being late by less is not worth a word
+_FEWEST = 10  # steps
+
+
+@final
+class Arrivals:
+    """Of this process."""
+
+    def __init__(self) -> None:
+        self._meetings = 0
+        self._met = 0.0
+        self._rows: collections.deque[tuple[int, int, float]]
+        self._rows = collections.deque(maxlen=_KEPT)
+
+    def met(self) -> None:
+        """All processes have compared a step, this moment."""
+        self._meetings += 1
+        self._met = time.monotonic()
+
+    def arrived(self, step: int) -> None:
+        """This process has come to a step."""
+        if self._meetings:
+            since = time.monotonic() - self._met
+            self._rows.append((step, self._meetings, since))
+
+    def told(self) -> list[list[float]]:
+        """The last steps: their number, that of the meeting before, seconds since."""
+        return [[step, met, round(since, 6)] for step, met, since in list(self._rows)]
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Lateness:
+    """How late a process comes to steps, after the first that comes.
+
+    Attributes:
+      member: the process.
+      median: of its lateness, in seconds.
+      tail: what 95 % of the steps stay below, in seconds.
+    """
+
+    member: Member
+    median: float
+    tail: float
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Stragglers:
+    """Who is late. Prints as a table.
+
+    Attributes:
+      processes: how late each is, by their ids.
+      steps: how many steps it was seen at, the last ones.
+      step_seconds: how long a step takes, in the median.
+    """
+
+    processes: tuple[Lateness, ...]
+    steps: int
+    step_seconds: float
+
+    @property
+    def slowest(self) -> Lateness | None:
+        """Who is late by more than a tenth of a step, in the median; None if nobody."""
+        if not self.processes or self.steps < _FEWEST:
+            return None
+        last = max(self.processes, key=lambda process: process.median)
+        return last if last.median > _SHARE * self.step_seconds else None
+
+    @property
+    def verdict(self) -> str:
+        """It in a sentence."""
+        if self.steps < _FEWEST:
+            return f"only {self.steps} steps were seen, too few to tell who is late"
+        if (late := self.slowest) is None:
+            return f"no process is late, in {self.steps} steps"
+        share = late.median / max(self.step_seconds, 1e-9)
+        return (
+            f"{late.member} is late: it comes {1e3 * late.median:.1f} ms after the "
+            f"first to a step (95 %: {1e3 * late.tail:.1f} ms), {share:.0%} of a step"
+        )
+
+    def __str__(self) -> str:
+        rows = [
+            f"  {each.member}: median {1e3 * each.median:.1f} ms, 95 % "
+            f"{1e3 * each.tail:.1f} ms"
+            for each in self.processes
+        ]
+        return "\n".join([self.verdict, *rows])
+
+
+def stragglers(told: Mapping[Member, Sequence[Sequence[float]]]) -> Stragglers:
+    """Who is late.
+
+    Args:
+      told: what each process tells of its last steps.
+    """
+    known = [{(int(s), int(met)): at for s, met, at in rows} for rows in told.values()]
+    common = sorted(set.intersection(*map(set, known))) if known else []
+    late: list[list[float]] = [[] for _ in known]
+    for key in common:
+        first = min(rows[key] for rows in known)
+        for own, rows in zip(late, known, strict=True):
+            own.append(rows[key] - first)
+    lasts = [max(rows[key] for rows in known) for key in common]
+    pairs = itertools.pairwise(zip(common, lasts, strict=True))
+    seconds = [
+        later - earlier
+        for ((step, met), earlier), (following, later) in pairs
+        if following == (step + 1, met)
+    ]
+    processes = [
+        Lateness(member, statistics.median(own), _tail(own))
+        for member, own in zip(told, late, strict=True)
+        if own
+    ]
+    step_seconds = statistics.median(seconds) if seconds else 0.0
+    return Stragglers(tuple(processes), len(common), step_seconds)
+
+
+def _tail(values: list[float]) -> float:
+    return sorted(values)[min(len(values) - 1, int(0.95 * len(values)))]
+
+
+def at_the_end(states: Sequence[Any]) -> str:
+    """The line by which a process says at its end who was late; empty if nobody."""
+    found = of_states(states)
+    return "" if found.slowest is None else f"{LATE}{found.verdict}\n"
+
+
+def of_states(states: Sequence[Any]) -> Stragglers:
+    """Who is late, by what the board knows of all processes."""
+    return stragglers(
+        {state.member: (state.status or {}).get("arrivals", ()) for state in states}
+    )

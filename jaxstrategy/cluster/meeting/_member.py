@@ -1,0 +1,70 @@
+"""A process of the job, and what it says of itself when all meet."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import platform
+import socket
+from collections.abc import Mapping
+from importlib import metadata
+from typing import Any
+
+from jaxstrategy.cluster.connections._wire import Connection
+
+SAME = ("jaxstrategy", "jax", "jaxlib")
+"""Of these, all processes must have one version."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Member:
+    """A process of the job; prints as `process 1 (host a, pid 17)`."""
+
+    index: int
+    host: str
+    pid: int
+
+    def __str__(self) -> str:
+        return f"process {self.index} (host {self.host}, pid {self.pid})"
+
+
+@dataclasses.dataclass(frozen=True)
+class Meeting:
+    """What a process has when all have met.
+
+    Attributes:
+      members: all processes, by their ids.
+      connections: to the others, by their ids, on process 0; to process 0, elsewhere.
+    """
+
+    index: int
+    members: tuple[Member, ...]
+    connections: Mapping[int, Connection]
+
+    def close(self) -> None:
+        """Hang up."""
+        for connection in self.connections.values():
+            connection.close()
+
+
+def facts() -> dict[str, Any]:
+    """What a process says of itself: host, pid, and the versions that must agree."""
+    versions = {name: _version(name) for name in SAME}
+    return {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "job": os.environ.get("JAXSTRATEGY_JOB", ""),
+        "versions": {**versions, "Python": platform.python_version()},
+    }
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def member(hello: Mapping[str, Any]) -> Member:
+    """Who says this."""
+    return Member(hello["index"], hello.get("host", "?"), hello.get("pid", 0))

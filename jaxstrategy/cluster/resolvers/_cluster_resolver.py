@@ -1,0 +1,250 @@
+"""`ClusterResolver`: how a process learns the cluster and its own place in it."""
+
+from __future__ import annotations
+
+import abc
+import collections
+import dataclasses
+from typing import Any, final
+
+from jaxstrategy.cluster.resolvers._cluster_spec import (
+    ClusterSpec,
+    host_and_port,
+)
+
+# In the order of their ranks. `master` is what `chief` was called before.
+TRAINING = ("chief", "master", "worker")
+_CHIEFS = ("chief", "master")
+_OTHERS = ("ps", "evaluator")
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Process:
+    """The place of one process among those that train together.
+
+    Attributes:
+      index: its rank: the chief is 0, workers follow in the order of their tasks.
+      count: how many train together.
+      coordinator: `host:port` of the process of rank 0, where `jax.distributed` lets
+        them meet. Empty if the cluster has no tasks: the process is alone.
+    """
+
+    index: int
+    count: int
+    coordinator: str
+
+
+class ClusterResolver(abc.ABC):
+    """Tells a process what the cluster is and which of its tasks it is.
+
+    Subclass it to ask a cluster manager of your own. `cluster_spec` is all that is
+    needed; set `self.task_type` and `self.task_id` to what this process is.
+
+    Task types are those of TensorFlow: `chief` (a worker with more duties, as saving),
+    `worker`, `ps` (a parameter server) and `evaluator`.
+
+    >>> class MyResolver(js.cluster_resolver.ClusterResolver):
+    ...     def __init__(self, rank):
+    ...         self.task_type, self.task_id = "worker", rank
+    ...
+    ...     def cluster_spec(self):
+    ...         return js.cluster_resolver.ClusterSpec({"worker": ["a:2222", "b:2222"]})
+    >>> MyResolver(1).process()
+    Process(index=1, count=2, coordinator='a:2222')
+    """
+
+    _task_type: str | None = None
+    _task_id: int | None = None
+    _rpc_layer: str | None = None
+
+    @abc.abstractmethod
+    def cluster_spec(self) -> ClusterSpec:
+        """The cluster as it is now; asked for anew at every call."""
+
+    def master(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+    ) -> str:
+        """The address of a task, as `grpc://host:port` where there is an RPC layer.
+
+        Without arguments that of this process; empty if it is not known which one
+        that is.
+
+        Raises:
+          ValueError: there is no such task.
+        """
+        task_type = self.task_type if task_type is None else task_type
+        task_id = self.task_id if task_id is None else task_id
+        if task_type is None or task_id is None:
+            return ""
+        address = self.cluster_spec().task_address(task_type, task_id)
+        return as_url(address, rpc_layer or self.rpc_layer)
+
+    def num_accelerators(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        config_proto: Any = None,
+    ) -> dict[str, int]:
+        """How many accelerators a task has, by kind: `{"GPU": 8}`. CPUs do not count.
+
+        It asks JAX, which starts the devices; in a cluster, build the strategy first.
+
+        Args:
+          task_type: together with `task_id` the task; this process by default.
+          task_id: see `task_type`.
+          config_proto: not used; TensorFlow 1 had sessions.
+
+        Raises:
+          ValueError: it is a task that does not train.
+          RuntimeError: JAX does not know the task's process yet.
+        """
+        import jax  # only here: the launcher, which has no devices, reads this module
+
+        if task_type is None or task_id is None:
+            devices = jax.local_devices()
+        else:
+            process = place(self.cluster_spec(), task_type, task_id)
+            if process.count != jax.process_count():
+                raise RuntimeError(
+                    f"The accelerators of {task_type} {task_id} are not known: the "
+                    f"cluster has {process.count} processes, JAX knows "
+                    f"{jax.process_count()}. Build the strategy first."
+                )
+            devices = [d for d in jax.devices() if d.process_index == process.index]
+        kinds = (device.platform.upper() for device in devices)
+        return dict(collections.Counter(kind for kind in kinds if kind != "CPU"))
+
+    def process(self) -> Process:
+        """The rank of this process, how many there are, and where they meet.
+
+        The chief has rank 0 and the workers follow. The coordinator is at the address
+        of the first of them: that port must be free on that host.
+
+        Raises:
+          ValueError: the cluster or the task is not one that can train.
+        """
+        spec = self.cluster_spec()
+        if self.task_type is None and self.task_id is None:
+            if not spec:
+                return Process(0, 1, "")
+            only = _only_task(spec)
+            if only is not None:
+                return place(spec, *only)
+        if self.task_type is None or self.task_id is None:
+            raise ValueError(
+                f"The cluster is {spec}, but which of its tasks this process is, is "
+                f"not known: task_type is {self.task_type!r}, task_id is "
+                f"{self.task_id!r}. Give both, in TF_CONFIG as "
+                '"task": {"type": "worker", "index": 0}.'
+            )
+        return place(spec, self.task_type, self.task_id)
+
+    @property
+    def environment(self) -> str:
+        """Where this runs; an empty string unless a subclass knows better."""
+        return ""
+
+    @property
+    def task_type(self) -> str | None:
+        """`"chief"`, `"worker"`, `"ps"` or `"evaluator"`; None if it is not known."""
+        return self._task_type
+
+    @task_type.setter
+    def task_type(self, task_type: str | None) -> None:
+        self._task_type = task_type
+
+    @property
+    def task_id(self) -> int | None:
+        """The index of this process among the tasks of its type, or None."""
+        return self._task_id
+
+    @task_id.setter
+    def task_id(self, task_id: int | None) -> None:
+        self._task_id = task_id
+
+    @property
+    def rpc_layer(self) -> str | None:
+        """What `master` puts before addresses: `"grpc"` makes `grpc://host:port`."""
+        return self._rpc_layer
+
+    @rpc_layer.setter
+    def rpc_layer(self, rpc_layer: str | None) -> None:
+        self._rpc_layer = rpc_layer
+
+
+def as_url(address: str, rpc_layer: str | None) -> str:
+    """`grpc://host:port`, or the bare address without a layer."""
+    return f"{rpc_layer}://{address}" if rpc_layer else address
+
+
+def place(spec: ClusterSpec, task_type: str, task_id: int) -> Process:
+    """The rank of a task among those that train.
+
+    Raises:
+      ValueError: the task does not train or does not exist, or the cluster has jobs
+        of another kind, several chiefs, gaps, or a first task without a port.
+    """
+    _check_jobs(spec)
+    if task_type not in TRAINING:
+        raise ValueError(_no_trainer(task_type))
+    tasks = [
+        (job, index)
+        for job in TRAINING
+        if job in spec.jobs
+        for index in spec.task_indices(job)
+    ]
+    if (task_type, task_id) not in tasks:
+        raise ValueError(
+            f"This process is said to be task {task_id!r} of {task_type!r}, which "
+            f"{spec} does not have."
+        )
+    coordinator = spec.task_address(*tasks[0])
+    host_and_port(coordinator)
+    return Process(tasks.index((task_type, task_id)), len(tasks), coordinator)
+
+
+def _check_jobs(spec: ClusterSpec) -> None:
+    unknown = sorted(set(spec.jobs) - {*TRAINING, *_OTHERS})
+    if unknown:
+        raise ValueError(
+            f"The cluster has the unknown job {unknown[0]!r}. Jobs are "
+            f"{', '.join((*TRAINING, *_OTHERS))}; the cluster is {spec}."
+        )
+    chiefs = sum(spec.num_tasks(job) for job in _CHIEFS if job in spec.jobs)
+    if chiefs > 1:
+        raise ValueError(
+            f"The cluster has {chiefs} chiefs, and there is at most one; make the "
+            f"others workers. The cluster is {spec}."
+        )
+    for job in TRAINING:
+        if job in spec.jobs and None in spec.job_tasks(job):
+            raise ValueError(
+                f"The cluster does not name all tasks of {job!r}: it has "
+                f"{spec.task_indices(job)}. Every process must know how many train: "
+                "give all addresses."
+            )
+
+
+def _only_task(spec: ClusterSpec) -> tuple[str, int] | None:
+    tasks = [(job, index) for job in spec.jobs for index in spec.task_indices(job)]
+    return tasks[0] if len(tasks) == 1 else None
+
+
+def _no_trainer(task_type: str) -> str:
+    if task_type == "evaluator":
+        advice = (
+            "An evaluator is a cluster of its own: use MirroredStrategy there, and "
+            "load the checkpoints that the others save."
+        )
+    elif task_type == "ps":
+        advice = (
+            "Replicas that are kept equal need no parameter servers: leave these "
+            "tasks out, or start no training in them."
+        )
+    else:
+        advice = f"Tasks that train are of the type {', '.join(TRAINING)}."
+    return f"This process is a {task_type!r}, which does not train. {advice}"

@@ -1,0 +1,122 @@
+"""What the launcher tells its workers, and which resolver is the default."""
+
+from __future__ import annotations
+
+import os
+from typing import final
+
+from jaxstrategy.cluster.resolvers import _tf_config
+from jaxstrategy.cluster.resolvers._cluster_resolver import (
+    ClusterResolver,
+    Process,
+)
+from jaxstrategy.cluster.resolvers._cluster_spec import (
+    ClusterSpec,
+    host_and_port,
+)
+from jaxstrategy.cluster.resolvers._tf_config import TFConfigClusterResolver
+
+COORDINATOR = "JAXSTRATEGY_COORDINATOR"
+PROCESS_ID = "JAXSTRATEGY_PROCESS_ID"
+NUM_PROCESSES = "JAXSTRATEGY_NUM_PROCESSES"
+LOCAL_RANK = "JAXSTRATEGY_LOCAL_RANK"
+ATTEMPT = "JAXSTRATEGY_ATTEMPT"
+JOB = "JAXSTRATEGY_JOB"  # the same for all processes that belong together
+
+LATE = "jaxstrategy: at the end: "
+"""How process 0 begins to tell who was late; the launcher repeats that line."""
+
+_NEEDED = (COORDINATOR, PROCESS_ID, NUM_PROCESSES)
+
+
+@final
+class LaunchedClusterResolver(ClusterResolver):
+    """Reads what `python -m jaxstrategy.launch` sets for every process.
+
+    Any other launcher may set it too: `JAXSTRATEGY_COORDINATOR` (`host:port`, where
+    process 0 listens), `JAXSTRATEGY_PROCESS_ID` and `JAXSTRATEGY_NUM_PROCESSES`; and,
+    where it knows, `JAXSTRATEGY_LOCAL_RANK` (the rank on this host) and
+    `JAXSTRATEGY_ATTEMPT` (0 at first, one more at every restart). On several hosts also
+    `JAXSTRATEGY_CLUSTER_SECRET`, the same random word for all processes of a job.
+
+    Raises:
+      ValueError: one is missing or makes no sense.
+
+    >>> import os
+    >>> os.environ["JAXSTRATEGY_COORDINATOR"] = "a:2222"
+    >>> os.environ["JAXSTRATEGY_PROCESS_ID"] = "1"
+    >>> os.environ["JAXSTRATEGY_NUM_PROCESSES"] = "2"
+    >>> js.cluster_resolver.LaunchedClusterResolver().process()
+    Process(index=1, count=2, coordinator='a:2222')
+    >>> for name in ("COORDINATOR", "PROCESS_ID", "NUM_PROCESSES"):
+    ...     del os.environ[f"JAXSTRATEGY_{name}"]
+    """
+
+    def __init__(self) -> None:
+        self.task_type, self.task_id = "worker", self.process().index
+
+    @staticmethod
+    def is_launched() -> bool:
+        """Whether any of the variables is set."""
+        return any(os.environ.get(name) for name in _NEEDED)
+
+    def cluster_spec(self) -> ClusterSpec:
+        """The processes as workers.
+
+        Only the coordinator has a port, so it alone has an address; process 1 is
+        called `process-1:0`, and so on.
+        """
+        process = self.process()
+        others = [f"process-{index}:0" for index in range(1, process.count)]
+        return ClusterSpec({"worker": [process.coordinator, *others]})
+
+    def process(self) -> Process:
+        """What the launcher set."""
+        missing = [name for name in _NEEDED if not os.environ.get(name)]
+        if missing:
+            raise ValueError(
+                f"{' and '.join(missing)} must be set in the environment, together "
+                f"with the others of {', '.join(_NEEDED)}. "
+                "`python -m jaxstrategy.launch` sets them."
+            )
+        coordinator = os.environ[COORDINATOR]
+        try:
+            host_and_port(coordinator)
+        except ValueError as error:
+            raise ValueError(f"{COORDINATOR} is wrong: {error}") from error
+        index, count = _number(PROCESS_ID), _number(NUM_PROCESSES)
+        if index >= count:
+            raise ValueError(
+                f"{PROCESS_ID} is {index} and {NUM_PROCESSES} is {count}. Processes "
+                "are numbered from 0, so the number must be smaller than the count."
+            )
+        return Process(index, count, coordinator)
+
+    @property
+    def local_rank(self) -> int:
+        """The rank of this process on its host; 0 where the launcher does not say."""
+        return _number(LOCAL_RANK, default="0")
+
+    @property
+    def attempt(self) -> int:
+        """How often the job was started before; 0 where the launcher does not say."""
+        return _number(ATTEMPT, default="0")
+
+
+def default_resolver() -> ClusterResolver | None:
+    """`TF_CONFIG` if it is set, else what a launcher set, else None.
+
+    None leaves it to `jax.distributed` to detect the cluster, if there is one.
+    """
+    if os.environ.get(_tf_config.VARIABLE, "").strip():
+        return TFConfigClusterResolver()
+    if LaunchedClusterResolver.is_launched():
+        return LaunchedClusterResolver()
+    return None
+
+
+def _number(name: str, default: str = "") -> int:
+    text = os.environ.get(name) or default
+    if not text.isdecimal():
+        raise ValueError(f"{name} is {text!r}; it is a whole number from 0 on.")
+    return int(text)

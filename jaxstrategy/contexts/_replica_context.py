@@ -1,0 +1,326 @@
+"""What one replica sees of the others: `ReplicaContext`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxstrategy._errors import ContextError
+from jaxstrategy._options import CommunicationOptions, ReduceOp, checked_options
+from jaxstrategy.contexts import _context
+from jaxstrategy.contexts._context import (
+    AbstractStrategy,
+    Context,
+)
+from jaxstrategy.reductions._all_reduce import Axes
+from jaxstrategy.reductions._cross_device_ops import checked_groups
+from jaxstrategy.replicas._devices import Device
+from jaxstrategy.values import _per_replica
+from jaxstrategy.values._per_replica import (
+    Handle,
+    PerReplica,
+    PyTree,
+)
+from jaxstrategy.values._slices import is_slices
+
+# What a `merge_call` is part of in profiles, and how the analysis of a step finds it.
+MERGE_SCOPE = "jaxstrategy.merge_call"
+
+
+@final
+class ReplicaContext:
+    """One replica's view, inside `run`; `get_replica_context()` returns it.
+
+    Outside any strategy there is a replica context too, of a single replica, so that
+    library code written with it works with no strategy at all.
+
+    >>> import jaxstrategy as js
+    >>> js.get_replica_context().all_reduce("sum", 3.0)
+    Array(3., dtype=float32, weak_type=True)
+    >>> strategy = js.MirroredStrategy(js.simulate(8)[:4])
+    >>> def step(x):
+    ...     return js.get_replica_context().all_reduce("sum", x)
+    >>> strategy.run(step, (strategy.per_replica([1.0, 2.0, 3.0, 4.0]),))
+    Array(10., dtype=float32)
+    """
+
+    def __init__(self, strategy: AbstractStrategy, axes: Axes) -> None:
+        self._strategy = strategy
+        self._axes = axes
+
+    @property
+    def strategy(self) -> AbstractStrategy:
+        """The strategy whose replica this is."""
+        return self._strategy
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """How many replicas take this step together.
+
+        Raises:
+          ContextError: this is the context of no strategy, and used in a step.
+        """
+        self._require_no_other_step("num_replicas_in_sync")
+        return self._strategy.num_replicas_in_sync
+
+    @property
+    def replica_id_in_sync_group(self) -> jax.Array | int:
+        """Which replica this is, from 0.
+
+        Inside `run` one program serves all replicas, so this is an int32 scalar known
+        only on the devices: select with `jnp.where`, `jax.lax.cond` or `jnp.take`, not
+        with a Python `if`. Outside a strategy it is the int 0.
+        """
+        self._require_current("replica_id_in_sync_group")
+        return lax.axis_index(self._axes) if self._axes else 0
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """The devices of all replicas, in replica order; one program serves them.
+
+        Raises:
+          ContextError: this is the context of no strategy, and used in a step.
+        """
+        self._require_no_other_step("devices")
+        return self._strategy.devices
+
+    def all_reduce(
+        self,
+        reduce_op: ReduceOp | str,
+        value: PyTree,
+        options: CommunicationOptions | None = None,
+        *,
+        groups: Sequence[Sequence[int]] | None = None,
+    ) -> PyTree:
+        """`value` reduced over all replicas, leaf by leaf; all get the result.
+
+        Small arrays are joined before they are reduced, which is faster; the sums are
+        those of the arrays one by one, up to the order in which replicas are added.
+        `IndexedSlices` stay sparse: their rows are joined.
+
+        Gradients are local: the gradient of `all_reduce(op, x)` with respect to this
+        replica's `x` is `all_reduce(op)` of the replicas' incoming gradients, for SUM
+        and MEAN. A minimum or maximum passes their sum to the replicas that hold it.
+
+        Args:
+          reduce_op: a `ReduceOp` or its name in any case.
+          value: a pytree of arrays and numbers, of the same shapes on all replicas.
+          options: how, instead of as the strategy does.
+          groups: replica ids in groups of one size; each replica then gets its group's
+            result, which may differ from another's.
+
+        Returns:
+          A pytree like `value`. SUM, MIN and MAX keep each dtype, MEAN of integers has
+          JAX's default float dtype. Sums of 8- and 16-bit integers wrap as NumPy's do.
+
+        Raises:
+          ValueError: `reduce_op` is not a reduction; `value` is None; `groups` do not
+            hold each replica once; MIN or MAX of `IndexedSlices`.
+          TypeError: a leaf is not a number or has no such reduction (bool sums).
+          ContextError: this is not the current replica context.
+        """
+        self._require_current("all_reduce")
+        op = ReduceOp(reduce_op)
+        if value is None:
+            raise ValueError("`all_reduce` was given None; there is nothing to reduce.")
+        checked_options(options)
+        within = None
+        if groups is not None:
+            within = checked_groups(groups, self.num_replicas_in_sync)
+        leaves, treedef = jax.tree.flatten(value, is_leaf=_is_one)
+        for leaf in leaves:
+            if isinstance(leaf, PerReplica):
+                leaf._misused()
+        results = self._strategy.reduction.of_leaves(op, leaves, options, within)
+        return jax.tree.unflatten(treedef, results)
+
+    def all_gather(
+        self,
+        value: PyTree,
+        axis: int,
+        options: CommunicationOptions | None = None,
+    ) -> PyTree:
+        """Every replica's `value`, joined along `axis` in replica order, on all.
+
+        Shapes: `[n, ...]` -> `[num_replicas * n, ...]` for `axis=0`; leaf by leaf. The
+        gradient with respect to this replica's part is the sum over replicas of the
+        incoming gradients for that part.
+
+        Args:
+          value: a pytree of arrays and numbers, of the same shapes on all replicas.
+          axis: the dimension along which the versions are joined.
+          options: as in TensorFlow. An all-gather adds no numbers and has one
+            implementation, so nothing in them changes it.
+
+        Raises:
+          TypeError: `options` are no `CommunicationOptions`.
+          ValueError: a leaf is a scalar, or `axis` is out of range for one.
+          ContextError: this is not the current replica context.
+        """
+        self._require_current("all_gather")
+        checked_options(options)
+        reduction = self._strategy.reduction
+        return _map(lambda leaf: reduction.gathered(leaf, axis), value)
+
+    def merge_call(
+        self,
+        merge_fn: Callable[..., PyTree],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> PyTree:
+        """Steps across to all replicas: calls `merge_fn(strategy, *args, **kwargs)`.
+
+        Arrays in the arguments arrive as `PerReplica`, with one replica as they are;
+        numbers, strings and other plain values, which are equal on all replicas, always
+        arrive as they are. `merge_fn`
+        is in cross-replica context and may use `strategy.reduce`, `strategy.gather`,
+        `strategy.run` and `strategy.extended`. It is called once for all replicas,
+        within the same program.
+
+        Returns:
+          What `merge_fn` returned, each `PerReplica` as this replica's version.
+          Variables, and whatever else is no array, come back as they are.
+
+        Raises:
+          ContextError: this is not the current replica context.
+
+        >>> import jaxstrategy as js
+        >>> strategy = js.MirroredStrategy(js.simulate(8)[:4])
+        >>> def total(strategy, x):
+        ...     return strategy.reduce("sum", x)
+        >>> def step(x):
+        ...     return js.get_replica_context().merge_call(total, (x,))
+        >>> strategy.run(step, (strategy.per_replica([1.0, 2.0, 3.0, 4.0]),))
+        Array(10., dtype=float32)
+        """
+        self._require_current("merge_call")
+        _require_callable(merge_fn)
+        across = self.to_cross(tuple(args))
+        named = self.to_cross(dict(kwargs or {}))
+        # In the default strategy there is no step to be in, and nothing to unwrap.
+        in_step = bool(self._axes)
+        context = Context(self._strategy, in_step=in_step)
+        with _context.entered(context), jax.named_scope(MERGE_SCOPE):
+            result = merge_fn(self._strategy, *across, **named)
+        return own_versions(result) if in_step else result
+
+    def fold_in(self, key: jax.Array) -> jax.Array:
+        """A random key that differs on every replica, made from one that does not.
+
+        It is `jax.random.fold_in(key, replica_id)`: the same `key` gives the same keys
+        on the replicas each time, and N replicas draw N different dropout masks.
+
+        Raises:
+          ContextError: this is not the current replica context.
+        """
+        self._require_current("fold_in")
+        return jax.random.fold_in(key, self.replica_id_in_sync_group)
+
+    def to_cross(self, tree: PyTree) -> PyTree:
+        """This replica's arrays as `PerReplica`s; everything else as it is.
+
+        With one replica all is as it is.
+        """
+        if not self._axes:
+            return tree
+        is_alone = self._strategy.num_replicas_in_sync == 1
+        (axis_name,) = self._axes
+
+        def wrap(leaf: Any) -> Any:
+            if isinstance(leaf, PerReplica):  # captured from outside the step
+                leaf._misused()
+            if _per_replica.is_array(leaf) and not is_alone:
+                return _per_replica.of_local(jnp.asarray(leaf), axis_name)
+            return leaf
+
+        return _per_replica.map_around_objects(wrap, tree)
+
+    def __repr__(self) -> str:
+        return f"ReplicaContext({self._strategy!r})"
+
+    def _require_current(self, method: str) -> None:
+        context = _context.current()
+        now = None if context is None else context.replica
+        if now is self or (context is None and not self._axes):
+            return
+        raise self._mismatch(method, context)
+
+    def _require_no_other_step(self, method: str) -> None:
+        # The number of the default strategy is 1, which would be wrong without a word.
+        context = _context.current()
+        if context is None or not context.in_step:
+            return
+        if context.strategy is not self._strategy:
+            raise self._mismatch(method, context)
+
+    def _mismatch(self, method: str, context: Context | None) -> ContextError:
+        if not self._axes:
+            advice = (
+                "This one was taken outside `run`, where there is one replica: call "
+                "`get_replica_context()` inside the step"
+            )
+        elif context is None or not context.in_step:
+            advice = (
+                "This one was taken inside a step, and is valid only there: return "
+                "what you need from the step, or use a method of the strategy here"
+            )
+        elif context.replica is None:
+            advice = (
+                "In `merge_call` there are all replicas: use the strategy, as in "
+                "`strategy.reduce(op, value)`"
+            )
+        else:
+            advice = (
+                "This one belongs to another step, or to an earlier trace of this one: "
+                "call `get_replica_context()` where it is used"
+            )
+        return ContextError(
+            f"Mismatching contexts: `{method}` was called on a replica context of "
+            f"{self._strategy!r}, but the current one is "
+            f"{_context.describe(context)}. {advice}."
+        )
+
+
+def own_versions(tree: PyTree) -> PyTree:
+    """Each `PerReplica` as this replica's version; variables as they are."""
+
+    def unwrap(leaf: Any) -> Any:
+        return _per_replica.to_local(leaf) if isinstance(leaf, PerReplica) else leaf
+
+    return _per_replica.map_around_objects(unwrap, tree)
+
+
+def to_replica(tree: PyTree) -> PyTree:
+    """Each `PerReplica`, and each variable, as what this replica has of it."""
+
+    def unwrap(leaf: Any) -> Any:
+        if isinstance(leaf, Handle):
+            leaf = leaf.distributed()
+        return _per_replica.to_local(leaf) if isinstance(leaf, PerReplica) else leaf
+
+    return _per_replica.map_around_objects(unwrap, tree)
+
+
+def _is_one(node: Any) -> bool:
+    return isinstance(node, PerReplica) or is_slices(node)
+
+
+def _map(function: Callable[[Any], Any], tree: PyTree) -> PyTree:
+    def apply(leaf: Any) -> Any:
+        if isinstance(leaf, PerReplica):
+            leaf._misused()
+        return function(leaf)
+
+    return _per_replica.map_leaves(apply, tree)
+
+
+def _require_callable(merge_fn: Any) -> None:
+    if not callable(merge_fn):
+        raise TypeError(
+            f"`merge_call` was given {merge_fn!r}, which cannot be called. Give a "
+            "function that takes the strategy and the arguments."
+        )

@@ -1,0 +1,145 @@
+"""A large batch in several small ones: gradients with the memory of one of them."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxstrategy.masks import _padding
+from jaxstrategy.replicas import _mesh
+from jaxstrategy.values._per_replica import PyTree
+from jaxstrategy.values._slices import is_slices
+
+
+def accumulated(
+    fn: Callable[..., PyTree], k: int, mean: bool, has_aux: bool
+) -> Callable[..., PyTree]:
+    """`fn` called on `k` parts of its arguments, one after the other.
+
+    Args:
+      fn: works on a part; returns a pytree of arrays, with `has_aux` that and another.
+      k: how many parts.
+      mean: whether to divide the sum of the results by `k`.
+      has_aux: see `fn`; what it returns second is stacked, `[k, ...]`.
+    """
+
+    @functools.wraps(fn)
+    def call(*args: Any, **kwargs: Any) -> PyTree:
+        parts = _split((args, kwargs), k)
+
+        def of_part(index: Any) -> tuple[PyTree, PyTree]:
+            args, kwargs = parts(index)
+            with _padding.part(index, k):
+                returned = fn(*args, **kwargs)
+            sums, aux = returned if has_aux else (returned, None)
+            return jax.tree.map(_summable, sums, is_leaf=is_slices), aux
+
+        def turn(total: PyTree, index: jax.Array) -> tuple[PyTree, PyTree]:
+            result, aux = of_part(index)
+            return jax.tree.map(jnp.add, total, jax.tree.map(_wide, result)), aux
+
+        shapes, _ = jax.eval_shape(of_part, jnp.int32(0))
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, _wide_dtype(x.dtype)), shapes)
+        total, aux = jax.lax.scan(turn, zeros, jnp.arange(k))
+        result = jax.tree.map(lambda x, like: _narrow(x, like, k, mean), total, shapes)
+        return (result, aux) if has_aux else result
+
+    return call
+
+
+def checked_parts(k: Any) -> int:
+    """`k`, a number of parts.
+
+    Raises:
+      ValueError: it is less than 1.
+      TypeError: it is not a whole number.
+    """
+    try:
+        number = operator.index(k)
+    except TypeError:
+        raise TypeError(
+            f"`k` was {k!r}; the number of parts of a batch was wanted, a whole number."
+        ) from None
+    if number < 1:
+        raise ValueError(f"`k` was {number}; a batch has at least one part.")
+    return number
+
+
+def _split(tree: PyTree, k: int) -> Callable[[Any], PyTree]:
+    """A function of `i` that returns part `i` of each array in `tree`."""
+    leaves, treedef = jax.tree.flatten_with_path(tree)
+    for path, leaf in leaves:
+        _check_rows(path, leaf, k)
+
+    def part(index: Any) -> PyTree:
+        return treedef.unflatten([_part(leaf, index, k) for _, leaf in leaves])
+
+    return part
+
+
+def _is_array(leaf: Any) -> bool:
+    return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+
+
+def _is_key(leaf: Any) -> bool:
+    return _is_array(leaf) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _check_rows(path: Any, leaf: Any, k: int) -> None:
+    if not _is_array(leaf) or leaf.ndim == 0:
+        return
+    (_, *inner) = path
+    where = f"argument {jax.tree_util.keystr(tuple(inner))}"
+    if leaf.shape == (2,) and leaf.dtype == jnp.uint32:
+        raise ValueError(
+            f"`accumulate`: {where} looks like a random key of the old kind, which "
+            "would be split as if it were two rows. Make it with `jax.random.key`, or "
+            "wrap it: `jax.random.wrap_key_data(key)`."
+        )
+    if leaf.shape[0] % k:
+        raise ValueError(
+            f"`accumulate`: {where} has {leaf.shape[0]} rows on each replica, which "
+            f"{k} parts cannot share equally. Use a batch that they can, or close over "
+            "what is not to be split."
+        )
+
+
+def _part(leaf: Any, index: Any, k: int) -> Any:
+    if not _is_array(leaf):
+        return leaf
+    if leaf.ndim == 0:
+        return jax.random.fold_in(leaf, index) if _is_key(leaf) else leaf
+    rows = leaf.shape[0] // k
+    return jax.lax.dynamic_slice_in_dim(leaf, index * rows, rows)
+
+
+def _summable(leaf: Any) -> Any:
+    if is_slices(leaf):
+        raise TypeError(
+            "`accumulate` was given a function that returns IndexedSlices, which have "
+            "no sum of the same size. Return `slices.to_dense()`."
+        )
+    return _mesh.array_of(leaf)
+
+
+def _wide_dtype(dtype: Any) -> Any:
+    """What numbers of `dtype` are summed in: 16 bits are too few for it."""
+    is_small = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize <= 2
+    return jnp.float32 if is_small else dtype
+
+
+def _wide(array: jax.Array) -> jax.Array:
+    return array.astype(_wide_dtype(array.dtype))
+
+
+def _narrow(total: jax.Array, like: Any, k: int, mean: bool) -> jax.Array:
+    if not mean:
+        return total.astype(like.dtype)
+    average = total / k
+    is_inexact = jnp.issubdtype(like.dtype, jnp.inexact)
+    return average.astype(like.dtype) if is_inexact else average

@@ -1,0 +1,459 @@
+"""Several steps as one: a loop on the devices instead of one in Python.
+
+The loop carries what the step goes on with: its first arguments, and the arrays of the
+objects that it changes in place. Its batches are stacked in the program, so that each
+may lie where it was read to.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import itertools
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxstrategy._errors import ObjectError
+from jaxstrategy.masks import _padding
+from jaxstrategy.replicas import _mesh
+from jaxstrategy.tracing.functions import _lending
+from jaxstrategy.tracing.nnx import _objects
+from jaxstrategy.tracing.nnx._binding import (
+    Parts,
+    is_changed_in_place,
+)
+from jaxstrategy.values import _per_replica
+from jaxstrategy.values._per_replica import PyTree
+from jaxstrategy.variables._variable import Variable
+
+
+def several(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that makes one step of `fn` after the other, with a batch for each.
+
+    Args:
+      fn: the step, `fn(*going, batch, **same)`. It returns what it goes on with, and
+        then anything else.
+
+    Returns:
+      A function `steps(*going, batches, **same)`. It returns what the last step went on
+      with; of anything else the arrays of all steps, stacked `[step, ...]`.
+    """
+
+    @functools.wraps(fn)
+    def steps(*args: Any, **kwargs: Any) -> PyTree:
+        if not args:
+            raise TypeError(
+                f"`{_name(fn)}` was called without batches. Its last positional "
+                "argument is the tuple of them: `many(state, (batch, next_batch))`."
+            )
+        *first, batches = args
+        return _Loop(fn, first, kwargs).over(_runs(_name(fn), batches))
+
+    if (signature := _signature(fn)) is not None:
+        steps.__dict__["__signature__"] = signature
+    steps.__dict__["makes_several"] = True
+    return steps
+
+
+def number_of_steps(fn: Callable[..., Any], args: Sequence[Any]) -> int:
+    """How many steps a call of `fn` makes."""
+    return len(args[-1]) if getattr(fn, "makes_several", False) else 1
+
+
+def _name(fn: Callable[..., Any]) -> str:
+    return getattr(fn, "__name__", type(fn).__name__)
+
+
+def _signature(fn: Callable[..., Any]) -> inspect.Signature | None:
+    """Of the step, with batches instead of a batch."""
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):
+        return None
+    parameters = list(signature.parameters.values())
+    positional = [p for p in parameters if p.kind in _POSITIONAL]
+    if not positional or "batches" in signature.parameters:
+        return signature
+    place = parameters.index(positional[-1])
+    parameters[place] = parameters[place].replace(name="batches")
+    return signature.replace(parameters=parameters)
+
+
+_POSITIONAL = (
+    inspect.Parameter.POSITIONAL_ONLY,
+    inspect.Parameter.POSITIONAL_OR_KEYWORD,
+)
+
+
+class _Arrays:
+    """A pytree as its arrays and the rest of it.
+
+    Args:
+      tree: any.
+      with_numbers: whether Python's numbers count as arrays.
+
+    Attributes:
+      paths: of all its leaves.
+      leaves: they.
+      structure: how they are put together.
+    """
+
+    def __init__(self, tree: PyTree, with_numbers: bool = True) -> None:
+        found, self.structure = jax.tree.flatten_with_path(
+            tree, is_leaf=_per_replica.is_whole
+        )
+        self.paths = [path for path, _ in found]
+        self.leaves = [
+            _mesh.array_of(leaf) if with_numbers and _is_number(leaf) else leaf
+            for _, leaf in found
+        ]
+
+    @property
+    def arrays(self) -> list[Any]:
+        """Its arrays."""
+        return [
+            jnp.asarray(leaf) for leaf in self.leaves if _per_replica.is_array(leaf)
+        ]
+
+    def with_arrays(self, arrays: Sequence[Any]) -> PyTree:
+        """The pytree with other arrays."""
+        following = iter(arrays)
+        return self.structure.unflatten(
+            next(following) if _per_replica.is_array(leaf) else leaf
+            for leaf in self.leaves
+        )
+
+
+def _is_number(leaf: Any) -> bool:
+    return isinstance(leaf, (int, float, complex)) and not isinstance(leaf, bool)
+
+
+class _Run:
+    """Batches of one size, one after the other.
+
+    Attributes:
+      form: the first of them.
+      columns: for each array of a batch, that of each batch.
+    """
+
+    def __init__(self, batches: Sequence[_Arrays]) -> None:
+        self.form = batches[0]
+        rows = zip(*(batch.arrays for batch in batches), strict=True)
+        self.columns = [list(column) for column in rows]
+        self._number = len(batches)
+
+    def __len__(self) -> int:
+        return self._number
+
+
+def _runs(name: str, given: Any) -> list[_Run]:
+    """The batches of one call: one loop each for those of one size.
+
+    Where there is one replica, the last batch of a dataset may be smaller.
+
+    Raises:
+      TypeError: they are in no tuple.
+      ValueError: there are none, or they are of several kinds.
+    """
+    if not isinstance(given, (tuple, list)):
+        raise TypeError(
+            f"`{name}` makes several steps and takes a tuple of batches in the "
+            f"last place, as `jaxstrategy.grouped(dataset, 10)` makes them. It was "
+            f"given {_told(given)}; write `(batch,)` for one step."
+        )
+    if not given:
+        raise ValueError(
+            f"`{name}` was given no batches, and each step needs one. Leave out "
+            "the call."
+        )
+    batches = list(map(_Arrays, given))
+    for number, batch in enumerate(batches):
+        _check_kind(name, number, batch, batches[0])
+    by_size = itertools.groupby(batches, lambda batch: [a.shape for a in batch.arrays])
+    return [_Run(list(run)) for _, run in by_size]
+
+
+def _check_kind(name: str, number: int, batch: _Arrays, form: _Arrays) -> None:
+    advice = "Steps of one loop need batches of one kind; call it for each kind."
+    if batch.structure != form.structure:
+        raise ValueError(
+            f"`{name}`: `batches[{number}]` has another structure than "
+            f"`batches[0]`: {batch.structure} instead of {form.structure}. "
+            f"{advice}"
+        )
+    for path, leaf, first in zip(batch.paths, batch.leaves, form.leaves, strict=True):
+        if not _is_alike(leaf, first, but_rows=True):
+            where = jax.tree_util.keystr(path)
+            raise ValueError(
+                f"`{name}`: `batches[{number}]{where}` is {_told(leaf)}, and "
+                f"`batches[0]{where}` is {_told(first)}. {advice}"
+            )
+
+
+def _is_alike(a: Any, b: Any, but_rows: bool = False) -> bool:
+    """Whether `a` is as `b` is; perhaps but for the number of rows."""
+    if _per_replica.is_array(a) and _per_replica.is_array(b):
+        if but_rows and a.ndim and b.ndim:
+            return (a.shape[1:], a.dtype) == (b.shape[1:], b.dtype)
+        return (a.shape, a.dtype) == (b.shape, b.dtype)
+    return a is b or (type(a) is type(b) and bool(a == b))
+
+
+def _told(value: Any) -> str:
+    if _per_replica.is_array(value):
+        return f"{value.dtype}[{','.join(map(str, value.shape))}]"
+    is_leaf = jax.tree_util.all_leaves([value])
+    return repr(value) if is_leaf else f"a {type(value).__name__}"
+
+
+class _Loop:
+    """One call: what it carries from step to step, and what stays.
+
+    Args:
+      fn: the step.
+      args: its arguments before the batch.
+      kwargs: its keyword arguments.
+    """
+
+    def __init__(self, fn: Callable[..., Any], args: list[Any], kwargs: Any) -> None:
+        self._fn = fn
+        self._name = _name(fn)
+        self._names = _names(fn, len(args))
+        self._going = [i for i, each in enumerate(args) if self._goes_on(i, each)]
+        call = _objects.call_of(args, kwargs, _objects.captured_by(fn))
+        self._binding = None if call is None else call.binding
+        self._captured = () if call is None else call.captured
+        self._args = args if call is None else list(call.args)
+        self._kwargs = kwargs if call is None else call.kwargs
+        states = [args[i] for i in self._going]
+        self._parts = [] if self._binding is None else self._binding.parts()
+        self._start = _Arrays((states, self._parts))
+        self._same_parts: list[bool] = []
+        self._rest = _Arrays(None)
+        self._is_alone = False
+
+    def _goes_on(self, place: int, argument: Any) -> bool:
+        """Whether the step returns what takes the place of this argument."""
+        leaves = jax.tree.leaves(argument, is_leaf=_is_whole)
+        if any(map(is_changed_in_place, leaves)):
+            if any(_per_replica.is_array(leaf) or _is_number(leaf) for leaf in leaves):
+                raise ObjectError(
+                    f"`{self._name}`: `{self._names[place]}` holds objects of Flax "
+                    "NNX, which are changed in place, and arrays, which are returned. "
+                    "In a loop of several steps give them as arguments of their own."
+                )
+            return False
+        is_leaf = jax.tree_util.all_leaves([argument], is_leaf=_per_replica.is_whole)
+        return not is_leaf or _per_replica.is_array(argument) or _is_number(argument)
+
+    def over(self, runs: Sequence[_Run]) -> PyTree:
+        """What all steps return."""
+        going, found = self._start.arrays, []
+        for run in runs:
+            going, rest = self._over(run, going)
+            found.append((self._rest, rest))
+        return self._finish(going, self._joined(found))
+
+    def _joined(self, found: list[tuple[_Arrays, list[Any]]]) -> list[Any]:
+        """The other arrays of all steps, stacked.
+
+        Raises:
+          ValueError: they cannot be, because they have a row for each of the batch.
+        """
+        ((first, rest), *others) = found
+        for form, arrays in others:
+            pairs = zip(rest, arrays, strict=True)
+            if form.structure != first.structure or any(
+                a.shape[1:] != b.shape[1:] for a, b in pairs
+            ):
+                shapes = [list(a.shape[1:]) for a in rest]
+                raise ValueError(
+                    f"`{self._name}` returned arrays that differ with the size of the "
+                    f"batch, of shapes {shapes} and "
+                    f"{[list(a.shape[1:]) for a in arrays]}, which cannot be stacked. "
+                    "Return sums or means over the rows, or leave out the smaller "
+                    'batch with `InputOptions(remainder="drop")`.'
+                )
+        if not others:
+            return rest
+        columns = zip(*(arrays for _, arrays in found), strict=True)
+        return [jnp.concatenate(column) for column in columns]
+
+    def _over(self, batches: _Run, going: list[Any]) -> tuple[list[Any], list[Any]]:
+        """What the last of these steps goes on with, and what else they returned."""
+        turns = _padding.Turns(batches.columns)
+
+        def turn(going: list[Any], given: Any) -> tuple[list[Any], list[Any]]:
+            arrays, masks = given
+            with turns.turn(arrays, masks):
+                return self._step(going, batches.form.with_arrays(arrays))
+
+        stacked = [jnp.stack(column) for column in batches.columns]
+        return jax.lax.scan(turn, going, (stacked, turns.masks), length=len(batches))
+
+    def _step(self, going: list[Any], batch: PyTree) -> tuple[list[Any], list[Any]]:
+        """One step: what it goes on with, and the other arrays it returned."""
+        states, parts = self._start.with_arrays(going)
+        args, kwargs, objects = self._filled(states, parts)
+        # Those that the step captured stand among the keyword arguments.
+        replaced = {name: kwargs.pop(name) for name in self._captured}
+        with _lending.lent(self._fn, replaced, is_changed_in_place) as fn:
+            returned = _with_values(fn(*args, batch, **kwargs))
+        if any(map(is_changed_in_place, jax.tree.leaves(returned, is_leaf=_is_whole))):
+            raise ObjectError(
+                f"`{self._name}` returned an object of Flax NNX. In a loop of several "
+                "steps objects are changed in place; return only what else there is."
+            )
+        states, rest = self._divided(returned)
+        self._rest = _Arrays(rest, with_numbers=False)
+        return self._checked(states, self._taken(objects, parts)), self._rest.arrays
+
+    def _filled(
+        self, states: Any, parts: Any
+    ) -> tuple[list[Any], dict[str, Any], list[Any]]:
+        """The arguments of one step, and the objects among them."""
+        args = list(self._args)
+        for place, state in zip(self._going, states, strict=True):
+            args[place] = state
+        if self._binding is None:
+            return args, dict(self._kwargs), []
+        objects = self._binding.form.put_together(parts)
+        following = iter(objects)
+        args, kwargs = jax.tree.map(
+            lambda leaf: next(following) if _is_parts(leaf) else leaf,
+            (args, self._kwargs),
+            is_leaf=lambda node: _is_parts(node) or _per_replica.is_whole(node),
+        )
+        return args, kwargs, objects
+
+    def _taken(self, objects: list[Any], before: Sequence[Any]) -> Sequence[Any]:
+        """The arrays of the objects after a step."""
+        if self._binding is None:
+            return []
+        parts = self._binding.form.take_apart(objects, before)
+        for change in parts[0].changes:
+            raise ObjectError(
+                f"`{self._name}` changes `{change.name}` of an object of Flax NNX, "
+                "which is no variable. In a loop of several steps Python runs once for "
+                "all of them: change it before, with `model.train()` for example, or "
+                "make it an `nnx.Variable`."
+            )
+        # The key of a replica is told by being the same object.
+        pairs = zip(_arrays_of(before), _arrays_of(parts), strict=True)
+        same = [old is new for old, new in pairs]
+        known = self._same_parts or [True] * len(same)
+        self._same_parts = [a and b for a, b in zip(known, same, strict=True)]
+        return parts
+
+    def _divided(self, returned: Any) -> tuple[list[Any], Any]:
+        """What takes the place of the first arguments, and the rest."""
+        count = len(self._going)
+        if not count:
+            return [], returned
+        wanted = [_structure(self._args[i]) for i in self._going]
+        if count == 1 and wanted[0] == _structure(returned):
+            self._is_alone = True
+            return [returned], ()
+        if not isinstance(returned, tuple) or len(returned) < count:
+            names = ", ".join(self._names[i] for i in self._going)
+            raise TypeError(
+                f"`{self._name}` goes on with {names}, so each step is to return "
+                f"`({names}, ...)`, the new ones first. It returned "
+                f"{_told(returned)}. Give by keyword what is the same in all steps."
+            )
+        for place, want, new in zip(self._going, wanted, returned, strict=False):
+            have = _structure(new)
+            if have != want:
+                raise TypeError(
+                    f"`{self._name}` was given `{self._names[place]}` and returned "
+                    f"something else in its place: {have} instead of {want}. The next "
+                    "step goes on with what a step returns first. Give by keyword "
+                    "what is the same in all steps."
+                )
+        return list(returned[:count]), returned[count:]
+
+    def _checked(self, states: list[Any], parts: Sequence[Any]) -> list[Any]:
+        """The arrays that the next step goes on with."""
+        now = _Arrays((states, parts))
+        leaves = zip(now.paths, self._start.leaves, now.leaves, strict=True)
+        for path, before, after in leaves:
+            if not _is_alike(before, after):
+                raise TypeError(
+                    f"`{self._name}`: {self._label(path)} is {_told(before)} before a "
+                    f"step and {_told(after)} after it. In a loop of several steps it "
+                    "stays what it is: begin with what a step makes, or convert it "
+                    "(`.astype`)."
+                )
+        return now.arrays
+
+    def _label(self, path: Any) -> str:
+        (kind, which, *rest) = path
+        where = jax.tree_util.keystr(tuple(rest))
+        if kind.idx == 1:
+            return f"`{where.removeprefix('.')}` of an object"
+        return f"`{self._names[self._going[which.idx]]}{where}`"
+
+    def _finish(self, end: list[Any], rest: list[Any]) -> PyTree:
+        states, parts = self._start.with_arrays(end)
+        if self._binding is not None:
+            self._binding.store(self._unless_same(parts))
+        others = self._rest.with_arrays(rest)
+        if not self._going:
+            return others
+        return states[0] if self._is_alone else (*states, *others)
+
+    def _unless_same(self, parts: Sequence[Any]) -> list[Any]:
+        """The objects' new arrays, and the old ones where no step changed them."""
+        same = iter(self._same_parts)
+        return [
+            dataclasses.replace(
+                part,
+                arrays=[
+                    before if next(same) else after
+                    for before, after in zip(old.arrays, part.arrays, strict=True)
+                ],
+            )
+            for old, part in zip(self._parts, parts, strict=True)
+        ]
+
+
+def _with_values(tree: PyTree) -> PyTree:
+    """`tree` with each variable as the value that it has after this step."""
+    return jax.tree.map(
+        lambda leaf: leaf.value() if isinstance(leaf, Variable) else leaf,
+        tree,
+        is_leaf=_is_whole,
+    )
+
+
+def _is_whole(node: Any) -> bool:
+    if _per_replica.is_whole(node) or is_changed_in_place(node):
+        return True
+    # Whose variables are copies, so that it is a state like any other.
+    nnx = sys.modules.get("flax.nnx")
+    return nnx is not None and isinstance(node, nnx.State)
+
+
+def _is_parts(node: Any) -> bool:
+    return isinstance(node, Parts)
+
+
+def _structure(tree: PyTree) -> Any:
+    return jax.tree.structure(tree, is_leaf=_per_replica.is_whole)
+
+
+def _arrays_of(parts: Sequence[Any]) -> list[Any]:
+    return [array for part in parts for array in part.arrays]
+
+
+def _names(fn: Callable[..., Any], count: int) -> list[str]:
+    """How messages call its first arguments."""
+    signature = _signature(fn)
+    parameters = [] if signature is None else signature.parameters.values()
+    known = [p.name for p in parameters if p.kind in _POSITIONAL]
+    return [known[i] if i < len(known) else f"args[{i}]" for i in range(count)]

@@ -1,0 +1,99 @@
+"""A function that runs on all replicas whenever it is called: what `@run` returns."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+from typing import Any, final
+
+import jax
+
+from jaxstrategy._options import RunOptions
+from jaxstrategy.contexts import _context
+
+
+@final
+class Step:
+    """The replicated form of a function, with its name, signature and docstring.
+
+    Made by `@strategy.run`. Called as the function is, with global values. On a class
+    it makes a method: an object that is a registered pytree is passed as an argument
+    like any other, any other object belongs to the step.
+
+    Attributes:
+      function: the function, as one replica sees it.
+      options: how it is compiled.
+
+    Args:
+      fn: the function, as one replica sees it.
+      programs_of: the compiled programs of a function, called with args and kwargs.
+      run: runs a function where there is a context to be checked.
+      describe: the strategy, for `repr`.
+      options: how it is compiled.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        programs_of: Callable[[Callable[..., Any]], Any],
+        run: Callable[..., Any],
+        describe: str,
+        options: RunOptions | None = None,
+    ) -> None:
+        self.function = self._fn = fn
+        self.options = options
+        self._programs_of = programs_of
+        self._programs = programs_of(fn)
+        self._run = run
+        self._describe = describe
+        functools.update_wrapper(self, fn)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if _context.current() is None:  # the usual case, kept short
+            return self._programs(args, kwargs)
+        return self._run(self._fn, args, kwargs)
+
+    def bind(self, *objects: Any) -> Callable[..., Any]:
+        """The step with its first arguments, modules and optimizers of Flax NNX, fixed.
+
+        At each call of the step itself its objects are looked through for what has
+        changed. What this returns looks only now, and so costs little more than a step
+        of arrays. Their arrays may change; add or replace no variables, and set no
+        attributes, as `model.eval()` does, while it is in use.
+
+        Returns:
+          A function of the other arguments.
+
+        Raises:
+          TypeError: there is no such object among them.
+
+        >>> import jax.numpy as jnp
+        >>> import jaxstrategy as js
+        >>> from flax import nnx
+        >>> strategy = js.MirroredStrategy(js.simulate(8)[:2])
+        >>> class Counter(nnx.Module):
+        ...     def __init__(self):
+        ...         self.total = nnx.Variable(jnp.zeros(()))
+        >>> counter = Counter()
+        >>> @strategy.run
+        ... def count(counter, x):
+        ...     counter.total[...] += js.get_replica_context().all_reduce("sum", x)
+        >>> add = count.bind(counter)
+        >>> add(strategy.per_replica([1.0, 2.0]))
+        >>> counter.total[...]
+        Array(3., dtype=float32)
+        """
+        return self._programs.bound(objects)
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        if instance is None:
+            return self
+        if not jax.tree_util.all_leaves([instance]):
+            return types.MethodType(self, instance)
+        method = types.MethodType(self._fn, instance)
+        return Step(method, self._programs_of, self._run, self._describe, self.options)
+
+    def __repr__(self) -> str:
+        name = getattr(self._fn, "__qualname__", repr(self._fn))
+        return f"<{name} replicated by {self._describe}>"

@@ -1,0 +1,105 @@
+"""From what users give to a `DistributedDataset`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jax.sharding import Mesh
+
+from jaxstrategy.inputs._agreement import Agreement
+from jaxstrategy.inputs._dataset import DistributedDataset
+from jaxstrategy.inputs._division import Replicas
+from jaxstrategy.inputs._global import GlobalReader
+from jaxstrategy.inputs._input_options import (
+    InputContext,
+    InputOptions,
+    InputReplicationMode,
+)
+from jaxstrategy.inputs._pipelines import PipelinesReader
+from jaxstrategy.inputs._steps import Steps
+from jaxstrategy.inputs._transfer import Placing
+from jaxstrategy.inputs.sources._choose import as_source
+from jaxstrategy.inputs.sources._source import Source
+
+
+class Feeding:
+    """How the replicas of one mesh are fed.
+
+    Args:
+      mesh: where they are.
+      replicas: those of this process.
+      process: the number of this process, and of all.
+      agree: makes an agreement with the other processes, for one pass.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        replicas: Replicas,
+        process: tuple[int, int],
+        agree: Callable[[], Agreement],
+    ) -> None:
+        self._replicas = replicas
+        self._process = process
+        self._agree = agree
+        self._placing = Placing(mesh, replicas)
+
+    def of_dataset(self, dataset: Any, options: InputOptions) -> DistributedDataset:
+        """Global batches, divided.
+
+        Raises:
+          ValueError: `options` ask for a pipeline for each replica.
+          TypeError: `dataset` is nothing that batches can be read from.
+        """
+        if options.experimental_replication_mode is InputReplicationMode.PER_REPLICA:
+            raise ValueError(
+                "InputReplicationMode.PER_REPLICA is for input functions: use "
+                "`strategy.distribute_datasets_from_function(fn, options)`. Here one "
+                "dataset is divided over all replicas."
+            )
+        source = as_source(dataset)
+
+        def start() -> Steps:
+            reader = GlobalReader(source.start(), self._replicas)
+            return Steps(reader, self._agree(), options.remainder)
+
+        # A source knows its number of batches, not how many are too small.
+        is_known = options.remainder != "drop"
+        length = functools.partial(_length_of, source) if is_known else _unknown
+        return DistributedDataset(start, self._placing, options, source.name, length)
+
+    def of_function(
+        self, function: Callable[[InputContext], Any], options: InputOptions
+    ) -> DistributedDataset:
+        """What an input function gives, a batch for each replica.
+
+        Raises:
+          TypeError: `function` is none, or gives nothing that can be read from.
+        """
+        sources = [as_source(function(each)) for each in self._contexts(options)]
+
+        def start() -> Steps:
+            passes = [source.start() for source in sources]
+            reader = PipelinesReader(passes, self._replicas)
+            return Steps(reader, self._agree(), options.remainder)
+
+        name = getattr(function, "__name__", type(function).__name__)
+        return DistributedDataset(start, self._placing, options, name, _unknown)
+
+    def _contexts(self, options: InputOptions) -> Sequence[InputContext]:
+        total, first = self._replicas.total, self._replicas.first
+        if options.experimental_replication_mode is InputReplicationMode.PER_WORKER:
+            index, count = self._process
+            return [InputContext(count, index, total)]
+        own = range(first, first + self._replicas.local)
+        return [InputContext(total, replica, total) for replica in own]
+
+
+def _length_of(source: Source) -> int | None:
+    return source.length
+
+
+def _unknown() -> None:
+    return None

@@ -1,0 +1,291 @@
+"""What the user asks of the launcher, checked before anything is started."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import os
+from collections.abc import Sequence
+from typing import final
+
+from jaxstrategy.cluster.connections import _secret
+from jaxstrategy.cluster.connections._secret import Secret
+from jaxstrategy.cluster.resolvers._cluster_spec import host_and_port
+from jaxstrategy.launch import _gpus
+from jaxstrategy.launch._exit_meanings import (
+    MEANINGS,
+    NO_RESTART,
+    PREEMPTED,
+)
+
+LAUNCH = """\
+Starts several processes of one training script on this machine, and ends them
+together. In the script, `MultiWorkerMirroredStrategy()` finds the others.
+
+  python -m jaxstrategy.launch -n 4 train.py --epochs 3
+      4 processes of this machine's own devices
+  python -m jaxstrategy.launch -n 4 --devices-per-process 2 train.py
+      the same with 2 simulated CPU devices each: 8 replicas, to try things out
+  python -m jaxstrategy.launch -n 8 --gpus-per-process 1 train.py
+      one process for each of 8 GPUs
+  python -m jaxstrategy.launch -n 4 --max-restarts 3 train.py
+      when a process dies, start all again (the script loads its checkpoint)
+  python -m jaxstrategy.launch -n 4 --nodes 2 --node-rank 0 \\
+      --coordinator node0:2222 train.py
+      node 0 of 2; run it on node 1 too, with --node-rank 1 and the same
+      JAXSTRATEGY_CLUSTER_SECRET
+  python -m jaxstrategy.launch -n 4 --check
+      runs no script: the processes meet, and say what they have and how long it took
+  python -m jaxstrategy.launch -n 4 --nodes 2 --print slurm train.py > train.sbatch
+      starts nothing, prints what a cluster needs
+"""
+
+_CHECK = "jaxstrategy.training._job_check"  # above this layer, and only run from here
+
+_MEANINGS = "\n".join(f"  {code:<10}{text}" for code, text in MEANINGS.items())
+
+MORE = f"""\
+What a process sees, in its environment:
+  JAXSTRATEGY_COORDINATOR     host:port where process 0 waits for the others
+  JAXSTRATEGY_PROCESS_ID      its rank: 0, 1, ... over all nodes
+  JAXSTRATEGY_NUM_PROCESSES   how many there are, over all nodes
+  JAXSTRATEGY_LOCAL_RANK      its rank on this node
+  JAXSTRATEGY_ATTEMPT         0 at first, one more at every restart
+  JAXSTRATEGY_CLUSTER_SECRET  by which processes know each other: random, of this job;
+                              with --nodes, set the same one for all launchers
+TF_CONFIG is taken out; standard input is empty.
+
+What it prints appears behind its rank, as in "[1] loss 0.3"; a progress bar becomes
+one line a second.
+
+When a process fails, the others have --grace seconds to end, then they are killed
+with all that they started. SIGINT and SIGTERM are handed on to every process, so that
+it can save its state; what has not ended after --stop-grace seconds is killed, and by
+a second signal at once. With --min-processes every restart after a
+failure takes one process fewer, and never fewer than that.
+
+Exit codes:
+  0         every process returned 0
+  2         wrong arguments
+{_MEANINGS}
+  128 + s   a process died of signal s (137: SIGKILL, 139: SIGSEGV, 134: SIGABRT)
+  other     that of the process that failed first
+{NO_RESTART} is never restarted. {PREEMPTED} always is, and does not count, unless the
+launcher itself was asked to stop.
+"""
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """A checked command line."""
+
+    command: tuple[str, ...]
+    module: bool = False
+    processes: int = 1
+    devices_per_process: int | None = None
+    gpus_per_process: int | None = None
+    max_restarts: int = 0
+    min_processes: int | None = None
+    grace: float = 3.0
+    stop_grace: float = 300.0
+    nodes: int = 1
+    node_rank: int = 0
+    coordinator: str | None = None
+    print_for: str | None = None
+    verbose: bool = False
+    check: bool = False
+
+    @property
+    def program(self) -> tuple[str, ...]:
+        """What stands behind `python`."""
+        if self.module:
+            return ("-m", *self.command)
+        script, *arguments = self.command
+        # Python would take a script called `-c` for an option.
+        return (f"./{script}" if script.startswith("-") else script, *arguments)
+
+    @property
+    def total(self) -> int:
+        """The number of processes on all nodes."""
+        return self.nodes * self.processes
+
+    @property
+    def name(self) -> str:
+        """The script or module without its path and ending."""
+        if self.module:
+            return self.command[0].rsplit(".", 1)[-1]
+        return os.path.splitext(os.path.basename(self.command[0]))[0]
+
+
+def parse(arguments: Sequence[str] | None = None) -> Options:
+    """Options from the command line; prints and exits with 2 where they are wrong."""
+    parser = _parser()
+    given = vars(parser.parse_args(arguments))
+    command = given["command"]
+    given["command"] = tuple(command[1:] if command[:1] == ["--"] else command)
+    if given["check"]:
+        if given["command"] or given["print_for"]:
+            parser.error(
+                "--check runs a program of its own: leave out script and --print"
+            )
+        given["command"], given["module"] = (_CHECK,), True
+    rank = given["node_rank"]
+    given["node_rank"] = rank or 0
+    options = Options(**given)
+    complaint = _complaint(options, rank_given=rank is not None)
+    if complaint:
+        parser.error(complaint)
+    return options
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m jaxstrategy.launch",
+        usage="%(prog)s [options] script.py [args ...]\n"
+        "       %(prog)s [options] -m module [args ...]\n"
+        "       %(prog)s [options] --check",
+        description=LAUNCH,
+        epilog=MORE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("-n", "--processes", type=_count, default=1, metavar="N",
+        help="processes on this machine (default: 1)")  # fmt: skip
+    add("--devices-per-process", type=_count, metavar="K",
+        help="simulated CPU devices of each process")  # fmt: skip
+    add("--gpus-per-process", type=_count, metavar="K",
+        help="GPUs of each process: its share of CUDA_VISIBLE_DEVICES")  # fmt: skip
+    add("--max-restarts", type=_whole, default=0, metavar="K",
+        help="start all again up to K times after a failure (default: 0)")  # fmt: skip
+    add("--min-processes", type=_count, metavar="M",
+        help="a restart takes one process fewer, down to M")  # fmt: skip
+    add("--grace", type=_seconds, default=3.0, metavar="S",
+        help="seconds that the others have after a failure (default: 3)")  # fmt: skip
+    add("--stop-grace", type=_seconds, default=300.0, metavar="S",
+        help="seconds to save and end after a signal (default: 300)")  # fmt: skip
+    add("--nodes", type=_count, default=1, metavar="N",
+        help="machines of the job (default: 1); run the launcher on each")  # fmt: skip
+    add("--node-rank", type=_whole, metavar="R",
+        help="which of the machines this is: 0, 1, ...")  # fmt: skip
+    add("--coordinator", type=_address, metavar="HOST:PORT",
+        help="where process 0 listens (default: a free port, loopback)")  # fmt: skip
+    add("--print", choices=("slurm", "k8s"), dest="print_for",
+        help="print a batch script or a JobSet manifest, start nothing")  # fmt: skip
+    add("--verbose", action="store_true",
+        help="also show gloo's lines about connected ranks")  # fmt: skip
+    add("--check", action="store_true",
+        help="only try whether the processes can meet and exchange")  # fmt: skip
+    add("-m", dest="module", action="store_true",
+        help="run a module, as `python -m` does")  # fmt: skip
+    add("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    return parser
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
+
+
+def _whole(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 on")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time in seconds")
+    return seconds
+
+
+def _address(text: str) -> str:
+    try:
+        host_and_port(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return text
+
+
+def _complaint(options: Options, rank_given: bool) -> str | None:
+    """What is wrong with options that are each well formed; None if nothing is."""
+    if not options.command:
+        return "the script is missing: name it after the options, as in `-n 4 train.py`"
+    return (
+        _about_numbers(options)
+        or _about_nodes(options, rank_given)
+        or _about_command(options)
+    )
+
+
+def _about_numbers(options: Options) -> str | None:
+    least = options.min_processes
+    if least is not None and least > options.processes:
+        return (
+            f"--min-processes {least} is more than the {options.processes} processes "
+            "of -n; give at most as many"
+        )
+    if least is not None and options.nodes > 1:
+        return (
+            "--min-processes works on one machine only: several launchers cannot agree "
+            "on how many processes remain; leave it out with --nodes"
+        )
+    if least is not None and not options.max_restarts:
+        return "--min-processes needs restarts: add --max-restarts"
+    if options.devices_per_process and options.gpus_per_process:
+        return (
+            "--devices-per-process simulates devices on the CPU, --gpus-per-process "
+            "uses GPUs; give one of them"
+        )
+    return None
+
+
+def _about_nodes(options: Options, rank_given: bool) -> str | None:
+    if options.node_rank >= options.nodes:
+        return (
+            f"--node-rank {options.node_rank} is out of range: --nodes is "
+            f"{options.nodes}, so ranks go from 0 to {options.nodes - 1}"
+        )
+    if options.nodes == 1 or options.print_for:
+        return None
+    if not rank_given:
+        return "--nodes needs --node-rank: which of the machines is this?"
+    if options.coordinator is None:
+        return (
+            "--nodes needs --coordinator host:port: an address of the first machine "
+            "that all of them can reach, and a free port there"
+        )
+    return _about_strangers(options.coordinator)
+
+
+def _about_strangers(coordinator: str) -> str | None:
+    host, _ = host_and_port(coordinator)
+    try:
+        why = _secret.why_refused(Secret.of_environment(), host.strip("[]"))
+    except ValueError as error:
+        return str(error)
+    return why and f"the launchers of --nodes do not start: {why}"
+
+
+def _about_command(options: Options) -> str | None:
+    if options.print_for:
+        return None
+    script = options.command[0]
+    if not options.module and not os.path.isfile(script):
+        kind = "a folder" if os.path.isdir(script) else "no file"
+        return f"{script!r} is {kind}; give the path of a Python script, or -m module"
+    visible = _gpus.visible(os.environ)
+    wanted = (options.gpus_per_process or 0) * options.processes
+    if visible and wanted > len(visible):
+        return (
+            f"{wanted} GPUs are wanted, {_gpus.VARIABLE} has {len(visible)} "
+            f"({','.join(visible)}); ask for fewer processes or fewer GPUs"
+        )
+    return None

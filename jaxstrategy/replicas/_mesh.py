@@ -1,0 +1,256 @@
+"""Where replicas live: a one-dimensional mesh with one device a replica.
+
+This module alone spells the axis name and `PartitionSpec`s; the rest of the package
+asks it for a sharding by meaning: `replicated` or `split`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
+
+from jaxstrategy._errors import PlacementError, shown
+from jaxstrategy.cluster import _together
+from jaxstrategy.replicas._devices import Device
+
+REPLICA_AXIS = "replica"
+
+SAME = PartitionSpec()
+SPLIT = PartitionSpec(REPLICA_AXIS)
+
+
+class NotHeldError(ValueError):
+    """A number is larger than its dtype holds."""
+
+
+def array_of(value: Any, dtype: Any = None) -> jax.Array:
+    """`value` as `jnp.asarray` has it.
+
+    Raises:
+      NotHeldError: it has a number of Python that `dtype` does not hold, by default an
+        integer that no integer of JAX holds.
+    """
+    try:
+        return jnp.asarray(value, dtype)
+    except OverflowError:
+        raise NotHeldError(too_large(value, dtype)) from None
+
+
+def too_large(value: Any, dtype: Any = None) -> str:
+    """What is wrong with a number that `dtype`, by default JAX's integer, lacks."""
+    kind = jax.dtypes.canonicalize_dtype(int if dtype is None else dtype)
+    is_integer = jnp.issubdtype(kind, jnp.integer)
+    held = jnp.iinfo(kind) if is_integer else jnp.finfo(kind)
+    ends = [
+        end if is_integer else f"{end:.6g}" for end in map(int, (held.min, held.max))
+    ]
+    advice = ", such as `np.float32(value)`" if is_integer else ""
+    if is_integer and kind.itemsize < 8:
+        advice += (
+            ", or let JAX have 64 bits: `jax.config.update('jax_enable_x64', True)`"
+        )
+    return (
+        f"{shown(value)} was given, and {kind} holds {ends[0]} to {ends[1]}. Give an "
+        f"array of a dtype that holds it{advice}."
+    )
+
+
+def check_held(host: np.ndarray) -> None:
+    """Raise if JAX, without 64 bits, would cut integers of `host` without a word.
+
+    Raises:
+      NotHeldError: it would.
+    """
+    kind = jax.dtypes.canonicalize_dtype(host.dtype)
+    if host.dtype.kind not in "iu" or kind == host.dtype or not host.size:
+        return
+    held = jnp.iinfo(kind)
+    for extreme in (int(host.max()), int(host.min())):
+        if not held.min <= extreme <= held.max:
+            raise NotHeldError(too_large(extreme, kind))
+
+
+def mesh_of(devices: Sequence[Device]) -> Mesh:
+    """A mesh with one replica per device, in the order given.
+
+    Raises:
+      TypeError: they are not devices.
+      ValueError: there is none, or one twice.
+    """
+    found = np.asarray(devices)
+    for device in found.flat:
+        if not isinstance(device, jax.Device):
+            raise TypeError(f"`devices` has {shown(device)}; devices were wanted.")
+    if not found.size or found.ndim != 1 or len(set(found)) < found.size:
+        raise ValueError(
+            f"`devices` was {shown(devices)}; a list of one or more devices, each of "
+            "them once, was wanted."
+        )
+    # Auto, not Explicit (the default of `jax.make_mesh`), which refuses NumPy inputs.
+    return Mesh(found, (REPLICA_AXIS,), axis_types=(AxisType.Auto,))
+
+
+def devices_of(mesh: Mesh) -> tuple[Device, ...]:
+    """The devices of `mesh` in replica order."""
+    return tuple(mesh.devices.flat)
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    """Every replica holds the whole array."""
+    return NamedSharding(mesh, SAME)
+
+
+def split(mesh: Mesh) -> NamedSharding:
+    """Replica i holds entry i of the first dimension."""
+    return NamedSharding(mesh, SPLIT)
+
+
+def own_devices(mesh: Mesh) -> tuple[Device, ...]:
+    """The devices of this process's replicas, in replica order."""
+    own = jax.process_index()
+    return tuple(d for d in devices_of(mesh) if d.process_index == own)
+
+
+def put(value: Any, sharding: Sharding) -> jax.Array:
+    """`value` on the devices of `sharding`.
+
+    With several processes each places its own part of what it has, without asking the
+    others; all must have the same.
+    """
+    return _placed(value, sharding, _put_own_part)
+
+
+def put_same(value: Any, sharding: NamedSharding) -> jax.Array:
+    """`value` of the first replica's process, whole on the devices of `sharding`.
+
+    With several processes it is sent to the others, which must take part.
+    """
+    return _placed(value, sharding, _put_first)
+
+
+def _placed(
+    value: Any, sharding: Any, place: Callable[[np.ndarray, Any], jax.Array]
+) -> jax.Array:
+    """`value` on devices; `place` is asked if some of them are other processes'."""
+    if _is_spread(value):
+        return _moved(value, sharding)
+    if isinstance(value, (np.ndarray, np.generic)):
+        check_held(np.asarray(value))
+    if sharding.is_fully_addressable or isinstance(value, Tracer):
+        try:
+            return jax.device_put(value, sharding)
+        except (OverflowError, TypeError):  # the latter of 10**400
+            if not isinstance(value, int):
+                raise
+            raise NotHeldError(too_large(value)) from None
+    if isinstance(value, jax.Array):
+        if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+            data = _placed(jax.random.key_data(value), sharding, place)
+            return jax.random.wrap_key_data(data, impl=jax.random.key_impl(value))
+    # NumPy has 64 bits for a number of Python.
+    host = np.asarray(array_of(value) if isinstance(value, int) else value)
+    dtype = jax.dtypes.canonicalize_dtype(host.dtype)
+    return place(host.astype(dtype, copy=False), sharding)
+
+
+def _put_own_part(host: np.ndarray, sharding: Sharding) -> jax.Array:
+    return jax.make_array_from_callback(host.shape, sharding, host.__getitem__)
+
+
+def _put_first(host: np.ndarray, sharding: NamedSharding) -> jax.Array:
+    mesh = sharding.mesh
+    assert isinstance(mesh, Mesh), "values lie on devices"
+    each = jax.make_array_from_callback(
+        (mesh.size, *host.shape), split(mesh), lambda _: host[None]
+    )
+    with _together.exchanging("one value for all replicas", host):
+        return _first(sharding)(each)
+
+
+@functools.cache
+def _first(sharding: NamedSharding) -> Any:
+    return jax.jit(lambda each: each[0], out_shardings=sharding)
+
+
+def _is_spread(value: Any) -> bool:
+    """Whether `value` is an array of several processes."""
+    is_placed = isinstance(value, jax.Array) and not isinstance(value, Tracer)
+    return is_placed and not value.is_fully_addressable
+
+
+def _moved(value: jax.Array, sharding: Sharding) -> jax.Array:
+    """An array of several processes, elsewhere.
+
+    Raises:
+      PlacementError: to devices of this process, which has not all of it.
+    """
+    if sharding.is_fully_addressable:
+        if not value.is_fully_replicated:
+            raise PlacementError(
+                f"An array of shape {value.shape} that is spread over several "
+                "processes was to be placed on devices of this one. Use "
+                "`strategy.gather` or `strategy.reduce` first."
+            )
+        return jax.device_put(value.addressable_data(0), sharding)
+    if value.sharding.is_equivalent_to(sharding, value.ndim):
+        return jax.device_put(value, sharding)
+    with _together.exchanging("an array for other replicas", value):
+        return jax.jit(lambda array: array, out_shardings=sharding)(value)
+
+
+def replicated_like(sharding: Sharding) -> Sharding:
+    """The whole array on each device that `sharding` uses."""
+    if isinstance(sharding, NamedSharding):
+        return NamedSharding(sharding.mesh, SAME)
+    return replicated(mesh_of(sorted(sharding.device_set, key=lambda d: d.id)))
+
+
+def lies_as(array: jax.Array, wanted: NamedSharding) -> bool:
+    """Whether `array` lies where `wanted` says, and JAX knows it as being on a mesh."""
+    # On one device a plain array lies there too, but has another type to JAX.
+    return isinstance(array.sharding, NamedSharding) and (
+        array.sharding.is_equivalent_to(wanted, array.ndim)
+    )
+
+
+def twin(array: jax.Array) -> jax.Array:
+    """Another array in the same memory."""
+    parts = [shard.data for shard in array.addressable_shards]
+    return jax.make_array_from_single_device_arrays(array.shape, array.sharding, parts)
+
+
+def lies_on(array: jax.Array, wanted: NamedSharding) -> bool:
+    """Whether `array` lies as `wanted` says, on the same mesh."""
+    sharding = array.sharding
+    is_named = isinstance(sharding, NamedSharding) and sharding.mesh == wanted.mesh
+    return is_named and lies_as(array, wanted)
+
+
+def is_replicated(sharding: Sharding) -> bool:
+    """Whether `sharding` puts the same whole array on every replica of some mesh."""
+    return (
+        isinstance(sharding, NamedSharding)
+        and REPLICA_AXIS in sharding.mesh.axis_names
+        and sharding.is_fully_replicated
+    )
+
+
+def is_split(sharding: Sharding) -> bool:
+    """Whether `sharding` divides an array over the replicas of some mesh."""
+    if not isinstance(sharding, NamedSharding) or sharding.is_fully_replicated:
+        return False
+    named = (entry if isinstance(entry, tuple) else (entry,) for entry in sharding.spec)
+    return any(REPLICA_AXIS in entry for entry in named)
+
+
+def is_divided(array: jax.Array) -> bool:
+    """Whether no device of several has all of `array`, whatever mesh divides it."""
+    sharding = array.sharding
+    return len(sharding.device_set) > 1 and not sharding.is_fully_replicated

@@ -1,0 +1,140 @@
+"""How a strategy brings values to the replicas: `Placing`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from jaxstrategy._options import (
+    ValueContext,
+)
+from jaxstrategy.contexts import _context
+from jaxstrategy.strategies._reducing import Reducing
+from jaxstrategy.tracing._init import build_replicated
+from jaxstrategy.values import (
+    _building,
+    _per_replica,
+)
+from jaxstrategy.values._per_replica import (
+    PerReplica,
+    PyTree,
+)
+
+
+class Placing(Reducing):
+    """The part of a strategy that places values."""
+
+    def mirror(self, tree: PyTree) -> PyTree:
+        """`tree` with every array and number placed whole on every replica's device.
+
+        Leaves that are neither (strings, bools, functions) stay as they are. An array
+        that is mirrored already is not copied.
+
+        Raises:
+          TypeError: a leaf is a `PerReplica`.
+
+        >>> import jaxstrategy as js
+        >>> strategy = js.MirroredStrategy(js.simulate(8)[:2])
+        >>> isinstance(strategy.mirror(1.0), js.Mirrored)
+        True
+        """
+        _context.require_host(self, "mirror")
+        return _building.replicate(tree, self.mesh)
+
+    def per_replica(self, tree: PyTree) -> PyTree:
+        """Values that differ between replicas, as `PerReplica`s on their devices.
+
+        Args:
+          tree: a pytree in which a *list* holds one version per replica (each of them
+            an array, a number, nested lists of numbers, or a pytree of these), and an
+            array that is in no list has shape `[replica, ...]`. Tuples and dicts are
+            structure.
+
+        Returns:
+          The pytree with a `PerReplica` for each array, with one replica too: it is
+          what was asked for. `run` takes it, and returns plain arrays there.
+
+        Raises:
+          ValueError: the number of versions is not the number of replicas, or they
+            differ in shape, dtype or structure.
+          TypeError: a leaf is not an array or a number.
+
+        >>> import jaxstrategy as js
+        >>> strategy = js.MirroredStrategy(js.simulate(8)[:2])
+        >>> strategy.per_replica([1.5, 2.5])
+        PerReplica(float32[] on cpu:0, cpu:1)
+        >>> strategy.per_replica({"x": np.zeros((2, 3))})
+        {'x': PerReplica(float32[3] on cpu:0, cpu:1)}
+        """
+        _context.require_host(self, "per_replica")
+
+        def is_end(node: Any) -> bool:
+            return isinstance(node, (list, PerReplica))
+
+        def place(path: Any, node: Any) -> PyTree:
+            what = f"value{jax.tree_util.keystr(path)}"
+            if isinstance(node, PerReplica):
+                _per_replica.check_alive(_per_replica.contents(node), f"`{what}`")
+                return node
+            if isinstance(node, list):
+                return _building.stack(node, self.mesh, what)
+            return _building.place_stacked(node, self.mesh, what)
+
+        return jax.tree.map_with_path(place, tree, is_leaf=is_end)
+
+    def experimental_distribute_values_from_function(
+        self, value_fn: Callable[[ValueContext], PyTree]
+    ) -> PyTree:
+        """Values from `value_fn(ValueContext(i, n))`, called for each replica in order.
+
+        With several processes, each calls it for its own replicas.
+
+        Returns:
+          A pytree like the ones `value_fn` returns, each leaf a `PerReplica`; with one
+          replica an array.
+
+        Raises:
+          ValueError: the values differ in structure, shape or dtype.
+          TypeError: a value is not an array or a number.
+          ContextError: inside `run`.
+
+        >>> import jaxstrategy as js
+        >>> strategy = js.MirroredStrategy(js.simulate(8)[:2])
+        >>> ids = strategy.experimental_distribute_values_from_function(
+        ...     lambda ctx: ctx.replica_id_in_sync_group)
+        >>> ids.values
+        (Array(0, dtype=int32), Array(1, dtype=int32))
+        """
+        _context.require_host(self, "experimental_distribute_values_from_function")
+        n, own = self.num_replicas_in_sync, self._own_replicas
+        versions = [value_fn(ValueContext(i, n)) for i in own]
+        return _building.stack(versions, self.mesh, own=True, plain_if_alone=True)
+
+    def init(self, fn: Callable[..., PyTree], *args: Any) -> PyTree:
+        """`fn(*args)` built in mirrored form: on every device at once, from nothing.
+
+        No device ever holds a copy of the result that it does not keep, so state that
+        just fits can be built. Leaves of the result that are not arrays stay as they
+        are.
+
+        Args:
+          fn: builds the state, for example a Flax model's `init`.
+          args: its arguments; arrays and random keys in them are traced, numbers and
+            everything else `fn` sees as they are.
+
+        Raises:
+          TypeError: an argument is a `PerReplica`, or `fn` returned something that is
+            neither an array nor a plain value.
+          ContextError: inside `run`.
+
+        >>> import jaxstrategy as js
+        >>> strategy = js.MirroredStrategy(js.simulate(8)[:2])
+        >>> w = strategy.init(jax.random.key, 0)
+        >>> isinstance(w, js.Mirrored)
+        True
+        """
+        _context.require_host(self, "init")
+        with self.scope():
+            return build_replicated(fn, args, self.mesh)

@@ -1,0 +1,224 @@
+"""An explanation as text and as tables for notebooks."""
+
+from __future__ import annotations
+
+import html as _html
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from jaxstrategy.replicas._topology import Topology
+from jaxstrategy.text._units import (
+    with_bytes,
+    with_prefix,
+    with_seconds,
+)
+from jaxstrategy.text._user_code import Line
+from jaxstrategy.tracing.explanation._facts import (
+    ExplainedCollective,
+    ExplainedValue,
+    Memory,
+)
+
+# What a communication time is predicted for, besides the number given.
+_REPLICAS = (8, 64, 4096)
+_MOST_VALUES = 12
+
+Row = tuple[str, ...]
+
+
+# Heading, titles of the columns, rows.
+Section = tuple[str, Row, Sequence[Row]]
+
+
+def text(title: str, sections: Iterable[Section]) -> str:
+    """The report as text."""
+    lines = [title]
+    for heading, header, rows in sections:
+        lines += ["", heading]
+        lines += _aligned([header, *rows] if any(header) else rows)
+    return "\n".join(lines)
+
+
+def html(title: str, sections: Iterable[Section]) -> str:
+    """The report as tables."""
+    parts = [f"<h4>{_html.escape(title)}</h4>"]
+    for heading, header, rows in sections:
+        parts.append(f'<p style="margin:1em 0 0"><b>{_html.escape(heading)}</b></p>')
+        head = _html_row(header, "th") if any(header) else ""
+        body = "".join(_html_row(row, "td") for row in rows)
+        parts.append(f"<table>{head}{body}</table>")
+    return "".join(parts)
+
+
+def _html_row(cells: Row, tag: str) -> str:
+    # Jupyter aligns to the right. Leading spaces say what belongs under what.
+    opening = f'<{tag} style="text-align:left;white-space:pre-wrap">'
+    row = "".join(f"{opening}{_html.escape(cell)}</{tag}>" for cell in cells)
+    return f"<tr>{row}</tr>"
+
+
+def _aligned(rows: Sequence[Row]) -> Iterator[str]:
+    """The rows as lines, in columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        yield f"  {'  '.join(cells)}".rstrip()
+
+
+def problems(found: Sequence[str]) -> Iterator[Section]:
+    """What is wrong with the step."""
+    if found:
+        rows = [(line,) for problem in found for line in problem.split("\n")]
+        yield "Problems", ("",), rows
+
+
+def static_arguments(values: Mapping[str, Any]) -> Iterator[Section]:
+    """The arguments that are part of the program."""
+    if values:
+        rows = [(name, repr(value)) for name, value in values.items()]
+        yield "Static arguments: another value compiles again", ("", ""), rows
+
+
+def variables(names: Sequence[str]) -> Iterator[Section]:
+    """The variables that the step reads or assigns."""
+    if names:
+        yield "Variables", ("",), [(name,) for name in names]
+
+
+# Communication.
+
+
+def communication(
+    collectives: Sequence[ExplainedCollective], topology: Topology
+) -> Iterator[Section]:
+    """The collectives, and how long they should take."""
+    if not collectives:
+        yield "Collectives: none", ("",), []
+        return
+    total = with_bytes(total_bytes(collectives))
+    heading = f"Collectives: {total} from each replica in a step"
+    header = ("times", "operation", "dtype", "bytes", "where", "")
+    yield heading, header, list(_collective_rows(collectives))
+    heading = (
+        f"Predicted communication time of a step, {with_prefix(topology.bandwidth)}B/s "
+        f"and {with_seconds(topology.latency)} a message"
+    )
+    rows = []
+    for replicas in sorted({topology.replicas, *_REPLICAS}):
+        there = topology.with_replicas(replicas)
+        times = [
+            sum(found.seconds(there, algorithm) for found in collectives)
+            for algorithm in ("ring", "tree")
+        ]
+        rows.append((str(replicas), *map(with_seconds, times)))
+    yield heading, ("replicas", "ring", "tree"), rows
+
+
+def total_bytes(collectives: Iterable[ExplainedCollective]) -> int:
+    """What one replica gives to them in a step."""
+    return sum(found.least_times * found.nbytes for found in collectives)
+
+
+def _collective_rows(collectives: Iterable[ExplainedCollective]) -> Iterator[Row]:
+    """One row for all alike that one line made."""
+    alike: dict[object, list[ExplainedCollective]] = {}
+    for found in collectives:
+        key = (found.operation, found.dtypes, found.loops, found.in_branch, found.line)
+        alike.setdefault((*key, found.is_transposed), []).append(found)
+    for group in alike.values():
+        first = group[0]
+        yield (
+            str(sum(found.least_times for found in group)),
+            first.operation,
+            ", ".join(first.dtypes),
+            with_bytes(sum(found.least_times * found.nbytes for found in group)),
+            _short(first.line),
+            ", ".join(_remarks(first)),
+        )
+
+
+def _remarks(found: ExplainedCollective) -> Iterator[str]:
+    for turns in found.loops:
+        yield "in a loop, turns unknown" if turns is None else f"in {turns} turns"
+    if found.in_branch:
+        yield "in a branch"
+    if found.group is not None:
+        yield f"in groups of {found.group}"
+    if found.is_transposed:
+        yield "from differentiation"
+
+
+def _short(line: Line | None) -> str:
+    if line is None:
+        return "unknown"
+    return f"{line.name}:{line.number}: {line.code}"
+
+
+# Arguments and results.
+
+
+def results(
+    mirrored: Sequence[ExplainedValue], per_replica: Sequence[ExplainedValue]
+) -> Iterator[Section]:
+    """What the step returns."""
+    yield f"Mirrored results: {_amount(mirrored)}", ("", ""), list(_rows(mirrored))
+    heading = f"Results that may differ between replicas: {_amount(per_replica)}"
+    header = ("", "", "differs since") if per_replica else ("", "", "")
+    rows = [
+        (*row, "; ".join(part.strip() for part in value.why.split("\n")))
+        for row, value in zip(_rows(per_replica), per_replica, strict=False)
+    ]
+    yield heading, header, rows
+
+
+def _rows(values: Sequence[ExplainedValue]) -> Iterator[Row]:
+    for value in values[:_MOST_VALUES]:
+        yield value.path, f"{value.dtype}[{','.join(map(str, value.shape))}]"
+    if len(values) > _MOST_VALUES:
+        yield f"and {len(values) - _MOST_VALUES} more", ""
+
+
+def _amount(values: Sequence[ExplainedValue]) -> str:
+    if not values:
+        return "none"
+    arrays = "1 array" if len(values) == 1 else f"{len(values)} arrays"
+    return f"{arrays}, {with_bytes(sum(value.nbytes for value in values))}"
+
+
+def donation(
+    donated: Sequence[ExplainedValue],
+    donatable: Sequence[ExplainedValue],
+    positions: tuple[int, ...],
+) -> Iterator[Section]:
+    """Which arguments give up their memory, or could."""
+    if donated:
+        yield f"Donated arguments: {_amount(donated)}", ("", ""), list(_rows(donated))
+    if donatable:
+        heading = (
+            "Arguments that could be donated, if they are not used afterwards: "
+            f"{_amount(donatable)}"
+        )
+        if positions:
+            heading += f", with RunOptions(donate_argnums={positions})"
+        yield heading, ("", ""), list(_rows(donatable))
+
+
+# What XLA says.
+
+
+def compiled(flops: float | None, memory: Memory | None) -> Iterator[Section]:
+    """What XLA says about the program."""
+    rows = []
+    if flops is not None:
+        rows.append(("floating-point operations", with_prefix(flops)))
+    if memory is not None:
+        rows += [
+            ("memory, at most", with_bytes(memory.peak)),
+            ("  arguments", with_bytes(memory.arguments)),
+            ("  results", with_bytes(memory.results)),
+            ("  of these in donated memory", with_bytes(memory.donated)),
+            ("  in between", with_bytes(memory.temporary)),
+            ("  code", with_bytes(memory.code)),
+        ]
+    if rows:
+        yield "The compiled program on one device, as XLA reports it", ("", ""), rows

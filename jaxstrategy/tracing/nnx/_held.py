@@ -1,0 +1,94 @@
+"""Objects of Flax NNX that a step reads in a way that cannot be followed.
+
+A generator has them, the cache of a function, a context variable. Their arrays are
+constants of its program. So the program is only right as long as they are what they
+were, and that is looked at before each of its calls, of all objects that other steps
+were given: those are the ones that change.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+from jax.extend import core
+
+from jaxstrategy._errors import RecompilationWarning
+from jaxstrategy.text import _user_code
+from jaxstrategy.tracing.nnx._binding import (
+    all_bindings,
+    structure_of,
+)
+from jaxstrategy.values._per_replica import is_object
+
+
+class Held:
+    """The objects whose arrays are constants of a program.
+
+    Args:
+      name: how messages call the step.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._variables: list[tuple[Any, Any]] = []
+        self._owners: list[tuple[weakref.ref[Any], Any]] = []
+        self._times = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._variables)
+
+    def add(self, jaxpr: Any) -> None:
+        """Take note of the constants of a traced step."""
+        arrays = {id(array) for array in _constants(jaxpr)}
+        if not arrays:
+            return
+        found = [pair for b in all_bindings() for pair in b.holders_of(arrays)]
+        self._variables += ((v, v.get_raw_value()) for v, _ in found)
+        owners = {id(owner): owner for _, owner in found if is_object(owner)}
+        self._owners += (
+            (weakref.ref(each), structure_of(each)) for each in owners.values()
+        )
+
+    def have_changed(self) -> bool:
+        """Whether a constant is not what its object has now; forgets them if so."""
+        arrays = all(v.get_raw_value() is array for v, array in self._variables)
+        if arrays and all(map(_is_as_it_was, self._owners)):
+            return False
+        self._variables, self._owners = [], []
+        self._times += 1
+        # Once can also mean that a constant came from a copy of what has changed.
+        if self._times == 2:
+            _user_code.warn(
+                f"`{self._name}` is compiled again because an object of Flax NNX has "
+                "changed that it uses but was not given, and to which no name, "
+                "attribute or container leads. Its arrays are constants of the "
+                "compiled program. Pass it as an argument.",
+                RecompilationWarning,
+            )
+        return True
+
+
+def _is_as_it_was(known: tuple[weakref.ref[Any], Any]) -> bool:
+    owner = known[0]()
+    return owner is None or structure_of(owner) == known[1]
+
+
+def _constants(jaxpr: Any) -> Iterator[jax.Array]:
+    """The arrays that `jaxpr` has captured, at any depth."""
+    for value in getattr(jaxpr, "consts", ()):
+        if isinstance(value, jax.Array):
+            yield value
+    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        for atom in eqn.invars:
+            if isinstance(atom, core.Literal) and isinstance(atom.val, jax.Array):
+                yield atom.val
+        for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=_is_jaxpr):
+            if _is_jaxpr(inner):
+                yield from _constants(inner)
+
+
+def _is_jaxpr(value: Any) -> bool:
+    return isinstance(value, core.Jaxpr) or hasattr(value, "consts")

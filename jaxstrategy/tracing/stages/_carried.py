@@ -1,0 +1,155 @@
+"""The variables that a program is given as arrays, and whose new values it returns.
+
+One that lives on all replicas is lent to the program, with its memory. One that lives
+elsewhere (a variable of central storage on its parameter device, an ordinary one on
+JAX's default device) is copied to all replicas before the step, and afterwards the
+first replica's copy goes back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, final
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+
+from jaxstrategy._errors import PlacementError
+from jaxstrategy.replicas import (
+    _devices,
+    _mesh,
+)
+from jaxstrategy.variables import _cell
+from jaxstrategy.variables._cell import Cell
+from jaxstrategy.variables._variable import Variable
+
+
+@dataclasses.dataclass(frozen=True)
+class _Home:
+    """Where a variable is that lives elsewhere, and what messages say of it.
+
+    A program does not hold the variable itself, which may be dropped before it.
+    """
+
+    sharding: NamedSharding
+    description: str
+
+
+@final
+class Carried:
+    """Those of one program; does not change.
+
+    Args:
+      mesh: where the replicas are.
+      here: those that live on all replicas.
+      away: the others.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        here: dict[Cell, NamedSharding] | None = None,
+        away: dict[Cell, _Home] | None = None,
+    ) -> None:
+        self._mesh = mesh
+        self._here = here or {}
+        self._away = away or {}
+        self._cells = list(self._here)
+        self.is_empty = not self._here and not self._away
+
+    @property
+    def has_lent(self) -> bool:
+        """Whether some live on all replicas."""
+        return bool(self._cells)
+
+    @property
+    def has_references(self) -> bool:
+        """Whether some of these have become references."""
+        return any([cell.array is None for cell in self._cells])
+
+    @property
+    def lent(self) -> range:
+        """Which of `values` may be overwritten."""
+        return range(len(self._cells))
+
+    @property
+    def shardings(self) -> list[NamedSharding]:
+        """How `values` lie."""
+        everywhere = [_mesh.replicated(self._mesh)] * len(self._away)
+        return [*self._here.values(), *everywhere]
+
+    def __contains__(self, variable: Variable) -> bool:
+        return variable.cell in self._here or variable.cell in self._away
+
+    def missing(self, used: Sequence[Variable], traced: bool) -> list[Variable]:
+        """Those among `used` that should be carried and are not.
+
+        Args:
+          used: by the step.
+          traced: whether the program is part of a function that JAX traces.
+        """
+
+        def by_reference(variable: Variable) -> bool:
+            here = variable.lives_on(self._mesh)
+            return here and (traced or variable.cell.is_reference)
+
+        return [v for v in used if v not in self and not by_reference(v)]
+
+    def plus(self, variables: Sequence[Variable]) -> Carried:
+        """These too."""
+        here, away = dict(self._here), dict(self._away)
+        for variable in variables:
+            if variable.lives_on(self._mesh):
+                here[variable.cell] = variable.sharding
+            else:
+                where = _devices.names(variable.devices)
+                home = _Home(variable.sharding, f"{variable.name!r} lives on {where}")
+                away[variable.cell] = home
+        return Carried(self._mesh, here, away)
+
+    def without_references(self, traced: bool) -> Carried:
+        """Without those that must not be carried any more."""
+        here = self._here.items()
+        kept = {c: s for c, s in here if not traced and not c.is_reference}
+        return Carried(self._mesh, kept, self._away)
+
+    def values(self) -> list[jax.Array]:
+        """For the program.
+
+        Raises:
+          PlacementError: inside a function traced by JAX.
+          IsReference: some must be left out.
+        """
+        # Written out, because it is done for every variable at every step.
+        here = [cell.array for cell in self._cells if cell.is_alone]
+        if len(here) < len(self._cells):
+            here = [cell.lend() for cell in self._cells]
+        if not self._away:
+            return here
+        return here + [self._fetched(cell, home) for cell, home in self._away.items()]
+
+    def _fetched(self, cell: Cell, home: _Home) -> jax.Array:
+        if _cell.is_traced():
+            raise PlacementError(
+                f"Variable {home.description}, not on all replicas, so a step "
+                "that uses it cannot be part of a function that JAX traces "
+                "(`jax.jit`, `jax.lax.scan`): it is copied before and after each "
+                "step. Call the step outside, or make the variable in the scope of a "
+                "MirroredStrategy."
+            )
+        return jax.device_put(cell[...], _mesh.replicated(self._mesh))
+
+    def store(self, values: Sequence[jax.Array]) -> None:
+        """Keep what a step made of them."""
+        for cell, value in zip(self._cells, values, strict=False):
+            cell.array = value
+        away = values[len(self._cells) :]
+        for (cell, home), value in zip(self._away.items(), away, strict=True):
+            first = value.addressable_data(0)
+            cell[...] = jax.device_put(first, home.sharding)
+
+    def references(self, values: Sequence[Any]) -> dict[Cell, Any]:
+        """For each a reference that a program works on, while it is traced."""
+        refs = map(jax.new_ref, values)
+        return dict(zip([*self._here, *self._away], refs, strict=True))

@@ -1,0 +1,126 @@
+"""The masks among a step's arguments, and whether the step does right by them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jax.core import Tracer
+
+from jaxstrategy._errors import PaddedRowsWarning
+from jaxstrategy.masks import _padding
+from jaxstrategy.masks._padding import (
+    Batch,
+    Batches,
+)
+from jaxstrategy.text import _user_code
+from jaxstrategy.tracing.stages._roles import Role
+
+
+class Masks:
+    """Which of a program's arguments are masks, and what its traces did with them.
+
+    False if there is none.
+
+    Args:
+      roles: of the arguments.
+      label: how messages call an argument, by its index.
+      name: how they call the step.
+    """
+
+    def __init__(
+        self,
+        roles: Sequence[Role],
+        label: Callable[[int], str],
+        name: Callable[[], str],
+    ) -> None:
+        self._places = [i for i, role in enumerate(roles) if role is Role.MASK]
+        self._label = label
+        self._name = name
+        # What the step asked, known once it is traced.
+        self._is_traced = False
+        self._is_asked_for = False
+        self._keeps_rows = False
+        self._alike: set[tuple[int, ...]] = set()
+
+    def __bool__(self) -> bool:
+        return bool(self._places)
+
+    def batches(self, own: Sequence[Any]) -> Batches:
+        """What the step can ask about, from the arguments of one replica."""
+        return Batches([Batch(own[i - 1], own[i], i) for i in self._places])
+
+    def learn(self, batches: Batches) -> None:
+        """Take note of what a trace has asked."""
+        self._is_traced = True
+        self._is_asked_for |= batches.asked
+        self._keeps_rows |= batches.kept
+        self._alike |= batches.alike
+
+    def check(self, leaves: Sequence[Any]) -> None:
+        """Whether a call is one that the step does right by; nothing before a trace.
+
+        Warns, once, if rows that are not real go into a step that asks for no mask, or
+        gathers them; or if they may, and nobody will know.
+
+        Raises:
+          ValueError: the step took the masks of two batches for one.
+        """
+        for places in self._alike:
+            self._check_alike(places, [leaves[i] for i in places])
+        if self._is_traced and (self._keeps_rows or not self._is_asked_for):
+            self._check_used([leaves[i] for i in self._places])
+
+    def _check_used(self, masks: list[Any]) -> None:
+        if any(isinstance(mask, Tracer) for mask in masks):
+            told = _may_be_unmasked
+        elif any(map(_padding.is_noted, masks)):
+            told = _gathered if self._is_asked_for else _unmasked
+        else:
+            return
+        self._is_asked_for, self._keeps_rows = True, False  # a warning is enough
+        _user_code.warn(told(self._name()), PaddedRowsWarning)
+
+    def _check_alike(self, places: tuple[int, ...], masks: list[Any]) -> None:
+        first, *others = masks
+        if any(isinstance(mask, Tracer) for mask in masks):
+            return  # of one array there can be several
+        if all(mask is first for mask in others):
+            return
+        names = ", ".join(self._label(i - 1) for i in places)
+        raise ValueError(
+            f"`{self._name()}` was given {names}, of different batches with equal "
+            "numbers of rows, and asked which rows of something computed from them are "
+            "real. Say which batch is meant, with an argument of the step itself: "
+            "`masked_mean(losses, mask=batch_mask(images))`."
+        )
+
+
+def _gathered(name: str) -> str:
+    return (
+        f"`{name}` was given a batch that is filled up with copies of its last row, "
+        "and gathers an array of it in `merge_call`, where shapes are static, so that "
+        "the copies stay in the result. Return the array and gather it outside the "
+        "step, where they are left out; or gather `batch_mask(array)` as well, which "
+        "says which rows are real."
+    )
+
+
+def _may_be_unmasked(name: str) -> str:
+    return (
+        f"`{name}` is given batches of a dataset inside a function that JAX traces "
+        "(`jax.jit`), and never asks which of their rows are real. If one is filled up "
+        "with copies of its last row, these count in its sums and means, and no later "
+        "warning can say so. Use `masked_mean` or `masked_sum` for them, or "
+        '`batch_mask`; or choose `InputOptions(remainder="drop")` or `"error"`, with '
+        "which all rows are real."
+    )
+
+
+def _unmasked(name: str) -> str:
+    return (
+        f"`{name}` was given a batch that is filled up with copies of its last row, "
+        "and never asked which rows are real, so that the copies count in its sums and "
+        "means. Use `masked_mean` or `masked_sum` for them, or `batch_mask`; or leave "
+        'out the rest with `InputOptions(remainder="drop")`.'
+    )

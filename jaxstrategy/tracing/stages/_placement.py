@@ -1,0 +1,203 @@
+"""Getting a step's arguments to where its program needs them.
+
+A value that lies elsewhere is copied; one whose place shows a mistake is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import Mesh, NamedSharding
+
+from jaxstrategy._errors import DonatedValueError, PlacementError
+from jaxstrategy.replicas import (
+    _devices,
+    _mesh,
+)
+from jaxstrategy.replicas._devices import Device
+
+# Numbers that were placed lately: a learning rate is often the same at each step, and
+# placing a number costs as much as dispatching a small step (44 to 60 us on CPU).
+_NUMBERS_KEPT = 256
+
+
+class Placement:
+    """Where the arguments of one program go.
+
+    Args:
+      mesh: where the replicas are.
+      split: for each argument, whether it is a `PerReplica`, not the same for all.
+      donated: which arguments the program may overwrite.
+      label: how messages call an argument, by its index.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        split: Sequence[bool],
+        donated: Sequence[int],
+        label: Callable[[int], str],
+    ) -> None:
+        self._mesh = mesh
+        self._split = tuple(split)
+        self._donated = frozenset(donated)
+        self._label = label
+        self.specs = tuple(_mesh.SPLIT if s else _mesh.SAME for s in split)
+        self.shardings = tuple(NamedSharding(mesh, spec) for spec in self.specs)
+        # Where a PerReplica stands, and a sharding that was seen there and is right.
+        self._right: dict[int, Any] = {i: None for i, s in enumerate(split) if s}
+        self._numbers: dict[Any, jax.Array] = {}
+
+    def is_right(self, leaves: Sequence[jax.Array]) -> bool:
+        """Whether each `PerReplica` lies as one did before; says nothing of others."""
+        for index, right in self._right.items():
+            if right is None or getattr(leaves[index], "sharding", None) is not right:
+                return False
+        return True
+
+    def check_donated(self, leaves: Sequence[Any]) -> None:
+        """Raise if a donated array is passed twice.
+
+        Raises:
+          DonatedValueError: naming both arguments. JAX 0.10 would end the process.
+        """
+        if len(set(map(id, leaves))) == len(leaves):
+            return
+        first: dict[int, int] = {}
+        for index, leaf in enumerate(leaves):
+            other = first.setdefault(id(leaf), index)
+            twice = other != index and isinstance(leaf, jax.Array)
+            if twice and self._donated & {index, other}:
+                raise DonatedValueError(
+                    f"{self._label(other)} and {self._label(index)} are one array, and "
+                    "it is donated: the step cannot both overwrite and read it. Pass a "
+                    "copy (`jnp.copy`) in one place, or do not donate."
+                )
+
+    def placed(self, leaves: Sequence[Any]) -> list[Any]:
+        """`leaves` where the program needs them; the same objects where they are.
+
+        Raises:
+          PlacementError: a value belongs to another strategy, or is split over the
+            replicas without being a `PerReplica`.
+          DonatedValueError: a value was donated before.
+        """
+        return [self._place(index, leaf) for index, leaf in enumerate(leaves)]
+
+    def _place(self, index: int, leaf: Any) -> Any:
+        if self._split[index]:
+            self.check_replicas(index, leaf)
+        if isinstance(leaf, Tracer):
+            return leaf
+        if not isinstance(leaf, jax.Array):
+            return self._place_host(index, leaf)
+        if leaf.is_deleted():
+            raise DonatedValueError(
+                f"{self._label(index)} was donated to an earlier call, which has "
+                "reused its memory. Go on with the value that call returned, or leave "
+                "the argument out of `donate_argnums`."
+            )
+        wanted = self.shardings[index]
+        # On another mesh of the same devices it has another type, and would be
+        # compiled for a second time; it moves without a copy.
+        if _mesh.lies_on(leaf, wanted):
+            if self._split[index]:
+                self._right[index] = leaf.sharding
+            return leaf
+        self._check_movable(index, leaf)
+        return _mesh.put(leaf, wanted)
+
+    def _place_host(self, index: int, leaf: Any) -> jax.Array:
+        # Placed even though the jitted function would do it: to JAX, an array that
+        # comes from the host has another type than one on a mesh, and the second call,
+        # with the returned state, would compile again.
+        if type(leaf) not in (int, float) or index in self._donated:
+            return _mesh.put(leaf, self.shardings[index])
+        key = (type(leaf), leaf, np.signbit(leaf))  # 0.0 equals -0.0
+        number = self._numbers.get(key)
+        if number is None:
+            if len(self._numbers) >= _NUMBERS_KEPT:
+                self._numbers.clear()
+            number = self._numbers[key] = _mesh.put(leaf, self.shardings[index])
+        return number
+
+    def check_replicas(self, index: int, leaf: Any) -> None:
+        """Raise unless the `PerReplica` `leaf` has a version for each replica."""
+        n = self._mesh.size
+        shape = np.shape(leaf)
+        if not shape or shape[0] != n:
+            held = f"for {shape[0]} replicas" if shape else f"of shape {shape}"
+            raise PlacementError(
+                f"{self._label(index)} is a PerReplica {held}, but this strategy has "
+                f"{n} replicas on {self._where()}. Make it with this strategy: "
+                "`strategy.per_replica([...])`, one entry per replica."
+            )
+
+    def _check_movable(self, index: int, leaf: jax.Array) -> None:
+        """Raise where moving `leaf` would hide a mistake."""
+        if not self._split[index]:
+            check_whole(leaf, self._mesh, self._label(index), "a plain argument")
+        elif _mesh.is_split(leaf.sharding):
+            raise PlacementError(
+                f"{self._label(index)} is a PerReplica of another strategy: it lies on "
+                f"{_devices.names(_devices_of(leaf))}, this strategy's replicas are on "
+                f"{self._where()}. Make it with this strategy, or read it first with "
+                "the other one's `reduce` or `gather`."
+            )
+
+    def _where(self) -> str:
+        return _devices.names(_mesh.devices_of(self._mesh))
+
+
+def check_whole(array: Any, mesh: Mesh, name: str, what: str) -> None:
+    """Raise if the parts of a plain array may be meant for the replicas.
+
+    Args:
+      array: an argument, or what a step captured.
+      mesh: where the replicas are.
+      name: how messages call it.
+      what: its part in the step.
+
+    Raises:
+      PlacementError: it is split over the replicas' devices.
+    """
+    ours = set(_mesh.devices_of(mesh))
+    is_ours = len(ours) > 1 and bool(ours & array.sharding.device_set)
+    if is_ours and _mesh.is_divided(array):
+        raise PlacementError(
+            f"{name} is a plain array that is split over the replicas' devices (its "
+            f"shape is {array.shape}), but {what} is the same on every replica. "
+            f"{_meant_for_replicas(array, len(ours))} If every replica should see all "
+            "of it, pass `strategy.mirror(array)`."
+        )
+
+
+def _meant_for_replicas(array: jax.Array, replicas: int) -> str:
+    """What to do with `array`, if each of the replicas should have its part of it."""
+    rows, *rest = array.shape
+    part = array.sharding.shard_shape(array.shape)
+    if rows % replicas or part != (rows // replicas, *rest):
+        return (
+            "If each replica should have its own part, arrange it as "
+            f"`[{replicas}, ...]`, entry i for replica i, and pass `PerReplica(array)`."
+        )
+    if rows == replicas:
+        return (
+            "If entry i belongs to replica i, pass `PerReplica(array)`, which copies "
+            "nothing. If it is state that is equal in all entries, as "
+            "`flax.jax_utils.replicate` and `jax.pmap` make it, pass it without that "
+            "dimension: `array[0]`, or `flax.jax_utils.unreplicate(tree)`."
+        )
+    divided = ", ".join(map(str, (replicas, rows // replicas, *rest)))
+    return (
+        "If each replica should have the rows on its device, pass "
+        f"`PerReplica(array.reshape({divided}))`, whose rows stay where they are."
+    )
+
+
+def _devices_of(array: jax.Array) -> list[Device]:
+    return sorted(array.sharding.device_set, key=lambda device: device.id)

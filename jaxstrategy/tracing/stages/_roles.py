@@ -1,0 +1,235 @@
+"""What each argument of a step is: a replica's own, the same for all, or static."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import inspect
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxstrategy.values import _per_replica
+from jaxstrategy.values._per_replica import PerReplica
+
+
+class Role(enum.Enum):
+    """How a leaf of the arguments reaches the step."""
+
+    SAME = "same"  # traced; every replica sees the same value
+    PER_REPLICA = "per replica"  # traced; every replica sees its own version
+    MASK = "mask"  # traced; says which rows of the `PerReplica` before it are real
+    STATIC = "static"  # a Python value, part of the program
+
+
+@dataclasses.dataclass(frozen=True)
+class Signature:
+    """What calls that can share a program have in common, up to shapes and dtypes.
+
+    Attributes:
+      treedef: the structure of `(args, kwargs)`, with `PerReplica`s as leaves.
+      roles: one per leaf, and one per mask, after the leaf that has it.
+      kept: the static leaves; of a variable a weak reference, so that what a step was
+        called with does not live as long as the step.
+      static_types: their types, because 1, 1.0 and True are equal.
+    """
+
+    treedef: Any
+    roles: tuple[Role, ...]
+    kept: tuple[Any, ...]
+    static_types: tuple[type, ...]
+
+    @property
+    def statics(self) -> tuple[Any, ...]:
+        """The static leaves."""
+        return tuple(
+            leaf() if isinstance(leaf, HandleReference) else leaf for leaf in self.kept
+        )
+
+    def with_statics(self) -> list[tuple[int, Any]]:
+        """The static leaves with their places in `roles`."""
+        places = (i for i, role in enumerate(self.roles) if role is Role.STATIC)
+        return list(zip(places, self.statics, strict=True))
+
+    @property
+    def handles(self) -> list[Any]:
+        """The variables among them."""
+        return [leaf() for leaf in self.kept if isinstance(leaf, HandleReference)]
+
+    @property
+    def dynamic(self) -> list[int]:
+        """Which of `roles` are passed to the compiled program."""
+        return [i for i, role in enumerate(self.roles) if role is not Role.STATIC]
+
+    @property
+    def leaves(self) -> list[int]:
+        """Which of `roles` are leaves."""
+        return [i for i, role in enumerate(self.roles) if role is not Role.MASK]
+
+    def positions(self) -> list[list[int]]:
+        """For each positional argument which of `roles` are its leaves."""
+        args, _ = jax.tree.unflatten(self.treedef, self.leaves)
+        return [jax.tree.leaves(argument) for argument in args]
+
+    def donated(self, positions: Sequence[int]) -> tuple[int, ...]:
+        """Which of what is passed to the program belongs to these positions of `args`.
+
+        Raises:
+          ValueError: a position is beyond the arguments.
+        """
+        leaves = self.positions()
+        beyond = [position for position in positions if position >= len(leaves)]
+        if beyond:
+            raise ValueError(
+                f"`donate_argnums` names argument {beyond[0]}, but `args` has "
+                f"{len(leaves)}. Positions count from 0; keyword arguments are not "
+                "donated."
+            )
+        chosen = {leaf for position in positions for leaf in leaves[position]}
+        return tuple(new for new, old in enumerate(self.dynamic) if old in chosen)
+
+    def rebuild(self, locals_: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """`(args, kwargs)` as the step sees them, from one replica's arrays."""
+        dynamic, static = iter(locals_), iter(self.statics)
+        leaves = [
+            next(static if role is Role.STATIC else dynamic) for role in self.roles
+        ]
+        return jax.tree.unflatten(self.treedef, [leaves[i] for i in self.leaves])
+
+    def label(self, fn: Callable[..., Any], index: int) -> str:
+        """How the caller of `fn` would write number `index` of `roles`."""
+        args, kwargs = self.rebuild([0] * len(self.dynamic))
+        if self.roles[index] is Role.MASK:
+            return f"the mask of {self.label(fn, index - 1)}"
+        return label(fn, args, kwargs, self.leaves.index(index))
+
+
+class HandleReference(weakref.ref):
+    """A weak reference to a variable among static arguments."""
+
+
+def take_apart(
+    fn: Callable[..., Any], args: Any, kwargs: Any, abstract: bool = False
+) -> tuple[list[Any], Signature]:
+    """The arrays and numbers of a call `fn(*args, **kwargs)`, and its signature.
+
+    With `abstract`, a `jax.ShapeDtypeStruct` counts as an array.
+
+    Raises:
+      TypeError: an argument is a `jax.Ref`, a static one cannot be hashed, or a
+        `PerReplica` holds something else than an array.
+    """
+    nodes, treedef = jax.tree.flatten((args, kwargs), is_leaf=_per_replica.is_whole)
+    leaves: list[Any] = []
+    roles: list[Role] = []
+    kept: list[Any] = []
+    static_types: list[type] = []
+    for index, node in enumerate(nodes):
+        if isinstance(node, jax.Ref):
+            raise TypeError(
+                f"{label(fn, args, kwargs, index)} is a `jax.Ref`, whose memory is on "
+                "one device. Make a `js.Variable` in the strategy's scope, which has a "
+                "copy on each; or pass `ref[...]`, and write what the step returns."
+            )
+        role, value = _role(node, abstract)
+        if role is Role.STATIC:
+            _check_hashable(fn, args, kwargs, index, node)
+            kept.append(value)
+            static_types.append(type(value))
+            if isinstance(value, _per_replica.Handle):
+                kept[-1] = HandleReference(value)
+        else:
+            leaves.append(value)
+        is_struct = abstract and isinstance(value, jax.ShapeDtypeStruct)
+        if role is Role.PER_REPLICA and not (is_struct or _per_replica.is_array(value)):
+            raise TypeError(
+                f"{label(fn, args, kwargs, index)} is a PerReplica around {value!r}, "
+                "not around an array of shape [replica, ...]. Make it with "
+                "`strategy.per_replica([v0, v1, ...])`."
+            )
+        roles.append(role)
+        if role is Role.PER_REPLICA and node.mask is not None:
+            _check_mask(node, lambda i=index: label(fn, args, kwargs, i))
+            leaves.append(node.mask)
+            roles.append(Role.MASK)
+    signature = Signature(treedef, tuple(roles), tuple(kept), tuple(static_types))
+    return leaves, signature
+
+
+def _role(node: Any, abstract: bool) -> tuple[Role, Any]:
+    if isinstance(node, PerReplica):
+        return Role.PER_REPLICA, _per_replica.contents(node)
+    if isinstance(node, _per_replica.Handle):
+        return Role.STATIC, node
+    if isinstance(node, jax.Array):
+        return Role.SAME, node
+    if abstract and isinstance(node, jax.ShapeDtypeStruct):
+        return Role.SAME, node
+    if isinstance(node, bool):
+        return Role.STATIC, node
+    if isinstance(node, (int, float, complex)):
+        return Role.SAME, node
+    if isinstance(node, (np.ndarray, np.generic)):
+        # Text and objects cannot be traced; they are static, if they can be hashed.
+        return (Role.STATIC if node.dtype.kind in "OSU" else Role.SAME), node
+    if hasattr(type(node), "__jax_array__"):
+        return Role.SAME, jnp.asarray(node)
+    if hasattr(type(node), "__array__"):  # another library's tensor
+        return Role.SAME, np.asarray(node)
+    return Role.STATIC, node
+
+
+def _check_mask(value: PerReplica, name: Callable[[], str]) -> None:
+    mask, rows = value.mask, np.shape(_per_replica.contents(value))[:2]
+    if np.shape(mask) != rows or mask.dtype != bool:
+        raise ValueError(
+            f"{name()} is a batch of shape {rows} + ..., [replica, rows, ...], but the "
+            f"mask of its rows is {mask.dtype}{list(np.shape(mask))}: a function was "
+            "mapped over the batch, and so over the mask. Change batches inside the "
+            "step, or before they are divided over the replicas."
+        )
+
+
+def _check_hashable(
+    fn: Callable[..., Any], args: Any, kwargs: Any, index: int, value: Any
+) -> None:
+    try:
+        hash(value)
+    except TypeError as error:
+        raise TypeError(
+            f"{label(fn, args, kwargs, index)} is {value!r}, a "
+            f"{type(value).__name__}: not an array, a number or a registered pytree, "
+            "so it would be a static part of the program, and those must be hashable. "
+            "Pass an array, make its class hashable, or register it with "
+            "`jax.tree_util.register_dataclass`."
+        ) from error
+
+
+def label(fn: Callable[..., Any], args: Any, kwargs: Any, index: int) -> str:
+    """How the caller would write leaf `index` of the arguments: `` `batch['x']` ``."""
+    paths, _ = jax.tree.flatten_with_path((args, kwargs), is_leaf=_per_replica.is_whole)
+    (_, *path) = paths[index][0]
+    first, rest = path[0], jax.tree_util.keystr(tuple(path[1:]))
+    if isinstance(first, jax.tree_util.DictKey):
+        return f"`{first.key}{rest}`"
+    return f"`{_parameter(fn, first.idx)}{rest}`"
+
+
+def _parameter(fn: Callable[..., Any], position: int) -> str:
+    """The name of a positional parameter of `fn`, or `args[position]`."""
+    try:
+        parameters = list(inspect.signature(fn).parameters.values())
+    except (TypeError, ValueError):
+        parameters = []
+    if position < len(parameters):
+        parameter = parameters[position]
+        if parameter.kind in (
+            inspect.Parameter.POSITIONAL_ONLY,
+            inspect.Parameter.POSITIONAL_OR_KEYWORD,
+        ):
+            return parameter.name
+    return f"args[{position}]"

@@ -1,0 +1,95 @@
+"""Values as NumPy arrays: `to_host`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from jaxstrategy._errors import DonatedValueError, TracedValueError
+from jaxstrategy._options import VariableAggregation
+from jaxstrategy.cluster import _together
+from jaxstrategy.values import _per_replica
+from jaxstrategy.values._per_replica import (
+    PerReplica,
+    PyTree,
+)
+from jaxstrategy.variables._variable import Variable
+
+
+def to_host(tree: PyTree) -> PyTree:
+    """`tree` with NumPy arrays in place of arrays on devices.
+
+    A mirrored array becomes one array, a `PerReplica` one of shape `[replica, ...]`,
+    and a variable its value (an on-read one without aggregation has none, and becomes
+    `[replica, ...]`). Random keys become their `jax.random.key_data`. Everything else,
+    NumPy arrays, numbers and strings included, stays as it is. All copies are started
+    before the first is waited for. The arrays may be read-only.
+
+    With several processes, what each has whole (mirrored arrays) is read locally.
+    Anything that is spread over them, such as a `PerReplica`, is gathered, and every
+    process gets all of it: then all of them must call this, with the same tree.
+
+    Raises:
+      TracedValueError: an array is being traced: inside `run` there is no host.
+      DonatedValueError: an array was donated to a step.
+
+    >>> import jaxstrategy as js
+    >>> strategy = js.MirroredStrategy(js.simulate(8)[:2])
+    >>> js.to_host({"w": strategy.mirror(1.5), "x": strategy.per_replica([3, 4])})
+    {'w': array(1.5, dtype=float32), 'x': array([3, 4], dtype=int32)}
+    """
+    found, structure = jax.tree.flatten_with_path(tree, is_leaf=_per_replica.is_whole)
+    parts = [_readable(leaf, _name(path)) for path, leaf in found]
+    for part in parts:
+        if isinstance(part, jax.Array):
+            part.copy_to_host_async()
+    return jax.tree.unflatten(structure, [_read(part) for part in parts])
+
+
+def _name(path: Any) -> str:
+    return f"tree{jax.tree_util.keystr(path)}"
+
+
+def _readable(leaf: Any, name: str) -> Any:
+    """What holds the numbers of `leaf`: an array of this process, or of several."""
+    if isinstance(leaf, Variable):
+        leaf = _value_of(leaf)
+    if isinstance(leaf, PerReplica):
+        leaf = _per_replica.contents(leaf)
+    if isinstance(leaf, Tracer):
+        raise TracedValueError(
+            f"`to_host` was called on `{name}` while a function is traced, where "
+            "arrays have no value yet. Return the array from `run`, and call `to_host` "
+            "on the result."
+        )
+    if not isinstance(leaf, jax.Array):
+        return leaf
+    if leaf.is_deleted():
+        raise DonatedValueError(
+            f"`{name}` was donated to a step, so its memory is gone. Read the state "
+            "that the step returned, or call `to_host` before the step."
+        )
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    return leaf.addressable_data(0) if leaf.is_fully_replicated else leaf
+
+
+def _value_of(variable: Variable) -> Any:
+    if variable.aggregation is VariableAggregation.NONE:
+        return variable.distributed()
+    return variable.value()
+
+
+def _read(part: Any) -> Any:
+    if not isinstance(part, jax.Array):
+        return part
+    if part.is_fully_addressable:
+        return np.asarray(part)
+    from jax.experimental import multihost_utils
+
+    with _together.exchanging("to_host", part):
+        return multihost_utils.process_allgather(part, tiled=True)

@@ -1,0 +1,155 @@
+"""Values of replicas built from what the host has: per replica, or mirrored."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from jaxstrategy.replicas import _mesh
+from jaxstrategy.replicas._devices import Device
+from jaxstrategy.values import _per_replica
+from jaxstrategy.values._per_replica import (
+    PerReplica,
+    PyTree,
+)
+
+
+def stack(
+    versions: Sequence[PyTree],
+    mesh: Mesh,
+    what: str = "value",
+    own: bool = False,
+    plain_if_alone: bool = False,
+) -> PyTree:
+    """Per-replica trees as one tree of `PerReplica` leaves, each placed on its device.
+
+    Args:
+      versions: one pytree per replica, all of one structure, leaf by leaf of one shape
+        and dtype; nested lists of numbers are arrays.
+      mesh: where to place them.
+      what: how error messages call the value.
+      own: whether the versions are only of this process's replicas.
+      plain_if_alone: whether one replica's version is to be an array of shape `[...]`.
+
+    Raises:
+      ValueError: the number, structure, shapes or dtypes do not fit.
+    """
+    devices = _mesh.own_devices(mesh) if own else _mesh.devices_of(mesh)
+    if len(versions) != len(devices):
+        raise ValueError(
+            f"`{what}` has {len(versions)} versions for {len(devices)} replicas; one "
+            "per replica is wanted."
+        )
+    paths, structure = jax.tree.flatten_with_path(versions[0], is_leaf=_is_list)
+    columns = [[leaf] for _, leaf in paths]
+    for replica_id, version in enumerate(versions[1:], start=1):
+        leaves, other = jax.tree.flatten(version, is_leaf=_is_list)
+        if other != structure:
+            raise ValueError(
+                f"`{what}` has another structure on replica {replica_id} than on "
+                f"replica 0: {other} instead of {structure}."
+            )
+        for column, leaf in zip(columns, leaves, strict=True):
+            column.append(leaf)
+    labels = [f"{what}{jax.tree_util.keystr(path)}" for path, _ in paths]
+    is_plain = plain_if_alone and mesh.size == 1
+    stacked = [
+        _replicate_leaf(_per_replica.as_array(column[0], label), _mesh.replicated(mesh))
+        if is_plain
+        else _stack_leaf(column, mesh, devices, label)
+        for column, label in zip(columns, labels, strict=True)
+    ]
+    return jax.tree.unflatten(structure, stacked)
+
+
+def _is_list(node: Any) -> bool:
+    return isinstance(node, list)  # of numbers: the data of an array
+
+
+def _stack_leaf(
+    column: list[Any], mesh: Mesh, devices: Sequence[Device], what: str
+) -> PerReplica:
+    arrays = [_per_replica.as_array(value, what) for value in column]
+    kinds = {(array.shape, array.dtype) for array in arrays}
+    if len(kinds) > 1:
+        seen = ", ".join(
+            _per_replica.summary(array.dtype, array.shape) for array in arrays
+        )
+        raise ValueError(
+            f"`{what}` differs in shape or dtype between replicas: {seen}. One "
+            "program runs on all replicas, so all versions need one shape and dtype."
+        )
+    here = _mesh.own_devices(mesh)
+    placed = [
+        jax.device_put(array[None], device)
+        for array, device in zip(arrays, devices, strict=True)
+        if device in here
+    ]
+    shape = (mesh.size, *arrays[0].shape)
+    sharding = _mesh.split(mesh)
+    return PerReplica(jax.make_array_from_single_device_arrays(shape, sharding, placed))
+
+
+def place_stacked(value: Any, mesh: Mesh, what: str = "value") -> PerReplica:
+    """An array of shape `[replica, ...]` as a `PerReplica` on the devices of `mesh`.
+
+    Raises:
+      ValueError: the first dimension is not the number of replicas.
+    """
+    array = _per_replica.as_array(value, what)
+    check_stacked(array, len(_mesh.devices_of(mesh)), what)
+    return PerReplica(_mesh.put(array, _mesh.split(mesh)))
+
+
+def check_stacked(array: Any, num_replicas: int, what: str) -> None:
+    """Raise unless the first dimension of `array` counts the replicas."""
+    shape = np.shape(array)
+    if not shape or shape[0] != num_replicas:
+        raise ValueError(
+            f"`{what}` has shape {shape}; its first dimension should be the number of "
+            f"replicas, {num_replicas}. To give one version per replica write a list, "
+            "`strategy.per_replica([v0, v1, ...])`."
+        )
+
+
+def replicate(tree: PyTree, mesh: Mesh) -> PyTree:
+    """`tree` with every array and number placed whole on each device of `mesh`.
+
+    Leaves that are neither (strings, bools, functions) stay as they are.
+
+    Raises:
+      TypeError: a leaf is a `PerReplica`, whose versions may differ.
+    """
+    sharding = _mesh.replicated(mesh)
+
+    def place(path: Any, leaf: Any) -> Any:
+        if isinstance(leaf, PerReplica):
+            raise TypeError(
+                f"`tree{jax.tree_util.keystr(path)}` is a PerReplica: its versions may "
+                "differ, so it cannot be mirrored as it is. Use "
+                "`strategy.reduce('mean', value)` to make one value of it first."
+            )
+        if isinstance(leaf, bool) or not (
+            _per_replica.is_array(leaf) or isinstance(leaf, (int, float, complex))
+        ):
+            return leaf
+        what = f"`tree{jax.tree_util.keystr(path)}`"
+        return _replicate_leaf(leaf, sharding, what)
+
+    return jax.tree.map_with_path(place, tree, is_leaf=_per_replica.is_per_replica)
+
+
+def _replicate_leaf(
+    leaf: Any, sharding: NamedSharding, what: str = "A value"
+) -> jax.Array:
+    _per_replica.check_alive(leaf, what)
+    if _per_replica.is_placed(leaf) and not _mesh.lies_as(leaf, sharding):
+        # A copy, because a device that has the array already would share its memory,
+        # and donating one would delete the other.
+        leaf = jnp.copy(leaf)
+    return _mesh.put_same(leaf, sharding)
