@@ -3,6 +3,7 @@
 import json
 import re
 
+import pytest
 import workers
 
 KINDS = {
@@ -28,6 +29,7 @@ LATER = {
 }
 
 
+@pytest.mark.slow
 def test_a_captured_value_that_differs_is_told_before_the_step_begins(job):
     env = {"PYTHONPATH": workers.PATH}
     script = "from workers.captures import main\nmain()"

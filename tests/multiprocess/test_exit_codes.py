@@ -18,6 +18,7 @@ for _ in range(100_000):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["exit(9)", "raise SystemExit(9)"])
 def test_an_exit_code_is_kept_however_it_is_given(job, way):
     if way.startswith("raise") and sys.version_info < (3, 12):
@@ -27,6 +28,7 @@ def test_an_exit_code_is_kept_however_it_is_given(job, way):
         assert "failed: it ended by SystemExit(9)" in running.ranks[0].last_line
 
 
+@pytest.mark.slow
 def test_who_catches_an_exit_ends_well(job):
     with job(EXIT.format("pass").replace("100_000", "5")) as running:
         assert running.wait(30) == [0, 0]
@@ -42,6 +44,7 @@ def test_processes_that_differ_all_end_with_1(job, way):
             assert rank.last_line.endswith("ends, and with it the job")
 
 
+@pytest.mark.slow
 def test_who_catches_the_common_error_learns_of_the_others_end(job):
     script = "from workers import endings\nendings.caught_in_process_0()"
     with job(script, env={"PYTHONPATH": workers.PATH}, started=False) as running:

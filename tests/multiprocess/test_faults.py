@@ -42,6 +42,7 @@ def test_a_killed_rank_is_the_cause(count, devices, who):
     assert last_line(done).endswith(f"rank {who} failed with signal SIGKILL"), done
 
 
+@pytest.mark.slow
 def test_an_exception_is_the_cause():
     done = launched(2, 2, "raise", 1)
     assert done.returncode == 1, done
@@ -49,6 +50,7 @@ def test_an_exception_is_the_cause():
     assert last_line(done).endswith("rank 1 failed with exit code 1"), done
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_is_named_by_the_watchdog():
     done = launched(2, 1, "stop", 1)
     assert done.returncode in (75, 76), done  # the watchdog, or the board before it
@@ -58,6 +60,7 @@ def test_a_stopped_rank_is_named_by_the_watchdog():
     assert f"rank 0 failed with exit code {done.returncode}" in last_line(done), done
 
 
+@pytest.mark.slow
 def test_a_rank_that_leaves_its_loop_is_named():
     done = launched(2, 1, "leave", 1)
     # The input pipeline of the other, or its step, whichever is first to notice.
@@ -66,6 +69,7 @@ def test_a_rank_that_leaves_its_loop_is_named():
     assert "rank 0 failed with exit code" in last_line(done), done
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_while_all_read_ahead(job):
     script = "from workers.faults import main\nmain('reader', 1)"
     env = {"PYTHONPATH": workers.PATH}
@@ -109,6 +113,7 @@ WANTED = {
 }
 
 
+@pytest.mark.slow
 def test_a_port_that_is_taken(job):
     script = """
     import os, jaxstrategy as js

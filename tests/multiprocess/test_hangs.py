@@ -27,6 +27,7 @@ def ended(job):
 WATCHED = [75, 75], [75, 76]
 
 
+@pytest.mark.slow
 def test_a_stuck_reader_is_named_with_its_batch(ended):
     ranks = ended("reader", WATCHED)
     told = r"the input pipeline of process 1 \(host .*\) has not delivered batch 6 of "
@@ -55,6 +56,7 @@ def test_who_leaves_out_a_step_is_told_with_its_batch(ended):
         assert "A process that leaves out a step" in rank.output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["save one-sided", "restore one-sided"])
 def test_a_one_sided_checkpoint_is_told(ended, case):
     who = 0 if case.startswith("save") else 1

@@ -481,6 +481,7 @@ def test_a_job_with_a_secret_runs_while_strangers_call(job, tmp_path):
         assert not any(WORD in rank.output for rank in running.ranks)
 
 
+@pytest.mark.slow
 def test_a_runtime_that_is_there_hands_out_a_secret(job):
     script = """
     import os, jax

@@ -55,6 +55,7 @@ if RANK:
         assert "process 1 of 2" in running.ranks[1].output
 
 
+@pytest.mark.slow
 def test_join_is_an_error_when_another_fails(job):
     cluster = {"worker": [free_address(), free_address()]}
     script = f"""
@@ -69,6 +70,7 @@ server.join()
         assert "failed: ValueError: no data" in running.ranks[1].output
 
 
+@pytest.mark.slow
 def test_tf_config(job):
     cluster = {"worker": [free_address(), free_address()]}
     scripts = {}
@@ -84,6 +86,7 @@ assert strategy.cluster_resolver.task_id == RANK
         assert running.wait(60) == [0, 0]
 
 
+@pytest.mark.slow
 def test_a_runtime_that_is_there_and_a_strategy_of_this_process_alone(job):
     address = free_address()
     script = f"""

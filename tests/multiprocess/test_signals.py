@@ -13,6 +13,7 @@ from test_watchdog import LOOP
 DEADLINE = 60
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("who", [0, 1])
 def test_sigterm_to_one_process_ends_the_job(job, who):
     with job(LOOP) as running:
@@ -36,6 +37,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.slow
 def test_sigterm_where_the_user_has_started_jax(job):
     with job(ADOPTED, started=False) as running:
         running.wait_for("going")
@@ -43,6 +45,7 @@ def test_sigterm_where_the_user_has_started_jax(job):
         assert running.wait(20) == [76, -signal.SIGTERM]
 
 
+@pytest.mark.slow
 def test_a_handler_of_the_users_own_stays(job):
     script = """
     import signal

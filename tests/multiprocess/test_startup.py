@@ -271,6 +271,7 @@ def test_a_job_starts_computes_and_ends(job):
             assert rank.last_line == "done"
 
 
+@pytest.mark.slow
 def test_a_runtime_that_is_initialised_already_is_kept(job):
     script = """
     import os, jax
@@ -286,6 +287,7 @@ def test_a_runtime_that_is_initialised_already_is_kept(job):
         assert [rank.last_line for rank in running.ranks] == ["[0, 1]", "[0, 1]"]
 
 
+@pytest.mark.slow
 def test_a_port_in_use_ends_all_by_name(job):
     with job(count=2) as running:
         with server(running.address, lambda sock: sock.sendall(b"hello, who is there")):

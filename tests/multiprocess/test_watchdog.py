@@ -315,6 +315,7 @@ def test_a_killed_process_ends_the_others_by_name(job):
             assert f"pid {running.ranks[1].process.pid}) has died" in rank.last_line
 
 
+@pytest.mark.slow
 def test_the_death_of_process_0_ends_the_others_by_name(job):
     with job(LOOP) as running:
         running.wait_for("going")
@@ -325,6 +326,7 @@ def test_the_death_of_process_0_ends_the_others_by_name(job):
         assert "has died: killed, out of memory" in running.ranks[1].output
 
 
+@pytest.mark.slow
 def test_an_idle_process_learns_of_a_death(job):
     script = "float(total(1)); print('going'); time.sleep(60)"
     with job(script) as running:
@@ -334,6 +336,7 @@ def test_an_idle_process_learns_of_a_death(job):
         assert "process 1 (host" in running.ranks[0].last_line
 
 
+@pytest.mark.slow
 def test_a_stopped_process_is_named_by_the_watchdog(job):
     with job(LOOP, seconds=3) as running:
         running.wait_for("going")
@@ -370,6 +373,7 @@ def test_an_exception_ends_the_job_with_its_words_last(job, who):
         assert f"script{who}.py:" in other.last_line  # where it was raised
 
 
+@pytest.mark.slow
 def test_an_exit_code_ends_the_job_and_is_kept(job):
     script = """
     try:
@@ -389,6 +393,7 @@ def test_an_exit_code_ends_the_job_and_is_kept(job):
         assert zero.last_line.endswith("failed: it ended by SystemExit(3)")
 
 
+@pytest.mark.slow
 def test_an_exit_code_that_was_caught_changes_nothing(job):
     script = """
     float(total(RANK))
@@ -402,6 +407,7 @@ def test_an_exit_code_that_was_caught_changes_nothing(job):
         assert running.wait(30) == [0, 0]
 
 
+@pytest.mark.slow
 def test_who_leaves_the_loop_early_is_named(job):
     script = """
     for step in range(20 if RANK == 0 else 5):
