@@ -84,7 +84,8 @@ class RunOptions:
         came in. 'nan' looks for NaN only. What the step writes down or captures as
         infinite is meant, as in a mask. Each call then waits for the devices, and takes
         several times as long; the results of a step that raises are lost, variables
-        hold what it made of them. Without the option nothing is looked at.
+        and objects hold what they held before it. Without the option nothing is looked
+        at.
 
     >>> RunOptions(donate_argnums=0).donate_argnums
     (0,)

@@ -51,6 +51,24 @@ def test_mirrored_strategy_takes_all_devices_or_the_given_ones():
     assert mixed.mesh.devices.tolist() == list(mixed.devices)
 
 
+@pytest.mark.parametrize("platform", ["cpu", "CPU", "/device:CPU", " /cpu "])
+def test_a_platform_means_all_its_devices(platform):
+    eight = tuple(jax.devices())
+    assert js.MirroredStrategy(platform).devices == eight
+    central = js.experimental.CentralStorageStrategy(platform)
+    assert central.devices == eight
+    # One entry of a list is one device, as one name is where one device is wanted.
+    assert js.MirroredStrategy([platform, "CPU:2"]).devices == (eight[0], eight[2])
+    assert js.OneDeviceStrategy(platform).devices == eight[:1]
+
+
+def test_a_platform_that_is_not_there_is_told():
+    with pytest.raises(ValueError, match="Unknown device 'GPU': .* no gpu device"):
+        js.MirroredStrategy("GPU")
+    with pytest.raises(ValueError, match="'gpus' is not the name of a device"):
+        js.MirroredStrategy("gpus")
+
+
 def test_mirrored_strategy_refuses_duplicates_and_nothing():
     with pytest.raises(ValueError, match="No duplicates are allowed.*cpu:0 is there"):
         js.MirroredStrategy(["CPU:0", "CPU:1", jax.devices()[0]])

@@ -455,6 +455,16 @@ def test_the_examples_are_those_of_the_batch_of_a_dataset(n, given):
     assert report.examples_per_second == pytest.approx(wanted / report.step)
 
 
+@pytest.mark.parametrize("shuffle", [None, 0])
+def test_the_examples_without_a_strategy_are_those_of_batches(shuffle):
+    data = js.batches((np.ones((48, 2)), np.ones(48)), 8, shuffle=shuffle)
+    timed = js.get_strategy().profile(lambda w, batch: jnp.mean(w * batch[1]), every=2)
+    for batch in data:
+        timed(np.ones(5)[0], batch)
+    report = timed.report()
+    assert report.examples_per_second == pytest.approx(8 / report.step)
+
+
 def test_several_steps_a_bound_one_and_any_other_function(two):
     many = two.several(mean)
     topology = js.Topology(bandwidth=4.0, latency=1.0, replicas=2)

@@ -61,6 +61,31 @@ def test_the_line_has_description_steps_and_rates(two, terminal):
     assert line.rstrip().endswith("4 steps/s, 28 examples/s")  # 21 in 0.75 s
 
 
+def test_groups_count_as_many_steps_as_they_have_batches(two, terminal):
+    clock = Clock()
+    groups = js.grouped(batches(two, 8, 8, 8, 8, 5), 2)
+    shown = Progress(groups, "", None, None, terminal, clock)
+    assert len(shown) == 3
+    for number, group in enumerate(shown):
+        assert len(group) == (2, 2, 1)[number]
+        clock.now += 0.5
+    line = drawn(terminal)
+    assert "5/5" in line
+    assert line.rstrip().endswith("3.33 steps/s, 24.7 examples/s")  # 5 and 37 in 1.5 s
+
+
+@pytest.mark.parametrize("examples", [6, lambda group: 6 * len(group)])
+def test_examples_of_groups_are_as_told(terminal, examples):
+    clock = Clock()
+    groups = js.grouped([{"text": "a"}] * 4, 2)
+    for _ in Progress(groups, "", examples, None, terminal, clock):
+        clock.now += 1
+    assert drawn(terminal).rstrip().endswith("2 steps/s, 12 examples/s")
+    for _ in Progress(groups, "", None, None, terminal, clock):
+        clock.now += 1
+    assert drawn(terminal).rstrip().endswith("2 steps/s")
+
+
 def test_steps_that_nobody_knows_the_number_of(terminal):
     for _ in progress((i for i in range(3)), console=terminal):
         pass

@@ -41,12 +41,20 @@ class Grouped(Iterable[tuple[PyTree, ...]]):
         Raises:
           TypeError: the dataset does not know its length.
         """
+        return -(-self.number_of_batches() // self._k)
+
+    def number_of_batches(self) -> int:
+        """How many batches are in all tuples of a pass together.
+
+        Raises:
+          TypeError: the dataset does not know its length.
+        """
         if not isinstance(self._dataset, Sized):
             raise TypeError(
                 f"How many batches a {type(self._dataset).__name__} has is not known. "
                 "Count the groups, or give a dataset that has a length."
             )
-        return -(-len(self._dataset) // self._k)
+        return len(self._dataset)
 
 
 def grouped(dataset: Iterable[PyTree], k: int) -> Grouped:

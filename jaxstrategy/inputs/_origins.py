@@ -44,7 +44,7 @@ def of(array: Any) -> str | None:
 
 
 def is_of_dataset(leaf: Any) -> bool:
-    """Whether a dataset has given this array or `PerReplica`."""
+    """Whether a dataset, or `batches`, has given this array or `PerReplica`."""
     return _found(_array(leaf)) is not None
 
 

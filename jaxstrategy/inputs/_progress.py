@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeVar, final
 import jax
 import numpy as np
 
+from jaxstrategy.inputs._grouped import Grouped
 from jaxstrategy.masks import _padding
 from jaxstrategy.values import _per_replica
 from jaxstrategy.values._per_replica import PyTree
@@ -40,12 +41,13 @@ def progress(
     nothing is drawn. Counting does not wait for the devices.
 
     Args:
-      iterable: a `DistributedDataset`, or anything else.
+      iterable: a `DistributedDataset`, or anything else. A turn of the loop is a step;
+        of `grouped` it is as many steps as the tuple has batches.
       description: stands before the bar.
-      examples: how many a batch has, or a function of the batch that says it. By
-        default the rows of its first array; of a batch for replicas those that are
-        real.
-      total: how many steps there are; by default the `len` of `iterable`.
+      examples: how many a batch has, or a function of what the loop is given that says
+        how many there are in it. By default the rows of a batch's first array; of a
+        batch for replicas those that are real.
+      total: how many steps there are; by default as many as `iterable` has batches.
       console: a `rich.console.Console` to draw on, instead of one on standard error.
 
     Returns:
@@ -127,20 +129,28 @@ class Progress(Generic[_T]):
         rates = Rates(self._clock)
         for batch in iterator:
             # Now: the step may donate it.
-            count = self._count(batch)
+            steps, examples = self._count(batch)
             yield batch
-            rates.add(count)
+            rates.add(examples, steps)
             display.show(rates.steps, str(rates))
 
-    def _count(self, batch: _T) -> int | None:
-        if self._examples is None:
-            return real_rows(batch)
-        return self._examples(batch) if callable(self._examples) else self._examples
+    def _count(self, turn: Any) -> tuple[int, int | None]:
+        """How many steps, and examples, one turn of the loop has."""
+        batches = turn if isinstance(self._iterable, Grouped) else (turn,)
+        if callable(self._examples):
+            return len(batches), self._examples(turn)
+        if self._examples is not None:
+            return len(batches), self._examples * len(batches)
+        rows = [real_rows(batch) for batch in batches]
+        known = [number for number in rows if number is not None]
+        return len(batches), sum(known) if len(known) == len(rows) else None
 
     def _steps(self) -> int | None:
         if self._total is not None:
             return self._total
         with contextlib.suppress(TypeError):  # not known
+            if isinstance(self._iterable, Grouped):
+                return self._iterable.number_of_batches()
             return len(self)
         return None
 
@@ -172,9 +182,9 @@ class Rates:
         self._examples: int | None = 0
         self._marks = collections.deque([(clock(), 0, 0)])
 
-    def add(self, examples: int | None) -> None:
-        """A step with so many examples is done."""
-        self.steps += 1
+    def add(self, examples: int | None, steps: int = 1) -> None:
+        """So many steps are done, with so many examples in all."""
+        self.steps += steps
         if self._examples is not None:
             self._examples = None if examples is None else self._examples + examples
         now = self._clock()

@@ -77,14 +77,20 @@ def default_devices() -> tuple[Device, ...]:
     return tuple(jax.local_devices())
 
 
-def choose(devices: Sequence[Device | str]) -> tuple[Device, ...]:
+def choose(devices: Sequence[Device | str] | Device | str) -> tuple[Device, ...]:
     """The devices that `devices` names, checked to be usable together.
+
+    The name of a platform by itself (`"cpu"`, `"GPU"`) means all its devices on this
+    host, as in `jax.devices("gpu")`. In a list, where each entry is one device, it is
+    the platform's first one, as in TensorFlow.
 
     Raises:
       ValueError: none given, one given twice, one unknown, or several platforms.
       TypeError: a number, a mesh or something else that is no devices.
     """
-    if isinstance(devices, (str, Device)):
+    if isinstance(devices, str):
+        devices = _of_name(devices)
+    elif isinstance(devices, Device):
         devices = [devices]
     if not isinstance(devices, Iterable):
         raise TypeError(_no_devices(devices))
@@ -107,6 +113,14 @@ def choose(devices: Sequence[Device | str]) -> tuple[Device, ...]:
             "program runs on all replicas: give devices of one platform."
         )
     return found
+
+
+def _of_name(text: str) -> Sequence[Device]:
+    match = _NAME.match(text.strip())
+    first = find(text)
+    if match is None or match["index"] is not None:
+        return [first]
+    return _of_platform(_PLATFORMS[match["kind"].lower()])
 
 
 def _no_devices(given: Any) -> str:

@@ -48,7 +48,7 @@ class CentralStorageStrategy(Strategy):
 
     def __init__(
         self,
-        compute_devices: Sequence[Device | str] | None = None,
+        compute_devices: Sequence[Device | str] | Device | str | None = None,
         parameter_device: Device | str | None = None,
     ) -> None:
         super().__init__(

@@ -17,8 +17,9 @@ class MirroredStrategy(Strategy):
     """One replica per device of this host; state is mirrored on all of them.
 
     Args:
-      devices: `jax.Device`s or names such as `"GPU:1"`, in replica order. By default
-        all accelerators of this host, or all its CPU devices where there is none.
+      devices: `jax.Device`s or names such as `"GPU:1"`, in replica order. The name of
+        a platform by itself, `"GPU"`, means all its devices on this host. By default
+        all accelerators, or all CPU devices where there is none.
       cross_device_ops: how values are reduced over the replicas: `NcclAllReduce`,
         `HierarchicalCopyAllReduce`, `ReductionToOneDevice`, or a `CrossDeviceOps` of
         yours. By default all-reduces, with small arrays joined.
@@ -39,7 +40,7 @@ class MirroredStrategy(Strategy):
 
     def __init__(
         self,
-        devices: Sequence[Device | str] | None = None,
+        devices: Sequence[Device | str] | Device | str | None = None,
         cross_device_ops: CrossDeviceOps | None = None,
         communication_options: CommunicationOptions | None = None,
     ) -> None:

@@ -262,8 +262,9 @@ class Stepping(Running):
         Args:
           step: what the loop calls: what `@strategy.run` or `several` made, or another
             function, of whose communication nothing is known (a bound step is one).
-          examples: how many examples a step has; by default the rows of the batch it is
-            given, with those that fill it up.
+          examples: how many examples a step has; by default the real rows of the batch
+            that it is given, if that comes from a dataset of a strategy or from
+            `batches`. Of other arrays nobody knows whether they are a batch.
           every: see above; at least 2.
           trace_dir: where to write a trace of the third to fifth call
             (`jax.profiler.trace`), on process 0; its calls are not timed.

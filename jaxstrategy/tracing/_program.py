@@ -139,7 +139,9 @@ class Program:
             # JAX has no rule for references inside a jitted function with shardings
             # inside another jitted function. So arguments are checked at each call.
             shardings = None
-        lent = (len(self._roles) + i for i in carried.lent)
+        # A step that raises `NonFiniteError` leaves variables what they held before it.
+        taken = carried.lent if self._finite is None else ()
+        lent = (len(self._roles) + i for i in taken)
         compiled = jax.jit(
             _named(functools.partial(self._trace, carried), self._fn_name()),
             donate_argnums=(*sorted(self._donated), *lent),
@@ -226,17 +228,23 @@ class Program:
             self._masks.check(leaves)
         compiled, carried = self._settled() if self._uses_variables else self._form
         inputs = leaves if carried.is_empty else [*leaves, *carried.values()]
+        before = () if self._finite is None else self._in_references()
         try:
             results, token, kept = compiled(*inputs)
         except ValueError as error:
             results, token, kept = self._call_again(leaves, error)
+        if self._finite is not None:
+            self._finite.check(token, before)
         if kept:
             carried.store(kept)
         if self._bounded:
             _inflight.dispatched(token)
-        if self._finite is not None:
-            self._finite.check(token)
         return _results.unwrap_plain(results) if self._has_plain else results
+
+    def _in_references(self) -> list[tuple[Any, jax.Array]]:
+        """The references that the step changes in place, and what they hold now."""
+        used = [variable.cell for ref in self._used if (variable := ref()) is not None]
+        return [(cell.ref, cell[...]) for cell in used if cell.is_reference]
 
     def _settled(self) -> tuple[Any, Carried]:
         """The form for a call here and now: without variables that are references."""

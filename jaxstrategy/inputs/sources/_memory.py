@@ -11,6 +11,7 @@ from typing import Any, final
 import jax
 import numpy as np
 
+from jaxstrategy.inputs import _origins
 from jaxstrategy.inputs.sources import _counted
 from jaxstrategy.inputs.sources._source import Pass, Source, State
 from jaxstrategy.values import _per_replica
@@ -92,13 +93,15 @@ class ArrayBatches(Source):
         self._per_epoch = full + (rest > 0 and not drop_remainder)
         self._next_epoch = 0
 
-    def start(self) -> Pass:
+    def start(self) -> _ArrayPass:
         first = self._next_epoch
         self._next_epoch += self._epochs or 1
         return _ArrayPass(self, first)
 
     def __iter__(self) -> Pass:
-        return self.start()
+        begun = self.start()
+        begun.is_looped_over = True
+        return begun
 
     def __len__(self) -> int:
         if self.length is None:
@@ -176,6 +179,8 @@ class _ArrayPass(Pass):
     def __init__(self, source: ArrayBatches, epoch: int) -> None:
         self._source: ArrayBatches = source
         self.are_own = source._seed is not None  # the others are views
+        # By the user's own loop: its batches go to steps as they are.
+        self.is_looped_over = False
         self._go_to(epoch, 0)
 
     def _go_to(self, epoch: int, batch: int) -> None:
@@ -186,7 +191,10 @@ class _ArrayPass(Pass):
         self._ordered: int | None = None  # the epoch whose order that is
 
     def __next__(self) -> PyTree:
-        return self.part(lambda rows: slice(rows))[1]
+        batch = self.part(lambda rows: slice(rows))[1]
+        if self.is_looped_over:
+            _origins.note(batch, None)
+        return batch
 
     def part(self, choose: Callable[[int], slice]) -> tuple[int, PyTree]:
         source = self._source

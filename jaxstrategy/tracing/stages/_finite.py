@@ -95,8 +95,14 @@ class Finite:
             turn.look(reference[...], _Place(source or "", is_end=True), source)
         return outputs, lax.all_gather(turn.found, _mesh.REPLICA_AXIS)
 
-    def check(self, found: jax.Array) -> None:
+    def check(
+        self, found: jax.Array, before: Sequence[tuple[Any, jax.Array]] = ()
+    ) -> None:
         """Raise if a step has found something.
+
+        Args:
+          found: by the step.
+          before: references that it has changed, and what they are to hold again.
 
         Raises:
           NonFiniteError: it has.
@@ -110,6 +116,8 @@ class Finite:
             )
         codes = np.asarray(found.addressable_data(0))
         if codes.any():
+            for reference, value in before:
+                reference[...] = value
             raise self._error(codes)
 
     def _error(self, codes: np.ndarray) -> NonFiniteError:
