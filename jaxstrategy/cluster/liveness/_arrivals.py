@@ -83,19 +83,24 @@ class Stragglers:
     @property
     def slowest(self) -> Lateness | None:
         """Who is late by more than a tenth of a step, in the median; None if nobody."""
-        if not self.processes or self.steps < _FEWEST:
+        if not self.processes or not self._is_enough:
             return None
         last = max(self.processes, key=lambda process: process.median)
         return last if last.median > _SHARE * self.step_seconds else None
 
     @property
+    def _is_enough(self) -> bool:
+        """Whether there were enough steps, and two in a row, to compare with."""
+        return self.steps >= _FEWEST and self.step_seconds > 0
+
+    @property
     def verdict(self) -> str:
         """It in a sentence."""
-        if self.steps < _FEWEST:
+        if not self._is_enough:
             return f"only {self.steps} steps were seen, too few to tell who is late"
         if (late := self.slowest) is None:
             return f"no process is late, in {self.steps} steps"
-        share = late.median / max(self.step_seconds, 1e-9)
+        share = late.median / self.step_seconds
         return (
             f"{late.member} is late: it comes {1e3 * late.median:.1f} ms after the "
             f"first to a step (95 %: {1e3 * late.tail:.1f} ms), {share:.0%} of a step"
@@ -124,12 +129,7 @@ def stragglers(told: Mapping[Member, Sequence[Sequence[float]]]) -> Stragglers:
         for own, rows in zip(late, known, strict=True):
             own.append(rows[key] - first)
     lasts = [max(rows[key] for rows in known) for key in common]
-    pairs = itertools.pairwise(zip(common, lasts, strict=True))
-    seconds = [
-        later - earlier
-        for ((step, met), earlier), (following, later) in pairs
-        if following == (step + 1, met)
-    ]
+    seconds = _durations(list(zip(common, lasts, strict=True)))
     processes = [
         Lateness(member, statistics.median(own), _tail(own))
         for member, own in zip(told, late, strict=True)
@@ -137,6 +137,23 @@ def stragglers(told: Mapping[Member, Sequence[Sequence[float]]]) -> Stragglers:
     ]
     step_seconds = statistics.median(seconds) if seconds else 0.0
     return Stragglers(tuple(processes), len(common), step_seconds)
+
+
+def _durations(ends: Sequence[tuple[tuple[int, int], float]]) -> list[float]:
+    """The seconds from each step to the next.
+
+    Args:
+      ends: for each step its number, that of the meeting before, and when the last
+        process came to it, in seconds since that meeting.
+    """
+    seconds = []
+    for ((step, met), earlier), (following, later) in itertools.pairwise(ends):
+        if following == (step + 1, met):
+            seconds.append(later - earlier)
+        elif following == (step + 1, met + 1):
+            # All have compared the earlier step when its last process had come to it.
+            seconds.append(later)
+    return seconds
 
 
 def _tail(values: list[float]) -> float:
