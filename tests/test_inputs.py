@@ -15,7 +15,10 @@ import pytest
 from hypothesis import given, settings
 
 import jaxstrategy as js
-from jaxstrategy.inputs._agreement import Agreement, Alone
+from jaxstrategy.cluster.agreement._agreement import (
+    AbstractAgreement,
+    LoneAgreement,
+)
 from jaxstrategy.inputs._division import Replicas
 from jaxstrategy.inputs._global import GlobalReader
 from jaxstrategy.inputs._pipelines import PipelinesReader
@@ -871,7 +874,7 @@ class Meeting:
             self.changed.notify_all()
 
 
-class Talk(Agreement):
+class Talk(AbstractAgreement):
     def __init__(self, meeting, index):
         self._meeting, self._index, self._turn = meeting, index, 0
 
@@ -1056,7 +1059,7 @@ def test_arrays_of_several_processes_are_copies(four):
         x[:] = -1
 
     reader = GlobalReader(as_source(source).start(), Replicas(4, 0, 4))
-    steps = Steps(reader, Alone(), "pad")
+    steps = Steps(reader, LoneAgreement(), "pad")
     batches = [placing.place(step, reader.kind) for step in steps]
     assert [np.unique(b["x"].stacked).tolist() for b in batches] == [[0], [1], [2], [3]]
     assert batches[0]["x"].stacked.sharding.is_equivalent_to(

@@ -1,4 +1,4 @@
-"""Preemption in one process, and the vote on when to stop, its processes as threads."""
+"""Preemption in one process, and agreement on when to stop, processes being threads."""
 
 import contextlib
 import random
@@ -13,13 +13,13 @@ import pytest
 
 import jaxstrategy as js
 from jaxstrategy._errors import ClusterError
+from jaxstrategy.cluster.agreement._stop_agreement import StopAgreement
 from jaxstrategy.cluster.board._board import LoneBoard
 from jaxstrategy.experimental import (
     PreemptionCheckpointHandler,
     PreemptionWatcher,
     TerminationConfig,
 )
-from jaxstrategy.preemption._vote import Vote
 
 SECONDS = 60
 
@@ -83,7 +83,7 @@ def test_all_stop_after_the_same_step(n, seed, style):
 
     def process(index):
         try:
-            vote = Vote(ThreadsBoard(room, index), "vote")
+            vote = StopAgreement(ThreadsBoard(room, index), "vote")
             for number in range(10_000):
                 if number == 5 + index and index in announcing:
                     ThreadsBoard(room, index).put("vote", "now")
@@ -120,7 +120,7 @@ def test_a_process_that_ends_instead_is_an_error():
             raise ClusterError("process 1 has left")
 
     board = Left(Room(2), 0)
-    vote = Vote(board, "vote")
+    vote = StopAgreement(board, "vote")
     board.put("vote", "now")
     with pytest.raises(ClusterError, match="process 1 has left"):
         while True:
@@ -128,7 +128,7 @@ def test_a_process_that_ends_instead_is_an_error():
 
 
 def test_nothing_stops_without_an_announcement():
-    vote = Vote(LoneBoard(), "vote")
+    vote = StopAgreement(LoneBoard(), "vote")
     assert not any(vote.begin() for _ in range(100)) and not vote.is_time
     vote.close()
 

@@ -8,7 +8,10 @@ import numpy as np
 import pytest
 
 import jaxstrategy as js
-from jaxstrategy.inputs._agreement import Agreement, Alone
+from jaxstrategy.cluster.agreement._agreement import (
+    AbstractAgreement,
+    LoneAgreement,
+)
 from jaxstrategy.inputs._division import Replicas
 from jaxstrategy.inputs._global import GlobalReader
 from jaxstrategy.inputs._pipelines import PipelinesReader
@@ -19,7 +22,9 @@ X = np.arange(40.0).reshape(20, 2)
 
 
 def steps(source, replicas):
-    return Steps(GlobalReader(as_source(source).start(), replicas), Alone(), "pad")
+    return Steps(
+        GlobalReader(as_source(source).start(), replicas), LoneAgreement(), "pad"
+    )
 
 
 def as_json(state):
@@ -265,7 +270,7 @@ def test_scalars_of_global_batches_are_refused(two):
 
 
 def test_a_pipeline_reader_widens_to_what_processes_agree_on():
-    class Told(Agreement):
+    class Told(AbstractAgreement):
         def exchange(self, said):
             return [said, None if said is None else [3, 3]]
 

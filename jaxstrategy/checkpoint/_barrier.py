@@ -23,7 +23,7 @@ class Barrier:
     """
 
     def __init__(self, processes: Processes) -> None:
-        self._board = processes.board
+        self._processes = processes
         self._watchdog = processes.watchdog
         self._name = ""
 
@@ -52,7 +52,8 @@ class Barrier:
 
     def _gather(self, failure: str | None, seconds: float) -> None:
         self._watchdog.writes = None  # this process waits for those that still do
-        told = self._board.gather(self._name, failure, seconds)
+        agreement = self._processes.agreement(self._name)
+        told = agreement.exchange(failure, seconds)
         self._watchdog.writes = self._name
         for process, reason in enumerate(told):
             if reason is not None and failure is None:

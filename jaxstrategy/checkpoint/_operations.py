@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from jaxstrategy._errors import ClusterError
-from jaxstrategy.cluster import _processes, _together
+from jaxstrategy.cluster import _processes
 
 _TICK_SECONDS = 0.5
 
@@ -37,7 +37,7 @@ def gather(what: str, said: Any) -> list[Any]:
     processes = current()
     if processes is None:
         return [said]
-    return _together.agreed(processes.watchdog, processes.board, what, said)
+    return processes.operations.agree(what, said)
 
 
 def compare_leaves(what: str, leaves: Sequence[str]) -> None:
@@ -58,8 +58,7 @@ def compare_leaves(what: str, leaves: Sequence[str]) -> None:
     other = next(k for k, each in enumerate(listed) if each != listed[0])
     processes = current()
     assert processes is not None, "there is another one"
-    raise _together.common(
-        processes.board,
+    raise processes.operations.refusal(
         f"The processes have different states in {what}: "
         f"{_difference(listed[0], listed[other], other)}. All processes must give a "
         "state of the same structure, dtypes and shapes.",

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import secrets
 import socket
 import threading
+from contextlib import AbstractContextManager
 from typing import Any, final
 
 import jax
@@ -13,6 +16,13 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jaxstrategy._errors import ClusterError
+from jaxstrategy.cluster.agreement._agreement import (
+    AbstractAgreement,
+    LoneAgreement,
+    ProcessAgreement,
+)
+from jaxstrategy.cluster.agreement._operation import Shaped
+from jaxstrategy.cluster.agreement._operation_agreement import OperationAgreement
 from jaxstrategy.cluster.board._board import (
     AbstractBoard,
     LoneBoard,
@@ -50,6 +60,17 @@ class Processes:
     count: int
     board: AbstractBoard
     watchdog: Watchdog
+
+    def agreement(self, topic: str) -> AbstractAgreement:
+        """Agreement about a topic, which all processes must name alike."""
+        if self.count == 1:
+            return LoneAgreement()
+        return ProcessAgreement(self.board, self.watchdog, topic)
+
+    @functools.cached_property
+    def operations(self) -> OperationAgreement:
+        """Agreement about what all do next."""
+        return OperationAgreement(self.board, self.watchdog)
 
 
 _started: Processes | None = None
@@ -113,6 +134,24 @@ def start(
                 )
         _check_same(_started, process)
         return _started
+
+
+def exchanging(what: str, *arrays: Shaped) -> AbstractContextManager[None]:
+    """A block in which the processes exchange `arrays`, outside of steps.
+
+    All of them must come to it. The values may differ, shapes and dtypes may not.
+
+    Args:
+      what: they exchange, in words.
+      *arrays: what this process gives.
+
+    Raises:
+      ClusterError: another process is about to do something else.
+    """
+    processes = current()
+    if processes is None or processes.count == 1:
+        return contextlib.nullcontext()
+    return processes.operations.exchanging(what, *arrays)
 
 
 def stragglers() -> _arrivals.Stragglers:

@@ -8,7 +8,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from jaxstrategy.inputs._agreement import Agreement
+from jaxstrategy.cluster.agreement._agreement import AbstractAgreement
 from jaxstrategy.inputs._dataset import DistributedDataset
 from jaxstrategy.inputs._division import Replicas
 from jaxstrategy.inputs._global import GlobalReader
@@ -39,7 +39,7 @@ class Feeding:
         mesh: Mesh,
         replicas: Replicas,
         process: tuple[int, int],
-        agree: Callable[[], Agreement],
+        agree: Callable[[], AbstractAgreement],
     ) -> None:
         self._replicas = replicas
         self._process = process

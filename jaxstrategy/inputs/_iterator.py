@@ -79,15 +79,16 @@ class DistributedIterator(Iterator[PyTree]):
         if self._raised is not None:
             # A generator that has raised would only say that it has ended.
             raise self._raised
+        agreement, name = self._steps.agreement, self._steps.name_of(self._number)
         try:
-            with self._steps.agreement.waiting(self._number):
+            with agreement.waiting(name):
                 found = next(self._placed)
         except Exception as error:
             self._raised = error
             raise
         if self._spec is None:  # kept, for who asks when the data has ended
             self._spec = jax.tree.map(_type, found[0])
-        _origins.note(found[0], self._steps.agreement.name_of(self._number))
+        _origins.note(found[0], None if agreement.topic is None else name)
         self._number += 1
         return found
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Self
 
+from jaxstrategy.cluster.agreement._agreement import AbstractAgreement
 from jaxstrategy.inputs import _division
-from jaxstrategy.inputs._agreement import Agreement
 from jaxstrategy.inputs._reader import Reader, Share
 from jaxstrategy.inputs.sources._source import State
 
@@ -57,7 +57,9 @@ class Steps:
       done: how many batches were agreed about.
     """
 
-    def __init__(self, reader: Reader, agreement: Agreement, remainder: str) -> None:
+    def __init__(
+        self, reader: Reader, agreement: AbstractAgreement, remainder: str
+    ) -> None:
         self.reader = reader
         self.agreement = agreement
         self._remainder = remainder
@@ -70,7 +72,7 @@ class Steps:
 
     def __next__(self) -> Step:
         while True:
-            with self.agreement.reading(self.done):
+            with self.agreement.reading(self.name_of(self.done)):
                 share = self.reader.read()
             step = self._agreed(share)
             if step.is_full:
@@ -93,6 +95,10 @@ class Steps:
                     '`remainder="drop"` would leave out each batch. Use a global batch '
                     f"size divisible by {len(step.counts)}."
                 )
+
+    def name_of(self, number: int) -> str:
+        """What all processes call the batch of this number: `batch 3 of input 0`."""
+        return f"batch {number} of {self.agreement.topic}"
 
     def _check_rows_are_told(self, step: Step) -> None:
         """Raise if a replica has no batch and nothing can say so: of scalars."""

@@ -11,6 +11,7 @@ from typing import Any, final
 
 from jaxstrategy.checkpoint import CheckpointManager
 from jaxstrategy.cluster import _processes
+from jaxstrategy.cluster.agreement._stop_agreement import StopAgreement
 from jaxstrategy.cluster.board._board import (
     AbstractBoard,
     LoneBoard,
@@ -19,7 +20,6 @@ from jaxstrategy.cluster.resolvers._cluster_resolver import ClusterResolver
 from jaxstrategy.contexts import _context
 from jaxstrategy.contexts._context import AbstractStrategy
 from jaxstrategy.preemption._config import TerminationConfig, end_preempted
-from jaxstrategy.preemption._vote import Vote
 from jaxstrategy.preemption._watcher import PreemptionWatcher
 from jaxstrategy.strategies._current import get_strategy
 from jaxstrategy.values._per_replica import PyTree
@@ -76,7 +76,7 @@ class PreemptionCheckpointHandler:
         self.restored = self._restore()
         self._board = _board()
         self._name = f"preemption {next(_handlers)}"
-        self._vote = Vote(self._board, self._name, self._calls)
+        self._agreement = StopAgreement(self._board, self._name, self._calls)
         self._is_last = not self._config.grace_period
         self._is_over = False
         self._watcher = PreemptionWatcher(self._config.termination_watcher_fn)
@@ -111,7 +111,7 @@ class PreemptionCheckpointHandler:
           **kwargs: the same.
         """
         self._calls += 1
-        self._vote.catch_up(self._calls)
+        self._agreement.catch_up(self._calls)
         self._before(*args, **kwargs)
 
     @contextlib.contextmanager
@@ -124,17 +124,17 @@ class PreemptionCheckpointHandler:
     def close(self) -> None:
         """Take no notice any more."""
         self._closed.set()
-        self._vote.close()
+        self._agreement.close()
         self._watcher.close()
 
     def _before(self, *args: Any, **kwargs: Any) -> None:
         self._raise_what_the_watcher_raised()
-        while not self._is_over and self._vote.begin():
+        while not self._is_over and self._agreement.begin():
             self._stop(*args, **kwargs)
 
     def _after(self) -> None:
         self._calls += 1
-        if not self._is_over and self._vote.is_time:
+        if not self._is_over and self._agreement.is_time:
             self._stop()
 
     def _raise_what_the_watcher_raised(self) -> None:
@@ -142,7 +142,7 @@ class PreemptionCheckpointHandler:
 
     def _stop(self, *args: Any, **kwargs: Any) -> None:
         """Save; then end, or go on for the rest of the time."""
-        self._vote.close()
+        self._agreement.close()
         self._save(*args, **kwargs)
         if self._is_last:
             self._is_over = True
@@ -150,7 +150,9 @@ class PreemptionCheckpointHandler:
             (self._config.exit_fn or end_preempted)()
             return
         self._is_last = True
-        self._vote = Vote(self._board, f"{self._name}: at last", self._calls)
+        self._agreement = StopAgreement(
+            self._board, f"{self._name}: at last", self._calls
+        )
 
     def _announce(self) -> None:
         """Let all processes stop when this one is noticed, and when its time is up."""

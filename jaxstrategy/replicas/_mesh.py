@@ -17,7 +17,7 @@ from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jaxstrategy._errors import PlacementError, shown
-from jaxstrategy.cluster import _together
+from jaxstrategy.cluster import _processes
 from jaxstrategy.replicas._devices import Device
 
 REPLICA_AXIS = "replica"
@@ -170,7 +170,7 @@ def _put_first(host: np.ndarray, sharding: NamedSharding) -> jax.Array:
     each = jax.make_array_from_callback(
         (mesh.size, *host.shape), split(mesh), lambda _: host[None]
     )
-    with _together.exchanging("one value for all replicas", host):
+    with _processes.exchanging("one value for all replicas", host):
         return _first(sharding)(each)
 
 
@@ -201,7 +201,7 @@ def _moved(value: jax.Array, sharding: Sharding) -> jax.Array:
         return jax.device_put(value.addressable_data(0), sharding)
     if value.sharding.is_equivalent_to(sharding, value.ndim):
         return jax.device_put(value, sharding)
-    with _together.exchanging("an array for other replicas", value):
+    with _processes.exchanging("an array for other replicas", value):
         return jax.jit(lambda array: array, out_shardings=sharding)(value)
 
 

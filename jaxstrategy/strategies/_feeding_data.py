@@ -7,8 +7,11 @@ from typing import Any
 
 import jax
 
+from jaxstrategy.cluster.agreement._agreement import (
+    AbstractAgreement,
+    LoneAgreement,
+)
 from jaxstrategy.contexts import _context
-from jaxstrategy.inputs._agreement import Agreement, Alone
 from jaxstrategy.inputs._dataset import DistributedDataset
 from jaxstrategy.inputs._distribute import Feeding
 from jaxstrategy.inputs._division import Replicas
@@ -134,6 +137,6 @@ class FedStrategy(Placing):
             process = 0, 1
         return Feeding(self.mesh, replicas, process, self._agree)
 
-    def _agree(self) -> Agreement:
+    def _agree(self) -> AbstractAgreement:
         """With the other processes, about one pass over a dataset."""
-        return Alone()
+        return LoneAgreement()

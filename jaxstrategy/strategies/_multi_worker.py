@@ -14,6 +14,7 @@ from jaxstrategy._options import (
 )
 from jaxstrategy.cluster import _processes
 from jaxstrategy.cluster._processes import Processes
+from jaxstrategy.cluster.agreement._agreement import AbstractAgreement
 from jaxstrategy.cluster.liveness import _termination
 from jaxstrategy.cluster.resolvers._cluster_resolver import (
     ClusterResolver,
@@ -22,7 +23,6 @@ from jaxstrategy.cluster.resolvers._cluster_resolver import (
 from jaxstrategy.cluster.resolvers._launched import default_resolver
 from jaxstrategy.cluster.resolvers._simple import SimpleClusterResolver
 from jaxstrategy.cluster.resolvers._tf_config import TFConfigClusterResolver
-from jaxstrategy.inputs._agreement import Agreement, Alone, OfProcesses
 from jaxstrategy.strategies._base import Strategy
 from jaxstrategy.tracing._company import Company
 
@@ -106,11 +106,8 @@ class MultiWorkerMirroredStrategy(Strategy):
     def _company(self) -> Company | None:
         return None if self._processes.count == 1 else Company(self._processes)
 
-    def _agree(self) -> Agreement:
-        if self._processes.count == 1:
-            return Alone()
-        name = f"input {next(_passes)}"
-        return OfProcesses(self._processes, name)
+    def _agree(self) -> AbstractAgreement:
+        return self._processes.agreement(f"input {next(_passes)}")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         twin = type(self).__new__(type(self))

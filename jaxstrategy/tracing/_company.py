@@ -11,8 +11,9 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxstrategy.cluster import _together
 from jaxstrategy.cluster._processes import Processes
+from jaxstrategy.cluster.agreement import _operation
+from jaxstrategy.cluster.agreement._operation import Operation, Program
 from jaxstrategy.inputs import _origins
 from jaxstrategy.tracing import _compiling
 from jaxstrategy.tracing._constants import Given, fingerprint
@@ -42,7 +43,7 @@ class Company:
         # step jits; and those of the latter that are not compared yet.
         self._known: set[tuple[str, ...]] = set()
         self._known_inside: set[tuple[str, ...]] = set()
-        self._made: list[dict[str, Any]] = []
+        self._made: list[Program] = []
         _inflight.on_dispatch(processes.watchdog.watch)
 
     def begin(
@@ -76,8 +77,8 @@ class Company:
             ]
             made = sorted(self._made, key=lambda program: program["prints"])
             self._made = []
-            board = self._processes.board
-            _together.compare(board, step, where, kinds, _ADVICE, made)
+            operation = Operation(step, where, kinds, made)
+            self._processes.operations.compare(operation, _ADVICE)
             watchdog.arrivals.met()
         if is_new:
             _compiling.begin(watchdog, name)
@@ -120,12 +121,12 @@ class Company:
         if is_dispatched:
             _compiling.begin(self._processes.watchdog, name)
 
-    def _compare_new(self, name: str, where: str, program: dict[str, Any]) -> None:
+    def _compare_new(self, name: str, where: str, program: Program) -> None:
         self._processes.watchdog.step_busy(
             None
         )  # who has traced it waits for who has not
-        board, step = self._processes.board, f"a new program of {name}"
-        _together.compare(board, step, where, (), _ADVICE, [program])
+        operation = Operation(f"a new program of {name}", where, (), [program])
+        self._processes.operations.compare(operation, _ADVICE)
 
     def end(self) -> None:
         """After it was dispatched, or has failed to be."""
@@ -140,7 +141,7 @@ def _described(leaf: Any, given: Given | None) -> str:
       given: the same, if all of it must be.
     """
     batch = _origins.of(leaf)
-    told = _together.described(leaf)
+    told = _operation.described(leaf)
     if given is not None and given.is_captured and given.is_unshared:
         told = f"{given.print}, {given.label}"
     return f"{told} of {batch}" if batch else told

@@ -19,6 +19,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.extend.core import Literal
 
+from jaxstrategy.cluster.agreement._operation import Program
 from jaxstrategy.tracing.replication._analysis import plain
 from jaxstrategy.tracing.replication._site import Site
 
@@ -111,7 +112,7 @@ def constants(jaxpr: Any) -> Iterator[Constant]:
 
 def fingerprint(
     name: str, jaxpr: Any, given: Mapping[int, Given] | None = None
-) -> dict[str, Any]:
+) -> Program:
     """What a program should have in common with that of another process, as JSON.
 
     Args:

@@ -54,7 +54,7 @@ def _meet(seconds: float, begun: float) -> None:
     facts = _member.facts()
     versions = ", ".join(f"{k} {v}" for k, v in facts["versions"].items())
     told = f"{len(jax.local_devices())} {jax.local_devices()[0].platform} devices"
-    heard = processes.board.gather("check: devices", told, seconds)
+    heard = processes.agreement("check: devices").exchange(told, seconds)
     if processes.index == 0:
         _say(f"{processes.count} processes met in {_since(begun)}, with {versions}")
         for member, devices in zip(processes.board.members, heard, strict=True):

@@ -11,7 +11,7 @@ from jax.core import Tracer
 
 from jaxstrategy._errors import DonatedValueError, TracedValueError
 from jaxstrategy._options import VariableAggregation
-from jaxstrategy.cluster import _together
+from jaxstrategy.cluster import _processes
 from jaxstrategy.values import _per_replica
 from jaxstrategy.values._per_replica import (
     PerReplica,
@@ -91,5 +91,5 @@ def _read(part: Any) -> Any:
         return np.asarray(part)
     from jax.experimental import multihost_utils
 
-    with _together.exchanging("to_host", part):
+    with _processes.exchanging("to_host", part):
         return multihost_utils.process_allgather(part, tiled=True)

@@ -304,7 +304,7 @@ def test_a_child_of_a_dead_process_does_not_hide_its_death(job):
     """A forked child holds copies of its parent's connections."""
     script = """
     import os, sys, time
-    from jaxstrategy.cluster import _rendezvous
+    from jaxstrategy.cluster.meeting import _rendezvous
     from jaxstrategy.cluster.board._shared_board import Board
     RANK = int(os.environ["JAXSTRATEGY_PROCESS_ID"])
     address = os.environ["JAXSTRATEGY_COORDINATOR"]

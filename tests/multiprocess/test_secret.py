@@ -398,7 +398,7 @@ def test_the_launcher_gives_a_secret_that_nobody_sees(tmp_path):
     """It is in the environment of the workers: not in an argument, not printed."""
     script = """
     import contextlib, os, pathlib
-    from jaxstrategy.cluster import _rendezvous
+    from jaxstrategy.cluster.meeting import _rendezvous
     rank = int(os.environ["JAXSTRATEGY_PROCESS_ID"])
     secret = os.environ["JAXSTRATEGY_CLUSTER_SECRET"]
     meeting = _rendezvous.meet(rank, 2, os.environ["JAXSTRATEGY_COORDINATOR"], 30)
@@ -488,7 +488,8 @@ def test_a_runtime_that_is_there_hands_out_a_secret(job):
     RANK = int(os.environ["JAXSTRATEGY_PROCESS_ID"])
     address = os.environ["JAXSTRATEGY_COORDINATOR"]
     jax.distributed.initialize(address, 2, RANK, coordinator_bind_address=address)
-    from jaxstrategy.cluster import _processes, _rendezvous
+    from jaxstrategy.cluster import _processes
+    from jaxstrategy.cluster.meeting import _rendezvous
     meet = _rendezvous.meet
     def met(*arguments, secret):
         print(secret)

@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jaxstrategy._options import VariableAggregation
-from jaxstrategy.cluster import _together
+from jaxstrategy.cluster import _processes
 from jaxstrategy.replicas import _mesh
 from jaxstrategy.values import _per_replica
 from jaxstrategy.values._per_replica import PerReplica
@@ -84,7 +84,7 @@ class OnReadKind(Kind):
                 return own
             return _aggregation.across(self.aggregation, own, this_strategy())
         assert self.owner is not None, "ordinary variables are mirrored ones"
-        with _together.exchanging(f"the value of variable {self.name!r}", ref[...]):
+        with _processes.exchanging(f"the value of variable {self.name!r}", ref[...]):
             return _aggregation.of_copies(self.aggregation, ref[...], self.owner)
 
     def write(self, ref: Any, side: Side, value: Any, change: Change) -> Any:

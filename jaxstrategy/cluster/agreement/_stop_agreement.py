@@ -1,4 +1,4 @@
-"""After which call all processes stop: `Vote`."""
+"""Agreement about the call after which all processes stop: `StopAgreement`."""
 
 from __future__ import annotations
 
@@ -6,24 +6,27 @@ import threading
 from typing import final
 
 from jaxstrategy._errors import ClusterError
+from jaxstrategy.cluster.agreement._agreement import AS_LONG_AS_IT_TAKES
 from jaxstrategy.cluster.board._board import AbstractBoard
 
 _TICK_SECONDS = 1.0
 _PAUSE_SECONDS = 0.05
-_AS_LONG_AS_IT_TAKES = 1e6
 
 
 @final
-class Vote:
+class StopAgreement:
     """Lets all processes stop after the same number of calls.
 
     When one has announced that it wants to, a thread of each says how many calls its
     process has begun. From then on the process begins no other until all have said so;
     then those that are behind go on to where the first of them is, and stop there too.
 
+    A thread says it, because the process itself may be inside a step, which does not
+    end before all others have begun it.
+
     Args:
       board: where the processes meet.
-      name: of this vote; each is held once.
+      name: of this agreement; each is made once.
       count: how many calls were begun before.
     """
 
@@ -93,7 +96,7 @@ class Vote:
             self._limit = self._count
         try:
             counts = self._board.gather(
-                f"{self._name}: calls", self._limit, _AS_LONG_AS_IT_TAKES
+                f"{self._name}: calls", self._limit, AS_LONG_AS_IT_TAKES
             )
         except ClusterError as error:
             with self._changed:

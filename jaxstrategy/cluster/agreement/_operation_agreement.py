@@ -1,0 +1,108 @@
+"""Agreement about what all processes are about to do, before any of them begins.
+
+A program of several processes waits for all of them. A process that is in another
+program makes them wait for ever, or mixes up what they send: on CPU, Gloo pairs the
+collectives of different programs by their order, whatever they carry.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, final
+
+from jaxstrategy._errors import ClusterError
+from jaxstrategy.cluster.agreement import _operation
+from jaxstrategy.cluster.agreement._agreement import ProcessAgreement, Watch
+from jaxstrategy.cluster.agreement._operation import Operation, Shaped
+from jaxstrategy.cluster.board._board import AbstractBoard
+
+# One topic for all: a process that steps meets one that does something else.
+_TOPIC = "together"
+_OPERATIONS = "All processes must do the same, in the same order."
+_EXCHANGES = (
+    "All processes must make, change and read together what they share, not only one "
+    "of them (`if jax.process_index() == 0`): mirrored values, variables, reductions."
+)
+
+
+@final
+class OperationAgreement:
+    """Agreement of several processes about what they do next.
+
+    Args:
+      board: carries what each says to all.
+      watch: is told of the waits.
+    """
+
+    def __init__(self, board: AbstractBoard, watch: Watch) -> None:
+        self._board = board
+        self._watch = watch
+        self._agreement = ProcessAgreement(board, watch, _TOPIC)
+
+    def compare(
+        self, operation: Operation, advice: str, said: object = None
+    ) -> list[Any]:
+        """What all processes say besides, by process, if they are about to do the same.
+
+        Args:
+          operation: what this one is about to do.
+          advice: what should be the same in all processes.
+          said: what JSON can hold; it may differ.
+
+        Raises:
+          ClusterError: another process is about to do something else, or has made
+            another program of the same step.
+        """
+        heard = self._agreement.exchange([said, operation.told()])
+        done = [Operation(*told) for _, told in heard]
+        for index, other in enumerate(done):
+            if text := _operation.other_programs(done[0], other, index):
+                raise self.refusal(text)
+        for index, other in enumerate(done):
+            if text := _operation.other_operation(done[0], other, index):
+                raise self.refusal(
+                    "The processes are about to do different things together:\n"
+                    f"{text}\n{advice}"
+                )
+        return [each_said for each_said, _ in heard]
+
+    def agree(self, what: str, said: object = None) -> list[Any]:
+        """What all processes say about something that all do outside of steps.
+
+        Args:
+          what: they do, in words.
+          said: what JSON can hold.
+
+        Raises:
+          ClusterError: another process is about to do something else.
+        """
+        operation = Operation(what, _operation.users_line())
+        with self._watch.waiting(what):
+            return self.compare(operation, _OPERATIONS, said)
+
+    @contextlib.contextmanager
+    def exchanging(self, what: str, *arrays: Shaped) -> Iterator[None]:
+        """A block in which the processes exchange `arrays`, outside of steps.
+
+        The values may differ, their shapes and dtypes may not.
+
+        Raises:
+          ClusterError: another process is about to do something else.
+        """
+        kinds = [_operation.kind(array) for array in arrays]
+        operation = Operation(what, _operation.users_line(), kinds)
+        self._watch.step_started(what, operation.where)
+        try:
+            self.compare(operation, _EXCHANGES)
+            yield
+        finally:
+            self._watch.step_dispatched()
+
+    def refusal(self, text: str) -> ClusterError:
+        """An error that each process raises now, by what all of them have heard.
+
+        None of them then takes the end of another one for the reason of its own.
+        """
+        self._board.common_error = text
+        return ClusterError(text)
