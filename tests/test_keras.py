@@ -3,7 +3,10 @@
 The oracle is the same model on one device with the whole batch.
 """
 
+import functools
 import os
+import re
+from pathlib import Path
 
 os.environ["KERAS_BACKEND"] = "jax"
 
@@ -63,6 +66,16 @@ def step_of(model, optimizer, mean):
     return step
 
 
+def with_own_seeds(model):
+    """The README's `stateless_call`, for layers that draw."""
+    text = (Path(__file__).parent.parent / "README.md").read_text()
+    code = re.search(r"```\n(def stateless_call\(.*?)```", text, re.DOTALL)
+    assert code is not None
+    names = {"model": model, "js": js}
+    exec(code[1], names)
+    return names["stateless_call"]
+
+
 @pytest.fixture(autouse=True)
 def ranks_may_differ():
     """Keras adds a bias to a matrix."""
@@ -90,6 +103,56 @@ def test_the_recipe_trains_as_one_device_does(two):
         np.testing.assert_allclose(mean, loss, rtol=1e-4)
     for a, b in zip(jax.tree.leaves(have), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(a, b, atol=2e-3)
+
+
+def dropping():
+    keras.utils.set_random_seed(0)
+    layers = [keras.layers.Dropout(0.5), keras.layers.BatchNormalization(center=False)]
+    return keras.Sequential([keras.Input((32,)), *layers, keras.layers.Dropout(0.5)])
+
+
+def masks(strategy, call, state, calls):
+    """What is dropped on each replica, at each call; and the state in the end."""
+    x = strategy.per_replica(np.ones((2, 4, 32), np.float32))
+    step = strategy.run(lambda state, x: call([], state, x))
+    taken = []
+    for _ in range(calls):
+        y, state = step(state, x)
+        taken.append(np.asarray(y.stacked) != 0)
+    return taken, state
+
+
+def test_keras_itself_drops_the_same_on_all_replicas(two):
+    """The README says so; when it is no longer true, its recipe can go."""
+    model = keras.Sequential([keras.Input((32,)), keras.layers.Dropout(0.5)])
+    state = two.mirror([v.value for v in model.non_trainable_variables])
+    call = functools.partial(model.stateless_call, training=True)
+    ((first, second),), state = masks(two, call, state, 1)
+    np.testing.assert_array_equal(first, second)
+
+
+def test_with_own_seeds_each_replica_drops_other_numbers(two):
+    model = dropping()
+    trainable = [v.value for v in model.trainable_variables]
+    names = [v.path for v in model.non_trainable_variables]
+    state = two.mirror([v.value for v in model.non_trainable_variables])
+
+    def call(_, others, x):
+        y, new = with_own_seeds(model)(trainable, others, x)
+        mean = js.get_replica_context().all_reduce
+        moving = ["moving" in name for name in names]
+        return y, [
+            mean("mean", n) if m else n for n, m in zip(new, moving, strict=True)
+        ]
+
+    taken, after = masks(two, call, state, 2)
+    drawn = [mask for replicas in taken for mask in replicas]
+    for i, mask in enumerate(drawn):
+        assert all((mask != other).any() for other in drawn[:i])
+    for name, old, new in zip(names, state, after, strict=True):
+        assert isinstance(new, jax.Array) and isinstance(new, js.Mirrored)
+        if "seed_generator" in name:  # as Keras counts: one draw for each call
+            np.testing.assert_array_equal(new, np.asarray(old) + [0, 2])
 
 
 def test_a_model_that_would_train_in_place_is_refused_and_kept(two):
