@@ -434,9 +434,7 @@ class CheckpointManager:
         return restored
 
     def _mesh(self) -> Mesh | None:
-        strategy = self._strategy
-        if strategy is None and (context := _context.current()) is not None:
-            strategy = context.strategy
+        strategy = self._strategy or _context.current().strategy
         return None if strategy is None or strategy.is_default else strategy.mesh
 
     # What there is.

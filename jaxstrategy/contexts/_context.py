@@ -1,10 +1,11 @@
-"""Which side of `run` code is on.
+"""What the code that runs is part of: one record, `Context`, in one `ContextVar`.
 
-A thread (or asyncio task) is in one of three states: the default one, in which code
-runs alone as its own single replica; the cross-replica context of a strategy (inside
-`scope()` and `merge_call`), in which code sees all replicas at once; and the replica
-context of a strategy (inside `run`), in which it sees one of them. One `ContextVar`
-holds the state, and `entered` is the one way to change it.
+A thread (or asyncio task) is on one of three sides: outside, where code runs alone as
+its own single replica; in the cross-replica context of a strategy (inside `scope()` and
+`merge_call`), in which code sees all replicas at once; or in the replica context of a
+strategy (inside `run`), in which it sees one of them. Besides, a step may be traced, a
+variable updated, a function differentiated. `entered` is the one way to change any of
+that for a block.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import abc
 import contextlib
 import contextvars
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+import types
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -101,98 +103,118 @@ class AbstractStrategy(abc.ABC):
         """One value from all replicas' versions."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Context:
-    """A side of the fence: of which strategy, which replica, inside which step.
+    """What the code that runs is part of; `entered` changes fields for a block.
+
+    Each field is read by one module, which `read by` names: layers that stand above
+    this one keep what they must know here, so that there is one state and one way in
+    and out.
 
     Attributes:
-      strategy: whose context it is.
-      replica: the replica context object, or None in cross-replica context.
+      strategy: whose scope, step or `merge_call` it is; None outside of all.
+      replica: the `ReplicaContext`; None in cross-replica context, and outside.
       in_step: whether a step of `run` is being traced, so that values are one
         replica's own and collectives may be used on them.
+      is_set: whether it was set rather than entered, and may be set again.
+      around: what is called before and after each step of `run` in some scope.
+      variables: those of the step that is being traced. Read by `variables._access`.
+      trace: the number of that trace, if its step may use variables.
+      is_update: whether it is that of `extended.update`. Read by `variables._access`.
+      before: what variables held before an update. Read by `variables._access`.
+      colocated: where `colocate_vars_with` wants new variables.
+      given: what variables hold in a function that is differentiated, by their `id`,
+        with the step that it is part of. Read by `variables._gradients`.
+      batches: the batches of the step that is being traced, and on which part of them
+        it works. Read by `masks._padding`.
     """
 
-    strategy: AbstractStrategy
-    replica: Any = None
+    strategy: AbstractStrategy | None = None
+    replica: object = None
     in_step: bool = False
+    is_set: bool = False
+    around: tuple[Callable[[], None], Callable[[], None]] | None = None
+    variables: object = None
+    trace: int | None = None
+    is_update: bool = False
+    before: object = None
+    colocated: Mesh | None = None
+    given: Mapping[int, tuple[object, Any]] = types.MappingProxyType({})
+    batches: object = None
+
+    @property
+    def jit_key(self) -> Hashable:
+        """What JAX keys its caches by: two contexts in which code may do other things.
+
+        A jitted helper that a step calls must be traced again on the other side of
+        `merge_call`, and in another trace of the step: its trace has the references of
+        that trace's variables.
+        """
+        strategy = self.strategy if self.in_step else None
+        if strategy is None:
+            return self.trace
+        return type(strategy), strategy.mesh, self.replica is None, self.trace
 
 
-_current: contextvars.ContextVar[Context | None] = contextvars.ContextVar(
-    "jaxstrategy_context", default=None
+OUTSIDE = Context()
+"""The context of code that is part of nothing; there is one, known by identity."""
+
+_current: contextvars.ContextVar[Context] = contextvars.ContextVar(
+    "jaxstrategy_context", default=OUTSIDE
 )
+current: Callable[[], Context] = _current.get
 
-# A jitted helper that asks for its context must be traced again on the other side:
-# JAX keys its caches by this value. It is set only while a step is traced.
+# Set only while a step is traced: elsewhere a jitted function keeps its cache.
 _jit_key = jax.make_user_context(None)
-
-current: Callable[[], Context | None] = _current.get
-
-
-# What is called before and after each step of `run`, in a context that is not the
-# default one.
-_around: contextvars.ContextVar[tuple[Callable[[], None], Callable[[], None]] | None]
-_around = contextvars.ContextVar("jaxstrategy_around_steps", default=None)
-steps_are_watched: Callable[[], Any] = _around.get
+_same_key = contextlib.nullcontext()
 
 
 @contextlib.contextmanager
-def around_steps(
-    before: Callable[[], None], after: Callable[[], None]
-) -> Iterator[None]:
-    """A `with` block in which each step of `run` in some scope is told of."""
-    token = _around.set((before, after))
-    try:
-        yield
-    finally:
-        _around.reset(token)
-
-
-@contextlib.contextmanager
-def entered(context: Context | None) -> Iterator[None]:
-    """Make `context` the current one for the length of the `with` block.
-
-    None is the default context.
+def entered(**changed: Any) -> Iterator[Context]:
+    """Changes fields of the current context for the length of the `with` block.
 
     Raises:
       ContextError: something else was entered inside the block and not left.
     """
-    token = _current.set(context)
+    context = dataclasses.replace(_current.get(), **changed)
+    key, token = context.jit_key, _current.set(context)
     try:
-        with _jit_key_of(context):
-            yield
+        with _same_key if key is None else _jit_key(key):
+            yield context
         if _current.get() is not context:
             raise _wrong_order(context)
     finally:
         _current.reset(token)
 
 
-def _jit_key_of(context: Context | None) -> contextlib.AbstractContextManager[Any]:
-    if context is None or not context.in_step:
-        return contextlib.nullcontext()
-    strategy = context.strategy
-    return _jit_key((type(strategy), strategy.mesh, context.replica is None))
+def outside() -> contextlib.AbstractContextManager[Context]:
+    """A `with` block of code that is part of no strategy."""
+    return entered(strategy=None, replica=None, in_step=False)
 
 
-def set_current(context: Context | None) -> None:
-    """Replace the current context until it is set again or an outer block ends."""
-    _current.set(context)
+def set_current(strategy: AbstractStrategy | None) -> None:
+    """Makes `strategy` current until another is set or an outer block ends."""
+    context = dataclasses.replace(
+        _current.get(), strategy=strategy, is_set=strategy is not None
+    )
+    _current.set(OUTSIDE if context == OUTSIDE else context)
 
 
-def describe(context: Context | None) -> str:
+def describe(context: Context) -> str:
     """A context in words, for messages."""
-    if context is None:
+    if context.strategy is None:
         return "the default context"
     side = "cross-replica" if context.replica is None else "replica"
     return f"the {side} context of {context.strategy!r}"
 
 
-def require_same(context: Context | None, strategy: AbstractStrategy) -> None:
+def require_same(context: Context, strategy: AbstractStrategy) -> None:
     """Raise unless `strategy` is the current strategy or there is none.
 
     Raises:
       ContextError: code of one strategy is used inside another's.
     """
-    if context is not None and context.strategy is not strategy:
+    if context.strategy is not None and context.strategy is not strategy:
         raise ContextError(
             f"Mixing different Strategy objects: {strategy!r} was used inside "
             f"{describe(context)}. Leave that `scope()` or `run` first, or use one "
@@ -200,7 +222,7 @@ def require_same(context: Context | None, strategy: AbstractStrategy) -> None:
         )
 
 
-def require_cross_replica(strategy: AbstractStrategy, method: str) -> Context | None:
+def require_cross_replica(strategy: AbstractStrategy, method: str) -> Context:
     """The context, if `strategy.method` may be called here: not inside a replica.
 
     Raises:
@@ -208,7 +230,7 @@ def require_cross_replica(strategy: AbstractStrategy, method: str) -> Context | 
     """
     context = _current.get()
     require_same(context, strategy)
-    if context is not None and context.replica is not None:
+    if context.replica is not None:
         raise ContextError(
             f"`strategy.{method}` was called inside `run`, where code sees one "
             f"replica. `{method}` needs all of them (cross-replica context): use "
@@ -229,13 +251,12 @@ class Scope:
 
     def __init__(self, strategy: AbstractStrategy) -> None:
         self._strategy = strategy
-        self._entered: list[tuple[Context, Context | None]] = []
+        self._entered: list[tuple[Context, Context]] = []
 
     def __enter__(self) -> AbstractStrategy:
         before = require_cross_replica(self._strategy, "scope")
-        in_step = before is not None and before.in_step
         # A new record each time, so that leaving in the wrong order is seen.
-        context = Context(self._strategy, in_step=in_step)
+        context = dataclasses.replace(before, strategy=self._strategy, is_set=False)
         self._entered.append((context, before))
         _current.set(context)
         return self._strategy
@@ -248,7 +269,7 @@ class Scope:
         _current.set(before)
 
 
-def _wrong_order(context: Context | None) -> ContextError:
+def _wrong_order(context: Context) -> ContextError:
     return ContextError(
         "Strategy contexts were left in another order than they were entered: leaving "
         f"{describe(context)} while in {describe(_current.get())}, which was entered "
@@ -264,7 +285,7 @@ def require_host(strategy: AbstractStrategy, method: str) -> None:
     """
     context = _current.get()
     require_same(context, strategy)
-    if context is None or not context.in_step:
+    if not context.in_step:
         require_cross_replica(strategy, method)
         return
     where = "`merge_call`" if context.replica is None else "`run`"

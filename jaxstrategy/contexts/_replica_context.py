@@ -12,10 +12,7 @@ from jax import lax
 from jaxstrategy._errors import ContextError
 from jaxstrategy._options import CommunicationOptions, ReduceOp, checked_options
 from jaxstrategy.contexts import _context
-from jaxstrategy.contexts._context import (
-    AbstractStrategy,
-    Context,
-)
+from jaxstrategy.contexts._context import AbstractStrategy, Context
 from jaxstrategy.reductions._all_reduce import Axes
 from jaxstrategy.reductions._cross_device_ops import checked_groups
 from jaxstrategy.replicas._devices import Device
@@ -203,8 +200,10 @@ class ReplicaContext:
         named = self.to_cross(dict(kwargs or {}))
         # In the default strategy there is no step to be in, and nothing to unwrap.
         in_step = bool(self._axes)
-        context = Context(self._strategy, in_step=in_step)
-        with _context.entered(context), jax.named_scope(MERGE_SCOPE):
+        entered = _context.entered(
+            strategy=self._strategy, replica=None, in_step=in_step
+        )
+        with entered, jax.named_scope(MERGE_SCOPE):
             result = merge_fn(self._strategy, *across, **named)
         return own_versions(result) if in_step else result
 
@@ -244,26 +243,23 @@ class ReplicaContext:
 
     def _require_current(self, method: str) -> None:
         context = _context.current()
-        now = None if context is None else context.replica
-        if now is self or (context is None and not self._axes):
+        if context.replica is self or (context.strategy is None and not self._axes):
             return
         raise self._mismatch(method, context)
 
     def _require_no_other_step(self, method: str) -> None:
         # The number of the default strategy is 1, which would be wrong without a word.
         context = _context.current()
-        if context is None or not context.in_step:
-            return
-        if context.strategy is not self._strategy:
+        if context.in_step and context.strategy is not self._strategy:
             raise self._mismatch(method, context)
 
-    def _mismatch(self, method: str, context: Context | None) -> ContextError:
+    def _mismatch(self, method: str, context: Context) -> ContextError:
         if not self._axes:
             advice = (
                 "This one was taken outside `run`, where there is one replica: call "
                 "`get_replica_context()` inside the step"
             )
-        elif context is None or not context.in_step:
+        elif not context.in_step:
             advice = (
                 "This one was taken inside a step, and is valid only there: return "
                 "what you need from the step, or use a method of the strategy here"

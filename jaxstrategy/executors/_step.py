@@ -10,7 +10,7 @@ from typing import Any, final
 import jax
 
 from jaxstrategy._options import RunOptions
-from jaxstrategy.contexts import _context
+from jaxstrategy.contexts._context import OUTSIDE, current
 
 
 @final
@@ -50,7 +50,7 @@ class Step:
         functools.update_wrapper(self, fn)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if _context.current() is None:  # the usual case, kept short
+        if current() is OUTSIDE:  # the usual case, kept short
             return self._programs(args, kwargs)
         return self._run(self._fn, args, kwargs)
 

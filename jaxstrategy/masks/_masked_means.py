@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxstrategy._options import ReduceOp
 from jaxstrategy.contexts import _context
+from jaxstrategy.contexts._replica_context import ReplicaContext
 from jaxstrategy.masks import _padding
 from jaxstrategy.masks._padding import RealRows
 from jaxstrategy.replicas import _mesh
@@ -179,10 +180,9 @@ def _summed_over(
 def _share(mask: jax.Array) -> jax.Array:
     """What a sum over `mask` is multiplied by, from the masks of all replicas."""
     real = jnp.sum(mask).astype(jnp.float32)
-    context = _context.current()
-    if context is None or context.replica is None:
+    replica = _context.current().replica
+    if not isinstance(replica, ReplicaContext):
         return 1 / jnp.maximum(real, 1)
-    replica = context.replica
     total = replica.all_reduce(ReduceOp.SUM, real)
     return replica.num_replicas_in_sync / jnp.maximum(total, 1)
 

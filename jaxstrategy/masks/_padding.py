@@ -8,16 +8,16 @@ by the arrays it belongs to, or by their number of rows.
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import dataclasses
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 
 from jaxstrategy._errors import PaddedRowsWarning
+from jaxstrategy.contexts import _context
 from jaxstrategy.replicas import _mesh
 from jaxstrategy.text import _user_code
 
@@ -126,37 +126,33 @@ class Batches:
         return RealRows(mask, replicas * parts / real.astype(jnp.float32))
 
 
-_batches: contextvars.ContextVar[tuple[Batches, int, Any] | None]
-_batches = contextvars.ContextVar("batches of the step being traced", default=None)
+def _now() -> tuple[Batches, int, Any] | None:
+    """The batches of the step being traced, the number of their parts, and which."""
+    return cast("tuple[Batches, int, Any] | None", _context.current().batches)
 
 
-@contextlib.contextmanager
-def given(batches: Batches) -> Iterator[None]:
+def _entered(
+    batches: tuple[Batches, int, Any] | None,
+) -> contextlib.AbstractContextManager[object]:
+    return _context.entered(batches=batches)
+
+
+def given(batches: Batches) -> contextlib.AbstractContextManager[object]:
     """A block in which a step with these batches is traced.
 
     Inside another one a step without batches has those of the other.
     """
-    now = _batches.get()
-    token = _batches.set((batches, 1, 0) if batches.any or now is None else now)
-    try:
-        yield
-    finally:
-        _batches.reset(token)
+    now = _now()
+    return _entered((batches, 1, 0) if batches.any or now is None else now)
 
 
-@contextlib.contextmanager
-def part(index: Any, parts: int) -> Iterator[None]:
+def part(index: Any, parts: int) -> contextlib.AbstractContextManager[object]:
     """A block in which arrays hold part `index` of so many of a batch."""
-    now = _batches.get()
+    now = _now()
     if now is None:
-        yield
-        return
+        return _entered(None)
     batches, before, outer = now
-    token = _batches.set((batches, before * parts, outer * parts + index))
-    try:
-        yield
-    finally:
-        _batches.reset(token)
+    return _entered((batches, before * parts, outer * parts + index))
 
 
 class Turns:
@@ -171,7 +167,7 @@ class Turns:
     """
 
     def __init__(self, columns: Sequence[Sequence[Any]]) -> None:
-        now: tuple[Batches, int, Any] = _batches.get() or (Batches(()), 1, 0)
+        now: tuple[Batches, int, Any] = _now() or (Batches(()), 1, 0)
         self._outer, self._parts, self._part = now
         self._others = self._outer.others([a for column in columns for a in column])
         self._places: dict[int, list[int | None]] = {}
@@ -190,11 +186,10 @@ class Turns:
         """A block in which a step with these arrays, and these masks, is traced."""
         own = [Batch(arrays[n], mask, _numbered(n)) for n, mask in masks.items()]
         batches = Batches([*own, *self._others])
-        token = _batches.set((batches, self._parts, self._part))
         try:
-            yield
+            with _entered((batches, self._parts, self._part)):
+                yield
         finally:
-            _batches.reset(token)
             self._outer.asked |= batches.asked
             self._outer.kept |= batches.kept
             for places in batches.alike:
@@ -227,7 +222,7 @@ def real_rows(array: Any) -> RealRows | None:
     Raises:
       ValueError: the step has batches, but none with as many rows.
     """
-    now = _batches.get()
+    now = _now()
     return None if now is None else now[0].find(array, *now[1:])
 
 
@@ -237,7 +232,7 @@ def known_rows(array: Any) -> jax.Array | None:
     For a layer that leaves the others out unasked. The step goes on to be one that has
     not asked: what it computes from the layer's results counts them still.
     """
-    now = _batches.get()
+    now = _now()
     if now is None or not fits(array):
         return None
     found = now[0].find(array, *now[1:], asks=False)
@@ -246,13 +241,13 @@ def known_rows(array: Any) -> jax.Array | None:
 
 def fits(array: Any) -> bool:
     """Whether a batch of the step has as many rows as `array`."""
-    now = _batches.get()
+    now = _now()
     return now is not None and now[0].fit(array.shape[0], now[1])
 
 
 def of_argument(array: Any) -> jax.Array | None:
     """Which rows of `array` are real, if it is one that the step was given."""
-    now = _batches.get()
+    now = _now()
     if now is None or not now[0].owns(array):
         return None
     found = now[0].find(array, *now[1:])
@@ -261,13 +256,13 @@ def of_argument(array: Any) -> jax.Array | None:
 
 def not_needed() -> None:
     """The code that is traced gives each row a result of its own."""
-    if (now := _batches.get()) is not None:
+    if (now := _now()) is not None:
         now[0].asked = True
 
 
 def keeps_rows(arrays: Sequence[Any]) -> None:
     """The code that is traced gathers these arrays, and cannot leave out rows."""
-    now = _batches.get()
+    now = _now()
     if now is not None and any(now[0].owns(array) for array in arrays):
         now[0].kept = True
 

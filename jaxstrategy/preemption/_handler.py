@@ -118,7 +118,8 @@ class PreemptionCheckpointHandler:
     def watch_preemption_scope(self) -> Iterator[None]:
         """A `with` block in which each `strategy.run` counts as one step."""
         strategy = self._strategy or get_strategy()
-        with strategy.scope(), _context.around_steps(self._before, self._after):
+        around = self._before, self._after
+        with strategy.scope(), _context.entered(around=around):
             yield
 
     def close(self) -> None:

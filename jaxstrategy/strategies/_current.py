@@ -6,7 +6,6 @@ from typing import Any
 
 from jaxstrategy._errors import ContextError
 from jaxstrategy.contexts import _context
-from jaxstrategy.contexts._context import Context
 from jaxstrategy.contexts._replica_context import ReplicaContext
 from jaxstrategy.strategies._base import Strategy
 from jaxstrategy.strategies._default import DefaultStrategy
@@ -21,8 +20,7 @@ def get_strategy() -> Strategy:
     >>> js.get_strategy()
     DefaultStrategy(1 replica)
     """
-    context = _context.current()
-    strategy = _default if context is None else context.strategy
+    strategy = _context.current().strategy or _default
     assert isinstance(strategy, Strategy)
     return strategy
 
@@ -50,7 +48,7 @@ def get_replica_context() -> ReplicaContext | Any:
     1
     """
     context = _context.current()
-    return _default.replica_context if context is None else context.replica
+    return _default.replica_context if context.strategy is None else context.replica
 
 
 def in_cross_replica_context() -> bool:
@@ -78,16 +76,9 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
             "was wanted."
         )
     context = _context.current()
-    if context is not None and not isinstance(context, _SetContext):
+    if context.strategy is not None and not context.is_set:
         raise ContextError(
             "`experimental_set_strategy` must not be called inside a strategy's "
             f"`scope()` or `run`; this is {_context.describe(context)}."
         )
-    if strategy is None or strategy.is_default:
-        _context.set_current(None)
-    else:
-        _context.set_current(_SetContext(strategy))
-
-
-class _SetContext(Context):
-    """A context that was set rather than entered, and may be set again."""
+    _context.set_current(None if strategy is _default else strategy)

@@ -67,7 +67,7 @@ class DefaultStrategy(Strategy):
           ContextError: inside another strategy's scope or `run`.
         """
         context = _context.current()
-        if context is not None and context.strategy is not self:
+        if context.strategy not in (None, self):
             raise ContextError(
                 "Mixing different Strategy objects: the default strategy's scope was "
                 f"entered inside {_context.describe(context)}. Leave that one first."
@@ -83,11 +83,11 @@ class DefaultStrategy(Strategy):
     ) -> Any:
         _context.require_same(_context.current(), self)
         args, kwargs = _alone((args, kwargs))
-        with _context.entered(None):
+        with _context.outside():
             return fn(*args, **kwargs)
 
     def _across(
-        self, context: Context | None, function: Callable[..., Any], value: PyTree
+        self, context: Context, function: Callable[..., Any], value: PyTree
     ) -> PyTree:
         return function(_alone(value))
 

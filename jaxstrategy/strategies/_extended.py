@@ -16,10 +16,7 @@ from jaxstrategy.contexts import (
     _context,
     _replica_context,
 )
-from jaxstrategy.contexts._context import (
-    AbstractStrategy,
-    Context,
-)
+from jaxstrategy.contexts._context import AbstractStrategy
 from jaxstrategy.replicas import (
     _devices,
     _mesh,
@@ -118,7 +115,7 @@ class StrategyExtended:
         results = self._strategy.reduce(
             op, [value for value, _ in pairs], options=options
         )
-        if context is not None and context.in_step:
+        if context.in_step:
             return results
         return [
             _placed(result, sharding)
@@ -171,7 +168,7 @@ class StrategyExtended:
         self._check_own(var, "update")
         check_arguments(args, kwargs)
         args, kwargs = tuple(args), dict(kwargs or {})
-        in_step = context is not None and context.in_step
+        in_step = context.in_step
         if in_step:
             args, kwargs = _replica_context.own_versions((args, kwargs))
             result = self._updated(var, fn, args, kwargs)
@@ -183,7 +180,7 @@ class StrategyExtended:
         return result if group else self._of_each_copy(var, result, in_step)
 
     def _updated(self, var: Variable, fn: Any, args: Any, kwargs: Any) -> Any:
-        with self._strategy.scope(), _access.updating():
+        with self._strategy.scope(), _context.entered(is_update=True):
             return fn(var, *args, **kwargs)
 
     def _updated_at_once(self, var: Variable, fn: Any, args: Any, kwargs: Any) -> Any:
@@ -204,7 +201,9 @@ class StrategyExtended:
         strategy = self._strategy
 
         def call(fn: Any, args: Any, kwargs: Any) -> Any:
-            with _context.entered(Context(strategy, in_step=True)), _access.updating():
+            with _context.entered(
+                strategy=strategy, replica=None, in_step=True, is_update=True
+            ):
                 return fn(*args, **kwargs)
 
         return Programs(strategy.mesh, call, lambda: _registry.usable_by(strategy))
@@ -247,13 +246,13 @@ class StrategyExtended:
     def _colocated(self, var: Variable) -> Iterator[None]:
         context = _context.current()
         _context.require_same(context, self._strategy)
-        if context is None and not self._strategy.is_default:
+        if context.strategy is None and not self._strategy.is_default:
             raise ContextError(
                 "`extended.colocate_vars_with` was called outside of the scope of "
                 f"{self._strategy!r}, where variables are no strategy's. Write `with "
                 "strategy.scope(), strategy.extended.colocate_vars_with(v):`."
             )
-        with _access.colocated(var.mesh):
+        with _context.entered(colocated=var.mesh):
             yield
 
     def value_container(self, value: Any) -> Any:

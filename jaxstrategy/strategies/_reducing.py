@@ -89,7 +89,7 @@ class Reducing(Stepping):
         across = functools.partial(self._across, context, function)
         if is_weighted:
             done = across((value, weights))
-        elif axis is None and (context is None or not context.in_step):
+        elif axis is None and not context.in_step:
             done = in_parts(across, value)
         else:
             done = across(value)
@@ -115,7 +115,7 @@ class Reducing(Stepping):
         Array([1, 2, 3, 4], dtype=int32)
         """
         context = _context.require_cross_replica(self, "gather")
-        in_step = context is not None and context.in_step
+        in_step = context.in_step
         function = self._reduction.of_gathered(axis, in_step)
         joined = self._beside_variables(self._across(context, function, value))
         return joined if in_step else _without_filling(value, joined, axis)
@@ -144,7 +144,7 @@ class Reducing(Stepping):
         ('plain',)
         """
         context = _context.require_cross_replica(self, "experimental_local_results")
-        in_step = context is not None and context.in_step
+        in_step = context.in_step
         leaves, treedef = jax.tree.flatten(value, is_leaf=_per_replica.is_whole)
         if treedef == _LEAF and not isinstance(value, (PerReplica, Handle, jax.Array)):
             return (value,)
@@ -252,9 +252,8 @@ class Reducing(Stepping):
         {"state['n']": ((0, 1, 3), (2,))}
         """
         _context.require_host(self, "assert_in_sync")
-        assert_in_sync(
-            tree, name, self.mesh, self._axes, functools.partial(self._across, None)
-        )
+        run = functools.partial(self._across, _context.current())
+        assert_in_sync(tree, name, self.mesh, self._axes, run)
 
 
 _LEAF = jax.tree.structure(0)

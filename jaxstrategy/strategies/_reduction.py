@@ -13,7 +13,6 @@ from jaxstrategy.contexts import _context
 from jaxstrategy.contexts._context import (
     AbstractReduction,
     AbstractStrategy,
-    Context,
 )
 from jaxstrategy.reductions._all_reduce import Axes, checked
 from jaxstrategy.reductions._cross_device_ops import (
@@ -139,7 +138,7 @@ class Reduction(AbstractReduction):
             (_per_replica.of_local(checked(op, leaf), axis_name), self._strategy)
             for leaf in leaves
         ]
-        with _context.entered(Context(self._strategy, in_step=True)):
+        with _context.entered(strategy=self._strategy, replica=None, in_step=True):
             results = self.ops.batch_reduce(op, pairs, options or self.options)
         if len(results) != len(pairs):
             raise ValueError(

@@ -258,12 +258,11 @@ class Running(AbstractStrategy):
         options: RunOptions | None,
     ) -> Any:
         context = _context.require_cross_replica(self, "run")
-        if context is not None and context.in_step:
+        if context.in_step:
             return self._run_in_step(fn, args, kwargs)
-        watched = None if context is None else _context.steps_are_watched()
-        if watched is None:
+        if context.around is None or context.strategy is None:
             return self._programs.of(fn, options)(args, kwargs)
-        before, after = watched
+        before, after = context.around
         before()
         results = self._programs.of(fn, options)(args, kwargs)
         after()
@@ -275,14 +274,14 @@ class Running(AbstractStrategy):
         """`run` inside `merge_call`: the step goes on, in the same trace."""
         args, kwargs = _replica_context.own_versions((args, kwargs))
         replica = ReplicaContext(self, self._axes)
-        with _context.entered(Context(self, replica, in_step=True)):
+        with _context.entered(strategy=self, replica=replica, in_step=True):
             returned = fn(*args, **kwargs)
             return replica.to_cross(returned)
 
     def _call_replica(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """One replica's call of `fn`, while it is traced."""
         replica = ReplicaContext(self, self._axes)
-        with _context.entered(Context(self, replica, in_step=True)):
+        with _context.entered(strategy=self, replica=replica, in_step=True):
             return fn(*args, **kwargs)
 
     def _variables(self) -> list[Variable]:
@@ -290,9 +289,9 @@ class Running(AbstractStrategy):
         return _registry.usable_by(self)
 
     def _across(
-        self, context: Context | None, function: Callable[..., Any], value: PyTree
+        self, context: Context, function: Callable[..., Any], value: PyTree
     ) -> PyTree:
         """`function(tree)` of one replica's `value`, wherever we are."""
-        if context is not None and context.in_step:
+        if context.in_step:
             return function(_replica_context.to_replica(value))
         return self._programs.of(function)((value,), {})

@@ -72,7 +72,7 @@ def all_finite(tree: PyTree) -> jax.Array:
     context, replica = _context.current(), get_replica_context()
     if replica is not None:
         return replica.all_reduce(ReduceOp.MIN, finite)
-    if context is not None and context.in_step:  # in `merge_call`
+    if context.in_step and context.strategy is not None:  # in `merge_call`
         across = _per_replica.of_local(finite, _mesh.REPLICA_AXIS)
         return context.strategy.reduce(ReduceOp.MIN, across)
     return finite

@@ -8,15 +8,13 @@ traced, a `StepVariables` knows them.
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import enum
 import itertools
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
 
 import jax
-from jax.sharding import Mesh
 
 from jaxstrategy.contexts import _context
 
@@ -70,102 +68,68 @@ class StepVariables:
         self.created.append(variable)
 
 
-_tracing: contextvars.ContextVar[StepVariables | None] = contextvars.ContextVar(
-    "jaxstrategy_step_variables", default=None
-)
-_updating: contextvars.ContextVar[bool] = contextvars.ContextVar(
-    "jaxstrategy_updating", default=False
-)
-
-
 class NeedsProgram(BaseException):  # which no `except Exception` of a function takes
     """`extended.update` came to one copy of an on-read variable, outside of a step."""
 
 
-_before: contextvars.ContextVar[dict[int, tuple[Any, Any]] | None]
-_before = contextvars.ContextVar("jaxstrategy_values_before", default=None)
+class _Before:
+    """What cells held before an update, to undo it."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, tuple[Any, Any]] = {}
+
+    def keep(self, cell: Any) -> None:
+        if id(cell) not in self._held:
+            self._held[id(cell)] = cell, cell[...]
+
+    def put_back(self) -> None:
+        for cell, value in self._held.values():
+            cell[...] = value
 
 
 @contextlib.contextmanager
 def undone_for_program() -> Iterator[None]:
     """Undo what is assigned in the block if it ends with `NeedsProgram`."""
-    before: dict[int, tuple[Any, Any]] = {}
-    token = _before.set(before)
+    before = _Before()
     try:
-        yield
+        with _context.entered(before=before):
+            yield
     except NeedsProgram:
-        for cell, value in before.values():
-            cell[...] = value
+        before.put_back()
         raise
-    finally:
-        _before.reset(token)
 
 
 def about_to_change(cell: Any) -> None:
     """Keep what `cell` holds, if that may have to be undone."""
-    before = _before.get()
-    if before is not None and id(cell) not in before:
-        before[id(cell)] = cell, cell[...]
-
-
-# Where `colocate_vars_with` wants new variables.
-_mesh: contextvars.ContextVar[Mesh | None] = contextvars.ContextVar(
-    "jaxstrategy_colocated", default=None
-)
-colocating: Callable[[], Mesh | None] = _mesh.get
+    before = _context.current().before
+    if before is not None:
+        cast(_Before, before).keep(cell)
 
 
 def tracing() -> StepVariables | None:
     """The variables of the step that is being traced, None outside of one."""
     context = _context.current()
-    return _tracing.get() if context is not None and context.in_step else None
+    if not context.in_step:
+        return None
+    return cast("StepVariables | None", context.variables)
 
 
 # Calling a program gives it the memory of the variables and takes other memory back.
 # Two threads that do so at once would end the process (JAX 0.10 and 0.12).
 one_at_a_time = threading.RLock()
 
-# A jitted function that a step calls has that step's references in its trace. JAX keys
-# its caches by this value, so that another trace of a step does not get those.
-_number_of_trace = jax.make_user_context(None)
 _numbers = itertools.count()
-_nothing = contextlib.nullcontext()
 
 
-@contextlib.contextmanager
-def traced_with(variables: StepVariables) -> Iterator[None]:
-    """Let a step be traced with these."""
-    token = _tracing.set(variables)
-    try:
-        with _number_of_trace(next(_numbers)) if variables.any else _nothing:
-            yield
-    finally:
-        _tracing.reset(token)
-
-
-@contextlib.contextmanager
-def updating() -> Iterator[None]:
-    """Let code be that of `extended.update`, which sees one copy of a variable."""
-    token = _updating.set(True)
-    try:
-        yield
-    finally:
-        _updating.reset(token)
-
-
-@contextlib.contextmanager
-def colocated(mesh: Mesh) -> Iterator[None]:
-    """Let variables be made on `mesh`."""
-    token = _mesh.set(mesh)
-    try:
-        yield
-    finally:
-        _mesh.reset(token)
+def traced_with(variables: StepVariables) -> contextlib.AbstractContextManager[object]:
+    """A `with` block in which a step is traced with these variables."""
+    trace = next(_numbers) if variables.any else _context.current().trace
+    return _context.entered(variables=variables, trace=trace)
 
 
 def side() -> Side:
     """Where the code that asks is."""
     context = _context.current()
-    if context is not None and context.replica is not None:
+    if context.replica is not None:
         return Side.REPLICA
-    return Side.UPDATE if _updating.get() else Side.CROSS
+    return Side.UPDATE if context.is_update else Side.CROSS

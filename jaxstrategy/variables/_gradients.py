@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import contextvars
-import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
 
 from jaxstrategy._errors import ContextError
+from jaxstrategy.contexts import _context
 from jaxstrategy.values._per_replica import (
     Handle,
     PyTree,
 )
 from jaxstrategy.variables import _access
-
-# While a function is differentiated, for each of the variables the step (or None) that
-# it is part of, and the value that they have for it.
-_given: contextvars.ContextVar[Mapping[int, tuple[Any, Any]]] = contextvars.ContextVar(
-    "jaxstrategy_given_values", default=types.MappingProxyType({})
-)
 
 
 def value_of(variable: Any) -> Any:
@@ -30,7 +23,7 @@ def value_of(variable: Any) -> Any:
     Raises:
       ContextError: the function is not part of the step that asks, but runs it.
     """
-    found = _given.get().get(id(variable))
+    found = _context.current().given.get(id(variable))
     if found is None:
         return None
     step, value = found
@@ -45,7 +38,7 @@ def check_outside(variables: Iterable[Any]) -> None:
     Raises:
       ContextError: inside a function that is differentiated with respect to one.
     """
-    given = _given.get()
+    given = _context.current().given
     if given:
         for variable in variables:
             if id(variable) in given:
@@ -60,15 +53,12 @@ def _outside(variable: Any) -> ContextError:
     )
 
 
-@contextlib.contextmanager
-def _given_values(values: Mapping[int, Any]) -> Iterator[None]:
+def _given_values(
+    values: Mapping[int, Any],
+) -> contextlib.AbstractContextManager[object]:
     step = _access.tracing()
     given = {key: (step, value) for key, value in values.items()}
-    token = _given.set({**_given.get(), **given})
-    try:
-        yield
-    finally:
-        _given.reset(token)
+    return _context.entered(given={**_context.current().given, **given})
 
 
 def value_and_grad(

@@ -137,7 +137,7 @@ class Variable(Operators, Scatters, Handle):
                 "same ones afterwards. Make it outside the step, or once: "
                 "`if self.v is None: self.v = Variable(...)`."
             )
-        with jax.ensure_compile_time_eval(), _context.entered(None):
+        with jax.ensure_compile_time_eval(), _context.outside():
             start = _start(initial_value, dtype, name)
             _aggregation.check(self._aggregation, start.dtype, name)
             self._shape, self._dtype = start.shape, start.dtype
@@ -342,8 +342,8 @@ class Variable(Operators, Scatters, Handle):
         assert ref is not None, "variables are made before the step or by it"
         return ref
 
-    def _check_strategy(self, current: Context | None) -> None:
-        if current is None or self._strategy in (None, current.strategy):
+    def _check_strategy(self, current: Context) -> None:
+        if current.strategy is None or self._strategy in (None, current.strategy):
             return
         where = "a step" if current.in_step else "the scope"
         if not current.strategy.is_default:
@@ -445,10 +445,8 @@ class Variable(Operators, Scatters, Handle):
 
 
 def _owner() -> AbstractStrategy | None:
-    context = _context.current()
-    if context is None or context.strategy.is_default:
-        return None
-    return context.strategy
+    strategy = _context.current().strategy
+    return None if strategy is None or strategy.is_default else strategy
 
 
 def _kind(
@@ -465,7 +463,7 @@ def _kind(
         return MirroredKind(name, aggregation, mesh, None)
     if on_read:
         return OnReadKind(name, aggregation, owner.mesh, owner)
-    mesh = _access.colocating() or owner.parameter_mesh
+    mesh = _context.current().colocated or owner.parameter_mesh
     return MirroredKind(name, aggregation, mesh, owner)
 
 

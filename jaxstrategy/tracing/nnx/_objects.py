@@ -20,6 +20,7 @@ import jax
 from jaxstrategy._errors import ObjectError
 from jaxstrategy._options import RunOptions, is_function
 from jaxstrategy.contexts import _context
+from jaxstrategy.contexts._replica_context import ReplicaContext
 from jaxstrategy.text import _user_code
 from jaxstrategy.tracing.functions import (
     _code,
@@ -284,14 +285,16 @@ def _own_keys(objects: list[Any]) -> list[tuple[Any, Any, Any]]:
       For each variable with a key: it, the replica's key, and the key of all.
     """
     context = _context.current()
-    if not objects or context is None or context.strategy.num_replicas_in_sync == 1:
+    strategy, replica = context.strategy, context.replica
+    if not objects or strategy is None or strategy.num_replicas_in_sync == 1:
         return []
+    assert isinstance(replica, ReplicaContext)
     nnx = sys.modules["flax.nnx"]
     found = []
     for _, node in nnx.iter_graph(objects):
         if isinstance(node, nnx.RngKey):
             key = node.get_raw_value()
-            folded = context.replica.fold_in(key)
+            folded = replica.fold_in(key)
             node.set_raw_value(folded)
             found.append((node, folded, key))
     return found

@@ -173,9 +173,9 @@ def on_host(copy: jax.Array) -> np.ndarray:
 
 
 def this_strategy() -> AbstractStrategy:
-    context = _context.current()
-    assert context is not None, "a step has a context"
-    return context.strategy
+    strategy = _context.current().strategy
+    assert strategy is not None, "a step has a strategy"
+    return strategy
 
 
 def whole(value: Any, shape: tuple[int, ...]) -> Any:
