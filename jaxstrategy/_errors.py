@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from jaxstrategy.text._lists import and_more, listed
+from jaxstrategy.text._units import with_noun
+
 _SHOWN = 200  # characters of a value in a message
 
 
@@ -118,15 +121,16 @@ class OutOfSyncError(RuntimeError):
         self.leaves = leaves
 
     def __str__(self) -> str:
-        count, more = len(self.leaves), len(self.leaves) - self._NAMED
-        arrays = "1 array is" if count == 1 else f"{count} arrays are"
-        lines = [f"{arrays} not equal, bit by bit, on all replicas:"]
+        count = len(self.leaves)
+        are = "is" if count == 1 else "are"
+        arrays = with_noun(count, "array")
+        lines = [f"{arrays} {are} not equal, bit by bit, on all replicas:"]
         lines += [
             f"  `{path}`: {self._told(groups)}"
             for path, groups in list(self.leaves.items())[: self._NAMED]
         ]
-        if more > 0:
-            lines += [f"  and {more} more; the exception's `leaves` has them all"]
+        if more := and_more(count, self._NAMED):
+            lines += [f" {more}; the exception's `leaves` has them all"]
         return "\n".join([*lines, self._ADVICE])
 
     def _told(self, groups: tuple[tuple[int, ...], ...]) -> str:
@@ -134,16 +138,13 @@ class OutOfSyncError(RuntimeError):
         rest = sorted(replica_id for group in others for replica_id in group)
         if len(most) <= len(rest):
             named = " | ".join(map(self._listed, groups[: self._NAMED]))
-            more = len(groups) - self._NAMED
-            return f"replicas {named}" + (f" and {more} more" if more > 0 else "")
+            return f"replicas {named}{and_more(len(groups), self._NAMED)}"
         if len(rest) == 1:
             return f"replica {rest[0]} differs from the other {len(most)}"
         return f"replicas {self._listed(rest)} differ from the other {len(most)}"
 
     def _listed(self, replica_ids: Sequence[int]) -> str:
-        named = ", ".join(map(str, replica_ids[: self._NAMED]))
-        more = len(replica_ids) - self._NAMED
-        return f"{named} and {more} more" if more > 0 else named
+        return listed(replica_ids, self._NAMED)
 
     _ADVICE = (
         "`run` gives back as one array only what it has proved equal, so look for what "

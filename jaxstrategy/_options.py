@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+
+from jaxstrategy.text._whole_numbers import several_whole, whole
 
 PyTree = Any
 
@@ -135,14 +136,14 @@ class RunOptions:
 
     def _check_donated(self) -> None:
         given = self.donate_argnums
-        numbers = (given,) if isinstance(given, int) else given
-        try:
-            positions = tuple(sorted({operator.index(n) for n in numbers}))
-        except TypeError:
+        one = whole(given)
+        numbers = several_whole(given if one is None else (one,))
+        if numbers is None:
             raise TypeError(
                 f"`donate_argnums` was {given!r}; an argument position or a sequence "
                 "of them was wanted, for example `donate_argnums=(0,)`."
-            ) from None
+            )
+        positions = tuple(sorted(set(numbers)))
         if positions and positions[0] < 0:
             raise ValueError(
                 f"`donate_argnums` was {given!r}; positions count from 0 at the first "
@@ -291,11 +292,8 @@ class CommunicationOptions:
 
 
 def _checked_size(given: Any) -> int:
-    try:
-        size = -1 if isinstance(given, bool) else operator.index(given)
-    except TypeError:
-        size = -1
-    if size < 0:
+    size = whole(given)
+    if size is None or size < 0:
         error = ValueError if isinstance(given, int) else TypeError
         raise error(
             f"`bytes_per_pack` was {given!r}; a number of bytes was wanted, or 0 for "

@@ -28,6 +28,7 @@ import numpy as np
 
 import jaxstrategy as js
 from jaxstrategy.replicas._devices import Device
+from jaxstrategy.text._units import with_noun
 
 if TYPE_CHECKING:
     from flax.training.train_state import TrainState
@@ -169,8 +170,8 @@ def misfit(options: Options, devices: Sequence[Device]) -> str | None:
     if batch_size % n:
         near = max(batch_size - batch_size % n, n)
         return (
-            f"argument --batch-size: {replicas(n)} cannot share {batch_size} images "
-            f"equally. Use a multiple of {n}, such as {near}."
+            f"argument --batch-size: {with_noun(n, 'replica')} cannot share "
+            f"{batch_size} images equally. Use a multiple of {n}, such as {near}."
         )
     return None
 
@@ -352,7 +353,7 @@ def train_both(
     from rich.progress import Progress
 
     def train_on(each: js.Strategy) -> list[Epoch]:
-        what = f"training on {replicas(each.num_replicas_in_sync)}"
+        what = f"training on {with_noun(each.num_replicas_in_sync, 'replica')}"
         task = progress.add_task(what, total=options.steps)
         return train(each, options, functools.partial(progress.advance, task))
 
@@ -370,11 +371,6 @@ def loss_curve(history: list[Epoch]) -> np.ndarray:
 
 
 # What is shown.
-
-
-def replicas(n: int) -> str:
-    """`1 replica` or `8 replicas`."""
-    return "1 replica" if n == 1 else f"{n} replicas"
 
 
 def percent(part: float) -> str:
@@ -463,7 +459,7 @@ def run(strategy: js.Strategy, options: Options) -> int:
     from rich.console import Console
 
     console = Console()
-    name = replicas(strategy.num_replicas_in_sync)
+    name = with_noun(strategy.num_replicas_in_sync, "replica")
     print(f"Training on {TRAIN_IMAGES} handwritten digits with {strategy}.")
     many, one = train_both(strategy, options, console)
     draw(options.out, many, one, name)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import operator
 from typing import Any
 
 import jax
 
 from jaxstrategy._errors import ContextError, shown
+from jaxstrategy.text._whole_numbers import whole
 from jaxstrategy.values import _per_replica
 
 _STEPS = 2**63  # such numbers are names of files, and of 64 bits elsewhere
@@ -26,11 +26,8 @@ def check_host(method: str) -> None:
 
 def checked_step(step: Any) -> int:
     """`step` as a number of Python."""
-    try:
-        number = int(operator.index(step))
-    except TypeError:
-        number = -1
-    if not 0 <= number < _STEPS:
+    number = whole(step)
+    if number is None or not 0 <= number < _STEPS:
         raise ValueError(
             f"`step` was {shown(step)}; a number from 0 to {_STEPS - 1} was wanted."
         )

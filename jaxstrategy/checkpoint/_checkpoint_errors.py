@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from jaxstrategy.text._lists import and_more
+
 
 class CheckpointError(RuntimeError):
     """A checkpoint could not be written or read; earlier ones are as they were."""
@@ -48,8 +50,8 @@ class MismatchError(ValueError):
     def _listed(self, head: str, items: Sequence[str]) -> list[str]:
         quote = "`" if head else ""
         lines = [f"  {head}{quote}{item}{quote}" for item in items[: self._NAMED]]
-        more = len(items) - self._NAMED
-        return [*lines, f"  {head}and {more} more"] if more > 0 else lines
+        more = and_more(len(items), self._NAMED, before=f"  {head}")
+        return [*lines, more] if more else lines
 
 
 class DamagedCheckpointWarning(UserWarning):

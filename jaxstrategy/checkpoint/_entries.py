@@ -12,6 +12,8 @@ import numpy as np
 from jax.sharding import Sharding
 
 from jaxstrategy._errors import DonatedValueError
+from jaxstrategy.replicas._random_keys import is_key
+from jaxstrategy.text._array_types import array_type
 
 Entry = dict[str, Any]
 """What the record says of a value."""
@@ -100,9 +102,9 @@ def described(entry: Entry) -> str:
     """What messages call what was saved."""
     match entry["kind"]:
         case "array":
-            return kind_of(entry["dtype"], entry["shape"])
+            return array_type(entry["dtype"], entry["shape"])
         case "per_replica":
-            shape = kind_of(entry["dtype"], entry["shape"][1:])
+            shape = array_type(entry["dtype"], entry["shape"][1:])
             return f"a PerReplica of {shape} for {entry['shape'][0]} replicas"
         case "number":
             return f"a Python {entry['type']}"
@@ -110,16 +112,6 @@ def described(entry: Entry) -> str:
             return "a string"
         case _:
             return "the state of an iterator"
-
-
-def kind_of(dtype: Any, shape: Any) -> str:
-    """`float32[2,3]`."""
-    return f"{dtype}[{','.join(map(str, shape))}]"
-
-
-def is_key(dtype: Any) -> bool:
-    """Whether it is that of random keys."""
-    return jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 def array_entry(value: Any, kind: str = "array") -> tuple[Entry, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +11,8 @@ import jax.numpy as jnp
 
 from jaxstrategy.masks import _padding
 from jaxstrategy.replicas import _mesh
+from jaxstrategy.replicas._random_keys import is_key
+from jaxstrategy.text._whole_numbers import whole
 from jaxstrategy.values._per_replica import PyTree
 from jaxstrategy.values._slices import is_slices
 
@@ -59,12 +60,11 @@ def checked_parts(k: Any) -> int:
       ValueError: it is less than 1.
       TypeError: it is not a whole number.
     """
-    try:
-        number = operator.index(k)
-    except TypeError:
+    number = whole(k)
+    if number is None:
         raise TypeError(
             f"`k` was {k!r}; the number of parts of a batch was wanted, a whole number."
-        ) from None
+        )
     if number < 1:
         raise ValueError(f"`k` was {number}; a batch has at least one part.")
     return number
@@ -84,10 +84,6 @@ def _split(tree: PyTree, k: int) -> Callable[[Any], PyTree]:
 
 def _is_array(leaf: Any) -> bool:
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
-
-
-def _is_key(leaf: Any) -> bool:
-    return _is_array(leaf) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def _check_rows(path: Any, leaf: Any, k: int) -> None:
@@ -113,7 +109,7 @@ def _part(leaf: Any, index: Any, k: int) -> Any:
     if not _is_array(leaf):
         return leaf
     if leaf.ndim == 0:
-        return jax.random.fold_in(leaf, index) if _is_key(leaf) else leaf
+        return jax.random.fold_in(leaf, index) if is_key(leaf.dtype) else leaf
     rows = leaf.shape[0] // k
     return jax.lax.dynamic_slice_in_dim(leaf, index * rows, rows)
 

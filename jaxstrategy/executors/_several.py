@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jaxstrategy._errors import ObjectError
 from jaxstrategy.masks import _padding
 from jaxstrategy.replicas import _mesh
+from jaxstrategy.text._array_types import array_type
 from jaxstrategy.tracing.functions import _lending
 from jaxstrategy.tracing.nnx import _objects
 from jaxstrategy.tracing.nnx._binding import (
@@ -206,7 +207,7 @@ def _is_alike(a: Any, b: Any, but_rows: bool = False) -> bool:
 
 def _told(value: Any) -> str:
     if _per_replica.is_array(value):
-        return f"{value.dtype}[{','.join(map(str, value.shape))}]"
+        return array_type(value.dtype, value.shape)
     is_leaf = jax.tree_util.all_leaves([value])
     return repr(value) if is_leaf else f"a {type(value).__name__}"
 

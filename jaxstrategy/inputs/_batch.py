@@ -8,10 +8,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxstrategy.replicas import _mesh
+from jaxstrategy.replicas._random_keys import as_numbers
+from jaxstrategy.text._array_types import array_type
 from jaxstrategy.values import _per_replica
 from jaxstrategy.values._per_replica import (
     PerReplica,
@@ -55,8 +56,7 @@ class Batch:
         """A number that another batch would hardly have, from a part of it."""
         crc = 0
         for array in self.arrays:
-            if jnp.issubdtype(array.dtype, jax.dtypes.extended):
-                array = jax.random.key_data(array)
+            array = as_numbers(array)
             rows = array[:_HEAD_ROWS] if array.ndim else array
             head = np.asarray(rows).reshape(-1)[:_HEAD]
             crc = zlib.crc32(f"{array.shape}{array.dtype}".encode(), crc)
@@ -198,5 +198,5 @@ class Kind:
 def _type(dtype: Any, shape: Sequence[int] | None) -> str:
     """How messages call arrays of rows of this shape; None of scalars."""
     if shape is None:
-        return f"{dtype}[]"
-    return f"{dtype}[{', '.join(['rows', *map(str, shape)])}]"
+        return array_type(dtype, ())
+    return array_type(dtype, ("rows", *shape), ", ")

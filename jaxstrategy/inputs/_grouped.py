@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Iterator, Sized
 from typing import Any, final
 
+from jaxstrategy.text._whole_numbers import whole
 from jaxstrategy.values._per_replica import PyTree
 
 
@@ -88,13 +88,12 @@ def grouped(dataset: Iterable[PyTree], k: int) -> Grouped:
 
 
 def _checked(k: Any) -> int:
-    try:
-        number = operator.index(k)
-    except TypeError:
+    number = whole(k)
+    if number is None:
         raise TypeError(
             f"`k` was {k!r}; the number of batches in a tuple was wanted, a whole "
             "number."
-        ) from None
+        )
     if number < 1:
         raise ValueError(f"`k` was {number}; a tuple has at least one batch.")
     return number

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import operator
 from typing import Any
 
-import numpy as np
-
 from jaxstrategy._errors import shown
+from jaxstrategy.text._whole_numbers import whole
 
 
 class InputReplicationMode(enum.Enum):
@@ -69,7 +67,8 @@ class InputOptions:
                 f"{self.experimental_replication_mode!r}; an InputReplicationMode was "
                 "wanted."
             )
-        if _whole(self.experimental_per_replica_buffer_size) < 0:
+        ahead = whole(self.experimental_per_replica_buffer_size)
+        if ahead is None or ahead < 0:
             raise ValueError(
                 "`experimental_per_replica_buffer_size` was "
                 f"{self.experimental_per_replica_buffer_size!r}; a whole number of "
@@ -92,13 +91,6 @@ class InputOptions:
         if self.experimental_place_dataset_on_device:
             return 0
         return int(self.experimental_per_replica_buffer_size)
-
-
-def _whole(number: Any) -> int:
-    try:
-        return operator.index(number)
-    except TypeError:
-        return -1
 
 
 def checked_input_options(options: Any) -> InputOptions:
@@ -156,11 +148,10 @@ class InputContext:
 
 def _check_count(name: str, given: object, least: int, below: int | None) -> None:
     """Raise unless it is a whole number from `least` on, and less than `below`."""
-    kind: type[Exception] = TypeError
-    if isinstance(given, (int, np.integer)) and not isinstance(given, bool):
-        if given >= least and (below is None or given < below):
-            return
-        kind = ValueError
+    number = whole(given)
+    if number is not None and number >= least and (below is None or number < below):
+        return
+    kind = TypeError if number is None else ValueError
     end = " on" if below is None else f" to {below - 1}"
     text = f"`{name}` was {shown(given)}; a whole number from {least}{end} was wanted."
     raise kind(text)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import abc
 import collections
 import contextlib
-import operator
 import sys
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -16,6 +15,7 @@ import numpy as np
 
 from jaxstrategy.inputs._grouped import Grouped
 from jaxstrategy.masks import _padding
+from jaxstrategy.text._whole_numbers import whole
 from jaxstrategy.values import _per_replica
 from jaxstrategy.values._per_replica import PyTree
 
@@ -76,10 +76,10 @@ def progress(
 
 
 def _whole(number: Any, name: str, wanted: str) -> int:
-    try:
-        return operator.index(number)
-    except TypeError:
-        raise TypeError(f"`{name}` was {number!r}; {wanted} was wanted.") from None
+    found = whole(number)
+    if found is None:
+        raise TypeError(f"`{name}` was {number!r}; {wanted} was wanted.")
+    return found
 
 
 @final

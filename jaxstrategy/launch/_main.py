@@ -30,6 +30,7 @@ from jaxstrategy.launch._launch_options import (
 )
 from jaxstrategy.launch._output import Screen
 from jaxstrategy.launch._workers import Asked, Events, Guard
+from jaxstrategy.text._units import plural, with_noun
 
 _PRINTED = {"slurm": _slurm_script.script, "k8s": _kubernetes_manifest.manifest}
 
@@ -103,7 +104,8 @@ class Job:
             if not self._goes_on(outcome):
                 return exit_code(outcome)
             number += 1
-            self._say(f"starting {_processes(self._processes)} again: attempt {number}")
+            started = with_noun(self._processes, "process")
+            self._say(f"starting {started} again: attempt {number}")
 
     def _goes_on(self, outcome: Outcome) -> bool:
         """Whether there is another attempt; counts it."""
@@ -167,8 +169,4 @@ def exit_code(outcome: Outcome) -> int:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
-
-
-def _processes(count: int) -> str:
-    return "1 process" if count == 1 else f"{count} processes"
+    return f"{plural(len(ranks), 'rank')} {', '.join(map(str, ranks))}"

@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxstrategy._errors import DonatedValueError
 from jaxstrategy.profiling import _writers
+from jaxstrategy.text._whole_numbers import whole
 from jaxstrategy.values import _per_replica
 from jaxstrategy.values._per_replica import (
     PerReplica,
@@ -236,10 +237,9 @@ def _joined(path: Any) -> str:
 
 
 def _checked(name: str, given: Any) -> int:
-    try:
-        number = operator.index(given)
-    except TypeError:
-        raise TypeError(f"`{name}` was {given!r}; a whole number was wanted.") from None
+    number = whole(given)
+    if number is None:
+        raise TypeError(f"`{name}` was {given!r}; a whole number was wanted.")
     if number < 1:
         raise ValueError(f"`{name}` was {number}; at least 1 was wanted.")
     return number

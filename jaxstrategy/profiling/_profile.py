@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import operator
 import os
 import statistics
 import time
@@ -20,6 +19,7 @@ from jaxstrategy.inputs._progress import real_rows
 from jaxstrategy.profiling._logger import MetricLogger
 from jaxstrategy.profiling._profile_report import Report
 from jaxstrategy.profiling._profiler_trace import Tracing
+from jaxstrategy.text._whole_numbers import whole
 from jaxstrategy.values._per_replica import (
     PyTree,
     is_per_replica,
@@ -228,12 +228,9 @@ def _rows(given: PyTree) -> int | None:
 
 
 def _checked_every(every: Any) -> int:
-    try:
-        number = operator.index(every)
-    except TypeError:
-        raise TypeError(
-            f"`every` was {every!r}; a number of calls was wanted."
-        ) from None
+    number = whole(every)
+    if number is None:
+        raise TypeError(f"`every` was {every!r}; a number of calls was wanted.")
     if number < 2:
         raise ValueError(
             f"`every` was {number}; the loop can wait for the devices every 2 calls "

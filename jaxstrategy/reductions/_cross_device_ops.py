@@ -5,8 +5,7 @@ from __future__ import annotations
 import abc
 import functools
 import math
-import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, final
 
 import jax
@@ -18,6 +17,7 @@ from jaxstrategy.reductions._plan import Plan
 from jaxstrategy.reductions._sums import Groups
 from jaxstrategy.replicas import _devices
 from jaxstrategy.replicas._devices import Device
+from jaxstrategy.text._whole_numbers import several_whole, whole
 from jaxstrategy.values._per_replica import PerReplica
 
 
@@ -256,10 +256,8 @@ def checked_groups(groups: Sequence[Sequence[int]], replicas: int) -> Groups:
     Raises:
       ValueError: they do not, or are not.
     """
-    try:
-        given = tuple(tuple(map(operator.index, group)) for group in groups)
-    except TypeError:
-        given = ()
+    found = map(several_whole, groups) if isinstance(groups, Iterable) else [None]
+    given = tuple(group or () for group in found)
     members = sorted(member for group in given for member in group)
     if members != list(range(replicas)) or len({len(group) for group in given}) != 1:
         raise ValueError(
@@ -271,9 +269,10 @@ def checked_groups(groups: Sequence[Sequence[int]], replicas: int) -> Groups:
 
 
 def _packs(num_packs: int) -> NumberOfPacks:
-    if isinstance(num_packs, bool) or not isinstance(num_packs, int) or num_packs < 0:
+    number = whole(num_packs)
+    if number is None or number < 0:
         raise ValueError(
             f"`num_packs` was {num_packs!r}; the number of packs was wanted, or 0 to "
             "pack nothing."
         )
-    return NumberOfPacks(num_packs)
+    return NumberOfPacks(number)

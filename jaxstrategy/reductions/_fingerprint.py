@@ -23,6 +23,7 @@ from jax import lax
 
 from jaxstrategy.reductions._all_reduce import Axes
 from jaxstrategy.reductions._gather import all_gather
+from jaxstrategy.replicas._random_keys import as_numbers
 from jaxstrategy.values._per_replica import PyTree
 
 Word = Any  # a uint32 array or scalar
@@ -101,8 +102,7 @@ def _positions(shape: Sequence[int]) -> Word:
 
 def _parts(array: jax.Array) -> list[tuple[Word, Word]]:
     """The bits of each element as pairs of words, low and high: one pair, or two."""
-    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
-        array = jax.random.key_data(array)
+    array = as_numbers(array)
     if array.dtype == jnp.complex64:
         return [(_bits(lax.real(array)), _bits(lax.imag(array)))]
     if array.dtype == jnp.complex128:

@@ -10,6 +10,7 @@ from jax import lax
 
 from jaxstrategy.reductions._all_reduce import Axes
 from jaxstrategy.replicas import _mesh
+from jaxstrategy.text._whole_numbers import whole
 
 
 def all_gather(value: Any, axis: int, axes: Axes) -> jax.Array:
@@ -22,21 +23,22 @@ def all_gather(value: Any, axis: int, axes: Axes) -> jax.Array:
       TypeError: `axis` is not a whole number.
     """
     array = _mesh.array_of(value)
-    if not isinstance(axis, int) or isinstance(axis, bool):
+    dimension = whole(axis)
+    if dimension is None:
         raise TypeError(f"`axis` was {axis!r}; a whole number was wanted.")
     if array.ndim == 0:
         raise ValueError(
             "Scalars cannot be joined along an axis. Give each replica's value a "
             "dimension first, for example `value[None]`."
         )
-    if not -array.ndim <= axis < array.ndim:
+    if not -array.ndim <= dimension < array.ndim:
         raise ValueError(
             f"`axis` is {axis}, out of range for a value with {array.ndim} dimensions "
             f"on each replica: use {-array.ndim} to {array.ndim - 1}."
         )
     if not axes:
         return array
-    axis %= array.ndim
+    axis = dimension % array.ndim
     if array.size == 0:  # XLA refuses to join nothing
         longer = array.shape[axis] * lax.axis_size(axes)
         shape = (*array.shape[:axis], longer, *array.shape[axis + 1 :])

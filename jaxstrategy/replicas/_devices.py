@@ -10,6 +10,7 @@ import jax
 from jax.sharding import Mesh
 
 from jaxstrategy._errors import SimulationError
+from jaxstrategy.text._whole_numbers import whole
 
 # To type checkers `jax.Device` is a variable; the excuse for that stands here alone.
 Device: TypeAlias = jax.Device  # pyright: ignore[reportInvalidTypeForm]
@@ -129,7 +130,7 @@ def _no_devices(given: Any) -> str:
             "A strategy makes a mesh of its own: give the devices, "
             "`list(mesh.devices.flat)`"
         )
-    elif isinstance(given, int) and not isinstance(given, bool):
+    elif whole(given) is not None:
         advice = (
             f"Give the devices themselves: `jax.devices()[:{given}]`, or on a computer "
             f"without accelerators `jaxstrategy.simulate({given})`"
@@ -161,7 +162,7 @@ def simulate(n: int) -> tuple[Device, ...]:
     >>> len(simulate(8))
     8
     """
-    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+    if (whole(n) or 0) < 1:
         raise ValueError(
             f"`simulate` was given {n!r}; a positive whole number was wanted."
         )

@@ -19,6 +19,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 from jaxstrategy._errors import PlacementError, shown
 from jaxstrategy.cluster import _processes
 from jaxstrategy.replicas._devices import Device
+from jaxstrategy.replicas._random_keys import is_key
 
 REPLICA_AXIS = "replica"
 
@@ -151,7 +152,7 @@ def _placed(
                 raise
             raise NotHeldError(too_large(value)) from None
     if isinstance(value, jax.Array):
-        if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        if is_key(value.dtype):
             data = _placed(jax.random.key_data(value), sharding, place)
             return jax.random.wrap_key_data(data, impl=jax.random.key_impl(value))
     # NumPy has 64 bits for a number of Python.

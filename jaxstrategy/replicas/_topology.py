@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
-import operator
 from typing import final
 
 from jaxstrategy._errors import shown
+from jaxstrategy.text._whole_numbers import whole
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute")
 
@@ -215,12 +215,9 @@ def _replicas(given: object) -> int:
         f"`replicas` was {shown(given)}; a whole number, 1 or more, was wanted. "
         "Give how many replicas take part, for example `replicas=8`."
     )
-    if isinstance(given, bool):
+    replicas = whole(given)
+    if replicas is None:
         raise TypeError(complaint)
-    try:
-        replicas = operator.index(given)  # pyright: ignore[reportArgumentType] refused below
-    except TypeError:
-        raise TypeError(complaint) from None
     if replicas < 1:
         raise ValueError(complaint)
     return replicas

@@ -14,6 +14,7 @@ from jaxstrategy.replicas import _devices
 from jaxstrategy.strategies._calls import name_methods_after
 from jaxstrategy.strategies._feeding_data import FedStrategy
 from jaxstrategy.text import _tables
+from jaxstrategy.text._units import with_noun
 
 
 class Strategy(FedStrategy):
@@ -30,8 +31,7 @@ class Strategy(FedStrategy):
         name_methods_after(cls)
 
     def __repr__(self) -> str:
-        n = self.num_replicas_in_sync
-        replicas = "1 replica" if n == 1 else f"{n} replicas"
+        replicas = with_noun(self.num_replicas_in_sync, "replica")
         return f"{type(self).__name__}({replicas} on {_devices.names(self.devices)})"
 
     def _repr_html_(self) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ from jaxstrategy._options import ReduceOp
 from jaxstrategy.masks import _padding
 from jaxstrategy.reductions._all_reduce import reduced_over
 from jaxstrategy.replicas import _mesh
+from jaxstrategy.text._whole_numbers import several_whole, whole
 from jaxstrategy.values._per_replica import PyTree
 from jaxstrategy.values._slices import is_slices
 
@@ -25,12 +25,9 @@ def dimensions(axis: int | Sequence[int] | None) -> tuple[int, ...] | None:
     """
     if axis is None:
         return None
-    given = (axis,) if isinstance(axis, int) else axis
-    try:
-        dimensions = tuple(operator.index(dimension) for dimension in given)
-    except TypeError:
-        dimensions = None
-    if dimensions is None or any(isinstance(dimension, bool) for dimension in given):
+    one = whole(axis)
+    dimensions = several_whole(axis if one is None else (one,))
+    if dimensions is None:
         raise TypeError(
             f"`axis` was {axis!r}; None, a whole number or several were wanted."
         )

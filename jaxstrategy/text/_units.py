@@ -1,4 +1,4 @@
-"""Numbers as people read them: three digits and a unit."""
+"""Numbers as people read them: three digits and a unit, or a count and a noun."""
 
 from __future__ import annotations
 
@@ -41,3 +41,22 @@ def with_prefix(number: float) -> str:
     while number >= 999.5 and power + 1 < len(_SI):
         number, power = number / 1000, power + 1
     return f"{number:.3g} {_SI[power]}".rstrip()
+
+
+def with_noun(count: int, noun: str) -> str:
+    """A number of things.
+
+    >>> with_noun(1, "replica"), with_noun(8, "replica"), with_noun(0, "batch")
+    ('1 replica', '8 replicas', '0 batches')
+    """
+    return f"{count} {plural(count, noun)}"
+
+
+def plural(count: int, noun: str) -> str:
+    """`noun` as it follows a number of things.
+
+    >>> plural(1, "process"), plural(2, "process")
+    ('process', 'processes')
+    """
+    ending = "es" if noun.endswith(("s", "x", "ch", "sh")) else "s"
+    return noun if count == 1 else f"{noun}{ending}"

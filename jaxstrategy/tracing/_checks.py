@@ -6,7 +6,7 @@ Each check names the user's lines; none runs anything.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -20,6 +20,7 @@ from jaxstrategy._errors import (
 )
 from jaxstrategy._options import is_function
 from jaxstrategy.text import _user_code
+from jaxstrategy.text._lists import listed
 from jaxstrategy.text._user_code import Line
 from jaxstrategy.tracing._successors import successors
 from jaxstrategy.tracing._traced import TracedStep
@@ -52,7 +53,7 @@ def check(step: TracedStep, expect_mirrored: Any, told: set[type[Warning]]) -> N
         error, *others = broken
         if others:
             paths = [other.path or "" for other in others]
-            error.add_note(f"The same holds for {_listed(paths)}.")
+            error.add_note(f"The same holds for {listed(paths, 3, '`')}.")
         raise error
     for message, line in double_reductions(step):
         _user_code.warn(message, DoubleReductionWarning, line)
@@ -277,12 +278,6 @@ _OF_OBJECTS = (
 )
 
 
-def _listed(paths: Sequence[str]) -> str:
-    more = len(paths) - 3
-    named = ", ".join(f"`{path}`" for path in paths[:3])
-    return f"{named} and {more} more" if more > 0 else named
-
-
 # State that was mirrored and is not any more.
 
 
@@ -327,7 +322,8 @@ def forgotten_reductions(
     if not found:
         return
     (argument, keys, state), *others = found
-    also = _listed([step.path(other).strip("`") for _, other, _ in others])
+    paths = [step.path(other).strip("`") for _, other, _ in others]
+    also = listed(paths, 3, "`")
     message = (
         f"`{step.name}` was given {step.label(argument)} equal on all replicas, and "
         f"returns {step.path(keys)}, what takes its place, different on each.\n"

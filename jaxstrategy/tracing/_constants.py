@@ -14,12 +14,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.extend.core import Literal
 
 from jaxstrategy.cluster.agreement._operation import Program
+from jaxstrategy.replicas._random_keys import is_key
+from jaxstrategy.text._array_types import array_type
 from jaxstrategy.tracing.replication._analysis import plain
 from jaxstrategy.tracing.replication._site import Site
 
@@ -42,14 +43,14 @@ class Constant:
     @property
     def print(self) -> str:
         """Equal in all processes that captured the same."""
-        return f"{self.value.dtype}{list(self.value.shape)} {_print_of(self.value)}"
+        return f"{_type(self.value)} {_print_of(self.value)}"
 
     @property
     def description(self) -> str:
         """For messages."""
         line = self.site and self.site.line
         where = f", used at {line}" if line else ""
-        return f"{self.value.dtype}{list(self.value.shape)}{where}"
+        return f"{_type(self.value)}{where}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,8 +98,11 @@ class Given:
 
     @property
     def _kind(self) -> str:
-        array = _array(self.value)
-        return f"{array.dtype}{list(array.shape)}"
+        return _type(_array(self.value))
+
+
+def _type(array: Any) -> str:
+    return array_type(array.dtype, array.shape, ", ")
 
 
 def _array(value: Any) -> Any:
@@ -189,7 +193,7 @@ def _print_of(value: Any) -> str:
     """The bits of an array as a number; empty where each process has a part of it."""
     if isinstance(value, Tracer):  # an argument of the code that calls the step
         return ""
-    if jnp.issubdtype(value.dtype, jax.dtypes.extended):
+    if is_key(value.dtype):
         # While JAX traces, it would make an equation of this.
         with jax.ensure_compile_time_eval():
             value = jax.random.key_data(value)

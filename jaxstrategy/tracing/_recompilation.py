@@ -21,6 +21,7 @@ import numpy as np
 
 from jaxstrategy._errors import RecompilationWarning
 from jaxstrategy.text import _user_code
+from jaxstrategy.text._array_types import array_type
 from jaxstrategy.tracing.functions._code import code_of
 from jaxstrategy.tracing.functions._references import References
 from jaxstrategy.tracing.stages._roles import (
@@ -95,7 +96,7 @@ def _told(value: Any) -> str:
     if isinstance(value, type) or issubclass(type(value), _FUNCTIONS):
         return _shown(value)
     if issubclass(type(value), (jax.Array, np.ndarray)):
-        return f"another {value.dtype}[{','.join(map(str, value.shape))}]"
+        return f"another {array_type(value.dtype, value.shape)}"
     return f"a {type(value).__name__}"
 
 

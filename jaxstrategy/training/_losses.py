@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numbers
 from typing import Any, NoReturn
 
 import jax
@@ -22,6 +21,7 @@ from jaxstrategy.strategies._current import (
     get_strategy,
     has_strategy,
 )
+from jaxstrategy.text._whole_numbers import whole
 from jaxstrategy.values._per_replica import is_per_replica
 
 
@@ -163,9 +163,11 @@ def _num_replicas(function: str) -> int:
 
 
 def _check_size(size: Any) -> None:
-    integer = isinstance(size, numbers.Integral) and not isinstance(size, bool)
     array = isinstance(size, (jax.Array, np.ndarray))
-    if not integer and not (array and jnp.issubdtype(size.dtype, jnp.integer)):
+    # An array is not read here: it may be traced, or not be computed yet.
+    if not (
+        jnp.issubdtype(size.dtype, jnp.integer) if array else whole(size) is not None
+    ):
         kind = f"of dtype {size.dtype}" if array else repr(size)
         raise TypeError(
             f"`global_batch_size` is {kind}; an integer is wanted. Of a mask of bools "

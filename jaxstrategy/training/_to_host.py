@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
 from jaxstrategy._errors import DonatedValueError, TracedValueError
 from jaxstrategy._options import VariableAggregation
 from jaxstrategy.cluster import _processes
+from jaxstrategy.replicas._random_keys import as_numbers
 from jaxstrategy.values import _per_replica
 from jaxstrategy.values._per_replica import (
     PerReplica,
@@ -73,8 +73,7 @@ def _readable(leaf: Any, name: str) -> Any:
             f"`{name}` was donated to a step, so its memory is gone. Read the state "
             "that the step returned, or call `to_host` before the step."
         )
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        leaf = jax.random.key_data(leaf)
+    leaf = as_numbers(leaf)
     return leaf.addressable_data(0) if leaf.is_fully_replicated else leaf
 
 

@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxstrategy.replicas import _mesh
 from jaxstrategy.replicas._devices import Device
+from jaxstrategy.text._array_types import array_type
 from jaxstrategy.values import _per_replica
 from jaxstrategy.values._per_replica import (
     PerReplica,
@@ -77,9 +78,7 @@ def _stack_leaf(
     arrays = [_per_replica.as_array(value, what) for value in column]
     kinds = {(array.shape, array.dtype) for array in arrays}
     if len(kinds) > 1:
-        seen = ", ".join(
-            _per_replica.summary(array.dtype, array.shape) for array in arrays
-        )
+        seen = ", ".join(array_type(array.dtype, array.shape) for array in arrays)
         raise ValueError(
             f"`{what}` differs in shape or dtype between replicas: {seen}. One "
             "program runs on all replicas, so all versions need one shape and dtype."

@@ -14,7 +14,7 @@ import abc
 import dataclasses
 import html
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NoReturn, final
 
 import jax
@@ -29,6 +29,7 @@ from jaxstrategy.replicas import (
 )
 from jaxstrategy.replicas._devices import Device
 from jaxstrategy.text import _tables
+from jaxstrategy.text._array_types import array_type
 from jaxstrategy.values import _misuse
 
 PyTree = Any
@@ -186,7 +187,7 @@ class PerReplica:
     def __repr__(self) -> str:
         if not hasattr(self._value, "dtype"):  # a pytree of something else
             return f"PerReplica({self._value!r})"
-        return f"PerReplica({summary(self.dtype, self.shape)}{self._where()})"
+        return f"PerReplica({array_type(self.dtype, self.shape)}{self._where()})"
 
     def _where(self) -> str:
         if self._axis_name is not None:
@@ -201,7 +202,7 @@ class PerReplica:
         has_versions = is_placed(self._value) and not _is_deleted(self._value)
         if not has_versions:
             return f"<code>{html.escape(repr(self))}</code>"
-        kind = summary(self.dtype, self.shape)
+        kind = array_type(self.dtype, self.shape)
         rows = [
             (i, _devices.name(device), kind)
             for i, device in enumerate(_device_order(self._value))
@@ -345,11 +346,6 @@ def _versions(value: jax.Array) -> tuple[jax.Array, ...]:
     if not _mesh.is_split(value.sharding):
         return tuple(value)
     return tuple(shard.data[0] for shard in in_replica_order(value))
-
-
-def summary(dtype: Any, shape: Sequence[int]) -> str:
-    """Dtype and shape, as in `float32[3,2]`."""
-    return f"{dtype}[{','.join(map(str, shape))}]"
 
 
 class Handle(abc.ABC):

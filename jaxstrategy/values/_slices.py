@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import operator
 from typing import Any, final
 
 import jax
@@ -11,6 +10,7 @@ import jax.numpy as jnp
 
 from jaxstrategy._errors import shown
 from jaxstrategy.replicas import _mesh
+from jaxstrategy.text._whole_numbers import several_whole
 
 
 @final
@@ -106,11 +106,8 @@ class IndexedSlices:
 
 
 def _checked_shape(given: Any) -> tuple[int, ...]:
-    try:
-        shape = tuple(operator.index(n) for n in given)
-    except TypeError:
-        shape = (-1,)
-    if any(not 0 <= n < 2**63 for n in shape):
+    shape = several_whole(given)
+    if shape is None or any(not 0 <= n < 2**63 for n in shape):
         raise ValueError(
             f"`dense_shape` was {shown(given)}; a shape, such as (10, 3), was wanted."
         )

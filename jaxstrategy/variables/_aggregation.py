@@ -21,11 +21,6 @@ REDUCED = {
 }
 
 
-def is_key(dtype: Any) -> bool:
-    """Whether it is that of random keys, which are no numbers."""
-    return jnp.issubdtype(dtype, jax.dtypes.extended)
-
-
 def check(aggregation: VariableAggregation, dtype: Any, name: str) -> None:
     """Raise unless values of `dtype` can be aggregated so.
 

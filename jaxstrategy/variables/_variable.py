@@ -21,6 +21,7 @@ from jaxstrategy.contexts._context import (
 )
 from jaxstrategy.replicas import _mesh
 from jaxstrategy.replicas._devices import Device
+from jaxstrategy.replicas._random_keys import is_key
 from jaxstrategy.values._per_replica import (
     Handle,
     PerReplica,
@@ -476,7 +477,7 @@ def _start(initial_value: Any, dtype: Any, name: str) -> jax.Array:
         )
     try:
         start = jnp.asarray(value, dtype)
-        if not _aggregation.is_key(start.dtype):
+        if not is_key(start.dtype):
             start = start.astype(start.dtype)  # a Python number's dtype is settled here
     except OverflowError:
         raise ValueError(

@@ -22,6 +22,8 @@ from jaxstrategy.checkpoint import (
 from jaxstrategy.checkpoint._entries import Entry, Reading
 from jaxstrategy.inputs._iterator import DistributedIterator
 from jaxstrategy.replicas import _mesh
+from jaxstrategy.replicas._random_keys import is_key
+from jaxstrategy.text._array_types import array_type
 from jaxstrategy.values import (
     _building,
     _per_replica,
@@ -81,7 +83,7 @@ class _AnyArray(Sort):
 
     @property
     def describe(self) -> str:
-        return _entries.kind_of(self.value.dtype, self.value.shape)
+        return array_type(self.value.dtype, self.value.shape)
 
     def saved(self) -> tuple[Entry, Any]:
         _entries.check_alive(self.value, self.name)
@@ -89,7 +91,7 @@ class _AnyArray(Sort):
 
     def difference(self, entry: Entry) -> str | None:
         if entry["kind"] == "number" and self.value.shape == ():
-            fits = not _entries.is_key(self.value.dtype) and _entries.fits_number(
+            fits = not is_key(self.value.dtype) and _entries.fits_number(
                 entry, self.value.dtype
             )
         else:
@@ -164,7 +166,7 @@ class Versions(Sort):
     @property
     def describe(self) -> str:
         held = _per_replica.contents(self.value)
-        shape = _entries.kind_of(held.dtype, held.shape[1:])
+        shape = array_type(held.dtype, held.shape[1:])
         return f"a PerReplica of {shape} for {held.shape[0]} replicas"
 
     def saved(self) -> tuple[Entry, Any]:
@@ -218,7 +220,7 @@ class VariableSort(Sort):
 
     @property
     def describe(self) -> str:
-        return _entries.kind_of(self.value.dtype, self.value.shape)
+        return array_type(self.value.dtype, self.value.shape)
 
     def saved(self) -> tuple[Entry, Any]:
         self._check()

@@ -13,6 +13,8 @@ import jax
 import numpy as np
 
 from jaxstrategy.text import _user_code
+from jaxstrategy.text._array_types import array_type
+from jaxstrategy.text._lists import and_more
 
 _HASHED_BYTES = 65536  # of an argument that comes from the host
 _NAMED = 3  # captured values of a program; the others are counted
@@ -138,7 +140,7 @@ def _what_differs(one: Program | None, two: Program | None) -> str:
     captured = zip(one["captured"], prints[1:], strict=True)
     found = [text for text, (mine, other) in captured if mine != other]
     named = "\n".join(f"  {text}" for text in found[:_NAMED])
-    more = f"\n  and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
+    more = and_more(len(found), _NAMED, before="\n  ")
     is_argument = any(", argument `" in text for text in found)
     what = "captures, or is given," if is_argument else "captures"
     return f"What it {what} differs:\n{named}{more}"
@@ -153,7 +155,7 @@ def users_line() -> str:
 
 def kind(array: Shaped) -> str:
     """Dtype and shape."""
-    return f"{array.dtype}{list(array.shape)}"
+    return array_type(array.dtype, array.shape, ", ")
 
 
 def described(leaf: Any) -> str:

@@ -8,7 +8,7 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, final
 
 from jaxstrategy._errors import ClusterError
@@ -28,6 +28,7 @@ from jaxstrategy.cluster.meeting._member import (
     Meeting,
     Member,
 )
+from jaxstrategy.text._lists import listed
 
 _ANSWER_SECONDS = 2.0  # for what process 0 can answer by itself
 _FOR_EVER = 1e6  # of which clocks and locks still think well
@@ -105,8 +106,8 @@ class Board(AbstractBoard):
         except TimeoutError as timeout:
             absent = [self.members[k] for k in timeout.args[0]]
             raise ClusterError(
-                f"Waited {seconds:g} s in {key!r} for {_listed(absent)}. Each process "
-                "must come here, in the same order; they may be busy or stuck "
+                f"Waited {seconds:g} s in {key!r} for {listed(absent, 8)}. Each "
+                "process must come here, in the same order; they may be busy or stuck "
                 "elsewhere."
             ) from None
 
@@ -322,9 +323,3 @@ def _first(answers: queue.SimpleQueue[Any], seconds: float) -> Any:
         return answers.get(timeout=max(0.0, seconds))
     except queue.Empty:
         return None
-
-
-def _listed(members: Sequence[Member], most: int = 8) -> str:
-    shown = ", ".join(map(str, members[:most]))
-    more = len(members) - most
-    return f"{shown} and {more} more" if more > 0 else shown

@@ -25,6 +25,8 @@ from jaxstrategy.cluster.meeting._member import (
     Member,
     member,
 )
+from jaxstrategy.text._lists import listed
+from jaxstrategy.text._units import plural
 
 # After the first mistake, how long those are waited for that shall hear of it too.
 _GRACE_SECONDS = 2.0
@@ -275,7 +277,5 @@ def _row(one: Member) -> tuple[int, str, int]:
     return one.index, one.host, one.pid
 
 
-def _named(indices: Sequence[int], most: int = 16) -> str:
-    shown = ", ".join(map(str, indices[:most]))
-    more = f" and {len(indices) - most} more" if len(indices) > most else ""
-    return f"process{'es' if len(indices) > 1 else ''} {shown}{more}"
+def _named(indices: Sequence[int]) -> str:
+    return f"{plural(len(indices), 'process')} {listed(indices, 16)}"

@@ -15,6 +15,8 @@ from jaxstrategy.inputs.sources._hugging_face import StreamSource, TableSource
 from jaxstrategy.inputs.sources._source import Source
 from jaxstrategy.inputs.sources._tf_data import TfDataSource, is_tf_data
 from jaxstrategy.inputs.sources._torch import TorchSource
+from jaxstrategy.text._array_types import array_type
+from jaxstrategy.text._lists import first_few
 from jaxstrategy.values import _per_replica
 
 _KINDS = (
@@ -126,8 +128,8 @@ def _is_arrays(dataset: Any) -> bool:
 
 def _several_arrays(arrays: Sequence[Any]) -> str:
     """What is wrong with arrays that are neither batches of one kind nor one batch."""
-    first = [_per_replica.summary(array.dtype, array.shape) for array in arrays[:4]]
-    named = ", ".join(first) + (", ..." if len(arrays) > 4 else "")
+    types = (array_type(array.dtype, array.shape) for array in arrays)
+    named = first_few(types, 4)
     why = "" if isinstance(arrays, tuple) else ", which are not batches of one kind"
     return (
         f"{_named(arrays)} holds {named}{why}. A list is a list of batches, alike but "

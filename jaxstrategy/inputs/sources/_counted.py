@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, final
 
 from jaxstrategy.inputs.sources._source import Pass, State
+from jaxstrategy.text._units import with_noun
+from jaxstrategy.text._whole_numbers import whole
 from jaxstrategy.values._per_replica import PyTree
 
 
@@ -66,8 +68,8 @@ def counted(state: State, key: str, name: str) -> int:
     Raises:
       ValueError: it holds none.
     """
-    count = state.get(key) if isinstance(state, dict) else None
-    if not isinstance(count, int) or isinstance(count, bool) or count < 0:
+    count = whole(state.get(key)) if isinstance(state, dict) else None
+    if count is None or count < 0:
         raise foreign(name, state, f"a number under {key!r}")
     return count
 
@@ -109,5 +111,5 @@ def too_few(name: str, count: int, wanted: int) -> ValueError:
     """The error for a state beyond the end."""
     return ValueError(
         f"The state was saved after batch {wanted}, but {name} has "
-        f"{count} {'batch' if count == 1 else 'batches'}. {SAME_DATA}"
+        f"{with_noun(count, 'batch')}. {SAME_DATA}"
     )

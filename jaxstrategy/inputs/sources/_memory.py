@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import operator
 import zlib
 from collections.abc import Callable
 from typing import Any, final
@@ -14,6 +13,7 @@ import numpy as np
 from jaxstrategy.inputs import _origins
 from jaxstrategy.inputs.sources import _counted
 from jaxstrategy.inputs.sources._source import Pass, Source, State
+from jaxstrategy.text._whole_numbers import whole
 from jaxstrategy.values import _per_replica
 from jaxstrategy.values._per_replica import PyTree
 
@@ -285,12 +285,9 @@ def _on_host(leaf: Any, what: str) -> np.ndarray:
 
 
 def _whole(value: Any, what: str, least: int) -> int:
-    try:
-        if isinstance(value, bool):
-            raise TypeError
-        number = operator.index(value)
-    except TypeError:
-        raise TypeError(f"`{what}` is {value!r}; it is to be an int.") from None
+    number = whole(value)
+    if number is None:
+        raise TypeError(f"`{what}` is {value!r}; it is to be an int.")
     if number < least:
         raise ValueError(f"`{what}` is {number}; it is to be at least {least}.")
     return number

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any, final
 
 from jaxstrategy.replicas._topology import Topology
+from jaxstrategy.text._units import with_noun
 from jaxstrategy.tracing.explanation import _explanation_report
 from jaxstrategy.tracing.explanation._explanation_report import Section
 from jaxstrategy.tracing.explanation._facts import (
@@ -98,8 +99,7 @@ class Explanation:
         return _explanation_report.html(self._title(), self._sections())
 
     def _title(self) -> str:
-        n = self.num_replicas
-        return f"`{self.name}` on {n} {'replica' if n == 1 else 'replicas'}"
+        return f"`{self.name}` on {with_noun(self.num_replicas, 'replica')}"
 
     def _sections(self) -> Iterator[Section]:
         yield from _explanation_report.problems(self.problems)

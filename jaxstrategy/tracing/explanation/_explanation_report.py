@@ -7,8 +7,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxstrategy.replicas._topology import Topology
+from jaxstrategy.text._array_types import array_type
+from jaxstrategy.text._lists import and_more
 from jaxstrategy.text._units import (
     with_bytes,
+    with_noun,
     with_prefix,
     with_seconds,
 )
@@ -173,16 +176,16 @@ def results(
 
 def _rows(values: Sequence[ExplainedValue]) -> Iterator[Row]:
     for value in values[:_MOST_VALUES]:
-        yield value.path, f"{value.dtype}[{','.join(map(str, value.shape))}]"
-    if len(values) > _MOST_VALUES:
-        yield f"and {len(values) - _MOST_VALUES} more", ""
+        yield value.path, array_type(value.dtype, value.shape)
+    if more := and_more(len(values), _MOST_VALUES, before=""):
+        yield more, ""
 
 
 def _amount(values: Sequence[ExplainedValue]) -> str:
     if not values:
         return "none"
-    arrays = "1 array" if len(values) == 1 else f"{len(values)} arrays"
-    return f"{arrays}, {with_bytes(sum(value.nbytes for value in values))}"
+    nbytes = sum(value.nbytes for value in values)
+    return f"{with_noun(len(values), 'array')}, {with_bytes(nbytes)}"
 
 
 def donation(

@@ -18,6 +18,7 @@ from jax.core import Tracer
 
 from jaxstrategy._errors import LeakedTracerError
 from jaxstrategy.text import _user_code
+from jaxstrategy.text._lists import and_more
 from jaxstrategy.text._user_code import Line
 from jaxstrategy.tracing.functions import _code
 from jaxstrategy.tracing.functions._places import (
@@ -51,8 +52,8 @@ class Leak(Exception):
         made = "made"
         if line is None and self._code is not None:  # an argument is made nowhere
             line, made = Line(self._code.co_filename, self._code.co_firstlineno), "in"
-        more = len(self._labels) - 1
-        others = f" (and {more} more)" if more else ""
+        more = and_more(len(self._labels), 1, before="")
+        others = f" ({more})" if more else ""
         where = f", {made}\n  {line}\n" if line else ". "
         advice = (
             "Keras changes its variables in place, which a compiled step cannot give "

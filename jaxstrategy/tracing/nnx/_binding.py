@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from jaxstrategy._errors import ObjectError
+from jaxstrategy.text._lists import listed
 from jaxstrategy.tracing.functions import _callbacks
 from jaxstrategy.values._per_replica import (
     PyTree,
@@ -406,12 +407,6 @@ def _paths(state: Any) -> set[str]:
 
 def _difference(before: Sequence[str], after: set[str]) -> str:
     added, removed = sorted(after - set(before)), sorted(set(before) - after)
-    told = [f"added {_listed(added)}"] * bool(added)
-    told += [f"removed {_listed(removed)}"] * bool(removed)
+    told = [f"added {listed(added, 3, '`')}"] * bool(added)
+    told += [f"removed {listed(removed, 3, '`')}"] * bool(removed)
     return ", ".join(told) or "two names share one now, or do not any more"
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = len(names) - 3
-    text = ", ".join(f"`{name}`" for name in names[:3])
-    return f"{text} and {more} more" if more > 0 else text

@@ -22,6 +22,9 @@ from jax.ref import AbstractRef
 
 from jaxstrategy._errors import ContextError, NonFiniteError
 from jaxstrategy.replicas import _mesh
+from jaxstrategy.text._array_types import array_type
+from jaxstrategy.text._lists import first_few
+from jaxstrategy.text._units import plural
 from jaxstrategy.tracing.replication._analysis import plain
 from jaxstrategy.tracing.replication._control import scan_counts
 from jaxstrategy.tracing.replication._site import Site
@@ -158,12 +161,12 @@ _ADVICE = (
 def _on(replicas: Sequence[int], count: int) -> str:
     if len(replicas) == count:
         return "on all replicas"
-    named = ", ".join(map(str, replicas[:8])) + (", ..." if len(replicas) > 8 else "")
-    return f"on replica{'s' * (len(replicas) > 1)} {named} of {count}"
+    noun = plural(len(replicas), "replica")
+    return f"on {noun} {first_few(replicas, 8)} of {count}"
 
 
 def _type(aval: Any) -> str:
-    return f"{getattr(aval, 'dtype', aval)}{list(getattr(aval, 'shape', ()))}"
+    return array_type(getattr(aval, "dtype", aval), getattr(aval, "shape", ()), ", ")
 
 
 class _Turn:

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxstrategy.text._array_types import array_type
 from jaxstrategy.values import _per_replica
 from jaxstrategy.values._per_replica import PerReplica
 
@@ -186,9 +187,10 @@ def _role(node: Any, abstract: bool) -> tuple[Role, Any]:
 def _check_mask(value: PerReplica, name: Callable[[], str]) -> None:
     mask, rows = value.mask, np.shape(_per_replica.contents(value))[:2]
     if np.shape(mask) != rows or mask.dtype != bool:
+        kind = array_type(mask.dtype, np.shape(mask), ", ")
         raise ValueError(
             f"{name()} is a batch of shape {rows} + ..., [replica, rows, ...], but the "
-            f"mask of its rows is {mask.dtype}{list(np.shape(mask))}: a function was "
+            f"mask of its rows is {kind}: a function was "
             "mapped over the batch, and so over the mask. Change batches inside the "
             "step, or before they are divided over the replicas."
         )

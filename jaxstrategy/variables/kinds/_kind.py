@@ -19,13 +19,13 @@ from jaxstrategy._options import VariableAggregation
 from jaxstrategy.contexts import _context
 from jaxstrategy.contexts._context import AbstractStrategy
 from jaxstrategy.replicas import _mesh
+from jaxstrategy.replicas._random_keys import is_key
 from jaxstrategy.values._slices import (
     IndexedSlices,
     is_slices,
 )
 from jaxstrategy.variables import (
     _access,
-    _aggregation,
 )
 from jaxstrategy.variables._access import Side
 from jaxstrategy.variables._changes import Change
@@ -144,12 +144,12 @@ class Kind(abc.ABC):
                 f"Variable {self.name!r} has shape {shape} and was given {given.shape}."
                 " Assign a value of its own shape; `jnp.broadcast_to` repeats one."
             )
-        return given if _aggregation.is_key(dtype) else given.astype(dtype)
+        return given if is_key(dtype) else given.astype(dtype)
 
 
 def _fits(given: jax.Array, wanted: Any) -> bool:
     """Whether `given` may become the dtype `wanted`."""
-    if _aggregation.is_key(given.dtype) or _aggregation.is_key(wanted):
+    if is_key(given.dtype) or is_key(wanted):
         return given.dtype == wanted
     if given.weak_type and _same_sort(given.dtype, wanted):
         return True
@@ -167,7 +167,7 @@ def _same_sort(given: Any, wanted: Any) -> bool:
 
 
 def on_host(copy: jax.Array) -> np.ndarray:
-    if _aggregation.is_key(copy.dtype):
+    if is_key(copy.dtype):
         copy = jax.random.key_data(copy)
     return np.asarray(copy)
 
