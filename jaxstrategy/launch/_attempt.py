@@ -13,11 +13,9 @@ from collections.abc import Sequence
 from typing import final
 
 from jaxstrategy.cluster.connections._secret import Secret
+from jaxstrategy.cluster.liveness import _exit_codes
+from jaxstrategy.cluster.liveness._exit_codes import ExitCode, Restart
 from jaxstrategy.launch import _environment
-from jaxstrategy.launch._exit_meanings import (
-    PEER_DIED,
-    PREEMPTED,
-)
 from jaxstrategy.launch._launch_options import Options
 from jaxstrategy.launch._output import Screen
 from jaxstrategy.launch._workers import Asked, Ended, Events, Guard, Worker
@@ -44,12 +42,12 @@ class Outcome:
 
     @property
     def cause(self) -> Ended | None:
-        """The first failure; that a peer died is a consequence, if there is another.
+        """The first failure; one that is a consequence, if there is no other.
 
         None if no worker failed: all returned 0, or saved their state, or stopped as
         the launcher's own signal asked.
         """
-        own = [end for end in self._failed if end.code != PEER_DIED]
+        own = [end for end in self._failed if not _is_consequence(end.code)]
         return next(iter(own or self._failed), None)
 
     @property
@@ -63,9 +61,17 @@ class Outcome:
 
     @property
     def preempted(self) -> bool:
-        """No worker failed, and one has saved its state to be started again."""
-        codes = {end.code for end in self.ended}
-        return self.cause is None and not self.killed and PREEMPTED in codes
+        """Whether no worker failed, and one has ended to be started again."""
+        return self.restart_code is not None
+
+    @property
+    def restart_code(self) -> ExitCode | None:
+        """The code by which a worker asks to be started again, if none has failed."""
+        if self.cause is not None or self.killed:
+            return None
+        asking = ExitCode.that_restart(Restart.UNCOUNTED)
+        codes = (ExitCode.of(end.code) for end in self.ended)
+        return next((code for code in codes if code in asking), None)
 
     @property
     def _failed(self) -> list[Ended]:
@@ -74,7 +80,7 @@ class Outcome:
 
 def is_failure(code: int, asked: int | None) -> bool:
     """Whether a worker that ends with `code` should end the others too."""
-    return code not in (0, PREEMPTED) and not is_stopped(code, asked)
+    return not _exit_codes.is_good(code) and not is_stopped(code, asked)
 
 
 def is_stopped(code: int, asked: int | None) -> bool:
@@ -82,7 +88,14 @@ def is_stopped(code: int, asked: int | None) -> bool:
 
     The first to end takes the others with it.
     """
-    return asked is not None and code in (-asked, 128 + asked, PEER_DIED)
+    if asked is None:
+        return False
+    return code in (-asked, 128 + asked) or _is_consequence(code)
+
+
+def _is_consequence(code: int) -> bool:
+    row = ExitCode.of(code)
+    return row is not None and row.is_consequence
 
 
 @final

@@ -1,22 +1,10 @@
-"""What exit codes mean between workers and the launcher."""
+"""Return codes of workers in words, and as shells have them."""
 
 from __future__ import annotations
 
 import signal
 
-from jaxstrategy.cluster.liveness._exit_codes import PEER_DIED as PEER_DIED
-from jaxstrategy.cluster.liveness._exit_codes import PREEMPTED as PREEMPTED
-from jaxstrategy.cluster.liveness._exit_codes import WATCHDOG as WATCHDOG
-
-NO_RESTART = 78
-"""Something is wrong that starting again would not mend."""
-
-MEANINGS = {
-    WATCHDOG: "the watchdog ended it: no step made progress for the time allowed",
-    PEER_DIED: "another process of the job died",
-    PREEMPTED: "preempted, its state is saved",
-    NO_RESTART: "a failure that starting again would not mend",
-}
+from jaxstrategy.cluster.liveness._exit_codes import ExitCode
 
 
 def described(code: int) -> str:
@@ -29,8 +17,8 @@ def described(code: int) -> str:
     """
     if code < 0:
         return f"signal {signal_name(-code)}"
-    meaning = f" ({MEANINGS[code]})" if code in MEANINGS else ""
-    return f"exit code {code}{meaning}"
+    row = ExitCode.of(code)
+    return f"exit code {code}" if row is None else f"exit code {code} ({row.meaning})"
 
 
 def signal_name(number: int) -> str:

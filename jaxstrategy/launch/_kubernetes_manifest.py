@@ -6,12 +6,9 @@ import re
 
 from jaxstrategy.cluster.connections._secret import HOW_TO_MAKE_ONE
 from jaxstrategy.cluster.connections._secret import VARIABLE as SECRET
+from jaxstrategy.cluster.liveness._exit_codes import ExitCode, Restart
 from jaxstrategy.cluster.resolvers._cluster_spec import host_and_port
 from jaxstrategy.launch._environment import common
-from jaxstrategy.launch._exit_meanings import (
-    NO_RESTART,
-    PREEMPTED,
-)
 from jaxstrategy.launch._launch_options import Options
 
 _PORT = 2222
@@ -108,13 +105,17 @@ def manifest(options: Options) -> str:
         secret_name=_secret_name(name),
         total=options.total,
         max_restarts=options.max_restarts,
-        preempted=PREEMPTED,
-        no_restart=NO_RESTART,
+        preempted=_listed(ExitCode.that_restart(Restart.UNCOUNTED)),
+        no_restart=_listed(ExitCode.that_restart(Restart.NEVER)),
         command=f"[{', '.join(_literal(a) for a in ('python', *options.program))}]",
         environment="\n".join(_environment(options, name, coordinator)),
         port=host_and_port(coordinator)[1],
         resources=_RESOURCES.format(gpus=gpus) if gpus else "",
     )
+
+
+def _listed(codes: list[ExitCode]) -> str:
+    return ", ".join(str(code.value) for code in codes)
 
 
 def _environment(options: Options, name: str, coordinator: str) -> list[str]:

@@ -11,13 +11,9 @@ from typing import final
 
 from jaxstrategy.cluster.connections import _secret
 from jaxstrategy.cluster.connections._secret import Secret
+from jaxstrategy.cluster.liveness._exit_codes import ExitCode, Restart
 from jaxstrategy.cluster.resolvers._cluster_spec import host_and_port
 from jaxstrategy.launch import _gpus
-from jaxstrategy.launch._exit_meanings import (
-    MEANINGS,
-    NO_RESTART,
-    PREEMPTED,
-)
 
 LAUNCH = """\
 Starts several processes of one training script on this machine, and ends them
@@ -43,7 +39,9 @@ together. In the script, `MultiWorkerMirroredStrategy()` finds the others.
 
 _CHECK = "jaxstrategy.training._job_check"  # above this layer, and only run from here
 
-_MEANINGS = "\n".join(f"  {code:<10}{text}" for code, text in MEANINGS.items())
+_MEANINGS = "\n".join(f"  {row.value:<10}{row.meaning}" for row in ExitCode)
+_NEVER = ", ".join(map(str, ExitCode.that_restart(Restart.NEVER)))
+_ALWAYS = ", ".join(map(str, ExitCode.that_restart(Restart.UNCOUNTED)))
 
 MORE = f"""\
 What a process sees, in its environment:
@@ -71,7 +69,7 @@ Exit codes:
 {_MEANINGS}
   128 + s   a process died of signal s (137: SIGKILL, 139: SIGSEGV, 134: SIGABRT)
   other     that of the process that failed first
-{NO_RESTART} is never restarted. {PREEMPTED} always is, and does not count, unless the
+{_NEVER} is never restarted. {_ALWAYS} always is, and does not count, unless the
 launcher itself was asked to stop.
 """
 

@@ -12,14 +12,13 @@ from collections.abc import Iterator, Sequence
 from typing import final
 
 from jaxstrategy.cluster.connections._secret import Secret
+from jaxstrategy.cluster.liveness._exit_codes import ExitCode, Restart
 from jaxstrategy.launch import (
     _kubernetes_manifest,
     _slurm_script,
 )
 from jaxstrategy.launch._attempt import Outcome, attempt
 from jaxstrategy.launch._exit_meanings import (
-    NO_RESTART,
-    PREEMPTED,
     as_shell,
     described,
     signal_name,
@@ -114,7 +113,8 @@ class Job:
         if outcome.preempted:
             return True
         cause = outcome.cause
-        if cause is None or cause.code == NO_RESTART or not self._restarts:
+        never = ExitCode.that_restart(Restart.NEVER)
+        if cause is None or cause.code in never or not self._restarts:
             return False
         self._restarts -= 1
         least = self._options.min_processes
@@ -160,8 +160,8 @@ def exit_code(outcome: Outcome) -> int:
     """What the launcher returns after its last attempt."""
     if outcome.cause is not None:
         return as_shell(outcome.cause.code)
-    if outcome.preempted:
-        return PREEMPTED
+    if outcome.restart_code is not None:
+        return outcome.restart_code
     stopped = outcome.killed or any(end.code for end in outcome.ended)
     if outcome.asked is not None and stopped:
         return 128 + outcome.asked

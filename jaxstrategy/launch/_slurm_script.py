@@ -6,11 +6,8 @@ import re
 import shlex
 
 from jaxstrategy.cluster.connections._secret import VARIABLE as SECRET
+from jaxstrategy.cluster.liveness._exit_codes import ExitCode, Restart
 from jaxstrategy.launch._environment import common
-from jaxstrategy.launch._exit_meanings import (
-    NO_RESTART,
-    PREEMPTED,
-)
 from jaxstrategy.launch._launch_options import Options
 
 _LONGEST_NAME = 64  # characters, to be read in `squeue`
@@ -45,11 +42,11 @@ while true; do
     export JAXSTRATEGY_PROCESS_ID=$SLURM_PROCID
     export JAXSTRATEGY_LOCAL_RANK=$SLURM_LOCALID
     exec "$@"' bash {command} || code=$?
-  if [ "$code" -eq {preempted} ]; then  # the state is saved: go on when there is room
+  if {is_preempted}; then  # the state is saved: go on when there is room
     scontrol requeue "$SLURM_JOB_ID"
     exit "$code"
   fi
-  if [ "$code" -eq 0 ] || [ "$code" -eq {no_restart} ] || [ "$restarts" -eq 0 ]; then
+  if [ "$code" -eq 0 ] || {is_final} || [ "$restarts" -eq 0 ]; then
     exit "$code"
   fi
   restarts=$((restarts - 1))
@@ -75,8 +72,8 @@ def script(options: Options) -> str:
             for name, value in common(options, {}).items()
         ),
         max_restarts=options.max_restarts,
-        preempted=PREEMPTED,
-        no_restart=NO_RESTART,
+        is_preempted=_is_one_of(ExitCode.that_restart(Restart.UNCOUNTED)),
+        is_final=_is_one_of(ExitCode.that_restart(Restart.NEVER)),
         command=shlex.join(["python", *options.program]),
     )
 
@@ -86,6 +83,11 @@ def _coordinator(options: Options) -> str:
         return shlex.quote(options.coordinator)
     # JAX's own rule for Slurm: jobs that share a node get different ports.
     return '"$first:$((61440 + SLURM_JOB_ID % 4096))"'
+
+
+def _is_one_of(codes: list[ExitCode]) -> str:
+    """A condition of bash."""
+    return " || ".join(f'[ "$code" -eq {code.value} ]' for code in codes)
 
 
 def job_name(name: str) -> str:

@@ -7,12 +7,12 @@ import sys
 from collections.abc import Callable
 from typing import Any, final
 
-from jaxstrategy.cluster.liveness import _exit_codes
+from jaxstrategy.cluster.liveness._exit_codes import ExitCode
 
 
 def end_preempted() -> None:
     """End this process with the exit code that says: preempted, the state is saved."""
-    sys.exit(_exit_codes.PREEMPTED)
+    sys.exit(ExitCode.PREEMPTED)
 
 
 @final

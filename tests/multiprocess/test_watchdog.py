@@ -12,10 +12,10 @@ from jaxstrategy.cluster.board._board import (
     State,
 )
 from jaxstrategy.cluster.liveness import (
-    _exit_codes,
     _suspicion,
     _watchdog,
 )
+from jaxstrategy.cluster.liveness._exit_codes import ExitCode
 from jaxstrategy.cluster.liveness._finish import stacks
 from jaxstrategy.cluster.liveness._watchdog import Watchdog
 from jaxstrategy.cluster.meeting._member import Member
@@ -77,7 +77,7 @@ def test_a_call_that_does_not_return_is_reported(watched):
     watchdog.step_started("train_step", "train.py:30: strategy.run(train_step)")
     assert ends.came.wait(10)
     code, text = ends.calls[0]
-    assert code == _exit_codes.WATCHDOG == 75
+    assert code == ExitCode.WATCHDOG == 75
     assert "step 1, train_step at train.py:30: strategy.run(train_step)" in text
     assert "MainThread, the innermost call last:" in text
     assert "assert ends.came.wait(10)" in text  # the line that waits

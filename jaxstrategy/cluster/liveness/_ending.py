@@ -20,6 +20,7 @@ from jaxstrategy.cluster.liveness import (
     _exit_codes,
     _script_exit,
 )
+from jaxstrategy.cluster.liveness._exit_codes import ExitCode
 from jaxstrategy.cluster.liveness._finish import (
     finish,
     speaking,
@@ -79,9 +80,9 @@ class Ending:
     def _follow(self, departure: Departure, pause_seconds: float | None) -> None:
         """End because another process did."""
         finish(
-            _exit_codes.PEER_DIED,
+            ExitCode.PEER_DIED,
             f"{self._late}\njaxstrategy: process {self._board.index} (last begun: "
-            f"{self._watchdog.told()}) ends with exit code {_exit_codes.PEER_DIED}, "
+            f"{self._watchdog.told()}) ends with exit code {ExitCode.PEER_DIED}, "
             "because the job cannot go on:\n"
             f"jaxstrategy: {departure}",
             pause_seconds=pause_seconds,
@@ -136,7 +137,7 @@ class Ending:
         """Wait until all have finished: JAX's barrier would give up after a time."""
         if self.is_over or os.getpid() != self._pid:
             return
-        if _script_exit.code() not in (None, 0, False, _exit_codes.PREEMPTED):
+        if not _exit_codes.is_good(_script_exit.code()):
             self._exited(_script_exit.code())
         try:
             self._board.leave(self._watchdog.status())

@@ -28,13 +28,13 @@ from jaxstrategy.cluster.board._board import (
 from jaxstrategy.cluster.board._shared_board import Board
 from jaxstrategy.cluster.liveness import (
     _arrivals,
-    _exit_codes,
 )
 from jaxstrategy.cluster.liveness._activity import (
     Activity,
     Noted,
 )
 from jaxstrategy.cluster.liveness._arrivals import Arrivals
+from jaxstrategy.cluster.liveness._exit_codes import ExitCode
 from jaxstrategy.cluster.liveness._finish import (
     finish,
     stacks,
@@ -363,14 +363,14 @@ class Watchdog:
             f"Where the processes are:\n{table or '  unknown'}\n"
             f"{_arrivals.at_the_end(board.known_states())}"
             f"jaxstrategy: process {own.index} waited {pending.seconds:.1f} s in "
-            f"{pending.what} and ends with exit code {_exit_codes.WATCHDOG}: {cause}\n"
+            f"{pending.what} and ends with exit code {ExitCode.WATCHDOG}: {cause}\n"
         )
 
         def tell() -> None:
             if isinstance(board, Board):
                 board.fail(f"{waited}: {cause}")
 
-        self._end(_exit_codes.WATCHDOG, text, tell)
+        self._end(ExitCode.WATCHDOG, text, tell)
 
 
 def _step(number: int, seconds: float, busy: str | None = None) -> Pending:
