@@ -30,7 +30,7 @@ BURST = 5
 # How long one case may take.
 SECONDS = 20.0
 
-OPTIONS = demo.Options(
+OPTIONS = demo.Arguments(
     replicas=None,
     epochs=demo.EPOCHS,
     batch_size=demo.BATCH_SIZE,

@@ -59,7 +59,7 @@ EXTRAS = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class Arguments:
     """The options of the command line."""
 
     replicas: int | None
@@ -156,7 +156,7 @@ def picture(text: str) -> Path:
     raise argparse.ArgumentTypeError(f"'{text}' was given; {complaint}")
 
 
-def misfit(options: Options, devices: Sequence[Device]) -> str | None:
+def misfit(options: Arguments, devices: Sequence[Device]) -> str | None:
     """Why these devices cannot do what the options ask, if they cannot."""
     n = options.replicas or len(devices)
     batch_size = options.batch_size
@@ -234,7 +234,7 @@ def counting_step(strategy: js.Strategy) -> Callable[..., Any]:
     return count
 
 
-def initial_state(strategy: js.Strategy, options: Options) -> TrainState:
+def initial_state(strategy: js.Strategy, options: Arguments) -> TrainState:
     """The untrained network and its optimizer, mirrored on all replicas."""
     import optax
     from flax import linen as nn
@@ -320,7 +320,7 @@ class Epoch(NamedTuple):
 
 
 def train(
-    strategy: js.Strategy, options: Options, advance: Callable[[], object]
+    strategy: js.Strategy, options: Arguments, advance: Callable[[], object]
 ) -> list[Epoch]:
     """Train from the start on the strategy's replicas; calls `advance` each step."""
     examples, unseen = load()
@@ -347,7 +347,7 @@ def train(
 
 
 def train_both(
-    strategy: js.Strategy, options: Options, console: Console
+    strategy: js.Strategy, options: Arguments, console: Console
 ) -> tuple[list[Epoch], list[Epoch]]:
     """Train on all replicas of `strategy`, then on one, with progress bars."""
     from rich.progress import Progress
@@ -440,7 +440,7 @@ def draw_difference(axes: Any, difference: np.ndarray) -> None:
 # The command.
 
 
-def failures(accuracy: float, difference: float, options: Options) -> Iterator[str]:
+def failures(accuracy: float, difference: float, options: Arguments) -> Iterator[str]:
     """Why the run counts as failed."""
     if not difference <= LARGEST_DIFFERENCE:
         yield (
@@ -454,7 +454,7 @@ def failures(accuracy: float, difference: float, options: Options) -> Iterator[s
         )
 
 
-def run(strategy: js.Strategy, options: Options) -> int:
+def run(strategy: js.Strategy, options: Arguments) -> int:
     """Train, show what came out, and return the exit status."""
     from rich.console import Console
 
@@ -486,7 +486,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
       MissingExtraError: Flax, Optax, scikit-learn, Matplotlib or Rich is missing.
     """
     parser = make_parser()
-    options = Options(**vars(parser.parse_args(arguments)))
+    options = Arguments(**vars(parser.parse_args(arguments)))
     require_extras()
     devices = find_devices(options.replicas)
     if complaint := misfit(options, devices):

@@ -21,7 +21,7 @@ from jaxstrategy import demo
 
 def options(**given):
     defaults = {"replicas": None, "epochs": 1, "batch_size": 96, "seed": 0}
-    return demo.Options(**(defaults | {"out": Path("demo.png")} | given))
+    return demo.Arguments(**(defaults | {"out": Path("demo.png")} | given))
 
 
 @pytest.fixture(scope="module")

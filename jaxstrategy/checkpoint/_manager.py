@@ -28,7 +28,7 @@ from jaxstrategy.checkpoint._folder import Folder
 from jaxstrategy.checkpoint._record import Damage, Record
 from jaxstrategy.checkpoint._restored import Restored
 from jaxstrategy.checkpoint._retention import Best
-from jaxstrategy.checkpoint._written_state import State
+from jaxstrategy.checkpoint._written_state import WrittenState
 from jaxstrategy.contexts import _context
 from jaxstrategy.contexts._context import AbstractStrategy
 from jaxstrategy.values._per_replica import PyTree
@@ -155,7 +155,7 @@ class CheckpointManager:
         what = self._what("save", step)
         if self._is_saved(step, what):
             return False
-        entries, arrays = State(state, None).saved()
+        entries, arrays = WrittenState(state, None).saved()
         _operations.compare_leaves(what, _leaves(entries))
         record = Record(step, entries, numbers, extra)
         self._unfinished = self._prepare(step, what)
@@ -359,7 +359,7 @@ class CheckpointManager:
         state = init() if _arguments.is_function(init) else init
         self.wait()
         if not self._named(self._what("restore")):
-            return State(state, self._mesh()).placed(), 0
+            return WrittenState(state, self._mesh()).placed(), 0
         state = self.restore(state, partial=partial)
         assert self._restored is not None, "it has just restored"
         return state, self._restored.step
@@ -412,7 +412,7 @@ class CheckpointManager:
         self, state_like: PyTree, step: int, partial: bool, damaged: dict[int, str]
     ) -> PyTree:
         record = self._record(step)
-        state = State(state_like, self._mesh())
+        state = WrittenState(state_like, self._mesh())
         what = self._what("restore", step)
         _operations.compare_leaves(what, list(state.names))
         where = f"Checkpoint {step} in `{self._folder.path}`"

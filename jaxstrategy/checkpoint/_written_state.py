@@ -12,7 +12,7 @@ from jaxstrategy.checkpoint._checkpoint_errors import MismatchError
 from jaxstrategy.checkpoint._entries import Entry, Reading
 from jaxstrategy.checkpoint._slots import Slots
 from jaxstrategy.checkpoint.sorts._sorts import (
-    Pass,
+    InputPosition,
     VariableSort,
     sort_of,
 )
@@ -36,7 +36,7 @@ class Fit:
 
 
 @final
-class State:
+class WrittenState:
     """The values of a state, by name.
 
     Args:
@@ -112,7 +112,7 @@ class State:
     def _set_iterators(self, values: dict[str, Any]) -> None:
         """Set all iterators, or none; in `values` they take the place of states."""
         undo: list[Callable[[], None]] = []
-        for name in [n for n in values if isinstance(self._sorts[n], Pass)]:
+        for name in [n for n in values if isinstance(self._sorts[n], InputPosition)]:
             iterator = self._sorts[name].value
             undo.append(_undo(iterator))
             try:

@@ -12,7 +12,7 @@ from jaxstrategy._errors import ClusterError
 from jaxstrategy.cluster import _processes
 from jaxstrategy.cluster.board._board import (
     AbstractBoard,
-    State,
+    ProcessState,
 )
 from jaxstrategy.cluster.resolvers._cluster_spec import ClusterSpec
 from jaxstrategy.cluster.resolvers._simple import SimpleClusterResolver
@@ -125,7 +125,7 @@ def _joined(index: int) -> str:
     return f"Server.join of process {index}"
 
 
-def _is_done(board: AbstractBoard, state: State) -> bool:
+def _is_done(board: AbstractBoard, state: ProcessState) -> bool:
     if state.end is not None or state.member.index == board.index:
         return True
     try:

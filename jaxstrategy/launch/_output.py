@@ -54,7 +54,7 @@ class Screen:
 
 
 @final
-class Reader:
+class OutputThread:
     """A thread that shows what comes from one stream of one worker."""
 
     def __init__(

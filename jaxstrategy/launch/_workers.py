@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, final
 
 from jaxstrategy.launch import _guard
-from jaxstrategy.launch._output import TAIL, Reader, Screen
+from jaxstrategy.launch._output import TAIL, OutputThread, Screen
 
 _DRAIN_SECONDS = 2.0
 
@@ -105,7 +105,7 @@ class Worker:
         )
         guard.watch(self._process.pid)
         self._readers = [
-            Reader(rank, source, screen, verbose)
+            OutputThread(rank, source, screen, verbose)
             for source, screen in zip(
                 (self._process.stdout, self._process.stderr), screens, strict=True
             )

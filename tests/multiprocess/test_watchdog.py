@@ -9,7 +9,7 @@ from harness import STATUS
 
 from jaxstrategy.cluster.board._board import (
     LoneBoard,
-    State,
+    ProcessState,
 )
 from jaxstrategy.cluster.liveness import (
     _suspicion,
@@ -226,7 +226,7 @@ def state(
         "reads": reads,
     }
     status = status if step is not None else None
-    return State(Member(index, "h", 10 + index), status, end, silent, text)
+    return ProcessState(Member(index, "h", 10 + index), status, end, silent, text)
 
 
 @pytest.mark.parametrize(

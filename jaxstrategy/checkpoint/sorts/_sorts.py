@@ -317,8 +317,8 @@ class Text(Sort):
 
 
 @final
-class Pass(Sort):
-    """A pass over a dataset: where it is."""
+class InputPosition(Sort):
+    """The position of a pass over a dataset."""
 
     @property
     def describe(self) -> str:
@@ -372,7 +372,7 @@ def sort_of(name: str, value: Any, mesh: Mesh | None) -> Sort:
     if isinstance(value, str):
         return Text(name, value, mesh)
     if isinstance(value, DistributedIterator):
-        return Pass(name, value, mesh)
+        return InputPosition(name, value, mesh)
     raise TypeError(
         f"`{name}` is a {type(value).__name__}, which a checkpoint cannot hold. It "
         "holds arrays, numbers, strings, variables, PerReplicas, objects of Flax NNX "

@@ -50,7 +50,7 @@ class Departure:
 
 
 @dataclasses.dataclass(frozen=True)
-class State:
+class ProcessState:
     """Where a process is.
 
     Attributes:
@@ -123,14 +123,14 @@ class AbstractBoard(abc.ABC):
         self.gather(f"barrier: {name}", None, timeout_seconds)
 
     @abc.abstractmethod
-    def states(self) -> list[State]:
+    def states(self) -> list[ProcessState]:
         """Where each process is, by their ids.
 
         Raises:
           ClusterError: process 0, which keeps them, does not answer.
         """
 
-    def known_states(self) -> list[State]:
+    def known_states(self) -> list[ProcessState]:
         """As `states`, where that is known without asking: in process 0, else empty."""
         return []
 
@@ -173,8 +173,8 @@ class LoneBoard(AbstractBoard):
     ) -> list[Any]:
         return [value]
 
-    def states(self) -> list[State]:
-        return [State(self.members[0], None, None, 0.0)]
+    def states(self) -> list[ProcessState]:
+        return [ProcessState(self.members[0], None, None, 0.0)]
 
     def on_departure(self, callback: Callable[[Departure], None]) -> None:
         pass  # nobody else is there

@@ -15,7 +15,7 @@ from jaxstrategy._errors import ClusterError
 from jaxstrategy.cluster.board._board import (
     AbstractBoard,
     Departure,
-    State,
+    ProcessState,
     nobody_put,
 )
 from jaxstrategy.cluster.board._hub import Hub
@@ -111,7 +111,7 @@ class Board(AbstractBoard):
                 "elsewhere."
             ) from None
 
-    def states(self) -> list[State]:
+    def states(self) -> list[ProcessState]:
         try:
             rows = self._answer({"op": "states"}, _ANSWER_SECONDS)["value"]
         except TimeoutError:
@@ -121,12 +121,12 @@ class Board(AbstractBoard):
             ) from None
         return self._states(rows)
 
-    def known_states(self) -> list[State]:
+    def known_states(self) -> list[ProcessState]:
         return [] if self._hub is None else self._states(self._hub.states())
 
-    def _states(self, rows: list[dict[str, Any]]) -> list[State]:
+    def _states(self, rows: list[dict[str, Any]]) -> list[ProcessState]:
         return [
-            State(member, row["status"], row["end"], row["silent"], row["text"])
+            ProcessState(member, row["status"], row["end"], row["silent"], row["text"])
             for member, row in zip(self.members, rows, strict=True)
         ]
 

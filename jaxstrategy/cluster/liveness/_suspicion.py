@@ -8,14 +8,14 @@ from typing import Any
 from jaxstrategy.cluster.board._board import (
     LATE_SECONDS,
     Departure,
-    State,
+    ProcessState,
 )
 
 # A batch that is being read for so long is worth a word.
 _READING_SECONDS = 1.0
 
 
-def described(state: State) -> str:
+def described(state: ProcessState) -> str:
     """A process and what it does, as a line of the report."""
     if state.end is not None:
         return str(Departure(state.member, state.end, state.text))
@@ -46,7 +46,11 @@ def _doing(status: dict[str, Any] | None) -> str:
 
 
 def suspicion(
-    states: Sequence[State], index: int, what: str, seconds: float, step: int | None
+    states: Sequence[ProcessState],
+    index: int,
+    what: str,
+    seconds: float,
+    step: int | None,
 ) -> str:
     """Who is most likely waited for, in a sentence.
 
@@ -75,7 +79,7 @@ def suspicion(
     return _behind([s for s in others if s.status], step)
 
 
-def _late_readers(states: Sequence[State], waited: float) -> str:
+def _late_readers(states: Sequence[ProcessState], waited: float) -> str:
     """Whose input pipeline holds up the others; empty if that cannot be it."""
     least = max(_READING_SECONDS, waited / 2)
     told = [
@@ -87,7 +91,7 @@ def _late_readers(states: Sequence[State], waited: float) -> str:
     return f"{' and '.join(told)}. Its source is slow or stuck." if told else ""
 
 
-def _not_there(others: Sequence[State], what: str) -> str:
+def _not_there(others: Sequence[ProcessState], what: str) -> str:
     """Who has not come to a wait that is no step."""
     elsewhere = [s for s in others if s.status and s.status["pending"] != what]
     if elsewhere:
@@ -98,7 +102,7 @@ def _not_there(others: Sequence[State], what: str) -> str:
     return f"all processes answer and have come to {what}, which does not end."
 
 
-def _behind(others: Sequence[State], step: int) -> str:
+def _behind(others: Sequence[ProcessState], step: int) -> str:
     """Who has not come to a step."""
     behind = [s for s in others if s.status and s.status["step"] < step]
     if behind:

@@ -23,7 +23,7 @@ from jaxstrategy._errors import ClusterError
 from jaxstrategy.cluster.board._board import (
     AbstractBoard,
     Departure,
-    State,
+    ProcessState,
 )
 from jaxstrategy.cluster.board._shared_board import Board
 from jaxstrategy.cluster.liveness import (
@@ -334,7 +334,7 @@ class Watchdog:
             )
         return self._busy_seconds
 
-    def _others(self) -> list[State]:
+    def _others(self) -> list[ProcessState]:
         try:
             states = self._board.states()
         except ClusterError:

@@ -9,8 +9,8 @@ from typing import Any, final
 import numpy as np
 
 from jaxstrategy.inputs.sources import _counted
+from jaxstrategy.inputs.sources._reading_order import ReadingOrder
 from jaxstrategy.inputs.sources._source import Pass, Source, State
-from jaxstrategy.inputs.sources._turns import Turns
 from jaxstrategy.values._per_replica import PyTree
 
 _ADVICE = 'Give `dataset.with_format("numpy").batch(batch_size)`.'
@@ -74,10 +74,10 @@ class StreamSource(Source):
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
-        self._turns = Turns()
+        self._order = ReadingOrder()
 
     def start(self) -> Pass:
-        return _StreamPass(self._dataset, self._turns, self.name)
+        return _StreamPass(self._dataset, self._order, self.name)
 
     @property
     def name(self) -> str:
@@ -86,9 +86,9 @@ class StreamSource(Source):
 
 @final
 class _StreamPass(Pass):
-    def __init__(self, dataset: Any, turns: Turns, name: str) -> None:
+    def __init__(self, dataset: Any, order: ReadingOrder, name: str) -> None:
         self._dataset = dataset
-        self._turns = turns
+        self._order = order
         self._name = name
         self._view: Any = None
         self._loaded: State = None  # what the view tells only once it is read
@@ -96,7 +96,7 @@ class _StreamPass(Pass):
 
     def _begin(self, epoch: int, state: State = None) -> Iterator[PyTree]:
         self.close()
-        self._turns.begin(self)
+        self._order.begin(self)
         # A dataset of its own, because a state that is loaded stays for good.
         self._view = self._dataset.with_format("numpy")
         self._view.set_epoch(epoch)
@@ -111,7 +111,7 @@ class _StreamPass(Pass):
 
     def __next__(self) -> PyTree:
         batches = self._begun()
-        self._turns.take(self)
+        self._order.take(self)
         batch = next(batches)
         self._loaded = None
         _check(batch)
@@ -120,7 +120,7 @@ class _StreamPass(Pass):
     def get_state(self) -> State:
         self._check_buffer()
         self._begun()
-        self._turns.check(self, self._name)
+        self._order.check(self, self._name)
         state = self._loaded or self._view.state_dict()
         # Through text: a copy of numbers, text, lists and dicts.
         return {"stream": json.loads(json.dumps(state))}

@@ -12,8 +12,8 @@ import numpy as np
 
 from jaxstrategy.inputs.sources import _counted
 from jaxstrategy.inputs.sources._counted import CountedPass
+from jaxstrategy.inputs.sources._reading_order import ReadingOrder
 from jaxstrategy.inputs.sources._source import Pass, Source, State
-from jaxstrategy.inputs.sources._turns import Turns
 from jaxstrategy.values._per_replica import PyTree
 
 _NAME = "the PyTorch DataLoader"
@@ -28,11 +28,11 @@ class TorchSource(Source):
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
-        self._turns = Turns()
+        self._order = ReadingOrder()
 
     def start(self) -> Pass:
         if hasattr(self._loader, "state_dict"):
-            return _StatefulPass(self._loader, self._turns, self.length)
+            return _StatefulPass(self._loader, self._order, self.length)
         return _TorchPass(self._loader, self.length)
 
     @property
@@ -87,22 +87,22 @@ class _TorchPass(Pass):
 class _StatefulPass(Pass):
     """A pass over a loader with `state_dict` and `load_state_dict`."""
 
-    def __init__(self, loader: Any, turns: Turns, length: int | None) -> None:
+    def __init__(self, loader: Any, order: ReadingOrder, length: int | None) -> None:
         self._loader = loader
         self._length = length
-        self._turns = turns
+        self._order = order
         self._iterator: Any = None
         self._is_over = False  # a loader's state at the end begins a new pass
 
     def _begun(self) -> Any:
         if self._iterator is None:
-            self._turns.begin(self)
+            self._order.begin(self)
             self._iterator = iter(self._loader)
         return self._iterator
 
     def __next__(self) -> PyTree:
         iterator = self._begun()
-        self._turns.take(self)
+        self._order.take(self)
         try:
             return to_numpy(next(iterator))
         except StopIteration:
@@ -111,7 +111,7 @@ class _StatefulPass(Pass):
 
     def get_state(self) -> State:
         self._begun()
-        self._turns.check(self, _NAME)
+        self._order.check(self, _NAME)
         state = _to_text(self._loader.state_dict())
         place = {"torch": state, "is_over": self._is_over}
         return {**place, **_counted.of_length(self._length)}
@@ -127,7 +127,7 @@ class _StatefulPass(Pass):
         self._loader.load_state_dict(own)
         self._is_over = is_over
         if is_over:
-            self._turns.begin(self)
+            self._order.begin(self)
             self._iterator = iter(())
         else:
             self._begun()

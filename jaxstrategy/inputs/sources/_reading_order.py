@@ -8,7 +8,7 @@ from jaxstrategy.inputs.sources._source import Pass
 
 
 @final
-class Turns:
+class ReadingOrder:
     """Notices when two passes read in turns, so that no wrong state is given away."""
 
     def __init__(self) -> None:
