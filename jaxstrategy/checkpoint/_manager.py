@@ -10,7 +10,6 @@ from types import ModuleType
 from typing import Any, Self, final
 
 import jax
-from jax.sharding import Mesh
 
 from jaxstrategy._errors import MissingExtraError
 from jaxstrategy.checkpoint import (
@@ -31,6 +30,7 @@ from jaxstrategy.checkpoint._retention import Best
 from jaxstrategy.checkpoint._written_state import WrittenState
 from jaxstrategy.contexts import _context
 from jaxstrategy.contexts._context import AbstractStrategy
+from jaxstrategy.replicas._replicas import Replicas
 from jaxstrategy.values._per_replica import PyTree
 
 
@@ -359,7 +359,7 @@ class CheckpointManager:
         state = init() if _arguments.is_function(init) else init
         self.wait()
         if not self._named(self._what("restore")):
-            return WrittenState(state, self._mesh()).placed(), 0
+            return WrittenState(state, self._replicas()).placed(), 0
         state = self.restore(state, partial=partial)
         assert self._restored is not None, "it has just restored"
         return state, self._restored.step
@@ -412,7 +412,7 @@ class CheckpointManager:
         self, state_like: PyTree, step: int, partial: bool, damaged: dict[int, str]
     ) -> PyTree:
         record = self._record(step)
-        state = WrittenState(state_like, self._mesh())
+        state = WrittenState(state_like, self._replicas())
         what = self._what("restore", step)
         _operations.compare_leaves(what, list(state.names))
         where = f"Checkpoint {step} in `{self._folder.path}`"
@@ -433,9 +433,9 @@ class CheckpointManager:
         )
         return restored
 
-    def _mesh(self) -> Mesh | None:
+    def _replicas(self) -> Replicas | None:
         strategy = self._strategy or _context.current().strategy
-        return None if strategy is None or strategy.is_default else strategy.mesh
+        return None if strategy is None or strategy.is_default else strategy.replicas
 
     # What there is.
 

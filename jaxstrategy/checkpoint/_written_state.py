@@ -6,8 +6,6 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, final
 
-from jax.sharding import Mesh
-
 from jaxstrategy.checkpoint._checkpoint_errors import MismatchError
 from jaxstrategy.checkpoint._entries import Entry, Reading
 from jaxstrategy.checkpoint._slots import Slots
@@ -16,6 +14,7 @@ from jaxstrategy.checkpoint.sorts._sorts import (
     VariableSort,
     sort_of,
 )
+from jaxstrategy.replicas._replicas import Replicas
 from jaxstrategy.values._per_replica import PyTree
 
 
@@ -41,16 +40,17 @@ class WrittenState:
 
     Args:
       state: any pytree.
-      mesh: where values go that lie nowhere yet, None for JAX's default device.
+      replicas: where values go that lie nowhere yet, None for JAX's default device.
 
     Raises:
       TypeError: a value cannot be in a checkpoint.
     """
 
-    def __init__(self, state: PyTree, mesh: Mesh | None) -> None:
+    def __init__(self, state: PyTree, replicas: Replicas | None) -> None:
         self._slots = Slots(state)
         self._sorts = {
-            slot.name: sort_of(slot.name, slot.value, mesh) for slot in self._slots.all
+            slot.name: sort_of(slot.name, slot.value, replicas)
+            for slot in self._slots.all
         }
 
     @property

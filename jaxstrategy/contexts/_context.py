@@ -25,6 +25,7 @@ from jaxstrategy._errors import ContextError
 from jaxstrategy._options import CommunicationOptions, ReduceOp
 from jaxstrategy.reductions._sums import Groups
 from jaxstrategy.replicas._devices import Device
+from jaxstrategy.replicas._replicas import Replicas
 
 if TYPE_CHECKING:
     from jaxstrategy.values._per_replica import PyTree
@@ -60,13 +61,23 @@ class AbstractStrategy(abc.ABC):
 
     @property
     @abc.abstractmethod
+    def replicas(self) -> Replicas:
+        """Where the replicas are."""
+
+    @property
+    def parameter_replicas(self) -> Replicas:
+        """Where mirrored variables are: one copy on the devices of each of these."""
+        return self.replicas
+
+    @property
     def mesh(self) -> Mesh:
-        """The mesh with one device per replica."""
+        """The mesh of the replicas."""
+        return self.replicas.mesh
 
     @property
     def parameter_mesh(self) -> Mesh:
         """The mesh of the devices that hold mirrored variables."""
-        return self.mesh
+        return self.parameter_replicas.mesh
 
     @property
     @abc.abstractmethod
@@ -153,7 +164,7 @@ class Context:
         strategy = self.strategy if self.in_step else None
         if strategy is None:
             return self.trace
-        return type(strategy), strategy.mesh, self.replica is None, self.trace
+        return type(strategy), strategy.replicas, self.replica is None, self.trace
 
 
 OUTSIDE = Context()

@@ -205,7 +205,7 @@ class ReplicaContext:
         )
         with entered, jax.named_scope(MERGE_SCOPE):
             result = merge_fn(self._strategy, *across, **named)
-        return own_versions(result) if in_step else result
+        return to_replica(result) if in_step else result
 
     def fold_in(self, key: jax.Array) -> jax.Array:
         """A random key that differs on every replica, made from one that does not.
@@ -226,14 +226,14 @@ class ReplicaContext:
         """
         if not self._axes:
             return tree
-        is_alone = self._strategy.num_replicas_in_sync == 1
-        (axis_name,) = self._axes
+        replicas = self._strategy.replicas
+        is_alone = replicas.count == 1
 
         def wrap(leaf: Any) -> Any:
             if isinstance(leaf, PerReplica):  # captured from outside the step
                 leaf._misused()
             if _per_replica.is_array(leaf) and not is_alone:
-                return _per_replica.of_local(jnp.asarray(leaf), axis_name)
+                return _per_replica.from_local(jnp.asarray(leaf), replicas)
             return leaf
 
         return _per_replica.map_around_objects(wrap, tree)
@@ -281,22 +281,19 @@ class ReplicaContext:
         )
 
 
-def own_versions(tree: PyTree) -> PyTree:
-    """Each `PerReplica` as this replica's version; variables as they are."""
+def to_replica(tree: PyTree, *, read_variables: bool = False) -> PyTree:
+    """What one replica has of `tree`, while a step is traced.
+
+    Args:
+      tree: with `PerReplica`s of all replicas, each of which becomes this replica's.
+      read_variables: whether variables become their values, instead of staying
+        variables.
+    """
 
     def unwrap(leaf: Any) -> Any:
-        return _per_replica.to_local(leaf) if isinstance(leaf, PerReplica) else leaf
-
-    return _per_replica.map_around_objects(unwrap, tree)
-
-
-def to_replica(tree: PyTree) -> PyTree:
-    """Each `PerReplica`, and each variable, as what this replica has of it."""
-
-    def unwrap(leaf: Any) -> Any:
-        if isinstance(leaf, Handle):
+        if read_variables and isinstance(leaf, Handle):
             leaf = leaf.distributed()
-        return _per_replica.to_local(leaf) if isinstance(leaf, PerReplica) else leaf
+        return _per_replica.local_value(leaf) if isinstance(leaf, PerReplica) else leaf
 
     return _per_replica.map_around_objects(unwrap, tree)
 

@@ -94,8 +94,13 @@ def mesh_of(devices: Sequence[Device]) -> Mesh:
             f"`devices` was {shown(devices)}; a list of one or more devices, each of "
             "them once, was wanted."
         )
+    return Mesh(found, (REPLICA_AXIS,), axis_types=axis_types(1))
+
+
+def axis_types(axes: int) -> tuple[AxisType, ...]:
+    """What XLA may do with each of so many mesh axes: divide arrays as it likes."""
     # Auto, not Explicit (the default of `jax.make_mesh`), which refuses NumPy inputs.
-    return Mesh(found, (REPLICA_AXIS,), axis_types=(AxisType.Auto,))
+    return (AxisType.Auto,) * axes
 
 
 def devices_of(mesh: Mesh) -> tuple[Device, ...]:

@@ -5,15 +5,21 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
+import math
 from collections.abc import Sequence
-from typing import Any, final
+from typing import final
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxstrategy.replicas import _mesh
 from jaxstrategy.replicas._devices import Device
+
+# The axis of the replicas that share a device: of `jax.vmap`, so that no mesh has it.
+_SHARED_DEVICE_AXIS = "replica_of_device"
 
 
 class Meaning(enum.Enum):
@@ -40,14 +46,14 @@ class Replicas:
     Attributes:
       mesh: the devices.
       axes: the names of the mesh axes along which replicas differ; none for the single
-        replica of code that runs under no strategy, which has no collectives.
-      inner_axes: the names of the axes along which the devices of one replica differ.
-      per_device: how many replicas a device has.
+        replica of code that runs under no strategy, which has no collectives. Along
+        the other axes, `inner_axes`, the devices of one replica differ.
+      per_device: how many replicas share a device, numbered one after the other. They
+        are the entries of a `jax.vmap` inside the program of the device.
     """
 
     mesh: Mesh
     axes: tuple[str, ...] = (_mesh.REPLICA_AXIS,)
-    inner_axes: tuple[str, ...] = ()
     per_device: int = 1
 
     @staticmethod
@@ -60,13 +66,33 @@ class Replicas:
         """
         return Replicas(_mesh.mesh_of(devices))
 
+    @staticmethod
+    def dividing(array: jax.Array) -> Replicas | None:
+        """The replicas over which `array`, of shape `[replica, ...]`, is divided.
+
+        None for an array that is whole on its devices, or divided along another
+        dimension or another mesh axis.
+        """
+        if not _mesh.is_split(array.sharding):
+            return None
+        assert isinstance(array.sharding, NamedSharding), "only these name axes"
+        names = array.sharding.spec[0]
+        axes = names if isinstance(names, tuple) else (names,)
+        if _mesh.REPLICA_AXIS not in axes:
+            return None
+        return _divided_over(array.sharding.mesh, axes, array.shape[0])
+
+    # How many there are, and where.
+
+    @functools.cached_property
+    def inner_axes(self) -> tuple[str, ...]:
+        """The names of the mesh axes along which the devices of one replica differ."""
+        return tuple(name for name in self.mesh.axis_names if name not in self.axes)
+
     @functools.cached_property
     def count(self) -> int:
         """How many replicas there are, those of other processes included."""
-        groups = 1
-        for axis in self.axes:
-            groups *= self.mesh.shape[axis]
-        return groups * self.per_device
+        return self.per_device * math.prod(self.mesh.shape[axis] for axis in self.axes)
 
     @functools.cached_property
     def devices(self) -> tuple[Device, ...]:
@@ -74,48 +100,149 @@ class Replicas:
         return tuple(self.devices_of(i)[0] for i in range(self.count))
 
     def devices_of(self, replica_id: int) -> tuple[Device, ...]:
-        """The devices of one replica."""
-        return self._rows[replica_id // self.per_device]
+        """The devices of one replica, in the order of the inner axes."""
+        return self._groups[replica_id // self.per_device]
 
     @functools.cached_property
-    def _rows(self) -> tuple[tuple[Device, ...], ...]:
+    def _groups(self) -> tuple[tuple[Device, ...], ...]:
         """The devices of the replicas that share them, in replica order."""
         names = self.mesh.axis_names
-        inner = [name for name in names if name not in self.axes]
-        order = [names.index(axis) for axis in (*self.axes, *inner)]
-        found = self.mesh.devices.transpose(order)
-        return tuple(
-            tuple(row) for row in found.reshape(self.count // self.per_device, -1)
-        )
+        order = [names.index(axis) for axis in (*self.axes, *self.inner_axes)]
+        groups = self.count // self.per_device
+        found = self.mesh.devices.transpose(order).reshape(groups, -1)
+        return tuple(tuple(row) for row in found)
 
     @functools.cached_property
     def own(self) -> tuple[int, ...]:
-        """The replicas of this process."""
+        """The replicas that have a device in this process, in order."""
         here = jax.process_index()
         return tuple(
-            i for i, device in enumerate(self.devices) if device.process_index == here
+            i
+            for i in range(self.count)
+            if any(device.process_index == here for device in self.devices_of(i))
         )
+
+    @functools.cached_property
+    def own_devices(self) -> tuple[Device, ...]:
+        """The first device here of each replica of this process, in replica order."""
+        here = jax.process_index()
+        return tuple(
+            next(d for d in self.devices_of(i) if d.process_index == here)
+            for i in self.own
+        )
+
+    @functools.cached_property
+    def are_all_own(self) -> bool:
+        """Whether this process has the devices of all replicas."""
+        return self.sharding(SAME).is_fully_addressable
+
+    # Collectives, while a step is traced.
+
+    @functools.cached_property
+    def collective_axes(self) -> tuple[str, ...]:
+        """The axes that a collective over all replicas names."""
+        shared = (_SHARED_DEVICE_AXIS,) if self.per_device > 1 else ()
+        return (*self.axes, *shared)
 
     def index(self) -> jax.Array | int:
         """Which replica this is, while a step is traced; 0 where there are no axes."""
-        return lax.axis_index(self.axes) if self.axes else 0
+        return lax.axis_index(self.collective_axes) if self.collective_axes else 0
+
+    # Arrays on all replicas.
 
     def spec(self, meaning: Meaning) -> PartitionSpec:
         """How an array of this meaning is divided over the mesh."""
-        return PartitionSpec(self.axes) if meaning is SPLIT else PartitionSpec()
+        is_divided = meaning is SPLIT and self.axes
+        return PartitionSpec(self.axes) if is_divided else PartitionSpec()
 
     def sharding(self, meaning: Meaning) -> NamedSharding:
         """Where an array of this meaning lies."""
-        return NamedSharding(self.mesh, self.spec(meaning))
+        return self._shardings[meaning]
 
-    def versions(self, array: Any) -> tuple[jax.Array, ...]:
+    @functools.cached_property
+    def _shardings(self) -> dict[Meaning, NamedSharding]:
+        return {
+            meaning: NamedSharding(self.mesh, self.spec(meaning)) for meaning in Meaning
+        }
+
+    def versions(self, array: jax.Array) -> tuple[jax.Array, ...]:
         """What each replica of this process has of `array`, in replica order.
 
         Args:
           array: one of shape `[replica, ...]`, divided over the replicas.
 
         Returns:
-          Arrays of shape `[...]`, each on its replica's device.
+          Arrays of shape `[...]`, each on its replica's devices.
+
+        Raises:
+          ValueError: the array is not divided over these replicas.
         """
-        at = {shard.device: shard.data for shard in array.addressable_shards}
-        return tuple(at[self.devices[i]][i % self.per_device] for i in self.own)
+        shards = {shard.device: shard for shard in array.addressable_shards}
+        found: list[jax.Array] = []
+        for i in self.own:
+            place = i % self.per_device
+            rows = slice(i - place, i - place + self.per_device)
+            here = [shards[d] for d in self.devices_of(i) if d in shards]
+            if not here or any(not _has_rows(each, rows, array) for each in here):
+                raise ValueError(
+                    f"An array of shape {array.shape} lies as {array.sharding}, and "
+                    f"not with entry {i} on {self.devices_of(i)}."
+                )
+            found.append(self._joined(array, i, [each.data[place] for each in here]))
+        return tuple(found)
+
+    def _joined(
+        self, array: jax.Array, replica_id: int, parts: Sequence[jax.Array]
+    ) -> jax.Array:
+        """The parts that the devices of one replica have of its version, as one."""
+        devices = self.devices_of(replica_id)
+        if len(devices) == 1:
+            return parts[0]
+        assert isinstance(array.sharding, NamedSharding), "`versions` has checked it"
+        inside = [self.mesh.shape[axis] for axis in self.inner_axes]
+        mesh = Mesh(
+            np.asarray(devices).reshape(inside),
+            self.inner_axes,
+            axis_types=_mesh.axis_types(len(inside)),
+        )
+        where = NamedSharding(mesh, PartitionSpec(*array.sharding.spec[1:]))
+        shape = array.shape[1:]
+        return jax.make_array_from_single_device_arrays(shape, where, list(parts))
+
+    def stacked(self, versions: Sequence[jax.Array | np.ndarray]) -> jax.Array:
+        """The versions of this process's replicas as one array `[replica, ...]`.
+
+        Args:
+          versions: arrays of one shape `[...]` and dtype, in replica order.
+
+        Returns:
+          An array divided over the replicas; `versions` of it are these.
+        """
+        here = jax.process_index()
+        parts = []
+        for first in range(0, len(versions), self.per_device):
+            group = versions[first : first + self.per_device]
+            for device in self.devices_of(self.own[first]):
+                if device.process_index == here:
+                    parts.append(_together_on(device, group))
+        shape = (self.count, *versions[0].shape)
+        sharding = self.sharding(SPLIT)
+        return jax.make_array_from_single_device_arrays(shape, sharding, parts)
+
+
+@functools.lru_cache(maxsize=256)
+def _divided_over(mesh: Mesh, axes: tuple[str, ...], count: int) -> Replicas:
+    groups = math.prod(mesh.shape[axis] for axis in axes)
+    return Replicas(mesh, axes, count // groups)
+
+
+def _has_rows(shard: jax.Shard, rows: slice, array: jax.Array) -> bool:
+    """Whether `shard` has just these entries of the first dimension."""
+    return shard.index[0].indices(array.shape[0]) == (rows.start, rows.stop, 1)
+
+
+def _together_on(
+    device: Device, versions: Sequence[jax.Array | np.ndarray]
+) -> jax.Array:
+    parts = [jax.device_put(version[None], device) for version in versions]
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts)

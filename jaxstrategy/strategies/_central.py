@@ -6,13 +6,10 @@ from collections.abc import Sequence
 from typing import Any, Self, final
 
 import jax
-from jax.sharding import Mesh
 
-from jaxstrategy.replicas import (
-    _devices,
-    _mesh,
-)
+from jaxstrategy.replicas import _devices
 from jaxstrategy.replicas._devices import Device
+from jaxstrategy.replicas._replicas import Replicas
 from jaxstrategy.strategies._base import Strategy
 
 
@@ -57,17 +54,17 @@ class CentralStorageStrategy(Strategy):
             else _devices.choose(compute_devices)
         )
         home = _central(self.devices) if parameter_device is None else parameter_device
-        self._parameter_mesh = _mesh.mesh_of([_devices.find(home)])
+        self._parameter_replicas = Replicas.on([_devices.find(home)])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         twin = super().__deepcopy__(memo)
-        twin._parameter_mesh = self._parameter_mesh
+        twin._parameter_replicas = self._parameter_replicas
         return twin
 
     @property
-    def parameter_mesh(self) -> Mesh:
-        """The mesh of the parameter device."""
-        return self._parameter_mesh
+    def parameter_replicas(self) -> Replicas:
+        """One, on the parameter device."""
+        return self._parameter_replicas
 
 
 def _central(compute_devices: Sequence[Device]) -> Device:

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any, Self, final
 
 import jax
-from jax.sharding import Mesh
 
 from jaxstrategy._errors import ContextError
 from jaxstrategy._options import RunOptions
@@ -20,6 +19,7 @@ from jaxstrategy.contexts._context import (
 from jaxstrategy.contexts._replica_context import ReplicaContext
 from jaxstrategy.executors._eager import EagerPrograms
 from jaxstrategy.replicas import _mesh
+from jaxstrategy.replicas._replicas import Replicas
 from jaxstrategy.strategies._base import Strategy
 from jaxstrategy.strategies._extended import StrategyExtended
 from jaxstrategy.strategies._reduction import Reduction
@@ -51,8 +51,8 @@ class DefaultStrategy(Strategy):
         self.replica_context = ReplicaContext(self, ())
 
     @property
-    def mesh(self) -> Mesh:
-        """A mesh with JAX's first device; looked up when asked for, not on import."""
+    def replicas(self) -> Replicas:
+        """One, on JAX's first device; looked up when asked for, not on import."""
         return _first_device()
 
     @property
@@ -99,8 +99,8 @@ class DefaultStrategy(Strategy):
 
 
 @functools.cache
-def _first_device() -> Mesh:
-    return _mesh.mesh_of(jax.local_devices()[:1])
+def _first_device() -> Replicas:
+    return Replicas(_mesh.mesh_of(jax.local_devices()[:1]), axes=())
 
 
 def _alone(tree: PyTree) -> PyTree:

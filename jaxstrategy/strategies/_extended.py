@@ -170,7 +170,7 @@ class StrategyExtended:
         args, kwargs = tuple(args), dict(kwargs or {})
         in_step = context.in_step
         if in_step:
-            args, kwargs = _replica_context.own_versions((args, kwargs))
+            args, kwargs = _replica_context.to_replica((args, kwargs))
             result = self._updated(var, fn, args, kwargs)
         elif var.copies_must_agree:
             _check_same(args, kwargs)

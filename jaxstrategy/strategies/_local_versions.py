@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxstrategy.masks import _padding
 from jaxstrategy.replicas import _mesh
+from jaxstrategy.replicas._replicas import Replicas
 from jaxstrategy.tracing.stages import _inflight
 from jaxstrategy.values import _per_replica
 from jaxstrategy.values._per_replica import PerReplica
@@ -88,11 +89,9 @@ def _own_part(array: jax.Array, own: Mesh) -> jax.Array:
     """The part of a stacked array that this process has, as one of its own."""
     if array.is_fully_addressable:
         return array
-    parts = _per_replica.in_replica_order(array)
-    shape = (own.size, *array.shape[1:])
-    return jax.make_array_from_single_device_arrays(
-        shape, _mesh.split(own), [part.data for part in parts]
-    )
+    replicas = Replicas.dividing(array)
+    assert replicas is not None, "`_is_brought` has asked"
+    return Replicas(own).stacked(replicas.versions(array))
 
 
 @functools.lru_cache(maxsize=64)

@@ -41,7 +41,7 @@ class Placing(Reducing):
         True
         """
         _context.require_host(self, "mirror")
-        return _building.replicate(tree, self.mesh)
+        return _building.replicate(tree, self.replicas)
 
     def per_replica(self, tree: PyTree) -> PyTree:
         """Values that differ between replicas, as `PerReplica`s on their devices.
@@ -79,8 +79,8 @@ class Placing(Reducing):
                 _per_replica.check_alive(_per_replica.contents(node), f"`{what}`")
                 return node
             if isinstance(node, list):
-                return _building.stack(node, self.mesh, what)
-            return _building.place_stacked(node, self.mesh, what)
+                return _building.stack(node, self.replicas, what)
+            return _building.place_stacked(node, self.replicas, what)
 
         return jax.tree.map_with_path(place, tree, is_leaf=is_end)
 
@@ -110,7 +110,7 @@ class Placing(Reducing):
         _context.require_host(self, "experimental_distribute_values_from_function")
         n, own = self.num_replicas_in_sync, self._own_replicas
         versions = [value_fn(ValueContext(i, n)) for i in own]
-        return _building.stack(versions, self.mesh, own=True, plain_if_alone=True)
+        return _building.stack(versions, self.replicas, own=True, plain_if_alone=True)
 
     def init(self, fn: Callable[..., PyTree], *args: Any) -> PyTree:
         """`fn(*args)` built in mirrored form: on every device at once, from nothing.
@@ -137,4 +137,4 @@ class Placing(Reducing):
         """
         _context.require_host(self, "init")
         with self.scope():
-            return build_replicated(fn, args, self.mesh)
+            return build_replicated(fn, args, self.replicas)

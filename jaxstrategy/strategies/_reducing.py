@@ -173,8 +173,7 @@ class Reducing(Stepping):
     @property
     def _own_replicas(self) -> list[int]:
         """The numbers of this process's replicas."""
-        here = set(_mesh.own_devices(self.mesh))
-        return [i for i, device in enumerate(self.devices) if device in here]
+        return list(self.replicas.own)
 
     def _columns(self, leaves: Sequence[Any], in_step: bool) -> list[tuple[Any, ...]]:
         """For each leaf the versions of this process's replicas, in a step of all."""
@@ -208,7 +207,7 @@ class Reducing(Stepping):
         _per_replica.check_alive(leaf, "An array")
         if in_step and isinstance(leaf, jax.Array) and n > 1:
             # Captured by the merge function: it may well differ between replicas.
-            return _per_replica.of_local(leaf, _mesh.REPLICA_AXIS).values
+            return _per_replica.from_local(leaf, self.replicas).values
         if _per_replica.is_mirrored(leaf):  # a variable of central storage has one copy
             return (leaf,) * len(leaf.addressable_shards)
         return (leaf,) * n

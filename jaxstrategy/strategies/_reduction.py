@@ -133,9 +133,9 @@ class Reduction(AbstractReduction):
                 "replicas. Use a strategy with one of jaxstrategy's own cross-device "
                 "operations."
             )
-        (axis_name,) = self._axes
+        replicas = self._strategy.replicas
         pairs = [
-            (_per_replica.of_local(checked(op, leaf), axis_name), self._strategy)
+            (_per_replica.from_local(checked(op, leaf), replicas), self._strategy)
             for leaf in leaves
         ]
         with _context.entered(strategy=self._strategy, replica=None, in_step=True):

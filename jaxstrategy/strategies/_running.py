@@ -32,6 +32,7 @@ from jaxstrategy.reductions._cross_device_ops import (
 )
 from jaxstrategy.replicas import _mesh
 from jaxstrategy.replicas._devices import Device
+from jaxstrategy.replicas._replicas import Replicas
 from jaxstrategy.strategies._calls import (
     check_arguments,
     check_options,
@@ -68,10 +69,10 @@ class Running(AbstractStrategy):
         communication_options: CommunicationOptions | None = None,
     ) -> None:
         checked_options(communication_options, self._has_timeout)
-        self._mesh = _mesh.mesh_of(devices)
+        self._replicas = Replicas.on(devices)
         self._axes: Axes = (_mesh.REPLICA_AXIS,)
         self._programs: Programs | EagerPrograms = Programs(
-            self._mesh, self._call_replica, self._variables, self._company
+            self._replicas.mesh, self._call_replica, self._variables, self._company
         )
         self._extended = StrategyExtended(self)
         self._reduction = Reduction(self, cross_device_ops, communication_options)
@@ -81,17 +82,22 @@ class Running(AbstractStrategy):
     @property
     def mesh(self) -> Mesh:
         """The `jax.sharding.Mesh` with one device per replica."""
-        return self._mesh
+        return self.replicas.mesh
+
+    @property
+    def replicas(self) -> Replicas:
+        """How many replicas there are, and where."""
+        return self._replicas
 
     @property
     def devices(self) -> tuple[Device, ...]:
         """The replicas' devices, in replica order."""
-        return _mesh.devices_of(self.mesh)
+        return self.replicas.devices
 
     @property
     def num_replicas_in_sync(self) -> int:
         """How many replicas take a step together."""
-        return self.mesh.size
+        return self.replicas.count
 
     @property
     def extended(self) -> StrategyExtended:
@@ -272,7 +278,7 @@ class Running(AbstractStrategy):
         self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """`run` inside `merge_call`: the step goes on, in the same trace."""
-        args, kwargs = _replica_context.own_versions((args, kwargs))
+        args, kwargs = _replica_context.to_replica((args, kwargs))
         replica = ReplicaContext(self, self._axes)
         with _context.entered(strategy=self, replica=replica, in_step=True):
             returned = fn(*args, **kwargs)
@@ -293,5 +299,5 @@ class Running(AbstractStrategy):
     ) -> PyTree:
         """`function(tree)` of one replica's `value`, wherever we are."""
         if context.in_step:
-            return function(_replica_context.to_replica(value))
+            return function(_replica_context.to_replica(value, read_variables=True))
         return self._programs.of(function)((value,), {})

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
 
 from jaxstrategy.replicas import _mesh
+from jaxstrategy.replicas._replicas import SAME, Replicas
 from jaxstrategy.tracing import _results
 from jaxstrategy.tracing._program import name_of
 from jaxstrategy.values import (
@@ -22,9 +22,9 @@ from jaxstrategy.values._per_replica import (
 
 
 def build_replicated(
-    fn: Callable[..., PyTree], args: Sequence[Any], mesh: Mesh
+    fn: Callable[..., PyTree], args: Sequence[Any], replicas: Replicas
 ) -> PyTree:
-    """`fn(*args)` compiled so that its arrays come out whole on each device of `mesh`.
+    """`fn(*args)` compiled so that its arrays come out whole on all replicas.
 
     Arrays in `args` are traced; everything else `fn` sees as it is.
 
@@ -52,8 +52,8 @@ def build_replicated(
         arrays, results = _results.take_apart(returned, leaves, name_of(fn))
         return results.rebuild(arrays)
 
-    arrays = _building.replicate([leaves[index] for index in traced], mesh)
-    sharding = _mesh.replicated(mesh)
+    arrays = _building.replicate([leaves[index] for index in traced], replicas)
+    sharding = replicas.sharding(SAME)
     built = jax.jit(build, out_shardings=sharding)(*arrays)
     if not sharding.is_fully_addressable:  # what `fn` closes over may differ
         built = jax.tree.map(

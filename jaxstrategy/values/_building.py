@@ -8,10 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 
 from jaxstrategy.replicas import _mesh
-from jaxstrategy.replicas._devices import Device
+from jaxstrategy.replicas._replicas import SAME, SPLIT, Replicas
 from jaxstrategy.text._array_types import array_type
 from jaxstrategy.values import _per_replica
 from jaxstrategy.values._per_replica import (
@@ -22,7 +22,7 @@ from jaxstrategy.values._per_replica import (
 
 def stack(
     versions: Sequence[PyTree],
-    mesh: Mesh,
+    replicas: Replicas,
     what: str = "value",
     own: bool = False,
     plain_if_alone: bool = False,
@@ -32,7 +32,7 @@ def stack(
     Args:
       versions: one pytree per replica, all of one structure, leaf by leaf of one shape
         and dtype; nested lists of numbers are arrays.
-      mesh: where to place them.
+      replicas: they, which say where to place them.
       what: how error messages call the value.
       own: whether the versions are only of this process's replicas.
       plain_if_alone: whether one replica's version is to be an array of shape `[...]`.
@@ -40,10 +40,10 @@ def stack(
     Raises:
       ValueError: the number, structure, shapes or dtypes do not fit.
     """
-    devices = _mesh.own_devices(mesh) if own else _mesh.devices_of(mesh)
-    if len(versions) != len(devices):
+    wanted = len(replicas.own) if own else replicas.count
+    if len(versions) != wanted:
         raise ValueError(
-            f"`{what}` has {len(versions)} versions for {len(devices)} replicas; one "
+            f"`{what}` has {len(versions)} versions for {wanted} replicas; one "
             "per replica is wanted."
         )
     paths, structure = jax.tree.flatten_with_path(versions[0], is_leaf=_is_list)
@@ -58,14 +58,18 @@ def stack(
         for column, leaf in zip(columns, leaves, strict=True):
             column.append(leaf)
     labels = [f"{what}{jax.tree_util.keystr(path)}" for path, _ in paths]
-    is_plain = plain_if_alone and mesh.size == 1
-    stacked = [
-        _replicate_leaf(_per_replica.as_array(column[0], label), _mesh.replicated(mesh))
-        if is_plain
-        else _stack_leaf(column, mesh, devices, label)
-        for column, label in zip(columns, labels, strict=True)
-    ]
-    return jax.tree.unflatten(structure, stacked)
+    labeled = zip(columns, labels, strict=True)
+    if plain_if_alone and replicas.count == 1:
+        whole = replicas.sharding(SAME)
+        placed = [
+            _replicate_leaf(_per_replica.as_array(column[0], label), whole)
+            for column, label in labeled
+        ]
+    else:
+        placed = [
+            _stack_leaf(column, replicas, own, label) for column, label in labeled
+        ]
+    return jax.tree.unflatten(structure, placed)
 
 
 def _is_list(node: Any) -> bool:
@@ -73,7 +77,7 @@ def _is_list(node: Any) -> bool:
 
 
 def _stack_leaf(
-    column: list[Any], mesh: Mesh, devices: Sequence[Device], what: str
+    column: list[Any], replicas: Replicas, own: bool, what: str
 ) -> PerReplica:
     arrays = [_per_replica.as_array(value, what) for value in column]
     kinds = {(array.shape, array.dtype) for array in arrays}
@@ -83,26 +87,20 @@ def _stack_leaf(
             f"`{what}` differs in shape or dtype between replicas: {seen}. One "
             "program runs on all replicas, so all versions need one shape and dtype."
         )
-    here = _mesh.own_devices(mesh)
-    placed = [
-        jax.device_put(array[None], device)
-        for array, device in zip(arrays, devices, strict=True)
-        if device in here
-    ]
-    shape = (mesh.size, *arrays[0].shape)
-    sharding = _mesh.split(mesh)
-    return PerReplica(jax.make_array_from_single_device_arrays(shape, sharding, placed))
+    if not own:
+        arrays = [arrays[i] for i in replicas.own]
+    return PerReplica(replicas.stacked(arrays))
 
 
-def place_stacked(value: Any, mesh: Mesh, what: str = "value") -> PerReplica:
-    """An array of shape `[replica, ...]` as a `PerReplica` on the devices of `mesh`.
+def place_stacked(value: Any, replicas: Replicas, what: str = "value") -> PerReplica:
+    """An array of shape `[replica, ...]` as a `PerReplica` on their devices.
 
     Raises:
       ValueError: the first dimension is not the number of replicas.
     """
     array = _per_replica.as_array(value, what)
-    check_stacked(array, len(_mesh.devices_of(mesh)), what)
-    return PerReplica(_mesh.put(array, _mesh.split(mesh)))
+    check_stacked(array, replicas.count, what)
+    return PerReplica(_mesh.put(array, replicas.sharding(SPLIT)))
 
 
 def check_stacked(array: Any, num_replicas: int, what: str) -> None:
@@ -116,15 +114,15 @@ def check_stacked(array: Any, num_replicas: int, what: str) -> None:
         )
 
 
-def replicate(tree: PyTree, mesh: Mesh) -> PyTree:
-    """`tree` with every array and number placed whole on each device of `mesh`.
+def replicate(tree: PyTree, replicas: Replicas) -> PyTree:
+    """`tree` with every array and number placed whole on each replica's devices.
 
     Leaves that are neither (strings, bools, functions) stay as they are.
 
     Raises:
       TypeError: a leaf is a `PerReplica`, whose versions may differ.
     """
-    sharding = _mesh.replicated(mesh)
+    sharding = replicas.sharding(SAME)
 
     def place(path: Any, leaf: Any) -> Any:
         if isinstance(leaf, PerReplica):

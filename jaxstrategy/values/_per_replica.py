@@ -14,7 +14,7 @@ import abc
 import dataclasses
 import html
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, final
 
 import jax
@@ -28,6 +28,7 @@ from jaxstrategy.replicas import (
     _mesh,
 )
 from jaxstrategy.replicas._devices import Device
+from jaxstrategy.replicas._replicas import Replicas
 from jaxstrategy.text import _tables
 from jaxstrategy.text._array_types import array_type
 from jaxstrategy.values import _misuse
@@ -108,8 +109,10 @@ class PerReplica:
     """
 
     _value: Any
-    # Inside a merge call the value is this replica's own, and this names the axis.
-    _axis_name: str | None = dataclasses.field(default=None, metadata={"static": True})
+    # Inside a merge call the value is this replica's own, and these are all replicas.
+    _replicas: Replicas | None = dataclasses.field(
+        default=None, metadata={"static": True}
+    )
     # Of a batch: which rows are real, bool[replica, rows]. The same on every replica,
     # so that each knows how many there are in all. Booleans, because a function mapped
     # over the tree then leaves them as they are, or makes what is refused.
@@ -118,16 +121,21 @@ class PerReplica:
     @property
     def stacked(self) -> Any:
         """All versions as one array of shape `[replica, ...]`."""
-        if self._axis_name is None:
+        if self._replicas is None:
             return self._value
-        return jax.lax.all_gather(self._value, self._axis_name)
+        return jax.lax.all_gather(self._value, self._replicas.collective_axes)
 
     @property
     def values(self) -> tuple[jax.Array, ...]:
         """One array of shape `[...]` per replica of this process, in replica order."""
-        if self._axis_name is None and is_placed(self._value):
+        if self._replicas is None and is_placed(self._value):
             check_alive(self._value, "A PerReplica")
-            return _versions(self._value)
+            replicas = Replicas.dividing(self._value)
+            return (
+                tuple(self._value)
+                if replicas is None
+                else replicas.versions(self._value)
+            )
         return tuple(self.stacked)
 
     def local(self, replica_id: int) -> jax.Array:
@@ -138,7 +146,7 @@ class PerReplica:
         """
         versions = self.values
         if len(versions) < self.num_replicas:
-            own = _own_ids(self._value)
+            own = _own(self._value)
             if replica_id not in own:
                 raise IndexError(
                     f"Replica {replica_id} was asked of a value of which this process "
@@ -156,7 +164,7 @@ class PerReplica:
     def shape(self) -> tuple[int, ...]:
         """The shape of one replica's version."""
         shape = np.shape(self._value)
-        return shape if self._axis_name else shape[1:]
+        return shape[1:] if self._replicas is None else shape
 
     @property
     def dtype(self) -> Any:
@@ -174,8 +182,8 @@ class PerReplica:
     @property
     def num_replicas(self) -> int:
         """How many versions there are."""
-        if self._axis_name is not None:
-            return jax.lax.axis_size(self._axis_name)
+        if self._replicas is not None:
+            return self._replicas.count
         shape = getattr(self._value, "shape", ())
         if not shape:
             raise TypeError(
@@ -190,12 +198,12 @@ class PerReplica:
         return f"PerReplica({array_type(self.dtype, self.shape)}{self._where()})"
 
     def _where(self) -> str:
-        if self._axis_name is not None:
+        if self._replicas is not None:
             return ", inside merge_call"
         if _is_deleted(self._value):
             return ", donated to an earlier call"
         if is_placed(self._value):
-            return f" on {_devices.names(_device_order(self._value))}"
+            return f" on {_devices.names(_own_devices(self._value))}"
         return f" x {self.num_replicas}"
 
     def _repr_html_(self) -> str:
@@ -205,7 +213,7 @@ class PerReplica:
         kind = array_type(self.dtype, self.shape)
         rows = [
             (i, _devices.name(device), kind)
-            for i, device in enumerate(_device_order(self._value))
+            for i, device in enumerate(_own_devices(self._value))
         ]
         return _tables.html_table("PerReplica", ("replica", "device", "version"), rows)
 
@@ -245,18 +253,18 @@ def is_per_replica(value: object) -> bool:
     return isinstance(value, PerReplica)
 
 
-def of_local(value: jax.Array, axis_name: str) -> PerReplica:
-    """This replica's `value` as a `PerReplica`, while a step is being traced."""
-    return PerReplica(value, axis_name)
+def from_local(value: jax.Array, replicas: Replicas) -> PerReplica:
+    """This replica's `value` as a `PerReplica` of all, while a step is being traced."""
+    return PerReplica(value, replicas)
 
 
-def to_local(value: PerReplica) -> Any:
+def local_value(value: PerReplica) -> Any:
     """This replica's version, while a step is being traced.
 
     Raises:
       TypeError: `value` was made outside the step and captured by it.
     """
-    if value._axis_name is None:
+    if value._replicas is None:
         value._misused()
     return value._value
 
@@ -274,7 +282,7 @@ def real_rows(
         return versions
     rows = np.asarray(value.mask)
     if len(versions) < len(rows):
-        rows = rows[_own_ids(value.stacked)]
+        rows = rows[list(_own(value.stacked))]
     return tuple(
         version if real.all() else version[np.flatnonzero(real)]
         for version, real in zip(versions, rows, strict=True)
@@ -328,24 +336,18 @@ def check_alive(value: Any, what: str) -> None:
         )
 
 
-def in_replica_order(value: jax.Array) -> list[Any]:
-    """This process's shards of a stacked array, by replica."""
-    return sorted(value.addressable_shards, key=lambda shard: shard.index[0].start or 0)
-
-
-def _own_ids(value: jax.Array) -> list[int]:
+def _own(value: jax.Array) -> tuple[int, ...]:
     """The replicas of this process, of a stacked array."""
-    return [shard.index[0].start or 0 for shard in in_replica_order(value)]
+    replicas = Replicas.dividing(value)
+    return tuple(range(len(value))) if replicas is None else replicas.own
 
 
-def _device_order(value: jax.Array) -> list[Device]:
-    return [shard.device for shard in in_replica_order(value)]
-
-
-def _versions(value: jax.Array) -> tuple[jax.Array, ...]:
-    if not _mesh.is_split(value.sharding):
-        return tuple(value)
-    return tuple(shard.data[0] for shard in in_replica_order(value))
+def _own_devices(value: jax.Array) -> Sequence[Device]:
+    """Those of this process that hold a stacked array, in replica order."""
+    replicas = Replicas.dividing(value)
+    if replicas is None:
+        return [shard.device for shard in value.addressable_shards]
+    return list(dict.fromkeys(replicas.own_devices))
 
 
 class Handle(abc.ABC):

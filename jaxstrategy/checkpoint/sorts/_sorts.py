@@ -12,7 +12,7 @@ from typing import Any, final
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, Sharding, SingleDeviceSharding
+from jax.sharding import Sharding, SingleDeviceSharding
 
 from jaxstrategy._options import VariableAggregation, VariableSynchronization
 from jaxstrategy.checkpoint import (
@@ -23,6 +23,7 @@ from jaxstrategy.checkpoint._entries import Entry, Reading
 from jaxstrategy.inputs._iterator import DistributedIterator
 from jaxstrategy.replicas import _mesh
 from jaxstrategy.replicas._random_keys import is_key
+from jaxstrategy.replicas._replicas import SAME, Replicas
 from jaxstrategy.text._array_types import array_type
 from jaxstrategy.values import (
     _building,
@@ -38,13 +39,13 @@ class Sort(abc.ABC):
     Args:
       name: of its place.
       value: it.
-      mesh: where values go that lie nowhere yet, None for JAX's default device.
+      replicas: where values go that lie nowhere yet, None for JAX's default device.
     """
 
-    def __init__(self, name: str, value: Any, mesh: Mesh | None) -> None:
+    def __init__(self, name: str, value: Any, replicas: Replicas | None) -> None:
         self.name = name
         self.value = value
-        self.mesh = mesh
+        self.replicas = replicas
 
     @property
     @abc.abstractmethod
@@ -120,9 +121,9 @@ class DeviceArray(_AnyArray):
         return _mesh.put(array, self._sharding)
 
     def placed(self) -> Any:
-        if isinstance(self.value, jax.Array) and self.mesh is not None:
+        if isinstance(self.value, jax.Array) and self.replicas is not None:
             if self._sharding != self.value.sharding:
-                return _building.replicate(self.value, self.mesh)
+                return _building.replicate(self.value, self.replicas)
         return self.value
 
     @property
@@ -130,8 +131,8 @@ class DeviceArray(_AnyArray):
         """Where it belongs; None for JAX's default device, and to no device firmly."""
         own = self.value.sharding
         is_free = own is None or isinstance(own, SingleDeviceSharding)
-        if is_free and self.mesh is not None:
-            return _mesh.replicated(self.mesh)
+        if is_free and self.replicas is not None:
+            return self.replicas.sharding(SAME)
         return own if getattr(self.value, "committed", True) else None
 
 
@@ -353,26 +354,26 @@ class InputPosition(Sort):
         return states[jax.process_index() if is_own else 0]
 
 
-def sort_of(name: str, value: Any, mesh: Mesh | None) -> Sort:
+def sort_of(name: str, value: Any, replicas: Replicas | None) -> Sort:
     """What `value` is to a checkpoint.
 
     Raises:
       TypeError: a checkpoint cannot hold it.
     """
     if isinstance(value, Variable):
-        return VariableSort(name, value, mesh)
+        return VariableSort(name, value, replicas)
     if isinstance(value, PerReplica):
-        return Versions(name, value, mesh)
+        return Versions(name, value, replicas)
     if isinstance(value, (jax.Array, jax.ShapeDtypeStruct)):
-        return DeviceArray(name, value, mesh)
+        return DeviceArray(name, value, replicas)
     if isinstance(value, (np.ndarray, np.generic)):
-        return HostArray(name, value, mesh)
+        return HostArray(name, value, replicas)
     if type(value) in _entries.NUMBERS.values():
-        return Number(name, value, mesh)
+        return Number(name, value, replicas)
     if isinstance(value, str):
-        return Text(name, value, mesh)
+        return Text(name, value, replicas)
     if isinstance(value, DistributedIterator):
-        return InputPosition(name, value, mesh)
+        return InputPosition(name, value, replicas)
     raise TypeError(
         f"`{name}` is a {type(value).__name__}, which a checkpoint cannot hold. It "
         "holds arrays, numbers, strings, variables, PerReplicas, objects of Flax NNX "

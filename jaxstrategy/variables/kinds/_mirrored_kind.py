@@ -97,9 +97,7 @@ class MirroredKind(Kind):
         the copies stay equal is proved. Outside, the versions differ.
         """
         if self._in_step():
-            return (
-                _replica_context.own_versions(value) if _has_versions(value) else value
-            )
+            return _replica_context.to_replica(value) if _has_versions(value) else value
         if isinstance(value, PerReplica):
             raise ValueError(
                 f"Variable {self.name!r} is mirrored, and was given a PerReplica "

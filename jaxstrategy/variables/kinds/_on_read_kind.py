@@ -48,8 +48,7 @@ class OnReadKind(Kind):
     def copies(self, ref: Any) -> Any:
         """The copies."""
         if self._in_step():
-            (axis_name,) = this_strategy().mesh.axis_names
-            return _per_replica.of_local(ref[...][0], axis_name)
+            return _per_replica.from_local(ref[...][0], this_strategy().replicas)
         return PerReplica(ref[...])
 
     @property
@@ -122,11 +121,11 @@ class OnReadKind(Kind):
         shape = ref.shape[1:]
         value = whole(value, shape)
         if isinstance(value, PerReplica):
-            value = _per_replica.to_local(value)
+            value = _per_replica.local_value(value)
         elif side is Side.CROSS:
             value = self._checked_part(value, shape, ref.dtype, change)
             first, other = self._parts(value, change)
-            is_first = jax.lax.axis_index(this_strategy().mesh.axis_names) == 0
+            is_first = this_strategy().replicas.index() == 0
             value = jnp.where(is_first, first, other)
         given = self._checked_part(value, shape, ref.dtype, change)
         new = change.applied(ref[...][0], given)
