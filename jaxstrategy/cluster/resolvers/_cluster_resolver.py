@@ -28,6 +28,15 @@ class Process:
       count: how many train together.
       coordinator: `host:port` of the process of rank 0, where `jax.distributed` lets
         them meet. Empty if the cluster has no tasks: the process is alone.
+
+    >>> import jaxstrategy as js
+    >>> cluster = {"chief": ["a:2222"], "worker": ["b:2222", "c:2222"]}
+    >>> resolver = js.cluster_resolver.SimpleClusterResolver(
+    ...     cluster, task_type="worker", task_id=0
+    ... )
+    >>> process = resolver.process()
+    >>> process.index, process.count, process.coordinator
+    (1, 3, 'a:2222')
     """
 
     index: int

@@ -60,7 +60,11 @@ class TFConfigClusterResolver(ClusterResolver):
         self._environment = environment
 
     def cluster_spec(self) -> ClusterSpec:
-        """The cluster of `TF_CONFIG`, without jobs if there is none."""
+        """The cluster of `TF_CONFIG`, without jobs if there is none.
+
+        Raises:
+          ValueError: `TF_CONFIG` is malformed; the message quotes what is wrong.
+        """
         cluster = _part(_config(), "cluster")
         try:
             return ClusterSpec(cluster)
@@ -108,7 +112,12 @@ class TFConfigClusterResolver(ClusterResolver):
         )
 
     def process(self) -> Process:
-        """As in `ClusterResolver`, from `TF_CONFIG`."""
+        """As in `ClusterResolver`, from `TF_CONFIG`.
+
+        Raises:
+          ValueError: `TF_CONFIG` is malformed, or the cluster or the task is not one
+            that can train; the message quotes what is wrong.
+        """
         try:
             return super().process()
         except ValueError as error:
@@ -123,7 +132,11 @@ class TFConfigClusterResolver(ClusterResolver):
 
     @property
     def task_type(self) -> str | None:
-        """The `type` of the task, None if there is none."""
+        """The `type` of the task, None if there is none.
+
+        Raises:
+          ValueError: `TF_CONFIG` is malformed; the message quotes what is wrong.
+        """
         if self._task_type is not None:
             return str(self._task_type)
         found = _part(_config(), "task").get("type")
@@ -137,7 +150,11 @@ class TFConfigClusterResolver(ClusterResolver):
 
     @property
     def task_id(self) -> int | None:
-        """The `index` of the task, None if there is none."""
+        """The `index` of the task, None if there is none.
+
+        Raises:
+          ValueError: `TF_CONFIG` is malformed; the message quotes what is wrong.
+        """
         if self._task_id is not None:
             return _index(self._task_id)
         found = _part(_config(), "task").get("index")
@@ -149,7 +166,11 @@ class TFConfigClusterResolver(ClusterResolver):
 
     @property
     def rpc_layer(self) -> str | None:
-        """The `rpc_layer` of `TF_CONFIG`, None if there is none."""
+        """The `rpc_layer` of `TF_CONFIG`, None if there is none.
+
+        Raises:
+          ValueError: `TF_CONFIG` is malformed; the message quotes what is wrong.
+        """
         return self._rpc_layer or _config().get("rpc_layer")
 
     @rpc_layer.setter
