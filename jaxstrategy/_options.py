@@ -34,15 +34,14 @@ class ReduceOp(enum.Enum):
         if isinstance(value, VariableAggregation):
             return cls.from_variable_aggregation(value)
         if not isinstance(value, str):
+            names = ", ".join(_quoted(cls))
             raise TypeError(
                 f"A reduce operation was expected, got {value!r}. "
-                "Use a ReduceOp or one of 'sum', 'mean', 'min', 'max'."
+                f"Use a ReduceOp or one of {names}."
             )
         if value.upper() in cls.__members__:
             return cls[value.upper()]
-        raise ValueError(
-            f"{value!r} is not a valid ReduceOp; 'sum', 'mean', 'min' and 'max' are."
-        )
+        raise ValueError(f"{value!r} is not a valid ReduceOp; {_all_of(cls)} are.")
 
     @classmethod
     def from_variable_aggregation(cls, aggregation: VariableAggregation) -> ReduceOp:
@@ -59,7 +58,7 @@ class ReduceOp(enum.Enum):
             return cls[aggregation.name]
         raise ValueError(
             f"Could not convert from {aggregation} to a ReduceOp: it reduces nothing. "
-            "'sum', 'mean', 'min' and 'max' do."
+            f"{_all_of(cls)} do."
         )
 
 
@@ -87,11 +86,6 @@ class RunOptions:
         several times as long; the results of a step that raises are lost, variables
         and objects hold what they held before it. Without the option nothing is looked
         at.
-
-    Raises:
-      TypeError: `donate_argnums` are no whole numbers, or `expect_mirrored` has
-        something else in it than True and False.
-      ValueError: a negative position, or another value of `check_finite`.
 
     >>> RunOptions(donate_argnums=0).donate_argnums
     (0,)
@@ -197,17 +191,7 @@ class ValueContext:
 class VariableSynchronization(enum.Enum):
     """When the copies of a variable are brought together.
 
-    AUTO is ON_WRITE. NONE is refused, as in TensorFlow's mirrored strategies. A
-    variable takes the name as a string, too, in any case.
-
-    >>> import jaxstrategy as js
-    >>> strategy = js.MirroredStrategy(js.simulate(8)[:2])
-    >>> on_read = js.VariableSynchronization.ON_READ
-    >>> with strategy.scope():
-    ...     seen = js.Variable(0, synchronization=on_read, aggregation="sum")
-    >>> _ = strategy.run(lambda: seen.assign_add(1))
-    >>> int(seen)
-    2
+    AUTO is ON_WRITE. NONE is refused, as in TensorFlow's mirrored strategies.
     """
 
     AUTO = "AUTO"
@@ -221,17 +205,7 @@ class VariableSynchronization(enum.Enum):
 
 
 class VariableAggregation(enum.Enum):
-    """How the replicas' values for a variable, or their copies of it, become one.
-
-    A variable takes the name as a string, too, in any case.
-
-    >>> import jaxstrategy as js
-    >>> strategy = js.MirroredStrategy(js.simulate(8)[:2])
-    >>> with strategy.scope():
-    ...     best = js.Variable(0.0, aggregation=js.VariableAggregation.MEAN)
-    >>> strategy.run(best.assign, (strategy.per_replica([1.0, 2.0]),))
-    Array(1.5, dtype=float32)
-    """
+    """How the replicas' values for a variable, or their copies of it, become one."""
 
     NONE = "NONE"
     SUM = "SUM"
@@ -243,6 +217,16 @@ class VariableAggregation(enum.Enum):
         return _named(cls, value, "aggregation")
 
 
+def _quoted(kind: type[enum.Enum]) -> list[str]:
+    """The names that an enum's members may be given by."""
+    return [repr(name.lower()) for name in kind.__members__]
+
+
+def _all_of(kind: type[enum.Enum]) -> str:
+    *names, last = _quoted(kind)
+    return f"{', '.join(names)} and {last}"
+
+
 def _named(kind: Any, value: object, what: str) -> Any:
     """The member of the enum `kind` with this name, in any case.
 
@@ -251,7 +235,7 @@ def _named(kind: Any, value: object, what: str) -> Any:
     """
     if isinstance(value, str) and value.upper() in kind.__members__:
         return kind[value.upper()]
-    names = ", ".join(repr(name.lower()) for name in kind.__members__)
+    names = ", ".join(_quoted(kind))
     raise ValueError(
         f"`{what}` was {value!r}; a {kind.__name__} or one of {names} was wanted."
     )
@@ -263,13 +247,6 @@ class CommunicationImplementation(enum.Enum):
     AUTO leaves it to the strategy, NCCL is one all-reduce (XLA uses NCCL on NVIDIA
     GPUs, and each platform's own library elsewhere), RING a reduce-scatter followed by
     an all-gather.
-
-    >>> import jaxstrategy as js
-    >>> ring = js.experimental.CommunicationImplementation.RING
-    >>> options = js.experimental.CommunicationOptions(implementation=ring)
-    >>> strategy = js.MirroredStrategy(js.simulate(8)[:2])
-    >>> strategy.reduce("sum", strategy.per_replica([1.0, 2.0]), options=options)
-    Array(3., dtype=float32)
     """
 
     AUTO = "AUTO"

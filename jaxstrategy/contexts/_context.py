@@ -15,7 +15,7 @@ import contextlib
 import contextvars
 import dataclasses
 import types
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -23,34 +23,12 @@ from jax.sharding import Mesh
 
 from jaxstrategy._errors import ContextError
 from jaxstrategy._options import CommunicationOptions, ReduceOp
-from jaxstrategy.reductions._sums import Groups
+from jaxstrategy.reductions._reduction import Reduction
 from jaxstrategy.replicas._devices import Device
 from jaxstrategy.replicas._replicas import Replicas
 
 if TYPE_CHECKING:
     from jaxstrategy.values._per_replica import PyTree
-
-
-class AbstractReduction(abc.ABC):
-    """The one way in which replicas combine their values, inside a step."""
-
-    @abc.abstractmethod
-    def of_leaves(
-        self,
-        op: ReduceOp,
-        leaves: Sequence[Any],
-        options: CommunicationOptions | None = None,
-        groups: Groups | None = None,
-    ) -> list[Any]:
-        """This replica's arrays reduced over all, or over its group."""
-
-    @abc.abstractmethod
-    def gathered(self, leaf: Any, axis: int) -> jax.Array:
-        """Every replica's array, joined along `axis` in replica order."""
-
-    @abc.abstractmethod
-    def first(self, leaf: Any) -> jax.Array:
-        """The array of the first replica."""
 
 
 class AbstractStrategy(abc.ABC):
@@ -99,7 +77,7 @@ class AbstractStrategy(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def reduction(self) -> AbstractReduction:
+    def reduction(self) -> Reduction:
         """How the replicas' values become one."""
 
     @abc.abstractmethod
@@ -150,10 +128,7 @@ class Context:
     is_update: bool = False
     before: object = None
     colocated: Mesh | None = None
-    # Python 3.11 takes a mapping proxy, which it cannot hash, for a mutable default.
-    given: Mapping[int, tuple[object, Any]] = dataclasses.field(
-        default_factory=lambda: types.MappingProxyType({})
-    )
+    given: Mapping[int, tuple[object, Any]] = types.MappingProxyType({})
     batches: object = None
 
     @property

@@ -7,13 +7,11 @@ from typing import Any, final
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jaxstrategy._errors import ContextError
 from jaxstrategy._options import CommunicationOptions, ReduceOp, checked_options
 from jaxstrategy.contexts import _context
 from jaxstrategy.contexts._context import AbstractStrategy, Context
-from jaxstrategy.reductions._all_reduce import Axes
 from jaxstrategy.reductions._cross_device_ops import checked_groups
 from jaxstrategy.replicas._devices import Device
 from jaxstrategy.values import _per_replica
@@ -45,9 +43,9 @@ class ReplicaContext:
     Array(10., dtype=float32)
     """
 
-    def __init__(self, strategy: AbstractStrategy, axes: Axes) -> None:
+    def __init__(self, strategy: AbstractStrategy) -> None:
         self._strategy = strategy
-        self._axes = axes
+        self._is_outside = not strategy.replicas.collective_axes
 
     @property
     def strategy(self) -> AbstractStrategy:
@@ -71,12 +69,9 @@ class ReplicaContext:
         Inside `run` one program serves all replicas, so this is an int32 scalar known
         only on the devices: select with `jnp.where`, `jax.lax.cond` or `jnp.take`, not
         with a Python `if`. Outside a strategy it is the int 0.
-
-        Raises:
-          ContextError: this is not the current replica context.
         """
         self._require_current("replica_id_in_sync_group")
-        return lax.axis_index(self._axes) if self._axes else 0
+        return self._strategy.replicas.index()
 
     @property
     def devices(self) -> tuple[Device, ...]:
@@ -135,7 +130,7 @@ class ReplicaContext:
         for leaf in leaves:
             if isinstance(leaf, PerReplica):
                 leaf._misused()
-        results = self._strategy.reduction.of_leaves(op, leaves, options, within)
+        results = self._strategy.reduction.reduce_leaves(op, leaves, options, within)
         return jax.tree.unflatten(treedef, results)
 
     def all_gather(
@@ -202,7 +197,7 @@ class ReplicaContext:
         across = self.to_cross(tuple(args))
         named = self.to_cross(dict(kwargs or {}))
         # In the default strategy there is no step to be in, and nothing to unwrap.
-        in_step = bool(self._axes)
+        in_step = not self._is_outside
         entered = _context.entered(
             strategy=self._strategy, replica=None, in_step=in_step
         )
@@ -212,8 +207,6 @@ class ReplicaContext:
 
     def fold_in(self, key: jax.Array) -> jax.Array:
         """A random key that differs on every replica, made from one that does not.
-
-        Both are scalars (or both raw keys, `[2]`).
 
         It is `jax.random.fold_in(key, replica_id)`: the same `key` gives the same keys
         on the replicas each time, and N replicas draw N different dropout masks.
@@ -229,7 +222,7 @@ class ReplicaContext:
 
         With one replica all is as it is.
         """
-        if not self._axes:
+        if self._is_outside:
             return tree
         replicas = self._strategy.replicas
         is_alone = replicas.count == 1
@@ -248,7 +241,7 @@ class ReplicaContext:
 
     def _require_current(self, method: str) -> None:
         context = _context.current()
-        if context.replica is self or (context.strategy is None and not self._axes):
+        if context.replica is self or (context.strategy is None and self._is_outside):
             return
         raise self._mismatch(method, context)
 
@@ -259,7 +252,7 @@ class ReplicaContext:
             raise self._mismatch(method, context)
 
     def _mismatch(self, method: str, context: Context) -> ContextError:
-        if not self._axes:
+        if self._is_outside:
             advice = (
                 "This one was taken outside `run`, where there is one replica: call "
                 "`get_replica_context()` inside the step"

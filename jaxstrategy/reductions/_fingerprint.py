@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -21,8 +21,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxstrategy.reductions._all_reduce import Axes
-from jaxstrategy.reductions._gather import all_gather
 from jaxstrategy.replicas._random_keys import as_numbers
 from jaxstrategy.values._per_replica import PyTree
 
@@ -34,13 +32,19 @@ _FIRST, _SECOND = np.uint32(0x9E3779B1), np.uint32(0x85EBCA77)
 _FACTORS = np.uint32(0x7FEB352D), np.uint32(0x846CA68B)
 
 
-def fingerprints(tree: PyTree, axes: Axes) -> jax.Array:
+def fingerprints(
+    tree: PyTree, gathered: Callable[[jax.Array, int], jax.Array]
+) -> jax.Array:
     """The fingerprints of all arrays on all replicas: uint32 `[replicas, arrays, 2]`.
 
     Reads each array once, keeps nothing as large as one, and sends 8 bytes per array.
+
+    Args:
+      tree: a replica's arrays.
+      gathered: joins all replicas' versions of an array along a dimension.
     """
     prints = jnp.stack([fingerprint(leaf) for leaf in jax.tree.leaves(tree)])
-    return all_gather(prints[None], 0, axes)
+    return gathered(prints[None], 0)
 
 
 @jax.jit  # one trace for all arrays of one type

@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxstrategy.reductions._all_reduce import Axes
 from jaxstrategy.replicas import _mesh
+from jaxstrategy.replicas._replicas import Replicas
 from jaxstrategy.text._whole_numbers import whole
 
 
-def all_gather(value: Any, axis: int, axes: Axes) -> jax.Array:
+def all_gather(value: Any, axis: int, replicas: Replicas) -> jax.Array:
     """Every replica's `value`, joined along dimension `axis` in replica order.
 
     Shapes: local `[n, ...]` -> `[num_replicas * n, ...]` for `axis=0`.
@@ -36,11 +36,11 @@ def all_gather(value: Any, axis: int, axes: Axes) -> jax.Array:
             f"`axis` is {axis}, out of range for a value with {array.ndim} dimensions "
             f"on each replica: use {-array.ndim} to {array.ndim - 1}."
         )
-    if not axes:
+    if not replicas.collective_axes:
         return array
     axis = dimension % array.ndim
     if array.size == 0:  # XLA refuses to join nothing
-        longer = array.shape[axis] * lax.axis_size(axes)
+        longer = array.shape[axis] * replicas.count
         shape = (*array.shape[:axis], longer, *array.shape[axis + 1 :])
         return jnp.zeros(shape, array.dtype)
-    return lax.all_gather(array, axes, axis=axis, tiled=True)
+    return lax.all_gather(array, replicas.collective_axes, axis=axis, tiled=True)

@@ -1,11 +1,12 @@
-"""Many arrays per replica to as many: a `Plan` says how."""
+"""How many arrays per replica become as many: a `Plan`, made once per strategy."""
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -14,19 +15,37 @@ from jax import lax
 from jaxstrategy._options import CommunicationImplementation as Implementation
 from jaxstrategy._options import CommunicationOptions, ReduceOp
 from jaxstrategy.reductions import _sums
-from jaxstrategy.reductions._all_reduce import (
-    checked,
-    empty,
-    extreme,
-    floating,
-    unfolded,
-)
+from jaxstrategy.reductions._operations import OPERATIONS, checked
 from jaxstrategy.reductions._packing import AbstractPacking, Packing, in_packs
 from jaxstrategy.reductions._sums import Axes, Groups, Sum
 
 
+class AbstractPlan(abc.ABC):
+    """What a reduction is, decided before a step is traced."""
+
+    @abc.abstractmethod
+    def with_options(self, options: CommunicationOptions | None) -> Self:
+        """The same, but for what `options` say."""
+
+    @abc.abstractmethod
+    def within(self, groups: Groups | None) -> Self:
+        """The same, but over the replicas of each group.
+
+        Raises:
+          ValueError: it reduces over all replicas only.
+        """
+
+    @abc.abstractmethod
+    def reduce(self, op: ReduceOp, values: Sequence[Any], axes: Axes) -> list[Any]:
+        """Each of `values` reduced over all replicas; every replica gets the results.
+
+        Raises:
+          TypeError: a dtype cannot be reduced with `op`.
+        """
+
+
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class Plan(AbstractPlan):
     """How the replicas' arrays are reduced.
 
     Attributes:
@@ -67,21 +86,20 @@ class Plan:
         Raises:
           TypeError: a dtype cannot be reduced with `op`.
         """
-        arrays = [checked(op, value) for value in values]
-        if any(array.size == 0 for array in arrays):
-            return self._without_empty(op, arrays, axes)
-        if op in (ReduceOp.MIN, ReduceOp.MAX):
-            return in_packs(
-                lambda x: extreme(op, x, axes, self.groups), arrays, self.packing
-            )
-        if op is ReduceOp.MEAN:
-            arrays = list(map(floating, arrays))
+        row = OPERATIONS[op]
+        arrays = [row.prepared(checked(op, value)) for value in values]
         if not axes:
             return arrays
-        divisor = self._members(axes) if op is ReduceOp.MEAN else 1
+        if any(array.size == 0 for array in arrays):
+            return self._beside_empty(op, arrays, axes)
+        if not row.is_sum:
+            return in_packs(
+                lambda x: row.across(x, axes, self.groups), arrays, self.packing
+            )
+        divisor = self._members(axes) if row.divides else 1
         wide = [array.astype(self._dtype_for(array)) for array in arrays]
         sums = in_packs(
-            lambda x: unfolded(self.sum(unfolded(x), axes, divisor)),
+            lambda x: _unfolded(self.sum(_unfolded(x), axes, divisor)),
             wide,
             self.packing,
         )
@@ -89,11 +107,15 @@ class Plan:
             done.astype(array.dtype) for done, array in zip(sums, arrays, strict=True)
         ]
 
-    def _without_empty(
+    def _beside_empty(
         self, op: ReduceOp, arrays: Sequence[jax.Array], axes: Axes
     ) -> list[Any]:
+        """The results, in which arrays without elements are what they were.
+
+        They are equal on all replicas; zeros do not vary to the analysis of a step.
+        """
         reduced = iter(self.reduce(op, [x for x in arrays if x.size], axes))
-        return [next(reduced) if x.size else empty(op, x) for x in arrays]
+        return [next(reduced) if x.size else jnp.zeros_like(x) for x in arrays]
 
     def within(self, groups: Groups | None) -> Plan:
         """The same, but over the replicas of each group."""
@@ -111,3 +133,14 @@ class Plan:
         if self.reduce_dtype is not None:
             return self.reduce_dtype
         return jnp.float32 if array.dtype.itemsize <= 2 else array.dtype
+
+
+def _unfolded(array: jax.Array) -> jax.Array:
+    """`array`, with nothing known of it while it is compiled if it is complex.
+
+    XLA computes the sum over replicas of a constant while it compiles, and ends the
+    process if that is complex (jaxlib 0.10.2 to 0.12). A sum of no rows is a constant,
+    as is the gradient of a sum; so results need this, too.
+    """
+    is_complex = jnp.issubdtype(array.dtype, jnp.complexfloating)
+    return lax.optimization_barrier(array) if is_complex else array

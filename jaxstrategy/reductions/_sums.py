@@ -1,8 +1,8 @@
 """The sum of one array per replica, each function another lowering.
 
-Every function takes this replica's array, the mesh axes and what to divide the sum by
-(1, or the number of replicas for a mean); every replica gets the result. All have the
-same gradient: the same sum of the incoming gradients.
+Every function takes this replica's array, the axes of the replicas and what to divide
+the sum by (1, or the number of replicas for a mean); every replica gets the result. All
+have the same gradient: the same sum of the incoming gradients.
 """
 
 from __future__ import annotations

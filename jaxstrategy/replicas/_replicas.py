@@ -7,7 +7,6 @@ import enum
 import functools
 import math
 from collections.abc import Sequence
-from typing import final
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +34,6 @@ class Meaning(enum.Enum):
 SAME, SPLIT = Meaning.SAME, Meaning.SPLIT
 
 
-@final
 @dataclasses.dataclass(frozen=True)
 class Replicas:
     """The replicas of a strategy: their number, their devices, their collectives' axes.
@@ -65,6 +63,15 @@ class Replicas:
           ValueError: there is none, or one twice.
         """
         return Replicas(_mesh.mesh_of(devices))
+
+    @staticmethod
+    def alone() -> Replicas:
+        """The single replica of code that runs under no strategy, without axes.
+
+        It is on JAX's first device, which is looked up when somebody asks: before that,
+        devices may be simulated, and processes may meet.
+        """
+        return _Alone()
 
     @staticmethod
     def dividing(array: jax.Array) -> Replicas | None:
@@ -228,6 +235,19 @@ class Replicas:
         shape = (self.count, *versions[0].shape)
         sharding = self.sharding(SPLIT)
         return jax.make_array_from_single_device_arrays(shape, sharding, parts)
+
+
+class _Alone(Replicas):
+    """Replicas of which the mesh is not known yet."""
+
+    def __init__(self) -> None:
+        # A frozen dataclass; the mesh is no field here.
+        vars(self).update(axes=(), per_device=1)
+
+    @functools.cached_property
+    def mesh(self) -> Mesh:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """That of JAX's first device."""
+        return _mesh.mesh_of(jax.local_devices()[:1])
 
 
 @functools.lru_cache(maxsize=256)

@@ -51,9 +51,7 @@ class Strategy(FedStrategy):
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
-        Strategy.__init__(
-            twin, self.devices, self._reduction.ops, self._reduction.options
-        )
+        Strategy.__init__(twin, self.devices, *self._chosen)
         return twin
 
     def __reduce__(self) -> NoReturn:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable
 from typing import Any, Self, final
-
-import jax
 
 from jaxstrategy._errors import ContextError
 from jaxstrategy._options import RunOptions
@@ -18,11 +15,13 @@ from jaxstrategy.contexts._context import (
 )
 from jaxstrategy.contexts._replica_context import ReplicaContext
 from jaxstrategy.executors._eager import EagerPrograms
-from jaxstrategy.replicas import _mesh
+from jaxstrategy.reductions._packing import NumberOfPacks
+from jaxstrategy.reductions._plan import Plan
+from jaxstrategy.reductions._reduction import Reduction
 from jaxstrategy.replicas._replicas import Replicas
 from jaxstrategy.strategies._base import Strategy
 from jaxstrategy.strategies._extended import StrategyExtended
-from jaxstrategy.strategies._reduction import Reduction
+from jaxstrategy.strategies._reducers import TreeFunctions
 from jaxstrategy.values import (
     _building,
     _per_replica,
@@ -44,16 +43,13 @@ class DefaultStrategy(Strategy):
     is_default = True
 
     def __init__(self) -> None:
-        self._axes = ()
+        self._replicas = Replicas.alone()
         self._programs = EagerPrograms(self._run)
-        self._reduction = Reduction(self)
+        # One replica has nothing to pack; ours ask for the devices, which start JAX.
+        self._reduction = Reduction(self._replicas, Plan(NumberOfPacks(0)))
+        self._functions = TreeFunctions(self._reduction)
         self._extended = StrategyExtended(self)
-        self.replica_context = ReplicaContext(self, ())
-
-    @property
-    def replicas(self) -> Replicas:
-        """One, on JAX's first device; looked up when asked for, not on import."""
-        return _first_device()
+        self.replica_context = ReplicaContext(self)
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -96,11 +92,6 @@ class DefaultStrategy(Strategy):
 
     def __repr__(self) -> str:
         return "DefaultStrategy(1 replica)"
-
-
-@functools.cache
-def _first_device() -> Replicas:
-    return Replicas(_mesh.mesh_of(jax.local_devices()[:1]), axes=())
 
 
 def _alone(tree: PyTree) -> PyTree:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,8 +12,7 @@ from jax.core import Tracer
 from jax.sharding import Mesh
 
 from jaxstrategy._errors import OutOfSyncError, PlacementError, TracedValueError
-from jaxstrategy.reductions._all_reduce import Axes
-from jaxstrategy.reductions._fingerprint import fingerprints, groups
+from jaxstrategy.reductions._fingerprint import groups
 from jaxstrategy.replicas import (
     _devices,
     _mesh,
@@ -30,8 +28,7 @@ def assert_in_sync(
     tree: PyTree,
     name: str,
     mesh: Mesh,
-    axes: Axes,
-    run: Callable[[Callable[[PyTree], PyTree], PyTree], Any],
+    fingerprints: Callable[[PyTree], jax.Array],
 ) -> None:
     """Nothing if all replicas hold the same bits of `tree`, else an error.
 
@@ -39,8 +36,7 @@ def assert_in_sync(
       tree: a pytree.
       name: how the error calls it.
       mesh: where the replicas are.
-      axes: the names of its axes.
-      run: `run(function, tree)` calls a function on each replica's version of a tree.
+      fingerprints: computes those of a tree's arrays, `[replicas, arrays, 2]`.
 
     Raises:
       OutOfSyncError: the replicas differ.
@@ -50,20 +46,12 @@ def assert_in_sync(
     compared = _compared(tree, mesh, name)
     if mesh.size == 1 or not jax.tree.leaves(compared):
         return
-    traced = run(_fingerprinter(axes), compared)
+    traced = fingerprints(compared)
     if isinstance(traced, Tracer):  # the arrays are constants of a traced function
         raise _not_known(name)
     prints = np.asarray(traced)
     if (prints != prints[0]).any():
         raise OutOfSyncError(_differing(compared, prints, name))
-
-
-@functools.cache
-def _fingerprinter(axes: Axes) -> Callable[[PyTree], jax.Array]:
-    def fingerprints_of(tree: PyTree) -> jax.Array:
-        return fingerprints(tree, axes)
-
-    return fingerprints_of
 
 
 def _compared(tree: PyTree, mesh: Mesh, name: str) -> PyTree:

@@ -111,9 +111,7 @@ class MultiWorkerMirroredStrategy(Strategy):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         twin = type(self).__new__(type(self))
-        MultiWorkerMirroredStrategy.__init__(
-            twin, self._resolver, self._reduction.options
-        )
+        MultiWorkerMirroredStrategy.__init__(twin, self._resolver, self._chosen[1])
         memo[id(self)] = twin
         return twin
 

@@ -1,16 +1,19 @@
-"""Functions of one replica's pytree that reduce and gather, one object for each way."""
+"""Functions of one replica's pytree that reduce and gather: `TreeFunctions`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxstrategy._options import ReduceOp
+from jaxstrategy._options import CommunicationOptions, ReduceOp
 from jaxstrategy.masks import _padding
-from jaxstrategy.reductions._all_reduce import reduced_over
+from jaxstrategy.reductions._fingerprint import fingerprints
+from jaxstrategy.reductions._operations import OPERATIONS, reduced_over, sums
+from jaxstrategy.reductions._reduction import Reduction
 from jaxstrategy.replicas import _mesh
 from jaxstrategy.text._whole_numbers import several_whole, whole
 from jaxstrategy.values._per_replica import PyTree
@@ -34,7 +37,56 @@ def dimensions(axis: int | Sequence[int] | None) -> tuple[int, ...] | None:
     return dimensions
 
 
-def reducer(
+class TreeFunctions:
+    """One function object for each way to reduce or gather, so that each compiles once.
+
+    Args:
+      reduction: how arrays are combined.
+    """
+
+    def __init__(self, reduction: Reduction) -> None:
+        self._reduction = reduction
+        self._known: dict[Hashable, Callable[[PyTree], PyTree]] = {}
+
+    def reducing(
+        self,
+        op: ReduceOp,
+        axis: tuple[int, ...] | None,
+        options: CommunicationOptions | None,
+        is_weighted: bool,
+    ) -> Callable[[PyTree], PyTree]:
+        """A function that reduces a tree; if it is weighted, a pair of it and weights.
+
+        Args:
+          op: what is done with the replicas' versions.
+          axis: dimensions of each version over which to reduce, too.
+          options: how, instead of as planned.
+          is_weighted: see above.
+        """
+        key = op, axis, options, is_weighted
+        if key not in self._known:
+            leaves = functools.partial(self._reduction.reduce_leaves, options=options)
+            self._known[key] = _reducer(op, axis, is_weighted, leaves)
+        return self._known[key]
+
+    def gathering(self, axis: int, in_step: bool) -> Callable[[PyTree], PyTree]:
+        """A function that joins all replicas' trees along `axis`."""
+        key = axis, in_step
+        if key not in self._known:
+            self._known[key] = _gatherer(axis, self._reduction.gathered, in_step)
+        return self._known[key]
+
+    @functools.cached_property
+    def fingerprinting(self) -> Callable[[PyTree], jax.Array]:
+        """A function from a tree to its fingerprints, `[replicas, arrays, 2]`."""
+
+        def fingerprints_of(tree: PyTree) -> jax.Array:
+            return fingerprints(tree, self._reduction.gathered)
+
+        return fingerprints_of
+
+
+def _reducer(
     op: ReduceOp,
     axis: tuple[int, ...] | None,
     is_weighted: bool,
@@ -56,12 +108,12 @@ def reducer(
                 weighted[i] = _sums(leaf, own, axis)
             else:
                 plain[i] = leaf if axis is None else reduced_over(op, leaf, axis)
-        sums = [each for pair in weighted.values() for each in pair]
-        found = iter(reduce_leaves(ReduceOp.SUM, sums) if sums else ())
+        pairs = [each for pair in weighted.values() for each in pair]
+        found = iter(reduce_leaves(ReduceOp.SUM, pairs) if pairs else ())
         results = dict(zip(plain, reduce_leaves(op, list(plain.values())), strict=True))
         for i in weighted:
             total, count = next(found), next(found)
-            results[i] = total / count if op is ReduceOp.MEAN else total
+            results[i] = total / count if OPERATIONS[op].divides else total
         return jax.tree.unflatten(treedef, [results[i] for i in range(len(leaves))])
 
     return reduce
@@ -81,14 +133,13 @@ def _weights(
     if weights is None:
         if not is_over_rows:
             return None
-        if op in (ReduceOp.SUM, ReduceOp.MEAN):
+        if OPERATIONS[op].is_sum:
             return _padding.of_argument(leaf)
         _padding.not_needed()  # copies of real rows leave extremes as they are
         return None
-    if op not in (ReduceOp.SUM, ReduceOp.MEAN):
+    if not OPERATIONS[op].is_sum:
         raise ValueError(
-            f"`weights` were given for {op.name}, which has none; only SUM and MEAN "
-            "have."
+            f"`weights` were given for {op.name}, which has none; only {sums()} have."
         )
     given, weights = weights, _mesh.array_of(weights)
     shape, wanted = weights.shape, jnp.shape(leaf)
@@ -132,7 +183,7 @@ def is_of_rows(axis: int, array: Any) -> bool:
     return axis in (0, -jnp.ndim(array))
 
 
-def gatherer(
+def _gatherer(
     axis: int, gathered: Callable[[Any, int], jax.Array], in_step: bool
 ) -> Callable[[PyTree], PyTree]:
     """Joins all replicas' trees along `axis`.

@@ -83,7 +83,7 @@ class Reducing(Stepping):
         context = _context.require_cross_replica(self, "reduce")
         checked_options(options)
         is_weighted = weights is not None
-        function = self._reduction.of_tree(
+        function = self._functions.reducing(
             ReduceOp(reduce_op), dimensions(axis), options, is_weighted
         )
         across = functools.partial(self._across, context, function)
@@ -116,7 +116,7 @@ class Reducing(Stepping):
         """
         context = _context.require_cross_replica(self, "gather")
         in_step = context.in_step
-        function = self._reduction.of_gathered(axis, in_step)
+        function = self._functions.gathering(axis, in_step)
         joined = self._beside_variables(self._across(context, function, value))
         return joined if in_step else _without_filling(value, joined, axis)
 
@@ -251,8 +251,10 @@ class Reducing(Stepping):
         {"state['n']": ((0, 1, 3), (2,))}
         """
         _context.require_host(self, "assert_in_sync")
-        run = functools.partial(self._across, _context.current())
-        assert_in_sync(tree, name, self.mesh, self._axes, run)
+        fingerprints = functools.partial(
+            self._across, _context.current(), self._functions.fingerprinting
+        )
+        assert_in_sync(tree, name, self.mesh, fingerprints)
 
 
 _LEAF = jax.tree.structure(0)

@@ -26,11 +26,10 @@ from jaxstrategy.contexts._context import (
 from jaxstrategy.contexts._replica_context import ReplicaContext
 from jaxstrategy.executors._eager import EagerPrograms
 from jaxstrategy.executors._step import Step
-from jaxstrategy.reductions._all_reduce import Axes
 from jaxstrategy.reductions._cross_device_ops import (
     CrossDeviceOps,
 )
-from jaxstrategy.replicas import _mesh
+from jaxstrategy.reductions._reduction import Reduction
 from jaxstrategy.replicas._devices import Device
 from jaxstrategy.replicas._replicas import Replicas
 from jaxstrategy.strategies._calls import (
@@ -39,7 +38,8 @@ from jaxstrategy.strategies._calls import (
     needs_arguments,
 )
 from jaxstrategy.strategies._extended import StrategyExtended
-from jaxstrategy.strategies._reduction import Reduction
+from jaxstrategy.strategies._planning import reduction_for
+from jaxstrategy.strategies._reducers import TreeFunctions
 from jaxstrategy.tracing._company import Company
 from jaxstrategy.tracing._programs import Programs
 from jaxstrategy.values._per_replica import PyTree
@@ -70,12 +70,13 @@ class Running(AbstractStrategy):
     ) -> None:
         checked_options(communication_options, self._has_timeout)
         self._replicas = Replicas.on(devices)
-        self._axes: Axes = (_mesh.REPLICA_AXIS,)
         self._programs: Programs | EagerPrograms = Programs(
             self._replicas.mesh, self._call_replica, self._variables, self._company
         )
         self._extended = StrategyExtended(self)
-        self._reduction = Reduction(self, cross_device_ops, communication_options)
+        self._chosen = cross_device_ops, communication_options
+        self._reduction = reduction_for(self, *self._chosen)
+        self._functions = TreeFunctions(self._reduction)
 
     # What it is.
 
@@ -279,14 +280,14 @@ class Running(AbstractStrategy):
     ) -> Any:
         """`run` inside `merge_call`: the step goes on, in the same trace."""
         args, kwargs = _replica_context.to_replica((args, kwargs))
-        replica = ReplicaContext(self, self._axes)
+        replica = ReplicaContext(self)
         with _context.entered(strategy=self, replica=replica, in_step=True):
             returned = fn(*args, **kwargs)
             return replica.to_cross(returned)
 
     def _call_replica(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """One replica's call of `fn`, while it is traced."""
-        replica = ReplicaContext(self, self._axes)
+        replica = ReplicaContext(self)
         with _context.entered(strategy=self, replica=replica, in_step=True):
             return fn(*args, **kwargs)
 

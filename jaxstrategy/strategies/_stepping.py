@@ -21,6 +21,7 @@ from jaxstrategy.executors._step import Step
 from jaxstrategy.profiling._logger import MetricLogger
 from jaxstrategy.profiling._prediction import Prediction
 from jaxstrategy.profiling._profile import Profile
+from jaxstrategy.reductions._operations import OPERATIONS
 from jaxstrategy.replicas._topology import Topology
 from jaxstrategy.strategies._calls import (
     check_arguments,
@@ -149,13 +150,14 @@ class Stepping(Running):
         Array(6., dtype=float32)
         """
         parts, how = checked_parts(k), ReduceOp(op)
-        if how not in (ReduceOp.SUM, ReduceOp.MEAN):
+        row = OPERATIONS[how]
+        if not row.is_sum:
             raise ValueError(
                 f"`op` was {op!r}; parts of a batch are summed ('sum') or averaged "
                 "('mean')."
             )
         return functools.partial(
-            accumulated, k=parts, mean=how is ReduceOp.MEAN, has_aux=has_aux
+            accumulated, k=parts, mean=row.divides, has_aux=has_aux
         )
 
     def several(

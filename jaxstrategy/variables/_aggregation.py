@@ -11,13 +11,15 @@ from jax.sharding import NamedSharding
 
 from jaxstrategy._options import ReduceOp, VariableAggregation
 from jaxstrategy.contexts._context import AbstractStrategy
+from jaxstrategy.reductions._operations import OPERATIONS
 from jaxstrategy.replicas import _mesh
 from jaxstrategy.values._per_replica import PerReplica
 
 # How those are reduced that are; of the others one counts.
 REDUCED = {
-    VariableAggregation.SUM: ReduceOp.SUM,
-    VariableAggregation.MEAN: ReduceOp.MEAN,
+    VariableAggregation[op.name]: op
+    for op in ReduceOp
+    if op.name in VariableAggregation.__members__
 }
 
 
@@ -30,7 +32,7 @@ def check(aggregation: VariableAggregation, dtype: Any, name: str) -> None:
     if aggregation not in REDUCED or jnp.issubdtype(dtype, jnp.inexact):
         return
     is_integer = jnp.issubdtype(dtype, jnp.integer)
-    if is_integer and aggregation is VariableAggregation.SUM:
+    if is_integer and not OPERATIONS[REDUCED[aggregation]].divides:
         return
     advice = "'sum' or " if is_integer else ""
     raise ValueError(
@@ -51,7 +53,7 @@ def across(
       strategy: whose replicas, and how it reduces.
     """
     if aggregation in REDUCED:
-        return strategy.reduction.of_leaves(REDUCED[aggregation], [value])[0]
+        return strategy.reduction.reduce_leaves(REDUCED[aggregation], [value])[0]
     return jax.tree.map(strategy.reduction.first, value)
 
 

@@ -1,0 +1,80 @@
+"""How the replicas of one strategy combine their values: `Reduction`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, final
+
+import jax
+
+from jaxstrategy._options import CommunicationOptions, ReduceOp
+from jaxstrategy.reductions._gather import all_gather
+from jaxstrategy.reductions._plan import AbstractPlan
+from jaxstrategy.reductions._sparse import reduce_slices
+from jaxstrategy.reductions._sums import Groups
+from jaxstrategy.replicas import _mesh
+from jaxstrategy.replicas._replicas import Replicas
+from jaxstrategy.values._slices import is_slices
+
+
+@final
+class Reduction:
+    """The one way in which replicas combine what each of them has, inside a step.
+
+    Args:
+      replicas: whose values they are.
+      plan: what is done with them.
+    """
+
+    def __init__(self, replicas: Replicas, plan: AbstractPlan) -> None:
+        self._replicas = replicas
+        self._plan = plan
+
+    def reduce_leaves(
+        self,
+        op: ReduceOp,
+        leaves: Sequence[Any],
+        options: CommunicationOptions | None = None,
+        groups: Groups | None = None,
+    ) -> list[Any]:
+        """This replica's arrays reduced over all replicas, or over its group.
+
+        Args:
+          op: what is done with the replicas' versions of a leaf.
+          leaves: arrays, numbers and `IndexedSlices`, which stay sparse.
+          options: how, instead of as planned.
+          groups: replica ids in groups of one size.
+
+        Raises:
+          TypeError: a leaf is not a number, or has no such reduction.
+          ValueError: `IndexedSlices` in groups or with an extreme.
+        """
+        plan = self._plan.with_options(options).within(groups)
+        axes = self._replicas.collective_axes
+        dense = [leaf for leaf in leaves if not is_slices(leaf)]
+        sparse = [self._sparse(op, x, groups) for x in leaves if is_slices(x)]
+        reduced, joined = iter(plan.reduce(op, dense, axes)), iter(sparse)
+        return [next(joined if is_slices(leaf) else reduced) for leaf in leaves]
+
+    def _sparse(self, op: ReduceOp, leaf: Any, groups: Groups | None) -> Any:
+        if groups is not None:
+            raise ValueError(
+                "`groups` was given for IndexedSlices, whose rows go to all replicas. "
+                "Reduce `slices.to_dense()` instead."
+            )
+        return reduce_slices(op, leaf, self._replicas)
+
+    def gathered(self, leaf: Any, axis: int) -> jax.Array:
+        """Every replica's array, joined along `axis` in replica order.
+
+        Shapes: local `[n, ...]` -> `[num_replicas * n, ...]` for `axis=0`.
+
+        Raises:
+          ValueError: a scalar, or `axis` is out of range.
+          TypeError: `axis` is not a whole number.
+        """
+        return all_gather(leaf, axis, self._replicas)
+
+    def first(self, leaf: Any) -> jax.Array:
+        """The array of the first replica, on all of them."""
+        return self.gathered(_mesh.array_of(leaf)[None], 0)[0]
