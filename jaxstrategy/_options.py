@@ -87,6 +87,11 @@ class RunOptions:
         and objects hold what they held before it. Without the option nothing is looked
         at.
 
+    Raises:
+      TypeError: `donate_argnums` are no whole numbers, or `expect_mirrored` has
+        something else in it than True and False.
+      ValueError: a negative position, or another value of `check_finite`.
+
     >>> RunOptions(donate_argnums=0).donate_argnums
     (0,)
     >>> options = RunOptions(expect_mirrored=(True, {"loss": False}))
@@ -191,7 +196,17 @@ class ValueContext:
 class VariableSynchronization(enum.Enum):
     """When the copies of a variable are brought together.
 
-    AUTO is ON_WRITE. NONE is refused, as in TensorFlow's mirrored strategies.
+    AUTO is ON_WRITE. NONE is refused, as in TensorFlow's mirrored strategies. A
+    variable takes the name as a string, too, in any case.
+
+    >>> import jaxstrategy as js
+    >>> strategy = js.MirroredStrategy(js.simulate(8)[:2])
+    >>> on_read = js.VariableSynchronization.ON_READ
+    >>> with strategy.scope():
+    ...     seen = js.Variable(0, synchronization=on_read, aggregation="sum")
+    >>> _ = strategy.run(lambda: seen.assign_add(1))
+    >>> int(seen)
+    2
     """
 
     AUTO = "AUTO"
@@ -205,7 +220,17 @@ class VariableSynchronization(enum.Enum):
 
 
 class VariableAggregation(enum.Enum):
-    """How the replicas' values for a variable, or their copies of it, become one."""
+    """How the replicas' values for a variable, or their copies of it, become one.
+
+    A variable takes the name as a string, too, in any case.
+
+    >>> import jaxstrategy as js
+    >>> strategy = js.MirroredStrategy(js.simulate(8)[:2])
+    >>> with strategy.scope():
+    ...     best = js.Variable(0.0, aggregation=js.VariableAggregation.MEAN)
+    >>> strategy.run(best.assign, (strategy.per_replica([1.0, 2.0]),))
+    Array(1.5, dtype=float32)
+    """
 
     NONE = "NONE"
     SUM = "SUM"
@@ -247,6 +272,13 @@ class CommunicationImplementation(enum.Enum):
     AUTO leaves it to the strategy, NCCL is one all-reduce (XLA uses NCCL on NVIDIA
     GPUs, and each platform's own library elsewhere), RING a reduce-scatter followed by
     an all-gather.
+
+    >>> import jaxstrategy as js
+    >>> ring = js.experimental.CommunicationImplementation.RING
+    >>> options = js.experimental.CommunicationOptions(implementation=ring)
+    >>> strategy = js.MirroredStrategy(js.simulate(8)[:2])
+    >>> strategy.reduce("sum", strategy.per_replica([1.0, 2.0]), options=options)
+    Array(3., dtype=float32)
     """
 
     AUTO = "AUTO"

@@ -169,13 +169,15 @@ def check_chain(
 
     Args:
       transformation: a chain with `all_reduce_gradients` ("mean") in it.
-      params: what it is for; not changed.
+      params: what it is for, a pytree of arrays of any shapes; not changed.
       strategy: any, with two replicas or more.
       steps: how many steps to take: k for `optax.MultiSteps` over k steps.
 
     Raises:
       ValueError: the updates differ, by more than rounding; the message says by how
-        much. Or the strategy has one replica, which has nothing to reduce.
+        much. Or all of them are zero, or the strategy has one replica, which has
+        nothing to reduce.
+      TypeError: something else than a transformation or a strategy.
 
     >>> import optax
     >>> import jaxstrategy as js

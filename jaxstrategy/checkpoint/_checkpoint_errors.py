@@ -8,7 +8,21 @@ from jaxstrategy.text._lists import and_more
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written or read; earlier ones are as they were."""
+    """A checkpoint could not be written or read; earlier ones are as they were.
+
+    >>> import pathlib, tempfile
+    >>> import jaxstrategy as js
+    >>> folder = pathlib.Path(tempfile.mkdtemp())
+    >>> with js.checkpoint.CheckpointManager(folder) as manager:
+    ...     _ = manager.save(1, {"w": np.ones(3)})
+    ...     manager.wait()
+    ...     _ = (folder / "1" / "jaxstrategy.json").write_text("{")
+    ...     try:
+    ...         manager.restore({"w": np.ones(3)}, step=1)
+    ...     except js.checkpoint.CheckpointError as error:
+    ...         print(str(error).partition(": ")[2].partition(". ")[0])
+    its `jaxstrategy.json` is cut or overwritten
+    """
 
 
 class MismatchError(ValueError):
@@ -18,6 +32,16 @@ class MismatchError(ValueError):
       missing: names of values that the checkpoint has not.
       unexpected: names of values that only the checkpoint has.
       differing: one sentence for each value of another kind, dtype or shape.
+
+    >>> import tempfile
+    >>> import jaxstrategy as js
+    >>> with js.checkpoint.CheckpointManager(tempfile.mkdtemp()) as manager:
+    ...     _ = manager.save(1, {"w": np.ones(3, np.float32)})
+    ...     try:
+    ...         manager.restore({"w": np.ones(4, np.float32)})
+    ...     except js.checkpoint.MismatchError as error:
+    ...         print(error.differing[0])
+    `w` is float32[3] in the checkpoint, and float32[4] was wanted
     """
 
     _NAMED = 8  # of each sort; the others are counted
@@ -55,4 +79,18 @@ class MismatchError(ValueError):
 
 
 class DamagedCheckpointWarning(UserWarning):
-    """A checkpoint is damaged and an earlier one is used; it says which, and why."""
+    """A checkpoint is damaged and an earlier one is used; it says which, and why.
+
+    >>> import pathlib, tempfile, warnings
+    >>> import jaxstrategy as js
+    >>> folder = pathlib.Path(tempfile.mkdtemp())
+    >>> with js.checkpoint.CheckpointManager(folder) as manager:
+    ...     saved = [manager.save(step, {"w": np.ones(3)}) for step in (1, 2)]
+    ...     manager.wait()
+    ...     _ = (folder / "2" / "jaxstrategy.json").write_text("{")
+    ...     with warnings.catch_warnings(record=True) as told:
+    ...         warnings.simplefilter("always")
+    ...         state, step = manager.restore_or_init({"w": np.zeros(3)})
+    >>> print(told[0].category.__name__, step)
+    DamagedCheckpointWarning 1
+    """

@@ -59,6 +59,15 @@ class Record:
       metrics: that were saved with it.
       extra: what was saved with it as such.
       files: for each file its size in bytes and its checksum.
+
+    >>> import tempfile
+    >>> import jaxstrategy as js
+    >>> with js.checkpoint.CheckpointManager(tempfile.mkdtemp()) as manager:
+    ...     _ = manager.save(7, {"w": np.ones(3)}, metrics={"loss": 0.5})
+    ...     manager.wait()
+    ...     record = manager.record(7)
+    >>> record.leaves["w"], record.metrics
+    ({'kind': 'array', 'dtype': 'float64', 'shape': [3]}, {'loss': 0.5})
     """
 
     step: int

@@ -18,6 +18,15 @@ class Restored:
       missing: names of values that it had not, which stayed as they were.
       unexpected: names of values that only it has.
       damaged: for each later checkpoint that could not be used: why.
+
+    >>> import tempfile
+    >>> import jaxstrategy as js
+    >>> with js.checkpoint.CheckpointManager(tempfile.mkdtemp()) as manager:
+    ...     _ = manager.save(7, {"w": np.ones(3)}, extra="after the first pass")
+    ...     state = manager.restore({"w": np.zeros(3), "b": 0.0}, partial=True)
+    >>> restored = manager.restored
+    >>> restored.step, restored.extra, restored.missing
+    (7, 'after the first pass', ('b',))
     """
 
     step: int

@@ -128,7 +128,10 @@ class Context:
     is_update: bool = False
     before: object = None
     colocated: Mesh | None = None
-    given: Mapping[int, tuple[object, Any]] = types.MappingProxyType({})
+    # Python 3.11 takes a mapping proxy, which it cannot hash, for a mutable default.
+    given: Mapping[int, tuple[object, Any]] = dataclasses.field(
+        default_factory=lambda: types.MappingProxyType({})
+    )
     batches: object = None
 
     @property

@@ -69,6 +69,9 @@ class ReplicaContext:
         Inside `run` one program serves all replicas, so this is an int32 scalar known
         only on the devices: select with `jnp.where`, `jax.lax.cond` or `jnp.take`, not
         with a Python `if`. Outside a strategy it is the int 0.
+
+        Raises:
+          ContextError: this is not the current replica context.
         """
         self._require_current("replica_id_in_sync_group")
         return self._strategy.replicas.index()
@@ -207,6 +210,8 @@ class ReplicaContext:
 
     def fold_in(self, key: jax.Array) -> jax.Array:
         """A random key that differs on every replica, made from one that does not.
+
+        Both are scalars (or both raw keys, `[2]`).
 
         It is `jax.random.fold_in(key, replica_id)`: the same `key` gives the same keys
         on the replicas each time, and N replicas draw N different dropout masks.

@@ -11,7 +11,18 @@ from jaxstrategy.text._whole_numbers import whole
 
 
 class InputReplicationMode(enum.Enum):
-    """How many input pipelines there are."""
+    """How many input pipelines there are.
+
+    >>> import jaxstrategy as js
+    >>> strategy = js.MirroredStrategy(js.simulate(8)[:2])
+    >>> mode = js.InputReplicationMode.PER_REPLICA
+    >>> options = js.InputOptions(experimental_replication_mode=mode)
+    >>> def dataset_fn(context):  # called for replica 0, then for replica 1
+    ...     return [np.full(2, context.input_pipeline_id)]
+    >>> (batch,) = strategy.distribute_datasets_from_function(dataset_fn, options)
+    >>> batch.values
+    (Array([0, 0], dtype=int32), Array([1, 1], dtype=int32))
+    """
 
     PER_WORKER = "per worker"
     """One for each process: its batches go to its replicas in turn."""
@@ -115,6 +126,10 @@ class InputContext:
       input_pipeline_id: which of these calls this is, from 0.
       num_replicas_in_sync: how many replicas there are in all.
 
+    Raises:
+      TypeError: one of them is no whole number.
+      ValueError: one of them is out of range.
+
     >>> import jaxstrategy as js
     >>> js.InputContext(2, 1, 6).get_per_replica_batch_size(12)
     2
@@ -135,7 +150,8 @@ class InputContext:
         """The rows of each replica.
 
         Raises:
-          ValueError: the replicas cannot share them equally.
+          TypeError: `global_batch_size` is no whole number.
+          ValueError: it is negative, or the replicas cannot share the rows equally.
         """
         _check_count("global_batch_size", global_batch_size, 0, None)
         if global_batch_size % self.num_replicas_in_sync:

@@ -54,6 +54,22 @@ class PreemptionCheckpointHandler:
     Raises:
       TypeError: something else than a manager, a config or a resolver.
       ValueError: nothing says where to save.
+
+    >>> import tempfile
+    >>> import jaxstrategy as js
+    >>> strategy = js.MirroredStrategy(js.simulate(8)[:2])
+    >>> with strategy.scope():
+    ...     count = js.Variable(0, aggregation="only_first_replica")
+    >>> handler = js.experimental.PreemptionCheckpointHandler(
+    ...     None, {"count": count}, tempfile.mkdtemp(),
+    ...     js.experimental.TerminationConfig(lambda: False),  # else SIGTERM tells it
+    ... )
+    >>> step = strategy.step(lambda: count.assign_add(1))
+    >>> while handler.total_run_calls < 3:
+    ...     _ = handler.run(step)
+    >>> int(count)
+    3
+    >>> handler.close()
     """
 
     def __init__(

@@ -36,7 +36,7 @@ class Profile:
     Args:
       step: what is called.
       predict: how long a call's collectives should take.
-      examples: how many a step has; by default the rows of the batch it is given.
+      examples: how many a step has; by default the real rows of the batch it is given.
       every: every so many calls the loop waits for the devices.
       trace_dir: where to write a trace.
       log: gets the times.
@@ -45,6 +45,18 @@ class Profile:
     Raises:
       ValueError: `every` is less than 2.
       TypeError: it is not a whole number, or `step` cannot be called.
+
+    >>> import jaxstrategy as js
+    >>> strategy = js.MirroredStrategy(js.simulate(8)[:2])
+    >>> @strategy.run
+    ... def step(x):
+    ...     return js.get_replica_context().all_reduce("sum", x)
+    >>> with strategy.profile(step) as train:
+    ...     totals = [train(strategy.per_replica([1.0, 2.0])) for _ in range(10)]
+    >>> train
+    <step with a stopwatch, 10 calls>
+    >>> train.report().calls
+    10
     """
 
     def __init__(

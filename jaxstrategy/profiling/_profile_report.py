@@ -40,6 +40,14 @@ class Report:
         measured or given. XLA merges collectives, and does them while it computes, so
         the devices may well wait less.
       late: of several processes, whether one comes late to the steps, in a sentence.
+
+    >>> import jaxstrategy as js
+    >>> report = js.profiling.Report("step", calls=100, steps=100, device=4e-3,
+    ...     communication=1e-3, examples_per_second=16_000)
+    >>> report.communication_share
+    0.25
+    >>> print(str(report).splitlines()[-1])
+      communication               25% of the devices' time (predicted)
     """
 
     name: str

@@ -46,7 +46,18 @@ class CrossDeviceOps(abc.ABC):
         destinations: Any,
         options: CommunicationOptions | None = None,
     ) -> jax.Array:
-        """One array from all replicas' versions."""
+        """One array `[...]` from all replicas' versions, each `[...]`.
+
+        Args:
+          reduce_op: a `ReduceOp` or its name in any case.
+          per_replica_value: the versions.
+          destinations: where the result is wanted; it is on all replicas.
+          options: by default those of the class.
+
+        Raises:
+          ValueError: `reduce_op` is not a reduction.
+          TypeError: a class of this library is called by itself: give it to a strategy.
+        """
         op = ReduceOp(reduce_op)
         options = options or CommunicationOptions()
         return self.reduce_implementation(op, per_replica_value, destinations, options)
@@ -57,13 +68,24 @@ class CrossDeviceOps(abc.ABC):
         value_destination_pairs: Sequence[tuple[PerReplica, Any]],
         options: CommunicationOptions | None = None,
     ) -> list[jax.Array]:
-        """One array for each pair of a value and its destinations."""
+        """One array for each pair of a value and its destinations, in the same order.
+
+        Args:
+          reduce_op: a `ReduceOp` or its name in any case.
+          value_destination_pairs: values with versions `[...]`, and where each result,
+            `[...]`, is wanted.
+          options: by default those of the class.
+
+        Raises:
+          ValueError: `reduce_op` is not a reduction.
+          TypeError: a class of this library is called by itself: give it to a strategy.
+        """
         op = ReduceOp(reduce_op)
         options = options or CommunicationOptions()
         return self.batch_reduce_implementation(op, value_destination_pairs, options)
 
     def broadcast(self, tensor: jax.Array, destinations: Any) -> jax.Array:
-        """`tensor` on all replicas."""
+        """`tensor` on all replicas, in its own shape."""
         return self.broadcast_implementation(tensor, destinations)
 
     @abc.abstractmethod
@@ -74,7 +96,17 @@ class CrossDeviceOps(abc.ABC):
         destinations: Any,
         options: CommunicationOptions,
     ) -> jax.Array:
-        """One array from all replicas' versions; every replica must get it."""
+        """One array from all replicas' versions; every replica must get it.
+
+        Args:
+          reduce_op: SUM, MEAN, MIN or MAX; raise `ValueError` for what you do not do.
+          per_replica_value: versions of shape `[...]`.
+          destinations: where the result is wanted; it is on all replicas.
+          options: the strategy's, or those of the call.
+
+        Returns:
+          An array of shape `[...]`, the same on all replicas.
+        """
 
     def batch_reduce_implementation(
         self,
@@ -82,7 +114,11 @@ class CrossDeviceOps(abc.ABC):
         value_destination_pairs: Sequence[tuple[PerReplica, Any]],
         options: CommunicationOptions,
     ) -> list[jax.Array]:
-        """Several of them; by default one after the other."""
+        """Several of them; by default one after the other, in their own shapes.
+
+        Raises:
+          TypeError: a class of this library is called by itself: give it to a strategy.
+        """
         return [
             self.reduce_implementation(reduce_op, value, destinations, options)
             for value, destinations in value_destination_pairs
@@ -91,7 +127,10 @@ class CrossDeviceOps(abc.ABC):
     def broadcast_implementation(
         self, tensor: jax.Array, destinations: Any
     ) -> jax.Array:
-        """By default `tensor` as it is: a step's array is on all replicas already."""
+        """By default `tensor` as it is: a step's array is on all replicas already.
+
+        Its shape is kept.
+        """
         return tensor
 
 
@@ -106,7 +145,11 @@ class PlannedOps(CrossDeviceOps):
     def reduce_implementation(
         self, reduce_op: Any, per_replica_value: Any, destinations: Any, options: Any
     ) -> Any:
-        """Not called: a strategy follows the plan."""
+        """Not called: a strategy follows the plan.
+
+        Raises:
+          TypeError: somebody has called it.
+        """
         raise TypeError(
             f"{type(self).__name__} cannot be called by itself: give it to a strategy, "
             "`MirroredStrategy(cross_device_ops=...)`."
@@ -132,6 +175,12 @@ class NcclAllReduce(PlannedOps):
 
     Raises:
       ValueError: a negative number.
+
+    >>> import jaxstrategy as js
+    >>> ops = js.NcclAllReduce(num_packs=2)
+    >>> strategy = js.MirroredStrategy(js.simulate(8)[:4], cross_device_ops=ops)
+    >>> strategy.reduce("sum", strategy.per_replica([1.0, 2.0, 3.0, 4.0]))
+    Array(10., dtype=float32)
     """
 
     def __init__(self, num_packs: int = 1) -> None:
@@ -157,6 +206,12 @@ class HierarchicalCopyAllReduce(PlannedOps):
     Raises:
       ValueError: a negative number; groups of several sizes; when a strategy is made,
         groups that are not of its replicas.
+
+    >>> import jaxstrategy as js
+    >>> ops = js.HierarchicalCopyAllReduce(groups=[[0, 1], [2, 3]])
+    >>> strategy = js.MirroredStrategy(js.simulate(8)[:4], cross_device_ops=ops)
+    >>> strategy.reduce("mean", strategy.per_replica([1.0, 2.0, 3.0, 4.0]))
+    Array(2.5, dtype=float32)
     """
 
     def __init__(
@@ -166,7 +221,11 @@ class HierarchicalCopyAllReduce(PlannedOps):
         self._groups = groups
 
     def plan(self, devices: Sequence[Device]) -> Plan:
-        """Sums in two levels."""
+        """Sums in two levels.
+
+        Raises:
+          ValueError: the groups are not of these replicas.
+        """
         groups = self._groups
         chosen = (
             near(devices) if groups is None else checked_groups(groups, len(devices))
@@ -181,11 +240,17 @@ class ReductionToOneDevice(PlannedOps):
     Args:
       reduce_to_device: the device, one of the strategy's, or its name; by default the
         first replica's.
-      accumulation_fn: the sum of a list of arrays, one from each replica, in order. By
-        default they are added from the first to the last.
+      accumulation_fn: the sum, `[...]`, of a list of arrays `[...]`, one from each
+        replica, in order. By default they are added from the first to the last.
 
     Raises:
       ValueError: when a strategy is made, a device that is not one of its replicas'.
+
+    >>> import jaxstrategy as js
+    >>> ops = js.ReductionToOneDevice("CPU:1", accumulation_fn=sum)
+    >>> strategy = js.MirroredStrategy(js.simulate(8)[:4], cross_device_ops=ops)
+    >>> strategy.reduce("sum", strategy.per_replica([1.0, 2.0, 3.0, 4.0]))
+    Array(10., dtype=float32)
     """
 
     def __init__(
@@ -197,7 +262,12 @@ class ReductionToOneDevice(PlannedOps):
         self._accumulate = accumulation_fn or _sums.in_order
 
     def plan(self, devices: Sequence[Device]) -> Plan:
-        """Every array by itself, to one replica and back."""
+        """Every array by itself, to one replica and back.
+
+        Raises:
+          TypeError: `reduce_to_device` is no device and no name.
+          ValueError: no replica is there.
+        """
         return Plan(
             NumberOfPacks(0),
             functools.partial(

@@ -60,9 +60,9 @@ class Topology:
         Parallel Distrib. Syst. 8 (1997) 1143-1156.
 
     Raises:
-        TypeError: a field is not a number, or `replicas` not a whole one.
-        ValueError: `bandwidth` is not positive, `latency` negative, one of them not
-            finite, or `replicas` less than 1.
+      TypeError: a field is not a number, or `replicas` not a whole one.
+      ValueError: `bandwidth` is not positive, `latency` negative, one of them not
+        finite, or `replicas` less than 1.
 
     >>> import jaxstrategy as js
     >>> topology = js.Topology(bandwidth=1e9, latency=1e-6, replicas=8)
@@ -88,19 +88,28 @@ class Topology:
         "all_gather", "reduce_scatter", "all_to_all" and "permute".
 
         Raises:
-            TypeError: `nbytes` is not a number.
-            ValueError: another `kind`, or `nbytes` is negative or not finite.
+          TypeError: `nbytes` is not a number.
+          ValueError: another `kind`, or `nbytes` is negative or not finite.
         """
         messages, operands = _ring(kind, self.replicas)
         return self._seconds(messages, operands, nbytes)
 
     def tree(self, kind: str, nbytes: float) -> float:
-        """Seconds of the collective `kind` along a tree; arguments as for `ring`."""
+        """Seconds of the collective `kind` along a tree; arguments as for `ring`.
+
+        Raises:
+          TypeError: `nbytes` is not a number.
+          ValueError: another `kind`, or `nbytes` is negative or not finite.
+        """
         messages, operands = _tree(kind, self.replicas)
         return self._seconds(messages, operands, nbytes)
 
     def fastest(self, kind: str, nbytes: float) -> float:
         """The smaller of `ring` and `tree`: few bytes favour the tree.
+
+        Raises:
+          TypeError: `nbytes` is not a number.
+          ValueError: another `kind`, or `nbytes` is negative or not finite.
 
         >>> import jaxstrategy as js
         >>> topology = js.Topology(bandwidth=1e9, latency=1e-6, replicas=8)
@@ -113,6 +122,10 @@ class Topology:
 
     def with_replicas(self, replicas: int) -> Topology:
         """The same links between another number of replicas.
+
+        Raises:
+          TypeError: it is not a whole number.
+          ValueError: it is less than 1.
 
         >>> import jaxstrategy as js
         >>> js.Topology(bandwidth=1e9, latency=1e-6, replicas=8).with_replicas(64)

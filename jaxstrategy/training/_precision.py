@@ -149,11 +149,23 @@ class DynamicLossScale:
             )
 
     def scale(self, loss: PyTree) -> PyTree:
-        """`loss` times the factor, in float32 if it was 16 bits wide."""
+        """`loss` times the factor, in its own shapes.
+
+        What was 16 bits wide becomes float32.
+
+        Raises:
+          ValueError: a Python number in `loss` that no dtype of JAX holds.
+        """
         return self._times(loss, _mesh.array_of(self.loss_scale, jnp.float32))
 
     def unscale(self, gradients: PyTree) -> PyTree:
-        """`gradients` divided by the factor, in float32 if they were 16 bits wide."""
+        """`gradients` divided by the factor, in their own shapes.
+
+        Those of 16 bits become float32.
+
+        Raises:
+          ValueError: a Python number in `gradients` that no dtype of JAX holds.
+        """
         return self._times(gradients, 1 / _mesh.array_of(self.loss_scale, jnp.float32))
 
     def adjust(self, grads_finite: Any) -> Self:
@@ -161,7 +173,7 @@ class DynamicLossScale:
 
         Args:
           grads_finite: whether this step's gradients were finite, a bool that is equal
-            on all replicas: `all_finite(gradients)`.
+            on all replicas, `all_finite(gradients)`.
         """
         scale = _mesh.array_of(self.loss_scale, jnp.float32)
         steps = _mesh.array_of(self.finite_steps, jnp.int32) + 1

@@ -127,7 +127,11 @@ class PerReplica:
 
     @property
     def values(self) -> tuple[jax.Array, ...]:
-        """One array of shape `[...]` per replica of this process, in replica order."""
+        """One array of shape `[...]` per replica of this process, in replica order.
+
+        Raises:
+          DonatedValueError: it was donated to an earlier call.
+        """
         if self._replicas is None and is_placed(self._value):
             check_alive(self._value, "A PerReplica")
             replicas = Replicas.dividing(self._value)
@@ -181,7 +185,11 @@ class PerReplica:
 
     @property
     def num_replicas(self) -> int:
-        """How many versions there are."""
+        """How many versions there are.
+
+        Raises:
+          TypeError: it was made of something that has no first dimension.
+        """
         if self._replicas is not None:
             return self._replicas.count
         shape = getattr(self._value, "shape", ())

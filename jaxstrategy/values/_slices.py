@@ -67,7 +67,7 @@ class IndexedSlices:
 
     @classmethod
     def tree_unflatten(cls, dense_shape: Any, arrays: Any) -> IndexedSlices:
-        """What JAX makes of it, unchecked: stacked arrays, or no arrays at all."""
+        """What JAX makes of it, unchecked: arrays of any shape, or no arrays at all."""
         made = object.__new__(cls)
         values, indices = arrays
         object.__setattr__(made, "values", values)
@@ -77,7 +77,11 @@ class IndexedSlices:
 
     @property
     def dtype(self) -> Any:
-        """The dtype of the rows."""
+        """The dtype of the rows.
+
+        Raises:
+          ValueError: they are a Python number that no dtype of JAX holds.
+        """
         known = getattr(self.values, "dtype", None)
         return _mesh.array_of(self.values).dtype if known is None else known
 
@@ -100,7 +104,11 @@ class IndexedSlices:
         return self.added_to(jnp.zeros(self.dense_shape, self.dtype))
 
     def added_to(self, array: jax.Array) -> jax.Array:
-        """`array`, which has the whole shape, with the rows added to it."""
+        """`array`, which has the whole shape, with the rows added to it.
+
+        Raises:
+          ValueError: a Python number among the arguments that no dtype of JAX holds.
+        """
         rows = _mesh.array_of(self.indices)
         return _mesh.array_of(array).at[rows].add(_mesh.array_of(self.values))
 

@@ -77,7 +77,7 @@ def value_and_grad(
 
     Returns:
       A function of the arguments of `fn` that returns what `fn` does, and gradients in
-      a pytree like `variables`.
+      a pytree like `variables`, each of the shape of its variable.
 
     Raises:
       TypeError: a leaf of `variables` is no variable.
@@ -118,9 +118,20 @@ def grad(
 ) -> Callable[..., Any]:
     """The same as `value_and_grad`, without the value.
 
+    Args:
+      fn: returns a scalar, or with `has_aux` a scalar and something else.
+      variables: a pytree of variables.
+      has_aux: see `fn`.
+
     Returns:
-      A function of the arguments of `fn` that returns the gradients; with `has_aux` the
-      gradients and what `fn` returns beside the scalar.
+      A function of the arguments of `fn` that returns the gradients, each of the shape
+      of its variable; with `has_aux` the gradients and what `fn` returns beside the
+      scalar.
+
+    Raises:
+      TypeError: a leaf of `variables` is no variable.
+      ValueError: `fn` assigns one of them.
+      ContextError: `fn` runs a step that uses one of them.
 
     >>> import jaxstrategy as js
     >>> w = js.Variable(3.0)

@@ -37,11 +37,22 @@ class Scatters(abc.ABC):
         """A part, which can be assigned."""
 
     def sparse_read(self, indices: Any, name: str | None = None) -> jax.Array:
-        """The rows at `indices`, whole numbers of any shape `[...]`: `[..., row]`."""
+        """The rows at `indices`, whole numbers of any shape `[...]`: `[..., row]`.
+
+        Raises:
+          ValueError: an index is a number that no integer dtype of JAX holds.
+        """
         return self[_mesh.array_of(indices)].value()
 
     def gather_nd(self, indices: Any, name: str | None = None) -> jax.Array:
         """The entries at `indices`, `[..., k]`: the first k dimensions' indices each.
+
+        Returns:
+          Of a variable with as many dimensions as k an array `[...]`; each dimension
+          that it has more stands behind them.
+
+        Raises:
+          ValueError: an index is a number that no integer dtype of JAX holds.
 
         >>> import jaxstrategy as js
         >>> js.Variable([[1.0, 2.0], [3.0, 4.0]]).gather_nd([[0, 1], [1, 0]])
@@ -52,7 +63,7 @@ class Scatters(abc.ABC):
     def scatter_nd_add(
         self, indices: Any, updates: Any, name: str | None = None
     ) -> jax.Array | None:
-        """Add `updates` to the entries at `indices`, as `gather_nd` has them.
+        """Add `updates`, `[...]`, to the entries at `indices`, as `gather_nd` has them.
 
         All copies change in the same way, as by `variable[index].assign_add`.
 
@@ -72,13 +83,23 @@ class Scatters(abc.ABC):
     def scatter_nd_sub(
         self, indices: Any, updates: Any, name: str | None = None
     ) -> jax.Array | None:
-        """Subtract `updates`; otherwise as `scatter_nd_add`."""
+        """Subtract `updates` `[...]`; otherwise as `scatter_nd_add`.
+
+        Raises:
+          ValueError: another shape; or the copies of a mirrored variable would differ.
+          TypeError: a dtype that would lose something.
+        """
         return self[_index(indices)].assign_sub(updates)
 
     def scatter_nd_update(
         self, indices: Any, updates: Any, name: str | None = None
     ) -> jax.Array | None:
-        """Make them `updates`; otherwise as `scatter_nd_add`."""
+        """Make them `updates` `[...]`; otherwise as `scatter_nd_add`.
+
+        Raises:
+          ValueError: another shape; or the copies of a mirrored variable would differ.
+          TypeError: a dtype that would lose something.
+        """
         return self[_index(indices)].assign(updates)
 
     def scatter_add(
@@ -88,6 +109,11 @@ class Scatters(abc.ABC):
         name: str | None = None,
     ) -> Any:
         """Add rows to those of the variable.
+
+        Args:
+          sparse_delta: rows `[rows, ...]` for a variable `[n, ...]`, and their indices.
+          use_locking: for TensorFlow's sake; a step is one program.
+          name: the same.
 
         Returns:
           The new value of the whole variable.
@@ -107,6 +133,11 @@ class Scatters(abc.ABC):
     ) -> Any:
         """Subtract rows from those of the variable.
 
+        Args:
+          sparse_delta: rows `[rows, ...]` for a variable `[n, ...]`, and their indices.
+          use_locking: for TensorFlow's sake; a step is one program.
+          name: the same.
+
         Returns:
           The new value of the whole variable.
 
@@ -124,6 +155,11 @@ class Scatters(abc.ABC):
         name: str | None = None,
     ) -> Any:
         """Multiply rows of the variable by others.
+
+        Args:
+          sparse_delta: rows `[rows, ...]` for a variable `[n, ...]`, and their indices.
+          use_locking: for TensorFlow's sake; a step is one program.
+          name: the same.
 
         Returns:
           The new value of the whole variable.
@@ -143,6 +179,11 @@ class Scatters(abc.ABC):
     ) -> Any:
         """Divide rows of the variable by others; integers keep what is whole.
 
+        Args:
+          sparse_delta: rows `[rows, ...]` for a variable `[n, ...]`, and their indices.
+          use_locking: for TensorFlow's sake; a step is one program.
+          name: the same.
+
         Returns:
           The new value of the whole variable.
 
@@ -160,6 +201,11 @@ class Scatters(abc.ABC):
         name: str | None = None,
     ) -> Any:
         """Make rows of the variable the smaller of both.
+
+        Args:
+          sparse_delta: rows `[rows, ...]` for a variable `[n, ...]`, and their indices.
+          use_locking: for TensorFlow's sake; a step is one program.
+          name: the same.
 
         Returns:
           The new value of the whole variable.
@@ -179,6 +225,11 @@ class Scatters(abc.ABC):
     ) -> Any:
         """Make rows of the variable the larger of both.
 
+        Args:
+          sparse_delta: rows `[rows, ...]` for a variable `[n, ...]`, and their indices.
+          use_locking: for TensorFlow's sake; a step is one program.
+          name: the same.
+
         Returns:
           The new value of the whole variable.
 
@@ -196,6 +247,11 @@ class Scatters(abc.ABC):
         name: str | None = None,
     ) -> Any:
         """Put rows in the place of those of the variable.
+
+        Args:
+          sparse_delta: rows `[rows, ...]` for a variable `[n, ...]`, and their indices.
+          use_locking: for TensorFlow's sake; a step is one program.
+          name: the same.
 
         Returns:
           The new value of the whole variable.

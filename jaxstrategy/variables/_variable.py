@@ -232,6 +232,7 @@ class Variable(Operators, Scatters, Handle):
     def value(self) -> jax.Array:
         """The value: in `run` this replica's, outside that of all replicas.
 
+        It has the shape of the variable.
         In `extended.update` it is that of the copy which is updated.
 
         Raises:
@@ -245,11 +246,22 @@ class Variable(Operators, Scatters, Handle):
             return self._kind.read(self._reference(), _access.side())
 
     def read_value(self) -> jax.Array:
-        """The same as `value`."""
+        """The same as `value`, of the variable's shape.
+
+        Raises:
+          ValueError: outside `run`, an on-read variable whose aggregation is NONE.
+          ContextError: in another strategy's scope or `run`.
+        """
         return self.value()
 
     def numpy(self) -> np.ndarray:
-        """The value as a NumPy array; not inside `run`."""
+        """The value as a NumPy array of the variable's shape; not inside `run`.
+
+        Raises:
+          ValueError: an on-read variable whose aggregation is NONE.
+          ContextError: in another strategy's scope or `run`.
+          TracedValueError: inside `run`, where only the devices know it.
+        """
         return np.asarray(self.value())
 
     def __getitem__(self, index: Any) -> VariablePart:
@@ -290,12 +302,17 @@ class Variable(Operators, Scatters, Handle):
         name: str | None = None,
         read_value: bool = True,
     ) -> Any:
-        """Add `delta`; otherwise as `assign`.
+        """Add `delta`, of the variable's shape; otherwise as `assign`.
 
         `IndexedSlices` are added to their rows; in `run`, of a mirrored variable with
         an aggregation, only rows go between the replicas.
 
         Outside `run`, of an on-read variable that sums the first copy takes it all.
+
+        Raises:
+          ValueError: another shape; or the copies of a mirrored variable would differ.
+          TypeError: a dtype that would lose something.
+          ContextError: in another strategy's scope or `run`.
         """
         new = self._write(delta, _changes.ASSIGN_ADD)
         return new if read_value else None
@@ -307,12 +324,22 @@ class Variable(Operators, Scatters, Handle):
         name: str | None = None,
         read_value: bool = True,
     ) -> Any:
-        """Subtract `delta`; otherwise as `assign_add`."""
+        """Subtract `delta`; otherwise as `assign_add`.
+
+        Raises:
+          ValueError: another shape; or the copies of a mirrored variable would differ.
+          TypeError: a dtype that would lose something.
+          ContextError: in another strategy's scope or `run`.
+        """
         new = self._write(delta, _changes.ASSIGN_SUB)
         return new if read_value else None
 
     def distributed(self) -> Any:
-        """All copies: a mirrored array, or a `PerReplica` if it is on-read."""
+        """All copies: a mirrored array, or a `PerReplica` if it is on-read.
+
+        Raises:
+          ContextError: in another strategy's scope or `run`.
+        """
         with _access.one_at_a_time:
             return self._kind.copies(self._reference())
 
@@ -435,7 +462,13 @@ class Variable(Operators, Scatters, Handle):
     # To JAX it is a node around its value, and comes back as that.
 
     def tree_flatten(self) -> tuple[tuple[jax.Array], None]:
-        """The value, for JAX; all copies of a variable that has no one value."""
+        """The value, for JAX; all copies of a variable that has no one value.
+
+        Shapes: the value has that of the variable, `[...]`; copies `[replica, ...]`.
+
+        Raises:
+          ContextError: in another strategy's scope or `run`.
+        """
         has_one = _access.side() is not _access.Side.CROSS or self._kind.has_one_value
         return (self.value() if has_one else self.distributed(),), None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import collections
 import dataclasses
-from typing import Any, final
+from typing import final
 
 from jaxstrategy.cluster.resolvers._cluster_spec import (
     ClusterSpec,
@@ -28,6 +28,15 @@ class Process:
       count: how many train together.
       coordinator: `host:port` of the process of rank 0, where `jax.distributed` lets
         them meet. Empty if the cluster has no tasks: the process is alone.
+
+    >>> import jaxstrategy as js
+    >>> cluster = {"chief": ["a:2222"], "worker": ["b:2222", "c:2222"]}
+    >>> resolver = js.cluster_resolver.SimpleClusterResolver(
+    ...     cluster, task_type="worker", task_id=0
+    ... )
+    >>> process = resolver.process()
+    >>> process.index, process.count, process.coordinator
+    (1, 3, 'a:2222')
     """
 
     index: int
@@ -54,9 +63,11 @@ class ClusterResolver(abc.ABC):
     Process(index=1, count=2, coordinator='a:2222')
     """
 
+    # What was given or set; if None, what the resolver finds counts.
     _task_type: str | None = None
     _task_id: int | None = None
     _rpc_layer: str | None = None
+    _environment = ""
 
     @abc.abstractmethod
     def cluster_spec(self) -> ClusterSpec:
@@ -76,22 +87,20 @@ class ClusterResolver(abc.ABC):
         Raises:
           ValueError: there is no such task.
         """
-        task_type = self.task_type if task_type is None else task_type
-        task_id = self.task_id if task_id is None else task_id
         if task_type is None or task_id is None:
-            return ""
-        address = self.cluster_spec().task_address(task_type, task_id)
-        return as_url(address, rpc_layer or self.rpc_layer)
+            return self._own_master(task_type, task_id, rpc_layer)
+        return self._url_of(task_type, task_id, rpc_layer)
 
     def num_accelerators(
         self,
         task_type: str | None = None,
         task_id: int | None = None,
-        config_proto: Any = None,
+        config_proto: object = None,
     ) -> dict[str, int]:
         """How many accelerators a task has, by kind: `{"GPU": 8}`. CPUs do not count.
 
         It asks JAX, which starts the devices; in a cluster, build the strategy first.
+        Resolvers that were told, as those of Slurm, ask nobody.
 
         Args:
           task_type: together with `task_id` the task; this process by default.
@@ -102,21 +111,7 @@ class ClusterResolver(abc.ABC):
           ValueError: it is a task that does not train.
           RuntimeError: JAX does not know the task's process yet.
         """
-        import jax  # only here: the launcher, which has no devices, reads this module
-
-        if task_type is None or task_id is None:
-            devices = jax.local_devices()
-        else:
-            process = place(self.cluster_spec(), task_type, task_id)
-            if process.count != jax.process_count():
-                raise RuntimeError(
-                    f"The accelerators of {task_type} {task_id} are not known: the "
-                    f"cluster has {process.count} processes, JAX knows "
-                    f"{jax.process_count()}. Build the strategy first."
-                )
-            devices = [d for d in jax.devices() if d.process_index == process.index]
-        kinds = (device.platform.upper() for device in devices)
-        return dict(collections.Counter(kind for kind in kinds if kind != "CPU"))
+        return self._accelerators(task_type, task_id)
 
     def process(self) -> Process:
         """The rank of this process, how many there are, and where they meet.
@@ -146,12 +141,13 @@ class ClusterResolver(abc.ABC):
     @property
     def environment(self) -> str:
         """Where this runs; an empty string unless a subclass knows better."""
-        return ""
+        return self._environment
 
     @property
     def task_type(self) -> str | None:
         """`"chief"`, `"worker"`, `"ps"` or `"evaluator"`; None if it is not known."""
-        return self._task_type
+        given = self._task_type
+        return self._found_task_type() if given is None else self._as_task_type(given)
 
     @task_type.setter
     def task_type(self, task_type: str | None) -> None:
@@ -160,7 +156,8 @@ class ClusterResolver(abc.ABC):
     @property
     def task_id(self) -> int | None:
         """The index of this process among the tasks of its type, or None."""
-        return self._task_id
+        given = self._task_id
+        return self._found_task_id() if given is None else self._as_task_id(given)
 
     @task_id.setter
     def task_id(self, task_id: int | None) -> None:
@@ -169,11 +166,79 @@ class ClusterResolver(abc.ABC):
     @property
     def rpc_layer(self) -> str | None:
         """What `master` puts before addresses: `"grpc"` makes `grpc://host:port`."""
-        return self._rpc_layer
+        return self._rpc_layer or self._found_rpc_layer() or self._rpc_layer
 
     @rpc_layer.setter
     def rpc_layer(self, rpc_layer: str | None) -> None:
         self._rpc_layer = rpc_layer
+
+    # What resolvers differ in.
+
+    def _found_task_type(self) -> str | None:
+        """The task type where none was given."""
+        return None
+
+    def _found_task_id(self) -> int | None:
+        """The task index where none was given."""
+        return None
+
+    def _found_rpc_layer(self) -> str | None:
+        """The RPC layer where none was given."""
+        return None
+
+    def _as_task_type(self, given: str) -> str:
+        """The task type that was given, or an error."""
+        return given
+
+    def _as_task_id(self, given: int) -> int:
+        """The task index that was given, or an error."""
+        return given
+
+    def _own_master(
+        self, task_type: str | None, task_id: int | None, rpc_layer: str | None
+    ) -> str:
+        """What `master` gives when the task is not named in full."""
+        task_type, task_id = self._completed(task_type, task_id)
+        if task_type is None or task_id is None:
+            return ""
+        return self._url_of(task_type, task_id, rpc_layer)
+
+    def _accelerators(
+        self, task_type: str | None, task_id: int | None
+    ) -> dict[str, int]:
+        """What `num_accelerators` gives; this process's unless both are given."""
+        # Imported only here: the launcher, which has no devices, reads this module.
+        import jax
+
+        if task_type is None or task_id is None:
+            devices = jax.local_devices()
+        else:
+            process = place(self.cluster_spec(), task_type, task_id)
+            if process.count != jax.process_count():
+                raise RuntimeError(
+                    f"The accelerators of {task_type} {task_id} are not known: the "
+                    f"cluster has {process.count} processes, JAX knows "
+                    f"{jax.process_count()}. Build the strategy first."
+                )
+            devices = [d for d in jax.devices() if d.process_index == process.index]
+        kinds = (device.platform.upper() for device in devices)
+        return dict(collections.Counter(kind for kind in kinds if kind != "CPU"))
+
+    # What they share.
+
+    def _completed(
+        self, task_type: str | None, task_id: int | None
+    ) -> tuple[str | None, int | None]:
+        """A task of which what was not given is this process's."""
+        return (
+            self.task_type if task_type is None else task_type,
+            self.task_id if task_id is None else task_id,
+        )
+
+    def _url_of(self, task_type: str, task_id: int, rpc_layer: str | None) -> str:
+        """The address of a task behind its RPC layer."""
+        address = self.cluster_spec().task_address(task_type, task_id)
+        return as_url(address, rpc_layer or self.rpc_layer)
 
 
 def as_url(address: str, rpc_layer: str | None) -> str:

@@ -181,12 +181,24 @@ def _tasks(job: str, given: object) -> dict[int, str]:
     return dict(sorted(tasks.items()))
 
 
-def _index(job: str, index: object) -> int:
+def task_index(given: object) -> int | None:
+    """The index of a task, None if it is no whole number from 0 on.
+
+    >>> task_index(1), task_index("1"), task_index(-1)
+    (1, 1, None)
+    """
     # JSON has string keys only, so "1" is taken for 1, as TensorFlow does.
-    if isinstance(index, str) and index.isdecimal():
-        return int(index)
-    if isinstance(index, int) and not isinstance(index, bool) and index >= 0:
-        return index
+    if isinstance(given, str) and given.isdecimal():
+        return int(given)
+    if isinstance(given, int) and not isinstance(given, bool) and given >= 0:
+        return given
+    return None
+
+
+def _index(job: str, index: object) -> int:
+    found = task_index(index)
+    if found is not None:
+        return found
     raise ValueError(
         f"Job {job!r} has a task with the index {index!r}. Indices are whole numbers "
         "from 0 on."

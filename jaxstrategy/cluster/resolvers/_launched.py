@@ -65,13 +65,20 @@ class LaunchedClusterResolver(ClusterResolver):
 
         Only the coordinator has a port, so it alone has an address; process 1 is
         called `process-1:0`, and so on.
+
+        Raises:
+          ValueError: a variable is missing or makes no sense.
         """
         process = self.process()
         others = [f"process-{index}:0" for index in range(1, process.count)]
         return ClusterSpec({"worker": [process.coordinator, *others]})
 
     def process(self) -> Process:
-        """What the launcher set."""
+        """What the launcher set.
+
+        Raises:
+          ValueError: a variable is missing or makes no sense.
+        """
         missing = [name for name in _NEEDED if not os.environ.get(name)]
         if missing:
             raise ValueError(
@@ -94,12 +101,20 @@ class LaunchedClusterResolver(ClusterResolver):
 
     @property
     def local_rank(self) -> int:
-        """The rank of this process on its host; 0 where the launcher does not say."""
+        """The rank of this process on its host; 0 where the launcher does not say.
+
+        Raises:
+          ValueError: what it says is no whole number.
+        """
         return _number(LOCAL_RANK, default="0")
 
     @property
     def attempt(self) -> int:
-        """How often the job was started before; 0 where the launcher does not say."""
+        """How often the job was started before; 0 where the launcher does not say.
+
+        Raises:
+          ValueError: what it says is no whole number.
+        """
         return _number(ATTEMPT, default="0")
 
 

@@ -22,7 +22,8 @@ class SimpleClusterResolver(ClusterResolver):
       task_type: what this process is, as `"worker"`.
       task_id: its index among the tasks of that type.
       environment: where this runs; for your own use.
-      num_accelerators: what `num_accelerators()` gives, as `{"GPU": 8}`.
+      num_accelerators: what `num_accelerators()` gives for every task, as
+        `{"GPU": 8}`; nothing is looked for.
       rpc_layer: what `master` puts before addresses.
 
     Raises:
@@ -59,28 +60,12 @@ class SimpleClusterResolver(ClusterResolver):
         """The cluster that was given."""
         return self._cluster_spec
 
-    def master(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        rpc_layer: str | None = None,
+    def _own_master(
+        self, task_type: str | None, task_id: int | None, rpc_layer: str | None
     ) -> str:
-        """The address of the task, or the `master` that was given."""
-        layer = rpc_layer or self.rpc_layer
-        if task_type is None or task_id is None:
-            return as_url(self._master, layer)
-        return as_url(self._cluster_spec.task_address(task_type, task_id), layer)
+        return as_url(self._master, rpc_layer or self.rpc_layer)
 
-    @property
-    def environment(self) -> str:
-        """What was given."""
-        return self._environment
-
-    def num_accelerators(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        config_proto: Any = None,
+    def _accelerators(
+        self, task_type: str | None, task_id: int | None
     ) -> dict[str, int]:
-        """What was given, for every task; nothing is looked for."""
         return dict(self._num_accelerators)

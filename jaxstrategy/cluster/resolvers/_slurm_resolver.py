@@ -8,7 +8,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
-from typing import Any, final
+from typing import final
 
 from jaxstrategy.cluster.resolvers._cluster_resolver import ClusterResolver
 from jaxstrategy.cluster.resolvers._cluster_spec import ClusterSpec
@@ -108,14 +108,10 @@ class SlurmClusterResolver(ClusterResolver):
         """The type and the index of this process."""
         return self.task_type, self.task_id
 
-    def num_accelerators(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        config_proto: Any = None,
+    def _accelerators(
+        self, task_type: str | None, task_id: int | None
     ) -> dict[str, int]:
-        """The GPUs of a task, as `{"GPU": 1}`; each has the same number."""
-        return {"GPU": self._gpus_per_task}
+        return {"GPU": self._gpus_per_task}  # each task has the same number
 
     def _check_tasks(
         self, count: int, per_node: Sequence[int], hosts: Sequence[str]

@@ -9,9 +9,8 @@ from typing import Any, final
 from jaxstrategy.cluster.resolvers._cluster_resolver import (
     ClusterResolver,
     Process,
-    as_url,
 )
-from jaxstrategy.cluster.resolvers._cluster_spec import ClusterSpec
+from jaxstrategy.cluster.resolvers._cluster_spec import ClusterSpec, task_index
 
 VARIABLE = "TF_CONFIG"
 _EXAMPLE = (
@@ -60,7 +59,11 @@ class TFConfigClusterResolver(ClusterResolver):
         self._environment = environment
 
     def cluster_spec(self) -> ClusterSpec:
-        """The cluster of `TF_CONFIG`, without jobs if there is none."""
+        """The cluster of `TF_CONFIG`, without jobs if there is none.
+
+        Raises:
+          ValueError: `TF_CONFIG` is malformed; the message quotes what is wrong.
+        """
         cluster = _part(_config(), "cluster")
         try:
             return ClusterSpec(cluster)
@@ -86,29 +89,18 @@ class TFConfigClusterResolver(ClusterResolver):
         spec = self.cluster_spec()
         if sum(map(spec.num_tasks, spec.jobs)) <= 1:
             return ""
-        task_type = self.task_type if task_type is None else task_type
-        task_id = self.task_id if task_id is None else task_id
+        task_type, task_id = self._completed(task_type, task_id)
         if task_type is None or task_id is None:
             raise ValueError(f'{VARIABLE} has no "task". {_wanted()}')
-        address = spec.task_address(task_type, task_id)
-        return as_url(address, rpc_layer or self.rpc_layer)
-
-    def num_accelerators(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        config_proto: Any = None,
-    ) -> dict[str, int]:
-        """As in `ClusterResolver`; this process's task by default."""
-        if task_type is None and task_id is None:
-            return super().num_accelerators()
-        return super().num_accelerators(
-            self.task_type if task_type is None else task_type,
-            self.task_id if task_id is None else task_id,
-        )
+        return self._url_of(task_type, task_id, rpc_layer)
 
     def process(self) -> Process:
-        """As in `ClusterResolver`, from `TF_CONFIG`."""
+        """As in `ClusterResolver`, from `TF_CONFIG`.
+
+        Raises:
+          ValueError: `TF_CONFIG` is malformed, or the cluster or the task is not one
+            that can train; the message quotes what is wrong.
+        """
         try:
             return super().process()
         except ValueError as error:
@@ -116,45 +108,31 @@ class TFConfigClusterResolver(ClusterResolver):
                 f"{error} {VARIABLE} is {os.environ.get(VARIABLE, '')}"
             ) from error
 
-    @property
-    def environment(self) -> str:
-        """What was given."""
-        return self._environment
-
-    @property
-    def task_type(self) -> str | None:
-        """The `type` of the task, None if there is none."""
-        if self._task_type is not None:
-            return str(self._task_type)
+    def _found_task_type(self) -> str | None:
         found = _part(_config(), "task").get("type")
         if found is None or isinstance(found, (str, int)):
             return None if found is None else str(found)
         raise ValueError(f'"type" of {VARIABLE}\'s task is {found!r}. {_wanted()}')
 
-    @task_type.setter
-    def task_type(self, task_type: str | None) -> None:
-        self._task_type = task_type
-
-    @property
-    def task_id(self) -> int | None:
-        """The `index` of the task, None if there is none."""
-        if self._task_id is not None:
-            return _index(self._task_id)
+    def _found_task_id(self) -> int | None:
         found = _part(_config(), "task").get("index")
         return None if found is None else _index(found)
 
-    @task_id.setter
-    def task_id(self, task_id: int | None) -> None:
-        self._task_id = task_id
+    def _as_task_type(self, given: str) -> str:
+        return str(given)  # a number is text, as in TensorFlow
 
-    @property
-    def rpc_layer(self) -> str | None:
-        """The `rpc_layer` of `TF_CONFIG`, None if there is none."""
-        return self._rpc_layer or _config().get("rpc_layer")
+    def _as_task_id(self, given: int) -> int:
+        return _index(given)
 
-    @rpc_layer.setter
-    def rpc_layer(self, rpc_layer: str | None) -> None:
-        self._rpc_layer = rpc_layer
+    def _found_rpc_layer(self) -> str | None:
+        return _config().get("rpc_layer")
+
+    def _accelerators(
+        self, task_type: str | None, task_id: int | None
+    ) -> dict[str, int]:
+        if task_type is None and task_id is None:
+            return super()._accelerators(None, None)
+        return super()._accelerators(*self._completed(task_type, task_id))
 
 
 def _config() -> dict[str, Any]:
@@ -183,10 +161,9 @@ def _part(config: dict[str, Any], key: str) -> dict[str, Any]:
 
 
 def _index(index: object) -> int:
-    if isinstance(index, str) and index.isdecimal():
-        return int(index)
-    if isinstance(index, int) and not isinstance(index, bool) and index >= 0:
-        return index
+    found = task_index(index)
+    if found is not None:
+        return found
     raise ValueError(
         f"The index of {VARIABLE}'s task is {index!r}; it is a whole number from 0 on. "
         + _wanted()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, final
+from typing import final
 
 from jaxstrategy.cluster.resolvers._cluster_resolver import ClusterResolver
 from jaxstrategy.cluster.resolvers._cluster_spec import ClusterSpec
@@ -13,7 +13,8 @@ class UnionClusterResolver(ClusterResolver):
     """The tasks of several resolvers together; also known as `UnionResolver`.
 
     Where two name the same job, lists of tasks follow each other; tasks that are given
-    with their indices keep them.
+    with their indices keep them. `num_accelerators`, and `master` without a task, give
+    what the first resolver says.
 
     Args:
       *args: the resolvers.
@@ -66,57 +67,29 @@ class UnionClusterResolver(ClusterResolver):
             {job: _merged(job, [s[job] for s in specs if job in s]) for job in jobs}
         )
 
-    def master(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        rpc_layer: str | None = None,
-    ) -> str:
-        """The address of a task, or what the first resolver says without one."""
-        if task_type is not None and task_id is not None:
-            return super().master(task_type, task_id, rpc_layer)
-        return self._first.master(rpc_layer=rpc_layer or self._rpc_layer)
-
     @property
     def environment(self) -> str:
         """The first resolver's."""
         return self._first.environment
 
-    def num_accelerators(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        config_proto: Any = None,
+    def _found_task_type(self) -> str | None:
+        return self._first.task_type
+
+    def _found_task_id(self) -> int | None:
+        return self._first.task_id
+
+    def _found_rpc_layer(self) -> str | None:
+        return self._first.rpc_layer
+
+    def _own_master(
+        self, task_type: str | None, task_id: int | None, rpc_layer: str | None
+    ) -> str:
+        return self._first.master(rpc_layer=rpc_layer or self._rpc_layer)
+
+    def _accelerators(
+        self, task_type: str | None, task_id: int | None
     ) -> dict[str, int]:
-        """What the first resolver says."""
-        return self._first.num_accelerators(task_type, task_id, config_proto)
-
-    @property
-    def task_type(self) -> str | None:
-        """What was given, or the first resolver's."""
-        return self._task_type if self._task_type is not None else self._first.task_type
-
-    @task_type.setter
-    def task_type(self, task_type: str | None) -> None:
-        self._task_type = task_type
-
-    @property
-    def task_id(self) -> int | None:
-        """What was given, or the first resolver's."""
-        return self._task_id if self._task_id is not None else self._first.task_id
-
-    @task_id.setter
-    def task_id(self, task_id: int | None) -> None:
-        self._task_id = task_id
-
-    @property
-    def rpc_layer(self) -> str | None:
-        """What was given, or the first resolver's."""
-        return self._rpc_layer or self._first.rpc_layer
-
-    @rpc_layer.setter
-    def rpc_layer(self, rpc_layer: str | None) -> None:
-        self._rpc_layer = rpc_layer
+        return self._first.num_accelerators(task_type, task_id)
 
     @property
     def _first(self) -> ClusterResolver:

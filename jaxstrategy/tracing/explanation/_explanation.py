@@ -42,6 +42,16 @@ class Explanation:
       memory: of the compiled program, None if it was not compiled or XLA does not say.
       flops: floating-point operations of one replica, as XLA counts them (a loop's
         body once); None likewise.
+
+    >>> import jaxstrategy as js
+    >>> strategy = js.MirroredStrategy(js.simulate(8)[:2])
+    >>> def step(w, x):
+    ...     mean = js.get_replica_context().all_reduce("mean", x)
+    ...     return w - mean, x
+    >>> shapes = jax.ShapeDtypeStruct((3,), "f4"), jax.ShapeDtypeStruct((2, 3), "f4")
+    >>> found = strategy.explain(step, (shapes[0], js.PerReplica(shapes[1])))
+    >>> [value.path for value in found.mirrored], found.communicated_bytes
+    (['step(...)[0]'], 12)
     """
 
     name: str
