@@ -1,8 +1,11 @@
 """What a checkpoint says about itself: `Record`, one file of JSON.
 
 It is written last, before the checkpoint gets its name, and has the size and checksum
-of each other file. Orbax notices neither a flipped bit in an array (measured: 13 of 15
-flips gave other numbers, without an error) nor a file that was cut before it reads it.
+of each other file. Orbax notices neither a flipped bit in an array nor a file that was
+cut before it reads it. Its formats know checksums, but it writes none over the numbers
+(measured with Orbax 0.12, with Zarr 2 and 3, each with and without OCDBT: all of 20
+flipped bits gave other numbers, and no error), and has no option to. And a checksum
+that is read with its array is read too late: variables before it were restored.
 """
 
 from __future__ import annotations

@@ -1,4 +1,10 @@
-"""A loop over a dataset, and on the terminal or in the notebook how far it is."""
+"""A loop over a dataset, and on the terminal or in the notebook how far it is.
+
+rich or tqdm draws the line, knows terminals and notebooks, and how often to draw. What
+is here is what they do not know: their one rate is that of the turns of the loop, here
+there are steps and examples, of which only real rows count; one process of several
+draws; and neither need be installed.
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,13 @@
 Give `loss_fn` the float32 parameters and let it compute with 16-bit copies of them:
 gradients come back in float32. bfloat16 needs nothing else. float16 loses gradients
 below 6e-8, so its loss is scaled up, by a `DynamicLossScale`, and the gradients down.
+
+`flax.training.dynamic_scale` does the same with less freedom. It takes the gradient
+itself, by `jax.value_and_grad`: not by `nnx.value_and_grad`, not that of variables, and
+not in parts of a batch. It looks whether it is finite where it is not yet reduced,
+unless an axis is named, so that each replica has a factor of its own (measured with
+Flax 0.12). It begins with Python numbers, so that a step is compiled twice, and makes
+float32 of float64. And Flax need not be installed here.
 """
 
 from __future__ import annotations
