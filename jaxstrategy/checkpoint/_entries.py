@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
 import jax
 import jax.numpy as jnp
@@ -13,19 +13,12 @@ from jax.sharding import Sharding
 
 from jaxstrategy._errors import DonatedValueError
 from jaxstrategy.replicas._random_keys import is_key
-from jaxstrategy.text._array_types import array_type
 
 Entry = dict[str, Any]
 """What the record says of a value."""
 
-NUMBERS = {"bool": bool, "int": int, "float": float, "complex": complex}
-# What a number may become; the first it is.
-ABSTRACT = {
-    "bool": jnp.bool_,
-    "int": jnp.integer,
-    "float": jnp.floating,
-    "complex": jnp.complexfloating,
-}
+Array: TypeAlias = jax.Array | np.ndarray
+"""On devices, or of the host."""
 
 
 @final
@@ -44,30 +37,8 @@ class Reading:
     sharding: Sharding | None = None
 
 
-def is_entry(value: object) -> bool:
-    """Whether it is what `saved` of some value may have said."""
-    match value:
-        case {"kind": "array", "dtype": str(dtype), "shape": list(shape), **more}:
-            return _is_array(dtype, shape, more)
-        case {
-            "kind": "per_replica",
-            "dtype": str(dtype),
-            "shape": [_, *_] as shape,
-            **more,
-        }:
-            mask = more.pop("mask", [])
-            is_mask = isinstance(mask, list) and _is_mask(mask)
-            return is_mask and _is_array(dtype, shape, more)
-        case {"kind": "number", "type": str(kind), "value": number, **more}:
-            return not more and _is_number(kind, number)
-        case {"kind": "text", "value": str(), **more}:
-            return not more
-        case {"kind": "iterator", "states": [_, *_], **more}:
-            return not more
-    return False
-
-
-def _is_array(dtype: str, shape: Sequence[Any], more: dict[str, Any]) -> bool:
+def is_array(dtype: str, shape: Sequence[object], more: dict[str, Any]) -> bool:
+    """Whether `array_entry` can have said this."""
     if not all(type(size) is int and size >= 0 for size in shape):
         return False
     match more:
@@ -79,39 +50,6 @@ def _is_array(dtype: str, shape: Sequence[Any], more: dict[str, Any]) -> bool:
     except TypeError:
         return False
     return not more
-
-
-def _is_mask(mask: list[Any]) -> bool:
-    try:
-        return np.asarray(mask).dtype in (np.dtype(bool), np.dtype(float))
-    except ValueError:
-        return False
-
-
-def _is_number(kind: str, number: Any) -> bool:
-    if kind == "complex":
-        return (
-            isinstance(number, list)
-            and len(number) == 2
-            and all(type(part) is float for part in number)
-        )
-    return kind in NUMBERS and type(number) is NUMBERS[kind]
-
-
-def described(entry: Entry) -> str:
-    """What messages call what was saved."""
-    match entry["kind"]:
-        case "array":
-            return array_type(entry["dtype"], entry["shape"])
-        case "per_replica":
-            shape = array_type(entry["dtype"], entry["shape"][1:])
-            return f"a PerReplica of {shape} for {entry['shape'][0]} replicas"
-        case "number":
-            return f"a Python {entry['type']}"
-        case "text":
-            return "a string"
-        case _:
-            return "the state of an iterator"
 
 
 def array_entry(value: Any, kind: str = "array") -> tuple[Entry, Any]:
@@ -162,18 +100,3 @@ def check_alive(value: Any, name: str) -> None:
             f"`{name}` was donated to an earlier step, so it cannot be saved. Save the "
             "state that the step returned."
         )
-
-
-def fits_number(entry: Entry, dtype: Any) -> bool:
-    """Whether a Python number that was saved may become a scalar of this dtype."""
-    names = list(ABSTRACT)
-    for name in names[names.index(entry["type"]) :]:
-        if jnp.issubdtype(dtype, ABSTRACT[name]):
-            return True
-    return False
-
-
-def number_of(entry: Entry) -> Any:
-    """The number of Python that was saved."""
-    value = entry["value"]
-    return complex(*value) if entry["type"] == "complex" else value

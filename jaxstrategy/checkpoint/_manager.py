@@ -22,12 +22,13 @@ from jaxstrategy.checkpoint._checkpoint_errors import (
     CheckpointError,
     DamagedCheckpointWarning,
 )
-from jaxstrategy.checkpoint._entries import Entry, described
+from jaxstrategy.checkpoint._entries import Entry
 from jaxstrategy.checkpoint._folder import Folder
 from jaxstrategy.checkpoint._record import Damage, Record
 from jaxstrategy.checkpoint._restored import Restored
 from jaxstrategy.checkpoint._retention import Best
 from jaxstrategy.checkpoint._written_state import WrittenState
+from jaxstrategy.checkpoint.sorts._sorts import described
 from jaxstrategy.contexts import _context
 from jaxstrategy.contexts._context import AbstractStrategy
 from jaxstrategy.replicas._replicas import Replicas

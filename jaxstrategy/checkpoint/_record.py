@@ -18,9 +18,9 @@ import zlib
 from collections.abc import Iterator
 from typing import Any, Self, final
 
-from jaxstrategy.checkpoint import _entries
 from jaxstrategy.checkpoint._checkpoint_errors import CheckpointError
 from jaxstrategy.checkpoint._files import AbstractFiles, Path
+from jaxstrategy.checkpoint.sorts import _sorts
 
 VERSION = 1
 FILE = "jaxstrategy.json"
@@ -141,7 +141,7 @@ def _wrong(content: dict[str, Any]) -> str | None:
             case _:
                 return f"its file {name!r} has no size and checksum, or is elsewhere"
     for name, entry in content["leaves"].items():
-        if not _entries.is_entry(entry):
+        if not _sorts.is_entry(entry):
             return f"`{name}` is nothing that a checkpoint holds"
     return None
 

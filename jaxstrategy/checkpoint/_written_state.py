@@ -9,11 +9,7 @@ from typing import Any, final
 from jaxstrategy.checkpoint._checkpoint_errors import MismatchError
 from jaxstrategy.checkpoint._entries import Entry, Reading
 from jaxstrategy.checkpoint._slots import Slots
-from jaxstrategy.checkpoint.sorts._sorts import (
-    InputPosition,
-    VariableSort,
-    sort_of,
-)
+from jaxstrategy.checkpoint.sorts._sorts import described, sort_of
 from jaxstrategy.replicas._replicas import Replicas
 from jaxstrategy.values._per_replica import PyTree
 
@@ -79,7 +75,10 @@ class WrittenState:
         common = tuple(name for name in self._sorts if name in entries)
         missing = tuple(name for name in self._sorts if name not in entries)
         unexpected = tuple(name for name in entries if name not in self._sorts)
-        found = [self._sorts[name].difference(entries[name]) for name in common]
+        found = [
+            self._sorts[name].difference(entries[name], described(entries[name]))
+            for name in common
+        ]
         differing = [text for text in found if text is not None]
         if differing or (not partial and (missing or unexpected)):
             raise MismatchError(where, missing, unexpected, differing)
@@ -106,42 +105,30 @@ class WrittenState:
             name: self._sorts[name].restored(entries[name], arrays.get(name))
             for name in names
         }
-        self._set_iterators(values)
+        self._put_what_may_refuse(values)
         return self._with(values)
 
-    def _set_iterators(self, values: dict[str, Any]) -> None:
-        """Set all iterators, or none; in `values` they take the place of states."""
-        undo: list[Callable[[], None]] = []
-        for name in [n for n in values if isinstance(self._sorts[n], InputPosition)]:
-            iterator = self._sorts[name].value
-            undo.append(_undo(iterator))
+    def _put_what_may_refuse(self, values: dict[str, Any]) -> None:
+        """Put all of these values, or none; in `values` objects take their place."""
+        undo: list[Callable[[], object]] = []
+        for sort in [self._sorts[name] for name in values]:
+            if not sort.may_refuse:
+                continue
+            undo.append(sort.undo())
             try:
-                iterator.set_state(values[name])
-            except (TypeError, ValueError) as error:
+                values[sort.name] = sort.put(values[sort.name])
+            except (TypeError, ValueError):
                 for back in undo:
                     back()
-                error.add_note(f"`{name}` was to be restored from a checkpoint.")
                 raise
-            values[name] = iterator
 
     def _with(self, values: Mapping[str, Any]) -> PyTree:
+        """The state with other values, in objects that change in place, too."""
         values = dict(values)
         for slot in self._slots.all:
-            if slot.name not in values:
+            if slot.name not in values or values[slot.name] is slot.value:
                 continue
-            if isinstance(self._sorts[slot.name], VariableSort):
-                variable, value = slot.value, values[slot.name]
-                if value is not variable:
-                    variable.assign(value)
-                values[slot.name] = variable
-            elif slot.store is not None:
+            values[slot.name] = self._sorts[slot.name].put(values[slot.name])
+            if slot.store is not None and values[slot.name] is not slot.value:
                 slot.store(values[slot.name])
         return self._slots.filled(values)
-
-
-def _undo(iterator: Any) -> Callable[[], None]:
-    try:
-        state = iterator.get_state()
-    except TypeError:  # cannot be resumed, so it cannot be set either
-        return lambda: None
-    return lambda: iterator.set_state(state)

@@ -1,0 +1,58 @@
+"""Arrays of JAX."""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Sharding, SingleDeviceSharding
+
+from jaxstrategy.checkpoint import _entries
+from jaxstrategy.checkpoint._entries import Array, Entry, Reading
+from jaxstrategy.checkpoint.sorts import _number_sort
+from jaxstrategy.checkpoint.sorts._array_sort import AbstractArraySort
+from jaxstrategy.replicas import _mesh
+from jaxstrategy.replicas._replicas import SAME
+from jaxstrategy.values import _building
+
+
+@final
+class DeviceArraySort(AbstractArraySort):
+    """An array of JAX, or a `jax.ShapeDtypeStruct`."""
+
+    @staticmethod
+    def takes(value: object) -> bool:
+        return isinstance(value, jax.Array | jax.ShapeDtypeStruct)
+
+    def reading(self, entry: Entry) -> Reading | None:
+        if entry["kind"] == "number":
+            return None
+        return _entries.array_reading(entry, self._sharding)
+
+    def restored(self, entry: Entry, array: Array | None) -> Any:
+        if entry["kind"] == "number":
+            array = np.asarray(_number_sort.number_of(entry), self.value.dtype)
+        else:
+            array = _entries.array_of(entry, array)
+        if isinstance(array, jax.Array) and self._sharding in (None, array.sharding):
+            return array
+        if self._sharding is None:
+            return jnp.asarray(array)
+        return _mesh.put(array, self._sharding)
+
+    def placed(self) -> Any:
+        if isinstance(self.value, jax.Array) and self.replicas is not None:
+            if self._sharding != self.value.sharding:
+                return _building.replicate(self.value, self.replicas)
+        return self.value
+
+    @property
+    def _sharding(self) -> Sharding | None:
+        """Where it belongs; None for JAX's default device, and to no device firmly."""
+        own = self.value.sharding
+        is_free = own is None or isinstance(own, SingleDeviceSharding)
+        if is_free and self.replicas is not None:
+            return self.replicas.sharding(SAME)
+        return own if getattr(self.value, "committed", True) else None

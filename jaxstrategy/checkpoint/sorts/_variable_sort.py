@@ -1,0 +1,59 @@
+"""Variables."""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+import jax
+
+from jaxstrategy._options import VariableAggregation, VariableSynchronization
+from jaxstrategy.checkpoint import _entries
+from jaxstrategy.checkpoint._entries import Array, Entry, Reading
+from jaxstrategy.checkpoint.sorts._array_sort import AbstractArraySort
+from jaxstrategy.checkpoint.sorts._device_array_sort import DeviceArraySort
+from jaxstrategy.replicas import _mesh
+from jaxstrategy.variables._variable import Variable
+
+
+@final
+class VariableSort(AbstractArraySort):
+    """A `Variable`, of which the value is saved: that of all copies together."""
+
+    @staticmethod
+    def takes(value: object) -> bool:
+        return isinstance(value, Variable)
+
+    def saved(self) -> tuple[Entry, Array | None]:
+        self._check()
+        return _entries.array_entry(self.value.value())
+
+    def difference(self, entry: Entry, told: str) -> str | None:
+        self._check()
+        return DeviceArraySort(self.name, self._struct, None).difference(entry, told)
+
+    def reading(self, entry: Entry) -> Reading | None:
+        return DeviceArraySort(self.name, self._struct, None).reading(entry)
+
+    def restored(self, entry: Entry, array: Array | None) -> Any:
+        return DeviceArraySort(self.name, self._struct, None).restored(entry, array)
+
+    def put(self, restored: Any) -> Variable:
+        self.value.assign(restored)
+        return self.value
+
+    @property
+    def _struct(self) -> jax.ShapeDtypeStruct:
+        where = _mesh.replicated(self.value.mesh)
+        return jax.ShapeDtypeStruct(self.value.shape, self.value.dtype, sharding=where)
+
+    def _check(self) -> None:
+        variable = self.value
+        on_read = variable.synchronization is VariableSynchronization.ON_READ
+        has_copies = on_read and variable.strategy is not None
+        if has_copies and variable.aggregation is VariableAggregation.NONE:
+            raise ValueError(
+                f"`{self.name}`, variable {variable.name!r}, has a copy per replica "
+                "and aggregation NONE, so it has no one value to save or restore. Make "
+                "it with `aggregation='sum'`, 'mean' or 'only_first_replica', or save "
+                "the copies: `variable.distributed()`."
+            )
