@@ -111,7 +111,7 @@ class Context:
       trace: the number of that trace, if its step may use variables.
       is_update: whether it is that of `extended.update`. Read by `variables._access`.
       before: what variables held before an update. Read by `variables._access`.
-      colocated: where `colocate_vars_with` wants new variables.
+      colocated: the replicas of which `colocate_vars_with` wants variables to be.
       given: what variables hold in a function that is differentiated, by their `id`,
         with the step that it is part of. Read by `variables._gradients`.
       batches: the batches of the step that is being traced, and on which part of them
@@ -127,7 +127,7 @@ class Context:
     trace: int | None = None
     is_update: bool = False
     before: object = None
-    colocated: Mesh | None = None
+    colocated: Replicas | None = None
     # Python 3.11 takes a mapping proxy, which it cannot hash, for a mutable default.
     given: Mapping[int, tuple[object, Any]] = dataclasses.field(
         default_factory=lambda: types.MappingProxyType({})

@@ -216,6 +216,16 @@ class Replicas:
         shape = array.shape[1:]
         return jax.make_array_from_single_device_arrays(shape, where, list(parts))
 
+    def copies(self, array: jax.Array) -> tuple[jax.Array, ...]:
+        """What each replica of this process has of an array that is whole on all.
+
+        Returns:
+          Arrays of its shape, in replica order, each on the first device of its replica
+          in this process.
+        """
+        at = {shard.device: shard.data for shard in array.addressable_shards}
+        return tuple(at[device] for device in self.own_devices)
+
     def stacked(self, versions: Sequence[jax.Array | np.ndarray]) -> jax.Array:
         """The versions of this process's replicas as one array `[replica, ...]`.
 

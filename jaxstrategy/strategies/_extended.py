@@ -22,6 +22,7 @@ from jaxstrategy.replicas import (
     _mesh,
 )
 from jaxstrategy.replicas._devices import Device
+from jaxstrategy.replicas._replicas import SAME
 from jaxstrategy.strategies._calls import check_arguments
 from jaxstrategy.tracing._programs import Programs
 from jaxstrategy.tracing.nnx._binding import is_changed_in_place
@@ -210,8 +211,7 @@ class StrategyExtended:
 
     def _of_each_copy(self, var: Variable, result: Any, in_step: bool) -> Any:
         """What `update` returned, with a tuple of that for each copy at each leaf."""
-        devices = var.devices if in_step else _mesh.own_devices(var.mesh)
-        n = len(devices)
+        n = var.replicas.count if in_step else len(var.replicas.own)
 
         def versions(leaf: Any) -> tuple[Any, ...]:
             if leaf is None:
@@ -252,7 +252,7 @@ class StrategyExtended:
                 f"{self._strategy!r}, where variables are no strategy's. Write `with "
                 "strategy.scope(), strategy.extended.colocate_vars_with(v):`."
             )
-        with _context.entered(colocated=var.mesh):
+        with _context.entered(colocated=var.replicas):
             yield
 
     def value_container(self, value: Any) -> Any:
@@ -324,7 +324,7 @@ def _at(var: Variable, arguments: Any) -> Any:
 
     def moved(leaf: Any) -> Any:
         if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer):
-            return _mesh.put_same(leaf, _mesh.replicated(var.mesh))
+            return _mesh.put_same(leaf, var.replicas.sharding(SAME))
         return leaf
 
     # Flax's objects would be copied, and what `fn` changes of them would be lost.
@@ -360,7 +360,7 @@ def _sharding(destinations: Destinations) -> jax.sharding.Sharding | None:
     if isinstance(destinations, Variable):
         if _access.tracing() is not None:
             return None
-        return _mesh.replicated(destinations.mesh)
+        return destinations.replicas.sharding(SAME)
     whole = not isinstance(destinations, PerReplica)
     value = destinations if whole else _per_replica.contents(destinations)
     if isinstance(value, Tracer):

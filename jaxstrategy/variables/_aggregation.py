@@ -13,6 +13,7 @@ from jaxstrategy._options import ReduceOp, VariableAggregation
 from jaxstrategy.contexts._context import AbstractStrategy
 from jaxstrategy.reductions._operations import OPERATIONS
 from jaxstrategy.replicas import _mesh
+from jaxstrategy.replicas._replicas import SAME
 from jaxstrategy.values._per_replica import PerReplica
 
 # How those are reduced that are; of the others one counts.
@@ -65,9 +66,9 @@ def of_copies(
     """One value from all replicas' `[replica, ...]`, outside a step."""
     if aggregation in REDUCED:
         return strategy.reduce(REDUCED[aggregation], PerReplica(copies))
-    first = _first(_mesh.replicated(strategy.mesh))(copies)
+    first = _first(strategy.replicas.sharding(SAME))(copies)
     # There mirrored variables are, and reduced values.
-    return _mesh.put(first, _mesh.replicated(strategy.parameter_mesh))
+    return _mesh.put(first, strategy.parameter_replicas.sharding(SAME))
 
 
 @functools.cache

@@ -22,6 +22,7 @@ from jaxstrategy.contexts._context import (
 from jaxstrategy.replicas import _mesh
 from jaxstrategy.replicas._devices import Device
 from jaxstrategy.replicas._random_keys import is_key
+from jaxstrategy.replicas._replicas import Replicas
 from jaxstrategy.values._per_replica import (
     Handle,
     PerReplica,
@@ -203,7 +204,7 @@ class Variable(Operators, Scatters, Handle):
     @property
     def devices(self) -> tuple[Device, ...]:
         """The devices that hold its copies, in replica order."""
-        return _mesh.devices_of(self.mesh)
+        return self.replicas.devices
 
     @property
     def device(self) -> Device:
@@ -389,9 +390,14 @@ class Variable(Operators, Scatters, Handle):
         return self._cell
 
     @property
+    def replicas(self) -> Replicas:
+        """Those that have a copy each; one for an ordinary variable."""
+        return self._kind.replicas
+
+    @property
     def mesh(self) -> Mesh:
-        """Where its copies are."""
-        return self._kind.mesh
+        """The mesh of the devices that hold its copies."""
+        return self.replicas.mesh
 
     @property
     def sharding(self) -> NamedSharding:
@@ -403,8 +409,9 @@ class Variable(Operators, Scatters, Handle):
         """Whether it has no copies that may differ."""
         return isinstance(self._kind, MirroredKind)
 
-    def lives_on(self, mesh: Mesh) -> bool:
-        """Whether steps on `mesh` can work on it where it is."""
+    def lives_on(self, where: Replicas | Mesh) -> bool:
+        """Whether steps of these replicas can work on it where it is."""
+        mesh = where.mesh if isinstance(where, Replicas) else where
         return self._strategy is not None and self.mesh == mesh
 
     # How it prints and copies.
@@ -493,12 +500,11 @@ def _kind(
     if owner is None:
         # The one copy cannot differ from others, and is what all of them combine to.
         aggregation = VariableAggregation.NONE if on_read else aggregation
-        mesh = _mesh.mesh_of(jax.local_devices()[:1])
-        return MirroredKind(name, aggregation, mesh, None)
+        return MirroredKind(name, aggregation, Replicas.alone(), None)
     if on_read:
-        return OnReadKind(name, aggregation, owner.mesh, owner)
-    mesh = _context.current().colocated or owner.parameter_mesh
-    return MirroredKind(name, aggregation, mesh, owner)
+        return OnReadKind(name, aggregation, owner.replicas, owner)
+    replicas = _context.current().colocated or owner.parameter_replicas
+    return MirroredKind(name, aggregation, replicas, owner)
 
 
 def _start(initial_value: Any, dtype: Any, name: str) -> jax.Array:

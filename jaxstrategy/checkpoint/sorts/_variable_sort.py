@@ -11,7 +11,7 @@ from jaxstrategy.checkpoint import _entries
 from jaxstrategy.checkpoint._entries import Array, Entry, Reading
 from jaxstrategy.checkpoint.sorts._array_sort import AbstractArraySort
 from jaxstrategy.checkpoint.sorts._device_array_sort import DeviceArraySort
-from jaxstrategy.replicas import _mesh
+from jaxstrategy.replicas._replicas import SAME
 from jaxstrategy.variables._variable import Variable
 
 
@@ -43,7 +43,7 @@ class VariableSort(AbstractArraySort):
 
     @property
     def _struct(self) -> jax.ShapeDtypeStruct:
-        where = _mesh.replicated(self.value.mesh)
+        where = self.value.replicas.sharding(SAME)
         return jax.ShapeDtypeStruct(self.value.shape, self.value.dtype, sharding=where)
 
     def _check(self) -> None:

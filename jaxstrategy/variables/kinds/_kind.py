@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 
 from jaxstrategy._errors import shown
 from jaxstrategy._options import VariableAggregation
@@ -20,6 +20,7 @@ from jaxstrategy.contexts import _context
 from jaxstrategy.contexts._context import AbstractStrategy
 from jaxstrategy.replicas import _mesh
 from jaxstrategy.replicas._random_keys import is_key
+from jaxstrategy.replicas._replicas import Replicas
 from jaxstrategy.values._slices import (
     IndexedSlices,
     is_slices,
@@ -37,7 +38,7 @@ class Kind(abc.ABC):
     Args:
       name: the variable's.
       aggregation: of the variable.
-      mesh: where its copies are.
+      replicas: those that have a copy each.
       owner: the variable's strategy, None for an ordinary variable.
     """
 
@@ -48,12 +49,12 @@ class Kind(abc.ABC):
         self,
         name: str,
         aggregation: VariableAggregation,
-        mesh: Mesh,
+        replicas: Replicas,
         owner: AbstractStrategy | None,
     ) -> None:
         self.name = name
         self.aggregation = aggregation
-        self.mesh = mesh
+        self.replicas = replicas
         self.owner = owner
 
     @property

@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding
 from jaxstrategy._options import VariableAggregation
 from jaxstrategy.contexts import _replica_context
 from jaxstrategy.replicas import _mesh
+from jaxstrategy.replicas._replicas import SAME
 from jaxstrategy.values._per_replica import PerReplica
 from jaxstrategy.values._slices import (
     IndexedSlices,
@@ -31,7 +32,7 @@ class MirroredKind(Kind):
     @property
     def sharding(self) -> NamedSharding:
         """Whole on each device."""
-        return _mesh.replicated(self.mesh)
+        return self.replicas.sharding(SAME)
 
     def placed(self, start: jax.Array) -> jax.Array:
         """`start`, whole on each device."""
@@ -51,8 +52,8 @@ class MirroredKind(Kind):
         return True
 
     def host_copies(self, held: jax.Array) -> list[np.ndarray]:
-        """One per device."""
-        return [on_host(shard.data) for shard in held.addressable_shards]
+        """One per replica of this process."""
+        return [on_host(copy) for copy in self.replicas.copies(held)]
 
     def read(self, ref: Any, side: Side) -> jax.Array:
         """The value."""

@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding
 from jaxstrategy._options import VariableAggregation
 from jaxstrategy.cluster import _processes
 from jaxstrategy.replicas import _mesh
+from jaxstrategy.replicas._replicas import SAME, SPLIT
 from jaxstrategy.values import _per_replica
 from jaxstrategy.values._per_replica import PerReplica
 from jaxstrategy.variables import (
@@ -32,13 +33,13 @@ class OnReadKind(Kind):
     @property
     def sharding(self) -> NamedSharding:
         """Copy i on the device of replica i."""
-        return _mesh.split(self.mesh)
+        return self.replicas.sharding(SPLIT)
 
     def placed(self, start: jax.Array) -> jax.Array:
         """`start` once for each replica."""
-        if not self.sharding.is_fully_addressable:  # the processes may have others
-            start = _mesh.put_same(start, _mesh.replicated(self.mesh))
-        copies = jnp.broadcast_to(start, (self.mesh.size, *start.shape))
+        if not self.replicas.are_all_own:  # the processes may have others
+            start = _mesh.put_same(start, self.replicas.sharding(SAME))
+        copies = jnp.broadcast_to(start, (self.replicas.count, *start.shape))
         return _mesh.put(copies, self.sharding)
 
     def of_one_replica(self, start: jax.Array) -> jax.Array:
@@ -54,11 +55,13 @@ class OnReadKind(Kind):
     @property
     def has_one_value(self) -> bool:
         """With an aggregation, or with one copy only."""
-        return self.aggregation is not VariableAggregation.NONE or self.mesh.size == 1
+        return (
+            self.aggregation is not VariableAggregation.NONE or self.replicas.count == 1
+        )
 
     def host_copies(self, held: jax.Array) -> list[np.ndarray]:
-        """One per replica."""
-        return [on_host(shard.data)[0] for shard in held.addressable_shards]
+        """One per replica of this process."""
+        return [on_host(version) for version in self.replicas.versions(held)]
 
     def read(self, ref: Any, side: Side) -> jax.Array:
         """This replica's copy, or outside `run` what the copies combine to."""
@@ -100,7 +103,7 @@ class OnReadKind(Kind):
             given = self._checked(_per_replica.contents(value), wanted, dtype)
         else:
             value = self._checked_part(value, shape, dtype, change)
-            value = _mesh.put_same(value, _mesh.replicated(self.mesh))
+            value = _mesh.put_same(value, self.replicas.sharding(SAME))
             given = self._to_each(value, change)
         given = _mesh.put(given, self.sharding)
         new = _mesh.put(jax.vmap(change.applied)(old, given), self.sharding)
@@ -141,12 +144,12 @@ class OnReadKind(Kind):
                 "change. Assign in `run`, or give the variable an aggregation."
             )
         if change.operation == "set":
-            return _aggregation.shares(self.aggregation, value, self.mesh.size)
+            return _aggregation.shares(self.aggregation, value, self.replicas.count)
         if self.aggregation is VariableAggregation.SUM:
             return value, jnp.zeros_like(value)
         return value, value
 
     def _to_each(self, value: jax.Array, change: Change) -> jax.Array:
         first, other = self._parts(value, change)
-        copies = jnp.broadcast_to(other, (self.mesh.size, *other.shape))
+        copies = jnp.broadcast_to(other, (self.replicas.count, *other.shape))
         return _mesh.put(copies, self.sharding).at[0].set(first)
