@@ -76,5 +76,5 @@ class Reduction:
         return all_gather(leaf, axis, self._replicas)
 
     def first(self, leaf: Any) -> jax.Array:
-        """The array of the first replica, on all of them."""
+        """The array of the first replica on all of them, in its own shape."""
         return self.gathered(_mesh.array_of(leaf)[None], 0)[0]

@@ -152,7 +152,7 @@ class Replicas:
         return (*self.axes, *shared)
 
     def index(self) -> jax.Array | int:
-        """Which replica this is, while a step is traced; 0 where there are no axes."""
+        """Which replica this is: in a traced step a scalar; 0 without axes."""
         return lax.axis_index(self.collective_axes) if self.collective_axes else 0
 
     # Arrays on all replicas.

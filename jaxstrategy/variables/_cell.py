@@ -82,6 +82,8 @@ class Cell:
     def lend(self) -> jax.Array:
         """The array, for a program that may overwrite it; it must be replaced then.
 
+        It has the shape of the cell.
+
         Raises:
           IsReference: it has become a reference.
         """

@@ -68,7 +68,12 @@ def batches(
 
 @final
 class ArrayBatches(Source):
-    """What `jaxstrategy.batches` returns: batches cut from arrays in memory."""
+    """What `jaxstrategy.batches` returns: batches cut from arrays in memory.
+
+    Raises:
+      ValueError: as for `batches`.
+      TypeError: the same.
+    """
 
     def __init__(
         self,
@@ -94,6 +99,7 @@ class ArrayBatches(Source):
         self._next_epoch = 0
 
     def start(self) -> _ArrayPass:
+        """A new pass over all batches."""
         first = self._next_epoch
         self._next_epoch += self._epochs or 1
         return _ArrayPass(self, first)
@@ -113,10 +119,12 @@ class ArrayBatches(Source):
 
     @property
     def length(self) -> int | None:
+        """How many batches a pass has; None without end."""
         return None if self._epochs is None else self._epochs * self._per_epoch
 
     @property
     def name(self) -> str:
+        """How messages call it."""
         return "js.batches"
 
     def __repr__(self) -> str:
