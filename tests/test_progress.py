@@ -12,7 +12,8 @@ import pytest
 
 import jaxstrategy as js
 from jaxstrategy.inputs import _progress
-from jaxstrategy.inputs._progress import Progress, Rates, progress, real_rows
+from jaxstrategy.inputs._progress import Progress, Rates, progress
+from jaxstrategy.masks._filled_rows import number_of_examples
 
 rich_console = pytest.importorskip("rich.console")
 
@@ -128,19 +129,19 @@ def test_a_slow_step_has_a_rate():
 
 
 @pytest.mark.parametrize("rows", [1, 3, 7, 8])
-def test_examples_are_the_real_rows(four, rows):
+def test_examples_are_the_number_of_examples(four, rows):
     _, batch = four.experimental_distribute_dataset(
         [{"x": np.zeros((n, 2))} for n in (8, rows)]
     )
-    assert real_rows(batch) == rows
+    assert number_of_examples(batch) == rows
 
 
 def test_examples_of_other_things(two):
-    assert real_rows(two.per_replica([[1, 2, 3], [4, 5, 6]])) == 6
-    assert real_rows((np.zeros((5, 2)), np.zeros(5))) == 5
-    assert real_rows({"n": 3, "x": np.zeros(4)}) == 4
-    assert real_rows("text") is None and real_rows(()) is None
-    assert real_rows(np.float32(1)) is None
+    assert number_of_examples(two.per_replica([[1, 2, 3], [4, 5, 6]])) == 6
+    assert number_of_examples((np.zeros((5, 2)), np.zeros(5))) == 5
+    assert number_of_examples({"n": 3, "x": np.zeros(4)}) == 4
+    assert number_of_examples("text") is None and number_of_examples(()) is None
+    assert number_of_examples(np.float32(1)) is None
 
 
 @pytest.mark.parametrize("examples", [10, lambda batch: 10])
@@ -167,7 +168,7 @@ def test_counting_does_not_wait_for_the_devices(two, terminal, monkeypatch):
     monkeypatch.setattr(jax, "block_until_ready", None)
     monkeypatch.setattr(np, "asarray", None)
     monkeypatch.setattr(jax, "device_get", None)
-    assert real_rows(batch) == 4
+    assert number_of_examples(batch) == 4
 
 
 # How it ends.

@@ -115,7 +115,7 @@ class Context:
       given: what variables hold in a function that is differentiated, by their `id`,
         with the step that it is part of. Read by `variables._gradients`.
       batches: the batches of the step that is being traced, and on which part of them
-        it works. Read by `masks._padding`.
+        it works. Read by `masks._step_masks`.
     """
 
     strategy: AbstractStrategy | None = None

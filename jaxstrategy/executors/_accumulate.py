@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxstrategy.masks import _padding
+from jaxstrategy.masks import _step_masks
 from jaxstrategy.replicas import _mesh
 from jaxstrategy.replicas._random_keys import is_key
 from jaxstrategy.text._whole_numbers import whole
@@ -35,7 +35,7 @@ def accumulated(
 
         def of_part(index: Any) -> tuple[PyTree, PyTree]:
             args, kwargs = parts(index)
-            with _padding.part(index, k):
+            with _step_masks.part(index, k):
                 returned = fn(*args, **kwargs)
             sums, aux = returned if has_aux else (returned, None)
             return jax.tree.map(_summable, sums, is_leaf=is_slices), aux

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxstrategy._errors import ObjectError
-from jaxstrategy.masks import _padding
+from jaxstrategy.masks._loop_masks import LoopMasks
 from jaxstrategy.replicas import _mesh
 from jaxstrategy.text._array_types import array_type
 from jaxstrategy.tracing.functions import _lending
@@ -287,7 +287,7 @@ class _Loop:
 
     def _over(self, batches: _Run, going: list[Any]) -> tuple[list[Any], list[Any]]:
         """What the last of these steps goes on with, and what else they returned."""
-        turns = _padding.Turns(batches.columns)
+        turns = LoopMasks(batches.columns)
 
         def turn(going: list[Any], given: Any) -> tuple[list[Any], list[Any]]:
             arrays, masks = given

@@ -12,7 +12,7 @@ from flax import nnx
 from jaxstrategy._errors import ContextError
 from jaxstrategy.masks import (
     _masked_means,
-    _padding,
+    _step_masks,
 )
 from jaxstrategy.strategies._current import get_replica_context
 from jaxstrategy.values._per_replica import PyTree
@@ -119,7 +119,7 @@ def _real_rows(values: dict[str, Any], mask: Any) -> jax.Array | None:
     if mask is not None:
         return _masked_means.given_rows(mask, rows).mask
     first = next(value for value in values.values() if jnp.ndim(value))
-    return _masked_means.batch_mask(first) if _padding.fits(first) else None
+    return _masked_means.batch_mask(first) if _step_masks.fits(first) else None
 
 
 def _rows(values: dict[str, Any]) -> int:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxstrategy._options import ReduceOp
-from jaxstrategy.masks import _padding
+from jaxstrategy.masks import _step_masks
 from jaxstrategy.replicas import _mesh
 from jaxstrategy.strategies._current import (
     get_replica_context,
@@ -139,7 +139,7 @@ def moments(
 
 def _real_rows(x: jax.Array, axes: tuple[int, ...]) -> jax.Array | None:
     """The mask of the step's batch, as one of `x`; None where there is none."""
-    known = _padding.known_rows(x) if 0 in axes and axis_name() is not None else None
+    known = _step_masks.known_rows(x) if 0 in axes and axis_name() is not None else None
     return None if known is None else known.reshape(-1, *[1] * (x.ndim - 1))
 
 

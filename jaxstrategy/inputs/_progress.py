@@ -17,13 +17,10 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any, Generic, TypeVar, final
 
 import jax
-import numpy as np
 
 from jaxstrategy.inputs._grouped import Grouped
-from jaxstrategy.masks import _padding
+from jaxstrategy.masks._filled_rows import number_of_examples
 from jaxstrategy.text._whole_numbers import whole
-from jaxstrategy.values import _per_replica
-from jaxstrategy.values._per_replica import PyTree
 
 _T = TypeVar("_T")
 
@@ -147,7 +144,7 @@ class Progress(Generic[_T]):
             return len(batches), self._examples(turn)
         if self._examples is not None:
             return len(batches), self._examples * len(batches)
-        rows = [real_rows(batch) for batch in batches]
+        rows = [number_of_examples(batch) for batch in batches]
         known = [number for number in rows if number is not None]
         return len(batches), sum(known) if len(known) == len(rows) else None
 
@@ -159,19 +156,6 @@ class Progress(Generic[_T]):
                 return self._iterable.number_of_batches()
             return len(self)
         return None
-
-
-def real_rows(batch: PyTree) -> int | None:
-    """How many examples `batch` has; None if it has no arrays with rows."""
-    for leaf in jax.tree.leaves(batch, is_leaf=_per_replica.is_per_replica):
-        if isinstance(leaf, _per_replica.PerReplica):
-            if _padding.is_noted(leaf.mask):
-                return int(np.asarray(leaf.mask).sum())
-            if leaf.shape:
-                return leaf.num_replicas * leaf.shape[0]
-        elif getattr(leaf, "shape", None):
-            return int(leaf.shape[0])
-    return None
 
 
 @final

@@ -12,7 +12,7 @@ from jaxstrategy.inputs import _division
 from jaxstrategy.inputs._batch import Kind
 from jaxstrategy.inputs._division import Replicas
 from jaxstrategy.inputs._steps import Step
-from jaxstrategy.masks import _padding
+from jaxstrategy.masks import _filled_rows
 from jaxstrategy.replicas import _mesh
 from jaxstrategy.values import _per_replica
 from jaxstrategy.values._per_replica import (
@@ -92,7 +92,7 @@ class Placing:
     def _mask(self, step: Step) -> jax.Array:
         if not step.is_full:
             mask = self._everywhere(_division.mask(step.counts, step.each))
-            _padding.note(mask)
+            _filled_rows.note(mask)
             return mask
         if step.each not in self._full:
             full = _division.mask(step.counts, step.each)

@@ -12,8 +12,8 @@ import numpy as np
 from jaxstrategy._options import ReduceOp
 from jaxstrategy.contexts import _context
 from jaxstrategy.contexts._replica_context import ReplicaContext
-from jaxstrategy.masks import _padding
-from jaxstrategy.masks._padding import RealRows
+from jaxstrategy.masks import _step_masks
+from jaxstrategy.masks._step_masks import RealRows
 from jaxstrategy.replicas import _mesh
 
 
@@ -45,7 +45,7 @@ def batch_mask(array: jax.Array) -> jax.Array:
     (Array([ True,  True], dtype=bool), Array([ True, False], dtype=bool))
     """
     rows = _rows(array, "batch_mask")
-    known = _padding.real_rows(array)
+    known = _step_masks.real_rows(array)
     return jnp.ones(rows, bool) if known is None else known.mask
 
 
@@ -122,7 +122,7 @@ def masked_mean(
     """
     rows = _rows(values, "masked_mean")
     if mask is None:
-        real = _padding.real_rows(values)
+        real = _step_masks.real_rows(values)
     else:
         given = _given(mask, values)
         real = RealRows(given, _share(given))
@@ -158,7 +158,7 @@ def _given(mask: Any, values: Any) -> jax.Array:
       ValueError: `mask` has not the shape of the first dimensions of `values`.
     """
     mask = _checked(mask, np.shape(values))
-    if mask.ndim > 1 and (known := _padding.real_rows(values)) is not None:
+    if mask.ndim > 1 and (known := _step_masks.real_rows(values)) is not None:
         mask &= known.mask.reshape(-1, *[1] * (mask.ndim - 1))
     return mask
 

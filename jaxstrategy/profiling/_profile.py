@@ -15,7 +15,7 @@ from jaxstrategy._errors import ClusterError
 from jaxstrategy.cluster import _processes
 from jaxstrategy.executors._several import number_of_steps
 from jaxstrategy.inputs import _origins
-from jaxstrategy.inputs._progress import real_rows
+from jaxstrategy.masks._filled_rows import number_of_examples
 from jaxstrategy.profiling._logger import MetricLogger
 from jaxstrategy.profiling._profile_report import Report
 from jaxstrategy.profiling._profiler_trace import Tracing
@@ -234,7 +234,10 @@ def _smallest(results: PyTree) -> Any:
 def _rows(given: PyTree) -> int | None:
     """The rows on all replicas of the first batch that comes from a dataset."""
     for leaf in jax.tree.leaves(given, is_leaf=is_per_replica):
-        if _origins.is_of_dataset(leaf) and (rows := real_rows(leaf)) is not None:
+        if (
+            _origins.is_of_dataset(leaf)
+            and (rows := number_of_examples(leaf)) is not None
+        ):
             return rows
     return None
 

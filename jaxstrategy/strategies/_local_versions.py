@@ -15,7 +15,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 
-from jaxstrategy.masks import _padding
+from jaxstrategy.masks import _filled_rows
 from jaxstrategy.replicas import _mesh
 from jaxstrategy.replicas._replicas import Replicas
 from jaxstrategy.tracing.stages import _inflight
@@ -41,10 +41,10 @@ def local_versions(
         zip(small, _everywhere([values[i] for i in small], own), strict=True)
     )
     if any(isinstance(value.mask, Tracer) for value in values):
-        _padding.warn_of_traced("experimental_local_results")
+        _filled_rows.warn_of_traced("experimental_local_results")
         return [value.values for value in values]
     return [
-        _per_replica.real_rows(
+        _filled_rows.real_versions(
             value, everywhere[i] if i in everywhere else value.values
         )
         for i, value in enumerate(values)

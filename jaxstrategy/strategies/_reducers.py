@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxstrategy._options import CommunicationOptions, ReduceOp
-from jaxstrategy.masks import _padding
+from jaxstrategy.masks import _filled_rows, _step_masks
 from jaxstrategy.reductions._fingerprint import fingerprints
 from jaxstrategy.reductions._operations import OPERATIONS, reduced_over, sums
 from jaxstrategy.reductions._reduction import Reduction
@@ -134,8 +134,8 @@ def _weights(
         if not is_over_rows:
             return None
         if OPERATIONS[op].is_sum:
-            return _padding.of_argument(leaf)
-        _padding.not_needed()  # copies of real rows leave extremes as they are
+            return _step_masks.of_argument(leaf)
+        _step_masks.not_needed()  # copies of real rows leave extremes as they are
         return None
     if not OPERATIONS[op].is_sum:
         raise ValueError(
@@ -149,7 +149,7 @@ def _weights(
             "its first dimensions, all or some, were wanted."
         )
     for each in (leaf, given) if is_over_rows else ():
-        if (mask := _padding.of_argument(each)) is not None:
+        if (mask := _step_masks.of_argument(each)) is not None:
             weights = _of_real_rows(weights, mask)
     return weights
 
@@ -178,11 +178,6 @@ def _sums(
     )
 
 
-def is_of_rows(axis: int, array: Any) -> bool:
-    """Whether `axis` is the first dimension of `array`, from either end."""
-    return axis in (0, -jnp.ndim(array))
-
-
 def _gatherer(
     axis: int, gathered: Callable[[Any, int], jax.Array], in_step: bool
 ) -> Callable[[PyTree], PyTree]:
@@ -195,9 +190,9 @@ def _gatherer(
     def gather(tree: PyTree) -> PyTree:
         leaves = jax.tree.leaves(tree)
         if in_step:
-            _padding.keeps_rows(leaves)
-        elif all(is_of_rows(axis, leaf) for leaf in leaves):
-            _padding.not_needed()
+            _step_masks.keeps_rows(leaves)
+        elif all(_filled_rows.is_of_rows(axis, leaf) for leaf in leaves):
+            _step_masks.not_needed()
         return jax.tree.map(lambda leaf: gathered(leaf, axis), tree)
 
     return gather

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from jax.core import Tracer
 
 from jaxstrategy._options import (
@@ -16,12 +15,12 @@ from jaxstrategy._options import (
     checked_options,
 )
 from jaxstrategy.contexts import _context
-from jaxstrategy.masks import _padding
+from jaxstrategy.masks import _filled_rows
 from jaxstrategy.replicas import _mesh
 from jaxstrategy.strategies._in_sync import assert_in_sync
 from jaxstrategy.strategies._local_versions import local_versions
 from jaxstrategy.strategies._parts import in_parts
-from jaxstrategy.strategies._reducers import dimensions, is_of_rows
+from jaxstrategy.strategies._reducers import dimensions
 from jaxstrategy.strategies._stepping import Stepping
 from jaxstrategy.values import _per_replica
 from jaxstrategy.values._per_replica import (
@@ -118,7 +117,7 @@ class Reducing(Stepping):
         in_step = context.in_step
         function = self._functions.gathering(axis, in_step)
         joined = self._beside_variables(self._across(context, function, value))
-        return joined if in_step else _without_filling(value, joined, axis)
+        return joined if in_step else _filled_rows.without_filling(value, joined, axis)
 
     def experimental_local_results(self, value: PyTree) -> tuple[PyTree, ...]:
         """The version of `value` of each replica of this process, as a tuple.
@@ -267,24 +266,3 @@ def _checked_number(versions: tuple[Any, ...], n: int) -> tuple[Any, ...]:
             f"{n} replicas here."
         )
     return versions
-
-
-def _without_filling(value: PyTree, gathered: PyTree, axis: int) -> PyTree:
-    """`gathered` from all replicas' rows of `value`, only the real ones."""
-    leaves, treedef = jax.tree.flatten(gathered)
-    masks = [
-        leaf.mask if isinstance(leaf, PerReplica) and is_of_rows(axis, joined) else None
-        for leaf, joined in zip(
-            jax.tree.leaves(value, is_leaf=_per_replica.is_whole), leaves, strict=True
-        )
-    ]
-    if any(isinstance(mask, Tracer) for mask in masks):
-        _padding.warn_of_traced("gather")
-        return gathered
-    if not any(_padding.is_noted(mask) for mask in masks):
-        return gathered
-    real = [
-        leaf[np.flatnonzero(np.asarray(mask))] if _padding.is_noted(mask) else leaf
-        for leaf, mask in zip(leaves, masks, strict=True)
-    ]
-    return jax.tree.unflatten(treedef, real)

@@ -20,7 +20,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jaxstrategy.masks import _padding
+from jaxstrategy.masks import _step_masks
 from jaxstrategy.tracing import (
     _many,
     _results,
@@ -398,7 +398,7 @@ class Program:
         args, kwargs = self._signature.rebuild(own)
         batches = self._masks.batches(own)
         try:
-            with _padding.given(batches), self._without_leaks(fn):
+            with _step_masks.given(batches), self._without_leaks(fn):
                 returned = self._call(fn, args, kwargs)
         except _leaks.Leak:
             raise

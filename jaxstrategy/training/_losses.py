@@ -12,9 +12,9 @@ from jax.core import Tracer
 from jaxstrategy._errors import ContextError
 from jaxstrategy.masks import (
     _masked_means,
-    _padding,
+    _step_masks,
 )
-from jaxstrategy.masks._padding import RealRows
+from jaxstrategy.masks._step_masks import RealRows
 from jaxstrategy.replicas import _mesh
 from jaxstrategy.strategies._current import (
     get_replica_context,
@@ -98,7 +98,7 @@ def _real_examples(loss: jax.Array, mask: Any) -> RealRows | None:
     """Which losses are of real examples; None where nothing is said about that."""
     if mask is not None:
         return _masked_means.given_rows(mask, loss.shape[0])
-    return _padding.real_rows(loss) if _padding.fits(loss) else None
+    return _step_masks.real_rows(loss) if _step_masks.fits(loss) else None
 
 
 def _examples(loss: jax.Array, real: RealRows | None) -> jax.Array | int:

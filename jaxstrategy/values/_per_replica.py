@@ -150,7 +150,7 @@ class PerReplica:
         """
         versions = self.values
         if len(versions) < self.num_replicas:
-            own = _own(self._value)
+            own = own_replicas(self)
             if replica_id not in own:
                 raise IndexError(
                     f"Replica {replica_id} was asked of a value of which this process "
@@ -282,21 +282,6 @@ def with_mask(value: PerReplica, mask: Any) -> PerReplica:
     return dataclasses.replace(value, _mask=mask)
 
 
-def real_rows(
-    value: PerReplica, versions: tuple[jax.Array, ...]
-) -> tuple[jax.Array, ...]:
-    """`versions` of `value` without the rows that only fill up those of a batch."""
-    if value.mask is None:
-        return versions
-    rows = np.asarray(value.mask)
-    if len(versions) < len(rows):
-        rows = rows[list(_own(value.stacked))]
-    return tuple(
-        version if real.all() else version[np.flatnonzero(real)]
-        for version, real in zip(versions, rows, strict=True)
-    )
-
-
 def contents(value: PerReplica) -> Any:
     """What `value` wraps: `[replica, ...]` outside a step, `[...]` inside one."""
     return value._value
@@ -344,10 +329,10 @@ def check_alive(value: Any, what: str) -> None:
         )
 
 
-def _own(value: jax.Array) -> tuple[int, ...]:
-    """The replicas of this process, of a stacked array."""
-    replicas = Replicas.dividing(value)
-    return tuple(range(len(value))) if replicas is None else replicas.own
+def own_replicas(value: PerReplica) -> tuple[int, ...]:
+    """Those of whose versions `value.values` has some: of this process, in order."""
+    replicas = Replicas.dividing(value.stacked)
+    return tuple(range(value.num_replicas)) if replicas is None else replicas.own
 
 
 def _own_devices(value: jax.Array) -> Sequence[Device]:

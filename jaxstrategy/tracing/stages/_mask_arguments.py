@@ -8,10 +8,10 @@ from typing import Any
 from jax.core import Tracer
 
 from jaxstrategy._errors import PaddedRowsWarning
-from jaxstrategy.masks import _padding
-from jaxstrategy.masks._padding import (
-    Batch,
-    Batches,
+from jaxstrategy.masks import _filled_rows
+from jaxstrategy.masks._step_masks import (
+    BatchArray,
+    StepMasks,
 )
 from jaxstrategy.text import _user_code
 from jaxstrategy.tracing.stages._roles import Role
@@ -46,11 +46,11 @@ class Masks:
     def __bool__(self) -> bool:
         return bool(self._places)
 
-    def batches(self, own: Sequence[Any]) -> Batches:
+    def batches(self, own: Sequence[Any]) -> StepMasks:
         """What the step can ask about, from the arguments of one replica."""
-        return Batches([Batch(own[i - 1], own[i], i) for i in self._places])
+        return StepMasks([BatchArray(own[i - 1], own[i], i) for i in self._places])
 
-    def learn(self, batches: Batches) -> None:
+    def learn(self, batches: StepMasks) -> None:
         """Take note of what a trace has asked."""
         self._is_traced = True
         self._is_asked_for |= batches.asked
@@ -74,7 +74,7 @@ class Masks:
     def _check_used(self, masks: list[Any]) -> None:
         if any(isinstance(mask, Tracer) for mask in masks):
             told = _may_be_unmasked
-        elif any(map(_padding.is_noted, masks)):
+        elif any(map(_filled_rows.is_noted, masks)):
             told = _gathered if self._is_asked_for else _unmasked
         else:
             return

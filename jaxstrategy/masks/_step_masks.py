@@ -1,0 +1,232 @@
+"""Which rows of its batches are real, while a step is traced.
+
+A batch that does not divide is filled up with copies of its last row, so that all
+batches have one shape. Its mask goes into the step with it, unseen, and is found again
+by the arrays it belongs to, or by their number of rows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from jaxstrategy.contexts import _context
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchArray:
+    """An array of a batch that a step was given.
+
+    Attributes:
+      array: what the step sees of it, `[rows, ...]`.
+      mask: which rows are real on each replica, `bool[replica, rows]`.
+      place: the number of the mask among the arrays of the call.
+    """
+
+    array: Any
+    mask: Any
+    place: int
+
+
+@dataclasses.dataclass(frozen=True)
+class RealRows:
+    """Which rows of one replica are real.
+
+    Attributes:
+      mask: this replica's, `bool[rows]`.
+      share: what a sum over them is to be multiplied by, so that the mean over the
+        replicas, and over the parts of the batch, is the mean over all real rows.
+    """
+
+    mask: jax.Array
+    share: jax.Array
+
+
+class StepMasks:
+    """The masks of one call's batches, as its trace sees them.
+
+    Attributes:
+      asked: whether the step asked which rows are real.
+      kept: whether it gathers arrays of a batch, rows that are not real included.
+      alike: the places of masks that the step took for one.
+    """
+
+    def __init__(self, given: Sequence[BatchArray]) -> None:
+        self._given = given
+        self.asked = False
+        self.kept = False
+        self.alike: set[tuple[int, ...]] = set()
+
+    @property
+    def any(self) -> bool:
+        """Whether there are some."""
+        return bool(self._given)
+
+    def owns(self, array: Any) -> bool:
+        """Whether `array` is one that the step was given."""
+        return any(batch.array is array for batch in self._given)
+
+    def of(self, array: Any) -> BatchArray | None:
+        """What is known of `array`, if it is one that the step was given."""
+        return next((batch for batch in self._given if batch.array is array), None)
+
+    def others(self, arrays: Sequence[Any]) -> list[BatchArray]:
+        """What is known of arrays that are not among these."""
+        known = set(map(id, arrays))
+        return [batch for batch in self._given if id(batch.array) not in known]
+
+    def fit(self, rows: int, parts: int) -> bool:
+        """Whether one of them has so many rows in each of its parts."""
+        return any(batch.mask.shape[1] == rows * parts for batch in self._given)
+
+    def find(
+        self, array: Any, parts: int, part: Any, asks: bool = True
+    ) -> RealRows | None:
+        """Those of `array`, `[rows, ...]`; None if no batch has a mask.
+
+        Args:
+          array: computed from a batch, row by row.
+          parts: how many parts the batch is worked on in.
+          part: which one it is.
+          asks: whether it is the step that asks.
+
+        Raises:
+          ValueError: no batch has as many rows.
+        """
+        if not self._given:
+            return None
+        rows = array.shape[0]
+        own = [batch for batch in self._given if batch.array is array][:1]
+        found = own or [b for b in self._given if b.mask.shape[1] == rows * parts]
+        if not found:
+            known = sorted({b.mask.shape[1] // parts for b in self._given})
+            raise ValueError(
+                f"An array with {rows} rows was given, but the batches of this step "
+                f"have {' or '.join(map(str, known))} on each replica, so it is not "
+                "known which of its rows are real. Pass `mask=`, made from "
+                "`batch_mask(array)` of an array of the batch."
+            )
+        self.asked |= asks
+        if len(found) > 1:
+            self.alike.add(tuple(batch.place for batch in found))
+        whole = found[0].mask
+        replicas = whole.shape[0]
+        mask = whole[_this_replica()]
+        mask = jax.lax.dynamic_slice_in_dim(mask, part * rows, rows)
+        real = jnp.maximum(jnp.sum(whole), 1)
+        return RealRows(mask, replicas * parts / real.astype(jnp.float32))
+
+
+def _this_replica() -> jax.Array | int:
+    strategy = _context.current().strategy
+    assert strategy is not None, "only steps have masks"
+    return strategy.replicas.index()
+
+
+@dataclasses.dataclass(frozen=True)
+class CurrentMasks:
+    """The masks that the code which is traced may ask about.
+
+    Attributes:
+      masks: of the batches of its step.
+      parts: how many parts the batches are worked on in, one after the other.
+      part: the number of the part that is traced; itself traced in a loop over them.
+    """
+
+    masks: StepMasks
+    parts: int = 1
+    part: ArrayLike = 0
+
+    def find(self, array: Any, asks: bool = True) -> RealRows | None:
+        """As `StepMasks.find`, for this part."""
+        return self.masks.find(array, self.parts, self.part, asks)
+
+    def fits(self, array: Any) -> bool:
+        """Whether a batch has as many rows, in this part, as `array`."""
+        return self.masks.fit(array.shape[0], self.parts)
+
+    def entered(self) -> contextlib.AbstractContextManager[object]:
+        """A `with` block in which code is traced that may ask about these."""
+        return _context.entered(batches=self)
+
+
+def current() -> CurrentMasks | None:
+    """What the code that is traced may ask about; None outside of steps."""
+    return cast("CurrentMasks | None", _context.current().batches)
+
+
+def given(masks: StepMasks) -> contextlib.AbstractContextManager[object]:
+    """A `with` block in which a step with these masks is traced.
+
+    Inside another one a step without masks has those of the other.
+    """
+    now = current()
+    return (CurrentMasks(masks) if masks.any or now is None else now).entered()
+
+
+def part(index: ArrayLike, parts: int) -> contextlib.AbstractContextManager[object]:
+    """A `with` block in which arrays hold part `index` of so many of a batch."""
+    now = current()
+    if now is None:
+        return contextlib.nullcontext()
+    # Parts may be divided again: this is a part of one that is traced already.
+    return CurrentMasks(
+        now.masks, now.parts * parts, now.part * parts + index
+    ).entered()
+
+
+def real_rows(array: Any) -> RealRows | None:
+    """Which rows of `array` are real; None where nothing is said about that.
+
+    Raises:
+      ValueError: the step has batches, but none with as many rows.
+    """
+    now = current()
+    return None if now is None else now.find(array)
+
+
+def known_rows(array: Any) -> jax.Array | None:
+    """Which rows of `array` are real, if a batch of the step has as many.
+
+    For a layer that leaves the others out unasked. The step goes on to be one that has
+    not asked: what it computes from the layer's results counts them still.
+    """
+    now = current()
+    if now is None or not now.fits(array):
+        return None
+    found = now.find(array, asks=False)
+    return None if found is None else found.mask
+
+
+def fits(array: Any) -> bool:
+    """Whether a batch of the step has as many rows as `array`."""
+    now = current()
+    return now is not None and now.fits(array)
+
+
+def of_argument(array: Any) -> jax.Array | None:
+    """Which rows of `array` are real, if it is one that the step was given."""
+    now = current()
+    if now is None or not now.masks.owns(array):
+        return None
+    found = now.find(array)
+    return None if found is None else found.mask
+
+
+def not_needed() -> None:
+    """Note that the step gives each row a result of its own, so that none counts."""
+    if (now := current()) is not None:
+        now.masks.asked = True
+
+
+def keeps_rows(arrays: Sequence[Any]) -> None:
+    """Note that the step gathers these arrays, and cannot leave out rows."""
+    now = current()
+    if now is not None and any(now.masks.owns(array) for array in arrays):
+        now.masks.kept = True
