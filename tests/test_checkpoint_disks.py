@@ -267,18 +267,18 @@ def test_two_writers_may_delete_the_same_checkpoint(tmp_path):
 
 
 def test_a_checkpoint_that_is_deleted_while_it_is_read_is_told(tmp_path, monkeypatch):
-    from jaxstrategy.checkpoint import _orbax_arrays
+    from jaxstrategy.checkpoint.backends._orbax_backend import OrbaxBackend
 
     with CheckpointManager(tmp_path) as manager:
         manager.save(1, state_of(1))
         manager.wait()
-        read = _orbax_arrays.read
+        read = OrbaxBackend.read
 
-        def deleted(folder, readings):
+        def deleted(self, folder, readings):
             shutil.rmtree(folder)
-            return read(folder, readings)
+            return read(self, folder, readings)
 
-        monkeypatch.setattr(_orbax_arrays, "read", deleted)
+        monkeypatch.setattr(OrbaxBackend, "read", deleted)
         with pytest.raises(
             CheckpointError, match="1 in .* could not be read: .* Did an"
         ):

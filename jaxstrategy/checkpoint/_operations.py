@@ -24,7 +24,7 @@ def current() -> _processes.Processes | None:
     return None if jax.process_count() == 1 else _processes.start()
 
 
-def gather(what: str, said: Any) -> list[Any]:
+def agree(what: str, said: object) -> list[Any]:
     """What each process said, by process. All must call it, in the same order.
 
     Args:
@@ -51,10 +51,10 @@ def compare_leaves(what: str, leaves: Sequence[str]) -> None:
       ClusterError: they have not; the first that differs is named.
     """
     whole = "\n".join(leaves).encode()
-    prints = gather(what, [len(leaves), zlib.crc32(whole)])
+    prints = agree(what, [len(leaves), zlib.crc32(whole)])
     if all(each == prints[0] for each in prints):
         return
-    listed = gather(what, list(leaves))
+    listed = agree(what, list(leaves))
     other = next(k for k, each in enumerate(listed) if each != listed[0])
     processes = current()
     assert processes is not None, "there is another one"

@@ -45,7 +45,7 @@ class InputPositionSort(Sort):
         except TypeError as error:
             raise TypeError(f"`{self.name}` cannot be saved: {error}") from error
         what = f"save the position of `{self.name}`"
-        return {"kind": self.kind, "states": _operations.gather(what, state)}, None
+        return {"kind": self.kind, "states": _operations.agree(what, state)}, None
 
     def difference(self, entry: Entry, told: str) -> str | None:
         if entry["kind"] != "iterator":

@@ -1,9 +1,10 @@
-"""Arrays on disk, by Orbax; alone imports it."""
+"""Arrays on disk by Orbax, which no other file than those of this folder imports."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 from collections.abc import Mapping
 from typing import Any, final
 
@@ -17,10 +18,12 @@ from jaxstrategy.checkpoint import (
     _operations,
     _record,
 )
-from jaxstrategy.checkpoint._barrier import Barrier, ElsewhereError
-from jaxstrategy.checkpoint._entries import Reading
+from jaxstrategy.checkpoint._entries import Array, Reading
+from jaxstrategy.checkpoint._files import Path
 from jaxstrategy.checkpoint._record import Record
-from jaxstrategy.checkpoint._unfinished import Unfinished
+from jaxstrategy.checkpoint.backends._backend import AbstractBackend
+from jaxstrategy.checkpoint.backends._barrier import Barrier, ElsewhereError
+from jaxstrategy.checkpoint.backends._unfinished import Unfinished
 
 _NOTHING = "nothing"  # Orbax writes at least one array
 _MOST_SECONDS = 1200  # to write a checkpoint; Orbax's own choice
@@ -58,32 +61,30 @@ class ToSave(ocp.args.CheckpointArgs):
 
 
 @final
-class Writer:
-    """Writes one checkpoint at a time, in the background."""
+class OrbaxBackend(AbstractBackend):
+    """Writes and reads arrays with Orbax, whose tools can read them, too."""
 
     def __init__(self) -> None:
         # Made with the first checkpoint: until then the processes may not have met.
         self._checkpointer: ocp.AsyncCheckpointer | None = None
         self._barrier: Barrier | None = None
 
-    def begin(self, folder: Any, arrays: Mapping[str, Any], record: Record) -> None:
-        """Begin to write; `arrays` may be donated and overwritten when this returns.
+    def path_of(self, directory: str | os.PathLike[str]) -> epath.Path:
+        """A folder here, or on cloud storage (`gs://...`)."""
+        path = epath.Path(directory).expanduser()
+        return path if "://" in str(directory) else path.absolute()
 
-        Args:
-          folder: an unfinished one, which exists.
-          arrays: by name.
-          record: what else is known.
-        """
+    def begin(self, folder: Path, arrays: Mapping[str, Array], record: Record) -> None:
+        """Begin to write; `arrays` may be donated and overwritten when this returns."""
         tree = dict(arrays) or {_NOTHING: np.zeros(1, np.uint8)}
         args = ToSave(ocp.args.PyTreeSave(tree), record)
         checkpointer = self._checkpointer = self._checkpointer or self._made()
         if self._barrier is not None:
             self._barrier.begin(str(folder))
-        try:
+        with contextlib.ExitStack() as unless_begun:
+            unless_begun.callback(self._end)
             checkpointer.save(folder, args=args)
-        except BaseException:
-            self._end()
-            raise
+            unless_begun.pop_all()
 
     def _made(self) -> ocp.AsyncCheckpointer:
         processes = _operations.current()
@@ -105,7 +106,7 @@ class Writer:
             self._checkpointer.wait_until_finished()
         except (ElsewhereError, ClusterError):
             raise  # the others know
-        except Exception as error:
+        except Exception as error:  # whatever it is, the others wait for this process
             if self._barrier is not None:
                 with contextlib.suppress(ClusterError):
                     self._barrier.fail(error, _MOST_SECONDS)
@@ -117,27 +118,26 @@ class Writer:
         if self._barrier is not None:
             self._barrier.end()
 
+    def read(self, folder: Path, readings: Mapping[str, Reading]) -> dict[str, Array]:
+        """Arrays by name, each read by each device as far as it holds it."""
+        if not readings:
+            return {}
+        item = {
+            name: jax.ShapeDtypeStruct(reading.shape, reading.dtype)
+            for name, reading in readings.items()
+        }
+        how = {name: _how(reading) for name, reading in readings.items()}
+        args = ocp.args.PyTreeRestore(item, restore_args=how, partial_restore=True)
+        handler = ocp.PyTreeCheckpointHandler()
+        try:
+            return dict(handler.restore(folder, args=args))
+        finally:
+            handler.close()
+
     def close(self) -> None:
         """Let go of threads."""
         if self._checkpointer is not None:
             self._checkpointer.close()
-
-
-def read(folder: Any, readings: Mapping[str, Reading]) -> dict[str, Any]:
-    """Arrays by name, each read by each device as far as it holds it."""
-    if not readings:
-        return {}
-    item = {
-        name: jax.ShapeDtypeStruct(reading.shape, reading.dtype)
-        for name, reading in readings.items()
-    }
-    how = {name: _how(reading) for name, reading in readings.items()}
-    args = ocp.args.PyTreeRestore(item, restore_args=how, partial_restore=True)
-    handler = ocp.PyTreeCheckpointHandler()
-    try:
-        return dict(handler.restore(folder, args=args))
-    finally:
-        handler.close()
 
 
 def _how(reading: Reading) -> ocp.RestoreArgs:
@@ -146,9 +146,3 @@ def _how(reading: Reading) -> ocp.RestoreArgs:
     return ocp.ArrayRestoreArgs(
         sharding=reading.sharding, global_shape=reading.shape, dtype=reading.dtype
     )
-
-
-def path_of(directory: Any) -> epath.Path:
-    """A folder here, or on cloud storage (`gs://...`)."""
-    path = epath.Path(directory).expanduser()
-    return path if "://" in str(directory) else path.absolute()
