@@ -16,7 +16,7 @@ PyTree = Any
 
 
 class ReduceOp(enum.Enum):
-    """How the replicas' versions of a value become one.
+    """The operation by which the replicas' versions of a value become one.
 
     Everything that takes a `ReduceOp` also takes its name as a string, in any case.
 
@@ -64,7 +64,7 @@ class ReduceOp(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class RunOptions:
-    """How one call of `Strategy.run` is compiled.
+    """Options of `Strategy.run`: how a step is compiled, and what is checked.
 
     Attributes:
       donate_argnums: positions in `args` whose memory the step may reuse for its
@@ -174,7 +174,7 @@ def is_function(expected: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class ValueContext:
-    """Which replica a value is made for.
+    """The replica that a value is made for.
 
     Given to the function of `Strategy.experimental_distribute_values_from_function`.
 
@@ -194,7 +194,7 @@ class ValueContext:
 
 
 class VariableSynchronization(enum.Enum):
-    """When the copies of a variable are brought together.
+    """The moment at which the copies of a variable are brought together.
 
     AUTO is ON_WRITE. NONE is refused, as in TensorFlow's mirrored strategies. A
     variable takes the name as a string, too, in any case.
@@ -220,7 +220,7 @@ class VariableSynchronization(enum.Enum):
 
 
 class VariableAggregation(enum.Enum):
-    """How the replicas' values for a variable, or their copies of it, become one.
+    """The operation that makes one value of those of the replicas, for a variable.
 
     A variable takes the name as a string, too, in any case.
 
@@ -267,7 +267,7 @@ def _named(kind: Any, value: object, what: str) -> Any:
 
 
 class CommunicationImplementation(enum.Enum):
-    """How a sum over the replicas is computed.
+    """The algorithm by which a sum over the replicas is computed.
 
     AUTO leaves it to the strategy, NCCL is one all-reduce (XLA uses NCCL on NVIDIA
     GPUs, and each platform's own library elsewhere), RING a reduce-scatter followed by
@@ -292,7 +292,7 @@ class CommunicationImplementation(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class CommunicationOptions:
-    """How values are reduced over the replicas.
+    """Options of reductions: how values are reduced over the replicas.
 
     Attributes:
       bytes_per_pack: arrays of up to so many bytes are joined before they are reduced,

@@ -159,7 +159,7 @@ def check_chain(
     strategy: Strategy,
     steps: int = 1,
 ) -> None:
-    """Nothing if replicas with a part of the batch each step as one with all of it.
+    """Checks that replicas with a part of the batch each step as one with all of it.
 
     Gives the transformation gradients that differ between the replicas, and then their
     mean on all of them; the updates must be the same, for small gradients and large.

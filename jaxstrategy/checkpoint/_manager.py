@@ -212,7 +212,7 @@ class CheckpointManager:
 
     @property
     def restored(self) -> Restored | None:
-        """What was restored last; None before."""
+        """The outcome of restoring last; None before."""
         return self._restored
 
     def _replicas(self) -> Replicas | None:
@@ -238,7 +238,7 @@ class CheckpointManager:
         return self._catalogue.best()
 
     def record(self, step: int) -> Record:
-        """What is known of a checkpoint without restoring it.
+        """The description of a checkpoint, which is not restored.
 
         Raises:
           FileNotFoundError: there is none.

@@ -54,7 +54,7 @@ class Damage(Exception):
 @final
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """What is known of a checkpoint.
+    """A description of a checkpoint, which stands beside its arrays.
 
     Attributes:
       step: its number.
@@ -80,7 +80,7 @@ class Record:
     files: dict[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
 
     def to_json(self) -> str:
-        """It as text."""
+        """The record as text."""
         # As it will be read, where numbers that are keys have become text: they sort
         # in another order then, and the checksum would be another.
         own = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
@@ -90,7 +90,7 @@ class Record:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """It from text.
+        """The record that a text tells.
 
         Raises:
           Damage: it is not what was written.

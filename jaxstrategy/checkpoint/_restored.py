@@ -9,7 +9,7 @@ from typing import Any, final
 @final
 @dataclasses.dataclass(frozen=True)
 class Restored:
-    """What a manager restored last.
+    """The outcome of restoring: which checkpoint, and what did not fit.
 
     Attributes:
       step: of the checkpoint.

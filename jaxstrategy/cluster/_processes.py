@@ -155,7 +155,7 @@ def exchanging(what: str, *arrays: Shaped) -> AbstractContextManager[None]:
 
 
 def stragglers() -> _arrivals.Stragglers:
-    """Which processes come late to steps, and by how much; of the last 256 steps.
+    """A table of the processes that come late to steps, of the last 256 steps.
 
     Any process may ask, at any time; it waits for nobody. What the others know is up to
     a second old. Where clocks stand does not matter, but a host that starts steps far

@@ -111,7 +111,7 @@ class Server:
 
     @property
     def server_def(self) -> ServerDef:
-        """What it was made from."""
+        """The cluster and the task that the server was made from."""
         return self._def
 
     @property

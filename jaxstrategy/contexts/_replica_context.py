@@ -54,7 +54,7 @@ class ReplicaContext:
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """How many replicas take this step together.
+        """The number of replicas that take this step together.
 
         Raises:
           ContextError: this is the context of no strategy, and used in a step.
@@ -64,7 +64,7 @@ class ReplicaContext:
 
     @property
     def replica_id_in_sync_group(self) -> jax.Array | int:
-        """Which replica this is, from 0.
+        """The id of this replica, from 0.
 
         Inside `run` one program serves all replicas, so this is an int32 scalar known
         only on the devices: select with `jnp.where`, `jax.lax.cond` or `jnp.take`, not

@@ -65,7 +65,7 @@ class DistributedDataset:
 
     @property
     def element_spec(self) -> PyTree:
-        """What batches are like: `jax.ShapeDtypeStruct`s in `PerReplica`s, if any.
+        """The type of a batch: `jax.ShapeDtypeStruct`s, in `PerReplica`s if it has any.
 
         `strategy.explain` takes it in place of a batch. The first batch is read to know
         it; the next `iter` begins with that one.
@@ -77,7 +77,7 @@ class DistributedDataset:
         return self._spec
 
     def __len__(self) -> int:
-        """How many steps a pass has.
+        """The number of steps of a pass.
 
         Raises:
           TypeError: that is not known before it ends, or it has no end.
@@ -91,7 +91,7 @@ class DistributedDataset:
         return length
 
     def reduce(self, initial_state: _S, reduce_func: Callable[[_S, Any], _S]) -> _S:
-        """What `reduce_func(state, batch)` makes of all batches, one after the other.
+        """The state after `state = reduce_func(state, batch)` for each batch in turn.
 
         >>> import jaxstrategy as js
         >>> strategy = js.MirroredStrategy(js.simulate(8)[:2])

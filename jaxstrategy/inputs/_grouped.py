@@ -36,7 +36,7 @@ class Grouped(Iterable[tuple[PyTree, ...]]):
             yield tuple(group)
 
     def __len__(self) -> int:
-        """How many tuples a pass has.
+        """The number of tuples of a pass.
 
         Raises:
           TypeError: the dataset does not know its length.
@@ -44,7 +44,7 @@ class Grouped(Iterable[tuple[PyTree, ...]]):
         return -(-self.number_of_batches() // self._k)
 
     def number_of_batches(self) -> int:
-        """How many batches are in all tuples of a pass together.
+        """The number of batches in all tuples of a pass together.
 
         Raises:
           TypeError: the dataset does not know its length.

@@ -11,7 +11,7 @@ from jaxstrategy.text._whole_numbers import whole
 
 
 class InputReplicationMode(enum.Enum):
-    """How many input pipelines there are.
+    """The number of input pipelines: one for each process, or for each replica.
 
     >>> import jaxstrategy as js
     >>> strategy = js.MirroredStrategy(js.simulate(8)[:2])
@@ -35,7 +35,7 @@ REMAINDERS = ("pad", "drop", "error")
 
 @dataclasses.dataclass(frozen=True)
 class InputOptions:
-    """How a dataset reaches the replicas.
+    """Options of a distributed dataset: how its batches reach the replicas.
 
     Attributes:
       experimental_fetch_to_device: copy batches to the devices ahead of the step that
@@ -98,7 +98,7 @@ class InputOptions:
 
     @property
     def ahead(self) -> int:
-        """How many batches are prepared ahead."""
+        """The number of batches that are prepared ahead."""
         if self.experimental_place_dataset_on_device:
             return 0
         return int(self.experimental_per_replica_buffer_size)
@@ -119,7 +119,7 @@ def checked_input_options(options: Any) -> InputOptions:
 
 @dataclasses.dataclass(frozen=True)
 class InputContext:
-    """What an input function is told: see `Strategy.distribute_datasets_from_function`.
+    """The argument of the function for `Strategy.distribute_datasets_from_function`.
 
     Attributes:
       num_input_pipelines: how many times the function is called in all.

@@ -115,7 +115,7 @@ class DistributedIterator(Iterator[PyTree]):
             return Optional.empty()
 
     def get_state(self) -> State:
-        """Where the pass is, for `set_state` of an iterator over the same dataset.
+        """The position in the data, for `set_state` of another iterator over them.
 
         What was prepared ahead counts as not yet seen.
 
@@ -151,7 +151,7 @@ class DistributedIterator(Iterator[PyTree]):
 
     @property
     def element_spec(self) -> PyTree:
-        """What `next` gives, with `jax.ShapeDtypeStruct`s instead of arrays.
+        """The type of what `next` gives: `jax.ShapeDtypeStruct`s instead of arrays.
 
         The first batch is read to know it.
 

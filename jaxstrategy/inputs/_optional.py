@@ -37,7 +37,7 @@ class Optional:
         return bool(self._values)
 
     def get_value(self) -> Any:
-        """It.
+        """The value.
 
         Raises:
           ValueError: there is none.

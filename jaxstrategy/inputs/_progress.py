@@ -87,7 +87,7 @@ def _whole(number: Any, name: str, wanted: str) -> int:
 
 @final
 class Progress(Generic[_T]):
-    """What `progress` returns.
+    """A loop with a line that says how far it is. Made by `progress`.
 
     Attributes:
       iterator: over what is looped, in the latest loop; None before the first.
@@ -111,7 +111,7 @@ class Progress(Generic[_T]):
         self._clock = clock
 
     def __len__(self) -> int:
-        """How many steps there are, where the iterable knows it."""
+        """The number of turns of the loop, where the iterable knows it."""
         return len(self._iterable)  # type: ignore[arg-type]  # it raises TypeError
 
     def __bool__(self) -> bool:

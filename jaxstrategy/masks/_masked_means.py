@@ -18,7 +18,7 @@ from jaxstrategy.replicas import _mesh
 
 
 def batch_mask(array: jax.Array) -> jax.Array:
-    """Which rows of `array` are real examples, on this replica; for use inside a step.
+    """A mask of the rows of `array` that are real examples; for use inside a step.
 
     A batch that does not divide over the replicas is filled up with copies of its last
     row. Its mask goes into the step with it, and this is how to ask for it.

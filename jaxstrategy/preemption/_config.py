@@ -18,7 +18,7 @@ def end_preempted() -> None:
 @final
 @dataclasses.dataclass(frozen=True)
 class TerminationConfig:
-    """How a job notices that its machine is wanted back, and how it ends.
+    """Options of a job whose machine may be wanted back: the notice, and the end.
 
     Attributes:
       termination_watcher_fn: returns whether it is; asked each second or so in a

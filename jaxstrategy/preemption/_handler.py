@@ -103,13 +103,15 @@ class PreemptionCheckpointHandler:
 
     @property
     def total_run_calls(self) -> int:
-        """How many steps there were, those before the restored checkpoint included."""
+        """The number of steps, those before the restored checkpoint included."""
         return self._calls
 
     def run(
         self, distributed_train_function: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """What the function returns; saves and ends if that was the last step.
+        """Calls the function and returns its result.
+
+        After the last step it saves first, and calls `exit_fn`, which ends the process.
 
         Raises:
           ClusterError: another process ended instead of stopping with this one.

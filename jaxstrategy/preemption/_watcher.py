@@ -71,7 +71,7 @@ class PreemptionWatcher:
 
     @property
     def preemption_message(self) -> str | None:
-        """What the notice was, None as long as there is none.
+        """The text of the notice, None as long as there is none.
 
         Raises:
           Exception: what the watcher function raised.

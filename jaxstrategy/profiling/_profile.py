@@ -161,7 +161,7 @@ class Profile:
             self._log(self._steps, {f"profile/{k}": v for k, v in scalars.items()})
 
     def report(self) -> Report:
-        """How fast the loop has been so far. It does not wait for the devices."""
+        """The speed of the loop so far. Does not wait for the devices."""
         step = self._loop.value
         rate = None if not step or not self._examples else self._examples / step
         return Report(

@@ -16,7 +16,7 @@ from jaxstrategy.text._units import (
 @final
 @dataclasses.dataclass(frozen=True, repr=False)
 class Report:
-    """How fast a training loop was. Prints as a table. Times are seconds of one step.
+    """The speed of a training loop. Prints as a table. Times are seconds of one step.
 
     Made by `Profile.report`. What is not known is None.
 
@@ -70,7 +70,7 @@ class Report:
         return min(self.communication / self.device, 1.0)
 
     def scalars(self) -> dict[str, float]:
-        """What is known of one step, for a `MetricLogger`."""
+        """The numbers that are known of one step, by name, for a `MetricLogger`."""
         names = ("dispatch", "between", "device", "step", "examples_per_second")
         found = {name: getattr(self, name) for name in names}
         found["communication_share"] = self.communication_share

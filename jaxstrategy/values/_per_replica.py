@@ -177,7 +177,7 @@ class PerReplica:
 
     @property
     def mask(self) -> Any:
-        """Which rows are real, `bool[replica, rows]`, of a batch that may be padded.
+        """The mask of real rows, `bool[replica, rows]`, of a batch that may be padded.
 
         None of other values. Inside a step see `batch_mask`.
         """
@@ -185,7 +185,7 @@ class PerReplica:
 
     @property
     def num_replicas(self) -> int:
-        """How many versions there are.
+        """The number of versions.
 
         Raises:
           TypeError: it was made of something that has no first dimension.

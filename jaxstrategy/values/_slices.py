@@ -67,7 +67,7 @@ class IndexedSlices:
 
     @classmethod
     def tree_unflatten(cls, dense_shape: Any, arrays: Any) -> IndexedSlices:
-        """What JAX makes of it, unchecked: arrays of any shape, or no arrays at all."""
+        """The slices that JAX makes, unchecked: arrays of any shape, or none at all."""
         made = object.__new__(cls)
         values, indices = arrays
         object.__setattr__(made, "values", values)

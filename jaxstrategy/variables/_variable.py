@@ -153,7 +153,7 @@ class Variable(Operators, Scatters, Handle):
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """The name in messages."""
         return self._name
 
     @property
@@ -183,12 +183,12 @@ class Variable(Operators, Scatters, Handle):
 
     @property
     def synchronization(self) -> VariableSynchronization:
-        """When its copies are brought together."""
+        """The moment at which its copies are brought together."""
         return self._synchronization
 
     @property
     def aggregation(self) -> VariableAggregation:
-        """How its copies, or the replicas' values for it, become one."""
+        """The operation that makes one value of its copies, or of those assigned."""
         return self._aggregation
 
     @property
@@ -386,12 +386,12 @@ class Variable(Operators, Scatters, Handle):
 
     @property
     def cell(self) -> Cell:
-        """What holds all copies, outside of steps."""
+        """The holder of all copies, outside of steps."""
         return self._cell
 
     @property
     def replicas(self) -> Replicas:
-        """Those that have a copy each; one for an ordinary variable."""
+        """The replicas that have a copy each; one for an ordinary variable."""
         return self._kind.replicas
 
     @property
@@ -401,7 +401,7 @@ class Variable(Operators, Scatters, Handle):
 
     @property
     def sharding(self) -> NamedSharding:
-        """How the copies lie."""
+        """The placement of the copies."""
         return self._kind.sharding
 
     @property
@@ -481,7 +481,7 @@ class Variable(Operators, Scatters, Handle):
 
     @classmethod
     def tree_unflatten(cls, auxiliary: None, children: tuple[Any]) -> Any:
-        """What takes its place in a pytree: an array."""
+        """The array that takes its place in a pytree."""
         return children[0]
 
 

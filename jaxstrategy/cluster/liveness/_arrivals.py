@@ -68,7 +68,7 @@ class Lateness:
 @final
 @dataclasses.dataclass(frozen=True)
 class Stragglers:
-    """Who is late. Prints as a table.
+    """The lateness of each process of a job. Prints as a table.
 
     Attributes:
       processes: how late each is, by their ids.
@@ -87,7 +87,7 @@ class Stragglers:
 
     @property
     def slowest(self) -> Lateness | None:
-        """Who is late by more than a tenth of a step, in the median; None if nobody."""
+        """The process whose median lateness exceeds a tenth of a step, or None."""
         if not self.processes or not self._is_enough:
             return None
         last = max(self.processes, key=lambda process: process.median)
@@ -100,7 +100,7 @@ class Stragglers:
 
     @property
     def verdict(self) -> str:
-        """It in a sentence."""
+        """The finding in a sentence."""
         if not self._is_enough:
             return f"only {self.steps} steps were seen, too few to tell who is late"
         if (late := self.slowest) is None:

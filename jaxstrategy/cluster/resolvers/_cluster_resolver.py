@@ -97,7 +97,7 @@ class ClusterResolver(abc.ABC):
         task_id: int | None = None,
         config_proto: object = None,
     ) -> dict[str, int]:
-        """How many accelerators a task has, by kind: `{"GPU": 8}`. CPUs do not count.
+        """A task's accelerators, counted by kind: `{"GPU": 8}`. CPUs do not count.
 
         It asks JAX, which starts the devices; in a cluster, build the strategy first.
         Resolvers that were told, as those of Slurm, ask nobody.
@@ -140,7 +140,7 @@ class ClusterResolver(abc.ABC):
 
     @property
     def environment(self) -> str:
-        """Where this runs; an empty string unless a subclass knows better."""
+        """The place where this runs; an empty string unless a subclass knows better."""
         return self._environment
 
     @property
@@ -165,7 +165,7 @@ class ClusterResolver(abc.ABC):
 
     @property
     def rpc_layer(self) -> str | None:
-        """What `master` puts before addresses: `"grpc"` makes `grpc://host:port`."""
+        """The prefix that `master` puts before addresses: `"grpc"` makes `grpc://host:port`."""
         return self._rpc_layer or self._found_rpc_layer() or self._rpc_layer
 
     @rpc_layer.setter

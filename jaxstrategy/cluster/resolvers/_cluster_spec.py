@@ -53,7 +53,7 @@ class ClusterSpec:
         return list(self._jobs)
 
     def num_tasks(self, job_name: str) -> int:
-        """How many tasks the job has.
+        """The number of tasks of the job.
 
         Raises:
           ValueError: there is no such job.

@@ -74,7 +74,7 @@ class LaunchedClusterResolver(ClusterResolver):
         return ClusterSpec({"worker": [process.coordinator, *others]})
 
     def process(self) -> Process:
-        """What the launcher set.
+        """The rank and the number of processes, as the launcher set them.
 
         Raises:
           ValueError: a variable is missing or makes no sense.
@@ -110,7 +110,7 @@ class LaunchedClusterResolver(ClusterResolver):
 
     @property
     def attempt(self) -> int:
-        """How often the job was started before; 0 where the launcher does not say.
+        """The number of starts of the job before; 0 where the launcher does not say.
 
         Raises:
           ValueError: what it says is no whole number.

@@ -68,7 +68,7 @@ def batches(
 
 @final
 class ArrayBatches(Source):
-    """What `jaxstrategy.batches` returns: batches cut from arrays in memory.
+    """Batches cut from arrays in memory. Made by `jaxstrategy.batches`.
 
     Raises:
       ValueError: as for `batches`.
@@ -119,12 +119,12 @@ class ArrayBatches(Source):
 
     @property
     def length(self) -> int | None:
-        """How many batches a pass has; None without end."""
+        """The number of batches of a pass; None without end."""
         return None if self._epochs is None else self._epochs * self._per_epoch
 
     @property
     def name(self) -> str:
-        """How messages call it."""
+        """The name in messages."""
         return "js.batches"
 
     def __repr__(self) -> str:
@@ -134,7 +134,7 @@ class ArrayBatches(Source):
 
     @functools.cached_property
     def description(self) -> dict[str, Any]:
-        """What decides which rows a batch has, for JSON."""
+        """The facts that decide which rows a batch has, for JSON."""
         return {
             "rows": self._rows,
             "batch_size": self._batch_size,

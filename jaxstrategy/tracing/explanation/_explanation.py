@@ -20,7 +20,7 @@ from jaxstrategy.tracing.explanation._facts import (
 @final
 @dataclasses.dataclass(frozen=True, repr=False)
 class Explanation:
-    """What a step would do. Prints as a report; in a notebook, as tables.
+    """A description of a step, without running it. Prints as a report.
 
     Made by `Strategy.explain`.
 
@@ -71,7 +71,7 @@ class Explanation:
 
     @property
     def communicated_bytes(self) -> int:
-        """What one replica gives to collectives in a step, in bytes.
+        """The bytes that one replica gives to collectives in a step.
 
         The body of a loop of unknown length counts once, and each branch counts.
         """
