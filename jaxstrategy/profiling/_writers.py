@@ -31,37 +31,43 @@ def opened(writer: Any) -> tuple[Any, bool]:
     return tensorboardX.SummaryWriter(os.fspath(writer)), True
 
 
+def _one_by_one(add_scalar: Callable[..., Any]) -> Write:
+    def write(step: int, scalars: dict[str, float]) -> None:
+        for name, value in scalars.items():
+            add_scalar(name, value, step)
+
+    return write
+
+
+# By the method that a writer has: how it is shown in messages, and what `Write` it is.
+_METHODS: dict[str, tuple[str, Callable[[Callable[..., Any]], Write]]] = {
+    "write_scalars": ("(step, scalars)", lambda method: method),
+    "add_scalar": ("(name, value, step)", _one_by_one),
+}
+
+
 def check(writer: Any) -> None:
     """Raise unless `writer` is one, or a path.
 
     Raises:
       TypeError: it is something else.
     """
-    if not (isinstance(writer, (str, os.PathLike)) or _is_writer(writer)):
+    is_writer = callable(writer) or any(hasattr(writer, name) for name in _METHODS)
+    if not (is_writer or isinstance(writer, (str, os.PathLike))):
+        methods = (f"`{name}{arguments}`" for name, (arguments, _) in _METHODS.items())
         raise TypeError(
             f"`writer` was {writer!r}; a directory, an object with "
-            "`write_scalars(step, scalars)` or `add_scalar(name, value, step)`, or a "
-            "function of a step and a dict of scalars was wanted."
+            f"{' or '.join(methods)}, or a function of a step and a dict of scalars "
+            "was wanted."
         )
-
-
-def _is_writer(writer: Any) -> bool:
-    has_method = hasattr(writer, "write_scalars") or hasattr(writer, "add_scalar")
-    return has_method or callable(writer)
 
 
 def function_of(writer: Any) -> Write:
     """Writes the scalars of a step with `writer`."""
-    if hasattr(writer, "write_scalars"):
-        return writer.write_scalars
-    if not hasattr(writer, "add_scalar"):
-        return writer
-
-    def write(step: int, scalars: dict[str, float]) -> None:
-        for name, value in scalars.items():
-            writer.add_scalar(name, value, step)
-
-    return write
+    for name, (_, as_write) in _METHODS.items():
+        if hasattr(writer, name):
+            return as_write(getattr(writer, name))
+    return writer
 
 
 def finish(writer: Any, is_ours: bool) -> None:
