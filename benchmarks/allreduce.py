@@ -137,7 +137,7 @@ class Tried(PlannedOps):
 
     packing: Packing
 
-    def plan(self, devices: Sequence[Any]) -> Plan:
+    def plan(self, replicas: Any) -> Plan:
         return Plan(self.packing)
 
 

@@ -94,8 +94,8 @@ def worker() -> None:
     if jax.process_count() > 1:
         usual, _company._EACH = _company._EACH, 1
         every = js.MultiWorkerMirroredStrategy()
-        assert every._programs.company is not None
-        every._programs.company._each = 1
+        assert every._executor.company is not None
+        every._executor.company._each = 1
         _company._EACH = usual
         forms["compared"] = ours(every, layers, units)
     print("ready", *forms, flush=True)

@@ -94,7 +94,6 @@ from jaxstrategy.reductions._cross_device_ops import (
 )
 from jaxstrategy.replicas._devices import simulate as simulate
 from jaxstrategy.replicas._topology import Topology as Topology
-from jaxstrategy.strategies._base import Strategy as Strategy
 from jaxstrategy.strategies._current import (
     experimental_set_strategy as experimental_set_strategy,
 )
@@ -108,11 +107,12 @@ from jaxstrategy.strategies._current import (
 )
 from jaxstrategy.strategies._extended import StrategyExtended as StrategyExtended
 from jaxstrategy.strategies._mirrored import MirroredStrategy as MirroredStrategy
+from jaxstrategy.strategies._mirrored_type import Mirrored as Mirrored
 from jaxstrategy.strategies._multi_worker import (
     MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
 )
 from jaxstrategy.strategies._one_device import OneDeviceStrategy as OneDeviceStrategy
-from jaxstrategy.strategies._placed import Mirrored as Mirrored
+from jaxstrategy.strategies._strategy import Strategy as Strategy
 from jaxstrategy.text import _absent
 from jaxstrategy.tracing.explanation._explanation import Explanation as Explanation
 from jaxstrategy.training._losses import compute_average_loss as compute_average_loss

@@ -28,8 +28,8 @@ from jaxstrategy._options import (
 )
 from jaxstrategy.contexts._context import AbstractStrategy
 from jaxstrategy.replicas import _mesh
-from jaxstrategy.strategies._base import Strategy
 from jaxstrategy.strategies._current import get_replica_context, get_strategy
+from jaxstrategy.strategies._strategy import Strategy
 from jaxstrategy.training._precision import all_finite
 from jaxstrategy.values._per_replica import (
     PerReplica,

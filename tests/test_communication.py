@@ -17,6 +17,7 @@ import jaxstrategy as js
 from jaxstrategy.experimental import CommunicationImplementation, CommunicationOptions
 from jaxstrategy.reductions._cross_device_ops import DefaultOps, near
 from jaxstrategy.reductions._packing import NumberOfPacks, Packing, best_on, in_packs
+from jaxstrategy.replicas._replicas import Replicas
 
 AXIS = "replica"
 OPS = ["sum", "mean", "min", "max"]
@@ -757,7 +758,7 @@ def test_strategies_of_one_replica():
 
 def test_the_default_operations_are_the_platforms():
     for n in (2, 8):
-        plan = DefaultOps().plan(jax.devices()[:n])
+        plan = DefaultOps().plan(Replicas.on(jax.devices()[:n]))
         assert plan.packing == best_on("cpu", n)
 
 

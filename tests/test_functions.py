@@ -450,10 +450,10 @@ def test_programs_of_functions_that_are_gone_are_few(two):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", js.RecompilationWarning)
         code = weakref.ref(make(0).__code__)
-        before = len(two._programs._table)
+        before = len(two._executor._programs._table)
         for k in range(20):
             two.run(make(k), (1.0,))
-    assert len(two._programs._table) - before <= 10
+    assert len(two._executor._programs._table) - before <= 10
     assert code() is not None
 
 

@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 import jaxstrategy as js
-from jaxstrategy.strategies import _parts
+from jaxstrategy.executors._compiled import CompiledExecutor
+from jaxstrategy.strategies import _many_leaves
 from jaxstrategy.tracing import _many
 from jaxstrategy.values._per_replica import is_per_replica
 
@@ -16,18 +17,18 @@ def strategy():
 
 
 def test_a_large_tree_is_reduced_in_parts(strategy, monkeypatch):
-    monkeypatch.setattr(_parts, "_AT_ONCE", 3)
+    monkeypatch.setattr(_many_leaves, "_AT_ONCE", 3)
     rows = {f"x{k}": np.arange(2.0, dtype=np.float32) + k for k in range(8)}
     tree = {name: strategy.per_replica(list(row)) for name, row in rows.items()}
     tree = {"part": tree, "same": 3.0, "none": None}
     sizes = []
-    across = type(strategy)._across
+    across = CompiledExecutor.across
 
-    def noted(self, context, function, value):
+    def noted(self, function, value):
         sizes.append(len(jax.tree.leaves(value, is_leaf=is_per_replica)))
-        return across(self, context, function, value)
+        return across(self, function, value)
 
-    monkeypatch.setattr(type(strategy), "_across", noted)
+    monkeypatch.setattr(CompiledExecutor, "across", noted)
     total = strategy.reduce("sum", tree)
     assert float(total["same"]) == 6.0 and total["none"] is None
     for name, row in rows.items():
@@ -36,7 +37,7 @@ def test_a_large_tree_is_reduced_in_parts(strategy, monkeypatch):
 
 
 def test_an_error_names_the_leaf_by_its_place_in_the_whole_tree(strategy, monkeypatch):
-    monkeypatch.setattr(_parts, "_AT_ONCE", 2)
+    monkeypatch.setattr(_many_leaves, "_AT_ONCE", 2)
     tree = {f"x{k}": jax.numpy.ones(2) for k in range(5)}
     tree["x3"].delete()
     with pytest.raises(js.DonatedValueError, match="x3"):

@@ -436,7 +436,7 @@ def test_programs_are_forgotten_with_their_function(two):
             return x + big
 
         two.run(step, (1.0,))
-        return weakref.ref(step), weakref.ref(two._programs.of(step, None))
+        return weakref.ref(step), weakref.ref(two._executor.program(step, None))
 
     step, programs = run_once()
     gc.collect()

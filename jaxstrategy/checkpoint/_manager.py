@@ -217,7 +217,9 @@ class CheckpointManager:
 
     def _replicas(self) -> Replicas | None:
         strategy = self._strategy or _context.current().strategy
-        return None if strategy is None or strategy.is_default else strategy.replicas
+        if strategy is None or not strategy.replicas.axes:
+            return None
+        return strategy.replicas
 
     # What there is.
 

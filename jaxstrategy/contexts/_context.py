@@ -31,11 +31,23 @@ if TYPE_CHECKING:
     from jaxstrategy.values._per_replica import PyTree
 
 
+class AbstractVariablePolicy(abc.ABC):
+    """What lower layers may ask of how a strategy keeps variables.
+
+    Attributes:
+      are_owned: whether variables made in its scope belong to the strategy.
+    """
+
+    are_owned: bool
+
+    @property
+    @abc.abstractmethod
+    def replicas(self) -> Replicas:
+        """Where mirrored variables are: one copy on the devices of each of these."""
+
+
 class AbstractStrategy(abc.ABC):
     """What lower layers may ask of a strategy."""
-
-    # Whether this is the strategy of code that runs under none.
-    is_default = False
 
     @property
     @abc.abstractmethod
@@ -43,9 +55,14 @@ class AbstractStrategy(abc.ABC):
         """Where the replicas are."""
 
     @property
+    @abc.abstractmethod
+    def variable_policy(self) -> AbstractVariablePolicy:
+        """Which kinds of variables it makes, and where they live."""
+
+    @property
     def parameter_replicas(self) -> Replicas:
         """Where mirrored variables are: one copy on the devices of each of these."""
-        return self.replicas
+        return self.variable_policy.replicas
 
     @property
     def mesh(self) -> Mesh:

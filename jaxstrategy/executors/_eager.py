@@ -1,4 +1,4 @@
-"""Steps that are called as they are: the programs of the default strategy."""
+"""Steps that are called as they are, by the only replica: `EagerExecutor`."""
 
 from __future__ import annotations
 
@@ -7,40 +7,66 @@ from collections.abc import Callable, Sequence
 from typing import Any, final
 
 from jaxstrategy._options import RunOptions
+from jaxstrategy.contexts import _context
+from jaxstrategy.executors._executor import AbstractExecutor, FunctionProgram
 from jaxstrategy.tracing.nnx import _objects
+from jaxstrategy.values import _building, _per_replica
+from jaxstrategy.values._per_replica import PerReplica, PyTree
 
 
 @final
-class EagerPrograms:
-    """What `Programs` are to a strategy that compiles, for one that does not.
+class EagerExecutor(AbstractExecutor):
+    """Calls a function, in which code is part of no strategy; compiles nothing."""
 
-    Args:
-      run: calls a function as the only replica: `run(fn, args, kwargs, options)`.
-    """
-
-    def __init__(self, run: Callable[..., Any]) -> None:
-        self._run = run
-
-    def of(
+    def program(
         self, fn: Callable[..., Any], options: RunOptions | None = None
-    ) -> EagerProgram:
-        """The function, called with a tuple and a dict of arguments."""
-        return EagerProgram(fn, functools.partial(self._run, fn, options=options))
+    ) -> FunctionProgram:
+        """The function itself, called with a tuple and a dict of arguments."""
+        return EagerProgram(fn, functools.partial(self.run, fn, options=options))
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        options: RunOptions | None,
+    ) -> PyTree:
+        """What the function returns."""
+        _context.require_same(_context.current(), self._strategy)
+        args, kwargs = _alone((args, kwargs))
+        with _context.outside():
+            return fn(*args, **kwargs)
+
+    def across(self, function: Callable[[PyTree], PyTree], value: PyTree) -> PyTree:
+        """`function` of the only version."""
+        return function(_alone(value))
+
+    def update(
+        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> PyTree:
+        """What `fn` returns, called for the only copy."""
+        with _context.entered(is_update=True):
+            return fn(*args, **kwargs)
 
 
 @final
 class EagerProgram:
-    """One function of `EagerPrograms`."""
+    """One function of an `EagerExecutor`.
 
-    def __init__(self, fn: Callable[..., Any], run: Callable[..., Any]) -> None:
+    Args:
+      fn: the function.
+      run: calls it with a tuple and a dict of arguments.
+    """
+
+    def __init__(self, fn: Callable[..., Any], run: Callable[..., PyTree]) -> None:
         self._fn = fn
         self._run = run
 
-    def __call__(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def __call__(self, args: Sequence[Any], kwargs: dict[str, Any]) -> PyTree:
         """What the function returns."""
         return self._run(tuple(args), kwargs)
 
-    def bound(self, objects: Sequence[Any]) -> Callable[..., Any]:
+    def bound(self, objects: Sequence[Any]) -> Callable[..., PyTree]:
         """The function with these first arguments.
 
         Raises:
@@ -50,7 +76,19 @@ class EagerProgram:
         _objects.require_objects(tuple(objects), captured)
 
         @functools.wraps(self._fn)
-        def step(*rest: Any, **kwargs: Any) -> Any:
+        def step(*rest: Any, **kwargs: Any) -> PyTree:
             return self((*objects, *rest), kwargs)
 
         return step
+
+
+def _alone(tree: PyTree) -> PyTree:
+    """`tree` with each `PerReplica` as its only version."""
+
+    def unwrap(leaf: Any) -> Any:
+        if not isinstance(leaf, PerReplica):
+            return leaf
+        _building.check_stacked(_per_replica.contents(leaf), 1, "value")
+        return leaf.local(0)
+
+    return _per_replica.map_around_objects(unwrap, tree)

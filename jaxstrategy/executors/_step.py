@@ -11,6 +11,7 @@ import jax
 
 from jaxstrategy._options import RunOptions
 from jaxstrategy.contexts._context import OUTSIDE, current
+from jaxstrategy.executors._executor import AbstractExecutor
 
 
 @final
@@ -27,8 +28,7 @@ class Step:
 
     Args:
       fn: the function, as one replica sees it.
-      programs_of: the compiled programs of a function, called with args and kwargs.
-      run: runs a function where there is a context to be checked.
+      executor: runs it.
       describe: the strategy, for `repr`.
       options: how it is compiled.
     """
@@ -36,23 +36,21 @@ class Step:
     def __init__(
         self,
         fn: Callable[..., Any],
-        programs_of: Callable[[Callable[..., Any]], Any],
-        run: Callable[..., Any],
+        executor: AbstractExecutor,
         describe: str,
         options: RunOptions | None = None,
     ) -> None:
         self.function = self._fn = fn
         self.options = options
-        self._programs_of = programs_of
-        self._programs = programs_of(fn)
-        self._run = run
+        self._executor = executor
+        self._program = executor.program(fn, options)
         self._describe = describe
         functools.update_wrapper(self, fn)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if current() is OUTSIDE:  # the usual case, kept short
-            return self._programs(args, kwargs)
-        return self._run(self._fn, args, kwargs)
+            return self._program(args, kwargs)
+        return self._executor.run(self._fn, args, kwargs, self.options)
 
     def bind(self, *objects: Any) -> Callable[..., Any]:
         """The step with its first arguments, modules and optimizers of Flax NNX, fixed.
@@ -84,7 +82,7 @@ class Step:
         >>> counter.total[...]
         Array(3., dtype=float32)
         """
-        return self._programs.bound(objects)
+        return self._program.bound(objects)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         if instance is None:
@@ -92,7 +90,7 @@ class Step:
         if not jax.tree_util.all_leaves([instance]):
             return types.MethodType(self, instance)
         method = types.MethodType(self._fn, instance)
-        return Step(method, self._programs_of, self._run, self._describe, self.options)
+        return Step(method, self._executor, self._describe, self.options)
 
     def __repr__(self) -> str:
         name = getattr(self._fn, "__qualname__", repr(self._fn))

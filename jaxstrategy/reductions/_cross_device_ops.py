@@ -17,6 +17,7 @@ from jaxstrategy.reductions._plan import Plan
 from jaxstrategy.reductions._sums import Groups
 from jaxstrategy.replicas import _devices
 from jaxstrategy.replicas._devices import Device
+from jaxstrategy.replicas._replicas import Replicas
 from jaxstrategy.text._whole_numbers import several_whole, whole
 from jaxstrategy.values._per_replica import PerReplica
 
@@ -138,8 +139,8 @@ class PlannedOps(CrossDeviceOps):
     """Those of ours: a `Plan` says everything about them."""
 
     @abc.abstractmethod
-    def plan(self, devices: Sequence[Device]) -> Plan:
-        """What to do on these devices, one for each replica."""
+    def plan(self, replicas: Replicas) -> Plan:
+        """What these replicas do."""
 
     @final
     def reduce_implementation(
@@ -160,10 +161,11 @@ class PlannedOps(CrossDeviceOps):
 class DefaultOps(PlannedOps):
     """One all-reduce for each pack of small arrays, and for each large one."""
 
-    def plan(self, devices: Sequence[Device]) -> Plan:
+    def plan(self, replicas: Replicas) -> Plan:
         """Packing as is best there."""
+        devices = replicas.devices
         processes = len({device.process_index for device in devices})
-        return Plan(best_on(devices[0].platform, len(devices), processes))
+        return Plan(best_on(devices[0].platform, replicas.count, processes))
 
 
 @final
@@ -186,7 +188,7 @@ class NcclAllReduce(PlannedOps):
     def __init__(self, num_packs: int = 1) -> None:
         self._packing = _packs(num_packs)
 
-    def plan(self, devices: Sequence[Device]) -> Plan:
+    def plan(self, replicas: Replicas) -> Plan:
         """All-reduces."""
         return Plan(self._packing)
 
@@ -220,16 +222,16 @@ class HierarchicalCopyAllReduce(PlannedOps):
         self._packing = _packs(num_packs)
         self._groups = groups
 
-    def plan(self, devices: Sequence[Device]) -> Plan:
+    def plan(self, replicas: Replicas) -> Plan:
         """Sums in two levels.
 
         Raises:
           ValueError: the groups are not of these replicas.
         """
-        groups = self._groups
-        chosen = (
-            near(devices) if groups is None else checked_groups(groups, len(devices))
-        )
+        if self._groups is None:
+            chosen = near(replicas.devices)
+        else:
+            chosen = checked_groups(self._groups, replicas.count)
         return Plan(self._packing, functools.partial(_sums.hierarchical, groups=chosen))
 
 
@@ -261,7 +263,7 @@ class ReductionToOneDevice(PlannedOps):
         self._device = reduce_to_device
         self._accumulate = accumulation_fn or _sums.in_order
 
-    def plan(self, devices: Sequence[Device]) -> Plan:
+    def plan(self, replicas: Replicas) -> Plan:
         """Every array by itself, to one replica and back.
 
         Raises:
@@ -272,7 +274,7 @@ class ReductionToOneDevice(PlannedOps):
             NumberOfPacks(0),
             functools.partial(
                 _sums.to_one_device,
-                root=self._root(devices),
+                root=self._root(replicas.devices),
                 accumulate=self._accumulate,
             ),
         )

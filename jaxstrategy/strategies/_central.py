@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Self, final
+from typing import final
 
 import jax
 
 from jaxstrategy.replicas import _devices
 from jaxstrategy.replicas._devices import Device
 from jaxstrategy.replicas._replicas import Replicas
-from jaxstrategy.strategies._base import Strategy
+from jaxstrategy.strategies._choices import Choices
+from jaxstrategy.strategies._strategy import Strategy
+from jaxstrategy.variables._policy import ReplicatedVariables
 
 
 @final
@@ -48,23 +50,15 @@ class CentralStorageStrategy(Strategy):
         compute_devices: Sequence[Device | str] | Device | str | None = None,
         parameter_device: Device | str | None = None,
     ) -> None:
-        super().__init__(
+        devices = (
             _devices.default_devices()
             if compute_devices is None
             else _devices.choose(compute_devices)
         )
-        home = _central(self.devices) if parameter_device is None else parameter_device
-        self._parameter_replicas = Replicas.on([_devices.find(home)])
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        twin = super().__deepcopy__(memo)
-        twin._parameter_replicas = self._parameter_replicas
-        return twin
-
-    @property
-    def parameter_replicas(self) -> Replicas:
-        """One, on the parameter device."""
-        return self._parameter_replicas
+        home = _central(devices) if parameter_device is None else parameter_device
+        replicas = Replicas.on(devices)
+        variables = ReplicatedVariables(replicas, Replicas.on([_devices.find(home)]))
+        self._compose(Choices(replicas, variables=variables))
 
 
 def _central(compute_devices: Sequence[Device]) -> Device:

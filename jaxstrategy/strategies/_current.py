@@ -7,8 +7,8 @@ from typing import Any
 from jaxstrategy._errors import ContextError
 from jaxstrategy.contexts import _context
 from jaxstrategy.contexts._replica_context import ReplicaContext
-from jaxstrategy.strategies._base import Strategy
 from jaxstrategy.strategies._default import DefaultStrategy
+from jaxstrategy.strategies._strategy import Strategy
 
 _default = DefaultStrategy()
 
@@ -32,7 +32,7 @@ def has_strategy() -> bool:
     >>> js.has_strategy()
     False
     """
-    return not get_strategy().is_default
+    return get_strategy() is not _default
 
 
 # `| Any` rather than `| None`: it is None only where nobody asks it for anything, and

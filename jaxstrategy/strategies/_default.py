@@ -3,33 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from typing import Any, Self, final
 
 from jaxstrategy._errors import ContextError
-from jaxstrategy._options import RunOptions
 from jaxstrategy.contexts import _context
-from jaxstrategy.contexts._context import (
-    AbstractStrategy,
-    Context,
-)
+from jaxstrategy.contexts._context import AbstractStrategy
 from jaxstrategy.contexts._replica_context import ReplicaContext
-from jaxstrategy.executors._eager import EagerPrograms
-from jaxstrategy.reductions._packing import NumberOfPacks
-from jaxstrategy.reductions._plan import Plan
-from jaxstrategy.reductions._reduction import Reduction
-from jaxstrategy.replicas._replicas import Replicas
-from jaxstrategy.strategies._base import Strategy
-from jaxstrategy.strategies._extended import StrategyExtended
-from jaxstrategy.strategies._reducers import TreeFunctions
-from jaxstrategy.values import (
-    _building,
-    _per_replica,
-)
-from jaxstrategy.values._per_replica import (
-    PerReplica,
-    PyTree,
-)
+from jaxstrategy.executors._eager import EagerExecutor
+from jaxstrategy.reductions._cross_device_ops import NcclAllReduce
+from jaxstrategy.strategies._choices import Choices
+from jaxstrategy.strategies._strategy import Strategy
+from jaxstrategy.variables._policy import ORDINARY
 
 
 @final
@@ -40,21 +24,18 @@ class DefaultStrategy(Strategy):
     function: library code written for replicas works unchanged with no strategy at all.
     """
 
-    is_default = True
-
     def __init__(self) -> None:
-        self._replicas = Replicas.alone()
-        self._programs = EagerPrograms(self._run)
-        # One replica has nothing to pack; ours ask for the devices, which start JAX.
-        self._reduction = Reduction(self._replicas, Plan(NumberOfPacks(0)))
-        self._functions = TreeFunctions(self._reduction)
-        self._extended = StrategyExtended(self)
+        # An all-reduce of each array by itself; others ask for the devices, which would
+        # start JAX: before that, devices may be simulated and processes may meet.
+        self._compose(
+            Choices(
+                ORDINARY.replicas,
+                ops=NcclAllReduce(num_packs=0),
+                variables=ORDINARY,
+                executor=lambda strategy, processes: EagerExecutor(strategy),
+            )
+        )
         self.replica_context = ReplicaContext(self)
-
-    @property
-    def num_replicas_in_sync(self) -> int:
-        """One."""
-        return 1
 
     def scope(self) -> contextlib.AbstractContextManager[AbstractStrategy]:
         """A `with` block that changes nothing.
@@ -70,37 +51,8 @@ class DefaultStrategy(Strategy):
             )
         return contextlib.nullcontext(self)
 
-    def _run(
-        self,
-        fn: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        options: RunOptions | None,
-    ) -> Any:
-        _context.require_same(_context.current(), self)
-        args, kwargs = _alone((args, kwargs))
-        with _context.outside():
-            return fn(*args, **kwargs)
-
-    def _across(
-        self, context: Context, function: Callable[..., Any], value: PyTree
-    ) -> PyTree:
-        return function(_alone(value))
-
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self
 
     def __repr__(self) -> str:
         return "DefaultStrategy(1 replica)"
-
-
-def _alone(tree: PyTree) -> PyTree:
-    """`tree` with each `PerReplica` as its only version."""
-
-    def unwrap(leaf: Any) -> Any:
-        if not isinstance(leaf, PerReplica):
-            return leaf
-        _building.check_stacked(_per_replica.contents(leaf), 1, "value")
-        return leaf.local(0)
-
-    return _per_replica.map_around_objects(unwrap, tree)

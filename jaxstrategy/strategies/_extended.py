@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
 
@@ -17,6 +16,7 @@ from jaxstrategy.contexts import (
     _replica_context,
 )
 from jaxstrategy.contexts._context import AbstractStrategy
+from jaxstrategy.executors._executor import AbstractExecutor
 from jaxstrategy.replicas import (
     _devices,
     _mesh,
@@ -24,7 +24,6 @@ from jaxstrategy.replicas import (
 from jaxstrategy.replicas._devices import Device
 from jaxstrategy.replicas._replicas import SAME
 from jaxstrategy.strategies._calls import check_arguments
-from jaxstrategy.tracing._programs import Programs
 from jaxstrategy.tracing.nnx._binding import is_changed_in_place
 from jaxstrategy.values import _per_replica
 from jaxstrategy.values._per_replica import (
@@ -34,7 +33,6 @@ from jaxstrategy.values._per_replica import (
 from jaxstrategy.variables import (
     _access,
     _components,
-    _registry,
 )
 from jaxstrategy.variables._variable import Variable
 
@@ -45,8 +43,9 @@ Destinations = Any
 class StrategyExtended:
     """Additional methods of a strategy, for library code and optimizers."""
 
-    def __init__(self, strategy: AbstractStrategy) -> None:
+    def __init__(self, strategy: AbstractStrategy, executor: AbstractExecutor) -> None:
         self._strategy = strategy
+        self._executor = executor
 
     @property
     def worker_devices(self) -> tuple[Device, ...]:
@@ -56,7 +55,7 @@ class StrategyExtended:
     @property
     def parameter_devices(self) -> tuple[Device, ...]:
         """The devices that hold mirrored variables."""
-        return _mesh.devices_of(self._strategy.parameter_mesh)
+        return self._strategy.parameter_replicas.devices
 
     @property
     def experimental_require_static_shapes(self) -> bool:
@@ -177,7 +176,7 @@ class StrategyExtended:
             _check_same(args, kwargs)
             result = self._updated_at_once(var, fn, *_at(var, (args, kwargs)))
         else:
-            result = self._updates.of(fn)((var, *args), kwargs)
+            result = self._executor.update(fn, (var, *args), kwargs)
         return result if group else self._of_each_copy(var, result, in_step)
 
     def _updated(self, var: Variable, fn: Any, args: Any, kwargs: Any) -> Any:
@@ -194,20 +193,7 @@ class StrategyExtended:
                 return self._updated(var, fn, args, kwargs)
         except _access.NeedsProgram:
             pass
-        return self._updates.of(fn)((var, *args), kwargs)
-
-    @functools.cached_property
-    def _updates(self) -> Programs:
-        """Programs that update variables copy by copy."""
-        strategy = self._strategy
-
-        def call(fn: Any, args: Any, kwargs: Any) -> Any:
-            with _context.entered(
-                strategy=strategy, replica=None, in_step=True, is_update=True
-            ):
-                return fn(*args, **kwargs)
-
-        return Programs(strategy.mesh, call, lambda: _registry.usable_by(strategy))
+        return self._executor.update(fn, (var, *args), kwargs)
 
     def _of_each_copy(self, var: Variable, result: Any, in_step: bool) -> Any:
         """What `update` returned, with a tuple of that for each copy at each leaf."""
@@ -246,7 +232,7 @@ class StrategyExtended:
     def _colocated(self, var: Variable) -> Iterator[None]:
         context = _context.current()
         _context.require_same(context, self._strategy)
-        if context.strategy is None and not self._strategy.is_default:
+        if context.strategy is None and self._strategy.variable_policy.are_owned:
             raise ContextError(
                 "`extended.colocate_vars_with` was called outside of the scope of "
                 f"{self._strategy!r}, where variables are no strategy's. Write `with "
@@ -280,9 +266,8 @@ class StrategyExtended:
           TypeError: it is not a variable.
         """
         _check_variable(v, "variable_created_in_scope")
-        if self._strategy.is_default:
-            return v.strategy is None
-        return v.strategy is self._strategy
+        are_owned = self._strategy.variable_policy.are_owned
+        return v.strategy is (self._strategy if are_owned else None)
 
     def _check_own(self, var: Any, method: str, ordinary: bool = True) -> None:
         _check_variable(var, method)

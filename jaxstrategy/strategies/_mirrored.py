@@ -9,7 +9,7 @@ from jaxstrategy._options import CommunicationOptions
 from jaxstrategy.reductions._cross_device_ops import CrossDeviceOps
 from jaxstrategy.replicas import _devices
 from jaxstrategy.replicas._devices import Device
-from jaxstrategy.strategies._base import Strategy
+from jaxstrategy.strategies._strategy import Strategy
 
 
 @final

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any, Self
 
 import jax
@@ -14,7 +13,6 @@ from jaxstrategy._options import (
 )
 from jaxstrategy.cluster import _processes
 from jaxstrategy.cluster._processes import Processes
-from jaxstrategy.cluster.agreement._agreement import AbstractAgreement
 from jaxstrategy.cluster.liveness import _termination
 from jaxstrategy.cluster.resolvers._cluster_resolver import (
     ClusterResolver,
@@ -23,8 +21,9 @@ from jaxstrategy.cluster.resolvers._cluster_resolver import (
 from jaxstrategy.cluster.resolvers._launched import default_resolver
 from jaxstrategy.cluster.resolvers._simple import SimpleClusterResolver
 from jaxstrategy.cluster.resolvers._tf_config import TFConfigClusterResolver
-from jaxstrategy.strategies._base import Strategy
-from jaxstrategy.tracing._company import Company
+from jaxstrategy.replicas._replicas import Replicas
+from jaxstrategy.strategies._choices import Choices
+from jaxstrategy.strategies._strategy import Strategy
 
 _TIMEOUT_SECONDS = 300.0
 
@@ -61,8 +60,6 @@ class MultiWorkerMirroredStrategy(Strategy):
     MultiWorkerMirroredStrategy(8 replicas on cpu:0..7)
     """
 
-    _has_timeout = True
-
     def __init__(
         self,
         cluster_resolver: ClusterResolver | None = None,
@@ -78,9 +75,13 @@ class MultiWorkerMirroredStrategy(Strategy):
         if communication_options is not None:
             seconds = communication_options.timeout_seconds
         self._resolver = cluster_resolver or default_resolver()
-        self._processes = _started(self._resolver, seconds or _TIMEOUT_SECONDS)
+        processes = _started(self._resolver, seconds or _TIMEOUT_SECONDS)
         devices = sorted(jax.devices(), key=lambda d: (d.process_index, d.id))
-        super().__init__(devices, None, communication_options)
+        self._compose(
+            Choices(
+                Replicas.on(devices), options=communication_options, processes=processes
+            )
+        )
 
     @property
     def cluster_resolver(self) -> ClusterResolver:
@@ -103,16 +104,14 @@ class MultiWorkerMirroredStrategy(Strategy):
         return self._processes.count
 
     @property
-    def _company(self) -> Company | None:
-        return None if self._processes.count == 1 else Company(self._processes)
-
-    def _agree(self) -> AbstractAgreement:
-        return self._processes.agreement(f"input {next(_passes)}")
+    def _processes(self) -> Processes:
+        processes = self._choices.processes
+        assert processes is not None, "they have met"
+        return processes
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        twin = type(self).__new__(type(self))
-        MultiWorkerMirroredStrategy.__init__(twin, self._resolver, self._chosen[1])
-        memo[id(self)] = twin
+        twin = super().__deepcopy__(memo)
+        twin._resolver = self._resolver
         return twin
 
     def __repr__(self) -> str:
@@ -149,10 +148,6 @@ class ExperimentalMultiWorkerMirroredStrategy(MultiWorkerMirroredStrategy):
         implementation = CommunicationImplementation(communication)
         options = CommunicationOptions(implementation=implementation)
         super().__init__(cluster_resolver, options)
-
-
-# All processes begin passes over datasets in the same order.
-_passes = itertools.count()
 
 
 def _started(resolver: ClusterResolver | None, seconds: float) -> Processes:

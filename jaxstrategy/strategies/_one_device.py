@@ -6,7 +6,7 @@ from typing import final
 
 from jaxstrategy.replicas import _devices
 from jaxstrategy.replicas._devices import Device
-from jaxstrategy.strategies._base import Strategy
+from jaxstrategy.strategies._strategy import Strategy
 
 
 @final

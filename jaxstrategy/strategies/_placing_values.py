@@ -1,4 +1,4 @@
-"""How a strategy brings values to the replicas: `Placing`."""
+"""Values as a strategy's user brings them to the replicas: `PlacesValues`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jaxstrategy._options import (
     ValueContext,
 )
 from jaxstrategy.contexts import _context
-from jaxstrategy.strategies._reducing import Reducing
+from jaxstrategy.strategies._composition import ComposedStrategy
 from jaxstrategy.tracing._init import build_replicated
 from jaxstrategy.values import (
     _building,
@@ -23,8 +23,8 @@ from jaxstrategy.values._per_replica import (
 )
 
 
-class Placing(Reducing):
-    """The part of a strategy that places values."""
+class PlacesValues(ComposedStrategy):
+    """The methods of a strategy that place values."""
 
     def mirror(self, tree: PyTree) -> PyTree:
         """`tree` with every array and number placed whole on every replica's device.
@@ -108,8 +108,8 @@ class Placing(Reducing):
         (Array(0, dtype=int32), Array(1, dtype=int32))
         """
         _context.require_host(self, "experimental_distribute_values_from_function")
-        n, own = self.num_replicas_in_sync, self._own_replicas
-        versions = [value_fn(ValueContext(i, n)) for i in own]
+        n = self.num_replicas_in_sync
+        versions = [value_fn(ValueContext(i, n)) for i in self.replicas.own]
         return _building.stack(versions, self.replicas, own=True, plain_if_alone=True)
 
     def init(self, fn: Callable[..., PyTree], *args: Any) -> PyTree:

@@ -1,13 +1,9 @@
-"""What a strategy makes of the values of all replicas: `Reducing`."""
+"""Values of all replicas as a strategy's user reads them: `ReducesValues`."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
-
-import jax
-from jax.core import Tracer
 
 from jaxstrategy._options import (
     CommunicationOptions,
@@ -15,24 +11,12 @@ from jaxstrategy._options import (
     checked_options,
 )
 from jaxstrategy.contexts import _context
-from jaxstrategy.masks import _filled_rows
-from jaxstrategy.replicas import _mesh
-from jaxstrategy.strategies._in_sync import assert_in_sync
-from jaxstrategy.strategies._local_versions import local_versions
-from jaxstrategy.strategies._parts import in_parts
-from jaxstrategy.strategies._reducers import dimensions
-from jaxstrategy.strategies._stepping import Stepping
-from jaxstrategy.values import _per_replica
-from jaxstrategy.values._per_replica import (
-    Handle,
-    PerReplica,
-    PyTree,
-)
-from jaxstrategy.variables import _components
+from jaxstrategy.strategies._composition import ComposedStrategy
+from jaxstrategy.values._per_replica import PyTree
 
 
-class Reducing(Stepping):
-    """The part of a strategy that reads, reduces and compares values."""
+class ReducesValues(ComposedStrategy):
+    """The methods of a strategy that read, reduce and compare values."""
 
     def reduce(
         self,
@@ -81,18 +65,8 @@ class Reducing(Stepping):
         """
         context = _context.require_cross_replica(self, "reduce")
         checked_options(options)
-        is_weighted = weights is not None
-        function = self._functions.reducing(
-            ReduceOp(reduce_op), dimensions(axis), options, is_weighted
-        )
-        across = functools.partial(self._across, context, function)
-        if is_weighted:
-            done = across((value, weights))
-        elif axis is None and not context.in_step:
-            done = in_parts(across, value)
-        else:
-            done = across(value)
-        return self._beside_variables(done)
+        op, in_step = ReduceOp(reduce_op), context.in_step
+        return self._values.reduced(op, value, axis, weights, options, in_step)
 
     def gather(self, value: PyTree, axis: int = 0) -> PyTree:
         """Every replica's version joined along `axis`, in replica order, leaf by leaf.
@@ -114,10 +88,7 @@ class Reducing(Stepping):
         Array([1, 2, 3, 4], dtype=int32)
         """
         context = _context.require_cross_replica(self, "gather")
-        in_step = context.in_step
-        function = self._functions.gathering(axis, in_step)
-        joined = self._beside_variables(self._across(context, function, value))
-        return joined if in_step else _filled_rows.without_filling(value, joined, axis)
+        return self._values.gathered(value, axis, context.in_step)
 
     def experimental_local_results(self, value: PyTree) -> tuple[PyTree, ...]:
         """The version of `value` of each replica of this process, as a tuple.
@@ -143,73 +114,7 @@ class Reducing(Stepping):
         ('plain',)
         """
         context = _context.require_cross_replica(self, "experimental_local_results")
-        in_step = context.in_step
-        leaves, treedef = jax.tree.flatten(value, is_leaf=_per_replica.is_whole)
-        if treedef == _LEAF and not isinstance(value, (PerReplica, Handle, jax.Array)):
-            return (value,)
-        if value is None:
-            return (None,)
-        columns = self._columns(leaves, in_step)
-        if treedef == _LEAF:
-            return columns[0]
-        n = self.num_replicas_in_sync if in_step else len(self._own_replicas)
-        columns = [column * n if len(column) == 1 else column for column in columns]
-        return tuple(
-            jax.tree.unflatten(treedef, [column[i] for column in columns])
-            for i in range(n)
-        )
-
-    def _beside_variables(self, tree: PyTree) -> PyTree:
-        """`tree` where mirrored variables are, so that both compute together."""
-        if self.parameter_mesh == self.mesh:
-            return tree
-        where = _mesh.replicated(self.parameter_mesh)
-        return jax.tree.map(
-            lambda leaf: leaf if isinstance(leaf, Tracer) else _mesh.put(leaf, where),
-            tree,
-        )
-
-    @property
-    def _own_replicas(self) -> list[int]:
-        """The numbers of this process's replicas."""
-        return list(self.replicas.own)
-
-    def _columns(self, leaves: Sequence[Any], in_step: bool) -> list[tuple[Any, ...]]:
-        """For each leaf the versions of this process's replicas, in a step of all."""
-        n = self.num_replicas_in_sync if in_step else len(self._own_replicas)
-        values = [leaf for leaf in leaves if isinstance(leaf, PerReplica)]
-        if in_step:
-            found = iter([value.values for value in values])
-        else:
-            found = iter(local_versions(values, self.mesh))
-        return [
-            _checked_number(next(found), n)
-            if isinstance(leaf, PerReplica)
-            else self._components(leaf, in_step)
-            if isinstance(leaf, Handle)
-            else self._copies(leaf, n, in_step)
-            for leaf in leaves
-        ]
-
-    def _components(self, variable: Handle, in_step: bool) -> tuple[Any, ...]:
-        """The copies of a variable, each an array of its own."""
-
-        def divide(held: Any) -> tuple[Any, ...]:
-            (copies,) = self._columns([held], in_step)
-            is_shared = not in_step and _per_replica.is_mirrored(held)
-            return tuple(map(_mesh.twin, copies)) if is_shared else copies
-
-        return _components.of(variable, variable.distributed(), divide)
-
-    def _copies(self, leaf: Any, n: int, in_step: bool) -> tuple[Any, ...]:
-        """What `n` replicas hold of something that is no `PerReplica`."""
-        _per_replica.check_alive(leaf, "An array")
-        if in_step and isinstance(leaf, jax.Array) and n > 1:
-            # Captured by the merge function: it may well differ between replicas.
-            return _per_replica.from_local(leaf, self.replicas).values
-        if _per_replica.is_mirrored(leaf):  # a variable of central storage has one copy
-            return (leaf,) * len(leaf.addressable_shards)
-        return (leaf,) * n
+        return self._values.local_results(value, context.in_step)
 
     def assert_in_sync(self, tree: PyTree, name: str = "tree") -> None:
         """Nothing if all replicas hold the same bits of `tree`, else an error.
@@ -250,19 +155,4 @@ class Reducing(Stepping):
         {"state['n']": ((0, 1, 3), (2,))}
         """
         _context.require_host(self, "assert_in_sync")
-        fingerprints = functools.partial(
-            self._across, _context.current(), self._functions.fingerprinting
-        )
-        assert_in_sync(tree, name, self.mesh, fingerprints)
-
-
-_LEAF = jax.tree.structure(0)
-
-
-def _checked_number(versions: tuple[Any, ...], n: int) -> tuple[Any, ...]:
-    if len(versions) != n:
-        raise ValueError(
-            f"A PerReplica with {len(versions)} versions was given to a strategy with "
-            f"{n} replicas here."
-        )
-    return versions
+        self._values.assert_in_sync(tree, name)

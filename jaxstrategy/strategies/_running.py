@@ -1,143 +1,27 @@
-"""What a strategy does with a step: `Running`."""
+"""Steps as a strategy's user runs them: `RunsSteps`."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jax.sharding import Mesh
-
-from jaxstrategy._options import (
-    CommunicationOptions,
-    RunOptions,
-    checked_options,
-)
-from jaxstrategy.cluster.resolvers._cluster_resolver import ClusterResolver
-from jaxstrategy.contexts import (
-    _context,
-    _replica_context,
-)
-from jaxstrategy.contexts._context import (
-    AbstractStrategy,
-    Context,
-)
-from jaxstrategy.contexts._replica_context import ReplicaContext
-from jaxstrategy.executors._eager import EagerPrograms
+from jaxstrategy._options import RunOptions
+from jaxstrategy.executors._several import several
 from jaxstrategy.executors._step import Step
-from jaxstrategy.reductions._cross_device_ops import (
-    CrossDeviceOps,
-)
-from jaxstrategy.reductions._reduction import Reduction
-from jaxstrategy.replicas._devices import Device
-from jaxstrategy.replicas._replicas import Replicas
 from jaxstrategy.strategies._calls import (
     check_arguments,
     check_options,
     needs_arguments,
 )
-from jaxstrategy.strategies._extended import StrategyExtended
-from jaxstrategy.strategies._planning import reduction_for
-from jaxstrategy.strategies._reducers import TreeFunctions
-from jaxstrategy.tracing._company import Company
-from jaxstrategy.tracing._programs import Programs
-from jaxstrategy.values._per_replica import PyTree
-from jaxstrategy.variables import _registry
-from jaxstrategy.variables._variable import Variable
+from jaxstrategy.strategies._composition import ComposedStrategy
 
 NOT_GIVEN: Any = object()
 """The default of arguments that may be anything."""
 
 
-class Running(AbstractStrategy):
-    """The part of a strategy that runs steps.
-
-    Args:
-      devices: the devices of the replicas, in replica order.
-      cross_device_ops: how values are reduced over the replicas.
-      communication_options: the same, in more detail.
-    """
-
-    # Whether steps are given up that make no progress.
-    _has_timeout = False
-
-    def __init__(
-        self,
-        devices: Sequence[Device],
-        cross_device_ops: CrossDeviceOps | None = None,
-        communication_options: CommunicationOptions | None = None,
-    ) -> None:
-        checked_options(communication_options, self._has_timeout)
-        self._replicas = Replicas.on(devices)
-        self._programs: Programs | EagerPrograms = Programs(
-            self._replicas.mesh, self._call_replica, self._variables, self._company
-        )
-        self._extended = StrategyExtended(self)
-        self._chosen = cross_device_ops, communication_options
-        self._reduction = reduction_for(self, *self._chosen)
-        self._functions = TreeFunctions(self._reduction)
-
-    # What it is.
-
-    @property
-    def mesh(self) -> Mesh:
-        """The `jax.sharding.Mesh` with one device per replica."""
-        return self.replicas.mesh
-
-    @property
-    def replicas(self) -> Replicas:
-        """How many replicas there are, and where."""
-        return self._replicas
-
-    @property
-    def devices(self) -> tuple[Device, ...]:
-        """The replicas' devices, in replica order."""
-        return self.replicas.devices
-
-    @property
-    def num_replicas_in_sync(self) -> int:
-        """How many replicas take a step together."""
-        return self.replicas.count
-
-    @property
-    def extended(self) -> StrategyExtended:
-        """Reductions to chosen devices, for code that needs them."""
-        return self._extended
-
-    @property
-    def reduction(self) -> Reduction:
-        """How the replicas' values become one."""
-        return self._reduction
-
-    @property
-    def cluster_resolver(self) -> ClusterResolver | None:
-        """What the strategy was told of its cluster; None where there is none."""
-        return None
-
-    @property
-    def _company(self) -> Company | None:
-        """The other processes."""
-        return None
-
-    # Contexts.
-
-    def scope(self) -> contextlib.AbstractContextManager[AbstractStrategy]:
-        """A `with` block in which this is the current strategy.
-
-        Inside it, code is in cross-replica context: `get_strategy()` is this strategy.
-        Entering it again inside is allowed. `run` enters it by itself.
-
-        A function jitted by you is traced once, so what it learns about contexts
-        (`has_strategy()`) stays what it was on the first call. Functions called inside
-        `run` are traced there again.
-
-        Raises:
-          ContextError: inside another strategy's scope, or inside `run`.
-        """
-        return _context.Scope(self)
-
-    # Running.
+class RunsSteps(ComposedStrategy):
+    """The methods of a strategy that run steps."""
 
     def run(
         self,
@@ -204,7 +88,7 @@ class Running(AbstractStrategy):
                 return self._decorate(fn, options=options)
             args = ()
         check_arguments(args, kwargs)
-        return self._run(fn, tuple(args), dict(kwargs or {}), options)
+        return self._executor.run(fn, tuple(args), dict(kwargs or {}), options)
 
     def step(
         self,
@@ -246,59 +130,72 @@ class Running(AbstractStrategy):
             )
         return self._decorate(fn, options=options)
 
+    def several(
+        self,
+        step: Callable[..., Any] = NOT_GIVEN,
+        *,
+        options: RunOptions | None = None,
+    ) -> Callable[..., Any]:
+        """A step that is made several times in one call, with a batch for each time.
+
+        One program goes through the batches, so that the host has little to do: for
+        steps that are shorter than the time it takes to start one. The results are
+        those of a loop in Python, up to rounding. The batches are stacked on the
+        devices, so that during the call they are there twice.
+
+        >>> import jaxstrategy as js
+        >>> strategy = js.MirroredStrategy(js.simulate(8)[:2])
+        >>> @strategy.run(options=js.RunOptions(donate_argnums=0))
+        ... def step(total, batch):
+        ...     share = js.masked_mean(batch)
+        ...     mean = js.get_replica_context().all_reduce("mean", share)
+        ...     return total + mean, mean
+        >>> many = strategy.several(step)
+        >>> dataset = strategy.experimental_distribute_dataset(
+        ...     js.batches(np.arange(10.0), 4))
+        >>> total = strategy.mirror(0.0)
+        >>> for batches in js.grouped(dataset, 2):
+        ...     total, means = many(total, batches)
+        ...     print(means)
+        [1.5 5.5]
+        [8.5]
+
+        Args:
+          step: a function, or what `@strategy.run` made of one. Its last positional
+            argument is a batch. The arguments before it are what it goes on with: it
+            returns new ones first, then anything else. Modules and optimizers of Flax
+            NNX are changed in place and not returned. Keyword arguments, and arguments
+            that are no arrays or trees of them (strings, bools, functions), are the
+            same in all steps.
+          options: how it is compiled, by default as `step` is; `donate_argnums` counts
+            the arguments in the same way.
+
+        Returns:
+          A function of the same arguments, with a tuple of batches in the last place.
+          It returns what the last step goes on with, and anything else stacked:
+          `[step, ...]`. Each number of batches is compiled once. `explain` takes it.
+          Without `step`, a decorator.
+
+        Raises:
+          TypeError: `step` cannot be called. When it is called: the batches are in no
+            tuple; the step does not return what it goes on with, of the same structure,
+            shapes and dtypes.
+          ValueError: there are no batches, or they differ in structure, shape or dtype.
+          ObjectError: it returns an NNX object, or changes of one what is no variable.
+        """
+        if step is NOT_GIVEN:
+            return functools.partial(self.several, options=options)
+        if not callable(step):
+            raise TypeError(
+                f"`several` was given {step!r}, which cannot be called. Give the step: "
+                "`many = strategy.several(step)`."
+            )
+        check_options(options)
+        if isinstance(step, Step):
+            step, options = step.function, options or step.options
+        return self._decorate(several(step), options=options)
+
     def _decorate(
         self, fn: Callable[..., Any], *, options: RunOptions | None = None
-    ) -> Callable[..., Any]:
-        def programs_of(fn: Callable[..., Any]) -> Callable[..., Any]:
-            return self._programs.of(fn, options)
-
-        def run(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-            return self._run(fn, args, kwargs, options)
-
-        return Step(fn, programs_of, run, repr(self), options)
-
-    def _run(
-        self,
-        fn: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        options: RunOptions | None,
-    ) -> Any:
-        context = _context.require_cross_replica(self, "run")
-        if context.in_step:
-            return self._run_in_step(fn, args, kwargs)
-        if context.around is None or context.strategy is None:
-            return self._programs.of(fn, options)(args, kwargs)
-        before, after = context.around
-        before()
-        results = self._programs.of(fn, options)(args, kwargs)
-        after()
-        return results
-
-    def _run_in_step(
-        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """`run` inside `merge_call`: the step goes on, in the same trace."""
-        args, kwargs = _replica_context.to_replica((args, kwargs))
-        replica = ReplicaContext(self)
-        with _context.entered(strategy=self, replica=replica, in_step=True):
-            returned = fn(*args, **kwargs)
-            return replica.to_cross(returned)
-
-    def _call_replica(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """One replica's call of `fn`, while it is traced."""
-        replica = ReplicaContext(self)
-        with _context.entered(strategy=self, replica=replica, in_step=True):
-            return fn(*args, **kwargs)
-
-    def _variables(self) -> list[Variable]:
-        """Those that steps may use."""
-        return _registry.usable_by(self)
-
-    def _across(
-        self, context: Context, function: Callable[..., Any], value: PyTree
-    ) -> PyTree:
-        """`function(tree)` of one replica's `value`, wherever we are."""
-        if context.in_step:
-            return function(_replica_context.to_replica(value, read_variables=True))
-        return self._programs.of(function)((value,), {})
+    ) -> Step:
+        return Step(fn, self._executor, repr(self), options)

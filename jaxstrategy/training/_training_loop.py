@@ -12,8 +12,8 @@ from jaxstrategy.inputs._iterator import DistributedIterator
 from jaxstrategy.inputs._progress import progress as progress_of
 from jaxstrategy.preemption._config import TerminationConfig
 from jaxstrategy.preemption._handler import PreemptionCheckpointHandler
-from jaxstrategy.strategies._base import Strategy
 from jaxstrategy.strategies._current import get_strategy
+from jaxstrategy.strategies._strategy import Strategy
 from jaxstrategy.values._per_replica import PyTree
 
 

@@ -39,11 +39,10 @@ from jaxstrategy.variables._cell import Cell
 from jaxstrategy.variables._changes import Change
 from jaxstrategy.variables._operators import Operators
 from jaxstrategy.variables._part import VariablePart
+from jaxstrategy.variables._policy import ORDINARY, VariablePolicy
 from jaxstrategy.variables._reference import Reference
 from jaxstrategy.variables._scatters import Scatters
-from jaxstrategy.variables.kinds._kind import Kind
 from jaxstrategy.variables.kinds._mirrored_kind import MirroredKind
-from jaxstrategy.variables.kinds._on_read_kind import OnReadKind
 
 _numbers = itertools.count()
 
@@ -129,8 +128,9 @@ class Variable(Operators, Scatters, Handle):
         self._name = name
         self._trainable = not on_read if trainable is None else bool(trainable)
         self.number = next(_numbers)  # the how-manieth it is
-        self._strategy = _owner()
-        self._kind = _kind(name, self._strategy, on_read, self._aggregation)
+        policy = _policy()
+        self._strategy = _context.current().strategy if policy.are_owned else None
+        self._kind = policy.kind(name, on_read, self._aggregation, self._strategy)
         step = _access.tracing()
         if step is not None and not step.may_create:
             raise ValueError(
@@ -375,7 +375,7 @@ class Variable(Operators, Scatters, Handle):
         if current.strategy is None or self._strategy in (None, current.strategy):
             return
         where = "a step" if current.in_step else "the scope"
-        if not current.strategy.is_default:
+        if current.strategy.variable_policy.are_owned:
             raise ContextError(
                 f"Variable {self._name!r} belongs to {self._strategy!r}, but was used "
                 f"in {where} of {current.strategy!r}. Make it in the scope of the "
@@ -485,26 +485,12 @@ class Variable(Operators, Scatters, Handle):
         return children[0]
 
 
-def _owner() -> AbstractStrategy | None:
+def _policy() -> VariablePolicy:
+    """That of the current strategy."""
     strategy = _context.current().strategy
-    return None if strategy is None or strategy.is_default else strategy
-
-
-def _kind(
-    name: str,
-    owner: AbstractStrategy | None,
-    on_read: bool,
-    aggregation: VariableAggregation,
-) -> Kind:
-    """How and where a variable of `owner` is kept."""
-    if owner is None:
-        # The one copy cannot differ from others, and is what all of them combine to.
-        aggregation = VariableAggregation.NONE if on_read else aggregation
-        return MirroredKind(name, aggregation, Replicas.alone(), None)
-    if on_read:
-        return OnReadKind(name, aggregation, owner.replicas, owner)
-    replicas = _context.current().colocated or owner.parameter_replicas
-    return MirroredKind(name, aggregation, replicas, owner)
+    policy = ORDINARY if strategy is None else strategy.variable_policy
+    assert isinstance(policy, VariablePolicy), "which contexts know in part only"
+    return policy
 
 
 def _start(initial_value: Any, dtype: Any, name: str) -> jax.Array:

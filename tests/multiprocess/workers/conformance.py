@@ -123,7 +123,7 @@ def local_results(s):
     x = versions(s, (2,))
     value = s.per_replica(x)
     own = s.experimental_local_results(value)
-    first = s._own_replicas[0] if len(own) < len(x) else 0
+    first = s.replicas.own[0] if len(own) < len(x) else 0
     for i, version in enumerate(own):
         np.testing.assert_array_equal(version, x[first + i])
         np.testing.assert_array_equal(value.local(first + i), x[first + i])

@@ -1,30 +1,24 @@
-"""How a strategy brings data to the replicas: `FedStrategy`."""
+"""Datasets as a strategy's user divides them: `DividesData`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-import jax
-
-from jaxstrategy.cluster.agreement._agreement import (
-    AbstractAgreement,
-    LoneAgreement,
-)
 from jaxstrategy.contexts import _context
 from jaxstrategy.inputs._dataset import DistributedDataset
 from jaxstrategy.inputs._distribute import Feeding
-from jaxstrategy.inputs._division import Replicas
 from jaxstrategy.inputs._input_options import (
     InputContext,
     InputOptions,
     checked_input_options,
 )
-from jaxstrategy.strategies._placing_values import Placing
+from jaxstrategy.strategies._composition import ComposedStrategy
+from jaxstrategy.strategies._feeding import feeding_for
 
 
-class FedStrategy(Placing):
-    """The part of a strategy that divides datasets."""
+class DividesData(ComposedStrategy):
+    """The methods of a strategy that divide datasets."""
 
     def experimental_distribute_dataset(
         self, dataset: Any, options: InputOptions | None = None
@@ -129,14 +123,4 @@ class FedStrategy(Placing):
 
     @property
     def _feeding(self) -> Feeding:
-        """How its replicas are fed."""
-        own = self._own_replicas
-        replicas = Replicas(self.num_replicas_in_sync, own[0], len(own))
-        process = jax.process_index(), jax.process_count()
-        if replicas.local == replicas.total:
-            process = 0, 1
-        return Feeding(self.mesh, replicas, process, self._agree)
-
-    def _agree(self) -> AbstractAgreement:
-        """With the other processes, about one pass over a dataset."""
-        return LoneAgreement()
+        return feeding_for(self.replicas, self._choices.processes)

@@ -1,23 +1,27 @@
-"""What all strategies share: `Strategy`.
-
-A strategy is a mesh with a few choices. Every method is either a rule about contexts,
-or a small function run on all replicas through the one door of `tracing`. What it can
-do stands in one file for each purpose: run steps, reduce values, place them, divide
-datasets.
-"""
+"""What all strategies share: `Strategy`."""
 
 from __future__ import annotations
 
-from typing import Any, NoReturn, Self
+from collections.abc import Sequence
+from typing import Any, NoReturn
 
+from jaxstrategy._options import CommunicationOptions, checked_options
+from jaxstrategy.reductions._cross_device_ops import CrossDeviceOps
 from jaxstrategy.replicas import _devices
+from jaxstrategy.replicas._devices import Device
+from jaxstrategy.replicas._replicas import Replicas
 from jaxstrategy.strategies._calls import name_methods_after
-from jaxstrategy.strategies._feeding_data import FedStrategy
+from jaxstrategy.strategies._choices import Choices
+from jaxstrategy.strategies._dividing_data import DividesData
+from jaxstrategy.strategies._explaining import ExplainsSteps
+from jaxstrategy.strategies._placing_values import PlacesValues
+from jaxstrategy.strategies._reducing import ReducesValues
+from jaxstrategy.strategies._running import RunsSteps
 from jaxstrategy.text import _tables
 from jaxstrategy.text._units import with_noun
 
 
-class Strategy(FedStrategy):
+class Strategy(RunsSteps, ExplainsSteps, ReducesValues, PlacesValues, DividesData):
     """Runs one step on many replicas. Make one of its subclasses.
 
     Args:
@@ -25,6 +29,16 @@ class Strategy(FedStrategy):
       cross_device_ops: how values are reduced over the replicas.
       communication_options: the same, in more detail.
     """
+
+    def __init__(
+        self,
+        devices: Sequence[Device],
+        cross_device_ops: CrossDeviceOps | None = None,
+        communication_options: CommunicationOptions | None = None,
+    ) -> None:
+        checked_options(communication_options)
+        replicas = Replicas.on(devices)
+        self._compose(Choices(replicas, cross_device_ops, communication_options))
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -48,14 +62,11 @@ class Strategy(FedStrategy):
             "would be another strategy that shares this one's compiled steps."
         )
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        twin = type(self).__new__(type(self))
-        memo[id(self)] = twin
-        Strategy.__init__(twin, self.devices, *self._chosen)
-        return twin
-
     def __reduce__(self) -> NoReturn:
         raise TypeError(
             f"{self!r} cannot be pickled: it stands for devices of this process. Make "
             "a strategy in each process instead."
         )
+
+
+name_methods_after(Strategy)

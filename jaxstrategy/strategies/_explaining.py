@@ -1,4 +1,4 @@
-"""What else a strategy makes of steps: `Stepping`."""
+"""Steps as a strategy's user looks into them: `ExplainsSteps`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from jaxstrategy.executors._accumulate import (
     accumulated,
     checked_parts,
 )
-from jaxstrategy.executors._several import several
 from jaxstrategy.executors._step import Step
 from jaxstrategy.profiling._logger import MetricLogger
 from jaxstrategy.profiling._prediction import Prediction
@@ -27,14 +26,13 @@ from jaxstrategy.strategies._calls import (
     check_arguments,
     check_options,
 )
-from jaxstrategy.strategies._running import NOT_GIVEN, Running
-from jaxstrategy.tracing.explanation._explain import explain
+from jaxstrategy.strategies._composition import ComposedStrategy
 from jaxstrategy.tracing.explanation._explanation import Explanation
 from jaxstrategy.values._per_replica import PyTree
 
 
-class Stepping(Running):
-    """The part of a strategy that takes steps apart, repeats and explains them."""
+class ExplainsSteps(ComposedStrategy):
+    """The methods of a strategy that explain, measure and divide steps."""
 
     def explain(
         self,
@@ -97,13 +95,10 @@ class Stepping(Running):
                 f"`explain` was given {fn!r}, which cannot be called. Give the step "
                 "function itself, and its arguments: `strategy.explain(step, (x,))`."
             )
-        return explain(
+        return self._executor.explain(
             fn,
             tuple(args),
             dict(kwargs or {}),
-            call=self._call_replica,
-            variables=self._variables,
-            mesh=self.mesh,
             options=options or RunOptions(),
             topology=topology or Topology(25e9, 10e-6, self.num_replicas_in_sync),
             compiled=compiled,
@@ -159,71 +154,6 @@ class Stepping(Running):
         return functools.partial(
             accumulated, k=parts, mean=row.divides, has_aux=has_aux
         )
-
-    def several(
-        self,
-        step: Callable[..., Any] = NOT_GIVEN,
-        *,
-        options: RunOptions | None = None,
-    ) -> Callable[..., Any]:
-        """A step that is made several times in one call, with a batch for each time.
-
-        One program goes through the batches, so that the host has little to do: for
-        steps that are shorter than the time it takes to start one. The results are
-        those of a loop in Python, up to rounding. The batches are stacked on the
-        devices, so that during the call they are there twice.
-
-        >>> import jaxstrategy as js
-        >>> strategy = js.MirroredStrategy(js.simulate(8)[:2])
-        >>> @strategy.run(options=js.RunOptions(donate_argnums=0))
-        ... def step(total, batch):
-        ...     share = js.masked_mean(batch)
-        ...     mean = js.get_replica_context().all_reduce("mean", share)
-        ...     return total + mean, mean
-        >>> many = strategy.several(step)
-        >>> dataset = strategy.experimental_distribute_dataset(
-        ...     js.batches(np.arange(10.0), 4))
-        >>> total = strategy.mirror(0.0)
-        >>> for batches in js.grouped(dataset, 2):
-        ...     total, means = many(total, batches)
-        ...     print(means)
-        [1.5 5.5]
-        [8.5]
-
-        Args:
-          step: a function, or what `@strategy.run` made of one. Its last positional
-            argument is a batch. The arguments before it are what it goes on with: it
-            returns new ones first, then anything else. Modules and optimizers of Flax
-            NNX are changed in place and not returned. Keyword arguments, and arguments
-            that are no arrays or trees of them (strings, bools, functions), are the
-            same in all steps.
-          options: how it is compiled, by default as `step` is; `donate_argnums` counts
-            the arguments in the same way.
-
-        Returns:
-          A function of the same arguments, with a tuple of batches in the last place.
-          It returns what the last step goes on with, and anything else stacked:
-          `[step, ...]`. Each number of batches is compiled once. `explain` takes it.
-          Without `step`, a decorator.
-
-        Raises:
-          TypeError: `step` cannot be called. When it is called: the batches are in no
-            tuple; the step does not return what it goes on with, of the same structure,
-            shapes and dtypes.
-          ValueError: there are no batches, or they differ in structure, shape or dtype.
-          ObjectError: it returns an NNX object, or changes of one what is no variable.
-        """
-        if step is NOT_GIVEN:
-            return functools.partial(self.several, options=options)
-        if not callable(step):
-            raise TypeError(
-                f"`several` was given {step!r}, which cannot be called. Give the step: "
-                "`many = strategy.several(step)`."
-            )
-        check_options(options)
-        if isinstance(step, Step):
-            step, options = step.function, options or step.options
-        return self._decorate(several(step), options=options)
 
     def profile(
         self,

@@ -1,0 +1,101 @@
+"""Steps compiled as one program for all replicas: `CompiledExecutor`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, final
+
+from jaxstrategy._options import RunOptions
+from jaxstrategy.cluster._processes import Processes
+from jaxstrategy.contexts import _context, _replica_context
+from jaxstrategy.contexts._context import AbstractStrategy
+from jaxstrategy.contexts._replica_context import ReplicaContext
+from jaxstrategy.executors._executor import AbstractExecutor, FunctionProgram
+from jaxstrategy.tracing._company import Company
+from jaxstrategy.tracing._programs import Programs
+from jaxstrategy.values._per_replica import PyTree
+
+
+@final
+class CompiledExecutor(AbstractExecutor):
+    """Traces a function once as one replica sees it, and compiles it for all.
+
+    Args:
+      strategy: the strategy, which knows its replicas already.
+      processes: those that take its steps together; None for this one alone.
+
+    Attributes:
+      company: the other processes, None if there are none.
+    """
+
+    def __init__(
+        self, strategy: AbstractStrategy, processes: Processes | None = None
+    ) -> None:
+        super().__init__(strategy)
+        self.company = None
+        if processes is not None and processes.count > 1:
+            self.company = Company(processes)
+        self._programs = Programs(
+            strategy.replicas.mesh, self._as_replica, self._variables, self.company
+        )
+
+    def program(
+        self, fn: Callable[..., Any], options: RunOptions | None = None
+    ) -> FunctionProgram:
+        """The compiled programs of `fn`, for each structure and type of arguments."""
+        return self._programs.of(fn, options)
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        options: RunOptions | None,
+    ) -> PyTree:
+        """The results on all replicas; in `merge_call`, as part of the same step."""
+        context = _context.require_cross_replica(self._strategy, "run")
+        if context.in_step:
+            return self._run_in_step(fn, args, kwargs)
+        if context.around is None or context.strategy is None:
+            return self._programs.of(fn, options)(args, kwargs)
+        before, after = context.around
+        before()
+        results = self._programs.of(fn, options)(args, kwargs)
+        after()
+        return results
+
+    def _run_in_step(
+        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> PyTree:
+        """`run` inside `merge_call`: the step goes on, in the same trace."""
+        args, kwargs = _replica_context.to_replica((args, kwargs))
+        strategy = self._strategy
+        replica = ReplicaContext(strategy)
+        with _context.entered(strategy=strategy, replica=replica, in_step=True):
+            returned = fn(*args, **kwargs)
+            return replica.to_cross(returned)
+
+    def across(self, function: Callable[[PyTree], PyTree], value: PyTree) -> PyTree:
+        """`function` of each replica's version, as a program of its own if outside."""
+        if _context.current().in_step:
+            return function(_replica_context.to_replica(value, read_variables=True))
+        return self._programs.of(function)((value,), {})
+
+    def update(
+        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> PyTree:
+        """What `fn` returns, traced once as of one copy and compiled for all."""
+        return self._updates.of(fn)(args, kwargs)
+
+    @functools.cached_property
+    def _updates(self) -> Programs:
+        mesh = self._strategy.replicas.mesh
+        return Programs(mesh, self._as_copy, self._variables)
+
+    def _as_copy(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """A call of `fn` that updates one copy, while it is traced."""
+        with _context.entered(
+            strategy=self._strategy, replica=None, in_step=True, is_update=True
+        ):
+            return fn(*args, **kwargs)

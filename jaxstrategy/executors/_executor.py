@@ -1,0 +1,121 @@
+"""How the steps of a strategy run: `AbstractExecutor`."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from jaxstrategy._options import RunOptions
+from jaxstrategy.contexts import _context
+from jaxstrategy.contexts._context import AbstractStrategy
+from jaxstrategy.contexts._replica_context import ReplicaContext
+from jaxstrategy.replicas._topology import Topology
+from jaxstrategy.tracing.explanation._explain import explain
+from jaxstrategy.tracing.explanation._explanation import Explanation
+from jaxstrategy.values._per_replica import PyTree
+from jaxstrategy.variables import _registry
+from jaxstrategy.variables._variable import Variable
+
+
+class FunctionProgram(Protocol):
+    """One function, as an executor runs it on all replicas."""
+
+    def __call__(self, args: Sequence[Any], kwargs: dict[str, Any]) -> PyTree:
+        """What the function returns, called outside of every scope and step."""
+        ...
+
+    def bound(self, objects: Sequence[Any]) -> Callable[..., PyTree]:
+        """The function with these first arguments, which are looked into only now.
+
+        Raises:
+          TypeError: none of them can be changed in place.
+        """
+        ...
+
+
+class AbstractExecutor(abc.ABC):
+    """Runs functions on all replicas of one strategy.
+
+    What a strategy asks of it does not say how: compiled as one program for all
+    replicas, as the function stands, or sent to processes that take their own steps.
+
+    Args:
+      strategy: the strategy, which knows its replicas already.
+    """
+
+    def __init__(self, strategy: AbstractStrategy) -> None:
+        self._strategy = strategy
+
+    @abc.abstractmethod
+    def program(
+        self, fn: Callable[..., Any], options: RunOptions | None = None
+    ) -> FunctionProgram:
+        """The program of `fn`, the same object as long as `fn` lives."""
+
+    @abc.abstractmethod
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        options: RunOptions | None,
+    ) -> PyTree:
+        """What `fn` returns, in whatever context `run` is called.
+
+        Raises:
+          ContextError: inside another `run`, or in another strategy's scope.
+        """
+
+    @abc.abstractmethod
+    def across(self, function: Callable[[PyTree], PyTree], value: PyTree) -> PyTree:
+        """`function` of each replica's version of `value`, in a step or outside."""
+
+    @abc.abstractmethod
+    def update(
+        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> PyTree:
+        """What `fn` returns, called for each copy of the variables that it changes."""
+
+    def explain(
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        options: RunOptions,
+        topology: Topology,
+        compiled: bool,
+    ) -> Explanation:
+        """What `run` would do as one program, without running it.
+
+        Args:
+          fn: the step.
+          args: its positional arguments.
+          kwargs: its keyword arguments.
+          options: how `run` would compile it.
+          topology: the links that communication times are predicted for.
+          compiled: whether to compile it, for what XLA has to say.
+        """
+        return explain(
+            fn,
+            args,
+            kwargs,
+            call=self._as_replica,
+            variables=self._variables,
+            mesh=self._strategy.replicas.mesh,
+            options=options,
+            topology=topology,
+            compiled=compiled,
+        )
+
+    def _as_replica(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """One replica's call of `fn`, while it is traced."""
+        strategy = self._strategy
+        replica = ReplicaContext(strategy)
+        with _context.entered(strategy=strategy, replica=replica, in_step=True):
+            return fn(*args, **kwargs)
+
+    def _variables(self) -> list[Variable]:
+        """Those that steps may use."""
+        return _registry.usable_by(self._strategy)

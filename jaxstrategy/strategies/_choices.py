@@ -1,0 +1,41 @@
+"""What distinguishes one strategy from another: `Choices`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import final
+
+from jaxstrategy._options import CommunicationOptions
+from jaxstrategy.cluster._processes import Processes
+from jaxstrategy.contexts._context import AbstractStrategy
+from jaxstrategy.executors._compiled import CompiledExecutor
+from jaxstrategy.executors._executor import AbstractExecutor
+from jaxstrategy.reductions._cross_device_ops import CrossDeviceOps
+from jaxstrategy.replicas._replicas import Replicas
+from jaxstrategy.variables._policy import VariablePolicy
+
+MakeExecutor = Callable[[AbstractStrategy, Processes | None], AbstractExecutor]
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Choices:
+    """What a strategy is composed of; its file in this folder makes one of these.
+
+    Attributes:
+      replicas: where its replicas are.
+      ops: how they combine values, by default all-reduces.
+      options: the same, in more detail.
+      variables: which kinds of variables it makes and where they live, by default
+        mirrored and on-read ones on all replicas.
+      executor: makes what runs its steps.
+      processes: those that take its steps together; None for this one alone.
+    """
+
+    replicas: Replicas
+    ops: CrossDeviceOps | None = None
+    options: CommunicationOptions | None = None
+    variables: VariablePolicy | None = None
+    executor: MakeExecutor = CompiledExecutor
+    processes: Processes | None = None

@@ -1,0 +1,143 @@
+"""A strategy as its parts: `ComposedStrategy`, and how they are made."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from typing import Any, Self
+
+import jax
+from jax.sharding import Mesh
+
+from jaxstrategy.cluster.resolvers._cluster_resolver import ClusterResolver
+from jaxstrategy.contexts import _context
+from jaxstrategy.contexts._context import AbstractStrategy
+from jaxstrategy.executors._executor import AbstractExecutor
+from jaxstrategy.reductions._cross_device_ops import (
+    CrossDeviceOps,
+    PlannedOps,
+    checked_ops,
+)
+from jaxstrategy.reductions._plan import AbstractPlan
+from jaxstrategy.reductions._reduction import Reduction
+from jaxstrategy.reductions._user_plan import UserPlan
+from jaxstrategy.replicas._devices import Device
+from jaxstrategy.replicas._replicas import Replicas
+from jaxstrategy.strategies._choices import Choices
+from jaxstrategy.strategies._cross_replica import CrossReplicaValues
+from jaxstrategy.strategies._extended import StrategyExtended
+from jaxstrategy.values import _per_replica
+from jaxstrategy.values._per_replica import PerReplica
+from jaxstrategy.variables._policy import ReplicatedVariables, VariablePolicy
+
+
+class ComposedStrategy(AbstractStrategy):
+    """A strategy as its parts: replicas, a reduction, a variable policy, an executor.
+
+    The public methods stand in classes over this one, by what they are about; each
+    checks where it is called, and asks a part.
+    """
+
+    _choices: Choices
+    _reduction: Reduction
+    _variable_policy: VariablePolicy
+    _executor: AbstractExecutor
+    _values: CrossReplicaValues
+    _extended: StrategyExtended
+
+    def _compose(self, choices: Choices) -> None:
+        """Make the parts."""
+        self._choices = choices
+        self._reduction = _reduction_for(self, choices)
+        self._variable_policy = choices.variables or ReplicatedVariables(self.replicas)
+        self._executor = choices.executor(self, choices.processes)
+        self._values = CrossReplicaValues(self, self._executor)
+        self._extended = StrategyExtended(self, self._executor)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        twin = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        twin._compose(self._choices)
+        return twin
+
+    @property
+    def mesh(self) -> Mesh:
+        """The `jax.sharding.Mesh` with one device per replica."""
+        return self.replicas.mesh
+
+    @property
+    def replicas(self) -> Replicas:
+        """How many replicas there are, and where."""
+        return self._choices.replicas
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """The replicas' devices, in replica order."""
+        return self.replicas.devices
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """How many replicas take a step together."""
+        return self.replicas.count
+
+    @property
+    def extended(self) -> StrategyExtended:
+        """Reductions to chosen devices, for code that needs them."""
+        return self._extended
+
+    @property
+    def reduction(self) -> Reduction:
+        """How the replicas' values become one."""
+        return self._reduction
+
+    @property
+    def variable_policy(self) -> VariablePolicy:
+        """Which kinds of variables it makes, and where they live."""
+        return self._variable_policy
+
+    @property
+    def cluster_resolver(self) -> ClusterResolver | None:
+        """What the strategy was told of its cluster; None where there is none."""
+        return None
+
+    def scope(self) -> contextlib.AbstractContextManager[AbstractStrategy]:
+        """A `with` block in which this is the current strategy.
+
+        Inside it, code is in cross-replica context: `get_strategy()` is this strategy.
+        Entering it again inside is allowed. `run` enters it by itself.
+
+        A function jitted by you is traced once, so what it learns about contexts
+        (`has_strategy()`) stays what it was on the first call. Functions called inside
+        `run` are traced there again.
+
+        Raises:
+          ContextError: inside another strategy's scope, or inside `run`.
+        """
+        return _context.Scope(self)
+
+
+def _reduction_for(strategy: AbstractStrategy, choices: Choices) -> Reduction:
+    """How the replicas of `strategy` combine values.
+
+    Raises:
+      TypeError: something else than operations was chosen.
+      ValueError: the operations name other replicas or devices.
+    """
+    ops = checked_ops(choices.ops)
+    if isinstance(ops, PlannedOps):
+        plan = ops.plan(strategy.replicas)
+    else:
+        plan = _of_user(strategy, ops)
+    return Reduction(strategy.replicas, plan.with_options(choices.options))
+
+
+def _of_user(strategy: AbstractStrategy, ops: CrossDeviceOps) -> AbstractPlan:
+    replicas = strategy.replicas
+
+    def as_per_replica(array: jax.Array) -> PerReplica:
+        return _per_replica.from_local(array, replicas)
+
+    cross_replica = functools.partial(
+        _context.entered, strategy=strategy, replica=None, in_step=True
+    )
+    return UserPlan(ops, strategy, as_per_replica, cross_replica)

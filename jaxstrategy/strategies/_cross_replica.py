@@ -1,0 +1,160 @@
+"""What code that sees all replicas does with their values: `CrossReplicaValues`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, final
+
+import jax
+from jax.core import Tracer
+
+from jaxstrategy._options import CommunicationOptions, ReduceOp
+from jaxstrategy.contexts._context import AbstractStrategy
+from jaxstrategy.executors._executor import AbstractExecutor
+from jaxstrategy.masks import _filled_rows
+from jaxstrategy.replicas import _mesh
+from jaxstrategy.replicas._replicas import SAME
+from jaxstrategy.strategies._in_sync import assert_in_sync
+from jaxstrategy.strategies._local_versions import local_versions
+from jaxstrategy.strategies._many_leaves import in_parts
+from jaxstrategy.strategies._reducers import TreeFunctions, dimensions
+from jaxstrategy.values import _per_replica
+from jaxstrategy.values._per_replica import Handle, PerReplica, PyTree
+from jaxstrategy.variables import _components
+
+_LEAF = jax.tree.structure(0)
+
+
+@final
+class CrossReplicaValues:
+    """Reads, reduces, joins and compares the versions of all replicas.
+
+    Args:
+      strategy: whose replicas, and how they combine values.
+      executor: runs functions on them.
+    """
+
+    def __init__(self, strategy: AbstractStrategy, executor: AbstractExecutor) -> None:
+        self._strategy = strategy
+        self._executor = executor
+        self._functions = TreeFunctions(strategy.reduction)
+
+    def reduced(
+        self,
+        op: ReduceOp,
+        value: PyTree,
+        axis: int | Sequence[int] | None,
+        weights: Any,
+        options: CommunicationOptions | None,
+        in_step: bool,
+    ) -> PyTree:
+        """One value from all versions, leaf by leaf.
+
+        Args:
+          op: what is done with the versions.
+          value: a pytree of `PerReplica`s, arrays and numbers.
+          axis: the dimensions of each version over which to reduce, too.
+          weights: what each entry counts; None for 1.
+          options: how, instead of as the strategy does.
+          in_step: whether it is part of a step that is traced.
+        """
+        is_weighted = weights is not None
+        function = self._functions.reducing(op, dimensions(axis), options, is_weighted)
+        across = functools.partial(self._executor.across, function)
+        if is_weighted:
+            return self._beside_variables(across((value, weights)))
+        if axis is None and not in_step:
+            return self._beside_variables(in_parts(across, value))
+        return self._beside_variables(across(value))
+
+    def gathered(self, value: PyTree, axis: int, in_step: bool) -> PyTree:
+        """All versions joined along `axis`, leaf by leaf."""
+        function = self._functions.gathering(axis, in_step)
+        joined = self._beside_variables(self._executor.across(function, value))
+        return joined if in_step else _filled_rows.without_filling(value, joined, axis)
+
+    def assert_in_sync(self, tree: PyTree, name: str) -> None:
+        """Nothing if all replicas hold the same bits of `tree`, else an error."""
+        fingerprints = functools.partial(
+            self._executor.across, self._functions.fingerprinting
+        )
+        assert_in_sync(tree, name, self._strategy.replicas.mesh, fingerprints)
+
+    def local_results(self, value: PyTree, in_step: bool) -> tuple[PyTree, ...]:
+        """The version of each replica of this process; in a step that of all."""
+        leaves, treedef = jax.tree.flatten(value, is_leaf=_per_replica.is_whole)
+        if treedef == _LEAF and not isinstance(value, (PerReplica, Handle, jax.Array)):
+            return (value,)
+        if value is None:
+            return (None,)
+        columns = self._columns(leaves, in_step)
+        if treedef == _LEAF:
+            return columns[0]
+        n = self._count(in_step)
+        columns = [column * n if len(column) == 1 else column for column in columns]
+        return tuple(
+            jax.tree.unflatten(treedef, [column[i] for column in columns])
+            for i in range(n)
+        )
+
+    def _count(self, in_step: bool) -> int:
+        replicas = self._strategy.replicas
+        return replicas.count if in_step else len(replicas.own)
+
+    def _beside_variables(self, tree: PyTree) -> PyTree:
+        """`tree` where mirrored variables are, so that both compute together."""
+        home = self._strategy.variable_policy.replicas
+        if home == self._strategy.replicas:
+            return tree
+        where = home.sharding(SAME)
+        return jax.tree.map(
+            lambda leaf: leaf if isinstance(leaf, Tracer) else _mesh.put(leaf, where),
+            tree,
+        )
+
+    def _columns(self, leaves: Sequence[Any], in_step: bool) -> list[tuple[Any, ...]]:
+        """For each leaf the versions of this process's replicas, in a step of all."""
+        n = self._count(in_step)
+        values = [leaf for leaf in leaves if isinstance(leaf, PerReplica)]
+        if in_step:
+            found = iter([value.values for value in values])
+        else:
+            found = iter(local_versions(values, self._strategy.replicas.mesh))
+        return [
+            _checked_number(next(found), n)
+            if isinstance(leaf, PerReplica)
+            else self._components(leaf, in_step)
+            if isinstance(leaf, Handle)
+            else self._copies(leaf, n, in_step)
+            for leaf in leaves
+        ]
+
+    def _components(self, variable: Handle, in_step: bool) -> tuple[Any, ...]:
+        """The copies of a variable, each an array of its own."""
+
+        def divide(held: Any) -> tuple[Any, ...]:
+            (copies,) = self._columns([held], in_step)
+            is_shared = not in_step and _per_replica.is_mirrored(held)
+            return tuple(map(_mesh.twin, copies)) if is_shared else copies
+
+        return _components.of(variable, variable.distributed(), divide)
+
+    def _copies(self, leaf: Any, n: int, in_step: bool) -> tuple[Any, ...]:
+        """What `n` replicas hold of something that is no `PerReplica`."""
+        _per_replica.check_alive(leaf, "An array")
+        if in_step and isinstance(leaf, jax.Array) and n > 1:
+            # Captured by the merge function: it may well differ between replicas.
+            return _per_replica.from_local(leaf, self._strategy.replicas).values
+        if _per_replica.is_mirrored(leaf):  # a variable of central storage has one copy
+            return (leaf,) * len(leaf.addressable_shards)
+        return (leaf,) * n
+
+
+def _checked_number(versions: tuple[Any, ...], n: int) -> tuple[Any, ...]:
+    if len(versions) != n:
+        raise ValueError(
+            f"A PerReplica with {len(versions)} versions was given to a strategy with "
+            f"{n} replicas here."
+        )
+    return versions

@@ -1,0 +1,104 @@
+"""Which kinds of variables a strategy makes, and where they live: `VariablePolicy`."""
+
+from __future__ import annotations
+
+import abc
+from typing import final
+
+from jaxstrategy._options import VariableAggregation
+from jaxstrategy.contexts import _context
+from jaxstrategy.contexts._context import AbstractStrategy, AbstractVariablePolicy
+from jaxstrategy.replicas._replicas import Replicas
+from jaxstrategy.variables.kinds._kind import Kind
+from jaxstrategy.variables.kinds._mirrored_kind import MirroredKind
+from jaxstrategy.variables.kinds._on_read_kind import OnReadKind
+
+
+class VariablePolicy(AbstractVariablePolicy):
+    """Chooses how each variable is kept that is made in the scope of a strategy."""
+
+    @abc.abstractmethod
+    def kind(
+        self,
+        name: str,
+        on_read: bool,
+        aggregation: VariableAggregation,
+        owner: AbstractStrategy | None,
+    ) -> Kind:
+        """How a variable is kept.
+
+        Args:
+          name: its name, for messages.
+          on_read: whether it has a copy for each replica, combined when it is read.
+          aggregation: how the replicas' values become one.
+          owner: the strategy that it belongs to, if there is one.
+        """
+
+
+@final
+class ReplicatedVariables(VariablePolicy):
+    """Mirrored variables on some devices, on-read ones with a copy for each replica.
+
+    Args:
+      replicas: the replicas of the strategy.
+      home: where mirrored variables are between steps, by default on all replicas.
+    """
+
+    are_owned = True
+
+    def __init__(self, replicas: Replicas, home: Replicas | None = None) -> None:
+        self._each = replicas
+        self._home = home or replicas
+
+    @property
+    def replicas(self) -> Replicas:
+        """Where mirrored variables are."""
+        return self._home
+
+    def kind(
+        self,
+        name: str,
+        on_read: bool,
+        aggregation: VariableAggregation,
+        owner: AbstractStrategy | None,
+    ) -> Kind:
+        """Mirrored or on read, as the variable asks for."""
+        if on_read:
+            return OnReadKind(name, aggregation, self._each, owner)
+        home = _context.current().colocated or self._home
+        return MirroredKind(name, aggregation, home, owner)
+
+
+@final
+class OrdinaryVariables(VariablePolicy):
+    """Variables with one copy that belong to no strategy; steps of each may use them.
+
+    Args:
+      replicas: the replica that has the copy.
+    """
+
+    are_owned = False
+
+    def __init__(self, replicas: Replicas) -> None:
+        self._replicas = replicas
+
+    @property
+    def replicas(self) -> Replicas:
+        """Where the copy is."""
+        return self._replicas
+
+    def kind(
+        self,
+        name: str,
+        on_read: bool,
+        aggregation: VariableAggregation,
+        owner: AbstractStrategy | None,
+    ) -> Kind:
+        """Mirrored, on one device."""
+        # The one copy cannot differ from others, and is what all of them combine to.
+        aggregation = VariableAggregation.NONE if on_read else aggregation
+        return MirroredKind(name, aggregation, self._replicas, None)
+
+
+ORDINARY = OrdinaryVariables(Replicas.alone())
+"""The policy of code that is part of no strategy."""
