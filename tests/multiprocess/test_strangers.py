@@ -19,12 +19,10 @@ from hypothesis import HealthCheck, given, settings
 
 import jaxstrategy
 from jaxstrategy._errors import ClusterError
+from jaxstrategy.cluster.board import _board_messages
 from jaxstrategy.cluster.board._hub import Hub
 from jaxstrategy.cluster.board._shared_board import Board
-from jaxstrategy.cluster.connections import (
-    _channel,
-    _messages,
-)
+from jaxstrategy.cluster.connections import _channel
 from jaxstrategy.cluster.connections._channel import Channel
 from jaxstrategy.cluster.connections._secret import Secret
 from jaxstrategy.cluster.connections._wire import (
@@ -34,6 +32,7 @@ from jaxstrategy.cluster.connections._wire import (
 from jaxstrategy.cluster.meeting import (
     _caller,
     _first_process,
+    _meeting_messages,
     _rendezvous,
 )
 from jaxstrategy.cluster.meeting._first_process import Host
@@ -569,16 +568,16 @@ def nearly_right(draw):
 @given(anything | nearly_right())
 @BOUNDED
 def test_anything_can_be_asked_whether_it_is_a_message(value):
-    for is_one in (_messages.is_hello, _messages.is_request):
+    for is_one in (_meeting_messages.is_hello, _board_messages.is_request):
         assert is_one(value) in (True, False)
-    for is_one in (_messages.is_word, _messages.is_reply):
+    for is_one in (_meeting_messages.is_word, _board_messages.is_reply):
         assert is_one(value, 2) in (True, False)
 
 
 @given(right)
 @BOUNDED
 def test_right_messages_are_messages(value):
-    assert _messages.is_request(value)
+    assert _board_messages.is_request(value)
 
 
 def hub_of(count):

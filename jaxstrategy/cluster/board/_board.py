@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any, final
 
 from jaxstrategy._errors import ClusterError
+from jaxstrategy.cluster.board._board_messages import Status
 from jaxstrategy.cluster.meeting._member import Member
 
 LATE_SECONDS = 3.0
@@ -30,7 +31,7 @@ class Departure:
     member: Member
     end: str
     text: str = ""
-    status: dict[str, Any] | None = None
+    status: Status | None = None
 
     def __str__(self) -> str:
         match self.end:
@@ -60,7 +61,7 @@ class ProcessState:
     """
 
     member: Member
-    status: dict[str, Any] | None
+    status: Status | None
     end: str | None
     silent_seconds: float
     text: str = ""
@@ -68,33 +69,40 @@ class ProcessState:
     @property
     def busy(self) -> str | None:
         """What it does by itself while others may wait; None if nothing."""
-        return self._said("busy")
+        return self._heard["busy"] if self._heard else None
 
     @property
     def writes(self) -> str | None:
         """What it writes in the background; None if nothing."""
-        return self._said("writes")
+        return self._heard["writes"] if self._heard else None
 
-    def _said(self, name: str) -> Any:
-        """Of a process that runs."""
-        if self.status is None or self.end is not None:
-            return None
-        return self.status.get(name) if self.silent_seconds < LATE_SECONDS else None
+    @property
+    def _heard(self) -> Status | None:
+        """What it has said a moment ago; None if it does not run."""
+        is_recent = self.end is None and self.silent_seconds < LATE_SECONDS
+        return self.status if is_recent else None
 
 
 class AbstractBoard(abc.ABC):
     """Values that all processes share, and news of those that have ended.
 
     All methods may be called from any thread. Values are what JSON can say.
+
+    Attributes:
+      members: all processes, by their ids.
+      index: which of them this one is.
+      departures: the processes that have ended, by their ids.
+      common_error: the text of an error that each process was given, by which each of
+        them may end; None if there was none.
     """
 
     members: tuple[Member, ...]
     index: int
-    # An error that each process was given, by which each of them may end.
+    departures: dict[int, Departure]
     common_error: str | None = None
 
     @abc.abstractmethod
-    def put(self, key: str, value: Any) -> None:
+    def put(self, key: str, value: object) -> None:
         """Let all processes `get` a value; a second one replaces the first."""
 
     @abc.abstractmethod
@@ -107,7 +115,7 @@ class AbstractBoard(abc.ABC):
 
     @abc.abstractmethod
     def gather(
-        self, key: str, value: Any, timeout_seconds: float | None = None
+        self, key: str, value: object, timeout_seconds: float | None = None
     ) -> list[Any]:
         """What each process contributes under this key, in the order of their ids.
 
@@ -141,6 +149,18 @@ class AbstractBoard(abc.ABC):
         Those that have ended already are told at once.
         """
 
+    def fail(self, text: str) -> None:
+        """Tell all others that this process ends, and why; they end as well."""
+        return  # nobody else is there
+
+    def look_at_process_0(self) -> None:
+        """Note that process 0 has ended if it has been silent for too long."""
+        return  # who keeps the board hears itself
+
+    def forgive_silence(self) -> None:
+        """Count the silence of process 0 from now: this one was itself stopped."""
+        return
+
 
 @final
 class LoneBoard(AbstractBoard):
@@ -154,10 +174,11 @@ class LoneBoard(AbstractBoard):
     def __init__(self) -> None:
         self.index = 0
         self.members = (Member(0, socket.gethostname(), os.getpid()),)
-        self._values: dict[str, Any] = {}
+        self.departures = {}
+        self._values: dict[str, object] = {}
         self._changed = threading.Condition()
 
-    def put(self, key: str, value: Any) -> None:
+    def put(self, key: str, value: object) -> None:
         with self._changed:
             self._values[key] = value
             self._changed.notify_all()
@@ -169,7 +190,7 @@ class LoneBoard(AbstractBoard):
             return self._values[key]
 
     def gather(
-        self, key: str, value: Any, timeout_seconds: float | None = None
+        self, key: str, value: object, timeout_seconds: float | None = None
     ) -> list[Any]:
         return [value]
 

@@ -12,9 +12,9 @@ import selectors
 import threading
 import time
 from collections.abc import Mapping
-from typing import Any
 
-from jaxstrategy.cluster.connections import _messages
+from jaxstrategy.cluster.board._board_messages import Status, is_request
+from jaxstrategy.cluster.connections._fields import Message
 from jaxstrategy.cluster.connections._wire import Connection
 
 _TICK_SECONDS = 1.0
@@ -31,7 +31,7 @@ class _Line:
         self.channel = connection.channel
         self.outgoing = bytearray()
         self.heard = time.monotonic()
-        self.status: Any = None
+        self.status: Status | None = None
         self.end: str | None = None  # how it ended: left, failed, died or silent
         self.text = ""
 
@@ -51,10 +51,10 @@ class Hub:
     ) -> None:
         self._lines = {k: _Line(k, lines[k]) for k in sorted(lines)}
         self._silence_seconds = silence_seconds
-        self._values: dict[str, Any] = {}
+        self._values: dict[str, object] = {}
         self._asked: dict[str, list[tuple[int, int]]] = {}
         # Of each key and process: what it contributed, and the request it waits with.
-        self._gathers: dict[str, dict[int, collections.deque[tuple[int, Any]]]] = {}
+        self._gathers: dict[str, dict[int, collections.deque[tuple[int, object]]]] = {}
         self._selector = selectors.DefaultSelector()
         self._ticked = time.monotonic()
         self._all_left = False
@@ -107,7 +107,7 @@ class Hub:
     def _take(self, line: _Line) -> None:
         try:
             for message in line.channel.messages():
-                if not _messages.is_request(message):
+                if not is_request(message):
                     raise ValueError("it sent something that is no request")
                 self._obey(line, message)
         except ValueError as error:
@@ -115,7 +115,7 @@ class Hub:
                 self._ended(line, "failed", f"its messages make no sense: {error}")
             self._hung_up(line)
 
-    def _obey(self, line: _Line, message: dict[str, Any]) -> None:
+    def _obey(self, line: _Line, message: Message) -> None:
         match message["op"]:
             case "alive":
                 line.status = message["status"]
@@ -138,12 +138,12 @@ class Hub:
                 line.status = message["status"]
                 self._ended(line, "left", "")
 
-    def _put(self, key: str, value: Any) -> None:
+    def _put(self, key: str, value: object) -> None:
         self._values[key] = value
         for index, request in self._asked.pop(key, []):
             self._post(self._lines[index], {"id": request, "value": value})
 
-    def _get(self, line: _Line, message: dict[str, Any]) -> None:
+    def _get(self, line: _Line, message: Message) -> None:
         key = message["key"]
         if key in self._values:
             self._post(line, {"id": message["id"], "value": self._values[key]})
@@ -177,7 +177,7 @@ class Hub:
                     self._refuse(self._lines[index], request, gone)
             del self._gathers[key]
 
-    def _cancel(self, line: _Line, message: dict[str, Any]) -> None:
+    def _cancel(self, line: _Line, message: Message) -> None:
         """Forget a request that took too long; say who has not contributed."""
         request, absent = message["cancelled"], []
         for key, waiting in list(self._gathers.items()):
@@ -197,7 +197,7 @@ class Hub:
         ends = [[k, self._lines[k].end, self._lines[k].text] for k in gone]
         self._post(line, {"id": request, "gone": ends})
 
-    def states(self) -> list[dict[str, Any]]:
+    def states(self) -> list[Message]:
         """Where each process is, by their ids; any thread may ask."""
         now = time.monotonic()
         return [
@@ -266,7 +266,7 @@ class Hub:
             if line.index and line.end is None and silent > self._silence_seconds:
                 self._ended(line, "silent", f"{silent:.0f}")
 
-    def _post(self, line: _Line, message: dict[str, Any]) -> None:
+    def _post(self, line: _Line, message: Message) -> None:
         try:
             line.outgoing += line.channel.packed(message)
         except ValueError as error:  # what all said, together, is too large

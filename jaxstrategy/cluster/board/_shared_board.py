@@ -18,11 +18,12 @@ from jaxstrategy.cluster.board._board import (
     ProcessState,
     nobody_put,
 )
+from jaxstrategy.cluster.board._board_messages import Status, is_reply
 from jaxstrategy.cluster.board._hub import Hub
 from jaxstrategy.cluster.connections import (
     _channel,
-    _messages,
 )
+from jaxstrategy.cluster.connections._fields import Message
 from jaxstrategy.cluster.connections._wire import Connection
 from jaxstrategy.cluster.meeting._member import (
     Meeting,
@@ -31,7 +32,9 @@ from jaxstrategy.cluster.meeting._member import (
 from jaxstrategy.text._lists import listed
 
 _ANSWER_SECONDS = 2.0  # for what process 0 can answer by itself
-_FOR_EVER = 1e6  # of which clocks and locks still think well
+# Locks raise OverflowError beyond `threading.TIMEOUT_MAX`, 292 years on Linux and 49
+# days on Windows; users give `math.inf`, too.
+_LONGEST_SECONDS = 1e6
 
 
 @final
@@ -46,7 +49,6 @@ class Board(AbstractBoard):
 
     Attributes:
       status: gives what other processes are told of this one, each second.
-      departures: the processes that have ended, by their ids.
     """
 
     def __init__(
@@ -57,7 +59,7 @@ class Board(AbstractBoard):
     ) -> None:
         self.index = meeting.index
         self.members = meeting.members
-        self.status: Callable[[], dict[str, Any] | None] = lambda: None
+        self.status: Callable[[], Status | None] = lambda: None
         self.departures: dict[int, Departure] = {}
         self._timeout_seconds = timeout_seconds
         # Later than any watchdog, whose report says more.
@@ -65,7 +67,7 @@ class Board(AbstractBoard):
         self._hub: Hub | None = None
         self._connection = self._connected(meeting)
         self._requests = itertools.count()
-        self._answers: dict[int, queue.SimpleQueue[dict[str, Any]]] = {}
+        self._answers: dict[int, queue.SimpleQueue[Message]] = {}
         self._heard = time.monotonic()
         self._callbacks: list[Callable[[Departure], None]] = []
         self._news = threading.Condition(threading.RLock())
@@ -85,7 +87,7 @@ class Board(AbstractBoard):
         self._hub.start()
         return ours
 
-    def put(self, key: str, value: Any) -> None:
+    def put(self, key: str, value: object) -> None:
         self._send({"op": "put", "key": key, "value": value})
 
     def get(self, key: str, timeout_seconds: float | None = None) -> Any:
@@ -96,7 +98,7 @@ class Board(AbstractBoard):
             raise ClusterError(nobody_put(key, seconds)) from None
 
     def gather(
-        self, key: str, value: Any, timeout_seconds: float | None = None
+        self, key: str, value: object, timeout_seconds: float | None = None
     ) -> list[Any]:
         seconds = self._seconds(timeout_seconds)
         message = {"op": "gather", "key": key, "value": value}
@@ -124,7 +126,7 @@ class Board(AbstractBoard):
     def known_states(self) -> list[ProcessState]:
         return [] if self._hub is None else self._states(self._hub.states())
 
-    def _states(self, rows: list[dict[str, Any]]) -> list[ProcessState]:
+    def _states(self, rows: list[Message]) -> list[ProcessState]:
         return [
             ProcessState(member, row["status"], row["end"], row["silent"], row["text"])
             for member, row in zip(self.members, rows, strict=True)
@@ -143,13 +145,19 @@ class Board(AbstractBoard):
         return time.monotonic() - self._heard
 
     def forgive_silence(self) -> None:
-        """Count it from now: this process was itself stopped."""
+        """Count the silence of process 0 from now: this one was itself stopped."""
         self._heard = time.monotonic()
 
     @property
     def process_0_is_silent(self) -> bool:
         """Whether process 0 has said nothing for so long that it counts as dead."""
         return bool(self.index) and self.silent_seconds > self._silence_seconds
+
+    def look_at_process_0(self) -> None:
+        """Note that process 0 has ended if it has been silent for too long."""
+        if self.process_0_is_silent:
+            silent = f"{self.silent_seconds:.0f}"
+            self._note(Departure(self.members[0], "silent", silent))
 
     def wait_for_departure(self, timeout_seconds: float) -> Departure | None:
         """The first process that ended badly, None if none did within the time."""
@@ -175,7 +183,7 @@ class Board(AbstractBoard):
         # who waited for it would outlive process 0, and be aborted by JAX.
         self._hang_up(linger_seconds or _ANSWER_SECONDS)
 
-    def leave(self, status: dict[str, Any] | None = None) -> None:
+    def leave(self, status: Status | None = None) -> None:
         """Say that this process has finished, before it waits for all others to."""
         self._send({"op": "left", "status": status})
 
@@ -203,9 +211,9 @@ class Board(AbstractBoard):
             self._hub.close_in_forked_child()
 
     def _seconds(self, given: float | None) -> float:
-        return min(_FOR_EVER, self._timeout_seconds if given is None else given)
+        return min(_LONGEST_SECONDS, self._timeout_seconds if given is None else given)
 
-    def _send(self, message: dict[str, Any]) -> None:
+    def _send(self, message: Message) -> None:
         try:
             self._connection.send(message)
         except OSError as error:
@@ -218,8 +226,8 @@ class Board(AbstractBoard):
         return f"{gone}. The job cannot go on"
 
     def _answer(
-        self, message: dict[str, Any], seconds: float, is_patient: bool = False
-    ) -> dict[str, Any]:
+        self, message: Message, seconds: float, is_patient: bool = False
+    ) -> Message:
         """What process 0 answers.
 
         Args:
@@ -255,7 +263,7 @@ class Board(AbstractBoard):
         except ClusterError:
             return False
 
-    def _cancelled(self, message: dict[str, Any], request: int) -> list[int]:
+    def _cancelled(self, message: Message, request: int) -> list[int]:
         if message["op"] not in ("gather", "get"):
             return []
         try:
@@ -268,18 +276,18 @@ class Board(AbstractBoard):
         try:
             while True:
                 message = self._connection.receive()
-                if not _messages.is_reply(message, len(self.members)):
+                if not is_reply(message, len(self.members)):
                     raise ValueError("process 0 says something else")
                 self._heard = time.monotonic()
                 self._take(message)
         except (EOFError, OSError, ValueError) as error:
             if not self._is_closed and not self._all_left.is_set():
-                self.departed(_lost_by(error, self.members[0]))
+                self._note(_lost_by(error, self.members[0]))
             self._is_over = True
             for answers in list(self._answers.values()):
                 answers.put({"gone": []})
 
-    def _take(self, message: dict[str, Any]) -> None:
+    def _take(self, message: Message) -> None:
         if "id" in message:
             answers = self._answers.get(message["id"])
             if answers is not None:
@@ -293,12 +301,12 @@ class Board(AbstractBoard):
             case "ended":
                 member = self.members[message["process"]]
                 end, text, status = (message[k] for k in ("end", "text", "status"))
-                self.departed(Departure(member, end, text, status))
+                self._note(Departure(member, end, text, status))
             case "all left":
                 self._all_left.set()
 
-    def departed(self, departure: Departure) -> None:
-        """Note that a process has ended; for the board and its watchdog."""
+    def _note(self, departure: Departure) -> None:
+        """Note that a process has ended, and say so."""
         index = departure.member.index
         with self._news:
             known = self.departures.get(index)
@@ -318,7 +326,7 @@ def _lost_by(error: Exception, process_0: Member) -> Departure:
     return Departure(process_0, "died")
 
 
-def _first(answers: queue.SimpleQueue[Any], seconds: float) -> Any:
+def _first(answers: queue.SimpleQueue[Message], seconds: float) -> Message | None:
     try:
         return answers.get(timeout=max(0.0, seconds))
     except queue.Empty:

@@ -12,8 +12,9 @@ import itertools
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, final
+from typing import final
 
+from jaxstrategy.cluster.board._board import ProcessState
 from jaxstrategy.cluster.meeting._member import Member
 from jaxstrategy.cluster.resolvers._launched import LATE
 
@@ -44,9 +45,9 @@ class Arrivals:
             since = time.monotonic() - self._met
             self._rows.append((step, self._meetings, since))
 
-    def told(self) -> list[list[float]]:
+    def told(self) -> list[tuple[int, int, float]]:
         """The last steps: their number, that of the meeting before, seconds since."""
-        return [[step, met, round(since, 6)] for step, met, since in list(self._rows)]
+        return [(step, met, round(since, 6)) for step, met, since in list(self._rows)]
 
 
 @final
@@ -165,14 +166,14 @@ def _tail(values: list[float]) -> float:
     return sorted(values)[min(len(values) - 1, int(0.95 * len(values)))]
 
 
-def at_the_end(states: Sequence[Any]) -> str:
+def at_the_end(states: Sequence[ProcessState]) -> str:
     """The line by which a process says at its end who was late; empty if nobody."""
     found = of_states(states)
     return "" if found.slowest is None else f"{LATE}{found.verdict}\n"
 
 
-def of_states(states: Sequence[Any]) -> Stragglers:
+def of_states(states: Sequence[ProcessState]) -> Stragglers:
     """Who is late, by what the board knows of all processes."""
     return stragglers(
-        {state.member: (state.status or {}).get("arrivals", ()) for state in states}
+        {s.member: s.status["arrivals"] if s.status else () for s in states}
     )

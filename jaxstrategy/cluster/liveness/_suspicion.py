@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from jaxstrategy.cluster.board._board import (
     LATE_SECONDS,
     Departure,
     ProcessState,
 )
+from jaxstrategy.cluster.board._board_messages import Status
 
 # A batch that is being read for so long is worth a word.
 _READING_SECONDS = 1.0
@@ -27,7 +27,7 @@ def described(state: ProcessState) -> str:
     return f"{state.member} {_doing(state.status)}"
 
 
-def _doing(status: dict[str, Any] | None) -> str:
+def _doing(status: Status | None) -> str:
     if status is None:
         return "had not said how far it is"
     reads = "".join(
@@ -85,7 +85,7 @@ def _late_readers(states: Sequence[ProcessState], waited: float) -> str:
     told = [
         f"the input pipeline of {state.member} has not delivered {what} for {seconds} s"
         for state in states
-        for what, seconds in (state.status or {}).get("reads", ())
+        for what, seconds in (state.status["reads"] if state.status else ())
         if seconds >= least
     ]
     return f"{' and '.join(told)}. Its source is slow or stuck." if told else ""

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, final
+from typing import final
 
 import jax
 
@@ -25,7 +25,7 @@ from jaxstrategy.cluster.board._board import (
     Departure,
     ProcessState,
 )
-from jaxstrategy.cluster.board._shared_board import Board
+from jaxstrategy.cluster.board._board_messages import Status
 from jaxstrategy.cluster.liveness import (
     _arrivals,
 )
@@ -106,8 +106,8 @@ class Watchdog:
         self._board = board
         self._end = end
         self._step = 0
-        self._what: Any = None
-        self._where: Any = None
+        self._what: object = None
+        self._where: object = None
         self._is_open = False
         self._busy: str | None = None
         self._opened = 0.0
@@ -139,7 +139,7 @@ class Watchdog:
         self._tokens.clear()
 
     def step_started(
-        self, what: Any, where: Any = None, busy: str | None = None
+        self, what: object, where: object = None, busy: str | None = None
     ) -> None:
         """Note that the call of a step of all processes begins.
 
@@ -227,7 +227,7 @@ class Watchdog:
         ]
         return max(others, key=lambda pending: pending.seconds, default=None)
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> Status:
         """What the other processes are told each second."""
         pending = self.pending
         return {
@@ -239,7 +239,7 @@ class Watchdog:
             "writes": self.writes,
             "arrivals": self.arrivals.told(),
             "reads": [
-                [read.what, round(read.seconds, 1)]
+                (read.what, round(read.seconds, 1))
                 for read in list(self._reads.values())
             ],
         }
@@ -276,20 +276,13 @@ class Watchdog:
             if now - ticked > tick + _STOPPED_SECONDS:
                 self._was_stopped()
             ticked = now
-            self._check_process_0()
+            self._board.look_at_process_0()
             if pending := self.pending:
                 self._check(pending)
 
     def _was_stopped(self) -> None:
         self.step_progress()
-        if isinstance(self._board, Board):
-            self._board.forgive_silence()
-
-    def _check_process_0(self) -> None:
-        board = self._board
-        if isinstance(board, Board) and board.process_0_is_silent:
-            silent = f"{board.silent_seconds:.0f}"
-            board.departed(Departure(board.members[0], "silent", silent))
+        self._board.forgive_silence()
 
     def _check(self, pending: Pending) -> None:
         leaver = self._leaver_before(pending)
@@ -300,8 +293,6 @@ class Watchdog:
 
     def _leaver_before(self, pending: Pending) -> Departure | None:
         """A process that has finished without ever beginning this step."""
-        if not isinstance(self._board, Board):
-            return None
         if pending.step is None:
             return None  # the board refuses who waits there for one that has left
         for departure in list(self._board.departures.values()):
@@ -367,8 +358,7 @@ class Watchdog:
         )
 
         def tell() -> None:
-            if isinstance(board, Board):
-                board.fail(f"{waited}: {cause}")
+            board.fail(f"{waited}: {cause}")
 
         self._end(ExitCode.WATCHDOG, text, tell)
 

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import socket
 import time
-from typing import Any, final
+from typing import final
 
-from jaxstrategy.cluster.connections import (
-    _messages,
-    _wire,
-)
+from jaxstrategy.cluster.connections import _wire
 from jaxstrategy.cluster.connections._channel import (
     REFUSAL,
     ForgedError,
     Greeting,
 )
+from jaxstrategy.cluster.connections._fields import Message
 from jaxstrategy.cluster.connections._secret import Secret
 from jaxstrategy.cluster.connections._wire import Connection
+from jaxstrategy.cluster.meeting._meeting_messages import is_hello
 
 HELLO_SECONDS = 5.0
 """How long someone may be connected without having said who it is."""
@@ -34,7 +33,7 @@ class Caller:
 
     def __init__(self, sock: socket.socket, secret: Secret) -> None:
         self.sock = sock
-        self.hello: dict[str, Any] | None = None
+        self.hello: Message | None = None
         self.is_refused = False
         self.deadline = time.monotonic() + HELLO_SECONDS
         self.connection: Connection | None = None
@@ -61,7 +60,7 @@ class Caller:
         else:
             self.connection.channel.add(received)
         for message in self.connection.channel.messages():
-            if self.hello is not None or not _messages.is_hello(message):
+            if self.hello is not None or not is_hello(message):
                 raise ValueError("this is no hello")
             self.hello = message
 
@@ -72,7 +71,7 @@ class Caller:
         except OSError:
             pass  # it is not waiting for it
 
-    def tell(self, message: dict[str, Any]) -> None:
+    def tell(self, message: Message) -> None:
         """Say something to a process that has said who it is."""
         try:
             if self.connection is not None:

@@ -10,14 +10,15 @@ import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from jaxstrategy._errors import ClusterError
 from jaxstrategy.cluster.connections import (
     _secret,
     _wire,
 )
+from jaxstrategy.cluster.connections._fields import Message
 from jaxstrategy.cluster.connections._secret import Secret
+from jaxstrategy.cluster.connections._wire import Connection
 from jaxstrategy.cluster.meeting._caller import Caller
 from jaxstrategy.cluster.meeting._member import (
     SAME,
@@ -44,7 +45,7 @@ class Host:
     def __init__(
         self,
         listener: socket.socket,
-        hello: dict[str, Any],
+        hello: Message,
         coordinator: str,
         end: float,
         timeout_seconds: float,
@@ -58,7 +59,7 @@ class Host:
         self._secret = secret
         self._selector = selectors.DefaultSelector()
         self._callers: list[Caller] = []
-        self._gone: list[dict[str, Any]] = []
+        self._gone: list[Message] = []
         self._refused = 0
         self._refused_last = "nobody"
         self._accepts_at: float | None = None  # None while it accepts
@@ -79,7 +80,9 @@ class Host:
         members = [member(hello) for hello in self._hellos()]
         members.sort(key=lambda one: one.index)
         self._tell({"verdict": "", "members": [list(_row(m)) for m in members]})
-        connections = {c.hello["index"]: c.connection for c in self._present()}
+        connections = {
+            hello["index"]: connection for hello, connection in self._present()
+        }
         for stranger in self._strangers():
             stranger.close()
         for connection in connections.values():
@@ -162,7 +165,7 @@ class Host:
                 flush=True,
             )
 
-    def _welcome(self, caller: Caller, hello: dict[str, Any]) -> None:
+    def _welcome(self, caller: Caller, hello: Message) -> None:
         if hello.get("job", "") == self._own.get("job", ""):
             caller.tell({"seconds": max(0.0, self._end - time.monotonic())})
             return
@@ -183,11 +186,15 @@ class Host:
         """Those that have not said who they are, the oldest first."""
         return [caller for caller in self._callers if caller.hello is None]
 
-    def _present(self) -> list[Any]:
-        return [caller for caller in self._callers if caller.hello is not None]
+    def _present(self) -> list[tuple[Message, Connection]]:
+        return [
+            (caller.hello, caller.connection)
+            for caller in self._callers
+            if caller.hello is not None and caller.connection is not None
+        ]
 
-    def _hellos(self) -> list[dict[str, Any]]:
-        return [self._own, *(caller.hello for caller in self._present())]
+    def _hellos(self) -> list[Message]:
+        return [self._own, *(hello for hello, _ in self._present())]
 
     def _mistakes(self) -> list[str]:
         return mistakes(self._own, self._hellos())
@@ -220,16 +227,17 @@ class Host:
             f"could not start together: {'; '.join(wrong)}."
         )
 
-    def _tell(self, message: dict[str, Any]) -> None:
-        for caller in self._present():
-            caller.tell(message)
+    def _tell(self, message: Message) -> None:
+        for caller in self._callers:
+            if caller.hello is not None:
+                caller.tell(message)
 
     def _close(self) -> None:
         for caller in self._callers:
             caller.close()
 
 
-def mistakes(own: Mapping[str, Any], hellos: Sequence[Mapping[str, Any]]) -> list[str]:
+def mistakes(own: Message, hellos: Sequence[Message]) -> list[str]:
     """What cannot be right, whoever is still to come.
 
     Args:
@@ -261,7 +269,7 @@ def mistakes(own: Mapping[str, Any], hellos: Sequence[Mapping[str, Any]]) -> lis
     return wrong
 
 
-def _other_versions(own: Mapping[str, Any], hello: Mapping[str, Any]) -> list[str]:
+def _other_versions(own: Message, hello: Message) -> list[str]:
     ours, theirs = own.get("versions", {}), hello.get("versions", {})
     differ = [name for name in SAME if ours.get(name) != theirs.get(name)]
     if not differ:

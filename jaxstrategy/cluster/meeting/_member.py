@@ -8,8 +8,8 @@ import platform
 import socket
 from collections.abc import Mapping
 from importlib import metadata
-from typing import Any
 
+from jaxstrategy.cluster.connections._fields import Message
 from jaxstrategy.cluster.connections._wire import Connection
 
 SAME = ("jaxstrategy", "jax", "jaxlib")
@@ -47,7 +47,7 @@ class Meeting:
             connection.close()
 
 
-def facts() -> dict[str, Any]:
+def facts() -> Message:
     """What a process says of itself: host, pid, and the versions that must agree."""
     versions = {name: _version(name) for name in SAME}
     return {
@@ -65,6 +65,6 @@ def _version(name: str) -> str:
         return "unknown"
 
 
-def member(hello: Mapping[str, Any]) -> Member:
+def member(hello: Message) -> Member:
     """Who says this."""
     return Member(hello["index"], hello.get("host", "?"), hello.get("pid", 0))

@@ -6,11 +6,9 @@ import contextlib
 import errno
 import socket
 import time
-from typing import Any
 
 from jaxstrategy._errors import ClusterError
 from jaxstrategy.cluster.connections import (
-    _messages,
     _secret,
     _wire,
 )
@@ -20,12 +18,11 @@ from jaxstrategy.cluster.connections._channel import (
     Greeting,
     RefusedError,
 )
+from jaxstrategy.cluster.connections._fields import Message
 from jaxstrategy.cluster.connections._secret import Secret
 from jaxstrategy.cluster.connections._wire import Connection
-from jaxstrategy.cluster.meeting._member import (
-    Meeting,
-    Member,
-)
+from jaxstrategy.cluster.meeting._meeting_messages import is_word
+from jaxstrategy.cluster.meeting._member import Meeting, Member
 
 _VERDICT_SECONDS = 5.0  # how much later than it said process 0 may answer
 CLOSED_SECONDS = 3.0
@@ -39,7 +36,7 @@ class Guest:
 
     def __init__(
         self,
-        hello: dict[str, Any],
+        hello: Message,
         coordinator: str,
         end: float,
         timeout_seconds: float,
@@ -126,13 +123,13 @@ class Guest:
         connection.sock.settimeout(None)
         return Meeting(self._hello["index"], members, {0: connection})
 
-    def _verdict(self, connection: Connection) -> dict[str, Any]:
+    def _verdict(self, connection: Connection) -> Message:
         end = self._end
         try:
             connection.send(self._hello)
             while True:
                 message = connection.receive(end)
-                if not _messages.is_word(message, self._hello["count"]):
+                if not is_word(message, self._hello["count"]):
                     raise ValueError("process 0 says something else")
                 if "verdict" in message:
                     return message

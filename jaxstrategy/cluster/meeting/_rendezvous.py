@@ -13,14 +13,13 @@ from __future__ import annotations
 import errno
 import socket
 import time
-from collections.abc import Mapping
-from typing import Any
 
 from jaxstrategy._errors import ClusterError
 from jaxstrategy.cluster.connections import (
     _secret,
     _wire,
 )
+from jaxstrategy.cluster.connections._fields import Message
 from jaxstrategy.cluster.connections._secret import Secret
 from jaxstrategy.cluster.meeting import _other_process
 from jaxstrategy.cluster.meeting._first_process import Host
@@ -36,7 +35,7 @@ def meet(
     count: int,
     coordinator: str,
     timeout_seconds: float = 300,
-    told: Mapping[str, Any] | None = None,
+    told: Message | None = None,
     bind_address: str | None = None,
     secret: Secret | None = None,
 ) -> Meeting:
@@ -100,7 +99,7 @@ def _listener(coordinator: str, bind_address: str | None) -> socket.socket:
 
 
 def _refused_port(
-    error: OSError, hello: dict[str, Any], coordinator: str, secret: Secret
+    error: OSError, hello: Message, coordinator: str, secret: Secret
 ) -> Meeting:
     """Process 0 cannot listen: a second process 0, or another program, does.
 
