@@ -19,11 +19,11 @@ from jaxstrategy.cluster.agreement._agreement import (
     AbstractAgreement,
     LoneAgreement,
 )
-from jaxstrategy.inputs._division import Replicas
+from jaxstrategy.inputs._division import ReplicaRange
 from jaxstrategy.inputs._global import GlobalReader
 from jaxstrategy.inputs._pipelines import PipelinesReader
 from jaxstrategy.inputs._steps import Steps
-from jaxstrategy.inputs._transfer import Placing
+from jaxstrategy.inputs._transfer import Transfer
 from jaxstrategy.inputs.sources._choose import as_source
 
 SECONDS = 20
@@ -889,7 +889,7 @@ def in_processes(count, local, make, remainder="pad", resumed=None, most=None):
     found = [None] * count
 
     def process(index):
-        replicas = Replicas(count * local, index * local, local)
+        replicas = ReplicaRange(count * local, index * local, local)
         steps = Steps(make(index, replicas), Talk(meeting, index), remainder)
         fed = []
         try:
@@ -967,7 +967,7 @@ def test_a_process_reads_only_its_own_rows(monkeypatch):
             read.append(index)
             return np.asarray(self)[index]
 
-    replicas = Replicas(8, 2, 2)
+    replicas = ReplicaRange(8, 2, 2)
     source = js.batches(np.arange(32), 16)
     source._arrays = np.arange(32).view(Watched)
     share = GlobalReader(source.start(), replicas).read()
@@ -1049,7 +1049,7 @@ def test_processes_resume_even_after_their_own_end(used):
 
 def test_arrays_of_several_processes_are_copies(four):
     """Placed as with several processes, of which this one has all devices."""
-    placing = Placing(four.mesh, Replicas(4, 0, 3))
+    placing = Transfer(four.replicas, ReplicaRange(4, 0, 3))
     x = np.zeros((64, 16), np.float32)
 
     def source():
@@ -1058,7 +1058,7 @@ def test_arrays_of_several_processes_are_copies(four):
             yield {"x": x}
         x[:] = -1
 
-    reader = GlobalReader(as_source(source).start(), Replicas(4, 0, 4))
+    reader = GlobalReader(as_source(source).start(), ReplicaRange(4, 0, 4))
     steps = Steps(reader, LoneAgreement(), "pad")
     batches = [placing.place(step, reader.kind) for step in steps]
     assert [np.unique(b["x"].stacked).tolist() for b in batches] == [[0], [1], [2], [3]]

@@ -12,7 +12,7 @@ from jaxstrategy.cluster.agreement._agreement import (
     AbstractAgreement,
     LoneAgreement,
 )
-from jaxstrategy.inputs._division import Replicas
+from jaxstrategy.inputs._division import ReplicaRange
 from jaxstrategy.inputs._global import GlobalReader
 from jaxstrategy.inputs._pipelines import PipelinesReader
 from jaxstrategy.inputs._steps import Steps
@@ -77,7 +77,7 @@ def test_other_arrays_are_noticed(two, other, words):
 @pytest.mark.parametrize("other, words", OTHERS.values(), ids=OTHERS)
 def test_each_of_two_processes_notices(other, words):
     for first in (0, 1):
-        replicas = Replicas(2, first, 1)
+        replicas = ReplicaRange(2, first, 1)
         begun = steps(js.batches(X, 4, shuffle=1), replicas)
         # A process alone agrees with itself only: reading is what is looked at.
         begun.reader.read(), begun.reader.read()
@@ -86,7 +86,7 @@ def test_each_of_two_processes_notices(other, words):
             resumed.reader.set_state(as_json(begun.reader.get_state()), 2, [None])
 
 
-@pytest.mark.parametrize("replicas", [Replicas(2, 0, 2), Replicas(2, 1, 1)])
+@pytest.mark.parametrize("replicas", [ReplicaRange(2, 0, 2), ReplicaRange(2, 1, 1)])
 def test_a_list_of_another_length_or_with_other_batches_is_noticed(replicas):
     batches = list(X.reshape(5, 4, 2))
     begun = steps(batches, replicas).reader
@@ -211,11 +211,11 @@ def test_empty_global_batches_have_no_real_rows(n, ahead):
 
 def test_an_empty_batch_for_several_processes():
     for first in (0, 1):
-        replicas = Replicas(2, first, 1)
+        replicas = ReplicaRange(2, first, 1)
         reader = GlobalReader(as_source([X[:4], X[:0]]).start(), replicas)
         reader.read()
         share = reader.read()
-        assert share.counts == [0] and share.arrays[0].shape == (1, 2, 2)
+        assert share.own_counts == (0,) and share.arrays[0].shape == (1, 2, 2)
 
 
 def test_an_empty_batch_may_be_dropped(two):
@@ -274,7 +274,7 @@ def test_a_pipeline_reader_widens_to_what_processes_agree_on():
         def exchange(self, said):
             return [said, None if said is None else [3, 3]]
 
-    replicas = Replicas(2, 0, 1)
+    replicas = ReplicaRange(2, 0, 1)
     source = as_source([np.arange(2), np.arange(2, 4)]).start()
     reader = PipelinesReader([source], replicas)
     found = list(zip(range(2), Steps(reader, Told(), "pad"), strict=False))

@@ -21,7 +21,7 @@ from jaxstrategy.values._per_replica import (
 
 
 @dataclasses.dataclass(frozen=True)
-class Batch:
+class SourceBatch:
     """The arrays of a batch, `[rows, ...]` each.
 
     A batch for one replica may have scalars, too, which are its own.
@@ -43,11 +43,11 @@ class Batch:
         """How many examples it has; one, if there are only scalars."""
         return next((array.shape[0] for array in self.arrays if array.ndim), 1)
 
-    def cut(self, rows: slice) -> Batch:
+    def cut(self, rows: slice) -> SourceBatch:
         """Some of its rows."""
         return self.map(lambda array: array[rows])
 
-    def map(self, function: Callable[[Any], Any]) -> Batch:
+    def map(self, function: Callable[[Any], Any]) -> SourceBatch:
         """The batch of what `function` makes of each array."""
         return dataclasses.replace(self, arrays=tuple(map(function, self.arrays)))
 
@@ -67,7 +67,7 @@ class Batch:
 _HEAD_ROWS, _HEAD = 8, 1024  # rows, numbers
 
 
-def checked(tree: PyTree, number: int, is_of_replica: bool = False) -> Batch:
+def checked(tree: PyTree, number: int, is_of_replica: bool = False) -> SourceBatch:
     """`tree` as a batch.
 
     Args:
@@ -92,7 +92,7 @@ def checked(tree: PyTree, number: int, is_of_replica: bool = False) -> Batch:
     arrays = tuple(
         _array(leaf, path, number) for (_, leaf), path in zip(found, paths, strict=True)
     )
-    batch = Batch(arrays, paths, treedef, number)
+    batch = SourceBatch(arrays, paths, treedef, number)
     if not is_of_replica:
         _check_no_scalars(batch)
     _check_rows(batch)
@@ -121,7 +121,7 @@ def _array(leaf: Any, path: str, number: int) -> Any:
     return array
 
 
-def _check_no_scalars(batch: Batch) -> None:
+def _check_no_scalars(batch: SourceBatch) -> None:
     for path, array in zip(batch.paths, batch.arrays, strict=True):
         if array.ndim == 0:
             raise ValueError(
@@ -133,7 +133,7 @@ def _check_no_scalars(batch: Batch) -> None:
             )
 
 
-def _check_rows(batch: Batch) -> None:
+def _check_rows(batch: SourceBatch) -> None:
     rows = [
         (path, array.shape[0])
         for path, array in zip(batch.paths, batch.arrays, strict=True)
@@ -149,7 +149,7 @@ def _check_rows(batch: Batch) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Kind:
+class BatchSpec:
     """What all batches of a dataset have in common.
 
     Attributes:
@@ -163,7 +163,7 @@ class Kind:
     types: tuple[tuple[tuple[int, ...] | None, Any], ...]
 
     @classmethod
-    def of(cls, batch: Batch) -> Kind:
+    def of(cls, batch: SourceBatch) -> BatchSpec:
         """That of a batch."""
         types = tuple(
             (array.shape[1:] if array.ndim else None, array.dtype)
@@ -171,13 +171,13 @@ class Kind:
         )
         return cls(batch.treedef, batch.paths, types)
 
-    def check(self, batch: Batch) -> None:
+    def check(self, batch: SourceBatch) -> None:
         """Raise if a batch is of another kind.
 
         Raises:
           ValueError: another structure, or a leaf with another shape or dtype.
         """
-        found = Kind.of(batch)
+        found = BatchSpec.of(batch)
         if found.treedef != self.treedef:
             raise ValueError(
                 f"Batch {batch.number} has another structure than the first: "

@@ -8,7 +8,7 @@ from typing import Any, TypeVar, final
 from jaxstrategy.inputs._input_options import InputOptions
 from jaxstrategy.inputs._iterator import DistributedIterator
 from jaxstrategy.inputs._steps import Steps
-from jaxstrategy.inputs._transfer import Placing
+from jaxstrategy.inputs._transfer import Transfer
 from jaxstrategy.values._per_replica import PyTree
 
 _S = TypeVar("_S")
@@ -42,13 +42,13 @@ class DistributedDataset:
     def __init__(
         self,
         start: Callable[[], Steps],
-        placing: Placing,
+        transfer: Transfer,
         options: InputOptions,
         name: str,
         length: Callable[[], int | None],
     ) -> None:
         self._start = start
-        self._placing = placing
+        self._transfer = transfer
         self._options = options
         self._name = name
         self._length = length
@@ -61,7 +61,7 @@ class DistributedDataset:
         return self._iterator() if begun is None else begun
 
     def _iterator(self) -> DistributedIterator:
-        return DistributedIterator(self._start, self._placing, self._options)
+        return DistributedIterator(self._start, self._transfer, self._options)
 
     @property
     def element_spec(self) -> PyTree:

@@ -6,11 +6,11 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jax.sharding import Mesh
+import jax
 
 from jaxstrategy.cluster.agreement._agreement import AbstractAgreement
 from jaxstrategy.inputs._dataset import DistributedDataset
-from jaxstrategy.inputs._division import Replicas
+from jaxstrategy.inputs._division import ReplicaRange
 from jaxstrategy.inputs._global import GlobalReader
 from jaxstrategy.inputs._input_options import (
     InputContext,
@@ -19,32 +19,28 @@ from jaxstrategy.inputs._input_options import (
 )
 from jaxstrategy.inputs._pipelines import PipelinesReader
 from jaxstrategy.inputs._steps import Steps
-from jaxstrategy.inputs._transfer import Placing
+from jaxstrategy.inputs._transfer import Transfer
 from jaxstrategy.inputs.sources._choose import as_source
 from jaxstrategy.inputs.sources._source import Source
+from jaxstrategy.replicas._replicas import Replicas
 
 
 class Feeding:
-    """How the replicas of one mesh are fed.
+    """How the replicas of a strategy are fed.
 
     Args:
-      mesh: where they are.
-      replicas: those of this process.
-      process: the number of this process, and of all.
+      replicas: all of them.
       agree: makes an agreement with the other processes, for one pass.
     """
 
     def __init__(
         self,
-        mesh: Mesh,
         replicas: Replicas,
-        process: tuple[int, int],
         agree: Callable[[], AbstractAgreement],
     ) -> None:
-        self._replicas = replicas
-        self._process = process
+        self._fed = ReplicaRange.of(replicas)
         self._agree = agree
-        self._placing = Placing(mesh, replicas)
+        self._transfer = Transfer(replicas, self._fed)
 
     def of_dataset(self, dataset: Any, options: InputOptions) -> DistributedDataset:
         """Global batches, divided.
@@ -62,13 +58,13 @@ class Feeding:
         source = as_source(dataset)
 
         def start() -> Steps:
-            reader = GlobalReader(source.start(), self._replicas)
+            reader = GlobalReader(source.start(), self._fed)
             return Steps(reader, self._agree(), options.remainder)
 
         # A source knows its number of batches, not how many are too small.
         is_known = options.remainder != "drop"
         length = functools.partial(_length_of, source) if is_known else _unknown
-        return DistributedDataset(start, self._placing, options, source.name, length)
+        return DistributedDataset(start, self._transfer, options, source.name, length)
 
     def of_function(
         self, function: Callable[[InputContext], Any], options: InputOptions
@@ -82,18 +78,21 @@ class Feeding:
 
         def start() -> Steps:
             passes = [source.start() for source in sources]
-            reader = PipelinesReader(passes, self._replicas)
+            reader = PipelinesReader(passes, self._fed)
             return Steps(reader, self._agree(), options.remainder)
 
         name = getattr(function, "__name__", type(function).__name__)
-        return DistributedDataset(start, self._placing, options, name, _unknown)
+        return DistributedDataset(start, self._transfer, options, name, _unknown)
 
     def _contexts(self, options: InputOptions) -> Sequence[InputContext]:
-        total, first = self._replicas.total, self._replicas.first
+        total, first = self._fed.total, self._fed.first
         if options.experimental_replication_mode is InputReplicationMode.PER_WORKER:
-            index, count = self._process
+            # A strategy of this process's devices has no part in what others read.
+            index, count = jax.process_index(), jax.process_count()
+            if self._fed.are_all:
+                index, count = 0, 1
             return [InputContext(count, index, total)]
-        own = range(first, first + self._replicas.local)
+        own = range(first, first + self._fed.local)
         return [InputContext(total, replica, total) for replica in own]
 
 

@@ -14,12 +14,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxstrategy.inputs._batch import Batch
+from jaxstrategy.inputs._batch import SourceBatch
+from jaxstrategy.replicas._replicas import Replicas
 
 
 @dataclasses.dataclass(frozen=True)
-class Replicas:
-    """The replicas, and those of this process among them.
+class ReplicaRange:
+    """The numbers of a process's replicas, among those of all.
 
     Attributes:
       total: how many there are.
@@ -30,6 +31,14 @@ class Replicas:
     total: int
     first: int
     local: int
+
+    @classmethod
+    def of(cls, replicas: Replicas) -> ReplicaRange:
+        """Those of this process."""
+        own = replicas.own
+        # Strategies sort devices by process, so that rows are read in one piece.
+        assert own == tuple(range(own[0], own[-1] + 1)), "they follow each other"
+        return cls(replicas.count, own[0], len(own))
 
     @property
     def are_all(self) -> bool:
@@ -60,11 +69,11 @@ class Division:
       each: the rows of each replica.
     """
 
-    replicas: Replicas
+    replicas: ReplicaRange
     each: int
 
     @classmethod
-    def of(cls, replicas: Replicas, rows: int) -> Division:
+    def of(cls, replicas: ReplicaRange, rows: int) -> Division:
         """For batches of up to so many rows."""
         return cls(replicas, -(-rows // replicas.total))
 
@@ -90,7 +99,7 @@ class Division:
         return [min(max(rows - start, 0), self.each) for start in starts]
 
 
-def stacked(batch: Batch, local: int, each: int) -> list[Any]:
+def stacked(batch: SourceBatch, local: int, each: int) -> list[Any]:
     """The arrays of this process, `[local, each, ...]`, filled up with the last row."""
     return [_stacked(array, local, each) for array in batch.arrays]
 
@@ -142,8 +151,3 @@ def joined(versions: Sequence[Sequence[Any]], each: int) -> list[Any]:
 def copied(arrays: Sequence[Any]) -> list[Any]:
     """`arrays` that stay as they are when a source overwrites its own."""
     return [np.array(a) if isinstance(a, np.ndarray) else a for a in arrays]
-
-
-def mask(counts: Sequence[int], each: int) -> np.ndarray:
-    """Which rows are real, `bool[replica, each]`."""
-    return np.arange(each) < np.asarray(counts)[:, None]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import final
 
-from jaxstrategy.inputs._division import Division, Replicas, stacked
-from jaxstrategy.inputs._reader import Reader, Share
+from jaxstrategy.inputs._division import Division, ReplicaRange, stacked
+from jaxstrategy.inputs._host_batch import HostBatch
+from jaxstrategy.inputs._reader import Reader
 from jaxstrategy.inputs.sources._source import Pass
 
 
@@ -18,7 +19,7 @@ class GlobalReader(Reader):
       replicas: those of this process get the rows that are theirs.
     """
 
-    def __init__(self, source: Pass, replicas: Replicas) -> None:
+    def __init__(self, source: Pass, replicas: ReplicaRange) -> None:
         super().__init__(replicas)
         self._source = source
         self._division: Division | None = None
@@ -32,7 +33,7 @@ class GlobalReader(Reader):
         """How many rows each replica has, before a batch says so."""
         self._division = None if each is None else Division(self.replicas, each)
 
-    def read(self) -> Share | None:
+    def read(self) -> HostBatch | None:
         """This process's rows of the next batch.
 
         Raises:
@@ -54,9 +55,9 @@ class GlobalReader(Reader):
             batch = self.filling(number)
         division = self._divided(rows, number)
         first, local = self.replicas.first, self.replicas.local
-        return Share(
+        return HostBatch(
             arrays=stacked(batch, local, self.replicas.filled(rows, division.each)),
-            counts=division.counts(rows)[first : first + local],
+            own_counts=tuple(division.counts(rows)[first : first + local]),
             each=division.each,
             are_own=self._source.are_own,
         )

@@ -11,10 +11,11 @@ import jax
 from jaxstrategy._errors import ContextError, OutOfRangeError
 from jaxstrategy.inputs import _origins
 from jaxstrategy.inputs._ahead import Ahead
+from jaxstrategy.inputs._host_batch import HostBatch
 from jaxstrategy.inputs._input_options import InputOptions
 from jaxstrategy.inputs._optional import Optional
-from jaxstrategy.inputs._steps import Step, Steps
-from jaxstrategy.inputs._transfer import Placing
+from jaxstrategy.inputs._steps import Steps
+from jaxstrategy.inputs._transfer import Transfer
 from jaxstrategy.inputs.sources._source import State
 from jaxstrategy.values import _per_replica
 from jaxstrategy.values._per_replica import PyTree
@@ -40,11 +41,11 @@ class DistributedIterator(Iterator[PyTree]):
     def __init__(
         self,
         start: Callable[[], Steps],
-        placing: Placing,
+        transfer: Transfer,
         options: InputOptions,
     ) -> None:
         self._start = start
-        self._placing = placing
+        self._transfer = transfer
         self._options = options
         self._open(start())
 
@@ -52,7 +53,7 @@ class DistributedIterator(Iterator[PyTree]):
         self._steps = steps
         self._number = steps.done  # of the next batch
         self._state = steps.state()
-        self._ahead, self._placed = _placed(steps, self._placing, self._options)
+        self._ahead, self._placed = _placed(steps, self._transfer, self._options)
         # Read to know what batches are like, and not yet given to anybody.
         self._begun: list[tuple[PyTree, State | TypeError]] = []
         self._spec: PyTree = None
@@ -195,14 +196,14 @@ class _State(dict[str, Any]):
 
 
 def _placed(
-    steps: Steps, placing: Placing, options: InputOptions
+    steps: Steps, transfer: Transfer, options: InputOptions
 ) -> tuple[Ahead | None, Iterator[tuple[PyTree, State | TypeError]]]:
     """Batches with the state after them, and what reads them ahead, if anything."""
 
-    def place(step: Step) -> tuple[PyTree, State | TypeError]:
+    def place(step: HostBatch) -> tuple[PyTree, State | TypeError]:
         kind = steps.reader.kind
         assert kind is not None, "a batch was read"
-        return placing.place(step, kind), step.state
+        return transfer.place(step, kind), step.state
 
     if not options.ahead:
         return None, map(place, steps)

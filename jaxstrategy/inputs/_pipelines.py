@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from typing import final
 
 from jaxstrategy.inputs import _division
-from jaxstrategy.inputs._batch import Batch
-from jaxstrategy.inputs._division import Replicas, joined
-from jaxstrategy.inputs._reader import Reader, Share
+from jaxstrategy.inputs._batch import SourceBatch
+from jaxstrategy.inputs._division import ReplicaRange, joined
+from jaxstrategy.inputs._host_batch import HostBatch
+from jaxstrategy.inputs._reader import Reader
 from jaxstrategy.inputs.sources._source import Pass
 
 
@@ -24,7 +25,7 @@ class PipelinesReader(Reader):
 
     _is_for_one = True
 
-    def __init__(self, pipelines: Sequence[Pass], replicas: Replicas) -> None:
+    def __init__(self, pipelines: Sequence[Pass], replicas: ReplicaRange) -> None:
         super().__init__(replicas)
         self._pipelines = list(pipelines)
         self._each: int | None = None
@@ -38,7 +39,7 @@ class PipelinesReader(Reader):
         """How many rows each replica has, before a batch says so."""
         self._each = each
 
-    def read(self) -> Share | None:
+    def read(self) -> HostBatch | None:
         """A batch for each replica; one with copies for a replica that has none.
 
         Raises:
@@ -67,9 +68,11 @@ class PipelinesReader(Reader):
                 each,
             )
         are_own = all(pipeline.are_own for pipeline in self._pipelines)
-        return Share(arrays=arrays, counts=counts, each=each, are_own=are_own)
+        return HostBatch(
+            arrays=arrays, own_counts=tuple(counts), each=each, are_own=are_own
+        )
 
-    def _read(self, replica: int) -> Batch | None:
+    def _read(self, replica: int) -> SourceBatch | None:
         try:
             place = replica % len(self._pipelines)
             batch = self._next(next(self._pipelines[place]), place)
@@ -79,7 +82,7 @@ class PipelinesReader(Reader):
             batch = dataclasses.replace(batch, arrays=_division.copied(batch.arrays))
         return batch
 
-    def _check_sizes(self, batches: Sequence[Batch], each: int) -> None:
+    def _check_sizes(self, batches: Sequence[SourceBatch], each: int) -> None:
         for batch in batches:
             if batch.rows > each and not self.replicas.is_one:
                 raise ValueError(

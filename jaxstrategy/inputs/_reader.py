@@ -1,33 +1,16 @@
-"""What one process reads for one step: a `Share`, from a `Reader`."""
+"""What one process reads, step by step: `Reader`."""
 
 from __future__ import annotations
 
 import abc
-import dataclasses
 from typing import Any
 
 import numpy as np
 
-from jaxstrategy.inputs._batch import Batch, Kind, checked
-from jaxstrategy.inputs._division import Replicas
+from jaxstrategy.inputs._batch import BatchSpec, SourceBatch, checked
+from jaxstrategy.inputs._division import ReplicaRange
+from jaxstrategy.inputs._host_batch import HostBatch
 from jaxstrategy.inputs.sources._source import Pass, State
-
-
-@dataclasses.dataclass(frozen=True)
-class Share:
-    """What one process reads for one step.
-
-    Attributes:
-      arrays: `[local replica, each, ...]`, filled up.
-      counts: how many real rows each of its replicas has.
-      each: how many rows each replica has, real or not.
-      are_own: whether nobody else has the arrays.
-    """
-
-    arrays: list[Any]
-    counts: list[int]
-    each: int
-    are_own: bool = False
 
 
 def _last_row(array: Any) -> Any:
@@ -53,16 +36,16 @@ class Reader(abc.ABC):
     # Whether a batch is for one replica.
     _is_for_one = False
 
-    def __init__(self, replicas: Replicas) -> None:
+    def __init__(self, replicas: ReplicaRange) -> None:
         self.replicas = replicas
-        self.kind: Kind | None = None
+        self.kind: BatchSpec | None = None
         self.prints: dict[int, int | None] = {}
-        self._with_rows: Batch | None = None
+        self._with_rows: SourceBatch | None = None
         self.number = 0
 
     @abc.abstractmethod
-    def read(self) -> Share | None:
-        """The next share; None at the end."""
+    def read(self) -> HostBatch | None:
+        """What this process feeds to the next step; None at the end."""
 
     @property
     @abc.abstractmethod
@@ -117,7 +100,7 @@ class Reader(abc.ABC):
                 "or `jaxstrategy.batches`."
             )
 
-    def filling(self, number: int) -> Batch:
+    def filling(self, number: int) -> SourceBatch:
         """Rows for a batch without any, to be counted as none.
 
         Raises:
@@ -136,14 +119,14 @@ class Reader(abc.ABC):
         for each in self.passes:
             each.close()
 
-    def _checked(self, tree: Any, number: int) -> Batch:
+    def _checked(self, tree: Any, number: int) -> SourceBatch:
         batch = checked(tree, number, self._is_for_one)
         if self.kind is None:
-            self.kind = Kind.of(batch)
+            self.kind = BatchSpec.of(batch)
         self.kind.check(batch)
         return batch
 
-    def _next(self, tree: Any, place: int = 0, is_part: bool = False) -> Batch:
+    def _next(self, tree: Any, place: int = 0, is_part: bool = False) -> SourceBatch:
         """The batch that was read just now.
 
         Args:

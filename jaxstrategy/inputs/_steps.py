@@ -3,46 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, Self
 
 from jaxstrategy.cluster.agreement._agreement import AbstractAgreement
 from jaxstrategy.inputs import _division
-from jaxstrategy.inputs._reader import Reader, Share
+from jaxstrategy.inputs._host_batch import HostBatch
+from jaxstrategy.inputs._reader import Reader
 from jaxstrategy.inputs.sources._source import State
 
 _VERSION = 2  # of states
-
-
-@dataclasses.dataclass(frozen=True)
-class Step:
-    """What this process feeds to one step, on the host.
-
-    Attributes:
-      arrays: `[local replica, each, ...]`.
-      counts: how many real rows each of all replicas has.
-      each: how many rows each has, real or not.
-      state: where the pass is after this step, for `set_state`; or why it has none.
-      are_own: whether nobody else has the arrays.
-      is_padded: whether this step, or another one of the pass, may be filled up.
-    """
-
-    arrays: list[Any]
-    counts: tuple[int, ...]
-    each: int
-    state: State | TypeError
-    are_own: bool = False
-    is_padded: bool = True
-
-    @property
-    def is_full(self) -> bool:
-        """Whether no row is missing."""
-        return min(self.counts) >= self.each  # one replica may have more
-
-    def copied(self) -> Step:
-        """The same in arrays of its own."""
-        if self.are_own:
-            return self
-        return dataclasses.replace(self, arrays=_division.copied(self.arrays))
 
 
 class Steps:
@@ -65,42 +35,54 @@ class Steps:
         self._remainder = remainder
         self.done = 0
         self._each: int | None = None
-        self._last: Share | None = None
+        self._last: HostBatch | None = None
 
     def __iter__(self) -> Self:
         return self
 
-    def __next__(self) -> Step:
+    def __next__(self) -> HostBatch:
         while True:
             with self.agreement.reading(self.name_of(self.done)):
-                share = self.reader.read()
-            step = self._agreed(share)
+                batch = self.reader.read()
+            step = self._agreed(batch)
             if step.is_full:
                 return step
             if self._remainder == "pad":
                 self._check_rows_are_told(step)
                 return step
-            if self._remainder == "error":
-                raise ValueError(
-                    f"Step {self.done - 1} has {sum(step.counts)} rows where "
-                    f"{step.each * len(step.counts)} were wanted, {step.each} for each "
-                    f"of {len(step.counts)} replicas. Use a global batch size that the "
-                    "replicas can share equally, and leave out an incomplete last "
-                    'batch; or choose `InputOptions(remainder="pad")` or `"drop"`.'
-                )
-            if self.done == 1:
-                raise ValueError(
-                    f"The first batch has {sum(step.counts)} rows, which "
-                    f"{len(step.counts)} replicas cannot share equally, so that "
-                    '`remainder="drop"` would leave out each batch. Use a global batch '
-                    f"size divisible by {len(step.counts)}."
-                )
+            self._refuse(step.counts, step.each)
+
+    def _refuse(self, counts: Sequence[int], each: int) -> None:
+        """Raise for a step some of whose rows are missing, if it is not left out.
+
+        Args:
+          counts: how many real rows each of all replicas has.
+          each: how many were wanted.
+
+        Raises:
+          ValueError: missing rows are an error; or each step would be left out.
+        """
+        if self._remainder == "error":
+            raise ValueError(
+                f"Step {self.done - 1} has {sum(counts)} rows where "
+                f"{each * len(counts)} were wanted, {each} for each of {len(counts)} "
+                "replicas. Use a global batch size that the replicas can share "
+                "equally, and leave out an incomplete last batch; or choose "
+                '`InputOptions(remainder="pad")` or `"drop"`.'
+            )
+        if self.done == 1:
+            raise ValueError(
+                f"The first batch has {sum(counts)} rows, which {len(counts)} "
+                'replicas cannot share equally, so that `remainder="drop"` would leave '
+                "out each batch. Use a global batch size divisible by "
+                f"{len(counts)}."
+            )
 
     def name_of(self, number: int) -> str:
         """What all processes call the batch of this number: `batch 3 of input 0`."""
         return f"batch {number} of {self.agreement.topic}"
 
-    def _check_rows_are_told(self, step: Step) -> None:
+    def _check_rows_are_told(self, step: HostBatch) -> None:
         """Raise if a replica has no batch and nothing can say so: of scalars."""
         kind = self.reader.kind
         if kind is not None and all(shape is None for shape, _ in kind.types):
@@ -112,8 +94,8 @@ class Steps:
                 'masked; or choose `InputOptions(remainder="drop")`.'
             )
 
-    def _agreed(self, share: Share | None) -> Step:
-        said = None if share is None else [share.each, *share.counts]
+    def _agreed(self, batch: HostBatch | None) -> HostBatch:
+        said = None if batch is None else [batch.each, *batch.own_counts]
         heard = self.agreement.exchange(said)
         sizes = {found[0] for found in heard if found is not None}
         if not sizes:
@@ -123,27 +105,27 @@ class Steps:
                     "none left: give a list, or a function that makes generators."
                 )
             raise StopIteration
-        share = share or self._filling()
+        batch = batch or self._filling()
         if len(sizes) > 1:
-            share = self._widened(share, heard)
-        self._last, self._each = share, share.each
+            batch = self._widened(batch, heard)
+        self._last, self._each = batch, batch.each
         counts = [
             count
             for found in heard
-            for count in (found[1:] if found is not None else [0] * len(share.counts))
+            for count in (
+                found[1:] if found is not None else [0] * len(batch.own_counts)
+            )
         ]
         self.done += 1
-        return Step(
-            share.arrays,
-            tuple(counts),
-            share.each,
-            self.state(),
-            share.are_own,
+        return dataclasses.replace(
+            batch,
+            counts=tuple(counts),
+            state=self.state(),
             is_padded=self._remainder == "pad",
         )
 
-    def _widened(self, share: Share, heard: list[Any]) -> Share:
-        """`share` with as many rows as the largest in any process, in the first step.
+    def _widened(self, batch: HostBatch, heard: list[Any]) -> HostBatch:
+        """`batch` with as many rows as the largest in any process, in the first step.
 
         Raises:
           ValueError: the processes went on from states that do not belong together.
@@ -160,18 +142,18 @@ class Steps:
             )
         each = max(found[0] for found in heard if found is not None)
         self.reader.set_each(each)
-        arrays = _division.widened(share.arrays, each)
-        return dataclasses.replace(share, arrays=arrays, each=each)
+        arrays = _division.widened(batch.arrays, each)
+        return dataclasses.replace(batch, arrays=arrays, each=each)
 
-    def _filling(self) -> Share:
-        """A share without real rows, for a process that has read all of its own."""
+    def _filling(self) -> HostBatch:
+        """A batch without real rows, for a process that has read all of its own."""
         last = self._last
         if last is None:
             raise ValueError(
                 "The input pipeline of this process has no batches, but another one's "
                 "has. Give each process at least one batch."
             )
-        return dataclasses.replace(last, counts=[0] * len(last.counts))
+        return dataclasses.replace(last, own_counts=(0,) * len(last.own_counts))
 
     def state(self) -> State | TypeError:
         """Where the pass is, for `set_state`; or why that cannot be said."""

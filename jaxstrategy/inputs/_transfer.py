@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, final
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 
-from jaxstrategy.inputs import _division
-from jaxstrategy.inputs._batch import Kind
-from jaxstrategy.inputs._division import Replicas
-from jaxstrategy.inputs._steps import Step
+from jaxstrategy.inputs._batch import BatchSpec
+from jaxstrategy.inputs._division import ReplicaRange
+from jaxstrategy.inputs._host_batch import HostBatch
 from jaxstrategy.masks import _filled_rows
-from jaxstrategy.replicas import _mesh
+from jaxstrategy.replicas._replicas import SAME, SPLIT, Replicas
 from jaxstrategy.values import _per_replica
 from jaxstrategy.values._per_replica import (
     PerReplica,
@@ -21,44 +19,44 @@ from jaxstrategy.values._per_replica import (
 )
 
 
-class Placing:
-    """Places batches on the replicas of a mesh.
+@final
+class Transfer:
+    """Places batches on the replicas' devices.
 
     Args:
-      mesh: where they are.
-      replicas: those of this process.
+      replicas: all of them.
+      fed: the numbers of those that this process feeds, by default its own.
     """
 
-    def __init__(self, mesh: Mesh, replicas: Replicas) -> None:
+    def __init__(self, replicas: Replicas, fed: ReplicaRange | None = None) -> None:
         self._replicas = replicas
-        self._split = _mesh.split(mesh)
-        self._same = _mesh.replicated(mesh)
-        first = replicas.first
-        self._devices = _mesh.devices_of(mesh)[first : first + replicas.local]
-        self._on_cpu = self._devices[0].platform == "cpu"
+        self._fed = fed or ReplicaRange.of(replicas)
+        self._split = replicas.sharding(SPLIT)
+        self._same = replicas.sharding(SAME)
+        self._on_cpu = replicas.devices[0].platform == "cpu"
         self._full: dict[int, jax.Array] = {}
 
-    def place(self, step: Step, kind: Kind) -> PyTree:
-        """The batch of a step, each array a `PerReplica` with the mask of its rows.
+    def place(self, batch: HostBatch, spec: BatchSpec) -> PyTree:
+        """A batch on the devices, each array a `PerReplica` with the mask of its rows.
 
         One replica has its rows and no others, in plain arrays. The host's arrays may
         be overwritten as soon as it returns.
         """
-        if self._replicas.is_one:
-            leaves = [self._whole(array, step.are_own) for array in step.arrays]
+        if self._fed.is_one:
+            leaves = [self._whole(array, batch.are_own) for array in batch.arrays]
             jax.block_until_ready(leaves)
-            return jax.tree.unflatten(kind.treedef, leaves)
-        mask = self._mask(step) if step.is_padded else None
-        placed = [self._divided(array, step.are_own) for array in step.arrays]
+            return jax.tree.unflatten(spec.treedef, leaves)
+        mask = self._mask(batch) if batch.is_padded else None
+        placed = [self._divided(array, batch.are_own) for array in batch.arrays]
         jax.block_until_ready(placed)
         leaves = [_with_mask(array, mask) for array in placed]
-        return jax.tree.unflatten(kind.treedef, leaves)
+        return jax.tree.unflatten(spec.treedef, leaves)
 
     def _divided(self, array: Any, is_own: bool) -> jax.Array:
         if isinstance(array, list):
             return self._put_together(array)
         array = array if is_own else self._private(array)
-        if self._replicas.are_all:
+        if self._fed.are_all:
             return jax.device_put(array, self._split, may_alias=False)
         return jax.make_array_from_process_local_data(
             self._split, array, self._shape(array)
@@ -72,13 +70,8 @@ class Placing:
 
     def _put_together(self, arrays: list[Any]) -> jax.Array:
         """Of an array `[1, each, ...]` for each replica."""
-        placed = [
-            jax.device_put(self._private(array), device, may_alias=False)
-            for array, device in zip(arrays, self._devices, strict=True)
-        ]
-        return jax.make_array_from_single_device_arrays(
-            self._shape(placed[0]), self._split, placed
-        )
+        rows = [self._private(array) for array in arrays]
+        return self._replicas.joined(rows, may_alias=False)
 
     def _private(self, array: Any) -> Any:
         """`array`, or a copy, so that no device shares its memory."""
@@ -87,20 +80,20 @@ class Placing:
         return array
 
     def _shape(self, array: Any) -> tuple[int, ...]:
-        return self._replicas.total, *array.shape[1:]
+        return self._replicas.count, *array.shape[1:]
 
-    def _mask(self, step: Step) -> jax.Array:
-        if not step.is_full:
-            mask = self._everywhere(_division.mask(step.counts, step.each))
+    def _mask(self, batch: HostBatch) -> jax.Array:
+        if not batch.is_full:
+            mask = self._everywhere(_filled_rows.row_mask(batch.counts, batch.each))
             _filled_rows.note(mask)
             return mask
-        if step.each not in self._full:
-            full = _division.mask(step.counts, step.each)
-            self._full[step.each] = self._everywhere(full)
-        return self._full[step.each]
+        if batch.each not in self._full:
+            full = _filled_rows.row_mask(batch.counts, batch.each)
+            self._full[batch.each] = self._everywhere(full)
+        return self._full[batch.each]
 
     def _everywhere(self, mask: np.ndarray) -> jax.Array:
-        if self._replicas.are_all:
+        if self._fed.are_all:
             return jax.device_put(mask, self._same)
         return jax.make_array_from_process_local_data(self._same, mask, mask.shape)
 

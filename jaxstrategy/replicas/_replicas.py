@@ -119,24 +119,21 @@ class Replicas:
         found = self.mesh.devices.transpose(order).reshape(groups, -1)
         return tuple(tuple(row) for row in found)
 
+    def _here_of(self, replica_id: int) -> tuple[Device, ...]:
+        """The devices of one replica that are in this process."""
+        here = jax.process_index()
+        devices = self.devices_of(replica_id)
+        return tuple(device for device in devices if device.process_index == here)
+
     @functools.cached_property
     def own(self) -> tuple[int, ...]:
         """The replicas that have a device in this process, in order."""
-        here = jax.process_index()
-        return tuple(
-            i
-            for i in range(self.count)
-            if any(device.process_index == here for device in self.devices_of(i))
-        )
+        return tuple(i for i in range(self.count) if self._here_of(i))
 
     @functools.cached_property
     def own_devices(self) -> tuple[Device, ...]:
         """The first device here of each replica of this process, in replica order."""
-        here = jax.process_index()
-        return tuple(
-            next(d for d in self.devices_of(i) if d.process_index == here)
-            for i in self.own
-        )
+        return tuple(self._here_of(i)[0] for i in self.own)
 
     @functools.cached_property
     def are_all_own(self) -> bool:
@@ -235,14 +232,23 @@ class Replicas:
         Returns:
           An array divided over the replicas; `versions` of it are these.
         """
-        here = jax.process_index()
-        parts = []
-        for first in range(0, len(versions), self.per_device):
-            group = versions[first : first + self.per_device]
-            for device in self.devices_of(self.own[first]):
-                if device.process_index == here:
-                    parts.append(_together_on(device, group))
-        shape = (self.count, *versions[0].shape)
+        return self.joined([version[None] for version in versions])
+
+    def joined(
+        self, rows: Sequence[jax.Array | np.ndarray], may_alias: bool | None = None
+    ) -> jax.Array:
+        """`stacked` of arrays `[1, ...]`.
+
+        Args:
+          rows: one for each replica of this process, in replica order.
+          may_alias: whether the result may share their memory, see `jax.device_put`.
+        """
+        parts = [
+            _together_on(device, rows[first : first + self.per_device], may_alias)
+            for first in range(0, len(rows), self.per_device)
+            for device in self._here_of(self.own[first])
+        ]
+        shape = (self.count, *rows[0].shape[1:])
         sharding = self.sharding(SPLIT)
         return jax.make_array_from_single_device_arrays(shape, sharding, parts)
 
@@ -272,7 +278,7 @@ def _has_rows(shard: jax.Shard, rows: slice, array: jax.Array) -> bool:
 
 
 def _together_on(
-    device: Device, versions: Sequence[jax.Array | np.ndarray]
+    device: Device, rows: Sequence[jax.Array | np.ndarray], may_alias: bool | None
 ) -> jax.Array:
-    parts = [jax.device_put(version[None], device) for version in versions]
-    return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+    placed = [jax.device_put(row, device, may_alias=may_alias) for row in rows]
+    return placed[0] if len(placed) == 1 else jnp.concatenate(placed)

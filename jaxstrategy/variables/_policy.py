@@ -9,7 +9,7 @@ from jaxstrategy._options import VariableAggregation
 from jaxstrategy.contexts import _context
 from jaxstrategy.contexts._context import AbstractStrategy, AbstractVariablePolicy
 from jaxstrategy.replicas._replicas import Replicas
-from jaxstrategy.variables.kinds._kind import Kind
+from jaxstrategy.variables.kinds._kind import VariableKind
 from jaxstrategy.variables.kinds._mirrored_kind import MirroredKind
 from jaxstrategy.variables.kinds._on_read_kind import OnReadKind
 
@@ -24,7 +24,7 @@ class VariablePolicy(AbstractVariablePolicy):
         on_read: bool,
         aggregation: VariableAggregation,
         owner: AbstractStrategy | None,
-    ) -> Kind:
+    ) -> VariableKind:
         """How a variable is kept.
 
         Args:
@@ -61,7 +61,7 @@ class ReplicatedVariables(VariablePolicy):
         on_read: bool,
         aggregation: VariableAggregation,
         owner: AbstractStrategy | None,
-    ) -> Kind:
+    ) -> VariableKind:
         """Mirrored or on read, as the variable asks for."""
         if on_read:
             return OnReadKind(name, aggregation, self._each, owner)
@@ -93,7 +93,7 @@ class OrdinaryVariables(VariablePolicy):
         on_read: bool,
         aggregation: VariableAggregation,
         owner: AbstractStrategy | None,
-    ) -> Kind:
+    ) -> VariableKind:
         """Mirrored, on one device."""
         # The one copy cannot differ from others, and is what all of them combine to.
         aggregation = VariableAggregation.NONE if on_read else aggregation

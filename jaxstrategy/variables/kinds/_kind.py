@@ -1,4 +1,4 @@
-"""What every kind of variable does: `Kind`.
+"""What every kind of variable does: `VariableKind`.
 
 A kind is given the reference to work on: inside a step the step's own, of one replica's
 copy; outside, the one that holds all copies.
@@ -32,7 +32,7 @@ from jaxstrategy.variables._access import Side
 from jaxstrategy.variables._changes import Change
 
 
-class Kind(abc.ABC):
+class VariableKind(abc.ABC):
     """How one variable is kept.
 
     Args:

@@ -20,11 +20,16 @@ from jaxstrategy.values._slices import (
 from jaxstrategy.variables import _aggregation
 from jaxstrategy.variables._access import Side
 from jaxstrategy.variables._changes import Change, changed
-from jaxstrategy.variables.kinds._kind import Kind, on_host, this_strategy, whole
+from jaxstrategy.variables.kinds._kind import (
+    VariableKind,
+    on_host,
+    this_strategy,
+    whole,
+)
 
 
 @final
-class MirroredKind(Kind):
+class MirroredKind(VariableKind):
     """Equal on all replicas: whole on each of them."""
 
     describe = "mirrored"

@@ -21,11 +21,16 @@ from jaxstrategy.variables import (
 )
 from jaxstrategy.variables._access import Side
 from jaxstrategy.variables._changes import Change
-from jaxstrategy.variables.kinds._kind import Kind, on_host, this_strategy, whole
+from jaxstrategy.variables.kinds._kind import (
+    VariableKind,
+    on_host,
+    this_strategy,
+    whole,
+)
 
 
 @final
-class OnReadKind(Kind):
+class OnReadKind(VariableKind):
     """A copy for each replica: one array `[replica, ...]`, split over them."""
 
     describe = "on read"
