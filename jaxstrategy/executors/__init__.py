@@ -1,0 +1,1 @@
+"""Executors: how the steps of a strategy run, compiled for all replicas or eagerly."""

@@ -1,0 +1,1 @@
+"""Masks: which rows of a batch are real, from the source to the mean."""

@@ -1,0 +1,1 @@
+"""Replicas and devices: which there are, where arrays lie on them, how far they are."""

@@ -1,0 +1,1 @@
+"""Text for people: parts of messages, units, tables, lines of the user's code."""

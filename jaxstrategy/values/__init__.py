@@ -1,0 +1,1 @@
+"""Values of replicas: `PerReplica`, mirrored arrays, rows of a larger array."""
