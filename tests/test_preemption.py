@@ -238,9 +238,11 @@ def counting(strategy):
 
 
 def until_noticed(handler):
-    """Gives the notice the time to reach the vote."""
-    assert handler._watcher.wait(SECONDS)
-    time.sleep(0.3)
+    """Waits until the processes have agreed on when to stop."""
+    end = time.monotonic() + SECONDS
+    while handler._agreement._stop is None:
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 def test_tensorflows_ten_steps(tmp_path, two):

@@ -113,8 +113,10 @@ def test_who_compiles_is_waited_for(boards, pool):
     zero, one = boards(2, timeout_seconds=0.3)
     one.status = lambda: STATUS | {"busy": "compiles"}
     until(lambda: zero.states()[1].busy)
+    asked, states = [], zero.states
+    zero.states = lambda: asked.append(None) or states()
     patient = pool.submit(zero.gather, "key", 1)
-    time.sleep(1)
+    until(lambda: len(asked) > 2)  # each time that its time was over
     assert not patient.done()
     with pytest.raises(ClusterError, match="Waited 0.2 s in 'short'"):
         zero.gather("short", 1, 0.2)  # a time of its own is kept

@@ -17,7 +17,9 @@ from jaxstrategy.cluster.meeting import (
     _other_process,
     _rendezvous,
 )
+from jaxstrategy.cluster.meeting._first_process import Host
 from jaxstrategy.cluster.meeting._member import facts
+from jaxstrategy.cluster.meeting._other_process import Guest
 from jaxstrategy.cluster.resolvers._cluster_resolver import Process
 
 
@@ -77,9 +79,25 @@ def test_a_process_alone_meets_itself(meet):
 
 
 @pytest.mark.parametrize("late", [0, 1], ids=["process-0", "process-1"])
-def test_a_late_process_is_waited_for(late, address, join):
+def test_a_late_process_is_waited_for(late, address, join, monkeypatch):
+    called, call = threading.Event(), Guest._called
+
+    def calling(guest):
+        try:
+            return call(guest)
+        except OSError:
+            called.set()
+            raise
+
+    monkeypatch.setattr(Guest, "_called", calling)
+
     def attend(index):
-        time.sleep(0.7 if index == late else 0)
+        if index == late:
+            # Process 0 listens already; or process 1 has called, and nobody was there.
+            if late == 0:
+                assert called.wait(20)
+            else:
+                peer.call(address).close()
         return join(index, 2, address, 20)
 
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
@@ -121,14 +139,23 @@ def test_different_versions(meet):
     assert "jaxlib 0.12.0" in text and "Python" not in text
 
 
-def test_a_mistake_is_told_to_those_that_come_a_little_later(address):
-    def attend(index, count, pause):
-        time.sleep(pause)
+def test_a_mistake_is_told_to_those_that_come_a_little_later(address, monkeypatch):
+    is_known, mistakes = threading.Event(), Host._mistakes
+
+    def noted(host):
+        if found := mistakes(host):
+            is_known.set()
+        return found
+
+    monkeypatch.setattr(Host, "_mistakes", noted)
+
+    def attend(index, count):
+        assert index != 2 or is_known.wait(20)
         with pytest.raises(errors.ClusterError) as caught:
             _rendezvous.meet(index, count, address, 20)
         return str(caught.value)
 
-    calls = [(0, 3, 0), (1, 4, 0), (2, 3, 0.8)]
+    calls = [(0, 3), (1, 4), (2, 3)]
     with concurrent.futures.ThreadPoolExecutor(3) as pool:
         told = list(pool.map(lambda call: attend(*call), calls))
     assert len(set(told)) == 1 and "was told that there are 4" in told[0]
@@ -261,7 +288,10 @@ def test_a_job_starts_computes_and_ends(job):
     except RuntimeError as error:
         print(type(error).__name__, error)
     assert (processes.index, processes.count) == (RANK, jax.process_count())
-    time.sleep(0.5 * RANK)  # who ends first waits
+    end = time.monotonic() + 20
+    while RANK and board.states()[RANK - 1].end != "left":  # who ends first waits
+        assert time.monotonic() < end
+        time.sleep(0.01)
     print("done")
     """
     with job(script, count=4, env={"JAX_NUM_CPU_DEVICES": "2"}) as running:

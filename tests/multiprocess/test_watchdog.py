@@ -32,12 +32,32 @@ for step in range(100_000):
 """
 
 
+def until(claim, seconds=20):
+    end = time.monotonic() + seconds
+    while not claim():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
 class Ends:
     """What the watchdog would have ended the process with."""
 
-    def __init__(self):
+    def __init__(self, board):
         self.calls = []
         self.came = threading.Event()
+        self._looked = 0
+        look = board.look_at_process_0
+
+        def counted():
+            self._looked += 1
+            look()
+
+        board.look_at_process_0 = counted  # the watchdog calls it whenever it looks
+
+    def looks(self, count):
+        """Waits until the watchdog has looked so often: each eighth of its time."""
+        wanted = self._looked + count
+        until(lambda: self._looked >= wanted)
 
     def __call__(self, code, text, before):
         self.calls.append((code, text))
@@ -61,8 +81,9 @@ def watched():
     made = []
 
     def of(seconds, **options):
-        ends = Ends()
-        watchdog = Watchdog(LoneBoard(), seconds, end=ends, **options)
+        board = LoneBoard()
+        ends = Ends(board)
+        watchdog = Watchdog(board, seconds, end=ends, **options)
         watchdog.start()
         made.append(watchdog)
         return watchdog, ends
@@ -102,7 +123,7 @@ def test_steps_that_are_computed_are_not_reported(watched):
     for _ in range(5):
         watchdog.step_started("train_step")
         watchdog.step_dispatched(array)
-    time.sleep(1.2)  # nothing is pending
+    ends.looks(12)
     assert not ends.calls and watchdog.pending is None
     assert watchdog.told() == "step 5, train_step"
 
@@ -114,7 +135,7 @@ def test_a_result_that_was_given_away_counts_as_computed(watched):
     watchdog.watch(array)
     watchdog.step_dispatched()
     array.delete()
-    time.sleep(0.8)
+    ends.looks(12)
     assert not ends.calls
 
 
@@ -126,7 +147,7 @@ def test_a_queue_of_results_that_goes_on_is_progress(watched):
         watchdog.step_dispatched(token)
     for token in tokens:
         assert token.is_waited_for.wait(10)
-        time.sleep(0.2)  # all of them take longer than one may
+        ends.looks(2)  # all of them take longer than one may
         token.done.set()
     assert not ends.calls
 
@@ -146,7 +167,7 @@ def test_progress_gives_the_step_its_whole_time_again(watched):
     watchdog, ends = watched(1.2)
     watchdog.step_started("evaluate")
     for _ in range(8):
-        time.sleep(0.2)
+        ends.looks(3)
         watchdog.step_progress()
     assert not ends.calls
     assert ends.came.wait(10)
@@ -155,21 +176,21 @@ def test_progress_gives_the_step_its_whole_time_again(watched):
 def test_a_call_that_compiles_has_longer(watched):
     watchdog, ends = watched(0.2, busy_seconds=2.5)
     watchdog.step_started("train_step", busy="compiles")
-    time.sleep(0.8)
+    ends.looks(12)
     assert not ends.calls and watchdog.status()["busy"]
     assert ends.came.wait(10)
 
 
 def test_others_are_waited_for_while_they_compile(boards, capfd):
     zero, one = boards(2)
-    ends = Ends()
+    ends = Ends(zero)
     watchdog = Watchdog(zero, 0.3, end=ends)
     compiles = dict(state(1, step=1, busy="compiles").status)
     one.status = lambda: compiles
     until_status(zero)
     watchdog.start()
     watchdog.step_started("train_step")
-    time.sleep(1.2)
+    ends.looks(24)
     assert not ends.calls
     said = capfd.readouterr().err
     assert said.count("process 1 (host host1, pid 101), which compiles") == 1
@@ -179,21 +200,18 @@ def test_others_are_waited_for_while_they_compile(boards, capfd):
 
 
 def until_status(board):
-    end = time.monotonic() + 10
-    while not board.states()[1].status:
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    until(lambda: board.states()[1].status)
 
 
 def test_who_has_finished_earlier_is_not_waited_for_long(boards, monkeypatch):
     monkeypatch.setattr(_watchdog, "_LEFT_SECONDS", 0.2)
     zero, one = boards(2)
-    ends = Ends()
+    ends = Ends(zero)
     watchdog = Watchdog(zero, 60, end=ends)
     one.leave(STATUS | {"step": 1})
     watchdog.start()
     watchdog.step_started("train_step")
-    time.sleep(1.5)
+    ends.looks(2)
     assert not ends.calls  # the other has begun step 1, too
     watchdog.step_dispatched()
     watchdog.step_started("train_step")

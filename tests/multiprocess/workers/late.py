@@ -11,6 +11,21 @@ import time
 import numpy as np
 
 import jaxstrategy as js
+from jaxstrategy.cluster import _processes
+
+
+def until_all_have_told():
+    """Return when process 0 has heard from each process of its last step."""
+    processes, end = _processes.current(), time.monotonic() + 20
+    last = processes.watchdog.status()["step"]
+    while True:
+        told = [s.status["arrivals"][-1:] for s in processes.board.states() if s.status]
+        if len(told) == processes.count and all(
+            rows and rows[0][0] == last for rows in told
+        ):
+            return
+        assert time.monotonic() < end, told
+        time.sleep(0.05)
 
 
 def main():
@@ -29,7 +44,7 @@ def main():
                 time.sleep(0.04)
             w = profile(w, x)
             float(w[0])
-    time.sleep(2.5)  # until all have told of their steps
+    until_all_have_told()
     if len(sys.argv) > 1 and strategy.process_index == int(sys.argv[1]):
         match sys.argv[2]:
             case "raise":
