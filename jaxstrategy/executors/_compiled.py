@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, final
@@ -36,9 +37,7 @@ class CompiledExecutor(AbstractExecutor):
         self.company = None
         if processes is not None and processes.count > 1:
             self.company = Company(processes)
-        self._programs = Programs(
-            strategy.replicas.mesh, self._as_replica, self._variables, self.company
-        )
+        self._programs = Programs(self._environment, self.company)
 
     def program(
         self, fn: Callable[..., Any], options: RunOptions | None = None
@@ -90,8 +89,8 @@ class CompiledExecutor(AbstractExecutor):
 
     @functools.cached_property
     def _updates(self) -> Programs:
-        mesh = self._strategy.replicas.mesh
-        return Programs(mesh, self._as_copy, self._variables)
+        as_replica = self._environment
+        return Programs(dataclasses.replace(as_replica, call=self._as_copy))
 
     def _as_copy(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A call of `fn` that updates one copy, while it is traced."""

@@ -9,7 +9,7 @@ from typing import Any, final
 from jaxstrategy._options import RunOptions
 from jaxstrategy.contexts import _context
 from jaxstrategy.executors._executor import AbstractExecutor, FunctionProgram
-from jaxstrategy.tracing.nnx import _objects
+from jaxstrategy.tracing.nnx import _adapter
 from jaxstrategy.values import _building, _per_replica
 from jaxstrategy.values._per_replica import PerReplica, PyTree
 
@@ -72,8 +72,8 @@ class EagerProgram:
         Raises:
           TypeError: none of them can be changed in place.
         """
-        captured = _objects.captured_by(self._fn)
-        _objects.require_objects(tuple(objects), captured)
+        captured = _adapter.captured_by(self._fn)
+        _adapter.require_objects(tuple(objects), captured)
 
         @functools.wraps(self._fn)
         def step(*rest: Any, **kwargs: Any) -> PyTree:

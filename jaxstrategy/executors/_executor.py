@@ -11,6 +11,7 @@ from jaxstrategy.contexts import _context
 from jaxstrategy.contexts._context import AbstractStrategy
 from jaxstrategy.contexts._replica_context import ReplicaContext
 from jaxstrategy.replicas._topology import Topology
+from jaxstrategy.tracing._replica_step import StepEnvironment
 from jaxstrategy.tracing.explanation._explain import explain
 from jaxstrategy.tracing.explanation._explanation import Explanation
 from jaxstrategy.values._per_replica import PyTree
@@ -101,13 +102,17 @@ class AbstractExecutor(abc.ABC):
             fn,
             args,
             kwargs,
-            call=self._as_replica,
-            variables=self._variables,
-            mesh=self._strategy.replicas.mesh,
+            environment=self._environment,
             options=options,
             topology=topology,
             compiled=compiled,
         )
+
+    @property
+    def _environment(self) -> StepEnvironment:
+        """What steps run in."""
+        replicas = self._strategy.replicas
+        return StepEnvironment(replicas, self._as_replica, self._variables)
 
     def _as_replica(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """One replica's call of `fn`, while it is traced."""

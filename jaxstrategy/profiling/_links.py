@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxstrategy.replicas import _mesh
+from jaxstrategy.replicas._replicas import Replicas
 from jaxstrategy.replicas._topology import Topology
 from jaxstrategy.tracing._trace import on_replicas
 
@@ -46,7 +47,7 @@ def _seconds(mesh: Mesh, size: int, clock: Callable[[], float]) -> float:
         return jax.lax.scan(turn, x, length=_REPEATS)[0]
 
     specs = _mesh.SPLIT, _mesh.SPLIT
-    program = jax.jit(on_replicas(repeated, mesh, *specs))
+    program = jax.jit(on_replicas(repeated, Replicas(mesh), *specs))
     x = _mesh.put(np.ones((mesh.size, size), np.float32), _mesh.split(mesh))
     jax.block_until_ready(program(x))
     times = []

@@ -24,7 +24,7 @@ from jaxstrategy.replicas import (
 from jaxstrategy.replicas._devices import Device
 from jaxstrategy.replicas._replicas import SAME
 from jaxstrategy.strategies._calls import check_arguments
-from jaxstrategy.tracing.nnx._binding import is_changed_in_place
+from jaxstrategy.tracing.nnx._adapter import is_changed_in_place
 from jaxstrategy.values import _per_replica
 from jaxstrategy.values._per_replica import (
     PerReplica,

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxstrategy.masks import _filled_rows
 from jaxstrategy.replicas import _mesh
 from jaxstrategy.replicas._replicas import Replicas
-from jaxstrategy.tracing.stages import _inflight
+from jaxstrategy.tracing.stages import _in_flight
 from jaxstrategy.values import _per_replica
 from jaxstrategy.values._per_replica import PerReplica
 
@@ -80,8 +80,8 @@ def _everywhere(
         return ()
     stacked = [_own_part(value.stacked, own) for value in values]
     versions = _unstacked(_mesh.replicated(own))(stacked)
-    if _inflight.needed(own):
-        _inflight.dispatched(versions[0][0])
+    if _in_flight.needed(own.devices.flat):
+        _in_flight.dispatched(versions[0][0])
     return versions
 
 

@@ -23,7 +23,7 @@ from jaxstrategy.text import _user_code
 from jaxstrategy.text._lists import listed
 from jaxstrategy.text._user_code import Line
 from jaxstrategy.tracing._successors import successors
-from jaxstrategy.tracing._traced import TracedStep
+from jaxstrategy.tracing._traced_step import TracedStep
 from jaxstrategy.tracing.replication._levels import (
     Collective,
     State,

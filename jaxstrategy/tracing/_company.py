@@ -9,16 +9,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, final
 
 from jaxstrategy.cluster._processes import Processes
 from jaxstrategy.cluster.agreement import _operation
-from jaxstrategy.cluster.agreement._operation import Operation, Program
+from jaxstrategy.cluster.agreement._operation import Operation
+from jaxstrategy.cluster.agreement._operation import Program as ProgramPrint
 from jaxstrategy.inputs import _origins
 from jaxstrategy.tracing import _compiling
 from jaxstrategy.tracing._constants import Given, fingerprint
+from jaxstrategy.tracing._program import Program
+from jaxstrategy.tracing._replica_step import ReplicaStep
+from jaxstrategy.tracing._traced_step import TracedStep
+from jaxstrategy.tracing._types import Leaf
 from jaxstrategy.tracing.functions import _code
-from jaxstrategy.tracing.stages import _inflight
+from jaxstrategy.tracing.stages import _in_flight
+from jaxstrategy.tracing.stages._stage import Stage
 from jaxstrategy.values._per_replica import PyTree
 from jaxstrategy.variables import _cell
 
@@ -43,8 +49,8 @@ class Company:
         # step jits; and those of the latter that are not compared yet.
         self._known: set[tuple[str, ...]] = set()
         self._known_inside: set[tuple[str, ...]] = set()
-        self._made: list[Program] = []
-        _inflight.on_dispatch(processes.watchdog.watch)
+        self._made: list[ProgramPrint] = []
+        _in_flight.on_dispatch(processes.watchdog.watch)
 
     def begin(
         self,
@@ -121,7 +127,7 @@ class Company:
         if is_dispatched:
             _compiling.begin(self._processes.watchdog, name)
 
-    def _compare_new(self, name: str, where: str, program: Program) -> None:
+    def _compare_new(self, name: str, where: str, program: ProgramPrint) -> None:
         self._processes.watchdog.step_busy(
             None
         )  # who has traced it waits for who has not
@@ -154,38 +160,46 @@ _ADVICE = (
 )
 
 
-class Accompanied:
+@final
+class Accompanied(Stage):
     """A program that runs in several processes at once.
 
     Args:
-      program: its part in this one.
+      step: its step in this one.
+      checked: looks at new traces before the other processes learn of them.
+      stages: the other stages of the program.
       company: the others.
-      name: what users call it.
-      where: its source line.
     """
 
-    def __init__(self, program: Any, company: Company, name: str, where: str) -> None:
-        self._program = program
+    def __init__(
+        self,
+        step: ReplicaStep,
+        checked: Stage,
+        stages: Sequence[Stage],
+        company: Company,
+    ) -> None:
+        self._step = step
+        self._program = Program(step, [checked, self, *stages])
         self._company = company
-        program.observer = self._traced
-        self._name = name
-        self._where = where
+        self._name = getattr(step.fn, "__qualname__", type(step.fn).__name__)
+        place = _code.place_of(step.fn)
+        self._where = f"{place[0]}:{place[1]}" if place else "unknown line"
         self._is_new = True
         self._is_dispatched = False  # now, and not part of a larger program
         self._same: dict[int, Given] = {}  # what it is called with now
 
-    def __call__(self, leaves: Sequence[Any]) -> PyTree:
+    def __call__(self, leaves: Sequence[Leaf]) -> PyTree:
         """As of the program."""
         return self._together(self._program, leaves)
 
-    def place_and_call(self, leaves: Sequence[Any]) -> PyTree:
+    def place_and_call(self, leaves: Sequence[Leaf]) -> PyTree:
         """As of the program."""
         return self._together(self._program.place_and_call, leaves)
 
     def _together(
-        self, call: Callable[[Sequence[Any]], PyTree], leaves: Sequence[Any]
+        self, call: Callable[[Sequence[Leaf]], PyTree], leaves: Sequence[Leaf]
     ) -> PyTree:
-        self._same = self._program.same(leaves)
+        self._same = self._step.same(leaves)
         if _cell.is_traced():  # part of a larger program, which its caller dispatches
             return call(leaves)
         name, where = self._name, self._where
@@ -200,16 +214,16 @@ class Accompanied:
         self._is_new = False
         return results
 
-    def _traced(self, name: str, closed: Any) -> None:
-        dispatched = self._is_dispatched
-        self._company.traced(name, self._where, closed, self._same, dispatched)
+    def traced(self, step: TracedStep) -> None:
+        """Compares a new trace with those of the other processes."""
+        closed, dispatched = step.trace.closed, self._is_dispatched
+        self._company.traced(step.name, self._where, closed, self._same, dispatched)
 
 
-def accompanied(program: Any, company: Company | None, fn: Any) -> Any:
-    """`program` of the step `fn`, in company if there is one."""
+def accompanied(
+    step: ReplicaStep, checked: Stage, stages: Sequence[Stage], company: Company | None
+) -> Program | Accompanied:
+    """The program of `step`, in company if there is one; the rest as above."""
     if company is None:
-        return program
-    name = getattr(fn, "__qualname__", type(fn).__name__)
-    place = _code.place_of(fn)
-    where = f"{place[0]}:{place[1]}" if place else "unknown line"
-    return Accompanied(program, company, name, where)
+        return Program(step, [checked, *stages])
+    return Accompanied(step, checked, stages, company)

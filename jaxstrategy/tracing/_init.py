@@ -10,7 +10,7 @@ import jax
 from jaxstrategy.replicas import _mesh
 from jaxstrategy.replicas._replicas import SAME, Replicas
 from jaxstrategy.tracing import _results
-from jaxstrategy.tracing._program import name_of
+from jaxstrategy.tracing._replica_step import name_of
 from jaxstrategy.values import (
     _building,
     _per_replica,

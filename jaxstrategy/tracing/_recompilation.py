@@ -22,12 +22,12 @@ import numpy as np
 from jaxstrategy._errors import RecompilationWarning
 from jaxstrategy.text import _user_code
 from jaxstrategy.text._array_types import array_type
-from jaxstrategy.tracing.functions._code import code_of
-from jaxstrategy.tracing.functions._references import References
-from jaxstrategy.tracing.stages._roles import (
+from jaxstrategy.tracing._roles import (
     Role,
     Signature,
 )
+from jaxstrategy.tracing.functions._code import code_of
+from jaxstrategy.tracing.functions._references import References
 from jaxstrategy.values._per_replica import Handle
 
 # Compilations of one function that nobody needs to hear about: a few batch shapes,
@@ -55,7 +55,7 @@ class Seen:
         self._tokens: tuple[Any, ...] = ()
         if references is not None:
             self._tokens = references.form
-            for step in references.steps:
+            for step in references.reached:
                 self._labels.append(step.label)
                 self._kinds.append(type(step.value))
                 self._texts.append(_told(step.value))

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxstrategy.tracing import _hidden
-from jaxstrategy.tracing.stages._roles import HandleReference
+from jaxstrategy.tracing._roles import HandleReference
 from jaxstrategy.values import _per_replica
 from jaxstrategy.values._per_replica import (
     Handle,

@@ -15,7 +15,7 @@ import jax
 from jaxstrategy._errors import NotMirroredWarning
 from jaxstrategy.text import _user_code
 from jaxstrategy.tracing._checks import SHOULD_BE_REDUCED, Unstated
-from jaxstrategy.tracing.stages._roles import (
+from jaxstrategy.tracing._roles import (
     Role,
     Signature,
 )

@@ -12,12 +12,12 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from jaxstrategy.tracing._traced import TracedStep
+from jaxstrategy.tracing._roles import Role
+from jaxstrategy.tracing._traced_step import TracedStep
 from jaxstrategy.tracing.replication._contributions import (
     Inputs,
     contributions,
 )
-from jaxstrategy.tracing.stages._roles import Role
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 from jax.ref import AbstractRef
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType
 
 from jaxstrategy._errors import ContextError
-from jaxstrategy.replicas import _mesh
+from jaxstrategy.replicas._replicas import SAME, SPLIT, Meaning, Replicas
 from jaxstrategy.tracing._results import Results
 from jaxstrategy.tracing.replication._analysis import all_eqns
 from jaxstrategy.tracing.replication._levels import (
@@ -35,6 +35,9 @@ from jaxstrategy.variables._access import StepVariables
 from jaxstrategy.variables._cell import Cell
 from jaxstrategy.variables._variable import Variable
 
+# Of the inputs of one replica its results, and whatever a program returns besides.
+Evaluate = Callable[[Sequence[Any]], tuple[list[jax.Array], list[jax.Array]]]
+
 
 @dataclasses.dataclass(frozen=True)
 class Trace:
@@ -46,7 +49,7 @@ class Trace:
       results: what the step returned, but for the arrays.
       variables: all that there were; those that belong elsewhere, too.
       used: those that the step reads or writes.
-      mesh: where the replicas are.
+      replicas: of the step.
       findings: what is known about the arrays that it returned.
     """
 
@@ -54,7 +57,7 @@ class Trace:
     results: Results
     variables: Sequence[Variable]
     used: Sequence[Variable]
-    mesh: Mesh
+    replicas: Replicas
     findings: Findings
 
     @property
@@ -66,6 +69,11 @@ class Trace:
     def _given(self) -> list[Any]:
         """What stands for the arguments."""
         return self.closed.jaxpr.invars[: -len(self.variables) or None]
+
+    @property
+    def given_types(self) -> list[Any]:
+        """The types of the arguments, on all replicas."""
+        return [var.aval for var in self._given]
 
     @property
     def _references(self) -> list[Any]:
@@ -115,18 +123,52 @@ class Trace:
         self,
         leaves: Sequence[Any],
         references: dict[Cell, Any],
-        with_token: bool,
-        look: Callable[[Any, Sequence[Any]], tuple[list[Any], jax.Array]] | None = None,
-    ) -> tuple[list[Any], jax.Array | None]:
-        """The step's results, as the analysis proved them, and a token.
+        within: Callable[[Evaluate], Evaluate],
+    ) -> tuple[list[Any], list[jax.Array]]:
+        """The step's results, as the analysis proved them, and further outputs.
 
         Args:
           leaves: the arguments.
           references: for each variable that is carried the one to work on.
-          with_token: whether a token is needed.
-          look: evaluates the jaxpr of one replica, of its inputs in these places of
-            `inputs`; what it returns besides becomes the token.
+          within: adds outputs to the evaluation of the jaxpr of one replica. There is
+            at least one if the step returns no arrays: XLA runs the callbacks of a
+            program that returns nothing on the first device only (JAX 0.10 and 0.12).
         """
+        operands = self._operands(leaves, references)
+        kept = [i for i, each in enumerate(operands) if each is not None]
+        step, varies = core.jaxpr_as_fun(closed(self.jaxpr)), self.varies
+        evaluate = within(lambda inputs: (step(*inputs), []))
+
+        def replica(*locals_: Any) -> Any:
+            given = dict(zip(kept, locals_, strict=True))
+            returned, more = evaluate([given.get(i) for i in range(len(operands))])
+            arrays = [
+                jax.lax.expand_dims(array, (0,)) if differs else array
+                for array, differs in zip(returned, varies, strict=True)
+            ]
+            if not arrays and not more:
+                more = [jnp.zeros((), jnp.int8)]
+            return arrays, more
+
+        same, split = self.replicas.spec(SAME), self.replicas.spec(SPLIT)
+        in_specs = self.equation.params["in_specs"]
+        out_specs = [split if differs else same for differs in varies]
+        arrays, more = on_replicas(
+            replica,
+            self.replicas,
+            tuple(in_specs[i] for i in kept),
+            (out_specs, same),
+        )(*(operands[i] for i in kept))
+        wrapped = [
+            PerReplica(array) if differs else array
+            for array, differs in zip(arrays, varies, strict=True)
+        ]
+        return wrapped, more
+
+    def _operands(
+        self, leaves: Sequence[Any], references: dict[Cell, Any]
+    ) -> list[Any]:
+        """For each input of `jaxpr` what it is, None of a variable that is not used."""
         known = dict(zip(self._given, leaves, strict=True))
         known.update(zip(self.closed.jaxpr.constvars, self.closed.consts, strict=True))
         used = set(self.used)
@@ -135,47 +177,17 @@ class Trace:
             if variable in used:
                 carried = references.get(variable.cell)
                 known[var] = variable.cell.ref if carried is None else carried
-        operands = [
+        return [
             atom.val if isinstance(atom, core.Literal) else known.get(atom)
             for atom in self.equation.invars
         ]
-        kept = [i for i, each in enumerate(operands) if each is not None]
-        in_specs = self.equation.params["in_specs"]
-        step, varies = core.jaxpr_as_fun(closed(self.jaxpr)), self.varies
-
-        def replica(*locals_: Any) -> Any:
-            given = dict(zip(kept, locals_, strict=True))
-            inputs = [given.get(i) for i in range(len(operands))]
-            token = jnp.zeros((), jnp.int8) if with_token else None
-            if look is None:
-                returned = step(*inputs)
-            else:
-                returned, token = look(self.jaxpr, inputs)
-            arrays = [
-                jax.lax.expand_dims(array, (0,)) if differs else array
-                for array, differs in zip(returned, varies, strict=True)
-            ]
-            return arrays, token
-
-        out_specs = [_mesh.SPLIT if differs else _mesh.SAME for differs in varies]
-        arrays, token = on_replicas(
-            replica,
-            self.mesh,
-            tuple(in_specs[i] for i in kept),
-            (out_specs, _mesh.SAME),
-        )(*(operands[i] for i in kept))
-        wrapped = [
-            PerReplica(array) if differs else array
-            for array, differs in zip(arrays, varies, strict=True)
-        ]
-        return wrapped, token
 
 
 def trace(
     run: Callable[[Sequence[Any]], tuple[list[jax.Array], Results]],
     leaves: Sequence[Any],
-    specs: Sequence[Any],
-    mesh: Mesh,
+    meanings: Sequence[Meaning],
+    replicas: Replicas,
     variables: Callable[[], Sequence[Variable]],
     may_create: bool,
 ) -> Trace:
@@ -184,8 +196,8 @@ def trace(
     Args:
       run: calls the step with one replica's part of `leaves`.
       leaves: its arguments, on all replicas.
-      specs: how they are divided.
-      mesh: where the replicas are.
+      meanings: of each of them.
+      replicas: of the step.
       variables: returns those that the step may use.
       may_create: whether it may make some.
 
@@ -204,13 +216,16 @@ def trace(
         with _access.traced_with(seen[-1]):
             arrays, results = run(own)
         if seen[-1].created:
+            # The trace cannot end: `shard_map` has no rule for their references.
             raise _MadeVariables
         found.append(results)
         return arrays
 
-    everywhere = (*specs, *(_spec(variable, mesh) for variable in there))
-    # SAME for every output is not a claim: this shard_map is only looked into.
-    looked_into = on_replicas(replica, mesh, everywhere, _mesh.SAME)
+    specs = [replicas.spec(meaning) for meaning in meanings]
+    everywhere = (*specs, *(_spec(variable, replicas) for variable in there))
+    same = replicas.spec(SAME)
+    # The same for every output is not a claim: this shard_map is only looked into.
+    looked_into = on_replicas(replica, replicas, everywhere, same)
 
     def all_replicas(*given: Any) -> Any:
         own, held = given[: len(leaves)], given[len(leaves) :]
@@ -222,7 +237,7 @@ def trace(
     try:
         closed = jax.make_jaxpr(all_replicas)(*leaves, *values)
     except _MadeVariables:
-        return trace(run, leaves, specs, mesh, variables, may_create=False)
+        return trace(run, leaves, meanings, replicas, variables, may_create=False)
     except AttributeError as error:
         if "'AbstractRef' object" not in str(error) or not found:
             raise
@@ -236,17 +251,16 @@ def trace(
     eqn = closed.jaxpr.eqns[-1]
     if step.used:
         _check_conditions(eqn.params["jaxpr"])
-    varies = [spec != _mesh.SAME for spec in eqn.params["in_specs"]]
     findings = analyse(
         eqn.params["jaxpr"],
-        varies,
-        _mesh.REPLICA_AXIS,
-        mesh.size,
-        unpacking=sum(spec != _mesh.SAME for spec in specs),
-        mesh=mesh,
+        [spec != same for spec in eqn.params["in_specs"]],
+        replicas.collective_axes,
+        replicas.count,
+        unpacking=sum(meaning is SPLIT for meaning in meanings),
+        mesh=replicas.mesh,
     )
     used = list(step.used.values())
-    return Trace(closed, results, there, used, mesh, findings)
+    return Trace(closed, results, there, used, replicas, findings)
 
 
 class _MadeVariables(Exception):
@@ -293,15 +307,20 @@ def check_not_divided(name: str) -> None:
 
 
 def on_replicas(
-    fn: Any, mesh: Mesh, in_specs: Any, out_specs: Any
+    fn: Any, replicas: Replicas, in_specs: Any, out_specs: Any
 ) -> Callable[..., Any]:
     """`fn` of one replica as a function of all replicas' arrays."""
     # check_vma=False: with True, JAX sums the gradient of a replicated value over
     # the replicas by itself, and the user's own mean of it is N times too large.
     return jax.shard_map(
-        fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+        fn,
+        mesh=replicas.mesh,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        check_vma=False,
     )
 
 
-def _spec(variable: Variable, mesh: Mesh) -> Any:
-    return variable.sharding.spec if variable.lives_on(mesh) else _mesh.SAME
+def _spec(variable: Variable, replicas: Replicas) -> Any:
+    is_here = variable.lives_on(replicas.mesh)
+    return variable.sharding.spec if is_here else replicas.spec(SAME)

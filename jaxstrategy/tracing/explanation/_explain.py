@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
-
-from jax.sharding import Mesh
 
 from jaxstrategy._options import RunOptions
 from jaxstrategy.replicas._topology import Topology
-from jaxstrategy.tracing import _checks
+from jaxstrategy.tracing import _checks, _roles
 from jaxstrategy.tracing._program import Program
-from jaxstrategy.tracing._traced import TracedStep
+from jaxstrategy.tracing._replica_step import ReplicaStep, StepEnvironment
+from jaxstrategy.tracing._roles import Role
+from jaxstrategy.tracing._traced_step import TracedStep
 from jaxstrategy.tracing.explanation._explanation import Explanation
 from jaxstrategy.tracing.explanation._facts import (
     ExplainedCollective,
     ExplainedValue,
     Memory,
 )
-from jaxstrategy.tracing.nnx import _objects
+from jaxstrategy.tracing.nnx import _adapter
 from jaxstrategy.tracing.replication._levels import Collective
-from jaxstrategy.tracing.stages import _roles
-from jaxstrategy.tracing.stages._roles import Role
-from jaxstrategy.variables._variable import Variable
+from jaxstrategy.tracing.stages._stage import Stage
+from jaxstrategy.tracing.stages._stages import stages_of
 
 _KINDS = {
     "all_gather": "all_gather",
@@ -44,48 +44,36 @@ def explain(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     *,
-    call: Callable[..., Any],
-    mesh: Mesh,
-    variables: Callable[[], Sequence[Variable]],
+    environment: StepEnvironment,
     options: RunOptions,
     topology: Topology,
     compiled: bool,
 ) -> Explanation:
-    """What `fn(*args, **kwargs)` would do on the replicas of `mesh`.
+    """What `fn(*args, **kwargs)` would do on the replicas of a strategy.
 
     Args:
       fn: the step.
       args: its positional arguments; `jax.ShapeDtypeStruct`s stand for arrays.
       kwargs: its keyword arguments.
-      call: runs `fn` as one replica: `call(fn, args, kwargs)`.
-      mesh: where the replicas are.
-      variables: returns those that the step may use.
+      environment: what steps of the strategy run in.
       options: how `run` would compile it.
       topology: what times are predicted for.
       compiled: whether to compile it, for what XLA has to say.
     """
-    fn, args, kwargs, options = _objects.as_arrays(fn, args, kwargs, options)
+    fn, args, kwargs, options = _adapter.as_arrays(fn, args, kwargs, options)
     leaves, signature = _roles.take_apart(fn, args, kwargs, abstract=True)
-    traced: list[TracedStep] = []
-    program = Program(
-        get_fn=lambda: fn,
-        call=call,
-        signature=signature,
-        mesh=mesh,
-        donate=options.donated,
-        variables=variables,
-        may_create=lambda: True,
-        check=traced.append,
-        traced=lambda fn, avals: None,
-    )
+    replica_step = ReplicaStep(lambda: fn, environment, signature, lambda: True)
+    seen = _Seen()
+    unchecked = dataclasses.replace(options, check_finite=False)
+    program = Program(replica_step, [seen, *stages_of(replica_step, unchecked)])
     lowered = program.lower(leaves)
-    (step,) = traced
+    (step,) = seen.steps
     executable = lowered.compile() if compiled else None
     donatable = list(_donatable(step))
     mirrored, per_replica = _results(step)
     return Explanation(
         name=step.name,
-        num_replicas=mesh.size,
+        num_replicas=environment.replicas.count,
         collectives=tuple(_collective(found) for found in step.findings.collectives),
         mirrored=tuple(mirrored),
         per_replica=tuple(per_replica),
@@ -99,6 +87,21 @@ def explain(
         memory=_memory(executable),
         flops=_flops(executable),
     )
+
+
+class _Seen(Stage):
+    """Keeps what was traced.
+
+    Attributes:
+      steps: it, in order.
+    """
+
+    def __init__(self) -> None:
+        self.steps: list[TracedStep] = []
+
+    def traced(self, step: TracedStep) -> None:
+        """Keeps a new trace."""
+        self.steps.append(step)
 
 
 def _collective(found: Collective) -> ExplainedCollective:

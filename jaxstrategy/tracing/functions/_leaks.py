@@ -25,10 +25,8 @@ from jaxstrategy.tracing.functions._places import (
     GONE,
     Index,
 )
-from jaxstrategy.tracing.functions._references import (
-    References,
-    Step,
-)
+from jaxstrategy.tracing.functions._references import References
+from jaxstrategy.tracing.functions._walk import Referred
 
 # A Keras model of a hundred layers has about twenty thousand.
 _LIMIT = 50_000
@@ -125,23 +123,23 @@ def refused(
 
 def _restore(after: References, before: References) -> list[tuple[str, Any, Any]]:
     """Puts back what tracers took the place of; returns label, tracer and owner."""
-    known = {id(step.value) for step in before.steps}
+    known = {id(step.value) for step in before.reached}
     new = {
         number
-        for number, step in enumerate(after.steps)
+        for number, step in enumerate(after.reached)
         if isinstance(step.value, Tracer) and id(step.value) not in known
     }
     if not new:
         return []
-    old = {s.place.where: s.value for s in before.steps if s.place is not None}
+    old = {s.place.where: s.value for s in before.reached if s.place is not None}
     found, holders = [], {}
     for number in sorted(new):
-        value, label = after.steps[number].value, after.steps[number].label
-        holder = _holder(after.steps, number)
+        value, label = after.reached[number].value, after.reached[number].label
+        holder = _holder(after.reached, number)
         if holder is not None and holder.place is not None:
             holders[holder.place.where] = holder.place
-            owner = after.steps[holder.parent].value if holder.parent >= 0 else None
-            label = _label_in_keras(after.steps, number, owner) or label
+            owner = after.reached[holder.parent].value if holder.parent >= 0 else None
+            label = _label_in_keras(after.reached, number, owner) or label
             found.append((label, value, owner))
     # From the end of a list, so that places before stay what they are.
     for where, place in sorted(
@@ -152,7 +150,7 @@ def _restore(after: References, before: References) -> list[tuple[str, Any, Any]
     return found
 
 
-def _holder(steps: Sequence[Step], number: int) -> Step | None:
+def _holder(steps: Sequence[Referred], number: int) -> Referred | None:
     while steps[number].place is None:
         number = steps[number].parent
         if number < 0:
@@ -160,7 +158,7 @@ def _holder(steps: Sequence[Step], number: int) -> Step | None:
     return steps[number]
 
 
-def _label_in_keras(steps: Sequence[Step], number: int, owner: Any) -> str | None:
+def _label_in_keras(steps: Sequence[Referred], number: int, owner: Any) -> str | None:
     """The model, optimizer or metric that a variable of Keras belongs to, and its path.
 
     What leads there in between are Keras' own lists of layers.

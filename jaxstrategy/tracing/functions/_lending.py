@@ -18,10 +18,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from jaxstrategy.tracing.functions._places import Place
-from jaxstrategy.tracing.functions._references import (
-    References,
-    rebuilt,
-)
+from jaxstrategy.tracing.functions._rebuilding import rebuilt
+from jaxstrategy.tracing.functions._references import References
 
 # Held while a function is traced or looked into; threads see no other's loans.
 one_at_a_time = threading.RLock()

@@ -37,20 +37,20 @@ class Analysis:
     """One analysis of a step.
 
     Args:
-      axis_name: the mesh axis of the replicas.
-      replicas: how many there are.
+      axes: the mesh axes of the replicas, or the one there is.
+      replicas: how many replicas there are.
       rules: of each primitive.
       mesh: where the replicas are, if that is known.
     """
 
     def __init__(
         self,
-        axis_name: str,
+        axes: str | Sequence[str],
         replicas: int,
         rules: Mapping[Any, Rule],
         mesh: Mesh | None = None,
     ) -> None:
-        self.axis_name = axis_name
+        self.axes = (axes,) if isinstance(axes, str) else tuple(axes)
         self.replicas = replicas
         self.rules = rules
         self.mesh = mesh
@@ -119,9 +119,7 @@ class Analysis:
                 args = jax.tree.unflatten(
                     jax.tree.structure(primitive.in_avals), structs
                 )
-                make = jax.make_jaxpr(
-                    primitive.expand, axis_env=[(self.axis_name, self.replicas)]
-                )
+                make = jax.make_jaxpr(primitive.expand, axis_env=self.axis_env)
                 jaxpr = plain(make(*args))
             except _NOT_EXPANDED:  # anybody's code, not meant to be traced here
                 jaxpr = None
@@ -140,9 +138,16 @@ class Analysis:
         """What `make` makes of `eqn` under `transform`, made once."""
         key = (id(eqn), transform)
         if key not in self._transformed:
-            made = make(eqn, transform, self.axis_name, self.replicas)
+            made = make(eqn, transform, self.axis_env)
             self._transformed[key] = made
         return self._transformed[key]
+
+    @property
+    def axis_env(self) -> list[tuple[str, int]]:
+        """The axes and their sizes, for a trace outside of `shard_map`."""
+        if self.mesh is None or len(self.axes) == 1:
+            return [(axis, self.replicas) for axis in self.axes]
+        return [(axis, self.mesh.shape[axis]) for axis in self.axes]
 
     @property
     def is_on_cpu(self) -> bool:
@@ -153,7 +158,7 @@ class Analysis:
         """Whether a collective equation works across the replica axis."""
         named = eqn.params.get("axes", eqn.params.get("axis_name", ()))
         names = named if isinstance(named, (tuple, list)) else (named,)
-        return self.axis_name in names
+        return not set(self.axes).isdisjoint(names)
 
 
 # What tracing says of code that is not meant for it, or of an unknown mesh axis.

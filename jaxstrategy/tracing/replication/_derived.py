@@ -90,14 +90,14 @@ def _is_kept(eqn: Any) -> list[bool]:
     return [not isinstance(var, core.DropVar) for var in eqn.outvars]
 
 
-def _jaxpr_of(eqn: Any, transform: Transform, axis_name: str, replicas: int) -> Any:
+def _jaxpr_of(eqn: Any, transform: Transform, axis_env: list[tuple[str, int]]) -> Any:
     only = core.jaxpr_as_fun(alone(eqn))
     types = [
         jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype)
         for atom in operands_of(eqn)
     ]
     made, given = transform(only, types)
-    return plain(jax.make_jaxpr(made, axis_env=[(axis_name, replicas)])(*given))
+    return plain(jax.make_jaxpr(made, axis_env=axis_env)(*given))
 
 
 def forward(function: Callable[..., Any], types: list[Any]) -> tuple[Any, list[Any]]:

@@ -59,7 +59,7 @@ from jaxstrategy.tracing.replication._levels import (
 def analyse(
     jaxpr: Jaxpr,
     varies: Sequence[bool],
-    axis_name: str,
+    axes: str | Sequence[str],
     replicas: int,
     unpacking: int = 0,
     mesh: Mesh | None = None,
@@ -70,8 +70,8 @@ def analyse(
       jaxpr: one replica's computation, without constants.
       varies: for each input, whether it, or what the reference holds, may differ
         between replicas.
-      axis_name: the mesh axis of the replicas.
-      replicas: how many there are.
+      axes: the mesh axes of the replicas, or the one there is.
+      replicas: how many replicas there are.
       unpacking: how many equations at the start only unpack arguments.
       mesh: where the replicas are, if that is known: what an operation without a rule
         does depends on it.
@@ -84,7 +84,7 @@ def analyse(
         Cell(state) if isinstance(var.aval, AbstractRef) else state
         for var, state in zip(jaxpr.invars, states, strict=True)
     ]
-    analysis = Analysis(axis_name, replicas, Rules(), mesh)
+    analysis = Analysis(axes, replicas, Rules(), mesh)
     findings = analysis.of(jaxpr, inputs, unpacking)
     return findings if replicas > 1 else findings.of_one_replica()
 

@@ -13,13 +13,11 @@ from collections.abc import Sequence
 from typing import Any, final
 
 import jax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 
 from jaxstrategy._errors import PlacementError
-from jaxstrategy.replicas import (
-    _devices,
-    _mesh,
-)
+from jaxstrategy.replicas import _devices
+from jaxstrategy.replicas._replicas import SAME, Replicas
 from jaxstrategy.variables import _cell
 from jaxstrategy.variables._cell import Cell
 from jaxstrategy.variables._variable import Variable
@@ -41,18 +39,18 @@ class Carried:
     """Those of one program; does not change.
 
     Args:
-      mesh: where the replicas are.
+      replicas: those of the step.
       here: those that live on all replicas.
       away: the others.
     """
 
     def __init__(
         self,
-        mesh: Mesh,
+        replicas: Replicas,
         here: dict[Cell, NamedSharding] | None = None,
         away: dict[Cell, _Home] | None = None,
     ) -> None:
-        self._mesh = mesh
+        self._replicas = replicas
         self._here = here or {}
         self._away = away or {}
         self._cells = list(self._here)
@@ -76,7 +74,7 @@ class Carried:
     @property
     def shardings(self) -> list[NamedSharding]:
         """How `values` lie."""
-        everywhere = [_mesh.replicated(self._mesh)] * len(self._away)
+        everywhere = [self._replicas.sharding(SAME)] * len(self._away)
         return [*self._here.values(), *everywhere]
 
     def __contains__(self, variable: Variable) -> bool:
@@ -91,7 +89,7 @@ class Carried:
         """
 
         def by_reference(variable: Variable) -> bool:
-            here = variable.lives_on(self._mesh)
+            here = variable.lives_on(self._replicas.mesh)
             return here and (traced or variable.cell.is_reference)
 
         return [v for v in used if v not in self and not by_reference(v)]
@@ -100,19 +98,19 @@ class Carried:
         """These too."""
         here, away = dict(self._here), dict(self._away)
         for variable in variables:
-            if variable.lives_on(self._mesh):
+            if variable.lives_on(self._replicas.mesh):
                 here[variable.cell] = variable.sharding
             else:
                 where = _devices.names(variable.devices)
                 home = _Home(variable.sharding, f"{variable.name!r} lives on {where}")
                 away[variable.cell] = home
-        return Carried(self._mesh, here, away)
+        return Carried(self._replicas, here, away)
 
     def without_references(self, traced: bool) -> Carried:
         """Without those that must not be carried any more."""
         here = self._here.items()
         kept = {c: s for c, s in here if not traced and not c.is_reference}
-        return Carried(self._mesh, kept, self._away)
+        return Carried(self._replicas, kept, self._away)
 
     def values(self) -> list[jax.Array]:
         """For the program.
@@ -138,7 +136,7 @@ class Carried:
                 "step. Call the step outside, or make the variable in the scope of a "
                 "MirroredStrategy."
             )
-        return jax.device_put(cell[...], _mesh.replicated(self._mesh))
+        return jax.device_put(cell[...], self._replicas.sharding(SAME))
 
     def store(self, values: Sequence[jax.Array]) -> None:
         """Keep what a step made of them."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, final
 
 import jax
 import jax.numpy as jnp
@@ -21,13 +21,18 @@ from jax.extend.core import Literal
 from jax.ref import AbstractRef
 
 from jaxstrategy._errors import ContextError, NonFiniteError
-from jaxstrategy.replicas import _mesh
+from jaxstrategy._options import RunOptions
 from jaxstrategy.text._array_types import array_type
 from jaxstrategy.text._lists import first_few
 from jaxstrategy.text._units import plural
+from jaxstrategy.tracing._replica_step import ReplicaStep
+from jaxstrategy.tracing._trace import Evaluate
+from jaxstrategy.tracing._traced_step import TracedStep
+from jaxstrategy.tracing._types import Equation, Jaxpr
 from jaxstrategy.tracing.replication._analysis import plain
 from jaxstrategy.tracing.replication._control import scan_counts
 from jaxstrategy.tracing.replication._site import Site
+from jaxstrategy.tracing.stages._stage import Stage
 
 _INLINED = frozenset(
     ("jit", "pjit", "closed_call", "core_call", "remat2", "remat", "checkpoint")
@@ -53,28 +58,37 @@ class _Place:
     is_end: bool = False
 
 
-class Finite:
+@final
+class Finite(Stage):
     """What one program looks for, and what it has found.
 
     Args:
-      name: how messages call the step.
+      step: the step.
       with_infinities: whether it looks for Inf too.
     """
 
-    def __init__(self, name: str, with_infinities: bool) -> None:
-        self._name = name
+    def __init__(self, step: ReplicaStep, with_infinities: bool) -> None:
+        self._name = step.name
+        self.replicas = step.replicas
         self.with_infinities = with_infinities
         # Of all traces, so that a number means one place whatever was called last.
         self._places: list[_Place] = []
+
+    def within(self, step: TracedStep, evaluate: Evaluate) -> Evaluate:
+        """Evaluates the step equation by equation, and adds what was found first.
+
+        That takes the place of `evaluate`: the outputs of later stages are not there.
+        """
+        return lambda inputs: self._evaluate(step.jaxpr, inputs, step.sources)
 
     def number(self, place: _Place) -> int:
         """A number for `place`, not 0; later places have larger ones."""
         self._places.append(place)
         return len(self._places)
 
-    def evaluate(
-        self, jaxpr: Any, given: Sequence[Any], sources: Sequence[str | None]
-    ) -> tuple[list[Any], jax.Array]:
+    def _evaluate(
+        self, jaxpr: Jaxpr, given: Sequence[Any], sources: Sequence[str | None]
+    ) -> tuple[list[Any], list[jax.Array]]:
         """The outputs of `jaxpr`, and for each replica what was found first.
 
         Args:
@@ -83,7 +97,6 @@ class Finite:
           sources: what messages call them; None of an array that the step captured.
         """
         turn = _Turn(self, ())
-        jaxpr = plain(jaxpr)
         references = []
         for value, source in zip(given, sources, strict=True):
             if value is None:  # a variable that the step does not use
@@ -93,34 +106,26 @@ class Finite:
                 value = value[...]
             # Captured infinities are meant, as in a mask.
             turn.look(value, _Place(source or "an array that it captured"), source)
-        outputs = turn.through(jaxpr, given)
+        outputs = turn.through(plain(jaxpr), given)
         for reference, source in references:
             turn.look(reference[...], _Place(source or "", is_end=True), source)
-        return outputs, lax.all_gather(turn.found, _mesh.REPLICA_AXIS)
+        return outputs, [lax.all_gather(turn.found, self.replicas.collective_axes)]
 
-    def check(
-        self, found: jax.Array, before: Sequence[tuple[Any, jax.Array]] = ()
-    ) -> None:
-        """Raise if a step has found something.
-
-        Args:
-          found: by the step.
-          before: references that it has changed, and what they are to hold again.
+    def check(self, output: jax.Array) -> None:
+        """Raises if a call has found something.
 
         Raises:
           NonFiniteError: it has.
           ContextError: nobody knows yet, because JAX traces the caller.
         """
-        if isinstance(found, Tracer):
+        if isinstance(output, Tracer):
             raise ContextError(
                 f"`{self._name}` is to be checked (`check_finite`) inside a function "
                 "that JAX traces, where no value is known yet. Call it outside "
                 "`jax.jit`, `jax.grad` and `jax.lax.scan`, or leave the option out."
             )
-        codes = np.asarray(found.addressable_data(0))
+        codes = np.asarray(output.addressable_data(0))
         if codes.any():
-            for reference, value in before:
-                reference[...] = value
             raise self._error(codes)
 
     def _error(self, codes: np.ndarray) -> NonFiniteError:
@@ -167,6 +172,13 @@ def _on(replicas: Sequence[int], count: int) -> str:
 
 def _type(aval: Any) -> str:
     return array_type(getattr(aval, "dtype", aval), getattr(aval, "shape", ()), ", ")
+
+
+def finite(step: ReplicaStep, options: RunOptions) -> Finite | None:
+    """What a program looks for that is compiled with these options; None if nothing."""
+    if not options.check_finite:
+        return None
+    return Finite(step, with_infinities=options.check_finite != "nan")
 
 
 class _Turn:
@@ -272,10 +284,13 @@ class _Turn:
             return
         before = [kinds for kinds in map(self._kinds, operands) if kinds is not None]
         had_nan, had_inf = _any(before, 0), _any(before, 1)
-        if _is_collective(eqn):
+        if _is_collective(eqn, self._owner.replicas.collective_axes):
             # What another replica gave was found there.
             flags = jnp.stack([jnp.asarray(had_nan), jnp.asarray(had_inf)])
-            had = lax.pmax(flags.astype(jnp.int32), _mesh.REPLICA_AXIS) > 0
+            had = (
+                lax.pmax(flags.astype(jnp.int32), self._owner.replicas.collective_axes)
+                > 0
+            )
             had_nan, had_inf = had[0], had[1]
         # Inf minus Inf is a NaN of its own; an Inf made of a NaN is not.
         nan = _any(after, 0) & ~jnp.asarray(had_nan)
@@ -353,7 +368,8 @@ def _any(kinds: Sequence[tuple[Any, Any]], which: int) -> Any:
     return found
 
 
-def _is_collective(eqn: Any) -> bool:
+def _is_collective(eqn: Equation, axes: Sequence[str]) -> bool:
+    """Whether an equation works across the axes of the replicas."""
     named = eqn.params.get("axes", eqn.params.get("axis_name", ()))
     names = named if isinstance(named, (tuple, list)) else (named,)
-    return _mesh.REPLICA_AXIS in names
+    return not set(axes).isdisjoint(names)

@@ -2,66 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any, final
 
 from jax.core import Tracer
 
 from jaxstrategy._errors import PaddedRowsWarning
-from jaxstrategy.masks import _filled_rows
-from jaxstrategy.masks._step_masks import (
-    BatchArray,
-    StepMasks,
-)
+from jaxstrategy._options import RunOptions
+from jaxstrategy.masks import _filled_rows, _step_masks
+from jaxstrategy.masks._step_masks import BatchArray, StepMasks
 from jaxstrategy.text import _user_code
-from jaxstrategy.tracing.stages._roles import Role
+from jaxstrategy.tracing._replica_step import ReplicaStep
+from jaxstrategy.tracing._roles import Role
+from jaxstrategy.tracing._types import Leaf
+from jaxstrategy.tracing.stages._stage import Stage
 
 
-class Masks:
+@final
+class MaskArguments(Stage):
     """Which of a program's arguments are masks, and what its traces did with them.
 
-    False if there is none.
-
     Args:
-      roles: of the arguments.
-      label: how messages call an argument, by its index.
-      name: how they call the step.
+      step: the step.
+      options: not asked.
     """
 
-    def __init__(
-        self,
-        roles: Sequence[Role],
-        label: Callable[[int], str],
-        name: Callable[[], str],
-    ) -> None:
-        self._places = [i for i, role in enumerate(roles) if role is Role.MASK]
-        self._label = label
-        self._name = name
+    def __init__(self, step: ReplicaStep, options: RunOptions) -> None:
+        self._places = [i for i, role in enumerate(step.roles) if role is Role.MASK]
+        self._step = step
         # What the step asked, known once it is traced.
         self._is_traced = False
         self._is_asked_for = False
         self._keeps_rows = False
         self._alike: set[tuple[int, ...]] = set()
 
-    def __bool__(self) -> bool:
+    @property
+    def is_active(self) -> bool:
+        """Whether there is a mask among the arguments."""
         return bool(self._places)
 
-    def batches(self, own: Sequence[Any]) -> StepMasks:
-        """What the step can ask about, from the arguments of one replica."""
-        return StepMasks([BatchArray(own[i - 1], own[i], i) for i in self._places])
-
-    def learn(self, batches: StepMasks) -> None:
-        """Take note of what a trace has asked."""
+    @contextlib.contextmanager
+    def tracing(self, own: Sequence[Leaf]) -> Iterator[None]:
+        """A `with` block in which the step can ask which rows are real."""
+        batches = StepMasks([BatchArray(own[i - 1], own[i], i) for i in self._places])
+        with _step_masks.given(batches):
+            yield
         self._is_traced = True
         self._is_asked_for |= batches.asked
         self._keeps_rows |= batches.kept
         self._alike |= batches.alike
 
-    def check(self, leaves: Sequence[Any]) -> None:
-        """Whether a call is one that the step does right by; nothing before a trace.
+    def before(self, leaves: Sequence[Leaf]) -> None:
+        """Checks whether a call is one that the step does right by.
 
-        Warns, once, if rows that are not real go into a step that asks for no mask, or
-        gathers them; or if they may, and nobody will know.
+        Before the first trace nothing is known of that. Warns, once, if rows that are
+        not real go into a step that asks for no mask, or gathers them; or if they may,
+        and nobody will know.
 
         Raises:
           ValueError: the step took the masks of two batches for one.
@@ -79,7 +76,7 @@ class Masks:
         else:
             return
         self._is_asked_for, self._keeps_rows = True, False  # a warning is enough
-        _user_code.warn(told(self._name()), PaddedRowsWarning)
+        _user_code.warn(told(self._step.name), PaddedRowsWarning)
 
     def _check_alike(self, places: tuple[int, ...], masks: list[Any]) -> None:
         first, *others = masks
@@ -87,9 +84,9 @@ class Masks:
             return  # of one array there can be several
         if all(mask is first for mask in others):
             return
-        names = ", ".join(self._label(i - 1) for i in places)
+        names = ", ".join(self._step.label(i - 1) for i in places)
         raise ValueError(
-            f"`{self._name()}` was given {names}, of different batches with equal "
+            f"`{self._step.name}` was given {names}, of different batches with equal "
             "numbers of rows, and asked which rows of something computed from them are "
             "real. Say which batch is meant, with an argument of the step itself: "
             "`masked_mean(losses, mask=batch_mask(images))`."

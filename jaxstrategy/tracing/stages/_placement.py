@@ -5,13 +5,13 @@ A value that lies elsewhere is copied; one whose place shows a mistake is refuse
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, final
 
 import jax
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 
 from jaxstrategy._errors import DonatedValueError, PlacementError
 from jaxstrategy.replicas import (
@@ -19,66 +19,53 @@ from jaxstrategy.replicas import (
     _mesh,
 )
 from jaxstrategy.replicas._devices import Device
+from jaxstrategy.replicas._replicas import SPLIT, Replicas
+from jaxstrategy.tracing._constants import constants
+from jaxstrategy.tracing._replica_step import ReplicaStep
+from jaxstrategy.tracing._traced_step import TracedStep
+from jaxstrategy.tracing._types import Leaf
+from jaxstrategy.tracing.stages._donation import check_once
+from jaxstrategy.values import _per_replica
 
 # Numbers that were placed lately: a learning rate is often the same at each step, and
 # placing a number costs as much as dispatching a small step (44 to 60 us on CPU).
 _NUMBERS_KEPT = 256
 
 
+@final
 class Placement:
     """Where the arguments of one program go.
 
     Args:
-      mesh: where the replicas are.
-      split: for each argument, whether it is a `PerReplica`, not the same for all.
-      donated: which arguments the program may overwrite.
-      label: how messages call an argument, by its index.
+      step: whose arguments they are.
+      donated: which of them the program may overwrite.
+
+    Attributes:
+      shardings: how each argument lies.
     """
 
-    def __init__(
-        self,
-        mesh: Mesh,
-        split: Sequence[bool],
-        donated: Sequence[int],
-        label: Callable[[int], str],
-    ) -> None:
-        self._mesh = mesh
-        self._split = tuple(split)
-        self._donated = frozenset(donated)
-        self._label = label
-        self.specs = tuple(_mesh.SPLIT if s else _mesh.SAME for s in split)
-        self.shardings = tuple(NamedSharding(mesh, spec) for spec in self.specs)
+    def __init__(self, step: ReplicaStep, donated: frozenset[int]) -> None:
+        self._step = step
+        self._replicas = step.replicas
+        self._donated = donated
+        self._label = step.label
+        meanings = step.meanings
+        self._split = tuple(meaning is SPLIT for meaning in meanings)
+        self.shardings: tuple[NamedSharding, ...] = tuple(
+            map(self._replicas.sharding, meanings)
+        )
         # Where a PerReplica stands, and a sharding that was seen there and is right.
-        self._right: dict[int, Any] = {i: None for i, s in enumerate(split) if s}
+        self._right: dict[int, Any] = {i: None for i, s in enumerate(self._split) if s}
         self._numbers: dict[Any, jax.Array] = {}
 
-    def is_right(self, leaves: Sequence[jax.Array]) -> bool:
+    def is_right(self, leaves: Sequence[Leaf]) -> bool:
         """Whether each `PerReplica` lies as one did before; says nothing of others."""
         for index, right in self._right.items():
             if right is None or getattr(leaves[index], "sharding", None) is not right:
                 return False
         return True
 
-    def check_donated(self, leaves: Sequence[Any]) -> None:
-        """Raise if a donated array is passed twice.
-
-        Raises:
-          DonatedValueError: naming both arguments. JAX 0.10 would end the process.
-        """
-        if len(set(map(id, leaves))) == len(leaves):
-            return
-        first: dict[int, int] = {}
-        for index, leaf in enumerate(leaves):
-            other = first.setdefault(id(leaf), index)
-            twice = other != index and isinstance(leaf, jax.Array)
-            if twice and self._donated & {index, other}:
-                raise DonatedValueError(
-                    f"{self._label(other)} and {self._label(index)} are one array, and "
-                    "it is donated: the step cannot both overwrite and read it. Pass a "
-                    "copy (`jnp.copy`) in one place, or do not donate."
-                )
-
-    def placed(self, leaves: Sequence[Any]) -> list[Any]:
+    def placed(self, leaves: Sequence[Leaf]) -> list[Leaf]:
         """`leaves` where the program needs them; the same objects where they are.
 
         Raises:
@@ -86,6 +73,8 @@ class Placement:
             replicas without being a `PerReplica`.
           DonatedValueError: a value was donated before.
         """
+        if self._donated:  # moved twice, an array may lie in one memory twice
+            check_once(self._step, leaves, self._donated)
         return [self._place(index, leaf) for index, leaf in enumerate(leaves)]
 
     def _place(self, index: int, leaf: Any) -> Any:
@@ -127,7 +116,7 @@ class Placement:
 
     def check_replicas(self, index: int, leaf: Any) -> None:
         """Raise unless the `PerReplica` `leaf` has a version for each replica."""
-        n = self._mesh.size
+        n = self._replicas.count
         shape = np.shape(leaf)
         if not shape or shape[0] != n:
             held = f"for {shape[0]} replicas" if shape else f"of shape {shape}"
@@ -140,7 +129,7 @@ class Placement:
     def _check_movable(self, index: int, leaf: jax.Array) -> None:
         """Raise where moving `leaf` would hide a mistake."""
         if not self._split[index]:
-            check_whole(leaf, self._mesh, self._label(index), "a plain argument")
+            check_whole(leaf, self._replicas, self._label(index), "a plain argument")
         elif _mesh.is_split(leaf.sharding):
             raise PlacementError(
                 f"{self._label(index)} is a PerReplica of another strategy: it lies on "
@@ -150,22 +139,38 @@ class Placement:
             )
 
     def _where(self) -> str:
-        return _devices.names(_mesh.devices_of(self._mesh))
+        return _devices.names(self._replicas.devices)
+
+    def check(self, step: TracedStep) -> None:
+        """Raises if something that a step is given, or captures, lies as it must not.
+
+        Raises:
+          PlacementError: a `PerReplica` has not a version for each replica, or the step
+            captures an array that is split over the devices.
+        """
+        for index, aval in enumerate(step.trace.given_types):
+            if self._split[index]:
+                self.check_replicas(index, aval)
+        for constant in constants(step.trace.closed):
+            if _per_replica.is_placed(constant.value):
+                name = f"What `{self._step.name}` captures, {constant.description},"
+                what = "what a step captures"
+                check_whole(constant.value, self._replicas, name, what)
 
 
-def check_whole(array: Any, mesh: Mesh, name: str, what: str) -> None:
+def check_whole(array: Any, replicas: Replicas, name: str, what: str) -> None:
     """Raise if the parts of a plain array may be meant for the replicas.
 
     Args:
       array: an argument, or what a step captured.
-      mesh: where the replicas are.
+      replicas: those of the step.
       name: how messages call it.
       what: its part in the step.
 
     Raises:
       PlacementError: it is split over the replicas' devices.
     """
-    ours = set(_mesh.devices_of(mesh))
+    ours = set(replicas.mesh.devices.flat)
     is_ours = len(ours) > 1 and bool(ours & array.sharding.device_set)
     if is_ours and _mesh.is_divided(array):
         raise PlacementError(

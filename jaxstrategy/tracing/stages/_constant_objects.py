@@ -10,49 +10,56 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, final
 
 import jax
 from jax.extend import core
 
 from jaxstrategy._errors import RecompilationWarning
+from jaxstrategy._options import RunOptions
 from jaxstrategy.text import _user_code
-from jaxstrategy.tracing.nnx._binding import (
-    all_bindings,
-    structure_of,
-)
+from jaxstrategy.tracing._replica_step import ReplicaStep
+from jaxstrategy.tracing._traced_step import TracedStep
+from jaxstrategy.tracing._types import ClosedJaxpr
+from jaxstrategy.tracing.nnx._callers_objects import holders_of
+from jaxstrategy.tracing.nnx._object_kinds import structure_of
+from jaxstrategy.tracing.stages._stage import Stage
 from jaxstrategy.values._per_replica import is_object
 
 
-class Held:
+@final
+class ConstantObjects(Stage):
     """The objects whose arrays are constants of a program.
 
     Args:
-      name: how messages call the step.
+      step: the step.
+      options: not asked.
     """
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, step: ReplicaStep, options: RunOptions) -> None:
+        self._name = step.name
         self._variables: list[tuple[Any, Any]] = []
         self._owners: list[tuple[weakref.ref[Any], Any]] = []
         self._times = 0
 
-    def __bool__(self) -> bool:
+    @property
+    def is_active(self) -> bool:
+        """Whether a trace so far has such constants."""
         return bool(self._variables)
 
-    def add(self, jaxpr: Any) -> None:
-        """Take note of the constants of a traced step."""
-        arrays = {id(array) for array in _constants(jaxpr)}
+    def traced(self, step: TracedStep) -> None:
+        """Takes note of the constants of a traced step."""
+        arrays = {id(array) for array in _constants(step.trace.closed)}
         if not arrays:
             return
-        found = [pair for b in all_bindings() for pair in b.holders_of(arrays)]
+        found = holders_of(arrays)
         self._variables += ((v, v.get_raw_value()) for v, _ in found)
         owners = {id(owner): owner for _, owner in found if is_object(owner)}
         self._owners += (
             (weakref.ref(each), structure_of(each)) for each in owners.values()
         )
 
-    def have_changed(self) -> bool:
+    def is_outdated(self) -> bool:
         """Whether a constant is not what its object has now; forgets them if so."""
         arrays = all(v.get_raw_value() is array for v, array in self._variables)
         if arrays and all(map(_is_as_it_was, self._owners)):
@@ -76,7 +83,7 @@ def _is_as_it_was(known: tuple[weakref.ref[Any], Any]) -> bool:
     return owner is None or structure_of(owner) == known[1]
 
 
-def _constants(jaxpr: Any) -> Iterator[jax.Array]:
+def _constants(jaxpr: ClosedJaxpr) -> Iterator[jax.Array]:
     """The arrays that `jaxpr` has captured, at any depth."""
     for value in getattr(jaxpr, "consts", ()):
         if isinstance(value, jax.Array):

@@ -12,12 +12,20 @@ from __future__ import annotations
 
 import collections
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from importlib import metadata
+from typing import Any, final
 
 import jax
+import jax.numpy as jnp
 from jax.core import Tracer
-from jax.sharding import Mesh
+
+from jaxstrategy._options import RunOptions
+from jaxstrategy.replicas._devices import Device
+from jaxstrategy.tracing._replica_step import ReplicaStep
+from jaxstrategy.tracing._trace import Evaluate
+from jaxstrategy.tracing._traced_step import TracedStep
+from jaxstrategy.tracing.stages._stage import Stage
 
 DEPTH = 8
 
@@ -25,11 +33,43 @@ DEPTH = 8
 _running: collections.deque[jax.Array] = collections.deque()
 
 
-def needed(mesh: Mesh) -> bool:
-    """Whether steps on `mesh` must be bounded, or others are told of them."""
-    if any(d.process_index != jax.process_index() for d in mesh.devices.flat):
+@final
+class InFlight(Stage):
+    """How many calls of a program may be running.
+
+    Args:
+      step: the step.
+      options: not asked.
+    """
+
+    def __init__(self, step: ReplicaStep, options: RunOptions) -> None:
+        self._is_needed = needed(step.replicas.mesh.devices.flat)
+
+    @property
+    def is_active(self) -> bool:
+        """Whether there is a bound."""
+        return self._is_needed
+
+    def within(self, step: TracedStep, evaluate: Evaluate) -> Evaluate:
+        """Adds an output that is ready when the step is done."""
+
+        def with_token(inputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+            arrays, outputs = evaluate(inputs)
+            return arrays, [jnp.zeros((), jnp.int8), *outputs]
+
+        return with_token
+
+    def after(self, output: jax.Array) -> None:
+        """Counts the call, and waits for an earlier one."""
+        dispatched(output)
+
+
+def needed(devices: Iterable[Device]) -> bool:
+    """Whether steps on `devices` must be bounded, or others are told of them."""
+    devices = list(devices)
+    if any(d.process_index != jax.process_index() for d in devices):
         return True
-    if mesh.size == 1 or mesh.devices.flat[0].platform != "cpu":
+    if len(devices) == 1 or devices[0].platform != "cpu":
         return False
     return _version(metadata.version("jaxlib")) < (0, 12)
 

@@ -1,0 +1,269 @@
+"""Several steps as one loop on the devices: `StepLoop`.
+
+The loop carries what the step goes on with: its first arguments, and the arrays of the
+objects that it changes in place. Its batches are stacked in the program, so that each
+may lie where it was read to.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxstrategy._errors import ObjectError
+from jaxstrategy.executors._array_tree import ArrayTree, are_alike, is_number, told
+from jaxstrategy.executors._batch_runs import BatchRun
+from jaxstrategy.executors._loop_signature import first_names, name_of
+from jaxstrategy.masks._loop_masks import LoopMasks
+from jaxstrategy.tracing.functions import _lending
+from jaxstrategy.tracing.nnx import _adapter
+from jaxstrategy.tracing.nnx._object_kinds import is_changed_in_place
+from jaxstrategy.tracing.nnx._parts import Parts
+from jaxstrategy.values import _per_replica
+from jaxstrategy.values._per_replica import PyTree
+from jaxstrategy.variables._variable import Variable
+
+
+class StepLoop:
+    """One call: what it carries from step to step, and what stays.
+
+    Args:
+      fn: the step.
+      args: its arguments before the batch.
+      kwargs: its keyword arguments.
+    """
+
+    def __init__(self, fn: Callable[..., Any], args: list[Any], kwargs: Any) -> None:
+        self._fn = fn
+        self._name = name_of(fn)
+        self._names = first_names(fn, len(args))
+        self._going = [i for i, each in enumerate(args) if self._goes_on(i, each)]
+        call = _adapter.call_of(args, kwargs, _adapter.captured_by(fn))
+        self._binding = None if call is None else call.objects
+        self._captured = () if call is None else call.captured
+        self._args = args if call is None else list(call.args)
+        self._kwargs = kwargs if call is None else call.kwargs
+        states = [args[i] for i in self._going]
+        self._parts = [] if self._binding is None else self._binding.parts()
+        self._start = ArrayTree((states, self._parts))
+        self._same_parts: list[bool] = []
+        self._rest = ArrayTree(None)
+        self._is_alone = False
+
+    def _goes_on(self, place: int, argument: Any) -> bool:
+        """Whether the step returns what takes the place of this argument."""
+        leaves = jax.tree.leaves(argument, is_leaf=_is_whole)
+        if any(map(is_changed_in_place, leaves)):
+            if any(_per_replica.is_array(leaf) or is_number(leaf) for leaf in leaves):
+                raise ObjectError(
+                    f"`{self._name}`: `{self._names[place]}` holds objects of Flax "
+                    "NNX, which are changed in place, and arrays, which are returned. "
+                    "In a loop of several steps give them as arguments of their own."
+                )
+            return False
+        is_leaf = jax.tree_util.all_leaves([argument], is_leaf=_per_replica.is_whole)
+        return not is_leaf or _per_replica.is_array(argument) or is_number(argument)
+
+    def over(self, runs: Sequence[BatchRun]) -> PyTree:
+        """What all steps return."""
+        going, found = self._start.arrays, []
+        for run in runs:
+            going, rest = self._over(run, going)
+            found.append((self._rest, rest))
+        return self._finish(going, self._joined(found))
+
+    def _joined(self, found: list[tuple[ArrayTree, list[Any]]]) -> list[Any]:
+        """The other arrays of all steps, stacked.
+
+        Raises:
+          ValueError: they cannot be, because they have a row for each of the batch.
+        """
+        ((first, rest), *others) = found
+        for form, arrays in others:
+            pairs = zip(rest, arrays, strict=True)
+            if form.structure != first.structure or any(
+                a.shape[1:] != b.shape[1:] for a, b in pairs
+            ):
+                shapes = [list(a.shape[1:]) for a in rest]
+                raise ValueError(
+                    f"`{self._name}` returned arrays that differ with the size of the "
+                    f"batch, of shapes {shapes} and "
+                    f"{[list(a.shape[1:]) for a in arrays]}, which cannot be stacked. "
+                    "Return sums or means over the rows, or leave out the smaller "
+                    'batch with `InputOptions(remainder="drop")`.'
+                )
+        if not others:
+            return rest
+        columns = zip(*(arrays for _, arrays in found), strict=True)
+        return [jnp.concatenate(column) for column in columns]
+
+    def _over(self, batches: BatchRun, going: list[Any]) -> tuple[list[Any], list[Any]]:
+        """What the last of these steps goes on with, and what else they returned."""
+        turns = LoopMasks(batches.columns)
+
+        def turn(going: list[Any], given: Any) -> tuple[list[Any], list[Any]]:
+            arrays, masks = given
+            with turns.turn(arrays, masks):
+                return self._step(going, batches.form.with_arrays(arrays))
+
+        stacked = [jnp.stack(column) for column in batches.columns]
+        return jax.lax.scan(turn, going, (stacked, turns.masks), length=len(batches))
+
+    def _step(self, going: list[Any], batch: PyTree) -> tuple[list[Any], list[Any]]:
+        """One step: what it goes on with, and the other arrays it returned."""
+        states, parts = self._start.with_arrays(going)
+        args, kwargs, objects = self._filled(states, parts)
+        # Those that the step captured stand among the keyword arguments.
+        replaced = {name: kwargs.pop(name) for name in self._captured}
+        with _lending.lent(self._fn, replaced, is_changed_in_place) as fn:
+            returned = _with_values(fn(*args, batch, **kwargs))
+        if any(map(is_changed_in_place, jax.tree.leaves(returned, is_leaf=_is_whole))):
+            raise ObjectError(
+                f"`{self._name}` returned an object of Flax NNX. In a loop of several "
+                "steps objects are changed in place; return only what else there is."
+            )
+        states, rest = self._divided(returned)
+        self._rest = ArrayTree(rest, with_numbers=False)
+        return self._checked(states, self._taken(objects, parts)), self._rest.arrays
+
+    def _filled(
+        self, states: Any, parts: Any
+    ) -> tuple[list[Any], dict[str, Any], list[Any]]:
+        """The arguments of one step, and the objects among them."""
+        args = list(self._args)
+        for place, state in zip(self._going, states, strict=True):
+            args[place] = state
+        if self._binding is None:
+            return args, dict(self._kwargs), []
+        objects = self._binding.form.put_together(parts)
+        following = iter(objects)
+        args, kwargs = jax.tree.map(
+            lambda leaf: next(following) if _is_parts(leaf) else leaf,
+            (args, self._kwargs),
+            is_leaf=lambda node: _is_parts(node) or _per_replica.is_whole(node),
+        )
+        return args, kwargs, objects
+
+    def _taken(self, objects: list[Any], before: Sequence[Any]) -> Sequence[Any]:
+        """The arrays of the objects after a step."""
+        if self._binding is None:
+            return []
+        parts = self._binding.form.take_apart(objects, before)
+        for change in parts[0].changes:
+            raise ObjectError(
+                f"`{self._name}` changes `{change.name}` of an object of Flax NNX, "
+                "which is no variable. In a loop of several steps Python runs once for "
+                "all of them: change it before, with `model.train()` for example, or "
+                "make it an `nnx.Variable`."
+            )
+        # The key of a replica is told by being the same object.
+        pairs = zip(_arrays_of(before), _arrays_of(parts), strict=True)
+        same = [old is new for old, new in pairs]
+        known = self._same_parts or [True] * len(same)
+        self._same_parts = [a and b for a, b in zip(known, same, strict=True)]
+        return parts
+
+    def _divided(self, returned: Any) -> tuple[list[Any], Any]:
+        """What takes the place of the first arguments, and the rest."""
+        count = len(self._going)
+        if not count:
+            return [], returned
+        wanted = [_structure(self._args[i]) for i in self._going]
+        if count == 1 and wanted[0] == _structure(returned):
+            self._is_alone = True
+            return [returned], ()
+        if not isinstance(returned, tuple) or len(returned) < count:
+            names = ", ".join(self._names[i] for i in self._going)
+            raise TypeError(
+                f"`{self._name}` goes on with {names}, so each step is to return "
+                f"`({names}, ...)`, the new ones first. It returned "
+                f"{told(returned)}. Give by keyword what is the same in all steps."
+            )
+        for place, want, new in zip(self._going, wanted, returned, strict=False):
+            have = _structure(new)
+            if have != want:
+                raise TypeError(
+                    f"`{self._name}` was given `{self._names[place]}` and returned "
+                    f"something else in its place: {have} instead of {want}. The next "
+                    "step goes on with what a step returns first. Give by keyword "
+                    "what is the same in all steps."
+                )
+        return list(returned[:count]), returned[count:]
+
+    def _checked(self, states: list[Any], parts: Sequence[Any]) -> list[Any]:
+        """The arrays that the next step goes on with."""
+        now = ArrayTree((states, parts))
+        leaves = zip(now.paths, self._start.leaves, now.leaves, strict=True)
+        for path, before, after in leaves:
+            if not are_alike(before, after):
+                raise TypeError(
+                    f"`{self._name}`: {self._label(path)} is {told(before)} before a "
+                    f"step and {told(after)} after it. In a loop of several steps it "
+                    "stays what it is: begin with what a step makes, or convert it "
+                    "(`.astype`)."
+                )
+        return now.arrays
+
+    def _label(self, path: Any) -> str:
+        (kind, which, *rest) = path
+        where = jax.tree_util.keystr(tuple(rest))
+        if kind.idx == 1:
+            return f"`{where.removeprefix('.')}` of an object"
+        return f"`{self._names[self._going[which.idx]]}{where}`"
+
+    def _finish(self, end: list[Any], rest: list[Any]) -> PyTree:
+        states, parts = self._start.with_arrays(end)
+        if self._binding is not None:
+            self._binding.store(self._unless_same(parts))
+        others = self._rest.with_arrays(rest)
+        if not self._going:
+            return others
+        return states[0] if self._is_alone else (*states, *others)
+
+    def _unless_same(self, parts: Sequence[Any]) -> list[Any]:
+        """The objects' new arrays, and the old ones where no step changed them."""
+        same = iter(self._same_parts)
+        return [
+            dataclasses.replace(
+                part,
+                arrays=[
+                    before if next(same) else after
+                    for before, after in zip(old.arrays, part.arrays, strict=True)
+                ],
+            )
+            for old, part in zip(self._parts, parts, strict=True)
+        ]
+
+
+def _with_values(tree: PyTree) -> PyTree:
+    """`tree` with each variable as the value that it has after this step."""
+    return jax.tree.map(
+        lambda leaf: leaf.value() if isinstance(leaf, Variable) else leaf,
+        tree,
+        is_leaf=_is_whole,
+    )
+
+
+def _is_whole(node: Any) -> bool:
+    if _per_replica.is_whole(node) or is_changed_in_place(node):
+        return True
+    # Whose variables are copies, so that it is a state like any other.
+    nnx = sys.modules.get("flax.nnx")
+    return nnx is not None and isinstance(node, nnx.State)
+
+
+def _is_parts(node: Any) -> bool:
+    return isinstance(node, Parts)
+
+
+def _structure(tree: PyTree) -> Any:
+    return jax.tree.structure(tree, is_leaf=_per_replica.is_whole)
+
+
+def _arrays_of(parts: Sequence[Any]) -> list[Any]:
+    return [array for part in parts for array in part.arrays]

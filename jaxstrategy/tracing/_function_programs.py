@@ -1,0 +1,231 @@
+"""The programs of one function object: `FunctionPrograms`."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+from jaxstrategy import _errors
+from jaxstrategy._options import RunOptions
+from jaxstrategy.tracing import _recompilation
+from jaxstrategy.tracing._program_table import (
+    FunctionKey,
+    ProgramTable,
+    form_of_itself,
+)
+from jaxstrategy.tracing._shared_programs import SharedPrograms
+from jaxstrategy.tracing._types import Function
+from jaxstrategy.tracing.functions import _callbacks, _code, _lending
+from jaxstrategy.tracing.functions._object_attributes import attributes_of
+from jaxstrategy.tracing.functions._object_identity import Identity
+from jaxstrategy.tracing.functions._places import Cell, Place
+from jaxstrategy.tracing.functions._references import References
+from jaxstrategy.tracing.functions._weak_function import weakly
+from jaxstrategy.tracing.nnx._object_kinds import is_changed_in_place
+from jaxstrategy.tracing.nnx._object_step import came_from_step
+from jaxstrategy.values import _per_replica
+from jaxstrategy.values._per_replica import PyTree
+
+
+@final
+class FunctionPrograms:
+    """The programs of one function, as long as it lives, with one choice of options.
+
+    What the function refers to is looked into once, and again when it may refer to
+    something else; the table then says which programs are its own now.
+
+    Args:
+      fn: the function.
+      options: how it is compiled.
+      table: the programs of all functions.
+      forget: called when the function is gone.
+    """
+
+    def __init__(
+        self,
+        fn: Function,
+        options: RunOptions | None,
+        table: ProgramTable,
+        forget: Callable[[], object],
+    ) -> None:
+        let_go = _callbacks.of(self, FunctionPrograms._let_go)
+
+        def died() -> None:
+            let_go()
+            forget()
+
+        self._get_fn = weakly(fn, died)
+        self._options = options
+        self._table = table
+        self._key: FunctionKey | None = None
+        self._programs: SharedPrograms | None = None
+        # What its programs are given besides, by label, and the places that lead there.
+        self._captured: dict[str, Any] = {}
+        self._ways_to_captured: list[tuple[Place, Any]] = []
+        self._variables = _variables_of(fn)
+        is_method = isinstance(fn, types.MethodType)
+        self._names = _code.attributes_read(fn) if is_method else set[str]()
+        self._attributes = self._attributes_of(fn)
+
+    def __call__(self, args: Sequence[Any], kwargs: dict[str, Any]) -> PyTree:
+        """The results of the function on all replicas."""
+        programs = self._programs
+        if programs is None or self._captured:
+            return self._call_anew(args, kwargs)
+        for place, value in self._variables:
+            if place.get() is not value:
+                return self._call_anew(args, kwargs)
+        if self._names and self._attributes_of(self._get_fn()) != self._attributes:
+            return self._call_anew(args, kwargs)
+        return programs(args, kwargs)
+
+    def bound(self, objects: Sequence[Any]) -> Callable[..., PyTree]:
+        """The function with these first arguments, which are looked into only now.
+
+        Raises:
+          TypeError: none of them can be changed in place.
+        """
+        fn = self._fn
+        return self._look_at(fn).bound(fn, objects, self._captured)
+
+    @property
+    def _fn(self) -> Function:
+        fn = self._get_fn()
+        assert fn is not None, "the caller holds the function"
+        return fn
+
+    def _attributes_of(self, method: Any) -> dict[str, Identity]:
+        """What a method reads of its object, which is not kept alive by this."""
+        held = attributes_of(method.__self__) if self._names else {}
+        return {name: Identity(held[name]) for name in self._names & held.keys()}
+
+    def _call_anew(self, args: Sequence[Any], kwargs: dict[str, Any]) -> PyTree:
+        """A call of a function that refers to other things than before, maybe."""
+        fn = self._fn
+        programs = self._programs
+        if programs is None or not self._is_as_it_was(fn):
+            programs = self._look_at(fn)
+        traces = programs.traces
+        try:
+            return self._call(programs, args, kwargs)
+        finally:
+            if programs.traces != traces:
+                self._look_again(fn, programs)
+
+    def _call(
+        self, programs: SharedPrograms, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> PyTree:
+        arrays = [k for k, v in self._captured.items() if not is_changed_in_place(v)]
+        if not arrays or programs.has_succeeded:
+            return programs.call_with(self._captured, args, kwargs)
+        try:
+            return programs.call_with(self._captured, args, kwargs)
+        except Exception as error:
+            if _is_ours(error) or not came_from_step(error):
+                raise
+            # The function may need their values in Python: then they are constants.
+            return self._call_with_constants(args, kwargs)
+
+    def _call_with_constants(
+        self, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> PyTree:
+        fn = self._fn
+        code = Identity(_code.code_of(fn))
+        self._table.asking.add(code)
+        try:
+            return self._call(self._look_at(fn), args, kwargs)
+        except BaseException:
+            self._table.asking.discard(code)  # they were not the reason
+            self._programs = None
+            raise
+
+    def _is_as_it_was(self, fn: Function) -> bool:
+        with _lending.one_at_a_time:
+            places = (*self._variables, *self._ways_to_captured)
+            has_same = self._attributes_of(fn) == self._attributes
+            return has_same and all(place.get() is value for place, value in places)
+
+    def _look_at(self, fn: Function) -> SharedPrograms:
+        """Finds the programs of functions like this one."""
+        if _is_of_a_module(fn) and not _per_replica.object_kinds():
+            self._captured, self._ways_to_captured, references = {}, [], None
+            code = Identity(_code.code_of(fn))
+            self._key = FunctionKey(form_of_itself(fn), code, self._options)
+        else:
+            with _lending.one_at_a_time:
+                references = References(fn, is_changed_in_place)
+            self._captured, self._key = self._key_of(fn, references)
+            self._ways_to_captured = references.watched() if self._captured else []
+        self._variables = _variables_of(fn)
+        self._attributes = self._attributes_of(fn)
+        seen = functools.partial(_recompilation.Seen, references)
+        self._programs = self._table.find(self._key, fn, seen)
+        self._programs.add(fn)
+        return self._programs
+
+    def _key_of(
+        self, fn: Any, references: References
+    ) -> tuple[dict[str, Any], FunctionKey]:
+        """What the programs of `fn` are given besides, and who shares them."""
+        code = Identity(_code.code_of(fn))
+        captured: dict[str, Any] = dict(references.objects)
+        constants: list[Any] = []
+        if code in self._table.asking:
+            constants = list(references.arrays.values())
+        else:
+            captured |= references.arrays
+        if references.opaque or _is_of_a_module(fn):
+            is_method = isinstance(fn, types.MethodType)
+            # The function of a method is the same at each access, the method is not.
+            own = (fn.__func__, fn.__self__) if is_method else (fn,)
+            form = form_of_itself(*own, *constants)
+        else:
+            form = (*references.form, *map(Identity, constants))
+        return captured, FunctionKey(form, code, self._options)
+
+    def _look_again(self, fn: Function, programs: SharedPrograms) -> None:
+        """After the function was traced, which may have changed what it refers to.
+
+        That happens once, while it is traced; its program goes on to be right.
+        """
+        if self._programs is not programs:
+            return
+        self._variables = _variables_of(fn)
+        self._attributes = self._attributes_of(fn)
+        if self._key is None or not self._key.is_shared:
+            return
+        with _lending.one_at_a_time:
+            references = References(fn, is_changed_in_place)
+        captured, key = self._key_of(fn, references)
+        if captured.keys() == self._captured.keys() and not references.opaque:
+            self._table.also(key, programs)
+
+    def _let_go(self) -> None:
+        """The function is gone."""
+        programs, key = self._programs, self._key
+        if programs is not None and key is not None and not key.is_shared:
+            self._table.forget(programs)
+
+
+def _is_of_a_module(fn: Function) -> bool:
+    """Whether `fn` was defined at the top of a module, and is not defined again."""
+    if not isinstance(fn, types.FunctionType):
+        return False
+    is_plain = not (fn.__closure__ or fn.__defaults__ or fn.__kwdefaults__)
+    return is_plain and "<" not in fn.__qualname__
+
+
+def _variables_of(fn: Any) -> list[tuple[Place, Any]]:
+    """The variables of enclosing functions that a function uses, and their values."""
+    function = fn.__func__ if isinstance(fn, types.MethodType) else fn
+    cells = getattr(function, "__closure__", None) or ()
+    return [(place, place.get()) for place in map(Cell, cells)]
+
+
+def _is_ours(error: Exception) -> bool:
+    """Whether an error is not one of code that asks for the value of an array."""
+    asks = (_errors.TracedValueError, _errors.PlacementError)
+    known = type(error).__module__ == _errors.__name__
+    return known and not isinstance(error, asks)

@@ -1,0 +1,154 @@
+"""The programs of a strategy, by what functions do: `ProgramTable`."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, final
+
+from jaxstrategy._options import RunOptions
+from jaxstrategy.tracing import _recompilation
+from jaxstrategy.tracing._company import Company
+from jaxstrategy.tracing._replica_step import StepEnvironment
+from jaxstrategy.tracing._shared_programs import SharedPrograms
+from jaxstrategy.tracing._types import Function
+from jaxstrategy.tracing.functions import _callbacks, _code
+from jaxstrategy.tracing.functions._object_identity import Identity
+
+# What functions of one code did that are gone: as when they are choices of a few.
+_FORMS_KEPT = 8
+
+
+class FunctionKey(NamedTuple):
+    """Equal for functions that do the same, compiled with the same options.
+
+    Attributes:
+      form: what the functions refer to; of a function that is known by itself alone,
+        its identity first.
+      code: their code.
+      options: how they are compiled.
+    """
+
+    form: tuple[Any, ...]
+    code: Identity
+    options: RunOptions | None
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether another function can have the same key."""
+        return not (self.form and isinstance(self.form[0], _Itself))
+
+    @property
+    def tokens(self) -> list[Identity]:
+        """The objects without which no function can have this key any more."""
+        return [token for token in self.form if isinstance(token, Identity)]
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether one of these is gone."""
+        return any(token.is_gone for token in self.tokens)
+
+
+class _Itself(Identity):
+    """The identity of a function that is known by itself alone."""
+
+
+def form_of_itself(fn: object, *others: object) -> tuple[Any, ...]:
+    """The form of a function that no other function shares.
+
+    Args:
+      fn: the function.
+      others: what else it must have, its object and constants.
+    """
+    return (_Itself(fn), *map(Identity, others))
+
+
+@final
+class ProgramTable:
+    """What functions of one key, and no others, share.
+
+    The programs of functions that are gone stay, a few for each code, as long as the
+    code: the function around them may define them anew.
+
+    Args:
+      environment: what steps run in.
+      company: the other processes, if there are any.
+
+    Attributes:
+      asking: codes that ask Python for the values of arrays that they capture.
+    """
+
+    def __init__(self, environment: StepEnvironment, company: Company | None) -> None:
+        self._environment = environment
+        self._company = company
+        self._log = _recompilation.Log()
+        self._table: dict[FunctionKey, SharedPrograms] = {}
+        self._codes: set[int] = set()
+        self.asking: set[Identity] = set()
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def find(
+        self, key: FunctionKey, fn: Function, seen: Callable[[], _recompilation.Seen]
+    ) -> SharedPrograms:
+        """The programs of functions with this key.
+
+        Args:
+          key: of `fn`.
+          fn: a function.
+          seen: returns what it refers to, for messages.
+        """
+        known = self._table.get(key)
+        if known is not None:
+            return known
+        calls = _recompilation.Calls(seen())
+        made = SharedPrograms(
+            self._environment, self._company, key.options, self._log.of(fn), calls
+        )
+        self._make_room(key)
+        self._table[key] = made
+        if key.is_shared:
+            drop = _callbacks.of(self, ProgramTable._drop_gone)
+            made.referred_to = [token.watched(drop) for token in key.tokens]
+        self._watch(_code.code_of(fn))
+        return made
+
+    def also(self, key: FunctionKey, programs: SharedPrograms) -> None:
+        """Lets functions of another key share these, too."""
+        self._table.setdefault(key, programs)
+
+    def forget(self, programs: SharedPrograms) -> None:
+        """Forgets programs that no function will ask for."""
+        if not programs.is_in_use:
+            self._drop([k for k, v in self._table.items() if v is programs])
+
+    def _watch(self, code: Any) -> None:
+        if code is not None and id(code) not in self._codes:
+            self._codes.add(id(code))
+            gone = _callbacks.of(self, ProgramTable._drop_code, id(code))
+            weakref.finalize(code, gone)
+
+    def _make_room(self, key: FunctionKey) -> None:
+        """Forgets keys that cannot come back, and old ones of the same code."""
+        self._drop_gone()
+        alike = [
+            k
+            for k, programs in self._table.items()
+            if k.code == key.code and not programs.is_in_use
+        ]
+        self._drop(alike[: max(0, len(alike) - _FORMS_KEPT + 1)])
+
+    def _drop_gone(self, *_: Any) -> None:
+        """Forgets keys that cannot come back: something that they name is gone."""
+        known = list(self._table.items())
+        self._drop([k for k, each in known if k.is_gone and not each.is_in_use])
+
+    def _drop_code(self, code: int) -> None:
+        """Forgets the programs of a code that is gone."""
+        self._codes.discard(code)
+        self._drop([k for k in list(self._table) if k.code.is_gone])
+
+    def _drop(self, keys: Sequence[FunctionKey]) -> None:
+        for key in keys:
+            self._table.pop(key, None)

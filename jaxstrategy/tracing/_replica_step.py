@@ -1,0 +1,182 @@
+"""A step of a strategy, as each replica takes it: `ReplicaStep`."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import jax
+
+from jaxstrategy.replicas._replicas import SAME, SPLIT, Meaning, Replicas
+from jaxstrategy.tracing import _results
+from jaxstrategy.tracing._constants import Given
+from jaxstrategy.tracing._roles import Role, Signature
+from jaxstrategy.tracing._trace import Trace, check_not_divided, trace
+from jaxstrategy.tracing._translation import translated
+from jaxstrategy.tracing._types import Function, Leaf
+from jaxstrategy.tracing.functions import _leaks
+from jaxstrategy.tracing.nnx._object_kinds import is_changed_in_place
+from jaxstrategy.tracing.nnx._object_step import takes_arrays
+from jaxstrategy.variables._variable import Variable
+
+# A `with` block for the step's own code, of the arguments of one replica.
+Tracing = Callable[[Sequence[Leaf]], contextlib.AbstractContextManager[None]]
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class StepEnvironment:
+    """What all steps of a strategy run in.
+
+    Attributes:
+      replicas: those that take each step together.
+      call: runs a function as one replica, contexts included: `call(fn, args, kwargs)`.
+      variables: returns those that steps may use now.
+    """
+
+    replicas: Replicas
+    call: Callable[[Function, Any, Any], Any]
+    variables: Callable[[], Sequence[Variable]]
+
+
+@final
+class ReplicaStep:
+    """A step for one structure of arguments; their shapes and dtypes are open.
+
+    Args:
+      get_fn: returns the function, or None when it has been collected.
+      environment: what it runs in.
+      signature: the arguments that it is for.
+      may_create: whether it may make variables now.
+
+    Attributes:
+      signature: as given.
+      replicas: those that take it together.
+      roles: of the arguments that are traced.
+    """
+
+    def __init__(
+        self,
+        get_fn: Callable[[], Function | None],
+        environment: StepEnvironment,
+        signature: Signature,
+        may_create: Callable[[], bool],
+    ) -> None:
+        self._get_fn = get_fn
+        self._environment = environment
+        self._may_create = may_create
+        self.signature = signature
+        self.replicas = environment.replicas
+        self.roles = [role for role in signature.roles if role is not Role.STATIC]
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether there still is a function to trace."""
+        return self._get_fn() is not None
+
+    @property
+    def fn(self) -> Function:
+        """The function."""
+        fn = self._get_fn()
+        assert fn is not None, "the caller of a program holds its function"
+        return fn
+
+    @property
+    def name(self) -> str:
+        """What messages and profiles call it."""
+        return name_of(self.fn)
+
+    @property
+    def takes_arrays(self) -> bool:
+        """Whether arrays stand for the objects that the user's function was given."""
+        return takes_arrays(self.fn)
+
+    def label(self, index: int) -> str:
+        """How messages call an argument, by its place among those that are traced."""
+        return self.signature.label(self.fn, self.signature.dynamic[index])
+
+    @property
+    def meanings(self) -> list[Meaning]:
+        """How the arguments lie on the replicas."""
+        return [SPLIT if role is Role.PER_REPLICA else SAME for role in self.roles]
+
+    def same(self, leaves: Sequence[Leaf]) -> dict[int, Given]:
+        """Those of `leaves` that are no replica's own, by their place."""
+        return {
+            index: Given(label, leaves[index]) for index, label in self._labels.items()
+        }
+
+    @functools.cached_property
+    def _labels(self) -> dict[int, str]:
+        return {
+            index: self.label(index)
+            for index, role in enumerate(self.roles)
+            if role is Role.SAME
+        }
+
+    def trace(self, leaves: Sequence[Leaf], tracing: Sequence[Tracing]) -> Trace:
+        """Traces the function once, for arguments of these types.
+
+        Args:
+          leaves: arrays that lie where they belong, or types of arrays.
+          tracing: blocks in which the function is called.
+
+        Raises:
+          ContextError: code runs on each of several devices already.
+          LeakedTracerError: the function leaves a value of the trace where it stays.
+          Exception: whatever the function raises, JAX's own errors in our words.
+        """
+        check_not_divided(self.name)
+        try:
+            return trace(
+                functools.partial(self._run, tracing),
+                leaves,
+                self.meanings,
+                self.replicas,
+                self._environment.variables,
+                self._may_create(),
+            )
+        except _leaks.Leak as leak:
+            # Where the value was made JAX says only when the trace has ended.
+            raise leak.explained() from None
+
+    def _run(
+        self, tracing: Sequence[Tracing], locals_: Sequence[Any]
+    ) -> tuple[list[jax.Array], _results.Results]:
+        own = [
+            jax.lax.squeeze(leaf, (0,)) if role is Role.PER_REPLICA else leaf
+            for leaf, role in zip(locals_, self.roles, strict=True)
+        ]
+        fn = self.fn
+        args, kwargs = self.signature.rebuild(own)
+        try:
+            with contextlib.ExitStack() as blocks:
+                for block in (*tracing, self._without_leaks):
+                    blocks.enter_context(block(own))
+                returned = self._environment.call(fn, args, kwargs)
+        except _leaks.Leak:
+            raise
+        except Exception as error:
+            if (told := translated(error, self.name)) is None:
+                raise
+            raise told from error
+        return _results.take_apart(returned, self.signature.statics, self.name)
+
+    def _without_leaks(
+        self, own: Sequence[Leaf]
+    ) -> contextlib.AbstractContextManager[None]:
+        if self.takes_arrays:  # it looks for leaks itself, where its objects are
+            return contextlib.nullcontext()
+        statics = [
+            (self.signature.label(self.fn, index).strip("`"), value)
+            for index, value in self.signature.with_statics()
+        ]
+        return _leaks.refused(self.fn, self.name, is_changed_in_place, statics)
+
+
+def name_of(fn: Function) -> str:
+    """What messages and profiles call a step."""
+    return getattr(fn, "__name__", type(fn).__name__)

@@ -1,0 +1,184 @@
+"""Everything that is known about a step once it has been traced: `TracedStep`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, final
+
+import jax
+
+from jaxstrategy.text._user_code import Line
+from jaxstrategy.tracing._replica_step import ReplicaStep
+from jaxstrategy.tracing._results import Results
+from jaxstrategy.tracing._roles import Role, Signature
+from jaxstrategy.tracing._trace import Trace
+from jaxstrategy.tracing._types import ArrayType, Jaxpr
+from jaxstrategy.tracing.replication._levels import (
+    Findings,
+    State,
+)
+
+
+@final
+class TracedStep:
+    """A step, as one replica sees it; what checks and explanations ask about it.
+
+    Args:
+      step: what was traced.
+      trace: what came of it.
+      donated: the arguments that the step may overwrite.
+    """
+
+    def __init__(
+        self, step: ReplicaStep, trace: Trace, donated: frozenset[int] = frozenset()
+    ) -> None:
+        self.replica_step = step
+        self.trace = trace
+        self.donated = donated
+        self.name = step.name
+        self.signature: Signature = step.signature
+
+    @property
+    def has_objects(self) -> bool:
+        """Whether it returns the new arrays of objects besides its own results.
+
+        A step does so that is given objects as arrays.
+        """
+        return self.replica_step.takes_arrays
+
+    @property
+    def num_replicas(self) -> int:
+        """How many replicas take it."""
+        return self.trace.replicas.count
+
+    @property
+    def jaxpr(self) -> Jaxpr:
+        """What one replica computes."""
+        return self.trace.jaxpr
+
+    @property
+    def results(self) -> Results:
+        """The pytree that it returned."""
+        return self.trace.results
+
+    @property
+    def findings(self) -> Findings:
+        """What the analysis knows about the outputs."""
+        return self.trace.findings
+
+    @cached_property
+    def inputs(self) -> Sequence[int | None]:
+        """For each input of `jaxpr` which argument it is.
+
+        None for a variable, and for a constant that the step captured.
+        """
+        return [i if i is not None and i < self._count else None for i in self._places]
+
+    @cached_property
+    def held_by(self) -> Sequence[str | None]:
+        """For each input of `jaxpr` the name of the variable it is; None for others."""
+        variables, first = self.trace.variables, self._count
+        return [
+            None if i is None or i < first else variables[i - first].name
+            for i in self._places
+        ]
+
+    @cached_property
+    def _places(self) -> list[int | None]:
+        return self.trace.inputs
+
+    @property
+    def _count(self) -> int:
+        """How many arguments there are."""
+        return len(self.signature.dynamic)
+
+    @property
+    def types(self) -> Sequence[ArrayType]:
+        """The types of the inputs of `jaxpr`.
+
+        An argument that is a `PerReplica` has there a dimension of 1 before its own.
+        """
+        return [var.aval for var in self.jaxpr.invars]
+
+    @property
+    def outputs(self) -> Sequence[ArrayType]:
+        """The types of the arrays that one replica returns."""
+        return [atom.aval for atom in self.jaxpr.outvars]
+
+    @property
+    def variables(self) -> Sequence[tuple[str, bool, State | None]]:
+        """The variables that it uses.
+
+        For each its name, whether its copies must agree, and what is known of what it
+        holds afterwards.
+        """
+        return [
+            (variable.name, variable.copies_must_agree, state)
+            for variable, state in self.trace.contents
+        ]
+
+    def label(self, argument: int) -> str:
+        """How messages call an argument, by its place among those that are traced."""
+        return self.replica_step.label(argument)
+
+    def is_per_replica(self, argument: int) -> bool:
+        """Whether the argument was a `PerReplica`."""
+        role = self.signature.roles[self.signature.dynamic[argument]]
+        return role is Role.PER_REPLICA
+
+    def type_of(self, argument: int) -> Any:
+        """The type of the argument as the step saw it."""
+        aval = self.types[self.inputs.index(argument)]
+        return aval.update(shape=aval.shape[self.is_per_replica(argument) :])
+
+    def path(self, keys: Any) -> str:
+        """How messages call the result at `keys`: `` `step(...)['loss']` ``."""
+        if self.is_of_object(keys):  # which has the name of the array as one key
+            return f"`{jax.tree_util.keystr(keys[2:]).removeprefix('.')}`"
+        return f"`{self.name}(...){jax.tree_util.keystr(keys[self.has_objects :])}`"
+
+    def is_of_object(self, keys: Any) -> bool:
+        """Whether the result at `keys` is a new array of an object."""
+        return self.has_objects and bool(keys) and keys[0].idx == 1
+
+    def began(self, state: State) -> Line | None:
+        """The user's line where a value began to be what it is."""
+        return None if state.site is None else state.site.line
+
+    @property
+    def sources(self) -> list[str | None]:
+        """How messages call the inputs; None of an array that the step captured."""
+        return [
+            None if self._is_captured(index) else self.source(index)
+            for index in range(len(self.inputs))
+        ]
+
+    def _is_captured(self, index: int) -> bool:
+        """Whether an input is an array that the step captured, as a constant or not."""
+        argument = self.inputs[index]
+        if argument is None:
+            return self.held_by[index] is None
+        return self.label(argument).startswith("`captured ")
+
+    def why(self, state: State) -> str:
+        """Where a value began to vary, in words."""
+        line = self.began(state)
+        if state.input is None:
+            return str(line or "a line that JAX did not keep")
+        source = self.source(state.input)
+        kind = "a PerReplica" if self.inputs[state.input] is not None else _COPIES
+        source = f"{source}, {kind}"
+        return source if line is None else f"{line}\n    (from {source})"
+
+    def source(self, index: int) -> str:
+        """How messages call an input of the analysis: an argument or a variable."""
+        argument = self.inputs[index]
+        if argument is not None:
+            return f"argument {self.label(argument)}"
+        name = self.held_by[index]
+        assert name is not None, "what a step captures is the same everywhere"
+        return f"variable {name!r}"
+
+
+_COPIES = "which has a copy per replica"

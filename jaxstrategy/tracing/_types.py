@@ -1,0 +1,33 @@
+"""The types that the modules of `tracing` share.
+
+Those of jaxprs are JAX's own, under the names that the field has for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+from jax.core import ShapedArray
+from jax.extend import core
+
+Leaf: TypeAlias = Any
+"""A leaf of a pytree: an array, a number, or whatever else a user puts there."""
+
+Function: TypeAlias = Callable[..., Any]
+"""A function of the user's, of whose arguments and results nothing is known."""
+
+Equation: TypeAlias = core.JaxprEqn
+"""One operation of a jaxpr."""
+
+Jaxpr: TypeAlias = core.Jaxpr
+"""What JAX makes of a traced function, without constants."""
+
+ClosedJaxpr: TypeAlias = Any
+"""A jaxpr with its constants; before JAX 0.12 a class of its own."""
+
+Atom: TypeAlias = core.Var | core.Literal
+"""An operand of an equation."""
+
+ArrayType: TypeAlias = ShapedArray
+"""Shape and dtype of an array that is being traced."""

@@ -1,0 +1,175 @@
+"""A walk along all that a function refers to: `Walk`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from jaxstrategy.tracing.functions._places import Place
+from jaxstrategy.tracing.functions._reach import Reach
+
+_PLAIN = (
+    type(None),
+    bool,
+    int,
+    str,
+    bytes,
+    range,
+    type(Ellipsis),
+    type(NotImplemented),
+)
+# The name by which an object has its class.
+ITS_CLASS = "__class__"
+
+# What stands for a value in the form of a function.
+Token = Hashable
+
+
+class Referred(NamedTuple):
+    """One value that a walk came to.
+
+    Attributes:
+      label: how messages call it, `captured self.rate`.
+      place: what refers to it; None if that cannot be changed.
+      value: what it is.
+      parent: the number of the value that led here.
+    """
+
+    label: str
+    place: Place | None
+    value: Any
+    parent: int
+
+
+class Walk:
+    """One pass through all that a function refers to, in an order that is always the
+    same.
+
+    Args:
+      look_into: goes on with what a value refers to, and says what stands for it in the
+        form: `look_into(walk, label, value, number)`.
+      limit: how many values are looked at.
+      with_form: whether the form is asked for.
+      reach: what the functions do that earlier passes came to.
+      whole: the identities of objects that one name does not lead to alone, so that all
+        of their attributes count.
+
+    Attributes:
+      reached: all values, in the order in which the walk came to them.
+      tokens: what stands for each in the form.
+      objects: those that the program of a step is given, by label.
+      arrays: arrays in closures, defaults and partial functions, by label.
+      opaque: the label of something of which Python does not say what it is now.
+      is_enclosed: whether no other code of the user's can come to what is looked into.
+    """
+
+    def __init__(
+        self,
+        look_into: Callable[[Walk, str, Any, int], Token],
+        limit: int,
+        with_form: bool,
+        reach: Reach,
+        whole: Iterable[int],
+    ) -> None:
+        self._look_into = look_into
+        self._limit = limit
+        self.with_form = with_form
+        self.reach = reach
+        self.whole = set(whole)
+        self._seen: dict[int, int] = {}
+        self._in_part: set[int] = set()
+        self.is_enclosed = True
+        self.reached: list[Referred] = []
+        self.tokens: list[Token] = []
+        self.objects: dict[str, Any] = {}
+        self.arrays: dict[str, Any] = {}
+        self.opaque: str | None = None
+
+    def visit(
+        self,
+        label: str,
+        place: Place | None,
+        value: Any,
+        parent: int,
+        name: str | None = None,
+    ) -> None:
+        """Looks into a value; `name` is what the user's code calls it, if it does."""
+        kind = type(value)
+        if kind in _PLAIN:
+            self.add(label, place, value, parent, (kind, value))
+        elif kind in (float, complex):  # -0.0 is not 0.0, and nan is nan
+            self.add(label, place, value, parent, (kind, repr(value)))
+        elif id(value) in self._seen:
+            again = self._seen[id(value)]
+            if id(value) in self._in_part and not self._is_part(value, name):
+                self.whole.add(id(value))
+            self.add(label, place, value, parent, ("again", again))
+        elif len(self.reached) >= self._limit:
+            self.opaque = self.opaque or label
+        else:
+            self._seen[id(value)] = len(self.reached)
+            number = self.add(label, place, value, parent, None)
+            if self._is_part(value, name):
+                self._in_part.add(id(value))
+            self.tokens[number] = self._look_into(self, label, value, number)
+
+    def add(
+        self, label: str, place: Place | None, value: Any, parent: int, token: Token
+    ) -> int:
+        """Takes note of a value; returns its number."""
+        self.reached.append(Referred(label, place, value, parent))
+        self.tokens.append(token)
+        return len(self.reached) - 1
+
+    def member(
+        self, owner: Any, label: str, place: Place, number: int, name: str
+    ) -> None:
+        """Looks into the attribute `name` of `owner`."""
+        # Who is handed the owner as a whole may hand on what it has.
+        own = name if self.is_in_part(owner) else None
+        self.visit(label, place, place.get(), number, own)
+
+    def named(self, value: Any, names: Iterable[str]) -> list[str]:
+        """Those of the names of attributes that count."""
+        if not self.is_in_part(value):
+            return list(names)
+        return [name for name in names if name in self.reach.used]
+
+    def is_in_part(self, value: Any) -> bool:
+        """Whether of `value` only what the code names counts."""
+        return id(value) in self._in_part
+
+    def _is_part(self, value: Any, name: str | None) -> bool:
+        """Whether of `value`, come by as `name`, only what the code names counts."""
+        if not self.with_form or name is None or id(value) in self.whole:
+            return False
+        if isinstance(value, type):
+            return name == ITS_CLASS
+        return self.reach.only_asks(value, name)
+
+    def unused(self, label: str) -> str:
+        """`label`, or one like it that no object and no array has."""
+        number, free = 2, label
+        while free in self.objects or free in self.arrays:
+            free, number = f"{label} ({number})", number + 1
+        return free
+
+    @contextlib.contextmanager
+    def in_the_open(self) -> Iterator[None]:
+        """A `with` block for values that other code of the user's can come to, too."""
+        was, self.is_enclosed = self.is_enclosed, False
+        yield
+        self.is_enclosed = was
+
+
+def are_plain(values: Iterable[Any]) -> bool:
+    """Whether each of `values` is known by its value alone."""
+    return all(type(value) in _PLAIN for value in values)
+
+
+def path_to(reached: Sequence[Referred], number: int) -> Iterator[int]:
+    """The number of a value, of what refers to it, and so on up to the function."""
+    while number >= 0:
+        yield number
+        number = reached[number].parent

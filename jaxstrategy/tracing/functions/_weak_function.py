@@ -1,0 +1,24 @@
+"""Functions that are referred to without being kept alive."""
+
+from __future__ import annotations
+
+import types
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+
+def weakly(
+    fn: Callable[..., Any], forget: Callable[[], object] = lambda: None
+) -> Callable[[], Callable[..., Any] | None]:
+    """A function that returns `fn` while it lives; `forget` is called when it dies."""
+
+    def died(_: Any) -> None:
+        forget()
+
+    try:
+        if isinstance(fn, types.MethodType):
+            return weakref.WeakMethod(fn, died)
+        return weakref.ref(fn, died)
+    except TypeError:  # its type allows no weak references
+        return lambda: fn

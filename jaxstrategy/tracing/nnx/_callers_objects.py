@@ -1,0 +1,175 @@
+"""The caller's objects of Flax NNX, as they are put together now."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import jax
+
+from jaxstrategy._errors import ObjectError
+from jaxstrategy.tracing.functions import _callbacks
+from jaxstrategy.tracing.nnx._object_form import ObjectForm
+from jaxstrategy.tracing.nnx._object_kinds import is_variable
+from jaxstrategy.tracing.nnx._parts import Parts, Same, apply, dotted
+from jaxstrategy.values._per_replica import PyTree, is_object
+
+
+class CallersObjects:
+    """Some of the caller's objects, as they are put together now.
+
+    It keeps no object alive.
+
+    Args:
+      objects: they.
+
+    Attributes:
+      form: how objects like them are put together again.
+      may_be_kept: whether it forgets the arrays of an object that is gone.
+      known: what the caller keeps here.
+    """
+
+    def __init__(self, objects: Sequence[Any]) -> None:
+        nnx = sys.modules["flax.nnx"]
+        objects = list(objects)
+        _alive.add(self)
+        clear = _callbacks.of(self, CallersObjects._clear)
+        self.known: Any = None
+        self.may_be_kept = all(map(is_object, objects))
+        self._objects = [
+            # A variable by itself allows no weak reference.
+            weakref.ref(each, clear) if is_object(each) else lambda each=each: each
+            for each in objects
+        ]
+        self._nodes, self._structure = jax.tree.flatten(objects, is_leaf=is_variable)
+        graph, state = nnx.split(objects)
+        by_path = dict(nnx.iter_graph(objects))
+        found, structure = jax.tree.flatten_with_path(state, is_leaf=is_variable)
+        paths = [tuple(key.key for key in path) for path, _ in found]
+        self._variables = [by_path[path] for path in paths]
+        for path, node in zip(paths, self._variables, strict=True):
+            if is_variable(node) and node.ref:
+                raise ObjectError(
+                    f"`{dotted(path)}` of a {type(objects[path[0]]).__name__} holds a "
+                    "`jax.Ref`, which a step on several devices cannot be given. Make "
+                    "the variable without `ref=True`."
+                )
+        self._getters = [
+            node.get_raw_value if is_variable(node) else lambda node=node: node
+            for node in self._variables
+        ]
+        owners = [
+            [i for i, path in enumerate(paths) if path[0] == place]
+            for place in range(len(objects))
+        ]
+        self.form = ObjectForm(
+            graph,
+            structure,
+            tuple(map(tuple, owners)),
+            tuple(tuple(dotted(paths[i]) for i in own) for own in owners),
+            # Without the arrays, which it would keep.
+            [leaf.replace(0) if is_variable(leaf) else None for _, leaf in found],
+        )
+
+    def is_of(self, objects: Sequence[Any]) -> bool:
+        """Whether `objects` are these, put together as they were."""
+        if not self.has_roots(objects):
+            return False
+        nodes, structure = jax.tree.flatten(list(objects), is_leaf=is_variable)
+        return structure == self._structure and _are_same(nodes, self._nodes)
+
+    def holders_of(self, arrays: Collection[int]) -> list[tuple[Any, Any]]:
+        """Its variables with an array among these, by identity, and whose they are."""
+        roots = [each() for each in self._objects]
+        return [
+            (variable, roots[place])
+            for place, own in enumerate(self.form.owners)
+            for variable in (self._variables[i] for i in own if self._variables)
+            if is_variable(variable) and id(variable.get_raw_value()) in arrays
+        ]
+
+    def has_roots(self, objects: Sequence[Any]) -> bool:
+        """Whether `objects` are these, however they are put together now."""
+        return _are_same([each() for each in self._objects], objects)
+
+    def is_outdated_by(self, other: CallersObjects) -> bool:
+        """Whether `other` is of the same objects, with other variables."""
+        roots = [each() for each in other._objects]
+        return self.has_roots(roots) and not _are_same(self._nodes, other._nodes)
+
+    def parts(self) -> list[Parts]:
+        """The arrays of each object."""
+        values = [get() for get in self._getters]
+        return [
+            Parts([values[i] for i in own], names)
+            for own, names in zip(self.form.owners, self.form.names, strict=True)
+        ]
+
+    def store(self, parts: Sequence[Parts]) -> None:
+        """Put new arrays into the objects, and change what else the step changed.
+
+        Raises:
+          ObjectError: JAX traces the code that called the step, and Flax allows no
+            array of its there.
+        """
+        variables = self._variables
+        try:
+            for own, part in zip(self.form.owners, parts, strict=True):
+                for i, array in zip(own, part.arrays, strict=True):
+                    if array is not None:
+                        variables[i].set_raw_value(array)
+        except Exception as error:
+            if type(error).__name__ != "TraceContextError":
+                raise
+            raise ObjectError(
+                "A step changed an object inside a function that JAX transforms, which "
+                "the object was made outside of. Give it to that function as an "
+                "argument, and use `nnx.jit` or its kin instead of `jax.jit`."
+            ) from error
+        for part in parts:
+            if part.changes:
+                apply(part.changes, self._by_path())
+                return
+
+    def with_callers_objects(self, returned: PyTree) -> PyTree:
+        """What the step returned, with the caller's objects where it had them."""
+        if not self.form.returns_objects:
+            return returned
+        by_path = self._by_path()
+
+        def original(leaf: Any) -> Any:
+            return by_path[leaf.path] if isinstance(leaf, Same) else leaf
+
+        return jax.tree.map(original, returned, is_leaf=lambda x: isinstance(x, Same))
+
+    def _clear(self, _: Any) -> None:
+        self._variables, self._getters, self._nodes = [], [], []
+
+    def _by_path(self) -> dict[Any, Any]:
+        roots = [each() for each in self._objects]
+        by_path = dict(sys.modules["flax.nnx"].iter_graph(roots))
+        # Of an object that is given twice, Flax names the first place only.
+        return by_path | {(place,): root for place, root in enumerate(roots)}
+
+
+# A set of those that there are: objects of which one step knows, others may read.
+_alive: weakref.WeakSet[CallersObjects] = weakref.WeakSet()
+
+
+def holders_of(arrays: Collection[int]) -> list[tuple[Any, Any]]:
+    """The variables that hold arrays, and the objects whose they are.
+
+    Of all objects that steps were given, or have captured.
+
+    Args:
+      arrays: the identities of the arrays.
+    """
+    return [pair for objects in list(_alive) for pair in objects.holders_of(arrays)]
+
+
+def _are_same(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    return len(some) == len(others) and all(
+        a is b for a, b in zip(some, others, strict=True)
+    )

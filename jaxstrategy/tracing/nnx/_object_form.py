@@ -1,0 +1,163 @@
+"""How objects are put together from arrays, and taken apart again: `ObjectForm`."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+
+from jaxstrategy._errors import ObjectError
+from jaxstrategy.text._lists import listed
+from jaxstrategy.tracing.nnx._object_kinds import is_changed_in_place, is_variable
+from jaxstrategy.tracing.nnx._parts import GONE, Change, Parts, apply, dotted
+from jaxstrategy.values._per_replica import is_object
+
+
+@dataclasses.dataclass
+class ObjectForm:
+    """How objects are put together from arrays; equal for objects that are alike.
+
+    Attributes:
+      graph: Flax's description.
+      structure: of their state.
+      owners: for each object the variables that it has and none before it.
+      names: of these.
+      templates: variables like them; None for an array that is in no variable.
+      returns_objects: whether a step returns some of them.
+    """
+
+    graph: Any
+    structure: Any
+    owners: tuple[tuple[int, ...], ...]
+    names: tuple[tuple[str, ...], ...]
+    templates: list[Any] = dataclasses.field(repr=False)
+    returns_objects: bool = False
+
+    @property
+    def key(self) -> Any:
+        """Equal for objects that are alike."""
+        # The structure of variables has their metadata: what Flax does with them.
+        variables = jax.tree.structure(self.templates)
+        return self.graph, self.structure, self.owners, variables
+
+    def put_together(self, parts: Sequence[Parts]) -> list[Any]:
+        """New objects with these arrays."""
+        values = self._in_order(parts)
+        state = jax.tree.unflatten(
+            self.structure,
+            [
+                value if like is None else like.replace(value)
+                for like, value in zip(self.templates, values, strict=True)
+            ],
+        )
+        return sys.modules["flax.nnx"].merge(self.graph, state)
+
+    def _in_order(self, parts: Sequence[Parts]) -> list[Any]:
+        values: list[Any] = [None] * len(self.templates)
+        for own, part in zip(self.owners, parts, strict=True):
+            for i, array in zip(own, part.arrays, strict=True):
+                values[i] = array
+        return values
+
+    def take_apart(self, objects: list[Any], given: Sequence[Parts]) -> list[Parts]:
+        """The arrays of objects that were put together so, after the step.
+
+        Args:
+          objects: they.
+          given: what they were put together from.
+
+        Raises:
+          ObjectError: the step changed what only Python can change.
+        """
+        graph, state = sys.modules["flax.nnx"].split(objects)
+        leaves, structure = jax.tree.flatten(state, is_leaf=is_variable)
+        if structure != self.structure:
+            raise ObjectError(
+                "The step changed which variables its objects have: "
+                f"{_difference(sum(self.names, ()), _paths(state))}. A compiled step "
+                "gives back new arrays for the same variables: do this outside `run`, "
+                "or take away (`nnx.pop`) what the step has added."
+            )
+        old = self._in_order(given)
+        values = [self._new_value(i, leaf, old[i]) for i, leaf in enumerate(leaves)]
+        changes = () if graph == self.graph else self._changes(objects, graph, state)
+        return [
+            Parts([values[i] for i in own], names, changes)
+            for own, names in zip(self.owners, self.names, strict=True)
+        ]
+
+    def _new_value(self, index: int, new: Any, old: Any) -> Any:
+        """What a variable holds after the step; None of an array that is in none.
+
+        Raises:
+          ObjectError: such an array has changed, or the metadata of a variable.
+        """
+        like = self.templates[index]
+        if like is not None:
+            if like.get_metadata() != new.get_metadata():
+                raise ObjectError(
+                    f"The step changed the metadata of `{self._name(index)}`, which a "
+                    "compiled step cannot give back. Do this outside `run`."
+                )
+            return new.get_raw_value()
+        if new is not old:
+            raise ObjectError(
+                f"The step changed `{self._name(index)}`, an array that is in no "
+                "variable, so that it cannot be given back. Write "
+                "`nnx.Variable(array)` where it is made."
+            )
+
+    def _name(self, index: int) -> str:
+        places = zip(sum(self.owners, ()), sum(self.names, ()), strict=True)
+        return dict(places)[index]
+
+    def _changes(self, objects: list[Any], graph: Any, state: Any) -> Any:
+        """What a step changed besides arrays."""
+        nnx = sys.modules["flax.nnx"]
+        copies = nnx.merge(self.graph, state)
+        before = dict(nnx.iter_graph(copies))
+        changes = []
+        for path, node in nnx.iter_graph(objects):
+            old = before.get(path)
+            if is_object(node) and type(node) is type(old):
+                changes += _changed_attributes(path, vars(old), vars(node))
+        apply(changes, before)
+        if nnx.split(copies)[0] != graph:
+            raise ObjectError(
+                "The step changed which objects the attributes of its objects refer "
+                "to, which a compiled step cannot give back. Do this outside `run`."
+            )
+        return tuple(changes)
+
+
+def _changed_attributes(
+    path: tuple[Any, ...], old: dict[str, Any], new: dict[str, Any]
+) -> Iterator[Change]:
+    for name in [*new, *(name for name in old if name not in new)]:
+        if name.startswith(("_pytree__", "_object__")):
+            continue
+        was, now = old.get(name, GONE), new.get(name, GONE)
+        if _is_plain(was) and _is_plain(now) and (was is GONE or was != now):
+            yield Change(path, name, now)
+
+
+def _is_plain(value: Any) -> bool:
+    leaves = jax.tree.leaves(value, is_leaf=is_changed_in_place)
+    return not any(
+        is_changed_in_place(leaf) or isinstance(leaf, jax.Array) for leaf in leaves
+    )
+
+
+def _paths(state: Any) -> set[str]:
+    found, _ = jax.tree.flatten_with_path(state, is_leaf=is_variable)
+    return {dotted([key.key for key in path]) for path, _ in found}
+
+
+def _difference(before: Sequence[str], after: set[str]) -> str:
+    added, removed = sorted(after - set(before)), sorted(set(before) - after)
+    told = [f"added {listed(added, 3, '`')}"] * bool(added)
+    told += [f"removed {listed(removed, 3, '`')}"] * bool(removed)
+    return ", ".join(told) or "two names share one now, or do not any more"

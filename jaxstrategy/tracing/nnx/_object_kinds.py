@@ -1,0 +1,42 @@
+"""Which values are objects that a step may change in place, of Flax NNX."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from typing import Any
+
+import jax
+
+from jaxstrategy.values import _per_replica
+from jaxstrategy.values._per_replica import is_object, object_kinds
+
+
+def is_changed_in_place(node: Any) -> bool:
+    """Whether a step may change `node` in place: an object, or a variable alone."""
+    return bool(object_kinds()) and (is_object(node) or is_variable(node))
+
+
+def is_variable(node: Any) -> bool:
+    """Whether `node` holds an array of an object."""
+    return _holds(type(node))
+
+
+@functools.lru_cache(maxsize=1024)
+def _holds(kind: type) -> bool:
+    # Flax's own `isinstance` takes ten times as long.
+    return issubclass(kind, sys.modules["flax.nnx"].Variable)
+
+
+def structure_of(node: Any) -> Any:
+    """Equal as long as an object has the same variables and static attributes."""
+    variables, structure = jax.tree.flatten(node, is_leaf=is_variable)
+    return structure, list(map(id, variables))
+
+
+def is_whole_object(node: Any) -> bool:
+    if is_changed_in_place(node) or _per_replica.is_whole(node):
+        return True
+    # The variables of a state are copies: it is passed, and returned, as a pytree.
+    nnx = sys.modules.get("flax.nnx")
+    return nnx is not None and isinstance(node, nnx.State)

@@ -1,0 +1,91 @@
+"""What stands for an object of the caller while it goes through a compiled step."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from jaxstrategy.values import _per_replica
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Change:
+    """What a step changes of an object besides arrays.
+
+    Attributes:
+      path: of the object, from the list of all.
+      name: of its attribute.
+      value: what that is now; `GONE` if there is none any more.
+    """
+
+    path: tuple[Any, ...]
+    name: str
+    value: Any
+
+
+GONE = object()
+
+
+@jax.tree_util.register_pytree_with_keys_class
+@dataclasses.dataclass(frozen=True, eq=False)
+class Parts:
+    """The arrays that stand for an object.
+
+    Attributes:
+      arrays: they, or what else its variables hold.
+      names: how messages call them.
+      changes: what a step changes besides, of all objects.
+    """
+
+    arrays: Sequence[Any]
+    names: tuple[str, ...]
+    changes: tuple[Change, ...] = ()
+
+    def tree_flatten(self) -> tuple[Sequence[Any], Any]:
+        """For JAX."""
+        return self.arrays, (self.names, self.changes)
+
+    def tree_flatten_with_keys(self) -> tuple[list[Any], Any]:
+        """For JAX."""
+        keys = map(jax.tree_util.GetAttrKey, self.names)
+        return list(zip(keys, self.arrays, strict=True)), (self.names, self.changes)
+
+    @classmethod
+    def tree_unflatten(cls, aux: Any, arrays: Sequence[Any]) -> Parts:
+        """For JAX."""
+        return cls(arrays, *aux)
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Same:
+    """In what a step returns: one of the caller's objects, or a part of one."""
+
+    path: tuple[Any, ...]
+
+
+def apply(changes: Sequence[Change], by_path: dict[Any, Any]) -> None:
+    for change in changes:
+        if change.value is GONE:
+            delattr(by_path[change.path], change.name)
+        else:
+            setattr(by_path[change.path], change.name, change.value)
+
+
+def dotted(path: Sequence[Any]) -> str:
+    """`layers[0].kernel`, without the object's own place."""
+    text = "".join(f"[{k}]" if isinstance(k, int) else f".{k}" for k in path[1:])
+    return text.removeprefix(".") or "value"
+
+
+def is_parts(node: Any) -> bool:
+    """Whether `node` stands for an object."""
+    return isinstance(node, Parts)
+
+
+def is_whole_or_parts(node: Any) -> bool:
+    """Whether `node` stands for an object, or is looked at as a whole."""
+    return is_parts(node) or _per_replica.is_whole(node)

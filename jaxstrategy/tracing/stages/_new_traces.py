@@ -1,0 +1,51 @@
+"""Stages that look at each new trace of a step and at nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+from jaxstrategy.tracing import _checks
+from jaxstrategy.tracing._traced_step import TracedStep
+from jaxstrategy.tracing._types import ArrayType, Function
+from jaxstrategy.tracing.stages._stage import Stage
+
+
+@final
+class Checked(Stage):
+    """Refuses a step that would hang or breaks a promise.
+
+    Args:
+      expect_mirrored: see `RunOptions`.
+      told: which warnings that are given once were given before; added to.
+
+    Attributes:
+      unstated: results of the last trace of which nobody has said whether they may
+        differ, by their place.
+    """
+
+    def __init__(self, expect_mirrored: Any, told: set[type[Warning]]) -> None:
+        self._expected = expect_mirrored
+        self._told = told
+        self.unstated: dict[int, _checks.Unstated] = {}
+
+    def traced(self, step: TracedStep) -> None:
+        """Looks at a new trace."""
+        _checks.check(step, self._expected, self._told)
+        self.unstated = _checks.unstated(step, self._expected)
+
+
+@final
+class Counted(Stage):
+    """Takes note of how often a step is compiled.
+
+    Args:
+      note: called with the function, and the types of its arrays.
+    """
+
+    def __init__(self, note: Callable[[Function, Sequence[ArrayType]], None]) -> None:
+        self._note = note
+
+    def traced(self, step: TracedStep) -> None:
+        """Notes a new trace."""
+        self._note(step.replica_step.fn, step.trace.given_types)

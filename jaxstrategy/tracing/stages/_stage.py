@@ -1,0 +1,82 @@
+"""What a program does for a step besides computing it: `Stage`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from jaxstrategy.tracing._trace import Evaluate
+from jaxstrategy.tracing._traced_step import TracedStep
+from jaxstrategy.tracing._types import Leaf
+
+
+class Stage:
+    """One thing that a program does for a step besides computing it.
+
+    A program has a list of stages. Of each it calls what the class of the stage
+    overrides, and nothing else, so that a step pays for no stage that is of no use to
+    it. The methods stand here in the order of a first call.
+
+    Attributes:
+      donated: the arguments whose memory the compiled function may reuse.
+    """
+
+    donated: frozenset[int] = frozenset()
+
+    def tracing(self, own: Sequence[Leaf]) -> contextlib.AbstractContextManager[None]:
+        """A `with` block for the step's own code, while it is traced.
+
+        Args:
+          own: the arguments as one replica sees them.
+        """
+        return contextlib.nullcontext()
+
+    def traced(self, step: TracedStep) -> None:
+        """Takes note of a new trace; may raise what is wrong with it."""
+
+    @property
+    def is_active(self) -> bool:
+        """Whether calls are checked by this stage, after the traces so far."""
+        return True
+
+    def is_outdated(self) -> bool:
+        """Before a call: whether what was compiled is of no use any more."""
+        return False
+
+    def before(self, leaves: Sequence[Leaf]) -> None:
+        """Before a call: whether it may be made; raises if not."""
+
+    def within(self, step: TracedStep, evaluate: Evaluate) -> Evaluate:
+        """In the compiled function: `evaluate`, with one output more, for `after`.
+
+        Args:
+          step: what is compiled.
+          evaluate: of the inputs of one replica its results, and the further outputs
+            of the stages after this one.
+        """
+        return evaluate
+
+    def check(self, output: jax.Array) -> None:
+        """After a call: whether what it has made may be kept.
+
+        If this raises, variables hold what they held before the call.
+
+        Args:
+          output: what `within` has added.
+        """
+
+    def after(self, output: jax.Array) -> None:
+        """After a call: what to do with the output that `within` has added."""
+
+
+def overridden(stages: Sequence[Stage], method: str) -> tuple[Callable[..., Any], ...]:
+    """The method of this name of each stage whose class has one of its own."""
+    base = getattr(Stage, method)
+    return tuple(
+        getattr(stage, method)
+        for stage in stages
+        if getattr(type(stage), method) is not base
+    )
