@@ -12,6 +12,7 @@ from jaxstrategy.contexts._context import AbstractStrategy
 from jaxstrategy.contexts._replica_context import ReplicaContext
 from jaxstrategy.replicas._topology import Topology
 from jaxstrategy.tracing._replica_step import StepEnvironment
+from jaxstrategy.tracing._replica_step import StepEnvironment
 from jaxstrategy.tracing.explanation._explain import explain
 from jaxstrategy.tracing.explanation._explanation import Explanation
 from jaxstrategy.values._per_replica import PyTree
@@ -107,6 +108,12 @@ class AbstractExecutor(abc.ABC):
             topology=topology,
             compiled=compiled,
         )
+
+    @property
+    def _environment(self) -> StepEnvironment:
+        """What steps run in."""
+        replicas = self._strategy.replicas
+        return StepEnvironment(replicas, self._as_replica, self._variables)
 
     @property
     def _environment(self) -> StepEnvironment:

@@ -22,8 +22,7 @@ from jaxstrategy.executors._loop_signature import first_names, name_of
 from jaxstrategy.masks._loop_masks import LoopMasks
 from jaxstrategy.tracing.functions import _lending
 from jaxstrategy.tracing.nnx import _adapter
-from jaxstrategy.tracing.nnx._object_kinds import is_changed_in_place
-from jaxstrategy.tracing.nnx._parts import Parts
+from jaxstrategy.tracing.nnx._adapter import is_changed_in_place, is_parts
 from jaxstrategy.values import _per_replica
 from jaxstrategy.values._per_replica import PyTree
 from jaxstrategy.variables._variable import Variable
@@ -143,9 +142,9 @@ class StepLoop:
         objects = self._binding.form.put_together(parts)
         following = iter(objects)
         args, kwargs = jax.tree.map(
-            lambda leaf: next(following) if _is_parts(leaf) else leaf,
+            lambda leaf: next(following) if is_parts(leaf) else leaf,
             (args, self._kwargs),
-            is_leaf=lambda node: _is_parts(node) or _per_replica.is_whole(node),
+            is_leaf=lambda node: is_parts(node) or _per_replica.is_whole(node),
         )
         return args, kwargs, objects
 
@@ -255,10 +254,6 @@ def _is_whole(node: Any) -> bool:
     # Whose variables are copies, so that it is a state like any other.
     nnx = sys.modules.get("flax.nnx")
     return nnx is not None and isinstance(node, nnx.State)
-
-
-def _is_parts(node: Any) -> bool:
-    return isinstance(node, Parts)
 
 
 def _structure(tree: PyTree) -> Any:

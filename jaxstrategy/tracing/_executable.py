@@ -74,12 +74,12 @@ class Executable:
 
     Attributes:
       compiled: as given.
-      is_guarded: whether a stage must look whether all of this is right still.
+      is_plain: whether it can be called without asking whether it is right still.
     """
 
     __slots__ = (
         "compiled",
-        "is_guarded",
+        "is_plain",
         "_after",
         "_before",
         "_carried",
@@ -107,7 +107,7 @@ class Executable:
         self._after = _of_outputs(active, "after")
         self._outdated = overridden(active, "is_outdated")
         self._has_plain = has_plain
-        self.is_guarded = bool(self._outdated)
+        self.is_plain = not (variables.are_used or self._outdated)
 
     def __call__(self, leaves: Sequence[Leaf]) -> PyTree:
         """The step's results for leaves that lie where they belong.

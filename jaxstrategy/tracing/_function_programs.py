@@ -23,8 +23,7 @@ from jaxstrategy.tracing.functions._object_identity import Identity
 from jaxstrategy.tracing.functions._places import Cell, Place
 from jaxstrategy.tracing.functions._references import References
 from jaxstrategy.tracing.functions._weak_function import weakly
-from jaxstrategy.tracing.nnx._object_kinds import is_changed_in_place
-from jaxstrategy.tracing.nnx._object_step import came_from_step
+from jaxstrategy.tracing.nnx._adapter import came_from_step, is_changed_in_place
 from jaxstrategy.values import _per_replica
 from jaxstrategy.values._per_replica import PyTree
 

@@ -50,16 +50,24 @@ class Program:
         self._has_plain = False
         # Whether the last call had to move an array: then the next one probably must.
         self._must_place = False
-        self._executable = self._compile()
+        self._compile()
 
     def __call__(self, leaves: Sequence[Leaf]) -> PyTree:
         """The step's results for these leaves, which are live arrays."""
         if self._must_place or not self._placement.is_right(leaves):
             return self.place_and_call(leaves)
         try:
+            executable = self._executable
+            if executable.is_plain:  # the usual case, kept short
+                return executable(leaves)
             return self._dispatch(leaves)
         except NotTraced:
             pass  # and out of the block, or this were the context of later errors
+        except ValueError:
+            # It may be JAX's, about an array that is split in another way. Such an
+            # array is moved, or refused with our advice.
+            if not _differ(self._placement.placed(leaves), leaves):
+                raise
         return self.place_and_call(leaves)
 
     def place_and_call(self, leaves: Sequence[Leaf]) -> PyTree:
@@ -81,6 +89,7 @@ class Program:
                 jax.eval_shape(list, leaves), self._placement.shardings, strict=True
             )
         ]
+        self._placement.check_types(types)
         with self._one_tracer, self._handover.of(self._trace(types)):
             return self._executable.lower(types)
 
@@ -94,48 +103,37 @@ class Program:
                 return self._dispatch(leaves)
 
     def _dispatch(self, leaves: Sequence[Leaf]) -> PyTree:
-        executable = self._executable
+        """The results for leaves that lie where they belong."""
         if not self._variables.are_used:
-            if executable.is_guarded and executable.is_outdated():
-                executable = self._compile()
-            return self._call(executable, leaves)
+            return self._valid_executable()(leaves)
         self._variables.check_outside()
         # Calling a program gives it the memory of the variables and takes other memory
         # back; two threads at once would end the process (JAX 0.10 and 0.12).
         with _access.one_at_a_time:
-            executable = self._executable
-            # Both are asked: each takes note of what has changed.
-            if executable.is_outdated() | self._variables.settle():
-                executable = self._compile()
-            return self._call(executable, leaves)
+            return self._valid_executable()(leaves)
 
-    def _call(self, executable: Executable, leaves: Sequence[Leaf]) -> PyTree:
-        try:
-            return executable(leaves)
-        except ValueError as error:
-            # It may be JAX's, about an array that is split in another way. Such an
-            # array is moved, or refused with our advice. Another error is raised.
-            placed = self._placement.placed(leaves)
-            if not _differ(placed, leaves):
-                raise error
-        return executable(placed)
+    def _valid_executable(self) -> Executable:
+        # Both are asked: each takes note of what has changed.
+        if self._executable.is_outdated() | self._variables.settle():
+            self._compile()
+        return self._executable
 
     def _trace(self, leaves: Sequence[Leaf]) -> TracedStep:
         """Traces the step for arguments like these, and lets all stages know."""
         trace = self._step.trace(leaves, overridden(self._stages, "tracing"))
         step = TracedStep(self._step, trace, self._donated)
         _many.tell(step.name, step.jaxpr)
-        self._placement.check(step)
+        self._placement.check_captured(step)
         for stage in self._stages:
             stage.traced(step)
         self._has_plain = self._has_plain or step.results.has_plain
         if self._variables.traced(step):
             self._compile()
         else:
-            self._executable = self._with(self._executable.compiled)
+            self._use(self._executable.compiled)
         return step
 
-    def _compile(self) -> Executable:
+    def _compile(self) -> None:
         """Forgets what was compiled; JAX compiles anew when it is called."""
         carried = self._variables.carried
         shardings: Any = (*self._placement.shardings, *carried.shardings)
@@ -153,11 +151,13 @@ class Program:
             donate_argnums=(*sorted(self._donated), *lent),
             **options,
         )
-        self._executable = self._with(compiled)
-        return self._executable
+        self._use(compiled)
 
-    def _with(self, compiled: Any) -> Executable:
-        return Executable(compiled, self._variables, self._stages, self._has_plain)
+    def _use(self, compiled: Any) -> None:
+        """Lets later calls be of this, and of the stages that are active now."""
+        self._executable = Executable(
+            compiled, self._variables, self._stages, self._has_plain
+        )
 
 
 def _differ(new: Sequence[Leaf], old: Sequence[Leaf]) -> bool:

@@ -107,7 +107,8 @@ class ProgramTable:
             self._environment, self._company, key.options, self._log.of(fn), calls
         )
         self._make_room(key)
-        self._table[key] = made
+        if (known := self._table.setdefault(key, made)) is not made:
+            return known  # another thread's
         if key.is_shared:
             drop = _callbacks.of(self, ProgramTable._drop_gone)
             made.referred_to = [token.watched(drop) for token in key.tokens]

@@ -18,8 +18,7 @@ from jaxstrategy.tracing._trace import Trace, check_not_divided, trace
 from jaxstrategy.tracing._translation import translated
 from jaxstrategy.tracing._types import Function, Leaf
 from jaxstrategy.tracing.functions import _leaks
-from jaxstrategy.tracing.nnx._object_kinds import is_changed_in_place
-from jaxstrategy.tracing.nnx._object_step import takes_arrays
+from jaxstrategy.tracing.nnx._adapter import is_changed_in_place, takes_arrays
 from jaxstrategy.variables._variable import Variable
 
 # A `with` block for the step's own code, of the arguments of one replica.

@@ -14,23 +14,16 @@ from jaxstrategy.tracing import _recompilation, _roles
 from jaxstrategy.tracing._company import Company, accompanied
 from jaxstrategy.tracing._live_arrays import are_live_arrays
 from jaxstrategy.tracing._replica_step import ReplicaStep, StepEnvironment
-from jaxstrategy.tracing._returned import Returned
 from jaxstrategy.tracing._roles import Signature
 from jaxstrategy.tracing._types import Function
+from jaxstrategy.tracing.checks._returned import Returned
 from jaxstrategy.tracing.functions import _callbacks
 from jaxstrategy.tracing.functions._weak_function import weakly
-from jaxstrategy.tracing.nnx import _adapter
-from jaxstrategy.tracing.nnx._adapter import ObjectCall
-from jaxstrategy.tracing.nnx._callers_objects import CallersObjects
-from jaxstrategy.tracing.nnx._object_form import ObjectForm
-from jaxstrategy.tracing.nnx._object_step import step_of_arrays
+from jaxstrategy.tracing.nnx._adapter import ObjectCall, ObjectCalls, options_of
 from jaxstrategy.tracing.stages._new_traces import Checked, Counted
 from jaxstrategy.tracing.stages._stages import stages_of
 from jaxstrategy.values import _per_replica
 from jaxstrategy.values._per_replica import PyTree
-
-# Models, optimizers and metrics of one function: those of a few trainings at once.
-_OBJECTS_KEPT = 8
 
 
 @final
@@ -73,10 +66,9 @@ class SharedPrograms:
         # of the arguments too, which is found in half the time. The last one first.
         self._programs: dict[Any, Any] = {}
         self._last: tuple[Any, Any] = (None, None)
-        # Objects that were given lately; and for objects that are put together alike
-        # the functions as ones of arrays, which have programs of their own.
-        self._objects: list[CallersObjects] = []
-        self._of_arrays: dict[Any, tuple[ObjectForm | None, Any, SharedPrograms]] = {}
+        # With objects, the functions are ones of arrays, which have programs of their
+        # own for objects that are put together alike.
+        self._object_calls = ObjectCalls(self._get_fn, self._for_arrays)
 
     def add(self, fn: Function) -> None:
         """Takes note of a function; it is not kept alive."""
@@ -138,7 +130,7 @@ class SharedPrograms:
             results = self(args, kwargs)
         else:
             self._calls.count += 1
-            call = _adapter.call_of(args, kwargs, captured, self._objects)
+            call = self._object_calls.find(args, kwargs, captured)
             assert call is not None
             results = self._call_with_objects(call)
         self.has_succeeded = True
@@ -148,7 +140,7 @@ class SharedPrograms:
         self, args: Sequence[Any], kwargs: dict[str, Any], structure: Any
     ) -> PyTree:
         fn = self._fn
-        call = _adapter.call_of(args, kwargs, {}, self._objects)
+        call = self._object_calls.find(args, kwargs, {})
         if call is not None:
             return self._call_with_objects(call)
         leaves, signature = _roles.take_apart(fn, args, kwargs)
@@ -163,8 +155,8 @@ class SharedPrograms:
     ) -> PyTree:
         """The first call for arguments of this structure."""
         self._returned.check(signature, leaves, fn)
-        program, checked = self._new_program(signature)
-        self._programs[signature] = program
+        made, checked = self._new_program(signature)
+        program = self._programs.setdefault(signature, made)  # or another thread's
         forget = _callbacks.of(self, SharedPrograms._gone, signature)
         self._watched += (weakref.ref(v, forget) for v in signature.handles)
         self._remember(program, signature, structure)
@@ -200,47 +192,17 @@ class SharedPrograms:
     # Calls with objects that the step changes in place.
 
     def _call_with_objects(self, call: ObjectCall) -> PyTree:
-        return call.finish(self._of_objects(call)(call.args, call.kwargs))
+        programs = self._object_calls.programs(call)
+        return call.finish(programs(call.args, call.kwargs))
 
-    def _of_objects(self, call: ObjectCall) -> SharedPrograms:
-        objects = call.objects
-        if objects is None:
-            return self._for_arrays(None, call.captured)[1]
-        if objects.known is not None and objects.known[0] == call.captured:
-            return objects.known[1]  # hashing takes a tenth of a call
-        if objects.may_be_kept and objects not in self._objects:
-            current = [
-                each for each in self._objects if not each.is_outdated_by(objects)
-            ]
-            self._objects = [objects, *current][:_OBJECTS_KEPT]
-        objects.form, programs = self._for_arrays(objects.form, call.captured)
-        objects.known = call.captured, programs
+    def _for_arrays(self, function: Function) -> SharedPrograms:
+        """The programs of these functions as one of arrays."""
+        options = options_of(self._options)
+        programs = SharedPrograms(
+            self._environment, self._company, options, self._history, self._calls, self
+        )
+        programs.add(function)
         return programs
-
-    def _for_arrays(
-        self, form: ObjectForm | None, captured: tuple[str, ...]
-    ) -> tuple[Any, SharedPrograms]:
-        """The programs of the function as one of arrays, and the form that they share.
-
-        Args:
-          form: of the objects; None if there are none.
-          captured: the names of what the function captured.
-        """
-        key = None if form is None else form.key, captured
-        known = self._of_arrays.get(key)
-        if known is None:
-            function = step_of_arrays(self._get_fn, form, captured)
-            programs = SharedPrograms(
-                self._environment,
-                self._company,
-                _adapter.options_of(self._options),
-                self._history,
-                self._calls,
-                self,
-            )
-            programs.add(function)
-            known = self._of_arrays[key] = form, function, programs
-        return known[0], known[2]
 
     def bound(
         self, fn: Function, objects: Sequence[Any], captured: dict[str, Any]
@@ -250,8 +212,8 @@ class SharedPrograms:
         Raises:
           TypeError: none of them can be changed in place.
         """
-        call = _adapter.require_objects(tuple(objects), captured, self._objects)
-        programs, kept = self._of_objects(call), objects
+        call = self._object_calls.require(objects, captured)
+        programs, kept = self._object_calls.programs(call), objects
 
         @functools.wraps(fn)
         def step(*rest: Any, **kwargs: Any) -> PyTree:

@@ -9,7 +9,7 @@ import jax
 from jaxstrategy._errors import TracedValueError
 from jaxstrategy.replicas import _mesh
 from jaxstrategy.text import _user_code
-from jaxstrategy.tracing.nnx import _flax_errors
+from jaxstrategy.tracing.nnx import _adapter
 
 # What JAX raises when Python asks for a value that only the devices will know.
 _ASKED_TOO_EARLY = (
@@ -27,7 +27,7 @@ def translated(error: Exception, name: str) -> Exception | None:
         return _asked_too_early(error, name)
     if isinstance(error, NameError) and (unbound := _UNBOUND.search(str(error))):
         return _unbound_axis(error, name, unbound[1])
-    return _flax_errors.refused(error, name)
+    return _adapter.refused(error, name)
 
 
 def _where(error: Exception) -> str:

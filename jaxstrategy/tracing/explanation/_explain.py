@@ -10,11 +10,12 @@ from typing import Any
 
 from jaxstrategy._options import RunOptions
 from jaxstrategy.replicas._topology import Topology
-from jaxstrategy.tracing import _checks, _roles
+from jaxstrategy.tracing import _roles
 from jaxstrategy.tracing._program import Program
 from jaxstrategy.tracing._replica_step import ReplicaStep, StepEnvironment
 from jaxstrategy.tracing._roles import Role
 from jaxstrategy.tracing._traced_step import TracedStep
+from jaxstrategy.tracing.checks._step_checks import problems
 from jaxstrategy.tracing.explanation._explanation import Explanation
 from jaxstrategy.tracing.explanation._facts import (
     ExplainedCollective,
@@ -22,21 +23,10 @@ from jaxstrategy.tracing.explanation._facts import (
     Memory,
 )
 from jaxstrategy.tracing.nnx import _adapter
+from jaxstrategy.tracing.replication._collective_table import COLLECTIVES
 from jaxstrategy.tracing.replication._levels import Collective
 from jaxstrategy.tracing.stages._stage import Stage
 from jaxstrategy.tracing.stages._stages import stages_of
-
-_KINDS = {
-    "all_gather": "all_gather",
-    "all_gather_invariant": "all_gather",
-    "reduce_scatter": "reduce_scatter",
-    "all_to_all": "all_to_all",
-    "ragged_all_to_all": "all_to_all",
-    "ppermute": "permute",
-    "pgather": "permute",
-    "psend": "permute",
-    "precv": "permute",
-}
 
 
 def explain(
@@ -82,7 +72,7 @@ def explain(
         donated=tuple(_argument(step, index) for index in sorted(step.donated)),
         donatable=tuple(_argument(step, index) for index in donatable),
         donate_argnums=_whole_positions(step, {*step.donated, *donatable}),
-        problems=tuple(_problems(step, options)),
+        problems=tuple(problems(step, options.expect_mirrored)),
         topology=topology,
         memory=_memory(executable),
         flops=_flops(executable),
@@ -108,10 +98,11 @@ def _collective(found: Collective) -> ExplainedCollective:
     eqn = found.site.eqns[0]
     operands = [atom.aval for atom in eqn.invars]
     groups = eqn.params.get("axis_index_groups")
+    known = COLLECTIVES.get(found.site.primitive)
     return ExplainedCollective(
         operation=found.site.primitive,
-        # Everything else sums, or takes an extreme; a broadcast takes no longer.
-        kind=_KINDS.get(found.site.primitive, "all_reduce"),
+        # Nothing takes longer than an all-reduce of as much.
+        kind="all_reduce" if known is None else known.kind,
         nbytes=sum(map(_nbytes, operands)),
         dtypes=tuple(dict.fromkeys(str(aval.dtype) for aval in operands)),
         loops=found.site.loops,
@@ -196,16 +187,7 @@ def _whole_positions(step: TracedStep, leaves: set[int]) -> tuple[int, ...]:
     return tuple(found)
 
 
-# What `run` would say, and what XLA says.
-
-
-def _problems(step: TracedStep, options: RunOptions) -> Iterator[str]:
-    yield from map(str, _checks.divergences(step))
-    yield from map(str, _checks.drifting_variables(step))
-    yield from map(str, _checks.broken_promises(step, options.expect_mirrored))
-    yield from (message for message, _ in _checks.double_reductions(step))
-    expected = options.expect_mirrored
-    yield from (m for m, _ in _checks.forgotten_reductions(step, expected))
+# What XLA says.
 
 
 def _memory(executable: Any) -> Memory | None:

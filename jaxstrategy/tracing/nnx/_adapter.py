@@ -1,150 +1,25 @@
 """Objects that a step changes in place: modules, optimizers and metrics of Flax NNX.
 
-What the rest of `tracing` asks of them, it asks here: whether a call has any, and what
-it is as a call with arrays.
+This is all that the rest of the package asks about them, the one way into this folder.
+A compiled step is a function of arrays. So the arrays of all objects that it is given,
+or has captured, are passed to it; objects like them are put together there, the step
+works on those, and their new arrays are put into the caller's objects.
 """
 
-from __future__ import annotations
-
-import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
-
-import jax
-
-from jaxstrategy._options import RunOptions, is_function
-from jaxstrategy.tracing.functions import _lending
-from jaxstrategy.tracing.functions._references import References
-from jaxstrategy.tracing.nnx._callers_objects import CallersObjects
-from jaxstrategy.tracing.nnx._object_kinds import is_changed_in_place, is_whole_object
-from jaxstrategy.tracing.nnx._object_step import step_of_arrays
-from jaxstrategy.tracing.nnx._parts import Parts, is_parts, is_whole_or_parts
-from jaxstrategy.values import _per_replica
-from jaxstrategy.values._per_replica import PyTree
-
-
-@dataclasses.dataclass(frozen=True)
-class ObjectCall:
-    """A call of a step with objects, or captured arrays, as one with arrays.
-
-    Attributes:
-      objects: the objects; None if there are none.
-      captured: the names of what the step captured.
-      args: positional arguments, with `Parts` for objects.
-      kwargs: keyword arguments; those that it captured stand here too.
-    """
-
-    objects: CallersObjects | None
-    captured: tuple[str, ...]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-    def with_rest(
-        self, rest: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The call with more arguments, and the arrays that the objects have now."""
-        assert self.objects is not None
-        parts = iter(self.objects.parts())
-        known = (self.args, self.kwargs)
-        leaves, structure = jax.tree.flatten(known, is_leaf=is_whole_or_parts)
-        leaves = [next(parts) if is_parts(leaf) else leaf for leaf in leaves]
-        args, captured = jax.tree.unflatten(structure, leaves)
-        return (*args, *rest), {**kwargs, **captured}
-
-    def finish(self, returned: tuple[PyTree, list[Parts]]) -> PyTree:
-        """What the step returned; its objects hold their new arrays then.
-
-        Args:
-          returned: what the step as one of arrays returned.
-        """
-        results, parts = returned
-        if self.objects is None:
-            return results
-        self.objects.store(parts)
-        return self.objects.with_callers_objects(results)
-
-
-def call_of(
-    args: Any,
-    kwargs: Any,
-    captured: Mapping[str, Any],
-    known: Sequence[CallersObjects] = (),
-) -> ObjectCall | None:
-    """The call `fn(*args, **kwargs)` as one with arrays; None if it is one.
-
-    Args:
-      args: positional arguments.
-      kwargs: keyword arguments.
-      captured: what the step captured: objects, and arrays that it is to be given.
-      known: objects of earlier calls, which these may be.
-    """
-    if not _per_replica.object_kinds() and not captured:
-        return None
-    kwargs = {**kwargs, **captured}
-    leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=is_whole_object)
-    found = [leaf for leaf in leaves if is_changed_in_place(leaf)]
-    if not found:
-        return ObjectCall(None, tuple(captured), args, kwargs) if captured else None
-    for objects in known:
-        if objects.is_of(found):
-            break
-    else:
-        objects = CallersObjects(found)
-    parts = iter(objects.parts())
-    leaves = [next(parts) if is_changed_in_place(leaf) else leaf for leaf in leaves]
-    args, kwargs = jax.tree.unflatten(structure, leaves)
-    return ObjectCall(objects, tuple(captured), args, kwargs)
-
-
-def require_objects(
-    objects: tuple[Any, ...],
-    captured: Mapping[str, Any],
-    known: Sequence[CallersObjects] = (),
-) -> ObjectCall:
-    """The call `fn(*objects)`, as `bind` begins one.
-
-    Raises:
-      TypeError: none of them can be changed in place.
-    """
-    call = call_of(objects, {}, captured, known)
-    if call is None or call.objects is None:
-        raise TypeError(
-            "`bind` was given no module, optimizer or metric of Flax NNX. Other "
-            "arguments are looked up fast as they are: call the step with them."
-        )
-    return call
-
-
-def captured_by(fn: Any) -> dict[str, Any]:
-    """The objects that a function refers to, by label."""
-    if not _per_replica.object_kinds():
-        return {}
-    with _lending.one_at_a_time:
-        return References(fn, is_changed_in_place).objects
-
-
-def as_arrays(
-    fn: Callable[..., Any], args: Any, kwargs: Any, options: RunOptions
-) -> tuple[Callable[..., Any], Any, Any, RunOptions]:
-    """A call of a step as a function of arrays, whether it has objects or not."""
-    call = call_of(args, kwargs, captured_by(fn))
-    if call is None:
-        return fn, args, kwargs, options
-    assert call.objects is not None
-    function = step_of_arrays(lambda: fn, call.objects.form, call.captured)
-    return function, call.args, call.kwargs, options_of(options)
-
-
-def options_of(options: RunOptions) -> RunOptions:
-    """The options of a step, for it as a function of arrays: its objects are mirrored.
-
-    Replicas that go on with different weights are not one model any more.
-    """
-    expected = options.expect_mirrored
-    if is_function(expected):
-
-        def both(path: Any, leaf: Any) -> bool:
-            return path[0].idx == 1 or expected(path[1:], leaf)
-
-        return dataclasses.replace(options, expect_mirrored=both)
-    return dataclasses.replace(options, expect_mirrored=(expected, True))
+from jaxstrategy.tracing.nnx._callers_objects import holders_of as holders_of
+from jaxstrategy.tracing.nnx._flax_errors import refused as refused
+from jaxstrategy.tracing.nnx._object_call import ObjectCall as ObjectCall
+from jaxstrategy.tracing.nnx._object_call import as_arrays as as_arrays
+from jaxstrategy.tracing.nnx._object_call import call_of as call_of
+from jaxstrategy.tracing.nnx._object_call import captured_by as captured_by
+from jaxstrategy.tracing.nnx._object_call import options_of as options_of
+from jaxstrategy.tracing.nnx._object_call import require_objects as require_objects
+from jaxstrategy.tracing.nnx._object_calls import ObjectCalls as ObjectCalls
+from jaxstrategy.tracing.nnx._object_kinds import (
+    is_changed_in_place as is_changed_in_place,
+)
+from jaxstrategy.tracing.nnx._object_kinds import structure_of as structure_of
+from jaxstrategy.tracing.nnx._object_step import came_from_step as came_from_step
+from jaxstrategy.tracing.nnx._object_step import takes_arrays as takes_arrays
+from jaxstrategy.tracing.nnx._parts import Parts as Parts
+from jaxstrategy.tracing.nnx._parts import is_parts as is_parts

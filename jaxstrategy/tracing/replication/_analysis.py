@@ -16,6 +16,7 @@ import numpy as np
 from jax.extend.core import Jaxpr, Literal
 from jax.sharding import Mesh
 
+from jaxstrategy.tracing.replication._collective_table import is_along
 from jaxstrategy.tracing.replication._levels import (
     SAME,
     Cell,
@@ -156,9 +157,7 @@ class Analysis:
 
     def mentions_replicas(self, eqn: Any) -> bool:
         """Whether a collective equation works across the replica axis."""
-        named = eqn.params.get("axes", eqn.params.get("axis_name", ()))
-        names = named if isinstance(named, (tuple, list)) else (named,)
-        return not set(self.axes).isdisjoint(names)
+        return is_along(eqn, self.axes)
 
 
 # What tracing says of code that is not meant for it, or of an unknown mesh axis.

@@ -8,6 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxstrategy.tracing.replication._analysis import Frame
+from jaxstrategy.tracing.replication._collective_table import Effect, effect_of
 from jaxstrategy.tracing.replication._levels import (
     SAME,
     Collective,
@@ -188,7 +189,7 @@ def scattering(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
     if not frame.analysis.mentions_replicas(eqn):
         return each(frame, eqn, operands)
     before = None
-    if eqn.primitive.name == "reduce_scatter":
+    if effect_of(eqn) is Effect.SUM_SCATTER:
         before = _summed_before(frame, eqn, operands)
     frame.collectives.append(_noted(eqn, before))
     # Also of the same on all: each has the parts at its own place, which differ.

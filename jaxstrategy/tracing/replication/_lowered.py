@@ -15,6 +15,8 @@ from jax.extend import core
 from jax.extend.core import Literal
 from jax.sharding import Mesh, PartitionSpec
 
+from jaxstrategy.tracing.replication._collective_table import COLLECTIVES
+
 
 @dataclasses.dataclass(frozen=True)
 class Lowered:
@@ -113,13 +115,8 @@ def _targets(text: str) -> set[str]:
 
 
 _CONTROL = {"stablehlo.case", "stablehlo.if", "stablehlo.while"}
-_COLLECTIVES = {
-    f"stablehlo.{name}"
-    for name in (
-        "all_gather all_reduce all_to_all collective_broadcast collective_permute "
-        "reduce_scatter send recv async_start async_done"
-    ).split()
-}
+_COLLECTIVES = {f"stablehlo.{row.lowered}" for row in COLLECTIVES.values()}
+_COLLECTIVES |= {"stablehlo.async_start", "stablehlo.async_done"}
 _ARITHMETIC = """
     abs add after_all and atan2 batch_norm_grad batch_norm_inference batch_norm_training
     bitcast_convert broadcast broadcast_in_dim cbrt ceil cholesky clamp compare complex

@@ -40,6 +40,7 @@ from jaxstrategy.tracing.replication import (
     _unknown,
 )
 from jaxstrategy.tracing.replication._analysis import Analysis, Frame, Rule
+from jaxstrategy.tracing.replication._collective_table import Effect, named
 from jaxstrategy.tracing.replication._levels import (
     SAME,
     Cell,
@@ -167,12 +168,17 @@ def _addupdate(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
     return []
 
 
-_SUMMING = ("psum", "psum_invariant")
-_REDUCING = ("pmax", "pmin")
+# The rule of each effect that a collective can have. Of others nothing is known.
+_OF_EFFECTS: dict[Effect, Rule] = {
+    Effect.SUM: _collectives.summing,
+    Effect.EXTREME: _collectives.reducing,
+    Effect.GATHER: _collectives.gathering,
+    Effect.BROADCAST: _collectives.gathering,
+    Effect.PERMUTE: _collectives.permuting,
+    Effect.SCATTER: _collectives.scattering,
+    Effect.SUM_SCATTER: _collectives.scattering,
+}
 _FOLDING = ("reduce_sum", "reduce_max", "reduce_min")
-_GATHERING = ("all_gather", "all_gather_invariant", "pbroadcast")
-_SCATTERING = ("all_to_all", "ragged_all_to_all", "reduce_scatter")
-_SCATTERING += ("psend", "precv")
 # Callbacks run on a host whose state we cannot see, once per device.
 _OUTSIDE = ("pure_callback", "io_callback", "buffer_callback", "ffi_call")
 _OUTSIDE += ("rng_uniform",)
@@ -186,7 +192,7 @@ _COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge", "is_finite")
 _COMPARISONS += ("eq_to", "le_to", "lt_to")
 
 _RULES: dict[str, Rule] = {
-    "ppermute": _collectives.permuting,
+    **{name: rule for e, rule in _OF_EFFECTS.items() for name in named(e)},
     **dict.fromkeys(_FOLDING, _collectives.folding),
     "axis_index": _collectives.axis_index,
     "shard_map": _control.mapped,
@@ -214,10 +220,6 @@ _RULES: dict[str, Rule] = {
     "accum_grad_in_ref": _addupdate,
     **dict.fromkeys(("optimization_barrier", "device_put", "pvary"), _collectives.each),
     **dict.fromkeys(_COMPARISONS, _comparison),
-    **dict.fromkeys(_SUMMING, _collectives.summing),
-    **dict.fromkeys(_REDUCING, _collectives.reducing),
-    **dict.fromkeys(_GATHERING, _collectives.gathering),
-    **dict.fromkeys(_SCATTERING, _collectives.scattering),
     **dict.fromkeys(_OUTSIDE, _unknown.outside),
     **dict.fromkeys(_CALLS, _control.call),
 }

@@ -12,6 +12,7 @@ from typing import Any
 from jax.extend.core import Literal
 
 from jaxstrategy.tracing.replication._analysis import Frame
+from jaxstrategy.tracing.replication._collective_table import Effect, effect_of
 
 # What changes the form of an array and not its numbers.
 FORMING = ("convert_element_type", "reshape", "squeeze", "broadcast_in_dim")
@@ -38,7 +39,7 @@ def is_mean(frame: Frame, eqn: Any) -> bool:
 def gathers_sums(frame: Frame, eqn: Any) -> bool:
     """Whether `eqn` gathers the parts of a sum, which is then whole everywhere."""
     return any(
-        origin.primitive.name in ("reduce_scatter", "psum", "psum_invariant")
+        effect_of(origin) in (Effect.SUM, Effect.SUM_SCATTER)
         for origin in _origins(frame, eqn.invars[0], ("mul", "div"))
     )
 
@@ -46,7 +47,7 @@ def gathers_sums(frame: Frame, eqn: Any) -> bool:
 def gathered(frame: Frame, eqn: Any) -> Any:
     """The gathering of the axis along which `eqn` reduces its operand, or None."""
     for origin in _origins(frame, eqn.invars[0], ()):
-        if origin.primitive.name in ("all_gather", "all_gather_invariant"):
+        if effect_of(origin) is Effect.GATHER:
             is_along = origin.params["all_gather_dimension"] in eqn.params["axes"]
             return origin if is_along else None
         if origin.primitive.name != "convert_element_type":
@@ -98,5 +99,5 @@ def _is_counted(frame: Frame, atom: Any) -> bool:
         return False
     if eqn.primitive.name in ("convert_element_type", "broadcast_in_dim"):
         return _is_counted(frame, eqn.invars[0])
-    summed = eqn.primitive.name.startswith("psum")
-    return summed and all(isinstance(each, Literal) for each in eqn.invars)
+    is_sum = effect_of(eqn) is Effect.SUM
+    return is_sum and all(isinstance(each, Literal) for each in eqn.invars)

@@ -28,8 +28,9 @@ from jaxstrategy.text._units import plural
 from jaxstrategy.tracing._replica_step import ReplicaStep
 from jaxstrategy.tracing._trace import Evaluate
 from jaxstrategy.tracing._traced_step import TracedStep
-from jaxstrategy.tracing._types import Equation, Jaxpr
+from jaxstrategy.tracing._types import Jaxpr
 from jaxstrategy.tracing.replication._analysis import plain
+from jaxstrategy.tracing.replication._collective_table import is_along
 from jaxstrategy.tracing.replication._control import scan_counts
 from jaxstrategy.tracing.replication._site import Site
 from jaxstrategy.tracing.stages._stage import Stage
@@ -284,7 +285,7 @@ class _Turn:
             return
         before = [kinds for kinds in map(self._kinds, operands) if kinds is not None]
         had_nan, had_inf = _any(before, 0), _any(before, 1)
-        if _is_collective(eqn, self._owner.replicas.collective_axes):
+        if is_along(eqn, self._owner.replicas.collective_axes):
             # What another replica gave was found there.
             flags = jnp.stack([jnp.asarray(had_nan), jnp.asarray(had_inf)])
             had = (
@@ -366,10 +367,3 @@ def _any(kinds: Sequence[tuple[Any, Any]], which: int) -> Any:
     for each in kinds:
         found = found | each[which]
     return found
-
-
-def _is_collective(eqn: Equation, axes: Sequence[str]) -> bool:
-    """Whether an equation works across the axes of the replicas."""
-    named = eqn.params.get("axes", eqn.params.get("axis_name", ()))
-    names = named if isinstance(named, (tuple, list)) else (named,)
-    return not set(axes).isdisjoint(names)

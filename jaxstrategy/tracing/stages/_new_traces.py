@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
-from jaxstrategy.tracing import _checks
 from jaxstrategy.tracing._traced_step import TracedStep
 from jaxstrategy.tracing._types import ArrayType, Function
+from jaxstrategy.tracing.checks._step_checks import check
+from jaxstrategy.tracing.checks._varying_results import Unstated, unstated
 from jaxstrategy.tracing.stages._stage import Stage
 
 
@@ -27,12 +28,12 @@ class Checked(Stage):
     def __init__(self, expect_mirrored: Any, told: set[type[Warning]]) -> None:
         self._expected = expect_mirrored
         self._told = told
-        self.unstated: dict[int, _checks.Unstated] = {}
+        self.unstated: dict[int, Unstated] = {}
 
     def traced(self, step: TracedStep) -> None:
         """Looks at a new trace."""
-        _checks.check(step, self._expected, self._told)
-        self.unstated = _checks.unstated(step, self._expected)
+        check(step, self._expected, self._told)
+        self.unstated = unstated(step, self._expected)
 
 
 @final

@@ -79,7 +79,7 @@ class Placement:
 
     def _place(self, index: int, leaf: Any) -> Any:
         if self._split[index]:
-            self.check_replicas(index, leaf)
+            self._check_replicas(index, leaf)
         if isinstance(leaf, Tracer):
             return leaf
         if not isinstance(leaf, jax.Array):
@@ -114,7 +114,7 @@ class Placement:
             number = self._numbers[key] = _mesh.put(leaf, self.shardings[index])
         return number
 
-    def check_replicas(self, index: int, leaf: Any) -> None:
+    def _check_replicas(self, index: int, leaf: Any) -> None:
         """Raise unless the `PerReplica` `leaf` has a version for each replica."""
         n = self._replicas.count
         shape = np.shape(leaf)
@@ -141,16 +141,22 @@ class Placement:
     def _where(self) -> str:
         return _devices.names(self._replicas.devices)
 
-    def check(self, step: TracedStep) -> None:
-        """Raises if something that a step is given, or captures, lies as it must not.
+    def check_types(self, leaves: Sequence[Leaf]) -> None:
+        """Raises unless each `PerReplica` has a version for each replica.
 
         Raises:
-          PlacementError: a `PerReplica` has not a version for each replica, or the step
-            captures an array that is split over the devices.
+          PlacementError: one has not.
         """
-        for index, aval in enumerate(step.trace.given_types):
+        for index, leaf in enumerate(leaves):
             if self._split[index]:
-                self.check_replicas(index, aval)
+                self._check_replicas(index, leaf)
+
+    def check_captured(self, step: TracedStep) -> None:
+        """Raises if a step captures an array that lies as none of its arguments may.
+
+        Raises:
+          PlacementError: it is split over the replicas' devices.
+        """
         for constant in constants(step.trace.closed):
             if _per_replica.is_placed(constant.value):
                 name = f"What `{self._step.name}` captures, {constant.description},"

@@ -14,11 +14,11 @@ import jax
 
 from jaxstrategy._errors import NotMirroredWarning
 from jaxstrategy.text import _user_code
-from jaxstrategy.tracing._checks import SHOULD_BE_REDUCED, Unstated
 from jaxstrategy.tracing._roles import (
     Role,
     Signature,
 )
+from jaxstrategy.tracing.checks._varying_results import SHOULD_BE_REDUCED, Unstated
 from jaxstrategy.values import _per_replica
 from jaxstrategy.values._per_replica import (
     PerReplica,

@@ -1,0 +1,62 @@
+"""What is wrong with a step, found while it is traced.
+
+Each check names the user's lines; none runs anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from jaxstrategy._errors import DoubleReductionWarning, NotMirroredWarning
+from jaxstrategy.text import _user_code
+from jaxstrategy.text._lists import listed
+from jaxstrategy.tracing._traced_step import TracedStep
+from jaxstrategy.tracing.checks._divergences import divergences
+from jaxstrategy.tracing.checks._double_reductions import double_reductions
+from jaxstrategy.tracing.checks._drifting_variables import drifting_variables
+from jaxstrategy.tracing.checks._varying_results import (
+    broken_promises,
+    forgotten_reductions,
+)
+
+
+def check(step: TracedStep, expect_mirrored: Any, told: set[type[Warning]]) -> None:
+    """Raise if `step` would hang or breaks a promise; warn of what is likely wrong.
+
+    That is a sum of what is reduced already, and state that was mirrored before.
+
+    Args:
+      step: what was traced.
+      expect_mirrored: see `RunOptions`.
+      told: which warnings that are given once were given before; added to.
+
+    Raises:
+      NotMirroredVariableError: a mirrored variable is given a varying value.
+      DivergentCollectiveError: a varying value decides whether a collective is reached.
+      NotMirroredError: a result that should be mirrored is not.
+      ValueError: `expect_mirrored` does not fit the results.
+    """
+    for error in (*divergences(step), *drifting_variables(step)):
+        raise error
+    if broken := list(broken_promises(step, expect_mirrored)):
+        error, *others = broken
+        if others:
+            paths = [other.path or "" for other in others]
+            error.add_note(f"The same holds for {listed(paths, 3, '`')}.")
+        raise error
+    for message, line in double_reductions(step):
+        _user_code.warn(message, DoubleReductionWarning, line)
+    if NotMirroredWarning not in told:
+        for message, line in forgotten_reductions(step, expect_mirrored):
+            told.add(NotMirroredWarning)
+            _user_code.warn(message, NotMirroredWarning, line)
+
+
+def problems(step: TracedStep, expect_mirrored: Any) -> Iterator[str]:
+    """All that `check` would raise or warn about, in its order."""
+    yield from map(str, divergences(step))
+    yield from map(str, drifting_variables(step))
+    yield from map(str, broken_promises(step, expect_mirrored))
+    yield from (message for message, _ in double_reductions(step))
+    yield from (message for message, _ in forgotten_reductions(step, expect_mirrored))

@@ -1,0 +1,127 @@
+"""What each collective of JAX does: the one table of them.
+
+The analysis asks for the effect, explanations for what a collective is to a `Topology`,
+messages for the functions that users call, and the reading of lowered programs for the
+operation of StableHLO. A new collective is a row here, and if none of the effects is
+its own, an effect with its rule in `_rules`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Iterable
+
+from jaxstrategy.tracing._types import Equation
+
+
+class Effect(enum.Enum):
+    """What a collective makes of the replicas' values."""
+
+    SUM = "every replica has the sum"
+    EXTREME = "every replica has the smallest or largest"
+    GATHER = "every replica has all values"
+    BROADCAST = "every replica has the value of one"
+    PERMUTE = "every replica has the value of another, or zeros"
+    SCATTER = "every replica has another part"
+    SUM_SCATTER = "every replica has another part of the sum"
+    UNKNOWN = "nothing is known of it"
+
+
+@dataclasses.dataclass(frozen=True)
+class CollectivePrimitive:
+    """One of JAX's collectives.
+
+    Attributes:
+      name: of the primitive.
+      effect: what it does.
+      kind: what it is to a `Topology`, which has a formula for its time.
+      lowered: the operation of StableHLO that it becomes.
+      functions: of `jax.lax`, those that users call for it.
+    """
+
+    name: str
+    effect: Effect
+    kind: str
+    lowered: str
+    functions: tuple[str, ...] = ()
+
+
+COLLECTIVES = {
+    row.name: row
+    for row in (
+        CollectivePrimitive(
+            "psum", Effect.SUM, "all_reduce", "all_reduce", ("psum", "pmean")
+        ),
+        CollectivePrimitive("psum_invariant", Effect.SUM, "all_reduce", "all_reduce"),
+        CollectivePrimitive(
+            "pmax", Effect.EXTREME, "all_reduce", "all_reduce", ("pmax",)
+        ),
+        CollectivePrimitive(
+            "pmin", Effect.EXTREME, "all_reduce", "all_reduce", ("pmin",)
+        ),
+        CollectivePrimitive(
+            "all_gather", Effect.GATHER, "all_gather", "all_gather", ("all_gather",)
+        ),
+        CollectivePrimitive(
+            "all_gather_invariant", Effect.GATHER, "all_gather", "all_gather"
+        ),
+        # It takes no longer than an all-reduce, and a `Topology` has no formula for it.
+        CollectivePrimitive(
+            "pbroadcast",
+            Effect.BROADCAST,
+            "all_reduce",
+            "collective_broadcast",
+            ("pbroadcast",),
+        ),
+        CollectivePrimitive(
+            "ppermute",
+            Effect.PERMUTE,
+            "permute",
+            "collective_permute",
+            ("ppermute", "pshuffle"),
+        ),
+        CollectivePrimitive(
+            "all_to_all",
+            Effect.SCATTER,
+            "all_to_all",
+            "all_to_all",
+            ("all_to_all", "pswapaxes"),
+        ),
+        CollectivePrimitive(
+            "ragged_all_to_all",
+            Effect.SCATTER,
+            "all_to_all",
+            "all_to_all",
+            ("ragged_all_to_all",),
+        ),
+        CollectivePrimitive(
+            "reduce_scatter",
+            Effect.SUM_SCATTER,
+            "reduce_scatter",
+            "reduce_scatter",
+            ("psum_scatter",),
+        ),
+        CollectivePrimitive("psend", Effect.SCATTER, "permute", "send"),
+        CollectivePrimitive("precv", Effect.SCATTER, "permute", "recv"),
+        CollectivePrimitive("pgather", Effect.UNKNOWN, "permute", "all_gather"),
+    )
+}
+
+
+def effect_of(eqn: Equation) -> Effect | None:
+    """What the collective does that `eqn` is; None if it is none of JAX's."""
+    row = COLLECTIVES.get(eqn.primitive.name)
+    return None if row is None else row.effect
+
+
+def named(*effects: Effect) -> list[str]:
+    """The primitives with one of these effects."""
+    return [row.name for row in COLLECTIVES.values() if row.effect in effects]
+
+
+def is_along(eqn: Equation, axes: Iterable[str]) -> bool:
+    """Whether an equation works along one of these mesh axes."""
+    found = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+    names = found if isinstance(found, (tuple, list)) else (found,)
+    return not set(axes).isdisjoint(names)
