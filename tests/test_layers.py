@@ -93,6 +93,16 @@ def test_there_are_no_circles():
         visit(name)
 
 
+def test_flax_nnx_has_one_door():
+    folder = PACKAGE / "tracing" / "nnx"
+    for path in PACKAGE.rglob("*.py"):
+        if folder not in path.parents:
+            inside = [
+                n for n in imported(path) if n.startswith("jaxstrategy.tracing.nnx")
+            ]
+            assert set(inside) <= {"jaxstrategy.tracing.nnx._adapter"}, path
+
+
 def test_no_private_jax_module_is_used():
     for path in PACKAGE.rglob("*.py"):
         assert "jax._src" not in path.read_text(), path

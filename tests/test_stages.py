@@ -76,7 +76,9 @@ def test_what_a_step_needs_is_what_is_called(two):
 
     with two.scope():
         total = js.Variable(0.0)
-    adding = two.run(lambda x: total.assign_add(js.get_replica_context().all_reduce("sum", x)))
+    adding = two.run(
+        lambda x: total.assign_add(js.get_replica_context().all_reduce("sum", x))
+    )
     assert {"_variables", "_carried"} <= once(adding, x, again=(x,))
     np.testing.assert_allclose(total.value(), 6.0)
 

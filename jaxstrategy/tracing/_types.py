@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-from jax.core import ShapedArray
 from jax.extend import core
 
 Leaf: TypeAlias = Any
@@ -29,5 +28,5 @@ ClosedJaxpr: TypeAlias = Any
 Atom: TypeAlias = core.Var | core.Literal
 """An operand of an equation."""
 
-ArrayType: TypeAlias = ShapedArray
-"""Shape and dtype of an array that is being traced."""
+ArrayType: TypeAlias = Any
+"""Shape and dtype of an array that is being traced; to JAX a type that has neither."""

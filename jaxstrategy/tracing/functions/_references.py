@@ -54,17 +54,21 @@ class References:
     ) -> None:
         self.root = as_method(fn)
         look_into = functools.partial(_contents.look_into, is_object)
-        known: tuple[Reach, set[int]] | None = None
-        found: tuple[Reach, set[int]] = (Reach(), set())
-        # What code can ask for decides where a walk goes, and a walk comes to more
-        # code: until nothing is added.
-        while found != known:
-            known = found
-            walk = Walk(look_into, limit, with_form, *known)
+
+        def walked(reach: Reach, whole: set[int]) -> Walk:
+            walk = Walk(look_into, limit, with_form, reach, whole)
             walk.visit("captured", None, self.root, -1)
             for label, value in more:
                 walk.visit(label, None, value, -1)
-            found = walk.reach, walk.whole
+            return walk
+
+        # What code can ask for decides where a walk goes, and a walk comes to more
+        # code: until nothing is added.
+        known = Reach(), set[int]()
+        walk = walked(*known)
+        while (found := (walk.reach, walk.whole)) != known:
+            known = found
+            walk = walked(*known)
         self.reached = walk.reached
         self.objects = walk.objects
         self.arrays = walk.arrays
