@@ -114,12 +114,6 @@ class AbstractExecutor(abc.ABC):
         replicas = self._strategy.replicas
         return StepEnvironment(replicas, self._as_replica, self._variables)
 
-    @property
-    def _environment(self) -> StepEnvironment:
-        """What steps run in."""
-        replicas = self._strategy.replicas
-        return StepEnvironment(replicas, self._as_replica, self._variables)
-
     def _as_replica(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """One replica's call of `fn`, while it is traced."""
         strategy = self._strategy
