@@ -26,7 +26,7 @@ from jaxstrategy._options import (
     RunOptions,
     checked_options,
 )
-from jaxstrategy.contexts._context import AbstractStrategy
+from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
 from jaxstrategy.replicas import _mesh
 from jaxstrategy.strategies._current import get_replica_context, get_strategy
 from jaxstrategy.strategies._strategy import Strategy

@@ -18,7 +18,7 @@ from jaxstrategy.checkpoint._saver import Saver
 from jaxstrategy.checkpoint._written_state import WrittenState
 from jaxstrategy.checkpoint.backends._installed import installed
 from jaxstrategy.contexts import _context
-from jaxstrategy.contexts._context import AbstractStrategy
+from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
 from jaxstrategy.replicas._replicas import Replicas
 from jaxstrategy.values._per_replica import PyTree
 

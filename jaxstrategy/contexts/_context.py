@@ -10,103 +10,18 @@ that for a block.
 
 from __future__ import annotations
 
-import abc
 import contextlib
 import contextvars
 import dataclasses
 import types
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
-from jax.sharding import Mesh
 
 from jaxstrategy._errors import ContextError
-from jaxstrategy._options import CommunicationOptions, ReduceOp
-from jaxstrategy.reductions._reduction import Reduction
-from jaxstrategy.replicas._devices import Device
+from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
 from jaxstrategy.replicas._replicas import Replicas
-
-if TYPE_CHECKING:
-    from jaxstrategy.values._per_replica import PyTree
-
-
-class AbstractVariablePolicy(abc.ABC):
-    """What lower layers may ask of how a strategy keeps variables.
-
-    Attributes:
-      are_owned: whether variables made in its scope belong to the strategy.
-    """
-
-    are_owned: bool
-
-    @property
-    @abc.abstractmethod
-    def replicas(self) -> Replicas:
-        """Where mirrored variables are: one copy on the devices of each of these."""
-
-
-class AbstractStrategy(abc.ABC):
-    """What lower layers may ask of a strategy."""
-
-    @property
-    @abc.abstractmethod
-    def replicas(self) -> Replicas:
-        """Where the replicas are."""
-
-    @property
-    @abc.abstractmethod
-    def variable_policy(self) -> AbstractVariablePolicy:
-        """Which kinds of variables it makes, and where they live."""
-
-    @property
-    def parameter_replicas(self) -> Replicas:
-        """Where mirrored variables are: one copy on the devices of each of these."""
-        return self.variable_policy.replicas
-
-    @property
-    def mesh(self) -> Mesh:
-        """The mesh of the replicas."""
-        return self.replicas.mesh
-
-    @property
-    def parameter_mesh(self) -> Mesh:
-        """The mesh of the devices that hold mirrored variables."""
-        return self.parameter_replicas.mesh
-
-    @property
-    @abc.abstractmethod
-    def num_replicas_in_sync(self) -> int:
-        """How many replicas take a step together."""
-
-    @property
-    @abc.abstractmethod
-    def devices(self) -> tuple[Device, ...]:
-        """The replicas' devices, in replica order."""
-
-    @abc.abstractmethod
-    def experimental_local_results(self, value: PyTree) -> tuple[PyTree, ...]:
-        """Each replica's version."""
-
-    @abc.abstractmethod
-    def scope(self) -> contextlib.AbstractContextManager[AbstractStrategy]:
-        """A `with` block in which this is the current strategy."""
-
-    @property
-    @abc.abstractmethod
-    def reduction(self) -> Reduction:
-        """How the replicas' values become one."""
-
-    @abc.abstractmethod
-    def reduce(
-        self,
-        reduce_op: ReduceOp | str,
-        value: PyTree,
-        axis: Any = None,
-        *,
-        options: CommunicationOptions | None = None,
-    ) -> PyTree:
-        """One value from all replicas' versions."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from jaxstrategy._errors import ContextError
 from jaxstrategy._options import CommunicationOptions, ReduceOp, checked_options
 from jaxstrategy.contexts import _context
-from jaxstrategy.contexts._context import AbstractStrategy, Context
+from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
+from jaxstrategy.contexts._context import Context
 from jaxstrategy.reductions._cross_device_ops import checked_groups
 from jaxstrategy.replicas._devices import Device
 from jaxstrategy.values import _per_replica

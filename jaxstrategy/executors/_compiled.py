@@ -10,7 +10,7 @@ from typing import Any, final
 from jaxstrategy._options import RunOptions
 from jaxstrategy.cluster._processes import Processes
 from jaxstrategy.contexts import _context, _replica_context
-from jaxstrategy.contexts._context import AbstractStrategy
+from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
 from jaxstrategy.contexts._replica_context import ReplicaContext
 from jaxstrategy.executors._executor import AbstractExecutor, FunctionProgram
 from jaxstrategy.tracing._company import Company

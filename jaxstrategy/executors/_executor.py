@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from jaxstrategy._options import RunOptions
 from jaxstrategy.contexts import _context
-from jaxstrategy.contexts._context import AbstractStrategy
+from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
 from jaxstrategy.contexts._replica_context import ReplicaContext
 from jaxstrategy.replicas._topology import Topology
 from jaxstrategy.tracing._replica_step import StepEnvironment

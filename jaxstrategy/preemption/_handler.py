@@ -18,7 +18,7 @@ from jaxstrategy.cluster.board._board import (
 )
 from jaxstrategy.cluster.resolvers._cluster_resolver import ClusterResolver
 from jaxstrategy.contexts import _context
-from jaxstrategy.contexts._context import AbstractStrategy
+from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
 from jaxstrategy.preemption._config import TerminationConfig, end_preempted
 from jaxstrategy.preemption._watcher import PreemptionWatcher
 from jaxstrategy.strategies._current import get_strategy

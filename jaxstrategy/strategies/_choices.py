@@ -8,7 +8,7 @@ from typing import final
 
 from jaxstrategy._options import CommunicationOptions
 from jaxstrategy.cluster._processes import Processes
-from jaxstrategy.contexts._context import AbstractStrategy
+from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
 from jaxstrategy.executors._compiled import CompiledExecutor
 from jaxstrategy.executors._executor import AbstractExecutor
 from jaxstrategy.reductions._cross_device_ops import CrossDeviceOps

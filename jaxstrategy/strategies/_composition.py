@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from jaxstrategy.cluster.resolvers._cluster_resolver import ClusterResolver
 from jaxstrategy.contexts import _context
-from jaxstrategy.contexts._context import AbstractStrategy
+from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
 from jaxstrategy.executors._executor import AbstractExecutor
 from jaxstrategy.reductions._cross_device_ops import (
     CrossDeviceOps,
@@ -64,6 +64,11 @@ class ComposedStrategy(AbstractStrategy):
     def mesh(self) -> Mesh:
         """The `jax.sharding.Mesh` with one device per replica."""
         return self.replicas.mesh
+
+    @property
+    def parameter_mesh(self) -> Mesh:
+        """The mesh of the devices that hold mirrored variables."""
+        return self.parameter_replicas.mesh
 
     @property
     def replicas(self) -> Replicas:

@@ -10,7 +10,7 @@ import jax
 from jax.core import Tracer
 
 from jaxstrategy._options import CommunicationOptions, ReduceOp
-from jaxstrategy.contexts._context import AbstractStrategy
+from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
 from jaxstrategy.executors._executor import AbstractExecutor
 from jaxstrategy.masks import _filled_rows
 from jaxstrategy.replicas import _mesh

@@ -7,7 +7,7 @@ from typing import Any, Self, final
 
 from jaxstrategy._errors import ContextError
 from jaxstrategy.contexts import _context
-from jaxstrategy.contexts._context import AbstractStrategy
+from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
 from jaxstrategy.contexts._replica_context import ReplicaContext
 from jaxstrategy.executors._eager import EagerExecutor
 from jaxstrategy.reductions._cross_device_ops import NcclAllReduce

@@ -15,7 +15,7 @@ from jaxstrategy.contexts import (
     _context,
     _replica_context,
 )
-from jaxstrategy.contexts._context import AbstractStrategy
+from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
 from jaxstrategy.executors._executor import AbstractExecutor
 from jaxstrategy.replicas import (
     _devices,

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from jaxstrategy._options import ReduceOp, VariableAggregation
-from jaxstrategy.contexts._context import AbstractStrategy
+from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
 from jaxstrategy.reductions._operations import OPERATIONS
 from jaxstrategy.replicas import _mesh
 from jaxstrategy.replicas._replicas import SAME

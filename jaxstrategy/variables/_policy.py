@@ -7,7 +7,10 @@ from typing import final
 
 from jaxstrategy._options import VariableAggregation
 from jaxstrategy.contexts import _context
-from jaxstrategy.contexts._context import AbstractStrategy, AbstractVariablePolicy
+from jaxstrategy.contexts._abstract_strategy import (
+    AbstractStrategy,
+    AbstractVariablePolicy,
+)
 from jaxstrategy.replicas._replicas import Replicas
 from jaxstrategy.variables.kinds._kind import VariableKind
 from jaxstrategy.variables.kinds._mirrored_kind import MirroredKind

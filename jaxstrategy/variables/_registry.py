@@ -6,7 +6,7 @@ import threading
 import weakref
 from typing import Any
 
-from jaxstrategy.contexts._context import AbstractStrategy
+from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
 
 # Those of no strategy, and those of each.
 _ordinary: weakref.WeakSet[Any] = weakref.WeakSet()

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding
 from jaxstrategy._errors import shown
 from jaxstrategy._options import VariableAggregation
 from jaxstrategy.contexts import _context
-from jaxstrategy.contexts._context import AbstractStrategy
+from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
 from jaxstrategy.replicas import _mesh
 from jaxstrategy.replicas._random_keys import is_key
 from jaxstrategy.replicas._replicas import Replicas

@@ -1,0 +1,85 @@
+"""What lower layers may ask of a strategy: `AbstractStrategy`.
+
+Control rises through these classes, from variables, masks and checkpoints to the
+strategy that they were given; imports do not.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+from collections.abc import Sequence
+
+from jaxstrategy._options import CommunicationOptions, ReduceOp
+from jaxstrategy.reductions._reduction import Reduction
+from jaxstrategy.replicas._devices import Device
+from jaxstrategy.replicas._replicas import Replicas
+from jaxstrategy.values._per_replica import PyTree
+
+
+class AbstractVariablePolicy(abc.ABC):
+    """What lower layers may ask of how a strategy keeps variables.
+
+    Attributes:
+      are_owned: whether variables made in its scope belong to the strategy.
+    """
+
+    are_owned: bool
+
+    @property
+    @abc.abstractmethod
+    def replicas(self) -> Replicas:
+        """Where mirrored variables are: one copy on the devices of each of these."""
+
+
+class AbstractStrategy(abc.ABC):
+    """What lower layers may ask of a strategy."""
+
+    @property
+    @abc.abstractmethod
+    def replicas(self) -> Replicas:
+        """Where the replicas are."""
+
+    @property
+    @abc.abstractmethod
+    def variable_policy(self) -> AbstractVariablePolicy:
+        """Which kinds of variables it makes, and where they live."""
+
+    @property
+    def parameter_replicas(self) -> Replicas:
+        """Where mirrored variables are: one copy on the devices of each of these."""
+        return self.variable_policy.replicas
+
+    @property
+    @abc.abstractmethod
+    def num_replicas_in_sync(self) -> int:
+        """How many replicas take a step together."""
+
+    @property
+    @abc.abstractmethod
+    def devices(self) -> tuple[Device, ...]:
+        """The replicas' devices, in replica order."""
+
+    @abc.abstractmethod
+    def experimental_local_results(self, value: PyTree) -> tuple[PyTree, ...]:
+        """Each replica's version."""
+
+    @abc.abstractmethod
+    def scope(self) -> contextlib.AbstractContextManager[AbstractStrategy]:
+        """A `with` block in which this is the current strategy."""
+
+    @property
+    @abc.abstractmethod
+    def reduction(self) -> Reduction:
+        """How the replicas' values become one."""
+
+    @abc.abstractmethod
+    def reduce(
+        self,
+        reduce_op: ReduceOp | str,
+        value: PyTree,
+        axis: int | Sequence[int] | None = None,
+        *,
+        options: CommunicationOptions | None = None,
+    ) -> PyTree:
+        """One value from all replicas' versions."""
