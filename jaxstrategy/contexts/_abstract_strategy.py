@@ -29,7 +29,7 @@ class AbstractVariablePolicy(abc.ABC):
     @property
     @abc.abstractmethod
     def replicas(self) -> Replicas:
-        """Where mirrored variables are: one copy on the devices of each of these."""
+        """The replicas on whose devices mirrored variables are, one copy each."""
 
 
 class AbstractStrategy(abc.ABC):
@@ -47,7 +47,7 @@ class AbstractStrategy(abc.ABC):
 
     @property
     def parameter_replicas(self) -> Replicas:
-        """Where mirrored variables are: one copy on the devices of each of these."""
+        """The replicas on whose devices mirrored variables are, one copy each."""
         return self.variable_policy.replicas
 
     @property

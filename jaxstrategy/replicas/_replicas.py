@@ -237,7 +237,7 @@ class Replicas:
     def joined(
         self, rows: Sequence[jax.Array | np.ndarray], may_alias: bool | None = None
     ) -> jax.Array:
-        """`stacked` of arrays `[1, ...]`.
+        """`stacked` of arrays `[1, ...]`: one of shape `[replica, ...]`.
 
         Args:
           rows: one for each replica of this process, in replica order.

@@ -72,7 +72,7 @@ class ComposedStrategy(AbstractStrategy):
 
     @property
     def replicas(self) -> Replicas:
-        """How many replicas there are, and where."""
+        """The replicas: how many there are, and where."""
         return self._choices.replicas
 
     @property
@@ -82,7 +82,7 @@ class ComposedStrategy(AbstractStrategy):
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """How many replicas take a step together."""
+        """The number of replicas that take a step together."""
         return self.replicas.count
 
     @property
@@ -92,17 +92,17 @@ class ComposedStrategy(AbstractStrategy):
 
     @property
     def reduction(self) -> Reduction:
-        """How the replicas' values become one."""
+        """The reduction by which the replicas' values become one."""
         return self._reduction
 
     @property
     def variable_policy(self) -> VariablePolicy:
-        """Which kinds of variables it makes, and where they live."""
+        """The choice of kinds of variables, and of where they live."""
         return self._variable_policy
 
     @property
     def cluster_resolver(self) -> ClusterResolver | None:
-        """What the strategy was told of its cluster; None where there is none."""
+        """The resolver that the strategy was given; None where there is no cluster."""
         return None
 
     def scope(self) -> contextlib.AbstractContextManager[AbstractStrategy]:

@@ -69,6 +69,14 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
     Raises:
       ContextError: inside a `scope()` or `run`.
       TypeError: `strategy` is not a strategy.
+
+    >>> import jaxstrategy as js
+    >>> js.experimental_set_strategy(js.MirroredStrategy(js.simulate(8)[:2]))
+    >>> js.get_strategy()
+    MirroredStrategy(2 replicas on cpu:0, cpu:1)
+    >>> js.experimental_set_strategy(None)
+    >>> js.has_strategy()
+    False
     """
     if strategy is not None and not isinstance(strategy, Strategy):
         raise TypeError(

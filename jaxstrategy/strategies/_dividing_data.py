@@ -47,6 +47,7 @@ class DividesData(ComposedStrategy):
         Raises:
           TypeError: `dataset` is nothing that batches can be read from.
           ValueError: `options` ask for an input pipeline for each replica.
+          ContextError: inside `run`.
 
         What is wrong with a batch (a scalar, text, other rows in one array than in
         another, another structure than the first) is said when the batch is reached,
@@ -66,7 +67,7 @@ class DividesData(ComposedStrategy):
         dataset_fn: Callable[[InputContext], Any],
         options: InputOptions | None = None,
     ) -> DistributedDataset:
-        """What `dataset_fn` makes, each of its batches for one replica.
+        """The batches of what `dataset_fn` makes, each for one replica.
 
         For sources of which each process should read its own part: it is told which.
 
@@ -86,6 +87,7 @@ class DividesData(ComposedStrategy):
         Raises:
           TypeError: `dataset_fn` cannot be called, or returns nothing that batches can
             be read from.
+          ContextError: inside `run`.
 
         >>> import jaxstrategy as js
         >>> strategy = js.MirroredStrategy(js.simulate(8)[:2])
@@ -112,6 +114,11 @@ class DividesData(ComposedStrategy):
         options: InputOptions | None = None,
     ) -> DistributedDataset:
         """The name that `distribute_datasets_from_function` had in TensorFlow 2.0.
+
+        Raises:
+          TypeError: `dataset_fn` cannot be called, or returns nothing that batches can
+            be read from.
+          ContextError: inside `run`.
 
         >>> import jaxstrategy as js
         >>> strategy = js.MirroredStrategy(js.simulate(8)[:2])

@@ -44,7 +44,7 @@ class ExplainsSteps(ComposedStrategy):
         topology: Topology | None = None,
         compiled: bool = True,
     ) -> Explanation:
-        """What `run(fn, args, kwargs)` would do, without running it.
+        """A description of what `run(fn, args, kwargs)` would do, without running it.
 
         The step is traced, so its Python code runs once, and compiled, but nothing is
         computed. What `run` would refuse or warn about is listed, not raised.

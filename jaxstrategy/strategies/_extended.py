@@ -41,7 +41,24 @@ Destinations = Any
 
 @final
 class StrategyExtended:
-    """Additional methods of a strategy, for library code and optimizers."""
+    """Additional methods of a strategy, for library code and optimizers.
+
+    It is `strategy.extended`.
+
+    >>> import jaxstrategy as js
+    >>> strategy = js.MirroredStrategy(js.simulate(8)[:2])
+    >>> with strategy.scope():
+    ...     w = js.Variable(1.0)
+    >>> @strategy.run
+    ... def step(x):
+    ...     def apply(strategy, grad):
+    ...         grad = strategy.extended.reduce_to("mean", grad, w)
+    ...         strategy.extended.update(w, lambda w, g: w.assign_sub(g), (grad,))
+    ...     js.get_replica_context().merge_call(apply, (x,))
+    >>> step(strategy.per_replica([0.25, 0.75]))
+    >>> float(w)
+    0.5
+    """
 
     def __init__(self, strategy: AbstractStrategy, executor: AbstractExecutor) -> None:
         self._strategy = strategy
@@ -105,6 +122,8 @@ class StrategyExtended:
 
         Raises:
           ValueError: something else than a sequence of pairs; else as `reduce_to`.
+          TypeError: as `reduce_to`.
+          ContextError: inside `run`.
         """
         context = _context.require_cross_replica(
             self._strategy, "extended.batch_reduce_to"

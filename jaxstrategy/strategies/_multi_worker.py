@@ -85,7 +85,7 @@ class MultiWorkerMirroredStrategy(Strategy):
 
     @property
     def cluster_resolver(self) -> ClusterResolver:
-        """What the strategy knows of its cluster.
+        """The resolver of its cluster: the given one, or one of what was found.
 
         Of a cluster that JAX found by itself, the hosts as tasks of job "worker", in
         the order of the processes. Alone, an empty cluster without a task, as in
@@ -95,12 +95,12 @@ class MultiWorkerMirroredStrategy(Strategy):
 
     @property
     def process_index(self) -> int:
-        """Which process this is, from 0."""
+        """The number of this process, from 0."""
         return self._processes.index
 
     @property
     def process_count(self) -> int:
-        """How many there are."""
+        """The number of processes."""
         return self._processes.count
 
     @property

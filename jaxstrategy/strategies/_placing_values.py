@@ -29,11 +29,12 @@ class PlacesValues(ComposedStrategy):
     def mirror(self, tree: PyTree) -> PyTree:
         """`tree` with every array and number placed whole on every replica's device.
 
-        Leaves that are neither (strings, bools, functions) stay as they are. An array
-        that is mirrored already is not copied.
+        Shapes stay. Leaves that are neither (strings, bools, functions) stay as they
+        are. An array that is mirrored already is not copied.
 
         Raises:
           TypeError: a leaf is a `PerReplica`.
+          ContextError: inside `run`.
 
         >>> import jaxstrategy as js
         >>> strategy = js.MirroredStrategy(js.simulate(8)[:2])
@@ -60,6 +61,7 @@ class PlacesValues(ComposedStrategy):
           ValueError: the number of versions is not the number of replicas, or they
             differ in shape, dtype or structure.
           TypeError: a leaf is not an array or a number.
+          ContextError: inside `run`.
 
         >>> import jaxstrategy as js
         >>> strategy = js.MirroredStrategy(js.simulate(8)[:2])

@@ -117,7 +117,7 @@ class ReducesValues(ComposedStrategy):
         return self._values.local_results(value, context.in_step)
 
     def assert_in_sync(self, tree: PyTree, name: str = "tree") -> None:
-        """Nothing if all replicas hold the same bits of `tree`, else an error.
+        """Checks that all replicas hold the same bits of `tree`.
 
         For state that should be equal on all replicas, now and then between steps. The
         copies of each mirrored array, and the versions of each `PerReplica`, are

@@ -28,6 +28,15 @@ class Strategy(RunsSteps, ExplainsSteps, ReducesValues, PlacesValues, DividesDat
       devices: the devices of the replicas, in replica order.
       cross_device_ops: how values are reduced over the replicas.
       communication_options: the same, in more detail.
+
+    Raises:
+      ValueError: no device, or one twice; operations that name other replicas.
+      TypeError: something else than devices, operations or options.
+
+    >>> import jaxstrategy as js
+    >>> strategy = js.MirroredStrategy(js.simulate(8)[:2])
+    >>> isinstance(strategy, js.Strategy), isinstance(js.get_strategy(), js.Strategy)
+    (True, True)
     """
 
     def __init__(

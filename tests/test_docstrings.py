@@ -1,0 +1,303 @@
+"""Public names tell of themselves: example, arguments, shapes, what they raise."""
+
+import ast
+import builtins
+import functools
+import importlib
+import inspect
+import re
+import textwrap
+import typing
+from pathlib import Path
+
+import jaxstrategy
+
+PACKAGE = Path(jaxstrategy.__file__).parent
+MODULES = [
+    "jaxstrategy",
+    "jaxstrategy.checkpoint",
+    "jaxstrategy.cluster_resolver",
+    "jaxstrategy.experimental",
+    "jaxstrategy.flax",
+    "jaxstrategy.flax.linen",
+    "jaxstrategy.flax.nnx",
+    "jaxstrategy.launch",
+    "jaxstrategy.optax",
+    "jaxstrategy.preemption",
+    "jaxstrategy.profiling",
+]
+
+
+def exported(module):
+    """Its classes and functions by name: what it defines, and imports as `X as X`."""
+    for node in ast.parse(Path(module.__file__).read_text()).body:
+        match node:
+            case ast.ImportFrom():
+                names = [a.name for a in node.names if a.asname == a.name]
+            case ast.FunctionDef() | ast.ClassDef():
+                names = [node.name]
+            case ast.Assign(targets=[ast.Name(id=name)]):
+                names = [name]
+            case _:
+                names = []
+        for name in names:
+            value = getattr(module, name)
+            if not name.startswith("_") and callable(value):
+                yield name, value
+
+
+PUBLIC = list(map(importlib.import_module, MODULES))
+NAMES = {
+    f"{module.__name__}.{name}": value
+    for module in PUBLIC
+    for name, value in exported(module)
+}
+
+
+def plain(member):
+    """The function behind a property, a class method or a static one; else None."""
+    if isinstance(member, (property, functools.cached_property)):
+        member = getattr(member, "fget", None) or member.func
+    if isinstance(member, (staticmethod, classmethod)):
+        member = member.__func__
+    return member if inspect.isfunction(member) else None
+
+
+def members(cls):
+    """Its public methods and properties, inherited ones of ours too, by their names."""
+    for name in sorted(set(dir(cls)) - set(getattr(cls, "__dataclass_fields__", ()))):
+        function = plain(inspect.getattr_static(cls, name))
+        if not name.startswith("_") and function and is_ours(function):
+            yield name, function
+
+
+def is_ours(value):
+    return (getattr(value, "__module__", None) or "").startswith("jaxstrategy")
+
+
+def is_written(function):
+    """Whether it stands in a file: dataclasses write some by themselves."""
+    return function.__code__.co_filename.startswith(str(PACKAGE))
+
+
+def parts(name, value):
+    """Each function, constructor and public method of `value`, with its class."""
+    if not inspect.isclass(value):
+        yield name, value, None
+        return
+    for maker in ("__new__", "__init__", "__post_init__"):
+        function = plain(inspect.getattr_static(value, maker, None))
+        if function and is_ours(function) and is_written(function):
+            yield f"{name}.{maker}", function, value
+    for member, function in members(value):
+        yield f"{name}.{member}", function, value
+
+
+def documented():
+    """The parts of exported names, and of classes of ours that those return."""
+    found, known = {}, set(NAMES.values())
+    for name, value in NAMES.items():
+        for part in parts(name, value):
+            # A subclass of `Strategy` has copies, under its own name.
+            key = part[1].__code__, part[0] if "__" in part[0] else None
+            found.setdefault(key, part)
+    for _, function, _ in list(found.values()):
+        for cls in returned(function):
+            if cls not in known:
+                known.add(cls)
+                found.update(((p[0], p[1]), p) for p in parts(cls.__name__, cls))
+    return list(found.values())
+
+
+def returned(function):
+    """The classes of ours that its annotation says it returns."""
+    try:
+        hint = typing.get_type_hints(function).get("return")
+    except NameError:  # a name that only type checkers import
+        return []
+    hints = [hint, *typing.get_args(hint)]
+    classes = (typing.get_origin(hint) or hint for hint in hints)
+    return [cls for cls in classes if inspect.isclass(cls) and is_ours(cls)]
+
+
+def words(function, owner):
+    """The docstring that tells of `function`: of a constructor that of its class."""
+    told = owner if function.__name__.startswith("__") else function
+    return inspect.getdoc(told) or ""
+
+
+EVERY = documented()
+
+
+def told(complaints):
+    """Fails with all of them at once."""
+    complaints = list(complaints)
+    assert not complaints, "\n".join(["", *complaints])
+
+
+# Examples.
+
+
+def test_each_name_has_an_example():
+    told([name for name, value in NAMES.items() if ">>>" not in (value.__doc__ or "")])
+
+
+def test_each_method_is_described():
+    told([name for name, function, owner in EVERY if not words(function, owner)])
+
+
+NO_NOUN = re.compile(r"(What|How|Which|When|Where|Who|It|Those|Nothing)\b")
+
+
+def test_the_first_line_is_a_sentence_or_names_what_there_is():
+    told(
+        f"{name}: {words(function, owner).splitlines()[0]}"
+        for name, function, owner in EVERY
+        if name.startswith("jaxstrategy") and NO_NOUN.match(words(function, owner))
+    )
+
+
+# What is raised.
+
+
+def body(function):
+    source = textwrap.dedent(inspect.getsource(function))
+    return ast.parse(source).body[0]
+
+
+def callee(call, function, owner):
+    """The function of the package that a call is of, as far as its name tells."""
+    match call.func:
+        case ast.Name(id=name):
+            found = function.__globals__.get(name)
+        case ast.Attribute(value=ast.Name(id="self" | "cls"), attr=name) if owner:
+            found = plain(inspect.getattr_static(owner, name, None))
+        case ast.Attribute(value=ast.Name(id=module), attr=name):
+            module = function.__globals__.get(module)
+            found = getattr(module, name, None) if inspect.ismodule(module) else None
+        case _:
+            found = None
+    return found if inspect.isfunction(found) and is_ours(found) else None
+
+
+def raised(function, owner, depth):
+    """Names of what a function raises itself, or a helper that it calls.
+
+    Helpers in a `try` are left out, and so are functions that it defines: they run
+    later.
+    """
+    found = set()
+
+    def look(node, is_tried):
+        match node:
+            case ast.FunctionDef() | ast.Lambda() | ast.ClassDef():
+                return
+            case ast.Raise(exc=ast.Call(func=ast.Name(id=name)) | ast.Name(id=name)):
+                found.add(name)
+            case ast.Call() if depth and not is_tried:
+                helper = callee(node, function, owner)
+                if helper is not None:
+                    found.update(raised(helper, owner, depth - 1))
+        tried = node.body if isinstance(node, ast.Try) else ()
+        for child in ast.iter_child_nodes(node):
+            look(child, is_tried or child in tried)
+
+    for statement in body(function).body:
+        look(statement, False)
+    return {name for name in found if is_exception(name, function)}
+
+
+def is_exception(name, function):
+    for place in (function.__globals__, vars(builtins), *map(vars, PUBLIC)):
+        value = place.get(name)
+        if inspect.isclass(value) and issubclass(value, BaseException):
+            return True
+    return False
+
+
+def test_what_is_raised_is_said():
+    told(
+        f"{name} raises {', '.join(sorted(found))}"
+        for name, function, owner in EVERY
+        if (found := raised(function, owner, depth=1))
+        and "Raises:" not in words(function, owner)
+    )
+
+
+def test_what_a_function_raises_itself_is_named():
+    told(
+        f"{name} raises {error}"
+        for name, function, owner in EVERY
+        for error in raised(function, owner, depth=0)
+        if error not in words(function, owner)
+    )
+
+
+def section(function, owner, name):
+    """The names that a section of the docstring explains, without asterisks."""
+    text = words(function, owner) + "\n"
+    found = re.search(rf"^{name}:\n((?:  .*\n|\n)+)", text, re.MULTILINE)
+    heads = re.findall(r"^  ([*\w][\w, *]*):", found[1], re.MULTILINE) if found else []
+    return [one.strip(" *") for head in heads for one in head.split(",")]
+
+
+def test_what_is_said_to_be_raised_exists():
+    told(
+        f"{name} cannot raise {error}"
+        for name, function, owner in EVERY
+        for error in section(function, owner, "Raises")
+        if not is_exception(error, function)
+    )
+
+
+# Arguments.
+
+
+def parameters(function):
+    """Their names; those by position that are refused are no arguments."""
+    given = inspect.signature(function).parameters.values()
+    return [p.name for p in given if p.name not in ("self", "cls", "misplaced")]
+
+
+def test_of_the_arguments_all_are_explained_or_none():
+    told(
+        f"{name} explains {', '.join(explained)}, and takes {', '.join(taken)}"
+        for name, function, owner in EVERY
+        if (explained := section(function, owner, "Args"))
+        and function.__name__ != "__post_init__"  # its arguments are fields
+        and sorted(explained) != sorted(taken := parameters(function))
+    )
+
+
+# Shapes.
+
+ARRAYS = re.compile(r"\b(Array|ndarray|IndexedSlices)\b")
+SHAPE = re.compile(r"\[(replica|rows|examples|n|\.\.\.|2)?[\],]|scalar|shape|bool")
+
+
+def test_shapes_of_arrays_are_told():
+    told(
+        f"{name}: which shape?"
+        for name, function, owner in EVERY
+        if any(map(ARRAYS.search, map(str, function.__annotations__.values())))
+        and not SHAPE.search(words(function, owner))
+    )
+
+
+# Pages.
+
+
+def test_the_changelog_names_them_all():
+    text = (PACKAGE.parent / "CHANGELOG.md").read_text()
+    named = set(re.findall(r"[\w.]+", text))
+    short = (name.removeprefix("jaxstrategy.") for name in NAMES)
+    # In a list behind `cluster_resolver`.
+    told(n for n in short if not {n, n.removeprefix("cluster_resolver.")} & named)
+
+
+def test_the_readme_says_when_each_error_comes():
+    text = (PACKAGE.parent / "README.md").read_text()
+    table = "\n".join(line for line in text.splitlines() if line.startswith("|"))
+    classes = {n.split(".")[-1]: v for n, v in NAMES.items() if inspect.isclass(v)}
+    errors = (n for n, v in classes.items() if issubclass(v, BaseException))
+    told(name for name in errors if f"`{name}`" not in table)
