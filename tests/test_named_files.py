@@ -1,12 +1,13 @@
-"""Files, folders and tests that README.md and other pages name are there."""
+"""Files, folders and tests that README.md, CONTRIBUTING.md and others name exist."""
 
 import re
 from pathlib import Path
 
 import pytest
+import test_layers
 
 ROOT = Path(__file__).parent.parent
-PAGES = ["README.md", "CHANGELOG.md", "benchmarks/README.md"]
+PAGES = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md"]
 # Where a name in a page may begin.
 STARTS = [".", "jaxstrategy", "tests", "tests/multiprocess", "benchmarks"]
 
@@ -19,7 +20,10 @@ def code(page):
 
 
 def is_there(name):
-    return any((ROOT / start / name).exists() for start in STARTS)
+    if any((ROOT / start / name).exists() for start in STARTS):
+        return True
+    # A folder in another one, as in a table of folders.
+    return name.endswith("/") and any((ROOT / "jaxstrategy").glob(f"*/{name}"))
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -44,3 +48,27 @@ def test_tests_are_there(page):
             if not any(f"def {test}(" in p.read_text() for p in found):
                 missing.append(f"{file}::{test}")
     assert not missing
+
+
+def test_the_table_of_folders_has_them_in_their_order():
+    text = (ROOT / "CONTRIBUTING.md").read_text().partition("## The folders")[2]
+    rows = re.findall(r"^\| (`.+?`) \|", text.partition("\n## ")[0], re.MULTILINE)
+    assert re.findall(r"`(\w+)/?`", " ".join(rows)) == test_layers.FLOORS
+
+
+RECIPES = (ROOT / "CONTRIBUTING.md").read_text().partition("## Recipes")[2]
+RECIPES = re.findall(r"^\*\*(.+?)\.\*\*(.+?)\n\n", RECIPES, re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("change, text", RECIPES, ids=[title for title, _ in RECIPES])
+def test_a_recipe_names_at_most_three_files_to_change(change, text):
+    files = {name for name in re.findall(r"`([\w/]+\.py)`", text)}
+    package = {name for name in files if (ROOT / "jaxstrategy" / name).exists()}
+    # Files to look at, as examples or for help, stand in parentheses or behind "as".
+    examples = re.findall(r"(?:as|\()\s*`([\w/]+\.py)`", text)
+    count = len(package - set(examples)) + text.count("file of its own")
+    assert count <= 3, f"{change}: {count} files"
+
+
+def test_there_are_recipes_for_twelve_changes():
+    assert len(RECIPES) == 12
