@@ -1,5 +1,7 @@
 """Eight simulated CPU devices for every test, and shared strategies."""
 
+import gc
+
 import jax
 import numpy as np
 import pytest
@@ -9,6 +11,13 @@ jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 import jaxstrategy as js  # noqa: E402
+
+
+def pytest_collection_finish():
+    # Modules and tests are half a million objects, which each `gc.collect()` of a test
+    # would look through again: half a second.
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

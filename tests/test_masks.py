@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from sklearn.datasets import load_digits
 
 import jaxstrategy as js
 
@@ -98,14 +97,19 @@ def test_sums_means_and_counts_are_numpys(kind, rows):
 
 
 @pytest.mark.filterwarnings("ignore::jaxstrategy.RecompilationWarning")
-@settings(max_examples=15, deadline=None, derandomize=True, database=None)
-@given(
-    rows=st.integers(1, 40),
-    size=st.integers(1, 17),
-    n=st.sampled_from([1, 2, 4, 8]),
-    ahead=st.sampled_from([0, 2]),
-)
-def test_a_pass_over_any_rows_is_numpys(rows, size, n, ahead):
+@pytest.mark.parametrize("examples", [5, pytest.param(15, marks=pytest.mark.slow)])
+def test_a_pass_over_any_rows_is_numpys(examples):
+    settings(max_examples=examples, deadline=None, derandomize=True, database=None)(
+        given(
+            rows=st.integers(1, 40),
+            size=st.integers(1, 17),
+            n=st.sampled_from([1, 2, 4, 8]),
+            ahead=st.sampled_from([0, 2]),
+        )(assert_a_pass_is_numpys)
+    )()
+
+
+def assert_a_pass_is_numpys(rows, size, n, ahead):
     strategy = mirrored(n)
     x = np.random.default_rng(rows).normal(size=(rows, 2)).astype(np.float32)
     options = js.InputOptions(experimental_per_replica_buffer_size=ahead)
@@ -129,6 +133,8 @@ def test_a_pass_over_any_rows_is_numpys(rows, size, n, ahead):
 
 
 def test_digits_are_evaluated_exactly():
+    from sklearn.datasets import load_digits  # a second, which no other test needs
+
     images, labels = load_digits(return_X_y=True)
     images = (images / 16).astype(np.float32)
     w = np.random.default_rng(0).normal(size=(64, 10)).astype(np.float32)

@@ -330,7 +330,7 @@ def test_a_failing_watcher_function_is_heard():
 
 
 SCRIPT = """
-import sys, time
+import sys
 import numpy as np
 import jaxstrategy as js
 
@@ -348,25 +348,26 @@ loop = js.training_loop(
 with loop:
     for done, batch in loop:
         loop.state = step(loop.state, batch)
-        if done == 3:
+        if done == 3 and sys.argv[2:]:
             print("there", flush=True)
-        time.sleep(float(sys.argv[2]))
+            sys.stdin.readline()
 print("done", loop.step, float(loop.state).hex())
 """
 
 
 def test_a_signal_ends_a_loop_that_goes_on_later(tmp_path):
-    def started(folder, pause):
-        command = [sys.executable, "-c", SCRIPT, str(folder), pause]
-        return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    def started(folder, *waits):
+        command = [sys.executable, "-c", SCRIPT, str(folder), *waits]
+        pipe = subprocess.PIPE
+        return subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
 
-    whole, _ = started(tmp_path / "whole", "0").communicate(timeout=SECONDS)
-    first = started(tmp_path / "parts", "0.2")
+    whole, _ = started(tmp_path / "whole").communicate(timeout=SECONDS)
+    first = started(tmp_path / "parts", "waits")
     assert first.stdout.readline() == "there\n"
     first.send_signal(signal.SIGTERM)
-    rest, _ = first.communicate(timeout=SECONDS)
+    rest, _ = first.communicate("go on\n", timeout=SECONDS)
     assert first.returncode == 77 and "done" not in rest
-    second, _ = started(tmp_path / "parts", "0").communicate(timeout=SECONDS)
+    second, _ = started(tmp_path / "parts").communicate(timeout=SECONDS)
     assert second.splitlines()[-1] == whole.splitlines()[-1] != ""
 
 

@@ -123,7 +123,13 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "clipped",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("momentum", "adam")),
+    ],
+)
 def test_linen_cnn_with_batchnorm(eight, name):
     tx = optax.chain(js.optax.all_reduce_gradients(), OPTIMIZERS[name]())
 

@@ -10,7 +10,11 @@ import workers
 SCRIPT = "from workers.feeding import main\nmain()"
 
 
-@pytest.fixture(scope="module", params=[(2, 1), (2, 2)], ids="{0[0]}x{0[1]}".format)
+LAYOUTS = [pytest.param((2, 1), id="2x1", marks=pytest.mark.slow)]
+LAYOUTS += [pytest.param((2, 2), id="2x2")]
+
+
+@pytest.fixture(scope="module", params=LAYOUTS)
 def layout(request):
     return request.param
 

@@ -277,7 +277,8 @@ def test_an_id_that_cannot_be_right(address):
         _rendezvous.meet(-1, 2, address)
 
 
-def test_a_job_starts_computes_and_ends(job):
+@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_a_job_starts_computes_and_ends(job, count):
     script = """
     assert float(total(RANK + 1)) == 2 * sum(range(1, COUNT + 1))
     assert board.gather("rows", [RANK, "x"]) == [[k, "x"] for k in range(COUNT)]
@@ -294,10 +295,12 @@ def test_a_job_starts_computes_and_ends(job):
         time.sleep(0.01)
     print("done")
     """
-    with job(script, count=4, env={"JAX_NUM_CPU_DEVICES": "2"}) as running:
-        assert running.wait(50) == [0, 0, 0, 0]
+    with job(script, count=count, env={"JAX_NUM_CPU_DEVICES": "2"}) as running:
+        assert running.wait(50) == [0] * count
         for rank in running.ranks:
-            assert f"ClusterError This process is {rank.index} of 4" in rank.output
+            assert (
+                f"ClusterError This process is {rank.index} of {count}" in rank.output
+            )
             assert rank.last_line == "done"
 
 

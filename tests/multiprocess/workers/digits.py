@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from sklearn.datasets import load_digits
 
 import jaxstrategy as js
 
@@ -17,6 +16,8 @@ ROWS = 256
 
 
 def digits():
+    from sklearn.datasets import load_digits  # a second, which few tests need
+
     pixels, labels = load_digits(return_X_y=True)
     order = np.random.default_rng(0).permutation(len(labels))
     return {"x": pixels[order].astype(np.float32) / 16, "y": labels[order]}
