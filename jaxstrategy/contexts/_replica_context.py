@@ -22,6 +22,7 @@ from jaxstrategy.values._per_replica import (
     PyTree,
 )
 from jaxstrategy.values._slices import is_slices
+from jaxstrategy.values._types import Leaf
 
 # What a `merge_call` is part of in profiles, and how the analysis of a step finds it.
 MERGE_SCOPE = "jaxstrategy.merge_call"
@@ -168,8 +169,8 @@ class ReplicaContext:
     def merge_call(
         self,
         merge_fn: Callable[..., PyTree],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        args: Sequence[PyTree] = (),
+        kwargs: Mapping[str, PyTree] | None = None,
     ) -> PyTree:
         """Steps across to all replicas: calls `merge_fn(strategy, *args, **kwargs)`.
 
@@ -233,7 +234,7 @@ class ReplicaContext:
         replicas = self._strategy.replicas
         is_alone = replicas.count == 1
 
-        def wrap(leaf: Any) -> Any:
+        def wrap(leaf: Leaf) -> Any:
             if isinstance(leaf, PerReplica):  # captured from outside the step
                 leaf._misused()
             if _per_replica.is_array(leaf) and not is_alone:
@@ -294,7 +295,7 @@ def to_replica(tree: PyTree, *, read_variables: bool = False) -> PyTree:
         variables.
     """
 
-    def unwrap(leaf: Any) -> Any:
+    def unwrap(leaf: Leaf) -> Any:
         if read_variables and isinstance(leaf, Handle):
             leaf = leaf.distributed()
         return _per_replica.local_value(leaf) if isinstance(leaf, PerReplica) else leaf
@@ -307,7 +308,7 @@ def _is_one(node: Any) -> bool:
 
 
 def _map(function: Callable[[Any], Any], tree: PyTree) -> PyTree:
-    def apply(leaf: Any) -> Any:
+    def apply(leaf: Leaf) -> Any:
         if isinstance(leaf, PerReplica):
             leaf._misused()
         return function(leaf)

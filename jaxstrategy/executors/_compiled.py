@@ -16,6 +16,7 @@ from jaxstrategy.executors._executor import AbstractExecutor, FunctionProgram
 from jaxstrategy.tracing._company import Company
 from jaxstrategy.tracing._programs import Programs
 from jaxstrategy.values._per_replica import PyTree
+from jaxstrategy.values._types import Function
 
 
 @final
@@ -40,16 +41,16 @@ class CompiledExecutor(AbstractExecutor):
         self._programs = Programs(self._environment, self.company)
 
     def program(
-        self, fn: Callable[..., Any], options: RunOptions | None = None
+        self, fn: Function, options: RunOptions | None = None
     ) -> FunctionProgram:
         """The compiled programs of `fn`, for each structure and type of arguments."""
         return self._programs.of(fn, options)
 
     def run(
         self,
-        fn: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        fn: Function,
+        args: tuple[PyTree, ...],
+        kwargs: dict[str, PyTree],
         options: RunOptions | None,
     ) -> PyTree:
         """The results on all replicas; in `merge_call`, as part of the same step."""
@@ -65,7 +66,7 @@ class CompiledExecutor(AbstractExecutor):
         return results
 
     def _run_in_step(
-        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, fn: Function, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
     ) -> PyTree:
         """`run` inside `merge_call`: the step goes on, in the same trace."""
         args, kwargs = _replica_context.to_replica((args, kwargs))
@@ -82,7 +83,7 @@ class CompiledExecutor(AbstractExecutor):
         return self._programs.of(function)((value,), {})
 
     def update(
-        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, fn: Function, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
     ) -> PyTree:
         """What `fn` returns, traced once as of one copy and compiled for all."""
         return self._updates.of(fn)(args, kwargs)
@@ -92,7 +93,7 @@ class CompiledExecutor(AbstractExecutor):
         as_replica = self._environment
         return Programs(dataclasses.replace(as_replica, call=self._as_copy))
 
-    def _as_copy(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _as_copy(self, fn: Function, args: Any, kwargs: Any) -> Any:
         """A call of `fn` that updates one copy, while it is traced."""
         with _context.entered(
             strategy=self._strategy, replica=None, in_step=True, is_update=True

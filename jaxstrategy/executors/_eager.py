@@ -12,6 +12,7 @@ from jaxstrategy.executors._executor import AbstractExecutor, FunctionProgram
 from jaxstrategy.tracing.nnx import _adapter
 from jaxstrategy.values import _building, _per_replica
 from jaxstrategy.values._per_replica import PerReplica, PyTree
+from jaxstrategy.values._types import Function, Leaf
 
 
 @final
@@ -19,16 +20,16 @@ class EagerExecutor(AbstractExecutor):
     """Calls a function, in which code is part of no strategy; compiles nothing."""
 
     def program(
-        self, fn: Callable[..., Any], options: RunOptions | None = None
+        self, fn: Function, options: RunOptions | None = None
     ) -> FunctionProgram:
         """The function itself, called with a tuple and a dict of arguments."""
         return EagerProgram(fn, functools.partial(self.run, fn, options=options))
 
     def run(
         self,
-        fn: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        fn: Function,
+        args: tuple[PyTree, ...],
+        kwargs: dict[str, PyTree],
         options: RunOptions | None,
     ) -> PyTree:
         """What the function returns."""
@@ -42,7 +43,7 @@ class EagerExecutor(AbstractExecutor):
         return function(_alone(value))
 
     def update(
-        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, fn: Function, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
     ) -> PyTree:
         """What `fn` returns, called for the only copy."""
         with _context.entered(is_update=True):
@@ -58,11 +59,11 @@ class EagerProgram:
       run: calls it with a tuple and a dict of arguments.
     """
 
-    def __init__(self, fn: Callable[..., Any], run: Callable[..., PyTree]) -> None:
+    def __init__(self, fn: Function, run: Callable[..., PyTree]) -> None:
         self._fn = fn
         self._run = run
 
-    def __call__(self, args: Sequence[Any], kwargs: dict[str, Any]) -> PyTree:
+    def __call__(self, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> PyTree:
         """What the function returns."""
         return self._run(tuple(args), kwargs)
 
@@ -85,7 +86,7 @@ class EagerProgram:
 def _alone(tree: PyTree) -> PyTree:
     """`tree` with each `PerReplica` as its only version."""
 
-    def unwrap(leaf: Any) -> Any:
+    def unwrap(leaf: Leaf) -> Any:
         if not isinstance(leaf, PerReplica):
             return leaf
         _building.check_stacked(_per_replica.contents(leaf), 1, "value")

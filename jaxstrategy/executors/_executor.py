@@ -15,6 +15,7 @@ from jaxstrategy.tracing._replica_step import StepEnvironment
 from jaxstrategy.tracing.explanation._explain import explain
 from jaxstrategy.tracing.explanation._explanation import Explanation
 from jaxstrategy.values._per_replica import PyTree
+from jaxstrategy.values._types import Function
 from jaxstrategy.variables import _registry
 from jaxstrategy.variables._variable import Variable
 
@@ -22,7 +23,7 @@ from jaxstrategy.variables._variable import Variable
 class FunctionProgram(Protocol):
     """One function, as an executor runs it on all replicas."""
 
-    def __call__(self, args: Sequence[Any], kwargs: dict[str, Any]) -> PyTree:
+    def __call__(self, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> PyTree:
         """What the function returns, called outside of every scope and step."""
         ...
 
@@ -50,16 +51,16 @@ class AbstractExecutor(abc.ABC):
 
     @abc.abstractmethod
     def program(
-        self, fn: Callable[..., Any], options: RunOptions | None = None
+        self, fn: Function, options: RunOptions | None = None
     ) -> FunctionProgram:
         """The program of `fn`, the same object as long as `fn` lives."""
 
     @abc.abstractmethod
     def run(
         self,
-        fn: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        fn: Function,
+        args: tuple[PyTree, ...],
+        kwargs: dict[str, PyTree],
         options: RunOptions | None,
     ) -> PyTree:
         """What `fn` returns, in whatever context `run` is called.
@@ -74,15 +75,15 @@ class AbstractExecutor(abc.ABC):
 
     @abc.abstractmethod
     def update(
-        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, fn: Function, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
     ) -> PyTree:
         """What `fn` returns, called for each copy of the variables that it changes."""
 
     def explain(
         self,
-        fn: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        fn: Function,
+        args: tuple[PyTree, ...],
+        kwargs: dict[str, PyTree],
         *,
         options: RunOptions,
         topology: Topology,
@@ -114,7 +115,7 @@ class AbstractExecutor(abc.ABC):
         replicas = self._strategy.replicas
         return StepEnvironment(replicas, self._as_replica, self._variables)
 
-    def _as_replica(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _as_replica(self, fn: Function, args: Any, kwargs: Any) -> Any:
         """One replica's call of `fn`, while it is traced."""
         strategy = self._strategy
         replica = ReplicaContext(strategy)

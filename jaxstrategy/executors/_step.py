@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable
 from typing import Any, final
 
 import jax
@@ -12,6 +11,7 @@ import jax
 from jaxstrategy._options import RunOptions
 from jaxstrategy.contexts._context import OUTSIDE, current
 from jaxstrategy.executors._executor import AbstractExecutor
+from jaxstrategy.values._types import Function
 
 
 @final
@@ -35,7 +35,7 @@ class Step:
 
     def __init__(
         self,
-        fn: Callable[..., Any],
+        fn: Function,
         executor: AbstractExecutor,
         describe: str,
         options: RunOptions | None = None,
@@ -52,7 +52,7 @@ class Step:
             return self._program(args, kwargs)
         return self._executor.run(self._fn, args, kwargs, self.options)
 
-    def bind(self, *objects: Any) -> Callable[..., Any]:
+    def bind(self, *objects: Any) -> Function:
         """The step with its first arguments, modules and optimizers of Flax NNX, fixed.
 
         At each call of the step itself its objects are looked through for what has

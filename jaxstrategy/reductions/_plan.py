@@ -18,6 +18,7 @@ from jaxstrategy.reductions import _sums
 from jaxstrategy.reductions._operations import OPERATIONS, checked
 from jaxstrategy.reductions._packing import AbstractPacking, Packing, in_packs
 from jaxstrategy.reductions._sums import Axes, Groups, Sum
+from jaxstrategy.values._types import Leaf
 
 
 class AbstractPlan(abc.ABC):
@@ -36,7 +37,7 @@ class AbstractPlan(abc.ABC):
         """
 
     @abc.abstractmethod
-    def reduce(self, op: ReduceOp, values: Sequence[Any], axes: Axes) -> list[Any]:
+    def reduce(self, op: ReduceOp, values: Sequence[Leaf], axes: Axes) -> list[Any]:
         """Each of `values` reduced over all replicas; every replica gets the results.
 
         Raises:
@@ -76,7 +77,7 @@ class Plan(AbstractPlan):
             plan = dataclasses.replace(plan, sum=_sums.direct)
         return plan
 
-    def reduce(self, op: ReduceOp, values: Sequence[Any], axes: Axes) -> list[Any]:
+    def reduce(self, op: ReduceOp, values: Sequence[Leaf], axes: Axes) -> list[Any]:
         """Each of `values` reduced over all replicas; every replica gets the results.
 
         SUM, MIN and MAX keep each dtype (so small integers wrap in a sum as they do in

@@ -15,6 +15,7 @@ from jaxstrategy.reductions._sums import Groups
 from jaxstrategy.replicas import _mesh
 from jaxstrategy.replicas._replicas import Replicas
 from jaxstrategy.values._slices import is_slices
+from jaxstrategy.values._types import Leaf
 
 
 @final
@@ -33,7 +34,7 @@ class Reduction:
     def reduce_leaves(
         self,
         op: ReduceOp,
-        leaves: Sequence[Any],
+        leaves: Sequence[Leaf],
         options: CommunicationOptions | None = None,
         groups: Groups | None = None,
     ) -> list[Any]:
@@ -56,7 +57,7 @@ class Reduction:
         reduced, joined = iter(plan.reduce(op, dense, axes)), iter(sparse)
         return [next(joined if is_slices(leaf) else reduced) for leaf in leaves]
 
-    def _sparse(self, op: ReduceOp, leaf: Any, groups: Groups | None) -> Any:
+    def _sparse(self, op: ReduceOp, leaf: Leaf, groups: Groups | None) -> Any:
         if groups is not None:
             raise ValueError(
                 "`groups` was given for IndexedSlices, whose rows go to all replicas. "
@@ -64,7 +65,7 @@ class Reduction:
             )
         return reduce_slices(op, leaf, self._replicas)
 
-    def gathered(self, leaf: Any, axis: int) -> jax.Array:
+    def gathered(self, leaf: Leaf, axis: int) -> jax.Array:
         """Every replica's array, joined along `axis` in replica order.
 
         Shapes: local `[n, ...]` -> `[num_replicas * n, ...]` for `axis=0`.
@@ -75,6 +76,6 @@ class Reduction:
         """
         return all_gather(leaf, axis, self._replicas)
 
-    def first(self, leaf: Any) -> jax.Array:
+    def first(self, leaf: Leaf) -> jax.Array:
         """The array of the first replica on all of them, in its own shape."""
         return self.gathered(_mesh.array_of(leaf)[None], 0)[0]

@@ -15,6 +15,7 @@ from jaxstrategy.reductions._operations import checked
 from jaxstrategy.reductions._plan import AbstractPlan
 from jaxstrategy.reductions._sums import Axes, Groups
 from jaxstrategy.values._per_replica import PerReplica
+from jaxstrategy.values._types import Leaf
 
 
 @final
@@ -54,7 +55,7 @@ class UserPlan(AbstractPlan):
             "operations."
         )
 
-    def reduce(self, op: ReduceOp, values: Sequence[Any], axes: Axes) -> list[Any]:
+    def reduce(self, op: ReduceOp, values: Sequence[Leaf], axes: Axes) -> list[Any]:
         """What the operations return.
 
         Raises:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Callable
 from typing import Any
 
 from jaxstrategy._options import RunOptions
+from jaxstrategy.values._types import Function
 
 
-def needs_arguments(fn: Callable[..., Any]) -> bool:
+def needs_arguments(fn: Function) -> bool:
     """Whether `fn` cannot be called without arguments."""
     try:
         parameters = inspect.signature(fn).parameters.values()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, final
+from typing import TypeAlias, final
 
 import jax
 from jax.core import Tracer
@@ -21,7 +21,11 @@ from jaxstrategy.strategies._many_leaves import in_parts
 from jaxstrategy.strategies._reducers import TreeFunctions, dimensions
 from jaxstrategy.values import _per_replica
 from jaxstrategy.values._per_replica import Handle, PerReplica, PyTree
+from jaxstrategy.values._types import Leaf
 from jaxstrategy.variables import _components
+
+Versions: TypeAlias = tuple[Leaf, ...]
+"""What each of some replicas has of one leaf."""
 
 _LEAF = jax.tree.structure(0)
 
@@ -45,7 +49,7 @@ class CrossReplicaValues:
         op: ReduceOp,
         value: PyTree,
         axis: int | Sequence[int] | None,
-        weights: Any,
+        weights: PyTree | None,
         options: CommunicationOptions | None,
         in_step: bool,
     ) -> PyTree:
@@ -79,7 +83,7 @@ class CrossReplicaValues:
         fingerprints = functools.partial(
             self._executor.across, self._functions.fingerprinting
         )
-        assert_in_sync(tree, name, self._strategy.replicas.mesh, fingerprints)
+        assert_in_sync(tree, name, self._strategy.replicas, fingerprints)
 
     def local_results(self, value: PyTree, in_step: bool) -> tuple[PyTree, ...]:
         """The version of each replica of this process; in a step that of all."""
@@ -113,14 +117,14 @@ class CrossReplicaValues:
             tree,
         )
 
-    def _columns(self, leaves: Sequence[Any], in_step: bool) -> list[tuple[Any, ...]]:
+    def _columns(self, leaves: Sequence[Leaf], in_step: bool) -> list[Versions]:
         """For each leaf the versions of this process's replicas, in a step of all."""
         n = self._count(in_step)
         values = [leaf for leaf in leaves if isinstance(leaf, PerReplica)]
         if in_step:
             found = iter([value.values for value in values])
         else:
-            found = iter(local_versions(values, self._strategy.replicas.mesh))
+            found = iter(local_versions(values, self._strategy.replicas))
         return [
             _checked_number(next(found), n)
             if isinstance(leaf, PerReplica)
@@ -130,17 +134,17 @@ class CrossReplicaValues:
             for leaf in leaves
         ]
 
-    def _components(self, variable: Handle, in_step: bool) -> tuple[Any, ...]:
+    def _components(self, variable: Handle, in_step: bool) -> Versions:
         """The copies of a variable, each an array of its own."""
 
-        def divide(held: Any) -> tuple[Any, ...]:
+        def divide(held: PyTree) -> Versions:
             (copies,) = self._columns([held], in_step)
             is_shared = not in_step and _per_replica.is_mirrored(held)
             return tuple(map(_mesh.twin, copies)) if is_shared else copies
 
         return _components.of(variable, variable.distributed(), divide)
 
-    def _copies(self, leaf: Any, n: int, in_step: bool) -> tuple[Any, ...]:
+    def _copies(self, leaf: Leaf, n: int, in_step: bool) -> Versions:
         """What `n` replicas hold of something that is no `PerReplica`."""
         _per_replica.check_alive(leaf, "An array")
         if in_step and isinstance(leaf, jax.Array) and n > 1:
@@ -151,7 +155,7 @@ class CrossReplicaValues:
         return (leaf,) * n
 
 
-def _checked_number(versions: tuple[Any, ...], n: int) -> tuple[Any, ...]:
+def _checked_number(versions: Versions, n: int) -> Versions:
     if len(versions) != n:
         raise ValueError(
             f"A PerReplica with {len(versions)} versions was given to a strategy with "

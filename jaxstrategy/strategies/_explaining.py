@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from jaxstrategy._options import (
     ReduceOp,
@@ -29,6 +28,7 @@ from jaxstrategy.strategies._calls import (
 from jaxstrategy.strategies._composition import ComposedStrategy
 from jaxstrategy.tracing.explanation._explanation import Explanation
 from jaxstrategy.values._per_replica import PyTree
+from jaxstrategy.values._types import Function
 
 
 class ExplainsSteps(ComposedStrategy):
@@ -36,9 +36,9 @@ class ExplainsSteps(ComposedStrategy):
 
     def explain(
         self,
-        fn: Callable[..., Any],
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
+        fn: Function,
+        args: Sequence[PyTree] = (),
+        kwargs: dict[str, PyTree] | None = None,
         *,
         options: RunOptions | None = None,
         topology: Topology | None = None,
@@ -157,7 +157,7 @@ class ExplainsSteps(ComposedStrategy):
 
     def profile(
         self,
-        step: Callable[..., Any],
+        step: Function,
         *,
         examples: int | None = None,
         every: int = 50,

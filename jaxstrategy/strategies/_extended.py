@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, final
 
 import jax
@@ -18,25 +18,29 @@ from jaxstrategy.contexts import (
 from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
 from jaxstrategy.executors._executor import AbstractExecutor
 from jaxstrategy.replicas import (
-    _devices,
     _mesh,
 )
 from jaxstrategy.replicas._devices import Device
 from jaxstrategy.replicas._replicas import SAME
 from jaxstrategy.strategies._calls import check_arguments
+from jaxstrategy.strategies._destinations import (
+    Destinations,
+    checked_pairs,
+    placed,
+    sharding_of,
+)
 from jaxstrategy.tracing.nnx._adapter import is_changed_in_place
 from jaxstrategy.values import _per_replica
 from jaxstrategy.values._per_replica import (
     PerReplica,
     PyTree,
 )
+from jaxstrategy.values._types import Function, Leaf
 from jaxstrategy.variables import (
     _access,
     _components,
 )
 from jaxstrategy.variables._variable import Variable
-
-Destinations = Any
 
 
 @final
@@ -128,8 +132,8 @@ class StrategyExtended:
         context = _context.require_cross_replica(
             self._strategy, "extended.batch_reduce_to"
         )
-        pairs = _checked_pairs(value_destination_pairs)
-        shardings = [_sharding(destinations) for _, destinations in pairs]
+        pairs = checked_pairs(value_destination_pairs)
+        shardings = [sharding_of(destinations) for _, destinations in pairs]
         op = ReduceOp(reduce_op)
         results = self._strategy.reduce(
             op, [value for value, _ in pairs], options=options
@@ -137,7 +141,7 @@ class StrategyExtended:
         if context.in_step:
             return results
         return [
-            _placed(result, sharding)
+            placed(result, sharding)
             for result, sharding in zip(results, shardings, strict=True)
         ]
 
@@ -146,9 +150,9 @@ class StrategyExtended:
     def update(
         self,
         var: Variable,
-        fn: Callable[..., Any],
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
+        fn: Function,
+        args: Sequence[PyTree] = (),
+        kwargs: dict[str, PyTree] | None = None,
         group: bool = True,
     ) -> Any:
         """Calls `fn(var, *args, **kwargs)` to change each copy of a variable.
@@ -186,23 +190,34 @@ class StrategyExtended:
         context = _context.require_cross_replica(self._strategy, "extended.update")
         self._check_own(var, "update")
         check_arguments(args, kwargs)
-        args, kwargs = tuple(args), dict(kwargs or {})
-        in_step = context.in_step
-        if in_step:
-            args, kwargs = _replica_context.to_replica((args, kwargs))
-            result = self._updated(var, fn, args, kwargs)
+        arguments = tuple(args), dict(kwargs or {})
+        if context.in_step:
+            result = self._updated(var, fn, *_replica_context.to_replica(arguments))
         elif var.copies_must_agree:
-            _check_same(args, kwargs)
-            result = self._updated_at_once(var, fn, *_at(var, (args, kwargs)))
+            _check_same(arguments)
+            result = self._updated_at_once(var, fn, *_at(var, arguments))
         else:
-            result = self._executor.update(fn, (var, *args), kwargs)
-        return result if group else self._of_each_copy(var, result, in_step)
+            positional, named = arguments
+            result = self._executor.update(fn, (var, *positional), named)
+        return result if group else self._of_each_copy(var, result, context.in_step)
 
-    def _updated(self, var: Variable, fn: Any, args: Any, kwargs: Any) -> Any:
+    def _updated(
+        self,
+        var: Variable,
+        fn: Function,
+        args: tuple[PyTree, ...],
+        kwargs: dict[str, PyTree],
+    ) -> PyTree:
         with self._strategy.scope(), _context.entered(is_update=True):
             return fn(var, *args, **kwargs)
 
-    def _updated_at_once(self, var: Variable, fn: Any, args: Any, kwargs: Any) -> Any:
+    def _updated_at_once(
+        self,
+        var: Variable,
+        fn: Function,
+        args: tuple[PyTree, ...],
+        kwargs: dict[str, PyTree],
+    ) -> PyTree:
         """An update of all copies, which are equal, as of one array.
 
         If it comes to one of several copies, it starts again as a program.
@@ -214,11 +229,11 @@ class StrategyExtended:
             pass
         return self._executor.update(fn, (var, *args), kwargs)
 
-    def _of_each_copy(self, var: Variable, result: Any, in_step: bool) -> Any:
+    def _of_each_copy(self, var: Variable, result: PyTree, in_step: bool) -> PyTree:
         """What `update` returned, with a tuple of that for each copy at each leaf."""
         n = var.replicas.count if in_step else len(var.replicas.own)
 
-        def versions(leaf: Any) -> tuple[Any, ...]:
+        def versions(leaf: Leaf) -> tuple[Leaf, ...]:
             if leaf is None:
                 return (None,)
             found = self._strategy.experimental_local_results(leaf)
@@ -284,12 +299,12 @@ class StrategyExtended:
         Raises:
           TypeError: it is not a variable.
         """
-        _check_variable(v, "variable_created_in_scope")
+        variable = _checked_variable(v, "variable_created_in_scope")
         are_owned = self._strategy.variable_policy.are_owned
-        return v.strategy is (self._strategy if are_owned else None)
+        return variable.strategy is (self._strategy if are_owned else None)
 
-    def _check_own(self, var: Any, method: str, ordinary: bool = True) -> None:
-        _check_variable(var, method)
+    def _check_own(self, given: object, method: str, ordinary: bool = True) -> None:
+        var = _checked_variable(given, method)
         if self.variable_created_in_scope(var) or (ordinary and var.strategy is None):
             return
         whose = "no strategy" if var.strategy is None else repr(var.strategy)
@@ -300,16 +315,17 @@ class StrategyExtended:
         )
 
 
-def _check_variable(var: Any, method: str) -> None:
+def _checked_variable(var: object, method: str) -> Variable:
     if not isinstance(var, Variable):
         raise TypeError(
             f"`extended.{method}` was given {var!r}, a {type(var).__name__}; a "
             "jaxstrategy.Variable was wanted."
         )
+    return var
 
 
-def _check_same(args: Any, kwargs: Any) -> None:
-    leaves = jax.tree.leaves((args, kwargs), is_leaf=_per_replica.is_whole)
+def _check_same(arguments: PyTree) -> None:
+    leaves = jax.tree.leaves(arguments, is_leaf=_per_replica.is_whole)
     if any(isinstance(leaf, PerReplica) for leaf in leaves):
         raise ValueError(
             "`extended.update` was given a PerReplica: each copy of the variable would "
@@ -318,7 +334,7 @@ def _check_same(args: Any, kwargs: Any) -> None:
         )
 
 
-def _at(var: Variable, arguments: Any) -> Any:
+def _at(var: Variable, arguments: PyTree) -> PyTree:
     """`arguments` with the arrays that lie elsewhere than `var` copied to its devices.
 
     JAX does not compute with arrays of different devices.
@@ -326,7 +342,7 @@ def _at(var: Variable, arguments: Any) -> Any:
     if var.strategy is None:
         return arguments
 
-    def moved(leaf: Any) -> Any:
+    def moved(leaf: Leaf) -> Leaf:
         if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer):
             return _mesh.put_same(leaf, var.replicas.sharding(SAME))
         return leaf
@@ -337,48 +353,3 @@ def _at(var: Variable, arguments: Any) -> Any:
         arguments,
         is_leaf=lambda node: _per_replica.is_whole(node) or is_changed_in_place(node),
     )
-
-
-def _checked_pairs(pairs: Any) -> list[tuple[PyTree, Destinations]]:
-    if isinstance(pairs, (list, tuple)) and all(
-        isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in pairs
-    ):
-        return [tuple(pair) for pair in pairs]
-    raise ValueError(
-        "Each element of `value_destination_pairs` should be a tuple of a value and "
-        f"its destinations, got {pairs!r}."
-    )
-
-
-def _sharding(destinations: Destinations) -> jax.sharding.Sharding | None:
-    """Where a result goes; None for where it is, on all replicas."""
-    if isinstance(destinations, (str, Device)):
-        return jax.sharding.SingleDeviceSharding(_devices.find(destinations))
-    if isinstance(destinations, (list, tuple)):
-        if not destinations:
-            raise ValueError(
-                "`destinations` is empty. Name a device, several, or give a value "
-                "whose devices are meant."
-            )
-        return _mesh.replicated(_mesh.mesh_of(_devices.choose(destinations)))
-    if isinstance(destinations, Variable):
-        if _access.tracing() is not None:
-            return None
-        return destinations.replicas.sharding(SAME)
-    whole = not isinstance(destinations, PerReplica)
-    value = destinations if whole else _per_replica.contents(destinations)
-    if isinstance(value, Tracer):
-        return None
-    if isinstance(value, jax.Array):
-        return value.sharding if whole else _mesh.replicated_like(value.sharding)
-    raise TypeError(
-        f"`destinations` was {destinations!r}; a device, a device name, a list of "
-        "them, a variable, a PerReplica or an array was wanted."
-    )
-
-
-def _placed(result: PyTree, sharding: jax.sharding.Sharding | None) -> PyTree:
-    traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(result))
-    if sharding is None or traced:
-        return result
-    return jax.tree.map(lambda leaf: _mesh.put(leaf, sharding), result)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import Mesh
+from jax.tree_util import KeyPath
 
 from jaxstrategy._errors import OutOfSyncError, PlacementError, TracedValueError
 from jaxstrategy.reductions._fingerprint import groups
@@ -17,17 +16,19 @@ from jaxstrategy.replicas import (
     _devices,
     _mesh,
 )
+from jaxstrategy.replicas._replicas import SAME, Replicas
 from jaxstrategy.values import _per_replica
 from jaxstrategy.values._per_replica import (
     PerReplica,
     PyTree,
 )
+from jaxstrategy.values._types import Leaf
 
 
 def assert_in_sync(
     tree: PyTree,
     name: str,
-    mesh: Mesh,
+    replicas: Replicas,
     fingerprints: Callable[[PyTree], jax.Array],
 ) -> None:
     """Nothing if all replicas hold the same bits of `tree`, else an error.
@@ -35,7 +36,7 @@ def assert_in_sync(
     Args:
       tree: a pytree.
       name: how the error calls it.
-      mesh: where the replicas are.
+      replicas: those that should agree.
       fingerprints: computes those of a tree's arrays, `[replicas, arrays, 2]`.
 
     Raises:
@@ -43,8 +44,8 @@ def assert_in_sync(
       PlacementError: an array lies on several devices, but not whole on each of ours.
       TracedValueError: the values are not known yet.
     """
-    compared = _compared(tree, mesh, name)
-    if mesh.size == 1 or not jax.tree.leaves(compared):
+    compared = _compared(tree, replicas, name)
+    if replicas.count == 1 or not jax.tree.leaves(compared):
         return
     traced = fingerprints(compared)
     if isinstance(traced, Tracer):  # the arrays are constants of a traced function
@@ -54,16 +55,16 @@ def assert_in_sync(
         raise OutOfSyncError(_differing(compared, prints, name))
 
 
-def _compared(tree: PyTree, mesh: Mesh, name: str) -> PyTree:
+def _compared(tree: PyTree, replicas: Replicas, name: str) -> PyTree:
     """`tree` with None for each leaf that the replicas have no copies or versions of.
 
     Raises:
       TracedValueError: a leaf is being traced.
       PlacementError: an array lies on several devices, but not whole on each of ours.
     """
-    wanted = _mesh.replicated(mesh)
+    wanted = replicas.sharding(SAME)
 
-    def keep(path: Any, leaf: Any) -> Any:
+    def keep(path: KeyPath, leaf: Leaf) -> Leaf:
         content = _per_replica.contents(leaf) if isinstance(leaf, PerReplica) else leaf
         if isinstance(content, Tracer):
             raise _not_known(f"{name}{jax.tree_util.keystr(path)}")
@@ -77,7 +78,7 @@ def _compared(tree: PyTree, mesh: Mesh, name: str) -> PyTree:
             raise PlacementError(
                 f"`{name}{jax.tree_util.keystr(path)}` lies on several devices, as "
                 f"{leaf.sharding}, but not whole on each of this strategy's, "
-                f"{_devices.names(_mesh.devices_of(mesh))}: there are no copies to "
+                f"{_devices.names(replicas.devices)}: there are no copies to "
                 "compare. Use the strategy it belongs to; if entry i belongs to "
                 "replica i, pass `PerReplica(array)`."
             )

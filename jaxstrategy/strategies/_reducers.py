@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +17,7 @@ from jaxstrategy.replicas import _mesh
 from jaxstrategy.text._whole_numbers import several_whole, whole
 from jaxstrategy.values._per_replica import PyTree
 from jaxstrategy.values._slices import is_slices
+from jaxstrategy.values._types import Leaf
 
 
 def dimensions(axis: int | Sequence[int] | None) -> tuple[int, ...] | None:
@@ -90,7 +90,7 @@ def _reducer(
     op: ReduceOp,
     axis: tuple[int, ...] | None,
     is_weighted: bool,
-    reduce_leaves: Callable[[ReduceOp, list[Any]], list[Any]],
+    reduce_leaves: Callable[[ReduceOp, list[Leaf]], list[Leaf]],
 ) -> Callable[[PyTree], PyTree]:
     """Reduces a replica's tree over `axis`, and then over all replicas.
 
@@ -100,8 +100,8 @@ def _reducer(
     def reduce(tree: PyTree) -> PyTree:
         tree, weights = tree if is_weighted else (tree, None)
         leaves, treedef = jax.tree.flatten(tree, is_leaf=is_slices)
-        plain: dict[int, Any] = {}
-        weighted: dict[int, Any] = {}
+        plain: dict[int, Leaf] = {}
+        weighted: dict[int, tuple[jax.Array, jax.Array]] = {}
         for i, leaf in enumerate(leaves):
             own = _weights(leaf, weights, op, axis)
             if own is not None:
@@ -120,8 +120,8 @@ def _reducer(
 
 
 def _weights(
-    leaf: Any, weights: Any, op: ReduceOp, axis: tuple[int, ...] | None
-) -> Any:
+    leaf: Leaf, weights: Leaf, op: ReduceOp, axis: tuple[int, ...] | None
+) -> jax.Array | None:
     """What `leaf` is weighted with, None for nothing.
 
     Rows of a batch that are not real weigh nothing where rows are reduced.
@@ -161,7 +161,7 @@ def _of_real_rows(weights: jax.Array, mask: jax.Array) -> jax.Array:
 
 
 def _sums(
-    leaf: Any, weights: Any, axis: tuple[int, ...] | None
+    leaf: Leaf, weights: jax.Array, axis: tuple[int, ...] | None
 ) -> tuple[jax.Array, jax.Array]:
     """The weighted sum, and that of the weights."""
     leaf = _mesh.array_of(leaf)
@@ -179,7 +179,7 @@ def _sums(
 
 
 def _gatherer(
-    axis: int, gathered: Callable[[Any, int], jax.Array], in_step: bool
+    axis: int, gathered: Callable[[Leaf, int], jax.Array], in_step: bool
 ) -> Callable[[PyTree], PyTree]:
     """Joins all replicas' trees along `axis`.
 

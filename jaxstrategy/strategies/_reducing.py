@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from jaxstrategy._options import (
     CommunicationOptions,
@@ -24,7 +23,7 @@ class ReducesValues(ComposedStrategy):
         value: PyTree,
         axis: int | Sequence[int] | None = None,
         *,
-        weights: Any = None,
+        weights: PyTree | None = None,
         options: CommunicationOptions | None = None,
     ) -> PyTree:
         """One value from all replicas' versions, leaf by leaf.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from jaxstrategy._options import RunOptions
@@ -15,6 +15,8 @@ from jaxstrategy.strategies._calls import (
     needs_arguments,
 )
 from jaxstrategy.strategies._composition import ComposedStrategy
+from jaxstrategy.values._per_replica import PyTree
+from jaxstrategy.values._types import Function
 
 NOT_GIVEN: Any = object()
 """The default of arguments that may be anything."""
@@ -25,9 +27,9 @@ class RunsSteps(ComposedStrategy):
 
     def run(
         self,
-        fn: Callable[..., Any] = NOT_GIVEN,
-        args: Sequence[Any] = NOT_GIVEN,
-        kwargs: dict[str, Any] | None = None,
+        fn: Function = NOT_GIVEN,
+        args: Sequence[PyTree] = NOT_GIVEN,
+        kwargs: dict[str, PyTree] | None = None,
         options: RunOptions | None = None,
     ) -> Any:
         """Runs `fn(*args, **kwargs)` on every replica, as one compiled program.
@@ -92,10 +94,10 @@ class RunsSteps(ComposedStrategy):
 
     def step(
         self,
-        fn: Callable[..., Any] = NOT_GIVEN,
+        fn: Function = NOT_GIVEN,
         *,
         options: RunOptions | None = None,
-    ) -> Callable[..., Any]:
+    ) -> Function:
         """Makes a step that runs on all replicas whenever it is called.
 
         What `run` does as a decorator, whatever arguments the function takes: `run`
@@ -132,10 +134,10 @@ class RunsSteps(ComposedStrategy):
 
     def several(
         self,
-        step: Callable[..., Any] = NOT_GIVEN,
+        step: Function = NOT_GIVEN,
         *,
         options: RunOptions | None = None,
-    ) -> Callable[..., Any]:
+    ) -> Function:
         """A step that is made several times in one call, with a batch for each time.
 
         One program goes through the batches, so that the host has little to do: for
@@ -195,7 +197,5 @@ class RunsSteps(ComposedStrategy):
             step, options = step.function, options or step.options
         return self._decorate(several(step), options=options)
 
-    def _decorate(
-        self, fn: Callable[..., Any], *, options: RunOptions | None = None
-    ) -> Step:
+    def _decorate(self, fn: Function, *, options: RunOptions | None = None) -> Step:
         return Step(fn, self._executor, repr(self), options)

@@ -5,16 +5,12 @@ Those of jaxprs are JAX's own, under the names that the field has for them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, TypeAlias
 
 from jax.extend import core
 
-Leaf: TypeAlias = Any
-"""A leaf of a pytree: an array, a number, or whatever else a user puts there."""
-
-Function: TypeAlias = Callable[..., Any]
-"""A function of the user's, of whose arguments and results nothing is known."""
+from jaxstrategy.values._types import Function as Function
+from jaxstrategy.values._types import Leaf as Leaf
 
 Equation: TypeAlias = core.JaxprEqn
 """One operation of a jaxpr."""
