@@ -83,9 +83,9 @@ class RunOptions:
         `NonFiniteError`, which names the replicas, the line, and the argument if it
         came in. 'nan' looks for NaN only. What the step writes down or captures as
         infinite is meant, as in a mask. Each call then waits for the devices, and takes
-        several times as long; the results of a step that raises are lost, variables
-        and objects hold what they held before it. Without the option nothing is looked
-        at.
+        several times as long, and donates nothing: the results of a step that raises
+        are lost, arguments, variables and objects are what they were before it. Without
+        the option nothing is looked at.
 
     Raises:
       TypeError: `donate_argnums` are no whole numbers, or `expect_mirrored` has

@@ -211,6 +211,20 @@ def test_what_is_added_up_in_a_variable_is_looked_at_in_the_end(two):
     assert error.replicas == (1,) and "an Inf on replica 1 of 2" in str(error)
 
 
+def test_donated_arguments_are_what_they_were_before(two):
+    options = js.RunOptions(donate_argnums=0, check_finite=True)
+
+    @two.run(options=options)
+    def step(state, x):
+        return state + replica().all_reduce("sum", jnp.log(x))
+
+    state = two.mirror(np.float32([5, 7]))
+    with pytest.raises(js.NonFiniteError):
+        step(state, numbers(two, 1, -1))
+    np.testing.assert_array_equal(state, [5, 7])
+    np.testing.assert_array_equal(step(state, numbers(two, 1, 1)), [5, 7])
+
+
 @pytest.mark.parametrize("where", ["arrays", "references", "central storage"])
 def test_variables_hold_what_they_held_before(two, where):
     strategy = two

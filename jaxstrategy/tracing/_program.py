@@ -137,9 +137,10 @@ class Program:
         """Forgets what was compiled; JAX compiles anew when it is called."""
         carried = self._variables.carried
         shardings: Any = (*self._placement.shardings, *carried.shardings)
-        # A call that is refused afterwards leaves variables what they held before it.
-        taken = () if overridden(self._stages, "check") else carried.lent
-        lent = (len(self._step.roles) + i for i in taken)
+        lent = (len(self._step.roles) + i for i in carried.lent)
+        # A call that is refused afterwards leaves arguments and variables as they were.
+        is_refused_late = bool(overridden(self._stages, "check"))
+        taken = () if is_refused_late else (*sorted(self._donated), *lent)
         # JAX has no rule for references inside a jitted function with shardings inside
         # another jitted function (0.10 and 0.12). So each call checks its arguments.
         options = {} if self._variables.by_reference else {"in_shardings": shardings}
@@ -148,7 +149,7 @@ class Program:
             self._handover,
             carried,
             self._stages,
-            donate_argnums=(*sorted(self._donated), *lent),
+            donate_argnums=taken,
             **options,
         )
         self._use(compiled)
