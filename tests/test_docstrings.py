@@ -157,6 +157,12 @@ def test_the_first_line_is_a_sentence_or_names_what_there_is():
     )
 
 
+def test_each_file_says_what_it_holds():
+    files = sorted(PACKAGE.rglob("*.py"))
+    said = {path: ast.get_docstring(ast.parse(path.read_text())) for path in files}
+    told(str(path) for path, text in said.items() if not text)
+
+
 # What is raised.
 
 

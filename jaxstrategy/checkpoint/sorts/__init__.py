@@ -1,0 +1,1 @@
+"""Sorts of values in a checkpoint: how each is saved and restored, one a file."""

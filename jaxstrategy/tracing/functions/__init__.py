@@ -1,0 +1,1 @@
+"""Functions by what they refer to, so that those that do the same share programs."""
