@@ -5,17 +5,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import secrets
-import socket
 import threading
 from contextlib import AbstractContextManager
-from typing import Any, final
+from typing import final
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
 
 from jaxstrategy._errors import ClusterError
+from jaxstrategy.cluster import _startup
 from jaxstrategy.cluster.agreement._agreement import (
     AbstractAgreement,
     LoneAgreement,
@@ -23,25 +20,10 @@ from jaxstrategy.cluster.agreement._agreement import (
 )
 from jaxstrategy.cluster.agreement._operation import Shaped
 from jaxstrategy.cluster.agreement._operation_agreement import OperationAgreement
-from jaxstrategy.cluster.board._board import (
-    AbstractBoard,
-    LoneBoard,
-)
-from jaxstrategy.cluster.board._shared_board import Board
-from jaxstrategy.cluster.connections import _wire
-from jaxstrategy.cluster.connections._secret import Secret
-from jaxstrategy.cluster.liveness import (
-    _arrivals,
-    _ending,
-    _termination,
-)
-from jaxstrategy.cluster.liveness._ending import Ending
+from jaxstrategy.cluster.board._board import AbstractBoard
+from jaxstrategy.cluster.liveness import _arrivals
 from jaxstrategy.cluster.liveness._watchdog import Watchdog
-from jaxstrategy.cluster.meeting import _rendezvous
 from jaxstrategy.cluster.resolvers._cluster_resolver import Process
-
-_SHUTDOWN_SECONDS = 30  # of JAX's own barrier, where all come at the same time
-_AGREED_BYTES = 512
 
 
 @final
@@ -50,16 +32,22 @@ class Processes:
     """The processes of this job, as this one sees them.
 
     Attributes:
-      index: this process's id, from 0; what `jax.process_index()` says.
-      count: how many there are.
       board: what they know of each other.
       watchdog: to be told of each step.
     """
 
-    index: int
-    count: int
     board: AbstractBoard
     watchdog: Watchdog
+
+    @property
+    def index(self) -> int:
+        """The id of this process, from 0; what `jax.process_index()` says."""
+        return self.board.index
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return len(self.board.members)
 
     def agreement(self, topic: str) -> AbstractAgreement:
         """Agreement about a topic, which all processes must name alike."""
@@ -123,15 +111,18 @@ def start(
     with _starting:
         if _started is None:
             if jax.distributed.is_initialized():
-                _started = _adopted(timeout_seconds, start_seconds)
+                part = _startup.adopted(timeout_seconds, start_seconds)
+            elif (known := _known(process)).count == 1:
+                part = _startup.alone(timeout_seconds)
             else:
-                _started = _met_by(
-                    _known(process),
+                part = _startup.met(
+                    known,
                     timeout_seconds,
                     start_seconds,
                     bind_address,
                     local_device_ids,
                 )
+            _started = Processes(*part)
         _check_same(_started, process)
         return _started
 
@@ -196,104 +187,3 @@ def _check_same(started: Processes, process: Process | None) -> None:
             f"This process is {own[0]} of {own[1]} already and cannot become "
             f"{process.index} of {process.count}. A process takes part in one job."
         )
-
-
-def _alone(timeout_seconds: float) -> Processes:
-    board = LoneBoard()
-    return Processes(0, 1, board, Watchdog(board, timeout_seconds))
-
-
-def _met_by(
-    process: Process,
-    timeout_seconds: float,
-    start_seconds: float,
-    bind_address: str | None,
-    local_device_ids: Any,
-) -> Processes:
-    index, count, coordinator = process.index, process.count, process.coordinator
-    if count == 1:
-        return _alone(timeout_seconds)
-    meeting = _rendezvous.meet(
-        index, count, coordinator, start_seconds, bind_address=bind_address
-    )
-    board = Board(meeting, timeout_seconds)
-    processes = Processes(index, count, board, Watchdog(board, timeout_seconds))
-    ending = Ending(board, processes.watchdog)
-    _termination.keep()
-    try:
-        jax.distributed.initialize(
-            coordinator,
-            count,
-            index,
-            local_device_ids=local_device_ids,
-            coordinator_bind_address=_bound(coordinator, bind_address),
-            initialization_timeout=max(1, int(start_seconds)),
-            # A backstop only: the board is faster, and our report says more.
-            heartbeat_timeout_seconds=int(min(timeout_seconds, 1e6)) + 30,
-            shutdown_timeout_seconds=_SHUTDOWN_SECONDS,
-        )
-    except Exception as error:
-        board.fail(_ending.described(error))
-        ending.is_over = True
-        raise ClusterError(
-            f"Process {index} of {count} met the others, but JAX could not start its "
-            f"distributed runtime: {error}"
-        ) from error
-    ending.install()
-    processes.watchdog.start()
-    return processes
-
-
-def _bound(coordinator: str, bind_address: str | None) -> str:
-    host, port = _wire.endpoint(coordinator)
-    return _wire.address_of(bind_address or host, port)
-
-
-def _adopted(timeout_seconds: float, start_seconds: float) -> Processes:
-    """The processes of a `jax.distributed` that is initialised already."""
-    index, count = jax.process_index(), jax.process_count()
-    if count == 1:
-        return _alone(timeout_seconds)
-    _termination.take_back()
-    address, given = _agreed(index)
-    secret = Secret.of_environment() or given
-    meeting = _rendezvous.meet(index, count, address, start_seconds, secret=secret)
-    board = Board(meeting, timeout_seconds)
-    processes = Processes(index, count, board, Watchdog(board, timeout_seconds))
-    Ending(board, processes.watchdog).install()
-    processes.watchdog.start()
-    return processes
-
-
-def _agreed(index: int) -> tuple[str, Secret]:
-    """A free port of process 0 and a new secret, told to all.
-
-    On the loopback if all are on one host. The secret is safe from who cannot listen to
-    JAX's own messages.
-    """
-    own = np.frombuffer(socket.gethostname().encode()[:64].ljust(64), np.uint8)
-    hosts = np.asarray(multihost_utils.process_allgather(own))
-    text = b""
-    if index == 0:
-        is_one_host = bool((hosts == hosts[:1]).all())
-        address = _free_address("127.0.0.1" if is_one_host else _own_address())
-        text = f"{address} {secrets.token_hex(32)}".encode()
-    padded = np.frombuffer(text.ljust(_AGREED_BYTES), np.uint8)
-    agreed = np.asarray(multihost_utils.broadcast_one_to_all(padded))
-    address, secret = agreed.astype(np.uint8).tobytes().decode().split()
-    return address, Secret(secret)
-
-
-def _free_address(host: str) -> str:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as reserved:
-        reserved.bind((host, 0))
-        return _wire.address_of(host, reserved.getsockname()[1])
-
-
-def _own_address() -> str:
-    """The address under which other hosts most likely know this one."""
-    found = socket.getaddrinfo(
-        socket.gethostname(), None, type=socket.SOCK_STREAM, flags=socket.AI_ADDRCONFIG
-    )
-    return str(found[0][4][0])
