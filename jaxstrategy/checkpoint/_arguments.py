@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from collections.abc import Mapping
 
 import jax
 
@@ -24,7 +24,7 @@ def check_host(method: str) -> None:
         )
 
 
-def checked_step(step: Any) -> int:
+def checked_step(step: object) -> int:
     """`step` as a number of Python."""
     number = whole(step)
     if number is None or not 0 <= number < _STEPS:
@@ -34,7 +34,7 @@ def checked_step(step: Any) -> int:
     return number
 
 
-def checked_metrics(metrics: Any) -> dict[str, float]:
+def checked_metrics(metrics: Mapping[str, float] | None) -> dict[str, float]:
     """Numbers by name."""
     try:
         return {str(name): float(value) for name, value in dict(metrics or {}).items()}
@@ -45,7 +45,7 @@ def checked_metrics(metrics: Any) -> dict[str, float]:
         ) from None
 
 
-def check_json(extra: Any) -> None:
+def check_json(extra: object) -> None:
     """Raise unless JSON can say it."""
     try:
         json.dumps(extra)
@@ -56,7 +56,7 @@ def check_json(extra: Any) -> None:
         ) from error
 
 
-def is_function(init: Any) -> bool:
+def is_function(init: object) -> bool:
     """Whether it makes a state; a model can be both callable and a state."""
     if not callable(init):
         return False

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, final
+from typing import TypeVar, final
 
 from jaxstrategy.checkpoint import _operations, _retention
 from jaxstrategy.checkpoint._checkpoint_errors import CheckpointError
 from jaxstrategy.checkpoint._folder import Folder
 from jaxstrategy.checkpoint._record import Damage, Record
 from jaxstrategy.checkpoint._retention import Best
+
+_T = TypeVar("_T")
 
 
 @final
@@ -64,7 +66,7 @@ class Catalogue:
             )
         return self._of_first("find the best checkpoint", self._best_of(self.good()))
 
-    def _of_first(self, doing: str, found: Any) -> Any:
+    def _of_first(self, doing: str, found: _T) -> _T:
         """What the first process has found."""
         return _operations.agree(self.what(doing), found)[0]
 

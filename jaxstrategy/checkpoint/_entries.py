@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, TypeAlias, final
+from typing import Any, TypeAlias, cast, final
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ Entry = dict[str, Any]
 
 Array: TypeAlias = jax.Array | np.ndarray
 """On devices, or of the host."""
+AnyArray: TypeAlias = jax.Array | np.ndarray | np.generic
 
 
 @final
@@ -33,11 +34,11 @@ class Reading:
     """
 
     shape: tuple[int, ...]
-    dtype: Any
+    dtype: np.dtype
     sharding: Sharding | None = None
 
 
-def is_array(dtype: str, shape: Sequence[object], more: dict[str, Any]) -> bool:
+def is_array(dtype: str, shape: Sequence[object], more: Entry) -> bool:
     """Whether `array_entry` can have said this."""
     if not all(type(size) is int and size >= 0 for size in shape):
         return False
@@ -52,17 +53,18 @@ def is_array(dtype: str, shape: Sequence[object], more: dict[str, Any]) -> bool:
     return not more
 
 
-def array_entry(value: Any, kind: str = "array") -> tuple[Entry, Any]:
+def array_entry(value: AnyArray, kind: str = "array") -> tuple[Entry, Array | None]:
     """An array, or a struct like one, and what is written of it."""
     entry = {"kind": kind, "dtype": str(value.dtype), "shape": list(value.shape)}
     if is_key(value.dtype):
-        entry["impl"] = str(jax.random.key_impl(value))
-        value = jax.random.key_data(value)
+        keys = cast(jax.Array, value)  # NumPy has none
+        entry["impl"] = str(jax.random.key_impl(keys))
+        value = jax.random.key_data(keys)
         entry["words"] = list(value.shape[len(entry["shape"]) :])
     return entry, None if value.size == 0 else _writable(value)
 
 
-def _writable(value: Any) -> Any:
+def _writable(value: AnyArray) -> Array:
     """As Orbax takes it: an array of all processes, or one of the host."""
     if isinstance(value, jax.Array):
         is_own = jax.process_count() > 1 and value.is_fully_addressable
@@ -82,18 +84,18 @@ def array_reading(entry: Entry, sharding: Sharding | None) -> Reading | None:
     return Reading(shape, jnp.dtype(dtype), sharding)
 
 
-def array_of(entry: Entry, array: Any) -> Any:
+def array_of(entry: Entry, array: Array | None) -> Array:
     """The array, or none at all, as it was before it was written."""
     if array is None:
         shape = (*entry["shape"], *entry.get("words", ()))
         dtype = "uint32" if "impl" in entry else entry["dtype"]
         array = np.zeros(shape, jnp.dtype(dtype))
     if "impl" in entry:
-        array = jax.random.wrap_key_data(array, impl=entry["impl"])
+        array = jax.random.wrap_key_data(jnp.asarray(array), impl=entry["impl"])
     return array
 
 
-def check_alive(value: Any, name: str) -> None:
+def check_alive(value: object, name: str) -> None:
     """Raise `DonatedValueError` if `value` is no more."""
     if isinstance(value, jax.Array) and value.is_deleted():
         raise DonatedValueError(

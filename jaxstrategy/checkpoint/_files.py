@@ -10,11 +10,14 @@ import shutil
 import stat
 import time
 from collections.abc import Callable, Hashable
-from typing import Any, TypeVar, final
+from typing import TYPE_CHECKING, TypeAlias, TypeVar, final
 
-# An `etils.epath.Path`, which comes with Orbax, or its text: to put together a thousand
-# paths takes longer than to ask the disk for them.
-Path = Any
+if TYPE_CHECKING:
+    from etils import epath  # which comes with Orbax
+
+Path: TypeAlias = "epath.Path"
+# A thousand paths take longer to put together than to ask the disk for, texts do not.
+PathOrText: TypeAlias = "epath.Path | str"
 
 _T = TypeVar("_T")
 
@@ -23,31 +26,31 @@ class AbstractFiles(abc.ABC):
     """Operations on files and folders; all may raise `OSError`."""
 
     @abc.abstractmethod
-    def names(self, folder: Path) -> list[str]:
+    def names(self, folder: PathOrText) -> list[str]:
         """What is in a folder; nothing if it is none."""
 
     @abc.abstractmethod
-    def make(self, folder: Path) -> None:
+    def make(self, folder: PathOrText) -> None:
         """Make a folder, and those above it; it may exist."""
 
     @abc.abstractmethod
-    def rename(self, old: Path, new: Path) -> None:
+    def rename(self, old: PathOrText, new: PathOrText) -> None:
         """Give a folder another name, under which nothing is yet."""
 
     @abc.abstractmethod
-    def remove(self, path: Path) -> None:
+    def remove(self, path: PathOrText) -> None:
         """Delete it with all that is in it; of a link, the link. It may be gone."""
 
     @abc.abstractmethod
-    def size(self, path: Path) -> int:
+    def size(self, path: PathOrText) -> int:
         """How many bytes a file has."""
 
     @abc.abstractmethod
-    def text(self, path: Path) -> str:
+    def text(self, path: PathOrText) -> str:
         """What is in a file."""
 
     @abc.abstractmethod
-    def version(self, path: Path) -> Hashable:
+    def version(self, path: PathOrText) -> Hashable:
         """Another value when the file or folder is another one, or was changed."""
 
 
@@ -55,25 +58,25 @@ class AbstractFiles(abc.ABC):
 class LocalFiles(AbstractFiles):
     """Those of the operating system, network file systems included."""
 
-    def names(self, folder: Path) -> list[str]:
+    def names(self, folder: PathOrText) -> list[str]:
         """What is in a folder; nothing if it is none."""
         try:
             return os.listdir(folder)
         except (FileNotFoundError, NotADirectoryError):
             return []
 
-    def make(self, folder: Path) -> None:
+    def make(self, folder: PathOrText) -> None:
         """Make a folder, and those above it; it may exist."""
         pathlib.Path(folder).mkdir(parents=True, exist_ok=True)
 
-    def rename(self, old: Path, new: Path) -> None:
+    def rename(self, old: PathOrText, new: PathOrText) -> None:
         """Give a folder another name, under which nothing is yet."""
         # POSIX puts a folder in the place of an empty one, without a word.
         if os.path.lexists(new):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(new))
         os.rename(old, new)
 
-    def remove(self, path: Path) -> None:
+    def remove(self, path: PathOrText) -> None:
         """Delete it with all that is in it; of a link, the link. It may be gone."""
         try:
             is_folder = stat.S_ISDIR(os.lstat(path).st_mode)
@@ -82,11 +85,11 @@ class LocalFiles(AbstractFiles):
             if os.path.lexists(path):  # a file in it was gone; the rest is there
                 raise
 
-    def size(self, path: Path) -> int:
+    def size(self, path: PathOrText) -> int:
         """How many bytes a file has."""
         return _regular(os.stat(path), path).st_size
 
-    def text(self, path: Path) -> str:
+    def text(self, path: PathOrText) -> str:
         """What is in a file."""
         # To open a pipe otherwise would wait for its other end.
         file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
@@ -99,7 +102,7 @@ class LocalFiles(AbstractFiles):
         finally:
             os.close(file)
 
-    def version(self, path: Path) -> Hashable:
+    def version(self, path: PathOrText) -> Hashable:
         """Another value when the file or folder is another one, or was changed."""
         try:
             found = os.stat(path)
@@ -108,7 +111,7 @@ class LocalFiles(AbstractFiles):
         return found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size
 
 
-def _regular(found: os.stat_result, path: Path) -> os.stat_result:
+def _regular(found: os.stat_result, path: PathOrText) -> os.stat_result:
     if stat.S_ISDIR(found.st_mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if not stat.S_ISREG(found.st_mode):
@@ -124,44 +127,44 @@ class CloudFiles(AbstractFiles):
       path_of: makes an `etils.epath.Path` of its text.
     """
 
-    def __init__(self, path_of: Callable[[str], Any]) -> None:
+    def __init__(self, path_of: Callable[[str], Path]) -> None:
         self._path_of = path_of
 
-    def names(self, folder: Path) -> list[str]:
+    def names(self, folder: PathOrText) -> list[str]:
         """What is in a folder; nothing if it is none."""
         try:
             return [path.name for path in self._of(folder).iterdir()]
         except (FileNotFoundError, NotADirectoryError):
             return []
 
-    def make(self, folder: Path) -> None:
+    def make(self, folder: PathOrText) -> None:
         """Make a folder, and those above it; it may exist."""
         self._of(folder).mkdir(parents=True, exist_ok=True)
 
-    def rename(self, old: Path, new: Path) -> None:
+    def rename(self, old: PathOrText, new: PathOrText) -> None:
         """Give a folder another name, under which nothing is yet."""
         self._of(old).rename(self._of(new))
 
-    def remove(self, path: Path) -> None:
+    def remove(self, path: PathOrText) -> None:
         """Delete it with all that is in it. It may be gone."""
         found = self._of(path)
         if found.exists():
             found.rmtree() if found.is_dir() else found.unlink()
 
-    def size(self, path: Path) -> int:
+    def size(self, path: PathOrText) -> int:
         """How many bytes a file has."""
         return self._of(path).stat().length
 
-    def text(self, path: Path) -> str:
+    def text(self, path: PathOrText) -> str:
         """What is in a file."""
         return self._of(path).read_text()
 
-    def version(self, path: Path) -> Hashable:
+    def version(self, path: PathOrText) -> Hashable:
         """Another value when the file or folder is another one, or was changed."""
         found = self._of(path).stat()
         return found.length, found.mtime
 
-    def _of(self, path: Path) -> Any:
+    def _of(self, path: PathOrText) -> Path:
         return self._path_of(os.fspath(path))
 
 
@@ -193,15 +196,15 @@ class PatientFiles(AbstractFiles):
         self._files = files
         self._pause = pause
 
-    def names(self, folder: Path) -> list[str]:
+    def names(self, folder: PathOrText) -> list[str]:
         """What is in a folder; nothing if it is none."""
         return self._again(lambda: self._files.names(folder))
 
-    def make(self, folder: Path) -> None:
+    def make(self, folder: PathOrText) -> None:
         """Make a folder, and those above it; it may exist."""
         self._again(lambda: self._files.make(folder))
 
-    def rename(self, old: Path, new: Path) -> None:
+    def rename(self, old: PathOrText, new: PathOrText) -> None:
         """Give a folder another name, under which nothing is yet."""
         before = self._again(lambda: self._files.version(old))
 
@@ -216,25 +219,25 @@ class PatientFiles(AbstractFiles):
 
         self._again(rename)
 
-    def _is(self, path: Path, version: Hashable) -> bool:
+    def _is(self, path: PathOrText, version: Hashable) -> bool:
         try:
             return self._files.version(path) == version
         except OSError:
             return False
 
-    def remove(self, path: Path) -> None:
+    def remove(self, path: PathOrText) -> None:
         """Delete it with all that is in it; of a link, the link. It may be gone."""
         self._again(lambda: self._files.remove(path))
 
-    def size(self, path: Path) -> int:
+    def size(self, path: PathOrText) -> int:
         """How many bytes a file has."""
         return self._again(lambda: self._files.size(path))
 
-    def text(self, path: Path) -> str:
+    def text(self, path: PathOrText) -> str:
         """What is in a file."""
         return self._again(lambda: self._files.text(path))
 
-    def version(self, path: Path) -> Hashable:
+    def version(self, path: PathOrText) -> Hashable:
         """Another value when the file or folder is another one, or was changed."""
         return self._again(lambda: self._files.version(path))
 

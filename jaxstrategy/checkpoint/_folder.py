@@ -7,10 +7,10 @@ import os
 import re
 import secrets
 from collections.abc import Hashable
-from typing import Any, final
+from typing import final
 
 from jaxstrategy.checkpoint import _files, _record
-from jaxstrategy.checkpoint._files import AbstractFiles
+from jaxstrategy.checkpoint._files import AbstractFiles, Path
 from jaxstrategy.checkpoint._record import Damage, Record
 
 # As `str` writes numbers: `007` and digits of other scripts are names like any other.
@@ -35,14 +35,14 @@ class Folder:
       files: does what is done on the disk.
     """
 
-    def __init__(self, path: Any, files: AbstractFiles | None = None) -> None:
+    def __init__(self, path: Path, files: AbstractFiles | None = None) -> None:
         self.path = path
         self.files = _files.files_of(path) if files is None else files
         self._base = os.fspath(path)
         self._known: set[int] = set()
         self._read: dict[int, tuple[Hashable, Record]] = {}
 
-    def of(self, step: int) -> Any:
+    def of(self, step: int) -> Path:
         """Where the checkpoint of `step` is."""
         return self.path / str(step)
 
@@ -167,7 +167,7 @@ class Folder:
         """Give what was written into the folder of that name its name in the end."""
         self.files.rename(self.path / name, self.final(name))
 
-    def final(self, name: str) -> Any:
+    def final(self, name: str) -> Path:
         """Where the checkpoint will be that is written into the folder of that name."""
         return self.path / name.partition(".")[0]
 

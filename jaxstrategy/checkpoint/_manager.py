@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import os
 from collections.abc import Callable, Mapping
-from typing import Any, Self, final
+from typing import Self, final
 
 from jaxstrategy.checkpoint import _arguments
 from jaxstrategy.checkpoint._catalogue import Catalogue
@@ -17,6 +17,7 @@ from jaxstrategy.checkpoint._retention import Best
 from jaxstrategy.checkpoint._saver import Saver
 from jaxstrategy.checkpoint._written_state import WrittenState
 from jaxstrategy.checkpoint.backends._installed import installed
+from jaxstrategy.cluster.connections._fields import Json
 from jaxstrategy.contexts import _context
 from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
 from jaxstrategy.replicas._replicas import Replicas
@@ -100,7 +101,7 @@ class CheckpointManager:
         step: int,
         state: PyTree,
         metrics: Mapping[str, float] | None = None,
-        extra: Any = None,
+        extra: Json = None,
         *,
         force: bool = False,
     ) -> bool:

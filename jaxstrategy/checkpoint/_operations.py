@@ -6,12 +6,12 @@ import contextlib
 import threading
 import zlib
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import jax
 
 from jaxstrategy._errors import ClusterError
 from jaxstrategy.cluster import _processes
+from jaxstrategy.cluster.connections._fields import Json
 
 _TICK_SECONDS = 0.5
 
@@ -24,7 +24,7 @@ def current() -> _processes.Processes | None:
     return None if jax.process_count() == 1 else _processes.start()
 
 
-def agree(what: str, said: object) -> list[Any]:
+def agree(what: str, said: Json) -> list[Json]:
     """What each process said, by process. All must call it, in the same order.
 
     Args:

@@ -16,11 +16,13 @@ import errno
 import json
 import zlib
 from collections.abc import Iterator
-from typing import Any, Self, final
+from typing import Self, final
 
 from jaxstrategy.checkpoint._checkpoint_errors import CheckpointError
-from jaxstrategy.checkpoint._files import AbstractFiles, Path
+from jaxstrategy.checkpoint._entries import Entry
+from jaxstrategy.checkpoint._files import AbstractFiles, Path, PathOrText
 from jaxstrategy.checkpoint.sorts import _sorts
+from jaxstrategy.cluster.connections._fields import Json, Message
 
 VERSION = 1
 FILE = "jaxstrategy.json"
@@ -74,9 +76,9 @@ class Record:
     """
 
     step: int
-    leaves: dict[str, dict[str, Any]]
+    leaves: dict[str, Entry]
     metrics: dict[str, float]
-    extra: Any
+    extra: Json
     files: dict[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
 
     def to_json(self) -> str:
@@ -118,11 +120,11 @@ class Record:
         return cls(**{**content, "files": files})
 
 
-def _checksum(content: dict[str, Any]) -> int:
+def _checksum(content: Message) -> int:
     return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
 
-def _wrong(content: dict[str, Any]) -> str | None:
+def _wrong(content: Message) -> str | None:
     """What of it no record has, though its checksum is right; None if all is well."""
     fields = {field.name for field in dataclasses.fields(Record)}
     if set(content) != fields:
@@ -165,7 +167,7 @@ def write(folder: Path, record: Record) -> None:
     (folder / FILE).write_text(whole.to_json())
 
 
-def read(disk: AbstractFiles, folder: Path) -> Record:
+def read(disk: AbstractFiles, folder: PathOrText) -> Record:
     """The record of a checkpoint all of whose files are there in their sizes.
 
     Raises:
@@ -187,7 +189,7 @@ def read(disk: AbstractFiles, folder: Path) -> Record:
     return record
 
 
-def check_sizes(disk: AbstractFiles, folder: Path, record: Record) -> None:
+def check_sizes(disk: AbstractFiles, folder: PathOrText, record: Record) -> None:
     """Look whether all files of a record are there in their sizes.
 
     Raises:

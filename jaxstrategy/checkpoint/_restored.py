@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, final
+from typing import final
+
+from jaxstrategy.cluster.connections._fields import Json
 
 
 @final
@@ -31,7 +33,7 @@ class Restored:
 
     step: int
     metrics: dict[str, float]
-    extra: Any
+    extra: Json
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
     damaged: dict[int, str] = dataclasses.field(default_factory=dict)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from typing import Any, final
+from typing import final
 
 from jaxstrategy.checkpoint import _arguments, _operations
 from jaxstrategy.checkpoint._catalogue import Catalogue
@@ -14,6 +14,7 @@ from jaxstrategy.checkpoint._record import Record
 from jaxstrategy.checkpoint._written_state import WrittenState
 from jaxstrategy.checkpoint.backends._backend import AbstractBackend
 from jaxstrategy.checkpoint.sorts._sorts import described
+from jaxstrategy.cluster.connections._fields import Json
 from jaxstrategy.values._per_replica import PyTree
 
 
@@ -50,7 +51,7 @@ class Saver:
         self.own: set[int] = set()
 
     def save(
-        self, step: int, state: PyTree, metrics: dict[str, float], extra: Any
+        self, step: int, state: PyTree, metrics: dict[str, float], extra: Json
     ) -> bool:
         """Write `state`; False if this training has saved or restored it before.
 

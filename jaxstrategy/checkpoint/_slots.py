@@ -25,8 +25,8 @@ class Slot:
     """
 
     name: str
-    value: Any
-    store: Callable[[Any], None] | None = None
+    value: object
+    store: Callable[[object], None] | None = None
 
 
 @final
@@ -59,7 +59,7 @@ class Slots:
                 )
             seen.add(slot.name)
 
-    def filled(self, values: Mapping[str, Any]) -> PyTree:
+    def filled(self, values: Mapping[str, object]) -> PyTree:
         """The state with other values.
 
         Objects are not changed by this.
@@ -78,14 +78,14 @@ def _is_whole(node: object) -> bool:
     return _per_replica.is_whole(node) or _per_replica.is_object(node)
 
 
-def _slots(name: str, leaf: Any) -> Iterator[Slot]:
+def _slots(name: str, leaf: object) -> Iterator[Slot]:
     if _per_replica.is_object(leaf):
         yield from _parts(name, leaf)
     else:
         yield Slot(name, leaf)
 
 
-def _parts(name: str, owner: Any) -> Iterator[Slot]:
+def _parts(name: str, owner: object) -> Iterator[Slot]:
     """What the variables of an object of Flax NNX hold; each variable once."""
     nnx = sys.modules["flax.nnx"]
     nodes = dict(nnx.iter_graph(owner))
@@ -105,8 +105,8 @@ def _parts(name: str, owner: Any) -> Iterator[Slot]:
             yield Slot(label, node, _setter(nodes[path[:-1]], path[-1]))
 
 
-def _setter(owner: Any, key: Any) -> Callable[[Any], None]:
-    def put(value: Any) -> None:
+def _setter(owner: Any, key: str | int) -> Callable[[object], None]:
+    def put(value: object) -> None:
         if isinstance(key, str):
             setattr(owner, key, value)
         else:
@@ -115,16 +115,16 @@ def _setter(owner: Any, key: Any) -> Callable[[Any], None]:
     return put
 
 
-def _name(path: tuple[Any, ...]) -> str:
+def _name(path: tuple[object, ...]) -> str:
     return "/".join(_escaped(_key(entry)) for entry in path) or "."
 
 
-def _key(entry: Any) -> Any:
+def _key(entry: object) -> object:
     for attribute in ("key", "idx", "name"):
         if hasattr(entry, attribute):
             return getattr(entry, attribute)
     return entry
 
 
-def _escaped(key: Any) -> str:
+def _escaped(key: object) -> str:
     return str(key).replace("~", "~0").replace("/", "~1")

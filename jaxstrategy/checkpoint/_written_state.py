@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, final
+from typing import final
 
 from jaxstrategy.checkpoint._checkpoint_errors import MismatchError
-from jaxstrategy.checkpoint._entries import Entry, Reading
+from jaxstrategy.checkpoint._entries import Array, Entry, Reading
 from jaxstrategy.checkpoint._slots import Slots
 from jaxstrategy.checkpoint.sorts._sorts import described, sort_of
 from jaxstrategy.replicas._replicas import Replicas
@@ -54,7 +54,7 @@ class WrittenState:
         """Of the values, in their order."""
         return tuple(self._sorts)
 
-    def saved(self) -> tuple[dict[str, Entry], dict[str, Any]]:
+    def saved(self) -> tuple[dict[str, Entry], dict[str, Array]]:
         """What the record says of each value, and the arrays to write."""
         saved = {name: sort.saved() for name, sort in self._sorts.items()}
         entries = {name: entry for name, (entry, _) in saved.items()}
@@ -95,7 +95,7 @@ class WrittenState:
         self,
         entries: Mapping[str, Entry],
         names: tuple[str, ...],
-        arrays: Mapping[str, Any],
+        arrays: Mapping[str, Array],
     ) -> PyTree:
         """The state with what was saved; objects, variables and iterators are changed.
 
@@ -108,7 +108,7 @@ class WrittenState:
         self._put_what_may_refuse(values)
         return self._with(values)
 
-    def _put_what_may_refuse(self, values: dict[str, Any]) -> None:
+    def _put_what_may_refuse(self, values: dict[str, object]) -> None:
         """Put all of these values, or none; in `values` objects take their place."""
         undo: list[Callable[[], object]] = []
         for sort in [self._sorts[name] for name in values]:
@@ -122,7 +122,7 @@ class WrittenState:
                     back()
                 raise
 
-    def _with(self, values: Mapping[str, Any]) -> PyTree:
+    def _with(self, values: Mapping[str, object]) -> PyTree:
         """The state with other values, in objects that change in place, too."""
         values = dict(values)
         for slot in self._slots.all:

@@ -18,12 +18,12 @@ from jaxstrategy.cluster.agreement._agreement import (
     LoneAgreement,
     ProcessAgreement,
 )
-from jaxstrategy.cluster.agreement._operation import Shaped
 from jaxstrategy.cluster.agreement._operation_agreement import OperationAgreement
 from jaxstrategy.cluster.board._board import AbstractBoard
 from jaxstrategy.cluster.liveness import _arrivals
 from jaxstrategy.cluster.liveness._watchdog import Watchdog
 from jaxstrategy.cluster.resolvers._cluster_resolver import Process
+from jaxstrategy.text._array_types import Shaped
 
 
 @final

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import socket
 import time
-from collections.abc import Mapping
-from typing import Any, Self, final
+from collections.abc import Mapping, Sequence
+from typing import Self, TypeVar, final
 
 from jaxstrategy._errors import ClusterError
 from jaxstrategy.cluster import _processes
@@ -14,10 +14,11 @@ from jaxstrategy.cluster.board._board import (
     AbstractBoard,
     ProcessState,
 )
-from jaxstrategy.cluster.resolvers._cluster_spec import ClusterSpec
+from jaxstrategy.cluster.resolvers._cluster_spec import ClusterSpec, GivenTasks
 from jaxstrategy.cluster.resolvers._simple import SimpleClusterResolver
 
 _POLL_SECONDS = 0.5
+_T = TypeVar("_T")
 
 
 @final
@@ -66,7 +67,7 @@ class Server:
 
     def __init__(
         self,
-        server_or_cluster_def: ServerDef | ClusterSpec | Mapping[str, Any],
+        server_or_cluster_def: ServerDef | ClusterSpec | Mapping[str, GivenTasks],
         job_name: str | None = None,
         task_index: int | None = None,
         protocol: str | None = None,
@@ -134,7 +135,7 @@ def _is_done(board: AbstractBoard, state: ProcessState) -> bool:
         return False
 
 
-def _only(known: Any, given: Any, name: str) -> Any:
+def _only(known: Sequence[_T], given: _T | None, name: str) -> _T:
     """`given`, or the only one there is.
 
     Raises:

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TypeVar, cast
 
 from jaxstrategy.checkpoint import _entries
 from jaxstrategy.checkpoint._entries import Array, Entry
 from jaxstrategy.checkpoint.sorts import _number_sort
 from jaxstrategy.checkpoint.sorts._sort import Sort
 from jaxstrategy.replicas._random_keys import is_key
-from jaxstrategy.text._array_types import array_type
+from jaxstrategy.text._array_types import Shaped, array_type
+
+_V = TypeVar("_V", bound=Shaped)
 
 
-class AbstractArraySort(Sort):
+class AbstractArraySort(Sort[_V]):
     """An array, of JAX or NumPy, or what is written as one."""
 
     kind = "array"
 
     @staticmethod
-    def is_entry(fields: dict[str, Any]) -> bool:
+    def is_entry(fields: Entry) -> bool:
         match fields:
             case {"dtype": str(dtype), "shape": list(shape), **more}:
                 return _entries.is_array(dtype, shape, more)
@@ -34,7 +36,7 @@ class AbstractArraySort(Sort):
 
     def saved(self) -> tuple[Entry, Array | None]:
         _entries.check_alive(self.value, self.name)
-        return _entries.array_entry(self.value)
+        return _entries.array_entry(cast(_entries.AnyArray, self.value))
 
     def difference(self, entry: Entry, told: str) -> str | None:
         if entry["kind"] == "number" and self.value.shape == ():

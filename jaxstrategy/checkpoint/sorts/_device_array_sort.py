@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, final
+from typing import final
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from jaxstrategy.values import _building
 
 
 @final
-class DeviceArraySort(AbstractArraySort):
+class DeviceArraySort(AbstractArraySort[jax.Array | jax.ShapeDtypeStruct]):
     """An array of JAX, or a `jax.ShapeDtypeStruct`."""
 
     @staticmethod
@@ -31,7 +31,7 @@ class DeviceArraySort(AbstractArraySort):
             return None
         return _entries.array_reading(entry, self._sharding)
 
-    def restored(self, entry: Entry, array: Array | None) -> Any:
+    def restored(self, entry: Entry, array: Array | None) -> object:
         if entry["kind"] == "number":
             array = np.asarray(_number_sort.number_of(entry), self.value.dtype)
         else:
@@ -42,7 +42,7 @@ class DeviceArraySort(AbstractArraySort):
             return jnp.asarray(array)
         return _mesh.put(array, self._sharding)
 
-    def placed(self) -> Any:
+    def placed(self) -> object:
         if isinstance(self.value, jax.Array) and self.replicas is not None:
             if self._sharding != self.value.sharding:
                 return _building.replicate(self.value, self.replicas)

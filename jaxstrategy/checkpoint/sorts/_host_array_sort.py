@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, final
+from typing import final
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from jaxstrategy.checkpoint.sorts._array_sort import AbstractArraySort
 
 
 @final
-class HostArraySort(AbstractArraySort):
+class HostArraySort(AbstractArraySort[np.ndarray | np.generic]):
     """An array of NumPy, or a scalar of it."""
 
     @staticmethod
@@ -33,7 +33,7 @@ class HostArraySort(AbstractArraySort):
             None if entry["kind"] == "number" else _entries.array_reading(entry, None)
         )
 
-    def restored(self, entry: Entry, array: Array | None) -> Any:
+    def restored(self, entry: Entry, array: Array | None) -> object:
         if entry["kind"] == "number":
             array = np.asarray(_number_sort.number_of(entry), self.value.dtype)
         array = np.asarray(_entries.array_of(entry, array))

@@ -14,7 +14,7 @@ from jaxstrategy.inputs._iterator import DistributedIterator
 
 
 @final
-class InputPositionSort(Sort):
+class InputPositionSort(Sort[DistributedIterator]):
     """The position of a pass over a dataset."""
 
     kind = "iterator"
@@ -25,7 +25,7 @@ class InputPositionSort(Sort):
         return isinstance(value, DistributedIterator)
 
     @staticmethod
-    def is_entry(fields: dict[str, Any]) -> bool:
+    def is_entry(fields: Entry) -> bool:
         match fields:
             case {"states": [_, *_], **more}:
                 return not more
@@ -62,7 +62,7 @@ class InputPositionSort(Sort):
     def reading(self, entry: Entry) -> Reading | None:
         return None
 
-    def restored(self, entry: Entry, array: Array | None) -> Any:
+    def restored(self, entry: Entry, array: Array | None) -> object:
         states = entry["states"]
         is_own = len(states) == jax.process_count()
         return states[jax.process_index() if is_own else 0]

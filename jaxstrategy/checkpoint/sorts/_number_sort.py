@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, final
+from typing import final
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from jaxstrategy.checkpoint import _entries
 from jaxstrategy.checkpoint._entries import Array, Entry, Reading
@@ -21,7 +22,7 @@ _ABSTRACT = {
 
 
 @final
-class NumberSort(Sort):
+class NumberSort(Sort[complex]):
     """A number of Python."""
 
     kind = "number"
@@ -31,7 +32,7 @@ class NumberSort(Sort):
         return type(value) in _NUMBERS.values()
 
     @staticmethod
-    def is_entry(fields: dict[str, Any]) -> bool:
+    def is_entry(fields: Entry) -> bool:
         match fields:
             case {"type": str(kind), "value": number, **more}:
                 return not more and _is_number(kind, number)
@@ -67,14 +68,14 @@ class NumberSort(Sort):
             None if entry["kind"] == "number" else _entries.array_reading(entry, None)
         )
 
-    def restored(self, entry: Entry, array: Array | None) -> Any:
+    def restored(self, entry: Entry, array: Array | None) -> object:
         if entry["kind"] == "number":
             return number_of(entry)
         assert array is not None, "it has an element"
         return type(self.value)(array.item())
 
 
-def _is_number(kind: str, number: Any) -> bool:
+def _is_number(kind: str, number: object) -> bool:
     if kind == "complex":
         return (
             isinstance(number, list)
@@ -84,7 +85,7 @@ def _is_number(kind: str, number: Any) -> bool:
     return kind in _NUMBERS and type(number) is _NUMBERS[kind]
 
 
-def fits_number(entry: Entry, dtype: Any) -> bool:
+def fits_number(entry: Entry, dtype: DTypeLike) -> bool:
     """Whether a Python number that was saved may become a scalar of this dtype."""
     names = list(_ABSTRACT)
     for name in names[names.index(entry["type"]) :]:
@@ -93,7 +94,7 @@ def fits_number(entry: Entry, dtype: Any) -> bool:
     return False
 
 
-def number_of(entry: Entry) -> Any:
+def number_of(entry: Entry) -> complex:
     """The number of Python that was saved."""
     value = entry["value"]
     return complex(*value) if entry["type"] == "complex" else value

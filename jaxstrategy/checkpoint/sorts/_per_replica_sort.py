@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, final
+from typing import final
 
 import jax
 import numpy as np
@@ -18,7 +18,7 @@ from jaxstrategy.values._per_replica import PerReplica
 
 
 @final
-class PerReplicaSort(Sort):
+class PerReplicaSort(Sort[PerReplica]):
     """A `PerReplica`, which is no logical value, but one for each replica."""
 
     kind = "per_replica"
@@ -28,7 +28,7 @@ class PerReplicaSort(Sort):
         return isinstance(value, PerReplica)
 
     @staticmethod
-    def is_entry(fields: dict[str, Any]) -> bool:
+    def is_entry(fields: Entry) -> bool:
         match fields:
             case {"dtype": str(dtype), "shape": [_, *_] as shape, **more}:
                 mask = more.pop("mask", [])
@@ -74,7 +74,7 @@ class PerReplicaSort(Sort):
     def reading(self, entry: Entry) -> Reading | None:
         return _entries.array_reading(entry, self._sharding)
 
-    def restored(self, entry: Entry, array: Array | None) -> Any:
+    def restored(self, entry: Entry, array: Array | None) -> object:
         array = _entries.array_of(entry, array)
         if self._sharding is not None:
             array = _mesh.put(array, self._sharding)
@@ -92,7 +92,7 @@ class PerReplicaSort(Sort):
         return getattr(held, "sharding", None)
 
 
-def _is_mask(mask: list[Any]) -> bool:
+def _is_mask(mask: list[object]) -> bool:
     try:
         return np.asarray(mask).dtype in (np.dtype(bool), np.dtype(float))
     except ValueError:

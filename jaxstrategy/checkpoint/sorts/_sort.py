@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from jaxstrategy.checkpoint._entries import Array, Entry, Reading
 from jaxstrategy.replicas._replicas import Replicas
 
+_V = TypeVar("_V")
 
-class Sort(abc.ABC):
+
+class Sort(abc.ABC, Generic[_V]):
     """One value of a state, and what it is on disk.
 
     A sort is made of a value of the state. When that is saved, it says what to write;
@@ -30,7 +32,7 @@ class Sort(abc.ABC):
     kind: ClassVar[str]
     may_refuse: ClassVar[bool] = False
 
-    def __init__(self, name: str, value: Any, replicas: Replicas | None) -> None:
+    def __init__(self, name: str, value: _V, replicas: Replicas | None) -> None:
         self.name = name
         self.value = value
         self.replicas = replicas
@@ -44,7 +46,7 @@ class Sort(abc.ABC):
 
     @staticmethod
     @abc.abstractmethod
-    def is_entry(fields: dict[str, Any]) -> bool:
+    def is_entry(fields: Entry) -> bool:
         """Whether `saved` of some value can have said this.
 
         Args:
@@ -81,15 +83,19 @@ class Sort(abc.ABC):
         """How the array that was saved is to be read; None if there is none."""
 
     @abc.abstractmethod
-    def restored(self, entry: Entry, array: Array | None) -> Any:
+    def restored(self, entry: Entry, array: Array | None) -> object:
         """The new value."""
 
-    def placed(self) -> Any:
+    def placed(self) -> object:
         """The value as it is, where a restored one would be."""
         return self.value
 
-    def put(self, restored: Any) -> Any:
-        """Change the value in place where it is an object; what then stands there."""
+    def put(self, restored: Any) -> object:
+        """Change the value in place where it is an object; what then stands there.
+
+        Args:
+          restored: what `restored` gave.
+        """
         return restored
 
     def undo(self) -> Callable[[], object]:

@@ -16,7 +16,7 @@ from jaxstrategy.checkpoint.sorts._variable_sort import VariableSort
 from jaxstrategy.replicas._replicas import Replicas
 
 # The first that takes a value has it: NumPy's float64 is a float of Python, too.
-SORTS: tuple[type[Sort], ...] = (
+SORTS: tuple[type[Sort[Any]], ...] = (
     VariableSort,
     PerReplicaSort,
     DeviceArraySort,
@@ -28,7 +28,7 @@ SORTS: tuple[type[Sort], ...] = (
 _BY_KIND = {sort.kind: sort for sort in SORTS}
 
 
-def sort_of(name: str, value: Any, replicas: Replicas | None) -> Sort:
+def sort_of(name: str, value: object, replicas: Replicas | None) -> Sort[Any]:
     """What `value` is to a checkpoint.
 
     Raises:

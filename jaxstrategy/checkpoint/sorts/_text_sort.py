@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, final
+from typing import final
 
 from jaxstrategy.checkpoint._entries import Array, Entry, Reading
 from jaxstrategy.checkpoint.sorts._sort import Sort
 
 
 @final
-class TextSort(Sort):
+class TextSort(Sort[str]):
     """A string."""
 
     kind = "text"
@@ -19,7 +19,7 @@ class TextSort(Sort):
         return isinstance(value, str)
 
     @staticmethod
-    def is_entry(fields: dict[str, Any]) -> bool:
+    def is_entry(fields: Entry) -> bool:
         match fields:
             case {"value": str(), **more}:
                 return not more
@@ -42,5 +42,5 @@ class TextSort(Sort):
     def reading(self, entry: Entry) -> Reading | None:
         return None
 
-    def restored(self, entry: Entry, array: Array | None) -> Any:
+    def restored(self, entry: Entry, array: Array | None) -> object:
         return entry["value"]

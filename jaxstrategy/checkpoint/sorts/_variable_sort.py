@@ -16,7 +16,7 @@ from jaxstrategy.variables._variable import Variable
 
 
 @final
-class VariableSort(AbstractArraySort):
+class VariableSort(AbstractArraySort[Variable]):
     """A `Variable`, of which the value is saved: that of all copies together."""
 
     @staticmethod
@@ -34,7 +34,7 @@ class VariableSort(AbstractArraySort):
     def reading(self, entry: Entry) -> Reading | None:
         return DeviceArraySort(self.name, self._struct, None).reading(entry)
 
-    def restored(self, entry: Entry, array: Array | None) -> Any:
+    def restored(self, entry: Entry, array: Array | None) -> object:
         return DeviceArraySort(self.name, self._struct, None).restored(entry, array)
 
     def put(self, restored: Any) -> Variable:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import abc
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol, final
+from typing import Protocol, final
 
 from jaxstrategy.cluster.board._board import AbstractBoard
+from jaxstrategy.cluster.connections._fields import Json
 
 # The watchdog looks on, and the end of another process ends the wait: a deadline of its
 # own would only end jobs one of whose processes compiles or reads for long.
@@ -51,8 +52,8 @@ class AbstractAgreement(abc.ABC):
 
     @abc.abstractmethod
     def exchange(
-        self, said: Any, timeout_seconds: float = AS_LONG_AS_IT_TAKES
-    ) -> list[Any]:
+        self, said: Json, timeout_seconds: float = AS_LONG_AS_IT_TAKES
+    ) -> list[Json]:
         """What all processes say, by process. The n-th call meets the n-th of each.
 
         Any thread may call it, for one topic one at a time.
@@ -90,8 +91,8 @@ class LoneAgreement(AbstractAgreement):
     """
 
     def exchange(
-        self, said: Any, timeout_seconds: float = AS_LONG_AS_IT_TAKES
-    ) -> list[Any]:
+        self, said: Json, timeout_seconds: float = AS_LONG_AS_IT_TAKES
+    ) -> list[Json]:
         """What it said."""
         return [said]
 
@@ -112,8 +113,8 @@ class ProcessAgreement(AbstractAgreement):
         self._watch = watch
 
     def exchange(
-        self, said: Any, timeout_seconds: float = AS_LONG_AS_IT_TAKES
-    ) -> list[Any]:
+        self, said: Json, timeout_seconds: float = AS_LONG_AS_IT_TAKES
+    ) -> list[Json]:
         """What all say. A process that ends makes it an error."""
         return self._board.gather(str(self.topic), said, timeout_seconds)
 

@@ -7,13 +7,15 @@ import itertools
 import traceback
 import zlib
 from collections.abc import Sequence
-from typing import Any, Protocol, TypedDict, final
+from typing import TypedDict, final
 
 import jax
 import numpy as np
+from jax.typing import ArrayLike
 
+from jaxstrategy.cluster.connections._fields import Json
 from jaxstrategy.text import _user_code
-from jaxstrategy.text._array_types import array_type
+from jaxstrategy.text._array_types import Shaped, array_type
 from jaxstrategy.text._lists import and_more
 
 _HASHED_BYTES = 65536  # of an argument that comes from the host
@@ -34,20 +36,6 @@ class Program(TypedDict):
     captured: list[str]
 
 
-class Shaped(Protocol):
-    """An array, or what stands for one."""
-
-    @property
-    def dtype(self) -> Any:
-        """Of its elements."""
-        ...
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of it."""
-        ...
-
-
 @final
 @dataclasses.dataclass(frozen=True)
 class Operation:
@@ -65,12 +53,12 @@ class Operation:
     kinds: Sequence[str] = ()
     programs: Sequence[Program] = ()
 
-    def told(self) -> list[Any]:
+    def told(self) -> list[Json]:
         """The same as JSON; `Operation(*told)` is what it was."""
         return [self.name, self.where, list(self.kinds), list(self.programs)]
 
     @property
-    def prints(self) -> list[Any]:
+    def prints(self) -> list[tuple[str, list[str]]]:
         """What must be the same of its programs."""
         return [(program["name"], program["prints"]) for program in self.programs]
 
@@ -158,7 +146,7 @@ def kind(array: Shaped) -> str:
     return array_type(array.dtype, array.shape, ", ")
 
 
-def described(leaf: Any) -> str:
+def described(leaf: ArrayLike) -> str:
     """What must be the same in all processes of an argument of a step."""
     if isinstance(leaf, jax.Array):
         return kind(leaf)

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any, final
+from typing import final
 
 from jaxstrategy._errors import ClusterError
 from jaxstrategy.cluster.agreement import _operation
 from jaxstrategy.cluster.agreement._agreement import ProcessAgreement, Watch
-from jaxstrategy.cluster.agreement._operation import Operation, Shaped
+from jaxstrategy.cluster.agreement._operation import Operation
 from jaxstrategy.cluster.board._board import AbstractBoard
+from jaxstrategy.cluster.connections._fields import Json
+from jaxstrategy.text._array_types import Shaped
 
 # One topic for all: a process that steps meets one that does something else.
 _TOPIC = "together"
@@ -41,8 +43,8 @@ class OperationAgreement:
         self._agreement = ProcessAgreement(board, watch, _TOPIC)
 
     def compare(
-        self, operation: Operation, advice: str, said: object = None
-    ) -> list[Any]:
+        self, operation: Operation, advice: str, said: Json = None
+    ) -> list[Json]:
         """What all processes say besides, by process, if they are about to do the same.
 
         Args:
@@ -67,7 +69,7 @@ class OperationAgreement:
                 )
         return [each_said for each_said, _ in heard]
 
-    def agree(self, what: str, said: object = None) -> list[Any]:
+    def agree(self, what: str, said: Json = None) -> list[Json]:
         """What all processes say about something that all do outside of steps.
 
         Args:

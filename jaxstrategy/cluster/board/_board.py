@@ -8,10 +8,11 @@ import os
 import socket
 import threading
 from collections.abc import Callable
-from typing import Any, final
+from typing import final
 
 from jaxstrategy._errors import ClusterError
 from jaxstrategy.cluster.board._board_messages import Status
+from jaxstrategy.cluster.connections._fields import Json
 from jaxstrategy.cluster.meeting._member import Member
 
 LATE_SECONDS = 3.0
@@ -102,11 +103,11 @@ class AbstractBoard(abc.ABC):
     common_error: str | None = None
 
     @abc.abstractmethod
-    def put(self, key: str, value: object) -> None:
+    def put(self, key: str, value: Json) -> None:
         """Let all processes `get` a value; a second one replaces the first."""
 
     @abc.abstractmethod
-    def get(self, key: str, timeout_seconds: float | None = None) -> Any:
+    def get(self, key: str, timeout_seconds: float | None = None) -> Json:
         """The value that some process has put or will put within the time.
 
         Raises:
@@ -115,8 +116,8 @@ class AbstractBoard(abc.ABC):
 
     @abc.abstractmethod
     def gather(
-        self, key: str, value: object, timeout_seconds: float | None = None
-    ) -> list[Any]:
+        self, key: str, value: Json, timeout_seconds: float | None = None
+    ) -> list[Json]:
         """What each process contributes under this key, in the order of their ids.
 
         The n-th call with a key on one process meets the n-th on each other. Without a
@@ -175,23 +176,23 @@ class LoneBoard(AbstractBoard):
         self.index = 0
         self.members = (Member(0, socket.gethostname(), os.getpid()),)
         self.departures = {}
-        self._values: dict[str, object] = {}
+        self._values: dict[str, Json] = {}
         self._changed = threading.Condition()
 
-    def put(self, key: str, value: object) -> None:
+    def put(self, key: str, value: Json) -> None:
         with self._changed:
             self._values[key] = value
             self._changed.notify_all()
 
-    def get(self, key: str, timeout_seconds: float | None = None) -> Any:
+    def get(self, key: str, timeout_seconds: float | None = None) -> Json:
         with self._changed:
             if not self._changed.wait_for(lambda: key in self._values, timeout_seconds):
                 raise ClusterError(nobody_put(key, timeout_seconds or 0))
             return self._values[key]
 
     def gather(
-        self, key: str, value: object, timeout_seconds: float | None = None
-    ) -> list[Any]:
+        self, key: str, value: Json, timeout_seconds: float | None = None
+    ) -> list[Json]:
         return [value]
 
     def states(self) -> list[ProcessState]:

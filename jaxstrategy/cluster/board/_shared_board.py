@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, final
+from typing import final
 
 from jaxstrategy._errors import ClusterError
 from jaxstrategy.cluster.board._board import (
@@ -23,7 +23,7 @@ from jaxstrategy.cluster.board._hub import Hub
 from jaxstrategy.cluster.connections import (
     _channel,
 )
-from jaxstrategy.cluster.connections._fields import Message
+from jaxstrategy.cluster.connections._fields import Json, Message
 from jaxstrategy.cluster.connections._wire import Connection
 from jaxstrategy.cluster.meeting._member import (
     Meeting,
@@ -87,10 +87,10 @@ class Board(AbstractBoard):
         self._hub.start()
         return ours
 
-    def put(self, key: str, value: object) -> None:
+    def put(self, key: str, value: Json) -> None:
         self._send({"op": "put", "key": key, "value": value})
 
-    def get(self, key: str, timeout_seconds: float | None = None) -> Any:
+    def get(self, key: str, timeout_seconds: float | None = None) -> Json:
         seconds = self._seconds(timeout_seconds)
         try:
             return self._answer({"op": "get", "key": key}, seconds)["value"]
@@ -98,8 +98,8 @@ class Board(AbstractBoard):
             raise ClusterError(nobody_put(key, seconds)) from None
 
     def gather(
-        self, key: str, value: object, timeout_seconds: float | None = None
-    ) -> list[Any]:
+        self, key: str, value: Json, timeout_seconds: float | None = None
+    ) -> list[Json]:
         seconds = self._seconds(timeout_seconds)
         message = {"op": "gather", "key": key, "value": value}
         is_patient = timeout_seconds is None

@@ -18,8 +18,9 @@ import json
 import secrets
 import struct
 from collections.abc import Iterator
-from typing import Any, final
+from typing import final
 
+from jaxstrategy.cluster.connections._fields import Json
 from jaxstrategy.cluster.connections._secret import Secret
 
 GREETING = b"jaxstrategy-meeting/2\n"
@@ -80,7 +81,7 @@ class Channel:
         """Whether the other side has proved that it knows the secret."""
         return self._opened > 0
 
-    def packed(self, message: Any) -> bytes:
+    def packed(self, message: Json) -> bytes:
         """A message as the next bytes to send; they must be sent in this order.
 
         Raises:
@@ -104,7 +105,7 @@ class Channel:
         """Append what came in."""
         self._bytes += received
 
-    def messages(self) -> Iterator[Any]:
+    def messages(self) -> Iterator[Json]:
         """The messages that are complete, each taken out when it is given.
 
         Raises:
@@ -181,7 +182,7 @@ def _seal(key: bytes, number: int, frame: bytes) -> bytes:
     return hmac.digest(key, _NUMBER.pack(number) + frame, "sha256")
 
 
-def _written(message: Any, deepest: int) -> bytes:
+def _written(message: Json, deepest: int) -> bytes:
     deep = f"A message is nested more than {deepest} levels deep. Give a flat list."
     try:
         text = json.dumps(message, separators=(",", ":"))
@@ -192,7 +193,7 @@ def _written(message: Any, deepest: int) -> bytes:
     return text.encode()
 
 
-def _read(body: bytes, deepest: int) -> Any:
+def _read(body: bytes, deepest: int) -> Json:
     try:
         text = body.decode()
         message = json.loads(text)
@@ -203,7 +204,7 @@ def _read(body: bytes, deepest: int) -> Any:
     return message
 
 
-def _depth(text: str, message: Any, most: int) -> int:
+def _depth(text: str, message: Json, most: int) -> int:
     """How deeply a message is nested, or a little more as long as that is allowed.
 
     What is deeper could be read, and yet not be written again by a thread whose own
@@ -218,6 +219,6 @@ def _depth(text: str, message: Any, most: int) -> int:
     return depth
 
 
-def _containers(part: Any) -> list[Any]:
+def _containers(part: Json) -> list[Json]:
     children = part.values() if isinstance(part, dict) else part
     return [child for child in children if isinstance(child, list | tuple | dict)]

@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias, TypeGuard
 
-Message: TypeAlias = dict[str, Any]
+Json: TypeAlias = Any
+"""What JSON can hold. Who reads it says by `has` what it must be."""
+Message: TypeAlias = dict[str, Json]
 """What JSON made of a message whose fields were checked."""
-IsRight: TypeAlias = Callable[[Any], bool]
+IsRight: TypeAlias = Callable[[object], bool]
 """Whether the value of a field may be that."""
 Fields: TypeAlias = Mapping[str, IsRight]
 """The fields that a message must have; it may have others."""

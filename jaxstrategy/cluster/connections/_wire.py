@@ -5,9 +5,9 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from typing import Any
 
 from jaxstrategy.cluster.connections._channel import Channel
+from jaxstrategy.cluster.connections._fields import Json
 from jaxstrategy.cluster.resolvers._cluster_spec import host_and_port
 
 # How long a host may be unreachable, in seconds, before the kernel gives it up. A
@@ -23,7 +23,7 @@ class Connection:
         self.channel = channel
         self._sending = threading.Lock()
 
-    def send(self, message: Any) -> None:
+    def send(self, message: Json) -> None:
         """Send one message; callable from any thread.
 
         Raises:
@@ -34,7 +34,7 @@ class Connection:
         with self._sending:
             self.sock.sendall(self.channel.packed(message))
 
-    def receive(self, deadline: float | None = None) -> Any:
+    def receive(self, deadline: float | None = None) -> Json:
         """The next message.
 
         Args:

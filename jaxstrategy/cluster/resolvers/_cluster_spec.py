@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Any, TypeAlias, final
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias, final
 
 Tasks: TypeAlias = list[str] | dict[int, str]
+GivenTasks: TypeAlias = Sequence[str] | Mapping[int, str]
+"""The addresses of a job, as users give them."""
 
 _ADDRESS = re.compile(r"(?P<host>\[[0-9a-fA-F:.%\w]+\]|[\w.-]+):(?P<port>[0-9]{1,5})")
 
@@ -37,7 +39,7 @@ class ClusterSpec:
     {'chief': ['a:2222'], 'worker': {1: 'c:2222'}}
     """
 
-    def __init__(self, cluster: ClusterSpec | Mapping[str, Any]) -> None:
+    def __init__(self, cluster: ClusterSpec | Mapping[str, GivenTasks]) -> None:
         if isinstance(cluster, ClusterSpec):
             cluster = cluster.as_dict()
         if not isinstance(cluster, Mapping):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, final
+from typing import final
 
 from jaxstrategy.cluster.resolvers._cluster_resolver import (
     ClusterResolver,
     as_url,
 )
-from jaxstrategy.cluster.resolvers._cluster_spec import ClusterSpec
+from jaxstrategy.cluster.resolvers._cluster_spec import ClusterSpec, GivenTasks
 
 
 @final
@@ -38,7 +38,7 @@ class SimpleClusterResolver(ClusterResolver):
 
     def __init__(
         self,
-        cluster_spec: ClusterSpec | Mapping[str, Any],
+        cluster_spec: ClusterSpec | Mapping[str, GivenTasks],
         master: str = "",
         task_type: str | None = None,
         task_id: int | None = None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
 from jaxstrategy.cluster.resolvers._cluster_resolver import (
     ClusterResolver,
@@ -13,6 +13,7 @@ from jaxstrategy.cluster.resolvers._cluster_resolver import (
 from jaxstrategy.cluster.resolvers._cluster_spec import ClusterSpec, task_index
 
 VARIABLE = "TF_CONFIG"
+Json: TypeAlias = Any  # of the environment: looked at where it is used
 _EXAMPLE = (
     '{"cluster": {"worker": ["a:2222", "b:2222"]}, '
     '"task": {"type": "worker", "index": 0}}'
@@ -135,7 +136,7 @@ class TFConfigClusterResolver(ClusterResolver):
         return super()._accelerators(*self._completed(task_type, task_id))
 
 
-def _config() -> dict[str, Any]:
+def _config() -> dict[str, Json]:
     text = os.environ.get(VARIABLE, "").strip() or "{}"
     try:
         config = json.loads(text)
@@ -153,7 +154,7 @@ def _config() -> dict[str, Any]:
     return config
 
 
-def _part(config: dict[str, Any], key: str) -> dict[str, Any]:
+def _part(config: dict[str, Json], key: str) -> dict[str, Json]:
     part = config.get(key)
     if part is not None and not isinstance(part, dict):
         raise ValueError(f'"{key}" of {VARIABLE} is {json.dumps(part)}. {_wanted()}')
