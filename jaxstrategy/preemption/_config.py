@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Callable
-from typing import Any, final
+from typing import final
 
 from jaxstrategy.cluster.liveness._exit_codes import ExitCode
 
@@ -40,9 +40,9 @@ class TerminationConfig:
     """
 
     termination_watcher_fn: Callable[[], bool] | None = None
-    exit_fn: Callable[[], Any] | None = None
+    exit_fn: Callable[[], object] | None = None
     grace_period: float | None = None
-    save_fn: Callable[..., Any] | None = None
+    save_fn: Callable[..., object] | None = None
 
     def __post_init__(self) -> None:
         for name in ("termination_watcher_fn", "exit_fn", "save_fn"):

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, final
+from typing import ParamSpec, TypeVar, final
 
 from jaxstrategy.checkpoint import CheckpointManager
 from jaxstrategy.cluster import _processes
+from jaxstrategy.cluster.agreement import _stop_agreement
 from jaxstrategy.cluster.agreement._stop_agreement import StopAgreement
 from jaxstrategy.cluster.board._board import (
     AbstractBoard,
@@ -23,6 +25,9 @@ from jaxstrategy.preemption._config import TerminationConfig, end_preempted
 from jaxstrategy.preemption._watcher import PreemptionWatcher
 from jaxstrategy.strategies._current import get_strategy
 from jaxstrategy.values._per_replica import PyTree
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 # All processes make their handlers in the same order.
 _handlers = itertools.count()
@@ -75,8 +80,8 @@ class PreemptionCheckpointHandler:
     def __init__(
         self,
         cluster_resolver: ClusterResolver | None,
-        checkpoint_or_checkpoint_manager: Any,
-        checkpoint_dir: Any = None,
+        checkpoint_or_checkpoint_manager: CheckpointManager | PyTree,
+        checkpoint_dir: str | os.PathLike[str] | None = None,
         termination_config: TerminationConfig | None = None,
         *,
         state: PyTree | Callable[[], PyTree] = None,
@@ -107,8 +112,11 @@ class PreemptionCheckpointHandler:
         return self._calls
 
     def run(
-        self, distributed_train_function: Callable[..., Any], *args: Any, **kwargs: Any
-    ) -> Any:
+        self,
+        distributed_train_function: Callable[_P, _R],
+        *args: _P.args,
+        **kwargs: _P.kwargs,
+    ) -> _R:
         """Calls the function and returns its result.
 
         After the last step it saves first, and calls `exit_fn`, which ends the process.
@@ -121,7 +129,7 @@ class PreemptionCheckpointHandler:
         self._after()
         return result
 
-    def save_checkpoint_if_preempted(self, *args: Any, **kwargs: Any) -> None:
+    def save_checkpoint_if_preempted(self, *args: object, **kwargs: object) -> None:
         """To be called after each step that does not go through `run`.
 
         Args:
@@ -146,7 +154,7 @@ class PreemptionCheckpointHandler:
         self._agreement.close()
         self._watcher.close()
 
-    def _before(self, *args: Any, **kwargs: Any) -> None:
+    def _before(self, *args: object, **kwargs: object) -> None:
         self._raise_what_the_watcher_raised()
         while not self._is_over and self._agreement.begin():
             self._stop(*args, **kwargs)
@@ -159,7 +167,7 @@ class PreemptionCheckpointHandler:
     def _raise_what_the_watcher_raised(self) -> None:
         _ = self._watcher.preemption_message
 
-    def _stop(self, *args: Any, **kwargs: Any) -> None:
+    def _stop(self, *args: object, **kwargs: object) -> None:
         """Save; then end, or go on for the rest of the time."""
         self._agreement.close()
         self._save(*args, **kwargs)
@@ -181,12 +189,14 @@ class PreemptionCheckpointHandler:
         if self._watcher.has_failed:
             return  # the next step says why
         noticed, seconds = time.monotonic(), self._config.grace_period or 0
-        self._board.put(self._name, self._watcher.preemption_message)
+        message = str(self._watcher.preemption_message)
+        _stop_agreement.announce(self._board, self._name, message)
         if seconds:
             self._closed.wait(max(0.0, noticed + seconds - time.monotonic()))
-            self._board.put(f"{self._name}: at last", "the time is up")
+            last = f"{self._name}: at last"
+            _stop_agreement.announce(self._board, last, "the time is up")
 
-    def _save(self, *args: Any, **kwargs: Any) -> None:
+    def _save(self, *args: object, **kwargs: object) -> None:
         if self._config.save_fn is not None:
             self._config.save_fn(*args, **kwargs)
             return
@@ -210,14 +220,14 @@ def _board() -> AbstractBoard:
     return LoneBoard() if processes is None else processes.board
 
 
-def _check_resolver(given: Any) -> None:
+def _check_resolver(given: object) -> None:
     if not isinstance(given, ClusterResolver | None):
         raise TypeError(
             f"`cluster_resolver` was {given!r}; a ClusterResolver or None was wanted."
         )
 
 
-def _checked_config(given: Any) -> TerminationConfig:
+def _checked_config(given: object) -> TerminationConfig:
     if given is None:
         return TerminationConfig()
     if not isinstance(given, TerminationConfig):
@@ -228,8 +238,11 @@ def _checked_config(given: Any) -> TerminationConfig:
 
 
 def _manager_and_state(
-    given: Any, directory: Any, state: Any, config: TerminationConfig
-) -> tuple[CheckpointManager | None, Any]:
+    given: CheckpointManager | PyTree,
+    directory: str | os.PathLike[str] | None,
+    state: PyTree | Callable[[], PyTree],
+    config: TerminationConfig,
+) -> tuple[CheckpointManager | None, PyTree | Callable[[], PyTree]]:
     if isinstance(given, CheckpointManager):
         if directory is not None:
             raise ValueError(

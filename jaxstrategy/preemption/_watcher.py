@@ -7,7 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from types import FrameType
-from typing import Any, final
+from typing import final
 
 _POLL_SECONDS = 1.0
 
@@ -35,7 +35,7 @@ class PreemptionWatcher:
         self._closed = threading.Event()
         self._message: str | None = None
         self._raised: BaseException | None = None
-        self._before: Any = None
+        self._before: Callable[[int, FrameType | None], object] | int | None = None
         self._is_installed = watcher_fn is None
         if watcher_fn is None:
             self._install()
@@ -116,6 +116,7 @@ def _poll(
             if watcher_fn():
                 watcher.notice("`termination_watcher_fn` returned True")
                 return
+        # SystemExit, too, by which a thread ends without a word: nobody would look.
         except BaseException as error:
             watcher.failed(error)
             return

@@ -35,6 +35,7 @@ class Handler(ocp.PyTreeCheckpointHandler):
 
     _record: Record
 
+    # Its other arguments differ from one version of Orbax to the next.
     async def async_save(self, directory: Any, *_: Any, args: Any, **__: Any) -> Any:
         """Begin to write; the arrays may be changed when this returns."""
         self._record = args.record

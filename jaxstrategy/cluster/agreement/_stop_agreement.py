@@ -13,6 +13,17 @@ _TICK_SECONDS = 1.0
 _PAUSE_SECONDS = 0.05
 
 
+def announce(board: AbstractBoard, name: str, reason: str) -> None:
+    """Let all processes stop soon.
+
+    Args:
+      board: where the processes meet.
+      name: of the agreement; not every process need have made it yet.
+      reason: why, in words.
+    """
+    board.put(name, reason)
+
+
 @final
 class StopAgreement:
     """Lets all processes stop after the same number of calls.
@@ -42,10 +53,6 @@ class StopAgreement:
         threading.Thread(
             target=self._look_on, name=f"jaxstrategy {name}", daemon=True
         ).start()
-
-    def announce(self, reason: str) -> None:
-        """Let all processes stop soon."""
-        self._board.put(self._name, reason)
 
     def begin(self) -> bool:
         """Before each call: whether it is to be left out, because it is time to stop.
