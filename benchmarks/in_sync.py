@@ -107,7 +107,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     args = parsed()
     devices = js.simulate(max(args.devices))
-    trainings = {demo.replicas(n): Training(devices[:n]) for n in args.devices}
+    trainings = {f"{n} replicas": Training(devices[:n]) for n in args.devices}
     comparisons = [
         compare(training, case, args.every, args.rounds)
         for case, training in trainings.items()

@@ -1,0 +1,64 @@
+"""Benchmarks take from the package what it has: no test runs them."""
+
+import ast
+import importlib
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parent.parent / "benchmarks"
+FILES = sorted(path.name for path in FOLDER.glob("*.py"))
+
+
+def taken(tree):
+    """The values that a file takes from the package, as `module`, `name`, `attribute`.
+
+    Programs in strings, which run in other processes, count like the file itself.
+    """
+    names = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {
+                each.asname: (each.name, "")
+                for each in node.names
+                if each.asname and each.name.startswith("jaxstrategy")
+            }
+        elif isinstance(node, ast.ImportFrom):
+            module = node.module or ""
+            if module.split(".")[0] == "jaxstrategy":
+                found = {e.asname or e.name: (module, e.name) for e in node.names}
+                names |= found
+                yield from ((*each, "") for each in found.values())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            if node.value.id in names:
+                yield (*names[node.value.id], node.attr)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            if "import jaxstrategy" in node.value or "from jaxstrategy" in node.value:
+                yield from taken(ast.parse(node.value))
+
+
+def value(module, name):
+    found = importlib.import_module(module)
+    if name and not hasattr(found, name):
+        return importlib.import_module(f"{module}.{name}")
+    return getattr(found, name) if name else found
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_what_a_benchmark_takes_is_there(file):
+    for module, name, attribute in set(taken(ast.parse((FOLDER / file).read_text()))):
+        owner = value(module, name)
+        # What an instance has, its class need not.
+        if attribute and not isinstance(owner, type):
+            assert hasattr(owner, attribute), f"{module} {name} has no {attribute}"
+
+
+def test_some_take_what_is_private():
+    private = {
+        module
+        for file in FILES
+        for module, *_ in taken(ast.parse((FOLDER / file).read_text()))
+        if "._" in module
+    }
+    assert private, "else there would be nothing to test"
