@@ -149,6 +149,23 @@ def test_one_function_whose_variable_is_given_another_value_is_never_stale(two, 
     assert traces.qsize() == 1
 
 
+def test_a_number_whose_variable_is_given_another_value_is_never_stale(two):
+    """The function object stays the same, so that nothing else says that it changed."""
+    rate, shift = 1.0, lambda: 0.0
+
+    @two.run
+    def step(x):
+        return mean(x.sum(0)) * rate + shift()
+
+    inputs, rows = batch(two, 0)
+    total = rows.sum(1).mean(0)
+    np.testing.assert_allclose(step(inputs), total, rtol=1e-6)
+    rate = 2.0
+    np.testing.assert_allclose(step(inputs), 2 * total, rtol=1e-6)
+    shift = lambda: 1.0  # noqa: E731
+    np.testing.assert_allclose(step(inputs), 2 * total + 1, rtol=1e-6)
+
+
 def with_closure(k, traces):
     def step(x):
         traces.put(1)
