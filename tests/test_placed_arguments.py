@@ -158,3 +158,12 @@ def test_the_kind_of_its_batches_may_be_asked_when_it_is_known(two):
     known = dataset.element_spec
     assert jax.jit(lambda x: (dataset.element_spec, x)[1])(1.0) == 1.0
     assert dataset.element_spec is known
+
+
+def test_a_batch_that_was_read_to_know_its_kind_is_not_given_while_jax_traces(two):
+    with iter(two.experimental_distribute_dataset([np.arange(4)] * 3)) as iterator:
+        spec = iterator.element_spec
+        assert jax.tree.leaves(spec)[0].shape[-1] == 2
+        with pytest.raises(ContextError, match="was read inside a step, or inside"):
+            jax.jit(lambda x: (next(iterator), x)[1])(1.0)
+        assert len(list(iterator)) == 3
