@@ -245,3 +245,29 @@ def test_a_users_own_subclass_is_named_and_keeps_its_methods():
     assert strategy.reduce("sum", 1.0) == ("mine", 2.0)
     with pytest.raises(TypeError, match=r"Mine\.gather\(\) missing 1 required"):
         strategy.gather()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda v, a: v.assign_add(a),
+        lambda v, a: v[0].assign(a[0]),
+        lambda v, a: v.scatter_add(js.IndexedSlices(a[:1], np.array([0]), (3,))),
+    ],
+    ids=["all", "part", "rows"],
+)
+def test_a_variable_changed_for_each_mapped_row_is_told_with_the_line(two, change):
+    with two.scope():
+        v = js.Variable(np.zeros(3, np.float32), aggregation="sum")
+    rows = two.per_replica(np.ones((2, 4, 3), np.float32))
+
+    def step(x):
+        return jax.vmap(lambda a: change(v, a))(x)
+
+    with pytest.raises(ValueError) as caught:
+        two.run(step)(rows)
+    message = str(caught.value)
+    assert message.startswith("`step` changes a variable inside `jax.vmap`, with anoth")
+    assert "test_messages.py" in message
+    assert "combine them (`values.sum(0)`), and assign the result outside" in message
+    assert v.numpy().tolist() == [0, 0, 0]

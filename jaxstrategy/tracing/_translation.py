@@ -18,6 +18,8 @@ _ASKED_TOO_EARLY = (
     jax.errors.TracerArrayConversionError,
     jax.errors.ConcretizationTypeError,
 )
+# A bare `Exception` of JAX 0.10 and 0.12, in terms of references.
+_CHANGED_FOR_EACH = "vmapped value on an unbatched array reference"
 _UNBOUND = re.compile(r"[Uu]nbound axis name:? *'?(\w+)")
 
 
@@ -27,6 +29,8 @@ def translated(error: Exception, name: str) -> Exception | None:
         return _asked_too_early(error, name)
     if isinstance(error, NameError) and (unbound := _UNBOUND.search(str(error))):
         return _unbound_axis(error, name, unbound[1])
+    if _CHANGED_FOR_EACH in str(error):
+        return _changed_for_each(error, name)
     return _adapter.refused(error, name)
 
 
@@ -44,6 +48,15 @@ def _asked_too_early(error: Exception, name: str) -> TracedValueError:
         "arguments, and `replica_id_in_sync_group`, have no value yet. Choose with "
         "`jnp.where` or `jax.lax.cond`, index with `jnp.take`; or pass what decides as "
         "a Python bool or string, which are static."
+    )
+
+
+def _changed_for_each(error: Exception, name: str) -> ValueError:
+    return ValueError(
+        f"`{name}` changes a variable inside `jax.vmap`, with another value for each "
+        f"mapped element, but it holds one:{_where(error)}"
+        "Return the values from the mapped function, combine them (`values.sum(0)`), "
+        "and assign the result outside of it."
     )
 
 

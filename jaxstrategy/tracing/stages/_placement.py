@@ -156,10 +156,12 @@ class Placement:
 
         Raises:
           PlacementError: it is split over the replicas' devices.
+          DonatedValueError: it was donated before.
         """
         for constant in constants(step.trace.closed):
             if _per_replica.is_placed(constant.value):
                 name = f"What `{self._step.name}` captures, {constant.description},"
+                _per_replica.check_alive(constant.value, name)
                 what = "what a step captures"
                 check_whole(constant.value, self._replicas, name, what)
 
