@@ -57,6 +57,21 @@ def ones_of(name):
     return ones()[name]
 
 
+@each_one
+def test_nothing_is_wrapped_in_merge_calls(name):
+    strategy, seen = ones_of(name), []
+
+    def merge(strategy, x, tree):
+        seen.extend(isinstance(each, js.PerReplica) for each in (x, tree["y"]))
+        return x + tree["y"]
+
+    def step(x):
+        return replica().merge_call(merge, (x, {"y": 2 * x}))
+
+    assert float(strategy.run(step, (3.0,))) == 9
+    assert seen == [False, False]
+
+
 def test_a_job_of_one_process_with_one_device(monkeypatch):
     first = jax.devices()[:1]
     monkeypatch.setattr(jax, "devices", lambda *_: first)

@@ -75,6 +75,17 @@ def test_a_sum_by_any_algorithm_is_told(four, kind):
     assert not is_told(strategy, once)
 
 
+def test_a_sum_of_it_is_told_although_it_goes_in_one_pack_with_others(four):
+    """The pack differs between replicas; a part of it does not."""
+
+    def step(x):
+        mean = replica().all_reduce("mean", x)
+        return replica().all_reduce("sum", {"again": mean, "once": x})
+
+    assert is_told(four, step)
+    assert not is_told(four, lambda x: replica().all_reduce("sum", {"a": x, "b": x}))
+
+
 ONCE = {
     "a mean in another form": lambda x: (
         lax.psum(lax.pmean(x, AXIS), AXIS).reshape(-1) / 4

@@ -182,3 +182,18 @@ def test_a_reference_as_argument_is_refused(two):
     ref = jax.new_ref(jnp.zeros(3))
     with pytest.raises(TypeError, match="`refs.'r'.` is a `jax.Ref`.*js.Variable"):
         two.run(lambda refs: refs["r"][...], ({"r": ref},))
+
+
+def test_a_reference_that_was_not_written_holds_whatever_lay_there(four):
+    kind = jax.ShapeDtypeStruct((4,), jnp.float32)
+    out = four.run(lambda: jax.freeze(jax.empty_ref(kind)))
+    assert isinstance(out, js.PerReplica)
+
+
+def test_one_that_was_written_in_full_holds_that(four):
+    def step():
+        ref = jax.empty_ref(jax.ShapeDtypeStruct((4,), jnp.float32))
+        ref[...] = jnp.arange(4.0)
+        return ref[...]
+
+    assert four.run(step).tolist() == [0, 1, 2, 3]
