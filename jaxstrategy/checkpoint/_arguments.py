@@ -1,4 +1,4 @@
-"""What a manager is given, checked where it arrives."""
+"""Checks of a manager's arguments."""
 
 from __future__ import annotations
 
@@ -68,6 +68,6 @@ def is_function(init: object) -> bool:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, without details."""
+    """The first line of an error's text."""
     text = str(error).strip() or type(error).__name__
     return text.splitlines()[0]

@@ -67,7 +67,7 @@ class Catalogue:
         return self._of_first("find the best checkpoint", self._best_of(self.good()))
 
     def _of_first(self, doing: str, found: _T) -> _T:
-        """What the first process has found."""
+        """The first process's finding, in all processes."""
         return _operations.agree(self.what(doing), found)[0]
 
     def good(self) -> dict[int, Record]:
@@ -76,7 +76,7 @@ class Catalogue:
         return {s: each for s, each in records.items() if s not in self.damaged}
 
     def surplus(self, keep: int) -> list[int]:
-        """Those that are neither among the last `keep` nor the best."""
+        """The steps that are neither among the last `keep` nor the best."""
         records = self.good()
         return _retention.surplus(list(records), keep, self._best_of(records))
 
@@ -94,7 +94,7 @@ class Catalogue:
             )
 
     def record(self, step: int) -> Record:
-        """What is known of a checkpoint.
+        """The record of a checkpoint.
 
         Raises:
           CheckpointError: it is damaged.

@@ -1,4 +1,4 @@
-"""What can go wrong with checkpoints."""
+"""Errors and warnings about checkpoints."""
 
 from __future__ import annotations
 

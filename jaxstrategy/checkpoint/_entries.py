@@ -1,4 +1,4 @@
-"""What the record says of a value: an entry; and how the array of one is read."""
+"""Entries of the record, one for each value, and the arrays that belong to them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jaxstrategy._errors import DonatedValueError
 from jaxstrategy.replicas._random_keys import is_key
 
 Entry = dict[str, Any]
-"""What the record says of a value."""
+"""The record of a value: its kind, and what that kind needs."""
 
 Array: TypeAlias = jax.Array | np.ndarray
 """On devices, or of the host."""
@@ -25,7 +25,7 @@ AnyArray: TypeAlias = jax.Array | np.ndarray | np.generic
 @final
 @dataclasses.dataclass(frozen=True)
 class Reading:
-    """How an array is to be read.
+    """The shape, dtype and place in which an array is to be read.
 
     Attributes:
       shape: of it.
@@ -65,15 +65,16 @@ def array_entry(value: AnyArray, kind: str = "array") -> tuple[Entry, Array | No
 
 
 def _writable(value: AnyArray) -> Array:
-    """As Orbax takes it: an array of all processes, or one of the host."""
+    """The form that Orbax takes: an array of all processes, or one of the host."""
     if isinstance(value, jax.Array):
+        # Of several processes, Orbax refuses an array that only one of them has.
         is_own = jax.process_count() > 1 and value.is_fully_addressable
         return np.asarray(value) if is_own else value
     return np.array(value)  # a copy: the user may change it while it is written
 
 
 def array_reading(entry: Entry, sharding: Sharding | None) -> Reading | None:
-    """How the array of an entry is read; None if it has no elements."""
+    """The reading of an entry's array; None if it has no elements."""
     shape = (*entry["shape"], *entry.get("words", ()))
     if 0 in shape:
         return None

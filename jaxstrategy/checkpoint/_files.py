@@ -1,4 +1,4 @@
-"""What checkpoints ask of a disk: `AbstractFiles`, and the disks there are."""
+"""Operations on files and folders: `AbstractFiles`, and the disks there are."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class AbstractFiles(abc.ABC):
 
     @abc.abstractmethod
     def names(self, folder: PathOrText) -> list[str]:
-        """What is in a folder; nothing if it is none."""
+        """The names in a folder; none if it is no folder."""
 
     @abc.abstractmethod
     def make(self, folder: PathOrText) -> None:
@@ -43,11 +43,11 @@ class AbstractFiles(abc.ABC):
 
     @abc.abstractmethod
     def size(self, path: PathOrText) -> int:
-        """How many bytes a file has."""
+        """The size of a file in bytes."""
 
     @abc.abstractmethod
     def text(self, path: PathOrText) -> str:
-        """What is in a file."""
+        """The text in a file."""
 
     @abc.abstractmethod
     def version(self, path: PathOrText) -> Hashable:
@@ -56,10 +56,10 @@ class AbstractFiles(abc.ABC):
 
 @final
 class LocalFiles(AbstractFiles):
-    """Those of the operating system, network file systems included."""
+    """Files of the operating system, network file systems included."""
 
     def names(self, folder: PathOrText) -> list[str]:
-        """What is in a folder; nothing if it is none."""
+        """The names in a folder; none if it is no folder."""
         try:
             return os.listdir(folder)
         except (FileNotFoundError, NotADirectoryError):
@@ -86,11 +86,11 @@ class LocalFiles(AbstractFiles):
                 raise
 
     def size(self, path: PathOrText) -> int:
-        """How many bytes a file has."""
+        """The size of a file in bytes."""
         return _regular(os.stat(path), path).st_size
 
     def text(self, path: PathOrText) -> str:
-        """What is in a file."""
+        """The text in a file."""
         # To open a pipe otherwise would wait for its other end.
         file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
         try:
@@ -121,7 +121,7 @@ def _regular(found: os.stat_result, path: PathOrText) -> os.stat_result:
 
 @final
 class CloudFiles(AbstractFiles):
-    """Those of cloud storage (`gs://...`), which has no links.
+    """Files of cloud storage (`gs://...`), which has no links.
 
     Args:
       path_of: makes an `etils.epath.Path` of its text.
@@ -131,7 +131,7 @@ class CloudFiles(AbstractFiles):
         self._path_of = path_of
 
     def names(self, folder: PathOrText) -> list[str]:
-        """What is in a folder; nothing if it is none."""
+        """The names in a folder; none if it is no folder."""
         try:
             return [path.name for path in self._of(folder).iterdir()]
         except (FileNotFoundError, NotADirectoryError):
@@ -152,11 +152,11 @@ class CloudFiles(AbstractFiles):
             found.rmtree() if found.is_dir() else found.unlink()
 
     def size(self, path: PathOrText) -> int:
-        """How many bytes a file has."""
+        """The size of a file in bytes."""
         return self._of(path).stat().length
 
     def text(self, path: PathOrText) -> str:
-        """What is in a file."""
+        """The text in a file."""
         return self._of(path).read_text()
 
     def version(self, path: PathOrText) -> Hashable:
@@ -183,7 +183,7 @@ _PAUSES = (0.05, 0.2, 1.0)  # seconds before further attempts
 
 @final
 class PatientFiles(AbstractFiles):
-    """Those of another, which tries again what failed for a passing reason.
+    """Files of another disk; what fails for a passing reason is tried again.
 
     Args:
       files: the others.
@@ -197,7 +197,7 @@ class PatientFiles(AbstractFiles):
         self._pause = pause
 
     def names(self, folder: PathOrText) -> list[str]:
-        """What is in a folder; nothing if it is none."""
+        """The names in a folder; none if it is no folder."""
         return self._again(lambda: self._files.names(folder))
 
     def make(self, folder: PathOrText) -> None:
@@ -230,11 +230,11 @@ class PatientFiles(AbstractFiles):
         self._again(lambda: self._files.remove(path))
 
     def size(self, path: PathOrText) -> int:
-        """How many bytes a file has."""
+        """The size of a file in bytes."""
         return self._again(lambda: self._files.size(path))
 
     def text(self, path: PathOrText) -> str:
-        """What is in a file."""
+        """The text in a file."""
         return self._again(lambda: self._files.text(path))
 
     def version(self, path: PathOrText) -> Hashable:

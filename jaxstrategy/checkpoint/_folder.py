@@ -43,7 +43,7 @@ class Folder:
         self._read: dict[int, tuple[Hashable, Record]] = {}
 
     def of(self, step: int) -> Path:
-        """Where the checkpoint of `step` is."""
+        """The path of the checkpoint of `step`."""
         return self.path / str(step)
 
     def _text(self, step: int) -> str:
@@ -77,7 +77,7 @@ class Folder:
         return found
 
     def _seen(self, step: int) -> Record:
-        """As `record`; a record that did not change is not read again."""
+        """The record of `step`, read only if it is another than the last time."""
         folder = self._text(step)
         try:
             version = self.files.version(f"{folder}/{_record.FILE}")
@@ -92,7 +92,7 @@ class Folder:
         return record
 
     def record(self, step: int) -> Record:
-        """That of `step`.
+        """The record of `step`.
 
         Raises:
           Damage: it is not complete, or cannot be read.
@@ -168,7 +168,7 @@ class Folder:
         self.files.rename(self.path / name, self.final(name))
 
     def final(self, name: str) -> Path:
-        """Where the checkpoint will be that is written into the folder of that name."""
+        """The final path of the checkpoint that is written under that name."""
         return self.path / name.partition(".")[0]
 
     def delete(self, step: int) -> None:

@@ -1,4 +1,4 @@
-"""What the processes of a job tell each other about a checkpoint."""
+"""Agreement of processes about what they do with a checkpoint."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TICK_SECONDS = 0.5
 
 
 def current() -> _processes.Processes | None:
-    """Those that take part; None if there is but one.
+    """The processes that take part; None if there is but one.
 
     Where JAX was started without us, they meet now; then all must call this.
     """
@@ -25,7 +25,7 @@ def current() -> _processes.Processes | None:
 
 
 def agree(what: str, said: Json) -> list[Json]:
-    """What each process said, by process. All must call it, in the same order.
+    """Say something; get what each process says. All must call it, in the same order.
 
     Args:
       what: they do with which checkpoint, in words.

@@ -1,4 +1,4 @@
-"""What a checkpoint says about itself: `Record`, one file of JSON.
+"""The record of a checkpoint: `Record`, one file of JSON.
 
 It is written last, before the checkpoint gets its name, and has the size and checksum
 of each other file. Orbax notices neither a flipped bit in an array nor a file that was
@@ -125,7 +125,7 @@ def _checksum(content: Message) -> int:
 
 
 def _wrong(content: Message) -> str | None:
-    """What of it no record has, though its checksum is right; None if all is well."""
+    """What no record has although the checksum is right; None if all is well."""
     fields = {field.name for field in dataclasses.fields(Record)}
     if set(content) != fields:
         return f"it has {', '.join(sorted(content))} instead of {sorted(fields)}"

@@ -1,4 +1,4 @@
-"""What came of restoring: `Restored`."""
+"""The outcome of restoring: `Restored`."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ class Restorer:
         return step, damaged
 
     def _verified(self, step: int) -> str | None:
-        """Why the checkpoint cannot be used; all processes say the same."""
+        """The reason why a checkpoint cannot be used, the same in all processes."""
         folder, what = (
             self._folder.of(step),
             self._catalogue.what("verify", step),

@@ -18,7 +18,7 @@ from typing import Self
 
 @dataclasses.dataclass(frozen=True)
 class Best:
-    """How the best of several checkpoints is found.
+    """The metric and the mode that find the best checkpoint.
 
     Attributes:
       metric: the name of the metric.
@@ -55,7 +55,7 @@ class Best:
 
 
 def surplus(steps: Sequence[int], keep: int | None, best: int | None) -> list[int]:
-    """Those of `steps` that are neither among the last `keep` nor the best one."""
+    """The steps that are neither among the last `keep` nor the best one."""
     if keep is None:
         return []
     return [step for step in sorted(steps)[:-keep] if step != best]

@@ -149,7 +149,7 @@ class Saver:
         )
 
     def _other_writer(self, step: int, error: Exception) -> str | None:
-        """What another writer into this folder did to a checkpoint; None if nothing."""
+        """The damage that another writer into this folder did; None if it did none."""
         if isinstance(error, FileExistsError):
             did = f"checkpoint {step} is there meanwhile"
         elif not self._folder.has(self._unfinished) and not self._folder.has(str(step)):

@@ -86,7 +86,7 @@ def _slots(name: str, leaf: object) -> Iterator[Slot]:
 
 
 def _parts(name: str, owner: object) -> Iterator[Slot]:
-    """What the variables of an object of Flax NNX hold; each variable once."""
+    """The places in an object of Flax NNX: each of its variables once."""
     nnx = sys.modules["flax.nnx"]
     nodes = dict(nnx.iter_graph(owner))
     _, state = nnx.split(owner)

@@ -17,7 +17,7 @@ from jaxstrategy.values._per_replica import PyTree
 @final
 @dataclasses.dataclass(frozen=True)
 class Fit:
-    """How the names of a state and those of a checkpoint compare.
+    """A comparison of the names in a state with those in a checkpoint.
 
     Attributes:
       common: names that both have.
@@ -51,11 +51,11 @@ class WrittenState:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the values, in their order."""
+        """The names of the values, in their order."""
         return tuple(self._sorts)
 
     def saved(self) -> tuple[dict[str, Entry], dict[str, Array]]:
-        """What the record says of each value, and the arrays to write."""
+        """The entry of each value, and the arrays to write."""
         saved = {name: sort.saved() for name, sort in self._sorts.items()}
         entries = {name: entry for name, (entry, _) in saved.items()}
         arrays = {name: array for name, (_, array) in saved.items()}
@@ -87,7 +87,7 @@ class WrittenState:
     def readings(
         self, entries: Mapping[str, Entry], names: tuple[str, ...]
     ) -> dict[str, Reading]:
-        """How arrays are to be read."""
+        """The readings of the arrays that were saved."""
         found = {name: self._sorts[name].reading(entries[name]) for name in names}
         return {name: reading for name, reading in found.items() if reading is not None}
 

@@ -46,7 +46,7 @@ class Processes:
 
     @property
     def count(self) -> int:
-        """How many there are."""
+        """The number of processes."""
         return len(self.board.members)
 
     def agreement(self, topic: str) -> AbstractAgreement:
@@ -66,7 +66,7 @@ _starting = threading.Lock()
 
 
 def current() -> Processes | None:
-    """What `start` gave, None before it."""
+    """The processes of this job; None before `start`."""
     return _started
 
 

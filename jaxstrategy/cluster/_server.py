@@ -24,7 +24,7 @@ _T = TypeVar("_T")
 @final
 @dataclasses.dataclass(frozen=True)
 class ServerDef:
-    """What a `Server` was made from.
+    """The arguments that a `Server` was made from.
 
     Attributes:
       cluster: all tasks.

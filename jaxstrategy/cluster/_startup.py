@@ -22,7 +22,7 @@ from jaxstrategy.cluster.meeting import _rendezvous
 from jaxstrategy.cluster.resolvers._cluster_resolver import Process
 
 Part: TypeAlias = tuple[AbstractBoard, Watchdog]
-"""What the processes know of each other, and what looks on while they work."""
+"""The board that a process shares with the others, and its watchdog."""
 
 _SHUTDOWN_SECONDS = 30  # of JAX's own barrier, where all come at the same time
 _AGREED_BYTES = 512
@@ -98,9 +98,11 @@ def _start_jax(
         process.count,
         process.index,
         local_device_ids=local_device_ids,
+        # By default JAX listens on `[::]`, that is, to all networks of the host.
         coordinator_bind_address=_wire.address_of(bind_address or host, port),
         initialization_timeout=max(1, int(start_seconds)),
-        # A backstop only: the board is faster, and our report says more.
+        # A backstop only: the board is faster, and our report says more. JAX's abort is
+        # what remains when this process cannot run Python any more.
         heartbeat_timeout_seconds=int(min(timeout_seconds, 1e6)) + 30,
         shutdown_timeout_seconds=_SHUTDOWN_SECONDS,
     )

@@ -24,7 +24,7 @@ from jaxstrategy.launch._workers import Asked, Ended, Events, Guard, Worker
 @final
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """How an attempt ended.
+    """The outcome of an attempt.
 
     Attributes:
       ended: the workers that ended by themselves, in the order of their end.
@@ -134,7 +134,7 @@ class Attempt:
         )
 
     def _next(self) -> Ended | Asked | None:
-        """What happens next; None once the time of grace is over."""
+        """The next event; None once the time of grace is over."""
         wait = None if self._deadline is None else self._deadline - time.monotonic()
         try:
             return self._events.get(timeout=None if wait is None else max(wait, 0))

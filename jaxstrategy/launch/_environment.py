@@ -20,7 +20,7 @@ from jaxstrategy.launch._launch_options import Options
 
 
 def common(options: Options, environment: Mapping[str, str]) -> dict[str, str]:
-    """What is the same in every worker and does not depend on the attempt.
+    """Variables that are the same in every worker and every attempt.
 
     Simulated devices also choose the CPU, unless `environment` chooses a platform.
     """

@@ -1,4 +1,4 @@
-"""Which GPUs a worker may use."""
+"""The share of GPUs that a worker may use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The same job as a JobSet manifest for Kubernetes."""
+"""A JobSet manifest for Kubernetes that runs the job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the user asks of the launcher, checked before anything is started."""
+"""The launcher's command line, checked before anything is started."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class Options:
 
     @property
     def program(self) -> tuple[str, ...]:
-        """What stands behind `python`."""
+        """The arguments of `python`."""
         if self.module:
             return ("-m", *self.command)
         script, *arguments = self.command
@@ -213,7 +213,7 @@ def _address(text: str) -> str:
 
 
 def _complaint(options: Options, rank_given: bool) -> str | None:
-    """What is wrong with options that are each well formed; None if nothing is."""
+    """Find a contradiction between well-formed options; None if there is none."""
     if not options.command:
         return "the script is missing: name it after the options, as in `-n 4 train.py`"
     return (

@@ -157,7 +157,7 @@ class Job:
 
 
 def exit_code(outcome: Outcome) -> int:
-    """What the launcher returns after its last attempt."""
+    """The launcher's exit code after its last attempt."""
     if outcome.cause is not None:
         return as_shell(outcome.cause.code)
     if outcome.restart_code is not None:

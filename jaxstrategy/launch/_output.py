@@ -1,4 +1,4 @@
-"""What workers print: each line behind its rank, and the last lines kept."""
+"""The output of workers: each line behind its rank, the last lines kept."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from jaxstrategy.cluster.resolvers._launched import LATE
 
 _LATE = LATE.encode()
 TAIL = 20  # lines
+# Gloo prints four such lines a process to the standard output, whatever
+# TF_CPP_MIN_LOG_LEVEL and GLOO_LOG_LEVEL say (JAX 0.10 and 0.12).
 _CHATTER = re.compile(rb"^\[Gloo\]|Expected number of connected peer ranks")
 _PROGRESS_SECONDS = 1.0
 _END = re.compile(rb"\r\n|\r|\n")

@@ -1,4 +1,4 @@
-"""The same job as a batch script of Slurm."""
+"""A batch script of Slurm that runs the job."""
 
 from __future__ import annotations
 

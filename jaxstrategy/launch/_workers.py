@@ -128,7 +128,7 @@ class Worker:
 
     @property
     def late(self) -> str | None:
-        """What it said of processes that were late."""
+        """The line that it printed about late processes, None if it printed none."""
         told = [reader.late for reader in self._readers if reader.late is not None]
         return told[-1].decode(errors="replace") if told else None
 

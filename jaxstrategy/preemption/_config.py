@@ -1,4 +1,4 @@
-"""What users choose about the end of a preempted job: `TerminationConfig`."""
+"""Options about the end of a preempted job: `TerminationConfig`."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""How arrays get to a disk and back: an abstract class, and Orbax behind it."""
+"""Backends, which write and read arrays: an abstract class, and Orbax behind it."""

@@ -1,4 +1,4 @@
-"""Where processes wait for each other while a checkpoint is written: `Barrier`."""
+"""A barrier for the processes that write a checkpoint: `Barrier`."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class Handler(ocp.PyTreeCheckpointHandler):
 @ocp.args.register_with_handler(Handler, for_save=True, for_restore=True)
 @dataclasses.dataclass
 class ToSave(ocp.args.CheckpointArgs):
-    """What a handler writes.
+    """The arguments of a handler.
 
     Attributes:
       arrays: for Orbax.

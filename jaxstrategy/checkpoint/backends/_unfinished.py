@@ -35,12 +35,12 @@ class Unfinished(_types.TemporaryPath):
     def from_final(
         cls, final_path: epath.Path, *, checkpoint_metadata_store: Any = None, **_: Any
     ) -> Self:
-        """That of `final_path`, which is what Orbax was told to write."""
+        """The folder at `final_path`, which is what Orbax was told to write."""
         return cls(final_path, checkpoint_metadata_store)
 
     @classmethod
     def from_temporary(cls, temporary_path: epath.Path, **_: Any) -> Self:
-        """That of `temporary_path`."""
+        """The folder at `temporary_path`."""
         return cls(temporary_path, None)
 
     @classmethod
@@ -52,15 +52,15 @@ class Unfinished(_types.TemporaryPath):
         """Nothing is wrong with it."""
 
     def get(self) -> epath.Path:
-        """Where Orbax writes."""
+        """The path that Orbax writes to."""
         return self._path
 
     def get_final(self) -> epath.Path:
-        """Where all will be."""
+        """The path at the end."""
         return self._folder.final(self._path.name)
 
     async def create(self) -> epath.Path:
-        """It is there; the file is made that Orbax keeps its times in."""
+        """Make the file in which Orbax keeps its times; the folder is there."""
         if self._store is not None:
             now = {"init_timestamp_nsecs": time.time_ns()}
             self._store.write(self._path / _METADATA, now)

@@ -1,4 +1,4 @@
-"""What arrays of JAX and of NumPy have in common."""
+"""Arrays of JAX, of NumPy and of variables."""
 
 from __future__ import annotations
 

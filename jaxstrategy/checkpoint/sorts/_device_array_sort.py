@@ -50,7 +50,7 @@ class DeviceArraySort(AbstractArraySort[jax.Array | jax.ShapeDtypeStruct]):
 
     @property
     def _sharding(self) -> Sharding | None:
-        """Where it belongs; None for JAX's default device, and to no device firmly."""
+        """Its place; None for JAX's default device, uncommitted."""
         own = self.value.sharding
         is_free = own is None or isinstance(own, SingleDeviceSharding)
         if is_free and self.replicas is not None:

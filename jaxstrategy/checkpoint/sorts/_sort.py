@@ -56,22 +56,22 @@ class Sort(abc.ABC, Generic[_V]):
     @staticmethod
     @abc.abstractmethod
     def told_of(entry: Entry) -> str:
-        """What messages call what was saved."""
+        """A description of what was saved, for messages."""
 
     # Of this one.
 
     @property
     @abc.abstractmethod
     def describe(self) -> str:
-        """What messages call such a value."""
+        """A description of the value, for messages."""
 
     @abc.abstractmethod
     def saved(self) -> tuple[Entry, Array | None]:
-        """What the record says of it, and the array to write, None if there is none."""
+        """The entry of the value, and the array to write, None if there is none."""
 
     @abc.abstractmethod
     def difference(self, entry: Entry, told: str) -> str | None:
-        """Why what was saved cannot be restored into it; None if it can.
+        """The reason why an entry cannot be restored into it; None if it can.
 
         Args:
           entry: of what was saved, of any kind.
@@ -80,7 +80,7 @@ class Sort(abc.ABC, Generic[_V]):
 
     @abc.abstractmethod
     def reading(self, entry: Entry) -> Reading | None:
-        """How the array that was saved is to be read; None if there is none."""
+        """The reading of the array that was saved; None if there is none."""
 
     @abc.abstractmethod
     def restored(self, entry: Entry, array: Array | None) -> object:
@@ -99,7 +99,7 @@ class Sort(abc.ABC, Generic[_V]):
         return restored
 
     def undo(self) -> Callable[[], object]:
-        """What takes a later `put` back; nothing, unless that may be refused."""
+        """A function that takes a later `put` back, where that may be refused."""
         return lambda: None
 
     def differs(self, told: str) -> str:

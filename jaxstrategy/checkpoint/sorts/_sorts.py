@@ -29,7 +29,7 @@ _BY_KIND = {sort.kind: sort for sort in SORTS}
 
 
 def sort_of(name: str, value: object, replicas: Replicas | None) -> Sort[Any]:
-    """What `value` is to a checkpoint.
+    """The sort of a value.
 
     Raises:
       TypeError: a checkpoint cannot hold it.
@@ -54,5 +54,5 @@ def is_entry(value: object) -> bool:
 
 
 def described(entry: Entry) -> str:
-    """What messages call what was saved."""
+    """A description of what was saved, for messages."""
     return _BY_KIND[entry["kind"]].told_of(entry)

@@ -15,7 +15,7 @@ AS_LONG_AS_IT_TAKES = 1e6
 
 
 class Watch(Protocol):
-    """What notes the waits of this process, and ends it when one takes too long."""
+    """A watchdog: it notes waits, and ends the process when one takes too long."""
 
     def waiting(
         self, what: str, busy: str | None = None
@@ -54,7 +54,9 @@ class AbstractAgreement(abc.ABC):
     def exchange(
         self, said: Json, timeout_seconds: float = AS_LONG_AS_IT_TAKES
     ) -> list[Json]:
-        """What all processes say, by process. The n-th call meets the n-th of each.
+        """Say something; get what all processes say, in the order of their ids.
+
+        The n-th call meets the n-th of each other process.
 
         Any thread may call it, for one topic one at a time.
 
@@ -93,7 +95,7 @@ class LoneAgreement(AbstractAgreement):
     def exchange(
         self, said: Json, timeout_seconds: float = AS_LONG_AS_IT_TAKES
     ) -> list[Json]:
-        """What it said."""
+        """A list of what it says."""
         return [said]
 
 
@@ -115,7 +117,7 @@ class ProcessAgreement(AbstractAgreement):
     def exchange(
         self, said: Json, timeout_seconds: float = AS_LONG_AS_IT_TAKES
     ) -> list[Json]:
-        """What all say. A process that ends makes it an error."""
+        """Gather over the board; the end of a process makes it an error."""
         return self._board.gather(str(self.topic), said, timeout_seconds)
 
     def reading(self, what: str) -> AbstractContextManager[object]:

@@ -1,4 +1,4 @@
-"""What a process is about to do with all others, and how two of them differ in it."""
+"""Operations that all processes do together, and the difference between two."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Program(TypedDict):
 @final
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """What a process is about to do with all others.
+    """An operation that a process is about to do with all others.
 
     Attributes:
       name: what is done.
@@ -54,17 +54,17 @@ class Operation:
     programs: Sequence[Program] = ()
 
     def told(self) -> list[Json]:
-        """The same as JSON; `Operation(*told)` is what it was."""
+        """The operation as JSON, of which `Operation(*told)` makes it again."""
         return [self.name, self.where, list(self.kinds), list(self.programs)]
 
     @property
     def prints(self) -> list[tuple[str, list[str]]]:
-        """What must be the same of its programs."""
+        """Names and fingerprints of its programs."""
         return [(program["name"], program["prints"]) for program in self.programs]
 
 
 def other_programs(first: Operation, other: Operation, index: int) -> str | None:
-    """Why process `index` has made other programs than process 0; None if it has not.
+    """Describe how the programs of two processes differ; None if they do not.
 
     Args:
       first: what process 0 is about to do.
@@ -86,7 +86,7 @@ def other_programs(first: Operation, other: Operation, index: int) -> str | None
 
 
 def other_operation(first: Operation, other: Operation, index: int) -> str | None:
-    """What process `index` does otherwise than process 0; None if nothing.
+    """Describe how the operations of two processes differ; None if they do not.
 
     Args:
       first: what process 0 is about to do.
@@ -147,7 +147,7 @@ def kind(array: Shaped) -> str:
 
 
 def described(leaf: ArrayLike) -> str:
-    """What must be the same in all processes of an argument of a step."""
+    """The part of an argument of a step that must be the same in all processes."""
     if isinstance(leaf, jax.Array):
         return kind(leaf)
     if isinstance(leaf, (bool, int, float, complex)):

@@ -45,7 +45,7 @@ class OperationAgreement:
     def compare(
         self, operation: Operation, advice: str, said: Json = None
     ) -> list[Json]:
-        """What all processes say besides, by process, if they are about to do the same.
+        """Compare an operation with those of the others; get what each says besides.
 
         Args:
           operation: what this one is about to do.
@@ -70,7 +70,7 @@ class OperationAgreement:
         return [each_said for each_said, _ in heard]
 
     def agree(self, what: str, said: Json = None) -> list[Json]:
-        """What all processes say about something that all do outside of steps.
+        """Compare something done outside of steps; get what each process says about it.
 
         Args:
           what: they do, in words.

@@ -1,4 +1,10 @@
-"""Agreement about the call after which all processes stop: `StopAgreement`."""
+"""Agreement about the call after which all processes stop: `StopAgreement`.
+
+JAX's `multihost_utils.reached_preemption_sync_point` agrees on a step, too, but knows
+no other notice than SIGTERM to its own service, which takes the signal from handlers
+that were installed before it (measured with 0.10 and 0.12), and needs a
+`jax.distributed` even where there is one process.
+"""
 
 from __future__ import annotations
 

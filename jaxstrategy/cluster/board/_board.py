@@ -1,4 +1,4 @@
-"""What the processes of a job know of each other: values, steps, and who has ended."""
+"""The board: shared values, and the state of each process of a job."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Departure:
 
 @dataclasses.dataclass(frozen=True)
 class ProcessState:
-    """Where a process is.
+    """The state of a process.
 
     Attributes:
       status: what its watchdog last said, None if nothing.
@@ -69,17 +69,17 @@ class ProcessState:
 
     @property
     def busy(self) -> str | None:
-        """What it does by itself while others may wait; None if nothing."""
+        """Its own work, for which others may wait; None if it has none."""
         return self._heard["busy"] if self._heard else None
 
     @property
     def writes(self) -> str | None:
-        """What it writes in the background; None if nothing."""
+        """The checkpoint it writes in the background; None if it writes none."""
         return self._heard["writes"] if self._heard else None
 
     @property
     def _heard(self) -> Status | None:
-        """What it has said a moment ago; None if it does not run."""
+        """Its last status if it runs and answers, else None."""
         is_recent = self.end is None and self.silent_seconds < LATE_SECONDS
         return self.status if is_recent else None
 
@@ -118,7 +118,7 @@ class AbstractBoard(abc.ABC):
     def gather(
         self, key: str, value: Json, timeout_seconds: float | None = None
     ) -> list[Json]:
-        """What each process contributes under this key, in the order of their ids.
+        """Contribute a value; get those of all processes, in the order of their ids.
 
         The n-th call with a key on one process meets the n-th on each other. Without a
         time of its own it waits the board's, and longer while a process is busy.
@@ -133,14 +133,14 @@ class AbstractBoard(abc.ABC):
 
     @abc.abstractmethod
     def states(self) -> list[ProcessState]:
-        """Where each process is, by their ids.
+        """The state of each process, by their ids.
 
         Raises:
           ClusterError: process 0, which keeps them, does not answer.
         """
 
     def known_states(self) -> list[ProcessState]:
-        """As `states`, where that is known without asking: in process 0, else empty."""
+        """The same without a message: in process 0; empty in the others."""
         return []
 
     @abc.abstractmethod
@@ -203,5 +203,5 @@ class LoneBoard(AbstractBoard):
 
 
 def nobody_put(key: str, seconds: float) -> str:
-    """Why `get` failed."""
+    """The reason why `get` failed."""
     return f"Nobody has put {key!r} on the board within {seconds:g} s."

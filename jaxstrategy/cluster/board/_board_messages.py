@@ -1,4 +1,4 @@
-"""What processes say to process 0, which keeps the board, and what it answers."""
+"""Messages between processes and the board, which process 0 keeps."""
 
 from __future__ import annotations
 
@@ -21,17 +21,19 @@ from jaxstrategy.cluster.connections._fields import (
 
 
 class Status(TypedDict):
-    """Where a process is, as its watchdog says each second.
+    """The progress of a process, as its watchdog reports it each second.
 
     Attributes:
-      step: how many steps it has begun.
+      step: the number of steps it has begun.
       what: the last of them in words.
-      pending: what it waits for, None if for nothing.
-      seconds: how long it has, or since there was progress.
-      busy: what it does by itself meanwhile, None if nothing.
-      writes: what it writes in the background, None if nothing.
-      reads: what its input pipeline has not delivered yet, and for how many seconds.
-      arrivals: its last steps: their number, that of the meeting before, seconds since.
+      pending: the step or event it waits for, None if it waits for nothing.
+      seconds: how long it has waited, or since there was progress.
+      busy: its own work meanwhile, such as compiling; None if it has none.
+      writes: the checkpoint it writes in the background, None if it writes none.
+      reads: batches that its input pipeline has not delivered, each with the seconds
+        that it has taken so far.
+      arrivals: its last steps; of each its number, the number of comparisons before it,
+        and the seconds since the last of them.
     """
 
     step: int

@@ -153,7 +153,7 @@ class Hub:
             self._asked.setdefault(key, []).append((line.index, message["id"]))
 
     def _gone_for_good(self, line: _Line) -> list[int]:
-        """Those because of whom nothing will be put any more."""
+        """The processes whose end means that nothing will be put any more."""
         others = [other for other in self._lines.values() if other is not line]
         ended = [other.index for other in others if other.end not in (None, "left")]
         if not ended and all(other.end for other in others):
@@ -198,7 +198,7 @@ class Hub:
         self._post(line, {"id": request, "gone": ends})
 
     def states(self) -> list[Message]:
-        """Where each process is, by their ids; any thread may ask."""
+        """The state of each process, by their ids; any thread may ask."""
         now = time.monotonic()
         return [
             {

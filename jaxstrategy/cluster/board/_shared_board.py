@@ -1,4 +1,4 @@
-"""The board of a job of several processes, and the line of each to process 0."""
+"""The board of several processes, and the connection of each to process 0."""
 
 from __future__ import annotations
 
@@ -228,7 +228,7 @@ class Board(AbstractBoard):
     def _answer(
         self, message: Message, seconds: float, is_patient: bool = False
     ) -> Message:
-        """What process 0 answers.
+        """Send a request to process 0 and wait for its answer.
 
         Args:
           is_patient: whether to wait on while another process is busy by itself.

@@ -38,7 +38,7 @@ _NUMBER = struct.Struct(">Q")
 _SEAL_BYTES = 32
 _REFUSAL = (1 << 32) - 1  # a length that no message has
 REFUSAL = _LENGTH.pack(_REFUSAL)
-"""What the host says, instead of a message, to who does not know the secret."""
+"""The host's answer, instead of a message, to a guest without the secret."""
 
 
 class ForgedError(ValueError):
@@ -139,7 +139,7 @@ class Channel:
 
 @final
 class Greeting:
-    """What both sides say first, and the channel that comes of it.
+    """The first bytes of both sides, and the channel made from them.
 
     Attributes:
       own: the bytes to send, for the host once `add` has given a channel.
@@ -205,7 +205,7 @@ def _read(body: bytes, deepest: int) -> Json:
 
 
 def _depth(text: str, message: Json, most: int) -> int:
-    """How deeply a message is nested, or a little more as long as that is allowed.
+    """The depth of a message, or an upper bound of it below `most`.
 
     What is deeper could be read, and yet not be written again by a thread whose own
     stack is deeper.

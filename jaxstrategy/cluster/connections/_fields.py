@@ -1,4 +1,4 @@
-"""The fields of messages: what each may be. Which messages there are, others say.
+"""Checks of the fields of messages; which messages there are, others say.
 
 A message comes from another process, so nothing of it is taken on trust, not even that
 it is an object: `has` looks at all that its reader uses.
@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias, TypeGuard
 
 Json: TypeAlias = Any
-"""What JSON can hold. Who reads it says by `has` what it must be."""
+"""A value of JSON. Its reader checks its form with `has`."""
 Message: TypeAlias = dict[str, Json]
-"""What JSON made of a message whose fields were checked."""
+"""An object of JSON whose fields were checked."""
 IsRight: TypeAlias = Callable[[object], bool]
 """Whether the value of a field may be that."""
 Fields: TypeAlias = Mapping[str, IsRight]

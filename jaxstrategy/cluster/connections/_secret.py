@@ -19,7 +19,7 @@ HOW_TO_MAKE_ONE = 'python -c "import secrets; print(secrets.token_hex(32))"'
 
 @final
 class Secret:
-    """What the processes of one job know and nobody else; it does not print.
+    """The secret that only the processes of one job know; it does not print.
 
     It is false if there is none: anybody can then make the same keys.
 
@@ -51,7 +51,7 @@ class Secret:
 
     @classmethod
     def of_environment(cls) -> Self:
-        """What `JAXSTRATEGY_CLUSTER_SECRET` holds; none if it is not set.
+        """The secret in `JAXSTRATEGY_CLUSTER_SECRET`; an empty one if it is not set.
 
         Raises:
           ValueError: it is set, and empty or too short.
@@ -117,7 +117,7 @@ def is_network_trusted() -> bool:
 
 
 def why_refused(secret: Secret, host: str) -> str | None:
-    """Why processes must not meet there; None if they may.
+    """The reason why processes must not meet there; None if they may.
 
     Args:
       secret: of the job.

@@ -1,4 +1,4 @@
-"""What a process waits for, or reads, between two moments."""
+"""Waits and reads of a process, each with its duration."""
 
 from __future__ import annotations
 

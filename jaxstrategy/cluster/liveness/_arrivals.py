@@ -1,4 +1,4 @@
-"""When each process comes to each step: who is late, and by how much.
+"""The times at which processes come to steps: which are late, and by how much.
 
 Clocks of hosts differ. But when processes have compared a step, all of them hear of it
 at the same moment; times are counted from there.
@@ -26,7 +26,7 @@ _FEWEST = 10  # steps
 
 @final
 class Arrivals:
-    """Of this process."""
+    """The arrivals of this process at its last steps."""
 
     def __init__(self) -> None:
         self._meetings = 0
@@ -53,7 +53,7 @@ class Arrivals:
 @final
 @dataclasses.dataclass(frozen=True)
 class Lateness:
-    """How late a process comes to steps, after the first that comes.
+    """The lateness of a process at steps, after the first that comes.
 
     Attributes:
       member: the process.
@@ -122,7 +122,7 @@ class Stragglers:
 
 
 def stragglers(told: Mapping[Member, Sequence[Sequence[float]]]) -> Stragglers:
-    """Who is late.
+    """Find the late processes.
 
     Args:
       told: what each process tells of its last steps.
@@ -173,7 +173,7 @@ def at_the_end(states: Sequence[ProcessState]) -> str:
 
 
 def of_states(states: Sequence[ProcessState]) -> Stragglers:
-    """Who is late, by what the board knows of all processes."""
+    """Find the late processes by the states on the board."""
     return stragglers(
         {s.member: s.status["arrivals"] if s.status else () for s in states}
     )

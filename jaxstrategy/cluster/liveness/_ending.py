@@ -1,4 +1,4 @@
-"""How a process of a job ends: by itself, by an exception, or because another did."""
+"""The end of a process: by itself, by an exception, or because another ended."""
 
 from __future__ import annotations
 
@@ -42,9 +42,12 @@ _NOTE_SECONDS = 60.0  # of waiting at the end of the script, before a word about
 
 @final
 class Ending:
-    """How this process ends: by itself, by an exception, or because another did.
+    """The end of this process: by itself, by an exception, or because another ended.
 
-    JAX's own way is a barrier that waits for processes that will not come.
+    JAX's own way is a barrier that waits for processes that will not come: after an
+    exception in one process all of them hang in it until `shutdown_timeout_seconds`,
+    300 by default, and are then aborted. When process 0 ends, all others are aborted
+    within 0.1 s, whatever they do (measured with 0.10 and 0.12, on CPU).
     """
 
     def __init__(self, board: Board, watchdog: Watchdog) -> None:
@@ -130,7 +133,7 @@ class Ending:
 
     @property
     def _late(self) -> str:
-        """Who came late to steps, a line of process 0; else nothing."""
+        """The line of process 0 about late processes; empty in the others."""
         return _arrivals.at_the_end(self._board.known_states())
 
     def _exiting(self) -> None:

@@ -7,7 +7,7 @@ from typing import Self
 
 
 class Restart(enum.Enum):
-    """What the launcher does when a process has ended with a code."""
+    """The launcher's response to a code."""
 
     COUNTED = "after a failure, as long as `--max-restarts` allows"
     UNCOUNTED = "always: it is no failure, and does not count"

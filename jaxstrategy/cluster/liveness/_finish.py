@@ -52,7 +52,7 @@ def finish(
 
 
 def stacks() -> str:
-    """Where each Python thread of this process is, the main thread first."""
+    """The stacks of this process's Python threads, the main thread first."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     main = threading.main_thread().ident
     told = []

@@ -1,4 +1,4 @@
-"""Who is most likely waited for, and what each process does: the report's words."""
+"""The watchdog's diagnosis: the process that is waited for, and what each does."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def suspicion(
     seconds: float,
     step: int | None,
 ) -> str:
-    """Who is most likely waited for, in a sentence.
+    """Name the process that is most likely waited for, in a sentence.
 
     Args:
       states: of all processes.
@@ -92,7 +92,7 @@ def _late_readers(states: Sequence[ProcessState], waited: float) -> str:
 
 
 def _not_there(others: Sequence[ProcessState], what: str) -> str:
-    """Who has not come to a wait that is no step."""
+    """Name the process that has not come to a wait that is no step."""
     elsewhere = [s for s in others if s.status and s.status["pending"] != what]
     if elsewhere:
         return (
@@ -103,7 +103,7 @@ def _not_there(others: Sequence[ProcessState], what: str) -> str:
 
 
 def _behind(others: Sequence[ProcessState], step: int) -> str:
-    """Who has not come to a step."""
+    """Name the process that has not come to a step."""
     behind = [s for s in others if s.status and s.status["step"] < step]
     if behind:
         last = min(behind, key=lambda state: (state.status or {})["step"])

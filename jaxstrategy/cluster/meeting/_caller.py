@@ -18,7 +18,7 @@ from jaxstrategy.cluster.connections._wire import Connection
 from jaxstrategy.cluster.meeting._meeting_messages import is_hello
 
 HELLO_SECONDS = 5.0
-"""How long someone may be connected without having said who it is."""
+"""The time that a stranger may stay connected."""
 
 
 @final

@@ -183,7 +183,7 @@ class Host:
         caller.close()
 
     def _strangers(self) -> list[Caller]:
-        """Those that have not said who they are, the oldest first."""
+        """Callers that have not said who they are, the oldest first."""
         return [caller for caller in self._callers if caller.hello is None]
 
     def _present(self) -> list[tuple[Message, Connection]]:
@@ -238,7 +238,7 @@ class Host:
 
 
 def mistakes(own: Message, hellos: Sequence[Message]) -> list[str]:
-    """What cannot be right, whoever is still to come.
+    """List the contradictions that no further process could resolve.
 
     Args:
       own: what process 0 says of itself.

@@ -1,4 +1,4 @@
-"""What processes say to each other until all have met."""
+"""Messages of processes until all have met."""
 
 from __future__ import annotations
 

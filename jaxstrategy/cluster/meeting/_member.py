@@ -13,7 +13,7 @@ from jaxstrategy.cluster.connections._fields import Message
 from jaxstrategy.cluster.connections._wire import Connection
 
 SAME = ("jaxstrategy", "jax", "jaxlib")
-"""Of these, all processes must have one version."""
+"""Packages of which all processes must have the same version."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Member:
 
 @dataclasses.dataclass(frozen=True)
 class Meeting:
-    """What a process has when all have met.
+    """The outcome of a meeting, in one process.
 
     Attributes:
       members: all processes, by their ids.
@@ -48,7 +48,7 @@ class Meeting:
 
 
 def facts() -> Message:
-    """What a process says of itself: host, pid, and the versions that must agree."""
+    """The facts that a process tells of itself: host, pid, versions."""
     versions = {name: _version(name) for name in SAME}
     return {
         "host": socket.gethostname(),
@@ -66,5 +66,5 @@ def _version(name: str) -> str:
 
 
 def member(hello: Message) -> Member:
-    """Who says this."""
+    """The process that says this."""
     return Member(hello["index"], hello.get("host", "?"), hello.get("pid", 0))

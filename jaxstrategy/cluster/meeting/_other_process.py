@@ -26,9 +26,9 @@ from jaxstrategy.cluster.meeting._member import Meeting, Member
 
 _VERDICT_SECONDS = 5.0  # how much later than it said process 0 may answer
 CLOSED_SECONDS = 3.0
-"""How long a server may go on hanging up before it is another program's."""
+"""The time after which a server that hangs up counts as another program's."""
 ANSWER_SECONDS = 15.0
-"""How long an answer may take: process 0 does nothing else while it listens."""
+"""The time for an answer; process 0 does nothing else while it listens."""
 
 
 class Guest:

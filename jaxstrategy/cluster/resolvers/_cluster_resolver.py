@@ -197,7 +197,7 @@ class ClusterResolver(abc.ABC):
     def _own_master(
         self, task_type: str | None, task_id: int | None, rpc_layer: str | None
     ) -> str:
-        """What `master` gives when the task is not named in full."""
+        """The result of `master` for a task that is not named in full."""
         task_type, task_id = self._completed(task_type, task_id)
         if task_type is None or task_id is None:
             return ""
@@ -206,7 +206,7 @@ class ClusterResolver(abc.ABC):
     def _accelerators(
         self, task_type: str | None, task_id: int | None
     ) -> dict[str, int]:
-        """What `num_accelerators` gives; this process's unless both are given."""
+        """The result of `num_accelerators`; this process's unless both are given."""
         # Imported only here: the launcher, which has no devices, reads this module.
         import jax
 

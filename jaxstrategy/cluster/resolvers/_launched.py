@@ -1,4 +1,4 @@
-"""What the launcher tells its workers, and which resolver is the default."""
+"""The launcher's environment variables as a cluster, and the default resolver."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ATTEMPT = "JAXSTRATEGY_ATTEMPT"
 JOB = "JAXSTRATEGY_JOB"  # the same for all processes that belong together
 
 LATE = "jaxstrategy: at the end: "
-"""How process 0 begins to tell who was late; the launcher repeats that line."""
+"""The beginning of process 0's line about late processes; the launcher repeats it."""
 
 _NEEDED = (COORDINATOR, PROCESS_ID, NUM_PROCESSES)
 
