@@ -12,6 +12,8 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 import jaxstrategy as js  # noqa: E402
 
+pytest.register_assert_rewrite("helpers")
+
 
 def pytest_collection_finish():
     # Modules and tests are half a million objects, which each `gc.collect()` of a test

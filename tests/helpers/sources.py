@@ -1,0 +1,54 @@
+"""What a source of batches gives, and how it resumes."""
+
+import itertools
+import json
+
+import jax
+import numpy as np
+
+from jaxstrategy.inputs.sources._choose import as_source
+
+
+def taken(one_pass, count=None):
+    """The batches that are left, or the next `count` of them."""
+    found = list(itertools.islice(one_pass, count))
+    one_pass.close()
+    return found
+
+
+def assert_same(found, expected):
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        assert jax.tree.structure(one) == jax.tree.structure(other)
+        for leaf, wanted in zip(
+            jax.tree.leaves(one), jax.tree.leaves(other), strict=True
+        ):
+            assert isinstance(leaf, (np.ndarray, jax.Array))
+            assert leaf.dtype == wanted.dtype
+            np.testing.assert_array_equal(leaf, wanted)
+
+
+def assert_resumes(make, expected):
+    """From each position, a fresh source goes on exactly as the others did."""
+    for position in range(len(expected) + 1):
+        first = as_source(make()).start()
+        assert_same(list(itertools.islice(first, position)), expected[:position])
+        state = json.loads(json.dumps(first.get_state()))
+        assert_same(taken(first), expected[position:])
+        second = as_source(make()).start()
+        before = second.set_state(state)
+        if before is not None:
+            assert_same([before], [expected[position - 1]])
+        assert json.loads(json.dumps(second.get_state())) == state
+        assert_same(list(second), expected[position:])
+        third = as_source(make()).start()
+        third.set_state(json.loads(json.dumps(second.get_state())))  # at the end
+        assert_same(taken(third), [])
+        second.close()
+
+
+def cut(data, size, drop=False):
+    """The oracle: slices of a dict of arrays, in order."""
+    count = len(data["y"])
+    starts = range(0, count - size + 1 if drop else count, size)
+    return [{k: v[i : i + size] for k, v in data.items()} for i in starts]

@@ -1,0 +1,360 @@
+"""Objects of Flax NNX that a step captures, directly or through something else."""
+
+import functools
+import warnings
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from helpers.objects import (
+    WIDTH,
+    Net,
+    Phases,
+    adam,
+    arrays,
+    assert_equal,
+    divided,
+    rows,
+    train,
+    trained_alone,
+)
+
+import jaxstrategy as js
+
+
+@pytest.fixture(scope="module")
+def two():
+    return js.MirroredStrategy(js.simulate(8)[:2])
+
+
+# Training.
+
+
+class Pair:  # not a pytree
+    def __init__(self, model):
+        self.model = model
+
+
+# Objects that the step captures.
+
+model_of_all = Net()
+optimizer_of_all = adam(model_of_all)
+
+
+def train_globals(x, y):
+    return train(model_of_all, optimizer_of_all, x, y)
+
+
+def helped(x, y):
+    return [train_globals(x, y) for _ in range(1)][0]
+
+
+def test_globals_are_changed_also_by_other_functions(two):
+    before = int(optimizer_of_all.step[...])
+    two.run(train_globals, divided(two, *rows()))
+    two.run(helped, divided(two, *rows()))
+    assert int(optimizer_of_all.step[...]) == before + 2
+
+
+def by_closure(model, optimizer):
+    def step(x, y):
+        return train(model, optimizer, x, y)
+
+    return step
+
+
+def by_two_closures(model, optimizer):
+    inner = by_closure(model, optimizer)
+
+    def step(x, y):
+        def nested():
+            return inner(x, y)
+
+        return nested()
+
+    return step
+
+
+def by_lambda(model, optimizer):
+    return lambda x, y: train(model, optimizer, x, y)
+
+
+def by_default(model, optimizer):
+    def step(x, y, *, model=model, optimizer=optimizer):
+        return train(model, optimizer, x, y)
+
+    return step
+
+
+def by_partial(model, optimizer):
+    return functools.partial(train, model, optimizer)
+
+
+def by_wrapper(model, optimizer):
+    @functools.wraps(train)
+    def step(*args, **kwargs):
+        return inner(*args, **kwargs)
+
+    inner = by_closure(model, optimizer)
+    return step
+
+
+CAPTURING = [
+    by_closure,
+    by_two_closures,
+    by_lambda,
+    by_default,
+    by_partial,
+    by_wrapper,
+]
+
+
+@pytest.mark.parametrize("capture", CAPTURING, ids=lambda f: f.__name__)
+def test_captured_objects_are_changed(two, capture):
+    want, losses = trained_alone()
+    model = Net()
+    step = two.run(capture(model, adam(model)))
+    for i in range(5):
+        loss = step(*divided(two, *rows(i)))
+        np.testing.assert_allclose(loss, losses[i], atol=1e-5)
+    assert_equal(arrays(model), trained_alone(5)[0])
+
+
+def test_a_captured_model_is_never_stale(two):
+    model, x = Net(), rows()[0]
+    step = two.run(lambda x: model.norm(x))
+    for scale in (1.0, 2.0, 3.0):
+        model.norm.scale[...] = jnp.full(WIDTH, scale)
+        y = step(*divided(two, x))
+        np.testing.assert_allclose(np.concatenate(y.stacked), model.norm(x), atol=1e-5)
+
+
+def method_step(model):
+    class Holder:
+        def __init__(self, model):
+            self.model = model
+
+        def step(self, x):
+            return self.model.norm(x)
+
+    return Holder(model).step
+
+
+def container_step(model):
+    models = {"one": [model]}
+    return lambda x: models["one"][0].norm(x)
+
+
+def field_step(model):
+    pair = Pair(Pair(model))
+    return lambda x: pair.model.model.norm(x)
+
+
+def bound_step(model):
+    return model.norm.__call__
+
+
+HOLDING = [method_step, container_step, field_step, bound_step]
+
+
+@pytest.mark.parametrize("hold", HOLDING, ids=lambda f: f.__name__)
+def test_what_is_read_through_something_else_is_never_stale(two, hold):
+    model, x = Net(), rows()[0]
+    function = hold(model)
+    step = two.run(function)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", js.RecompilationWarning)
+        for scale in (1.0, 2.0, 3.0):
+            model.norm.scale[...] = jnp.full(WIDTH, scale)
+            for _ in range(2):
+                y = step(*divided(two, x))
+                np.testing.assert_allclose(
+                    np.concatenate(y.stacked), model.norm(x), atol=1e-5
+                )
+
+
+@pytest.mark.parametrize("mirrored", [False, True])
+def test_what_is_reached_through_something_else_is_changed(two, mirrored):
+    class Holder:
+        def __init__(self, model, optimizer):
+            self.model, self.optimizer = model, optimizer
+
+        def step(self, x, y):
+            return train(self.model, self.optimizer, x, y)
+
+        def assign(self, x, y):
+            self.model.calls[...] = 5
+
+    model = Net()
+    if mirrored:
+        two.run(lambda m: m.train(), (model,))
+    holder = Holder(model, adam(model))
+    two.run(holder.step, divided(two, *rows()))
+    assert_equal(arrays(model), trained_alone(1)[0])
+    two.run(holder.assign, divided(two, *rows()))
+    assert int(model.calls[...]) == 5 and holder.model is model
+
+
+@functools.cache
+def model_of_a_cache():
+    return Net()
+
+
+def test_what_is_changed_where_no_name_leads_is_refused(two):
+    before = arrays(model_of_a_cache())
+
+    def step(x, y):
+        model_of_a_cache().norm.scale[...] += 1
+
+    with pytest.raises(js.ObjectError, match="Pass it as an argument"):
+        two.run(step, divided(two, *rows()))
+    assert_equal(arrays(model_of_a_cache()), before, 0)
+
+
+def test_a_model_of_a_cache_that_changes_each_time_is_told_of(two):
+    x = rows()[0]
+    step = two.run(lambda x: model_of_a_cache().norm(x))
+    change = two.run(lambda model: model.norm.scale.set_value(model.norm.scale * 2))
+    batch = divided(two, x)
+    change(model_of_a_cache())
+    step(*batch)
+    change(model_of_a_cache())
+    step(*batch)
+    change(model_of_a_cache())
+    with pytest.warns(js.RecompilationWarning, match="Pass it as an argument"):
+        step(*batch)
+
+
+def test_phases_of_what_is_read_through_something_else_are_seen(two):
+    class Model(Phases):
+        def __init__(self):
+            super().__init__()
+            self.scale = nnx.Param(jnp.ones(()))
+
+        def __call__(self, x):
+            return x * self.scale if self.dropout.deterministic else -x * self.scale
+
+    holder, x, traces = Pair(Model()), np.ones((2, 3), np.float32), []
+
+    @two.run
+    def step(x):
+        traces.append(1)
+        return holder.model(x)
+
+    batch = divided(two, x)
+    for _ in range(2):
+        assert (np.asarray(step(*batch).stacked) == -1).all()
+    holder.model.eval()
+    for _ in range(2):
+        assert (np.asarray(step(*batch).stacked) == 1).all()
+    assert len(traces) == 2
+
+
+def test_names_that_collide(two):
+    first, second, third = (nnx.Variable(jnp.zeros(())) for _ in range(3))
+
+    def inner_of(total):
+        def inner():
+            total[...] += 1
+
+        return inner
+
+    def outer_of(total, inner):
+        def step(other, *, total_=total):
+            total[...] += 10
+            other["total"][...] += 100
+            inner()
+
+        return step
+
+    def keyword(*, total):
+        total[...] += 1000
+        inner()
+
+    inner = inner_of(first)
+    two.run(outer_of(second, inner), ({"total": third},))
+    two.run(keyword, (), {"total": third})
+    assert [float(v[...]) for v in (first, second, third)] == [2, 10, 1100]
+
+
+even_or_odd = nnx.Variable(jnp.zeros(()))
+
+
+def even(n):
+    even_or_odd[...] += 1
+    return True if n == 0 else odd(n - 1)
+
+
+def odd(n):
+    return False if n == 0 else even(n - 1)
+
+
+def test_functions_that_call_each_other(two):
+    before = float(even_or_odd[...])
+
+    def recursive(n):
+        even_or_odd[...] += 1
+        return recursive(n - 1) if n else even(2)
+
+    assert two.run(lambda: recursive(2)) is True
+    assert float(even_or_odd[...]) == before + 5
+
+
+def test_what_is_set_by_inner_functions_is_seen(two):
+    total, count = nnx.Variable(jnp.zeros(())), 0
+
+    def step():
+        nonlocal count
+        count += 1
+        total[...] += 1
+
+    two.run(step)
+    assert count == 1 and float(total[...]) == 1
+
+
+def test_a_module_as_the_step_and_its_methods(two):
+    class Counter(nnx.Module):
+        def __init__(self):
+            self.n = nnx.Variable(jnp.zeros(()))
+
+        def __call__(self, x):
+            self.n[...] += x
+
+        def add(self, x):
+            self(x * 2)
+
+        @two.run
+        def step(self, x):
+            self(x * 3)
+
+    counter = Counter()
+    two.run(counter, (1.0,))
+    two.run(counter.add, (1.0,))
+    counter.step(1.0)
+    assert float(counter.n[...]) == 6
+
+
+def test_a_state_is_passed_as_a_pytree(two):
+    model = Net()
+    graph, state = nnx.split(model)
+
+    def step(state, x):
+        model = nnx.merge(graph, state)
+        return model(x), nnx.state(model)
+
+    x, _ = rows()
+    y, new = two.run(step, (state, *divided(two, x)))
+    assert int(model.calls[...]) == 0 and int(new["calls"].get_value()) == 1
+    np.testing.assert_allclose(np.concatenate(y.stacked), model(x), atol=1e-6)
+
+
+def test_a_variable_in_the_place_of_an_array(two):
+    def step(x):
+        x = x[...] if isinstance(x, nnx.Variable) else x
+        return x + 1
+
+    step = two.run(step)
+    assert float(step(jnp.ones(()))) == float(step(jnp.ones(()))) == 2
+    assert float(step(nnx.Variable(jnp.full((), 2.0)))) == 3
+    assert float(step(jnp.full((), 3.0))) == 4

@@ -1,0 +1,572 @@
+"""Collectives that only some replicas reach are errors, with the line that decides."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from helpers.lines import AXIS, SEVERAL, ids, place, replica
+from jax import lax
+
+import jaxstrategy as js
+
+
+def diverging(strategy, step, *args, **kwargs):
+    """The error that a step raises; it is left in good order."""
+    with pytest.raises(js.DivergentCollectiveError) as caught:
+        strategy.run(step, args, kwargs)
+    assert not js.in_cross_replica_context() and not js.has_strategy()
+    return caught.value
+
+
+# Deadlock. Each case takes what decides, here called `p`, and this replica's `v`. With
+# a `p` of 3 it reaches its collective; beside it stands what comes out then.
+
+
+def in_cond(p, v):
+    return lax.cond(  # <- control
+        p * 2 > 4,  # <- predicate
+        lambda: lax.psum(v, AXIS),  # <- collective
+        lambda: v,
+    )
+
+
+def in_the_other_branch(p, v):
+    negative = -p  # <- predicate
+    return lax.cond(  # <- control
+        negative > -3,
+        lambda: v,
+        lambda: lax.psum(v, AXIS),  # <- collective
+    )
+
+
+def in_switch(p, v):
+    index = jnp.int32(p)  # <- predicate
+    return lax.switch(  # <- control
+        index,
+        [
+            lambda: v,
+            lambda: v,
+            lambda: v,
+            lambda: replica().all_reduce("sum", v),  # <- collective
+        ],
+    )
+
+
+def in_switch_of_two(p, v):
+    index = jnp.int32(p)  # <- predicate
+    return lax.switch(  # <- control
+        index,
+        [
+            lambda: v,
+            lambda: lax.psum(v, AXIS),  # <- collective
+        ],
+    )
+
+
+def in_while_body(p, v):
+    def more(carry):
+        return carry[0] < p  # <- predicate
+
+    def turn(carry):
+        return carry[0] + 1, carry[1] + lax.psum(v, AXIS)  # <- collective
+
+    return lax.while_loop(more, turn, (0.0, 0.0))[1]  # <- control
+
+
+def in_while_condition(p, v):
+    def more(done):
+        total = lax.psum(v, AXIS)  # <- collective
+        return done < jnp.minimum(total * 100, p)  # <- predicate
+
+    return lax.while_loop(more, lambda done: done + 1, 0.0)  # <- control
+
+
+def in_fori_loop(p, v):
+    turns = jnp.int32(p)  # <- predicate
+
+    def turn(i, total):
+        return total + lax.psum(v, AXIS)  # <- collective
+
+    return lax.fori_loop(0, turns, turn, 0.0)  # <- control
+
+
+def in_jit(p, v):
+    @jax.jit
+    def inner(p, v):
+        return lax.cond(  # <- control
+            p > 2,  # <- predicate
+            lambda: lax.psum(v, AXIS),  # <- collective
+            lambda: v,
+        )
+
+    return inner(3.0, v) - lax.psum(v, AXIS) + inner(p, v)  # traced once
+
+
+def in_jit_inside_the_branch(p, v):
+    @jax.jit
+    def total(v):
+        return lax.psum(v, AXIS)  # <- collective
+
+    first = total(v)
+    later = lax.cond(  # <- control
+        p > 2,  # <- predicate
+        lambda: total(v),
+        lambda: v,
+    )
+    return first * 0 + later
+
+
+def in_scan_in_remat_in_jit(p, v):
+    def turn(carry, _):
+        return lax.cond(  # <- control
+            p > 2,  # <- predicate
+            lambda: carry + lax.psum(v, AXIS),  # <- collective
+            lambda: carry,
+        ), None
+
+    @jax.jit
+    @jax.checkpoint
+    def inner(v):
+        return lax.scan(turn, 0.0, length=3)[0]
+
+    return inner(v)
+
+
+def in_custom_vjp_forward(p, v):
+    def either(p, v):
+        return lax.cond(  # <- control
+            p > 2,  # <- predicate
+            lambda: lax.psum(v, AXIS),  # <- collective
+            lambda: v,
+        )
+
+    f = jax.custom_vjp(either)
+    f.defvjp(lambda p, v: (either(p, v), None), lambda _, g: (0.0, g))
+    value, grad = jax.value_and_grad(f, 1)(p, v)
+    return value + 0 * grad
+
+
+def in_custom_vjp_backward(p, v):
+    @jax.custom_vjp
+    def f(p, v):
+        return v
+
+    def backward(p, g):
+        return 0.0, lax.cond(p > 2, lambda: lax.psum(g, AXIS), lambda: g)
+
+    f.defvjp(lambda p, v: (v, p), backward)
+    # What is in `backward` is put down by JAX to the line that calls `f`.
+    return jax.grad(lambda v: f(p, v))(v)  # <- collective, control, predicate
+
+
+def in_custom_jvp(p, v):
+    @jax.custom_jvp
+    def f(p, v):
+        return v
+
+    @f.defjvp
+    def rule(primals, tangents):
+        p, v = primals
+        return v, lax.cond(  # <- control
+            p > 2,  # <- predicate
+            lambda: lax.psum(tangents[1], AXIS),  # <- collective
+            lambda: tangents[1],
+        )
+
+    return jax.jvp(f, (p, v), (0.0, v))[1]
+
+
+def in_grad(p, v):
+    def loss(w):
+        return lax.cond(  # <- control
+            p > 2,  # <- predicate
+            lambda: lax.psum(w * v, AXIS),  # <- collective
+            lambda: w,
+        )
+
+    return jax.grad(loss)(1.0)
+
+
+def in_vmap_over_another_axis(p, v):
+    def either(w):
+        return lax.cond(  # <- control
+            p > 2,  # <- predicate
+            lambda: lax.psum(w * v, (AXIS, "rows")),  # <- collective
+            lambda: w,
+        )
+
+    return jax.vmap(either, axis_name="rows")(jnp.ones(3))[0]
+
+
+def in_a_cond_that_does_not_vary(p, v):
+    return lax.cond(
+        lax.pmax(v, AXIS) > 0,
+        lambda: in_cond(p, v),
+        lambda: v,
+    )
+
+
+def in_a_merge_function(p, v):
+    def merged(strategy, v):
+        return strategy.reduce("sum", v)  # <- collective
+
+    return lax.cond(  # <- control
+        p > 2,  # <- predicate
+        lambda: replica().merge_call(merged, (v,)),
+        lambda: v,
+    )
+
+
+def in_a_merge_call_without_collectives(p, v):
+    def merged(strategy, v):
+        return strategy.run(lambda v: v * 2.0, (v,))
+
+    return lax.cond(  # <- control
+        p > 2,  # <- predicate
+        lambda: replica().merge_call(merged, (v,)),  # <- collective
+        lambda: v,
+    )
+
+
+HIDDEN = {
+    in_cond: ("psum", "cond", lambda v: v.sum()),
+    in_the_other_branch: ("psum", "cond", lambda v: v.sum()),
+    in_switch: ("all_reduce", "switch", lambda v: v.sum()),
+    in_switch_of_two: ("psum", "switch", lambda v: v.sum()),
+    in_while_body: ("psum", "while_loop", lambda v: 3 * v.sum()),
+    in_while_condition: ("psum", "while_loop", lambda v: 3.0),
+    in_fori_loop: ("psum", "fori_loop", lambda v: 3 * v.sum()),
+    in_jit: ("psum", "cond", lambda v: v.sum()),
+    in_jit_inside_the_branch: ("psum", "cond", lambda v: v.sum()),
+    in_scan_in_remat_in_jit: ("psum", "cond", lambda v: 3 * v.sum()),
+    in_custom_vjp_forward: ("psum", "cond", lambda v: v.sum()),
+    in_custom_vjp_backward: ("psum", "cond", lambda v: float(len(v))),
+    in_custom_jvp: ("psum", "cond", lambda v: v.sum()),
+    in_grad: ("psum", "cond", lambda v: len(v) * v),
+    in_vmap_over_another_axis: ("psum", "cond", lambda v: 3 * v.sum()),
+    in_a_cond_that_does_not_vary: ("psum", "cond", lambda v: v.sum()),
+    in_a_merge_function: ("reduce", "cond", lambda v: v.sum()),
+    in_a_merge_call_without_collectives: ("merge_call", "cond", lambda v: 2 * v),
+}
+
+
+@SEVERAL
+@pytest.mark.parametrize("case", HIDDEN, ids=lambda case: case.__name__)
+def test_a_collective_that_only_some_replicas_reach_is_an_error(strategy, case):
+    what, control, _ = HIDDEN[case]
+    marked = in_cond if case is in_a_cond_that_does_not_vary else case
+
+    def step(p, v):
+        return case(p, v)
+
+    error = diverging(strategy, step, ids(strategy), 2.0)
+    message = str(error)
+    assert re.match(
+        rf"(Only s|S)ome replicas of `step` would reach the `{what}`", message
+    )
+    assert f"it is inside a `{control}` whose " in message
+    assert f"\n  the `{what}`: {place(marked, 'collective')}\n" in message
+    assert f"\n  the `{control}`: {place(marked, 'control')}\n" in message
+    assert f" varies since: {place(marked, 'predicate')}\n" in message
+    assert "\n    (from argument `p`, a PerReplica)\n" in message
+    assert error.collective_line == place(marked, "collective")
+    assert error.predicate_line == place(marked, "predicate")
+
+
+def test_the_same_code_runs_where_all_replicas_decide_alike(strategy):
+    def step(p, own, v):
+        deciders = {
+            "an argument": p,
+            "a constant": jnp.float32(3),
+            "reduced": replica().all_reduce("min", own) + 2,
+            "gathered": lax.all_gather(own, AXIS)[0] + 2,
+        }
+        return {
+            name: {case.__name__: case(decider, v) for case in HIDDEN}
+            for name, decider in deciders.items()
+        }
+
+    out = strategy.run(step, (3.0, ids(strategy), ids(strategy)))
+    v = np.arange(strategy.num_replicas_in_sync) + 1.0
+    for case, (_, _, expected) in HIDDEN.items():
+        for name in out:
+            for i, one in enumerate(
+                strategy.experimental_local_results(out[name][case.__name__])
+            ):
+                wanted = np.broadcast_to(expected(v), v.shape)[i]
+                np.testing.assert_allclose(one, wanted, err_msg=case.__name__)
+
+
+# Each on a line of its own, with the name that messages have for it.
+COLLECTIVES = [
+    ("all_reduce", lambda v: replica().all_reduce("sum", v)),
+    ("all_reduce", lambda v: replica().all_reduce("mean", v)),
+    ("all_reduce", lambda v: replica().all_reduce("max", {"a": v})["a"]),
+    ("all_gather", lambda v: replica().all_gather(v, 0)),
+    ("psum", lambda v: lax.psum(v, AXIS)),
+    ("pmean", lambda v: lax.pmean(v, AXIS)),
+    ("pmin", lambda v: lax.pmin(v, AXIS)),
+    ("pmax", lambda v: lax.pmax(v, AXIS)),
+    ("all_gather", lambda v: lax.all_gather(v, AXIS)),
+    ("ppermute", lambda v: lax.ppermute(v, AXIS, [(0, 1), (1, 0)])),
+    ("all_to_all", lambda v: lax.all_to_all(v, AXIS, 0, 0)),
+    ("psum_scatter", lambda v: lax.psum_scatter(v, AXIS)),
+    ("psum", lambda v: lax.psum(v, AXIS, axis_index_groups=[[0], [1]])),
+]
+
+
+@pytest.mark.parametrize("name, collective", COLLECTIVES)
+def test_every_collective_counts_and_is_called_by_its_name(two, name, collective):
+    def step(x):
+        return lax.cond(x > 1, lambda: collective(jnp.ones(2)).sum(), lambda: 0.0)
+
+    error = diverging(two, step, ids(two))
+    assert f"would reach the `{name}`" in str(error)
+    line = f"{__file__}:{collective.__code__.co_firstlineno}: "
+    assert error.collective_line.startswith(line)
+
+
+def test_a_collective_in_a_library_has_the_line_that_calls_the_library(two):
+    net = nn.BatchNorm(use_running_average=False, axis_name=AXIS)
+    variables = net.init(jax.random.key(0), jnp.ones((2, 3)))
+
+    def step(x):
+        def normalized(y):
+            return net.apply(variables, y, mutable=["batch_stats"])[0]  # <- here
+
+        return lax.cond(x > 1, normalized, lambda y: y, x * jnp.ones((2, 3)))
+
+    error = diverging(two, step, ids(two))
+    assert error.collective_line == place(step, "here")
+    assert "replicas of `step` would reach the `pmean`" in str(error)
+
+
+def test_the_advice_of_each_error_works(two):
+    def cond(x, v):
+        predicate = replica().all_reduce("max", x > 1)
+        return lax.cond(predicate, lambda: lax.psum(v, AXIS), lambda: v)
+
+    def where(x, v):
+        return jnp.where(x > 1, lax.psum(v, AXIS), v)
+
+    def switch(x, v):
+        index = replica().all_reduce("max", jnp.int32(x) - 1)
+        return lax.switch(index, [lambda: v, lambda: lax.psum(v, AXIS)])
+
+    def while_loop(x, v):
+        def more(c):
+            return replica().all_reduce("max", c < x)
+
+        return lax.while_loop(more, lambda c: c + lax.pmean(v, AXIS), 0.0)
+
+    def fori_loop(x, v):
+        bound = replica().all_reduce("max", jnp.int32(x))
+        return lax.fori_loop(0, bound, lambda _, c: c + lax.psum(v, AXIS), 0.0)
+
+    steps = {
+        step.__name__: step for step in (cond, where, switch, while_loop, fori_loop)
+    }
+
+    def all_of_them(x, v):
+        return {name: step(x, v) for name, step in steps.items()}
+
+    out = two.run(all_of_them, (ids(two), 1.0))
+    found = {
+        name: [float(v) for v in two.experimental_local_results(value)]
+        for name, value in out.items()
+    }
+    assert found == {
+        "cond": [2, 2],
+        "where": [1, 2],
+        "switch": [2, 2],
+        "while_loop": [2, 2],
+        "fori_loop": [4, 4],
+    }
+    for case, words in [
+        (
+            in_cond,
+            "reduce('max', predicate)` is true if it is on any replica, 'min' if",
+        ),
+        (in_cond, "Or move the `psum` out of the `cond`, and choose with `jnp.where`."),
+        (
+            in_switch,
+            "Reduce the index, .*`get_replica_context().all_reduce('max', index)`",
+        ),
+        (in_while_body, "`get_replica_context().all_reduce('max', condition)` goes on"),
+        (
+            in_fori_loop,
+            "Reduce the bounds, .*`get_replica_context().all_reduce('max', b",
+        ),
+    ]:
+        pattern = re.escape(words).replace(r"\.\*", ".*")
+        assert re.search(pattern, str(diverging(two, case, ids(two), 1.0)))
+
+
+def test_a_loop_is_said_to_be_taken_more_often_not_to_be_left_out(two):
+    message = str(diverging(two, in_fori_loop, ids(two), 1.0))
+    assert message.startswith(
+        "Some replicas of `in_fori_loop` would reach the `psum` more often than "
+        "others, and then wait for ever for them: it is inside a `fori_loop` whose "
+        "number of turns may differ between replicas."
+    )
+
+
+# Where a predicate began to vary.
+
+
+def from_the_replica_id(batch):
+    mine = replica().replica_id_in_sync_group  # <- predicate
+    chosen = mine == 0
+    return chosen, None
+
+
+def from_ppermute(batch):
+    other = lax.ppermute(jnp.ones(()), AXIS, [(0, 1)])  # <- predicate
+    scaled = other * 2
+    return scaled > 1, None
+
+
+def from_a_random_key(batch):
+    key = replica().fold_in(jax.random.key(0))  # <- predicate
+    return jax.random.uniform(key) > 0.5, None
+
+
+def from_many_lines_before(batch):
+    def scaled(x):
+        return x * 2  # <- predicate
+
+    y = scaled(batch["x"])
+    for _ in range(3):
+        y = jnp.tanh(y)
+    total = lax.psum(1.0, AXIS) + y
+    return total > 1, "batch['x']"
+
+
+def through_a_scan(batch):
+    x = batch["x"] + 1  # <- predicate
+
+    def turn(carry, _):
+        return (carry[1], carry[1] + 1), None
+
+    (first, _), _ = lax.scan(turn, (0.0, x), length=3)
+    return first > 1, "batch['x']"
+
+
+def born_in_a_scan(batch):
+    def turn(carry, _):
+        return carry + lax.axis_index(AXIS), None  # <- predicate
+
+    return lax.scan(turn, 0, length=3)[0] > 1, None
+
+
+def through_jit_and_remat(batch):
+    @jax.jit
+    @jax.checkpoint
+    def inner(x):
+        return jnp.sin(x)  # <- predicate
+
+    return inner(batch["x"]) > 0, "batch['x']"
+
+
+def of_a_sort(batch):
+    row = jnp.stack([batch["x"], 0.0])  # <- predicate
+    return jnp.sort(row)[0] > 0, "batch['x']"
+
+
+ORIGINS = [
+    from_the_replica_id,
+    from_ppermute,
+    from_a_random_key,
+    from_many_lines_before,
+]
+ORIGINS += [through_a_scan, born_in_a_scan, through_jit_and_remat, of_a_sort]
+
+
+@pytest.mark.parametrize("origin", ORIGINS, ids=lambda origin: origin.__name__)
+def test_the_line_where_the_predicate_began_to_vary_is_named(two, origin):
+    argument = None
+
+    def step(batch):
+        nonlocal argument
+        predicate, argument = origin(batch)
+        return lax.cond(predicate, lambda: lax.pmax(1.0, AXIS), lambda: 1.0)
+
+    error = diverging(two, step, {"x": ids(two)})
+    assert error.predicate_line == place(origin, "predicate")
+    assert f"its predicate varies since: {error.predicate_line}\n" in str(error)
+    from_argument = f"    (from argument `{argument}`, a PerReplica)\n"
+    assert (from_argument in str(error)) == (argument is not None)
+
+
+def test_a_keyword_argument_is_named(two):
+    def step(*, flag):
+        return lax.cond(flag, lambda: lax.pmax(1.0, AXIS), lambda: 1.0)
+
+    error = diverging(two, step, flag=two.per_replica([True, False]))
+    assert "(from argument `flag`, a PerReplica)" in str(error)
+
+
+def test_a_decorated_step_is_checked_with_its_static_arguments(two):
+    @two.run
+    def step(x, mode, flag=False):
+        if mode == "hangs":
+            return in_cond(x, x)
+        return lax.psum(x, AXIS)
+
+    for _ in range(2):  # nothing is kept of a failed trace
+        with pytest.raises(
+            js.DivergentCollectiveError, match="replicas of `step` would"
+        ):
+            step(ids(two), "hangs", flag=True)
+    assert step(ids(two), "works") == 3
+
+
+@SEVERAL
+def test_after_the_error_the_strategy_goes_on(strategy):
+    diverging(strategy, in_cond, ids(strategy), 1.0)
+    with strategy.scope(), pytest.raises(js.DivergentCollectiveError):
+        strategy.run(in_cond, (ids(strategy), 1.0))
+    # The same function, and now all decide alike.
+    assert strategy.run(in_cond, (3.0, 1.0)) == strategy.num_replicas_in_sync
+    diverging(strategy, in_cond, ids(strategy), 1.0)
+
+
+def test_a_collective_over_another_axis_may_be_left_out(two):
+    def step(x):
+        def either(row):
+            return lax.cond(x > 1, lambda: lax.psum(row, "rows"), lambda: row)
+
+        return jax.vmap(either, axis_name="rows")(jnp.arange(3.0))
+
+    out = two.run(step, (ids(two),))
+    np.testing.assert_array_equal(out.local(0), [0, 1, 2])
+    np.testing.assert_array_equal(out.local(1), [3, 3, 3])
+
+
+def test_what_all_replicas_reach_is_fine(two):
+    def step(x):
+        chosen = jnp.where(x > 1, lax.psum(x, AXIS), 0.0)
+        # A vmapped `cond` computes both branches.
+        batched = jax.vmap(
+            lambda v: lax.cond(v > 1, lambda: lax.psum(v, AXIS), lambda: v)
+        )(x * jnp.ones(2))
+        branch = lax.cond(x > 1, lambda: x * 2, lambda: x)
+        return chosen, batched, lax.psum(branch, AXIS)
+
+    chosen, batched, total = two.run(step, (ids(two),))
+    assert [float(v) for v in chosen.values] == [0, 3]
+    np.testing.assert_array_equal(batched.stacked, [[1, 1], [3, 3]])
+    assert total == 5
+
+
+def test_a_merge_function_may_decide_by_what_varies(two):
+    def merged(strategy, v):
+        def own(v):
+            return lax.cond(v > 1, lambda: v * 10, lambda: v)
+
+        return strategy.reduce("sum", strategy.run(own, (v,)))
+
+    assert two.run(lambda v: replica().merge_call(merged, (v,)), (ids(two),)) == 21

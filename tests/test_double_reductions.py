@@ -1,0 +1,354 @@
+"""A sum of what is reduced already is warned of, and nothing else is."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax.training.train_state import TrainState
+from helpers.lines import AXIS, SEVERAL, ids, place, replica
+from jax import lax
+
+import jaxstrategy as js
+
+# Reduced twice. The steps take this replica's `x`, and `s`, the same on all.
+
+
+def sum_of_sum(x, s):
+    g = replica().all_reduce("sum", x)  # <- first
+    return replica().all_reduce("sum", g)  # <- again
+
+
+def sum_of_mean(x, s):
+    g = lax.pmean(x, AXIS)  # <- first
+    return lax.psum(g, AXIS)  # <- again
+
+
+def sum_of_max(x, s):
+    g = replica().all_reduce("max", x)  # <- first
+    return replica().all_reduce("sum", g)  # <- again
+
+
+def after_arithmetic(x, s):
+    g = replica().all_reduce("mean", x)  # <- first
+    g = jnp.clip(g * s + 1, 0, 9)
+    g = jnp.where(jnp.isfinite(g), g, 0.0)
+    return replica().all_reduce("sum", g)  # <- again
+
+
+def after_an_optimizer(x, s):
+    params = {"w": s}
+    optimizer = optax.chain(optax.clip(1.0), optax.adam(0.1))
+    grads = replica().all_reduce("mean", {"w": x})  # <- first
+    updates, _ = optimizer.update(grads, optimizer.init(params), params)
+    params = optax.apply_updates(params, updates)
+    return replica().all_reduce("sum", params)  # <- again
+
+
+def in_nested_jit(x, s):
+    @jax.jit
+    def total(v):
+        return replica().all_reduce("sum", v)  # <- again
+
+    g = replica().all_reduce("sum", x)  # <- first
+    return jax.jit(lambda v: total(v * 2))(g)
+
+
+def in_a_scan_body(x, s):
+    def turn(carry, row):
+        g = lax.psum(x + row, AXIS)  # <- first
+        return carry + lax.psum(g * 2, AXIS), None  # <- again
+
+    return lax.scan(turn, 0.0, jnp.arange(3.0))[0]
+
+
+def from_turn_to_turn(x, s):
+    def turn(carry, _):
+        return lax.psum(carry, AXIS), None  # <- again
+
+    g = lax.pmean(x, AXIS)  # <- first
+    return lax.scan(turn, g, length=3)[0]
+
+
+def through_merge_call(x, s):
+    g = replica().all_reduce("mean", x)  # <- first
+
+    def merged(strategy, g):
+        return strategy.reduce("sum", g)  # <- again
+
+    return replica().merge_call(merged, (g,))
+
+
+def scattered(x, s):
+    g = lax.psum(x * jnp.ones(2), AXIS)  # <- first
+    return lax.psum_scatter(g, AXIS)  # <- again
+
+
+def in_a_branch(x, s):
+    g = lax.psum(x, AXIS)  # <- first
+    return lax.cond(
+        s > 0,
+        lambda: lax.psum(g, AXIS),  # <- again
+        lambda: g,
+    )
+
+
+def in_a_differentiated_function(x, s):
+    def loss(w):
+        g = replica().all_reduce("mean", w * x)  # <- first
+        return replica().all_reduce("sum", g)  # <- again
+
+    return jax.value_and_grad(loss)(s)
+
+
+def one_leaf_of_many(x, s):
+    metrics = {"loss": x, "norm": lax.pmean(x, AXIS)}  # <- first
+    return replica().all_reduce("sum", metrics)  # <- again
+
+
+def several_on_one_line(x, s):
+    g = lax.pmean(x, AXIS)  # <- first
+    return [lax.psum(g * i, AXIS) for i in range(3)]  # <- again
+
+
+TWICE = [sum_of_sum, sum_of_mean, sum_of_max, after_arithmetic, after_an_optimizer]
+TWICE += [in_nested_jit, in_a_scan_body, from_turn_to_turn, through_merge_call]
+TWICE += [scattered, in_a_branch, in_a_differentiated_function, one_leaf_of_many]
+TWICE += [several_on_one_line]
+
+
+@pytest.mark.parametrize("step", TWICE, ids=lambda step: step.__name__)
+def test_a_sum_of_what_is_reduced_already_warns_once_with_both_lines(two, step):
+    with pytest.warns(js.DoubleReductionWarning) as warned:
+        two.run(step, (ids(two), 2.0))
+        two.run(step, (ids(two), 3.0))  # not traced again
+    (record,) = warned
+    message = str(record.message)
+    assert message.startswith(f"`{step.__name__}` sums over the replicas what is the ")
+    assert "equal on all of them: the sum is that times their number." in message
+    assert f"\n  reduced first: {place(step, 'first')}\n" in message
+    assert f"\n  summed again: {place(step, 'again')}\n" in message
+    assert place(step, "again").startswith(f"{record.filename}:{record.lineno}: ")
+
+
+@SEVERAL
+def test_each_pair_of_lines_and_each_trace_warns(strategy):
+    def step(x):
+        a = lax.pmean(x, AXIS)
+        b = lax.pmax(x, AXIS)
+        one = lax.psum(a, AXIS)
+        same_line = lax.psum(a, AXIS) + lax.psum(a + 1, AXIS)
+        other = lax.psum(b, AXIS)
+        return one, same_line, other
+
+    rows = strategy.per_replica([jnp.ones(2)] * strategy.num_replicas_in_sync)
+    for x in (ids(strategy), rows):
+        with pytest.warns(js.DoubleReductionWarning) as warned:
+            strategy.run(step, (x,))
+        assert len({record.lineno for record in warned}) == len(warned) == 3
+
+
+def test_a_warning_made_an_error_leaves_the_strategy_in_order(two):
+    for _ in range(2):
+        with pytest.raises(js.DoubleReductionWarning, match="summed again"):
+            two.run(sum_of_sum, (ids(two), 2.0))
+    assert two.run(lambda x: lax.psum(x, AXIS), (ids(two),)) == 3
+
+
+ONCE = {
+    "other reductions of a reduced value": lambda x, s: [
+        replica().all_reduce(op, replica().all_reduce("sum", x))
+        for op in ("mean", "min", "max")
+    ],
+    "all_gather of a reduced value": lambda x, s: replica().all_gather(
+        lax.psum(x, AXIS)[None], 0
+    ),
+    "pmean of a reduced value": lambda x, s: lax.pmean(lax.psum(x, AXIS), AXIS),
+    "pmean of reduced integers": lambda x, s: (
+        lax.pmean(lax.psum(jnp.int32(x), AXIS), AXIS),
+        replica().all_reduce("mean", lax.psum(jnp.int32(x), AXIS)),
+        lax.pmean(lax.psum(x, AXIS).astype(jnp.bfloat16), AXIS),
+    ),
+    "a mean by hand": lambda x, s: (
+        lax.psum(lax.psum(x, AXIS), AXIS) / lax.psum(1, AXIS),
+        lax.psum(lax.psum(x, AXIS), AXIS) / lax.axis_size(AXIS),
+        lax.psum(lax.psum(x, AXIS), AXIS) * (1 / replica().num_replicas_in_sync),
+    ),
+    "a constant": lambda x, s: (
+        replica().all_reduce("sum", 1),
+        replica().all_reduce("sum", jnp.ones_like(lax.psum(x, AXIS))),
+        replica().all_reduce("sum", float(lax.psum(x, AXIS).size)),
+    ),
+    "an argument": lambda x, s: replica().all_reduce("sum", {"lr": s, "x": x}),
+    "batch norm": lambda x, s: lax.psum(
+        (x - lax.pmean(x, AXIS)) / jnp.sqrt(1 + lax.pmean(x * x, AXIS)), AXIS
+    ),
+    "softmax": lambda x, s: lax.psum(jnp.exp(x - lax.pmax(x, AXIS)), AXIS),
+    "variance": lambda x, s: lax.psum((x - lax.pmean(x, AXIS)) ** 2, AXIS),
+    "an equal share": lambda x, s: lax.psum(
+        jnp.clip(lax.psum(x, AXIS) * 2, 0, 9) / replica().num_replicas_in_sync, AXIS
+    ),
+    "the share of one": lambda x, s: lax.psum(
+        jnp.where(lax.axis_index(AXIS) == 0, lax.psum(x, AXIS), 0.0), AXIS
+    ),
+    "counts": lambda x, s: (
+        lax.psum(jnp.int32(lax.psum(x, AXIS) > 3), AXIS),
+        lax.psum(jnp.isnan(lax.psum(x, AXIS)).astype(float), AXIS),
+    ),
+    "chosen by a reduced value": lambda x, s: (
+        lax.psum(jnp.where(lax.pmax(x, AXIS) > 1, s, 0.0), AXIS)
+    ),
+    "another axis": lambda x, s: jax.vmap(
+        lambda v: lax.psum(lax.psum(x, AXIS) * v, "rows"), axis_name="rows"
+    )(jnp.ones(3)),
+    "gradient of a squared mean": lambda x, s: replica().all_reduce(
+        "sum", jax.grad(lambda w: replica().all_reduce("mean", w * x) ** 2)(s)
+    ),
+    "gradient of a squared sum": lambda x, s: jax.jit(
+        jax.grad(jax.checkpoint(lambda w: replica().all_reduce("sum", w * x) ** 2))
+    )(s),
+    "gradient through a scan": lambda x, s: jax.grad(
+        lambda w: lax.scan(
+            lambda h, _: (lax.pmean(h * w * x, AXIS), h), w, length=3)[0] ** 2
+    )(s),
+    "gradient of a loss of statistics alone": lambda x, s: replica().all_reduce(
+        "sum",  # of each replica's share
+        jax.grad(
+            lambda wb: (lax.pmean(wb[0] * x + wb[1], AXIS) - 3) ** 2
+            / replica().num_replicas_in_sync
+        )((s, s)),
+    ),
+    "second derivatives": lambda x, s: (
+        jax.hessian(lambda w: lax.pmean(w * x, AXIS) ** 2)(s),
+        jax.jvp(jax.grad(lambda w: lax.psum(w * x, AXIS) ** 3), (s,), (s,)),
+    ),
+    "derivatives of a maximum": lambda x, s: (
+        jax.grad(lambda w: replica().all_reduce("max", lax.psum(w * x, AXIS)))(s),
+        jax.jvp(lambda v: replica().all_reduce("max", lax.psum(v, AXIS)), (x,), (x,)),
+    ),
+    "vjp, linearize and linear_transpose": lambda x, s: (
+        jax.vjp(lambda v: lax.psum(v, AXIS), x)[1](lax.psum(x, AXIS)),
+        jax.linearize(lambda w: lax.pmean(w * x, AXIS) ** 2, s)[1](s),
+        jax.linear_transpose(lambda v: lax.psum(v, AXIS), x)(lax.psum(x, AXIS)),
+    ),
+    "a scan of training steps": lambda x, s: lax.scan(
+        lambda w, _: (
+            w - 0.1 * replica().all_reduce("mean", jax.grad(lambda w: (w * x) ** 2)(w)),
+            replica().all_reduce("sum", jnp.float32(w * x > 1))
+            / replica().all_reduce("sum", 1.0),
+        ),
+        s,
+        length=3,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ONCE)
+def test_no_false_alarm_for(two, name):
+    def step(x, s):
+        return ONCE[name](x, s)
+
+    two.run(step, (ids(two), 2.0))  # a warning is an error here
+
+
+def test_no_false_alarm_for_the_result_of_an_earlier_run(strategy):
+    total = strategy.run(lambda x: lax.psum(x, AXIS), (ids(strategy),))
+    again = strategy.run(lambda x: lax.psum(x, AXIS), (total,))
+    assert again == total * strategy.num_replicas_in_sync
+
+
+class Net(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(3)(x)
+        x = nn.BatchNorm(use_running_average=False, axis_name=AXIS)(x)
+        return nn.Dense(1)(nn.relu(x))
+
+
+class State(TrainState):
+    stats: dict
+
+
+def train_state(optimizer):
+    variables = Net().init(jax.random.key(0), jnp.ones((2, 2)))
+    return State.create(
+        apply_fn=Net().apply,
+        params=variables["params"],
+        tx=optimizer,
+        stats=variables["batch_stats"],
+    )
+
+
+def training_step(state, x, total):
+    """Sums of shares, as in TensorFlow, or means of means."""
+
+    def loss_of(params):
+        y, new = state.apply_fn(
+            {"params": params, "batch_stats": state.stats}, x, mutable=["batch_stats"]
+        )
+        decay = 1e-4 * sum(jnp.sum(w**2) for w in jax.tree.leaves(params))
+        shares = replica().num_replicas_in_sync if total else 1
+        return (jnp.mean(y**2) + decay) / shares, new["batch_stats"]
+
+    (loss, stats), grads = jax.value_and_grad(loss_of, has_aux=True)(state.params)
+    grads = replica().all_reduce("sum" if total else "mean", grads)
+    metrics = {
+        "loss": replica().all_reduce("sum" if total else "mean", loss),
+        "examples": replica().all_reduce("sum", len(x)),
+        "norm": jnp.sqrt(sum(jnp.sum(g**2) for g in jax.tree.leaves(grads))),
+        "name": "training",
+    }
+    return state.apply_gradients(grads=grads, stats=stats), metrics, x.sum()
+
+
+@pytest.mark.parametrize("total", [True, False], ids=["sums", "means"])
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2)),
+        optax.adafactor(1e-2),
+    ],
+    ids=["clipped adam", "adafactor"],
+)
+def test_real_training_steps_pass_all_checks(two, optimizer, total):
+    state = train_state(optimizer)
+    entries = state.replace(step=True, params=True, opt_state=True, stats=True)
+    options = js.RunOptions(donate_argnums=0, expect_mirrored=(entries, True, False))
+    x = two.per_replica([np.ones((2, 2)), np.arange(4.0).reshape(2, 2)])
+    for _ in range(2):
+        state, metrics, own = two.run(training_step, (state, x, total), options=options)
+    assert metrics["name"] == "training" and metrics["examples"] == 4
+    assert isinstance(own, js.PerReplica)
+
+
+# False alarms that were.
+
+
+def reduced(op, value):
+    return js.get_replica_context().all_reduce(op, value)
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        lambda x: reduced(
+            "sum", jax.grad(lambda w: (reduced("mean", x) * w - 3) ** 2 / 4)(1.5)
+        ),
+        lambda x: reduced("sum", reduced("mean", x) * 8) / reduced("sum", 8.0),
+        lambda x: reduced(
+            "sum", jnp.clip(reduced("sum", x), 0, 9) / reduced("sum", 1.0)
+        ),
+    ],
+    ids=["a gradient of a reduced value", "a weighted mean", "a counted share"],
+)
+def test_sums_that_are_right_do_not_warn(four, step):
+    four.run(lambda x: step(x), (four.per_replica([1.0, 2.0, 3.0, 4.0]),))
+
+
+def test_a_mean_of_integers_counts_as_reduced(four):
+    def step(x):
+        return reduced("sum", jax.lax.pmean(x, "replica"))
+
+    with pytest.warns(js.DoubleReductionWarning):
+        four.run(step, (four.per_replica([1, 2, 3, 4]),))

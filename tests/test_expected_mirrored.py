@@ -1,0 +1,255 @@
+"""Results that should be equal on all replicas and may differ are errors."""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers.lines import AXIS, SEVERAL, fails_with, forgets, ids, place, replica
+from jax import lax
+
+import jaxstrategy as js
+
+
+def about_params(path, leaf):
+    assert isinstance(leaf, jax.ShapeDtypeStruct) and leaf.shape == ()
+    return "params" in jax.tree_util.keystr(path)
+
+
+@SEVERAL
+@pytest.mark.parametrize(
+    "expected",
+    [
+        True,
+        (True, True),
+        (True, False),
+        (True, None),
+        ({"params": True, "loss": False}, False),
+        ({"params": {"w": True}, "loss": None}, None),
+        about_params,
+    ],
+    ids=lambda entry: entry.__name__ if callable(entry) else str(entry),
+)
+def test_a_result_that_may_differ_is_named_with_the_line(strategy, expected):
+    error = fails_with(strategy, expected)
+    began = place(forgets, "began")
+    assert error.path == "forgets(...)[0]['params']['w']" and error.line == began
+    message = str(error)
+    assert message.startswith(
+        "`forgets(...)[0]['params']['w']` was expected to be mirrored, but may differ "
+        f"between replicas.\n  it varies since: {began}\n"
+        "    (from argument `x`, a PerReplica)\n"
+        "Something it is computed from was not reduced: use "
+        "`get_replica_context().all_reduce('mean', ...)` on the way"
+    )
+
+
+@pytest.mark.parametrize(
+    "expected",
+    [
+        None,
+        False,
+        (False, False),
+        (None, False),
+        ({"params": False, "loss": True}, None),
+        ({"params": {"w": None}, "loss": True}, False),
+        lambda path, leaf: "loss" in jax.tree_util.keystr(path),
+    ],
+    ids=lambda entry: entry.__name__ if callable(entry) else str(entry),
+)
+def test_what_is_not_expected_may_differ(two, expected):
+    options = js.RunOptions(expect_mirrored=expected)
+    new, grad = two.run(forgets, (1.0, ids(two)), options=options)
+    assert isinstance(grad, js.PerReplica) and new["loss"] == 2.5
+
+
+def test_all_results_that_differ_are_told(two):
+    error = fails_with(two, True)
+    assert error.__notes__[0] == "The same holds for `forgets(...)[1]`."
+    error = fails_with(two, True, lambda x: [x] * 6, (ids(two),))
+    assert error.__notes__[0] == (
+        "The same holds for `<lambda>(...)[1]`, `<lambda>(...)[2]`, "
+        "`<lambda>(...)[3]` and 2 more."
+    )
+
+
+def test_an_argument_passed_through_is_named_without_a_line(two):
+    error = fails_with(two, True, lambda batch: batch, ({"x": ids(two)},))
+    assert "it varies since: argument `batch['x']`, a PerReplica\n" in str(error)
+    assert error.line is None and error.path == "<lambda>(...)['x']"
+
+
+def test_none_and_plain_values_are_no_arrays(two):
+    def step(x):
+        return {"a": None, "b": lax.psum(x, AXIS), "c": x, "d": "text", "e": 3}
+
+    everything = {"a": True, "b": True, "c": False, "d": True, "e": True}
+    for a in (True, False, None):  # None has no leaf, but may have an entry
+        options = js.RunOptions(expect_mirrored={**everything, "a": a})
+        out = two.run(step, (ids(two),), options=options)
+        assert out["d"] == "text" and out["e"] == 3 and out["a"] is None
+    error = fails_with(two, {**everything, "c": True}, step, (ids(two),))
+    assert error.path == "step(...)['c']"
+    error = fails_with(two, True, lambda x: [(None, x), "text"], (ids(two),))
+    assert error.path == "<lambda>(...)[0][1]"
+    for nothing in (None, "text", ()):
+        options = js.RunOptions(expect_mirrored=True)
+        assert two.run(lambda x, v=nothing: v, (ids(two),), options=options) == nothing
+
+
+@pytest.mark.parametrize(
+    "expected, shown",
+    [
+        ((True,), "(True,)"),
+        ([True, False], "[True, False]"),
+        (({"loss": True}, False), "({'loss': True}, False)"),
+        ((True, {"grad": True}), "(True, {'grad': True})"),
+        ({}, "{}"),
+    ],
+)
+def test_a_prefix_that_does_not_fit_is_an_error(two, expected, shown):
+    message = (
+        f"`expect_mirrored` is {shown}, which does not fit what the step returns: "
+        "`forgets(...)` is ({'loss': *, 'params': {'w': *}}, *). Give True or False "
+        "for all of it, or for each part, in containers like its own."
+    )
+    options = js.RunOptions(expect_mirrored=expected)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        two.run(forgets, (1.0, ids(two)), options=options)
+    assert not js.in_cross_replica_context()
+
+
+@pytest.mark.parametrize(
+    "expected, entry",
+    [
+        ("yes", "'yes'"),
+        (1.5, "1.5"),
+        (1, "1"),
+        ({"params": "mirrored"}, "'mirrored'"),
+        ((True, [False, 0]), "0"),
+        (np.True_, "np.True_"),
+        ((True, len), "<built-in function len>"),
+    ],
+)
+def test_a_wrong_type_of_expectation_is_an_error(expected, entry):
+    message = (
+        f"`expect_mirrored` was {expected!r}, with {entry} where True or False was"
+    )
+    with pytest.raises(TypeError, match=re.escape(message)):
+        js.RunOptions(expect_mirrored=expected)
+
+
+def test_an_error_of_the_function_passes_through(two):
+    for error in (ZeroDivisionError, ValueError, TypeError):
+
+        def expected(path, leaf, error=error):
+            raise error("the user's own")
+
+        options = js.RunOptions(expect_mirrored=expected)
+        with pytest.raises(error, match="the user's own"):
+            two.run(forgets, (1.0, ids(two)), options=options)
+        assert not js.in_cross_replica_context()
+
+
+def test_the_function_is_given_each_array_with_its_path_and_type(two):
+    seen = {}
+
+    def expected(path, leaf):
+        seen[jax.tree_util.keystr(path)] = leaf.shape, leaf.dtype.name
+        return False
+
+    def step(x):
+        return {"rows": x, "n": jnp.int32(3), "name": "text"}, (None, x.sum())
+
+    x = two.per_replica([np.ones((3, 2))] * 2)
+    two.run(step, (x,), options=js.RunOptions(expect_mirrored=expected))
+    # Only what may differ is asked about.
+    assert seen == {"[0]['rows']": ((3, 2), "float32"), "[1][1]": ((), "float32")}
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class Model:
+    """A pytree that can be called, and compares by identity."""
+
+    w: object
+    b: object
+
+    def __call__(self, x):
+        return self.w * x + self.b
+
+
+def test_a_model_that_can_be_called_is_a_pytree_all_the_same(two):
+    def step(x):
+        return Model(w=x, b=lax.psum(x, AXIS))
+
+    options = js.RunOptions(expect_mirrored=Model(False, True))
+    assert isinstance(two.run(step, (ids(two),), options=options).w, js.PerReplica)
+    error = fails_with(two, Model(True, True), step, (ids(two),))
+    assert error.path == "step(...).w"
+
+
+def test_the_decorator_takes_the_expectation(two):
+    @two.run(options=js.RunOptions(expect_mirrored=(True, False)))
+    def step(w, x, reduces=True):
+        grad = replica().all_reduce("mean", x) if reduces else x
+        return w - grad, x
+
+    new, own = step(1.0, ids(two))
+    assert new == -0.5 and isinstance(own, js.PerReplica)
+    with pytest.raises(
+        js.NotMirroredError, match=r"^`step\(\.\.\.\)\[0\]` was expected"
+    ):
+        step(1.0, ids(two), reduces=False)
+    assert step(2.0, ids(two))[0] == 0.5
+
+
+def test_equal_options_are_equal_and_share_a_program(two, compilations):
+    def step(w, x):
+        return {"w": w - lax.pmean(x, AXIS)}, x
+
+    def options(w=True):
+        return js.RunOptions(donate_argnums=(), expect_mirrored=({"w": w}, False))
+
+    assert options() == options() and hash(options()) == hash(options())
+    assert options() != options(False) != js.RunOptions()
+    assert js.RunOptions(expect_mirrored=[True]) != js.RunOptions(
+        expect_mirrored=(True,)
+    )
+    assert js.RunOptions(expect_mirrored=Model(True, False)) == js.RunOptions(
+        expect_mirrored=Model(True, False)
+    )
+    assert js.RunOptions(expect_mirrored=len) == js.RunOptions(expect_mirrored=len)
+    assert js.RunOptions(expect_mirrored=len) != js.RunOptions(expect_mirrored=sum)
+    x = ids(two)
+    two.run(step, (1.0, x), options=options())
+    compilations()
+    for w in (2.0, 3.0):
+        two.run(step, (w, x), options=options())
+    assert compilations() == 0
+
+
+def test_options_serve_many_steps(two):
+    options = js.RunOptions(expect_mirrored=True)
+    for scale in (1.0, 2.0):
+        step = functools.partial(
+            lambda x, scale: lax.psum(x, AXIS) * scale, scale=scale
+        )
+        assert two.run(step, (ids(two),), options=options) == 3 * scale
+    fails_with(two, True, lambda x: x, (ids(two),))
+
+
+def test_what_is_donated_is_kept_if_the_promise_is_broken(two):
+    options = js.RunOptions(donate_argnums=0, expect_mirrored=True)
+    state = two.mirror(jnp.ones(3))
+    with pytest.raises(js.NotMirroredError, match=r"\n    \(from argument `x`, a Per"):
+        two.run(lambda state, x: state - x, (state, ids(two)), options=options)
+    np.testing.assert_array_equal(state, np.ones(3))
+    new = two.run(
+        lambda state, x: state - lax.psum(x, AXIS), (state, ids(two)), options=options
+    )
+    np.testing.assert_array_equal(new, np.full(3, -2.0))
+    assert state.is_deleted()

@@ -1,0 +1,155 @@
+"""Datasets of Grain as sources of batches."""
+
+import gc
+import json
+import threading
+import time
+
+import numpy as np
+import pytest
+from helpers.sources import assert_resumes, assert_same, taken
+
+from jaxstrategy.inputs.sources._choose import as_source
+
+
+def no_new_threads(before):
+    deadline = time.monotonic() + 10
+    while set(threading.enumerate()) - before and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(0.01)
+    return not set(threading.enumerate()) - before
+
+
+@pytest.fixture(scope="module")
+def grain():
+    return pytest.importorskip("grain")
+
+
+def grain_map(grain):
+    return grain.MapDataset.source(np.arange(14)).shuffle(seed=3).batch(4)
+
+
+def grain_iter(grain):
+    whole = grain.MapDataset.source(np.arange(30)).shuffle(seed=1).to_iter_dataset()
+    return whole.filter(lambda x: x % 3 > 0).map(lambda x: {"x": x}).batch(3)
+
+
+def grain_mixed(grain):
+    parts = [grain.MapDataset.range(i, i + 12).to_iter_dataset() for i in (0, 20)]
+    return grain.IterDataset.mix(parts, [0.25, 0.75]).batch(4)
+
+
+def grain_loader(grain):
+    from grain import samplers, sharding, transforms
+
+    sampler = samplers.IndexSampler(
+        18,
+        shard_options=sharding.NoSharding(),
+        shuffle=True,
+        num_epochs=1,
+        seed=2,
+    )
+    return grain.DataLoader(
+        data_source=np.arange(18),
+        sampler=sampler,
+        operations=[transforms.Batch(4)],
+        worker_count=0,
+    )
+
+
+GRAIN = [grain_map, grain_iter, grain_mixed, grain_loader]
+
+
+@pytest.mark.parametrize("make", GRAIN)
+def test_grain_gives_its_batches_and_resumes(grain, make):
+    own = make(grain)
+    expected = list(own.to_iter_dataset() if make is grain_map else own)
+    assert len(expected) > 3
+    source = as_source(own)
+    assert_same(taken(source.start()), expected)
+    assert_same(taken(source.start()), expected)
+    assert_resumes(lambda: make(grain), expected)
+
+
+@pytest.mark.parametrize("make", GRAIN)
+def test_grain_leaves_no_threads(grain, make):
+    before = set(threading.enumerate())
+    one = as_source(make(grain)).start()
+    next(one)
+    one.close()
+    assert no_new_threads(before)
+
+
+def test_grain_lengths(grain):
+    assert as_source(grain_map(grain)).length == 4
+    assert as_source(grain_map(grain).repeat(3)).length == 12
+    assert as_source(grain_map(grain).repeat(None)).length is None
+    filtered = grain_map(grain).filter(lambda batch: batch[0] > 5)
+    assert as_source(filtered.map(lambda batch: batch)).length is None
+    assert as_source(grain_iter(grain)).length is None
+    assert as_source(grain_mixed(grain)).length is None
+    assert as_source(grain_loader(grain)).length is None
+
+
+def test_grain_names(grain):
+    names = [as_source(make(grain)).name for make in GRAIN]
+    assert names == [
+        "the Grain MapDataset",
+        "the Grain IterDataset",
+        "the Grain IterDataset",
+        "the Grain DataLoader",
+    ]
+
+
+def test_grain_does_not_change_a_state_that_it_gave(grain):
+    one = as_source(grain_mixed(grain)).start()
+    next(one)
+    state = one.get_state()
+    text = json.dumps(state)
+    next(one)
+    assert json.dumps(state) == text != json.dumps(one.get_state())
+
+
+def test_grain_refuses_a_foreign_state(grain):
+    one = as_source(grain_map(grain)).start()
+    with pytest.raises(ValueError, match="not the state of a pass over the Grain Map"):
+        one.set_state({"batches": 3})
+    with pytest.raises(ValueError, match="a state that Grain takes"):
+        one.set_state({"dataset": {"epoch": 3}})
+    loader = as_source(grain_loader(grain)).start()
+    with pytest.raises(ValueError, match="a state that Grain takes"):
+        loader.set_state({"data_loader": "{}"})
+    one.close(), loader.close()
+
+
+def test_a_grain_state_that_json_cannot_hold(grain):
+    class Iterator(grain.DatasetIterator):
+        def __next__(self):
+            return np.arange(2)
+
+        def get_state(self):
+            return {"generator": object()}
+
+        def set_state(self, state):
+            raise AssertionError
+
+    class Own(grain.IterDataset):
+        def __iter__(self):
+            return Iterator()
+
+    one = as_source(Own()).start()
+    next(one)
+    with pytest.raises(TypeError, match="Own cannot be written as JSON|IterDataset"):
+        one.get_state()
+
+
+def test_grains_worker_processes_want_flags(grain):
+    from absl import flags
+
+    class Unparsed(grain.IterDataset):
+        def __iter__(self):
+            raise flags.UnparsedFlagAccessError("--grain_something")
+
+    with pytest.raises(flags.UnparsedFlagAccessError) as caught:
+        next(as_source(Unparsed()).start())
+    assert "mark_as_parsed" in caught.value.__notes__[0]

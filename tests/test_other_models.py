@@ -1,0 +1,90 @@
+"""Models of other libraries, which are pytrees."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.training import train_state
+from helpers.objects import WIDTH, divided, loss_of, mean, rows
+
+import jaxstrategy as js
+
+
+@pytest.fixture(scope="module")
+def two():
+    return js.MirroredStrategy(js.simulate(8)[:2])
+
+
+def test_a_linen_train_state(two):
+    from flax import linen
+
+    net, (x, _) = linen.Dense(WIDTH), rows()
+    params = net.init(jax.random.key(0), x)["params"]
+
+    def make():
+        return train_state.TrainState.create(
+            apply_fn=net.apply, params=params, tx=optax.adam(1e-2)
+        )
+
+    def step(state, x, y, reduce):
+        def loss(params):
+            return ((state.apply_fn({"params": params}, x) - y) ** 2).mean()
+
+        return state.apply_gradients(grads=reduce(jax.grad(loss)(state.params)))
+
+    ours: Any = make()
+    theirs: Any = make()
+    run = two.run(lambda state, x, y: step(state, x, y, mean))
+    alone = jax.jit(lambda state, x, y: step(state, x, y, lambda grads: grads))
+    for i in range(5):
+        ours = run(ours, *divided(two, *rows(i)))
+        theirs = alone(theirs, *rows(i))
+    np.testing.assert_allclose(
+        ours.params["kernel"], theirs.params["kernel"], atol=1e-5
+    )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Line:
+    weight: jax.Array
+    name: str = dataclasses.field(metadata={"static": True}, default="line")
+
+    def __call__(self, x):
+        return x @ self.weight
+
+
+def equinox_line(weight):
+    eqx = pytest.importorskip("equinox")
+
+    class Model(eqx.Module):
+        weight: jax.Array
+        name: str = eqx.field(static=True, default="line")
+
+        def __call__(self, x):
+            return x @ self.weight
+
+    return Model(weight)
+
+
+@pytest.mark.parametrize("make", [Line, equinox_line])
+def test_other_pytree_models(two, make):
+    ours: Any = make(jnp.eye(WIDTH))
+    theirs: Any = ours
+    tx = optax.sgd(0.1)
+
+    def step(model, x, y, reduce):
+        grads = reduce(jax.grad(loss_of)(model, x, y))
+        updates, _ = tx.update(grads, tx.init(model))
+        return optax.apply_updates(model, updates)
+
+    run = two.run(lambda model, x, y: step(model, x, y, mean))
+    for i in range(3):
+        ours = run(ours, *divided(two, *rows(i)))
+        theirs = step(theirs, *rows(i), lambda grads: grads)
+    assert type(ours) is type(theirs) and ours.name == "line"
+    np.testing.assert_allclose(ours.weight, theirs.weight, atol=1e-5)

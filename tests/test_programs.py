@@ -1,0 +1,477 @@
+"""Calls that are alike share one trace and one program; many programs are warned of."""
+
+import collections
+import dataclasses
+import gc
+import subprocess
+import sys
+import threading
+import typing
+import warnings
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers.replicas import Named, Pair, ids, replica, versions
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import jaxstrategy as js
+
+# One trace, one program.
+
+
+def test_the_function_is_called_once_per_signature(strategy, compilations):
+    calls = []
+
+    def step(x, k):
+        calls.append(1)
+        return x * k
+
+    x = ids(strategy)
+    k = strategy.mirror(2.0)
+    strategy.run(step, (x, k))
+    assert len(calls) == 1
+    compilations()
+    for _ in range(10):
+        strategy.run(step, (x, k))
+    assert (len(calls), compilations()) == (1, 0)
+    strategy.run(step, (strategy.per_replica(np.ones((len(x.values), 3))), k))
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        lambda x, s: x,
+        lambda x, s: jnp.asarray(x),
+        lambda x, s: jax.device_put(x, jax.devices()[0]),
+        lambda x, s: jax.device_put(x, jax.devices()[5]),
+        lambda x, s: js.MirroredStrategy(jax.devices()[4:6]).mirror(x),
+        lambda x, s: js.MirroredStrategy(jax.devices()[:4][::-1]).mirror(x),
+        lambda x, s: jax.device_put(
+            x, NamedSharding(Mesh(np.array(jax.devices()[:4]), "z"), PartitionSpec())
+        ),
+        lambda x, s: s.mirror(x),
+    ],
+    ids=["numpy", "uncommitted", "first", "elsewhere", "other-mesh", "reversed",
+         "whole-on-another-axis", "mirrored"],
+)  # fmt: skip
+def test_state_is_placed_once_and_compiled_once(four, compilations, place):
+    def step(state, x):
+        return state + replica().all_reduce("sum", x)
+
+    x = four.mirror(jnp.ones(4))
+    state = place(np.zeros(4, np.float32), four)
+    compilations()
+    state = four.run(step, (state, x))
+    first = compilations()
+    for _ in range(3):
+        state = four.run(step, (state, x))
+    assert first >= 1 and compilations() == 0
+    assert isinstance(state, js.Mirrored)
+    np.testing.assert_array_equal(state, [16.0] * 4)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: np.ones(3, np.float32),
+        lambda: jnp.ones(3),
+        lambda: jax.device_put(jnp.ones(3), jax.devices()[6]),
+    ],
+    ids=["numpy", "uncommitted", "elsewhere"],
+)
+def test_arguments_from_elsewhere_compile_nothing_again(strategy, compilations, make):
+    n = strategy.num_replicas_in_sync
+    calls = []
+
+    def step(state, x):
+        calls.append(1)
+        return state + replica().all_reduce("sum", x)
+
+    state = make()  # the state comes from elsewhere too, at first
+    state = strategy.run(step, (state, make()))
+    mirrored = strategy.mirror(np.ones(3, np.float32))
+    make(), compilations()
+    for _ in range(3):
+        state = strategy.run(step, (state, make()))
+    for _ in range(3):
+        state = strategy.run(step, (state, mirrored))
+    assert (len(calls), compilations()) == (1, 0)
+    assert state.tolist() == [1 + 7 * n] * 3
+    strategy.run(step, (strategy.mirror(jnp.zeros(2)), jnp.ones(2)))
+    assert len(calls) == 2
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Scaled:
+    value: typing.Any
+    scale: float = dataclasses.field(metadata={"static": True})
+
+
+def test_arguments_that_look_alike_are_told_apart(two):
+    x = two.mirror(jnp.ones(2))
+    alike = [
+        {"a": x, "b": x},
+        collections.OrderedDict(b=x, a=x),
+        collections.OrderedDict(a=x, b=x),
+        (x, x),
+        [x, x],
+        Named(x, x),
+        Pair(x, x),
+        Scaled(x, 1.0),
+        Scaled(x, 2.0),
+        x,
+        (x, None),
+        (x, (x,)),
+        (x, {"a": x}),
+        (x, js.PerReplica(jnp.ones((2, 2)))),
+        (x, "text"),
+        (x, True),
+        (x,),
+        None,
+        (),
+    ]
+
+    def step(argument):
+        return repr(jax.tree.structure(argument)), type(argument).__name__
+
+    def as_seen(argument):  # a PerReplica is an array inside
+        return jax.tree.map(lambda leaf: 0, argument, is_leaf=js_per_replica)
+
+    def js_per_replica(node):
+        return isinstance(node, js.PerReplica)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", js.RecompilationWarning)
+        for _ in range(2):
+            for argument in alike:
+                structure, kind = two.run(step, (argument,))
+                assert structure == repr(jax.tree.structure(as_seen(argument)))
+                assert argument is x or kind == type(argument).__name__
+
+
+def test_a_host_stacked_per_replica_is_split_over_the_devices(four):
+    x = js.PerReplica(np.arange(8.0).reshape(4, 2))
+    for value in (x, js.PerReplica(jnp.arange(8.0).reshape(4, 2))):
+        for _ in range(2):
+            out = four.run(lambda v: v + 1, (value,))
+            assert versions(out) == [[1, 2], [3, 4], [5, 6], [7, 8]]
+
+
+def test_one_step_works_under_several_strategies(two, four):
+    def step(x):
+        return replica().all_reduce("sum", x)
+
+    for _ in range(2):
+        assert two.run(step, (1.0,)) == 2.0
+        assert four.run(step, (1.0,)) == 4.0
+
+
+def test_programs_are_forgotten_with_their_function(two):
+    def run_once():
+        big = jnp.ones(3)
+
+        def step(x):
+            return x + big
+
+        two.run(step, (1.0,))
+        return weakref.ref(step), weakref.ref(two._executor.program(step, None))
+
+    step, programs = run_once()
+    gc.collect()
+    assert step() is None and programs() is None
+
+
+def test_arguments_are_not_kept_alive(two):
+    def step(x):
+        return x * 2
+
+    x = jnp.ones(1000)
+    alive = weakref.ref(x)
+    for _ in range(2):
+        two.run(step, (x,)).block_until_ready()
+    del x
+    gc.collect()
+    assert alive() is None
+
+
+def test_strategies_can_be_collected():
+    strategy = js.MirroredStrategy(jax.devices()[:2])
+    strategy.run(lambda: replica().all_reduce("sum", 1.0))
+    alive = weakref.ref(strategy)
+    del strategy
+    gc.collect()
+    assert alive() is None
+
+
+def test_run_returns_the_same_inside_and_outside_jit(four):
+    x = ids(four)
+
+    def step(v, k):
+        return v * k, replica().all_reduce("sum", v * k)
+
+    def whole(v, k):
+        local, total = four.run(step, (v, k))
+        return local, total, four.reduce("mean", local), four.gather(
+            four.run(lambda u: u[None], (local,))
+        )  # fmt: skip
+
+    eager, jitted = whole(x, 2.0), jax.jit(whole)(x, 2.0)
+    assert versions(eager[0]) == versions(jitted[0]) == [0, 2, 4, 6]
+    assert eager[1] == jitted[1] == 12
+    assert eager[2] == jitted[2] == 3
+    np.testing.assert_array_equal(eager[3], jitted[3])
+    np.testing.assert_array_equal(jitted[3], [0, 2, 4, 6])
+
+
+def test_local_results_under_jit(four):
+    def whole(v):
+        local, total = four.run(lambda u: (u, replica().all_reduce("sum", u)), (v,))
+        return four.experimental_local_results((local, total))
+
+    for out in (whole(ids(four)), jax.jit(whole)(ids(four))):
+        assert [(float(a), float(b)) for a, b in out] == [
+            (0, 6),
+            (1, 6),
+            (2, 6),
+            (3, 6),
+        ]
+
+
+def test_run_inside_scan_and_fori_loop(four):
+    x = ids(four)
+
+    def step(total, v):
+        return total + replica().all_reduce("sum", v)
+
+    @jax.jit
+    def scanned(total):
+        return jax.lax.scan(
+            lambda c, _: (four.run(step, (c, x)), None), total, None, 5
+        )[0]
+
+    @jax.jit
+    def looped(v):
+        return jax.lax.fori_loop(0, 10, lambda _, c: four.run(lambda u: u + 1, (c,)), v)
+
+    assert scanned(0.0) == 30.0
+    np.testing.assert_array_equal(versions(looped(x)), [10, 11, 12, 13])
+    assert four.reduce("sum", looped(four.per_replica([0.0] * 4))) == 40
+
+
+def test_two_runs_in_one_jit_see_each_others_results(two):
+    @jax.jit
+    def whole(v):
+        for _ in range(2):
+            v = two.run(lambda u: u + replica().all_reduce("sum", u), (v,))
+        return v
+
+    assert whole(1.0) == 9.0
+
+
+def test_grad_of_an_outer_function(four):
+    x = four.per_replica([1.0, 2.0, 3.0, 4.0])
+
+    def total(w, v):
+        return four.reduce("sum", four.run(lambda a, b: jnp.sin(a) * b, (w, v)))
+
+    expected = np.cos(2.0) * 10.0
+    np.testing.assert_allclose(jax.grad(total)(2.0, x), expected, rtol=1e-6)
+    np.testing.assert_allclose(jax.jit(jax.grad(total))(2.0, x), expected, rtol=1e-6)
+    committed = jax.device_put(2.0, jax.devices()[7])
+    np.testing.assert_allclose(jax.grad(total)(committed, x), expected, rtol=1e-6)
+    by_replica = jax.grad(total, 1)(2.0, x)
+    assert isinstance(by_replica, js.PerReplica)
+    np.testing.assert_allclose(versions(by_replica), [np.sin(2.0)] * 4, rtol=1e-6)
+
+
+def test_grad_through_a_mirrored_result(four):
+    x = four.per_replica([1.0, 2.0, 3.0, 4.0])
+
+    def total(w):
+        return four.run(lambda a, b: replica().all_reduce("sum", a * b) * a, (w, x))
+
+    np.testing.assert_allclose(total(3.0), 90.0)
+    np.testing.assert_allclose(jax.grad(total)(3.0), 60.0)  # d/dw 10 w^2
+
+
+def test_checkpoint_scan_and_custom_derivatives_inside(two):
+    @jax.custom_vjp
+    def clipped(x):
+        return x
+
+    clipped.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -1.0, 1.0),))
+
+    def loss(w, x):
+        @jax.checkpoint
+        def layer(h, _):
+            return clipped(jnp.tanh(h * w)), None
+
+        h, _ = jax.lax.scan(layer, x, None, 3)
+        return jnp.sum(h)
+
+    def step(w, x):
+        return replica().all_reduce("mean", jax.grad(loss)(w, x))
+
+    x = np.array([[0.3, -0.2], [0.5, 0.9]], np.float32)
+    out = two.run(step, (1.5, js.PerReplica(x)))
+    expected = np.mean([jax.grad(loss)(1.5, row) for row in x])
+    np.testing.assert_allclose(out, expected, rtol=1e-6)
+
+
+def test_vmap_over_run(two):
+    def step(a):
+        return replica().all_reduce("sum", a)
+
+    out = jax.vmap(lambda a: two.run(step, (a,)))(jnp.arange(3.0))
+    np.testing.assert_array_equal(out, [0, 2, 4])
+
+
+def test_five_thousand_calls_without_waiting():
+    strategy = js.MirroredStrategy()
+    assert strategy.num_replicas_in_sync == 8
+
+    @strategy.run
+    def step(total, x):
+        return total + replica().all_reduce("mean", x)
+
+    total = strategy.mirror(jnp.zeros(4))
+    x = strategy.mirror(jnp.ones(4))
+    for _ in range(5000):
+        total = step(total, x)
+    np.testing.assert_array_equal(total, [5000.0] * 4)
+
+
+FAILING = """
+import jax, jax.numpy as jnp, jaxstrategy as js
+two = js.MirroredStrategy(js.simulate(2))
+
+def fail(x):
+    raise RuntimeError("the device said no")
+
+def bad(x):
+    return jax.pure_callback(fail, jax.ShapeDtypeStruct((), jnp.float32), x)
+
+def good(x):
+    return js.get_replica_context().all_reduce("sum", x)
+
+out = two.run(bad, (1.0,))  # returns before the devices are done
+try:
+    out.values[0].block_until_ready()
+except jax.errors.JaxRuntimeError as error:
+    assert "the device said no" in str(error)
+    print("reported")
+for _ in range(20):  # steps after it do not report it again
+    assert two.run(good, (1.0,)) == 2.0
+print("went on", flush=True)
+__import__("os")._exit(0)
+"""
+
+
+def test_a_failed_step_is_reported_where_its_result_is_read():
+    done = subprocess.run(
+        [sys.executable, "-c", FAILING], capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout.split("\n")[:2] == ["reported", "went on"], done
+
+
+# Compiled again and again.
+
+
+def warned(recwarn):
+    found = [w for w in recwarn if w.category is js.RecompilationWarning]
+    assert len(found) <= 1, [str(w.message) for w in found]
+    return str(found[0].message) if found else None
+
+
+@pytest.fixture
+def warnings_are_kept():
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        yield
+
+
+def test_a_new_lambda_each_time_gives_one_warning(two, warnings_are_kept, recwarn):
+    for i in range(20):
+        two.run(lambda x: x + i, (1.0,))  # noqa: B023
+    text = warned(recwarn)
+    assert "compiled for the 3rd time" in text and "new function object" in text
+    (warning,) = [w for w in recwarn if w.category is js.RecompilationWarning]
+    assert warning.filename == __file__
+
+
+def test_a_changing_static_argument_gives_one_warning(two, warnings_are_kept, recwarn):
+    def step(x, mode):
+        return x
+
+    for i in range(20):
+        two.run(step, (1.0, f"mode {i}"))
+    assert "static argument `mode` changed: it was 'mode 4', is 'mode 5'" in warned(
+        recwarn
+    )
+
+
+def test_a_changing_shape_gives_one_warning(two, warnings_are_kept, recwarn):
+    def step(batch):
+        return batch["x"] * 2
+
+    for i in range(1, 20):
+        two.run(step, ({"x": jnp.ones((i, 2))},))
+    assert (
+        "shape or dtype of `batch['x']` changed: it was float32[5,2], is float32[6,2]"
+        in warned(recwarn)
+    )
+
+
+def test_a_changing_structure_gives_one_warning(two, warnings_are_kept, recwarn):
+    def step(batch):
+        return 1.0
+
+    for i in range(20):
+        two.run(step, ({f"key{i}": 1.0},))
+    assert "structure of its arguments changed" in warned(recwarn)
+
+
+def test_functions_and_shapes_that_were_worth_compiling_give_no_warning(two, recwarn):
+    def make(rate):
+        return lambda x: x * rate
+
+    for rate in range(8):
+        step = make(rate)
+        for _ in range(10):
+            two.run(step, (jnp.ones(rate + 1),))
+    assert warned(recwarn) is None
+
+
+def test_a_few_shapes_and_internal_programs_give_no_warning(two, recwarn):
+    def step(x):
+        return x * 2
+
+    for n in (1, 2, 3, 4, 5):
+        two.run(step, (jnp.ones(n),))
+    for n in range(1, 12):
+        two.reduce("sum", js.PerReplica(np.ones((2, n))))
+    assert warned(recwarn) is None
+
+
+def test_run_returns_before_the_devices_are_done():
+    """Were it to block, the callback would wait in vain for `run` to return."""
+    strategy = js.MirroredStrategy(jax.devices()[:2])
+    returned = threading.Event()
+    seen = []
+
+    def wait(x):
+        seen.append(returned.wait(timeout=30))
+        return x
+
+    def step(x):
+        return jax.pure_callback(wait, jax.ShapeDtypeStruct((), jnp.float32), x)
+
+    out = strategy.run(step, (1.0,))
+    returned.set()
+    assert versions(out) == [1.0, 1.0]
+    assert seen == [True, True]

@@ -1,0 +1,410 @@
+"""Values that are assigned to variables, and variables that stand for their values."""
+
+import copy
+import operator
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers.variables import copies, ids, variable
+
+import jaxstrategy as js
+
+# What would make the copies of a mirrored variable drift apart.
+
+
+def drifts(strategy, step, words, name="v"):
+    pattern = rf"Variable '{name}' is mirrored, but `.*` assigns it a [\s\S]*{words}"
+    with pytest.raises(ValueError, match=pattern):
+        strategy.run(step, (ids(strategy),))
+
+
+def test_a_branch_that_only_some_replicas_take(two):
+    v = variable(two, name="v")
+
+    def step(x):
+        jax.lax.cond(x > 0, lambda: v.assign(1.0), lambda: v.value())
+
+    drifts(two, step, r"varies since: .*cond\(x > 0.*\n.*from argument `x`, a PerRep")
+
+
+def test_a_branch_that_only_some_replicas_take_may_read(two):
+    v = variable(two, 3.0)
+
+    def step(x):
+        return jax.lax.cond(x > 0, lambda: v.value(), lambda: 2 * v.value())
+
+    assert copies(two, two.run(step, (ids(two),))) == [6, 3]
+
+
+def test_a_varying_value_that_a_reduced_one_overwrites_is_none(two):
+    v = variable(two, name="v")
+
+    @two.run
+    def step(x):
+        v.assign(x)
+        v.assign(js.get_replica_context().all_reduce("sum", x))
+
+    step(ids(two))
+    assert copies(two, v) == [1, 1]
+    drifts(
+        two, lambda x: (v.assign(2.0), v.assign(x)), r"varies since: .*v\.assign\(x\)"
+    )
+
+
+def test_a_value_that_varies_since_an_on_read_variable(two):
+    v, o = variable(two, name="v"), variable(two, 1.0, "on_read", name="o")
+    words = r"v\.assign\(o\.value\(\)\).*\n.*from variable 'o', which has a copy per"
+    drifts(two, lambda x: v.assign(o.value()), words)
+
+
+def test_an_aggregated_assign_that_only_some_replicas_reach(two):
+    v = variable(two, aggregation="mean")
+
+    def step(x):
+        jax.lax.cond(x > 0, lambda: v.assign(x), lambda: v.value())
+
+    with pytest.raises(js.DivergentCollectiveError, match="`cond` whose predicate may"):
+        two.run(step, (ids(two),))
+    assert v.value() == 10
+
+
+# Assigning.
+
+
+@pytest.mark.parametrize("kind", ["auto", "on_read"])
+@pytest.mark.parametrize("where", ["outside", "step"])
+@pytest.mark.parametrize(
+    "value, error, words",
+    [(np.zeros(3), ValueError, r"'v' has shape \(2,\) and was given \(3,\)"),
+     (1.0, ValueError, r"shape \(2,\) and was given \(\)\. Assign a value of its own"),
+     (np.ones(2, np.complex64), TypeError, "holds float32 and was given complex64"),
+     (1j, TypeError, r"was given complex64, .* Convert it: `value.astype\('float32"),
+     ("text", TypeError, "text")],
+    ids=["shape", "scalar", "complex", "python-complex", "text"],
+)  # fmt: skip
+def test_values_that_do_not_fit(two, kind, where, value, error, words):
+    v = variable(two, np.zeros(2), kind, name="v", aggregation="mean")
+    for op in ("assign", "assign_add", "assign_sub"):
+        with pytest.raises(error, match=words):
+            if where == "outside":
+                getattr(v, op)(value)
+            else:
+                two.run(lambda op=op: getattr(v, op)(value))
+    assert v.numpy().tolist() == [0, 0]
+
+
+def test_a_per_replica_value_of_another_number_of_replicas(two, four):
+    v = variable(two, 0.0, "on_read")
+    with pytest.raises(ValueError, match=r"has shape \(2,\) and was given \(4,\)"):
+        v.assign(ids(four))
+
+
+def test_dtypes_that_would_lose_something():
+    v = js.Variable(1)
+    with pytest.raises(TypeError, match="holds int32 and was given float32"):
+        v.assign(1.0)
+    v = js.Variable(1.0, dtype="bfloat16")
+    with pytest.raises(TypeError, match="holds bfloat16 and was given float32"):
+        v.assign(np.float32(1.0))
+    assert v.assign(1.5) == 1.5 and v.assign(2) == 2 and v.assign(True) == 1
+    assert v.dtype == v.value().dtype == "bfloat16"
+
+
+def test_numbers_and_lists_of_the_same_shape_are_converted():
+    v = js.Variable([1.0, 2.0])
+    assert v.assign(np.array([3, 4])).dtype == "float32"
+    assert v.assign_add(np.array([True, False])).tolist() == [4, 4]
+
+
+@pytest.mark.parametrize("kind", ["auto", "on_read"])
+def test_values_from_other_devices(two, four, kind):
+    v = variable(two, 1.0, kind, "sum")
+    elsewhere = jax.device_put(2.0, jax.devices()[7])
+    assert v.assign(four.mirror(4.0)) == 4 and v.assign_add(elsewhere) == 6
+    w = js.Variable(1.0)
+    assert w.assign_add(v.value()) == 7 and v.assign_sub(w) == -1
+    if kind == "on_read":
+        on_one = js.PerReplica(jax.device_put(np.ones(2, "f"), jax.devices()[6]))
+        assert v.assign_add(on_one) == 1 and v.assign(on_one) == 2
+    assert set(v.value().devices()) == set(two.devices)
+
+
+@pytest.mark.parametrize("kind", ["auto", "on_read"])
+def test_assigning_returns_the_new_value(strategy, kind):
+    v = variable(strategy, 1.0, kind, "mean")
+    for out, expected in (
+        (v.assign(2.0), 2), (v.assign_add(3), 5), (v.assign_sub(1.0), 4)
+    ):  # fmt: skip
+        assert out == expected and not out.weak_type
+    out = strategy.run(lambda: v.assign_add(1.0) * 2)
+    assert strategy.reduce("mean", out) == 10
+
+
+@pytest.mark.parametrize("kind", ["auto", "on_read", "ordinary"])
+def test_arrays_given_and_read_before_stay_as_they_are(two, kind):
+    given = two.mirror(jnp.arange(3.0))
+    if kind == "ordinary":
+        v = js.Variable(given)
+    else:
+        v = variable(two, given, kind, "mean")
+    if kind == "auto":
+        read = [v.value(), v.distributed()]
+    else:
+        read = [v.value()]
+    if kind == "ordinary":
+        given = jnp.arange(3.0)
+    read += [v.assign(given), v.assign_add(jnp.zeros(3)), v.numpy()]
+
+    def step():
+        v.assign_add(jnp.ones(3))
+
+    two.run(step)
+    v.assign_add(jnp.ones(3))
+    two.run(step)
+    assert v.numpy().tolist() == [3, 4, 5]
+    for array in (given, *read):
+        assert np.asarray(array).tolist() == [0, 1, 2]
+
+
+# It stands for its value.
+
+BINARY = [operator.add, operator.sub, operator.mul, operator.truediv, operator.mod]
+BINARY += [operator.floordiv, operator.pow, operator.lt, operator.le, operator.gt]
+BINARY += [operator.ge, divmod]
+
+
+@pytest.mark.parametrize("function", BINARY, ids=lambda f: f.__name__)
+def test_arithmetic_is_that_of_the_value(two, function):
+    a, b = np.float32([7, 5]), np.float32([2, 3])
+    v, expected = variable(two, a), function(a, b)
+    left, right = js.Variable(a), js.Variable(b)
+    for out in (
+        function(v, b),
+        function(a, right),
+        function(v, jnp.asarray(b)),
+        function(left, right),
+    ):
+        np.testing.assert_allclose(out, expected)
+        assert all(isinstance(each, jax.Array) for each in jax.tree.leaves(out))
+    np.testing.assert_allclose(function(2, v), function(2, a))
+    np.testing.assert_allclose(function(v, 2), function(a, 2))
+
+
+@pytest.mark.parametrize("name", ["and_", "or_", "xor", "lshift", "rshift"])
+def test_arithmetic_of_bits(name):
+    function = getattr(operator, name)
+    v = js.Variable(6)
+    assert function(v, 3) == function(6, 3) and function(3, v) == function(3, 6)
+
+
+def test_unary_operators_and_conversions(two):
+    v, n = variable(two, -2.25), variable(two, 3)
+    assert (-v, +v, abs(v), ~n, round(v, 1)) == (
+        2.25,
+        -2.25,
+        2.25,
+        -4,
+        np.float32(-2.2),
+    )
+    assert (float(v), int(v), complex(v), bool(v)) == (-2.25, -2, -2.25 + 0j, True)
+    assert f"{v:.1f} {n:03d}" == "-2.2 003" and [5, 6, 7, 8][n] == 8
+    m = variable(two, [[1.0, 2.0], [3.0, 4.0]])
+    assert (m @ m).tolist() == (m @ np.eye(2) @ m).tolist() == [[7, 10], [15, 22]]
+    assert (np.eye(2, dtype="f") @ m).tolist() == [[1, 2], [3, 4]]
+    assert len(m) == 2 and [row.tolist() for row in m] == [[1, 2], [3, 4]]
+    assert m[1].tolist() == [3, 4] and m[0, 1] == 2 and m[:, 0].tolist() == [1, 3]
+    with pytest.raises(TypeError):
+        len(v)
+
+
+def test_numpy_and_jax_functions_take_it(two):
+    v = variable(two, [1.0, 4.0])
+    assert isinstance(v.numpy(), np.ndarray) and v.numpy().tolist() == [1, 4]
+    assert np.asarray(v).tolist() == np.array(v, np.float64).tolist() == [1, 4]
+    assert np.sqrt(v).tolist() == jnp.sqrt(v).tolist() == [1, 2]
+    assert jnp.stack([v, v]).shape == (2, 2) and jnp.array([v, v]).shape == (2, 2)
+    assert jnp.concatenate([v[None], v[None]]).shape == (2, 2)
+    assert jnp.where(v > 2, v, 0.0).tolist() == [0, 4]
+    assert jnp.dot(v, v) == 17 and jnp.sum(v) == 5 and jax.nn.relu(v).shape == (2,)
+    assert jax.jit(lambda x: x + 1)(v).tolist() == [2, 5]
+    assert jax.vmap(lambda x: 2 * x)(v).tolist() == [2, 8]
+    assert jax.grad(lambda x: jnp.sum(x**2))(v).tolist() == [2, 8]
+
+
+def test_functions_and_operators_inside_run(strategy):
+    v = variable(strategy, [1.0, 4.0])
+
+    def step(x):
+        left = np.float32([1, 2]) * v + np.float32(2) * v
+        return jnp.sum(jnp.sqrt(v)) + left[1] + v[0] * x + jnp.dot(v, v), v, {"v": v}
+
+    out, mirrored, nested = strategy.run(step, (ids(strategy),))
+    n = strategy.num_replicas_in_sync
+    assert copies(strategy, out) == [3 + 16 + 17 + i for i in range(n)]
+    assert mirrored is v and nested["v"] is v
+
+
+def test_tree_functions_give_arrays(two):
+    tree = {"v": variable(two, 2.0), "o": variable(two, 1.0, "on_read", "sum")}
+    out = jax.tree.map(lambda x: x * 2, tree)
+    assert out == {"v": 4, "o": 4} and isinstance(out["v"], jax.Array)
+    assert jax.tree.leaves(tree) == [2, 2]
+    # What has no one value is all of its copies.
+    (only,) = jax.tree.map(lambda x: x + 1, [variable(two, 1.0, "on_read")])
+    assert isinstance(only, js.PerReplica) and only.stacked.tolist() == [2, 2]
+
+
+def test_two_variables_are_equal_if_they_are_the_same_one(two):
+    v, w = variable(two, 1.0), variable(two, 1.0)
+    assert (v == v) is True and (v != w) is True and (v == w) is False
+    assert {v: "v", w: "w"}[v] == "v" and v in [w, v] and len({v, w, v}) == 2
+
+
+# How it prints and copies.
+
+
+def test_how_it_prints(two):
+    v = variable(two, [1.5, 2.0], name="v")
+    assert (
+        repr(v)
+        == str(v)
+        == f"{v}"
+        == ("Variable 'v' float32[2] mirrored, {\n  0: [1.5, 2. ],\n  1: [1.5, 2. ]\n}")
+    )
+    o = variable(two, 1, "on_read", name="o")
+    o.assign(two.per_replica([3, 4]))
+    assert repr(o) == "Variable 'o' int32[] on read, {\n  0: 3,\n  1: 4\n}"
+    assert repr(js.Variable(True, name="w")) == "<Variable 'w' bool[] True>"
+    big = repr(variable(two, np.zeros((100, 100))))
+    assert "float32[100,100]" in big and "..., 0., 0., 0.]" in big and len(big) < 1000
+
+
+def test_how_it_prints_while_it_is_traced(two):
+    v, o = variable(two, 1.0, name="v"), variable(two, 1.0, "on_read", name="o")
+    w = js.Variable(1.0, name="w")
+    seen = []
+
+    def look():
+        seen.append((repr(v), repr(o), repr(w)))
+        return v.value()
+
+    expected = (
+        "<Variable 'v' float32[] mirrored, being traced>",
+        "<Variable 'o' float32[] on read, being traced>",
+    )
+    assert two.run(look) == jax.jit(look)() == 1
+    assert {each[:2] for each in seen} == {expected}
+    assert seen[0][2] == "<Variable 'w' float32[], being traced>"
+
+
+@pytest.mark.parametrize("kind", ["auto", "on_read"])
+def test_a_deep_copy_is_independent(two, kind):
+    v = variable(two, 1.0, kind, name="v", trainable=False)
+    if kind == "on_read":
+        v.assign(ids(two))
+    before = copies(two, v)
+    twin = copy.deepcopy([v, v])
+    assert twin[0] is twin[1] and twin[0] is not v and twin[0] != v
+    twin = twin[0]
+    assert (twin.name, twin.trainable, twin.strategy) == ("v", False, two)
+    assert (twin.synchronization, twin.dtype) == (v.synchronization, v.dtype)
+    two.run(lambda: twin.assign_add(1.0))
+    assert copies(two, v) == before
+    assert copies(two, twin) == [each + 1 for each in before]
+    assert copy.copy(v) is v
+
+
+def test_a_deep_copy_is_of_the_same_strategy_wherever_it_is_made(two, four):
+    v, w = variable(two, 1.0), js.Variable(2.0)
+    with four.scope():
+        twin, other = copy.deepcopy(v), copy.deepcopy(w)
+    assert twin.strategy is two and other.strategy is None and other.value() == 2
+    with pytest.raises(js.ContextError, match="was deep-copied inside a step"):
+        two.run(lambda: copy.deepcopy(v).value())
+
+
+def test_pickling_is_refused():
+    with pytest.raises(TypeError, match=r"'v' cannot be pickled.*variable\.numpy\(\)"):
+        pickle.dumps(js.Variable(1.0, name="v"))
+
+
+# Rows.
+
+
+def rows_of(i):
+    """Rows (0, i) with values (i + 1) * [[1, 2], [3, 4]]."""
+    values = (i + 1.0) * jnp.array([[1.0, 2.0], [3.0, 4.0]])
+    return js.IndexedSlices(values, jnp.stack([0 * i, i]), (5, 2))
+
+
+def numpys_rows(n):
+    dense = np.zeros((5, 2), np.float32)
+    for i in range(n):
+        np.add.at(dense, [0, i], (i + 1.0) * np.array([[1.0, 2.0], [3.0, 4.0]]))
+    return dense
+
+
+@pytest.mark.parametrize("how, sign", [("assign_add", 1), ("assign_sub", -1)])
+def test_rows_are_added_where_they_belong(four, how, sign):
+    with four.scope():
+        v = js.Variable(np.ones((5, 2), np.float32), aggregation="sum")
+        mean = js.Variable(np.ones((5, 2), np.float32), aggregation="mean")
+        first = js.Variable(
+            np.ones((5, 2), np.float32), aggregation="only_first_replica"
+        )
+        own = js.Variable(
+            np.ones((5, 2), np.float32), synchronization="on_read", aggregation="sum"
+        )
+
+    @four.run
+    def step(i):
+        for each in (v, mean, first, own):
+            getattr(each, how)(rows_of(i))
+
+    step(four.per_replica([0, 1, 2, 3]))
+    np.testing.assert_allclose(v.numpy(), 1 + sign * numpys_rows(4))
+    np.testing.assert_allclose(mean.numpy(), 1 + sign * numpys_rows(4) / 4)
+    np.testing.assert_allclose(first.numpy(), 1 + sign * numpys_rows(1))
+    np.testing.assert_allclose(own.numpy(), 4 + sign * numpys_rows(4))
+
+
+def test_rows_may_be_assigned_and_added_outside_of_run(two):
+    with two.scope():
+        v = js.Variable(np.ones((5, 2), np.float32))
+    v.assign(rows_of(jnp.int32(1)))
+    v.assign_add(rows_of(jnp.int32(1)))
+    expected = np.zeros((5, 2), np.float32)
+    expected[[0, 1]] = 4 * np.array([[1.0, 2.0], [3.0, 4.0]])
+    np.testing.assert_allclose(v.numpy(), expected)
+
+
+def test_rows_that_differ_are_refused_outside_of_run(two):
+    with two.scope():
+        v = js.Variable(np.ones((5, 2), np.float32))
+    rows = two.run(rows_of, (two.per_replica([0, 1]),))
+    with pytest.raises(ValueError, match="given rows that differ between replicas"):
+        v.assign_add(rows)
+
+
+def test_an_embedding_moves_only_the_rows_that_were_touched(four):
+    with four.scope():
+        table = js.Variable(np.zeros((10_000, 8), np.float32), aggregation="sum")
+
+    def step(ids):
+        table.assign_add(js.IndexedSlices(jnp.ones((16, 8)), ids))
+
+    ids = four.per_replica(np.arange(64, dtype=np.int32).reshape(4, 16))
+    found = four.explain(step, (ids,))
+    assert found.communicated_bytes == 16 * 8 * 4 + 16 * 4
+    four.run(step, (ids,))
+    assert table.numpy().sum() == 64 * 8
+
+
+def test_rows_of_an_array_of_another_shape_are_refused(two):
+    with two.scope():
+        v = js.Variable(np.ones((6, 2), np.float32), name="v")
+    with pytest.raises(ValueError, match=r"'v' has shape \(6, 2\) and was given rows"):
+        v.assign_add(rows_of(jnp.int32(1)))
