@@ -11,7 +11,6 @@ from jax import lax
 
 from jaxstrategy._options import ReduceOp
 from jaxstrategy.masks import _step_masks
-from jaxstrategy.replicas import _mesh
 from jaxstrategy.strategies._current import (
     get_replica_context,
     get_strategy,
@@ -26,7 +25,7 @@ from jaxstrategy.values._per_replica import (
 Groups = Sequence[Sequence[int]] | None
 
 
-def axis_name() -> str | None:
+def axis_name() -> str | tuple[str, ...] | None:
     """The name of the replica axis inside `run`, None everywhere else.
 
     For layers that take an `axis_name` for `jax.lax` collectives, made while the step
@@ -39,7 +38,7 @@ def axis_name() -> str | None:
     ('replica', None)
     """
     in_replica = has_strategy() and get_replica_context() is not None
-    return _mesh.REPLICA_AXIS if in_replica else None
+    return get_strategy().replicas.axis_name if in_replica else None
 
 
 def average_statistics(statistics: PyTree) -> PyTree:

@@ -7,10 +7,9 @@ from collections.abc import Callable
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 
 from jaxstrategy.replicas import _mesh
-from jaxstrategy.replicas._replicas import Replicas
+from jaxstrategy.replicas._replicas import SPLIT, Replicas
 from jaxstrategy.replicas._topology import Topology
 from jaxstrategy.tracing._trace import on_replicas
 
@@ -19,16 +18,18 @@ _REPEATS = 16
 _RUNS = 3
 
 
-def measured(mesh: Mesh, clock: Callable[[], float] = time.perf_counter) -> Topology:
+def measured(
+    replicas: Replicas, clock: Callable[[], float] = time.perf_counter
+) -> Topology:
     """Links with which the formula of a ring gives the measured times of all-reduces.
 
     Two sizes are reduced, 4 bytes and 4 MiB, a few times in a row within one program.
     With several processes each must call it.
     """
-    n = mesh.size
+    n = replicas.count
     if n == 1:
         return Topology(bandwidth=1e9, latency=0, replicas=1)
-    small, large = (_seconds(mesh, size, clock) for size in (1, _BYTES // 4))
+    small, large = (_seconds(replicas, size, clock) for size in (1, _BYTES // 4))
     seconds = max(large - small, 1e-9)
     return Topology(
         bandwidth=2 * (n - 1) / n * _BYTES / seconds,
@@ -37,18 +38,19 @@ def measured(mesh: Mesh, clock: Callable[[], float] = time.perf_counter) -> Topo
     )
 
 
-def _seconds(mesh: Mesh, size: int, clock: Callable[[], float]) -> float:
+def _seconds(replicas: Replicas, size: int, clock: Callable[[], float]) -> float:
     """Of one all-reduce of so many numbers."""
 
     def repeated(x: jax.Array) -> jax.Array:
         def turn(x: jax.Array, _: None) -> tuple[jax.Array, None]:
-            return jax.lax.pmean(x, _mesh.REPLICA_AXIS), None
+            return jax.lax.pmean(x, replicas.collective_axes), None
 
         return jax.lax.scan(turn, x, length=_REPEATS)[0]
 
-    specs = _mesh.SPLIT, _mesh.SPLIT
-    program = jax.jit(on_replicas(repeated, Replicas(mesh), *specs))
-    x = _mesh.put(np.ones((mesh.size, size), np.float32), _mesh.split(mesh))
+    split = replicas.spec(SPLIT)
+    program = jax.jit(on_replicas(repeated, replicas, split, split))
+    ones = np.ones((replicas.count, size), np.float32)
+    x = _mesh.put(ones, replicas.sharding(SPLIT))
     jax.block_until_ready(program(x))
     times = []
     for _ in range(_RUNS):

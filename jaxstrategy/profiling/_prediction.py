@@ -6,10 +6,9 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from jax.sharding import Mesh
-
 from jaxstrategy.executors._step import Step
 from jaxstrategy.profiling import _links
+from jaxstrategy.replicas._replicas import Replicas
 from jaxstrategy.replicas._topology import Topology
 from jaxstrategy.tracing.explanation._explanation import Explanation
 
@@ -21,13 +20,13 @@ class Prediction:
     Attributes:
       step: what is called; of what `@strategy.run` did not make, nothing is known.
       explain: explains a step, given its arguments.
-      mesh: where the replicas are.
+      replicas: those of its strategy.
       topology: their links; by default they are measured.
     """
 
     step: Callable[..., Any]
     explain: Callable[..., Explanation]
-    mesh: Mesh
+    replicas: Replicas
     topology: Topology | None = None
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
@@ -39,4 +38,4 @@ class Prediction:
         if self.topology is not None:
             return found.communication_time(self.topology)
         # The links were measured as those of a ring.
-        return found.communication_time(_links.measured(self.mesh), "ring")
+        return found.communication_time(_links.measured(self.replicas), "ring")

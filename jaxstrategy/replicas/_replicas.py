@@ -148,6 +148,12 @@ class Replicas:
         shared = (_SHARED_DEVICE_AXIS,) if self.per_device > 1 else ()
         return (*self.axes, *shared)
 
+    @property
+    def axis_name(self) -> str | tuple[str, ...]:
+        """What `jax.lax` names the axis by: the only one's name, or all names."""
+        axes = self.collective_axes
+        return axes[0] if len(axes) == 1 else axes
+
     def index(self) -> jax.Array | int:
         """Which replica this is: in a traced step a scalar; 0 without axes."""
         return lax.axis_index(self.collective_axes) if self.collective_axes else 0

@@ -212,7 +212,7 @@ class ExplainsSteps(ComposedStrategy):
         """
         return Profile(
             step,
-            Prediction(step, self.explain, self.mesh, topology),
+            Prediction(step, self.explain, self.replicas, topology),
             examples=examples,
             every=every,
             trace_dir=trace_dir,
