@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from jaxstrategy.contexts._context import AbstractStrategy
+from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
 from jaxstrategy.values._per_replica import Handle
 
 _CONTAINERS = (list, tuple, set, frozenset, deque)

@@ -32,8 +32,7 @@ from jaxstrategy.replicas._replicas import Replicas
 from jaxstrategy.text import _tables
 from jaxstrategy.text._array_types import array_type
 from jaxstrategy.values import _misuse
-
-PyTree = Any
+from jaxstrategy.values._types import PyTree as PyTree
 
 _NOT_TRACED = get_opaque_trace_state()
 
@@ -344,7 +343,22 @@ def _own_devices(value: jax.Array) -> Sequence[Device]:
 
 
 class Handle(abc.ABC):
-    """Something that stands for a value and is passed on as itself: a variable."""
+    """Something that stands for a value and is passed on as itself: a variable.
+
+    Attributes:
+      number: its place in the order in which they were made.
+    """
+
+    number: int
+
+    @property
+    @abc.abstractmethod
+    def name(self) -> str:
+        """The name in messages."""
+
+    @abc.abstractmethod
+    def value(self) -> jax.Array:
+        """The value that the copies have together, or the replica's own in a step."""
 
     @abc.abstractmethod
     def distributed(self) -> Any:

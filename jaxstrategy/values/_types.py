@@ -1,12 +1,21 @@
-"""Names for the types of what users give, of which nothing is known."""
+"""Names of types that a type checker cannot say more about."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
+PyTree: TypeAlias = Any
+"""A tree of tuples, lists, dicts and other nodes that JAX knows, or a leaf alone."""
+
 Leaf: TypeAlias = Any
-"""A leaf of a pytree: an array, a number, or whatever else a user puts there."""
+"""A leaf of a pytree: an array, a number, a string, or whatever object a user has."""
+
+Value: TypeAlias = Any
+"""What `jnp.asarray` takes: an array, a number, nested lists of numbers, a variable."""
+
+Index: TypeAlias = Any
+"""What an array may be indexed with."""
 
 Function: TypeAlias = Callable[..., Any]
 """A function of the user's, of whose arguments and results nothing is known."""

@@ -12,11 +12,13 @@ import enum
 import itertools
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Any, cast
+from typing import cast
 
 import jax
 
 from jaxstrategy.contexts import _context
+from jaxstrategy.values._per_replica import Handle
+from jaxstrategy.variables._cell import Cell, Holder
 
 
 class Side(enum.Enum):
@@ -39,32 +41,34 @@ class StepVariables:
       created: those that it has made.
     """
 
-    def __init__(self, references: Sequence[tuple[Any, Any]], may_create: bool) -> None:
+    def __init__(
+        self, references: Sequence[tuple[Handle, Holder]], may_create: bool
+    ) -> None:
         self._references = {id(variable): ref for variable, ref in references}
         self.may_create = may_create
-        self.used: dict[int, Any] = {}
-        self.created: list[Any] = []
+        self.used: dict[int, Handle] = {}
+        self.created: list[Handle] = []
 
     @property
     def any(self) -> bool:
         """Whether there are some that the step may use."""
         return bool(self._references)
 
-    def reference(self, variable: Any) -> Any:
+    def reference(self, variable: Handle) -> Holder | None:
         """The reference to use for `variable`; None if this step has none."""
         ref = self._references.get(id(variable))
         if ref is not None:
             self.used.setdefault(id(variable), variable)
         return ref
 
-    def create(self, variable: Any, start: jax.Array) -> None:
+    def create(self, variable: Handle, start: jax.Array) -> None:
         """Let the step make `variable`, which starts as `start`.
 
         The trace goes on with a copy, and is given up when it is done: then the step is
         traced again, with the variable there before it.
         """
         with jax.ensure_compile_time_eval():  # it may be in a loop or a branch now
-            self._references[id(variable)] = jax.new_ref(start)
+            self._references[id(variable)] = cast(Holder, jax.new_ref(start))
         self.created.append(variable)
 
 
@@ -76,9 +80,9 @@ class _Before:
     """What cells held before an update, to undo it."""
 
     def __init__(self) -> None:
-        self._held: dict[int, tuple[Any, Any]] = {}
+        self._held: dict[int, tuple[Cell, jax.Array]] = {}
 
-    def keep(self, cell: Any) -> None:
+    def keep(self, cell: Cell) -> None:
         if id(cell) not in self._held:
             self._held[id(cell)] = cell, cell[...]
 
@@ -99,7 +103,7 @@ def undone_for_program() -> Iterator[None]:
         raise
 
 
-def about_to_change(cell: Any) -> None:
+def about_to_change(cell: Cell) -> None:
     """Keep what `cell` holds, if that may have to be undone."""
     before = _context.current().before
     if before is not None:

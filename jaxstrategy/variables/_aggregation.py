@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding
 
 from jaxstrategy._options import ReduceOp, VariableAggregation
@@ -15,6 +17,9 @@ from jaxstrategy.reductions._operations import OPERATIONS
 from jaxstrategy.replicas import _mesh
 from jaxstrategy.replicas._replicas import SAME
 from jaxstrategy.values._per_replica import PerReplica
+from jaxstrategy.values._slices import IndexedSlices
+
+_Summand = TypeVar("_Summand", jax.Array, IndexedSlices)
 
 # How those are reduced that are; of the others one counts.
 REDUCED = {
@@ -24,7 +29,7 @@ REDUCED = {
 }
 
 
-def check(aggregation: VariableAggregation, dtype: Any, name: str) -> None:
+def check(aggregation: VariableAggregation, dtype: np.dtype, name: str) -> None:
     """Raise unless values of `dtype` can be aggregated so.
 
     Raises:
@@ -44,8 +49,8 @@ def check(aggregation: VariableAggregation, dtype: Any, name: str) -> None:
 
 
 def across(
-    aggregation: VariableAggregation, value: Any, strategy: AbstractStrategy
-) -> Any:
+    aggregation: VariableAggregation, value: _Summand, strategy: AbstractStrategy
+) -> _Summand:
     """One value for all from this replica's own, inside a step.
 
     Args:
@@ -72,7 +77,7 @@ def of_copies(
 
 
 @functools.cache
-def _first(where: NamedSharding) -> Any:
+def _first(where: NamedSharding) -> Callable[[jax.Array], jax.Array]:
     def first_copy(copies: jax.Array) -> jax.Array:
         return copies[0]
 

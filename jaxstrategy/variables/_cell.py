@@ -12,13 +12,35 @@ that uses the cell makes a `jax.Ref` of it, for good.
 from __future__ import annotations
 
 from types import EllipsisType
-from typing import Any, final
+from typing import Any, Protocol, final
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import eval_context
 
 from jaxstrategy.values._per_replica import is_traced
+
+
+class Holder(Protocol):
+    """What holds the copies of a variable, read and written whole, with `[...]`.
+
+    A `Cell` between steps; inside a step a `jax.Ref`, of one replica's copy.
+    """
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of what it holds."""
+        ...
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Of what it holds."""
+        ...
+
+    def __getitem__(self, index: EllipsisType, /) -> jax.Array: ...
+
+    def __setitem__(self, index: EllipsisType, value: jax.Array, /) -> None: ...
 
 
 class IsReference(Exception):
@@ -49,7 +71,7 @@ class Cell:
         return (self.array if self._ref is None else self._ref).shape
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> np.dtype:
         """Of what it holds."""
         return (self.array if self._ref is None else self._ref).dtype
 
@@ -59,7 +81,7 @@ class Cell:
         return self._ref is not None
 
     @property
-    def ref(self) -> Any:
+    def ref(self) -> jax.Ref:
         """The reference that it becomes."""
         if self._ref is None:
             with eval_context():  # in `jax.grad`, too

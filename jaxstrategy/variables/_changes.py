@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, final
+from typing import final
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+from jaxstrategy.values._types import Index
 
 
 @final
@@ -22,18 +25,18 @@ class Change:
 
     method: str
     operation: str
-    index: Any = ...
+    index: Index = ...
 
     @property
     def is_whole(self) -> bool:
         """Whether it changes the whole value, not only a part."""
         return self.index is ...
 
-    def of_part(self, index: Any) -> Change:
+    def of_part(self, index: Index) -> Change:
         """The same, of a part only."""
         return dataclasses.replace(self, index=index)
 
-    def shape(self, whole: tuple[int, ...], dtype: Any) -> tuple[int, ...]:
+    def shape(self, whole: tuple[int, ...], dtype: np.dtype) -> tuple[int, ...]:
         """The shape of the part, in a value of the shape `whole`."""
         if self.is_whole:
             return whole
@@ -53,7 +56,9 @@ class Change:
                 return old - value
 
 
-def changed(old: jax.Array, index: Any, value: jax.Array, operation: str) -> jax.Array:
+def changed(
+    old: jax.Array, index: Index, value: jax.Array, operation: str
+) -> jax.Array:
     """`old` with its part at `index` changed; a row may be there more than once."""
     part = old.at[index]
     match operation:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import TypeAlias
 
 import jax
 
@@ -18,16 +18,19 @@ from jaxstrategy.values._per_replica import (
     PerReplica,
 )
 
+Divide: TypeAlias = Callable[[jax.Array | PerReplica], tuple[jax.Array, ...]]
+
 # The array of all copies that a variable had, and its copies.
-_given: weakref.WeakKeyDictionary[Handle, tuple[Any, list[Any]]]
+_Reference: TypeAlias = weakref.ref[jax.Array]
+_given: weakref.WeakKeyDictionary[Handle, tuple[_Reference | None, list[_Reference]]]
 _given = weakref.WeakKeyDictionary()
 # By the `id` of a copy: it, and its variable.
 _owners: dict[int, tuple[weakref.ref[jax.Array], weakref.ref[Handle]]] = {}
 
 
 def of(
-    variable: Handle, held: Any, divide: Callable[[Any], tuple[Any, ...]]
-) -> tuple[Any, ...]:
+    variable: Handle, held: jax.Array | PerReplica, divide: Divide
+) -> tuple[jax.Array, ...]:
     """The copies of `variable` in this process.
 
     Args:
@@ -39,13 +42,10 @@ def of(
     if not _per_replica.is_placed(array):
         return divide(held)
     whole, known = _given.get(variable, (None, []))
-    copies = tuple(copy() for copy in known)
-    if (
-        whole is not None
-        and whole() is array
-        and all(copy is not None for copy in copies)
-    ):
-        return copies
+    if whole is not None and whole() is array:
+        alive = tuple(copy for each in known if (copy := each()) is not None)
+        if len(alive) == len(known):
+            return alive
     copies = divide(held)
     _given[variable] = weakref.ref(array), [weakref.ref(copy) for copy in copies]
     for copy in copies:
@@ -55,7 +55,7 @@ def of(
     return copies
 
 
-def owner_of(value: Any) -> Any:
+def owner_of(value: object) -> Handle | None:
     """The variable of which `value` is a copy, None of other values."""
     found = _owners.get(id(value))
     return found[1]() if found is not None and found[0]() is value else None

@@ -17,7 +17,7 @@ from jaxstrategy.values._per_replica import (
 from jaxstrategy.variables import _access
 
 
-def value_of(variable: Any) -> Any:
+def value_of(variable: Handle) -> jax.Array | None:
     """The value that `variable` has in the function being differentiated, or None.
 
     Raises:
@@ -32,7 +32,7 @@ def value_of(variable: Any) -> Any:
     return value
 
 
-def check_outside(variables: Iterable[Any]) -> None:
+def check_outside(variables: Iterable[Handle]) -> None:
     """Raise unless a step that uses `variables` may be called here.
 
     Raises:
@@ -45,7 +45,7 @@ def check_outside(variables: Iterable[Any]) -> None:
                 raise _outside(variable)
 
 
-def _outside(variable: Any) -> ContextError:
+def _outside(variable: Handle) -> ContextError:
     return ContextError(
         f"The gradient with respect to variable {variable.name!r} is taken outside "
         "`run`, of a function that runs a step which uses it. Take it inside the step, "
@@ -54,7 +54,7 @@ def _outside(variable: Any) -> ContextError:
 
 
 def _given_values(
-    values: Mapping[int, Any],
+    values: Mapping[int, jax.Array],
 ) -> contextlib.AbstractContextManager[object]:
     step = _access.tracing()
     given = {key: (step, value) for key, value in values.items()}
@@ -62,8 +62,8 @@ def _given_values(
 
 
 def value_and_grad(
-    fn: Callable[..., Any], variables: PyTree, has_aux: bool = False
-) -> Callable[..., tuple[Any, PyTree]]:
+    fn: Callable[..., PyTree], variables: PyTree, has_aux: bool = False
+) -> Callable[..., tuple[PyTree, PyTree]]:
     """A function that calls `fn` and also differentiates it, like `jax.value_and_grad`.
 
     The gradient is with respect to variables that `fn` reads, not to its arguments. It
@@ -100,8 +100,8 @@ def value_and_grad(
                 "respect to arguments use `jax.value_and_grad`."
             )
 
-    def differentiated(*args: Any, **kwargs: Any) -> tuple[Any, PyTree]:
-        def of_values(values: dict[int, Any]) -> Any:
+    def differentiated(*args: Any, **kwargs: Any) -> tuple[PyTree, PyTree]:
+        def of_values(values: dict[int, jax.Array]) -> PyTree:
             with _given_values(values):
                 return fn(*args, **kwargs)
 
@@ -114,8 +114,8 @@ def value_and_grad(
 
 
 def grad(
-    fn: Callable[..., Any], variables: PyTree, has_aux: bool = False
-) -> Callable[..., Any]:
+    fn: Callable[..., PyTree], variables: PyTree, has_aux: bool = False
+) -> Callable[..., PyTree]:
     """The same as `value_and_grad`, without the value.
 
     Args:
@@ -140,7 +140,7 @@ def grad(
     """
     both = value_and_grad(fn, variables, has_aux)
 
-    def differentiated(*args: Any, **kwargs: Any) -> Any:
+    def differentiated(*args: Any, **kwargs: Any) -> PyTree:
         result, grads = both(*args, **kwargs)
         return (grads, result[1]) if has_aux else grads
 

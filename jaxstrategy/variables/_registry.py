@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import threading
 import weakref
-from typing import Any
 
 from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
+from jaxstrategy.values._per_replica import Handle
 
 # Those of no strategy, and those of each.
-_ordinary: weakref.WeakSet[Any] = weakref.WeakSet()
-_of_strategy: weakref.WeakKeyDictionary[AbstractStrategy, weakref.WeakSet[Any]] = (
+_ordinary: weakref.WeakSet[Handle] = weakref.WeakSet()
+_of_strategy: weakref.WeakKeyDictionary[AbstractStrategy, weakref.WeakSet[Handle]] = (
     weakref.WeakKeyDictionary()
 )
 _lock = threading.Lock()
 
 
-def add(variable: Any, owner: AbstractStrategy | None) -> None:
+def add(variable: Handle, owner: AbstractStrategy | None) -> None:
     """Count `variable` as alive for as long as somebody holds it."""
     with _lock:
         if owner is None:
@@ -25,7 +25,7 @@ def add(variable: Any, owner: AbstractStrategy | None) -> None:
             _of_strategy.setdefault(owner, weakref.WeakSet()).add(variable)
 
 
-def usable_by(strategy: AbstractStrategy) -> list[Any]:
+def usable_by(strategy: AbstractStrategy) -> list[Handle]:
     """What steps of `strategy` may use: its own and ordinary ones, oldest first."""
     with _lock:
         found = [*_ordinary, *_of_strategy.get(strategy, ())]

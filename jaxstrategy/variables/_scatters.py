@@ -3,20 +3,62 @@
 from __future__ import annotations
 
 import abc
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxstrategy.replicas import _mesh
 from jaxstrategy.values._slices import IndexedSlices
+from jaxstrategy.values._types import Index, Value
 from jaxstrategy.variables._changes import SCATTERS, Change
 from jaxstrategy.variables._part import VariablePart
 
 
-def _index(indices: Any) -> tuple[jax.Array, ...]:
+def _index(indices: Value) -> tuple[jax.Array, ...]:
     """TensorFlow's indices `[..., k]` as those of an array, one for each dimension."""
     return tuple(jnp.moveaxis(_mesh.array_of(indices), -1, 0))
+
+
+# Without a type of what it returns, checkers know the arguments of each method.
+def _scatter(change: Change, does: str, undefined: str = "is on-read"):
+    """The method of `Scatters` that makes `change`.
+
+    Args:
+      change: with the name of the method.
+      does: what it does, for its docstring.
+      undefined: which variables have no such change.
+    """
+
+    def scatter(
+        self: Scatters,
+        sparse_delta: IndexedSlices,
+        use_locking: bool = False,
+        name: str | None = None,
+    ) -> Value:
+        return self._change_rows(sparse_delta, change)
+
+    scatter.__name__ = change.method
+    scatter.__qualname__ = f"Scatters.{change.method}"
+    scatter.__doc__ = f"""{does}
+
+        Args:
+          sparse_delta: rows `[rows, ...]` for a variable `[n, ...]`, and their indices.
+          use_locking: for TensorFlow's sake; a step is one program.
+          name: the same.
+
+        Returns:
+          The new value of the whole variable.
+
+        Raises:
+          NotImplementedError: the variable {undefined}.
+          ValueError: the rows do not fit; or copies would differ.
+          TypeError: not `IndexedSlices`, or a dtype that would lose something.
+        """
+    return scatter
+
+
+# What has no sum of rows that several replicas give.
+_NOT_SUMMED = "is on-read, or has aggregation SUM or MEAN"
 
 
 class Scatters(abc.ABC):
@@ -29,14 +71,14 @@ class Scatters(abc.ABC):
     """
 
     @abc.abstractmethod
-    def _scatter(self, rows: IndexedSlices, change: Change) -> Any:
-        """Change these rows; returns the new value."""
+    def _change_rows(self, rows: IndexedSlices, change: Change) -> Value:
+        """Changes these rows; returns the new value."""
 
     @abc.abstractmethod
-    def __getitem__(self, index: Any) -> VariablePart:
+    def __getitem__(self, index: Index) -> VariablePart:
         """A part, which can be assigned."""
 
-    def sparse_read(self, indices: Any, name: str | None = None) -> jax.Array:
+    def sparse_read(self, indices: Value, name: str | None = None) -> jax.Array:
         """The rows at `indices`, whole numbers of any shape `[...]`: `[..., row]`.
 
         Raises:
@@ -44,7 +86,7 @@ class Scatters(abc.ABC):
         """
         return self[_mesh.array_of(indices)].value()
 
-    def gather_nd(self, indices: Any, name: str | None = None) -> jax.Array:
+    def gather_nd(self, indices: Value, name: str | None = None) -> jax.Array:
         """The entries at `indices`, `[..., k]`: the first k dimensions' indices each.
 
         Returns:
@@ -61,9 +103,9 @@ class Scatters(abc.ABC):
         return self[_index(indices)].value()
 
     def scatter_nd_add(
-        self, indices: Any, updates: Any, name: str | None = None
+        self, indices: Value, updates: Value, name: str | None = None
     ) -> jax.Array | None:
-        """Add `updates`, `[...]`, to the entries at `indices`, as `gather_nd` has them.
+        """Adds `updates` `[...]` to the entries at `indices`, as `gather_nd` has them.
 
         All copies change in the same way, as by `variable[index].assign_add`.
 
@@ -81,9 +123,9 @@ class Scatters(abc.ABC):
         return self[_index(indices)].assign_add(updates)
 
     def scatter_nd_sub(
-        self, indices: Any, updates: Any, name: str | None = None
+        self, indices: Value, updates: Value, name: str | None = None
     ) -> jax.Array | None:
-        """Subtract `updates` `[...]`; otherwise as `scatter_nd_add`.
+        """Subtracts `updates` `[...]`; otherwise as `scatter_nd_add`.
 
         Raises:
           ValueError: another shape; or the copies of a mirrored variable would differ.
@@ -92,9 +134,9 @@ class Scatters(abc.ABC):
         return self[_index(indices)].assign_sub(updates)
 
     def scatter_nd_update(
-        self, indices: Any, updates: Any, name: str | None = None
+        self, indices: Value, updates: Value, name: str | None = None
     ) -> jax.Array | None:
-        """Make them `updates` `[...]`; otherwise as `scatter_nd_add`.
+        """Makes them `updates` `[...]`; otherwise as `scatter_nd_add`.
 
         Raises:
           ValueError: another shape; or the copies of a mirrored variable would differ.
@@ -102,163 +144,20 @@ class Scatters(abc.ABC):
         """
         return self[_index(indices)].assign(updates)
 
-    def scatter_add(
-        self,
-        sparse_delta: IndexedSlices,
-        use_locking: bool = False,
-        name: str | None = None,
-    ) -> Any:
-        """Add rows to those of the variable.
-
-        Args:
-          sparse_delta: rows `[rows, ...]` for a variable `[n, ...]`, and their indices.
-          use_locking: for TensorFlow's sake; a step is one program.
-          name: the same.
-
-        Returns:
-          The new value of the whole variable.
-
-        Raises:
-          NotImplementedError: the variable is on-read.
-          ValueError: the rows do not fit; or copies would differ.
-          TypeError: not `IndexedSlices`, or a dtype that would lose something.
-        """
-        return self._scatter(sparse_delta, SCATTERS["add"])
-
-    def scatter_sub(
-        self,
-        sparse_delta: IndexedSlices,
-        use_locking: bool = False,
-        name: str | None = None,
-    ) -> Any:
-        """Subtract rows from those of the variable.
-
-        Args:
-          sparse_delta: rows `[rows, ...]` for a variable `[n, ...]`, and their indices.
-          use_locking: for TensorFlow's sake; a step is one program.
-          name: the same.
-
-        Returns:
-          The new value of the whole variable.
-
-        Raises:
-          NotImplementedError: the variable is on-read.
-          ValueError: the rows do not fit; or copies would differ.
-          TypeError: not `IndexedSlices`, or a dtype that would lose something.
-        """
-        return self._scatter(sparse_delta, SCATTERS["sub"])
-
-    def scatter_mul(
-        self,
-        sparse_delta: IndexedSlices,
-        use_locking: bool = False,
-        name: str | None = None,
-    ) -> Any:
-        """Multiply rows of the variable by others.
-
-        Args:
-          sparse_delta: rows `[rows, ...]` for a variable `[n, ...]`, and their indices.
-          use_locking: for TensorFlow's sake; a step is one program.
-          name: the same.
-
-        Returns:
-          The new value of the whole variable.
-
-        Raises:
-          NotImplementedError: the variable is on-read.
-          ValueError: the rows do not fit; or copies would differ.
-          TypeError: not `IndexedSlices`, or a dtype that would lose something.
-        """
-        return self._scatter(sparse_delta, SCATTERS["mul"])
-
-    def scatter_div(
-        self,
-        sparse_delta: IndexedSlices,
-        use_locking: bool = False,
-        name: str | None = None,
-    ) -> Any:
-        """Divide rows of the variable by others; integers keep what is whole.
-
-        Args:
-          sparse_delta: rows `[rows, ...]` for a variable `[n, ...]`, and their indices.
-          use_locking: for TensorFlow's sake; a step is one program.
-          name: the same.
-
-        Returns:
-          The new value of the whole variable.
-
-        Raises:
-          NotImplementedError: the variable is on-read.
-          ValueError: the rows do not fit; or copies would differ.
-          TypeError: not `IndexedSlices`, or a dtype that would lose something.
-        """
-        return self._scatter(sparse_delta, SCATTERS["div"])
-
-    def scatter_min(
-        self,
-        sparse_delta: IndexedSlices,
-        use_locking: bool = False,
-        name: str | None = None,
-    ) -> Any:
-        """Make rows of the variable the smaller of both.
-
-        Args:
-          sparse_delta: rows `[rows, ...]` for a variable `[n, ...]`, and their indices.
-          use_locking: for TensorFlow's sake; a step is one program.
-          name: the same.
-
-        Returns:
-          The new value of the whole variable.
-
-        Raises:
-          NotImplementedError: the variable is on-read, or has aggregation SUM or MEAN.
-          ValueError: the rows do not fit; or copies would differ.
-          TypeError: not `IndexedSlices`, or a dtype that would lose something.
-        """
-        return self._scatter(sparse_delta, SCATTERS["min"])
-
-    def scatter_max(
-        self,
-        sparse_delta: IndexedSlices,
-        use_locking: bool = False,
-        name: str | None = None,
-    ) -> Any:
-        """Make rows of the variable the larger of both.
-
-        Args:
-          sparse_delta: rows `[rows, ...]` for a variable `[n, ...]`, and their indices.
-          use_locking: for TensorFlow's sake; a step is one program.
-          name: the same.
-
-        Returns:
-          The new value of the whole variable.
-
-        Raises:
-          NotImplementedError: the variable is on-read, or has aggregation SUM or MEAN.
-          ValueError: the rows do not fit; or copies would differ.
-          TypeError: not `IndexedSlices`, or a dtype that would lose something.
-        """
-        return self._scatter(sparse_delta, SCATTERS["max"])
-
-    def scatter_update(
-        self,
-        sparse_delta: IndexedSlices,
-        use_locking: bool = False,
-        name: str | None = None,
-    ) -> Any:
-        """Put rows in the place of those of the variable.
-
-        Args:
-          sparse_delta: rows `[rows, ...]` for a variable `[n, ...]`, and their indices.
-          use_locking: for TensorFlow's sake; a step is one program.
-          name: the same.
-
-        Returns:
-          The new value of the whole variable.
-
-        Raises:
-          NotImplementedError: the variable is on-read, or has aggregation SUM or MEAN.
-          ValueError: the rows do not fit; or copies would differ.
-          TypeError: not `IndexedSlices`, or a dtype that would lose something.
-        """
-        return self._scatter(sparse_delta, SCATTERS["update"])
+    scatter_add = _scatter(SCATTERS["add"], "Adds rows to those of the variable.")
+    scatter_sub = _scatter(
+        SCATTERS["sub"], "Subtracts rows from those of the variable."
+    )
+    scatter_mul = _scatter(SCATTERS["mul"], "Multiplies rows of the variable.")
+    scatter_div = _scatter(
+        SCATTERS["div"], "Divides rows of the variable; integers keep what is whole."
+    )
+    scatter_min = _scatter(
+        SCATTERS["min"], "Makes rows of the variable the smaller of both.", _NOT_SUMMED
+    )
+    scatter_max = _scatter(
+        SCATTERS["max"], "Makes rows of the variable the larger of both.", _NOT_SUMMED
+    )
+    scatter_update = _scatter(
+        SCATTERS["update"], "Puts rows in the place of the variable's.", _NOT_SUMMED
+    )

@@ -4,54 +4,50 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import Any, NoReturn, Self, final
+from typing import NoReturn, Self, final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import Mesh, NamedSharding
+from jax.typing import DTypeLike
 
-from jaxstrategy._errors import ContextError, shown
+from jaxstrategy._errors import ContextError
 from jaxstrategy._options import VariableAggregation, VariableSynchronization
 from jaxstrategy.contexts import _context
 from jaxstrategy.contexts._context import (
-    AbstractStrategy,
     Context,
 )
 from jaxstrategy.replicas import _mesh
-from jaxstrategy.replicas._devices import Device
-from jaxstrategy.replicas._random_keys import is_key
-from jaxstrategy.replicas._replicas import Replicas
+from jaxstrategy.text._array_types import array_type
 from jaxstrategy.values._per_replica import (
-    Handle,
     PerReplica,
 )
 from jaxstrategy.values._slices import IndexedSlices
+from jaxstrategy.values._types import Index, Leaf, Value
 from jaxstrategy.variables import (
     _access,
     _aggregation,
-    _changes,
     _gradients,
     _registry,
 )
-from jaxstrategy.variables._cell import Cell
+from jaxstrategy.variables._assignments import Assignments
+from jaxstrategy.variables._cell import Cell, Holder
 from jaxstrategy.variables._changes import Change
+from jaxstrategy.variables._initial_value import InitialValue, start_of
 from jaxstrategy.variables._operators import Operators
 from jaxstrategy.variables._part import VariablePart
 from jaxstrategy.variables._policy import ORDINARY, VariablePolicy
+from jaxstrategy.variables._properties import Properties
 from jaxstrategy.variables._reference import Reference
 from jaxstrategy.variables._scatters import Scatters
-from jaxstrategy.variables.kinds._mirrored_kind import MirroredKind
 
 _numbers = itertools.count()
-
-InitialValue = Any
 
 
 @final
 @jax.tree_util.register_pytree_node_class
-class Variable(Operators, Scatters, Handle):
+class Variable(Operators, Assignments, Scatters, Properties):
     """A value that steps read and change in place, replicated as its strategy says.
 
     Made inside `strategy.scope()` it belongs to that strategy; made outside any, it
@@ -109,7 +105,7 @@ class Variable(Operators, Scatters, Handle):
         self,
         initial_value: InitialValue,
         trainable: bool | None = None,
-        dtype: Any = None,
+        dtype: DTypeLike | None = None,
         name: str = "Variable",
         synchronization: VariableSynchronization | str = VariableSynchronization.AUTO,
         aggregation: VariableAggregation | str | None = VariableAggregation.NONE,
@@ -127,7 +123,7 @@ class Variable(Operators, Scatters, Handle):
         on_read = self._synchronization is VariableSynchronization.ON_READ
         self._name = name
         self._trainable = not on_read if trainable is None else bool(trainable)
-        self.number = next(_numbers)  # the how-manieth it is
+        self.number = next(_numbers)
         policy = _policy()
         self._strategy = _context.current().strategy if policy.are_owned else None
         self._kind = policy.kind(name, on_read, self._aggregation, self._strategy)
@@ -140,7 +136,7 @@ class Variable(Operators, Scatters, Handle):
                 "`if self.v is None: self.v = Variable(...)`."
             )
         with jax.ensure_compile_time_eval(), _context.outside():
-            start = _start(initial_value, dtype, name)
+            start = start_of(initial_value, dtype, name)
             _aggregation.check(self._aggregation, start.dtype, name)
             self._shape, self._dtype = start.shape, start.dtype
             # Copied, so that no array of the user's shares its memory.
@@ -148,73 +144,6 @@ class Variable(Operators, Scatters, Handle):
         if step is not None:
             step.create(self, self._kind.of_one_replica(start))
         _registry.add(self, self._strategy)
-
-    # What it is.
-
-    @property
-    def name(self) -> str:
-        """The name in messages."""
-        return self._name
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the value."""
-        return self._shape
-
-    @property
-    def ndim(self) -> int:
-        """The number of dimensions of the value."""
-        return len(self._shape)
-
-    @property
-    def size(self) -> int:
-        """The number of elements of the value."""
-        return int(np.prod(self._shape))
-
-    @property
-    def dtype(self) -> Any:
-        """The dtype of the value."""
-        return self._dtype
-
-    @property
-    def trainable(self) -> bool:
-        """Whether an optimizer should change it."""
-        return self._trainable
-
-    @property
-    def synchronization(self) -> VariableSynchronization:
-        """The moment at which its copies are brought together."""
-        return self._synchronization
-
-    @property
-    def aggregation(self) -> VariableAggregation:
-        """The operation that makes one value of its copies, or of those assigned."""
-        return self._aggregation
-
-    @property
-    def strategy(self) -> AbstractStrategy | None:
-        """The strategy it belongs to, None for an ordinary variable."""
-        return self._strategy
-
-    @property
-    def distribute_strategy(self) -> AbstractStrategy | None:
-        """The same as `strategy`, under TensorFlow's name."""
-        return self._strategy
-
-    @property
-    def devices(self) -> tuple[Device, ...]:
-        """The devices that hold its copies, in replica order."""
-        return self.replicas.devices
-
-    @property
-    def device(self) -> Device:
-        """The device that holds the first of its copies."""
-        return self.devices[0]
-
-    @property
-    def is_distributed(self) -> bool:
-        """Whether it belongs to a strategy."""
-        return self._strategy is not None
 
     def ref(self) -> Reference[Variable]:
         """A reference that equals those to the same variable, as a key of dicts.
@@ -265,77 +194,10 @@ class Variable(Operators, Scatters, Handle):
         """
         return np.asarray(self.value())
 
-    def __getitem__(self, index: Any) -> VariablePart:
+    def __getitem__(self, index: Index) -> VariablePart:
         return VariablePart(_part_at(self.value(), index), index, self._write)
 
-    def assign(
-        self,
-        value: Any,
-        use_locking: bool = False,
-        name: str | None = None,
-        read_value: bool = True,
-    ) -> Any:
-        """Make it `value`; returns the new value.
-
-        In `run`, a mirrored variable takes the aggregate of the replicas' values, and
-        an on-read one this replica's. Outside, an on-read variable that sums gives
-        each replica an equal share, so that it reads as `value`. To gradients the value
-        is a constant.
-
-        Args:
-          value: of the variable's shape.
-          use_locking: nothing; here for TensorFlow's sake.
-          name: the same.
-          read_value: whether to return the new value, not None.
-
-        Raises:
-          ValueError: another shape; or the copies of a mirrored variable would differ.
-          TypeError: a dtype that would lose something.
-          ContextError: in another strategy's scope or `run`.
-        """
-        new = self._write(value, _changes.ASSIGN)
-        return new if read_value else None
-
-    def assign_add(
-        self,
-        delta: Any,
-        use_locking: bool = False,
-        name: str | None = None,
-        read_value: bool = True,
-    ) -> Any:
-        """Add `delta`, of the variable's shape; otherwise as `assign`.
-
-        `IndexedSlices` are added to their rows; in `run`, of a mirrored variable with
-        an aggregation, only rows go between the replicas.
-
-        Outside `run`, of an on-read variable that sums the first copy takes it all.
-
-        Raises:
-          ValueError: another shape; or the copies of a mirrored variable would differ.
-          TypeError: a dtype that would lose something.
-          ContextError: in another strategy's scope or `run`.
-        """
-        new = self._write(delta, _changes.ASSIGN_ADD)
-        return new if read_value else None
-
-    def assign_sub(
-        self,
-        delta: Any,
-        use_locking: bool = False,
-        name: str | None = None,
-        read_value: bool = True,
-    ) -> Any:
-        """Subtract `delta`; otherwise as `assign_add`.
-
-        Raises:
-          ValueError: another shape; or the copies of a mirrored variable would differ.
-          TypeError: a dtype that would lose something.
-          ContextError: in another strategy's scope or `run`.
-        """
-        new = self._write(delta, _changes.ASSIGN_SUB)
-        return new if read_value else None
-
-    def distributed(self) -> Any:
+    def distributed(self) -> jax.Array | PerReplica:
         """All copies: a mirrored array, or a `PerReplica` if it is on-read.
 
         Raises:
@@ -344,13 +206,18 @@ class Variable(Operators, Scatters, Handle):
         with _access.one_at_a_time:
             return self._kind.copies(self._reference())
 
-    def _write(self, value: Any, change: Change) -> Any:
+    def _write(self, value: Value, change: Change) -> jax.Array | PerReplica:
         return self._written(value, change, self._kind.write)
 
-    def _scatter(self, rows: IndexedSlices, change: Change) -> Any:
+    def _change_rows(self, rows: IndexedSlices, change: Change) -> Value:
         return self._written(rows, change, self._kind.scatter)
 
-    def _written(self, value: Any, change: Change, write: Callable[..., Any]) -> Any:
+    def _written(
+        self,
+        value: Value,
+        change: Change,
+        write: Callable[..., jax.Array | PerReplica],
+    ) -> jax.Array | PerReplica:
         if _gradients.value_of(self) is not None:
             raise ValueError(
                 f"Variable {self._name!r} was assigned inside the function whose "
@@ -359,10 +226,10 @@ class Variable(Operators, Scatters, Handle):
         with _access.one_at_a_time:
             ref = self._reference()
             if ref is self._cell:
-                _access.about_to_change(ref)
+                _access.about_to_change(self._cell)
             return write(ref, _access.side(), value, change)
 
-    def _reference(self) -> Any:
+    def _reference(self) -> Holder:
         self._check_strategy(_context.current())
         step = _access.tracing()
         if step is None:
@@ -389,36 +256,11 @@ class Variable(Operators, Scatters, Handle):
         """The holder of all copies, outside of steps."""
         return self._cell
 
-    @property
-    def replicas(self) -> Replicas:
-        """The replicas that have a copy each; one for an ordinary variable."""
-        return self._kind.replicas
-
-    @property
-    def mesh(self) -> Mesh:
-        """The mesh of the devices that hold its copies."""
-        return self.replicas.mesh
-
-    @property
-    def sharding(self) -> NamedSharding:
-        """The placement of the copies."""
-        return self._kind.sharding
-
-    @property
-    def copies_must_agree(self) -> bool:
-        """Whether it has no copies that may differ."""
-        return isinstance(self._kind, MirroredKind)
-
-    def lives_on(self, where: Replicas | Mesh) -> bool:
-        """Whether steps of these replicas can work on it where it is."""
-        mesh = where.mesh if isinstance(where, Replicas) else where
-        return self._strategy is not None and self.mesh == mesh
-
     # How it prints and copies.
 
     def __repr__(self) -> str:
         kind = "" if self._strategy is None else f" {self._kind.describe}"
-        head = f"Variable {self._name!r} {self._dtype.name}{_brackets(self._shape)}"
+        head = f"Variable {self._name!r} {array_type(self._dtype.name, self._shape)}"
         if _access.tracing() is not None:
             return f"<{head}{kind}, being traced>"
         with _access.one_at_a_time:
@@ -434,18 +276,18 @@ class Variable(Operators, Scatters, Handle):
     def __hash__(self) -> int:
         return id(self)
 
-    def __eq__(self, other: object) -> Any:
+    def __eq__(self, other: object) -> Value:
         # By identity between two, so that lists and sets of variables find them.
         return self is other if isinstance(other, Variable) else self._equal(other)
 
-    def __ne__(self, other: object) -> Any:
+    def __ne__(self, other: object) -> Value:
         is_variable = isinstance(other, Variable)
         return self is not other if is_variable else self._unequal(other)
 
     def __copy__(self) -> Self:
         return self
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
+    def __deepcopy__(self, memo: dict[int, object]) -> Variable:
         if _access.tracing() is not None:
             raise ContextError(
                 f"Variable {self._name!r} was deep-copied inside a step. Copy it "
@@ -468,7 +310,7 @@ class Variable(Operators, Scatters, Handle):
 
     # To JAX it is a node around its value, and comes back as that.
 
-    def tree_flatten(self) -> tuple[tuple[jax.Array], None]:
+    def tree_flatten(self) -> tuple[tuple[jax.Array | PerReplica], None]:
         """The value, for JAX; all copies of a variable that has no one value.
 
         Shapes: the value has that of the variable, `[...]`; copies `[replica, ...]`.
@@ -480,7 +322,7 @@ class Variable(Operators, Scatters, Handle):
         return (self.value() if has_one else self.distributed(),), None
 
     @classmethod
-    def tree_unflatten(cls, auxiliary: None, children: tuple[Any]) -> Any:
+    def tree_unflatten(cls, auxiliary: None, children: tuple[Leaf]) -> Leaf:
         """The array that takes its place in a pytree."""
         return children[0]
 
@@ -493,43 +335,11 @@ def _policy() -> VariablePolicy:
     return policy
 
 
-def _start(initial_value: Any, dtype: Any, name: str) -> jax.Array:
-    value = initial_value() if isinstance(initial_value, Callable) else initial_value
-    if isinstance(value, PerReplica):
-        raise TypeError(
-            f"Variable {name!r} was given a PerReplica to start with; every copy "
-            "starts with the same value. Assign the versions afterwards."
-        )
-    try:
-        start = jnp.asarray(value, dtype)
-        if not is_key(start.dtype):
-            start = start.astype(start.dtype)  # a Python number's dtype is settled here
-    except OverflowError:
-        raise ValueError(
-            f"Variable {name!r}: {_mesh.too_large(value, dtype)}"
-        ) from None
-    except (TypeError, ValueError) as error:
-        raise TypeError(
-            f"Variable {name!r} was given {shown(value)} to start with; an array, a "
-            "number or a function that returns one was wanted."
-        ) from error
-    if isinstance(start, Tracer):
-        raise TypeError(
-            f"Variable {name!r} was given a value of the step that makes it, which "
-            "only the devices will know. Start with a constant, and assign."
-        )
-    return start
-
-
-def _part_at(value: jax.Array, index: Any) -> jax.Array:
+def _part_at(value: jax.Array, index: Index) -> jax.Array:
     try:
         return value[index]
     except OverflowError:
         raise ValueError(f"The index {_mesh.too_large(index)}") from None
-
-
-def _brackets(shape: tuple[int, ...]) -> str:
-    return f"[{','.join(map(str, shape))}]"
 
 
 def _text(copy: np.ndarray) -> str:

@@ -7,7 +7,6 @@ copy; outside, the one that holds all copies.
 from __future__ import annotations
 
 import abc
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,14 +20,17 @@ from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
 from jaxstrategy.replicas import _mesh
 from jaxstrategy.replicas._random_keys import is_key
 from jaxstrategy.replicas._replicas import Replicas
+from jaxstrategy.values._per_replica import PerReplica
 from jaxstrategy.values._slices import (
     IndexedSlices,
     is_slices,
 )
+from jaxstrategy.values._types import Value
 from jaxstrategy.variables import (
     _access,
 )
 from jaxstrategy.variables._access import Side
+from jaxstrategy.variables._cell import Holder
 from jaxstrategy.variables._changes import Change
 
 
@@ -71,7 +73,7 @@ class VariableKind(abc.ABC):
         """What a step's reference holds if this replica's copy is `start`."""
 
     @abc.abstractmethod
-    def copies(self, ref: Any) -> Any:
+    def copies(self, ref: Holder) -> jax.Array | PerReplica:
         """All copies: a mirrored array or a `PerReplica`."""
 
     @property
@@ -84,15 +86,19 @@ class VariableKind(abc.ABC):
         """Those in what the reference holds that this process can see, in order."""
 
     @abc.abstractmethod
-    def read(self, ref: Any, side: Side) -> jax.Array:
+    def read(self, ref: Holder, side: Side) -> jax.Array:
         """The value."""
 
     @abc.abstractmethod
-    def write(self, ref: Any, side: Side, value: Any, change: Change) -> Any:
+    def write(
+        self, ref: Holder, side: Side, value: Value, change: Change
+    ) -> jax.Array | PerReplica:
         """Change it, and return the new value."""
 
     @abc.abstractmethod
-    def scatter(self, ref: Any, side: Side, rows: Any, change: Change) -> Any:
+    def scatter(
+        self, ref: Holder, side: Side, rows: IndexedSlices, change: Change
+    ) -> jax.Array | PerReplica:
         """Change some rows, and return the new value.
 
         Raises:
@@ -103,7 +109,7 @@ class VariableKind(abc.ABC):
         return _access.tracing() is not None
 
     def _checked_part(
-        self, value: Any, whole: tuple[int, ...], dtype: Any, change: Change
+        self, value: Value, whole: tuple[int, ...], dtype: np.dtype, change: Change
     ) -> jax.Array:
         """`value` as an array of the shape of what changes.
 
@@ -117,7 +123,9 @@ class VariableKind(abc.ABC):
                 pass  # which `_checked` says in our words
         return self._checked(value, shape, dtype)
 
-    def _checked(self, value: Any, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    def _checked(
+        self, value: Value, shape: tuple[int, ...], dtype: np.dtype
+    ) -> jax.Array:
         """`value` as an array that the variable can take.
 
         Raises:
@@ -148,7 +156,7 @@ class VariableKind(abc.ABC):
         return given if is_key(dtype) else given.astype(dtype)
 
 
-def _fits(given: jax.Array, wanted: Any) -> bool:
+def _fits(given: jax.Array, wanted: np.dtype) -> bool:
     """Whether `given` may become the dtype `wanted`."""
     if is_key(given.dtype) or is_key(wanted):
         return given.dtype == wanted
@@ -157,11 +165,11 @@ def _fits(given: jax.Array, wanted: Any) -> bool:
     return jnp.promote_types(given.dtype, wanted) == wanted
 
 
-def _same_sort(given: Any, wanted: Any) -> bool:
+def _same_sort(given: np.dtype, wanted: np.dtype) -> bool:
     """Whether a Python number of the one sort may become the other."""
     sorts = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
 
-    def rank(dtype: Any) -> int:
+    def rank(dtype: np.dtype) -> int:
         return next(i for i, sort in enumerate(sorts) if jnp.issubdtype(dtype, sort))
 
     return rank(given) <= rank(wanted)
@@ -179,7 +187,7 @@ def this_strategy() -> AbstractStrategy:
     return strategy
 
 
-def whole(value: Any, shape: tuple[int, ...]) -> Any:
+def whole(value: Value, shape: tuple[int, ...]) -> Value:
     """`value`, made dense if it is sparse."""
     if not is_slices(value):
         return value

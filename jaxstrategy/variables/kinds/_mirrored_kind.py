@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, final
+from typing import final
 
 import jax
 import numpy as np
@@ -17,8 +17,10 @@ from jaxstrategy.values._slices import (
     IndexedSlices,
     is_slices,
 )
+from jaxstrategy.values._types import Value
 from jaxstrategy.variables import _aggregation
 from jaxstrategy.variables._access import Side
+from jaxstrategy.variables._cell import Holder
 from jaxstrategy.variables._changes import Change, changed
 from jaxstrategy.variables.kinds._kind import (
     VariableKind,
@@ -47,7 +49,7 @@ class MirroredKind(VariableKind):
         """`start`."""
         return start
 
-    def copies(self, ref: Any) -> Any:
+    def copies(self, ref: Holder) -> jax.Array | PerReplica:
         """The value, mirrored."""
         return ref[...]
 
@@ -60,11 +62,11 @@ class MirroredKind(VariableKind):
         """One per replica of this process."""
         return [on_host(copy) for copy in self.replicas.copies(held)]
 
-    def read(self, ref: Any, side: Side) -> jax.Array:
+    def read(self, ref: Holder, side: Side) -> jax.Array:
         """The value."""
         return ref[...]
 
-    def write(self, ref: Any, side: Side, value: Any, change: Change) -> jax.Array:
+    def write(self, ref: Holder, side: Side, value: Value, change: Change) -> jax.Array:
         """Change all copies in the same way."""
         value = self._own(value, change)
         if is_slices(value):
@@ -79,7 +81,9 @@ class MirroredKind(VariableKind):
             given = _mesh.put_same(given, self.sharding)
         return _stored(ref, change.applied(ref[...], given))
 
-    def scatter(self, ref: Any, side: Side, rows: Any, change: Change) -> jax.Array:
+    def scatter(
+        self, ref: Holder, side: Side, rows: IndexedSlices, change: Change
+    ) -> jax.Array:
         """Change some rows of all copies in the same way."""
         if not is_slices(rows):
             raise TypeError(
@@ -96,7 +100,7 @@ class MirroredKind(VariableKind):
             )
         return self._change_rows(ref, side, self._own(rows, change), change)
 
-    def _own(self, value: Any, change: Change) -> Any:
+    def _own(self, value: Value, change: Change) -> Value:
         """`value` with this replica's version of what is a `PerReplica`, in a step.
 
         There everything is one that came through `merge_call`, equal or not; whether
@@ -125,7 +129,7 @@ class MirroredKind(VariableKind):
         return in_replica and self.aggregation is not VariableAggregation.NONE
 
     def _change_rows(
-        self, ref: Any, side: Side, rows: Any, change: Change
+        self, ref: Holder, side: Side, rows: IndexedSlices, change: Change
     ) -> jax.Array:
         """Change some rows; what goes between replicas is as large as these."""
         if rows.dense_shape not in (None, ref.shape):
@@ -144,11 +148,11 @@ class MirroredKind(VariableKind):
         return _stored(ref, changed(ref[...], rows.indices, values, change.operation))
 
 
-def _stored(ref: Any, new: jax.Array) -> jax.Array:
+def _stored(ref: Holder, new: jax.Array) -> jax.Array:
     ref[...] = new
     return new
 
 
-def _has_versions(value: Any) -> bool:
+def _has_versions(value: Value) -> bool:
     parts = (value.values, value.indices) if is_slices(value) else (value,)
     return any(isinstance(part, PerReplica) for part in parts)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, final
+from typing import final
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +15,14 @@ from jaxstrategy.replicas import _mesh
 from jaxstrategy.replicas._replicas import SAME, SPLIT
 from jaxstrategy.values import _per_replica
 from jaxstrategy.values._per_replica import PerReplica
+from jaxstrategy.values._slices import IndexedSlices
+from jaxstrategy.values._types import Value
 from jaxstrategy.variables import (
     _access,
     _aggregation,
 )
 from jaxstrategy.variables._access import Side
+from jaxstrategy.variables._cell import Holder
 from jaxstrategy.variables._changes import Change
 from jaxstrategy.variables.kinds._kind import (
     VariableKind,
@@ -51,7 +54,7 @@ class OnReadKind(VariableKind):
         """`start`, as the replica's part of all copies."""
         return start[None]
 
-    def copies(self, ref: Any) -> Any:
+    def copies(self, ref: Holder) -> jax.Array | PerReplica:
         """The copies."""
         if self._in_step():
             return _per_replica.from_local(ref[...][0], this_strategy().replicas)
@@ -68,7 +71,7 @@ class OnReadKind(VariableKind):
         """One per replica of this process."""
         return [on_host(version) for version in self.replicas.versions(held)]
 
-    def read(self, ref: Any, side: Side) -> jax.Array:
+    def read(self, ref: Holder, side: Side) -> jax.Array:
         """This replica's copy, or outside `run` what the copies combine to."""
         if side is Side.CROSS:
             return self._combined(ref)
@@ -77,7 +80,7 @@ class OnReadKind(VariableKind):
             raise _access.NeedsProgram
         return ref[...][0]
 
-    def _combined(self, ref: Any) -> jax.Array:
+    def _combined(self, ref: Holder) -> jax.Array:
         if not self.has_one_value:
             raise ValueError(
                 f"Variable {self.name!r} has a copy per replica and aggregation NONE, "
@@ -94,7 +97,9 @@ class OnReadKind(VariableKind):
         with _processes.exchanging(f"the value of variable {self.name!r}", ref[...]):
             return _aggregation.of_copies(self.aggregation, ref[...], self.owner)
 
-    def write(self, ref: Any, side: Side, value: Any, change: Change) -> Any:
+    def write(
+        self, ref: Holder, side: Side, value: Value, change: Change
+    ) -> jax.Array | PerReplica:
         """Change this replica's copy, or outside `run` all of them."""
         if self._in_step():
             return self._write_in_step(ref, side, value, change)
@@ -115,7 +120,9 @@ class OnReadKind(VariableKind):
         ref[...] = new
         return self._combined(ref) if self.has_one_value else PerReplica(new)
 
-    def scatter(self, ref: Any, side: Side, rows: Any, change: Change) -> Any:
+    def scatter(
+        self, ref: Holder, side: Side, rows: IndexedSlices, change: Change
+    ) -> jax.Array | PerReplica:
         """Not defined: its copies have no rows together."""
         raise NotImplementedError(
             f"`{change.method}` is not defined for variable {self.name!r}, which has a "
@@ -124,7 +131,7 @@ class OnReadKind(VariableKind):
         )
 
     def _write_in_step(
-        self, ref: Any, side: Side, value: Any, change: Change
+        self, ref: Holder, side: Side, value: Value, change: Change
     ) -> jax.Array:
         shape = ref.shape[1:]
         value = whole(value, shape)

@@ -1,0 +1,119 @@
+"""What is known of a variable when it is made, and stays so: `Properties`."""
+
+from __future__ import annotations
+
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from jaxstrategy._options import VariableAggregation, VariableSynchronization
+from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
+from jaxstrategy.replicas._devices import Device
+from jaxstrategy.replicas._replicas import Replicas
+from jaxstrategy.values._per_replica import Handle
+from jaxstrategy.variables.kinds._kind import VariableKind
+from jaxstrategy.variables.kinds._mirrored_kind import MirroredKind
+
+
+class Properties(Handle):
+    """The properties of a variable that no assignment changes."""
+
+    _name: str
+    _shape: tuple[int, ...]
+    _dtype: np.dtype
+    _trainable: bool
+    _synchronization: VariableSynchronization
+    _aggregation: VariableAggregation
+    _strategy: AbstractStrategy | None
+    _kind: VariableKind
+
+    @property
+    def name(self) -> str:
+        """The name in messages."""
+        return self._name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the value."""
+        return self._shape
+
+    @property
+    def ndim(self) -> int:
+        """The number of dimensions of the value."""
+        return len(self._shape)
+
+    @property
+    def size(self) -> int:
+        """The number of elements of the value."""
+        return int(np.prod(self._shape))
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The dtype of the value."""
+        return self._dtype
+
+    @property
+    def trainable(self) -> bool:
+        """Whether an optimizer should change it."""
+        return self._trainable
+
+    @property
+    def synchronization(self) -> VariableSynchronization:
+        """The moment at which its copies are brought together."""
+        return self._synchronization
+
+    @property
+    def aggregation(self) -> VariableAggregation:
+        """The operation that makes one value of its copies, or of those assigned."""
+        return self._aggregation
+
+    @property
+    def strategy(self) -> AbstractStrategy | None:
+        """The strategy it belongs to, None for an ordinary variable."""
+        return self._strategy
+
+    @property
+    def distribute_strategy(self) -> AbstractStrategy | None:
+        """The same as `strategy`, under TensorFlow's name."""
+        return self._strategy
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """The devices that hold its copies, in replica order."""
+        return self.replicas.devices
+
+    @property
+    def device(self) -> Device:
+        """The device that holds the first of its copies."""
+        return self.devices[0]
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether it belongs to a strategy."""
+        return self._strategy is not None
+
+    # Where it is.
+
+    @property
+    def replicas(self) -> Replicas:
+        """The replicas that have a copy each; one for an ordinary variable."""
+        return self._kind.replicas
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh of the devices that hold its copies."""
+        return self.replicas.mesh
+
+    @property
+    def sharding(self) -> NamedSharding:
+        """The placement of the copies."""
+        return self._kind.sharding
+
+    @property
+    def copies_must_agree(self) -> bool:
+        """Whether it has no copies that may differ."""
+        return isinstance(self._kind, MirroredKind)
+
+    def lives_on(self, where: Replicas | Mesh) -> bool:
+        """Whether steps of these replicas can work on it where it is."""
+        mesh = where.mesh if isinstance(where, Replicas) else where
+        return self._strategy is not None and self.mesh == mesh
