@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from jaxstrategy._options import RunOptions
 from jaxstrategy.contexts import _context
@@ -124,4 +124,4 @@ class AbstractExecutor(abc.ABC):
 
     def _variables(self) -> list[Variable]:
         """Those that steps may use."""
-        return _registry.usable_by(self._strategy)
+        return cast("list[Variable]", _registry.usable_by(self._strategy))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -259,7 +259,7 @@ def trace(
         unpacking=sum(meaning is SPLIT for meaning in meanings),
         mesh=replicas.mesh,
     )
-    used = list(step.used.values())
+    used = cast("list[Variable]", list(step.used.values()))
     return Trace(closed, results, there, used, replicas, findings)
 
 

@@ -32,7 +32,7 @@ def value_of(variable: Handle) -> jax.Array | None:
     return value
 
 
-def check_outside(variables: Iterable[Handle]) -> None:
+def check_outside(variables: Iterable[Handle | None]) -> None:
     """Raise unless a step that uses `variables` may be called here.
 
     Raises:
@@ -41,7 +41,7 @@ def check_outside(variables: Iterable[Handle]) -> None:
     given = _context.current().given
     if given:
         for variable in variables:
-            if id(variable) in given:
+            if variable is not None and id(variable) in given:
                 raise _outside(variable)
 
 
