@@ -198,7 +198,7 @@ class Variable(Operators, Assignments, Scatters, Properties):
         return VariablePart(_part_at(self.value(), index), index, self._write)
 
     def distributed(self) -> jax.Array | PerReplica:
-        """All copies: a mirrored array, or a `PerReplica` if it is on-read.
+        """All copies: a mirrored array `[...]`, or a `PerReplica` if it is on-read.
 
         Raises:
           ContextError: in another strategy's scope or `run`.
