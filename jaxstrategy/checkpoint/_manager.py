@@ -179,6 +179,7 @@ class CheckpointManager:
           CheckpointError: it is damaged, or all are.
           MismatchError: a dtype or shape differs; without `partial`, values are missing
             in the checkpoint, or only there.
+          ValueError: `step` is no number from 0 on.
         """
         _arguments.check_host("restore")
         self.wait()
@@ -200,6 +201,7 @@ class CheckpointManager:
           partial: as for `restore`.
 
         Raises:
+          ContextError: inside a step.
           CheckpointError: there are checkpoints, and all are damaged.
           MismatchError: as for `restore`.
         """

@@ -96,14 +96,20 @@ class Server:
         return cls(ClusterSpec({"worker": [address]}), start=start)
 
     def start(self) -> None:
-        """Meet the others; a second call does nothing."""
+        """Meet the others; a second call does nothing.
+
+        Raises:
+          ClusterError: the processes could not start together.
+          ValueError: the task or an address cannot be right.
+        """
         _processes.start(self._process)
 
     def join(self) -> None:
         """Wait until all other processes have finished, or wait here too.
 
         Raises:
-          ClusterError: one has died, or failed.
+          ClusterError: one has died, or failed; or they could not start together.
+          ValueError: the task or an address cannot be right.
         """
         board = _processes.start(self._process).board
         board.put(_joined(board.index), True)

@@ -114,8 +114,9 @@ class ReplicaContext:
             result, which may differ from another's.
 
         Returns:
-          A pytree like `value`. SUM, MIN and MAX keep each dtype, MEAN of integers has
-          JAX's default float dtype. Sums of 8- and 16-bit integers wrap as NumPy's do.
+          A pytree like `value`, of the same shapes. SUM, MIN and MAX keep each dtype,
+          MEAN of integers has JAX's default float dtype. Sums of 8- and 16-bit integers
+          wrap as NumPy's do.
 
         Raises:
           ValueError: `reduce_op` is not a reduction; `value` is None; `groups` do not
@@ -185,8 +186,12 @@ class ReplicaContext:
           What `merge_fn` returned, each `PerReplica` as this replica's version.
           Variables, and whatever else is no array, come back as they are.
 
+        Shapes: an array `[...]` arrives as a `PerReplica` of versions `[...]`, and
+        comes back as an array `[...]`.
+
         Raises:
           ContextError: this is not the current replica context.
+          TypeError: `merge_fn` cannot be called.
 
         >>> import jaxstrategy as js
         >>> strategy = js.MirroredStrategy(js.simulate(8)[:4])

@@ -42,7 +42,7 @@ def axis_name() -> str | tuple[str, ...] | None:
 
 
 def average_statistics(statistics: PyTree) -> PyTree:
-    """Running statistics of each replica averaged: equal on all replicas.
+    """Running statistics of each replica averaged: equal on all replicas, `[...]` each.
 
     For BatchNorm that is *not* synchronized, before evaluation: each replica's running
     means and variances follow its own part of the data. Inside `run` and outside.

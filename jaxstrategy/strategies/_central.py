@@ -32,6 +32,7 @@ class CentralStorageStrategy(Strategy):
 
     Raises:
       ValueError: a device does not exist, or is given twice.
+      TypeError: something else than devices and names.
 
     >>> import jaxstrategy as js
     >>> strategy = js.experimental.CentralStorageStrategy(js.simulate(8)[:2], "CPU:0")

@@ -43,7 +43,8 @@ class ReducesValues(ComposedStrategy):
           options: how, instead of as the strategy does.
 
         Returns:
-          A pytree of mirrored arrays; MEAN of integers has JAX's default float dtype.
+          A pytree of mirrored arrays, each of the shape `[...]` of a version, without
+          the dimensions `axis`; MEAN of integers has JAX's default float dtype.
 
         Raises:
           ValueError: `reduce_op` is not a reduction; `axis` is out of range; `weights`
