@@ -215,8 +215,8 @@ def hang_up(board):
     board._is_closed = True  # this end keeps quiet
     if board._hub is not None:
         board._hub._post = lambda *_: None
-        for line in board._hub._lines.values():
-            line.sock.shutdown(2)
+        for client in board._hub._clients.values():
+            client.sock.shutdown(2)
     board._connection.close()
 
 

@@ -22,7 +22,7 @@ _TICK_SECONDS = 1.0
 _STOPPED_SECONDS = 5.0
 
 
-class _Line:
+class _Client:
     """A process, as the hub sees it."""
 
     def __init__(self, index: int, connection: Connection) -> None:
@@ -40,16 +40,16 @@ class Hub:
     """Serves the boards of all processes until all have left.
 
     Args:
-      lines: the connection to each process.
+      connections: the connection to each process.
       silence_seconds: a process that says nothing for so long counts as dead.
     """
 
     def __init__(
         self,
-        lines: Mapping[int, Connection],
+        connections: Mapping[int, Connection],
         silence_seconds: float,
     ) -> None:
-        self._lines = {k: _Line(k, lines[k]) for k in sorted(lines)}
+        self._clients = {k: _Client(k, connections[k]) for k in sorted(connections)}
         self._silence_seconds = silence_seconds
         self._values: dict[str, object] = {}
         self._asked: dict[str, list[tuple[int, int]]] = {}
@@ -64,9 +64,9 @@ class Hub:
 
     def start(self) -> None:
         """Begin to serve."""
-        for line in self._lines.values():
-            line.sock.setblocking(False)
-            self._selector.register(line.sock, selectors.EVENT_READ, line)
+        for client in self._clients.values():
+            client.sock.setblocking(False)
+            self._selector.register(client.sock, selectors.EVENT_READ, client)
         self._thread.start()
 
     def join(self, timeout_seconds: float) -> None:
@@ -75,12 +75,12 @@ class Hub:
 
     def close_in_forked_child(self) -> None:
         """Close the child's copies and leave the parent's selector alone."""
-        for line in self._lines.values():
-            line.sock.close()
+        for client in self._clients.values():
+            client.sock.close()
 
     def _serve(self) -> None:
-        for line in self._lines.values():
-            self._take(line)  # what came in before we began
+        for client in self._clients.values():
+            self._take(client)  # what came in before we began
         while self._selector.get_map():
             for key, events in self._selector.select(_TICK_SECONDS):
                 if events & selectors.EVENT_WRITE:
@@ -90,71 +90,71 @@ class Hub:
             self._tick()
         self._selector.close()
 
-    def _read(self, line: _Line) -> None:
+    def _read(self, client: _Client) -> None:
         try:
-            received = line.sock.recv(1 << 16)
+            received = client.sock.recv(1 << 16)
         except BlockingIOError:
             return
         except OSError:
             received = b""
         if not received:
-            self._hung_up(line)
+            self._hung_up(client)
             return
-        line.channel.add(received)
-        line.heard = time.monotonic()
-        self._take(line)
+        client.channel.add(received)
+        client.heard = time.monotonic()
+        self._take(client)
 
-    def _take(self, line: _Line) -> None:
+    def _take(self, client: _Client) -> None:
         try:
-            for message in line.channel.messages():
+            for message in client.channel.messages():
                 if not is_request(message):
                     raise ValueError("it sent something that is no request")
-                self._obey(line, message)
+                self._obey(client, message)
         except ValueError as error:
             if not self._all_left:
-                self._ended(line, "failed", f"its messages make no sense: {error}")
-            self._hung_up(line)
+                self._ended(client, "failed", f"its messages make no sense: {error}")
+            self._hung_up(client)
 
-    def _obey(self, line: _Line, message: Message) -> None:
+    def _obey(self, client: _Client, message: Message) -> None:
         match message["op"]:
             case "alive":
-                line.status = message["status"]
+                client.status = message["status"]
             case "put":
                 self._put(message["key"], message["value"])
             case "get":
-                self._get(line, message)
+                self._get(client, message)
             case "gather":
                 entry = message["id"], message["value"]
                 waiting = self._gathers.setdefault(message["key"], {})
-                waiting.setdefault(line.index, collections.deque()).append(entry)
+                waiting.setdefault(client.index, collections.deque()).append(entry)
                 self._complete(message["key"])
             case "cancel":
-                self._cancel(line, message)
+                self._cancel(client, message)
             case "states":
-                self._post(line, {"id": message["id"], "value": self.states()})
+                self._post(client, {"id": message["id"], "value": self.states()})
             case "failed":
-                self._ended(line, "failed", message["text"])
+                self._ended(client, "failed", message["text"])
             case "left":
-                line.status = message["status"]
-                self._ended(line, "left", "")
+                client.status = message["status"]
+                self._ended(client, "left", "")
 
     def _put(self, key: str, value: object) -> None:
         self._values[key] = value
         for index, request in self._asked.pop(key, []):
-            self._post(self._lines[index], {"id": request, "value": value})
+            self._post(self._clients[index], {"id": request, "value": value})
 
-    def _get(self, line: _Line, message: Message) -> None:
+    def _get(self, client: _Client, message: Message) -> None:
         key = message["key"]
         if key in self._values:
-            self._post(line, {"id": message["id"], "value": self._values[key]})
-        elif gone := self._gone_for_good(line):
-            self._refuse(line, message["id"], gone)
+            self._post(client, {"id": message["id"], "value": self._values[key]})
+        elif gone := self._gone_for_good(client):
+            self._refuse(client, message["id"], gone)
         else:
-            self._asked.setdefault(key, []).append((line.index, message["id"]))
+            self._asked.setdefault(key, []).append((client.index, message["id"]))
 
-    def _gone_for_good(self, line: _Line) -> list[int]:
+    def _gone_for_good(self, client: _Client) -> list[int]:
         """The processes whose end means that nothing will be put any more."""
-        others = [other for other in self._lines.values() if other is not line]
+        others = [other for other in self._clients.values() if other is not client]
         ended = [other.index for other in others if other.end not in (None, "left")]
         if not ended and all(other.end for other in others):
             ended = [other.index for other in others]
@@ -163,90 +163,90 @@ class Hub:
     def _complete(self, key: str) -> None:
         """Answer a gather if all have contributed, or if somebody never will."""
         waiting = self._gathers[key]
-        absent = [k for k in self._lines if not waiting.get(k)]
+        absent = [k for k in self._clients if not waiting.get(k)]
         if not absent:
-            entries = {k: waiting[k].popleft() for k in self._lines}
+            entries = {k: waiting[k].popleft() for k in self._clients}
             values = [value for _, value in entries.values()]
             for index, (request, _) in entries.items():
-                self._post(self._lines[index], {"id": request, "value": values})
+                self._post(self._clients[index], {"id": request, "value": values})
             if not any(waiting.values()):
                 del self._gathers[key]
-        elif gone := [k for k in absent if self._lines[k].end]:
+        elif gone := [k for k in absent if self._clients[k].end]:
             for index in waiting:
                 for request, _ in waiting[index]:
-                    self._refuse(self._lines[index], request, gone)
+                    self._refuse(self._clients[index], request, gone)
             del self._gathers[key]
 
-    def _cancel(self, line: _Line, message: Message) -> None:
+    def _cancel(self, client: _Client, message: Message) -> None:
         """Forget a request that took too long; say who has not contributed."""
         request, absent = message["cancelled"], []
         for key, waiting in list(self._gathers.items()):
-            entries = waiting.get(line.index, ())
+            entries = waiting.get(client.index, ())
             kept = collections.deque(e for e in entries if e[0] != request)
             if len(kept) < len(entries):
-                absent = [k for k in self._lines if not waiting.get(k)]
-                waiting[line.index] = kept
+                absent = [k for k in self._clients if not waiting.get(k)]
+                waiting[client.index] = kept
                 if not any(waiting.values()):
                     del self._gathers[key]
         for asked in self._asked.values():
             with contextlib.suppress(ValueError):
-                asked.remove((line.index, request))
-        self._post(line, {"id": message["id"], "value": absent})
+                asked.remove((client.index, request))
+        self._post(client, {"id": message["id"], "value": absent})
 
-    def _refuse(self, line: _Line, request: int, gone: list[int]) -> None:
-        ends = [[k, self._lines[k].end, self._lines[k].text] for k in gone]
-        self._post(line, {"id": request, "gone": ends})
+    def _refuse(self, client: _Client, request: int, gone: list[int]) -> None:
+        ends = [[k, self._clients[k].end, self._clients[k].text] for k in gone]
+        self._post(client, {"id": request, "gone": ends})
 
     def states(self) -> list[Message]:
         """The state of each process, by their ids; any thread may ask."""
         now = time.monotonic()
         return [
             {
-                "status": line.status,
-                "end": line.end,
-                "text": line.text,
-                "silent": self._silent(line, now),
+                "status": client.status,
+                "end": client.end,
+                "text": client.text,
+                "silent": self._silent(client, now),
             }
-            for line in self._lines.values()
+            for client in self._clients.values()
         ]
 
-    def _silent(self, line: _Line, now: float) -> float:
-        is_asked = line.index != 0 and line.end is None
-        return round(now - line.heard, 1) if is_asked else 0.0
+    def _silent(self, client: _Client, now: float) -> float:
+        is_asked = client.index != 0 and client.end is None
+        return round(now - client.heard, 1) if is_asked else 0.0
 
-    def _hung_up(self, line: _Line) -> None:
-        self._selector.unregister(line.sock)
-        line.sock.close()
-        if line.end is None or (line.end == "left" and not self._all_left):
-            self._ended(line, "died", "")
+    def _hung_up(self, client: _Client) -> None:
+        self._selector.unregister(client.sock)
+        client.sock.close()
+        if client.end is None or (client.end == "left" and not self._all_left):
+            self._ended(client, "died", "")
 
-    def _ended(self, line: _Line, end: str, text: str) -> None:
-        if line.end is not None and (line.end != "left" or end == "left"):
+    def _ended(self, client: _Client, end: str, text: str) -> None:
+        if client.end is not None and (client.end != "left" or end == "left"):
             return
-        line.end, line.text = end, text
+        client.end, client.text = end, text
         told = {
             "op": "ended",
-            "process": line.index,
+            "process": client.index,
             "end": end,
             "text": text,
-            "status": line.status,
+            "status": client.status,
         }
-        for other in self._lines.values():
-            if other is not line:
+        for other in self._clients.values():
+            if other is not client:
                 self._post(other, told)
         for key in list(self._gathers):
             self._complete(key)
         self._refuse_askers()
-        if all(other.end == "left" for other in self._lines.values()):
+        if all(other.end == "left" for other in self._clients.values()):
             self._all_left = True
-            for other in self._lines.values():
+            for other in self._clients.values():
                 self._post(other, {"op": "all left"})
 
     def _refuse_askers(self) -> None:
         for key, asked in list(self._asked.items()):
             for index, request in list(asked):
-                if gone := self._gone_for_good(self._lines[index]):
-                    self._refuse(self._lines[index], request, gone)
+                if gone := self._gone_for_good(self._clients[index]):
+                    self._refuse(self._clients[index], request, gone)
                     asked.remove((index, request))
             if not asked:
                 del self._asked[key]
@@ -257,36 +257,36 @@ class Hub:
         if passed < _TICK_SECONDS:
             return
         self._ticked = now
-        for line in self._lines.values():
+        for client in self._clients.values():
             if passed > _STOPPED_SECONDS:
-                line.heard = now  # it was this process that was stopped
-            if line.end is None and not line.outgoing:
-                self._post(line, {"op": "ping"})
-            silent = now - line.heard
-            if line.index and line.end is None and silent > self._silence_seconds:
-                self._ended(line, "silent", f"{silent:.0f}")
+                client.heard = now  # it was this process that was stopped
+            if client.end is None and not client.outgoing:
+                self._post(client, {"op": "ping"})
+            silent = now - client.heard
+            if client.index and client.end is None and silent > self._silence_seconds:
+                self._ended(client, "silent", f"{silent:.0f}")
 
-    def _post(self, line: _Line, message: Message) -> None:
+    def _post(self, client: _Client, message: Message) -> None:
         try:
-            line.outgoing += line.channel.packed(message)
+            client.outgoing += client.channel.packed(message)
         except ValueError as error:  # what all said, together, is too large
             refused = {"id": message["id"], "refused": str(error)}
-            line.outgoing += line.channel.packed(refused)
-        self._flush(line)
+            client.outgoing += client.channel.packed(refused)
+        self._flush(client)
 
-    def _flush(self, line: _Line) -> None:
-        if line.sock.fileno() < 0:
-            line.outgoing.clear()
+    def _flush(self, client: _Client) -> None:
+        if client.sock.fileno() < 0:
+            client.outgoing.clear()
             return
         try:
-            while line.outgoing:
-                del line.outgoing[: line.sock.send(line.outgoing)]
+            while client.outgoing:
+                del client.outgoing[: client.sock.send(client.outgoing)]
         except BlockingIOError:
             pass
         except OSError:
-            line.outgoing.clear()  # reading tells that it has hung up
+            client.outgoing.clear()  # reading tells that it has hung up
         events = selectors.EVENT_READ
-        if line.outgoing:
+        if client.outgoing:
             events |= selectors.EVENT_WRITE
-        if self._selector.get_key(line.sock).events != events:
-            self._selector.modify(line.sock, events, line)
+        if self._selector.get_key(client.sock).events != events:
+            self._selector.modify(client.sock, events, client)

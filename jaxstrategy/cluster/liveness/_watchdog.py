@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import dataclasses
 import sys
 import threading
 import time
@@ -28,23 +27,14 @@ from jaxstrategy.cluster.board._board import (
     ProcessState,
 )
 from jaxstrategy.cluster.board._board_messages import Status
-from jaxstrategy.cluster.liveness import (
-    _arrivals,
-)
 from jaxstrategy.cluster.liveness._activity import (
     Activity,
     Noted,
 )
 from jaxstrategy.cluster.liveness._arrivals import Arrivals
 from jaxstrategy.cluster.liveness._exit_codes import ExitCode
-from jaxstrategy.cluster.liveness._finish import (
-    finish,
-    stacks,
-)
-from jaxstrategy.cluster.liveness._suspicion import (
-    described,
-    suspicion,
-)
+from jaxstrategy.cluster.liveness._finish import finish
+from jaxstrategy.cluster.liveness._stall_report import Pending, stall_report
 
 _TICK_SECONDS = 1.0
 # A thread that should run each second and did not for so long was stopped itself.
@@ -58,23 +48,6 @@ _KEPT = 4096
 
 COMPILES = "compiles"
 """The own work of a process in the first call of a step."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Pending:
-    """A step, or another wait for all processes, that has not finished.
-
-    Attributes:
-      what: in words, such as `step 3`.
-      seconds: since it, or the program before it, began or made progress.
-      busy: what this process does by itself meanwhile, None if it waits.
-      step: the number of the step, None for another wait.
-    """
-
-    what: str
-    seconds: float
-    busy: str | None = None
-    step: int | None = None
 
 
 @final
@@ -335,34 +308,11 @@ class Watchdog:
         return [s for s in states if s.member.index != self._board.index]
 
     def _report(self, pending: Pending, cause: str | None = None) -> None:
-        board, own = self._board, self._board.members[self._board.index]
-        try:
-            states, cause_of_states = board.states(), ""
-        except ClusterError as error:
-            states, cause_of_states = [], str(error)
-        if cause is None:
-            cause = cause_of_states or suspicion(
-                states, board.index, pending.what, pending.seconds, pending.step
-            )
-        head = (
-            f"{own} has made no progress for {pending.seconds:.1f} s in "
-            f"{pending.what} (last begun: {self.told()})"
-        )
-        waited = f"it waited {pending.seconds:.1f} s in {pending.what}"
-        table = "\n".join(f"  {described(state)}" for state in states)
-        text = (
-            f"\njaxstrategy: {head}.\n"
-            f"Python stacks of {own}:\n{stacks()}\n"
-            f"Where the processes are:\n{table or '  unknown'}\n"
-            f"{_arrivals.at_the_end(board.known_states())}"
-            f"jaxstrategy: process {own.index} waited {pending.seconds:.1f} s in "
-            f"{pending.what} and ends with exit code {ExitCode.WATCHDOG}: {cause}\n"
-        )
-
-        def tell() -> None:
-            board.fail(f"{waited}: {cause}")
-
-        self._end(ExitCode.WATCHDOG, text, tell)
+        """End this process with a report, and tell the others why."""
+        board = self._board
+        text, cause = stall_report(board, pending, self.told(), cause)
+        waited = f"it waited {pending.seconds:.1f} s in {pending.what}: {cause}"
+        self._end(ExitCode.WATCHDOG, text, lambda: board.fail(waited))
 
 
 def _step(number: int, seconds: float, busy: str | None = None) -> Pending:
