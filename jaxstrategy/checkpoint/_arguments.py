@@ -15,7 +15,7 @@ _STEPS = 2**63  # such numbers are names of files, and of 64 bits elsewhere
 
 
 def check_host(method: str) -> None:
-    """Raise unless code runs by itself, outside of steps."""
+    """Raise unless code runs outside of steps, eagerly."""
     if _per_replica.is_traced():
         raise ContextError(
             f"`{method}` was called inside a step, or inside another function that JAX "

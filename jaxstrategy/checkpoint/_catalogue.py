@@ -1,4 +1,4 @@
-"""The checkpoints of a folder, of which all processes hear the same: `Catalogue`."""
+"""The checkpoints of a folder, the same to all processes: `Catalogue`."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ class LocalFiles(AbstractFiles):
 
     def rename(self, old: PathOrText, new: PathOrText) -> None:
         """Give a folder another name, under which nothing is yet."""
-        # POSIX puts a folder in the place of an empty one, without a word.
+        # POSIX puts a folder in the place of an empty one, without an error.
         if os.path.lexists(new):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(new))
         os.rename(old, new)

@@ -256,7 +256,7 @@ class CheckpointManager:
     # Its end.
 
     def close(self) -> None:
-        """Wait, as `wait` does, and let go of threads."""
+        """Wait, as `wait` does, and end the background threads."""
         self._saver.close()
 
     def __enter__(self) -> Self:

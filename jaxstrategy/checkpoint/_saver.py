@@ -120,7 +120,7 @@ class Saver:
         try:
             self._backend.finish()
             self.own.add(step)
-        # Whatever it is: this is a thread, and the user hears of it in `wait`.
+        # Any error counts: nobody catches it in this thread, so `wait` raises it.
         except Exception as error:
             reason = self._other_writer(step, error) or _arguments.first_line(error)
             self._failure = self._unwritten(step, reason)
@@ -182,7 +182,7 @@ class Saver:
             raise failure
 
     def close(self) -> None:
-        """Wait, as `wait` does, and let go of threads."""
+        """Wait, as `wait` does, and end the background threads."""
         try:
             self.wait()
         finally:

@@ -72,7 +72,7 @@ def met(
         _start_jax(
             process, timeout_seconds, start_seconds, bind_address, local_device_ids
         )
-    # Whatever it is: JAX lets the others wait in there until they hear of it.
+    # Any error counts: the others wait in JAX's start until the board tells them.
     except Exception as error:
         board.fail(_ending.described(error))
         ending.is_over = True

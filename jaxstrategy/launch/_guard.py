@@ -20,7 +20,7 @@ def main() -> None:
         try:
             os.killpg(group, signal.SIGKILL)
         except (ProcessLookupError, PermissionError):
-            continue  # over by itself
+            continue  # it has ended already
 
 
 if __name__ == "__main__":

@@ -65,7 +65,7 @@ class PreemptionWatcher:
         self._noticed.set()
 
     def failed(self, error: BaseException) -> None:
-        """Let whoever waits see what the watcher function raised."""
+        """Raise the watcher function's error where the notice is waited for."""
         self._raised = error
         self._noticed.set()
 
@@ -116,7 +116,7 @@ def _poll(
             if watcher_fn():
                 watcher.notice("`termination_watcher_fn` returned True")
                 return
-        # SystemExit, too, by which a thread ends without a word: nobody would look.
+        # SystemExit, too, which ends a thread silently: then nothing would be noticed.
         except BaseException as error:
             watcher.failed(error)
             return

@@ -67,4 +67,4 @@ class AbstractBackend(abc.ABC):
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Let go of threads."""
+        """End the background threads."""

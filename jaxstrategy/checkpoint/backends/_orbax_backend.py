@@ -107,7 +107,7 @@ class OrbaxBackend(AbstractBackend):
             self._checkpointer.wait_until_finished()
         except (ElsewhereError, ClusterError):
             raise  # the others know
-        except Exception as error:  # whatever it is, the others wait for this process
+        except Exception as error:  # any error: the others wait for this process
             if self._barrier is not None:
                 with contextlib.suppress(ClusterError):
                     self._barrier.fail(error, _MOST_SECONDS)
@@ -136,7 +136,7 @@ class OrbaxBackend(AbstractBackend):
             handler.close()
 
     def close(self) -> None:
-        """Let go of threads."""
+        """End the background threads."""
         if self._checkpointer is not None:
             self._checkpointer.close()
 

@@ -16,7 +16,7 @@ _METADATA = "_CHECKPOINT_METADATA"
 
 @final
 class Unfinished(_types.TemporaryPath):
-    """A folder that exists already, made where all processes hear of a failure.
+    """A folder that exists already, made where all processes learn of a failure.
 
     Orbax makes it in the background otherwise. If that fails, its other threads wait
     for the folder for 10 minutes, and Python cannot end before (measured with 0.12.8).

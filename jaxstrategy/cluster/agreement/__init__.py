@@ -1,4 +1,4 @@
-"""Agreement between the processes of a job: each says something and hears what all say.
+"""Agreement of a job's processes: each gives a value and gets the values of all.
 
 `_agreement` is the interface, about one topic. Built on it are agreement about what all
 are about to do (`_operation_agreement`) and about the call after which all stop

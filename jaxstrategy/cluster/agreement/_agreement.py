@@ -1,4 +1,4 @@
-"""Agreement of all processes about one topic: each says something, all hear all."""
+"""Agreement of all processes about one topic: an exchange of values."""
 
 from __future__ import annotations
 

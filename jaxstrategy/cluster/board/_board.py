@@ -16,7 +16,7 @@ from jaxstrategy.cluster.connections._fields import Json
 from jaxstrategy.cluster.meeting._member import Member
 
 LATE_SECONDS = 3.0
-"""Answers come each second; a process that is late by so much is worth a word."""
+"""Processes report each second; one that is late by so much is reported as silent."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,7 +156,7 @@ class AbstractBoard(abc.ABC):
 
     def look_at_process_0(self) -> None:
         """Note that process 0 has ended if it has been silent for too long."""
-        return  # who keeps the board hears itself
+        return  # this process keeps the board
 
     def forgive_silence(self) -> None:
         """Count the silence of process 0 from now: this one was itself stopped."""

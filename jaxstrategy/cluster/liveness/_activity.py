@@ -9,7 +9,7 @@ from typing import final
 
 @final
 class Activity:
-    """Something that goes on between two moments.
+    """A wait or a read, with its beginning.
 
     Args:
       what: in words.

@@ -20,7 +20,7 @@ from jaxstrategy.cluster.resolvers._launched import LATE
 
 # What a process tells each second; the last steps are enough to see who is late.
 _KEPT = 256
-_SHARE = 0.1  # of a step: being late by less is not worth a word
+_SHARE = 0.1  # of a step; a process that is late by less is not called late
 _FEWEST = 10  # steps
 
 

@@ -37,7 +37,7 @@ _NEWS_SECONDS, _NEWS_SECONDS_OF_JAX = 0.3, 2.0
 # A process that ends by a `ClusterError` was perhaps given it together with all others:
 # so long they have to end by it, too, and process 0 stays for them.
 _COMMON_SECONDS = 8.0
-_NOTE_SECONDS = 60.0  # of waiting at the end of the script, before a word about it
+_NOTE_SECONDS = 60.0  # of waiting at the end of the script, before a line about it
 
 
 @final

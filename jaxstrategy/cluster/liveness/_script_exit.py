@@ -59,7 +59,7 @@ if sys.version_info >= (3, 12):
 
 
 class _Exit(SystemExit):
-    """Notes, when Python lets go of it, whether anybody had caught it."""
+    """An exit that notes, when Python deletes it, whether code has caught it."""
 
     def __del__(self) -> None:
         global _uncaught

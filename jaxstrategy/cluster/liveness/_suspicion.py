@@ -11,7 +11,7 @@ from jaxstrategy.cluster.board._board import (
 )
 from jaxstrategy.cluster.board._board_messages import Status
 
-# A batch that is being read for so long is worth a word.
+# The report names a batch that has been read for so long.
 _READING_SECONDS = 1.0
 
 
@@ -80,7 +80,7 @@ def suspicion(
 
 
 def _late_readers(states: Sequence[ProcessState], waited: float) -> str:
-    """Whose input pipeline holds up the others; empty if that cannot be it."""
+    """Name the input pipelines that others wait for; empty if none is late."""
     least = max(_READING_SECONDS, waited / 2)
     told = [
         f"the input pipeline of {state.member} has not delivered {what} for {seconds} s"

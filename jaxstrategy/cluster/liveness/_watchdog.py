@@ -108,7 +108,7 @@ class Watchdog:
             ).start()
 
     def stop(self) -> None:
-        """Look away; steps may go on."""
+        """Stop looking on; steps may go on."""
         self._is_on = False
         self._off.set()
         self._tokens.clear()
@@ -178,7 +178,7 @@ class Watchdog:
             self._tokens.append((self._step, array))
 
     def step_progress(self) -> None:
-        """Note that something goes on: give the step the whole time again."""
+        """Note progress: give the step the whole time again."""
         now = time.monotonic()
         self._opened = now
         for activity in list(self._activities.values()):
@@ -231,7 +231,7 @@ class Watchdog:
         while not self._off.wait(tick):
             for step, token in self._taken():
                 self._waiting = step, time.monotonic()
-                # A failed step says so to whoever reads its results.
+                # The error of a failed step is raised where its results are read.
                 with contextlib.suppress(RuntimeError, ValueError):
                     token.block_until_ready()
             self._waiting = None

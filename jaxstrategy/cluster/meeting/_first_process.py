@@ -29,7 +29,7 @@ from jaxstrategy.cluster.meeting._member import (
 from jaxstrategy.text._lists import listed
 from jaxstrategy.text._units import plural
 
-# After the first mistake, how long those are waited for that shall hear of it too.
+# After the first mistake the meeting waits so long for others, to tell them of it.
 _GRACE_SECONDS = 2.0
 _TICK_SECONDS = 0.5
 # With more, the one that has been silent longest makes room: one of the job says who it

@@ -92,7 +92,7 @@ class Guest:
             return meeting
 
     def _greet(self, sock: socket.socket) -> Channel:
-        """Greet, and hear who answers."""
+        """Greet, and read the answer; the channel that both make."""
         end = min(self._end, time.monotonic() + ANSWER_SECONDS)
         greeting, channel = Greeting(self._secret, is_host=False), None
         try:

@@ -40,7 +40,7 @@ class LaunchedClusterResolver(ClusterResolver):
     `JAXSTRATEGY_CLUSTER_SECRET`, the same random word for all processes of a job.
 
     Raises:
-      ValueError: one is missing or makes no sense.
+      ValueError: one is missing or malformed.
 
     >>> import os
     >>> os.environ["JAXSTRATEGY_COORDINATOR"] = "a:2222"
@@ -67,7 +67,7 @@ class LaunchedClusterResolver(ClusterResolver):
         called `process-1:0`, and so on.
 
         Raises:
-          ValueError: a variable is missing or makes no sense.
+          ValueError: a variable is missing or malformed.
         """
         process = self.process()
         others = [f"process-{index}:0" for index in range(1, process.count)]
@@ -77,7 +77,7 @@ class LaunchedClusterResolver(ClusterResolver):
         """The rank and the number of processes, as the launcher set them.
 
         Raises:
-          ValueError: a variable is missing or makes no sense.
+          ValueError: a variable is missing or malformed.
         """
         missing = [name for name in _NEEDED if not os.environ.get(name)]
         if missing:
