@@ -1,6 +1,7 @@
 """What can be added to checkpoints by itself: a backend, a sort of values."""
 
 import fractions
+import linecache
 import pathlib
 
 import numpy as np
@@ -156,3 +157,19 @@ def test_another_sort(tmp_path, monkeypatch):
 )
 def test_what_no_sort_has_written(value):
     assert not _sorts.is_entry(value)
+
+
+@pytest.mark.parametrize("way", ["restore", "restore_or_init"])
+def test_the_warning_about_damage_names_the_line_that_restores(tmp_path, way):
+    with CheckpointManager(tmp_path) as manager:
+        for step in (1, 2):
+            manager.save(step, {"x": step})
+        manager.wait()
+        (tmp_path / "2" / "jaxstrategy.json").write_text("{")
+        with pytest.warns(js.checkpoint.DamagedCheckpointWarning) as warned:
+            getattr(manager, way)({"x": 0})
+    (found,) = warned
+    assert found.filename == __file__
+    assert 'getattr(manager, way)({"x": 0})' in linecache.getline(
+        __file__, found.lineno
+    )
