@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -101,6 +102,22 @@ def test_flax_nnx_has_one_door():
                 n for n in imported(path) if n.startswith("jaxstrategy.tracing.nnx")
             ]
             assert set(inside) <= {"jaxstrategy.tracing.nnx._adapter"}, path
+
+
+def test_no_two_files_have_one_name():
+    names = [path.stem for path in PACKAGE.rglob("_*.py") if "__" not in path.stem]
+    assert not [name for name, count in Counter(names).items() if count > 1]
+
+
+def test_no_two_classes_have_one_name():
+    trees = [ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")]
+    classes = [node.name for tree in trees for node in tree.body if is_class(node)]
+    names = {name for name, count in Counter(classes).items() if count > 1}
+    assert names == {"BatchNorm"}  # of `flax.linen` and of `flax.nnx`, as Flax has it
+
+
+def is_class(node):
+    return isinstance(node, ast.ClassDef)
 
 
 def test_no_private_jax_module_is_used():

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import jaxstrategy as js
-from jaxstrategy.reductions._operations import OPERATIONS
+from jaxstrategy.reductions._reduce_operations import OPERATIONS
 
 PACKAGE = Path(js.__file__).parent
 BRANCH = re.compile(r"(?:\bis |\bis not |[!=]= |\bin \(|\bcase )ReduceOp\.")

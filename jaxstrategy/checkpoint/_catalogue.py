@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TypeVar, final
 
-from jaxstrategy.checkpoint import _operations, _retention
+from jaxstrategy.checkpoint import (
+    _checkpoint_agreement,
+    _retention,
+)
 from jaxstrategy.checkpoint._checkpoint_errors import CheckpointError
 from jaxstrategy.checkpoint._folder import Folder
 from jaxstrategy.checkpoint._record import Damage, Record
@@ -42,7 +45,7 @@ class Catalogue:
 
     def named(self, what: str) -> list[int]:
         """Steps for which there is something, good or not, in order."""
-        return _operations.agree(what, self.folder.named())[0]
+        return _checkpoint_agreement.agree(what, self.folder.named())[0]
 
     def steps(self) -> list[int]:
         """The steps of all complete checkpoints, in order."""
@@ -68,7 +71,7 @@ class Catalogue:
 
     def _of_first(self, doing: str, found: _T) -> _T:
         """The first process's finding, in all processes."""
-        return _operations.agree(self.what(doing), found)[0]
+        return _checkpoint_agreement.agree(self.what(doing), found)[0]
 
     def good(self) -> dict[int, Record]:
         """The complete checkpoints that have not turned out to be damaged."""
@@ -122,6 +125,6 @@ class Catalogue:
         """
         what = self.what("delete", step)
         self.require(step, self.named(what))
-        if _operations.is_first():
+        if _checkpoint_agreement.is_first():
             self.folder.delete(step)
-        _operations.agree(what, None)
+        _checkpoint_agreement.agree(what, None)

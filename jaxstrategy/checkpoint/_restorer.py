@@ -6,7 +6,11 @@ from typing import final
 
 import jax
 
-from jaxstrategy.checkpoint import _arguments, _operations, _record
+from jaxstrategy.checkpoint import (
+    _arguments,
+    _checkpoint_agreement,
+    _record,
+)
 from jaxstrategy.checkpoint._catalogue import Catalogue
 from jaxstrategy.checkpoint._checkpoint_errors import (
     CheckpointError,
@@ -107,7 +111,7 @@ class Restorer:
             self._catalogue.what("verify", step),
         )
         try:
-            with _operations.watched(what, busy="reads its files"):
+            with _checkpoint_agreement.watched(what, busy="reads its files"):
                 record = self._folder.record(step)
                 _record.verify(folder, record, jax.process_index(), jax.process_count())
             reason = None
@@ -115,7 +119,7 @@ class Restorer:
             reason = str(damage)
         except OSError as error:
             reason = f"it cannot be read: {_arguments.first_line(error)}"
-        reasons = _operations.agree(what, reason)
+        reasons = _checkpoint_agreement.agree(what, reason)
         return next((each for each in reasons if each is not None), None)
 
     def _read(
@@ -129,12 +133,12 @@ class Restorer:
         record = self._catalogue.record(step)
         state = WrittenState(state_like, replicas)
         what = self._catalogue.what("restore", step)
-        _operations.compare_leaves(what, list(state.names))
+        _checkpoint_agreement.compare_leaves(what, list(state.names))
         where = f"Checkpoint {step} in `{self._folder.path}`"
         fit = state.fit(record.leaves, where, partial)
         readings = state.readings(record.leaves, fit.common)
         try:
-            with _operations.watched(what, busy="reads arrays"):
+            with _checkpoint_agreement.watched(what, busy="reads arrays"):
                 arrays = self._backend.read(self._folder.of(step), readings)
         except (OSError, ValueError) as error:
             raise CheckpointError(

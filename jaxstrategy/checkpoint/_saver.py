@@ -6,7 +6,10 @@ import threading
 from collections.abc import Mapping
 from typing import final
 
-from jaxstrategy.checkpoint import _arguments, _operations
+from jaxstrategy.checkpoint import (
+    _arguments,
+    _checkpoint_agreement,
+)
 from jaxstrategy.checkpoint._catalogue import Catalogue
 from jaxstrategy.checkpoint._checkpoint_errors import CheckpointError
 from jaxstrategy.checkpoint._entries import Entry
@@ -64,11 +67,11 @@ class Saver:
         if self._is_saved(step, what):
             return False
         entries, arrays = WrittenState(state, None).saved()
-        _operations.compare_leaves(what, _leaves(entries))
+        _checkpoint_agreement.compare_leaves(what, _leaves(entries))
         record = Record(step, entries, metrics, extra)
         self._unfinished = self._prepare(step, what)
         try:
-            with _operations.watched(what):
+            with _checkpoint_agreement.watched(what):
                 folder = self._folder.path / self._unfinished
                 self._backend.begin(folder, arrays, record)
         except (OSError, ValueError) as error:
@@ -88,7 +91,7 @@ class Saver:
         """
         is_own = step in self.own and step in self._catalogue.good()
         latest = self._folder.latest(self._catalogue.damaged)
-        is_own, latest = _operations.agree(what, [is_own, latest])[0]
+        is_own, latest = _checkpoint_agreement.agree(what, [is_own, latest])[0]
         if is_own:
             return True
         if latest is None or latest < step:
@@ -103,12 +106,12 @@ class Saver:
     def _prepare(self, step: int, what: str) -> str:
         """The name of a new folder to write into; all raise if the first cannot."""
         name = failure = None
-        if _operations.is_first():
+        if _checkpoint_agreement.is_first():
             try:
                 name = self._folder.begin(step, self._catalogue.damaged)
             except OSError as error:
                 failure = _arguments.first_line(error)
-        name, failure = _operations.agree(what, [name, failure])[0]
+        name, failure = _checkpoint_agreement.agree(what, [name, failure])[0]
         if failure is not None:
             raise self._unwritten(step, failure)
         self._catalogue.damaged.clear()
@@ -127,7 +130,7 @@ class Saver:
             self._failure.__cause__ = error
             return
         try:
-            if _operations.is_first():
+            if _checkpoint_agreement.is_first():
                 self._thin_out()
         except OSError as error:
             self._failure = CheckpointError(
@@ -166,7 +169,7 @@ class Saver:
         """
         if self._thread is not None:
             what = f"checkpoint {self._writing} in `{self._folder.path}` to be written"
-            _operations.join(self._thread, what)
+            _checkpoint_agreement.join(self._thread, what)
             self._thread = None
         self.raise_failure(is_over=True)
 

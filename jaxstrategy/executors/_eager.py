@@ -12,7 +12,10 @@ from jaxstrategy.executors._executor import AbstractExecutor, FunctionProgram
 from jaxstrategy.tracing.nnx import _adapter
 from jaxstrategy.values import _building, _per_replica
 from jaxstrategy.values._per_replica import PerReplica, PyTree
-from jaxstrategy.values._types import Function, Leaf
+from jaxstrategy.values._types import (
+    Function,
+    Leaf,
+)
 
 
 @final

@@ -15,8 +15,11 @@ from jax import lax
 from jaxstrategy._options import CommunicationImplementation as Implementation
 from jaxstrategy._options import CommunicationOptions, ReduceOp
 from jaxstrategy.reductions import _sums
-from jaxstrategy.reductions._operations import OPERATIONS, checked
 from jaxstrategy.reductions._packing import AbstractPacking, Packing, in_packs
+from jaxstrategy.reductions._reduce_operations import (
+    OPERATIONS,
+    checked,
+)
 from jaxstrategy.reductions._sums import Axes, Groups, Sum
 from jaxstrategy.values._types import Leaf
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from jaxstrategy._options import ReduceOp
 from jaxstrategy.reductions._gather import all_gather
-from jaxstrategy.reductions._operations import OPERATIONS, checked
+from jaxstrategy.reductions._reduce_operations import (
+    OPERATIONS,
+    checked,
+)
 from jaxstrategy.replicas._replicas import Replicas
 from jaxstrategy.values._slices import IndexedSlices
 

@@ -11,8 +11,8 @@ import jax
 
 from jaxstrategy._options import CommunicationOptions, ReduceOp
 from jaxstrategy.reductions._cross_device_ops import CrossDeviceOps
-from jaxstrategy.reductions._operations import checked
 from jaxstrategy.reductions._plan import AbstractPlan
+from jaxstrategy.reductions._reduce_operations import checked
 from jaxstrategy.reductions._sums import Axes, Groups
 from jaxstrategy.values._per_replica import PerReplica
 from jaxstrategy.values._types import Leaf

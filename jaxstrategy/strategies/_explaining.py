@@ -19,7 +19,7 @@ from jaxstrategy.executors._step import Step
 from jaxstrategy.profiling._logger import MetricLogger
 from jaxstrategy.profiling._prediction import Prediction
 from jaxstrategy.profiling._profile import Profile
-from jaxstrategy.reductions._operations import OPERATIONS
+from jaxstrategy.reductions._reduce_operations import OPERATIONS
 from jaxstrategy.replicas._topology import Topology
 from jaxstrategy.strategies._calls import (
     check_arguments,

@@ -35,7 +35,10 @@ from jaxstrategy.values._per_replica import (
     PerReplica,
     PyTree,
 )
-from jaxstrategy.values._types import Function, Leaf
+from jaxstrategy.values._types import (
+    Function,
+    Leaf,
+)
 from jaxstrategy.variables import (
     _access,
     _components,

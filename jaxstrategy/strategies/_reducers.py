@@ -11,7 +11,11 @@ import jax.numpy as jnp
 from jaxstrategy._options import CommunicationOptions, ReduceOp
 from jaxstrategy.masks import _filled_rows, _step_masks
 from jaxstrategy.reductions._fingerprint import fingerprints
-from jaxstrategy.reductions._operations import OPERATIONS, reduced_over, sums
+from jaxstrategy.reductions._reduce_operations import (
+    OPERATIONS,
+    reduced_over,
+    sums,
+)
 from jaxstrategy.reductions._reduction import Reduction
 from jaxstrategy.replicas import _mesh
 from jaxstrategy.text._whole_numbers import several_whole, whole

@@ -13,15 +13,14 @@ from typing import Any, final
 
 from jaxstrategy.cluster._processes import Processes
 from jaxstrategy.cluster.agreement import _operation
-from jaxstrategy.cluster.agreement._operation import Operation
-from jaxstrategy.cluster.agreement._operation import Program as ProgramPrint
+from jaxstrategy.cluster.agreement._operation import Operation, ProgramPrint
 from jaxstrategy.inputs import _origins
 from jaxstrategy.tracing import _compiling
 from jaxstrategy.tracing._constants import Given, fingerprint
+from jaxstrategy.tracing._jaxpr_types import Leaf
 from jaxstrategy.tracing._program import Program
 from jaxstrategy.tracing._replica_step import ReplicaStep
 from jaxstrategy.tracing._traced_step import TracedStep
-from jaxstrategy.tracing._types import Leaf
 from jaxstrategy.tracing.functions import _code
 from jaxstrategy.tracing.stages import _in_flight
 from jaxstrategy.tracing.stages._stage import Stage

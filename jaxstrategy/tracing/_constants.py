@@ -18,7 +18,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.extend.core import Literal
 
-from jaxstrategy.cluster.agreement._operation import Program
+from jaxstrategy.cluster.agreement._operation import ProgramPrint
 from jaxstrategy.replicas._random_keys import is_key
 from jaxstrategy.text._array_types import array_type
 from jaxstrategy.tracing.replication._analysis import plain
@@ -116,7 +116,7 @@ def constants(jaxpr: Any) -> Iterator[Constant]:
 
 def fingerprint(
     name: str, jaxpr: Any, given: Mapping[int, Given] | None = None
-) -> Program:
+) -> ProgramPrint:
     """What a program should have in common with that of another process, as JSON.
 
     Args:

@@ -17,8 +17,8 @@ from typing import Any, final
 import jax
 
 from jaxstrategy.tracing import _results
+from jaxstrategy.tracing._jaxpr_types import Leaf
 from jaxstrategy.tracing._traced_step import TracedStep
-from jaxstrategy.tracing._types import Leaf
 from jaxstrategy.tracing.stages._carried import Carried
 from jaxstrategy.tracing.stages._finite import Finite
 from jaxstrategy.tracing.stages._stage import Stage, overridden

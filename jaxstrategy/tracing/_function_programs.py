@@ -10,17 +10,17 @@ from typing import Any, final
 from jaxstrategy import _errors
 from jaxstrategy._options import RunOptions
 from jaxstrategy.tracing import _recompilation
+from jaxstrategy.tracing._jaxpr_types import Function
 from jaxstrategy.tracing._program_table import (
     FunctionKey,
     ProgramTable,
     form_of_itself,
 )
 from jaxstrategy.tracing._shared_programs import SharedPrograms
-from jaxstrategy.tracing._types import Function
 from jaxstrategy.tracing.functions import _callbacks, _code, _lending
 from jaxstrategy.tracing.functions._object_attributes import attributes_of
 from jaxstrategy.tracing.functions._object_identity import Identity
-from jaxstrategy.tracing.functions._places import Cell, Place
+from jaxstrategy.tracing.functions._places import ClosureCell, Place
 from jaxstrategy.tracing.functions._references import References
 from jaxstrategy.tracing.functions._weak_function import weakly
 from jaxstrategy.tracing.nnx._adapter import came_from_step, is_changed_in_place
@@ -220,7 +220,7 @@ def _variables_of(fn: Any) -> list[tuple[Place, Any]]:
     """The variables of enclosing functions that a function uses, and their values."""
     function = fn.__func__ if isinstance(fn, types.MethodType) else fn
     cells = getattr(function, "__closure__", None) or ()
-    return [(place, place.get()) for place in map(Cell, cells)]
+    return [(place, place.get()) for place in map(ClosureCell, cells)]
 
 
 def _is_ours(error: Exception) -> bool:

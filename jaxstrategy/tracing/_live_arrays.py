@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from jaxstrategy.tracing._types import Leaf
+from jaxstrategy.tracing._jaxpr_types import Leaf
 
 
 def are_live_arrays(leaves: Sequence[Leaf]) -> bool:

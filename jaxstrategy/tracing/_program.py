@@ -17,9 +17,9 @@ import jax
 
 from jaxstrategy.tracing import _many
 from jaxstrategy.tracing._executable import Executable, Handover, NotTraced, jitted
+from jaxstrategy.tracing._jaxpr_types import Leaf
 from jaxstrategy.tracing._replica_step import ReplicaStep
 from jaxstrategy.tracing._traced_step import TracedStep
-from jaxstrategy.tracing._types import Leaf
 from jaxstrategy.tracing.functions import _callbacks
 from jaxstrategy.tracing.stages._placement import Placement
 from jaxstrategy.tracing.stages._stage import Stage, overridden

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple, final
 from jaxstrategy._options import RunOptions
 from jaxstrategy.tracing import _recompilation
 from jaxstrategy.tracing._company import Company
+from jaxstrategy.tracing._jaxpr_types import Function
 from jaxstrategy.tracing._replica_step import StepEnvironment
 from jaxstrategy.tracing._shared_programs import SharedPrograms
-from jaxstrategy.tracing._types import Function
 from jaxstrategy.tracing.functions import _callbacks, _code
 from jaxstrategy.tracing.functions._object_identity import Identity
 

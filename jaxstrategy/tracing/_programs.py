@@ -19,9 +19,9 @@ from typing import Any, final
 from jaxstrategy._options import RunOptions
 from jaxstrategy.tracing._company import Company
 from jaxstrategy.tracing._function_programs import FunctionPrograms
+from jaxstrategy.tracing._jaxpr_types import Function
 from jaxstrategy.tracing._program_table import ProgramTable
 from jaxstrategy.tracing._replica_step import StepEnvironment
-from jaxstrategy.tracing._types import Function
 
 
 @final

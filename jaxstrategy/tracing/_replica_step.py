@@ -13,10 +13,13 @@ import jax
 from jaxstrategy.replicas._replicas import SAME, SPLIT, Meaning, Replicas
 from jaxstrategy.tracing import _results
 from jaxstrategy.tracing._constants import Given
+from jaxstrategy.tracing._jaxpr_types import (
+    Function,
+    Leaf,
+)
 from jaxstrategy.tracing._roles import Role, Signature
 from jaxstrategy.tracing._trace import Trace, check_not_divided, trace
 from jaxstrategy.tracing._translation import translated
-from jaxstrategy.tracing._types import Function, Leaf
 from jaxstrategy.tracing.functions import _leaks
 from jaxstrategy.tracing.nnx._adapter import is_changed_in_place, takes_arrays
 from jaxstrategy.variables._variable import Variable

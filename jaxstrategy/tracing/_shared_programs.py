@@ -12,10 +12,10 @@ import jax
 from jaxstrategy._options import RunOptions
 from jaxstrategy.tracing import _recompilation, _roles
 from jaxstrategy.tracing._company import Company, accompanied
+from jaxstrategy.tracing._jaxpr_types import Function
 from jaxstrategy.tracing._live_arrays import are_live_arrays
 from jaxstrategy.tracing._replica_step import ReplicaStep, StepEnvironment
 from jaxstrategy.tracing._roles import Signature
-from jaxstrategy.tracing._types import Function
 from jaxstrategy.tracing.checks._returned import Returned
 from jaxstrategy.tracing.functions import _callbacks
 from jaxstrategy.tracing.functions._weak_function import weakly

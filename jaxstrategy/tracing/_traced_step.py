@@ -9,11 +9,14 @@ from typing import Any, final
 import jax
 
 from jaxstrategy.text._user_code import Line
+from jaxstrategy.tracing._jaxpr_types import (
+    ArrayType,
+    Jaxpr,
+)
 from jaxstrategy.tracing._replica_step import ReplicaStep
 from jaxstrategy.tracing._results import Results
 from jaxstrategy.tracing._roles import Role, Signature
 from jaxstrategy.tracing._trace import Trace
-from jaxstrategy.tracing._types import ArrayType, Jaxpr
 from jaxstrategy.tracing.replication._levels import (
     Findings,
     State,

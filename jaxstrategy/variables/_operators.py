@@ -10,7 +10,10 @@ from typing import TypeAlias
 import jax
 import numpy as np
 
-from jaxstrategy.values._types import Index, Value
+from jaxstrategy.values._types import (
+    Index,
+    Value,
+)
 
 Operation: TypeAlias = Callable[..., Value]
 

@@ -8,7 +8,11 @@ from typing import final
 import jax
 
 from jaxstrategy.values._per_replica import PerReplica
-from jaxstrategy.values._types import Index, Leaf, Value
+from jaxstrategy.values._types import (
+    Index,
+    Leaf,
+    Value,
+)
 from jaxstrategy.variables._assignments import Assignments
 from jaxstrategy.variables._changes import Change
 from jaxstrategy.variables._operators import Operators

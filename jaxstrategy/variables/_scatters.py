@@ -9,7 +9,10 @@ import jax.numpy as jnp
 
 from jaxstrategy.replicas import _mesh
 from jaxstrategy.values._slices import IndexedSlices
-from jaxstrategy.values._types import Index, Value
+from jaxstrategy.values._types import (
+    Index,
+    Value,
+)
 from jaxstrategy.variables._changes import SCATTERS, Change
 from jaxstrategy.variables._part import VariablePart
 

@@ -24,7 +24,11 @@ from jaxstrategy.values._per_replica import (
     PerReplica,
 )
 from jaxstrategy.values._slices import IndexedSlices
-from jaxstrategy.values._types import Index, Leaf, Value
+from jaxstrategy.values._types import (
+    Index,
+    Leaf,
+    Value,
+)
 from jaxstrategy.variables import (
     _access,
     _aggregation,

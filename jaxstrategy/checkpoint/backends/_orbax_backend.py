@@ -15,7 +15,7 @@ from etils import epath
 
 from jaxstrategy._errors import ClusterError
 from jaxstrategy.checkpoint import (
-    _operations,
+    _checkpoint_agreement,
     _record,
 )
 from jaxstrategy.checkpoint._entries import Array, Reading
@@ -88,7 +88,7 @@ class OrbaxBackend(AbstractBackend):
             unless_begun.pop_all()
 
     def _made(self) -> ocp.AsyncCheckpointer:
-        processes = _operations.current()
+        processes = _checkpoint_agreement.current()
         self._barrier = None if processes is None else Barrier(processes)
         meet = None if self._barrier is None else self._barrier.meet
         options = ocp.AsyncOptions(

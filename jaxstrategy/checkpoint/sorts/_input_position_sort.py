@@ -7,7 +7,7 @@ from typing import Any, final
 
 import jax
 
-from jaxstrategy.checkpoint import _operations
+from jaxstrategy.checkpoint import _checkpoint_agreement
 from jaxstrategy.checkpoint._entries import Array, Entry, Reading
 from jaxstrategy.checkpoint.sorts._sort import Sort
 from jaxstrategy.inputs._iterator import DistributedIterator
@@ -45,7 +45,10 @@ class InputPositionSort(Sort[DistributedIterator]):
         except TypeError as error:
             raise TypeError(f"`{self.name}` cannot be saved: {error}") from error
         what = f"save the position of `{self.name}`"
-        return {"kind": self.kind, "states": _operations.agree(what, state)}, None
+        return {
+            "kind": self.kind,
+            "states": _checkpoint_agreement.agree(what, state),
+        }, None
 
     def difference(self, entry: Entry, told: str) -> str | None:
         if entry["kind"] != "iterator":

@@ -22,7 +22,7 @@ _HASHED_BYTES = 65536  # of an argument that comes from the host
 _NAMED = 3  # captured values of a program; the others are counted
 
 
-class Program(TypedDict):
+class ProgramPrint(TypedDict):
     """A program of a step, as its process tells the others of it.
 
     Attributes:
@@ -51,7 +51,7 @@ class Operation:
     name: str
     where: str
     kinds: Sequence[str] = ()
-    programs: Sequence[Program] = ()
+    programs: Sequence[ProgramPrint] = ()
 
     def told(self) -> list[Json]:
         """The operation as JSON, of which `Operation(*told)` makes it again."""
@@ -113,13 +113,13 @@ def other_operation(first: Operation, other: Operation, index: int) -> str | Non
     return None
 
 
-def _differ(one: Program | None, two: Program | None) -> bool:
+def _differ(one: ProgramPrint | None, two: ProgramPrint | None) -> bool:
     if one is None or two is None:
         return True
     return (one["name"], one["prints"]) != (two["name"], two["prints"])
 
 
-def _what_differs(one: Program | None, two: Program | None) -> str:
+def _what_differs(one: ProgramPrint | None, two: ProgramPrint | None) -> str:
     if one is None or two is None or one["name"] != two["name"]:
         return "One of them has made none."
     prints = list(zip(one["prints"], two["prints"], strict=False))

@@ -19,7 +19,7 @@ from jaxstrategy.tracing.functions._object_identity import Identity
 from jaxstrategy.tracing.functions._places import (
     GONE,
     Attribute,
-    Cell,
+    ClosureCell,
     Index,
     Key,
 )
@@ -121,7 +121,7 @@ def _function(walk: Walk, label: str, fn: types.FunctionType, number: int) -> To
         walk.reach = walk.reach.plus(_reach.of(code))
     cells = zip(code.co_freevars, fn.__closure__ or (), strict=True)
     for name, cell in cells:
-        place = Cell(cell)
+        place = ClosureCell(cell)
         known = name if about.is_users else None
         walk.visit(f"captured {name}", place, place.get(), number, known)
     _defaults(walk, label, fn, number)

@@ -35,7 +35,7 @@ class Place(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Cell:
+class ClosureCell:
     """A variable of an enclosing function."""
 
     cell: types.CellType

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar, final
 
-from jaxstrategy.tracing._types import Function
+from jaxstrategy.tracing._jaxpr_types import Function
 from jaxstrategy.tracing.nnx._callers_objects import CallersObjects
 from jaxstrategy.tracing.nnx._object_call import ObjectCall, call_of, require_objects
 from jaxstrategy.tracing.nnx._object_form import ObjectForm

@@ -12,7 +12,7 @@ import jax
 from jaxstrategy._errors import ObjectError
 from jaxstrategy.text._lists import listed
 from jaxstrategy.tracing.nnx._object_kinds import is_changed_in_place, is_variable
-from jaxstrategy.tracing.nnx._parts import GONE, Change, Parts, apply, dotted
+from jaxstrategy.tracing.nnx._parts import GONE, AttributeChange, Parts, apply, dotted
 from jaxstrategy.values._per_replica import is_object
 
 
@@ -135,13 +135,13 @@ class ObjectForm:
 
 def _changed_attributes(
     path: tuple[Any, ...], old: dict[str, Any], new: dict[str, Any]
-) -> Iterator[Change]:
+) -> Iterator[AttributeChange]:
     for name in [*new, *(name for name in old if name not in new)]:
         if name.startswith(("_pytree__", "_object__")):
             continue
         was, now = old.get(name, GONE), new.get(name, GONE)
         if _is_plain(was) and _is_plain(now) and (was is GONE or was != now):
-            yield Change(path, name, now)
+            yield AttributeChange(path, name, now)
 
 
 def _is_plain(value: Any) -> bool:

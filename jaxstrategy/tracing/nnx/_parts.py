@@ -12,7 +12,7 @@ from jaxstrategy.values import _per_replica
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Change:
+class AttributeChange:
     """What a step changes of an object besides arrays.
 
     Attributes:
@@ -42,7 +42,7 @@ class Parts:
 
     arrays: Sequence[Any]
     names: tuple[str, ...]
-    changes: tuple[Change, ...] = ()
+    changes: tuple[AttributeChange, ...] = ()
 
     def tree_flatten(self) -> tuple[Sequence[Any], Any]:
         """For JAX."""
@@ -67,7 +67,7 @@ class Same:
     path: tuple[Any, ...]
 
 
-def apply(changes: Sequence[Change], by_path: dict[Any, Any]) -> None:
+def apply(changes: Sequence[AttributeChange], by_path: dict[Any, Any]) -> None:
     for change in changes:
         if change.value is GONE:
             delattr(by_path[change.path], change.name)

@@ -19,9 +19,9 @@ from jax.sharding import Mesh
 from jaxstrategy.tracing.replication._collective_table import is_along
 from jaxstrategy.tracing.replication._levels import (
     SAME,
-    Cell,
     Collective,
     Findings,
+    HeldState,
     State,
     content_of,
     join,
@@ -89,7 +89,7 @@ class Analysis:
         contents = {
             index: state.content
             for index, state in enumerate(inputs)
-            if isinstance(state, Cell) and state.is_written
+            if isinstance(state, HeldState) and state.is_written
         }
         outputs = [frame.read(atom) for atom in jaxpr.outvars]
         overwritten = frozenset(i for i in contents if inputs[i].is_overwritten)
@@ -171,7 +171,7 @@ def _known(state: Any) -> tuple[int, Any]:
 
 def _kind(state: Any) -> Any:
     """What of an operand decides about the findings: its level; references apart."""
-    if isinstance(state, Cell):
+    if isinstance(state, HeldState):
         return -1, _kind(state.content)
     if state is None:
         return 0
@@ -179,8 +179,8 @@ def _kind(state: Any) -> Any:
 
 
 def _as_input(index: int, state: Any) -> Any:
-    if isinstance(state, Cell):
-        return Cell(_as_input(index, state.content))
+    if isinstance(state, HeldState):
+        return HeldState(_as_input(index, state.content))
     if state is None or state is SAME:
         return state
     return State(state.level, index, classes=state.classes)
@@ -194,7 +194,7 @@ class _SameCell:
 
 
 def _by_index(output: Any, inputs: list[Any]) -> Any:
-    if isinstance(output, Cell):
+    if isinstance(output, HeldState):
         for index, state in enumerate(inputs):
             if state is output:
                 return _SameCell(index)
@@ -297,7 +297,7 @@ class Frame:
         ]
         return outputs, collectives
 
-    def write(self, cell: Cell, state: State | None) -> None:
+    def write(self, cell: HeldState, state: State | None) -> None:
         """Note that `cell` may hold `state` from now on."""
         cell.is_written = True
         after = join((cell.content, state))
@@ -305,7 +305,7 @@ class Frame:
             cell.content = after
             self.changes += 1
 
-    def overwrite(self, cell: Cell, state: State | None) -> None:
+    def overwrite(self, cell: HeldState, state: State | None) -> None:
         """Note that `cell` holds `state` from now on, and nothing else."""
         cell.is_written = cell.is_overwritten = True
         cell.content = content_of(state)
@@ -333,8 +333,8 @@ class Frame:
 
 def _lifted(state: Any, operands: Sequence[Any], eqn: Any) -> Any:
     """`state` of a jaxpr called by `eqn` as the caller sees it."""
-    if isinstance(state, Cell):  # a reference made inside
-        return Cell(_lifted(state.content, operands, eqn))
+    if isinstance(state, HeldState):  # a reference made inside
+        return HeldState(_lifted(state.content, operands, eqn))
     if state is None or state is SAME:
         return state
     site = None if state.site is None else state.site.within(eqn)

@@ -12,7 +12,7 @@ import dataclasses
 import enum
 from collections.abc import Iterable
 
-from jaxstrategy.tracing._types import Equation
+from jaxstrategy.tracing._jaxpr_types import Equation
 
 
 class Effect(enum.Enum):

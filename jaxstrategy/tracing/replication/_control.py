@@ -11,8 +11,8 @@ from jaxstrategy.contexts._replica_context import MERGE_SCOPE
 from jaxstrategy.tracing.replication._analysis import Frame, hidden, plain
 from jaxstrategy.tracing.replication._identity import repeats
 from jaxstrategy.tracing.replication._levels import (
-    Cell,
     Collective,
+    HeldState,
     Level,
     State,
     computed,
@@ -59,8 +59,8 @@ def run_state(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
     cells: list[Any] = []
     for var, is_given in zip(inner.invars, eqn.params["is_initialized"], strict=True):
         state: Any = next(given) if is_given else varying_since(eqn)
-        if isinstance(var.aval, AbstractRef) and not isinstance(state, Cell):
-            state = Cell(state)
+        if isinstance(var.aval, AbstractRef) and not isinstance(state, HeldState):
+            state = HeldState(state)
         cells.append(state)
     _, collectives = frame.enter(inner, cells, eqn)
     frame.collectives += collectives
@@ -85,7 +85,7 @@ def hi_primitive(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any] | Non
     Several functions of `jax.numpy` are such primitives since JAX 0.12.
     """
     jaxpr = frame.analysis.expanded(eqn)
-    if jaxpr is None or any(isinstance(state, Cell) for state in operands):
+    if jaxpr is None or any(isinstance(state, HeldState) for state in operands):
         return None
     same = repeats(frame, eqn.invars)
     outputs, collectives = frame.enter(jaxpr, operands, eqn, repeats=same)
@@ -100,7 +100,7 @@ def branching(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
     for branch in eqn.params["branches"]:
         # Each branch starts from what was there before, not from another's writes.
         starts = [
-            Cell(state.content) if isinstance(state, Cell) else state
+            HeldState(state.content) if isinstance(state, HeldState) else state
             for state in operands
         ]
         entered.append(frame.enter(branch, starts, eqn, repeats=same))
@@ -109,7 +109,7 @@ def branching(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
     for branch, (_, collectives) in zip(eqn.params["branches"], entered, strict=True):
         frame.collectives += _decided(collectives, decider, eqn, branch)
     for cell, *versions in zip(operands, *ends, strict=True):
-        if isinstance(cell, Cell) and any(end.is_written for end in versions):
+        if isinstance(cell, HeldState) and any(end.is_written for end in versions):
             _merge(frame, cell, versions)
             if decider is not None:  # replicas may take different branches
                 frame.write(cell, decider)
@@ -118,7 +118,7 @@ def branching(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
     return [join((decider, *versions)) for versions in results]
 
 
-def _merge(frame: Frame, cell: Cell, versions: list[Cell]) -> None:
+def _merge(frame: Frame, cell: HeldState, versions: list[HeldState]) -> None:
     """Note that `cell` holds one of `versions`, which are what branches left of it."""
     if all(version.is_overwritten for version in versions):
         frame.overwrite(cell, join(versions))
@@ -178,7 +178,7 @@ def while_loop(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
         decider = _decider(eqn, goes_on)
         if decider is not None:  # replicas may stop at different turns
             for cell in cond_consts + body_consts:
-                if isinstance(cell, Cell) and cell.is_written:
+                if isinstance(cell, HeldState) and cell.is_written:
                     frame.write(cell, decider)
             after = [join((decider, state)) for state in after]
         jaxprs = params["cond_jaxpr"], params["body_jaxpr"]

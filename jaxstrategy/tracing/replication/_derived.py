@@ -17,7 +17,7 @@ from jax.extend import core
 
 from jaxstrategy.tracing.replication._analysis import Frame, Rule, plain
 from jaxstrategy.tracing.replication._levels import (
-    Cell,
+    HeldState,
     Level,
     join,
     level_of,
@@ -48,7 +48,7 @@ def also(rule: Rule, *transforms: Transform) -> Rule:
             others = _transformed(frame, eqn, operands, transform)
             pairs = zip(results, others, strict=True)
             results = [
-                result if isinstance(result, Cell) else _worse(result, other)
+                result if isinstance(result, HeldState) else _worse(result, other)
                 for result, other in pairs
             ]
         return results
@@ -65,7 +65,7 @@ def _transformed(
 ) -> list[Any]:
     """What is known of each result of `eqn` under `transform`."""
     unknown = [varying_since(eqn)] * len(eqn.outvars)
-    if any(isinstance(state, Cell) for state in operands):
+    if any(isinstance(state, HeldState) for state in operands):
         return unknown
     try:
         jaxpr = frame.analysis.transformed(eqn, transform, _jaxpr_of)

@@ -112,7 +112,7 @@ def _alone(state: Any) -> Any:
     return SAME if level_of(state) == Level.VARYING else state
 
 
-class Cell:
+class HeldState:
     """What a mutable reference holds. One object however many names it has.
 
     Attributes:
@@ -129,7 +129,7 @@ class Cell:
 
 def content_of(state: Any) -> State | None:
     """`state` itself, or what the reference holds."""
-    return state.content if isinstance(state, Cell) else state
+    return state.content if isinstance(state, HeldState) else state
 
 
 def level_of(state: Any) -> int:
@@ -142,7 +142,7 @@ def join(states: Iterable[Any]) -> State | None:
     """The first state of the highest level; a reference counts as what it holds."""
     best, highest = None, 0
     for state in states:
-        if state.__class__ is Cell:
+        if state.__class__ is HeldState:
             state = state.content
         if state is None:
             continue

@@ -43,8 +43,8 @@ from jaxstrategy.tracing.replication._analysis import Analysis, Frame, Rule
 from jaxstrategy.tracing.replication._collective_table import Effect, named
 from jaxstrategy.tracing.replication._levels import (
     SAME,
-    Cell,
     Findings,
+    HeldState,
     Level,
     State,
     computed,
@@ -82,7 +82,7 @@ def analyse(
         for index, differs in enumerate(varies)
     ]
     inputs = [
-        Cell(state) if isinstance(var.aval, AbstractRef) else state
+        HeldState(state) if isinstance(var.aval, AbstractRef) else state
         for var, state in zip(jaxpr.invars, states, strict=True)
     ]
     analysis = Analysis(axes, replicas, Rules(), mesh)
@@ -139,11 +139,11 @@ def _empty(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
 
 
 def _empty_ref(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
-    return [Cell(varying_since(eqn))]
+    return [HeldState(varying_since(eqn))]
 
 
 def _new_ref(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
-    return [Cell(join(operands))]
+    return [HeldState(join(operands))]
 
 
 def _get(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:

@@ -9,8 +9,8 @@ from jax.ref import AbstractRef
 
 from jaxstrategy.tracing.replication._analysis import Frame, inner_jaxprs
 from jaxstrategy.tracing.replication._levels import (
-    Cell,
     Collective,
+    HeldState,
     State,
     computed,
     for_all,
@@ -51,7 +51,7 @@ def _varying(
     frame.collectives += collectives
     state = varying_since(eqn)
     for cell in operands:
-        if isinstance(cell, Cell):  # it may write there
+        if isinstance(cell, HeldState):  # it may write there
             frame.write(cell, state)
     return for_all(eqn, state)
 
@@ -64,7 +64,7 @@ def _hidden_collectives(
     found: list[Collective] = []
     for jaxpr in inner_jaxprs(eqn.params):
         inputs = [
-            Cell(given) if isinstance(var.aval, AbstractRef) else given
+            HeldState(given) if isinstance(var.aval, AbstractRef) else given
             for var in jaxpr.invars
         ]
         found += frame.enter(jaxpr, inputs, eqn)[1]

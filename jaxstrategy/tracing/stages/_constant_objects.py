@@ -18,9 +18,9 @@ from jax.extend import core
 from jaxstrategy._errors import RecompilationWarning
 from jaxstrategy._options import RunOptions
 from jaxstrategy.text import _user_code
+from jaxstrategy.tracing._jaxpr_types import ClosedJaxpr
 from jaxstrategy.tracing._replica_step import ReplicaStep
 from jaxstrategy.tracing._traced_step import TracedStep
-from jaxstrategy.tracing._types import ClosedJaxpr
 from jaxstrategy.tracing.nnx._adapter import holders_of, structure_of
 from jaxstrategy.tracing.stages._stage import Stage
 from jaxstrategy.values._per_replica import is_object

@@ -25,10 +25,10 @@ from jaxstrategy._options import RunOptions
 from jaxstrategy.text._array_types import array_type
 from jaxstrategy.text._lists import first_few
 from jaxstrategy.text._units import plural
+from jaxstrategy.tracing._jaxpr_types import Jaxpr
 from jaxstrategy.tracing._replica_step import ReplicaStep
 from jaxstrategy.tracing._trace import Evaluate
 from jaxstrategy.tracing._traced_step import TracedStep
-from jaxstrategy.tracing._types import Jaxpr
 from jaxstrategy.tracing.replication._analysis import plain
 from jaxstrategy.tracing.replication._collective_table import is_along
 from jaxstrategy.tracing.replication._control import scan_counts

@@ -13,9 +13,9 @@ from jaxstrategy._options import RunOptions
 from jaxstrategy.masks import _filled_rows, _step_masks
 from jaxstrategy.masks._step_masks import BatchArray, StepMasks
 from jaxstrategy.text import _user_code
+from jaxstrategy.tracing._jaxpr_types import Leaf
 from jaxstrategy.tracing._replica_step import ReplicaStep
 from jaxstrategy.tracing._roles import Role
-from jaxstrategy.tracing._types import Leaf
 from jaxstrategy.tracing.stages._stage import Stage
 
 

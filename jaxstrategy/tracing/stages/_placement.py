@@ -21,9 +21,9 @@ from jaxstrategy.replicas import (
 from jaxstrategy.replicas._devices import Device
 from jaxstrategy.replicas._replicas import SPLIT, Replicas
 from jaxstrategy.tracing._constants import constants
+from jaxstrategy.tracing._jaxpr_types import Leaf
 from jaxstrategy.tracing._replica_step import ReplicaStep
 from jaxstrategy.tracing._traced_step import TracedStep
-from jaxstrategy.tracing._types import Leaf
 from jaxstrategy.tracing.stages._donation import check_once
 from jaxstrategy.values import _per_replica
 

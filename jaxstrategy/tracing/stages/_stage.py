@@ -8,9 +8,9 @@ from typing import Any
 
 import jax
 
+from jaxstrategy.tracing._jaxpr_types import Leaf
 from jaxstrategy.tracing._trace import Evaluate
 from jaxstrategy.tracing._traced_step import TracedStep
-from jaxstrategy.tracing._types import Leaf
 
 
 class Stage:

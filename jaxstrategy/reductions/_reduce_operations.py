@@ -23,7 +23,7 @@ from jaxstrategy.values._slices import is_slices
 
 
 @dataclasses.dataclass(frozen=True)
-class Operation:
+class ReduceOperation:
     """One row: everything that differs between reduce operations.
 
     Attributes:
@@ -63,13 +63,13 @@ def _sum(array: jax.Array, dimensions: tuple[int, ...]) -> jax.Array:
 
 def _extremes(
     locally: Callable[..., jax.Array], across: Callable[..., jax.Array]
-) -> Operation:
-    return Operation(locally, across, takes_bool=True, takes_complex=False)
+) -> ReduceOperation:
+    return ReduceOperation(locally, across, takes_bool=True, takes_complex=False)
 
 
-OPERATIONS: Mapping[ReduceOp, Operation] = {
-    ReduceOp.SUM: Operation(_sum),
-    ReduceOp.MEAN: Operation(jnp.mean, divides=True),
+OPERATIONS: Mapping[ReduceOp, ReduceOperation] = {
+    ReduceOp.SUM: ReduceOperation(_sum),
+    ReduceOp.MEAN: ReduceOperation(jnp.mean, divides=True),
     ReduceOp.MIN: _extremes(jnp.min, lax.pmin),
     ReduceOp.MAX: _extremes(jnp.max, lax.pmax),
 }
