@@ -50,6 +50,10 @@ class Program:
         self._has_plain = False
         # Whether the last call had to move an array: then the next one probably must.
         self._must_place = False
+        # The jitted function for arguments of these types. One function for all types
+        # would do; but where one has raised `NotTraced`, JAX calls it for such types by
+        # way of Python ever after, at ten times the cost (0.10 and 0.12).
+        self._compiled: dict[tuple[Any, ...], Any] = {}
         self._compile()
 
     def __call__(self, leaves: Sequence[Leaf]) -> PyTree:
@@ -94,13 +98,21 @@ class Program:
             return self._executable.lower(types)
 
     def _call_placed(self, leaves: Sequence[Leaf]) -> PyTree:
+        types = tuple(map(jax.typeof, leaves))
         with self._one_tracer:
-            try:  # another thread may have traced it meanwhile
-                return self._dispatch(leaves)
-            except NotTraced:
-                pass
+            # Another thread may have traced it meanwhile.
+            if (compiled := self._compiled.get(types)) is not None:
+                self._use(compiled)
+                try:
+                    return self._dispatch(leaves)
+                except NotTraced:
+                    pass  # JAX's own settings are others than they were
+            elif self._compiled:
+                self._use(self._jitted())
             with self._handover.of(self._trace(leaves)):
-                return self._dispatch(leaves)
+                results = self._dispatch(leaves)
+            self._compiled[types] = self._executable.compiled
+            return results
 
     def _dispatch(self, leaves: Sequence[Leaf]) -> PyTree:
         """The results for leaves that lie where they belong."""
@@ -135,6 +147,11 @@ class Program:
 
     def _compile(self) -> None:
         """Forgets what was compiled; JAX compiles anew when it is called."""
+        self._compiled.clear()
+        self._use(self._jitted())
+
+    def _jitted(self) -> Any:
+        """What JAX compiles when it is called."""
         carried = self._variables.carried
         shardings: Any = (*self._placement.shardings, *carried.shardings)
         lent = (len(self._step.roles) + i for i in carried.lent)
@@ -144,7 +161,7 @@ class Program:
         # JAX has no rule for references inside a jitted function with shardings inside
         # another jitted function (0.10 and 0.12). So each call checks its arguments.
         options = {} if self._variables.by_reference else {"in_shardings": shardings}
-        compiled = jitted(
+        return jitted(
             self._step.name,
             self._handover,
             carried,
@@ -152,7 +169,6 @@ class Program:
             donate_argnums=taken,
             **options,
         )
-        self._use(compiled)
 
     def _use(self, compiled: Any) -> None:
         """Lets later calls be of this, and of the stages that are active now."""

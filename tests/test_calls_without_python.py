@@ -1,0 +1,126 @@
+"""A compiled step is called by JAX's compiled code, not by its Python.
+
+`jax.jit` has both. Its Python, at ten times the cost, is what calls a function ever
+after that has once raised an exception for such arguments.
+"""
+
+import contextlib
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxstrategy as js
+
+JAX = str(Path(jax.__file__).parent)
+
+
+@contextlib.contextmanager
+def python_of_jax():
+    """Collects JAX's functions of which the block calls jitted ones."""
+    found = []
+
+    def called(frame, event, argument):
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(JAX):
+            if "miss" in code.co_name or "pjit" in code.co_name:
+                found.append(code.co_qualname)
+
+    sys.setprofile(called)
+    try:
+        yield found
+    finally:
+        sys.setprofile(None)
+
+
+def test_the_measure_sees_python():
+    def function(x):
+        if is_refused:
+            raise ValueError
+        return x + 1
+
+    jitted, is_refused, x = jax.jit(function), True, jnp.ones(2)
+    with pytest.raises(ValueError):
+        jitted(x)
+    is_refused = False
+    for _ in range(3):
+        jitted(x)
+    with python_of_jax() as found:
+        jitted(x)
+    if not found:
+        pytest.skip("this JAX goes on as if nothing had been raised")
+
+
+def trained(strategy, rows):
+    return strategy.per_replica(np.ones((strategy.num_replicas_in_sync, rows), "f4"))
+
+
+def plain(strategy):
+    def step(state, x):
+        mean = js.get_replica_context().all_reduce("mean", x.mean())
+        return [leaf + mean for leaf in state]
+
+    step, state = strategy.run(step), strategy.mirror([jnp.ones(3), jnp.ones(4)])
+    return lambda x: step(state, x)
+
+
+def donated(strategy):
+    @strategy.run(options=js.RunOptions(donate_argnums=0))
+    def step(state, x):
+        return state + js.get_replica_context().all_reduce("mean", x.mean())
+
+    held = [strategy.mirror(jnp.ones(3))]
+
+    def call(x):
+        held[0] = step(held[0], x)
+
+    return call
+
+
+def with_variable(strategy):
+    with strategy.scope():
+        v = js.Variable(1.0)
+
+    @strategy.run
+    def step(x):
+        v.assign_add(js.get_replica_context().all_reduce("mean", x.mean()))
+
+    return step
+
+
+def captured(strategy):
+    w = strategy.mirror(jnp.ones(3))
+    return strategy.run(lambda x: w + x.sum())
+
+
+KINDS = [plain, donated, with_variable, captured]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_that_was_called_before(two, kind):
+    call, x = kind(two), trained(two, 4)
+    for _ in range(3):
+        call(x)
+    with python_of_jax() as found:
+        call(x)
+    assert found == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_for_batches_of_two_sizes(two, kind, compilations):
+    call, large, small = kind(two), trained(two, 4), trained(two, 2)
+    for x in (large, small, large, small, small, small, large, large):
+        call(x)
+    compilations()
+    with python_of_jax() as found:
+        call(large)
+    assert found == []
+    for _ in range(2):
+        call(small)
+    with python_of_jax() as found:
+        call(small)
+    assert found == []
+    assert not compilations(), "each size was compiled once"
