@@ -50,6 +50,14 @@ def test_tests_are_there(page):
     assert not missing
 
 
+def test_classes_that_contributing_names_are_there():
+    named = {n for text in code("CONTRIBUTING.md") for n in re.findall(r"[\w.]+", text)}
+    files = (path.read_text() for path in (ROOT / "jaxstrategy").rglob("*.py"))
+    known = set(re.findall(r"\w+", " ".join(files)))
+    classes = {n for n in named if re.fullmatch(r"_?[A-Z]\w*[a-z]\w*|_[A-Z_]+", n)}
+    assert classes and not classes - known
+
+
 def test_the_table_of_folders_has_them_in_their_order():
     text = (ROOT / "CONTRIBUTING.md").read_text().partition("## The folders")[2]
     rows = re.findall(r"^\| (`.+?`) \|", text.partition("\n## ")[0], re.MULTILINE)
