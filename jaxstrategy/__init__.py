@@ -124,7 +124,9 @@ from jaxstrategy.training._precision import all_finite as all_finite
 from jaxstrategy.training._precision import cast_floating as cast_floating
 from jaxstrategy.training._to_host import to_host as to_host
 from jaxstrategy.training._training_loop import training_loop as training_loop
-from jaxstrategy.values._per_replica import DistributedValues as DistributedValues
+from jaxstrategy.values._distributed_values import (
+    DistributedValues as DistributedValues,
+)
 from jaxstrategy.values._per_replica import PerReplica as PerReplica
 from jaxstrategy.values._slices import IndexedSlices as IndexedSlices
 from jaxstrategy.variables._gradients import grad as grad

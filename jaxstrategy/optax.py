@@ -27,15 +27,12 @@ from jaxstrategy._options import (
     checked_options,
 )
 from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
-from jaxstrategy.replicas import _mesh
+from jaxstrategy.replicas import _overflow
 from jaxstrategy.strategies._current import get_replica_context, get_strategy
 from jaxstrategy.strategies._strategy import Strategy
 from jaxstrategy.training._precision import all_finite
-from jaxstrategy.values._per_replica import (
-    PerReplica,
-    PyTree,
-    is_per_replica,
-)
+from jaxstrategy.values._per_replica import PerReplica, is_per_replica
+from jaxstrategy.values._types import PyTree
 
 if TYPE_CHECKING:
     from optax import GradientTransformation, GradientTransformationExtraArgs
@@ -266,7 +263,7 @@ def _gradients(params: PyTree, n: int, size: float, seed: int) -> PyTree:
         drawn = draw.standard_normal((n, *np.shape(leaf)))
         # Some replicas are much further out than others, as in a batch with outliers.
         far = np.arange(1, n + 1).reshape(-1, *[1] * np.ndim(leaf))
-        return np.asarray(size * (drawn + 0.5) * far, _mesh.array_of(leaf).dtype)
+        return np.asarray(size * (drawn + 0.5) * far, _overflow.array_of(leaf).dtype)
 
     return jax.tree.map(like, params)
 

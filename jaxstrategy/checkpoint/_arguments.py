@@ -9,14 +9,14 @@ import jax
 
 from jaxstrategy._errors import ContextError, shown
 from jaxstrategy.text._whole_numbers import whole
-from jaxstrategy.values import _per_replica
+from jaxstrategy.values import _arrays, _trees
 
 _STEPS = 2**63  # such numbers are names of files, and of 64 bits elsewhere
 
 
 def check_host(method: str) -> None:
     """Raise unless code runs outside of steps, eagerly."""
-    if _per_replica.is_traced():
+    if _arrays.is_traced():
         raise ContextError(
             f"`{method}` was called inside a step, or inside another function that JAX "
             "compiles, which would do it once, while it is traced. Call it between "
@@ -60,8 +60,8 @@ def is_function(init: object) -> bool:
     """Whether it makes a state; a model can be both callable and a state."""
     if not callable(init):
         return False
-    _per_replica.object_kinds()
-    if _per_replica.is_object(init):
+    _trees.object_kinds()
+    if _trees.is_object(init):
         return False
     leaves = jax.tree.leaves(init)
     return len(leaves) == 1 and leaves[0] is init

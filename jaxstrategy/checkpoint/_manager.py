@@ -21,7 +21,7 @@ from jaxstrategy.cluster.connections._fields import Json
 from jaxstrategy.contexts import _context
 from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
 from jaxstrategy.replicas._replicas import Replicas
-from jaxstrategy.values._per_replica import PyTree
+from jaxstrategy.values._types import PyTree
 
 
 @final

@@ -22,7 +22,7 @@ from jaxstrategy.checkpoint._written_state import WrittenState
 from jaxstrategy.checkpoint.backends._backend import AbstractBackend
 from jaxstrategy.replicas._replicas import Replicas
 from jaxstrategy.text import _user_code
-from jaxstrategy.values._per_replica import PyTree
+from jaxstrategy.values._types import PyTree
 
 
 @final

@@ -18,7 +18,7 @@ from jaxstrategy.checkpoint._written_state import WrittenState
 from jaxstrategy.checkpoint.backends._backend import AbstractBackend
 from jaxstrategy.checkpoint.sorts._sorts import described
 from jaxstrategy.cluster.connections._fields import Json
-from jaxstrategy.values._per_replica import PyTree
+from jaxstrategy.values._types import PyTree
 
 
 @final

@@ -9,8 +9,8 @@ from typing import Any, final
 
 import jax
 
-from jaxstrategy.values import _per_replica
-from jaxstrategy.values._per_replica import PyTree
+from jaxstrategy.values import _trees
+from jaxstrategy.values._types import PyTree
 
 
 @final
@@ -41,7 +41,7 @@ class Slots:
     """
 
     def __init__(self, state: PyTree) -> None:
-        _per_replica.object_kinds()  # those of Flax NNX, if it is imported
+        _trees.object_kinds()  # those of Flax NNX, if it is imported
         leaves, self._structure = jax.tree.flatten_with_path(state, is_leaf=_is_whole)
         self._leaves = [leaf for _, leaf in leaves]
         self._names = [_name(path) for path, _ in leaves]
@@ -68,18 +68,18 @@ class Slots:
           values: by name; where there is none, the state's own stays.
         """
         leaves = [
-            leaf if _per_replica.is_object(leaf) else values.get(name, leaf)
+            leaf if _trees.is_object(leaf) else values.get(name, leaf)
             for name, leaf in zip(self._names, self._leaves, strict=True)
         ]
         return jax.tree.unflatten(self._structure, leaves)
 
 
 def _is_whole(node: object) -> bool:
-    return _per_replica.is_whole(node) or _per_replica.is_object(node)
+    return _trees.is_whole(node) or _trees.is_object(node)
 
 
 def _slots(name: str, leaf: object) -> Iterator[Slot]:
-    if _per_replica.is_object(leaf):
+    if _trees.is_object(leaf):
         yield from _parts(name, leaf)
     else:
         yield Slot(name, leaf)

@@ -11,7 +11,7 @@ from jaxstrategy.checkpoint._entries import Array, Entry, Reading
 from jaxstrategy.checkpoint._slots import Slots
 from jaxstrategy.checkpoint.sorts._sorts import described, sort_of
 from jaxstrategy.replicas._replicas import Replicas
-from jaxstrategy.values._per_replica import PyTree
+from jaxstrategy.values._types import PyTree
 
 
 @final

@@ -14,7 +14,7 @@ from jaxstrategy._options import CommunicationOptions, ReduceOp
 from jaxstrategy.reductions._reduction import Reduction
 from jaxstrategy.replicas._devices import Device
 from jaxstrategy.replicas._replicas import Replicas
-from jaxstrategy.values._per_replica import PyTree
+from jaxstrategy.values._types import PyTree
 
 
 class AbstractVariablePolicy(abc.ABC):

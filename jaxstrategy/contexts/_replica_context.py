@@ -15,14 +15,11 @@ from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
 from jaxstrategy.contexts._context import Context
 from jaxstrategy.reductions._cross_device_ops import checked_groups
 from jaxstrategy.replicas._devices import Device
-from jaxstrategy.values import _per_replica
-from jaxstrategy.values._per_replica import (
-    Handle,
-    PerReplica,
-    PyTree,
-)
+from jaxstrategy.values import _arrays, _per_replica, _trees
+from jaxstrategy.values._handle import Handle
+from jaxstrategy.values._per_replica import PerReplica
 from jaxstrategy.values._slices import is_slices
-from jaxstrategy.values._types import Leaf
+from jaxstrategy.values._types import Leaf, PyTree
 
 # What a `merge_call` is part of in profiles, and how the analysis of a step finds it.
 MERGE_SCOPE = "jaxstrategy.merge_call"
@@ -242,11 +239,11 @@ class ReplicaContext:
         def wrap(leaf: Leaf) -> Any:
             if isinstance(leaf, PerReplica):  # captured from outside the step
                 leaf._misused()
-            if _per_replica.is_array(leaf) and not is_alone:
+            if _arrays.is_array(leaf) and not is_alone:
                 return _per_replica.from_local(jnp.asarray(leaf), replicas)
             return leaf
 
-        return _per_replica.map_around_objects(wrap, tree)
+        return _trees.map_around_objects(wrap, tree)
 
     def __repr__(self) -> str:
         return f"ReplicaContext({self._strategy!r})"
@@ -305,7 +302,7 @@ def to_replica(tree: PyTree, *, read_variables: bool = False) -> PyTree:
             leaf = leaf.distributed()
         return _per_replica.local_value(leaf) if isinstance(leaf, PerReplica) else leaf
 
-    return _per_replica.map_around_objects(unwrap, tree)
+    return _trees.map_around_objects(unwrap, tree)
 
 
 def _is_one(node: Any) -> bool:
@@ -318,7 +315,7 @@ def _map(function: Callable[[Any], Any], tree: PyTree) -> PyTree:
             leaf._misused()
         return function(leaf)
 
-    return _per_replica.map_leaves(apply, tree)
+    return _trees.map_leaves(apply, tree)
 
 
 def _require_callable(merge_fn: Any) -> None:

@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxstrategy.masks import _step_masks
-from jaxstrategy.replicas import _mesh
+from jaxstrategy.replicas import _overflow
 from jaxstrategy.replicas._random_keys import is_key
 from jaxstrategy.text._whole_numbers import whole
-from jaxstrategy.values._per_replica import PyTree
 from jaxstrategy.values._slices import is_slices
+from jaxstrategy.values._types import PyTree
 
 
 def accumulated(
@@ -120,7 +120,7 @@ def _summable(leaf: Any) -> Any:
             "`accumulate` was given a function that returns IndexedSlices, which have "
             "no sum of the same size. Return `slices.to_dense()`."
         )
-    return _mesh.array_of(leaf)
+    return _overflow.array_of(leaf)
 
 
 def _wide_dtype(dtype: Any) -> Any:

@@ -8,10 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxstrategy.replicas import _mesh
+from jaxstrategy.replicas import _overflow
 from jaxstrategy.text._array_types import array_type
-from jaxstrategy.values import _per_replica
-from jaxstrategy.values._per_replica import PyTree
+from jaxstrategy.values import _arrays, _trees
+from jaxstrategy.values._types import PyTree
 
 
 class ArrayTree:
@@ -29,27 +29,24 @@ class ArrayTree:
 
     def __init__(self, tree: PyTree, with_numbers: bool = True) -> None:
         found, self.structure = jax.tree.flatten_with_path(
-            tree, is_leaf=_per_replica.is_whole
+            tree, is_leaf=_trees.is_whole
         )
         self.paths = [path for path, _ in found]
         self.leaves = [
-            _mesh.array_of(leaf) if with_numbers and is_number(leaf) else leaf
+            _overflow.array_of(leaf) if with_numbers and is_number(leaf) else leaf
             for _, leaf in found
         ]
 
     @property
     def arrays(self) -> list[Any]:
         """Its arrays."""
-        return [
-            jnp.asarray(leaf) for leaf in self.leaves if _per_replica.is_array(leaf)
-        ]
+        return [jnp.asarray(leaf) for leaf in self.leaves if _arrays.is_array(leaf)]
 
     def with_arrays(self, arrays: Sequence[Any]) -> PyTree:
         """The pytree with other arrays."""
         following = iter(arrays)
         return self.structure.unflatten(
-            next(following) if _per_replica.is_array(leaf) else leaf
-            for leaf in self.leaves
+            next(following) if _arrays.is_array(leaf) else leaf for leaf in self.leaves
         )
 
 
@@ -59,7 +56,7 @@ def is_number(leaf: Any) -> bool:
 
 def are_alike(a: Any, b: Any, but_rows: bool = False) -> bool:
     """Whether `a` is as `b` is; perhaps but for the number of rows."""
-    if _per_replica.is_array(a) and _per_replica.is_array(b):
+    if _arrays.is_array(a) and _arrays.is_array(b):
         if but_rows and a.ndim and b.ndim:
             return (a.shape[1:], a.dtype) == (b.shape[1:], b.dtype)
         return (a.shape, a.dtype) == (b.shape, b.dtype)
@@ -67,7 +64,7 @@ def are_alike(a: Any, b: Any, but_rows: bool = False) -> bool:
 
 
 def told(value: Any) -> str:
-    if _per_replica.is_array(value):
+    if _arrays.is_array(value):
         return array_type(value.dtype, value.shape)
     is_leaf = jax.tree_util.all_leaves([value])
     return repr(value) if is_leaf else f"a {type(value).__name__}"

@@ -15,8 +15,7 @@ from jaxstrategy.contexts._replica_context import ReplicaContext
 from jaxstrategy.executors._executor import AbstractExecutor, FunctionProgram
 from jaxstrategy.tracing._company import Company
 from jaxstrategy.tracing._programs import Programs
-from jaxstrategy.values._per_replica import PyTree
-from jaxstrategy.values._types import Function
+from jaxstrategy.values._types import Function, PyTree
 
 
 @final

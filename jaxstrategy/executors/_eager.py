@@ -10,11 +10,12 @@ from jaxstrategy._options import RunOptions
 from jaxstrategy.contexts import _context
 from jaxstrategy.executors._executor import AbstractExecutor, FunctionProgram
 from jaxstrategy.tracing.nnx import _adapter
-from jaxstrategy.values import _building, _per_replica
-from jaxstrategy.values._per_replica import PerReplica, PyTree
+from jaxstrategy.values import _building, _per_replica, _trees
+from jaxstrategy.values._per_replica import PerReplica
 from jaxstrategy.values._types import (
     Function,
     Leaf,
+    PyTree,
 )
 
 
@@ -95,4 +96,4 @@ def _alone(tree: PyTree) -> PyTree:
         _building.check_stacked(_per_replica.contents(leaf), 1, "value")
         return leaf.local(0)
 
-    return _per_replica.map_around_objects(unwrap, tree)
+    return _trees.map_around_objects(unwrap, tree)

@@ -14,8 +14,7 @@ from jaxstrategy.replicas._topology import Topology
 from jaxstrategy.tracing._replica_step import StepEnvironment
 from jaxstrategy.tracing.explanation._explain import explain
 from jaxstrategy.tracing.explanation._explanation import Explanation
-from jaxstrategy.values._per_replica import PyTree
-from jaxstrategy.values._types import Function
+from jaxstrategy.values._types import Function, PyTree
 from jaxstrategy.variables import _registry
 from jaxstrategy.variables._variable import Variable
 

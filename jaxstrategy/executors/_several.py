@@ -9,7 +9,7 @@ from typing import Any
 from jaxstrategy.executors._batch_runs import runs
 from jaxstrategy.executors._loop_signature import name_of, signature_of
 from jaxstrategy.executors._step_loop import StepLoop
-from jaxstrategy.values._per_replica import PyTree
+from jaxstrategy.values._types import PyTree
 
 
 def several(fn: Callable[..., Any]) -> Callable[..., Any]:

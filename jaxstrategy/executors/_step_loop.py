@@ -23,8 +23,8 @@ from jaxstrategy.masks._loop_masks import LoopMasks
 from jaxstrategy.tracing.functions import _lending
 from jaxstrategy.tracing.nnx import _adapter
 from jaxstrategy.tracing.nnx._adapter import is_changed_in_place, is_parts
-from jaxstrategy.values import _per_replica
-from jaxstrategy.values._per_replica import PyTree
+from jaxstrategy.values import _arrays, _trees
+from jaxstrategy.values._types import PyTree
 from jaxstrategy.variables._variable import Variable
 
 
@@ -58,15 +58,15 @@ class StepLoop:
         """Whether the step returns what takes the place of this argument."""
         leaves = jax.tree.leaves(argument, is_leaf=_is_whole)
         if any(map(is_changed_in_place, leaves)):
-            if any(_per_replica.is_array(leaf) or is_number(leaf) for leaf in leaves):
+            if any(_arrays.is_array(leaf) or is_number(leaf) for leaf in leaves):
                 raise ObjectError(
                     f"`{self._name}`: `{self._names[place]}` holds objects of Flax "
                     "NNX, which are changed in place, and arrays, which are returned. "
                     "In a loop of several steps give them as arguments of their own."
                 )
             return False
-        is_leaf = jax.tree_util.all_leaves([argument], is_leaf=_per_replica.is_whole)
-        return not is_leaf or _per_replica.is_array(argument) or is_number(argument)
+        is_leaf = jax.tree_util.all_leaves([argument], is_leaf=_trees.is_whole)
+        return not is_leaf or _arrays.is_array(argument) or is_number(argument)
 
     def over(self, runs: Sequence[BatchRun]) -> PyTree:
         """What all steps return."""
@@ -144,7 +144,7 @@ class StepLoop:
         args, kwargs = jax.tree.map(
             lambda leaf: next(following) if is_parts(leaf) else leaf,
             (args, self._kwargs),
-            is_leaf=lambda node: is_parts(node) or _per_replica.is_whole(node),
+            is_leaf=lambda node: is_parts(node) or _trees.is_whole(node),
         )
         return args, kwargs, objects
 
@@ -249,7 +249,7 @@ def _with_values(tree: PyTree) -> PyTree:
 
 
 def _is_whole(node: Any) -> bool:
-    if _per_replica.is_whole(node) or is_changed_in_place(node):
+    if _trees.is_whole(node) or is_changed_in_place(node):
         return True
     # Whose variables are copies, so that it is a state like any other.
     nnx = sys.modules.get("flax.nnx")
@@ -257,7 +257,7 @@ def _is_whole(node: Any) -> bool:
 
 
 def _structure(tree: PyTree) -> Any:
-    return jax.tree.structure(tree, is_leaf=_per_replica.is_whole)
+    return jax.tree.structure(tree, is_leaf=_trees.is_whole)
 
 
 def _arrays_of(parts: Sequence[Any]) -> list[Any]:

@@ -15,7 +15,7 @@ from jaxstrategy.masks import (
     _step_masks,
 )
 from jaxstrategy.strategies._current import get_replica_context
-from jaxstrategy.values._per_replica import PyTree
+from jaxstrategy.values._types import PyTree
 
 # What a metric becomes by an update: from its arrays, and arguments, to its arrays.
 Update = Callable[[list[jax.Array], dict[str, Any]], list[jax.Array]]

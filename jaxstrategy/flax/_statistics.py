@@ -16,11 +16,9 @@ from jaxstrategy.strategies._current import (
     get_strategy,
     has_strategy,
 )
-from jaxstrategy.values import _per_replica
-from jaxstrategy.values._per_replica import (
-    PerReplica,
-    PyTree,
-)
+from jaxstrategy.values import _trees
+from jaxstrategy.values._per_replica import PerReplica
+from jaxstrategy.values._types import PyTree
 
 Groups = Sequence[Sequence[int]] | None
 
@@ -68,7 +66,7 @@ def average_statistics(statistics: PyTree) -> PyTree:
         known = has_strategy()
         return get_strategy().reduce("mean", leaf) if known else leaf.stacked.mean(0)
 
-    return _per_replica.map_leaves(average, statistics)
+    return _trees.map_leaves(average, statistics)
 
 
 class Moments(NamedTuple):

@@ -10,14 +10,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxstrategy.replicas import _mesh
+from jaxstrategy.replicas import _overflow
 from jaxstrategy.replicas._random_keys import as_numbers
 from jaxstrategy.text._array_types import array_type
-from jaxstrategy.values import _per_replica
-from jaxstrategy.values._per_replica import (
-    PerReplica,
-    PyTree,
-)
+from jaxstrategy.values import _arrays, _per_replica
+from jaxstrategy.values._per_replica import PerReplica
+from jaxstrategy.values._types import PyTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,8 +105,8 @@ def _array(leaf: Any, path: str, number: int) -> Any:
             "value to `run` as it is."
         )
     try:
-        array = _per_replica.as_array(leaf, path)
-    except _mesh.NotHeldError as error:
+        array = _arrays.as_array(leaf, path)
+    except _overflow.NotHeldError as error:
         raise ValueError(f"`{path}` of batch {number}: {error}") from None
     except (TypeError, ValueError) as error:
         shown = repr(leaf)

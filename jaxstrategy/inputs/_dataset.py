@@ -9,7 +9,7 @@ from jaxstrategy.inputs._input_options import InputOptions
 from jaxstrategy.inputs._iterator import DistributedIterator
 from jaxstrategy.inputs._steps import Steps
 from jaxstrategy.inputs._transfer import Transfer
-from jaxstrategy.values._per_replica import PyTree
+from jaxstrategy.values._types import PyTree
 
 _S = TypeVar("_S")
 

@@ -17,8 +17,8 @@ from jaxstrategy.inputs._optional import Optional
 from jaxstrategy.inputs._steps import Steps
 from jaxstrategy.inputs._transfer import Transfer
 from jaxstrategy.inputs.sources._source import State
-from jaxstrategy.values import _per_replica
-from jaxstrategy.values._per_replica import PyTree
+from jaxstrategy.values import _arrays
+from jaxstrategy.values._types import PyTree
 
 
 @final
@@ -217,7 +217,7 @@ def _placed(
 
 def _require_host() -> None:
     """Raise while JAX traces: what is read then is read once, and compiled."""
-    if _per_replica.is_traced():
+    if _arrays.is_traced():
         raise ContextError(
             "A dataset was read inside a step, or inside another function that JAX "
             "traces (`jax.jit`, `jax.grad`, `jax.lax.scan`). Such a function runs in "

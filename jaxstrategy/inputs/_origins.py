@@ -10,12 +10,8 @@ from typing import Any
 
 import jax
 
-from jaxstrategy.values._per_replica import (
-    PerReplica,
-    PyTree,
-    contents,
-    is_per_replica,
-)
+from jaxstrategy.values._per_replica import PerReplica, contents, is_per_replica
+from jaxstrategy.values._types import PyTree
 
 _known: dict[int, tuple[weakref.ref[Any], str | None]] = {}
 

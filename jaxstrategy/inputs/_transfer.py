@@ -13,10 +13,8 @@ from jaxstrategy.inputs._host_batch import HostBatch
 from jaxstrategy.masks import _filled_rows
 from jaxstrategy.replicas._replicas import SAME, SPLIT, Replicas
 from jaxstrategy.values import _per_replica
-from jaxstrategy.values._per_replica import (
-    PerReplica,
-    PyTree,
-)
+from jaxstrategy.values._per_replica import PerReplica
+from jaxstrategy.values._types import PyTree
 
 
 @final

@@ -15,8 +15,9 @@ from jax.typing import ArrayLike
 
 from jaxstrategy._errors import PaddedRowsWarning
 from jaxstrategy.text import _user_code
-from jaxstrategy.values import _per_replica
-from jaxstrategy.values._per_replica import PerReplica, PyTree
+from jaxstrategy.values import _per_replica, _trees
+from jaxstrategy.values._per_replica import PerReplica
+from jaxstrategy.values._types import PyTree
 
 
 def row_mask(counts: Sequence[int], rows: int) -> np.ndarray:
@@ -76,7 +77,7 @@ def without_filling(value: PyTree, joined: PyTree, axis: int) -> PyTree:
       axis: a dimension.
     """
     leaves, treedef = jax.tree.flatten(joined)
-    given = jax.tree.leaves(value, is_leaf=_per_replica.is_whole)
+    given = jax.tree.leaves(value, is_leaf=_trees.is_whole)
     masks = [
         leaf.mask if isinstance(leaf, PerReplica) and is_of_rows(axis, whole) else None
         for leaf, whole in zip(given, leaves, strict=True)

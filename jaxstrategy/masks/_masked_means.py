@@ -14,7 +14,7 @@ from jaxstrategy.contexts import _context
 from jaxstrategy.contexts._replica_context import ReplicaContext
 from jaxstrategy.masks import _step_masks
 from jaxstrategy.masks._step_masks import RealRows
-from jaxstrategy.replicas import _mesh
+from jaxstrategy.replicas import _overflow
 
 
 def batch_mask(array: jax.Array) -> jax.Array:
@@ -129,7 +129,7 @@ def masked_mean(
     if real is None and rows:
         every = jnp.ones(rows, bool)
         over = _summed_over(axis, every, values, "masked_mean")
-        return jnp.mean(_mesh.array_of(values), over)
+        return jnp.mean(_overflow.array_of(values), over)
     if real is None:  # NumPy's mean of nothing is NaN
         real = RealRows(jnp.ones(0, bool), jnp.ones(()))
     over = _summed_over(axis, real.mask, values, "masked_mean")
@@ -188,7 +188,7 @@ def _share(mask: jax.Array) -> jax.Array:
 
 
 def _kept(values: Any, mask: jax.Array) -> jax.Array:
-    values = _mesh.array_of(values)
+    values = _overflow.array_of(values)
     along = mask.reshape(mask.shape + (1,) * (values.ndim - mask.ndim))
     return jnp.where(along, values, jnp.zeros((), values.dtype))
 
@@ -217,4 +217,4 @@ def _checked(mask: Any, wanted: tuple[int, ...]) -> jax.Array:
             f"`mask` has shape {shape}; one entry for each of the {rows} rows was "
             f"wanted.{entries}"
         )
-    return _mesh.array_of(mask).astype(bool)
+    return _overflow.array_of(mask).astype(bool)

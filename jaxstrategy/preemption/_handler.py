@@ -24,7 +24,7 @@ from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
 from jaxstrategy.preemption._config import TerminationConfig, end_preempted
 from jaxstrategy.preemption._watcher import PreemptionWatcher
 from jaxstrategy.strategies._current import get_strategy
-from jaxstrategy.values._per_replica import PyTree
+from jaxstrategy.values._types import PyTree
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")

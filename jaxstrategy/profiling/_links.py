@@ -50,7 +50,7 @@ def _seconds(replicas: Replicas, size: int, clock: Callable[[], float]) -> float
     split = replicas.spec(SPLIT)
     program = jax.jit(on_replicas(repeated, replicas, split, split))
     ones = np.ones((replicas.count, size), np.float32)
-    x = _mesh.put(ones, replicas.sharding(SPLIT))
+    x = _mesh.place(ones, replicas.sharding(SPLIT))
     jax.block_until_ready(program(x))
     times = []
     for _ in range(_RUNS):

@@ -15,11 +15,9 @@ import numpy as np
 from jaxstrategy._errors import DonatedValueError
 from jaxstrategy.profiling import _writers
 from jaxstrategy.text._whole_numbers import whole
-from jaxstrategy.values import _per_replica
-from jaxstrategy.values._per_replica import (
-    PerReplica,
-    PyTree,
-)
+from jaxstrategy.values import _arrays, _trees
+from jaxstrategy.values._per_replica import PerReplica
+from jaxstrategy.values._types import PyTree
 
 
 @final
@@ -155,7 +153,7 @@ class _Entry:
 
     @classmethod
     def of(cls, step: int, metrics: PyTree) -> _Entry:
-        found = jax.tree.leaves_with_path(metrics, is_leaf=_per_replica.is_whole)
+        found = jax.tree.leaves_with_path(metrics, is_leaf=_trees.is_whole)
         leaves = {_joined(path): leaf for path, leaf in found}
         lengths: dict[int, str] = {}
         for name, leaf in leaves.items():
@@ -227,9 +225,7 @@ def _is_numeric(leaf: Any) -> bool:
     if isinstance(leaf, (bool, int, float)):
         return True
     kinds = (jnp.bool_, jnp.integer, jnp.floating)
-    return _per_replica.is_array(leaf) and any(
-        jnp.issubdtype(leaf.dtype, k) for k in kinds
-    )
+    return _arrays.is_array(leaf) and any(jnp.issubdtype(leaf.dtype, k) for k in kinds)
 
 
 def _joined(path: Any) -> str:

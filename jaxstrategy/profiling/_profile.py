@@ -20,10 +20,8 @@ from jaxstrategy.profiling._logger import MetricLogger
 from jaxstrategy.profiling._profile_report import Report
 from jaxstrategy.profiling._profiler_trace import Tracing
 from jaxstrategy.text._whole_numbers import whole
-from jaxstrategy.values._per_replica import (
-    PyTree,
-    is_per_replica,
-)
+from jaxstrategy.values._per_replica import is_per_replica
+from jaxstrategy.values._types import PyTree
 
 # Given the arguments of a call, the seconds that its collectives should take.
 Predict = Callable[[tuple[Any, ...], dict[str, Any]], float | None]

@@ -22,7 +22,7 @@ import numpy as np
 from jax import lax
 
 from jaxstrategy.replicas._random_keys import as_numbers
-from jaxstrategy.values._per_replica import PyTree
+from jaxstrategy.values._types import PyTree
 
 Word = Any  # a uint32 array or scalar
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxstrategy.replicas import _mesh
+from jaxstrategy.replicas import _overflow
 from jaxstrategy.replicas._replicas import Replicas
 from jaxstrategy.text._whole_numbers import whole
 
@@ -22,7 +22,7 @@ def all_gather(value: Any, axis: int, replicas: Replicas) -> jax.Array:
       ValueError: `value` is a scalar, or `axis` is out of range.
       TypeError: `axis` is not a whole number.
     """
-    array = _mesh.array_of(value)
+    array = _overflow.array_of(value)
     dimension = whole(axis)
     if dimension is None:
         raise TypeError(f"`axis` was {axis!r}; a whole number was wanted.")

@@ -18,7 +18,7 @@ from jax import lax
 
 from jaxstrategy._options import ReduceOp
 from jaxstrategy.reductions._sums import Axes, Groups
-from jaxstrategy.replicas import _mesh
+from jaxstrategy.replicas import _overflow
 from jaxstrategy.values._slices import is_slices
 
 
@@ -104,7 +104,7 @@ def checked(op: ReduceOp, value: Any) -> jax.Array:
       TypeError: it is not an array or number, or its dtype has no such reduction.
     """
     try:
-        array = _mesh.array_of(value)
+        array = _overflow.array_of(value)
     except TypeError as error:
         raise TypeError(
             f"{op.name} of {value!r}: an array or a number was wanted, got "

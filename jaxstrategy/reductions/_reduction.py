@@ -12,7 +12,7 @@ from jaxstrategy.reductions._gather import all_gather
 from jaxstrategy.reductions._plan import AbstractPlan
 from jaxstrategy.reductions._sparse import reduce_slices
 from jaxstrategy.reductions._sums import Groups
-from jaxstrategy.replicas import _mesh
+from jaxstrategy.replicas import _overflow
 from jaxstrategy.replicas._replicas import Replicas
 from jaxstrategy.values._slices import is_slices
 from jaxstrategy.values._types import Leaf
@@ -78,4 +78,4 @@ class Reduction:
 
     def first(self, leaf: Leaf) -> jax.Array:
         """The array of the first replica on all of them, in its own shape."""
-        return self.gathered(_mesh.array_of(leaf)[None], 0)[0]
+        return self.gathered(_overflow.array_of(leaf)[None], 0)[0]

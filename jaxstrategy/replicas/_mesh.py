@@ -11,13 +11,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jaxstrategy._errors import PlacementError, shown
 from jaxstrategy.cluster import _processes
+from jaxstrategy.replicas import _overflow
 from jaxstrategy.replicas._devices import Device
 from jaxstrategy.replicas._random_keys import is_key
 
@@ -25,57 +25,6 @@ REPLICA_AXIS = "replica"
 
 SAME = PartitionSpec()
 SPLIT = PartitionSpec(REPLICA_AXIS)
-
-
-class NotHeldError(ValueError):
-    """A number is larger than its dtype holds."""
-
-
-def array_of(value: Any, dtype: Any = None) -> jax.Array:
-    """`value` as `jnp.asarray` has it.
-
-    Raises:
-      NotHeldError: it has a number of Python that `dtype` does not hold, by default an
-        integer that no integer of JAX holds.
-    """
-    try:
-        return jnp.asarray(value, dtype)
-    except OverflowError:
-        raise NotHeldError(too_large(value, dtype)) from None
-
-
-def too_large(value: Any, dtype: Any = None) -> str:
-    """What is wrong with a number that `dtype`, by default JAX's integer, lacks."""
-    kind = jax.dtypes.canonicalize_dtype(int if dtype is None else dtype)
-    is_integer = jnp.issubdtype(kind, jnp.integer)
-    held = jnp.iinfo(kind) if is_integer else jnp.finfo(kind)
-    ends = [
-        end if is_integer else f"{end:.6g}" for end in map(int, (held.min, held.max))
-    ]
-    advice = ", such as `np.float32(value)`" if is_integer else ""
-    if is_integer and kind.itemsize < 8:
-        advice += (
-            ", or let JAX have 64 bits: `jax.config.update('jax_enable_x64', True)`"
-        )
-    return (
-        f"{shown(value)} was given, and {kind} holds {ends[0]} to {ends[1]}. Give an "
-        f"array of a dtype that holds it{advice}."
-    )
-
-
-def check_held(host: np.ndarray) -> None:
-    """Raise if JAX, without 64 bits, would cut integers of `host` without a word.
-
-    Raises:
-      NotHeldError: it would.
-    """
-    kind = jax.dtypes.canonicalize_dtype(host.dtype)
-    if host.dtype.kind not in "iu" or kind == host.dtype or not host.size:
-        return
-    held = jnp.iinfo(kind)
-    for extreme in (int(host.max()), int(host.min())):
-        if not held.min <= extreme <= held.max:
-            raise NotHeldError(too_large(extreme, kind))
 
 
 def mesh_of(devices: Sequence[Device]) -> Mesh:
@@ -103,28 +52,7 @@ def axis_types(axes: int) -> tuple[AxisType, ...]:
     return (AxisType.Auto,) * axes
 
 
-def devices_of(mesh: Mesh) -> tuple[Device, ...]:
-    """The devices of `mesh` in replica order."""
-    return tuple(mesh.devices.flat)
-
-
-def replicated(mesh: Mesh) -> NamedSharding:
-    """Every replica holds the whole array."""
-    return NamedSharding(mesh, SAME)
-
-
-def split(mesh: Mesh) -> NamedSharding:
-    """Replica i holds entry i of the first dimension."""
-    return NamedSharding(mesh, SPLIT)
-
-
-def own_devices(mesh: Mesh) -> tuple[Device, ...]:
-    """The devices of this process's replicas, in replica order."""
-    own = jax.process_index()
-    return tuple(d for d in devices_of(mesh) if d.process_index == own)
-
-
-def put(value: Any, sharding: Sharding) -> jax.Array:
+def place(value: Any, sharding: Sharding) -> jax.Array:
     """`value` on the devices of `sharding`.
 
     With several processes each places its own part of what it has, without asking the
@@ -133,7 +61,7 @@ def put(value: Any, sharding: Sharding) -> jax.Array:
     return _placed(value, sharding, _put_own_part)
 
 
-def put_same(value: Any, sharding: NamedSharding) -> jax.Array:
+def broadcast(value: Any, sharding: NamedSharding) -> jax.Array:
     """`value` of the first replica's process, whole on the devices of `sharding`.
 
     With several processes it is sent to the others, which must take part.
@@ -142,28 +70,28 @@ def put_same(value: Any, sharding: NamedSharding) -> jax.Array:
 
 
 def _placed(
-    value: Any, sharding: Any, place: Callable[[np.ndarray, Any], jax.Array]
+    value: Any, sharding: Any, put: Callable[[np.ndarray, Any], jax.Array]
 ) -> jax.Array:
-    """`value` on devices; `place` is asked if some of them are other processes'."""
+    """`value` on devices; `put` is asked if some of them are other processes'."""
     if _is_spread(value):
         return _moved(value, sharding)
     if isinstance(value, (np.ndarray, np.generic)):
-        check_held(np.asarray(value))
+        _overflow.check_held(np.asarray(value))
     if sharding.is_fully_addressable or isinstance(value, Tracer):
         try:
             return jax.device_put(value, sharding)
         except (OverflowError, TypeError):  # the latter of 10**400
             if not isinstance(value, int):
                 raise
-            raise NotHeldError(too_large(value)) from None
+            raise _overflow.NotHeldError(_overflow.too_large(value)) from None
     if isinstance(value, jax.Array):
         if is_key(value.dtype):
-            data = _placed(jax.random.key_data(value), sharding, place)
+            data = _placed(jax.random.key_data(value), sharding, put)
             return jax.random.wrap_key_data(data, impl=jax.random.key_impl(value))
     # NumPy has 64 bits for a number of Python.
-    host = np.asarray(array_of(value) if isinstance(value, int) else value)
+    host = np.asarray(_overflow.array_of(value) if isinstance(value, int) else value)
     dtype = jax.dtypes.canonicalize_dtype(host.dtype)
-    return place(host.astype(dtype, copy=False), sharding)
+    return put(host.astype(dtype, copy=False), sharding)
 
 
 def _put_own_part(host: np.ndarray, sharding: Sharding) -> jax.Array:
@@ -174,7 +102,7 @@ def _put_first(host: np.ndarray, sharding: NamedSharding) -> jax.Array:
     mesh = sharding.mesh
     assert isinstance(mesh, Mesh), "values lie on devices"
     each = jax.make_array_from_callback(
-        (mesh.size, *host.shape), split(mesh), lambda _: host[None]
+        (mesh.size, *host.shape), NamedSharding(mesh, SPLIT), lambda _: host[None]
     )
     with _processes.exchanging("one value for all replicas", host):
         return _first(sharding)(each)
@@ -215,7 +143,7 @@ def replicated_like(sharding: Sharding) -> Sharding:
     """The whole array on each device that `sharding` uses."""
     if isinstance(sharding, NamedSharding):
         return NamedSharding(sharding.mesh, SAME)
-    return replicated(mesh_of(sorted(sharding.device_set, key=lambda d: d.id)))
+    return NamedSharding(mesh_of(sorted(sharding.device_set, key=lambda d: d.id)), SAME)
 
 
 def lies_as(array: jax.Array, wanted: NamedSharding) -> bool:

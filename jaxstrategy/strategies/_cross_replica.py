@@ -19,9 +19,10 @@ from jaxstrategy.strategies._in_sync import assert_in_sync
 from jaxstrategy.strategies._local_versions import local_versions
 from jaxstrategy.strategies._many_leaves import in_parts
 from jaxstrategy.strategies._reducers import TreeFunctions, dimensions
-from jaxstrategy.values import _per_replica
-from jaxstrategy.values._per_replica import Handle, PerReplica, PyTree
-from jaxstrategy.values._types import Leaf
+from jaxstrategy.values import _arrays, _per_replica, _trees
+from jaxstrategy.values._handle import Handle
+from jaxstrategy.values._per_replica import PerReplica
+from jaxstrategy.values._types import Leaf, PyTree
 from jaxstrategy.variables import _components
 
 Versions: TypeAlias = tuple[Leaf, ...]
@@ -87,7 +88,7 @@ class CrossReplicaValues:
 
     def local_results(self, value: PyTree, in_step: bool) -> tuple[PyTree, ...]:
         """The version of each replica of this process; in a step that of all."""
-        leaves, treedef = jax.tree.flatten(value, is_leaf=_per_replica.is_whole)
+        leaves, treedef = jax.tree.flatten(value, is_leaf=_trees.is_whole)
         if treedef == _LEAF and not isinstance(value, (PerReplica, Handle, jax.Array)):
             return (value,)
         if value is None:
@@ -113,7 +114,7 @@ class CrossReplicaValues:
             return tree
         where = home.sharding(SAME)
         return jax.tree.map(
-            lambda leaf: leaf if isinstance(leaf, Tracer) else _mesh.put(leaf, where),
+            lambda leaf: leaf if isinstance(leaf, Tracer) else _mesh.place(leaf, where),
             tree,
         )
 
@@ -139,18 +140,18 @@ class CrossReplicaValues:
 
         def divide(held: PyTree) -> Versions:
             (copies,) = self._columns([held], in_step)
-            is_shared = not in_step and _per_replica.is_mirrored(held)
+            is_shared = not in_step and _arrays.is_mirrored(held)
             return tuple(map(_mesh.twin, copies)) if is_shared else copies
 
         return _components.of(variable, variable.distributed(), divide)
 
     def _copies(self, leaf: Leaf, n: int, in_step: bool) -> Versions:
         """What `n` replicas hold of something that is no `PerReplica`."""
-        _per_replica.check_alive(leaf, "An array")
+        _arrays.check_alive(leaf, "An array")
         if in_step and isinstance(leaf, jax.Array) and n > 1:
             # Captured by the merge function: it may well differ between replicas.
             return _per_replica.from_local(leaf, self._strategy.replicas).values
-        if _per_replica.is_mirrored(leaf):  # a variable of central storage has one copy
+        if _arrays.is_mirrored(leaf):  # a variable of central storage has one copy
             return (leaf,) * len(leaf.addressable_shards)
         return (leaf,) * n
 

@@ -11,7 +11,8 @@ from jaxstrategy.replicas import _devices, _mesh
 from jaxstrategy.replicas._devices import Device
 from jaxstrategy.replicas._replicas import SAME, Replicas
 from jaxstrategy.values import _per_replica
-from jaxstrategy.values._per_replica import PerReplica, PyTree
+from jaxstrategy.values._per_replica import PerReplica
+from jaxstrategy.values._types import PyTree
 from jaxstrategy.variables import _access
 from jaxstrategy.variables._variable import Variable
 
@@ -72,4 +73,4 @@ def placed(result: PyTree, sharding: jax.sharding.Sharding | None) -> PyTree:
     traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(result))
     if sharding is None or traced:
         return result
-    return jax.tree.map(lambda leaf: _mesh.put(leaf, sharding), result)
+    return jax.tree.map(lambda leaf: _mesh.place(leaf, sharding), result)

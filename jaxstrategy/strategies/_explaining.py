@@ -27,8 +27,7 @@ from jaxstrategy.strategies._calls import (
 )
 from jaxstrategy.strategies._composition import ComposedStrategy
 from jaxstrategy.tracing.explanation._explanation import Explanation
-from jaxstrategy.values._per_replica import PyTree
-from jaxstrategy.values._types import Function
+from jaxstrategy.values._types import Function, PyTree
 
 
 class ExplainsSteps(ComposedStrategy):

@@ -30,14 +30,12 @@ from jaxstrategy.strategies._destinations import (
     sharding_of,
 )
 from jaxstrategy.tracing.nnx._adapter import is_changed_in_place
-from jaxstrategy.values import _per_replica
-from jaxstrategy.values._per_replica import (
-    PerReplica,
-    PyTree,
-)
+from jaxstrategy.values import _trees
+from jaxstrategy.values._per_replica import PerReplica
 from jaxstrategy.values._types import (
     Function,
     Leaf,
+    PyTree,
 )
 from jaxstrategy.variables import (
     _access,
@@ -246,7 +244,7 @@ class StrategyExtended:
             versions,
             result,
             is_leaf=lambda node: (
-                node is None or _per_replica.is_whole(node) or is_changed_in_place(node)
+                node is None or _trees.is_whole(node) or is_changed_in_place(node)
             ),
         )
 
@@ -328,7 +326,7 @@ def _checked_variable(var: object, method: str) -> Variable:
 
 
 def _check_same(arguments: PyTree) -> None:
-    leaves = jax.tree.leaves(arguments, is_leaf=_per_replica.is_whole)
+    leaves = jax.tree.leaves(arguments, is_leaf=_trees.is_whole)
     if any(isinstance(leaf, PerReplica) for leaf in leaves):
         raise ValueError(
             "`extended.update` was given a PerReplica: each copy of the variable would "
@@ -347,12 +345,12 @@ def _at(var: Variable, arguments: PyTree) -> PyTree:
 
     def moved(leaf: Leaf) -> Leaf:
         if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer):
-            return _mesh.put_same(leaf, var.replicas.sharding(SAME))
+            return _mesh.broadcast(leaf, var.replicas.sharding(SAME))
         return leaf
 
     # Flax's objects would be copied, and what `fn` changes of them would be lost.
     return jax.tree.map(
         moved,
         arguments,
-        is_leaf=lambda node: _per_replica.is_whole(node) or is_changed_in_place(node),
+        is_leaf=lambda node: _trees.is_whole(node) or is_changed_in_place(node),
     )

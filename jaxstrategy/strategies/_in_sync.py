@@ -18,11 +18,8 @@ from jaxstrategy.replicas import (
 )
 from jaxstrategy.replicas._replicas import SAME, Replicas
 from jaxstrategy.values import _per_replica
-from jaxstrategy.values._per_replica import (
-    PerReplica,
-    PyTree,
-)
-from jaxstrategy.values._types import Leaf
+from jaxstrategy.values._per_replica import PerReplica
+from jaxstrategy.values._types import Leaf, PyTree
 
 
 def assert_in_sync(

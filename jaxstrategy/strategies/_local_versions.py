@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding
 from jaxstrategy.masks import _filled_rows
 from jaxstrategy.replicas._replicas import SAME, Replicas
 from jaxstrategy.tracing.stages import _in_flight
-from jaxstrategy.values import _per_replica
+from jaxstrategy.values import _arrays, _per_replica
 from jaxstrategy.values._per_replica import PerReplica
 from jaxstrategy.values._types import Function
 
@@ -59,8 +59,8 @@ def _own(replicas: Replicas) -> Replicas:
 def _is_brought(value: PerReplica, own: Replicas) -> bool:
     """Whether the versions are small, and each lies on a device of `own`."""
     array = _per_replica.contents(value)
-    _per_replica.check_alive(array, "A PerReplica")
-    if own.count == 1 or not _per_replica.is_placed(array) or not array.shape:
+    _arrays.check_alive(array, "A PerReplica")
+    if own.count == 1 or not _arrays.is_placed(array) or not array.shape:
         return False
     bytes_each = int(np.prod(array.shape[1:])) * array.dtype.itemsize
     devices = {shard.device for shard in array.addressable_shards}

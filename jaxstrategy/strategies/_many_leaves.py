@@ -7,8 +7,8 @@ from collections.abc import Callable
 import jax
 
 from jaxstrategy._errors import DonatedValueError
-from jaxstrategy.values import _per_replica
-from jaxstrategy.values._per_replica import PyTree
+from jaxstrategy.values import _trees
+from jaxstrategy.values._types import PyTree
 
 # XLA takes longer than in proportion to compile many arrays at once: a sum of 500,
 # 1,000 and 2,000 takes 2.5, 6.8 and 17 s of processor time, of 10,000 over 10 minutes.
@@ -17,7 +17,7 @@ _AT_ONCE = 500
 
 def in_parts(function: Callable[[PyTree], PyTree], tree: PyTree) -> PyTree:
     """`function`, which gives each leaf by itself something, of `tree`."""
-    leaves, treedef = jax.tree.flatten(tree, is_leaf=_per_replica.is_whole)
+    leaves, treedef = jax.tree.flatten(tree, is_leaf=_trees.is_whole)
     if len(leaves) <= _AT_ONCE:
         return function(tree)
     parts = [leaves[at : at + _AT_ONCE] for at in range(0, len(leaves), _AT_ONCE)]

@@ -5,18 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from jaxstrategy.strategies._current import get_strategy
-from jaxstrategy.values import _per_replica
-from jaxstrategy.values._per_replica import (
-    Handle,
-    PyTree,
-)
+from jaxstrategy.values import _arrays
+from jaxstrategy.values._handle import Handle
+from jaxstrategy.values._types import PyTree
 
 
 class _MirroredType(type):
     def __instancecheck__(cls, value: object) -> bool:
         if isinstance(value, Handle):
             return value.is_distributed and value.copies_must_agree
-        return _per_replica.is_mirrored(value)
+        return _arrays.is_mirrored(value)
 
 
 class Mirrored(metaclass=_MirroredType):

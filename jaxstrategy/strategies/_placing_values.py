@@ -13,14 +13,9 @@ from jaxstrategy._options import (
 from jaxstrategy.contexts import _context
 from jaxstrategy.strategies._composition import ComposedStrategy
 from jaxstrategy.tracing._init import build_replicated
-from jaxstrategy.values import (
-    _building,
-    _per_replica,
-)
-from jaxstrategy.values._per_replica import (
-    PerReplica,
-    PyTree,
-)
+from jaxstrategy.values import _arrays, _building, _per_replica
+from jaxstrategy.values._per_replica import PerReplica
+from jaxstrategy.values._types import PyTree
 
 
 class PlacesValues(ComposedStrategy):
@@ -78,7 +73,7 @@ class PlacesValues(ComposedStrategy):
         def place(path: Any, node: Any) -> PyTree:
             what = f"value{jax.tree_util.keystr(path)}"
             if isinstance(node, PerReplica):
-                _per_replica.check_alive(_per_replica.contents(node), f"`{what}`")
+                _arrays.check_alive(_per_replica.contents(node), f"`{what}`")
                 return node
             if isinstance(node, list):
                 return _building.stack(node, self.replicas, what)

@@ -17,11 +17,10 @@ from jaxstrategy.reductions._reduce_operations import (
     sums,
 )
 from jaxstrategy.reductions._reduction import Reduction
-from jaxstrategy.replicas import _mesh
+from jaxstrategy.replicas import _overflow
 from jaxstrategy.text._whole_numbers import several_whole, whole
-from jaxstrategy.values._per_replica import PyTree
 from jaxstrategy.values._slices import is_slices
-from jaxstrategy.values._types import Leaf
+from jaxstrategy.values._types import Leaf, PyTree
 
 
 def dimensions(axis: int | Sequence[int] | None) -> tuple[int, ...] | None:
@@ -145,7 +144,7 @@ def _weights(
         raise ValueError(
             f"`weights` were given for {op.name}, which has none; only {sums()} have."
         )
-    given, weights = weights, _mesh.array_of(weights)
+    given, weights = weights, _overflow.array_of(weights)
     shape, wanted = weights.shape, jnp.shape(leaf)
     if shape != wanted[: len(shape)]:
         raise ValueError(
@@ -168,7 +167,7 @@ def _sums(
     leaf: Leaf, weights: jax.Array, axis: tuple[int, ...] | None
 ) -> tuple[jax.Array, jax.Array]:
     """The weighted sum, and that of the weights."""
-    leaf = _mesh.array_of(leaf)
+    leaf = _overflow.array_of(leaf)
     along = weights.reshape(weights.shape + (1,) * (leaf.ndim - weights.ndim))
     # What has no weight has no influence, not even NaN.
     kept = jnp.where(along != 0, leaf * along, jnp.zeros((), leaf.dtype))

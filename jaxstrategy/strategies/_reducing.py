@@ -11,7 +11,7 @@ from jaxstrategy._options import (
 )
 from jaxstrategy.contexts import _context
 from jaxstrategy.strategies._composition import ComposedStrategy
-from jaxstrategy.values._per_replica import PyTree
+from jaxstrategy.values._types import PyTree
 
 
 class ReducesValues(ComposedStrategy):

@@ -15,8 +15,7 @@ from jaxstrategy.strategies._calls import (
     needs_arguments,
 )
 from jaxstrategy.strategies._composition import ComposedStrategy
-from jaxstrategy.values._per_replica import PyTree
-from jaxstrategy.values._types import Function
+from jaxstrategy.values._types import Function, PyTree
 
 NOT_GIVEN: Any = object()
 """The default of arguments that may be anything."""

@@ -24,7 +24,7 @@ from jaxstrategy.tracing._traced_step import TracedStep
 from jaxstrategy.tracing.functions import _code
 from jaxstrategy.tracing.stages import _in_flight
 from jaxstrategy.tracing.stages._stage import Stage
-from jaxstrategy.values._per_replica import PyTree
+from jaxstrategy.values._types import PyTree
 from jaxstrategy.variables import _cell
 
 # So many steps at the beginning are compared, and then each of so many. A comparison

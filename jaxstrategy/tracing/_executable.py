@@ -23,7 +23,7 @@ from jaxstrategy.tracing.stages._carried import Carried
 from jaxstrategy.tracing.stages._finite import Finite
 from jaxstrategy.tracing.stages._stage import Stage, overridden
 from jaxstrategy.tracing.stages._variables import VariableArguments
-from jaxstrategy.values._per_replica import PyTree
+from jaxstrategy.values._types import PyTree
 from jaxstrategy.variables import _cell
 
 

@@ -24,8 +24,8 @@ from jaxstrategy.tracing.functions._places import ClosureCell, Place
 from jaxstrategy.tracing.functions._references import References
 from jaxstrategy.tracing.functions._weak_function import weakly
 from jaxstrategy.tracing.nnx._adapter import came_from_step, is_changed_in_place
-from jaxstrategy.values import _per_replica
-from jaxstrategy.values._per_replica import PyTree
+from jaxstrategy.values import _trees
+from jaxstrategy.values._types import PyTree
 
 
 @final
@@ -148,7 +148,7 @@ class FunctionPrograms:
 
     def _look_at(self, fn: Function) -> SharedPrograms:
         """Finds the programs of functions like this one."""
-        if _is_of_a_module(fn) and not _per_replica.object_kinds():
+        if _is_of_a_module(fn) and not _trees.object_kinds():
             self._captured, self._ways_to_captured, references = {}, [], None
             code = Identity(_code.code_of(fn))
             self._key = FunctionKey(form_of_itself(fn), code, self._options)

@@ -12,7 +12,7 @@ import numpy as np
 from jax.core import Tracer
 
 from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
-from jaxstrategy.values._per_replica import Handle
+from jaxstrategy.values._handle import Handle
 
 _CONTAINERS = (list, tuple, set, frozenset, deque)
 _CLOSED = (type, types.ModuleType, jax.Array, np.ndarray, AbstractStrategy, Handle)

@@ -11,14 +11,9 @@ from jaxstrategy.replicas import _mesh
 from jaxstrategy.replicas._replicas import SAME, Replicas
 from jaxstrategy.tracing import _results
 from jaxstrategy.tracing._replica_step import name_of
-from jaxstrategy.values import (
-    _building,
-    _per_replica,
-)
-from jaxstrategy.values._per_replica import (
-    PerReplica,
-    PyTree,
-)
+from jaxstrategy.values import _arrays, _building, _per_replica
+from jaxstrategy.values._per_replica import PerReplica
+from jaxstrategy.values._types import PyTree
 
 
 def build_replicated(
@@ -43,7 +38,7 @@ def build_replicated(
             "`init` was given a PerReplica, but it builds one state that is the same "
             "on all replicas. Give it plain arrays."
         )
-    traced = [index for index, leaf in enumerate(leaves) if _per_replica.is_array(leaf)]
+    traced = [index for index, leaf in enumerate(leaves) if _arrays.is_array(leaf)]
 
     def build(*given_arrays: Any) -> PyTree:
         given = dict(zip(traced, given_arrays, strict=True))
@@ -57,6 +52,6 @@ def build_replicated(
     built = jax.jit(build, out_shardings=sharding)(*arrays)
     if not sharding.is_fully_addressable:  # what `fn` closes over may differ
         built = jax.tree.map(
-            lambda leaf: _mesh.put_same(leaf.addressable_data(0), sharding), built
+            lambda leaf: _mesh.broadcast(leaf.addressable_data(0), sharding), built
         )
     return _results.unwrap_plain(built)

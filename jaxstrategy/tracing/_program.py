@@ -24,7 +24,7 @@ from jaxstrategy.tracing.functions import _callbacks
 from jaxstrategy.tracing.stages._placement import Placement
 from jaxstrategy.tracing.stages._stage import Stage, overridden
 from jaxstrategy.tracing.stages._variables import VariableArguments
-from jaxstrategy.values._per_replica import PyTree
+from jaxstrategy.values._types import PyTree
 from jaxstrategy.variables import _access
 
 

@@ -28,7 +28,7 @@ from jaxstrategy.tracing._roles import (
 )
 from jaxstrategy.tracing.functions._code import code_of
 from jaxstrategy.tracing.functions._references import References
-from jaxstrategy.values._per_replica import Handle
+from jaxstrategy.values._handle import Handle
 
 # Compilations of one function that nobody needs to hear about: a few batch shapes,
 # training and evaluation.

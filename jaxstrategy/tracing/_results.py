@@ -11,12 +11,10 @@ import jax.numpy as jnp
 
 from jaxstrategy.tracing import _hidden
 from jaxstrategy.tracing._roles import HandleReference
-from jaxstrategy.values import _per_replica
-from jaxstrategy.values._per_replica import (
-    Handle,
-    PerReplica,
-    PyTree,
-)
+from jaxstrategy.values import _arrays, _trees
+from jaxstrategy.values._handle import Handle
+from jaxstrategy.values._per_replica import PerReplica
+from jaxstrategy.values._types import PyTree
 
 
 @jax.tree_util.register_static
@@ -99,7 +97,7 @@ def take_apart(
     arrays: list[Any] = []
     leaves: list[Plain | None] = []
     for path, leaf in paths:
-        if _per_replica.is_array(leaf):
+        if _arrays.is_array(leaf):
             arrays.append(jnp.asarray(leaf))
             leaves.append(None)
         else:
@@ -123,9 +121,7 @@ def unwrap_plain(tree: PyTree) -> PyTree:
 
 
 def _is_one_leaf(node: Any) -> bool:
-    return _per_replica.is_whole(node) or isinstance(
-        node, Iterator
-    )  # JAX warns about these
+    return _trees.is_whole(node) or isinstance(node, Iterator)  # JAX warns about these
 
 
 def _check_plain(leaf: Any, statics: Sequence[Any], where: str) -> None:

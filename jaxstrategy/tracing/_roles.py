@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxstrategy.text._array_types import array_type
-from jaxstrategy.values import _per_replica
+from jaxstrategy.values import _arrays, _handle, _per_replica, _trees
 from jaxstrategy.values._per_replica import PerReplica
 
 
@@ -124,7 +124,7 @@ def take_apart(
       TypeError: an argument is a `jax.Ref`, a static one cannot be hashed, or a
         `PerReplica` holds something else than an array.
     """
-    nodes, treedef = jax.tree.flatten((args, kwargs), is_leaf=_per_replica.is_whole)
+    nodes, treedef = jax.tree.flatten((args, kwargs), is_leaf=_trees.is_whole)
     leaves: list[Any] = []
     roles: list[Role] = []
     kept: list[Any] = []
@@ -141,12 +141,12 @@ def take_apart(
             _check_hashable(fn, args, kwargs, index, node)
             kept.append(value)
             static_types.append(type(value))
-            if isinstance(value, _per_replica.Handle):
+            if isinstance(value, _handle.Handle):
                 kept[-1] = HandleReference(value)
         else:
             leaves.append(value)
         is_struct = abstract and isinstance(value, jax.ShapeDtypeStruct)
-        if role is Role.PER_REPLICA and not (is_struct or _per_replica.is_array(value)):
+        if role is Role.PER_REPLICA and not (is_struct or _arrays.is_array(value)):
             raise TypeError(
                 f"{label(fn, args, kwargs, index)} is a PerReplica around {value!r}, "
                 "not around an array of shape [replica, ...]. Make it with "
@@ -164,7 +164,7 @@ def take_apart(
 def _role(node: Any, abstract: bool) -> tuple[Role, Any]:
     if isinstance(node, PerReplica):
         return Role.PER_REPLICA, _per_replica.contents(node)
-    if isinstance(node, _per_replica.Handle):
+    if isinstance(node, _handle.Handle):
         return Role.STATIC, node
     if isinstance(node, jax.Array):
         return Role.SAME, node
@@ -213,7 +213,7 @@ def _check_hashable(
 
 def label(fn: Callable[..., Any], args: Any, kwargs: Any, index: int) -> str:
     """How the caller would write leaf `index` of the arguments: `` `batch['x']` ``."""
-    paths, _ = jax.tree.flatten_with_path((args, kwargs), is_leaf=_per_replica.is_whole)
+    paths, _ = jax.tree.flatten_with_path((args, kwargs), is_leaf=_trees.is_whole)
     (_, *path) = paths[index][0]
     first, rest = path[0], jax.tree_util.keystr(tuple(path[1:]))
     if isinstance(first, jax.tree_util.DictKey):

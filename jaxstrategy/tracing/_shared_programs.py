@@ -22,8 +22,8 @@ from jaxstrategy.tracing.functions._weak_function import weakly
 from jaxstrategy.tracing.nnx._adapter import ObjectCall, ObjectCalls, options_of
 from jaxstrategy.tracing.stages._new_traces import Checked, Counted
 from jaxstrategy.tracing.stages._stages import stages_of
-from jaxstrategy.values import _per_replica
-from jaxstrategy.values._per_replica import PyTree
+from jaxstrategy.values import _handle, _trees
+from jaxstrategy.values._types import PyTree
 
 
 @final
@@ -111,7 +111,7 @@ class SharedPrograms:
     def _call_other(self, args: Sequence[Any], kwargs: dict[str, Any]) -> PyTree:
         """A call that is not like the last one, or not of live arrays alone."""
         # A variable is not to be read here, and an object not to be looked into.
-        _per_replica.object_kinds()
+        _trees.object_kinds()
         leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=_is_whole)
         program = self._programs.get(structure)
         if program is None or not are_live_arrays(leaves):
@@ -224,4 +224,4 @@ class SharedPrograms:
 
 
 def _is_whole(node: object) -> bool:
-    return isinstance(node, _per_replica.Handle) or _per_replica.is_object(node)
+    return isinstance(node, _handle.Handle) or _trees.is_object(node)

@@ -15,7 +15,7 @@ from jaxstrategy.masks import (
     _step_masks,
 )
 from jaxstrategy.masks._step_masks import RealRows
-from jaxstrategy.replicas import _mesh
+from jaxstrategy.replicas import _overflow
 from jaxstrategy.strategies._current import (
     get_replica_context,
     get_strategy,
@@ -91,7 +91,7 @@ def compute_average_loss(
     weighted = _weighted(loss.astype(precise), sample_weight)
     if real is not None:
         weighted = _weighted(weighted, real.mask)
-    return (weighted.sum() / _mesh.array_of(size, precise)).astype(loss.dtype)
+    return (weighted.sum() / _overflow.array_of(size, precise)).astype(loss.dtype)
 
 
 def _real_examples(loss: jax.Array, mask: Any) -> RealRows | None:
@@ -147,7 +147,7 @@ def _numbers(value: Any, name: str) -> jax.Array:
             f"`{name}` is a PerReplica, which stands for the losses of all replicas. "
             "Call this inside `run`, with one replica's own."
         )
-    array = _mesh.array_of(value)
+    array = _overflow.array_of(value)
     if jnp.issubdtype(array.dtype, jnp.inexact):
         return array
     return array.astype(jnp.result_type(float))
@@ -189,7 +189,7 @@ def _weighted(loss: jax.Array, sample_weight: Any) -> jax.Array:
         return loss
     if is_per_replica(sample_weight):
         _numbers(sample_weight, "sample_weight")
-    weight = _mesh.array_of(sample_weight)
+    weight = _overflow.array_of(sample_weight)
     given = weight.shape
     if weight.ndim == loss.ndim + 1 and given[-1] == 1:
         weight = weight.squeeze(-1)

@@ -24,10 +24,10 @@ import numpy as np
 from jaxstrategy._errors import shown
 from jaxstrategy._options import ReduceOp
 from jaxstrategy.contexts import _context
-from jaxstrategy.replicas import _mesh
+from jaxstrategy.replicas import _overflow
 from jaxstrategy.strategies._current import get_replica_context
-from jaxstrategy.values import _per_replica
-from jaxstrategy.values._per_replica import PyTree
+from jaxstrategy.values import _arrays, _per_replica
+from jaxstrategy.values._types import PyTree
 
 _MOST = float(np.finfo(np.float32).max)
 _MOST_STEPS = int(np.iinfo(np.int32).max)
@@ -55,7 +55,7 @@ def cast_floating(tree: PyTree, dtype: Any) -> PyTree:
         )
 
     def cast(leaf: Any) -> Any:
-        if _per_replica.is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating):
+        if _arrays.is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating):
             return jnp.asarray(leaf, wanted)
         return leaf
 
@@ -73,7 +73,7 @@ def all_finite(tree: PyTree) -> jax.Array:
     >>> strategy.run(js.all_finite, (strategy.per_replica([1.0, np.inf]),))
     Array(False, dtype=bool)
     """
-    leaves = map(_mesh.array_of, jax.tree.leaves(tree))
+    leaves = map(_overflow.array_of, jax.tree.leaves(tree))
     local = [jnp.isfinite(leaf).all() for leaf in leaves]
     finite = jnp.stack(local).all() if local else jnp.array(True)
     context, replica = _context.current(), get_replica_context()
@@ -163,7 +163,7 @@ class DynamicLossScale:
         Raises:
           ValueError: a Python number in `loss` that no dtype of JAX holds.
         """
-        return self._times(loss, _mesh.array_of(self.loss_scale, jnp.float32))
+        return self._times(loss, _overflow.array_of(self.loss_scale, jnp.float32))
 
     def unscale(self, gradients: PyTree) -> PyTree:
         """`gradients` divided by the factor, in their own shapes.
@@ -173,7 +173,9 @@ class DynamicLossScale:
         Raises:
           ValueError: a Python number in `gradients` that no dtype of JAX holds.
         """
-        return self._times(gradients, 1 / _mesh.array_of(self.loss_scale, jnp.float32))
+        return self._times(
+            gradients, 1 / _overflow.array_of(self.loss_scale, jnp.float32)
+        )
 
     def adjust(self, grads_finite: Any) -> Self:
         """The factor for the next step.
@@ -182,9 +184,9 @@ class DynamicLossScale:
           grads_finite: whether this step's gradients were finite, a bool that is equal
             on all replicas, `all_finite(gradients)`.
         """
-        scale = _mesh.array_of(self.loss_scale, jnp.float32)
-        steps = _mesh.array_of(self.finite_steps, jnp.int32) + 1
-        grads_finite = _mesh.array_of(grads_finite)
+        scale = _overflow.array_of(self.loss_scale, jnp.float32)
+        steps = _overflow.array_of(self.finite_steps, jnp.int32) + 1
+        grads_finite = _overflow.array_of(grads_finite)
         full = steps >= self.period
         larger = scale * float(self.factor)
         grown = jnp.where(full & jnp.isfinite(larger), larger, scale)
@@ -198,7 +200,7 @@ class DynamicLossScale:
     @staticmethod
     def _times(tree: PyTree, number: jax.Array) -> PyTree:
         def times(leaf: Any) -> jax.Array:
-            leaf = _mesh.array_of(leaf)
+            leaf = _overflow.array_of(leaf)
             kept = jnp.promote_types(leaf.dtype, jnp.float32)
             return leaf.astype(kept) * number.astype(kept)
 

@@ -12,11 +12,9 @@ from jaxstrategy._errors import DonatedValueError, TracedValueError
 from jaxstrategy._options import VariableAggregation
 from jaxstrategy.cluster import _processes
 from jaxstrategy.replicas._random_keys import as_numbers
-from jaxstrategy.values import _per_replica
-from jaxstrategy.values._per_replica import (
-    PerReplica,
-    PyTree,
-)
+from jaxstrategy.values import _per_replica, _trees
+from jaxstrategy.values._per_replica import PerReplica
+from jaxstrategy.values._types import PyTree
 from jaxstrategy.variables._variable import Variable
 
 
@@ -42,7 +40,7 @@ def to_host(tree: PyTree) -> PyTree:
     >>> js.to_host({"w": strategy.mirror(1.5), "x": strategy.per_replica([3, 4])})
     {'w': array(1.5, dtype=float32), 'x': array([3, 4], dtype=int32)}
     """
-    found, structure = jax.tree.flatten_with_path(tree, is_leaf=_per_replica.is_whole)
+    found, structure = jax.tree.flatten_with_path(tree, is_leaf=_trees.is_whole)
     parts = [_readable(leaf, _name(path)) for path, leaf in found]
     for part in parts:
         if isinstance(part, jax.Array):

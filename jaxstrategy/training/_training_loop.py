@@ -14,7 +14,7 @@ from jaxstrategy.preemption._config import TerminationConfig
 from jaxstrategy.preemption._handler import PreemptionCheckpointHandler
 from jaxstrategy.strategies._current import get_strategy
 from jaxstrategy.strategies._strategy import Strategy
-from jaxstrategy.values._per_replica import PyTree
+from jaxstrategy.values._types import PyTree
 
 
 @final

@@ -13,11 +13,9 @@ from jax.sharding import NamedSharding
 from jaxstrategy.replicas import _mesh
 from jaxstrategy.replicas._replicas import SAME, SPLIT, Replicas
 from jaxstrategy.text._array_types import array_type
-from jaxstrategy.values import _per_replica
-from jaxstrategy.values._per_replica import (
-    PerReplica,
-    PyTree,
-)
+from jaxstrategy.values import _arrays, _per_replica
+from jaxstrategy.values._per_replica import PerReplica
+from jaxstrategy.values._types import PyTree
 
 
 def stack(
@@ -62,7 +60,7 @@ def stack(
     if plain_if_alone and replicas.count == 1:
         whole = replicas.sharding(SAME)
         placed = [
-            _replicate_leaf(_per_replica.as_array(column[0], label), whole)
+            _replicate_leaf(_arrays.as_array(column[0], label), whole)
             for column, label in labeled
         ]
     else:
@@ -79,7 +77,7 @@ def _is_list(node: Any) -> bool:
 def _stack_leaf(
     column: list[Any], replicas: Replicas, own: bool, what: str
 ) -> PerReplica:
-    arrays = [_per_replica.as_array(value, what) for value in column]
+    arrays = [_arrays.as_array(value, what) for value in column]
     kinds = {(array.shape, array.dtype) for array in arrays}
     if len(kinds) > 1:
         seen = ", ".join(array_type(array.dtype, array.shape) for array in arrays)
@@ -98,9 +96,9 @@ def place_stacked(value: Any, replicas: Replicas, what: str = "value") -> PerRep
     Raises:
       ValueError: the first dimension is not the number of replicas.
     """
-    array = _per_replica.as_array(value, what)
+    array = _arrays.as_array(value, what)
     check_stacked(array, replicas.count, what)
-    return PerReplica(_mesh.put(array, replicas.sharding(SPLIT)))
+    return PerReplica(_mesh.place(array, replicas.sharding(SPLIT)))
 
 
 def check_stacked(array: Any, num_replicas: int, what: str) -> None:
@@ -132,7 +130,7 @@ def replicate(tree: PyTree, replicas: Replicas) -> PyTree:
                 "`strategy.reduce('mean', value)` to make one value of it first."
             )
         if isinstance(leaf, bool) or not (
-            _per_replica.is_array(leaf) or isinstance(leaf, (int, float, complex))
+            _arrays.is_array(leaf) or isinstance(leaf, (int, float, complex))
         ):
             return leaf
         what = f"`tree{jax.tree_util.keystr(path)}`"
@@ -144,9 +142,9 @@ def replicate(tree: PyTree, replicas: Replicas) -> PyTree:
 def _replicate_leaf(
     leaf: Any, sharding: NamedSharding, what: str = "A value"
 ) -> jax.Array:
-    _per_replica.check_alive(leaf, what)
-    if _per_replica.is_placed(leaf) and not _mesh.lies_as(leaf, sharding):
+    _arrays.check_alive(leaf, what)
+    if _arrays.is_placed(leaf) and not _mesh.lies_as(leaf, sharding):
         # A copy, because a device that has the array already would share its memory,
         # and donating one would delete the other.
         leaf = jnp.copy(leaf)
-    return _mesh.put_same(leaf, sharding)
+    return _mesh.broadcast(leaf, sharding)

@@ -1,83 +1,29 @@
-"""Values that replicas hold: `PerReplica`, mirrored arrays, and how they are built.
+"""Values that may differ between replicas: `PerReplica`.
 
-A *mirrored* value is equal on every replica. It needs no wrapper: it is a plain global
-`jax.Array` whose sharding replicates it over the strategy's mesh. A `PerReplica` may
-differ between replicas; it is a pytree node around one global array with a leading
-replica dimension, split over the mesh.
-
-This module decides nothing about strategies: it is given meshes.
+Outside a step it holds one global array with a leading dimension of replicas, divided
+over them; inside a merge call, this replica's own array. A *mirrored* value, which is
+equal on all replicas, needs no wrapper: it is a plain global `jax.Array`.
 """
 
 from __future__ import annotations
 
-import abc
 import dataclasses
 import html
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, final
 
 import jax
 import numpy as np
-from jax.core import Tracer
-from jax.extend.core import get_opaque_trace_state
 
-from jaxstrategy._errors import DonatedValueError, shown
+from jaxstrategy._errors import shown
 from jaxstrategy.replicas import (
     _devices,
-    _mesh,
 )
 from jaxstrategy.replicas._devices import Device
 from jaxstrategy.replicas._replicas import Replicas
 from jaxstrategy.text import _tables
 from jaxstrategy.text._array_types import array_type
-from jaxstrategy.values import _misuse
-from jaxstrategy.values._types import PyTree as PyTree
-
-_NOT_TRACED = get_opaque_trace_state()
-
-
-def is_traced() -> bool:
-    """Whether JAX is tracing the code that asks."""
-    return get_opaque_trace_state() != _NOT_TRACED
-
-
-def is_array(value: object) -> bool:
-    """Whether `value` is an array of JAX or NumPy (a scalar of theirs included)."""
-    return isinstance(value, (jax.Array, np.ndarray, np.generic))
-
-
-def is_mirrored(value: object) -> bool:
-    """Whether `value` is an array placed whole on every replica of some strategy."""
-    return (
-        isinstance(value, jax.Array)
-        and not isinstance(value, Tracer)
-        and _mesh.is_replicated(value.sharding)
-    )
-
-
-class _DistributedType(type):
-    def __instancecheck__(cls, value: object) -> bool:
-        if isinstance(value, Handle):
-            return value.is_distributed
-        return isinstance(value, PerReplica) or is_mirrored(value)
-
-    def __subclasscheck__(cls, other: type) -> bool:
-        return other in (cls, PerReplica) or issubclass(other, Handle)
-
-
-class DistributedValues(metaclass=_DistributedType):
-    """The common type of `PerReplica`, mirrored values and variables of strategies.
-
-    For `isinstance`.
-
-    >>> import jaxstrategy as js
-    >>> strategy = js.MirroredStrategy(js.simulate(8)[:2])
-    >>> isinstance(strategy.mirror(1.0), js.DistributedValues)
-    True
-    >>> isinstance(1.0, js.DistributedValues)
-    False
-    """
+from jaxstrategy.values import _arrays, _misuse
 
 
 @final
@@ -131,8 +77,8 @@ class PerReplica:
         Raises:
           DonatedValueError: it was donated to an earlier call.
         """
-        if self._replicas is None and is_placed(self._value):
-            check_alive(self._value, "A PerReplica")
+        if self._replicas is None and _arrays.is_placed(self._value):
+            _arrays.check_alive(self._value, "A PerReplica")
             replicas = Replicas.dividing(self._value)
             return (
                 tuple(self._value)
@@ -207,14 +153,16 @@ class PerReplica:
     def _where(self) -> str:
         if self._replicas is not None:
             return ", inside merge_call"
-        if _is_deleted(self._value):
+        if _arrays.is_deleted(self._value):
             return ", donated to an earlier call"
-        if is_placed(self._value):
+        if _arrays.is_placed(self._value):
             return f" on {_devices.names(_own_devices(self._value))}"
         return f" x {self.num_replicas}"
 
     def _repr_html_(self) -> str:
-        has_versions = is_placed(self._value) and not _is_deleted(self._value)
+        has_versions = _arrays.is_placed(self._value) and not _arrays.is_deleted(
+            self._value
+        )
         if not has_versions:
             return f"<code>{html.escape(repr(self))}</code>"
         kind = array_type(self.dtype, self.shape)
@@ -233,7 +181,7 @@ class PerReplica:
         return str(self)
 
     def __eq__(self, other: object) -> bool:
-        if isinstance(other, (bool, int, float, complex)) or is_array(other):
+        if isinstance(other, (bool, int, float, complex)) or _arrays.is_array(other):
             raise TypeError(_misuse.of_one_array(self, "=="))
         return self is other
 
@@ -286,48 +234,6 @@ def contents(value: PerReplica) -> Any:
     return value._value
 
 
-def as_array(value: Any, what: str) -> jax.Array | np.ndarray:
-    """`value` as an array that devices can hold; 64-bit types as JAX is set up.
-
-    Raises:
-      TypeError: it is not an array or a number.
-      ValueError: it has integers that JAX does not hold.
-    """
-    if isinstance(value, jax.Array):
-        return value
-    array = np.asarray(value)
-    if array.dtype.kind in "OSUMm":
-        raise TypeError(
-            f"`{what}` is {shown(value)}, which is not an array or a number and cannot "
-            "be placed on a device."
-        )
-    _mesh.check_held(array)
-    return array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)
-
-
-def is_placed(value: Any) -> bool:
-    """Whether `value` is an array on devices, and not one that is being traced."""
-    return isinstance(value, jax.Array) and not isinstance(value, Tracer)
-
-
-def _is_deleted(value: Any) -> bool:
-    return is_placed(value) and value.is_deleted()
-
-
-def check_alive(value: Any, what: str) -> None:
-    """Raise if `value` is an array whose memory was given to a step.
-
-    Raises:
-      DonatedValueError: it is. On JAX 0.10, computing with it may end the process.
-    """
-    if _is_deleted(value):
-        raise DonatedValueError(
-            f"{what} was donated to an earlier call, which has reused its memory. Go "
-            "on with the value that call returned, or leave the argument out of "
-            "`donate_argnums`."
-        )
-
-
 def own_replicas(value: PerReplica) -> tuple[int, ...]:
     """Those of whose versions `value.values` has some: of this process, in order."""
     replicas = Replicas.dividing(value.stacked)
@@ -340,77 +246,3 @@ def _own_devices(value: jax.Array) -> Sequence[Device]:
     if replicas is None:
         return [shard.device for shard in value.addressable_shards]
     return list(dict.fromkeys(replicas.own_devices))
-
-
-class Handle(abc.ABC):
-    """Something that stands for a value and is passed on as itself: a variable.
-
-    Attributes:
-      number: its place in the order in which they were made.
-    """
-
-    number: int
-
-    @property
-    @abc.abstractmethod
-    def name(self) -> str:
-        """The name in messages."""
-
-    @abc.abstractmethod
-    def value(self) -> jax.Array:
-        """The value that the copies have together, or the replica's own in a step."""
-
-    @abc.abstractmethod
-    def distributed(self) -> Any:
-        """All copies of it: a mirrored array or a `PerReplica`."""
-
-    @property
-    @abc.abstractmethod
-    def is_distributed(self) -> bool:
-        """Whether it belongs to a strategy, and so has a copy for each replica."""
-
-    @property
-    @abc.abstractmethod
-    def copies_must_agree(self) -> bool:
-        """Whether it has no copies that may differ."""
-
-
-def is_whole(value: object) -> bool:
-    """Whether `value` is looked at as a whole, although it is a pytree."""
-    return isinstance(value, (PerReplica, Handle))
-
-
-def is_object(node: object) -> bool:
-    """Whether `node` is an object that is changed in place: of Flax NNX.
-
-    A module, an optimizer, a metric. JAX takes it for a pytree, and copies it. Not to
-    be asked before `object_kinds`.
-    """
-    # By type: `isinstance` asks some libraries' objects, which then load a library.
-    return issubclass(type(node), _object_kinds)
-
-
-_object_kinds: tuple[type, ...] = ()
-
-
-def object_kinds() -> tuple[type, ...]:
-    """The classes of such objects; none as long as Flax NNX is not imported."""
-    global _object_kinds
-    if not _object_kinds and (nnx := sys.modules.get("flax.nnx")) is not None:
-        _object_kinds = (nnx.Pytree,)
-    return _object_kinds
-
-
-def map_leaves(function: Callable[[Any], Any], tree: PyTree) -> PyTree:
-    """`jax.tree.map` that gives `function` each `PerReplica` and variable whole."""
-    return jax.tree.map(function, tree, is_leaf=is_whole)
-
-
-def map_around_objects(function: Callable[[Any], Any], tree: PyTree) -> PyTree:
-    """`map_leaves` that keeps objects that are changed in place, uncopied."""
-    object_kinds()
-    return jax.tree.map(
-        lambda leaf: leaf if is_object(leaf) else function(leaf),
-        tree,
-        is_leaf=lambda node: is_whole(node) or is_object(node),
-    )

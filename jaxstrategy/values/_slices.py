@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxstrategy._errors import shown
-from jaxstrategy.replicas import _mesh
+from jaxstrategy.replicas import _overflow
 from jaxstrategy.text._whole_numbers import several_whole
 
 
@@ -83,7 +83,7 @@ class IndexedSlices:
           ValueError: they are a Python number that no dtype of JAX holds.
         """
         known = getattr(self.values, "dtype", None)
-        return _mesh.array_of(self.values).dtype if known is None else known
+        return _overflow.array_of(self.values).dtype if known is None else known
 
     @property
     def shape(self) -> tuple[int, ...] | None:
@@ -109,8 +109,8 @@ class IndexedSlices:
         Raises:
           ValueError: a Python number among the arguments that no dtype of JAX holds.
         """
-        rows = _mesh.array_of(self.indices)
-        return _mesh.array_of(array).at[rows].add(_mesh.array_of(self.values))
+        rows = _overflow.array_of(self.indices)
+        return _overflow.array_of(array).at[rows].add(_overflow.array_of(self.values))
 
 
 def _checked_shape(given: Any) -> tuple[int, ...]:

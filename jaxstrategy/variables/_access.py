@@ -17,7 +17,7 @@ from typing import cast
 import jax
 
 from jaxstrategy.contexts import _context
-from jaxstrategy.values._per_replica import Handle
+from jaxstrategy.values._handle import Handle
 from jaxstrategy.variables._cell import Cell, Holder
 
 

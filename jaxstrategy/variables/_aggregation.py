@@ -73,7 +73,7 @@ def of_copies(
         return strategy.reduce(REDUCED[aggregation], PerReplica(copies))
     first = _first(strategy.replicas.sharding(SAME))(copies)
     # There mirrored variables are, and reduced values.
-    return _mesh.put(first, strategy.parameter_replicas.sharding(SAME))
+    return _mesh.place(first, strategy.parameter_replicas.sharding(SAME))
 
 
 @functools.cache

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import eval_context
 
-from jaxstrategy.values._per_replica import is_traced
+from jaxstrategy.values._arrays import is_traced
 
 
 class Holder(Protocol):

@@ -12,11 +12,9 @@ from typing import TypeAlias
 
 import jax
 
-from jaxstrategy.values import _per_replica
-from jaxstrategy.values._per_replica import (
-    Handle,
-    PerReplica,
-)
+from jaxstrategy.values import _arrays, _per_replica
+from jaxstrategy.values._handle import Handle
+from jaxstrategy.values._per_replica import PerReplica
 
 Divide: TypeAlias = Callable[[jax.Array | PerReplica], tuple[jax.Array, ...]]
 
@@ -39,7 +37,7 @@ def of(
       divide: makes the copies of that.
     """
     array = _per_replica.contents(held) if isinstance(held, PerReplica) else held
-    if not _per_replica.is_placed(array):
+    if not _arrays.is_placed(array):
         return divide(held)
     whole, known = _given.get(variable, (None, []))
     if whole is not None and whole() is array:

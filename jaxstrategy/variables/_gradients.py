@@ -10,10 +10,8 @@ import jax
 
 from jaxstrategy._errors import ContextError
 from jaxstrategy.contexts import _context
-from jaxstrategy.values._per_replica import (
-    Handle,
-    PyTree,
-)
+from jaxstrategy.values._handle import Handle
+from jaxstrategy.values._types import PyTree
 from jaxstrategy.variables import _access
 
 

@@ -11,7 +11,7 @@ from jax.core import Tracer
 from jax.typing import DTypeLike
 
 from jaxstrategy._errors import shown
-from jaxstrategy.replicas import _mesh
+from jaxstrategy.replicas import _overflow
 from jaxstrategy.replicas._random_keys import is_key
 from jaxstrategy.values._per_replica import PerReplica
 from jaxstrategy.values._types import Value
@@ -45,7 +45,7 @@ def start_of(
             start = start.astype(start.dtype)  # a Python number's dtype is settled here
     except OverflowError:
         raise ValueError(
-            f"Variable {name!r}: {_mesh.too_large(value, dtype)}"
+            f"Variable {name!r}: {_overflow.too_large(value, dtype)}"
         ) from None
     except (TypeError, ValueError) as error:
         raise TypeError(

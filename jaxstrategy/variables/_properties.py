@@ -9,7 +9,7 @@ from jaxstrategy._options import VariableAggregation, VariableSynchronization
 from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
 from jaxstrategy.replicas._devices import Device
 from jaxstrategy.replicas._replicas import Replicas
-from jaxstrategy.values._per_replica import Handle
+from jaxstrategy.values._handle import Handle
 from jaxstrategy.variables.kinds._kind import VariableKind
 from jaxstrategy.variables.kinds._mirrored_kind import MirroredKind
 

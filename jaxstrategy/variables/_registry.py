@@ -6,7 +6,7 @@ import threading
 import weakref
 
 from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
-from jaxstrategy.values._per_replica import Handle
+from jaxstrategy.values._handle import Handle
 
 # Those of no strategy, and those of each.
 _ordinary: weakref.WeakSet[Handle] = weakref.WeakSet()

@@ -7,7 +7,7 @@ import abc
 import jax
 import jax.numpy as jnp
 
-from jaxstrategy.replicas import _mesh
+from jaxstrategy.replicas import _overflow
 from jaxstrategy.values._slices import IndexedSlices
 from jaxstrategy.values._types import (
     Index,
@@ -19,7 +19,7 @@ from jaxstrategy.variables._part import VariablePart
 
 def _index(indices: Value) -> tuple[jax.Array, ...]:
     """TensorFlow's indices `[..., k]` as those of an array, one for each dimension."""
-    return tuple(jnp.moveaxis(_mesh.array_of(indices), -1, 0))
+    return tuple(jnp.moveaxis(_overflow.array_of(indices), -1, 0))
 
 
 # Without a type of what it returns, checkers know the arguments of each method.
@@ -87,7 +87,7 @@ class Scatters(abc.ABC):
         Raises:
           ValueError: an index is a number that no integer dtype of JAX holds.
         """
-        return self[_mesh.array_of(indices)].value()
+        return self[_overflow.array_of(indices)].value()
 
     def gather_nd(self, indices: Value, name: str | None = None) -> jax.Array:
         """The entries at `indices`, `[..., k]`: the first k dimensions' indices each.

@@ -18,11 +18,9 @@ from jaxstrategy.contexts import _context
 from jaxstrategy.contexts._context import (
     Context,
 )
-from jaxstrategy.replicas import _mesh
+from jaxstrategy.replicas import _overflow
 from jaxstrategy.text._array_types import array_type
-from jaxstrategy.values._per_replica import (
-    PerReplica,
-)
+from jaxstrategy.values._per_replica import PerReplica
 from jaxstrategy.values._slices import IndexedSlices
 from jaxstrategy.values._types import (
     Index,
@@ -343,7 +341,7 @@ def _part_at(value: jax.Array, index: Index) -> jax.Array:
     try:
         return value[index]
     except OverflowError:
-        raise ValueError(f"The index {_mesh.too_large(index)}") from None
+        raise ValueError(f"The index {_overflow.too_large(index)}") from None
 
 
 def _text(copy: np.ndarray) -> str:

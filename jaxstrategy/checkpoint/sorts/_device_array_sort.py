@@ -40,7 +40,7 @@ class DeviceArraySort(AbstractArraySort[jax.Array | jax.ShapeDtypeStruct]):
             return array
         if self._sharding is None:
             return jnp.asarray(array)
-        return _mesh.put(array, self._sharding)
+        return _mesh.place(array, self._sharding)
 
     def placed(self) -> object:
         if isinstance(self.value, jax.Array) and self.replicas is not None:

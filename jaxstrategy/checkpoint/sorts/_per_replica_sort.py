@@ -77,13 +77,13 @@ class PerReplicaSort(Sort[PerReplica]):
     def restored(self, entry: Entry, array: Array | None) -> object:
         array = _entries.array_of(entry, array)
         if self._sharding is not None:
-            array = _mesh.put(array, self._sharding)
+            array = _mesh.place(array, self._sharding)
         restored = PerReplica(array)
         if "mask" not in entry:
             return restored
         mask = np.asarray(entry["mask"], bool)
         if isinstance(self.value.mask, jax.Array):
-            mask = _mesh.put(mask, self.value.mask.sharding)
+            mask = _mesh.place(mask, self.value.mask.sharding)
         return _per_replica.with_mask(restored, mask)
 
     @property

@@ -17,7 +17,7 @@ from jaxstrategy.inputs.sources._tf_data import TfDataSource, is_tf_data
 from jaxstrategy.inputs.sources._torch import TorchSource
 from jaxstrategy.text._array_types import array_type
 from jaxstrategy.text._lists import first_few
-from jaxstrategy.values import _per_replica
+from jaxstrategy.values import _arrays, _per_replica
 
 _KINDS = (
     "Give global batches: a list, a generator function or another iterable of them, "
@@ -119,7 +119,7 @@ def _is_arrays(dataset: Any) -> bool:
     if isinstance(dataset, (list, tuple)) and not hasattr(dataset, "_fields"):
         # A list is of batches, alike but for their rows. A tuple is one batch `x, y`,
         # even if both are alike.
-        if not all(_per_replica.is_array(part) and part.ndim for part in dataset):
+        if not all(_arrays.is_array(part) and part.ndim for part in dataset):
             return False
         kinds = {(part.dtype, part.shape[1:]) for part in dataset}
         return len(kinds) > 1 or (isinstance(dataset, tuple) and bool(kinds))

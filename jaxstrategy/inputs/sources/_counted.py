@@ -8,7 +8,7 @@ from typing import Any, final
 from jaxstrategy.inputs.sources._source import Pass, State
 from jaxstrategy.text._units import with_noun
 from jaxstrategy.text._whole_numbers import whole
-from jaxstrategy.values._per_replica import PyTree
+from jaxstrategy.values._types import PyTree
 
 
 @final

@@ -8,7 +8,7 @@ from typing import Any, final
 
 from jaxstrategy.inputs.sources import _counted
 from jaxstrategy.inputs.sources._source import Pass, Source, State
-from jaxstrategy.values._per_replica import PyTree
+from jaxstrategy.values._types import PyTree
 
 # Elements are whole batches here: Grain's 500 read ahead would fill the memory.
 _THREADS = 16

@@ -11,7 +11,7 @@ import numpy as np
 from jaxstrategy.inputs.sources import _counted
 from jaxstrategy.inputs.sources._reading_order import ReadingOrder
 from jaxstrategy.inputs.sources._source import Pass, Source, State
-from jaxstrategy.values._per_replica import PyTree
+from jaxstrategy.values._types import PyTree
 
 _ADVICE = 'Give `dataset.with_format("numpy").batch(batch_size)`.'
 

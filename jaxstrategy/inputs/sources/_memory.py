@@ -15,7 +15,7 @@ from jaxstrategy.inputs.sources import _counted
 from jaxstrategy.inputs.sources._source import Pass, Source, State
 from jaxstrategy.text._whole_numbers import whole
 from jaxstrategy.values import _per_replica
-from jaxstrategy.values._per_replica import PyTree
+from jaxstrategy.values._types import PyTree
 
 
 def batches(

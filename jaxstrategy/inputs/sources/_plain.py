@@ -7,7 +7,7 @@ from typing import Any, final
 
 from jaxstrategy.inputs.sources._counted import CountedPass
 from jaxstrategy.inputs.sources._source import Pass, Source, State
-from jaxstrategy.values._per_replica import PyTree
+from jaxstrategy.values._types import PyTree
 
 _AGAIN = (
     "To read it more than once or resume it, give a list of batches, or a function "

@@ -10,7 +10,7 @@ import abc
 from collections.abc import Callable
 from typing import Any, Self
 
-from jaxstrategy.values._per_replica import PyTree
+from jaxstrategy.values._types import PyTree
 
 State = Any  # what JSON can hold: dicts, lists, text, numbers, None
 

@@ -14,7 +14,7 @@ from jaxstrategy.inputs.sources import _counted
 from jaxstrategy.inputs.sources._counted import CountedPass
 from jaxstrategy.inputs.sources._reading_order import ReadingOrder
 from jaxstrategy.inputs.sources._source import Pass, Source, State
-from jaxstrategy.values._per_replica import PyTree
+from jaxstrategy.values._types import PyTree
 
 _NAME = "the PyTorch DataLoader"
 

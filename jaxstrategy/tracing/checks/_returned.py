@@ -19,11 +19,9 @@ from jaxstrategy.tracing._roles import (
     Signature,
 )
 from jaxstrategy.tracing.checks._varying_results import SHOULD_BE_REDUCED, Unstated
-from jaxstrategy.values import _per_replica
-from jaxstrategy.values._per_replica import (
-    PerReplica,
-    PyTree,
-)
+from jaxstrategy.values import _per_replica, _trees
+from jaxstrategy.values._per_replica import PerReplica
+from jaxstrategy.values._types import PyTree
 
 
 class Returned:
@@ -50,7 +48,7 @@ class Returned:
         self._signatures.append(signature)
         if self._is_told or not unstated:
             return
-        leaves = jax.tree.leaves(results, is_leaf=_per_replica.is_whole)
+        leaves = jax.tree.leaves(results, is_leaf=_trees.is_whole)
         for position, each in unstated.items():
             leaf = leaves[position]
             if isinstance(leaf, PerReplica):

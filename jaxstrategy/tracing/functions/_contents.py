@@ -25,7 +25,7 @@ from jaxstrategy.tracing.functions._places import (
 )
 from jaxstrategy.tracing.functions._rebuilding import is_container, one_level
 from jaxstrategy.tracing.functions._walk import ITS_CLASS, Token, Walk, are_plain
-from jaxstrategy.values import _per_replica
+from jaxstrategy.values import _handle, _per_replica
 
 # Larger arrays of NumPy are not read at each look.
 _DIGESTED_BYTES = 1 << 28
@@ -42,7 +42,7 @@ _BESIDES = (
 )
 # Known by themselves, whatever they hold.
 _WHOLE = (
-    _per_replica.Handle,
+    _handle.Handle,
     _per_replica.PerReplica,
     _context.AbstractStrategy,
     types.MemberDescriptorType,  # of a slot

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from jaxstrategy.values import _per_replica
+from jaxstrategy.values import _trees
 
 _CALLABLE = (types.FunctionType, types.MethodType, functools.partial)
 
@@ -52,7 +52,7 @@ def rebuilt(value: Any, others: dict[int, Any]) -> Any:
         if _are_same(new, value):
             return value
         return kind(*new) if hasattr(kind, "_fields") else kind(new)
-    if issubclass(kind, (list, dict, type, *_CALLABLE)) or _per_replica.is_whole(value):
+    if issubclass(kind, (list, dict, type, *_CALLABLE)) or _trees.is_whole(value):
         return value
     if is_container(value):
         children, structure = one_level(value)

@@ -14,7 +14,8 @@ from jaxstrategy.tracing.functions import _callbacks
 from jaxstrategy.tracing.nnx._object_form import ObjectForm
 from jaxstrategy.tracing.nnx._object_kinds import is_variable
 from jaxstrategy.tracing.nnx._parts import Parts, Same, apply, dotted
-from jaxstrategy.values._per_replica import PyTree, is_object
+from jaxstrategy.values._trees import is_object
+from jaxstrategy.values._types import PyTree
 
 
 class CallersObjects:

@@ -15,8 +15,8 @@ from jaxstrategy.tracing.nnx._callers_objects import CallersObjects
 from jaxstrategy.tracing.nnx._object_kinds import is_changed_in_place, is_whole_object
 from jaxstrategy.tracing.nnx._object_step import step_of_arrays
 from jaxstrategy.tracing.nnx._parts import Parts, is_parts, is_whole_or_parts
-from jaxstrategy.values import _per_replica
-from jaxstrategy.values._per_replica import PyTree
+from jaxstrategy.values import _trees
+from jaxstrategy.values._types import PyTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +74,7 @@ def call_of(
       captured: what the step captured: objects, and arrays that it is to be given.
       known: objects of earlier calls, which these may be.
     """
-    if not _per_replica.object_kinds() and not captured:
+    if not _trees.object_kinds() and not captured:
         return None
     kwargs = {**kwargs, **captured}
     leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=is_whole_object)
@@ -113,7 +113,7 @@ def require_objects(
 
 def captured_by(fn: Any) -> dict[str, Any]:
     """The objects that a function refers to, by label."""
-    if not _per_replica.object_kinds():
+    if not _trees.object_kinds():
         return {}
     with _lending.one_at_a_time:
         return References(fn, is_changed_in_place).objects

@@ -13,7 +13,7 @@ from jaxstrategy._errors import ObjectError
 from jaxstrategy.text._lists import listed
 from jaxstrategy.tracing.nnx._object_kinds import is_changed_in_place, is_variable
 from jaxstrategy.tracing.nnx._parts import GONE, AttributeChange, Parts, apply, dotted
-from jaxstrategy.values._per_replica import is_object
+from jaxstrategy.values._trees import is_object
 
 
 @dataclasses.dataclass

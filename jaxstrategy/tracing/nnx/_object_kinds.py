@@ -8,8 +8,8 @@ from typing import Any
 
 import jax
 
-from jaxstrategy.values import _per_replica
-from jaxstrategy.values._per_replica import is_object, object_kinds
+from jaxstrategy.values import _trees
+from jaxstrategy.values._trees import is_object, object_kinds
 
 
 def is_changed_in_place(node: Any) -> bool:
@@ -35,7 +35,7 @@ def structure_of(node: Any) -> Any:
 
 
 def is_whole_object(node: Any) -> bool:
-    if is_changed_in_place(node) or _per_replica.is_whole(node):
+    if is_changed_in_place(node) or _trees.is_whole(node):
         return True
     # The variables of a state are copies: it is passed, and returned, as a pytree.
     nnx = sys.modules.get("flax.nnx")

@@ -32,7 +32,7 @@ from jaxstrategy.tracing.nnx._object_kinds import (
     is_whole_object,
 )
 from jaxstrategy.tracing.nnx._parts import Parts, Same, is_parts, is_whole_or_parts
-from jaxstrategy.values._per_replica import PyTree
+from jaxstrategy.values._types import PyTree
 
 
 def step_of_arrays(

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from jaxstrategy.values import _per_replica
+from jaxstrategy.values import _trees
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -88,4 +88,4 @@ def is_parts(node: Any) -> bool:
 
 def is_whole_or_parts(node: Any) -> bool:
     """Whether `node` stands for an object, or is looked at as a whole."""
-    return is_parts(node) or _per_replica.is_whole(node)
+    return is_parts(node) or _trees.is_whole(node)

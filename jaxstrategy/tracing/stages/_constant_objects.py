@@ -23,7 +23,7 @@ from jaxstrategy.tracing._replica_step import ReplicaStep
 from jaxstrategy.tracing._traced_step import TracedStep
 from jaxstrategy.tracing.nnx._adapter import holders_of, structure_of
 from jaxstrategy.tracing.stages._stage import Stage
-from jaxstrategy.values._per_replica import is_object
+from jaxstrategy.values._trees import is_object
 
 
 @final

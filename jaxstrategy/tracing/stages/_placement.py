@@ -25,7 +25,7 @@ from jaxstrategy.tracing._jaxpr_types import Leaf
 from jaxstrategy.tracing._replica_step import ReplicaStep
 from jaxstrategy.tracing._traced_step import TracedStep
 from jaxstrategy.tracing.stages._donation import check_once
-from jaxstrategy.values import _per_replica
+from jaxstrategy.values import _arrays
 
 # Numbers that were placed lately: a learning rate is often the same at each step, and
 # placing a number costs as much as dispatching a small step (44 to 60 us on CPU).
@@ -98,20 +98,20 @@ class Placement:
                 self._right[index] = leaf.sharding
             return leaf
         self._check_movable(index, leaf)
-        return _mesh.put(leaf, wanted)
+        return _mesh.place(leaf, wanted)
 
     def _place_host(self, index: int, leaf: Any) -> jax.Array:
         # Placed even though the jitted function would do it: to JAX, an array that
         # comes from the host has another type than one on a mesh, and the second call,
         # with the returned state, would compile again.
         if type(leaf) not in (int, float) or index in self._donated:
-            return _mesh.put(leaf, self.shardings[index])
+            return _mesh.place(leaf, self.shardings[index])
         key = (type(leaf), leaf, np.signbit(leaf))  # 0.0 equals -0.0
         number = self._numbers.get(key)
         if number is None:
             if len(self._numbers) >= _NUMBERS_KEPT:
                 self._numbers.clear()
-            number = self._numbers[key] = _mesh.put(leaf, self.shardings[index])
+            number = self._numbers[key] = _mesh.place(leaf, self.shardings[index])
         return number
 
     def _check_replicas(self, index: int, leaf: Any) -> None:
@@ -159,9 +159,9 @@ class Placement:
           DonatedValueError: it was donated before.
         """
         for constant in constants(step.trace.closed):
-            if _per_replica.is_placed(constant.value):
+            if _arrays.is_placed(constant.value):
                 name = f"What `{self._step.name}` captures, {constant.description},"
-                _per_replica.check_alive(constant.value, name)
+                _arrays.check_alive(constant.value, name)
                 what = "what a step captures"
                 check_whole(constant.value, self._replicas, name, what)
 

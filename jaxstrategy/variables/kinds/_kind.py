@@ -17,7 +17,7 @@ from jaxstrategy._errors import shown
 from jaxstrategy._options import VariableAggregation
 from jaxstrategy.contexts import _context
 from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
-from jaxstrategy.replicas import _mesh
+from jaxstrategy.replicas import _overflow
 from jaxstrategy.replicas._random_keys import is_key
 from jaxstrategy.replicas._replicas import Replicas
 from jaxstrategy.values._per_replica import PerReplica
@@ -118,7 +118,7 @@ class VariableKind(abc.ABC):
         shape = change.shape(whole, dtype)
         if not change.is_whole and np.shape(value) != shape:
             try:
-                value = jnp.broadcast_to(_mesh.array_of(value), shape)
+                value = jnp.broadcast_to(_overflow.array_of(value), shape)
             except ValueError:
                 pass  # which `_checked` says in our words
         return self._checked(value, shape, dtype)
@@ -136,7 +136,7 @@ class VariableKind(abc.ABC):
         try:
             given = jax.lax.stop_gradient(jnp.asarray(value))
         except OverflowError:
-            raise ValueError(_mesh.too_large(value)) from None
+            raise ValueError(_overflow.too_large(value)) from None
         except (TypeError, ValueError) as error:
             raise TypeError(
                 f"Variable {self.name!r} was given {shown(value)}, a "

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 
 from jaxstrategy._options import VariableAggregation
 from jaxstrategy.contexts import _replica_context
-from jaxstrategy.replicas import _mesh
+from jaxstrategy.replicas import _mesh, _overflow
 from jaxstrategy.replicas._replicas import SAME
 from jaxstrategy.values._per_replica import PerReplica
 from jaxstrategy.values._slices import (
@@ -43,7 +43,7 @@ class MirroredKind(VariableKind):
 
     def placed(self, start: jax.Array) -> jax.Array:
         """`start`, whole on each device."""
-        return _mesh.put_same(start, self.sharding)
+        return _mesh.broadcast(start, self.sharding)
 
     def of_one_replica(self, start: jax.Array) -> jax.Array:
         """`start`."""
@@ -78,7 +78,7 @@ class MirroredKind(VariableKind):
             value = _aggregation.across(self.aggregation, value, this_strategy())
         given = self._checked_part(value, ref.shape, ref.dtype, change)
         if not self._in_step():
-            given = _mesh.put_same(given, self.sharding)
+            given = _mesh.broadcast(given, self.sharding)
         return _stored(ref, change.applied(ref[...], given))
 
     def scatter(
@@ -139,11 +139,11 @@ class MirroredKind(VariableKind):
             )
         shape = (len(rows.indices), *ref.shape[1:])
         values = self._checked(rows.values, shape, ref.dtype)
-        rows = IndexedSlices(values, _mesh.array_of(rows.indices))
+        rows = IndexedSlices(values, _overflow.array_of(rows.indices))
         if self._combines(side):
             rows = _aggregation.across(self.aggregation, rows, this_strategy())
         if not self._in_step():
-            rows = jax.tree.map(lambda x: _mesh.put_same(x, self.sharding), rows)
+            rows = jax.tree.map(lambda x: _mesh.broadcast(x, self.sharding), rows)
         values = rows.values.astype(ref.dtype)
         return _stored(ref, changed(ref[...], rows.indices, values, change.operation))
 

@@ -46,9 +46,9 @@ class OnReadKind(VariableKind):
     def placed(self, start: jax.Array) -> jax.Array:
         """`start` once for each replica."""
         if not self.replicas.are_all_own:  # the processes may have others
-            start = _mesh.put_same(start, self.replicas.sharding(SAME))
+            start = _mesh.broadcast(start, self.replicas.sharding(SAME))
         copies = jnp.broadcast_to(start, (self.replicas.count, *start.shape))
-        return _mesh.put(copies, self.sharding)
+        return _mesh.place(copies, self.sharding)
 
     def of_one_replica(self, start: jax.Array) -> jax.Array:
         """`start`, as the replica's part of all copies."""
@@ -113,10 +113,10 @@ class OnReadKind(VariableKind):
             given = self._checked(_per_replica.contents(value), wanted, dtype)
         else:
             value = self._checked_part(value, shape, dtype, change)
-            value = _mesh.put_same(value, self.replicas.sharding(SAME))
+            value = _mesh.broadcast(value, self.replicas.sharding(SAME))
             given = self._to_each(value, change)
-        given = _mesh.put(given, self.sharding)
-        new = _mesh.put(jax.vmap(change.applied)(old, given), self.sharding)
+        given = _mesh.place(given, self.sharding)
+        new = _mesh.place(jax.vmap(change.applied)(old, given), self.sharding)
         ref[...] = new
         return self._combined(ref) if self.has_one_value else PerReplica(new)
 
@@ -164,4 +164,4 @@ class OnReadKind(VariableKind):
     def _to_each(self, value: jax.Array, change: Change) -> jax.Array:
         first, other = self._parts(value, change)
         copies = jnp.broadcast_to(other, (self.replicas.count, *other.shape))
-        return _mesh.put(copies, self.sharding).at[0].set(first)
+        return _mesh.place(copies, self.sharding).at[0].set(first)
