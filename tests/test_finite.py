@@ -399,6 +399,23 @@ def test_jax_debug_nans_finds_it_in_donated_arguments_too(two, debug_nans):
     assert error.replicas == (1,) and error.line == line(plainly)
 
 
+def test_jax_debug_nans_leaves_variables_as_they_were(two, debug_nans):
+    with two.scope():
+        total = js.Variable(5.0)
+
+    @two.run
+    def step(x):
+        total.assign_sub(replica().all_reduce("sum", jnp.log(x)))
+        return x
+
+    for _ in range(2):
+        with pytest.raises(js.NonFiniteError):
+            step(numbers(two, 1, -1))
+        assert float(total) == 5
+    step(numbers(two, 1, 1))
+    assert float(total) == 5
+
+
 def test_jax_debug_nans_takes_no_part_in_infinity(two, debug_nans):
     result = two.run(lambda x: 1 / x, (numbers(two, 1, 0),))
     np.testing.assert_array_equal(result.stacked, [1, np.inf])
