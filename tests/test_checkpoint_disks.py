@@ -17,9 +17,17 @@ import time
 import numpy as np
 import pytest
 
-from jaxstrategy.checkpoint import CheckpointError, CheckpointManager, _files
-from jaxstrategy.checkpoint._files import AbstractFiles, LocalFiles, PatientFiles
-from jaxstrategy.checkpoint._folder import Folder
+from jaxstrategy.checkpoint import (
+    CheckpointError,
+    CheckpointManager,
+)
+from jaxstrategy.checkpoint.folders import _files
+from jaxstrategy.checkpoint.folders._files import (
+    AbstractFiles,
+    LocalFiles,
+    PatientFiles,
+)
+from jaxstrategy.checkpoint.folders._folder import Folder
 
 
 def state_of(step):

@@ -8,9 +8,13 @@ import numpy as np
 import pytest
 
 import jaxstrategy as js
-from jaxstrategy.checkpoint import CheckpointManager, _manager, _record
-from jaxstrategy.checkpoint._folder import Folder
+from jaxstrategy.checkpoint import (
+    CheckpointManager,
+    _manager,
+)
 from jaxstrategy.checkpoint.backends._backend import AbstractBackend
+from jaxstrategy.checkpoint.folders import _record
+from jaxstrategy.checkpoint.folders._folder import Folder
 from jaxstrategy.checkpoint.sorts import _sorts
 from jaxstrategy.checkpoint.sorts._sort import Sort
 

@@ -11,11 +11,15 @@ reads them.
     manager.save(step, state)
 """
 
-from jaxstrategy.checkpoint._checkpoint_errors import CheckpointError as CheckpointError
-from jaxstrategy.checkpoint._checkpoint_errors import (
+from jaxstrategy.checkpoint._manager import CheckpointManager as CheckpointManager
+from jaxstrategy.checkpoint._restored import Restored as Restored
+from jaxstrategy.checkpoint.folders._checkpoint_errors import (
+    CheckpointError as CheckpointError,
+)
+from jaxstrategy.checkpoint.folders._checkpoint_errors import (
     DamagedCheckpointWarning as DamagedCheckpointWarning,
 )
-from jaxstrategy.checkpoint._checkpoint_errors import MismatchError as MismatchError
-from jaxstrategy.checkpoint._manager import CheckpointManager as CheckpointManager
-from jaxstrategy.checkpoint._record import Record as Record
-from jaxstrategy.checkpoint._restored import Restored as Restored
+from jaxstrategy.checkpoint.folders._checkpoint_errors import (
+    MismatchError as MismatchError,
+)
+from jaxstrategy.checkpoint.folders._record import Record as Record

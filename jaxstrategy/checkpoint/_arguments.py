@@ -65,9 +65,3 @@ def is_function(init: object) -> bool:
         return False
     leaves = jax.tree.leaves(init)
     return len(leaves) == 1 and leaves[0] is init
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error's text."""
-    text = str(error).strip() or type(error).__name__
-    return text.splitlines()[0]

@@ -8,15 +8,15 @@ from collections.abc import Callable, Mapping
 from typing import Self, final
 
 from jaxstrategy.checkpoint import _arguments
-from jaxstrategy.checkpoint._catalogue import Catalogue
-from jaxstrategy.checkpoint._folder import Folder
-from jaxstrategy.checkpoint._record import Record
 from jaxstrategy.checkpoint._restored import Restored
 from jaxstrategy.checkpoint._restorer import Restorer
-from jaxstrategy.checkpoint._retention import Best
 from jaxstrategy.checkpoint._saver import Saver
 from jaxstrategy.checkpoint._written_state import WrittenState
 from jaxstrategy.checkpoint.backends._installed import installed
+from jaxstrategy.checkpoint.folders._catalogue import Catalogue
+from jaxstrategy.checkpoint.folders._folder import Folder
+from jaxstrategy.checkpoint.folders._record import Record
+from jaxstrategy.checkpoint.folders._retention import Best
 from jaxstrategy.cluster.connections._fields import Json
 from jaxstrategy.contexts import _context
 from jaxstrategy.contexts._abstract_strategy import AbstractStrategy

@@ -6,20 +6,18 @@ from typing import final
 
 import jax
 
-from jaxstrategy.checkpoint import (
-    _arguments,
-    _checkpoint_agreement,
-    _record,
-)
-from jaxstrategy.checkpoint._catalogue import Catalogue
-from jaxstrategy.checkpoint._checkpoint_errors import (
-    CheckpointError,
-    DamagedCheckpointWarning,
-)
-from jaxstrategy.checkpoint._record import Damage
 from jaxstrategy.checkpoint._restored import Restored
 from jaxstrategy.checkpoint._written_state import WrittenState
 from jaxstrategy.checkpoint.backends._backend import AbstractBackend
+from jaxstrategy.checkpoint.folders import _record
+from jaxstrategy.checkpoint.folders._catalogue import Catalogue
+from jaxstrategy.checkpoint.folders._checkpoint_errors import (
+    CheckpointError,
+    DamagedCheckpointWarning,
+)
+from jaxstrategy.checkpoint.folders._record import Damage
+from jaxstrategy.checkpoint.processes import _checkpoint_agreement
+from jaxstrategy.checkpoint.processes._checkpoint_agreement import first_line
 from jaxstrategy.replicas._replicas import Replicas
 from jaxstrategy.text import _user_code
 from jaxstrategy.values._types import PyTree
@@ -118,7 +116,7 @@ class Restorer:
         except Damage as damage:
             reason = str(damage)
         except OSError as error:
-            reason = f"it cannot be read: {_arguments.first_line(error)}"
+            reason = f"it cannot be read: {first_line(error)}"
         reasons = _checkpoint_agreement.agree(what, reason)
         return next((each for each in reasons if each is not None), None)
 
@@ -142,7 +140,7 @@ class Restorer:
                 arrays = self._backend.read(self._folder.of(step), readings)
         except (OSError, ValueError) as error:
             raise CheckpointError(
-                f"{where} could not be read: {_arguments.first_line(error)}. Did "
+                f"{where} could not be read: {first_line(error)}. Did "
                 "another program delete or change it meanwhile?"
             ) from error
         restored = state.restored(record.leaves, fit.common, arrays)

@@ -6,16 +6,14 @@ import threading
 from collections.abc import Mapping
 from typing import final
 
-from jaxstrategy.checkpoint import (
-    _arguments,
-    _checkpoint_agreement,
-)
-from jaxstrategy.checkpoint._catalogue import Catalogue
-from jaxstrategy.checkpoint._checkpoint_errors import CheckpointError
-from jaxstrategy.checkpoint._entries import Entry
-from jaxstrategy.checkpoint._record import Record
 from jaxstrategy.checkpoint._written_state import WrittenState
 from jaxstrategy.checkpoint.backends._backend import AbstractBackend
+from jaxstrategy.checkpoint.folders._catalogue import Catalogue
+from jaxstrategy.checkpoint.folders._checkpoint_errors import CheckpointError
+from jaxstrategy.checkpoint.folders._record import Record
+from jaxstrategy.checkpoint.processes import _checkpoint_agreement
+from jaxstrategy.checkpoint.processes._checkpoint_agreement import first_line
+from jaxstrategy.checkpoint.sorts._entries import Entry
 from jaxstrategy.checkpoint.sorts._sorts import described
 from jaxstrategy.cluster.connections._fields import Json
 from jaxstrategy.values._types import PyTree
@@ -75,7 +73,7 @@ class Saver:
                 folder = self._folder.path / self._unfinished
                 self._backend.begin(folder, arrays, record)
         except (OSError, ValueError) as error:
-            raise self._unwritten(step, _arguments.first_line(error)) from error
+            raise self._unwritten(step, first_line(error)) from error
         self._writing = step
         self._thread = threading.Thread(target=self._finish, name="checkpoint")
         self._thread.start()
@@ -110,7 +108,7 @@ class Saver:
             try:
                 name = self._folder.begin(step, self._catalogue.damaged)
             except OSError as error:
-                failure = _arguments.first_line(error)
+                failure = first_line(error)
         name, failure = _checkpoint_agreement.agree(what, [name, failure])[0]
         if failure is not None:
             raise self._unwritten(step, failure)
@@ -125,7 +123,7 @@ class Saver:
             self.own.add(step)
         # Any error counts: nobody catches it in this thread, so `wait` raises it.
         except Exception as error:
-            reason = self._other_writer(step, error) or _arguments.first_line(error)
+            reason = self._other_writer(step, error) or first_line(error)
             self._failure = self._unwritten(step, reason)
             self._failure.__cause__ = error
             return
@@ -135,7 +133,7 @@ class Saver:
         except OSError as error:
             self._failure = CheckpointError(
                 f"Checkpoint {step} is written, but an older one could not be deleted "
-                f"in `{self._folder.path}`: {_arguments.first_line(error)}"
+                f"in `{self._folder.path}`: {first_line(error)}"
             )
             self._failure.__cause__ = error
 

@@ -6,9 +6,13 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import final
 
-from jaxstrategy.checkpoint._checkpoint_errors import MismatchError
-from jaxstrategy.checkpoint._entries import Array, Entry, Reading
 from jaxstrategy.checkpoint._slots import Slots
+from jaxstrategy.checkpoint.folders._checkpoint_errors import MismatchError
+from jaxstrategy.checkpoint.sorts._entries import (
+    Array,
+    Entry,
+    Reading,
+)
 from jaxstrategy.checkpoint.sorts._sorts import described, sort_of
 from jaxstrategy.replicas._replicas import Replicas
 from jaxstrategy.values._types import PyTree

@@ -6,9 +6,12 @@ import abc
 import os
 from collections.abc import Mapping
 
-from jaxstrategy.checkpoint._entries import Array, Reading
-from jaxstrategy.checkpoint._files import Path
-from jaxstrategy.checkpoint._record import Record
+from jaxstrategy.checkpoint.folders._files import Path
+from jaxstrategy.checkpoint.folders._record import Record
+from jaxstrategy.checkpoint.sorts._entries import (
+    Array,
+    Reading,
+)
 
 
 class AbstractBackend(abc.ABC):

@@ -14,16 +14,20 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from jaxstrategy._errors import ClusterError
-from jaxstrategy.checkpoint import (
-    _checkpoint_agreement,
-    _record,
-)
-from jaxstrategy.checkpoint._entries import Array, Reading
-from jaxstrategy.checkpoint._files import Path
-from jaxstrategy.checkpoint._record import Record
 from jaxstrategy.checkpoint.backends._backend import AbstractBackend
-from jaxstrategy.checkpoint.backends._barrier import Barrier, ElsewhereError
 from jaxstrategy.checkpoint.backends._unfinished import Unfinished
+from jaxstrategy.checkpoint.folders import _record
+from jaxstrategy.checkpoint.folders._files import Path
+from jaxstrategy.checkpoint.folders._record import Record
+from jaxstrategy.checkpoint.processes import _checkpoint_agreement
+from jaxstrategy.checkpoint.processes._barrier import (
+    Barrier,
+    ElsewhereError,
+)
+from jaxstrategy.checkpoint.sorts._entries import (
+    Array,
+    Reading,
+)
 
 _NOTHING = "nothing"  # Orbax writes at least one array
 _MOST_SECONDS = 1200  # to write a checkpoint; Orbax's own choice

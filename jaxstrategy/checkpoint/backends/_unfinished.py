@@ -8,7 +8,7 @@ from typing import Any, Self, final
 import orbax.checkpoint as ocp
 from etils import epath
 
-from jaxstrategy.checkpoint._folder import Folder
+from jaxstrategy.checkpoint.folders._folder import Folder
 
 _types = ocp.path.atomicity_types
 _METADATA = "_CHECKPOINT_METADATA"

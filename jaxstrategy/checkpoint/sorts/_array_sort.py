@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import TypeVar, cast
 
-from jaxstrategy.checkpoint import _entries
-from jaxstrategy.checkpoint._entries import Array, Entry
-from jaxstrategy.checkpoint.sorts import _number_sort
+from jaxstrategy.checkpoint.sorts import _entries, _number_sort
+from jaxstrategy.checkpoint.sorts._entries import (
+    Array,
+    Entry,
+)
 from jaxstrategy.checkpoint.sorts._sort import Sort
 from jaxstrategy.replicas._random_keys import is_key
 from jaxstrategy.text._array_types import Shaped, array_type

@@ -9,10 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
-from jaxstrategy.checkpoint import _entries
-from jaxstrategy.checkpoint._entries import Array, Entry, Reading
-from jaxstrategy.checkpoint.sorts import _number_sort
+from jaxstrategy.checkpoint.sorts import _entries, _number_sort
 from jaxstrategy.checkpoint.sorts._array_sort import AbstractArraySort
+from jaxstrategy.checkpoint.sorts._entries import (
+    Array,
+    Entry,
+    Reading,
+)
 from jaxstrategy.replicas import _mesh
 from jaxstrategy.replicas._replicas import SAME
 from jaxstrategy.values import _building

@@ -6,10 +6,13 @@ from typing import final
 
 import numpy as np
 
-from jaxstrategy.checkpoint import _entries
-from jaxstrategy.checkpoint._entries import Array, Entry, Reading
-from jaxstrategy.checkpoint.sorts import _number_sort
+from jaxstrategy.checkpoint.sorts import _entries, _number_sort
 from jaxstrategy.checkpoint.sorts._array_sort import AbstractArraySort
+from jaxstrategy.checkpoint.sorts._entries import (
+    Array,
+    Entry,
+    Reading,
+)
 
 
 @final

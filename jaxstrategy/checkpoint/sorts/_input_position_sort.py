@@ -7,8 +7,12 @@ from typing import Any, final
 
 import jax
 
-from jaxstrategy.checkpoint import _checkpoint_agreement
-from jaxstrategy.checkpoint._entries import Array, Entry, Reading
+from jaxstrategy.checkpoint.processes import _checkpoint_agreement
+from jaxstrategy.checkpoint.sorts._entries import (
+    Array,
+    Entry,
+    Reading,
+)
 from jaxstrategy.checkpoint.sorts._sort import Sort
 from jaxstrategy.inputs._iterator import DistributedIterator
 

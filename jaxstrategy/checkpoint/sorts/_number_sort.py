@@ -7,8 +7,12 @@ from typing import final
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jaxstrategy.checkpoint import _entries
-from jaxstrategy.checkpoint._entries import Array, Entry, Reading
+from jaxstrategy.checkpoint.sorts import _entries
+from jaxstrategy.checkpoint.sorts._entries import (
+    Array,
+    Entry,
+    Reading,
+)
 from jaxstrategy.checkpoint.sorts._sort import Sort
 
 _NUMBERS = {"bool": bool, "int": int, "float": float, "complex": complex}

@@ -8,8 +8,12 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
-from jaxstrategy.checkpoint import _entries
-from jaxstrategy.checkpoint._entries import Array, Entry, Reading
+from jaxstrategy.checkpoint.sorts import _entries
+from jaxstrategy.checkpoint.sorts._entries import (
+    Array,
+    Entry,
+    Reading,
+)
 from jaxstrategy.checkpoint.sorts._sort import Sort
 from jaxstrategy.replicas import _mesh
 from jaxstrategy.text._array_types import array_type

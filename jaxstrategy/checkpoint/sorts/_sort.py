@@ -6,7 +6,11 @@ import abc
 from collections.abc import Callable
 from typing import Any, ClassVar, Generic, TypeVar
 
-from jaxstrategy.checkpoint._entries import Array, Entry, Reading
+from jaxstrategy.checkpoint.sorts._entries import (
+    Array,
+    Entry,
+    Reading,
+)
 from jaxstrategy.replicas._replicas import Replicas
 
 _V = TypeVar("_V")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxstrategy.checkpoint._entries import Entry
 from jaxstrategy.checkpoint.sorts._device_array_sort import DeviceArraySort
+from jaxstrategy.checkpoint.sorts._entries import Entry
 from jaxstrategy.checkpoint.sorts._host_array_sort import HostArraySort
 from jaxstrategy.checkpoint.sorts._input_position_sort import InputPositionSort
 from jaxstrategy.checkpoint.sorts._number_sort import NumberSort

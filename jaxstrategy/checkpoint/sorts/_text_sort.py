@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import final
 
-from jaxstrategy.checkpoint._entries import Array, Entry, Reading
+from jaxstrategy.checkpoint.sorts._entries import (
+    Array,
+    Entry,
+    Reading,
+)
 from jaxstrategy.checkpoint.sorts._sort import Sort
 
 

@@ -7,10 +7,14 @@ from typing import Any, final
 import jax
 
 from jaxstrategy._options import VariableAggregation, VariableSynchronization
-from jaxstrategy.checkpoint import _entries
-from jaxstrategy.checkpoint._entries import Array, Entry, Reading
+from jaxstrategy.checkpoint.sorts import _entries
 from jaxstrategy.checkpoint.sorts._array_sort import AbstractArraySort
 from jaxstrategy.checkpoint.sorts._device_array_sort import DeviceArraySort
+from jaxstrategy.checkpoint.sorts._entries import (
+    Array,
+    Entry,
+    Reading,
+)
 from jaxstrategy.replicas._replicas import SAME
 from jaxstrategy.variables._variable import Variable
 

@@ -18,10 +18,14 @@ import zlib
 from collections.abc import Iterator
 from typing import Self, final
 
-from jaxstrategy.checkpoint._checkpoint_errors import CheckpointError
-from jaxstrategy.checkpoint._entries import Entry
-from jaxstrategy.checkpoint._files import AbstractFiles, Path, PathOrText
+from jaxstrategy.checkpoint.folders._checkpoint_errors import CheckpointError
+from jaxstrategy.checkpoint.folders._files import (
+    AbstractFiles,
+    Path,
+    PathOrText,
+)
 from jaxstrategy.checkpoint.sorts import _sorts
+from jaxstrategy.checkpoint.sorts._entries import Entry
 from jaxstrategy.cluster.connections._fields import Json, Message
 
 VERSION = 1

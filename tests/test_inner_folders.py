@@ -1,4 +1,4 @@
-"""The folders of `cluster/` can be used without those that come after them."""
+"""The folders inside a layer can be used without those that come after them."""
 
 import ast
 import subprocess
@@ -9,32 +9,46 @@ import pytest
 
 import jaxstrategy
 
-CLUSTER = Path(jaxstrategy.__file__).parent / "cluster"
-# Each may use those before it; the last two do not use each other.
-ORDER = ["resolvers", "connections", "meeting", "board", "liveness", "agreement"]
+PACKAGE = Path(jaxstrategy.__file__).parent
+# Each folder may use those before it, and none uses the files beside the folders.
+ORDERS = {
+    "cluster": [
+        "resolvers",
+        "connections",
+        "meeting",
+        "board",
+        "liveness",
+        "agreement",
+    ],
+    "checkpoint": ["processes", "sorts", "folders", "backends"],
+}
+APART = {("agreement", "liveness")}  # which do not use each other
+FOLDERS = [(layer, folder) for layer, order in ORDERS.items() for folder in order]
 
 
-def folders_used(path):
+def used_inside(path, layer):
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module:
             parts = node.module.split(".")
-            if parts[:2] == ["jaxstrategy", "cluster"]:
+            if parts[:2] == ["jaxstrategy", layer]:
                 # `from jaxstrategy.cluster import _processes` has no folder.
                 yield parts[2] if len(parts) > 2 else node.names[0].name
 
 
-@pytest.mark.parametrize("folder", ORDER)
-def test_folders_use_those_before_them(folder):
-    allowed = set(ORDER[: ORDER.index(folder) + 1])
-    if folder == "agreement":
-        allowed.remove("liveness")
-    for path in (CLUSTER / folder).glob("*.py"):
-        assert set(folders_used(path)) <= allowed, path
+@pytest.mark.parametrize(("layer", "folder"), FOLDERS)
+def test_folders_use_those_before_them(layer, folder):
+    order = ORDERS[layer]
+    allowed = set(order[: order.index(folder) + 1])
+    allowed -= {other for one, other in APART if one == folder}
+    for path in (PACKAGE / layer / folder).glob("*.py"):
+        assert set(used_inside(path, layer)) <= allowed, path
 
 
-def test_all_folders_are_in_the_order():
-    found = {path.name for path in CLUSTER.iterdir() if (path / "__init__.py").exists()}
-    assert found == set(ORDER)
+@pytest.mark.parametrize("layer", ORDERS)
+def test_all_folders_are_in_the_order(layer):
+    inner = (PACKAGE / layer).iterdir()
+    found = {path.name for path in inner if (path / "__init__.py").exists()}
+    assert found == set(ORDERS[layer])
 
 
 def test_messages_need_no_meeting_and_no_jax():

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TypeVar, final
 
-from jaxstrategy.checkpoint import (
-    _checkpoint_agreement,
-    _retention,
+from jaxstrategy.checkpoint.folders import _retention
+from jaxstrategy.checkpoint.folders._checkpoint_errors import CheckpointError
+from jaxstrategy.checkpoint.folders._folder import Folder
+from jaxstrategy.checkpoint.folders._record import (
+    Damage,
+    Record,
 )
-from jaxstrategy.checkpoint._checkpoint_errors import CheckpointError
-from jaxstrategy.checkpoint._folder import Folder
-from jaxstrategy.checkpoint._record import Damage, Record
-from jaxstrategy.checkpoint._retention import Best
+from jaxstrategy.checkpoint.folders._retention import Best
+from jaxstrategy.checkpoint.processes import _checkpoint_agreement
 
 _T = TypeVar("_T")
 

@@ -9,9 +9,18 @@ import secrets
 from collections.abc import Hashable
 from typing import final
 
-from jaxstrategy.checkpoint import _files, _record
-from jaxstrategy.checkpoint._files import AbstractFiles, Path
-from jaxstrategy.checkpoint._record import Damage, Record
+from jaxstrategy.checkpoint.folders import (
+    _files,
+    _record,
+)
+from jaxstrategy.checkpoint.folders._files import (
+    AbstractFiles,
+    Path,
+)
+from jaxstrategy.checkpoint.folders._record import (
+    Damage,
+    Record,
+)
 
 # As `str` writes numbers: `007` and digits of other scripts are names like any other.
 _STEP = re.compile("0|[1-9][0-9]*")

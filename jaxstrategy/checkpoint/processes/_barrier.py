@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import final
 
-from jaxstrategy.checkpoint import _arguments
+from jaxstrategy.checkpoint.processes._checkpoint_agreement import first_line
 from jaxstrategy.cluster._processes import Processes
 
 
@@ -48,7 +48,7 @@ class Barrier:
 
     def fail(self, error: Exception, timeout_seconds: float) -> None:
         """Tell the others where they wait; raises as `meet` does."""
-        self._gather(_arguments.first_line(error), timeout_seconds)
+        self._gather(first_line(error), timeout_seconds)
 
     def _gather(self, failure: str | None, seconds: float) -> None:
         self._watchdog.writes = None  # this process waits for those that still do

@@ -123,3 +123,9 @@ def _is_written(processes: _processes.Processes) -> bool:
 def is_first() -> bool:
     """Whether this is the process that changes folders."""
     return jax.process_index() == 0
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text."""
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0]

@@ -1,0 +1,1 @@
+"""Folders of checkpoints: their files, the record of each, and which of them stay."""

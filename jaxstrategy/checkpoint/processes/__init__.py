@@ -1,0 +1,1 @@
+"""Agreement of processes while they save and restore together."""
