@@ -1,4 +1,4 @@
-"""What lower layers may ask of a strategy: `AbstractStrategy`.
+"""The view that lower layers have of a strategy: `AbstractStrategy`.
 
 Control rises through these classes, from variables, masks and checkpoints to the
 strategy that they were given; imports do not.
@@ -18,7 +18,7 @@ from jaxstrategy.values._types import PyTree
 
 
 class AbstractVariablePolicy(abc.ABC):
-    """What lower layers may ask of how a strategy keeps variables.
+    """The view that lower layers have of a strategy's choices for variables.
 
     Attributes:
       are_owned: whether variables made in its scope belong to the strategy.
@@ -33,17 +33,17 @@ class AbstractVariablePolicy(abc.ABC):
 
 
 class AbstractStrategy(abc.ABC):
-    """What lower layers may ask of a strategy."""
+    """A strategy, as lower layers may ask it."""
 
     @property
     @abc.abstractmethod
     def replicas(self) -> Replicas:
-        """Where the replicas are."""
+        """The replicas: their number, their devices, their axes."""
 
     @property
     @abc.abstractmethod
     def variable_policy(self) -> AbstractVariablePolicy:
-        """Which kinds of variables it makes, and where they live."""
+        """The choice of kinds and devices for the variables of this strategy."""
 
     @property
     def parameter_replicas(self) -> Replicas:
@@ -53,7 +53,7 @@ class AbstractStrategy(abc.ABC):
     @property
     @abc.abstractmethod
     def num_replicas_in_sync(self) -> int:
-        """How many replicas take a step together."""
+        """The number of replicas that take a step together."""
 
     @property
     @abc.abstractmethod
@@ -71,7 +71,7 @@ class AbstractStrategy(abc.ABC):
     @property
     @abc.abstractmethod
     def reduction(self) -> Reduction:
-        """How the replicas' values become one."""
+        """The way in which the replicas' values become one."""
 
     @abc.abstractmethod
     def reduce(

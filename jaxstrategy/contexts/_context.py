@@ -1,11 +1,11 @@
-"""What the code that runs is part of: one record, `Context`, in one `ContextVar`.
+"""The strategy, step and side that code is part of: one record, `Context`.
 
 A thread (or asyncio task) is on one of three sides: outside, where code runs alone as
 its own single replica; in the cross-replica context of a strategy (inside `scope()` and
 `merge_call`), in which code sees all replicas at once; or in the replica context of a
 strategy (inside `run`), in which it sees one of them. Besides, a step may be traced, a
-variable updated, a function differentiated. `entered` is the one way to change any of
-that for a block.
+variable updated, a function differentiated. One `ContextVar` holds all of that, and
+`entered` is the one way to change it for a block.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from jaxstrategy.replicas._replicas import Replicas
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Context:
-    """What the code that runs is part of; `entered` changes fields for a block.
+    """The state of the code that runs; `entered` changes fields of it for a block.
 
     Each field is read by one module, which `read by` names: layers that stand above
     this one keep what they must know here, so that there is one state and one way in
@@ -61,14 +61,14 @@ class Context:
     before: object = None
     colocated: Replicas | None = None
     # Python 3.11 takes a mapping proxy, which it cannot hash, for a mutable default.
-    given: Mapping[int, tuple[object, Any]] = dataclasses.field(
+    given: Mapping[int, tuple[object, jax.Array]] = dataclasses.field(
         default_factory=lambda: types.MappingProxyType({})
     )
     batches: object = None
 
     @property
     def jit_key(self) -> Hashable:
-        """What JAX keys its caches by: two contexts in which code may do other things.
+        """The value by which JAX keys its caches, None outside of steps.
 
         A jitted helper that a step calls must be traced again on the other side of
         `merge_call`, and in another trace of the step: its trace has the references of

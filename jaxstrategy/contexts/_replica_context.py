@@ -1,9 +1,9 @@
-"""What one replica sees of the others: `ReplicaContext`."""
+"""The view that one replica has of the others: `ReplicaContext`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, final
+from typing import final
 
 import jax
 import jax.numpy as jnp
@@ -203,11 +203,8 @@ class ReplicaContext:
         _require_callable(merge_fn)
         across = self.to_cross(tuple(args))
         named = self.to_cross(dict(kwargs or {}))
-        # In the default strategy there is no step to be in, and nothing to unwrap.
-        in_step = not self._is_outside
-        entered = _context.entered(
-            strategy=self._strategy, replica=None, in_step=in_step
-        )
+        in_step = _context.current().in_step  # there is none outside any strategy
+        entered = _context.entered(strategy=self._strategy, replica=None)
         with entered, jax.named_scope(MERGE_SCOPE):
             result = merge_fn(self._strategy, *across, **named)
         return to_replica(result) if in_step else result
@@ -236,7 +233,7 @@ class ReplicaContext:
         replicas = self._strategy.replicas
         is_alone = replicas.count == 1
 
-        def wrap(leaf: Leaf) -> Any:
+        def wrap(leaf: Leaf) -> Leaf:
             if isinstance(leaf, PerReplica):  # captured from outside the step
                 leaf._misused()
             if _arrays.is_array(leaf) and not is_alone:
@@ -289,7 +286,7 @@ class ReplicaContext:
 
 
 def to_replica(tree: PyTree, *, read_variables: bool = False) -> PyTree:
-    """What one replica has of `tree`, while a step is traced.
+    """The part that one replica has of `tree`, while a step is traced.
 
     Args:
       tree: with `PerReplica`s of all replicas, each of which becomes this replica's.
@@ -297,7 +294,7 @@ def to_replica(tree: PyTree, *, read_variables: bool = False) -> PyTree:
         variables.
     """
 
-    def unwrap(leaf: Leaf) -> Any:
+    def unwrap(leaf: Leaf) -> Leaf:
         if read_variables and isinstance(leaf, Handle):
             leaf = leaf.distributed()
         return _per_replica.local_value(leaf) if isinstance(leaf, PerReplica) else leaf
@@ -305,12 +302,12 @@ def to_replica(tree: PyTree, *, read_variables: bool = False) -> PyTree:
     return _trees.map_around_objects(unwrap, tree)
 
 
-def _is_one(node: Any) -> bool:
+def _is_one(node: object) -> bool:
     return isinstance(node, PerReplica) or is_slices(node)
 
 
-def _map(function: Callable[[Any], Any], tree: PyTree) -> PyTree:
-    def apply(leaf: Leaf) -> Any:
+def _map(function: Callable[[Leaf], Leaf], tree: PyTree) -> PyTree:
+    def apply(leaf: Leaf) -> Leaf:
         if isinstance(leaf, PerReplica):
             leaf._misused()
         return function(leaf)
@@ -318,7 +315,7 @@ def _map(function: Callable[[Any], Any], tree: PyTree) -> PyTree:
     return _trees.map_leaves(apply, tree)
 
 
-def _require_callable(merge_fn: Any) -> None:
+def _require_callable(merge_fn: object) -> None:
     if not callable(merge_fn):
         raise TypeError(
             f"`merge_call` was given {merge_fn!r}, which cannot be called. Give a "

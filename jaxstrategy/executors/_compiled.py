@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any, final
+from collections.abc import Callable, Sequence
+from typing import final
 
 from jaxstrategy._options import RunOptions
 from jaxstrategy.cluster._processes import Processes
@@ -84,7 +84,7 @@ class CompiledExecutor(AbstractExecutor):
     def update(
         self, fn: Function, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
     ) -> PyTree:
-        """What `fn` returns, traced once as of one copy and compiled for all."""
+        """The results of `fn`, traced once as of one copy and compiled for all."""
         return self._updates.of(fn)(args, kwargs)
 
     @functools.cached_property
@@ -92,7 +92,9 @@ class CompiledExecutor(AbstractExecutor):
         as_replica = self._environment
         return Programs(dataclasses.replace(as_replica, call=self._as_copy))
 
-    def _as_copy(self, fn: Function, args: Any, kwargs: Any) -> Any:
+    def _as_copy(
+        self, fn: Function, args: Sequence[PyTree], kwargs: dict[str, PyTree]
+    ) -> PyTree:
         """A call of `fn` that updates one copy, while it is traced."""
         with _context.entered(
             strategy=self._strategy, replica=None, in_step=True, is_update=True

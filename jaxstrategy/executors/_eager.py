@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, final
+from typing import final
 
 from jaxstrategy._options import RunOptions
 from jaxstrategy.contexts import _context
@@ -36,7 +36,7 @@ class EagerExecutor(AbstractExecutor):
         kwargs: dict[str, PyTree],
         options: RunOptions | None,
     ) -> PyTree:
-        """What the function returns."""
+        """The results of the function."""
         _context.require_same(_context.current(), self._strategy)
         args, kwargs = _alone((args, kwargs))
         with _context.outside():
@@ -49,7 +49,7 @@ class EagerExecutor(AbstractExecutor):
     def update(
         self, fn: Function, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
     ) -> PyTree:
-        """What `fn` returns, called for the only copy."""
+        """The results of `fn`, called for the only copy."""
         with _context.entered(is_update=True):
             return fn(*args, **kwargs)
 
@@ -68,10 +68,10 @@ class EagerProgram:
         self._run = run
 
     def __call__(self, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> PyTree:
-        """What the function returns."""
+        """The results of the function."""
         return self._run(tuple(args), kwargs)
 
-    def bound(self, objects: Sequence[Any]) -> Callable[..., PyTree]:
+    def bound(self, objects: Sequence[object]) -> Callable[..., PyTree]:
         """The function with these first arguments.
 
         Raises:
@@ -81,7 +81,7 @@ class EagerProgram:
         _adapter.require_objects(tuple(objects), captured)
 
         @functools.wraps(self._fn)
-        def step(*rest: Any, **kwargs: Any) -> PyTree:
+        def step(*rest: PyTree, **kwargs: PyTree) -> PyTree:
             return self((*objects, *rest), kwargs)
 
         return step
@@ -90,7 +90,7 @@ class EagerProgram:
 def _alone(tree: PyTree) -> PyTree:
     """`tree` with each `PerReplica` as its only version."""
 
-    def unwrap(leaf: Leaf) -> Any:
+    def unwrap(leaf: Leaf) -> Leaf:
         if not isinstance(leaf, PerReplica):
             return leaf
         _building.check_stacked(_per_replica.contents(leaf), 1, "value")

@@ -1,10 +1,10 @@
-"""How the steps of a strategy run: `AbstractExecutor`."""
+"""The execution of a strategy's steps: `AbstractExecutor`."""
 
 from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, cast
+from typing import Protocol, cast
 
 from jaxstrategy._options import RunOptions
 from jaxstrategy.contexts import _context
@@ -23,10 +23,10 @@ class FunctionProgram(Protocol):
     """One function, as an executor runs it on all replicas."""
 
     def __call__(self, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> PyTree:
-        """What the function returns, called outside of every scope and step."""
+        """The results of the function, called outside of every scope and step."""
         ...
 
-    def bound(self, objects: Sequence[Any]) -> Callable[..., PyTree]:
+    def bound(self, objects: Sequence[object]) -> Callable[..., PyTree]:
         """The function with these first arguments, which are looked into only now.
 
         Raises:
@@ -62,7 +62,7 @@ class AbstractExecutor(abc.ABC):
         kwargs: dict[str, PyTree],
         options: RunOptions | None,
     ) -> PyTree:
-        """What `fn` returns, in whatever context `run` is called.
+        """The results of `fn`, in whatever context `run` is called.
 
         Raises:
           ContextError: inside another `run`, or in another strategy's scope.
@@ -76,7 +76,7 @@ class AbstractExecutor(abc.ABC):
     def update(
         self, fn: Function, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
     ) -> PyTree:
-        """What `fn` returns, called for each copy of the variables that it changes."""
+        """The results of `fn`, called for each copy of the variables it changes."""
 
     def explain(
         self,
@@ -88,7 +88,7 @@ class AbstractExecutor(abc.ABC):
         topology: Topology,
         compiled: bool,
     ) -> Explanation:
-        """What `run` would do as one program, without running it.
+        """An explanation of `run` as one program, which is not run.
 
         Args:
           fn: the step.
@@ -110,11 +110,13 @@ class AbstractExecutor(abc.ABC):
 
     @property
     def _environment(self) -> StepEnvironment:
-        """What steps run in."""
+        """The replicas and the caller of functions that traces need."""
         replicas = self._strategy.replicas
         return StepEnvironment(replicas, self._as_replica, self._variables)
 
-    def _as_replica(self, fn: Function, args: Any, kwargs: Any) -> Any:
+    def _as_replica(
+        self, fn: Function, args: Sequence[PyTree], kwargs: dict[str, PyTree]
+    ) -> PyTree:
         """One replica's call of `fn`, while it is traced."""
         strategy = self._strategy
         replica = ReplicaContext(strategy)
@@ -122,5 +124,5 @@ class AbstractExecutor(abc.ABC):
             return fn(*args, **kwargs)
 
     def _variables(self) -> list[Variable]:
-        """Those that steps may use."""
+        """The variables that steps may use."""
         return cast("list[Variable]", _registry.usable_by(self._strategy))

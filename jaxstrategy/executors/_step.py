@@ -11,7 +11,7 @@ import jax
 from jaxstrategy._options import RunOptions
 from jaxstrategy.contexts._context import OUTSIDE, current
 from jaxstrategy.executors._executor import AbstractExecutor
-from jaxstrategy.values._types import Function
+from jaxstrategy.values._types import Function, PyTree
 
 
 @final
@@ -47,12 +47,12 @@ class Step:
         self._describe = describe
         functools.update_wrapper(self, fn)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         if current() is OUTSIDE:  # the usual case, kept short
             return self._program(args, kwargs)
         return self._executor.run(self._fn, args, kwargs, self.options)
 
-    def bind(self, *objects: Any) -> Function:
+    def bind(self, *objects: object) -> Function:
         """The step with its first arguments, modules and optimizers of Flax NNX, fixed.
 
         At each call of the step itself its objects are looked through for what has

@@ -1,4 +1,4 @@
-"""How a strategy reduces: each class another lowering of the same sum."""
+"""The ways in which a strategy reduces, each class another lowering of one sum."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import abc
 import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, final
+from typing import NoReturn, final
 
 import jax
 
@@ -44,7 +44,7 @@ class CrossDeviceOps(abc.ABC):
         self,
         reduce_op: ReduceOp | str,
         per_replica_value: PerReplica,
-        destinations: Any,
+        destinations: object,
         options: CommunicationOptions | None = None,
     ) -> jax.Array:
         """One array `[...]` from all replicas' versions, each `[...]`.
@@ -66,7 +66,7 @@ class CrossDeviceOps(abc.ABC):
     def batch_reduce(
         self,
         reduce_op: ReduceOp | str,
-        value_destination_pairs: Sequence[tuple[PerReplica, Any]],
+        value_destination_pairs: Sequence[tuple[PerReplica, object]],
         options: CommunicationOptions | None = None,
     ) -> list[jax.Array]:
         """One array for each pair of a value and its destinations, in the same order.
@@ -85,7 +85,7 @@ class CrossDeviceOps(abc.ABC):
         options = options or CommunicationOptions()
         return self.batch_reduce_implementation(op, value_destination_pairs, options)
 
-    def broadcast(self, tensor: jax.Array, destinations: Any) -> jax.Array:
+    def broadcast(self, tensor: jax.Array, destinations: object) -> jax.Array:
         """`tensor` on all replicas, in its own shape."""
         return self.broadcast_implementation(tensor, destinations)
 
@@ -94,7 +94,7 @@ class CrossDeviceOps(abc.ABC):
         self,
         reduce_op: ReduceOp,
         per_replica_value: PerReplica,
-        destinations: Any,
+        destinations: object,
         options: CommunicationOptions,
     ) -> jax.Array:
         """One array from all replicas' versions; every replica must get it.
@@ -112,7 +112,7 @@ class CrossDeviceOps(abc.ABC):
     def batch_reduce_implementation(
         self,
         reduce_op: ReduceOp,
-        value_destination_pairs: Sequence[tuple[PerReplica, Any]],
+        value_destination_pairs: Sequence[tuple[PerReplica, object]],
         options: CommunicationOptions,
     ) -> list[jax.Array]:
         """Several of them; by default one after the other, in their own shapes.
@@ -126,7 +126,7 @@ class CrossDeviceOps(abc.ABC):
         ]
 
     def broadcast_implementation(
-        self, tensor: jax.Array, destinations: Any
+        self, tensor: jax.Array, destinations: object
     ) -> jax.Array:
         """By default `tensor` as it is: a step's array is on all replicas already.
 
@@ -136,16 +136,20 @@ class CrossDeviceOps(abc.ABC):
 
 
 class PlannedOps(CrossDeviceOps):
-    """Those of ours: a `Plan` says everything about them."""
+    """Operations of ours, about which a `Plan` says everything."""
 
     @abc.abstractmethod
     def plan(self, replicas: Replicas) -> Plan:
-        """What these replicas do."""
+        """The plan of these replicas' reductions."""
 
     @final
     def reduce_implementation(
-        self, reduce_op: Any, per_replica_value: Any, destinations: Any, options: Any
-    ) -> Any:
+        self,
+        reduce_op: ReduceOp,
+        per_replica_value: PerReplica,
+        destinations: object,
+        options: CommunicationOptions,
+    ) -> NoReturn:
         """Not called: a strategy follows the plan.
 
         Raises:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ from jax import lax
 from jaxstrategy.replicas._random_keys import as_numbers
 from jaxstrategy.values._types import PyTree
 
-Word = Any  # a uint32 array or scalar
+Word: TypeAlias = jax.Array | np.uint32
 
 # Odd numbers, so that multiplying by them can be undone: two primes of xxHash and the
 # factors of Chris Wellons' `lowbias32`.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -11,9 +9,10 @@ from jax import lax
 from jaxstrategy.replicas import _overflow
 from jaxstrategy.replicas._replicas import Replicas
 from jaxstrategy.text._whole_numbers import whole
+from jaxstrategy.values._types import Leaf
 
 
-def all_gather(value: Any, axis: int, replicas: Replicas) -> jax.Array:
+def all_gather(value: Leaf, axis: int, replicas: Replicas) -> jax.Array:
     """Every replica's `value`, joined along dimension `axis` in replica order.
 
     Shapes: local `[n, ...]` -> `[num_replicas * n, ...]` for `axis=0`.

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 
 class AbstractPacking(abc.ABC):
-    """Which arrays are joined."""
+    """A choice of the arrays that are joined."""
 
     @abc.abstractmethod
     def buckets(self, sizes: Sequence[int]) -> list[list[int]]:
@@ -92,7 +92,7 @@ _ELSEWHERE = {1: Packing(256 * 1024, 4 * 1024**2)}
 
 
 def best_on(platform: str, replicas: int, processes: int = 1) -> Packing:
-    """What is best for replicas of some processes on a platform, such as `"cpu"`."""
+    """The best packing for replicas of some processes on a platform (`"cpu"`)."""
     if platform == "cpu" and processes > 1:
         return _BETWEEN_PROCESSES
     known = _ON_CPU if platform == "cpu" else _ELSEWHERE

@@ -1,4 +1,4 @@
-"""How many arrays per replica become as many: a `Plan`, made once per strategy."""
+"""The plan of a reduction of many arrays per replica, made once per strategy."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import abc
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Self
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from jaxstrategy._options import CommunicationImplementation as Implementation
 from jaxstrategy._options import CommunicationOptions, ReduceOp
@@ -25,7 +26,7 @@ from jaxstrategy.values._types import Leaf
 
 
 class AbstractPlan(abc.ABC):
-    """What a reduction is, decided before a step is traced."""
+    """A reduction, decided before a step is traced."""
 
     @abc.abstractmethod
     def with_options(self, options: CommunicationOptions | None) -> Self:
@@ -40,7 +41,7 @@ class AbstractPlan(abc.ABC):
         """
 
     @abc.abstractmethod
-    def reduce(self, op: ReduceOp, values: Sequence[Leaf], axes: Axes) -> list[Any]:
+    def reduce(self, op: ReduceOp, values: Sequence[Leaf], axes: Axes) -> list[Leaf]:
         """Each of `values` reduced over all replicas; every replica gets the results.
 
         Raises:
@@ -50,7 +51,7 @@ class AbstractPlan(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class Plan(AbstractPlan):
-    """How the replicas' arrays are reduced.
+    """A reduction of the replicas' arrays by collectives.
 
     Attributes:
       packing: which arrays are joined first.
@@ -63,7 +64,7 @@ class Plan(AbstractPlan):
     packing: AbstractPacking
     sum: Sum = _sums.direct
     groups: Groups | None = None
-    reduce_dtype: Any = None
+    reduce_dtype: DTypeLike | None = None
 
     def with_options(self, options: CommunicationOptions | None) -> Plan:
         """The same, but for what `options` say."""
@@ -80,7 +81,7 @@ class Plan(AbstractPlan):
             plan = dataclasses.replace(plan, sum=_sums.direct)
         return plan
 
-    def reduce(self, op: ReduceOp, values: Sequence[Leaf], axes: Axes) -> list[Any]:
+    def reduce(self, op: ReduceOp, values: Sequence[Leaf], axes: Axes) -> list[Leaf]:
         """Each of `values` reduced over all replicas; every replica gets the results.
 
         SUM, MIN and MAX keep each dtype (so small integers wrap in a sum as they do in
@@ -113,7 +114,7 @@ class Plan(AbstractPlan):
 
     def _beside_empty(
         self, op: ReduceOp, arrays: Sequence[jax.Array], axes: Axes
-    ) -> list[Any]:
+    ) -> list[Leaf]:
         """The results, in which arrays without elements are what they were.
 
         They are equal on all replicas; zeros do not vary to the analysis of a step.
@@ -131,7 +132,7 @@ class Plan(AbstractPlan):
     def _members(self, axes: Axes) -> int:
         return lax.axis_size(axes) if self.groups is None else len(self.groups[0])
 
-    def _dtype_for(self, array: jax.Array) -> Any:
+    def _dtype_for(self, array: jax.Array) -> DTypeLike:
         if not jnp.issubdtype(array.dtype, jnp.floating):
             return array.dtype
         if self.reduce_dtype is not None:

@@ -1,4 +1,4 @@
-"""What each `ReduceOp` does with arrays: one row in one table.
+"""The arithmetic of each `ReduceOp`: one row in one table.
 
 Gradients are local: the gradient of a sum over replicas is the sum over replicas of the
 incoming gradients, of a mean their mean (as in TensorFlow's `all_reduce`). A minimum or
@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +19,7 @@ from jaxstrategy._options import ReduceOp
 from jaxstrategy.reductions._sums import Axes, Groups
 from jaxstrategy.replicas import _overflow
 from jaxstrategy.values._slices import is_slices
+from jaxstrategy.values._types import Leaf
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +80,7 @@ def sums() -> str:
     return " and ".join(op.name for op, row in OPERATIONS.items() if row.is_sum)
 
 
-def reduced_over(op: ReduceOp, value: Any, axis: Sequence[int]) -> jax.Array:
+def reduced_over(op: ReduceOp, value: Leaf, axis: Sequence[int]) -> jax.Array:
     """`value` reduced over its own dimensions `axis`.
 
     Raises:
@@ -97,7 +97,7 @@ def reduced_over(op: ReduceOp, value: Any, axis: Sequence[int]) -> jax.Array:
     return row.locally(row.prepared(array), _dimensions(axis, array.ndim))
 
 
-def checked(op: ReduceOp, value: Any) -> jax.Array:
+def checked(op: ReduceOp, value: Leaf) -> jax.Array:
     """`value` as an array that `op` can reduce.
 
     Raises:

@@ -1,9 +1,9 @@
-"""How the replicas of one strategy combine their values: `Reduction`."""
+"""The reduction of what the replicas of a strategy hold: `Reduction`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, final
+from typing import final
 
 import jax
 
@@ -14,7 +14,7 @@ from jaxstrategy.reductions._sparse import reduce_slices
 from jaxstrategy.reductions._sums import Groups
 from jaxstrategy.replicas import _overflow
 from jaxstrategy.replicas._replicas import Replicas
-from jaxstrategy.values._slices import is_slices
+from jaxstrategy.values._slices import IndexedSlices, is_slices
 from jaxstrategy.values._types import Leaf
 
 
@@ -37,7 +37,7 @@ class Reduction:
         leaves: Sequence[Leaf],
         options: CommunicationOptions | None = None,
         groups: Groups | None = None,
-    ) -> list[Any]:
+    ) -> list[Leaf]:
         """This replica's arrays reduced over all replicas, or over its group.
 
         Args:
@@ -57,7 +57,9 @@ class Reduction:
         reduced, joined = iter(plan.reduce(op, dense, axes)), iter(sparse)
         return [next(joined if is_slices(leaf) else reduced) for leaf in leaves]
 
-    def _sparse(self, op: ReduceOp, leaf: Leaf, groups: Groups | None) -> Any:
+    def _sparse(
+        self, op: ReduceOp, leaf: IndexedSlices, groups: Groups | None
+    ) -> IndexedSlices:
         if groups is not None:
             raise ValueError(
                 "`groups` was given for IndexedSlices, whose rows go to all replicas. "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, final
+from typing import final
 
 import jax
 
@@ -55,8 +55,8 @@ class UserPlan(AbstractPlan):
             "operations."
         )
 
-    def reduce(self, op: ReduceOp, values: Sequence[Leaf], axes: Axes) -> list[Any]:
-        """What the operations return.
+    def reduce(self, op: ReduceOp, values: Sequence[Leaf], axes: Axes) -> list[Leaf]:
+        """The results that the operations return.
 
         Raises:
           TypeError: a value has no such reduction.

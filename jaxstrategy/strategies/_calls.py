@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from typing import Any
 
 from jaxstrategy._options import RunOptions
 from jaxstrategy.values._types import Function
@@ -22,7 +21,7 @@ def needs_arguments(fn: Function) -> bool:
     return any(p.default is empty and p.kind not in variadic for p in parameters)
 
 
-def check_arguments(args: Any, kwargs: Any) -> None:
+def check_arguments(args: object, kwargs: object) -> None:
     """Raise unless these are a sequence of arguments and a dict or None.
 
     Raises:
@@ -40,7 +39,7 @@ def check_arguments(args: Any, kwargs: Any) -> None:
         )
 
 
-def check_options(options: Any) -> None:
+def check_options(options: object) -> None:
     """Raise unless this is a `RunOptions` or None.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What distinguishes one strategy from another: `Choices`."""
+"""The differences between one strategy and another: `Choices`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MakeExecutor = Callable[[AbstractStrategy, Processes | None], AbstractExecutor]
 @final
 @dataclasses.dataclass(frozen=True)
 class Choices:
-    """What a strategy is composed of; its file in this folder makes one of these.
+    """The parts that a strategy is composed of, chosen by its file in this folder.
 
     Attributes:
       replicas: where its replicas are.

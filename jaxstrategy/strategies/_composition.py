@@ -122,7 +122,7 @@ class ComposedStrategy(AbstractStrategy):
 
 
 def _reduction_for(strategy: AbstractStrategy, choices: Choices) -> Reduction:
-    """How the replicas of `strategy` combine values.
+    """The way in which the replicas of `strategy` combine values.
 
     Raises:
       TypeError: something else than operations was chosen.

@@ -1,4 +1,4 @@
-"""What code that sees all replicas does with their values: `CrossReplicaValues`."""
+"""Values of all replicas in cross-replica context: `CrossReplicaValues`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from jaxstrategy.values._types import Leaf, PyTree
 from jaxstrategy.variables import _components
 
 Versions: TypeAlias = tuple[Leaf, ...]
-"""What each of some replicas has of one leaf."""
+"""The versions of one leaf that some replicas have."""
 
 _LEAF = jax.tree.structure(0)
 
@@ -146,7 +146,7 @@ class CrossReplicaValues:
         return _components.of(variable, variable.distributed(), divide)
 
     def _copies(self, leaf: Leaf, n: int, in_step: bool) -> Versions:
-        """What `n` replicas hold of something that is no `PerReplica`."""
+        """The copies that `n` replicas hold of a leaf that is no `PerReplica`."""
         _arrays.check_alive(leaf, "An array")
         if in_step and isinstance(leaf, jax.Array) and n > 1:
             # Captured by the merge function: it may well differ between replicas.

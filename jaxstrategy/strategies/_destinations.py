@@ -1,4 +1,4 @@
-"""Where `extended.reduce_to` places what it reduces."""
+"""The destinations of `extended.reduce_to`, on which it places results."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def checked_pairs(pairs: object) -> list[tuple[PyTree, Destinations]]:
 
 
 def sharding_of(destinations: Destinations) -> jax.sharding.Sharding | None:
-    """Where a result goes; None for where it is, on all replicas.
+    """The sharding of a result; None where it stays, on all replicas.
 
     Raises:
       ValueError: there is no destination, or no such device.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any, final
+from typing import final
 
 import jax
 from jax.core import Tracer
@@ -155,7 +155,7 @@ class StrategyExtended:
         args: Sequence[PyTree] = (),
         kwargs: dict[str, PyTree] | None = None,
         group: bool = True,
-    ) -> Any:
+    ) -> PyTree:
         """Calls `fn(var, *args, **kwargs)` to change each copy of a variable.
 
         In it, reading and assigning variables mean one copy of them, and aggregation
@@ -231,7 +231,7 @@ class StrategyExtended:
         return self._executor.update(fn, (var, *args), kwargs)
 
     def _of_each_copy(self, var: Variable, result: PyTree, in_step: bool) -> PyTree:
-        """What `update` returned, with a tuple of that for each copy at each leaf."""
+        """The result of `update` with a tuple at each leaf, one entry per copy."""
         n = var.replicas.count if in_step else len(var.replicas.own)
 
         def versions(leaf: Leaf) -> tuple[Leaf, ...]:
@@ -276,7 +276,7 @@ class StrategyExtended:
         with _context.entered(colocated=var.replicas):
             yield
 
-    def value_container(self, value: Any) -> Any:
+    def value_container(self, value: object) -> object:
         """The variable that `value` is a copy of; else `value` itself.
 
         Copies are what `experimental_local_results(variable)` gives. A copy is known as

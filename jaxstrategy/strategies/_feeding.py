@@ -1,4 +1,4 @@
-"""How the replicas of a strategy are fed."""
+"""The feeding of a strategy's replicas with batches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _passes = itertools.count()
 
 
 def feeding_for(replicas: Replicas, processes: Processes | None) -> Feeding:
-    """What divides datasets over the replicas.
+    """The division of datasets over the replicas.
 
     Args:
       replicas: those of all processes.

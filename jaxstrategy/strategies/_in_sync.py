@@ -1,4 +1,4 @@
-"""Whether the replicas still hold the same: what `Strategy.assert_in_sync` does."""
+"""The comparison of the bits that replicas hold: `Strategy.assert_in_sync`."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def local_versions(
 
 @functools.lru_cache(maxsize=64)
 def _own(replicas: Replicas) -> Replicas:
-    """Those of this process, by themselves."""
+    """The replicas of this process, by themselves."""
     return replicas if replicas.are_all_own else Replicas.on(replicas.own_devices)
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
+from jax.tree_util import KeyPath
 
 from jaxstrategy._options import (
     ValueContext,
@@ -67,10 +67,10 @@ class PlacesValues(ComposedStrategy):
         """
         _context.require_host(self, "per_replica")
 
-        def is_end(node: Any) -> bool:
+        def is_end(node: object) -> bool:
             return isinstance(node, (list, PerReplica))
 
-        def place(path: Any, node: Any) -> PyTree:
+        def place(path: KeyPath, node: PyTree) -> PyTree:
             what = f"value{jax.tree_util.keystr(path)}"
             if isinstance(node, PerReplica):
                 _arrays.check_alive(_per_replica.contents(node), f"`{what}`")
@@ -109,7 +109,7 @@ class PlacesValues(ComposedStrategy):
         versions = [value_fn(ValueContext(i, n)) for i in self.replicas.own]
         return _building.stack(versions, self.replicas, own=True, plain_if_alone=True)
 
-    def init(self, fn: Callable[..., PyTree], *args: Any) -> PyTree:
+    def init(self, fn: Callable[..., PyTree], *args: PyTree) -> PyTree:
         """`fn(*args)` built in mirrored form: on every device at once, from nothing.
 
         No device ever holds a copy of the result that it does not keep, so state that

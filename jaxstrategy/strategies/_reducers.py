@@ -125,7 +125,7 @@ def _reducer(
 def _weights(
     leaf: Leaf, weights: Leaf, op: ReduceOp, axis: tuple[int, ...] | None
 ) -> jax.Array | None:
-    """What `leaf` is weighted with, None for nothing.
+    """The weights of the entries of `leaf`; None if each counts 1.
 
     Rows of a batch that are not real weigh nothing where rows are reduced.
 

@@ -30,7 +30,7 @@ class RunsSteps(ComposedStrategy):
         args: Sequence[PyTree] = NOT_GIVEN,
         kwargs: dict[str, PyTree] | None = None,
         options: RunOptions | None = None,
-    ) -> Any:
+    ) -> PyTree:
         """Runs `fn(*args, **kwargs)` on every replica, as one compiled program.
 
         `fn` is traced once per combination of argument structure, shapes and static

@@ -1,4 +1,4 @@
-"""What all strategies share: `Strategy`."""
+"""The base class of all strategies: `Strategy`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which kinds of variables a strategy makes, and where they live: `VariablePolicy`."""
+"""The choice of a kind and of devices for each variable: `VariablePolicy`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class VariablePolicy(AbstractVariablePolicy):
         aggregation: VariableAggregation,
         owner: AbstractStrategy | None,
     ) -> VariableKind:
-        """How a variable is kept.
+        """The kind of a variable, which keeps it.
 
         Args:
           name: its name, for messages.
@@ -55,7 +55,7 @@ class ReplicatedVariables(VariablePolicy):
 
     @property
     def replicas(self) -> Replicas:
-        """Where mirrored variables are."""
+        """The replicas that mirrored variables have a copy on."""
         return self._home
 
     def kind(
@@ -87,7 +87,7 @@ class OrdinaryVariables(VariablePolicy):
 
     @property
     def replicas(self) -> Replicas:
-        """Where the copy is."""
+        """The replica that has the copy."""
         return self._replicas
 
     def kind(
