@@ -1,6 +1,7 @@
 """Imports point down only: the layers of the package, from the ground up."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -118,6 +119,46 @@ def test_no_two_classes_have_one_name():
 
 def is_class(node):
     return isinstance(node, ast.ClassDef)
+
+
+# What only `replicas/` does, and the few files that must, with the reason.
+ASKED_OF_REPLICAS = {
+    "names the replica axis": (r"REPLICA_AXIS|\(axis_name,\) *=", {}),
+    "counts or orders devices of a mesh": (
+        r"\bmesh\.(size|shape|devices|axis_names)\b",
+        {"tracing/replication/_analysis.py": "any user's mesh, to lower an operation"},
+    ),
+    "spells how an array is divided": (
+        r"\bPartitionSpec\b|\bNamedSharding\(|(?<![\w.])Mesh\(|make_mesh",
+        {},
+    ),
+    "sorts shards as replicas": (r"\.addressable_shards|\bshard\.index", {}),
+    "asks which replica it is": (
+        r"lax\.axis_index\(",
+        {"reductions/_sums.py": "collectives are given axes, and groups within them"},
+    ),
+    "is given a mesh and means the replicas": (
+        r"\bmesh: *\"?Mesh\b",
+        {
+            "tracing/replication/_analysis.py": "as above",
+            "tracing/replication/_lowered.py": "as above",
+            "tracing/replication/_rules.py": "as above",
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("what", ASKED_OF_REPLICAS)
+def test_only_replicas_know_how_replicas_lie(what):
+    pattern, allowed = ASKED_OF_REPLICAS[what]
+    found = {
+        path.relative_to(PACKAGE).as_posix()
+        for path in PACKAGE.rglob("*.py")
+        if re.search(pattern, path.read_text())
+    }
+    others = {path for path in found if not path.startswith("replicas/")}
+    assert others <= set(allowed), f"{what}, which `Replicas` should"
+    assert others == set(allowed), f"no exception is needed any more: {what}"
 
 
 def test_no_private_jax_module_is_used():

@@ -106,6 +106,11 @@ class Replicas:
         """The first device of each replica, in replica order."""
         return tuple(self.devices_of(i)[0] for i in range(self.count))
 
+    @functools.cached_property
+    def all_devices(self) -> frozenset[Device]:
+        """The devices of all replicas."""
+        return frozenset(self.mesh.devices.flat)
+
     def devices_of(self, replica_id: int) -> tuple[Device, ...]:
         """The devices of one replica, in the order of the inner axes."""
         return self._groups[replica_id // self.per_device]

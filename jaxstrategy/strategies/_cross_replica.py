@@ -152,7 +152,10 @@ class CrossReplicaValues:
             # Captured by the merge function: it may well differ between replicas.
             return _per_replica.from_local(leaf, self._strategy.replicas).values
         if _arrays.is_mirrored(leaf):  # a variable of central storage has one copy
-            return (leaf,) * len(leaf.addressable_shards)
+            replicas = self._strategy.replicas
+            is_ours = _mesh.lies_as(leaf, replicas.sharding(SAME))
+            holders = replicas.own if is_ours else leaf.sharding.addressable_devices
+            return (leaf,) * len(holders)
         return (leaf,) * n
 
 

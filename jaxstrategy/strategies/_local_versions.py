@@ -63,7 +63,7 @@ def _is_brought(value: PerReplica, own: Replicas) -> bool:
     if own.count == 1 or not _arrays.is_placed(array) or not array.shape:
         return False
     bytes_each = int(np.prod(array.shape[1:])) * array.dtype.itemsize
-    devices = {shard.device for shard in array.addressable_shards}
+    devices = array.sharding.addressable_devices
     return (
         bytes_each <= _SMALL_BYTES
         and Replicas.dividing(array) is not None

@@ -162,7 +162,7 @@ class ReplicaStep:
         except _leaks.Leak:
             raise
         except Exception as error:
-            if (told := translated(error, self.name)) is None:
+            if (told := translated(error, self.name, self.replicas)) is None:
                 raise
             raise told from error
         return _results.take_apart(returned, self.signature.statics, self.name)

@@ -322,5 +322,5 @@ def on_replicas(
 
 
 def _spec(variable: Variable, replicas: Replicas) -> Any:
-    is_here = variable.lives_on(replicas.mesh)
+    is_here = variable.lives_on(replicas)
     return variable.sharding.spec if is_here else replicas.spec(SAME)

@@ -7,7 +7,7 @@ import re
 import jax
 
 from jaxstrategy._errors import TracedValueError
-from jaxstrategy.replicas import _mesh
+from jaxstrategy.replicas._replicas import Replicas
 from jaxstrategy.text import _user_code
 from jaxstrategy.tracing.nnx import _adapter
 
@@ -23,12 +23,18 @@ _CHANGED_FOR_EACH = "vmapped value on an unbatched array reference"
 _UNBOUND = re.compile(r"[Uu]nbound axis name:? *'?(\w+)")
 
 
-def translated(error: Exception, name: str) -> Exception | None:
-    """An error to raise instead of `error`, which the step `name` raised; or None."""
+def translated(error: Exception, name: str, replicas: Replicas) -> Exception | None:
+    """An error to raise instead of `error`, which a step raised; or None.
+
+    Args:
+      error: what it raised.
+      name: of the step.
+      replicas: those it runs on.
+    """
     if isinstance(error, _ASKED_TOO_EARLY):
         return _asked_too_early(error, name)
     if isinstance(error, NameError) and (unbound := _UNBOUND.search(str(error))):
-        return _unbound_axis(error, name, unbound[1])
+        return _unbound_axis(error, name, unbound[1], replicas.axis_name)
     if _CHANGED_FOR_EACH in str(error):
         return _changed_for_each(error, name)
     return _adapter.refused(error, name)
@@ -60,8 +66,9 @@ def _changed_for_each(error: Exception, name: str) -> ValueError:
     )
 
 
-def _unbound_axis(error: Exception, name: str, axis: str) -> NameError:
-    ours = _mesh.REPLICA_AXIS
+def _unbound_axis(
+    error: Exception, name: str, axis: str, ours: str | tuple[str, ...]
+) -> NameError:
     return NameError(
         f"`{name}` reduces over an axis {axis!r} that there is not:{_where(error)}"
         f"Inside `run` the axis of the replicas is called {ours!r}. Give the layer "

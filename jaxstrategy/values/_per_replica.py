@@ -244,5 +244,5 @@ def _own_devices(value: jax.Array) -> Sequence[Device]:
     """Those of this process that hold a stacked array, in replica order."""
     replicas = Replicas.dividing(value)
     if replicas is None:
-        return [shard.device for shard in value.addressable_shards]
+        return sorted(value.sharding.addressable_devices, key=lambda d: d.id)
     return list(dict.fromkeys(replicas.own_devices))

@@ -113,7 +113,6 @@ class Properties(Handle):
         """Whether it has no copies that may differ."""
         return isinstance(self._kind, MirroredKind)
 
-    def lives_on(self, where: Replicas | Mesh) -> bool:
+    def lives_on(self, replicas: Replicas) -> bool:
         """Whether steps of these replicas can work on it where it is."""
-        mesh = where.mesh if isinstance(where, Replicas) else where
-        return self._strategy is not None and self.mesh == mesh
+        return self._strategy is not None and self.replicas == replicas

@@ -13,8 +13,9 @@ from typing import Any
 import jax
 from jax.extend import core
 from jax.extend.core import Literal
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 
+from jaxstrategy.replicas import _mesh
 from jaxstrategy.tracing.replication._collective_table import COLLECTIVES
 
 
@@ -49,7 +50,7 @@ def lowered(eqn: Any, mesh: Mesh | None) -> Lowered:
 
 def _text(eqn: Any, mesh: Mesh) -> str:
     only = core.jaxpr_as_fun(alone(eqn))
-    everywhere = PartitionSpec()
+    everywhere = _mesh.SAME
     on_each = jax.shard_map(
         only, mesh=mesh, in_specs=everywhere, out_specs=everywhere, check_vma=False
     )

@@ -89,7 +89,7 @@ class Carried:
         """
 
         def by_reference(variable: Variable) -> bool:
-            here = variable.lives_on(self._replicas.mesh)
+            here = variable.lives_on(self._replicas)
             return here and (traced or variable.cell.is_reference)
 
         return [v for v in used if v not in self and not by_reference(v)]
@@ -98,7 +98,7 @@ class Carried:
         """These too."""
         here, away = dict(self._here), dict(self._away)
         for variable in variables:
-            if variable.lives_on(self._replicas.mesh):
+            if variable.lives_on(self._replicas):
                 here[variable.cell] = variable.sharding
             else:
                 where = _devices.names(variable.devices)

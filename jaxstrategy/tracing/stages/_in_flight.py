@@ -43,7 +43,7 @@ class InFlight(Stage):
     """
 
     def __init__(self, step: ReplicaStep, options: RunOptions) -> None:
-        self._is_needed = needed(step.replicas.mesh.devices.flat)
+        self._is_needed = needed(step.replicas.all_devices)
 
     @property
     def is_active(self) -> bool:

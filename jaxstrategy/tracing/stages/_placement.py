@@ -178,7 +178,7 @@ def check_whole(array: Any, replicas: Replicas, name: str, what: str) -> None:
     Raises:
       PlacementError: it is split over the replicas' devices.
     """
-    ours = set(replicas.mesh.devices.flat)
+    ours = replicas.all_devices
     is_ours = len(ours) > 1 and bool(ours & array.sharding.device_set)
     if is_ours and _mesh.is_divided(array):
         raise PlacementError(
