@@ -2,6 +2,10 @@
 
 It keeps values, brings together what all contribute, and knows at once when a process
 has died: the kernel closes the connections of a process that ends, however it ends.
+
+All of its state belongs to that thread, so there is no lock; only `states`, which reads
+one attribute after the other, is called by others. Nothing in it may block: a client
+that does not read would stop the whole job.
 """
 
 from __future__ import annotations
