@@ -5,13 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers.replicas import replica
 from jax import lax
 
 import jaxstrategy as js
-
-
-def replica():
-    return js.get_replica_context()
 
 
 def loss(w, x, y):

@@ -14,23 +14,10 @@ import weakref
 import jax
 import numpy as np
 import pytest
+from helpers.threads import SECONDS, threads, until
 
 import jaxstrategy as js
 from jaxstrategy.inputs._ahead import Ahead
-
-SECONDS = 20
-
-
-def until(condition):
-    """Wait until it is so, but not for ever."""
-    end = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < end, "it has not come true"
-        time.sleep(0.002)
-
-
-def threads():
-    return [t for t in threading.enumerate() if t.name == "jaxstrategy input"]
 
 
 @pytest.fixture(autouse=True)

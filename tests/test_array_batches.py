@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxstrategy as js
+from jaxstrategy import batches
 from jaxstrategy.inputs.sources._choose import as_source
-from jaxstrategy.inputs.sources._memory import batches
 from jaxstrategy.inputs.sources._source import Pass, Source
 
 

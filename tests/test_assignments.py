@@ -6,18 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.variables import copies, variable
 
 import jaxstrategy as js
-
-
-def variable(strategy, value, kind="auto", aggregation="none", **more):
-    with strategy.scope():
-        return js.Variable(value, synchronization=kind, aggregation=aggregation, **more)
-
-
-def copies(strategy, v):
-    found = strategy.experimental_local_results(v)
-    return [np.asarray(copy).tolist() for copy in found]
 
 
 def replica_id():

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.replicas import ids
 
 import jaxstrategy as js
 
@@ -31,12 +32,6 @@ def storage(request):
 def variable(strategy, start=0.0, **options):
     with strategy.scope():
         return js.Variable(start, **options)
-
-
-def ids(strategy, start=0.0):
-    """The replica's id plus `start`."""
-    n = strategy.num_replicas_in_sync
-    return strategy.per_replica([np.float32(i + start) for i in range(n)])
 
 
 # What it is.

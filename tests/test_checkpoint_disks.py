@@ -16,6 +16,7 @@ import time
 
 import numpy as np
 import pytest
+from helpers.states import is_state_of, state_of
 
 from jaxstrategy.checkpoint import (
     CheckpointError,
@@ -28,14 +29,6 @@ from jaxstrategy.checkpoint.folders._files import (
     PatientFiles,
 )
 from jaxstrategy.checkpoint.folders._folder import Folder
-
-
-def state_of(step):
-    return {"w": np.full(3, step, np.float32), "step": step}
-
-
-def is_state_of(state, step):
-    return state["step"] == step and np.array_equal(state["w"], state_of(step)["w"])
 
 
 class FailingFiles(AbstractFiles):

@@ -9,6 +9,7 @@ import zlib
 import jax
 import numpy as np
 import pytest
+from helpers.states import is_state_of, state_of
 
 import jaxstrategy as js
 from jaxstrategy.checkpoint import (
@@ -18,14 +19,6 @@ from jaxstrategy.checkpoint import (
 )
 
 RECORD = "jaxstrategy.json"
-
-
-def state_of(step):
-    return {"w": np.full(3, step, np.float32), "step": step}
-
-
-def is_state_of(state, step):
-    return state["step"] == step and np.array_equal(state["w"], state_of(step)["w"])
 
 
 @pytest.fixture(scope="module")

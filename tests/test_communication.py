@@ -20,9 +20,9 @@ from helpers.reductions import (
     on,
     ordered,
     reduced,
-    replica,
     stacked,
 )
+from helpers.replicas import replica
 from jax import lax
 
 import jaxstrategy as js

@@ -5,11 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxstrategy import PerReplica
 from jaxstrategy.cluster.board._board import LoneBoard
 from jaxstrategy.cluster.liveness._watchdog import Watchdog
 from jaxstrategy.inputs import _origins
 from jaxstrategy.tracing import _compiling
-from jaxstrategy.values._per_replica import PerReplica
 
 
 @pytest.fixture

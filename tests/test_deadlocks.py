@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
-from helpers.lines import AXIS, SEVERAL, ids, place, replica
+from helpers.lines import AXIS, SEVERAL, ids, place
+from helpers.replicas import replica
 from jax import lax
 
 import jaxstrategy as js

@@ -7,7 +7,8 @@ import optax
 import pytest
 from flax import linen as nn
 from flax.training.train_state import TrainState
-from helpers.lines import AXIS, SEVERAL, ids, place, replica
+from helpers.lines import AXIS, SEVERAL, ids, place
+from helpers.replicas import replica
 from jax import lax
 
 import jaxstrategy as js

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.lines import AXIS, SEVERAL, fails_with, forgets, ids, place, replica
+from helpers.lines import AXIS, SEVERAL, fails_with, forgets, ids, place
+from helpers.replicas import replica
 from jax import lax
 
 import jaxstrategy as js

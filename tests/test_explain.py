@@ -6,16 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.replicas import replica
 from jax import lax
 
 import jaxstrategy as js
 from jaxstrategy.text._user_code import Line
 
 AXIS = "replica"
-
-
-def replica():
-    return js.get_replica_context()
 
 
 def marked(fn, mark):

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.replicas import ids
+from helpers.variables import copies
 
 import jaxstrategy as js
 
@@ -28,12 +30,6 @@ def strategy(request):
     return KINDS[request.param]()
 
 
-def ids(strategy, start=0.0):
-    """The replica's id plus `start`."""
-    n = strategy.num_replicas_in_sync
-    return strategy.per_replica([np.float32(i + start) for i in range(n)])
-
-
 def variable(strategy, start=1.0, **options):
     with strategy.scope():
         return js.Variable(start, **options)
@@ -41,10 +37,6 @@ def variable(strategy, start=1.0, **options):
 
 def on_read(strategy, start=0.0, aggregation="sum"):
     return variable(strategy, start, synchronization="on_read", aggregation=aggregation)
-
-
-def copies(strategy, var):
-    return [np.asarray(x).tolist() for x in strategy.experimental_local_results(var)]
 
 
 def in_merge_call(strategy, fn, *args):

@@ -10,16 +10,13 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 from flax.training.train_state import TrainState
+from helpers.replicas import replica
 from jax import lax
 
 import jaxstrategy as js
 
 CHECKED = js.RunOptions(check_finite=True)
 ONLY_NAN = js.RunOptions(check_finite="nan")
-
-
-def replica():
-    return js.get_replica_context()
 
 
 def line(fn, marker="# <-"):

@@ -5,13 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers.replicas import ids
 
 import jaxstrategy as js
-
-
-def ids(strategy, start=0.0):
-    n = strategy.num_replicas_in_sync
-    return strategy.per_replica([np.float32(start + i) for i in range(n)])
 
 
 def variable(strategy, value, **choices):

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.inputs import AT_ONCE, PER_REPLICA, each_way, mirrored, ranged, real, ways
+from helpers.inputs import AT_ONCE, PER_REPLICA, each_way, ranged, real, ways
+from helpers.replicas import mirrored
 from hypothesis import given, settings
 
 import jaxstrategy as js

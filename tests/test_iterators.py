@@ -6,7 +6,8 @@ import threading
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.inputs import AT_ONCE, SECONDS, each_way, mirrored, ranged, real, ways
+from helpers.inputs import AT_ONCE, SECONDS, each_way, ranged, real, ways
+from helpers.replicas import mirrored
 
 import jaxstrategy as js
 

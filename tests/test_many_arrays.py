@@ -8,7 +8,6 @@ import jaxstrategy as js
 from jaxstrategy.executors._compiled import CompiledExecutor
 from jaxstrategy.strategies import _many_leaves
 from jaxstrategy.tracing import _many
-from jaxstrategy.values._per_replica import is_per_replica
 
 
 @pytest.fixture
@@ -25,7 +24,13 @@ def test_a_large_tree_is_reduced_in_parts(strategy, monkeypatch):
     across = CompiledExecutor.across
 
     def noted(self, function, value):
-        sizes.append(len(jax.tree.leaves(value, is_leaf=is_per_replica)))
+        sizes.append(
+            len(
+                jax.tree.leaves(
+                    value, is_leaf=lambda leaf: isinstance(leaf, js.PerReplica)
+                )
+            )
+        )
         return across(self, function, value)
 
     monkeypatch.setattr(CompiledExecutor, "across", noted)

@@ -11,14 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.replicas import mirrored
 from hypothesis import given, settings
 
 import jaxstrategy as js
-
-
-@functools.cache
-def mirrored(n):
-    return js.MirroredStrategy(jax.devices()[:n])
 
 
 @functools.cache

@@ -8,15 +8,12 @@ import numpy as np
 import pytest
 from flax import linen as nn
 from flax import nnx
+from helpers.replicas import replica
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jaxstrategy as js
 from jaxstrategy.text import _absent
-
-
-def replica():
-    return js.get_replica_context()
 
 
 def total(x):

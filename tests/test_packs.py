@@ -13,9 +13,9 @@ from helpers.reductions import (
     on,
     ordered,
     reduced,
-    replica,
     stacked,
 )
+from helpers.replicas import replica
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxstrategy as js
-from jaxstrategy._errors import ContextError, PlacementError
+from jaxstrategy import ContextError, PlacementError
 
 
 def placed(shape, spec, devices, axes=("data",), mesh_shape=None):

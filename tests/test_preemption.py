@@ -10,9 +10,10 @@ import time
 
 import numpy as np
 import pytest
+from helpers.threads import until
 
 import jaxstrategy as js
-from jaxstrategy._errors import ClusterError
+from jaxstrategy import ClusterError
 from jaxstrategy.cluster.agreement._stop_agreement import StopAgreement
 from jaxstrategy.cluster.board._board import LoneBoard
 from jaxstrategy.experimental import (
@@ -239,10 +240,7 @@ def counting(strategy):
 
 def until_noticed(handler):
     """Waits until the processes have agreed on when to stop."""
-    end = time.monotonic() + SECONDS
-    while handler._agreement._stop is None:
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    until(lambda: handler._agreement._stop is not None)
 
 
 def test_tensorflows_ten_steps(tmp_path, two):

@@ -4,15 +4,16 @@ import gc
 import io
 import re
 import sys
-import threading
 
 import jax
 import numpy as np
 import pytest
+from helpers.threads import threads
 
 import jaxstrategy as js
+from jaxstrategy import progress
 from jaxstrategy.inputs import _progress
-from jaxstrategy.inputs._progress import Progress, Rates, progress
+from jaxstrategy.inputs._progress import Progress, Rates
 from jaxstrategy.masks._filled_rows import number_of_examples
 
 rich_console = pytest.importorskip("rich.console")
@@ -172,10 +173,6 @@ def test_counting_does_not_wait_for_the_devices(two, terminal, monkeypatch):
 
 
 # How it ends.
-
-
-def threads():
-    return [t for t in threading.enumerate() if t.name == "jaxstrategy input"]
 
 
 def test_leaving_the_loop_ends_the_thread_and_the_line(two, terminal):

@@ -11,6 +11,7 @@ import types
 import jax
 import jax.numpy as jnp
 import numpy as np
+from helpers.replicas import replica
 from jax.sharding import AxisType, Mesh
 
 import jaxstrategy as js
@@ -28,10 +29,6 @@ class Chosen(Strategy):
 
     def __init__(self, **choices):
         self._compose(Choices(**choices))
-
-
-def replica():
-    return js.get_replica_context()
 
 
 # An inner mesh axis.

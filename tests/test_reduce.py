@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.replicas import ids
 
 import jaxstrategy as js
 
@@ -22,11 +23,6 @@ def squares(strategy):
     base = np.array([[1.0, 2.0], [3.0, 4.0]], np.float32)
     n = strategy.num_replicas_in_sync
     return js.PerReplica(np.stack([base + 10 * i for i in range(n)]))
-
-
-def ids(strategy):
-    n = strategy.num_replicas_in_sync
-    return strategy.per_replica([np.float32(i) for i in range(n)])
 
 
 @pytest.mark.parametrize("op", ["SUM", "MEAN"])

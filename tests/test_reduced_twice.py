@@ -6,16 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.replicas import replica
 from jax import lax
 
 import jaxstrategy as js
 
 AXIS = "replica"
 GROUPS = [[0, 1], [2, 3]]
-
-
-def replica():
-    return js.get_replica_context()
 
 
 def rows(strategy):

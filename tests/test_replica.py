@@ -4,21 +4,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.replicas import replica, versions
 
 import jaxstrategy as js
-
-
-def replica():
-    return js.get_replica_context()
 
 
 def ids(strategy, dtype=np.float32):
     n = strategy.num_replicas_in_sync
     return strategy.per_replica([dtype(i) for i in range(n)])
-
-
-def versions(value):
-    return [np.asarray(v).tolist() for v in value.values]
 
 
 def on_each(strategy, step, *args):

@@ -13,6 +13,7 @@ import optax.contrib
 import pytest
 from flax import linen as nn
 from flax import nnx
+from helpers.replicas import replica
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from jax import lax
@@ -31,10 +32,6 @@ from jaxstrategy.tracing.replication._levels import (
 from jaxstrategy.tracing.replication._rules import analyse
 
 AXIS = "replica"
-
-
-def replica():
-    return js.get_replica_context()
 
 
 def same(x):

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.variables import variable
 
 import jaxstrategy as js
 
@@ -24,11 +25,6 @@ class Slotted:
 
     def __init__(self, held):
         self.held = held
-
-
-def variable(strategy, value, kind="auto", **more):
-    with strategy.scope():
-        return js.Variable(value, synchronization=kind, **more)
 
 
 @pytest.mark.parametrize("kind", ["auto", "on_read"])

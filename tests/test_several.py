@@ -9,13 +9,9 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from helpers.replicas import mirrored, replica
 
 import jaxstrategy as js
-
-
-@functools.cache
-def mirrored(n):
-    return js.MirroredStrategy(jax.devices()[:n])
 
 
 @pytest.fixture
@@ -36,10 +32,6 @@ def strategies():
 
 
 each_kind = pytest.mark.parametrize("kind", range(7))
-
-
-def replica():
-    return js.get_replica_context()
 
 
 def loss_of(w, batch):

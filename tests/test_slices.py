@@ -6,12 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.replicas import replica
 
 import jaxstrategy as js
-
-
-def replica():
-    return js.get_replica_context()
 
 
 def all_reduced(op, value, **options):

@@ -10,8 +10,8 @@ import pytest
 from helpers.sources import assert_resumes, assert_same, taken
 
 import jaxstrategy as js
+from jaxstrategy import batches
 from jaxstrategy.inputs.sources._choose import as_source
-from jaxstrategy.inputs.sources._memory import batches
 
 PAIRS = [(np.full((2, 3), i, np.float32), np.array([i, i + 1])) for i in range(4)]
 

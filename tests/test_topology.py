@@ -6,10 +6,8 @@ import math
 import numpy as np
 import pytest
 
-from jaxstrategy.replicas._topology import (
-    KINDS,
-    Topology,
-)
+from jaxstrategy import Topology
+from jaxstrategy.replicas._topology import KINDS
 
 REPLICAS = [1, 2, 3, 4, 5, 6, 7, 8, 11, 12, 16, 17]
 ALGORITHMS = ["ring", "tree"]

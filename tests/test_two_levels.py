@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.reductions import ALGORITHMS, AXIS, OPS, algorithms, on, reduced, replica
+from helpers.reductions import ALGORITHMS, AXIS, OPS, algorithms, on, reduced
+from helpers.replicas import replica
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.replicas import ids
+from helpers.variables import copies, variable
 
 import jaxstrategy as js
 
@@ -23,21 +25,6 @@ KINDS = {
 @pytest.fixture(params=KINDS)
 def strategy(request):
     return KINDS[request.param]()
-
-
-def variable(strategy, value, kind="auto", aggregation="none", **more):
-    with strategy.scope():
-        return js.Variable(value, synchronization=kind, aggregation=aggregation, **more)
-
-
-def ids(strategy, start=0.0):
-    n = strategy.num_replicas_in_sync
-    return strategy.per_replica([np.float32(i + start) for i in range(n)])
-
-
-def copies(strategy, v):
-    found = strategy.experimental_local_results(v)
-    return [np.asarray(copy).tolist() for copy in found]
 
 
 def merged(fn, *args):

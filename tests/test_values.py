@@ -7,13 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.replicas import versions
 
 import jaxstrategy as js
 from jaxstrategy.text import _tables
-
-
-def versions(value):
-    return [np.asarray(v).tolist() for v in value.values]
 
 
 @pytest.fixture

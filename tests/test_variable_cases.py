@@ -4,17 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.variables import copies, variable
 
 import jaxstrategy as js
-
-
-def variable(strategy, value, kind="auto", aggregation="none"):
-    with strategy.scope():
-        return js.Variable(value, synchronization=kind, aggregation=aggregation)
-
-
-def copies(strategy, v):
-    return [np.asarray(x).tolist() for x in strategy.experimental_local_results(v)]
 
 
 def each(strategy, start=0, step=1):

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.variables import variable
 
 import jaxstrategy as js
 
@@ -20,11 +21,6 @@ class Noted(js.CrossDeviceOps):
         self.calls.append((op, value.shape, options.bytes_per_pack))
         total = sum(value.values)
         return total / value.num_replicas if op is js.ReduceOp.MEAN else total
-
-
-def variable(strategy, value, kind="auto", aggregation="none"):
-    with strategy.scope():
-        return js.Variable(value, synchronization=kind, aggregation=aggregation)
 
 
 def collectives(strategy, fn, *args):

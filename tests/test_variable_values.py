@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.variables import copies, ids, variable
+from helpers.replicas import ids
+from helpers.variables import copies, variable
 
 import jaxstrategy as js
 

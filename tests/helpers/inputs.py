@@ -1,7 +1,5 @@
 """Strategies, options and real rows of batches."""
 
-import functools
-
 import jax
 import numpy as np
 import pytest
@@ -11,11 +9,6 @@ import jaxstrategy as js
 SECONDS = 20
 AT_ONCE = js.InputOptions(experimental_per_replica_buffer_size=0)
 PER_REPLICA = js.InputReplicationMode.PER_REPLICA
-
-
-@functools.cache
-def mirrored(n):
-    return js.MirroredStrategy(jax.devices()[:n])
 
 
 def ways():

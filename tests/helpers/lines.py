@@ -14,10 +14,6 @@ SEVERAL = pytest.mark.parametrize(
 )
 
 
-def replica():
-    return js.get_replica_context()
-
-
 def ids(strategy):
     """1, 2, ... on the replicas."""
     count = strategy.num_replicas_in_sync

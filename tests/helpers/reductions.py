@@ -4,16 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.replicas import replica
 
 import jaxstrategy as js
 from jaxstrategy.experimental import CommunicationOptions
 
 AXIS = "replica"
 OPS = ["sum", "mean", "min", "max"]
-
-
-def replica():
-    return js.get_replica_context()
 
 
 def on(n, ops=None, options=None):

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 import typing
 
 import jax
@@ -10,10 +11,15 @@ import numpy as np
 import jaxstrategy as js
 
 
-def ids(strategy):
-    return strategy.per_replica(
-        [float(i) for i in range(strategy.num_replicas_in_sync)]
-    )
+def ids(strategy, start=0.0):
+    """`start + i` for replica i."""
+    n = strategy.num_replicas_in_sync
+    return strategy.per_replica([np.float32(start + i) for i in range(n)])
+
+
+@functools.cache
+def mirrored(n):
+    return js.MirroredStrategy(jax.devices()[:n])
 
 
 def versions(value):

@@ -20,6 +20,13 @@ def job(tmp_path):
 
 
 @pytest.fixture
+def pool():
+    """Threads that stand for processes."""
+    with concurrent.futures.ThreadPoolExecutor(16) as made:
+        yield made
+
+
+@pytest.fixture
 def address():
     return harness.free_address()
 

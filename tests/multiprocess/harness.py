@@ -62,6 +62,14 @@ STATUS = {
 }
 
 
+def until(claim, seconds=20):
+    """Wait until it is so, but not for ever."""
+    end = time.monotonic() + seconds
+    while not claim():
+        assert time.monotonic() < end, "it has not come true"
+        time.sleep(0.01)
+
+
 def free_address():
     with socket.socket() as reserved:
         reserved.bind(("127.0.0.1", 0))

@@ -1,12 +1,11 @@
 """Agreement between processes, without a watchdog and without JAX."""
 
-import concurrent.futures
 import contextlib
 
 import numpy as np
 import pytest
 
-from jaxstrategy._errors import ClusterError
+from jaxstrategy import ClusterError
 from jaxstrategy.cluster.agreement._agreement import LoneAgreement, ProcessAgreement
 from jaxstrategy.cluster.agreement._operation import Operation
 from jaxstrategy.cluster.agreement._operation_agreement import OperationAgreement
@@ -34,12 +33,6 @@ class Watch:
 
     def step_dispatched(self):
         self.told.append("has begun")
-
-
-@pytest.fixture
-def pool():
-    with concurrent.futures.ThreadPoolExecutor(4) as made:
-        yield made
 
 
 def in_all(pool, calls):

@@ -1,30 +1,15 @@
 """What processes know of each other."""
 
-import concurrent.futures
 import os
 import signal
 import threading
-import time
 
 import pytest
-from harness import STATUS
+from harness import STATUS, until
 
-from jaxstrategy._errors import ClusterError
+from jaxstrategy import ClusterError
 from jaxstrategy.cluster.board._board import LoneBoard
 from jaxstrategy.cluster.board._shared_board import Board
-
-
-@pytest.fixture
-def pool():
-    with concurrent.futures.ThreadPoolExecutor(16) as made:
-        yield made
-
-
-def until(claim, seconds=10):
-    end = time.monotonic() + seconds
-    while not claim():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 def waiting(zero, key):

@@ -1,6 +1,5 @@
 """Who does not know the job's secret takes no part, and the secret is not shown."""
 
-import concurrent.futures
 import contextlib
 import copy
 import os
@@ -19,7 +18,7 @@ import pytest
 from harness import STARTED, VERSIONS
 
 import jaxstrategy
-from jaxstrategy._errors import ClusterError
+from jaxstrategy import ClusterError
 from jaxstrategy.cluster.board._shared_board import Board
 from jaxstrategy.cluster.connections import _secret
 from jaxstrategy.cluster.connections._secret import Secret
@@ -31,12 +30,6 @@ from jaxstrategy.launch._launch_options import parse
 
 WORD = "correct horse battery staple"
 HELLO = {"index": 1, "count": 2, "host": "h", "pid": 7, "versions": VERSIONS}
-
-
-@pytest.fixture
-def pool():
-    with concurrent.futures.ThreadPoolExecutor(8) as made:
-        yield made
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import peer
 import pytest
 from harness import STARTED, VERSIONS
 
-import jaxstrategy._errors as errors
+import jaxstrategy as js
 from jaxstrategy.cluster import _processes
 from jaxstrategy.cluster.connections._wire import endpoint
 from jaxstrategy.cluster.meeting import (
@@ -24,7 +24,7 @@ from jaxstrategy.cluster.resolvers._cluster_resolver import Process
 
 
 def texts(results):
-    assert all(isinstance(result, errors.ClusterError) for result in results), results
+    assert all(isinstance(result, js.ClusterError) for result in results), results
     return [str(result) for result in results]
 
 
@@ -151,7 +151,7 @@ def test_a_mistake_is_told_to_those_that_come_a_little_later(address, monkeypatc
 
     def attend(index, count):
         assert index != 2 or is_known.wait(20)
-        with pytest.raises(errors.ClusterError) as caught:
+        with pytest.raises(js.ClusterError) as caught:
             _rendezvous.meet(index, count, address, 20)
         return str(caught.value)
 
@@ -177,12 +177,12 @@ def test_a_process_that_ends_before_the_others_come_is_named(address):
         caller.sock.close()
 
     threading.Thread(target=call, daemon=True).start()
-    with pytest.raises(errors.ClusterError, match=r"process 1 \(host h, pid 7\) came"):
+    with pytest.raises(js.ClusterError, match=r"process 1 \(host h, pid 7\) came"):
         _rendezvous.meet(0, 3, address, 1)
 
 
 def test_nobody_answers(address):
-    with pytest.raises(errors.ClusterError) as caught:
+    with pytest.raises(js.ClusterError) as caught:
         _rendezvous.meet(1, 2, address, 0.5)
     text = str(caught.value)
     assert f"could not reach process 0 at the coordinator's address {address}" in text
@@ -202,9 +202,9 @@ def test_another_program_at_the_port(answer, does, address, monkeypatch):
     monkeypatch.setattr(_other_process, "CLOSED_SECONDS", 0.5)
     monkeypatch.setattr(_other_process, "ANSWER_SECONDS", 0.5)
     with server(address, answer):
-        with pytest.raises(errors.ClusterError, match="use by another program") as zero:
+        with pytest.raises(js.ClusterError, match="use by another program") as zero:
             _rendezvous.meet(0, 2, address, 5)
-        with pytest.raises(errors.ClusterError, match=does) as one:
+        with pytest.raises(js.ClusterError, match=does) as one:
             _rendezvous.meet(1, 2, address, 600)  # it does not wait so long
     assert "Process 0 cannot listen" in str(zero.value) and address in str(zero.value)
     assert "The port is in use" in str(one.value) and address in str(one.value)
@@ -237,7 +237,7 @@ def test_a_process_of_another_job_is_refused_and_the_job_goes_on(address, join):
 
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         zero = pool.submit(join, 0, 2, address, 20, told("a"))
-        with pytest.raises(errors.ClusterError) as caught:
+        with pytest.raises(js.ClusterError) as caught:
             join(1, 2, address, 20, told("b"))
         join(1, 2, address, 20, told("a"))
         assert [member.pid for member in zero.result().members] == [97, 97]
@@ -253,14 +253,14 @@ def test_process_0_ends_before_all_have_come(address):
         connection.close()
 
     with server(address, answer):
-        with pytest.raises(errors.ClusterError, match="ended before all processes"):
+        with pytest.raises(js.ClusterError, match="ended before all processes"):
             _rendezvous.meet(1, 2, address, 10)
 
 
 def test_the_coordinator_is_another_host(monkeypatch):
     monkeypatch.setattr(_other_process, "CLOSED_SECONDS", 0.5)
     monkeypatch.setenv("JAXSTRATEGY_CLUSTER_SECRET", "0123456789abcdef")
-    with pytest.raises(errors.ClusterError, match=r"has no address 192\.0\.2\.1"):
+    with pytest.raises(js.ClusterError, match=r"has no address 192\.0\.2\.1"):
         _rendezvous.meet(0, 2, "192.0.2.1:8476", 2)
 
 
@@ -350,7 +350,7 @@ def test_a_job_of_one_process_starts_nothing(monkeypatch):
     assert (processes.index, processes.count) == (0, 1)
     assert processes.board.gather("key", 1) == [1]
     assert threading.active_count() == threads
-    with pytest.raises(errors.ClusterError, match="is 0 of 1 already and cannot bec"):
+    with pytest.raises(js.ClusterError, match="is 0 of 1 already and cannot bec"):
         _processes.start(Process(1, 2, "h:1"))
 
 

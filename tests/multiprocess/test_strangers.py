@@ -1,7 +1,6 @@
 """Whatever is sent ends one connection, and never process 0 or the job."""
 
 import collections
-import concurrent.futures
 import contextlib
 import errno
 import json
@@ -14,11 +13,11 @@ import time
 import hypothesis.strategies as st
 import peer
 import pytest
-from harness import STATUS, VERSIONS
+from harness import STATUS, VERSIONS, until
 from hypothesis import HealthCheck, given, settings
 
 import jaxstrategy
-from jaxstrategy._errors import ClusterError
+from jaxstrategy import ClusterError
 from jaxstrategy.cluster.board import _board_messages
 from jaxstrategy.cluster.board._hub import Hub
 from jaxstrategy.cluster.board._shared_board import Board
@@ -47,12 +46,6 @@ BOUNDED = settings(
 
 
 @pytest.fixture
-def pool():
-    with concurrent.futures.ThreadPoolExecutor(8) as made:
-        yield made
-
-
-@pytest.fixture
 def attend(address, join):
     def attended(index, count=2, seconds=20):
         hello = {"host": f"h{index}", "pid": index, "versions": VERSIONS}
@@ -65,13 +58,6 @@ def meets(zero, attend):
     """The job still meets when its own process comes."""
     one = attend(1)
     return len(zero.result(10).members) == len(one.members) == 2
-
-
-def until(claim, seconds=10):
-    end = time.monotonic() + seconds
-    while not claim():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 # Hellos

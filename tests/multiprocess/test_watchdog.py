@@ -1,11 +1,10 @@
 """A step without progress, or a process that ends, ends the job with the reason."""
 
 import threading
-import time
 
 import jax.numpy as jnp
 import pytest
-from harness import STATUS
+from harness import STATUS, until
 
 from jaxstrategy.cluster.board._board import (
     LoneBoard,
@@ -30,13 +29,6 @@ for step in range(100_000):
         print("going")
     time.sleep(0.005)
 """
-
-
-def until(claim, seconds=20):
-    end = time.monotonic() + seconds
-    while not claim():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 class Ends:
