@@ -53,7 +53,10 @@ def _held(value: object) -> Iterator[tuple[str, object]]:
     elif isinstance(value, types.MethodType):
         yield ".__self__", value.__self__
     elif isinstance(value, types.FunctionType):
+        # Not `__globals__`, one of its slots: its whole module, half a second of it.
         yield from _captured(value)
+        yield from ((f".{name}", held) for name, held in vars(value).items())
+        return
     yield from _attributes(value)
 
 
