@@ -13,6 +13,7 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 import jaxstrategy as js  # noqa: E402
 
 pytest.register_assert_rewrite("helpers")
+collect_ignore = ["tests/helpers"]  # no examples, and no tests
 
 
 def pytest_collection_finish():
