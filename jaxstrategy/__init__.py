@@ -85,11 +85,11 @@ from jaxstrategy.masks._masked_means import batch_mask as batch_mask
 from jaxstrategy.masks._masked_means import masked_mean as masked_mean
 from jaxstrategy.masks._masked_means import masked_sum as masked_sum
 from jaxstrategy.reductions._cross_device_ops import CrossDeviceOps as CrossDeviceOps
-from jaxstrategy.reductions._cross_device_ops import (
+from jaxstrategy.reductions._planned_ops import (
     HierarchicalCopyAllReduce as HierarchicalCopyAllReduce,
 )
-from jaxstrategy.reductions._cross_device_ops import NcclAllReduce as NcclAllReduce
-from jaxstrategy.reductions._cross_device_ops import (
+from jaxstrategy.reductions._planned_ops import NcclAllReduce as NcclAllReduce
+from jaxstrategy.reductions._planned_ops import (
     ReductionToOneDevice as ReductionToOneDevice,
 )
 from jaxstrategy.replicas._devices import simulate as simulate

@@ -27,8 +27,9 @@ from jax import lax
 
 import jaxstrategy as js
 from jaxstrategy.experimental import CommunicationImplementation, CommunicationOptions
-from jaxstrategy.reductions._cross_device_ops import DefaultOps, near
+from jaxstrategy.reductions._groups import near
 from jaxstrategy.reductions._packing import best_on
+from jaxstrategy.reductions._planned_ops import DefaultOps
 from jaxstrategy.replicas._replicas import Replicas
 
 KINDS = ("all-reduce", "reduce-scatter", "all-gather", "collective-permute")

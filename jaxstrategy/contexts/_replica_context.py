@@ -13,7 +13,7 @@ from jaxstrategy._options import CommunicationOptions, ReduceOp, checked_options
 from jaxstrategy.contexts import _context
 from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
 from jaxstrategy.contexts._context import Context
-from jaxstrategy.reductions._cross_device_ops import checked_groups
+from jaxstrategy.reductions._groups import checked_groups
 from jaxstrategy.replicas._devices import Device
 from jaxstrategy.values import _arrays, _per_replica, _trees
 from jaxstrategy.values._handle import Handle

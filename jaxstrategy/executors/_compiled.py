@@ -11,7 +11,6 @@ from jaxstrategy._options import RunOptions
 from jaxstrategy.cluster._processes import Processes
 from jaxstrategy.contexts import _context, _replica_context
 from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
-from jaxstrategy.contexts._replica_context import ReplicaContext
 from jaxstrategy.executors._executor import AbstractExecutor, FunctionProgram
 from jaxstrategy.tracing._company import Company
 from jaxstrategy.tracing._programs import Programs
@@ -69,9 +68,7 @@ class CompiledExecutor(AbstractExecutor):
     ) -> PyTree:
         """`run` inside `merge_call`: the step goes on, in the same trace."""
         args, kwargs = _replica_context.to_replica((args, kwargs))
-        strategy = self._strategy
-        replica = ReplicaContext(strategy)
-        with _context.entered(strategy=strategy, replica=replica, in_step=True):
+        with self._in_replica() as replica:
             returned = fn(*args, **kwargs)
             return replica.to_cross(returned)
 

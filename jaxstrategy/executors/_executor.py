@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, cast
 
 from jaxstrategy._options import RunOptions
@@ -118,10 +119,15 @@ class AbstractExecutor(abc.ABC):
         self, fn: Function, args: Sequence[PyTree], kwargs: dict[str, PyTree]
     ) -> PyTree:
         """One replica's call of `fn`, while it is traced."""
-        strategy = self._strategy
-        replica = ReplicaContext(strategy)
-        with _context.entered(strategy=strategy, replica=replica, in_step=True):
+        with self._in_replica():
             return fn(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def _in_replica(self) -> Iterator[ReplicaContext]:
+        """A `with` block in which code is a step's, as one replica sees it."""
+        replica = ReplicaContext(self._strategy)
+        with _context.entered(strategy=self._strategy, replica=replica, in_step=True):
+            yield replica
 
     def _variables(self) -> list[Variable]:
         """The variables that steps may use."""
