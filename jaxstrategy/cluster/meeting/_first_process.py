@@ -40,7 +40,16 @@ _NO_ROOM_SECONDS = 0.1
 
 
 class Host:
-    """The meeting, as process 0 leads it."""
+    """The meeting, as process 0 leads it: the host listens and decides.
+
+    Args:
+      listener: a socket that listens at the coordinator's address.
+      hello: the facts that this process tells of itself.
+      coordinator: the address, `host:port`.
+      end: when to give up, of `time.monotonic()`.
+      timeout_seconds: the time until then, for messages.
+      secret: of the job.
+    """
 
     def __init__(
         self,

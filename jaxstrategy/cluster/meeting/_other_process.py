@@ -32,7 +32,18 @@ ANSWER_SECONDS = 15.0
 
 
 class Guest:
-    """The meeting, as all others see it."""
+    """The meeting, as each process but process 0 sees it: a guest calls the host.
+
+    Args:
+      hello: the facts that this process tells of itself.
+      coordinator: the address of process 0, `host:port`.
+      end: when to give up, of `time.monotonic()`.
+      timeout_seconds: the time until then, for messages.
+      secret: of the job.
+
+    Attributes:
+      was_greeted: whether a process of some jaxstrategy job has answered.
+    """
 
     def __init__(
         self,
