@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from jaxstrategy._errors import MissingExtraError
 from jaxstrategy.flax._statistics import average_statistics as average_statistics
@@ -35,5 +35,5 @@ def __getattr__(name: str) -> ModuleType:
         ) from missing
 
 
-def __dir__() -> list[Any]:
+def __dir__() -> list[str]:
     return sorted([*globals(), "linen", "nnx"])

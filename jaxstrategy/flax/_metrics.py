@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,13 +14,15 @@ from jaxstrategy.masks import (
     _step_masks,
 )
 from jaxstrategy.strategies._current import get_replica_context
-from jaxstrategy.values._types import PyTree
+from jaxstrategy.values._types import PyTree, Value
 
 # What a metric becomes by an update: from its arrays, and arguments, to its arrays.
-Update = Callable[[list[jax.Array], dict[str, Any]], list[jax.Array]]
+Update = Callable[[list[jax.Array], dict[str, Value]], list[jax.Array]]
 
 
-def update_metrics(metrics: nnx.Metric, /, *, mask: Any = None, **values: Any) -> None:
+def update_metrics(
+    metrics: nnx.Metric, /, *, mask: Value = None, **values: Value
+) -> None:
     """Updates a metric with the examples of all replicas, each of them once.
 
     `metrics.update(**values)` inside a step knows one replica's examples only, so that
@@ -79,7 +80,7 @@ def _update_with(
     graph, state = nnx.split(metrics)
     arrays, structure = jax.tree.flatten(state)
 
-    def update(arrays: list[jax.Array], values: dict[str, Any]) -> list[jax.Array]:
+    def update(arrays: list[jax.Array], values: dict[str, Value]) -> list[jax.Array]:
         metric = nnx.merge(graph, jax.tree.unflatten(structure, arrays))
         metric.update(**values, **numbers)
         new = jax.tree.leaves(nnx.state(metric))
@@ -96,7 +97,7 @@ def _update_with(
 
 
 def _row_by_row(
-    update: Update, arrays: list[jax.Array], values: dict[str, Any], real: jax.Array
+    update: Update, arrays: list[jax.Array], values: dict[str, Value], real: jax.Array
 ) -> list[jax.Array]:
     """The metric after an update with each row that is real.
 
@@ -113,7 +114,7 @@ def _row_by_row(
     return jax.lax.scan(turn, arrays, (values, real))[0]
 
 
-def _real_rows(values: dict[str, Any], mask: Any) -> jax.Array | None:
+def _real_rows(values: dict[str, Value], mask: Value) -> jax.Array | None:
     """Which of this replica's rows are real; None where nothing is said about that."""
     rows = _rows(values)
     if mask is not None:
@@ -122,7 +123,7 @@ def _real_rows(values: dict[str, Any], mask: Any) -> jax.Array | None:
     return _masked_means.batch_mask(first) if _step_masks.fits(first) else None
 
 
-def _rows(values: dict[str, Any]) -> int:
+def _rows(values: dict[str, Value]) -> int:
     """How many rows the arrays have."""
     rows = {name: jnp.shape(v)[0] for name, v in values.items() if jnp.ndim(v)}
     if not rows:

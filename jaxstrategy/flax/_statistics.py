@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from jaxstrategy.strategies._current import (
 )
 from jaxstrategy.values import _trees
 from jaxstrategy.values._per_replica import PerReplica
-from jaxstrategy.values._types import PyTree
+from jaxstrategy.values._types import Leaf, PyTree, Value
 
 Groups = Sequence[Sequence[int]] | None
 
@@ -59,7 +59,7 @@ def average_statistics(statistics: PyTree) -> PyTree:
     if axis_name() is not None:
         return replica.all_reduce(ReduceOp.MEAN, statistics)
 
-    def average(leaf: Any) -> Any:
+    def average(leaf: Leaf) -> Leaf:
         if not isinstance(leaf, PerReplica):
             return leaf
         # Outside of scopes it is not known whose replicas they are.
@@ -76,21 +76,23 @@ class Moments(NamedTuple):
     variance: jax.Array
     counted: jax.Array | None  # None: always
 
-    def or_stored(self, mean: Any, variance: Any) -> tuple[Any, Any]:
+    def or_stored(self, mean: Value, variance: Value) -> tuple[Value, Value]:
         """These, or the stored ones where nothing was counted."""
         return self._if_counted(self.mean, mean), self._if_counted(
             self.variance, variance
         )
 
-    def moved(self, mean: Any, variance: Any, momentum: float) -> tuple[Any, Any]:
+    def moved(
+        self, mean: Value, variance: Value, momentum: float
+    ) -> tuple[Value, Value]:
         """The stored ones, moved towards these if anything was counted."""
 
-        def move(old: Any, new: Any) -> Any:
+        def move(old: Value, new: Value) -> Value:
             return self._if_counted(momentum * old + (1 - momentum) * new, old)
 
         return move(mean, self.mean), move(variance, self.variance)
 
-    def _if_counted(self, new: Any, old: Any) -> Any:
+    def _if_counted(self, new: Value, old: Value) -> Value:
         return new if self.counted is None else jnp.where(self.counted, new, old)
 
 
@@ -140,7 +142,7 @@ def _real_rows(x: jax.Array, axes: tuple[int, ...]) -> jax.Array | None:
     return None if known is None else known.reshape(-1, *[1] * (x.ndim - 1))
 
 
-def _spread(mask: Any, shape: tuple[int, ...]) -> jax.Array:
+def _spread(mask: Value, shape: tuple[int, ...]) -> jax.Array:
     mask = jnp.asarray(mask, bool)
     if mask.ndim != len(shape) or any(
         have not in (1, want) for have, want in zip(mask.shape, shape, strict=True)

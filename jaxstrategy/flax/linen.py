@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, final
+from typing import final
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from jaxstrategy.flax._statistics import (
     refuse_axis_name,
     split_axes,
 )
+from jaxstrategy.values._types import Value
 
 
 @final
@@ -59,7 +60,7 @@ class BatchNorm(linen.BatchNorm):
     @linen.compact
     def __call__(
         self,
-        x: Any,
+        x: Value,
         use_running_average: bool | None = None,
         *,
         mask: jax.Array | None = None,
@@ -97,7 +98,7 @@ class BatchNorm(linen.BatchNorm):
 
     def _of_batch(
         self,
-        x: Any,
+        x: Value,
         axes: tuple[int, ...],
         mask: jax.Array | None,
         old_mean: linen.Variable,
@@ -120,7 +121,7 @@ class BatchNorm(linen.BatchNorm):
         return batch.or_stored(*stored)
 
     def _parameter(
-        self, name: str, start: Any, shape: list[int], used: bool
+        self, name: str, start: Value, shape: list[int], used: bool
     ) -> jax.Array | None:
         if not used:
             return None

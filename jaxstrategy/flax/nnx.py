@@ -16,6 +16,7 @@ from jaxstrategy.flax._statistics import (
     refuse_axis_name,
     split_axes,
 )
+from jaxstrategy.values._types import Value
 
 
 @final
@@ -59,7 +60,7 @@ class BatchNorm(nnx.BatchNorm):
 
     def __call__(
         self,
-        x: Any,
+        x: Value,
         use_running_average: bool | None = None,
         *,
         mask: jax.Array | None = None,

@@ -7,13 +7,15 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
+
+_T = TypeVar("_T")
 
 # A thread that waits for a source is left behind at the end of the program.
 _PATIENCE_SECONDS = 2.0
 
 
-class Ahead(Iterator[Any]):
+class Ahead(Iterator[_T]):
     """What a function returns, one after the other, called some calls ahead.
 
     The thread begins with `start` or the first `next`. It ends when the function
@@ -26,7 +28,7 @@ class Ahead(Iterator[Any]):
       depth: how many calls ahead.
     """
 
-    def __init__(self, make: Callable[[], Any], depth: int) -> None:
+    def __init__(self, make: Callable[[], _T], depth: int) -> None:
         # Of this kind because its methods may be interrupted by the collector, which
         # may call `_end` in the midst of any of them.
         self._results: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -46,7 +48,7 @@ class Ahead(Iterator[Any]):
             self, _end, self._thread, self._wanted, self._results, self._stop
         )
 
-    def __next__(self) -> Any:
+    def __next__(self) -> _T:
         if self._raised is not None:
             raise self._raised
         if self._stop.is_set():
@@ -76,7 +78,7 @@ class Ahead(Iterator[Any]):
 
 
 def _work(
-    make: Callable[[], Any],
+    make: Callable[[], _T],
     wanted: queue.SimpleQueue[None],
     results: queue.SimpleQueue[Any],
     stop: threading.Event,

@@ -5,17 +5,21 @@ from __future__ import annotations
 import dataclasses
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TypeAlias
 
 import jax
 import numpy as np
+from jax.typing import DTypeLike
 
 from jaxstrategy.replicas import _overflow
 from jaxstrategy.replicas._random_keys import as_numbers
 from jaxstrategy.text._array_types import array_type
 from jaxstrategy.values import _arrays, _per_replica
 from jaxstrategy.values._per_replica import PerReplica
-from jaxstrategy.values._types import PyTree
+from jaxstrategy.values._types import Leaf, PyTree
+
+Array: TypeAlias = np.ndarray | jax.Array
+"""An array of a batch: on the host, or on a device already."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,9 +35,9 @@ class SourceBatch:
       number: which batch it is, from 0.
     """
 
-    arrays: tuple[Any, ...]
+    arrays: tuple[Array, ...]
     paths: tuple[str, ...]
-    treedef: Any
+    treedef: PyTree
     number: int
 
     @property
@@ -45,7 +49,7 @@ class SourceBatch:
         """Some of its rows."""
         return self.map(lambda array: array[rows])
 
-    def map(self, function: Callable[[Any], Any]) -> SourceBatch:
+    def map(self, function: Callable[[Array], Array]) -> SourceBatch:
         """The batch of what `function` makes of each array."""
         return dataclasses.replace(self, arrays=tuple(map(function, self.arrays)))
 
@@ -97,7 +101,7 @@ def checked(tree: PyTree, number: int, is_of_replica: bool = False) -> SourceBat
     return batch
 
 
-def _array(leaf: Any, path: str, number: int) -> Any:
+def _array(leaf: Leaf, path: str, number: int) -> Array:
     if isinstance(leaf, PerReplica):
         raise TypeError(
             f"`{path}` of batch {number} is already a PerReplica. Give the dataset "
@@ -156,9 +160,9 @@ class BatchSpec:
       types: of each leaf the shape of a row, None of a scalar, and the dtype.
     """
 
-    treedef: Any
+    treedef: PyTree
     paths: tuple[str, ...]
-    types: tuple[tuple[tuple[int, ...] | None, Any], ...]
+    types: tuple[tuple[tuple[int, ...] | None, np.dtype], ...]
 
     @classmethod
     def of(cls, batch: SourceBatch) -> BatchSpec:
@@ -193,7 +197,7 @@ class BatchSpec:
                 )
 
 
-def _type(dtype: Any, shape: Sequence[int] | None) -> str:
+def _type(dtype: DTypeLike, shape: Sequence[int] | None) -> str:
     """How messages call arrays of rows of this shape; None of scalars."""
     if shape is None:
         return array_type(dtype, ())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar, final
+from typing import TypeVar, final
 
 from jaxstrategy.inputs._input_options import InputOptions
 from jaxstrategy.inputs._iterator import DistributedIterator
@@ -90,7 +90,7 @@ class DistributedDataset:
             )
         return length
 
-    def reduce(self, initial_state: _S, reduce_func: Callable[[_S, Any], _S]) -> _S:
+    def reduce(self, initial_state: _S, reduce_func: Callable[[_S, PyTree], _S]) -> _S:
         """The state after `state = reduce_func(state, batch)` for each batch in turn.
 
         >>> import jaxstrategy as js

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 
@@ -21,7 +20,7 @@ from jaxstrategy.inputs._pipelines import PipelinesReader
 from jaxstrategy.inputs._steps import Steps
 from jaxstrategy.inputs._transfer import Transfer
 from jaxstrategy.inputs.sources._choose import as_source
-from jaxstrategy.inputs.sources._source import Source
+from jaxstrategy.inputs.sources._source import Dataset, Source
 from jaxstrategy.replicas._replicas import Replicas
 
 
@@ -42,7 +41,7 @@ class Feeding:
         self._agree = agree
         self._transfer = Transfer(replicas, self._fed)
 
-    def of_dataset(self, dataset: Any, options: InputOptions) -> DistributedDataset:
+    def of_dataset(self, dataset: Dataset, options: InputOptions) -> DistributedDataset:
         """Global batches, divided.
 
         Raises:
@@ -67,7 +66,7 @@ class Feeding:
         return DistributedDataset(start, self._transfer, options, source.name, length)
 
     def of_function(
-        self, function: Callable[[InputContext], Any], options: InputOptions
+        self, function: Callable[[InputContext], Dataset], options: InputOptions
     ) -> DistributedDataset:
         """What an input function gives, a batch for each replica.
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxstrategy.inputs._batch import SourceBatch
+from jaxstrategy.inputs._batch import Array, SourceBatch
 from jaxstrategy.replicas._replicas import Replicas
 
 
@@ -104,14 +104,14 @@ def stacked(batch: SourceBatch, local: int, each: int) -> list[Any]:
     return [_stacked(array, local, each) for array in batch.arrays]
 
 
-def _stacked(array: Any, local: int, each: int) -> Any:
+def _stacked(array: Array, local: int, each: int) -> Array:
     if array.ndim == 0:  # of one replica
         return array.reshape(1)
     array = _with_rows(array, local * each, 0)
     return array.reshape(local, each, *array.shape[1:])
 
 
-def _with_rows(array: Any, rows: int, axis: int) -> Any:
+def _with_rows(array: Array, rows: int, axis: int) -> Array:
     """`array` with so many rows along `axis`, the last one repeated."""
     missing = rows - array.shape[axis]
     if not missing:

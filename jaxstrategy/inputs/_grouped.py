@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sized
-from typing import Any, final
+from typing import final
 
 from jaxstrategy.text._whole_numbers import whole
-from jaxstrategy.values._types import PyTree
+from jaxstrategy.values._types import PyTree, Value
 
 
 @final
@@ -87,7 +87,7 @@ def grouped(dataset: Iterable[PyTree], k: int) -> Grouped:
     return Grouped(dataset, _checked(k))
 
 
-def _checked(k: Any) -> int:
+def _checked(k: Value) -> int:
     number = whole(k)
     if number is None:
         raise TypeError(

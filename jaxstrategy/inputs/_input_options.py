@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from typing import Any
 
 from jaxstrategy._errors import shown
 from jaxstrategy.text._whole_numbers import whole
@@ -104,7 +103,7 @@ class InputOptions:
         return int(self.experimental_per_replica_buffer_size)
 
 
-def checked_input_options(options: Any) -> InputOptions:
+def checked_input_options(options: object) -> InputOptions:
     """`options`, or the default for None.
 
     Raises:

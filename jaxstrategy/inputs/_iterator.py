@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from typing import Any, Self, final
+from typing import Self, final
 
 import jax
 
@@ -187,7 +187,7 @@ class DistributedIterator(Iterator[PyTree]):
         self.close()
 
 
-class _State(dict[str, Any]):
+class _State(dict[str, State]):
     """What JSON can hold; and bytes, for Grain's handler of Orbax."""
 
     def decode(self) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Self, final
+from typing import Self, final
+
+from jaxstrategy.values._types import PyTree
 
 
 @final
@@ -19,11 +21,11 @@ class Optional:
     (True, False)
     """
 
-    def __init__(self, values: tuple[Any, ...]) -> None:
+    def __init__(self, values: tuple[PyTree, ...]) -> None:
         self._values = values
 
     @classmethod
-    def of(cls, value: Any) -> Self:
+    def of(cls, value: PyTree) -> Self:
         """One that has a value."""
         return cls((value,))
 
@@ -36,7 +38,7 @@ class Optional:
         """Whether there is one."""
         return bool(self._values)
 
-    def get_value(self) -> Any:
+    def get_value(self) -> PyTree:
         """The value.
 
         Raises:

@@ -6,14 +6,13 @@ Processes compare the numbers, and a stopwatch counts the rows of nothing else.
 from __future__ import annotations
 
 import weakref
-from typing import Any
 
 import jax
 
 from jaxstrategy.values._per_replica import PerReplica, contents, is_per_replica
-from jaxstrategy.values._types import PyTree
+from jaxstrategy.values._types import Leaf, PyTree
 
-_known: dict[int, tuple[weakref.ref[Any], str | None]] = {}
+_known: dict[int, tuple[weakref.ref[Leaf], str | None]] = {}
 
 
 def note(batch: PyTree, name: str | None) -> None:
@@ -33,22 +32,22 @@ def note(batch: PyTree, name: str | None) -> None:
         _known[key] = weakref.ref(array, forget), name
 
 
-def of(array: Any) -> str | None:
+def of(array: Leaf) -> str | None:
     """The name of the batch of an array, None if it is of none or that has no name."""
     found = _found(array)
     return None if found is None else found[1]
 
 
-def is_of_dataset(leaf: Any) -> bool:
+def is_of_dataset(leaf: Leaf) -> bool:
     """Whether a dataset, or `batches`, has given this array or `PerReplica`."""
     return _found(_array(leaf)) is not None
 
 
-def _array(leaf: Any) -> Any:
+def _array(leaf: Leaf) -> Leaf:
     # Not the mask of a `PerReplica`, which may be one of several batches.
     return contents(leaf) if isinstance(leaf, PerReplica) else leaf
 
 
-def _found(array: Any) -> tuple[weakref.ref[Any], str | None] | None:
+def _found(array: Leaf) -> tuple[weakref.ref[Leaf], str | None] | None:
     found = _known.get(id(array))
     return found if found is not None and found[0]() is array else None

@@ -14,15 +14,19 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
-from typing import Any, Generic, TypeVar, final
+from typing import Any, Generic, TypeAlias, TypeVar, final
 
 import jax
 
 from jaxstrategy.inputs._grouped import Grouped
 from jaxstrategy.masks._filled_rows import number_of_examples
 from jaxstrategy.text._whole_numbers import whole
+from jaxstrategy.values._types import PyTree, Value
 
 _T = TypeVar("_T")
+
+Console: TypeAlias = Any
+"""A `rich.console.Console`; rich may be missing."""
 
 # Rates are those of so many seconds.
 _WINDOW_SECONDS = 10.0
@@ -34,7 +38,7 @@ def progress(
     description: str | None = None,
     examples: Callable[[_T], int] | int | None = None,
     total: int | None = None,
-    console: Any = None,
+    console: Console = None,
 ) -> Progress[_T]:
     """`iterable`, and while it is looped over a line that says how far the loop is.
 
@@ -78,7 +82,7 @@ def progress(
     return Progress(iterable, description or "", examples, total, console)
 
 
-def _whole(number: Any, name: str, wanted: str) -> int:
+def _whole(number: Value, name: str, wanted: str) -> int:
     found = whole(number)
     if found is None:
         raise TypeError(f"`{name}` was {number!r}; {wanted} was wanted.")
@@ -99,7 +103,7 @@ class Progress(Generic[_T]):
         description: str,
         examples: Callable[[_T], int] | int | None,
         total: int | None,
-        console: Any,
+        console: Console,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.iterator: Iterator[_T] | None = None
@@ -137,7 +141,7 @@ class Progress(Generic[_T]):
             rates.add(examples, steps)
             display.show(rates.steps, str(rates))
 
-    def _count(self, turn: Any) -> tuple[int, int | None]:
+    def _count(self, turn: PyTree) -> tuple[int, int | None]:
         """How many steps, and examples, one turn of the loop has."""
         batches = turn if isinstance(self._iterable, Grouped) else (turn,)
         if callable(self._examples):
@@ -244,7 +248,7 @@ class Rich(Display):
       LiveError: an older rich draws another line, and cannot draw two.
     """
 
-    def __init__(self, description: str, total: int | None, console: Any) -> None:
+    def __init__(self, description: str, total: int | None, console: Console) -> None:
         from rich import progress as rich
 
         columns = (
@@ -288,7 +292,7 @@ class Tqdm(Display):
 
 
 @contextlib.contextmanager
-def _shown(description: str, total: int | None, console: Any) -> Iterator[Display]:
+def _shown(description: str, total: int | None, console: Console) -> Iterator[Display]:
     display = _display(description, total, console)
     try:
         yield display
@@ -296,7 +300,7 @@ def _shown(description: str, total: int | None, console: Any) -> Iterator[Displa
         display.stop()
 
 
-def _display(description: str, total: int | None, console: Any) -> Display:
+def _display(description: str, total: int | None, console: Console) -> Display:
     if jax.distributed.is_initialized() and jax.process_index() > 0:
         return Nothing()
     with contextlib.suppress(ImportError):

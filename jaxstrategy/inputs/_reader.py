@@ -7,13 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from jaxstrategy.inputs._batch import BatchSpec, SourceBatch, checked
+from jaxstrategy.inputs._batch import Array, BatchSpec, SourceBatch, checked
 from jaxstrategy.inputs._division import ReplicaRange
 from jaxstrategy.inputs._host_batch import HostBatch
 from jaxstrategy.inputs.sources._source import Pass, State
+from jaxstrategy.values._types import PyTree
 
 
-def _last_row(array: Any) -> Any:
+def _last_row(array: Array) -> Array:
     """Some rows of `array`, the last one among them, that the source leaves alone."""
     if isinstance(array, np.ndarray) and array.ndim:
         return np.array(array[-1:])
@@ -119,14 +120,14 @@ class Reader(abc.ABC):
         for each in self.passes:
             each.close()
 
-    def _checked(self, tree: Any, number: int) -> SourceBatch:
+    def _checked(self, tree: PyTree, number: int) -> SourceBatch:
         batch = checked(tree, number, self._is_for_one)
         if self.kind is None:
             self.kind = BatchSpec.of(batch)
         self.kind.check(batch)
         return batch
 
-    def _next(self, tree: Any, place: int = 0, is_part: bool = False) -> SourceBatch:
+    def _next(self, tree: PyTree, place: int = 0, is_part: bool = False) -> SourceBatch:
         """The batch that was read just now.
 
         Args:

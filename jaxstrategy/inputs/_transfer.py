@@ -7,7 +7,7 @@ from typing import Any, final
 import jax
 import numpy as np
 
-from jaxstrategy.inputs._batch import BatchSpec
+from jaxstrategy.inputs._batch import Array, BatchSpec
 from jaxstrategy.inputs._division import ReplicaRange
 from jaxstrategy.inputs._host_batch import HostBatch
 from jaxstrategy.masks import _filled_rows
@@ -50,7 +50,7 @@ class Transfer:
         leaves = [_with_mask(array, mask) for array in placed]
         return jax.tree.unflatten(spec.treedef, leaves)
 
-    def _divided(self, array: Any, is_own: bool) -> jax.Array:
+    def _divided(self, array: Array, is_own: bool) -> jax.Array:
         if isinstance(array, list):
             return self._put_together(array)
         array = array if is_own else self._private(array)
@@ -60,7 +60,7 @@ class Transfer:
             self._split, array, self._shape(array)
         )
 
-    def _whole(self, array: Any, is_own: bool) -> jax.Array:
+    def _whole(self, array: Array, is_own: bool) -> jax.Array:
         """The only replica's part of `array`, `[1, rows, ...]`, as `[rows, ...]`."""
         array = array[0] if isinstance(array, list) else array
         array = array if is_own else self._private(array)
@@ -71,13 +71,13 @@ class Transfer:
         rows = [self._private(array) for array in arrays]
         return self._replicas.joined(rows, may_alias=False)
 
-    def _private(self, array: Any) -> Any:
+    def _private(self, array: Array) -> Array:
         """`array`, or a copy, so that no device shares its memory."""
         if self._on_cpu and isinstance(array, np.ndarray) and _may_be_shared(array):
             return _own(array)
         return array
 
-    def _shape(self, array: Any) -> tuple[int, ...]:
+    def _shape(self, array: Array) -> tuple[int, ...]:
         return self._replicas.count, *array.shape[1:]
 
     def _mask(self, batch: HostBatch) -> jax.Array:

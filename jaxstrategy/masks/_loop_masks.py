@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any, final
+from typing import final
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ class LoopMasks:
         The loop gives each step its own.
     """
 
-    def __init__(self, columns: Sequence[Sequence[Any]]) -> None:
+    def __init__(self, columns: Sequence[Sequence[jax.Array]]) -> None:
         self._current = _step_masks.current() or CurrentMasks(StepMasks(()))
         self._outer = self._current.masks
         self._others = self._outer.others([a for column in columns for a in column])
@@ -42,7 +42,9 @@ class LoopMasks:
                 self._places[number] = [b.place if b else None for b in found]
 
     @contextlib.contextmanager
-    def turn(self, arrays: Sequence[Any], masks: dict[int, Any]) -> Iterator[None]:
+    def turn(
+        self, arrays: Sequence[jax.Array], masks: dict[int, jax.Array]
+    ) -> Iterator[None]:
         """A `with` block in which a step with these arrays and masks is traced."""
         own = [BatchArray(arrays[n], mask, _numbered(n)) for n, mask in masks.items()]
         batches = StepMasks([*own, *self._others])

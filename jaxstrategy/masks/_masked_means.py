@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +14,7 @@ from jaxstrategy.contexts._replica_context import ReplicaContext
 from jaxstrategy.masks import _step_masks
 from jaxstrategy.masks._step_masks import RealRows
 from jaxstrategy.replicas import _overflow
+from jaxstrategy.values._types import Value
 
 
 def batch_mask(array: jax.Array) -> jax.Array:
@@ -141,7 +141,7 @@ def masked_mean(
     return total * share.astype(jnp.finfo(total.dtype).dtype)
 
 
-def given_rows(mask: Any, rows: int) -> RealRows:
+def given_rows(mask: Value, rows: int) -> RealRows:
     """What a mask says of so many rows; the replicas sum up their real rows.
 
     Raises:
@@ -151,7 +151,7 @@ def given_rows(mask: Any, rows: int) -> RealRows:
     return RealRows(checked, _share(checked))
 
 
-def _given(mask: Any, values: Any) -> jax.Array:
+def _given(mask: Value, values: Value) -> jax.Array:
     """`mask` of rows of `values`, or of their entries: those of real rows.
 
     Raises:
@@ -164,7 +164,7 @@ def _given(mask: Any, values: Any) -> jax.Array:
 
 
 def _summed_over(
-    axis: int | None, mask: jax.Array, values: Any, name: str
+    axis: int | None, mask: jax.Array, values: Value, name: str
 ) -> tuple[int, ...]:
     """The first dimensions of `values`: those of `mask`, or all."""
     if axis is None:
@@ -187,13 +187,13 @@ def _share(mask: jax.Array) -> jax.Array:
     return replica.num_replicas_in_sync / jnp.maximum(total, 1)
 
 
-def _kept(values: Any, mask: jax.Array) -> jax.Array:
+def _kept(values: Value, mask: jax.Array) -> jax.Array:
     values = _overflow.array_of(values)
     along = mask.reshape(mask.shape + (1,) * (values.ndim - mask.ndim))
     return jnp.where(along, values, jnp.zeros((), values.dtype))
 
 
-def _rows(values: Any, name: str) -> int:
+def _rows(values: Value, name: str) -> int:
     if np.ndim(values) == 0:
         raise ValueError(
             f"`{name}` was given a scalar; an array with one entry for each row of the "
@@ -202,7 +202,7 @@ def _rows(values: Any, name: str) -> int:
     return np.shape(values)[0]
 
 
-def _checked(mask: Any, wanted: tuple[int, ...]) -> jax.Array:
+def _checked(mask: Value, wanted: tuple[int, ...]) -> jax.Array:
     """`mask` as Booleans.
 
     Raises:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -29,8 +29,8 @@ class BatchArray:
       place: the number of the mask among the arrays of the call.
     """
 
-    array: Any
-    mask: Any
+    array: jax.Array
+    mask: jax.Array
     place: int
 
 
@@ -68,15 +68,15 @@ class StepMasks:
         """Whether there are some."""
         return bool(self._given)
 
-    def owns(self, array: Any) -> bool:
+    def owns(self, array: jax.Array) -> bool:
         """Whether `array` is one that the step was given."""
         return any(batch.array is array for batch in self._given)
 
-    def of(self, array: Any) -> BatchArray | None:
+    def of(self, array: jax.Array) -> BatchArray | None:
         """What is known of `array`, if it is one that the step was given."""
         return next((batch for batch in self._given if batch.array is array), None)
 
-    def others(self, arrays: Sequence[Any]) -> list[BatchArray]:
+    def others(self, arrays: Sequence[jax.Array]) -> list[BatchArray]:
         """What is known of arrays that are not among these."""
         known = set(map(id, arrays))
         return [batch for batch in self._given if id(batch.array) not in known]
@@ -86,7 +86,7 @@ class StepMasks:
         return any(batch.mask.shape[1] == rows * parts for batch in self._given)
 
     def find(
-        self, array: Any, parts: int, part: Any, asks: bool = True
+        self, array: jax.Array, parts: int, part: ArrayLike, asks: bool = True
     ) -> RealRows | None:
         """Those of `array`, `[rows, ...]`; None if no batch has a mask.
 
@@ -143,11 +143,11 @@ class CurrentMasks:
     parts: int = 1
     part: ArrayLike = 0
 
-    def find(self, array: Any, asks: bool = True) -> RealRows | None:
+    def find(self, array: jax.Array, asks: bool = True) -> RealRows | None:
         """As `StepMasks.find`, for this part."""
         return self.masks.find(array, self.parts, self.part, asks)
 
-    def fits(self, array: Any) -> bool:
+    def fits(self, array: jax.Array) -> bool:
         """Whether a batch has as many rows, in this part, as `array`."""
         return self.masks.fit(array.shape[0], self.parts)
 
@@ -181,7 +181,7 @@ def part(index: ArrayLike, parts: int) -> contextlib.AbstractContextManager[obje
     ).entered()
 
 
-def real_rows(array: Any) -> RealRows | None:
+def real_rows(array: jax.Array) -> RealRows | None:
     """Which rows of `array` are real; None where nothing is said about that.
 
     Raises:
@@ -191,7 +191,7 @@ def real_rows(array: Any) -> RealRows | None:
     return None if now is None else now.find(array)
 
 
-def known_rows(array: Any) -> jax.Array | None:
+def known_rows(array: jax.Array) -> jax.Array | None:
     """Which rows of `array` are real, if a batch of the step has as many.
 
     For a layer that leaves the others out unasked. The step goes on to be one that has
@@ -204,13 +204,13 @@ def known_rows(array: Any) -> jax.Array | None:
     return None if found is None else found.mask
 
 
-def fits(array: Any) -> bool:
+def fits(array: jax.Array) -> bool:
     """Whether a batch of the step has as many rows as `array`."""
     now = current()
     return now is not None and now.fits(array)
 
 
-def of_argument(array: Any) -> jax.Array | None:
+def of_argument(array: jax.Array) -> jax.Array | None:
     """Which rows of `array` are real, if it is one that the step was given."""
     now = current()
     if now is None or not now.masks.owns(array):
@@ -225,7 +225,7 @@ def not_needed() -> None:
         now.masks.asked = True
 
 
-def keeps_rows(arrays: Sequence[Any]) -> None:
+def keeps_rows(arrays: Sequence[jax.Array]) -> None:
     """Note that the step gathers these arrays, and cannot leave out rows."""
     now = current()
     if now is not None and any(now.masks.owns(array) for array in arrays):

@@ -11,13 +11,14 @@ from typing import Any, Self, final
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import KeyPath
 
 from jaxstrategy._errors import DonatedValueError
 from jaxstrategy.profiling import _writers
 from jaxstrategy.text._whole_numbers import whole
 from jaxstrategy.values import _arrays, _trees
 from jaxstrategy.values._per_replica import PerReplica
-from jaxstrategy.values._types import PyTree
+from jaxstrategy.values._types import Leaf, PyTree, Value
 
 
 @final
@@ -121,7 +122,7 @@ class MetricLogger:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: Any, *error: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         if kind is None:
             self.close()
             return
@@ -149,7 +150,7 @@ class _Entry:
 
     step: int
     steps: int
-    leaves: dict[str, Any]
+    leaves: dict[str, Value]
 
     @classmethod
     def of(cls, step: int, metrics: PyTree) -> _Entry:
@@ -205,7 +206,7 @@ class _Entry:
             )
 
 
-def _check(name: str, leaf: Any) -> None:
+def _check(name: str, leaf: Leaf) -> None:
     if isinstance(leaf, PerReplica):
         raise TypeError(
             f"`{name}` is a PerReplica, with a value for each replica. Log one: return "
@@ -221,18 +222,18 @@ def _check(name: str, leaf: Any) -> None:
         )
 
 
-def _is_numeric(leaf: Any) -> bool:
+def _is_numeric(leaf: Leaf) -> bool:
     if isinstance(leaf, (bool, int, float)):
         return True
     kinds = (jnp.bool_, jnp.integer, jnp.floating)
     return _arrays.is_array(leaf) and any(jnp.issubdtype(leaf.dtype, k) for k in kinds)
 
 
-def _joined(path: Any) -> str:
+def _joined(path: KeyPath) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/") or "value"
 
 
-def _checked(name: str, given: Any) -> int:
+def _checked(name: str, given: Value) -> int:
     number = whole(given)
     if number is None:
         raise TypeError(f"`{name}` was {given!r}; a whole number was wanted.")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 from jaxstrategy.executors._step import Step
 from jaxstrategy.profiling import _links
 from jaxstrategy.replicas._replicas import Replicas
 from jaxstrategy.replicas._topology import Topology
 from jaxstrategy.tracing.explanation._explanation import Explanation
+from jaxstrategy.values._types import Function, Leaf
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,12 +24,12 @@ class Prediction:
       topology: their links; by default they are measured.
     """
 
-    step: Callable[..., Any]
+    step: Function
     explain: Callable[..., Explanation]
     replicas: Replicas
     topology: Topology | None = None
 
-    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
+    def __call__(self, args: tuple[Leaf, ...], kwargs: dict[str, Leaf]) -> float | None:
         if not isinstance(self.step, Step):
             return None
         found = self.explain(self.step, args, kwargs, compiled=False)

@@ -7,7 +7,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any, Self, final
+from typing import Self, final
 
 import jax
 
@@ -21,10 +21,10 @@ from jaxstrategy.profiling._profile_report import Report
 from jaxstrategy.profiling._profiler_trace import Tracing
 from jaxstrategy.text._whole_numbers import whole
 from jaxstrategy.values._per_replica import is_per_replica
-from jaxstrategy.values._types import PyTree
+from jaxstrategy.values._types import Function, Leaf, PyTree, Value
 
 # Given the arguments of a call, the seconds that its collectives should take.
-Predict = Callable[[tuple[Any, ...], dict[str, Any]], float | None]
+Predict = Callable[[tuple[Leaf, ...], dict[str, Leaf]], float | None]
 
 
 @final
@@ -59,7 +59,7 @@ class Profile:
 
     def __init__(
         self,
-        step: Callable[..., Any],
+        step: Function,
         predict: Predict,
         *,
         examples: int | None = None,
@@ -92,9 +92,9 @@ class Profile:
         self._idle: float | None = None
         self._begun = 0
         self._returned: float | None = None
-        self._result: Any = None
+        self._result: Leaf = None
 
-    def __call__(self, *args: Any, **kwargs: Any) -> PyTree:
+    def __call__(self, *args: Leaf, **kwargs: Leaf) -> PyTree:
         """What the step returns."""
         called = self._clock()
         call, steps = self._calls, number_of_steps(self._function, args)
@@ -179,7 +179,7 @@ class Profile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: Any, *error: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         try:
             if kind is None:
                 self._wait()
@@ -222,7 +222,7 @@ def _by_step(seconds: float | None, steps: int) -> float | None:
     return None if seconds is None else seconds / steps
 
 
-def _smallest(results: PyTree) -> Any:
+def _smallest(results: PyTree) -> Leaf:
     """The smallest array: when it is there, all of its program are."""
     leaves = jax.tree.leaves(results)
     arrays = [leaf for leaf in leaves if hasattr(leaf, "block_until_ready")]
@@ -240,7 +240,7 @@ def _rows(given: PyTree) -> int | None:
     return None
 
 
-def _checked_every(every: Any) -> int:
+def _checked_every(every: Value) -> int:
     number = whole(every)
     if number is None:
         raise TypeError(f"`every` was {every!r}; a number of calls was wanted.")

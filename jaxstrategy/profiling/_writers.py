@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 from jaxstrategy._errors import MissingExtraError
+from jaxstrategy.values._types import Function
 
 # Takes the number of a step, and its scalars by name.
-Write = Callable[[int, dict[str, float]], Any]
+Writer: TypeAlias = Any
+"""An object of a logging library, with one of the methods named below."""
+
+Write: TypeAlias = Callable[[int, dict[str, float]], object]
 
 
-def opened(writer: Any) -> tuple[Any, bool]:
+def opened(writer: Writer) -> tuple[Writer, bool]:
     """What writes, and whether it was opened here; a path is a TensorBoard directory.
 
     Raises:
@@ -31,7 +35,7 @@ def opened(writer: Any) -> tuple[Any, bool]:
     return tensorboardX.SummaryWriter(os.fspath(writer)), True
 
 
-def _one_by_one(add_scalar: Callable[..., Any]) -> Write:
+def _one_by_one(add_scalar: Function) -> Write:
     def write(step: int, scalars: dict[str, float]) -> None:
         for name, value in scalars.items():
             add_scalar(name, value, step)
@@ -40,13 +44,13 @@ def _one_by_one(add_scalar: Callable[..., Any]) -> Write:
 
 
 # By the method that a writer has: how it is shown in messages, and what `Write` it is.
-_METHODS: dict[str, tuple[str, Callable[[Callable[..., Any]], Write]]] = {
+_METHODS: dict[str, tuple[str, Callable[[Function], Write]]] = {
     "write_scalars": ("(step, scalars)", lambda method: method),
     "add_scalar": ("(name, value, step)", _one_by_one),
 }
 
 
-def check(writer: Any) -> None:
+def check(writer: Writer) -> None:
     """Raise unless `writer` is one, or a path.
 
     Raises:
@@ -62,7 +66,7 @@ def check(writer: Any) -> None:
         )
 
 
-def function_of(writer: Any) -> Write:
+def function_of(writer: Writer) -> Write:
     """Writes the scalars of a step with `writer`."""
     for name, (_, as_write) in _METHODS.items():
         if hasattr(writer, name):
@@ -70,7 +74,7 @@ def function_of(writer: Any) -> Write:
     return writer
 
 
-def finish(writer: Any, is_ours: bool) -> None:
+def finish(writer: Writer, is_ours: bool) -> None:
     """Let everything be on disk; close a writer that was opened here."""
     method = getattr(writer, "close" if is_ours else "flush", None)
     if method is not None:

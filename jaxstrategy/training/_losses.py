@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -23,14 +23,15 @@ from jaxstrategy.strategies._current import (
 )
 from jaxstrategy.text._whole_numbers import whole
 from jaxstrategy.values._per_replica import is_per_replica
+from jaxstrategy.values._types import Value
 
 
 def compute_average_loss(
-    per_example_loss: Any,
-    *misplaced: Any,
-    sample_weight: Any = None,
-    global_batch_size: Any = None,
-    mask: Any = None,
+    per_example_loss: Value,
+    *misplaced: Value,
+    sample_weight: Value = None,
+    global_batch_size: Value = None,
+    mask: Value = None,
 ) -> jax.Array:
     """This replica's part of the mean loss over the global batch, a scalar.
 
@@ -94,7 +95,7 @@ def compute_average_loss(
     return (weighted.sum() / _overflow.array_of(size, precise)).astype(loss.dtype)
 
 
-def _real_examples(loss: jax.Array, mask: Any) -> RealRows | None:
+def _real_examples(loss: jax.Array, mask: Value) -> RealRows | None:
     """Which losses are of real examples; None where nothing is said about that."""
     if mask is not None:
         return _masked_means.given_rows(mask, loss.shape[0])
@@ -110,7 +111,7 @@ def _examples(loss: jax.Array, real: RealRows | None) -> jax.Array | int:
     return replicas / real.share
 
 
-def scale_regularization_loss(regularization_loss: Any) -> jax.Array:
+def scale_regularization_loss(regularization_loss: Value) -> jax.Array:
     """This replica's part of a loss that is the same on all: its sum, divided by N.
 
     Summed over the N replicas, as losses of `compute_average_loss` are, a
@@ -132,7 +133,7 @@ def scale_regularization_loss(regularization_loss: Any) -> jax.Array:
     return loss.sum() / _num_replicas("scale_regularization_loss")
 
 
-def _refuse_position(misplaced: tuple[Any, ...]) -> NoReturn:
+def _refuse_position(misplaced: tuple[Value, ...]) -> NoReturn:
     raise TypeError(
         f"`compute_average_loss` was given {1 + len(misplaced)} arguments by position, "
         "where only the loss is taken: a second one could be meant as the batch size "
@@ -140,7 +141,7 @@ def _refuse_position(misplaced: tuple[Any, ...]) -> NoReturn:
     )
 
 
-def _numbers(value: Any, name: str) -> jax.Array:
+def _numbers(value: Value, name: str) -> jax.Array:
     """`value` as an array of floats."""
     if is_per_replica(value):
         raise TypeError(
@@ -162,7 +163,7 @@ def _num_replicas(function: str) -> int:
     return get_strategy().num_replicas_in_sync
 
 
-def _check_size(size: Any) -> None:
+def _check_size(size: Value) -> None:
     array = isinstance(size, (jax.Array, np.ndarray))
     # An array is not read here: it may be traced, or not be computed yet.
     if not (
@@ -184,7 +185,7 @@ def _check_size(size: Any) -> None:
         )
 
 
-def _weighted(loss: jax.Array, sample_weight: Any) -> jax.Array:
+def _weighted(loss: jax.Array, sample_weight: Value) -> jax.Array:
     if sample_weight is None:
         return loss
     if is_per_replica(sample_weight):

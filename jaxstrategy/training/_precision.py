@@ -15,11 +15,12 @@ float32 of float64. And Flax need not be installed here.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Self, final
+from typing import Self, final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from jaxstrategy._errors import shown
 from jaxstrategy._options import ReduceOp
@@ -27,13 +28,13 @@ from jaxstrategy.contexts import _context
 from jaxstrategy.replicas import _overflow
 from jaxstrategy.strategies._current import get_replica_context
 from jaxstrategy.values import _arrays, _per_replica
-from jaxstrategy.values._types import PyTree
+from jaxstrategy.values._types import Leaf, PyTree, Value
 
 _MOST = float(np.finfo(np.float32).max)
 _MOST_STEPS = int(np.iinfo(np.int32).max)
 
 
-def cast_floating(tree: PyTree, dtype: Any) -> PyTree:
+def cast_floating(tree: PyTree, dtype: DTypeLike) -> PyTree:
     """`tree` with its arrays of real floating-point numbers as `dtype`.
 
     Integers, bools, complex numbers, random keys and what is not an array stay. The
@@ -54,7 +55,7 @@ def cast_floating(tree: PyTree, dtype: Any) -> PyTree:
             "'bfloat16' or 'float32'."
         )
 
-    def cast(leaf: Any) -> Any:
+    def cast(leaf: Leaf) -> Leaf:
         if _arrays.is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating):
             return jnp.asarray(leaf, wanted)
         return leaf
@@ -128,11 +129,11 @@ class DynamicLossScale:
     1.800 16384
     """
 
-    loss_scale: Any = 2.0**15
+    loss_scale: Value = 2.0**15
     period: int = dataclasses.field(default=2000, metadata={"static": True})
     factor: float = dataclasses.field(default=2.0, metadata={"static": True})
     min_loss_scale: float = dataclasses.field(default=1.0, metadata={"static": True})
-    finite_steps: Any = np.int32(0)
+    finite_steps: Value = np.int32(0)
 
     def __post_init__(self) -> None:
         # To JAX a Python float has another type than what `adjust` gives: a step would
@@ -177,7 +178,7 @@ class DynamicLossScale:
             gradients, 1 / _overflow.array_of(self.loss_scale, jnp.float32)
         )
 
-    def adjust(self, grads_finite: Any) -> Self:
+    def adjust(self, grads_finite: Value) -> Self:
         """The factor for the next step.
 
         Args:
@@ -199,7 +200,7 @@ class DynamicLossScale:
 
     @staticmethod
     def _times(tree: PyTree, number: jax.Array) -> PyTree:
-        def times(leaf: Any) -> jax.Array:
+        def times(leaf: Leaf) -> jax.Array:
             leaf = _overflow.array_of(leaf)
             kept = jnp.promote_types(leaf.dtype, jnp.float32)
             return leaf.astype(kept) * number.astype(kept)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import numpy as np
 from jax.core import Tracer
+from jax.tree_util import KeyPath
 
 from jaxstrategy._errors import DonatedValueError, TracedValueError
 from jaxstrategy._options import VariableAggregation
@@ -14,7 +13,7 @@ from jaxstrategy.cluster import _processes
 from jaxstrategy.replicas._random_keys import as_numbers
 from jaxstrategy.values import _per_replica, _trees
 from jaxstrategy.values._per_replica import PerReplica
-from jaxstrategy.values._types import PyTree
+from jaxstrategy.values._types import Leaf, PyTree
 from jaxstrategy.variables._variable import Variable
 
 
@@ -48,11 +47,11 @@ def to_host(tree: PyTree) -> PyTree:
     return jax.tree.unflatten(structure, [_read(part) for part in parts])
 
 
-def _name(path: Any) -> str:
+def _name(path: KeyPath) -> str:
     return f"tree{jax.tree_util.keystr(path)}"
 
 
-def _readable(leaf: Any, name: str) -> Any:
+def _readable(leaf: Leaf, name: str) -> Leaf:
     """What holds the numbers of `leaf`: an array of this process, or of several."""
     if isinstance(leaf, Variable):
         leaf = _value_of(leaf)
@@ -75,13 +74,13 @@ def _readable(leaf: Any, name: str) -> Any:
     return leaf.addressable_data(0) if leaf.is_fully_replicated else leaf
 
 
-def _value_of(variable: Variable) -> Any:
+def _value_of(variable: Variable) -> Leaf:
     if variable.aggregation is VariableAggregation.NONE:
         return variable.distributed()
     return variable.value()
 
 
-def _read(part: Any) -> Any:
+def _read(part: Leaf) -> Leaf:
     if not isinstance(part, jax.Array):
         return part
     if part.is_fully_addressable:

@@ -66,7 +66,7 @@ class TrainingLoop:
             )
         return self
 
-    def __exit__(self, kind: Any, *error: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         with contextlib.ExitStack() as closing:
             closing.callback(self._data.close)
             if self._handler is not None:

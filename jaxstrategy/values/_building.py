@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
+from jax.tree_util import KeyPath
 
 from jaxstrategy.replicas import _mesh
 from jaxstrategy.replicas._replicas import SAME, SPLIT, Replicas
 from jaxstrategy.text._array_types import array_type
 from jaxstrategy.values import _arrays, _per_replica
 from jaxstrategy.values._per_replica import PerReplica
-from jaxstrategy.values._types import PyTree
+from jaxstrategy.values._types import Leaf, PyTree, Value
 
 
 def stack(
@@ -70,12 +70,12 @@ def stack(
     return jax.tree.unflatten(structure, placed)
 
 
-def _is_list(node: Any) -> bool:
+def _is_list(node: object) -> bool:
     return isinstance(node, list)  # of numbers: the data of an array
 
 
 def _stack_leaf(
-    column: list[Any], replicas: Replicas, own: bool, what: str
+    column: list[Value], replicas: Replicas, own: bool, what: str
 ) -> PerReplica:
     arrays = [_arrays.as_array(value, what) for value in column]
     kinds = {(array.shape, array.dtype) for array in arrays}
@@ -90,7 +90,7 @@ def _stack_leaf(
     return PerReplica(replicas.stacked(arrays))
 
 
-def place_stacked(value: Any, replicas: Replicas, what: str = "value") -> PerReplica:
+def place_stacked(value: Value, replicas: Replicas, what: str = "value") -> PerReplica:
     """An array of shape `[replica, ...]` as a `PerReplica` on their devices.
 
     Raises:
@@ -101,7 +101,7 @@ def place_stacked(value: Any, replicas: Replicas, what: str = "value") -> PerRep
     return PerReplica(_mesh.place(array, replicas.sharding(SPLIT)))
 
 
-def check_stacked(array: Any, num_replicas: int, what: str) -> None:
+def check_stacked(array: Value, num_replicas: int, what: str) -> None:
     """Raise unless the first dimension of `array` counts the replicas."""
     shape = np.shape(array)
     if not shape or shape[0] != num_replicas:
@@ -122,7 +122,7 @@ def replicate(tree: PyTree, replicas: Replicas) -> PyTree:
     """
     sharding = replicas.sharding(SAME)
 
-    def place(path: Any, leaf: Any) -> Any:
+    def place(path: KeyPath, leaf: Leaf) -> Leaf:
         if isinstance(leaf, PerReplica):
             raise TypeError(
                 f"`tree{jax.tree_util.keystr(path)}` is a PerReplica: its versions may "
@@ -140,7 +140,7 @@ def replicate(tree: PyTree, replicas: Replicas) -> PyTree:
 
 
 def _replicate_leaf(
-    leaf: Any, sharding: NamedSharding, what: str = "A value"
+    leaf: Leaf, sharding: NamedSharding, what: str = "A value"
 ) -> jax.Array:
     _arrays.check_alive(leaf, what)
     if _arrays.is_placed(leaf) and not _mesh.lies_as(leaf, sharding):

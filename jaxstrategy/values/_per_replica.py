@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import html
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, final
+from typing import NoReturn, final
 
 import jax
 import numpy as np
@@ -24,6 +24,7 @@ from jaxstrategy.replicas._replicas import Replicas
 from jaxstrategy.text import _tables
 from jaxstrategy.text._array_types import array_type
 from jaxstrategy.values import _arrays, _misuse
+from jaxstrategy.values._types import Leaf, Value
 
 
 @final
@@ -53,7 +54,7 @@ class PerReplica:
     Array([12., 14.], dtype=float32)
     """
 
-    _value: Any
+    _value: Leaf
     # Inside a merge call the value is this replica's own, and these are all replicas.
     _replicas: Replicas | None = dataclasses.field(
         default=None, metadata={"static": True}
@@ -61,10 +62,10 @@ class PerReplica:
     # Of a batch: which rows are real, bool[replica, rows]. The same on every replica,
     # so that each knows how many there are in all. Booleans, because a function mapped
     # over the tree then leaves them as they are, or makes what is refused.
-    _mask: Any = None
+    _mask: Leaf = None
 
     @property
-    def stacked(self) -> Any:
+    def stacked(self) -> Leaf:
         """All versions as one array of shape `[replica, ...]`."""
         if self._replicas is None:
             return self._value
@@ -116,12 +117,12 @@ class PerReplica:
         return shape[1:] if self._replicas is None else shape
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> np.dtype:
         """The dtype of every version."""
         return self._value.dtype
 
     @property
-    def mask(self) -> Any:
+    def mask(self) -> Leaf:
         """The mask of real rows, `bool[replica, rows]`, of a batch that may be padded.
 
         None of other values. Inside a step see `batch_mask`.
@@ -213,7 +214,7 @@ def from_local(value: jax.Array, replicas: Replicas) -> PerReplica:
     return PerReplica(value, replicas)
 
 
-def local_value(value: PerReplica) -> Any:
+def local_value(value: PerReplica) -> Leaf:
     """This replica's version, while a step is being traced.
 
     Raises:
@@ -224,12 +225,12 @@ def local_value(value: PerReplica) -> Any:
     return value._value
 
 
-def with_mask(value: PerReplica, mask: Any) -> PerReplica:
+def with_mask(value: PerReplica, mask: Value) -> PerReplica:
     """`value`, of which only some rows are real."""
     return dataclasses.replace(value, _mask=mask)
 
 
-def contents(value: PerReplica) -> Any:
+def contents(value: PerReplica) -> Leaf:
     """What `value` wraps: `[replica, ...]` outside a step, `[...]` inside one."""
     return value._value
 

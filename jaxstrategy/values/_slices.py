@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, final
+from typing import final
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.tree_util import GetAttrKey
 
 from jaxstrategy._errors import shown
 from jaxstrategy.replicas import _overflow
 from jaxstrategy.text._whole_numbers import several_whole
+from jaxstrategy.values._types import Leaf, Value
 
 
 @final
@@ -37,8 +40,8 @@ class IndexedSlices:
            [0., 0., 0.]], dtype=float32)
     """
 
-    values: Any
-    indices: Any
+    values: Leaf
+    indices: Leaf
     dense_shape: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
@@ -59,14 +62,18 @@ class IndexedSlices:
                 "indices [rows] and dense_shape (n, ...) were wanted."
             )
 
-    def tree_flatten_with_keys(self) -> Any:
+    def tree_flatten_with_keys(
+        self,
+    ) -> tuple[tuple[tuple[object, Leaf], ...], tuple[int, ...] | None]:
         """The two arrays, and the shape, which is static."""
-        key = jax.tree_util.GetAttrKey
+        key = GetAttrKey
         arrays = (key("values"), self.values), (key("indices"), self.indices)
         return arrays, self.dense_shape
 
     @classmethod
-    def tree_unflatten(cls, dense_shape: Any, arrays: Any) -> IndexedSlices:
+    def tree_unflatten(
+        cls, dense_shape: tuple[int, ...] | None, arrays: tuple[Leaf, Leaf]
+    ) -> IndexedSlices:
         """The slices that JAX makes, unchecked: arrays of any shape, or none at all."""
         made = object.__new__(cls)
         values, indices = arrays
@@ -76,7 +83,7 @@ class IndexedSlices:
         return made
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> np.dtype:
         """The dtype of the rows.
 
         Raises:
@@ -113,7 +120,7 @@ class IndexedSlices:
         return _overflow.array_of(array).at[rows].add(_overflow.array_of(self.values))
 
 
-def _checked_shape(given: Any) -> tuple[int, ...]:
+def _checked_shape(given: Value) -> tuple[int, ...]:
     shape = several_whole(given)
     if shape is None or any(not 0 <= n < 2**63 for n in shape):
         raise ValueError(

@@ -5,19 +5,19 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
 
 import jax
 
 from jaxstrategy.inputs.sources import _plain
 from jaxstrategy.inputs.sources._grain import GrainSource
 from jaxstrategy.inputs.sources._hugging_face import StreamSource, TableSource
-from jaxstrategy.inputs.sources._source import Source
+from jaxstrategy.inputs.sources._source import Dataset, Source
 from jaxstrategy.inputs.sources._tf_data import TfDataSource, is_tf_data
 from jaxstrategy.inputs.sources._torch import TorchSource
 from jaxstrategy.text._array_types import array_type
 from jaxstrategy.text._lists import first_few
 from jaxstrategy.values import _arrays, _per_replica
+from jaxstrategy.values._types import Leaf
 
 _KINDS = (
     "Give global batches: a list, a generator function or another iterable of them, "
@@ -36,7 +36,7 @@ _LIBRARIES = (
 )
 
 
-def as_source(dataset: Any) -> Source:
+def as_source(dataset: Dataset) -> Source:
     """`dataset` as a source of batches, by what it can do; nothing is read yet.
 
     Raises:
@@ -58,24 +58,24 @@ def as_source(dataset: Any) -> Source:
     return _plain_source(dataset)
 
 
-def _plain_source(dataset: Any) -> Source:
+def _plain_source(dataset: Dataset) -> Source:
     if isinstance(dataset, Iterator):
         return _plain.Once(dataset)
     if isinstance(dataset, Iterable):
         return _plain.Repeatable(dataset)
     if callable(dataset):
         _check_no_arguments(dataset)
-        function: Any = dataset
+        function: Dataset = dataset
         return _plain.Generated(function)
     raise TypeError(f"{_named(dataset)} is not a dataset. {_KINDS}")
 
 
-def _is(dataset: Any, module: str, kind: str) -> bool:
+def _is(dataset: Dataset, module: str, kind: str) -> bool:
     known = getattr(sys.modules.get(module), kind, None)
     return isinstance(known, type) and isinstance(dataset, known)
 
 
-def _check_not_data(dataset: Any) -> None:
+def _check_not_data(dataset: Dataset) -> None:
     """Raise if `dataset` is examples, or one batch, rather than batches."""
     if isinstance(dataset, (str, bytes)):
         raise TypeError(
@@ -112,7 +112,7 @@ def _check_not_data(dataset: Any) -> None:
         )
 
 
-def _is_arrays(dataset: Any) -> bool:
+def _is_arrays(dataset: Dataset) -> bool:
     """Whether `dataset` is a pytree of arrays rather than a list of batches."""
     if hasattr(dataset, "__array__") or isinstance(dataset, Mapping):
         return True
@@ -126,7 +126,7 @@ def _is_arrays(dataset: Any) -> bool:
     return dataset is not None and not jax.tree_util.all_leaves([dataset])
 
 
-def _several_arrays(arrays: Sequence[Any]) -> str:
+def _several_arrays(arrays: Sequence[Leaf]) -> str:
     """What is wrong with arrays that are neither batches of one kind nor one batch."""
     types = (array_type(array.dtype, array.shape) for array in arrays)
     named = first_few(types, 4)
@@ -139,7 +139,7 @@ def _several_arrays(arrays: Sequence[Any]) -> str:
     )
 
 
-def _check_no_arguments(function: Any) -> None:
+def _check_no_arguments(function: Dataset) -> None:
     try:
         inspect.signature(function).bind()
     except TypeError as error:
@@ -154,5 +154,5 @@ def _check_no_arguments(function: Any) -> None:
         return
 
 
-def _named(dataset: Any) -> str:
+def _named(dataset: Dataset) -> str:
     return f"The {type(dataset).__name__} given as a dataset"

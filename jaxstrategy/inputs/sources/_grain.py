@@ -7,7 +7,7 @@ import sys
 from typing import Any, final
 
 from jaxstrategy.inputs.sources import _counted
-from jaxstrategy.inputs.sources._source import Pass, Source, State
+from jaxstrategy.inputs.sources._source import Dataset, Pass, Source, State
 from jaxstrategy.values._types import PyTree
 
 # Elements are whole batches here: Grain's 500 read ahead would fill the memory.
@@ -19,7 +19,7 @@ _AHEAD = 32
 class GrainSource(Source):
     """A Grain dataset or loader of batches, resumed by Grain's own state."""
 
-    def __init__(self, dataset: Any) -> None:
+    def __init__(self, dataset: Dataset) -> None:
         self._dataset = dataset
         self._length = _length(dataset)
 
@@ -43,7 +43,7 @@ class GrainSource(Source):
 
 @final
 class _GrainPass(Pass):
-    def __init__(self, dataset: Any, name: str, length: int | None) -> None:
+    def __init__(self, dataset: Dataset, name: str, length: int | None) -> None:
         self._dataset = dataset
         self._name = name
         self._length = length
@@ -101,14 +101,14 @@ class _GrainPass(Pass):
         _counted.close(iterator)  # a DataLoader's ends when it is let go
 
 
-def _kind(dataset: Any) -> str:
+def _kind(dataset: Dataset) -> str:
     for kind in ("MapDataset", "IterDataset"):
         if any(base.__name__ == kind for base in type(dataset).__mro__):
             return kind
     return type(dataset).__name__
 
 
-def _length(dataset: Any) -> int | None:
+def _length(dataset: Dataset) -> int | None:
     """How many batches a `MapDataset` has, if they can be counted without reading."""
     if not hasattr(dataset, "to_iter_dataset") or _may_discard(dataset):
         return None
@@ -116,7 +116,7 @@ def _length(dataset: Any) -> int | None:
     return None if length == sys.maxsize else length  # repeated without end
 
 
-def _may_discard(dataset: Any) -> bool:
+def _may_discard(dataset: Dataset) -> bool:
     """Whether elements may be left out, which `len` counts all the same."""
     return "Filter" in type(dataset).__name__ or any(
         _may_discard(parent) for parent in getattr(dataset, "parents", ())

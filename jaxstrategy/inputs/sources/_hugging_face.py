@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any, final
+from typing import final
 
 import numpy as np
 
 from jaxstrategy.inputs.sources import _counted
 from jaxstrategy.inputs.sources._reading_order import ReadingOrder
-from jaxstrategy.inputs.sources._source import Pass, Source, State
+from jaxstrategy.inputs.sources._source import Dataset, Pass, Source, State
 from jaxstrategy.values._types import PyTree
 
 _ADVICE = 'Give `dataset.with_format("numpy").batch(batch_size)`.'
@@ -20,7 +20,7 @@ _ADVICE = 'Give `dataset.with_format("numpy").batch(batch_size)`.'
 class TableSource(Source):
     """A `datasets.Dataset`, each of whose rows is a batch."""
 
-    def __init__(self, dataset: Any) -> None:
+    def __init__(self, dataset: Dataset) -> None:
         form = dataset.format["type"]
         if form != "numpy":
             raise TypeError(
@@ -43,7 +43,7 @@ class TableSource(Source):
 
 @final
 class _TablePass(Pass):
-    def __init__(self, dataset: Any, name: str) -> None:
+    def __init__(self, dataset: Dataset, name: str) -> None:
         self._dataset = dataset
         self._name = name
         self._batches = 0
@@ -72,7 +72,7 @@ class _TablePass(Pass):
 class StreamSource(Source):
     """A `datasets.IterableDataset` of batches, resumed by its own state."""
 
-    def __init__(self, dataset: Any) -> None:
+    def __init__(self, dataset: Dataset) -> None:
         self._dataset = dataset
         self._order = ReadingOrder()
 
@@ -86,11 +86,11 @@ class StreamSource(Source):
 
 @final
 class _StreamPass(Pass):
-    def __init__(self, dataset: Any, order: ReadingOrder, name: str) -> None:
+    def __init__(self, dataset: Dataset, order: ReadingOrder, name: str) -> None:
         self._dataset = dataset
         self._order = order
         self._name = name
-        self._view: Any = None
+        self._view: Dataset = None
         self._loaded: State = None  # what the view tells only once it is read
         self._batches: Iterator[PyTree] | None = None
 
@@ -148,7 +148,7 @@ class _StreamPass(Pass):
         _counted.close(batches)
 
 
-def _shuffles(examples: Any) -> bool:
+def _shuffles(examples: Dataset) -> bool:
     """Whether there is a shuffle buffer among the steps that lead to `examples`."""
     if examples is None:
         return False
@@ -157,7 +157,7 @@ def _shuffles(examples: Any) -> bool:
     return "BufferShuffled" in type(examples).__name__ or any(map(_shuffles, inner))
 
 
-def _check(batch: Any) -> None:
+def _check(batch: PyTree) -> None:
     """Raise if `batch` is a single example: a dict with a number or a text in it."""
     for column, value in batch.items():
         if not isinstance(value, (np.ndarray, dict)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import zlib
 from collections.abc import Callable
-from typing import Any, final
+from typing import final
 
 import jax
 import numpy as np
@@ -15,7 +15,7 @@ from jaxstrategy.inputs.sources import _counted
 from jaxstrategy.inputs.sources._source import Pass, Source, State
 from jaxstrategy.text._whole_numbers import whole
 from jaxstrategy.values import _per_replica
-from jaxstrategy.values._types import PyTree
+from jaxstrategy.values._types import Leaf, PyTree, Value
 
 
 def batches(
@@ -133,7 +133,7 @@ class ArrayBatches(Source):
         return f"batches({self._rows} rows, {self._batch_size}{shuffled}{epochs})"
 
     @functools.cached_property
-    def description(self) -> dict[str, Any]:
+    def description(self) -> dict[str, State]:
         """The facts that decide which rows a batch has, for JSON."""
         return {
             "rows": self._rows,
@@ -281,7 +281,7 @@ def _contents(arrays: PyTree, rows: int) -> int:
     return crc
 
 
-def _on_host(leaf: Any, what: str) -> np.ndarray:
+def _on_host(leaf: Leaf, what: str) -> np.ndarray:
     array = np.asarray(leaf)
     if array.ndim == 0:
         raise ValueError(
@@ -292,7 +292,7 @@ def _on_host(leaf: Any, what: str) -> np.ndarray:
     return array
 
 
-def _whole(value: Any, what: str, least: int) -> int:
+def _whole(value: Value, what: str, least: int) -> int:
     number = whole(value)
     if number is None:
         raise TypeError(f"`{what}` is {value!r}; it is to be an int.")
@@ -301,7 +301,7 @@ def _whole(value: Any, what: str, least: int) -> int:
     return number
 
 
-def _seed(shuffle: Any) -> int | None:
+def _seed(shuffle: Value) -> int | None:
     if isinstance(shuffle, bool):
         raise TypeError(
             f"`shuffle` is {shuffle}; it is a seed, so that all processes and a "

@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 from jaxstrategy.values._types import PyTree
 
-State = Any  # what JSON can hold: dicts, lists, text, numbers, None
+State: TypeAlias = Any
+"""What JSON can hold: dicts, lists, text, numbers, None."""
+
+Dataset: TypeAlias = Any
+"""What a user gives to be read: of another library, an iterable, a function."""
 
 
 class Source(abc.ABC):

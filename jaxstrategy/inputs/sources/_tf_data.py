@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, final
+from typing import final
 
 from jaxstrategy.inputs.sources._counted import CountedPass
-from jaxstrategy.inputs.sources._source import Pass, Source
+from jaxstrategy.inputs.sources._source import Dataset, Pass, Source
 
 
-def is_tf_data(dataset: Any) -> bool:
+def is_tf_data(dataset: Dataset) -> bool:
     """Whether `dataset` has the methods of a `tf.data.Dataset` that are needed."""
     wanted = ("as_numpy_iterator", "element_spec", "cardinality")
     return all(hasattr(dataset, name) for name in wanted)
@@ -22,7 +22,7 @@ class TfDataSource(Source):
     `reshuffle_each_iteration=False` if there is more than one pass.
     """
 
-    def __init__(self, dataset: Any) -> None:
+    def __init__(self, dataset: Dataset) -> None:
         self._dataset = dataset
 
     def start(self) -> Pass:

@@ -13,8 +13,8 @@ import numpy as np
 from jaxstrategy.inputs.sources import _counted
 from jaxstrategy.inputs.sources._counted import CountedPass
 from jaxstrategy.inputs.sources._reading_order import ReadingOrder
-from jaxstrategy.inputs.sources._source import Pass, Source, State
-from jaxstrategy.values._types import PyTree
+from jaxstrategy.inputs.sources._source import Dataset, Pass, Source, State
+from jaxstrategy.values._types import Leaf, PyTree
 
 _NAME = "the PyTorch DataLoader"
 
@@ -26,7 +26,7 @@ class TorchSource(Source):
     Lists become tuples: PyTorch gives a batch of pairs as the list `[x, y]`.
     """
 
-    def __init__(self, loader: Any) -> None:
+    def __init__(self, loader: Dataset) -> None:
         self._loader = loader
         self._order = ReadingOrder()
 
@@ -51,7 +51,7 @@ class TorchSource(Source):
 
 @final
 class _TorchPass(Pass):
-    def __init__(self, loader: Any, length: int | None) -> None:
+    def __init__(self, loader: Dataset, length: int | None) -> None:
         self._loader = loader
         self._batches = CountedPass(lambda: iter(loader), _NAME, length)
 
@@ -87,7 +87,9 @@ class _TorchPass(Pass):
 class _StatefulPass(Pass):
     """A pass over a loader with `state_dict` and `load_state_dict`."""
 
-    def __init__(self, loader: Any, order: ReadingOrder, length: int | None) -> None:
+    def __init__(
+        self, loader: Dataset, order: ReadingOrder, length: int | None
+    ) -> None:
         self._loader = loader
         self._length = length
         self._order = order
@@ -163,7 +165,7 @@ _OTHERS = {
 }
 
 
-def _array(tensor: Any, what: str) -> np.ndarray:
+def _array(tensor: Leaf, what: str) -> np.ndarray:
     torch = sys.modules["torch"]
     try:
         if str(tensor.dtype) in _OTHERS:
@@ -179,7 +181,7 @@ def _array(tensor: Any, what: str) -> np.ndarray:
         ) from error
 
 
-def _keeps_order(loader: Any) -> bool:
+def _keeps_order(loader: Dataset) -> bool:
     """Whether each pass gives the same batches, as far as the samplers tell."""
     data = sys.modules["torch.utils.data"]
     sampler = loader.sampler
@@ -190,18 +192,18 @@ def _keeps_order(loader: Any) -> bool:
     return type(sampler) is data.SequentialSampler and not _is_iterable_style(loader)
 
 
-def _is_iterable_style(loader: Any) -> bool:
+def _is_iterable_style(loader: Dataset) -> bool:
     kind = sys.modules["torch.utils.data"].IterableDataset
     return isinstance(getattr(loader, "dataset", None), kind)
 
 
-def _to_text(state: Any) -> str:
+def _to_text(state: State) -> str:
     file = io.BytesIO()
     sys.modules["torch"].save(state, file)
     return base64.b64encode(file.getvalue()).decode()
 
 
-def _from_text(text: str) -> Any:
+def _from_text(text: str) -> State:
     file = io.BytesIO(base64.b64decode(text))
     # Only tensors and plain values are read: a checkpoint runs no code.
     return sys.modules["torch"].load(file, weights_only=True)
