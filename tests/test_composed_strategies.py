@@ -86,6 +86,17 @@ def test_a_deep_copy_is_composed_of_the_same_choices(served):
     assert repr(twin) == repr(served) == "Served(3 replicas on cpu:0..2)"
 
 
+def test_a_strategy_that_counts_as_false_is_one():
+    class Empty(js.Strategy):
+        def __len__(self):
+            return 0
+
+    strategy = Empty(jax.devices()[:2])
+    with strategy.scope():
+        assert js.get_strategy() is strategy and js.has_strategy()
+        assert js.Variable(1.0).strategy is strategy
+
+
 def test_no_strategy_is_told_from_others_by_a_flag():
     default = js.get_strategy()
     assert not hasattr(default, "is_default")

@@ -219,7 +219,9 @@ class CheckpointManager:
         return self._restored
 
     def _replicas(self) -> Replicas | None:
-        strategy = self._strategy or _context.current().strategy
+        strategy = self._strategy
+        if strategy is None:
+            strategy = _context.current().strategy
         if strategy is None or not strategy.replicas.axes:
             return None
         return strategy.replicas

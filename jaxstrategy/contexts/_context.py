@@ -28,9 +28,8 @@ from jaxstrategy.replicas._replicas import Replicas
 class Context:
     """The state of the code that runs; `entered` changes fields of it for a block.
 
-    Each field is read by one module, which `read by` names: layers that stand above
-    this one keep what they must know here, so that there is one state and one way in
-    and out.
+    Layers that stand above this one keep here what they must know, so that there is
+    one state and one way in and out. Such a field is read by the module that it names.
 
     Attributes:
       strategy: whose scope, step or `merge_call` it is; None outside of all.
@@ -41,9 +40,10 @@ class Context:
       around: what is called before and after each step of `run` in some scope.
       variables: those of the step that is being traced. Read by `variables._access`.
       trace: the number of that trace, if its step may use variables.
-      is_update: whether it is that of `extended.update`. Read by `variables._access`.
+      is_update: whether it is code of `extended.update`. Read by `variables._access`.
       before: what variables held before an update. Read by `variables._access`.
-      colocated: the replicas of which `colocate_vars_with` wants variables to be.
+      colocated: the replicas of which `colocate_vars_with` wants variables to be. Read
+        by `variables._policy`.
       given: what variables hold in a function that is differentiated, by their `id`,
         with the step that it is part of. Read by `variables._gradients`.
       batches: the batches of the step that is being traced, and on which part of them

@@ -20,7 +20,9 @@ def get_strategy() -> Strategy:
     >>> js.get_strategy()
     DefaultStrategy(1 replica)
     """
-    strategy = _context.current().strategy or _default
+    strategy = _context.current().strategy
+    if strategy is None:
+        return _default
     assert isinstance(strategy, Strategy)
     return strategy
 

@@ -44,7 +44,7 @@ class DefaultStrategy(Strategy):
           ContextError: inside another strategy's scope or `run`.
         """
         context = _context.current()
-        if context.strategy not in (None, self):
+        if context.strategy is not None and context.strategy is not self:
             raise ContextError(
                 "Mixing different Strategy objects: the default strategy's scope was "
                 f"entered inside {_context.describe(context)}. Leave that one first."
