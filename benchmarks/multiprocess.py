@@ -83,7 +83,7 @@ def worker() -> None:
     import jax
 
     import jaxstrategy as js
-    from jaxstrategy.tracing import _company
+    from jaxstrategy.tracing import _step_agreement
 
     layers, units = int(sys.argv[2]), int(sys.argv[3])
     strategy = js.MultiWorkerMirroredStrategy()
@@ -92,11 +92,11 @@ def worker() -> None:
         "shard_map": by_hand(strategy.devices, layers, units),
     }
     if jax.process_count() > 1:
-        usual, _company._EACH = _company._EACH, 1
+        usual, _step_agreement._EACH = _step_agreement._EACH, 1
         every = js.MultiWorkerMirroredStrategy()
-        assert every._executor.company is not None
-        every._executor.company._each = 1
-        _company._EACH = usual
+        assert every._executor.agreement is not None
+        every._executor.agreement._each = 1
+        _step_agreement._EACH = usual
         forms["compared"] = ours(every, layers, units)
     print("ready", *forms, flush=True)
     for line in sys.stdin:

@@ -27,7 +27,9 @@ from jaxstrategy.tracing.replication._analysis import Analysis
 from jaxstrategy.tracing.replication._levels import (
     SAME,
     Level,
-    State,
+)
+from jaxstrategy.tracing.replication._levels import (
+    Replication as State,
 )
 from jaxstrategy.tracing.replication._rules import analyse
 

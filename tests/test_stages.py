@@ -193,3 +193,37 @@ def test_objects_that_nobody_captured_cost_nothing(two):
     with calls() as found:
         step(x)
     assert not any("_constant_objects" in name for name in found), found
+
+
+def own_calls(step, *args):
+    """How many functions of Python and C a call makes, JAX's own included."""
+    found = []
+    sys.setprofile(lambda frame, event, argument: found.append(event))
+    try:
+        step(*args)
+    finally:
+        sys.setprofile(None)
+    return sum(event in ("call", "c_call") for event in found)
+
+
+@pytest.mark.parametrize("kind", ["plain", "variables", "donating"])
+def test_each_shape_is_called_by_the_short_way_through_jax(two, kind):
+    # A call that has raised inside `jax.jit` once makes hundreds of calls ever after.
+    options = js.RunOptions(donate_argnums=0) if kind == "donating" else None
+    with two.scope():
+        total = js.Variable(0.0)
+
+    @two.run(options=options)
+    def step(w, x):
+        if kind == "variables":
+            total.assign_add(js.get_replica_context().all_reduce("sum", x.sum()))
+        return w + x.sum()
+
+    def arguments(rows):
+        return two.mirror(np.zeros(3)), two.per_replica([np.ones(rows)] * 2)
+
+    for rows in (2, 3, 4):
+        for _ in range(3):
+            step(*arguments(rows))
+    for rows in (4, 2, 3):
+        assert own_calls(step, *arguments(rows)) < 60

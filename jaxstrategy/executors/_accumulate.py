@@ -13,8 +13,9 @@ from jaxstrategy.masks import _step_masks
 from jaxstrategy.replicas import _overflow
 from jaxstrategy.replicas._random_keys import is_key
 from jaxstrategy.text._whole_numbers import whole
+from jaxstrategy.tracing._jaxpr_types import KeyPath
 from jaxstrategy.values._slices import is_slices
-from jaxstrategy.values._types import PyTree
+from jaxstrategy.values._types import Leaf, PyTree
 
 
 def accumulated(
@@ -82,11 +83,11 @@ def _split(tree: PyTree, k: int) -> Callable[[Any], PyTree]:
     return part
 
 
-def _is_array(leaf: Any) -> bool:
+def _is_array(leaf: Leaf) -> bool:
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 
-def _check_rows(path: Any, leaf: Any, k: int) -> None:
+def _check_rows(path: KeyPath, leaf: Leaf, k: int) -> None:
     if not _is_array(leaf) or leaf.ndim == 0:
         return
     (_, *inner) = path
@@ -105,7 +106,7 @@ def _check_rows(path: Any, leaf: Any, k: int) -> None:
         )
 
 
-def _part(leaf: Any, index: Any, k: int) -> Any:
+def _part(leaf: Leaf, index: Any, k: int) -> Any:
     if not _is_array(leaf):
         return leaf
     if leaf.ndim == 0:
@@ -114,7 +115,7 @@ def _part(leaf: Any, index: Any, k: int) -> Any:
     return jax.lax.dynamic_slice_in_dim(leaf, index * rows, rows)
 
 
-def _summable(leaf: Any) -> Any:
+def _summable(leaf: Leaf) -> Any:
     if is_slices(leaf):
         raise TypeError(
             "`accumulate` was given a function that returns IndexedSlices, which have "
@@ -124,7 +125,7 @@ def _summable(leaf: Any) -> Any:
 
 
 def _wide_dtype(dtype: Any) -> Any:
-    """What numbers of `dtype` are summed in: 16 bits are too few for it."""
+    """The dtype that numbers of `dtype` are summed in: 16 bits are too few for it."""
     is_small = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize <= 2
     return jnp.float32 if is_small else dtype
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxstrategy.replicas import _overflow
 from jaxstrategy.text._array_types import array_type
 from jaxstrategy.values import _arrays, _trees
-from jaxstrategy.values._types import PyTree
+from jaxstrategy.values._types import Leaf, PyTree
 
 
 class ArrayTree:
@@ -39,7 +39,7 @@ class ArrayTree:
 
     @property
     def arrays(self) -> list[Any]:
-        """Its arrays."""
+        """The arrays among the leaves."""
         return [jnp.asarray(leaf) for leaf in self.leaves if _arrays.is_array(leaf)]
 
     def with_arrays(self, arrays: Sequence[Any]) -> PyTree:
@@ -50,7 +50,7 @@ class ArrayTree:
         )
 
 
-def is_number(leaf: Any) -> bool:
+def is_number(leaf: Leaf) -> bool:
     return isinstance(leaf, (int, float, complex)) and not isinstance(leaf, bool)
 
 

@@ -12,8 +12,8 @@ from jaxstrategy.cluster._processes import Processes
 from jaxstrategy.contexts import _context, _replica_context
 from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
 from jaxstrategy.executors._executor import AbstractExecutor, FunctionProgram
-from jaxstrategy.tracing._company import Company
 from jaxstrategy.tracing._programs import Programs
+from jaxstrategy.tracing._step_agreement import StepAgreement
 from jaxstrategy.values._types import Function, PyTree
 
 
@@ -26,17 +26,17 @@ class CompiledExecutor(AbstractExecutor):
       processes: those that take its steps together; None for this one alone.
 
     Attributes:
-      company: the other processes, None if there are none.
+      agreement: with the other processes, None if there are none.
     """
 
     def __init__(
         self, strategy: AbstractStrategy, processes: Processes | None = None
     ) -> None:
         super().__init__(strategy)
-        self.company = None
+        self.agreement = None
         if processes is not None and processes.count > 1:
-            self.company = Company(processes)
-        self._programs = Programs(self._environment, self.company)
+            self.agreement = StepAgreement(processes)
+        self._programs = Programs(self._environment, self.agreement)
 
     def program(
         self, fn: Function, options: RunOptions | None = None

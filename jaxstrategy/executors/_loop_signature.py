@@ -1,18 +1,18 @@
-"""What the parameters of a step are called, and of several steps as one."""
+"""The names of a step's parameters, and the signature of several steps as one."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from typing import Any
+
+from jaxstrategy.values._types import Function
 
 
-def name_of(fn: Callable[..., Any]) -> str:
+def name_of(fn: Function) -> str:
     return getattr(fn, "__name__", type(fn).__name__)
 
 
-def signature_of(fn: Callable[..., Any]) -> inspect.Signature | None:
-    """Of the step, with batches instead of a batch."""
+def signature_of(fn: Function) -> inspect.Signature | None:
+    """The signature of the step, with batches instead of a batch."""
     try:
         signature = inspect.signature(fn)
     except (TypeError, ValueError):
@@ -32,8 +32,8 @@ POSITIONAL = (
 )
 
 
-def first_names(fn: Callable[..., Any], count: int) -> list[str]:
-    """How messages call its first arguments."""
+def first_names(fn: Function, count: int) -> list[str]:
+    """The names of the first arguments in messages."""
     signature = signature_of(fn)
     parameters = [] if signature is None else signature.parameters.values()
     known = [p.name for p in parameters if p.kind in POSITIONAL]

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from jaxstrategy.executors._batch_runs import runs
 from jaxstrategy.executors._loop_signature import name_of, signature_of
 from jaxstrategy.executors._step_loop import StepLoop
-from jaxstrategy.values._types import PyTree
+from jaxstrategy.values._types import Function, PyTree
 
 
-def several(fn: Callable[..., Any]) -> Callable[..., Any]:
+def several(fn: Function) -> Function:
     """A function that makes one step of `fn` after the other, with a batch for each.
 
     Args:
@@ -40,6 +40,6 @@ def several(fn: Callable[..., Any]) -> Callable[..., Any]:
     return steps
 
 
-def number_of_steps(fn: Callable[..., Any], args: Sequence[Any]) -> int:
-    """How many steps a call of `fn` makes."""
+def number_of_steps(fn: Function, args: Sequence[Any]) -> int:
+    """The number of steps that a call of `fn` makes."""
     return len(args[-1]) if getattr(fn, "makes_several", False) else 1

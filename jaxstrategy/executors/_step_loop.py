@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -20,11 +20,12 @@ from jaxstrategy.executors._array_tree import ArrayTree, are_alike, is_number, t
 from jaxstrategy.executors._batch_runs import BatchRun
 from jaxstrategy.executors._loop_signature import first_names, name_of
 from jaxstrategy.masks._loop_masks import LoopMasks
+from jaxstrategy.tracing._jaxpr_types import KeyPath
 from jaxstrategy.tracing.functions import _lending
 from jaxstrategy.tracing.nnx import _adapter
 from jaxstrategy.tracing.nnx._adapter import is_changed_in_place, is_parts
 from jaxstrategy.values import _arrays, _trees
-from jaxstrategy.values._types import PyTree
+from jaxstrategy.values._types import Function, PyTree
 from jaxstrategy.variables._variable import Variable
 
 
@@ -37,18 +38,18 @@ class StepLoop:
       kwargs: its keyword arguments.
     """
 
-    def __init__(self, fn: Callable[..., Any], args: list[Any], kwargs: Any) -> None:
+    def __init__(self, fn: Function, args: list[Any], kwargs: Any) -> None:
         self._fn = fn
         self._name = name_of(fn)
         self._names = first_names(fn, len(args))
         self._going = [i for i, each in enumerate(args) if self._goes_on(i, each)]
         call = _adapter.call_of(args, kwargs, _adapter.captured_by(fn))
-        self._binding = None if call is None else call.objects
+        self._objects = None if call is None else call.objects
         self._captured = () if call is None else call.captured
         self._args = args if call is None else list(call.args)
         self._kwargs = kwargs if call is None else call.kwargs
         states = [args[i] for i in self._going]
-        self._parts = [] if self._binding is None else self._binding.parts()
+        self._parts = [] if self._objects is None else self._objects.parts()
         self._start = ArrayTree((states, self._parts))
         self._same_parts: list[bool] = []
         self._rest = ArrayTree(None)
@@ -69,7 +70,7 @@ class StepLoop:
         return not is_leaf or _arrays.is_array(argument) or is_number(argument)
 
     def over(self, runs: Sequence[BatchRun]) -> PyTree:
-        """What all steps return."""
+        """The results of all steps."""
         going, found = self._start.arrays, []
         for run in runs:
             going, rest = self._over(run, going)
@@ -102,7 +103,7 @@ class StepLoop:
         return [jnp.concatenate(column) for column in columns]
 
     def _over(self, batches: BatchRun, going: list[Any]) -> tuple[list[Any], list[Any]]:
-        """What the last of these steps goes on with, and what else they returned."""
+        """The end of what these steps go on with, and what else they returned."""
         turns = LoopMasks(batches.columns)
 
         def turn(going: list[Any], given: Any) -> tuple[list[Any], list[Any]]:
@@ -137,9 +138,9 @@ class StepLoop:
         args = list(self._args)
         for place, state in zip(self._going, states, strict=True):
             args[place] = state
-        if self._binding is None:
+        if self._objects is None:
             return args, dict(self._kwargs), []
-        objects = self._binding.form.put_together(parts)
+        objects = self._objects.form.put_together(parts)
         following = iter(objects)
         args, kwargs = jax.tree.map(
             lambda leaf: next(following) if is_parts(leaf) else leaf,
@@ -150,9 +151,9 @@ class StepLoop:
 
     def _taken(self, objects: list[Any], before: Sequence[Any]) -> Sequence[Any]:
         """The arrays of the objects after a step."""
-        if self._binding is None:
+        if self._objects is None:
             return []
-        parts = self._binding.form.take_apart(objects, before)
+        parts = self._objects.form.take_apart(objects, before)
         for change in parts[0].changes:
             raise ObjectError(
                 f"`{self._name}` changes `{change.name}` of an object of Flax NNX, "
@@ -168,7 +169,7 @@ class StepLoop:
         return parts
 
     def _divided(self, returned: Any) -> tuple[list[Any], Any]:
-        """What takes the place of the first arguments, and the rest."""
+        """The results that take the place of the first arguments, and the rest."""
         count = len(self._going)
         if not count:
             return [], returned
@@ -208,7 +209,7 @@ class StepLoop:
                 )
         return now.arrays
 
-    def _label(self, path: Any) -> str:
+    def _label(self, path: KeyPath) -> str:
         (kind, which, *rest) = path
         where = jax.tree_util.keystr(tuple(rest))
         if kind.idx == 1:
@@ -217,8 +218,8 @@ class StepLoop:
 
     def _finish(self, end: list[Any], rest: list[Any]) -> PyTree:
         states, parts = self._start.with_arrays(end)
-        if self._binding is not None:
-            self._binding.store(self._unless_same(parts))
+        if self._objects is not None:
+            self._objects.store(self._unless_same(parts))
         others = self._rest.with_arrays(rest)
         if not self._going:
             return others

@@ -11,7 +11,7 @@ import numpy as np
 from jaxstrategy.replicas import _mesh
 from jaxstrategy.replicas._replicas import SPLIT, Replicas
 from jaxstrategy.replicas._topology import Topology
-from jaxstrategy.tracing._trace import on_replicas
+from jaxstrategy.tracing._on_replicas import on_replicas
 
 _BYTES = 2**22
 _REPEATS = 16

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from jaxstrategy.executors._step import Step
+from jaxstrategy.executors._replicated_function import ReplicatedFunction
 from jaxstrategy.profiling import _links
 from jaxstrategy.replicas._replicas import Replicas
 from jaxstrategy.replicas._topology import Topology
@@ -30,7 +30,7 @@ class Prediction:
     topology: Topology | None = None
 
     def __call__(self, args: tuple[Leaf, ...], kwargs: dict[str, Leaf]) -> float | None:
-        if not isinstance(self.step, Step):
+        if not isinstance(self.step, ReplicatedFunction):
             return None
         found = self.explain(self.step, args, kwargs, compiled=False)
         if not found.collectives:

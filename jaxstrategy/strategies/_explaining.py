@@ -15,7 +15,7 @@ from jaxstrategy.executors._accumulate import (
     accumulated,
     checked_parts,
 )
-from jaxstrategy.executors._step import Step
+from jaxstrategy.executors._replicated_function import ReplicatedFunction
 from jaxstrategy.profiling._logger import MetricLogger
 from jaxstrategy.profiling._prediction import Prediction
 from jaxstrategy.profiling._profile import Profile
@@ -84,7 +84,7 @@ class ExplainsSteps(ComposedStrategy):
         0.00012601575
         """
         _context.require_host(self, "explain")
-        if isinstance(fn, Step):
+        if isinstance(fn, ReplicatedFunction):
             options = fn.options if options is None else options
             fn = fn.function
         check_options(options)

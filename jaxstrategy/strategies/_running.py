@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxstrategy._options import RunOptions
+from jaxstrategy.executors._replicated_function import ReplicatedFunction
 from jaxstrategy.executors._several import several
-from jaxstrategy.executors._step import Step
 from jaxstrategy.strategies._calls import (
     check_arguments,
     check_options,
@@ -192,9 +192,11 @@ class RunsSteps(ComposedStrategy):
                 "`many = strategy.several(step)`."
             )
         check_options(options)
-        if isinstance(step, Step):
+        if isinstance(step, ReplicatedFunction):
             step, options = step.function, options or step.options
         return self._decorate(several(step), options=options)
 
-    def _decorate(self, fn: Function, *, options: RunOptions | None = None) -> Step:
-        return Step(fn, self._executor, repr(self), options)
+    def _decorate(
+        self, fn: Function, *, options: RunOptions | None = None
+    ) -> ReplicatedFunction:
+        return ReplicatedFunction(fn, self._executor, repr(self), options)

@@ -21,6 +21,7 @@ from jax.extend.core import Literal
 from jaxstrategy.cluster.agreement._operation import ProgramPrint
 from jaxstrategy.replicas._random_keys import is_key
 from jaxstrategy.text._array_types import array_type
+from jaxstrategy.tracing._jaxpr_types import ClosedJaxpr, Equation
 from jaxstrategy.tracing.replication._analysis import plain
 from jaxstrategy.tracing.replication._site import Site
 
@@ -91,7 +92,7 @@ class Given:
         what = self.label if self.is_captured else f"argument {self.label}"
         return f"{self._kind}, {what}"
 
-    def used_in(self, jaxpr: Any, index: int) -> str:
+    def used_in(self, jaxpr: ClosedJaxpr, index: int) -> str:
         """For messages, with the line of `jaxpr` that uses its input `index` first."""
         site = _site(first_use(jaxpr, plain(jaxpr).invars[index]), ())
         return self.description + (f", used at {site.line}" if site else "")
@@ -109,15 +110,15 @@ def _array(value: Any) -> Any:
     return value if isinstance(value, (jax.Array, np.ndarray)) else np.asarray(value)
 
 
-def constants(jaxpr: Any) -> Iterator[Constant]:
-    """Those of `jaxpr`, and of the functions, branches and loops that it calls."""
+def constants(jaxpr: ClosedJaxpr) -> Iterator[Constant]:
+    """The constants of `jaxpr`, and of functions, branches and loops in it."""
     yield from _constants(jaxpr, (), set())
 
 
 def fingerprint(
-    name: str, jaxpr: Any, given: Mapping[int, Given] | None = None
+    name: str, jaxpr: ClosedJaxpr, given: Mapping[int, Given] | None = None
 ) -> ProgramPrint:
-    """What a program should have in common with that of another process, as JSON.
+    """A print of a program, equal in all processes that have made the same, as JSON.
 
     Args:
       name: of the step.
@@ -135,7 +136,9 @@ def fingerprint(
     }
 
 
-def _constants(jaxpr: Any, holders: tuple[Any, ...], seen: set[int]) -> Iterator[Any]:
+def _constants(
+    jaxpr: ClosedJaxpr, holders: tuple[Equation, ...], seen: set[int]
+) -> Iterator[Any]:
     if id(jaxpr) in seen:
         return
     seen.add(id(jaxpr))
@@ -152,11 +155,11 @@ def _constants(jaxpr: Any, holders: tuple[Any, ...], seen: set[int]) -> Iterator
             yield from _constants(inner, (eqn, *holders), seen)
 
 
-def _site(eqns: tuple[Any, ...], holders: tuple[Any, ...]) -> Site | None:
+def _site(eqns: tuple[Equation, ...], holders: tuple[Equation, ...]) -> Site | None:
     return Site((*eqns, *holders)) if eqns or holders else None
 
 
-def first_use(jaxpr: Any, var: Any) -> tuple[Any, ...]:
+def first_use(jaxpr: ClosedJaxpr, var: Any) -> tuple[Any, ...]:
     """The equation that uses `var` first, and those that hold it, innermost first."""
     for eqn in plain(jaxpr).eqns:
         places = [place for place, atom in enumerate(eqn.invars) if atom is var]

@@ -10,7 +10,6 @@ from typing import Any, final
 from jaxstrategy import _errors
 from jaxstrategy._options import RunOptions
 from jaxstrategy.tracing import _recompilation
-from jaxstrategy.tracing._jaxpr_types import Function
 from jaxstrategy.tracing._program_table import (
     FunctionKey,
     ProgramTable,
@@ -25,7 +24,7 @@ from jaxstrategy.tracing.functions._references import References
 from jaxstrategy.tracing.functions._weak_function import weakly
 from jaxstrategy.tracing.nnx._adapter import came_from_step, is_changed_in_place
 from jaxstrategy.values import _trees
-from jaxstrategy.values._types import PyTree
+from jaxstrategy.values._types import Function, PyTree
 
 
 @final
@@ -96,7 +95,7 @@ class FunctionPrograms:
         return fn
 
     def _attributes_of(self, method: Any) -> dict[str, Identity]:
-        """What a method reads of its object, which is not kept alive by this."""
+        """The attributes that a method reads of its object, as weak identities."""
         held = attributes_of(method.__self__) if self._names else {}
         return {name: Identity(held[name]) for name in self._names & held.keys()}
 
@@ -167,7 +166,7 @@ class FunctionPrograms:
     def _key_of(
         self, fn: Any, references: References
     ) -> tuple[dict[str, Any], FunctionKey]:
-        """What the programs of `fn` are given besides, and who shares them."""
+        """The captured values that programs of `fn` are given, and their key."""
         code = Identity(_code.code_of(fn))
         captured: dict[str, Any] = dict(references.objects)
         constants: list[Any] = []

@@ -22,7 +22,7 @@ _MOST = 100_000
 
 
 def traced_within(value: object) -> str | None:
-    """How to get from `value` to an array that is being traced; None without any.
+    """The way from `value` to an array that is being traced; None without any.
 
     Args:
       value: any object, which is not asked for anything but what it holds.
@@ -40,7 +40,7 @@ def traced_within(value: object) -> str | None:
 
 
 def _held(value: object) -> Iterator[tuple[str, object]]:
-    """What `value` holds, and how to write that."""
+    """The values that `value` holds, each with how to write it."""
     if isinstance(value, _CLOSED):
         return
     if isinstance(value, dict):

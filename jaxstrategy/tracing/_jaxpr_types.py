@@ -5,24 +5,53 @@ Those of jaxprs are JAX's own, under the names that the field has for them.
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from collections.abc import Sequence
+from typing import Any, Protocol, TypeAlias
 
 from jax.extend import core
 
-from jaxstrategy.values._types import Function as Function
-from jaxstrategy.values._types import Leaf as Leaf
-
-Equation: TypeAlias = core.JaxprEqn
-"""One operation of a jaxpr."""
-
-Jaxpr: TypeAlias = core.Jaxpr
-"""What JAX makes of a traced function, without constants."""
-
-ClosedJaxpr: TypeAlias = Any
-"""A jaxpr with its constants; before JAX 0.12 a class of its own."""
-
-Atom: TypeAlias = core.Var | core.Literal
-"""An operand of an equation."""
+KeyPath: TypeAlias = tuple[Any, ...]
+"""The keys that lead to a leaf of a pytree."""
 
 ArrayType: TypeAlias = Any
 """Shape and dtype of an array that is being traced; to JAX a type that has neither."""
+
+
+class Atom(Protocol):
+    """An operand of an equation, a `Var` or a `Literal`."""
+
+    @property
+    def aval(self) -> ArrayType:
+        """Its type."""
+        ...
+
+
+Var: TypeAlias = Atom
+"""An input of a jaxpr, or what an equation makes."""
+
+
+class Equation(Protocol):
+    """One operation of a jaxpr."""
+
+    primitive: core.Primitive
+    params: dict[str, Any]
+    effects: Any
+    source_info: Any
+    ctx: Any
+
+    @property
+    def invars(self) -> Sequence[Atom]:
+        """Its operands."""
+        ...
+
+    @property
+    def outvars(self) -> Sequence[Var]:
+        """The values that it makes."""
+        ...
+
+
+Jaxpr: TypeAlias = core.Jaxpr
+"""A traced function as a list of equations, without constants."""
+
+ClosedJaxpr: TypeAlias = Any
+"""A jaxpr with its constants; before JAX 0.12 a class of its own."""

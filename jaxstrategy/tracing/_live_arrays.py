@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from jaxstrategy.tracing._jaxpr_types import Leaf
+from jaxstrategy.values._types import Leaf
 
 
 def are_live_arrays(leaves: Sequence[Leaf]) -> bool:
@@ -23,7 +23,7 @@ def are_live_arrays(leaves: Sequence[Leaf]) -> bool:
 
 
 def _is_deleted(leaf: Leaf) -> bool:
-    """Of random keys too, at three times the cost."""
+    """Whether an array is deleted; of random keys too, at three times the cost."""
     # A variable of Flax NNX has all methods of the array in it.
     if not isinstance(leaf, jax.Array):
         raise TypeError

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+
+from jaxstrategy.tracing._jaxpr_types import ClosedJaxpr
 
 # Of a sum, 500 arrays take 2.5 s of processor time to compile, 2,000 take 17 s.
 _MANY = 2000
@@ -11,7 +12,7 @@ _MANY = 2000
 _told: set[tuple[str, int]] = set()
 
 
-def tell(name: str, jaxpr: Any) -> None:
+def tell(name: str, jaxpr: ClosedJaxpr) -> None:
     """Say once of a step why nothing will be seen of it for a while.
 
     Args:

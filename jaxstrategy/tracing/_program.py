@@ -16,16 +16,21 @@ from typing import Any, final
 import jax
 
 from jaxstrategy.tracing import _many
-from jaxstrategy.tracing._executable import Executable, Handover, NotTraced, jitted
-from jaxstrategy.tracing._jaxpr_types import Leaf
+from jaxstrategy.tracing._executable import (
+    Executable,
+    Handover,
+    NotTraced,
+    Retraced,
+    jitted,
+)
 from jaxstrategy.tracing._replica_step import ReplicaStep
 from jaxstrategy.tracing._traced_step import TracedStep
 from jaxstrategy.tracing.functions import _callbacks
 from jaxstrategy.tracing.stages._placement import Placement
 from jaxstrategy.tracing.stages._stage import Stage, overridden
 from jaxstrategy.tracing.stages._variables import VariableArguments
-from jaxstrategy.values._types import PyTree
-from jaxstrategy.variables import _access
+from jaxstrategy.values._types import Leaf, PyTree
+from jaxstrategy.variables import _access, _cell
 
 
 @final
@@ -46,14 +51,9 @@ class Program:
         self._variables = VariableArguments(step, forget)
         # One thread traces, so that one trace tells which variables there are.
         self._one_tracer = threading.RLock()
-        self._handover = Handover()
-        self._has_plain = False
+        self._handover = Handover(_callbacks.asked(self, Program._trace_in_call))
         # Whether the last call had to move an array: then the next one probably must.
         self._must_place = False
-        # The jitted function for arguments of these types. One function for all types
-        # would do; but where one has raised `NotTraced`, JAX calls it for such types by
-        # way of Python ever after, at ten times the cost (0.10 and 0.12).
-        self._compiled: dict[tuple[Any, ...], Any] = {}
         self._compile()
 
     def __call__(self, leaves: Sequence[Leaf]) -> PyTree:
@@ -65,7 +65,7 @@ class Program:
             if executable.is_plain:  # the usual case, kept short
                 return executable(leaves)
             return self._dispatch(leaves)
-        except NotTraced:
+        except (NotTraced, Retraced):
             pass  # and out of the block, or this were the context of later errors
         except ValueError:
             # It may be JAX's, about an array that is split in another way. Such an
@@ -94,25 +94,60 @@ class Program:
             )
         ]
         self._placement.check_types(types)
-        with self._one_tracer, self._handover.of(self._trace(types)):
-            return self._executable.lower(types)
+        with self._one_tracer:
+            step = self._trace(types)
+            self._fit(step, _cell.is_traced())
+            with self._handover.of(lambda: step):
+                return self._executable.lower(types)
+
+    def _trace_in_call(self, leaves: Sequence[Leaf]) -> TracedStep | None:
+        """A trace for a call that was dispatched as it is; None if it must be placed.
+
+        It must also come back, by `place_and_call`, if another thread traces, which may
+        wait for what this one holds; and if the step has used no variables before, of
+        which it depends on the caller how they are given.
+
+        Raises:
+          Retraced: the call must come back for another reason.
+        """
+        if _differ(self._placement.placed(leaves), leaves):
+            return None
+        if not self._one_tracer.acquire(blocking=False):
+            return None
+        try:
+            step = self._trace(leaves)
+            if step.trace.used and not self._variables.are_used:
+                return None
+            self._check_again(leaves)
+            if self._fit(step, self._variables.caller_is_traced):
+                raise Retraced(step)
+            return step
+        finally:
+            self._one_tracer.release()
+
+    def _check_again(self, leaves: Sequence[Leaf]) -> None:
+        """Lets stages look at a call again, of which they may know better now."""
+        for before in overridden(self._active, "before"):
+            before(leaves)
 
     def _call_placed(self, leaves: Sequence[Leaf]) -> PyTree:
-        types = tuple(map(jax.typeof, leaves))
+        is_traced = _cell.is_traced()  # in the jitted function it always is
+
+        def trace() -> TracedStep:
+            step = self._trace(leaves)
+            self._check_again(leaves)
+            if self._fit(step, is_traced):
+                raise Retraced(step)
+            return step
+
         with self._one_tracer:
-            # Another thread may have traced it meanwhile.
-            if (compiled := self._compiled.get(types)) is not None:
-                self._use(compiled)
-                try:
+            try:
+                with self._handover.of(trace):
                     return self._dispatch(leaves)
-                except NotTraced:
-                    pass  # JAX's own settings are others than they were
-            elif self._compiled:
-                self._use(self._jitted())
-            with self._handover.of(self._trace(leaves)):
-                results = self._dispatch(leaves)
-            self._compiled[types] = self._executable.compiled
-            return results
+            except Retraced as found:
+                step = found.step
+            with self._handover.of(lambda: step):
+                return self._dispatch(leaves)
 
     def _dispatch(self, leaves: Sequence[Leaf]) -> PyTree:
         """The results for leaves that lie where they belong."""
@@ -138,20 +173,29 @@ class Program:
         self._placement.check_captured(step)
         for stage in self._stages:
             stage.traced(step)
-        self._has_plain = self._has_plain or step.results.has_plain
-        if self._variables.traced(step):
+        return step
+
+    def _fit(self, step: TracedStep, is_traced: bool) -> bool:
+        """Makes calls do what `step` needs; returns whether JAX is to compile anew.
+
+        Args:
+          step: a new trace.
+          is_traced: whether JAX traces the code that called.
+        """
+        self._handover.has_plain |= step.results.has_plain
+        is_other = self._variables.traced(step, is_traced)
+        if is_other:
             self._compile()
         else:
             self._use(self._executable.compiled)
-        return step
+        return is_other
+
+    @property
+    def _active(self) -> list[Stage]:
+        return [stage for stage in self._stages if stage.is_active]
 
     def _compile(self) -> None:
         """Forgets what was compiled; JAX compiles anew when it is called."""
-        self._compiled.clear()
-        self._use(self._jitted())
-
-    def _jitted(self) -> Any:
-        """What JAX compiles when it is called."""
         carried = self._variables.carried
         shardings: Any = (*self._placement.shardings, *carried.shardings)
         lent = (len(self._step.roles) + i for i in carried.lent)
@@ -161,7 +205,7 @@ class Program:
         # JAX has no rule for references inside a jitted function with shardings inside
         # another jitted function (0.10 and 0.12). So each call checks its arguments.
         options = {} if self._variables.by_reference else {"in_shardings": shardings}
-        return jitted(
+        compiled = jitted(
             self._step.name,
             self._handover,
             carried,
@@ -169,11 +213,12 @@ class Program:
             donate_argnums=taken,
             **options,
         )
+        self._use(compiled)
 
     def _use(self, compiled: Any) -> None:
         """Lets later calls be of this, and of the stages that are active now."""
         self._executable = Executable(
-            compiled, self._variables, self._stages, self._has_plain
+            compiled, self._handover, self._variables, self._stages
         )
 
 

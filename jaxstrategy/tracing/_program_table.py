@@ -8,12 +8,12 @@ from typing import Any, NamedTuple, final
 
 from jaxstrategy._options import RunOptions
 from jaxstrategy.tracing import _recompilation
-from jaxstrategy.tracing._company import Company
-from jaxstrategy.tracing._jaxpr_types import Function
 from jaxstrategy.tracing._replica_step import StepEnvironment
 from jaxstrategy.tracing._shared_programs import SharedPrograms
+from jaxstrategy.tracing._step_agreement import StepAgreement
 from jaxstrategy.tracing.functions import _callbacks, _code
 from jaxstrategy.tracing.functions._object_identity import Identity
+from jaxstrategy.values._types import Function
 
 # What functions of one code did that are gone: as when they are choices of a few.
 _FORMS_KEPT = 8
@@ -65,22 +65,24 @@ def form_of_itself(fn: object, *others: object) -> tuple[Any, ...]:
 
 @final
 class ProgramTable:
-    """What functions of one key, and no others, share.
+    """The programs of all functions: those of one key, and no others, share theirs.
 
     The programs of functions that are gone stay, a few for each code, as long as the
     code: the function around them may define them anew.
 
     Args:
       environment: what steps run in.
-      company: the other processes, if there are any.
+      agreement: with the other processes, if there are any.
 
     Attributes:
       asking: codes that ask Python for the values of arrays that they capture.
     """
 
-    def __init__(self, environment: StepEnvironment, company: Company | None) -> None:
+    def __init__(
+        self, environment: StepEnvironment, agreement: StepAgreement | None
+    ) -> None:
         self._environment = environment
-        self._company = company
+        self._agreement = agreement
         self._log = _recompilation.Log()
         self._table: dict[FunctionKey, SharedPrograms] = {}
         self._codes: set[int] = set()
@@ -104,7 +106,7 @@ class ProgramTable:
             return known
         calls = _recompilation.Calls(seen())
         made = SharedPrograms(
-            self._environment, self._company, key.options, self._log.of(fn), calls
+            self._environment, self._agreement, key.options, self._log.of(fn), calls
         )
         self._make_room(key)
         if (known := self._table.setdefault(key, made)) is not made:

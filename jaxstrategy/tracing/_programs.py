@@ -17,11 +17,11 @@ import types
 from typing import Any, final
 
 from jaxstrategy._options import RunOptions
-from jaxstrategy.tracing._company import Company
 from jaxstrategy.tracing._function_programs import FunctionPrograms
-from jaxstrategy.tracing._jaxpr_types import Function
 from jaxstrategy.tracing._program_table import ProgramTable
 from jaxstrategy.tracing._replica_step import StepEnvironment
+from jaxstrategy.tracing._step_agreement import StepAgreement
+from jaxstrategy.values._types import Function
 
 
 @final
@@ -30,13 +30,13 @@ class Programs:
 
     Args:
       environment: what its steps run in.
-      company: the other processes, if there are any.
+      agreement: with the other processes, if there are any.
     """
 
     def __init__(
-        self, environment: StepEnvironment, company: Company | None = None
+        self, environment: StepEnvironment, agreement: StepAgreement | None = None
     ) -> None:
-        self._table = ProgramTable(environment, company)
+        self._table = ProgramTable(environment, agreement)
         self._functions: dict[Any, FunctionPrograms] = {}
 
     def of(self, fn: Function, options: RunOptions | None = None) -> FunctionPrograms:

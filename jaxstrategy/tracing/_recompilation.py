@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import types
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -22,6 +22,7 @@ import numpy as np
 from jaxstrategy._errors import RecompilationWarning
 from jaxstrategy.text import _user_code
 from jaxstrategy.text._array_types import array_type
+from jaxstrategy.tracing._jaxpr_types import ArrayType
 from jaxstrategy.tracing._roles import (
     Role,
     Signature,
@@ -29,6 +30,7 @@ from jaxstrategy.tracing._roles import (
 from jaxstrategy.tracing.functions._code import code_of
 from jaxstrategy.tracing.functions._references import References
 from jaxstrategy.values._handle import Handle
+from jaxstrategy.values._types import Function, Leaf
 
 # Compilations of one function that nobody needs to hear about: a few batch shapes,
 # training and evaluation.
@@ -41,7 +43,7 @@ _CHOICES = (bool, str, bytes, type(None))
 
 
 class Seen:
-    """What a function refers to, as far as messages tell of it.
+    """The values that a function refers to, as far as messages tell of them.
 
     Args:
       references: all that it refers to; None if it was not looked into.
@@ -61,7 +63,7 @@ class Seen:
                 self._texts.append(_told(step.value))
 
     def difference(self, other: Seen) -> tuple[str, bool]:
-        """What is another in `other`, in words, and whether it is data."""
+        """The difference from `other` in words, and whether it is data."""
         if other.opaque is not None:
             what = f"`{other.opaque}`, {other._text_of(other.opaque)},"
             return (
@@ -101,7 +103,7 @@ def _told(value: Any) -> str:
 
 
 class Calls:
-    """How often functions of one form were called.
+    """The number of calls of functions of one form.
 
     Args:
       seen: what such a function refers to.
@@ -113,14 +115,14 @@ class Calls:
 
 
 class Log:
-    """What was compiled for one strategy, by the code of the functions."""
+    """All compilations of one strategy, by the code of the functions."""
 
     def __init__(self) -> None:
         # By identity: the code of a notebook cell that is run again is equal, not the
         # same.
         self._by_code: dict[int, History] = {}
 
-    def of(self, fn: Callable[..., Any]) -> History:
+    def of(self, fn: Function) -> History:
         """The history of the code of `fn`."""
         code = code_of(fn)
         if code is None:  # a callable object: only its own past counts
@@ -150,10 +152,10 @@ class History:
 
     def record(
         self,
-        fn: Callable[..., Any],
+        fn: Function,
         calls: Calls,
         signature: Signature,
-        avals: Sequence[Any],
+        avals: Sequence[ArrayType],
     ) -> None:
         """Note a compilation; warn once when there have been too many.
 
@@ -180,7 +182,7 @@ class History:
             self._was_told = True
             self._warn(fn, what or _what_of_arguments(fn, last[1:], self._last[1:]))
 
-    def _warn(self, fn: Callable[..., Any], what: str) -> None:
+    def _warn(self, fn: Function, what: str) -> None:
         name = getattr(fn, "__qualname__", type(fn).__name__)
         number = "3rd" if self._count == 3 else f"{self._count}th"
         _user_code.warn(
@@ -189,7 +191,7 @@ class History:
         )
 
 
-def _what_of_arguments(fn: Callable[..., Any], before: Any, after: Any) -> str:
+def _what_of_arguments(fn: Function, before: Any, after: Any) -> str:
     (old, old_avals), (new, new_avals) = before, after
     if old.treedef != new.treedef:
         return (
@@ -234,7 +236,7 @@ def _with_statics(signature: Signature) -> list[Any]:
     ]
 
 
-def _text(leaf: Any) -> str:
+def _text(leaf: Leaf) -> str:
     role, *static = leaf
     return _shown(static[1]) if static else f"an array or number ({role.value})"
 

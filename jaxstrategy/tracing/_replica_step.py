@@ -13,15 +13,12 @@ import jax
 from jaxstrategy.replicas._replicas import SAME, SPLIT, Meaning, Replicas
 from jaxstrategy.tracing import _results
 from jaxstrategy.tracing._constants import Given
-from jaxstrategy.tracing._jaxpr_types import (
-    Function,
-    Leaf,
-)
 from jaxstrategy.tracing._roles import Role, Signature
 from jaxstrategy.tracing._trace import Trace, check_not_divided, trace
 from jaxstrategy.tracing._translation import translated
 from jaxstrategy.tracing.functions import _leaks
 from jaxstrategy.tracing.nnx._adapter import is_changed_in_place, takes_arrays
+from jaxstrategy.values._types import Function, Leaf
 from jaxstrategy.variables._variable import Variable
 
 # A `with` block for the step's own code, of the arguments of one replica.
@@ -31,7 +28,7 @@ Tracing = Callable[[Sequence[Leaf]], contextlib.AbstractContextManager[None]]
 @final
 @dataclasses.dataclass(frozen=True)
 class StepEnvironment:
-    """What all steps of a strategy run in.
+    """The surroundings of all steps of a strategy.
 
     Attributes:
       replicas: those that take each step together.
@@ -88,7 +85,7 @@ class ReplicaStep:
 
     @property
     def name(self) -> str:
-        """What messages and profiles call it."""
+        """Its name in messages and profiles."""
         return name_of(self.fn)
 
     @property
@@ -97,16 +94,16 @@ class ReplicaStep:
         return takes_arrays(self.fn)
 
     def label(self, index: int) -> str:
-        """How messages call an argument, by its place among those that are traced."""
+        """The name of an argument in messages, by its place among the traced ones."""
         return self.signature.label(self.fn, self.signature.dynamic[index])
 
     @property
     def meanings(self) -> list[Meaning]:
-        """How the arguments lie on the replicas."""
+        """The meaning of each argument that is traced."""
         return [SPLIT if role is Role.PER_REPLICA else SAME for role in self.roles]
 
     def same(self, leaves: Sequence[Leaf]) -> dict[int, Given]:
-        """Those of `leaves` that are no replica's own, by their place."""
+        """The leaves that are no replica's own, by their place."""
         return {
             index: Given(label, leaves[index]) for index, label in self._labels.items()
         }
@@ -146,7 +143,7 @@ class ReplicaStep:
             raise leak.explained() from None
 
     def _run(
-        self, tracing: Sequence[Tracing], locals_: Sequence[Any]
+        self, tracing: Sequence[Tracing], locals_: Sequence[Leaf]
     ) -> tuple[list[jax.Array], _results.Results]:
         own = [
             jax.lax.squeeze(leaf, (0,)) if role is Role.PER_REPLICA else leaf
@@ -180,5 +177,5 @@ class ReplicaStep:
 
 
 def name_of(fn: Function) -> str:
-    """What messages and profiles call a step."""
+    """The name of a step in messages and profiles."""
     return getattr(fn, "__name__", type(fn).__name__)

@@ -1,4 +1,4 @@
-"""What a step returned: arrays for the program, plain values kept beside it."""
+"""The results of a step: arrays for the program, plain values kept beside it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxstrategy.tracing._roles import HandleReference
 from jaxstrategy.values import _arrays, _trees
 from jaxstrategy.values._handle import Handle
 from jaxstrategy.values._per_replica import PerReplica
-from jaxstrategy.values._types import PyTree
+from jaxstrategy.values._types import Leaf, PyTree
 
 
 @jax.tree_util.register_static
@@ -81,7 +81,7 @@ class Results:
 
 
 def take_apart(
-    tree: PyTree, statics: Sequence[Any], name: str
+    tree: PyTree, statics: Sequence[Leaf], name: str
 ) -> tuple[list[jax.Array], Results]:
     """The arrays of what step `name` returned, and the rest of it.
 
@@ -124,7 +124,7 @@ def _is_one_leaf(node: Any) -> bool:
     return _trees.is_whole(node) or isinstance(node, Iterator)  # JAX warns about these
 
 
-def _check_plain(leaf: Any, statics: Sequence[Any], where: str) -> None:
+def _check_plain(leaf: Leaf, statics: Sequence[Leaf], where: str) -> None:
     if isinstance(leaf, PerReplica):
         raise TypeError(
             f"`{where}` is a PerReplica that the function captured from outside. Pass "

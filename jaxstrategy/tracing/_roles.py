@@ -1,4 +1,4 @@
-"""What each argument of a step is: a replica's own, the same for all, or static."""
+"""The role of each argument of a step: a replica's own, the same for all, or static."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ import numpy as np
 from jaxstrategy.text._array_types import array_type
 from jaxstrategy.values import _arrays, _handle, _per_replica, _trees
 from jaxstrategy.values._per_replica import PerReplica
+from jaxstrategy.values._types import Function, Leaf
 
 
 class Role(enum.Enum):
-    """How a leaf of the arguments reaches the step."""
+    """The way in which a leaf of the arguments reaches the step."""
 
     SAME = "same"  # traced; every replica sees the same value
     PER_REPLICA = "per replica"  # traced; every replica sees its own version
@@ -29,7 +30,7 @@ class Role(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Signature:
-    """What calls that can share a program have in common, up to shapes and dtypes.
+    """The common part of calls that can share a program, up to shapes and dtypes.
 
     Attributes:
       treedef: the structure of `(args, kwargs)`, with `PerReplica`s as leaves.
@@ -63,12 +64,12 @@ class Signature:
 
     @property
     def dynamic(self) -> list[int]:
-        """Which of `roles` are passed to the compiled program."""
+        """The places in `roles` of what is passed to the compiled program."""
         return [i for i, role in enumerate(self.roles) if role is not Role.STATIC]
 
     @property
     def leaves(self) -> list[int]:
-        """Which of `roles` are leaves."""
+        """The places in `roles` of leaves."""
         return [i for i, role in enumerate(self.roles) if role is not Role.MASK]
 
     def positions(self) -> list[list[int]]:
@@ -77,7 +78,7 @@ class Signature:
         return [jax.tree.leaves(argument) for argument in args]
 
     def donated(self, positions: Sequence[int]) -> tuple[int, ...]:
-        """Which of what is passed to the program belongs to these positions of `args`.
+        """The places, in what is passed to the program, of these positions of `args`.
 
         Raises:
           ValueError: a position is beyond the arguments.
@@ -93,7 +94,9 @@ class Signature:
         chosen = {leaf for position in positions for leaf in leaves[position]}
         return tuple(new for new, old in enumerate(self.dynamic) if old in chosen)
 
-    def rebuild(self, locals_: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def rebuild(
+        self, locals_: Sequence[Leaf]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """`(args, kwargs)` as the step sees them, from one replica's arrays."""
         dynamic, static = iter(locals_), iter(self.statics)
         leaves = [
@@ -101,8 +104,8 @@ class Signature:
         ]
         return jax.tree.unflatten(self.treedef, [leaves[i] for i in self.leaves])
 
-    def label(self, fn: Callable[..., Any], index: int) -> str:
-        """How the caller of `fn` would write number `index` of `roles`."""
+    def label(self, fn: Function, index: int) -> str:
+        """Number `index` of `roles` as the caller of `fn` would write it."""
         args, kwargs = self.rebuild([0] * len(self.dynamic))
         if self.roles[index] is Role.MASK:
             return f"the mask of {self.label(fn, index - 1)}"
@@ -114,7 +117,7 @@ class HandleReference(weakref.ref):
 
 
 def take_apart(
-    fn: Callable[..., Any], args: Any, kwargs: Any, abstract: bool = False
+    fn: Function, args: Any, kwargs: Any, abstract: bool = False
 ) -> tuple[list[Any], Signature]:
     """The arrays and numbers of a call `fn(*args, **kwargs)`, and its signature.
 
@@ -125,7 +128,7 @@ def take_apart(
         `PerReplica` holds something else than an array.
     """
     nodes, treedef = jax.tree.flatten((args, kwargs), is_leaf=_trees.is_whole)
-    leaves: list[Any] = []
+    leaves: list[Leaf] = []
     roles: list[Role] = []
     kept: list[Any] = []
     static_types: list[type] = []
@@ -197,7 +200,7 @@ def _check_mask(value: PerReplica, name: Callable[[], str]) -> None:
 
 
 def _check_hashable(
-    fn: Callable[..., Any], args: Any, kwargs: Any, index: int, value: Any
+    fn: Function, args: Any, kwargs: Any, index: int, value: Any
 ) -> None:
     try:
         hash(value)
@@ -211,8 +214,8 @@ def _check_hashable(
         ) from error
 
 
-def label(fn: Callable[..., Any], args: Any, kwargs: Any, index: int) -> str:
-    """How the caller would write leaf `index` of the arguments: `` `batch['x']` ``."""
+def label(fn: Function, args: Any, kwargs: Any, index: int) -> str:
+    """A leaf of the arguments as the caller would write it: `` `batch['x']` ``."""
     paths, _ = jax.tree.flatten_with_path((args, kwargs), is_leaf=_trees.is_whole)
     (_, *path) = paths[index][0]
     first, rest = path[0], jax.tree_util.keystr(tuple(path[1:]))
@@ -221,7 +224,7 @@ def label(fn: Callable[..., Any], args: Any, kwargs: Any, index: int) -> str:
     return f"`{_parameter(fn, first.idx)}{rest}`"
 
 
-def _parameter(fn: Callable[..., Any], position: int) -> str:
+def _parameter(fn: Function, position: int) -> str:
     """The name of a positional parameter of `fn`, or `args[position]`."""
     try:
         parameters = list(inspect.signature(fn).parameters.values())

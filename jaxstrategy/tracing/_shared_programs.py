@@ -11,11 +11,12 @@ import jax
 
 from jaxstrategy._options import RunOptions
 from jaxstrategy.tracing import _recompilation, _roles
-from jaxstrategy.tracing._company import Company, accompanied
-from jaxstrategy.tracing._jaxpr_types import Function
+from jaxstrategy.tracing._agreed_program import program_of
+from jaxstrategy.tracing._jaxpr_types import ArrayType
 from jaxstrategy.tracing._live_arrays import are_live_arrays
 from jaxstrategy.tracing._replica_step import ReplicaStep, StepEnvironment
 from jaxstrategy.tracing._roles import Signature
+from jaxstrategy.tracing._step_agreement import StepAgreement
 from jaxstrategy.tracing.checks._returned import Returned
 from jaxstrategy.tracing.functions import _callbacks
 from jaxstrategy.tracing.functions._weak_function import weakly
@@ -23,7 +24,7 @@ from jaxstrategy.tracing.nnx._adapter import ObjectCall, ObjectCalls, options_of
 from jaxstrategy.tracing.stages._new_traces import Checked, Counted
 from jaxstrategy.tracing.stages._stages import stages_of
 from jaxstrategy.values import _handle, _trees
-from jaxstrategy.values._types import PyTree
+from jaxstrategy.values._types import Function, Leaf, PyTree
 
 
 @final
@@ -32,7 +33,7 @@ class SharedPrograms:
 
     Args:
       environment: what they run in.
-      company: the other processes, if there are any.
+      agreement: with the other processes, if there are any.
       options: how they are compiled.
       history: of their code.
       calls: how often the functions were called.
@@ -43,14 +44,14 @@ class SharedPrograms:
     def __init__(
         self,
         environment: StepEnvironment,
-        company: Company | None,
+        agreement: StepAgreement | None,
         options: RunOptions | None,
         history: _recompilation.History,
         calls: _recompilation.Calls,
         holder: SharedPrograms | None = None,
     ) -> None:
         self._environment = environment
-        self._company = company
+        self._agreement = agreement
         self._options = options if options is not None else RunOptions()
         self._history = history
         self._calls = calls
@@ -151,7 +152,7 @@ class SharedPrograms:
         return program.place_and_call(leaves)
 
     def _call_new(
-        self, fn: Function, leaves: list[Any], signature: Signature, structure: Any
+        self, fn: Function, leaves: list[Leaf], signature: Signature, structure: Any
     ) -> PyTree:
         """The first call for arguments of this structure."""
         self._returned.check(signature, leaves, fn)
@@ -176,14 +177,16 @@ class SharedPrograms:
         checked = Checked(self._options.expect_mirrored, self._history.told)
         counted = Counted(functools.partial(self._note, signature))
         stages = [*stages_of(step, self._options), counted]
-        return accompanied(step, checked, stages, self._company), checked
+        return program_of(step, checked, stages, self._agreement), checked
 
     def _gone(self, signature: Signature, gone: Any) -> None:
         """Drops the program for arguments one of which is gone, and its memory."""
         self._programs.pop(signature, None)
         self._watched.remove(gone)
 
-    def _note(self, signature: Signature, fn: Function, avals: Sequence[Any]) -> None:
+    def _note(
+        self, signature: Signature, fn: Function, avals: Sequence[ArrayType]
+    ) -> None:
         self.traces += 1
         if self._holder is not None:
             self._holder.traces += 1
@@ -199,7 +202,12 @@ class SharedPrograms:
         """The programs of these functions as one of arrays."""
         options = options_of(self._options)
         programs = SharedPrograms(
-            self._environment, self._company, options, self._history, self._calls, self
+            self._environment,
+            self._agreement,
+            options,
+            self._history,
+            self._calls,
+            self,
         )
         programs.add(function)
         return programs

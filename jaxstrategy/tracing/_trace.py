@@ -20,16 +20,19 @@ from jax.sharding import AxisType
 
 from jaxstrategy._errors import ContextError
 from jaxstrategy.replicas._replicas import SAME, SPLIT, Meaning, Replicas
+from jaxstrategy.tracing._jaxpr_types import ClosedJaxpr
+from jaxstrategy.tracing._on_replicas import on_replicas
 from jaxstrategy.tracing._results import Results
 from jaxstrategy.tracing.replication._analysis import all_eqns
 from jaxstrategy.tracing.replication._levels import (
     Findings,
-    State,
+    Replication,
 )
 from jaxstrategy.tracing.replication._lowered import closed
 from jaxstrategy.tracing.replication._rules import analyse
 from jaxstrategy.tracing.replication._site import Site
 from jaxstrategy.values._per_replica import PerReplica
+from jaxstrategy.values._types import Leaf
 from jaxstrategy.variables import _access
 from jaxstrategy.variables._access import StepVariables
 from jaxstrategy.variables._cell import Cell
@@ -53,7 +56,7 @@ class Trace:
       findings: what is known about the arrays that it returned.
     """
 
-    closed: Any
+    closed: ClosedJaxpr
     results: Results
     variables: Sequence[Variable]
     used: Sequence[Variable]
@@ -67,7 +70,7 @@ class Trace:
 
     @property
     def _given(self) -> list[Any]:
-        """What stands for the arguments."""
+        """The variables of the jaxpr that stand for the arguments."""
         return self.closed.jaxpr.invars[: -len(self.variables) or None]
 
     @property
@@ -77,7 +80,7 @@ class Trace:
 
     @property
     def _references(self) -> list[Any]:
-        """What stands for the variables, made by the equations before it."""
+        """The references that stand for the variables, made by the first equations."""
         return [eqn.outvars[0] for eqn in self.closed.jaxpr.eqns[:-1]]
 
     @property
@@ -98,8 +101,8 @@ class Trace:
         ]
 
     @property
-    def contents(self) -> list[tuple[Variable, State | None]]:
-        """What is known of what each used variable holds afterwards.
+    def contents(self) -> list[tuple[Variable, Replication | None]]:
+        """The contents of each used variable afterwards, as far as they are known.
 
         None of those that the step only reads.
         """
@@ -121,7 +124,7 @@ class Trace:
 
     def evaluate(
         self,
-        leaves: Sequence[Any],
+        leaves: Sequence[Leaf],
         references: dict[Cell, Any],
         within: Callable[[Evaluate], Evaluate],
     ) -> tuple[list[Any], list[jax.Array]]:
@@ -166,7 +169,7 @@ class Trace:
         return wrapped, more
 
     def _operands(
-        self, leaves: Sequence[Any], references: dict[Cell, Any]
+        self, leaves: Sequence[Leaf], references: dict[Cell, Any]
     ) -> list[Any]:
         """For each input of `jaxpr` what it is, None of a variable that is not used."""
         known = dict(zip(self._given, leaves, strict=True))
@@ -185,7 +188,7 @@ class Trace:
 
 def trace(
     run: Callable[[Sequence[Any]], tuple[list[jax.Array], Results]],
-    leaves: Sequence[Any],
+    leaves: Sequence[Leaf],
     meanings: Sequence[Meaning],
     replicas: Replicas,
     variables: Callable[[], Sequence[Variable]],
@@ -267,7 +270,7 @@ class _MadeVariables(Exception):
     """A step has made variables: they are to be there before it."""
 
 
-def _check_conditions(jaxpr: Any) -> None:
+def _check_conditions(jaxpr: ClosedJaxpr) -> None:
     """Raise if a `while_loop` changes a variable that its condition reads.
 
     The condition would see what the variable held before the loop, each time (JAX 0.10
@@ -304,21 +307,6 @@ def check_not_divided(name: str) -> None:
             "does that itself: call `strategy.run` instead of it, on the whole batch. "
             "Inside `jax.jit`, `jax.vmap` and `jax.lax.scan` it may be called."
         )
-
-
-def on_replicas(
-    fn: Any, replicas: Replicas, in_specs: Any, out_specs: Any
-) -> Callable[..., Any]:
-    """`fn` of one replica as a function of all replicas' arrays."""
-    # check_vma=False: with True, JAX sums the gradient of a replicated value over
-    # the replicas by itself, and the user's own mean of it is N times too large.
-    return jax.shard_map(
-        fn,
-        mesh=replicas.mesh,
-        in_specs=in_specs,
-        out_specs=out_specs,
-        check_vma=False,
-    )
 
 
 def _spec(variable: Variable, replicas: Replicas) -> Any:

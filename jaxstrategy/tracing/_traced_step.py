@@ -9,17 +9,14 @@ from typing import Any, final
 import jax
 
 from jaxstrategy.text._user_code import Line
-from jaxstrategy.tracing._jaxpr_types import (
-    ArrayType,
-    Jaxpr,
-)
+from jaxstrategy.tracing._jaxpr_types import ArrayType, Jaxpr, KeyPath
 from jaxstrategy.tracing._replica_step import ReplicaStep
 from jaxstrategy.tracing._results import Results
 from jaxstrategy.tracing._roles import Role, Signature
 from jaxstrategy.tracing._trace import Trace
 from jaxstrategy.tracing.replication._levels import (
     Findings,
-    State,
+    Replication,
 )
 
 
@@ -52,12 +49,12 @@ class TracedStep:
 
     @property
     def num_replicas(self) -> int:
-        """How many replicas take it."""
+        """The number of replicas that take it together."""
         return self.trace.replicas.count
 
     @property
     def jaxpr(self) -> Jaxpr:
-        """What one replica computes."""
+        """The computation of one replica."""
         return self.trace.jaxpr
 
     @property
@@ -67,7 +64,7 @@ class TracedStep:
 
     @property
     def findings(self) -> Findings:
-        """What the analysis knows about the outputs."""
+        """The knowledge of the analysis about the outputs."""
         return self.trace.findings
 
     @cached_property
@@ -93,7 +90,7 @@ class TracedStep:
 
     @property
     def _count(self) -> int:
-        """How many arguments there are."""
+        """The number of arguments that are traced."""
         return len(self.signature.dynamic)
 
     @property
@@ -110,7 +107,7 @@ class TracedStep:
         return [atom.aval for atom in self.jaxpr.outvars]
 
     @property
-    def variables(self) -> Sequence[tuple[str, bool, State | None]]:
+    def variables(self) -> Sequence[tuple[str, bool, Replication | None]]:
         """The variables that it uses.
 
         For each its name, whether its copies must agree, and what is known of what it
@@ -122,7 +119,7 @@ class TracedStep:
         ]
 
     def label(self, argument: int) -> str:
-        """How messages call an argument, by its place among those that are traced."""
+        """The name of an argument in messages, by its place among the traced ones."""
         return self.replica_step.label(argument)
 
     def is_per_replica(self, argument: int) -> bool:
@@ -135,23 +132,23 @@ class TracedStep:
         aval = self.types[self.inputs.index(argument)]
         return aval.update(shape=aval.shape[self.is_per_replica(argument) :])
 
-    def path(self, keys: Any) -> str:
-        """How messages call the result at `keys`: `` `step(...)['loss']` ``."""
+    def path(self, keys: KeyPath) -> str:
+        """The name of the result at `keys` in messages: `` `step(...)['loss']` ``."""
         if self.is_of_object(keys):  # which has the name of the array as one key
             return f"`{jax.tree_util.keystr(keys[2:]).removeprefix('.')}`"
         return f"`{self.name}(...){jax.tree_util.keystr(keys[self.has_objects :])}`"
 
-    def is_of_object(self, keys: Any) -> bool:
+    def is_of_object(self, keys: KeyPath) -> bool:
         """Whether the result at `keys` is a new array of an object."""
         return self.has_objects and bool(keys) and keys[0].idx == 1
 
-    def began(self, state: State) -> Line | None:
+    def began(self, state: Replication) -> Line | None:
         """The user's line where a value began to be what it is."""
         return None if state.site is None else state.site.line
 
     @property
     def sources(self) -> list[str | None]:
-        """How messages call the inputs; None of an array that the step captured."""
+        """The names of the inputs in messages; None of captured arrays."""
         return [
             None if self._is_captured(index) else self.source(index)
             for index in range(len(self.inputs))
@@ -164,7 +161,7 @@ class TracedStep:
             return self.held_by[index] is None
         return self.label(argument).startswith("`captured ")
 
-    def why(self, state: State) -> str:
+    def why(self, state: Replication) -> str:
         """Where a value began to vary, in words."""
         line = self.began(state)
         if state.input is None:
@@ -175,7 +172,7 @@ class TracedStep:
         return source if line is None else f"{line}\n    (from {source})"
 
     def source(self, index: int) -> str:
-        """How messages call an input of the analysis: an argument or a variable."""
+        """The name of an input in messages: an argument or a variable."""
         argument = self.inputs[index]
         if argument is not None:
             return f"argument {self.label(argument)}"

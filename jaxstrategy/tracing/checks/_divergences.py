@@ -35,7 +35,7 @@ def divergences(step: TracedStep) -> Iterator[DivergentCollectiveError]:
 
 
 def _name(found: Collective) -> str:
-    """What the user calls it, as far as that is known."""
+    """The name by which the user calls it, as far as that is known."""
     if found.is_merge:
         return "merge_call"
     if found.decided_at is not None and found.decided_at.eqns[0] is found.site.eqns[0]:
@@ -50,7 +50,7 @@ _COLLECTIVES += tuple(name for row in COLLECTIVES.values() for name in row.funct
 
 @dataclasses.dataclass(frozen=True)
 class _Control:
-    """How messages speak of a branch or loop.
+    """The words of messages about a branch or loop.
 
     Attributes:
       name: of the function that the user calls.

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from jaxstrategy.text._user_code import Line
 from jaxstrategy.tracing._traced_step import TracedStep
 from jaxstrategy.tracing.checks._divergences import or_unknown
-from jaxstrategy.tracing.replication._levels import State
+from jaxstrategy.tracing.replication._levels import Replication
 from jaxstrategy.tracing.replication._site import Site
 
 
@@ -33,7 +33,7 @@ def double_reductions(step: TracedStep) -> Iterator[tuple[str, Line | None]]:
         yield message, again
 
 
-def _is_no_second_sum(site: Site, before: State) -> bool:
+def _is_no_second_sum(site: Site, before: Replication) -> bool:
     """Whether the sum at `site` of the reduction `before` is right for all we know.
 
     Differentiation makes sums of its own: the gradient of a sum is a sum. What they

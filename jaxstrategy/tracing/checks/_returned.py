@@ -7,7 +7,7 @@ it, different on each, has lost a reduction on the way.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -21,11 +21,11 @@ from jaxstrategy.tracing._roles import (
 from jaxstrategy.tracing.checks._varying_results import SHOULD_BE_REDUCED, Unstated
 from jaxstrategy.values import _per_replica, _trees
 from jaxstrategy.values._per_replica import PerReplica
-from jaxstrategy.values._types import PyTree
+from jaxstrategy.values._types import Function, Leaf, PyTree
 
 
 class Returned:
-    """What the programs of one function returned when they were new, if it varies.
+    """Varying results that the programs of one function returned when they were new.
 
     It keeps no array alive.
     """
@@ -55,9 +55,7 @@ class Returned:
                 array = _per_replica.contents(leaf)
                 self._results[id(array)] = weakref.ref(array), each
 
-    def check(
-        self, signature: Signature, leaves: Sequence[Any], fn: Callable[..., Any]
-    ) -> None:
+    def check(self, signature: Signature, leaves: Sequence[Leaf], fn: Function) -> None:
         """Warn, once, if an argument is such a result and was mirrored before.
 
         Args:
@@ -77,7 +75,7 @@ class Returned:
                 self._warn(signature.label(fn, index), known[1], fn)
                 return
 
-    def _warn(self, argument: str, result: Unstated, fn: Callable[..., Any]) -> None:
+    def _warn(self, argument: str, result: Unstated, fn: Function) -> None:
         self._is_told, self._results = True, {}
         name = getattr(fn, "__name__", type(fn).__name__)
         _user_code.warn(

@@ -1,4 +1,4 @@
-"""What is wrong with a step, found while it is traced.
+"""All checks of a step that are made while it is traced.
 
 Each check names the user's lines; none runs anything.
 """

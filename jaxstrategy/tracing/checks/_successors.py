@@ -38,7 +38,7 @@ class _Part:
         return kind in (tuple, list) and all(each.num_nodes == 1 for each in inner)
 
     def parts(self) -> Iterator[_Part]:
-        """Those it is made of."""
+        """The parts it is made of."""
         start = self.start
         for structure in self.structure.children():
             yield _Part(structure, start)

@@ -14,7 +14,7 @@ from jaxstrategy.text._lists import listed
 from jaxstrategy.text._user_code import Line
 from jaxstrategy.tracing._traced_step import TracedStep
 from jaxstrategy.tracing.checks._successors import successors
-from jaxstrategy.tracing.replication._levels import State
+from jaxstrategy.tracing.replication._levels import Replication
 
 
 def broken_promises(step: TracedStep, expected: Any) -> Iterator[NotMirroredError]:
@@ -62,14 +62,14 @@ class Unstated:
 
 
 def unstated(step: TracedStep, expected: Any) -> dict[int, Unstated]:
-    """Those of `step`, by their place among the leaves of the results."""
+    """The unstated results of `step`, by their place among the leaves."""
     return {
         position: Unstated(step.path(keys), step.why(state))
         for position, (keys, state) in _unstated(step, expected).items()
     }
 
 
-def _unstated(step: TracedStep, expected: Any) -> dict[int, tuple[Any, State]]:
+def _unstated(step: TracedStep, expected: Any) -> dict[int, tuple[Any, Replication]]:
     if step.num_replicas == 1:  # one replica cannot differ from itself
         return {}
     return {
@@ -112,7 +112,7 @@ SHOULD_BE_REDUCED = (
 
 def _varying(
     step: TracedStep, expected: Any
-) -> Iterator[tuple[int, Any, State, bool | None]]:
+) -> Iterator[tuple[int, Any, Replication, bool | None]]:
     """The results that vary: position, path, why, and whether they should not."""
     is_expected = _expectation(step, expected)
     arrays = step.results.array_paths()

@@ -1,1 +1,1 @@
-"""What a step would do, told without running it."""
+"""Descriptions of a step, made without running it."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from jaxstrategy._options import RunOptions
 from jaxstrategy.replicas._topology import Topology
 from jaxstrategy.tracing import _roles
+from jaxstrategy.tracing._jaxpr_types import ArrayType
 from jaxstrategy.tracing._program import Program
 from jaxstrategy.tracing._replica_step import ReplicaStep, StepEnvironment
 from jaxstrategy.tracing._roles import Role
@@ -27,10 +28,11 @@ from jaxstrategy.tracing.replication._collective_table import COLLECTIVES
 from jaxstrategy.tracing.replication._levels import Collective
 from jaxstrategy.tracing.stages._stage import Stage
 from jaxstrategy.tracing.stages._stages import stages_of
+from jaxstrategy.values._types import Function
 
 
 def explain(
-    fn: Callable[..., Any],
+    fn: Function,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     *,
@@ -39,7 +41,7 @@ def explain(
     topology: Topology,
     compiled: bool,
 ) -> Explanation:
-    """What `fn(*args, **kwargs)` would do on the replicas of a strategy.
+    """A description of `fn(*args, **kwargs)` on the replicas of a strategy.
 
     Args:
       fn: the step.
@@ -53,7 +55,7 @@ def explain(
     fn, args, kwargs, options = _adapter.as_arrays(fn, args, kwargs, options)
     leaves, signature = _roles.take_apart(fn, args, kwargs, abstract=True)
     replica_step = ReplicaStep(lambda: fn, environment, signature, lambda: True)
-    seen = _Seen()
+    seen = _Collected()
     unchecked = dataclasses.replace(options, check_finite=False)
     program = Program(replica_step, [seen, *stages_of(replica_step, unchecked)])
     lowered = program.lower(leaves)
@@ -79,7 +81,7 @@ def explain(
     )
 
 
-class _Seen(Stage):
+class _Collected(Stage):
     """Keeps what was traced.
 
     Attributes:
@@ -113,11 +115,11 @@ def _collective(found: Collective) -> ExplainedCollective:
     )
 
 
-def _nbytes(aval: Any) -> int:
+def _nbytes(aval: ArrayType) -> int:
     return math.prod(aval.shape) * aval.dtype.itemsize
 
 
-def _value(path: str, aval: Any, **more: Any) -> ExplainedValue:
+def _value(path: str, aval: ArrayType, **more: Any) -> ExplainedValue:
     path = path.strip("`")
     return ExplainedValue(
         path, tuple(aval.shape), str(aval.dtype), _nbytes(aval), **more
@@ -146,7 +148,7 @@ def _argument(step: TracedStep, index: int) -> ExplainedValue:
     return _value(step.label(index), step.type_of(index))
 
 
-def _static_arguments(fn: Any, step: TracedStep) -> Iterator[tuple[str, Any]]:
+def _static_arguments(fn: Function, step: TracedStep) -> Iterator[tuple[str, Any]]:
     signature = step.signature
     statics = iter(signature.statics)
     for index, role in enumerate(signature.roles):

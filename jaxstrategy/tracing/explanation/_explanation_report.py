@@ -69,7 +69,7 @@ def _aligned(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def problems(found: Sequence[str]) -> Iterator[Section]:
-    """What is wrong with the step."""
+    """The problems of the step."""
     if found:
         rows = [(line,) for problem in found for line in problem.split("\n")]
         yield "Problems", ("",), rows
@@ -118,7 +118,7 @@ def communication(
 
 
 def total_bytes(collectives: Iterable[ExplainedCollective]) -> int:
-    """What one replica gives to them in a step."""
+    """The bytes that one replica gives to them in a step."""
     return sum(found.least_times * found.nbytes for found in collectives)
 
 
@@ -163,7 +163,7 @@ def _short(line: Line | None) -> str:
 def results(
     mirrored: Sequence[ExplainedValue], per_replica: Sequence[ExplainedValue]
 ) -> Iterator[Section]:
-    """What the step returns."""
+    """The results of the step."""
     yield f"Mirrored results: {_amount(mirrored)}", ("", ""), list(_rows(mirrored))
     heading = f"Results that may differ between replicas: {_amount(per_replica)}"
     header = ("", "", "differs since") if per_replica else ("", "", "")
@@ -193,7 +193,7 @@ def donation(
     donatable: Sequence[ExplainedValue],
     positions: tuple[int, ...],
 ) -> Iterator[Section]:
-    """Which arguments give up their memory, or could."""
+    """The arguments that give up their memory, or could."""
     if donated:
         yield f"Donated arguments: {_amount(donated)}", ("", ""), list(_rows(donated))
     if donatable:
@@ -210,7 +210,7 @@ def donation(
 
 
 def compiled(flops: float | None, memory: Memory | None) -> Iterator[Section]:
-    """What XLA says about the program."""
+    """XLA's own figures of the program."""
     rows = []
     if flops is not None:
         rows.append(("floating-point operations", with_prefix(flops)))

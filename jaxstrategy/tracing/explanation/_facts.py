@@ -40,7 +40,7 @@ class ExplainedCollective:
 
     @property
     def times(self) -> int | None:
-        """How often a step does it, at most; None where only the devices will know."""
+        """The most times that a step does it; None where only the devices will know."""
         return None if None in self.loops else self.least_times
 
     @property
@@ -82,7 +82,7 @@ class ExplainedValue:
 @final
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """What the compiled program needs on one device, in bytes, as XLA reports it.
+    """The memory of the compiled program on one device, in bytes, as XLA reports it.
 
     Attributes:
       arguments: the arguments.

@@ -1,11 +1,13 @@
-"""What happens when something that is only referred to weakly is gone."""
+"""Callbacks for when something that is only referred to weakly is gone."""
 
 from __future__ import annotations
 
 import sys
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
+
+Answer = TypeVar("Answer")
 
 
 def of(owner: Any, method: Callable[..., object], *args: Any) -> Callable[..., None]:
@@ -28,3 +30,14 @@ def of(owner: Any, method: Callable[..., object], *args: Any) -> Callable[..., N
             method(alive, *args, *given)
 
     return gone
+
+
+def asked(owner: Any, method: Callable[..., Answer]) -> Callable[..., Answer | None]:
+    """A function that returns `method(owner, *given)`; None if `owner` is gone."""
+    get = weakref.ref(owner)
+
+    def ask(*given: Any) -> Answer | None:
+        alive = get()
+        return None if alive is None else method(alive, *given)
+
+    return ask

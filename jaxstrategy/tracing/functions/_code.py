@@ -1,4 +1,4 @@
-"""What code refers to by name, and whose code it is."""
+"""The names that code refers to, and whose code it is."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _WRITING = ("STORE_GLOBAL",)
 
 
 class About(NamedTuple):
-    """What code does with global names.
+    """The global names of code.
 
     Attributes:
       reads: those that it reads.
@@ -36,7 +36,7 @@ _known: dict[int, About] = {}
 
 
 def about(code: types.CodeType) -> About:
-    """What code does with global names, that of functions defined in it included."""
+    """The global names of code, those of functions defined in it included."""
     known = _known.get(id(code))
     if known is None:
         place = (code.co_filename, code.co_firstlineno)

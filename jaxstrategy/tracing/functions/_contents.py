@@ -1,4 +1,4 @@
-"""What each kind of value refers to, and what stands for it in a function's form."""
+"""The references of each kind of value, and what stands for it in a form."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from jaxstrategy.contexts import _context
+from jaxstrategy.contexts import _abstract_strategy
 from jaxstrategy.tracing.functions import _code, _object_attributes, _reach
 from jaxstrategy.tracing.functions._object_identity import Identity
 from jaxstrategy.tracing.functions._places import (
@@ -44,7 +44,7 @@ _BESIDES = (
 _WHOLE = (
     _handle.Handle,
     _per_replica.PerReplica,
-    _context.AbstractStrategy,
+    _abstract_strategy.AbstractStrategy,
     types.MemberDescriptorType,  # of a slot
 )
 _COMPILED = ("jax", "jaxlib")

@@ -75,7 +75,7 @@ def compared(kind: type) -> tuple[str, ...] | None:
 
 
 def first_name(function: Any) -> str | None:
-    """What a method of the user's calls its object."""
+    """The name by which a method of the user's calls its object."""
     code = getattr(function, "__code__", None)
     if code is None or not _code.about(code).is_users:
         return None

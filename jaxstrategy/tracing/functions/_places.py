@@ -42,18 +42,18 @@ class ClosureCell:
 
     @property
     def where(self) -> Any:
-        """As of any place."""
+        """The identity of the cell."""
         return (id(self.cell),)
 
     def get(self) -> Any:
-        """As of any place."""
+        """The value of the variable."""
         try:
             return self.cell.cell_contents
         except ValueError:  # not set yet
             return GONE
 
     def set(self, value: Any) -> None:
-        """As of any place."""
+        """Gives the variable another value."""
         if value is GONE:
             del self.cell.cell_contents
         else:
@@ -69,15 +69,15 @@ class Key:
 
     @property
     def where(self) -> Any:
-        """As of any place."""
+        """The identity of the dict, and the key."""
         return (id(self.mapping), self.key)
 
     def get(self) -> Any:
-        """As of any place."""
+        """The value of the entry."""
         return self.mapping.get(self.key, GONE)
 
     def set(self, value: Any) -> None:
-        """As of any place."""
+        """Gives the entry another value."""
         if value is GONE:
             self.mapping.pop(self.key, None)
         else:
@@ -93,15 +93,15 @@ class Index:
 
     @property
     def where(self) -> Any:
-        """As of any place."""
+        """The identity of the list, and the index."""
         return (id(self.items), self.index)
 
     def get(self) -> Any:
-        """As of any place."""
+        """The entry."""
         return self.items[self.index] if self.index < len(self.items) else GONE
 
     def set(self, value: Any) -> None:
-        """As of any place."""
+        """Puts another entry there, or takes it out."""
         if value is GONE:
             del self.items[self.index]
         else:
@@ -117,17 +117,17 @@ class Attribute:
 
     @property
     def where(self) -> Any:
-        """As of any place."""
+        """The identity of the owner, and the name."""
         return (id(self.owner), self.name)
 
     def get(self) -> Any:
-        """As of any place."""
+        """The value of the attribute."""
         if isinstance(self.owner, type):  # not what a descriptor makes of it
             return vars(self.owner).get(self.name, GONE)
         return getattr(self.owner, self.name, GONE)
 
     def set(self, value: Any) -> None:
-        """As of any place."""
+        """Gives the attribute another value."""
         if value is GONE:
             delattr(self.owner, self.name)
         else:

@@ -1,4 +1,4 @@
-"""What code can ask of an object that it has under a name: only what it names, too.
+"""The attributes that code can ask an object for: only those that it names.
 
 A step that uses `self.model` refers to an object with many attributes more. Of those
 that its code does not name it cannot know, as long as it asks the object for attributes
@@ -31,7 +31,7 @@ _HOOKS = ("__getattribute__", "__setattr__", "__delattr__")
 
 
 class Reach(NamedTuple):
-    """What some code does with names.
+    """The uses that some code makes of names.
 
     Attributes:
       used: the names in it, attributes among them.
@@ -42,7 +42,7 @@ class Reach(NamedTuple):
     passed_on: frozenset[str] = frozenset()
 
     def plus(self, other: Reach) -> Reach:
-        """What both do."""
+        """The uses of both."""
         return Reach(self.used | other.used, self.passed_on | other.passed_on)
 
     @property
@@ -58,7 +58,7 @@ class Reach(NamedTuple):
         return self.passed_on.isdisjoint({name, *self._first_parameters(kind)})
 
     def _first_parameters(self, kind: type) -> Iterator[str]:
-        """What the methods that it uses call the object."""
+        """The names by which the methods that it uses call the object."""
         for base in kind.__mro__:
             for name in self.used & vars(base).keys():
                 member = vars(base)[name]
@@ -84,7 +84,7 @@ _known: dict[int, Reach] = {}
 
 
 def of(code: types.CodeType) -> Reach:
-    """What code does, and that of functions defined in it."""
+    """The uses that code makes of names, and functions defined in it."""
     known = _known.get(id(code))
     if known is None:
         known = Reach(frozenset(code.co_names), frozenset(_passed_on(code)))

@@ -19,7 +19,7 @@ def is_container(value: Any) -> bool:
 
 
 def one_level(value: Any) -> tuple[list[Any], Any]:
-    """What a registered container holds, and its structure."""
+    """The values that a registered container holds, and its structure."""
     return jax.tree_util.tree_flatten_with_path(
         value, is_leaf=lambda node: node is not value
     )

@@ -1,4 +1,4 @@
-"""What a function refers to without being given it, as far as Python tells.
+"""The values that a function refers to without being given them.
 
 A function refers to values by name: in its closure, its globals, the defaults of its
 parameters; a method by its object, a partial function by its arguments. Those refer to
@@ -84,7 +84,7 @@ class References:
         return tuple(self._tokens)
 
     def holders(self, values: Collection[int]) -> list[Referred]:
-        """What was reached at the places that hold values, or a tuple with one in it.
+        """The places that hold values, or a tuple with one in it, as they were reached.
 
         Args:
           values: the identities of the values.

@@ -131,7 +131,7 @@ class Walk:
         self.visit(label, place, place.get(), number, own)
 
     def named(self, value: Any, names: Iterable[str]) -> list[str]:
-        """Those of the names of attributes that count."""
+        """The names of attributes that count, of all these names."""
         if not self.is_in_part(value):
             return list(names)
         return [name for name in names if name in self.reach.used]

@@ -7,10 +7,12 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from jaxstrategy.values._types import Function
+
 
 def weakly(
-    fn: Callable[..., Any], forget: Callable[[], object] = lambda: None
-) -> Callable[[], Callable[..., Any] | None]:
+    fn: Function, forget: Callable[[], object] = lambda: None
+) -> Callable[[], Function | None]:
     """A function that returns `fn` while it lives; `forget` is called when it dies."""
 
     def died(_: Any) -> None:

@@ -15,7 +15,7 @@ from jaxstrategy.tracing.nnx._object_form import ObjectForm
 from jaxstrategy.tracing.nnx._object_kinds import is_variable
 from jaxstrategy.tracing.nnx._parts import Parts, Same, apply, dotted
 from jaxstrategy.values._trees import is_object
-from jaxstrategy.values._types import PyTree
+from jaxstrategy.values._types import Leaf, PyTree
 
 
 class CallersObjects:
@@ -82,7 +82,7 @@ class CallersObjects:
         return structure == self._structure and _are_same(nodes, self._nodes)
 
     def holders_of(self, arrays: Collection[int]) -> list[tuple[Any, Any]]:
-        """Its variables with an array among these, by identity, and whose they are."""
+        """The variables with an array among these, by identity, and whose they are."""
         roots = [each() for each in self._objects]
         return [
             (variable, roots[place])
@@ -135,12 +135,12 @@ class CallersObjects:
                 return
 
     def with_callers_objects(self, returned: PyTree) -> PyTree:
-        """What the step returned, with the caller's objects where it had them."""
+        """The results of a step, with the caller's objects where it had them."""
         if not self.form.returns_objects:
             return returned
         by_path = self._by_path()
 
-        def original(leaf: Any) -> Any:
+        def original(leaf: Leaf) -> Any:
             return by_path[leaf.path] if isinstance(leaf, Same) else leaf
 
         return jax.tree.map(original, returned, is_leaf=lambda x: isinstance(x, Same))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 
 from jaxstrategy._options import RunOptions, is_function
+from jaxstrategy.tracing._jaxpr_types import KeyPath
 from jaxstrategy.tracing.functions import _lending
 from jaxstrategy.tracing.functions._references import References
 from jaxstrategy.tracing.nnx._callers_objects import CallersObjects
@@ -16,7 +17,7 @@ from jaxstrategy.tracing.nnx._object_kinds import is_changed_in_place, is_whole_
 from jaxstrategy.tracing.nnx._object_step import step_of_arrays
 from jaxstrategy.tracing.nnx._parts import Parts, is_parts, is_whole_or_parts
 from jaxstrategy.values import _trees
-from jaxstrategy.values._types import PyTree
+from jaxstrategy.values._types import Function, Leaf, PyTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +49,7 @@ class ObjectCall:
         return (*args, *rest), {**kwargs, **captured}
 
     def finish(self, returned: tuple[PyTree, list[Parts]]) -> PyTree:
-        """What the step returned; its objects hold their new arrays then.
+        """The results of the call; its objects then hold their new arrays.
 
         Args:
           returned: what the step as one of arrays returned.
@@ -111,7 +112,7 @@ def require_objects(
     return call
 
 
-def captured_by(fn: Any) -> dict[str, Any]:
+def captured_by(fn: Function) -> dict[str, Any]:
     """The objects that a function refers to, by label."""
     if not _trees.object_kinds():
         return {}
@@ -120,8 +121,8 @@ def captured_by(fn: Any) -> dict[str, Any]:
 
 
 def as_arrays(
-    fn: Callable[..., Any], args: Any, kwargs: Any, options: RunOptions
-) -> tuple[Callable[..., Any], Any, Any, RunOptions]:
+    fn: Function, args: Sequence[Any], kwargs: dict[str, Any], options: RunOptions
+) -> tuple[Function, Any, Any, RunOptions]:
     """A call of a step as a function of arrays, whether it has objects or not."""
     call = call_of(args, kwargs, captured_by(fn))
     if call is None:
@@ -139,7 +140,7 @@ def options_of(options: RunOptions) -> RunOptions:
     expected = options.expect_mirrored
     if is_function(expected):
 
-        def both(path: Any, leaf: Any) -> bool:
+        def both(path: KeyPath, leaf: Leaf) -> bool:
             return path[0].idx == 1 or expected(path[1:], leaf)
 
         return dataclasses.replace(options, expect_mirrored=both)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar, final
 
-from jaxstrategy.tracing._jaxpr_types import Function
 from jaxstrategy.tracing.nnx._callers_objects import CallersObjects
 from jaxstrategy.tracing.nnx._object_call import ObjectCall, call_of, require_objects
 from jaxstrategy.tracing.nnx._object_form import ObjectForm
 from jaxstrategy.tracing.nnx._object_step import step_of_arrays
+from jaxstrategy.values._types import Function
 
 # Models, optimizers and metrics of one function: those of a few trainings at once.
 _OBJECTS_KEPT = 8
@@ -19,7 +19,7 @@ Programs = TypeVar("Programs")
 
 @final
 class ObjectCalls(Generic[Programs]):
-    """What functions that do the same make of objects, with programs for each form.
+    """Calls with objects of functions that do the same, and programs for each form.
 
     Args:
       get_fn: returns one of the functions, which is not kept alive.

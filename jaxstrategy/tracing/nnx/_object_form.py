@@ -1,4 +1,4 @@
-"""How objects are put together from arrays, and taken apart again: `ObjectForm`."""
+"""A description by which objects are put together from arrays: `ObjectForm`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from jaxstrategy.values._trees import is_object
 
 @dataclasses.dataclass
 class ObjectForm:
-    """How objects are put together from arrays; equal for objects that are alike.
+    """A description by which objects are put together from arrays, and taken apart.
 
     Attributes:
       graph: Flax's description.
@@ -90,7 +90,7 @@ class ObjectForm:
         ]
 
     def _new_value(self, index: int, new: Any, old: Any) -> Any:
-        """What a variable holds after the step; None of an array that is in none.
+        """The value of a variable after the step; None of an array that is in none.
 
         Raises:
           ObjectError: such an array has changed, or the metadata of a variable.
@@ -115,7 +115,7 @@ class ObjectForm:
         return dict(places)[index]
 
     def _changes(self, objects: list[Any], graph: Any, state: Any) -> Any:
-        """What a step changed besides arrays."""
+        """The changes that a step made besides those of arrays."""
         nnx = sys.modules["flax.nnx"]
         copies = nnx.merge(self.graph, state)
         before = dict(nnx.iter_graph(copies))

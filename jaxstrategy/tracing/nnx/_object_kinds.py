@@ -1,4 +1,4 @@
-"""Which values are objects that a step may change in place, of Flax NNX."""
+"""Tests for objects that a step may change in place, those of Flax NNX."""
 
 from __future__ import annotations
 

@@ -32,12 +32,12 @@ from jaxstrategy.tracing.nnx._object_kinds import (
     is_whole_object,
 )
 from jaxstrategy.tracing.nnx._parts import Parts, Same, is_parts, is_whole_or_parts
-from jaxstrategy.values._types import PyTree
+from jaxstrategy.values._types import Function, PyTree
 
 
 def step_of_arrays(
     get_fn: Callable[[], Any], form: ObjectForm | None, captured: tuple[str, ...]
-) -> Callable[..., Any]:
+) -> Function:
     """A step with `Parts` for objects: what it returns, and their new arrays.
 
     Args:
@@ -76,13 +76,13 @@ def step_of_arrays(
 _MARK = "_is_function_of_arrays"
 
 
-def takes_arrays(fn: Callable[..., Any]) -> bool:
+def takes_arrays(fn: Function) -> bool:
     """Whether `fn` is a step with `Parts` for objects; it looks for leaks itself."""
     return getattr(fn, _MARK, False)
 
 
-def _labels(step: Any, args: Any, kwargs: Any) -> list[str]:
-    """How the caller would write each object among the arguments."""
+def _labels(step: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[str]:
+    """Each object among the arguments as the caller would write it."""
     nodes, structure = jax.tree.flatten((args, kwargs), is_leaf=is_whole_or_parts)
     args, kwargs = jax.tree.unflatten(structure, range(len(nodes)))
     return [
@@ -100,8 +100,8 @@ def _labelled(parts: Sequence[Parts], labels: Sequence[str]) -> list[Parts]:
     ]
 
 
-def _name_like(step: Any, fn: Any) -> None:
-    """What `functools.wraps` does, without a reference to `fn`."""
+def _name_like(step: Any, fn: Function) -> None:
+    """Gives `step` the names of `fn`, as `functools.wraps`, but without a reference."""
     step.__name__ = getattr(fn, "__name__", type(fn).__name__)
     step.__qualname__ = getattr(fn, "__qualname__", step.__name__)
     _code.define_at(step, _code.place_of(fn))
@@ -134,7 +134,7 @@ def _own_keys(objects: list[Any]) -> list[tuple[Any, Any, Any]]:
 
 
 def _marked(returned: PyTree, objects: list[Any], form: ObjectForm) -> PyTree:
-    """What the step returned, with a mark for each object that it was given."""
+    """The results of a step, with a mark for each object that it was given."""
     nnx = sys.modules["flax.nnx"]
     leaves, structure = jax.tree.flatten(returned, is_leaf=is_whole_object)
     if not any(map(is_changed_in_place, leaves)):

@@ -1,4 +1,4 @@
-"""What stands for an object of the caller while it goes through a compiled step."""
+"""Arrays in the place of the caller's objects, on their way through a compiled step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxstrategy.values import _trees
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class AttributeChange:
-    """What a step changes of an object besides arrays.
+    """A change that a step makes to an object, besides those of its arrays.
 
     Attributes:
       path: of the object, from the list of all.

@@ -8,28 +8,31 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import Jaxpr, Literal
+from jax.extend.core import Jaxpr, Literal, Primitive
 from jax.sharding import Mesh
 
+from jaxstrategy.tracing._jaxpr_types import Atom, ClosedJaxpr, Equation, Var
 from jaxstrategy.tracing.replication._collective_table import is_along
 from jaxstrategy.tracing.replication._levels import (
     SAME,
     Collective,
     Findings,
     HeldState,
-    State,
+    Known,
+    Replication,
+    SameReference,
     content_of,
     join,
 )
 from jaxstrategy.tracing.replication._lowered import Lowered, lowered
 
 
-def plain(jaxpr: Any) -> Jaxpr:
+def plain(jaxpr: ClosedJaxpr) -> Jaxpr:
     """`jaxpr` without its constants; before JAX 0.12 those are a class of their own."""
     return getattr(jaxpr, "jaxpr", jaxpr)
 
@@ -48,7 +51,7 @@ class Analysis:
         self,
         axes: str | Sequence[str],
         replicas: int,
-        rules: Mapping[Any, Rule],
+        rules: Mapping[Primitive, Rule],
         mesh: Mesh | None = None,
     ) -> None:
         self.axes = (axes,) if isinstance(axes, str) else tuple(axes)
@@ -58,15 +61,15 @@ class Analysis:
         # How many transformations of the step the jaxpr at hand is the result of.
         self.order = 0
         # The jaxprs live as long as the step's, which the caller holds.
-        self._known: dict[Any, Findings] = {}
-        self._expanded: dict[Any, Jaxpr | None] = {}
+        self._known: dict[Hashable, Findings] = {}
+        self._expanded: dict[Hashable, Jaxpr | None] = {}
         self._lowered: dict[int, Lowered] = {}
-        self._transformed: dict[Any, Jaxpr] = {}
+        self._transformed: dict[Hashable, Jaxpr] = {}
 
     def of(
         self,
         jaxpr: Jaxpr,
-        inputs: Sequence[Any],
+        inputs: Sequence[Known],
         unpacking: int = 0,
         repeats: Sequence[int] = (),
     ) -> Findings:
@@ -86,17 +89,18 @@ class Analysis:
         for eqn in jaxpr.eqns[:unpacking]:
             frame.known[eqn.outvars[0]] = frame.known[eqn.invars[0]]
         frame.go_through(jaxpr, unpacking)
-        contents = {
-            index: state.content
+        written = {
+            index: state
             for index, state in enumerate(inputs)
             if isinstance(state, HeldState) and state.is_written
         }
         outputs = [frame.read(atom) for atom in jaxpr.outvars]
-        overwritten = frozenset(i for i in contents if inputs[i].is_overwritten)
+        contents = {index: state.content for index, state in written.items()}
+        overwritten = frozenset(i for i, s in written.items() if s.is_overwritten)
         return Findings(outputs, frame.collectives, contents, overwritten)
 
     def in_terms_of_inputs(
-        self, jaxpr: Jaxpr, operands: Sequence[Any], repeats: tuple[int, ...] = ()
+        self, jaxpr: Jaxpr, operands: Sequence[Known], repeats: tuple[int, ...] = ()
     ) -> Findings:
         """The findings for operands of these levels, worked out once."""
         key = (id(jaxpr), self.order, repeats, *map(_kind, operands))
@@ -108,9 +112,9 @@ class Analysis:
             findings.outputs[:] = outputs
         return findings
 
-    def expanded(self, eqn: Any) -> Jaxpr | None:
-        """What JAX will put in the place of a primitive of Python; None if unknown."""
-        primitive = eqn.params.get("_prim")
+    def expanded(self, eqn: Equation) -> Jaxpr | None:
+        """The jaxpr that JAX puts in the place of a primitive of Python, or None."""
+        primitive: Any = eqn.params.get("_prim")
         avals = [atom.aval for atom in eqn.invars]
         # To be equal such primitives need not take operands of the same types.
         key = (primitive, *((aval.shape, aval.dtype) for aval in avals))
@@ -127,16 +131,16 @@ class Analysis:
             self._expanded[key] = jaxpr
         return self._expanded[key]
 
-    def lowered(self, eqn: Any) -> Lowered:
-        """What is known of `eqn` by what JAX lowers it to."""
+    def lowered(self, eqn: Equation) -> Lowered:
+        """The description of `eqn` by what JAX lowers it to."""
         if id(eqn) not in self._lowered:
             self._lowered[id(eqn)] = lowered(eqn, self.mesh)
         return self._lowered[id(eqn)]
 
     def transformed(
-        self, eqn: Any, transform: Any, make: Callable[..., Jaxpr]
+        self, eqn: Equation, transform: Hashable, make: Callable[..., Jaxpr]
     ) -> Jaxpr:
-        """What `make` makes of `eqn` under `transform`, made once."""
+        """The jaxpr that `make` makes of `eqn` under `transform`, made once."""
         key = (id(eqn), transform)
         if key not in self._transformed:
             made = make(eqn, transform, self.axis_env)
@@ -155,7 +159,7 @@ class Analysis:
         """Whether the replicas are known to be on CPUs."""
         return self.mesh is not None and self.mesh.devices.flat[0].platform == "cpu"
 
-    def mentions_replicas(self, eqn: Any) -> bool:
+    def mentions_replicas(self, eqn: Equation) -> bool:
         """Whether a collective equation works across the replica axis."""
         return is_along(eqn, self.axes)
 
@@ -164,13 +168,13 @@ class Analysis:
 _NOT_EXPANDED = (TypeError, ValueError, AttributeError, NameError, NotImplementedError)
 
 
-def _known(state: Any) -> tuple[int, Any]:
+def _known(state: Known) -> tuple[int, tuple[int, ...] | None]:
     state = content_of(state)
     return (0, None) if state is None else (state.level, state.classes)
 
 
-def _kind(state: Any) -> Any:
-    """What of an operand decides about the findings: its level; references apart."""
+def _kind(state: Known) -> Hashable:
+    """The part of an operand that decides about the findings; references apart."""
     if isinstance(state, HeldState):
         return -1, _kind(state.content)
     if state is None:
@@ -178,26 +182,21 @@ def _kind(state: Any) -> Any:
     return state.level if state.classes is None else (state.level, state.classes)
 
 
-def _as_input(index: int, state: Any) -> Any:
+def _as_input(index: int, state: Known) -> Known:
     if isinstance(state, HeldState):
-        return HeldState(_as_input(index, state.content))
+        return HeldState(content_of(_as_input(index, state.content)))
     if state is None or state is SAME:
         return state
-    return State(state.level, index, classes=state.classes)
+    return Replication(state.level, index, classes=state.classes)
 
 
-@dataclasses.dataclass(frozen=True)
-class _SameCell:
-    """An output that is the reference at `input`."""
-
-    input: int
-
-
-def _by_index(output: Any, inputs: list[Any]) -> Any:
+def _by_index(
+    output: Known | SameReference, inputs: list[Known]
+) -> Known | SameReference:
     if isinstance(output, HeldState):
         for index, state in enumerate(inputs):
             if state is output:
-                return _SameCell(index)
+                return SameReference(index)
     return output
 
 
@@ -213,13 +212,13 @@ class Frame:
       changes: how often a reference came to hold something of a higher level.
     """
 
-    def __init__(self, analysis: Analysis, known: dict[Any, Any]) -> None:
+    def __init__(self, analysis: Analysis, known: dict[Var, Known]) -> None:
         self.analysis = analysis
         self.known = known
         self.collectives: list[Collective] = []
         self.changes = 0
-        self.jaxpr: Any = None
-        self.names: Mapping[Any, Any] = {}
+        self.jaxpr: ClosedJaxpr = None
+        self.names: Mapping[Var, Var] = {}
 
     def go_through(self, jaxpr: Jaxpr, start: int) -> None:
         """Learn about every variable, from equation number `start` on."""
@@ -232,14 +231,14 @@ class Frame:
             for var, state in zip(eqn.outvars, rule(self, eqn, operands), strict=True):
                 known[var] = state
 
-    def read(self, atom: Any) -> Any:
-        """What is known about a variable or literal."""
+    def read(self, atom: Atom) -> Known:
+        """The knowledge of a variable or literal."""
         return None if isinstance(atom, Literal) else self.known.get(atom)
 
     @functools.cached_property
-    def uses(self) -> Mapping[Any, Sequence[Any]]:
+    def uses(self) -> Mapping[Var, Sequence[Equation]]:
         """The equations that read each variable."""
-        uses: dict[Any, list[Any]] = {}
+        uses: dict[Var, list[Equation]] = {}
         for eqn in self.jaxpr.eqns:
             for atom in eqn.invars:
                 if not isinstance(atom, Literal):
@@ -247,19 +246,19 @@ class Frame:
         return uses
 
     @functools.cached_property
-    def origins(self) -> Mapping[Any, Any]:
+    def origins(self) -> Mapping[Var, Equation]:
         """The equation that makes each variable."""
         return {var: eqn for eqn in self.jaxpr.eqns for var in eqn.outvars}
 
     def enter(
         self,
-        jaxpr: Any,
-        operands: Sequence[Any],
-        eqn: Any,
+        jaxpr: ClosedJaxpr,
+        operands: Sequence[Known],
+        eqn: Equation,
         is_certain: bool = True,
         repeats: tuple[int, ...] = (),
-    ) -> tuple[list[Any], list[Collective]]:
-        """What the jaxpr that `eqn` calls makes of `operands`; its collectives.
+    ) -> tuple[list[Known], list[Collective]]:
+        """The results of the jaxpr that `eqn` calls with `operands`; its collectives.
 
         Args:
           jaxpr: what is called.
@@ -271,7 +270,7 @@ class Frame:
         findings = self.analysis.in_terms_of_inputs(plain(jaxpr), operands, repeats)
         before = [content_of(state) for state in operands]
 
-        def lifted(state: Any) -> Any:
+        def lifted(state: Known) -> Any:
             return _lifted(state, before, eqn)
 
         for index, content in findings.contents.items():
@@ -282,7 +281,9 @@ class Frame:
             else:
                 self.write(cell, lifted(content))
         outputs = [
-            operands[output.input] if isinstance(output, _SameCell) else lifted(output)
+            operands[output.input]
+            if isinstance(output, SameReference)
+            else lifted(output)
             for output in findings.outputs
         ]
         collectives = [
@@ -297,24 +298,26 @@ class Frame:
         ]
         return outputs, collectives
 
-    def write(self, cell: HeldState, state: State | None) -> None:
-        """Note that `cell` may hold `state` from now on."""
+    def write(self, cell: Known, state: Replication | None) -> None:
+        """Note that `cell`, a reference, may hold `state` from now on."""
+        assert isinstance(cell, HeldState), "only those can be written to"
         cell.is_written = True
         after = join((cell.content, state))
         if _known(after) != _known(cell.content):
             cell.content = after
             self.changes += 1
 
-    def overwrite(self, cell: HeldState, state: State | None) -> None:
-        """Note that `cell` holds `state` from now on, and nothing else."""
+    def overwrite(self, cell: Known, state: Replication | None) -> None:
+        """Note that `cell`, a reference, now holds `state` and nothing else."""
+        assert isinstance(cell, HeldState), "only those can be written to"
         cell.is_written = cell.is_overwritten = True
         cell.content = content_of(state)
 
     def until_stable(
         self,
-        turn: Callable[[list[Any]], tuple[list[Any], list[Collective]]],
-        carry: Any,
-    ) -> list[Any]:
+        turn: Callable[[list[Known]], tuple[list[Known], list[Collective]]],
+        carry: list[Known],
+    ) -> list[Known]:
         """The carry of a loop with body `turn`, whatever the number of turns.
 
         The collectives of the last turn are the loop's.
@@ -323,7 +326,9 @@ class Frame:
         while True:
             changes = self.changes
             after, collectives = turn(carry)
-            joined = [join((old, new)) for old, new in zip(carry, after, strict=True)]
+            joined: list[Known] = [
+                join((old, new)) for old, new in zip(carry, after, strict=True)
+            ]
             is_same = list(map(_known, joined)) == list(map(_known, carry))
             if is_same and self.changes == changes:
                 self.collectives += collectives
@@ -331,7 +336,7 @@ class Frame:
             carry = joined
 
 
-def _lifted(state: Any, operands: Sequence[Any], eqn: Any) -> Any:
+def _lifted(state: Known, operands: Sequence[Known], eqn: Equation) -> Any:
     """`state` of a jaxpr called by `eqn` as the caller sees it."""
     if isinstance(state, HeldState):  # a reference made inside
         return HeldState(_lifted(state.content, operands, eqn))
@@ -341,22 +346,23 @@ def _lifted(state: Any, operands: Sequence[Any], eqn: Any) -> Any:
     if state.input is None:
         part = _lifted(state.part, operands, eqn)
         return dataclasses.replace(state, site=site, part=part)
-    outer = operands[state.input]
+    outer = content_of(operands[state.input])
+    assert outer is not None, "what comes of a constant is one"
     if site is not None and outer.site is not None:
         site = outer.site
     if site is None:  # passed through untouched, or joined with another such
         return dataclasses.replace(outer, classes=state.classes)
-    return State(outer.level, outer.input, site, classes=state.classes)
+    return Replication(outer.level, outer.input, site, classes=state.classes)
 
 
-def hidden(params: Any) -> Iterator[Any]:
+def hidden(params: object) -> Iterator[Equation]:
     """All equations in the jaxprs among the parameters of an equation."""
     seen: set[int] = set()
     for jaxpr in inner_jaxprs(params):
         yield from all_eqns(jaxpr, seen)
 
 
-def all_eqns(jaxpr: Jaxpr, seen: set[int] | None = None) -> Iterator[Any]:
+def all_eqns(jaxpr: Jaxpr, seen: set[int] | None = None) -> Iterator[Equation]:
     """All equations of `jaxpr`, those inside others too, each once.
 
     Args:
@@ -394,4 +400,4 @@ _PLAIN = frozenset((int, bool, float, str, type(None), np.dtype))
 
 
 # What an operation makes of its operands.
-Rule = Callable[[Frame, Any, list[Any]], list[Any]]
+Rule = Callable[[Frame, Equation, list[Known]], list[Known]]

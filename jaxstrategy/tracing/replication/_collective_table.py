@@ -1,4 +1,4 @@
-"""What each collective of JAX does: the one table of them.
+"""The one table of JAX's collectives, with what each of them does.
 
 The analysis asks for the effect, explanations for what a collective is to a `Topology`,
 messages for the functions that users call, and the reading of lowered programs for the
@@ -16,7 +16,7 @@ from jaxstrategy.tracing._jaxpr_types import Equation
 
 
 class Effect(enum.Enum):
-    """What a collective makes of the replicas' values."""
+    """The effect of a collective on the replicas' values."""
 
     SUM = "every replica has the sum"
     EXTREME = "every replica has the smallest or largest"
@@ -110,7 +110,7 @@ COLLECTIVES = {
 
 
 def effect_of(eqn: Equation) -> Effect | None:
-    """What the collective does that `eqn` is; None if it is none of JAX's."""
+    """The effect of the collective that `eqn` is; None if it is none of JAX's."""
     row = COLLECTIVES.get(eqn.primitive.name)
     return None if row is None else row.effect
 

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax.numpy as jnp
 
+from jaxstrategy.tracing._jaxpr_types import Atom, Equation
 from jaxstrategy.tracing.replication._analysis import Frame
 from jaxstrategy.tracing.replication._collective_table import Effect, effect_of
 from jaxstrategy.tracing.replication._levels import (
     SAME,
     Collective,
+    Known,
     Level,
-    State,
+    Replication,
     computed,
+    content_of,
     for_all,
     join,
     level_of,
@@ -31,31 +33,33 @@ from jaxstrategy.tracing.replication._shares import (
 from jaxstrategy.tracing.replication._site import Site
 
 
-def each(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
+def each(frame: Frame, eqn: Equation, operands: list[Known]) -> list[Known]:
     """Several operations at once, each of one operand."""
     if len(operands) != len(eqn.outvars):
         return for_all(eqn, computed(eqn, operands))
     return [computed(eqn, (operand,)) for operand in operands]
 
 
-def axis_index(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
+def axis_index(frame: Frame, eqn: Equation, operands: list[Known]) -> list[Known]:
     """The replica's id varies; an index along another axis does not."""
     varies = frame.analysis.mentions_replicas(eqn)
     return for_all(eqn, varying_since(eqn) if varies else None)
 
 
-def summing(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
+def summing(frame: Frame, eqn: Equation, operands: list[Known]) -> list[Known]:
     """A sum over the replicas."""
     return _collective(frame, eqn, operands, _summed_before(frame, eqn, operands))
 
 
-def reducing(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
+def reducing(frame: Frame, eqn: Equation, operands: list[Known]) -> list[Known]:
     """The smallest or largest over the replicas: again, it changes nothing."""
     return _collective(frame, eqn, operands, None)
 
 
-def _summed_before(frame: Frame, eqn: Any, operands: list[Any]) -> State | None:
-    """What `eqn` sums although it is reduced already, if it is not for a mean."""
+def _summed_before(
+    frame: Frame, eqn: Equation, operands: list[Known]
+) -> Replication | None:
+    """The operand that `eqn` sums although it is reduced, if it is not for a mean."""
     state = join(operands)
     if state is not None and state.varies:
         state = state.part
@@ -65,8 +69,8 @@ def _summed_before(frame: Frame, eqn: Any, operands: list[Any]) -> State | None:
 
 
 def _collective(
-    frame: Frame, eqn: Any, operands: list[Any], before: State | None
-) -> list[Any]:
+    frame: Frame, eqn: Equation, operands: list[Known], before: Replication | None
+) -> list[Known]:
     """A reduction: its result is the same on all members of its group."""
     if not frame.analysis.mentions_replicas(eqn):
         return each(frame, eqn, operands)
@@ -74,42 +78,44 @@ def _collective(
     if eqn.params.get("axis_index_groups") is not None:
         pairs = zip(eqn.invars, operands, strict=True)
         return [
-            _grouped(frame, eqn, operand, Level.REDUCED, _is_exact(frame, atom))
+            _grouped(
+                frame, eqn, content_of(operand), Level.REDUCED, _is_exact(frame, atom)
+            )
             for atom, operand in pairs
         ]
-    reduced = State(Level.REDUCED, None, Site((eqn,)), is_direct=True)
+    reduced = Replication(Level.REDUCED, None, Site((eqn,)), is_direct=True)
     return [None if operand is None else reduced for operand in operands]
 
 
-def _noted(eqn: Any, before: State | None = None) -> Collective:
+def _noted(eqn: Equation, before: Replication | None = None) -> Collective:
     groups = eqn.params.get("axis_index_groups")
     waiting = None if groups is None else tuple(map(tuple, groups))
     return Collective(Site((eqn,)), reduced_before=before, groups=waiting)
 
 
-def gathering(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
+def gathering(frame: Frame, eqn: Equation, operands: list[Known]) -> list[Known]:
     """A collective after which all members of a group have the same."""
     if not frame.analysis.mentions_replicas(eqn):
         return each(frame, eqn, operands)
     frame.collectives.append(_noted(eqn))
     of_sums = gathers_sums(frame, eqn)
-    whole = State(Level.REDUCED, None, Site((eqn,)), is_direct=True)
+    whole = Replication(Level.REDUCED, None, Site((eqn,)), is_direct=True)
     if eqn.params.get("axis_index_groups") is not None:
         state = _grouped(frame, eqn, join(operands), Level.SAME)
         return [whole if of_sums and state is SAME else state]
     return for_all(eqn, whole if of_sums else SAME)
 
 
-def folding(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
+def folding(frame: Frame, eqn: Equation, operands: list[Known]) -> list[Known]:
     """A sum or an extreme along axes of an array, which may be those of replicas."""
     state = computed(eqn, operands)
     if state is SAME and (origin := gathered(frame, eqn)) is not None:
         if frame.analysis.mentions_replicas(origin):
-            return [State(Level.REDUCED, None, Site((eqn,)), is_direct=True)]
+            return [Replication(Level.REDUCED, None, Site((eqn,)), is_direct=True)]
     return [state]
 
 
-def permuting(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
+def permuting(frame: Frame, eqn: Equation, operands: list[Known]) -> list[Known]:
     """A value sent on: each replica has that of another, or zeros if none sends."""
     if not frame.analysis.mentions_replicas(eqn):
         return each(frame, eqn, operands)
@@ -118,11 +124,16 @@ def permuting(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
     if any(replica not in sender for replica in replicas):
         return scattering(frame, eqn, operands)
     frame.collectives.append(_noted(eqn))
-    return [_sent(eqn, operand, [sender[r] for r in replicas]) for operand in operands]
+    return [
+        _sent(eqn, content_of(operand), [sender[r] for r in replicas])
+        for operand in operands
+    ]
 
 
-def _sent(eqn: Any, operand: State | None, senders: list[int]) -> State | None:
-    """What is known of `operand` when each replica has that of its sender."""
+def _sent(
+    eqn: Equation, operand: Replication | None, senders: list[int]
+) -> Replication | None:
+    """The knowledge of `operand` when each replica has that of its sender."""
     state = computed(eqn, (operand,))
     if state is None or not state.varies:
         return state
@@ -133,7 +144,7 @@ def _sent(eqn: Any, operand: State | None, senders: list[int]) -> State | None:
     return dataclasses.replace(varying_since(eqn), classes=sent)
 
 
-def _is_exact(frame: Frame, atom: Any) -> bool:
+def _is_exact(frame: Frame, atom: Atom) -> bool:
     """Whether a sum of such numbers is the same in whatever order they are added.
 
     XLA adds on CPUs in the order of the replicas. On accelerators the order follows
@@ -143,9 +154,13 @@ def _is_exact(frame: Frame, atom: Any) -> bool:
 
 
 def _grouped(
-    frame: Frame, eqn: Any, operand: State | None, level: Level, is_exact: bool = True
-) -> State:
-    """What each group made of its members' values; of `level` if it is the same.
+    frame: Frame,
+    eqn: Equation,
+    operand: Replication | None,
+    level: Level,
+    is_exact: bool = True,
+) -> Replication:
+    """The result of each group, made of its members' values.
 
     Two groups have the same result if their members, in order, have the same values:
     so a sum inside groups, and then one across them, is the same everywhere.
@@ -166,7 +181,9 @@ def _grouped(
         is_alike = is_exact or len(group) < 3
         results.append((None if is_alike else group, *(held[each] for each in group)))
     if len(set(results)) == 1:
-        return State(level, None, Site((eqn,)), is_direct=True) if is_sum else SAME
+        return (
+            Replication(level, None, Site((eqn,)), is_direct=True) if is_sum else SAME
+        )
     return dataclasses.replace(varying_since(eqn), classes=numbered(results))
 
 
@@ -174,7 +191,7 @@ def _group_of(replica: int, groups: list[tuple[int, ...]]) -> tuple[int, ...]:
     return next(group for group in groups if replica in group)
 
 
-def joining(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
+def joining(frame: Frame, eqn: Equation, operands: list[Known]) -> list[Known]:
     """Arrays joined into one."""
     state = computed(eqn, operands)
     if level_of(state) == Level.VARYING:
@@ -184,7 +201,7 @@ def joining(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
     return [state]
 
 
-def scattering(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
+def scattering(frame: Frame, eqn: Equation, operands: list[Known]) -> list[Known]:
     """A collective that gives each member another part."""
     if not frame.analysis.mentions_replicas(eqn):
         return each(frame, eqn, operands)
@@ -196,12 +213,12 @@ def scattering(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
     return for_all(eqn, varying_since(eqn))
 
 
-def scaling(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
+def scaling(frame: Frame, eqn: Equation, operands: list[Known]) -> list[Known]:
     """A product or quotient."""
     state = computed(eqn, operands)
     if level_of(state) == Level.REDUCED and is_share(frame, eqn):
         # Each replica's equal share, to be summed: it counts as reduced no more. But a
         # sum divided by the number of replicas is a mean.
-        if not any(state is not None and state.is_direct for state in operands):
+        if not any(isinstance(s, Replication) and s.is_direct for s in operands):
             return [not_reduced(state)]
     return [state]

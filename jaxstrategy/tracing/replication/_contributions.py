@@ -1,4 +1,4 @@
-"""Which inputs of a jaxpr go into its outputs element by element.
+"""The inputs of a jaxpr that go into its outputs element by element.
 
 New parameters are the old ones plus an update, a new running mean is a part of the old
 one plus a part of another. What was multiplied as a matrix, summed over a batch or made
@@ -8,10 +8,10 @@ by differentiation is something else.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from jax.extend.core import Literal
 
+from jaxstrategy.tracing._jaxpr_types import Atom, ClosedJaxpr, Equation, Var
 from jaxstrategy.tracing.replication._analysis import plain
 
 Inputs = frozenset[int]
@@ -24,7 +24,7 @@ _ELEMENTWISE |= {"convert_element_type", "reduce_precision", "optimization_barri
 _ELEMENTWISE |= {"clamp", "stop_gradient"}
 
 
-def contributions(jaxpr: Any) -> list[Inputs]:
+def contributions(jaxpr: ClosedJaxpr) -> list[Inputs]:
     """For each output of `jaxpr` the inputs that go into it."""
     return _contributions(plain(jaxpr), {})
 
@@ -33,14 +33,14 @@ def contributions(jaxpr: Any) -> list[Inputs]:
 _Known = dict[int, list[Inputs]]
 
 
-def _contributions(jaxpr: Any, nested: _Known) -> list[Inputs]:
+def _contributions(jaxpr: ClosedJaxpr, nested: _Known) -> list[Inputs]:
     if id(jaxpr) in nested:
         return nested[id(jaxpr)]
-    known: dict[Any, Inputs] = {
+    known: dict[Var, Inputs] = {
         var: frozenset((index,)) for index, var in enumerate(jaxpr.invars)
     }
 
-    def read(atom: Any) -> Inputs:
+    def read(atom: Atom) -> Inputs:
         return _NONE if isinstance(atom, Literal) else known.get(atom, _NONE)
 
     for eqn in jaxpr.eqns:
@@ -52,11 +52,11 @@ def _contributions(jaxpr: Any, nested: _Known) -> list[Inputs]:
     return nested[id(jaxpr)]
 
 
-def _is_gradient(eqn: Any) -> bool:
+def _is_gradient(eqn: Equation) -> bool:
     return "transpose(" in str(eqn.source_info.name_stack)
 
 
-def _through(eqn: Any, operands: list[Inputs], nested: _Known) -> list[Inputs]:
+def _through(eqn: Equation, operands: list[Inputs], nested: _Known) -> list[Inputs]:
     name, params = eqn.primitive.name, eqn.params
     if name == "optimization_barrier":
         return operands
@@ -77,7 +77,9 @@ def _through(eqn: Any, operands: list[Inputs], nested: _Known) -> list[Inputs]:
     return []
 
 
-def _called(jaxpr: Any, operands: Sequence[Inputs], nested: _Known) -> list[Inputs]:
+def _called(
+    jaxpr: ClosedJaxpr, operands: Sequence[Inputs], nested: _Known
+) -> list[Inputs]:
     """The same for the outputs of a jaxpr that is given these operands.
 
     Of a loop, this is the first turn; what goes in at all does so there.

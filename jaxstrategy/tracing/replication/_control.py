@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
 from jax.ref import AbstractRef
 
 from jaxstrategy.contexts._replica_context import MERGE_SCOPE
+from jaxstrategy.tracing._jaxpr_types import Atom, ClosedJaxpr, Equation
 from jaxstrategy.tracing.replication._analysis import Frame, hidden, plain
 from jaxstrategy.tracing.replication._identity import repeats
 from jaxstrategy.tracing.replication._levels import (
     Collective,
     HeldState,
+    Known,
     Level,
-    State,
+    Replication,
     computed,
     content_of,
     for_all,
@@ -27,19 +28,19 @@ from jaxstrategy.tracing.replication._site import Site
 from jaxstrategy.tracing.replication._unknown import decided
 
 
-def call(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
+def call(frame: Frame, eqn: Equation, operands: list[Known]) -> list[Known]:
     """A function called once, with the operands as they are."""
     return _called(frame, eqn, operands, repeats(frame, eqn.invars))
 
 
-def mapped(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
+def mapped(frame: Frame, eqn: Equation, operands: list[Known]) -> list[Known]:
     """A function called once, with parts of the operands; of the same, other ones."""
     return _called(frame, eqn, operands, ())
 
 
 def _called(
-    frame: Frame, eqn: Any, operands: list[Any], same: tuple[int, ...]
-) -> list[Any]:
+    frame: Frame, eqn: Equation, operands: list[Known], same: tuple[int, ...]
+) -> list[Known]:
     (jaxpr,) = (eqn.params[key] for key in _CALLEES if key in eqn.params)
     outputs, collectives = frame.enter(jaxpr, operands, eqn, repeats=same)
     frame.collectives += collectives
@@ -52,13 +53,13 @@ def _called(
 _CALLEES = ("jaxpr", "call_jaxpr", "fun_jaxpr", "call", "callee", "fwd_jaxpr")
 
 
-def run_state(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
+def run_state(frame: Frame, eqn: Equation, operands: list[Known]) -> list[Known]:
     """A function of references, called once; the results are what those hold then."""
     inner = plain(eqn.params["jaxpr"])
-    given: Iterator[Any] = iter(operands)
-    cells: list[Any] = []
+    given: Iterator[Known] = iter(operands)
+    cells: list[Known] = []
     for var, is_given in zip(inner.invars, eqn.params["is_initialized"], strict=True):
-        state: Any = next(given) if is_given else varying_since(eqn)
+        state: Known = next(given) if is_given else varying_since(eqn)
         if isinstance(var.aval, AbstractRef) and not isinstance(state, HeldState):
             state = HeldState(state)
         cells.append(state)
@@ -67,7 +68,7 @@ def run_state(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
     return list(map(content_of, cells))
 
 
-def linear_solve(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
+def linear_solve(frame: Frame, eqn: Equation, operands: list[Known]) -> list[Known]:
     """The solver, called once; the other functions are for derivatives."""
     sizes = eqn.params["const_lengths"]
     start = sizes.matvec + sizes.vecmat
@@ -79,7 +80,9 @@ def linear_solve(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
     return outputs
 
 
-def hi_primitive(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any] | None:
+def hi_primitive(
+    frame: Frame, eqn: Equation, operands: list[Known]
+) -> list[Known] | None:
     """A Python function that JAX traces when it lowers the step; None if it cannot yet.
 
     Several functions of `jax.numpy` are such primitives since JAX 0.12.
@@ -93,7 +96,7 @@ def hi_primitive(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any] | Non
     return outputs
 
 
-def branching(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
+def branching(frame: Frame, eqn: Equation, operands: list[Known]) -> list[Known]:
     predicate, operands = operands[0], operands[1:]
     entered, ends = [], []
     same = repeats(frame, eqn.invars[1:])
@@ -105,7 +108,7 @@ def branching(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
         ]
         entered.append(frame.enter(branch, starts, eqn, repeats=same))
         ends.append(starts)
-    decider = _decider(eqn, predicate)
+    decider = _decider(eqn, content_of(predicate))
     for branch, (_, collectives) in zip(eqn.params["branches"], entered, strict=True):
         frame.collectives += _decided(collectives, decider, eqn, branch)
     for cell, *versions in zip(operands, *ends, strict=True):
@@ -127,7 +130,7 @@ def _merge(frame: Frame, cell: HeldState, versions: list[HeldState]) -> None:
         frame.write(cell, version.content)
 
 
-def _decider(eqn: Any, predicate: State | None) -> State | None:
+def _decider(eqn: Equation, predicate: Replication | None) -> Replication | None:
     """The predicate of `eqn`, if it varies."""
     if level_of(predicate) != Level.VARYING:
         return None
@@ -135,7 +138,10 @@ def _decider(eqn: Any, predicate: State | None) -> State | None:
 
 
 def _decided(
-    collectives: list[Collective], decider: State | None, eqn: Any, *jaxprs: Any
+    collectives: list[Collective],
+    decider: Replication | None,
+    eqn: Equation,
+    *jaxprs: ClosedJaxpr,
 ) -> list[Collective]:
     """The `collectives` of the `jaxprs` of `eqn`, where `decider` decides."""
     if decider is None:
@@ -151,50 +157,51 @@ def _decided(
     return found
 
 
-def _first_merge(eqn: Any, jaxprs: Iterable[Any]) -> Any:
+def _first_merge(eqn: Equation, jaxprs: Iterable[ClosedJaxpr]) -> Equation | None:
     """The first equation of a `merge_call` in `jaxprs`, which `eqn` holds, or None."""
     if _in_merge(eqn):
         return None
     return next(filter(_in_merge, hidden(tuple(jaxprs))), None)
 
 
-def _in_merge(eqn: Any) -> bool:
+def _in_merge(eqn: Equation) -> bool:
     return MERGE_SCOPE in str(eqn.source_info.name_stack)
 
 
-def while_loop(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
+def while_loop(frame: Frame, eqn: Equation, operands: list[Known]) -> list[Known]:
     params = eqn.params
     n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
     cond_consts = operands[:n_cond]
     body_consts = operands[n_cond : n_cond + n_body]
 
-    def turn(carry: list[Any]) -> tuple[list[Any], list[Collective]]:
+    def turn(carry: list[Known]) -> tuple[list[Known], list[Collective]]:
         (goes_on,), tests = frame.enter(
             params["cond_jaxpr"], cond_consts + carry, eqn, is_certain=False
         )
-        after, steps = frame.enter(
+        returned, steps = frame.enter(
             params["body_jaxpr"], body_consts + carry, eqn, is_certain=False
         )
-        decider = _decider(eqn, goes_on)
+        after: list[Known] = returned
+        decider = _decider(eqn, content_of(goes_on))
         if decider is not None:  # replicas may stop at different turns
             for cell in cond_consts + body_consts:
                 if isinstance(cell, HeldState) and cell.is_written:
                     frame.write(cell, decider)
-            after = [join((decider, state)) for state in after]
+            after = [join((decider, state)) for state in returned]
         jaxprs = params["cond_jaxpr"], params["body_jaxpr"]
         return after, _decided(tests + steps, decider, eqn, *jaxprs)
 
     return frame.until_stable(turn, operands[n_cond + n_body :])
 
 
-def scan(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
+def scan(frame: Frame, eqn: Equation, operands: list[Known]) -> list[Known]:
     inner = plain(eqn.params["jaxpr"])
     n_consts, n_carry = scan_counts(eqn)
     n_same = n_consts + n_carry
     consts, xs = operands[:n_consts], operands[n_same:]
-    results: list[Any] = []
+    results: list[Known] = []
 
-    def turn(carry: list[Any]) -> tuple[list[Any], list[Collective]]:
+    def turn(carry: list[Known]) -> tuple[list[Known], list[Collective]]:
         results[:], collectives = frame.enter(
             inner, consts + carry + xs, eqn, is_certain=False
         )
@@ -207,8 +214,8 @@ def scan(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
     return results
 
 
-def scan_counts(eqn: Any) -> tuple[int, int]:
-    """How many operands of a scan are constants, and how many its carry."""
+def scan_counts(eqn: Equation) -> tuple[int, int]:
+    """The numbers of operands of a scan that are constants, and that are its carry."""
     inner = plain(eqn.params["jaxpr"])
     # The operands are constants, carry and xs; the results are carry and ys. Their
     # numbers are named differently from version to version, but only xs and ys have
@@ -217,6 +224,6 @@ def scan_counts(eqn: Any) -> tuple[int, int]:
     return _count_equal_rank(eqn.invars, inner.invars) - n_carry, n_carry
 
 
-def _count_equal_rank(outer: Sequence[Any], inner: Sequence[Any]) -> int:
+def _count_equal_rank(outer: Sequence[Atom], inner: Sequence[Atom]) -> int:
     pairs = zip(outer, inner, strict=True)
     return sum(len(a.aval.shape) == len(b.aval.shape) for a, b in pairs)

@@ -15,19 +15,23 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
+from jaxstrategy.tracing._jaxpr_types import Equation
 from jaxstrategy.tracing.replication._analysis import Frame, Rule, plain
 from jaxstrategy.tracing.replication._levels import (
     HeldState,
+    Known,
     Level,
     join,
     level_of,
     varying_since,
 )
 from jaxstrategy.tracing.replication._lowered import alone, operands_of
+from jaxstrategy.values._types import Function
 
 # Of a function and the types of its arguments another function and the types of its
 # own. It takes the arguments once or several times, and so returns the results.
-Transform = Callable[[Callable[..., Any], list[Any]], tuple[Any, list[Any]]]
+Types = list[jax.ShapeDtypeStruct]
+Transform = Callable[[Function, Types], tuple[Function, Types]]
 
 
 # A rule often calls the function that it is of, so this must end somewhere: derivatives
@@ -38,7 +42,7 @@ _ORDERS = 2
 def also(rule: Rule, *transforms: Transform) -> Rule:
     """`rule`, and what becomes of the equation under `transforms`."""
 
-    def both(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
+    def both(frame: Frame, eqn: Equation, operands: list[Known]) -> list[Known]:
         results = rule(frame, eqn, operands)
         if all(level_of(state) == Level.VARYING for state in results):
             return results
@@ -56,15 +60,15 @@ def also(rule: Rule, *transforms: Transform) -> Rule:
     return both
 
 
-def _worse(result: Any, other: Any) -> Any:
+def _worse(result: Known, other: Known) -> Known:
     return other if level_of(other) == Level.VARYING else result
 
 
 def _transformed(
-    frame: Frame, eqn: Any, operands: list[Any], transform: Transform
-) -> list[Any]:
-    """What is known of each result of `eqn` under `transform`."""
-    unknown = [varying_since(eqn)] * len(eqn.outvars)
+    frame: Frame, eqn: Equation, operands: list[Known], transform: Transform
+) -> list[Known]:
+    """The knowledge of each result of `eqn` under `transform`."""
+    unknown: list[Known] = [varying_since(eqn)] * len(eqn.outvars)
     if any(isinstance(state, HeldState) for state in operands):
         return unknown
     try:
@@ -86,11 +90,13 @@ def _transformed(
     return [next(found) if is_kept else None for is_kept in kept]
 
 
-def _is_kept(eqn: Any) -> list[bool]:
+def _is_kept(eqn: Equation) -> list[bool]:
     return [not isinstance(var, core.DropVar) for var in eqn.outvars]
 
 
-def _jaxpr_of(eqn: Any, transform: Transform, axis_env: list[tuple[str, int]]) -> Any:
+def _jaxpr_of(
+    eqn: Equation, transform: Transform, axis_env: list[tuple[str, int]]
+) -> Any:
     only = core.jaxpr_as_fun(alone(eqn))
     types = [
         jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype)
@@ -100,7 +106,7 @@ def _jaxpr_of(eqn: Any, transform: Transform, axis_env: list[tuple[str, int]]) -
     return plain(jax.make_jaxpr(made, axis_env=axis_env)(*given))
 
 
-def forward(function: Callable[..., Any], types: list[Any]) -> tuple[Any, list[Any]]:
+def forward(function: Function, types: Types) -> tuple[Function, Types]:
     """The results and their tangents."""
 
     def pushed(*given: Any) -> Any:
@@ -113,16 +119,16 @@ def forward(function: Callable[..., Any], types: list[Any]) -> tuple[Any, list[A
     return pushed, [*types, *types]
 
 
-def _tangent(primal: Any, tangent: Any) -> Any:
+def _tangent(primal: jax.Array, tangent: jax.Array) -> jax.Array | np.ndarray:
     zero = np.zeros(primal.shape, jax.dtypes.float0)
     return zero if _is_discrete(primal) else tangent
 
 
-def _is_discrete(array: Any) -> bool:
+def _is_discrete(array: jax.Array) -> bool:
     return not jnp.issubdtype(array.dtype, jnp.inexact)
 
 
-def backward(function: Callable[..., Any], types: list[Any]) -> tuple[Any, list[Any]]:
+def backward(function: Function, types: Types) -> tuple[Function, Types]:
     """The results, as they are when a gradient is to follow.
 
     The gradient itself needs no proof: JAX sums that of a mirrored argument over the
@@ -131,7 +137,7 @@ def backward(function: Callable[..., Any], types: list[Any]) -> tuple[Any, list[
     return lambda *given: jax.vjp(function, *given)[0], types
 
 
-def batched(function: Callable[..., Any], types: list[Any]) -> tuple[Any, list[Any]]:
+def batched(function: Function, types: Types) -> tuple[Function, Types]:
     """The results of several calls at once."""
     more = [jax.ShapeDtypeStruct((2, *each.shape), each.dtype) for each in types]
     return jax.vmap(function), more

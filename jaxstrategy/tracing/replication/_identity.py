@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
 
 import numpy as np
 from jax.extend.core import Literal
 
+from jaxstrategy.tracing._jaxpr_types import Atom, Equation
 from jaxstrategy.tracing.replication._analysis import Frame
 from jaxstrategy.tracing.replication._shares import FORMING
 
@@ -20,12 +20,12 @@ _COMPUTING: dict[str, Callable[..., np.ndarray]] = {
 }  # fmt: skip
 
 
-def are_one(frame: Frame, atoms: Sequence[Any]) -> bool:
+def are_one(frame: Frame, atoms: Sequence[Atom]) -> bool:
     """Whether `atoms` are the same value, bit by bit."""
     return len({_name(frame, atom) for atom in atoms}) == 1
 
 
-def repeats(frame: Frame, atoms: Sequence[Any]) -> tuple[int, ...]:
+def repeats(frame: Frame, atoms: Sequence[Atom]) -> tuple[int, ...]:
     """For each of `atoms` the first that is the same value; () if none is another."""
     numbers: dict[Hashable, int] = {}
     firsts = tuple(
@@ -35,7 +35,7 @@ def repeats(frame: Frame, atoms: Sequence[Any]) -> tuple[int, ...]:
     return firsts if len(numbers) < len(firsts) else ()
 
 
-def _name(frame: Frame, atom: Any) -> Hashable:
+def _name(frame: Frame, atom: Atom) -> Hashable:
     """Equal for what is the same value, bit by bit."""
     if isinstance(atom, Literal):
         return str(atom.aval), np.asarray(atom.val).tobytes()
@@ -46,8 +46,8 @@ def _name(frame: Frame, atom: Any) -> Hashable:
     return eqn.primitive.name, str(eqn.params), of
 
 
-def compared_ids(frame: Frame, eqn: Any) -> list[bool] | None:
-    """Of a comparison of the replicas' ids with literals, the outcome on each."""
+def compared_ids(frame: Frame, eqn: Equation) -> list[bool] | None:
+    """The outcome on each replica of a comparison of their ids with literals."""
     compare = _COMPARING.get(eqn.primitive.name)
     sides = [_ids(frame, atom) for atom in eqn.invars]
     if compare is None or any(side is None for side in sides):
@@ -55,8 +55,8 @@ def compared_ids(frame: Frame, eqn: Any) -> list[bool] | None:
     return compare(*sides).tolist()
 
 
-def _ids(frame: Frame, atom: Any) -> np.ndarray | None:
-    """What `atom` is on each replica: a literal, the id, or made of those."""
+def _ids(frame: Frame, atom: Atom) -> np.ndarray | None:
+    """The value of `atom` on each replica, if literals and the id tell it."""
     replicas = frame.analysis.replicas
     if isinstance(atom, Literal):
         return np.full(replicas, atom.val) if np.shape(atom.val) == () else None

@@ -1,17 +1,18 @@
-"""What the analysis knows about one value, and about a whole jaxpr."""
+"""The knowledge of the analysis about one value, and about a whole jaxpr."""
 
 from __future__ import annotations
 
 import dataclasses
 import enum
 from collections.abc import Hashable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
+from jaxstrategy.tracing._jaxpr_types import Equation
 from jaxstrategy.tracing.replication._site import Site
 
 
 class Level(enum.IntEnum):
-    """What is known about a value; the level of a result is that of its operands."""
+    """A degree of knowledge; a result has the highest level of its operands."""
 
     SAME = 1
     REDUCED = 2
@@ -19,8 +20,8 @@ class Level(enum.IntEnum):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class State:
-    """What is known about one value; None stands for a constant.
+class Replication:
+    """The knowledge about one value; None stands for a constant.
 
     Attributes:
       level: see `Level`.
@@ -38,7 +39,7 @@ class State:
     site: Site | None = None
     is_direct: bool = False
     classes: tuple[int, ...] | None = None
-    part: State | None = None
+    part: Replication | None = None
 
     @property
     def varies(self) -> bool:
@@ -46,7 +47,7 @@ class State:
         return self.level is Level.VARYING
 
 
-SAME = State(Level.SAME)
+SAME = Replication(Level.SAME)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -64,13 +65,13 @@ class Collective:
     """
 
     site: Site
-    decided_by: State | None = None
+    decided_by: Replication | None = None
     decided_at: Site | None = None
-    reduced_before: State | None = None
+    reduced_before: Replication | None = None
     is_merge: bool = False
     groups: tuple[tuple[int, ...], ...] | None = None
 
-    def is_whole(self, decider: State) -> bool:
+    def is_whole(self, decider: Replication) -> bool:
         """Whether those that wait for each other see the same of `decider`."""
         if self.groups is None or decider.classes is None:
             return False
@@ -79,11 +80,18 @@ class Collective:
 
 
 @dataclasses.dataclass(frozen=True)
+class SameReference:
+    """An output that is the reference at `input`."""
+
+    input: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Findings:
-    """What the analysis knows about a jaxpr.
+    """The knowledge of the analysis about a jaxpr.
 
     Attributes:
-      outputs: for each output.
+      outputs: for each output; of a step a `Replication`, or None of a constant.
       collectives: in program order.
       contents: for each input that is a reference and may be written to, what it holds
         in the end.
@@ -92,7 +100,7 @@ class Findings:
 
     outputs: list[Any]
     collectives: list[Collective]
-    contents: dict[int, State | None]
+    contents: dict[int, Replication | None]
     overwritten: frozenset[int] = frozenset()
 
     def of_one_replica(self) -> Findings:
@@ -108,12 +116,12 @@ class Findings:
         return Findings([_alone(state) for state in self.outputs], alone, contents)
 
 
-def _alone(state: Any) -> Any:
+def _alone(state: Replication | None) -> Replication | None:
     return SAME if level_of(state) == Level.VARYING else state
 
 
 class HeldState:
-    """What a mutable reference holds. One object however many names it has.
+    """The contents of a mutable reference. One object however many names it has.
 
     Attributes:
       content: what is known of it.
@@ -121,29 +129,32 @@ class HeldState:
       is_overwritten: whether all of it was, whatever happened.
     """
 
-    def __init__(self, content: State | None) -> None:
+    def __init__(self, content: Replication | None) -> None:
         self.content = content
         self.is_written = False
         self.is_overwritten = False
 
 
-def content_of(state: Any) -> State | None:
+# What is known of a value, or of what a reference holds; None of a constant.
+Known: TypeAlias = Replication | HeldState | None
+
+
+def content_of(state: Known) -> Replication | None:
     """`state` itself, or what the reference holds."""
     return state.content if isinstance(state, HeldState) else state
 
 
-def level_of(state: Any) -> int:
+def level_of(state: Known) -> int:
     """The level of a state, 0 of a constant."""
     state = content_of(state)
     return 0 if state is None else state.level
 
 
-def join(states: Iterable[Any]) -> State | None:
+def join(states: Iterable[Known]) -> Replication | None:
     """The first state of the highest level; a reference counts as what it holds."""
     best, highest = None, 0
-    for state in states:
-        if state.__class__ is HeldState:
-            state = state.content
+    for known in states:
+        state = known.content if isinstance(known, HeldState) else known
         if state is None:
             continue
         if state.level > highest:
@@ -153,7 +164,7 @@ def join(states: Iterable[Any]) -> State | None:
     return best
 
 
-def _common(one: State, other: State) -> tuple[int, ...] | None:
+def _common(one: Replication, other: Replication) -> tuple[int, ...] | None:
     """The classes of replicas that agree on both values."""
     if one.classes is None or other.classes is None:
         return None
@@ -167,8 +178,8 @@ def numbered(kinds: Sequence[Hashable]) -> tuple[int, ...] | None:
     return classes if len(numbers) < len(kinds) else None
 
 
-def computed(eqn: Any, operands: Iterable[Any]) -> State | None:
-    """What is known about something that `eqn` computes from `operands`."""
+def computed(eqn: Equation, operands: Iterable[Known]) -> Replication | None:
+    """The knowledge about something that `eqn` computes from `operands`."""
     state = join(operands)
     if state is None or state is SAME:
         return state
@@ -176,13 +187,13 @@ def computed(eqn: Any, operands: Iterable[Any]) -> State | None:
         return _reduced_and_used(eqn, state)
     if state.site is None:
         site = Site((eqn,))
-        return State(state.level, state.input, site, classes=state.classes)
+        return Replication(state.level, state.input, site, classes=state.classes)
     if state.part is not None:
         return dataclasses.replace(state, part=None)
     return state
 
 
-def _reduced_and_used(eqn: Any, state: State) -> State:
+def _reduced_and_used(eqn: Equation, state: Replication) -> Replication:
     if eqn.primitive.name == "convert_element_type":
         return state
     if "transpose(" in str(eqn.source_info.name_stack):
@@ -190,20 +201,20 @@ def _reduced_and_used(eqn: Any, state: State) -> State:
         return SAME
     if state.site is None or state.is_direct:
         site = Site((eqn,)) if state.site is None else state.site
-        return State(state.level, state.input, site)
+        return Replication(state.level, state.input, site)
     return state
 
 
-def not_reduced(state: State | None) -> State | None:
+def not_reduced(state: Replication | None) -> Replication | None:
     """`state`, but equal on all replicas for no special reason if it was reduced."""
     return SAME if state is not None and state.level is Level.REDUCED else state
 
 
-def for_all(eqn: Any, state: Any) -> list[Any]:
+def for_all(eqn: Equation, state: Known) -> list[Known]:
     """`state` for each result of `eqn`."""
     return [state] * len(eqn.outvars)
 
 
-def varying_since(eqn: Any) -> State:
-    """What is known of a result that differs whatever `eqn` is given."""
-    return State(Level.VARYING, None, Site((eqn,)))
+def varying_since(eqn: Equation) -> Replication:
+    """The knowledge of a result that differs whatever `eqn` is given."""
+    return Replication(Level.VARYING, None, Site((eqn,)))

@@ -1,4 +1,4 @@
-"""What JAX lowers an operation to, where nothing else is known of it.
+"""Operations of which nothing else is known than what JAX lowers them to.
 
 A primitive may be lowered to any StableHLO. If all of that is listed here, its results
 depend on nothing but its operands. What is not listed may be anything.
@@ -15,13 +15,15 @@ from jax.extend import core
 from jax.extend.core import Literal
 from jax.sharding import Mesh
 
-from jaxstrategy.replicas import _mesh
+from jaxstrategy.replicas._replicas import SAME, Replicas
+from jaxstrategy.tracing._jaxpr_types import ClosedJaxpr, Equation, Jaxpr
+from jaxstrategy.tracing._on_replicas import on_replicas
 from jaxstrategy.tracing.replication._collective_table import COLLECTIVES
 
 
 @dataclasses.dataclass(frozen=True)
 class Lowered:
-    """What an operation is lowered to.
+    """A description of what an operation is lowered to.
 
     Attributes:
       is_pure: whether it computes from its operands only, without communication.
@@ -37,8 +39,8 @@ class Lowered:
 UNKNOWN = Lowered(is_pure=False, communicates=False, decides=True)
 
 
-def lowered(eqn: Any, mesh: Mesh | None) -> Lowered:
-    """What `eqn` becomes on the devices of `mesh`, whose only axis are the replicas."""
+def lowered(eqn: Equation, mesh: Mesh | None) -> Lowered:
+    """A description of `eqn` as it is lowered for the devices of `mesh`."""
     if mesh is None:
         return UNKNOWN
     try:
@@ -48,36 +50,37 @@ def lowered(eqn: Any, mesh: Mesh | None) -> Lowered:
     return scanned(text)
 
 
-def _text(eqn: Any, mesh: Mesh) -> str:
+def _text(eqn: Equation, mesh: Mesh) -> str:
     only = core.jaxpr_as_fun(alone(eqn))
-    everywhere = _mesh.SAME
-    on_each = jax.shard_map(
-        only, mesh=mesh, in_specs=everywhere, out_specs=everywhere, check_vma=False
-    )
+    replicas = Replicas(mesh)
+    same = replicas.spec(SAME)
+    on_each = on_replicas(only, replicas, same, same)
     avals = [atom.aval for atom in operands_of(eqn)]
     types = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
     return jax.jit(on_each).lower(*types).as_text()
 
 
-def operands_of(eqn: Any) -> list[Any]:
+def operands_of(eqn: Equation) -> list[Any]:
     """The variables among the operands of `eqn`."""
     return [atom for atom in eqn.invars if not isinstance(atom, Literal)]
 
 
-def alone(eqn: Any) -> Any:
+def alone(eqn: Equation) -> ClosedJaxpr:
     """A jaxpr with this one equation, which takes its variables in turn."""
+    eqns: Any = [eqn]
+    outvars: Any = [var for var in eqn.outvars if not isinstance(var, core.DropVar)]
     jaxpr = core.Jaxpr(
         constvars=(),
         invars=operands_of(eqn),
-        outvars=[var for var in eqn.outvars if not isinstance(var, core.DropVar)],
-        eqns=[eqn],
+        outvars=outvars,
+        eqns=eqns,
         effects=eqn.effects,
         debug_info=core.DebugInfo("jit", eqn.primitive.name, None, None),
     )
     return closed(jaxpr)
 
 
-def closed(jaxpr: Any) -> Any:
+def closed(jaxpr: Jaxpr) -> ClosedJaxpr:
     """`jaxpr`, which has no constants, in the form that can be called."""
     # One class since JAX 0.12, where `ClosedJaxpr` is on its way out.
     if hasattr(jaxpr, "consts"):
@@ -86,7 +89,7 @@ def closed(jaxpr: Any) -> Any:
 
 
 def scanned(text: str) -> Lowered:
-    """What can be said of a module of StableHLO."""
+    """A description of a module of StableHLO."""
     operations = {_operation(line) for line in text.splitlines()}
     return Lowered(
         is_pure=operations <= _PURE and all(map(_LIBRARY.fullmatch, _targets(text))),

@@ -13,6 +13,8 @@ from typing import Any, TypeVar
 import jax
 from jax.extend.core import Primitive, primitives
 
+from jaxstrategy.tracing._jaxpr_types import Equation
+
 # Those of `jax.extend.core.primitives`, which tell JAX's own from others of that name.
 _REGISTERED = """
     abs acos acosh add add_any after_all and approx_top_k argmax argmin asin asinh atan
@@ -111,7 +113,7 @@ def is_declared(primitive: Primitive) -> bool:
     return primitive in _declared
 
 
-def is_declared_call(eqn: Any) -> bool:
+def is_declared_call(eqn: Equation) -> bool:
     """Whether `eqn` calls a function that `declare_pure` was given."""
     return str(eqn.params.get("name", "")).endswith(_MARK)
 

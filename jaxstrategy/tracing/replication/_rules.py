@@ -1,4 +1,4 @@
-"""Which values of a step are provably equal on all replicas.
+"""The values of a step that are provably equal on all replicas.
 
 A forward data-flow pass over the jaxpr of one replica's step. Every value has a level:
 
@@ -25,12 +25,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
-from jax.extend.core import Jaxpr
+from jax.extend.core import Jaxpr, Primitive
 from jax.ref import AbstractRef
 from jax.sharding import Mesh
 
+from jaxstrategy.tracing._jaxpr_types import Equation
 from jaxstrategy.tracing.replication import (
     _collectives,
     _control,
@@ -45,9 +45,11 @@ from jaxstrategy.tracing.replication._levels import (
     SAME,
     Findings,
     HeldState,
+    Known,
     Level,
-    State,
+    Replication,
     computed,
+    content_of,
     for_all,
     join,
     level_of,
@@ -65,7 +67,7 @@ def analyse(
     unpacking: int = 0,
     mesh: Mesh | None = None,
 ) -> Findings:
-    """What is known about each output of `jaxpr`, and its collectives.
+    """The findings about each output of `jaxpr`, and its collectives.
 
     Args:
       jaxpr: one replica's computation, without constants.
@@ -78,7 +80,7 @@ def analyse(
         does depends on it.
     """
     states = [
-        State(Level.VARYING, index) if differs else SAME
+        Replication(Level.VARYING, index) if differs else SAME
         for index, differs in enumerate(varies)
     ]
     inputs = [
@@ -90,15 +92,15 @@ def analyse(
     return findings if replicas > 1 else findings.of_one_replica()
 
 
-class Rules(dict[Any, Rule]):
+class Rules(dict[Primitive, Rule]):
     """The rule of each primitive."""
 
-    def __missing__(self, primitive: Any) -> Rule:
+    def __missing__(self, primitive: Primitive) -> Rule:
         rule = self[primitive] = _rule_of(primitive)
         return rule
 
 
-def _rule_of(primitive: Any) -> Rule:
+def _rule_of(primitive: Primitive) -> Rule:
     is_named = _pure.is_named_by_jax(primitive)
     if is_named and (rule := _RULES.get(primitive.name)):
         return rule
@@ -107,7 +109,7 @@ def _rule_of(primitive: Any) -> Rule:
     return _derived.also(_unknown.other, _derived.forward)
 
 
-def _comparison(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
+def _comparison(frame: Frame, eqn: Equation, operands: list[Known]) -> list[Known]:
     state = not_reduced(computed(eqn, operands))
     ids = _identity.compared_ids(frame, eqn)
     if ids is not None and state is not None and state.varies:
@@ -116,20 +118,20 @@ def _comparison(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
     return for_all(eqn, state)
 
 
-def _select(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
+def _select(frame: Frame, eqn: Equation, operands: list[Known]) -> list[Known]:
     choice, *cases = operands
     if level_of(choice) == Level.VARYING and _identity.are_one(frame, eqn.invars[1:]):
         return for_all(eqn, computed(eqn, cases))
     # What is chosen by the result of a reduction is not itself such a result.
-    return for_all(eqn, computed(eqn, [not_reduced(choice), *cases]))
+    return for_all(eqn, computed(eqn, [not_reduced(content_of(choice)), *cases]))
 
 
-def _hi_primitive(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
+def _hi_primitive(frame: Frame, eqn: Equation, operands: list[Known]) -> list[Known]:
     found = _control.hi_primitive(frame, eqn, operands)
     return _unknown.outside(frame, eqn, operands) if found is None else found
 
 
-def _empty(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
+def _empty(frame: Frame, eqn: Equation, operands: list[Known]) -> list[Known]:
     """Whatever lies in the memory of each device."""
     (result,) = eqn.outvars
     return [varying_since(eqn) if 0 not in result.aval.shape else None]
@@ -138,20 +140,20 @@ def _empty(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
 # References.
 
 
-def _empty_ref(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
+def _empty_ref(frame: Frame, eqn: Equation, operands: list[Known]) -> list[Known]:
     return [HeldState(varying_since(eqn))]
 
 
-def _new_ref(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
+def _new_ref(frame: Frame, eqn: Equation, operands: list[Known]) -> list[Known]:
     return [HeldState(join(operands))]
 
 
-def _get(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
+def _get(frame: Frame, eqn: Equation, operands: list[Known]) -> list[Known]:
     # What it holds, unless an index varies.
     return for_all(eqn, computed(eqn, operands))
 
 
-def _swap(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
+def _swap(frame: Frame, eqn: Equation, operands: list[Known]) -> list[Known]:
     cell, written = operands[0], operands[1:]
     before = computed(eqn, operands)
     # Without indices that are computed, a part of the reference's shape is all of it.
@@ -163,7 +165,7 @@ def _swap(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
     return for_all(eqn, before)
 
 
-def _addupdate(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
+def _addupdate(frame: Frame, eqn: Equation, operands: list[Known]) -> list[Known]:
     frame.write(operands[0], computed(eqn, operands[1:]))
     return []
 

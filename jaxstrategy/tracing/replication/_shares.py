@@ -7,10 +7,10 @@ over the replicas of one.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from jax.extend.core import Literal
 
+from jaxstrategy.tracing._jaxpr_types import Atom, Equation
 from jaxstrategy.tracing.replication._analysis import Frame
 from jaxstrategy.tracing.replication._collective_table import Effect, effect_of
 
@@ -21,7 +21,7 @@ _FORMING = (*FORMING, "optimization_barrier")
 _COMPARING = ("eq", "ne", "lt", "le", "gt", "ge")
 
 
-def is_mean(frame: Frame, eqn: Any) -> bool:
+def is_mean(frame: Frame, eqn: Equation) -> bool:
     """Whether all that happens to the sum `eqn` is a division by the replicas.
 
     Or a comparison with something: the sum is a check then.
@@ -36,7 +36,7 @@ def is_mean(frame: Frame, eqn: Any) -> bool:
     return not any(atom is var for atom in frame.jaxpr.outvars for var in sums)
 
 
-def gathers_sums(frame: Frame, eqn: Any) -> bool:
+def gathers_sums(frame: Frame, eqn: Equation) -> bool:
     """Whether `eqn` gathers the parts of a sum, which is then whole everywhere."""
     return any(
         effect_of(origin) in (Effect.SUM, Effect.SUM_SCATTER)
@@ -44,7 +44,7 @@ def gathers_sums(frame: Frame, eqn: Any) -> bool:
     )
 
 
-def gathered(frame: Frame, eqn: Any) -> Any:
+def gathered(frame: Frame, eqn: Equation) -> Equation | None:
     """The gathering of the axis along which `eqn` reduces its operand, or None."""
     for origin in _origins(frame, eqn.invars[0], ()):
         if effect_of(origin) is Effect.GATHER:
@@ -55,7 +55,7 @@ def gathered(frame: Frame, eqn: Any) -> Any:
     return None
 
 
-def _origins(frame: Frame, atom: Any, through: Sequence[str]) -> Iterator[Any]:
+def _origins(frame: Frame, atom: Atom, through: Sequence[str]) -> Iterator[Equation]:
     """The equations that `atom` comes from by first operands, the last one first."""
     while not isinstance(atom, Literal):
         eqn = frame.origins.get(atom)
@@ -71,7 +71,7 @@ def _origins(frame: Frame, atom: Any, through: Sequence[str]) -> Iterator[Any]:
 _CUTTING = ("slice", "pad", "dynamic_slice", "concatenate")
 
 
-def is_share(frame: Frame, eqn: Any) -> bool:
+def is_share(frame: Frame, eqn: Equation) -> bool:
     """Whether `eqn` divides something by the number of replicas."""
     replicas = frame.analysis.replicas
     if eqn.primitive.name == "div":
@@ -85,12 +85,13 @@ def is_share(frame: Frame, eqn: Any) -> bool:
     )
 
 
-def _literal(atom: Any) -> complex | None:
-    is_number = isinstance(atom, Literal) and getattr(atom.val, "shape", ()) == ()
-    return complex(atom.val) if is_number else None
+def _literal(atom: Atom) -> complex | None:
+    if isinstance(atom, Literal) and getattr(atom.val, "shape", ()) == ():
+        return complex(atom.val)
+    return None
 
 
-def _is_counted(frame: Frame, atom: Any) -> bool:
+def _is_counted(frame: Frame, atom: Atom) -> bool:
     """Whether this is a sum over the replicas of a literal: so much for each."""
     if isinstance(atom, Literal):
         return False

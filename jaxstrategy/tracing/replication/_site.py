@@ -13,6 +13,7 @@ from typing import Any
 
 from jaxstrategy.text import _user_code
 from jaxstrategy.text._user_code import Line
+from jaxstrategy.tracing._jaxpr_types import Equation
 
 _LOOPS = ("scan", "while")
 
@@ -26,9 +27,9 @@ class Site:
         innermost is first.
     """
 
-    eqns: tuple[Any, ...]
+    eqns: tuple[Equation, ...]
 
-    def within(self, eqn: Any) -> Site:
+    def within(self, eqn: Equation) -> Site:
         """The same site seen from outside `eqn`, which holds it."""
         return Site((*self.eqns, eqn))
 
@@ -39,7 +40,7 @@ class Site:
 
     @property
     def loops(self) -> tuple[int | None, ...]:
-        """How often each loop around it turns, the innermost first; None: unknown."""
+        """The turns of each loop around it, the innermost first; None: unknown."""
         return tuple(
             eqn.params["length"] if eqn.primitive.name == "scan" else None
             for eqn in self.eqns[1:]
@@ -68,7 +69,7 @@ class Site:
         return _line([_callers(stack, "merge_call") for stack in stacks])
 
     def called(self, *functions: str) -> str | None:
-        """Which of these functions, of JAX or ours, the user's line called to make it.
+        """The one of these functions that the user's line called to make it.
 
         The outermost, if one calls another: an `all_reduce` is a `psum` inside.
         """
@@ -88,7 +89,7 @@ def _line(stacks: list[Any]) -> Line | None:
     return next(filter(None, lines), None)
 
 
-def _stack(eqn: Any) -> list[Any]:
+def _stack(eqn: Equation) -> list[Any]:
     """The frames of the stack of `eqn`, the innermost first."""
     traceback = eqn.source_info.traceback
     return [] if traceback is None else list(traceback.frames)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 from jax.ref import AbstractRef
 
+from jaxstrategy.tracing._jaxpr_types import Equation
 from jaxstrategy.tracing.replication._analysis import Frame, inner_jaxprs
 from jaxstrategy.tracing.replication._levels import (
     Collective,
     HeldState,
-    State,
+    Known,
+    Replication,
     computed,
     for_all,
     join,
@@ -20,17 +21,17 @@ from jaxstrategy.tracing.replication._levels import (
 from jaxstrategy.tracing.replication._site import Site
 
 
-def pure(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
+def pure(frame: Frame, eqn: Equation, operands: list[Known]) -> list[Known]:
     """An operation that computes from its operands and does nothing else."""
     return for_all(eqn, computed(eqn, operands))
 
 
-def outside(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
+def outside(frame: Frame, eqn: Equation, operands: list[Known]) -> list[Known]:
     """An operation whose results differ between replicas whatever it is given."""
     return _varying(frame, eqn, operands, _hidden_collectives(frame, eqn, operands))
 
 
-def other(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
+def other(frame: Frame, eqn: Equation, operands: list[Known]) -> list[Known]:
     """An operation that JAX lowers to something; what that is decides."""
     if frame.analysis.mentions_replicas(eqn):
         return _varying(frame, eqn, operands, [Collective(Site((eqn,)))])
@@ -46,8 +47,8 @@ def other(frame: Frame, eqn: Any, operands: list[Any]) -> list[Any]:
 
 
 def _varying(
-    frame: Frame, eqn: Any, operands: list[Any], collectives: list[Collective]
-) -> list[Any]:
+    frame: Frame, eqn: Equation, operands: list[Known], collectives: list[Collective]
+) -> list[Known]:
     frame.collectives += collectives
     state = varying_since(eqn)
     for cell in operands:
@@ -57,9 +58,9 @@ def _varying(
 
 
 def _hidden_collectives(
-    frame: Frame, eqn: Any, operands: list[Any]
+    frame: Frame, eqn: Equation, operands: list[Known]
 ) -> list[Collective]:
-    """Those in the jaxprs of `eqn`, however it calls them."""
+    """The collectives in the jaxprs of `eqn`, however it calls them."""
     given = join(operands)
     found: list[Collective] = []
     for jaxpr in inner_jaxprs(eqn.params):
@@ -72,7 +73,7 @@ def _hidden_collectives(
 
 
 def _decided_inside(
-    collectives: list[Collective], eqn: Any, operands: list[Any]
+    collectives: list[Collective], eqn: Equation, operands: list[Known]
 ) -> list[Collective]:
     """The `collectives`, which something inside `eqn` may leave out."""
     decider = join(operands)
@@ -81,7 +82,9 @@ def _decided_inside(
     return [decided(found, computed(eqn, (decider,)), eqn) for found in collectives]
 
 
-def decided(found: Collective, decider: State | None, eqn: Any) -> Collective:
+def decided(
+    found: Collective, decider: Replication | None, eqn: Equation
+) -> Collective:
     """`found`, where `decider` decides at `eqn` unless something further in does."""
     if found.decided_by is not None:
         return found

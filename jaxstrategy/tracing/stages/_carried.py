@@ -36,7 +36,7 @@ class _Home:
 
 @final
 class Carried:
-    """Those of one program; does not change.
+    """The variables that one program is given; does not change.
 
     Args:
       replicas: those of the step.
@@ -68,12 +68,12 @@ class Carried:
 
     @property
     def lent(self) -> range:
-        """Which of `values` may be overwritten."""
+        """The places of those `values` that may be overwritten."""
         return range(len(self._cells))
 
     @property
     def shardings(self) -> list[NamedSharding]:
-        """How `values` lie."""
+        """The places of `values` on the devices."""
         everywhere = [self._replicas.sharding(SAME)] * len(self._away)
         return [*self._here.values(), *everywhere]
 
@@ -81,7 +81,7 @@ class Carried:
         return variable.cell in self._here or variable.cell in self._away
 
     def missing(self, used: Sequence[Variable], traced: bool) -> list[Variable]:
-        """Those among `used` that should be carried and are not.
+        """The variables among `used` that should be carried and are not.
 
         Args:
           used: by the step.

@@ -9,9 +9,9 @@ import jax
 
 from jaxstrategy._errors import DonatedValueError
 from jaxstrategy._options import RunOptions
-from jaxstrategy.tracing._jaxpr_types import Leaf
 from jaxstrategy.tracing._replica_step import ReplicaStep
 from jaxstrategy.tracing.stages._stage import Stage
+from jaxstrategy.values._types import Leaf
 
 
 @final

@@ -25,7 +25,7 @@ from jaxstrategy._options import RunOptions
 from jaxstrategy.text._array_types import array_type
 from jaxstrategy.text._lists import first_few
 from jaxstrategy.text._units import plural
-from jaxstrategy.tracing._jaxpr_types import Jaxpr
+from jaxstrategy.tracing._jaxpr_types import ArrayType, ClosedJaxpr, Equation, Jaxpr
 from jaxstrategy.tracing._replica_step import ReplicaStep
 from jaxstrategy.tracing._trace import Evaluate
 from jaxstrategy.tracing._traced_step import TracedStep
@@ -45,7 +45,7 @@ _MOVES = frozenset(("bitcast_convert_type", "get", "swap", "addupdate"))
 
 
 @dataclasses.dataclass(frozen=True)
-class _Place:
+class _Origin:
     """Where something may become infinite: an equation, or what a step is given.
 
     Attributes:
@@ -61,7 +61,7 @@ class _Place:
 
 @final
 class Finite(Stage):
-    """What one program looks for, and what it has found.
+    """A search for NaN, and perhaps Inf, in all that one program computes.
 
     Args:
       step: the step.
@@ -73,7 +73,7 @@ class Finite(Stage):
         self.replicas = step.replicas
         self.with_infinities = with_infinities
         # Of all traces, so that a number means one place whatever was called last.
-        self._places: list[_Place] = []
+        self._places: list[_Origin] = []
 
     def within(self, step: TracedStep, evaluate: Evaluate) -> Evaluate:
         """Evaluates the step equation by equation, and adds what was found first.
@@ -82,7 +82,7 @@ class Finite(Stage):
         """
         return lambda inputs: self._evaluate(step.jaxpr, inputs, step.sources)
 
-    def number(self, place: _Place) -> int:
+    def number(self, place: _Origin) -> int:
         """A number for `place`, not 0; later places have larger ones."""
         self._places.append(place)
         return len(self._places)
@@ -106,10 +106,10 @@ class Finite(Stage):
                 references.append((value, source))
                 value = value[...]
             # Captured infinities are meant, as in a mask.
-            turn.look(value, _Place(source or "an array that it captured"), source)
+            turn.look(value, _Origin(source or "an array that it captured"), source)
         outputs = turn.through(plain(jaxpr), given)
         for reference, source in references:
-            turn.look(reference[...], _Place(source or "", is_end=True), source)
+            turn.look(reference[...], _Origin(source or "", is_end=True), source)
         return outputs, [lax.all_gather(turn.found, self.replicas.collective_axes)]
 
     def check(self, output: jax.Array) -> None:
@@ -142,7 +142,7 @@ class Finite(Stage):
             source=place.source.partition("`")[2].strip("`") or place.source or None,
         )
 
-    def _told(self, place: _Place, where: str) -> str:
+    def _told(self, place: _Origin, where: str) -> str:
         if place.site is None:
             when = "ends" if place.is_end else "begins"
             return f"{place.source} holds {where} when `{self._name}` {when}."
@@ -171,12 +171,12 @@ def _on(replicas: Sequence[int], count: int) -> str:
     return f"on {noun} {first_few(replicas, 8)} of {count}"
 
 
-def _type(aval: Any) -> str:
+def _type(aval: ArrayType) -> str:
     return array_type(getattr(aval, "dtype", aval), getattr(aval, "shape", ()), ", ")
 
 
 def finite(step: ReplicaStep, options: RunOptions) -> Finite | None:
-    """What a program looks for that is compiled with these options; None if nothing."""
+    """The search that a program makes with these options, None if it makes none."""
     if not options.check_finite:
         return None
     return Finite(step, with_infinities=options.check_finite != "nan")
@@ -196,7 +196,7 @@ class _Turn:
     """
 
     def __init__(
-        self, owner: Finite, holders: tuple[Any, ...], found: Any = None
+        self, owner: Finite, holders: tuple[Equation, ...], found: Any = None
     ) -> None:
         self._owner = owner
         self._holders = holders
@@ -204,14 +204,14 @@ class _Turn:
         # What was seen of each value, by its identity, and the values themselves.
         self._seen: dict[int, tuple[Any, Any]] = {}
 
-    def look(self, value: Any, place: _Place, source: str | None) -> None:
+    def look(self, value: Any, place: _Origin, source: str | None) -> None:
         """Note what `value` holds, whose place is this; an Inf only with a `source`."""
         kinds = self._kinds(value)
         if kinds is not None:
             infinite = kinds[1] if source is not None else False
             self._note(kinds[0], infinite, place)
 
-    def _note(self, nan: Any, infinite: Any, place: _Place) -> None:
+    def _note(self, nan: Any, infinite: Any, place: _Origin) -> None:
         number = self._owner.number(place) * 2
         code = jnp.where(nan, number + 1, jnp.where(infinite, number, 0))
         self.found = jnp.where(self.found == 0, code.astype(jnp.int32), self.found)
@@ -226,7 +226,7 @@ class _Turn:
             known = self._seen[id(value)] = value, (jnp.isnan(value).any(), infinite)
         return known[1]
 
-    def through(self, jaxpr: Any, inputs: Sequence[Any]) -> list[Any]:
+    def through(self, jaxpr: ClosedJaxpr, inputs: Sequence[Any]) -> list[Any]:
         """The outputs of `jaxpr`, which is evaluated here."""
         inside = plain(jaxpr)
         known = dict(zip(inside.invars, inputs, strict=True))
@@ -241,7 +241,7 @@ class _Turn:
             known.update(zip(eqn.outvars, outputs, strict=True))
         return [read(atom) for atom in inside.outvars]
 
-    def _outputs(self, eqn: Any, operands: list[Any]) -> Sequence[Any]:
+    def _outputs(self, eqn: Equation, operands: list[Any]) -> Sequence[Any]:
         name = eqn.primitive.name
         if name in _INLINED:
             inner = next(
@@ -263,12 +263,12 @@ class _Turn:
             self._compare(eqn, operands, outputs)
         return outputs
 
-    def _inside(self, eqn: Any, found: Any = None) -> _Turn:
+    def _inside(self, eqn: Equation, found: Any = None) -> _Turn:
         found = self.found if found is None else found
         return _Turn(self._owner, (eqn, *self._holders), found)
 
     def through_and_back(
-        self, outer: _Turn, jaxpr: Any, operands: Sequence[Any]
+        self, outer: _Turn, jaxpr: ClosedJaxpr, operands: Sequence[Any]
     ) -> list[Any]:
         """The outputs of a function called in `outer`, which learns what was found."""
         self._seen = outer._seen
@@ -277,7 +277,7 @@ class _Turn:
         return outputs
 
     def _compare(
-        self, eqn: Any, operands: Sequence[Any], outputs: Sequence[Any]
+        self, eqn: Equation, operands: Sequence[Any], outputs: Sequence[Any]
     ) -> None:
         """Note if there is something in `outputs` that was not in `operands`."""
         after = [kinds for kinds in map(self._kinds, outputs) if kinds is not None]
@@ -296,12 +296,12 @@ class _Turn:
         # Inf minus Inf is a NaN of its own; an Inf made of a NaN is not.
         nan = _any(after, 0) & ~jnp.asarray(had_nan)
         infinite = _any(after, 1) & ~(jnp.asarray(had_inf) | had_nan)
-        self._note(nan, infinite, _Place(site=Site((eqn, *self._holders))))
+        self._note(nan, infinite, _Origin(site=Site((eqn, *self._holders))))
 
-    def _branch(self, eqn: Any, operands: list[Any]) -> Sequence[Any]:
+    def _branch(self, eqn: Equation, operands: list[Any]) -> Sequence[Any]:
         index, *rest = operands
 
-        def branch(jaxpr: Any) -> Any:
+        def branch(jaxpr: ClosedJaxpr) -> Any:
             def taken(found: Any) -> Any:
                 turn = self._inside(eqn, found)
                 return turn.through(jaxpr, rest), turn.found
@@ -312,7 +312,7 @@ class _Turn:
         outputs, self.found = lax.switch(index, branches, self.found)
         return outputs
 
-    def _scan(self, eqn: Any, operands: list[Any]) -> Sequence[Any]:
+    def _scan(self, eqn: Equation, operands: list[Any]) -> Sequence[Any]:
         params = eqn.params
         first, count = scan_counts(eqn)
         last = first + count
@@ -333,7 +333,7 @@ class _Turn:
         )
         return [*end, *stacked]
 
-    def _while(self, eqn: Any, operands: list[Any]) -> Sequence[Any]:
+    def _while(self, eqn: Equation, operands: list[Any]) -> Sequence[Any]:
         params = eqn.params
         first = params["cond_nconsts"]
         last = first + params["body_nconsts"]

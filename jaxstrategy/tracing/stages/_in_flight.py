@@ -1,4 +1,4 @@
-"""How many steps may be running before the next one is dispatched.
+"""A bound on the steps that are running when the next one is dispatched.
 
 On simulated CPU devices with jaxlib older than 0.12, steps that communicate and are
 dispatched without ever waiting use up a pool of threads, then hang, then abort the
@@ -35,7 +35,7 @@ _running: collections.deque[jax.Array] = collections.deque()
 
 @final
 class InFlight(Stage):
-    """How many calls of a program may be running.
+    """Counts the calls of a program, and waits until few enough are running.
 
     Args:
       step: the step.

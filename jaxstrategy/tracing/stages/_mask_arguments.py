@@ -13,15 +13,15 @@ from jaxstrategy._options import RunOptions
 from jaxstrategy.masks import _filled_rows, _step_masks
 from jaxstrategy.masks._step_masks import BatchArray, StepMasks
 from jaxstrategy.text import _user_code
-from jaxstrategy.tracing._jaxpr_types import Leaf
 from jaxstrategy.tracing._replica_step import ReplicaStep
 from jaxstrategy.tracing._roles import Role
 from jaxstrategy.tracing.stages._stage import Stage
+from jaxstrategy.values._types import Leaf
 
 
 @final
 class MaskArguments(Stage):
-    """Which of a program's arguments are masks, and what its traces did with them.
+    """The masks among a program's arguments, and what its traces did with them.
 
     Args:
       step: the step.

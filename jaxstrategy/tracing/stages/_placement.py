@@ -21,11 +21,11 @@ from jaxstrategy.replicas import (
 from jaxstrategy.replicas._devices import Device
 from jaxstrategy.replicas._replicas import SPLIT, Replicas
 from jaxstrategy.tracing._constants import constants
-from jaxstrategy.tracing._jaxpr_types import Leaf
 from jaxstrategy.tracing._replica_step import ReplicaStep
 from jaxstrategy.tracing._traced_step import TracedStep
 from jaxstrategy.tracing.stages._donation import check_once
 from jaxstrategy.values import _arrays
+from jaxstrategy.values._types import Leaf
 
 # Numbers that were placed lately: a learning rate is often the same at each step, and
 # placing a number costs as much as dispatching a small step (44 to 60 us on CPU).
@@ -77,7 +77,7 @@ class Placement:
             check_once(self._step, leaves, self._donated)
         return [self._place(index, leaf) for index, leaf in enumerate(leaves)]
 
-    def _place(self, index: int, leaf: Any) -> Any:
+    def _place(self, index: int, leaf: Leaf) -> Any:
         if self._split[index]:
             self._check_replicas(index, leaf)
         if isinstance(leaf, Tracer):
@@ -100,7 +100,7 @@ class Placement:
         self._check_movable(index, leaf)
         return _mesh.place(leaf, wanted)
 
-    def _place_host(self, index: int, leaf: Any) -> jax.Array:
+    def _place_host(self, index: int, leaf: Leaf) -> jax.Array:
         # Placed even though the jitted function would do it: to JAX, an array that
         # comes from the host has another type than one on a mesh, and the second call,
         # with the returned state, would compile again.
@@ -114,7 +114,7 @@ class Placement:
             number = self._numbers[key] = _mesh.place(leaf, self.shardings[index])
         return number
 
-    def _check_replicas(self, index: int, leaf: Any) -> None:
+    def _check_replicas(self, index: int, leaf: Leaf) -> None:
         """Raise unless the `PerReplica` `leaf` has a version for each replica."""
         n = self._replicas.count
         shape = np.shape(leaf)
@@ -190,7 +190,7 @@ def check_whole(array: Any, replicas: Replicas, name: str, what: str) -> None:
 
 
 def _meant_for_replicas(array: jax.Array, replicas: int) -> str:
-    """What to do with `array`, if each of the replicas should have its part of it."""
+    """Advice for `array`, if each of the replicas should have its part of it."""
     rows, *rest = array.shape
     part = array.sharding.shard_shape(array.shape)
     if rows % replicas or part != (rows // replicas, *rest):

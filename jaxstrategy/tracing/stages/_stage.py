@@ -1,16 +1,15 @@
-"""What a program does for a step besides computing it: `Stage`."""
+"""One thing that a program does for a step besides computing it: `Stage`."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 
-from jaxstrategy.tracing._jaxpr_types import Leaf
 from jaxstrategy.tracing._trace import Evaluate
 from jaxstrategy.tracing._traced_step import TracedStep
+from jaxstrategy.values._types import Function, Leaf
 
 
 class Stage:
@@ -72,7 +71,7 @@ class Stage:
         """After a call: what to do with the output that `within` has added."""
 
 
-def overridden(stages: Sequence[Stage], method: str) -> tuple[Callable[..., Any], ...]:
+def overridden(stages: Sequence[Stage], method: str) -> tuple[Function, ...]:
     """The method of this name of each stage whose class has one of its own."""
     base = getattr(Stage, method)
     return tuple(

@@ -17,7 +17,7 @@ from jaxstrategy.variables import _cell, _gradients
 
 @final
 class VariableArguments:
-    """Which variables the program of a step is given, as far as traces have told.
+    """The variables that a program is given, as far as traces have told.
 
     A step's variables are known when it is traced. Those that JAX may turn into
     references, because it traces the code that calls the step, are not given.
@@ -30,6 +30,7 @@ class VariableArguments:
       carried: those that the program is given.
       are_used: whether the step uses any.
       by_reference: whether the program reaches some by references.
+      caller_is_traced: whether JAX traces the code of the last call that uses them.
     """
 
     def __init__(self, step: ReplicaStep, forget: Callable[[], object]) -> None:
@@ -39,6 +40,7 @@ class VariableArguments:
         self.carried = Carried(step.replicas)
         self.are_used = False
         self.by_reference = False
+        self.caller_is_traced = False
 
     def check_outside(self) -> None:
         """Raises inside a function that is differentiated with respect to one.
@@ -48,11 +50,16 @@ class VariableArguments:
         """
         _gradients.check_outside(used() for used in self._used)
 
-    def traced(self, step: TracedStep) -> bool:
-        """Takes note of a new trace; returns whether the program must be made anew."""
+    def traced(self, step: TracedStep, is_traced: bool) -> bool:
+        """Takes note of a new trace; returns whether the program must be made anew.
+
+        Args:
+          step: what was traced.
+          is_traced: whether JAX traces the code that calls the step.
+        """
         used = step.trace.used
         self._watch([*used, *step.results.variables])
-        missing = self.carried.missing(used, _cell.is_traced())
+        missing = self.carried.missing(used, is_traced)
         carried_now = sum(variable in self.carried for variable in used)
         by_reference = carried_now + len(missing) < len(used)
         if not missing and by_reference <= self.by_reference:
@@ -64,7 +71,8 @@ class VariableArguments:
 
     def settle(self) -> bool:
         """Before a call: leaves out what is a reference now; whether there was any."""
-        traced = self.carried.has_lent and _cell.is_traced()
+        self.caller_is_traced = _cell.is_traced()
+        traced = self.carried.has_lent and self.caller_is_traced
         if not traced and not self.carried.has_references:
             return False
         self.by_reference = True

@@ -15,7 +15,7 @@ from jaxstrategy.values._types import Function, PyTree
 
 
 @final
-class Step:
+class ReplicatedFunction:
     """The replicated form of a function, with its name, signature and docstring.
 
     Made by `@strategy.run`. Called as the function is, with global values. On a class
@@ -90,7 +90,7 @@ class Step:
         if not jax.tree_util.all_leaves([instance]):
             return types.MethodType(self, instance)
         method = types.MethodType(self._fn, instance)
-        return Step(method, self._executor, self._describe, self.options)
+        return ReplicatedFunction(method, self._executor, self._describe, self.options)
 
     def __repr__(self) -> str:
         name = getattr(self._fn, "__qualname__", repr(self._fn))

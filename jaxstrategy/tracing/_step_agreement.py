@@ -1,4 +1,4 @@
-"""Steps that other processes take too: told of, and compared, before they begin.
+"""Agreement of several processes about their next step: `StepAgreement`.
 
 A compiled step waits for all processes, and a process that is in another step makes
 all of them wait for ever, or worse. So the first steps, and some later ones, are
@@ -8,8 +8,8 @@ compared before they are dispatched, and the watchdog is told of each.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from typing import Any, final
+from collections.abc import Sequence
+from typing import final
 
 from jaxstrategy.cluster._processes import Processes
 from jaxstrategy.cluster.agreement import _operation
@@ -17,26 +17,21 @@ from jaxstrategy.cluster.agreement._operation import Operation, ProgramPrint
 from jaxstrategy.inputs import _origins
 from jaxstrategy.tracing import _compiling
 from jaxstrategy.tracing._constants import Given, fingerprint
-from jaxstrategy.tracing._jaxpr_types import Leaf
-from jaxstrategy.tracing._program import Program
-from jaxstrategy.tracing._replica_step import ReplicaStep
-from jaxstrategy.tracing._traced_step import TracedStep
-from jaxstrategy.tracing.functions import _code
+from jaxstrategy.tracing._jaxpr_types import ClosedJaxpr
 from jaxstrategy.tracing.stages import _in_flight
-from jaxstrategy.tracing.stages._stage import Stage
-from jaxstrategy.values._types import PyTree
-from jaxstrategy.variables import _cell
+from jaxstrategy.values._types import Leaf
 
 # So many steps at the beginning are compared, and then each of so many. A comparison
 # costs a message to process 0 and back, half a millisecond on one host.
 _FIRST, _EACH = 32, 64
 
 
-class Company:
-    """The other processes of a strategy.
+@final
+class StepAgreement:
+    """Agreement of the processes of a strategy about the step that each takes next.
 
     Args:
-      processes: they.
+      processes: those of the strategy.
       each: of how many steps one is compared, after the first ones.
     """
 
@@ -55,7 +50,7 @@ class Company:
         self,
         name: str,
         where: str,
-        leaves: Sequence[Any],
+        leaves: Sequence[Leaf],
         same: dict[int, Given],
         is_new: bool,
     ) -> None:
@@ -92,7 +87,7 @@ class Company:
         self,
         name: str,
         where: str,
-        closed: Any,
+        closed: ClosedJaxpr,
         same: dict[int, Given],
         is_dispatched: bool,
     ) -> None:
@@ -127,9 +122,8 @@ class Company:
             _compiling.begin(self._processes.watchdog, name)
 
     def _compare_new(self, name: str, where: str, program: ProgramPrint) -> None:
-        self._processes.watchdog.step_busy(
-            None
-        )  # who has traced it waits for who has not
+        # Who has traced it waits for who has not.
+        self._processes.watchdog.step_busy(None)
         operation = Operation(f"a new program of {name}", where, (), [program])
         self._processes.operations.compare(operation, _ADVICE)
 
@@ -138,8 +132,8 @@ class Company:
         self._processes.watchdog.step_dispatched()
 
 
-def _described(leaf: Any, given: Given | None) -> str:
-    """What must be the same in all processes of an argument.
+def _described(leaf: Leaf, given: Given | None) -> str:
+    """The part of an argument that must be the same in all processes.
 
     Args:
       leaf: it.
@@ -157,72 +151,3 @@ _ADVICE = (
     "arguments of the same shapes; what is not a PerReplica must have the same values. "
     "A process that leaves out a step must not take its batch, either."
 )
-
-
-@final
-class Accompanied(Stage):
-    """A program that runs in several processes at once.
-
-    Args:
-      step: its step in this one.
-      checked: looks at new traces before the other processes learn of them.
-      stages: the other stages of the program.
-      company: the others.
-    """
-
-    def __init__(
-        self,
-        step: ReplicaStep,
-        checked: Stage,
-        stages: Sequence[Stage],
-        company: Company,
-    ) -> None:
-        self._step = step
-        self._program = Program(step, [checked, self, *stages])
-        self._company = company
-        self._name = getattr(step.fn, "__qualname__", type(step.fn).__name__)
-        place = _code.place_of(step.fn)
-        self._where = f"{place[0]}:{place[1]}" if place else "unknown line"
-        self._is_new = True
-        self._is_dispatched = False  # now, and not part of a larger program
-        self._same: dict[int, Given] = {}  # what it is called with now
-
-    def __call__(self, leaves: Sequence[Leaf]) -> PyTree:
-        """As of the program."""
-        return self._together(self._program, leaves)
-
-    def place_and_call(self, leaves: Sequence[Leaf]) -> PyTree:
-        """As of the program."""
-        return self._together(self._program.place_and_call, leaves)
-
-    def _together(
-        self, call: Callable[[Sequence[Leaf]], PyTree], leaves: Sequence[Leaf]
-    ) -> PyTree:
-        self._same = self._step.same(leaves)
-        if _cell.is_traced():  # part of a larger program, which its caller dispatches
-            return call(leaves)
-        name, where = self._name, self._where
-        self._company.begin(name, where, leaves, self._same, self._is_new)
-        self._is_dispatched = True
-        try:
-            results = call(leaves)
-        finally:
-            self._is_dispatched = False
-            self._same = {}
-            self._company.end()
-        self._is_new = False
-        return results
-
-    def traced(self, step: TracedStep) -> None:
-        """Compares a new trace with those of the other processes."""
-        closed, dispatched = step.trace.closed, self._is_dispatched
-        self._company.traced(step.name, self._where, closed, self._same, dispatched)
-
-
-def accompanied(
-    step: ReplicaStep, checked: Stage, stages: Sequence[Stage], company: Company | None
-) -> Program | Accompanied:
-    """The program of `step`, in company if there is one; the rest as above."""
-    if company is None:
-        return Program(step, [checked, *stages])
-    return Accompanied(step, checked, stages, company)
