@@ -397,7 +397,14 @@ def numpy_losses(steps):
     return losses, w1
 
 
-@pytest.mark.parametrize("n, home", [(1, 0), (2, 0), (2, 5), (4, 3), (8, 0)])
+@pytest.mark.parametrize(
+    "n, home",
+    [
+        (2, 5),
+        (4, 3),
+        *(pytest.param(n, 0, marks=pytest.mark.slow) for n in (1, 2, 8)),
+    ],
+)
 def test_central_storage_computes_what_mirroring_does(n, home):
     stored = Training(central(jax.devices()[:n], f"CPU:{home}"), "replica_mean")
     mirrored = Training(js.MirroredStrategy(jax.devices()[:n]), "replica_mean")

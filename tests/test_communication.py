@@ -230,7 +230,9 @@ def test_each_algorithm_is_another_program():
 
 
 @algorithms
-@pytest.mark.parametrize("n", [1, 2, 3, 5, 6, 8])
+@pytest.mark.parametrize(
+    "n", [1, 5, 8, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 3, 6))]
+)
 def test_each_algorithm_gives_numpys_numbers(name, n):
     strategy = on(n, *ALGORITHMS[name])
     draw = np.random.default_rng(0)

@@ -71,7 +71,9 @@ def count_of(batch):
 
 
 @each_kind
-@pytest.mark.parametrize("rows", [1, 3, 7, 16])
+@pytest.mark.parametrize(
+    "rows", [3, 16, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 7))]
+)
 def test_sums_means_and_counts_are_numpys(kind, rows):
     strategy = kinds()[kind]
     batch, x = last(strategy, rows, whole=16)
@@ -285,7 +287,9 @@ def losses(w, batch):
 
 
 @each_kind
-@pytest.mark.parametrize("rows", [1, 5, 11, 16])
+@pytest.mark.parametrize(
+    "rows", [1, 11, *(pytest.param(n, marks=pytest.mark.slow) for n in (5, 16))]
+)
 def test_the_gradient_is_that_of_the_whole_batch(kind, rows):
     strategy = kinds()[kind]
     whole, part = data(16), data(rows)

@@ -113,7 +113,7 @@ PACKINGS = {
 
 
 @pytest.mark.parametrize("name", PACKINGS)
-@pytest.mark.parametrize("n", [3, 8])
+@pytest.mark.parametrize("n", [3, pytest.param(8, marks=pytest.mark.slow)])
 def test_packs_change_no_bit(name, n):
     packed, plain = PACKINGS[name](n), on(n, js.NcclAllReduce(0))
     tree = stacked(n)

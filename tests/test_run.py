@@ -229,6 +229,10 @@ def test_a_train_state_stays_a_train_state(four):
     def loss(params, batch):
         return jnp.mean((model.apply(params, batch) - 1.0) ** 2)
 
+    @jax.jit
+    def one_step(state):
+        return state.apply_gradients(grads=jax.grad(loss)(state.params, x))
+
     @four.run
     def step(state, batch):
         grads = jax.grad(loss)(state.params, batch)
@@ -239,7 +243,7 @@ def test_a_train_state_stays_a_train_state(four):
     alone = build(jax.random.key(0))
     for _ in range(3):
         state = step(state, batch)
-        alone = alone.apply_gradients(grads=jax.grad(loss)(alone.params, x))
+        alone = one_step(alone)
     assert isinstance(state, TrainState) and int(state.step) == 3
     leaves = jax.tree.leaves(state)
     assert leaves and all(isinstance(leaf, js.Mirrored) for leaf in leaves)

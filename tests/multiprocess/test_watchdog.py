@@ -362,7 +362,7 @@ def test_a_stopped_process_is_named_by_the_watchdog(job):
         assert running.wait(20)[1] in (76, -6)
 
 
-@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("who", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_an_exception_ends_the_job_with_its_words_last(job, who):
     script = f"""
     for step in range(100_000):

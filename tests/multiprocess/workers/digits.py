@@ -1,5 +1,7 @@
 """Trains on the handwritten digits, and tests, as one process or as several."""
 
+import functools
+import importlib.util
 import os
 import pathlib
 import sys
@@ -15,10 +17,13 @@ import jaxstrategy as js
 ROWS = 256
 
 
+@functools.cache
 def digits():
-    from sklearn.datasets import load_digits  # a second, which few tests need
-
-    pixels, labels = load_digits(return_X_y=True)
+    # Read without scikit-learn, whose import takes longer than the training.
+    folder = pathlib.Path(importlib.util.find_spec("sklearn").origin).parent
+    file = folder / "datasets" / "data" / "digits.csv.gz"
+    rows = np.loadtxt(file, delimiter=",", dtype=np.float32)
+    pixels, labels = rows[:, :-1], rows[:, -1].astype(int)
     order = np.random.default_rng(0).permutation(len(labels))
     return {"x": pixels[order].astype(np.float32) / 16, "y": labels[order]}
 
