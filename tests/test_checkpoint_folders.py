@@ -361,6 +361,9 @@ def test_looking_for_checkpoints_reads_little(tmp_path, monkeypatch):
         assert manager.latest_step() == many - 1
         assert done.count("listdir") == 1 and len(done) <= files + 4
         done.clear()
+        assert manager.latest_step() == many - 1
+        assert "open" not in done, "a record that has not changed is not read again"
+        done.clear()
         assert manager.all_steps() == list(range(many))
         assert len(done) <= 1 + many * (files + 2)
         done.clear()

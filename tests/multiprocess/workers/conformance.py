@@ -128,6 +128,8 @@ def local_results(s):
         np.testing.assert_array_equal(version, x[first + i])
         np.testing.assert_array_equal(value.local(first + i), x[first + i])
     assert len(value.values) == len(own)
+    # Each on a device of its own, and yet computed together.
+    np.testing.assert_allclose(sum(own), x[first : first + len(own)].sum(0), 1e-6)
     tree = s.experimental_local_results({"a": value, "b": s.mirror(1.0), "c": 3})
     assert [set(entry) for entry in tree] == [{"a", "b", "c"}] * len(own)
     assert s.experimental_local_results("plain") == ("plain",)
