@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec
 
 import jaxstrategy as js
 from jaxstrategy.tracing.replication import _lowered, _pure, _rules
-from jaxstrategy.tracing.replication._analysis import all_eqns
+from jaxstrategy.tracing.replication._jaxprs import all_eqns
 from jaxstrategy.tracing.replication._rules import analyse
 
 AXIS = "replica"

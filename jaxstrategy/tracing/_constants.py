@@ -22,7 +22,7 @@ from jaxstrategy.cluster.agreement._operation import ProgramPrint
 from jaxstrategy.replicas._random_keys import is_key
 from jaxstrategy.text._array_types import array_type
 from jaxstrategy.tracing._jaxpr_types import ClosedJaxpr, Equation
-from jaxstrategy.tracing.replication._analysis import plain
+from jaxstrategy.tracing.replication._jaxprs import closed_jaxprs, plain
 from jaxstrategy.tracing.replication._site import Site
 
 # Where objects lie in memory.
@@ -151,7 +151,7 @@ def _constants(
         for atom in eqn.invars:
             if isinstance(atom, Literal) and _is_array(atom.val):
                 yield Constant(atom.val, _site((eqn,), holders))
-        for inner in _jaxprs(eqn.params):
+        for inner in closed_jaxprs(eqn.params):
             yield from _constants(inner, (eqn, *holders), seen)
 
 
@@ -165,7 +165,7 @@ def first_use(jaxpr: ClosedJaxpr, var: Any) -> tuple[Any, ...]:
         places = [place for place, atom in enumerate(eqn.invars) if atom is var]
         if not places:
             continue
-        for inner in _jaxprs(eqn.params):
+        for inner in closed_jaxprs(eqn.params):
             # The operands of a branch come after what chooses it.
             skipped = len(eqn.invars) - len(plain(inner).invars)
             if 0 <= skipped <= places[0]:
@@ -174,18 +174,6 @@ def first_use(jaxpr: ClosedJaxpr, var: Any) -> tuple[Any, ...]:
                     return (*eqns, eqn)
         return (eqn,)
     return ()
-
-
-def _jaxprs(value: Any) -> Iterator[Any]:
-    """The jaxprs in some parameters, with their constants."""
-    if hasattr(value, "eqns"):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _jaxprs(item)
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _jaxprs(item)
 
 
 def _is_array(value: Any) -> bool:

@@ -23,7 +23,7 @@ from jaxstrategy.replicas._replicas import SAME, SPLIT, Meaning, Replicas
 from jaxstrategy.tracing._jaxpr_types import ClosedJaxpr
 from jaxstrategy.tracing._on_replicas import on_replicas
 from jaxstrategy.tracing._results import Results
-from jaxstrategy.tracing.replication._analysis import all_eqns
+from jaxstrategy.tracing.replication._jaxprs import all_eqns
 from jaxstrategy.tracing.replication._levels import (
     Findings,
     Replication,

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from jax.extend.core import Jaxpr, Literal, Primitive
 from jax.sharding import Mesh
 
 from jaxstrategy.tracing._jaxpr_types import Atom, ClosedJaxpr, Equation, Var
 from jaxstrategy.tracing.replication._collective_table import is_along
+from jaxstrategy.tracing.replication._jaxprs import plain
 from jaxstrategy.tracing.replication._levels import (
     SAME,
     Collective,
@@ -30,11 +30,6 @@ from jaxstrategy.tracing.replication._levels import (
     join,
 )
 from jaxstrategy.tracing.replication._lowered import Lowered, lowered
-
-
-def plain(jaxpr: ClosedJaxpr) -> Jaxpr:
-    """`jaxpr` without its constants; before JAX 0.12 those are a class of their own."""
-    return getattr(jaxpr, "jaxpr", jaxpr)
 
 
 class Analysis:
@@ -353,50 +348,6 @@ def _lifted(state: Known, operands: Sequence[Known], eqn: Equation) -> Any:
     if site is None:  # passed through untouched, or joined with another such
         return dataclasses.replace(outer, classes=state.classes)
     return Replication(outer.level, outer.input, site, classes=state.classes)
-
-
-def hidden(params: object) -> Iterator[Equation]:
-    """All equations in the jaxprs among the parameters of an equation."""
-    seen: set[int] = set()
-    for jaxpr in inner_jaxprs(params):
-        yield from all_eqns(jaxpr, seen)
-
-
-def all_eqns(jaxpr: Jaxpr, seen: set[int] | None = None) -> Iterator[Equation]:
-    """All equations of `jaxpr`, those inside others too, each once.
-
-    Args:
-      jaxpr: what to go through.
-      seen: the ids of jaxprs to leave out; those gone through are added.
-    """
-    seen = set() if seen is None else seen
-    if id(jaxpr) in seen:
-        return
-    seen.add(id(jaxpr))
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for inner in inner_jaxprs(eqn.params):
-            yield from all_eqns(inner, seen)
-
-
-def inner_jaxprs(value: Any) -> Iterator[Jaxpr]:
-    """The jaxprs in some parameters."""
-    if value.__class__ in _PLAIN:
-        return
-    if hasattr(value, "eqns"):
-        yield plain(value)
-    elif isinstance(value, dict):
-        for item in value.values():
-            if item.__class__ not in _PLAIN:
-                yield from inner_jaxprs(item)
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            if item.__class__ not in _PLAIN:
-                yield from inner_jaxprs(item)
-
-
-# Most parameters of most equations.
-_PLAIN = frozenset((int, bool, float, str, type(None), np.dtype))
 
 
 # What an operation makes of its operands.

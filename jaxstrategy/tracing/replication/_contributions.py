@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from jax.extend.core import Literal
 
 from jaxstrategy.tracing._jaxpr_types import Atom, ClosedJaxpr, Equation, Var
-from jaxstrategy.tracing.replication._analysis import plain
+from jaxstrategy.tracing.replication._jaxprs import plain
 
 Inputs = frozenset[int]
 _NONE: Inputs = frozenset()

@@ -8,8 +8,9 @@ from jax.ref import AbstractRef
 
 from jaxstrategy.contexts._replica_context import MERGE_SCOPE
 from jaxstrategy.tracing._jaxpr_types import Atom, ClosedJaxpr, Equation
-from jaxstrategy.tracing.replication._analysis import Frame, hidden, plain
+from jaxstrategy.tracing.replication._analysis import Frame
 from jaxstrategy.tracing.replication._identity import repeats
+from jaxstrategy.tracing.replication._jaxprs import hidden, plain
 from jaxstrategy.tracing.replication._levels import (
     Collective,
     HeldState,

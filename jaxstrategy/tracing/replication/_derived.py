@@ -16,7 +16,8 @@ import numpy as np
 from jax.extend import core
 
 from jaxstrategy.tracing._jaxpr_types import Equation
-from jaxstrategy.tracing.replication._analysis import Frame, Rule, plain
+from jaxstrategy.tracing.replication._analysis import Frame, Rule
+from jaxstrategy.tracing.replication._jaxprs import plain
 from jaxstrategy.tracing.replication._levels import (
     HeldState,
     Known,

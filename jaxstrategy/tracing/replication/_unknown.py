@@ -7,7 +7,8 @@ import dataclasses
 from jax.ref import AbstractRef
 
 from jaxstrategy.tracing._jaxpr_types import Equation
-from jaxstrategy.tracing.replication._analysis import Frame, inner_jaxprs
+from jaxstrategy.tracing.replication._analysis import Frame
+from jaxstrategy.tracing.replication._jaxprs import inner_jaxprs
 from jaxstrategy.tracing.replication._levels import (
     Collective,
     HeldState,

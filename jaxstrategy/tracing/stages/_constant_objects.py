@@ -9,16 +9,14 @@ were given: those are the ones that change.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
 from typing import Any, final
 
 import jax
-from jax.extend import core
 
 from jaxstrategy._errors import RecompilationWarning
 from jaxstrategy._options import RunOptions
 from jaxstrategy.text import _user_code
-from jaxstrategy.tracing._jaxpr_types import ClosedJaxpr
+from jaxstrategy.tracing._constants import constants
 from jaxstrategy.tracing._replica_step import ReplicaStep
 from jaxstrategy.tracing._traced_step import TracedStep
 from jaxstrategy.tracing.nnx._adapter import holders_of, structure_of
@@ -48,12 +46,13 @@ class ConstantObjects(Stage):
 
     def traced(self, step: TracedStep) -> None:
         """Takes note of the constants of a traced step."""
-        arrays = {id(array) for array in _constants(step.trace.closed)}
+        found = (constant.value for constant in constants(step.trace.closed))
+        arrays = {id(value) for value in found if isinstance(value, jax.Array)}
         if not arrays:
             return
-        found = holders_of(arrays)
-        self._variables += ((v, v.get_raw_value()) for v, _ in found)
-        owners = {id(owner): owner for _, owner in found if is_object(owner)}
+        holders = holders_of(arrays)
+        self._variables += ((v, v.get_raw_value()) for v, _ in holders)
+        owners = {id(owner): owner for _, owner in holders if is_object(owner)}
         self._owners += (
             (weakref.ref(each), structure_of(each)) for each in owners.values()
         )
@@ -80,21 +79,3 @@ class ConstantObjects(Stage):
 def _is_as_it_was(known: tuple[weakref.ref[Any], Any]) -> bool:
     owner = known[0]()
     return owner is None or structure_of(owner) == known[1]
-
-
-def _constants(jaxpr: ClosedJaxpr) -> Iterator[jax.Array]:
-    """The arrays that `jaxpr` has captured, at any depth."""
-    for value in getattr(jaxpr, "consts", ()):
-        if isinstance(value, jax.Array):
-            yield value
-    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        for atom in eqn.invars:
-            if isinstance(atom, core.Literal) and isinstance(atom.val, jax.Array):
-                yield atom.val
-        for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=_is_jaxpr):
-            if _is_jaxpr(inner):
-                yield from _constants(inner)
-
-
-def _is_jaxpr(value: Any) -> bool:
-    return isinstance(value, core.Jaxpr) or hasattr(value, "consts")

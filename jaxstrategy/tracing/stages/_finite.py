@@ -29,9 +29,9 @@ from jaxstrategy.tracing._jaxpr_types import ArrayType, ClosedJaxpr, Equation, J
 from jaxstrategy.tracing._replica_step import ReplicaStep
 from jaxstrategy.tracing._trace import Evaluate
 from jaxstrategy.tracing._traced_step import TracedStep
-from jaxstrategy.tracing.replication._analysis import plain
 from jaxstrategy.tracing.replication._collective_table import is_along
 from jaxstrategy.tracing.replication._control import scan_counts
+from jaxstrategy.tracing.replication._jaxprs import plain
 from jaxstrategy.tracing.replication._site import Site
 from jaxstrategy.tracing.stages._stage import Stage
 

@@ -1,0 +1,63 @@
+"""Ways through a jaxpr and those that its equations hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from jaxstrategy.tracing._jaxpr_types import ClosedJaxpr, Equation, Jaxpr
+
+
+def plain(jaxpr: ClosedJaxpr) -> Jaxpr:
+    """`jaxpr` without its constants; before JAX 0.12 those are a class of their own."""
+    return getattr(jaxpr, "jaxpr", jaxpr)
+
+
+def hidden(params: object) -> Iterator[Equation]:
+    """All equations in the jaxprs among the parameters of an equation."""
+    seen: set[int] = set()
+    for jaxpr in inner_jaxprs(params):
+        yield from all_eqns(jaxpr, seen)
+
+
+def all_eqns(jaxpr: Jaxpr, seen: set[int] | None = None) -> Iterator[Equation]:
+    """All equations of `jaxpr`, those inside others too, each once.
+
+    Args:
+      jaxpr: what to go through.
+      seen: the ids of jaxprs to leave out; those gone through are added.
+    """
+    seen = set() if seen is None else seen
+    if id(jaxpr) in seen:
+        return
+    seen.add(id(jaxpr))
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in inner_jaxprs(eqn.params):
+            yield from all_eqns(inner, seen)
+
+
+def inner_jaxprs(value: object) -> Iterator[Jaxpr]:
+    """The jaxprs in some parameters, without their constants."""
+    return map(plain, closed_jaxprs(value))
+
+
+def closed_jaxprs(value: object) -> Iterator[ClosedJaxpr]:
+    """The jaxprs in some parameters, with their constants."""
+    if value.__class__ in _PLAIN:
+        return
+    if hasattr(value, "eqns"):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            if item.__class__ not in _PLAIN:
+                yield from closed_jaxprs(item)
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            if item.__class__ not in _PLAIN:
+                yield from closed_jaxprs(item)
+
+
+# Most parameters of most equations.
+_PLAIN = frozenset((int, bool, float, str, type(None), np.dtype))
