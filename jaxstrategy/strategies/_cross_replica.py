@@ -109,7 +109,7 @@ class CrossReplicaValues:
 
     def _beside_variables(self, tree: PyTree) -> PyTree:
         """`tree` where mirrored variables are, so that both compute together."""
-        home = self._strategy.variable_policy.replicas
+        home = self._strategy.parameter_replicas
         if home == self._strategy.replicas:
             return tree
         where = home.sharding(SAME)
