@@ -115,7 +115,7 @@ def _row_by_row(
 
 
 def _real_rows(values: dict[str, Value], mask: Value) -> jax.Array | None:
-    """Which of this replica's rows are real; None where nothing is said about that."""
+    """The mask of this replica's rows; None where there is none."""
     rows = _rows(values)
     if mask is not None:
         return _masked_means.given_rows(mask, rows).mask
@@ -124,7 +124,7 @@ def _real_rows(values: dict[str, Value], mask: Value) -> jax.Array | None:
 
 
 def _rows(values: dict[str, Value]) -> int:
-    """How many rows the arrays have."""
+    """The number of rows of the arrays."""
     rows = {name: jnp.shape(v)[0] for name, v in values.items() if jnp.ndim(v)}
     if not rows:
         raise ValueError(

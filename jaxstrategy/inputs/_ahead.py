@@ -1,4 +1,4 @@
-"""What is made ahead of its use, in a thread of its own: `Ahead`."""
+"""A function called ahead of its use, in a thread of its own: `Ahead`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PATIENCE_SECONDS = 2.0
 
 
 class Ahead(Iterator[_T]):
-    """What a function returns, one after the other, called some calls ahead.
+    """The results of a function, one after the other, called some calls ahead.
 
     The thread begins with `start` or the first `next`. It ends when the function
     raises, and when this object is closed, is collected or the program ends. What the

@@ -42,7 +42,7 @@ class SourceBatch:
 
     @property
     def rows(self) -> int:
-        """How many examples it has; one, if there are only scalars."""
+        """The number of examples; one, if there are only scalars."""
         return next((array.shape[0] for array in self.arrays if array.ndim), 1)
 
     def cut(self, rows: slice) -> SourceBatch:
@@ -152,7 +152,7 @@ def _check_rows(batch: SourceBatch) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class BatchSpec:
-    """What all batches of a dataset have in common.
+    """The structure, row shapes and dtypes that all batches of a dataset share.
 
     Attributes:
       treedef: their structure.
@@ -198,7 +198,7 @@ class BatchSpec:
 
 
 def _type(dtype: DTypeLike, shape: Sequence[int] | None) -> str:
-    """How messages call arrays of rows of this shape; None of scalars."""
+    """The name in messages of arrays of rows of this shape; None of scalars."""
     if shape is None:
         return array_type(dtype, ())
     return array_type(dtype, ("rows", *shape), ", ")

@@ -25,7 +25,7 @@ from jaxstrategy.replicas._replicas import Replicas
 
 
 class Feeding:
-    """How the replicas of a strategy are fed.
+    """Makes datasets whose batches are divided over the replicas of a strategy.
 
     Args:
       replicas: all of them.
@@ -68,7 +68,7 @@ class Feeding:
     def of_function(
         self, function: Callable[[InputContext], Dataset], options: InputOptions
     ) -> DistributedDataset:
-        """What an input function gives, a batch for each replica.
+        """The batches of an input function, one for each replica.
 
         Raises:
           TypeError: `function` is none, or gives nothing that can be read from.

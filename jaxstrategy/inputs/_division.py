@@ -51,7 +51,7 @@ class ReplicaRange:
         return self.total == 1
 
     def filled(self, rows: int, each: int) -> int:
-        """How many rows a replica is given of a batch with so many for it.
+        """The number of rows a replica is given of a batch with so many for it.
 
         Args:
           rows: those that there are.
@@ -62,7 +62,7 @@ class ReplicaRange:
 
 @dataclasses.dataclass(frozen=True)
 class Division:
-    """How the rows of global batches are divided.
+    """The division of the rows of global batches.
 
     Attributes:
       replicas: over which.
@@ -83,7 +83,7 @@ class Division:
         return self.each * self.replicas.total
 
     def own(self, rows: int) -> slice:
-        """Which rows of a batch with so many go to this process.
+        """The rows of a batch with so many that go to this process.
 
         At least one, so that there is something to fill up with.
         """
@@ -94,7 +94,7 @@ class Division:
         return slice(start, max(stop, start + 1))
 
     def counts(self, rows: int) -> list[int]:
-        """How many rows each of all replicas has of a batch with so many."""
+        """The number of rows that each of all replicas has of a batch with so many."""
         starts = range(0, self.rows, self.each)
         return [min(max(rows - start, 0), self.each) for start in starts]
 

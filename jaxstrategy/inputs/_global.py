@@ -30,7 +30,7 @@ class GlobalReader(Reader):
         return [self._source]
 
     def set_each(self, each: int | None) -> None:
-        """How many rows each replica has, before a batch says so."""
+        """Sets the rows of each replica, before a batch tells them."""
         self._division = None if each is None else Division(self.replicas, each)
 
     def read(self) -> HostBatch | None:

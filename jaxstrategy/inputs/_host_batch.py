@@ -1,4 +1,4 @@
-"""What a process feeds to one step: `HostBatch`."""
+"""The batch of one step, before it goes to the devices: `HostBatch`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxstrategy.inputs.sources._source import State
 @final
 @dataclasses.dataclass(frozen=True)
 class HostBatch:
-    """What this process feeds to one step, on the host.
+    """This process's part of the batch of one step, on the host.
 
     Attributes:
       arrays: `[local replica, each, ...]`, filled up.

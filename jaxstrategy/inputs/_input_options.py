@@ -1,4 +1,4 @@
-"""What users choose about inputs, and what their input functions are told."""
+"""Options of inputs, and the context that input functions are given."""
 
 from __future__ import annotations
 

@@ -188,7 +188,7 @@ class DistributedIterator(Iterator[PyTree]):
 
 
 class _State(dict[str, State]):
-    """What JSON can hold; and bytes, for Grain's handler of Orbax."""
+    """A state that JSON can hold; and bytes, for Grain's handler of Orbax."""
 
     def decode(self) -> str:
         """It as JSON."""

@@ -1,4 +1,4 @@
-"""Which arrays are batches of a dataset, and of which number.
+"""The arrays that are batches of a dataset, and the numbers of these.
 
 Processes compare the numbers, and a stopwatch counts the rows of nothing else.
 """

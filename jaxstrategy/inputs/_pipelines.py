@@ -36,7 +36,7 @@ class PipelinesReader(Reader):
         return self._pipelines
 
     def set_each(self, each: int | None) -> None:
-        """How many rows each replica has, before a batch says so."""
+        """Sets the rows of each replica, before a batch tells them."""
         self._each = each
 
     def read(self) -> HostBatch | None:

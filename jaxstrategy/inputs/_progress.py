@@ -142,7 +142,7 @@ class Progress(Generic[_T]):
             display.show(rates.steps, str(rates))
 
     def _count(self, turn: PyTree) -> tuple[int, int | None]:
-        """How many steps, and examples, one turn of the loop has."""
+        """The numbers of steps, and of examples, of one turn of the loop."""
         batches = turn if isinstance(self._iterable, Grouped) else (turn,)
         if callable(self._examples):
             return len(batches), self._examples(turn)

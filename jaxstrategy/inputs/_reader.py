@@ -1,4 +1,4 @@
-"""What one process reads, step by step: `Reader`."""
+"""The reader of what this process feeds, step by step: `Reader`."""
 
 from __future__ import annotations
 
@@ -46,19 +46,19 @@ class Reader(abc.ABC):
 
     @abc.abstractmethod
     def read(self) -> HostBatch | None:
-        """What this process feeds to the next step; None at the end."""
+        """This process's part of the next step's batch; None at the end."""
 
     @property
     @abc.abstractmethod
     def passes(self) -> list[Pass]:
-        """What it reads from."""
+        """The passes that it reads from."""
 
     @abc.abstractmethod
     def set_each(self, each: int | None) -> None:
-        """How many rows each replica has, before a batch says so."""
+        """Sets the rows of each replica, before a batch tells them."""
 
     def get_state(self) -> list[State]:
-        """Where it is.
+        """The places of its passes.
 
         Raises:
           TypeError: a source cannot be resumed.

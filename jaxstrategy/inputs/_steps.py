@@ -79,7 +79,7 @@ class Steps:
             )
 
     def name_of(self, number: int) -> str:
-        """What all processes call the batch of this number: `batch 3 of input 0`."""
+        """The name of a batch in all processes: `batch 3 of input 0`."""
         return f"batch {number} of {self.agreement.topic}"
 
     def _check_rows_are_told(self, step: HostBatch) -> None:
@@ -156,7 +156,7 @@ class Steps:
         return dataclasses.replace(last, own_counts=(0,) * len(last.own_counts))
 
     def state(self) -> State | TypeError:
-        """Where the pass is, for `set_state`; or why that cannot be said."""
+        """The place of the pass, for `set_state`; or why that cannot be said."""
         try:
             sources = self.reader.get_state()
         except TypeError as error:

@@ -21,7 +21,7 @@ from jaxstrategy.values._types import PyTree
 
 
 def row_mask(counts: Sequence[int], rows: int) -> np.ndarray:
-    """Which of so many rows are real, `bool[replica, rows]`.
+    """The mask of so many rows, `bool[replica, rows]`.
 
     Args:
       counts: how many are, for each replica.
@@ -95,7 +95,7 @@ def without_filling(value: PyTree, joined: PyTree, axis: int) -> PyTree:
 
 
 def number_of_examples(batch: PyTree) -> int | None:
-    """How many real rows `batch` has; None if it has no arrays with rows."""
+    """The number of real rows of `batch`; None if it has no arrays with rows."""
     for leaf in jax.tree.leaves(batch, is_leaf=_per_replica.is_per_replica):
         if isinstance(leaf, PerReplica):
             if is_noted(leaf.mask):

@@ -1,4 +1,4 @@
-"""Which rows are real in each of several steps that are one loop: `LoopMasks`."""
+"""The masks of several steps that are one loop: `LoopMasks`."""
 
 from __future__ import annotations
 

@@ -142,7 +142,7 @@ def masked_mean(
 
 
 def given_rows(mask: Value, rows: int) -> RealRows:
-    """What a mask says of so many rows; the replicas sum up their real rows.
+    """The real rows by a user's mask; the replicas sum up their numbers.
 
     Raises:
       ValueError: `mask` has another shape.
@@ -178,7 +178,7 @@ def _summed_over(
 
 
 def _share(mask: jax.Array) -> jax.Array:
-    """What a sum over `mask` is multiplied by, from the masks of all replicas."""
+    """The factor of a sum over `mask`, from the masks of all replicas."""
     real = jnp.sum(mask).astype(jnp.float32)
     replica = _context.current().replica
     if not isinstance(replica, ReplicaContext):

@@ -1,4 +1,4 @@
-"""Which rows of its batches are real, while a step is traced.
+"""The real rows of a step's batches, while the step is traced.
 
 A batch that does not divide is filled up with copies of its last row, so that all
 batches have one shape. Its mask goes into the step with it, unseen, and is found again
@@ -36,7 +36,7 @@ class BatchArray:
 
 @dataclasses.dataclass(frozen=True)
 class RealRows:
-    """Which rows of one replica are real.
+    """The real rows of one replica.
 
     Attributes:
       mask: this replica's, `bool[rows]`.
@@ -73,11 +73,11 @@ class StepMasks:
         return any(batch.array is array for batch in self._given)
 
     def of(self, array: jax.Array) -> BatchArray | None:
-        """What is known of `array`, if it is one that the step was given."""
+        """The mask of `array`, with its place, if the step was given it."""
         return next((batch for batch in self._given if batch.array is array), None)
 
     def others(self, arrays: Sequence[jax.Array]) -> list[BatchArray]:
-        """What is known of arrays that are not among these."""
+        """The masks of the arrays that are not among these."""
         known = set(map(id, arrays))
         return [batch for batch in self._given if id(batch.array) not in known]
 
@@ -157,7 +157,7 @@ class CurrentMasks:
 
 
 def current() -> CurrentMasks | None:
-    """What the code that is traced may ask about; None outside of steps."""
+    """The masks that the code which is traced may ask about; None outside of steps."""
     return cast("CurrentMasks | None", _context.current().batches)
 
 
@@ -182,7 +182,7 @@ def part(index: ArrayLike, parts: int) -> contextlib.AbstractContextManager[obje
 
 
 def real_rows(array: jax.Array) -> RealRows | None:
-    """Which rows of `array` are real; None where nothing is said about that.
+    """The real rows of `array`; None where no mask tells them.
 
     Raises:
       ValueError: the step has batches, but none with as many rows.
@@ -192,7 +192,7 @@ def real_rows(array: jax.Array) -> RealRows | None:
 
 
 def known_rows(array: jax.Array) -> jax.Array | None:
-    """Which rows of `array` are real, if a batch of the step has as many.
+    """The mask of the rows of `array`, if a batch of the step has as many.
 
     For a layer that leaves the others out unasked. The step goes on to be one that has
     not asked: what it computes from the layer's results counts them still.
@@ -211,7 +211,7 @@ def fits(array: jax.Array) -> bool:
 
 
 def of_argument(array: jax.Array) -> jax.Array | None:
-    """Which rows of `array` are real, if it is one that the step was given."""
+    """The mask of the rows of `array`, if the step was given it."""
     now = current()
     if now is None or not now.masks.owns(array):
         return None

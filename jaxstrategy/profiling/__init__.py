@@ -1,4 +1,4 @@
-"""How fast a training loop is, and what it logs.
+"""The speed of a training loop, and its logs.
 
 `strategy.profile` times the steps of a loop; a `MetricLogger` writes their metrics,
 without waiting for them.

@@ -1,4 +1,4 @@
-"""How fast the replicas' links are, by measurement."""
+"""The speed of the replicas' links, by measurement."""
 
 from __future__ import annotations
 

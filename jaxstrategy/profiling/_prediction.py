@@ -1,4 +1,4 @@
-"""How long the collectives of a call should take."""
+"""The time that the collectives of a call should take."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ class Profile:
         self._result: Leaf = None
 
     def __call__(self, *args: Leaf, **kwargs: Leaf) -> PyTree:
-        """What the step returns."""
+        """Calls the step, and returns its results."""
         called = self._clock()
         call, steps = self._calls, number_of_steps(self._function, args)
         if not call:
@@ -207,7 +207,7 @@ class _Mean:
 
 
 def _late() -> str | None:
-    """Which process is late; None if there is but one, or nobody knows."""
+    """The process that is late; None if there is but one, or nobody knows."""
     with contextlib.suppress(ClusterError):
         if (started := _processes.current()) and started.count > 1:
             return _processes.stragglers().verdict

@@ -1,4 +1,4 @@
-"""How fast a loop was: `Report`."""
+"""The speed of a loop: `Report`."""
 
 from __future__ import annotations
 

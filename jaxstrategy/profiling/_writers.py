@@ -17,7 +17,7 @@ Write: TypeAlias = Callable[[int, dict[str, float]], object]
 
 
 def opened(writer: Writer) -> tuple[Writer, bool]:
-    """What writes, and whether it was opened here; a path is a TensorBoard directory.
+    """The writer, and whether it was opened here; a path is a TensorBoard directory.
 
     Raises:
       MissingExtraError: it is a path, and tensorboardX is not installed.

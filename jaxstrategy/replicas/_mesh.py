@@ -1,19 +1,20 @@
-"""Where replicas live: a one-dimensional mesh with one device a replica.
+"""The mesh of replicas with one device each, and arrays on it.
 
-This module alone spells the axis name and `PartitionSpec`s; the rest of the package
-asks it for a sharding by meaning: `replicated` or `split`.
+This folder alone spells the axis name and `PartitionSpec`s; the rest of the package
+asks `Replicas` for a sharding by its meaning, `SAME` or `SPLIT`.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import numpy as np
 from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.typing import ArrayLike
 
 from jaxstrategy._errors import PlacementError, shown
 from jaxstrategy.cluster import _processes
@@ -47,12 +48,12 @@ def mesh_of(devices: Sequence[Device]) -> Mesh:
 
 
 def axis_types(axes: int) -> tuple[AxisType, ...]:
-    """What XLA may do with each of so many mesh axes: divide arrays as it likes."""
+    """The types of so many mesh axes, along which XLA may divide arrays as it likes."""
     # Auto, not Explicit (the default of `jax.make_mesh`), which refuses NumPy inputs.
     return (AxisType.Auto,) * axes
 
 
-def place(value: Any, sharding: Sharding) -> jax.Array:
+def place(value: ArrayLike, sharding: Sharding) -> jax.Array:
     """`value` on the devices of `sharding`.
 
     With several processes each places its own part of what it has, without asking the
@@ -61,7 +62,7 @@ def place(value: Any, sharding: Sharding) -> jax.Array:
     return _placed(value, sharding, _put_own_part)
 
 
-def broadcast(value: Any, sharding: NamedSharding) -> jax.Array:
+def broadcast(value: ArrayLike, sharding: NamedSharding) -> jax.Array:
     """`value` of the first replica's process, whole on the devices of `sharding`.
 
     With several processes it is sent to the others, which must take part.
@@ -70,7 +71,7 @@ def broadcast(value: Any, sharding: NamedSharding) -> jax.Array:
 
 
 def _placed(
-    value: Any, sharding: Any, put: Callable[[np.ndarray, Any], jax.Array]
+    value: ArrayLike, sharding: Sharding, put: Callable[[np.ndarray, Any], jax.Array]
 ) -> jax.Array:
     """`value` on devices; `put` is asked if some of them are other processes'."""
     if _is_spread(value):
@@ -101,22 +102,26 @@ def _put_own_part(host: np.ndarray, sharding: Sharding) -> jax.Array:
 def _put_first(host: np.ndarray, sharding: NamedSharding) -> jax.Array:
     mesh = sharding.mesh
     assert isinstance(mesh, Mesh), "values lie on devices"
+    # One entry for each device, whatever axes the mesh has.
     each = jax.make_array_from_callback(
-        (mesh.size, *host.shape), NamedSharding(mesh, SPLIT), lambda _: host[None]
+        (mesh.size, *host.shape),
+        NamedSharding(mesh, PartitionSpec(mesh.axis_names)),
+        lambda _: host[None],
     )
     with _processes.exchanging("one value for all replicas", host):
         return _first(sharding)(each)
 
 
 @functools.cache
-def _first(sharding: NamedSharding) -> Any:
+def _first(sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
     return jax.jit(lambda each: each[0], out_shardings=sharding)
 
 
-def _is_spread(value: Any) -> bool:
+def _is_spread(value: object) -> TypeGuard[jax.Array]:
     """Whether `value` is an array of several processes."""
-    is_placed = isinstance(value, jax.Array) and not isinstance(value, Tracer)
-    return is_placed and not value.is_fully_addressable
+    if not isinstance(value, jax.Array) or isinstance(value, Tracer):
+        return False
+    return not value.is_fully_addressable
 
 
 def _moved(value: jax.Array, sharding: Sharding) -> jax.Array:

@@ -30,7 +30,7 @@ def array_of(value: Any, dtype: DTypeLike | None = None) -> jax.Array:
 
 
 def too_large(value: Any, dtype: DTypeLike | None = None) -> str:
-    """What is wrong with a number that `dtype`, by default JAX's integer, lacks."""
+    """The complaint about a number that `dtype`, by default JAX's integer, lacks."""
     kind = jax.dtypes.canonicalize_dtype(int if dtype is None else dtype)
     is_integer = jnp.issubdtype(kind, jnp.integer)
     held = jnp.iinfo(kind) if is_integer else jnp.finfo(kind)

@@ -1,4 +1,4 @@
-"""Where the replicas of a strategy are: `Replicas`."""
+"""The replicas of a strategy, and their devices: `Replicas`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SHARED_DEVICE_AXIS = "replica_of_device"
 
 
 class Meaning(enum.Enum):
-    """What an array on the devices of all replicas means."""
+    """The meaning of an array on the devices of all replicas."""
 
     SAME = "same"
     """Every replica holds the whole array."""
@@ -98,7 +98,7 @@ class Replicas:
 
     @functools.cached_property
     def count(self) -> int:
-        """How many replicas there are, those of other processes included."""
+        """The number of replicas, those of other processes included."""
         return self.per_device * math.prod(self.mesh.shape[axis] for axis in self.axes)
 
     @functools.cached_property
@@ -155,23 +155,23 @@ class Replicas:
 
     @property
     def axis_name(self) -> str | tuple[str, ...]:
-        """What `jax.lax` names the axis by: the only one's name, or all names."""
+        """The name of the only axis of collectives, or the names of all of them."""
         axes = self.collective_axes
         return axes[0] if len(axes) == 1 else axes
 
     def index(self) -> jax.Array | int:
-        """Which replica this is: in a traced step a scalar; 0 without axes."""
+        """The number of this replica: in a traced step a scalar; 0 without axes."""
         return lax.axis_index(self.collective_axes) if self.collective_axes else 0
 
     # Arrays on all replicas.
 
     def spec(self, meaning: Meaning) -> PartitionSpec:
-        """How an array of this meaning is divided over the mesh."""
+        """The division of an array of this meaning over the mesh."""
         is_divided = meaning is SPLIT and self.axes
         return PartitionSpec(self.axes) if is_divided else PartitionSpec()
 
     def sharding(self, meaning: Meaning) -> NamedSharding:
-        """Where an array of this meaning lies."""
+        """The placement of an array of this meaning."""
         return self._shardings[meaning]
 
     @functools.cached_property
@@ -181,7 +181,7 @@ class Replicas:
         }
 
     def versions(self, array: jax.Array) -> tuple[jax.Array, ...]:
-        """What each replica of this process has of `array`, in replica order.
+        """The versions of `array` on this process's replicas, in replica order.
 
         Args:
           array: one of shape `[replica, ...]`, divided over the replicas.
@@ -225,7 +225,7 @@ class Replicas:
         return jax.make_array_from_single_device_arrays(shape, where, list(parts))
 
     def copies(self, array: jax.Array) -> tuple[jax.Array, ...]:
-        """What each replica of this process has of an array that is whole on all.
+        """The copies on this process's replicas of an array that is whole on all.
 
         Returns:
           Arrays of its shape, in replica order, each on the first device of its replica

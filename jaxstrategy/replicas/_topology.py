@@ -1,4 +1,4 @@
-"""How long a collective should take: the arithmetic of the links between replicas."""
+"""The time that a collective takes on given links: arithmetic, nothing measured."""
 
 from __future__ import annotations
 

@@ -96,14 +96,14 @@ def compute_average_loss(
 
 
 def _real_examples(loss: jax.Array, mask: Value) -> RealRows | None:
-    """Which losses are of real examples; None where nothing is said about that."""
+    """The real examples among the losses; None where no mask tells them."""
     if mask is not None:
         return _masked_means.given_rows(mask, loss.shape[0])
     return _step_masks.real_rows(loss) if _step_masks.fits(loss) else None
 
 
 def _examples(loss: jax.Array, real: RealRows | None) -> jax.Array | int:
-    """How many examples there are on all replicas."""
+    """The number of examples on all replicas."""
     replicas = _num_replicas("compute_average_loss")
     if real is None:
         _check_size(loss.shape[0] * replicas)

@@ -52,7 +52,7 @@ def _name(path: KeyPath) -> str:
 
 
 def _readable(leaf: Leaf, name: str) -> Leaf:
-    """What holds the numbers of `leaf`: an array of this process, or of several."""
+    """The array that holds the numbers of `leaf`, of this process or of several."""
     if isinstance(leaf, Variable):
         leaf = _value_of(leaf)
     if isinstance(leaf, PerReplica):

@@ -1,4 +1,4 @@
-"""What is known of an array: whether it is placed, mirrored, traced, or given away."""
+"""Questions about an array: whether it is placed, mirrored, traced, or donated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What to do instead, for who uses a `PerReplica` as if it were one array."""
+"""Advice for code that uses a `PerReplica` as if it were one array."""
 
 from __future__ import annotations
 

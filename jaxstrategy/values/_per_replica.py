@@ -231,7 +231,7 @@ def with_mask(value: PerReplica, mask: Value) -> PerReplica:
 
 
 def contents(value: PerReplica) -> Leaf:
-    """What `value` wraps: `[replica, ...]` outside a step, `[...]` inside one."""
+    """The array in `value`: `[replica, ...]` outside a step, `[...]` inside one."""
     return value._value
 
 

@@ -12,10 +12,10 @@ Leaf: TypeAlias = Any
 """A leaf of a pytree: an array, a number, a string, or whatever object a user has."""
 
 Value: TypeAlias = Any
-"""What `jnp.asarray` takes: an array, a number, nested lists of numbers, a variable."""
+"""An array, a number, nested lists of numbers, a variable: all `jnp.asarray` takes."""
 
 Index: TypeAlias = Any
-"""What an array may be indexed with."""
+"""An index of an array, as in `array[index]`."""
 
 Function: TypeAlias = Callable[..., Any]
 """A function of the user's, of whose arguments and results nothing is known."""

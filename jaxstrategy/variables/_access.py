@@ -1,4 +1,4 @@
-"""Which side of a step uses a variable, and which reference of it the step has.
+"""The side of a step that uses a variable, and the step's reference to it.
 
 A variable's numbers are in a `Cell` that lives outside. A step works on references of
 its own, one for each variable, which the program connects with the cells; while it is
@@ -22,7 +22,7 @@ from jaxstrategy.variables._cell import Cell, Holder
 
 
 class Side(enum.Enum):
-    """Where code uses a variable."""
+    """The side of a step on which code uses a variable."""
 
     REPLICA = "in `run`"
     CROSS = "in cross-replica context"
@@ -77,7 +77,7 @@ class NeedsProgram(BaseException):  # which no `except Exception` of a function 
 
 
 class _Before:
-    """What cells held before an update, to undo it."""
+    """The contents of cells before an update, to undo it."""
 
     def __init__(self) -> None:
         self._held: dict[int, tuple[Cell, jax.Array]] = {}
@@ -132,7 +132,7 @@ def traced_with(variables: StepVariables) -> contextlib.AbstractContextManager[o
 
 
 def side() -> Side:
-    """Where the code that asks is."""
+    """The side on which the code that asks is."""
     context = _context.current()
     if context.replica is not None:
         return Side.REPLICA

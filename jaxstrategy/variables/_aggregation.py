@@ -87,7 +87,7 @@ def _first(where: NamedSharding) -> Callable[[jax.Array], jax.Array]:
 def shares(
     aggregation: VariableAggregation, value: jax.Array, replicas: int
 ) -> tuple[jax.Array, jax.Array]:
-    """What the first copy and each other one must be, so that they aggregate to it."""
+    """The first copy, and each other one, that together aggregate to `value`."""
     if aggregation is not VariableAggregation.SUM:
         return value, value
     if jnp.issubdtype(value.dtype, jnp.integer):

@@ -1,4 +1,4 @@
-"""What an assignment makes of a variable's value: `Change`."""
+"""The change that an assignment makes to a variable's value: `Change`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jaxstrategy.values._types import Index
 @final
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """How a new value comes from an old one and from what is given.
+    """The way from an old value, and one that is given, to a new one.
 
     Attributes:
       method: what the user called, for messages.

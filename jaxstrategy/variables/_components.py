@@ -1,4 +1,4 @@
-"""Which copies of which variable `experimental_local_results` has given away.
+"""The copies of variables that `experimental_local_results` has returned.
 
 A copy is a plain array. It is known by identity: as long as somebody holds it and the
 variable has not changed, the same object is given again.

@@ -27,7 +27,7 @@ class Operators(abc.ABC):
 
     @abc.abstractmethod
     def value(self) -> jax.Array:
-        """What the object stands for."""
+        """The value that the object stands for."""
 
     # A NumPy array on the left leaves the operation to us, as it does to a JAX array.
     __array_priority__ = 100

@@ -1,4 +1,4 @@
-"""What is known of a variable when it is made, and stays so: `Properties`."""
+"""The properties of a variable that no assignment changes: `Properties`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which variables are alive, so that a step can be given those it might use."""
+"""The variables that are alive, so that a step can be given those it might use."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def add(variable: Handle, owner: AbstractStrategy | None) -> None:
 
 
 def usable_by(strategy: AbstractStrategy) -> list[Handle]:
-    """What steps of `strategy` may use: its own and ordinary ones, oldest first."""
+    """The variables that steps of `strategy` may use, oldest first."""
     with _lock:
         found = [*_ordinary, *_of_strategy.get(strategy, ())]
     return sorted(found, key=lambda variable: variable.number)

@@ -1,1 +1,1 @@
-"""Where batches come from: one kind of source a file, chosen by protocol."""
+"""Sources of batches: one kind a file, chosen by protocol."""

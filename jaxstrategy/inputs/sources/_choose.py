@@ -1,4 +1,4 @@
-"""Which kind of source a dataset is."""
+"""The kind of source that a dataset is."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def _is_arrays(dataset: Dataset) -> bool:
 
 
 def _several_arrays(arrays: Sequence[Leaf]) -> str:
-    """What is wrong with arrays that are neither batches of one kind nor one batch."""
+    """The complaint about arrays that are neither batches of one kind nor one batch."""
     types = (array_type(array.dtype, array.shape) for array in arrays)
     named = first_few(types, 4)
     why = "" if isinstance(arrays, tuple) else ", which are not batches of one kind"

@@ -109,7 +109,7 @@ def _kind(dataset: Dataset) -> str:
 
 
 def _length(dataset: Dataset) -> int | None:
-    """How many batches a `MapDataset` has, if they can be counted without reading."""
+    """The number of batches of a `MapDataset`, if it is known without reading."""
     if not hasattr(dataset, "to_iter_dataset") or _may_discard(dataset):
         return None
     length = len(dataset)

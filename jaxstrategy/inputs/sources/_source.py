@@ -1,4 +1,4 @@
-"""What batches are read from: a `Source`, and one `Pass` over it.
+"""A `Source` of batches, and one `Pass` over it.
 
 A batch is a pytree of arrays on the host, each with the examples along its first
 dimension. Sources do not check that; the reader does, for all of them.
@@ -13,10 +13,10 @@ from typing import Any, Self, TypeAlias
 from jaxstrategy.values._types import PyTree
 
 State: TypeAlias = Any
-"""What JSON can hold: dicts, lists, text, numbers, None."""
+"""A state that JSON can hold: dicts, lists, text, numbers, None."""
 
 Dataset: TypeAlias = Any
-"""What a user gives to be read: of another library, an iterable, a function."""
+"""A dataset of another library, an iterable, or a function that makes one."""
 
 
 class Source(abc.ABC):
@@ -32,13 +32,13 @@ class Source(abc.ABC):
 
     @property
     def length(self) -> int | None:
-        """How many batches a pass has; None when unknown or without end."""
+        """The number of batches of a pass; None when unknown or without end."""
         return None
 
     @property
     @abc.abstractmethod
     def name(self) -> str:
-        """How messages call it."""
+        """The name in messages."""
 
 
 class Pass(abc.ABC):
@@ -79,7 +79,7 @@ class Pass(abc.ABC):
 
     @abc.abstractmethod
     def get_state(self) -> State:
-        """Where this pass is, for `set_state` of a pass in another process.
+        """The place of this pass, for `set_state` of a pass in another process.
 
         Raises:
           TypeError: the source cannot be resumed; the message says why.

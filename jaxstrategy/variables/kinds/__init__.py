@@ -1,1 +1,1 @@
-"""What the kinds of variables do where."""
+"""The kinds of variables: mirrored, and on read."""

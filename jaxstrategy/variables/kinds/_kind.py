@@ -1,4 +1,4 @@
-"""What every kind of variable does: `VariableKind`.
+"""The interface of all kinds of variables: `VariableKind`.
 
 A kind is given the reference to work on: inside a step the step's own, of one replica's
 copy; outside, the one that holds all copies.
@@ -35,7 +35,7 @@ from jaxstrategy.variables._changes import Change
 
 
 class VariableKind(abc.ABC):
-    """How one variable is kept.
+    """The way in which one variable is kept.
 
     Args:
       name: the variable's.
@@ -62,7 +62,7 @@ class VariableKind(abc.ABC):
     @property
     @abc.abstractmethod
     def sharding(self) -> NamedSharding:
-        """How the reference to all copies lies."""
+        """The placement of all copies."""
 
     @abc.abstractmethod
     def placed(self, start: jax.Array) -> jax.Array:
@@ -70,7 +70,7 @@ class VariableKind(abc.ABC):
 
     @abc.abstractmethod
     def of_one_replica(self, start: jax.Array) -> jax.Array:
-        """What a step's reference holds if this replica's copy is `start`."""
+        """The content of a step's reference if this replica's copy is `start`."""
 
     @abc.abstractmethod
     def copies(self, ref: Holder) -> jax.Array | PerReplica:

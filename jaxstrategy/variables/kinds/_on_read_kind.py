@@ -148,7 +148,7 @@ class OnReadKind(VariableKind):
         return new
 
     def _parts(self, value: jax.Array, change: Change) -> tuple[jax.Array, jax.Array]:
-        """What the first copy, and each other one, takes of a `value` for all."""
+        """The parts of a `value` for all that the first, and each other copy, takes."""
         if not self.has_one_value:
             raise ValueError(
                 f"Variable {self.name!r} has a copy per replica and aggregation NONE, "
