@@ -184,3 +184,13 @@ def test_a_mean_of_no_rows_is_zero():
     np.testing.assert_array_equal(js.masked_mean(jnp.zeros((0, 2))), [0, 0])
     assert js.masked_mean(jnp.zeros((0, 2)), axis=None) == 0
     assert js.masked_mean(jnp.zeros((0,), jnp.bfloat16)).dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("axis", [True, [1], 1.0, None])
+def test_gather_refuses_another_axis_than_a_number_whatever_came_before(axis):
+    strategy = js.MirroredStrategy(jax.devices()[:2])
+    x = strategy.per_replica(np.ones((2, 3, 4), np.float32))
+    for way in (strategy, js.get_strategy()):
+        assert way.gather(x if way is strategy else np.ones((3, 4)), 1).shape[0] == 3
+        with pytest.raises(TypeError, match="`axis` was .*; a whole number was wanted"):
+            way.gather(x if way is strategy else np.ones((3, 4)), axis)

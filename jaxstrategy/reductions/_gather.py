@@ -12,6 +12,18 @@ from jaxstrategy.text._whole_numbers import whole
 from jaxstrategy.values._types import Leaf
 
 
+def checked_axis(axis: int) -> int:
+    """`axis` as an int.
+
+    Raises:
+      TypeError: it is not a whole number.
+    """
+    dimension = whole(axis)
+    if dimension is None:
+        raise TypeError(f"`axis` was {axis!r}; a whole number was wanted.")
+    return dimension
+
+
 def all_gather(value: Leaf, axis: int, replicas: Replicas) -> jax.Array:
     """Every replica's `value`, joined along dimension `axis` in replica order.
 
@@ -22,9 +34,7 @@ def all_gather(value: Leaf, axis: int, replicas: Replicas) -> jax.Array:
       TypeError: `axis` is not a whole number.
     """
     array = _overflow.array_of(value)
-    dimension = whole(axis)
-    if dimension is None:
-        raise TypeError(f"`axis` was {axis!r}; a whole number was wanted.")
+    dimension = checked_axis(axis)
     if array.ndim == 0:
         raise ValueError(
             "Scalars cannot be joined along an axis. Give each replica's value a "

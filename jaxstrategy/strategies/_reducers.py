@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxstrategy._options import CommunicationOptions, ReduceOp
 from jaxstrategy.masks import _filled_rows, _step_masks
 from jaxstrategy.reductions._fingerprint import fingerprints
+from jaxstrategy.reductions._gather import checked_axis
 from jaxstrategy.reductions._reduce_operations import (
     OPERATIONS,
     reduced_over,
@@ -73,10 +74,16 @@ class TreeFunctions:
         return self._known[key]
 
     def gathering(self, axis: int, in_step: bool) -> Callable[[PyTree], PyTree]:
-        """A function that joins all replicas' trees along `axis`."""
-        key = axis, in_step
+        """A function that joins all replicas' trees along `axis`.
+
+        Raises:
+          TypeError: `axis` is not a whole number.
+        """
+        # Checked before it is looked up: True is found under 1, and a list is not.
+        dimension = checked_axis(axis)
+        key = dimension, in_step
         if key not in self._known:
-            self._known[key] = _gatherer(axis, self._reduction.gathered, in_step)
+            self._known[key] = _gatherer(dimension, self._reduction.gathered, in_step)
         return self._known[key]
 
     @functools.cached_property
