@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from jaxstrategy.text._lists import and_more, listed
 from jaxstrategy.text._units import with_noun
 
-_SHOWN = 200  # characters of a value in a message
-
 
 class ContextError(RuntimeError):
     """A method was called on the wrong side of `run`, or for another strategy.
@@ -392,19 +390,3 @@ class ObjectError(ValueError):
     ...     print(str(error).partition(". ")[0])
     The step changed which variables its objects have: added `bias`
     """
-
-
-def shown(value: object) -> str:
-    """A value for a message: on one line, not long, whatever it is.
-
-    Python writes no integer of more than 4,300 digits, and no deep nest.
-    """
-    try:
-        text = " ".join(repr(value).split())
-    except Exception:
-        kind = type(value).__name__
-        if isinstance(value, int):
-            sign = "a negative" if value < 0 else "an"
-            return f"{sign} {kind} of {value.bit_length()} bits"
-        return f"a {kind} that cannot be printed"
-    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."

@@ -5,14 +5,18 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.tree_util import KeyPath
+from jax.typing import DTypeLike
 
 from jaxstrategy.text._whole_numbers import several_whole, whole
 
 PyTree = Any
+_Choice = TypeVar("_Choice", bound=enum.Enum)
 
 
 class ReduceOp(enum.Enum):
@@ -98,13 +102,15 @@ class RunOptions:
     """
 
     donate_argnums: int | Sequence[int] = dataclasses.field(default=(), compare=False)
-    expect_mirrored: PyTree | Callable[[Any, Any], bool] = dataclasses.field(
-        default=None, compare=False
+    expect_mirrored: PyTree | Callable[[KeyPath, jax.ShapeDtypeStruct], bool] = (
+        dataclasses.field(default=None, compare=False)
     )
     check_finite: bool | Literal["nan"] = False
     # What makes two options equal. A pytree counts by its entries and its structure,
     # whether its class can be compared or not.
-    _key: Any = dataclasses.field(init=False, repr=False, default=None)
+    _key: tuple[object, ...] | None = dataclasses.field(
+        init=False, repr=False, default=None
+    )
     # Worked out once: options are looked up at each call of `run`.
     _hash: int = dataclasses.field(init=False, repr=False, compare=False, default=0)
 
@@ -162,7 +168,7 @@ class RunOptions:
         return (given,) if isinstance(given, int) else tuple(given)
 
 
-def is_function(expected: Any) -> bool:
+def is_function(expected: object) -> bool:
     """Whether an `expect_mirrored` is a function, not a pytree of True and False.
 
     A model can be both callable and a pytree: then its leaves are what counts.
@@ -252,7 +258,7 @@ def _all_of(kind: type[enum.Enum]) -> str:
     return f"{', '.join(names)} and {last}"
 
 
-def _named(kind: Any, value: object, what: str) -> Any:
+def _named(kind: type[_Choice], value: object, what: str) -> _Choice:
     """The member of the enum `kind` with this name, in any case.
 
     Raises:
@@ -316,7 +322,7 @@ class CommunicationOptions:
     bytes_per_pack: int = 0
     timeout_seconds: float | None = None
     implementation: CommunicationImplementation | str = CommunicationImplementation.AUTO
-    reduce_dtype: Any = None
+    reduce_dtype: DTypeLike | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "bytes_per_pack", _checked_size(self.bytes_per_pack))
@@ -332,7 +338,7 @@ class CommunicationOptions:
             object.__setattr__(self, "reduce_dtype", _float_dtype(self.reduce_dtype))
 
 
-def _checked_size(given: Any) -> int:
+def _checked_size(given: object) -> int:
     size = whole(given)
     if size is None or size < 0:
         error = ValueError if isinstance(given, int) else TypeError
@@ -343,7 +349,7 @@ def _checked_size(given: Any) -> int:
     return size
 
 
-def _float_dtype(given: Any) -> Any:
+def _float_dtype(given: DTypeLike) -> np.dtype:
     try:
         dtype = jnp.dtype(given)
     except TypeError:
@@ -356,7 +362,7 @@ def _float_dtype(given: Any) -> Any:
     return dtype
 
 
-def checked_options(options: Any, with_timeout: bool = False) -> None:
+def checked_options(options: object, with_timeout: bool = False) -> None:
     """Raise unless this is a `CommunicationOptions` or None.
 
     Args:

@@ -13,13 +13,13 @@ left has another direction. `check_chain` finds such a chain.
 from __future__ import annotations
 
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxstrategy._errors import MissingExtraError, shown
+from jaxstrategy._errors import MissingExtraError
 from jaxstrategy._options import (
     CommunicationOptions,
     ReduceOp,
@@ -30,12 +30,17 @@ from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
 from jaxstrategy.replicas import _overflow
 from jaxstrategy.strategies._current import get_replica_context, get_strategy
 from jaxstrategy.strategies._strategy import Strategy
+from jaxstrategy.text._shown import shown
 from jaxstrategy.training._precision import all_finite
 from jaxstrategy.values._per_replica import PerReplica, is_per_replica
-from jaxstrategy.values._types import PyTree
+from jaxstrategy.values._types import Leaf, PyTree
 
 if TYPE_CHECKING:
-    from optax import GradientTransformation, GradientTransformationExtraArgs
+    from optax import (
+        ApplyIfFiniteState,
+        GradientTransformation,
+        GradientTransformationExtraArgs,
+    )
 
 
 def all_reduce_gradients(
@@ -81,7 +86,9 @@ def all_reduce_gradients(
     op = ReduceOp(op)
     checked_options(options)
 
-    def update(updates: PyTree, state: Any, params: Any = None) -> tuple[PyTree, Any]:
+    def update(
+        updates: PyTree, state: PyTree, params: PyTree = None
+    ) -> tuple[PyTree, PyTree]:
         del params
         replica = get_replica_context()
         reduce = get_strategy().reduce if replica is None else replica.all_reduce
@@ -122,23 +129,26 @@ def apply_if_finite(
     optax = _optax("apply_if_finite")
     inner = optax.with_extra_args_support(inner)
 
-    def init(params: PyTree) -> Any:
+    def init(params: PyTree) -> ApplyIfFiniteState:
         zero = jnp.zeros([], jnp.int32)
         return optax.ApplyIfFiniteState(zero, jnp.array(True), zero, inner.init(params))
 
     def update(
-        updates: PyTree, state: Any, params: Any = None, **extra: Any
-    ) -> tuple[PyTree, Any]:
+        updates: PyTree,
+        state: ApplyIfFiniteState,
+        params: PyTree = None,
+        **extra: PyTree,
+    ) -> tuple[PyTree, ApplyIfFiniteState]:
         finite = all_finite(updates)
         in_a_row = jnp.where(finite, 0, optax.safe_increment(state.notfinite_count))
         total = jnp.where(
             finite, state.total_notfinite, optax.safe_increment(state.total_notfinite)
         )
 
-        def apply() -> Any:
+        def apply() -> tuple[PyTree, PyTree]:
             return inner.update(updates, state.inner_state, params, **extra)
 
-        def skip() -> Any:
+        def skip() -> tuple[PyTree, PyTree]:
             return jax.tree.map(jnp.zeros_like, updates), state.inner_state
 
         updates, inner_state = jax.lax.cond(
@@ -252,14 +262,14 @@ def _check_equal(have: PyTree, want: PyTree, size: float) -> None:
             )
 
 
-def _versions(leaf: PerReplica | jax.Array) -> Any:
+def _versions(leaf: PerReplica | jax.Array) -> PyTree:
     return leaf.stacked if isinstance(leaf, PerReplica) else leaf[None]
 
 
 def _gradients(params: PyTree, n: int, size: float, seed: int) -> PyTree:
     draw = np.random.default_rng(seed)
 
-    def like(leaf: Any) -> Any:
+    def like(leaf: Leaf) -> np.ndarray:
         drawn = draw.standard_normal((n, *np.shape(leaf)))
         # Some replicas are much further out than others, as in a batch with outliers.
         far = np.arange(1, n + 1).reshape(-1, *[1] * np.ndim(leaf))

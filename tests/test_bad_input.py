@@ -6,7 +6,7 @@ import optax
 import pytest
 
 import jaxstrategy as js
-from jaxstrategy._errors import shown
+from jaxstrategy.text._shown import shown
 
 HUGE = 10**400
 

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 
 import jax
 
-from jaxstrategy._errors import ContextError, shown
+from jaxstrategy._errors import ContextError
+from jaxstrategy.text._shown import shown
 from jaxstrategy.text._whole_numbers import whole
 from jaxstrategy.values import _arrays, _trees
 

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 
 import jaxstrategy as js
 from jaxstrategy.demo._command_line import Arguments
+from jaxstrategy.values._types import PyTree
 
 if TYPE_CHECKING:
     from flax.training.train_state import TrainState
 
 
-def training_step(strategy: js.Strategy) -> Callable[..., Any]:
+def training_step(
+    strategy: js.Strategy,
+) -> Callable[[TrainState, jax.Array, jax.Array], tuple[TrainState, jax.Array]]:
     """One step of gradient descent on all replicas: `step(state, images, labels)`.
 
     Returns the new state and the mean loss of the global batch.
@@ -28,7 +31,7 @@ def training_step(strategy: js.Strategy) -> Callable[..., Any]:
     def step(
         state: TrainState, images: jax.Array, labels: jax.Array
     ) -> tuple[TrainState, jax.Array]:
-        def loss_fn(params: Any) -> jax.Array:
+        def loss_fn(params: PyTree) -> jax.Array:
             logits = state.apply_fn(params, images)
             losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
             return losses.mean()
@@ -40,7 +43,9 @@ def training_step(strategy: js.Strategy) -> Callable[..., Any]:
     return step
 
 
-def counting_step(strategy: js.Strategy) -> Callable[..., Any]:
+def counting_step(
+    strategy: js.Strategy,
+) -> Callable[[TrainState, jax.Array, jax.Array], jax.Array]:
     """How many images are recognised: `count(state, images, labels)`."""
 
     @strategy.run

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 
-from jaxstrategy._errors import shown
+from jaxstrategy.text._shown import shown
 from jaxstrategy.text._whole_numbers import whole
 
 

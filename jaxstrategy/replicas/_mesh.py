@@ -16,11 +16,12 @@ from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 from jax.typing import ArrayLike
 
-from jaxstrategy._errors import PlacementError, shown
+from jaxstrategy._errors import PlacementError
 from jaxstrategy.cluster import _processes
 from jaxstrategy.replicas import _overflow
 from jaxstrategy.replicas._devices import Device
 from jaxstrategy.replicas._random_keys import is_key
+from jaxstrategy.text._shown import shown
 
 REPLICA_AXIS = "replica"
 

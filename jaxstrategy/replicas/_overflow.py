@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jaxstrategy._errors import shown
+from jaxstrategy.text._shown import shown
 
 
 class NotHeldError(ValueError):

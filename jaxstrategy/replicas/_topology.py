@@ -7,7 +7,7 @@ import math
 import numbers
 from typing import final
 
-from jaxstrategy._errors import shown
+from jaxstrategy.text._shown import shown
 from jaxstrategy.text._whole_numbers import whole
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute")

@@ -22,11 +22,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jaxstrategy._errors import shown
 from jaxstrategy._options import ReduceOp
 from jaxstrategy.contexts import _context
 from jaxstrategy.replicas import _overflow
 from jaxstrategy.strategies._current import get_replica_context
+from jaxstrategy.text._shown import shown
 from jaxstrategy.values import _arrays, _per_replica
 from jaxstrategy.values._types import Leaf, PyTree, Value
 

@@ -9,8 +9,9 @@ import numpy as np
 from jax.core import Tracer
 from jax.extend.core import get_opaque_trace_state
 
-from jaxstrategy._errors import DonatedValueError, shown
+from jaxstrategy._errors import DonatedValueError
 from jaxstrategy.replicas import _mesh, _overflow
+from jaxstrategy.text._shown import shown
 from jaxstrategy.values._types import Value
 
 _NOT_TRACED = get_opaque_trace_state()

@@ -15,7 +15,6 @@ from typing import NoReturn, final
 import jax
 import numpy as np
 
-from jaxstrategy._errors import shown
 from jaxstrategy.replicas import (
     _devices,
 )
@@ -23,6 +22,7 @@ from jaxstrategy.replicas._devices import Device
 from jaxstrategy.replicas._replicas import Replicas
 from jaxstrategy.text import _tables
 from jaxstrategy.text._array_types import array_type
+from jaxstrategy.text._shown import shown
 from jaxstrategy.values import _arrays, _misuse
 from jaxstrategy.values._types import Leaf, Value
 

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import GetAttrKey
 
-from jaxstrategy._errors import shown
 from jaxstrategy.replicas import _overflow
+from jaxstrategy.text._shown import shown
 from jaxstrategy.text._whole_numbers import several_whole
 from jaxstrategy.values._types import Leaf, Value
 

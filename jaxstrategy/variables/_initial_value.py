@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.typing import DTypeLike
 
-from jaxstrategy._errors import shown
 from jaxstrategy.replicas import _overflow
 from jaxstrategy.replicas._random_keys import is_key
+from jaxstrategy.text._shown import shown
 from jaxstrategy.values._per_replica import PerReplica
 from jaxstrategy.values._types import Value
 

@@ -13,13 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from jaxstrategy._errors import shown
 from jaxstrategy._options import VariableAggregation
 from jaxstrategy.contexts import _context
 from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
 from jaxstrategy.replicas import _overflow
 from jaxstrategy.replicas._random_keys import is_key
 from jaxstrategy.replicas._replicas import Replicas
+from jaxstrategy.text._shown import shown
 from jaxstrategy.values._per_replica import PerReplica
 from jaxstrategy.values._slices import (
     IndexedSlices,
