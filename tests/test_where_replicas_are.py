@@ -136,6 +136,29 @@ def test_versions_of_an_array_divided_inside_replicas_stay_divided():
         assert [s.data.shape for s in version.addressable_shards] == [(3, 2)] * 4
 
 
+def test_copies_are_the_whole_array_on_each_replicas_first_device(kind):
+    replicas, wanted = kind
+    x = np.arange(6, dtype=np.float32).reshape(2, 3)
+    copies = replicas.copies(jax.device_put(x, replicas.sharding(SAME)))
+    assert [{d.id for d in copy.devices()} for copy in copies] == [
+        {row[0]} for row in wanted
+    ]
+    for copy in copies:
+        np.testing.assert_array_equal(copy, x)
+
+
+def test_stacked_values_of_two_devices_each_are_read_as_versions():
+    replicas = Replicas(mesh((4, 2), ("replica", "shard")), per_device=2)
+    x = np.arange(16.0, dtype=np.float32).reshape(8, 2)
+    value = js.PerReplica(replicas.stacked(list(x)))
+    assert value.num_replicas == 8 and repr(value).endswith(
+        "on cpu:0, cpu:2, cpu:4, cpu:6)"
+    )
+    for i, version in enumerate(value.values):
+        np.testing.assert_array_equal(version, x[i])
+        np.testing.assert_array_equal(value.local(i), x[i])
+
+
 def test_versions_of_another_division_are_an_error():
     replicas = Replicas.on(jax.devices()[:4])
     x = np.zeros((4, 2))

@@ -192,6 +192,8 @@ class Replicas:
         Raises:
           ValueError: the array is not divided over these replicas.
         """
+        # Checked, because an array of the same devices in another order would give each
+        # replica another one's version without a word.
         shards = {shard.device: shard for shard in array.addressable_shards}
         found: list[jax.Array] = []
         for i in self.own:
@@ -277,6 +279,7 @@ class _Alone(Replicas):
         return _mesh.mesh_of(jax.local_devices()[:1])
 
 
+# A `PerReplica` asks at each use, and `Replicas` keep what they have found out.
 @functools.lru_cache(maxsize=256)
 def _divided_over(mesh: Mesh, axes: tuple[str, ...], count: int) -> Replicas:
     groups = math.prod(mesh.shape[axis] for axis in axes)
