@@ -178,6 +178,8 @@ extras = {"flax", "optax", "sklearn", "matplotlib", "rich", "orbax", "grain", "t
 extras |= {"datasets", "tensorflow", "torchdata", "tensorboardX", "tensorstore"}
 assert not new & extras, new & extras
 assert threading.active_count() == threads
+default = jaxstrategy.get_strategy()
+assert default.num_replicas_in_sync == default.replicas.count == 1
 jax.config.update("jax_num_cpu_devices", 3)  # an error once a device was touched
 assert len(jax.devices("cpu")) == 3
 """

@@ -34,7 +34,7 @@ class ReplicaRange:
 
     @classmethod
     def of(cls, replicas: Replicas) -> ReplicaRange:
-        """Those of this process."""
+        """The numbers of this process's replicas."""
         own = replicas.own
         # Strategies sort devices by process, so that rows are read in one piece.
         assert own == tuple(range(own[0], own[-1] + 1)), "they follow each other"
@@ -74,7 +74,7 @@ class Division:
 
     @classmethod
     def of(cls, replicas: ReplicaRange, rows: int) -> Division:
-        """For batches of up to so many rows."""
+        """A division of batches of up to so many rows."""
         return cls(replicas, -(-rows // replicas.total))
 
     @property

@@ -1,6 +1,6 @@
 """The arrays that are batches of a dataset, and the numbers of these.
 
-Processes compare the numbers, and a stopwatch counts the rows of nothing else.
+Processes compare the numbers, and a profile counts the rows of nothing else.
 """
 
 from __future__ import annotations

@@ -131,7 +131,7 @@ class Reader(abc.ABC):
         """The batch that was read just now.
 
         Args:
-          tree: it.
+          tree: what the source gave.
           place: of which of the passes it is.
           is_part: whether it is only this process's part of the batch.
         """

@@ -1,4 +1,4 @@
-"""Step by step, what all processes feed: agreed, so that they end together."""
+"""The batches of one pass, agreed between all processes, so that they end together."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _VERSION = 2  # of states
 
 
 class Steps:
-    """One pass.
+    """The batches of one pass, step by step.
 
     Args:
       reader: what this process reads.
@@ -83,7 +83,7 @@ class Steps:
         return f"batch {number} of {self.agreement.topic}"
 
     def _check_rows_are_told(self, step: HostBatch) -> None:
-        """Raise if a replica has no batch and nothing can say so: of scalars."""
+        """Raises if a replica has only scalars and no batch, which no mask can tell."""
         kind = self.reader.kind
         if kind is not None and all(shape is None for shape, _ in kind.types):
             without = [str(i) for i, count in enumerate(step.counts) if not count]
@@ -172,7 +172,7 @@ class Steps:
         }
 
     def set_state(self, state: State) -> None:
-        """Go on from a state.
+        """Goes on from a state.
 
         Raises:
           ValueError: it is not one of ours, or of another dataset.

@@ -1,4 +1,4 @@
-"""Steps on the host to `PerReplica` batches on the devices."""
+"""The way of batches from the host to the devices: `Transfer`."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Transfer:
         return jax.device_put(array[0], self._same, may_alias=False)
 
     def _put_together(self, arrays: list[Any]) -> jax.Array:
-        """Of an array `[1, each, ...]` for each replica."""
+        """One array from an array `[1, each, ...]` for each replica."""
         rows = [self._private(array) for array in arrays]
         return self._replicas.joined(rows, may_alias=False)
 

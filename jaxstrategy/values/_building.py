@@ -30,7 +30,7 @@ def stack(
     Args:
       versions: one pytree per replica, all of one structure, leaf by leaf of one shape
         and dtype; nested lists of numbers are arrays.
-      replicas: they, which say where to place them.
+      replicas: those that the versions are for.
       what: how error messages call the value.
       own: whether the versions are only of this process's replicas.
       plain_if_alone: whether one replica's version is to be an array of shape `[...]`.

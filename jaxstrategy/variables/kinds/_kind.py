@@ -83,7 +83,7 @@ class VariableKind(abc.ABC):
 
     @abc.abstractmethod
     def host_copies(self, held: jax.Array) -> list[np.ndarray]:
-        """Those in what the reference holds that this process can see, in order."""
+        """The copies that this process has, on the host, in replica order."""
 
     @abc.abstractmethod
     def read(self, ref: Holder, side: Side) -> jax.Array:
@@ -93,13 +93,13 @@ class VariableKind(abc.ABC):
     def write(
         self, ref: Holder, side: Side, value: Value, change: Change
     ) -> jax.Array | PerReplica:
-        """Change it, and return the new value."""
+        """Changes the value, and returns the new one."""
 
     @abc.abstractmethod
     def scatter(
         self, ref: Holder, side: Side, rows: IndexedSlices, change: Change
     ) -> jax.Array | PerReplica:
-        """Change some rows, and return the new value.
+        """Changes some rows, and returns the new value.
 
         Raises:
           NotImplementedError: the kind, or the aggregation, has no such change.
