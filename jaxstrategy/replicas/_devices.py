@@ -162,20 +162,23 @@ def simulate(n: int) -> tuple[Device, ...]:
     >>> len(simulate(8))
     8
     """
-    if (whole(n) or 0) < 1:
+    count = whole(n)
+    if count is None or count < 1:
         raise ValueError(
             f"`simulate` was given {n!r}; a positive whole number was wanted."
         )
     try:
-        jax.config.update("jax_num_cpu_devices", n)
+        jax.config.update("jax_num_cpu_devices", count)
     except RuntimeError as error:
         cause = error
     else:
         cause = None
         jax.config.update("jax_platforms", "cpu")
     found = tuple(jax.local_devices(backend="cpu"))
-    if len(found) != n or jax.default_backend() != "cpu":
-        raise SimulationError(_too_late(n, found, started=cause is not None)) from cause
+    if len(found) != count or jax.default_backend() != "cpu":
+        raise SimulationError(
+            _too_late(count, found, started=cause is not None)
+        ) from cause
     return found
 
 
