@@ -353,6 +353,7 @@ print("done", loop.step, float(loop.state).hex())
 """
 
 
+@pytest.mark.slow
 def test_a_signal_ends_a_loop_that_goes_on_later(tmp_path):
     def started(folder, *waits):
         command = [sys.executable, "-c", SCRIPT, str(folder), *waits]

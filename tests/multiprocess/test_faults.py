@@ -34,7 +34,11 @@ def last_line(done):
 
 @pytest.mark.parametrize(
     "count, devices, who",
-    [(2, 2, 1), (2, 1, 0), pytest.param(4, 1, 2, marks=pytest.mark.slow)],
+    [
+        (2, 2, 1),
+        pytest.param(2, 1, 0, marks=pytest.mark.slow),
+        pytest.param(4, 1, 2, marks=pytest.mark.slow),
+    ],
 )
 def test_a_killed_rank_is_the_cause(count, devices, who):
     done = launched(count, devices, "kill", who)
