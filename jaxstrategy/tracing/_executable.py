@@ -96,10 +96,13 @@ class Handover:
 
 
 def _are_alike(leaves: Sequence[Leaf], inputs: Sequence[Tracer]) -> bool:
-    return len(leaves) <= len(inputs) and all(
-        (leaf.shape, leaf.dtype, leaf.weak_type) == (x.shape, x.dtype, x.weak_type)
-        for leaf, x in zip(leaves, inputs, strict=False)
-    )
+    pairs = list(zip(leaves, inputs, strict=False))
+    return len(pairs) == len(leaves) and all(_type(a) == _type(b) for a, b in pairs)
+
+
+def _type(array: jax.Array) -> tuple[Any, ...]:
+    # Random keys have no weak types.
+    return array.shape, array.dtype, getattr(array, "weak_type", False)
 
 
 @final
