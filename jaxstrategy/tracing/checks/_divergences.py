@@ -38,6 +38,7 @@ def _name(found: Collective) -> str:
     """The name by which the user calls it, as far as that is known."""
     if found.is_merge:
         return "merge_call"
+    # Both are inside of an operation, which only its lowering shows.
     if found.decided_at is not None and found.decided_at.eqns[0] is found.site.eqns[0]:
         return f"collective in {found.site.primitive}"
     return found.site.called(*_COLLECTIVES) or found.site.primitive
@@ -70,6 +71,7 @@ def _control(site: Site) -> _Control:
         return dataclasses.replace(_OPERATION, name=site.primitive)
     if site.primitive == "while":
         return _CONTROLS[site.called("fori_loop", "while_loop") or "while_loop"]
+    # Both are one primitive, `cond`: the stack tells which it was, where JAX kept it.
     guess = "switch" if len(site.eqns[0].params["branches"]) > 2 else "cond"
     return _CONTROLS[site.called("switch", "cond") or guess]
 

@@ -19,6 +19,7 @@ def double_reductions(step: TracedStep) -> Iterator[tuple[str, Line | None]]:
         if before is None or _is_no_second_sum(found.site, before):
             continue
         first, again = step.began(before), found.site.line
+        # One line sums a whole pytree, by an equation for each array or pack of arrays.
         if (first, again) in seen:
             continue
         seen.add((first, again))

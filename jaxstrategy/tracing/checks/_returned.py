@@ -68,6 +68,7 @@ class Returned:
         before = [s for s in self._signatures if s.treedef == signature.treedef]
         for index, array in zip(signature.dynamic, leaves, strict=True):
             known = self._results.get(id(array))
+            # An array that is gone may have left its id to another one.
             if known is None or known[0]() is not array:
                 continue
             leaf = signature.leaves.index(index)

@@ -125,6 +125,7 @@ class _Matching:
         return new.shape == old.shape and new.dtype == old.dtype
 
     def _is_update(self, pairs: dict[int, int]) -> bool:
+        # Only where something matches: it goes through the whole jaxpr, once.
         if self._contributions is None:
             self._contributions = contributions(self._step.jaxpr)
         return any(

@@ -98,6 +98,7 @@ class Analysis:
         self, jaxpr: Jaxpr, operands: Sequence[Known], repeats: tuple[int, ...] = ()
     ) -> Findings:
         """The findings for operands of these levels, worked out once."""
+        # By the order, too: in the last one `_derived` applies no more transforms.
         key = (id(jaxpr), self.order, repeats, *map(_kind, operands))
         findings = self._known.get(key)
         if findings is None:
@@ -270,6 +271,8 @@ class Frame:
 
         for index, content in findings.contents.items():
             cell = operands[index]
+            # A reference passed twice is two inside: what is written by one name is
+            # not seen by the other, so that neither is certain to overwrite it.
             is_one_name = sum(other is cell for other in operands) == 1
             if is_certain and is_one_name and index in findings.overwritten:
                 self.overwrite(cell, lifted(content))

@@ -47,6 +47,7 @@ def _contributions(jaxpr: ClosedJaxpr, nested: _Known) -> list[Inputs]:
         operands = [read(atom) for atom in eqn.invars]
         if any(operands) and not _is_gradient(eqn):
             outputs = _through(eqn, operands, nested)
+            # Not strict: of an operation that is not elementwise there are none.
             known.update(zip(eqn.outvars, outputs, strict=False))
     nested[id(jaxpr)] = [read(atom) for atom in jaxpr.outvars]
     return nested[id(jaxpr)]
@@ -58,6 +59,7 @@ def _is_gradient(eqn: Equation) -> bool:
 
 def _through(eqn: Equation, operands: list[Inputs], nested: _Known) -> list[Inputs]:
     name, params = eqn.primitive.name, eqn.params
+    # Also an elementwise one, but each of its results has one operand only.
     if name == "optimization_barrier":
         return operands
     if name in _ELEMENTWISE:

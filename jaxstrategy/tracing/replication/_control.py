@@ -60,6 +60,7 @@ def run_state(frame: Frame, eqn: Equation, operands: list[Known]) -> list[Known]
     given: Iterator[Known] = iter(operands)
     cells: list[Known] = []
     for var, is_given in zip(inner.invars, eqn.params["is_initialized"], strict=True):
+        # What was not initialised is what lies in the memory of each device.
         state: Known = next(given) if is_given else varying_since(eqn)
         if isinstance(var.aval, AbstractRef) and not isinstance(state, HeldState):
             state = HeldState(state)
@@ -209,6 +210,7 @@ def scan(frame: Frame, eqn: Equation, operands: list[Known]) -> list[Known]:
         return results[:n_carry], collectives
 
     carry = frame.until_stable(turn, operands[n_consts:n_same])
+    # Without a turn the carry comes out as it went in, and not as the body returns it.
     if eqn.params["length"] == 0:
         results[:n_carry] = carry
     # What comes out is what the last turn made, whatever the first one was given.

@@ -121,6 +121,7 @@ def forward(function: Function, types: Types) -> tuple[Function, Types]:
 
 
 def _tangent(primal: jax.Array, tangent: jax.Array) -> jax.Array | np.ndarray:
+    # `jax.jvp` refuses any other tangent of integers and bools (JAX 0.10 and 0.12).
     zero = np.zeros(primal.shape, jax.dtypes.float0)
     return zero if _is_discrete(primal) else tangent
 

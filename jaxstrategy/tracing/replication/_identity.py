@@ -38,6 +38,7 @@ def repeats(frame: Frame, atoms: Sequence[Atom]) -> tuple[int, ...]:
 def _name(frame: Frame, atom: Atom) -> Hashable:
     """Equal for what is the same value, bit by bit."""
     if isinstance(atom, Literal):
+        # By its bits: NaN is not equal to itself, and 0.0 is equal to -0.0.
         return str(atom.aval), np.asarray(atom.val).tobytes()
     eqn = frame.origins.get(atom)
     if eqn is None or eqn.primitive.name not in FORMING:

@@ -194,6 +194,7 @@ def computed(eqn: Equation, operands: Iterable[Known]) -> Replication | None:
 
 
 def _reduced_and_used(eqn: Equation, state: Replication) -> Replication:
+    # A `Plan` sums 16 bits in float32 and converts back: that is still the sum itself.
     if eqn.primitive.name == "convert_element_type":
         return state
     if "transpose(" in str(eqn.source_info.name_stack):

@@ -54,6 +54,7 @@ def _text(eqn: Equation, mesh: Mesh) -> str:
     only = core.jaxpr_as_fun(alone(eqn))
     replicas = Replicas(mesh)
     same = replicas.spec(SAME)
+    # Outside `shard_map` JAX knows no axis of the mesh: `unbound axis name`.
     on_each = on_replicas(only, replicas, same, same)
     avals = [atom.aval for atom in operands_of(eqn)]
     types = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
@@ -92,6 +93,7 @@ def scanned(text: str) -> Lowered:
     """A description of a module of StableHLO."""
     operations = {_operation(line) for line in text.splitlines()}
     return Lowered(
+        # `custom_call` is among the pure ones, so what it calls must be known, too.
         is_pure=operations <= _PURE and all(map(_LIBRARY.fullmatch, _targets(text))),
         communicates=bool(operations & _COLLECTIVES),
         decides=not operations <= _STRAIGHT,
@@ -102,6 +104,7 @@ def _operation(line: str) -> str:
     """The name of the operation on a line; "" where there is only structure."""
     if match := _OPERATION.match(line):
         return match[1]
+    # What is read as neither stands for itself: it is in no set, so nothing is proved.
     return "" if _STRUCTURE.fullmatch(line) else line
 
 

@@ -121,6 +121,7 @@ def _comparison(frame: Frame, eqn: Equation, operands: list[Known]) -> list[Know
 def _select(frame: Frame, eqn: Equation, operands: list[Known]) -> list[Known]:
     choice, *cases = operands
     if level_of(choice) == Level.VARYING and _identity.are_one(frame, eqn.invars[1:]):
+        # Whichever case a replica chooses, it is the same value.
         return for_all(eqn, computed(eqn, cases))
     # What is chosen by the result of a reduction is not itself such a result.
     return for_all(eqn, computed(eqn, [not_reduced(content_of(choice)), *cases]))
@@ -134,6 +135,7 @@ def _hi_primitive(frame: Frame, eqn: Equation, operands: list[Known]) -> list[Kn
 def _empty(frame: Frame, eqn: Equation, operands: list[Known]) -> list[Known]:
     """Whatever lies in the memory of each device."""
     (result,) = eqn.outvars
+    # Without elements there is nothing that could differ.
     return [varying_since(eqn) if 0 not in result.aval.shape else None]
 
 

@@ -79,6 +79,7 @@ def is_share(frame: Frame, eqn: Equation) -> bool:
         return _literal(divisor) == replicas or _is_counted(frame, divisor)
     if eqn.primitive.name != "mul":
         return False
+    # A reciprocal is a rounded one: in float32 it is wrong by up to 6e-8 of itself.
     factors = [_literal(atom) for atom in eqn.invars]
     return any(
         factor is not None and abs(factor * replicas - 1) < 1e-6 for factor in factors

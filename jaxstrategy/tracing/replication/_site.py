@@ -55,6 +55,7 @@ class Site:
     @property
     def is_transposed(self) -> bool:
         """Whether differentiation made it, not the user."""
+        # The name stack of a backward pass is `transpose(jvp())` (JAX 0.10 and 0.12).
         return any("transpose(" in str(eqn.source_info.name_stack) for eqn in self.eqns)
 
     @property
