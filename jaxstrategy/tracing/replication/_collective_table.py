@@ -122,8 +122,8 @@ def named(*effects: Effect) -> list[str]:
 
 def is_along(eqn: Equation, axes: Iterable[str]) -> bool:
     """Whether an equation works along one of these mesh axes."""
-    # `psum`, `pmax` and `pmin` have `axes`, the others `axis_name`: a tuple of names, or
-    # one name (JAX 0.10 and 0.12).
+    # `psum`, `pmax` and `pmin` have `axes`, the others `axis_name`: a tuple of names
+    # or one name (JAX 0.10 and 0.12).
     found = eqn.params.get("axes", eqn.params.get("axis_name", ()))
     names = found if isinstance(found, (tuple, list)) else (found,)
     return not set(axes).isdisjoint(names)
