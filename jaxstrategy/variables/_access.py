@@ -127,6 +127,8 @@ _numbers = itertools.count()
 
 def traced_with(variables: StepVariables) -> contextlib.AbstractContextManager[object]:
     """A `with` block in which a step is traced with these variables."""
+    # Functions that the user has jitted are kept by this number: their traces hold the
+    # references of one trace. Without variables they may be used in the next one, too.
     trace = next(_numbers) if variables.any else _context.current().trace
     return _context.entered(variables=variables, trace=trace)
 

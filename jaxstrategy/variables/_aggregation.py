@@ -76,6 +76,7 @@ def of_copies(
     return _mesh.place(first, strategy.parameter_replicas.sharding(SAME))
 
 
+# JAX knows jitted functions by identity: a new one at each read would compile anew.
 @functools.cache
 def _first(where: NamedSharding) -> Callable[[jax.Array], jax.Array]:
     def first_copy(copies: jax.Array) -> jax.Array:
@@ -92,6 +93,7 @@ def shares(
         return value, value
     if jnp.issubdtype(value.dtype, jnp.integer):
         each = value // replicas
+        # What does not divide goes to the first, so that the copies sum to `value`.
         return value - each * (replicas - 1), each
     each = (value / replicas).astype(value.dtype)
     return each, each

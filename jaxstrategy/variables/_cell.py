@@ -99,6 +99,7 @@ class Cell:
         if self._ref is not None or is_traced():
             self.ref[...] = value
         else:
+            # The user may have it, too: what is assigned is not copied.
             self.array, self.is_alone = value, False
 
     def lend(self) -> jax.Array:
@@ -111,6 +112,7 @@ class Cell:
         """
         if self._ref is not None:
             raise IsReference
+        # Who has read the cell has this very array, and donated it would be deleted.
         if not self.is_alone:
             self.array, self.is_alone = jnp.copy(self.array), True
         return self.array

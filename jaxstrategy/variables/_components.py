@@ -56,4 +56,5 @@ def of(
 def owner_of(value: object) -> Handle | None:
     """The variable of which `value` is a copy, None of other values."""
     found = _owners.get(id(value))
+    # An id may be that of another object by now.
     return found[1]() if found is not None and found[0]() is value else None

@@ -13,6 +13,7 @@ _ordinary: weakref.WeakSet[Handle] = weakref.WeakSet()
 _of_strategy: weakref.WeakKeyDictionary[AbstractStrategy, weakref.WeakSet[Handle]] = (
     weakref.WeakKeyDictionary()
 )
+# To go through a WeakSet to which another thread adds raises RuntimeError.
 _lock = threading.Lock()
 
 
@@ -29,4 +30,5 @@ def usable_by(strategy: AbstractStrategy) -> list[Handle]:
     """The variables that steps of `strategy` may use, oldest first."""
     with _lock:
         found = [*_ordinary, *_of_strategy.get(strategy, ())]
+    # A set has the order of addresses, which differs between the processes of a job.
     return sorted(found, key=lambda variable: variable.number)

@@ -137,6 +137,7 @@ class Variable(Operators, Assignments, Scatters, Properties):
                 "same ones afterwards. Make it outside the step, or once: "
                 "`if self.v is None: self.v = Variable(...)`."
             )
+        # In a step, too: a cell outlives it, and must hold numbers and no tracers.
         with jax.ensure_compile_time_eval(), _context.outside():
             start = start_of(initial_value, dtype, name)
             _aggregation.check(self._aggregation, start.dtype, name)
@@ -145,6 +146,7 @@ class Variable(Operators, Assignments, Scatters, Properties):
             self._cell = Cell(self._kind.placed(jnp.copy(start)), is_alone=True)
         if step is not None:
             step.create(self, self._kind.of_one_replica(start))
+        # Last: another thread that traces a step takes whatever is registered.
         _registry.add(self, self._strategy)
 
     def ref(self) -> Reference[Variable]:
@@ -299,6 +301,7 @@ class Variable(Operators, Assignments, Scatters, Properties):
         memo[id(self)] = twin
         with _access.one_at_a_time, jax.ensure_compile_time_eval():
             vars(twin).update(vars(self))
+            # They share the array until one lends it: what was read is copied then.
             twin.number, twin._cell = next(_numbers), Cell(self._cell[...])
         _registry.add(twin, self._strategy)
         return twin

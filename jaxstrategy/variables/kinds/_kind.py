@@ -160,6 +160,7 @@ def _fits(given: jax.Array, wanted: np.dtype) -> bool:
     """Whether `given` may become the dtype `wanted`."""
     if is_key(given.dtype) or is_key(wanted):
         return given.dtype == wanted
+    # A Python number is a weakly typed float32 or int32, and fits narrower dtypes too.
     if given.weak_type and _same_sort(given.dtype, wanted):
         return True
     return jnp.promote_types(given.dtype, wanted) == wanted

@@ -116,6 +116,7 @@ class OnReadKind(VariableKind):
             value = _mesh.broadcast(value, self.replicas.sharding(SAME))
             given = self._to_each(value, change)
         given = _mesh.place(given, self.sharding)
+        # Each copy by itself: an index is of the variable, without the first dimension.
         new = _mesh.place(jax.vmap(change.applied)(old, given), self.sharding)
         ref[...] = new
         return self._combined(ref) if self.has_one_value else PerReplica(new)
