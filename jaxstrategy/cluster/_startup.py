@@ -67,6 +67,7 @@ def met(
     board = Board(meeting, timeout_seconds)
     watchdog = Watchdog(board, timeout_seconds)
     ending = Ending(board, watchdog)
+    # Before JAX starts: its notifier takes SIGTERM in `initialize` (0.10 and 0.12).
     _termination.keep()
     try:
         _start_jax(

@@ -98,6 +98,7 @@ class StopAgreement:
     def _look_on(self) -> None:
         while not self._over.is_set():
             try:
+                # Again and again for a short time, so that `close` is heard.
                 self._board.get(self._name, _TICK_SECONDS)
             except ClusterError:
                 self._over.wait(_PAUSE_SECONDS)  # it may be that it cannot answer

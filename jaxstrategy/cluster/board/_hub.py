@@ -79,6 +79,7 @@ class Hub:
 
     def close_in_forked_child(self) -> None:
         """Close the child's copies and leave the parent's selector alone."""
+        # An epoll object is shared: to unregister here would do so in the parent.
         for client in self._clients.values():
             client.sock.close()
 
@@ -225,6 +226,7 @@ class Hub:
             self._ended(client, "died", "")
 
     def _ended(self, client: _Client, end: str, text: str) -> None:
+        # Who has left waits for the others and may still die; other ends are final.
         if client.end is not None and (client.end != "left" or end == "left"):
             return
         client.end, client.text = end, text
@@ -264,6 +266,7 @@ class Hub:
         for client in self._clients.values():
             if passed > _STOPPED_SECONDS:
                 client.heard = now  # it was this process that was stopped
+            # Not to one that does not read: pings would pile up in memory.
             if client.end is None and not client.outgoing:
                 self._post(client, {"op": "ping"})
             silent = now - client.heard
@@ -279,6 +282,7 @@ class Hub:
         self._flush(client)
 
     def _flush(self, client: _Client) -> None:
+        # Who has hung up stays a client, and would be told what all are told.
         if client.sock.fileno() < 0:
             client.outgoing.clear()
             return
@@ -286,7 +290,7 @@ class Hub:
             while client.outgoing:
                 del client.outgoing[: client.sock.send(client.outgoing)]
         except BlockingIOError:
-            pass
+            pass  # the selector tells when there is room for the rest
         except OSError:
             client.outgoing.clear()  # reading tells that it has hung up
         events = selectors.EVENT_READ

@@ -241,6 +241,7 @@ class Board(AbstractBoard):
         self._answers[request] = answers
         try:
             self._send({**message, "id": request})
+            # The reader may have ended: it refuses only the requests that it found.
             if self._is_over:
                 answers.put({"gone": []})
             while (answer := _first(answers, seconds)) is None:
@@ -290,6 +291,7 @@ class Board(AbstractBoard):
     def _take(self, message: Message) -> None:
         if "id" in message:
             answers = self._answers.get(message["id"])
+            # None: the answer to a request that was given up meanwhile.
             if answers is not None:
                 answers.put(message)
             return
@@ -310,11 +312,13 @@ class Board(AbstractBoard):
         index = departure.member.index
         with self._news:
             known = self.departures.get(index)
+            # Who has left waits for the others and may still die; other ends are final.
             if known and (known.end != "left" or departure.end == "left"):
                 return
             self.departures[index] = departure
             callbacks = list(self._callbacks)
             self._news.notify_all()
+        # Without the lock: one may wait for the main thread, which waits for news.
         for callback in callbacks:
             callback(departure)
 

@@ -130,6 +130,7 @@ class Channel:
             return None
         frame = bytes(self._bytes[:end])
         seal = bytes(self._bytes[end : end + _SEAL_BYTES])
+        # In constant time: that of `==` tells how many bytes of a guess are right.
         if not hmac.compare_digest(seal, _seal(self._in, self._opened, frame)):
             raise ForgedError("a message is not of the job")
         self._opened += 1
@@ -173,6 +174,7 @@ class Greeting:
 
 def pair() -> tuple[Channel, Channel]:
     """The guest's and the host's channel of a connection within one process."""
+    # Nobody else has an end of a socket pair, so that nothing needs to be secret.
     secret, nonce = Secret(), bytes(NONCE_BYTES)
     guests, hosts = (Channel(secret, nonce, nonce, k, True) for k in (False, True))
     return guests, hosts

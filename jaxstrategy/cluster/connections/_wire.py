@@ -31,6 +31,7 @@ class Connection:
           TypeError: the message cannot be written as JSON.
           ValueError: it is too large, or nested too deeply.
         """
+        # A seal has the number of its message: what is packed first must be sent first.
         with self._sending:
             self.sock.sendall(self.channel.packed(message))
 
@@ -53,6 +54,7 @@ class Connection:
     def close(self) -> None:
         """End the connection, also for a thread that waits in `receive`."""
         try:
+            # On Linux, `close` alone does not wake a thread that waits in `recv`.
             self.sock.shutdown(socket.SHUT_RDWR)
         except OSError:
             pass  # the other side was faster
@@ -83,6 +85,7 @@ def tune(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (
+        # 5 s of silence, then 5 probes 3 s apart: as many seconds.
         ("TCP_KEEPIDLE", 5),
         ("TCP_KEEPINTVL", 3),
         ("TCP_KEEPCNT", 5),

@@ -41,6 +41,7 @@ class Arrivals:
 
     def arrived(self, step: int) -> None:
         """This process has come to a step."""
+        # Before the first meeting the processes have no moment in common.
         if self._meetings:
             since = time.monotonic() - self._met
             self._rows.append((step, self._meetings, since))

@@ -70,6 +70,7 @@ class Ending:
 
     def _forked(self) -> None:
         self.is_over = True
+        # A child is no process of the job: it must neither leave nor end it.
         self._board.close_in_forked_child()
 
     def _departed(self, departure: Departure) -> None:
@@ -109,6 +110,7 @@ class Ending:
             self._follow(cause, None)
         text = described(error.with_traceback(trace))
         finish(
+            # What shells say of a process that SIGINT has ended: 128 and its number.
             130 if interrupted else 1,
             f"{self._late}jaxstrategy: process {self._board.index} ends, and with it "
             "the job",
@@ -124,6 +126,7 @@ class Ending:
 
     def _exited(self, code: object) -> None:
         finish(
+            # As Python would: the system keeps 8 bits, and what is no number is a 1.
             code & 255 if isinstance(code, int) else 1,
             f"{self._late}jaxstrategy: process {self._board.index} ends, and with it "
             "the job",

@@ -102,6 +102,7 @@ class Watchdog:
         """Begin to look on."""
         self._is_on = True
         tick = min(_TICK_SECONDS, self.timeout_seconds / 8)
+        # Two of them: who waits for arrays hangs with the step, and the other reports.
         for name, loop in (("watchdog", self._look), ("tokens", self._wait)):
             threading.Thread(
                 target=loop, args=(tick,), name=f"jaxstrategy-{name}", daemon=True
@@ -181,6 +182,7 @@ class Watchdog:
         """Note progress: give the step the whole time again."""
         now = time.monotonic()
         self._opened = now
+        # A copy, because other threads begin and end theirs at any moment.
         for activity in list(self._activities.values()):
             activity.progress()
         if waiting := self._waiting:
@@ -189,6 +191,7 @@ class Watchdog:
     @property
     def pending(self) -> Pending | None:
         """The oldest wait, steps first; None if all are done."""
+        # Read once: the thread that waits for tokens makes it None at any moment.
         now, waiting, steps = time.monotonic(), self._waiting, []
         if waiting is not None:
             steps.append(_step(waiting[0], now - waiting[1]))

@@ -123,6 +123,7 @@ class Host:
             if error.errno in _NO_ROOM:
                 self._make_room()
             return  # or it has hung up already
+        # One thread serves all: a caller that does not read must not hold it up.
         sock.settimeout(1)
         _wire.tune(sock)
         caller = Caller(sock, self._secret)

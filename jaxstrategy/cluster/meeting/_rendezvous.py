@@ -92,6 +92,7 @@ def _listener(coordinator: str, bind_address: str | None) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
         listener.listen(1024)
+        # Who called may hang up before `accept`, which would wait for the next one.
         listener.setblocking(False)
     except OSError:
         listener.close()

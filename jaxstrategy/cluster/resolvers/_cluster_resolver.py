@@ -166,6 +166,7 @@ class ClusterResolver(abc.ABC):
     @property
     def rpc_layer(self) -> str | None:
         """The prefix that `master` puts before addresses: `"grpc"` makes `grpc://host:port`."""
+        # An empty one that was given does not become None where none is found.
         return self._rpc_layer or self._found_rpc_layer() or self._rpc_layer
 
     @rpc_layer.setter
