@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jaxstrategy._options import RunOptions
@@ -28,13 +28,13 @@ from jaxstrategy.tracing.replication._collective_table import COLLECTIVES
 from jaxstrategy.tracing.replication._levels import Collective
 from jaxstrategy.tracing.stages._stage import Stage
 from jaxstrategy.tracing.stages._stages import stages_of
-from jaxstrategy.values._types import Function
+from jaxstrategy.values._types import Function, PyTree
 
 
 def explain(
     fn: Function,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    args: Sequence[PyTree],
+    kwargs: dict[str, PyTree],
     *,
     environment: StepEnvironment,
     options: RunOptions,

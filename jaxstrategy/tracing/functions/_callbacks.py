@@ -5,12 +5,15 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Concatenate, TypeVar
 
+Owner = TypeVar("Owner")
 Answer = TypeVar("Answer")
 
 
-def of(owner: Any, method: Callable[..., object], *args: Any) -> Callable[..., None]:
+def of(
+    owner: Owner, method: Callable[Concatenate[Owner, ...], object], *args: object
+) -> Callable[..., None]:
     """A callback that calls `method(owner, *args, *given)` as long as `owner` lives.
 
     Args:
@@ -22,7 +25,7 @@ def of(owner: Any, method: Callable[..., object], *args: Any) -> Callable[..., N
     # are gone. So the callback has all that it uses with it.
     get, is_finalizing = weakref.ref(owner), sys.is_finalizing
 
-    def gone(*given: Any) -> None:
+    def gone(*given: object) -> None:
         if is_finalizing():
             return
         alive = get()
@@ -32,11 +35,13 @@ def of(owner: Any, method: Callable[..., object], *args: Any) -> Callable[..., N
     return gone
 
 
-def asked(owner: Any, method: Callable[..., Answer]) -> Callable[..., Answer | None]:
+def asked(
+    owner: Owner, method: Callable[Concatenate[Owner, ...], Answer]
+) -> Callable[..., Answer | None]:
     """A function that returns `method(owner, *given)`; None if `owner` is gone."""
     get = weakref.ref(owner)
 
-    def ask(*given: Any) -> Answer | None:
+    def ask(*given: object) -> Answer | None:
         alive = get()
         return None if alive is None else method(alive, *given)
 

@@ -8,7 +8,7 @@ import inspect
 import sys
 import types
 import weakref
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jaxstrategy.text import _user_code
 
@@ -31,7 +31,7 @@ class About(NamedTuple):
     is_users: bool
 
 
-# By the identity of code.
+# By identity: code of two files may be equal, as `co_filename` is not compared.
 _known: dict[int, About] = {}
 
 
@@ -71,7 +71,7 @@ def attributes_read(method: types.MethodType) -> set[str]:
     Of `self` written as a name; what is read in another way is not found.
     """
     kind, found = type(method.__self__), set[str]()
-    left: list[Any] = [method.__func__]
+    left: list[object] = [method.__func__]
     while left:
         function = left.pop()
         function = function.fget if isinstance(function, property) else function
@@ -103,7 +103,7 @@ def is_users_class(kind: type) -> bool:
     return is_users_module(sys.modules.get(kind.__module__))
 
 
-def is_users_module(module: Any) -> bool:
+def is_users_module(module: types.ModuleType | None) -> bool:
     """Whether a module is the user's own code; a notebook's is."""
     if module is None or module.__name__ in sys.builtin_module_names:
         return False
@@ -113,7 +113,7 @@ def is_users_module(module: Any) -> bool:
     return bool(file) and _user_code.innermost([(file, 1)], libraries=False) is not None
 
 
-def code_of(fn: Any) -> types.CodeType | None:
+def code_of(fn: object) -> types.CodeType | None:
     """The code of a function, of a method, of what a partial function calls."""
     while isinstance(fn, functools.partial):
         fn = fn.func
@@ -122,7 +122,7 @@ def code_of(fn: Any) -> types.CodeType | None:
     return getattr(fn, "__code__", None)
 
 
-def place_of(fn: Any) -> tuple[str, int] | None:
+def place_of(fn: object) -> tuple[str, int] | None:
     """The file and line where the user has defined `fn`."""
     if (place := getattr(fn, _PLACE, None)) is not None:
         return place
@@ -130,7 +130,7 @@ def place_of(fn: Any) -> tuple[str, int] | None:
     return code and (code.co_filename, code.co_firstlineno)
 
 
-def define_at(fn: Any, place: tuple[str, int] | None) -> None:
+def define_at(fn: object, place: tuple[str, int] | None) -> None:
     """Let `fn`, which is ours, stand for what the user has defined there."""
     fn.__dict__[_PLACE] = place
 

@@ -6,7 +6,7 @@ import enum
 import functools
 import hashlib
 import types
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Hashable
 from typing import Any
 
 import jax
@@ -26,6 +26,7 @@ from jaxstrategy.tracing.functions._places import (
 from jaxstrategy.tracing.functions._rebuilding import is_container, one_level
 from jaxstrategy.tracing.functions._walk import ITS_CLASS, Token, Walk, are_plain
 from jaxstrategy.values import _handle, _per_replica
+from jaxstrategy.values._types import PyTree
 
 # Larger arrays of NumPy are not read at each look.
 _DIGESTED_BYTES = 1 << 28
@@ -51,7 +52,7 @@ _COMPILED = ("jax", "jaxlib")
 
 
 def look_into(
-    is_object: Callable[[Any], bool], walk: Walk, label: str, value: Any, number: int
+    is_object: Callable[[object], bool], walk: Walk, label: str, value: Any, number: int
 ) -> Token:
     """Goes on with what `value` refers to; returns what stands for it in the form.
 
@@ -80,7 +81,7 @@ def look_into(
     return _other(walk, label, value, kind, number)
 
 
-def _unknown(walk: Walk, label: str, value: Any) -> Token:
+def _unknown(walk: Walk, label: str, value: object) -> Token:
     walk.opaque = walk.opaque or label
     return Identity(value)
 
@@ -88,7 +89,7 @@ def _unknown(walk: Walk, label: str, value: Any) -> Token:
 # Arrays.
 
 
-def _array(walk: Walk, label: str, value: Any) -> Token:
+def _array(walk: Walk, label: str, value: jax.Array | Tracer) -> Token:
     if not isinstance(value, Tracer) and value.is_deleted():
         return ("deleted",)
     # One that is split may be captured along with what the function does use, and
@@ -100,9 +101,10 @@ def _array(walk: Walk, label: str, value: Any) -> Token:
     return Identity(value)
 
 
-def _host_array(walk: Walk, label: str, value: Any) -> Token:
+def _host_array(walk: Walk, label: str, value: np.ndarray | np.generic) -> Token:
     if not walk.with_form:
         return Identity(value)
+    # The bytes of an array of objects are their addresses.
     if value.dtype.hasobject or value.nbytes > _DIGESTED_BYTES:
         return _unknown(walk, label, value)
     digest = hashlib.blake2b(np.ascontiguousarray(value), digest_size=16).digest()
@@ -145,7 +147,7 @@ def _defaults(walk: Walk, label: str, fn: types.FunctionType, number: int) -> No
 
 
 def _globals(
-    walk: Walk, scope: dict[str, Any], names: Collection[str], number: int
+    walk: Walk, scope: dict[str, object], names: Collection[str], number: int
 ) -> None:
     with walk.in_the_open():
         for name in names:
@@ -163,7 +165,9 @@ def _method(walk: Walk, label: str, method: types.MethodType, number: int) -> To
     return "method"
 
 
-def _builtin(walk: Walk, label: str, function: Any, number: int) -> Token:
+def _builtin(
+    walk: Walk, label: str, function: types.BuiltinFunctionType, number: int
+) -> Token:
     owner = function.__self__
     if owner is None or isinstance(owner, (types.ModuleType, type)):
         return Identity(function)
@@ -171,7 +175,9 @@ def _builtin(walk: Walk, label: str, function: Any, number: int) -> Token:
     return ("builtin", function.__name__)
 
 
-def _partial(walk: Walk, label: str, fn: functools.partial[Any], number: int) -> Token:
+def _partial(
+    walk: Walk, label: str, fn: functools.partial[object], number: int
+) -> Token:
     walk.visit("captured", None, fn.func, number)
     for index, value in enumerate(fn.args):
         walk.visit(f"captured args[{index}]", None, value, number)
@@ -183,13 +189,13 @@ def _partial(walk: Walk, label: str, fn: functools.partial[Any], number: int) ->
 # Containers.
 
 
-def _list(walk: Walk, label: str, items: list[Any], number: int) -> Token:
+def _list(walk: Walk, label: str, items: list[object], number: int) -> Token:
     for i, item in enumerate(items):
         walk.visit(f"{label}[{i}]", Index(items, i), item, number)
     return (type(items), len(items))
 
 
-def _tuple(walk: Walk, label: str, items: tuple[Any, ...], number: int) -> Token:
+def _tuple(walk: Walk, label: str, items: tuple[object, ...], number: int) -> Token:
     names = getattr(type(items), "_fields", None)
     for i, item in enumerate(items):
         where = f".{names[i]}" if names else f"[{i}]"
@@ -197,26 +203,30 @@ def _tuple(walk: Walk, label: str, items: tuple[Any, ...], number: int) -> Token
     return (type(items), len(items))
 
 
-def _dict(walk: Walk, label: str, items: dict[Any, Any], number: int) -> Token:
+def _dict(walk: Walk, label: str, items: dict[Hashable, object], number: int) -> Token:
     for key, item in list(items.items()):
         walk.visit(label, None, key, number)
         walk.visit(f"{label}[{key!r}]", Key(items, key), item, number)
     return (type(items), len(items))
 
 
-def _view(walk: Walk, label: str, items: Any, number: int) -> Token:
+def _view(
+    walk: Walk, label: str, items: types.MappingProxyType[Hashable, object], number: int
+) -> Token:
     for key, item in list(items.items()):
         walk.visit(f"{label}[{key!r}]", None, item, number)
     return (types.MappingProxyType, tuple(map(str, items)))
 
 
-def _set(walk: Walk, label: str, items: Any, number: int) -> Token:
+def _set(
+    walk: Walk, label: str, items: set[Hashable] | frozenset[Hashable], number: int
+) -> Token:
     if are_plain(items):
         return (type(items), frozenset((type(item), item) for item in items))
     return _unknown(walk, label, items)
 
 
-def _tree(walk: Walk, label: str, value: Any, number: int) -> Token:
+def _tree(walk: Walk, label: str, value: PyTree, number: int) -> Token:
     """A container that somebody has registered with JAX."""
     try:
         children, structure = one_level(value)
@@ -253,7 +263,7 @@ def _class(walk: Walk, label: str, kind: type, number: int) -> Token:
     return Identity(kind)
 
 
-def _descriptor(walk: Walk, label: str, value: Any, number: int) -> Token:
+def _descriptor(walk: Walk, label: str, value: object, number: int) -> Token:
     for name in ("__func__", "fget", "func"):
         if (function := getattr(value, name, None)) is not None:
             walk.visit(label, None, function, number)
@@ -264,7 +274,7 @@ def _enumerated(walk: Walk, label: str, value: enum.Enum, number: int) -> Token:
     return (Identity(type(value)), value.name)
 
 
-def _other(walk: Walk, label: str, value: Any, kind: type, number: int) -> Token:
+def _other(walk: Walk, label: str, value: object, kind: type, number: int) -> Token:
     package = kind.__module__.partition(".")[0]
     is_ours = package == "jaxstrategy" and not _object_attributes.is_layer(kind)
     if package in _BESIDES or is_ours:
@@ -282,7 +292,7 @@ def _other(walk: Walk, label: str, value: Any, kind: type, number: int) -> Token
     return _unknown(walk, label, value)
 
 
-def _object(walk: Walk, label: str, value: Any, kind: type, number: int) -> Token:
+def _object(walk: Walk, label: str, value: object, kind: type, number: int) -> Token:
     in_part = walk.is_in_part(value)
     walk.visit(label, None, kind, number, ITS_CLASS if in_part else None)
     attributes = _object_attributes.attributes_of(value)
@@ -301,7 +311,10 @@ def _object(walk: Walk, label: str, value: Any, kind: type, number: int) -> Toke
     return ("attributes", len(names) if compared is None else compared)
 
 
-_FOLLOWED: list[tuple[Any, Callable[[Walk, str, Any, int], Token]]] = [
+# `Any`: each function takes values of its own kinds alone. The first that fits counts.
+_FOLLOWED: list[
+    tuple[type | tuple[type, ...], Callable[[Walk, str, Any, int], Token]]
+] = [
     (types.FunctionType, _function),
     (types.MethodType, _method),
     (types.BuiltinFunctionType, _builtin),

@@ -27,6 +27,7 @@ from jaxstrategy.tracing.functions._places import (
 )
 from jaxstrategy.tracing.functions._references import References
 from jaxstrategy.tracing.functions._walk import Referred
+from jaxstrategy.values._types import Function
 
 # A Keras model of a hundred layers has about twenty thousand.
 _LIMIT = 50_000
@@ -36,7 +37,12 @@ class Leak(Exception):
     """A step left values of its trace behind; `explained` when the trace has ended."""
 
     def __init__(
-        self, fn: Any, name: str, labels: Sequence[str], value: Any, keras: bool
+        self,
+        fn: Function,
+        name: str,
+        labels: Sequence[str],
+        value: Tracer,
+        keras: bool,
     ) -> None:
         self._code = _code.code_of(fn)
         self._name = name
@@ -70,7 +76,7 @@ class Leak(Exception):
         )
 
 
-def _line_of(tracer: Any) -> Line | None:
+def _line_of(tracer: Tracer) -> Line | None:
     """The user's line where a value was made, of a trace that has ended."""
     try:
         jnp.negative(tracer)
@@ -88,10 +94,10 @@ def _line_of(tracer: Any) -> Line | None:
 
 @contextlib.contextmanager
 def refused(
-    fn: Any,
+    fn: Function,
     name: str,
-    is_object: Callable[[Any], bool],
-    given: Sequence[tuple[str, Any]] = (),
+    is_object: Callable[[object], bool],
+    given: Sequence[tuple[str, object]] = (),
 ) -> Iterator[None]:
     """A `with` block in which a step is called, and may leave no values of its trace.
 
@@ -121,8 +127,9 @@ def refused(
         raise Leak(fn, name, labels, values[0], keras)
 
 
-def _restore(after: References, before: References) -> list[tuple[str, Any, Any]]:
+def _restore(after: References, before: References) -> list[tuple[str, Tracer, Any]]:
     """Puts back what tracers took the place of; returns label, tracer and owner."""
+    # `before` keeps its values, so that no new value has the `id` of one.
     known = {id(step.value) for step in before.reached}
     new = {
         number
@@ -158,7 +165,9 @@ def _holder(steps: Sequence[Referred], number: int) -> Referred | None:
     return steps[number]
 
 
-def _label_in_keras(steps: Sequence[Referred], number: int, owner: Any) -> str | None:
+def _label_in_keras(
+    steps: Sequence[Referred], number: int, owner: object
+) -> str | None:
     """The model, optimizer or metric that a variable of Keras belongs to, and its path.
 
     What leads there in between are Keras' own lists of layers.
@@ -174,6 +183,6 @@ def _label_in_keras(steps: Sequence[Referred], number: int, owner: Any) -> str |
     return f"{label}: {path}" if isinstance(path, str) else label
 
 
-def _is_keras(owner: Any) -> bool:
+def _is_keras(owner: object) -> bool:
     # A user's own model is of a class of Keras, too.
     return any(base.__module__.startswith("keras.") for base in type(owner).__mro__)

@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
 
 from jaxstrategy.tracing.functions._places import Place
 from jaxstrategy.tracing.functions._rebuilding import rebuilt
 from jaxstrategy.tracing.functions._references import References
+from jaxstrategy.values._types import Function
 
 # Held while a function is traced or looked into; threads see no other's loans.
 one_at_a_time = threading.RLock()
@@ -27,8 +27,8 @@ one_at_a_time = threading.RLock()
 
 @contextlib.contextmanager
 def lent(
-    fn: Any, replaced: dict[str, Any], is_object: Callable[[Any], bool]
-) -> Iterator[Any]:
+    fn: Function, replaced: Mapping[str, object], is_object: Callable[[object], bool]
+) -> Iterator[Function]:
     """`fn`, which refers to other values for the length of the `with` block.
 
     Args:
@@ -44,7 +44,7 @@ def lent(
         known = {**labelled.objects, **labelled.arrays}
         references = References(fn, is_object, with_form=False)
         others = {id(known[label]): value for label, value in replaced.items()}
-        loans: list[tuple[Place, Any, Any]] = []
+        loans: list[tuple[Place, object, object]] = []
         try:
             for step in references.holders(set(others)):
                 assert step.place is not None
@@ -54,5 +54,5 @@ def lent(
             yield rebuilt(references.root, others)
         finally:
             for place, value, new in reversed(loans):
-                if place.get() is new:
+                if place.get() is new:  # else the function has put another there
                     place.set(value)

@@ -7,15 +7,15 @@ import functools
 import inspect
 import types
 from collections.abc import Iterator
-from typing import Any
 
 from jaxstrategy.tracing.functions import _code
+from jaxstrategy.values._types import Function
 
 _CALLABLE = (types.FunctionType, types.MethodType, functools.partial)
 _HEAP_TYPE = 1 << 9  # of `type.__flags__`: defined by a `class` statement
 
 
-def attributes_of(value: Any) -> dict[str, Any]:
+def attributes_of(value: object) -> dict[str, object]:
     """The attributes of an object, without asking its class."""
     try:
         return object.__getattribute__(value, "__dict__")
@@ -40,7 +40,8 @@ def consists_of_attributes(kind: type) -> bool:
 
 
 def _is_open(kind: type) -> bool:
-    # A class that C code made on the heap has a layout of its own.
+    # A class that C code made on the heap has a layout of its own. One of Python's has
+    # a pointer for each slot, and one each for `__dict__` and `__weakref__`.
     return kind.__basicsize__ <= object.__basicsize__ + 8 * (
         2 + sum(1 for _ in slots_of(kind))
     )
@@ -74,7 +75,7 @@ def compared(kind: type) -> tuple[str, ...] | None:
     return tuple(f.name for f in dataclasses.fields(kind) if f.compare)
 
 
-def first_name(function: Any) -> str | None:
+def first_name(function: object) -> str | None:
     """The name by which a method of the user's calls its object."""
     code = getattr(function, "__code__", None)
     if code is None or not _code.about(code).is_users:
@@ -82,7 +83,7 @@ def first_name(function: Any) -> str | None:
     return next(iter(code.co_varnames), None)
 
 
-def as_method(fn: Any) -> Any:
+def as_method(fn: Function) -> Function:
     """`fn`, or of an object that can be called the method that is called."""
     call = inspect.getattr_static(type(fn), "__call__", None)
     if isinstance(fn, _CALLABLE) or not isinstance(call, types.FunctionType):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
 
 
 class Identity:
@@ -12,7 +11,7 @@ class Identity:
 
     __slots__ = ("_id", "_get")
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: object) -> None:
         self._id = id(value)
         try:
             self._get = weakref.ref(value)
@@ -22,13 +21,16 @@ class Identity:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Identity) or self._id != other._id:
             return False
+        # An object that is gone may have left its `id` to another.
         mine = self._get()
         return mine is not None and mine is other._get()
 
     def __hash__(self) -> int:
         return self._id
 
-    def watched(self, gone: Callable[[Any], object]) -> Any:
+    def watched(
+        self, gone: Callable[[weakref.ref[object]], object]
+    ) -> weakref.ref[object] | None:
         """A reference that calls `gone` when the object is, as long as it is kept."""
         value = self._get()
         try:

@@ -13,7 +13,7 @@ import types
 import typing
 import weakref
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jaxstrategy.tracing.functions import _code
 
@@ -50,7 +50,7 @@ class Reach(NamedTuple):
         """Whether it may use attributes that it does not name."""
         return not self.used.isdisjoint(_DYNAMIC)
 
-    def only_asks(self, value: Any, name: str) -> bool:
+    def only_asks(self, value: object, name: str) -> bool:
         """Whether what it has as `name` is only asked for attributes that it names."""
         kind = type(value)
         if self.is_dynamic or not _is_plain_class(kind):
@@ -92,6 +92,7 @@ def of(code: types.CodeType) -> Reach:
             if isinstance(inner, types.CodeType):
                 known = known.plus(of(inner))
         _known[id(code)] = known
+        # Another code may get the same `id` when this one is gone.
         weakref.finalize(code, _known.pop, id(code), None)
     return known
 

@@ -4,28 +4,32 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 
+from jaxstrategy.tracing._jaxpr_types import KeyPath
 from jaxstrategy.values import _trees
+from jaxstrategy.values._types import PyTree
 
 _CALLABLE = (types.FunctionType, types.MethodType, functools.partial)
 
 
-def is_container(value: Any) -> bool:
+def is_container(value: object) -> bool:
+    """Whether `value` is a node of pytrees and no leaf; None is one."""
     return not jax.tree_util.all_leaves([value])
 
 
-def one_level(value: Any) -> tuple[list[Any], Any]:
+def one_level(value: PyTree) -> tuple[list[tuple[KeyPath, PyTree]], Any]:
     """The values that a registered container holds, and its structure."""
+    # `Any`: to type checkers JAX's `PyTreeDef` is a variable, and no type.
     return jax.tree_util.tree_flatten_with_path(
         value, is_leaf=lambda node: node is not value
     )
 
 
-def rebuilt(value: Any, others: dict[int, Any]) -> Any:
+def rebuilt(value: Any, others: Mapping[int, object]) -> Any:
     """`value`, or if it holds one of `others` and cannot be changed, one like it.
 
     Args:
@@ -34,6 +38,7 @@ def rebuilt(value: Any, others: dict[int, Any]) -> Any:
     """
     if id(value) in others:
         return others[id(value)]
+    # `Any`, and the class: `isinstance` asks some libraries' objects.
     kind = type(value)
     if issubclass(kind, types.MethodType):
         parts = [value.__func__, value.__self__]
@@ -62,5 +67,5 @@ def rebuilt(value: Any, others: dict[int, Any]) -> Any:
     return value
 
 
-def _are_same(some: Sequence[Any], others: Sequence[Any]) -> bool:
+def _are_same(some: Sequence[object], others: Sequence[object]) -> bool:
     return all(a is b for a, b in zip(some, others, strict=True))

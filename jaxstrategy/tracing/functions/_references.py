@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
 
 from jaxstrategy.tracing.functions import _contents
 from jaxstrategy.tracing.functions._object_attributes import as_method
 from jaxstrategy.tracing.functions._places import Place
 from jaxstrategy.tracing.functions._reach import Reach
 from jaxstrategy.tracing.functions._walk import Referred, Token, Walk, path_to
+from jaxstrategy.values._types import Function
 
 # As many values are looked at; with more, a function is known by itself alone.
 _LIMIT = 5000
@@ -46,11 +46,11 @@ class References:
 
     def __init__(
         self,
-        fn: Any,
-        is_object: Callable[[Any], bool],
+        fn: Function,
+        is_object: Callable[[object], bool],
         limit: int = _LIMIT,
         with_form: bool = True,
-        more: Sequence[tuple[str, Any]] = (),
+        more: Sequence[tuple[str, object]] = (),
     ) -> None:
         self.root = as_method(fn)
         look_into = functools.partial(_contents.look_into, is_object)
@@ -100,7 +100,7 @@ class References:
             each for each in self.reached if each.place and id(each.value) in carriers
         ]
 
-    def watched(self) -> list[tuple[Place, Any]]:
+    def watched(self) -> list[tuple[Place, object]]:
         """The places that must hold what they hold for the same objects to be found."""
         slots = {id(v) for v in (*self.objects.values(), *self.arrays.values())}
         wanted: set[int] = set()

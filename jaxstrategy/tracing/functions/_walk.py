@@ -6,6 +6,9 @@ import contextlib
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import jax
+from jax.core import Tracer
+
 from jaxstrategy.tracing.functions._places import Place
 from jaxstrategy.tracing.functions._reach import Reach
 
@@ -66,7 +69,7 @@ class Walk:
 
     def __init__(
         self,
-        look_into: Callable[[Walk, str, Any, int], Token],
+        look_into: Callable[[Walk, str, object, int], Token],
         limit: int,
         with_form: bool,
         reach: Reach,
@@ -77,26 +80,27 @@ class Walk:
         self.with_form = with_form
         self.reach = reach
         self.whole = set(whole)
+        # By identity; `reached` keeps the values, so that no `id` is used again.
         self._seen: dict[int, int] = {}
         self._in_part: set[int] = set()
         self.is_enclosed = True
         self.reached: list[Referred] = []
         self.tokens: list[Token] = []
-        self.objects: dict[str, Any] = {}
-        self.arrays: dict[str, Any] = {}
+        self.objects: dict[str, object] = {}
+        self.arrays: dict[str, jax.Array | Tracer] = {}
         self.opaque: str | None = None
 
     def visit(
         self,
         label: str,
         place: Place | None,
-        value: Any,
+        value: object,
         parent: int,
         name: str | None = None,
     ) -> None:
         """Looks into a value; `name` is what the user's code calls it, if it does."""
         kind = type(value)
-        if kind in _PLAIN:
+        if kind in _PLAIN:  # with its class: True is equal to 1
             self.add(label, place, value, parent, (kind, value))
         elif kind in (float, complex):  # -0.0 is not 0.0, and nan is nan
             self.add(label, place, value, parent, (kind, repr(value)))
@@ -115,7 +119,7 @@ class Walk:
             self.tokens[number] = self._look_into(self, label, value, number)
 
     def add(
-        self, label: str, place: Place | None, value: Any, parent: int, token: Token
+        self, label: str, place: Place | None, value: object, parent: int, token: Token
     ) -> int:
         """Takes note of a value; returns its number."""
         self.reached.append(Referred(label, place, value, parent))
@@ -123,24 +127,24 @@ class Walk:
         return len(self.reached) - 1
 
     def member(
-        self, owner: Any, label: str, place: Place, number: int, name: str
+        self, owner: object, label: str, place: Place, number: int, name: str
     ) -> None:
         """Looks into the attribute `name` of `owner`."""
         # Who is handed the owner as a whole may hand on what it has.
         own = name if self.is_in_part(owner) else None
         self.visit(label, place, place.get(), number, own)
 
-    def named(self, value: Any, names: Iterable[str]) -> list[str]:
+    def named(self, value: object, names: Iterable[str]) -> list[str]:
         """The names of attributes that count, of all these names."""
         if not self.is_in_part(value):
             return list(names)
         return [name for name in names if name in self.reach.used]
 
-    def is_in_part(self, value: Any) -> bool:
+    def is_in_part(self, value: object) -> bool:
         """Whether of `value` only what the code names counts."""
         return id(value) in self._in_part
 
-    def _is_part(self, value: Any, name: str | None) -> bool:
+    def _is_part(self, value: object, name: str | None) -> bool:
         """Whether of `value`, come by as `name`, only what the code names counts."""
         if not self.with_form or name is None or id(value) in self.whole:
             return False
@@ -163,7 +167,7 @@ class Walk:
         self.is_enclosed = was
 
 
-def are_plain(values: Iterable[Any]) -> bool:
+def are_plain(values: Iterable[object]) -> bool:
     """Whether each of `values` is known by its value alone."""
     return all(type(value) in _PLAIN for value in values)
 

@@ -11,8 +11,11 @@ import jax
 
 from jaxstrategy._errors import ObjectError
 from jaxstrategy.tracing.functions import _callbacks
+from jaxstrategy.tracing.nnx._flax_types import FlaxVariable, NodePath
 from jaxstrategy.tracing.nnx._object_form import ObjectForm
-from jaxstrategy.tracing.nnx._object_kinds import is_variable
+from jaxstrategy.tracing.nnx._object_kinds import (
+    is_variable,
+)
 from jaxstrategy.tracing.nnx._parts import Parts, Same, apply, dotted
 from jaxstrategy.values._trees import is_object
 from jaxstrategy.values._types import Leaf, PyTree
@@ -32,12 +35,14 @@ class CallersObjects:
       known: what the caller keeps here.
     """
 
-    def __init__(self, objects: Sequence[Any]) -> None:
+    def __init__(self, objects: Sequence[object]) -> None:
+        # Whoever has such an object has imported Flax, which is optional.
         nnx = sys.modules["flax.nnx"]
         objects = list(objects)
         _alive.add(self)
         clear = _callbacks.of(self, CallersObjects._clear)
-        self.known: Any = None
+        # `Any`: the programs of `ObjectCalls`, whose type is a parameter there.
+        self.known: tuple[tuple[str, ...], Any] | None = None
         self.may_be_kept = all(map(is_object, objects))
         self._objects = [
             # A variable by itself allows no weak reference.
@@ -57,6 +62,8 @@ class CallersObjects:
                     "`jax.Ref`, which a step on several devices cannot be given. Make "
                     "the variable without `ref=True`."
                 )
+        # Raw values: for others Flax calls the hooks of a variable, which is for the
+        # code of the step to cause.
         self._getters = [
             node.get_raw_value if is_variable(node) else lambda node=node: node
             for node in self._variables
@@ -74,24 +81,25 @@ class CallersObjects:
             [leaf.replace(0) if is_variable(leaf) else None for _, leaf in found],
         )
 
-    def is_of(self, objects: Sequence[Any]) -> bool:
+    def is_of(self, objects: Sequence[object]) -> bool:
         """Whether `objects` are these, put together as they were."""
         if not self.has_roots(objects):
             return False
         nodes, structure = jax.tree.flatten(list(objects), is_leaf=is_variable)
         return structure == self._structure and _are_same(nodes, self._nodes)
 
-    def holders_of(self, arrays: Collection[int]) -> list[tuple[Any, Any]]:
+    def holders_of(self, arrays: Collection[int]) -> list[tuple[FlaxVariable, object]]:
         """The variables with an array among these, by identity, and whose they are."""
         roots = [each() for each in self._objects]
         return [
             (variable, roots[place])
             for place, own in enumerate(self.form.owners)
+            # There are none any more once an object is gone.
             for variable in (self._variables[i] for i in own if self._variables)
             if is_variable(variable) and id(variable.get_raw_value()) in arrays
         ]
 
-    def has_roots(self, objects: Sequence[Any]) -> bool:
+    def has_roots(self, objects: Sequence[object]) -> bool:
         """Whether `objects` are these, however they are put together now."""
         return _are_same([each() for each in self._objects], objects)
 
@@ -122,6 +130,7 @@ class CallersObjects:
                     if array is not None:
                         variables[i].set_raw_value(array)
         except Exception as error:
+            # By name: the class is in Flax, which is not imported from here.
             if type(error).__name__ != "TraceContextError":
                 raise
             raise ObjectError(
@@ -140,17 +149,20 @@ class CallersObjects:
             return returned
         by_path = self._by_path()
 
-        def original(leaf: Leaf) -> Any:
+        def original(leaf: Leaf) -> Leaf:
             return by_path[leaf.path] if isinstance(leaf, Same) else leaf
 
         return jax.tree.map(original, returned, is_leaf=lambda x: isinstance(x, Same))
 
-    def _clear(self, _: Any) -> None:
+    def _clear(self, _: object) -> None:
+        # These hold arrays, and nothing in a variable refers to the object it is of.
         self._variables, self._getters, self._nodes = [], [], []
 
-    def _by_path(self) -> dict[Any, Any]:
+    def _by_path(self) -> dict[NodePath, object]:
         roots = [each() for each in self._objects]
-        by_path = dict(sys.modules["flax.nnx"].iter_graph(roots))
+        by_path: dict[NodePath, object] = dict(
+            sys.modules["flax.nnx"].iter_graph(roots)
+        )
         # Of an object that is given twice, Flax names the first place only.
         return by_path | {(place,): root for place, root in enumerate(roots)}
 
@@ -159,7 +171,7 @@ class CallersObjects:
 _alive: weakref.WeakSet[CallersObjects] = weakref.WeakSet()
 
 
-def holders_of(arrays: Collection[int]) -> list[tuple[Any, Any]]:
+def holders_of(arrays: Collection[int]) -> list[tuple[FlaxVariable, object]]:
     """The variables that hold arrays, and the objects whose they are.
 
     Of all objects that steps were given, or have captured.
@@ -170,7 +182,7 @@ def holders_of(arrays: Collection[int]) -> list[tuple[Any, Any]]:
     return [pair for objects in list(_alive) for pair in objects.holders_of(arrays)]
 
 
-def _are_same(some: Sequence[Any], others: Sequence[Any]) -> bool:
+def _are_same(some: Sequence[object], others: Sequence[object]) -> bool:
     return len(some) == len(others) and all(
         a is b for a, b in zip(some, others, strict=True)
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
 
@@ -33,12 +32,12 @@ class ObjectCall:
 
     objects: CallersObjects | None
     captured: tuple[str, ...]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    args: Sequence[PyTree]
+    kwargs: dict[str, PyTree]
 
     def with_rest(
-        self, rest: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        self, rest: tuple[PyTree, ...], kwargs: dict[str, PyTree]
+    ) -> tuple[tuple[PyTree, ...], dict[str, PyTree]]:
         """The call with more arguments, and the arrays that the objects have now."""
         assert self.objects is not None
         parts = iter(self.objects.parts())
@@ -62,9 +61,9 @@ class ObjectCall:
 
 
 def call_of(
-    args: Any,
-    kwargs: Any,
-    captured: Mapping[str, Any],
+    args: Sequence[PyTree],
+    kwargs: dict[str, PyTree],
+    captured: Mapping[str, object],
     known: Sequence[CallersObjects] = (),
 ) -> ObjectCall | None:
     """The call `fn(*args, **kwargs)` as one with arrays; None if it is one.
@@ -94,8 +93,8 @@ def call_of(
 
 
 def require_objects(
-    objects: tuple[Any, ...],
-    captured: Mapping[str, Any],
+    objects: tuple[object, ...],
+    captured: Mapping[str, object],
     known: Sequence[CallersObjects] = (),
 ) -> ObjectCall:
     """The call `fn(*objects)`, as `bind` begins one.
@@ -112,7 +111,7 @@ def require_objects(
     return call
 
 
-def captured_by(fn: Function) -> dict[str, Any]:
+def captured_by(fn: Function) -> dict[str, object]:
     """The objects that a function refers to, by label."""
     if not _trees.object_kinds():
         return {}
@@ -121,8 +120,8 @@ def captured_by(fn: Function) -> dict[str, Any]:
 
 
 def as_arrays(
-    fn: Function, args: Sequence[Any], kwargs: dict[str, Any], options: RunOptions
-) -> tuple[Function, Any, Any, RunOptions]:
+    fn: Function, args: Sequence[PyTree], kwargs: dict[str, PyTree], options: RunOptions
+) -> tuple[Function, Sequence[PyTree], dict[str, PyTree], RunOptions]:
     """A call of a step as a function of arrays, whether it has objects or not."""
     call = call_of(args, kwargs, captured_by(fn))
     if call is None:
@@ -141,6 +140,7 @@ def options_of(options: RunOptions) -> RunOptions:
     if is_function(expected):
 
         def both(path: KeyPath, leaf: Leaf) -> bool:
+            # A step of arrays returns its results, then the `Parts` of its objects.
             return path[0].idx == 1 or expected(path[1:], leaf)
 
         return dataclasses.replace(options, expect_mirrored=both)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, TypeVar, final
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Generic, TypeVar, final
 
 from jaxstrategy.tracing.nnx._callers_objects import CallersObjects
 from jaxstrategy.tracing.nnx._object_call import ObjectCall, call_of, require_objects
 from jaxstrategy.tracing.nnx._object_form import ObjectForm
 from jaxstrategy.tracing.nnx._object_step import step_of_arrays
-from jaxstrategy.values._types import Function
+from jaxstrategy.values._types import Function, PyTree
 
 # Models, optimizers and metrics of one function: those of a few trainings at once.
 _OBJECTS_KEPT = 8
@@ -37,16 +37,19 @@ class ObjectCalls(Generic[Programs]):
         self._objects: list[CallersObjects] = []
         # For objects that are put together alike: their form, the function of arrays,
         # which nobody else keeps, and its programs.
-        self._known: dict[Any, tuple[ObjectForm | None, Function, Programs]] = {}
+        self._known: dict[Hashable, tuple[ObjectForm | None, Function, Programs]] = {}
 
     def find(
-        self, args: Sequence[Any], kwargs: dict[str, Any], captured: Mapping[str, Any]
+        self,
+        args: Sequence[PyTree],
+        kwargs: dict[str, PyTree],
+        captured: Mapping[str, object],
     ) -> ObjectCall | None:
         """A call as one with arrays; None if it is one."""
         return call_of(args, kwargs, captured, self._objects)
 
     def require(
-        self, objects: Sequence[Any], captured: Mapping[str, Any]
+        self, objects: Sequence[object], captured: Mapping[str, object]
     ) -> ObjectCall:
         """The call `fn(*objects)`, as `bind` begins one.
 

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Hashable, Iterator, Sequence
 
 import jax
 
 from jaxstrategy._errors import ObjectError
 from jaxstrategy.text._lists import listed
-from jaxstrategy.tracing.nnx._object_kinds import is_changed_in_place, is_variable
+from jaxstrategy.tracing.nnx._flax_types import FlaxVariable, NodePath
+from jaxstrategy.tracing.nnx._object_kinds import (
+    is_changed_in_place,
+    is_variable,
+)
 from jaxstrategy.tracing.nnx._parts import GONE, AttributeChange, Parts, apply, dotted
 from jaxstrategy.values._trees import is_object
+from jaxstrategy.values._types import Leaf, PyTree
 
 
 @dataclasses.dataclass
@@ -29,21 +33,21 @@ class ObjectForm:
       returns_objects: whether a step returns some of them.
     """
 
-    graph: Any
-    structure: Any
+    graph: Hashable
+    structure: Hashable
     owners: tuple[tuple[int, ...], ...]
     names: tuple[tuple[str, ...], ...]
-    templates: list[Any] = dataclasses.field(repr=False)
+    templates: list[FlaxVariable | None] = dataclasses.field(repr=False)
     returns_objects: bool = False
 
     @property
-    def key(self) -> Any:
+    def key(self) -> Hashable:
         """Equal for objects that are alike."""
         # The structure of variables has their metadata: what Flax does with them.
         variables = jax.tree.structure(self.templates)
         return self.graph, self.structure, self.owners, variables
 
-    def put_together(self, parts: Sequence[Parts]) -> list[Any]:
+    def put_together(self, parts: Sequence[Parts]) -> list[object]:
         """New objects with these arrays."""
         values = self._in_order(parts)
         state = jax.tree.unflatten(
@@ -55,14 +59,16 @@ class ObjectForm:
         )
         return sys.modules["flax.nnx"].merge(self.graph, state)
 
-    def _in_order(self, parts: Sequence[Parts]) -> list[Any]:
-        values: list[Any] = [None] * len(self.templates)
+    def _in_order(self, parts: Sequence[Parts]) -> list[Leaf]:
+        values: list[Leaf] = [None] * len(self.templates)
         for own, part in zip(self.owners, parts, strict=True):
             for i, array in zip(own, part.arrays, strict=True):
                 values[i] = array
         return values
 
-    def take_apart(self, objects: list[Any], given: Sequence[Parts]) -> list[Parts]:
+    def take_apart(
+        self, objects: Sequence[object], given: Sequence[Parts]
+    ) -> list[Parts]:
         """The arrays of objects that were put together so, after the step.
 
         Args:
@@ -89,7 +95,7 @@ class ObjectForm:
             for own, names in zip(self.owners, self.names, strict=True)
         ]
 
-    def _new_value(self, index: int, new: Any, old: Any) -> Any:
+    def _new_value(self, index: int, new: Leaf, old: Leaf) -> Leaf:
         """The value of a variable after the step; None of an array that is in none.
 
         Raises:
@@ -114,7 +120,9 @@ class ObjectForm:
         places = zip(sum(self.owners, ()), sum(self.names, ()), strict=True)
         return dict(places)[index]
 
-    def _changes(self, objects: list[Any], graph: Any, state: Any) -> Any:
+    def _changes(
+        self, objects: Sequence[object], graph: Hashable, state: PyTree
+    ) -> tuple[AttributeChange, ...]:
         """The changes that a step made besides those of arrays."""
         nnx = sys.modules["flax.nnx"]
         copies = nnx.merge(self.graph, state)
@@ -134,9 +142,10 @@ class ObjectForm:
 
 
 def _changed_attributes(
-    path: tuple[Any, ...], old: dict[str, Any], new: dict[str, Any]
+    path: NodePath, old: dict[str, object], new: dict[str, object]
 ) -> Iterator[AttributeChange]:
     for name in [*new, *(name for name in old if name not in new)]:
+        # Flax's own state of an object, by its name today and the one before.
         if name.startswith(("_pytree__", "_object__")):
             continue
         was, now = old.get(name, GONE), new.get(name, GONE)
@@ -144,14 +153,14 @@ def _changed_attributes(
             yield AttributeChange(path, name, now)
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(value: PyTree) -> bool:
     leaves = jax.tree.leaves(value, is_leaf=is_changed_in_place)
     return not any(
         is_changed_in_place(leaf) or isinstance(leaf, jax.Array) for leaf in leaves
     )
 
 
-def _paths(state: Any) -> set[str]:
+def _paths(state: PyTree) -> set[str]:
     found, _ = jax.tree.flatten_with_path(state, is_leaf=is_variable)
     return {dotted([key.key for key in path]) for path, _ in found}
 

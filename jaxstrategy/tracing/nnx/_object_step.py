@@ -25,6 +25,7 @@ from jaxstrategy.tracing.functions import (
     _leaks,
     _lending,
 )
+from jaxstrategy.tracing.nnx._flax_types import FlaxVariable
 from jaxstrategy.tracing.nnx._object_form import ObjectForm
 from jaxstrategy.tracing.nnx._object_kinds import (
     is_changed_in_place,
@@ -46,7 +47,7 @@ def step_of_arrays(
       captured: the names of what the step captured.
     """
 
-    def step(*args: Any, **kwargs: Any) -> tuple[PyTree, list[Parts]]:
+    def step(*args: PyTree, **kwargs: PyTree) -> tuple[PyTree, list[Parts]]:
         fn = get_fn()
         labels = _labels(step, args, kwargs)
         leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=is_whole_or_parts)
@@ -63,6 +64,7 @@ def step_of_arrays(
         if form is None:
             return returned, []
         returned = _marked(returned, objects, form)
+        # A key that the step left alone is the same on all replicas again.
         for variable, folded, key in keys:
             if variable.get_raw_value() is folded:
                 variable.set_raw_value(key)
@@ -81,7 +83,9 @@ def takes_arrays(fn: Function) -> bool:
     return getattr(fn, _MARK, False)
 
 
-def _labels(step: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[str]:
+def _labels(
+    step: Function, args: Sequence[PyTree], kwargs: dict[str, PyTree]
+) -> list[str]:
     """Each object among the arguments as the caller would write it."""
     nodes, structure = jax.tree.flatten((args, kwargs), is_leaf=is_whole_or_parts)
     args, kwargs = jax.tree.unflatten(structure, range(len(nodes)))
@@ -111,7 +115,9 @@ def _name_like(step: Any, fn: Function) -> None:
         pass
 
 
-def _own_keys(objects: list[Any]) -> list[tuple[Any, Any, Any]]:
+def _own_keys(
+    objects: Sequence[object],
+) -> list[tuple[FlaxVariable, jax.Array, jax.Array]]:
     """Gives each replica random keys of its own, so that dropout differs.
 
     Returns:
@@ -133,7 +139,7 @@ def _own_keys(objects: list[Any]) -> list[tuple[Any, Any, Any]]:
     return found
 
 
-def _marked(returned: PyTree, objects: list[Any], form: ObjectForm) -> PyTree:
+def _marked(returned: PyTree, objects: Sequence[object], form: ObjectForm) -> PyTree:
     """The results of a step, with a mark for each object that it was given."""
     nnx = sys.modules["flax.nnx"]
     leaves, structure = jax.tree.flatten(returned, is_leaf=is_whole_object)
