@@ -82,6 +82,7 @@ class Restorer:
     def _latest_good(self, named: list[int]) -> tuple[int, dict[int, str]]:
         damaged: dict[int, str] = {}
         step = named[-1]
+        # Orbax goes back to no earlier step by itself (0.12.8).
         for step in reversed(named):
             reason = self._verified(step)
             if reason is None:

@@ -109,9 +109,11 @@ class Saver:
                 name = self._folder.begin(step, self._catalogue.damaged)
             except OSError as error:
                 failure = first_line(error)
+        # The name has a random part, so the first process makes it for all.
         name, failure = _checkpoint_agreement.agree(what, [name, failure])[0]
         if failure is not None:
             raise self._unwritten(step, failure)
+        # `begin` has given these checkpoints other names.
         self._catalogue.damaged.clear()
         return name
 

@@ -87,6 +87,7 @@ def _slots(name: str, leaf: object) -> Iterator[Slot]:
 
 def _parts(name: str, owner: object) -> Iterator[Slot]:
     """The places in an object of Flax NNX: each of its variables once."""
+    # Flax need not be installed; but who has such an object has imported it.
     nnx = sys.modules["flax.nnx"]
     nodes = dict(nnx.iter_graph(owner))
     _, state = nnx.split(owner)
@@ -127,4 +128,5 @@ def _key(entry: object) -> object:
 
 
 def _escaped(key: object) -> str:
+    # `~` first: the other way round, `/` and `~1` would become one name.
     return str(key).replace("~", "~0").replace("/", "~1")

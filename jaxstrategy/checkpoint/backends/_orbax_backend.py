@@ -132,6 +132,7 @@ class OrbaxBackend(AbstractBackend):
             for name, reading in readings.items()
         }
         how = {name: _how(reading) for name, reading in readings.items()}
+        # The names were compared with the record before: Orbax reads what is wanted.
         args = ocp.args.PyTreeRestore(item, restore_args=how, partial_restore=True)
         handler = ocp.PyTreeCheckpointHandler()
         try:

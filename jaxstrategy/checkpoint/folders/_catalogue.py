@@ -128,4 +128,5 @@ class Catalogue:
         self.require(step, self.named(what))
         if _checkpoint_agreement.is_first():
             self.folder.delete(step)
+        # No process goes on before it is deleted.
         _checkpoint_agreement.agree(what, None)

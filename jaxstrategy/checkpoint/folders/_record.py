@@ -153,6 +153,7 @@ def _wrong(content: Message) -> str | None:
 
 
 def _is_count(value: object) -> bool:
+    # Not `isinstance`: JSON has `true`, which is an int of Python.
     return type(value) is int and value >= 0
 
 

@@ -54,6 +54,7 @@ def compare_leaves(what: str, leaves: Sequence[str]) -> None:
     prints = agree(what, [len(leaves), zlib.crc32(whole)])
     if all(each == prints[0] for each in prints):
         return
+    # All have heard the same, so all come here; names are sent only if they differ.
     listed = agree(what, list(leaves))
     other = next(k for k, each in enumerate(listed) if each != listed[0])
     processes = current()

@@ -58,4 +58,6 @@ class DeviceArraySort(AbstractArraySort[jax.Array | jax.ShapeDtypeStruct]):
         is_free = own is None or isinstance(own, SingleDeviceSharding)
         if is_free and self.replicas is not None:
             return self.replicas.sharding(SAME)
+        # Placed, an uncommitted array would be committed: JAX then refuses to compute
+        # with it and arrays of other devices.
         return own if getattr(self.value, "committed", True) else None

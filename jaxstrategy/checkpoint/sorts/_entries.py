@@ -90,6 +90,7 @@ def array_of(entry: Entry, array: Array | None) -> Array:
     if array is None:
         shape = (*entry["shape"], *entry.get("words", ()))
         dtype = "uint32" if "impl" in entry else entry["dtype"]
+        # Nothing was written of an array without elements.
         array = np.zeros(shape, jnp.dtype(dtype))
     if "impl" in entry:
         array = jax.random.wrap_key_data(jnp.asarray(array), impl=entry["impl"])

@@ -24,6 +24,7 @@ class HostArraySort(AbstractArraySort[np.ndarray | np.generic]):
         return isinstance(value, np.ndarray | np.generic)
 
     def saved(self) -> tuple[Entry, Array | None]:
+        # Objects, bytes, text, times and differences of times: JAX has none of them.
         if self.value.dtype.kind in "OSUMm":
             raise TypeError(
                 f"`{self.name}` is an array of {self.value.dtype}, which a checkpoint "

@@ -98,6 +98,7 @@ class PerReplicaSort(Sort[PerReplica]):
 
 def _is_mask(mask: list[object]) -> bool:
     try:
+        # Of lists of several lengths NumPy makes no array.
         return np.asarray(mask).dtype in (np.dtype(bool), np.dtype(float))
     except ValueError:
         return False
