@@ -188,6 +188,7 @@ class Steps:
             each = -(-each * state["replicas"] // total)  # of the same global batch
         self.reader.set_each(each)
         if state["steps"] and not self.reader.replicas.are_all:
+            # Before the state is set, which the reading would move on from.
             self._last = self.reader.read()  # to fill up with, if it is at its end
         self.reader.set_state(state["sources"], state["batches"], state["prints"])
         self.done, self._each = state["steps"], each

@@ -93,6 +93,7 @@ class Transfer:
     def _everywhere(self, mask: np.ndarray) -> jax.Array:
         if self._fed.are_all:
             return jax.device_put(mask, self._same)
+        # In two processes `device_put` of 4 KB takes 2.4 ms, this 0.06 ms (JAX 0.12).
         return jax.make_array_from_process_local_data(self._same, mask, mask.shape)
 
 

@@ -140,6 +140,7 @@ def _dimensions(axis: Sequence[int], rank: int) -> tuple[int, ...]:
     return positions
 
 
+# JAX differentiates neither `pmin` nor `pmax` (0.10 and 0.12).
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3))
 def _extreme(
     array: jax.Array,

@@ -39,6 +39,7 @@ class CountedPass(Pass):
 
     def set_state(self, state: State) -> PyTree | None:
         wanted = counted(state, "batches", self._name)
+        # Of a state beyond the end, `too_few` says more.
         if self._length is None or wanted <= self._length:
             check_length(state, self._length, self._name)
         self.close()
