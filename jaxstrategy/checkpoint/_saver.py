@@ -127,6 +127,7 @@ class Saver:
         except Exception as error:
             reason = self._other_writer(step, error) or first_line(error)
             self._failure = self._unwritten(step, reason)
+            # `wait` raises it, where `from error` cannot be said any more.
             self._failure.__cause__ = error
             return
         try:

@@ -108,6 +108,7 @@ def start(
     global _started
     if process is not None:
         _check_range(process)
+    # Two threads may make strategies at once, and a process meets the others once.
     with _starting:
         if _started is None:
             if jax.distributed.is_initialized():

@@ -90,6 +90,7 @@ def _work(
         try:
             result = make(), None
         except BaseException as error:
+            # Of any kind: who waits for the result would otherwise wait for ever.
             result = None, error
         results.put(result)
         if result[1] is not None:

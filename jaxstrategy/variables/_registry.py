@@ -8,6 +8,7 @@ import weakref
 from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
 from jaxstrategy.values._handle import Handle
 
+# Weak: no variable, with its memory, and no strategy outlives who holds it.
 # Those of no strategy, and those of each.
 _ordinary: weakref.WeakSet[Handle] = weakref.WeakSet()
 _of_strategy: weakref.WeakKeyDictionary[AbstractStrategy, weakref.WeakSet[Handle]] = (

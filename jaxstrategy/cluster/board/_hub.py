@@ -100,7 +100,7 @@ class Hub:
             received = client.sock.recv(1 << 16)
         except BlockingIOError:
             return
-        except OSError:
+        except OSError:  # reset, as where a process was killed: it has hung up, too
             received = b""
         if not received:
             self._hung_up(client)

@@ -261,7 +261,7 @@ class Board(AbstractBoard):
     def _any_is_busy(self) -> bool:
         try:
             return any(state.busy is not None for state in self.states())
-        except ClusterError:
+        except ClusterError:  # nobody is known to be busy: it does not wait on
             return False
 
     def _cancelled(self, message: Message, request: int) -> list[int]:

@@ -94,6 +94,7 @@ def is_loopback(host: str) -> bool:
     (True, False)
     """
     try:
+        # A name without an address is not taken for safe: it may get any.
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
         return False

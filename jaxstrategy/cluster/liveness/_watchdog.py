@@ -306,7 +306,7 @@ class Watchdog:
     def _others(self) -> list[ProcessState]:
         try:
             states = self._board.states()
-        except ClusterError:
+        except ClusterError:  # the report says that process 0 does not answer
             return []
         return [s for s in states if s.member.index != self._board.index]
 

@@ -60,6 +60,7 @@ def facts() -> Message:
 
 def _version(name: str) -> str:
     try:
+        # What runs from its source tree, and was not installed, has no metadata.
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return "unknown"

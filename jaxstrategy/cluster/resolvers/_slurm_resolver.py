@@ -234,8 +234,10 @@ def _gpus_of_node() -> int:
     allotted = os.environ.get("SLURM_GPUS_ON_NODE", "")
     if allotted.isdecimal():
         return int(allotted)
+    # CUDA takes a variable that is set and empty for no GPU at all.
     if os.environ.get(_GPUS) is not None or shutil.which("nvidia-smi") is None:
         return 0
+    # Not checked: where there is no driver it fails, and lists none.
     listed = subprocess.run(
         ["nvidia-smi", "--list-gpus"], capture_output=True, text=True, check=False
     )
