@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
 
 from jaxstrategy.masks import _step_masks
 from jaxstrategy.replicas import _overflow
@@ -31,10 +32,10 @@ def accumulated(
     """
 
     @functools.wraps(fn)
-    def call(*args: Any, **kwargs: Any) -> PyTree:
+    def call(*args: PyTree, **kwargs: PyTree) -> PyTree:
         parts = _split((args, kwargs), k)
 
-        def of_part(index: Any) -> tuple[PyTree, PyTree]:
+        def of_part(index: jax.Array) -> tuple[PyTree, PyTree]:
             args, kwargs = parts(index)
             with _step_masks.part(index, k):
                 returned = fn(*args, **kwargs)
@@ -45,6 +46,8 @@ def accumulated(
             result, aux = of_part(index)
             return jax.tree.map(jnp.add, total, jax.tree.map(_wide, result)), aux
 
+        # This traces `fn` once more: the loop must be told of what type the sums are
+        # before it begins.
         shapes, _ = jax.eval_shape(of_part, jnp.int32(0))
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, _wide_dtype(x.dtype)), shapes)
         total, aux = jax.lax.scan(turn, zeros, jnp.arange(k))
@@ -54,7 +57,7 @@ def accumulated(
     return call
 
 
-def checked_parts(k: Any) -> int:
+def checked_parts(k: object) -> int:
     """`k`, a number of parts.
 
     Raises:
@@ -71,13 +74,13 @@ def checked_parts(k: Any) -> int:
     return number
 
 
-def _split(tree: PyTree, k: int) -> Callable[[Any], PyTree]:
+def _split(tree: PyTree, k: int) -> Callable[[jax.Array], PyTree]:
     """A function of `i` that returns part `i` of each array in `tree`."""
     leaves, treedef = jax.tree.flatten_with_path(tree)
     for path, leaf in leaves:
         _check_rows(path, leaf, k)
 
-    def part(index: Any) -> PyTree:
+    def part(index: jax.Array) -> PyTree:
         return treedef.unflatten([_part(leaf, index, k) for _, leaf in leaves])
 
     return part
@@ -106,16 +109,17 @@ def _check_rows(path: KeyPath, leaf: Leaf, k: int) -> None:
         )
 
 
-def _part(leaf: Leaf, index: Any, k: int) -> Any:
+def _part(leaf: Leaf, index: jax.Array, k: int) -> Leaf:
     if not _is_array(leaf):
         return leaf
     if leaf.ndim == 0:
+        # With the same key all parts would draw the same numbers.
         return jax.random.fold_in(leaf, index) if is_key(leaf.dtype) else leaf
     rows = leaf.shape[0] // k
     return jax.lax.dynamic_slice_in_dim(leaf, index * rows, rows)
 
 
-def _summable(leaf: Leaf) -> Any:
+def _summable(leaf: Leaf) -> jax.Array:
     if is_slices(leaf):
         raise TypeError(
             "`accumulate` was given a function that returns IndexedSlices, which have "
@@ -124,7 +128,7 @@ def _summable(leaf: Leaf) -> Any:
     return _overflow.array_of(leaf)
 
 
-def _wide_dtype(dtype: Any) -> Any:
+def _wide_dtype(dtype: np.dtype) -> DTypeLike:
     """The dtype that numbers of `dtype` are summed in: 16 bits are too few for it."""
     is_small = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize <= 2
     return jnp.float32 if is_small else dtype
@@ -134,7 +138,9 @@ def _wide(array: jax.Array) -> jax.Array:
     return array.astype(_wide_dtype(array.dtype))
 
 
-def _narrow(total: jax.Array, like: Any, k: int, mean: bool) -> jax.Array:
+def _narrow(
+    total: jax.Array, like: jax.ShapeDtypeStruct, k: int, mean: bool
+) -> jax.Array:
     if not mean:
         return total.astype(like.dtype)
     average = total / k

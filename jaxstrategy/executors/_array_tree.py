@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -38,11 +37,11 @@ class ArrayTree:
         ]
 
     @property
-    def arrays(self) -> list[Any]:
+    def arrays(self) -> list[jax.Array]:
         """The arrays among the leaves."""
         return [jnp.asarray(leaf) for leaf in self.leaves if _arrays.is_array(leaf)]
 
-    def with_arrays(self, arrays: Sequence[Any]) -> PyTree:
+    def with_arrays(self, arrays: Sequence[jax.Array]) -> PyTree:
         """The pytree with other arrays."""
         following = iter(arrays)
         return self.structure.unflatten(
@@ -54,16 +53,17 @@ def is_number(leaf: Leaf) -> bool:
     return isinstance(leaf, (int, float, complex)) and not isinstance(leaf, bool)
 
 
-def are_alike(a: Any, b: Any, but_rows: bool = False) -> bool:
+def are_alike(a: Leaf, b: Leaf, but_rows: bool = False) -> bool:
     """Whether `a` is as `b` is; perhaps but for the number of rows."""
     if _arrays.is_array(a) and _arrays.is_array(b):
         if but_rows and a.ndim and b.ndim:
             return (a.shape[1:], a.dtype) == (b.shape[1:], b.dtype)
         return (a.shape, a.dtype) == (b.shape, b.dtype)
+    # Of one type, because 1, 1.0 and True are equal.
     return a is b or (type(a) is type(b) and bool(a == b))
 
 
-def told(value: Any) -> str:
+def told(value: object) -> str:
     if _arrays.is_array(value):
         return array_type(value.dtype, value.shape)
     is_leaf = jax.tree_util.all_leaves([value])

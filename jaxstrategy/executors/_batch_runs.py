@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 
@@ -29,7 +28,7 @@ class BatchRun:
         return self._number
 
 
-def runs(name: str, given: Any) -> list[BatchRun]:
+def runs(name: str, given: object) -> list[BatchRun]:
     """The batches of one call: one loop each for those of one size.
 
     Where there is one replica, the last batch of a dataset may be smaller.

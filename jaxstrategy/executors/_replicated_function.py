@@ -84,7 +84,7 @@ class ReplicatedFunction:
         """
         return self._program.bound(objects)
 
-    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+    def __get__(self, instance: object, owner: type | None = None) -> Any:
         if instance is None:
             return self
         if not jax.tree_util.all_leaves([instance]):

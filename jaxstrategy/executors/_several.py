@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 from jaxstrategy.executors._batch_runs import runs
 from jaxstrategy.executors._loop_signature import name_of, signature_of
@@ -25,7 +24,7 @@ def several(fn: Function) -> Function:
     """
 
     @functools.wraps(fn)
-    def steps(*args: Any, **kwargs: Any) -> PyTree:
+    def steps(*args: PyTree, **kwargs: PyTree) -> PyTree:
         if not args:
             raise TypeError(
                 f"`{name_of(fn)}` was called without batches. Its last positional "
@@ -40,6 +39,6 @@ def several(fn: Function) -> Function:
     return steps
 
 
-def number_of_steps(fn: Function, args: Sequence[Any]) -> int:
+def number_of_steps(fn: Function, args: Sequence[PyTree]) -> int:
     """The number of steps that a call of `fn` makes."""
     return len(args[-1]) if getattr(fn, "makes_several", False) else 1

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -23,10 +23,13 @@ from jaxstrategy.masks._loop_masks import LoopMasks
 from jaxstrategy.tracing._jaxpr_types import KeyPath
 from jaxstrategy.tracing.functions import _lending
 from jaxstrategy.tracing.nnx import _adapter
-from jaxstrategy.tracing.nnx._adapter import is_changed_in_place, is_parts
+from jaxstrategy.tracing.nnx._adapter import Parts, is_changed_in_place, is_parts
 from jaxstrategy.values import _arrays, _trees
-from jaxstrategy.values._types import Function, PyTree
+from jaxstrategy.values._types import Function, Leaf, PyTree, TreeStructure
 from jaxstrategy.variables._variable import Variable
+
+# Of one step: the arrays of its batch, and the masks of those that have one.
+_Given: TypeAlias = tuple[list[jax.Array], dict[int, jax.Array]]
 
 
 class StepLoop:
@@ -38,7 +41,9 @@ class StepLoop:
       kwargs: its keyword arguments.
     """
 
-    def __init__(self, fn: Function, args: list[Any], kwargs: Any) -> None:
+    def __init__(
+        self, fn: Function, args: list[PyTree], kwargs: dict[str, PyTree]
+    ) -> None:
         self._fn = fn
         self._name = name_of(fn)
         self._names = first_names(fn, len(args))
@@ -55,7 +60,7 @@ class StepLoop:
         self._rest = ArrayTree(None)
         self._is_alone = False
 
-    def _goes_on(self, place: int, argument: Any) -> bool:
+    def _goes_on(self, place: int, argument: PyTree) -> bool:
         """Whether the step returns what takes the place of this argument."""
         leaves = jax.tree.leaves(argument, is_leaf=_is_whole)
         if any(map(is_changed_in_place, leaves)):
@@ -77,7 +82,9 @@ class StepLoop:
             found.append((self._rest, rest))
         return self._finish(going, self._joined(found))
 
-    def _joined(self, found: list[tuple[ArrayTree, list[Any]]]) -> list[Any]:
+    def _joined(
+        self, found: list[tuple[ArrayTree, list[jax.Array]]]
+    ) -> list[jax.Array]:
         """The other arrays of all steps, stacked.
 
         Raises:
@@ -102,11 +109,15 @@ class StepLoop:
         columns = zip(*(arrays for _, arrays in found), strict=True)
         return [jnp.concatenate(column) for column in columns]
 
-    def _over(self, batches: BatchRun, going: list[Any]) -> tuple[list[Any], list[Any]]:
+    def _over(
+        self, batches: BatchRun, going: list[jax.Array]
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
         """The end of what these steps go on with, and what else they returned."""
         turns = LoopMasks(batches.columns)
 
-        def turn(going: list[Any], given: Any) -> tuple[list[Any], list[Any]]:
+        def turn(
+            going: list[jax.Array], given: _Given
+        ) -> tuple[list[jax.Array], list[jax.Array]]:
             arrays, masks = given
             with turns.turn(arrays, masks):
                 return self._step(going, batches.form.with_arrays(arrays))
@@ -114,7 +125,9 @@ class StepLoop:
         stacked = [jnp.stack(column) for column in batches.columns]
         return jax.lax.scan(turn, going, (stacked, turns.masks), length=len(batches))
 
-    def _step(self, going: list[Any], batch: PyTree) -> tuple[list[Any], list[Any]]:
+    def _step(
+        self, going: list[jax.Array], batch: PyTree
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
         """One step: what it goes on with, and the other arrays it returned."""
         states, parts = self._start.with_arrays(going)
         args, kwargs, objects = self._filled(states, parts)
@@ -132,8 +145,8 @@ class StepLoop:
         return self._checked(states, self._taken(objects, parts)), self._rest.arrays
 
     def _filled(
-        self, states: Any, parts: Any
-    ) -> tuple[list[Any], dict[str, Any], list[Any]]:
+        self, states: Sequence[PyTree], parts: Sequence[Parts]
+    ) -> tuple[list[PyTree], dict[str, PyTree], list[PyTree]]:
         """The arguments of one step, and the objects among them."""
         args = list(self._args)
         for place, state in zip(self._going, states, strict=True):
@@ -149,7 +162,7 @@ class StepLoop:
         )
         return args, kwargs, objects
 
-    def _taken(self, objects: list[Any], before: Sequence[Any]) -> Sequence[Any]:
+    def _taken(self, objects: list[PyTree], before: Sequence[Parts]) -> Sequence[Parts]:
         """The arrays of the objects after a step."""
         if self._objects is None:
             return []
@@ -168,7 +181,7 @@ class StepLoop:
         self._same_parts = [a and b for a, b in zip(known, same, strict=True)]
         return parts
 
-    def _divided(self, returned: Any) -> tuple[list[Any], Any]:
+    def _divided(self, returned: PyTree) -> tuple[list[PyTree], PyTree]:
         """The results that take the place of the first arguments, and the rest."""
         count = len(self._going)
         if not count:
@@ -195,7 +208,7 @@ class StepLoop:
                 )
         return list(returned[:count]), returned[count:]
 
-    def _checked(self, states: list[Any], parts: Sequence[Any]) -> list[Any]:
+    def _checked(self, states: list[PyTree], parts: Sequence[Parts]) -> list[jax.Array]:
         """The arrays that the next step goes on with."""
         now = ArrayTree((states, parts))
         leaves = zip(now.paths, self._start.leaves, now.leaves, strict=True)
@@ -216,7 +229,7 @@ class StepLoop:
             return f"`{where.removeprefix('.')}` of an object"
         return f"`{self._names[self._going[which.idx]]}{where}`"
 
-    def _finish(self, end: list[Any], rest: list[Any]) -> PyTree:
+    def _finish(self, end: list[jax.Array], rest: list[jax.Array]) -> PyTree:
         states, parts = self._start.with_arrays(end)
         if self._objects is not None:
             self._objects.store(self._unless_same(parts))
@@ -225,7 +238,7 @@ class StepLoop:
             return others
         return states[0] if self._is_alone else (*states, *others)
 
-    def _unless_same(self, parts: Sequence[Any]) -> list[Any]:
+    def _unless_same(self, parts: Sequence[Parts]) -> list[Parts]:
         """The objects' new arrays, and the old ones where no step changed them."""
         same = iter(self._same_parts)
         return [
@@ -249,7 +262,7 @@ def _with_values(tree: PyTree) -> PyTree:
     )
 
 
-def _is_whole(node: Any) -> bool:
+def _is_whole(node: object) -> bool:
     if _trees.is_whole(node) or is_changed_in_place(node):
         return True
     # Whose variables are copies, so that it is a state like any other.
@@ -257,9 +270,9 @@ def _is_whole(node: Any) -> bool:
     return nnx is not None and isinstance(node, nnx.State)
 
 
-def _structure(tree: PyTree) -> Any:
+def _structure(tree: PyTree) -> TreeStructure:
     return jax.tree.structure(tree, is_leaf=_trees.is_whole)
 
 
-def _arrays_of(parts: Sequence[Any]) -> list[Any]:
+def _arrays_of(parts: Sequence[Parts]) -> list[Leaf]:
     return [array for part in parts for array in part.arrays]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import threading
-from typing import Any
 
 import jax.monitoring
 
@@ -37,7 +36,7 @@ def _listen() -> None:
     jax.monitoring.register_event_duration_secs_listener(_heard)
 
 
-def _heard(event: str, duration_secs: float, **told: Any) -> None:
+def _heard(event: str, duration_secs: float, **told: object) -> None:
     watched = getattr(_own, "watched", None)
     if event != _COMPILED or watched is None:
         return

@@ -11,7 +11,6 @@ import dataclasses
 import re
 import zlib
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import jax
 import numpy as np
@@ -21,9 +20,10 @@ from jax.extend.core import Literal
 from jaxstrategy.cluster.agreement._operation import ProgramPrint
 from jaxstrategy.replicas._random_keys import is_key
 from jaxstrategy.text._array_types import array_type
-from jaxstrategy.tracing._jaxpr_types import ClosedJaxpr, Equation
+from jaxstrategy.tracing._jaxpr_types import ClosedJaxpr, Equation, Var
 from jaxstrategy.tracing.replication._jaxprs import closed_jaxprs, plain
 from jaxstrategy.tracing.replication._site import Site
+from jaxstrategy.values._types import Leaf
 
 # Where objects lie in memory.
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
@@ -38,7 +38,7 @@ class Constant:
       site: of the equation that uses it first, None if none does.
     """
 
-    value: Any
+    value: Leaf
     site: Site | None
 
     @property
@@ -64,7 +64,7 @@ class Given:
     """
 
     label: str
-    value: Any
+    value: Leaf
 
     @property
     def is_captured(self) -> bool:
@@ -102,11 +102,11 @@ class Given:
         return _type(_array(self.value))
 
 
-def _type(array: Any) -> str:
+def _type(array: jax.Array | np.ndarray | np.generic) -> str:
     return array_type(array.dtype, array.shape, ", ")
 
 
-def _array(value: Any) -> Any:
+def _array(value: Leaf) -> jax.Array | np.ndarray:
     return value if isinstance(value, (jax.Array, np.ndarray)) else np.asarray(value)
 
 
@@ -138,7 +138,7 @@ def fingerprint(
 
 def _constants(
     jaxpr: ClosedJaxpr, holders: tuple[Equation, ...], seen: set[int]
-) -> Iterator[Any]:
+) -> Iterator[Constant]:
     if id(jaxpr) in seen:
         return
     seen.add(id(jaxpr))
@@ -159,7 +159,7 @@ def _site(eqns: tuple[Equation, ...], holders: tuple[Equation, ...]) -> Site | N
     return Site((*eqns, *holders)) if eqns or holders else None
 
 
-def first_use(jaxpr: ClosedJaxpr, var: Any) -> tuple[Any, ...]:
+def first_use(jaxpr: ClosedJaxpr, var: Var) -> tuple[Equation, ...]:
     """The equation that uses `var` first, and those that hold it, innermost first."""
     for eqn in plain(jaxpr).eqns:
         places = [place for place, atom in enumerate(eqn.invars) if atom is var]
@@ -176,11 +176,11 @@ def first_use(jaxpr: ClosedJaxpr, var: Any) -> tuple[Any, ...]:
     return ()
 
 
-def _is_array(value: Any) -> bool:
+def _is_array(value: object) -> bool:
     return isinstance(value, (jax.Array, np.ndarray, np.generic))
 
 
-def _print_of(value: Any) -> str:
+def _print_of(value: Leaf) -> str:
     """The bits of an array as a number; empty where each process has a part of it."""
     if isinstance(value, Tracer):  # an argument of the code that calls the step
         return ""

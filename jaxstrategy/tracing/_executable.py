@@ -11,12 +11,15 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
 import jax
+import numpy as np
 from jax.core import Tracer, eval_context
+from jax.stages import Lowered, Wrapped
 
 from jaxstrategy.tracing import _results
+from jaxstrategy.tracing._trace import Evaluate
 from jaxstrategy.tracing._traced_step import TracedStep
 from jaxstrategy.tracing.stages._carried import Carried
 from jaxstrategy.tracing.stages._finite import Finite
@@ -24,6 +27,9 @@ from jaxstrategy.tracing.stages._stage import Stage, overridden
 from jaxstrategy.tracing.stages._variables import VariableArguments
 from jaxstrategy.values._types import Function, Leaf, PyTree
 from jaxstrategy.variables import _cell
+
+# The results of a step, the outputs of stages, the variables' new values.
+_Returned: TypeAlias = tuple[PyTree, list[jax.Array], list[jax.Array]]
 
 
 class NotTraced(Exception):
@@ -100,7 +106,7 @@ def _are_alike(leaves: Sequence[Leaf], inputs: Sequence[Tracer]) -> bool:
     return len(pairs) == len(leaves) and all(_type(a) == _type(b) for a, b in pairs)
 
 
-def _type(array: jax.Array) -> tuple[Any, ...]:
+def _type(array: jax.Array) -> tuple[tuple[int, ...], np.dtype, bool]:
     # Random keys have no weak types.
     return array.shape, array.dtype, getattr(array, "weak_type", False)
 
@@ -136,7 +142,7 @@ class Executable:
 
     def __init__(
         self,
-        compiled: Any,
+        compiled: Wrapped,
         handover: Handover,
         variables: VariableArguments,
         stages: Sequence[Stage],
@@ -180,12 +186,14 @@ class Executable:
         return _results.unwrap_plain(results) if has_plain else results
 
     def _check(
-        self, outputs: Sequence[jax.Array], before: Sequence[tuple[Any, jax.Array]]
+        self, outputs: Sequence[jax.Array], before: Sequence[tuple[jax.Ref, jax.Array]]
     ) -> None:
         try:
             for place, check in self._checks:
                 check(outputs[place])
         except Exception:
+            # The call has changed references in place; the other variables are stored
+            # after the check only.
             for reference, value in before:
                 reference[...] = value
             raise
@@ -195,7 +203,7 @@ class Executable:
         # All are asked: each takes note of what has changed.
         return any([is_outdated() for is_outdated in self._outdated])
 
-    def lower(self, types: Sequence[jax.ShapeDtypeStruct]) -> Any:
+    def lower(self, types: Sequence[jax.ShapeDtypeStruct]) -> Lowered:
         """JAX's lowered form for arguments of these types."""
         return self.compiled.lower(*types, *self._carried.values())
 
@@ -218,7 +226,7 @@ def jitted(
     carried: Carried,
     stages: Sequence[Stage],
     **options: Any,
-) -> Any:
+) -> Wrapped:
     """The jitted function that an `Executable` calls.
 
     Args:
@@ -229,7 +237,7 @@ def jitted(
       options: of `jax.jit`.
     """
 
-    def program(*inputs: Any) -> Any:
+    def program(*inputs: Tracer) -> _Returned:
         step = handover.take(inputs)
         if not _cell.is_traced() and _looks_for_nans():
             return _debugged(step, inputs, carried, stages)
@@ -240,14 +248,17 @@ def jitted(
 
 
 def _evaluated(
-    step: TracedStep, inputs: Sequence[Any], carried: Carried, stages: Sequence[Stage]
-) -> tuple[PyTree, list[Any], list[Any]]:
+    step: TracedStep,
+    inputs: Sequence[Tracer],
+    carried: Carried,
+    stages: Sequence[Stage],
+) -> _Returned:
     """The results of a step that was traced, the stages' outputs, and the variables."""
     count = len(step.signature.dynamic)
     leaves, values = inputs[:count], inputs[count:]
     references = carried.references(values)
 
-    def within(evaluate: Any) -> Any:
+    def within(evaluate: Evaluate) -> Evaluate:
         # From the last stage outwards, so that their outputs stand in their order.
         for add in reversed(overridden([s for s in stages if s.is_active], "within")):
             evaluate = add(step, evaluate)
@@ -263,8 +274,11 @@ def _looks_for_nans() -> bool:
 
 
 def _debugged(
-    step: TracedStep, inputs: Sequence[Any], carried: Carried, stages: Sequence[Stage]
-) -> Any:
+    step: TracedStep,
+    inputs: Sequence[Tracer],
+    carried: Carried,
+    stages: Sequence[Stage],
+) -> _Returned:
     """The results for what has led to a NaN, which `jax_debug_nans` looks for.
 
     JAX calls a function again then, operation by operation. Inside a `shard_map` it

@@ -24,7 +24,7 @@ from jaxstrategy.tracing.functions._references import References
 from jaxstrategy.tracing.functions._weak_function import weakly
 from jaxstrategy.tracing.nnx._adapter import came_from_step, is_changed_in_place
 from jaxstrategy.values import _trees
-from jaxstrategy.values._types import Function, PyTree
+from jaxstrategy.values._types import Function, Leaf, PyTree
 
 
 @final
@@ -60,14 +60,14 @@ class FunctionPrograms:
         self._key: FunctionKey | None = None
         self._programs: SharedPrograms | None = None
         # What its programs are given besides, by label, and the places that lead there.
-        self._captured: dict[str, Any] = {}
-        self._ways_to_captured: list[tuple[Place, Any]] = []
+        self._captured: dict[str, Leaf] = {}
+        self._ways_to_captured: list[tuple[Place, object]] = []
         self._variables = _variables_of(fn)
         is_method = isinstance(fn, types.MethodType)
         self._names = _code.attributes_read(fn) if is_method else set[str]()
         self._attributes = self._attributes_of(fn)
 
-    def __call__(self, args: Sequence[Any], kwargs: dict[str, Any]) -> PyTree:
+    def __call__(self, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> PyTree:
         """The results of the function on all replicas."""
         programs = self._programs
         if programs is None or self._captured:
@@ -79,7 +79,7 @@ class FunctionPrograms:
             return self._call_anew(args, kwargs)
         return programs(args, kwargs)
 
-    def bound(self, objects: Sequence[Any]) -> Callable[..., PyTree]:
+    def bound(self, objects: Sequence[PyTree]) -> Callable[..., PyTree]:
         """The function with these first arguments, which are looked into only now.
 
         Raises:
@@ -99,7 +99,7 @@ class FunctionPrograms:
         held = attributes_of(method.__self__) if self._names else {}
         return {name: Identity(held[name]) for name in self._names & held.keys()}
 
-    def _call_anew(self, args: Sequence[Any], kwargs: dict[str, Any]) -> PyTree:
+    def _call_anew(self, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> PyTree:
         """A call of a function that refers to other things than before, maybe."""
         fn = self._fn
         programs = self._programs
@@ -113,7 +113,10 @@ class FunctionPrograms:
                 self._look_again(fn, programs)
 
     def _call(
-        self, programs: SharedPrograms, args: Sequence[Any], kwargs: dict[str, Any]
+        self,
+        programs: SharedPrograms,
+        args: Sequence[PyTree],
+        kwargs: dict[str, PyTree],
     ) -> PyTree:
         arrays = [k for k, v in self._captured.items() if not is_changed_in_place(v)]
         if not arrays or programs.has_succeeded:
@@ -127,7 +130,7 @@ class FunctionPrograms:
             return self._call_with_constants(args, kwargs)
 
     def _call_with_constants(
-        self, args: Sequence[Any], kwargs: dict[str, Any]
+        self, args: Sequence[PyTree], kwargs: dict[str, PyTree]
     ) -> PyTree:
         fn = self._fn
         code = Identity(_code.code_of(fn))
@@ -164,12 +167,12 @@ class FunctionPrograms:
         return self._programs
 
     def _key_of(
-        self, fn: Any, references: References
-    ) -> tuple[dict[str, Any], FunctionKey]:
+        self, fn: Function, references: References
+    ) -> tuple[dict[str, Leaf], FunctionKey]:
         """The captured values that programs of `fn` are given, and their key."""
         code = Identity(_code.code_of(fn))
-        captured: dict[str, Any] = dict(references.objects)
-        constants: list[Any] = []
+        captured: dict[str, Leaf] = dict(references.objects)
+        constants: list[Leaf] = []
         if code in self._table.asking:
             constants = list(references.arrays.values())
         else:
@@ -215,7 +218,7 @@ def _is_of_a_module(fn: Function) -> bool:
     return is_plain and "<" not in fn.__qualname__
 
 
-def _variables_of(fn: Any) -> list[tuple[Place, Any]]:
+def _variables_of(fn: Function) -> list[tuple[Place, object]]:
     """The variables of enclosing functions that a function uses, and their values."""
     function = fn.__func__ if isinstance(fn, types.MethodType) else fn
     cells = getattr(function, "__closure__", None) or ()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 
@@ -17,7 +16,7 @@ from jaxstrategy.values._types import PyTree
 
 
 def build_replicated(
-    fn: Callable[..., PyTree], args: Sequence[Any], replicas: Replicas
+    fn: Callable[..., PyTree], args: Sequence[PyTree], replicas: Replicas
 ) -> PyTree:
     """`fn(*args)` compiled so that its arrays come out whole on all replicas.
 
@@ -40,7 +39,7 @@ def build_replicated(
         )
     traced = [index for index, leaf in enumerate(leaves) if _arrays.is_array(leaf)]
 
-    def build(*given_arrays: Any) -> PyTree:
+    def build(*given_arrays: jax.Array) -> PyTree:
         given = dict(zip(traced, given_arrays, strict=True))
         seen = [given.get(index, leaf) for index, leaf in enumerate(leaves)]
         returned = fn(*jax.tree.unflatten(treedef, seen))

@@ -33,6 +33,7 @@ Var: TypeAlias = Atom
 class Equation(Protocol):
     """One operation of a jaxpr."""
 
+    # `Any`: JAX exports no classes of what equations hold besides.
     primitive: core.Primitive
     params: dict[str, Any]
     effects: Any

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 
@@ -31,7 +30,7 @@ def _is_deleted(leaf: Leaf) -> bool:
 
 
 @functools.cache
-def _plain_is_deleted() -> Callable[[Any], bool]:
+def _plain_is_deleted() -> Callable[[jax.Array], bool]:
     """The method of the class of ordinary arrays, a name that JAX does not export."""
     with jax.ensure_compile_time_eval():
         return type(jax.device_put(0)).is_deleted

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import Any, final
+from typing import final
 
 import jax
+from jax.stages import Lowered, Wrapped
 
 from jaxstrategy.tracing import _many
 from jaxstrategy.tracing._executable import (
@@ -83,8 +84,10 @@ class Program:
         finally:
             self._must_place = moved or self._variables.by_reference
 
-    def lower(self, leaves: Sequence[Leaf]) -> Any:
+    def lower(self, leaves: Sequence[Leaf]) -> Lowered:
         """JAX's lowered form of the program; `leaves` may be types of arrays."""
+        # `eval_shape` keeps the weak types of Python's numbers, as a call passes them:
+        # without them, this would be another program than the call's.
         types = [
             jax.ShapeDtypeStruct(
                 leaf.shape, leaf.dtype, sharding=sharding, weak_type=leaf.weak_type
@@ -197,7 +200,7 @@ class Program:
     def _compile(self) -> None:
         """Forgets what was compiled; JAX compiles anew when it is called."""
         carried = self._variables.carried
-        shardings: Any = (*self._placement.shardings, *carried.shardings)
+        shardings = (*self._placement.shardings, *carried.shardings)
         lent = (len(self._step.roles) + i for i in carried.lent)
         # A call that is refused afterwards leaves arguments and variables as they were.
         is_refused_late = bool(overridden(self._stages, "check"))
@@ -215,7 +218,7 @@ class Program:
         )
         self._use(compiled)
 
-    def _use(self, compiled: Any) -> None:
+    def _use(self, compiled: Wrapped) -> None:
         """Lets later calls be of this, and of the stages that are active now."""
         self._executable = Executable(
             compiled, self._handover, self._variables, self._stages

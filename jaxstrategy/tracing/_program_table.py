@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import types
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, final
+from collections.abc import Callable, Hashable, Sequence
+from typing import NamedTuple, final
 
 from jaxstrategy._options import RunOptions
 from jaxstrategy.tracing import _recompilation
@@ -29,7 +30,7 @@ class FunctionKey(NamedTuple):
       options: how they are compiled.
     """
 
-    form: tuple[Any, ...]
+    form: tuple[Hashable, ...]
     code: Identity
     options: RunOptions | None
 
@@ -53,7 +54,7 @@ class _Itself(Identity):
     """The identity of a function that is known by itself alone."""
 
 
-def form_of_itself(fn: object, *others: object) -> tuple[Any, ...]:
+def form_of_itself(fn: object, *others: object) -> tuple[Identity, ...]:
     """The form of a function that no other function shares.
 
     Args:
@@ -126,7 +127,7 @@ class ProgramTable:
         if not programs.is_in_use:
             self._drop([k for k, v in self._table.items() if v is programs])
 
-    def _watch(self, code: Any) -> None:
+    def _watch(self, code: types.CodeType | None) -> None:
         if code is not None and id(code) not in self._codes:
             self._codes.add(id(code))
             gone = _callbacks.of(self, ProgramTable._drop_code, id(code))
@@ -142,7 +143,7 @@ class ProgramTable:
         ]
         self._drop(alike[: max(0, len(alike) - _FORMS_KEPT + 1)])
 
-    def _drop_gone(self, *_: Any) -> None:
+    def _drop_gone(self, *_: object) -> None:
         """Forgets keys that cannot come back: something that they name is gone."""
         known = list(self._table.items())
         self._drop([k for k, each in known if k.is_gone and not each.is_in_use])

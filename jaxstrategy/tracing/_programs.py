@@ -14,7 +14,8 @@ object refers to, so that `strategy.run(fn)` need not look into it each time.
 from __future__ import annotations
 
 import types
-from typing import Any, final
+from collections.abc import Hashable
+from typing import final
 
 from jaxstrategy._options import RunOptions
 from jaxstrategy.tracing._function_programs import FunctionPrograms
@@ -37,7 +38,7 @@ class Programs:
         self, environment: StepEnvironment, agreement: StepAgreement | None = None
     ) -> None:
         self._table = ProgramTable(environment, agreement)
-        self._functions: dict[Any, FunctionPrograms] = {}
+        self._functions: dict[Hashable, FunctionPrograms] = {}
 
     def of(self, fn: Function, options: RunOptions | None = None) -> FunctionPrograms:
         """The programs of `fn`, the same object as long as `fn` lives."""
@@ -51,7 +52,7 @@ class Programs:
         return programs
 
 
-def _identity(fn: Function) -> Any:
+def _identity(fn: Function) -> Hashable:
     if isinstance(fn, types.MethodType):
         return id(fn.__self__), id(fn.__func__)
     return id(fn)

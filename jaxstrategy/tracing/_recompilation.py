@@ -13,8 +13,8 @@ from __future__ import annotations
 import functools
 import types
 import weakref
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Hashable, Sequence
+from typing import TypeAlias
 
 import jax
 import numpy as np
@@ -54,7 +54,7 @@ class Seen:
         self._labels: list[str] = []
         self._texts: list[str] = []
         self._kinds: list[type] = []
-        self._tokens: tuple[Any, ...] = ()
+        self._tokens: tuple[Hashable, ...] = ()
         if references is not None:
             self._tokens = references.form
             for step in references.reached:
@@ -92,7 +92,7 @@ class Seen:
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 
 
-def _told(value: Any) -> str:
+def _told(value: Leaf) -> str:
     if type(value) in (bool, int, float, complex, str, bytes, type(None)):
         return _shown(value)
     if isinstance(value, type) or issubclass(type(value), _FUNCTIONS):
@@ -148,7 +148,7 @@ class History:
         self._count_of_data = 0
         self._was_told = False
         self._calls_before = 0
-        self._last: tuple[Calls, Signature, Sequence[Any]] | None = None
+        self._last: tuple[Calls, Signature, Sequence[ArrayType]] | None = None
 
     def record(
         self,
@@ -191,7 +191,10 @@ class History:
         )
 
 
-def _what_of_arguments(fn: Function, before: Any, after: Any) -> str:
+_Arguments: TypeAlias = tuple[Signature, Sequence[ArrayType]]
+
+
+def _what_of_arguments(fn: Function, before: _Arguments, after: _Arguments) -> str:
     (old, old_avals), (new, new_avals) = before, after
     if old.treedef != new.treedef:
         return (
@@ -227,7 +230,7 @@ def _changed_static(old: Signature, new: Signature) -> tuple[int, str, str]:
     raise AssertionError("equal signatures share a program")
 
 
-def _with_statics(signature: Signature) -> list[Any]:
+def _with_statics(signature: Signature) -> list[tuple[Leaf, ...]]:
     """For each leaf its role, and its type and value if it is static."""
     static = zip(signature.static_types, signature.statics, strict=True)
     return [
@@ -241,7 +244,7 @@ def _text(leaf: Leaf) -> str:
     return _shown(static[1]) if static else f"an array or number ({role.value})"
 
 
-def _shown(value: Any, limit: int = 120) -> str:
+def _shown(value: object, limit: int = 120) -> str:
     if isinstance(value, Handle):  # to show its value makes it a reference here
         return f"another {type(value).__name__}"
     text = repr(value)

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, final
+from typing import final
 
 import jax
 
@@ -18,7 +18,7 @@ from jaxstrategy.tracing._trace import Trace, check_not_divided, trace
 from jaxstrategy.tracing._translation import translated
 from jaxstrategy.tracing.functions import _leaks
 from jaxstrategy.tracing.nnx._adapter import is_changed_in_place, takes_arrays
-from jaxstrategy.values._types import Function, Leaf
+from jaxstrategy.values._types import Function, Leaf, PyTree
 from jaxstrategy.variables._variable import Variable
 
 # A `with` block for the step's own code, of the arguments of one replica.
@@ -37,7 +37,7 @@ class StepEnvironment:
     """
 
     replicas: Replicas
-    call: Callable[[Function, Any, Any], Any]
+    call: Callable[[Function, Sequence[PyTree], dict[str, PyTree]], PyTree]
     variables: Callable[[], Sequence[Variable]]
 
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxstrategy.tracing import _hidden
+from jaxstrategy.tracing._jaxpr_types import KeyPath
 from jaxstrategy.tracing._roles import HandleReference
 from jaxstrategy.values import _arrays, _trees
 from jaxstrategy.values._handle import Handle
 from jaxstrategy.values._per_replica import PerReplica
-from jaxstrategy.values._types import Leaf, PyTree
+from jaxstrategy.values._types import Leaf, PyTree, TreeStructure
 
 
 @jax.tree_util.register_static
@@ -27,10 +27,10 @@ class Plain:
         not live as long as the step.
     """
 
-    kept: Any
+    kept: Leaf
 
     @property
-    def value(self) -> Any:
+    def value(self) -> Leaf:
         """The leaf."""
         is_reference = isinstance(self.kept, HandleReference)
         return self.kept() if is_reference else self.kept
@@ -46,7 +46,7 @@ class Results:
     """
 
     leaves: list[Plain | None]
-    treedef: Any
+    treedef: TreeStructure
 
     @property
     def has_arrays(self) -> bool:
@@ -64,13 +64,13 @@ class Results:
         plain = (leaf.value for leaf in self.leaves if leaf is not None)
         return [value for value in plain if isinstance(value, Handle)]
 
-    def rebuild(self, arrays: Sequence[Any]) -> PyTree:
+    def rebuild(self, arrays: Sequence[Leaf]) -> PyTree:
         """The pytree again, with `arrays` in place of its arrays."""
         following = iter(arrays)
         leaves = [next(following) if leaf is None else leaf for leaf in self.leaves]
         return jax.tree.unflatten(self.treedef, leaves)
 
-    def array_paths(self) -> list[tuple[int, Any]]:
+    def array_paths(self) -> list[tuple[int, KeyPath]]:
         """For each array, its place among the leaves and its path in the pytree."""
         numbered = jax.tree.unflatten(self.treedef, range(len(self.leaves)))
         return [
@@ -94,7 +94,7 @@ def take_apart(
       TypeError: a leaf hides an array of the step, or is a captured `PerReplica`.
     """
     paths, treedef = jax.tree.flatten_with_path(tree, is_leaf=_is_one_leaf)
-    arrays: list[Any] = []
+    arrays: list[jax.Array] = []
     leaves: list[Plain | None] = []
     for path, leaf in paths:
         if _arrays.is_array(leaf):
@@ -110,7 +110,7 @@ def take_apart(
 def unwrap_plain(tree: PyTree) -> PyTree:
     """`tree` with each `Plain` replaced by its value."""
 
-    def is_plain(node: Any) -> bool:
+    def is_plain(node: object) -> bool:
         return isinstance(node, (Plain, PerReplica))
 
     return jax.tree.map(
@@ -120,7 +120,7 @@ def unwrap_plain(tree: PyTree) -> PyTree:
     )
 
 
-def _is_one_leaf(node: Any) -> bool:
+def _is_one_leaf(node: object) -> bool:
     return _trees.is_whole(node) or isinstance(node, Iterator)  # JAX warns about these
 
 

@@ -7,7 +7,7 @@ import enum
 import inspect
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ import numpy as np
 from jaxstrategy.text._array_types import array_type
 from jaxstrategy.values import _arrays, _handle, _per_replica, _trees
 from jaxstrategy.values._per_replica import PerReplica
-from jaxstrategy.values._types import Function, Leaf
+from jaxstrategy.values._types import Function, Leaf, PyTree, TreeStructure
 
 
 class Role(enum.Enum):
@@ -40,27 +40,29 @@ class Signature:
       static_types: their types, because 1, 1.0 and True are equal.
     """
 
-    treedef: Any
+    treedef: TreeStructure
     roles: tuple[Role, ...]
-    kept: tuple[Any, ...]
+    kept: tuple[Leaf, ...]
     static_types: tuple[type, ...]
 
     @property
-    def statics(self) -> tuple[Any, ...]:
+    def statics(self) -> tuple[Leaf, ...]:
         """The static leaves."""
         return tuple(
             leaf() if isinstance(leaf, HandleReference) else leaf for leaf in self.kept
         )
 
-    def with_statics(self) -> list[tuple[int, Any]]:
+    def with_statics(self) -> list[tuple[int, Leaf]]:
         """The static leaves with their places in `roles`."""
         places = (i for i, role in enumerate(self.roles) if role is Role.STATIC)
         return list(zip(places, self.statics, strict=True))
 
     @property
-    def handles(self) -> list[Any]:
+    def handles(self) -> list[_handle.Handle]:
         """The variables among them."""
-        return [leaf() for leaf in self.kept if isinstance(leaf, HandleReference)]
+        # Whoever asks holds the arguments, and so the variables: none is gone.
+        held = [leaf() for leaf in self.kept if isinstance(leaf, HandleReference)]
+        return cast("list[_handle.Handle]", held)
 
     @property
     def dynamic(self) -> list[int]:
@@ -96,7 +98,7 @@ class Signature:
 
     def rebuild(
         self, locals_: Sequence[Leaf]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    ) -> tuple[tuple[PyTree, ...], dict[str, PyTree]]:
         """`(args, kwargs)` as the step sees them, from one replica's arrays."""
         dynamic, static = iter(locals_), iter(self.statics)
         leaves = [
@@ -117,8 +119,11 @@ class HandleReference(weakref.ref):
 
 
 def take_apart(
-    fn: Function, args: Any, kwargs: Any, abstract: bool = False
-) -> tuple[list[Any], Signature]:
+    fn: Function,
+    args: Sequence[PyTree],
+    kwargs: dict[str, PyTree],
+    abstract: bool = False,
+) -> tuple[list[Leaf], Signature]:
     """The arrays and numbers of a call `fn(*args, **kwargs)`, and its signature.
 
     With `abstract`, a `jax.ShapeDtypeStruct` counts as an array.
@@ -130,7 +135,7 @@ def take_apart(
     nodes, treedef = jax.tree.flatten((args, kwargs), is_leaf=_trees.is_whole)
     leaves: list[Leaf] = []
     roles: list[Role] = []
-    kept: list[Any] = []
+    kept: list[Leaf] = []
     static_types: list[type] = []
     for index, node in enumerate(nodes):
         if isinstance(node, jax.Ref):
@@ -164,7 +169,7 @@ def take_apart(
     return leaves, signature
 
 
-def _role(node: Any, abstract: bool) -> tuple[Role, Any]:
+def _role(node: Leaf, abstract: bool) -> tuple[Role, Leaf]:
     if isinstance(node, PerReplica):
         return Role.PER_REPLICA, _per_replica.contents(node)
     if isinstance(node, _handle.Handle):
@@ -200,7 +205,11 @@ def _check_mask(value: PerReplica, name: Callable[[], str]) -> None:
 
 
 def _check_hashable(
-    fn: Function, args: Any, kwargs: Any, index: int, value: Any
+    fn: Function,
+    args: Sequence[PyTree],
+    kwargs: dict[str, PyTree],
+    index: int,
+    value: Leaf,
 ) -> None:
     try:
         hash(value)
@@ -214,7 +223,9 @@ def _check_hashable(
         ) from error
 
 
-def label(fn: Function, args: Any, kwargs: Any, index: int) -> str:
+def label(
+    fn: Function, args: Sequence[PyTree], kwargs: dict[str, PyTree], index: int
+) -> str:
     """A leaf of the arguments as the caller would write it: `` `batch['x']` ``."""
     paths, _ = jax.tree.flatten_with_path((args, kwargs), is_leaf=_trees.is_whole)
     (_, *path) = paths[index][0]

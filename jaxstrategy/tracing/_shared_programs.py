@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, final
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, TypeAlias, final
 
 import jax
 
 from jaxstrategy._options import RunOptions
 from jaxstrategy.tracing import _recompilation, _roles
-from jaxstrategy.tracing._agreed_program import program_of
+from jaxstrategy.tracing._agreed_program import AgreedProgram, program_of
 from jaxstrategy.tracing._jaxpr_types import ArrayType
 from jaxstrategy.tracing._live_arrays import are_live_arrays
+from jaxstrategy.tracing._program import Program
 from jaxstrategy.tracing._replica_step import ReplicaStep, StepEnvironment
 from jaxstrategy.tracing._roles import Signature
 from jaxstrategy.tracing._step_agreement import StepAgreement
@@ -24,7 +25,9 @@ from jaxstrategy.tracing.nnx._adapter import ObjectCall, ObjectCalls, options_of
 from jaxstrategy.tracing.stages._new_traces import Checked, Counted
 from jaxstrategy.tracing.stages._stages import stages_of
 from jaxstrategy.values import _handle, _trees
-from jaxstrategy.values._types import Function, Leaf, PyTree
+from jaxstrategy.values._types import Function, Leaf, PyTree, TreeStructure
+
+_Program: TypeAlias = Program | AgreedProgram
 
 
 @final
@@ -60,13 +63,13 @@ class SharedPrograms:
         self.traces = 0
         self.has_succeeded = False
         # Kept, so that the programs are forgotten with one of these.
-        self.referred_to: list[Any] = []
+        self.referred_to: list[object] = []
         self._returned = Returned()
-        self._watched: list[weakref.ref[Any]] = []
+        self._watched: list[weakref.ref[_handle.Handle]] = []
         # The programs, by signature; and where no argument is static by the structure
         # of the arguments too, which is found in half the time. The last one first.
-        self._programs: dict[Any, Any] = {}
-        self._last: tuple[Any, Any] = (None, None)
+        self._programs: dict[Hashable, _Program] = {}
+        self._last: tuple[Any, _Program | None] = (None, None)
         # With objects, the functions are ones of arrays, which have programs of their
         # own for objects that are put together alike.
         self._object_calls = ObjectCalls(self._get_fn, self._for_arrays)
@@ -93,7 +96,7 @@ class SharedPrograms:
         assert fn is not None, "the caller holds a function"
         return fn
 
-    def __call__(self, args: Sequence[Any], kwargs: dict[str, Any]) -> PyTree:
+    def __call__(self, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> PyTree:
         """The results of the function on all replicas."""
         self._calls.count += 1
         structure, program = self._last
@@ -109,7 +112,7 @@ class SharedPrograms:
                     return program(leaves)
         return self._call_other(args, kwargs)
 
-    def _call_other(self, args: Sequence[Any], kwargs: dict[str, Any]) -> PyTree:
+    def _call_other(self, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> PyTree:
         """A call that is not like the last one, or not of live arrays alone."""
         # A variable is not to be read here, and an object not to be looked into.
         _trees.object_kinds()
@@ -122,9 +125,9 @@ class SharedPrograms:
 
     def call_with(
         self,
-        captured: dict[str, Any],
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
+        captured: dict[str, Leaf],
+        args: Sequence[PyTree],
+        kwargs: dict[str, PyTree],
     ) -> PyTree:
         """The results of a function that is given what it captured besides."""
         if not captured:
@@ -138,7 +141,10 @@ class SharedPrograms:
         return results
 
     def _call_carefully(
-        self, args: Sequence[Any], kwargs: dict[str, Any], structure: Any
+        self,
+        args: Sequence[PyTree],
+        kwargs: dict[str, PyTree],
+        structure: TreeStructure,
     ) -> PyTree:
         fn = self._fn
         call = self._object_calls.find(args, kwargs, {})
@@ -152,7 +158,11 @@ class SharedPrograms:
         return program.place_and_call(leaves)
 
     def _call_new(
-        self, fn: Function, leaves: list[Leaf], signature: Signature, structure: Any
+        self,
+        fn: Function,
+        leaves: list[Leaf],
+        signature: Signature,
+        structure: TreeStructure,
     ) -> PyTree:
         """The first call for arguments of this structure."""
         self._returned.check(signature, leaves, fn)
@@ -165,12 +175,14 @@ class SharedPrograms:
         self._returned.add(signature, results, checked.unstated)
         return results
 
-    def _remember(self, program: Any, signature: Signature, structure: Any) -> None:
+    def _remember(
+        self, program: _Program, signature: Signature, structure: TreeStructure
+    ) -> None:
         if not signature.kept:
             self._programs[structure] = program
             self._last = (structure, program)
 
-    def _new_program(self, signature: Signature) -> tuple[Any, Checked]:
+    def _new_program(self, signature: Signature) -> tuple[_Program, Checked]:
         step = ReplicaStep(
             self._get_fn, self._environment, signature, lambda: not self.traces
         )
@@ -179,7 +191,7 @@ class SharedPrograms:
         stages = [*stages_of(step, self._options), counted]
         return program_of(step, checked, stages, self._agreement), checked
 
-    def _gone(self, signature: Signature, gone: Any) -> None:
+    def _gone(self, signature: Signature, gone: weakref.ref[_handle.Handle]) -> None:
         """Drops the program for arguments one of which is gone, and its memory."""
         self._programs.pop(signature, None)
         self._watched.remove(gone)
@@ -213,7 +225,7 @@ class SharedPrograms:
         return programs
 
     def bound(
-        self, fn: Function, objects: Sequence[Any], captured: dict[str, Any]
+        self, fn: Function, objects: Sequence[PyTree], captured: dict[str, Leaf]
     ) -> Callable[..., PyTree]:
         """A function with these first arguments, which are looked into only now.
 
@@ -224,7 +236,7 @@ class SharedPrograms:
         programs, kept = self._object_calls.programs(call), objects
 
         @functools.wraps(fn)
-        def step(*rest: Any, **kwargs: Any) -> PyTree:
+        def step(*rest: PyTree, **kwargs: PyTree) -> PyTree:
             assert kept  # they must live as long as this is called
             return call.finish(programs(*call.with_rest(rest, kwargs)))
 

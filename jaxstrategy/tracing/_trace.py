@@ -10,17 +10,23 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import cast
 
 import jax
 import jax.numpy as jnp
 from jax.extend import core
 from jax.ref import AbstractRef
-from jax.sharding import AxisType
+from jax.sharding import AxisType, PartitionSpec
 
 from jaxstrategy._errors import ContextError
 from jaxstrategy.replicas._replicas import SAME, SPLIT, Meaning, Replicas
-from jaxstrategy.tracing._jaxpr_types import ClosedJaxpr
+from jaxstrategy.tracing._jaxpr_types import (
+    ArrayType,
+    ClosedJaxpr,
+    Equation,
+    Jaxpr,
+    Var,
+)
 from jaxstrategy.tracing._on_replicas import on_replicas
 from jaxstrategy.tracing._results import Results
 from jaxstrategy.tracing.replication._jaxprs import all_eqns
@@ -32,14 +38,14 @@ from jaxstrategy.tracing.replication._lowered import closed
 from jaxstrategy.tracing.replication._rules import analyse
 from jaxstrategy.tracing.replication._site import Site
 from jaxstrategy.values._per_replica import PerReplica
-from jaxstrategy.values._types import Leaf
+from jaxstrategy.values._types import Leaf, PyTree
 from jaxstrategy.variables import _access
 from jaxstrategy.variables._access import StepVariables
 from jaxstrategy.variables._cell import Cell
 from jaxstrategy.variables._variable import Variable
 
 # Of the inputs of one replica its results, and whatever a program returns besides.
-Evaluate = Callable[[Sequence[Any]], tuple[list[jax.Array], list[jax.Array]]]
+Evaluate = Callable[[Sequence[Leaf]], tuple[list[jax.Array], list[jax.Array]]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,27 +70,28 @@ class Trace:
     findings: Findings
 
     @property
-    def equation(self) -> Any:
+    def equation(self) -> Equation:
         """The `shard_map`."""
         return self.closed.jaxpr.eqns[-1]
 
     @property
-    def _given(self) -> list[Any]:
+    def _given(self) -> list[Var]:
         """The variables of the jaxpr that stand for the arguments."""
+        # Without variables `-0` would cut off all of them.
         return self.closed.jaxpr.invars[: -len(self.variables) or None]
 
     @property
-    def given_types(self) -> list[Any]:
+    def given_types(self) -> list[ArrayType]:
         """The types of the arguments, on all replicas."""
         return [var.aval for var in self._given]
 
     @property
-    def _references(self) -> list[Any]:
+    def _references(self) -> list[Var]:
         """The references that stand for the variables, made by the first equations."""
         return [eqn.outvars[0] for eqn in self.closed.jaxpr.eqns[:-1]]
 
     @property
-    def jaxpr(self) -> Any:
+    def jaxpr(self) -> Jaxpr:
         """The step of one replica."""
         return self.equation.params["jaxpr"]
 
@@ -125,9 +132,9 @@ class Trace:
     def evaluate(
         self,
         leaves: Sequence[Leaf],
-        references: dict[Cell, Any],
+        references: dict[Cell, jax.Ref],
         within: Callable[[Evaluate], Evaluate],
-    ) -> tuple[list[Any], list[jax.Array]]:
+    ) -> tuple[list[jax.Array | PerReplica], list[jax.Array]]:
         """The step's results, as the analysis proved them, and further outputs.
 
         Args:
@@ -142,7 +149,7 @@ class Trace:
         step, varies = core.jaxpr_as_fun(closed(self.jaxpr)), self.varies
         evaluate = within(lambda inputs: (step(*inputs), []))
 
-        def replica(*locals_: Any) -> Any:
+        def replica(*locals_: Leaf) -> tuple[list[jax.Array], list[jax.Array]]:
             given = dict(zip(kept, locals_, strict=True))
             returned, more = evaluate([given.get(i) for i in range(len(operands))])
             arrays = [
@@ -169,8 +176,8 @@ class Trace:
         return wrapped, more
 
     def _operands(
-        self, leaves: Sequence[Leaf], references: dict[Cell, Any]
-    ) -> list[Any]:
+        self, leaves: Sequence[Leaf], references: dict[Cell, jax.Ref]
+    ) -> list[Leaf]:
         """For each input of `jaxpr` what it is, None of a variable that is not used."""
         known = dict(zip(self._given, leaves, strict=True))
         known.update(zip(self.closed.jaxpr.constvars, self.closed.consts, strict=True))
@@ -187,7 +194,7 @@ class Trace:
 
 
 def trace(
-    run: Callable[[Sequence[Any]], tuple[list[jax.Array], Results]],
+    run: Callable[[Sequence[Leaf]], tuple[list[jax.Array], Results]],
     leaves: Sequence[Leaf],
     meanings: Sequence[Meaning],
     replicas: Replicas,
@@ -212,7 +219,7 @@ def trace(
     found: list[Results] = []
     seen: list[StepVariables] = []
 
-    def replica(*locals_: Any) -> list[Any]:
+    def replica(*locals_: Leaf) -> list[jax.Array]:
         own, references = locals_[: len(leaves)], locals_[len(leaves) :]
         pairs = list(zip(there, references, strict=True))
         seen.append(StepVariables(pairs, may_create))
@@ -230,7 +237,7 @@ def trace(
     # The same for every output is not a claim: this shard_map is only looked into.
     looked_into = on_replicas(replica, replicas, everywhere, same)
 
-    def all_replicas(*given: Any) -> Any:
+    def all_replicas(*given: jax.Array) -> PyTree:
         own, held = given[: len(leaves)], given[len(leaves) :]
         return looked_into(*own, *map(jax.new_ref, held))
 
@@ -309,6 +316,6 @@ def check_not_divided(name: str) -> None:
         )
 
 
-def _spec(variable: Variable, replicas: Replicas) -> Any:
+def _spec(variable: Variable, replicas: Replicas) -> PartitionSpec:
     is_here = variable.lives_on(replicas)
     return variable.sharding.spec if is_here else replicas.spec(SAME)

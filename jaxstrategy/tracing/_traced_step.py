@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, final
+from typing import final
 
 import jax
 
@@ -127,7 +127,7 @@ class TracedStep:
         role = self.signature.roles[self.signature.dynamic[argument]]
         return role is Role.PER_REPLICA
 
-    def type_of(self, argument: int) -> Any:
+    def type_of(self, argument: int) -> ArrayType:
         """The type of the argument as the step saw it."""
         aval = self.types[self.inputs.index(argument)]
         return aval.update(shape=aval.shape[self.is_per_replica(argument) :])

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 
@@ -32,7 +31,7 @@ class Returned:
 
     def __init__(self) -> None:
         self._signatures: list[Signature] = []
-        self._results: dict[int, tuple[weakref.ref[Any], Unstated]] = {}
+        self._results: dict[int, tuple[weakref.ref[jax.Array], Unstated]] = {}
         self._is_told = False
 
     def add(

@@ -6,7 +6,6 @@ Each check names the user's lines; none runs anything.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from jaxstrategy._errors import DoubleReductionWarning, NotMirroredWarning
 from jaxstrategy.text import _user_code
@@ -19,9 +18,10 @@ from jaxstrategy.tracing.checks._varying_results import (
     broken_promises,
     forgotten_reductions,
 )
+from jaxstrategy.values._types import PyTree
 
 
-def check(step: TracedStep, expect_mirrored: Any, told: set[type[Warning]]) -> None:
+def check(step: TracedStep, expect_mirrored: PyTree, told: set[type[Warning]]) -> None:
     """Raise if `step` would hang or breaks a promise; warn of what is likely wrong.
 
     That is a sum of what is reduced already, and state that was mirrored before.
@@ -53,7 +53,7 @@ def check(step: TracedStep, expect_mirrored: Any, told: set[type[Warning]]) -> N
             _user_code.warn(message, NotMirroredWarning, line)
 
 
-def problems(step: TracedStep, expect_mirrored: Any) -> Iterator[str]:
+def problems(step: TracedStep, expect_mirrored: PyTree) -> Iterator[str]:
     """All that `check` would raise or warn about, in its order."""
     yield from map(str, divergences(step))
     yield from map(str, drifting_variables(step))

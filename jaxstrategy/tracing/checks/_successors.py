@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
+from typing import cast
 
 from jaxstrategy.tracing._roles import Role
 from jaxstrategy.tracing._traced_step import TracedStep
@@ -18,13 +18,14 @@ from jaxstrategy.tracing.replication._contributions import (
     Inputs,
     contributions,
 )
+from jaxstrategy.values._types import TreeStructure
 
 
 @dataclasses.dataclass(frozen=True)
 class _Part:
     """A part of a pytree: its structure, and the place of its first leaf."""
 
-    structure: Any
+    structure: TreeStructure
     start: int
 
     def __len__(self) -> int:
@@ -33,7 +34,8 @@ class _Part:
     @property
     def is_anonymous(self) -> bool:
         """Whether it is a tuple or list of bare arrays."""
-        kind, _ = self.structure.node_data()
+        # A leaf has no data, but only parts of several nodes are asked.
+        kind, _ = cast("tuple[type, object]", self.structure.node_data())
         inner = self.structure.children()
         return kind in (tuple, list) and all(each.num_nodes == 1 for each in inner)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import jax
 
@@ -12,12 +11,14 @@ from jaxstrategy._errors import NotMirroredError
 from jaxstrategy._options import is_function
 from jaxstrategy.text._lists import listed
 from jaxstrategy.text._user_code import Line
+from jaxstrategy.tracing._jaxpr_types import ArrayType, KeyPath
 from jaxstrategy.tracing._traced_step import TracedStep
 from jaxstrategy.tracing.checks._successors import successors
 from jaxstrategy.tracing.replication._levels import Replication
+from jaxstrategy.values._types import PyTree
 
 
-def broken_promises(step: TracedStep, expected: Any) -> Iterator[NotMirroredError]:
+def broken_promises(step: TracedStep, expected: PyTree) -> Iterator[NotMirroredError]:
     """One for each result that is expected to be mirrored and varies."""
     if expected is None:
         return
@@ -61,7 +62,7 @@ class Unstated:
     why: str
 
 
-def unstated(step: TracedStep, expected: Any) -> dict[int, Unstated]:
+def unstated(step: TracedStep, expected: PyTree) -> dict[int, Unstated]:
     """The unstated results of `step`, by their place among the leaves."""
     return {
         position: Unstated(step.path(keys), step.why(state))
@@ -69,7 +70,9 @@ def unstated(step: TracedStep, expected: Any) -> dict[int, Unstated]:
     }
 
 
-def _unstated(step: TracedStep, expected: Any) -> dict[int, tuple[Any, Replication]]:
+def _unstated(
+    step: TracedStep, expected: PyTree
+) -> dict[int, tuple[KeyPath, Replication]]:
     if step.num_replicas == 1:  # one replica cannot differ from itself
         return {}
     return {
@@ -80,7 +83,7 @@ def _unstated(step: TracedStep, expected: Any) -> dict[int, tuple[Any, Replicati
 
 
 def forgotten_reductions(
-    step: TracedStep, expected: Any
+    step: TracedStep, expected: PyTree
 ) -> Iterator[tuple[str, Line | None]]:
     """A message and a line if state comes out different that went in mirrored."""
     varying = _unstated(step, expected)
@@ -111,8 +114,8 @@ SHOULD_BE_REDUCED = (
 
 
 def _varying(
-    step: TracedStep, expected: Any
-) -> Iterator[tuple[int, Any, Replication, bool | None]]:
+    step: TracedStep, expected: PyTree
+) -> Iterator[tuple[int, KeyPath, Replication, bool | None]]:
     """The results that vary: position, path, why, and whether they should not."""
     is_expected = _expectation(step, expected)
     arrays = step.results.array_paths()
@@ -123,8 +126,8 @@ def _varying(
 
 
 def _expectation(
-    step: TracedStep, expected: Any
-) -> Callable[[int, Any, Any], bool | None]:
+    step: TracedStep, expected: PyTree
+) -> Callable[[int, KeyPath, ArrayType], bool | None]:
     """Whether the result with this position, path and type should be mirrored.
 
     None: nothing was said of it.
@@ -139,7 +142,7 @@ def _expectation(
     return lambda position, keys, output: wanted[position]
 
 
-def _spread(prefix: Any, step: TracedStep) -> list[bool | None]:
+def _spread(prefix: PyTree, step: TracedStep) -> list[bool | None]:
     """For each leaf of the results the entry of `prefix`, a pytree prefix, above it."""
     results = step.results
     shape = results.treedef.unflatten(range(len(results.leaves)))
@@ -162,5 +165,5 @@ def _spread(prefix: Any, step: TracedStep) -> list[bool | None]:
     return [entry for position, entry in pairs if position >= 0]
 
 
-def _is_none(entry: Any) -> bool:
+def _is_none(entry: object) -> bool:
     return entry is None

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, final
+from typing import final
 
 import jax
 from jax.sharding import NamedSharding
@@ -147,7 +147,7 @@ class Carried:
             first = value.addressable_data(0)
             cell[...] = jax.device_put(first, home.sharding)
 
-    def references(self, values: Sequence[Any]) -> dict[Cell, Any]:
+    def references(self, values: Sequence[jax.Array]) -> dict[Cell, jax.Ref]:
         """For each a reference that a program works on, while it is traced."""
         refs = map(jax.new_ref, values)
         return dict(zip([*self._here, *self._away], refs, strict=True))

@@ -9,7 +9,7 @@ were given: those are the ones that change.
 from __future__ import annotations
 
 import weakref
-from typing import Any, final
+from typing import final
 
 import jax
 
@@ -22,6 +22,7 @@ from jaxstrategy.tracing._traced_step import TracedStep
 from jaxstrategy.tracing.nnx._adapter import holders_of, structure_of
 from jaxstrategy.tracing.stages._stage import Stage
 from jaxstrategy.values._trees import is_object
+from jaxstrategy.values._types import Leaf
 
 
 @final
@@ -35,8 +36,8 @@ class ConstantObjects(Stage):
 
     def __init__(self, step: ReplicaStep, options: RunOptions) -> None:
         self._name = step.name
-        self._variables: list[tuple[Any, Any]] = []
-        self._owners: list[tuple[weakref.ref[Any], Any]] = []
+        self._variables: list[tuple[Leaf, Leaf]] = []
+        self._owners: list[tuple[weakref.ref[object], object]] = []
         self._times = 0
 
     @property
@@ -76,6 +77,6 @@ class ConstantObjects(Stage):
         return True
 
 
-def _is_as_it_was(known: tuple[weakref.ref[Any], Any]) -> bool:
+def _is_as_it_was(known: tuple[weakref.ref[object], object]) -> bool:
     owner = known[0]()
     return owner is None or structure_of(owner) == known[1]

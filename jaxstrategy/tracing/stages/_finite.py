@@ -8,8 +8,8 @@ what the program returns besides: its number, which the host knows.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any, final
+from collections.abc import Callable, Sequence
+from typing import TypeAlias, final
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,13 @@ from jaxstrategy._options import RunOptions
 from jaxstrategy.text._array_types import array_type
 from jaxstrategy.text._lists import first_few
 from jaxstrategy.text._units import plural
-from jaxstrategy.tracing._jaxpr_types import ArrayType, ClosedJaxpr, Equation, Jaxpr
+from jaxstrategy.tracing._jaxpr_types import (
+    ArrayType,
+    Atom,
+    ClosedJaxpr,
+    Equation,
+    Jaxpr,
+)
 from jaxstrategy.tracing._replica_step import ReplicaStep
 from jaxstrategy.tracing._trace import Evaluate
 from jaxstrategy.tracing._traced_step import TracedStep
@@ -34,6 +40,7 @@ from jaxstrategy.tracing.replication._control import scan_counts
 from jaxstrategy.tracing.replication._jaxprs import plain
 from jaxstrategy.tracing.replication._site import Site
 from jaxstrategy.tracing.stages._stage import Stage
+from jaxstrategy.values._types import Value
 
 _INLINED = frozenset(
     ("jit", "pjit", "closed_call", "core_call", "remat2", "remat", "checkpoint")
@@ -42,6 +49,12 @@ _INLINED |= {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"}
 # They make nothing of their own: bits are what they are, and a reference holds what was
 # looked at when it was written.
 _MOVES = frozenset(("bitcast_convert_type", "get", "swap", "addupdate"))
+
+_Flag: TypeAlias = jax.Array | bool
+# Whether an array holds a NaN, and whether it holds an Inf.
+_Kinds: TypeAlias = tuple[jax.Array, _Flag]
+# Of a branch or a turn of a loop its outputs, and what was found until then.
+_Ended: TypeAlias = tuple[list[jax.Array], jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,8 +101,8 @@ class Finite(Stage):
         return len(self._places)
 
     def _evaluate(
-        self, jaxpr: Jaxpr, given: Sequence[Any], sources: Sequence[str | None]
-    ) -> tuple[list[Any], list[jax.Array]]:
+        self, jaxpr: Jaxpr, given: Sequence[Value], sources: Sequence[str | None]
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
         """The outputs of `jaxpr`, and for each replica what was found first.
 
         Args:
@@ -196,27 +209,31 @@ class _Turn:
     """
 
     def __init__(
-        self, owner: Finite, holders: tuple[Equation, ...], found: Any = None
+        self,
+        owner: Finite,
+        holders: tuple[Equation, ...],
+        found: jax.Array | None = None,
     ) -> None:
         self._owner = owner
         self._holders = holders
         self.found = jnp.zeros((), jnp.int32) if found is None else found
-        # What was seen of each value, by its identity, and the values themselves.
-        self._seen: dict[int, tuple[Any, Any]] = {}
+        # What was seen of each value, by its identity; with the value itself, because
+        # the identity of an object that is gone is given to another one.
+        self._seen: dict[int, tuple[Value, _Kinds]] = {}
 
-    def look(self, value: Any, place: _Origin, source: str | None) -> None:
+    def look(self, value: Value, place: _Origin, source: str | None) -> None:
         """Note what `value` holds, whose place is this; an Inf only with a `source`."""
         kinds = self._kinds(value)
         if kinds is not None:
             infinite = kinds[1] if source is not None else False
             self._note(kinds[0], infinite, place)
 
-    def _note(self, nan: Any, infinite: Any, place: _Origin) -> None:
+    def _note(self, nan: _Flag, infinite: _Flag, place: _Origin) -> None:
         number = self._owner.number(place) * 2
         code = jnp.where(nan, number + 1, jnp.where(infinite, number, 0))
         self.found = jnp.where(self.found == 0, code.astype(jnp.int32), self.found)
 
-    def _kinds(self, value: Any) -> tuple[Any, Any] | None:
+    def _kinds(self, value: Value) -> _Kinds | None:
         """Whether an array holds a NaN, or an Inf; None if it cannot."""
         if not _may_be_infinite(value):
             return None
@@ -226,22 +243,23 @@ class _Turn:
             known = self._seen[id(value)] = value, (jnp.isnan(value).any(), infinite)
         return known[1]
 
-    def through(self, jaxpr: ClosedJaxpr, inputs: Sequence[Any]) -> list[Any]:
+    def through(self, jaxpr: ClosedJaxpr, inputs: Sequence[Value]) -> list[jax.Array]:
         """The outputs of `jaxpr`, which is evaluated here."""
         inside = plain(jaxpr)
-        known = dict(zip(inside.invars, inputs, strict=True))
+        known: dict[Atom, Value] = dict(zip(inside.invars, inputs, strict=True))
         known.update(zip(inside.constvars, getattr(jaxpr, "consts", ()), strict=False))
 
-        def read(atom: Any) -> Any:
+        def read(atom: Atom) -> Value:
             return atom.val if isinstance(atom, Literal) else known[atom]
 
         for eqn in inside.eqns:
+            # The mesh and the settings of JAX under which the step's code made it.
             with eqn.ctx.manager:
                 outputs = self._outputs(eqn, [read(atom) for atom in eqn.invars])
             known.update(zip(eqn.outvars, outputs, strict=True))
         return [read(atom) for atom in inside.outvars]
 
-    def _outputs(self, eqn: Equation, operands: list[Any]) -> Sequence[Any]:
+    def _outputs(self, eqn: Equation, operands: list[Value]) -> Sequence[jax.Array]:
         name = eqn.primitive.name
         if name in _INLINED:
             inner = next(
@@ -263,13 +281,13 @@ class _Turn:
             self._compare(eqn, operands, outputs)
         return outputs
 
-    def _inside(self, eqn: Equation, found: Any = None) -> _Turn:
+    def _inside(self, eqn: Equation, found: jax.Array | None = None) -> _Turn:
         found = self.found if found is None else found
         return _Turn(self._owner, (eqn, *self._holders), found)
 
     def through_and_back(
-        self, outer: _Turn, jaxpr: ClosedJaxpr, operands: Sequence[Any]
-    ) -> list[Any]:
+        self, outer: _Turn, jaxpr: ClosedJaxpr, operands: Sequence[Value]
+    ) -> list[jax.Array]:
         """The outputs of a function called in `outer`, which learns what was found."""
         self._seen = outer._seen
         outputs = self.through(jaxpr, operands)
@@ -277,7 +295,7 @@ class _Turn:
         return outputs
 
     def _compare(
-        self, eqn: Equation, operands: Sequence[Any], outputs: Sequence[Any]
+        self, eqn: Equation, operands: Sequence[Value], outputs: Sequence[jax.Array]
     ) -> None:
         """Note if there is something in `outputs` that was not in `operands`."""
         after = [kinds for kinds in map(self._kinds, outputs) if kinds is not None]
@@ -298,11 +316,11 @@ class _Turn:
         infinite = _any(after, 1) & ~(jnp.asarray(had_inf) | had_nan)
         self._note(nan, infinite, _Origin(site=Site((eqn, *self._holders))))
 
-    def _branch(self, eqn: Equation, operands: list[Any]) -> Sequence[Any]:
+    def _branch(self, eqn: Equation, operands: list[Value]) -> Sequence[jax.Array]:
         index, *rest = operands
 
-        def branch(jaxpr: ClosedJaxpr) -> Any:
-            def taken(found: Any) -> Any:
+        def branch(jaxpr: ClosedJaxpr) -> Callable[[jax.Array], _Ended]:
+            def taken(found: jax.Array) -> _Ended:
                 turn = self._inside(eqn, found)
                 return turn.through(jaxpr, rest), turn.found
 
@@ -312,13 +330,13 @@ class _Turn:
         outputs, self.found = lax.switch(index, branches, self.found)
         return outputs
 
-    def _scan(self, eqn: Equation, operands: list[Any]) -> Sequence[Any]:
+    def _scan(self, eqn: Equation, operands: list[Value]) -> Sequence[jax.Array]:
         params = eqn.params
         first, count = scan_counts(eqn)
         last = first + count
         consts, start, rows = operands[:first], operands[first:last], operands[last:]
 
-        def body(carry: Any, row: Any) -> Any:
+        def body(carry: _Ended, row: list[jax.Array]) -> tuple[_Ended, list[jax.Array]]:
             turn = self._inside(eqn, carry[1])
             outputs = turn.through(params["jaxpr"], [*consts, *carry[0], *row])
             return (outputs[:count], turn.found), outputs[count:]
@@ -333,14 +351,15 @@ class _Turn:
         )
         return [*end, *stacked]
 
-    def _while(self, eqn: Equation, operands: list[Any]) -> Sequence[Any]:
+    def _while(self, eqn: Equation, operands: list[Value]) -> Sequence[jax.Array]:
         params = eqn.params
         first = params["cond_nconsts"]
         last = first + params["body_nconsts"]
         asked, consts = operands[:first], operands[first:last]
+        # A condition returns nothing but a bool: it cannot hand on what it has found.
         condition = core.jaxpr_as_fun(params["cond_jaxpr"])
 
-        def body(carry: Any) -> Any:
+        def body(carry: _Ended) -> _Ended:
             turn = self._inside(eqn, carry[1])
             outputs = turn.through(params["body_jaxpr"], [*consts, *carry[0]])
             return outputs, turn.found
@@ -353,7 +372,7 @@ class _Turn:
         return end
 
 
-def _may_be_infinite(value: Any) -> bool:
+def _may_be_infinite(value: Value) -> bool:
     dtype = getattr(value, "dtype", None)
     if dtype is None:
         return isinstance(value, (float, complex))
@@ -362,8 +381,8 @@ def _may_be_infinite(value: Any) -> bool:
     )
 
 
-def _any(kinds: Sequence[tuple[Any, Any]], which: int) -> Any:
-    found: Any = jnp.zeros((), bool)
+def _any(kinds: Sequence[_Kinds], which: int) -> jax.Array:
+    found = jnp.zeros((), bool)
     for each in kinds:
         found = found | each[which]
     return found

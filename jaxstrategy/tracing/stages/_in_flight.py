@@ -14,7 +14,7 @@ import collections
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from importlib import metadata
-from typing import Any, final
+from typing import final
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ from jaxstrategy.tracing._replica_step import ReplicaStep
 from jaxstrategy.tracing._trace import Evaluate
 from jaxstrategy.tracing._traced_step import TracedStep
 from jaxstrategy.tracing.stages._stage import Stage
+from jaxstrategy.values._types import Leaf
 
 DEPTH = 8
 
@@ -53,7 +54,9 @@ class InFlight(Stage):
     def within(self, step: TracedStep, evaluate: Evaluate) -> Evaluate:
         """Adds an output that is ready when the step is done."""
 
-        def with_token(inputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        def with_token(
+            inputs: Sequence[Leaf],
+        ) -> tuple[list[jax.Array], list[jax.Array]]:
             arrays, outputs = evaluate(inputs)
             return arrays, [jnp.zeros((), jnp.int8), *outputs]
 

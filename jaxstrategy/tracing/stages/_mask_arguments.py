@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any, final
+from typing import final
 
 from jax.core import Tracer
 
@@ -68,7 +68,7 @@ class MaskArguments(Stage):
         if self._is_traced and (self._keeps_rows or not self._is_asked_for):
             self._check_used([leaves[i] for i in self._places])
 
-    def _check_used(self, masks: list[Any]) -> None:
+    def _check_used(self, masks: list[Leaf]) -> None:
         if any(isinstance(mask, Tracer) for mask in masks):
             told = _may_be_unmasked
         elif any(map(_filled_rows.is_noted, masks)):
@@ -78,7 +78,7 @@ class MaskArguments(Stage):
         self._is_asked_for, self._keeps_rows = True, False  # a warning is enough
         _user_code.warn(told(self._step.name), PaddedRowsWarning)
 
-    def _check_alike(self, places: tuple[int, ...], masks: list[Any]) -> None:
+    def _check_alike(self, places: tuple[int, ...], masks: list[Leaf]) -> None:
         first, *others = masks
         if any(isinstance(mask, Tracer) for mask in masks):
             return  # of one array there can be several

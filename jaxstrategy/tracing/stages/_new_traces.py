@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, final
+from typing import final
 
 from jaxstrategy.tracing._jaxpr_types import ArrayType
 from jaxstrategy.tracing._traced_step import TracedStep
 from jaxstrategy.tracing.checks._step_checks import check
 from jaxstrategy.tracing.checks._varying_results import Unstated, unstated
 from jaxstrategy.tracing.stages._stage import Stage
-from jaxstrategy.values._types import Function
+from jaxstrategy.values._types import Function, PyTree
 
 
 @final
@@ -26,7 +26,7 @@ class Checked(Stage):
         differ, by their place.
     """
 
-    def __init__(self, expect_mirrored: Any, told: set[type[Warning]]) -> None:
+    def __init__(self, expect_mirrored: PyTree, told: set[type[Warning]]) -> None:
         self._expected = expect_mirrored
         self._told = told
         self.unstated: dict[int, Unstated] = {}

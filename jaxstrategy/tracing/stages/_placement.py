@@ -5,13 +5,13 @@ A value that lies elsewhere is copied; one whose place shows a mistake is refuse
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, final
+from collections.abc import Hashable, Sequence
+from typing import final
 
 import jax
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, Sharding
 
 from jaxstrategy._errors import DonatedValueError, PlacementError
 from jaxstrategy.replicas import (
@@ -55,8 +55,10 @@ class Placement:
             map(self._replicas.sharding, meanings)
         )
         # Where a PerReplica stands, and a sharding that was seen there and is right.
-        self._right: dict[int, Any] = {i: None for i, s in enumerate(self._split) if s}
-        self._numbers: dict[Any, jax.Array] = {}
+        self._right: dict[int, Sharding | None] = {
+            i: None for i, s in enumerate(self._split) if s
+        }
+        self._numbers: dict[Hashable, jax.Array] = {}
 
     def is_right(self, leaves: Sequence[Leaf]) -> bool:
         """Whether each `PerReplica` lies as one did before; says nothing of others."""
@@ -77,7 +79,7 @@ class Placement:
             check_once(self._step, leaves, self._donated)
         return [self._place(index, leaf) for index, leaf in enumerate(leaves)]
 
-    def _place(self, index: int, leaf: Leaf) -> Any:
+    def _place(self, index: int, leaf: Leaf) -> jax.Array:
         if self._split[index]:
             self._check_replicas(index, leaf)
         if isinstance(leaf, Tracer):
@@ -166,7 +168,7 @@ class Placement:
                 check_whole(constant.value, self._replicas, name, what)
 
 
-def check_whole(array: Any, replicas: Replicas, name: str, what: str) -> None:
+def check_whole(array: jax.Array, replicas: Replicas, name: str, what: str) -> None:
     """Raise if the parts of a plain array may be meant for the replicas.
 
     Args:

@@ -12,6 +12,7 @@ from jaxstrategy.tracing._replica_step import ReplicaStep
 from jaxstrategy.tracing._traced_step import TracedStep
 from jaxstrategy.tracing.functions import _callbacks
 from jaxstrategy.tracing.stages._carried import Carried
+from jaxstrategy.values._handle import Handle
 from jaxstrategy.variables import _cell, _gradients
 
 
@@ -79,12 +80,12 @@ class VariableArguments:
         self.carried = self.carried.without_references(traced)
         return True
 
-    def in_references(self) -> list[tuple[Any, jax.Array]]:
+    def in_references(self) -> list[tuple[jax.Ref, jax.Array]]:
         """The references that the step changes in place, and what they hold now."""
         used = [variable.cell for ref in self._used if (variable := ref()) is not None]
         return [(cell.ref, cell[...]) for cell in used if cell.is_reference]
 
-    def _watch(self, variables: Sequence[Any]) -> None:
+    def _watch(self, variables: Sequence[Handle]) -> None:
         """Forgets what was compiled when one of these is gone.
 
         The function uses another one now, if it is called at all: an attribute or a
@@ -94,7 +95,7 @@ class VariableArguments:
         watched = {used() for used in self._used}
         self._used += (weakref.ref(v, gone) for v in variables if v not in watched)
 
-    def _gone(self, _: Any) -> None:
+    def _gone(self, _: object) -> None:
         if self._step.is_alive:
             self._used, self.by_reference = [], False
             self.carried = Carried(self._step.replicas)
