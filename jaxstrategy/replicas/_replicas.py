@@ -33,6 +33,9 @@ class Meaning(enum.Enum):
 
 SAME, SPLIT = Meaning.SAME, Meaning.SPLIT
 
+Spec = PartitionSpec
+"""How an array is divided over the mesh, for who passes one on."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Replicas:

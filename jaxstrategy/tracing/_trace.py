@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 from jax.ref import AbstractRef
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AxisType
 
 from jaxstrategy._errors import ContextError
-from jaxstrategy.replicas._replicas import SAME, SPLIT, Meaning, Replicas
+from jaxstrategy.replicas._replicas import SAME, SPLIT, Meaning, Replicas, Spec
 from jaxstrategy.tracing._jaxpr_types import (
     ArrayType,
     ClosedJaxpr,
@@ -316,6 +316,6 @@ def check_not_divided(name: str) -> None:
         )
 
 
-def _spec(variable: Variable, replicas: Replicas) -> PartitionSpec:
+def _spec(variable: Variable, replicas: Replicas) -> Spec:
     is_here = variable.lives_on(replicas)
     return variable.sharding.spec if is_here else replicas.spec(SAME)
