@@ -12,7 +12,7 @@ def shown(value: object) -> str:
     """
     try:
         text = " ".join(repr(value).split())
-    except Exception:
+    except Exception:  # anybody's `__repr__`; the message matters more
         kind = type(value).__name__
         if isinstance(value, int):
             sign = "a negative" if value < 0 else "an"

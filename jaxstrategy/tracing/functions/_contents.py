@@ -231,7 +231,7 @@ def _tree(walk: Walk, label: str, value: PyTree, number: int) -> Token:
     try:
         children, structure = one_level(value)
         hash(structure)
-    except Exception:
+    except Exception:  # anybody's code flattens it, and compares what it is made of
         return _unknown(walk, label, value)
     for path, child in children:
         walk.visit(label + jax.tree_util.keystr(path), None, child, number)
