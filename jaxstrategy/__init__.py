@@ -93,6 +93,7 @@ from jaxstrategy.reductions._planned_ops import (
     ReductionToOneDevice as ReductionToOneDevice,
 )
 from jaxstrategy.replicas._devices import simulate as simulate
+from jaxstrategy.replicas._state_sharding import StateSharding as StateSharding
 from jaxstrategy.replicas._topology import Topology as Topology
 from jaxstrategy.strategies._current import (
     experimental_set_strategy as experimental_set_strategy,
@@ -112,6 +113,7 @@ from jaxstrategy.strategies._multi_worker import (
     MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
 )
 from jaxstrategy.strategies._one_device import OneDeviceStrategy as OneDeviceStrategy
+from jaxstrategy.strategies._sharded_type import Sharded as Sharded
 from jaxstrategy.strategies._strategy import Strategy as Strategy
 from jaxstrategy.text import _absent
 from jaxstrategy.tracing.explanation._explanation import Explanation as Explanation

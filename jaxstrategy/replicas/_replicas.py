@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxstrategy.replicas import _mesh
 from jaxstrategy.replicas._devices import Device
+from jaxstrategy.replicas._state_sharding import ArrayLike, LeafSharding, StateSharding
 
 # The axis of the replicas that share a device: of `jax.vmap`, so that no mesh has it.
 _SHARED_DEVICE_AXIS = "replica_of_device"
@@ -51,21 +52,29 @@ class Replicas:
         the other axes, `inner_axes`, the devices of one replica differ.
       per_device: how many replicas share a device, numbered one after the other. They
         are the entries of a `jax.vmap` inside the program of the device.
+      state_sharding: of which arrays that are equal on all replicas each keeps a part;
+        None: of none.
     """
 
     mesh: Mesh
     axes: tuple[str, ...] = (_mesh.REPLICA_AXIS,)
     per_device: int = 1
+    # Where arrays lie makes no other replicas of them.
+    state_sharding: StateSharding | None = dataclasses.field(
+        default=None, compare=False
+    )
 
     @staticmethod
-    def on(devices: Sequence[Device]) -> Replicas:
+    def on(
+        devices: Sequence[Device], state_sharding: StateSharding | None = None
+    ) -> Replicas:
         """One replica on each of `devices`, in the order given.
 
         Raises:
           TypeError: they are not devices.
           ValueError: there is none, or one twice.
         """
-        return Replicas(_mesh.mesh_of(devices))
+        return Replicas(_mesh.mesh_of(devices), state_sharding=state_sharding)
 
     @staticmethod
     def alone() -> Replicas:
@@ -183,6 +192,60 @@ class Replicas:
             meaning: NamedSharding(self.mesh, self.spec(meaning)) for meaning in Meaning
         }
 
+    # Arrays of which each replica keeps a part.
+
+    @functools.cached_property
+    def parts(self) -> int:
+        """The number of parts of an array that is divided over the replicas."""
+        return self.count // self.per_device
+
+    def division(self, path: str, leaf: ArrayLike) -> LeafSharding:
+        """The division of an array that is equal on all replicas.
+
+        Args:
+          path: of the array in its argument, for the user's choice.
+          leaf: the array, or its type.
+
+        Raises:
+          ValueError: the user's choice cannot be.
+          TypeError: it is no dimension.
+        """
+        if self.state_sharding is None:
+            return LeafSharding(None, "the strategy has no `sharding`")
+        return self.state_sharding.division(path, leaf, self.parts)
+
+    def spec_along(self, dimension: int | None) -> PartitionSpec:
+        """The division of an array along one of its dimensions; None: it is whole."""
+        if dimension is None:
+            return PartitionSpec()
+        return PartitionSpec(*(None,) * dimension, self.axes)
+
+    def sharding_along(self, dimension: int | None) -> NamedSharding:
+        """The placement of an array that is divided along one of its dimensions."""
+        found = self._sharding_along.get(dimension)
+        if found is None:
+            found = NamedSharding(self.mesh, self.spec_along(dimension))
+            self._sharding_along[dimension] = found
+        return found
+
+    @functools.cached_property
+    def _sharding_along(self) -> dict[int | None, NamedSharding]:
+        # One object for each, so that looking whether an array lies there is quick.
+        return {None: self.sharding(SAME)}
+
+    def dimension_of(self, array: jax.Array) -> int | None:
+        """The dimension along which `array`, `[...]`, is divided over these replicas.
+
+        None if it is not.
+        """
+        for dimension in range(array.ndim):
+            wanted = self.sharding_along(dimension)
+            if array.shape[dimension] % self.parts == 0 and _mesh.lies_as(
+                array, wanted
+            ):
+                return dimension
+        return None
+
     def versions(self, array: jax.Array) -> tuple[jax.Array, ...]:
         """The versions of `array` on this process's replicas, in replica order.
 
@@ -274,7 +337,7 @@ class _Alone(Replicas):
 
     def __init__(self) -> None:
         # A frozen dataclass; the mesh is no field here.
-        vars(self).update(axes=(), per_device=1)
+        vars(self).update(axes=(), per_device=1, state_sharding=None)
 
     @functools.cached_property
     def mesh(self) -> Mesh:  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -9,6 +9,7 @@ from jaxstrategy._options import CommunicationOptions
 from jaxstrategy.reductions._cross_device_ops import CrossDeviceOps
 from jaxstrategy.replicas import _devices
 from jaxstrategy.replicas._devices import Device
+from jaxstrategy.replicas._state_sharding import StateSharding
 from jaxstrategy.strategies._strategy import Strategy
 
 
@@ -24,6 +25,8 @@ class MirroredStrategy(Strategy):
         `HierarchicalCopyAllReduce`, `ReductionToOneDevice`, or a `CrossDeviceOps` of
         yours. By default all-reduces, with small arrays joined.
       communication_options: the same, in more detail.
+      sharding: a `StateSharding`: each replica keeps a part of the optimizer's state,
+        or of all state, instead of all of it. Steps stay what they are.
 
     Raises:
       ValueError: an empty list, a device given twice or unknown here, or devices of
@@ -36,6 +39,10 @@ class MirroredStrategy(Strategy):
     MirroredStrategy(8 replicas on cpu:0..7)
     >>> js.MirroredStrategy(["CPU:0", "CPU:2"])
     MirroredStrategy(2 replicas on cpu:0, cpu:2)
+    >>> sharded = js.MirroredStrategy(sharding=js.StateSharding("state", min_bytes=0))
+    >>> w = sharded.mirror(np.zeros((16, 3), "float32"))
+    >>> w.shape, w.sharding.shard_shape(w.shape), isinstance(w, js.Sharded)
+    ((16, 3), (2, 3), True)
     """
 
     def __init__(
@@ -43,9 +50,12 @@ class MirroredStrategy(Strategy):
         devices: Sequence[Device | str] | Device | str | None = None,
         cross_device_ops: CrossDeviceOps | None = None,
         communication_options: CommunicationOptions | None = None,
+        *,
+        sharding: StateSharding | None = None,
     ) -> None:
         super().__init__(
             _devices.default_devices() if devices is None else _devices.choose(devices),
             cross_device_ops,
             communication_options,
+            sharding,
         )

@@ -22,6 +22,7 @@ from jaxstrategy.cluster.resolvers._launched import default_resolver
 from jaxstrategy.cluster.resolvers._simple import SimpleClusterResolver
 from jaxstrategy.cluster.resolvers._tf_config import TFConfigClusterResolver
 from jaxstrategy.replicas._replicas import Replicas
+from jaxstrategy.replicas._state_sharding import StateSharding, checked_sharding
 from jaxstrategy.strategies._choices import Choices
 from jaxstrategy.strategies._strategy import Strategy
 
@@ -48,6 +49,9 @@ class MultiWorkerMirroredStrategy(Strategy):
         a cluster (Slurm, Open MPI, Kubernetes, TPU).
       communication_options: how values are reduced; `timeout_seconds` is how long a
         step may go without progress, by default 300.
+      sharding: a `StateSharding`: each replica keeps a part of the optimizer's state,
+        or of all state. Reading what is divided over processes (`js.to_host`,
+        `strategy.gather`) is then something that all of them do together.
 
     Raises:
       ClusterError: the processes could not start together; it says which, and why.
@@ -64,8 +68,11 @@ class MultiWorkerMirroredStrategy(Strategy):
         self,
         cluster_resolver: ClusterResolver | None = None,
         communication_options: CommunicationOptions | None = None,
+        *,
+        sharding: StateSharding | None = None,
     ) -> None:
         checked_options(communication_options, with_timeout=True)
+        checked_sharding(sharding)
         if not isinstance(cluster_resolver, ClusterResolver | None):
             raise TypeError(
                 f"`cluster_resolver` was {cluster_resolver!r}; a ClusterResolver of "
@@ -79,7 +86,9 @@ class MultiWorkerMirroredStrategy(Strategy):
         devices = sorted(jax.devices(), key=lambda d: (d.process_index, d.id))
         self._compose(
             Choices(
-                Replicas.on(devices), options=communication_options, processes=processes
+                Replicas.on(devices, sharding),
+                options=communication_options,
+                processes=processes,
             )
         )
 

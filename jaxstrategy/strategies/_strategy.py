@@ -10,6 +10,7 @@ from jaxstrategy.reductions._cross_device_ops import CrossDeviceOps
 from jaxstrategy.replicas import _devices
 from jaxstrategy.replicas._devices import Device
 from jaxstrategy.replicas._replicas import Replicas
+from jaxstrategy.replicas._state_sharding import StateSharding, checked_sharding
 from jaxstrategy.strategies._calls import name_methods_after
 from jaxstrategy.strategies._choices import Choices
 from jaxstrategy.strategies._dividing_data import DividesData
@@ -28,6 +29,7 @@ class Strategy(RunsSteps, ExplainsSteps, ReducesValues, PlacesValues, DividesDat
       devices: the devices of the replicas, in replica order.
       cross_device_ops: how values are reduced over the replicas.
       communication_options: the same, in more detail.
+      sharding: which state each replica keeps a part of, instead of all of it.
 
     Raises:
       ValueError: no device, or one twice; operations that name other replicas.
@@ -44,9 +46,10 @@ class Strategy(RunsSteps, ExplainsSteps, ReducesValues, PlacesValues, DividesDat
         devices: Sequence[Device],
         cross_device_ops: CrossDeviceOps | None = None,
         communication_options: CommunicationOptions | None = None,
+        sharding: StateSharding | None = None,
     ) -> None:
         checked_options(communication_options)
-        replicas = Replicas.on(devices)
+        replicas = Replicas.on(devices, checked_sharding(sharding))
         self._compose(Choices(replicas, cross_device_ops, communication_options))
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

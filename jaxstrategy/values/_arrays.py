@@ -36,6 +36,11 @@ def is_mirrored(value: object) -> bool:
     )
 
 
+def is_sharded(value: object) -> bool:
+    """Whether `value` is a plain array that is divided over the replicas."""
+    return is_placed(value) and _mesh.is_split(value.sharding)
+
+
 def as_array(value: Value, what: str) -> jax.Array | np.ndarray:
     """`value` as an array that devices can hold; 64-bit types as JAX is set up.
 

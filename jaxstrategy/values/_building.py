@@ -120,7 +120,6 @@ def replicate(tree: PyTree, replicas: Replicas) -> PyTree:
     Raises:
       TypeError: a leaf is a `PerReplica`, whose versions may differ.
     """
-    sharding = replicas.sharding(SAME)
 
     def place(path: KeyPath, leaf: Leaf) -> Leaf:
         if isinstance(leaf, PerReplica):
@@ -133,8 +132,15 @@ def replicate(tree: PyTree, replicas: Replicas) -> PyTree:
             _arrays.is_array(leaf) or isinstance(leaf, (int, float, complex))
         ):
             return leaf
-        what = f"`tree{jax.tree_util.keystr(path)}`"
-        return _replicate_leaf(leaf, sharding, what)
+        where = jax.tree_util.keystr(path)
+        typed = (
+            jax.eval_shape(lambda: leaf)
+            if isinstance(leaf, (int, float, complex))
+            else leaf
+        )
+        division = replicas.division(where, typed)
+        sharding = replicas.sharding_along(division.dimension)
+        return _replicate_leaf(leaf, sharding, f"`tree{where}`")
 
     return jax.tree.map_with_path(place, tree, is_leaf=_per_replica.is_per_replica)
 

@@ -1,0 +1,170 @@
+"""The choice of the arrays of which each replica keeps a part: `StateSharding`."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Literal, Protocol, TypeAlias, final
+
+import jax
+import numpy as np
+
+from jaxstrategy.replicas._random_keys import is_key
+from jaxstrategy.text._units import with_bytes
+from jaxstrategy.text._whole_numbers import whole
+
+
+class ArrayLike(Protocol):
+    """An array, or the type of one."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its dimensions."""
+        ...
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The type of its elements."""
+        ...
+
+
+ChooseDimension: TypeAlias = Callable[[str, jax.ShapeDtypeStruct], int | None]
+"""A user's choice, of the path and type of an array, of the dimension to divide."""
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class LeafSharding:
+    """The division of one array over the replicas.
+
+    Attributes:
+      dimension: the one that is divided into equal parts, one for each replica; None if
+        each replica has the whole array.
+      reason: why it is whole, in words.
+    """
+
+    dimension: int | None
+    reason: str = ""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether each replica has all of it."""
+        return self.dimension is None
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class StateSharding:
+    """The part of the state of which each replica keeps 1/N, instead of all of it.
+
+    Steps, their results and their numbers are those of whole state: only where an array
+    lies is another thing, and what a step sends. Shapes are the logical ones.
+
+    Attributes:
+      shard: `"state"`: every large array that is equal on all replicas, parameters and
+        optimizer state; `"optimizer"`: those that no replica's own computation reads,
+        such as the moments of Adam, and not the parameters.
+      min_bytes: smaller arrays stay whole.
+      dimension: chooses, of the path of an array in its argument (text such as
+        `".params['Dense_0']['kernel']"`) and its type, the dimension to divide, or None
+        to leave it whole. By default the first that the number of replicas divides.
+
+    Raises:
+      ValueError: `shard` is neither; a negative size.
+      TypeError: the size is no number; `dimension` cannot be called.
+
+    >>> import jaxstrategy as js
+    >>> js.StateSharding("optimizer").min_bytes
+    262144
+    """
+
+    shard: Literal["optimizer", "state"] = "state"
+    min_bytes: int = 256 * 1024
+    dimension: ChooseDimension | None = None
+
+    def __post_init__(self) -> None:
+        if self.shard not in ("optimizer", "state"):
+            raise ValueError(
+                f"`shard` was {self.shard!r}; 'optimizer' (what only the optimizer "
+                "reads) or 'state' (parameters too) was wanted."
+            )
+        size = whole(self.min_bytes)
+        if size is None or size < 0:
+            error = ValueError if isinstance(self.min_bytes, int) else TypeError
+            raise error(
+                f"`min_bytes` was {self.min_bytes!r}; a number of bytes was wanted, "
+                "or 0 to divide every array that can be."
+            )
+        object.__setattr__(self, "min_bytes", size)
+        if self.dimension is not None and not callable(self.dimension):
+            raise TypeError(
+                f"`dimension` was {self.dimension!r}; a function of the path and the "
+                "type of an array was wanted, which returns a dimension or None. For "
+                "the same one everywhere: `lambda path, leaf: 0`."
+            )
+
+    def division(self, path: str, leaf: ArrayLike, parts: int) -> LeafSharding:
+        """The division of an array into so many parts.
+
+        Args:
+          path: of the array, for `dimension`.
+          leaf: the array, or its type.
+          parts: how many there are to be, one for each replica.
+
+        Raises:
+          ValueError: `dimension` chose one that the array has not, or that cannot be
+            divided into so many parts.
+          TypeError: it returned something else.
+        """
+        if parts == 1:
+            return LeafSharding(None, "there is one replica")
+        if is_key(leaf.dtype):
+            return LeafSharding(None, "random keys stay whole")
+        size = math.prod(leaf.shape) * leaf.dtype.itemsize
+        if size < self.min_bytes or not size:
+            limit = with_bytes(self.min_bytes)
+            return LeafSharding(
+                None, f"{with_bytes(size)}, below `min_bytes` ({limit})"
+            )
+        if self.dimension is not None:
+            return self._chosen(path, leaf, parts)
+        for dimension, length in enumerate(leaf.shape):
+            if length % parts == 0:
+                return LeafSharding(dimension)
+        return LeafSharding(None, f"no dimension of {leaf.shape} divides by {parts}")
+
+    def _chosen(self, path: str, leaf: ArrayLike, parts: int) -> LeafSharding:
+        """What `dimension` says, checked."""
+        assert self.dimension is not None, "the caller has looked"
+        given = self.dimension(path, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
+        if given is None:
+            return LeafSharding(None, "`dimension` left it whole")
+        chosen = whole(given)
+        if chosen is None:
+            raise TypeError(
+                f"`dimension` returned {given!r} for `{path}`; the number of a "
+                "dimension was wanted, or None to leave the array whole."
+            )
+        rank = len(leaf.shape)
+        if not -rank <= chosen < rank or leaf.shape[chosen] % parts:
+            raise ValueError(
+                f"`dimension` returned {chosen} for `{path}` of shape {leaf.shape}; "
+                f"one that {parts} replicas can divide was wanted, or None to leave "
+                "the array whole."
+            )
+        return LeafSharding(chosen % rank)
+
+
+def checked_sharding(given: object) -> StateSharding | None:
+    """`given`, if it says which state is divided.
+
+    Raises:
+      TypeError: it is something else.
+    """
+    if given is None or isinstance(given, StateSharding):
+        return given
+    raise TypeError(
+        f"`sharding` was {given!r}; a `StateSharding` was wanted, for example "
+        "`js.StateSharding('state')`."
+    )
