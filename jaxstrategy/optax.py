@@ -12,14 +12,12 @@ left has another direction. `check_chain` finds such a chain.
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxstrategy._errors import MissingExtraError
 from jaxstrategy._options import (
     CommunicationOptions,
     ReduceOp,
@@ -31,6 +29,9 @@ from jaxstrategy.replicas import _overflow
 from jaxstrategy.strategies._current import get_replica_context, get_strategy
 from jaxstrategy.strategies._strategy import Strategy
 from jaxstrategy.text._shown import shown
+from jaxstrategy.training._optax_extra import check_transformation, optax_for
+from jaxstrategy.training._outer_optimizer import OuterState as OuterState
+from jaxstrategy.training._outer_optimizer import outer as outer
 from jaxstrategy.training._precision import all_finite
 from jaxstrategy.values._per_replica import PerReplica, is_per_replica
 from jaxstrategy.values._types import Leaf, PyTree
@@ -94,7 +95,7 @@ def all_reduce_gradients(
         reduce = get_strategy().reduce if replica is None else replica.all_reduce
         return reduce(op, updates, options=options), state
 
-    optax = _optax("all_reduce_gradients")
+    optax = optax_for("all_reduce_gradients")
     return optax.GradientTransformation(optax.init_empty_state, update)
 
 
@@ -126,7 +127,7 @@ def apply_if_finite(
     >>> print(update, state.total_notfinite)
     0.0 1
     """
-    optax = _optax("apply_if_finite")
+    optax = optax_for("apply_if_finite")
     inner = optax.with_extra_args_support(inner)
 
     def init(params: PyTree) -> ApplyIfFiniteState:
@@ -201,12 +202,7 @@ def check_chain(
     """
     if not isinstance(strategy, AbstractStrategy):
         raise TypeError(f"`strategy` was {shown(strategy)}; a strategy was wanted.")
-    # A dict has an `update`, too.
-    if not all(callable(getattr(transformation, n, None)) for n in ("init", "update")):
-        raise TypeError(
-            f"`transformation` was {shown(transformation)}; a transformation of Optax "
-            "was wanted: `optax.chain(...)`."
-        )
+    check_transformation("transformation", transformation)
     n = strategy.num_replicas_in_sync
     if n < 2:
         raise ValueError(
@@ -281,14 +277,3 @@ def _gradients(params: PyTree, n: int, size: float, seed: int) -> PyTree:
 def _mean(stacked: np.ndarray) -> np.ndarray:
     mean = stacked.astype(np.float64).mean(0, keepdims=True)
     return np.broadcast_to(mean, stacked.shape).astype(stacked.dtype)
-
-
-def _optax(function: str) -> ModuleType:
-    try:
-        import optax
-    except ImportError as missing:
-        raise MissingExtraError(
-            f"`jaxstrategy.optax.{function}` needs Optax, which is not installed. "
-            "Install the extra: pip install 'jaxstrategy[flax]'"
-        ) from missing
-    return optax

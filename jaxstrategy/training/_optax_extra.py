@@ -1,0 +1,46 @@
+"""Optax, which is an extra: imported where it is used."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from jaxstrategy._errors import MissingExtraError
+from jaxstrategy.text._shown import shown
+
+if TYPE_CHECKING:
+    from optax import GradientTransformation
+
+
+def optax_for(function: str) -> ModuleType:
+    """The module `optax`, for a function of `jaxstrategy.optax`.
+
+    Raises:
+      MissingExtraError: it is not installed.
+    """
+    try:
+        import optax
+    except ImportError as missing:
+        raise MissingExtraError(
+            f"`jaxstrategy.optax.{function}` needs Optax, which is not installed. "
+            "Install the extra: pip install 'jaxstrategy[flax]'"
+        ) from missing
+    return optax
+
+
+def check_transformation(name: str, given: GradientTransformation) -> None:
+    """Raise unless this is a transformation of Optax.
+
+    Args:
+      name: of the argument, in the message.
+      given: anything.
+
+    Raises:
+      TypeError: it is something else.
+    """
+    # A dict has an `update`, too.
+    if not all(callable(getattr(given, n, None)) for n in ("init", "update")):
+        raise TypeError(
+            f"`{name}` was {shown(given)}; a transformation of Optax was wanted: "
+            "`optax.chain(...)`."
+        )

@@ -1,0 +1,321 @@
+"""`js.optax.outer`: the oracle is a plain loop of workers that know of no other."""
+
+import re
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.training.train_state import TrainState
+from helpers.replicas import mirrored
+
+import jaxstrategy as js
+
+PARAMS = {"w": np.float32([0.5, -1.0, 2.0]), "b": np.float32(0.3)}
+MAY_VARY = js.RunOptions(expect_mirrored=False)
+
+
+def loss_of(params, x, y):
+    return jnp.mean((x @ params["w"] + params["b"] - y) ** 2)
+
+
+def data(n, steps, rows=5):
+    """Of each step and replica other rows, `[step, replica, row, ...]`."""
+    draw = np.random.default_rng(0)
+    x = draw.normal(size=(steps, n, rows, 3)).astype(np.float32)
+    noise = draw.normal(size=(steps, n, rows)).astype(np.float32)
+    return x, x.sum(-1) + np.float32(0.5) * noise
+
+
+def workers(inner, outer, every, batches):
+    """The parameters after each meeting, by a loop over workers."""
+    x, y = batches
+    (steps, n), w = x.shape[:2], PARAMS
+    own, outer_state = [w] * n, outer.init(w)
+    states, met = [inner.init(w)] * n, []
+    for t in range(steps):
+        for r in range(n):
+            grad = jax.grad(loss_of)(own[r], x[t, r], y[t, r])
+            updates, states[r] = inner.update(grad, states[r], own[r])
+            own[r] = optax.apply_updates(own[r], updates)
+        if (t + 1) % every == 0:
+            way = jax.tree.map(lambda w, *own: w - np.mean(own, 0), w, *own)
+            updates, outer_state = outer.update(way, outer_state, w)
+            w = optax.apply_updates(w, updates)
+            own = [w] * n
+            met.append(w)
+    return met
+
+
+def stepping(strategy, tx, options=MAY_VARY):
+    @strategy.run(options=options)
+    def step(params, state, x, y):
+        updates, state = tx.update(jax.grad(loss_of)(params, x, y), state, params)
+        return optax.apply_updates(params, updates), state
+
+    return step
+
+
+def trained(strategy, tx, batches, options=MAY_VARY, start=None, step=None):
+    """Parameters and state after each step."""
+    step = step or stepping(strategy, tx, options)
+    params, state = start or (PARAMS, tx.init(PARAMS))
+    for x, y in zip(*batches, strict=True):
+        each = strategy.per_replica(x), strategy.per_replica(y)
+        params, state = step(params, state, *each)
+        yield params, state
+
+
+def assert_close(have, want, tolerance=1e-6):
+    def close(have, want):
+        np.testing.assert_allclose(have, want, rtol=tolerance, atol=tolerance)
+
+    jax.tree.map(close, have, want)
+
+
+def diloco(inner, every=4):
+    outer = optax.sgd(0.7, momentum=0.9, nesterov=True)
+    return js.optax.outer(inner, outer, every=every), outer
+
+
+@pytest.mark.parametrize("n", [1, 2, 8])
+def test_three_rounds_are_those_of_workers_alone(n):
+    strategy, inner, batches = mirrored(n), optax.adamw(0.05), data(n, 12)
+    tx, outer = diloco(inner)
+    found = list(trained(strategy, tx, batches))
+    want = workers(inner, outer, 4, batches)
+    assert_close([state.params for _, state in found[3::4]], want)
+    for (params, _), met in zip(found[3::4], want, strict=True):
+        for own in jax.tree.map(jnp.asarray, all_versions(params)):
+            assert_close(own, met)
+    # Between the meetings each replica goes its own way.
+    if n > 1:
+        params, state = found[5]
+        assert len(np.unique(np.asarray(params["w"].stacked)[:, 0])) == n
+        assert_close(state.params, want[0])
+        assert int(state.steps) == 2
+
+
+def all_versions(params):
+    """The parameters of each replica."""
+    if not isinstance(params["b"], js.PerReplica):
+        return [params]
+    n = params["b"].num_replicas
+    return [
+        jax.tree.map(
+            lambda p, r=r: p.local(r),
+            params,
+            is_leaf=lambda p: isinstance(p, js.PerReplica),
+        )
+        for r in range(n)
+    ]
+
+
+def test_by_default_the_parameters_are_averaged(two):
+    inner, batches = optax.sgd(0.1, momentum=0.9), data(2, 6)
+    *_, (_, state) = trained(two, js.optax.outer(inner, every=3), batches)
+    assert_close(state.params, workers(inner, optax.sgd(1.0), 3, batches)[-1])
+
+
+@pytest.mark.parametrize("n", [1, 2, 8])
+def test_meeting_at_each_step_is_ordinary_training(n):
+    batches = data(n, 5)
+    tx = js.optax.outer(optax.sgd(0.1), every=1)
+    proved = js.RunOptions(expect_mirrored=True)
+    *_, (params, state) = trained(mirrored(n), tx, batches, proved)
+    w = PARAMS
+    for x, y in zip(*batches, strict=True):
+        grad = jax.grad(loss_of)(w, x.reshape(-1, 3), y.reshape(-1))
+        w = jax.tree.map(lambda w, g: w - 0.1 * g, w, grad)
+    assert_close(params, w)
+    assert_close(state.params, w)
+
+
+def test_only_the_parameters_are_sent_and_only_in_a_meeting(four):
+    tx, _ = diloco(optax.adam(0.1))
+    x, y = map(four.per_replica, (batch[0] for batch in data(4, 1)))
+    step = stepping(four, tx)
+    (found,) = four.explain(step, (PARAMS, tx.init(PARAMS), x, y)).collectives
+    assert (found.nbytes, found.in_branch, found.loops) == (16, True, ())
+
+
+def test_options_reach_the_reduction(two):
+    one_each = js.experimental.CommunicationOptions(bytes_per_pack=1)
+    tx = js.optax.outer(optax.sgd(0.1), every=2, options=one_each)
+    x, y = map(two.per_replica, (batch[0] for batch in data(2, 1)))
+    step = stepping(two, tx)
+    found = two.explain(step, (PARAMS, tx.init(PARAMS), x, y)).collectives
+    assert len(found) == 2
+
+
+def test_that_parameters_become_each_replicas_own_is_told(two):
+    tx = js.optax.outer(optax.sgd(0.1), every=2)
+    told = r"returns `step\(\.\.\.\)\[0\].*expect_mirrored=False"
+    with pytest.warns(js.NotMirroredWarning, match=re.compile(told, re.DOTALL)):
+        list(trained(two, tx, data(2, 1), options=None))
+
+
+def test_a_train_state_trains(four):
+    inner, batches = optax.adam(0.05), data(4, 6)
+    tx, outer = diloco(inner, every=3)
+    state = TrainState.create(apply_fn=None, params=PARAMS, tx=tx)
+
+    @four.run(options=js.RunOptions(expect_mirrored=False, donate_argnums=0))
+    def step(state, x, y):
+        loss, grads = jax.value_and_grad(loss_of)(state.params, x, y)
+        return state.apply_gradients(grads=grads), loss
+
+    state = four.mirror(state)
+    for x, y in zip(*batches, strict=True):
+        state, _ = step(state, four.per_replica(x), four.per_replica(y))
+    assert int(state.step) == 6
+    assert_close(state.opt_state.params, workers(inner, outer, 3, batches)[-1])
+
+
+def test_steps_in_one_call_are_those_of_a_loop(two):
+    tx, _ = diloco(optax.adam(0.05), every=2)
+    batches = data(2, 6)
+    *_, (params, state) = trained(two, tx, batches)
+
+    @two.run(options=MAY_VARY)
+    def step(params, state, batch):
+        grads = jax.grad(loss_of)(params, *batch)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    many = two.several(step)
+    have, have_state = PARAMS, tx.init(PARAMS)
+    x, y = batches
+    for t in (0, 3):
+        each = [
+            (two.per_replica(x[i]), two.per_replica(y[i])) for i in (t, t + 1, t + 2)
+        ]
+        have, have_state = many(have, have_state, tuple(each))
+    assert_close(jax.tree.leaves(have), jax.tree.leaves(params))
+    assert_close(jax.tree.leaves(have_state), jax.tree.leaves(state))
+
+
+def test_parameters_of_16_bits_are_equal_after_a_meeting(four):
+    start = np.asarray(np.random.default_rng(0).normal(size=500), jnp.bfloat16)
+    tx = js.optax.outer(optax.sgd(0.05), every=2)
+
+    @four.run(options=MAY_VARY)
+    def step(params, state, goal):
+        updates, state = tx.update(params - goal, state, params)
+        return optax.apply_updates(params, updates), state
+
+    goals = np.random.default_rng(1).normal(size=(4, 500)).astype(jnp.bfloat16)
+    params, state = start, tx.init(start)
+    for _ in range(4):
+        params, state = step(params, state, four.per_replica(goals))
+    assert params.stacked.dtype == state.params.dtype == jnp.bfloat16
+    for own in params.values:
+        np.testing.assert_array_equal(own, state.params)
+
+
+def test_training_converges(four):
+    x, _ = data(4, 1, rows=20)
+    y = x @ np.float32([1.0, -2.0, 3.0]) + np.float32(0.5)
+    tx, _ = diloco(optax.sgd(0.05), every=5)
+    batches = (np.repeat(part, 200, 0) for part in (x, y))
+    *_, (_, state) = trained(four, tx, tuple(batches))
+    want = {"w": np.float32([1.0, -2.0, 3.0]), "b": 0.5}
+    assert_close(state.params, want, tolerance=1e-3)
+
+
+def test_training_resumes_in_the_middle_of_a_round(four, tmp_path):
+    tx, _ = diloco(optax.adam(0.05), every=4)
+    batches, step = data(4, 8), stepping(four, tx)
+    found = list(trained(four, tx, batches, step=step))
+    with js.checkpoint.CheckpointManager(tmp_path, four) as manager:
+        manager.save(6, found[5])
+    with js.checkpoint.CheckpointManager(tmp_path, four) as manager:
+        start = manager.restore(found[0])
+    rest = tuple(part[6:] for part in batches)
+    *_, end = trained(four, tx, rest, start=start, step=step)
+    jax.tree.map(np.testing.assert_array_equal, end, found[7])
+
+
+def test_outside_any_strategy_there_is_one_worker():
+    inner, (x, y) = optax.adam(0.05), data(1, 4)
+    tx, outer = diloco(inner, every=2)
+    params, state = PARAMS, tx.init(PARAMS)
+    for t in range(4):
+        updates, state = tx.update(
+            jax.grad(loss_of)(params, x[t, 0], y[t, 0]), state, params
+        )
+        params = optax.apply_updates(params, updates)
+    assert_close(params, workers(inner, outer, 2, (x, y))[-1])
+
+
+def test_a_parameter_without_an_update_stays(two):
+    tx = js.optax.outer(optax.sgd(1.0), every=2)
+    state = tx.init(PARAMS)
+    updates, _ = tx.update({"w": np.ones(3), "b": None}, state, PARAMS)
+    assert_close(updates, {"w": -np.ones(3), "b": 0.0})
+
+
+def test_more_arguments_reach_the_inner_optimizer():
+    def update(updates, state, params=None, *, scale):
+        return jax.tree.map(lambda g: g * scale, updates), state
+
+    inner = optax.GradientTransformationExtraArgs(lambda p: (), update)
+    tx = js.optax.outer(inner, every=2)
+    updates, _ = tx.update(2.0, tx.init(1.0), 1.0, scale=3.0)
+    assert float(updates) == 6.0
+
+
+# Refusals.
+
+
+@pytest.mark.parametrize(
+    ("every", "error", "told"),
+    [
+        (0, ValueError, "`every` was 0; a replica takes at least one step by itself"),
+        (-3, ValueError, "`every` was -3; a replica takes at least one step"),
+        (2.0, TypeError, r"`every` was 2\.0; the number of steps .* wanted"),
+        (True, TypeError, "`every` was True; the number of steps"),
+    ],
+)
+def test_every_is_a_number_of_steps(every, error, told):
+    with pytest.raises(error, match=told):
+        js.optax.outer(optax.sgd(0.1), every=every)
+
+
+def test_both_are_transformations():
+    with pytest.raises(TypeError, match="`inner` was 0.1; a transformation of Optax"):
+        js.optax.outer(0.1, every=2)
+    with pytest.raises(TypeError, match="`outer` was 0.7; a transformation of Optax"):
+        js.optax.outer(optax.sgd(0.1), 0.7, every=2)
+    with pytest.raises(TypeError, match="`options` was 3; a `CommunicationOptions`"):
+        js.optax.outer(optax.sgd(0.1), every=2, options=3)
+
+
+def test_it_needs_the_parameters():
+    tx = js.optax.outer(optax.sgd(0.1), every=2)
+    with pytest.raises(ValueError, match="`outer` was not given the parameters"):
+        tx.update(PARAMS, tx.init(PARAMS))
+
+
+def test_parameters_are_floating_point_numbers(two):
+    tx = js.optax.outer(optax.sgd(0.1), every=2)
+    with pytest.raises(TypeError, match=r"`params\['n'\]` is int32, which has no mean"):
+        tx.init({"n": np.int32(3)})
+    own = {"w": two.per_replica([1.0, 2.0])}
+    with pytest.raises(TypeError, match=r"`params\['w'\]` is a PerReplica, but .*"):
+        tx.init(own)
+
+
+def test_all_replicas_at_once_are_no_replica(two):
+    tx = js.optax.outer(optax.sgd(0.1), every=1)
+    state = tx.init(1.0)
+    with two.scope(), pytest.raises(js.ContextError, match="`outer` was used in cross"):
+        tx.update(1.0, state, 1.0)
+
+
+def test_no_warning_is_given_where_it_was_said(two):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        list(trained(two, js.optax.outer(optax.adam(0.1), every=2), data(2, 4)))
