@@ -166,6 +166,11 @@ class Replicas:
         return (*self.axes, *shared)
 
     @property
+    def axis_sizes(self) -> list[tuple[str, int]]:
+        """The axes along which replicas on different devices differ, and their sizes."""
+        return [(axis, self.mesh.shape[axis]) for axis in self.axes]
+
+    @property
     def axis_name(self) -> str | tuple[str, ...]:
         """The name of the only axis of collectives, or the names of all of them."""
         axes = self.collective_axes

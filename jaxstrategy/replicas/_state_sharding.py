@@ -68,7 +68,8 @@ class StateSharding:
       min_bytes: smaller arrays stay whole.
       dimension: chooses, of the path of an array in its argument (text such as
         `".params['Dense_0']['kernel']"`) and its type, the dimension to divide, or None
-        to leave it whole. By default the first that the number of replicas divides.
+        to leave it whole. By default the longest that the number of replicas divides,
+        the first of equal ones.
 
     Raises:
       ValueError: `shard` is neither; a negative size.
@@ -129,10 +130,14 @@ class StateSharding:
             )
         if self.dimension is not None:
             return self._chosen(path, leaf, parts)
-        for dimension, length in enumerate(leaf.shape):
-            if length % parts == 0:
-                return LeafSharding(dimension)
-        return LeafSharding(None, f"no dimension of {leaf.shape} divides by {parts}")
+        fitting = [i for i, length in enumerate(leaf.shape) if length % parts == 0]
+        if not fitting:
+            return LeafSharding(
+                None, f"no dimension of {leaf.shape} divides by {parts}"
+            )
+        # The largest: where layers are stacked, that of the layers seldom is, and only
+        # the others can be gathered layer by layer.
+        return LeafSharding(max(fitting, key=lambda i: leaf.shape[i]))
 
     def _chosen(self, path: str, leaf: ArrayLike, parts: int) -> LeafSharding:
         """What `dimension` says, checked."""

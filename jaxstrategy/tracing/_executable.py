@@ -264,7 +264,7 @@ def _evaluated(
             evaluate = add(step, evaluate)
         return evaluate
 
-    arrays, outputs = step.trace.evaluate(leaves, references, within)
+    arrays, outputs = step.evaluate(leaves, references, within)
     kept = [jax.freeze(reference) for reference in references.values()]
     return step.results.rebuild(arrays), outputs, kept
 

@@ -26,6 +26,7 @@ from jaxstrategy.tracing._executable import (
 )
 from jaxstrategy.tracing._replica_step import ReplicaStep
 from jaxstrategy.tracing._traced_step import TracedStep
+from jaxstrategy.tracing.division._divided_step import DividedStep
 from jaxstrategy.tracing.functions import _callbacks
 from jaxstrategy.tracing.stages._placement import Placement
 from jaxstrategy.tracing.stages._stage import Stage, overridden
@@ -88,20 +89,22 @@ class Program:
         """JAX's lowered form of the program; `leaves` may be types of arrays."""
         # `eval_shape` keeps the weak types of Python's numbers, as a call passes them:
         # without them, this would be another program than the call's.
-        types = [
-            jax.ShapeDtypeStruct(
-                leaf.shape, leaf.dtype, sharding=sharding, weak_type=leaf.weak_type
-            )
-            for leaf, sharding in zip(
-                jax.eval_shape(list, leaves), self._placement.shardings, strict=True
-            )
-        ]
+        types = jax.eval_shape(list, leaves)
         self._placement.check_types(types)
         with self._one_tracer:
-            step = self._trace(types)
-            self._fit(step, _cell.is_traced())
+            step = self._trace([*leaves])
+            self._fit(step, _cell.is_traced(), types)
+            placed = [
+                jax.ShapeDtypeStruct(
+                    leaf.shape,
+                    leaf.dtype,
+                    sharding=self._placement.wanted(index, leaf),
+                    weak_type=leaf.weak_type,
+                )
+                for index, leaf in enumerate(types)
+            ]
             with self._handover.of(lambda: step):
-                return self._executable.lower(types)
+                return self._executable.lower(placed)
 
     def _trace_in_call(self, leaves: Sequence[Leaf]) -> TracedStep | None:
         """A trace for a call that was dispatched as it is; None if it must be placed.
@@ -122,7 +125,7 @@ class Program:
             if step.trace.used and not self._variables.are_used:
                 return None
             self._check_again(leaves)
-            if self._fit(step, self._variables.caller_is_traced):
+            if self._fit(step, self._variables.caller_is_traced, leaves):
                 raise Retraced(step)
             return step
         finally:
@@ -139,7 +142,7 @@ class Program:
         def trace() -> TracedStep:
             step = self._trace(leaves)
             self._check_again(leaves)
-            if self._fit(step, is_traced):
+            if self._fit(step, is_traced, leaves):
                 raise Retraced(step)
             return step
 
@@ -149,6 +152,7 @@ class Program:
                     return self._dispatch(leaves)
             except Retraced as found:
                 step = found.step
+            leaves = self._placement.placed(leaves)
             with self._handover.of(lambda: step):
                 return self._dispatch(leaves)
 
@@ -176,17 +180,21 @@ class Program:
         self._placement.check_captured(step)
         for stage in self._stages:
             stage.traced(step)
+        if self._placement.divides_state:
+            step.division = DividedStep(step, leaves)
         return step
 
-    def _fit(self, step: TracedStep, is_traced: bool) -> bool:
+    def _fit(self, step: TracedStep, is_traced: bool, leaves: Sequence[Leaf]) -> bool:
         """Makes calls do what `step` needs; returns whether JAX is to compile anew.
 
         Args:
           step: a new trace.
           is_traced: whether JAX traces the code that called.
+          leaves: the arguments.
         """
         self._handover.has_plain |= step.results.has_plain
         is_other = self._variables.traced(step, is_traced)
+        is_other |= self._placement.traced(step, leaves)
         if is_other:
             self._compile()
         else:
@@ -206,8 +214,10 @@ class Program:
         is_refused_late = bool(overridden(self._stages, "check"))
         taken = () if is_refused_late else (*sorted(self._donated), *lent)
         # JAX has no rule for references inside a jitted function with shardings inside
-        # another jitted function (0.10 and 0.12). So each call checks its arguments.
-        options = {} if self._variables.by_reference else {"in_shardings": shardings}
+        # another jitted function (0.10 and 0.12). So each call checks its arguments; so
+        # it does where state is divided, and may lie in several ways.
+        is_open = self._variables.by_reference or self._placement.divides_state
+        options = {} if is_open else {"in_shardings": shardings}
         compiled = jitted(
             self._step.name,
             self._handover,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import cast
+from typing import TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -20,16 +20,10 @@ from jax.sharding import AxisType
 
 from jaxstrategy._errors import ContextError
 from jaxstrategy.replicas._replicas import SAME, SPLIT, Meaning, Replicas, Spec
-from jaxstrategy.tracing._jaxpr_types import (
-    ArrayType,
-    ClosedJaxpr,
-    Equation,
-    Jaxpr,
-    Var,
-)
+from jaxstrategy.tracing._jaxpr_types import ArrayType, ClosedJaxpr, Jaxpr
 from jaxstrategy.tracing._on_replicas import on_replicas
 from jaxstrategy.tracing._results import Results
-from jaxstrategy.tracing.replication._jaxprs import all_eqns
+from jaxstrategy.tracing.replication._jaxprs import all_eqns, jaxpr_of
 from jaxstrategy.tracing.replication._levels import (
     Findings,
     Replication,
@@ -38,7 +32,7 @@ from jaxstrategy.tracing.replication._lowered import closed
 from jaxstrategy.tracing.replication._rules import analyse
 from jaxstrategy.tracing.replication._site import Site
 from jaxstrategy.values._per_replica import PerReplica
-from jaxstrategy.values._types import Leaf, PyTree
+from jaxstrategy.values._types import Function, Leaf, PyTree
 from jaxstrategy.variables import _access
 from jaxstrategy.variables._access import StepVariables
 from jaxstrategy.variables._cell import Cell
@@ -54,7 +48,13 @@ class Trace:
 
     Attributes:
       closed: a jaxpr of the arguments and the values of all variables that there were.
-        It makes references of the latter, and has then one equation, the `shard_map`.
+      jaxpr: the step of one replica, without constants.
+      inputs: for each input of `jaxpr` its place among arguments and variables; None
+        for a constant that the step captured.
+      constants: those, by their place among the inputs.
+      specs: how each input is divided over the replicas.
+      given_types: the types of the arguments, on all replicas.
+      unpacking: how many of the first equations of `jaxpr` only unpack arguments.
       results: what the step returned, but for the arrays.
       variables: all that there were; those that belong elsewhere, too.
       used: those that the step reads or writes.
@@ -63,6 +63,12 @@ class Trace:
     """
 
     closed: ClosedJaxpr
+    jaxpr: Jaxpr
+    inputs: list[int | None]
+    constants: dict[int, Leaf]
+    specs: list[Spec]
+    given_types: list[ArrayType]
+    unpacking: int
     results: Results
     variables: Sequence[Variable]
     used: Sequence[Variable]
@@ -70,50 +76,12 @@ class Trace:
     findings: Findings
 
     @property
-    def equation(self) -> Equation:
-        """The `shard_map`."""
-        return self.closed.jaxpr.eqns[-1]
-
-    @property
-    def _given(self) -> list[Var]:
-        """The variables of the jaxpr that stand for the arguments."""
-        # Without variables `-0` would cut off all of them.
-        return self.closed.jaxpr.invars[: -len(self.variables) or None]
-
-    @property
-    def given_types(self) -> list[ArrayType]:
-        """The types of the arguments, on all replicas."""
-        return [var.aval for var in self._given]
-
-    @property
-    def _references(self) -> list[Var]:
-        """The references that stand for the variables, made by the first equations."""
-        return [eqn.outvars[0] for eqn in self.closed.jaxpr.eqns[:-1]]
-
-    @property
-    def jaxpr(self) -> Jaxpr:
-        """The step of one replica."""
-        return self.equation.params["jaxpr"]
-
-    @property
-    def inputs(self) -> list[int | None]:
-        """For each input of `jaxpr` its place among arguments and variables.
-
-        None for a constant that the step captured.
-        """
-        place = {var: i for i, var in enumerate([*self._given, *self._references])}
-        return [
-            None if isinstance(atom, core.Literal) else place.get(atom)
-            for atom in self.equation.invars
-        ]
-
-    @property
     def contents(self) -> list[tuple[Variable, Replication | None]]:
         """The contents of each used variable afterwards, as far as they are known.
 
         None of those that the step only reads.
         """
-        first = len(self.closed.jaxpr.invars) - len(self.variables)
+        first = len(self.given_types)
         places, used = self.inputs, set(self.used)
         return [
             (
@@ -144,7 +112,7 @@ class Trace:
             at least one if the step returns no arrays: XLA runs the callbacks of a
             program that returns nothing on the first device only (JAX 0.10 and 0.12).
         """
-        operands = self._operands(leaves, references)
+        operands = self.operands(leaves, references)
         kept = [i for i, each in enumerate(operands) if each is not None]
         step, varies = core.jaxpr_as_fun(closed(self.jaxpr)), self.varies
         evaluate = within(lambda inputs: (step(*inputs), []))
@@ -161,12 +129,11 @@ class Trace:
             return arrays, more
 
         same, split = self.replicas.spec(SAME), self.replicas.spec(SPLIT)
-        in_specs = self.equation.params["in_specs"]
         out_specs = [split if differs else same for differs in varies]
         arrays, more = on_replicas(
             replica,
             self.replicas,
-            tuple(in_specs[i] for i in kept),
+            tuple(self.specs[i] for i in kept),
             (out_specs, same),
         )(*(operands[i] for i in kept))
         wrapped = [
@@ -175,21 +142,25 @@ class Trace:
         ]
         return wrapped, more
 
-    def _operands(
+    def operands(
         self, leaves: Sequence[Leaf], references: dict[Cell, jax.Ref]
     ) -> list[Leaf]:
-        """For each input of `jaxpr` what it is, None of a variable that is not used."""
-        known = dict(zip(self._given, leaves, strict=True))
-        known.update(zip(self.closed.jaxpr.constvars, self.closed.consts, strict=True))
+        """For each input of `jaxpr` what it is, None of a variable that is not used.
+
+        Args:
+          leaves: the arguments.
+          references: for each variable that is carried the one to work on.
+        """
         used = set(self.used)
-        for variable, var in zip(self.variables, self._references, strict=True):
+        given: list[Leaf] = list(leaves)
+        for variable in self.variables:
             # A variable that is not used stays out of the program.
-            if variable in used:
-                carried = references.get(variable.cell)
-                known[var] = variable.cell.ref if carried is None else carried
+            is_given = variable not in used or variable.cell in references
+            own = references.get(variable.cell) if variable in used else None
+            given.append(own if is_given else variable.cell.ref)
         return [
-            atom.val if isinstance(atom, core.Literal) else known.get(atom)
-            for atom in self.equation.invars
+            self.constants[index] if place is None else given[place]
+            for index, place in enumerate(self.inputs)
         ]
 
 
@@ -232,10 +203,72 @@ def trace(
         return arrays
 
     specs = [replicas.spec(meaning) for meaning in meanings]
-    everywhere = (*specs, *(_spec(variable, replicas) for variable in there))
+    specs += [_spec(variable, replicas) for variable in there]
+    look = _by_axes if divides_state(replicas) else _in_shard_map
+    try:
+        closed, jaxpr, places, constants = look(replica, leaves, there, specs, replicas)
+    except _MadeVariables:
+        return trace(run, leaves, meanings, replicas, variables, may_create=False)
+    except _CapturedReference as error:
+        raise TypeError(
+            "The step uses a `jax.Ref` that was made outside of it, whose memory is on "
+            "one device. Make a `js.Variable` in the strategy's scope, which has a "
+            "copy on each; or pass `ref[...]`, and write what the step returns."
+        ) from error
+    (step,), (results,) = seen, found
+    if step.used:
+        _check_conditions(jaxpr)
     same = replicas.spec(SAME)
-    # The same for every output is not a claim: this shard_map is only looked into.
-    looked_into = on_replicas(replica, replicas, everywhere, same)
+    in_specs = [same if place is None else specs[place] for place in places]
+    unpacking = sum(meaning is SPLIT for meaning in meanings)
+    findings = analyse(
+        jaxpr,
+        [spec != same for spec in in_specs],
+        replicas.collective_axes,
+        replicas.count,
+        unpacking=unpacking,
+        mesh=replicas.mesh,
+    )
+    return Trace(
+        closed=closed,
+        jaxpr=jaxpr,
+        inputs=places,
+        constants=constants,
+        specs=in_specs,
+        given_types=list(jax.eval_shape(list, leaves)),
+        unpacking=unpacking,
+        results=results,
+        variables=there,
+        used=cast("list[Variable]", list(step.used.values())),
+        replicas=replicas,
+        findings=findings,
+    )
+
+
+def divides_state(replicas: Replicas) -> bool:
+    """Whether steps of these replicas are divided where all become equal."""
+    is_asked = replicas.state_sharding is not None and replicas.count > 1
+    # Along inner axes constraints would have to be made anew outside; and a scatter
+    # over replicas that share a device has no rule in JAX (0.10 and 0.12).
+    return is_asked and replicas.per_device == 1 and not replicas.inner_axes
+
+
+# A jaxpr of all that is given, then that of one replica; of the inputs of the latter
+# their places in what is given, and the constants among them.
+_Looked: TypeAlias = tuple[ClosedJaxpr, Jaxpr, list[int | None], dict[int, Leaf]]
+
+
+def _in_shard_map(
+    replica: Function,
+    leaves: Sequence[Leaf],
+    there: Sequence[Variable],
+    specs: Sequence[Spec],
+    replicas: Replicas,
+) -> _Looked:
+    """Traces one replica inside a `shard_map` that is only looked into."""
+    # The same for every output is not a claim.
+    same = replicas.spec(SAME)
+    looked_into = on_replicas(replica, replicas, tuple(specs), same)
 
     def all_replicas(*given: jax.Array) -> PyTree:
         own, held = given[: len(leaves)], given[len(leaves) :]
@@ -246,31 +279,74 @@ def trace(
     ]
     try:
         closed = jax.make_jaxpr(all_replicas)(*leaves, *values)
-    except _MadeVariables:
-        return trace(run, leaves, meanings, replicas, variables, may_create=False)
     except AttributeError as error:
-        if "'AbstractRef' object" not in str(error) or not found:
-            raise
         # shard_map has no rule for references that a function captures.
-        raise TypeError(
-            "The step uses a `jax.Ref` that was made outside of it, whose memory is on "
-            "one device. Make a `js.Variable` in the strategy's scope, which has a "
-            "copy on each; or pass `ref[...]`, and write what the step returns."
-        ) from error
-    (step,), (results,) = seen, found
-    eqn = closed.jaxpr.eqns[-1]
-    if step.used:
-        _check_conditions(eqn.params["jaxpr"])
-    findings = analyse(
-        eqn.params["jaxpr"],
-        [spec != same for spec in eqn.params["in_specs"]],
-        replicas.collective_axes,
-        replicas.count,
-        unpacking=sum(meaning is SPLIT for meaning in meanings),
-        mesh=replicas.mesh,
-    )
-    used = cast("list[Variable]", list(step.used.values()))
-    return Trace(closed, results, there, used, replicas, findings)
+        if "'AbstractRef' object" in str(error):
+            raise _CapturedReference from error
+        raise
+    *references, eqn = closed.jaxpr.eqns
+    given = closed.jaxpr.invars[: len(leaves)]
+    made = [each.outvars[0] for each in references]
+    place = {var: index for index, var in enumerate([*given, *made])}
+    values = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+    places: list[int | None] = []
+    constants: dict[int, Leaf] = {}
+    for index, atom in enumerate(eqn.invars):
+        is_literal = isinstance(atom, core.Literal)
+        places.append(None if is_literal else place.get(atom))
+        if places[index] is None:
+            constants[index] = atom.val if is_literal else values[atom]
+    return closed, eqn.params["jaxpr"], places, constants
+
+
+def _by_axes(
+    replica: Function,
+    leaves: Sequence[Leaf],
+    there: Sequence[Variable],
+    specs: Sequence[Spec],
+    replicas: Replicas,
+) -> _Looked:
+    """Traces one replica by itself, where the axes of the replicas have names.
+
+    What is traced inside a `shard_map` carries a mesh in its types, and cannot be
+    evaluated outside of one (JAX 0.10 and 0.12).
+    """
+
+    def one_replica(*given: jax.Array) -> PyTree:
+        own, held = given[: len(leaves)], given[len(leaves) :]
+        return replica(*own, *map(jax.new_ref, held))
+
+    given = jax.eval_shape(list, [*leaves, *(_type_of(v) for v in there)])
+    same = replicas.spec(SAME)
+    types = [
+        leaf if spec == same else _part(leaf)
+        for leaf, spec in zip(given, specs, strict=True)
+    ]
+    closed = jax.make_jaxpr(one_replica, axis_env=replicas.axis_sizes)(*types)
+    if any(isinstance(jax.typeof(value), AbstractRef) for value in closed.consts):
+        raise _CapturedReference
+    whole, count = closed.jaxpr, len(there)
+    references = [eqn.outvars[0] for eqn in whole.eqns[:count]]
+    invars = [*whole.invars[: len(leaves)], *references, *whole.constvars]
+    jaxpr = jaxpr_of(invars, whole.eqns[count:], whole.outvars)
+    known = len(types)
+    places = [index if index < known else None for index in range(len(invars))]
+    constants = dict(enumerate(closed.consts, start=known))
+    return closed, jaxpr, places, constants
+
+
+def _type_of(variable: Variable) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(variable.cell.shape, variable.dtype)
+
+
+def _part(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """The type of what one replica has of `leaf`, of which it has one row."""
+    shape = (1, *leaf.shape[1:])
+    return jax.ShapeDtypeStruct(shape, leaf.dtype, weak_type=leaf.weak_type)
+
+
+class _CapturedReference(Exception):
+    """A step uses a reference that is no variable."""
 
 
 class _MadeVariables(Exception):
@@ -317,5 +393,5 @@ def check_not_divided(name: str) -> None:
 
 
 def _spec(variable: Variable, replicas: Replicas) -> Spec:
-    is_here = variable.lives_on(replicas)
-    return variable.sharding.spec if is_here else replicas.spec(SAME)
+    is_own = variable.lives_on(replicas) and not variable.copies_must_agree
+    return replicas.spec(SPLIT if is_own else SAME)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import final
+from typing import Protocol, final
 
 import jax
 
@@ -13,11 +13,32 @@ from jaxstrategy.tracing._jaxpr_types import ArrayType, Jaxpr, KeyPath
 from jaxstrategy.tracing._replica_step import ReplicaStep
 from jaxstrategy.tracing._results import Results
 from jaxstrategy.tracing._roles import Role, Signature
-from jaxstrategy.tracing._trace import Trace
+from jaxstrategy.tracing._trace import Evaluate, Trace
 from jaxstrategy.tracing.replication._levels import (
     Findings,
     Replication,
 )
+from jaxstrategy.values._per_replica import PerReplica
+from jaxstrategy.values._types import Leaf
+from jaxstrategy.variables._cell import Cell
+
+
+class AbstractDivision(Protocol):
+    """The division of a step between its replicas and what is computed once."""
+
+    def evaluate(
+        self,
+        leaves: Sequence[Leaf],
+        references: dict[Cell, jax.Ref],
+        within: Callable[[Evaluate], Evaluate],
+    ) -> tuple[list[jax.Array | PerReplica], list[jax.Array]]:
+        """As `Trace.evaluate`."""
+        ...
+
+    @property
+    def arguments(self) -> Mapping[int, int | None]:
+        """The dimension along which arguments are to be divided; None: whole."""
+        ...
 
 
 @final
@@ -28,6 +49,9 @@ class TracedStep:
       step: what was traced.
       trace: what came of it.
       donated: the arguments that the step may overwrite.
+
+    Attributes:
+      division: between the replicas and what is computed once for all, if there is one.
     """
 
     def __init__(
@@ -38,6 +62,17 @@ class TracedStep:
         self.donated = donated
         self.name = step.name
         self.signature: Signature = step.signature
+        self.division: AbstractDivision | None = None
+
+    def evaluate(
+        self,
+        leaves: Sequence[Leaf],
+        references: dict[Cell, jax.Ref],
+        within: Callable[[Evaluate], Evaluate],
+    ) -> tuple[list[jax.Array | PerReplica], list[jax.Array]]:
+        """The step's results on all replicas; see `Trace.evaluate`."""
+        way = self.trace if self.division is None else self.division
+        return way.evaluate(leaves, references, within)
 
     @property
     def has_objects(self) -> bool:
@@ -117,6 +152,29 @@ class TracedStep:
             (variable.name, variable.copies_must_agree, state)
             for variable, state in self.trace.contents
         ]
+
+    @cached_property
+    def same_arguments(self) -> list[int]:
+        """The arguments that are equal on all replicas, by their place."""
+        roles, dynamic = self.signature.roles, self.signature.dynamic
+        return [i for i, at in enumerate(dynamic) if roles[at] is Role.SAME]
+
+    @cached_property
+    def _key_paths(self) -> dict[int, KeyPath]:
+        """The path of each argument that is traced, by its place among them."""
+        leaves = self.signature.leaves
+        numbered = jax.tree.unflatten(self.signature.treedef, range(len(leaves)))
+        paths = {leaves[n]: path for path, n in jax.tree.leaves_with_path(numbered)}
+        dynamic = enumerate(self.signature.dynamic)
+        return {i: paths[at] for i, at in dynamic if at in paths}
+
+    def key_path_of(self, argument: int) -> KeyPath:
+        """The keys of an argument among `args`, or among `kwargs`."""
+        return self._key_paths[argument][1:]
+
+    def path_of(self, argument: int) -> str:
+        """The keys of a leaf inside its argument, as text: `".params['w']"`."""
+        return jax.tree_util.keystr(self._key_paths[argument][2:])
 
     def label(self, argument: int) -> str:
         """The name of an argument in messages, by its place among the traced ones."""

@@ -76,14 +76,7 @@ class Analysis:
           unpacking: how many equations at the start only unpack arguments.
           repeats: for each input the first that is the same value, or nothing.
         """
-        frame = Frame(self, dict(zip(jaxpr.invars, inputs, strict=True)))
-        frame.names = {
-            jaxpr.invars[index]: jaxpr.invars[first]
-            for index, first in enumerate(repeats)
-        }
-        for eqn in jaxpr.eqns[:unpacking]:
-            frame.known[eqn.outvars[0]] = frame.known[eqn.invars[0]]
-        frame.go_through(jaxpr, unpacking)
+        frame = self.passed(jaxpr, inputs, unpacking, repeats)
         written = {
             index: state
             for index, state in enumerate(inputs)
@@ -93,6 +86,24 @@ class Analysis:
         contents = {index: state.content for index, state in written.items()}
         overwritten = frozenset(i for i, s in written.items() if s.is_overwritten)
         return Findings(outputs, frame.collectives, contents, overwritten)
+
+    def passed(
+        self,
+        jaxpr: Jaxpr,
+        inputs: Sequence[Known],
+        unpacking: int = 0,
+        repeats: Sequence[int] = (),
+    ) -> Frame:
+        """One pass through `jaxpr`; see `of`."""
+        frame = Frame(self, dict(zip(jaxpr.invars, inputs, strict=True)))
+        frame.names = {
+            jaxpr.invars[index]: jaxpr.invars[first]
+            for index, first in enumerate(repeats)
+        }
+        for eqn in jaxpr.eqns[:unpacking]:
+            frame.known[eqn.outvars[0]] = frame.known[eqn.invars[0]]
+        frame.go_through(jaxpr, unpacking)
+        return frame
 
     def in_terms_of_inputs(
         self, jaxpr: Jaxpr, operands: Sequence[Known], repeats: tuple[int, ...] = ()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
+from jax.extend import core
 
-from jaxstrategy.tracing._jaxpr_types import ClosedJaxpr, Equation, Jaxpr
+from jaxstrategy.tracing._jaxpr_types import Atom, ClosedJaxpr, Equation, Jaxpr, Var
 
 
 def plain(jaxpr: ClosedJaxpr) -> Jaxpr:
@@ -61,3 +63,14 @@ def closed_jaxprs(value: object) -> Iterator[ClosedJaxpr]:
 
 # Most parameters of most equations.
 _PLAIN = frozenset((int, bool, float, str, type(None), np.dtype))
+
+
+def jaxpr_of(
+    invars: Sequence[Var], eqns: Sequence[Equation], outvars: Sequence[Atom]
+) -> Jaxpr:
+    """A jaxpr of these equations, without constants."""
+    effects = frozenset[Any]().union(*(eqn.effects for eqn in eqns))
+    given: Any = (list(invars), list(outvars), list(eqns))
+    # Those of JAX count inputs and results, which are others here.
+    debug_info = core.DebugInfo("jit", "part of a step", None, None)
+    return core.Jaxpr((), *given, effects=effects, debug_info=debug_info)

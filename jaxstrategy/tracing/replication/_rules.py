@@ -24,13 +24,14 @@ however often it is called, so the time is linear in what JAX traced.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from jax.extend.core import Jaxpr, Primitive
 from jax.ref import AbstractRef
 from jax.sharding import Mesh
 
-from jaxstrategy.tracing._jaxpr_types import Equation
+from jaxstrategy.replicas._replicas import Replicas
+from jaxstrategy.tracing._jaxpr_types import Atom, Equation
 from jaxstrategy.tracing.replication import (
     _collectives,
     _control,
@@ -79,17 +80,37 @@ def analyse(
       mesh: where the replicas are, if that is known: what an operation without a rule
         does depends on it.
     """
+    analysis = Analysis(axes, replicas, Rules(), mesh)
+    findings = analysis.of(jaxpr, _inputs(jaxpr, varies), unpacking)
+    return findings if replicas > 1 else findings.of_one_replica()
+
+
+def varying(
+    jaxpr: Jaxpr, varies: Sequence[bool], replicas: Replicas, unpacking: int = 0
+) -> Callable[[Atom], bool]:
+    """Whether a value of `jaxpr`, at its top level, may differ between replicas.
+
+    Args:
+      jaxpr: as for `analyse`.
+      varies: likewise.
+      replicas: those that compute it, more than one.
+      unpacking: as for `analyse`.
+    """
+    axes, count = replicas.collective_axes, replicas.count
+    analysis = Analysis(axes, count, Rules(), replicas.mesh)
+    frame = analysis.passed(jaxpr, _inputs(jaxpr, varies), unpacking)
+    return lambda atom: level_of(frame.read(atom)) == Level.VARYING
+
+
+def _inputs(jaxpr: Jaxpr, varies: Sequence[bool]) -> list[Known]:
     states = [
         Replication(Level.VARYING, index) if differs else SAME
         for index, differs in enumerate(varies)
     ]
-    inputs = [
+    return [
         HeldState(state) if isinstance(var.aval, AbstractRef) else state
         for var, state in zip(jaxpr.invars, states, strict=True)
     ]
-    analysis = Analysis(axes, replicas, Rules(), mesh)
-    findings = analysis.of(jaxpr, inputs, unpacking)
-    return findings if replicas > 1 else findings.of_one_replica()
 
 
 class Rules(dict[Primitive, Rule]):

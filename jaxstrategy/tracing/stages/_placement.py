@@ -22,6 +22,7 @@ from jaxstrategy.replicas._devices import Device
 from jaxstrategy.replicas._replicas import SPLIT, Replicas
 from jaxstrategy.tracing._constants import constants
 from jaxstrategy.tracing._replica_step import ReplicaStep
+from jaxstrategy.tracing._trace import divides_state
 from jaxstrategy.tracing._traced_step import TracedStep
 from jaxstrategy.tracing.stages._donation import check_once
 from jaxstrategy.values import _arrays
@@ -54,18 +55,54 @@ class Placement:
         self.shardings: tuple[NamedSharding, ...] = tuple(
             map(self._replicas.sharding, meanings)
         )
-        # Where a PerReplica stands, and a sharding that was seen there and is right.
+        self.divides_state = divides_state(self._replicas)
+        # Where a PerReplica stands, and a sharding that was seen there and is right. If
+        # state is divided, the same of all arguments: they may lie in several ways.
         self._right: dict[int, Sharding | None] = {
-            i: None for i, s in enumerate(self._split) if s
+            i: None for i, s in enumerate(self._split) if s or self.divides_state
         }
+        # The dimension along which state of this place and shape is divided.
+        self._dimensions: dict[tuple[int, tuple[int, ...]], int | None] = {}
         self._numbers: dict[Hashable, jax.Array] = {}
 
     def is_right(self, leaves: Sequence[Leaf]) -> bool:
-        """Whether each `PerReplica` lies as one did before; says nothing of others."""
+        """Whether each `PerReplica` lies as one did before; says nothing of others.
+
+        Where state is divided, it says so of all arguments.
+        """
         for index, right in self._right.items():
-            if right is None or getattr(leaves[index], "sharding", None) is not right:
+            lies = getattr(leaves[index], "sharding", None)
+            if lies is not right and (right is None or lies != right):
                 return False
         return True
+
+    def traced(self, step: TracedStep, leaves: Sequence[Leaf]) -> bool:
+        """Takes note of where a trace wants state; whether some of it lies elsewhere.
+
+        Args:
+          step: what was traced.
+          leaves: the arguments, as they were placed.
+        """
+        if step.division is None:
+            return False
+        for index, dimension in step.division.arguments.items():
+            self._dimensions[index, step.type_of(index).shape] = dimension
+        return any(
+            _arrays.is_placed(leaf) and not _mesh.lies_on(leaf, self.wanted(i, leaf))
+            for i, leaf in enumerate(leaves)
+        )
+
+    def wanted(self, index: int, leaf: Leaf) -> NamedSharding:
+        """The place of an argument: as it lies, if that does not matter."""
+        if not self.divides_state or self._split[index]:
+            return self.shardings[index]
+        key = (index, np.shape(leaf))
+        if key in self._dimensions:
+            dimension = self._dimensions[key]
+        else:
+            is_array = _arrays.is_placed(leaf)
+            dimension = self._replicas.dimension_of(leaf) if is_array else None
+        return self._replicas.sharding_along(dimension)
 
     def placed(self, leaves: Sequence[Leaf]) -> list[Leaf]:
         """`leaves` where the program needs them; the same objects where they are.
@@ -92,14 +129,15 @@ class Placement:
                 "reused its memory. Go on with the value that call returned, or leave "
                 "the argument out of `donate_argnums`."
             )
-        wanted = self.shardings[index]
+        wanted = self.wanted(index, leaf)
         # On another mesh of the same devices it has another type, and would be
         # compiled for a second time; it moves without a copy.
         if _mesh.lies_on(leaf, wanted):
-            if self._split[index]:
+            if index in self._right:
                 self._right[index] = leaf.sharding
             return leaf
-        self._check_movable(index, leaf)
+        if not self.divides_state or self._replicas.dimension_of(leaf) is None:
+            self._check_movable(index, leaf)
         return _mesh.place(leaf, wanted)
 
     def _place_host(self, index: int, leaf: Leaf) -> jax.Array:
@@ -107,7 +145,7 @@ class Placement:
         # comes from the host has another type than one on a mesh, and the second call,
         # with the returned state, would compile again.
         if type(leaf) not in (int, float) or index in self._donated:
-            return _mesh.place(leaf, self.shardings[index])
+            return _mesh.place(leaf, self.wanted(index, leaf))
         key = (type(leaf), leaf, np.signbit(leaf))  # 0.0 equals -0.0
         number = self._numbers.get(key)
         if number is None:

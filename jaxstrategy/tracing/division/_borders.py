@@ -1,0 +1,160 @@
+"""The sums of which each replica needs its part only: `Borders`."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Mapping
+from typing import final
+
+from jax.extend.core import Literal
+from jax.typing import DTypeLike
+
+from jaxstrategy.replicas._replicas import Replicas
+from jaxstrategy.tracing._jaxpr_types import Atom, Equation, Jaxpr, Var
+from jaxstrategy.tracing.division._cut import Cut
+from jaxstrategy.tracing.division._layout import Layout
+from jaxstrategy.tracing.replication._collective_table import Effect, effect_of
+from jaxstrategy.tracing.replication._control import scan_counts
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class LoopSum:
+    """A sum of what a loop stacks, which the body of the loop can take turn by turn.
+
+    Attributes:
+      loop: the equation of the loop.
+      stacked: which of its results is summed.
+      dimension: along which the sum is divided.
+      dtype: what it is converted to before it is summed.
+    """
+
+    loop: Equation
+    stacked: Var
+    dimension: int
+    dtype: DTypeLike
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Borders:
+    """The sums over the replicas that are divided, where the replicas' part ends.
+
+    Attributes:
+      sums: the dimension of each, by its result.
+      in_loops: of those whose loop sums its turns, by the same.
+      passed_over: the equations that these make needless, besides the sums.
+    """
+
+    sums: Mapping[Var, int]
+    in_loops: Mapping[Var, LoopSum]
+    passed_over: frozenset[int]
+
+
+def borders_of(jaxpr: Jaxpr, cut: Cut, layout: Layout, replicas: Replicas) -> Borders:
+    """The sums that only the part outside reads, and that can be divided.
+
+    Args:
+      jaxpr: the flat step.
+      cut: which of its equations are each replica's.
+      layout: of its arrays, which the gradients are to lie like.
+      replicas: those of the step.
+    """
+    search = _Search(jaxpr, cut, layout, replicas)
+    sums: dict[Var, int] = {}
+    for eqn in cut.inside:
+        if is_sum_of_all(eqn, replicas):
+            for operand, result in zip(eqn.invars, eqn.outvars, strict=True):
+                dimension = search.dimension(operand, result)
+                if dimension is not None:
+                    sums[result] = dimension
+    in_loops: dict[Var, LoopSum] = {}
+    passed_over: set[int] = set()
+    for result, dimension in sums.items():
+        found = search.loop_of(result, dimension)
+        if found is not None:
+            in_loops[result], conversions = found
+            passed_over.update(map(id, conversions))
+    return Borders(sums, in_loops, frozenset(passed_over))
+
+
+def is_sum_of_all(eqn: Equation, replicas: Replicas) -> bool:
+    """Whether an equation is the sum over all replicas of its operands."""
+    if effect_of(eqn) is not Effect.SUM or eqn.params.get("axis_index_groups"):
+        return False
+    return set(eqn.params["axes"]) == set(replicas.collective_axes)
+
+
+class _Search:
+    def __init__(
+        self, jaxpr: Jaxpr, cut: Cut, layout: Layout, replicas: Replicas
+    ) -> None:
+        self._cut = cut
+        self._replicas = replicas
+        self._like = {tuple(v.aval.shape): d for v, d in layout.inputs.items()}
+        self._results = jaxpr.outvars
+        self._origins = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
+        self._uses: dict[Var, list[Equation]] = collections.defaultdict(list)
+        for eqn in jaxpr.eqns:
+            for atom in eqn.invars:
+                if not isinstance(atom, Literal):
+                    self._uses[atom].append(eqn)
+
+    def dimension(self, operand: Atom, result: Var) -> int | None:
+        """The dimension along which a sum is divided, None if it is not."""
+        cut = self._cut
+        if result in cut.read_inside or result not in cut.read_outside:
+            return None
+        if self._is_pack(operand, result):
+            return None
+        found = self._like.get(tuple(result.aval.shape))
+        if found is None:
+            found = self._replicas.division("", result.aval).dimension
+        return found
+
+    def _is_pack(self, operand: Atom, result: Var) -> bool:
+        """Whether arrays were joined to be summed, and are cut apart again."""
+        cutting = ("slice", "dynamic_slice")
+        origin = None if isinstance(operand, Literal) else self._origins.get(operand)
+        is_joined = origin is not None and origin.primitive.name == "concatenate"
+        uses = self._uses[result]
+        return is_joined and all(eqn.primitive.name in cutting for eqn in uses)
+
+    def loop_of(
+        self, result: Var, dimension: int
+    ) -> tuple[LoopSum, list[Equation]] | None:
+        """The loop that makes what is summed, and the conversions in between."""
+        eqn = self._origins[result]
+        var = eqn.invars[list(eqn.outvars).index(result)]
+        conversions: list[Equation] = []
+        while (origin := self._only_used_once(var)) is not None:
+            if origin.primitive.name == "scan":
+                return self._loop_sum(origin, var, dimension, result, conversions)
+            if origin.primitive.name != "convert_element_type":
+                return None
+            conversions.append(origin)
+            var = origin.invars[0]
+        return None
+
+    def _loop_sum(
+        self,
+        loop: Equation,
+        var: Var,
+        dimension: int,
+        result: Var,
+        conversions: list[Equation],
+    ) -> tuple[LoopSum, list[Equation]] | None:
+        _, n_carry = scan_counts(loop)
+        # Along the first dimension are the turns of the loop.
+        if dimension == 0 or list(loop.outvars).index(var) < n_carry:
+            return None
+        return LoopSum(loop, var, dimension, result.aval.dtype), conversions
+
+    def _only_used_once(self, var: Atom) -> Equation | None:
+        """The equation that makes `var`, if one other alone reads it."""
+        if isinstance(var, Literal) or len(self._uses[var]) != 1:
+            return None
+        if any(atom is var for atom in self._results):
+            return None
+        return self._origins.get(var)

@@ -1,0 +1,236 @@
+"""A step of which some arrays are divided over the replicas: `DividedStep`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import final
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend import core
+from jax.extend.core import Literal
+from jax.ref import AbstractRef
+
+from jaxstrategy.replicas._replicas import SAME, SPLIT, Replicas, Spec
+from jaxstrategy.tracing._jaxpr_types import Atom, Jaxpr, Var
+from jaxstrategy.tracing._on_replicas import on_replicas
+from jaxstrategy.tracing._trace import Evaluate
+from jaxstrategy.tracing._traced_step import TracedStep
+from jaxstrategy.tracing.division._borders import borders_of
+from jaxstrategy.tracing.division._cut import Cut, cut
+from jaxstrategy.tracing.division._flat import flattened
+from jaxstrategy.tracing.division._inside import Inside
+from jaxstrategy.tracing.division._layout import Layout, Layouts
+from jaxstrategy.tracing.division._replica_values import ReplicaValues
+from jaxstrategy.tracing.division._value_form import with_values
+from jaxstrategy.tracing.replication._jaxprs import jaxpr_of
+from jaxstrategy.tracing.replication._lowered import closed
+from jaxstrategy.tracing.replication._rules import varying
+from jaxstrategy.values._per_replica import PerReplica
+from jaxstrategy.values._types import Leaf
+from jaxstrategy.variables._cell import Cell
+
+
+@final
+class DividedStep:
+    """A step as what each replica computes, and what is computed once for all.
+
+    Args:
+      step: what was traced.
+      given: its arguments, on all replicas.
+
+    Attributes:
+      layout: how arguments and results lie.
+      cut: which equations run where.
+      inside: those of each replica.
+    """
+
+    def __init__(self, step: TracedStep, given: Sequence[Leaf]) -> None:
+        trace = step.trace
+        self._trace = trace
+        self._replicas: Replicas = trace.replicas
+        flat, self._constants = flattened(trace.jaxpr)
+        self._values = with_values(flat, self._mirrored_references(flat))
+        jaxpr = self._jaxpr = self._values.jaxpr
+        varies = [spec != self._replicas.spec(SAME) for spec in trace.specs]
+        varies += [False] * len(self._constants)
+        unpacking = trace.unpacking
+        self._varies = varying(jaxpr, varies, self._replicas, unpacking)
+        self.cut: Cut = cut(jaxpr, self._varies)
+        self.layout: Layout = Layouts(step, jaxpr.invars, self.cut, given).chosen()
+        self._borders = borders_of(jaxpr, self.cut, self.layout, self._replicas)
+        inside_parts = {
+            var: dimension
+            for var, dimension in self.layout.inputs.items()
+            if var in self.cut.read_inside
+        }
+        self.inside = Inside(
+            self.cut.inside,
+            inside_parts,
+            self._borders,
+            [*self._crossing, *self._varying_results],
+            self._replicas,
+        )
+
+    def _mirrored_references(self, flat: Jaxpr) -> list[int]:
+        same = self._replicas.spec(SAME)
+        return [
+            index
+            for index, spec in enumerate(self._trace.specs)
+            if isinstance(flat.invars[index].aval, AbstractRef) and spec == same
+        ]
+
+    @cached_property
+    def _results(self) -> Sequence[Atom]:
+        """The step's own results; behind them stand what variables hold afterwards."""
+        return self._jaxpr.outvars[: len(self._trace.varies)]
+
+    @cached_property
+    def _varying_results(self) -> list[Atom]:
+        pairs = zip(self._results, self._trace.varies, strict=True)
+        return [atom for atom, varies in pairs if varies]
+
+    @cached_property
+    def _common_results(self) -> list[Atom]:
+        """What is equal on all replicas, of results and variables."""
+        pairs = zip(self._results, self._trace.varies, strict=True)
+        own = [atom for atom, varies in pairs if not varies]
+        return [*own, *self._jaxpr.outvars[len(self._trace.varies) :]]
+
+    @cached_property
+    def _crossing(self) -> list[Var]:
+        """What the replicas make, and is used or returned outside."""
+        results = [a for a in self._common_results if not isinstance(a, Literal)]
+        wanted = [*self.cut.read_outside, *results]
+        made = self.cut.made_inside - self.cut.made_outside
+        return list(
+            dict.fromkeys(
+                var for var in self._jaxpr_vars if var in made and var in set(wanted)
+            )
+        )
+
+    @property
+    def _jaxpr_vars(self) -> list[Var]:
+        return [var for eqn in self.cut.inside for var in eqn.outvars]
+
+    @property
+    def arguments(self) -> Mapping[int, int | None]:
+        """The dimension along which arguments are to be divided; None: whole."""
+        return self.layout.arguments
+
+    # Evaluation.
+
+    def evaluate(
+        self,
+        leaves: Sequence[Leaf],
+        references: dict[Cell, jax.Ref],
+        within: Callable[[Evaluate], Evaluate],
+    ) -> tuple[list[jax.Array | PerReplica], list[jax.Array]]:
+        """As `Trace.evaluate`, with arrays divided as the layout says."""
+        given = self._trace.operands(leaves, references)
+        given += self._constants
+        contents = {i: given[i] for i in self._values.replaced if given[i] is not None}
+        for index, reference in contents.items():
+            given[index] = reference[...]
+        known = dict(zip(self._jaxpr.invars, given, strict=True))
+        varying_results, crossing, more = self._on_replicas(known, within)
+        known.update(zip(self._crossing, crossing, strict=True))
+        common = self._outside(known)
+        own = len(self._common_results) - len(self._values.replaced)
+        for index, value in zip(self._values.replaced, common[own:], strict=True):
+            if index in contents:
+                dimension = self.layout.inputs.get(self._jaxpr.invars[index])
+                contents[index][...] = self._placed(value, dimension)
+        return self._joined(varying_results, common[:own]), more
+
+    def _on_replicas(
+        self, known: dict[Var, Leaf], within: Callable[[Evaluate], Evaluate]
+    ) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array]]:
+        """The varying results, what crosses, and further outputs of stages."""
+        taken = [var for var in self._taken if known[var] is not None]
+        evaluate = within(lambda inputs: (self._inside(taken, inputs), []))
+        count = len(self._varying_results)
+
+        def replica(*locals_: Leaf) -> tuple[list[jax.Array], list[jax.Array], list]:
+            returned, more = evaluate(locals_)
+            own = [lax.expand_dims(array, (0,)) for array in returned[:count]]
+            # Of a program that returns nothing XLA runs callbacks on one device only.
+            return own, returned[count:], more or [jnp.zeros((), jnp.int8)]
+
+        replicas = self._replicas
+        dimensions = self.inside.dimensions
+        out_specs = (
+            [replicas.spec(SPLIT)] * count,
+            [replicas.spec_along(dimensions.get(var)) for var in self._crossing],
+            replicas.spec(SAME),
+        )
+        in_specs = tuple(self._spec(var) for var in taken)
+        run = on_replicas(replica, replicas, in_specs, out_specs)
+        own, crossing, more = run(*(known[var] for var in taken))
+        return own, crossing, more
+
+    @cached_property
+    def _taken(self) -> list[Var]:
+        """The inputs that the replicas' part reads or returns."""
+        read = {
+            *self.cut.read_inside,
+            *(a for a in self._varying_results if not isinstance(a, Literal)),
+        }
+        return [var for var in self._jaxpr.invars if var in read]
+
+    @cached_property
+    def _specs(self) -> dict[Var, Spec]:
+        return dict(zip(self._jaxpr.invars, self._trace.specs, strict=False))
+
+    def _spec(self, var: Var) -> Spec:
+        dimension = self.layout.inputs.get(var)
+        if dimension is not None:
+            return self._replicas.spec_along(dimension)
+        return self._specs.get(var, self._replicas.spec(SAME))
+
+    def _inside(self, taken: Sequence[Var], inputs: Sequence[Leaf]) -> list[jax.Array]:
+        """Of one replica's inputs its varying results, and what crosses."""
+        given = dict(zip(taken, inputs, strict=True))
+        divided = self.layout.inputs
+        values = ReplicaValues(
+            {var: value for var, value in given.items() if var not in divided},
+            {var: value for var, value in given.items() if var in divided},
+            self.inside.dimensions,
+            self._replicas.collective_axes,
+        )
+        self.inside.evaluate(values)
+        sums = self._borders.sums
+        return [
+            *map(values.whole, self._varying_results),
+            *(
+                values.parts[v] if v in sums else values.whole(v)
+                for v in self._crossing
+            ),
+        ]
+
+    def _outside(self, known: dict[Var, Leaf]) -> list[jax.Array]:
+        """What is equal on all replicas, computed once for all."""
+        eqns = [*self.cut.copied, *self.cut.outside]
+        made = self.cut.made_outside
+        results = [a for a in self._common_results if not isinstance(a, Literal)]
+        read = [*self.cut.read_outside, *results]
+        free = [var for var in known if var in set(read) and var not in made]
+        function = core.jaxpr_as_fun(closed(jaxpr_of(free, eqns, self._common_results)))
+        return function(*(known[var] for var in free))
+
+    def _joined(
+        self, varying_results: Sequence[jax.Array], common: Sequence[jax.Array]
+    ) -> list[jax.Array | PerReplica]:
+        """The step's results, in their order and where they belong."""
+        own, others = iter(varying_results), iter(common)
+        pairs = zip(self._trace.varies, self.layout.outputs, strict=True)
+        return [
+            PerReplica(next(own)) if varies else self._placed(next(others), dimension)
+            for varies, dimension in pairs
+        ]
+
+    def _placed(self, array: jax.Array, dimension: int | None) -> jax.Array:
+        where = self._replicas.sharding_along(dimension)
+        return lax.with_sharding_constraint(array, where)

@@ -1,0 +1,105 @@
+"""A jaxpr without the calls at its top level: `flattened`.
+
+A reduction inside a jitted function could not be where the step is divided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any, TypeAlias, final
+
+from jax.extend import core
+from jax.extend.core import DropVar, Literal
+
+from jaxstrategy.tracing._jaxpr_types import Atom, ClosedJaxpr, Equation, Jaxpr, Var
+from jaxstrategy.tracing.replication._jaxprs import jaxpr_of, plain
+from jaxstrategy.values._types import Leaf
+
+_Names: TypeAlias = dict[Var, Atom]
+# What calls a function once, and does nothing else. A function with a rule of its own
+# for derivatives stays: somebody may differentiate the program. So does `checkpoint`,
+# which keeps XLA from joining what is computed twice on purpose.
+_CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr"}
+
+
+def flattened(jaxpr: Jaxpr, kept: Collection[str] = ()) -> tuple[Jaxpr, list[Leaf]]:
+    """`jaxpr` with the equations of the functions that it calls in place of the calls.
+
+    Args:
+      jaxpr: without constants.
+      kept: the names of functions whose calls stay.
+
+    Returns:
+      A jaxpr with further inputs, the constants of those functions; and these.
+    """
+    flattening = _Flattening(kept)
+    names: _Names = {}
+    flattening.add(jaxpr.eqns, names)
+    outvars = [_read(names, atom) for atom in jaxpr.outvars]
+    invars = [*jaxpr.invars, *flattening.constant_vars]
+    flat = jaxpr_of(invars, flattening.eqns, outvars)
+    return flat, flattening.constants
+
+
+@final
+class _Flattening:
+    """The equations so far, and the constants that they need."""
+
+    def __init__(self, kept: Collection[str]) -> None:
+        self._kept = kept
+        self.eqns: list[Equation] = []
+        self.constants: list[Leaf] = []
+        self.constant_vars: list[Var] = []
+
+    def add(self, eqns: Sequence[Equation], names: _Names, is_inner: bool = False):
+        """Add equations, in which `names` stand for some variables.
+
+        Args:
+          eqns: of a jaxpr.
+          names: what its variables are called; added to.
+          is_inner: whether its own variables need new names, because the jaxpr may be
+            called twice.
+        """
+        for eqn in eqns:
+            operands = [_read(names, atom) for atom in eqn.invars]
+            called = callee(eqn, self._kept)
+            if called is None:
+                outvars = self._outvars(eqn, names) if is_inner else eqn.outvars
+                self.eqns.append(_with_atoms(eqn, operands, outvars))
+                continue
+            inner = plain(called)
+            own: _Names = dict(zip(inner.invars, operands, strict=True))
+            own.update(self._constants(called))
+            self.add(inner.eqns, own, is_inner=True)
+            results = [_read(own, atom) for atom in inner.outvars]
+            names.update(zip(eqn.outvars, results, strict=True))
+
+    def _outvars(self, eqn: Equation, names: _Names) -> list[Var]:
+        for var in eqn.outvars:
+            if not isinstance(var, DropVar):
+                names[var] = core.Var(var.aval)
+        return [names.get(var, var) for var in eqn.outvars]
+
+    def _constants(self, called: ClosedJaxpr) -> _Names:
+        inner = plain(called)
+        values = getattr(called, "consts", ())
+        fresh = [core.Var(var.aval) for var in inner.constvars]
+        self.constants += values
+        self.constant_vars += fresh
+        return dict(zip(inner.constvars, fresh, strict=True))
+
+
+def callee(eqn: Equation, kept: Collection[str] = ()) -> ClosedJaxpr | None:
+    """The function that `eqn` calls, and does nothing else; None of others."""
+    key = _CALLS.get(eqn.primitive.name)
+    if key is None or eqn.params.get("name") in kept:
+        return None
+    return eqn.params[key]
+
+
+def _read(names: _Names, atom: Atom) -> Atom:
+    return atom if isinstance(atom, Literal) else names.get(atom, atom)
+
+
+def _with_atoms(eqn: Any, invars: Sequence[Atom], outvars: Sequence[Var]) -> Equation:
+    return eqn.replace(invars=list(invars), outvars=list(outvars))

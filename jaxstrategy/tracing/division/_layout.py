@@ -1,0 +1,132 @@
+"""The arrays of a step of which each replica keeps a part: `Layout`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import final
+
+import jax
+
+from jaxstrategy.replicas._state_sharding import LeafSharding
+from jaxstrategy.tracing._jaxpr_types import ArrayType, Var
+from jaxstrategy.tracing._traced_step import TracedStep
+from jaxstrategy.tracing.division._cut import Cut
+from jaxstrategy.tracing.division._replaced import replaced_arguments
+from jaxstrategy.values import _arrays
+from jaxstrategy.values._types import Leaf
+from jaxstrategy.variables._variable import Variable
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class DividedLeaf:
+    """An array that is equal on all replicas, and how it lies.
+
+    Attributes:
+      label: the argument or variable, as messages call it.
+      type: shape and dtype.
+      sharding: the dimension, or why it is whole.
+    """
+
+    label: str
+    type: ArrayType
+    sharding: LeafSharding
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """The way in which the arrays of a step lie that are equal on all replicas.
+
+    Attributes:
+      inputs: the dimension of each divided input, by its variable.
+      outputs: for each result the dimension along which it is divided; None of whole
+        ones, and of those that differ between replicas.
+      arguments: for each argument that a result takes the place of, how it is to lie.
+      leaves: all arguments and variables, for explanations.
+    """
+
+    inputs: Mapping[Var, int]
+    outputs: Sequence[int | None]
+    arguments: Mapping[int, int | None]
+    leaves: Sequence[DividedLeaf]
+
+
+@final
+class Layouts:
+    """The layout of one step.
+
+    Args:
+      step: what was traced.
+      invars: the inputs of its flat form, the first of them those of `step.jaxpr`.
+      cut: which equations read what.
+      given: the arguments, on all replicas.
+    """
+
+    def __init__(
+        self,
+        step: TracedStep,
+        invars: Sequence[Var],
+        cut: Cut,
+        given: Sequence[Leaf],
+    ) -> None:
+        self._step = step
+        self._replicas = step.trace.replicas
+        self._cut = cut
+        self._given = given
+        self._replaced = replaced_arguments(step)
+        inputs = zip(step.trace.inputs, invars, strict=False)
+        self._at = {place: var for place, var in inputs if place is not None}
+
+    def chosen(self) -> Layout:
+        """How the arguments, variables and results lie."""
+        step = self._step
+        leaves = {i: self._argument(i) for i in step.same_arguments}
+        state = set(self._replaced.values())
+        first = len(self._given)
+        for number, variable in enumerate(step.trace.variables):
+            if variable in step.trace.used and variable.copies_must_agree:
+                leaves[first + number] = self._variable(variable)
+        chosen = {place: leaf.sharding.dimension for place, leaf in leaves.items()}
+        return Layout(
+            {self._at[i]: d for i, d in chosen.items() if d is not None},
+            [self._result(n, chosen) for n in range(len(step.outputs))],
+            {i: chosen[i] for i in state},
+            list(leaves.values()),
+        )
+
+    def _argument(self, index: int) -> DividedLeaf:
+        step, var = self._step, self._at[index]
+        aval = step.type_of(index)
+        sharding = self._replicas.division(step.path_of(index), aval)
+        if not sharding.is_whole:
+            sharding = self._unless_needed(sharding, index, var)
+        return DividedLeaf(step.label(index), aval, sharding)
+
+    def _unless_needed(
+        self, sharding: LeafSharding, index: int, var: Var
+    ) -> LeafSharding:
+        chosen = self._replicas.state_sharding
+        assert chosen is not None, "or nothing is divided"
+        if chosen.shard == "optimizer" and var in self._cut.read_inside:
+            return LeafSharding(None, "each replica's own computation reads it")
+        if index in self._replaced.values():
+            return sharding
+        # It may be anything: a table, or what an evaluation is given. It stays as it
+        # lies, or each call would move it.
+        leaf = self._given[index]
+        if _arrays.is_placed(leaf) and self._replicas.dimension_of(leaf) is None:
+            return LeafSharding(None, "it was given whole, and no result replaces it")
+        return sharding
+
+    def _variable(self, variable: Variable) -> DividedLeaf:
+        dimension = self._replicas.dimension_along(variable.sharding)
+        aval = jax.ShapeDtypeStruct(variable.cell.shape, variable.dtype)
+        reason = "" if dimension is not None else "it was made whole"
+        name = f"variable {variable.name!r}"
+        return DividedLeaf(name, aval, LeafSharding(dimension, reason))
+
+    def _result(self, number: int, chosen: Mapping[int, int | None]) -> int | None:
+        argument = self._replaced.get(number)
+        return None if argument is None else chosen.get(argument)

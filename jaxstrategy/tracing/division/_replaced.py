@@ -1,0 +1,58 @@
+"""The arguments that results take the place of, as far as where they lie matters.
+
+To lie like another array changes no number, so that here a guess will do: what the
+checks of a step must be sure of, `successors`, comes first, and then the argument of
+the same type whose name is most like that of the result.
+"""
+
+from __future__ import annotations
+
+from jaxstrategy.tracing._jaxpr_types import KeyPath
+from jaxstrategy.tracing._traced_step import TracedStep
+from jaxstrategy.tracing.checks._successors import successors
+
+
+def replaced_arguments(step: TracedStep) -> dict[int, int]:
+    """For each result that is like an argument which argument.
+
+    Both are counted among those that are arrays. Only what is equal on all replicas
+    counts.
+    """
+    paths = step.results.array_paths()
+    sure = successors(step)
+    found: dict[int, int] = {}
+    for number, (position, path) in enumerate(paths):
+        if step.trace.varies[number]:
+            continue
+        argument = sure.get(position)
+        if argument is None:
+            argument = _most_alike(step, number, path)
+        if argument is not None:
+            found[number] = argument
+    return found
+
+
+def _most_alike(step: TracedStep, number: int, path: KeyPath) -> int | None:
+    """The argument that result `number` is most like, None if none has its type."""
+    kind = _kind(step.outputs[number])
+    alike = [i for i in step.same_arguments if _kind(step.type_of(i)) == kind]
+
+    def likeness(argument: int) -> tuple[int, int]:
+        other = step.key_path_of(argument)
+        return _common_end(path, other), -abs(len(path) - len(other))
+
+    return max(alike, key=likeness, default=None)
+
+
+def _kind(aval) -> tuple[object, ...]:
+    return aval.shape, aval.dtype
+
+
+def _common_end(one: KeyPath, other: KeyPath) -> int:
+    """The number of keys that two paths have in common at their ends."""
+    count = 0
+    for a, b in zip(reversed(one), reversed(other), strict=False):
+        if a != b:
+            break
+        count += 1
+    return count
