@@ -47,6 +47,7 @@ bench: $(VENV)/.installed-benchmarks
 	$(IN_VENV) benchmarks/allreduce.py
 	$(IN_VENV) benchmarks/train_step.py
 	$(IN_VENV) benchmarks/scaling.py
+	$(IN_VENV) benchmarks/sharded.py
 
 # One stamp for each extra, made again when the dependencies change.
 $(VENV)/.installed-%: pyproject.toml | $(IN_VENV)

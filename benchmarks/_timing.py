@@ -137,9 +137,9 @@ def _cells(comparison: Comparison) -> list[str]:
 
 def _ratio_text(comparison: Comparison) -> str:
     ratio = comparison.ratio
-    if comparison.in_percent:
-        return f"{ratio.median:.2%} ({ratio.low:.2%}-{ratio.high:.2%})"
-    return f"{ratio.median:.3f} ({ratio.low:.2f}-{ratio.high:.2f})"
+    middle = ".2%" if comparison.in_percent else ".3f"
+    ends = ".2%" if comparison.in_percent else ".2f"
+    return f"{ratio.median:{middle}}{_quartiles(ratio, ends)}"
 
 
 def _target_text(comparison: Comparison) -> str:
@@ -149,9 +149,15 @@ def _target_text(comparison: Comparison) -> str:
 
 
 def _text(spread: Spread, unit: str) -> str:
-    digits = 0 if spread.median >= 100 else 2
-    low, high = f"{spread.low:.{digits}f}", f"{spread.high:.{digits}f}"
-    return f"{spread.median:.{digits}f} {unit} ({low}-{high})"
+    form = ".0f" if spread.median >= 100 else ".2f"
+    return f"{spread.median:{form}} {unit}{_quartiles(spread, form)}"
+
+
+def _quartiles(spread: Spread, form: str) -> str:
+    """Nothing for what is one number."""
+    if spread.low == spread.high:
+        return ""
+    return f" ({spread.low:{form}}-{spread.high:{form}})"
 
 
 def _verdict(quantity: str, group: Sequence[Comparison]) -> str:

@@ -1,7 +1,10 @@
-"""Benchmarks take from the package what it has: no test runs them."""
+"""Benchmarks take from the package what it has: tests run none of them in full."""
 
 import ast
 import importlib
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -62,3 +65,25 @@ def test_some_take_what_is_private():
         if "._" in module
     }
     assert private, "else there would be nothing to test"
+
+
+@pytest.mark.slow
+def test_sharded_compares_all_forms(tmp_path):
+    file = tmp_path / "numbers.json"
+    options = ["--small", "--exact", "--devices", "2", "--min-bytes", "512"]
+    done = subprocess.run(
+        [sys.executable, FOLDER / "sharded.py", *options, "--json", file]
+        + ["--models", "perceptron"],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("parameters equal bit by bit") >= 1
+    results = json.loads(file.read_text())["results"]
+    whole, parts = 3 * 4 * (32 * 32 + 32), 3 * 4 * (32 * 16 + 32)
+    at_rest = next(r for r in results if r["quantity"] == "at rest, state")
+    # Parameters and two moments; and the number of steps.
+    assert at_rest["values"]["replicated"] == [(whole + 4) / 2**20]
+    assert at_rest["values"]["jit"] == [(parts + 4) / 2**20]
+    quantities = {r["quantity"].split(",")[0] for r in results}
+    assert quantities == {"at rest", "peak", "sent"}
