@@ -167,7 +167,7 @@ class Replicas:
 
     @property
     def axis_sizes(self) -> list[tuple[str, int]]:
-        """The axes along which replicas on different devices differ, and their sizes."""
+        """The axes along which replicas of different devices differ, with sizes."""
         return [(axis, self.mesh.shape[axis]) for axis in self.axes]
 
     @property

@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 from jaxstrategy.replicas._replicas import Replicas
 from jaxstrategy.tracing._jaxpr_types import Atom, Equation, Jaxpr, Var
 from jaxstrategy.tracing.division._cut import Cut
+from jaxstrategy.tracing.division._functions_of_parts import shard_function
 from jaxstrategy.tracing.division._layout import Layout
 from jaxstrategy.tracing.replication._collective_table import Effect, effect_of
 from jaxstrategy.tracing.replication._control import scan_counts
@@ -44,11 +45,14 @@ class Borders:
     Attributes:
       sums: the dimension of each, by its result.
       in_loops: of those whose loop sums its turns, by the same.
+      of_functions: of those that a function can make by itself, the equation that
+        calls it, by the same.
       passed_over: the equations that these make needless, besides the sums.
     """
 
     sums: Mapping[Var, int]
     in_loops: Mapping[Var, LoopSum]
+    of_functions: Mapping[Var, Equation]
     passed_over: frozenset[int]
 
 
@@ -70,13 +74,19 @@ def borders_of(jaxpr: Jaxpr, cut: Cut, layout: Layout, replicas: Replicas) -> Bo
                 if dimension is not None:
                     sums[result] = dimension
     in_loops: dict[Var, LoopSum] = {}
+    of_functions: dict[Var, Equation] = {}
     passed_over: set[int] = set()
     for result, dimension in sums.items():
+        call = search.call_of(result, dimension)
+        if call is not None:
+            of_functions[result] = call
+            passed_over.add(id(call))
+            continue
         found = search.loop_of(result, dimension)
         if found is not None:
             in_loops[result], conversions = found
             passed_over.update(map(id, conversions))
-    return Borders(sums, in_loops, frozenset(passed_over))
+    return Borders(sums, in_loops, of_functions, frozenset(passed_over))
 
 
 def is_sum_of_all(eqn: Equation, replicas: Replicas) -> bool:
@@ -120,6 +130,16 @@ class _Search:
         is_joined = origin is not None and origin.primitive.name == "concatenate"
         uses = self._uses[result]
         return is_joined and all(eqn.primitive.name in cutting for eqn in uses)
+
+    def call_of(self, result: Var, dimension: int) -> Equation | None:
+        """The call of a function that makes a part of a sum along dimension 0."""
+        eqn = self._origins[result]
+        var = eqn.invars[list(eqn.outvars).index(result)]
+        call = self._only_used_once(var)
+        function = None if call is None or dimension else shard_function(call)
+        if function is None or function.part_of_sum is None:
+            return None
+        return call
 
     def loop_of(
         self, result: Var, dimension: int

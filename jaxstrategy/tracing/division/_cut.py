@@ -61,18 +61,24 @@ class Cut:
         return frozenset(var for eqn in eqns for var in eqn.outvars)
 
 
-def cut(jaxpr: Jaxpr, varies: Callable[[Atom], bool]) -> Cut:
+def cut(
+    jaxpr: Jaxpr,
+    varies: Callable[[Atom], bool],
+    stays: Callable[[Equation], bool] = lambda eqn: False,
+) -> Cut:
     """The division of a step.
 
     Args:
       jaxpr: flat, of one replica.
       varies: whether a value may differ between replicas.
+      stays: whether an equation is for the replicas anyway.
     """
     inside: list[Equation] = []
     outside: list[Equation] = []
     needed: set[Var] = set()
     for eqn in reversed(jaxpr.eqns):
-        if _is_equal(eqn, varies) and needed.isdisjoint(eqn.outvars):
+        is_free = _is_equal(eqn, varies) and not stays(eqn)
+        if is_free and needed.isdisjoint(eqn.outvars):
             outside.append(eqn)
         else:
             inside.append(eqn)

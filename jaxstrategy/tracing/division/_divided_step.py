@@ -14,13 +14,14 @@ from jax.extend.core import Literal
 from jax.ref import AbstractRef
 
 from jaxstrategy.replicas._replicas import SAME, SPLIT, Replicas, Spec
-from jaxstrategy.tracing._jaxpr_types import Atom, Jaxpr, Var
+from jaxstrategy.tracing._jaxpr_types import Atom, Equation, Jaxpr, Var
 from jaxstrategy.tracing._on_replicas import on_replicas
 from jaxstrategy.tracing._trace import Evaluate
 from jaxstrategy.tracing._traced_step import TracedStep
 from jaxstrategy.tracing.division._borders import borders_of
 from jaxstrategy.tracing.division._cut import Cut, cut
 from jaxstrategy.tracing.division._flat import flattened
+from jaxstrategy.tracing.division._functions_of_parts import shard_function
 from jaxstrategy.tracing.division._inside import Inside
 from jaxstrategy.tracing.division._layout import Layout, Layouts
 from jaxstrategy.tracing.division._replica_values import ReplicaValues
@@ -51,14 +52,14 @@ class DividedStep:
         trace = step.trace
         self._trace = trace
         self._replicas: Replicas = trace.replicas
-        flat, self._constants = flattened(trace.jaxpr)
+        flat, self._constants = flattened(trace.jaxpr, _is_kept)
         self._values = with_values(flat, self._mirrored_references(flat))
         jaxpr = self._jaxpr = self._values.jaxpr
         varies = [spec != self._replicas.spec(SAME) for spec in trace.specs]
         varies += [False] * len(self._constants)
         unpacking = trace.unpacking
         self._varies = varying(jaxpr, varies, self._replicas, unpacking)
-        self.cut: Cut = cut(jaxpr, self._varies)
+        self.cut: Cut = cut(jaxpr, self._varies, _is_kept)
         self.layout: Layout = Layouts(step, jaxpr.invars, self.cut, given).chosen()
         self._borders = borders_of(jaxpr, self.cut, self.layout, self._replicas)
         inside_parts = {
@@ -102,18 +103,15 @@ class DividedStep:
     @cached_property
     def _crossing(self) -> list[Var]:
         """What the replicas make, and is used or returned outside."""
-        results = [a for a in self._common_results if not isinstance(a, Literal)]
-        wanted = [*self.cut.read_outside, *results]
+        wanted = self._wanted_outside
         made = self.cut.made_inside - self.cut.made_outside
-        return list(
-            dict.fromkeys(
-                var for var in self._jaxpr_vars if var in made and var in set(wanted)
-            )
-        )
+        variables = (var for eqn in self.cut.inside for var in eqn.outvars)
+        return [var for var in variables if var in made and var in wanted]
 
-    @property
-    def _jaxpr_vars(self) -> list[Var]:
-        return [var for eqn in self.cut.inside for var in eqn.outvars]
+    @cached_property
+    def _wanted_outside(self) -> frozenset[Var]:
+        results = (a for a in self._common_results if not isinstance(a, Literal))
+        return self.cut.read_outside.union(results)
 
     @property
     def arguments(self) -> Mapping[int, int | None]:
@@ -201,24 +199,20 @@ class DividedStep:
             self._replicas.collective_axes,
         )
         self.inside.evaluate(values)
-        sums = self._borders.sums
+        parts = self.inside.dimensions
+        crossing = self._crossing
         return [
             *map(values.whole, self._varying_results),
-            *(
-                values.parts[v] if v in sums else values.whole(v)
-                for v in self._crossing
-            ),
+            *(values.parts[v] if v in parts else values.whole(v) for v in crossing),
         ]
 
     def _outside(self, known: dict[Var, Leaf]) -> list[jax.Array]:
         """What is equal on all replicas, computed once for all."""
         eqns = [*self.cut.copied, *self.cut.outside]
-        made = self.cut.made_outside
-        results = [a for a in self._common_results if not isinstance(a, Literal)]
-        read = [*self.cut.read_outside, *results]
-        free = [var for var in known if var in set(read) and var not in made]
-        function = core.jaxpr_as_fun(closed(jaxpr_of(free, eqns, self._common_results)))
-        return function(*(known[var] for var in free))
+        taken = self._wanted_outside - self.cut.made_outside
+        free = [var for var in known if var in taken]
+        jaxpr = jaxpr_of(free, eqns, self._common_results)
+        return core.jaxpr_as_fun(closed(jaxpr))(*(known[var] for var in free))
 
     def _joined(
         self, varying_results: Sequence[jax.Array], common: Sequence[jax.Array]
@@ -234,3 +228,7 @@ class DividedStep:
     def _placed(self, array: jax.Array, dimension: int | None) -> jax.Array:
         where = self._replicas.sharding_along(dimension)
         return lax.with_sharding_constraint(array, where)
+
+
+def _is_kept(eqn: Equation) -> bool:
+    return shard_function(eqn) is not None

@@ -5,7 +5,7 @@ A reduction inside a jitted function could not be where the step is divided.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias, final
 
 from jax.extend import core
@@ -22,17 +22,19 @@ _Names: TypeAlias = dict[Var, Atom]
 _CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr"}
 
 
-def flattened(jaxpr: Jaxpr, kept: Collection[str] = ()) -> tuple[Jaxpr, list[Leaf]]:
+def flattened(
+    jaxpr: Jaxpr, is_kept: Callable[[Equation], bool]
+) -> tuple[Jaxpr, list[Leaf]]:
     """`jaxpr` with the equations of the functions that it calls in place of the calls.
 
     Args:
       jaxpr: without constants.
-      kept: the names of functions whose calls stay.
+      is_kept: whether a call stays as it is.
 
     Returns:
       A jaxpr with further inputs, the constants of those functions; and these.
     """
-    flattening = _Flattening(kept)
+    flattening = _Flattening(is_kept)
     names: _Names = {}
     flattening.add(jaxpr.eqns, names)
     outvars = [_read(names, atom) for atom in jaxpr.outvars]
@@ -45,13 +47,15 @@ def flattened(jaxpr: Jaxpr, kept: Collection[str] = ()) -> tuple[Jaxpr, list[Lea
 class _Flattening:
     """The equations so far, and the constants that they need."""
 
-    def __init__(self, kept: Collection[str]) -> None:
-        self._kept = kept
+    def __init__(self, is_kept: Callable[[Equation], bool]) -> None:
+        self._is_kept = is_kept
         self.eqns: list[Equation] = []
         self.constants: list[Leaf] = []
         self.constant_vars: list[Var] = []
 
-    def add(self, eqns: Sequence[Equation], names: _Names, is_inner: bool = False):
+    def add(
+        self, eqns: Sequence[Equation], names: _Names, is_inner: bool = False
+    ) -> None:
         """Add equations, in which `names` stand for some variables.
 
         Args:
@@ -62,8 +66,8 @@ class _Flattening:
         """
         for eqn in eqns:
             operands = [_read(names, atom) for atom in eqn.invars]
-            called = callee(eqn, self._kept)
-            if called is None:
+            called = _callee(eqn)
+            if called is None or self._is_kept(eqn):
                 outvars = self._outvars(eqn, names) if is_inner else eqn.outvars
                 self.eqns.append(_with_atoms(eqn, operands, outvars))
                 continue
@@ -89,12 +93,10 @@ class _Flattening:
         return dict(zip(inner.constvars, fresh, strict=True))
 
 
-def callee(eqn: Equation, kept: Collection[str] = ()) -> ClosedJaxpr | None:
+def _callee(eqn: Equation) -> ClosedJaxpr | None:
     """The function that `eqn` calls, and does nothing else; None of others."""
     key = _CALLS.get(eqn.primitive.name)
-    if key is None or eqn.params.get("name") in kept:
-        return None
-    return eqn.params[key]
+    return None if key is None else eqn.params[key]
 
 
 def _read(names: _Names, atom: Atom) -> Atom:

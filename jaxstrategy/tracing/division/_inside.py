@@ -17,9 +17,15 @@ from jax import lax
 from jax.extend import core
 from jax.extend.core import DropVar, Literal
 
+from jaxstrategy.reductions._shard_functions import ShardFunction
 from jaxstrategy.replicas._replicas import Replicas
 from jaxstrategy.tracing._jaxpr_types import ArrayType, Atom, Equation, Var
 from jaxstrategy.tracing.division._borders import Borders, is_sum_of_all
+from jaxstrategy.tracing.division._functions_of_parts import (
+    call_of_parts,
+    evaluation_of_parts,
+    shard_function,
+)
 from jaxstrategy.tracing.division._loops import divided_loop, layers_in_parts
 from jaxstrategy.tracing.division._replica_values import (
     Evaluation,
@@ -74,7 +80,7 @@ class Inside:
         self._borders = borders
         self._replicas = replicas
         self._dimensions = dict(parts)
-        self._last = _last_uses(eqns, wanted)
+        self._last = _last_uses(eqns, wanted, borders)
         self.exchanges: list[Exchange] = []
         self._gathered: set[Var] = set()
         self._evaluations: list[Evaluation] = []
@@ -111,6 +117,8 @@ class Inside:
             return self._conversion(eqn)
         if name == "scan":
             return self._loop(eqn)
+        if (function := call_of_parts(eqn, self._dimensions)) is not None:
+            return self._call(eqn, function)
         if is_sum_of_all(eqn, self._replicas):
             divided = [var for var in eqn.outvars if var in self._borders.sums]
             return self._sum(eqn) if divided else None
@@ -136,6 +144,12 @@ class Inside:
 
         return evaluate
 
+    def _call(self, eqn: Equation, function: ShardFunction) -> Evaluation:
+        self._dimensions.update((eqn.outvars[i], 0) for i in function.returns_divided)
+        divided = function.divided
+        self._need_whole(a for i, a in enumerate(eqn.invars) if i not in divided)
+        return evaluation_of_parts(eqn, function)
+
     def _loop(self, eqn: Equation) -> Evaluation | None:
         layers = layers_in_parts(eqn, self._dimensions)
         in_loops = self._borders.in_loops
@@ -150,23 +164,21 @@ class Inside:
         return divided_loop(eqn, layers, sums)
 
     def _sum(self, eqn: Equation) -> Evaluation:
-        divided, in_loops = self._borders.sums, self._borders.in_loops
-        pairs = list(zip(eqn.invars, eqn.outvars, strict=True))
-        for _, result in pairs:
-            if result in divided and result not in in_loops:
+        borders = self._borders
+        done = borders.in_loops  # where the loop is
+        pairs = zip(eqn.invars, eqn.outvars, strict=True)
+        own = [(operand, result) for operand, result in pairs if result not in done]
+        for operand, result in own:
+            if result in borders.of_functions:
+                self._need_whole(borders.of_functions[result].invars)
+                continue
+            if result in borders.sums:
                 self._tell("reduce_scatter", result, None)
-        self._need_whole(operand for operand, result in pairs if result not in divided)
+            self._need_whole([operand])
 
         def evaluate(values: ReplicaValues) -> None:
-            for operand, result in pairs:
-                if result in in_loops:
-                    continue  # the loop has done it
-                if result in divided:
-                    array, dimension = values.whole(operand), divided[result]
-                    values.parts[result] = scattered(array, dimension, values.axes)
-                else:
-                    total = lax.psum(values.whole(operand), values.axes)
-                    values.keep([result], [total])
+            for operand, result in own:
+                _evaluate_sum(operand, result, values, borders)
 
         return evaluate
 
@@ -194,11 +206,30 @@ class Inside:
             self._pending = []
 
 
-def _last_uses(eqns: Sequence[Equation], wanted: Iterable[Var]) -> dict[Var, int]:
+def _evaluate_sum(
+    operand: Atom, result: Var, values: ReplicaValues, borders: Borders
+) -> None:
+    """One sum over the replicas, or this replica's part of it."""
+    if (call := borders.of_functions.get(result)) is not None:
+        function = shard_function(call)
+        assert function is not None and function.part_of_sum is not None, "it was found"
+        given = map(values.whole, call.invars)
+        values.parts[result] = function.part_of_sum(*given, axes=values.axes)
+    elif (dimension := borders.sums.get(result)) is not None:
+        array = values.whole(operand)
+        values.parts[result] = scattered(array, dimension, values.axes)
+    else:
+        values.keep([result], [lax.psum(values.whole(operand), values.axes)])
+
+
+def _last_uses(
+    eqns: Sequence[Equation], wanted: Iterable[Var], borders: Borders
+) -> dict[Var, int]:
     """The number of the last equation that reads each variable."""
     last: dict[Var, int] = {}
     for number, eqn in enumerate(eqns):
-        for atom in eqn.invars:
+        calls = [c for v in eqn.outvars if (c := borders.of_functions.get(v))]
+        for atom in (*eqn.invars, *(a for call in calls for a in call.invars)):
             if not isinstance(atom, Literal):
                 last[atom] = number
     last.update((var, len(eqns)) for var in wanted)
