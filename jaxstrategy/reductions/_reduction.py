@@ -51,11 +51,28 @@ class Reduction:
           ValueError: `IndexedSlices` in groups or with an extreme.
         """
         plan = self._plan.with_options(options).within(groups)
-        axes = self._replicas.collective_axes
         dense = [leaf for leaf in leaves if not is_slices(leaf)]
         sparse = [self._sparse(op, x, groups) for x in leaves if is_slices(x)]
-        reduced, joined = iter(plan.reduce(op, dense, axes)), iter(sparse)
+        reduced, joined = iter(self._dense(plan, op, dense)), iter(sparse)
         return [next(joined if is_slices(leaf) else reduced) for leaf in leaves]
+
+    def _dense(
+        self, plan: AbstractPlan, op: ReduceOp, leaves: Sequence[Leaf]
+    ) -> list[Leaf]:
+        axes = self._replicas.collective_axes
+        # Of an array that is joined with others no replica could take its part.
+        alone = [self._is_divided(leaf) for leaf in leaves]
+        packed = [x for x, is_alone in zip(leaves, alone, strict=True) if not is_alone]
+        together = iter(plan.reduce(op, packed, axes))
+        return [
+            plan.reduce(op, [leaf], axes)[0] if is_alone else next(together)
+            for leaf, is_alone in zip(leaves, alone, strict=True)
+        ]
+
+    def _is_divided(self, leaf: Leaf) -> bool:
+        """Whether arrays like this one lie divided over the replicas."""
+        is_array = hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+        return is_array and self._replicas.is_divisible(leaf)
 
     def _sparse(
         self, op: ReduceOp, leaf: IndexedSlices, groups: Groups | None

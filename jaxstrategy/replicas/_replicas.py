@@ -219,6 +219,11 @@ class Replicas:
             return LeafSharding(None, "the strategy has no `sharding`")
         return self.state_sharding.division(path, leaf, self.parts)
 
+    def is_divisible(self, leaf: ArrayLike) -> bool:
+        """Whether state of this type lies divided, if its path is not excepted."""
+        chosen = self.state_sharding
+        return chosen is not None and chosen.is_divisible(leaf, self.parts)
+
     def spec_along(self, dimension: int | None) -> PartitionSpec:
         """The division of an array along one of its dimensions; None: it is whole."""
         if dimension is None:

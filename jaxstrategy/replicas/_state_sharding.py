@@ -118,26 +118,33 @@ class StateSharding:
             divided into so many parts.
           TypeError: it returned something else.
         """
-        if parts == 1:
-            return LeafSharding(None, "there is one replica")
-        if is_key(leaf.dtype):
-            return LeafSharding(None, "random keys stay whole")
-        size = math.prod(leaf.shape) * leaf.dtype.itemsize
-        if size < self.min_bytes or not size:
-            limit = with_bytes(self.min_bytes)
-            return LeafSharding(
-                None, f"{with_bytes(size)}, below `min_bytes` ({limit})"
-            )
+        if (reason := self._reason_against(leaf, parts)) is not None:
+            return LeafSharding(None, reason)
         if self.dimension is not None:
             return self._chosen(path, leaf, parts)
-        fitting = [i for i, length in enumerate(leaf.shape) if length % parts == 0]
-        if not fitting:
-            return LeafSharding(
-                None, f"no dimension of {leaf.shape} divides by {parts}"
-            )
         # The largest: where layers are stacked, that of the layers seldom is, and only
         # the others can be gathered layer by layer.
+        fitting = _fitting(leaf, parts)
         return LeafSharding(max(fitting, key=lambda i: leaf.shape[i]))
+
+    def is_divisible(self, leaf: ArrayLike, parts: int) -> bool:
+        """Whether an array can be divided; `dimension` may leave it whole."""
+        return self._reason_against(leaf, parts) is None
+
+    def _reason_against(self, leaf: ArrayLike, parts: int) -> str | None:
+        """Why an array of this type stays whole; None if it need not."""
+        if parts == 1:
+            return "there is one replica"
+        if is_key(leaf.dtype):
+            return "random keys stay whole"
+        size = math.prod(leaf.shape) * leaf.dtype.itemsize
+        if size < self.min_bytes or not size:
+            return (
+                f"{with_bytes(size)}, below `min_bytes` ({with_bytes(self.min_bytes)})"
+            )
+        if not _fitting(leaf, parts):
+            return f"no dimension of {tuple(leaf.shape)} divides by {parts}"
+        return None
 
     def _chosen(self, path: str, leaf: ArrayLike, parts: int) -> LeafSharding:
         """What `dimension` says, checked."""
@@ -159,6 +166,11 @@ class StateSharding:
                 "the array whole."
             )
         return LeafSharding(chosen % rank)
+
+
+def _fitting(leaf: ArrayLike, parts: int) -> list[int]:
+    """The dimensions that can be divided into so many parts."""
+    return [i for i, length in enumerate(leaf.shape) if length % parts == 0]
 
 
 def checked_sharding(given: object) -> StateSharding | None:
