@@ -12,6 +12,7 @@ from typing import Any, TypeGuard
 
 import jax
 import numpy as np
+from jax import lax
 from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 from jax.typing import ArrayLike
@@ -27,6 +28,10 @@ REPLICA_AXIS = "replica"
 
 SAME = PartitionSpec()
 SPLIT = PartitionSpec(REPLICA_AXIS)
+
+# Of an array that is divided, so much is copied or sent at once, so that no device has
+# all of a large one meanwhile.
+_AT_ONCE_BYTES = 64 * 2**20
 
 
 def mesh_of(devices: Sequence[Device]) -> Mesh:
@@ -64,9 +69,10 @@ def place(value: ArrayLike, sharding: Sharding) -> jax.Array:
 
 
 def broadcast(value: ArrayLike, sharding: NamedSharding) -> jax.Array:
-    """`value` of the first replica's process, whole on the devices of `sharding`.
+    """`value` of the first replica's process, as `sharding` says.
 
-    With several processes it is sent to the others, which must take part.
+    With several processes it is sent to the others, which must take part. If it is to
+    be divided and large, no device has more of it at a time than some parts.
     """
     return _placed(value, sharding, _put_first)
 
@@ -80,6 +86,8 @@ def _placed(
     if isinstance(value, (np.ndarray, np.generic)):
         _overflow.check_held(np.asarray(value))
     if sharding.is_fully_addressable or isinstance(value, Tracer):
+        if _is_divided_in_steps(value, sharding):
+            return _divided_in_steps(value, sharding)
         try:
             return jax.device_put(value, sharding)
         except (OverflowError, TypeError):  # the latter of 10**400
@@ -100,7 +108,43 @@ def _put_own_part(host: np.ndarray, sharding: Sharding) -> jax.Array:
     return jax.make_array_from_callback(host.shape, sharding, host.__getitem__)
 
 
+def _is_divided_in_steps(value: object, sharding: Sharding) -> TypeGuard[jax.Array]:
+    """Whether `value` is a large array of one device that is to be divided."""
+    return (
+        isinstance(value, jax.Array)
+        and not isinstance(value, Tracer)
+        and len(value.sharding.device_set) == 1
+        and value.nbytes > _AT_ONCE_BYTES
+        and not sharding.is_fully_replicated
+    )
+
+
+def _divided_in_steps(value: jax.Array, sharding: Sharding) -> jax.Array:
+    """`value` divided part by part.
+
+    `jax.device_put` makes all parts on the device that has the array, which then has it
+    twice (JAX 0.10 and 0.12).
+    """
+    found: list[jax.Array] = []
+    size = sharding.shard_shape(value.shape)
+    for device, index in sharding.devices_indices_map(value.shape).items():
+        starts = [
+            each.indices(n)[0] for each, n in zip(index, value.shape, strict=True)
+        ]
+        part = lax.dynamic_slice(value, starts, size)
+        found.append(jax.block_until_ready(jax.device_put(part, device)))
+    return jax.make_array_from_single_device_arrays(value.shape, sharding, found)
+
+
 def _put_first(host: np.ndarray, sharding: NamedSharding) -> jax.Array:
+    with _processes.exchanging("one value for all replicas", host):
+        if host.nbytes <= _AT_ONCE_BYTES or sharding.is_fully_replicated:
+            return _sent(host, sharding)
+        return _sent_in_steps(host, sharding)
+
+
+def _sent(host: np.ndarray, sharding: NamedSharding) -> jax.Array:
+    """`host` of the first process, by one collective."""
     mesh = sharding.mesh
     assert isinstance(mesh, Mesh), "values lie on devices"
     # One entry for each device, whatever axes the mesh has.
@@ -109,8 +153,21 @@ def _put_first(host: np.ndarray, sharding: NamedSharding) -> jax.Array:
         NamedSharding(mesh, PartitionSpec(mesh.axis_names)),
         lambda _: host[None],
     )
-    with _processes.exchanging("one value for all replicas", host):
-        return _first(sharding)(each)
+    return _first(sharding)(each)
+
+
+def _sent_in_steps(host: np.ndarray, sharding: NamedSharding) -> jax.Array:
+    """`host` of the first process, by one collective for each of its parts."""
+    whole = NamedSharding(sharding.mesh, SAME)
+    holders: dict[tuple[slice, ...], list[Device]] = {}
+    for device, index in sharding.devices_indices_map(host.shape).items():
+        holders.setdefault(tuple(index), []).append(device)
+    found: list[jax.Array] = []
+    for index, devices in holders.items():
+        sent = jax.block_until_ready(_sent(host[index], whole))
+        at = {shard.device: shard.data for shard in sent.addressable_shards}
+        found += [at[device] for device in devices if device in at]
+    return jax.make_array_from_single_device_arrays(host.shape, sharding, found)
 
 
 @functools.cache
@@ -135,8 +192,9 @@ def _moved(value: jax.Array, sharding: Sharding) -> jax.Array:
         if not value.is_fully_replicated:
             raise PlacementError(
                 f"An array of shape {value.shape} that is spread over several "
-                "processes was to be placed on devices of this one. Use "
-                "`strategy.gather` or `strategy.reduce` first."
+                "processes was to be placed on devices of this one, which has parts of "
+                "it. Read it in all processes together first: `js.to_host(array)` of "
+                "state, `strategy.gather` or `strategy.reduce` of a PerReplica."
             )
         return jax.device_put(value.addressable_data(0), sharding)
     if value.sharding.is_equivalent_to(sharding, value.ndim):

@@ -61,7 +61,8 @@ def sharding_of(destinations: Destinations) -> jax.sharding.Sharding | None:
     if isinstance(value, Tracer):
         return None
     if isinstance(value, jax.Array):
-        return value.sharding if whole else _mesh.replicated_like(value.sharding)
+        is_copied = whole and value.is_fully_replicated
+        return value.sharding if is_copied else _mesh.replicated_like(value.sharding)
     raise TypeError(
         f"`destinations` was {destinations!r}; a device, a device name, a list of "
         "them, a variable, a PerReplica or an array was wanted."

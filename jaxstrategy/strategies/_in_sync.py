@@ -17,7 +17,7 @@ from jaxstrategy.replicas import (
     _mesh,
 )
 from jaxstrategy.replicas._replicas import SAME, Replicas
-from jaxstrategy.values import _per_replica
+from jaxstrategy.values import _arrays, _per_replica
 from jaxstrategy.values._per_replica import PerReplica
 from jaxstrategy.values._types import Leaf, PyTree
 
@@ -38,7 +38,8 @@ def assert_in_sync(
 
     Raises:
       OutOfSyncError: the replicas differ.
-      PlacementError: an array lies on several devices, but not whole on each of ours.
+      PlacementError: an array lies on several devices, but neither whole on each of
+        ours nor divided over them as state.
       TracedValueError: the values are not known yet.
     """
     compared = _compared(tree, replicas, name)
@@ -55,9 +56,12 @@ def assert_in_sync(
 def _compared(tree: PyTree, replicas: Replicas, name: str) -> PyTree:
     """`tree` with None for each leaf that the replicas have no copies or versions of.
 
+    Of state that is divided over them each replica has a part that nobody else has.
+
     Raises:
       TracedValueError: a leaf is being traced.
-      PlacementError: an array lies on several devices, but not whole on each of ours.
+      PlacementError: an array lies on several devices, but neither whole on each of
+        ours nor divided over them as state.
     """
     wanted = replicas.sharding(SAME)
 
@@ -71,17 +75,33 @@ def _compared(tree: PyTree, replicas: Replicas, name: str) -> PyTree:
             leaf = jnp.asarray(leaf)
         if not isinstance(leaf, jax.Array) or len(leaf.sharding.device_set) == 1:
             return None
-        if not _mesh.lies_as(leaf, wanted):
-            raise PlacementError(
-                f"`{name}{jax.tree_util.keystr(path)}` lies on several devices, as "
-                f"{leaf.sharding}, but not whole on each of this strategy's, "
-                f"{_devices.names(replicas.devices)}: there are no copies to "
-                "compare. Use the strategy it belongs to; if entry i belongs to "
-                "replica i, pass `PerReplica(array)`."
-            )
-        return leaf
+        if _mesh.lies_as(leaf, wanted):
+            return leaf
+        where = f"`{name}{jax.tree_util.keystr(path)}`"
+        if not _is_divided_state(leaf, replicas):
+            raise _elsewhere(where, leaf, replicas)
+        _arrays.check_alive(leaf, where)
+        return None
 
     return jax.tree.map_with_path(keep, tree, is_leaf=_per_replica.is_per_replica)
+
+
+def _is_divided_state(array: jax.Array, replicas: Replicas) -> bool:
+    """Whether each replica keeps its own part of `array`, which has no copies."""
+    is_state_divided = replicas.state_sharding is not None
+    return is_state_divided and replicas.dimension_of(array) is not None
+
+
+def _elsewhere(what: str, array: jax.Array, replicas: Replicas) -> PlacementError:
+    """The error for an array that lies on devices as no value of `replicas` does."""
+    is_whole = replicas.state_sharding is None
+    in_parts = "" if is_whole else " and not divided over them in this order"
+    return PlacementError(
+        f"{what} lies on several devices, as {array.sharding}, but not whole on each "
+        f"of this strategy's, {_devices.names(replicas.devices)}{in_parts}: there are "
+        "no copies to compare. Use the strategy it belongs to; if entry i belongs to "
+        "replica i, pass `PerReplica(array)`."
+    )
 
 
 def _not_known(what: str) -> TracedValueError:

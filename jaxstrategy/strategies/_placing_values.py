@@ -27,6 +27,12 @@ class PlacesValues(ComposedStrategy):
         Shapes stay. Leaves that are neither (strings, bools, functions) stay as they
         are. An array that is mirrored already is not copied.
 
+        If the strategy has a `sharding`, each device gets its part of large arrays, and
+        never has more of them. Where that is only for the optimizer, its state is
+        known by its type: states of Optax and what stands in one chain with them,
+        `opt_state` of Flax's `TrainState`, the variables of an `nnx.Optimizer`. Other
+        arrays lie whole until a step divides what it does not read.
+
         Raises:
           TypeError: a leaf is a `PerReplica`.
           ContextError: inside `run`.

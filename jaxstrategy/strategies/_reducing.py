@@ -44,7 +44,8 @@ class ReducesValues(ComposedStrategy):
 
         Returns:
           A pytree of mirrored arrays, each of the shape `[...]` of a version, without
-          the dimensions `axis`; MEAN of integers has JAX's default float dtype.
+          the dimensions `axis`; MEAN of integers has JAX's default float dtype. Of
+          state that is divided (`js.Sharded`) they are divided, too.
 
         Raises:
           ValueError: `reduce_op` is not a reduction; `axis` is out of range; `weights`
@@ -72,8 +73,9 @@ class ReducesValues(ComposedStrategy):
         """Every replica's version joined along `axis`, in replica order, leaf by leaf.
 
         Shapes: local `[n, ...]` -> `[num_replicas * n, ...]` for `axis=0`. A leaf that
-        is not a `PerReplica` counts as what every replica holds, and is repeated. Rows
-        that only fill up a batch from a dataset are left out when rows are joined. In
+        is not a `PerReplica` counts as what every replica holds, and is repeated; to
+        have divided state (`js.Sharded`) whole, use `js.to_host` instead. Rows that
+        only fill up a batch from a dataset are left out when rows are joined. In
         `merge_call` and under `jax.jit` shapes are static, so that they stay; a
         `PaddedRowsWarning` says so.
 
@@ -93,9 +95,10 @@ class ReducesValues(ComposedStrategy):
     def experimental_local_results(self, value: PyTree) -> tuple[PyTree, ...]:
         """The version of `value` of each replica of this process, as a tuple.
 
-        A pytree gives a tuple of pytrees. A mirrored array, or a container of plain
-        values, gives one entry per replica too; a single plain value gives a tuple of
-        one. Of a batch from a dataset they are the real rows.
+        A pytree gives a tuple of pytrees. A mirrored array, divided state
+        (`js.Sharded`, each entry is all of it), or a container of plain values gives
+        one entry per replica too; a single plain value gives a tuple of one. Of a batch
+        from a dataset they are the real rows.
 
         Versions of up to 64 KiB can be computed with each other and with mirrored
         arrays (`sum(versions)`, `jnp.stack(versions)`): each is copied to all devices
@@ -128,8 +131,8 @@ class ReducesValues(ComposedStrategy):
         missed once in 2**64.
 
         Bits are compared, not numbers: 0.0 and -0.0 differ, NaNs of the same bits do
-        not. What has one copy only (host and single-device arrays, numbers, strings,
-        functions, None) is passed over.
+        not. What has one copy only (host and single-device arrays, state of which each
+        replica keeps its own part, numbers, strings, functions, None) is passed over.
 
         Args:
           tree: a pytree.
@@ -138,8 +141,9 @@ class ReducesValues(ComposedStrategy):
         Raises:
           OutOfSyncError: it names the arrays that differ and the replicas that hold
             them; its `leaves` has both for programs.
-          PlacementError: an array lies on several devices, but not whole on each of
-            this strategy's; or a `PerReplica` belongs to another strategy.
+          PlacementError: an array lies on several devices, but neither whole on each of
+            this strategy's nor as its divided state; or a `PerReplica` belongs to
+            another strategy.
           DonatedValueError: an array was donated before.
           TracedValueError: inside a function traced by JAX (`jax.jit`, `jax.grad`).
           ContextError: inside `run`.

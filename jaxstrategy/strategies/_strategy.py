@@ -58,7 +58,10 @@ class Strategy(RunsSteps, ExplainsSteps, ReducesValues, PlacesValues, DividesDat
 
     def __repr__(self) -> str:
         replicas = with_noun(self.num_replicas_in_sync, "replica")
-        return f"{type(self).__name__}({replicas} on {_devices.names(self.devices)})"
+        where = f"{replicas} on {_devices.names(self.devices)}"
+        sharding = self.replicas.state_sharding
+        divided = "" if sharding is None else f", sharding={sharding.shard!r}"
+        return f"{type(self).__name__}({where}{divided})"
 
     def _repr_html_(self) -> str:
         rows = [

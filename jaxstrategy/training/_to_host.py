@@ -27,8 +27,9 @@ def to_host(tree: PyTree) -> PyTree:
     before the first is waited for. The arrays may be read-only.
 
     With several processes, what each has whole (mirrored arrays) is read locally.
-    Anything that is spread over them, such as a `PerReplica`, is gathered, and every
-    process gets all of it: then all of them must call this, with the same tree.
+    Anything that is spread over them, such as a `PerReplica` or divided state, is
+    gathered one array after the other, and every process gets all of it: then all of
+    them must call this, with the same tree.
 
     Raises:
       TracedValueError: an array is being traced: inside `run` there is no host.

@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
-from jax.tree_util import KeyPath
 
 from jaxstrategy.replicas import _mesh
 from jaxstrategy.replicas._replicas import SAME, SPLIT, Replicas
 from jaxstrategy.text._array_types import array_type
 from jaxstrategy.values import _arrays, _per_replica
 from jaxstrategy.values._per_replica import PerReplica
+from jaxstrategy.values._state_placement import shardings_of
 from jaxstrategy.values._types import Leaf, PyTree, Value
 
 
@@ -60,7 +60,7 @@ def stack(
     if plain_if_alone and replicas.count == 1:
         whole = replicas.sharding(SAME)
         placed = [
-            _replicate_leaf(_arrays.as_array(column[0], label), whole)
+            replicate_leaf(_arrays.as_array(column[0], label), whole)
             for column, label in labeled
         ]
     else:
@@ -113,44 +113,56 @@ def check_stacked(array: Value, num_replicas: int, what: str) -> None:
 
 
 def replicate(tree: PyTree, replicas: Replicas) -> PyTree:
-    """`tree` with every array and number placed whole on each replica's devices.
+    """`tree` with every array and number placed as `replicas` keep their state.
 
+    That is whole on each replica's devices, unless they keep parts of large arrays.
     Leaves that are neither (strings, bools, functions) stay as they are.
 
     Raises:
       TypeError: a leaf is a `PerReplica`, whose versions may differ.
     """
+    placed = [
+        _replicated(leaf, sharding, f"`tree{jax.tree_util.keystr(path)}`")
+        for path, leaf, sharding in shardings_of(tree, replicas)
+    ]
+    structure = jax.tree.structure(tree, is_leaf=_per_replica.is_per_replica)
+    return jax.tree.unflatten(structure, placed)
 
-    def place(path: KeyPath, leaf: Leaf) -> Leaf:
-        if isinstance(leaf, PerReplica):
-            raise TypeError(
-                f"`tree{jax.tree_util.keystr(path)}` is a PerReplica: its versions may "
-                "differ, so it cannot be mirrored as it is. Use "
-                "`strategy.reduce('mean', value)` to make one value of it first."
-            )
-        if isinstance(leaf, bool) or not (
-            _arrays.is_array(leaf) or isinstance(leaf, (int, float, complex))
-        ):
-            return leaf
-        where = jax.tree_util.keystr(path)
-        typed = (
-            jax.eval_shape(lambda: leaf)
-            if isinstance(leaf, (int, float, complex))
-            else leaf
+
+def _replicated(leaf: Leaf, sharding: NamedSharding, what: str) -> Leaf:
+    if isinstance(leaf, PerReplica):
+        raise TypeError(
+            f"{what} is a PerReplica: its versions may differ, so it cannot be "
+            "mirrored as it is. Use `strategy.reduce('mean', value)` to make one value "
+            "of it first."
         )
-        division = replicas.division(where, typed)
-        sharding = replicas.sharding_along(division.dimension)
-        return _replicate_leaf(leaf, sharding, f"`tree{where}`")
+    if isinstance(leaf, bool) or not (
+        _arrays.is_array(leaf) or isinstance(leaf, (int, float, complex))
+    ):
+        return leaf
+    return replicate_leaf(leaf, sharding, what)
 
-    return jax.tree.map_with_path(place, tree, is_leaf=_per_replica.is_per_replica)
 
-
-def _replicate_leaf(
+def replicate_leaf(
     leaf: Leaf, sharding: NamedSharding, what: str = "A value"
 ) -> jax.Array:
+    """An array or a number of the first replica's process, placed as state.
+
+    Raises:
+      DonatedValueError: it was donated to a step.
+    """
     _arrays.check_alive(leaf, what)
-    if _arrays.is_placed(leaf) and not _mesh.lies_as(leaf, sharding):
+    if _arrays.is_placed(leaf) and _may_share(leaf, sharding):
         # A copy, because a device that has the array already would share its memory,
         # and donating one would delete the other.
         leaf = jnp.copy(leaf)
     return _mesh.broadcast(leaf, sharding)
+
+
+def _may_share(array: jax.Array, sharding: NamedSharding) -> bool:
+    """Whether moved there, `array` may have parts in the memory in which it has now."""
+    if _mesh.lies_as(array, sharding):
+        return False  # it stays what it is
+    # Parts of another shape are always new: no device copies all of a large array that
+    # is divided now, or that will be.
+    return array.sharding.shard_shape(array.shape) == sharding.shard_shape(array.shape)

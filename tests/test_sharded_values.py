@@ -1,0 +1,413 @@
+"""State that is divided over the replicas, outside of steps."""
+
+import copy
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jaxstrategy as js
+from jaxstrategy.replicas import _mesh
+
+
+def sharded(count=4, shard="state", **options):
+    chosen = js.StateSharding(shard, **{"min_bytes": 0, **options})
+    return js.MirroredStrategy(jax.devices()[:count], sharding=chosen)
+
+
+def dimensions(strategy, tree):
+    """For each array of `tree`, the dimension that is divided, by its path."""
+    return {
+        jax.tree_util.keystr(path): strategy.replicas.dimension_of(leaf)
+        for path, leaf in jax.tree.leaves_with_path(tree)
+    }
+
+
+def parts_of(array):
+    return {
+        shard.device.id: np.asarray(shard.data) for shard in array.addressable_shards
+    }
+
+
+# Placing.
+
+
+def test_each_device_gets_its_part_of_what_is_mirrored():
+    strategy, whole = sharded(), np.arange(24.0, dtype=np.float32).reshape(3, 8)
+    placed = strategy.mirror({"w": whole, "n": 1.5, "b": np.ones(3), "name": "net"})
+    assert placed["name"] == "net" and isinstance(placed["n"], js.Mirrored)
+    assert isinstance(placed["b"], js.Mirrored)  # 4 devices do not divide 3
+    w = placed["w"]
+    assert isinstance(w, js.Sharded) and w.shape == (3, 8)
+    for i, part in parts_of(w).items():
+        np.testing.assert_array_equal(part, whole[:, 2 * i : 2 * i + 2])
+
+
+def test_mirrored_places_as_its_strategy_does():
+    with sharded().scope():
+        assert isinstance(js.Mirrored(np.zeros(8)), js.Sharded)
+
+
+@pytest.mark.parametrize("limit", [_mesh._AT_ONCE_BYTES, 16])
+@pytest.mark.parametrize("before", ["host", "one device", "every device", "rows"])
+def test_all_placements_are_divided_without_a_share_in_their_memory(
+    before, limit, monkeypatch
+):
+    monkeypatch.setattr(_mesh, "_AT_ONCE_BYTES", limit)
+    strategy, whole = sharded(), np.arange(64.0, dtype=np.float32).reshape(2, 32)
+    given = {
+        "host": lambda: whole,
+        "one device": lambda: jnp.asarray(whole),
+        "every device": lambda: js.MirroredStrategy(jax.devices()[:4]).mirror(whole),
+        "rows": lambda: jax.device_put(
+            whole,
+            NamedSharding(
+                js.MirroredStrategy(jax.devices()[:2]).mesh, PartitionSpec("replica")
+            ),
+        ),
+    }[before]()
+    placed = strategy.mirror(given)
+    assert strategy.replicas.dimension_of(placed) == 1
+    held = np.array(placed)
+    if isinstance(given, jax.Array):
+        given.delete()
+    np.testing.assert_array_equal(placed, held)
+    np.testing.assert_array_equal(placed, whole)
+
+
+def test_the_parts_of_another_order_of_devices_share_no_memory():
+    devices = jax.devices()[:4]
+    one = sharded()
+    other = js.MirroredStrategy(
+        [devices[i] for i in (0, 1, 3, 2)], sharding=js.StateSharding(min_bytes=0)
+    )
+    first = one.mirror(np.arange(8.0))
+    second = other.mirror(first)
+    first.delete()
+    np.testing.assert_array_equal(second, np.arange(8.0))
+
+
+def test_what_is_divided_already_is_not_copied():
+    strategy = sharded()
+    placed = strategy.mirror(np.arange(8.0))
+    again = strategy.mirror(placed)
+    pointers = [s.data.unsafe_buffer_pointer() for s in placed.addressable_shards]
+    assert pointers == [
+        s.data.unsafe_buffer_pointer() for s in again.addressable_shards
+    ]
+
+
+def test_the_chosen_dimension_hears_the_path_and_no_numbers():
+    heard = []
+
+    def choose(path, leaf):
+        heard.append((path, leaf.shape))
+        return 1 if "kernel" in path else None
+
+    strategy = sharded(2, dimension=choose)
+    state = {"kernel": np.ones((4, 6)), "bias": np.ones(4), "step": 3, "n": np.int32(0)}
+    placed = strategy.mirror(state)
+    assert dimensions(strategy, placed) == {
+        "['bias']": None, "['kernel']": 1, "['n']": None, "['step']": None
+    }  # fmt: skip
+    assert sorted(heard) == [("['bias']", (4,)), ("['kernel']", (4, 6))]
+
+
+def test_a_mirrored_strategy_gathers_what_it_mirrors():
+    placed = sharded().mirror(np.arange(8.0))
+    for count in (1, 2, 4):
+        plain = js.MirroredStrategy(jax.devices()[:count])
+        moved = plain.mirror(placed)
+        assert isinstance(moved, js.Mirrored) and len(moved.devices()) == count
+        np.testing.assert_array_equal(moved, np.arange(8.0))
+
+
+def test_a_mirrored_strategy_refuses_to_run_on_parts():
+    placed = sharded().mirror(np.arange(8.0))
+    plain = js.MirroredStrategy(jax.devices()[:4])
+    with pytest.raises(js.PlacementError, match=r"pass `strategy.mirror\(array\)`"):
+        plain.run(lambda w: w * 2, (placed,))
+
+
+def test_one_replica_has_all_of_everything():
+    strategy = sharded(1)
+    assert isinstance(strategy.mirror(np.arange(8.0)), js.Mirrored)
+
+
+# Which state is the optimizer's.
+
+
+def params():
+    return {"w": jnp.ones((8, 4)), "b": jnp.ones(8)}
+
+
+def is_everything_divided(tree):
+    strategy = sharded(2, "optimizer")
+    placed = strategy.mirror(tree)
+    return [
+        isinstance(leaf, js.Sharded)
+        for leaf in jax.tree.leaves(placed)
+        if leaf.ndim and leaf.size > 1
+    ]
+
+
+class Momentum(NamedTuple):
+    """The state of a transformation of the user's own."""
+
+    trace: Any
+
+
+class Weights(NamedTuple):
+    """Parameters, as some users keep them."""
+
+    w: Any
+    b: Any
+
+
+def own():
+    return optax.GradientTransformation(
+        lambda params: Momentum(jax.tree.map(jnp.zeros_like, params)),
+        lambda updates, state, params=None: (updates, state),
+    )
+
+
+def leaf_kinds(state):
+    strategy = sharded(2, "optimizer")
+    placed = strategy.mirror(state)
+    return {
+        path: "part" if dimension is not None else "whole"
+        for path, dimension in dimensions(strategy, placed).items()
+        if "count" not in path
+    }
+
+
+OPTIMIZERS = {
+    "sgd": lambda: optax.sgd(0.1, momentum=0.9),
+    "adam": lambda: optax.adam(0.1),
+    "one by itself": optax.scale_by_adam,
+    "chain": lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1)),
+    "own in a chain": lambda: optax.chain(own(), optax.adam(0.1)),
+    "own before one by itself": lambda: optax.chain(own(), optax.scale_by_adam()),
+    "own, nested": lambda: optax.chain(optax.chain(own(), optax.trace(0.9)), own()),
+    "MultiSteps": lambda: optax.MultiSteps(optax.adam(0.1), 2),
+    "hyperparameters": lambda: optax.inject_hyperparams(optax.adam)(0.1),
+    "several": lambda: optax.multi_transform(
+        {"a": optax.adam(0.1), "b": optax.chain(own(), optax.sgd(0.1, 0.9))},
+        {"w": "a", "b": "b"},
+    ),
+    "masked": lambda: optax.masked(optax.lion(0.1), {"w": True, "b": True}),
+    "schedule_free": lambda: optax.contrib.schedule_free(optax.sgd(0.1), 0.1),
+    "apply_if_finite": lambda: optax.apply_if_finite(own(), 3),
+    "of ours": lambda: js.optax.apply_if_finite(optax.adam(0.1), 3),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("kind", ["dict", "named tuples", "TrainState", "pair"])
+def test_all_of_an_optimizers_state_is_divided_and_no_parameter(name, kind):
+    params, optimizer = {"w": jnp.ones((8, 4)), "b": jnp.ones(8)}, OPTIMIZERS[name]()
+    if kind == "named tuples" and name not in ("several", "masked"):
+        params = Weights(**params)
+    opt_state = optimizer.init(params)
+    state = {
+        "dict": {"params": params, "opt": opt_state, "stats": jnp.zeros(8)},
+        "named tuples": (params, opt_state),
+        "TrainState": TrainState(0, None, params, optimizer, opt_state),
+        "pair": (params, opt_state, jnp.zeros(8)),
+    }[kind]
+    kinds = leaf_kinds(state)
+    placed = jax.tree.leaves_with_path(state)
+    own = {id(leaf) for leaf in jax.tree.leaves(opt_state) if leaf.shape}
+    for path, leaf in placed:
+        name = jax.tree_util.keystr(path)
+        if name in kinds:
+            assert kinds[name] == ("part" if id(leaf) in own else "whole"), name
+    assert own
+
+
+def test_a_train_states_optimizer_need_not_be_of_optax():
+    optimizer = optax.GradientTransformation(
+        lambda params: jax.tree.map(jnp.zeros_like, params),
+        lambda updates, state, params=None: (updates, state),
+    )
+    state = TrainState.create(apply_fn=None, params={"w": jnp.ones(8)}, tx=optimizer)
+    assert leaf_kinds(state) == {
+        ".step": "whole", ".params['w']": "whole", ".opt_state['w']": "part"
+    }  # fmt: skip
+
+
+def test_parameters_that_optax_wraps_are_parameters():
+    fast = optax.LookaheadParams.init_synced({"w": jnp.ones(8)})
+    optimizer = optax.lookahead(optax.adam(0.1), 5, 0.5)
+    kinds = leaf_kinds({"params": fast, "opt": optimizer.init(fast)})
+    assert {k: v for k, v in kinds.items() if "params" in k} == {
+        "['params'].fast['w']": "whole", "['params'].slow['w']": "whole"
+    }  # fmt: skip
+    assert kinds["['opt'].fast_state[0].mu['w']"] == "part"
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs):
+        self.dense = nnx.Linear(8, 16, rngs=rngs)
+        self.norm = nnx.BatchNorm(16, rngs=rngs)
+        self.drop = nnx.Dropout(0.5, rngs=rngs)
+
+
+def test_the_variables_of_an_optimizer_of_nnx_are_divided_and_not_the_models():
+    model = Net(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.chain(own(), optax.adam(0.1)), wrt=nnx.Param)
+    strategy = sharded(2, "optimizer")
+    found = dimensions(strategy, strategy.mirror((model, optimizer)))
+    divided = {path for path, dimension in found.items() if dimension is not None}
+    assert divided == {
+        path for path in found if "opt_state" in path and "count" not in path
+    }
+    assert len(divided) == 12  # a trace and two moments of four parameters
+    state = nnx.state(optimizer)  # the same as a pytree
+    found = dimensions(strategy, strategy.mirror(state))
+    assert {v for k, v in found.items() if "mu" in k} == {0, 1}
+
+
+def test_what_a_step_has_divided_stays_divided():
+    strategy = sharded(2, "optimizer")
+
+    def step(state, x):
+        grads = js.get_replica_context().all_reduce("mean", state["w"] * x)
+        return {"w": state["w"] - grads, "trace": state["trace"] + grads}
+
+    state = strategy.mirror({"w": np.ones(8), "trace": np.zeros(8)})
+    state = strategy.run(step, (state, strategy.per_replica([1.0, 3.0])))
+    assert isinstance(state["trace"], js.Sharded)
+    again = strategy.mirror(state)
+    assert isinstance(again["trace"], js.Sharded)
+    assert isinstance(again["w"], js.Mirrored)
+    np.testing.assert_array_equal(again["trace"], np.full(8, 2.0))
+
+
+# Reading.
+
+
+@pytest.fixture
+def divided():
+    strategy = sharded()
+    return strategy, strategy.mirror(np.arange(8.0, dtype=np.float32))
+
+
+def test_reductions_of_parts_are_those_of_the_whole(divided):
+    strategy, w = divided
+    whole = np.arange(8.0)
+    np.testing.assert_array_equal(strategy.reduce("sum", w), 4 * whole)
+    for op in ("mean", "min", "max"):
+        np.testing.assert_array_equal(strategy.reduce(op, w), whole)
+    assert strategy.reduce("sum", w, axis=0) == 4 * whole.sum()
+    assert strategy.reduce("mean", w, axis=0) == whole.mean()
+
+
+def test_gathered_parts_are_all_of_it_once_for_each_replica(divided):
+    strategy, w = divided
+    np.testing.assert_array_equal(strategy.gather(w), np.tile(np.arange(8.0), 4))
+
+
+def test_local_results_of_parts_are_all_of_it(divided):
+    strategy, w = divided
+    results = strategy.experimental_local_results({"w": w, "n": 1})
+    assert [result["n"] for result in results] == [1] * 4
+    for result in results:
+        np.testing.assert_array_equal(result["w"], np.arange(8.0))
+
+
+def test_parts_are_read_as_any_array_is(divided):
+    _, w = divided
+    np.testing.assert_array_equal(js.to_host({"w": w})["w"], np.arange(8.0))
+    np.testing.assert_array_equal(np.asarray(w), np.arange(8.0))
+    assert float(w[3]) == 3.0 and float(w.sum()) == 28.0
+    assert str(w) == "[0. 1. 2. 3. 4. 5. 6. 7.]"
+    assert repr(w) == "Array([0., 1., 2., 3., 4., 5., 6., 7.], dtype=float32)"
+
+
+def test_the_devices_of_a_divided_value_are_destinations(divided):
+    strategy, w = divided
+    value = strategy.per_replica([1.0, 2.0, 3.0, 4.0])
+    moved = strategy.extended.reduce_to("sum", value, w)
+    assert moved == 10.0 and moved.devices() == w.devices()
+    assert strategy.extended.reduce_to("mean", w, "CPU:1").devices() == {
+        jax.devices()[1]
+    }
+
+
+def test_a_mirrored_variable_is_updated_by_a_divided_value(divided):
+    strategy, w = divided
+    with js.MirroredStrategy(jax.devices()[:4]).scope() as plain:
+        v = js.Variable(np.ones(8, np.float32))
+    plain.extended.update(v, lambda v, w: v.assign_add(w), (w,))
+    np.testing.assert_array_equal(v.numpy(), np.arange(8.0) + 1)
+
+
+# The comparison of copies.
+
+
+def tampered(array, replica):
+    parts = [shard.data for shard in array.addressable_shards]
+    device = parts[replica].devices().pop()
+    parts[replica] = jax.device_put(parts[replica] + 1, device)
+    return jax.make_array_from_single_device_arrays(array.shape, array.sharding, parts)
+
+
+@pytest.mark.parametrize("shard", ["state", "optimizer"])
+def test_whole_leaves_are_compared_and_parts_are_not(shard):
+    strategy = sharded(4, shard)
+    whole = js.MirroredStrategy(jax.devices()[:4]).mirror
+    divided = jax.device_put(np.arange(8.0), strategy.replicas.sharding_along(0))
+    strategy.assert_in_sync({"parts": divided})
+    strategy.assert_in_sync({"parts": divided, "big": whole(np.ones(8)), "n": 3})
+    state = {"parts": tampered(divided, 2), "big": whole(np.ones(8))}
+    strategy.assert_in_sync(state)  # each part is the only one
+    state["big"] = tampered(state["big"], 3)
+    with pytest.raises(js.OutOfSyncError) as caught:
+        strategy.assert_in_sync(state, "state")
+    assert caught.value.leaves == {"state['big']": ((0, 1, 2), (3,))}
+
+
+def test_parts_in_another_order_are_an_error():
+    strategy = sharded()
+    other = js.MirroredStrategy(
+        [jax.devices()[i] for i in (1, 0, 2, 3)], sharding=js.StateSharding(min_bytes=0)
+    )
+    mixed = other.mirror(np.arange(8.0))
+    with pytest.raises(js.PlacementError, match="not divided over them in this order"):
+        strategy.assert_in_sync({"w": mixed})
+
+
+def test_parts_are_an_error_where_state_is_whole():
+    placed = sharded().mirror(np.arange(8.0))
+    plain = js.MirroredStrategy(jax.devices()[:4])
+    with pytest.raises(js.PlacementError, match="not whole on each of this strategy's"):
+        plain.assert_in_sync(placed)
+
+
+def test_deleted_parts_are_an_error():
+    strategy = sharded()
+    placed = strategy.mirror(np.arange(8.0))
+    placed.delete()
+    with pytest.raises(js.DonatedValueError, match=r"`state\['w'\]` was donated"):
+        strategy.assert_in_sync({"w": placed}, "state")
+
+
+# The strategy itself.
+
+
+def test_a_strategy_says_what_it_divides():
+    assert (
+        repr(sharded(2))
+        == "MirroredStrategy(2 replicas on cpu:0, cpu:1, sharding='state')"
+    )
+    twin = copy.deepcopy(sharded(2, "optimizer"))
+    assert repr(twin).endswith("sharding='optimizer')")
+    moments = optax.adam(0.1).init({"w": jnp.ones(8)})
+    assert isinstance(twin.mirror(moments)[0].mu["w"], js.Sharded)
