@@ -257,14 +257,16 @@ def _evaluated(
     count = len(step.signature.dynamic)
     leaves, values = inputs[:count], inputs[count:]
     references = carried.references(values)
+    active = [stage for stage in stages if stage.is_active]
 
     def within(evaluate: Evaluate) -> Evaluate:
         # From the last stage outwards, so that their outputs stand in their order.
-        for add in reversed(overridden([s for s in stages if s.is_active], "within")):
+        for add in reversed(overridden(active, "within")):
             evaluate = add(step, evaluate)
         return evaluate
 
-    arrays, outputs = step.evaluate(leaves, references, within)
+    is_whole = any(stage.evaluates_all for stage in active)
+    arrays, outputs = step.evaluate(leaves, references, within, is_whole)
     kept = [jax.freeze(reference) for reference in references.values()]
     return step.results.rebuild(arrays), outputs, kept
 

@@ -35,6 +35,12 @@ class AbstractDivision(Protocol):
         """As `Trace.evaluate`."""
         ...
 
+    def placed(
+        self, results: Sequence[jax.Array | PerReplica]
+    ) -> list[jax.Array | PerReplica]:
+        """The results where they belong: divided, or whole."""
+        ...
+
     @property
     def arguments(self) -> Mapping[int, int | None]:
         """The dimension along which arguments are to be divided; None: whole."""
@@ -69,10 +75,22 @@ class TracedStep:
         leaves: Sequence[Leaf],
         references: dict[Cell, jax.Ref],
         within: Callable[[Evaluate], Evaluate],
+        is_whole: bool = False,
     ) -> tuple[list[jax.Array | PerReplica], list[jax.Array]]:
-        """The step's results on all replicas; see `Trace.evaluate`."""
-        way = self.trace if self.division is None else self.division
-        return way.evaluate(leaves, references, within)
+        """The step's results on all replicas; see `Trace.evaluate`.
+
+        Args:
+          leaves: as there.
+          references: likewise.
+          within: likewise.
+          is_whole: whether each replica is to evaluate all of the step.
+        """
+        if self.division is None:
+            return self.trace.evaluate(leaves, references, within)
+        if not is_whole:
+            return self.division.evaluate(leaves, references, within)
+        arrays, more = self.trace.evaluate(leaves, references, within)
+        return self.division.placed(arrays), more
 
     @property
     def has_objects(self) -> bool:

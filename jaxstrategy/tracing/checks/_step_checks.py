@@ -7,7 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from jaxstrategy._errors import DoubleReductionWarning, NotMirroredWarning
+from jaxstrategy._errors import (
+    DoubleReductionWarning,
+    NotMirroredError,
+    NotMirroredWarning,
+)
 from jaxstrategy.text import _user_code
 from jaxstrategy.text._lists import listed
 from jaxstrategy.tracing._traced_step import TracedStep
@@ -34,7 +38,8 @@ def check(step: TracedStep, expect_mirrored: PyTree, told: set[type[Warning]]) -
     Raises:
       NotMirroredVariableError: a mirrored variable is given a varying value.
       DivergentCollectiveError: a varying value decides whether a collective is reached.
-      NotMirroredError: a result that should be mirrored is not.
+      NotMirroredError: a result that should be mirrored is not; state of which each
+        replica keeps a part is different on each.
       ValueError: `expect_mirrored` does not fit the results.
     """
     for error in (*divergences(step), *drifting_variables(step)):
@@ -47,8 +52,11 @@ def check(step: TracedStep, expect_mirrored: PyTree, told: set[type[Warning]]) -
         raise error
     for message, line in double_reductions(step):
         _user_code.warn(message, DoubleReductionWarning, line)
-    if NotMirroredWarning not in told:
-        for message, line in forgotten_reductions(step, expect_mirrored):
+    for path, message, line in forgotten_reductions(step, expect_mirrored):
+        if step.trace.replicas.state_sharding is not None:
+            # Of a value for each replica none can keep a part.
+            raise NotMirroredError(message, path=path, line=line and str(line))
+        if NotMirroredWarning not in told:
             told.add(NotMirroredWarning)
             _user_code.warn(message, NotMirroredWarning, line)
 
@@ -59,4 +67,5 @@ def problems(step: TracedStep, expect_mirrored: PyTree) -> Iterator[str]:
     yield from map(str, drifting_variables(step))
     yield from map(str, broken_promises(step, expect_mirrored))
     yield from (message for message, _ in double_reductions(step))
-    yield from (message for message, _ in forgotten_reductions(step, expect_mirrored))
+    forgotten = forgotten_reductions(step, expect_mirrored)
+    yield from (message for _, message, _ in forgotten)

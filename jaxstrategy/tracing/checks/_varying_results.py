@@ -84,8 +84,8 @@ def _unstated(
 
 def forgotten_reductions(
     step: TracedStep, expected: PyTree
-) -> Iterator[tuple[str, Line | None]]:
-    """A message and a line if state comes out different that went in mirrored."""
+) -> Iterator[tuple[str, str, Line | None]]:
+    """A path, a message and a line if state comes out different that went in equal."""
     varying = _unstated(step, expected)
     replaced = successors(step) if varying else {}
     found = [(replaced[each], *varying[each]) for each in varying if each in replaced]
@@ -102,7 +102,7 @@ def forgotten_reductions(
         + "A loop that goes on with it has a model for each replica instead of one. "
         + SHOULD_BE_REDUCED
     )
-    yield message, step.began(state)
+    yield step.path(keys).strip("`"), message, step.began(state)
 
 
 SHOULD_BE_REDUCED = (

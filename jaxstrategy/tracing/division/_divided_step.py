@@ -219,10 +219,20 @@ class DividedStep:
     ) -> list[jax.Array | PerReplica]:
         """The step's results, in their order and where they belong."""
         own, others = iter(varying_results), iter(common)
-        pairs = zip(self._trace.varies, self.layout.outputs, strict=True)
+        return self.placed(
+            [
+                PerReplica(next(own)) if varies else next(others)
+                for varies in self._trace.varies
+            ]
+        )
+
+    def placed(
+        self, results: Sequence[jax.Array | PerReplica]
+    ) -> list[jax.Array | PerReplica]:
+        """The results where they belong: divided, or whole."""
         return [
-            PerReplica(next(own)) if varies else self._placed(next(others), dimension)
-            for varies, dimension in pairs
+            each if isinstance(each, PerReplica) else self._placed(each, dimension)
+            for each, dimension in zip(results, self.layout.outputs, strict=True)
         ]
 
     def _placed(self, array: jax.Array, dimension: int | None) -> jax.Array:

@@ -81,6 +81,8 @@ class Finite(Stage):
       with_infinities: whether it looks for Inf too.
     """
 
+    evaluates_all = True
+
     def __init__(self, step: ReplicaStep, with_infinities: bool) -> None:
         self._name = step.name
         self.replicas = step.replicas

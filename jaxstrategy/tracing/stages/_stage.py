@@ -21,9 +21,12 @@ class Stage:
 
     Attributes:
       donated: the arguments whose memory the compiled function may reuse.
+      evaluates_all: whether `within` evaluates all of the step, on each replica. Then
+        it cannot be divided where all replicas become equal.
     """
 
     donated: frozenset[int] = frozenset()
+    evaluates_all = False
 
     def tracing(self, own: Sequence[Leaf]) -> contextlib.AbstractContextManager[None]:
         """A `with` block for the step's own code, while it is traced.
