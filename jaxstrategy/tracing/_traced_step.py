@@ -154,6 +154,11 @@ class TracedStep:
         """
         return [var.aval for var in self.jaxpr.invars]
 
+    @cached_property
+    def _types_of_arguments(self) -> dict[int, ArrayType]:
+        pairs = zip(self.inputs, self.types, strict=True)
+        return {argument: aval for argument, aval in pairs if argument is not None}
+
     @property
     def outputs(self) -> Sequence[ArrayType]:
         """The types of the arrays that one replica returns."""
@@ -174,8 +179,8 @@ class TracedStep:
     @cached_property
     def same_arguments(self) -> list[int]:
         """The arguments that are equal on all replicas, by their place."""
-        roles, dynamic = self.signature.roles, self.signature.dynamic
-        return [i for i, at in enumerate(dynamic) if roles[at] is Role.SAME]
+        roles = enumerate(self.replica_step.roles)
+        return [index for index, role in roles if role is Role.SAME]
 
     @cached_property
     def _key_paths(self) -> dict[int, KeyPath]:
@@ -200,12 +205,11 @@ class TracedStep:
 
     def is_per_replica(self, argument: int) -> bool:
         """Whether the argument was a `PerReplica`."""
-        role = self.signature.roles[self.signature.dynamic[argument]]
-        return role is Role.PER_REPLICA
+        return self.replica_step.roles[argument] is Role.PER_REPLICA
 
     def type_of(self, argument: int) -> ArrayType:
         """The type of the argument as the step saw it."""
-        aval = self.types[self.inputs.index(argument)]
+        aval = self._types_of_arguments[argument]
         return aval.update(shape=aval.shape[self.is_per_replica(argument) :])
 
     def path(self, keys: KeyPath) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import final
 
 import jax
@@ -24,14 +25,19 @@ class DividedLeaf:
     """An array that is equal on all replicas, and how it lies.
 
     Attributes:
-      label: the argument or variable, as messages call it.
+      get_label: returns `label`, which takes long where there are many arguments.
       type: shape and dtype.
       sharding: the dimension, or why it is whole.
     """
 
-    label: str
+    get_label: Callable[[], str]
     type: ArrayType
     sharding: LeafSharding
+
+    @property
+    def label(self) -> str:
+        """The argument or variable, as messages call it."""
+        return self.get_label()
 
 
 @final
@@ -76,6 +82,7 @@ class Layouts:
         self._cut = cut
         self._given = given
         self._replaced = replaced_arguments(step)
+        self._state = frozenset(self._replaced.values())
         inputs = zip(step.trace.inputs, invars, strict=False)
         self._at = {place: var for place, var in inputs if place is not None}
 
@@ -83,7 +90,6 @@ class Layouts:
         """How the arguments, variables and results lie."""
         step = self._step
         leaves = {i: self._argument(i) for i in step.same_arguments}
-        state = set(self._replaced.values())
         first = len(self._given)
         for number, variable in enumerate(step.trace.variables):
             if variable in step.trace.used and variable.copies_must_agree:
@@ -92,7 +98,7 @@ class Layouts:
         return Layout(
             {self._at[i]: d for i, d in chosen.items() if d is not None},
             [self._result(n, chosen) for n in range(len(step.outputs))],
-            {i: chosen[i] for i in state},
+            {i: chosen[i] for i in self._state},
             list(leaves.values()),
         )
 
@@ -102,7 +108,8 @@ class Layouts:
         sharding = self._replicas.division(step.path_of(index), aval)
         if not sharding.is_whole:
             sharding = self._unless_needed(sharding, index, var)
-        return DividedLeaf(step.label(index), aval, sharding)
+        label = functools.partial(step.label, index)
+        return DividedLeaf(label, aval, sharding)
 
     def _unless_needed(
         self, sharding: LeafSharding, index: int, var: Var
@@ -111,7 +118,7 @@ class Layouts:
         assert chosen is not None, "or nothing is divided"
         if chosen.shard == "optimizer" and var in self._cut.read_inside:
             return LeafSharding(None, "each replica's own computation reads it")
-        if index in self._replaced.values():
+        if index in self._state:
             return sharding
         # It may be anything: a table, or what an evaluation is given. It stays as it
         # lies, or each call would move it.
@@ -125,7 +132,7 @@ class Layouts:
         aval = jax.ShapeDtypeStruct(variable.cell.shape, variable.dtype)
         reason = "" if dimension is not None else "it was made whole"
         name = f"variable {variable.name!r}"
-        return DividedLeaf(name, aval, LeafSharding(dimension, reason))
+        return DividedLeaf(lambda: name, aval, LeafSharding(dimension, reason))
 
     def _result(self, number: int, chosen: Mapping[int, int | None]) -> int | None:
         argument = self._replaced.get(number)

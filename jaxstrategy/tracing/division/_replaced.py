@@ -7,7 +7,9 @@ the same type whose name is most like that of the result.
 
 from __future__ import annotations
 
-from jaxstrategy.tracing._jaxpr_types import KeyPath
+from collections.abc import Sequence
+
+from jaxstrategy.tracing._jaxpr_types import ArrayType, KeyPath
 from jaxstrategy.tracing._traced_step import TracedStep
 from jaxstrategy.tracing.checks._successors import successors
 
@@ -18,33 +20,34 @@ def replaced_arguments(step: TracedStep) -> dict[int, int]:
     Both are counted among those that are arrays. Only what is equal on all replicas
     counts.
     """
-    paths = step.results.array_paths()
     sure = successors(step)
+    alike: dict[tuple[object, ...], list[int]] = {}
+    for argument in step.same_arguments:
+        alike.setdefault(_kind(step.type_of(argument)), []).append(argument)
     found: dict[int, int] = {}
-    for number, (position, path) in enumerate(paths):
+    for number, (position, path) in enumerate(step.results.array_paths()):
         if step.trace.varies[number]:
             continue
+        candidates = alike.get(_kind(step.outputs[number]), ())
         argument = sure.get(position)
-        if argument is None:
-            argument = _most_alike(step, number, path)
+        if argument is None and candidates:
+            argument = _most_alike(step, path, candidates)
         if argument is not None:
             found[number] = argument
     return found
 
 
-def _most_alike(step: TracedStep, number: int, path: KeyPath) -> int | None:
-    """The argument that result `number` is most like, None if none has its type."""
-    kind = _kind(step.outputs[number])
-    alike = [i for i in step.same_arguments if _kind(step.type_of(i)) == kind]
+def _most_alike(step: TracedStep, path: KeyPath, candidates: Sequence[int]) -> int:
+    """The argument whose path is most like that of a result."""
 
     def likeness(argument: int) -> tuple[int, int]:
         other = step.key_path_of(argument)
         return _common_end(path, other), -abs(len(path) - len(other))
 
-    return max(alike, key=likeness, default=None)
+    return max(candidates, key=likeness)
 
 
-def _kind(aval) -> tuple[object, ...]:
+def _kind(aval: ArrayType) -> tuple[object, ...]:
     return aval.shape, aval.dtype
 
 
