@@ -20,6 +20,7 @@ from jaxstrategy import experimental as experimental
 from jaxstrategy import flax as flax
 from jaxstrategy import optax as optax
 from jaxstrategy import profiling as profiling
+from jaxstrategy import sharded as sharded
 from jaxstrategy._errors import ClusterError as ClusterError
 from jaxstrategy._errors import (
     ContextError as ContextError,

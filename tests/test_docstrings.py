@@ -25,6 +25,7 @@ MODULES = [
     "jaxstrategy.optax",
     "jaxstrategy.preemption",
     "jaxstrategy.profiling",
+    "jaxstrategy.sharded",
 ]
 
 

@@ -24,6 +24,7 @@ FLOORS = [
     "values",
     "reductions",
     "contexts",
+    "sharded",
     "masks",
     "inputs",
     "variables",
@@ -135,7 +136,10 @@ ASKED_OF_REPLICAS = {
     "sorts shards as replicas": (r"\.addressable_shards|\bshard\.index", {}),
     "asks which replica it is": (
         r"lax\.axis_index\(",
-        {"reductions/_sums.py": "collectives are given axes, and groups within them"},
+        {
+            "reductions/_sums.py": "collectives are given axes, and groups within them",
+            "reductions/_exchange.py": "so is who has a part of an array",
+        },
     ),
     "is given a mesh and means the replicas": (
         r"\bmesh: *\"?Mesh\b",

@@ -90,3 +90,9 @@ def added(ids: jax.Array, rows: jax.Array, block: int, axes: Axes) -> jax.Array:
     route = _route(ids, block, axes)
     places = route.sent(route.rows, filling=block)
     return zeros.at[places].add(route.sent(rows, filling=0), mode="drop")
+
+
+def numbers_in_block(ids: jax.Array, block: int, axes: Axes) -> jax.Array:
+    """The numbers of the rows `[n]` in this replica's block; -1 of others' rows."""
+    numbers = ids - lax.axis_index(axes) * block
+    return jnp.where((numbers >= 0) & (numbers < block), numbers, -1)
