@@ -77,7 +77,7 @@ class SGD(RowOptimizer):
         _check_number("learning_rate", self.learning_rate)
 
     def slots(self, table: jax.Array) -> Slots:
-        """No slots."""
+        """No slots, whatever the shape of the table."""
         return {}
 
     @property

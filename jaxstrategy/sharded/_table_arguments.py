@@ -11,7 +11,7 @@ from jaxstrategy.text._shown import shown
 from jaxstrategy.values._types import Value
 
 
-def array(name: str, given: Value) -> jax.Array:
+def array(name: str, given: Value, wanted: str = "an array of numbers") -> jax.Array:
     """`given` as an array of numbers.
 
     Raises:
@@ -27,7 +27,7 @@ def array(name: str, given: Value) -> jax.Array:
     except (TypeError, ValueError):  # objects; lists of several lengths
         found = None
     if found is None or not jnp.issubdtype(found.dtype, jnp.number):
-        raise TypeError(f"`{name}` was {shown(given)}; an array of numbers was wanted.")
+        raise TypeError(f"`{name}` was {shown(given)}; {wanted} was wanted.")
     return found
 
 
@@ -38,7 +38,7 @@ def table_of(given: Value) -> jax.Array:
       TypeError: it is no array of numbers.
       ValueError: it has no rows; numbers that no dtype of JAX holds.
     """
-    table = array("table", given)
+    table = array("table", given, "an array of numbers, such as `state.table`,")
     if not table.ndim or not table.shape[0]:
         raise ValueError(
             f"`table` has shape {table.shape}; one of [rows, ...] with at least one "
@@ -61,7 +61,7 @@ def ids_of(given: Value, rows: int, length: int) -> jax.Array:
       TypeError: they are no whole numbers.
       ValueError: numbers that no dtype of JAX holds.
     """
-    ids = array("ids", given)
+    ids = array("ids", given, "an array of numbers, with groups filled up with -1,")
     if not ids.size and not hasattr(given, "dtype"):
         ids = ids.astype("int32")  # an empty list, to NumPy one of floats
     if not jnp.issubdtype(ids.dtype, jnp.integer):

@@ -23,6 +23,9 @@ _ELEMENTWISE = frozenset(
 _ELEMENTWISE |= {"convert_element_type", "reduce_precision", "optimization_barrier"}
 _ELEMENTWISE |= {"clamp", "stop_gradient"}
 
+_SCATTERS = frozenset(("scatter", "scatter-add", "scatter-sub", "scatter-mul"))
+_SCATTERS |= {"scatter-min", "scatter-max"}
+
 
 def contributions(jaxpr: ClosedJaxpr) -> list[Inputs]:
     """For each output of `jaxpr` the inputs that go into it."""
@@ -64,6 +67,8 @@ def _through(eqn: Equation, operands: list[Inputs], nested: _Known) -> list[Inpu
         return operands
     if name in _ELEMENTWISE:
         return [_NONE.union(*operands)]
+    if name in _SCATTERS:
+        return [operands[0]]  # some elements become others, the rest stay
     if name == "cond":
         rest = operands[1:]
         branches = [_called(each, rest, nested) for each in params["branches"]]

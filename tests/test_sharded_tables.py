@@ -1,0 +1,244 @@
+"""Tables of which replicas have some rows each: the numbers of whole tables.
+
+Each test runs under a strategy that keeps tables whole and under one that divides them.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxstrategy as js
+
+EVERYTHING = js.StateSharding("state", min_bytes=0)
+
+
+def strategy_of(replicas, divides):
+    sharding = EVERYTHING if divides else None
+    return js.MirroredStrategy(jax.devices()[:replicas], sharding=sharding)
+
+
+@pytest.fixture(params=[False, True], ids=["whole", "divided"])
+def four(request):
+    return strategy_of(4, request.param)
+
+
+@pytest.fixture(params=[False, True], ids=["whole", "divided"])
+def eight(request):
+    return strategy_of(8, request.param)
+
+
+def table_of(rows):
+    """Row i is [i, 10 i]."""
+    return np.arange(rows, dtype=np.float32)[:, None] * np.float32([1, 10])
+
+
+def lies_rightly(strategy, array):
+    """Whether a table is divided along its rows if the strategy divides."""
+    rows = {shard.data.shape[0] for shard in array.addressable_shards}
+    parts = strategy.num_replicas_in_sync if strategy.replicas.state_sharding else 1
+    return rows == {array.shape[0] // parts}
+
+
+# Lookups.
+
+
+def test_each_replica_gets_its_own_rows(four):
+    table = four.mirror(table_of(8))
+    assert lies_rightly(four, table)
+
+    @four.run
+    def step(table, ids):
+        return js.sharded.lookup(table, ids)
+
+    ids = np.array([[r, 7 - r] for r in range(4)])
+    rows = step(table, four.per_replica(ids))
+    np.testing.assert_array_equal(rows.stacked, table_of(8)[ids])
+
+
+def test_ids_of_any_shape_and_of_no_row(four):
+    table = four.mirror(table_of(8))
+
+    @four.run
+    def step(table, ids):
+        return js.sharded.lookup(table, ids)
+
+    ids = np.random.default_rng(0).integers(-2, 10, (4, 2, 3, 2))
+    rows = step(table, four.per_replica(ids))
+    known = table_of(8)[ids % 8]
+    known[ids < 0] = 0
+    known[ids >= 8] = np.nan
+    np.testing.assert_array_equal(rows.stacked, known)
+
+
+GROUPS = {
+    "sum": [[1, 2], [16, 18]],
+    "mean": [[1, 2], [8, 9]],
+    "sqrtn": [[1, 2], [16 / 2**0.5, 18 / 2**0.5]],
+}
+
+
+@pytest.mark.parametrize("combiner", GROUPS)
+def test_groups_of_several_lengths(combiner):
+    table = np.arange(1, 21, dtype=np.float32).reshape(10, 2)
+    ids = [[0, -1, -1], [3, 4, -1], [-1, -1, -1]]
+    rows = js.sharded.lookup(table, ids, combiner)
+    np.testing.assert_allclose(rows, [*GROUPS[combiner], [0, 0]], rtol=1e-6)
+
+
+@pytest.mark.parametrize("combiner", GROUPS)
+def test_weights_and_their_gradients_are_those_of_a_loop(combiner):
+    table = np.random.default_rng(0).normal(size=(10, 2)).astype(np.float32)
+    ids = np.array([[0, 4, 4], [3, -1, -1], [-1, -1, -1]])
+    weights = np.float32([[0.5, 2, 1], [3, 7, 7], [1, 1, 1]])
+
+    def plainly(table, weights):
+        groups = []
+        for group, weight in zip(ids, weights, strict=True):
+            pairs = [(i, w) for i, w in zip(group, weight, strict=True) if i >= 0]
+            total = sum((w * table[i] for i, w in pairs), jnp.zeros(2))
+            if pairs and combiner == "mean":
+                total = total / sum(w for _, w in pairs)
+            if pairs and combiner == "sqrtn":
+                total = total / jnp.sqrt(sum(w**2 for _, w in pairs))
+            groups.append(total)
+        return jnp.stack(groups)
+
+    def ours(table, weights):
+        return js.sharded.lookup(table, ids, combiner, weights=weights)
+
+    table = jnp.asarray(table)
+    np.testing.assert_allclose(ours(table, weights), plainly(table, weights), rtol=1e-5)
+    found = jax.grad(lambda *a: (ours(*a) ** 2).sum(), (0, 1))(table, weights)
+    wanted = jax.grad(lambda *a: (plainly(*a) ** 2).sum(), (0, 1))(table, weights)
+    for one, other in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_tables_of_whole_numbers_and_of_16_bits():
+    table = np.array([[1, 2], [4, 5]])
+    np.testing.assert_array_equal(js.sharded.lookup(table, [1, -1]), [[4, 5], [0, 0]])
+    sums = js.sharded.lookup(table, [[0, 1]], "sum")
+    assert sums.dtype == jnp.int32
+    np.testing.assert_array_equal(sums, [[5, 7]])
+    means = js.sharded.lookup(table, [[0, 1]], "mean")
+    np.testing.assert_array_equal(means, [[2.5, 3.5]])
+    half = jnp.ones((2, 2), "bfloat16")
+    many = js.sharded.lookup(half, np.zeros((1, 300), int), "mean")
+    assert many.dtype == half.dtype
+    np.testing.assert_array_equal(many.astype("float32"), [[1, 1]])
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "uint32", "int64"])
+def test_ids_of_every_dtype_reach_the_same_rows(dtype):
+    table = np.arange(200, dtype=np.float32)[:, None]
+    ids = np.array([0, 100, 127], dtype)
+    np.testing.assert_array_equal(js.sharded.lookup(table, ids).ravel(), [0, 100, 127])
+
+
+def test_ids_of_64_bits_do_not_wrap():
+    with jax.enable_x64(True):
+        ids = jnp.asarray([2**32 + 1, 1, -(2**32) + 1], "int64")
+        rows = js.sharded.lookup(jnp.arange(4.0), ids)
+        np.testing.assert_array_equal(rows, [np.nan, 1, 0])
+
+
+def test_lookups_in_transformations():
+    table = jnp.asarray(table_of(8))
+    ids = np.array([[1, 2, 2], [7, 0, -1]])
+    wanted = js.sharded.lookup(table, ids)
+
+    def row_by_row(ids):
+        return js.sharded.lookup(table, ids)
+
+    np.testing.assert_array_equal(jax.vmap(row_by_row)(jnp.asarray(ids)), wanted)
+    columns = jax.vmap(row_by_row, in_axes=1, out_axes=1)(jnp.asarray(ids))
+    np.testing.assert_array_equal(columns, wanted)
+    np.testing.assert_array_equal(jax.jit(row_by_row)(ids), wanted)
+
+    def total(ids):
+        return jax.grad(lambda table: js.sharded.lookup(table, ids).sum())(table)
+
+    times = np.zeros((2, 8, 2))
+    for group, row in np.argwhere(ids >= 0):
+        times[group, ids[group, row]] += 1
+    np.testing.assert_array_equal(jax.vmap(total)(jnp.asarray(ids)), times)
+
+
+# Whole gradients.
+
+
+def mean_gradient(strategy, table, ids, op="mean"):
+    """The gradient of the sum of what each replica looks up, reduced."""
+
+    @strategy.run
+    def step(table, ids):
+        def total(table):
+            return js.sharded.lookup(table, ids).sum()
+
+        return js.get_replica_context().all_reduce(op, jax.grad(total)(table))
+
+    return step(table, strategy.per_replica(ids))
+
+
+def test_each_row_has_its_part_of_the_mean_gradient(four):
+    ids = np.array([[r, 7 - r] for r in range(4)])
+    gradient = mean_gradient(four, four.mirror(table_of(8)), ids)
+    np.testing.assert_array_equal(gradient, np.full((8, 2), 0.25))
+
+
+def test_a_row_counts_as_often_as_it_is_looked_up(four):
+    table, ids = four.mirror(table_of(8)), np.full((4, 3), 5)
+    for op, times in ("mean", 3), ("sum", 12):
+        wanted = np.zeros((8, 2))
+        wanted[5] = times
+        np.testing.assert_array_equal(mean_gradient(four, table, ids, op), wanted)
+
+
+def test_what_is_no_row_has_no_gradient(four):
+    ids = np.tile([-1, 8, 3, -7, 100], (4, 1))
+    wanted = np.zeros((8, 2))
+    wanted[3] = 1
+    gradient = mean_gradient(four, four.mirror(table_of(8)), ids)
+    np.testing.assert_array_equal(gradient, wanted)
+
+
+def test_all_ids_of_one_owner_lose_no_row(eight):
+    table = np.random.default_rng(0).normal(size=(64, 3)).astype(np.float32)
+    ids = np.random.default_rng(1).integers(0, 8, (8, 50))  # the first replica's rows
+
+    @eight.run
+    def step(table, ids):
+        return js.sharded.lookup(table, ids)
+
+    rows = step(eight.mirror(table), eight.per_replica(ids))
+    np.testing.assert_array_equal(rows.stacked, table[ids])
+
+
+def test_training_with_the_whole_gradient_is_that_of_one_device(eight):
+    table = np.random.default_rng(0).normal(size=(16, 3)).astype(np.float32)
+    ids = np.random.default_rng(1).integers(0, 16, (8, 4))
+    optimizer = optax.adam(0.1)
+
+    def loss(table, ids):
+        return (js.sharded.lookup(table, ids) ** 2).mean()
+
+    def updated(table, state, gradient):
+        updates, state = optimizer.update(gradient, state)
+        return optax.apply_updates(table, updates), state
+
+    @eight.run
+    def step(table, state, ids):
+        gradient = jax.grad(loss)(table, ids)
+        return updated(
+            table, state, js.get_replica_context().all_reduce("mean", gradient)
+        )
+
+    ours = eight.mirror((table, optimizer.init(table)))
+    plain = table, optimizer.init(table)
+    for _ in range(3):
+        ours = step(*ours, eight.per_replica(ids))
+        plain = updated(*plain, jax.grad(loss)(plain[0], ids.reshape(-1)))
+    assert lies_rightly(eight, ours[0])
+    np.testing.assert_allclose(ours[0], plain[0], rtol=1e-5, atol=1e-6)
