@@ -248,12 +248,17 @@ class Replicas:
 
         None if it is not.
         """
-        for dimension in range(array.ndim):
-            wanted = self.sharding_along(dimension)
-            if array.shape[dimension] % self.parts == 0 and _mesh.lies_as(
-                array, wanted
-            ):
-                return dimension
+        sharding = array.sharding
+        if not isinstance(sharding, NamedSharding) or sharding.mesh != self.mesh:
+            return None
+        return self.dimension_along(sharding)
+
+    def dimension_along(self, sharding: NamedSharding) -> int | None:
+        """The dimension that a sharding divides over all replicas; None: none."""
+        for dimension, names in enumerate(sharding.spec):
+            if names is not None:
+                named = names if isinstance(names, tuple) else (names,)
+                return dimension if named == self.axes else None
         return None
 
     def versions(self, array: jax.Array) -> tuple[jax.Array, ...]:

@@ -104,7 +104,9 @@ class _Search:
         self._replicas = replicas
         self._like = {tuple(v.aval.shape): d for v, d in layout.inputs.items()}
         self._results = jaxpr.outvars
-        self._origins = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
+        self._origins: dict[Var, Equation] = {
+            var: eqn for eqn in jaxpr.eqns for var in eqn.outvars
+        }
         self._uses: dict[Var, list[Equation]] = collections.defaultdict(list)
         for eqn in jaxpr.eqns:
             for atom in eqn.invars:

@@ -132,7 +132,7 @@ class DividedStep:
         contents = {i: given[i] for i in self._values.replaced if given[i] is not None}
         for index, reference in contents.items():
             given[index] = reference[...]
-        known = dict(zip(self._jaxpr.invars, given, strict=True))
+        known: dict[Var, Leaf] = dict(zip(self._jaxpr.invars, given, strict=True))
         varying_results, crossing, more = self._on_replicas(known, within)
         known.update(zip(self._crossing, crossing, strict=True))
         common = self._outside(known)

@@ -44,8 +44,10 @@ def with_values(jaxpr: Jaxpr, candidates: Collection[int]) -> ValueForm:
     chosen = [i for i in candidates if _is_simple(jaxpr, jaxpr.invars[i])]
     if not chosen:
         return ValueForm(jaxpr, ())
-    fresh = {jaxpr.invars[i]: core.Var(_content(jaxpr.invars[i])) for i in chosen}
-    held: dict[Var | None, Atom] = dict(fresh)  # what each holds at this point
+    fresh: dict[Var, Atom] = {
+        jaxpr.invars[i]: core.Var(_content(jaxpr.invars[i])) for i in chosen
+    }
+    held: dict[Var | None, Atom] = {**fresh}  # what each holds at this point
     names: dict[Var, Atom] = {}
     eqns: list[Equation] = []
 
