@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import final
 
 from jax.extend.core import Literal
@@ -45,14 +45,14 @@ class Borders:
     Attributes:
       sums: the dimension of each, by its result.
       in_loops: of those whose loop sums its turns, by the same.
-      of_functions: of those that a function can make by itself, the equation that
-        calls it, by the same.
+      of_functions: of those that functions can make by themselves, the equations that
+        call these, by the same; the sum is that of all of them.
       passed_over: the equations that these make needless, besides the sums.
     """
 
     sums: Mapping[Var, int]
     in_loops: Mapping[Var, LoopSum]
-    of_functions: Mapping[Var, Equation]
+    of_functions: Mapping[Var, Sequence[Equation]]
     passed_over: frozenset[int]
 
 
@@ -74,13 +74,13 @@ def borders_of(jaxpr: Jaxpr, cut: Cut, layout: Layout, replicas: Replicas) -> Bo
                 if dimension is not None:
                     sums[result] = dimension
     in_loops: dict[Var, LoopSum] = {}
-    of_functions: dict[Var, Equation] = {}
+    of_functions: dict[Var, Sequence[Equation]] = {}
     passed_over: set[int] = set()
     for result, dimension in sums.items():
-        call = search.call_of(result, dimension)
-        if call is not None:
-            of_functions[result] = call
-            passed_over.add(id(call))
+        calls, additions = search.calls_of(result, dimension)
+        if calls:
+            of_functions[result] = calls
+            passed_over.update(map(id, [*calls, *additions]))
             continue
         found = search.loop_of(result, dimension)
         if found is not None:
@@ -133,15 +133,27 @@ class _Search:
         uses = self._uses[result]
         return is_joined and all(eqn.primitive.name in cutting for eqn in uses)
 
-    def call_of(self, result: Var, dimension: int) -> Equation | None:
-        """The call of a function that makes a part of a sum along dimension 0."""
+    def calls_of(
+        self, result: Var, dimension: int
+    ) -> tuple[list[Equation], list[Equation]]:
+        """The calls of functions that make a part of a sum, and how they are added.
+
+        No calls if something else is summed as well, or along another dimension.
+        """
         eqn = self._origins[result]
-        var = eqn.invars[list(eqn.outvars).index(result)]
-        call = self._only_used_once(var)
-        function = None if call is None or dimension else shard_function(call)
-        if function is None or function.part_of_sum is None:
-            return None
-        return call
+        calls, additions = list[Equation](), list[Equation]()
+        pending: list[Atom] = [eqn.invars[list(eqn.outvars).index(result)]]
+        while pending:
+            origin = self._only_used_once(pending.pop())
+            function = None if origin is None or dimension else shard_function(origin)
+            if origin is not None and function and function.part_of_sum:
+                calls.append(origin)
+            elif origin is not None and origin.primitive.name in ("add", "add_any"):
+                additions.append(origin)
+                pending += origin.invars
+            else:
+                return [], []
+        return calls, additions
 
     def loop_of(
         self, result: Var, dimension: int

@@ -52,7 +52,7 @@ class DividedStep:
         trace = step.trace
         self._trace = trace
         self._replicas: Replicas = trace.replicas
-        flat, self._constants = flattened(trace.jaxpr, _is_kept)
+        flat, self._constants = flattened(trace.jaxpr)
         self._values = with_values(flat, self._mirrored_references(flat))
         jaxpr = self._jaxpr = self._values.jaxpr
         varies = [spec != self._replicas.spec(SAME) for spec in trace.specs]
@@ -219,12 +219,13 @@ class DividedStep:
     ) -> list[jax.Array | PerReplica]:
         """The step's results, in their order and where they belong."""
         own, others = iter(varying_results), iter(common)
-        return self.placed(
-            [
-                PerReplica(next(own)) if varies else next(others)
-                for varies in self._trace.varies
-            ]
-        )
+        results = [
+            PerReplica(next(own)) if varies else self._placed(next(others), dimension)
+            for varies, dimension in zip(
+                self._trace.varies, self.layout.computed, strict=True
+            )
+        ]
+        return self.placed(results)
 
     def placed(
         self, results: Sequence[jax.Array | PerReplica]

@@ -5,13 +5,14 @@ A reduction inside a jitted function could not be where the step is divided.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeAlias, final
 
 from jax.extend import core
 from jax.extend.core import DropVar, Literal
 
 from jaxstrategy.tracing._jaxpr_types import Atom, ClosedJaxpr, Equation, Jaxpr, Var
+from jaxstrategy.tracing.division._functions_of_parts import shard_function
 from jaxstrategy.tracing.replication._jaxprs import jaxpr_of, plain
 from jaxstrategy.values._types import Leaf
 
@@ -22,19 +23,18 @@ _Names: TypeAlias = dict[Var, Atom]
 _CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr"}
 
 
-def flattened(
-    jaxpr: Jaxpr, is_kept: Callable[[Equation], bool]
-) -> tuple[Jaxpr, list[Leaf]]:
+def flattened(jaxpr: Jaxpr) -> tuple[Jaxpr, list[Leaf]]:
     """`jaxpr` with the equations of the functions that it calls in place of the calls.
+
+    Calls of functions that can be computed from parts stay as they are.
 
     Args:
       jaxpr: without constants.
-      is_kept: whether a call stays as it is.
 
     Returns:
       A jaxpr with further inputs, the constants of those functions; and these.
     """
-    flattening = _Flattening(is_kept)
+    flattening = _Flattening()
     names: _Names = {}
     flattening.add(jaxpr.eqns, names)
     outvars = [_read(names, atom) for atom in jaxpr.outvars]
@@ -47,8 +47,7 @@ def flattened(
 class _Flattening:
     """The equations so far, and the constants that they need."""
 
-    def __init__(self, is_kept: Callable[[Equation], bool]) -> None:
-        self._is_kept = is_kept
+    def __init__(self) -> None:
         self.eqns: list[Equation] = []
         self.constants: list[Leaf] = []
         self.constant_vars: list[Var] = []
@@ -67,7 +66,7 @@ class _Flattening:
         for eqn in eqns:
             operands = [_read(names, atom) for atom in eqn.invars]
             called = _callee(eqn)
-            if called is None or self._is_kept(eqn):
+            if called is None:
                 outvars = self._outvars(eqn, names) if is_inner else eqn.outvars
                 self.eqns.append(_with_atoms(eqn, operands, outvars))
                 continue
@@ -95,8 +94,16 @@ class _Flattening:
 
 def _callee(eqn: Equation) -> ClosedJaxpr | None:
     """The function that `eqn` calls, and does nothing else; None of others."""
-    key = _CALLS.get(eqn.primitive.name)
-    return None if key is None else eqn.params[key]
+    name = eqn.primitive.name
+    if name == "custom_vjp_call":
+        called = eqn.params["call_jaxpr"]
+        inside = plain(called).eqns
+        # A function of parts has the derivative that is said here.
+        is_one = len(inside) == 1 and shard_function(inside[0]) is not None
+        return called if is_one else None
+    if name not in _CALLS or shard_function(eqn) is not None:
+        return None
+    return eqn.params[_CALLS[name]]
 
 
 def _read(names: _Names, atom: Atom) -> Atom:

@@ -10,9 +10,12 @@ optimizations toward training trillion parameter models. arXiv:1910.02054 (2019)
 from __future__ import annotations
 
 import dataclasses
+import functools
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import final
 
+import jax
 from jax import lax
 from jax.extend import core
 from jax.extend.core import DropVar, Literal
@@ -170,7 +173,8 @@ class Inside:
         own = [(operand, result) for operand, result in pairs if result not in done]
         for operand, result in own:
             if result in borders.of_functions:
-                self._need_whole(borders.of_functions[result].invars)
+                for call in borders.of_functions[result]:
+                    self._need_whole(call.invars)
                 continue
             if result in borders.sums:
                 self._tell("reduce_scatter", result, None)
@@ -210,16 +214,23 @@ def _evaluate_sum(
     operand: Atom, result: Var, values: ReplicaValues, borders: Borders
 ) -> None:
     """One sum over the replicas, or this replica's part of it."""
-    if (call := borders.of_functions.get(result)) is not None:
-        function = shard_function(call)
-        assert function is not None and function.part_of_sum is not None, "it was found"
-        given = map(values.whole, call.invars)
-        values.parts[result] = function.part_of_sum(*given, axes=values.axes)
+    if (calls := borders.of_functions.get(result)) is not None:
+        parts = [_part_of_sum(call, values) for call in calls]
+        values.parts[result] = functools.reduce(operator.add, parts)
     elif (dimension := borders.sums.get(result)) is not None:
         array = values.whole(operand)
         values.parts[result] = scattered(array, dimension, values.axes)
     else:
         values.keep([result], [lax.psum(values.whole(operand), values.axes)])
+
+
+def _part_of_sum(call: Equation, values: ReplicaValues) -> jax.Array:
+    """This replica's part of the sum of what a function makes on each."""
+    function = shard_function(call)
+    assert function is not None and function.part_of_sum is not None, "it was found"
+    part = function.part_of_sum(*map(values.whole, call.invars), axes=values.axes)
+    (array,) = jax.tree.leaves(part)
+    return array
 
 
 def _last_uses(
@@ -228,7 +239,8 @@ def _last_uses(
     """The number of the last equation that reads each variable."""
     last: dict[Var, int] = {}
     for number, eqn in enumerate(eqns):
-        calls = [c for v in eqn.outvars if (c := borders.of_functions.get(v))]
+        of = borders.of_functions
+        calls = [call for var in eqn.outvars for call in of.get(var, ())]
         for atom in (*eqn.invars, *(a for call in calls for a in call.invars)):
             if not isinstance(atom, Literal):
                 last[atom] = number

@@ -49,12 +49,15 @@ class Layout:
       inputs: the dimension of each divided input, by its variable.
       outputs: for each result the dimension along which it is divided; None of whole
         ones, and of those that differ between replicas.
+      computed: for each result the dimension along which it is computed, of which the
+        whole ones are then gathered: parameters that only the optimizer's part divides.
       arguments: for each argument that a result takes the place of, how it is to lie.
       leaves: all arguments and variables, for explanations.
     """
 
     inputs: Mapping[Var, int]
     outputs: Sequence[int | None]
+    computed: Sequence[int | None]
     arguments: Mapping[int, int | None]
     leaves: Sequence[DividedLeaf]
 
@@ -98,6 +101,7 @@ class Layouts:
         return Layout(
             {self._at[i]: d for i, d in chosen.items() if d is not None},
             [self._result(n, chosen) for n in range(len(step.outputs))],
+            [self._computed(n) for n in range(len(step.outputs))],
             {i: chosen[i] for i in self._state},
             list(leaves.values()),
         )
@@ -137,3 +141,10 @@ class Layouts:
     def _result(self, number: int, chosen: Mapping[int, int | None]) -> int | None:
         argument = self._replaced.get(number)
         return None if argument is None else chosen.get(argument)
+
+    def _computed(self, number: int) -> int | None:
+        argument = self._replaced.get(number)
+        if argument is None:
+            return None
+        path, aval = self._step.path_of(argument), self._step.type_of(argument)
+        return self._replicas.division(path, aval).dimension
