@@ -11,6 +11,7 @@ import contextlib
 from collections.abc import Sequence
 
 from jaxstrategy._options import CommunicationOptions, ReduceOp
+from jaxstrategy.reductions._own_reduction import OwnReduction
 from jaxstrategy.reductions._reduction import Reduction
 from jaxstrategy.replicas._devices import Device
 from jaxstrategy.replicas._replicas import Replicas
@@ -70,8 +71,8 @@ class AbstractStrategy(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def reduction(self) -> Reduction:
-        """The way in which the replicas' values become one."""
+    def reduction(self) -> Reduction | OwnReduction:
+        """The way in which the replicas' values become one, or do in local steps."""
 
     @abc.abstractmethod
     def reduce(

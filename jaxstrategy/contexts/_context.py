@@ -21,6 +21,7 @@ import jax
 
 from jaxstrategy._errors import ContextError
 from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
+from jaxstrategy.contexts._local_steps import LocalSteps
 from jaxstrategy.replicas._replicas import Replicas
 
 
@@ -48,6 +49,8 @@ class Context:
         with the step that it is part of. Read by `variables._gradients`.
       batches: the batches of the step that is being traced, and on which part of them
         it works. Read by `masks._step_masks`.
+      local: the local steps that are being traced, in which each replica is by itself;
+        None elsewhere.
     """
 
     strategy: AbstractStrategy | None = None
@@ -65,6 +68,7 @@ class Context:
         default_factory=lambda: types.MappingProxyType({})
     )
     batches: object = None
+    local: LocalSteps | None = None
 
     @property
     def jit_key(self) -> Hashable:
@@ -77,7 +81,9 @@ class Context:
         strategy = self.strategy if self.in_step else None
         if strategy is None:
             return self.trace
-        return type(strategy), strategy.replicas, self.replica is None, self.trace
+        is_local = self.local is not None
+        side = self.replica is None, is_local
+        return type(strategy), strategy.replicas, side, self.trace
 
 
 OUTSIDE = Context()

@@ -7,7 +7,6 @@ may lie where it was read to.
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from collections.abc import Sequence
 from typing import TypeAlias
@@ -19,13 +18,14 @@ from jaxstrategy._errors import ObjectError
 from jaxstrategy.executors._array_tree import ArrayTree, are_alike, is_number, told
 from jaxstrategy.executors._batch_runs import BatchRun
 from jaxstrategy.executors._loop_signature import first_names, name_of
+from jaxstrategy.executors._meetings import AbstractMeeting
 from jaxstrategy.masks._loop_masks import LoopMasks
 from jaxstrategy.tracing._jaxpr_types import KeyPath
 from jaxstrategy.tracing.functions import _lending
 from jaxstrategy.tracing.nnx import _adapter
 from jaxstrategy.tracing.nnx._adapter import Parts, is_changed_in_place, is_parts
 from jaxstrategy.values import _arrays, _trees
-from jaxstrategy.values._types import Function, Leaf, PyTree, TreeStructure
+from jaxstrategy.values._types import Function, PyTree, TreeStructure
 from jaxstrategy.variables._variable import Variable
 
 # Of one step: the arrays of its batch, and the masks of those that have one.
@@ -39,12 +39,18 @@ class StepLoop:
       fn: the step.
       args: its arguments before the batch.
       kwargs: its keyword arguments.
+      meeting: what the replicas have to do with each other.
     """
 
     def __init__(
-        self, fn: Function, args: list[PyTree], kwargs: dict[str, PyTree]
+        self,
+        fn: Function,
+        args: list[PyTree],
+        kwargs: dict[str, PyTree],
+        meeting: AbstractMeeting,
     ) -> None:
         self._fn = fn
+        self._meeting = meeting
         self._name = name_of(fn)
         self._names = first_names(fn, len(args))
         self._going = [i for i, each in enumerate(args) if self._goes_on(i, each)]
@@ -56,7 +62,7 @@ class StepLoop:
         states = [args[i] for i in self._going]
         self._parts = [] if self._objects is None else self._objects.parts()
         self._start = ArrayTree((states, self._parts))
-        self._same_parts: list[bool] = []
+        self._same = [True] * len(self._start.arrays)
         self._rest = ArrayTree(None)
         self._is_alone = False
 
@@ -80,7 +86,8 @@ class StepLoop:
         for run in runs:
             going, rest = self._over(run, going)
             found.append((self._rest, rest))
-        return self._finish(going, self._joined(found))
+        ends = self._meeting.end(going, self._same, self._joined(found))
+        return self._finish(*ends)
 
     def _joined(
         self, found: list[tuple[ArrayTree, list[jax.Array]]]
@@ -134,7 +141,8 @@ class StepLoop:
         # Those that the step captured stand among the keyword arguments.
         replaced = {name: kwargs.pop(name) for name in self._captured}
         with _lending.lent(self._fn, replaced, is_changed_in_place) as fn:
-            returned = _with_values(fn(*args, batch, **kwargs))
+            with self._meeting.step():
+                returned = _with_values(fn(*args, batch, **kwargs))
         if any(map(is_changed_in_place, jax.tree.leaves(returned, is_leaf=_is_whole))):
             raise ObjectError(
                 f"`{self._name}` returned an object of Flax NNX. In a loop of several "
@@ -142,7 +150,11 @@ class StepLoop:
             )
         states, rest = self._divided(returned)
         self._rest = ArrayTree(rest, with_numbers=False)
-        return self._checked(states, self._taken(objects, parts)), self._rest.arrays
+        new = self._checked(states, self._taken(objects, parts))
+        # What no step changes stays the same object: so the key of a replica is told.
+        pairs = zip(self._same, going, new, strict=True)
+        self._same = [known and old is now for known, old, now in pairs]
+        return new, list(self._meeting.kept(self._rest.arrays))
 
     def _filled(
         self, states: Sequence[PyTree], parts: Sequence[Parts]
@@ -174,11 +186,6 @@ class StepLoop:
                 "all of them: change it before, with `model.train()` for example, or "
                 "make it an `nnx.Variable`."
             )
-        # The key of a replica is told by being the same object.
-        pairs = zip(_arrays_of(before), _arrays_of(parts), strict=True)
-        same = [old is new for old, new in pairs]
-        known = self._same_parts or [True] * len(same)
-        self._same_parts = [a and b for a, b in zip(known, same, strict=True)]
         return parts
 
     def _divided(self, returned: PyTree) -> tuple[list[PyTree], PyTree]:
@@ -229,28 +236,17 @@ class StepLoop:
             return f"`{where.removeprefix('.')}` of an object"
         return f"`{self._names[self._going[which.idx]]}{where}`"
 
-    def _finish(self, end: list[jax.Array], rest: list[jax.Array]) -> PyTree:
-        states, parts = self._start.with_arrays(end)
+    def _finish(self, end: Sequence[jax.Array], rest: Sequence[jax.Array]) -> PyTree:
+        arrays = zip(self._same, self._start.arrays, end, strict=True)
+        states, parts = self._start.with_arrays(
+            [before if same else after for same, before, after in arrays]
+        )
         if self._objects is not None:
-            self._objects.store(self._unless_same(parts))
+            self._objects.store(parts)
         others = self._rest.with_arrays(rest)
         if not self._going:
             return others
         return states[0] if self._is_alone else (*states, *others)
-
-    def _unless_same(self, parts: Sequence[Parts]) -> list[Parts]:
-        """The objects' new arrays, and the old ones where no step changed them."""
-        same = iter(self._same_parts)
-        return [
-            dataclasses.replace(
-                part,
-                arrays=[
-                    before if next(same) else after
-                    for before, after in zip(old.arrays, part.arrays, strict=True)
-                ],
-            )
-            for old, part in zip(self._parts, parts, strict=True)
-        ]
 
 
 def _with_values(tree: PyTree) -> PyTree:
@@ -272,7 +268,3 @@ def _is_whole(node: object) -> bool:
 
 def _structure(tree: PyTree) -> TreeStructure:
     return jax.tree.structure(tree, is_leaf=_trees.is_whole)
-
-
-def _arrays_of(parts: Sequence[Parts]) -> list[Leaf]:
-    return [array for part in parts for array in part.arrays]

@@ -23,12 +23,8 @@ def reduce_slices(
       ValueError: `op` is no sum: a result that rows that are not there would change.
       TypeError: the rows are no numbers.
     """
+    check_sum(op)
     row = OPERATIONS[op]
-    if not row.is_sum:
-        raise ValueError(
-            f"{op.name} of IndexedSlices is not defined, because rows that are not "
-            "there count as zeros. Reduce `slices.to_dense()` instead."
-        )
     rows = row.prepared(checked(op, slices.values))
     if row.divides:
         rows /= replicas.count
@@ -37,3 +33,16 @@ def reduce_slices(
         all_gather(slices.indices, 0, replicas),
         slices.dense_shape,
     )
+
+
+def check_sum(op: ReduceOp) -> None:
+    """Raise unless `op` is a sum: rows that are not there would change another result.
+
+    Raises:
+      ValueError: it is none.
+    """
+    if not OPERATIONS[op].is_sum:
+        raise ValueError(
+            f"{op.name} of IndexedSlices is not defined, because rows that are not "
+            "there count as zeros. Reduce `slices.to_dense()` instead."
+        )

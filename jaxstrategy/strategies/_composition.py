@@ -14,6 +14,7 @@ from jaxstrategy.contexts import _context
 from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
 from jaxstrategy.executors._executor import AbstractExecutor
 from jaxstrategy.reductions._cross_device_ops import CrossDeviceOps
+from jaxstrategy.reductions._own_reduction import OwnReduction
 from jaxstrategy.reductions._plan import AbstractPlan
 from jaxstrategy.reductions._planned_ops import PlannedOps, checked_ops
 from jaxstrategy.reductions._reduction import Reduction
@@ -88,9 +89,10 @@ class ComposedStrategy(AbstractStrategy):
         return self._extended
 
     @property
-    def reduction(self) -> Reduction:
+    def reduction(self) -> Reduction | OwnReduction:
         """The reduction by which the replicas' values become one."""
-        return self._reduction
+        local = _context.current().local
+        return self._reduction if local is None else local.reduction
 
     @property
     def variable_policy(self) -> VariablePolicy:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxstrategy._options import RunOptions
+from jaxstrategy.executors._meetings import (
+    AbstractMeeting,
+    InEachStep,
+    meeting_after_the_last,
+)
 from jaxstrategy.executors._replicated_function import ReplicatedFunction
 from jaxstrategy.executors._several import several
 from jaxstrategy.strategies._calls import (
@@ -184,17 +189,86 @@ class RunsSteps(ComposedStrategy):
           ValueError: there are no batches, or they differ in structure, shape or dtype.
           ObjectError: it returns an NNX object, or changes of one what is no variable.
         """
+        return self._looped(step, options, "several", InEachStep)
+
+    def local_steps(
+        self,
+        step: Function = NOT_GIVEN,
+        *,
+        options: RunOptions | None = None,
+    ) -> Function:
+        """A step that each replica takes several times by itself, before they meet.
+
+        One call takes k batches and k steps, as `several`, and no step waits for the
+        other replicas. After the last, each floating-point array of the state that a
+        step changed becomes its mean over the replicas: parameters, moments of the
+        optimizer, statistics of BatchNorm, in a pytree, objects of Flax NNX and
+        mirrored variables alike. All replicas have the same state again, and the state
+        was sent once for k steps. This is local SGD (Stich 2018, arXiv:1805.09767). The
+        optimizer of `jaxstrategy.optax.outer` keeps moments for each replica.
+
+        The step is the one that trains with all replicas together. Its reductions take
+        what this replica has for what every replica has: the mean, the smallest and
+        the largest are the replica's own, the sum is that times their number. So one
+        step of plain SGD and a mean afterwards is a step on the global batch. Whatever
+        else it sends (`all_gather`, `jax.lax.pmean` by hand, Flax's
+        `BatchNorm(axis_name=...)`) is refused. What the step reduces *and returns*
+        besides the state, such as a loss, is reduced as it says, over all replicas,
+        for all k steps at once; what else it returns is each replica's own.
+
+        >>> import jax
+        >>> import jaxstrategy as js
+        >>> strategy = js.MirroredStrategy(js.simulate(8)[:2])
+        >>> @strategy.run
+        ... def step(w, goal):
+        ...     loss, grad = jax.value_and_grad(lambda w: (w - goal) ** 2 / 2)(w)
+        ...     loss, grad = js.get_replica_context().all_reduce("mean", (loss, grad))
+        ...     return w - 0.5 * grad, loss
+        >>> local = strategy.local_steps(step)
+        >>> goals = strategy.per_replica([4.0, 8.0])
+        >>> local(0.0, (goals, goals))  # they get to 3 and 6, and meet
+        (Array(4.5, dtype=float32), Array([20.,  5.], dtype=float32))
+
+        Args:
+          step: as of `several`: a function, or what `@strategy.run` made of one. Its
+            last positional argument is a batch, those before it are the state.
+          options: how it is compiled, by default as `step` is.
+
+        Returns:
+          A function of the same arguments, with a tuple of batches in the last place,
+          as `grouped(dataset, k)` makes them. It returns the state, and anything else
+          stacked: `[step, ...]`. Each number of batches is compiled once. With one
+          replica it is `several`. Without `step`, a decorator.
+
+        Raises:
+          TypeError: `step` cannot be called; otherwise as of `several`.
+          ValueError: there are no batches, or they differ in structure, shape or dtype.
+          ContextError: the step sends something that is not reduced.
+          NotMirroredError: an NNX object has whole numbers that differ between the
+            replicas afterwards; elsewhere they come back as a `PerReplica`, and a
+            warning says so.
+        """
+        return self._looped(step, options, "local_steps", meeting_after_the_last)
+
+    def _looped(
+        self,
+        step: Function,
+        options: RunOptions | None,
+        method: str,
+        meeting: Callable[[], AbstractMeeting],
+    ) -> Function:
+        """`step` several times in one call."""
         if step is NOT_GIVEN:
-            return functools.partial(self.several, options=options)
+            return functools.partial(getattr(self, method), options=options)
         if not callable(step):
             raise TypeError(
-                f"`several` was given {step!r}, which cannot be called. Give the step: "
-                "`many = strategy.several(step)`."
+                f"`{method}` was given {step!r}, which cannot be called. Give the "
+                f"step: `many = strategy.{method}(step)`."
             )
         check_options(options)
         if isinstance(step, ReplicatedFunction):
             step, options = step.function, options or step.options
-        return self._decorate(several(step), options=options)
+        return self._decorate(several(step, meeting), options=options)
 
     def _decorate(
         self, fn: Function, *, options: RunOptions | None = None

@@ -227,6 +227,8 @@ class Variable(Operators, Assignments, Scatters, Properties):
                 f"Variable {self._name!r} was assigned inside the function whose "
                 "gradient with respect to it is taken. Assign it afterwards."
             )
+        if (local := _context.current().local) is not None:
+            local.assigned[id(self)] = self
         with _access.one_at_a_time:
             ref = self._reference()
             if ref is self._cell:

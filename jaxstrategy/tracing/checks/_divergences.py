@@ -19,7 +19,7 @@ def divergences(step: TracedStep) -> Iterator[DivergentCollectiveError]:
         if found.decided_by is None:
             continue
         assert found.decided_at is not None
-        what, control = f"the `{_name(found)}`", _control(found.decided_at)
+        what, control = f"the `{name_of(found)}`", _control(found.decided_at)
         line = found.site.merge_line if found.is_merge else found.site.line
         decided = step.began(found.decided_by)
         yield DivergentCollectiveError(
@@ -34,7 +34,7 @@ def divergences(step: TracedStep) -> Iterator[DivergentCollectiveError]:
         )
 
 
-def _name(found: Collective) -> str:
+def name_of(found: Collective) -> str:
     """The name by which the user calls it, as far as that is known."""
     if found.is_merge:
         return "merge_call"

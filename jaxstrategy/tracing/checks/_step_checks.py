@@ -5,6 +5,7 @@ Each check names the user's lines; none runs anything.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 from jaxstrategy._errors import (
@@ -18,6 +19,7 @@ from jaxstrategy.tracing._traced_step import TracedStep
 from jaxstrategy.tracing.checks._divergences import divergences
 from jaxstrategy.tracing.checks._double_reductions import double_reductions
 from jaxstrategy.tracing.checks._drifting_variables import drifting_variables
+from jaxstrategy.tracing.checks._local_collectives import local_collectives
 from jaxstrategy.tracing.checks._varying_results import (
     broken_promises,
     forgotten_reductions,
@@ -36,13 +38,14 @@ def check(step: TracedStep, expect_mirrored: PyTree, told: set[type[Warning]]) -
       told: which warnings that are given once were given before; added to.
 
     Raises:
+      ContextError: a collective is in steps that each replica takes by itself.
       NotMirroredVariableError: a mirrored variable is given a varying value.
       DivergentCollectiveError: a varying value decides whether a collective is reached.
       NotMirroredError: a result that should be mirrored is not; state of which each
         replica keeps a part is different on each.
       ValueError: `expect_mirrored` does not fit the results.
     """
-    for error in (*divergences(step), *drifting_variables(step)):
+    for error in _errors(step):
         raise error
     if broken := list(broken_promises(step, expect_mirrored)):
         error, *others = broken
@@ -63,9 +66,15 @@ def check(step: TracedStep, expect_mirrored: PyTree, told: set[type[Warning]]) -
 
 def problems(step: TracedStep, expect_mirrored: PyTree) -> Iterator[str]:
     """All that `check` would raise or warn about, in its order."""
-    yield from map(str, divergences(step))
-    yield from map(str, drifting_variables(step))
+    yield from map(str, _errors(step))
     yield from map(str, broken_promises(step, expect_mirrored))
     yield from (message for message, _ in double_reductions(step))
     forgotten = forgotten_reductions(step, expect_mirrored)
     yield from (message for _, message, _ in forgotten)
+
+
+def _errors(step: TracedStep) -> Iterator[Exception]:
+    """What no step may do, whatever was said of its results."""
+    return itertools.chain(
+        divergences(step), local_collectives(step), drifting_variables(step)
+    )

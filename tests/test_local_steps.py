@@ -1,0 +1,604 @@
+"""`strategy.local_steps`: the oracle is a loop over workers, and then a mean."""
+
+import re
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+from flax.training.train_state import TrainState
+from helpers.replicas import mirrored, replica
+
+import jaxstrategy as js
+
+PARAMS = {"w": np.float32([0.5, -1.0, 2.0]), "b": np.float32(0.3)}
+OPTIMIZER = optax.adam(0.05)
+
+
+def loss_of(params, batch):
+    return js.masked_mean((batch["x"] @ params["w"] + params["b"] - batch["y"]) ** 2)
+
+
+def train(state, batch):
+    """The step of all replicas together: nothing in it knows of local steps."""
+    params, memory = state
+    loss, grads = jax.value_and_grad(loss_of)(params, batch)
+    loss, grads = replica().all_reduce("mean", (loss, grads))
+    updates, memory = OPTIMIZER.update(grads, memory, params)
+    return (optax.apply_updates(params, updates), memory), loss
+
+
+def descend(params, batch):
+    loss, grads = jax.value_and_grad(loss_of)(params, batch)
+    loss, grads = replica().all_reduce("mean", (loss, grads))
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
+
+
+def start():
+    return PARAMS, OPTIMIZER.init(PARAMS)
+
+
+def data(n, steps, rows=5):
+    """The rows of each step and replica."""
+    draw = np.random.default_rng(0)
+    x = draw.normal(size=(steps, n, rows, 3)).astype(np.float32)
+    return [{"x": each, "y": each.sum(-1) + 1} for each in x]
+
+
+def of(batch, r):
+    return jax.tree.map(lambda a: a[r], batch)
+
+
+def given(strategy, batches):
+    return tuple(strategy.per_replica(batch) for batch in batches)
+
+
+def mean(*each):
+    floats = jnp.issubdtype(jnp.asarray(each[0]).dtype, jnp.floating)
+    return np.mean(each, 0) if floats else each[0]
+
+
+def workers(step, state, batches, n):
+    """The mean of the states after these steps, and each worker's losses."""
+    ends, losses = [], []
+    for r in range(n):
+        own, seen = state, []
+        for batch in batches:
+            own, loss = step(own, of(batch, r))
+            seen.append(loss)
+        ends.append(own)
+        losses.append(np.array(seen))
+    return jax.tree.map(mean, *ends), np.array(losses)
+
+
+def assert_close(have, want, tolerance=1e-5):
+    def close(have, want):
+        np.testing.assert_allclose(have, want, rtol=tolerance, atol=tolerance)
+
+    jax.tree.map(close, have, want)
+
+
+@pytest.mark.parametrize("n", [1, 2, 8])
+def test_rounds_are_those_of_workers_alone(n):
+    strategy, state, want = mirrored(n), start(), start()
+    local = strategy.local_steps(train)
+    for batches in (data(n, 6)[:3], data(n, 6)[3:]):
+        state, losses = local(state, given(strategy, batches))
+        want, seen = workers(train, want, batches, n)
+        assert_close(state, want)
+        assert_close(losses, seen.mean(0))
+        assert all(isinstance(leaf, js.Mirrored) for leaf in leaves(state))
+
+
+def leaves(tree):
+    return jax.tree.leaves(tree, is_leaf=lambda leaf: isinstance(leaf, js.PerReplica))
+
+
+@pytest.mark.parametrize("n", [1, 2, 8])
+def test_one_step_of_descent_is_that_of_the_global_batch(n):
+    strategy = mirrored(n)
+    rows = np.random.default_rng(0).normal(size=(37, 3)).astype(np.float32)
+    source = js.batches({"x": rows, "y": rows.sum(1)}, 8)  # the last has 5 rows
+    local, params, want = strategy.local_steps(descend), PARAMS, PARAMS
+    dataset = strategy.experimental_distribute_dataset(source)
+    for batches, first in zip(js.grouped(dataset, 1), range(0, 37, 8), strict=True):
+        params, (loss,) = local(params, batches)
+        part = rows[first : first + 8]
+        want, seen = descend(want, {"x": part, "y": part.sum(1)})
+        assert_close((params, loss), (want, seen), tolerance=1e-6)
+
+
+def test_one_replica_takes_ordinary_steps():
+    batches = data(1, 4)
+    have, losses = mirrored(1).local_steps(train)(
+        start(), tuple(of(batch, 0) for batch in batches)
+    )
+    want = start()
+    for batch, loss in zip(batches, losses, strict=True):
+        want, seen = train(want, of(batch, 0))
+        assert_close(loss, seen)
+    assert_close(have, want)
+
+
+def test_each_size_of_a_group_makes_a_round(two):
+    batches = data(2, 5)
+    local, state, want = two.local_steps(train), start(), start()
+    for group in js.grouped(batches, 2):
+        state, losses = local(state, given(two, group))
+        assert losses.shape == (len(group),)
+        want, _ = workers(train, want, group, 2)
+    assert_close(state, want)
+
+
+def test_the_state_is_sent_once(four):
+    local = four.local_steps(train)
+    found = four.explain(local, (start(), given(four, data(4, 5))))
+    # Parameters and two moments of four numbers each, and five losses.
+    (sent,) = found.collectives
+    assert (sent.nbytes, sent.loops, sent.in_branch) == (3 * 16 + 20, (), False)
+
+
+def test_what_no_step_changes_is_not_sent(two):
+    def step(state, batch):
+        params, loss = descend(state["params"], batch)
+        return {**state, "params": params}, loss
+
+    state = {"params": PARAMS, "rate": jnp.float32(0.1), "old": np.ones(50)}
+    local = two.local_steps(step)
+    (sent,) = two.explain(local, (state, given(two, data(2, 1)))).collectives
+    assert sent.nbytes == 16 + 4
+    have, _ = local(state, given(two, data(2, 1)))
+    assert_close(have, {**state, "params": have["params"]}, tolerance=0)
+
+
+# What a step returns besides.
+
+
+def test_what_is_reduced_and_returned_is_reduced_over_all(four):
+    def step(total, batch):
+        reduce, own = replica().all_reduce, batch["y"].sum()
+        count = jnp.int32(len(batch["y"])) + replica().replica_id_in_sync_group
+        found = {
+            "mean": reduce("mean", own),
+            "sum": reduce("sum", own),
+            "max": reduce("max", own),
+            "min": reduce("MIN", own),
+            "count": reduce("sum", count),
+            "mean count": reduce("mean", count),
+            "groups": reduce("sum", own, groups=[[0, 2], [1, 3]]),
+            "own": own,
+            "made of it": 2 * reduce("mean", own),
+        }
+        return total + reduce("sum", own), found
+
+    batches = data(4, 3)
+    total, found = four.local_steps(step)(0.0, given(four, batches))
+    own = np.array([batch["y"].sum(1) for batch in batches])
+    assert_close(total, own.sum())
+    assert_close(found["mean"], own.mean(1))
+    assert_close(found["sum"], own.sum(1))
+    assert_close(found["max"], own.max(1))
+    assert_close(found["min"], own.min(1))
+    assert found["count"].dtype == jnp.int32
+    assert found["count"].tolist() == [4 * 5 + 6] * 3
+    assert found["mean count"].tolist() == [6.5] * 3
+    in_groups = np.stack([own[:, [0, 2, 0, 2]], own[:, [2, 0, 2, 0]]]).sum(0)
+    in_groups[:, [1, 3]] = own[:, [1, 3]].sum(1, keepdims=True)
+    assert_close(found["groups"].stacked, in_groups.T)
+    assert_close(found["own"].stacked, own.T)
+    assert_close(found["made of it"].stacked, 2 * own.T)
+
+
+def test_a_returned_array_that_something_else_was_made_of_stays_own(two):
+    def step(w, batch):
+        own = batch["y"].sum()
+        return w + replica().all_reduce("mean", own), own
+
+    _, own = two.local_steps(step)(0.0, given(two, data(2, 1)))
+    assert isinstance(own, js.PerReplica)
+
+
+def test_a_sum_of_averaged_losses_is_a_mean(four):
+    """`compute_average_loss` divides by the rows of all replicas."""
+
+    def step(params, batch):
+        def loss(params):
+            errors = batch["x"] @ params["w"] + params["b"] - batch["y"]
+            return js.compute_average_loss(errors**2)
+
+        loss, grads = jax.value_and_grad(loss)(params)
+        loss, grads = replica().all_reduce("sum", (loss, grads))
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
+
+    batches = data(4, 3)
+    have, losses = four.local_steps(step)(PARAMS, given(four, batches))
+    want, seen = workers(descend, PARAMS, batches, 4)
+    assert_close((have, losses), (want, seen.mean(0)))
+
+
+def test_an_optimizer_that_reduces_reduces_afterwards(two):
+    tx = optax.chain(js.optax.all_reduce_gradients(), optax.sgd(0.1))
+
+    def step(state, batch):
+        params, memory = state
+        grads = jax.grad(loss_of)(params, batch)
+        updates, memory = tx.update(grads, memory)
+        return optax.apply_updates(params, updates), memory
+
+    batches = data(2, 3)
+    local = two.local_steps(step)
+    have, _ = local((PARAMS, tx.init(PARAMS)), given(two, batches))
+    assert_close(have, workers(descend, PARAMS, batches, 2)[0])
+
+
+def test_functions_jitted_by_the_user_are_traced_again(two):
+    """What such a function does is kept by JAX; here it does something else."""
+
+    @jax.jit
+    def reduced(grads):
+        return replica().all_reduce("mean", grads)
+
+    def step(params, batch):
+        grads = reduced(jax.grad(loss_of)(params, batch))
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
+    batches = data(2, 3)
+    want, _ = workers(descend, PARAMS, batches, 2)
+    together = PARAMS
+    for batch in batches:
+        rows = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), batch)
+        together, _ = descend(together, rows)
+    for _ in range(2):
+        assert_close(two.several(step)(PARAMS, given(two, batches)), together)
+        assert_close(two.local_steps(step)(PARAMS, given(two, batches)), want)
+
+
+def test_parts_of_a_batch_are_one_step(two):
+    def step(params, batch):
+        @two.accumulate(2)
+        def gradient(batch):
+            return jax.grad(loss_of)(params, batch)
+
+        grads = replica().all_reduce("mean", gradient(batch))
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
+    batches = data(2, 2, rows=6)
+    have = two.local_steps(step)(PARAMS, given(two, batches))
+    assert_close(have, workers(descend, PARAMS, batches, 2)[0])
+
+
+def test_rows_of_tables_stay_sparse(two):
+    table, ids = np.zeros((6, 2), np.float32), np.int32([[0, 1], [1, 4]])
+
+    def step(table, ids):
+        ones = js.IndexedSlices(jnp.ones((2, 2)), ids, (6, 2))
+        total, mean = (replica().all_reduce(op, ones) for op in ("sum", "mean"))
+        return table.at[total.indices].add(total.values + mean.values)
+
+    have = two.local_steps(step)(table, (two.per_replica(ids),) * 3)
+    own = np.zeros((2, 6, 2))
+    for r in range(2):
+        own[r, ids[r]] = 3 * (2 + 1)
+    assert_close(have, own.mean(0))
+
+    def extreme(table, ids):
+        ones = js.IndexedSlices(jnp.ones((2, 2)), ids, (6, 2))
+        return replica().all_reduce("max", ones).to_dense()
+
+    with pytest.raises(ValueError, match="MAX of IndexedSlices is not defined"):
+        two.local_steps(extreme)(table, (two.per_replica(ids),))
+
+
+def test_random_keys_differ_between_replicas(four):
+    def step(key, batch):
+        key, own = jax.random.split(key)
+        return key, jax.random.uniform(replica().fold_in(own))
+
+    key, drawn = four.local_steps(step)(jax.random.key(0), given(four, data(4, 3)))
+    assert isinstance(key, js.Mirrored)
+    assert len(np.unique(drawn.stacked)) == 12
+
+
+# States of all kinds.
+
+
+def test_a_train_state_with_batch_norm_trains(four):
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = js.flax.linen.BatchNorm(use_running_average=False, momentum=0.5)(x)
+            return nn.Dense(1)(x)[:, 0]
+
+    variables = Net().init(jax.random.key(0), np.ones((5, 3)))
+    state = TrainState.create(
+        apply_fn=None, params=variables["params"], tx=optax.sgd(0.1, momentum=0.9)
+    )
+
+    def step(state, stats, batch):
+        def loss(params):
+            out, new = Net().apply(
+                {"params": params, "batch_stats": stats},
+                batch["x"],
+                mutable="batch_stats",
+            )
+            return jnp.mean((out - batch["y"]) ** 2), new["batch_stats"]
+
+        grads, stats = jax.grad(loss, has_aux=True)(state.params)
+        grads = replica().all_reduce("mean", grads)
+        return state.apply_gradients(grads=grads), stats
+
+    batches, stats = data(4, 3), variables["batch_stats"]
+    options = js.RunOptions(donate_argnums=(0, 1))
+    local = four.local_steps(step, options=options)
+    want, _ = workers(
+        lambda both, batch: (step(*both, batch), 0), (state, stats), batches, 4
+    )
+    have = local(*four.mirror((state, stats)), given(four, batches))
+    assert int(have[0].step) == 3
+    assert_close(have[0].params, want[0].params)
+    assert_close(have[0].opt_state, want[0].opt_state)
+    assert_close(have[1], want[1])
+
+
+def test_objects_of_nnx_train_in_place(two):
+    def make():
+        model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+        tx = optax.sgd(0.1, momentum=0.9)
+        return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+    def step(model, optimizer, batch):
+        def loss(model):
+            return jnp.mean((model(batch["x"])[:, 0] - batch["y"]) ** 2)
+
+        loss, grads = nnx.value_and_grad(loss)(model)
+        grads = replica().all_reduce("mean", grads)
+        optimizer.update(model, grads)
+        return loss
+
+    batches, ends = data(2, 6), []
+    model, optimizer = make()
+    local = two.local_steps(step)
+    for half in (batches[:3], batches[3:]):
+        losses = local(model, optimizer, given(two, half))
+    assert losses.stacked.shape == (2, 3)
+
+    both = [make(), make()]
+    for half in (batches[:3], batches[3:]):
+        for r, own in enumerate(both):
+            for batch in half:
+                step(*own, of(batch, r))
+        ends = [nnx.state(own) for own in both]
+        average = jax.tree.map(mean, *ends)
+        for own in both:
+            nnx.update(own, average)
+    assert_close(
+        jax.tree.leaves(nnx.state((model, optimizer))), jax.tree.leaves(average)
+    )
+
+
+def test_variables_become_the_mean_of_their_copies(two):
+    with two.scope():
+        w = js.Variable(0.0, name="w")
+        count = js.Variable(0, name="count")
+        total = js.Variable(0.0, aggregation="sum")
+        rows = js.Variable(0, synchronization="on_read", aggregation="sum")
+        other = js.Variable(7.0, name="read only")
+
+    def step(goal):
+        grad = js.grad(lambda: (w - goal) ** 2 / 2, w)()
+        w.assign_sub(0.5 * replica().all_reduce("mean", grad) * (other / 7.0))
+        count.assign_add(1)
+        total.assign_add(goal)
+        rows.assign_add(5)
+
+    goals = two.per_replica([4.0, 8.0])
+    local = two.local_steps(step)
+    (sent,) = two.explain(local, ((goals, goals),)).collectives
+    assert sent.nbytes == 8
+    local((goals, goals))
+    assert (float(w), int(count), float(total), int(rows)) == (4.5, 2, 24.0, 20)
+    two.assert_in_sync([w, count, total])
+
+
+def test_whole_numbers_that_differ_are_told(two):
+    def step(state, batch):
+        seen = state["seen"] + jnp.sum(batch["y"] > 0)
+        return {"seen": seen, "w": state["w"] + 1.0}
+
+    local, state = two.local_steps(step), {"seen": np.int32(0), "w": 0.0}
+    with pytest.warns(js.NotMirroredWarning, match=r"returns `step\(...\)\['seen'\]`"):
+        state = local(state, given(two, data(2, 2)))
+    assert isinstance(state["seen"], js.PerReplica) and float(state["w"]) == 2.0
+    with two.scope():
+        seen = js.Variable(0, name="seen")
+
+    def count(batch):
+        seen.assign_add(jnp.sum(batch["y"] > 0))
+
+    with pytest.raises(js.NotMirroredVariableError, match="'seen' is mirrored, but"):
+        two.local_steps(count)(given(two, data(2, 2)))
+
+
+def test_a_state_of_each_replica_becomes_one(two):
+    state = two.per_replica([1.0, 5.0])
+    have, _ = two.local_steps(lambda w, batch: (w * 2, 0))(
+        state, given(two, data(2, 1))
+    )
+    assert isinstance(have, js.Mirrored) and float(have) == 6.0
+
+
+def test_sharded_state_is_the_same(two):
+    batches = data(2, 3)
+    sharded = js.MirroredStrategy(
+        two.devices, sharding=js.StateSharding("state", min_bytes=0)
+    )
+    params = {"w": np.linspace(-1, 1, 12, dtype=np.float32).reshape(4, 3), "b": 0.3}
+
+    def step(state, batch):
+        params, memory = state
+
+        def loss(params):
+            errors = (batch["x"] @ params["w"].T).sum(1) + params["b"] - batch["y"]
+            return jnp.mean(errors**2)
+
+        grads = replica().all_reduce("mean", jax.grad(loss)(params))
+        updates, memory = OPTIMIZER.update(grads, memory, params)
+        return optax.apply_updates(params, updates), memory
+
+    state = params, OPTIMIZER.init(params)
+    want, _ = workers(lambda s, b: (step(s, b), 0), state, batches, 2)
+    have = sharded.mirror(state)
+    assert not have[0]["w"].sharding.is_fully_replicated
+    have = sharded.local_steps(step)(have, given(sharded, batches))
+    assert not have[0]["w"].sharding.is_fully_replicated
+    assert_close(have, want)
+
+
+def test_an_outer_optimizer_is_four_lines(two):
+    """The README's DiLoCo with state that all have in common."""
+    outer = optax.sgd(0.7, momentum=0.9, nesterov=True)
+    local, params, velocity = two.local_steps(descend), PARAMS, outer.init(PARAMS)
+    want, memory = PARAMS, outer.init(PARAMS)
+    for batches in (data(2, 6)[:3], data(2, 6)[3:]):
+        met, _ = local(params, given(two, batches))
+        way = jax.tree.map(lambda old, new: old - new, params, met)
+        updates, velocity = outer.update(way, velocity, params)
+        params = optax.apply_updates(params, updates)
+
+        ends, _ = workers(descend, want, batches, 2)
+        way = jax.tree.map(lambda old, new: old - new, want, ends)
+        updates, memory = outer.update(way, memory, want)
+        want = optax.apply_updates(want, updates)
+    assert_close(params, want)
+
+
+def test_training_converges(four):
+    batches = given(four, data(4, 5, rows=10))
+    local, params = four.local_steps(descend), PARAMS
+    for _ in range(40):
+        params, _ = local(params, batches)
+    assert_close(params, {"w": np.ones(3), "b": 1.0}, tolerance=1e-3)
+
+
+def test_other_strategies_take_local_steps():
+    batches = data(1, 2)
+    for strategy in (js.OneDeviceStrategy("CPU:3"), js.get_strategy()):
+        one = tuple(of(batch, 0) for batch in batches)
+        have, _ = strategy.local_steps(train)(start(), one)
+        assert_close(have, workers(train, start(), batches, 1)[0])
+    central = js.experimental.CentralStorageStrategy(jax.devices()[:2])
+    batches = data(2, 2)
+    have, _ = central.local_steps(train)(start(), given(central, batches))
+    assert_close(have, workers(train, start(), batches, 2)[0])
+
+
+def test_it_decorates_and_takes_the_options_of_a_step(two):
+    @two.local_steps(options=js.RunOptions(donate_argnums=0))
+    def first(params, batch):
+        return descend(params, batch)
+
+    step = two.run(options=js.RunOptions(donate_argnums=0))(descend)
+    for local in (first, two.local_steps(step)):
+        params = two.mirror(PARAMS)
+        local(params, given(two, data(2, 2)))
+        assert params["w"].is_deleted()
+
+
+def test_nothing_is_warned_of(two):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        local, state = two.local_steps(train), start()
+        for _ in range(2):
+            state, _ = local(state, given(two, data(2, 2)))
+
+
+# Refusals.
+
+
+def test_what_is_sent_by_hand_is_refused(two):
+    def step(w, batch):
+        return w - jax.lax.pmean(batch["y"].sum(), "replica")
+
+    told = (
+        r"`step` communicates in local steps, where each replica is by itself\.\n"
+        r"  the `pmean`: .*test_local_steps.py:\d+: return w - jax.lax.pmean\(.*\n"
+        r"Reduce with `get_replica_context\(\).all_reduce\(...\)`"
+    )
+    with pytest.raises(js.ContextError, match=told):
+        two.local_steps(step)(0.0, given(two, data(2, 2)))
+
+
+def test_a_reduction_in_a_merge_call_is_refused(two):
+    def step(w, batch):
+        total = replica().merge_call(
+            lambda strategy, y: strategy.reduce("mean", y), (batch["y"].sum(),)
+        )
+        return w - total
+
+    with pytest.raises(js.ContextError, match="`step` communicates in local steps"):
+        two.local_steps(step)(0.0, given(two, data(2, 2)))
+
+
+def test_gathering_is_refused(two):
+    def step(w, batch):
+        return w + replica().all_gather(batch["y"], 0).sum()
+
+    told = "`all_gather` was called in local steps, where each replica is by itself"
+    with pytest.raises(js.ContextError, match=told):
+        two.local_steps(step)(0.0, given(two, data(2, 2)))
+
+
+def test_batch_norm_by_the_name_of_the_axis_is_refused(two):
+    norm = nn.BatchNorm(use_running_average=False, axis_name="replica")
+    variables = norm.init(jax.random.key(0), np.ones((5, 3)))
+
+    def step(stats, batch):
+        _, new = norm.apply(
+            {**variables, "batch_stats": stats}, batch["x"], mutable="batch_stats"
+        )
+        return new["batch_stats"]
+
+    with pytest.raises(js.ContextError, match="communicates in local steps"):
+        two.local_steps(step)(variables["batch_stats"], given(two, data(2, 2)))
+
+
+@pytest.mark.parametrize(
+    ("batches", "error", "told"),
+    [
+        ((), ValueError, "`descend` was given no batches, and each step needs one"),
+        ({"x": 1}, TypeError, "`descend` makes several steps and takes a tuple of"),
+        (
+            ({"x": np.ones((4, 3))}, {"y": np.ones(4)}),
+            ValueError,
+            r"`batches\[1\]` has another structure than `batches\[0\]`",
+        ),
+    ],
+)
+def test_batches_are_a_tuple_of_one_kind(two, batches, error, told):
+    with pytest.raises(error, match=told):
+        two.local_steps(descend)(PARAMS, batches)
+
+
+def test_a_state_stays_what_it_is(two):
+    local = two.local_steps(lambda w, batch: ((w, w), 1))
+    with pytest.raises(TypeError, match="and returned something else in its place"):
+        local(0.0, given(two, data(2, 1)))
+
+
+def test_only_a_step_is_taken(two):
+    told = re.escape(
+        "`local_steps` was given 3, which cannot be called. Give the step: "
+        "`many = strategy.local_steps(step)`."
+    )
+    with pytest.raises(TypeError, match=told):
+        two.local_steps(3)
+    with pytest.raises(TypeError, match="a `RunOptions` was wanted"):
+        two.local_steps(descend, options=3)
+    with pytest.raises(js.ContextError, match="`strategy.run` was called inside `run`"):
+        two.run(
+            lambda b: two.local_steps(descend)(PARAMS, (b,)), (given(two, data(2, 1)))
+        )
