@@ -122,6 +122,11 @@ class PlacesValues(ComposedStrategy):
         just fits can be built. Leaves of the result that are not arrays stay as they
         are.
 
+        If the strategy has a `sharding`, each device keeps its part of large arrays, as
+        `mirror` places them. Its numbers are those of whole state, bit by bit, so what
+        rounding could change is computed whole and then divided, one array after the
+        other.
+
         Args:
           fn: builds the state, for example a Flax model's `init`.
           args: its arguments; arrays and random keys in them are traced, numbers and

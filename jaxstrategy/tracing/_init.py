@@ -9,6 +9,7 @@ import jax
 from jaxstrategy.replicas import _mesh
 from jaxstrategy.replicas._replicas import SAME, Replicas
 from jaxstrategy.tracing import _results
+from jaxstrategy.tracing._divided_init import build_divided
 from jaxstrategy.tracing._replica_step import name_of
 from jaxstrategy.values import _arrays, _building, _per_replica
 from jaxstrategy.values._per_replica import PerReplica
@@ -18,9 +19,10 @@ from jaxstrategy.values._types import PyTree
 def build_replicated(
     fn: Callable[..., PyTree], args: Sequence[PyTree], replicas: Replicas
 ) -> PyTree:
-    """`fn(*args)` compiled so that its arrays come out whole on all replicas.
+    """`fn(*args)` compiled so that its arrays come out as `replicas` keep their state.
 
-    Arrays in `args` are traced; everything else `fn` sees as it is.
+    That is whole on each of them, or in parts. Arrays in `args` are traced; everything
+    else `fn` sees as it is.
 
     Raises:
       TypeError: `fn` cannot be called; an argument is a `PerReplica`; a leaf of the
@@ -46,7 +48,11 @@ def build_replicated(
         arrays, results = _results.take_apart(returned, leaves, name_of(fn))
         return results.rebuild(arrays)
 
-    arrays = _building.replicate([leaves[index] for index in traced], replicas)
+    given = [leaves[index] for index in traced]
+    if replicas.state_sharding is not None:
+        divided = build_divided(build, given, replicas, name_of(fn))
+        return _results.unwrap_plain(divided)
+    arrays = _building.replicate(given, replicas)
     sharding = replicas.sharding(SAME)
     built = jax.jit(build, out_shardings=sharding)(*arrays)
     if not sharding.is_fully_addressable:  # what `fn` closes over may differ
