@@ -1,0 +1,206 @@
+"""Steps that read and change a divided table send its rows, and never the table."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen, nnx
+
+import jaxstrategy as js
+
+ROWS, FEATURES, IDS = 1_048_576, 32, 256
+REPLICAS = 8
+BLOCK = ROWS // REPLICAS * FEATURES * 4
+"""The bytes of one replica's part of the table."""
+
+
+@pytest.fixture
+def eight():
+    sharding = js.StateSharding("state")
+    return js.MirroredStrategy(jax.devices(), sharding=sharding)
+
+
+def compiled(strategy, step, state):
+    """The program of a step, of shapes alone: no table is made."""
+    whole = strategy.replicas.sharding_along(0)
+
+    def shape(array):
+        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=whole)
+
+    ids = jax.ShapeDtypeStruct((REPLICAS, IDS), "int32", sharding=whole)
+    run = jax.jit(lambda state, ids: strategy.run(step, (state, js.PerReplica(ids))))
+    return run.lower(jax.tree.map(shape, state), ids).compile()
+
+
+def sent_bytes(program):
+    """By kind of collective, what one device receives in the program."""
+    sizes = {"s32": 4, "f32": 4}
+    found = {}
+    for line in program.as_text().splitlines():
+        match = re.search(r"= (.*?) (all-[\w-]+|reduce-scatter|coll[\w-]+)\(", line)
+        if match:
+            arrays = re.findall(r"(s32|f32)\[([\d,]*)\]", match[1])
+            total = sum(
+                sizes[k] * np.prod([*map(int, s.split(","))]) for k, s in arrays
+            )
+            found[match[2]] = found.get(match[2], 0) + int(total)
+    return found
+
+
+def looked_up(table, ids):
+    return js.sharded.lookup(table, ids)
+
+
+def trained(table, ids):
+    def loss(table):
+        return (js.sharded.lookup(table, ids) ** 2).sum()
+
+    gradient = js.get_replica_context().all_reduce("mean", jax.grad(loss)(table))
+    return table - 0.1 * gradient
+
+
+def updated(state, ids):
+    return state.update(ids, 2 * state.lookup(ids))
+
+
+TABLE = jax.ShapeDtypeStruct((ROWS, FEATURES), "float32")
+ADAGRAD = js.sharded.Embedding(ROWS, FEATURES, js.sharded.Adagrad(0.1))
+STATE = jax.eval_shape(ADAGRAD.init, jax.random.key(0))
+# To each replica, and from it, go as many ids and rows as it looks up.
+EACH_ID, EACH_ROW = REPLICAS * IDS * 4, REPLICAS * IDS * FEATURES * 4
+
+
+@pytest.mark.parametrize(
+    "step, state, sent",
+    [
+        (looked_up, TABLE, {"all-to-all": EACH_ID + EACH_ROW}),
+        (trained, TABLE, {"all-to-all": 2 * (EACH_ID + EACH_ROW)}),
+        (
+            updated,
+            STATE,
+            {"all-to-all": EACH_ID + EACH_ROW, "all-gather": EACH_ID + EACH_ROW},
+        ),
+    ],
+    ids=["looked up", "trained", "updated"],
+)
+def test_what_is_sent_is_in_proportion_to_the_ids(eight, step, state, sent):
+    program = compiled(eight, step, state)
+    assert sent_bytes(program) == sent
+    memory = program.memory_analysis()
+    blocks = len(jax.tree.leaves(state))
+    assert memory.argument_size_in_bytes - blocks * BLOCK < 10_000
+    assert memory.temp_size_in_bytes < 2_000_000  # of 134 MB of the table
+
+
+# Other models than ours.
+
+
+class Words(linen.Module):
+    """A module of Flax whose table is a parameter like others."""
+
+    @linen.compact
+    def __call__(self, ids):
+        table = self.param("table", linen.initializers.normal(), (64, 4))
+        return linen.Dense(1)(js.sharded.lookup(table, ids, "mean"))
+
+
+class NnxWords(nnx.Module):
+    def __init__(self, rngs):
+        self.table = nnx.Param(jax.random.normal(rngs.params(), (64, 4)))
+        self.head = nnx.Linear(4, 1, rngs=rngs)
+
+    def __call__(self, ids):
+        return self.head(js.sharded.lookup(self.table[...], ids, "mean"))
+
+
+SOME_IDS = np.random.default_rng(0).integers(-1, 64, (REPLICAS, 4, 3))
+EVERYTHING = js.StateSharding("state", min_bytes=0)
+
+
+def test_a_table_of_a_flax_module():
+    strategy = js.MirroredStrategy(jax.devices(), sharding=EVERYTHING)
+    model = Words()
+
+    def loss(params, ids):
+        return (model.apply(params, ids) ** 2).mean()
+
+    @strategy.run
+    def step(params, ids):
+        gradient = jax.grad(loss)(params, ids)
+        gradient = js.get_replica_context().all_reduce("mean", gradient)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, params, gradient)
+
+    first = model.init(jax.random.key(0), SOME_IDS[0])
+    new = step(strategy.mirror(first), strategy.per_replica(SOME_IDS))
+    gradient = jax.grad(loss)(first, SOME_IDS.reshape(-1, 3))
+    wanted = jax.tree.map(lambda w, g: w - 0.1 * g, first, gradient)
+    assert isinstance(new["params"]["table"], js.Sharded)
+    for one, other in zip(*map(jax.tree.leaves, (new, wanted)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_a_table_of_an_nnx_module():
+    strategy = js.MirroredStrategy(jax.devices(), sharding=EVERYTHING)
+    with strategy.scope():
+        model = NnxWords(nnx.Rngs(0))
+    plain = NnxWords(nnx.Rngs(0))
+
+    def loss(model, ids):
+        return (model(ids) ** 2).mean()
+
+    @strategy.run
+    def step(model, ids):
+        gradient = nnx.grad(loss)(model, ids)
+        gradient = js.get_replica_context().all_reduce("mean", gradient)
+        nnx.update(
+            model, jax.tree.map(lambda w, g: w - 0.1 * g, nnx.state(model), gradient)
+        )
+
+    step(model, strategy.per_replica(SOME_IDS))
+    gradient = nnx.grad(loss)(plain, SOME_IDS.reshape(-1, 3))
+    wanted = jax.tree.map(lambda w, g: w - 0.1 * g, nnx.state(plain), gradient)
+    for one, other in zip(
+        *map(jax.tree.leaves, (nnx.state(model), wanted)), strict=True
+    ):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_two_lookups_of_one_table():
+    strategy = js.MirroredStrategy(jax.devices(), sharding=EVERYTHING)
+    table = np.random.default_rng(1).normal(size=(64, 4)).astype(np.float32)
+
+    def loss(table, ids):
+        users, items = ids[:, 0], ids[:, 1:]
+        one, other = (js.sharded.lookup(table, i) for i in (users, items))
+        return (one[:, None] * other).sum(-1).mean()
+
+    @strategy.run
+    def step(table, ids):
+        gradient = jax.grad(loss)(table, ids)
+        return table - js.get_replica_context().all_reduce("mean", gradient)
+
+    new = step(strategy.mirror(table), strategy.per_replica(SOME_IDS))
+    wanted = table - jax.grad(loss)(jnp.asarray(table), SOME_IDS.reshape(-1, 3))
+    np.testing.assert_allclose(new, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_rows_looked_up_in_a_loop_and_a_branch():
+    strategy = js.MirroredStrategy(jax.devices(), sharding=EVERYTHING)
+    table = np.random.default_rng(1).normal(size=(64, 4)).astype(np.float32)
+
+    @strategy.run
+    def step(table, ids):
+        def turn(total, ids):
+            return total + js.sharded.lookup(table, ids).sum(0), None
+
+        total, _ = jax.lax.scan(turn, jnp.zeros(4), ids)
+        mean = js.get_replica_context().all_reduce("mean", total)
+        return jax.lax.cond(
+            mean[0] > 1e6, lambda: total, lambda: js.sharded.lookup(table, ids[0, 0])
+        )
+
+    rows = step(strategy.mirror(table), strategy.per_replica(SOME_IDS))
+    wanted = table[SOME_IDS[:, 0, 0]] * (SOME_IDS[:, :1, 0] >= 0)
+    np.testing.assert_array_equal(rows.stacked, wanted)
