@@ -30,6 +30,10 @@ from jaxstrategy.tracing.division._functions_of_parts import (
     shard_function,
 )
 from jaxstrategy.tracing.division._loops import divided_loop, layers_in_parts
+from jaxstrategy.tracing.division._rematerialised import (
+    computed_again,
+    parts_computed_again,
+)
 from jaxstrategy.tracing.division._replica_values import (
     Evaluation,
     ReplicaValues,
@@ -122,6 +126,8 @@ class Inside:
             return self._loop(eqn)
         if (function := call_of_parts(eqn, self._dimensions)) is not None:
             return self._call(eqn, function)
+        if divided := parts_computed_again(eqn, self._dimensions):
+            return self._second_computation(eqn, divided)
         if is_sum_of_all(eqn, self._replicas):
             divided = [var for var in eqn.outvars if var in self._borders.sums]
             return self._sum(eqn) if divided else None
@@ -152,6 +158,14 @@ class Inside:
         divided = function.divided
         self._need_whole(a for i, a in enumerate(eqn.invars) if i not in divided)
         return evaluation_of_parts(eqn, function)
+
+    def _second_computation(
+        self, eqn: Equation, divided: Mapping[int, int]
+    ) -> Evaluation:
+        for place in divided:
+            self._tell("all_gather", eqn.invars[place], None)
+        self._need_whole(a for i, a in enumerate(eqn.invars) if i not in divided)
+        return computed_again(eqn, divided)
 
     def _loop(self, eqn: Equation) -> Evaluation | None:
         layers = layers_in_parts(eqn, self._dimensions)
