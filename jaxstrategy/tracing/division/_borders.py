@@ -48,12 +48,28 @@ class Borders:
       of_functions: of those that functions can make by themselves, the equations that
         call these, by the same; the sum is that of all of them.
       passed_over: the equations that these make needless, besides the sums.
+      undivided: why a sum of a large array is not divided, by its result.
     """
 
     sums: Mapping[Var, int]
     in_loops: Mapping[Var, LoopSum]
     of_functions: Mapping[Var, Sequence[Equation]]
     passed_over: frozenset[int]
+    undivided: Mapping[Var, Undivided]
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Undivided:
+    """The reason why all of a sum goes to every replica.
+
+    Attributes:
+      reason: in words.
+      reader: the equation that is the reason, if one is.
+    """
+
+    reason: str
+    reader: Equation | None = None
 
 
 def borders_of(jaxpr: Jaxpr, cut: Cut, layout: Layout, replicas: Replicas) -> Borders:
@@ -67,12 +83,15 @@ def borders_of(jaxpr: Jaxpr, cut: Cut, layout: Layout, replicas: Replicas) -> Bo
     """
     search = _Search(jaxpr, cut, layout, replicas)
     sums: dict[Var, int] = {}
+    undivided: dict[Var, Undivided] = {}
     for eqn in cut.inside:
         if is_sum_of_all(eqn, replicas):
             for operand, result in zip(eqn.invars, eqn.outvars, strict=True):
-                dimension = search.dimension(operand, result)
-                if dimension is not None:
-                    sums[result] = dimension
+                found = search.dimension(operand, result)
+                if isinstance(found, int):
+                    sums[result] = found
+                else:
+                    undivided[result] = found
     in_loops: dict[Var, LoopSum] = {}
     of_functions: dict[Var, Sequence[Equation]] = {}
     passed_over: set[int] = set()
@@ -86,7 +105,8 @@ def borders_of(jaxpr: Jaxpr, cut: Cut, layout: Layout, replicas: Replicas) -> Bo
         if found is not None:
             in_loops[result], conversions = found
             passed_over.update(map(id, conversions))
-    return Borders(sums, in_loops, of_functions, frozenset(passed_over))
+    needless = frozenset(passed_over)
+    return Borders(sums, in_loops, of_functions, needless, undivided)
 
 
 def is_sum_of_all(eqn: Equation, replicas: Replicas) -> bool:
@@ -113,16 +133,20 @@ class _Search:
                 if not isinstance(atom, Literal):
                     self._uses[atom].append(eqn)
 
-    def dimension(self, operand: Atom, result: Var) -> int | None:
-        """The dimension along which a sum is divided, None if it is not."""
-        cut = self._cut
-        if result in cut.read_inside or result not in cut.read_outside:
-            return None
+    def dimension(self, operand: Atom, result: Var) -> int | Undivided:
+        """The dimension along which a sum is divided, or why it is not."""
         if self._is_pack(operand, result):
-            return None
-        found = self._like.get(tuple(result.aval.shape))
-        if found is None:
-            found = self._replicas.division("", result.aval).dimension
+            return Undivided("arrays were joined to be summed at once")
+        if (found := self._like.get(tuple(result.aval.shape))) is None:
+            sharding = self._replicas.division("", result.aval)
+            if (found := sharding.dimension) is None:
+                return Undivided(sharding.reason)
+        if result in self._cut.read_inside:
+            inside = set(map(id, self._cut.inside))
+            readers = (eqn for eqn in self._uses[result] if id(eqn) in inside)
+            return Undivided("the replicas compute with it", next(readers, None))
+        if result not in self._cut.read_outside:
+            return Undivided("it is returned as it is")
         return found
 
     def _is_pack(self, operand: Atom, result: Var) -> bool:

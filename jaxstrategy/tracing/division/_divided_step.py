@@ -14,16 +14,17 @@ from jax.extend.core import Literal
 from jax.ref import AbstractRef
 
 from jaxstrategy.replicas._replicas import SAME, SPLIT, Replicas, Spec
-from jaxstrategy.tracing._jaxpr_types import Atom, Equation, Jaxpr, Var
+from jaxstrategy.tracing._jaxpr_types import ArrayType, Atom, Equation, Jaxpr, Var
 from jaxstrategy.tracing._on_replicas import on_replicas
 from jaxstrategy.tracing._trace import Evaluate
 from jaxstrategy.tracing._traced_step import TracedStep
-from jaxstrategy.tracing.division._borders import borders_of
+from jaxstrategy.tracing.division._borders import Borders, borders_of
 from jaxstrategy.tracing.division._cut import Cut, cut
 from jaxstrategy.tracing.division._flat import flattened
 from jaxstrategy.tracing.division._functions_of_parts import shard_function
 from jaxstrategy.tracing.division._inside import Inside
 from jaxstrategy.tracing.division._layout import Layout, Layouts
+from jaxstrategy.tracing.division._outside import Outside
 from jaxstrategy.tracing.division._replica_values import ReplicaValues
 from jaxstrategy.tracing.division._value_form import with_values
 from jaxstrategy.tracing.replication._jaxprs import jaxpr_of
@@ -43,8 +44,10 @@ class DividedStep:
       given: its arguments, on all replicas.
 
     Attributes:
+      jaxpr: the step without calls, with values in the place of some variables.
       layout: how arguments and results lie.
       cut: which equations run where.
+      borders: the sums that are divided.
       inside: those of each replica.
     """
 
@@ -52,16 +55,18 @@ class DividedStep:
         trace = step.trace
         self._trace = trace
         self._replicas: Replicas = trace.replicas
-        flat, self._constants = flattened(trace.jaxpr)
-        self._values = with_values(flat, self._mirrored_references(flat))
-        jaxpr = self._jaxpr = self._values.jaxpr
+        flat = flattened(trace.jaxpr)
+        self._constants, self._calls = flat.constants, flat.calls
+        references = self._mirrored_references(flat.jaxpr)
+        self._values = with_values(flat.jaxpr, references)
+        jaxpr = self.jaxpr = self._values.jaxpr
         varies = [spec != self._replicas.spec(SAME) for spec in trace.specs]
         varies += [False] * len(self._constants)
         unpacking = trace.unpacking
         self._varies = varying(jaxpr, varies, self._replicas, unpacking)
         self.cut: Cut = cut(jaxpr, self._varies, _is_kept)
         self.layout: Layout = Layouts(step, jaxpr.invars, self.cut, given).chosen()
-        self._borders = borders_of(jaxpr, self.cut, self.layout, self._replicas)
+        self.borders: Borders = borders_of(jaxpr, self.cut, self.layout, self._replicas)
         inside_parts = {
             var: dimension
             for var, dimension in self.layout.inputs.items()
@@ -70,7 +75,7 @@ class DividedStep:
         self.inside = Inside(
             self.cut.inside,
             inside_parts,
-            self._borders,
+            self.borders,
             [*self._crossing, *self._varying_results],
             self._replicas,
         )
@@ -86,7 +91,7 @@ class DividedStep:
     @cached_property
     def _results(self) -> Sequence[Atom]:
         """The step's own results; behind them stand what variables hold afterwards."""
-        return self._jaxpr.outvars[: len(self._trace.varies)]
+        return self.jaxpr.outvars[: len(self._trace.varies)]
 
     @cached_property
     def _varying_results(self) -> list[Atom]:
@@ -98,7 +103,7 @@ class DividedStep:
         """What is equal on all replicas, of results and variables."""
         pairs = zip(self._results, self._trace.varies, strict=True)
         own = [atom for atom, varies in pairs if not varies]
-        return [*own, *self._jaxpr.outvars[len(self._trace.varies) :]]
+        return [*own, *self.jaxpr.outvars[len(self._trace.varies) :]]
 
     @cached_property
     def _crossing(self) -> list[Var]:
@@ -132,14 +137,14 @@ class DividedStep:
         contents = {i: given[i] for i in self._values.replaced if given[i] is not None}
         for index, reference in contents.items():
             given[index] = reference[...]
-        known: dict[Var, Leaf] = dict(zip(self._jaxpr.invars, given, strict=True))
+        known: dict[Var, Leaf] = dict(zip(self.jaxpr.invars, given, strict=True))
         varying_results, crossing, more = self._on_replicas(known, within)
         known.update(zip(self._crossing, crossing, strict=True))
-        common = self._outside(known)
+        common = self._made_divided(self._outside(known))
         own = len(self._common_results) - len(self._values.replaced)
         for index, value in zip(self._values.replaced, common[own:], strict=True):
             if index in contents:
-                dimension = self.layout.inputs.get(self._jaxpr.invars[index])
+                dimension = self.layout.inputs.get(self.jaxpr.invars[index])
                 contents[index][...] = self._placed(value, dimension)
         return self._joined(varying_results, common[:own]), more
 
@@ -176,11 +181,11 @@ class DividedStep:
             *self.cut.read_inside,
             *(a for a in self._varying_results if not isinstance(a, Literal)),
         }
-        return [var for var in self._jaxpr.invars if var in read]
+        return [var for var in self.jaxpr.invars if var in read]
 
     @cached_property
     def _specs(self) -> dict[Var, Spec]:
-        return dict(zip(self._jaxpr.invars, self._trace.specs, strict=False))
+        return dict(zip(self.jaxpr.invars, self._trace.specs, strict=False))
 
     def _spec(self, var: Var) -> Spec:
         dimension = self.layout.inputs.get(var)
@@ -214,18 +219,58 @@ class DividedStep:
         jaxpr = jaxpr_of(free, eqns, self._common_results)
         return core.jaxpr_as_fun(closed(jaxpr))(*(known[var] for var in free))
 
+    def _made_divided(self, common: Sequence[jax.Array]) -> list[jax.Array]:
+        """The same, of which those are divided at first that were made of parts.
+
+        Or XLA makes the last sum for them whole, on each device, from parts that it has
+        gathered, and rounds otherwise (JAX 0.10 and 0.12).
+        """
+        sharding_along = self._replicas.sharding_along
+        return [
+            array
+            if dimension is None
+            else lax.with_sharding_constraint(array, sharding_along(dimension))
+            for array, dimension in zip(common, self._divided_first, strict=True)
+        ]
+
+    @cached_property
+    def _divided_first(self) -> list[int | None]:
+        """The dimension along which whole results are divided before."""
+        divisible = zip(self._trace.varies, self.layout.divisible, strict=True)
+        own = [dimension for varies, dimension in divisible if not varies]
+        own += map(self._divisible, self._values.replaced)
+        return [
+            None if dimension is None or self.outside.is_whole(atom) else dimension
+            for atom, dimension in zip(self._common_results, own, strict=True)
+        ]
+
+    def _divisible(self, index: int) -> int | None:
+        """The dimension along which a variable could be divided that is whole."""
+        var = self.jaxpr.invars[index]
+        if var in self.layout.inputs:
+            return None
+        kind: ArrayType = var.aval
+        return self._replicas.division("", kind).dimension
+
+    @cached_property
+    def outside(self) -> Outside:
+        """What is computed once for all, as far as it lies divided."""
+        dimensions = {**self.layout.inputs, **self.inside.dimensions}
+        wanted = self._wanted_outside
+        parts = {var: d for var, d in dimensions.items() if var in wanted}
+        return Outside([*self.cut.copied, *self.cut.outside], parts)
+
     def _joined(
         self, varying_results: Sequence[jax.Array], common: Sequence[jax.Array]
     ) -> list[jax.Array | PerReplica]:
         """The step's results, in their order and where they belong."""
         own, others = iter(varying_results), iter(common)
-        results = [
-            PerReplica(next(own)) if varies else self._placed(next(others), dimension)
-            for varies, dimension in zip(
-                self._trace.varies, self.layout.computed, strict=True
-            )
-        ]
-        return self.placed(results)
+        return self.placed(
+            [
+                PerReplica(next(own)) if varies else next(others)
+                for varies in self._trace.varies
+            ]
+        )
 
     def placed(
         self, results: Sequence[jax.Array | PerReplica]

@@ -5,7 +5,8 @@ A reduction inside a jitted function could not be where the step is divided.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias, final
 
 from jax.extend import core
@@ -23,16 +24,30 @@ _Names: TypeAlias = dict[Var, Atom]
 _CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr"}
 
 
-def flattened(jaxpr: Jaxpr) -> tuple[Jaxpr, list[Leaf]]:
+@final
+@dataclasses.dataclass(frozen=True)
+class Flat:
+    """A jaxpr without calls.
+
+    Attributes:
+      jaxpr: it; the constants of the functions that were called are further inputs.
+      constants: these.
+      calls: of results of equations of such functions, the equations that call them,
+        the innermost first.
+    """
+
+    jaxpr: Jaxpr
+    constants: list[Leaf]
+    calls: Mapping[Var, tuple[Equation, ...]]
+
+
+def flattened(jaxpr: Jaxpr) -> Flat:
     """`jaxpr` with the equations of the functions that it calls in place of the calls.
 
     Calls of functions that can be computed from parts stay as they are.
 
     Args:
       jaxpr: without constants.
-
-    Returns:
-      A jaxpr with further inputs, the constants of those functions; and these.
     """
     flattening = _Flattening()
     names: _Names = {}
@@ -40,7 +55,7 @@ def flattened(jaxpr: Jaxpr) -> tuple[Jaxpr, list[Leaf]]:
     outvars = [_read(names, atom) for atom in jaxpr.outvars]
     invars = [*jaxpr.invars, *flattening.constant_vars]
     flat = jaxpr_of(invars, flattening.eqns, outvars)
-    return flat, flattening.constants
+    return Flat(flat, flattening.constants, flattening.calls)
 
 
 @final
@@ -51,29 +66,34 @@ class _Flattening:
         self.eqns: list[Equation] = []
         self.constants: list[Leaf] = []
         self.constant_vars: list[Var] = []
+        self.calls: dict[Var, tuple[Equation, ...]] = {}
 
     def add(
-        self, eqns: Sequence[Equation], names: _Names, is_inner: bool = False
+        self,
+        eqns: Sequence[Equation],
+        names: _Names,
+        calls: tuple[Equation, ...] = (),
     ) -> None:
         """Add equations, in which `names` stand for some variables.
 
         Args:
           eqns: of a jaxpr.
           names: what its variables are called; added to.
-          is_inner: whether its own variables need new names, because the jaxpr may be
-            called twice.
+          calls: the equations that call the jaxpr, the innermost first. If there are
+            any, its own variables need new names: it may be called twice.
         """
         for eqn in eqns:
             operands = [_read(names, atom) for atom in eqn.invars]
             called = _callee(eqn)
             if called is None:
-                outvars = self._outvars(eqn, names) if is_inner else eqn.outvars
+                outvars = self._outvars(eqn, names) if calls else eqn.outvars
+                self.calls.update((var, calls) for var in outvars if calls)
                 self.eqns.append(_with_atoms(eqn, operands, outvars))
                 continue
             inner = plain(called)
             own: _Names = dict(zip(inner.invars, operands, strict=True))
             own.update(self._constants(called))
-            self.add(inner.eqns, own, is_inner=True)
+            self.add(inner.eqns, own, (eqn, *calls))
             results = [_read(own, atom) for atom in inner.outvars]
             names.update(zip(eqn.outvars, results, strict=True))
 

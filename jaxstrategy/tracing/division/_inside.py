@@ -53,12 +53,15 @@ class Exchange:
       var: what is gathered, or summed.
       type: shape and dtype of all of it.
       loop: the equation of the loop in whose turns it is done, None outside of loops.
+      before: the equation that is the first to read what is gathered; the one that
+        makes what is scattered, or sums it.
     """
 
     kind: str
     var: Var
     type: ArrayType
     loop: Equation | None
+    before: Equation
 
 
 @final
@@ -112,7 +115,7 @@ class Inside:
         special = self._special(eqn)
         if special is None:
             self._pending.append(eqn)
-            self._need_whole(eqn.invars)
+            self._need_whole(eqn, eqn.invars)
         else:
             self._close(number)
             self._evaluations.append(special)
@@ -156,7 +159,7 @@ class Inside:
     def _call(self, eqn: Equation, function: ShardFunction) -> Evaluation:
         self._dimensions.update((eqn.outvars[i], 0) for i in function.returns_divided)
         divided = function.divided
-        self._need_whole(a for i, a in enumerate(eqn.invars) if i not in divided)
+        self._need_whole(eqn, (a for i, a in enumerate(eqn.invars) if i not in divided))
         return evaluation_of_parts(eqn, function)
 
     def _second_computation(
@@ -174,10 +177,10 @@ class Inside:
         if not layers and not sums:
             return None
         for place in layers:
-            self._tell("all_gather", eqn.invars[place], eqn)
+            self._tell("all_gather", eqn.invars[place], eqn, loop=eqn)
         for result in sums:
-            self._tell("reduce_scatter", result, eqn)
-        self._need_whole(a for i, a in enumerate(eqn.invars) if i not in layers)
+            self._tell("reduce_scatter", result, eqn, loop=eqn)
+        self._need_whole(eqn, (a for i, a in enumerate(eqn.invars) if i not in layers))
         return divided_loop(eqn, layers, sums)
 
     def _sum(self, eqn: Equation) -> Evaluation:
@@ -188,11 +191,11 @@ class Inside:
         for operand, result in own:
             if result in borders.of_functions:
                 for call in borders.of_functions[result]:
-                    self._need_whole(call.invars)
+                    self._need_whole(eqn, call.invars)
                 continue
             if result in borders.sums:
-                self._tell("reduce_scatter", result, None)
-            self._need_whole([operand])
+                self._tell("reduce_scatter", result, eqn)
+            self._need_whole(eqn, [operand])
 
         def evaluate(values: ReplicaValues) -> None:
             for operand, result in own:
@@ -200,16 +203,18 @@ class Inside:
 
         return evaluate
 
-    def _need_whole(self, atoms: Iterable[Atom]) -> None:
+    def _need_whole(self, eqn: Equation, atoms: Iterable[Atom]) -> None:
         for atom in atoms:
             if isinstance(atom, Literal) or atom not in self._dimensions:
                 continue
             if atom not in self._gathered:
                 self._gathered.add(atom)
-                self._tell("all_gather", atom, None)
+                self._tell("all_gather", atom, eqn)
 
-    def _tell(self, kind: str, var: Atom, loop: Equation | None) -> None:
-        self.exchanges.append(Exchange(kind, var, var.aval, loop))
+    def _tell(
+        self, kind: str, var: Atom, before: Equation, loop: Equation | None = None
+    ) -> None:
+        self.exchanges.append(Exchange(kind, var, var.aval, loop, before))
 
     def _close(self, number: int) -> None:
         """End the run of equations that are evaluated as they are."""

@@ -47,19 +47,23 @@ class Layout:
 
     Attributes:
       inputs: the dimension of each divided input, by its variable.
-      outputs: for each result the dimension along which it is divided; None of whole
-        ones, and of those that differ between replicas.
-      computed: for each result the dimension along which it is computed, of which the
-        whole ones are then gathered: parameters that only the optimizer's part divides.
+      results: how each result lies; those that differ between replicas are whole.
+      divisible: for each result that stays whole, as what it takes the place of, the
+        dimension along which it could be divided.
       arguments: for each argument that a result takes the place of, how it is to lie.
-      leaves: all arguments and variables, for explanations.
+      leaves: all arguments and variables, by their input.
     """
 
     inputs: Mapping[Var, int]
-    outputs: Sequence[int | None]
-    computed: Sequence[int | None]
+    results: Sequence[LeafSharding]
+    divisible: Sequence[int | None]
     arguments: Mapping[int, int | None]
-    leaves: Sequence[DividedLeaf]
+    leaves: Mapping[Var, DividedLeaf]
+
+    @property
+    def outputs(self) -> list[int | None]:
+        """The dimension along which each result is divided, None of whole ones."""
+        return [result.dimension for result in self.results]
 
 
 @final
@@ -100,10 +104,10 @@ class Layouts:
         chosen = {place: leaf.sharding.dimension for place, leaf in leaves.items()}
         return Layout(
             {self._at[i]: d for i, d in chosen.items() if d is not None},
-            [self._result(n, chosen) for n in range(len(step.outputs))],
-            [self._computed(n) for n in range(len(step.outputs))],
+            [self._result(n, leaves) for n in range(len(step.outputs))],
+            [self._divisible(n, chosen) for n in range(len(step.outputs))],
             {i: chosen[i] for i in self._state},
-            list(leaves.values()),
+            {self._at[place]: leaf for place, leaf in leaves.items()},
         )
 
     def _argument(self, index: int) -> DividedLeaf:
@@ -138,13 +142,18 @@ class Layouts:
         name = f"variable {variable.name!r}"
         return DividedLeaf(lambda: name, aval, LeafSharding(dimension, reason))
 
-    def _result(self, number: int, chosen: Mapping[int, int | None]) -> int | None:
-        argument = self._replaced.get(number)
-        return None if argument is None else chosen.get(argument)
-
-    def _computed(self, number: int) -> int | None:
+    def _result(self, number: int, leaves: Mapping[int, DividedLeaf]) -> LeafSharding:
+        if self._step.trace.varies[number]:
+            return LeafSharding(None, "it differs between replicas")
         argument = self._replaced.get(number)
         if argument is None:
+            return LeafSharding(None, "no argument is like it")
+        return leaves[argument].sharding
+
+    def _divisible(self, number: int, chosen: Mapping[int, int | None]) -> int | None:
+        argument = self._replaced.get(number)
+        if argument is None or chosen[argument] is not None:
             return None
-        path, aval = self._step.path_of(argument), self._step.type_of(argument)
-        return self._replicas.division(path, aval).dimension
+        step = self._step
+        aval = step.type_of(argument)
+        return self._replicas.division(step.path_of(argument), aval).dimension
