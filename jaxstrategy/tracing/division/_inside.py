@@ -166,8 +166,8 @@ class Inside:
         self, eqn: Equation, divided: Mapping[int, int]
     ) -> Evaluation:
         for place in divided:
-            self._tell("all_gather", eqn.invars[place], None)
-        self._need_whole(a for i, a in enumerate(eqn.invars) if i not in divided)
+            self._tell("all_gather", eqn.invars[place], eqn)
+        self._need_whole(eqn, (a for i, a in enumerate(eqn.invars) if i not in divided))
         return computed_again(eqn, divided)
 
     def _loop(self, eqn: Equation) -> Evaluation | None:
