@@ -158,6 +158,20 @@ def test_a_gradient_that_is_not_reduced_is_told_of(two):
         two.run(step, (state, two.per_replica(some_ids(2, 6))))
 
 
+def test_what_each_replica_does_to_a_table_for_itself_is_its_own(eight):
+    embedding = js.sharded.Embedding(ROWS, FEATURES, js.sharded.SGD(0.1))
+    state = eight.mirror(embedding.from_rows(some_rows()))
+
+    @eight.run
+    def step(state, ids):
+        rows = state.lookup(ids)
+        return state.apply(state.gradient(ids, rows)).lookup(ids)  # not reduced
+
+    ids = np.arange(8 * 3).reshape(8, 3)
+    rows = step(state, eight.per_replica(ids)).stacked
+    np.testing.assert_allclose(rows, 0.9 * some_rows()[ids], rtol=1e-6)
+
+
 def test_a_learning_rate_that_changes_compiles_nothing_again(two, compilations):
     embedding = js.sharded.Embedding(ROWS, FEATURES, js.sharded.SGD(0.1))
     state = two.init(embedding.from_rows, some_rows())

@@ -78,6 +78,7 @@ class DividedStep:
             self.borders,
             [*self._crossing, *self._varying_results],
             self._replicas,
+            self._varies,
         )
 
     def _mirrored_references(self, flat: Jaxpr) -> list[int]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import jax
 from jax.extend.core import Literal
 
 from jaxstrategy.reductions import _shard_functions
 from jaxstrategy.reductions._shard_functions import ShardFunction
-from jaxstrategy.tracing._jaxpr_types import Equation, Var
+from jaxstrategy.tracing._jaxpr_types import Atom, Equation, Var
 from jaxstrategy.tracing.division._replica_values import Evaluation, ReplicaValues
 
 
@@ -22,10 +22,15 @@ def shard_function(eqn: Equation) -> ShardFunction | None:
     return _shard_functions.called_by(eqn.params["name"], operands, results)
 
 
-def call_of_parts(eqn: Equation, parts: Mapping[Var, int]) -> ShardFunction | None:
+def call_of_parts(
+    eqn: Equation, parts: Mapping[Var, int], varies: Callable[[Atom], bool]
+) -> ShardFunction | None:
     """The function, if what it takes parts of lies divided along dimension 0."""
     function = shard_function(eqn)
     if function is None or function.of_parts is None:
+        return None
+    # Parts of what differs between replicas would be parts of several arrays.
+    if function.are_rest_equal and any(map(varies, eqn.invars)):
         return None
     operands = [eqn.invars[place] for place in function.divided]
     is_divided = [not isinstance(a, Literal) and parts.get(a) == 0 for a in operands]

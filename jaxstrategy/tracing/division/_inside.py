@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import final
 
 import jax
@@ -74,6 +74,7 @@ class Inside:
       borders: the sums that are divided.
       wanted: the variables that are needed afterwards.
       replicas: those of the step.
+      varies: whether a value may differ between replicas.
 
     Attributes:
       exchanges: the gathers and scatters that this makes, in order.
@@ -86,8 +87,10 @@ class Inside:
         borders: Borders,
         wanted: Iterable[Var],
         replicas: Replicas,
+        varies: Callable[[Atom], bool],
     ) -> None:
         self._borders = borders
+        self._varies = varies
         self._replicas = replicas
         self._dimensions = dict(parts)
         self._last = _last_uses(eqns, wanted, borders)
@@ -127,7 +130,7 @@ class Inside:
             return self._conversion(eqn)
         if name == "scan":
             return self._loop(eqn)
-        if (function := call_of_parts(eqn, self._dimensions)) is not None:
+        if (function := call_of_parts(eqn, self._dimensions, self._varies)) is not None:
             return self._call(eqn, function)
         if divided := parts_computed_again(eqn, self._dimensions):
             return self._second_computation(eqn, divided)
