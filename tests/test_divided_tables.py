@@ -186,6 +186,25 @@ def test_two_lookups_of_one_table():
     np.testing.assert_allclose(new, wanted, rtol=1e-5, atol=1e-6)
 
 
+def test_a_table_that_is_looked_up_with_16_bits(eight):
+    def step(table, ids):
+        def loss(table):
+            rows = js.sharded.lookup(table.astype("bfloat16"), ids)
+            return (rows**2).sum().astype("float32")
+
+        gradient = js.get_replica_context().all_reduce("mean", jax.grad(loss)(table))
+        return table - gradient
+
+    assert compiled(eight, step, TABLE).memory_analysis().temp_size_in_bytes < BLOCK * 2
+    table = np.random.default_rng(1).normal(size=(ROWS // 64, 8)).astype(np.float32)
+    ids = np.random.default_rng(0).integers(0, 100, (REPLICAS, 20))
+    new = eight.run(step, (eight.mirror(table), eight.per_replica(ids)))
+    whole = js.MirroredStrategy(jax.devices())
+    wanted = whole.run(step, (whole.mirror(table), whole.per_replica(ids)))
+    assert isinstance(new, js.Sharded)
+    np.testing.assert_array_equal(new, wanted)
+
+
 def test_rows_looked_up_in_a_loop_and_a_branch():
     strategy = js.MirroredStrategy(jax.devices(), sharding=EVERYTHING)
     table = np.random.default_rng(1).normal(size=(64, 4)).astype(np.float32)

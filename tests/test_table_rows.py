@@ -91,7 +91,7 @@ def test_rows_are_added_up_at_their_owners(replicas, case):
     rows = np.random.default_rng(1).integers(-9, 9, (*ids.shape, 3)).astype(np.float32)
 
     def add(ids, rows):
-        return summing().part_of_sum(ids[0], rows[0], axes=AXES)
+        return summing().part_of_sum(ids[0], rows[0], axes=AXES, dtype="float32")
 
     table = on_parts(add, replicas, (PARTS, PARTS), PARTS)(ids, rows)
     np.testing.assert_array_equal(table, summed(ids, rows))

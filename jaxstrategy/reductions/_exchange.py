@@ -12,6 +12,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from jaxstrategy.reductions._rows_by_id import summed_by_id
 from jaxstrategy.reductions._sums import Axes
@@ -76,20 +77,24 @@ def taken(block: jax.Array, ids: jax.Array, axes: Axes) -> jax.Array:
     return route.returned(jnp.take(block, wanted, axis=0, mode="fill"))
 
 
-def added(ids: jax.Array, rows: jax.Array, block: int, axes: Axes) -> jax.Array:
+def added(
+    ids: jax.Array, rows: jax.Array, block: int, axes: Axes, dtype: DTypeLike
+) -> jax.Array:
     """This replica's block of the sum of all replicas' rows, each added at its id.
 
     Shapes: ids `[n]`, rows `[n, ...]` -> `[block, ...]`. Rows with an id that is no row
-    of the table are left out.
+    of the table are left out. What each replica has added up is of the type of its
+    rows; the sum of that over the replicas is of type `dtype`.
     """
-    zeros = jnp.zeros((block, *rows.shape[1:]), rows.dtype)
+    zeros = jnp.zeros((block, *rows.shape[1:]), dtype)
     if not rows.size:
         return zeros
     # Each replica's own sums first, as the sum of whole gradients has them.
     ids, rows = summed_by_id(ids, rows)
     route = _route(ids, block, axes)
     places = route.sent(route.rows, filling=block)
-    return zeros.at[places].add(route.sent(rows, filling=0), mode="drop")
+    sent = route.sent(rows, filling=0).astype(dtype)
+    return zeros.at[places].add(sent, mode="drop")
 
 
 def numbers_in_block(ids: jax.Array, block: int, axes: Axes) -> jax.Array:

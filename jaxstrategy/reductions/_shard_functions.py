@@ -52,7 +52,8 @@ class ShardFunction:
       are_rest_equal: whether the other operands must be equal on all replicas. They
         are of every function that returns parts: parts of one array.
       part_of_sum: from whole operands, which differ between replicas, this replica's
-        part of the sum over `axes` of the only result. None if there is no such way.
+        part of the sum over `axes` of the only result, which each converts to `dtype=`
+        before it is summed. None if there is no such way.
     """
 
     name: str

@@ -10,6 +10,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from jaxstrategy.reductions import _exchange
 from jaxstrategy.reductions._shard_functions import ShardFunction, registered
@@ -90,10 +91,12 @@ def _summing(length: int, rank: int) -> ShardFunction:
         zeros = jnp.zeros((length, *rows.shape[1:]), rows.dtype)
         return zeros.at[jnp.where(ids < 0, length, ids)].add(rows, mode="drop")
 
-    def part_of_sum(ids: jax.Array, rows: jax.Array, *, axes: Axes) -> jax.Array:
+    def part_of_sum(
+        ids: jax.Array, rows: jax.Array, *, axes: Axes, dtype: DTypeLike
+    ) -> jax.Array:
         parts = jax.lax.axis_size(axes)
         assert length % parts == 0, "a table is divided into equal blocks"
-        return _exchange.added(ids, rows, length // parts, axes)
+        return _exchange.added(ids, rows, length // parts, axes, dtype)
 
     return registered(
         ShardFunction(

@@ -162,6 +162,8 @@ class _Search:
     ) -> tuple[list[Equation], list[Equation]]:
         """The calls of functions that make a part of a sum, and how they are added.
 
+        Each may be converted to the type of the sum, before it is added.
+
         No calls if something else is summed as well, or along another dimension.
         """
         eqn = self._origins[result]
@@ -169,6 +171,11 @@ class _Search:
         pending: list[Atom] = [eqn.invars[list(eqn.outvars).index(result)]]
         while pending:
             origin = self._only_used_once(pending.pop())
+            if origin is not None and origin.primitive.name == "convert_element_type":
+                additions.append(origin)
+                origin = self._only_used_once(origin.invars[0])
+                if origin is None or shard_function(origin) is None:
+                    return [], []
             function = None if origin is None or dimension else shard_function(origin)
             if origin is not None and function and function.part_of_sum:
                 calls.append(origin)

@@ -19,6 +19,7 @@ import jax
 from jax import lax
 from jax.extend import core
 from jax.extend.core import DropVar, Literal
+from jax.typing import DTypeLike
 
 from jaxstrategy.reductions._shard_functions import ShardFunction
 from jaxstrategy.replicas._replicas import Replicas
@@ -237,7 +238,8 @@ def _evaluate_sum(
 ) -> None:
     """One sum over the replicas, or this replica's part of it."""
     if (calls := borders.of_functions.get(result)) is not None:
-        parts = [_part_of_sum(call, values) for call in calls]
+        dtype = result.aval.dtype
+        parts = [_part_of_sum(call, dtype, values) for call in calls]
         values.parts[result] = functools.reduce(operator.add, parts)
     elif (dimension := borders.sums.get(result)) is not None:
         array = values.whole(operand)
@@ -246,11 +248,12 @@ def _evaluate_sum(
         values.keep([result], [lax.psum(values.whole(operand), values.axes)])
 
 
-def _part_of_sum(call: Equation, values: ReplicaValues) -> jax.Array:
+def _part_of_sum(call: Equation, dtype: DTypeLike, values: ReplicaValues) -> jax.Array:
     """This replica's part of the sum of what a function makes on each."""
     function = shard_function(call)
     assert function is not None and function.part_of_sum is not None, "it was found"
-    part = function.part_of_sum(*map(values.whole, call.invars), axes=values.axes)
+    operands = map(values.whole, call.invars)
+    part = function.part_of_sum(*operands, axes=values.axes, dtype=dtype)
     (array,) = jax.tree.leaves(part)
     return array
 
