@@ -21,6 +21,7 @@ from jaxstrategy import flax as flax
 from jaxstrategy import optax as optax
 from jaxstrategy import profiling as profiling
 from jaxstrategy import sharded as sharded
+from jaxstrategy._communication_options import PowerSGD as PowerSGD
 from jaxstrategy._errors import ClusterError as ClusterError
 from jaxstrategy._errors import (
     ContextError as ContextError,
@@ -85,6 +86,9 @@ from jaxstrategy.inputs.sources._memory import batches as batches
 from jaxstrategy.masks._masked_means import batch_mask as batch_mask
 from jaxstrategy.masks._masked_means import masked_mean as masked_mean
 from jaxstrategy.masks._masked_means import masked_sum as masked_sum
+from jaxstrategy.reductions._compression_state import (
+    CompressionState as CompressionState,
+)
 from jaxstrategy.reductions._cross_device_ops import CrossDeviceOps as CrossDeviceOps
 from jaxstrategy.reductions._planned_ops import (
     HierarchicalCopyAllReduce as HierarchicalCopyAllReduce,

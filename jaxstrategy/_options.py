@@ -8,10 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeVar
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jax.tree_util import KeyPath
-from jax.typing import DTypeLike
 
 from jaxstrategy.text._whole_numbers import several_whole, whole
 
@@ -222,7 +219,7 @@ class VariableSynchronization(enum.Enum):
 
     @classmethod
     def _missing_(cls, value: object) -> VariableSynchronization:
-        return _named(cls, value, "synchronization")
+        return named(cls, value, "synchronization")
 
 
 class VariableAggregation(enum.Enum):
@@ -245,7 +242,7 @@ class VariableAggregation(enum.Enum):
 
     @classmethod
     def _missing_(cls, value: object) -> VariableAggregation:
-        return _named(cls, value, "aggregation")
+        return named(cls, value, "aggregation")
 
 
 def _quoted(kind: type[enum.Enum]) -> list[str]:
@@ -258,7 +255,7 @@ def _all_of(kind: type[enum.Enum]) -> str:
     return f"{', '.join(names)} and {last}"
 
 
-def _named(kind: type[_Choice], value: object, what: str) -> _Choice:
+def named(kind: type[_Choice], value: object, what: str) -> _Choice:
     """The member of the enum `kind` with this name, in any case.
 
     Raises:
@@ -270,122 +267,3 @@ def _named(kind: type[_Choice], value: object, what: str) -> _Choice:
     raise ValueError(
         f"`{what}` was {value!r}; a {kind.__name__} or one of {names} was wanted."
     )
-
-
-class CommunicationImplementation(enum.Enum):
-    """The algorithm by which a sum over the replicas is computed.
-
-    AUTO leaves it to the strategy, NCCL is one all-reduce (XLA uses NCCL on NVIDIA
-    GPUs, and each platform's own library elsewhere), RING a reduce-scatter followed by
-    an all-gather.
-
-    >>> import jaxstrategy as js
-    >>> ring = js.experimental.CommunicationImplementation.RING
-    >>> options = js.experimental.CommunicationOptions(implementation=ring)
-    >>> strategy = js.MirroredStrategy(js.simulate(8)[:2])
-    >>> strategy.reduce("sum", strategy.per_replica([1.0, 2.0]), options=options)
-    Array(3., dtype=float32)
-    """
-
-    AUTO = "AUTO"
-    RING = "RING"
-    NCCL = "NCCL"
-
-    @classmethod
-    def _missing_(cls, value: object) -> CommunicationImplementation:
-        return _named(cls, value, "implementation")
-
-
-@dataclasses.dataclass(frozen=True)
-class CommunicationOptions:
-    """Options of reductions: how values are reduced over the replicas.
-
-    Attributes:
-      bytes_per_pack: arrays of up to so many bytes are joined before they are reduced,
-        into packs of at most so many; 0 stands for what is best on the platform.
-      timeout_seconds: of `MultiWorkerMirroredStrategy`: a step that makes no progress
-        for so long ends the process, with a report. Refused elsewhere: a reduction is
-        part of a compiled program, which cannot be interrupted.
-      implementation: a `CommunicationImplementation` or its name.
-      reduce_dtype: floating-point numbers are summed in this dtype, and come back in
-        their own. By default in their own, those of 16 bits and less in float32.
-
-    Raises:
-      ValueError: a negative size; no such implementation; a timeout that is not
-        positive, or where there can be none.
-      TypeError: `reduce_dtype` is not a floating-point dtype; the size is no number.
-
-    >>> CommunicationOptions(bytes_per_pack=2**20, implementation="ring").bytes_per_pack
-    1048576
-    """
-
-    bytes_per_pack: int = 0
-    timeout_seconds: float | None = None
-    implementation: CommunicationImplementation | str = CommunicationImplementation.AUTO
-    reduce_dtype: DTypeLike | None = None
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "bytes_per_pack", _checked_size(self.bytes_per_pack))
-        if self.timeout_seconds is not None and not self.timeout_seconds > 0:
-            raise ValueError(
-                f"`timeout_seconds` was {self.timeout_seconds!r}; a positive number "
-                "was wanted."
-            )
-        object.__setattr__(
-            self, "implementation", CommunicationImplementation(self.implementation)
-        )
-        if self.reduce_dtype is not None:
-            object.__setattr__(self, "reduce_dtype", _float_dtype(self.reduce_dtype))
-
-
-def _checked_size(given: object) -> int:
-    size = whole(given)
-    if size is None or size < 0:
-        error = ValueError if isinstance(given, int) else TypeError
-        raise error(
-            f"`bytes_per_pack` was {given!r}; a number of bytes was wanted, or 0 for "
-            "what is best on the platform."
-        )
-    return size
-
-
-def _float_dtype(given: DTypeLike) -> np.dtype:
-    try:
-        dtype = jnp.dtype(given)
-    except TypeError:
-        dtype = None
-    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(
-            f"`reduce_dtype` was {given!r}; a floating-point dtype was wanted, for "
-            "example 'bfloat16'. Whole numbers are always summed in their own."
-        )
-    return dtype
-
-
-def checked_options(options: object, with_timeout: bool = False) -> None:
-    """Raise unless this is a `CommunicationOptions` or None.
-
-    Args:
-      options: anything.
-      with_timeout: whether they may have one.
-
-    Raises:
-      TypeError: they are something else.
-      ValueError: they have a timeout that cannot be kept.
-    """
-    if options is not None and not isinstance(options, CommunicationOptions):
-        raise TypeError(
-            f"`options` was {options!r}; a `CommunicationOptions` was wanted, for "
-            "example `experimental.CommunicationOptions(bytes_per_pack=2**20)`."
-        )
-    if options is not None and options.timeout_seconds is not None and not with_timeout:
-        raise ValueError(
-            f"`timeout_seconds` was {options.timeout_seconds!r}, which cannot be kept: "
-            "reductions are part of a compiled program, and no part of one can be "
-            "given up. `MultiWorkerMirroredStrategy(communication_options=...)` ends a "
-            "process whose step makes no progress for so long; leave it out elsewhere."
-        )
-
-
-CollectiveHints = CommunicationOptions
-"""TensorFlow's older name of `CommunicationOptions`."""

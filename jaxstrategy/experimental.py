@@ -2,11 +2,13 @@
 
 from typing import NoReturn
 
-from jaxstrategy._options import CollectiveHints as CollectiveHints
-from jaxstrategy._options import (
+from jaxstrategy._communication_options import CollectiveHints as CollectiveHints
+from jaxstrategy._communication_options import (
     CommunicationImplementation as CommunicationImplementation,
 )
-from jaxstrategy._options import CommunicationOptions as CommunicationOptions
+from jaxstrategy._communication_options import (
+    CommunicationOptions as CommunicationOptions,
+)
 from jaxstrategy._options import ValueContext as ValueContext
 from jaxstrategy.cluster._processes import stragglers as stragglers
 from jaxstrategy.cluster.liveness._arrivals import Stragglers as Stragglers

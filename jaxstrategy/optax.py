@@ -18,14 +18,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxstrategy._options import (
+from jaxstrategy._communication_options import (
     CommunicationOptions,
-    ReduceOp,
-    RunOptions,
     checked_options,
 )
+from jaxstrategy._options import (
+    ReduceOp,
+    RunOptions,
+)
 from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
+from jaxstrategy.reductions._compressed import check_compressible
+from jaxstrategy.reductions._compression_state import CompressionState
 from jaxstrategy.replicas import _overflow
+from jaxstrategy.strategies._compression_states import compression_state
 from jaxstrategy.strategies._current import get_replica_context, get_strategy
 from jaxstrategy.strategies._strategy import Strategy
 from jaxstrategy.text._shown import shown
@@ -61,10 +66,16 @@ def all_reduce_gradients(
     Outside any strategy it changes nothing. In cross-replica context it reduces as
     `strategy.reduce` does.
 
+    With a `compression` in the options its state is a `CompressionState`: what each
+    replica has not sent yet, and adds to its next gradients. Call `init` in
+    `strategy.scope()` or by `strategy.init`, so that it is made for all replicas.
+    Gradients that come around several times before they arrive want a smaller learning
+    rate, the smaller the more a compression leaves out.
+
     Args:
       op: "mean" for gradients of the mean loss of each replica, "sum" for those of
         `compute_average_loss`.
-      options: how, instead of as the strategy does.
+      options: how, instead of as the strategy does; also with a `compression`.
 
     Raises:
       ValueError: `op` is not a reduction.
@@ -85,7 +96,9 @@ def all_reduce_gradients(
     Array(1.75, dtype=float32)
     """
     op = ReduceOp(op)
-    checked_options(options)
+    checked_options(options, with_compression=True)
+    if options is not None and options.compression is not None:
+        return _compressed(op, options)
 
     def update(
         updates: PyTree, state: PyTree, params: PyTree = None
@@ -97,6 +110,36 @@ def all_reduce_gradients(
 
     optax = optax_for("all_reduce_gradients")
     return optax.GradientTransformation(optax.init_empty_state, update)
+
+
+def _compressed(op: ReduceOp, options: CommunicationOptions) -> GradientTransformation:
+    """A transformation that reduces gradients and keeps what was not sent of them.
+
+    Raises:
+      ValueError: `op` is no sum.
+      MissingExtraError: Optax is not installed.
+    """
+
+    def reduce(updates: PyTree, state: CompressionState) -> tuple[PyTree, PyTree]:
+        replica = get_replica_context()
+        return replica.all_reduce_compressed(op, updates, state, options)
+
+    def init(params: PyTree) -> CompressionState:
+        in_step = get_replica_context() is not None
+        strategy = get_strategy()
+        replicas = strategy.replicas
+        return compression_state(params, options, replicas, own=in_step)
+
+    def update(
+        updates: PyTree, state: PyTree, params: PyTree = None
+    ) -> tuple[PyTree, PyTree]:
+        del params
+        if get_replica_context() is not None:
+            return reduce(updates, state)
+        return get_strategy().run(reduce, (updates, state))
+
+    check_compressible(op)
+    return _optax("all_reduce_gradients").GradientTransformation(init, update)
 
 
 def apply_if_finite(

@@ -20,6 +20,7 @@ FLOORS = [
     "cluster_resolver",
     "launch",
     "_options",
+    "_communication_options",
     "replicas",
     "values",
     "reductions",

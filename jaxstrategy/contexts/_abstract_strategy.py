@@ -10,7 +10,8 @@ import abc
 import contextlib
 from collections.abc import Sequence
 
-from jaxstrategy._options import CommunicationOptions, ReduceOp
+from jaxstrategy._communication_options import CommunicationOptions
+from jaxstrategy._options import ReduceOp
 from jaxstrategy.reductions._own_reduction import OwnReduction
 from jaxstrategy.reductions._reduction import Reduction
 from jaxstrategy.replicas._devices import Device

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import jax
 
-from jaxstrategy._options import CommunicationOptions, ReduceOp
+from jaxstrategy._communication_options import CommunicationOptions
+from jaxstrategy._options import ReduceOp
 from jaxstrategy.values._per_replica import PerReplica
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from jaxstrategy.reductions._sums import Groups
 from jaxstrategy.replicas._devices import Device
+from jaxstrategy.replicas._replicas import Replicas
 from jaxstrategy.text._whole_numbers import several_whole
 
 
@@ -23,6 +24,17 @@ def near(devices: Sequence[Device]) -> Groups:
     count = next(count for count in range(math.isqrt(n), 0, -1) if n % count == 0)
     size = n // count
     return tuple(tuple(range(i, i + size)) for i in range(0, n, size))
+
+
+def chosen_groups(groups: Sequence[Sequence[int]] | None, replicas: Replicas) -> Groups:
+    """`groups`, or if there are none those of near devices.
+
+    Raises:
+      ValueError: they are not of these replicas.
+    """
+    if groups is None:
+        return near(replicas.devices)
+    return checked_groups(groups, replicas.count)
 
 
 def checked_groups(groups: Sequence[Sequence[int]], replicas: int) -> Groups:

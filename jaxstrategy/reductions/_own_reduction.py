@@ -9,8 +9,9 @@ from typing import NoReturn, final
 import jax
 import jax.numpy as jnp
 
+from jaxstrategy._communication_options import CommunicationOptions
 from jaxstrategy._errors import ContextError
-from jaxstrategy._options import CommunicationOptions, ReduceOp
+from jaxstrategy._options import ReduceOp
 from jaxstrategy.reductions._reduce_operations import OPERATIONS, checked
 from jaxstrategy.reductions._sparse import check_sum
 from jaxstrategy.reductions._sums import Groups

@@ -9,7 +9,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -109,14 +109,9 @@ def in_packs(
     Arrays of one dtype are joined; the results are those of the arrays one by one, up
     to the order in which the collective adds.
     """
-    results: dict[int, jax.Array] = {}
-    by_dtype: dict[object, list[int]] = {}
-    for index, array in enumerate(arrays):
-        if array.size == 0:  # equal on all replicas, and no collective takes it
-            results[index] = jnp.zeros_like(array)
-        else:
-            by_dtype.setdefault(array.dtype, []).append(index)
-    for indices in by_dtype.values():
+    # Without elements they are equal on all replicas, and no collective takes them.
+    results = {i: jnp.zeros_like(x) for i, x in enumerate(arrays) if x.size == 0}
+    for indices in _by_dtype(arrays):
         sizes = [arrays[index].nbytes for index in indices]
         for bucket in packing.buckets(sizes):
             chosen = [indices[place] for place in bucket]
@@ -125,14 +120,59 @@ def in_packs(
     return [results[index] for index in range(len(arrays))]
 
 
+def pairs_in_packs(
+    function: Callable[[jax.Array], tuple[jax.Array, jax.Array]],
+    arrays: Sequence[jax.Array],
+    packing: AbstractPacking,
+) -> list[tuple[jax.Array, jax.Array]]:
+    """`function` of each of some arrays, which have elements, and of the joined ones.
+
+    Args:
+      function: from a flat array to two of its shape.
+      arrays: those of one dtype are joined.
+      packing: which of them.
+
+    Returns:
+      For each array two of its shape.
+    """
+    results: dict[int, tuple[jax.Array, jax.Array]] = {}
+    for indices in _by_dtype(arrays):
+        sizes = [arrays[index].nbytes for index in indices]
+        for bucket in packing.buckets(sizes):
+            chosen = [indices[place] for place in bucket]
+            like = [arrays[index] for index in chosen]
+            first, second = function(_joined(like))
+            parts = zip(_apart(first, like), _apart(second, like), strict=True)
+            results.update(zip(chosen, parts, strict=True))
+    return [results[index] for index in range(len(arrays))]
+
+
+def _by_dtype(arrays: Sequence[jax.Array]) -> Iterable[list[int]]:
+    """The places of the arrays of each dtype that have elements, in order."""
+    found: dict[object, list[int]] = {}
+    for index, array in enumerate(arrays):
+        if array.size:
+            found.setdefault(array.dtype, []).append(index)
+    return found.values()
+
+
 def _together(
     function: Callable[[jax.Array], jax.Array], arrays: Sequence[jax.Array]
 ) -> list[jax.Array]:
     if len(arrays) == 1:
         return [function(arrays[0])]
-    flat = function(jnp.concatenate([array.reshape(-1) for array in arrays]))
-    offsets = list(itertools.accumulate((a.size for a in arrays[:-1]), initial=0))
-    parts = zip(_cut(flat, offsets, [a.size for a in arrays]), arrays, strict=True)
+    return _apart(function(_joined(arrays)), arrays)
+
+
+def _joined(arrays: Sequence[jax.Array]) -> jax.Array:
+    """The elements of all arrays, of one dtype, in one flat array."""
+    return jnp.concatenate([array.reshape(-1) for array in arrays])
+
+
+def _apart(flat: jax.Array, like: Sequence[jax.Array]) -> list[jax.Array]:
+    """What was joined, in the shapes of `like`."""
+    offsets = list(itertools.accumulate((a.size for a in like[:-1]), initial=0))
+    parts = zip(_cut(flat, offsets, [a.size for a in like]), like, strict=True)
     return [part.reshape(array.shape) for part, array in parts]
 
 

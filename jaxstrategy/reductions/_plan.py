@@ -13,15 +13,25 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from jaxstrategy._options import CommunicationImplementation as Implementation
-from jaxstrategy._options import CommunicationOptions, ReduceOp
-from jaxstrategy.reductions import _sums
-from jaxstrategy.reductions._packing import AbstractPacking, Packing, in_packs
+from jaxstrategy._communication_options import (
+    CommunicationImplementation as Implementation,
+)
+from jaxstrategy._communication_options import CommunicationOptions
+from jaxstrategy._options import ReduceOp
+from jaxstrategy.reductions import _eight_bits, _sums
+from jaxstrategy.reductions._groups import chosen_groups
+from jaxstrategy.reductions._packing import (
+    AbstractPacking,
+    Packing,
+    in_packs,
+    pairs_in_packs,
+)
 from jaxstrategy.reductions._reduce_operations import (
     OPERATIONS,
     checked,
 )
 from jaxstrategy.reductions._sums import Axes, Groups, Sum
+from jaxstrategy.replicas._replicas import Replicas
 from jaxstrategy.values._types import Leaf
 
 
@@ -29,8 +39,14 @@ class AbstractPlan(abc.ABC):
     """A reduction, decided before a step is traced."""
 
     @abc.abstractmethod
-    def with_options(self, options: CommunicationOptions | None) -> Self:
-        """The same, but for what `options` say."""
+    def with_options(
+        self, options: CommunicationOptions | None, replicas: Replicas
+    ) -> Self:
+        """The same, but for what `options` say.
+
+        Raises:
+          ValueError: they name groups that are not of these replicas.
+        """
 
     @abc.abstractmethod
     def within(self, groups: Groups | None) -> Self:
@@ -48,6 +64,24 @@ class AbstractPlan(abc.ABC):
           TypeError: a dtype cannot be reduced with `op`.
         """
 
+    @abc.abstractmethod
+    def in_eight_bits(
+        self, op: ReduceOp, arrays: Sequence[jax.Array], axes: Axes
+    ) -> list[tuple[jax.Array, jax.Array]]:
+        """The sum or mean of each array of which numbers were sent in 8 bits.
+
+        Args:
+          op: SUM or MEAN.
+          arrays: of floating-point numbers of 32 bits or more.
+          axes: the mesh axes.
+
+        Returns:
+          For each the result, and what of this replica's array is not in it.
+
+        Raises:
+          ValueError: it sums in a way of its own.
+        """
+
 
 @dataclasses.dataclass(frozen=True)
 class Plan(AbstractPlan):
@@ -59,15 +93,29 @@ class Plan(AbstractPlan):
       groups: sums and extremes are over the replicas of each group, if there are any.
       reduce_dtype: what floating-point numbers are summed in; None: their own, those of
         16 bits and less in float32.
+      near: groups of replicas that are close to each other, if sums are made inside
+        them first.
     """
 
     packing: AbstractPacking
     sum: Sum = _sums.direct
     groups: Groups | None = None
     reduce_dtype: DTypeLike | None = None
+    near: Groups | None = None
 
-    def with_options(self, options: CommunicationOptions | None) -> Plan:
-        """The same, but for what `options` say."""
+    def in_levels(self, groups: Groups) -> Plan:
+        """The same, with sums inside these groups, between them, and back to all."""
+        in_groups = functools.partial(_sums.hierarchical, groups=groups)
+        return dataclasses.replace(self, sum=in_groups, near=groups)
+
+    def with_options(
+        self, options: CommunicationOptions | None, replicas: Replicas
+    ) -> Plan:
+        """The same, but for what `options` say.
+
+        Raises:
+          ValueError: they name groups that are not of these replicas.
+        """
         if options is None:
             return self
         plan = self
@@ -76,9 +124,11 @@ class Plan(AbstractPlan):
         if options.reduce_dtype is not None:
             plan = dataclasses.replace(plan, reduce_dtype=options.reduce_dtype)
         if options.implementation is Implementation.RING:
-            plan = dataclasses.replace(plan, sum=_sums.ring)
+            plan = dataclasses.replace(plan, sum=_sums.ring, near=None)
         if options.implementation is Implementation.NCCL:
-            plan = dataclasses.replace(plan, sum=_sums.direct)
+            plan = dataclasses.replace(plan, sum=_sums.direct, near=None)
+        if options.implementation is Implementation.HIERARCHICAL:
+            plan = plan.in_levels(chosen_groups(options.groups, replicas))
         return plan
 
     def reduce(self, op: ReduceOp, values: Sequence[Leaf], axes: Axes) -> list[Leaf]:
@@ -121,6 +171,26 @@ class Plan(AbstractPlan):
         """
         reduced = iter(self.reduce(op, [x for x in arrays if x.size], axes))
         return [next(reduced) if x.size else jnp.zeros_like(x) for x in arrays]
+
+    def in_eight_bits(
+        self, op: ReduceOp, arrays: Sequence[jax.Array], axes: Axes
+    ) -> list[tuple[jax.Array, jax.Array]]:
+        """The sum or mean of each array of which numbers were sent in 8 bits.
+
+        Raises:
+          ValueError: the sum is one that gets arrays whole.
+        """
+        if self.near is None and self.sum not in (_sums.direct, _sums.ring):
+            raise ValueError(
+                "`compression='int8'` was given, but this strategy's cross-device "
+                "operations add up whole arrays. Use the default ones, "
+                "`NcclAllReduce` or `HierarchicalCopyAllReduce`."
+            )
+        divisor = lax.axis_size(axes) if OPERATIONS[op].divides else 1
+        summed = functools.partial(
+            _eight_bits.summed, axes=axes, divisor=divisor, near=self.near
+        )
+        return pairs_in_packs(summed, arrays, self.packing)
 
     def within(self, groups: Groups | None) -> Plan:
         """The same, but over the replicas of each group."""

@@ -9,10 +9,11 @@ from typing import NoReturn, final
 
 import jax
 
-from jaxstrategy._options import CommunicationOptions, ReduceOp
+from jaxstrategy._communication_options import CommunicationOptions
+from jaxstrategy._options import ReduceOp
 from jaxstrategy.reductions import _sums
 from jaxstrategy.reductions._cross_device_ops import CrossDeviceOps
-from jaxstrategy.reductions._groups import checked_groups, near
+from jaxstrategy.reductions._groups import chosen_groups
 from jaxstrategy.reductions._packing import NumberOfPacks, best_on
 from jaxstrategy.reductions._plan import Plan
 from jaxstrategy.replicas import _devices
@@ -119,11 +120,7 @@ class HierarchicalCopyAllReduce(PlannedOps):
         Raises:
           ValueError: the groups are not of these replicas.
         """
-        if self._groups is None:
-            chosen = near(replicas.devices)
-        else:
-            chosen = checked_groups(self._groups, replicas.count)
-        return Plan(self._packing, functools.partial(_sums.hierarchical, groups=chosen))
+        return Plan(self._packing).in_levels(chosen_groups(self._groups, replicas))
 
 
 @final

@@ -7,7 +7,10 @@ from typing import final
 
 import jax
 
-from jaxstrategy._options import CommunicationOptions, ReduceOp
+from jaxstrategy._communication_options import CommunicationOptions
+from jaxstrategy._options import ReduceOp
+from jaxstrategy.reductions._compressed import Owed, reduce_with_memory
+from jaxstrategy.reductions._compression_state import compression_of
 from jaxstrategy.reductions._gather import all_gather
 from jaxstrategy.reductions._plan import AbstractPlan
 from jaxstrategy.reductions._sparse import reduce_slices
@@ -50,7 +53,7 @@ class Reduction:
           TypeError: a leaf is not a number, or has no such reduction.
           ValueError: `IndexedSlices` in groups or with an extreme.
         """
-        plan = self._plan.with_options(options).within(groups)
+        plan = self._plan.with_options(options, self._replicas).within(groups)
         dense = [leaf for leaf in leaves if not is_slices(leaf)]
         sparse = [self._sparse(op, x, groups) for x in leaves if is_slices(x)]
         reduced, joined = iter(self._dense(plan, op, dense)), iter(sparse)
@@ -73,6 +76,47 @@ class Reduction:
         """Whether arrays like this one lie divided over the replicas."""
         is_array = hasattr(leaf, "shape") and hasattr(leaf, "dtype")
         return is_array and self._replicas.is_divisible(leaf)
+
+    def reduce_compressed(
+        self,
+        op: ReduceOp,
+        leaves: Sequence[Leaf],
+        owed: Sequence[Owed | None],
+        options: CommunicationOptions,
+    ) -> tuple[list[Leaf], list[Owed | None]]:
+        """This replica's arrays reduced over all replicas, some of them compressed.
+
+        Args:
+          op: a sum.
+          leaves: arrays, numbers and `IndexedSlices`, which stay sparse.
+          owed: what is owed of each leaf that is compressed; None for others.
+          options: with a compression.
+
+        Returns:
+          The results, and what is owed now.
+
+        Raises:
+          ValueError: `op` is no sum, or the plan has sums of its own.
+          TypeError: a leaf is not a number, or has no such reduction.
+          NotImplementedError: the result is differentiated.
+        """
+        plan = self._plan.with_options(options, self._replicas)
+        axes = self._replicas.collective_axes if self._replicas.count > 1 else ()
+        dense = [i for i, leaf in enumerate(leaves) if not is_slices(leaf)]
+        reduced, settled = reduce_with_memory(
+            op,
+            [leaves[i] for i in dense],
+            [owed[i] for i in dense],
+            compression_of(options),
+            plan,
+            axes,
+        )
+        results, debts = list(leaves), list(owed)
+        for i, leaf, debt in zip(dense, reduced, settled, strict=True):
+            results[i], debts[i] = leaf, debt
+        return [
+            self._sparse(op, x, None) if is_slices(x) else x for x in results
+        ], debts
 
     def _sparse(
         self, op: ReduceOp, leaf: IndexedSlices, groups: Groups | None

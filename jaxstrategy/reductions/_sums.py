@@ -35,7 +35,7 @@ def ring(array: jax.Array, axes: Axes, divisor: int) -> jax.Array:
     """
     if lax.axis_size(axes) == 1:  # which XLA would not see
         return direct(array, axes, divisor)
-    flat = _padded(array, lax.axis_size(axes))
+    flat = padded(array, lax.axis_size(axes))
     part = _divided(lax.psum_scatter(flat, axes, tiled=True), divisor)
     return _restored(lax.all_gather(part, axes, tiled=True), array)
 
@@ -55,10 +55,10 @@ def hierarchical(
     """
     if lax.axis_size(axes) == 1:  # which XLA would not see
         return direct(array, axes, divisor)
-    flat = _padded(array, len(groups[0]))
+    flat = padded(array, len(groups[0]))
     inside = {"axis_index_groups": groups, "tiled": True}
     part = lax.psum_scatter(flat, axes, **inside)
-    part = lax.psum(part, axes, axis_index_groups=tuple(zip(*groups, strict=True)))
+    part = lax.psum(part, axes, axis_index_groups=across(groups))
     return _restored(lax.all_gather(_divided(part, divisor), axes, **inside), array)
 
 
@@ -93,6 +93,19 @@ def grouped(array: jax.Array, axes: Axes, divisor: int, *, groups: Groups) -> ja
     return _divided(lax.psum(array, axes, axis_index_groups=groups), divisor)
 
 
+def across(groups: Groups) -> Groups:
+    """The groups of those who have the same place in `groups`, in the same order."""
+    return tuple(zip(*groups, strict=True))
+
+
+def place_in(groups: Groups | None, axes: Axes) -> jax.Array:
+    """The place of this replica among all, or in its group."""
+    if groups is None:
+        return lax.axis_index(axes)
+    places = {member: i for group in groups for i, member in enumerate(group)}
+    return jnp.asarray([places[i] for i in range(len(places))])[lax.axis_index(axes)]
+
+
 def in_order(versions: Sequence[jax.Array]) -> jax.Array:
     """The sum of these arrays, from the first to the last."""
     return functools.reduce(operator.add, versions)
@@ -102,7 +115,7 @@ def _divided(array: jax.Array, divisor: int) -> jax.Array:
     return array if divisor == 1 else array / divisor
 
 
-def _padded(array: jax.Array, parts: int) -> jax.Array:
+def padded(array: jax.Array, parts: int) -> jax.Array:
     """`array` flat, with zeros up to a multiple of `parts`."""
     flat: Any = array.reshape(-1)
     return jnp.pad(flat, (0, -flat.size % parts))

@@ -5,15 +5,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import final
+from typing import NoReturn, final
 
 import jax
 
-from jaxstrategy._options import CommunicationOptions, ReduceOp
+from jaxstrategy._communication_options import CommunicationOptions
+from jaxstrategy._options import ReduceOp
 from jaxstrategy.reductions._cross_device_ops import CrossDeviceOps
 from jaxstrategy.reductions._plan import AbstractPlan
 from jaxstrategy.reductions._reduce_operations import checked
 from jaxstrategy.reductions._sums import Axes, Groups
+from jaxstrategy.replicas._replicas import Replicas
 from jaxstrategy.values._per_replica import PerReplica
 from jaxstrategy.values._types import Leaf
 
@@ -37,7 +39,9 @@ class UserPlan(AbstractPlan):
     cross_replica: Callable[[], contextlib.AbstractContextManager[object]]
     options: CommunicationOptions | None = None
 
-    def with_options(self, options: CommunicationOptions | None) -> UserPlan:
+    def with_options(
+        self, options: CommunicationOptions | None, replicas: Replicas
+    ) -> UserPlan:
         """The same with these options, if there are some."""
         return dataclasses.replace(self, options=options) if options else self
 
@@ -53,6 +57,21 @@ class UserPlan(AbstractPlan):
             f"`groups` was given, but {type(self.ops).__name__} reduces over all "
             "replicas. Use a strategy with one of jaxstrategy's own cross-device "
             "operations."
+        )
+
+    def in_eight_bits(
+        self, op: ReduceOp, arrays: Sequence[jax.Array], axes: Axes
+    ) -> NoReturn:
+        """Nothing: the operations get whole arrays.
+
+        Raises:
+          ValueError: always.
+        """
+        raise ValueError(
+            f"`compression='int8'` was given, but {type(self.ops).__name__} reduces "
+            "whole arrays. Use a strategy with one of jaxstrategy's own cross-device "
+            "operations, or `compression=jaxstrategy.PowerSGD()`, which gives them "
+            "thin ones."
         )
 
     def reduce(self, op: ReduceOp, values: Sequence[Leaf], axes: Axes) -> list[Leaf]:

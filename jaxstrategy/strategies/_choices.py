@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import final
 
-from jaxstrategy._options import CommunicationOptions
+from jaxstrategy._communication_options import CommunicationOptions
 from jaxstrategy.cluster._processes import Processes
 from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
 from jaxstrategy.executors._compiled import CompiledExecutor

@@ -132,7 +132,9 @@ def _reduction_for(strategy: AbstractStrategy, choices: Choices) -> Reduction:
         plan = ops.plan(strategy.replicas)
     else:
         plan = _of_user(strategy, ops)
-    return Reduction(strategy.replicas, plan.with_options(choices.options))
+    return Reduction(
+        strategy.replicas, plan.with_options(choices.options, strategy.replicas)
+    )
 
 
 def _of_user(strategy: AbstractStrategy, ops: CrossDeviceOps) -> AbstractPlan:

@@ -9,7 +9,8 @@ from typing import TypeAlias, final
 import jax
 from jax.core import Tracer
 
-from jaxstrategy._options import CommunicationOptions, ReduceOp
+from jaxstrategy._communication_options import CommunicationOptions
+from jaxstrategy._options import ReduceOp
 from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
 from jaxstrategy.executors._executor import AbstractExecutor
 from jaxstrategy.masks import _filled_rows

@@ -9,8 +9,9 @@ from typing import final
 import jax
 from jax.core import Tracer
 
+from jaxstrategy._communication_options import CommunicationOptions
 from jaxstrategy._errors import ContextError
-from jaxstrategy._options import CommunicationOptions, ReduceOp
+from jaxstrategy._options import ReduceOp
 from jaxstrategy.contexts import (
     _context,
     _replica_context,

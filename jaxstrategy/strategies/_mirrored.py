@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import final
 
-from jaxstrategy._options import CommunicationOptions
+from jaxstrategy._communication_options import CommunicationOptions
 from jaxstrategy.reductions._cross_device_ops import CrossDeviceOps
 from jaxstrategy.replicas import _devices
 from jaxstrategy.replicas._devices import Device

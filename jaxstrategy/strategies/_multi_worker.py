@@ -6,7 +6,7 @@ from typing import Any, Self
 
 import jax
 
-from jaxstrategy._options import (
+from jaxstrategy._communication_options import (
     CommunicationImplementation,
     CommunicationOptions,
     checked_options,

@@ -7,11 +7,14 @@ from collections.abc import Callable
 import jax
 from jax.tree_util import KeyPath
 
+from jaxstrategy._communication_options import CommunicationOptions, checked_options
 from jaxstrategy._options import (
     ValueContext,
 )
 from jaxstrategy.contexts import _context
+from jaxstrategy.reductions._compression_state import CompressionState
 from jaxstrategy.strategies._composition import ComposedStrategy
+from jaxstrategy.strategies._compression_states import compression_state
 from jaxstrategy.tracing._init import build_replicated
 from jaxstrategy.values import _arrays, _building, _per_replica
 from jaxstrategy.values._per_replica import PerReplica
@@ -115,12 +118,47 @@ class PlacesValues(ComposedStrategy):
         versions = [value_fn(ValueContext(i, n)) for i in self.replicas.own]
         return _building.stack(versions, self.replicas, own=True, plain_if_alone=True)
 
+    def compression_state(
+        self, params: PyTree, options: CommunicationOptions
+    ) -> CompressionState:
+        """A state for compressed reductions, in which nothing is left to send.
+
+        `ReplicaContext.all_reduce_compressed` takes it. In Optax
+        `optax.all_reduce_gradients` makes it itself, with this method if its `init` is
+        called in `scope()` or by `strategy.init`.
+
+        Args:
+          params: a pytree of arrays like what is reduced, of any values: parameters,
+            for gradients.
+          options: with a `compression`.
+
+        Returns:
+          A `CompressionState`: for each array that is compressed a `PerReplica` of
+          zeros of its shape (with one replica an array), and for `PowerSGD` a mirrored
+          array `[columns, rank]`.
+
+        Raises:
+          ValueError: `options` have no compression.
+          TypeError: `options` are none.
+          ContextError: inside `run`.
+
+        >>> import jaxstrategy as js
+        >>> strategy = js.MirroredStrategy(js.simulate(8)[:2])
+        >>> options = js.experimental.CommunicationOptions(compression="int8")
+        >>> params = {"w": np.zeros((3, 100), np.float32), "b": np.zeros(100)}
+        >>> strategy.compression_state(params, options).errors
+        {'b': None, 'w': PerReplica(float32[3,100] on cpu:0, cpu:1)}
+        """
+        _context.require_host(self, "compression_state")
+        checked_options(options, with_compression=True)
+        return compression_state(params, options, self.replicas)
+
     def init(self, fn: Callable[..., PyTree], *args: PyTree) -> PyTree:
         """`fn(*args)` built in mirrored form: on every device at once, from nothing.
 
         No device ever holds a copy of the result that it does not keep, so state that
         just fits can be built. Leaves of the result that are not arrays stay as they
-        are.
+        are; of a `PerReplica` made in `fn` each device gets its own version.
 
         If the strategy has a `sharding`, each device keeps its part of large arrays, as
         `mirror` places them. Its numbers are those of whole state, bit by bit, so what

@@ -8,7 +8,8 @@ from collections.abc import Callable, Hashable, Sequence
 import jax
 import jax.numpy as jnp
 
-from jaxstrategy._options import CommunicationOptions, ReduceOp
+from jaxstrategy._communication_options import CommunicationOptions
+from jaxstrategy._options import ReduceOp
 from jaxstrategy.masks import _filled_rows, _step_masks
 from jaxstrategy.reductions._fingerprint import fingerprints
 from jaxstrategy.reductions._gather import checked_axis

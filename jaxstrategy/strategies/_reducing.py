@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jaxstrategy._options import (
+from jaxstrategy._communication_options import (
     CommunicationOptions,
-    ReduceOp,
     checked_options,
 )
+from jaxstrategy._options import ReduceOp
 from jaxstrategy.contexts import _context
 from jaxstrategy.strategies._composition import ComposedStrategy
 from jaxstrategy.values._types import PyTree

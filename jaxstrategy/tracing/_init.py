@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 
 import jax
+from jax.core import Tracer
+from jax.tree_util import KeyPath
 
 from jaxstrategy.replicas import _mesh
-from jaxstrategy.replicas._replicas import SAME, Replicas
+from jaxstrategy.replicas._replicas import SAME, SPLIT, Replicas
 from jaxstrategy.tracing import _results
 from jaxstrategy.tracing._divided_init import build_divided
 from jaxstrategy.tracing._replica_step import name_of
-from jaxstrategy.values import _arrays, _building, _per_replica
+from jaxstrategy.values import _arrays, _building, _per_replica, _trees
 from jaxstrategy.values._per_replica import PerReplica
-from jaxstrategy.values._types import PyTree
+from jaxstrategy.values._types import Leaf, PyTree
 
 
 def build_replicated(
@@ -21,8 +24,9 @@ def build_replicated(
 ) -> PyTree:
     """`fn(*args)` compiled so that its arrays come out as `replicas` keep their state.
 
-    That is whole on each of them, or in parts. Arrays in `args` are traced; everything
-    else `fn` sees as it is.
+    That is whole on each of them, or in parts; a `PerReplica` that it makes comes out
+    with a version on each. Arrays in `args` are traced; everything else `fn` sees as it
+    is.
 
     Raises:
       TypeError: `fn` cannot be called; an argument is a `PerReplica`; a leaf of the
@@ -45,18 +49,63 @@ def build_replicated(
         given = dict(zip(traced, given_arrays, strict=True))
         seen = [given.get(index, leaf) for index, leaf in enumerate(leaves)]
         returned = fn(*jax.tree.unflatten(treedef, seen))
+        returned, stacked = _without_versions(returned, replicas)
         arrays, results = _results.take_apart(returned, leaves, name_of(fn))
-        return results.rebuild(arrays)
+        return results.rebuild(arrays), stacked
 
     given = [leaves[index] for index in traced]
+    where = replicas.sharding(SPLIT)
     if replicas.state_sharding is not None:
-        divided = build_divided(build, given, replicas, name_of(fn))
-        return _results.unwrap_plain(divided)
+        built, stacked = build_divided(build, given, replicas, name_of(fn))
+        stacked = [_mesh.place(array, where) for array in stacked]
+        return _with_versions(built, stacked)
     arrays = _building.replicate(given, replicas)
     sharding = replicas.sharding(SAME)
-    built = jax.jit(build, out_shardings=sharding)(*arrays)
+    built, stacked = jax.jit(build, out_shardings=(sharding, where))(*arrays)
     if not sharding.is_fully_addressable:  # what `fn` closes over may differ
         built = jax.tree.map(
             lambda leaf: _mesh.broadcast(leaf.addressable_data(0), sharding), built
         )
-    return _results.unwrap_plain(built)
+    return _with_versions(built, stacked)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Versions:
+    """The place of a `PerReplica` of the result, number `n` of them."""
+
+    n: int
+
+
+def _without_versions(
+    tree: PyTree, replicas: Replicas
+) -> tuple[PyTree, list[jax.Array]]:
+    """`tree` with a mark for each `PerReplica` that was built, and their arrays.
+
+    Raises:
+      ValueError: one has not a version for each replica.
+    """
+    stacked: list[jax.Array] = []
+
+    def marked(path: KeyPath, leaf: Leaf) -> Leaf:
+        if not isinstance(leaf, PerReplica):
+            return leaf
+        array = _per_replica.contents(leaf)
+        if not isinstance(array, Tracer):  # captured
+            return leaf
+        what = f"result{jax.tree_util.keystr(path)}"
+        _building.check_stacked(array, replicas.count, what)
+        stacked.append(array)
+        return _Versions(len(stacked) - 1)
+
+    marks = jax.tree.map_with_path(marked, tree, is_leaf=_trees.is_whole)
+    return marks, stacked
+
+
+def _with_versions(tree: PyTree, stacked: Sequence[jax.Array]) -> PyTree:
+    """`tree` with the `PerReplica`s of these arrays in place of their marks."""
+
+    def unmarked(leaf: Leaf) -> Leaf:
+        return PerReplica(stacked[leaf.n]) if isinstance(leaf, _Versions) else leaf
+
+    plain = _results.unwrap_plain(tree)
+    return jax.tree.map(unmarked, plain, is_leaf=_per_replica.is_per_replica)

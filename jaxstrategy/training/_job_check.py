@@ -13,8 +13,8 @@ import time
 import jax
 import numpy as np
 
+from jaxstrategy._communication_options import CommunicationOptions
 from jaxstrategy._errors import ClusterError
-from jaxstrategy._options import CommunicationOptions
 from jaxstrategy.cluster import _processes
 from jaxstrategy.cluster.meeting import _member
 from jaxstrategy.cluster.resolvers._launched import default_resolver

@@ -9,8 +9,11 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from jaxstrategy._communication_options import (
+    CommunicationOptions,
+    checked_options,
+)
 from jaxstrategy._errors import ContextError
-from jaxstrategy._options import CommunicationOptions, checked_options
 from jaxstrategy.contexts._replica_context import ReplicaContext
 from jaxstrategy.strategies._current import get_replica_context
 from jaxstrategy.text._whole_numbers import whole

@@ -1,0 +1,83 @@
+"""What is sent of gradients instead of all their bits: `Compression`."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxstrategy._options import ReduceOp
+from jaxstrategy.reductions._plan import AbstractPlan
+from jaxstrategy.reductions._sums import Axes
+from jaxstrategy.values._types import Leaf
+
+
+@dataclasses.dataclass(frozen=True)
+class Sent:
+    """One array after its compressed reduction.
+
+    Attributes:
+      value: the sum or mean, `[...]`, equal on all replicas; NaN where an array was not
+        finite.
+      missed: what of this replica's array is not in it, `[...]`. The sum of it over the
+        replicas is what the sum misses.
+      basis: what the next reduction begins with, if it begins with something.
+    """
+
+    value: jax.Array
+    missed: jax.Array
+    basis: jax.Array | None = None
+
+
+class Compression(abc.ABC):
+    """A reduction that sends less than all bits, and says what it did not send."""
+
+    @abc.abstractmethod
+    def takes(self, shape: Sequence[int]) -> bool:
+        """Whether it is worth while for floating-point numbers of this shape."""
+
+    @abc.abstractmethod
+    def basis(self, leaf: jax.ShapeDtypeStruct, number: int) -> jax.Array | None:
+        """What the first reduction of the array begins with.
+
+        Args:
+          leaf: the type of the array.
+          number: of the array, so that not all begin alike.
+        """
+
+    @abc.abstractmethod
+    def reduced(
+        self,
+        op: ReduceOp,
+        exact: Sequence[Leaf],
+        arrays: Sequence[jax.Array],
+        bases: Sequence[jax.Array | None],
+        plan: AbstractPlan,
+        axes: Axes,
+    ) -> tuple[list[Leaf], list[Sent]]:
+        """`exact` as planned, and `arrays` compressed, over two replicas or more.
+
+        Args:
+          op: a sum or mean.
+          exact: this replica's arrays that are not compressed.
+          arrays: those that are, of 32 bits or more.
+          bases: what `basis` or the last reduction made, for each of them.
+          plan: how arrays are summed.
+          axes: the mesh axes.
+        """
+
+
+def memory_of(
+    compression: Compression, leaf: jax.ShapeDtypeStruct
+) -> jax.ShapeDtypeStruct | None:
+    """The type of what is kept of an array that was not sent; None: all is sent."""
+    is_real = jnp.issubdtype(leaf.dtype, jnp.floating)
+    if not is_real or not compression.takes(leaf.shape):
+        return None
+    # In 16 bits what is added up over many steps would be lost itself.
+    dtype = np.promote_types(jnp.promote_types(leaf.dtype, jnp.float32), np.float32)
+    return jax.ShapeDtypeStruct(leaf.shape, dtype)

@@ -1,0 +1,100 @@
+"""Gradients that are sent as products of thin matrices: `ThinMatrices`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import final
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxstrategy._communication_options import PowerSGD
+from jaxstrategy._options import ReduceOp
+from jaxstrategy.reductions._compression import Compression, Sent
+from jaxstrategy.reductions._plan import AbstractPlan
+from jaxstrategy.reductions._sums import Axes
+from jaxstrategy.values._types import Leaf
+
+
+@final
+class ThinMatrices(Compression):
+    """One step of power iteration on each gradient, begun where the last one ended.
+
+    Args:
+      options: the rank, and what is compressed at all.
+    """
+
+    def __init__(self, options: PowerSGD) -> None:
+        self._options = options
+
+    def takes(self, shape: Sequence[int]) -> bool:
+        """Matrices of which little enough is sent."""
+        if len(shape) < 2 or 0 in shape:
+            return False
+        rows, columns, rank = math.prod(shape[:-1]), shape[-1], self._options.rank
+        sent = rank * (rows + columns) * self._options.min_compression_rate
+        return rank <= min(rows, columns) and sent <= rows * columns
+
+    def basis(self, leaf: jax.ShapeDtypeStruct, number: int) -> jax.Array:
+        """Random directions, `[columns, rank]`, the same on all replicas."""
+        key = jax.random.key(number, impl="threefry2x32")
+        shape = leaf.shape[-1], self._options.rank
+        drawn = jax.random.normal(key, shape, leaf.dtype)
+        return drawn / jnp.linalg.norm(drawn, axis=0)
+
+    def reduced(
+        self,
+        op: ReduceOp,
+        exact: Sequence[Leaf],
+        arrays: Sequence[jax.Array],
+        bases: Sequence[jax.Array | None],
+        plan: AbstractPlan,
+        axes: Axes,
+    ) -> tuple[list[Leaf], list[Sent]]:
+        """Two reductions of thin matrices; what is exact goes with the first."""
+        matrices = [array.reshape(-1, array.shape[-1]) for array in arrays]
+        known = [basis for basis in bases if basis is not None]
+        thin = [_product(m, basis) for m, basis in zip(matrices, known, strict=True)]
+        first = plan.reduce(op, [*exact, *thin], axes)
+        spans = [jnp.linalg.qr(each)[0] for each in first[len(exact) :]]
+        own = [_product(m.T, span) for m, span in zip(matrices, spans, strict=True)]
+        sums = plan.reduce(op, own, axes)
+        sent = [
+            _sent(*each) for each in zip(arrays, spans, own, sums, known, strict=True)
+        ]
+        return first[: len(exact)], sent
+
+
+def _sent(
+    array: jax.Array,
+    span: jax.Array,
+    own: jax.Array,
+    total: jax.Array,
+    basis: jax.Array,
+) -> Sent:
+    """What arrives of `array`, and what of it does not.
+
+    Args:
+      array: this replica's, `[..., columns]`.
+      span: the directions of rows that are sent, `[rows, rank]`, orthonormal.
+      own: this replica's part in them, `[columns, rank]`.
+      total: the sum or mean of the parts.
+      basis: what the iteration began with, `[columns, rank]`.
+    """
+    is_finite = jnp.all(jnp.isfinite(total)) & jnp.all(jnp.isfinite(span))
+    value = jnp.where(is_finite, _product(span, total.T), jnp.nan)
+    # Less what this replica has sent, not less the mean: then what replicas differ in
+    # would grow with each step, in each memory with another sign.
+    missed = array - _product(span, own.T).reshape(array.shape)
+    norms = jnp.linalg.norm(total, axis=0)
+    # A direction in which nothing was sent is kept: from zeros there is no way back.
+    is_new = is_finite & (norms > 0)
+    basis = jnp.where(is_new, total / jnp.where(is_new, norms, 1), basis)
+    return Sent(value.reshape(array.shape), missed, basis)
+
+
+def _product(left: jax.Array, right: jax.Array) -> jax.Array:
+    # What is sent must be what is taken off: not in the 16 bits of a TPU's default.
+    return jnp.matmul(left, right, precision=lax.Precision.HIGHEST)

@@ -1,0 +1,52 @@
+"""States of compressed reductions, of all replicas: `compression_state`."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+
+from jaxstrategy._communication_options import CommunicationOptions
+from jaxstrategy.reductions._compression_state import CompressionState, initial_state
+from jaxstrategy.replicas._replicas import SPLIT, Replicas
+from jaxstrategy.values import _building
+from jaxstrategy.values._per_replica import PerReplica
+from jaxstrategy.values._types import PyTree
+
+
+def compression_state(
+    params: PyTree,
+    options: CommunicationOptions | None,
+    replicas: Replicas,
+    *,
+    own: bool = False,
+) -> CompressionState:
+    """A state in which nothing is owed, on the devices of its replicas.
+
+    While a function is traced that builds state its arrays are placed with the rest.
+
+    Args:
+      params: a pytree of arrays like those that are reduced.
+      options: with a compression.
+      replicas: those that reduce.
+      own: whether it is the state of one replica, as seen in a step.
+
+    Raises:
+      ValueError: the options ask for no compression.
+    """
+    state = initial_state(params, options)
+
+    def zeros(memory: jax.ShapeDtypeStruct) -> jax.Array | PerReplica:
+        if own or replicas.count == 1:
+            return jnp.zeros(memory.shape, memory.dtype)
+        shape = (replicas.count, *memory.shape)
+        if is_traced:
+            return PerReplica(jnp.zeros(shape, memory.dtype))
+        where = replicas.sharding(SPLIT)
+        return PerReplica(jnp.zeros(shape, memory.dtype, device=where))
+
+    is_traced = isinstance(jnp.zeros(()), Tracer)
+    errors = jax.tree.map(zeros, state.errors)
+    if own or is_traced:
+        return CompressionState(errors, state.bases)
+    return CompressionState(errors, _building.replicate(state.bases, replicas))
