@@ -157,10 +157,11 @@ class CommunicationOptions:
                 f"`groups` was {given!r}; groups of replica ids, all of one size, were "
                 "wanted, such as [[0, 1], [2, 3]]."
             )
-        if self.implementation is not CommunicationImplementation.HIERARCHICAL:
+        chosen = CommunicationImplementation(self.implementation)
+        if chosen is not CommunicationImplementation.HIERARCHICAL:
             raise ValueError(
                 f"`groups` was {given!r}, which `implementation='hierarchical'` has, "
-                f"and `implementation` is {self.implementation.name}."
+                f"and `implementation` is {chosen.name}."
             )
         return groups
 

@@ -83,7 +83,7 @@ def _flat(blocks: jax.Array, like: jax.Array) -> jax.Array:
 def _at(place: jax.Array, row: jax.Array, like: jax.Array) -> jax.Array:
     """Zeros like `like`, with `row` at `place` of the first dimension."""
     rows = lax.broadcasted_iota(jnp.int32, like.shape, 0)
-    return jnp.where(rows == place, row, jnp.zeros((), like.dtype))
+    return jnp.where(rows == place, row[None], jnp.zeros((), like.dtype))
 
 
 def _coded(blocks: jax.Array) -> jax.Array:

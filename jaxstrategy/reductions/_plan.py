@@ -76,7 +76,8 @@ class AbstractPlan(abc.ABC):
           axes: the mesh axes.
 
         Returns:
-          For each the result, and what of this replica's array is not in it.
+          For each array, `[...]`, the result and what of this replica's array is not
+          in it, both of its shape.
 
         Raises:
           ValueError: it sums in a way of its own.
@@ -176,6 +177,8 @@ class Plan(AbstractPlan):
         self, op: ReduceOp, arrays: Sequence[jax.Array], axes: Axes
     ) -> list[tuple[jax.Array, jax.Array]]:
         """The sum or mean of each array of which numbers were sent in 8 bits.
+
+        Two arrays for each, of its shape: see `AbstractPlan`.
 
         Raises:
           ValueError: the sum is one that gets arrays whole.

@@ -17,6 +17,11 @@ from jaxstrategy.reductions._plan import AbstractPlan
 from jaxstrategy.reductions._sums import Axes
 from jaxstrategy.values._types import Leaf
 
+# What stands in other rows and other columns than what was sent last would never be
+# found: from there the iteration does not lead to it, however large its debt grows. A
+# gradient of low rank arrives whole all the same.
+_LITTLE = 0.01
+
 
 @final
 class ThinMatrices(Compression):
@@ -42,7 +47,12 @@ class ThinMatrices(Compression):
         key = jax.random.key(number, impl="threefry2x32")
         shape = leaf.shape[-1], self._options.rank
         drawn = jax.random.normal(key, shape, leaf.dtype)
-        return drawn / jnp.linalg.norm(drawn, axis=0)
+        return drawn / jnp.linalg.norm(drawn, axis=0, keepdims=True)
+
+    def _disturbed(self, basis: jax.Array) -> jax.Array:
+        """`basis` with a little of all directions in it."""
+        columns = jax.ShapeDtypeStruct(basis.shape[:1], basis.dtype)
+        return basis + _LITTLE * self.basis(columns, 0)
 
     def reduced(
         self,
@@ -56,7 +66,10 @@ class ThinMatrices(Compression):
         """Two reductions of thin matrices; what is exact goes with the first."""
         matrices = [array.reshape(-1, array.shape[-1]) for array in arrays]
         known = [basis for basis in bases if basis is not None]
-        thin = [_product(m, basis) for m, basis in zip(matrices, known, strict=True)]
+        thin = [
+            _product(matrix, self._disturbed(basis))
+            for matrix, basis in zip(matrices, known, strict=True)
+        ]
         first = plan.reduce(op, [*exact, *thin], axes)
         spans = [jnp.linalg.qr(each)[0] for each in first[len(exact) :]]
         own = [_product(m.T, span) for m, span in zip(matrices, spans, strict=True)]
@@ -88,10 +101,9 @@ def _sent(
     # Less what this replica has sent, not less the mean: then what replicas differ in
     # would grow with each step, in each memory with another sign.
     missed = array - _product(span, own.T).reshape(array.shape)
-    norms = jnp.linalg.norm(total, axis=0)
-    # A direction in which nothing was sent is kept: from zeros there is no way back.
-    is_new = is_finite & (norms > 0)
-    basis = jnp.where(is_new, total / jnp.where(is_new, norms, 1), basis)
+    # Of length 1, or the product of two gradients could overflow, or be nothing.
+    norms = jnp.linalg.norm(total, axis=0, keepdims=True)
+    basis = jnp.where(is_finite, total / jnp.where(norms > 0, norms, 1), basis)
     return Sent(value.reshape(array.shape), missed, basis)
 
 
