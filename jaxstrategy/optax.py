@@ -139,7 +139,7 @@ def _compressed(op: ReduceOp, options: CommunicationOptions) -> GradientTransfor
         return get_strategy().run(reduce, (updates, state))
 
     check_compressible(op)
-    return _optax("all_reduce_gradients").GradientTransformation(init, update)
+    return optax_for("all_reduce_gradients").GradientTransformation(init, update)
 
 
 def apply_if_finite(

@@ -9,10 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxstrategy._options import ReduceOp
-from jaxstrategy.reductions._compression import Compression, Sent
-from jaxstrategy.reductions._plan import AbstractPlan
-from jaxstrategy.reductions._reduce_operations import OPERATIONS, checked, sums
-from jaxstrategy.reductions._sums import Axes
+from jaxstrategy.reductions._compression import Compression, Sent, Sums
+from jaxstrategy.reductions._reduce_operations import OPERATIONS, checked
+from jaxstrategy.reductions._reduce_operations import sums as names_of_sums
 from jaxstrategy.values._types import Leaf
 
 
@@ -34,8 +33,9 @@ def reduce_with_memory(
     leaves: Sequence[Leaf],
     owed: Sequence[Owed | None],
     compression: Compression,
-    plan: AbstractPlan,
-    axes: Axes,
+    sums: Sums,
+    *,
+    is_alone: bool,
 ) -> tuple[list[Leaf], list[Owed | None]]:
     """The sum or mean of each leaf over the replicas, and what is owed now.
 
@@ -44,8 +44,8 @@ def reduce_with_memory(
       leaves: arrays and numbers.
       owed: of each leaf that is compressed; None for the others.
       compression: what is sent of them.
-      plan: how arrays are summed.
-      axes: the mesh axes; none for a single replica, which sends nothing.
+      sums: over the replicas.
+      is_alone: whether there is one replica, which sends nothing.
 
     Raises:
       ValueError: `op` is no sum, or the plan has sums of its own.
@@ -57,12 +57,12 @@ def reduce_with_memory(
     exact = [leaf for leaf, debt in pairs if debt is None]
     debts = [debt for debt in owed if debt is not None]
     arrays = [_with_debt(op, leaf, debt) for leaf, debt in pairs if debt is not None]
-    if axes:
-        bases = [debt.basis for debt in debts]
-        exact, sent = compression.reduced(op, exact, arrays, bases, plan, axes)
-    else:
-        exact = plan.reduce(op, exact, axes)
+    if is_alone:
+        exact = sums.exact(exact)
         sent = [Sent(array, jnp.zeros_like(array)) for array in arrays]
+    else:
+        bases = [debt.basis for debt in debts]
+        exact, sent = compression.reduced(exact, arrays, bases, sums)
     unsent = iter(exact)
     settled = iter([_settled(*each) for each in zip(sent, debts, strict=True)])
     arrived = iter([each.value for each in sent])
@@ -82,7 +82,7 @@ def check_compressible(op: ReduceOp) -> None:
     if not OPERATIONS[op].is_sum:
         raise ValueError(
             f"{op.name} cannot be compressed, because what is not sent is added to the "
-            f"next values; only {sums()} can. Use `all_reduce` for it."
+            f"next values; only {names_of_sums()} can. Use `all_reduce` for it."
         )
 
 

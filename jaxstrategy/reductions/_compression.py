@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxstrategy._options import ReduceOp
-from jaxstrategy.reductions._plan import AbstractPlan
-from jaxstrategy.reductions._sums import Axes
 from jaxstrategy.values._types import Leaf
 
 
@@ -31,6 +28,20 @@ class Sent:
     value: jax.Array
     missed: jax.Array
     basis: jax.Array | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Sums:
+    """The sums over the replicas, or means, that a compression is made of.
+
+    Attributes:
+      exact: of this replica's arrays, with all bits.
+      in_eight_bits: of arrays of floating-point numbers of 32 bits or more; with what
+        of this replica's array is not in the result.
+    """
+
+    exact: Callable[[Sequence[Leaf]], list[Leaf]]
+    in_eight_bits: Callable[[Sequence[jax.Array]], list[tuple[jax.Array, jax.Array]]]
 
 
 class Compression(abc.ABC):
@@ -52,22 +63,18 @@ class Compression(abc.ABC):
     @abc.abstractmethod
     def reduced(
         self,
-        op: ReduceOp,
         exact: Sequence[Leaf],
         arrays: Sequence[jax.Array],
         bases: Sequence[jax.Array | None],
-        plan: AbstractPlan,
-        axes: Axes,
+        sums: Sums,
     ) -> tuple[list[Leaf], list[Sent]]:
-        """`exact` as planned, and `arrays` compressed, over two replicas or more.
+        """The sums of `exact` with all bits, and of `arrays` compressed.
 
         Args:
-          op: a sum or mean.
           exact: this replica's arrays that are not compressed.
           arrays: those that are, of 32 bits or more.
           bases: what `basis` or the last reduction made, for each of them.
-          plan: how arrays are summed.
-          axes: the mesh axes.
+          sums: over two replicas or more.
         """
 
 

@@ -8,11 +8,8 @@ from typing import final
 
 import jax
 
-from jaxstrategy._options import ReduceOp
-from jaxstrategy.reductions._compression import Compression, Sent
+from jaxstrategy.reductions._compression import Compression, Sent, Sums
 from jaxstrategy.reductions._eight_bits import BLOCK
-from jaxstrategy.reductions._plan import AbstractPlan
-from jaxstrategy.reductions._sums import Axes
 from jaxstrategy.values._types import Leaf
 
 
@@ -29,15 +26,12 @@ class EightBitNumbers(Compression):
 
     def reduced(
         self,
-        op: ReduceOp,
         exact: Sequence[Leaf],
         arrays: Sequence[jax.Array],
         bases: Sequence[jax.Array | None],
-        plan: AbstractPlan,
-        axes: Axes,
+        sums: Sums,
     ) -> tuple[list[Leaf], list[Sent]]:
-        """The collectives are the plan's."""
+        """Apart, because what is exact has other dtypes."""
         del bases
-        sums = plan.in_eight_bits(op, arrays, axes)
-        sent = [Sent(value, missed) for value, missed in sums]
-        return plan.reduce(op, exact, axes), sent
+        sent = [Sent(*each) for each in sums.in_eight_bits(arrays)]
+        return sums.exact(exact), sent

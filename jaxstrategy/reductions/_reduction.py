@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import final
 
@@ -10,6 +11,7 @@ import jax
 from jaxstrategy._communication_options import CommunicationOptions
 from jaxstrategy._options import ReduceOp
 from jaxstrategy.reductions._compressed import Owed, reduce_with_memory
+from jaxstrategy.reductions._compression import Sums
 from jaxstrategy.reductions._compression_state import compression_of
 from jaxstrategy.reductions._gather import all_gather
 from jaxstrategy.reductions._plan import AbstractPlan
@@ -101,22 +103,27 @@ class Reduction:
           NotImplementedError: the result is differentiated.
         """
         plan = self._plan.with_options(options, self._replicas)
-        axes = self._replicas.collective_axes if self._replicas.count > 1 else ()
+        axes = self._replicas.collective_axes
         dense = [i for i, leaf in enumerate(leaves) if not is_slices(leaf)]
         reduced, settled = reduce_with_memory(
             op,
             [leaves[i] for i in dense],
             [owed[i] for i in dense],
             compression_of(options),
-            plan,
-            axes,
+            Sums(
+                functools.partial(self._dense, plan, op),
+                functools.partial(plan.in_eight_bits, op, axes=axes),
+            ),
+            is_alone=self._replicas.count == 1,
         )
-        results, debts = list(leaves), list(owed)
-        for i, leaf, debt in zip(dense, reduced, settled, strict=True):
-            results[i], debts[i] = leaf, debt
-        return [
-            self._sparse(op, x, None) if is_slices(x) else x for x in results
-        ], debts
+        # What is sparse owes what it owed.
+        results = {
+            i: self._sparse(op, x, None) for i, x in enumerate(leaves) if is_slices(x)
+        }
+        results.update(zip(dense, reduced, strict=True))
+        debts = {**dict(enumerate(owed)), **dict(zip(dense, settled, strict=True))}
+        places = range(len(leaves))
+        return [results[i] for i in places], [debts[i] for i in places]
 
     def _sparse(
         self, op: ReduceOp, leaf: IndexedSlices, groups: Groups | None

@@ -11,10 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxstrategy._communication_options import PowerSGD
-from jaxstrategy._options import ReduceOp
-from jaxstrategy.reductions._compression import Compression, Sent
-from jaxstrategy.reductions._plan import AbstractPlan
-from jaxstrategy.reductions._sums import Axes
+from jaxstrategy.reductions._compression import Compression, Sent, Sums
 from jaxstrategy.values._types import Leaf
 
 # What stands in other rows and other columns than what was sent last would never be
@@ -56,12 +53,10 @@ class ThinMatrices(Compression):
 
     def reduced(
         self,
-        op: ReduceOp,
         exact: Sequence[Leaf],
         arrays: Sequence[jax.Array],
         bases: Sequence[jax.Array | None],
-        plan: AbstractPlan,
-        axes: Axes,
+        sums: Sums,
     ) -> tuple[list[Leaf], list[Sent]]:
         """Two reductions of thin matrices; what is exact goes with the first."""
         matrices = [array.reshape(-1, array.shape[-1]) for array in arrays]
@@ -70,12 +65,12 @@ class ThinMatrices(Compression):
             _product(matrix, self._disturbed(basis))
             for matrix, basis in zip(matrices, known, strict=True)
         ]
-        first = plan.reduce(op, [*exact, *thin], axes)
+        first = sums.exact([*exact, *thin])
         spans = [jnp.linalg.qr(each)[0] for each in first[len(exact) :]]
         own = [_product(m.T, span) for m, span in zip(matrices, spans, strict=True)]
-        sums = plan.reduce(op, own, axes)
+        total = sums.exact(own)
         sent = [
-            _sent(*each) for each in zip(arrays, spans, own, sums, known, strict=True)
+            _sent(*each) for each in zip(arrays, spans, own, total, known, strict=True)
         ]
         return first[: len(exact)], sent
 
