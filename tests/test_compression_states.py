@@ -498,3 +498,37 @@ def test_eight_bits_go_between_the_groups_of_the_strategy():
         ("all_gather", "int8"),
         ("all_gather", "float32"),
     ]
+
+
+# Beside other ways to train.
+
+
+def test_local_steps_send_nothing(two):
+    state = two.compression_state(np.ones((16, 20), np.float32), INT8)
+
+    def step(w, x):
+        mean, _ = replica().all_reduce_compressed("mean", w * x, state, INT8)
+        return w - mean, mean.sum()
+
+    local = two.local_steps(step)
+    x = two.per_replica(np.ones((2, 16, 20), np.float32))
+    with pytest.raises(js.ContextError, match="in local steps, in which each replica"):
+        local(np.ones((16, 20), np.float32), (x, x))
+
+
+@BOTH
+@pytest.mark.parametrize("shard", ["state", "optimizer"])
+def test_replicas_may_keep_parts_of_the_rest(four, options, shard):
+    sharding = js.StateSharding(shard, min_bytes=256)
+    divided = js.MirroredStrategy(jax.devices()[:4], sharding=sharding)
+    tx = transformation(options, optax.adam(0.1))
+    grads = [gradients(4, seed) for seed in range(2)]
+    want, _ = trained(four, tx, grads)
+    state = divided.init(tx.init, PARAMS)
+    error = compression(state).errors["w"]
+    assert [v.devices() for v in error.values] == [{d} for d in divided.devices]
+    assert isinstance(state[1][0].mu["w"], js.Sharded)
+    have, after = trained(divided, tx, grads, state)
+    assert isinstance(after[1][0].mu["w"], js.Sharded)
+    assert isinstance(compression(after).errors["w"], js.PerReplica)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), have, want)

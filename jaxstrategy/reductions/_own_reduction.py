@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxstrategy._communication_options import CommunicationOptions
 from jaxstrategy._errors import ContextError
 from jaxstrategy._options import ReduceOp
+from jaxstrategy.reductions._compressed import Owed
 from jaxstrategy.reductions._reduce_operations import OPERATIONS, checked
 from jaxstrategy.reductions._sparse import check_sum
 from jaxstrategy.reductions._sums import Groups
@@ -70,6 +71,23 @@ class OwnReduction:
             self._results.append((result, own, HowReduced(op, options, groups)))
             results.append(result)
         return results
+
+    def reduce_compressed(
+        self,
+        op: ReduceOp,
+        leaves: Sequence[Leaf],
+        owed: Sequence[Owed | None],
+        options: CommunicationOptions,
+    ) -> NoReturn:
+        """Not defined.
+
+        Raises:
+          ContextError: always.
+        """
+        raise ContextError(
+            "A compressed reduction was called in local steps, in which each replica "
+            "is by itself and sends nothing. Leave the `compression` out there."
+        )
 
     def before(self, array: jax.Array) -> tuple[jax.Array, HowReduced | None]:
         """What was reduced to `array`, of its shape, and how.
