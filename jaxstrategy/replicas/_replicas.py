@@ -219,6 +219,16 @@ class Replicas:
             return LeafSharding(None, "the strategy has no `sharding`")
         return self.state_sharding.division(path, leaf, self.parts)
 
+    def usual_division(self, leaf: ArrayLike) -> LeafSharding:
+        """The division of an array that is no state, of which the user chooses nothing.
+
+        Args:
+          leaf: the array, or its type.
+        """
+        if self.state_sharding is None:
+            return LeafSharding(None, "the strategy has no `sharding`")
+        return self.state_sharding.usual_division(leaf, self.parts)
+
     def is_divisible(self, leaf: ArrayLike) -> bool:
         """Whether state of this type lies divided, if its path is not excepted."""
         chosen = self.state_sharding

@@ -118,10 +118,19 @@ class StateSharding:
             divided into so many parts.
           TypeError: it returned something else.
         """
+        if self.dimension is None or not self.is_divisible(leaf, parts):
+            return self.usual_division(leaf, parts)
+        return self._chosen(path, leaf, parts)
+
+    def usual_division(self, leaf: ArrayLike, parts: int) -> LeafSharding:
+        """The division of an array where `dimension` is not asked.
+
+        Args:
+          leaf: the array, or its type.
+          parts: how many there are to be, one for each replica.
+        """
         if (reason := self._reason_against(leaf, parts)) is not None:
             return LeafSharding(None, reason)
-        if self.dimension is not None:
-            return self._chosen(path, leaf, parts)
         # The largest: where layers are stacked, that of the layers seldom is, and only
         # the others can be gathered layer by layer.
         fitting = _fitting(leaf, parts)

@@ -28,13 +28,13 @@ class LoopSum:
       loop: the equation of the loop.
       stacked: which of its results is summed.
       dimension: along which the sum is divided.
-      dtype: what it is converted to before it is summed.
+      dtypes: what it is converted to before it is summed, one after the other.
     """
 
     loop: Equation
     stacked: Var
     dimension: int
-    dtype: DTypeLike
+    dtypes: Sequence[DTypeLike]
 
 
 @final
@@ -138,7 +138,7 @@ class _Search:
         if self._is_pack(operand, result):
             return Undivided("arrays were joined to be summed at once")
         if (found := self._like.get(tuple(result.aval.shape))) is None:
-            sharding = self._replicas.division("", result.aval)
+            sharding = self._replicas.usual_division(result.aval)
             if (found := sharding.dimension) is None:
                 return Undivided(sharding.reason)
         if result in self._cut.read_inside:
@@ -195,7 +195,7 @@ class _Search:
         conversions: list[Equation] = []
         while (origin := self._only_used_once(var)) is not None:
             if origin.primitive.name == "scan":
-                return self._loop_sum(origin, var, dimension, result, conversions)
+                return self._loop_sum(origin, var, dimension, conversions)
             if origin.primitive.name != "convert_element_type":
                 return None
             conversions.append(origin)
@@ -207,14 +207,14 @@ class _Search:
         loop: Equation,
         var: Var,
         dimension: int,
-        result: Var,
         conversions: list[Equation],
     ) -> tuple[LoopSum, list[Equation]] | None:
         _, n_carry = scan_counts(loop)
         # Along the first dimension are the turns of the loop.
         if dimension == 0 or list(loop.outvars).index(var) < n_carry:
             return None
-        return LoopSum(loop, var, dimension, result.aval.dtype), conversions
+        dtypes = [each.params["new_dtype"] for each in reversed(conversions)]
+        return LoopSum(loop, var, dimension, dtypes), conversions
 
     def _only_used_once(self, var: Atom) -> Equation | None:
         """The equation that makes `var`, if one other alone reads it."""

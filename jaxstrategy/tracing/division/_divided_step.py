@@ -251,7 +251,7 @@ class DividedStep:
         if var in self.layout.inputs:
             return None
         kind: ArrayType = var.aval
-        return self._replicas.division("", kind).dimension
+        return self._replicas.usual_division(kind).dimension
 
     @cached_property
     def outside(self) -> Outside:

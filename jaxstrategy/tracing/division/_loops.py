@@ -89,7 +89,9 @@ def divided_loop(
 
 
 def _part_of_sum(array: jax.Array, of: LoopSum, values: ReplicaValues) -> jax.Array:
-    return scattered(array.astype(of.dtype), of.dimension - 1, values.axes)
+    for dtype in of.dtypes:
+        array = lax.convert_element_type(array, dtype)
+    return scattered(array, of.dimension - 1, values.axes)
 
 
 def _options(eqn: Equation) -> dict[str, Any]:
