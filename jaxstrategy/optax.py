@@ -37,6 +37,7 @@ from jaxstrategy.text._shown import shown
 from jaxstrategy.training._optax_extra import check_transformation, optax_for
 from jaxstrategy.training._outer_optimizer import OuterState as OuterState
 from jaxstrategy.training._outer_optimizer import outer as outer
+from jaxstrategy.training._own_copies import own_copies as own_copies
 from jaxstrategy.training._precision import all_finite
 from jaxstrategy.values._per_replica import PerReplica, is_per_replica
 from jaxstrategy.values._types import Leaf, PyTree

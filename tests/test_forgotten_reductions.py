@@ -240,6 +240,27 @@ def test_state_that_went_in_different_may_come_out_different(two):
     assert told(two.run, sgd, (params, rows(two)))[0] == []
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_state_of_each_replica_beside_a_common_one_stays_so(two, first):
+    """As each replica's parameters that are drawn towards those of all."""
+
+    def step(own, common, x):
+        if not first:
+            own, common = common, own
+        own = jax.tree.map(lambda a, b: 0.9 * a + 0.1 * b, sgd(own, x), common)
+        middle = reduced(own)
+        return (own, middle) if first else (middle, own)
+
+    own = two.per_replica(jax.tree.map(lambda p: np.stack([p, 2 * p]), PARAMS))
+    both = (own, PARAMS) if first else (PARAMS, own)
+    assert told(two.run, step, (*both, rows(two)))[0] == []
+    # The common one is still looked at.
+    texts, _ = told(
+        two.run, lambda own, common, x: (own, sgd(common, x)), (own, PARAMS, rows(two))
+    )
+    assert len(texts) == 1 and "was given `common['b']` equal" in texts[0]
+
+
 def test_one_replica_cannot_forget_a_reduction():
     one = js.MirroredStrategy(jax.devices()[:1])
     texts, params = told(one.run, sgd, (PARAMS, rows(one)))

@@ -552,6 +552,16 @@ def test_gathering_is_refused(two):
         two.local_steps(step)(0.0, given(two, data(2, 2)))
 
 
+def test_metrics_of_all_rows_are_refused(two):
+    metrics = nnx.metrics.Average("loss")
+
+    def step(metrics, batch):
+        js.flax.nnx.update_metrics(metrics, loss=batch["y"])
+
+    with pytest.raises(js.ContextError, match="`update_metrics` was called in local"):
+        two.local_steps(step)(metrics, given(two, data(2, 2)))
+
+
 def test_batch_norm_by_the_name_of_the_axis_is_refused(two):
     norm = nn.BatchNorm(use_running_average=False, axis_name="replica")
     variables = norm.init(jax.random.key(0), np.ones((5, 3)))

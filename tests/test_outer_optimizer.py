@@ -238,6 +238,90 @@ def test_training_resumes_in_the_middle_of_a_round(four, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, end, found[7])
 
 
+# What each replica has of its own, from the beginning.
+
+
+def test_a_state_of_own_copies_stays_in_its_form(four, tmp_path):
+    tx, outer = diloco(optax.adam(0.05), every=3)
+    batches, traces = data(4, 6), []
+
+    def init():
+        return js.optax.own_copies((PARAMS, tx.init(PARAMS)), strategy=four)
+
+    @four.run
+    def step(params, state, x, y):
+        traces.append(1)
+        updates, state = tx.update(jax.grad(loss_of)(params, x, y), state, params)
+        return optax.apply_updates(params, updates), state
+
+    found = list(trained(four, tx, batches, start=init(), step=step))
+    assert len(traces) == 1
+    want = workers(optax.adam(0.05), outer, 3, batches)
+    assert_close([found[2][1].params, found[5][1].params], want)
+    assert jax.tree.structure(found[-1]) == jax.tree.structure(init())
+    with js.checkpoint.CheckpointManager(tmp_path, four) as manager:
+        manager.save(4, found[3])
+    with js.checkpoint.CheckpointManager(tmp_path, four) as manager:
+        start, done = manager.restore_or_init(init)
+    rest = tuple(part[done:] for part in batches)
+    *_, end = trained(four, tx, rest, start=start, step=step)
+    jax.tree.map(np.testing.assert_array_equal, end, found[-1])
+
+
+def test_own_copies_are_of_floating_point_numbers(two):
+    tx = js.optax.outer(optax.adam(0.1), every=2)
+    state = TrainState.create(apply_fn=None, params=PARAMS, tx=tx)
+    own = js.optax.own_copies({"state": state, "rate": 0.5}, strategy=two)
+    for leaf, wanted in [
+        (own["state"].params["w"], PARAMS["w"]),
+        (own["state"].opt_state.inner_state[0].mu["w"], np.zeros(3)),
+        (own["rate"], 0.5),
+    ]:
+        assert leaf.stacked.sharding.spec == jax.P("replica")
+        np.testing.assert_array_equal(leaf.stacked, [wanted] * 2)
+    assert own["state"].step == 0 and own["state"].opt_state.inner_state[0].count == 0
+    assert own["state"].opt_state.params["w"] is state.opt_state.params["w"]
+    again = js.optax.own_copies(own, strategy=two)
+    assert again["state"].params["w"] is own["state"].params["w"]
+    with pytest.raises(TypeError, match="`strategy` was 3; a strategy was wanted"):
+        js.optax.own_copies(own, strategy=3)
+    with pytest.raises(js.ContextError, match="called inside `run`"):
+        two.run(lambda w: js.optax.own_copies(w, strategy=two), (1.0,))
+
+
+@pytest.mark.parametrize("shard", ["state", "optimizer"])
+def test_sharded_state_is_the_same(four, shard):
+    inner, outer = optax.adam(0.05), optax.sgd(0.7, momentum=0.9)
+    tx = js.optax.outer(inner, outer, every=2)
+    sharding = js.StateSharding(shard, min_bytes=0)
+    strategy = js.MirroredStrategy(four.devices, sharding=sharding)
+    start = strategy.mirror({"w": np.linspace(-1, 1, 12, dtype=np.float32)})
+    goals = np.random.default_rng(0).normal(size=(4, 12)).astype(np.float32)
+
+    @strategy.run
+    def step(params, state, goal):
+        grads = jax.tree.map(lambda w: w - goal, params)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    both = js.optax.own_copies((start, tx.init(start)), strategy=strategy)
+    own = [(start, inner.init(start))] * 4
+    w, velocity = start, outer.init(start)
+    for t in range(4):
+        both = step(*both, strategy.per_replica(goals))
+        for r, (params, memory) in enumerate(own):
+            updates, memory = inner.update({"w": params["w"] - goals[r]}, memory)
+            own[r] = optax.apply_updates(params, updates), memory
+        if t % 2:
+            ends = np.mean([params["w"] for params, _ in own], 0)
+            updates, velocity = outer.update({"w": w["w"] - ends}, velocity)
+            w = optax.apply_updates(w, updates)
+            own = [(w, memory) for _, memory in own]
+    assert_close(both[1].params, w)
+    is_divided = not both[1].params["w"].sharding.is_fully_replicated
+    assert is_divided == (shard == "state")
+
+
 def test_outside_any_strategy_there_is_one_worker():
     inner, (x, y) = optax.adam(0.05), data(1, 4)
     tx, outer = diloco(inner, every=2)

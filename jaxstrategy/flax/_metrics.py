@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxstrategy._errors import ContextError
+from jaxstrategy.contexts import _context
 from jaxstrategy.masks import (
     _masked_means,
     _step_masks,
@@ -41,7 +42,7 @@ def update_metrics(
     Raises:
       ValueError: there is no array with rows, or two have other rows; `mask` has
         another shape.
-      ContextError: in cross-replica context.
+      ContextError: in cross-replica context; in `strategy.local_steps`.
 
     A batch with filled-up rows, usually the last one of a pass, is gone through row by
     row, which is slower.
@@ -63,6 +64,13 @@ def update_metrics(
         raise ContextError(
             "`update_metrics` was called in cross-replica context. It takes one "
             "replica's values: call it inside `run`."
+        )
+    if _context.current().local is not None:
+        raise ContextError(
+            "`update_metrics` was called in local steps, where each replica is by "
+            "itself, but takes the rows of all of them. Return what it was given, and "
+            "update the metrics afterwards, in a step of its own. Or return "
+            '`all_reduce("sum", masked_sum(...))`, which is summed over all replicas.'
         )
     real = _real_rows(values, mask)
     joined = {k: replica.all_gather(v, 0) for k, v in values.items() if jnp.ndim(v)}

@@ -71,10 +71,11 @@ def outer(
     outside, and meets each 500 steps.
 
     Between two meetings the parameters, and at any time the state of `inner`, are
-    `PerReplica`s. Tell `run` that they may be (`RunOptions(expect_mirrored=False)`),
-    or a warning asks whether a reduction was forgotten. `OuterState.params` in the
-    state is plain at any time. Where state cannot be a `PerReplica`, as in objects of
-    Flax NNX, use `strategy.local_steps`.
+    `PerReplica`s. Begin with such a state, which `own_copies` makes, and the step needs
+    no further word; of a state that begins the same on all replicas, say
+    `RunOptions(expect_mirrored=False)`. `OuterState.params` is plain at any time: give
+    `assert_in_sync` that, not the whole state. Where state cannot be a `PerReplica`, as
+    in objects of Flax NNX, use `strategy.local_steps`.
 
     Let it be the outermost transformation. With one replica, and outside any strategy,
     it does the same with one replica's parameters.
@@ -102,12 +103,13 @@ def outer(
     >>> import jaxstrategy as js
     >>> strategy = js.MirroredStrategy(js.simulate(8)[:2])
     >>> tx = js.optax.outer(optax.sgd(0.5), every=2)
-    >>> @strategy.run(options=js.RunOptions(expect_mirrored=False))
+    >>> @strategy.run
     ... def step(w, state, goal):
     ...     grad = jax.grad(lambda w: (w - goal) ** 2 / 2)(w)  # each replica's own
     ...     updates, state = tx.update(grad, state, w)
     ...     return optax.apply_updates(w, updates), state
-    >>> w, state, goals = 0.0, tx.init(0.0), strategy.per_replica([4.0, 8.0])
+    >>> w, state = js.optax.own_copies((0.0, tx.init(0.0)), strategy=strategy)
+    >>> goals = strategy.per_replica([4.0, 8.0])
     >>> w, state = step(w, state, goals)
     >>> w.values, state.params
     ((Array(2., dtype=float32), Array(4., dtype=float32)), Array(0., dtype=float32))

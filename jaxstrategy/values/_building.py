@@ -101,6 +101,18 @@ def place_stacked(value: Value, replicas: Replicas, what: str = "value") -> PerR
     return PerReplica(_mesh.place(array, replicas.sharding(SPLIT)))
 
 
+def equal_versions(array: jax.Array, replicas: Replicas) -> PerReplica:
+    """An array of `replicas` as a `PerReplica` in which each has a version of its own.
+
+    Shapes: `[...]` -> versions `[...]`. Each makes its own of what it has.
+    """
+
+    def stacked(array: jax.Array) -> jax.Array:
+        return jnp.broadcast_to(array[None], (replicas.count, *array.shape))
+
+    return PerReplica(jax.jit(stacked, out_shardings=replicas.sharding(SPLIT))(array))
+
+
 def check_stacked(array: Value, num_replicas: int, what: str) -> None:
     """Raise unless the first dimension of `array` counts the replicas."""
     shape = np.shape(array)

@@ -9,7 +9,7 @@ count, nor does a tuple of a few that are alike: those may be anything.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import cast
 
 from jaxstrategy.tracing._roles import Role
@@ -76,6 +76,9 @@ class _Matching:
         self._arguments = [
             numbers[at] if role is Role.SAME else None for at, role in leaves
         ]
+        self._own = [
+            numbers[at] if role is Role.PER_REPLICA else None for at, role in leaves
+        ]
         self._inputs = {a: i for i, a in enumerate(step.inputs) if a is not None}
         self._contributions: list[Inputs] | None = None
 
@@ -94,21 +97,38 @@ class _Matching:
     def _match(self, part: _Part, given: list[_Part], found: dict[int, int]) -> None:
         if part.structure.num_nodes <= 1 or not len(part):
             return
-        for other in given:
-            if len(other) == len(part) and other.structure == part.structure:
-                pairs = self._pairs(part, other)
-                if pairs and self._is_update(pairs):
-                    found.update(pairs)
-                    return
+        alike = [
+            other
+            for other in given
+            if len(other) == len(part) and other.structure == part.structure
+        ]
+        # State that was each replica's own before may stay so, also where it is moved
+        # by what is equal on all, as towards the parameters of all replicas.
+        if any(self._is_of_each_replica(part, other) for other in alike):
+            return
+        for other in alike:
+            pairs = self._pairs(part, other, self._arguments)
+            if pairs and self._is_update(pairs):
+                found.update(pairs)
+                return
         for inner in part.parts():
             self._match(inner, given, found)
 
-    def _pairs(self, part: _Part, other: _Part) -> dict[int, int] | None:
-        """Results and the arguments in the same places; None if types differ."""
+    def _is_of_each_replica(self, part: _Part, other: _Part) -> bool:
+        """Whether `part` takes the place of `other`, arrays of each replica alone."""
+        if any(self._arguments[other.start + i] is not None for i in range(len(part))):
+            return False
+        pairs = self._pairs(part, other, self._own)
+        return pairs is not None and bool(pairs) and self._is_update(pairs)
+
+    def _pairs(
+        self, part: _Part, other: _Part, arguments: Sequence[int | None]
+    ) -> dict[int, int] | None:
+        """Results and the `arguments` in the same places; None if types differ."""
         pairs = {}
         for offset in range(len(part)):
             output = self._outputs.get(part.start + offset)
-            argument = self._arguments[other.start + offset]
+            argument = arguments[other.start + offset]
             if output is None or argument is None:
                 continue
             if not self._are_alike(output, argument):

@@ -22,6 +22,8 @@ _ELEMENTWISE = frozenset(
 )
 _ELEMENTWISE |= {"convert_element_type", "reduce_precision", "optimization_barrier"}
 _ELEMENTWISE |= {"clamp", "stop_gradient"}
+# It keeps all elements, and stands between each `PerReplica` and the step.
+_ELEMENTWISE |= {"squeeze"}
 
 _SCATTERS = frozenset(("scatter", "scatter-add", "scatter-sub", "scatter-mul"))
 _SCATTERS |= {"scatter-min", "scatter-max"}
