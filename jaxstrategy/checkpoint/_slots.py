@@ -9,7 +9,7 @@ from typing import Any, final
 
 import jax
 
-from jaxstrategy.values import _trees
+from jaxstrategy.values import _optimizer_state, _trees
 from jaxstrategy.values._types import PyTree
 
 
@@ -21,11 +21,15 @@ class Slot:
     Attributes:
       name: the way to it, `params/dense/kernel`; `.` of a state that is one value.
       value: what is there.
+      path: the same as JAX says it, `.params['dense']['kernel']`.
+      is_optimizer: whether it is known to be an optimizer's.
       store: puts another value there, if it is in an object that changes in place.
     """
 
     name: str
     value: object
+    path: str
+    is_optimizer: bool
     store: Callable[[object], None] | None = None
 
 
@@ -45,10 +49,11 @@ class Slots:
         leaves, self._structure = jax.tree.flatten_with_path(state, is_leaf=_is_whole)
         self._leaves = [leaf for _, leaf in leaves]
         self._names = [_name(path) for path, _ in leaves]
+        flags = _optimizer_state.optimizer_leaves(state, _is_whole)
         self.all = [
             slot
-            for name, leaf in zip(self._names, self._leaves, strict=True)
-            for slot in _slots(name, leaf)
+            for (path, leaf), name, flag in zip(leaves, self._names, flags, strict=True)
+            for slot in _slots(Slot(name, leaf, jax.tree_util.keystr(path), flag))
         ]
         seen = set()
         for slot in self.all:
@@ -78,32 +83,50 @@ def _is_whole(node: object) -> bool:
     return _trees.is_whole(node) or _trees.is_object(node)
 
 
-def _slots(name: str, leaf: object) -> Iterator[Slot]:
-    if _trees.is_object(leaf):
-        yield from _parts(name, leaf)
+def _slots(slot: Slot) -> Iterator[Slot]:
+    if _trees.is_object(slot.value):
+        yield from _parts(slot)
     else:
-        yield Slot(name, leaf)
+        yield slot
 
 
-def _parts(name: str, owner: object) -> Iterator[Slot]:
+def _parts(slot: Slot) -> Iterator[Slot]:
     """The places in an object of Flax NNX: each of its variables once."""
     # Flax need not be installed; but who has such an object has imported it.
     nnx = sys.modules["flax.nnx"]
+    owner, name = slot.value, slot.name
     nodes = dict(nnx.iter_graph(owner))
     _, state = nnx.split(owner)
     found, _ = jax.tree.flatten_with_path(
         state, is_leaf=lambda node: isinstance(node, nnx.Variable)
     )
+    paths = _paths(owner)
     for keys, _ in found:
         path = tuple(key.key for key in keys)
         label = "/".join([name] * (name != ".") + [_escaped(key) for key in path])
         node = nodes[path]
+        where = slot.path + paths.get(id(node), jax.tree_util.keystr(keys))
         if isinstance(node, nnx.Variable):
             value = node.get_raw_value()
             if value is not None:  # as little a value as elsewhere in a pytree
-                yield Slot(label, value, node.set_raw_value)
+                is_optimizer = _optimizer_state.is_optimizer_variable(node)
+                yield Slot(label, value, where, is_optimizer, node.set_raw_value)
         else:
-            yield Slot(label, node, _setter(nodes[path[:-1]], path[-1]))
+            put = _setter(nodes[path[:-1]], path[-1])
+            yield Slot(label, node, where, slot.is_optimizer, put)
+
+
+def _paths(owner: object) -> dict[int, str]:
+    """The path of each variable and array of an object, as JAX says it, by identity."""
+    nnx = sys.modules["flax.nnx"]
+
+    def is_variable(node: object) -> bool:
+        return isinstance(node, nnx.Variable)
+
+    return {
+        id(node): jax.tree_util.keystr(path) + (".value" if is_variable(node) else "")
+        for path, node in jax.tree.leaves_with_path(owner, is_leaf=is_variable)
+    }
 
 
 def _setter(owner: Any, key: str | int) -> Callable[[object], None]:

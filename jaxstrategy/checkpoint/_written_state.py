@@ -6,8 +6,11 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import final
 
-from jaxstrategy.checkpoint._slots import Slots
+from jax.sharding import NamedSharding
+
+from jaxstrategy.checkpoint._slots import Slot, Slots
 from jaxstrategy.checkpoint.folders._checkpoint_errors import MismatchError
+from jaxstrategy.checkpoint.sorts._device_array_sort import DeviceArraySort
 from jaxstrategy.checkpoint.sorts._entries import (
     Array,
     Entry,
@@ -15,6 +18,7 @@ from jaxstrategy.checkpoint.sorts._entries import (
 )
 from jaxstrategy.checkpoint.sorts._sorts import described, sort_of
 from jaxstrategy.replicas._replicas import Replicas
+from jaxstrategy.values._state_placement import sharding_of
 from jaxstrategy.values._types import PyTree
 
 
@@ -34,6 +38,13 @@ class Fit:
     unexpected: tuple[str, ...]
 
 
+def _home(slot: Slot, replicas: Replicas | None) -> NamedSharding | None:
+    """The place of an array that lies nowhere yet; None for JAX's default device."""
+    if replicas is None or not DeviceArraySort.takes(slot.value):
+        return None
+    return sharding_of(slot.path, slot.value, slot.is_optimizer, replicas)
+
+
 @final
 class WrittenState:
     """The values of a state, by name.
@@ -49,7 +60,7 @@ class WrittenState:
     def __init__(self, state: PyTree, replicas: Replicas | None) -> None:
         self._slots = Slots(state)
         self._sorts = {
-            slot.name: sort_of(slot.name, slot.value, replicas)
+            slot.name: sort_of(slot.name, slot.value, _home(slot, replicas))
             for slot in self._slots.all
         }
 

@@ -17,7 +17,6 @@ from jaxstrategy.checkpoint.sorts._entries import (
     Reading,
 )
 from jaxstrategy.replicas import _mesh
-from jaxstrategy.replicas._replicas import SAME
 from jaxstrategy.values import _building
 
 
@@ -46,9 +45,10 @@ class DeviceArraySort(AbstractArraySort[jax.Array | jax.ShapeDtypeStruct]):
         return _mesh.place(array, self._sharding)
 
     def placed(self) -> object:
-        if isinstance(self.value, jax.Array) and self.replicas is not None:
+        if isinstance(self.value, jax.Array) and self.home is not None:
             if self._sharding != self.value.sharding:
-                return _building.replicate(self.value, self.replicas)
+                what = f"`{self.name}`"
+                return _building.replicate_leaf(self.value, self.home, what)
         return self.value
 
     @property
@@ -56,8 +56,8 @@ class DeviceArraySort(AbstractArraySort[jax.Array | jax.ShapeDtypeStruct]):
         """Its place; None for JAX's default device, uncommitted."""
         own = self.value.sharding
         is_free = own is None or isinstance(own, SingleDeviceSharding)
-        if is_free and self.replicas is not None:
-            return self.replicas.sharding(SAME)
+        if is_free and self.home is not None:
+            return self.home
         # Placed, an uncommitted array would be committed: JAX then refuses to compute
         # with it and arrays of other devices.
         return own if getattr(self.value, "committed", True) else None

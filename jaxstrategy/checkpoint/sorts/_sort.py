@@ -6,12 +6,13 @@ import abc
 from collections.abc import Callable
 from typing import Any, ClassVar, Generic, TypeVar
 
+from jax.sharding import NamedSharding
+
 from jaxstrategy.checkpoint.sorts._entries import (
     Array,
     Entry,
     Reading,
 )
-from jaxstrategy.replicas._replicas import Replicas
 
 _V = TypeVar("_V")
 
@@ -25,7 +26,7 @@ class Sort(abc.ABC, Generic[_V]):
     Args:
       name: of its place.
       value: it.
-      replicas: where values go that lie nowhere yet, None for JAX's default device.
+      home: where it goes if it lies nowhere yet, None for JAX's default device.
 
     Attributes:
       kind: what entries of such values have as `kind`.
@@ -36,10 +37,10 @@ class Sort(abc.ABC, Generic[_V]):
     kind: ClassVar[str]
     may_refuse: ClassVar[bool] = False
 
-    def __init__(self, name: str, value: _V, replicas: Replicas | None) -> None:
+    def __init__(self, name: str, value: _V, home: NamedSharding | None) -> None:
         self.name = name
         self.value = value
-        self.replicas = replicas
+        self.home = home
 
     # Of all values of the sort.
 

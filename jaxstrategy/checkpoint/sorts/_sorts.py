@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from jax.sharding import NamedSharding
+
 from jaxstrategy.checkpoint.sorts._device_array_sort import DeviceArraySort
 from jaxstrategy.checkpoint.sorts._entries import Entry
 from jaxstrategy.checkpoint.sorts._host_array_sort import HostArraySort
@@ -13,7 +15,6 @@ from jaxstrategy.checkpoint.sorts._per_replica_sort import PerReplicaSort
 from jaxstrategy.checkpoint.sorts._sort import Sort
 from jaxstrategy.checkpoint.sorts._text_sort import TextSort
 from jaxstrategy.checkpoint.sorts._variable_sort import VariableSort
-from jaxstrategy.replicas._replicas import Replicas
 
 # The first that takes a value has it: NumPy's float64 is a float of Python, too.
 SORTS: tuple[type[Sort[Any]], ...] = (
@@ -28,15 +29,15 @@ SORTS: tuple[type[Sort[Any]], ...] = (
 _BY_KIND = {sort.kind: sort for sort in SORTS}
 
 
-def sort_of(name: str, value: object, replicas: Replicas | None) -> Sort[Any]:
-    """The sort of a value.
+def sort_of(name: str, value: object, home: NamedSharding | None) -> Sort[Any]:
+    """The sort of a value, with its place if it lies nowhere yet.
 
     Raises:
       TypeError: a checkpoint cannot hold it.
     """
     for sort in SORTS:
         if sort.takes(value):
-            return sort(name, value, replicas)
+            return sort(name, value, home)
     raise TypeError(
         f"`{name}` is a {type(value).__name__}, which a checkpoint cannot hold. It "
         "holds arrays, numbers, strings, variables, PerReplicas, objects of Flax NNX "

@@ -47,7 +47,8 @@ class VariableSort(AbstractArraySort[Variable]):
 
     @property
     def _struct(self) -> jax.ShapeDtypeStruct:
-        where = self.value.replicas.sharding(SAME)
+        is_one = self.value.copies_must_agree
+        where = self.value.sharding if is_one else self.value.replicas.sharding(SAME)
         return jax.ShapeDtypeStruct(self.value.shape, self.value.dtype, sharding=where)
 
     def _check(self) -> None:

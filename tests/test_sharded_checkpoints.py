@@ -1,0 +1,251 @@
+"""Checkpoints of divided state: written and read in parts, by any strategy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+
+import jaxstrategy as js
+from jaxstrategy.checkpoint import CheckpointManager
+from jaxstrategy.checkpoint.backends._orbax_backend import OrbaxBackend
+
+
+def sharded(count=8, shard="state", **options):
+    chosen = js.StateSharding(shard, **{"min_bytes": 0, **options})
+    return js.MirroredStrategy(jax.devices()[:count], sharding=chosen)
+
+
+STRATEGIES = {
+    "8 parts": sharded,
+    "4 parts": lambda: sharded(4),
+    "optimizer in 2 parts": lambda: sharded(2, "optimizer"),
+    "1 device": lambda: js.OneDeviceStrategy(jax.devices()[3]),
+    "2 copies": lambda: js.MirroredStrategy(jax.devices()[:2]),
+    "4 copies": lambda: js.MirroredStrategy(jax.devices()[:4]),
+}
+
+
+def state_of(number):
+    """A state on the host, as `strategy.mirror` takes it."""
+    rng = np.random.default_rng(number)
+    params = {
+        "w": rng.normal(size=(24, 16)).astype(np.float32),
+        "half": jnp.asarray(rng.normal(size=(8, 3)), jnp.bfloat16),
+        "odd": rng.normal(size=(3, 5)).astype(np.float32),
+    }
+    moments = optax.adam(0.1).init(params)
+    moments = jax.tree.map(lambda x: x + jnp.asarray(number, x.dtype), moments)
+    return {
+        "params": params,
+        "opt": moments,
+        "key": jax.random.key(number),
+        "n": number,
+    }
+
+
+def bits(tree):
+    return {
+        jax.tree_util.keystr(path): np.asarray(
+            jax.random.key_data(leaf) if "key" in jax.tree_util.keystr(path) else leaf
+        ).tobytes()
+        for path, leaf in jax.tree.leaves_with_path(tree)
+    }
+
+
+def divided(tree):
+    return {
+        jax.tree_util.keystr(path)
+        for path, leaf in jax.tree.leaves_with_path(tree)
+        if isinstance(leaf, js.Sharded)
+    }
+
+
+MOMENTS = {f"['opt'][0].{m}['{w}']" for m in ("mu", "nu") for w in ("w", "half")}
+PARAMETERS = {"['params']['w']", "['params']['half']"}
+DIVIDED = {
+    "8 parts": MOMENTS | PARAMETERS, "4 parts": MOMENTS | PARAMETERS,
+    "optimizer in 2 parts": MOMENTS,
+}  # fmt: skip
+
+
+def saved(folder, state, step=1):
+    with CheckpointManager(folder, asynchronous=False) as manager:
+        assert manager.save(step, state)
+
+
+def restored(folder, like, strategy=None, step=None):
+    with CheckpointManager(folder, strategy) as manager:
+        return manager.restore(like, step)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A checkpoint of each strategy: number i is of the i-th one."""
+    made = tmp_path_factory.mktemp("checkpoints")
+    with CheckpointManager(made, keep=None) as manager:
+        for number, name in enumerate(STRATEGIES):
+            strategy = STRATEGIES[name]()
+            state = strategy.mirror(state_of(number))
+            assert divided(state) == DIVIDED.get(name, set())
+            manager.save(number, {**state, "n": number})
+    return made
+
+
+@pytest.mark.parametrize("kind", ["placed", "free", "types"])
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_any_strategy_restores_what_any_other_saved(folder, name, kind):
+    strategy = STRATEGIES[name]()
+    like = jax.tree.map(jnp.zeros_like, {**state_of(9), "key": 0})
+    like |= {"key": jax.random.key(0), "n": 0}
+    if kind == "placed":
+        like = {**strategy.mirror(like), "n": 0}
+    elif kind == "types":
+        like = {**jax.eval_shape(lambda: like), "n": 0}
+    for number, saver in enumerate(STRATEGIES):
+        if saver != name and "8 parts" not in (saver, name):
+            continue
+        found = restored(folder, like, strategy, number)
+        assert bits(found) == bits(state_of(number))
+        assert divided(found) == DIVIDED.get(name, set())
+        where = {tuple(leaf.devices()) for leaf in jax.tree.leaves(found)
+                 if isinstance(leaf, jax.Array)}  # fmt: skip
+        assert {frozenset(devices) for devices in where} == {
+            frozenset(strategy.devices)
+        }
+
+
+def test_the_record_has_logical_shapes_and_no_file_is_too_large(tmp_path):
+    strategy = sharded()
+    rng = np.random.default_rng(0)
+    whole = rng.integers(0, 2**32, (512, 512), np.uint32)  # which nothing compresses
+    saved(tmp_path, {"w": strategy.mirror(whole)})
+    with CheckpointManager(tmp_path) as manager:
+        entry = manager.record(1).leaves["w"]
+    assert (entry["shape"], entry["dtype"]) == ([512, 512], "uint32")
+    sizes = [file.stat().st_size for file in tmp_path.rglob("*") if file.is_file()]
+    assert whole.nbytes < sum(sizes) < whole.nbytes * 1.1
+    np.testing.assert_array_equal(
+        restored(tmp_path, {"w": np.zeros_like(whole)})["w"], whole
+    )
+
+
+def test_parts_are_written_and_read_as_they_lie(tmp_path, monkeypatch):
+    written, read = {}, {}
+    begin, readings = OrbaxBackend.begin, OrbaxBackend.read
+
+    def watched_begin(self, folder, arrays, record):
+        written.update(arrays)
+        begin(self, folder, arrays, record)
+
+    def watched_read(self, folder, wanted):
+        read.update(wanted)
+        found = readings(self, folder, wanted)
+        assert found["w"].sharding == wanted["w"].sharding
+        return found
+
+    monkeypatch.setattr(OrbaxBackend, "begin", watched_begin)
+    monkeypatch.setattr(OrbaxBackend, "read", watched_read)
+    strategy = sharded(4)
+    state = {"w": strategy.mirror(np.arange(16.0))}
+    saved(tmp_path, state)
+    assert written["w"] is state["w"]
+    found = restored(tmp_path, {"w": jnp.zeros(16)}, strategy)
+    assert read["w"].sharding.shard_shape((16,)) == (4,)
+    assert isinstance(found["w"], js.Sharded)
+
+
+def test_a_state_says_where_it_is_to_lie(folder):
+    whole = js.MirroredStrategy(jax.devices()[:4])
+    like = {**whole.mirror(state_of(9)), "n": 0}
+    found = restored(folder, like, sharded(4), 0)  # it lies somewhere already
+    assert not divided(found) and bits(found) == bits(state_of(0))
+    like = {**sharded(4).mirror(state_of(9)), "n": 0}
+    found = restored(folder, like, whole, 0)
+    assert divided(found) == MOMENTS | PARAMETERS and bits(found) == bits(state_of(0))
+    with sharded(2).scope():  # the strategy of the scope
+        like = {
+            **state_of(9),
+            "params": jax.tree.map(jnp.asarray, state_of(9)["params"]),
+        }
+        assert divided(restored(folder, like, None, 0)) == MOMENTS | PARAMETERS
+
+
+def test_the_first_state_lies_as_a_restored_one(tmp_path):
+    strategy = sharded(4, "optimizer")
+
+    def init():
+        params = {"w": jnp.ones((8, 4))}
+        return TrainState.create(apply_fn=None, params=params, tx=optax.adam(0.1))
+
+    moments = {".opt_state[0].mu['w']", ".opt_state[0].nu['w']"}
+    with CheckpointManager(tmp_path, strategy) as manager:
+        state, step = manager.restore_or_init(init)
+        assert step == 0 and divided(state) == moments
+        manager.save(1, state)
+    with CheckpointManager(tmp_path, strategy) as manager:
+        state, step = manager.restore_or_init(init)
+        assert step == 1 and divided(state) == moments
+
+
+class Net(nnx.Module):
+    def __init__(self, seed):
+        rngs = nnx.Rngs(seed)
+        self.dense = nnx.Linear(8, 16, rngs=rngs)
+        self.drop = nnx.Dropout(0.5, rngs=rngs)
+
+
+def objects(seed):
+    model = Net(seed)
+    return {
+        "model": model,
+        "optimizer": nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param),
+    }
+
+
+def test_objects_of_nnx_are_restored_in_parts(tmp_path):
+    heard = []
+
+    def choose(path, leaf):
+        heard.append(path)
+        return len(leaf.shape) - 1
+
+    one = sharded(8)
+    state = one.init(lambda: objects(1))
+    assert isinstance(state["model"].dense.kernel[...], js.Sharded)
+    saved(tmp_path, state)
+    for strategy in (sharded(4, dimension=choose), sharded(2, "optimizer")):
+        found = objects(2)
+        restored(tmp_path, found, strategy)
+        for name, owner in found.items():
+            wanted = bits_of_object(state[name])
+            assert bits_of_object(owner) == wanted
+        kernel = found["model"].dense.kernel[...]
+        moment = found["optimizer"].opt_state[0].mu["dense"]["kernel"][...]
+        assert isinstance(moment, js.Sharded)
+        assert isinstance(kernel, js.Sharded) is (len(strategy.devices) == 4)
+    # The paths are those that `mirror` tells of.
+    told = set(heard)
+    heard.clear()
+    sharded(4, dimension=choose).mirror(objects(2))
+    assert told == set(heard) and "['model'].dense.kernel.value" in told
+
+
+def bits_of_object(owner):
+    return [
+        np.asarray(
+            jax.random.key_data(leaf)
+            if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+            else leaf
+        ).tobytes()
+        for leaf in jax.tree.leaves(nnx.state(owner))
+    ]
+
+
+def test_a_donated_part_cannot_be_saved(tmp_path):
+    state = {"w": sharded(2).mirror(np.arange(8.0))}
+    state["w"].delete()
+    with pytest.raises(js.DonatedValueError, match="`w` was donated"):
+        saved(tmp_path, state)
