@@ -131,8 +131,41 @@ def test_a_mirrored_strategy_gathers_what_it_mirrors():
 def test_a_mirrored_strategy_refuses_to_run_on_parts():
     placed = sharded().mirror(np.arange(8.0))
     plain = js.MirroredStrategy(jax.devices()[:4])
-    with pytest.raises(js.PlacementError, match=r"pass `strategy.mirror\(array\)`"):
-        plain.run(lambda w: w * 2, (placed,))
+    for strategy in (plain, sharded(2), js.MirroredStrategy(jax.devices()[2:6])):
+        with pytest.raises(
+            js.PlacementError,
+            match=r"state that another strategy has divided, pass `strategy.mirror\(",
+        ):
+            strategy.run(lambda w: w * 2, (placed,))
+        found = strategy.run(lambda w: w * 2, (strategy.mirror(placed),))
+        np.testing.assert_array_equal(found, 2 * np.arange(8.0))
+
+
+@pytest.mark.parametrize("size", [8, 40_000])
+def test_steps_may_refer_to_parts_from_outside(size):
+    strategy, whole = sharded(), np.arange(float(size), dtype=np.float32)
+    w = strategy.mirror(whole)
+    x = strategy.per_replica([1.0, 2.0, 3.0, 4.0])
+    for found, factor in zip(
+        strategy.run(lambda x: x * w, (x,)).values, (1, 2, 3, 4), strict=True
+    ):
+        np.testing.assert_array_equal(found, factor * whole)
+    plain = js.MirroredStrategy(jax.devices()[:4])
+    with pytest.raises(js.PlacementError, match="captures, float32.*is split over"):
+        plain.run(lambda x: x * w, (x,))
+
+
+def test_traced_arrays_are_divided():
+    strategy, x = sharded(), jnp.arange(8.0)
+    divided = jax.jit(strategy.mirror)(x)
+    assert isinstance(divided, js.Sharded)
+    np.testing.assert_array_equal(divided, x)
+    _, tangent = jax.jvp(strategy.mirror, (x,), (x,))
+    np.testing.assert_array_equal(tangent, x)
+    grad = jax.grad(lambda x: (strategy.mirror(x) ** 2).sum())(x)
+    np.testing.assert_array_equal(grad, 2 * x)
+    rows = jnp.arange(16.0).reshape(2, 8)
+    np.testing.assert_array_equal(jax.vmap(strategy.mirror)(rows), rows)
 
 
 def test_one_replica_has_all_of_everything():

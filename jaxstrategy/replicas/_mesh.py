@@ -86,6 +86,8 @@ def _placed(
     if isinstance(value, (np.ndarray, np.generic)):
         _overflow.check_held(np.asarray(value))
     if sharding.is_fully_addressable or isinstance(value, Tracer):
+        if isinstance(value, Tracer) and not sharding.is_fully_replicated:
+            return _divided_while_traced(value, sharding)
         if _is_divided_in_steps(value, sharding):
             return _divided_in_steps(value, sharding)
         try:
@@ -106,6 +108,13 @@ def _placed(
 
 def _put_own_part(host: np.ndarray, sharding: Sharding) -> jax.Array:
     return jax.make_array_from_callback(host.shape, sharding, host.__getitem__)
+
+
+def _divided_while_traced(value: jax.Array, sharding: Sharding) -> jax.Array:
+    # In a jitted function `device_put` does not divide a result, and in a mapped one it
+    # divides the mapped array (JAX 0.10 and 0.12). A constraint cannot move it.
+    whole = jax.device_put(value, replicated_like(sharding))
+    return lax.with_sharding_constraint(whole, sharding)
 
 
 def _is_divided_in_steps(value: object, sharding: Sharding) -> TypeGuard[jax.Array]:

@@ -136,7 +136,7 @@ class Placement:
             if index in self._right:
                 self._right[index] = leaf.sharding
             return leaf
-        if not self.divides_state or self._replicas.dimension_of(leaf) is None:
+        if not self._is_divided_state(leaf):
             self._check_movable(index, leaf)
         return _mesh.place(leaf, wanted)
 
@@ -178,6 +178,10 @@ class Placement:
                 "the other one's `reduce` or `gather`."
             )
 
+    def _is_divided_state(self, array: jax.Array) -> bool:
+        """Whether each replica keeps its part of `array`, which is the same for all."""
+        return self.divides_state and self._replicas.dimension_of(array) is not None
+
     def _where(self) -> str:
         return _devices.names(self._replicas.devices)
 
@@ -203,7 +207,8 @@ class Placement:
                 name = f"What `{self._step.name}` captures, {constant.description},"
                 _arrays.check_alive(constant.value, name)
                 what = "what a step captures"
-                check_whole(constant.value, self._replicas, name, what)
+                if not self._is_divided_state(constant.value):
+                    check_whole(constant.value, self._replicas, name, what)
 
 
 def check_whole(array: jax.Array, replicas: Replicas, name: str, what: str) -> None:
@@ -225,7 +230,8 @@ def check_whole(array: jax.Array, replicas: Replicas, name: str, what: str) -> N
             f"{name} is a plain array that is split over the replicas' devices (its "
             f"shape is {array.shape}), but {what} is the same on every replica. "
             f"{_meant_for_replicas(array, len(ours))} If every replica should see all "
-            "of it, pass `strategy.mirror(array)`."
+            "of it, as of state that another strategy has divided, pass "
+            "`strategy.mirror(array)`."
         )
 
 
