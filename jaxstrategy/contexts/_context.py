@@ -47,6 +47,8 @@ class Context:
         by `variables._policy`.
       given: what variables hold in a function that is differentiated, by their `id`,
         with the step that it is part of. Read by `variables._gradients`.
+      is_initial: whether JAX traces a function that makes an initial value, which reads
+        what variables hold now. Read by `variables._cell`.
       batches: the batches of the step that is being traced, and on which part of them
         it works. Read by `masks._step_masks`.
       local: the local steps that are being traced, in which each replica is by itself;
@@ -67,6 +69,7 @@ class Context:
     given: Mapping[int, tuple[object, jax.Array]] = dataclasses.field(
         default_factory=lambda: types.MappingProxyType({})
     )
+    is_initial: bool = False
     batches: object = None
     local: LocalSteps | None = None
 

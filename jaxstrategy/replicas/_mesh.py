@@ -7,6 +7,7 @@ asks `Replicas` for a sharding by its meaning, `SAME` or `SPLIT`.
 from __future__ import annotations
 
 import functools
+import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any, TypeGuard
 
@@ -81,7 +82,7 @@ def _placed(
     value: ArrayLike, sharding: Sharding, put: Callable[[np.ndarray, Any], jax.Array]
 ) -> jax.Array:
     """`value` on devices; `put` is asked if some of them are other processes'."""
-    if _is_spread(value):
+    if is_spread(value):
         return _moved(value, sharding)
     if isinstance(value, (np.ndarray, np.generic)):
         _overflow.check_held(np.asarray(value))
@@ -154,15 +155,18 @@ def _put_first(host: np.ndarray, sharding: NamedSharding) -> jax.Array:
 
 def _sent(host: np.ndarray, sharding: NamedSharding) -> jax.Array:
     """`host` of the first process, by one collective."""
+    return _first(sharding)(_of_each_device(host, sharding))
+
+
+def _of_each_device(host: np.ndarray, sharding: NamedSharding) -> jax.Array:
+    """What the processes have, one entry for each device, whatever axes there are."""
     mesh = sharding.mesh
     assert isinstance(mesh, Mesh), "values lie on devices"
-    # One entry for each device, whatever axes the mesh has.
-    each = jax.make_array_from_callback(
+    return jax.make_array_from_callback(
         (mesh.size, *host.shape),
         NamedSharding(mesh, PartitionSpec(mesh.axis_names)),
         lambda _: host[None],
     )
-    return _first(sharding)(each)
 
 
 def _sent_in_steps(host: np.ndarray, sharding: NamedSharding) -> jax.Array:
@@ -184,8 +188,22 @@ def _first(sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
     return jax.jit(lambda each: each[0], out_shardings=sharding)
 
 
-def _is_spread(value: object) -> TypeGuard[jax.Array]:
-    """Whether `value` is an array of several processes."""
+def are_equal(text: bytes, sharding: NamedSharding) -> bool:
+    """Whether the processes of `sharding`, which all must ask, have the same text."""
+    own = np.frombuffer(hashlib.sha256(text).digest(), np.uint32)
+    with _processes.exchanging("whether all processes compute the same", own):
+        found = _all_equal(sharding)(_of_each_device(own, sharding))
+    return bool(np.asarray(found.addressable_data(0)))
+
+
+@functools.cache
+def _all_equal(sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
+    whole = replicated_like(sharding)
+    return jax.jit(lambda each: (each == each[0]).all(), out_shardings=whole)
+
+
+def is_spread(value: object) -> TypeGuard[jax.Array]:
+    """Whether `value` is an array of several processes, divided or on each."""
     if not isinstance(value, jax.Array) or isinstance(value, Tracer):
         return False
     return not value.is_fully_addressable

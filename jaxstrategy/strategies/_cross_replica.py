@@ -141,7 +141,8 @@ class CrossReplicaValues:
 
         def divide(held: PyTree) -> Versions:
             (copies,) = self._columns([held], in_step)
-            is_shared = not in_step and _arrays.is_mirrored(held)
+            # Else all copies were one object, and that the one the variable has.
+            is_shared = not in_step and not isinstance(held, PerReplica)
             return tuple(map(_mesh.twin, copies)) if is_shared else copies
 
         return _components.of(variable, variable.distributed(), divide)

@@ -8,6 +8,7 @@ from typing import final
 
 import jax
 from jax.core import Tracer
+from jax.sharding import NamedSharding
 
 from jaxstrategy._communication_options import CommunicationOptions
 from jaxstrategy._errors import ContextError
@@ -22,7 +23,6 @@ from jaxstrategy.replicas import (
     _mesh,
 )
 from jaxstrategy.replicas._devices import Device
-from jaxstrategy.replicas._replicas import SAME
 from jaxstrategy.strategies._calls import check_arguments
 from jaxstrategy.strategies._destinations import (
     Destinations,
@@ -346,7 +346,7 @@ def _at(var: Variable, arguments: PyTree) -> PyTree:
 
     def moved(leaf: Leaf) -> Leaf:
         if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer):
-            return _mesh.broadcast(leaf, var.replicas.sharding(SAME))
+            return _mesh.broadcast(leaf, _beside(var, leaf))
         return leaf
 
     # Flax's objects would be copied, and what `fn` changes of them would be lost.
@@ -355,3 +355,11 @@ def _at(var: Variable, arguments: PyTree) -> PyTree:
         arguments,
         is_leaf=lambda node: _trees.is_whole(node) or is_changed_in_place(node),
     )
+
+
+def _beside(var: Variable, array: jax.Array) -> NamedSharding:
+    """The place of an array that changes `var`: in parts if the variable is."""
+    if array.shape == var.shape:
+        return var.sharding
+    dimension = var.replicas.dimension_of(array)
+    return var.replicas.sharding_along(dimension)

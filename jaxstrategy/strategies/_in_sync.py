@@ -18,6 +18,7 @@ from jaxstrategy.replicas import (
 )
 from jaxstrategy.replicas._replicas import SAME, Replicas
 from jaxstrategy.values import _arrays, _per_replica
+from jaxstrategy.values._handle import Handle
 from jaxstrategy.values._per_replica import PerReplica
 from jaxstrategy.values._types import Leaf, PyTree
 
@@ -71,6 +72,8 @@ def _compared(tree: PyTree, replicas: Replicas, name: str) -> PyTree:
             raise _not_known(f"{name}{jax.tree_util.keystr(path)}")
         if isinstance(leaf, PerReplica):
             return leaf
+        if _is_divided_variable(leaf):
+            return None
         if hasattr(type(leaf), "__jax_array__"):  # an object around an array
             leaf = jnp.asarray(leaf)
         if not isinstance(leaf, jax.Array) or len(leaf.sharding.device_set) == 1:
@@ -83,7 +86,17 @@ def _compared(tree: PyTree, replicas: Replicas, name: str) -> PyTree:
         _arrays.check_alive(leaf, where)
         return None
 
-    return jax.tree.map_with_path(keep, tree, is_leaf=_per_replica.is_per_replica)
+    return jax.tree.map_with_path(
+        keep,
+        tree,
+        is_leaf=lambda node: (
+            _per_replica.is_per_replica(node) or _is_divided_variable(node)
+        ),
+    )
+
+
+def _is_divided_variable(node: object) -> bool:
+    return isinstance(node, Handle) and not node.division.is_whole
 
 
 def _is_divided_state(array: jax.Array, replicas: Replicas) -> bool:

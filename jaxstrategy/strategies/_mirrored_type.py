@@ -13,12 +13,13 @@ from jaxstrategy.values._types import PyTree
 class _MirroredType(type):
     def __instancecheck__(cls, value: object) -> bool:
         if isinstance(value, Handle):
-            return value.is_distributed and value.copies_must_agree
+            is_whole = value.copies_must_agree and value.division.is_whole
+            return value.is_distributed and is_whole
         return _arrays.is_mirrored(value)
 
 
 class Mirrored(metaclass=_MirroredType):
-    """The type of mirrored values: arrays that are equal on every replica.
+    """The type of mirrored values: arrays that are whole and equal on every replica.
 
     A mirrored value is a plain `jax.Array` whose sharding replicates it over a
     strategy's devices, so there are no instances: `isinstance(x, Mirrored)` asks an

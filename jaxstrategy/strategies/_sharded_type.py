@@ -5,10 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from jaxstrategy.values import _arrays
+from jaxstrategy.values._handle import Handle
 
 
 class _ShardedType(type):
     def __instancecheck__(cls, value: object) -> bool:
+        if isinstance(value, Handle):
+            return not value.division.is_whole
         return _arrays.is_sharded(value)
 
 
@@ -18,7 +21,7 @@ class Sharded(metaclass=_ShardedType):
     Such a value is a plain `jax.Array` of its logical shape that is divided over the
     replicas' devices; to a step it is whole, and equal on all of them. A strategy with
     a `StateSharding` makes them. There are no instances: `isinstance(x, Sharded)` asks
-    where an array lies.
+    where an array lies, or a variable.
 
     Raises:
       TypeError: somebody makes one.

@@ -267,8 +267,7 @@ def _evaluated(
 
     is_whole = any(stage.evaluates_all for stage in active)
     arrays, outputs = step.evaluate(leaves, references, within, is_whole)
-    kept = [jax.freeze(reference) for reference in references.values()]
-    return step.results.rebuild(arrays), outputs, kept
+    return step.results.rebuild(arrays), outputs, carried.kept(references)
 
 
 def _looks_for_nans() -> bool:

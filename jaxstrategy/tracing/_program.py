@@ -180,7 +180,7 @@ class Program:
         self._placement.check_captured(step)
         for stage in self._stages:
             stage.traced(step)
-        if self._placement.divides_state:
+        if trace.is_divided:
             step.division = DividedStep(step, leaves)
         return step
 

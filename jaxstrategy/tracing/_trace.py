@@ -60,6 +60,7 @@ class Trace:
       used: those that the step reads or writes.
       replicas: of the step.
       findings: what is known about the arrays that it returned.
+      is_divided: whether the step is to be divided where all replicas become equal.
     """
 
     closed: ClosedJaxpr
@@ -74,6 +75,7 @@ class Trace:
     used: Sequence[Variable]
     replicas: Replicas
     findings: Findings
+    is_divided: bool
 
     @property
     def contents(self) -> list[tuple[Variable, Replication | None]]:
@@ -204,7 +206,9 @@ def trace(
 
     specs = [replicas.spec(meaning) for meaning in meanings]
     specs += [_spec(variable, replicas) for variable in there]
-    look = _by_axes if divides_state(replicas) else _in_shard_map
+    divided = [variable for variable in there if not variable.division.is_whole]
+    is_by_axes = divides_state(replicas) or (divided and can_divide(replicas))
+    look = _by_axes if is_by_axes else _in_shard_map
     try:
         closed, jaxpr, places, constants = look(replica, leaves, there, specs, replicas)
     except _MadeVariables:
@@ -242,15 +246,22 @@ def trace(
         used=cast("list[Variable]", list(step.used.values())),
         replicas=replicas,
         findings=findings,
+        is_divided=divides_state(replicas)
+        or (is_by_axes and any(id(variable) in step.used for variable in divided)),
     )
 
 
 def divides_state(replicas: Replicas) -> bool:
-    """Whether steps of these replicas are divided where all become equal."""
-    is_asked = replicas.state_sharding is not None and replicas.count > 1
+    """Whether all steps of these replicas are divided where all become equal."""
+    return replicas.state_sharding is not None and can_divide(replicas)
+
+
+def can_divide(replicas: Replicas) -> bool:
+    """Whether steps of these replicas can be divided where all become equal."""
     # Along inner axes constraints would have to be made anew outside; and a scatter
     # over replicas that share a device has no rule in JAX (0.10 and 0.12).
-    return is_asked and replicas.per_device == 1 and not replicas.inner_axes
+    is_plain = replicas.per_device == 1 and not replicas.inner_axes
+    return replicas.count > 1 and is_plain
 
 
 # A jaxpr of all that is given, then that of one replica; of the inputs of the latter

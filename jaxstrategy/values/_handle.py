@@ -6,6 +6,7 @@ import abc
 
 import jax
 
+from jaxstrategy.replicas._state_sharding import LeafSharding
 from jaxstrategy.values._per_replica import PerReplica
 
 
@@ -40,3 +41,8 @@ class Handle(abc.ABC):
     @abc.abstractmethod
     def copies_must_agree(self) -> bool:
         """Whether it has no copies that may differ."""
+
+    @property
+    @abc.abstractmethod
+    def division(self) -> LeafSharding:
+        """The dimension along which it is divided over the replicas, or why none is."""

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import eval_context
 
+from jaxstrategy.contexts import _context
 from jaxstrategy.values._arrays import is_traced
 
 
@@ -39,6 +40,14 @@ class Holder(Protocol):
         ...
 
     def __getitem__(self, index: EllipsisType, /) -> jax.Array: ...
+
+    def _now(self) -> jax.Array:
+        """What it holds, for a function that is traced to be called once."""
+        if self._ref is None:
+            self.is_alone = False
+            return self.array
+        with eval_context():
+            return self._ref[...]
 
     def __setitem__(self, index: EllipsisType, value: jax.Array, /) -> None: ...
 
@@ -91,9 +100,19 @@ class Cell:
 
     def __getitem__(self, index: EllipsisType) -> jax.Array:
         if self._ref is not None or is_traced():
+            if _context.current().is_initial:
+                return self._now()
             return self.ref[...]
         self.is_alone = False
         return self.array
+
+    def _now(self) -> jax.Array:
+        """What it holds, for a function that is traced to be called once."""
+        if self._ref is None:
+            self.is_alone = False
+            return self.array
+        with eval_context():
+            return self._ref[...]
 
     def __setitem__(self, index: EllipsisType, value: jax.Array) -> None:
         if self._ref is not None or is_traced():

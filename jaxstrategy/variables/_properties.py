@@ -9,6 +9,7 @@ from jaxstrategy._options import VariableAggregation, VariableSynchronization
 from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
 from jaxstrategy.replicas._devices import Device
 from jaxstrategy.replicas._replicas import Replicas
+from jaxstrategy.replicas._state_sharding import LeafSharding
 from jaxstrategy.values._handle import Handle
 from jaxstrategy.variables.kinds._kind import VariableKind
 from jaxstrategy.variables.kinds._mirrored_kind import MirroredKind
@@ -107,6 +108,11 @@ class Properties(Handle):
     def sharding(self) -> NamedSharding:
         """The placement of the copies."""
         return self._kind.sharding
+
+    @property
+    def division(self) -> LeafSharding:
+        """The dimension along which it is divided over the replicas, or why none is."""
+        return self._kind.division
 
     @property
     def copies_must_agree(self) -> bool:

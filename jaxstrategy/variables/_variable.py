@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import NoReturn, Self, final
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.typing import DTypeLike
@@ -18,8 +17,11 @@ from jaxstrategy.contexts import _context
 from jaxstrategy.contexts._context import (
     Context,
 )
-from jaxstrategy.replicas import _overflow
+from jaxstrategy.replicas import _mesh, _overflow
+from jaxstrategy.replicas._replicas import SAME
 from jaxstrategy.text._array_types import array_type
+from jaxstrategy.text._shown import shown
+from jaxstrategy.values import _arrays
 from jaxstrategy.values._per_replica import PerReplica
 from jaxstrategy.values._slices import IndexedSlices
 from jaxstrategy.values._types import (
@@ -36,13 +38,15 @@ from jaxstrategy.variables import (
 from jaxstrategy.variables._assignments import Assignments
 from jaxstrategy.variables._cell import Cell, Holder
 from jaxstrategy.variables._changes import Change
-from jaxstrategy.variables._initial_value import InitialValue, start_of
+from jaxstrategy.variables._initial_program import InitialValue
+from jaxstrategy.variables._initial_value import start_of
 from jaxstrategy.variables._operators import Operators
 from jaxstrategy.variables._part import VariablePart
 from jaxstrategy.variables._policy import ORDINARY, VariablePolicy
 from jaxstrategy.variables._properties import Properties
 from jaxstrategy.variables._reference import Reference
 from jaxstrategy.variables._scatters import Scatters
+from jaxstrategy.variables._sharding_choice import ShardingChoice, VariableSharding
 
 _numbers = itertools.count()
 
@@ -79,12 +83,21 @@ class Variable(Operators, Assignments, Scatters, Properties):
       name: for messages; names need not differ.
       synchronization: a `VariableSynchronization` or its name.
       aggregation: a `VariableAggregation` or its name.
+      sharding: whether each replica keeps a part of a mirrored variable, instead of all
+        of it: the number of the dimension that is divided; a `StateSharding`, which
+        says from which size on, and takes the name for the path; a partitioner, as
+        `experimental.partitioners` has them; or "whole". By default, with a strategy
+        of `StateSharding("state")`, as that says, and else whole: a variable does not
+        say whether it is an optimizer's. Steps and their numbers stay what they are.
+        A function for `initial_value` is then traced by JAX, so that each device makes
+        its part; one that looks at numbers is called again without.
 
     Raises:
       ValueError: synchronization NONE, or no such synchronization or aggregation; an
         aggregation that the dtype has not (MEAN of integers); made inside a step that
-        was traced before.
-      TypeError: `initial_value` is not an array or number.
+        was traced before; a dimension that it has not, or that cannot be divided
+        equally; `sharding` of an on-read variable.
+      TypeError: `initial_value` is not an array or number; `sharding` is no choice.
 
     >>> import jaxstrategy as js
     >>> strategy = js.MirroredStrategy(js.simulate(8)[:2])
@@ -101,6 +114,10 @@ class Variable(Operators, Assignments, Scatters, Properties):
     }
     >>> total + 1
     Array(4., dtype=float32)
+    >>> with strategy.scope():
+    ...     table = js.Variable(lambda: jnp.zeros((6, 2)), name="table", sharding=0)
+    >>> table.shape, table.sharding.shard_shape(table.shape)
+    ((6, 2), (3, 2))
     """
 
     def __init__(
@@ -111,6 +128,8 @@ class Variable(Operators, Assignments, Scatters, Properties):
         name: str = "Variable",
         synchronization: VariableSynchronization | str = VariableSynchronization.AUTO,
         aggregation: VariableAggregation | str | None = VariableAggregation.NONE,
+        *,
+        sharding: VariableSharding = None,
     ) -> None:
         self._synchronization = VariableSynchronization(synchronization)
         self._aggregation = VariableAggregation(
@@ -123,12 +142,19 @@ class Variable(Operators, Assignments, Scatters, Properties):
                 "replica has of its own."
             )
         on_read = self._synchronization is VariableSynchronization.ON_READ
+        choice = ShardingChoice(name, sharding)
+        if on_read and choice.divides:
+            raise ValueError(
+                f"Variable {name!r} was made with synchronization ON_READ, a copy for "
+                f"each replica, and with `sharding` {shown(sharding)}, which divides "
+                "one value over them. Leave one of both out."
+            )
         self._name = name
         self._trainable = not on_read if trainable is None else bool(trainable)
         self.number = next(_numbers)
         policy = _policy()
         self._strategy = _context.current().strategy if policy.are_owned else None
-        self._kind = policy.kind(name, on_read, self._aggregation, self._strategy)
+        kind = policy.kind(name, on_read, self._aggregation, self._strategy)
         step = _access.tracing()
         if step is not None and not step.may_create:
             raise ValueError(
@@ -139,11 +165,12 @@ class Variable(Operators, Assignments, Scatters, Properties):
             )
         # In a step, too: a cell outlives it, and must hold numbers and no tracers.
         with jax.ensure_compile_time_eval(), _context.outside():
-            start = start_of(initial_value, dtype, name)
-            _aggregation.check(self._aggregation, start.dtype, name)
-            self._shape, self._dtype = start.shape, start.dtype
-            # Copied, so that no array of the user's shares its memory.
-            self._cell = Cell(self._kind.placed(jnp.copy(start)), is_alone=True)
+            may_divide = not on_read and choice.may_divide(kind.replicas)
+            start = start_of(initial_value, dtype, name, may_divide)
+            self._shape, self._dtype = start.type.shape, start.type.dtype
+            _aggregation.check(self._aggregation, self._dtype, name)
+            self._kind = kind.divided(start.type, choice)
+            self._cell = Cell(self._kind.placed(start), is_alone=True)
         if step is not None:
             step.create(self, self._kind.of_one_replica(start))
         # Last: another thread that traces a step takes whatever is registered.
@@ -191,12 +218,22 @@ class Variable(Operators, Assignments, Scatters, Properties):
     def numpy(self) -> np.ndarray:
         """The value as a NumPy array of the variable's shape; not inside `run`.
 
+        With several processes, all of them must ask for that of a divided variable.
+
         Raises:
           ValueError: an on-read variable whose aggregation is NONE.
           ContextError: in another strategy's scope or `run`.
           TracedValueError: inside `run`, where only the devices know it.
         """
-        return np.asarray(self.value())
+        value = self.value()
+        if _arrays.is_placed(value) and _mesh.is_spread(value):
+            value = _mesh.place(value, self.replicas.sharding(SAME))
+        return np.asarray(value)
+
+    def __array__(
+        self, dtype: np.dtype | None = None, copy: bool | None = None
+    ) -> np.ndarray:
+        return np.asarray(self.numpy(), dtype)
 
     def __getitem__(self, index: Index) -> VariablePart:
         return VariablePart(_part_at(self.value(), index), index, self._write)

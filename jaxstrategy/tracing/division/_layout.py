@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import final
 
 import jax
+from jax.ref import AbstractRef
 
 from jaxstrategy.replicas._state_sharding import LeafSharding
 from jaxstrategy.tracing._jaxpr_types import ArrayType, Var
@@ -102,8 +103,10 @@ class Layouts:
             if variable in step.trace.used and variable.copies_must_agree:
                 leaves[first + number] = self._variable(variable)
         chosen = {place: leaf.sharding.dimension for place, leaf in leaves.items()}
+        inputs = {self._at[i]: d for i, d in chosen.items() if d is not None}
         return Layout(
-            {self._at[i]: d for i, d in chosen.items() if d is not None},
+            # What stays a reference is whole while the replicas work on it.
+            {v: d for v, d in inputs.items() if not isinstance(v.aval, AbstractRef)},
             [self._result(n, leaves) for n in range(len(step.outputs))],
             [self._divisible(n, chosen) for n in range(len(step.outputs))],
             {i: chosen[i] for i in self._state},
@@ -136,11 +139,9 @@ class Layouts:
         return sharding
 
     def _variable(self, variable: Variable) -> DividedLeaf:
-        dimension = self._replicas.dimension_along(variable.sharding)
         aval = jax.ShapeDtypeStruct(variable.cell.shape, variable.dtype)
-        reason = "" if dimension is not None else "it was made whole"
         name = f"variable {variable.name!r}"
-        return DividedLeaf(lambda: name, aval, LeafSharding(dimension, reason))
+        return DividedLeaf(lambda: name, aval, variable.division)
 
     def _result(self, number: int, leaves: Mapping[int, DividedLeaf]) -> LeafSharding:
         if self._step.trace.varies[number]:

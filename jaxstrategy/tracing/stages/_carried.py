@@ -9,7 +9,7 @@ first replica's copy goes back.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import final
 
 import jax
@@ -151,3 +151,14 @@ class Carried:
         """For each a reference that a program works on, while it is traced."""
         refs = map(jax.new_ref, values)
         return dict(zip([*self._here, *self._away], refs, strict=True))
+
+    def kept(self, references: Mapping[Cell, jax.Ref]) -> list[jax.Array]:
+        """What these hold when the step has ended, where it is kept between steps."""
+        places = zip(references.values(), self.shardings, strict=True)
+        return [
+            frozen
+            if where.is_fully_replicated
+            else jax.lax.with_sharding_constraint(frozen, where)
+            for reference, where in places
+            for frozen in [jax.freeze(reference)]
+        ]

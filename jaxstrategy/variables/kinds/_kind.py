@@ -7,6 +7,7 @@ copy; outside, the one that holds all copies.
 from __future__ import annotations
 
 import abc
+from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
 from jaxstrategy.replicas import _overflow
 from jaxstrategy.replicas._random_keys import is_key
 from jaxstrategy.replicas._replicas import Replicas
+from jaxstrategy.replicas._state_sharding import ArrayLike, LeafSharding
 from jaxstrategy.text._shown import shown
 from jaxstrategy.values._per_replica import PerReplica
 from jaxstrategy.values._slices import (
@@ -32,6 +34,8 @@ from jaxstrategy.variables import (
 from jaxstrategy.variables._access import Side
 from jaxstrategy.variables._cell import Holder
 from jaxstrategy.variables._changes import Change
+from jaxstrategy.variables._initial_value import Start
+from jaxstrategy.variables._sharding_choice import ShardingChoice
 
 
 class VariableKind(abc.ABC):
@@ -64,12 +68,26 @@ class VariableKind(abc.ABC):
     def sharding(self) -> NamedSharding:
         """The placement of all copies."""
 
+    @property
+    def division(self) -> LeafSharding:
+        """The division of the value over the replicas, if it has one."""
+        return LeafSharding(None, "each replica has a copy of its own")
+
+    def divided(self, leaf: ArrayLike, choice: ShardingChoice) -> Self:
+        """This kind for a variable of the type of `leaf`, divided if that is chosen.
+
+        Raises:
+          ValueError: the choice cannot be.
+          TypeError: it is no dimension.
+        """
+        return self
+
     @abc.abstractmethod
-    def placed(self, start: jax.Array) -> jax.Array:
+    def placed(self, start: Start) -> jax.Array:
         """All copies, each of them `start`, where the reference is to hold them."""
 
     @abc.abstractmethod
-    def of_one_replica(self, start: jax.Array) -> jax.Array:
+    def of_one_replica(self, start: Start) -> jax.Array:
         """The content of a step's reference if this replica's copy is `start`."""
 
     @abc.abstractmethod

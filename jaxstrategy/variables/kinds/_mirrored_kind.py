@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import final
+import copy
+from typing import Self, final
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
@@ -12,6 +14,7 @@ from jaxstrategy._options import VariableAggregation
 from jaxstrategy.contexts import _replica_context
 from jaxstrategy.replicas import _mesh, _overflow
 from jaxstrategy.replicas._replicas import SAME
+from jaxstrategy.replicas._state_sharding import ArrayLike, LeafSharding
 from jaxstrategy.values._per_replica import PerReplica
 from jaxstrategy.values._slices import (
     IndexedSlices,
@@ -22,6 +25,8 @@ from jaxstrategy.variables import _aggregation
 from jaxstrategy.variables._access import Side
 from jaxstrategy.variables._cell import Holder
 from jaxstrategy.variables._changes import Change, changed
+from jaxstrategy.variables._initial_value import Start
+from jaxstrategy.variables._sharding_choice import ShardingChoice
 from jaxstrategy.variables.kinds._kind import (
     VariableKind,
     on_host,
@@ -32,22 +37,44 @@ from jaxstrategy.variables.kinds._kind import (
 
 @final
 class MirroredKind(VariableKind):
-    """Equal on all replicas: whole on each of them."""
+    """Equal on all replicas: whole on each of them, or a part of it on each."""
 
     describe = "mirrored"
+    _division = LeafSharding(None, "it belongs to no strategy")
 
     @property
     def sharding(self) -> NamedSharding:
-        """Whole on each device."""
-        return self.replicas.sharding(SAME)
+        """Whole on each device, or divided over them."""
+        return self.replicas.sharding_along(self._division.dimension)
 
-    def placed(self, start: jax.Array) -> jax.Array:
-        """`start`, whole on each device."""
-        return _mesh.broadcast(start, self.sharding)
+    @property
+    def division(self) -> LeafSharding:
+        """The dimension that is divided, or why it is whole."""
+        return self._division
 
-    def of_one_replica(self, start: jax.Array) -> jax.Array:
-        """`start`."""
-        return start
+    def divided(self, leaf: ArrayLike, choice: ShardingChoice) -> Self:
+        """This kind for a variable of the type of `leaf`, divided if that is chosen.
+
+        Raises:
+          ValueError: the choice cannot be.
+          TypeError: it is no dimension.
+        """
+        twin = copy.copy(self)
+        twin._division = choice.division(leaf, self.replicas)
+        if not twin._division.is_whole:
+            twin.describe = f"divided along dimension {twin._division.dimension}"
+        return twin
+
+    def placed(self, start: Start) -> jax.Array:
+        """`start` on all devices."""
+        return start.on(self.sharding)
+
+    def of_one_replica(self, start: Start) -> jax.Array:
+        """`start`; of one that is divided, only something of its type."""
+        if self._division.is_whole:
+            return start.array
+        # A trace that makes variables is given up; only its numbers would be others.
+        return jnp.zeros(start.type.shape, start.type.dtype)
 
     def copies(self, ref: Holder) -> jax.Array | PerReplica:
         """The value, mirrored."""
@@ -59,7 +86,7 @@ class MirroredKind(VariableKind):
         return True
 
     def host_copies(self, held: jax.Array) -> list[np.ndarray]:
-        """One per replica of this process."""
+        """One per replica of this process: the whole value, or its part."""
         return [on_host(copy) for copy in self.replicas.copies(held)]
 
     def read(self, ref: Holder, side: Side) -> jax.Array:
@@ -78,8 +105,9 @@ class MirroredKind(VariableKind):
             value = _aggregation.across(self.aggregation, value, this_strategy())
         given = self._checked_part(value, ref.shape, ref.dtype, change)
         if not self._in_step():
-            given = _mesh.broadcast(given, self.sharding)
-        return _stored(ref, change.applied(ref[...], given))
+            where = self.sharding if change.is_whole else self.replicas.sharding(SAME)
+            given = _mesh.broadcast(given, where)
+        return self._stored(ref, change.applied(ref[...], given))
 
     def scatter(
         self, ref: Holder, side: Side, rows: IndexedSlices, change: Change
@@ -143,14 +171,18 @@ class MirroredKind(VariableKind):
         if self._combines(side):
             rows = _aggregation.across(self.aggregation, rows, this_strategy())
         if not self._in_step():
-            rows = jax.tree.map(lambda x: _mesh.broadcast(x, self.sharding), rows)
+            everywhere = self.replicas.sharding(SAME)
+            rows = jax.tree.map(lambda x: _mesh.broadcast(x, everywhere), rows)
         values = rows.values.astype(ref.dtype)
-        return _stored(ref, changed(ref[...], rows.indices, values, change.operation))
+        new = changed(ref[...], rows.indices, values, change.operation)
+        return self._stored(ref, new)
 
-
-def _stored(ref: Holder, new: jax.Array) -> jax.Array:
-    ref[...] = new
-    return new
+    def _stored(self, ref: Holder, new: jax.Array) -> jax.Array:
+        """Keeps `new`, which lies as the variable does, and returns it."""
+        if not self._in_step() and not self._division.is_whole:
+            new = _mesh.place(new, self.sharding)
+        ref[...] = new
+        return new
 
 
 def _has_versions(value: Value) -> bool:

@@ -24,6 +24,7 @@ from jaxstrategy.variables import (
 from jaxstrategy.variables._access import Side
 from jaxstrategy.variables._cell import Holder
 from jaxstrategy.variables._changes import Change
+from jaxstrategy.variables._initial_value import Start
 from jaxstrategy.variables.kinds._kind import (
     VariableKind,
     on_host,
@@ -43,16 +44,17 @@ class OnReadKind(VariableKind):
         """Copy i on the device of replica i."""
         return self.replicas.sharding(SPLIT)
 
-    def placed(self, start: jax.Array) -> jax.Array:
+    def placed(self, start: Start) -> jax.Array:
         """`start` once for each replica."""
+        array = start.array
         if not self.replicas.are_all_own:  # the processes may have others
-            start = _mesh.broadcast(start, self.replicas.sharding(SAME))
-        copies = jnp.broadcast_to(start, (self.replicas.count, *start.shape))
+            array = _mesh.broadcast(array, self.replicas.sharding(SAME))
+        copies = jnp.broadcast_to(array, (self.replicas.count, *array.shape))
         return _mesh.place(copies, self.sharding)
 
-    def of_one_replica(self, start: jax.Array) -> jax.Array:
+    def of_one_replica(self, start: Start) -> jax.Array:
         """`start`, as the replica's part of all copies."""
-        return start[None]
+        return start.array[None]
 
     def copies(self, ref: Holder) -> jax.Array | PerReplica:
         """The copies."""

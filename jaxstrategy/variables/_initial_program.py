@@ -1,0 +1,106 @@
+"""A user's function that makes an initial value, traced: `InitialProgram`.
+
+What it returns can then be made in the parts that the devices are to have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias, final
+
+import jax
+import numpy as np
+from jax.core import Tracer
+from jax.errors import (
+    ConcretizationTypeError,
+    NonConcreteBooleanIndexError,
+    TracerArrayConversionError,
+    TracerIntegerConversionError,
+)
+from jax.extend import core
+from jax.sharding import NamedSharding
+
+from jaxstrategy.contexts import _context
+from jaxstrategy.replicas import _mesh
+from jaxstrategy.values._types import Value
+
+InitialValue: TypeAlias = Value | Callable[[], Value]
+"""A value, or a function without arguments that returns one."""
+
+# What JAX raises where a function looks at numbers that it traces.
+_LOOKED_AT = (
+    ConcretizationTypeError,
+    NonConcreteBooleanIndexError,
+    TracerArrayConversionError,
+    TracerIntegerConversionError,
+)
+
+
+@final
+class InitialProgram:
+    """The computation that a function makes of an initial value.
+
+    Args:
+      traced: the trace of the function, which returns one array.
+
+    Attributes:
+      type: the shape and dtype of the array.
+    """
+
+    def __init__(self, traced: core.ClosedJaxpr) -> None:
+        self._traced = traced
+        self._run = core.jaxpr_as_fun(traced)
+        (made,) = traced.out_avals
+        self.type = jax.ShapeDtypeStruct(made.shape, made.dtype)
+
+    def whole(self) -> jax.Array:
+        """The array, made operation by operation, as the function itself would."""
+        (array,) = self._run()
+        return array
+
+    def on(self, sharding: NamedSharding) -> jax.Array:
+        """The array, of which each device makes what it is to have.
+
+        With several processes it is that of the first one's function.
+        """
+        if not sharding.is_fully_addressable and not self._is_everywhere(sharding):
+            return _mesh.broadcast(self.whole(), sharding)
+        (array,) = jax.jit(self._run, out_shardings=[sharding])()
+        return array
+
+    def _is_everywhere(self, sharding: NamedSharding) -> bool:
+        """Whether the functions of all processes compute the same."""
+        constants = self._traced.consts
+        if any(map(_mesh.is_spread, constants)):
+            return False
+        texts = [str(self._traced).encode()]
+        texts += [np.asarray(constant).tobytes() for constant in constants]
+        return _mesh.are_equal(b"".join(texts), sharding)
+
+
+def known_or_traced(
+    fn: Callable[[], Value], settled: Callable[[Value], jax.Array]
+) -> Value | InitialProgram:
+    """What `fn` returns if that is known, else the program that makes it.
+
+    One that looks at numbers while it is traced is called a second time, without.
+
+    Args:
+      fn: the user's function.
+      settled: makes an array of what it returns.
+    """
+    known: list[Value] = []
+
+    def compute() -> list[jax.Array]:
+        value = fn()
+        if not any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(value)):
+            known.append(value)
+            return []
+        return [settled(value)]
+
+    try:
+        with _context.entered(is_initial=True):
+            traced = jax.make_jaxpr(compute)()
+    except _LOOKED_AT:
+        return fn()
+    return known[0] if known else InitialProgram(traced)
