@@ -25,6 +25,7 @@ from jaxstrategy.strategies._multi_worker import (
 )
 from jaxstrategy.text import _absent
 from jaxstrategy.tracing.replication._pure import declare_pure as declare_pure
+from jaxstrategy.variables import partitioners as partitioners
 
 CollectiveCommunication = CommunicationImplementation
 MultiWorkerMirroredStrategy = ExperimentalMultiWorkerMirroredStrategy

@@ -29,7 +29,6 @@ ADVICE = {
     "experimental.TPUStrategy": _TPU,
     "experimental.ParameterServerStrategy": _SERVERS,
     "experimental.coordinator": _SERVERS,
-    "experimental.partitioners": _SERVERS,
     "experimental.rpc": _SERVERS,
 }
 

@@ -10,12 +10,13 @@ from typing import TypeAlias, final
 
 import jax
 import numpy as np
-from jax.core import Tracer
+from jax.core import Tracer, eval_context
 from jax.errors import (
     ConcretizationTypeError,
     NonConcreteBooleanIndexError,
     TracerArrayConversionError,
     TracerIntegerConversionError,
+    UnexpectedTracerError,
 )
 from jax.extend import core
 from jax.sharding import NamedSharding
@@ -27,12 +28,14 @@ from jaxstrategy.values._types import Value
 InitialValue: TypeAlias = Value | Callable[[], Value]
 """A value, or a function without arguments that returns one."""
 
-# What JAX raises where a function looks at numbers that it traces.
+# What JAX raises where a function looks at numbers that it traces, or at those of a
+# step that is being traced.
 _LOOKED_AT = (
     ConcretizationTypeError,
     NonConcreteBooleanIndexError,
     TracerArrayConversionError,
     TracerIntegerConversionError,
+    UnexpectedTracerError,
 )
 
 
@@ -78,12 +81,13 @@ class InitialProgram:
         return _mesh.are_equal(b"".join(texts), sharding)
 
 
-def known_or_traced(
+def traced(
     fn: Callable[[], Value], settled: Callable[[Value], jax.Array]
-) -> Value | InitialProgram:
-    """What `fn` returns if that is known, else the program that makes it.
+) -> InitialValue | InitialProgram:
+    """The program that makes what `fn` returns, or that itself if it is known.
 
-    One that looks at numbers while it is traced is called a second time, without.
+    Also `fn`, if it has to be called as it is: it looks at numbers while it is traced,
+    or uses those of a step.
 
     Args:
       fn: the user's function.
@@ -99,8 +103,11 @@ def known_or_traced(
         return [settled(value)]
 
     try:
-        with _context.entered(is_initial=True):
-            traced = jax.make_jaxpr(compute)()
+        # In a step, too, whose own trace must not have what `fn` computes.
+        with eval_context(), _context.entered(is_initial=True):
+            closed = jax.make_jaxpr(compute)()
     except _LOOKED_AT:
-        return fn()
-    return known[0] if known else InitialProgram(traced)
+        return fn
+    if any(isinstance(each, Tracer) for each in closed.consts):  # of a step
+        return fn
+    return known[0] if known else InitialProgram(closed)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import final
+from typing import TypeGuard, final
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from jaxstrategy.values._types import Value
 from jaxstrategy.variables._initial_program import (
     InitialProgram,
     InitialValue,
-    known_or_traced,
+    traced,
 )
 
 
@@ -80,17 +80,18 @@ def start_of(
       TypeError: a `PerReplica`, something traced, or no array or number.
       ValueError: a number that the dtype does not hold.
     """
-    value = initial_value
-    if isinstance(initial_value, Callable):
+    if may_divide and isinstance(initial_value, Callable):
         settle = functools.partial(_settled, dtype=dtype, name=name)
-        value = (
-            known_or_traced(initial_value, settle) if may_divide else initial_value()
-        )
-    if isinstance(value, InitialProgram):
-        return Start(value)
-    if may_divide and isinstance(value, np.ndarray):
-        return Start(_on_host(value, dtype, name))
-    start = _settled(value, dtype, name)
+        initial_value = traced(initial_value, settle)
+    if isinstance(initial_value, InitialProgram):
+        return Start(initial_value)
+    # In a step, too: what a variable holds outlives it, and must be no tracers.
+    with jax.ensure_compile_time_eval():
+        called = isinstance(initial_value, Callable)
+        value = initial_value() if called else initial_value
+        if may_divide and _is_host_array(value):
+            return Start(_on_host(value, dtype))
+        start = _settled(value, dtype, name)
     if isinstance(start, Tracer):
         raise TypeError(
             f"Variable {name!r} was given a value of the step that makes it, which "
@@ -99,15 +100,16 @@ def start_of(
     return Start(start)
 
 
-def _on_host(value: np.ndarray, dtype: DTypeLike | None, name: str) -> np.ndarray:
-    """`value` with the dtype that it has on devices."""
+def _is_host_array(value: Value) -> TypeGuard[np.ndarray]:
+    return isinstance(value, np.ndarray) and value.dtype.kind not in "OSUMm"
+
+
+def _on_host(value: np.ndarray, dtype: DTypeLike | None) -> np.ndarray:
+    """`value` with the dtype that it is to have on devices."""
     if dtype is None:
         _overflow.check_held(value)
-    try:
-        wanted = jax.dtypes.canonicalize_dtype(value.dtype if dtype is None else dtype)
-        return value.astype(wanted, copy=False)
-    except (TypeError, ValueError) as error:
-        raise _no_array(value, name) from error
+    wanted = jax.dtypes.canonicalize_dtype(value.dtype if dtype is None else dtype)
+    return value.astype(wanted, copy=False)
 
 
 def _settled(value: Value, dtype: DTypeLike | None, name: str) -> jax.Array:
@@ -127,11 +129,7 @@ def _settled(value: Value, dtype: DTypeLike | None, name: str) -> jax.Array:
             f"Variable {name!r}: {_overflow.too_large(value, dtype)}"
         ) from None
     except (TypeError, ValueError) as error:
-        raise _no_array(value, name) from error
-
-
-def _no_array(value: Value, name: str) -> TypeError:
-    return TypeError(
-        f"Variable {name!r} was given {shown(value)} to start with; an array, a "
-        "number or a function that returns one was wanted."
-    )
+        raise TypeError(
+            f"Variable {name!r} was given {shown(value)} to start with; an array, a "
+            "number or a function that returns one was wanted."
+        ) from error

@@ -129,7 +129,9 @@ class ShardingChoice:
         shape = tuple(leaf.shape)
         if not shape:
             return LeafSharding(None, "it has no dimension to divide")
-        answer = partitioner(shape, np.dtype(leaf.dtype))
+        if is_key(leaf.dtype):
+            return LeafSharding(None, "random keys stay whole")
+        answer = partitioner(shape, leaf.dtype)
         numbers = several_whole(answer)
         told = f"The partitioner of variable {self.name!r} of shape {shape} returned"
         if numbers is None:
@@ -147,8 +149,6 @@ class ShardingChoice:
         if not divided:
             return LeafSharding(None, "its partitioner left it whole")
         (dimension,) = divided
-        if is_key(leaf.dtype):
-            return LeafSharding(None, "random keys stay whole")
         if shape[dimension] % parts:
             return LeafSharding(
                 None, f"{parts} replicas cannot divide dimension {dimension} of {shape}"

@@ -163,10 +163,11 @@ class Variable(Operators, Assignments, Scatters, Properties):
                 "same ones afterwards. Make it outside the step, or once: "
                 "`if self.v is None: self.v = Variable(...)`."
             )
+        may_divide = not on_read and choice.may_divide(kind.replicas)
+        with _context.outside():
+            start = start_of(initial_value, dtype, name, may_divide)
         # In a step, too: a cell outlives it, and must hold numbers and no tracers.
         with jax.ensure_compile_time_eval(), _context.outside():
-            may_divide = not on_read and choice.may_divide(kind.replicas)
-            start = start_of(initial_value, dtype, name, may_divide)
             self._shape, self._dtype = start.type.shape, start.type.dtype
             _aggregation.check(self._aggregation, self._dtype, name)
             self._kind = kind.divided(start.type, choice)

@@ -1,0 +1,174 @@
+"""Partitioners: TensorFlow's numbers of parts, and what they do to variables."""
+
+import jax
+import numpy as np
+import pytest
+
+import jaxstrategy as js
+from jaxstrategy.experimental import partitioners
+
+FIXED = partitioners.FixedShardsPartitioner
+MIN = partitioners.MinSizePartitioner
+MAX = partitioners.MaxSizePartitioner
+
+
+# All numbers are TensorFlow's.
+@pytest.mark.parametrize(
+    ("partitioner", "shape", "wanted"),
+    [
+        (FIXED(2), (10, 3), [2, 1]),
+        (FIXED(4), (3,), [3]),
+        (FIXED(3), (7,), [3]),
+        (FIXED(3), (7, 5), [3, 1]),
+        (FIXED(1), (7,), [1]),
+        (MIN(4, 2), (6, 1), [2, 1]),
+        (MIN(4, 10), (6, 1), [6, 1]),
+        (MIN(8, 10), (6, 1), [3, 1]),
+        (MIN(24, 10), (6, 1), [1, 1]),
+        (MIN(25, 10), (6, 1), [1, 1]),
+        (MIN(10, 3), (5, 2), [3, 1]),
+        (MIN(16, 100), (7, 3), [6, 1]),
+        (MIN(256 << 10, 10), (10000, 16), [3, 1]),
+        (MIN(1 << 20, 8), (1000000, 1), [4, 1]),
+        (MIN(max_shards=10), (1000000, 64), [10, 1]),
+        (MIN(256 << 10, 4), (100000, 64), [4, 1]),
+        (MAX(4), (6, 1), [6, 1]),
+        (MAX(4, 2), (6, 1), [2, 1]),
+        (MAX(1024), (6, 1), [1, 1]),
+        (MAX(8), (6, 1), [3, 1]),
+        (MAX(7), (6, 1), [6, 1]),
+        (MAX(3), (6, 1), [6, 1]),
+        (MAX(16), (6, 1), [2, 1]),
+        (MAX(23), (6, 1), [2, 1]),
+        (MAX(24), (6, 1), [1, 1]),
+        (MAX(19), (10, 5), [10, 1]),
+        (MAX(39), (10, 5), [10, 1]),
+        (MAX(40), (10, 5), [5, 1]),
+        (MAX(100), (10, 5), [2, 1]),
+    ],
+)
+def test_the_number_of_parts_of_float32(partitioner, shape, wanted):
+    assert partitioner(shape, np.float32) == wanted
+
+
+@pytest.mark.parametrize(
+    ("partitioner", "shape", "wanted"),
+    [
+        (MIN(256 << 10, 4), (1000, 64), (1, 1, 2)),
+        (MIN(256 << 10, 4), (2000, 64), (1, 2, 4)),
+        (MAX(100), (10, 5), (1, 2, 5)),
+        (MAX(39), (10, 5), (4, 10, 10)),
+        (MAX(40), (10, 5), (3, 5, 10)),
+        (MAX(19), (10, 5), (10, 10, 10)),
+    ],
+)
+def test_the_number_of_parts_by_the_size_of_elements(partitioner, shape, wanted):
+    dtypes = (np.float16, "float32", np.dtype("float64"))
+    assert tuple(partitioner(shape, d)[0] for d in dtypes) == wanted
+
+
+def test_another_axis():
+    assert FIXED(2)((4, 10), np.float32, axis=1) == [1, 2]
+    assert MIN(4, 10)((6, 4), np.float32, axis=1) == [1, 4]
+    assert MAX(24)((6, 4), np.float32, axis=1) == [1, 4]
+    with pytest.raises(ValueError, match=r"`axis` was 2, but the shape is \(6, 4\)"):
+        FIXED(2)((6, 4), np.float32, axis=2)
+
+
+def test_texts_have_a_size_that_is_given():
+    assert MAX(16)((4,), np.dtype(object)) == [4]
+    assert MAX(16, bytes_per_string=8)((4,), np.dtype("U3")) == [2]
+
+
+def test_a_scalar_has_no_dimension_and_an_empty_array_one_part():
+    assert FIXED(2)((), np.float32) == []
+    assert [each((0, 3), np.float32) for each in (FIXED(2), MIN(), MAX(4))] == (
+        [[1, 1]] * 3
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "text"),
+    [
+        (lambda: FIXED(0), ValueError, "`num_shards` was 0; 1 or more was wanted"),
+        (lambda: FIXED(2.0), TypeError, "`num_shards` was 2.0; a whole number"),
+        (lambda: FIXED(True), TypeError, "`num_shards` was True; a whole number"),
+        (lambda: MIN(0), ValueError, "`min_shard_bytes` was 0"),
+        (lambda: MIN(4, -1), ValueError, "`max_shards` was -1"),
+        (lambda: MIN(4, 1, 0), ValueError, "`bytes_per_string` was 0"),
+        (lambda: MAX(0), ValueError, "`max_shard_bytes` was 0"),
+        (lambda: MAX(4, 0), ValueError, "`max_shards` was 0"),
+        (lambda: MAX(4, None, 0), ValueError, "`bytes_per_string` was 0"),
+    ],
+)
+def test_numbers_that_cannot_be(make, error, text):
+    with pytest.raises(error, match=text):
+        make()
+
+
+def test_the_base_class_says_nothing():
+    with pytest.raises(NotImplementedError, match="Partitioner does not say how"):
+        partitioners.Partitioner()((4,), np.float32)
+
+
+# What they do to variables.
+
+
+@pytest.fixture(scope="module")
+def strategy():
+    return js.MirroredStrategy(jax.devices()[:4])
+
+
+def division(strategy, shape, partitioner, dtype="float32"):
+    with strategy.scope():
+        made = js.Variable(np.zeros(shape, dtype), name="w", sharding=partitioner)
+    return made.division
+
+
+def test_it_is_asked_once_and_not_for_a_scalar(strategy):
+    asked = []
+
+    def ask(shape, dtype, axis=0):
+        asked.append((shape, dtype, axis))
+        return [2, 1]
+
+    assert division(strategy, (4, 4), ask, "int8").dimension == 0
+    assert division(strategy, (), ask).dimension is None
+    assert asked == [((4, 4), np.dtype("int8"), 0)]
+
+
+@pytest.mark.parametrize(
+    ("shape", "answer", "dimension"),
+    [
+        ((4,), [9], 0),
+        ((8, 2), (2,), 0),
+        ((2, 8), [1, 2], 1),
+        ((8, 8), [1, 1], None),
+        ((6, 8), [2, 1], None),
+        ((0, 4), [2, 1], None),
+    ],
+)
+def test_the_dimension_of_several_parts_is_divided(strategy, shape, answer, dimension):
+    found = division(strategy, shape, lambda shape, dtype: answer)
+    assert found.dimension == dimension
+    assert found.reason if dimension is None else not found.reason
+
+
+def test_a_size_decides(strategy):
+    assert division(strategy, (64, 4), MIN(256, 8)).dimension == 0
+    assert division(strategy, (8, 4), MIN(256, 8)).dimension is None
+
+
+@pytest.mark.parametrize(
+    ("answer", "error", "text"),
+    [
+        ([2, 2], ValueError, r"returned \[2, 2\]; for each dimension a number"),
+        ([0, 1], ValueError, r"of variable 'w' of shape \(8, 8\) returned \[0, 1\]"),
+        ([1, 1, 2], ValueError, r"returned \[1, 1, 2\]"),
+        ([2.0, 1], TypeError, r"returned \[2.0, 1\]; a list of whole numbers"),
+        (None, TypeError, "returned None"),
+    ],
+)
+def test_answers_that_cannot_be(strategy, answer, error, text):
+    with pytest.raises(error, match=text):
+        division(strategy, (8, 8), lambda shape, dtype: answer)
