@@ -60,6 +60,11 @@ def axis_types(axes: int) -> tuple[AxisType, ...]:
     return (AxisType.Auto,) * axes
 
 
+def is_large(size: int) -> bool:
+    """Whether no device should have all of a divided array of so many bytes."""
+    return size > _AT_ONCE_BYTES
+
+
 def place(value: ArrayLike, sharding: Sharding) -> jax.Array:
     """`value` on the devices of `sharding`.
 
@@ -124,7 +129,7 @@ def _is_divided_in_steps(value: object, sharding: Sharding) -> TypeGuard[jax.Arr
         isinstance(value, jax.Array)
         and not isinstance(value, Tracer)
         and len(value.sharding.device_set) == 1
-        and value.nbytes > _AT_ONCE_BYTES
+        and is_large(value.nbytes)
         and not sharding.is_fully_replicated
     )
 
@@ -148,7 +153,7 @@ def _divided_in_steps(value: jax.Array, sharding: Sharding) -> jax.Array:
 
 def _put_first(host: np.ndarray, sharding: NamedSharding) -> jax.Array:
     with _processes.exchanging("one value for all replicas", host):
-        if host.nbytes <= _AT_ONCE_BYTES or sharding.is_fully_replicated:
+        if not is_large(host.nbytes) or sharding.is_fully_replicated:
             return _sent(host, sharding)
         return _sent_in_steps(host, sharding)
 

@@ -207,7 +207,7 @@ def trace(
     specs = [replicas.spec(meaning) for meaning in meanings]
     specs += [_spec(variable, replicas) for variable in there]
     divided = [variable for variable in there if not variable.division.is_whole]
-    is_by_axes = divides_state(replicas) or (divided and can_divide(replicas))
+    is_by_axes = divides_state(replicas) or bool(divided) and can_divide(replicas)
     look = _by_axes if is_by_axes else _in_shard_map
     try:
         closed, jaxpr, places, constants = look(replica, leaves, there, specs, replicas)

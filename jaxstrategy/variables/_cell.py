@@ -41,14 +41,6 @@ class Holder(Protocol):
 
     def __getitem__(self, index: EllipsisType, /) -> jax.Array: ...
 
-    def _now(self) -> jax.Array:
-        """What it holds, for a function that is traced to be called once."""
-        if self._ref is None:
-            self.is_alone = False
-            return self.array
-        with eval_context():
-            return self._ref[...]
-
     def __setitem__(self, index: EllipsisType, value: jax.Array, /) -> None: ...
 
 

@@ -5,8 +5,9 @@ What it returns can then be made in the parts that the devices are to have.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from typing import TypeAlias, final
+from typing import Any, TypeAlias, final
 
 import jax
 import numpy as np
@@ -50,7 +51,7 @@ class InitialProgram:
       type: the shape and dtype of the array.
     """
 
-    def __init__(self, traced: core.ClosedJaxpr) -> None:
+    def __init__(self, traced: Any) -> None:
         self._traced = traced
         self._run = core.jaxpr_as_fun(traced)
         (made,) = traced.out_avals
@@ -62,17 +63,23 @@ class InitialProgram:
         return array
 
     def on(self, sharding: NamedSharding) -> jax.Array:
-        """The array, of which each device makes what it is to have.
+        """The array; of a large one each device makes what it is to have.
 
-        With several processes it is that of the first one's function.
+        In the last place a part may differ from the same numbers made with all others:
+        what is left at the end of a row is computed by other instructions than whole
+        vectors are (CPU, JAX 0.10 and 0.12). So smaller ones are made whole and divided
+        then. With several processes it is the array of the first one's function.
         """
-        if not sharding.is_fully_addressable and not self._is_everywhere(sharding):
+        size = math.prod(self.type.shape) * self.type.dtype.itemsize
+        if not _mesh.is_large(size) or not self._is_everywhere(sharding):
             return _mesh.broadcast(self.whole(), sharding)
         (array,) = jax.jit(self._run, out_shardings=[sharding])()
         return array
 
     def _is_everywhere(self, sharding: NamedSharding) -> bool:
         """Whether the functions of all processes compute the same."""
+        if sharding.is_fully_addressable:
+            return True
         constants = self._traced.consts
         if any(map(_mesh.is_spread, constants)):
             return False

@@ -13,7 +13,6 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 
-from jaxstrategy.contexts import _context
 from jaxstrategy.replicas import _mesh, _overflow
 from jaxstrategy.replicas._random_keys import is_key
 from jaxstrategy.text._shown import shown

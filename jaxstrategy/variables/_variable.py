@@ -89,8 +89,9 @@ class Variable(Operators, Assignments, Scatters, Properties):
         `experimental.partitioners` has them; or "whole". By default, with a strategy
         of `StateSharding("state")`, as that says, and else whole: a variable does not
         say whether it is an optimizer's. Steps and their numbers stay what they are.
-        A function for `initial_value` is then traced by JAX, so that each device makes
-        its part; one that looks at numbers is called again without.
+        A function for `initial_value` is then traced by JAX, so that of a large array
+        (over 64 MiB) each device makes its part only; one that looks at numbers is
+        called again without.
 
     Raises:
       ValueError: synchronization NONE, or no such synchronization or aggregation; an
