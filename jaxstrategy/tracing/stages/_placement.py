@@ -166,10 +166,6 @@ class Placement:
                 "`strategy.per_replica([...])`, one entry per replica."
             )
 
-    def _is_state(self, array: jax.Array) -> bool:
-        """Whether an array lies as this strategy divides state."""
-        return self.divides_state and self._replicas.dimension_of(array) is not None
-
     def _check_movable(self, index: int, leaf: jax.Array) -> None:
         """Raise where moving `leaf` would hide a mistake."""
         if not self._split[index]:
