@@ -48,28 +48,14 @@ class Borders:
       of_functions: of those that functions can make by themselves, the equations that
         call these, by the same; the sum is that of all of them.
       passed_over: the equations that these make needless, besides the sums.
-      undivided: why a sum of a large array is not divided, by its result.
+      undivided: why other sums are not divided, in words, by the same.
     """
 
     sums: Mapping[Var, int]
     in_loops: Mapping[Var, LoopSum]
     of_functions: Mapping[Var, Sequence[Equation]]
     passed_over: frozenset[int]
-    undivided: Mapping[Var, Undivided]
-
-
-@final
-@dataclasses.dataclass(frozen=True)
-class Undivided:
-    """The reason why all of a sum goes to every replica.
-
-    Attributes:
-      reason: in words.
-      reader: the equation that is the reason, if one is.
-    """
-
-    reason: str
-    reader: Equation | None = None
+    undivided: Mapping[Var, str]
 
 
 def borders_of(jaxpr: Jaxpr, cut: Cut, layout: Layout, replicas: Replicas) -> Borders:
@@ -83,7 +69,7 @@ def borders_of(jaxpr: Jaxpr, cut: Cut, layout: Layout, replicas: Replicas) -> Bo
     """
     search = _Search(jaxpr, cut, layout, replicas)
     sums: dict[Var, int] = {}
-    undivided: dict[Var, Undivided] = {}
+    undivided: dict[Var, str] = {}
     for eqn in cut.inside:
         if is_sum_of_all(eqn, replicas):
             for operand, result in zip(eqn.invars, eqn.outvars, strict=True):
@@ -116,6 +102,9 @@ def is_sum_of_all(eqn: Equation, replicas: Replicas) -> bool:
     return set(eqn.params["axes"]) == set(replicas.collective_axes)
 
 
+_SCALING = frozenset(("div", "mul", "convert_element_type"))
+
+
 class _Search:
     def __init__(
         self, jaxpr: Jaxpr, cut: Cut, layout: Layout, replicas: Replicas
@@ -133,20 +122,18 @@ class _Search:
                 if not isinstance(atom, Literal):
                     self._uses[atom].append(eqn)
 
-    def dimension(self, operand: Atom, result: Var) -> int | Undivided:
+    def dimension(self, operand: Atom, result: Var) -> int | str:
         """The dimension along which a sum is divided, or why it is not."""
         if self._is_pack(operand, result):
-            return Undivided("arrays were joined to be summed at once")
+            return "arrays were joined to be summed at once"
         if (found := self._like.get(tuple(result.aval.shape))) is None:
             sharding = self._replicas.usual_division(result.aval)
             if (found := sharding.dimension) is None:
-                return Undivided(sharding.reason)
+                return sharding.reason
         if result in self._cut.read_inside:
-            inside = set(map(id, self._cut.inside))
-            readers = (eqn for eqn in self._uses[result] if id(eqn) in inside)
-            return Undivided("the replicas compute with it", next(readers, None))
+            return "the replicas compute with it"
         if result not in self._cut.read_outside:
-            return Undivided("it is returned as it is")
+            return "it is returned as it is"
         return found
 
     def _is_pack(self, operand: Atom, result: Var) -> bool:
@@ -155,6 +142,9 @@ class _Search:
         origin = None if isinstance(operand, Literal) else self._origins.get(operand)
         is_joined = origin is not None and origin.primitive.name == "concatenate"
         uses = self._uses[result]
+        # A mean divides the sum before, and one of few bits is converted back.
+        while len(uses) == 1 and uses[0].primitive.name in _SCALING:
+            uses = self._uses[uses[0].outvars[0]]
         return is_joined and all(eqn.primitive.name in cutting for eqn in uses)
 
     def calls_of(

@@ -32,16 +32,28 @@ class Cut:
       outside: those that follow, in order.
       copied: those of the replicas whose results both sides compute, rather than hand
         them over: they are cheap, and made of arguments.
+      unused: those that nobody needs, such as a loss of which the gradient alone is
+        taken. Nothing is gathered for them.
     """
 
     inside: Sequence[Equation]
     outside: Sequence[Equation]
     copied: Sequence[Equation]
+    unused: Sequence[Equation]
 
     @cached_property
     def read_inside(self) -> frozenset[Var]:
         """The variables that the replicas' equations read."""
         return frozenset(_vars(atom for eqn in self.inside for atom in eqn.invars))
+
+    @cached_property
+    def read_by_users(self) -> frozenset[Var]:
+        """The variables that the replicas' part of the user's step mentions.
+
+        Whether a step returns its loss, too, is not to change where state lies.
+        """
+        unused = _vars(atom for eqn in self.unused for atom in eqn.invars)
+        return self.read_inside.union(unused)
 
     @cached_property
     def read_outside(self) -> frozenset[Var]:
@@ -76,7 +88,12 @@ def cut(
     inside: list[Equation] = []
     outside: list[Equation] = []
     needed: set[Var] = set()
+    alive, unused = set(_vars(jaxpr.outvars)), list[Equation]()
     for eqn in reversed(jaxpr.eqns):
+        if not eqn.effects and alive.isdisjoint(eqn.outvars):
+            unused.append(eqn)
+            continue
+        alive.update(_vars(eqn.invars))
         is_free = _is_equal(eqn, varies) and not stays(eqn)
         if is_free and needed.isdisjoint(eqn.outvars):
             outside.append(eqn)
@@ -88,7 +105,7 @@ def cut(
     wanted = set(_vars(atom for eqn in outside for atom in eqn.invars))
     wanted.update(_vars(jaxpr.outvars))
     copied = _copied(inside, set(jaxpr.invars), wanted, varies)
-    return Cut(inside, outside, copied)
+    return Cut(inside, outside, copied, unused)
 
 
 def _is_equal(eqn: Equation, varies: Callable[[Atom], bool]) -> bool:

@@ -13,7 +13,7 @@ from jax.extend import core
 from jax.extend.core import Literal
 from jax.ref import AbstractRef
 
-from jaxstrategy.replicas._replicas import SAME, SPLIT, Replicas, Spec
+from jaxstrategy.replicas._replicas import SAME, SPLIT, Spec
 from jaxstrategy.tracing._jaxpr_types import ArrayType, Atom, Equation, Jaxpr, Var
 from jaxstrategy.tracing._on_replicas import on_replicas
 from jaxstrategy.tracing._trace import Evaluate
@@ -28,8 +28,10 @@ from jaxstrategy.tracing.division._outside import Outside
 from jaxstrategy.tracing.division._replica_values import ReplicaValues
 from jaxstrategy.tracing.division._value_form import with_values
 from jaxstrategy.tracing.replication._jaxprs import jaxpr_of
+from jaxstrategy.tracing.replication._levels import Collective
 from jaxstrategy.tracing.replication._lowered import closed
-from jaxstrategy.tracing.replication._rules import varying
+from jaxstrategy.tracing.replication._rules import analyse, varying
+from jaxstrategy.tracing.replication._site import Site
 from jaxstrategy.values._per_replica import PerReplica
 from jaxstrategy.values._types import Leaf
 from jaxstrategy.variables._cell import Cell
@@ -49,19 +51,20 @@ class DividedStep:
       cut: which equations run where.
       borders: the sums that are divided.
       inside: those of each replica.
+      replicas: those of the step.
     """
 
     def __init__(self, step: TracedStep, given: Sequence[Leaf]) -> None:
         trace = step.trace
         self._trace = trace
-        self._replicas: Replicas = trace.replicas
+        self.replicas = self._replicas = trace.replicas
         flat = flattened(trace.jaxpr)
         self._constants, self._calls = flat.constants, flat.calls
         references = self._mirrored_references(flat.jaxpr)
         self._values = with_values(flat.jaxpr, references)
         jaxpr = self.jaxpr = self._values.jaxpr
         varies = [spec != self._replicas.spec(SAME) for spec in trace.specs]
-        varies += [False] * len(self._constants)
+        self._differs = varies = varies + [False] * len(self._constants)
         unpacking = trace.unpacking
         self._varies = varying(jaxpr, varies, self._replicas, unpacking)
         self.cut: Cut = cut(jaxpr, self._varies, _is_kept)
@@ -118,6 +121,50 @@ class DividedStep:
     def _wanted_outside(self) -> frozenset[Var]:
         results = (a for a in self._common_results if not isinstance(a, Literal))
         return self.cut.read_outside.union(results)
+
+    # For explanations.
+
+    @cached_property
+    def collectives(self) -> Sequence[Collective]:
+        """The collectives of the step itself, by the equations of `jaxpr`."""
+        replicas = self._replicas
+        findings = analyse(
+            self.jaxpr,
+            self._differs,
+            replicas.collective_axes,
+            replicas.count,
+            unpacking=self._trace.unpacking,
+            mesh=replicas.mesh,
+        )
+        return [found for found in findings.collectives if not found.is_merge]
+
+    def site(self, eqns: tuple[Equation, ...]) -> Site:
+        """Where an equation stands in the user's step.
+
+        Args:
+          eqns: it, and those of `jaxpr` that hold it, the innermost first.
+        """
+        calls = (self._calls[var] for var in eqns[-1].outvars if var in self._calls)
+        return Site((*eqns, *next(calls, ())))
+
+    @property
+    def kept(self) -> list[tuple[Atom, int | None, int | None]]:
+        """What is equal on all replicas, of results and variables.
+
+        For each the dimension along which it lies, and that along which it is divided
+        before it is made whole.
+        """
+        pairs = zip(self._trace.varies, self.layout.outputs, strict=True)
+        lies = [dimension for varies, dimension in pairs if not varies]
+        for index in self._values.replaced:
+            lies.append(self.layout.inputs.get(self.jaxpr.invars[index]))
+        first = self._divided_first
+        return list(zip(self._common_results, lies, first, strict=True))
+
+    @property
+    def variables(self) -> list[Var]:
+        """The variables that are values: the last of `kept` is what they then hold."""
+        return [self.jaxpr.invars[index] for index in self._values.replaced]
 
     @property
     def arguments(self) -> Mapping[int, int | None]:

@@ -79,6 +79,7 @@ class Inside:
 
     Attributes:
       exchanges: the gathers and scatters that this makes, in order.
+      functions: those that are computed from parts, by the `id` of the equation.
     """
 
     def __init__(
@@ -96,6 +97,7 @@ class Inside:
         self._dimensions = dict(parts)
         self._last = _last_uses(eqns, wanted, borders)
         self.exchanges: list[Exchange] = []
+        self.functions: dict[int, ShardFunction] = {}
         self._gathered: set[Var] = set()
         self._evaluations: list[Evaluation] = []
         self._pending: list[Equation] = []
@@ -161,6 +163,7 @@ class Inside:
         return evaluate
 
     def _call(self, eqn: Equation, function: ShardFunction) -> Evaluation:
+        self.functions[id(eqn)] = function
         self._dimensions.update((eqn.outvars[i], 0) for i in function.returns_divided)
         divided = function.divided
         self._need_whole(eqn, (a for i, a in enumerate(eqn.invars) if i not in divided))

@@ -127,7 +127,7 @@ class Layouts:
     ) -> LeafSharding:
         chosen = self._replicas.state_sharding
         assert chosen is not None, "or nothing is divided"
-        if chosen.shard == "optimizer" and var in self._cut.read_inside:
+        if chosen.shard == "optimizer" and var in self._cut.read_by_users:
             return LeafSharding(None, "each replica's own computation reads it")
         if index in self._state:
             return sharding

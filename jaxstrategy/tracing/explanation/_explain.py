@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -17,15 +16,22 @@ from jaxstrategy.tracing._replica_step import ReplicaStep, StepEnvironment
 from jaxstrategy.tracing._roles import Role
 from jaxstrategy.tracing._traced_step import TracedStep
 from jaxstrategy.tracing.checks._step_checks import problems
+from jaxstrategy.tracing.division._divided_step import DividedStep
+from jaxstrategy.tracing.explanation._divided_collectives import collectives_of
+from jaxstrategy.tracing.explanation._explained_collective import explained, nbytes_of
+from jaxstrategy.tracing.explanation._explained_sharding import (
+    kept_names,
+    sharding_of,
+    undivided,
+)
 from jaxstrategy.tracing.explanation._explanation import Explanation
 from jaxstrategy.tracing.explanation._facts import (
     ExplainedCollective,
     ExplainedValue,
     Memory,
 )
+from jaxstrategy.tracing.explanation._sharding_facts import ExplainedSharding
 from jaxstrategy.tracing.nnx import _adapter
-from jaxstrategy.tracing.replication._collective_table import COLLECTIVES
-from jaxstrategy.tracing.replication._levels import Collective
 from jaxstrategy.tracing.stages._stage import Stage
 from jaxstrategy.tracing.stages._stages import stages_of
 from jaxstrategy.values._types import Function, PyTree
@@ -63,10 +69,11 @@ def explain(
     executable = lowered.compile() if compiled else None
     donatable = list(_donatable(step))
     mirrored, per_replica = _results(step)
+    collectives, sharding = _exchanged(step)
     return Explanation(
         name=step.name,
         num_replicas=environment.replicas.count,
-        collectives=tuple(_collective(found) for found in step.findings.collectives),
+        collectives=tuple(collectives),
         mirrored=tuple(mirrored),
         per_replica=tuple(per_replica),
         static_arguments=dict(_static_arguments(fn, step)),
@@ -78,6 +85,7 @@ def explain(
         topology=topology,
         memory=_memory(executable),
         flops=_flops(executable),
+        sharding=sharding,
     )
 
 
@@ -96,33 +104,26 @@ class _Collected(Stage):
         self.steps.append(step)
 
 
-def _collective(found: Collective) -> ExplainedCollective:
-    eqn = found.site.eqns[0]
-    operands = [atom.aval for atom in eqn.invars]
-    groups = eqn.params.get("axis_index_groups")
-    known = COLLECTIVES.get(found.site.primitive)
-    return ExplainedCollective(
-        operation=found.site.primitive,
-        # Nothing takes longer than an all-reduce of as much.
-        kind="all_reduce" if known is None else known.kind,
-        nbytes=sum(map(_nbytes, operands)),
-        dtypes=tuple(dict.fromkeys(str(aval.dtype) for aval in operands)),
-        loops=found.site.loops,
-        in_branch=found.site.in_branch,
-        group=max(map(len, groups)) if groups else None,
-        line=found.site.line,
-        is_transposed=found.site.is_transposed,
-    )
-
-
-def _nbytes(aval: ArrayType) -> int:
-    return math.prod(aval.shape) * aval.dtype.itemsize
+def _exchanged(
+    step: TracedStep,
+) -> tuple[list[ExplainedCollective], ExplainedSharding | None]:
+    """The collectives, and how state lies where it may be divided."""
+    if isinstance(division := step.division, DividedStep):
+        names = kept_names(step, division)
+        collectives = list(collectives_of(division, names))
+        return collectives, sharding_of(step, division, collectives)
+    found = [
+        explained(each.site, [atom.aval for atom in each.site.eqns[0].invars])
+        for each in step.findings.collectives
+    ]
+    is_asked = step.trace.replicas.state_sharding is not None
+    return found, undivided(step) if is_asked else None
 
 
 def _value(path: str, aval: ArrayType, **more: Any) -> ExplainedValue:
     path = path.strip("`")
     return ExplainedValue(
-        path, tuple(aval.shape), str(aval.dtype), _nbytes(aval), **more
+        path, tuple(aval.shape), str(aval.dtype), nbytes_of([aval]), **more
     )
 
 

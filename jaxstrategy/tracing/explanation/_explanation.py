@@ -8,13 +8,14 @@ from typing import Any, final
 
 from jaxstrategy.replicas._topology import Topology
 from jaxstrategy.text._units import with_noun
-from jaxstrategy.tracing.explanation import _explanation_report
-from jaxstrategy.tracing.explanation._explanation_report import Section
+from jaxstrategy.tracing.explanation import _explanation_report, _sharding_report
 from jaxstrategy.tracing.explanation._facts import (
     ExplainedCollective,
     ExplainedValue,
     Memory,
 )
+from jaxstrategy.tracing.explanation._report_sections import Section
+from jaxstrategy.tracing.explanation._sharding_facts import ExplainedSharding
 
 
 @final
@@ -42,6 +43,8 @@ class Explanation:
       memory: of the compiled program, None if it was not compiled or XLA does not say.
       flops: floating-point operations of one replica, as XLA counts them (a loop's
         body once); None likewise.
+      sharding: of a strategy with `sharding=`, how state lies and why, and what is
+        gathered and scattered; None of other strategies.
 
     >>> import jaxstrategy as js
     >>> strategy = js.MirroredStrategy(js.simulate(8)[:2])
@@ -68,6 +71,7 @@ class Explanation:
     topology: Topology
     memory: Memory | None = None
     flops: float | None = None
+    sharding: ExplainedSharding | None = None
 
     @property
     def communicated_bytes(self) -> int:
@@ -114,6 +118,8 @@ class Explanation:
     def _sections(self) -> Iterator[Section]:
         yield from _explanation_report.problems(self.problems)
         yield from _explanation_report.communication(self.collectives, self.topology)
+        if self.sharding is not None:
+            yield from _sharding_report.sections(self.sharding, self.memory)
         yield from _explanation_report.results(self.mirrored, self.per_replica)
         yield from _explanation_report.static_arguments(self.static_arguments)
         yield from _explanation_report.variables(self.variables)

@@ -15,22 +15,20 @@ from jaxstrategy.text._units import (
     with_prefix,
     with_seconds,
 )
-from jaxstrategy.text._user_code import Line
 from jaxstrategy.tracing.explanation._facts import (
     ExplainedCollective,
     ExplainedValue,
     Memory,
 )
+from jaxstrategy.tracing.explanation._report_sections import (
+    MOST_VALUES,
+    Row,
+    Section,
+    short,
+)
 
 # What a communication time is predicted for, besides the number given.
 _REPLICAS = (8, 64, 4096)
-_MOST_VALUES = 12
-
-Row = tuple[str, ...]
-
-
-# Heading, titles of the columns, rows.
-Section = tuple[str, Row, Sequence[Row]]
 
 
 def text(title: str, sections: Iterable[Section]) -> str:
@@ -127,7 +125,8 @@ def _collective_rows(collectives: Iterable[ExplainedCollective]) -> Iterator[Row
     alike: dict[object, list[ExplainedCollective]] = {}
     for found in collectives:
         key = (found.operation, found.dtypes, found.loops, found.in_branch, found.line)
-        alike.setdefault((*key, found.is_transposed), []).append(found)
+        more = (found.is_transposed, found.cause, found.why)
+        alike.setdefault((*key, *more), []).append(found)
     for group in alike.values():
         first = group[0]
         yield (
@@ -135,8 +134,8 @@ def _collective_rows(collectives: Iterable[ExplainedCollective]) -> Iterator[Row
             first.operation,
             ", ".join(first.dtypes),
             with_bytes(sum(found.least_times * found.nbytes for found in group)),
-            _short(first.line),
-            ", ".join(_remarks(first)),
+            short(first.line),
+            ", ".join((*_remarks(first), *_reasons(group))),
         )
 
 
@@ -151,10 +150,16 @@ def _remarks(found: ExplainedCollective) -> Iterator[str]:
         yield "from differentiation"
 
 
-def _short(line: Line | None) -> str:
-    if line is None:
-        return "unknown"
-    return f"{line.name}:{line.number}: {line.code}"
+def _reasons(alike: Sequence[ExplainedCollective]) -> Iterator[str]:
+    """What is gathered, and why."""
+    names = [found.array for found in alike if found.array]
+    if names:
+        more = and_more(len(names), 1, before=" ")
+        yield f"{names[0]}{more}"
+    if alike[0].why:
+        yield alike[0].why
+    if alike[0].cause == "compiler":
+        yield "by XLA"
 
 
 # Arguments and results.
@@ -175,9 +180,9 @@ def results(
 
 
 def _rows(values: Sequence[ExplainedValue]) -> Iterator[Row]:
-    for value in values[:_MOST_VALUES]:
+    for value in values[:MOST_VALUES]:
         yield value.path, array_type(value.dtype, value.shape)
-    if more := and_more(len(values), _MOST_VALUES, before=""):
+    if more := and_more(len(values), MOST_VALUES, before=""):
         yield more, ""
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import final
+from typing import Literal, final
 
 from jaxstrategy.replicas._topology import Topology
 from jaxstrategy.text._user_code import Line
@@ -26,6 +26,14 @@ class ExplainedCollective:
       group: how many replicas take part together; None for all of them.
       line: the user's line that made it, None if JAX did not keep it.
       is_transposed: whether differentiation made it out of that line.
+      cause: `"step"` if the step says so; `"sharding"` if it is there because state is
+        divided (a sum of which each replica gets its part only, a gather before an
+        array is used); `"compiler"` if XLA needs it, where it computes once for all
+        replicas what follows the last reduction.
+      array: the argument, variable or result that is gathered, if one is.
+      why: the reason in words, if the step does not say so.
+      parts: how many parts there are of the array of which an operand is one; of more
+        replicas, each has a smaller part. 1 if an operand is a whole array.
     """
 
     operation: str
@@ -37,6 +45,10 @@ class ExplainedCollective:
     group: int | None
     line: Line | None
     is_transposed: bool
+    cause: Literal["step", "sharding", "compiler"] = "step"
+    array: str = ""
+    why: str = ""
+    parts: int = 1
 
     @property
     def times(self) -> int | None:
@@ -52,7 +64,10 @@ class ExplainedCollective:
         """The predicted time of `least_times` of it, by a method of `Topology`."""
         if self.group is not None:
             topology = topology.with_replicas(min(self.group, topology.replicas))
-        one = getattr(topology, algorithm)(self.kind, self.nbytes)
+        nbytes = self.nbytes
+        if self.parts > 1:
+            nbytes *= self.parts / topology.replicas
+        one = getattr(topology, algorithm)(self.kind, nbytes)
         return self.least_times * one
 
 

@@ -1,0 +1,211 @@
+"""How the state of a step lies, and why: `sharding_of`."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterable, Iterator, Sequence
+
+from jax.extend.core import Literal
+
+from jaxstrategy.replicas._replicas import Replicas
+from jaxstrategy.replicas._state_sharding import LeafSharding, StateSharding
+from jaxstrategy.text._user_code import Line
+from jaxstrategy.tracing._jaxpr_types import ArrayType, Atom, Equation, Var
+from jaxstrategy.tracing._traced_step import TracedStep
+from jaxstrategy.tracing.division._divided_step import DividedStep
+from jaxstrategy.tracing.explanation._explained_collective import nbytes_of
+from jaxstrategy.tracing.explanation._facts import ExplainedCollective
+from jaxstrategy.tracing.explanation._sharding_facts import (
+    ExplainedLeaf,
+    ExplainedSharding,
+    UndecidedOperation,
+    WholeSum,
+)
+from jaxstrategy.tracing.replication._collective_table import Effect, effect_of
+from jaxstrategy.tracing.replication._levels import Collective
+
+
+def sharding_of(
+    step: TracedStep,
+    division: DividedStep,
+    exchanged: Sequence[ExplainedCollective],
+) -> ExplainedSharding:
+    """The facts about a step that is divided.
+
+    Args:
+      step: what was traced.
+      division: its.
+      exchanged: all collectives.
+    """
+    replicas = division.replicas
+    leaves = [
+        _leaf(leaf.label, leaf.type, leaf.sharding, replicas)
+        for leaf in division.layout.leaves.values()
+    ]
+    paths = [step.path(keys) for _, keys in step.results.array_paths()]
+    results = zip(paths, step.outputs, division.layout.results, strict=True)
+    return ExplainedSharding(
+        shard=_chosen(replicas).shard,
+        num_replicas=replicas.count,
+        leaves=tuple(leaves),
+        results=tuple(
+            _leaf(path, aval, sharding, replicas)
+            for (path, aval, sharding), varies in zip(
+                results, step.trace.varies, strict=True
+            )
+            if not varies
+        ),
+        collectives=tuple(each for each in exchanged if each.cause != "step"),
+        whole_sums=tuple(_whole_sums(division)),
+        undecided=tuple(_undecided(division)),
+    )
+
+
+def undivided(step: TracedStep) -> ExplainedSharding:
+    """The facts about a step that cannot be divided, though that is asked for."""
+    replicas = step.trace.replicas
+    if replicas.count == 1:
+        reason = "there is one replica"
+    elif replicas.per_device > 1:
+        reason = "several replicas share a device"
+    else:
+        reason = "a replica has several devices"
+    sharding = LeafSharding(None, reason)
+    arguments = [(step.label(i), step.type_of(i)) for i in step.same_arguments]
+    variables = [
+        (f"variable {variable.name!r}", variable.cell)
+        for variable in step.trace.variables
+        if variable in step.trace.used and variable.copies_must_agree
+    ]
+    results = zip(step.results.array_paths(), step.outputs, strict=True)
+    same = zip(results, step.trace.varies, strict=True)
+    return ExplainedSharding(
+        shard=_chosen(replicas).shard,
+        num_replicas=replicas.count,
+        leaves=tuple(
+            _leaf(name, aval, sharding, replicas)
+            for name, aval in [*arguments, *variables]
+        ),
+        results=tuple(
+            _leaf(step.path(keys), aval, sharding, replicas)
+            for ((_, keys), aval), varies in same
+            if not varies
+        ),
+        collectives=(),
+        whole_sums=(),
+        undecided=(),
+    )
+
+
+def kept_names(step: TracedStep, division: DividedStep) -> list[str]:
+    """The names of `division.kept`."""
+    paths = [step.path(keys) for _, keys in step.results.array_paths()]
+    pairs = zip(paths, step.trace.varies, strict=True)
+    own = [path for path, varies in pairs if not varies]
+    leaves = division.layout.leaves
+    own += [leaves[var].label for var in division.variables]
+    return [name.strip("`") for name in own]
+
+
+def _chosen(replicas: Replicas) -> StateSharding:
+    chosen = replicas.state_sharding
+    assert chosen is not None, "or there is nothing to tell"
+    return chosen
+
+
+def _leaf(
+    path: str, aval: ArrayType, sharding: LeafSharding, replicas: Replicas
+) -> ExplainedLeaf:
+    nbytes = nbytes_of([aval])
+    return ExplainedLeaf(
+        path=path.strip("`"),
+        shape=tuple(aval.shape),
+        dtype=str(aval.dtype),
+        nbytes=nbytes,
+        device_bytes=nbytes if sharding.is_whole else nbytes // replicas.count,
+        dimension=sharding.dimension,
+        reason=sharding.reason,
+    )
+
+
+# The sums that are not divided.
+
+
+def _whole_sums(division: DividedStep) -> Iterator[WholeSum]:
+    at_least = _chosen(division.replicas).min_bytes
+    for found in division.collectives:
+        for each in _of_collective(division, found):
+            if each.shape and each.nbytes >= at_least:
+                yield each
+
+
+def _of_collective(division: DividedStep, found: Collective) -> Iterator[WholeSum]:
+    eqns = found.site.eqns
+    eqn, line = eqns[0], division.site(eqns).line
+    if effect_of(eqn) is Effect.GATHER:
+        if division.site(eqns).called("all_reduce") == "all_reduce":
+            reason = "it is made by a scatter and a gather, as options asked for"
+            yield from _sums(eqn.outvars, line, reason)
+        return
+    if effect_of(eqn) is not Effect.SUM:
+        return
+    if len(eqns) > 1:
+        yield from _sums(eqn.outvars, line, _around(eqns[1:]))
+        return
+    undivided = division.borders.undivided
+    for result in eqn.outvars:
+        if (why := undivided.get(result)) is not None:
+            yield from _sums([result], line, why, _reader(division, result, line))
+        elif result not in division.borders.sums:
+            yield from _sums([result], line, "it is a sum of groups of replicas")
+
+
+def _reader(division: DividedStep, result: Var, line: Line | None) -> Line | None:
+    """The first other line of the replicas' part that reads a sum made at `line`."""
+    made_of_it = {result}
+    for eqn in division.cut.inside:
+        if any(atom in made_of_it for atom in eqn.invars if not _is_literal(atom)):
+            made_of_it.update(eqn.outvars)
+            at = division.site((eqn,)).line
+            if at is not None and at != line:
+                return at
+    return None
+
+
+def _is_literal(atom: Atom) -> bool:
+    return isinstance(atom, Literal)
+
+
+def _sums(
+    results: Iterable, line: Line | None, reason: str, reader: Line | None = None
+) -> Iterator[WholeSum]:
+    for result in results:
+        aval = result.aval
+        yield WholeSum(
+            shape=tuple(aval.shape),
+            dtype=str(aval.dtype),
+            nbytes=nbytes_of([aval]),
+            line=line,
+            reason=reason,
+            reader=reader,
+        )
+
+
+def _around(holders: Sequence[Equation]) -> str:
+    """What holds a sum that stands in no step itself."""
+    names = [eqn.primitive.name for eqn in holders]
+    if not {"scan", "while"}.isdisjoint(names):
+        return "it is summed inside a loop"
+    if "cond" in names:
+        return "it is summed inside a branch"
+    return f"it is summed inside a function that JAX keeps apart (`{names[0]}`)"
+
+
+def _undecided(division: DividedStep) -> Iterator[UndecidedOperation]:
+    """The operations of which XLA chooses the exchanges, by line."""
+    counts = collections.Counter(
+        (eqns[0].primitive.name, division.site(eqns).line)
+        for eqns in division.outside.undecided
+    )
+    for (operation, line), count in counts.items():
+        yield UndecidedOperation(operation, count, line)

@@ -1,0 +1,435 @@
+"""`explain` says how state lies, why, and what a step gathers and scatters."""
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers.replicas import replica
+from jax import lax
+from jax.sharding import AxisType, Mesh
+
+import jaxstrategy as js
+from jaxstrategy.replicas._replicas import Replicas
+from jaxstrategy.strategies._choices import Choices
+from jaxstrategy.strategies._strategy import Strategy
+from jaxstrategy.text._user_code import Line
+
+N = 8
+F4 = np.dtype("f4")
+
+
+def marked(fn, mark):
+    """The line of `fn` that ends with the comment `# <- mark`."""
+    lines, start = inspect.getsourcelines(fn)
+    (offset,) = (i for i, line in enumerate(lines) if line.endswith(f"# <- {mark}\n"))
+    return Line(__file__, start + offset)
+
+
+def strategy(shard="state", min_bytes=0, **more):
+    sharding = js.StateSharding(shard, min_bytes=min_bytes, **more)
+    return js.MirroredStrategy(js.simulate(N), sharding=sharding)
+
+
+def shapes(**arrays):
+    return {name: jax.ShapeDtypeStruct(shape, F4) for name, shape in arrays.items()}
+
+
+def rows(*shape):
+    return js.PerReplica(jax.ShapeDtypeStruct((N, *shape), F4))
+
+
+def explain(own, step, *args):
+    return own.explain(step, args, compiled=False)
+
+
+def told(found):
+    """The collectives, in order."""
+    return [(c.operation, c.nbytes, c.times, c.cause) for c in found.collectives]
+
+
+# Sixteen numbers, as in the arithmetic of the other tests.
+
+
+def step_of_vector(state, x):
+    w, trace = state
+    grad = jax.grad(lambda w: (w * x).sum())(w)  # <- gradient
+    grad = replica().all_reduce("mean", grad)  # <- sum
+    trace = 0.9 * trace + grad
+    return w - 0.1 * trace, trace  # <- results
+
+
+VECTOR = jax.ShapeDtypeStruct((16,), F4)
+
+
+def test_whole_parameters_are_scattered_into_and_gathered_from():
+    own = strategy("optimizer")
+    found = explain(own, step_of_vector, (VECTOR, VECTOR), rows(16))
+    assert told(found) == [
+        ("reduce_scatter", 64, 1, "sharding"),
+        ("all_gather", 8, 1, "compiler"),
+    ]
+    scatter, gather = found.collectives
+    assert scatter.line == marked(step_of_vector, "sum")
+    assert scatter.why == "each replica needs its part of the sum only"
+    assert gather.line == marked(step_of_vector, "results")
+    assert gather.array == "step_of_vector(...)[0]"
+    assert gather.why == "a whole result that is computed in parts"
+    # Together they send what an all-reduce around a ring would.
+    links = js.Topology(bandwidth=1e9, latency=0, replicas=N)
+    assert found.communication_time(links, "ring") == links.ring("all_reduce", 64)
+    sharding = found.sharding
+    assert (sharding.gathered_bytes, sharding.scattered_bytes) == (64, 64)
+    assert (sharding.state_bytes, sharding.replicated_bytes) == (64 + 8, 128)
+
+
+def test_divided_parameters_are_gathered_before_the_forward_pass():
+    found = explain(strategy(), step_of_vector, (VECTOR, VECTOR), rows(16))
+    # Nothing reads the parameters here but the update.
+    assert told(found) == [("reduce_scatter", 64, 1, "sharding")]
+
+    def step(w, x):
+        grad = jax.grad(lambda w: ((w * x) ** 2).sum())(w)  # <- forward
+        return w - replica().all_reduce("mean", grad)
+
+    found = explain(strategy(), step, VECTOR, rows(16))
+    assert told(found) == [
+        ("all_gather", 8, 1, "sharding"),
+        ("reduce_scatter", 64, 1, "sharding"),
+    ]
+    gather = found.collectives[0]
+    assert (gather.array, gather.line) == ("w", marked(step, "forward"))
+    assert gather.why == "whole from its first use on"
+    assert found.communicated_bytes == 8 + 64
+
+
+def test_the_time_of_a_gather_of_parts_on_more_replicas():
+    own = strategy("optimizer")
+    found = explain(own, step_of_vector, (VECTOR, VECTOR), rows(16))
+    links = js.Topology(bandwidth=1e9, latency=0, replicas=64)
+    # Of 64 replicas each has an eighth of the part of one of eight.
+    assert found.communication_time(links, "ring") == pytest.approx(
+        links.ring("all_reduce", 64)
+    )
+
+
+# Which arrays are divided, and why others are not.
+
+
+def leaves(found):
+    return {leaf.path: (leaf.dimension, leaf.reason) for leaf in found.sharding.leaves}
+
+
+def test_every_argument_is_divided_or_has_a_reason():
+    def step(state, scale, key):
+        del key
+        return jax.tree.map(lambda x: x * scale, state)
+
+    own = strategy(min_bytes=100)
+    state = shapes(odd=(10, 3), wide=(3, 16), even=(16, 16), small=(8,))
+    found = explain(own, step, state, jnp.float32(2), jax.random.key(0))
+    assert leaves(found) == {
+        "state['odd']": (None, "no dimension of (10, 3) divides by 8"),
+        "state['wide']": (1, ""),
+        "state['even']": (0, ""),
+        "state['small']": (None, "32 B, below `min_bytes` (100 B)"),
+        "scale": (None, "4 B, below `min_bytes` (100 B)"),
+        "key": (None, "random keys stay whole"),
+    }
+    even = next(leaf for leaf in found.sharding.divided if "even" in leaf.path)
+    assert (even.shape, even.dtype) == ((16, 16), "float32")
+    assert (even.nbytes, even.device_bytes) == (1024, 128)
+    assert len(found.sharding.whole) == 4
+    results = {leaf.path: leaf.dimension for leaf in found.sharding.results}
+    assert results == {
+        "step(...)['odd']": None,
+        "step(...)['wide']": 1,
+        "step(...)['even']": 0,
+        "step(...)['small']": None,
+    }
+
+
+def test_parameters_that_the_replicas_read_stay_whole_under_optimizer():
+    own = strategy("optimizer")
+    found = explain(own, training, *training_arguments(optax.adam(0.1)))
+    reason = "each replica's own computation reads it"
+    for path, (dimension, why) in leaves(found).items():
+        if path.endswith("count"):
+            continue
+        is_moment = ".mu" in path or ".nu" in path
+        assert (dimension is None, why) == (not is_moment, "" if is_moment else reason)
+
+
+def test_a_choice_of_the_user_is_a_reason():
+    own = strategy(dimension=lambda path, leaf: None)
+    found = explain(own, lambda w: w * 2, VECTOR)
+    assert leaves(found) == {"w": (None, "`dimension` left it whole")}
+
+
+def test_an_argument_that_was_given_whole_and_is_not_replaced_stays_whole():
+    own = strategy()
+    table = own.replicas.sharding_along(None)
+    given = jax.device_put(np.ones(16, np.float32), table)
+    found = own.explain(lambda w, x: (w * x).sum(), (given, rows(16)), compiled=False)
+    reason = "it was given whole, and no result replaces it"
+    assert leaves(found) == {"w": (None, reason)}
+
+
+def test_variables_are_among_the_state():
+    own = strategy()
+    with own.scope():
+        w = js.Variable(np.ones(16, np.float32), name="w")
+
+    def step(x):
+        w.assign_sub(replica().all_reduce("mean", w * x))
+
+    found = explain(own, step, rows(16))
+    (leaf,) = found.sharding.leaves
+    assert (leaf.path, leaf.shape, leaf.nbytes) == ("variable 'w'", (16,), 64)
+    dimension = own.replicas.dimension_along(w.sharding)
+    assert (leaf.dimension, leaf.reason == "") == (dimension, dimension is not None)
+
+
+def test_one_replica_divides_nothing():
+    one = js.MirroredStrategy(js.simulate(N)[:1], sharding=js.StateSharding())
+    found = explain(one, lambda w: w * 2, VECTOR)
+    assert leaves(found) == {"w": (None, "there is one replica")}
+    assert found.sharding.state_bytes == found.sharding.replicated_bytes == 64
+
+
+class Chosen(Strategy):
+    """A strategy is its choices."""
+
+    def __init__(self, replicas):
+        self._compose(Choices(replicas=replicas))
+
+
+def test_replicas_of_several_devices_divide_nothing():
+    grid = np.array(js.simulate(N)).reshape(4, 2)
+    mesh = Mesh(grid, ("replica", "inner"), axis_types=(AxisType.Auto,) * 2)
+    asked = js.StateSharding(min_bytes=0)
+    found = explain(
+        Chosen(Replicas(mesh, state_sharding=asked)), lambda w: w * 2, VECTOR
+    )
+    assert leaves(found) == {"w": (None, "a replica has several devices")}
+
+
+# Sums that every replica gets all of.
+
+
+def whole_sums(found):
+    return [
+        (each.shape, each.reason, each.reader) for each in found.sharding.whole_sums
+    ]
+
+
+def test_a_sum_inside_a_loop():
+    def step(w, xs):
+        def body(w, x):
+            return w - replica().all_reduce("mean", w * x), None  # <- sum
+
+        return lax.scan(body, w, xs)[0]
+
+    found = explain(strategy(), step, VECTOR, rows(5, 16))
+    assert whole_sums(found) == [((16,), "it is summed inside a loop", None)]
+    assert found.sharding.whole_sums[0].line == marked(step, "sum")
+    assert told(found) == [
+        ("all_gather", 8, 1, "sharding"),
+        ("psum", 64, 5, "step"),
+    ]
+
+
+def test_a_sum_inside_a_branch():
+    def step(w, x, flag):
+        return lax.cond(flag > 0, lambda: w - replica().all_reduce("sum", x), lambda: w)
+
+    found = explain(strategy(), step, VECTOR, rows(16), 1)
+    assert whole_sums(found) == [((16,), "it is summed inside a branch", None)]
+
+
+def test_a_sum_that_the_replicas_compute_with():
+    def step(w, x):
+        grad = replica().all_reduce("mean", x)
+        return w - grad, (grad * x).sum()  # <- reader
+
+    found = explain(strategy(), step, VECTOR, rows(16))
+    reader = marked(step, "reader")
+    assert whole_sums(found) == [((16,), "the replicas compute with it", reader)]
+
+
+def test_a_sum_that_is_returned():
+    found = explain(strategy(), lambda x: replica().all_reduce("sum", x), rows(16))
+    assert whole_sums(found) == [((16,), "it is returned as it is", None)]
+
+
+def test_sums_that_go_together_or_do_not_divide():
+    def step(state, x):
+        grads = replica().all_reduce("mean", jax.tree.map(lambda w: w * x.sum(), state))
+        return jax.tree.map(jnp.subtract, state, grads)
+
+    found = explain(strategy(), step, shapes(a=(10, 3), b=(7,)), rows(2))
+    reason = "arrays were joined to be summed at once"
+    assert whole_sums(found) == [((37,), reason, None)]
+    # Of such a length that they could be divided; that would be in vain.
+    found = explain(strategy(), step, shapes(a=(10, 3), b=(10,)), rows(2))
+    assert whole_sums(found) == [((40,), reason, None)]
+    assert told(found) == [("psum", 160, 1, "step")]
+    found = explain(strategy(), step, shapes(a=(10, 3)), rows(2))
+    reason = "no dimension of (10, 3) divides by 8"
+    assert whole_sums(found) == [((10, 3), reason, None)]
+
+
+def test_a_sum_by_another_implementation():
+    options = js.experimental.CommunicationOptions(implementation="RING")
+
+    def step(w, x):
+        return w - replica().all_reduce("mean", x, options)
+
+    found = explain(strategy(), step, VECTOR, rows(16))
+    reason = "it is made by a scatter and a gather, as options asked for"
+    assert whole_sums(found) == [((16,), reason, None)]
+
+
+def test_small_sums_are_no_matter():
+    def step(w, x):
+        return w - replica().all_reduce("mean", x)
+
+    found = explain(strategy(min_bytes=100), step, VECTOR, rows(16))
+    assert whole_sums(found) == []
+    assert told(found) == [("psum", 64, 1, "step")]
+
+
+# Loops over layers.
+
+
+def layered(params, x):
+    def body(x, w):
+        return jnp.tanh(x @ w), None
+
+    y, _ = lax.scan(body, x, params["w"])  # <- loop
+    return (y**2).mean()
+
+
+def test_layers_are_gathered_and_scattered_in_the_turns_of_their_loop():
+    def step(params, x):
+        grads = jax.grad(layered)(params, x)
+        grads = replica().all_reduce("mean", grads)  # <- sum
+        return jax.tree.map(jnp.subtract, params, grads)
+
+    found = explain(strategy(), step, shapes(w=(3, 16, 16)), rows(2, 16))
+    layer = 16 * 16 * 4
+    assert told(found) == [
+        ("all_gather", layer // N, 3, "sharding"),
+        ("all_gather", layer // N, 3, "sharding"),
+        ("reduce_scatter", layer, 3, "sharding"),
+    ]
+    forward, _, scatter = found.collectives
+    assert (forward.array, forward.loops) == ("params['w']", (3,))
+    assert forward.line == marked(layered, "loop")
+    assert forward.why == "in the turns of the loop over its layers"
+    assert scatter.line == marked(step, "sum")
+    assert found.sharding.gathered_bytes == 2 * 3 * layer
+    assert found.sharding.scattered_bytes == 3 * layer
+
+
+def test_a_parameter_that_is_used_outside_of_its_loop():
+    def step(params, x):
+        penalty = (params["w"] ** 2 * x[0, 0]).sum()  # <- outside
+        return layered(params, x) + penalty
+
+    found = explain(strategy(), step, shapes(w=(3, 16, 16)), rows(2, 16))
+    assert told(found) == [
+        ("all_gather", 3 * 128, 1, "sharding"),
+        ("all_gather", 128, 3, "sharding"),
+    ]
+    outside = found.collectives[0]
+    assert outside.line == marked(step, "outside")
+    assert outside.why == "whole, as it is used outside of the loop over its layers too"
+
+
+def test_layers_that_are_divided_along_the_turns_are_gathered_whole():
+    own = strategy(dimension=lambda path, leaf: 0)
+    found = explain(own, layered, shapes(w=(8, 4, 4)), rows(2, 4))
+    assert told(found) == [("all_gather", 64, 1, "sharding")]
+    (gather,) = found.collectives
+    assert gather.why == "whole for a loop, along whose turns it is divided"
+
+
+# Whole training steps, the report.
+
+
+def training(state, x):
+    params, slots, update = state[0], state[1], state[2].update
+    grads = jax.grad(lambda p: (jnp.tanh(x @ p["w"] + p["b"][None]) ** 2).mean())(
+        params
+    )
+    grads = replica().all_reduce("mean", grads)
+    updates, slots = update(grads, slots, params)
+    return optax.apply_updates(params, updates), slots
+
+
+def training_arguments(optimizer):
+    params = shapes(w=(16, 16), b=(16,))
+    return (params, jax.eval_shape(optimizer.init, params), optimizer), rows(2, 16)
+
+
+def test_a_norm_of_divided_gradients_is_reduced_by_xla():
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1))
+    found = explain(strategy(), training, *training_arguments(optimizer))
+    assert told(found)[-2:] == [("all_reduce", 4, 1, "compiler")] * 2
+    assert found.collectives[-1].line.code.startswith("updates, slots = update(")
+
+
+def test_operations_that_only_xla_decides_about_are_told():
+    optimizer = optax.contrib.muon(0.1)
+    found = explain(strategy(), training, *training_arguments(optimizer))
+    operations = {each.operation: each.count for each in found.sharding.undecided}
+    assert operations == {"scan": 1}  # of matrix products
+    assert "may exchange more: XLA chooses" in str(found)
+
+
+def test_the_report():
+    own = strategy()
+    found = own.explain(training, training_arguments(optax.adam(0.1)))
+    sharding, text = found.sharding, str(found)
+    assert sharding.state_bytes == 3 * (1024 + 64) // N + 4
+    assert f"state on a device            {sharding.state_bytes} B\n" in text
+    assert "  if nothing were divided    3.19 KiB\n" in text
+    assert "gathered in a step           1.06 KiB\n" in text
+    assert "scattered in a step          1.06 KiB\n" in text
+    assert "memory of a device, at most" in text
+    assert "state[0]['w']        float32[16,16]  128 B        dimension 0\n" in text
+    assert "no dimension of () divides by 8" in text
+    html = found._repr_html_()
+    assert "Divided arguments and variables: 6 arrays" in html
+    assert "each replica needs its part of the sum only" in html
+    # XLA agrees on what lies on a device between steps, but for the batch.
+    batch = 2 * 16 * 4
+    assert found.memory.arguments == sharding.state_bytes + batch
+
+
+def test_nothing_is_told_of_strategies_without_sharding():
+    own = js.MirroredStrategy(js.simulate(N))
+    found = explain(own, step_of_vector, (VECTOR, VECTOR), rows(16))
+    assert found.sharding is None
+    assert told(found) == [("psum", 64, 1, "step")]
+    for word in ("Sharded", "Divided", "divided", "gathered", "XLA"):
+        assert word not in str(found)
+
+
+# Tables of which each replica has rows.
+
+
+def test_a_lookup_in_a_divided_table_tells_what_it_sends():
+    def step(table, ids):
+        return js.sharded.lookup(table, ids).sum()  # <- lookup
+
+    table = jax.ShapeDtypeStruct((64, 4), F4)
+    ids = js.PerReplica(jax.ShapeDtypeStruct((N, 3), np.dtype("i4")))
+    found = explain(strategy(), step, table, ids)
+    assert {each.array for each in found.collectives} == {"table"}
+    assert {each.line for each in found.collectives} == {marked(step, "lookup")}
+    assert "all_to_all" in {each.operation for each in found.collectives}
+    assert found.sharding.gathered_bytes < 64 * 4 * 4
