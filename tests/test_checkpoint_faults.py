@@ -490,14 +490,16 @@ def nnx_training(strategy, rate):
     return state, advance
 
 
-TRAININGS = {"linen": linen_training, "nnx": nnx_training}
+TRAININGS = {"linen": linen_training, "nnx": nnx_training, "divided": linen_training}
 
 
 def training(kind, folder, replicas, rate, result=None):
     """Trains up to the last step, from the last checkpoint in `folder`."""
 
     def work(tell):
-        strategy = js.MirroredStrategy(jax.devices()[:replicas])
+        sharding = js.StateSharding(min_bytes=0) if kind == "divided" else None
+        devices = jax.devices()[:replicas]
+        strategy = js.MirroredStrategy(devices, sharding=sharding)
         state, advance = TRAININGS[kind](strategy, rate)
         source = js.batches(data(), ROWS, shuffle=3, epochs=None, drop_remainder=True)
         batches = iter(strategy.experimental_distribute_dataset(source))

@@ -177,12 +177,15 @@ def _of_each_device(host: np.ndarray, sharding: NamedSharding) -> jax.Array:
 def _sent_in_steps(host: np.ndarray, sharding: NamedSharding) -> jax.Array:
     """`host` of the first process, by one collective for each of its parts."""
     whole = NamedSharding(sharding.mesh, SAME)
-    holders: dict[tuple[slice, ...], list[Device]] = {}
+    holders: dict[tuple[tuple[int, int, int], ...], list[Device]] = {}
     for device, index in sharding.devices_indices_map(host.shape).items():
-        holders.setdefault(tuple(index), []).append(device)
+        # Before Python 3.12 slices are no keys.
+        place = (each.indices(n) for each, n in zip(index, host.shape, strict=True))
+        holders.setdefault(tuple(place), []).append(device)
     found: list[jax.Array] = []
-    for index, devices in holders.items():
-        sent = jax.block_until_ready(_sent(host[index], whole))
+    for place, devices in holders.items():
+        part = host[tuple(slice(*each) for each in place)]
+        sent = jax.block_until_ready(_sent(part, whole))
         at = {shard.device: shard.data for shard in sent.addressable_shards}
         found += [at[device] for device in devices if device in at]
     return jax.make_array_from_single_device_arrays(host.shape, sharding, found)

@@ -50,6 +50,15 @@ def test_several_processes_place_read_and_save_as_one_does(
 
 
 @pytest.mark.slow
+def test_what_one_process_reads_alone_is_refused(job):
+    more = env("alone", 1)
+    with job(MAIN, count=2, seconds=30, env=more, started=False) as running:
+        assert 0 not in running.wait(90)
+    told = "".join(rank.output for rank in running.ranks)
+    assert "process 0: `to_host` (" in told and "all is well" not in told
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("then", [(2, 1), (4, 1), (1, 2)], ids=str)
 def test_killed_training_goes_on_in_other_processes(then, job, tmp_path):
     killed = env("train", 2, KILLED="2", RANK="1")

@@ -179,6 +179,12 @@ def main():
         in_sync(strategy, placed)
         init(strategy)
         restored(strategy, folder)
+    if what == "alone":
+        placed = strategy.mirror(np.arange(8.0))
+        if jax.process_index() == 0:
+            js.to_host(placed)
+        else:
+            strategy.assert_in_sync(strategy.mirror(1.0))
     if what == "train":
         then = os.environ.get("KILLED")
         last = int(os.environ.get("LAST", STEPS))
