@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxstrategy.values._arrays import is_mirrored, is_sharded
+from jaxstrategy.values._arrays import is_mirrored
 from jaxstrategy.values._handle import Handle
 from jaxstrategy.values._per_replica import PerReplica
 
@@ -11,15 +11,14 @@ class _DistributedType(type):
     def __instancecheck__(cls, value: object) -> bool:
         if isinstance(value, Handle):
             return value.is_distributed
-        is_per_replica = isinstance(value, PerReplica)
-        return is_per_replica or is_mirrored(value) or is_sharded(value)
+        return isinstance(value, PerReplica) or is_mirrored(value)
 
     def __subclasscheck__(cls, other: type) -> bool:
         return other in (cls, PerReplica) or issubclass(other, Handle)
 
 
 class DistributedValues(metaclass=_DistributedType):
-    """The common type of `PerReplica`, mirrored and divided values, and variables.
+    """The common type of `PerReplica`, mirrored values and variables of strategies.
 
     For `isinstance`.
 
