@@ -277,6 +277,26 @@ def test_the_chosen_dimension_hears_the_paths_of_the_state_only():
     assert strategy.replicas.dimension_of(state["w"]) == 1
 
 
+def test_versions_of_replicas_are_built_beside_parts():
+    heard = []
+    strategy = sharded(4, dimension=lambda path, leaf: heard.append(path) or 0)
+
+    def build(key):
+        own = jnp.sin(jnp.arange(32.0).reshape(4, 8))
+        return {
+            "w": jnp.ones(8),
+            "own": js.PerReplica(own),
+            "n": js.PerReplica(own * 0),
+        }
+
+    state = strategy.init(build, jax.random.key(0))
+    assert isinstance(state["w"], js.Sharded) and set(heard) == {"['w']"}
+    wanted = np.sin(np.arange(32.0).reshape(4, 8))
+    for found, expected in zip(state["own"].values, wanted, strict=True):
+        np.testing.assert_allclose(found, expected, atol=1e-6)
+    assert strategy.reduce("max", state["n"], axis=0) == 0
+
+
 def test_arguments_are_checked_as_those_of_whole_state():
     strategy = sharded(2)
     with pytest.raises(TypeError, match="`init` was given a PerReplica"):

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 
 from jaxstrategy.cluster import _processes
 from jaxstrategy.replicas import _mesh
-from jaxstrategy.replicas._replicas import SAME, Replicas
+from jaxstrategy.replicas._replicas import SAME, SPLIT, Replicas
 from jaxstrategy.tracing._constants import constants, fingerprint
 from jaxstrategy.tracing._exact_in_parts import CALLS, exact_values, is_exact
 from jaxstrategy.tracing._jaxpr_types import Atom, ClosedJaxpr, Equation, Jaxpr, Var
@@ -34,18 +34,18 @@ Known: TypeAlias = dict[Var, jax.Array]
 
 
 def build_divided(
-    build: Callable[..., PyTree],
+    build: Callable[..., tuple[PyTree, list[jax.Array]]],
     arrays: Sequence[jax.Array | np.ndarray | np.generic],
     replicas: Replicas,
     name: str,
-) -> PyTree:
+) -> tuple[PyTree, list[jax.Array]]:
     """`build(*arrays)`, with each array of it placed as `replicas` keep their state.
 
     It is the same bit by bit as if each device had computed all. So what is not exact
     in parts is computed whole and then divided, one array after the other.
 
     Args:
-      build: makes a pytree of arrays.
+      build: makes a state, and arrays `[replica, ...]`, of which each has its version.
       arrays: its arguments; those of the first process count.
       replicas: those of the strategy.
       name: how other processes hear of it.
@@ -55,7 +55,9 @@ def build_divided(
         for array in arrays
     ]
     traced, returned = jax.make_jaxpr(build, return_shape=True)(*given)
-    wanted = [sharding for _, _, sharding in shardings_of(returned, replicas)]
+    state, versions = returned
+    wanted = [sharding for _, _, sharding in shardings_of(state, replicas)]
+    wanted += [replicas.sharding(SPLIT)] * len(versions)
     captured: list[jax.Array] = list(traced.consts)
     is_same = _is_same_everywhere(name, traced)
     if is_same:

@@ -14,7 +14,7 @@ from jaxstrategy.replicas._replicas import SAME, SPLIT, Replicas
 from jaxstrategy.tracing import _results
 from jaxstrategy.tracing._divided_init import build_divided
 from jaxstrategy.tracing._replica_step import name_of
-from jaxstrategy.values import _arrays, _building, _per_replica, _trees
+from jaxstrategy.values import _arrays, _building, _per_replica
 from jaxstrategy.values._per_replica import PerReplica
 from jaxstrategy.values._types import Leaf, PyTree
 
@@ -54,13 +54,10 @@ def build_replicated(
         return results.rebuild(arrays), stacked
 
     given = [leaves[index] for index in traced]
-    where = replicas.sharding(SPLIT)
     if replicas.state_sharding is not None:
-        built, stacked = build_divided(build, given, replicas, name_of(fn))
-        stacked = [_mesh.place(array, where) for array in stacked]
-        return _with_versions(built, stacked)
+        return _with_versions(*build_divided(build, given, replicas, name_of(fn)))
     arrays = _building.replicate(given, replicas)
-    sharding = replicas.sharding(SAME)
+    sharding, where = replicas.sharding(SAME), replicas.sharding(SPLIT)
     built, stacked = jax.jit(build, out_shardings=(sharding, where))(*arrays)
     if not sharding.is_fully_addressable:  # what `fn` closes over may differ
         built = jax.tree.map(
@@ -97,7 +94,7 @@ def _without_versions(
         stacked.append(array)
         return _Versions(len(stacked) - 1)
 
-    marks = jax.tree.map_with_path(marked, tree, is_leaf=_trees.is_whole)
+    marks = jax.tree.map_with_path(marked, tree, is_leaf=_results.is_one_leaf)
     return marks, stacked
 
 

@@ -93,7 +93,7 @@ def take_apart(
     Raises:
       TypeError: a leaf hides an array of the step, or is a captured `PerReplica`.
     """
-    paths, treedef = jax.tree.flatten_with_path(tree, is_leaf=_is_one_leaf)
+    paths, treedef = jax.tree.flatten_with_path(tree, is_leaf=is_one_leaf)
     arrays: list[jax.Array] = []
     leaves: list[Plain | None] = []
     for path, leaf in paths:
@@ -120,7 +120,8 @@ def unwrap_plain(tree: PyTree) -> PyTree:
     )
 
 
-def _is_one_leaf(node: object) -> bool:
+def is_one_leaf(node: object) -> bool:
+    """Whether `node` counts as one leaf of what a step returns."""
     return _trees.is_whole(node) or isinstance(node, Iterator)  # JAX warns about these
 
 
