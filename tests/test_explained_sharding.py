@@ -433,3 +433,36 @@ def test_a_lookup_in_a_divided_table_tells_what_it_sends():
     assert {each.line for each in found.collectives} == {marked(step, "lookup")}
     assert "all_to_all" in {each.operation for each in found.collectives}
     assert found.sharding.gathered_bytes < 64 * 4 * 4
+
+
+def test_the_gradient_of_a_lookup_tells_what_it_sends():
+    def step(table, ids):
+        grad = jax.grad(lambda table: js.sharded.lookup(table, ids).sum())(table)
+        return table - replica().all_reduce("sum", grad)
+
+    table = jax.ShapeDtypeStruct((64, 4), F4)
+    ids = js.PerReplica(jax.ShapeDtypeStruct((N, 3), np.dtype("i4")))
+    found = explain(strategy(), step, table, ids)
+    kinds = {each.operation for each in found.collectives}
+    assert "all_to_all" in kinds and "psum" not in kinds
+    assert found.communicated_bytes < 64 * 4 * 4
+
+
+def test_variables_that_are_divided_by_themselves():
+    own = js.MirroredStrategy(js.simulate(N))
+    with own.scope():
+        w = js.Variable(np.ones(16, np.float32), name="w", sharding=0)
+
+    def step(x):
+        grad = jax.grad(lambda v: ((v * x) ** 2).sum())(w.value())
+        w.assign_sub(replica().all_reduce("mean", grad))
+
+    found = explain(own, step, rows(16))
+    assert leaves(found) == {"variable 'w'": (0, "")}
+    assert found.sharding.shard is None
+    assert told(found) == [
+        ("all_gather", 8, 1, "sharding"),
+        ("reduce_scatter", 64, 1, "sharding"),
+    ]
+    assert found.collectives[0].array == "variable 'w'"
+    assert "Sharded state: variables over 8 replicas" in str(found)

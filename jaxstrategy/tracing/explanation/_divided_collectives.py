@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from typing import final
@@ -148,8 +149,9 @@ class _Inside:
         for result in eqn.outvars:
             for call in division.borders.of_functions.get(result, ()):
                 summed = shard_function(call)
-                assert summed is not None, "it was found"
-                yield from self._traced(call, summed.part_of_sum, (), "")
+                assert summed is not None and summed.part_of_sum, "it was found"
+                part = functools.partial(summed.part_of_sum, dtype=result.aval.dtype)
+                yield from self._traced(call, part, (), "")
 
     def _traced(
         self, eqn: Equation, function, divided: Sequence[int], name: str

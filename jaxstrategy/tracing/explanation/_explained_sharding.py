@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from jax.extend.core import Literal
 
 from jaxstrategy.replicas._replicas import Replicas
-from jaxstrategy.replicas._state_sharding import LeafSharding, StateSharding
+from jaxstrategy.replicas._state_sharding import LeafSharding
 from jaxstrategy.text._user_code import Line
 from jaxstrategy.tracing._jaxpr_types import ArrayType, Atom, Equation, Var
 from jaxstrategy.tracing._traced_step import TracedStep
@@ -45,7 +45,7 @@ def sharding_of(
     paths = [step.path(keys) for _, keys in step.results.array_paths()]
     results = zip(paths, step.outputs, division.layout.results, strict=True)
     return ExplainedSharding(
-        shard=_chosen(replicas).shard,
+        shard=_shard(replicas),
         num_replicas=replicas.count,
         leaves=tuple(leaves),
         results=tuple(
@@ -80,7 +80,7 @@ def undivided(step: TracedStep) -> ExplainedSharding:
     results = zip(step.results.array_paths(), step.outputs, strict=True)
     same = zip(results, step.trace.varies, strict=True)
     return ExplainedSharding(
-        shard=_chosen(replicas).shard,
+        shard=_shard(replicas),
         num_replicas=replicas.count,
         leaves=tuple(
             _leaf(name, aval, sharding, replicas)
@@ -107,10 +107,9 @@ def kept_names(step: TracedStep, division: DividedStep) -> list[str]:
     return [name.strip("`") for name in own]
 
 
-def _chosen(replicas: Replicas) -> StateSharding:
+def _shard(replicas: Replicas) -> str | None:
     chosen = replicas.state_sharding
-    assert chosen is not None, "or there is nothing to tell"
-    return chosen
+    return None if chosen is None else chosen.shard
 
 
 def _leaf(
@@ -132,10 +131,17 @@ def _leaf(
 
 
 def _whole_sums(division: DividedStep) -> Iterator[WholeSum]:
-    at_least = _chosen(division.replicas).min_bytes
+    chosen = division.replicas.state_sharding
+    leaves = division.layout.leaves.values()
+    # Where variables only are divided, what is like one of them.
+    divided = {tuple(leaf.type.shape) for leaf in leaves if not leaf.sharding.is_whole}
     for found in division.collectives:
         for each in _of_collective(division, found):
-            if each.shape and each.nbytes >= at_least:
+            if each.shape and (
+                each.shape in divided
+                if chosen is None
+                else each.nbytes >= chosen.min_bytes
+            ):
                 yield each
 
 

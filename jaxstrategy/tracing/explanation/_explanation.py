@@ -43,8 +43,8 @@ class Explanation:
       memory: of the compiled program, None if it was not compiled or XLA does not say.
       flops: floating-point operations of one replica, as XLA counts them (a loop's
         body once); None likewise.
-      sharding: of a strategy with `sharding=`, how state lies and why, and what is
-        gathered and scattered; None of other strategies.
+      sharding: how state lies and why, and what is gathered and scattered for it; None
+        if the strategy has no `sharding=`, and no variable is divided.
 
     >>> import jaxstrategy as js
     >>> strategy = js.MirroredStrategy(js.simulate(8)[:2])

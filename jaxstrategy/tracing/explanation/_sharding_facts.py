@@ -77,10 +77,11 @@ class UndecidedOperation:
 @final
 @dataclasses.dataclass(frozen=True)
 class ExplainedSharding:
-    """The state of a step under a strategy with `sharding=`, and what it costs.
+    """The state of a step that may be divided, and what that costs.
 
     Attributes:
-      shard: what is divided: `"state"` or `"optimizer"`.
+      shard: what the strategy divides: `"state"` or `"optimizer"`; None if it divides
+        nothing by itself, but for variables.
       num_replicas: over how many replicas.
       leaves: all arguments and variables that are equal on all replicas, divided ones
         and whole ones.
@@ -91,7 +92,7 @@ class ExplainedSharding:
       undecided: what may exchange more.
     """
 
-    shard: str
+    shard: str | None
     num_replicas: int
     leaves: tuple[ExplainedLeaf, ...]
     results: tuple[ExplainedLeaf, ...]

@@ -51,9 +51,9 @@ def sections(found: ExplainedSharding, memory: Memory | None) -> Iterator[Sectio
 
 
 def _summary(found: ExplainedSharding, memory: Memory | None) -> Section:
-    heading = f"Sharded state: {found.shard!r} over " + with_noun(
-        found.num_replicas, "replica"
-    )
+    chosen = "variables" if found.shard is None else repr(found.shard)
+    over = with_noun(found.num_replicas, "replica")
+    heading = f"Sharded state: {chosen} over {over}"
     rows = [
         ("state on a device", with_bytes(found.state_bytes)),
         ("  if nothing were divided", with_bytes(found.replicated_bytes)),
