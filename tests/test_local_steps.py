@@ -140,6 +140,7 @@ def test_the_state_is_sent_once(four):
     # Parameters and two moments of four numbers each, and five losses.
     (sent,) = found.collectives
     assert (sent.nbytes, sent.loops, sent.in_branch) == (3 * 16 + 20, (), False)
+    assert sent.line.code == "def train(state, batch):"
 
 
 def test_what_no_step_changes_is_not_sent(two):
@@ -459,7 +460,7 @@ def test_sharded_state_is_the_same(two):
 
 
 def test_an_outer_optimizer_is_four_lines(two):
-    """The README's DiLoCo with state that all have in common."""
+    """DiLoCo with moments that all have in common."""
     outer = optax.sgd(0.7, momentum=0.9, nesterov=True)
     local, params, velocity = two.local_steps(descend), PARAMS, outer.init(PARAMS)
     want, memory = PARAMS, outer.init(PARAMS)

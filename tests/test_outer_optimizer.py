@@ -30,7 +30,7 @@ def data(n, steps, rows=5):
 
 
 def workers(inner, outer, every, batches):
-    """The parameters after each meeting, by a loop over workers."""
+    """The parameters after each synchronization, by a loop over workers."""
     x, y = batches
     (steps, n), w = x.shape[:2], PARAMS
     own, outer_state = [w] * n, outer.init(w)
@@ -90,7 +90,7 @@ def test_three_rounds_are_those_of_workers_alone(n):
     for (params, _), met in zip(found[3::4], want, strict=True):
         for own in jax.tree.map(jnp.asarray, all_versions(params)):
             assert_close(own, met)
-    # Between the meetings each replica goes its own way.
+    # In between each replica goes its own way.
     if n > 1:
         params, state = found[5]
         assert len(np.unique(np.asarray(params["w"].stacked)[:, 0])) == n
@@ -120,7 +120,7 @@ def test_by_default_the_parameters_are_averaged(two):
 
 
 @pytest.mark.parametrize("n", [1, 2, 8])
-def test_meeting_at_each_step_is_ordinary_training(n):
+def test_synchronizing_at_each_step_is_ordinary_training(n):
     batches = data(n, 5)
     tx = js.optax.outer(optax.sgd(0.1), every=1)
     proved = js.RunOptions(expect_mirrored=True)
@@ -133,7 +133,7 @@ def test_meeting_at_each_step_is_ordinary_training(n):
     assert_close(state.params, w)
 
 
-def test_only_the_parameters_are_sent_and_only_in_a_meeting(four):
+def test_only_the_parameters_are_sent_and_only_every_few_steps(four):
     tx, _ = diloco(optax.adam(0.1))
     x, y = map(four.per_replica, (batch[0] for batch in data(4, 1)))
     step = stepping(four, tx)
@@ -197,7 +197,7 @@ def test_steps_in_one_call_are_those_of_a_loop(two):
     assert_close(jax.tree.leaves(have_state), jax.tree.leaves(state))
 
 
-def test_parameters_of_16_bits_are_equal_after_a_meeting(four):
+def test_parameters_of_16_bits_are_equal_after_synchronization(four):
     start = np.asarray(np.random.default_rng(0).normal(size=500), jnp.bfloat16)
     tx = js.optax.outer(optax.sgd(0.05), every=2)
 
@@ -375,6 +375,9 @@ def test_both_are_transformations():
         js.optax.outer(optax.sgd(0.1), 0.7, every=2)
     with pytest.raises(TypeError, match="`options` was 3; a `CommunicationOptions`"):
         js.optax.outer(optax.sgd(0.1), every=2, options=3)
+    compressed = js.experimental.CommunicationOptions(compression="int8")
+    with pytest.raises(ValueError, match="compression"):
+        js.optax.outer(optax.sgd(0.1), every=2, options=compressed)
 
 
 def test_it_needs_the_parameters():

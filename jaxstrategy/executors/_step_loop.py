@@ -18,7 +18,7 @@ from jaxstrategy._errors import ObjectError
 from jaxstrategy.executors._array_tree import ArrayTree, are_alike, is_number, told
 from jaxstrategy.executors._batch_runs import BatchRun
 from jaxstrategy.executors._loop_signature import first_names, name_of
-from jaxstrategy.executors._meetings import AbstractMeeting
+from jaxstrategy.executors._synchronizations import AbstractSynchronization
 from jaxstrategy.masks._loop_masks import LoopMasks
 from jaxstrategy.tracing._jaxpr_types import KeyPath
 from jaxstrategy.tracing.functions import _lending
@@ -39,7 +39,7 @@ class StepLoop:
       fn: the step.
       args: its arguments before the batch.
       kwargs: its keyword arguments.
-      meeting: what the replicas have to do with each other.
+      synchronization: what the replicas have to do with each other.
     """
 
     def __init__(
@@ -47,10 +47,10 @@ class StepLoop:
         fn: Function,
         args: list[PyTree],
         kwargs: dict[str, PyTree],
-        meeting: AbstractMeeting,
+        synchronization: AbstractSynchronization,
     ) -> None:
         self._fn = fn
-        self._meeting = meeting
+        self._synchronization = synchronization
         self._name = name_of(fn)
         self._names = first_names(fn, len(args))
         self._going = [i for i, each in enumerate(args) if self._goes_on(i, each)]
@@ -86,7 +86,7 @@ class StepLoop:
         for run in runs:
             going, rest = self._over(run, going)
             found.append((self._rest, rest))
-        ends = self._meeting.end(going, self._same, self._joined(found))
+        ends = self._synchronization.end(going, self._same, self._joined(found))
         return self._finish(*ends)
 
     def _joined(
@@ -141,7 +141,7 @@ class StepLoop:
         # Those that the step captured stand among the keyword arguments.
         replaced = {name: kwargs.pop(name) for name in self._captured}
         with _lending.lent(self._fn, replaced, is_changed_in_place) as fn:
-            with self._meeting.step():
+            with self._synchronization.step():
                 returned = _with_values(fn(*args, batch, **kwargs))
         if any(map(is_changed_in_place, jax.tree.leaves(returned, is_leaf=_is_whole))):
             raise ObjectError(
@@ -154,7 +154,7 @@ class StepLoop:
         # What no step changes stays the same object: so the key of a replica is told.
         pairs = zip(self._same, going, new, strict=True)
         self._same = [known and old is now for known, old, now in pairs]
-        return new, list(self._meeting.kept(self._rest.arrays))
+        return new, list(self._synchronization.kept(self._rest.arrays))
 
     def _filled(
         self, states: Sequence[PyTree], parts: Sequence[Parts]

@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxstrategy._options import RunOptions
-from jaxstrategy.executors._meetings import (
-    AbstractMeeting,
-    InEachStep,
-    meeting_after_the_last,
-)
 from jaxstrategy.executors._replicated_function import ReplicatedFunction
 from jaxstrategy.executors._several import several
+from jaxstrategy.executors._synchronizations import (
+    AbstractSynchronization,
+    InEachStep,
+    synchronization_after_the_last,
+)
 from jaxstrategy.strategies._calls import (
     check_arguments,
     check_options,
@@ -197,7 +197,7 @@ class RunsSteps(ComposedStrategy):
         *,
         options: RunOptions | None = None,
     ) -> Function:
-        """A step that each replica takes several times by itself, before they meet.
+        """Several steps in one call, that each replica takes by itself.
 
         One call takes k batches and k steps, as `several`, and no step waits for the
         other replicas. After the last, each floating-point array of the state that a
@@ -226,7 +226,7 @@ class RunsSteps(ComposedStrategy):
         ...     return w - 0.5 * grad, loss
         >>> local = strategy.local_steps(step)
         >>> goals = strategy.per_replica([4.0, 8.0])
-        >>> local(0.0, (goals, goals))  # they get to 3 and 6, and meet
+        >>> local(0.0, (goals, goals))  # they get to 3 and 6
         (Array(4.5, dtype=float32), Array([20.,  5.], dtype=float32))
 
         Args:
@@ -248,14 +248,16 @@ class RunsSteps(ComposedStrategy):
             replicas afterwards; elsewhere they come back as a `PerReplica`, and a
             warning says so.
         """
-        return self._looped(step, options, "local_steps", meeting_after_the_last)
+        return self._looped(
+            step, options, "local_steps", synchronization_after_the_last
+        )
 
     def _looped(
         self,
         step: Function,
         options: RunOptions | None,
         method: str,
-        meeting: Callable[[], AbstractMeeting],
+        synchronization: Callable[[], AbstractSynchronization],
     ) -> Function:
         """`step` several times in one call."""
         if step is NOT_GIVEN:
@@ -268,7 +270,7 @@ class RunsSteps(ComposedStrategy):
         check_options(options)
         if isinstance(step, ReplicatedFunction):
             step, options = step.function, options or step.options
-        return self._decorate(several(step, meeting), options=options)
+        return self._decorate(several(step, synchronization), options=options)
 
     def _decorate(
         self, fn: Function, *, options: RunOptions | None = None

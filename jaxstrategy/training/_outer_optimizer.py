@@ -29,9 +29,9 @@ class OuterState(NamedTuple):
     """The state of `jaxstrategy.optax.outer`.
 
     Attributes:
-      steps: how many steps were taken since the replicas met, a scalar.
-      params: the parameters that all had when they met last: equal on all of them, and
-        so plain arrays at any time. Evaluate and export these.
+      steps: how many steps were taken since the replicas synchronized, a scalar.
+      params: the parameters that all had then: equal on all of them, and so plain
+        arrays at any time. Evaluate and export these.
       inner_state: of the inner optimizer, each replica's own.
       outer_state: of the outer optimizer, equal on all replicas.
 
@@ -55,12 +55,12 @@ def outer(
     every: int,
     options: CommunicationOptions | None = None,
 ) -> GradientTransformationExtraArgs:
-    """An optimizer for replicas that take `every` steps by themselves, and then meet.
+    """An optimizer with which replicas synchronize after `every` steps of their own.
 
     Each replica takes steps of `inner` with its own gradients, which are *not* reduced,
-    so that its parameters `w_r` become its own. After `every` steps they meet: from the
-    parameters `w` that all had when they met last, `outer` takes one step, and takes
-    for the gradient how far the replicas came, in the mean:
+    so that its parameters `w_r` become its own. After `every` steps they synchronize:
+    from the parameters `w` that all had the last time, `outer` takes one step, and
+    takes for the gradient how far the replicas came, in the mean:
 
         gradient = mean over the replicas of (w - w_r)
 
@@ -68,11 +68,11 @@ def outer(
     `optax.sgd(1.0)`, the default, the result is the mean of the replicas' parameters:
     local SGD (Stich 2018, arXiv:1805.09767). DiLoCo (Douillard et al. 2023,
     arXiv:2311.08105) has AdamW inside, `optax.sgd(0.7, momentum=0.9, nesterov=True)`
-    outside, and meets each 500 steps.
+    outside, and synchronizes after 500 steps.
 
-    Between two meetings the parameters, and at any time the state of `inner`, are
-    `PerReplica`s. Begin with such a state, which `own_copies` makes, and the step needs
-    no further word; of a state that begins the same on all replicas, say
+    In between the parameters, and at any time the state of `inner`, are `PerReplica`s.
+    Begin with such a state, which `own_copies` makes, and the step needs no further
+    word; of a state that begins the same on all replicas, say
     `RunOptions(expect_mirrored=False)`. `OuterState.params` is plain at any time: give
     `assert_in_sync` that, not the whole state. Where state cannot be a `PerReplica`, as
     in objects of Flax NNX, use `strategy.local_steps`.
@@ -83,14 +83,14 @@ def outer(
     Args:
       inner: each replica's own optimizer.
       outer: that of what they have in common.
-      every: how many steps a replica takes by itself; 1 lets them meet at each.
+      every: how many steps a replica takes by itself; 1 synchronizes at each.
       options: how the parameters are reduced, instead of as the strategy does.
 
     Returns:
       A transformation with an `OuterState`, which holds the parameters of the last
-      meeting, and what `outer` keeps. Updates of 16-bit parameters are float32. After
-      a meeting the replicas' parameters are those of the state: exactly where none
-      changed by more than half, elsewhere up to the rounding of `old + (new - old)`.
+      synchronization, and what `outer` keeps. After it the replicas' parameters are
+      those: exactly where none changed by more than half, elsewhere up to the rounding
+      of `old + (new - old)`. Updates of 16-bit parameters are float32.
 
     Raises:
       ValueError: `every` is less than 1. In `update`: there are no parameters.
@@ -113,7 +113,7 @@ def outer(
     >>> w, state = step(w, state, goals)
     >>> w.values, state.params
     ((Array(2., dtype=float32), Array(4., dtype=float32)), Array(0., dtype=float32))
-    >>> w, state = step(w, state, goals)  # they get to 3 and 6, and meet
+    >>> w, state = step(w, state, goals)  # to 3 and 6, and synchronize
     >>> w.values, state.params
     ((Array(4.5, dtype=float32), Array(4.5, dtype=float32)), Array(4.5, dtype=float32))
     """
@@ -123,12 +123,12 @@ def outer(
         check_transformation("outer", outer)
     checked_options(options)
     inner = optax.with_extra_args_support(inner)
-    meeting = _Meeting(outer or optax.sgd(1.0), options)
+    outer_step = _OuterStep(outer or optax.sgd(1.0), options)
     every = _checked_steps(every)
 
     def init(params: PyTree) -> OuterState:
         _check_params(params)
-        inner_state, outer_state = inner.init(params), meeting.outer.init(params)
+        inner_state, outer_state = inner.init(params), outer_step.outer.init(params)
         own = jax.tree.map(_copy, params)
         return OuterState(jnp.zeros([], jnp.int32), own, inner_state, outer_state)
 
@@ -144,16 +144,16 @@ def outer(
         updates = jax.tree.map(_wide_update, params, updates)
         steps = state.steps + 1
 
-        def meet() -> tuple[PyTree, PyTree, PyTree]:
-            return meeting.after(updates, state, params)
+        def synchronize() -> tuple[PyTree, PyTree, PyTree]:
+            return outer_step.after(updates, state, params)
 
         def go_on() -> tuple[PyTree, PyTree, PyTree]:
             return updates, state.params, state.outer_state
 
         if every == 1:
-            found = meet()
+            found = synchronize()
         else:
-            found = jax.lax.cond(steps == every, meet, go_on)
+            found = jax.lax.cond(steps == every, synchronize, go_on)
         updates, together, outer_state = found
         return updates, OuterState(steps % every, together, inner_state, outer_state)
 
@@ -162,7 +162,7 @@ def outer(
 
 @final
 @dataclasses.dataclass(frozen=True)
-class _Meeting:
+class _OuterStep:
     """A step of the outer optimizer.
 
     Attributes:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from jaxstrategy._options import RunOptions
 from jaxstrategy.replicas._topology import Topology
+from jaxstrategy.text._user_code import Line
 from jaxstrategy.tracing import _roles
 from jaxstrategy.tracing._jaxpr_types import ArrayType
 from jaxstrategy.tracing._program import Program
@@ -31,6 +32,7 @@ from jaxstrategy.tracing.explanation._facts import (
     Memory,
 )
 from jaxstrategy.tracing.explanation._sharding_facts import ExplainedSharding
+from jaxstrategy.tracing.functions._code import place_of
 from jaxstrategy.tracing.nnx import _adapter
 from jaxstrategy.tracing.stages._stage import Stage
 from jaxstrategy.tracing.stages._stages import stages_of
@@ -73,7 +75,7 @@ def explain(
     return Explanation(
         name=step.name,
         num_replicas=environment.replicas.count,
-        collectives=tuple(collectives),
+        collectives=tuple(_with_lines(step, collectives)),
         mirrored=tuple(mirrored),
         per_replica=tuple(per_replica),
         static_arguments=dict(_static_arguments(fn, step)),
@@ -102,6 +104,17 @@ class _Collected(Stage):
     def traced(self, step: TracedStep) -> None:
         """Keeps a new trace."""
         self.steps.append(step)
+
+
+def _with_lines(
+    step: TracedStep, collectives: Iterable[ExplainedCollective]
+) -> Iterator[ExplainedCollective]:
+    """`collectives`, each with a line of the user's."""
+    # None stands for what comes at the end of local steps: there the step is named.
+    place = place_of(step.replica_step.fn)
+    defined = None if place is None else Line(*place)
+    for each in collectives:
+        yield dataclasses.replace(each, line=each.line or defined)
 
 
 def _exchanged(

@@ -24,7 +24,7 @@ class ExplainedCollective:
         the devices will know.
       in_branch: whether it is in a branch, and may be left out.
       group: how many replicas take part together; None for all of them.
-      line: the user's line that made it, None if JAX did not keep it.
+      line: the user's line that made it, or else where the step is defined.
       is_transposed: whether differentiation made it out of that line.
       cause: `"step"` if the step says so; `"sharding"` if it is there because state is
         divided (a sum of which each replica gets its part only, a gather before an

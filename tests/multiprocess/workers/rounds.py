@@ -1,4 +1,4 @@
-"""Replicas of several processes that take steps by themselves, and then meet."""
+"""Replicas of several processes that take steps by themselves, and then synchronize."""
 
 import json
 
@@ -47,7 +47,7 @@ def averaged(strategy):
 
 
 def outer(strategy, folder):
-    """Those in the state of the optimizer; saved and restored between two meetings."""
+    """Those in the state of the optimizer; saved and restored within a round."""
     tx = js.optax.outer(optax.sgd(RATE, momentum=0.9), every=EVERY)
 
     def init():

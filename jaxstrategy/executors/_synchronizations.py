@@ -1,4 +1,4 @@
-"""How replicas come together in a loop of several steps: in each, or after the last."""
+"""The moment at which the replicas of a loop of steps exchange what they have."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from jaxstrategy.variables._variable import Variable
 Ends: TypeAlias = tuple[Sequence[jax.Array], Sequence[jax.Array]]
 
 
-class AbstractMeeting(abc.ABC):
+class AbstractSynchronization(abc.ABC):
     """What the replicas have to do with each other in a loop of several steps."""
 
     @abc.abstractmethod
@@ -50,7 +50,7 @@ class AbstractMeeting(abc.ABC):
 
 
 @final
-class InEachStep(AbstractMeeting):
+class InEachStep(AbstractSynchronization):
     """The steps reduce what they want to."""
 
     def step(self) -> contextlib.AbstractContextManager[object]:
@@ -72,7 +72,7 @@ class InEachStep(AbstractMeeting):
 
 
 @final
-class AfterTheLast(AbstractMeeting):
+class AfterTheLast(AbstractSynchronization):
     """Each replica is by itself until the last step, and then they take means.
 
     Args:
@@ -145,7 +145,7 @@ def _is_float(array: jax.Array) -> bool:
     return bool(jnp.issubdtype(array.dtype, jnp.inexact))
 
 
-def meeting_after_the_last() -> AbstractMeeting:
+def synchronization_after_the_last() -> AbstractSynchronization:
     """That of the replicas of the step which is traced; with one there is none."""
     replica = _context.current().replica
     if not isinstance(replica, ReplicaContext) or replica.num_replicas_in_sync == 1:
