@@ -18,6 +18,7 @@ NAMES = [
     "debugging",
     "from_tf_distribute",
     "quickstart",
+    "training_what_does_not_fit",
 ]
 each_notebook = pytest.mark.parametrize("name", NAMES)
 # What belongs to the machine that ran a notebook.
