@@ -24,6 +24,7 @@ from jax.sharding import NamedSharding
 
 from jaxstrategy.contexts import _context
 from jaxstrategy.replicas import _mesh
+from jaxstrategy.replicas._random_keys import as_numbers
 from jaxstrategy.values._types import Value
 
 InitialValue: TypeAlias = Value | Callable[[], Value]
@@ -84,7 +85,7 @@ class InitialProgram:
         if any(map(_mesh.is_spread, constants)):
             return False
         texts = [str(self._traced).encode()]
-        texts += [np.asarray(constant).tobytes() for constant in constants]
+        texts += [np.asarray(as_numbers(each)).tobytes() for each in constants]
         return _mesh.are_equal(b"".join(texts), sharding)
 
 

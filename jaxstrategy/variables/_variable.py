@@ -315,7 +315,8 @@ class Variable(Operators, Assignments, Scatters, Properties):
         copies = self._kind.host_copies(value)
         if self._strategy is None:
             return f"<{head} {_text(copies[0])}>"
-        lines = (f"  {i}: {_text(copy)}" for i, copy in enumerate(copies))
+        numbered = zip(self.replicas.own, copies, strict=True)
+        lines = (f"  {i}: {_text(copy)}" for i, copy in numbered)
         return f"{head}{kind}, {{\n" + ",\n".join(lines) + "\n}"
 
     def __hash__(self) -> int:
