@@ -305,6 +305,28 @@ def test_all_changes_keep_the_division(plain, dimension):
     )
 
 
+def test_large_arrays_of_the_host_go_to_the_devices_in_parts(plain, monkeypatch):
+    monkeypatch.setattr(_mesh, "_AT_ONCE_BYTES", 64)
+    variable, given = made(plain, sharding=1), WHOLE + 1
+    asarray = jnp.asarray
+
+    def small(value, *args, **options):
+        assert not isinstance(value, np.ndarray) or value.nbytes <= 64
+        return asarray(value, *args, **options)
+
+    monkeypatch.setattr(jnp, "asarray", small)
+    variable.assign(given)
+    variable.assign_add(given)
+    started = made(plain, given, sharding=0)
+    monkeypatch.undo()
+    given[:] = 0
+    assert (lies_at(variable), lies_at(started)) == (1, 0)
+    np.testing.assert_array_equal(variable.numpy(), 2 * (WHOLE + 1))
+    np.testing.assert_array_equal(started.numpy(), WHOLE + 1)
+    with pytest.raises(TypeError, match="holds float32 and was given"):
+        variable.assign(WHOLE.astype(np.complex64))
+
+
 def test_a_value_of_another_shape_changes_nothing(plain):
     variable = made(plain, sharding=0)
     for value in (WHOLE[:7], WHOLE[:, :3], 1.0, WHOLE[:1]):

@@ -9,8 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, Mesh
 
 import jaxstrategy as js
+from jaxstrategy.replicas._replicas import Replicas
+from jaxstrategy.strategies._choices import Choices
+from jaxstrategy.strategies._strategy import Strategy
 
 COUNT = 4
 START = {
@@ -43,6 +47,13 @@ def case(request):
 @pytest.fixture(scope="module")
 def strategy():
     return strategies()["by strategy"]
+
+
+# Divided by their strategy, and by themselves.
+BOTH = {
+    "scan": (strategies()["by strategy"], {}),
+    "jit": (strategies()["by variable"], {"sharding": 0}),
+}
 
 
 def made(strategy, value, name="v", **options):
@@ -264,8 +275,9 @@ def test_every_use_is_right_and_leaves_it_divided(strategy, use):
 
 @pytest.mark.parametrize("use", [twice, in_scan, in_cond, of_a_part])
 @pytest.mark.parametrize("around", ["jit", "scan"])
-def test_steps_in_functions_that_jax_traces(strategy, use, around):
-    variable = made(strategy, START["w"])
+def test_steps_in_functions_that_jax_traces(use, around):
+    strategy, options = BOTH[around]
+    variable = made(strategy, START["w"], **options)
     expected, wanted = [], START["w"]
     for _ in range(2):
         wanted, total = by_hand(wanted)[use]
@@ -382,3 +394,67 @@ def test_steps_that_use_no_divided_variable_are_as_they_were():
     strategy.run(twice, (whole,))
     np.testing.assert_allclose(whole.numpy(), (START["u"] + 1) * 3, rtol=1e-6)
     assert lies_at(whole) == [] and lies_at(divided) == [0]
+
+
+def test_several_steps_in_one_call(case):
+    strategy, options = case
+    variable = made(strategy, START["w"], **options)
+    factors = [1.0, 2.0, 3.0]
+
+    def step(x):
+        variable.assign_add(js.get_replica_context().all_reduce("sum", x) * variable)
+        return variable.value().sum()
+
+    batches = tuple(strategy.per_replica([x / 8] * COUNT) for x in factors)
+    for _ in range(2):
+        strategy.several(step)(batches)
+    wanted = START["w"] * np.prod([(1 + x / 2) ** 2 for x in factors])
+    np.testing.assert_allclose(variable.numpy(), wanted, rtol=1e-5)
+    assert lies_at(variable) == [0]
+
+
+def test_batches_in_parts(case):
+    strategy, options = case
+    variable = made(strategy, START["w"], **options)
+
+    def step(x):
+        @strategy.accumulate(3)
+        def gradient(x):
+            return js.grad(lambda: ((x @ variable.value()) ** 2).mean(), variable)()
+
+        grad = js.get_replica_context().all_reduce("mean", gradient(x))
+        variable.assign_sub(grad)
+
+    strategy.run(step, (batches(strategy),))
+    x = X.reshape(-1, 8)
+    wanted = START["w"] - jax.grad(lambda w: ((x @ w) ** 2).mean())(START["w"])
+    np.testing.assert_allclose(variable.numpy(), wanted, rtol=1e-5, atol=1e-6)
+    assert lies_at(variable) == [0]
+
+
+class OfTwoDevices(Strategy):  # type: ignore[misc]  # final only for the package
+    """Four replicas of two devices each."""
+
+    def __init__(self, sharding):
+        mesh = Mesh(
+            np.array(jax.devices()).reshape(4, 2),
+            ("replica", "core"),
+            axis_types=(AxisType.Auto,) * 2,
+        )
+        self._compose(Choices(Replicas(mesh, state_sharding=sharding)))
+
+
+@pytest.mark.parametrize("sharding", [None, js.StateSharding(min_bytes=0)])
+def test_replicas_of_several_devices_have_their_part_between_steps(sharding):
+    strategy = OfTwoDevices(sharding)
+    variable = made(strategy, START["w"], sharding=1)
+    for _ in range(2):
+        total = strategy.run(twice, (variable,))
+    once = (START["w"] + 1) * 3
+    np.testing.assert_allclose(
+        total, (once + 1).sum() + 3 * (once + 1).sum(), rtol=1e-6
+    )
+    np.testing.assert_allclose(variable.numpy(), (once + 1) * 3, rtol=1e-6)
+    assert lies_at(variable) == [1] and variable.value().sharding == variable.sharding
+    parts = {s.device.id: s.index for s in variable.value().addressable_shards}
+    assert parts[0] == parts[1] and parts[2] != parts[1]

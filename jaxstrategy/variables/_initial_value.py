@@ -88,7 +88,7 @@ def start_of(
     with jax.ensure_compile_time_eval():
         called = isinstance(initial_value, Callable)
         value = initial_value() if called else initial_value
-        if may_divide and _is_host_array(value):
+        if may_divide and is_host_array(value):
             return Start(_on_host(value, dtype))
         start = _settled(value, dtype, name)
     if isinstance(start, Tracer):
@@ -99,7 +99,8 @@ def start_of(
     return Start(start)
 
 
-def _is_host_array(value: Value) -> TypeGuard[np.ndarray]:
+def is_host_array(value: Value) -> TypeGuard[np.ndarray]:
+    """Whether `value` is an array of NumPy that devices can hold."""
     return isinstance(value, np.ndarray) and value.dtype.kind not in "OSUMm"
 
 

@@ -143,6 +143,7 @@ def targets(strategy):
     found = dict(functions(js, "js"))
     for module in ("experimental", "cluster_resolver", "checkpoint", "optax"):
         found.update(functions(getattr(js, module), module))
+    found.update(functions(js.experimental.partitioners, "partitioners"))
     for name, make in MAKERS.items():
         found.update(methods(make, name, strategy))
     for name in CONTEXT:

@@ -25,7 +25,7 @@ from jaxstrategy.variables import _aggregation
 from jaxstrategy.variables._access import Side
 from jaxstrategy.variables._cell import Holder
 from jaxstrategy.variables._changes import Change, changed
-from jaxstrategy.variables._initial_value import Start
+from jaxstrategy.variables._initial_value import Start, is_host_array
 from jaxstrategy.variables._sharding_choice import ShardingChoice
 from jaxstrategy.variables.kinds._kind import (
     VariableKind,
@@ -100,6 +100,9 @@ class MirroredKind(VariableKind):
             if change.is_whole and change.operation != "set":
                 return self._change_rows(ref, side, value, change)
             value = whole(value, ref.shape)
+        if change.is_whole and self._is_large_on_host(value, ref):
+            # Before it is looked at, which would take all of it to one device.
+            value = _mesh.broadcast(np.array(value), self.sharding)
         # The other parts of the copies stay: an aggregate would be one of parts.
         if change.is_whole and self._combines(side):
             value = _aggregation.across(self.aggregation, value, this_strategy())
@@ -108,6 +111,15 @@ class MirroredKind(VariableKind):
             where = self.sharding if change.is_whole else self.replicas.sharding(SAME)
             given = _mesh.broadcast(given, where)
         return self._stored(ref, change.applied(ref[...], given))
+
+    def _is_large_on_host(self, value: Value, ref: Holder) -> bool:
+        is_divided = not self._division.is_whole and not self._in_step()
+        return (
+            is_divided
+            and is_host_array(value)
+            and value.shape == ref.shape
+            and _mesh.is_large(value.nbytes)
+        )
 
     def scatter(
         self, ref: Holder, side: Side, rows: IndexedSlices, change: Change

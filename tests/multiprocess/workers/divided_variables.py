@@ -9,11 +9,11 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
-from workers.sharded import EVERYTHING, parts_are
 
 import jaxstrategy as js
 from jaxstrategy.checkpoint import CheckpointManager
 from jaxstrategy.replicas import _mesh
+from workers.sharded import EVERYTHING, parts_are
 
 WHOLE = np.arange(32.0, dtype=np.float32).reshape(8, 4)
 ROWS = np.linspace(-1, 1, 8 * 8, dtype=np.float32).reshape(8, 8)
