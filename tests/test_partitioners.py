@@ -99,6 +99,10 @@ def test_a_scalar_has_no_dimension_and_an_empty_array_one_part():
         (lambda: MAX(0), ValueError, "`max_shard_bytes` was 0"),
         (lambda: MAX(4, 0), ValueError, "`max_shards` was 0"),
         (lambda: MAX(4, None, 0), ValueError, "`bytes_per_string` was 0"),
+        (lambda: FIXED(2)(4, "int8"), TypeError, "`shape` was 4; a list of whole"),
+        (lambda: MIN()((4.0,), "int8"), TypeError, r"`shape` was \(4.0,\)"),
+        (lambda: MAX(4)((4,), "int7"), TypeError, "`dtype` was 'int7'; a dtype"),
+        (lambda: MIN()((4,), "int8", "x"), ValueError, "`axis` was 'x', but the shape"),
     ],
 )
 def test_numbers_that_cannot_be(make, error, text):

@@ -115,6 +115,7 @@ def test_on_read_variables_and_random_keys_are_never_divided():
         ("yes", {}, TypeError, "`sharding` of variable 'w' was 'yes'; the number of"),
         (True, {}, TypeError, "was True; the number of the dimension"),
         (1.0, {}, TypeError, "was 1.0; the number"),
+        (np.array([0, 1]), {}, TypeError, r"was array\(\[0, 1\]\); the number"),
         (2, {}, ValueError, r"was 2, but its shape is \(8, 4\)"),
         (-3, {}, ValueError, r"was -3, but its shape is \(8, 4\)"),
         (

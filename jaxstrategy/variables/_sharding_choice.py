@@ -45,8 +45,8 @@ class ShardingChoice:
 
     def __post_init__(self) -> None:
         given = self.given
-        known = given is None or given == "whole" or isinstance(given, StateSharding)
-        if not (known or whole(given) is not None or callable(given)):
+        known = given is None or isinstance(given, StateSharding)
+        if not (known or self._is_whole or whole(given) is not None or callable(given)):
             raise TypeError(
                 f"`sharding` of variable {self.name!r} was {shown(given)}; the number "
                 "of the dimension to divide, 'whole', a `StateSharding` or a "
@@ -56,7 +56,11 @@ class ShardingChoice:
     @property
     def divides(self) -> bool:
         """Whether the variable itself asks to be divided."""
-        return self.given is not None and self.given != "whole"
+        return self.given is not None and not self._is_whole
+
+    @property
+    def _is_whole(self) -> bool:
+        return isinstance(self.given, str) and self.given == "whole"
 
     def may_divide(self, replicas: Replicas) -> bool:
         """Whether a variable of some type would lie divided over these replicas."""
@@ -84,7 +88,7 @@ class ShardingChoice:
             return self._of_strategy(leaf, replicas)
         if isinstance(given, StateSharding):
             return given.division(self.name, leaf, parts)
-        if given == "whole":
+        if self._is_whole:
             return LeafSharding(None, "`sharding` was 'whole'")
         dimension = whole(given)
         if dimension is not None:

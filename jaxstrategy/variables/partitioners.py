@@ -10,11 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-import numpy as np
+import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jaxstrategy.text._shown import shown
-from jaxstrategy.text._whole_numbers import whole
+from jaxstrategy.text._whole_numbers import several_whole, whole
 
 
 class Partitioner:
@@ -127,9 +127,13 @@ class MinSizePartitioner(Partitioner):
           dtype: of it.
           axis: the dimension that may be divided.
         """
-        size = math.prod(shape) * _item_size(dtype, self._bytes_per_string)
-        wanted = -(-size // self._min_shard_bytes)
-        return _along(shape, axis, lambda rows: min(wanted, self._max_shards))
+        item = _item_size(dtype, self._bytes_per_string)
+
+        def parts(rows: int) -> int:
+            wanted = -(-math.prod(shape) * item // self._min_shard_bytes)
+            return min(wanted, self._max_shards)
+
+        return _along(shape, axis, parts)
 
 
 class MaxSizePartitioner(Partitioner):
@@ -170,10 +174,10 @@ class MaxSizePartitioner(Partitioner):
           dtype: of it.
           axis: the dimension that may be divided.
         """
-        size = math.prod(shape) * _item_size(dtype, self._bytes_per_string)
+        item = _item_size(dtype, self._bytes_per_string)
 
         def parts(rows: int) -> int:
-            of_a_row = max(size // max(rows, 1), 1)
+            of_a_row = max(math.prod(shape) * item // max(rows, 1), 1)
             wanted = -(-rows // max(self._max_shard_bytes // of_a_row, 1))
             return wanted if self._max_shards is None else min(wanted, self._max_shards)
 
@@ -182,20 +186,29 @@ class MaxSizePartitioner(Partitioner):
 
 def _along(shape: Sequence[int], axis: int, parts: Callable[[int], int]) -> list[int]:
     """1 for each dimension, but along `axis` what `parts` says of its length."""
-    numbers = [1] * len(shape)
+    lengths = several_whole(shape)
+    if lengths is None:
+        raise TypeError(
+            f"`shape` was {shown(shape)}; a list of whole numbers was wanted."
+        )
+    numbers = [1] * len(lengths)
     if not numbers:
         return numbers
-    if not -len(shape) <= axis < len(shape):
+    along = whole(axis)
+    if along is None or not -len(lengths) <= along < len(lengths):
         raise ValueError(
-            f"`axis` was {axis}, but the shape is {tuple(shape)}; the number of one of "
-            "its dimensions was wanted."
+            f"`axis` was {shown(axis)}, but the shape is {lengths}; the number of one "
+            "of its dimensions was wanted."
         )
-    numbers[axis] = max(1, min(parts(shape[axis]), shape[axis]))
+    numbers[along] = max(1, min(parts(lengths[along]), lengths[along]))
     return numbers
 
 
 def _item_size(dtype: DTypeLike, of_text: int) -> int:
-    known = np.dtype(dtype)
+    try:
+        known = jnp.dtype(dtype)
+    except TypeError:
+        raise TypeError(f"`dtype` was {shown(dtype)}; a dtype was wanted.") from None
     return of_text if known.kind in "OSUT" else known.itemsize
 
 
