@@ -78,6 +78,10 @@ MAKERS = {
     "slices": lambda strategy: js.IndexedSlices(
         jnp.ones((1, 2)), jnp.zeros(1, int), (3, 2)
     ),
+    "embedding": lambda strategy: js.sharded.Embedding(3, 2),
+    "embedding_state": lambda strategy: js.sharded.Embedding(
+        3, 2, js.sharded.Adagrad(0.1)
+    ).from_rows(np.ones((3, 2))),
     "dataset": dataset,
     "iterator": lambda strategy: iter(dataset(strategy)),
     "source": lambda strategy: js.batches(np.ones((8, 3), np.float32), 4),
@@ -138,10 +142,13 @@ def resolved(kind, variable):
     return call
 
 
+MODULES = ("experimental", "cluster_resolver", "checkpoint", "optax", "sharded")
+
+
 def targets(strategy):
     """Everything that is called, by name."""
     found = dict(functions(js, "js"))
-    for module in ("experimental", "cluster_resolver", "checkpoint", "optax"):
+    for module in MODULES:
         found.update(functions(getattr(js, module), module))
     found.update(functions(js.experimental.partitioners, "partitioners"))
     for name, make in MAKERS.items():
