@@ -65,6 +65,14 @@ def updated(state, ids):
     return state.update(ids, 2 * state.lookup(ids))
 
 
+def by_example(table, ids):
+    def loss(table, ids):
+        return jax.vmap(lambda id_: (js.sharded.lookup(table, id_) ** 2).sum())(ids)
+
+    gradient = jax.grad(lambda table: loss(table, ids).mean())(table)
+    return table - js.get_replica_context().all_reduce("mean", gradient)
+
+
 TABLE = jax.ShapeDtypeStruct((ROWS, FEATURES), "float32")
 ADAGRAD = js.sharded.Embedding(ROWS, FEATURES, js.sharded.Adagrad(0.1))
 STATE = jax.eval_shape(ADAGRAD.init, jax.random.key(0))
@@ -77,13 +85,14 @@ EACH_ID, EACH_ROW = REPLICAS * IDS * 4, REPLICAS * IDS * FEATURES * 4
     [
         (looked_up, TABLE, {"all-to-all": EACH_ID + EACH_ROW}),
         (trained, TABLE, {"all-to-all": 2 * (EACH_ID + EACH_ROW)}),
+        (by_example, TABLE, {"all-to-all": 2 * (EACH_ID + EACH_ROW)}),
         (
             updated,
             STATE,
             {"all-to-all": EACH_ID + EACH_ROW, "all-gather": EACH_ID + EACH_ROW},
         ),
     ],
-    ids=["looked up", "trained", "updated"],
+    ids=["looked up", "trained", "by example", "updated"],
 )
 def test_what_is_sent_is_in_proportion_to_the_ids(eight, step, state, sent):
     program = compiled(eight, step, state)
@@ -165,6 +174,36 @@ def test_a_table_of_an_nnx_module():
         *map(jax.tree.leaves, (nnx.state(model), wanted)), strict=True
     ):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+class Embed(linen.Module):
+    """A module of Flax that knows nothing of us."""
+
+    @linen.compact
+    def __call__(self, ids):
+        return linen.Embed(4096, 4)(ids)
+
+
+def test_the_gradient_of_few_rows_of_flax_is_not_made_whole():
+    strategy = js.MirroredStrategy(jax.devices(), sharding=EVERYTHING)
+    model, ids = Embed(), np.abs(SOME_IDS)
+
+    @strategy.run
+    def step(params, ids):
+        gradient = jax.grad(lambda p: (model.apply(p, ids) ** 2).sum())(params)
+        gradient = js.get_replica_context().all_reduce("mean", gradient)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, params, gradient)
+
+    first = model.init(jax.random.key(0), ids[0])
+    per_replica = strategy.per_replica(ids)
+    (new,) = jax.tree.leaves(step(strategy.mirror(first), per_replica))
+    (table,) = jax.tree.leaves(first)
+    wanted = np.array(table)
+    np.subtract.at(wanted, ids, 0.1 / REPLICAS * 2 * table[ids])
+    np.testing.assert_allclose(new, wanted, rtol=1e-5, atol=1e-6)
+    run = jax.jit(lambda params, ids: step(params, ids))
+    program = run.lower(strategy.mirror(first), per_replica).compile()
+    assert "reduce-scatter" not in sent_bytes(program)
 
 
 def test_two_lookups_of_one_table():

@@ -1,6 +1,5 @@
 """Odd tables, ids, rows and optimizers are refused with what was wanted."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -136,11 +135,3 @@ def test_an_update_across_replicas_says_where_it_belongs(two):
             js.ContextError, match="`update` was called in `merge_call`"
         ):
             state(SGD(0.1)).update([0], TABLE[:1])
-
-
-def test_forward_mode_is_refused():
-    def rows(table):
-        return lookup(table, [0])
-
-    with pytest.raises(TypeError, match="forward-mode"):
-        jax.jvp(rows, (jnp.asarray(TABLE),), (jnp.asarray(TABLE),))

@@ -8,6 +8,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxstrategy.reductions import _shard_functions, _table_rows
 from jaxstrategy.reductions._rows_by_id import summed_by_id
+from jaxstrategy.reductions._table_rows import table_rows
 
 AXES = ("replica",)
 WHOLE, PARTS = PartitionSpec(), PartitionSpec(AXES)
@@ -36,10 +37,6 @@ def called(eqn):
 
 def taking(rank=2):
     return _table_rows._taking(rank)
-
-
-def summing(rows=ROWS, rank=2):
-    return _table_rows._summing(rows, rank)
 
 
 # Ids of each replica: of all kinds, all the same, all of one owner, none a row.
@@ -91,7 +88,9 @@ def test_rows_are_added_up_at_their_owners(replicas, case):
     rows = np.random.default_rng(1).integers(-9, 9, (*ids.shape, 3)).astype(np.float32)
 
     def add(ids, rows):
-        return summing().part_of_sum(ids[0], rows[0], axes=AXES, dtype="float32")
+        return _table_rows.part_of_sum(
+            (ROWS, 3), ids[0, :, None], rows[0], axes=AXES, dtype="float32"
+        )
 
     table = on_parts(add, replicas, (PARTS, PARTS), PARTS)(ids, rows)
     np.testing.assert_array_equal(table, summed(ids, rows))
@@ -129,11 +128,10 @@ def test_axes_may_be_several():
 def test_whole_tables_have_the_same_rows_and_sums():
     table = np.random.default_rng(0).normal(size=(ROWS, 3)).astype(np.float32)
     ids = ids_of(1, "mixed")[0]
-    rows = _table_rows.table_rows(ROWS, jnp.asarray(table), jnp.asarray(ids))
+    rows, back = jax.vjp(lambda table: table_rows(table, jnp.asarray(ids)), table)
     np.testing.assert_array_equal(rows, looked_up(table, ids))
-    ones = jnp.ones((ids.size, 3))
-    got = _table_rows.summed_rows(ROWS, ones, jnp.asarray(ids))
-    np.testing.assert_array_equal(got, summed(ids, np.asarray(ones)))
+    ones = np.ones((ids.size, 3), np.float32)
+    np.testing.assert_array_equal(back(jnp.asarray(ones))[0], summed(ids, ones))
 
 
 def test_derivatives_of_first_and_second_order():
@@ -141,7 +139,7 @@ def test_derivatives_of_first_and_second_order():
     ids = jnp.array([5, 5, -1, 0, 3])
 
     def cubes(table):
-        return (_table_rows.table_rows(ROWS, table, ids) ** 3).sum()
+        return (table_rows(table, ids) ** 3).sum()
 
     def sum_of_gradient(table):
         return jax.grad(cubes)(table).sum()
@@ -153,9 +151,37 @@ def test_derivatives_of_first_and_second_order():
     np.testing.assert_allclose(second, times * 6 * table, rtol=1e-6)
 
 
+def test_forward_derivatives_and_those_of_many_tables():
+    table = np.random.default_rng(0).normal(size=(6, 2)).astype(np.float32)
+    ids = jnp.array([5, 5, -1])
+
+    def squares(table):
+        return (table_rows(table, ids) ** 2).sum()
+
+    _, tangent = jax.jvp(squares, (table,), (np.ones_like(table),))
+    np.testing.assert_allclose(tangent, 4 * table[5].sum(), rtol=1e-6)
+    many = jnp.stack([table, 2 * table])
+    gradients = jax.vmap(jax.grad(squares))(many)
+    np.testing.assert_allclose(gradients[1], 2 * gradients[0], rtol=1e-6)
+    np.testing.assert_allclose(gradients[0][5], 4 * table[5], rtol=1e-6)
+
+
+def test_the_gradient_of_many_examples_is_one_table():
+    table = jnp.ones((1000, 4))
+    ids = jnp.arange(256).reshape(64, 4)
+
+    def total(table):
+        return jax.vmap(lambda ids: table_rows(table, ids).sum())(ids).sum()
+
+    program = jax.jit(jax.grad(total)).lower(table).compile()
+    assert program.memory_analysis().temp_size_in_bytes < table.nbytes
+    gradient = jax.grad(total)(table)
+    np.testing.assert_array_equal(gradient[:, 0], np.arange(1000) < 256)
+
+
 def test_a_row_beyond_the_table_has_no_gradient():
     def total(table):
-        return _table_rows.table_rows(4, table, jnp.array([4, 1])).sum()
+        return table_rows(table, jnp.array([4, 1])).sum()
 
     value, gradient = jax.value_and_grad(total)(jnp.ones((4, 2)))
     assert np.isnan(value)
@@ -170,7 +196,6 @@ def test_a_call_is_one_equation_that_is_found():
     found = equation(taking(), table, ids)
     assert found.primitive.name == "jit"
     assert called(found) is taking()
-    assert called(equation(summing(), ids, jnp.ones((3, 2)))) is summing()
 
 
 def test_another_equation_of_the_name_is_not_found():

@@ -2,8 +2,8 @@
 
 Who calls one gets its result on whole arrays, everywhere. In a trace the call is one
 `jit` equation of that name. Whoever knows that an operand lies divided over the
-replicas finds the function by the equation (`called_by`) and calls `of_parts` or
-`part_of_sum` instead, so that nobody has to have the whole array.
+replicas finds the function by the equation (`called_by`) and calls `of_parts` instead,
+so that nobody has to have the whole array.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class ShardFunction:
     """A function of whole arrays that can also be computed from parts of them.
 
     A part is a block of dimension 0: replica i has the i-th of equal blocks. `whole`
-    uses no collective; `of_parts` and `part_of_sum` are called by all replicas, inside
-    a `shard_map(check_vma=False)`, with the operands and `axes=`: the mesh axes over
-    which arrays are divided, along which they use collectives.
+    uses no collective; `of_parts` is called by all replicas, inside a
+    `shard_map(check_vma=False)`, with the operands and `axes=`: the mesh axes over
+    which arrays are divided, along which it uses collectives.
 
-    The function must not be differentiated: a `jax.custom_vjp` around it has a forward
-    and a backward function that call such functions, since JAX's own derivative of the
-    equation would keep its name.
+    The function must not be differentiated: JAX's own derivative of the equation would
+    keep its name. A `jax.custom_jvp` around it has the derivative; a `custom_vmap` in
+    between may say what becomes of several calls.
 
     Attributes:
       name: how its equation is found. Of another definition it must be another name;
@@ -44,25 +44,21 @@ class ShardFunction:
       whole: the definition on whole arrays; of one array, or a tuple of them.
       ranks: the number of dimensions of each operand. An equation with others is not
         this function: `jax.vmap` keeps the name, and adds a dimension.
-      of_parts: the same from parts; None if there is no such way.
+      of_parts: the same from parts.
       divided: the operands of which `of_parts` takes parts: all of these must lie
         divided along dimension 0. The others it takes whole: each replica's own, which
         may differ between replicas unless `are_rest_equal`.
       returns_divided: the results of which `of_parts` gives this replica's part.
       are_rest_equal: whether the other operands must be equal on all replicas. They
         are of every function that returns parts: parts of one array.
-      part_of_sum: from whole operands, which differ between replicas, this replica's
-        part of the sum over `axes` of the only result, which each converts to `dtype=`
-        before it is summed. None if there is no such way.
     """
 
     name: str
     whole: Callable[..., Result]
     ranks: tuple[int, ...]
-    of_parts: Callable[..., Result] | None = None
-    divided: tuple[int, ...] = ()
+    of_parts: Callable[..., Result]
+    divided: tuple[int, ...]
     returns_divided: tuple[int, ...] = ()
-    part_of_sum: Callable[..., Result] | None = None
 
     @property
     def are_rest_equal(self) -> bool:

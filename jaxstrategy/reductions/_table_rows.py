@@ -1,4 +1,4 @@
-"""Rows of a table by their ids, and the gradient of that, on whole tables and on parts.
+"""Rows of a table by their ids, of whole tables and of parts.
 
 Ids are whole numbers `[n]` from -1 to the number of rows: -1 is no row and gives zeros,
 the number of rows is beyond the table and gives what `jnp.take` fills in, NaN.
@@ -10,6 +10,8 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.custom_batching import custom_vmap
 from jax.typing import DTypeLike
 
 from jaxstrategy.reductions import _exchange
@@ -17,52 +19,66 @@ from jaxstrategy.reductions._shard_functions import ShardFunction, registered
 from jaxstrategy.reductions._sums import Axes
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def table_rows(length: int, table: jax.Array, ids: jax.Array) -> jax.Array:
-    """The rows of `table`, `[length, ...]`, with these ids: `[n, ...]`.
+def table_rows(table: jax.Array, ids: jax.Array) -> jax.Array:
+    """The rows of `table`, `[rows, ...]`, with these ids: `[n, ...]`.
 
-    Its gradient leaves ids out that are no rows. It is no forward-mode derivative:
-    `jax.jvp` refuses it.
+    Its gradient leaves ids out that are no rows.
     """
-    return _one(_taking(table.ndim)(table, ids))
+    if not jnp.issubdtype(table.dtype, jnp.inexact):
+        return _taken(table, ids)
+    return _differentiable_rows(table, ids)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def summed_rows(length: int, rows: jax.Array, ids: jax.Array) -> jax.Array:
-    """A table `[length, ...]` of zeros, with each row `[n, ...]` added at its id."""
-    return _one(_summing(length, rows.ndim)(ids, rows))
+@jax.custom_jvp
+def _differentiable_rows(table: jax.Array, ids: jax.Array) -> jax.Array:
+    """`table_rows` of a table that has derivatives."""
+    return _taken(table, ids)
 
 
-# Each function calls itself going forward, so that it can be differentiated again.
-
-
-def _taken_with_ids(
-    length: int, table: jax.Array, ids: jax.Array
+@_differentiable_rows.defjvp
+def _with_tangent(
+    primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    return table_rows(length, table, ids), ids
+    table, ids = primals
+    # It calls itself, so that it can be differentiated again. The tangent is an
+    # operation of JAX: one transposed under `jax.vmap` adds the rows of all examples to
+    # one table, where a rule of ours for gradients would make a table of each.
+    return _differentiable_rows(table, ids), _gathered(tangents[0], ids)
 
 
-def _taken_back(
-    length: int, ids: jax.Array, gradient: jax.Array
-) -> tuple[jax.Array, None]:
-    return summed_rows(length, gradient, ids), None
+def _gathered(table: jax.Array, ids: jax.Array) -> jax.Array:
+    """The rows with these ids, and zeros for what is no row."""
+    numbers = lax.GatherDimensionNumbers(
+        offset_dims=tuple(range(1, table.ndim)),
+        collapsed_slice_dims=(0,),
+        start_index_map=(0,),
+    )
+    # A negative index of a gather is no row, as one beyond is.
+    return lax.gather(
+        table, ids[:, None], numbers, (1, *table.shape[1:]), mode="fill", fill_value=0
+    )
 
 
-def _summed_with_ids(
-    length: int, rows: jax.Array, ids: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    return summed_rows(length, rows, ids), ids
+@custom_vmap
+def _taken(table: jax.Array, ids: jax.Array) -> jax.Array:
+    rows = _taking(table.ndim)(table, ids)
+    assert isinstance(rows, jax.Array), "it has one result"
+    return rows
 
 
-def _summed_back(
-    length: int, ids: jax.Array, gradient: jax.Array
-) -> tuple[jax.Array, None]:
-    # Rows beyond the table were left out: their gradient is zero, not NaN.
-    return table_rows(length, gradient, jnp.where(ids < length, ids, -1)), None
-
-
-table_rows.defvjp(_taken_with_ids, _taken_back)
-summed_rows.defvjp(_summed_with_ids, _summed_back)
+@_taken.def_vmap
+def _taken_of_many(
+    size: int, is_batched: list[bool], table: jax.Array, ids: jax.Array
+) -> tuple[jax.Array, bool]:
+    """The ids of all examples at once, if they have one table."""
+    has_tables, has_ids = is_batched
+    if not has_tables:
+        rows = _taken(table, ids.reshape(-1))
+        return rows.reshape(*ids.shape, *table.shape[1:]), True
+    axes = 0, 0 if has_ids else None
+    rows = jax.vmap(_taking(table.ndim - 1), axes)(table, ids)
+    assert isinstance(rows, jax.Array), "it has one result"
+    return rows, True
 
 
 @functools.cache
@@ -83,29 +99,31 @@ def _taking(rank: int) -> ShardFunction:
     )
 
 
-@functools.cache
-def _summing(length: int, rank: int) -> ShardFunction:
-    """`ids, rows -> table`, of tables of this length with so many dimensions."""
+def part_of_sum(
+    shape: tuple[int, ...],
+    indices: jax.Array,
+    rows: jax.Array,
+    *,
+    axes: Axes,
+    dtype: DTypeLike,
+) -> jax.Array:
+    """This replica's block of the sum over replicas of a table that has few rows.
 
-    def whole(ids: jax.Array, rows: jax.Array) -> jax.Array:
-        zeros = jnp.zeros((length, *rows.shape[1:]), rows.dtype)
-        return zeros.at[jnp.where(ids < 0, length, ids)].add(rows, mode="drop")
+    Shapes: indices `[..., 1]`, rows `[..., *features]`
+    -> `[length / replicas, *features]`.
 
-    def part_of_sum(
-        ids: jax.Array, rows: jax.Array, *, axes: Axes, dtype: DTypeLike
-    ) -> jax.Array:
-        parts = jax.lax.axis_size(axes)
-        assert length % parts == 0, "a table is divided into equal blocks"
-        return _exchange.added(ids, rows, length // parts, axes, dtype)
-
-    return registered(
-        ShardFunction(
-            f"jaxstrategy_summed_rows_{rank}_{length}",
-            whole,
-            ranks=(1, rank),
-            part_of_sum=part_of_sum,
-        )
-    )
+    Args:
+      shape: that of the table, `(length, *features)`.
+      indices: of the rows; those that are no row of the table are left out.
+      rows: what each replica adds.
+      axes: the mesh axes over which the table is divided.
+      dtype: to which each replica converts its table before it is summed.
+    """
+    length, *features = shape
+    parts = lax.axis_size(axes)
+    assert length % parts == 0, "a table is divided into equal blocks"
+    ids, each = indices.reshape(-1), rows.reshape(-1, *features)
+    return _exchange.added(ids, each, length // parts, axes, dtype)
 
 
 def _filled(table: jax.Array, ids: jax.Array) -> jax.Array:
@@ -116,8 +134,3 @@ def _without_missing(ids: jax.Array, rows: jax.Array) -> jax.Array:
     """`rows`, of which those with id -1 are zeros."""
     is_missing = jnp.expand_dims(ids < 0, range(1, rows.ndim))
     return jnp.where(is_missing, jnp.zeros_like(rows), rows)
-
-
-def _one(result: jax.Array | tuple[jax.Array, ...]) -> jax.Array:
-    assert isinstance(result, jax.Array), "these functions have one result"
-    return result

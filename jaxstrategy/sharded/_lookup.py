@@ -24,8 +24,7 @@ def lookup(
     replica sends its ids to the replicas that have the rows, which send the rows back;
     there is room for every id, so none is ever left out. Elsewhere the table is whole,
     and the rows are the same. Its gradient is that of the table, zero but for the rows
-    that were looked up; an id that is there several times counts as often. JAX's
-    forward mode (`jax.jvp`) refuses it.
+    that were looked up; an id that is there several times counts as often.
 
     Shapes: table `[rows, ...]`, ids `[...]` -> `[*ids.shape, *table.shape[1:]]`, or
     with a combiner, without the last dimension of the ids.
@@ -76,7 +75,7 @@ def looked_up(
     """
     each = _combiners.check_combiner(combiner, ids, weights)
     shape = (*ids.shape, *table.shape[1:])
-    rows = table_rows(table.shape[0], table, ids.reshape(-1)).reshape(shape)
+    rows = table_rows(table, ids.reshape(-1)).reshape(shape)
     if combiner is None:
         return rows
     return _combiners.combined(rows, ids, combiner, each)

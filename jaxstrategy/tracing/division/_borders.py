@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from jaxstrategy.replicas._replicas import Replicas
 from jaxstrategy.tracing._jaxpr_types import Atom, Equation, Jaxpr, Var
 from jaxstrategy.tracing.division._cut import Cut
-from jaxstrategy.tracing.division._functions_of_parts import shard_function
+from jaxstrategy.tracing.division._functions_of_parts import adds_few_rows
 from jaxstrategy.tracing.division._layout import Layout
 from jaxstrategy.tracing.replication._collective_table import Effect, effect_of
 from jaxstrategy.tracing.replication._control import scan_counts
@@ -150,11 +150,10 @@ class _Search:
     def calls_of(
         self, result: Var, dimension: int
     ) -> tuple[list[Equation], list[Equation]]:
-        """The calls of functions that make a part of a sum, and how they are added.
+        """The equations that make a sum's summands of few rows, and how they are added.
 
-        Each may be converted to the type of the sum, before it is added.
-
-        No calls if something else is summed as well, or along another dimension.
+        Each may be converted to the type of the sum, before it is added. None if
+        something else is summed as well, or along another dimension.
         """
         eqn = self._origins[result]
         calls, additions = list[Equation](), list[Equation]()
@@ -164,10 +163,9 @@ class _Search:
             if origin is not None and origin.primitive.name == "convert_element_type":
                 additions.append(origin)
                 origin = self._only_used_once(origin.invars[0])
-                if origin is None or shard_function(origin) is None:
+                if origin is None or not self._adds_few_rows(origin):
                     return [], []
-            function = None if origin is None or dimension else shard_function(origin)
-            if origin is not None and function and function.part_of_sum:
+            if origin is not None and not dimension and self._adds_few_rows(origin):
                 calls.append(origin)
             elif origin is not None and origin.primitive.name in ("add", "add_any"):
                 additions.append(origin)
@@ -175,6 +173,16 @@ class _Search:
             else:
                 return [], []
         return calls, additions
+
+    def _adds_few_rows(self, eqn: Equation) -> bool:
+        if not adds_few_rows(eqn, self._replicas.parts):
+            return False
+        table = eqn.invars[0]
+        filled = None if isinstance(table, Literal) else self._origins.get(table)
+        if filled is None or filled.primitive.name != "broadcast_in_dim":
+            return False
+        value = filled.invars[0]
+        return isinstance(value, Literal) and value.val == 0
 
     def loop_of(
         self, result: Var, dimension: int

@@ -13,7 +13,11 @@ from jax.extend import core
 from jax.extend.core import DropVar, Literal
 
 from jaxstrategy.tracing._jaxpr_types import Atom, ClosedJaxpr, Equation, Jaxpr, Var
-from jaxstrategy.tracing.division._functions_of_parts import shard_function
+from jaxstrategy.tracing.division._functions_of_parts import (
+    AROUND_FUNCTIONS,
+    is_around_function,
+    shard_function,
+)
 from jaxstrategy.tracing.replication._jaxprs import jaxpr_of, plain
 from jaxstrategy.values._types import Leaf
 
@@ -115,12 +119,9 @@ class _Flattening:
 def _callee(eqn: Equation) -> ClosedJaxpr | None:
     """The function that `eqn` calls, and does nothing else; None of others."""
     name = eqn.primitive.name
-    if name == "custom_vjp_call":
-        called = eqn.params["call_jaxpr"]
-        inside = plain(called).eqns
-        # A function of parts has the derivative that is said here.
-        is_one = len(inside) == 1 and shard_function(inside[0]) is not None
-        return called if is_one else None
+    if name in AROUND_FUNCTIONS:
+        called = eqn.params[AROUND_FUNCTIONS[name]]
+        return called if is_around_function(plain(called)) else None
     if name not in _CALLS or shard_function(eqn) is not None:
         return None
     return eqn.params[_CALLS[name]]

@@ -22,13 +22,13 @@ from jax.extend.core import DropVar, Literal
 from jax.typing import DTypeLike
 
 from jaxstrategy.reductions._shard_functions import ShardFunction
+from jaxstrategy.reductions._table_rows import part_of_sum
 from jaxstrategy.replicas._replicas import Replicas
 from jaxstrategy.tracing._jaxpr_types import ArrayType, Atom, Equation, Var
 from jaxstrategy.tracing.division._borders import Borders, is_sum_of_all
 from jaxstrategy.tracing.division._functions_of_parts import (
     call_of_parts,
     evaluation_of_parts,
-    shard_function,
 )
 from jaxstrategy.tracing.division._loops import divided_loop, layers_in_parts
 from jaxstrategy.tracing.division._rematerialised import (
@@ -252,13 +252,10 @@ def _evaluate_sum(
 
 
 def _part_of_sum(call: Equation, dtype: DTypeLike, values: ReplicaValues) -> jax.Array:
-    """This replica's part of the sum of what a function makes on each."""
-    function = shard_function(call)
-    assert function is not None and function.part_of_sum is not None, "it was found"
-    operands = map(values.whole, call.invars)
-    part = function.part_of_sum(*operands, axes=values.axes, dtype=dtype)
-    (array,) = jax.tree.leaves(part)
-    return array
+    """This replica's part of the sum of the tables to which each adds rows."""
+    table, *rows = call.invars
+    operands = map(values.whole, rows)
+    return part_of_sum(table.aval.shape, *operands, axes=values.axes, dtype=dtype)
 
 
 def _last_uses(
