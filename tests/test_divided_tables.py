@@ -103,6 +103,17 @@ def test_what_is_sent_is_in_proportion_to_the_ids(eight, step, state, sent):
     assert memory.temp_size_in_bytes < 2_000_000  # of 134 MB of the table
 
 
+@pytest.mark.parametrize(
+    "step, state, times", [(trained, TABLE, 2), (updated, STATE, 1)]
+)
+def test_explain_tells_of_rows_and_of_no_table(eight, step, state, times):
+    ids = js.PerReplica(jax.ShapeDtypeStruct((REPLICAS, IDS), "int32"))
+    found = eight.explain(step, (state, ids), compiled=False)
+    sent = [each.nbytes for each in found.collectives if each.kind == "all_to_all"]
+    assert sorted(sent) == [EACH_ID] * times + [EACH_ROW] * times
+    assert found.communicated_bytes <= 2 * (EACH_ID + EACH_ROW)
+
+
 # Other models than ours.
 
 

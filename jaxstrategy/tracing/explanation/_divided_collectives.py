@@ -5,19 +5,17 @@ from __future__ import annotations
 import collections
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import final
 
 import jax
 from jax.extend.core import Literal
 
+from jaxstrategy.reductions._table_rows import part_of_sum
 from jaxstrategy.tracing._jaxpr_types import ArrayType, Equation, Var
 from jaxstrategy.tracing.division._borders import is_sum_of_all
 from jaxstrategy.tracing.division._dimensions import UNKNOWN
 from jaxstrategy.tracing.division._divided_step import DividedStep
-from jaxstrategy.tracing.division._functions_of_parts import (
-    shard_function,
-)
 from jaxstrategy.tracing.division._inside import Exchange
 from jaxstrategy.tracing.explanation._explained_collective import explained, nbytes_of
 from jaxstrategy.tracing.explanation._facts import ExplainedCollective
@@ -148,10 +146,7 @@ class _Inside:
             yield from self._traced(eqn, function.of_parts, function.divided, name)
         for result in eqn.outvars:
             for call in division.borders.of_functions.get(result, ()):
-                summed = shard_function(call)
-                assert summed is not None and summed.part_of_sum, "it was found"
-                part = functools.partial(summed.part_of_sum, dtype=result.aval.dtype)
-                yield from self._traced(call, part, (), "")
+                yield from self._traced(call, _summing(call, result), (), "")
 
     def _traced(
         self, eqn: Equation, function, divided: Sequence[int], name: str
@@ -177,6 +172,16 @@ class _Inside:
                     array=name,
                     why="for rows of a table of which each replica has a part",
                 )
+
+
+def _summing(call: Equation, result: Var) -> Callable[..., jax.Array]:
+    """How parts of a sum are made of the rows that an equation adds."""
+    shape, dtype = call.invars[0].aval.shape, result.aval.dtype
+
+    def of_parts(zeros: jax.Array, *rows: jax.Array, axes: tuple[str, ...]):
+        return part_of_sum(shape, *rows, axes=axes, dtype=dtype)
+
+    return of_parts
 
 
 def _part(aval: ArrayType, count: int) -> jax.ShapeDtypeStruct:
