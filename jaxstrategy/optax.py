@@ -27,10 +27,10 @@ from jaxstrategy._options import (
     RunOptions,
 )
 from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
-from jaxstrategy.reductions._compressed import check_compressible
+from jaxstrategy.reductions import _compressed
 from jaxstrategy.reductions._compression_state import CompressionState
 from jaxstrategy.replicas import _overflow
-from jaxstrategy.strategies._compression_states import compression_state
+from jaxstrategy.strategies import _compression_states
 from jaxstrategy.strategies._current import get_replica_context, get_strategy
 from jaxstrategy.strategies._strategy import Strategy
 from jaxstrategy.text._shown import shown
@@ -99,7 +99,7 @@ def all_reduce_gradients(
     op = ReduceOp(op)
     checked_options(options, with_compression=True)
     if options is not None and options.compression is not None:
-        return _compressed(op, options)
+        return _compressing(op, options)
 
     def update(
         updates: PyTree, state: PyTree, params: PyTree = None
@@ -113,7 +113,7 @@ def all_reduce_gradients(
     return optax.GradientTransformation(optax.init_empty_state, update)
 
 
-def _compressed(op: ReduceOp, options: CommunicationOptions) -> GradientTransformation:
+def _compressing(op: ReduceOp, options: CommunicationOptions) -> GradientTransformation:
     """A transformation that reduces gradients and keeps what was not sent of them.
 
     Raises:
@@ -129,7 +129,9 @@ def _compressed(op: ReduceOp, options: CommunicationOptions) -> GradientTransfor
         in_step = get_replica_context() is not None
         strategy = get_strategy()
         replicas = strategy.replicas
-        return compression_state(params, options, replicas, own=in_step)
+        return _compression_states.compression_state(
+            params, options, replicas, own=in_step
+        )
 
     def update(
         updates: PyTree, state: PyTree, params: PyTree = None
@@ -139,7 +141,7 @@ def _compressed(op: ReduceOp, options: CommunicationOptions) -> GradientTransfor
             return reduce(updates, state)
         return get_strategy().run(reduce, (updates, state))
 
-    check_compressible(op)
+    _compressed.check_compressible(op)
     return optax_for("all_reduce_gradients").GradientTransformation(init, update)
 
 
