@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import final
