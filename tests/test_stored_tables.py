@@ -52,7 +52,7 @@ def test_no_id_reaches_the_rows_that_fill_a_table_up():
 
 def test_each_device_has_its_rows_only():
     embedding = js.sharded.Embedding(100, 4, js.sharded.Adagrad(0.1))
-    state = divided(4).mirror(embedding.init(jax.random.key(0)))
+    state = divided(4).init(embedding.init, jax.random.key(0))
     for array in (state.table, state.slots["accumulator"]):
         assert isinstance(array, js.Sharded)
         assert {each.data.shape for each in array.addressable_shards} == {(25, 4)}
