@@ -244,6 +244,29 @@ def bits_of_object(owner):
     ]
 
 
+@pytest.mark.parametrize("name", ["4 parts", "2 copies"])
+def test_divided_variables_are_restored_as_the_new_ones_lie(
+    tmp_path, name, monkeypatch
+):
+    whole, read = np.arange(16.0, dtype=np.float32), {}
+    with sharded().scope():
+        saved(tmp_path, {"v": js.Variable(whole, name="v")})
+    backend = OrbaxBackend.read
+
+    def watched(self, folder, wanted):
+        read.update(wanted)
+        return backend(self, folder, wanted)
+
+    monkeypatch.setattr(OrbaxBackend, "read", watched)
+    strategy = STRATEGIES[name]()
+    with strategy.scope():
+        v = js.Variable(np.zeros(16, np.float32), name="v")
+    assert restored(tmp_path, {"v": v}, strategy)["v"] is v
+    np.testing.assert_array_equal(v.numpy(), whole)
+    assert isinstance(v, js.Sharded) is (name == "4 parts")
+    assert read["v"].sharding == v.sharding
+
+
 def test_a_donated_part_cannot_be_saved(tmp_path):
     state = {"w": sharded(2).mirror(np.arange(8.0))}
     state["w"].delete()
