@@ -277,6 +277,20 @@ def test_the_chosen_dimension_hears_the_paths_of_the_state_only():
     assert strategy.replicas.dimension_of(state["w"]) == 1
 
 
+def test_state_is_built_while_its_caller_is_traced():
+    strategy = sharded(4)
+
+    def build(x):
+        return strategy.init(lambda x: {"w": jnp.sin(x) * jnp.ones(8)}, x)["w"]
+
+    assert isinstance(jax.jit(build)(1.0), js.Sharded)
+    np.testing.assert_allclose(jax.jit(build)(1.0), np.full(8, np.sin(1.0)), rtol=1e-6)
+    grad = jax.grad(lambda x: build(x).sum())(1.0)
+    np.testing.assert_allclose(grad, 8 * np.cos(1.0), rtol=1e-6)
+    assert jax.vmap(build)(jnp.ones(3)).shape == (3, 8)
+    assert jax.eval_shape(build, 1.0).shape == (8,)
+
+
 def test_versions_of_replicas_are_built_beside_parts():
     heard = []
     strategy = sharded(4, dimension=lambda path, leaf: heard.append(path) or 0)

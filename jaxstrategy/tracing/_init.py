@@ -54,7 +54,7 @@ def build_replicated(
         return results.rebuild(arrays), stacked
 
     given = [leaves[index] for index in traced]
-    if replicas.state_sharding is not None:
+    if replicas.state_sharding is not None and not _are_traced(given):
         return _with_versions(*build_divided(build, given, replicas, name_of(fn)))
     arrays = _building.replicate(given, replicas)
     sharding, where = replicas.sharding(SAME), replicas.sharding(SPLIT)
@@ -63,7 +63,14 @@ def build_replicated(
         built = jax.tree.map(
             lambda leaf: _mesh.broadcast(leaf.addressable_data(0), sharding), built
         )
+    elif replicas.state_sharding is not None:
+        built = _building.replicate(built, replicas)
     return _with_versions(built, stacked)
+
+
+def _are_traced(arrays: Sequence[Leaf]) -> bool:
+    """Whether JAX traces the code that builds, so that nothing is there to be built."""
+    return _arrays.is_traced() or any(isinstance(array, Tracer) for array in arrays)
 
 
 @dataclasses.dataclass(frozen=True)
