@@ -9,6 +9,7 @@ compiled, with the variables that it did use.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import TypeAlias, cast
 
@@ -239,7 +240,7 @@ def trace(
         inputs=places,
         constants=constants,
         specs=in_specs,
-        given_types=list(jax.eval_shape(list, leaves)),
+        given_types=[var.aval for var in closed.jaxpr.invars[: len(leaves)]],
         unpacking=unpacking,
         results=results,
         variables=there,
@@ -323,37 +324,34 @@ def _by_axes(
     evaluated outside of one (JAX 0.10 and 0.12).
     """
 
+    is_own = [spec != replicas.spec(SAME) for spec in specs]
+    row = functools.partial(jax.lax.slice_in_dim, start_index=0, limit_index=1)
+
     def one_replica(*given: jax.Array) -> PyTree:
-        own, held = given[: len(leaves)], given[len(leaves) :]
+        # Its first row stands for what a replica has: whatever the dtype, or a tracer.
+        parts = [row(x) if own else x for x, own in zip(given, is_own, strict=True)]
+        own, held = parts[: len(leaves)], parts[len(leaves) :]
         return replica(*own, *map(jax.new_ref, held))
 
-    given = jax.eval_shape(list, [*leaves, *(_type_of(v) for v in there)])
-    same = replicas.spec(SAME)
-    types = [
-        leaf if spec == same else _part(leaf)
-        for leaf, spec in zip(given, specs, strict=True)
-    ]
-    closed = jax.make_jaxpr(one_replica, axis_env=replicas.axis_sizes)(*types)
+    values = [jax.ShapeDtypeStruct(v.cell.shape, v.dtype) for v in there]
+    made = jax.make_jaxpr(one_replica, axis_env=replicas.axis_sizes)
+    closed = made(*leaves, *values)
     if any(isinstance(jax.typeof(value), AbstractRef) for value in closed.consts):
         raise _CapturedReference
-    whole, count = closed.jaxpr, len(there)
-    references = [eqn.outvars[0] for eqn in whole.eqns[:count]]
-    invars = [*whole.invars[: len(leaves)], *references, *whole.constvars]
-    jaxpr = jaxpr_of(invars, whole.eqns[count:], whole.outvars)
-    known = len(types)
+    whole, rows = closed.jaxpr, sum(is_own)
+    start = rows + len(there)
+    results = iter(eqn.outvars[0] for eqn in whole.eqns[:rows])
+    inputs = [
+        next(results) if own else var
+        for var, own in zip(whole.invars, is_own, strict=True)
+    ]
+    references = [eqn.outvars[0] for eqn in whole.eqns[rows:start]]
+    invars = [*inputs[: len(leaves)], *references, *whole.constvars]
+    jaxpr = jaxpr_of(invars, whole.eqns[start:], whole.outvars)
+    known = len(specs)
     places = [index if index < known else None for index in range(len(invars))]
     constants = dict(enumerate(closed.consts, start=known))
     return closed, jaxpr, places, constants
-
-
-def _type_of(variable: Variable) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(variable.cell.shape, variable.dtype)
-
-
-def _part(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """The type of what one replica has of `leaf`, of which it has one row."""
-    shape = (1, *leaf.shape[1:])
-    return jax.ShapeDtypeStruct(shape, leaf.dtype, weak_type=leaf.weak_type)
 
 
 class _CapturedReference(Exception):

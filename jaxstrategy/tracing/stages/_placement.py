@@ -120,7 +120,9 @@ class Placement:
         if self._split[index]:
             self._check_replicas(index, leaf)
         if isinstance(leaf, Tracer):
-            return leaf
+            # The program says nothing of where arguments lie, if they may be divided.
+            wanted = self.wanted(index, leaf)
+            return _mesh.place(leaf, wanted) if self.divides_state else leaf
         if not isinstance(leaf, jax.Array):
             return self._place_host(index, leaf)
         if leaf.is_deleted():
