@@ -1,5 +1,6 @@
 """The collectives of compiled steps of sharded state, counted in XLA's own text."""
 
+import collections
 import importlib
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from helpers.replicas import replica
+from jax import lax
 
 import jaxstrategy as js
 
@@ -33,15 +35,26 @@ def kernels(names="ab"):
     return {n: RNG.normal(size=(UNITS, UNITS)).astype(np.float32) for n in names}
 
 
-def step_of(optimizer):
+def in_turn(params, x):
+    for w in params.values():
+        x = jnp.tanh(x @ w)
+    return x
+
+
+def in_a_loop(params, x):
+    def layer(x, w):
+        return jnp.tanh(x @ w), None
+
+    x, _ = lax.scan(jax.checkpoint(layer), x, params["layers"])
+    return x @ params["head"]
+
+
+def step_of(optimizer, model=in_turn):
     def step(state, x):
         params, slots = state
 
         def loss(params):
-            y = x
-            for w in params.values():
-                y = jnp.tanh(y @ w)
-            return (y**2).mean()
+            return (model(params, x) ** 2).mean()
 
         grads = replica().all_reduce("mean", jax.grad(loss)(params))
         updates, slots = optimizer.update(grads, slots, params)
@@ -83,3 +96,44 @@ def test_only_whole_results_are_gathered_if_the_optimizers_state_is_divided(read
         ("reduce-scatter", KERNEL),
         ("reduce-scatter", KERNEL),
     ]
+
+
+LAYERS = {
+    "layers": RNG.normal(size=(3, UNITS, UNITS)).astype(np.float32),
+    "head": RNG.normal(size=(UNITS, UNITS)).astype(np.float32),
+}
+FACTORS = optax.adafactor(0.1, min_dim_size_to_factor=8)
+CLIP = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(0.1))
+
+
+@pytest.mark.parametrize(
+    ("shard", "model", "params", "optimizer"),
+    [
+        ("optimizer", in_turn, kernels(), CLIP),
+        ("optimizer", in_a_loop, LAYERS, CLIP),
+        ("state", in_a_loop, LAYERS, CLIP),
+        ("state", in_turn, kernels("a"), optax.MultiSteps(optax.adam(0.1), 2)),
+        (
+            "state",
+            in_turn,
+            kernels("a"),
+            FACTORS,
+        ),
+    ],
+    ids=["optimizer", "optimizer-loop", "state-loop", "state-branch", "adafactor"],
+)
+def test_explain_tells_the_bytes_of_the_compiled_program(
+    reader, shard, model, params, optimizer
+):
+    own, step = strategy(shard), step_of(optimizer, model)
+    state = own.mirror((params, optimizer.init(params)))
+    x = own.per_replica(np.ones((N, 2, UNITS), np.float32))
+    told = collections.Counter()
+    for each in own.explain(step, (state, x), compiled=False).collectives:
+        whole = each.least_times * each.nbytes * each.parts
+        told[each.kind.replace("_", "-")] += whole
+    found = collections.Counter()
+    for each in reader.collectives(lowered(own, step, state, x).compile().as_text()):
+        if each.group > 1:
+            found[each.kind] += each.times * each.whole
+    assert told == found

@@ -154,12 +154,16 @@ class DividedStep:
         For each the dimension along which it lies, and that along which it is divided
         before it is made whole.
         """
+        first = self._divided_first
+        return list(zip(self._common_results, self._lies, first, strict=True))
+
+    @property
+    def _lies(self) -> list[int | None]:
+        """The dimension along which what is equal on all replicas is divided."""
         pairs = zip(self._trace.varies, self.layout.outputs, strict=True)
         lies = [dimension for varies, dimension in pairs if not varies]
-        for index in self._values.replaced:
-            lies.append(self.layout.inputs.get(self.jaxpr.invars[index]))
-        first = self._divided_first
-        return list(zip(self._common_results, lies, first, strict=True))
+        variables = (self.jaxpr.invars[index] for index in self._values.replaced)
+        return [*lies, *map(self.layout.inputs.get, variables)]
 
     @property
     def variables(self) -> list[Var]:
@@ -284,13 +288,18 @@ class DividedStep:
     @cached_property
     def _divided_first(self) -> list[int | None]:
         """The dimension along which whole results are divided before."""
+        return [
+            None if dimension is None or self.outside.is_whole(atom) else dimension
+            for atom, dimension in self._could_be_divided
+        ]
+
+    @cached_property
+    def _could_be_divided(self) -> list[tuple[Atom, int | None]]:
+        """What is equal on all replicas, and the dimension that whole ones could be."""
         divisible = zip(self._trace.varies, self.layout.divisible, strict=True)
         own = [dimension for varies, dimension in divisible if not varies]
         own += map(self._divisible, self._values.replaced)
-        return [
-            None if dimension is None or self.outside.is_whole(atom) else dimension
-            for atom, dimension in zip(self._common_results, own, strict=True)
-        ]
+        return list(zip(self._common_results, own, strict=True))
 
     def _divisible(self, index: int) -> int | None:
         """The dimension along which a variable could be divided that is whole."""
@@ -306,7 +315,14 @@ class DividedStep:
         dimensions = {**self.layout.inputs, **self.inside.dimensions}
         wanted = self._wanted_outside
         parts = {var: d for var, d in dimensions.items() if var in wanted}
-        return Outside([*self.cut.copied, *self.cut.outside], parts)
+        could_be = self._could_be_divided
+        pairs = zip(could_be, self._lies, strict=True)
+        small = {
+            atom
+            for (atom, could), dimension in pairs
+            if could is None and dimension is None and not isinstance(atom, Literal)
+        }
+        return Outside([*self.cut.copied, *self.cut.outside], parts, small)
 
     def _joined(
         self, varying_results: Sequence[jax.Array], common: Sequence[jax.Array]

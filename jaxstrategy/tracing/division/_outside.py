@@ -8,7 +8,7 @@ whole results is known; for matrix products and sorts it chooses by its own esti
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import final
 
 from jax.extend.core import Literal
@@ -52,6 +52,7 @@ class Outside:
     Args:
       eqns: in order.
       parts: the dimension of what they are given divided.
+      whole: what is returned whole: gathered as soon as it is made.
 
     Attributes:
       exchanges: what XLA needs for sums over what is divided.
@@ -59,15 +60,24 @@ class Outside:
         that hold it.
     """
 
-    def __init__(self, eqns: Sequence[Equation], parts: Mapping[Var, int]) -> None:
+    def __init__(
+        self,
+        eqns: Sequence[Equation],
+        parts: Mapping[Var, int],
+        whole: Collection[Atom] = (),
+    ) -> None:
         self.exchanges: list[OutsideExchange] = []
         self.undecided: list[tuple[Equation, ...]] = []
         self._known: dict[Var, Dimension] = dict(parts)
+        self._whole = whole
+        self._gathered: dict[Var, Dimension] = {}
         self._go_through(eqns, self._known, ())
 
     def dimension(self, atom: Atom) -> Dimension:
         """The dimension along which a value is divided; None of whole ones."""
-        return None if isinstance(atom, Literal) else self._known.get(atom)
+        if isinstance(atom, Literal):
+            return None
+        return self._gathered.get(atom, self._known.get(atom))
 
     def is_whole(self, atom: Atom) -> bool:
         """Whether each device has all of a value, without any exchange."""
@@ -84,6 +94,9 @@ class Outside:
             if any(dimension is not None for dimension in operands):
                 results = self._results(eqn, operands, holders)
                 known.update(zip(eqn.outvars, results, strict=True))
+                for var in eqn.outvars:
+                    if var in self._whole and known[var] != UNKNOWN:
+                        self._gathered[var], known[var] = known[var], None
 
     def _results(
         self,
