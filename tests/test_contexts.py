@@ -495,3 +495,9 @@ def test_a_strategy_can_be_deep_copied_only(two):
         copy.copy(two)
     with pytest.raises(TypeError, match="cannot be pickled"):
         pickle.dumps(two)
+
+
+@pytest.mark.parametrize("wrong", ["cpu", None, 3])
+def test_a_replica_context_of_something_else_is_refused(wrong):
+    with pytest.raises(TypeError, match="`strategy` was .*; a strategy was wanted"):
+        js.ReplicaContext(wrong)

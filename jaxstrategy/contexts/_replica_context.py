@@ -25,6 +25,7 @@ from jaxstrategy.reductions._compression_state import (
 )
 from jaxstrategy.reductions._groups import checked_groups
 from jaxstrategy.replicas._devices import Device
+from jaxstrategy.text._shown import shown
 from jaxstrategy.values import _arrays, _per_replica, _trees
 from jaxstrategy.values._handle import Handle
 from jaxstrategy.values._per_replica import PerReplica
@@ -53,6 +54,8 @@ class ReplicaContext:
     """
 
     def __init__(self, strategy: AbstractStrategy) -> None:
+        if not isinstance(strategy, AbstractStrategy):
+            raise TypeError(f"`strategy` was {shown(strategy)}; a strategy was wanted.")
         self._strategy = strategy
         self._is_outside = not strategy.replicas.collective_axes
 
@@ -154,17 +157,12 @@ class ReplicaContext:
         """`value` reduced over all replicas, of which only a part is sent.
 
         What is not sent is kept in the state, and added to the value of the next call
-        (*error feedback*), so that over many steps everything arrives: meant for
-        gradients. A. F. Aji, K. Heafield, EMNLP 2017; S. P. Karimireddy et al., Error
-        feedback fixes SignSGD and other gradient compression schemes, ICML 2019.
-
+        (*error feedback*, arXiv:1901.09847), so that over many steps all arrives.
         Compressed are arrays of real floating-point numbers that are large enough, see
-        `CommunicationOptions.compression`; for the others `state` holds None, and their
-        sums are exact. With one replica all are. An array with a NaN or an infinity on
-        some replica arrives with NaN (with 'int8' the 256 numbers around it), and the
-        state keeps for these what it had: who skips the step loses nothing.
-
-        The result has no gradient; differentiate first, then reduce.
+        `CommunicationOptions.compression`; for others `state` holds None. An array with
+        a NaN or an infinity on some replica arrives with NaN (with 'int8' the 256
+        numbers around it), and the state keeps what it had for them. The result has no
+        gradient: differentiate first.
 
         Args:
           reduce_op: "mean" or "sum", or the `ReduceOp`.
@@ -173,14 +171,12 @@ class ReplicaContext:
           options: with a `compression`.
 
         Returns:
-          A pytree like `value`, equal on all replicas, and the next state, of which
-          `errors` differ between replicas and `bases` do not.
+          A pytree like `value`, equal on all replicas, and the next state.
 
         Raises:
-          ValueError: MIN or MAX; `options` without compression; `state` was made for
-            other arrays or another compression; the strategy's cross-device operations
-            add up whole arrays.
-          TypeError: `state` is no `CompressionState`; a leaf has no such reduction.
+          ValueError: MIN or MAX; `options` without compression; a `state` of another
+            tree; the strategy's cross-device operations add up whole arrays.
+          TypeError: `state` is none; a leaf has no such reduction.
           NotImplementedError: the result is differentiated.
           ContextError: this is not the current replica context.
 
@@ -200,12 +196,11 @@ class ReplicaContext:
         self._require_current("all_reduce_compressed")
         op = ReduceOp(reduce_op)
         checked_options(options, with_compression=True)
-        compression = compression_of(options)
         paths, treedef = jax.tree.flatten_with_path(value, is_leaf=_is_one)
         leaves = [leaf for _, leaf in paths]
         names = [jax.tree_util.keystr(path) for path, _ in paths]
         _check_here(leaves)
-        owed = checked_debts(state, leaves, names, treedef, compression)
+        owed = checked_debts(state, leaves, names, treedef, compression_of(options))
         results, debts = self._strategy.reduction.reduce_compressed(
             op, leaves, owed, options
         )
