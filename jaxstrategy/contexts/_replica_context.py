@@ -43,6 +43,9 @@ class ReplicaContext:
     Outside any strategy there is a replica context too, of a single replica, so that
     library code written with it works with no strategy at all.
 
+    Raises:
+      TypeError: it is made of something else than a strategy.
+
     >>> import jaxstrategy as js
     >>> js.get_replica_context().all_reduce("sum", 3.0)
     Array(3., dtype=float32, weak_type=True)
@@ -161,8 +164,7 @@ class ReplicaContext:
         Compressed are arrays of real floating-point numbers that are large enough, see
         `CommunicationOptions.compression`; for others `state` holds None. An array with
         a NaN or an infinity on some replica arrives with NaN (with 'int8' the 256
-        numbers around it), and the state keeps what it had for them. The result has no
-        gradient: differentiate first.
+        numbers around it), and the state keeps what it had. There is no gradient.
 
         Args:
           reduce_op: "mean" or "sum", or the `ReduceOp`.
@@ -171,7 +173,7 @@ class ReplicaContext:
           options: with a `compression`.
 
         Returns:
-          A pytree like `value`, equal on all replicas, and the next state.
+          A pytree like `value`, equal on all, and the next state.
 
         Raises:
           ValueError: MIN or MAX; `options` without compression; a `state` of another
@@ -183,26 +185,24 @@ class ReplicaContext:
         >>> import jaxstrategy as js
         >>> strategy = js.MirroredStrategy(js.simulate(8)[:4])
         >>> options = js.experimental.CommunicationOptions(compression="int8")
-        >>> @strategy.run
-        ... def step(grads, state):
+        >>> def step(*grads_and_state):
         ...     context = js.get_replica_context()
-        ...     return context.all_reduce_compressed("mean", grads, state, options)
+        ...     return context.all_reduce_compressed("mean", *grads_and_state, options)
         >>> grads = strategy.per_replica(np.linspace(0, 1, 4000).reshape(4, 1000))
         >>> state = strategy.compression_state(np.zeros(1000, np.float32), options)
-        >>> mean, state = step(grads, state)
-        >>> print(mean[:2], state.errors)
-        [0.37... 0.37...] PerReplica(float32[1000] on cpu:0..3)
+        >>> mean, state = strategy.run(step, (grads, state))
+        >>> print(state.errors)
+        PerReplica(float32[1000] on cpu:0..3)
         """
         self._require_current("all_reduce_compressed")
-        op = ReduceOp(reduce_op)
         checked_options(options, with_compression=True)
         paths, treedef = jax.tree.flatten_with_path(value, is_leaf=_is_one)
-        leaves = [leaf for _, leaf in paths]
         names = [jax.tree_util.keystr(path) for path, _ in paths]
+        leaves = [leaf for _, leaf in paths]
         _check_here(leaves)
         owed = checked_debts(state, leaves, names, treedef, compression_of(options))
         results, debts = self._strategy.reduction.reduce_compressed(
-            op, leaves, owed, options
+            ReduceOp(reduce_op), leaves, owed, options
         )
         return treedef.unflatten(results), state_of(debts, treedef)
 
