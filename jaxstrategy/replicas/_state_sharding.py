@@ -64,12 +64,13 @@ class StateSharding:
     Attributes:
       shard: `"state"`: every large array that is equal on all replicas, parameters and
         optimizer state; `"optimizer"`: those that no replica's own computation reads,
-        such as the moments of Adam, and not the parameters.
+        such as the moments of Adam, and not the parameters. A `Variable` says of itself
+        that it is divided then (`sharding=`): nothing tells that it is an optimizer's.
       min_bytes: smaller arrays stay whole.
       dimension: chooses, of the path of an array in its argument (text such as
-        `".params['Dense_0']['kernel']"`) and its type, the dimension to divide, or None
-        to leave it whole. By default the longest that the number of replicas divides,
-        the first of equal ones.
+        `".params['Dense_0']['kernel']"`; the name of a variable) and its type, the
+        dimension to divide, or None to leave it whole. By default the longest that the
+        number of replicas divides, the first of equal ones.
 
     Raises:
       ValueError: `shard` is neither; a negative size.
