@@ -25,7 +25,7 @@ from jaxstrategy.tracing.functions._places import (
 )
 from jaxstrategy.tracing.functions._rebuilding import is_container, one_level
 from jaxstrategy.tracing.functions._walk import ITS_CLASS, Token, Walk, are_plain
-from jaxstrategy.values import _handle, _per_replica
+from jaxstrategy.values import _arrays, _handle, _per_replica
 from jaxstrategy.values._types import PyTree
 
 # Larger arrays of NumPy are not read at each look.
@@ -92,10 +92,14 @@ def _unknown(walk: Walk, label: str, value: object) -> Token:
 def _array(walk: Walk, label: str, value: jax.Array | Tracer) -> Token:
     if not isinstance(value, Tracer) and value.is_deleted():
         return ("deleted",)
-    # One that is split may be captured along with what the function does use, and
-    # would be refused as an argument.
-    is_whole = isinstance(value, Tracer) or value.sharding.is_fully_replicated
-    if walk.is_enclosed and is_whole:
+    # One that is divided otherwise may be captured along with what the function does
+    # use, and would be refused as an argument.
+    is_argument = (
+        isinstance(value, Tracer)
+        or value.sharding.is_fully_replicated
+        or _arrays.is_sharded(value)
+    )
+    if walk.is_enclosed and is_argument:
         walk.arrays[walk.unused(label)] = value
         return ("array",)
     return Identity(value)
