@@ -335,7 +335,14 @@ def _by_axes(
 
     values = [jax.ShapeDtypeStruct(v.cell.shape, v.dtype) for v in there]
     made = jax.make_jaxpr(one_replica, axis_env=replicas.axis_sizes)
-    closed = made(*leaves, *values)
+    # Without the mesh that an array lies on: what is traced would carry it in types.
+    types = [
+        jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, weak_type=getattr(leaf, "weak_type", False)
+        )
+        for leaf in jax.eval_shape(list, leaves)
+    ]
+    closed = made(*types, *values)
     if any(isinstance(jax.typeof(value), AbstractRef) for value in closed.consts):
         raise _CapturedReference
     whole, rows = closed.jaxpr, sum(is_own)
