@@ -22,7 +22,8 @@ Measured are, on one device,
 - step: milliseconds of a training step, in turns.
 
 The first three are exact, the others are medians (quartiles); ratios are to
-`replicated`. The parameters after some steps are compared with those of `replicated`.
+`replicated`. The parameters after some steps are compared with those of `replicated`,
+and the bytes sent with what `explain` says.
 It prints; only with `--check` is a missed target a failure.
 """
 
@@ -61,6 +62,8 @@ UNITS = {"start": "s", "compile": "s", "step": "ms"}
 COMPARED, BURST = 4, 3
 # How far parameters may be from the replicated ones, as part of the largest.
 TOLERANCE = 1e-3
+# How far the bytes that `explain` tells may be from those of the compiled program.
+EXPLAINED = 0.01
 SECONDS = 60.0
 
 DEFAULTS = ("perceptron", "perceptron, Flax", "transformer", "transformer, Flax")
@@ -100,12 +103,14 @@ class Training:
       step: it; the state is donated.
       state: the next step's.
       batch: of each step.
+      explain: explains it, of arguments; None where nothing can.
     """
 
     name: str
     step: Callable[..., Any]
     state: Any
     batch: tuple[jax.Array, jax.Array]
+    explain: Callable[..., js.Explanation] | None = None
 
     def next(self) -> jax.Array:
         """The loss of one more step."""
@@ -146,7 +151,8 @@ def with_run(model: Model, mesh: Mesh, sharding: js.StateSharding | None) -> Tra
     batch = strategy.per_replica({"x": x, "y": y})
     state = strategy.init(model.build, jax.random.key(0))
     run = strategy.run(step, options=js.RunOptions(donate_argnums=0))
-    return Training(name, run, state, (batch["x"], batch["y"]))
+    explain = functools.partial(strategy.explain, run, compiled=False)
+    return Training(name, run, state, (batch["x"], batch["y"]), explain)
 
 
 def by_hand(model: Model, mesh: Mesh, kind: str, min_bytes: int) -> Training:
@@ -290,11 +296,13 @@ class Found:
       numbers: megabytes, by quantity.
       params: after some steps, on the host.
       program: the compiled step.
+      explained: bytes that a device sends by `explain`, None where it cannot say.
     """
 
     numbers: Mapping[str, float]
     params: PyTree
     program: Compiled
+    explained: float | None
 
     @classmethod
     def of(cls, training: Training) -> Found:
@@ -306,7 +314,8 @@ class Found:
             "peak": program.peak / 2**20,
             "sent": program.sent / 2**20,
         }
-        return cls(numbers, jax.tree.map(np.asarray, state.params), program)
+        params = jax.tree.map(np.asarray, state.params)
+        return cls(numbers, params, program, explained_bytes(training))
 
     def difference(self, other: Found) -> float:
         """The largest of two trainings' parameters, as part of the largest of these."""
@@ -314,6 +323,15 @@ class Found:
         pairs = zip(ours, theirs, strict=True)
         apart = max(float(np.abs(a - b).max()) for a, b in pairs)
         return apart / max(float(np.abs(leaf).max()) for leaf in theirs)
+
+
+def explained_bytes(training: Training) -> float | None:
+    """The bytes that a device sends in a step, by `explain`, if devices form a ring."""
+    if training.explain is None:
+        return None
+    found = training.explain((training.state, *training.batch))
+    a_byte_a_second = js.Topology(1.0, 0.0, found.num_replicas)
+    return found.communication_time(a_byte_a_second, "ring")
 
 
 def bytes_on_a_device(tree: PyTree) -> int:
@@ -332,7 +350,11 @@ def print_findings(name: str, of: Mapping[str, Found]) -> bool:
             for kind, nbytes in sorted(each.program.whole_by_kind().items())
         )
         equal = "equal bit by bit" if apart == 0 else f"apart by {apart:.1e}"
-        print(f"{name}: {form}: {moved} MB; parameters {equal}")
+        said = each.explained
+        sent = each.program.sent
+        are_right &= said is None or abs(said - sent) <= EXPLAINED * sent
+        told = "" if said is None else f"; explain: sends {said / 2**20:.2f} MB"
+        print(f"{name}: {form}: {moved} MB; parameters {equal}{told}")
     return are_right
 
 
