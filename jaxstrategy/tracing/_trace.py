@@ -24,6 +24,7 @@ from jaxstrategy.replicas._replicas import SAME, SPLIT, Meaning, Replicas, Spec
 from jaxstrategy.tracing._jaxpr_types import ArrayType, ClosedJaxpr, Jaxpr
 from jaxstrategy.tracing._on_replicas import on_replicas
 from jaxstrategy.tracing._results import Results
+from jaxstrategy.tracing._without_meshes import without_meshes
 from jaxstrategy.tracing.replication._jaxprs import all_eqns, jaxpr_of
 from jaxstrategy.tracing.replication._levels import (
     Findings,
@@ -354,7 +355,7 @@ def _by_axes(
     ]
     references = [eqn.outvars[0] for eqn in whole.eqns[rows:start]]
     invars = [*inputs[: len(leaves)], *references, *whole.constvars]
-    jaxpr = jaxpr_of(invars, whole.eqns[start:], whole.outvars)
+    jaxpr = without_meshes(jaxpr_of(invars, whole.eqns[start:], whole.outvars))
     known = len(specs)
     places = [index if index < known else None for index in range(len(invars))]
     constants = dict(enumerate(closed.consts, start=known))

@@ -1,0 +1,118 @@
+"""A jaxpr whose types name no mesh: `without_meshes`.
+
+The type of an array that a step captures names the mesh on which it lies, and so do
+those of all that is computed from it. Where the step is evaluated, inside a
+`shard_map`, the same mesh is another type (JAX 0.10 and 0.12).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, final
+
+import jax
+from jax.extend import core
+from jax.extend.core import DropVar, Literal
+from jax.ref import AbstractRef
+from jax.sharding import AbstractMesh, NamedSharding
+
+from jaxstrategy.tracing._jaxpr_types import (
+    ArrayType,
+    Atom,
+    ClosedJaxpr,
+    Equation,
+    Jaxpr,
+    Var,
+)
+from jaxstrategy.tracing.replication._jaxprs import all_eqns, plain
+
+# They only say on which mesh an array is to be.
+_OF_MESHES = ("mesh_cast", "reshard")
+
+
+def without_meshes(jaxpr: Jaxpr) -> Jaxpr:
+    """`jaxpr`, and all that its equations hold, with types of no mesh.
+
+    What users have said of meshes stays: it names devices, which types do not.
+    """
+    made = (var for eqn in all_eqns(jaxpr) for var in eqn.outvars)
+    if any(_without_mesh(var.aval) is not var.aval for var in (*jaxpr.invars, *made)):
+        return _Renaming().of_jaxpr(jaxpr)
+    return jaxpr
+
+
+@final
+class _Renaming:
+    """Variables that take the places of those whose types name a mesh."""
+
+    def __init__(self) -> None:
+        self._names: dict[Atom, Atom] = {}
+        # An inner jaxpr may stand in several equations.
+        self._done: dict[int, tuple[Jaxpr, Jaxpr]] = {}
+
+    def of_jaxpr(self, jaxpr: Any) -> Jaxpr:
+        if id(jaxpr) not in self._done:
+            new: dict[str, Any] = {
+                "constvars": self._of_vars(jaxpr.constvars),
+                "invars": self._of_vars(jaxpr.invars),
+                "eqns": [new for eqn in jaxpr.eqns for new in self._of_equation(eqn)],
+                "outvars": [self._read(atom) for atom in jaxpr.outvars],
+                "debug_info": jaxpr.debug_info,
+            }
+            if hasattr(jaxpr, "consts"):  # JAX 0.12; they would be dropped
+                new["consts"] = jaxpr.consts
+            self._done[id(jaxpr)] = jaxpr, jaxpr.replace(**new)
+        return self._done[id(jaxpr)][1]
+
+    def _of_equation(self, eqn: Any) -> list[Equation]:
+        invars = [self._read(atom) for atom in eqn.invars]
+        if eqn.primitive.name in _OF_MESHES:
+            self._names.update(zip(eqn.outvars, invars, strict=True))
+            return []
+        outvars = self._of_vars(eqn.outvars)
+        params = {key: self._of_parameter(value) for key, value in eqn.params.items()}
+        return [eqn.replace(invars=invars, outvars=outvars, params=params)]
+
+    def _of_parameter(self, value: Any) -> Any:
+        if isinstance(value, NamedSharding) and isinstance(value.mesh, AbstractMesh):
+            return None
+        if isinstance(value, (tuple, list)) and any(map(_is_jaxpr, value)):
+            return type(value)(map(self._of_parameter, value))
+        return self._of_closed(value) if _is_jaxpr(value) else value
+
+    def _of_closed(self, jaxpr: Any) -> ClosedJaxpr:
+        inner = plain(jaxpr)
+        new = self.of_jaxpr(inner)
+        return new if inner is jaxpr else jaxpr.replace(jaxpr=new)
+
+    def _of_vars(self, variables: Sequence[Var]) -> list[Atom]:
+        return [self._new(var) for var in variables]
+
+    def _new(self, var: Var) -> Atom:
+        aval = _without_mesh(var.aval)
+        if aval is var.aval or isinstance(var, DropVar):
+            return var
+        return self._names.setdefault(var, core.Var(aval))
+
+    def _read(self, atom: Atom) -> Atom:
+        if isinstance(atom, Literal):
+            aval = _without_mesh(atom.aval)
+            return atom if aval is atom.aval else core.Literal(atom.val, aval)
+        return self._names.get(atom, atom)
+
+
+def _is_jaxpr(value: object) -> bool:
+    return hasattr(value, "eqns")
+
+
+def _without_mesh(aval: ArrayType) -> ArrayType:
+    """The same type without its mesh; the same object if it has none."""
+    # Effects hold the variables of references, which have to stay as they are.
+    if isinstance(aval, AbstractRef):
+        return aval
+    sharding = getattr(aval, "sharding", None)
+    if sharding is None or sharding.mesh.empty:
+        return aval
+    weak_type = getattr(aval, "weak_type", False)
+    bare = jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=weak_type)
+    return jax.typeof(bare)

@@ -1,0 +1,378 @@
+"""Steps with divided state in all that may be around them, and in what they use.
+
+The oracle is whole state; what differs between ways of rounding is let pass.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+from helpers.divided import SHARDS, assert_alike, drawn, lies, sharded, whole
+from helpers.replicas import replica
+from jax import lax
+
+import jaxstrategy as js
+
+each_shard = pytest.mark.parametrize("shard", SHARDS)
+ADAM = optax.adam(0.1)
+
+
+def mean(tree):
+    return replica().all_reduce("mean", tree)
+
+
+def start():
+    return {"w": drawn(16, 16) / 4, "b": drawn(16, seed=1)}
+
+
+def rows_of(strategy):
+    return strategy.per_replica(
+        list(drawn(strategy.num_replicas_in_sync, 4, 16, seed=2))
+    )
+
+
+def loss_of(params, x):
+    return (jnp.tanh(x @ params["w"] + params["b"][None]) ** 2).mean()
+
+
+def train(state, x):
+    params, memory = state
+    loss, grads = jax.value_and_grad(loss_of)(params, x)
+    loss, grads = mean((loss, grads))
+    updates, memory = ADAM.update(grads, memory, params)
+    return (optax.apply_updates(params, updates), memory), loss
+
+
+def assert_as_whole(do, shard, tolerance=2e-6):
+    """That `do(strategy)` gives the same on divided and on whole state."""
+    assert_alike(do(sharded(4, shard)), do(whole(4)), tolerance)
+
+
+# Around a call.
+
+
+def donated(strategy):
+    state = strategy.mirror((start(), ADAM.init(start())))
+    for _ in range(3):
+        before = state
+        options = js.RunOptions(donate_argnums=0)
+        state, _ = strategy.run(train, (state, rows_of(strategy)), options=options)
+        assert all(leaf.is_deleted() for leaf in jax.tree.leaves(before))
+    return state
+
+
+def decorated(strategy):
+    step, state = strategy.step(train), (start(), ADAM.init(start()))
+    for _ in range(2):
+        state, loss = step(state, rows_of(strategy))
+    return state, loss
+
+
+def several(strategy):
+    state = start(), ADAM.init(start())
+    return strategy.several(train)(state, [rows_of(strategy)] * 4)
+
+
+def one_by_one(strategy):
+    state, losses = (start(), ADAM.init(start())), []
+    for _ in range(4):
+        state, loss = strategy.run(train, (state, rows_of(strategy)))
+        losses.append(loss)
+    return state, losses
+
+
+def scanned(strategy):
+    x, state = (
+        rows_of(strategy),
+        jax.tree.map(jnp.asarray, (start(), ADAM.init(start()))),
+    )
+    loop = lambda s: lax.scan(lambda s, _: strategy.run(train, (s, x)), s, length=3)  # noqa: E731
+    return jax.jit(loop)(state)
+
+
+def differentiated(strategy):
+    def loss(params):
+        state, loss = strategy.run(train, ((params, memory), rows_of(strategy)))
+        return loss + sum(map(jnp.sum, jax.tree.leaves(state[0])))
+
+    memory = ADAM.init(start())
+    return jax.value_and_grad(loss)(strategy.mirror(start()))
+
+
+def pushed(strategy):
+    def loss(params):
+        def step(params, x):
+            return mean(loss_of(params, x))
+
+        return strategy.run(step, (params, rows_of(strategy)))
+
+    return jax.jvp(jax.grad(loss), (start(),), (start(),))
+
+
+def batched(strategy):
+    two = jax.tree.map(lambda a: jnp.stack([a, 2 * a]), start())
+
+    def step(params, x):
+        grads = mean(jax.grad(loss_of)(params, x))
+        return jax.tree.map(lambda a, g: a - g, params, grads)
+
+    return jax.vmap(lambda p: strategy.run(step, (p, rows_of(strategy))))(two)
+
+
+def by_operation(strategy):
+    with jax.disable_jit():
+        return strategy.run(train, ((start(), ADAM.init(start())), rows_of(strategy)))
+
+
+AROUND = [donated, decorated, scanned, differentiated, pushed, batched, by_operation]
+
+
+@pytest.mark.parametrize("around", AROUND)
+def test_all_that_may_be_around_a_call(around):
+    assert_as_whole(around, "state", 1e-5)
+
+
+@each_shard
+def test_several_steps_in_one_call_are_those_of_as_many(shard):
+    strategy = sharded(4, shard)
+    state, losses = several(strategy)
+    want, want_losses = one_by_one(strategy)
+    assert_alike(state, want, 2e-6)
+    np.testing.assert_allclose(losses, want_losses, rtol=1e-5)
+    if shard == "state":  # a loop reads all that its turns do
+        assert lies(strategy, state) == lies(strategy, want)
+        assert isinstance(state[1][0].mu["w"], js.Sharded)
+
+
+# Inside of a step.
+
+
+def branched(params, x):
+    loss, grads = mean(jax.value_and_grad(loss_of)(params, x))
+    moved = lambda: jax.tree.map(lambda a, g: a - g, params, grads)  # noqa: E731
+    return lax.cond(loss > 0, moved, lambda: params)
+
+
+def reduced_in_a_branch(params, x):
+    loss, grads = jax.value_and_grad(loss_of)(params, x)
+    moved = lambda: jax.tree.map(lambda a, g: a - g, params, mean(grads))  # noqa: E731
+    return lax.cond(mean(loss) > 0, moved, lambda: params)
+
+
+def reduced_in_a_loop(params, x):
+    def turn(params, _):
+        loss, grads = mean(jax.value_and_grad(loss_of)(params, x))
+        return jax.tree.map(lambda a, g: a - g, params, grads), loss
+
+    return lax.scan(turn, params, length=3)
+
+
+@jax.jit
+def jitted(params, x):
+    grads = jax.jit(mean)(jax.jit(jax.grad(loss_of))(params, x))
+    return jax.jit(lambda p, g: jax.tree.map(lambda a, b: a - b, p, g))(params, grads)
+
+
+def tied(params, x):
+    def loss(p):
+        return ((jnp.tanh(x @ p["w"]) @ p["w"].T) ** 2).mean() + p["b"].sum()
+
+    return jax.tree.map(lambda a, g: a - g, params, mean(jax.grad(loss)(params)))
+
+
+def returns_all(params, x):
+    grads = jax.grad(loss_of)(params, x)
+    mine, ours = grads, mean(grads)
+    new = jax.tree.map(lambda a, g: a - g, params, ours)
+    return new, new, params, mine, ours, x @ params["w"], x @ new["w"]
+
+
+def only_reads(params, x):
+    return mean(loss_of(params, x)), x @ params["w"]
+
+
+def merges(params, x):
+    def update(strategy, grads):
+        return strategy.reduce("mean", grads, axis=None)
+
+    grads = replica().merge_call(update, (jax.grad(loss_of)(params, x),))
+    return jax.tree.map(lambda a, g: a - g, params, grads)
+
+
+def in_half_precision(params, x):
+    def loss(params):
+        half = js.cast_floating(params, jnp.bfloat16)
+        return loss_of(half, x.astype(jnp.bfloat16)).astype(jnp.float32)
+
+    grads = mean(jax.grad(loss)(params))
+    is_finite = js.all_finite(grads)
+    return jax.tree.map(lambda a, g: jnp.where(is_finite, a - g, a), params, grads)
+
+
+def random_numbers(params, x):
+    key = jax.random.key(7)
+    noise = jax.random.normal(key, (16, 16)) + mean(x).sum()
+    return {**params, "w": params["w"] + noise}
+
+
+def matrices(params, x):
+    product = mean(x).T @ mean(x) + jnp.eye(16)
+    found = jnp.linalg.cholesky(product), jnp.linalg.qr(product)[0], jnp.sort(product)
+    return {**params, "w": params["w"] + sum(found)}
+
+
+INSIDE = [
+    branched, reduced_in_a_branch, reduced_in_a_loop, jitted, tied, returns_all,
+    only_reads, merges, in_half_precision, random_numbers, matrices,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("step", INSIDE)
+def test_all_that_steps_may_do(step):
+    assert_as_whole(lambda s: s.run(step, (start(), rows_of(s))), "state")
+
+
+def captures(strategy):
+    params, memory = strategy.mirror(start()), strategy.mirror(ADAM.init(start()))
+
+    def step(x):
+        grads = mean(jax.grad(loss_of)(params, x))
+        return ADAM.update(grads, memory, params)
+
+    def deep(x):
+        def loss(w):
+            hidden, _ = lax.scan(lambda h, row: (jnp.tanh(h * row[None]), None), x, w)
+            return jax.nn.softmax(hidden).max() + jnp.zeros_like(w).sum()
+
+        held = jax.new_ref(params["w"])
+        lax.fori_loop(0, 2, lambda i, _: held.__setitem__(..., held[...] + i), None)
+        return mean(jax.grad(loss)(held[...]))
+
+    x = rows_of(strategy)
+    return [strategy.run(f, (x,)) for f in (step, jax.jit(step), deep)]
+
+
+@each_shard
+def test_state_that_a_step_captures_may_lie_divided(shard):
+    assert_as_whole(captures, shard)
+
+
+@pytest.mark.parametrize(
+    "ops", [js.HierarchicalCopyAllReduce(), js.ReductionToOneDevice()]
+)
+def test_other_algorithms_sum_as_they_do(ops):
+    def new(sharding):
+        devices = jax.devices()[:4]
+        strategy = js.MirroredStrategy(devices, ops, sharding=sharding)
+        step = functools.partial(strategy.run, branched)
+        return step((start(), rows_of(strategy)))
+
+    assert_alike(new(js.StateSharding("state", 0)), new(None), 1e-6)
+
+
+# What was promised without it.
+
+
+@each_shard
+def test_gradients_before_the_reduction_are_each_replicas_own(shard):
+    strategy = sharded(shard=shard)
+    scales = strategy.per_replica([np.float32(i + 1) for i in range(8)])
+
+    def step(w, scale):
+        grads = jax.grad(lambda w: scale * w.sum())(w)
+        return w - mean(grads), grads
+
+    w, grads = strategy.run(step, (np.zeros(16, np.float32), scales))
+    np.testing.assert_array_equal(w, [-4.5] * 16)
+    np.testing.assert_array_equal(grads.stacked, np.outer(np.arange(1, 9), np.ones(16)))
+
+
+@each_shard
+def test_a_second_reduction_is_warned_of(shard):
+    def step(params, x):
+        grads = mean(jax.grad(loss_of)(params, x))
+        grads = replica().all_reduce("sum", grads)
+        return jax.tree.map(lambda a, g: a - g, params, grads)
+
+    strategy = sharded(4, shard)
+    with pytest.warns(js.DoubleReductionWarning):
+        strategy.run(step, (start(), rows_of(strategy)))
+
+
+# Objects that hold state.
+
+
+class Net(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.first: Any = nnx.Linear(16, 32, rngs=rngs)
+        self.norm: Any = js.flax.nnx.BatchNorm(32, rngs=rngs)
+        self.dropout: Any = nnx.Dropout(0.5, rngs=rngs)
+        self.last: Any = nnx.Linear(32, 16, rngs=rngs)
+
+    def __call__(self, x):
+        hidden = self.dropout(nnx.relu(self.norm(self.first(x))))
+        return self.last(hidden)
+
+
+def trained_nnx(strategy):
+    model = Net()
+    optimizer = nnx.Optimizer(model, optax.adamw(1e-2), wrt=nnx.Param)
+
+    @strategy.step
+    def step(model, optimizer, x):
+        loss, grads = nnx.value_and_grad(lambda m: (m(x) ** 2).mean())(model)
+        optimizer.update(model, mean(grads))
+        return mean(loss)
+
+    for _ in range(2):
+        loss = step(model, optimizer, rows_of(strategy))
+    return model, optimizer, loss
+
+
+@each_shard
+def test_modules_and_their_optimizer(shard):
+    strategy = sharded(4, shard)
+    model, optimizer, loss = trained_nnx(strategy)
+    want_model, want_optimizer, want_loss = trained_nnx(whole(4))
+    np.testing.assert_allclose(loss, want_loss, rtol=1e-5)
+    state = nnx.to_pure_dict(nnx.state((model, optimizer)))
+    want = nnx.to_pure_dict(nnx.state((want_model, want_optimizer)))
+    assert_alike(state, want, 1e-5)
+    kernel = model.first.kernel[...]
+    assert kernel.shape == (16, 32)
+    assert isinstance(kernel, js.Sharded) == (shard == "state")
+    assert isinstance(optimizer.opt_state[0].mu["first"]["kernel"][...], js.Sharded)
+    assert isinstance(model.dropout.rngs.count[...], js.Mirrored)
+
+
+def trained_linen(strategy):
+    def apply(variables, x):
+        return jnp.tanh(x @ variables["params"]["w"])
+
+    optimizer = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))
+    state = TrainState.create(apply_fn=apply, params=start(), tx=optimizer)
+
+    def step(state, x):
+        def loss(params):
+            return (state.apply_fn({"params": params}, x) ** 2).mean()
+
+        return state.apply_gradients(grads=mean(jax.grad(loss)(state.params)))
+
+    for _ in range(2):
+        state = strategy.run(step, (state, rows_of(strategy)))
+    return state.params, state.opt_state, state.step
+
+
+@each_shard
+def test_train_states(shard):
+    strategy = sharded(4, shard)
+    params, memory, steps = trained_linen(strategy)
+    assert_alike((params, memory, steps), trained_linen(whole(4)), 1e-6)
+    assert isinstance(memory[1][0].mu["w"], js.Sharded) and steps == 2
