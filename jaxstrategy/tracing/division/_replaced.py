@@ -21,6 +21,7 @@ def replaced_arguments(step: TracedStep) -> dict[int, int]:
     counts.
     """
     sure = successors(step)
+    objects = {step.label(i): i for i in step.same_arguments}
     alike: dict[tuple[object, ...], list[int]] = {}
     for argument in step.same_arguments:
         alike.setdefault(_kind(step.type_of(argument)), []).append(argument)
@@ -30,7 +31,9 @@ def replaced_arguments(step: TracedStep) -> dict[int, int]:
             continue
         candidates = alike.get(_kind(step.outputs[number]), ())
         argument = sure.get(position)
-        if argument is None and candidates:
+        if step.is_of_object(path):  # the new array of an argument of that name
+            argument = objects.get(step.path(path))
+        elif argument is None and candidates:
             argument = _most_alike(step, path, candidates)
         if argument is not None:
             found[number] = argument
