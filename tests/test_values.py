@@ -283,3 +283,11 @@ def test_init_errors(four, x):
             return {"a": (i for i in [1])}
 
         four.init(build)
+
+
+@pytest.mark.parametrize("size", [64, 4096, 1 << 18, 1 << 20])
+def test_what_was_placed_stays_when_numpy_changes_its_array(two, size):
+    plain, stacked = np.zeros(size, np.float32), np.zeros((2, size), np.float32)
+    mirrored, versions = two.mirror(plain), two.per_replica(stacked)
+    plain[:], stacked[:] = 7, 7
+    assert not np.asarray(mirrored).any() and not np.asarray(versions.stacked).any()

@@ -97,7 +97,10 @@ def _placed(
         if _is_divided_in_steps(value, sharding):
             return _divided_in_steps(value, sharding)
         try:
-            return jax.device_put(value, sharding)
+            # A device may share NumPy's memory, or read it later, whatever `may_alias`
+            # says (JAX 0.10 and 0.12); and NumPy may change its array in place.
+            kept = value.copy() if isinstance(value, np.ndarray) else value
+            return jax.device_put(kept, sharding)
         except (OverflowError, TypeError):  # the latter of 10**400
             if not isinstance(value, int):
                 raise
@@ -113,7 +116,10 @@ def _placed(
 
 
 def _put_own_part(host: np.ndarray, sharding: Sharding) -> jax.Array:
-    return jax.make_array_from_callback(host.shape, sharding, host.__getitem__)
+    def own(index: tuple[slice, ...]) -> np.ndarray:
+        return host[index].copy()  # see `_placed`
+
+    return jax.make_array_from_callback(host.shape, sharding, own)
 
 
 def _divided_while_traced(value: jax.Array, sharding: Sharding) -> jax.Array:
