@@ -116,10 +116,11 @@ def _placed(
 
 
 def _put_own_part(host: np.ndarray, sharding: Sharding) -> jax.Array:
-    def own(index: tuple[slice, ...]) -> np.ndarray:
-        return host[index].copy()  # see `_placed`
-
-    return jax.make_array_from_callback(host.shape, sharding, own)
+    return jax.make_array_from_callback(
+        host.shape,
+        sharding,
+        lambda index: host[index].copy(),  # see `_placed`
+    )
 
 
 def _divided_while_traced(value: jax.Array, sharding: Sharding) -> jax.Array:
