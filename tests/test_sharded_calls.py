@@ -376,3 +376,58 @@ def test_train_states(shard):
     params, memory, steps = trained_linen(strategy)
     assert_alike((params, memory, steps), trained_linen(whole(4)), 1e-6)
     assert isinstance(memory[1][0].mu["w"], js.Sharded) and steps == 2
+
+
+# Variables, padded rows, and the forgotten reduction.
+
+
+def updated_in_a_merge_call(strategy):
+    with strategy.scope():
+        w = js.Variable(start()["w"], name="w")
+
+    def step(x):
+        def update(strategy, grads):
+            grads = strategy.reduce("mean", grads, axis=None)
+            strategy.extended.update(w, lambda v, g: v.assign_sub(g), args=(grads,))
+
+        read = w.read_value()
+        grads = jax.grad(lambda w: (jnp.tanh(x @ w) ** 2).mean())(read)
+        replica().merge_call(update, (grads,))
+
+    for _ in range(2):
+        strategy.run(step, (rows_of(strategy),))
+    return w.read_value()
+
+
+def uneven(strategy):
+    def step(params, x):
+        def loss(params):
+            return js.masked_mean((jnp.tanh(x @ params["w"]) ** 2).mean(-1))
+
+        loss, grads = mean(jax.value_and_grad(loss)(params))
+        return jax.tree.map(lambda a, g: a - g, params, grads), loss
+
+    params, losses = start(), []
+    data = strategy.experimental_distribute_dataset(js.batches(drawn(13, 16), 5))
+    for batch in data:
+        params, loss = strategy.run(step, (params, batch))
+        losses.append(loss)
+    return params, losses
+
+
+@pytest.mark.parametrize("training", [updated_in_a_merge_call, uneven])
+def test_variables_and_padded_rows(training):
+    assert_as_whole(training, "state")
+
+
+@each_shard
+def test_a_forgotten_reduction_is_no_array_of_parts(shard):
+    def step(state, x):
+        return {"w": state["w"] - x.sum(), "n": state["n"] + 1}
+
+    strategy = sharded(4, shard)
+    state = {"w": drawn(16, 16), "n": 0}
+    with pytest.raises(
+        js.NotMirroredError, match=r"varies since: .*x\.sum\(\)"
+    ):
+        strategy.run(step, (state, rows_of(strategy)))
