@@ -427,7 +427,5 @@ def test_a_forgotten_reduction_is_no_array_of_parts(shard):
 
     strategy = sharded(4, shard)
     state = {"w": drawn(16, 16), "n": 0}
-    with pytest.raises(
-        js.NotMirroredError, match=r"varies since: .*x\.sum\(\)"
-    ):
+    with pytest.raises(js.NotMirroredError, match=r"varies since: .*x\.sum\(\)"):
         strategy.run(step, (state, rows_of(strategy)))
