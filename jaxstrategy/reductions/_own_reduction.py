@@ -65,9 +65,10 @@ class OwnReduction:
             if is_slices(leaf):
                 results.append(_sparse(op, leaf, count))
                 continue
-            own = OPERATIONS[op].prepared(checked(op, leaf))
+            row = OPERATIONS[op]
+            own = row.prepared(checked(op, leaf))
             # An array of its own, by which it is known when the step returns it.
-            result = jnp.copy(own) if op is not ReduceOp.SUM else _times(own, count)
+            result = jnp.copy(row.of_equal(own, count))
             self._results.append((result, own, HowReduced(op, options, groups)))
             results.append(result)
         return results
@@ -120,13 +121,8 @@ class OwnReduction:
         return leaf
 
 
-def _times(array: jax.Array, count: int) -> jax.Array:
-    return array * jnp.asarray(count).astype(array.dtype)
-
-
 def _sparse(op: ReduceOp, slices: IndexedSlices, count: int) -> IndexedSlices:
     check_sum(op)
-    rows = OPERATIONS[op].prepared(checked(op, slices.values))
-    if op is ReduceOp.SUM:
-        rows = _times(rows, count)
+    row = OPERATIONS[op]
+    rows = row.of_equal(row.prepared(checked(op, slices.values)), count)
     return IndexedSlices(rows, slices.indices, slices.dense_shape)

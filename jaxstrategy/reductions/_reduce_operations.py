@@ -46,6 +46,11 @@ class ReduceOperation:
         """Whether zeros change nothing, so that rows may be left out or weighted."""
         return self.extreme is None
 
+    def of_equal(self, array: jax.Array, count: int) -> jax.Array:
+        """The result if so many replicas had `array`, of its shape."""
+        adds_up = self.is_sum and not self.divides
+        return array * jnp.asarray(count).astype(array.dtype) if adds_up else array
+
     def prepared(self, array: jax.Array) -> jax.Array:
         """`array` of the dtype that is reduced."""
         # Before the sum, so that integers do not wrap on the way to their mean.

@@ -15,6 +15,7 @@ from jaxstrategy._errors import ContextError
 from jaxstrategy._options import ReduceOp
 from jaxstrategy.contexts import _context
 from jaxstrategy.contexts._replica_context import ReplicaContext
+from jaxstrategy.reductions._reduce_operations import OPERATIONS
 from jaxstrategy.sharded import _lookup, _row_updates, _table_arguments
 from jaxstrategy.sharded._combiners import Combiner
 from jaxstrategy.sharded._row_optimizers import RowOptimizer, Slots
@@ -333,7 +334,7 @@ class EmbeddingState:
 def _reduced(op: ReduceOp | str, slices: IndexedSlices) -> IndexedSlices:
     """The rows of all replicas."""
     checked = ReduceOp(op)
-    if checked not in (ReduceOp.SUM, ReduceOp.MEAN):
+    if not OPERATIONS[checked].is_sum:
         raise ValueError(
             f"`op` was {checked.name}; 'mean' or 'sum' was wanted, which rows that are "
             "not there do not change."
