@@ -170,6 +170,7 @@ def test_parts_of_the_parameters_may_be_left_out(two):
     np.testing.assert_allclose(have["w"] + kept, grad["w"].mean(0), atol=1e-6)
 
 
+@pytest.mark.slow
 def test_several_steps_at_once_send_once(four):
     tx = optax.MultiSteps(transformation(INT8), 2)
     grads = [gradients(4, seed) for seed in range(4)]
@@ -251,6 +252,7 @@ def test_beside_an_optimizer_of_nnx_it_is_kept(two):
     np.testing.assert_allclose(sent + np.asarray(error).mean(0), exact, atol=1e-4)
 
 
+@pytest.mark.slow
 @BOTH
 def test_in_a_loop_of_steps(two, options):
     x = np.random.default_rng(0).normal(size=(2, 16, 20)).astype(np.float32)

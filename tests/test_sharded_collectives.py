@@ -103,24 +103,25 @@ LAYERS = {
     "head": RNG.normal(size=(UNITS, UNITS)).astype(np.float32),
 }
 FACTORS = optax.adafactor(0.1, min_dim_size_to_factor=8)
+MANY = optax.MultiSteps(optax.adam(0.1), 2)
 CLIP = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(0.1))
+
+
+COUNTED = {
+    "optimizer": ("optimizer", in_turn, kernels(), CLIP),
+    "optimizer-loop": ("optimizer", in_a_loop, LAYERS, CLIP),
+    "state-loop": ("state", in_a_loop, LAYERS, CLIP),
+    "state-branch": ("state", in_turn, kernels("a"), MANY),
+    "adafactor": ("state", in_turn, kernels("a"), FACTORS),
+}
 
 
 @pytest.mark.parametrize(
     ("shard", "model", "params", "optimizer"),
     [
-        ("optimizer", in_turn, kernels(), CLIP),
-        ("optimizer", in_a_loop, LAYERS, CLIP),
-        ("state", in_a_loop, LAYERS, CLIP),
-        ("state", in_turn, kernels("a"), optax.MultiSteps(optax.adam(0.1), 2)),
-        (
-            "state",
-            in_turn,
-            kernels("a"),
-            FACTORS,
-        ),
+        pytest.param(*case, id=name, marks=[pytest.mark.slow] * (name != "optimizer"))
+        for name, case in COUNTED.items()
     ],
-    ids=["optimizer", "optimizer-loop", "state-loop", "state-branch", "adafactor"],
 )
 def test_explain_tells_the_bytes_of_the_compiled_program(
     reader, shard, model, params, optimizer
