@@ -124,9 +124,11 @@ class FunctionPrograms:
         try:
             return programs.call_with(self._captured, args, kwargs)
         except Exception as error:
-            if _is_ours(error) or not came_from_step(error):
+            is_placement = isinstance(error, _errors.PlacementError)
+            if _is_ours(error) or not (is_placement or came_from_step(error)):
                 raise
-            # The function may need their values in Python: then they are constants.
+            # The function may need their values in Python, or none of one that lies
+            # where no argument may: then they are constants.
             return self._call_with_constants(args, kwargs)
 
     def _call_with_constants(
