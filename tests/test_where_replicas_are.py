@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxstrategy as js
 from jaxstrategy.replicas._replicas import SAME, SPLIT, Replicas
+from jaxstrategy.tracing._on_replicas import on_replicas
 
 
 def mesh(shape, names):
@@ -174,19 +175,7 @@ def test_versions_of_another_division_are_an_error():
 
 def test_index_counts_the_replicas_inside_a_step(kind):
     replicas, wanted = kind
-
-    def one(x):
-        return x * 0 + replicas.index()
-
-    def on_device(x):  # [per_device]
-        if replicas.per_device == 1:
-            return one(x[0])[None]
-        return jax.vmap(one, axis_name=replicas.collective_axes[-1])(x)
-
-    split = replicas.spec(SPLIT)
-    step = jax.shard_map(
-        on_device, mesh=replicas.mesh, in_specs=split, out_specs=split, check_vma=False
-    )
+    step = on_replicas(lambda x: x * 0 + replicas.index(), replicas, [SPLIT], SPLIT)
     found = jax.jit(step)(np.zeros(replicas.count, np.int32))
     assert list(np.asarray(found)) == list(range(len(wanted)))
 
@@ -194,19 +183,10 @@ def test_index_counts_the_replicas_inside_a_step(kind):
 def test_a_sum_over_the_collective_axes_is_over_all_replicas_once(kind):
     replicas, wanted = kind
 
-    def on_device(x):
-        if not replicas.axes:
-            return x
-        if replicas.per_device == 1:
-            return jax.lax.psum(x, replicas.collective_axes)
-        name = replicas.collective_axes[-1]
-        add = lambda one: jax.lax.psum(one, replicas.collective_axes)  # noqa: E731
-        return jax.vmap(add, axis_name=name)(x)
+    def total(x):
+        return jax.lax.psum(x, replicas.collective_axes) if replicas.axes else x
 
-    split = replicas.spec(SPLIT)
-    step = jax.shard_map(
-        on_device, mesh=replicas.mesh, in_specs=split, out_specs=split, check_vma=False
-    )
+    step = on_replicas(total, replicas, [SPLIT], SPLIT)
     x = 2 ** np.arange(replicas.count, dtype=np.int32)
     assert set(np.asarray(jax.jit(step)(x)).tolist()) == {2 ** len(wanted) - 1}
 

@@ -47,8 +47,7 @@ def _seconds(replicas: Replicas, size: int, clock: Callable[[], float]) -> float
 
         return jax.lax.scan(turn, x, length=_REPEATS)[0]
 
-    split = replicas.spec(SPLIT)
-    program = jax.jit(on_replicas(repeated, replicas, split, split))
+    program = jax.jit(on_replicas(repeated, replicas, [SPLIT], SPLIT))
     ones = np.ones((replicas.count, size), np.float32)
     x = _mesh.place(ones, replicas.sharding(SPLIT))
     jax.block_until_ready(program(x))

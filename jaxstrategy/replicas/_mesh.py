@@ -1,4 +1,4 @@
-"""The mesh of replicas with one device each, and arrays on it.
+"""The mesh of replicas, and arrays on it.
 
 This folder alone spells the axis name and `PartitionSpec`s; the rest of the package
 asks `Replicas` for a sharding by its meaning, `SAME` or `SPLIT`.
@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeGuard
 
 import jax
@@ -35,12 +36,18 @@ SPLIT = PartitionSpec(REPLICA_AXIS)
 _AT_ONCE_BYTES = 64 * 2**20
 
 
-def mesh_of(devices: Sequence[Device]) -> Mesh:
+def mesh_of(devices: Sequence[Device], inner: Mapping[str, int] | None = None) -> Mesh:
     """A mesh with one replica per device, in the order given.
+
+    Args:
+      devices: those of the replicas.
+      inner: the names and sizes of further axes; so many devices, one after the other,
+        are one replica's.
 
     Raises:
       TypeError: they are not devices.
-      ValueError: there is none, or one twice.
+      ValueError: there is none, or one twice, or their number is no multiple of what
+        a replica has.
     """
     found = np.asarray(devices)
     for device in found.flat:
@@ -51,7 +58,18 @@ def mesh_of(devices: Sequence[Device]) -> Mesh:
             f"`devices` was {shown(devices)}; a list of one or more devices, each of "
             "them once, was wanted."
         )
-    return Mesh(found, (REPLICA_AXIS,), axis_types=axis_types(1))
+    sizes = dict(inner or {})
+    if found.size % math.prod(sizes.values()):
+        raise ValueError(
+            f"`logical_axes` was {sizes}: a replica has {math.prod(sizes.values())} "
+            f"devices, and {found.size} are no multiple of that. Give other sizes, or "
+            "a list of `devices`."
+        )
+    return Mesh(
+        found.reshape(-1, *sizes.values()),
+        (REPLICA_AXIS, *sizes),
+        axis_types=axis_types(1 + len(sizes)),
+    )
 
 
 def axis_types(axes: int) -> tuple[AxisType, ...]:
@@ -274,11 +292,14 @@ def lies_on(array: jax.Array, wanted: NamedSharding) -> bool:
 
 
 def is_replicated(sharding: Sharding) -> bool:
-    """Whether `sharding` puts the same whole array on every replica of some mesh."""
+    """Whether `sharding` puts the same array on every replica of some mesh.
+
+    The devices of one replica may have different parts of it.
+    """
     return (
         isinstance(sharding, NamedSharding)
         and REPLICA_AXIS in sharding.mesh.axis_names
-        and sharding.is_fully_replicated
+        and not is_split(sharding)
     )
 
 

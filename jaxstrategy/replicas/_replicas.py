@@ -6,7 +6,8 @@ import dataclasses
 import enum
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +17,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxstrategy.replicas import _mesh
 from jaxstrategy.replicas._devices import Device
+from jaxstrategy.replicas._inner_sizes import checked_sharing, inner_sizes
 from jaxstrategy.replicas._state_sharding import ArrayLike, LeafSharding, StateSharding
-
-# The axis of the replicas that share a device: of `jax.vmap`, so that no mesh has it.
-_SHARED_DEVICE_AXIS = "replica_of_device"
+from jaxstrategy.text._shown import shown
 
 
 class Meaning(enum.Enum):
@@ -34,8 +34,8 @@ class Meaning(enum.Enum):
 
 SAME, SPLIT = Meaning.SAME, Meaning.SPLIT
 
-Spec = PartitionSpec
-"""How an array is divided over the mesh, for who passes one on."""
+Lies: TypeAlias = Meaning | int
+"""Its meaning; or the dimension along which it is divided, the same for all."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,15 +66,43 @@ class Replicas:
 
     @staticmethod
     def on(
-        devices: Sequence[Device], state_sharding: StateSharding | None = None
+        devices: Sequence[Device],
+        state_sharding: StateSharding | None = None,
+        logical_axes: Mapping[str, int] | None = None,
+        per_device: int = 1,
     ) -> Replicas:
-        """One replica on each of `devices`, in the order given.
+        """Replicas on `devices`, in the order given.
+
+        Args:
+          devices: one for each replica, or as many as `logical_axes` say, or one for
+            `per_device` replicas.
+          state_sharding: of which arrays each replica keeps a part.
+          logical_axes: the inner axes and their sizes.
+          per_device: how many replicas share a device.
 
         Raises:
-          TypeError: they are not devices.
-          ValueError: there is none, or one twice.
+          TypeError: they are not devices, or not numbers.
+          ValueError: there is none, or one twice; the numbers do not fit.
         """
-        return Replicas(_mesh.mesh_of(devices), state_sharding=state_sharding)
+        sizes = inner_sizes(logical_axes)
+        sharing = checked_sharing(per_device)
+        if sizes and sharing > 1:
+            raise ValueError(
+                f"`logical_axes` was {shown(logical_axes)} and `replicas_per_device` "
+                f"{sharing}: a replica has several devices, or a device several "
+                "replicas. Give one of the two."
+            )
+        mesh = _mesh.mesh_of(devices, sizes)
+        found = Replicas(mesh, per_device=sharing, state_sharding=state_sharding)
+        for i in range(found.count):
+            owners = sorted({each.process_index for each in found.devices_of(i)})
+            if len(owners) > 1:
+                raise ValueError(
+                    f"`logical_axes` was {sizes}: replica {i} would have devices of "
+                    f"processes {', '.join(map(str, owners))}. Give sizes whose "
+                    "product divides the number of devices of each process."
+                )
+        return found
 
     @staticmethod
     def alone() -> Replicas:
@@ -107,6 +135,11 @@ class Replicas:
     def inner_axes(self) -> tuple[str, ...]:
         """The names of the mesh axes along which the devices of one replica differ."""
         return tuple(name for name in self.mesh.axis_names if name not in self.axes)
+
+    @property
+    def inner_sizes(self) -> dict[str, int]:
+        """The sizes of those, by name."""
+        return {name: self.mesh.shape[name] for name in self.inner_axes}
 
     @functools.cached_property
     def count(self) -> int:
@@ -161,13 +194,17 @@ class Replicas:
 
     @functools.cached_property
     def collective_axes(self) -> tuple[str, ...]:
-        """The axes that a collective over all replicas names."""
-        shared = (_SHARED_DEVICE_AXIS,) if self.per_device > 1 else ()
-        return (*self.axes, *shared)
+        """The axes that a collective over all replicas names.
+
+        Where replicas share devices, it is one axis all the same.
+        """
+        return self.axes
 
     @property
     def axis_sizes(self) -> list[tuple[str, int]]:
-        """The axes along which replicas of different devices differ, with sizes."""
+        """The axes along which replicas differ, with sizes."""
+        if self.per_device > 1:
+            return [(self.axes[0], self.count)]
         return [(axis, self.mesh.shape[axis]) for axis in self.axes]
 
     @property
@@ -196,6 +233,34 @@ class Replicas:
         return {
             meaning: NamedSharding(self.mesh, self.spec(meaning)) for meaning in Meaning
         }
+
+    def differ(self, meaning: Meaning) -> bool:
+        """Whether replicas may have different arrays of this meaning."""
+        return meaning is SPLIT and bool(self.axes)
+
+    def inner_placement(
+        self, array: jax.Array, meaning: Meaning
+    ) -> NamedSharding | None:
+        """How an array of this meaning lies that is divided over inner axes at most.
+
+        None if it lies elsewhere, or if replicas have other entries of it.
+        """
+        sharding = array.sharding
+        if not isinstance(sharding, NamedSharding) or sharding.mesh != self.mesh:
+            return None
+        entries = [
+            each if isinstance(each, tuple) else (each,) for each in sharding.spec
+        ]
+        over_replicas = [not set(self.axes).isdisjoint(names) for names in entries]
+        if meaning is SPLIT and (self.count > 1 or any(over_replicas)):
+            if not over_replicas or entries[0] != self.axes:
+                return None
+            over_replicas[0] = False
+        return None if any(over_replicas) else sharding
+
+    def spec_of(self, lies: Lies) -> PartitionSpec:
+        """The division of an array over the replicas' axes of the mesh."""
+        return self.spec_along(lies) if isinstance(lies, int) else self.spec(lies)
 
     # Arrays of which each replica keeps a part.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import final
 
 from jaxstrategy._communication_options import CommunicationOptions
@@ -27,6 +27,10 @@ class MirroredStrategy(Strategy):
       communication_options: the same, in more detail.
       sharding: a `StateSharding`: each replica keeps a part of the optimizer's state,
         or of all state, instead of all of it. Steps stay what they are.
+      logical_axes: names and sizes of further axes of the mesh, such as `{"core": 2}`:
+        so many devices together are one replica, which divides its arrays over them
+        as `jax.lax.with_sharding_constraint` says.
+      replicas_per_device: how many replicas share a device.
 
     Raises:
       ValueError: an empty list, a device given twice or unknown here, or devices of
@@ -43,6 +47,10 @@ class MirroredStrategy(Strategy):
     >>> w = sharded.mirror(np.zeros((16, 3), "float32"))
     >>> w.shape, w.sharding.shard_shape(w.shape), isinstance(w, js.Sharded)
     ((16, 3), (2, 3), True)
+    >>> js.MirroredStrategy(logical_axes={"core": 2})
+    MirroredStrategy(4 replicas of {'core': 2} on cpu:0..7)
+    >>> js.MirroredStrategy(["CPU:0", "CPU:1"], replicas_per_device=32)
+    MirroredStrategy(64 replicas, 32 on each device, on cpu:0..1)
     """
 
     def __init__(
@@ -52,10 +60,14 @@ class MirroredStrategy(Strategy):
         communication_options: CommunicationOptions | None = None,
         *,
         sharding: StateSharding | None = None,
+        logical_axes: Mapping[str, int] | None = None,
+        replicas_per_device: int = 1,
     ) -> None:
         super().__init__(
             _devices.default_devices() if devices is None else _devices.choose(devices),
             cross_device_ops,
             communication_options,
             sharding,
+            logical_axes,
+            replicas_per_device,
         )

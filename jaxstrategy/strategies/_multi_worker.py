@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Self
 
 import jax
@@ -21,6 +22,7 @@ from jaxstrategy.cluster.resolvers._cluster_resolver import (
 from jaxstrategy.cluster.resolvers._launched import default_resolver
 from jaxstrategy.cluster.resolvers._simple import SimpleClusterResolver
 from jaxstrategy.cluster.resolvers._tf_config import TFConfigClusterResolver
+from jaxstrategy.replicas._inner_sizes import checked_sharing, inner_sizes
 from jaxstrategy.replicas._replicas import Replicas
 from jaxstrategy.replicas._state_sharding import StateSharding, checked_sharding
 from jaxstrategy.strategies._choices import Choices
@@ -52,6 +54,9 @@ class MultiWorkerMirroredStrategy(Strategy):
       sharding: a `StateSharding`: each replica keeps a part of the optimizer's state,
         or of all state. Reading what is divided over processes (`js.to_host`,
         `strategy.gather`) is then something that all of them do together.
+      logical_axes: names and sizes of further axes of the mesh, such as `{"core": 2}`:
+        so many devices of one process together are one replica.
+      replicas_per_device: how many replicas share a device.
 
     Raises:
       ClusterError: the processes could not start together; it says which, and why.
@@ -70,9 +75,14 @@ class MultiWorkerMirroredStrategy(Strategy):
         communication_options: CommunicationOptions | None = None,
         *,
         sharding: StateSharding | None = None,
+        logical_axes: Mapping[str, int] | None = None,
+        replicas_per_device: int = 1,
     ) -> None:
         checked_options(communication_options, with_timeout=True)
         checked_sharding(sharding)
+        # Before processes meet: what is wrong is wrong in each of them.
+        inner_sizes(logical_axes)
+        replicas_per_device = checked_sharing(replicas_per_device)
         if not isinstance(cluster_resolver, ClusterResolver | None):
             raise TypeError(
                 f"`cluster_resolver` was {cluster_resolver!r}; a ClusterResolver of "
@@ -86,7 +96,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         devices = sorted(jax.devices(), key=lambda d: (d.process_index, d.id))
         self._compose(
             Choices(
-                Replicas.on(devices, sharding),
+                Replicas.on(devices, sharding, logical_axes, replicas_per_device),
                 options=communication_options,
                 processes=processes,
             )

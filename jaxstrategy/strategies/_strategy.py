@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from jaxstrategy._communication_options import (
@@ -33,6 +33,10 @@ class Strategy(RunsSteps, ExplainsSteps, ReducesValues, PlacesValues, DividesDat
       cross_device_ops: how values are reduced over the replicas.
       communication_options: the same, in more detail.
       sharding: which state each replica keeps a part of, instead of all of it.
+      logical_axes: names and sizes of further axes of the mesh, such as `{"core": 2}`:
+        so many devices together are one replica, which divides its arrays over them
+        as `jax.lax.with_sharding_constraint` says.
+      replicas_per_device: how many replicas share a device.
 
     Raises:
       ValueError: no device, or one twice; operations that name other replicas.
@@ -50,9 +54,13 @@ class Strategy(RunsSteps, ExplainsSteps, ReducesValues, PlacesValues, DividesDat
         cross_device_ops: CrossDeviceOps | None = None,
         communication_options: CommunicationOptions | None = None,
         sharding: StateSharding | None = None,
+        logical_axes: Mapping[str, int] | None = None,
+        replicas_per_device: int = 1,
     ) -> None:
         checked_options(communication_options)
-        replicas = Replicas.on(devices, checked_sharding(sharding))
+        replicas = Replicas.on(
+            devices, checked_sharding(sharding), logical_axes, replicas_per_device
+        )
         self._compose(Choices(replicas, cross_device_ops, communication_options))
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -61,10 +69,21 @@ class Strategy(RunsSteps, ExplainsSteps, ReducesValues, PlacesValues, DividesDat
 
     def __repr__(self) -> str:
         replicas = with_noun(self.num_replicas_in_sync, "replica")
-        where = f"{replicas} on {_devices.names(self.devices)}"
+        where = f"{replicas}{self._shares()} on {_devices.names(self._all_devices())}"
         sharding = self.replicas.state_sharding
         divided = "" if sharding is None else f", sharding={sharding.shard!r}"
         return f"{type(self).__name__}({where}{divided})"
+
+    def _shares(self) -> str:
+        """How replicas and devices go together, if not one to one."""
+        if inner := self.replicas.inner_sizes:
+            return f" of {inner}"
+        sharing = self.replicas.per_device
+        return f", {sharing} on each device," if sharing > 1 else ""
+
+    def _all_devices(self) -> list[Device]:
+        found = (self.replicas.devices_of(i) for i in range(self.num_replicas_in_sync))
+        return list(dict.fromkeys(device for own in found for device in own))
 
     def _repr_html_(self) -> str:
         rows = [

@@ -19,8 +19,7 @@ from jaxstrategy.replicas._replicas import SAME, SPLIT, Replicas
 from jaxstrategy.tracing._constants import constants, fingerprint
 from jaxstrategy.tracing._exact_in_parts import CALLS, exact_values, is_exact
 from jaxstrategy.tracing._jaxpr_types import Atom, ClosedJaxpr, Equation, Jaxpr, Var
-from jaxstrategy.tracing.replication._jaxprs import all_eqns, jaxpr_of, plain
-from jaxstrategy.tracing.replication._lowered import closed
+from jaxstrategy.tracing.replication._jaxprs import all_eqns, closed, jaxpr_of, plain
 from jaxstrategy.values import _building
 from jaxstrategy.values._state_placement import shardings_of
 from jaxstrategy.values._types import PyTree

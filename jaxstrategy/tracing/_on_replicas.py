@@ -1,31 +1,29 @@
-"""Functions of one replica as functions of all: the one call of `shard_map`."""
+"""Functions of one replica as functions of all: the calls of `shard_map`."""
 
 from __future__ import annotations
 
-import jax
+from collections.abc import Sequence
 
-from jaxstrategy.replicas._replicas import Replicas
+from jaxstrategy.replicas._replicas import Lies, Replicas
+from jaxstrategy.tracing._on_own_devices import on_own_devices
+from jaxstrategy.tracing._sixteen_bits import through_float32
+from jaxstrategy.tracing.lanes._shared_devices import on_shared_devices
 from jaxstrategy.values._types import Function, PyTree
 
 
 def on_replicas(
-    fn: Function, replicas: Replicas, in_specs: PyTree, out_specs: PyTree
+    fn: Function, replicas: Replicas, taken: Sequence[Lies], returned: PyTree
 ) -> Function:
     """`fn` of one replica as a function of all replicas' arrays.
 
     Args:
-      fn: takes and returns one replica's parts of arrays.
+      fn: takes one replica's parts of arrays, and returns a pytree of them.
       replicas: where it runs.
-      in_specs: how the arrays that it is given are divided.
-      out_specs: how those that it returns are.
+      taken: how the arrays that it is given lie.
+      returned: how those that it returns do: a pytree of `Lies`, or a prefix of it.
     """
-    # check_vma=False: with True, JAX sums the gradient of a replicated value over
-    # the replicas by itself, and the user's own mean of it is N times too large (JAX
-    # 0.10 and 0.12).
-    return jax.shard_map(
-        fn,
-        mesh=replicas.mesh,
-        in_specs=in_specs,
-        out_specs=out_specs,
-        check_vma=False,
-    )
+    if replicas.per_device > 1:
+        return on_shared_devices(fn, replicas, taken, returned)
+    if replicas.inner_axes and replicas.devices[0].platform == "cpu":
+        fn = through_float32(fn)
+    return on_own_devices(fn, replicas, taken, returned)

@@ -10,9 +10,9 @@ import jax
 from jax.extend import core
 from jax.ref import AbstractRef
 
-from jaxstrategy.replicas._replicas import SAME, Replicas, Spec
+from jaxstrategy.replicas._replicas import SAME, Meaning, Replicas
 from jaxstrategy.tracing._jaxpr_types import ClosedJaxpr, Jaxpr
-from jaxstrategy.tracing._on_replicas import on_replicas
+from jaxstrategy.tracing._on_own_devices import on_own_devices
 from jaxstrategy.tracing._without_meshes import without_meshes
 from jaxstrategy.tracing.replication._jaxprs import jaxpr_of
 from jaxstrategy.values._types import Function, Leaf, PyTree
@@ -27,13 +27,12 @@ def in_shard_map(
     replica: Function,
     leaves: Sequence[Leaf],
     there: Sequence[Variable],
-    specs: Sequence[Spec],
+    meanings: Sequence[Meaning],
     replicas: Replicas,
 ) -> OneReplica:
     """Traces one replica inside a `shard_map` that is only looked into."""
     # The same for every output is not a claim.
-    same = replicas.spec(SAME)
-    looked_into = on_replicas(replica, replicas, tuple(specs), same)
+    looked_into = on_own_devices(replica, replicas, meanings, SAME)
 
     def all_replicas(*given: jax.Array) -> PyTree:
         own, held = given[: len(leaves)], given[len(leaves) :]
@@ -68,7 +67,7 @@ def by_axes(
     replica: Function,
     leaves: Sequence[Leaf],
     there: Sequence[Variable],
-    specs: Sequence[Spec],
+    meanings: Sequence[Meaning],
     replicas: Replicas,
 ) -> OneReplica:
     """Traces one replica by itself, where the axes of the replicas have names.
@@ -77,7 +76,7 @@ def by_axes(
     evaluated outside of one (JAX 0.10 and 0.12).
     """
 
-    is_own = [spec != replicas.spec(SAME) for spec in specs]
+    is_own = [replicas.differ(meaning) for meaning in meanings]
     row = functools.partial(jax.lax.slice_in_dim, start_index=0, limit_index=1)
 
     def one_replica(*given: jax.Array) -> PyTree:
@@ -108,7 +107,7 @@ def by_axes(
     references = [eqn.outvars[0] for eqn in whole.eqns[rows:start]]
     invars = [*inputs[: len(leaves)], *references, *whole.constvars]
     jaxpr = without_meshes(jaxpr_of(invars, whole.eqns[start:], whole.outvars))
-    known = len(specs)
+    known = len(meanings)
     places = [index if index < known else None for index in range(len(invars))]
     constants = dict(enumerate(closed.consts, start=known))
     return closed, jaxpr, places, constants

@@ -215,8 +215,8 @@ class Program:
         taken = () if is_refused_late else (*sorted(self._donated), *lent)
         # JAX has no rule for references inside a jitted function with shardings inside
         # another jitted function (0.10 and 0.12). So each call checks its arguments; so
-        # it does where state is divided, and may lie in several ways.
-        is_open = self._variables.by_reference or self._placement.divides_state
+        # it does where they may lie in several ways.
+        is_open = self._variables.by_reference or self._placement.is_open
         options = {} if is_open else {"in_shardings": shardings}
         compiled = jitted(
             self._step.name,

@@ -19,7 +19,7 @@ from jax.ref import AbstractRef
 from jax.sharding import AxisType
 
 from jaxstrategy._errors import ContextError
-from jaxstrategy.replicas._replicas import SAME, SPLIT, Meaning, Replicas, Spec
+from jaxstrategy.replicas._replicas import SAME, SPLIT, Meaning, Replicas
 from jaxstrategy.tracing._jaxpr_types import ArrayType, ClosedJaxpr, Jaxpr
 from jaxstrategy.tracing._on_replicas import on_replicas
 from jaxstrategy.tracing._one_replica import (
@@ -28,12 +28,11 @@ from jaxstrategy.tracing._one_replica import (
     in_shard_map,
 )
 from jaxstrategy.tracing._results import Results
-from jaxstrategy.tracing.replication._jaxprs import all_eqns
+from jaxstrategy.tracing.replication._jaxprs import all_eqns, closed
 from jaxstrategy.tracing.replication._levels import (
     Findings,
     Replication,
 )
-from jaxstrategy.tracing.replication._lowered import closed
 from jaxstrategy.tracing.replication._rules import analyse
 from jaxstrategy.tracing.replication._site import Site
 from jaxstrategy.values._per_replica import PerReplica
@@ -57,7 +56,7 @@ class Trace:
       inputs: for each input of `jaxpr` its place among arguments and variables; None
         for a constant that the step captured.
       constants: those, by their place among the inputs.
-      specs: how each input is divided over the replicas.
+      meanings: of each input.
       given_types: the types of the arguments, on all replicas.
       unpacking: how many of the first equations of `jaxpr` only unpack arguments.
       results: what the step returned, but for the arrays.
@@ -72,7 +71,7 @@ class Trace:
     jaxpr: Jaxpr
     inputs: list[int | None]
     constants: dict[int, Leaf]
-    specs: list[Spec]
+    meanings: list[Meaning]
     given_types: list[ArrayType]
     unpacking: int
     results: Results
@@ -135,13 +134,12 @@ class Trace:
                 more = [jnp.zeros((), jnp.int8)]
             return arrays, more
 
-        same, split = self.replicas.spec(SAME), self.replicas.spec(SPLIT)
-        out_specs = [split if differs else same for differs in varies]
+        returned = [SPLIT if differs else SAME for differs in varies]
         arrays, more = on_replicas(
             replica,
             self.replicas,
-            tuple(self.specs[i] for i in kept),
-            (out_specs, same),
+            [self.meanings[i] for i in kept],
+            (returned, SAME),
         )(*(operands[i] for i in kept))
         wrapped = [
             PerReplica(array) if differs else array
@@ -209,13 +207,13 @@ def trace(
         found.append(results)
         return arrays
 
-    specs = [replicas.spec(meaning) for meaning in meanings]
-    specs += [_spec(variable, replicas) for variable in there]
+    given = [*meanings, *(_meaning(variable, replicas) for variable in there)]
     divided = [variable for variable in there if not variable.division.is_whole]
     is_by_axes = divides_state(replicas) or bool(divided) and can_divide(replicas)
+    is_by_axes |= replicas.per_device > 1
     look = by_axes if is_by_axes else in_shard_map
     try:
-        closed, jaxpr, places, constants = look(replica, leaves, there, specs, replicas)
+        closed, jaxpr, places, constants = look(replica, leaves, there, given, replicas)
     except _MadeVariables:
         return trace(run, leaves, meanings, replicas, variables, may_create=False)
     except CapturedReference as error:
@@ -227,12 +225,11 @@ def trace(
     (step,), (results,) = seen, found
     if step.used:
         _check_conditions(jaxpr)
-    same = replicas.spec(SAME)
-    in_specs = [same if place is None else specs[place] for place in places]
+    of_inputs = [SAME if place is None else given[place] for place in places]
     unpacking = sum(meaning is SPLIT for meaning in meanings)
     findings = analyse(
         jaxpr,
-        [spec != same for spec in in_specs],
+        [replicas.differ(meaning) for meaning in of_inputs],
         replicas.collective_axes,
         replicas.count,
         unpacking=unpacking,
@@ -243,7 +240,7 @@ def trace(
         jaxpr=jaxpr,
         inputs=places,
         constants=constants,
-        specs=in_specs,
+        meanings=of_inputs,
         given_types=[var.aval for var in closed.jaxpr.invars[: len(leaves)]],
         unpacking=unpacking,
         results=results,
@@ -312,6 +309,6 @@ def check_not_divided(name: str) -> None:
         )
 
 
-def _spec(variable: Variable, replicas: Replicas) -> Spec:
+def _meaning(variable: Variable, replicas: Replicas) -> Meaning:
     is_own = variable.lives_on(replicas) and not variable.copies_must_agree
-    return replicas.spec(SPLIT if is_own else SAME)
+    return SPLIT if is_own else SAME

@@ -13,7 +13,7 @@ from jax.extend import core
 from jax.extend.core import Literal
 from jax.ref import AbstractRef
 
-from jaxstrategy.replicas._replicas import SAME, SPLIT, Spec
+from jaxstrategy.replicas._replicas import SAME, SPLIT, Lies, Meaning
 from jaxstrategy.tracing._jaxpr_types import ArrayType, Atom, Equation, Jaxpr, Var
 from jaxstrategy.tracing._on_replicas import on_replicas
 from jaxstrategy.tracing._trace import Evaluate
@@ -27,9 +27,8 @@ from jaxstrategy.tracing.division._layout import Layout, Layouts
 from jaxstrategy.tracing.division._outside import Outside
 from jaxstrategy.tracing.division._replica_values import ReplicaValues
 from jaxstrategy.tracing.division._value_form import with_values
-from jaxstrategy.tracing.replication._jaxprs import jaxpr_of
+from jaxstrategy.tracing.replication._jaxprs import closed, jaxpr_of
 from jaxstrategy.tracing.replication._levels import Collective
-from jaxstrategy.tracing.replication._lowered import closed
 from jaxstrategy.tracing.replication._rules import analyse, varying
 from jaxstrategy.tracing.replication._site import Site
 from jaxstrategy.values._per_replica import PerReplica
@@ -63,7 +62,7 @@ class DividedStep:
         references = self._mirrored_references(flat.jaxpr)
         self._values = with_values(flat.jaxpr, references)
         jaxpr = self.jaxpr = self._values.jaxpr
-        varies = [spec != self._replicas.spec(SAME) for spec in trace.specs]
+        varies = [self._replicas.differ(meaning) for meaning in trace.meanings]
         self._differs = varies = varies + [False] * len(self._constants)
         unpacking = trace.unpacking
         self._varies = varying(jaxpr, varies, self._replicas, unpacking)
@@ -85,11 +84,10 @@ class DividedStep:
         )
 
     def _mirrored_references(self, flat: Jaxpr) -> list[int]:
-        same = self._replicas.spec(SAME)
         return [
             index
-            for index, spec in enumerate(self._trace.specs)
-            if isinstance(flat.invars[index].aval, AbstractRef) and spec == same
+            for index, meaning in enumerate(self._trace.meanings)
+            if isinstance(flat.invars[index].aval, AbstractRef) and meaning is SAME
         ]
 
     @cached_property
@@ -216,13 +214,12 @@ class DividedStep:
 
         replicas = self._replicas
         dimensions = self.inside.dimensions
-        out_specs = (
-            [replicas.spec(SPLIT)] * count,
-            [replicas.spec_along(dimensions.get(var)) for var in self._crossing],
-            replicas.spec(SAME),
+        returned = (
+            [SPLIT] * count,
+            [dimensions.get(var, SAME) for var in self._crossing],
+            SAME,
         )
-        in_specs = tuple(self._spec(var) for var in taken)
-        run = on_replicas(replica, replicas, in_specs, out_specs)
+        run = on_replicas(replica, replicas, list(map(self._of_input, taken)), returned)
         own, crossing, more = run(*(known[var] for var in taken))
         return own, crossing, more
 
@@ -236,14 +233,11 @@ class DividedStep:
         return [var for var in self.jaxpr.invars if var in read]
 
     @cached_property
-    def _specs(self) -> dict[Var, Spec]:
-        return dict(zip(self.jaxpr.invars, self._trace.specs, strict=False))
+    def _meanings(self) -> dict[Var, Meaning]:
+        return dict(zip(self.jaxpr.invars, self._trace.meanings, strict=False))
 
-    def _spec(self, var: Var) -> Spec:
-        dimension = self.layout.inputs.get(var)
-        if dimension is not None:
-            return self._replicas.spec_along(dimension)
-        return self._specs.get(var, self._replicas.spec(SAME))
+    def _of_input(self, var: Var) -> Lies:
+        return self.layout.inputs.get(var, self._meanings.get(var, SAME))
 
     def _inside(self, taken: Sequence[Var], inputs: Sequence[Leaf]) -> list[jax.Array]:
         """Of one replica's inputs its varying results, and what crosses."""

@@ -40,8 +40,7 @@ from jaxstrategy.tracing.division._replica_values import (
     ReplicaValues,
     scattered,
 )
-from jaxstrategy.tracing.replication._jaxprs import jaxpr_of
-from jaxstrategy.tracing.replication._lowered import closed
+from jaxstrategy.tracing.replication._jaxprs import closed, jaxpr_of
 
 
 @final

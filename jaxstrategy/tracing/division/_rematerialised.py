@@ -18,7 +18,7 @@ from jaxstrategy.tracing.division._replica_values import (
     ReplicaValues,
     gathered,
 )
-from jaxstrategy.tracing.replication._lowered import closed
+from jaxstrategy.tracing.replication._jaxprs import closed
 
 _NAMES = ("remat2", "remat", "checkpoint")
 

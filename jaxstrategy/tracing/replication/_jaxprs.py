@@ -74,3 +74,11 @@ def jaxpr_of(
     # Those of JAX count inputs and results, which are others here.
     debug_info = core.DebugInfo("jit", "part of a step", None, None)
     return core.Jaxpr((), *given, effects=effects, debug_info=debug_info)
+
+
+def closed(jaxpr: Jaxpr) -> ClosedJaxpr:
+    """`jaxpr`, which has no constants, in the form that can be called."""
+    # One class since JAX 0.12, where `ClosedJaxpr` is on its way out.
+    if hasattr(jaxpr, "consts"):
+        return jaxpr
+    return core.ClosedJaxpr(jaxpr, ())  # pyright: ignore[reportPrivateImportUsage]

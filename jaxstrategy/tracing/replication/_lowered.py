@@ -16,9 +16,10 @@ from jax.extend.core import Literal
 from jax.sharding import Mesh
 
 from jaxstrategy.replicas._replicas import SAME, Replicas
-from jaxstrategy.tracing._jaxpr_types import ClosedJaxpr, Equation, Jaxpr
-from jaxstrategy.tracing._on_replicas import on_replicas
+from jaxstrategy.tracing._jaxpr_types import ClosedJaxpr, Equation
+from jaxstrategy.tracing._on_own_devices import on_own_devices
 from jaxstrategy.tracing.replication._collective_table import COLLECTIVES
+from jaxstrategy.tracing.replication._jaxprs import closed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,10 +54,9 @@ def lowered(eqn: Equation, mesh: Mesh | None) -> Lowered:
 def _text(eqn: Equation, mesh: Mesh) -> str:
     only = core.jaxpr_as_fun(alone(eqn))
     replicas = Replicas(mesh)
-    same = replicas.spec(SAME)
     # Outside `shard_map` JAX knows no axis of the mesh: `unbound axis name`.
-    on_each = on_replicas(only, replicas, same, same)
     avals = [atom.aval for atom in operands_of(eqn)]
+    on_each = on_own_devices(only, replicas, [SAME] * len(avals), SAME)
     types = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
     return jax.jit(on_each).lower(*types).as_text()
 
@@ -79,14 +79,6 @@ def alone(eqn: Equation) -> ClosedJaxpr:
         debug_info=core.DebugInfo("jit", eqn.primitive.name, None, None),
     )
     return closed(jaxpr)
-
-
-def closed(jaxpr: Jaxpr) -> ClosedJaxpr:
-    """`jaxpr`, which has no constants, in the form that can be called."""
-    # One class since JAX 0.12, where `ClosedJaxpr` is on its way out.
-    if hasattr(jaxpr, "consts"):
-        return jaxpr
-    return core.ClosedJaxpr(jaxpr, ())  # pyright: ignore[reportPrivateImportUsage]
 
 
 def scanned(text: str) -> Lowered:

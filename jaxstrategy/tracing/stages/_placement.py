@@ -19,7 +19,7 @@ from jaxstrategy.replicas import (
     _mesh,
 )
 from jaxstrategy.replicas._devices import Device
-from jaxstrategy.replicas._replicas import SPLIT, Replicas
+from jaxstrategy.replicas._replicas import SAME, SPLIT, Replicas
 from jaxstrategy.tracing._constants import constants
 from jaxstrategy.tracing._replica_step import ReplicaStep
 from jaxstrategy.tracing._trace import divides_state
@@ -42,7 +42,10 @@ class Placement:
       donated: which of them the program may overwrite.
 
     Attributes:
-      shardings: how each argument lies.
+      shardings: how each argument lies, if nothing else is said.
+      divides_state: whether replicas keep parts of what is the same for all.
+      is_open: whether arguments may lie in several ways, which the program takes as
+        they are: divided over the replicas, or over the devices of each.
     """
 
     def __init__(self, step: ReplicaStep, donated: frozenset[int]) -> None:
@@ -56,10 +59,11 @@ class Placement:
             map(self._replicas.sharding, meanings)
         )
         self.divides_state = divides_state(self._replicas)
+        self.is_open = self.divides_state or bool(self._replicas.inner_axes)
         # Where a PerReplica stands, and a sharding that was seen there and is right. If
-        # state is divided, the same of all arguments: they may lie in several ways.
+        # arguments may lie in several ways, the same of all of them.
         self._right: dict[int, Sharding | None] = {
-            i: None for i, s in enumerate(self._split) if s or self.divides_state
+            i: None for i, s in enumerate(self._split) if s or self.is_open
         }
         # The dimension along which state of this place and shape is divided.
         self._dimensions: dict[tuple[int, tuple[int, ...]], int | None] = {}
@@ -68,7 +72,7 @@ class Placement:
     def is_right(self, leaves: Sequence[Leaf]) -> bool:
         """Whether each `PerReplica` lies as one did before; says nothing of others.
 
-        Where state is divided, it says so of all arguments.
+        Where arguments may lie in several ways, it says so of all of them.
         """
         for index, right in self._right.items():
             lies = getattr(leaves[index], "sharding", None)
@@ -94,6 +98,10 @@ class Placement:
 
     def wanted(self, index: int, leaf: Leaf) -> NamedSharding:
         """The place of an argument: as it lies, if that does not matter."""
+        if self._replicas.inner_axes and _arrays.is_placed(leaf):
+            meaning = SPLIT if self._split[index] else SAME
+            if (lies := self._replicas.inner_placement(leaf, meaning)) is not None:
+                return lies
         if not self.divides_state or self._split[index]:
             return self.shardings[index]
         key = (index, np.shape(leaf))
@@ -122,7 +130,7 @@ class Placement:
         if isinstance(leaf, Tracer):
             # The program says nothing of where arguments lie, if they may be divided.
             wanted = self.wanted(index, leaf)
-            return _mesh.place(leaf, wanted) if self.divides_state else leaf
+            return _mesh.place(leaf, wanted) if self.is_open else leaf
         if not isinstance(leaf, jax.Array):
             return self._place_host(index, leaf)
         if leaf.is_deleted():
@@ -209,7 +217,8 @@ class Placement:
                 name = f"What `{self._step.name}` captures, {constant.description},"
                 _arrays.check_alive(constant.value, name)
                 what = "what a step captures"
-                if not self._is_divided_state(constant.value):
+                is_inner = self._replicas.inner_placement(constant.value, SAME)
+                if not (is_inner or self._is_divided_state(constant.value)):
                     check_whole(constant.value, self._replicas, name, what)
 
 

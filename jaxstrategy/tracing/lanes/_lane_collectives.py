@@ -1,0 +1,214 @@
+"""The collectives of replicas that share devices: over lanes, then over devices.
+
+JAX has no rules for most collectives over an axis of `jax.vmap` and one of the mesh at
+once, nor for groups along an axis of `jax.vmap` (0.10 and 0.12). Here, what it lacks is
+a gather of all versions, of which each replica picks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, TypeAlias, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxstrategy.tracing._jaxpr_types import Equation
+from jaxstrategy.tracing.replication._collective_table import is_along
+from jaxstrategy.values._types import Function
+
+_Groups: TypeAlias = Sequence[Sequence[int]] | None
+
+_SUMS = {"psum": lax.psum, "psum_invariant": lax.psum}
+_EXTREMES = {"pmax": (lax.pmax, jnp.max), "pmin": (lax.pmin, jnp.min)}
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class LaneAxes:
+    """The axes of replicas that share devices; replica = device * lanes + lane.
+
+    Attributes:
+      replicas: the name that steps know, of all replicas.
+      devices: the name of the mesh's axis.
+      lanes: the name of the axis of `jax.vmap`.
+      num_devices: the size of the mesh's axis.
+      num_lanes: the number of replicas on a device.
+    """
+
+    replicas: str
+    devices: str
+    lanes: str
+    num_devices: int
+    num_lanes: int
+
+    @property
+    def both(self) -> tuple[str, str]:
+        """The axes along which replicas differ."""
+        return self.devices, self.lanes
+
+    @property
+    def count(self) -> int:
+        """The number of replicas."""
+        return self.num_devices * self.num_lanes
+
+    def index(self) -> jax.Array:
+        """The number of this replica."""
+        device, lane = lax.axis_index(self.devices), lax.axis_index(self.lanes)
+        return device * self.num_lanes + lane
+
+    def versions(self, array: jax.Array) -> jax.Array:
+        """All replicas' arrays: `[...]` -> `[replica, ...]`."""
+        own = lax.all_gather(array, self.lanes)
+        everything = lax.all_gather(own, self.devices)
+        return everything.reshape(self.count, *array.shape)
+
+    # What takes the place of a collective over all replicas.
+
+    def in_place_of(self, eqn: Equation) -> Function | None:
+        """The function that takes the place of an equation; None: it stays.
+
+        Raises:
+          NotImplementedError: a collective over the replicas that has no rule here.
+        """
+        name, params = eqn.primitive.name, eqn.params
+        if name == "axis_index":
+            is_ours = params["axis_name"] == self.replicas
+            return (lambda: [self.index()]) if is_ours else None
+        if not is_along(eqn, [self.replicas]):
+            return None
+        rule = getattr(self, f"_{name}", None)
+        if name in _SUMS:
+            rule = self._sum
+        elif name in _EXTREMES:
+            rule = self._extreme
+        if rule is None:
+            raise NotImplementedError(
+                f"The step uses the collective `{name}`, which has no rule for "
+                "replicas that share a device. Use `psum`, `all_gather`, `ppermute`, "
+                "`all_to_all` or `psum_scatter`, or one replica on each device."
+            )
+        return rule(eqn)
+
+    def _sum(self, eqn: Equation) -> Function:
+        groups = _groups_of(eqn)
+        if groups is None:
+            return lambda *arrays: lax.psum(arrays, self.both)
+        return lambda *arrays: [
+            self._members(array, groups).sum(0, dtype=array.dtype) for array in arrays
+        ]
+
+    def _extreme(self, eqn: Equation) -> Function:
+        groups = _groups_of(eqn)
+        over_all, over_group = _EXTREMES[eqn.primitive.name]
+        if groups is None:
+            return lambda *arrays: over_all(arrays, self.both)
+        return lambda *arrays: [
+            over_group(self._members(array, groups), axis=0) for array in arrays
+        ]
+
+    def _all_gather(self, eqn: Equation) -> Function:
+        groups, axis = _groups_of(eqn), eqn.params["all_gather_dimension"]
+        is_tiled = eqn.params["tiled"]
+
+        def gathered(array: jax.Array) -> list[jax.Array]:
+            return [_joined(self._members(array, groups), axis, is_tiled)]
+
+        return gathered
+
+    _all_gather_invariant = _all_gather
+
+    def _reduce_scatter(self, eqn: Equation) -> Function:
+        groups, axis = _groups_of(eqn), eqn.params["scatter_dimension"]
+        is_tiled = eqn.params["tiled"]
+
+        def scattered(array: jax.Array) -> list[jax.Array]:
+            if groups is None:
+                parts = _parts(array, axis, self.count, is_tiled)
+                of_device = lax.psum_scatter(parts, self.devices, tiled=True)
+                return [lax.psum_scatter(of_device, self.lanes)]
+            total = self._members(array, groups).sum(0, dtype=array.dtype)
+            parts = _parts(total, axis, len(groups[0]), is_tiled)
+            return [_picked(parts, self._place(groups))]
+
+        return scattered
+
+    def _ppermute(self, eqn: Equation) -> Function:
+        sources = np.full(self.count, -1)
+        for source, target in eqn.params["perm"]:
+            sources[target] = source
+
+        def permuted(array: jax.Array) -> list[jax.Array]:
+            source = jnp.asarray(sources)[self.index()]
+            found = _picked(self.versions(array), jnp.maximum(source, 0))
+            return [jnp.where(source < 0, jnp.zeros_like(found), found)]
+
+        return permuted
+
+    def _pbroadcast(self, eqn: Equation) -> Function:
+        source = eqn.params["source"]
+        return lambda array: [self.versions(array)[source]]
+
+    def _all_to_all(self, eqn: Equation) -> Function:
+        groups, params = _groups_of(eqn), eqn.params
+        split, concat = params["split_axis"], params["concat_axis"]
+
+        def exchanged(array: jax.Array) -> list[jax.Array]:
+            members = self._members(array, groups)
+            size, place = members.shape[0], self._place(groups)
+            if not params["tiled"]:
+                mine = jnp.moveaxis(members, split + 1, 0)
+                return [jnp.moveaxis(_picked(mine, place), 0, concat)]
+            length = array.shape[split] // size
+            mine = lax.dynamic_slice_in_dim(members, place * length, length, split + 1)
+            return [_joined(mine, concat, True)]
+
+        return exchanged
+
+    def _members(self, array: jax.Array, groups: _Groups) -> jax.Array:
+        """The versions of a replica's group: `[...]` -> `[member, ...]`."""
+        versions = self.versions(array)
+        if groups is None:
+            return versions
+        members = {i: group for group in groups for i in group}
+        table = jnp.asarray([members[i] for i in range(self.count)])
+        return versions[table[self.index()]]
+
+    def _place(self, groups: _Groups) -> jax.Array:
+        """The place of a replica in its group."""
+        if groups is None:
+            return self.index()
+        places = {i: place for group in groups for place, i in enumerate(group)}
+        table = jnp.asarray([places[i] for i in range(self.count)])
+        return table[self.index()]
+
+
+def _groups_of(eqn: Equation) -> _Groups:
+    return eqn.params["axis_index_groups"]
+
+
+def _picked(versions: jax.Array, index: jax.Array) -> jax.Array:
+    """One of the arrays that are stacked along the first dimension."""
+    return lax.dynamic_index_in_dim(versions, index, 0, keepdims=False)
+
+
+def _joined(members: jax.Array, axis: int, is_tiled: bool) -> jax.Array:
+    """Arrays `[member, ...]` along one of their own dimensions, or along a new one."""
+    stacked = jnp.moveaxis(members, 0, axis)
+    if not is_tiled:
+        return stacked
+    shape: Any = list(stacked.shape)
+    shape[axis : axis + 2] = [shape[axis] * shape[axis + 1]]
+    return stacked.reshape(shape)
+
+
+def _parts(array: jax.Array, axis: int, count: int, is_tiled: bool) -> jax.Array:
+    """The parts of an array along a dimension, `[part, ...]`."""
+    if not is_tiled:
+        return jnp.moveaxis(array, axis, 0)
+    shape: Any = list(array.shape)
+    shape[axis : axis + 1] = [count, shape[axis] // count]
+    return jnp.moveaxis(array.reshape(shape), axis, 0)
