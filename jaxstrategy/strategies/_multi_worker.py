@@ -12,13 +12,9 @@ from jaxstrategy._communication_options import (
     CommunicationOptions,
     checked_options,
 )
-from jaxstrategy.cluster import _processes
+from jaxstrategy.cluster import _found_processes
 from jaxstrategy.cluster._processes import Processes
-from jaxstrategy.cluster.liveness import _termination
-from jaxstrategy.cluster.resolvers._cluster_resolver import (
-    ClusterResolver,
-    Process,
-)
+from jaxstrategy.cluster.resolvers._cluster_resolver import ClusterResolver
 from jaxstrategy.cluster.resolvers._launched import default_resolver
 from jaxstrategy.cluster.resolvers._simple import SimpleClusterResolver
 from jaxstrategy.cluster.resolvers._tf_config import TFConfigClusterResolver
@@ -27,8 +23,6 @@ from jaxstrategy.replicas._replicas import Replicas
 from jaxstrategy.replicas._state_sharding import StateSharding, checked_sharding
 from jaxstrategy.strategies._choices import Choices
 from jaxstrategy.strategies._strategy import Strategy
-
-_TIMEOUT_SECONDS = 300.0
 
 
 class MultiWorkerMirroredStrategy(Strategy):
@@ -92,7 +86,9 @@ class MultiWorkerMirroredStrategy(Strategy):
         if communication_options is not None:
             seconds = communication_options.timeout_seconds
         self._resolver = cluster_resolver or default_resolver()
-        processes = _started(self._resolver, seconds or _TIMEOUT_SECONDS)
+        processes = _found_processes.found(
+            self._resolver, seconds or _found_processes.TIMEOUT_SECONDS
+        )
         devices = sorted(jax.devices(), key=lambda d: (d.process_index, d.id))
         self._compose(
             Choices(
@@ -169,17 +165,6 @@ class ExperimentalMultiWorkerMirroredStrategy(MultiWorkerMirroredStrategy):
         super().__init__(cluster_resolver, options)
 
 
-def _started(resolver: ClusterResolver | None, seconds: float) -> Processes:
-    """The processes, which have met."""
-    if resolver is not None:
-        process = resolver.process()
-    else:
-        _let_jax_look()
-        is_there = jax.distributed.is_initialized()
-        process = None if is_there else Process(0, 1, "")
-    return _processes.start(process, timeout_seconds=seconds)
-
-
 def _described(processes: Processes) -> ClusterResolver:
     """The cluster that `jax.distributed` found, or an empty one."""
     if processes.count == 1:
@@ -188,18 +173,3 @@ def _described(processes: Processes) -> ClusterResolver:
     return SimpleClusterResolver(
         {"worker": hosts}, task_type="worker", task_id=processes.index
     )
-
-
-def _let_jax_look() -> None:
-    """Start JAX's distributed runtime if JAX finds a cluster by itself."""
-    if jax.distributed.is_initialized():
-        return
-    _termination.keep()
-    try:
-        jax.distributed.initialize()
-    except ValueError:
-        return  # no cluster
-    except RuntimeError as error:
-        if "before" in str(error):
-            return  # too late to look for one: there are devices already
-        raise

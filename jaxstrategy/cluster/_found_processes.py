@@ -1,0 +1,60 @@
+"""The processes of the cluster that a resolver tells of, or that JAX finds."""
+
+from __future__ import annotations
+
+import jax
+
+from jaxstrategy.cluster import _processes
+from jaxstrategy.cluster._processes import Processes
+from jaxstrategy.cluster.liveness import _termination
+from jaxstrategy.cluster.resolvers._cluster_resolver import (
+    ClusterResolver,
+    Process,
+)
+
+TIMEOUT_SECONDS = 300.0
+"""How long a step may go without progress, if nothing else is said."""
+
+_ALONE = Process(0, 1, "")
+
+
+def found(
+    resolver: ClusterResolver | None,
+    timeout_seconds: float = TIMEOUT_SECONDS,
+    otherwise: ClusterResolver | None = None,
+) -> Processes:
+    """The processes, which have met.
+
+    Args:
+      resolver: of the cluster; None to let JAX look for one.
+      timeout_seconds: how long a step may go without progress.
+      otherwise: of the cluster if JAX finds none; by default the process is alone.
+
+    Raises:
+      ClusterError: they could not start together.
+      ValueError: the cluster makes no sense.
+    """
+    if resolver is not None:
+        process = resolver.process()
+    else:
+        _let_jax_look()
+        if jax.distributed.is_initialized():
+            process = None
+        else:
+            process = _ALONE if otherwise is None else otherwise.process()
+    return _processes.start(process, timeout_seconds=timeout_seconds)
+
+
+def _let_jax_look() -> None:
+    """Start JAX's distributed runtime if JAX finds a cluster by itself."""
+    if jax.distributed.is_initialized():
+        return
+    _termination.keep()
+    try:
+        jax.distributed.initialize()
+    except ValueError:
+        return  # no cluster
+    except RuntimeError as error:
+        if "before" in str(error):
+            return  # too late to look for one: there are devices already
+        raise
