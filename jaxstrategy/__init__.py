@@ -21,6 +21,7 @@ from jaxstrategy import flax as flax
 from jaxstrategy import optax as optax
 from jaxstrategy import profiling as profiling
 from jaxstrategy import sharded as sharded
+from jaxstrategy import tpu as tpu
 from jaxstrategy._communication_options import PowerSGD as PowerSGD
 from jaxstrategy._errors import ClusterError as ClusterError
 from jaxstrategy._errors import (

@@ -19,6 +19,9 @@ from jaxstrategy.cluster.resolvers._slurm_resolver import (
 from jaxstrategy.cluster.resolvers._tf_config import (
     TFConfigClusterResolver as TFConfigClusterResolver,
 )
+from jaxstrategy.cluster.resolvers._tpu_resolver import (
+    TPUClusterResolver as TPUClusterResolver,
+)
 from jaxstrategy.cluster.resolvers._union import (
     UnionClusterResolver as UnionClusterResolver,
 )

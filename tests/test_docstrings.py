@@ -26,6 +26,7 @@ MODULES = [
     "jaxstrategy.preemption",
     "jaxstrategy.profiling",
     "jaxstrategy.sharded",
+    "jaxstrategy.tpu.experimental",
     "jaxstrategy.variables.partitioners",
 ]
 

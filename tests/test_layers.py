@@ -22,6 +22,7 @@ FLOORS = [
     "_options",
     "_communication_options",
     "replicas",
+    "tpu",
     "values",
     "reductions",
     "contexts",

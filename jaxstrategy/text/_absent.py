@@ -22,7 +22,6 @@ ADVICE = {
     "TPUStrategy": _TPU,
     "ParameterServerStrategy": _SERVERS,
     "coordinator": _SERVERS,
-    "cluster_resolver.TPUClusterResolver": _TPU,
     "cluster_resolver.GCEClusterResolver": _PROCESSES,
     "cluster_resolver.KubernetesClusterResolver": _PROCESSES,
     "cluster_resolver.KubernetesExecutableLocation": _PROCESSES,

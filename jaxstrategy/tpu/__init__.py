@@ -1,0 +1,3 @@
+"""TPUs as `tf.tpu` has them: where their cores are, and which replica has which."""
+
+from jaxstrategy.tpu import experimental as experimental

@@ -1,0 +1,258 @@
+"""The devices of a TPU and their coordinates: `TPUTopology`."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, TypeAlias, final
+
+import numpy as np
+
+from jaxstrategy.cluster.resolvers._topology_message import TopologyMessage
+from jaxstrategy.text._shown import shown
+from jaxstrategy.text._units import with_noun
+from jaxstrategy.text._whole_numbers import several_whole
+
+AXES = ("x", "y", "z", "core")
+"""The axes of a topology: the chip in three dimensions, and its core."""
+
+Integers: TypeAlias = np.ndarray[Any, np.dtype[np.integer[Any]]]
+Nested: TypeAlias = np.ndarray[Any, np.dtype[Any]] | Sequence[Any]
+"""Numbers in lists of lists, or an array."""
+
+
+@final
+class TPUTopology:
+    """The devices of a job by their coordinates: `js.tpu.experimental.Topology`.
+
+    A device has the coordinates `(x, y, z, core)` in the mesh of all devices, and is
+    known by its task, which is the process it belongs to, and its ordinal among the
+    devices of that. `initialize_tpu_system()` returns the topology of this job. It may
+    also be given, to plan for devices that are not here.
+
+    Args:
+      serialized: what `serialized()` made, here or in TensorFlow. If it is given, the
+        others do not matter.
+      mesh_shape: four positive numbers, the size of the mesh along x, y and z, and the
+        number of cores of each chip.
+      device_coordinates: `[task, device, 4]`, the coordinates of each device.
+
+    Raises:
+      ValueError: the mesh is not one of four positive numbers; the coordinates have
+        another shape, lie outside the mesh, or are those of two devices.
+
+    >>> import jaxstrategy as js
+    >>> cores = [[x, y, 0, c] for y in (0, 1) for x in (0, 1) for c in (0, 1)]
+    >>> topology = js.tpu.experimental.Topology(
+    ...     mesh_shape=[2, 2, 1, 2], device_coordinates=[cores]
+    ... )
+    >>> topology
+    Topology(mesh_shape=[2, 2, 1, 2], 1 task of 8 devices)
+    >>> topology.tpu_device_ordinal_at_coordinates([1, 0, 0, 1])
+    3
+    >>> topology.tpu_device_name_at_coordinates([1, 1, 0, 0], job="worker")
+    '/job:worker/task:0/device:TPU:6'
+    """
+
+    def __init__(
+        self,
+        serialized: bytes | None = None,
+        mesh_shape: Sequence[int] | Integers | None = None,
+        device_coordinates: Nested | None = None,
+    ) -> None:
+        if serialized:
+            message = TopologyMessage.parsed(serialized)
+            mesh_shape, device_coordinates = message.mesh_shape, _of_message(message)
+        self._mesh_shape = np.asarray(_checked_mesh(mesh_shape), np.int32)
+        self._coordinates = _checked_coordinates(device_coordinates, self._mesh_shape)
+        self._serialized = serialized or None
+
+    @property
+    def mesh_shape(self) -> Integers:
+        """The size of the mesh along x, y, z and the cores of a chip: `[4]`."""
+        return self._mesh_shape
+
+    @property
+    def mesh_rank(self) -> int:
+        """The number of axes of the mesh: 4."""
+        return len(self._mesh_shape)
+
+    @property
+    def device_coordinates(self) -> Integers:
+        """The coordinates of each device of each task: `[task, device, 4]`."""
+        return self._coordinates
+
+    @property
+    def num_tasks(self) -> int:
+        """The number of tasks, which are processes."""
+        return self._coordinates.shape[0]
+
+    @property
+    def num_tpus_per_task(self) -> int:
+        """The number of devices of each task."""
+        return self._coordinates.shape[1]
+
+    @property
+    def num_missing(self) -> int:
+        """The number of coordinates in the mesh without a device."""
+        tasks, devices, _ = self._coordinates.shape
+        return math.prod(self._mesh_shape.tolist()) - tasks * devices
+
+    @functools.cached_property
+    def missing_devices(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """The coordinates in the mesh without a device, of shape `[missing, 4]`."""
+        is_missing = np.ones(self._mesh_shape, bool)
+        is_missing[tuple(self._coordinates.reshape(-1, self.mesh_rank).T)] = False
+        return np.argwhere(is_missing)
+
+    def task_ordinal_at_coordinates(self, device_coordinates: Sequence[int]) -> int:
+        """The task of the device there.
+
+        Args:
+          device_coordinates: `(x, y, z, core)`.
+
+        Raises:
+          ValueError: there is no device.
+        """
+        return self._at(device_coordinates)[0]
+
+    def tpu_device_ordinal_at_coordinates(
+        self, device_coordinates: Sequence[int]
+    ) -> int:
+        """The ordinal, among the devices of its task, of the device there.
+
+        Args:
+          device_coordinates: `(x, y, z, core)`.
+
+        Raises:
+          ValueError: there is no device.
+        """
+        return self._at(device_coordinates)[1]
+
+    def tpu_device_name_at_coordinates(
+        self, device_coordinates: Sequence[int], job: str | None = None
+    ) -> str:
+        """The name of the device there, as `/task:0/device:TPU:3`.
+
+        Args:
+          device_coordinates: `(x, y, z, core)`.
+          job: that the name begins with, if it is to begin with one.
+
+        Raises:
+          ValueError: there is no device.
+        """
+        task, device = self._at(device_coordinates)
+        return f"{_task_name(job, task)}/device:TPU:{device}"
+
+    def cpu_device_name_at_coordinates(
+        self, device_coordinates: Sequence[int], job: str | None = None
+    ) -> str:
+        """The name of the CPU beside the device there, as `/task:0/device:CPU:0`.
+
+        Args:
+          device_coordinates: `(x, y, z, core)`.
+          job: that the name begins with, if it is to begin with one.
+
+        Raises:
+          ValueError: there is no device.
+        """
+        task, _ = self._at(device_coordinates)
+        return f"{_task_name(job, task)}/device:CPU:0"
+
+    def serialized(self) -> bytes:
+        """The topology as bytes, which TensorFlow reads too."""
+        if self._serialized is None:
+            tasks, devices, _ = self._coordinates.shape
+            flat = self._coordinates.ravel().tolist()
+            message = TopologyMessage(self._mesh_shape.tolist(), tasks, devices, flat)
+            self._serialized = message.serialized()
+        return self._serialized
+
+    def _at(self, coordinates: Sequence[int]) -> tuple[int, int]:
+        """The task and the ordinal of the device at these coordinates."""
+        found = self._places.get(several_whole(coordinates) or ())
+        if found is None:
+            raise ValueError(
+                f"There is no device at the coordinates {shown(coordinates)}; the "
+                f"mesh of ({', '.join(AXES)}) has the shape "
+                f"{self._mesh_shape.tolist()} and lacks "
+                f"{with_noun(self.num_missing, 'device')}."
+            )
+        return found
+
+    @functools.cached_property
+    def _places(self) -> dict[tuple[int, ...], tuple[int, int]]:
+        tasks, devices, _ = self._coordinates.shape
+        return {
+            tuple(self._coordinates[task, device].tolist()): (task, device)
+            for task in range(tasks)
+            for device in range(devices)
+        }
+
+    def __repr__(self) -> str:
+        tasks, devices = self.num_tasks, self.num_tpus_per_task
+        return (
+            f"Topology(mesh_shape={self._mesh_shape.tolist()}, "
+            f"{with_noun(tasks, 'task')} of {with_noun(devices, 'device')})"
+        )
+
+
+def _task_name(job: str | None, task: int) -> str:
+    return f"/task:{task}" if job is None else f"/job:{job}/task:{task}"
+
+
+def _of_message(message: TopologyMessage) -> Integers:
+    wanted = message.tasks * message.devices * len(message.mesh_shape)
+    if len(message.coordinates) != wanted:
+        raise ValueError(
+            f"The serialized topology of {message.tasks} tasks of {message.devices} "
+            f"devices has {len(message.coordinates)} coordinates; {wanted} were wanted."
+        )
+    shape = (message.tasks, message.devices, len(message.mesh_shape))
+    return np.asarray(message.coordinates, np.int64).reshape(shape)
+
+
+def _checked_mesh(given: object) -> tuple[int, ...]:
+    shape = several_whole(given)
+    if shape is None or len(shape) != len(AXES) or min(shape) < 1:
+        raise ValueError(
+            "`mesh_shape` must be a sequence of 4 positive entries, the sizes along "
+            f"{', '.join(AXES)}; got {shown(given)}."
+        )
+    return shape
+
+
+def _checked_coordinates(given: Nested | None, mesh_shape: Integers) -> Integers:
+    found = integers(given)
+    if found is None or found.ndim != 3 or found.shape[-1] != len(mesh_shape):
+        raise ValueError(
+            "`device_coordinates` must be a rank 3 array of whole numbers, "
+            f"[task, device, {len(mesh_shape)}]; got {shown(given)}."
+        )
+    _check_inside(found, mesh_shape)
+    flat = found.reshape(-1, len(mesh_shape))
+    if len(flat) > len(np.unique(flat, axis=0)):
+        raise ValueError(
+            "`device_coordinates` has the same coordinates for two devices: "
+            f"{shown(found.tolist())}."
+        )
+    return found.astype(np.int32)
+
+
+def integers(given: object) -> Integers | None:
+    """The whole numbers of nested lists of one length each; None of anything else."""
+    try:
+        found = np.asarray(given)
+    except ValueError:  # several lengths
+        return None
+    return found if np.issubdtype(found.dtype, np.integer) else None
+
+
+def _check_inside(coordinates: Integers, mesh_shape: Integers) -> None:
+    outside = ((coordinates < 0) | (coordinates >= mesh_shape)).any(axis=-1)
+    if outside.any():
+        raise ValueError(
+            f"`device_coordinates` has {coordinates[outside][0].tolist()}, which lies "
+            f"outside of the mesh of shape {mesh_shape.tolist()}."
+        )
