@@ -226,6 +226,23 @@ def test_a_group_is_as_slow_as_its_members(four):
     )
 
 
+@pytest.mark.parametrize(
+    "groups", [[[0, 1], [2, 3]], [[0, 2], [1, 3]], [[0, 1, 3], [2]]]
+)
+def test_a_group_of_several_hosts_uses_the_links_between_them(four, groups):
+    def step(x):
+        return lax.pmax(x, AXIS, axis_index_groups=groups)
+
+    found = four.explain(step, (four.per_replica([1.0, 2.0, 3.0, 4.0]),))
+    host = js.Topology(bandwidth=40.0, latency=0.0, replicas=2)
+    hosts = js.Topology(bandwidth=4.0, latency=0.0, replicas=4, inside=host)
+    # 4 B; of a group that counts as full, a host's two have a half each.
+    seconds = {2: 0.1, 3: 0.05 + 0.5 + 0.05}[max(map(len, groups))]
+    if groups[0] == [0, 2]:
+        seconds = 1.0
+    assert found.communication_time(hosts, "ring") == pytest.approx(seconds)
+
+
 def test_the_report_predicts_for_8_64_and_4096_replicas(four, arguments):
     topology = js.Topology(bandwidth=1e9, latency=5e-6, replicas=16)
     report = str(four.explain(training_step, arguments, topology=topology))

@@ -255,7 +255,8 @@ def test_with_replicas_keeps_the_links():
 
 def test_fields_become_plain_numbers_that_cannot_change():
     topology = Topology(np.float32(2), np.int64(3), np.int64(4))
-    assert [type(f) for f in dataclasses.astuple(topology)] == [float, float, int]
+    numbers = (topology.bandwidth, topology.latency, topology.replicas)
+    assert [type(number) for number in numbers] == [float, float, int]
     assert hash(topology) == hash(Topology(2.0, 3.0, 4))
     with pytest.raises(dataclasses.FrozenInstanceError):
         topology.replicas = 5

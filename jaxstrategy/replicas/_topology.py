@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
-from typing import final
+from collections.abc import Callable, Iterable
+from typing import TypeAlias, final
 
 from jaxstrategy.text._shown import shown
 from jaxstrategy.text._whole_numbers import whole
@@ -16,13 +17,17 @@ KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute")
 @final
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """Replicas joined by equal links, and the seconds a collective takes on them.
+    """Replicas joined by links, and the seconds a collective takes on them.
 
     Attributes:
       bandwidth: bytes per second that one replica can send, and at the same time
-        receive, over its slowest link.
+        receive, over its slowest link. Replicas of a host that share its link have an
+        equal part of it each.
       latency: seconds that a message takes before its first byte arrives.
       replicas: how many replicas take part.
+      inside: the faster links among the first `inside.replicas` of them, the next as
+        many, and so on, as in a host; `bandwidth` and `latency` are then those between
+        hosts. None: all links are equal. It may have an `inside` itself.
 
     With `n` replicas, latency `a`, bandwidth `b`, `d = ceil(log2(n))`, and `B` the
     bytes of one replica's operand, that is, of what it holds before the collective:
@@ -37,6 +42,20 @@ class Topology:
     ```
 
     One replica alone sends nothing: every time is 0.
+
+    With `inside`, of `m` replicas each on `h = ceil(n/m)` hosts, a collective has
+    stages [4], each with the formula above of `m` replicas inside or `h` between. Each
+    replica exchanges with those that have its place on the other hosts. Where `n` is no
+    multiple of `m`, the last host counts as full; up to `m` replicas are on one host.
+
+    ```
+    all_reduce      reduce_scatter of B inside, all_reduce of B/m between,
+                    all_gather of B/m inside
+    all_gather      all_gather of B between, all_gather of h B inside
+    reduce_scatter  reduce_scatter of B inside, reduce_scatter of B/m between
+    all_to_all      all_to_all of B inside, all_to_all of B between
+    permute         permute of B between
+    ```
 
     The ring's all-reduce, a reduce-scatter and an all-gather around a ring, is that of
     Patarasuk and Yuan [1]; its all-to-all is the pairwise exchange of [2], in which
@@ -58,9 +77,13 @@ class Topology:
     [3] J. Bruck, C.-T. Ho, S. Kipnis, E. Upfal, D. Weathersby. Efficient algorithms
         for all-to-all communications in multiport message-passing systems. IEEE Trans.
         Parallel Distrib. Syst. 8 (1997) 1143-1156.
+    [4] M. Cho, U. Finkler, M. Serrano, D. Kung, H. Hunter. BlueConnect: Decomposing
+        all-reduce for deep learning on heterogeneous network hierarchy. IBM J. Res.
+        Dev. 63 (2019) 1:1-1:11.
 
     Raises:
-      TypeError: a field is not a number, or `replicas` not a whole one.
+      TypeError: a field is not a number, `replicas` not a whole one, or `inside` no
+        `Topology`.
       ValueError: `bandwidth` is not positive, `latency` negative, one of them not
         finite, or `replicas` less than 1.
 
@@ -70,16 +93,30 @@ class Topology:
     0.014014 s
     >>> print(f"{topology.tree('all_reduce', 8e6):.6f} s")
     0.048006 s
+
+    Hosts of 8 replicas, with links ten times as fast inside:
+
+    >>> host = js.Topology(bandwidth=1e10, latency=1e-6, replicas=8)
+    >>> hosts = js.Topology(bandwidth=1e9, latency=1e-5, replicas=64, inside=host)
+    >>> print(f"{hosts.ring('all_reduce', 8e6):.6f} s")
+    0.003304 s
     """
 
     bandwidth: float
     latency: float
     replicas: int
+    inside: Topology | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "bandwidth", _bandwidth(self.bandwidth))
         object.__setattr__(self, "latency", _latency(self.latency))
         object.__setattr__(self, "replicas", _replicas(self.replicas))
+        if not isinstance(self.inside, Topology | None):
+            raise TypeError(
+                f"`inside` was {shown(self.inside)}; a `Topology` was wanted, or None. "
+                "Give the links of one host as `inside=Topology(bandwidth=300e9, "
+                "latency=2e-6, replicas=8)`."
+            )
 
     def ring(self, kind: str, nbytes: float) -> float:
         """Seconds of the collective `kind` around a ring.
@@ -91,8 +128,7 @@ class Topology:
           TypeError: `nbytes` is not a number.
           ValueError: another `kind`, or `nbytes` is negative or not finite.
         """
-        messages, operands = _ring(kind, self.replicas)
-        return self._seconds(messages, operands, nbytes)
+        return self._seconds(kind, nbytes, _ring)
 
     def tree(self, kind: str, nbytes: float) -> float:
         """Seconds of the collective `kind` along a tree; arguments as for `ring`.
@@ -101,11 +137,10 @@ class Topology:
           TypeError: `nbytes` is not a number.
           ValueError: another `kind`, or `nbytes` is negative or not finite.
         """
-        messages, operands = _tree(kind, self.replicas)
-        return self._seconds(messages, operands, nbytes)
+        return self._seconds(kind, nbytes, _tree)
 
     def fastest(self, kind: str, nbytes: float) -> float:
-        """The smaller of `ring` and `tree`: few bytes favour the tree.
+        """The smaller of `ring` and `tree`, for each stage: few bytes favour the tree.
 
         Raises:
           TypeError: `nbytes` is not a number.
@@ -118,7 +153,7 @@ class Topology:
         >>> topology.fastest("all_reduce", 8e6) == topology.ring("all_reduce", 8e6)
         True
         """
-        return min(self.ring(kind, nbytes), self.tree(kind, nbytes))
+        return self._seconds(kind, nbytes, _ring, _tree)
 
     def with_replicas(self, replicas: int) -> Topology:
         """The same links between another number of replicas.
@@ -128,14 +163,105 @@ class Topology:
           ValueError: it is less than 1.
 
         >>> import jaxstrategy as js
-        >>> js.Topology(bandwidth=1e9, latency=1e-6, replicas=8).with_replicas(64)
-        Topology(bandwidth=1000000000.0, latency=1e-06, replicas=64)
+        >>> js.Topology(1e9, 1e-6, replicas=8).with_replicas(64).replicas
+        64
         """
         return dataclasses.replace(self, replicas=replicas)
 
-    def _seconds(self, messages: int, operands: float, nbytes: float) -> float:
-        """Seconds of `messages` sent in turn that carry `operands` operands in all."""
-        return messages * self.latency + operands * _nbytes(nbytes) / self.bandwidth
+    def among(self, replicas: Iterable[int]) -> Topology:
+        """The links among some of the replicas, given by their numbers.
+
+        Of hosts with unequally many of them, each counts as the one with the most.
+
+        Raises:
+          ValueError: there is none, or no replica has such a number.
+
+        >>> import jaxstrategy as js
+        >>> host = js.Topology(bandwidth=1e10, latency=1e-6, replicas=8)
+        >>> hosts = js.Topology(bandwidth=1e9, latency=1e-5, replicas=64, inside=host)
+        >>> hosts.among(range(8, 12)) == host.with_replicas(4)
+        True
+        >>> hosts.among([0, 8, 16]).ring("permute", 1e9)
+        1.00001
+        """
+        members = sorted(set(replicas))
+        if not members or not 0 <= members[0] <= members[-1] < self.replicas:
+            raise ValueError(
+                f"`replicas` was {shown(members)}; numbers from 0 to "
+                f"{self.replicas - 1} were wanted, at least one."
+            )
+        if self.inside is None:
+            return self.with_replicas(len(members))
+        size = self.inside.replicas
+        hosts: dict[int, list[int]] = {}
+        for member in members:
+            hosts.setdefault(member // size, []).append(member % size)
+        fullest = self.inside.among(max(hosts.values(), key=len))
+        if len(hosts) == 1:
+            return fullest
+        count = len(hosts) * fullest.replicas
+        return dataclasses.replace(self, replicas=count, inside=fullest)
+
+    def with_replicas_per_device(self, count: int) -> Topology:
+        """The same links between devices, each of which has `count` of the replicas.
+
+        Raises:
+          TypeError: it is not a whole number.
+          ValueError: it is less than 1.
+
+        >>> import jaxstrategy as js
+        >>> js.Topology(1e9, 1e-6, replicas=64).with_replicas_per_device(8).replicas
+        8
+        """
+        sharing = _replicas(count)
+        within = self.inside
+        return dataclasses.replace(
+            self,
+            replicas=-(-self.replicas // sharing),
+            inside=None if within is None else within.with_replicas_per_device(sharing),
+        )
+
+    def _seconds(self, kind: str, nbytes: float, *algorithms: _Algorithm) -> float:
+        """Seconds of all stages, each by the best of some algorithms."""
+        if kind not in KINDS:
+            raise _unknown(kind)
+        return sum(
+            min(links._of_one_level(each, operand, how) for how in algorithms)
+            for links, each, operand in self._stages(kind, _nbytes(nbytes))
+        )
+
+    def _of_one_level(self, kind: str, nbytes: float, algorithm: _Algorithm) -> float:
+        messages, operands = algorithm(kind, self.replicas)
+        return messages * self.latency + operands * nbytes / self.bandwidth
+
+    def _stages(self, kind: str, nbytes: float) -> list[_Stage]:
+        """What is done in turn: equal links, a collective, the bytes of one operand."""
+        if self.inside is None:
+            return [(self, kind, nbytes)]
+        if self.replicas <= self.inside.replicas:
+            return self.inside.with_replicas(self.replicas)._stages(kind, nbytes)
+        size = self.inside.replicas
+        hosts = -(-self.replicas // size)
+        within = self.inside._stages
+        between = dataclasses.replace(self, replicas=hosts, inside=None)._stages
+        match kind:
+            case "all_reduce":
+                return [
+                    *within("reduce_scatter", nbytes),
+                    *between("all_reduce", nbytes / size),
+                    *within("all_gather", nbytes / size),
+                ]
+            case "all_gather":
+                return [*between(kind, nbytes), *within(kind, hosts * nbytes)]
+            case "reduce_scatter":
+                return [*within(kind, nbytes), *between(kind, nbytes / size)]
+            case "all_to_all":
+                return [*within(kind, nbytes), *between(kind, nbytes)]
+        return between(kind, nbytes)
+
+
+_Stage: TypeAlias = tuple[Topology, str, float]
+_Algorithm: TypeAlias = Callable[[str, int], tuple[int, float]]
 
 
 def _ring(kind: str, n: int) -> tuple[int, float]:

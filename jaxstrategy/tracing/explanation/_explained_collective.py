@@ -32,7 +32,7 @@ def explained(
         "dtypes": tuple(dict.fromkeys(str(aval.dtype) for aval in operands)),
         "loops": site.loops,
         "in_branch": site.in_branch,
-        "group": max(map(len, groups)) if groups else None,
+        "groups": tuple(map(tuple, groups)) if groups else None,
         "line": site.line,
         "is_transposed": site.is_transposed,
     }

@@ -23,7 +23,7 @@ class ExplainedCollective:
       loops: how often each loop around it turns, the innermost first; None where only
         the devices will know.
       in_branch: whether it is in a branch, and may be left out.
-      group: how many replicas take part together; None for all of them.
+      groups: the replicas that take part together, by number; None: all of them.
       line: the user's line that made it, or else where the step is defined.
       is_transposed: whether differentiation made it out of that line.
       cause: `"step"` if the step says so; `"sharding"` if it is there because state is
@@ -42,13 +42,18 @@ class ExplainedCollective:
     dtypes: tuple[str, ...]
     loops: tuple[int | None, ...]
     in_branch: bool
-    group: int | None
+    groups: tuple[tuple[int, ...], ...] | None
     line: Line | None
     is_transposed: bool
     cause: Literal["step", "sharding", "compiler"] = "step"
     array: str = ""
     why: str = ""
     parts: int = 1
+
+    @property
+    def group(self) -> int | None:
+        """How many replicas take part together, at most; None for all of them."""
+        return None if self.groups is None else max(map(len, self.groups))
 
     @property
     def times(self) -> int | None:
@@ -62,13 +67,22 @@ class ExplainedCollective:
 
     def seconds(self, topology: Topology, algorithm: str) -> float:
         """The predicted time of `least_times` of it, by a method of `Topology`."""
-        if self.group is not None:
-            topology = topology.with_replicas(min(self.group, topology.replicas))
         nbytes = self.nbytes
         if self.parts > 1:
             nbytes *= self.parts / topology.replicas
-        one = getattr(topology, algorithm)(self.kind, nbytes)
-        return self.least_times * one
+        slowest = max(
+            getattr(links, algorithm)(self.kind, nbytes)
+            for links in self._links(topology)
+        )
+        return self.least_times * slowest
+
+    def _links(self, topology: Topology) -> set[Topology]:
+        """Those that replicas which take part together have, of each group."""
+        if self.groups is None:
+            return {topology}
+        n = topology.replicas
+        there = [[i for i in group if i < n] for group in self.groups]
+        return {topology.among(group) for group in there if group}
 
 
 @final
