@@ -121,6 +121,7 @@ from jaxstrategy.strategies._multi_worker import (
 from jaxstrategy.strategies._one_device import OneDeviceStrategy as OneDeviceStrategy
 from jaxstrategy.strategies._sharded_type import Sharded as Sharded
 from jaxstrategy.strategies._strategy import Strategy as Strategy
+from jaxstrategy.strategies._tpu import TPUStrategy as TPUStrategy
 from jaxstrategy.text import _absent
 from jaxstrategy.tracing.explanation._explanation import Explanation as Explanation
 from jaxstrategy.training._losses import compute_average_loss as compute_average_loss

@@ -23,12 +23,14 @@ from jaxstrategy.strategies._central import (
 from jaxstrategy.strategies._multi_worker import (
     ExperimentalMultiWorkerMirroredStrategy,
 )
+from jaxstrategy.strategies._tpu import ExperimentalTPUStrategy
 from jaxstrategy.text import _absent
 from jaxstrategy.tracing.replication._pure import declare_pure as declare_pure
 from jaxstrategy.variables import partitioners as partitioners
 
 CollectiveCommunication = CommunicationImplementation
 MultiWorkerMirroredStrategy = ExperimentalMultiWorkerMirroredStrategy
+TPUStrategy = ExperimentalTPUStrategy
 
 
 def __getattr__(name: str) -> NoReturn:

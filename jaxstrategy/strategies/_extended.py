@@ -30,6 +30,7 @@ from jaxstrategy.strategies._destinations import (
     placed,
     sharding_of,
 )
+from jaxstrategy.strategies._logical_placement import check_logical_device
 from jaxstrategy.tracing.nnx._adapter import is_changed_in_place
 from jaxstrategy.values import _trees
 from jaxstrategy.values._per_replica import PerReplica
@@ -146,6 +147,28 @@ class StrategyExtended:
             placed(result, sharding)
             for result, sharding in zip(results, shardings, strict=True)
         ]
+
+    @contextlib.contextmanager
+    def experimental_logical_device(self, logical_device_id: int) -> Iterator[None]:
+        """A `with` block for what is on one logical device, in TensorFlow's programs.
+
+        It changes nothing: all of a replica's devices compute one program, and XLA
+        chooses where what is not divided is computed.
+
+        Args:
+          logical_device_id: the number of a device of each replica.
+
+        Raises:
+          ValueError: a replica has no such device.
+
+        >>> import jaxstrategy as js
+        >>> _ = js.simulate(8)
+        >>> strategy = js.TPUStrategy(cores_per_replica=2)
+        >>> with strategy.scope(), strategy.extended.experimental_logical_device(1):
+        ...     w = js.Variable(3.0)
+        """
+        check_logical_device(logical_device_id, self._strategy.replicas)
+        yield
 
     # Variables.
 

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-_TPU = (
-    "`MirroredStrategy()` takes all devices of this host, TPU cores included, and "
-    "`MultiWorkerMirroredStrategy()` those of all processes; JAX finds a TPU without a "
-    "resolver and without `initialize_tpu_system`."
-)
 _SERVERS = (
     "There are no parameter servers and no coordinator here yet. "
     "`experimental.CentralStorageStrategy` keeps variables on one device of this host, "
@@ -19,13 +14,11 @@ _PROCESSES = (
 )
 
 ADVICE = {
-    "TPUStrategy": _TPU,
     "ParameterServerStrategy": _SERVERS,
     "coordinator": _SERVERS,
     "cluster_resolver.GCEClusterResolver": _PROCESSES,
     "cluster_resolver.KubernetesClusterResolver": _PROCESSES,
     "cluster_resolver.KubernetesExecutableLocation": _PROCESSES,
-    "experimental.TPUStrategy": _TPU,
     "experimental.ParameterServerStrategy": _SERVERS,
     "experimental.coordinator": _SERVERS,
     "experimental.rpc": _SERVERS,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jaxstrategy.replicas._replicas import Lies, Replicas
+from jaxstrategy.tracing._lone_replica import without_collectives
 from jaxstrategy.tracing._on_own_devices import on_own_devices
 from jaxstrategy.tracing._sixteen_bits import through_float32
 from jaxstrategy.tracing.lanes._shared_devices import on_shared_devices
@@ -24,6 +25,8 @@ def on_replicas(
     """
     if replicas.per_device > 1:
         return on_shared_devices(fn, replicas, taken, returned)
-    if replicas.inner_axes and replicas.devices[0].platform == "cpu":
+    if replicas.inner_axes and replicas.count == 1:
+        fn = without_collectives(fn, replicas.axes)
+    elif replicas.inner_axes and replicas.devices[0].platform == "cpu":
         fn = through_float32(fn)
     return on_own_devices(fn, replicas, taken, returned)

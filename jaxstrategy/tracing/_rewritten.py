@@ -6,11 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias, final
 
 import jax
+from jax.extend import core
 from jax.extend.core import DropVar, Literal
 
 from jaxstrategy.tracing._jaxpr_types import Atom, Equation, Jaxpr
-from jaxstrategy.tracing.replication._jaxprs import plain
-from jaxstrategy.values._types import Function
+from jaxstrategy.tracing.replication._jaxprs import closed, plain
+from jaxstrategy.values._types import Function, Leaf, PyTree
 
 Rule: TypeAlias = Callable[[Equation], Function | None]
 """Of an equation the function that takes its place; None: it stays.
@@ -42,6 +43,34 @@ def rewritten(
       parameters: says which parameters of equations that stay are others.
     """
     return _Rewriting(rule, axis_sizes, parameters).of_jaxpr(jaxpr)
+
+
+def rewritten_function(fn: Function, rule: Rule) -> Function:
+    """`fn`, of which some equations are others.
+
+    It is called where the axes that it names have names.
+
+    Args:
+      fn: returns a pytree of arrays.
+      rule: says which equations stay.
+    """
+
+    def called(*given: Leaf) -> PyTree:
+        shapes: list[PyTree] = []
+
+        def flat(*given: Leaf) -> list[jax.Array]:
+            leaves, structure = jax.tree.flatten(fn(*given))
+            shapes.append(structure)
+            return leaves
+
+        made: Any = jax.make_jaxpr(flat)(*given)
+        jaxpr = made.jaxpr
+        whole = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
+        evaluate = core.jaxpr_as_fun(closed(rewritten(whole, rule)))
+        results = evaluate(*made.consts, *given)
+        return jax.tree.unflatten(shapes[0], results)
+
+    return called
 
 
 @final

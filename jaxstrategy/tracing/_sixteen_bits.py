@@ -8,44 +8,22 @@ while others are left to it, of whatever size these are (JAX 0.10 and 0.12).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend import core
 
 from jaxstrategy.tracing._jaxpr_types import Equation
-from jaxstrategy.tracing._rewritten import rewritten
+from jaxstrategy.tracing._rewritten import rewritten_function
 from jaxstrategy.tracing.replication._collective_table import Effect, effect_of
-from jaxstrategy.tracing.replication._jaxprs import closed
-from jaxstrategy.values._types import Function, Leaf, PyTree
+from jaxstrategy.values._types import Function
 
 _EFFECTS = (Effect.SUM, Effect.EXTREME, Effect.SUM_SCATTER)
 
 
 def through_float32(fn: Function) -> Function:
-    """`fn` of one replica, of which such collectives are computed in float32.
-
-    It is called where the axes of the replicas have names.
-    """
-
-    def called(*given: Leaf) -> PyTree:
-        shapes: list[PyTree] = []
-
-        def flat(*given: Leaf) -> list[jax.Array]:
-            leaves, structure = jax.tree.flatten(fn(*given))
-            shapes.append(structure)
-            return leaves
-
-        made: Any = jax.make_jaxpr(flat)(*given)
-        jaxpr = made.jaxpr
-        whole = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
-        evaluate = core.jaxpr_as_fun(closed(rewritten(whole, _in_float32)))
-        results = evaluate(*made.consts, *given)
-        return jax.tree.unflatten(shapes[0], results)
-
-    return called
+    """`fn` of one replica, of which such collectives are computed in float32."""
+    return rewritten_function(fn, _in_float32)
 
 
 def _in_float32(eqn: Equation) -> Function | None:

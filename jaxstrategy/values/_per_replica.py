@@ -230,6 +230,11 @@ def with_mask(value: PerReplica, mask: Value) -> PerReplica:
     return dataclasses.replace(value, _mask=mask)
 
 
+def with_contents(value: PerReplica, array: jax.Array) -> PerReplica:
+    """`value`, with an array in place of its own: see `contents`."""
+    return dataclasses.replace(value, _value=array)
+
+
 def contents(value: PerReplica) -> Leaf:
     """The array in `value`: `[replica, ...]` outside a step, `[...]` inside one."""
     return value._value

@@ -120,10 +120,14 @@ def named(*effects: Effect) -> list[str]:
     return [row.name for row in COLLECTIVES.values() if row.effect in effects]
 
 
-def is_along(eqn: Equation, axes: Iterable[str]) -> bool:
-    """Whether an equation works along one of these mesh axes."""
+def names(eqn: Equation) -> tuple[object, ...]:
+    """The names of the mesh axes along which an equation works; none of most."""
     # `psum`, `pmax` and `pmin` have `axes`, the others `axis_name`: a tuple of names
     # or one name (JAX 0.10 and 0.12).
     found = eqn.params.get("axes", eqn.params.get("axis_name", ()))
-    names = found if isinstance(found, (tuple, list)) else (found,)
-    return not set(axes).isdisjoint(names)
+    return tuple(found) if isinstance(found, (tuple, list)) else (found,)
+
+
+def is_along(eqn: Equation, axes: Iterable[str]) -> bool:
+    """Whether an equation works along one of these mesh axes."""
+    return not set(axes).isdisjoint(names(eqn))

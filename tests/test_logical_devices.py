@@ -1,0 +1,242 @@
+"""Splitting a replica's values over its devices changes only where they lie."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxstrategy as js
+from jaxstrategy.checkpoint import CheckpointManager
+
+
+@pytest.fixture(scope="module")
+def pairs():
+    return js.TPUStrategy(cores_per_replica=2)
+
+
+@pytest.fixture
+def fours():
+    return js.TPUStrategy(cores_per_replica=4)
+
+
+def total(x):
+    return js.get_replica_context().all_reduce("sum", x)
+
+
+def numbers(*shape, seed=0):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def tiles_of(array):
+    """What each device has of an array, by its id."""
+    return {s.device.id: np.asarray(s.data) for s in array.addressable_shards}
+
+
+def test_a_product_of_what_is_split(pairs):
+    x, w0 = numbers(4, 16), numbers(16, 8, seed=1)
+    with pairs.scope():
+        w = js.Variable(w0)
+    shapes = []
+
+    def step(x):
+        x = pairs.experimental_split_to_logical_devices(x, [1, 2])
+        shapes.append(w.shape)
+        return total(x @ w.value())
+
+    np.testing.assert_allclose(pairs.run(step, (x,)), 4 * (x @ w0), rtol=1e-5)
+    assert w.shape == (16, 8) and set(shapes) == {(16, 8)}
+
+
+def test_values_gradients_and_dtypes_stay(pairs):
+    # Products and sums of small whole numbers are exact in whatever order.
+    x = np.random.default_rng(0).integers(-8, 8, (4, 4, 6)).astype(np.float32)
+
+    def step(split):
+        def step(x):
+            def loss(x):
+                y = split(3 * x + 1)
+                return (y * split(x) ** 2).sum()
+
+            return loss(x), jax.grad(loss)(x), split(x.astype(jnp.bfloat16) * 3)
+
+        return step
+
+    given = (pairs.per_replica(list(x)),)
+    plain = pairs.run(step(lambda x: x), given)
+    splitting = [
+        lambda x: pairs.experimental_split_to_logical_devices(x, [1, 2]),
+        lambda x: pairs.experimental_split_to_logical_devices(x, [2, 1]),
+        pairs.experimental_replicate_to_logical_devices,
+    ]
+    for split in splitting:
+        found = pairs.run(step(split), given)
+        for one, other in zip(found, plain, strict=True):
+            assert one.dtype == other.dtype
+            np.testing.assert_array_equal(
+                one.stacked.astype(np.float32), other.stacked.astype(np.float32)
+            )
+    np.testing.assert_array_equal(plain[0].stacked, (3 * x**3 + x**2).sum((1, 2)))
+    np.testing.assert_array_equal(plain[1].stacked, 9 * x**2 + 2 * x)
+    np.testing.assert_array_equal(plain[2].stacked, 3 * x)
+
+
+@pytest.mark.parametrize(
+    ("splits", "text"),
+    [
+        ([2], "Length of `partition_dimensions` must equal.*it was .2., and the shape"),
+        ([2, 2], r"Dimension 0 of `tensor` must be divisible.*\(3, 4\)"),
+        ([1, 4], r"product of `partition_dimensions` must be.* 2: it was \[1, 4\]"),
+        ([1, 1], "the product 1"),
+        ([0, 2], "a dimension has 1 part or more"),
+    ],
+)
+def test_splits_that_cannot_be_are_refused(pairs, splits, text):
+    x = numbers(3, 4)
+    split = pairs.experimental_split_to_logical_devices
+    for value in (x, pairs.per_replica(np.stack([x] * 4))):
+        with pytest.raises(ValueError, match=text):
+            split(value, splits)
+        with pytest.raises(ValueError, match=text):
+            pairs.run(lambda x: split(x, splits), (value,))
+
+
+def test_splits_that_are_no_numbers_are_refused(pairs):
+    for splits in (2, [1.0, 2], None):
+        with pytest.raises(TypeError, match="`partition_dimensions` was .*; a list of"):
+            pairs.experimental_split_to_logical_devices(numbers(3, 4), splits)
+    with pytest.raises(TypeError, match="tensor"):
+        pairs.experimental_split_to_logical_devices("text", [2])
+    with pytest.raises(TypeError, match="tensor"):
+        pairs.experimental_replicate_to_logical_devices({"a": 1.0})
+
+
+def test_other_strategies_values_are_refused(pairs, two):
+    with two.scope(), pytest.raises(js.ContextError, match="Mixing different"):
+        pairs.experimental_split_to_logical_devices(numbers(2, 2), [1, 2])
+
+
+@pytest.mark.parametrize(
+    ("splits", "tile"),
+    [
+        ([4, 1], lambda x, core: x[core : core + 1]),
+        ([1, 4], lambda x, core: x[:, core : core + 1]),
+        (
+            [2, 2],
+            lambda x, core: x[core // 2 * 2 :][:2, core % 2 * 2 :][:, :2],
+        ),
+    ],
+)
+def test_tiles_lie_in_row_major_order(fours, splits, tile):
+    x = numbers(4, 4)
+    split = fours.experimental_split_to_logical_devices
+    for device, data in tiles_of(split(x, splits)).items():
+        np.testing.assert_array_equal(data, tile(x, device % 4))
+    versions = np.stack([x, 2 * x])
+    outside = split(fours.per_replica(versions), splits)
+    in_step = fours.run(lambda x: split(x * 1, splits), (fours.per_replica(versions),))
+    for found in (outside, in_step):
+        for device, data in tiles_of(found.stacked).items():
+            wanted = tile(versions[device // 4], device % 4)
+            np.testing.assert_array_equal(data[0], wanted)
+
+
+def test_what_is_replicated_is_whole_on_each_device(fours):
+    x = numbers(4, 4)
+    split = fours.experimental_split_to_logical_devices(x, [2, 2])
+    again = fours.experimental_replicate_to_logical_devices(split)
+    assert len(tiles_of(again)) == 8
+    for data in tiles_of(again).values():
+        np.testing.assert_array_equal(data, x)
+
+
+def test_splitting_in_a_merge_call(pairs):
+    split = pairs.experimental_split_to_logical_devices
+
+    def merged(strategy, x):
+        return strategy.reduce("sum", split(x, [1, 2]))
+
+    def step(x):
+        return js.get_replica_context().merge_call(merged, (x * 2,))
+
+    x = numbers(4, 2, 4)
+    found = pairs.run(step, (pairs.per_replica(x),))
+    np.testing.assert_allclose(found, 2 * x.sum(0), rtol=1e-5)
+
+
+def test_splitting_in_a_function_of_your_own(pairs):
+    @jax.jit
+    def double(x):
+        return pairs.experimental_split_to_logical_devices(2 * x, [1, 2])
+
+    x = numbers(2, 4)
+    np.testing.assert_array_equal(double(x), 2 * x)
+
+
+def test_a_batch_keeps_its_mask(pairs):
+    (batch,) = pairs.experimental_distribute_dataset(js.batches(numbers(6, 4), 8))
+    split = pairs.experimental_split_to_logical_devices(batch, [1, 2])
+    np.testing.assert_array_equal(split.mask, batch.mask)
+    np.testing.assert_array_equal(split.stacked, batch.stacked)
+
+
+def test_a_variable_is_changed_by_what_is_split(pairs):
+    x, d, d2 = numbers(4, 8), numbers(4, 8, seed=1), numbers(4, 8, seed=2)
+    split = pairs.experimental_split_to_logical_devices
+    with pairs.scope():
+        w = js.Variable(split(np.zeros_like(x), [1, 2]))
+
+    def through(method):
+        def step(x):
+            getattr(w, method)(split(x, [1, 2]))
+            return total(w.value())
+
+        return step
+
+    wanted = 0
+    for method, given, change in [
+        ("assign", x, x),
+        ("assign_sub", d, -d),
+        ("assign_add", d2, d2),
+    ]:
+        wanted = wanted + change
+        found = pairs.run(through(method), (given,))
+        np.testing.assert_allclose(found, 4 * wanted, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(w.value(), wanted, rtol=1e-6, atol=1e-6)
+    w.assign(x)
+    np.testing.assert_array_equal(w.value(), x)
+    w.assign_sub(d)
+    w.assign_add(split(d2, [2, 1]))
+    np.testing.assert_allclose(w.value(), x - d + d2, rtol=1e-6, atol=1e-6)
+
+
+OTHERS = {
+    "2 cores": lambda: js.TPUStrategy(cores_per_replica=2),
+    "1 core": js.TPUStrategy,
+    "8 cores": lambda: js.TPUStrategy(cores_per_replica=8),
+    "mirrored": lambda: js.MirroredStrategy(jax.devices()[:2]),
+}
+
+
+def test_checkpoints_are_read_with_any_number_of_cores(pairs, tmp_path):
+    x, w1, w2 = numbers(4, 16), numbers(16, 8, seed=1), numbers(16, 8, seed=2)
+    split = pairs.experimental_split_to_logical_devices
+    with pairs.scope():
+        w = js.Variable(split(w1, [1, 2]))
+    manager = CheckpointManager(tmp_path)
+    manager.save(0, {"w": w, "plain": split(w1, [2, 1])})
+    w.assign(w2)
+
+    def step(x):
+        return total(split(x, [1, 2]) @ w.value())
+
+    np.testing.assert_allclose(pairs.run(step, (x,)), 4 * (x @ w2), rtol=1e-5)
+    manager.restore({"w": w}, partial=True)
+    np.testing.assert_allclose(pairs.run(step, (x,)), 4 * (x @ w1), rtol=1e-5)
+    for make in OTHERS.values():
+        strategy = make()
+        with strategy.scope():
+            v = js.Variable(w2)
+            plain = strategy.mirror(w2)
+            state = manager.restore({"w": v, "plain": plain})
+        np.testing.assert_array_equal(v.value(), w1)
+        np.testing.assert_array_equal(state["plain"], w1)
