@@ -1,5 +1,6 @@
 """What holds for the replicas of one process holds for those of several."""
 
+import json
 import pickle
 import traceback
 
@@ -10,20 +11,34 @@ from workers.conformance import CHECKS, tried
 
 import jaxstrategy as js
 
-# Processes, and devices of each: always four replicas.
-LAYOUTS = [(2, 2), (4, 1)]
+# Processes, devices of each, and how many of them a replica has, or replicas a device:
+# always four replicas.
+LAYOUTS = [
+    (2, 2, {}),
+    (4, 1, {}),
+    (2, 4, {"logical_axes": {"core": 2}}),
+    (2, 1, {"replicas_per_device": 2}),
+]
 MAIN = "import sys\nfrom workers.conformance import main\nmain(sys.path[0])\n"
+
+
+@pytest.fixture(scope="module")
+def wanted():
+    strategy = js.MirroredStrategy(js.simulate(8)[:4])
+    return {name: tried(name, strategy) for name in CHECKS}
 
 
 # One test for all checks of a layout: its processes start once.
 @pytest.mark.slow
-@pytest.mark.parametrize("count, devices", LAYOUTS)
-def test_all_is_as_in_one_process(count, devices, job, tmp_path):
-    env = {"PYTHONPATH": workers.PATH, "JAX_NUM_CPU_DEVICES": str(devices)}
-    strategy = js.MirroredStrategy(js.simulate(8)[:4])
+@pytest.mark.parametrize("count, devices, layout", LAYOUTS)
+def test_all_is_as_in_one_process(count, devices, layout, job, tmp_path, wanted):
+    env = {
+        "PYTHONPATH": workers.PATH,
+        "JAX_NUM_CPU_DEVICES": str(devices),
+        "LAYOUT": json.dumps(layout),
+    }
     with job(MAIN, count=count, seconds=60, env=env, started=False) as running:
-        wanted = {name: tried(name, strategy) for name in CHECKS}
-        assert running.wait(150) == [0] * count
+        assert running.wait(200) == [0] * count
     found = [pickle.loads((tmp_path / f"found{k}").read_bytes()) for k in range(count)]
     wrong = {name: differing(wanted[name], [f[name] for f in found]) for name in CHECKS}
     assert not any(wrong.values()), "\n".join(filter(None, wrong.values()))
