@@ -152,9 +152,7 @@ def test_stacked_values_of_two_devices_each_are_read_as_versions():
     replicas = Replicas(mesh((4, 2), ("replica", "shard")), per_device=2)
     x = np.arange(16.0, dtype=np.float32).reshape(8, 2)
     value = js.PerReplica(replicas.stacked(list(x)))
-    assert value.num_replicas == 8 and repr(value).endswith(
-        "on cpu:0, cpu:2, cpu:4, cpu:6)"
-    )
+    assert value.num_replicas == 8 and repr(value).endswith("on cpu:0..7)")
     for i, version in enumerate(value.values):
         np.testing.assert_array_equal(version, x[i])
         np.testing.assert_array_equal(value.local(i), x[i])

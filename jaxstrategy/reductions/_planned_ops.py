@@ -55,9 +55,10 @@ class DefaultOps(PlannedOps):
 
     def plan(self, replicas: Replicas) -> Plan:
         """Packing as is best there."""
-        devices = replicas.devices
+        devices = replicas.all_devices
         processes = len({device.process_index for device in devices})
-        return Plan(best_on(devices[0].platform, replicas.count, processes))
+        platform = next(iter(devices)).platform
+        return Plan(best_on(platform, replicas.count, processes))
 
 
 @final
@@ -162,21 +163,22 @@ class ReductionToOneDevice(PlannedOps):
             NumberOfPacks(0),
             functools.partial(
                 _sums.to_one_device,
-                root=self._root(replicas.devices),
+                root=self._root(replicas),
                 accumulate=self._accumulate,
             ),
         )
 
-    def _root(self, devices: Sequence[Device]) -> int:
+    def _root(self, replicas: Replicas) -> int:
         if self._device is None:
             return 0
         device = _devices.find(self._device)
-        if device not in devices:
+        root = replicas.replica_on(device)
+        if root is None:
             raise ValueError(
                 f"`reduce_to_device` is {_devices.name(device)}, where no replica is: "
-                f"they are on {_devices.names(devices)}. Name one of these."
+                f"they are on {replicas.device_names}. Name one of these."
             )
-        return list(devices).index(device)
+        return root
 
 
 def checked_ops(given: CrossDeviceOps | None) -> CrossDeviceOps:

@@ -30,7 +30,8 @@ def name(device: Device) -> str:
 
 
 def names(devices: Sequence[Device]) -> str:
-    """Device names on one line, shortened to `cpu:0..7` where they run on."""
+    """Device names on one line, each once, shortened to `cpu:0..7` if they run on."""
+    devices = list(dict.fromkeys(devices))
     ids = [device.id for device in devices]
     kinds = {device.platform for device in devices}
     consecutive = ids == list(range(ids[0], ids[0] + len(ids)))
@@ -105,7 +106,8 @@ def choose(devices: Sequence[Device | str] | Device | str) -> tuple[Device, ...]
     if repeated:
         raise ValueError(
             f"No duplicates are allowed in `devices`: {', '.join(repeated)} is there "
-            "more than once. Give every device once; each one is a replica."
+            "more than once. Give every device once; with `replicas_per_device` "
+            "several replicas share each of them."
         )
     platforms = sorted({device.platform for device in found})
     if len(platforms) > 1:

@@ -9,12 +9,32 @@ from jaxstrategy.text._shown import shown
 from jaxstrategy.text._whole_numbers import whole
 
 
+def checked_sizes(
+    logical_axes: Mapping[str, int] | None, replicas_per_device: int
+) -> tuple[dict[str, int], int]:
+    """The inner axes by name, and the number of replicas that share a device.
+
+    Raises:
+      TypeError: they are no mapping of names to whole numbers, and no whole number.
+      ValueError: a number is not positive, a name empty or that of the replicas' axis,
+        or a replica has several devices and a device several replicas.
+    """
+    sizes, sharing = inner_sizes(logical_axes), checked_sharing(replicas_per_device)
+    if sizes and sharing > 1:
+        raise ValueError(
+            f"`logical_axes` was {shown(logical_axes)} and `replicas_per_device` "
+            f"{sharing}: a replica has several devices, or a device several replicas. "
+            "Give one of the two."
+        )
+    return sizes, sharing
+
+
 def inner_sizes(logical_axes: Mapping[str, int] | None) -> dict[str, int]:
     """The sizes of the axes along which the devices of one replica differ, by name.
 
     Raises:
       TypeError: they are no mapping of names to whole numbers.
-      ValueError: a size is not positive, or a name is that of the replicas' axis.
+      ValueError: a size is not positive, a name empty or that of the replicas' axis.
     """
     if logical_axes is None:
         return {}
@@ -27,9 +47,14 @@ def inner_sizes(logical_axes: Mapping[str, int] | None) -> dict[str, int]:
 
 
 def _name(name: object) -> str:
-    if not isinstance(name, str) or not name:
+    if not isinstance(name, str):
         raise TypeError(
             f"`logical_axes` has {shown(name)} as the name of an axis; a text was "
+            "wanted, such as `'core'`."
+        )
+    if not name:
+        raise ValueError(
+            "`logical_axes` has an empty text as the name of an axis; a name was "
             "wanted, such as `'core'`."
         )
     if name == _mesh.REPLICA_AXIS:

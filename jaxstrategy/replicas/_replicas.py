@@ -15,11 +15,10 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxstrategy.replicas import _mesh
+from jaxstrategy.replicas import _devices, _mesh
 from jaxstrategy.replicas._devices import Device
-from jaxstrategy.replicas._inner_sizes import checked_sharing, inner_sizes
+from jaxstrategy.replicas._inner_sizes import checked_sizes
 from jaxstrategy.replicas._state_sharding import ArrayLike, LeafSharding, StateSharding
-from jaxstrategy.text._shown import shown
 
 
 class Meaning(enum.Enum):
@@ -33,6 +32,8 @@ class Meaning(enum.Enum):
 
 
 SAME, SPLIT = Meaning.SAME, Meaning.SPLIT
+
+_MOST_REPLICAS = 2**31 - 1
 
 Lies: TypeAlias = Meaning | int
 """Its meaning; or the dimension along which it is divided, the same for all."""
@@ -84,18 +85,16 @@ class Replicas:
           TypeError: they are not devices, or not numbers.
           ValueError: there is none, or one twice; the numbers do not fit.
         """
-        sizes = inner_sizes(logical_axes)
-        sharing = checked_sharing(per_device)
-        if sizes and sharing > 1:
-            raise ValueError(
-                f"`logical_axes` was {shown(logical_axes)} and `replicas_per_device` "
-                f"{sharing}: a replica has several devices, or a device several "
-                "replicas. Give one of the two."
-            )
+        sizes, sharing = checked_sizes(logical_axes, per_device)
         mesh = _mesh.mesh_of(devices, sizes)
         found = Replicas(mesh, per_device=sharing, state_sharding=state_sharding)
-        for i in range(found.count):
-            owners = sorted({each.process_index for each in found.devices_of(i)})
+        if found.count > _MOST_REPLICAS:
+            raise ValueError(
+                f"`replicas_per_device` was {sharing}: there would be {found.count} "
+                "replicas, and they are numbered with 32 bits. Give a smaller number."
+            )
+        for i, group in enumerate(found._groups):
+            owners = sorted({each.process_index for each in group})
             if len(owners) > 1:
                 raise ValueError(
                     f"`logical_axes` was {sizes}: replica {i} would have devices of "
@@ -156,6 +155,15 @@ class Replicas:
         """The devices of all replicas."""
         return frozenset(self.mesh.devices.flat)
 
+    @functools.cached_property
+    def device_names(self) -> str:
+        """The names of the devices of all replicas on one line."""
+        return _devices.names([device for group in self._groups for device in group])
+
+    def device_names_of(self, replica_id: int) -> str:
+        """The names of the devices of one replica on one line."""
+        return _devices.names(self.devices_of(replica_id))
+
     def devices_of(self, replica_id: int) -> tuple[Device, ...]:
         """The devices of one replica, in the order of the inner axes."""
         return self._groups[replica_id // self.per_device]
@@ -168,6 +176,12 @@ class Replicas:
         groups = self.count // self.per_device
         found = self.mesh.devices.transpose(order).reshape(groups, -1)
         return tuple(tuple(row) for row in found)
+
+    def replica_on(self, device: Device) -> int | None:
+        """The first replica that `device` belongs to; None: it is another's."""
+        return next(
+            (i for i in range(self.count) if device in self.devices_of(i)), None
+        )
 
     def _here_of(self, replica_id: int) -> tuple[Device, ...]:
         """The devices of one replica that are in this process."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import final
 
 import jax
@@ -29,6 +29,8 @@ class CentralStorageStrategy(Strategy):
         `MirroredStrategy`.
       parameter_device: where the variables are; by default the host's CPU if there are
         accelerators, else the first device.
+      logical_axes: as of `MirroredStrategy`.
+      replicas_per_device: how many replicas share a compute device.
 
     Raises:
       ValueError: a device does not exist, or is given twice.
@@ -50,6 +52,9 @@ class CentralStorageStrategy(Strategy):
         self,
         compute_devices: Sequence[Device | str] | Device | str | None = None,
         parameter_device: Device | str | None = None,
+        *,
+        logical_axes: Mapping[str, int] | None = None,
+        replicas_per_device: int = 1,
     ) -> None:
         devices = (
             _devices.default_devices()
@@ -57,7 +62,9 @@ class CentralStorageStrategy(Strategy):
             else _devices.choose(compute_devices)
         )
         home = _central(devices) if parameter_device is None else parameter_device
-        replicas = Replicas.on(devices)
+        replicas = Replicas.on(
+            devices, logical_axes=logical_axes, per_device=replicas_per_device
+        )
         variables = ReplicatedVariables(replicas, Replicas.on([_devices.find(home)]))
         self._compose(Choices(replicas, variables=variables))
 

@@ -60,7 +60,10 @@ class ComposedStrategy(AbstractStrategy):
 
     @property
     def mesh(self) -> Mesh:
-        """The `jax.sharding.Mesh` with one device per replica."""
+        """The `jax.sharding.Mesh` of the replicas' devices.
+
+        Its axes are `"replica"` and those of `logical_axes`.
+        """
         return self.replicas.mesh
 
     @property
@@ -75,7 +78,10 @@ class ComposedStrategy(AbstractStrategy):
 
     @property
     def devices(self) -> tuple[Device, ...]:
-        """The replicas' devices, in replica order."""
+        """The device of each replica, the first if it has several, in replica order.
+
+        With `replicas_per_device` a device is there as often as replicas share it.
+        """
         return self.replicas.devices
 
     @property

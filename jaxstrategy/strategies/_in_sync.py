@@ -13,7 +13,6 @@ from jax.tree_util import KeyPath
 from jaxstrategy._errors import OutOfSyncError, PlacementError, TracedValueError
 from jaxstrategy.reductions._fingerprint import groups
 from jaxstrategy.replicas import (
-    _devices,
     _mesh,
 )
 from jaxstrategy.replicas._replicas import SAME, Replicas
@@ -111,7 +110,7 @@ def _elsewhere(what: str, array: jax.Array, replicas: Replicas) -> PlacementErro
     in_parts = "" if is_whole else " and not divided over them in this order"
     return PlacementError(
         f"{what} lies on several devices, as {array.sharding}, but not whole on each "
-        f"of this strategy's, {_devices.names(replicas.devices)}{in_parts}: there are "
+        f"of this strategy's, {replicas.device_names}{in_parts}: there are "
         "no copies to compare. Use the strategy it belongs to; if entry i belongs to "
         "replica i, pass `PerReplica(array)`."
     )

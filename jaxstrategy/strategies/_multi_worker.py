@@ -18,7 +18,7 @@ from jaxstrategy.cluster.resolvers._cluster_resolver import ClusterResolver
 from jaxstrategy.cluster.resolvers._launched import default_resolver
 from jaxstrategy.cluster.resolvers._simple import SimpleClusterResolver
 from jaxstrategy.cluster.resolvers._tf_config import TFConfigClusterResolver
-from jaxstrategy.replicas._inner_sizes import checked_sharing, inner_sizes
+from jaxstrategy.replicas._inner_sizes import checked_sizes
 from jaxstrategy.replicas._replicas import Replicas
 from jaxstrategy.replicas._state_sharding import StateSharding, checked_sharding
 from jaxstrategy.strategies._choices import Choices
@@ -75,8 +75,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         checked_options(communication_options, with_timeout=True)
         checked_sharding(sharding)
         # Before processes meet: what is wrong is wrong in each of them.
-        inner_sizes(logical_axes)
-        replicas_per_device = checked_sharing(replicas_per_device)
+        checked_sizes(logical_axes, replicas_per_device)
         if not isinstance(cluster_resolver, ClusterResolver | None):
             raise TypeError(
                 f"`cluster_resolver` was {cluster_resolver!r}; a ClusterResolver of "

@@ -10,7 +10,6 @@ from jaxstrategy._communication_options import (
     checked_options,
 )
 from jaxstrategy.reductions._cross_device_ops import CrossDeviceOps
-from jaxstrategy.replicas import _devices
 from jaxstrategy.replicas._devices import Device
 from jaxstrategy.replicas._replicas import Replicas
 from jaxstrategy.replicas._state_sharding import StateSharding, checked_sharding
@@ -69,7 +68,7 @@ class Strategy(RunsSteps, ExplainsSteps, ReducesValues, PlacesValues, DividesDat
 
     def __repr__(self) -> str:
         replicas = with_noun(self.num_replicas_in_sync, "replica")
-        where = f"{replicas}{self._shares()} on {_devices.names(self._all_devices())}"
+        where = f"{replicas}{self._shares()} on {self.replicas.device_names}"
         sharding = self.replicas.state_sharding
         divided = "" if sharding is None else f", sharding={sharding.shard!r}"
         return f"{type(self).__name__}({where}{divided})"
@@ -81,13 +80,9 @@ class Strategy(RunsSteps, ExplainsSteps, ReducesValues, PlacesValues, DividesDat
         sharing = self.replicas.per_device
         return f", {sharing} on each device," if sharing > 1 else ""
 
-    def _all_devices(self) -> list[Device]:
-        found = (self.replicas.devices_of(i) for i in range(self.num_replicas_in_sync))
-        return list(dict.fromkeys(device for own in found for device in own))
-
     def _repr_html_(self) -> str:
         rows = [
-            (i, _devices.name(device), device.device_kind)
+            (i, self.replicas.device_names_of(i), device.device_kind)
             for i, device in enumerate(self.devices)
         ]
         name = type(self).__name__

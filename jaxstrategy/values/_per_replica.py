@@ -157,7 +157,7 @@ class PerReplica:
         if _arrays.is_deleted(self._value):
             return ", donated to an earlier call"
         if _arrays.is_placed(self._value):
-            return f" on {_devices.names(_own_devices(self._value))}"
+            return f" on {_devices.names(_devices_of(self._value))}"
         return f" x {self.num_replicas}"
 
     def _repr_html_(self) -> str:
@@ -167,10 +167,7 @@ class PerReplica:
         if not has_versions:
             return f"<code>{html.escape(repr(self))}</code>"
         kind = array_type(self.dtype, self.shape)
-        rows = [
-            (i, _devices.name(device), kind)
-            for i, device in enumerate(_own_devices(self._value))
-        ]
+        rows = [(i, where, kind) for i, where in _by_replica(self._value)]
         return _tables.html_table("PerReplica", ("replica", "device", "version"), rows)
 
     def _misused(self, *_: object, **__: object) -> NoReturn:
@@ -246,9 +243,17 @@ def own_replicas(value: PerReplica) -> tuple[int, ...]:
     return tuple(range(value.num_replicas)) if replicas is None else replicas.own
 
 
-def _own_devices(value: jax.Array) -> Sequence[Device]:
+def _devices_of(value: jax.Array) -> Sequence[Device]:
     """Those of this process that hold a stacked array, in replica order."""
     replicas = Replicas.dividing(value)
     if replicas is None:
         return sorted(value.sharding.addressable_devices, key=lambda d: d.id)
-    return list(dict.fromkeys(replicas.own_devices))
+    return [device for i in replicas.own for device in replicas.devices_of(i)]
+
+
+def _by_replica(value: jax.Array) -> list[tuple[int, str]]:
+    """The replicas of this process and the devices that hold the version of each."""
+    replicas = Replicas.dividing(value)
+    if replicas is None:
+        return list(enumerate(map(_devices.name, _devices_of(value))))
+    return [(i, replicas.device_names_of(i)) for i in replicas.own]

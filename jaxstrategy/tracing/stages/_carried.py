@@ -16,7 +16,6 @@ import jax
 from jax.sharding import NamedSharding
 
 from jaxstrategy._errors import PlacementError
-from jaxstrategy.replicas import _devices
 from jaxstrategy.replicas._replicas import SAME, Replicas
 from jaxstrategy.variables import _cell
 from jaxstrategy.variables._cell import Cell
@@ -101,7 +100,7 @@ class Carried:
             if variable.lives_on(self._replicas):
                 here[variable.cell] = variable.sharding
             else:
-                where = _devices.names(variable.devices)
+                where = variable.replicas.device_names
                 home = _Home(variable.sharding, f"{variable.name!r} lives on {where}")
                 away[variable.cell] = home
         return Carried(self._replicas, here, away)

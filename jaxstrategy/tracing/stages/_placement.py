@@ -193,7 +193,7 @@ class Placement:
         return self.divides_state and self._replicas.dimension_of(array) is not None
 
     def _where(self) -> str:
-        return _devices.names(self._replicas.devices)
+        return self._replicas.device_names
 
     def check_types(self, leaves: Sequence[Leaf]) -> None:
         """Raises unless each `PerReplica` has a version for each replica.
