@@ -50,7 +50,7 @@ class MirroredStrategy(Strategy):
     >>> js.MirroredStrategy(logical_axes={"core": 2})
     MirroredStrategy(4 replicas of {'core': 2} on cpu:0..7)
     >>> js.MirroredStrategy(["CPU:0", "CPU:1"], replicas_per_device=32)
-    MirroredStrategy(64 replicas, 32 on each device, on cpu:0..1)
+    MirroredStrategy(64 replicas, 32 on each device, on cpu:0, cpu:1)
     """
 
     def __init__(
