@@ -268,7 +268,7 @@ class OutOfSyncError(RuntimeError):
         "deterministic, faulty hardware. A PerReplica differs if something it was "
         "computed from was not reduced. To go on, restore a checkpoint, or mirror the "
         "copies of one replica i that you trust: of an array "
-        "`strategy.mirror(array.addressable_data(i))`, of a PerReplica "
+        "`strategy.mirror(strategy.replicas.copies(array)[i])`, of a PerReplica "
         "`strategy.mirror(value.local(i))`."
     )
 

@@ -360,7 +360,8 @@ def test_message_of_one_replica(strategy):
         "not deterministic, faulty hardware",
         "A PerReplica differs if something it was computed from was not reduced",
         "restore a checkpoint, or mirror the copies of one replica i that you trust",
-        "of an array `strategy.mirror(array.addressable_data(i))`, of a PerReplica",
+        "of an array `strategy.mirror(strategy.replicas.copies(array)[i])`",
+        "of a PerReplica",
         "`strategy.mirror(value.local(i))`",
     ):
         assert words in advice
@@ -406,7 +407,7 @@ def test_the_advice_mends_the_state(strategy):
     tree = {"w": bad, "name": "net"}
     (groups,) = differing(strategy, tree).values()
     trusted = groups[0][0]
-    tree["w"] = strategy.mirror(tree["w"].addressable_data(trusted))
+    tree["w"] = strategy.mirror(strategy.replicas.copies(tree["w"])[trusted])
     strategy.assert_in_sync(tree)
     assert tree["w"].tolist() == [1, 1, 1, 1] and tree["name"] == "net"
 

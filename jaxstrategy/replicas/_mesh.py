@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeGuard
 
 import jax
@@ -307,8 +307,27 @@ def is_split(sharding: Sharding) -> bool:
     """Whether `sharding` divides an array over the replicas of some mesh."""
     if not isinstance(sharding, NamedSharding) or sharding.is_fully_replicated:
         return False
-    named = (entry if isinstance(entry, tuple) else (entry,) for entry in sharding.spec)
-    return any(REPLICA_AXIS in entry for entry in named)
+    return any(REPLICA_AXIS in names(entry) for entry in sharding.spec)
+
+
+def names(entry: object) -> tuple[Any, ...]:
+    """The axes that an entry of a `PartitionSpec` names."""
+    if entry is None:
+        return ()
+    return entry if isinstance(entry, tuple) else (entry,)
+
+
+def spec_of(entries: Iterable[Sequence[str]]) -> PartitionSpec:
+    """The division by these axes of each dimension, written as users write it."""
+    found = [tuple(e) if len(e) > 1 else next(iter(e), None) for e in entries]
+    while found and found[-1] is None:
+        found.pop()
+    return PartitionSpec(*found)
+
+
+def along(spec: PartitionSpec, axes: Sequence[str]) -> PartitionSpec:
+    """The division by some of the axes; that by others is left out."""
+    return spec_of([name for name in names(e) if name in axes] for e in spec)
 
 
 def is_divided(array: jax.Array) -> bool:

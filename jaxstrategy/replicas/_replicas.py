@@ -122,8 +122,7 @@ class Replicas:
         if not _mesh.is_split(array.sharding):
             return None
         assert isinstance(array.sharding, NamedSharding), "only these name axes"
-        names = array.sharding.spec[0]
-        axes = names if isinstance(names, tuple) else (names,)
+        axes = _mesh.names(array.sharding.spec[0])
         if _mesh.REPLICA_AXIS not in axes:
             return None
         return _divided_over(array.sharding.mesh, axes, array.shape[0])
@@ -262,9 +261,7 @@ class Replicas:
         sharding = array.sharding
         if not isinstance(sharding, NamedSharding) or sharding.mesh != self.mesh:
             return None
-        entries = [
-            each if isinstance(each, tuple) else (each,) for each in sharding.spec
-        ]
+        entries = list(map(_mesh.names, sharding.spec))
         over_replicas = [not set(self.axes).isdisjoint(names) for names in entries]
         if meaning is SPLIT and (self.count > 1 or any(over_replicas)):
             if not over_replicas or entries[0] != self.axes:
@@ -375,36 +372,57 @@ class Replicas:
                     f"An array of shape {array.shape} lies as {array.sharding}, and "
                     f"not with entry {i} on {self.devices_of(i)}."
                 )
-            found.append(self._joined(array, i, [each.data[place] for each in here]))
+            parts = [each.data[place] for each in here]
+            found.append(self._joined(array, i, parts, first=1))
         return tuple(found)
 
     def _joined(
-        self, array: jax.Array, replica_id: int, parts: Sequence[jax.Array]
+        self,
+        array: jax.Array,
+        replica_id: int,
+        parts: Sequence[jax.Array],
+        first: int = 0,
     ) -> jax.Array:
-        """The parts that the devices of one replica have of its version, as one."""
-        devices = self.devices_of(replica_id)
-        if len(devices) == 1:
+        """What the devices of one replica have of `array`, as one array on them.
+
+        Args:
+          array: divided over the inner axes, and maybe over the replicas.
+          replica_id: whose devices they are.
+          parts: what each of them has, in order.
+          first: the first dimension of `array` that the parts have.
+        """
+        if len(parts) == 1:
             return parts[0]
-        assert isinstance(array.sharding, NamedSharding), "`versions` has checked it"
+        assert isinstance(array.sharding, NamedSharding), "it lies on a mesh"
+        spec = _mesh.along(array.sharding.spec, self.inner_axes)
+        over_replicas = _mesh.along(array.sharding.spec, self.axes)
+        shape = NamedSharding(self.mesh, over_replicas).shard_shape(array.shape)
+        where = NamedSharding(self.mesh_of(replica_id), PartitionSpec(*spec[first:]))
+        return jax.make_array_from_single_device_arrays(
+            shape[first:], where, list(parts)
+        )
+
+    def mesh_of(self, replica_id: int) -> Mesh:
+        """The devices of one replica, along the inner axes."""
         inside = [self.mesh.shape[axis] for axis in self.inner_axes]
-        mesh = Mesh(
-            np.asarray(devices).reshape(inside),
+        return Mesh(
+            np.asarray(self.devices_of(replica_id)).reshape(inside),
             self.inner_axes,
             axis_types=_mesh.axis_types(len(inside)),
         )
-        where = NamedSharding(mesh, PartitionSpec(*array.sharding.spec[1:]))
-        shape = array.shape[1:]
-        return jax.make_array_from_single_device_arrays(shape, where, list(parts))
 
     def copies(self, array: jax.Array) -> tuple[jax.Array, ...]:
-        """The copies on this process's replicas of an array that is whole on all.
+        """What each of this process's replicas has of an array of all of them.
 
         Returns:
-          Arrays of its shape, in replica order, each on the first device of its replica
-          in this process.
+          Arrays in replica order, each on its replica's devices: all of `array`, or the
+          replica's part of it.
         """
         at = {shard.device: shard.data for shard in array.addressable_shards}
-        return tuple(at[device] for device in self.own_devices)
+        return tuple(
+            self._joined(array, i, [at[device] for device in self._here_of(i)])
+            for i in self.own
+        )
 
     def stacked(self, versions: Sequence[jax.Array | np.ndarray]) -> jax.Array:
         """The versions of this process's replicas as one array `[replica, ...]`.
@@ -426,14 +444,36 @@ class Replicas:
           rows: one for each replica of this process, in replica order.
           may_alias: whether the result may share their memory, see `jax.device_put`.
         """
-        parts = [
-            _together_on(device, rows[first : first + self.per_device], may_alias)
-            for first in range(0, len(rows), self.per_device)
-            for device in self._here_of(self.own[first])
-        ]
         shape = (self.count, *rows[0].shape[1:])
-        sharding = self.sharding(SPLIT)
+        inside = self._inside_of_rows(rows)
+        if inside is not None:
+            own = map(jnp.copy, rows) if may_alias is False else rows
+            parts = [shard.data for row in own for shard in _in_order(row)]
+            sharding = NamedSharding(self.mesh, PartitionSpec(self.axes, *inside[1:]))
+        else:
+            parts = [
+                _together_on(device, rows[first : first + self.per_device], may_alias)
+                for first in range(0, len(rows), self.per_device)
+                for device in self._here_of(self.own[first])
+            ]
+            sharding = self.sharding(SPLIT)
         return jax.make_array_from_single_device_arrays(shape, sharding, parts)
+
+    def _inside_of_rows(
+        self, rows: Sequence[jax.Array | np.ndarray]
+    ) -> PartitionSpec | None:
+        """How the rows lie over inner axes, as `versions` do; None if one does not."""
+        if not self.inner_axes:
+            return None
+        found: list[PartitionSpec] = []
+        for i, row in zip(self.own, rows, strict=True):
+            sharding = row.sharding if isinstance(row, jax.Array) else None
+            if not isinstance(sharding, NamedSharding):
+                return None
+            if sharding.mesh != self.mesh_of(i):
+                return None
+            found.append(_mesh.along(sharding.spec, self.inner_axes))
+        return found[0] if len(set(found)) == 1 else None
 
 
 class _Alone(Replicas):
@@ -459,6 +499,15 @@ def _divided_over(mesh: Mesh, axes: tuple[str, ...], count: int) -> Replicas:
 def _has_rows(shard: jax.Shard, rows: slice, array: jax.Array) -> bool:
     """Whether `shard` has just these entries of the first dimension."""
     return shard.index[0].indices(array.shape[0]) == (rows.start, rows.stop, 1)
+
+
+def _in_order(row: jax.Array | np.ndarray) -> list[jax.Shard]:
+    """The parts that devices have of `row`, in the order of its mesh."""
+    sharding = row.sharding
+    assert isinstance(sharding, NamedSharding), "the caller has looked"
+    assert isinstance(sharding.mesh, Mesh), "arrays lie on devices"
+    at = {shard.device: shard for shard in row.addressable_shards}
+    return [at[device] for device in sharding.mesh.devices.flat]
 
 
 def _together_on(

@@ -15,7 +15,7 @@ from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
 from jaxstrategy.executors._executor import AbstractExecutor
 from jaxstrategy.masks import _filled_rows
 from jaxstrategy.replicas import _mesh
-from jaxstrategy.replicas._replicas import SAME
+from jaxstrategy.replicas._replicas import SAME, Replicas
 from jaxstrategy.strategies._in_sync import assert_in_sync
 from jaxstrategy.strategies._local_versions import local_versions
 from jaxstrategy.strategies._many_leaves import in_parts
@@ -155,9 +155,9 @@ class CrossReplicaValues:
             return _per_replica.from_local(leaf, self._strategy.replicas).values
         if _arrays.is_mirrored(leaf):  # a variable of central storage has one copy
             replicas = self._strategy.replicas
-            is_ours = _mesh.lies_as(leaf, replicas.sharding(SAME))
-            holders = replicas.own if is_ours else leaf.sharding.addressable_devices
-            return (leaf,) * len(holders)
+            if replicas.inner_placement(leaf, SAME) is None:
+                replicas = Replicas(leaf.sharding.mesh)
+            return (leaf,) * len(replicas.own)
         return (leaf,) * n
 
 

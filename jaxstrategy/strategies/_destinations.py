@@ -6,9 +6,11 @@ from typing import Any, TypeAlias
 
 import jax
 from jax.core import Tracer
+from jax.sharding import Mesh, NamedSharding
 
 from jaxstrategy.replicas import _devices, _mesh
 from jaxstrategy.replicas._devices import Device
+from jaxstrategy.replicas._inner_placement import lying_like
 from jaxstrategy.replicas._replicas import SAME, Replicas
 from jaxstrategy.values import _per_replica
 from jaxstrategy.values._per_replica import PerReplica
@@ -74,4 +76,12 @@ def placed(result: PyTree, sharding: jax.sharding.Sharding | None) -> PyTree:
     traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(result))
     if sharding is None or traced:
         return result
-    return jax.tree.map(lambda leaf: _mesh.place(leaf, sharding), result)
+    return jax.tree.map(lambda leaf: _mesh.place(leaf, _there(leaf, sharding)), result)
+
+
+def _there(leaf: jax.Array, sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:
+    """The place of a result: on replicas it stays divided over the devices of each."""
+    if not isinstance(sharding, NamedSharding) or not _mesh.is_replicated(sharding):
+        return sharding
+    assert isinstance(sharding.mesh, Mesh), "results lie on devices"
+    return lying_like(leaf, Replicas(sharding.mesh))

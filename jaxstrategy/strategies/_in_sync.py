@@ -12,9 +12,6 @@ from jax.tree_util import KeyPath
 
 from jaxstrategy._errors import OutOfSyncError, PlacementError, TracedValueError
 from jaxstrategy.reductions._fingerprint import groups
-from jaxstrategy.replicas import (
-    _mesh,
-)
 from jaxstrategy.replicas._replicas import SAME, Replicas
 from jaxstrategy.values import _arrays, _per_replica
 from jaxstrategy.values._handle import Handle
@@ -63,7 +60,6 @@ def _compared(tree: PyTree, replicas: Replicas, name: str) -> PyTree:
       PlacementError: an array lies on several devices, but neither whole on each of
         ours nor divided over them as state.
     """
-    wanted = replicas.sharding(SAME)
 
     def keep(path: KeyPath, leaf: Leaf) -> Leaf:
         content = _per_replica.contents(leaf) if isinstance(leaf, PerReplica) else leaf
@@ -77,7 +73,7 @@ def _compared(tree: PyTree, replicas: Replicas, name: str) -> PyTree:
             leaf = jnp.asarray(leaf)
         if not isinstance(leaf, jax.Array) or len(leaf.sharding.device_set) == 1:
             return None
-        if _mesh.lies_as(leaf, wanted):
+        if replicas.inner_placement(leaf, SAME) is not None:
             return leaf
         where = f"`{name}{jax.tree_util.keystr(path)}`"
         if not _is_divided_state(leaf, replicas):

@@ -15,7 +15,8 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding
 
 from jaxstrategy.masks import _filled_rows
-from jaxstrategy.replicas._replicas import SAME, Replicas
+from jaxstrategy.replicas._inner_placement import inner_spec, of_versions, with_inner
+from jaxstrategy.replicas._replicas import Replicas
 from jaxstrategy.tracing.stages import _in_flight
 from jaxstrategy.values import _arrays, _per_replica
 from jaxstrategy.values._per_replica import PerReplica
@@ -53,7 +54,17 @@ def local_versions(
 @functools.lru_cache(maxsize=64)
 def _own(replicas: Replicas) -> Replicas:
     """The replicas of this process, by themselves."""
-    return replicas if replicas.are_all_own else Replicas.on(replicas.own_devices)
+    if replicas.are_all_own:
+        return replicas
+    first, last = replicas.own[0], replicas.own[-1]
+    devices = [
+        device for i in range(first, last + 1) for device in replicas.devices_of(i)
+    ]
+    return Replicas.on(
+        list(dict.fromkeys(devices)),
+        logical_axes=replicas.inner_sizes,
+        per_device=replicas.per_device,
+    )
 
 
 def _is_brought(value: PerReplica, own: Replicas) -> bool:
@@ -67,18 +78,19 @@ def _is_brought(value: PerReplica, own: Replicas) -> bool:
     return (
         bytes_each <= _SMALL_BYTES
         and Replicas.dividing(array) is not None
-        and devices == set(own.devices)
+        and devices == own.all_devices
     )
 
 
 def _everywhere(
     values: Sequence[PerReplica], own: Replicas
 ) -> tuple[tuple[jax.Array, ...], ...]:
-    """The versions of each value, whole on each device of `own`."""
+    """The versions of each value, whole on each replica of `own`."""
     if not values:
         return ()
     stacked = [_own_part(value.stacked, own) for value in values]
-    versions = _unstacked(own.sharding(SAME))(stacked)
+    specs = [of_versions(inner_spec(array, own)) for array in stacked]
+    versions = _unstacked(tuple(with_inner(spec, own) for spec in specs))(stacked)
     if _in_flight.needed(own.devices):
         _in_flight.dispatched(versions[0][0])
     return versions
@@ -94,8 +106,8 @@ def _own_part(array: jax.Array, own: Replicas) -> jax.Array:
 
 
 @functools.lru_cache(maxsize=64)
-def _unstacked(sharding: NamedSharding) -> Function:
+def _unstacked(shardings: tuple[NamedSharding, ...]) -> Function:
     def unstack(arrays: list[jax.Array]) -> tuple[tuple[jax.Array, ...], ...]:
         return tuple(tuple(array[i] for i in range(len(array))) for array in arrays)
 
-    return jax.jit(unstack, out_shardings=sharding)
+    return jax.jit(unstack, out_shardings=shardings)

@@ -96,12 +96,12 @@ class Program:
             self._fit(step, _cell.is_traced(), types)
             placed = [
                 jax.ShapeDtypeStruct(
-                    leaf.shape,
-                    leaf.dtype,
+                    of_type.shape,
+                    of_type.dtype,
                     sharding=self._placement.wanted(index, leaf),
-                    weak_type=leaf.weak_type,
+                    weak_type=of_type.weak_type,
                 )
-                for index, leaf in enumerate(types)
+                for index, (leaf, of_type) in enumerate(zip(leaves, types, strict=True))
             ]
             with self._handover.of(lambda: step):
                 return self._executable.lower(placed)

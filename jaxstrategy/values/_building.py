@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from jaxstrategy.replicas import _mesh
-from jaxstrategy.replicas._replicas import SAME, SPLIT, Replicas
+from jaxstrategy.replicas import _inner_placement, _mesh
+from jaxstrategy.replicas._inner_placement import lying_like
+from jaxstrategy.replicas._replicas import SPLIT, Replicas
 from jaxstrategy.text._array_types import array_type
 from jaxstrategy.values import _arrays, _per_replica
 from jaxstrategy.values._per_replica import PerReplica
@@ -58,10 +59,10 @@ def stack(
     labels = [f"{what}{jax.tree_util.keystr(path)}" for path, _ in paths]
     labeled = zip(columns, labels, strict=True)
     if plain_if_alone and replicas.count == 1:
-        whole = replicas.sharding(SAME)
         placed = [
-            replicate_leaf(_arrays.as_array(column[0], label), whole)
+            replicate_leaf(array, lying_like(array, replicas))
             for column, label in labeled
+            for array in [_arrays.as_array(column[0], label)]
         ]
     else:
         placed = [
@@ -98,7 +99,7 @@ def place_stacked(value: Value, replicas: Replicas, what: str = "value") -> PerR
     """
     array = _arrays.as_array(value, what)
     check_stacked(array, replicas.count, what)
-    return PerReplica(_mesh.place(array, replicas.sharding(SPLIT)))
+    return PerReplica(_mesh.place(array, lying_like(array, replicas, SPLIT)))
 
 
 def equal_versions(array: jax.Array, replicas: Replicas) -> PerReplica:
@@ -110,7 +111,9 @@ def equal_versions(array: jax.Array, replicas: Replicas) -> PerReplica:
     def stacked(array: jax.Array) -> jax.Array:
         return jnp.broadcast_to(array[None], (replicas.count, *array.shape))
 
-    return PerReplica(jax.jit(stacked, out_shardings=replicas.sharding(SPLIT))(array))
+    inner = _inner_placement.of_stacked(_inner_placement.inner_spec(array, replicas))
+    where = _inner_placement.with_inner(inner, replicas, SPLIT)
+    return PerReplica(jax.jit(stacked, out_shardings=where)(array))
 
 
 def check_stacked(array: Value, num_replicas: int, what: str) -> None:

@@ -6,6 +6,7 @@ import jax
 from jax.sharding import NamedSharding
 from jax.tree_util import KeyPath
 
+from jaxstrategy.replicas._inner_placement import lying_like
 from jaxstrategy.replicas._replicas import SAME, Replicas
 from jaxstrategy.replicas._state_sharding import ArrayLike
 from jaxstrategy.values import _arrays, _optimizer_state, _per_replica
@@ -30,11 +31,11 @@ def sharding_of(
     """
     chosen = replicas.state_sharding
     if chosen is None or not hasattr(leaf, "dtype"):
-        return replicas.sharding(SAME)
+        return lying_like(leaf, replicas)
     if chosen.shard == "optimizer" and not is_optimizer:
         is_divided = _arrays.is_placed(leaf) and replicas.dimension_of(leaf) is not None
         if not is_divided:
-            return replicas.sharding(SAME)
+            return lying_like(leaf, replicas)
     return replicas.sharding_along(replicas.division(path, leaf).dimension)
 
 
@@ -48,7 +49,7 @@ def shardings_of(
       replicas: those of the strategy.
     """
     found = jax.tree.leaves_with_path(tree, is_leaf=_per_replica.is_per_replica)
-    if replicas.state_sharding is None:
+    if replicas.state_sharding is None and not replicas.inner_axes:
         whole = replicas.sharding(SAME)
         return [(path, leaf, whole) for path, leaf in found]
     flags = _optimizer_state.optimizer_leaves(tree, _per_replica.is_per_replica)

@@ -15,7 +15,7 @@ from jaxstrategy._options import ReduceOp, VariableAggregation
 from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
 from jaxstrategy.reductions._reduce_operations import OPERATIONS
 from jaxstrategy.replicas import _mesh
-from jaxstrategy.replicas._replicas import SAME
+from jaxstrategy.replicas._inner_placement import inner_spec, of_versions, with_inner
 from jaxstrategy.values._per_replica import PerReplica
 from jaxstrategy.values._slices import IndexedSlices
 
@@ -71,9 +71,11 @@ def of_copies(
     """One value from all replicas' `[replica, ...]`, outside a step."""
     if aggregation in REDUCED:
         return strategy.reduce(REDUCED[aggregation], PerReplica(copies))
-    first = _first(strategy.replicas.sharding(SAME))(copies)
+    replicas = strategy.replicas
+    inner = of_versions(inner_spec(copies, replicas))
+    first = _first(with_inner(inner, replicas))(copies)
     # There mirrored variables are, and reduced values.
-    return _mesh.place(first, strategy.parameter_replicas.sharding(SAME))
+    return _mesh.place(first, with_inner(inner, strategy.parameter_replicas))
 
 
 # JAX knows jitted functions by identity: a new one at each read would compile anew.

@@ -33,15 +33,16 @@ class Start:
       value: an array of the host or of a device, or the program that makes one.
 
     Attributes:
-      type: the shape and dtype of a copy.
+      type: the shape and dtype of a copy, and where an array lies that was given.
     """
 
     def __init__(self, value: jax.Array | np.ndarray | InitialProgram) -> None:
         self._value = value
-        is_made = not isinstance(value, InitialProgram)
-        self.type = (
-            jax.ShapeDtypeStruct(value.shape, value.dtype) if is_made else value.type
-        )
+        if isinstance(value, InitialProgram):
+            self.type = value.type
+        else:
+            where = value.sharding if isinstance(value, jax.Array) else None
+            self.type = jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=where)
 
     @functools.cached_property
     def array(self) -> jax.Array:

@@ -110,6 +110,11 @@ class Properties(Handle):
         return self._kind.sharding
 
     @property
+    def sharding_of_value(self) -> NamedSharding:
+        """The placement of a value that all copies take."""
+        return self._kind.sharding_of_value
+
+    @property
     def division(self) -> LeafSharding:
         """The dimension along which it is divided over the replicas, or why none is."""
         return self._kind.division

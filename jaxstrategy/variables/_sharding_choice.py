@@ -8,7 +8,9 @@ from collections.abc import Callable, Sequence
 from typing import Literal, TypeAlias
 
 import numpy as np
+from jax.sharding import PartitionSpec
 
+from jaxstrategy.replicas._inner_placement import checked_inner, inner_spec
 from jaxstrategy.replicas._random_keys import is_key
 from jaxstrategy.replicas._replicas import Replicas
 from jaxstrategy.replicas._state_sharding import (
@@ -23,7 +25,7 @@ PartitionFunction: TypeAlias = Callable[[tuple[int, ...], np.dtype], Sequence[in
 """Of a shape and a dtype the number of parts along each dimension."""
 
 VariableSharding: TypeAlias = (
-    StateSharding | int | Literal["whole"] | PartitionFunction | None
+    StateSharding | PartitionSpec | int | Literal["whole"] | PartitionFunction | None
 )
 """What users say of how one variable is divided."""
 
@@ -45,18 +47,23 @@ class ShardingChoice:
 
     def __post_init__(self) -> None:
         given = self.given
-        known = given is None or isinstance(given, StateSharding)
+        known = given is None or isinstance(given, (StateSharding, PartitionSpec))
         if not (known or self._is_whole or whole(given) is not None or callable(given)):
             raise TypeError(
                 f"`sharding` of variable {self.name!r} was {shown(given)}; the number "
-                "of the dimension to divide, 'whole', a `StateSharding` or a "
-                "partitioner was wanted, or None for what the strategy does."
+                "of the dimension to divide, 'whole', a `StateSharding`, a partitioner "
+                "or a `PartitionSpec` over logical axes was wanted, or None for what "
+                "the strategy does."
             )
 
     @property
     def divides(self) -> bool:
         """Whether the variable itself asks to be divided."""
-        return self.given is not None and not self._is_whole
+        return not (self.given is None or self._is_whole or self._is_inner)
+
+    @property
+    def _is_inner(self) -> bool:
+        return isinstance(self.given, PartitionSpec)
 
     @property
     def _is_whole(self) -> bool:
@@ -64,9 +71,11 @@ class ShardingChoice:
 
     def may_divide(self, replicas: Replicas) -> bool:
         """Whether a variable of some type would lie divided over these replicas."""
+        if isinstance(self.given, PartitionSpec) and replicas.inner_axes:
+            return True
         if replicas.parts == 1:
             return False
-        if self.given is not None:
+        if self.given is not None and not self._is_inner:
             return self.divides
         of_strategy = replicas.state_sharding
         return of_strategy is not None and of_strategy.shard == "state"
@@ -84,7 +93,7 @@ class ShardingChoice:
           TypeError: the dimension or the answer is none.
         """
         given, parts = self.given, replicas.parts
-        if given is None:
+        if given is None or isinstance(given, PartitionSpec):
             return self._of_strategy(leaf, replicas)
         if isinstance(given, StateSharding):
             return given.division(self.name, leaf, parts)
@@ -95,6 +104,21 @@ class ShardingChoice:
             return self._along(dimension, leaf, parts)
         assert callable(given), "which was checked"
         return self._partitioned(given, leaf, parts)
+
+    def inner(self, leaf: ArrayLike, replicas: Replicas) -> PartitionSpec:
+        """The division of one copy over the devices of its replica.
+
+        Args:
+          leaf: its type, and where the initial value lies.
+          replicas: those that are to keep it.
+
+        Raises:
+          ValueError: the spec that was given does not fit.
+        """
+        if isinstance(self.given, PartitionSpec):
+            what = f"`sharding` of variable {self.name!r}"
+            return checked_inner(self.given, leaf, replicas, what)
+        return inner_spec(leaf, replicas)
 
     def _of_strategy(self, leaf: ArrayLike, replicas: Replicas) -> LeafSharding:
         of_strategy = replicas.state_sharding

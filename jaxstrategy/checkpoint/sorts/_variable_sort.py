@@ -15,7 +15,6 @@ from jaxstrategy.checkpoint.sorts._entries import (
     Entry,
     Reading,
 )
-from jaxstrategy.replicas._replicas import SAME
 from jaxstrategy.variables._variable import Variable
 
 
@@ -47,8 +46,7 @@ class VariableSort(AbstractArraySort[Variable]):
 
     @property
     def _struct(self) -> jax.ShapeDtypeStruct:
-        is_one = self.value.copies_must_agree
-        where = self.value.sharding if is_one else self.value.replicas.sharding(SAME)
+        where = self.value.sharding_of_value
         return jax.ShapeDtypeStruct(self.value.shape, self.value.dtype, sharding=where)
 
     def _check(self) -> None:

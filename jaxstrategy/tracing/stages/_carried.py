@@ -154,10 +154,12 @@ class Carried:
     def kept(self, references: Mapping[Cell, jax.Ref]) -> list[jax.Array]:
         """What these hold when the step has ended, where it is kept between steps."""
         places = zip(references.values(), self.shardings, strict=True)
+        # Along inner axes XLA might divide what is to be whole.
+        is_open = bool(self._replicas.inner_axes)
         return [
-            frozen
-            if where.is_fully_replicated
-            else jax.lax.with_sharding_constraint(frozen, where)
+            jax.lax.with_sharding_constraint(frozen, where)
+            if is_open or not where.is_fully_replicated
+            else frozen
             for reference, where in places
             for frozen in [jax.freeze(reference)]
         ]

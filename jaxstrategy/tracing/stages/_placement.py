@@ -128,9 +128,10 @@ class Placement:
         if self._split[index]:
             self._check_replicas(index, leaf)
         if isinstance(leaf, Tracer):
-            # The program says nothing of where arguments lie, if they may be divided.
+            # The program says nothing of where arguments lie, if they may be divided
+            # over the replicas; over inner axes they stay as they are.
             wanted = self.wanted(index, leaf)
-            return _mesh.place(leaf, wanted) if self.is_open else leaf
+            return _mesh.place(leaf, wanted) if self.divides_state else leaf
         if not isinstance(leaf, jax.Array):
             return self._place_host(index, leaf)
         if leaf.is_deleted():

@@ -7,12 +7,13 @@ copy; outside, the one that holds all copies.
 from __future__ import annotations
 
 import abc
+import copy
 from typing import Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxstrategy._options import VariableAggregation
 from jaxstrategy.contexts import _context
@@ -50,6 +51,8 @@ class VariableKind(abc.ABC):
 
     # How it prints.
     describe: str
+    # How one copy lies over the devices of its replica.
+    inner = PartitionSpec()
 
     def __init__(
         self,
@@ -69,6 +72,11 @@ class VariableKind(abc.ABC):
         """The placement of all copies."""
 
     @property
+    def sharding_of_value(self) -> NamedSharding:
+        """The placement of a value that all copies take."""
+        return self.sharding
+
+    @property
     def division(self) -> LeafSharding:
         """The division of the value over the replicas, if it has one."""
         return LeafSharding(None, "each replica has a copy of its own")
@@ -76,11 +84,17 @@ class VariableKind(abc.ABC):
     def divided(self, leaf: ArrayLike, choice: ShardingChoice) -> Self:
         """This kind for a variable of the type of `leaf`, divided if that is chosen.
 
+        Args:
+          leaf: the type, and where the initial value lies.
+          choice: of the user.
+
         Raises:
           ValueError: the choice cannot be.
           TypeError: it is no dimension.
         """
-        return self
+        twin = copy.copy(self)
+        twin.inner = choice.inner(leaf, self.replicas)
+        return twin
 
     @abc.abstractmethod
     def placed(self, start: Start) -> jax.Array:

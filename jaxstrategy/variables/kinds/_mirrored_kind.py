@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Self, final
 
 import jax
@@ -13,6 +12,7 @@ from jax.sharding import NamedSharding
 from jaxstrategy._options import VariableAggregation
 from jaxstrategy.contexts import _replica_context
 from jaxstrategy.replicas import _mesh, _overflow
+from jaxstrategy.replicas._inner_placement import lying_like, with_inner
 from jaxstrategy.replicas._replicas import SAME
 from jaxstrategy.replicas._state_sharding import ArrayLike, LeafSharding
 from jaxstrategy.values._per_replica import PerReplica
@@ -44,8 +44,11 @@ class MirroredKind(VariableKind):
 
     @property
     def sharding(self) -> NamedSharding:
-        """Whole on each device, or divided over them."""
-        return self.replicas.sharding_along(self._division.dimension)
+        """Whole on each replica, or divided over them."""
+        dimension = self._division.dimension
+        return with_inner(
+            self.inner, self.replicas, SAME if dimension is None else dimension
+        )
 
     @property
     def division(self) -> LeafSharding:
@@ -59,7 +62,7 @@ class MirroredKind(VariableKind):
           ValueError: the choice cannot be.
           TypeError: it is no dimension.
         """
-        twin = copy.copy(self)
+        twin = super().divided(leaf, choice)
         twin._division = choice.division(leaf, self.replicas)
         if not twin._division.is_whole:
             twin.describe = f"divided along dimension {twin._division.dimension}"
@@ -108,7 +111,8 @@ class MirroredKind(VariableKind):
             value = _aggregation.across(self.aggregation, value, this_strategy())
         given = self._checked_part(value, ref.shape, ref.dtype, change)
         if not self._in_step():
-            where = self.sharding if change.is_whole else self.replicas.sharding(SAME)
+            is_own = change.is_whole
+            where = self.sharding if is_own else lying_like(given, self.replicas)
             given = _mesh.broadcast(given, where)
         return self._stored(ref, change.applied(ref[...], given))
 
@@ -183,15 +187,17 @@ class MirroredKind(VariableKind):
         if self._combines(side):
             rows = _aggregation.across(self.aggregation, rows, this_strategy())
         if not self._in_step():
-            everywhere = self.replicas.sharding(SAME)
-            rows = jax.tree.map(lambda x: _mesh.broadcast(x, everywhere), rows)
+            rows = jax.tree.map(
+                lambda x: _mesh.broadcast(x, lying_like(x, self.replicas)), rows
+            )
         values = rows.values.astype(ref.dtype)
         new = changed(ref[...], rows.indices, values, change.operation)
         return self._stored(ref, new)
 
     def _stored(self, ref: Holder, new: jax.Array) -> jax.Array:
         """Keeps `new`, which lies as the variable does, and returns it."""
-        if not self._in_step() and not self._division.is_whole:
+        is_open = self.replicas.inner_axes or not self._division.is_whole
+        if is_open and not self._in_step():
             new = _mesh.place(new, self.sharding)
         ref[...] = new
         return new

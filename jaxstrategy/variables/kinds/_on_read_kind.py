@@ -12,7 +12,8 @@ from jax.sharding import NamedSharding
 from jaxstrategy._options import VariableAggregation
 from jaxstrategy.cluster import _processes
 from jaxstrategy.replicas import _mesh
-from jaxstrategy.replicas._replicas import SAME, SPLIT
+from jaxstrategy.replicas._inner_placement import lying_like, of_stacked, with_inner
+from jaxstrategy.replicas._replicas import SPLIT
 from jaxstrategy.values import _per_replica
 from jaxstrategy.values._per_replica import PerReplica
 from jaxstrategy.values._slices import IndexedSlices
@@ -41,14 +42,19 @@ class OnReadKind(VariableKind):
 
     @property
     def sharding(self) -> NamedSharding:
-        """Copy i on the device of replica i."""
-        return self.replicas.sharding(SPLIT)
+        """Copy i on the devices of replica i."""
+        return with_inner(of_stacked(self.inner), self.replicas, SPLIT)
+
+    @property
+    def sharding_of_value(self) -> NamedSharding:
+        """Whole on each replica."""
+        return with_inner(self.inner, self.replicas)
 
     def placed(self, start: Start) -> jax.Array:
         """`start` once for each replica."""
         array = start.array
         if not self.replicas.are_all_own:  # the processes may have others
-            array = _mesh.broadcast(array, self.replicas.sharding(SAME))
+            array = _mesh.broadcast(array, self.sharding_of_value)
         copies = jnp.broadcast_to(array, (self.replicas.count, *array.shape))
         return _mesh.place(copies, self.sharding)
 
@@ -115,9 +121,13 @@ class OnReadKind(VariableKind):
             given = self._checked(_per_replica.contents(value), wanted, dtype)
         else:
             value = self._checked_part(value, shape, dtype, change)
-            value = _mesh.broadcast(value, self.replicas.sharding(SAME))
+            is_own = change.is_whole
+            where = (
+                self.sharding_of_value if is_own else lying_like(value, self.replicas)
+            )
+            value = _mesh.broadcast(value, where)
             given = self._to_each(value, change)
-        given = _mesh.place(given, self.sharding)
+        given = _mesh.place(given, self._of_each(change))
         # Each copy by itself: an index is of the variable, without the first dimension.
         new = _mesh.place(jax.vmap(change.applied)(old, given), self.sharding)
         ref[...] = new
@@ -167,4 +177,8 @@ class OnReadKind(VariableKind):
     def _to_each(self, value: jax.Array, change: Change) -> jax.Array:
         first, other = self._parts(value, change)
         copies = jnp.broadcast_to(other, (self.replicas.count, *other.shape))
-        return _mesh.place(copies, self.sharding).at[0].set(first)
+        return _mesh.place(copies, self._of_each(change)).at[0].set(first)
+
+    def _of_each(self, change: Change) -> NamedSharding:
+        """The placement of what the copies take, one entry for each."""
+        return self.sharding if change.is_whole else self.replicas.sharding(SPLIT)

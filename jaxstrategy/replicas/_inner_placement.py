@@ -1,0 +1,111 @@
+"""Placements of arrays that lie divided over the devices of each replica."""
+
+from __future__ import annotations
+
+import math
+
+from jax.core import Tracer
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxstrategy.replicas import _mesh
+from jaxstrategy.replicas._replicas import SAME, SPLIT, Lies, Replicas
+from jaxstrategy.replicas._state_sharding import ArrayLike
+
+
+def lying_like(value: object, replicas: Replicas, lies: Lies = SAME) -> NamedSharding:
+    """How an array lies over the replicas, and over inner axes as `value` does.
+
+    Over these it is whole if `value` lies on another mesh, or nowhere yet.
+
+    Args:
+      value: an array, or the type of one, of as many dimensions.
+      replicas: those of the strategy.
+      lies: over the replicas.
+    """
+    return with_inner(inner_spec(value, replicas), replicas, lies)
+
+
+def inner_spec(value: object, replicas: Replicas) -> PartitionSpec:
+    """The division of `value` over inner axes; that over replicas is left out."""
+    # The single replica of no strategy has an inner axis of one device.
+    if not (replicas.inner_axes and replicas.axes) or isinstance(value, Tracer):
+        return PartitionSpec()
+    sharding = getattr(value, "sharding", None)
+    if not isinstance(sharding, NamedSharding):
+        return PartitionSpec()
+    if sharding.mesh != replicas.mesh and not _is_of_one_replica(sharding, replicas):
+        return PartitionSpec()
+    return _mesh.along(sharding.spec, replicas.inner_axes)
+
+
+def _is_of_one_replica(sharding: NamedSharding, replicas: Replicas) -> bool:
+    """Whether it is the placement of one replica's version or copy."""
+    groups = (replicas.mesh_of(i) for i in replicas.own)
+    return any(sharding.mesh == mesh for mesh in groups)
+
+
+def with_inner(
+    inner: PartitionSpec, replicas: Replicas, lies: Lies = SAME
+) -> NamedSharding:
+    """How an array lies over the replicas, and over inner axes as `inner` says.
+
+    The first dimension of `[replica, ...]` is divided over the replicas only.
+    """
+    if lies is SPLIT:
+        inner = of_stacked(of_versions(inner))
+    if not any(inner):
+        is_along = isinstance(lies, int)
+        return replicas.sharding_along(lies) if is_along else replicas.sharding(lies)
+    base = replicas.spec_of(lies)
+    longest = range(max(len(base), len(inner)))
+    both = [[_mesh.names(s[i]) for s in (base, inner) if i < len(s)] for i in longest]
+    return NamedSharding(replicas.mesh, _mesh.spec_of(sum(e, ()) for e in both))
+
+
+def of_versions(inner: PartitionSpec) -> PartitionSpec:
+    """The division of versions `[...]`, of that of an array `[replica, ...]`."""
+    return PartitionSpec(*inner[1:])
+
+
+def of_stacked(inner: PartitionSpec) -> PartitionSpec:
+    """The division of an array `[replica, ...]`, of that of its versions `[...]`."""
+    return PartitionSpec(None, *inner) if any(inner) else PartitionSpec()
+
+
+def checked_inner(
+    given: PartitionSpec, leaf: ArrayLike, replicas: Replicas, what: str
+) -> PartitionSpec:
+    """The division over inner axes that users ask for.
+
+    Args:
+      given: over the inner axes.
+      leaf: the type of the array.
+      replicas: those of the strategy; the one of no strategy divides nothing.
+      what: how messages call `given`.
+
+    Raises:
+      ValueError: it does not fit the array, or names no inner axes.
+    """
+    if not replicas.axes:
+        return PartitionSpec()
+    sizes = replicas.inner_sizes
+    told = f"{what} was {given}"
+    if unknown := [name for e in given for name in _mesh.names(e) if name not in sizes]:
+        raise ValueError(
+            f"{told}, but {unknown[0]!r} is not among the axes along which the devices "
+            f"of one replica differ, {list(sizes)}. Make the strategy with "
+            f"`logical_axes={{{unknown[0]!r}: n}}` (n = 1 will do), or leave it out."
+        )
+    if len(given) > len(leaf.shape):
+        raise ValueError(
+            f"{told}, with {len(given)} entries, but the shape is {tuple(leaf.shape)}; "
+            "at most one for each dimension was wanted."
+        )
+    for dimension, (entry, length) in enumerate(zip(given, leaf.shape, strict=False)):
+        parts = math.prod(sizes[name] for name in _mesh.names(entry))
+        if length % parts:
+            raise ValueError(
+                f"{told}, but {parts} devices cannot divide dimension {dimension} of "
+                f"shape {tuple(leaf.shape)} equally. Divide another dimension."
+            )
+    return _mesh.along(given, replicas.inner_axes)

@@ -1,0 +1,141 @@
+"""Checkpoints of replicas with several devices, read by any strategy.
+
+The oracle is what was saved; where it is to lie, the target says.
+"""
+
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from helpers.cores import COLUMNS, cored, drawn, lies, over
+from jax.sharding import PartitionSpec as P
+
+import jaxstrategy as js
+from jaxstrategy.checkpoint import CheckpointManager
+from jaxstrategy.checkpoint.backends._orbax_backend import OrbaxBackend
+
+W = drawn(16, 8)
+
+STRATEGIES = {
+    "2 cores": lambda: cored(4, 2),
+    "4 cores": lambda: cored(2, 4),
+    "1 core": lambda: cored(4, 1),
+    "8 cores": lambda: cored(1, 8),
+    "mirrored": lambda: js.MirroredStrategy(jax.devices()[:4]),
+    "one device": lambda: js.OneDeviceStrategy(jax.devices()[3]),
+}
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """A checkpoint of arrays and a variable that lie over two cores."""
+    strategy = cored(4, 2)
+    with strategy.scope():
+        v = js.Variable(over(strategy, 3 * W, None, "core"))
+    state = {
+        "w": over(strategy, W, None, "core"),
+        "rows": over(strategy, 2 * W, "core"),
+        "b": strategy.mirror(np.arange(3.0)),
+        "key": jax.random.split(jax.random.key(1), 4),
+        "v": v,
+    }
+    folder = tmp_path_factory.mktemp("checkpoint")
+    with CheckpointManager(folder, strategy) as manager:
+        manager.save(1, state)
+    return folder
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_any_strategy_reads_it(written, name):
+    strategy = STRATEGIES[name]()
+    has_cores = bool(strategy.replicas.inner_axes)
+
+    def place(array, *spec):
+        return over(strategy, array, *spec) if has_cores else strategy.mirror(array)
+
+    with strategy.scope():
+        v = js.Variable(place(0 * W, None, "core"))
+    target = {
+        "w": place(0 * W, None, "core"),
+        "rows": place(0 * W),  # is to be whole
+        "b": strategy.mirror(np.zeros(3)),
+        "key": strategy.mirror(jax.random.split(jax.random.key(0), 4)),
+        "v": v,
+    }
+    before = jax.tree.map(lambda x: x.sharding, {**target, "v": v.value()})
+    with CheckpointManager(written, strategy) as manager:
+        restored = manager.restore(target)
+    assert restored["v"] is v
+    for key, wanted in {"w": W, "rows": 2 * W, "v": 3 * W, "b": np.arange(3.0)}.items():
+        np.testing.assert_array_equal(restored[key], wanted)
+    after = jax.tree.map(lambda x: x.sharding, {**restored, "v": v.value()})
+    for key, where in before.items():
+        assert after[key].is_equivalent_to(where, np.ndim(restored[key])), key
+    keys = jax.random.split(jax.random.key(1), 4)
+    assert (restored["key"] == keys).all()
+
+
+def test_it_is_read_straight_into_the_parts(written, monkeypatch):
+    strategy = cored(2, 4)
+    asked = []
+    read = OrbaxBackend.read
+
+    def reading(self, folder, readings, *args, **kwargs):
+        asked.append(readings)
+        return read(self, folder, readings, *args, **kwargs)
+
+    monkeypatch.setattr(OrbaxBackend, "read", reading)
+    target = {"w": over(strategy, 0 * W, None, "core")}
+    with CheckpointManager(written, strategy) as manager:
+        restored = manager.restore(target, partial=True)
+    (readings,) = asked
+    assert [each.sharding.spec for each in readings.values()] == [COLUMNS]
+    np.testing.assert_array_equal(restored["w"], W)
+
+
+def test_versions_over_the_cores_come_back_so(tmp_path):
+    strategy = cored()
+    stacked = drawn(4, 3, 8)
+    value = js.PerReplica(over(strategy, stacked, "replica", None, "core"))
+    target = js.PerReplica(over(strategy, 0 * stacked, "replica", None, "core"))
+    with CheckpointManager(tmp_path, strategy) as manager:
+        manager.save(1, {"x": value})
+        restored = manager.restore({"x": target})["x"]
+    assert lies(restored) == P("replica", None, "core")
+    np.testing.assert_array_equal(restored.stacked, stacked)
+
+
+def test_assignments_after_a_save_are_undone(tmp_path):
+    """LOG-10: N x w1, then N x w2, and after restoring N x w1 again."""
+    strategy = cored(4, 2)
+    x, w2 = drawn(2, 16, seed=1), drawn(16, 8, seed=2)
+    with strategy.scope():
+        w = js.Variable(over(strategy, W, None, "core"))
+
+    def product():
+        return strategy.reduce("sum", strategy.run(lambda x: x @ w.value(), (x,)))
+
+    with CheckpointManager(tmp_path, strategy) as manager:
+        manager.save(1, {"w": w})
+        np.testing.assert_allclose(product(), 4 * x @ W, rtol=1e-4, atol=1e-4)
+        w.assign(w2)
+        np.testing.assert_allclose(product(), 4 * x @ w2, rtol=1e-4, atol=1e-4)
+        manager.restore({"w": w})
+        np.testing.assert_allclose(product(), 4 * x @ W, rtol=1e-4, atol=1e-4)
+    assert lies(w.value()) == COLUMNS
+
+
+def size_of(folder):
+    return sum(
+        path.stat().st_size for path in Path(folder).rglob("*") if path.is_file()
+    )
+
+
+@pytest.mark.parametrize("spec", [(None, "core"), ()])
+def test_several_devices_of_a_replica_write_it_once(tmp_path, spec):
+    strategy = cored(2, 4)
+    large = drawn(64, 256)  # which no compression makes smaller than 3/4
+    with CheckpointManager(tmp_path, strategy) as manager:
+        manager.save(1, {"w": over(strategy, large, *spec)})
+    assert 0.75 * large.nbytes < size_of(tmp_path) < 1.5 * large.nbytes

@@ -1,0 +1,264 @@
+"""Variables of replicas with several devices: they lie over these as they were made.
+
+The oracle is NumPy, a plain loop over the replicas.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers.cores import COLUMNS, all_gathers, cored, drawn, lies, over
+from helpers.replicas import replica
+from jax.sharding import PartitionSpec as P
+
+import jaxstrategy as js
+
+W = drawn(16, 8)
+
+
+def variable(strategy, value=W, **options):
+    """One that lies over the cores."""
+    with strategy.scope():
+        return js.Variable(over(strategy, value, None, "core"), **options)
+
+
+def rows(strategy, *shape):
+    n = strategy.num_replicas_in_sync
+    return strategy.per_replica([drawn(*shape, seed=i) for i in range(n)])
+
+
+def test_assigning_outside_of_steps_leaves_it_over_the_cores():
+    strategy = cored()
+    w = variable(strategy)
+    assert lies(w) == COLUMNS and isinstance(w, js.Mirrored)
+    for change, wanted in [
+        (lambda: w.assign(2 * W), 2 * W),
+        (lambda: w.assign_add(W), 3 * W),
+        (lambda: w.assign_sub(over(strategy, W, None, "core")), 2 * W),
+        (lambda: w.assign_add(jnp.ones_like(w)), 2 * W + 1),
+        (lambda: w[1:3].assign(W[1:3]), None),
+        (lambda: w[:, 2].assign(W[:, 2]), None),
+        (lambda: w.scatter_add(js.IndexedSlices(W[:2], [5, 5])), None),
+    ]:
+        assert lies(change()) == COLUMNS
+        assert lies(w.value()) == COLUMNS
+        if wanted is not None:
+            np.testing.assert_allclose(w, wanted, rtol=1e-6, atol=1e-6)
+    wanted = 2 * W + 1
+    wanted[1:3] = W[1:3]
+    wanted[:, 2] = W[:, 2]
+    wanted[5] += W[0] + W[1]
+    np.testing.assert_allclose(w, wanted, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("cores", [1, 2, 4])
+def test_assignments_in_steps(cores):
+    """Of TensorFlow's `test_spmd_variable_update`: N x, N (x - d), N (x - d + e)."""
+    strategy = cored(8 // cores, cores)
+    w = variable(strategy)
+    x, d, e = (drawn(16, 8, seed=i) for i in range(1, 4))
+
+    def changed(change, value):
+        def step(value):
+            getattr(w, change)(jax.lax.with_sharding_constraint(value, COLUMNS))
+            return w.value()
+
+        return strategy.reduce("sum", strategy.run(step, (value,)))
+
+    n = strategy.num_replicas_in_sync
+    wanted = np.zeros_like(W)
+    for change, value, sign in [
+        ("assign", x, 1),
+        ("assign_sub", d, -1),
+        ("assign_add", e, 1),
+    ]:
+        wanted = wanted + sign * value
+        found = changed(change, value)
+        np.testing.assert_allclose(found, n * wanted, rtol=1e-5, atol=1e-5)
+        assert w.value().sharding.is_equivalent_to(w.sharding, 2)
+        assert w.value().sharding.shard_shape((16, 8)) == (16, 8 // cores)
+
+
+def test_a_variable_that_is_made_anywhere_can_say_how_it_lies():
+    strategy = cored()
+    with strategy.scope():
+        w = js.Variable(lambda: jnp.ones((16, 8)), sharding=COLUMNS)
+        b = js.Variable(W, sharding=P())
+        plain = js.Variable(over(strategy, W, None, "core"), sharding="whole")
+        numbers = js.Variable(over(strategy, W, None, "core"), sharding=P("core"))
+    assert lies(w) == lies(w.value()) == COLUMNS
+    assert lies(b) == P()
+    assert lies(plain) == COLUMNS  # each replica has the whole of it
+    assert lies(numbers) == lies(numbers.value()) == P("core")
+    np.testing.assert_array_equal(w, np.ones((16, 8)))
+    np.testing.assert_array_equal(numbers, W)
+    assert js.Variable(W, sharding=COLUMNS).numpy().tolist() == W.tolist()  # ordinary
+
+
+@pytest.mark.parametrize(
+    ("spec", "error", "words"),
+    [
+        (P("expert"), ValueError, "'expert' is not among the axes .* \\['core'\\]"),
+        (P("replica"), ValueError, "'replica' is not among the axes"),
+        (P(None, None, "core"), ValueError, "3 entries, but the shape is \\(3, 4\\)"),
+        (P("core"), ValueError, "2 devices cannot divide dimension 0 of shape"),
+        ("core", TypeError, "a `PartitionSpec` over logical axes was wanted"),
+    ],
+)
+def test_a_placement_that_cannot_be(spec, error, words):
+    with cored().scope(), pytest.raises(error, match=words):
+        js.Variable(np.zeros((3, 4)), name="table", sharding=spec)
+
+
+def test_the_name_of_an_axis_that_the_strategy_has_not():
+    strategy = js.MirroredStrategy(jax.devices()[:2])
+    with (
+        strategy.scope(),
+        pytest.raises(ValueError, match=r"`logical_axes=\{'core': n"),
+    ):
+        js.Variable(W, sharding=COLUMNS)
+
+
+def test_a_step_that_computes_divided_values_leaves_a_whole_variable_whole():
+    strategy = cored()
+    with strategy.scope():
+        w = js.Variable(W)
+    ordinary = js.Variable(W)
+
+    def step(x):
+        x = jax.lax.with_sharding_constraint(x, COLUMNS)
+        for each in (w, ordinary):
+            each.assign_add(x)
+
+    strategy.run(step, (W,))
+    assert lies(w.value()) == P()
+    for each in (w, ordinary):
+        np.testing.assert_array_equal(each, 2 * W)
+
+
+def test_a_sum_in_a_loop_in_a_step():
+    """LOG-21: `psum(x)` added in three turns is three times the sum of replicas."""
+    strategy = cored()
+    w = variable(strategy, np.zeros_like(W))
+    x = rows(strategy, 16, 8)
+
+    def step(x):
+        x = jax.lax.with_sharding_constraint(x, COLUMNS)
+
+        def turn(carry, _):
+            w.assign_add(jax.lax.psum(x, "replica"))
+            return carry, None
+
+        jax.lax.scan(turn, 0, length=3)
+
+    wanted = 3 * np.sum(np.stack(x.values), 0)
+    for turns in (1, 2):
+        strategy.run(step, (x,))
+        np.testing.assert_allclose(w, turns * wanted, rtol=1e-5, atol=1e-5)
+        assert lies(w.value()) == COLUMNS
+
+
+def test_steps_in_a_jitted_loop_leave_it_over_the_cores():
+    strategy = cored()
+    w = variable(strategy, np.zeros_like(W), aggregation="sum")
+    x = rows(strategy, 16, 8)
+
+    def step(x):
+        w.assign_add(x)
+
+    @jax.jit
+    def loop(x):
+        def turn(carry, _):
+            strategy.run(step, (x,))
+            return carry, None
+
+        return jax.lax.scan(turn, 0, length=3)[0]
+
+    loop(x)
+    wanted = 3 * np.sum(np.stack(x.values), 0)
+    np.testing.assert_allclose(w, wanted, rtol=1e-5, atol=1e-5)
+    assert lies(w.value()) == COLUMNS
+
+
+def test_a_step_gathers_nothing_over_the_cores():
+    strategy = cored()
+    large = drawn(256, 130)
+    w = variable(strategy, large, aggregation="mean")
+    copies = variable(
+        strategy, large, synchronization="on_read", aggregation="only_first_replica"
+    )
+
+    def step(x):
+        gradient = x * w.value()
+        w.assign_sub(0.5 * gradient)
+        copies.assign_add(gradient)
+
+    x = rows(strategy, 256, 1)
+    assert all_gathers(strategy, step, x) == 0
+    strategy.run(step, (x,))
+    mean = np.mean([each * large for each in x.values], 0)
+    np.testing.assert_allclose(w, large - 0.5 * mean, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(copies, large + x.local(0) * large, rtol=1e-4, atol=1e-5)
+    assert lies(copies.distributed()) == P("replica", None, "core")
+    assert lies(copies.value()) == COLUMNS
+
+
+@pytest.mark.parametrize("aggregation", ["sum", "mean", "only_first_replica"])
+def test_copies_that_are_combined_when_read(aggregation):
+    strategy = cored()
+    v = variable(strategy, synchronization="on_read", aggregation=aggregation)
+    assert lies(v) == P("replica", None, "core")
+    x = rows(strategy, 16, 8)
+    strategy.run(lambda x: v.assign_add(x), (x,))
+    copies = W + np.stack(x.values)
+    combined = {
+        "sum": copies.sum(0),
+        "mean": copies.mean(0),
+        "only_first_replica": copies[0],
+    }
+    np.testing.assert_allclose(v, combined[aggregation], rtol=1e-5, atol=1e-5)
+    assert lies(v.value()) == COLUMNS
+    v.assign(W)
+    np.testing.assert_allclose(v, W, rtol=1e-5, atol=1e-6)
+    assert lies(v.distributed()) == P("replica", None, "core")
+    v[2].assign(W[3])
+    assert lies(v.distributed()) == P("replica", None, "core")
+
+
+def test_copies_are_one_for_each_replica():
+    strategy = cored()
+    w = variable(strategy)
+    copies = strategy.experimental_local_results(w)
+    assert len(copies) == 4
+    assert all(strategy.extended.value_container(each) is w for each in copies)
+    assert repr(w).count("\n") == repr(variable(cored(4, 1))).count("\n")
+    assert len(strategy.extended.update(w, lambda w: w.assign_add(W), group=False)) == 4
+    np.testing.assert_allclose(w, 2 * W)
+    assert lies(w.value()) == COLUMNS
+
+
+def test_a_gradient_with_respect_to_it_lies_over_the_cores():
+    strategy = cored()
+    w = variable(strategy)
+    x = rows(strategy, 4, 16)
+
+    def step(x):
+        def loss():
+            return ((x @ w.value()) ** 2).mean()
+
+        gradient = js.grad(loss, w)()
+        return replica().all_reduce("mean", gradient)
+
+    found = strategy.run(step, (x,))
+    wanted = [2 * each.T @ (each @ W) / 32 for each in map(np.asarray, x.values)]
+    np.testing.assert_allclose(found, np.mean(wanted, 0), rtol=1e-4, atol=1e-5)
+
+
+def test_a_deep_copy_lies_as_the_variable():
+    import copy
+
+    w = variable(cored())
+    twin = copy.deepcopy(w)
+    twin.assign_add(W)
+    assert lies(twin.value()) == COLUMNS
+    np.testing.assert_array_equal(w, W)
