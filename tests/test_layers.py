@@ -133,7 +133,10 @@ ASKED_OF_REPLICAS = {
     ),
     "spells how an array is divided": (
         r"\bPartitionSpec\b|\bNamedSharding\(|(?<![\w.])Mesh\(|make_mesh",
-        {},
+        {
+            "variables/_sharding_choice.py": "tells users what they may give",
+            "variables/_variable.py": "as above",
+        },
     ),
     "sorts shards as replicas": (r"\.addressable_shards|\bshard\.index", {}),
     "asks which replica it is": (

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import math
+from typing import TypeAlias
 
 from jax.core import Tracer
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jaxstrategy.replicas import _mesh
 from jaxstrategy.replicas._replicas import SAME, SPLIT, Lies, Replicas
 from jaxstrategy.replicas._state_sharding import ArrayLike
+
+InnerSpec: TypeAlias = PartitionSpec
+"""The division of an array over inner axes, and over no others."""
+
+WHOLE = InnerSpec()
 
 
 def lying_like(value: object, replicas: Replicas, lies: Lies = SAME) -> NamedSharding:
@@ -25,16 +31,16 @@ def lying_like(value: object, replicas: Replicas, lies: Lies = SAME) -> NamedSha
     return with_inner(inner_spec(value, replicas), replicas, lies)
 
 
-def inner_spec(value: object, replicas: Replicas) -> PartitionSpec:
+def inner_spec(value: object, replicas: Replicas) -> InnerSpec:
     """The division of `value` over inner axes; that over replicas is left out."""
     # The single replica of no strategy has an inner axis of one device.
     if not (replicas.inner_axes and replicas.axes) or isinstance(value, Tracer):
-        return PartitionSpec()
+        return WHOLE
     sharding = getattr(value, "sharding", None)
     if not isinstance(sharding, NamedSharding):
-        return PartitionSpec()
+        return WHOLE
     if sharding.mesh != replicas.mesh and not _is_of_one_replica(sharding, replicas):
-        return PartitionSpec()
+        return WHOLE
     return _mesh.along(sharding.spec, replicas.inner_axes)
 
 
@@ -44,8 +50,16 @@ def _is_of_one_replica(sharding: NamedSharding, replicas: Replicas) -> bool:
     return any(sharding.mesh == mesh for mesh in groups)
 
 
+def replicas_with(sharding: Sharding) -> Replicas | None:
+    """Those on each of which `sharding` puts the same array, if there are any."""
+    if not isinstance(sharding, NamedSharding) or not _mesh.is_replicated(sharding):
+        return None
+    assert isinstance(sharding.mesh, Mesh), "arrays lie on devices"
+    return Replicas(sharding.mesh)
+
+
 def with_inner(
-    inner: PartitionSpec, replicas: Replicas, lies: Lies = SAME
+    inner: InnerSpec, replicas: Replicas, lies: Lies = SAME
 ) -> NamedSharding:
     """How an array lies over the replicas, and over inner axes as `inner` says.
 
@@ -62,19 +76,19 @@ def with_inner(
     return NamedSharding(replicas.mesh, _mesh.spec_of(sum(e, ()) for e in both))
 
 
-def of_versions(inner: PartitionSpec) -> PartitionSpec:
+def of_versions(inner: InnerSpec) -> InnerSpec:
     """The division of versions `[...]`, of that of an array `[replica, ...]`."""
     return PartitionSpec(*inner[1:])
 
 
-def of_stacked(inner: PartitionSpec) -> PartitionSpec:
+def of_stacked(inner: InnerSpec) -> InnerSpec:
     """The division of an array `[replica, ...]`, of that of its versions `[...]`."""
-    return PartitionSpec(None, *inner) if any(inner) else PartitionSpec()
+    return PartitionSpec(None, *inner) if any(inner) else WHOLE
 
 
 def checked_inner(
     given: PartitionSpec, leaf: ArrayLike, replicas: Replicas, what: str
-) -> PartitionSpec:
+) -> InnerSpec:
     """The division over inner axes that users ask for.
 
     Args:
@@ -87,7 +101,7 @@ def checked_inner(
       ValueError: it does not fit the array, or names no inner axes.
     """
     if not replicas.axes:
-        return PartitionSpec()
+        return WHOLE
     sizes = replicas.inner_sizes
     told = f"{what} was {given}"
     if unknown := [name for e in given for name in _mesh.names(e) if name not in sizes]:

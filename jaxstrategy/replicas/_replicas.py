@@ -448,7 +448,7 @@ class Replicas:
         inside = self._inside_of_rows(rows)
         if inside is not None:
             own = map(jnp.copy, rows) if may_alias is False else rows
-            parts = [shard.data for row in own for shard in _in_order(row)]
+            parts = [part for row in own for part in _in_order(jnp.asarray(row))]
             sharding = NamedSharding(self.mesh, PartitionSpec(self.axes, *inside[1:]))
         else:
             parts = [
@@ -501,12 +501,12 @@ def _has_rows(shard: jax.Shard, rows: slice, array: jax.Array) -> bool:
     return shard.index[0].indices(array.shape[0]) == (rows.start, rows.stop, 1)
 
 
-def _in_order(row: jax.Array | np.ndarray) -> list[jax.Shard]:
+def _in_order(row: jax.Array) -> list[jax.Array]:
     """The parts that devices have of `row`, in the order of its mesh."""
     sharding = row.sharding
     assert isinstance(sharding, NamedSharding), "the caller has looked"
     assert isinstance(sharding.mesh, Mesh), "arrays lie on devices"
-    at = {shard.device: shard for shard in row.addressable_shards}
+    at = {shard.device: shard.data for shard in row.addressable_shards}
     return [at[device] for device in sharding.mesh.devices.flat]
 
 

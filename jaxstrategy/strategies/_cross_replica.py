@@ -15,7 +15,8 @@ from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
 from jaxstrategy.executors._executor import AbstractExecutor
 from jaxstrategy.masks import _filled_rows
 from jaxstrategy.replicas import _mesh
-from jaxstrategy.replicas._replicas import SAME, Replicas
+from jaxstrategy.replicas._inner_placement import replicas_with
+from jaxstrategy.replicas._replicas import SAME
 from jaxstrategy.strategies._in_sync import assert_in_sync
 from jaxstrategy.strategies._local_versions import local_versions
 from jaxstrategy.strategies._many_leaves import in_parts
@@ -155,9 +156,10 @@ class CrossReplicaValues:
             return _per_replica.from_local(leaf, self._strategy.replicas).values
         if _arrays.is_mirrored(leaf):  # a variable of central storage has one copy
             replicas = self._strategy.replicas
-            if replicas.inner_placement(leaf, SAME) is None:
-                replicas = Replicas(leaf.sharding.mesh)
-            return (leaf,) * len(replicas.own)
+            is_ours = replicas.inner_placement(leaf, SAME) is not None
+            holders = replicas if is_ours else replicas_with(leaf.sharding)
+            assert holders is not None, "it is mirrored"
+            return (leaf,) * len(holders.own)
         return (leaf,) * n
 
 

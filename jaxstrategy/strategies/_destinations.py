@@ -6,11 +6,10 @@ from typing import Any, TypeAlias
 
 import jax
 from jax.core import Tracer
-from jax.sharding import Mesh, NamedSharding
 
 from jaxstrategy.replicas import _devices, _mesh
 from jaxstrategy.replicas._devices import Device
-from jaxstrategy.replicas._inner_placement import lying_like
+from jaxstrategy.replicas._inner_placement import lying_like, replicas_with
 from jaxstrategy.replicas._replicas import SAME, Replicas
 from jaxstrategy.values import _per_replica
 from jaxstrategy.values._per_replica import PerReplica
@@ -81,7 +80,5 @@ def placed(result: PyTree, sharding: jax.sharding.Sharding | None) -> PyTree:
 
 def _there(leaf: jax.Array, sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:
     """The place of a result: on replicas it stays divided over the devices of each."""
-    if not isinstance(sharding, NamedSharding) or not _mesh.is_replicated(sharding):
-        return sharding
-    assert isinstance(sharding.mesh, Mesh), "results lie on devices"
-    return lying_like(leaf, Replicas(sharding.mesh))
+    replicas = replicas_with(sharding)
+    return sharding if replicas is None else lying_like(leaf, replicas)

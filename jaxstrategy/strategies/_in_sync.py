@@ -12,6 +12,7 @@ from jax.tree_util import KeyPath
 
 from jaxstrategy._errors import OutOfSyncError, PlacementError, TracedValueError
 from jaxstrategy.reductions._fingerprint import groups
+from jaxstrategy.replicas import _mesh
 from jaxstrategy.replicas._replicas import SAME, Replicas
 from jaxstrategy.values import _arrays, _per_replica
 from jaxstrategy.values._handle import Handle
@@ -73,7 +74,7 @@ def _compared(tree: PyTree, replicas: Replicas, name: str) -> PyTree:
             leaf = jnp.asarray(leaf)
         if not isinstance(leaf, jax.Array) or len(leaf.sharding.device_set) == 1:
             return None
-        if replicas.inner_placement(leaf, SAME) is not None:
+        if _has_copies(leaf, replicas):
             return leaf
         where = f"`{name}{jax.tree_util.keystr(path)}`"
         if not _is_divided_state(leaf, replicas):
@@ -88,6 +89,13 @@ def _compared(tree: PyTree, replicas: Replicas, name: str) -> PyTree:
             _per_replica.is_per_replica(node) or _is_divided_variable(node)
         ),
     )
+
+
+def _has_copies(array: jax.Array, replicas: Replicas) -> bool:
+    """Whether each replica has all of `array`, on its devices together."""
+    if _mesh.lies_as(array, replicas.sharding(SAME)):  # on whatever mesh
+        return True
+    return replicas.inner_placement(array, SAME) is not None
 
 
 def _is_divided_variable(node: object) -> bool:

@@ -5,15 +5,13 @@ from __future__ import annotations
 import jax
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import NamedSharding
 from jax.tree_util import KeyPath
 
 from jaxstrategy._errors import DonatedValueError, TracedValueError
 from jaxstrategy._options import VariableAggregation
 from jaxstrategy.cluster import _processes
-from jaxstrategy.replicas import _mesh
+from jaxstrategy.replicas._inner_placement import replicas_with
 from jaxstrategy.replicas._random_keys import as_numbers
-from jaxstrategy.replicas._replicas import Replicas
 from jaxstrategy.values import _per_replica, _trees
 from jaxstrategy.values._per_replica import PerReplica
 from jaxstrategy.values._types import Leaf, PyTree
@@ -80,13 +78,12 @@ def _readable(leaf: Leaf, name: str) -> Leaf:
 
 def _own_copy(array: jax.Array) -> jax.Array:
     """What the first replica of this process has of an array that is equal on all."""
-    sharding = array.sharding
     if array.is_fully_replicated:
         return array.addressable_data(0)
-    if array.is_fully_addressable or not _mesh.is_replicated(sharding):
+    replicas = replicas_with(array.sharding)
+    if array.is_fully_addressable or replicas is None:
         return array
-    assert isinstance(sharding, NamedSharding), "which names the replicas"
-    return Replicas(sharding.mesh).copies(array)[0]
+    return replicas.copies(array)[0]
 
 
 def _value_of(variable: Variable) -> Leaf:

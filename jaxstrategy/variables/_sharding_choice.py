@@ -8,9 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import Literal, TypeAlias
 
 import numpy as np
-from jax.sharding import PartitionSpec
 
-from jaxstrategy.replicas._inner_placement import checked_inner, inner_spec
+from jaxstrategy.replicas._inner_placement import InnerSpec, checked_inner, inner_spec
 from jaxstrategy.replicas._random_keys import is_key
 from jaxstrategy.replicas._replicas import Replicas
 from jaxstrategy.replicas._state_sharding import (
@@ -25,7 +24,7 @@ PartitionFunction: TypeAlias = Callable[[tuple[int, ...], np.dtype], Sequence[in
 """Of a shape and a dtype the number of parts along each dimension."""
 
 VariableSharding: TypeAlias = (
-    StateSharding | PartitionSpec | int | Literal["whole"] | PartitionFunction | None
+    StateSharding | InnerSpec | int | Literal["whole"] | PartitionFunction | None
 )
 """What users say of how one variable is divided."""
 
@@ -47,7 +46,7 @@ class ShardingChoice:
 
     def __post_init__(self) -> None:
         given = self.given
-        known = given is None or isinstance(given, (StateSharding, PartitionSpec))
+        known = given is None or isinstance(given, (StateSharding, InnerSpec))
         if not (known or self._is_whole or whole(given) is not None or callable(given)):
             raise TypeError(
                 f"`sharding` of variable {self.name!r} was {shown(given)}; the number "
@@ -63,7 +62,7 @@ class ShardingChoice:
 
     @property
     def _is_inner(self) -> bool:
-        return isinstance(self.given, PartitionSpec)
+        return isinstance(self.given, InnerSpec)
 
     @property
     def _is_whole(self) -> bool:
@@ -71,7 +70,7 @@ class ShardingChoice:
 
     def may_divide(self, replicas: Replicas) -> bool:
         """Whether a variable of some type would lie divided over these replicas."""
-        if isinstance(self.given, PartitionSpec) and replicas.inner_axes:
+        if isinstance(self.given, InnerSpec) and replicas.inner_axes:
             return True
         if replicas.parts == 1:
             return False
@@ -93,7 +92,7 @@ class ShardingChoice:
           TypeError: the dimension or the answer is none.
         """
         given, parts = self.given, replicas.parts
-        if given is None or isinstance(given, PartitionSpec):
+        if given is None or isinstance(given, InnerSpec):
             return self._of_strategy(leaf, replicas)
         if isinstance(given, StateSharding):
             return given.division(self.name, leaf, parts)
@@ -105,7 +104,7 @@ class ShardingChoice:
         assert callable(given), "which was checked"
         return self._partitioned(given, leaf, parts)
 
-    def inner(self, leaf: ArrayLike, replicas: Replicas) -> PartitionSpec:
+    def inner(self, leaf: ArrayLike, replicas: Replicas) -> InnerSpec:
         """The division of one copy over the devices of its replica.
 
         Args:
@@ -115,7 +114,7 @@ class ShardingChoice:
         Raises:
           ValueError: the spec that was given does not fit.
         """
-        if isinstance(self.given, PartitionSpec):
+        if isinstance(self.given, InnerSpec):
             what = f"`sharding` of variable {self.name!r}"
             return checked_inner(self.given, leaf, replicas, what)
         return inner_spec(leaf, replicas)

@@ -91,7 +91,9 @@ class Variable(Operators, Assignments, Scatters, Properties):
         say whether it is an optimizer's. Steps and their numbers stay what they are.
         A function for `initial_value` is then traced by JAX, so that of a large array
         (over 64 MiB) each device makes its part only; one that looks at numbers is
-        called again without.
+        called again without. A `PartitionSpec` over the logical axes of the strategy
+        says how each replica's devices divide a copy; by default they do as they
+        divide `initial_value`.
 
     Raises:
       ValueError: synchronization NONE, or no such synchronization or aggregation; an

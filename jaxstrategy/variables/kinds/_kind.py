@@ -13,12 +13,13 @@ from typing import Self
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from jaxstrategy._options import VariableAggregation
 from jaxstrategy.contexts import _context
 from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
 from jaxstrategy.replicas import _overflow
+from jaxstrategy.replicas._inner_placement import WHOLE
 from jaxstrategy.replicas._random_keys import is_key
 from jaxstrategy.replicas._replicas import Replicas
 from jaxstrategy.replicas._state_sharding import ArrayLike, LeafSharding
@@ -52,7 +53,7 @@ class VariableKind(abc.ABC):
     # How it prints.
     describe: str
     # How one copy lies over the devices of its replica.
-    inner = PartitionSpec()
+    inner = WHOLE
 
     def __init__(
         self,
