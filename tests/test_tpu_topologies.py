@@ -284,6 +284,8 @@ def test_numbers_beyond_a_byte_are_serialized():
         (b"\x0a\x09\x01", "A serialized topology was wanted.*got b"),
         (b"\x0b", "A serialized topology was wanted.*got b"),
         (b"\x0a\x04\x02\x02\x01\x02\x10\x01\x18\x08", "has 0 coordinates; 32 were"),
+        ({"a": 1}, "A serialized topology was wanted.*got {'a': 1}"),
+        ([8], r"A serialized topology was wanted.*got \[8\]"),
         ("text", "A serialized topology was wanted.*got 'text'"),
         (b"\x10\x01", "`mesh_shape` must be a sequence of 4"),
     ],

@@ -59,6 +59,9 @@ def methods(make, prefix, strategy):
             )
 
 
+TPU = js.tpu.experimental.Topology(
+    mesh_shape=[2, 1, 1, 1], device_coordinates=[[[0, 0, 0, 0], [1, 0, 0, 0]]]
+)
 SPEC = {"worker": ["a:1", "b:2"], "chief": ["c:3"]}
 
 
@@ -90,6 +93,10 @@ MAKERS = {
     "resolver": lambda strategy: js.cluster_resolver.SimpleClusterResolver(
         js.cluster_resolver.ClusterSpec(SPEC), task_type="worker", task_id=0
     ),
+    "tpu_strategy": lambda strategy: js.TPUStrategy(cores_per_replica=2),
+    "tpu_resolver": lambda strategy: js.cluster_resolver.TPUClusterResolver("local"),
+    "tpu_topology": lambda strategy: TPU,
+    "assignment": lambda strategy: js.tpu.experimental.DeviceAssignment.build(TPU),
     "topology": lambda strategy: js.Topology(1e9, 1e-6, 2),
     "scale": lambda strategy: js.DynamicLossScale(),
     "input_context": lambda strategy: js.InputContext(2, 0, 2),
@@ -151,6 +158,7 @@ def targets(strategy):
     for module in MODULES:
         found.update(functions(getattr(js, module), module))
     found.update(functions(js.experimental.partitioners, "partitioners"))
+    found.update(functions(js.tpu.experimental, "tpu"))
     for name, make in MAKERS.items():
         found.update(methods(make, name, strategy))
     for name in CONTEXT:
@@ -162,6 +170,8 @@ def targets(strategy):
         (kinds.TFConfigClusterResolver, "TF_CONFIG"),
         (kinds.SlurmClusterResolver, "SLURM_JOB_NODELIST"),
         (kinds.SlurmClusterResolver, "SLURM_PROCID"),
+        (kinds.TPUClusterResolver, "TPU_WORKER_HOSTNAMES"),
+        (kinds.TPUClusterResolver, "TPU_NAME"),
     ]:
         found[f"{kind.__name__}:{name}"] = lambda _, kind=kind, name=name: resolved(
             kind, name

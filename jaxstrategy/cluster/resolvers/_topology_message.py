@@ -43,8 +43,8 @@ class TopologyMessage:
           ValueError: it is no such message.
         """
         try:
-            return _of_fields(list(_fields(serialized)))
-        except (IndexError, TypeError):
+            return _of_fields(list(_fields(bytes(memoryview(serialized)))))
+        except (IndexError, TypeError):  # it ends too early; it has no bytes
             raise ValueError(
                 "A serialized topology was wanted, as `Topology.serialized()` makes "
                 f"it; got {shown(serialized)}."
