@@ -144,7 +144,7 @@ ASKED_OF_REPLICAS = {
         {
             "reductions/_sums.py": "collectives are given axes, and groups within them",
             "reductions/_exchange.py": "so is who has a part of an array",
-            "tracing/lanes/_lane_collectives.py": "it is what makes lanes replicas",
+            "tracing/lanes/_lane_axes.py": "it is what makes lanes replicas",
         },
     ),
     "is given a mesh and means the replicas": (

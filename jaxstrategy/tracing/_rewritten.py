@@ -2,36 +2,30 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias, final
 
 import jax
+from jax import lax
 from jax.extend import core
 from jax.extend.core import DropVar, Literal
+from jax.ref import AbstractRef
 
-from jaxstrategy.tracing._jaxpr_types import Atom, Equation, Jaxpr
+from jaxstrategy.tracing._jaxpr_types import Atom, Equation, Jaxpr, Var
 from jaxstrategy.tracing.replication._jaxprs import closed, plain
 from jaxstrategy.values._types import Function, Leaf, PyTree
 
 Rule: TypeAlias = Callable[[Equation], Function | None]
 """Of an equation the function that takes its place; None: it stays.
 
-The function takes the operands and returns a sequence of the results.
+The function takes the operands and returns a sequence of the results. The equation is
+one whose inner jaxprs are rewritten already.
 """
-
-Parameters: TypeAlias = Callable[[Equation], dict[str, Any]]
-"""Of an equation that stays the parameters that it has instead."""
-
-
-def _same_parameters(_: Equation) -> dict[str, Any]:
-    return {}
 
 
 def rewritten(
-    jaxpr: Jaxpr,
-    rule: Rule,
-    axis_sizes: Sequence[tuple[str, int]] = (),
-    parameters: Parameters = _same_parameters,
+    jaxpr: Jaxpr, rule: Rule, axis_sizes: Sequence[tuple[str, int]] = ()
 ) -> Jaxpr:
     """`jaxpr` with all that its equations hold, rewritten equation by equation.
 
@@ -40,9 +34,8 @@ def rewritten(
       rule: says which equations stay.
       axis_sizes: the axes that the functions of the rule may name, besides those that
         have names where this is called.
-      parameters: says which parameters of equations that stay are others.
     """
-    return _Rewriting(rule, axis_sizes, parameters).of_jaxpr(jaxpr)
+    return _Rewriting(rule, axis_sizes).of_jaxpr(jaxpr)
 
 
 def rewritten_function(fn: Function, rule: Rule) -> Function:
@@ -75,14 +68,8 @@ def rewritten_function(fn: Function, rule: Rule) -> Function:
 
 @final
 class _Rewriting:
-    def __init__(
-        self,
-        rule: Rule,
-        axis_sizes: Sequence[tuple[str, int]],
-        parameters: Parameters,
-    ) -> None:
+    def __init__(self, rule: Rule, axis_sizes: Sequence[tuple[str, int]]) -> None:
         self._rule = rule
-        self._parameters = parameters
         self._axis_sizes = list(axis_sizes)
         # An inner jaxpr may stand in several equations.
         self._done: dict[int, tuple[Jaxpr, Jaxpr]] = {}
@@ -99,12 +86,12 @@ class _Rewriting:
         return self._done[id(jaxpr)][1]
 
     def _of_equation(self, eqn: Any) -> list[Equation]:
-        found = self._rule(eqn)
-        return [self._with_inner(eqn)] if found is None else self._in_place(eqn, found)
+        new = self._with_inner(eqn)
+        found = self._rule(new)
+        return [new] if found is None else self._in_place(new, found)
 
     def _with_inner(self, eqn: Any) -> Equation:
         params = {key: self._of_parameter(value) for key, value in eqn.params.items()}
-        params.update(self._parameters(eqn))
         if all(params[key] is value for key, value in eqn.params.items()):
             return eqn
         inner = (each.effects for each in params.values() if hasattr(each, "effects"))
@@ -119,7 +106,10 @@ class _Rewriting:
         if isinstance(value, (tuple, list)) and any(map(_is_jaxpr, several)):
             new = [self._of_parameter(each) for each in several]
             is_same = all(a is b for a, b in zip(new, value, strict=True))
-            return value if is_same else type(several)(new)
+            if is_same:
+                return value
+            is_named = hasattr(several, "_make")  # `custom_linear_solve` has such ones
+            return several._make(new) if is_named else type(several)(new)
         if not _is_jaxpr(value):
             return value
         inner = plain(value)
@@ -131,40 +121,72 @@ class _Rewriting:
     def _in_place(self, eqn: Any, function: Function) -> list[Equation]:
         """The equations of `function`, which make what `eqn` made."""
         types = [_type(atom) for atom in eqn.invars]
+        references = [i for i, atom in enumerate(eqn.invars) if _is_reference(atom)]
 
-        def called(*operands: jax.Array) -> list[jax.Array]:
-            return list(function(*operands))
+        def called(*operands: jax.Array, function: Function = function) -> list[Any]:
+            own = {i: jax.new_ref(operands[i]) for i in references}
+            return list(function(*(own.get(i, x) for i, x in enumerate(operands))))
 
         made: Any = jax.make_jaxpr(called, axis_env=self._axis_sizes)(*types)
         if _constants(made):
             # In a function of its own they need no inputs of the jaxpr here.
-            wrapped = jax.jit(called)
+            wrapped = functools.partial(called, function=jax.jit(function))
             made = jax.make_jaxpr(wrapped, axis_env=self._axis_sizes)(*types)
         names: dict[Atom, Atom] = dict(zip(made.jaxpr.invars, eqn.invars, strict=True))
-        return _renamed(made.jaxpr, names, eqn)
+        # The equation works on references that there are.
+        eqns = made.jaxpr.eqns[len(references) :]
+        for each in made.jaxpr.eqns[: len(references)]:
+            names[each.outvars[0]] = names[each.invars[0]]
+        return _renamed(eqns, made.jaxpr.outvars, names, eqn)
 
 
-def _renamed(jaxpr: Any, names: dict[Atom, Atom], eqn: Any) -> list[Equation]:
-    """The equations of `jaxpr` under other names, the last of them those of `eqn`."""
-    results = dict(zip(jaxpr.outvars, eqn.outvars, strict=True))
+def _renamed(
+    eqns: Sequence[Any], results: Sequence[Atom], names: dict[Atom, Atom], eqn: Any
+) -> list[Equation]:
+    """`eqns` under other names, so that they make what `eqn` made.
+
+    Args:
+      eqns: equations.
+      results: what they make for it.
+      names: what the operands are called; added to.
+      eqn: that in whose place they stand.
+    """
+    wanted = [
+        (atom, var)
+        for atom, var in zip(results, eqn.outvars, strict=True)
+        if not isinstance(var, DropVar)
+    ]
+    made = {var for each in eqns for var in each.outvars}
+    # One that is made twice, or not here, needs an equation of its own.
+    copied: list[tuple[Atom, Atom]] = []
+    for atom, var in wanted:
+        if isinstance(atom, Literal) or atom not in made or atom in names:
+            copied.append((atom, var))
+        else:
+            names[atom] = var
 
     def read(atom: Atom) -> Atom:
         return atom if isinstance(atom, Literal) else names.get(atom, atom)
 
-    found: list[Equation] = []
-    for each in jaxpr.eqns:
-        for var in each.outvars:
-            if var in results and not isinstance(results[var], DropVar):
-                names[var] = results[var]
-        new: Any = each
-        found.append(
-            new.replace(
-                invars=list(map(read, each.invars)),
-                outvars=[names.get(var, var) for var in each.outvars],
-                source_info=eqn.source_info,
-            )
+    found: list[Equation] = [
+        each.replace(
+            invars=list(map(read, each.invars)),
+            outvars=[names.get(var, var) for var in each.outvars],
+            source_info=eqn.source_info,
         )
-    return found
+        for each in eqns
+    ]
+    return found + [_copy(read(atom), var, eqn) for atom, var in copied]
+
+
+def _copy(atom: Atom, var: Var, eqn: Any) -> Equation:
+    made: Any = jax.make_jaxpr(lambda x: lax.copy_p.bind(x))(_type(atom))
+    (copy,) = made.jaxpr.eqns
+    return copy.replace(invars=[atom], outvars=[var], source_info=eqn.source_info)
+
+
+def _is_reference(atom: Atom) -> bool:
+    return isinstance(atom.aval, AbstractRef)
 
 
 def _constants(closed: Any) -> Sequence[object]:

@@ -18,6 +18,7 @@ from jaxstrategy.tracing._jaxpr_types import ArrayType, Atom, Equation, Jaxpr, V
 from jaxstrategy.tracing._on_replicas import on_replicas
 from jaxstrategy.tracing._trace import Evaluate
 from jaxstrategy.tracing._traced_step import TracedStep
+from jaxstrategy.tracing._value_form import with_values
 from jaxstrategy.tracing.division._borders import Borders, borders_of
 from jaxstrategy.tracing.division._cut import Cut, cut
 from jaxstrategy.tracing.division._flat import flattened
@@ -26,7 +27,6 @@ from jaxstrategy.tracing.division._inside import Inside
 from jaxstrategy.tracing.division._layout import Layout, Layouts
 from jaxstrategy.tracing.division._outside import Outside
 from jaxstrategy.tracing.division._replica_values import ReplicaValues
-from jaxstrategy.tracing.division._value_form import with_values
 from jaxstrategy.tracing.replication._jaxprs import closed, jaxpr_of
 from jaxstrategy.tracing.replication._levels import Collective
 from jaxstrategy.tracing.replication._rules import analyse, varying

@@ -17,56 +17,28 @@ import numpy as np
 from jax import lax
 
 from jaxstrategy.tracing._jaxpr_types import Equation
+from jaxstrategy.tracing.lanes._lane_axes import LaneAxes
 from jaxstrategy.tracing.replication._collective_table import is_along
+from jaxstrategy.tracing.replication._site import Site
 from jaxstrategy.values._types import Function
 
 _Groups: TypeAlias = Sequence[Sequence[int]] | None
 
 _SUMS = {"psum": lax.psum, "psum_invariant": lax.psum}
 _EXTREMES = {"pmax": (lax.pmax, jnp.max), "pmin": (lax.pmin, jnp.min)}
+_REDUCTIONS = frozenset((*_SUMS, *_EXTREMES))
 
 
 @final
 @dataclasses.dataclass(frozen=True)
-class LaneAxes:
-    """The axes of replicas that share devices; replica = device * lanes + lane.
+class LaneCollectives:
+    """What takes the place of the collectives over all replicas.
 
     Attributes:
-      replicas: the name that steps know, of all replicas.
-      devices: the name of the mesh's axis.
-      lanes: the name of the axis of `jax.vmap`.
-      num_devices: the size of the mesh's axis.
-      num_lanes: the number of replicas on a device.
+      axes: of the replicas.
     """
 
-    replicas: str
-    devices: str
-    lanes: str
-    num_devices: int
-    num_lanes: int
-
-    @property
-    def both(self) -> tuple[str, str]:
-        """The axes along which replicas differ."""
-        return self.devices, self.lanes
-
-    @property
-    def count(self) -> int:
-        """The number of replicas."""
-        return self.num_devices * self.num_lanes
-
-    def index(self) -> jax.Array:
-        """The number of this replica."""
-        device, lane = lax.axis_index(self.devices), lax.axis_index(self.lanes)
-        return device * self.num_lanes + lane
-
-    def versions(self, array: jax.Array) -> jax.Array:
-        """All replicas' arrays: `[...]` -> `[replica, ...]`."""
-        own = lax.all_gather(array, self.lanes)
-        everything = lax.all_gather(own, self.devices)
-        return everything.reshape(self.count, *array.shape)
-
-    # What takes the place of a collective over all replicas.
+    axes: LaneAxes
 
     def in_place_of(self, eqn: Equation) -> Function | None:
         """The function that takes the place of an equation; None: it stays.
@@ -76,27 +48,36 @@ class LaneAxes:
         """
         name, params = eqn.primitive.name, eqn.params
         if name == "axis_index":
-            is_ours = params["axis_name"] == self.replicas
-            return (lambda: [self.index()]) if is_ours else None
-        if not is_along(eqn, [self.replicas]):
+            is_ours = params["axis_name"] == self.axes.replicas
+            return (lambda: [self.axes.index()]) if is_ours else None
+        if not is_along(eqn, [self.axes.replicas]):
             return None
         rule = getattr(self, f"_{name}", None)
         if name in _SUMS:
             rule = self._sum
         elif name in _EXTREMES:
             rule = self._extreme
-        if rule is None:
+        if rule is None or (self._other_axes(eqn) and name not in _REDUCTIONS):
             raise NotImplementedError(
                 f"The step uses the collective `{name}`, which has no rule for "
-                "replicas that share a device. Use `psum`, `all_gather`, `ppermute`, "
-                "`all_to_all` or `psum_scatter`, or one replica on each device."
+                "replicas that share a device:\n"
+                f"  {Site((eqn,)).line or 'unknown'}\n"
+                "Use `psum`, `all_gather`, `ppermute`, `all_to_all` or `psum_scatter` "
+                "over the replicas alone, or give each replica its own device."
             )
         return rule(eqn)
+
+    def _other_axes(self, eqn: Equation) -> tuple[Any, ...]:
+        """The axes besides: numbers of those that a user's `jax.vmap` has made."""
+        found = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+        names = found if isinstance(found, (tuple, list)) else (found,)
+        return tuple(name for name in names if name != self.axes.replicas)
 
     def _sum(self, eqn: Equation) -> Function:
         groups = _groups_of(eqn)
         if groups is None:
-            return lambda *arrays: lax.psum(arrays, self.both)
+            axes = (*self.axes.both, *self._other_axes(eqn))
+            return lambda *arrays: lax.psum(arrays, axes)
         return lambda *arrays: [
             self._members(array, groups).sum(0, dtype=array.dtype) for array in arrays
         ]
@@ -105,7 +86,8 @@ class LaneAxes:
         groups = _groups_of(eqn)
         over_all, over_group = _EXTREMES[eqn.primitive.name]
         if groups is None:
-            return lambda *arrays: over_all(arrays, self.both)
+            axes = (*self.axes.both, *self._other_axes(eqn))
+            return lambda *arrays: over_all(arrays, axes)
         return lambda *arrays: [
             over_group(self._members(array, groups), axis=0) for array in arrays
         ]
@@ -127,9 +109,9 @@ class LaneAxes:
 
         def scattered(array: jax.Array) -> list[jax.Array]:
             if groups is None:
-                parts = _parts(array, axis, self.count, is_tiled)
-                of_device = lax.psum_scatter(parts, self.devices, tiled=True)
-                return [lax.psum_scatter(of_device, self.lanes)]
+                parts = _parts(array, axis, self.axes.count, is_tiled)
+                of_device = lax.psum_scatter(parts, self.axes.devices, tiled=True)
+                return [lax.psum_scatter(of_device, self.axes.lanes)]
             total = self._members(array, groups).sum(0, dtype=array.dtype)
             parts = _parts(total, axis, len(groups[0]), is_tiled)
             return [_picked(parts, self._place(groups))]
@@ -137,20 +119,20 @@ class LaneAxes:
         return scattered
 
     def _ppermute(self, eqn: Equation) -> Function:
-        sources = np.full(self.count, -1)
+        sources = np.full(self.axes.count, -1)
         for source, target in eqn.params["perm"]:
             sources[target] = source
 
         def permuted(array: jax.Array) -> list[jax.Array]:
-            source = jnp.asarray(sources)[self.index()]
-            found = _picked(self.versions(array), jnp.maximum(source, 0))
+            source = jnp.asarray(sources)[self.axes.index()]
+            found = _picked(self.axes.versions(array), jnp.maximum(source, 0))
             return [jnp.where(source < 0, jnp.zeros_like(found), found)]
 
         return permuted
 
     def _pbroadcast(self, eqn: Equation) -> Function:
         source = eqn.params["source"]
-        return lambda array: [self.versions(array)[source]]
+        return lambda array: [self.axes.versions(array)[source]]
 
     def _all_to_all(self, eqn: Equation) -> Function:
         groups, params = _groups_of(eqn), eqn.params
@@ -170,20 +152,20 @@ class LaneAxes:
 
     def _members(self, array: jax.Array, groups: _Groups) -> jax.Array:
         """The versions of a replica's group: `[...]` -> `[member, ...]`."""
-        versions = self.versions(array)
+        versions = self.axes.versions(array)
         if groups is None:
             return versions
         members = {i: group for group in groups for i in group}
-        table = jnp.asarray([members[i] for i in range(self.count)])
-        return versions[table[self.index()]]
+        table = jnp.asarray([members[i] for i in range(self.axes.count)])
+        return versions[table[self.axes.index()]]
 
     def _place(self, groups: _Groups) -> jax.Array:
         """The place of a replica in its group."""
         if groups is None:
-            return self.index()
+            return self.axes.index()
         places = {i: place for group in groups for place, i in enumerate(group)}
-        table = jnp.asarray([places[i] for i in range(self.count)])
-        return table[self.index()]
+        table = jnp.asarray([places[i] for i in range(self.axes.count)])
+        return table[self.axes.index()]
 
 
 def _groups_of(eqn: Equation) -> _Groups:
