@@ -248,12 +248,15 @@ def _devices_of(value: jax.Array) -> Sequence[Device]:
     replicas = Replicas.dividing(value)
     if replicas is None:
         return sorted(value.sharding.addressable_devices, key=lambda d: d.id)
-    return [device for i in replicas.own for device in replicas.devices_of(i)]
+    found = (device for i in replicas.own for device in replicas.devices_of(i))
+    return list(dict.fromkeys(found))
 
 
 def _by_replica(value: jax.Array) -> list[tuple[int, str]]:
     """The replicas of this process and the devices that hold the version of each."""
     replicas = Replicas.dividing(value)
     if replicas is None:
-        return list(enumerate(map(_devices.name, _devices_of(value))))
+        # JAX keeps no division over one device, which several replicas may share.
+        where = [_devices.name(device) for device in _devices_of(value)]
+        return list(enumerate(where * (value.shape[0] if len(where) == 1 else 1)))
     return [(i, replicas.device_names_of(i)) for i in replicas.own]

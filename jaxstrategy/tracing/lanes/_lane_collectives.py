@@ -140,12 +140,10 @@ class LaneCollectives:
 
         def exchanged(array: jax.Array) -> list[jax.Array]:
             members = self._members(array, groups)
-            size, place = members.shape[0], self._place(groups)
-            if not params["tiled"]:
-                mine = jnp.moveaxis(members, split + 1, 0)
-                return [jnp.moveaxis(_picked(mine, place), 0, concat)]
-            length = array.shape[split] // size
-            mine = lax.dynamic_slice_in_dim(members, place * length, length, split + 1)
+            # `jax.lax` has put in the dimension that is new without `tiled`.
+            length = array.shape[split] // members.shape[0]
+            start = self._place(groups) * length
+            mine = lax.dynamic_slice_in_dim(members, start, length, split + 1)
             return [_joined(mine, concat, True)]
 
         return exchanged

@@ -1,0 +1,299 @@
+"""Each collective of replicas that share devices, against NumPy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers.replicas import ids, replica
+from jax import lax
+
+import jaxstrategy as js
+
+AXIS = "replica"
+PAIRS = [[0, 1], [2, 3], [4, 5], [6, 7]]
+ACROSS = [[0, 4], [1, 5], [2, 6], [3, 7]]
+HALVES = [[0, 2, 4, 6], [7, 5, 3, 1]]
+
+
+@pytest.fixture(scope="module", params=[(1, 8), (2, 4)], ids=str)
+def eight(request):
+    devices, each = request.param
+    return js.MirroredStrategy(jax.devices()[:devices], replicas_per_device=each)
+
+
+def stacked(tree):
+    is_own = lambda x: isinstance(x, js.PerReplica)  # noqa: E731
+    return jax.tree.map(
+        lambda x: (
+            np.asarray(x.stacked)
+            if is_own(x)
+            else np.broadcast_to(np.asarray(x), (8, *x.shape))
+        ),
+        tree,
+        is_leaf=is_own,
+    )
+
+
+def test_reductions_of_the_context(eight):
+    def step(x):
+        reduced = {op.name: replica().all_reduce(op, x) for op in js.ReduceOp}
+        for name, groups in {
+            "pairs": PAIRS,
+            "across": ACROSS,
+            "halves": HALVES,
+        }.items():
+            reduced[name] = {
+                op: replica().all_reduce(op, x, groups=groups)
+                for op in ("sum", "mean", "max")
+            }
+        return (
+            reduced,
+            replica().all_gather(x[None], 0),
+            replica().all_gather(x[None, None], 1),
+        )
+
+    reduced, first, second = stacked(eight.run(step, (ids(eight),)))
+    x = np.arange(8.0)
+    for op, number in {"SUM": 28, "MEAN": 3.5, "MIN": 0, "MAX": 7}.items():
+        np.testing.assert_array_equal(reduced[op], np.full(8, number))
+    np.testing.assert_array_equal(reduced["pairs"]["sum"], [1, 1, 5, 5, 9, 9, 13, 13])
+    np.testing.assert_array_equal(reduced["across"]["sum"], [4, 6, 8, 10, 4, 6, 8, 10])
+    for name, groups in {"pairs": PAIRS, "across": ACROSS, "halves": HALVES}.items():
+        for op, function in {"mean": np.mean, "max": np.max}.items():
+            wanted = np.zeros(8)
+            for group in groups:
+                wanted[group] = function(x[group])
+            np.testing.assert_array_equal(reduced[name][op], wanted)
+    np.testing.assert_array_equal(first, np.tile(x, (8, 1)))
+    np.testing.assert_array_equal(second, np.tile(x, (8, 1, 1)))
+
+
+# Of all replicas' arrays `[replica, ...]`, what each has afterwards.
+
+
+def gathered(x, groups, axis, tiled):
+    found = np.zeros((8,)).tolist()
+    for group in groups:
+        for i in group:
+            rows = [x[j] for j in group]
+            found[i] = np.concatenate(rows, axis) if tiled else np.stack(rows, axis)
+    return np.stack(found)
+
+
+def scattered(x, groups, axis, tiled):
+    found = np.zeros((8,)).tolist()
+    for group in groups:
+        total = sum(x[j] for j in group)
+        parts = np.split(total, len(group), axis)
+        for place, i in enumerate(group):
+            found[i] = parts[place] if tiled else parts[place].squeeze(axis)
+    return np.stack(found)
+
+
+def exchanged(x, groups, split, concat, tiled):
+    found = np.zeros((8,)).tolist()
+    for group in groups:
+        for place, i in enumerate(group):
+            parts = [np.split(x[j], len(group), split)[place] for j in group]
+            if tiled:
+                found[i] = np.concatenate(parts, concat)
+            else:
+                found[i] = np.stack([p.squeeze(split) for p in parts], concat)
+    return np.stack(found)
+
+
+ALL = [list(range(8))]
+
+
+def test_collectives_of_jax(eight):
+    rng = np.random.default_rng(2)
+    given = {
+        name: rng.integers(-9, 9, size=(8, size, 2 * size)).astype(np.float32)
+        for name, size in {"all": 8, "pairs": 2, "across": 2, "halves": 4}.items()
+    }
+    members = {"all": None, "pairs": PAIRS, "across": ACROSS, "halves": HALVES}
+
+    def of(x, **groups):
+        return {
+            "psum": lax.psum(x, AXIS, **groups),
+            "pmax": lax.pmax(x, AXIS, **groups),
+            "pmin": lax.pmin(x, AXIS, **groups),
+            "gather": lax.all_gather(x, AXIS, axis=1, **groups),
+            "gather tiled": lax.all_gather(x, AXIS, axis=1, tiled=True, **groups),
+            "scatter": lax.psum_scatter(x, AXIS, **groups),
+            "scatter tiled": lax.psum_scatter(
+                x, AXIS, scatter_dimension=1, tiled=True, **groups
+            ),
+            "exchange": lax.all_to_all(x, AXIS, 0, 1, **groups),
+            "exchange back": lax.all_to_all(x.T, AXIS, 1, 0, **groups),
+            "exchange tiled": lax.all_to_all(x, AXIS, 1, 0, tiled=True, **groups),
+        }
+
+    def step(arrays):
+        return {
+            name: of(x, axis_index_groups=members[name]) for name, x in arrays.items()
+        }
+
+    everything = stacked(
+        eight.run(step, ({n: js.PerReplica(x) for n, x in given.items()},))
+    )
+    for name, found in everything.items():
+        x, groups = given[name], members[name] or ALL
+        wanted = {
+            "gather": gathered(x, groups, 1, False),
+            "gather tiled": gathered(x, groups, 1, True),
+            "scatter": scattered(x, groups, 0, False),
+            "scatter tiled": scattered(x, groups, 1, True),
+            "exchange": exchanged(x, groups, 0, 1, False),
+            "exchange back": exchanged(x.transpose(0, 2, 1), groups, 1, 0, False),
+            "exchange tiled": exchanged(x, groups, 1, 0, True),
+        }
+        for op, function in {"psum": np.sum, "pmax": np.max, "pmin": np.min}.items():
+            wanted[op] = np.zeros_like(x)
+            for group in groups:
+                wanted[op][group] = function(x[group], axis=0)
+        assert found.keys() == wanted.keys()
+        for op, array in wanted.items():
+            np.testing.assert_array_equal(found[op], array, err_msg=f"{op} {name}")
+
+
+def test_collectives_that_send(eight):
+    def step(x):
+        return (
+            lax.ppermute(x, AXIS, [(i, (i + 3) % 8) for i in range(8)]),
+            lax.ppermute(x + 1, AXIS, [(0, 5), (6, 0)]),
+            lax.pbroadcast(x, (AXIS,), 6),
+            lax.pswapaxes(jnp.arange(8.0) + 10 * x, AXIS, 0),
+        )
+
+    ring, some, one, swapped = stacked(eight.run(step, (ids(eight),)))
+    np.testing.assert_array_equal(ring, np.roll(np.arange(8), 3))
+    np.testing.assert_array_equal(some, [7, 0, 0, 0, 0, 1, 0, 0])
+    np.testing.assert_array_equal(one, np.full(8, 6))
+    np.testing.assert_array_equal(
+        swapped, np.arange(8)[:, None] + 10 * np.arange(8)[None]
+    )
+
+
+def test_sizes_and_kinds(eight):
+    def step(x):
+        return (
+            lax.axis_size(AXIS),
+            lax.psum(1, AXIS),
+            lax.psum(x.astype(jnp.complex64) * 1j, AXIS),
+            lax.pmax(x.astype(jnp.bfloat16), AXIS),
+            lax.psum(jnp.ones(2, bool), AXIS),
+            lax.psum(jnp.full(2, 100, jnp.int8), AXIS),
+            lax.psum(jnp.zeros((0, 3)), AXIS),
+        )
+
+    size, count, number, largest, trues, wrapped, empty = eight.run(step, (ids(eight),))
+    assert (size, count, complex(number), float(largest)) == (8, 8, 28j, 7)
+    np.testing.assert_array_equal(trues, [8, 8])
+    np.testing.assert_array_equal(wrapped, np.full(2, 800).astype(np.int8))
+    assert empty.shape == (0, 3)
+
+
+def test_collectives_under_a_users_vmap(eight):
+    def step(x):
+        rows = jnp.arange(16.0).reshape(2, 8)
+        return (
+            jax.vmap(lambda y: lax.psum_scatter(y + x, AXIS, tiled=True))(rows),
+            jax.vmap(lambda y: lax.psum(y[0] + x, (AXIS, "rows")), axis_name="rows")(
+                rows
+            ),
+            jax.vmap(lambda y: lax.pmax(y[0] + x, (AXIS, "rows")), axis_name="rows")(
+                rows
+            ),
+            jax.vmap(lambda y: y[0] + lax.axis_index((AXIS, "rows")), axis_name="rows")(
+                rows
+            ),
+        )
+
+    parts, total, largest, index = stacked(eight.run(step, (ids(eight),)))
+    rows = np.arange(16.0).reshape(2, 8)
+    np.testing.assert_array_equal(parts[:, :, 0], (8 * rows + 28).T)
+    np.testing.assert_array_equal(total, np.full((8, 2), 2 * 28 + 8 * 8))
+    np.testing.assert_array_equal(largest, np.full((8, 2), 15))
+    np.testing.assert_array_equal(index, np.arange(16).reshape(8, 2) + [0, 8])
+
+
+def test_collectives_in_loops_and_branches(eight):
+    def step(x):
+        def turn(carry, y):
+            return carry + lax.psum(x * y, AXIS), lax.pmean(carry + x, AXIS)
+
+        scanned = lax.scan(turn, 0.0, jnp.arange(3.0))
+        while_ = (
+            lax.while_loop(
+                lambda c: c[0] < 50,
+                lambda c: (c[0] + lax.pmax(x, AXIS), c[1] + x),
+                (x[0], x),
+            )
+            if x.ndim
+            else lax.while_loop(
+                lambda c: lax.pmax(c, AXIS) < 50, lambda c: c + lax.pmax(x, AXIS), x
+            )
+        )
+        branch = lax.cond(
+            lax.pmax(x, AXIS) > 3, lambda: lax.psum(x, AXIS), lambda: x * 0
+        )
+        again = jax.checkpoint(lambda x: lax.psum(x * x, AXIS))(x)
+        return scanned, while_, branch, again
+
+    (total, means), while_, branch, again = stacked(eight.run(step, (ids(eight),)))
+    np.testing.assert_array_equal(total, np.full(8, 28 * 3))
+    np.testing.assert_array_equal(means, np.tile([3.5, 3.5, 31.5], (8, 1)))
+    np.testing.assert_array_equal(while_, 49 + np.arange(8))
+    np.testing.assert_array_equal(branch, np.full(8, 28))
+    np.testing.assert_array_equal(again, np.full(8, 140))
+
+
+def test_groups_that_decide_alike(eight):
+    """A loop that the first four leave before the others, and a branch of theirs."""
+    groups = [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+    def step(x):
+        def total(value):
+            return replica().all_reduce("sum", value, groups=groups)
+
+        limit = total(x)  # 6, 22
+        looped = lax.while_loop(
+            lambda c: c < limit, lambda c: c + total(jnp.ones_like(c)), 0.0
+        )
+        branch = lax.cond(limit > 10, lambda: total(2 * x), lambda: x)
+        return looped, branch
+
+    looped, branch = stacked(eight.run(step, (ids(eight),)))
+    np.testing.assert_array_equal(looped, [8] * 4 + [24] * 4)
+    np.testing.assert_array_equal(branch, [0, 1, 2, 3, 44, 44, 44, 44])
+
+
+def test_merge_calls(eight):
+    def merged(strategy, x):
+        doubled = strategy.run(lambda y: 2 * y, (x,))
+        return strategy.reduce("sum", doubled), strategy.gather(
+            strategy.run(lambda y: y[None], (x,)), axis=0
+        )
+
+    def step(x):
+        return replica().merge_call(merged, (x,))
+
+    total, everything = eight.run(step, (ids(eight),))
+    assert float(total) == 56
+    np.testing.assert_array_equal(everything, np.arange(8))
+
+
+def test_a_collective_without_a_rule_is_refused(eight):
+    def step(x):
+        numbers = jnp.zeros(8, jnp.int32)
+        return lax.ragged_all_to_all(
+            jnp.full(8, x), jnp.zeros(8), numbers, numbers, numbers, numbers,
+            axis_name=AXIS,
+        )  # fmt: skip
+
+    with pytest.raises(
+        NotImplementedError,
+        match="(?s)`ragged_all_to_all`, which has no rule.*test_collectives_on_shared",
+    ):
+        eight.run(step, (ids(eight),))

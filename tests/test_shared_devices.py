@@ -1,0 +1,212 @@
+"""Replicas that share devices are replicas: numbers, order, inputs, state, training."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers.replicas import ids, replica, versions
+
+import jaxstrategy as js
+
+SHARINGS = [(1, 8), (2, 4)]
+
+
+def sharing(devices, each):
+    return js.MirroredStrategy(jax.devices()[:devices], replicas_per_device=each)
+
+
+@pytest.fixture(
+    scope="module", params=SHARINGS, ids=lambda pair: "x".join(map(str, pair))
+)
+def eight(request):
+    """8 replicas on 1 or 2 devices."""
+    return sharing(*request.param)
+
+
+def test_64_replicas_on_one_device():
+    strategy = sharing(1, 64)
+    assert strategy.num_replicas_in_sync == 64
+    values = strategy.per_replica(list(np.arange(64, dtype=np.float32)))
+    reduced = {
+        op: float(strategy.reduce(op, values)) for op in ("sum", "mean", "min", "max")
+    }
+    assert reduced == {"sum": 2016, "mean": 31.5, "min": 0, "max": 63}
+    assert len(strategy.experimental_local_results(values)) == 64
+    assert values.stacked.shape == (64,) and values.num_replicas == 64
+    assert (
+        repr(strategy) == "MirroredStrategy(64 replicas, 64 on each device, on cpu:0)"
+    )
+
+
+def test_1024_replicas_on_one_device():
+    strategy = sharing(1, 1024)
+    number = strategy.run(
+        lambda: replica().all_reduce("sum", replica().replica_id_in_sync_group)
+    )
+    assert int(number) == 1023 * 512
+
+
+def test_replicas_lie_in_order(eight):
+    found = eight.run(lambda: replica().replica_id_in_sync_group)
+    assert versions(found) == list(range(8))
+    each = 8 // len(eight.mesh.devices.flat)
+    devices = [jax.devices()[i // each] for i in range(8)]
+    assert [set(found.local(i).devices()) for i in range(8)] == [{d} for d in devices]
+    assert list(eight.devices) == devices
+    assert [int(x) for x in eight.experimental_local_results(found)] == list(range(8))
+    for i, device in enumerate(devices):
+        assert f"<td>{i}</td><td>cpu:{device.id}</td>" in eight._repr_html_()
+
+
+def test_a_value_tells_where_its_versions_are(eight):
+    value = ids(eight)
+    html = value._repr_html_()
+    assert html.count("float32[]") == 8, html
+    with pytest.raises(IndexError, match="8 was asked of a value with 8 replicas"):
+        value.local(8)
+    gathered = eight.gather(eight.run(lambda x: x[None], (value,)), axis=0)
+    np.testing.assert_array_equal(gathered, np.arange(8))
+
+
+def test_a_step_is_traced_once():
+    strategy, traces = sharing(1, 64), itertools.count()
+
+    @strategy.step
+    def step(x):
+        next(traces)
+        return replica().all_reduce("mean", x)
+
+    assert float(step(strategy.per_replica(list(np.arange(64.0))))) == 31.5
+    step(strategy.per_replica(list(np.arange(64.0) + 1)))
+    assert next(traces) == 1
+
+
+def test_a_program_is_as_long_for_64_replicas_as_for_2():
+    def lines(each):
+        strategy = sharing(1, each)
+
+        def step(w, x):
+            grads = jax.grad(lambda w: jnp.tanh(x @ w).mean())(w)
+            return replica().all_reduce("mean", grads)
+
+        x = np.ones((each, 4, 3), np.float32)
+        given = strategy.mirror(np.ones((3, 2), np.float32)), js.PerReplica(x)
+        run = jax.jit(lambda w, x: strategy.run(step, (w, x)))
+        return len(run.lower(*given).as_text().splitlines())
+
+    assert lines(64) == lines(2)
+
+
+def test_random_keys_are_those_of_own_devices(eight):
+    key = jax.random.key(3)
+    bits = eight.run(lambda k: jax.random.bits(replica().fold_in(k), (5,)), (key,))
+    wanted = [jax.random.bits(jax.random.fold_in(key, i), (5,)) for i in range(8)]
+    np.testing.assert_array_equal(np.asarray(bits.stacked), np.stack(wanted))
+
+
+def test_elementwise_work_is_that_of_each_alone_bit_by_bit(eight):
+    x = np.random.default_rng(0).normal(size=(8, 33)).astype(np.float32)
+
+    def step(x):
+        return jnp.tanh(x) * 3 + x / 7, jnp.sort(x), jnp.cumsum(x)
+
+    found = eight.run(step, (js.PerReplica(x),))
+    for i in range(8):
+        alone = jax.jit(step)(x[i])
+        for a, b in zip(found, alone, strict=True):
+            np.testing.assert_array_equal(np.asarray(a.local(i)), np.asarray(b))
+
+
+def test_a_training_is_that_of_the_whole_batch(eight):
+    rng = np.random.default_rng(1)
+    x = rng.normal(size=(16, 3)).astype(np.float32)
+    y = x @ np.float32([1, -2, 3])
+    tx = optax.adam(0.1)
+
+    def gradient(w, x, y):
+        return jax.grad(lambda w: ((x @ w - y) ** 2).mean())(w)
+
+    def update(w, state, grads):
+        updates, state = tx.update(grads, state)
+        return optax.apply_updates(w, updates), state
+
+    @eight.step
+    def step(w, state, x, y):
+        return update(w, state, replica().all_reduce("mean", gradient(w, x, y)))
+
+    w, state = eight.mirror((np.zeros(3, np.float32), tx.init(jnp.zeros(3))))
+    alone, own = jnp.zeros(3), tx.init(jnp.zeros(3))
+    parts = js.PerReplica(x.reshape(8, 2, 3)), js.PerReplica(y.reshape(8, 2))
+    for _ in range(20):
+        w, state = step(w, state, *parts)
+        alone, own = update(alone, own, gradient(alone, x, y))
+    np.testing.assert_allclose(w, alone, rtol=1e-5, atol=1e-5)
+    eight.assert_in_sync((w, state))
+    np.testing.assert_array_equal(js.to_host(w), np.asarray(w))
+
+
+def test_batches_are_divided_in_order():
+    strategy = sharing(1, 64)
+    data = np.arange(128, dtype=np.float32)
+    (batch,) = strategy.experimental_distribute_dataset([data])
+    found = strategy.run(lambda x: x, (batch,))
+    np.testing.assert_array_equal(np.asarray(found.stacked), data.reshape(64, 2))
+
+
+def test_a_batch_that_does_not_fit_is_filled_up():
+    strategy = sharing(1, 64)
+    data = np.arange(130, dtype=np.float32)
+    options = js.InputOptions(remainder="pad")
+    (batch,) = strategy.experimental_distribute_dataset([data], options)
+
+    def step(x):
+        return replica().all_reduce("mean", js.masked_mean(x))
+
+    mean = strategy.run(step, (batch,))
+    assert float(mean) == pytest.approx(data.mean(), rel=1e-6)
+
+
+def test_a_divergence_is_refused_as_with_own_devices(eight):
+    def step(x):
+        return jax.lax.cond(x > 3, lambda: jax.lax.psum(x, "replica"), lambda: x)
+
+    with pytest.raises(js.DivergentCollectiveError, match="test_shared_devices.py"):
+        eight.run(step, (ids(eight),))
+
+
+def test_sparse_rows_are_added():
+    strategy = sharing(1, 4)
+
+    def step(x):
+        slices = js.IndexedSlices(
+            jnp.stack([x, 2 * x])[:, None], jnp.array([0, 2]), (3, 1)
+        )
+        return replica().all_reduce("sum", slices).to_dense()
+
+    found = strategy.run(step, (ids(strategy, 1.0),))
+    np.testing.assert_array_equal(found, [[10], [0], [20]])
+
+
+def test_what_a_step_takes_is_donated(eight):
+    @eight.step(options=js.RunOptions(donate_argnums=0))
+    def step(w):
+        return w + replica().all_reduce("mean", 1.0)
+
+    first = eight.mirror(np.zeros(4, np.float32))
+    second = step(first)
+    np.testing.assert_array_equal(second, np.ones(4))
+    assert first.is_deleted()
+
+
+@pytest.mark.parametrize("given", [0, -1, 1.5, "2", None])
+def test_odd_numbers_of_replicas_are_refused(given):
+    with pytest.raises((TypeError, ValueError), match="`replicas_per_device` was"):
+        js.MirroredStrategy(jax.devices()[:1], replicas_per_device=given)
+
+
+def test_several_devices_and_several_replicas_are_refused_together():
+    with pytest.raises(ValueError, match="Give one of the two"):
+        js.MirroredStrategy(logical_axes={"core": 2}, replicas_per_device=2)
