@@ -60,8 +60,11 @@ class LaneAxes:
 
     def index(self) -> jax.Array:
         """The number of this replica."""
-        device, lane = lax.axis_index(self.devices), lax.axis_index(self.lanes)
-        return device * self.num_lanes + lane
+        return lax.axis_index(self.devices) * self.num_lanes + self.lane()
+
+    def lane(self) -> jax.Array:
+        """The number of this lane on its device."""
+        return lax.axis_index(self.lanes)
 
     def versions(self, array: jax.Array) -> jax.Array:
         """All replicas' arrays: `[...]` -> `[replica, ...]`."""

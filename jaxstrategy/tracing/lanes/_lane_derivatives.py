@@ -14,7 +14,6 @@ from typing import Any, TypeAlias, final
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.custom_batching import custom_vmap
 from jax.extend import core
 
@@ -164,7 +163,7 @@ class LaneDerivatives:
             return results, [True] * len(results)
 
         # The number of the lane makes JAX ask, whatever the lanes have in common.
-        return lambda *operands: called(lax.axis_index(lanes), *operands)
+        return lambda *operands: called(self._axes.lane(), *operands)
 
     def _with_collectives(
         self, rule: Function, types: Sequence[jax.ShapeDtypeStruct]
