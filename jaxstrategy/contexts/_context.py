@@ -23,6 +23,7 @@ from jaxstrategy._errors import ContextError
 from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
 from jaxstrategy.contexts._local_steps import LocalSteps
 from jaxstrategy.replicas._replicas import Replicas
+from jaxstrategy.values._annotations import without_eager_sharding
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -184,22 +185,28 @@ class Scope:
 
     def __init__(self, strategy: AbstractStrategy) -> None:
         self._strategy = strategy
-        self._entered: list[tuple[Context, Context]] = []
+        self._entered: list[tuple[Context, Context, contextlib.ExitStack]] = []
 
     def __enter__(self) -> AbstractStrategy:
         before = require_cross_replica(self._strategy, "scope")
         # A new record each time, so that leaving in the wrong order is seen.
         context = dataclasses.replace(before, strategy=self._strategy, is_set=False)
-        self._entered.append((context, before))
+        blocks = contextlib.ExitStack()
+        # No `jax.set_mesh`, for which Flax asks: computing with arrays of one replica
+        # would be an error then (JAX 0.10 and 0.12).
+        if jax.sharding.get_abstract_mesh().empty:
+            blocks.enter_context(without_eager_sharding())
+        self._entered.append((context, before, blocks))
         _current.set(context)
         return self._strategy
 
     def __exit__(self, *error: object) -> None:
-        context, before = self._entered[-1]
+        context, before, blocks = self._entered[-1]
         if _current.get() is not context:
             raise _wrong_order(context)
         self._entered.pop()
         _current.set(before)
+        blocks.close()
 
 
 def _wrong_order(context: Context) -> ContextError:

@@ -153,7 +153,9 @@ class PlacesValues(ComposedStrategy):
         checked_options(options, with_compression=True)
         return compression_state(params, options, self.replicas)
 
-    def init(self, fn: Callable[..., PyTree], *args: PyTree) -> PyTree:
+    def init(
+        self, fn: Callable[..., PyTree], *args: PyTree, specs: PyTree = None
+    ) -> PyTree:
         """`fn(*args)` built in mirrored form: on every device at once, from nothing.
 
         No device ever holds a copy of the result that it does not keep, so state that
@@ -165,14 +167,25 @@ class PlacesValues(ComposedStrategy):
         rounding could change is computed whole and then divided, one array after the
         other.
 
+        With `logical_axes` arrays are made in the parts that the devices of a replica
+        keep: as `specs` say, else as Flax's annotations do (`nn.with_partitioning`,
+        `nn.with_logical_partitioning` with `nn.logical_axis_rules`, and those of
+        `nnx`), else as an argument lies of which the array has the shape and the end of
+        the path, such as moments of their parameters. The rest is whole on each device.
+        Without `logical_axes`, annotations mean nothing.
+
         Args:
           fn: builds the state, for example a Flax model's `init`.
           args: its arguments; arrays and random keys in them are traced, numbers and
             everything else `fn` sees as they are.
+          specs: a pytree of specs (`jax.P`) over logical axes with the structure of the
+            result, or of the upper part of it; None for what they do not say.
 
         Raises:
           TypeError: an argument is a `PerReplica`, or `fn` returned something that is
-            neither an array nor a plain value.
+            neither an array nor a plain value; `specs` has something else than specs.
+          ValueError: a spec or an annotation does not fit its array, or names an axis
+            that a replica has not.
           ContextError: inside `run`.
 
         >>> import jaxstrategy as js
@@ -180,7 +193,11 @@ class PlacesValues(ComposedStrategy):
         >>> w = strategy.init(jax.random.key, 0)
         >>> isinstance(w, js.Mirrored)
         True
+        >>> strategy = js.MirroredStrategy(logical_axes={"core": 2})
+        >>> w = strategy.init(jnp.zeros, (4, 6), specs=jax.P(None, "core"))
+        >>> w.shape, w.sharding.shard_shape(w.shape)
+        ((4, 6), (4, 3))
         """
         _context.require_host(self, "init")
         with self.scope():
-            return build_replicated(fn, args, self.replicas)
+            return build_replicated(fn, args, self.replicas, specs)

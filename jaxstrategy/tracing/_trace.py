@@ -19,15 +19,18 @@ from jax.ref import AbstractRef
 from jax.sharding import AxisType
 
 from jaxstrategy._errors import ContextError
+from jaxstrategy.replicas._inner_specs import has_inner_axes
 from jaxstrategy.replicas._replicas import SAME, SPLIT, Meaning, Replicas
 from jaxstrategy.tracing._jaxpr_types import ArrayType, ClosedJaxpr, Jaxpr
 from jaxstrategy.tracing._on_replicas import on_replicas
 from jaxstrategy.tracing._one_replica import (
     CapturedReference,
+    OneReplica,
     by_axes,
     in_shard_map,
 )
 from jaxstrategy.tracing._results import Results
+from jaxstrategy.tracing._unknown_axes import UnknownAxis
 from jaxstrategy.tracing.replication._jaxprs import all_eqns, closed
 from jaxstrategy.tracing.replication._levels import (
     Findings,
@@ -36,7 +39,7 @@ from jaxstrategy.tracing.replication._levels import (
 from jaxstrategy.tracing.replication._rules import analyse
 from jaxstrategy.tracing.replication._site import Site
 from jaxstrategy.values._per_replica import PerReplica
-from jaxstrategy.values._types import Leaf
+from jaxstrategy.values._types import Function, Leaf
 from jaxstrategy.variables import _access
 from jaxstrategy.variables._access import StepVariables
 from jaxstrategy.variables._cell import Cell
@@ -177,7 +180,7 @@ def trace(
     variables: Callable[[], Sequence[Variable]],
     may_create: bool,
 ) -> Trace:
-    """Traces a step once; or twice, if it makes variables.
+    """Traces a step once; or twice, if it makes variables or names unknown axes.
 
     Args:
       run: calls the step with one replica's part of `leaves`.
@@ -199,8 +202,13 @@ def trace(
         own, references = locals_[: len(leaves)], locals_[len(leaves) :]
         pairs = list(zip(there, references, strict=True))
         seen.append(StepVariables(pairs, may_create))
-        with _access.traced_with(seen[-1]):
-            arrays, results = run(own)
+        try:
+            with _access.traced_with(seen[-1]):
+                arrays, results = run(own)
+        except UnknownAxis as error:
+            if seen[-1].created:
+                raise _MadeVariables from error
+            raise
         if seen[-1].created:
             # The trace cannot end: `shard_map` has no rule for their references.
             raise _MadeVariables
@@ -211,7 +219,7 @@ def trace(
     divided = [variable for variable in there if not variable.division.is_whole]
     is_by_axes = divides_state(replicas) or bool(divided) and can_divide(replicas)
     is_by_axes |= replicas.per_device > 1
-    look = by_axes if is_by_axes else in_shard_map
+    look = by_axes if is_by_axes else _with_or_without_mesh
     try:
         closed, jaxpr, places, constants = look(replica, leaves, there, given, replicas)
     except _MadeVariables:
@@ -222,7 +230,7 @@ def trace(
             "one device. Make a `js.Variable` in the strategy's scope, which has a "
             "copy on each; or pass `ref[...]`, and write what the step returns."
         ) from error
-    (step,), (results,) = seen, found
+    step, (results,) = seen[-1], found
     if step.used:
         _check_conditions(jaxpr)
     of_inputs = [SAME if place is None else given[place] for place in places]
@@ -251,6 +259,26 @@ def trace(
         is_divided=divides_state(replicas)
         or (is_by_axes and any(id(variable) in step.used for variable in divided)),
     )
+
+
+def _with_or_without_mesh(
+    replica: Function,
+    leaves: Sequence[Leaf],
+    there: Sequence[Variable],
+    meanings: Sequence[Meaning],
+    replicas: Replicas,
+) -> OneReplica:
+    """Traces one replica inside a `shard_map`, if what it says of meshes allows that.
+
+    Where a replica is one device, Flax's annotations mean nothing. Flax leaves them out
+    where there is no mesh; it finds that of the `shard_map`, which has other axes.
+    """
+    try:
+        return in_shard_map(replica, leaves, there, meanings, replicas)
+    except UnknownAxis:
+        if has_inner_axes(replicas):
+            raise
+    return by_axes(replica, leaves, there, meanings, replicas)
 
 
 def divides_state(replicas: Replicas) -> bool:

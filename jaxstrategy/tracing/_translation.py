@@ -9,6 +9,7 @@ import jax
 from jaxstrategy._errors import TracedValueError
 from jaxstrategy.replicas._replicas import Replicas
 from jaxstrategy.text import _user_code
+from jaxstrategy.tracing._unknown_axes import unknown_axis
 from jaxstrategy.tracing.nnx import _adapter
 
 # What JAX raises when Python asks for a value that only the devices will know.
@@ -37,6 +38,8 @@ def translated(error: Exception, name: str, replicas: Replicas) -> Exception | N
         return _unbound_axis(error, name, unbound[1], replicas.axis_name)
     if _CHANGED_FOR_EACH in str(error):
         return _changed_for_each(error, name)
+    if (unknown := unknown_axis(error, name, replicas)) is not None:
+        return unknown
     return _adapter.refused(error, name)
 
 

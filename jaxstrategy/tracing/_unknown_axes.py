@@ -1,0 +1,36 @@
+"""Constraints that name an axis that there is not: of JAX's error, one in our words."""
+
+from __future__ import annotations
+
+import re
+
+from jaxstrategy.replicas._inner_specs import which_axes
+from jaxstrategy.replicas._replicas import Replicas
+from jaxstrategy.text import _user_code
+
+_NOT_FOUND = re.compile(r"Resource axis: (\S+) of (P.*\)) is not found in mesh")
+
+
+class UnknownAxis(ValueError):
+    """Code divides an array along an axis of the mesh that there is not."""
+
+
+def unknown_axis(error: Exception, name: str, replicas: Replicas) -> UnknownAxis | None:
+    """An error to raise instead of JAX's about an unknown axis; None of another error.
+
+    Args:
+      error: what `name` raised.
+      name: of the step, or of what builds state.
+      replicas: those it is for.
+    """
+    found = _NOT_FOUND.search(str(error))
+    if found is None or not isinstance(error, ValueError):
+        return None
+    axis, spec = found.groups()
+    line = _user_code.users_line(error.__traceback__)
+    at = f"\n  {line}\n" if line else " "
+    return UnknownAxis(
+        f"`{name}` wants an array to lie as {spec}:{at}This is a division "
+        f"{which_axes(axis, replicas)} In a step values are one replica's: its rows "
+        "of a batch are not divided once more."
+    )

@@ -1,0 +1,337 @@
+"""`strategy.init` with devices inside a replica: where arrays lie, what does not fit.
+
+The oracle of values is the same function outside of any strategy, that of placements is
+what the user wrote.
+"""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+from jax.sharding import PartitionSpec as P
+
+import jaxstrategy as js
+
+LECUN = nn.initializers.lecun_normal()
+
+
+@pytest.fixture(scope="module")
+def cores():
+    """Four replicas of two devices."""
+    return js.MirroredStrategy(logical_axes={"core": 2})
+
+
+def spec(array):
+    return tuple(array.sharding.spec)
+
+
+def parameters(key):
+    first, second = jax.random.split(key)
+    return {
+        "up": {"kernel": jax.random.normal(first, (4, 6)), "bias": jnp.zeros(6)},
+        "down": {"kernel": jax.random.normal(second, (6, 4))},
+    }
+
+
+def make(strategy, **options):
+    return strategy.init(parameters, jax.random.key(0), **options)
+
+
+def test_specs_place_arrays_and_change_no_number(cores):
+    specs = {
+        "up": {"kernel": P(None, "core"), "bias": P("core")},
+        "down": {"kernel": P("core")},
+    }
+    made = make(cores, specs=specs)
+    assert spec(made["up"]["kernel"]) == (None, "core")
+    assert spec(made["up"]["bias"]) == spec(made["down"]["kernel"]) == ("core",)
+    assert made["up"]["kernel"].sharding.shard_shape((4, 6)) == (4, 3)
+    jax.tree.map(np.testing.assert_array_equal, made, parameters(jax.random.key(0)))
+
+
+def test_specs_may_say_it_of_the_upper_part_or_of_some(cores):
+    made = make(cores, specs=P("core"))
+    assert {spec(array) for array in jax.tree.leaves(made)} == {("core",)}
+    made = make(cores, specs={"up": P(None), "down": None})
+    assert not any(any(spec(array)) for array in jax.tree.leaves(made))
+    made = make(cores, specs={"up": None, "down": P(None, "core")})
+    assert spec(made["down"]["kernel"]) == (None, "core")
+    assert spec(made["up"]["kernel"]) == ()
+
+
+def test_two_axes_divide_one_dimension_or_two():
+    strategy = js.MirroredStrategy(logical_axes={"row": 2, "column": 2})
+    made = strategy.init(
+        lambda: (jnp.arange(32.0).reshape(4, 8), jnp.arange(8.0)),
+        specs=(P("row", "column"), P(("row", "column"))),
+    )
+    assert made[0].sharding.shard_shape((4, 8)) == (2, 4)
+    assert made[1].sharding.shard_shape((8,)) == (2,)
+    np.testing.assert_array_equal(made[0], np.arange(32.0).reshape(4, 8))
+
+
+WRONG = {
+    "an unknown axis": (P("model"), r"`specs` for `result\['up'\]\['kernel'\]` is .*"),
+    "unknown, what there is": (P("model"), "an axis 'model', but a replica has 'core'"),
+    "the axis of replicas": (P("replica"), "the axis along which replicas differ"),
+    "an axis twice": (P("core", "core"), "names 'core' twice"),
+    "more than the rank": (
+        P(None, None, "core"),
+        r"3 entries for an array of shape \(4, 6\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_specs_that_cannot_be_are_refused(cores, case):
+    wrong, text = WRONG[case]
+    with pytest.raises(ValueError, match=text):
+        make(cores, specs={"up": {"kernel": wrong, "bias": None}, "down": None})
+
+
+def test_a_dimension_that_does_not_divide_is_refused(cores):
+    text = r"`result` is .*dimension 1 of its shape \(2, 3\) is 3, no multiple of 2"
+    with pytest.raises(ValueError, match=text):
+        cores.init(lambda: jnp.zeros((2, 3)), specs=P(None, "core"))
+
+
+def test_specs_of_another_structure_are_refused(cores):
+    with pytest.raises(ValueError, match="`specs` does not fit what the function"):
+        make(cores, specs={"up": P(None)})
+
+
+@pytest.mark.parametrize("wrong", ["core", (None, "core"), 3])
+def test_what_is_no_spec_is_refused(cores, wrong):
+    with pytest.raises((TypeError, ValueError), match=r"jax\.P|PartitionSpec"):
+        cores.init(lambda: jnp.zeros((2, 4)), specs=wrong)
+    with pytest.raises(TypeError, match="has an entry 3"):
+        cores.init(lambda: jnp.zeros((2, 4)), specs=P(3))
+
+
+def test_specs_without_logical_axes_say_how_to_have_some(two):
+    with pytest.raises(ValueError, match=r"logical_axes=\{'core': n\}"):
+        make(two, specs=P("core"))
+    assert make(two, specs=P())["up"]["kernel"].is_fully_replicated
+
+
+def test_one_device_for_an_axis_is_enough():
+    strategy = js.MirroredStrategy(logical_axes={"core": 1})
+    made = make(strategy, specs=P("core"))
+    assert made["up"]["kernel"].is_fully_replicated
+
+
+def test_moments_lie_as_the_parameters_that_were_given(cores):
+    params = make(cores, specs={"up": None, "down": P("core")})
+    state = cores.init(optax.adam(1e-2).init, params)
+    for moments in (state[0].mu, state[0].nu):
+        assert spec(moments["down"]["kernel"]) == ("core",)
+        assert spec(moments["up"]["kernel"]) == ()
+    whole = cores.init(
+        lambda p: TrainState.create(apply_fn=None, params=p, tx=optax.adam(1.0)), params
+    )
+    assert spec(whole.params["down"]["kernel"]) == ("core",)
+    assert spec(whole.opt_state[0].nu["down"]["kernel"]) == ("core",)
+
+
+def test_no_device_has_the_whole_array_while_it_is_made(cores, monkeypatch):
+    shape, size = (256, 512), 256 * 512 * 4
+    lowered, jit = [], jax.jit
+
+    def recording(fn, **options):
+        def call(*args):
+            if "out_shardings" in options:
+                lowered.append(jit(fn, **options).lower(*args))
+            return jit(fn, **options)(*args)
+
+        return call
+
+    def build(key):
+        return jax.random.normal(key, shape) * 0.1
+
+    key = jax.random.key(0)
+    plain = jit(build).lower(key).compile().memory_analysis()
+    expected = build(key)
+    monkeypatch.setattr(jax, "jit", recording)
+    made = cores.init(build, key, specs=P(None, "core"))
+    monkeypatch.undo()
+    (program,) = lowered
+    memory = program.compile().memory_analysis()
+    assert memory.output_size_in_bytes == size // 2
+    # What is made meanwhile, the bits of random numbers, is made in parts, too.
+    assert memory.temp_size_in_bytes < 0.6 * plain.temp_size_in_bytes
+    np.testing.assert_array_equal(made, expected)
+
+
+class Annotated(nn.Module):
+    """Two layers, the first divided by its columns and the second by its rows."""
+
+    axis: str = "core"
+    by_rules: bool = False
+
+    @nn.compact
+    def __call__(self, x):
+        box = nn.with_logical_partitioning if self.by_rules else nn.with_partitioning
+        columns, rows = box(LECUN, (None, self.axis)), box(LECUN, (self.axis, None))
+        x = nn.relu(nn.Dense(16, kernel_init=columns)(x))
+        return nn.Dense(3, kernel_init=rows)(x)
+
+
+def variables(strategy, model):
+    return strategy.init(model.init, jax.random.key(0), jnp.ones((1, 4)))["params"]
+
+
+def test_annotations_of_linen_place_boxes(cores):
+    model = Annotated()
+    made = variables(cores, model)
+    kernel = made["Dense_0"]["kernel"]
+    assert isinstance(kernel, nn.Partitioned) and kernel.names == (None, "core")
+    assert spec(kernel.value) == (None, "core")
+    assert spec(made["Dense_1"]["kernel"].value)[:1] == ("core",)
+    assert spec(made["Dense_0"]["bias"]) == ()
+    plain = model.init(jax.random.key(0), jnp.ones((1, 4)))["params"]
+    jax.tree.map(np.testing.assert_array_equal, made, plain)
+
+
+def test_logical_names_are_placed_by_rules(cores):
+    model = Annotated("hidden", by_rules=True)
+    with nn.logical_axis_rules([("hidden", "core")]):
+        made = variables(cores, model)
+    assert spec(made["Dense_0"]["kernel"].value) == (None, "core")
+    # Flax leaves an array alone of which the rules say nothing.
+    with nn.logical_axis_rules([("other", "core")]):
+        made = variables(cores, model)
+    assert spec(made["Dense_0"]["kernel"].value) == ()
+
+
+def test_specs_go_before_annotations(cores):
+    specs = {"Dense_0": P(), "Dense_1": None}
+    made = cores.init(
+        lambda key: Annotated().init(key, jnp.ones((1, 4)))["params"],
+        jax.random.key(0),
+        specs=specs,
+    )
+    assert spec(made["Dense_0"]["kernel"].value) == ()
+    assert spec(made["Dense_1"]["kernel"].value)[:1] == ("core",)
+
+
+def test_specs_that_flax_tells_fit(cores):
+    model = Annotated()
+    types = jax.eval_shape(model.init, jax.random.key(0), jnp.ones((1, 4)))
+    unboxed = lambda key: nn.unbox(model.init(key, jnp.ones((1, 4))))  # noqa: E731
+    specs = nn.get_partition_spec(types)
+    made = cores.init(unboxed, jax.random.key(0), specs=specs)["params"]
+    assert spec(made["Dense_0"]["kernel"]) == (None, "core")
+
+
+def test_the_optimizers_state_is_boxed_and_placed(cores):
+    model = Annotated()
+
+    def build(key):
+        params = model.init(key, jnp.ones((1, 4)))["params"]
+        return TrainState.create(
+            apply_fn=model.apply, params=params, tx=optax.adam(1e-2)
+        )
+
+    state = cores.init(build, jax.random.key(0))
+    moment = state.opt_state[0].mu["Dense_0"]["kernel"]
+    assert isinstance(moment, nn.Partitioned)
+    assert spec(moment.value) == (None, "core")
+
+
+def test_factored_moments_lie_whole(cores):
+    params = variables(cores, Annotated())
+    tx = optax.adafactor(1e-2, min_dim_size_to_factor=2)
+    state = cores.init(tx.init, params)
+    plain = tx.init(jax.tree.map(np.asarray, params))
+    jax.tree.map(np.testing.assert_array_equal, state, plain)
+    assert all(a.is_fully_addressable for a in jax.tree.leaves(state))
+
+
+def test_an_annotation_of_an_unknown_axis_names_the_line_and_the_axes(cores):
+    text = r"(?s)`init` wants an array.*nn\.Dense\(16.*axis 'model', but .* 'core'"
+    with pytest.raises(ValueError, match=text):
+        variables(cores, Annotated("model"))
+
+
+def test_an_annotation_that_does_not_divide_names_the_path():
+    strategy = js.MirroredStrategy(jax.devices()[:3], logical_axes={"core": 3})
+    text = r"annotation of `result\['params'\]\['Dense_0'\]\['kernel'\]"
+    with pytest.raises(ValueError, match=text):
+        # Without a call, whose constraint would be an error of JAX's.
+        strategy.init(
+            lambda: {
+                "params": {
+                    "Dense_0": {
+                        "kernel": nn.Partitioned(jnp.ones((4, 16)), (None, "core"))
+                    }
+                }
+            }
+        )
+
+
+class Objects(nnx.Module):
+    """The same, of NNX."""
+
+    def __init__(self, rngs, axis="core"):
+        columns = nnx.with_partitioning(LECUN, (None, axis))
+        rows = nnx.with_partitioning(LECUN, (axis, None))
+        self.up = nnx.Linear(4, 16, kernel_init=columns, rngs=rngs)
+        self.down = nnx.Linear(16, 3, kernel_init=rows, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(nnx.relu(self.up(x)))
+
+
+def build_objects(axis="core"):
+    model = Objects(nnx.Rngs(0), axis)
+    return model, nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+
+
+def test_annotations_of_nnx_place_variables(cores):
+    model, optimizer = cores.init(build_objects)
+    assert spec(model.up.kernel[...]) == (None, "core")
+    assert spec(model.down.kernel[...])[:1] == ("core",)
+    assert spec(model.up.bias[...]) == ()
+    moments = optimizer.opt_state[0].mu
+    assert spec(moments.up.kernel[...]) == (None, "core")
+    with nnx.use_eager_sharding(False):
+        plain = Objects(nnx.Rngs(0))
+    np.testing.assert_array_equal(model.up.kernel[...], plain.up.kernel[...])
+
+
+def test_logical_names_of_nnx_are_placed_by_rules(cores):
+    with nnx.logical_axis_rules([("hidden", "core")]):
+        model, _ = cores.init(build_objects, "hidden")
+    assert spec(model.up.kernel[...]) == (None, "core")
+    text = r"annotation of `result\[0\]\.\w+\.kernel.* an axis 'hidden', but a replica"
+    with pytest.raises(ValueError, match=text):
+        cores.init(build_objects, "hidden")
+
+
+def test_annotated_objects_are_made_in_any_scope(cores, two):
+    for strategy in (cores, two):
+        with strategy.scope():
+            model = Objects(nnx.Rngs(0))
+        assert model.up.kernel[...].shape == (4, 16)
+    with jax.set_mesh(cores.mesh), cores.scope():
+        assert spec(Objects(nnx.Rngs(0)).up.kernel[...]) == (None, "core")
+    assert nnx.using_eager_sharding()
+
+
+@pytest.mark.parametrize("build", ["linen", "nnx"])
+def test_annotations_mean_nothing_where_a_replica_is_one_device(two, build):
+    if build == "linen":
+        kernel = variables(two, Annotated("anything"))["Dense_0"]["kernel"].value
+    else:
+        kernel = two.init(build_objects, "anything")[0].up.kernel[...]
+    assert kernel.is_fully_replicated
+
+
+def test_arrays_of_one_replica_are_computed_with_in_the_scope(cores):
+    with cores.scope():
+        values = cores.per_replica(np.arange(8.0).reshape(4, 2)).values
+        assert [float((value + 1).sum()) for value in values] == [3, 7, 11, 15]
