@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable
 
@@ -24,17 +25,21 @@ def measured(
     """Links with which the formula of a ring gives the measured times of all-reduces.
 
     Two sizes are reduced, 4 bytes and 4 MiB, a few times in a row within one program.
-    With several processes each must call it.
+    With several processes each must call it. Where replicas share devices, the links
+    are those of the devices. Where a replica has several devices, all of them send at
+    once, and the links are those that each has then.
     """
-    n = replicas.count
+    # One replica on each device: what a device adds up by itself is not sent.
+    devices = dataclasses.replace(replicas, per_device=1)
+    n = devices.count
     if n == 1:
-        return Topology(bandwidth=1e9, latency=0, replicas=1)
-    small, large = (_seconds(replicas, size, clock) for size in (1, _BYTES // 4))
+        return Topology(bandwidth=1e9, latency=0, replicas=replicas.count)
+    small, large = (_seconds(devices, size, clock) for size in (1, _BYTES // 4))
     seconds = max(large - small, 1e-9)
     return Topology(
         bandwidth=2 * (n - 1) / n * _BYTES / seconds,
         latency=small / (2 * (n - 1)),
-        replicas=n,
+        replicas=replicas.count,
     )
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from jaxstrategy._options import RunOptions
+from jaxstrategy.replicas._replicas import Replicas
 from jaxstrategy.replicas._topology import Topology
 from jaxstrategy.text._user_code import Line
 from jaxstrategy.tracing import _roles
@@ -18,6 +19,8 @@ from jaxstrategy.tracing._roles import Role
 from jaxstrategy.tracing._traced_step import TracedStep
 from jaxstrategy.tracing.checks._step_checks import problems
 from jaxstrategy.tracing.division._divided_step import DividedStep
+from jaxstrategy.tracing.explanation._between_devices import BetweenDevices
+from jaxstrategy.tracing.explanation._compiled_collectives import compiled_collectives
 from jaxstrategy.tracing.explanation._divided_collectives import collectives_of
 from jaxstrategy.tracing.explanation._explained_collective import explained, nbytes_of
 from jaxstrategy.tracing.explanation._explained_sharding import (
@@ -27,6 +30,7 @@ from jaxstrategy.tracing.explanation._explained_sharding import (
 )
 from jaxstrategy.tracing.explanation._explanation import Explanation
 from jaxstrategy.tracing.explanation._facts import (
+    CompiledCollective,
     ExplainedCollective,
     ExplainedValue,
     Memory,
@@ -88,6 +92,9 @@ def explain(
         memory=_memory(executable),
         flops=_flops(executable),
         sharding=sharding,
+        replicas_per_device=environment.replicas.per_device,
+        logical_axes=environment.replicas.inner_sizes,
+        compiled_collectives=_compiled_collectives(executable, environment.replicas),
     )
 
 
@@ -125,11 +132,17 @@ def _exchanged(
         names = kept_names(step, division)
         collectives = list(collectives_of(division, names))
         return collectives, sharding_of(step, division, collectives)
+    replicas = step.trace.replicas
+    between = BetweenDevices(replicas) if replicas.per_device > 1 else None
     found = [
-        explained(each.site, [atom.aval for atom in each.site.eqns[0].invars])
+        explained(
+            each.site,
+            [atom.aval for atom in each.site.eqns[0].invars],
+            between_devices=between and between.of(each.site.eqns[0]),
+        )
         for each in step.findings.collectives
     ]
-    is_asked = step.trace.replicas.state_sharding is not None
+    is_asked = replicas.state_sharding is not None
     return found, undivided(step) if is_asked else None
 
 
@@ -217,6 +230,15 @@ def _memory(executable: Any) -> Memory | None:
         temporary=stats.temp_size_in_bytes,
         code=stats.generated_code_size_in_bytes,
     )
+
+
+def _compiled_collectives(
+    executable: Any, replicas: Replicas
+) -> tuple[CompiledCollective, ...] | None:
+    text = None if executable is None else executable.as_text()
+    if text is None:
+        return None
+    return tuple(compiled_collectives(text, replicas, outermost=__file__))
 
 
 def _flops(executable: Any) -> float | None:

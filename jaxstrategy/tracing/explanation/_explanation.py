@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, final
 
 from jaxstrategy.replicas._topology import Topology
 from jaxstrategy.text._units import with_noun
-from jaxstrategy.tracing.explanation import _explanation_report, _sharding_report
+from jaxstrategy.tracing.explanation import (
+    _device_report,
+    _explanation_report,
+    _sharding_report,
+)
 from jaxstrategy.tracing.explanation._facts import (
+    CompiledCollective,
     ExplainedCollective,
     ExplainedValue,
     Memory,
@@ -28,7 +33,8 @@ class Explanation:
     Attributes:
       name: the step's.
       num_replicas: how many replicas it was explained for.
-      collectives: in program order, one entry for each place in the program.
+      collectives: over the replicas, in program order, one entry for each place in the
+        program.
       mirrored: the results that are equal on all replicas.
       per_replica: the results that may differ, with the line where they began to.
       static_arguments: what the step was specialised for, by argument; another value
@@ -41,10 +47,14 @@ class Explanation:
       problems: what `run` would refuse or warn about.
       topology: what the report predicts communication times for.
       memory: of the compiled program, None if it was not compiled or XLA does not say.
-      flops: floating-point operations of one replica, as XLA counts them (a loop's
+      flops: floating-point operations of one device, as XLA counts them (a loop's
         body once); None likewise.
       sharding: how state lies and why, and what is gathered and scattered for it; None
         if the strategy has no `sharding=`, and no variable is divided.
+      replicas_per_device: how many replicas share a device.
+      logical_axes: the names and sizes of the axes of devices inside a replica.
+      compiled_collectives: what the devices exchange in the compiled program, over the
+        replicas and inside them; None if it was not compiled.
 
     >>> import jaxstrategy as js
     >>> strategy = js.MirroredStrategy(js.simulate(8)[:2])
@@ -72,14 +82,34 @@ class Explanation:
     memory: Memory | None = None
     flops: float | None = None
     sharding: ExplainedSharding | None = None
+    replicas_per_device: int = 1
+    logical_axes: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    compiled_collectives: tuple[CompiledCollective, ...] | None = None
 
     @property
     def communicated_bytes(self) -> int:
-        """The bytes that one replica gives to collectives in a step.
+        """The bytes that one replica gives to collectives over replicas in a step.
 
         The body of a loop of unknown length counts once, and each branch counts.
         """
         return _explanation_report.total_bytes(self.collectives)
+
+    @property
+    def inner_collectives(self) -> tuple[CompiledCollective, ...] | None:
+        """Those of the compiled program between devices of one replica.
+
+        XLA puts them in where arrays lie over the logical axes. None if the step was
+        not compiled.
+        """
+        if self.compiled_collectives is None:
+            return None
+        return tuple(found for found in self.compiled_collectives if found.is_inner)
+
+    @property
+    def inner_bytes(self) -> int | None:
+        """The bytes that one device gives to those in a step, as above."""
+        found = self.inner_collectives
+        return None if found is None else _explanation_report.total_bytes(found)
 
     def communication_time(
         self, topology: Topology, algorithm: str = "fastest"
@@ -88,7 +118,10 @@ class Explanation:
 
         Each collective counts by itself, one after the other, as often as
         `least_times` says; XLA may merge neighbours, which saves latency, and overlap
-        them with computation. The formulas are those of `Topology`.
+        them with computation. The formulas are those of `Topology`. Where replicas
+        share devices, the devices are at the ends of the links, and each has as many of
+        the topology's replicas. Where a replica has several devices, arrays count as if
+        each sent all of them: what lies over the logical axes takes less.
 
         Args:
           topology: links and number of replicas.
@@ -102,7 +135,8 @@ class Explanation:
                 f"`algorithm` was {algorithm!r}; 'ring', 'tree' or 'fastest' was "
                 "wanted."
             )
-        return sum(found.seconds(topology, algorithm) for found in self.collectives)
+        devices = topology.with_replicas_per_device(self.replicas_per_device)
+        return sum(found.seconds(devices, algorithm) for found in self.collectives)
 
     def __str__(self) -> str:
         return _explanation_report.text(self._title(), self._sections())
@@ -113,11 +147,18 @@ class Explanation:
         return _explanation_report.html(self._title(), self._sections())
 
     def _title(self) -> str:
-        return f"`{self.name}` on {with_noun(self.num_replicas, 'replica')}"
+        where = _device_report.where(self.logical_axes, self.replicas_per_device)
+        return f"`{self.name}` on {with_noun(self.num_replicas, 'replica')}{where}"
 
     def _sections(self) -> Iterator[Section]:
         yield from _explanation_report.problems(self.problems)
-        yield from _explanation_report.communication(self.collectives, self.topology)
+        yield from _explanation_report.communication(
+            self.collectives, self.topology, self.communication_time
+        )
+        if self.logical_axes or self.replicas_per_device > 1:
+            yield from _device_report.exchanges(
+                self.compiled_collectives, self.logical_axes
+            )
         if self.sharding is not None:
             yield from _sharding_report.sections(self.sharding, self.memory)
         yield from _explanation_report.results(self.mirrored, self.per_replica)

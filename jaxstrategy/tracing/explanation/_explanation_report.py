@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import html as _html
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxstrategy.replicas._topology import Topology
@@ -16,6 +16,7 @@ from jaxstrategy.text._units import (
     with_seconds,
 )
 from jaxstrategy.tracing.explanation._facts import (
+    AbstractCollective,
     ExplainedCollective,
     ExplainedValue,
     Memory,
@@ -24,6 +25,7 @@ from jaxstrategy.tracing.explanation._report_sections import (
     MOST_VALUES,
     Row,
     Section,
+    around,
     short,
 )
 
@@ -90,9 +92,17 @@ def variables(names: Sequence[str]) -> Iterator[Section]:
 
 
 def communication(
-    collectives: Sequence[ExplainedCollective], topology: Topology
+    collectives: Sequence[ExplainedCollective],
+    topology: Topology,
+    seconds: Callable[[Topology, str], float],
 ) -> Iterator[Section]:
-    """The collectives, and how long they should take."""
+    """The collectives over replicas, and how long they should take.
+
+    Args:
+      collectives: in order.
+      topology: links that times are predicted for.
+      seconds: of all of them, by links and algorithm.
+    """
     if not collectives:
         yield "Collectives: none", ("",), []
         return
@@ -102,21 +112,29 @@ def communication(
     yield heading, header, list(_collective_rows(collectives))
     heading = (
         f"Predicted communication time of a step, {with_prefix(topology.bandwidth)}B/s "
-        f"and {with_seconds(topology.latency)} a message"
+        f"and {with_seconds(topology.latency)} a message{_inside(topology)}"
     )
     rows = []
     for replicas in sorted({topology.replicas, *_REPLICAS}):
         there = topology.with_replicas(replicas)
-        times = [
-            sum(found.seconds(there, algorithm) for found in collectives)
-            for algorithm in ("ring", "tree")
-        ]
+        times = [seconds(there, algorithm) for algorithm in ("ring", "tree")]
         rows.append((str(replicas), *map(with_seconds, times)))
     yield heading, ("replicas", "ring", "tree"), rows
 
 
-def total_bytes(collectives: Iterable[ExplainedCollective]) -> int:
-    """The bytes that one replica gives to them in a step."""
+def _inside(topology: Topology) -> str:
+    """The faster links, in words."""
+    if (links := topology.inside) is None:
+        return ""
+    return (
+        f"; inside {with_noun(links.replicas, 'replica')} "
+        f"{with_prefix(links.bandwidth)}B/s and {with_seconds(links.latency)}"
+        f"{_inside(links)}"
+    )
+
+
+def total_bytes(collectives: Iterable[AbstractCollective]) -> int:
+    """The bytes that one replica, or device, gives to them in a step."""
     return sum(found.least_times * found.nbytes for found in collectives)
 
 
@@ -133,17 +151,14 @@ def _collective_rows(collectives: Iterable[ExplainedCollective]) -> Iterator[Row
             str(sum(found.least_times for found in group)),
             first.operation,
             ", ".join(first.dtypes),
-            with_bytes(sum(found.least_times * found.nbytes for found in group)),
+            with_bytes(total_bytes(group)),
             short(first.line),
             ", ".join((*_remarks(first), *_reasons(group))),
         )
 
 
 def _remarks(found: ExplainedCollective) -> Iterator[str]:
-    for turns in found.loops:
-        yield "in a loop, turns unknown" if turns is None else f"in {turns} turns"
-    if found.in_branch:
-        yield "in a branch"
+    yield from around(found.loops, found.in_branch)
     if found.group is not None:
         yield f"in groups of {found.group}"
     if found.is_transposed:

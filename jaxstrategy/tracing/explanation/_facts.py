@@ -10,9 +10,55 @@ from jaxstrategy.replicas._topology import Topology
 from jaxstrategy.text._user_code import Line
 
 
+class AbstractCollective:
+    """What collectives of a step and of a compiled program have in common."""
+
+    kind: str
+    nbytes: int
+    loops: tuple[int | None, ...]
+    groups: tuple[tuple[int, ...], ...] | None
+
+    @property
+    def group(self) -> int | None:
+        """How many replicas or devices take part together; None for all of them."""
+        return None if self.groups is None else max(map(len, self.groups))
+
+    @property
+    def times(self) -> int | None:
+        """The most times that a step does it; None where only the devices will know."""
+        return None if None in self.loops else self.least_times
+
+    @property
+    def least_times(self) -> int:
+        """The same, with one turn for each loop of unknown length."""
+        return math.prod(1 if turns is None else turns for turns in self.loops)
+
+    def _links(self, topology: Topology) -> set[Topology]:
+        """Those that members of a group have, of each group."""
+        if self.groups is None:
+            return {topology}
+        n = topology.replicas
+        there = [[i for i in group if i < n] for group in self.groups]
+        return {topology.among(group) for group in there if group}
+
+
 @final
 @dataclasses.dataclass(frozen=True)
-class ExplainedCollective:
+class DeviceExchange:
+    """A collective between devices that have several replicas each.
+
+    Attributes:
+      kind: what it is to a `Topology`, such as `"all_gather"`.
+      nbytes: bytes of one device's operands.
+    """
+
+    kind: str
+    nbytes: int
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class ExplainedCollective(AbstractCollective):
     """A collective operation over the replicas.
 
     Attributes:
@@ -34,6 +80,8 @@ class ExplainedCollective:
       why: the reason in words, if the step does not say so.
       parts: how many parts there are of the array of which an operand is one; of more
         replicas, each has a smaller part. 1 if an operand is a whole array.
+      between_devices: where replicas share devices, what several devices exchange for
+        it; None where each replica has devices of its own.
     """
 
     operation: str
@@ -49,24 +97,17 @@ class ExplainedCollective:
     array: str = ""
     why: str = ""
     parts: int = 1
-
-    @property
-    def group(self) -> int | None:
-        """How many replicas take part together, at most; None for all of them."""
-        return None if self.groups is None else max(map(len, self.groups))
-
-    @property
-    def times(self) -> int | None:
-        """The most times that a step does it; None where only the devices will know."""
-        return None if None in self.loops else self.least_times
-
-    @property
-    def least_times(self) -> int:
-        """The same, with one turn for each loop of unknown length."""
-        return math.prod(1 if turns is None else turns for turns in self.loops)
+    between_devices: tuple[DeviceExchange, ...] | None = None
 
     def seconds(self, topology: Topology, algorithm: str) -> float:
-        """The predicted time of `least_times` of it, by a method of `Topology`."""
+        """The predicted time of `least_times` of it, by a method of `Topology`.
+
+        Where replicas share devices, the topology is that of the devices.
+        """
+        if self.between_devices is not None:
+            method = getattr(topology, algorithm)
+            once = sum(method(each.kind, each.nbytes) for each in self.between_devices)
+            return self.least_times * once
         nbytes = self.nbytes
         if self.parts > 1:
             nbytes *= self.parts / topology.replicas
@@ -76,13 +117,50 @@ class ExplainedCollective:
         )
         return self.least_times * slowest
 
-    def _links(self, topology: Topology) -> set[Topology]:
-        """Those that replicas which take part together have, of each group."""
-        if self.groups is None:
-            return {topology}
-        n = topology.replicas
-        there = [[i for i in group if i < n] for group in self.groups]
-        return {topology.among(group) for group in there if group}
+
+@final
+@dataclasses.dataclass(frozen=True)
+class CompiledCollective(AbstractCollective):
+    """A collective of the compiled program, between devices.
+
+    Attributes:
+      operation: XLA's name for it, such as `"all-gather"`.
+      kind: what it is to a `Topology`, such as `"all_gather"`.
+      nbytes: bytes of one device's operands, each time.
+      dtypes: of the operands.
+      loops: how often each loop around it turns, the innermost first; None where only
+        the devices will know.
+      in_branch: whether it is in a branch, and may be left out.
+      groups: the devices that take part together, by their places in the mesh.
+      axes: the axes of the mesh along which those differ.
+      inner_axes: the axes of the mesh that are inside a replica.
+      line: the user's line that it comes from, the first of several that XLA has put
+        together, or else the one that reads the result; None if XLA kept none.
+    """
+
+    operation: str
+    kind: str
+    nbytes: int
+    dtypes: tuple[str, ...]
+    loops: tuple[int | None, ...]
+    in_branch: bool
+    groups: tuple[tuple[int, ...], ...] | None
+    axes: tuple[str, ...]
+    inner_axes: tuple[str, ...]
+    line: Line | None
+
+    @property
+    def is_inner(self) -> bool:
+        """Whether devices of one replica take part together."""
+        return not set(self.axes).isdisjoint(self.inner_axes)
+
+    def seconds(self, topology: Topology, algorithm: str) -> float:
+        """The predicted time of `least_times` of it, on links of the devices."""
+        slowest = max(
+            getattr(links, algorithm)(self.kind, self.nbytes)
+            for links in self._links(topology)
+        )
+        return self.least_times * slowest
 
 
 @final

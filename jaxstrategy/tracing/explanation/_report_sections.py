@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
 from jaxstrategy.text._user_code import Line
@@ -20,3 +20,11 @@ def short(line: Line | None) -> str:
     if line is None:
         return "unknown"
     return f"{line.name}:{line.number}: {line.code}"
+
+
+def around(loops: Sequence[int | None], in_branch: bool) -> Iterator[str]:
+    """What is around something, in words."""
+    for turns in loops:
+        yield "in a loop, turns unknown" if turns is None else f"in {turns} turns"
+    if in_branch:
+        yield "in a branch"
