@@ -96,7 +96,7 @@ class Explanation:
 
     @property
     def inner_collectives(self) -> tuple[CompiledCollective, ...] | None:
-        """Those of the compiled program between devices of one replica.
+        """Collectives of the compiled program between devices of one replica.
 
         XLA puts them in where arrays lie over the logical axes. None if the step was
         not compiled.

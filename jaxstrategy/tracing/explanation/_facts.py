@@ -134,8 +134,8 @@ class CompiledCollective(AbstractCollective):
       groups: the devices that take part together, by their places in the mesh.
       axes: the axes of the mesh along which those differ.
       inner_axes: the axes of the mesh that are inside a replica.
-      line: the user's line that it comes from, the first of several that XLA has put
-        together, or else the one that reads the result; None if XLA kept none.
+      line: the user's line that computes what is exchanged, of several that XLA has put
+        together the first, or else the one that reads it; None if XLA kept none.
     """
 
     operation: str
