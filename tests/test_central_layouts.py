@@ -1,4 +1,4 @@
-"""`CentralStorageStrategy` whose compute replicas have several devices, or share one."""
+"""`CentralStorageStrategy` with replicas of several devices, or that share one."""
 
 import jax
 import jax.numpy as jnp

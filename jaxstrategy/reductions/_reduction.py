@@ -65,8 +65,7 @@ class Reduction:
         self, plan: AbstractPlan, op: ReduceOp, leaves: Sequence[Leaf]
     ) -> list[Leaf]:
         axes = self._replicas.collective_axes
-        # Of an array that is joined with others no replica could take its part.
-        alone = [self._is_divided(leaf) for leaf in leaves]
+        alone = [self._goes_alone(leaf) for leaf in leaves]
         packed = [x for x, is_alone in zip(leaves, alone, strict=True) if not is_alone]
         together = iter(plan.reduce(op, packed, axes))
         return [
@@ -74,10 +73,16 @@ class Reduction:
             for leaf, is_alone in zip(leaves, alone, strict=True)
         ]
 
-    def _is_divided(self, leaf: Leaf) -> bool:
-        """Whether arrays like this one lie divided over the replicas."""
-        is_array = hasattr(leaf, "shape") and hasattr(leaf, "dtype")
-        return is_array and self._replicas.is_divisible(leaf)
+    def _goes_alone(self, leaf: Leaf) -> bool:
+        """Whether an array is not to be joined with others.
+
+        Of those that are, no replica could take its part, and each device of a replica
+        would have all.
+        """
+        if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
+            return False
+        replicas = self._replicas
+        return replicas.is_divisible(leaf) or replicas.may_lie_inside(leaf.shape)
 
     def reduce_compressed(
         self,

@@ -44,6 +44,12 @@ def inner_spec(value: object, replicas: Replicas) -> InnerSpec:
     return _mesh.along(sharding.spec, replicas.inner_axes)
 
 
+def inner_dimensions(value: object, replicas: Replicas) -> list[int]:
+    """The dimensions of `value` that inner axes divide."""
+    inner = inner_spec(value, replicas)
+    return [i for i, names in enumerate(inner) if names is not None]
+
+
 def _is_of_one_replica(sharding: NamedSharding, replicas: Replicas) -> bool:
     """Whether it is the placement of one replica's version or copy."""
     groups = (replicas.mesh_of(i) for i in replicas.own)

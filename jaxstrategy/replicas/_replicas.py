@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import (
+    AxisType,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    use_abstract_mesh,
+)
 
 from jaxstrategy.replicas import _devices, _mesh
 from jaxstrategy.replicas._devices import Device
@@ -37,6 +44,11 @@ _MOST_REPLICAS = 2**31 - 1
 
 Lies: TypeAlias = Meaning | int
 """Its meaning; or the dimension along which it is divided, the same for all."""
+
+
+def lies_along(dimension: int | None) -> Lies:
+    """What is the same for all and divided along a dimension; None: whole."""
+    return SAME if dimension is None else dimension
 
 
 @dataclasses.dataclass(frozen=True)
@@ -251,10 +263,15 @@ class Replicas:
         """Whether replicas may have different arrays of this meaning."""
         return meaning is SPLIT and bool(self.axes)
 
+    def may_lie_inside(self, shape: Sequence[int]) -> bool:
+        """Whether the devices of a replica may have parts of an array of this shape."""
+        sizes = [size for size in self.inner_sizes.values() if size > 1]
+        return any(length % size == 0 for length in shape for size in sizes)
+
     def inner_placement(
         self, array: jax.Array, meaning: Meaning
     ) -> NamedSharding | None:
-        """How an array of this meaning lies that is divided over inner axes at most.
+        """The placement of `array`, `[...]`, if inner axes at most divide it besides.
 
         None if it lies elsewhere, or if replicas have other entries of it.
         """
@@ -280,12 +297,15 @@ class Replicas:
         """The number of parts of an array that is divided over the replicas."""
         return self.count // self.per_device
 
-    def division(self, path: str, leaf: ArrayLike) -> LeafSharding:
+    def division(
+        self, path: str, leaf: ArrayLike, taken: Sequence[int] = ()
+    ) -> LeafSharding:
         """The division of an array that is equal on all replicas.
 
         Args:
           path: of the array in its argument, for the user's choice.
           leaf: the array, or its type.
+          taken: dimensions that the devices of each replica divide.
 
         Raises:
           ValueError: the user's choice cannot be.
@@ -293,7 +313,7 @@ class Replicas:
         """
         if self.state_sharding is None:
             return LeafSharding(None, "the strategy has no `sharding`")
-        return self.state_sharding.division(path, leaf, self.parts)
+        return self.state_sharding.division(path, leaf, self.parts, taken)
 
     def usual_division(self, leaf: ArrayLike) -> LeafSharding:
         """The division of an array that is no state, of which the user chooses nothing.
@@ -329,6 +349,32 @@ class Replicas:
         # One object for each, so that looking whether an array lies there is quick.
         return {None: self.sharding(SAME)}
 
+    def constraint_along(self, dimension: int, rank: int) -> NamedSharding:
+        """As `sharding_along`, for an array that XLA may divide over inner axes."""
+        if not self.inner_axes:
+            return self.sharding_along(dimension)
+        entries: list[Any] = [PartitionSpec.UNCONSTRAINED] * rank
+        entries[dimension] = self.axes
+        return NamedSharding(self.mesh, PartitionSpec(*entries))
+
+    def on_mesh(self, sharding: NamedSharding) -> NamedSharding:
+        """The same division, of an array on the devices of these replicas."""
+        return NamedSharding(self.mesh, sharding.spec)
+
+    def as_one_replica(self) -> contextlib.AbstractContextManager[object]:
+        """A block in which a trace sees the mesh as the devices of one replica do.
+
+        So what divides values over the inner axes need not name it.
+        """
+        if not self.inner_axes:
+            return contextlib.nullcontext()
+        kinds = [
+            AxisType.Manual if name in self.axes else AxisType.Auto
+            for name in self.mesh.axis_names
+        ]
+        mesh = self.mesh.abstract_mesh.update(axis_types=tuple(kinds))
+        return use_abstract_mesh(mesh)
+
     def dimension_of(self, array: jax.Array) -> int | None:
         """The dimension along which `array`, `[...]`, is divided over these replicas.
 
@@ -342,8 +388,8 @@ class Replicas:
     def dimension_along(self, sharding: NamedSharding) -> int | None:
         """The dimension that a sharding divides over all replicas; None: none."""
         for dimension, names in enumerate(sharding.spec):
-            if names is not None:
-                named = names if isinstance(names, tuple) else (names,)
+            named = names if isinstance(names, tuple) else (names,)
+            if not set(self.axes).isdisjoint(named):
                 return dimension if named == self.axes else None
         return None
 

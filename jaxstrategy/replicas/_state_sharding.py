@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal, Protocol, TypeAlias, final
 
 import jax
@@ -106,13 +106,16 @@ class StateSharding:
                 "the same one everywhere: `lambda path, leaf: 0`."
             )
 
-    def division(self, path: str, leaf: ArrayLike, parts: int) -> LeafSharding:
+    def division(
+        self, path: str, leaf: ArrayLike, parts: int, taken: Sequence[int] = ()
+    ) -> LeafSharding:
         """The division of an array into so many parts.
 
         Args:
           path: of the array, for `dimension`.
           leaf: the array, or its type.
           parts: how many there are to be, one for each replica.
+          taken: dimensions that the devices of each replica divide.
 
         Raises:
           ValueError: `dimension` chose one that the array has not, or that cannot be
@@ -120,21 +123,26 @@ class StateSharding:
           TypeError: it returned something else.
         """
         if self.dimension is None or not self.is_divisible(leaf, parts):
-            return self.usual_division(leaf, parts)
-        return self._chosen(path, leaf, parts)
+            return self.usual_division(leaf, parts, taken)
+        return self._chosen(path, leaf, parts, taken)
 
-    def usual_division(self, leaf: ArrayLike, parts: int) -> LeafSharding:
+    def usual_division(
+        self, leaf: ArrayLike, parts: int, taken: Sequence[int] = ()
+    ) -> LeafSharding:
         """The division of an array where `dimension` is not asked.
 
         Args:
           leaf: the array, or its type.
           parts: how many there are to be, one for each replica.
+          taken: dimensions that the devices of each replica divide.
         """
         if (reason := self._reason_against(leaf, parts)) is not None:
             return LeafSharding(None, reason)
         # The largest: where layers are stacked, that of the layers seldom is, and only
         # the others can be gathered layer by layer.
-        fitting = _fitting(leaf, parts)
+        fitting = [i for i in _fitting(leaf, parts) if i not in taken]
+        if not fitting:
+            return LeafSharding(None, "the devices of each replica divide it")
         return LeafSharding(max(fitting, key=lambda i: leaf.shape[i]))
 
     def is_divisible(self, leaf: ArrayLike, parts: int) -> bool:
@@ -156,7 +164,9 @@ class StateSharding:
             return f"no dimension of {tuple(leaf.shape)} divides by {parts}"
         return None
 
-    def _chosen(self, path: str, leaf: ArrayLike, parts: int) -> LeafSharding:
+    def _chosen(
+        self, path: str, leaf: ArrayLike, parts: int, taken: Sequence[int]
+    ) -> LeafSharding:
         """What `dimension` says, checked."""
         assert self.dimension is not None, "the caller has looked"
         given = self.dimension(path, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
@@ -174,6 +184,12 @@ class StateSharding:
                 f"`dimension` returned {chosen} for `{path}` of shape {leaf.shape}; "
                 f"one that {parts} replicas can divide was wanted, or None to leave "
                 "the array whole."
+            )
+        if chosen % rank in taken:
+            raise ValueError(
+                f"`dimension` returned {chosen} for `{path}`, the dimension that the "
+                "devices of each replica divide; another was wanted, or None to leave "
+                "to each replica the whole array."
             )
         return LeafSharding(chosen % rank)
 

@@ -94,7 +94,8 @@ def by_axes(
         )
         for leaf in jax.eval_shape(list, leaves)
     ]
-    closed = made(*types, *values)
+    with replicas.as_one_replica():
+        closed = made(*types, *values)
     if any(isinstance(jax.typeof(value), AbstractRef) for value in closed.consts):
         raise CapturedReference
     whole, rows = closed.jaxpr, sum(is_own)

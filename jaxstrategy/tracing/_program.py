@@ -27,6 +27,7 @@ from jaxstrategy.tracing._executable import (
 from jaxstrategy.tracing._replica_step import ReplicaStep
 from jaxstrategy.tracing._traced_step import TracedStep
 from jaxstrategy.tracing.division._divided_step import DividedStep
+from jaxstrategy.tracing.division._kept_placements import kept_placements
 from jaxstrategy.tracing.functions import _callbacks
 from jaxstrategy.tracing.stages._placement import Placement
 from jaxstrategy.tracing.stages._stage import Stage, overridden
@@ -182,6 +183,8 @@ class Program:
             stage.traced(step)
         if trace.is_divided:
             step.division = DividedStep(step, leaves)
+        elif trace.replicas.inner_axes:
+            step.placements = kept_placements(step, leaves)
         return step
 
     def _fit(self, step: TracedStep, is_traced: bool, leaves: Sequence[Leaf]) -> bool:

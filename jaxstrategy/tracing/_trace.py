@@ -221,7 +221,13 @@ def trace(
     is_by_axes |= replicas.per_device > 1
     look = by_axes if is_by_axes else _with_or_without_mesh
     try:
-        closed, jaxpr, places, constants = look(replica, leaves, there, given, replicas)
+        found_in = look(replica, leaves, there, given, replicas)
+        if is_by_axes and _goes_inside(found_in[1], replicas):
+            seen.clear()
+            found.clear()
+            is_by_axes = False
+            found_in = in_shard_map(replica, leaves, there, given, replicas)
+        closed, jaxpr, places, constants = found_in
     except _MadeVariables:
         return trace(run, leaves, meanings, replicas, variables, may_create=False)
     except CapturedReference as error:
@@ -256,8 +262,12 @@ def trace(
         used=cast("list[Variable]", list(step.used.values())),
         replicas=replicas,
         findings=findings,
-        is_divided=divides_state(replicas)
-        or (is_by_axes and any(id(variable) in step.used for variable in divided)),
+        is_divided=is_by_axes
+        and can_divide(replicas)
+        and (
+            divides_state(replicas)
+            or any(id(variable) in step.used for variable in divided)
+        ),
     )
 
 
@@ -288,10 +298,18 @@ def divides_state(replicas: Replicas) -> bool:
 
 def can_divide(replicas: Replicas) -> bool:
     """Whether steps of these replicas can be divided where all become equal."""
-    # Along inner axes constraints would have to be made anew outside; and a scatter
-    # over replicas that share a device has no rule in JAX (0.10 and 0.12).
-    is_plain = replicas.per_device == 1 and not replicas.inner_axes
-    return replicas.count > 1 and is_plain
+    # A scatter over replicas that share a device has no rule in JAX (0.10 and 0.12).
+    return replicas.count > 1 and replicas.per_device == 1
+
+
+def _goes_inside(jaxpr: Jaxpr, replicas: Replicas) -> bool:
+    """Whether a step says itself what each device of a replica does.
+
+    What is traced there names the mesh, and can be evaluated in a `shard_map` only.
+    """
+    return bool(replicas.inner_axes) and any(
+        eqn.primitive.name == "shard_map" for eqn in all_eqns(jaxpr)
+    )
 
 
 class _MadeVariables(Exception):

@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Protocol, final
 
 import jax
+from jax.sharding import NamedSharding
 
 from jaxstrategy.text._user_code import Line
 from jaxstrategy.tracing._jaxpr_types import ArrayType, Jaxpr, KeyPath
@@ -58,6 +59,8 @@ class TracedStep:
 
     Attributes:
       division: between the replicas and what is computed once for all, if there is one.
+      placements: of results, where their place over inner axes is to be that of the
+        argument that they take the place of; by their number.
     """
 
     def __init__(
@@ -69,6 +72,7 @@ class TracedStep:
         self.name = step.name
         self.signature: Signature = step.signature
         self.division: AbstractDivision | None = None
+        self.placements: Mapping[int, NamedSharding] = {}
 
     def evaluate(
         self,
@@ -86,11 +90,19 @@ class TracedStep:
           is_whole: whether each replica is to evaluate all of the step.
         """
         if self.division is None:
-            return self.trace.evaluate(leaves, references, within)
+            arrays, more = self.trace.evaluate(leaves, references, within)
+            return self._placed(arrays), more
         if not is_whole:
             return self.division.evaluate(leaves, references, within)
         arrays, more = self.trace.evaluate(leaves, references, within)
         return self.division.placed(arrays), more
+
+    def _placed(
+        self, arrays: list[jax.Array | PerReplica]
+    ) -> list[jax.Array | PerReplica]:
+        for number, sharding in self.placements.items():
+            arrays[number] = jax.lax.with_sharding_constraint(arrays[number], sharding)
+        return arrays
 
     @property
     def has_objects(self) -> bool:

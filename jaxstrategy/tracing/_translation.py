@@ -21,6 +21,7 @@ _ASKED_TOO_EARLY = (
 )
 # A bare `Exception` of JAX 0.10 and 0.12, in terms of references.
 _CHANGED_FOR_EACH = "vmapped value on an unbatched array reference"
+_NOT_AUTO = "can only refer to Auto axes of the mesh"
 _UNBOUND = re.compile(r"[Uu]nbound axis name:? *'?(\w+)")
 
 
@@ -40,6 +41,8 @@ def translated(error: Exception, name: str, replicas: Replicas) -> Exception | N
         return _changed_for_each(error, name)
     if (unknown := unknown_axis(error, name, replicas)) is not None:
         return unknown
+    if isinstance(error, ValueError) and _NOT_AUTO in str(error):
+        return _of_replicas(error, name, replicas)
     return _adapter.refused(error, name)
 
 
@@ -66,6 +69,21 @@ def _changed_for_each(error: Exception, name: str) -> ValueError:
         f"mapped element, but it holds one:{_where(error)}"
         "Return the values from the mapped function, combine them (`values.sum(0)`), "
         "and assign the result outside of it."
+    )
+
+
+def _of_replicas(error: Exception, name: str, replicas: Replicas) -> ValueError:
+    inner = replicas.inner_sizes
+    advice = (
+        f"Constrain it along the logical axes, {inner}, or not at all."
+        if inner
+        else "Leave the constraint out; which state the replicas divide among them, "
+        "`sharding=` of the strategy says."
+    )
+    return ValueError(
+        f"`{name}` constrains a value along {replicas.axis_name!r}, the axis of the "
+        f"replicas:{_where(error)}"
+        "A value in a step is one replica's, and no other has a part of it. " + advice
     )
 
 

@@ -11,10 +11,12 @@ from collections.abc import Sequence
 from typing import Any, final
 
 import jax
+import numpy as np
+from jax import lax
 from jax.extend import core
 from jax.extend.core import DropVar, Literal
 from jax.ref import AbstractRef
-from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import AbstractMesh, NamedSharding, use_abstract_mesh
 
 from jaxstrategy.tracing._jaxpr_types import (
     ArrayType,
@@ -28,17 +30,24 @@ from jaxstrategy.tracing.replication._jaxprs import all_eqns, plain
 
 # They only say on which mesh an array is to be.
 _OF_MESHES = ("mesh_cast", "reshard")
+_NO_MESH = AbstractMesh((), ())
 
 
 def without_meshes(jaxpr: Jaxpr) -> Jaxpr:
     """`jaxpr`, and all that its equations hold, with types of no mesh.
 
-    What users have said of meshes stays: it names devices, which types do not.
+    What users have said of meshes stays: it names devices, which types do not; and so
+    do constraints along inner axes, which are for the replicas' part of the step.
     """
-    made = (var for eqn in all_eqns(jaxpr) for var in eqn.outvars)
-    if any(_without_mesh(var.aval) is not var.aval for var in (*jaxpr.invars, *made)):
-        return _Renaming().of_jaxpr(jaxpr)
-    return jaxpr
+    is_meant = any(map(_names_mesh, jaxpr.invars)) or any(
+        any(map(_names_mesh, eqn.outvars)) or not eqn.ctx.cur_abstract_mesh.empty
+        for eqn in all_eqns(jaxpr)
+    )
+    return _Renaming().of_jaxpr(jaxpr) if is_meant else jaxpr
+
+
+def _names_mesh(var: Var) -> bool:
+    return _without_mesh(var.aval) is not var.aval
 
 
 @final
@@ -47,6 +56,7 @@ class _Renaming:
 
     def __init__(self) -> None:
         self._names: dict[Atom, Atom] = {}
+        self._contexts: dict[object, object] = {}
         # An inner jaxpr may stand in several equations.
         self._done: dict[int, tuple[Jaxpr, Jaxpr]] = {}
 
@@ -70,8 +80,18 @@ class _Renaming:
             self._names.update(zip(eqn.outvars, invars, strict=True))
             return []
         outvars = self._of_vars(eqn.outvars)
-        params = {key: self._of_parameter(value) for key, value in eqn.params.items()}
-        return [eqn.replace(invars=invars, outvars=outvars, params=params)]
+        params = eqn.params
+        if eqn.primitive.name != "sharding_constraint":
+            params = {key: self._of_parameter(each) for key, each in params.items()}
+        ctx = self._of_context(eqn.ctx)
+        return [eqn.replace(invars=invars, outvars=outvars, params=params, ctx=ctx)]
+
+    def _of_context(self, ctx: Any) -> Any:
+        if ctx.cur_abstract_mesh.empty:
+            return ctx
+        if ctx not in self._contexts:
+            self._contexts[ctx] = _context_without_mesh(ctx)
+        return self._contexts[ctx]
 
     def _of_parameter(self, value: Any) -> Any:
         if isinstance(value, NamedSharding) and isinstance(value.mesh, AbstractMesh):
@@ -97,8 +117,18 @@ class _Renaming:
     def _read(self, atom: Atom) -> Atom:
         if isinstance(atom, Literal):
             aval = _without_mesh(atom.aval)
-            return atom if aval is atom.aval else core.Literal(atom.val, aval)
+            if aval is atom.aval:
+                return atom
+            # The value names the mesh that was set when it was made.
+            return core.Literal(np.asarray(atom.val), aval)
         return self._names.get(atom, atom)
+
+
+def _context_without_mesh(ctx: Any) -> Any:
+    """The context of an equation, what else it says, without the mesh that was set."""
+    with ctx.manager, use_abstract_mesh(_NO_MESH):
+        (eqn,) = jax.make_jaxpr(lax.neg)(jax.ShapeDtypeStruct((), "float32")).eqns
+    return eqn.ctx
 
 
 def _is_jaxpr(value: object) -> bool:

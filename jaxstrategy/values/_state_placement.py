@@ -6,8 +6,8 @@ import jax
 from jax.sharding import NamedSharding
 from jax.tree_util import KeyPath
 
-from jaxstrategy.replicas._inner_placement import lying_like
-from jaxstrategy.replicas._replicas import SAME, Replicas
+from jaxstrategy.replicas._inner_placement import inner_dimensions, lying_like
+from jaxstrategy.replicas._replicas import SAME, Replicas, lies_along
 from jaxstrategy.replicas._state_sharding import ArrayLike
 from jaxstrategy.values import _arrays, _optimizer_state, _per_replica
 from jaxstrategy.values._types import Leaf, PyTree
@@ -36,7 +36,8 @@ def sharding_of(
         is_divided = _arrays.is_placed(leaf) and replicas.dimension_of(leaf) is not None
         if not is_divided:
             return lying_like(leaf, replicas)
-    return replicas.sharding_along(replicas.division(path, leaf).dimension)
+    division = replicas.division(path, leaf, inner_dimensions(leaf, replicas))
+    return lying_like(leaf, replicas, lies_along(division.dimension))
 
 
 def shardings_of(

@@ -19,6 +19,7 @@ from jaxstrategy.tracing._traced_step import TracedStep
 from jaxstrategy.tracing.checks._divergences import divergences
 from jaxstrategy.tracing.checks._double_reductions import double_reductions
 from jaxstrategy.tracing.checks._drifting_variables import drifting_variables
+from jaxstrategy.tracing.checks._inner_axes import callbacks_beside_inner_axes
 from jaxstrategy.tracing.checks._local_collectives import local_collectives
 from jaxstrategy.tracing.checks._varying_results import (
     broken_promises,
@@ -43,6 +44,8 @@ def check(step: TracedStep, expect_mirrored: PyTree, told: set[type[Warning]]) -
       DivergentCollectiveError: a varying value decides whether a collective is reached.
       NotMirroredError: a result that should be mirrored is not; state of which each
         replica keeps a part is different on each.
+      NotImplementedError: the step calls the host, and its replicas have several
+        devices.
       ValueError: `expect_mirrored` does not fit the results.
     """
     for error in _errors(step):
@@ -76,5 +79,8 @@ def problems(step: TracedStep, expect_mirrored: PyTree) -> Iterator[str]:
 def _errors(step: TracedStep) -> Iterator[Exception]:
     """What no step may do, whatever was said of its results."""
     return itertools.chain(
-        divergences(step), local_collectives(step), drifting_variables(step)
+        divergences(step),
+        local_collectives(step),
+        drifting_variables(step),
+        callbacks_beside_inner_axes(step),
     )

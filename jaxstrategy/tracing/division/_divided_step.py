@@ -13,9 +13,11 @@ from jax.extend import core
 from jax.extend.core import Literal
 from jax.ref import AbstractRef
 
+from jaxstrategy.replicas._inner_placement import with_inner
 from jaxstrategy.replicas._replicas import SAME, SPLIT, Lies, Meaning
 from jaxstrategy.tracing._jaxpr_types import ArrayType, Atom, Equation, Jaxpr, Var
 from jaxstrategy.tracing._on_replicas import on_replicas
+from jaxstrategy.tracing._rewritten import rewritten
 from jaxstrategy.tracing._trace import Evaluate
 from jaxstrategy.tracing._traced_step import TracedStep
 from jaxstrategy.tracing._value_form import with_values
@@ -32,7 +34,7 @@ from jaxstrategy.tracing.replication._levels import Collective
 from jaxstrategy.tracing.replication._rules import analyse, varying
 from jaxstrategy.tracing.replication._site import Site
 from jaxstrategy.values._per_replica import PerReplica
-from jaxstrategy.values._types import Leaf
+from jaxstrategy.values._types import Function, Leaf
 from jaxstrategy.variables._cell import Cell
 
 
@@ -194,8 +196,7 @@ class DividedStep:
         own = len(self._common_results) - len(self._values.replaced)
         for index, value in zip(self._values.replaced, common[own:], strict=True):
             if index in contents:
-                dimension = self.layout.inputs.get(self.jaxpr.invars[index])
-                contents[index][...] = self._placed(value, dimension)
+                contents[index][...] = self._placed_as(value, self.jaxpr.invars[index])
         return self._joined(varying_results, common[:own]), more
 
     def _on_replicas(
@@ -263,7 +264,16 @@ class DividedStep:
         taken = self._wanted_outside - self.cut.made_outside
         free = [var for var in known if var in taken]
         jaxpr = jaxpr_of(free, eqns, self._common_results)
+        if self._replicas.inner_axes:
+            jaxpr = rewritten(jaxpr, self._constraint)
         return core.jaxpr_as_fun(closed(jaxpr))(*(known[var] for var in free))
+
+    def _constraint(self, eqn: Equation) -> Function | None:
+        """A constraint along inner axes as one of arrays on all replicas."""
+        if eqn.primitive.name != "sharding_constraint":
+            return None
+        where = self._replicas.on_mesh(eqn.params["sharding"])
+        return lambda array: [lax.with_sharding_constraint(array, where)]
 
     def _made_divided(self, common: Sequence[jax.Array]) -> list[jax.Array]:
         """The same, of which those are divided at first that were made of parts.
@@ -271,11 +281,11 @@ class DividedStep:
         Or XLA makes the last sum for them whole, on each device, from parts that it has
         gathered, and rounds otherwise (JAX 0.10 and 0.12).
         """
-        sharding_along = self._replicas.sharding_along
+        divided = self._replicas.constraint_along
         return [
             array
             if dimension is None
-            else lax.with_sharding_constraint(array, sharding_along(dimension))
+            else lax.with_sharding_constraint(array, divided(dimension, array.ndim))
             for array, dimension in zip(common, self._divided_first, strict=True)
         ]
 
@@ -335,12 +345,16 @@ class DividedStep:
     ) -> list[jax.Array | PerReplica]:
         """The results where they belong: divided, or whole."""
         return [
-            each if isinstance(each, PerReplica) else self._placed(each, dimension)
-            for each, dimension in zip(results, self.layout.outputs, strict=True)
+            each
+            if isinstance(each, PerReplica) or place is None
+            else lax.with_sharding_constraint(each, place)
+            for each, place in zip(results, self.layout.placements, strict=True)
         ]
 
-    def _placed(self, array: jax.Array, dimension: int | None) -> jax.Array:
-        where = self._replicas.sharding_along(dimension)
+    def _placed_as(self, array: jax.Array, var: Var) -> jax.Array:
+        """An array as the one lies whose place it takes."""
+        lies = self.layout.inputs.get(var, SAME)
+        where = with_inner(self.layout.leaves[var].inner, self._replicas, lies)
         return lax.with_sharding_constraint(array, where)
 
 

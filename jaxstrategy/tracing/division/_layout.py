@@ -9,7 +9,16 @@ from typing import final
 
 import jax
 from jax.ref import AbstractRef
+from jax.sharding import NamedSharding
 
+from jaxstrategy.replicas._inner_placement import (
+    WHOLE,
+    InnerSpec,
+    inner_dimensions,
+    inner_spec,
+    with_inner,
+)
+from jaxstrategy.replicas._replicas import lies_along
 from jaxstrategy.replicas._state_sharding import LeafSharding
 from jaxstrategy.tracing._jaxpr_types import ArrayType, Var
 from jaxstrategy.tracing._traced_step import TracedStep
@@ -29,11 +38,13 @@ class DividedLeaf:
       get_label: returns `label`, which takes long where there are many arguments.
       type: shape and dtype.
       sharding: the dimension, or why it is whole.
+      inner: how it lies over inner axes.
     """
 
     get_label: Callable[[], str]
     type: ArrayType
     sharding: LeafSharding
+    inner: InnerSpec = WHOLE
 
     @property
     def label(self) -> str:
@@ -49,6 +60,7 @@ class Layout:
     Attributes:
       inputs: the dimension of each divided input, by its variable.
       results: how each result lies; those that differ between replicas are whole.
+      placements: the same as shardings; None of results that XLA may place.
       divisible: for each result that stays whole, as what it takes the place of, the
         dimension along which it could be divided.
       arguments: for each argument that a result takes the place of, how it is to lie.
@@ -57,6 +69,7 @@ class Layout:
 
     inputs: Mapping[Var, int]
     results: Sequence[LeafSharding]
+    placements: Sequence[NamedSharding | None]
     divisible: Sequence[int | None]
     arguments: Mapping[int, int | None]
     leaves: Mapping[Var, DividedLeaf]
@@ -108,6 +121,7 @@ class Layouts:
             # What stays a reference is whole while the replicas work on it.
             {v: d for v, d in inputs.items() if not isinstance(v.aval, AbstractRef)},
             [self._result(n, leaves) for n in range(len(step.outputs))],
+            [self._placement(n, leaves) for n in range(len(step.outputs))],
             [self._divisible(n, chosen) for n in range(len(step.outputs))],
             {i: chosen[i] for i in self._state},
             {self._at[place]: leaf for place, leaf in leaves.items()},
@@ -116,11 +130,13 @@ class Layouts:
     def _argument(self, index: int) -> DividedLeaf:
         step, var = self._step, self._at[index]
         aval = step.type_of(index)
-        sharding = self._replicas.division(step.path_of(index), aval)
+        leaf = self._given[index]
+        taken = inner_dimensions(leaf, self._replicas)
+        sharding = self._replicas.division(step.path_of(index), aval, taken)
         if not sharding.is_whole:
             sharding = self._unless_needed(sharding, index, var)
         label = functools.partial(step.label, index)
-        return DividedLeaf(label, aval, sharding)
+        return DividedLeaf(label, aval, sharding, inner_spec(leaf, self._replicas))
 
     def _unless_needed(
         self, sharding: LeafSharding, index: int, var: Var
@@ -141,7 +157,8 @@ class Layouts:
     def _variable(self, variable: Variable) -> DividedLeaf:
         aval = jax.ShapeDtypeStruct(variable.cell.shape, variable.dtype)
         name = f"variable {variable.name!r}"
-        return DividedLeaf(lambda: name, aval, variable.division)
+        inner = inner_spec(variable, self._replicas)
+        return DividedLeaf(lambda: name, aval, variable.division, inner)
 
     def _result(self, number: int, leaves: Mapping[int, DividedLeaf]) -> LeafSharding:
         if self._step.trace.varies[number]:
@@ -151,10 +168,21 @@ class Layouts:
             return LeafSharding(None, "no argument is like it")
         return leaves[argument].sharding
 
+    def _placement(
+        self, number: int, leaves: Mapping[int, DividedLeaf]
+    ) -> NamedSharding | None:
+        """The place of a result."""
+        lies = lies_along(self._result(number, leaves).dimension)
+        if (argument := self._replaced.get(number)) is not None:
+            return with_inner(leaves[argument].inner, self._replicas, lies)
+        is_open = bool(self._replicas.inner_axes)
+        return None if is_open else with_inner(WHOLE, self._replicas, lies)
+
     def _divisible(self, number: int, chosen: Mapping[int, int | None]) -> int | None:
         argument = self._replaced.get(number)
         if argument is None or chosen[argument] is not None:
             return None
         step = self._step
         aval = step.type_of(argument)
-        return self._replicas.division(step.path_of(argument), aval).dimension
+        taken = inner_dimensions(self._given[argument], self._replicas)
+        return self._replicas.division(step.path_of(argument), aval, taken).dimension

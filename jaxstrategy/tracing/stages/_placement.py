@@ -19,7 +19,8 @@ from jaxstrategy.replicas import (
     _mesh,
 )
 from jaxstrategy.replicas._devices import Device
-from jaxstrategy.replicas._replicas import SAME, SPLIT, Replicas
+from jaxstrategy.replicas._inner_placement import lying_like
+from jaxstrategy.replicas._replicas import SAME, SPLIT, Replicas, lies_along
 from jaxstrategy.tracing._constants import constants
 from jaxstrategy.tracing._replica_step import ReplicaStep
 from jaxstrategy.tracing._trace import divides_state
@@ -98,19 +99,22 @@ class Placement:
 
     def wanted(self, index: int, leaf: Leaf) -> NamedSharding:
         """The place of an argument: as it lies, if that does not matter."""
-        if self._replicas.inner_axes and _arrays.is_placed(leaf):
-            meaning = SPLIT if self._split[index] else SAME
-            if (lies := self._replicas.inner_placement(leaf, meaning)) is not None:
-                return lies
         if not self.divides_state or self._split[index]:
-            return self.shardings[index]
+            return self._lying_inside(index, leaf) or self.shardings[index]
         key = (index, np.shape(leaf))
         if key in self._dimensions:
             dimension = self._dimensions[key]
         else:
             is_array = _arrays.is_placed(leaf)
             dimension = self._replicas.dimension_of(leaf) if is_array else None
-        return self._replicas.sharding_along(dimension)
+        return lying_like(leaf, self._replicas, lies_along(dimension))
+
+    def _lying_inside(self, index: int, leaf: Leaf) -> NamedSharding | None:
+        """How an argument lies that is divided over inner axes at most."""
+        if not (self._replicas.inner_axes and _arrays.is_placed(leaf)):
+            return None
+        meaning = SPLIT if self._split[index] else SAME
+        return self._replicas.inner_placement(leaf, meaning)
 
     def placed(self, leaves: Sequence[Leaf]) -> list[Leaf]:
         """`leaves` where the program needs them; the same objects where they are.
@@ -147,7 +151,7 @@ class Placement:
             if index in self._right:
                 self._right[index] = leaf.sharding
             return leaf
-        if not self._is_divided_state(leaf):
+        if not (self._is_divided_state(leaf) or self._lying_inside(index, leaf)):
             self._check_movable(index, leaf)
         return _mesh.place(leaf, wanted)
 

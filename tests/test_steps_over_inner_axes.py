@@ -1,0 +1,278 @@
+"""Steps whose replicas have several devices: numbers, placement, what is refused."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.experimental import io_callback
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxstrategy as js
+
+F32 = np.float32
+
+
+def strategy_of(cores, **arguments):
+    return js.MirroredStrategy(logical_axes={"core": cores}, **arguments)
+
+
+def over(strategy, array, *spec):
+    return jax.device_put(array, NamedSharding(strategy.mesh, P(*spec)))
+
+
+def compiled_text(strategy, step, args):
+    program = jax.jit(lambda *args: strategy.run(step, args))
+    return program.lower(*args).compile().as_text()
+
+
+def counted(text, operation):
+    return len(re.findall(rf"= [^=]*\b{operation}(?:-start)?\(", text))
+
+
+def gradient_step(w, x):
+    def loss(w):
+        w = lax.with_sharding_constraint(w, P(None, "core"))
+        return (lax.with_sharding_constraint(x @ w, P(None, "core")) ** 2).mean()
+
+    return js.get_replica_context().all_reduce("mean", jax.grad(loss)(w))
+
+
+def test_the_mean_gradient_of_weights_over_cores_is_that_of_numpy():
+    strategy = strategy_of(2)
+    x, w = np.arange(32, dtype=F32).reshape(8, 4), np.ones((4, 6), F32)
+    wanted = np.mean([2 * b.T @ (b @ w) / 12 for b in x.reshape(4, 2, 4)], axis=0)
+    args = over(strategy, w, None, "core"), strategy.per_replica([*x.reshape(4, 2, 4)])
+    result = strategy.run(gradient_step, args)
+    np.testing.assert_allclose(result, wanted, rtol=1e-6)
+    assert result.sharding.spec == P(None, "core")
+    text = compiled_text(strategy, gradient_step, args)
+    assert counted(text, "all-gather") == 0 and counted(text, "all-reduce") == 1
+
+
+def test_the_gradient_before_the_mean_is_that_of_the_replicas_rows():
+    strategy = strategy_of(2)
+    x = np.arange(32, dtype=F32).reshape(4, 2, 4)
+    w = np.arange(24, dtype=F32).reshape(4, 6)
+
+    def step(w, x):
+        return jax.grad(lambda w: ((x @ w) ** 2).mean())(w)
+
+    own = strategy.run(
+        step, (over(strategy, w, None, "core"), strategy.per_replica([*x]))
+    )
+    for version, block in zip(own.values, x, strict=True):
+        np.testing.assert_allclose(version, 2 * block.T @ (block @ w) / 12, rtol=1e-6)
+
+
+def state_and_step(strategy):
+    rng = np.random.default_rng(0)
+    params = {
+        "up": over(strategy, rng.normal(size=(16, 32)).astype(F32), None, "core"),
+        "down": over(strategy, rng.normal(size=(32, 8)).astype(F32), "core"),
+        "bias": strategy.mirror(rng.normal(size=32).astype(F32)),
+    }
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2))
+    state = strategy.mirror((params, tx.init(params)))
+
+    def step(state, x):
+        params, memory = state
+
+        def loss(params):
+            hidden = jnp.tanh(x @ params["up"] + params["bias"][None])
+            hidden = lax.with_sharding_constraint(hidden, P(None, "core"))
+            return ((hidden @ params["down"]) ** 2).mean()
+
+        value, grads = jax.value_and_grad(loss)(params)
+        value, grads = js.get_replica_context().all_reduce("mean", (value, grads))
+        updates, memory = tx.update(grads, memory, params)
+        return (optax.apply_updates(params, updates), memory), value
+
+    x = rng.normal(size=(8, 16)).astype(F32)
+    x = x.reshape(strategy.num_replicas_in_sync, -1, 16)
+    return state, step, strategy.per_replica([*x])
+
+
+def one_device_after(steps):
+    rng = np.random.default_rng(0)
+    shapes = {"up": (16, 32), "down": (32, 8), "bias": 32}
+    params = {
+        name: rng.normal(size=shape).astype(F32) for name, shape in shapes.items()
+    }
+    x = rng.normal(size=(8, 16)).astype(F32)
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2))
+    memory = tx.init(params)
+
+    def loss(params):
+        hidden = jnp.tanh(x @ params["up"] + params["bias"][None])
+        return ((hidden @ params["down"]) ** 2).mean()
+
+    for _ in range(steps):
+        value, grads = jax.value_and_grad(loss)(params)
+        updates, memory = tx.update(grads, memory, params)
+        params = optax.apply_updates(params, updates)
+    return params, value
+
+
+WHOLE = {"up": P(None, "core"), "down": P("core"), "bias": P()}
+DIVIDED = {
+    "up": P("replica", "core"),
+    "down": P("core", "replica"),
+    "bias": P("replica"),
+}
+
+
+@pytest.mark.parametrize("shard", [None, "optimizer", "state"])
+@pytest.mark.parametrize("cores", [1, 2, 4, 8])
+def test_state_lies_over_cores_and_replicas_and_numbers_are_one_devices(cores, shard):
+    sharding = None if shard is None else js.StateSharding(shard, min_bytes=0)
+    strategy = strategy_of(cores, sharding=sharding)
+    state, step, x = state_and_step(strategy)
+    for _ in range(3):
+        state, value = strategy.run(step, (state, x))
+    params, wanted = one_device_after(3)
+    np.testing.assert_allclose(value, wanted, rtol=1e-5)
+    for name, array in state[0].items():
+        np.testing.assert_allclose(array, params[name], atol=2e-5)
+    if cores in (2, 4):
+        moments = state[1][1][0].mu
+        parameters = DIVIDED if shard == "state" else WHOLE
+        assert {n: a.sharding.spec for n, a in state[0].items()} == parameters
+        memory = WHOLE if shard is None else DIVIDED
+        assert {n: a.sharding.spec for n, a in moments.items()} == memory
+
+
+def test_a_second_call_is_not_compiled_again(capfd):
+    strategy = strategy_of(2)
+    state, step, x = state_and_step(strategy)
+    state, _ = strategy.run(step, (state, x))
+    with jax.log_compiles():
+        strategy.run(step, (state, x))
+    assert "Compiling" not in capfd.readouterr().err
+
+
+def test_arrays_over_cores_are_not_joined_to_be_reduced():
+    strategy = strategy_of(2)
+    kernels = [over(strategy, np.ones((8, 6), F32), None, "core") for _ in range(6)]
+    biases = [strategy.mirror(np.ones(3, F32)) for _ in range(30)]
+    x = strategy.per_replica([F32(i) for i in range(4)])
+
+    def step(kernels, biases, x):
+        reduce = js.get_replica_context().all_reduce
+        return reduce("sum", [[x * w for w in kernels], [x * b for b in biases]])
+
+    sums = strategy.run(step, (kernels, biases, x))
+    assert all(np.all(np.asarray(each) == 6) for each in jax.tree.leaves(sums))
+    assert {each.sharding.spec for each in sums[0]} == {P(None, "core")}
+    text = compiled_text(strategy, step, (kernels, biases, x))
+    assert counted(text, "all-gather") == 0
+
+
+def test_bfloat16_is_summed_in_float32_where_xla_would_end_the_process():
+    strategy = strategy_of(2)
+    x = strategy.per_replica([jnp.full((4, 8), i, jnp.bfloat16) for i in range(4)])
+
+    def step(x):
+        def turn(total, _):
+            return total + lax.psum(x, "replica"), None
+
+        total, _ = lax.scan(turn, jnp.zeros_like(x), None, length=2)
+        parts = lax.psum_scatter(x, "replica", tiled=True)
+        return total, lax.pmax(x, "replica"), lax.pmin(x, "replica"), parts
+
+    total, largest, smallest, parts = strategy.run(step, (x,))
+    for found, wanted in ((total, 12), (largest, 3), (smallest, 0)):
+        assert found.dtype == jnp.bfloat16 and np.all(np.asarray(found) == wanted)
+    assert np.all(np.asarray(parts.stacked) == 6) and parts.shape == (1, 8)
+
+
+def test_collectives_over_the_only_replica_return_what_they_are_given():
+    strategy = strategy_of(8)
+    assert strategy.num_replicas_in_sync == 1
+    w = over(strategy, np.arange(16, dtype=F32).reshape(2, 8), None, "core")
+
+    def step(w):
+        return (
+            lax.psum(w, "replica"),
+            lax.pmax(w, "replica"),
+            lax.all_gather(w, "replica"),
+            lax.all_gather(w, "replica", axis=1, tiled=True),
+            lax.psum_scatter(w[None], "replica"),
+            lax.psum_scatter(w, "replica", tiled=True),
+            lax.all_to_all(w[None], "replica", 0, 1),
+            lax.all_to_all(w, "replica", 0, 1, tiled=True),
+            lax.ppermute(w, "replica", [(0, 0)]),
+            lax.ppermute(w, "replica", []),
+            w + lax.axis_index("replica"),
+        )
+
+    found = [np.asarray(getattr(a, "stacked", a)) for a in strategy.run(step, (w,))]
+    w = np.asarray(w)
+    shapes = {2: (1, 2, 8), 6: (2, 1, 8)}
+    for number, array in enumerate(found):
+        wanted = (0 * w if number == 9 else w).reshape(shapes.get(number, w.shape))
+        assert np.array_equal(array.reshape(wanted.shape), wanted), number
+
+
+def test_what_each_device_of_a_replica_does_can_be_said():
+    def step(x):
+        def on_core(x):
+            return x * 2 + lax.psum(x, "core")
+
+        return jax.shard_map(
+            on_core, in_specs=P("core"), out_specs=P("core"), axis_names={"core"}
+        )(x)
+
+    for sharding in (None, js.StateSharding("state", min_bytes=0)):
+        strategy = strategy_of(2, sharding=sharding)
+        x = strategy.mirror(np.arange(8, dtype=F32))
+        wanted = 2 * np.arange(8) + np.tile(np.arange(4) * 2 + 4, 2)
+        assert np.array_equal(strategy.run(step, (x,)), wanted)
+
+
+def test_a_constraint_along_the_replicas_is_refused():
+    def step(x):
+        return lax.with_sharding_constraint(x, P("replica"))
+
+    message = (
+        r"`step` constrains a value along 'replica', .*\n  .*test_steps_over_inner_axes"
+        r"\.py:\d+: .*\n.* along the logical axes, \{'core': 2\}, or not at all"
+    )
+    for sharding in (None, js.StateSharding("state", min_bytes=0)):
+        with pytest.raises(ValueError, match=message):
+            strategy_of(2, sharding=sharding).run(step, (np.ones(8, F32),))
+
+
+@pytest.mark.parametrize("call", [jax.pure_callback, io_callback])
+def test_callbacks_of_the_host_are_refused_and_printing_is_not(call, capfd):
+    def step(x):
+        jax.debug.print("sum {}", x.sum())
+
+        def turn(x, _):
+            return call(lambda a: np.asarray(a) + 1, x, x), None
+
+        return lax.scan(turn, x, None, length=2)[0]
+
+    message = (
+        rf"`step` calls the host, .* \{{'core': 2\}}.*\n  the `{call.__name__}`: .*"
+        r"test_steps_over_inner_axes\.py:\d+: .*\n.*`jax\.debug\.print`, which works"
+    )
+    with pytest.raises(NotImplementedError, match=message):
+        strategy_of(2).run(step, (np.ones(8, F32),))
+
+    strategy = strategy_of(2)
+    strategy.run(lambda x: jax.debug.print("sum {}", x.sum()), (np.ones(8, F32),))
+    jax.effects_barrier()
+    assert capfd.readouterr().out.count("sum 8.0") == strategy.num_replicas_in_sync
+
+
+def test_a_choice_of_a_dimension_that_the_cores_divide_is_refused():
+    sharding = js.StateSharding("state", min_bytes=0, dimension=lambda *_: 1)
+    strategy = strategy_of(2, sharding=sharding)
+    w = over(strategy, np.ones((8, 8), F32), None, "core")
+    with pytest.raises(ValueError, match=r"returned 1 for .* devices of each replica"):
+        strategy.run(lambda w: w + 1, (w,))
