@@ -113,7 +113,7 @@ def test_without_a_mask_it_is_one_big_batch(strategy, kind, fast):
         SCALE, strategy.per_replica(x), strategy.per_replica(target)
     )
     flat = x.reshape(-1, FEATURES), target.reshape(-1, FEATURES)
-    want = training(flaxs(kind, use_fast_variance=fast))(SCALE, *flat)
+    want = jax.jit(training(flaxs(kind, use_fast_variance=fast)))(SCALE, *flat)
     assert_close((stats, grads), want[1:3])
     assert_close((joined(y), joined(to_x)), (want[0], want[3]))
     assert all(isinstance(leaf, js.Mirrored) for leaf in stats.values())
@@ -130,7 +130,7 @@ def test_masks_count_each_row_once(kind, real):
     step = strategy.run(training(ours(kind)))
     y, stats, grads, _ = step(SCALE, *map(strategy.per_replica, (x, target, mask)))
     flat = (a.reshape(-1, FEATURES)[:real] for a in (x, target))
-    want = training(flaxs(kind))(SCALE, *flat)
+    want = jax.jit(training(flaxs(kind)))(SCALE, *flat)
     assert_close((stats, grads), want[1:3])
     assert_close(joined(y)[:real], want[0])
 

@@ -40,11 +40,16 @@ def on_replicas(strategy, tx, grads):
 
 def alone(tx, grads):
     """The same by plain Optax, on the mean gradients."""
-    params, state = PARAMS, tx.init(PARAMS)
-    for grad in grads:
-        grad = jax.tree.map(lambda g: jnp.asarray(g.mean(0)), grad)
+
+    @jax.jit
+    def step(params, state, grad):
         updates, state = tx.update(grad, state, params)
-        params = optax.apply_updates(params, updates)
+        return optax.apply_updates(params, updates), state
+
+    params, state = PARAMS, jax.jit(tx.init)(PARAMS)
+    for grad in grads:
+        grad = jax.tree.map(lambda g: g.mean(0), grad)
+        params, state = step(params, state, grad)
     return params
 
 

@@ -31,15 +31,19 @@ def data(n, steps, rows=5):
 
 def workers(inner, outer, every, batches):
     """The parameters after each synchronization, by a loop over workers."""
+
+    @jax.jit
+    def step(params, state, x, y):
+        updates, state = inner.update(jax.grad(loss_of)(params, x, y), state, params)
+        return optax.apply_updates(params, updates), state
+
     x, y = batches
     (steps, n), w = x.shape[:2], PARAMS
     own, outer_state = [w] * n, outer.init(w)
     states, met = [inner.init(w)] * n, []
     for t in range(steps):
         for r in range(n):
-            grad = jax.grad(loss_of)(own[r], x[t, r], y[t, r])
-            updates, states[r] = inner.update(grad, states[r], own[r])
-            own[r] = optax.apply_updates(own[r], updates)
+            own[r], states[r] = step(own[r], states[r], x[t, r], y[t, r])
         if (t + 1) % every == 0:
             way = jax.tree.map(lambda w, *own: w - np.mean(own, 0), w, *own)
             updates, outer_state = outer.update(way, outer_state, w)

@@ -51,7 +51,12 @@ def train(state, x):
 
 def assert_as_whole(do, shard, tolerance=2e-6):
     """That `do(strategy)` gives the same on divided and on whole state."""
-    assert_alike(do(sharded(4, shard)), do(whole(4)), tolerance)
+    assert_alike(do(sharded(4, shard)), on_whole_state(do), tolerance)
+
+
+@functools.cache
+def on_whole_state(do):
+    return do(whole(4))
 
 
 # Around a call.
@@ -130,7 +135,15 @@ def by_operation(strategy):
         return strategy.run(train, ((start(), ADAM.init(start())), rows_of(strategy)))
 
 
-AROUND = [donated, decorated, scanned, differentiated, pushed, batched, by_operation]
+AROUND = [
+    donated,
+    decorated,
+    scanned,
+    differentiated,
+    pushed,
+    batched,
+    pytest.param(by_operation, marks=pytest.mark.slow),
+]
 
 
 @pytest.mark.parametrize("around", AROUND)
@@ -340,7 +353,7 @@ def trained_nnx(strategy):
 def test_modules_and_their_optimizer(shard):
     strategy = sharded(4, shard)
     model, optimizer, loss = trained_nnx(strategy)
-    want_model, want_optimizer, want_loss = trained_nnx(whole(4))
+    want_model, want_optimizer, want_loss = on_whole_state(trained_nnx)
     np.testing.assert_allclose(loss, want_loss, rtol=1e-5)
     state = nnx.to_pure_dict(nnx.state((model, optimizer)))
     want = nnx.to_pure_dict(nnx.state((want_model, want_optimizer)))
@@ -374,7 +387,7 @@ def trained_linen(strategy):
 def test_train_states(shard):
     strategy = sharded(4, shard)
     params, memory, steps = trained_linen(strategy)
-    assert_alike((params, memory, steps), trained_linen(whole(4)), 1e-6)
+    assert_alike((params, memory, steps), on_whole_state(trained_linen), 1e-6)
     assert isinstance(memory[1][0].mu["w"], js.Sharded) and steps == 2
 
 
