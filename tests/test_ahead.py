@@ -272,7 +272,13 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize("body", PROGRAMS.values(), ids=PROGRAMS)
+@pytest.mark.parametrize(
+    "body",
+    [
+        pytest.param(body, id=name, marks=[pytest.mark.slow] * (name == "slow"))
+        for name, body in PROGRAMS.items()
+    ],
+)
 def test_the_program_ends_whatever_the_source_does(tmp_path, body):
     program = f"""
     import threading, time

@@ -362,9 +362,20 @@ def test_all_of_tensorflows_runs_are_here():
     assert len(SGD) == len(CURVES["runs"])
 
 
-@pytest.mark.parametrize(
-    "run", SGD, ids=lambda r: f"{r['strategy']}-{r['replicas']}-{r['loss']}"
-)
+def each_run():
+    quick = {
+        ("one", "sum_scaled"),
+        ("mirrored", "sum_scaled"),
+        ("central", "replica_mean"),
+    }
+    for run in SGD:
+        name = f"{run['strategy']}-{run['replicas']}-{run['loss']}"
+        is_quick = (run["strategy"], run["loss"]) in quick and run["replicas"] != 4
+        marks = [] if is_quick else [pytest.mark.slow]
+        yield pytest.param(run, id=name, marks=marks)
+
+
+@pytest.mark.parametrize("run", list(each_run()))
 def test_training_follows_tensorflows_curve(run):
     strategy = MAKE[run["strategy"]](run["replicas"])
     assert strategy.num_replicas_in_sync == run["replicas"]

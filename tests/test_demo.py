@@ -92,6 +92,7 @@ def test_losses_are_those_of_a_plain_loop(short_run, untrained):
         np.testing.assert_allclose(losses, expected, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_another_seed_gives_other_weights_and_another_order(untrained):
     other = demo.initial_state(js.OneDeviceStrategy("CPU:0"), options(seed=4))
     assert not np.allclose(*(jax.tree.leaves(s.params)[1] for s in (untrained, other)))

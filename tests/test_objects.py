@@ -48,10 +48,11 @@ def two():
 
 def strategies():
     devices = js.simulate(8)
-    yield from (js.MirroredStrategy(devices[:n]) for n in (1, 2, 4, 8))
-    yield js.OneDeviceStrategy("CPU:0")
+    yield from (js.MirroredStrategy(devices[:n]) for n in (1, 8))
     yield js.experimental.CentralStorageStrategy(devices[:2])
-    yield js.get_strategy()
+    others = [js.MirroredStrategy(devices[:n]) for n in (2, 4)]
+    for other in (*others, js.OneDeviceStrategy("CPU:0"), js.get_strategy()):
+        yield pytest.param(other, marks=pytest.mark.slow)
 
 
 # Training.
@@ -80,6 +81,7 @@ def test_training_is_that_on_one_device(strategy):
     assert kernel.sharding.device_set == set(strategy.mesh.devices.flat)
 
 
+@pytest.mark.slow
 def test_objects_are_of_use_afterwards(four):
     strategy = four
     model, x = Net(), rows()[0]

@@ -65,6 +65,7 @@ def draws(key):
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_bits_are_those_of_whole_state():
     strategy = sharded()
     state = check_like_whole(strategy, draws, jax.random.key(3))
