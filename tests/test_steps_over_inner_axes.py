@@ -247,6 +247,20 @@ def test_a_constraint_along_the_replicas_is_refused():
             strategy_of(2, sharding=sharding).run(step, (np.ones(8, F32),))
 
 
+def test_who_names_the_mesh_in_a_step_is_told_to_name_axes_only():
+    strategy = strategy_of(2)
+
+    def step(x):
+        x = lax.with_sharding_constraint(x, NamedSharding(strategy.mesh, P("core")))
+        return x + jnp.zeros_like(x)
+
+    message = (
+        r"constrained to a mesh by name, .*\n  .*:\d+: .*zeros_like(.*\n)+.*'core'"
+    )
+    with pytest.raises(ValueError, match=message):
+        strategy.run(step, (np.ones(8, F32),))
+
+
 @pytest.mark.parametrize("call", [jax.pure_callback, io_callback])
 def test_callbacks_of_the_host_are_refused_and_printing_is_not(call, capfd):
     def step(x):

@@ -21,6 +21,7 @@ _ASKED_TOO_EARLY = (
 )
 # A bare `Exception` of JAX 0.10 and 0.12, in terms of references.
 _CHANGED_FOR_EACH = "vmapped value on an unbatched array reference"
+_OTHER_MESH = "should match the mesh of sharding"
 _NOT_AUTO = "can only refer to Auto axes of the mesh"
 _UNBOUND = re.compile(r"[Uu]nbound axis name:? *'?(\w+)")
 
@@ -43,6 +44,8 @@ def translated(error: Exception, name: str, replicas: Replicas) -> Exception | N
         return unknown
     if isinstance(error, ValueError) and _NOT_AUTO in str(error):
         return _of_replicas(error, name, replicas)
+    if isinstance(error, ValueError) and _OTHER_MESH in str(error):
+        return _of_other_mesh(error, name, replicas)
     return _adapter.refused(error, name)
 
 
@@ -84,6 +87,17 @@ def _of_replicas(error: Exception, name: str, replicas: Replicas) -> ValueError:
         f"`{name}` constrains a value along {replicas.axis_name!r}, the axis of the "
         f"replicas:{_where(error)}"
         "A value in a step is one replica's, and no other has a part of it. " + advice
+    )
+
+
+def _of_other_mesh(error: Exception, name: str, replicas: Replicas) -> ValueError:
+    names = replicas.inner_axes or replicas.axes
+    return ValueError(
+        f"`{name}` goes on with a value that it has constrained to a mesh by name, "
+        f"`NamedSharding(mesh, ...)`:{_where(error)}"
+        "Inside a step the mesh is that of one replica, and JAX takes the two for "
+        "different ones. Name the axes only: `jax.lax.with_sharding_constraint(x, "
+        f"PartitionSpec(None, {names[0]!r}))`."
     )
 
 
