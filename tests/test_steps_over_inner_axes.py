@@ -247,6 +247,28 @@ def test_a_constraint_along_the_replicas_is_refused():
             strategy_of(2, sharding=sharding).run(step, (np.ones(8, F32),))
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [{}, {"replicas_per_device": 2}, {"sharding": js.StateSharding(min_bytes=0)}],
+    ids=str,
+)
+def test_so_it_is_with_one_device_for_each_replica(arguments):
+    strategy = js.MirroredStrategy(jax.devices()[:2], **arguments)
+
+    def by_name(x):
+        return lax.with_sharding_constraint(x, P("replica"))
+
+    def by_mesh(x):
+        return lax.with_sharding_constraint(
+            x, NamedSharding(strategy.mesh, P("replica"))
+        )
+
+    for step in (by_name, by_mesh):
+        message = rf"`{step.__name__}` constrains a value along (.*\n)+.*one replica's"
+        with pytest.raises(ValueError, match=message):
+            strategy.run(step, (np.ones(8, F32),))
+
+
 def test_who_names_the_mesh_in_a_step_is_told_to_name_axes_only():
     strategy = strategy_of(2)
 

@@ -19,6 +19,7 @@ from jax.sharding import (
     Mesh,
     NamedSharding,
     PartitionSpec,
+    Sharding,
     use_abstract_mesh,
 )
 
@@ -262,6 +263,12 @@ class Replicas:
     def differ(self, meaning: Meaning) -> bool:
         """Whether replicas may have different arrays of this meaning."""
         return meaning is SPLIT and bool(self.axes)
+
+    def divides_over_replicas(self, sharding: Sharding) -> bool:
+        """Whether a sharding names the axes along which replicas differ."""
+        return isinstance(sharding, NamedSharding) and any(
+            not set(self.axes).isdisjoint(_mesh.names(entry)) for entry in sharding.spec
+        )
 
     def may_lie_inside(self, shape: Sequence[int]) -> bool:
         """Whether the devices of a replica may have parts of an array of this shape."""

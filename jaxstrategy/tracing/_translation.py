@@ -22,6 +22,7 @@ _ASKED_TOO_EARLY = (
 # A bare `Exception` of JAX 0.10 and 0.12, in terms of references.
 _CHANGED_FOR_EACH = "vmapped value on an unbatched array reference"
 _OTHER_MESH = "should match the mesh of sharding"
+_NO_MESH = "requires a non-empty mesh"
 _NOT_AUTO = "can only refer to Auto axes of the mesh"
 _UNBOUND = re.compile(r"[Uu]nbound axis name:? *'?(\w+)")
 
@@ -43,7 +44,9 @@ def translated(error: Exception, name: str, replicas: Replicas) -> Exception | N
     if (unknown := unknown_axis(error, name, replicas)) is not None:
         return unknown
     if isinstance(error, ValueError) and _NOT_AUTO in str(error):
-        return _of_replicas(error, name, replicas)
+        return along_replicas(name, _where(error), replicas)
+    if isinstance(error, RuntimeError) and _NO_MESH in str(error):
+        return _of_no_axes(error, name, replicas)
     if isinstance(error, ValueError) and _OTHER_MESH in str(error):
         return _of_other_mesh(error, name, replicas)
     return _adapter.refused(error, name)
@@ -75,7 +78,14 @@ def _changed_for_each(error: Exception, name: str) -> ValueError:
     )
 
 
-def _of_replicas(error: Exception, name: str, replicas: Replicas) -> ValueError:
+def along_replicas(name: str, where: str, replicas: Replicas) -> ValueError:
+    """The error for a value of a step that is to be divided over the replicas.
+
+    Args:
+      name: of the step.
+      where: the line, with what separates it.
+      replicas: those of the step.
+    """
     inner = replicas.inner_sizes
     advice = (
         f"Constrain it along the logical axes, {inner}, or not at all."
@@ -85,8 +95,18 @@ def _of_replicas(error: Exception, name: str, replicas: Replicas) -> ValueError:
     )
     return ValueError(
         f"`{name}` constrains a value along {replicas.axis_name!r}, the axis of the "
-        f"replicas:{_where(error)}"
+        f"replicas:{where}"
         "A value in a step is one replica's, and no other has a part of it. " + advice
+    )
+
+
+def _of_no_axes(error: Exception, name: str, replicas: Replicas) -> ValueError:
+    return ValueError(
+        f"`{name}` constrains a value along axes of a mesh, and its replicas have one "
+        f"device each:{_where(error)}"
+        f"A value in a step is one replica's; no other has a part of it. Leave the "
+        "constraint out, or make the strategy with axes along which the devices of a "
+        'replica differ: `logical_axes={"core": 2}` (1 will do).'
     )
 
 

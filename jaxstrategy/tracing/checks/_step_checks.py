@@ -19,7 +19,10 @@ from jaxstrategy.tracing._traced_step import TracedStep
 from jaxstrategy.tracing.checks._divergences import divergences
 from jaxstrategy.tracing.checks._double_reductions import double_reductions
 from jaxstrategy.tracing.checks._drifting_variables import drifting_variables
-from jaxstrategy.tracing.checks._inner_axes import callbacks_beside_inner_axes
+from jaxstrategy.tracing.checks._inner_axes import (
+    callbacks_beside_inner_axes,
+    constraints_along_replicas,
+)
 from jaxstrategy.tracing.checks._local_collectives import local_collectives
 from jaxstrategy.tracing.checks._varying_results import (
     broken_promises,
@@ -83,4 +86,5 @@ def _errors(step: TracedStep) -> Iterator[Exception]:
         local_collectives(step),
         drifting_variables(step),
         callbacks_beside_inner_axes(step),
+        constraints_along_replicas(step),
     )
