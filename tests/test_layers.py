@@ -134,6 +134,7 @@ ASKED_OF_REPLICAS = {
     "spells how an array is divided": (
         r"\bPartitionSpec\b|\bNamedSharding\(|(?<![\w.])Mesh\(|make_mesh",
         {
+            "tracing/_translation.py": "tells users what to write",
             "variables/_sharding_choice.py": "tells users what they may give",
             "variables/_variable.py": "as above",
         },

@@ -465,7 +465,7 @@ class Replicas:
         )
 
     def copies(self, array: jax.Array) -> tuple[jax.Array, ...]:
-        """What each of this process's replicas has of an array of all of them.
+        """What each of this process's replicas has of `array`, `[...]`, of all of them.
 
         Returns:
           Arrays in replica order, each on its replica's devices: all of `array`, or the
