@@ -1,0 +1,109 @@
+"""Batches for replicas with several devices: each device has the replica's rows.
+
+The oracle is NumPy: replica i gets the i-th part of each global batch.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers.cores import COLUMNS, cored, drawn, lies, over
+from helpers.replicas import replica
+from jax.sharding import PartitionSpec as P
+
+import jaxstrategy as js
+
+X = drawn(28, 4)
+
+
+def batches(size=8):
+    return [X[at : at + size] for at in range(0, len(X), size)]
+
+
+@pytest.mark.parametrize("sizes", [(4, 2), (2, 4), (1, 8)])
+def test_all_devices_of_a_replica_have_its_rows(sizes):
+    replicas, cores = sizes
+    strategy = cored(replicas, cores)
+    dataset = strategy.experimental_distribute_dataset(batches()[:3])
+    for batch, wanted in zip(dataset, batches(), strict=False):
+        if replicas == 1:
+            assert batch.sharding.is_fully_replicated
+            np.testing.assert_array_equal(batch, wanted)
+            continue
+        for i, part in enumerate(np.split(wanted, replicas)):
+            of_devices = [
+                shard.data
+                for shard in batch.stacked.addressable_shards
+                if shard.device in jax.devices()[i * cores : (i + 1) * cores]
+            ]
+            assert len(of_devices) == cores
+            for each in of_devices:
+                np.testing.assert_array_equal(each[0], part)
+
+
+def test_rows_that_fill_up_count_in_no_mean():
+    strategy = cored()
+    dataset = strategy.experimental_distribute_dataset(batches())
+
+    @strategy.run
+    def step(x):
+        x = jax.lax.with_sharding_constraint(x, COLUMNS)
+        return js.masked_mean(x.sum(1)), replica().all_reduce("sum", x.sum())
+
+    for batch, wanted in zip(dataset, batches(), strict=True):
+        mean, total = step(batch)
+        mean = strategy.reduce("mean", mean)
+        np.testing.assert_allclose(mean, wanted.sum(1).mean(), rtol=1e-4, atol=1e-5)
+        if len(wanted) == 8:
+            np.testing.assert_allclose(total, wanted.sum(), rtol=1e-4, atol=1e-5)
+    last = batches()[-1]
+    np.testing.assert_array_equal(strategy.gather(batch), last)
+    np.testing.assert_allclose(
+        strategy.reduce("mean", batch, axis=0), last.mean(0), rtol=1e-4, atol=1e-5
+    )
+    versions = strategy.experimental_local_results(batch)
+    np.testing.assert_array_equal(np.concatenate(versions), last)
+
+
+def test_a_function_for_each_worker_feeds_its_replicas():
+    strategy = cored()
+    dataset = strategy.distribute_datasets_from_function(lambda _: iter(X[:8, None]))
+    first = next(iter(dataset))
+    np.testing.assert_array_equal(np.concatenate(first.values), X[:4])
+
+
+def test_batches_on_devices_are_copied_to_those_of_their_replicas():
+    strategy = cored()
+    dataset = strategy.experimental_distribute_dataset([jnp.asarray(X[:8])])
+    (batch,) = list(dataset)
+    np.testing.assert_array_equal(np.concatenate(batch.values), X[:8])
+    assert set(batch.stacked.devices()) == set(jax.devices())
+
+
+def test_values_from_a_function_are_one_for_each_replica():
+    strategy = cored()
+    value = strategy.experimental_distribute_values_from_function(
+        lambda context: np.full(3, context.replica_id_in_sync_group)
+    )
+    assert [version.tolist() for version in value.values] == [[i] * 3 for i in range(4)]
+
+
+def test_a_step_may_divide_its_rows_over_the_cores():
+    strategy = cored(2, 4)
+    w = over(strategy, drawn(4, 8, seed=1), None, "core")
+    dataset = strategy.experimental_distribute_dataset(batches()[:3])
+
+    @strategy.run
+    def step(w, x):
+        x = jax.lax.with_sharding_constraint(x, P("core"))
+        gradient = jax.grad(lambda w: ((x @ w) ** 2).mean())(w)
+        return w - 0.1 * replica().all_reduce("mean", gradient)
+
+    wanted = np.asarray(w)
+    for batch, rows in zip(dataset, batches(), strict=False):
+        w = step(w, batch)
+        # Of equal parts, the mean of the gradients is the gradient of the mean.
+        gradient = 2 * rows.T @ (rows @ wanted) / (len(rows) * 8)
+        wanted = wanted - 0.1 * gradient
+        np.testing.assert_allclose(w, wanted, rtol=1e-4, atol=1e-5)
+        assert lies(w) == COLUMNS

@@ -1,0 +1,127 @@
+"""Steps of replicas with several devices: numbers and checks are those of one each.
+
+The oracle is NumPy, or the same step with one device for each replica.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers.cores import COLUMNS, cored, drawn, over
+from helpers.replicas import ids, replica
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import jaxstrategy as js
+
+
+@pytest.mark.parametrize("spec", [P(None, "core"), P("core"), P()])
+def test_a_product_of_what_the_cores_divide(spec):
+    """LOG-1: the sum over replicas of x @ w is N x @ w."""
+    strategy = cored()
+    with strategy.scope():
+        w = js.Variable(over(strategy, drawn(16, 8), None, "core"))
+    x = drawn(4, 16, seed=1)
+
+    def step(x):
+        assert w.shape == w.value().shape == (16, 8)
+        x = lax.with_sharding_constraint(x, spec)
+        return x @ w.value()
+
+    found = strategy.reduce("sum", strategy.run(step, (x,)))
+    np.testing.assert_allclose(found, 4 * x @ drawn(16, 8), rtol=5e-3)
+    assert w.shape == (16, 8) and w.numpy().shape == (16, 8)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, np.float16])
+def test_to_say_how_a_value_lies_changes_nothing_of_it(dtype):
+    """LOG-2: value, gradient and dtype, bit by bit."""
+    strategy = cored()
+    x = strategy.per_replica([drawn(4, 6, seed=i).astype(dtype) for i in range(4)])
+    w = drawn(4, 6, seed=9).astype(dtype)
+
+    def step(divide, w, x):
+        def loss(w):
+            y = lax.with_sharding_constraint(w, COLUMNS) if divide else w
+            return (jnp.sin(y) * x).astype(jnp.float32).sum()
+
+        y = lax.with_sharding_constraint(x, COLUMNS) if divide else x
+        return y * 2, jax.grad(loss)(w)
+
+    with_cores, without = (strategy.run(step, (d, w, x)) for d in (True, False))
+    for a, b in zip(jax.tree.leaves(with_cores), jax.tree.leaves(without), strict=True):
+        assert a.dtype == b.dtype == dtype
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+    gradients = np.stack(with_cores[1].values)
+    assert len({each.tobytes() for each in gradients}) == 4  # each replica has its own
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_each_core_has_its_rows_or_columns(axis):
+    """LOG-5: divided into four, core k holds row k, or column k."""
+    strategy = cored(2, 4)
+    x = np.arange(16.0, dtype=np.float32).reshape(4, 4)
+    spec = P("core") if axis == 0 else COLUMNS
+
+    def step(x, i):
+        return lax.with_sharding_constraint(x + 0 * i, spec)
+
+    found = strategy.run(step, (x, ids(strategy))).stacked
+    for shard in found.addressable_shards:
+        core = shard.device.id % 4
+        np.testing.assert_array_equal(
+            np.squeeze(shard.data), np.take(x, core, axis)
+        )
+
+
+def test_each_core_has_all_of_what_is_not_divided():
+    """LOG-6."""
+    strategy = cored(2, 4)
+    x = np.arange(16.0, dtype=np.float32).reshape(4, 4)
+
+    def step(x, i):
+        return lax.with_sharding_constraint(x + 0 * i, P())
+
+    found = strategy.run(step, (x, ids(strategy))).stacked
+    for shard in found.addressable_shards:
+        np.testing.assert_array_equal(shard.data[0], x)
+
+
+@pytest.mark.parametrize("cores", [1, 2])
+def test_a_branch_that_replicas_take_differently_is_refused(cores):
+    """LOG-23."""
+    strategy = cored(4, cores)
+
+    def step(x):
+        is_first = lax.axis_index("replica") == 0
+        return lax.cond(
+            is_first, lambda x: lax.psum(x, "replica"), lambda x: x, x
+        )
+
+    with pytest.raises(js.DivergentCollectiveError, match="lax.psum"):
+        strategy.run(step, (ids(strategy),))
+
+
+def test_a_branch_that_cores_take_differently_is_no_business_of_replicas():
+    """LOG-23: inside a nested `shard_map` over the cores."""
+    strategy = cored(4, 2)
+
+    def of_core(x):
+        is_first = lax.axis_index("core") == 0
+        return lax.cond(is_first, lambda x: x * 2, lambda x: x * 3, x)
+
+    def step(x):
+        divided = jax.shard_map(
+            of_core,
+            in_specs=P("core"),
+            out_specs=P("core"),
+            axis_names={"core"},
+            check_vma=False,
+        )
+        return replica().all_reduce("sum", divided(x))
+
+    x = strategy.per_replica([drawn(4, seed=i) for i in range(4)])
+    total = np.sum(np.stack(x.values), 0)
+    np.testing.assert_allclose(
+        strategy.run(step, (x,)), total * [2, 2, 3, 3], rtol=1e-5, atol=1e-6
+    )
