@@ -69,9 +69,7 @@ def test_each_core_has_its_rows_or_columns(axis):
     found = strategy.run(step, (x, ids(strategy))).stacked
     for shard in found.addressable_shards:
         core = shard.device.id % 4
-        np.testing.assert_array_equal(
-            np.squeeze(shard.data), np.take(x, core, axis)
-        )
+        np.testing.assert_array_equal(np.squeeze(shard.data), np.take(x, core, axis))
 
 
 def test_each_core_has_all_of_what_is_not_divided():
@@ -94,9 +92,7 @@ def test_a_branch_that_replicas_take_differently_is_refused(cores):
 
     def step(x):
         is_first = lax.axis_index("replica") == 0
-        return lax.cond(
-            is_first, lambda x: lax.psum(x, "replica"), lambda x: x, x
-        )
+        return lax.cond(is_first, lambda x: lax.psum(x, "replica"), lambda x: x, x)
 
     with pytest.raises(js.DivergentCollectiveError, match="lax.psum"):
         strategy.run(step, (ids(strategy),))
@@ -125,3 +121,22 @@ def test_a_branch_that_cores_take_differently_is_no_business_of_replicas():
     np.testing.assert_allclose(
         strategy.run(step, (x,)), total * [2, 2, 3, 3], rtol=1e-5, atol=1e-6
     )
+
+
+def test_an_array_that_a_step_captures_is_another_one_at_each_call():
+    strategy = cored()
+    w = over(strategy, drawn(16, 8), None, "core")
+    traced = []
+
+    def step(x):
+        traced.append(1)
+        return replica().all_reduce("sum", (x * w).sum())
+
+    x = strategy.per_replica([drawn(16, 8, seed=i) for i in range(4)])
+    total = np.sum(np.stack(x.values), 0)
+    for turn in range(1, 4):
+        found = strategy.run(step, (x,))
+        wanted = (turn * drawn(16, 8) * total).sum()
+        np.testing.assert_allclose(found, wanted, rtol=1e-4)
+        w = over(strategy, (turn + 1) * drawn(16, 8), None, "core")
+    assert len(traced) == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import TypeAlias
 
+import jax
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
@@ -62,6 +63,19 @@ def replicas_with(sharding: Sharding) -> Replicas | None:
         return None
     assert isinstance(sharding.mesh, Mesh), "arrays lie on devices"
     return Replicas(sharding.mesh)
+
+
+def own_copy(array: jax.Array) -> jax.Array:
+    """What the first replica of this process has of an array that is equal on all.
+
+    An array that is not, or that this process has all of, as it is.
+    """
+    if array.is_fully_replicated:
+        return array.addressable_data(0)
+    replicas = replicas_with(array.sharding)
+    if array.is_fully_addressable or replicas is None:
+        return array
+    return replicas.copies(array)[0]
 
 
 def with_inner(

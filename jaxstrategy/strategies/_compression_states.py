@@ -8,10 +8,17 @@ from jax.core import Tracer
 
 from jaxstrategy._communication_options import CommunicationOptions
 from jaxstrategy.reductions._compression_state import CompressionState, initial_state
+from jaxstrategy.replicas._inner_placement import (
+    WHOLE,
+    inner_spec,
+    of_stacked,
+    with_inner,
+)
 from jaxstrategy.replicas._replicas import SPLIT, Replicas
 from jaxstrategy.values import _building
 from jaxstrategy.values._per_replica import PerReplica
-from jaxstrategy.values._types import PyTree
+from jaxstrategy.values._slices import is_slices
+from jaxstrategy.values._types import Leaf, PyTree
 
 
 def compression_state(
@@ -36,17 +43,22 @@ def compression_state(
     """
     state = initial_state(params, options)
 
-    def zeros(memory: jax.ShapeDtypeStruct) -> jax.Array | PerReplica:
+    def zeros(
+        like: Leaf, memory: jax.ShapeDtypeStruct | None
+    ) -> jax.Array | PerReplica | None:
+        if memory is None:
+            return None
         if own or replicas.count == 1:
             return jnp.zeros(memory.shape, memory.dtype)
         shape = (replicas.count, *memory.shape)
         if is_traced:
             return PerReplica(jnp.zeros(shape, memory.dtype))
-        where = replicas.sharding(SPLIT)
+        inner = inner_spec(like, replicas) if memory.shape == like.shape else WHOLE
+        where = with_inner(of_stacked(inner), replicas, SPLIT)
         return PerReplica(jnp.zeros(shape, memory.dtype, device=where))
 
     is_traced = isinstance(jnp.zeros(()), Tracer)
-    errors = jax.tree.map(zeros, state.errors)
+    errors = jax.tree.map(zeros, params, state.errors, is_leaf=is_slices)
     if own or is_traced:
         return CompressionState(errors, state.bases)
     return CompressionState(errors, _building.replicate(state.bases, replicas))

@@ -18,6 +18,7 @@ from jax.core import Tracer
 from jax.extend.core import Literal
 
 from jaxstrategy.cluster.agreement._operation import ProgramPrint
+from jaxstrategy.replicas._inner_placement import own_copy
 from jaxstrategy.replicas._random_keys import is_key
 from jaxstrategy.text._array_types import array_type
 from jaxstrategy.tracing._jaxpr_types import ClosedJaxpr, Equation, Var
@@ -189,8 +190,8 @@ def _print_of(value: Leaf) -> str:
         with jax.ensure_compile_time_eval():
             value = jax.random.key_data(value)
     if isinstance(value, jax.Array) and not value.is_fully_addressable:
-        if not value.is_fully_replicated:
+        value = own_copy(value)
+        if not value.is_fully_addressable:
             return ""
-        value = value.addressable_data(0)
     host = np.ascontiguousarray(np.asarray(value)).reshape(-1)
     return f"{zlib.crc32(host.view(np.uint8)):08x}"

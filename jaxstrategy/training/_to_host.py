@@ -10,7 +10,7 @@ from jax.tree_util import KeyPath
 from jaxstrategy._errors import DonatedValueError, TracedValueError
 from jaxstrategy._options import VariableAggregation
 from jaxstrategy.cluster import _processes
-from jaxstrategy.replicas._inner_placement import replicas_with
+from jaxstrategy.replicas._inner_placement import own_copy
 from jaxstrategy.replicas._random_keys import as_numbers
 from jaxstrategy.values import _per_replica, _trees
 from jaxstrategy.values._per_replica import PerReplica
@@ -73,17 +73,7 @@ def _readable(leaf: Leaf, name: str) -> Leaf:
             "that the step returned, or call `to_host` before the step."
         )
     leaf = as_numbers(leaf)
-    return _own_copy(leaf)
-
-
-def _own_copy(array: jax.Array) -> jax.Array:
-    """What the first replica of this process has of an array that is equal on all."""
-    if array.is_fully_replicated:
-        return array.addressable_data(0)
-    replicas = replicas_with(array.sharding)
-    if array.is_fully_addressable or replicas is None:
-        return array
-    return replicas.copies(array)[0]
+    return own_copy(leaf)
 
 
 def _value_of(variable: Variable) -> Leaf:

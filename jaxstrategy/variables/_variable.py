@@ -18,6 +18,7 @@ from jaxstrategy.contexts._context import (
     Context,
 )
 from jaxstrategy.replicas import _mesh, _overflow
+from jaxstrategy.replicas._inner_placement import own_copy
 from jaxstrategy.replicas._replicas import SAME
 from jaxstrategy.text._array_types import array_type
 from jaxstrategy.text._shown import shown
@@ -231,7 +232,9 @@ class Variable(Operators, Assignments, Scatters, Properties):
         """
         value = self.value()
         if _arrays.is_placed(value) and _mesh.is_spread(value):
-            value = _mesh.place(value, self.replicas.sharding(SAME))
+            value = own_copy(value)
+            if _mesh.is_spread(value):
+                value = _mesh.place(value, self.replicas.sharding(SAME))
         return np.asarray(value)
 
     def __array__(

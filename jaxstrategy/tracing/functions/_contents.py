@@ -97,6 +97,7 @@ def _array(walk: Walk, label: str, value: jax.Array | Tracer) -> Token:
     is_argument = (
         isinstance(value, Tracer)
         or value.sharding.is_fully_replicated
+        or _arrays.is_mirrored(value)
         or _arrays.is_sharded(value)
     )
     if walk.is_enclosed and is_argument:
