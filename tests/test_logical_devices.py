@@ -54,7 +54,7 @@ def test_values_gradients_and_dtypes_stay(pairs):
     def step(split):
         def step(x):
             def loss(x):
-                y = split(3 * x + 1)
+                y = split(3 * x) + jnp.ones_like(x)
                 return (y * split(x) ** 2).sum()
 
             return loss(x), jax.grad(loss)(x), split(x.astype(jnp.bfloat16) * 3)

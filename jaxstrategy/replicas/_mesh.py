@@ -16,7 +16,14 @@ import jax
 import numpy as np
 from jax import lax
 from jax.core import Tracer
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import (
+    AbstractMesh,
+    AxisType,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    Sharding,
+)
 from jax.typing import ArrayLike
 
 from jaxstrategy._errors import PlacementError
@@ -76,6 +83,17 @@ def axis_types(axes: int) -> tuple[AxisType, ...]:
     """The types of so many mesh axes, along which XLA may divide arrays as it likes."""
     # Auto, not Explicit (the default of `jax.make_mesh`), which refuses NumPy inputs.
     return (AxisType.Auto,) * axes
+
+
+def on_mesh(sharding: NamedSharding, mesh: Mesh | AbstractMesh) -> NamedSharding:
+    """The same division on another mesh with axes of these names."""
+    return NamedSharding(mesh, sharding.spec)
+
+
+def as_seen_on(sharding: NamedSharding, mesh: AbstractMesh) -> NamedSharding:
+    """The same on `mesh`, if it has the same axes; another mesh was meant if not."""
+    is_same = sharding.mesh.shape == mesh.shape
+    return on_mesh(sharding, mesh) if is_same else sharding
 
 
 def is_large(size: int) -> bool:

@@ -366,7 +366,7 @@ class Replicas:
 
     def on_mesh(self, sharding: NamedSharding) -> NamedSharding:
         """The same division, of an array on the devices of these replicas."""
-        return NamedSharding(self.mesh, sharding.spec)
+        return _mesh.on_mesh(sharding, self.mesh)
 
     def as_one_replica(self) -> contextlib.AbstractContextManager[object]:
         """A block in which a trace sees the mesh as the devices of one replica do.

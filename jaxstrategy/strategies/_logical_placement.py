@@ -141,6 +141,9 @@ def _constrained(
 ) -> jax.Array:
     if in_step and not replicas.inner_axes:
         return jnp.asarray(array)  # on the only device
-    if in_step or isinstance(array, Tracer):
+    if in_step:
+        # By names only: the mesh that a step sees is that of one replica.
+        return lax.with_sharding_constraint(array, wanted.spec)
+    if isinstance(array, Tracer):
         return lax.with_sharding_constraint(array, wanted)
     return _mesh.broadcast(array, wanted)

@@ -16,8 +16,9 @@ from jax import lax
 from jax.extend import core
 from jax.extend.core import DropVar, Literal
 from jax.ref import AbstractRef
-from jax.sharding import AbstractMesh, NamedSharding, use_abstract_mesh
+from jax.sharding import AbstractMesh, NamedSharding, Sharding, use_abstract_mesh
 
+from jaxstrategy.replicas._mesh import as_seen_on
 from jaxstrategy.tracing._jaxpr_types import (
     ArrayType,
     Atom,
@@ -81,7 +82,9 @@ class _Renaming:
             return []
         outvars = self._of_vars(eqn.outvars)
         params = eqn.params
-        if eqn.primitive.name != "sharding_constraint":
+        if eqn.primitive.name == "sharding_constraint":
+            params = {**params, "sharding": _seen_by_one_replica(params)}
+        else:
             params = {key: self._of_parameter(each) for key, each in params.items()}
         ctx = self._of_context(eqn.ctx)
         return [eqn.replace(invars=invars, outvars=outvars, params=params, ctx=ctx)]
@@ -122,6 +125,18 @@ class _Renaming:
             # The value names the mesh that was set when it was made.
             return core.Literal(np.asarray(atom.val), aval)
         return self._names.get(atom, atom)
+
+
+def _seen_by_one_replica(params: dict[str, Any]) -> Sharding:
+    """The sharding of a constraint, on the mesh as one replica sees it.
+
+    JAX takes one on the mesh of devices for that where a user gives it, but not in the
+    equation (JAX 0.10 and 0.12).
+    """
+    sharding = params["sharding"]
+    if not isinstance(sharding, NamedSharding):
+        return sharding
+    return as_seen_on(sharding, params["context_mesh"])
 
 
 def _context_without_mesh(ctx: Any) -> Any:
