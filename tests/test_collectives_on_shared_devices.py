@@ -157,6 +157,22 @@ def test_collectives_of_jax(eight):
             np.testing.assert_array_equal(found[op], array, err_msg=f"{op} {name}")
 
 
+def test_groups_of_other_sizes(eight):
+    groups = [[0, 5], [1, 2, 3, 4, 6, 7]]
+
+    def step(x):
+        return tuple(
+            collective(x, AXIS, axis_index_groups=groups)
+            for collective in (lax.psum, lax.pmax, lax.pmin)
+        )
+
+    total, largest, smallest = stacked(eight.run(step, (ids(eight, 1.0),)))
+    is_first = np.isin(np.arange(8), [0, 5])
+    np.testing.assert_array_equal(total, np.where(is_first, 7, 29))
+    np.testing.assert_array_equal(largest, np.where(is_first, 6, 8))
+    np.testing.assert_array_equal(smallest, np.where(is_first, 1, 2))
+
+
 def test_collectives_that_send(eight):
     def step(x):
         return (

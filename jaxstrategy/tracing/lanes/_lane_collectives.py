@@ -78,9 +78,7 @@ class LaneCollectives:
         if groups is None:
             axes = (*self.axes.both, *self._other_axes(eqn))
             return lambda *arrays: lax.psum(arrays, axes)
-        return lambda *arrays: [
-            self._members(array, groups).sum(0, dtype=array.dtype) for array in arrays
-        ]
+        return lambda *arrays: [self._sum_of(array, groups) for array in arrays]
 
     def _extreme(self, eqn: Equation) -> Function:
         groups = _groups_of(eqn)
@@ -112,7 +110,7 @@ class LaneCollectives:
                 parts = _parts(array, axis, self.axes.count, is_tiled)
                 of_device = lax.psum_scatter(parts, self.axes.devices, tiled=True)
                 return [lax.psum_scatter(of_device, self.axes.lanes)]
-            total = self._members(array, groups).sum(0, dtype=array.dtype)
+            total = self._sum_of(array, groups)
             parts = _parts(total, axis, len(groups[0]), is_tiled)
             return [_picked(parts, self._place(groups))]
 
@@ -153,9 +151,22 @@ class LaneCollectives:
         versions = self.axes.versions(array)
         if groups is None:
             return versions
-        members = {i: group for group in groups for i in group}
+        # Of a smaller group than others one member stands for those that it lacks.
+        size = max(map(len, groups))
+        full = [
+            [*group, *group[:1] * (size - len(group))] for group in map(list, groups)
+        ]
+        members = {i: group for group in full for i in group}
         table = jnp.asarray([members[i] for i in range(self.axes.count)])
         return versions[table[self.axes.index()]]
+
+    def _sum_of(self, array: jax.Array, groups: Sequence[Sequence[int]]) -> jax.Array:
+        members = self._members(array, groups)
+        sizes = {i: len(group) for group in groups for i in group}
+        size = jnp.asarray([sizes[i] for i in range(self.axes.count)])
+        is_there = jnp.arange(members.shape[0]) < size[self.axes.index()]
+        is_there = jnp.expand_dims(is_there, range(1, members.ndim))
+        return jnp.where(is_there, members, 0).sum(0, dtype=array.dtype)
 
     def _place(self, groups: _Groups) -> jax.Array:
         """The place of a replica in its group."""

@@ -179,10 +179,17 @@ class LaneDerivatives:
         return self._on_lane(made)
 
     def _on_lane(self, made: Any) -> Function:
-        jaxpr = made.jaxpr
-        whole = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
-        evaluate = core.jaxpr_as_fun(closed(self._on_lanes(whole)))
-        return functools.partial(evaluate, *made.consts)
+        """What a traced function computes on one lane."""
+
+        # Not before somebody calls it: a rule may use the function that it is for.
+        @functools.cache
+        def evaluate() -> Function:
+            jaxpr = made.jaxpr
+            inputs = [*jaxpr.constvars, *jaxpr.invars]
+            whole = jaxpr.replace(constvars=[], invars=inputs)
+            return core.jaxpr_as_fun(closed(self._on_lanes(whole)))
+
+        return lambda *operands: evaluate()(*made.consts, *operands)
 
 
 def _of_call(eqn: Equation) -> Function:

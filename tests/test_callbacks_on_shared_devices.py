@@ -1,0 +1,174 @@
+"""Callbacks of replicas that share devices: once for each that comes to them."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers.replicas import ids
+from jax import lax
+from jax.experimental import io_callback
+
+import jaxstrategy as js
+
+FLOAT = jax.ShapeDtypeStruct((), np.float32)
+
+
+@pytest.fixture(scope="module")
+def eight():
+    return js.MirroredStrategy(jax.devices()[:2], replicas_per_device=4)
+
+
+def heard(strategy, step):
+    """What a step's callbacks were called with, and its results."""
+    found = []
+
+    def tell(x):
+        found.append(float(x))
+        return np.float32(x)
+
+    results = strategy.run(functools.partial(step, tell=tell), (ids(strategy),))
+    jax.effects_barrier()
+    return sorted(found), np.asarray(results.stacked)
+
+
+def test_each_replica_calls_once(eight):
+    def step(x, tell):
+        jax.debug.callback(tell, x)
+        return 2 * jax.pure_callback(tell, FLOAT, x) + io_callback(tell, FLOAT, x + 10)
+
+    found, results = heard(eight, step)
+    assert found == sorted([*range(8), *range(8), *range(10, 18)])
+    np.testing.assert_array_equal(results, 3 * np.arange(8) + 10)
+
+
+def test_a_method_for_batches_is_not_used(eight):
+    def step(x, tell):
+        return jax.pure_callback(tell, FLOAT, x, vmap_method="expand_dims")
+
+    found, results = heard(eight, step)
+    assert found == list(range(8)) and results.tolist() == found
+
+
+def test_an_ordered_callback_is_called_in_order(eight):
+    def step(x, tell):
+        first = io_callback(tell, FLOAT, x, ordered=True)
+        return io_callback(tell, FLOAT, first + 10, ordered=True)
+
+    found, results = heard(eight, step)
+    assert found == [*range(8), *range(10, 18)]
+    np.testing.assert_array_equal(results, np.arange(10, 18))
+
+
+def callback(tell, x):
+    jax.debug.callback(tell, x)
+
+
+def pure(tell, x):
+    return jax.pure_callback(tell, FLOAT, x)
+
+
+def with_effects(tell, x):
+    return io_callback(tell, FLOAT, x)
+
+
+@pytest.mark.parametrize("call", [callback, pure, with_effects])
+def test_a_branch_calls_for_those_that_take_it(eight, call):
+    def step(x, tell):
+        def yes():
+            call(tell, x)
+            return x + 1
+
+        # What is not used is not computed, but for its effects.
+        value = lax.cond(x > 3, yes, lambda: x)
+        again = pure(tell, value) if call is pure else value
+        return lax.cond(x > 5, lambda: again, lambda: x)
+
+    found, results = heard(eight, step)
+    expected = list(range(4, 8)) if call is not pure else found
+    assert found == expected
+    np.testing.assert_array_equal(results, [0, 1, 2, 3, 4, 5, 7, 8])
+
+
+def test_a_result_of_a_branch_is_asked_of_those_that_take_it(eight):
+    def step(x, tell):
+        return lax.cond(x > 3, lambda: pure(tell, x), lambda: -x)
+
+    found, results = heard(eight, step)
+    assert found == [4, 5, 6, 7]
+    np.testing.assert_array_equal(results, [0, -1, -2, -3, 4, 5, 6, 7])
+
+
+def test_a_loop_calls_until_its_replica_has_ended(eight):
+    def step(x, tell):
+        def turn(value):
+            jax.debug.callback(tell, value)
+            return value + 3
+
+        return lax.while_loop(lambda value: value < 5, turn, x)
+
+    found, results = heard(eight, step)
+    wanted = [value for i in range(8) for value in range(i, 5, 3)]
+    assert found == sorted(wanted)
+    np.testing.assert_array_equal(results, [6, 7, 5, 6, 7, 5, 6, 7])
+
+
+def test_a_branch_with_a_collective_calls_if_all_take_it(eight):
+    def step(x, tell):
+        def yes():
+            jax.debug.callback(tell, x)
+            return lax.psum(x, "replica") + x
+
+        taken = lax.cond(lax.pmax(x, "replica") > 3, yes, lambda: x)
+        left = lax.cond(lax.pmax(x, "replica") > 9, yes, lambda: x)
+        return taken + left
+
+    found, results = heard(eight, step)
+    assert found == list(range(8))
+    np.testing.assert_array_equal(results, 28 + 2 * np.arange(8))
+
+
+def test_a_callback_in_a_branch_writes_a_variable_too(eight):
+    with eight.scope():
+        seen = js.Variable(
+            0.0,
+            synchronization=js.VariableSynchronization.ON_READ,
+            aggregation=js.VariableAggregation.SUM,
+        )
+
+    def step(x, tell):
+        def yes():
+            jax.debug.callback(tell, x)
+            seen.assign_add(x)
+            return x
+
+        return lax.cond(x > 5, yes, lambda: 0 * x)
+
+    found, _ = heard(eight, step)
+    assert found == [6, 7] and float(seen.numpy()) == 13
+
+
+def test_a_callback_where_only_a_group_comes_is_refused(eight):
+    groups = [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+    def step(x, tell):
+        total = lax.psum(x, "replica", axis_index_groups=groups)
+
+        def yes():
+            jax.debug.callback(tell, x)
+            return lax.psum(x, "replica", axis_index_groups=groups)
+
+        return lax.cond(total > 10, yes, lambda: x)
+
+    with pytest.raises(
+        NotImplementedError,
+        match="(?s)`cond` has a callback and a collective.*test_callbacks_on_shared",
+    ):
+        heard(eight, step)
+
+
+def test_infinities_are_looked_for_on_each_replica(eight):
+    options = js.RunOptions(check_finite=True)
+    with pytest.raises(js.NonFiniteError, match="on replicas 0, 1, 2, 3 of 8"):
+        eight.run(lambda x: jnp.log(x - 3), (ids(eight),), options=options)
