@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
@@ -20,7 +19,7 @@ from jaxstrategy.tracing import _results
 from jaxstrategy.tracing._divided_init import build_divided
 from jaxstrategy.tracing._inner_state import InnerState
 from jaxstrategy.tracing._replica_step import name_of
-from jaxstrategy.tracing._unknown_axes import unknown_axis
+from jaxstrategy.tracing._unknown_axes import needs_mesh, unknown_axis, without_axes
 from jaxstrategy.values import _arrays, _building, _per_replica
 from jaxstrategy.values._annotations import without_eager_sharding
 from jaxstrategy.values._per_replica import PerReplica
@@ -92,18 +91,24 @@ def build_replicated(
 def _called(
     fn: Callable[..., PyTree], args: Sequence[PyTree], replicas: Replicas
 ) -> PyTree:
-    """What `fn` returns, traced where the axes inside a replica have names.
+    """What `fn` returns, traced where the axes inside a replica have names if need be.
 
     Raises:
       ValueError: it wants an array to be divided along an axis that there is not.
     """
-    with contextlib.ExitStack() as blocks:
-        if has_inner_axes(replicas):
-            mesh = replicas.mesh.abstract_mesh
-            blocks.enter_context(jax.sharding.use_abstract_mesh(mesh))
-        blocks.enter_context(without_eager_sharding())
+    with without_eager_sharding():
         try:
+            # Where there is a mesh, Flax refuses annotations of its attention layers,
+            # which it makes as matrices first (0.12).
             return fn(*args)
+        except RuntimeError as error:
+            if not needs_mesh(error):
+                raise
+            if not has_inner_axes(replicas):
+                raise without_axes(error, name_of(fn)) from error
+        try:
+            with jax.sharding.use_abstract_mesh(replicas.mesh.abstract_mesh):
+                return fn(*args)
         except ValueError as error:
             if (told := unknown_axis(error, name_of(fn), replicas)) is None:
                 raise

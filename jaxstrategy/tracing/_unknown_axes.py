@@ -11,6 +11,34 @@ from jaxstrategy.text import _user_code
 _NOT_FOUND = re.compile(r"Resource axis: (\S+) of (P.*\)) is not found in mesh")
 
 
+_NEEDS_MESH = "requires a non-empty mesh"
+
+
+def needs_mesh(error: Exception) -> bool:
+    """Whether JAX was asked to divide an array, by names of axes, without a mesh."""
+    return isinstance(error, RuntimeError) and _NEEDS_MESH in str(error)
+
+
+def without_axes(error: Exception, name: str) -> ValueError:
+    """An error to raise instead, where a replica is one device.
+
+    Args:
+      error: what `name` raised.
+      name: of what builds state.
+    """
+    return UnknownAxis(
+        f"`{name}` wants an array to be divided over axes inside a replica:"
+        f"{_where(error)}Replicas have one device each. Make the strategy with "
+        "`logical_axes`, of size 1 too, or use annotations of Flax, which mean nothing "
+        "there."
+    )
+
+
+def _where(error: Exception) -> str:
+    line = _user_code.users_line(error.__traceback__)
+    return f"\n  {line}\n" if line else " "
+
+
 class UnknownAxis(ValueError):
     """Code divides an array along an axis of the mesh that there is not."""
 
@@ -27,10 +55,8 @@ def unknown_axis(error: Exception, name: str, replicas: Replicas) -> UnknownAxis
     if found is None or not isinstance(error, ValueError):
         return None
     axis, spec = found.groups()
-    line = _user_code.users_line(error.__traceback__)
-    at = f"\n  {line}\n" if line else " "
     return UnknownAxis(
-        f"`{name}` wants an array to lie as {spec}:{at}This is a division "
+        f"`{name}` wants an array to lie as {spec}:{_where(error)}This is a division "
         f"{which_axes(axis, replicas)} In a step values are one replica's: its rows "
         "of a batch are not divided once more."
     )
