@@ -30,7 +30,7 @@ from jaxstrategy.tracing._one_replica import (
     in_shard_map,
 )
 from jaxstrategy.tracing._results import Results
-from jaxstrategy.tracing._unknown_axes import UnknownAxis, needs_mesh
+from jaxstrategy.tracing._unknown_axes import UnknownAxis
 from jaxstrategy.tracing.replication._jaxprs import all_eqns, closed
 from jaxstrategy.tracing.replication._levels import (
     Findings,
@@ -285,16 +285,10 @@ def _with_or_without_mesh(
     """
     try:
         return in_shard_map(replica, leaves, there, meanings, replicas)
-    except UnknownAxis as error:
+    except UnknownAxis:
         if has_inner_axes(replicas):
             raise
-        unknown = error
-    try:
-        return by_axes(replica, leaves, there, meanings, replicas)
-    except RuntimeError as error:
-        if not needs_mesh(error):
-            raise
-    raise unknown  # not Flax has named the axis, but the user's own constraint
+    return by_axes(replica, leaves, there, meanings, replicas)
 
 
 def divides_state(replicas: Replicas) -> bool:
