@@ -128,6 +128,7 @@ from jaxstrategy.training._losses import compute_average_loss as compute_average
 from jaxstrategy.training._losses import (
     scale_regularization_loss as scale_regularization_loss,
 )
+from jaxstrategy.training._pipeline import pipeline as pipeline
 from jaxstrategy.training._precision import DynamicLossScale as DynamicLossScale
 from jaxstrategy.training._precision import all_finite as all_finite
 from jaxstrategy.training._precision import cast_floating as cast_floating

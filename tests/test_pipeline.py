@@ -1,0 +1,414 @@
+"""A pipeline of stages computes what its layers in a row do, each device its own."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxstrategy as js
+
+F32 = np.float32
+LAYERS, ROWS, SIZE = 8, 8, 6
+SHAPES = {"w": (LAYERS, SIZE, SIZE), "b": (LAYERS, SIZE)}
+RNG = np.random.default_rng(0)
+PARAMS = {k: (RNG.normal(size=v) / 2).astype(F32) for k, v in SHAPES.items()}
+
+
+def staged(stages, **more):
+    return js.MirroredStrategy(logical_axes={"stage": stages, **more})
+
+
+def over(strategy, tree, *spec):
+    return jax.device_put(tree, NamedSharding(strategy.mesh, P(*spec)))
+
+
+def layer(p, h):
+    return h + jnp.tanh(h @ p["w"] + p["b"][None])
+
+
+def in_a_row(params, x, layer=layer):
+    """What a pipeline of these layers returns, by a plain loop."""
+    for i in range(LAYERS):
+        x = layer(jax.tree.map(lambda a, i=i: a[i], params), x)
+    return x
+
+
+def rows_of(replicas, rows=ROWS):
+    return RNG.normal(size=(replicas, rows, SIZE)).astype(F32)
+
+
+def close(result, wanted, tolerance=1e-5):
+    for a, b in zip(jax.tree.leaves(result), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
+
+
+def loss_and_gradient(strategy, params, x, pipe, mean=False):
+    """Of each replica; or the mean of all, with the compiled program's text."""
+
+    def step(params, x):
+        def loss(params):
+            return (pipe(params, x) ** 2).mean()
+
+        found = jax.value_and_grad(loss)(params)
+        return js.get_replica_context().all_reduce("mean", found) if mean else found
+
+    args = params, strategy.per_replica([*x])
+    if not mean:
+        return strategy.run(step, args)
+    program = jax.jit(lambda *args: strategy.run(step, args)).lower(*args).compile()
+    return program(*args), program.as_text()
+
+
+def counts(text):
+    names = r"(all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)"
+    found = re.findall(rf"= [^=]*?\b{names}(?:-start)?\(", text)
+    return {name: found.count(name) for name in found}
+
+
+def piped(params, x, layer=layer, microbatches=4, **more):
+    return js.pipeline(layer, params, x, microbatches=microbatches, **more)
+
+
+WANTED = jax.value_and_grad(lambda p, x: (in_a_row(p, x) ** 2).mean())
+
+
+@pytest.mark.parametrize("stages", [2, 4, 8])
+def test_the_gradients_of_each_replica_are_those_of_its_layers_in_a_row(stages):
+    strategy = staged(stages)
+    replicas = 8 // stages
+    x = rows_of(replicas)
+    params = over(strategy, PARAMS, "stage")
+    found = loss_and_gradient(strategy, params, x, piped)
+    for i, own in enumerate(strategy.experimental_local_results(found)):
+        close(own, WANTED(PARAMS, x[i]))
+    (_, mean), text = loss_and_gradient(strategy, params, x, piped, mean=True)
+    close(mean, WANTED(PARAMS, x.reshape(-1, SIZE))[1])
+    for name, array in mean.items():
+        assert array.sharding.spec[0] == "stage", name
+    # One exchange between neighbours at each tick, forward and backward; a sum brings
+    # the results to all stages, another the mean gradient to all replicas.
+    assert counts(text) == {
+        "collective-permute": 2,
+        "all-reduce": 1 + (replicas > 1),
+    }
+
+
+@pytest.mark.parametrize("make", [
+    lambda: js.OneDeviceStrategy("CPU:0"),
+    lambda: js.MirroredStrategy(["CPU:0", "CPU:1"]),
+    lambda: js.MirroredStrategy(["CPU:0"], replicas_per_device=2),
+    lambda: js.MirroredStrategy(["CPU:0", "CPU:1"], sharding=js.StateSharding("state", min_bytes=0)),
+    lambda: js.MirroredStrategy(logical_axes={"core": 4}),
+    lambda: js.MirroredStrategy(logical_axes={"stage": 1}),
+])  # fmt: skip
+def test_strategies_without_stages_compute_the_same_in_turn(make):
+    strategy = make()
+    x = rows_of(strategy.num_replicas_in_sync)
+    params = strategy.mirror(PARAMS)
+    found = loss_and_gradient(strategy, params, x, piped, mean=True)[0]
+    close(found, WANTED(PARAMS, x.reshape(-1, SIZE)))
+
+
+def test_under_no_strategy_and_in_a_scope_it_is_the_layers_in_a_row():
+    x = rows_of(1)[0]
+    close(piped(PARAMS, x), in_a_row(PARAMS, x))
+    with staged(2).scope():
+        close(jax.jit(piped)(PARAMS, x), in_a_row(PARAMS, x))
+
+
+def test_the_number_of_parts_changes_what_a_layer_sees_and_stages_do_not():
+    def mixing(p, h):
+        return layer(p, h - h.mean(0, keepdims=True))
+
+    x = rows_of(2)
+    strategy = staged(4)
+    run = strategy.run(
+        lambda p, x: piped(p, x, mixing, microbatches=2),
+        (over(strategy, PARAMS, "stage"), strategy.per_replica([*x])),
+    )
+    for i, own in enumerate(strategy.experimental_local_results(run)):
+        halves = [in_a_row(PARAMS, half, mixing) for half in np.split(x[i], 2)]
+        close(own, np.concatenate(halves))
+
+
+def test_layers_that_are_computed_again_give_the_same_and_keep_less():
+    strategy = staged(4)
+    params, x = over(strategy, PARAMS, "stage"), rows_of(2, 64)
+
+    def wide(p, h):
+        return h + jnp.sin(jnp.tile(h, 8)).reshape(*h.shape, 8).mean(-1) @ p["w"]
+
+    def temporary(layer):
+        def step(p, x):
+            loss, back = jax.vjp(lambda p: piped(p, x, layer).sum(), p)
+            return js.get_replica_context().all_reduce("mean", back(loss))
+
+        args = params, strategy.per_replica([*x])
+        program = jax.jit(lambda *args: strategy.run(step, args)).lower(*args).compile()
+        return program(*args), program.memory_analysis().temp_size_in_bytes
+
+    kept, more = temporary(wide)
+    again, less = temporary(jax.checkpoint(wide))
+    close(again, kept)
+    assert less < 0.6 * more
+
+
+def test_a_device_has_the_parameters_and_moments_of_its_stage_only():
+    strategy = staged(4)
+    tx = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2, eps=1e-3))
+
+    def step(params, state, x):
+        loss, grads = jax.value_and_grad(lambda p: (piped(p, x) ** 2).mean())(params)
+        grads = js.get_replica_context().all_reduce("mean", grads)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    params = over(strategy, PARAMS, "stage")
+    state = jax.tree.map(
+        lambda a: over(strategy, a, "stage") if a.ndim else strategy.mirror(a),
+        tx.init(PARAMS),
+    )
+    options = js.RunOptions(donate_argnums=(0, 1))
+    wanted, wanted_state = PARAMS, tx.init(PARAMS)
+    for _ in range(3):
+        x = rows_of(2)
+        values = strategy.per_replica([*x])
+        params, state = strategy.run(step, (params, state, values), options=options)
+        grads = WANTED(wanted, x.reshape(-1, SIZE))[1]
+        updates, wanted_state = tx.update(grads, wanted_state, wanted)
+        wanted = optax.apply_updates(wanted, updates)
+    close((params, state), (wanted, wanted_state))
+    for array in jax.tree.leaves((params, state)):
+        own = array.sharding.shard_shape(array.shape)
+        assert own[:1] == ((LAYERS // 4,) if array.ndim else ())
+
+
+def test_activations_may_be_trees_with_numbers_flags_and_random_keys():
+    def dropping(p, x):
+        keys = jax.vmap(jax.random.split)(x["keys"])
+        kept = jax.vmap(lambda key: jax.random.bernoulli(key, 0.8, (SIZE,)))(keys[:, 0])
+        h = jnp.where(x["on"][:, None], layer(p, x["h"]), x["h"]) * kept
+        return {"h": h, "keys": keys[:, 1], "on": ~x["on"], "seen": x["seen"] + 1}
+
+    def tree(h, seed):
+        keys = jax.random.split(jax.random.key(seed), ROWS)
+        return {"h": h, "keys": keys, "on": h[:, 0] > 0, "seen": jnp.arange(ROWS)}
+
+    def result(call, p, h, seed):
+        found = call(p, tree(h, seed), dropping)
+        return {**found, "keys": jax.random.key_data(found["keys"])}
+
+    x = rows_of(2)
+    strategy = staged(4)
+    args = over(strategy, PARAMS, "stage"), strategy.per_replica([*x])
+    run = strategy.run(lambda p, h: result(piped, p, h, 7), args)
+    for i, own in enumerate(strategy.experimental_local_results(run)):
+        wanted = result(in_a_row, PARAMS, x[i], 7)
+        assert all(own[name].dtype == wanted[name].dtype for name in wanted)
+        close(own, wanted)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_sixteen_bits(dtype):
+    strategy = staged(4)
+    params, x = jax.tree.map(lambda a: jnp.asarray(a, dtype), (PARAMS, rows_of(2)))
+
+    def step(p, x):
+        grads = jax.grad(lambda p: (piped(p, x) ** 2).mean())(p)
+        return js.get_replica_context().all_reduce("mean", grads)
+
+    args = over(strategy, params, "stage"), strategy.per_replica([*x])
+    found = strategy.run(step, args)
+    assert {a.dtype for a in found.values()} == {jnp.dtype(dtype)}
+    wide = jax.tree.map(lambda a: a.astype(F32), (params, x))
+    wanted = WANTED(wide[0], wide[1].reshape(-1, SIZE))[1]
+    for name, array in found.items():
+        scale = np.abs(wanted[name]).max()
+        np.testing.assert_allclose(array.astype(F32), wanted[name], atol=0.05 * scale)
+
+
+def test_a_layer_may_use_traced_arrays_and_reduce_over_the_replicas():
+    def model(call, p, scale, x, mean):
+        def sharing(p, h):
+            return layer(p, h) * jnp.sin(scale)[None] / 2 + mean(h) / 2
+
+        return (call(p, x, sharing) ** 2).mean()
+
+    def step(p, scale, x):
+        def mean(h):
+            return js.get_replica_context().all_reduce("mean", h)
+
+        def loss(p, scale):
+            return model(piped, p, scale, x, mean)
+
+        # The gradient is a replica's own, and through a sum that of all losses.
+        grads = jax.grad(loss, argnums=(0, 1))(p, scale)
+        return js.get_replica_context().all_reduce("mean", grads)
+
+    x, scale = rows_of(2), np.linspace(1, 2, SIZE, dtype=F32)
+    strategy = staged(4)
+    args = over(strategy, PARAMS, "stage"), scale, strategy.per_replica([*x])
+    found = strategy.run(step, args)
+
+    def both(p, scale):
+        def total(p, h):
+            # Both replicas' rows, one after the other; their mean is of both.
+            ours = h.reshape(2, -1, SIZE)
+            mean = jnp.broadcast_to(ours.mean(0, keepdims=True), ours.shape).reshape(
+                h.shape
+            )
+            return layer(p, h) * jnp.sin(scale)[None] / 2 + mean / 2
+
+        return (in_a_row(p, x.reshape(-1, SIZE), total) ** 2).mean()
+
+    close(found, jax.grad(both, argnums=(0, 1))(PARAMS, scale), 1e-4)
+
+
+def test_layers_may_be_divided_over_another_inner_axis():
+    strategy = staged(2, core=2)
+
+    def divided(p, h):
+        inner = jax.lax.with_sharding_constraint(jnp.tanh(h @ p["w"]), P(None, "core"))
+        return h + inner @ p["w"].T
+
+    def plain(p, h):
+        return h + jnp.tanh(h @ p["w"]) @ p["w"].T
+
+    x = rows_of(2)
+    params = {"w": over(strategy, PARAMS["w"], "stage", None, "core")}
+
+    def pipe(p, x):
+        return piped(p, x, divided)
+
+    (_, mean), text = loss_and_gradient(strategy, params, x, pipe, mean=True)
+
+    def loss(p):
+        return (in_a_row(p, x.reshape(-1, SIZE), plain) ** 2).mean()
+
+    close(mean, jax.grad(loss)({"w": PARAMS["w"]}))
+    assert mean["w"].sharding.spec == P("stage", None, "core")
+    assert "all-gather" not in counts(text)
+
+
+def test_what_stages_compute_while_they_wait_makes_no_gradient_nan():
+    # Of a stage's own input the root is fine; of the batch, with its zeros, it is not.
+    def root(p, h):
+        return jnp.sqrt(h) * p + 1
+
+    def first(p, h):
+        return jax.lax.cond(p < 0, lambda: h * h + 1, lambda: root(p, h))
+
+    strategy = staged(4)
+    x = jnp.zeros((2, ROWS, 1), F32)
+    p = np.array([-1, 1, 1, 1, 1, 1, 1, 2], F32)
+    step = jax.grad(lambda p, x: piped(p, x, first).sum())
+    args = over(strategy, p, "stage"), strategy.per_replica([*x])
+    wanted = jax.grad(lambda p: in_a_row(p, x[0], first).sum())(p)
+    assert np.isfinite(wanted).all()
+    for own in strategy.experimental_local_results(strategy.run(step, args)):
+        close(own, wanted)
+
+
+def test_forward_derivatives():
+    strategy = staged(8)
+    (x,) = rows_of(1)
+
+    def tangent(call, p):
+        return jax.jvp(lambda p: call(p, x), (p,), (p,))[1]
+
+    found = strategy.run(
+        lambda p: tangent(piped, p), (over(strategy, PARAMS, "stage"),)
+    )
+    close(found, tangent(in_a_row, PARAMS), 1e-4)
+
+
+def test_layers_may_read_variables():
+    strategy = staged(4)
+    with strategy.scope():
+        scale = js.Variable(np.float32(1.5))
+
+    def scaled(p, h):
+        return layer(p, h) * jnp.asarray(scale) / 2
+
+    x = rows_of(2)
+    args = over(strategy, PARAMS, "stage"), strategy.per_replica([*x])
+    run = strategy.run(lambda p, x: piped(p, x, scaled), args)
+    for i, own in enumerate(strategy.experimental_local_results(run)):
+        close(own, in_a_row(PARAMS, x[i], lambda p, h: layer(p, h) * 0.75))
+
+
+def refused(error, text, *args, stages=4, **more):
+    more = {"microbatches": 4, **more}
+    strategy = staged(stages)
+    with pytest.raises(error, match=text):
+        strategy.run(lambda: js.pipeline(*args, **more))
+
+
+X = np.ones((8, SIZE), F32)
+
+
+def test_batches_that_cannot_be_divided_are_refused():
+    text = r"`microbatches` was 3, and `x` has 8 rows .* Give one of 1, 2, 4, 8; or"
+    refused(ValueError, text, layer, PARAMS, X, microbatches=3)
+    refused(ValueError, "`microbatches` was 0", layer, PARAMS, X, microbatches=0)
+    text = "`microbatches` was 2.0; a whole number"
+    refused(TypeError, text, layer, PARAMS, X, microbatches=2.0)
+    text = r"of `x`, `x\['a'\]` has 8, `x\['b'\]` has 2"
+    refused(ValueError, text, layer, PARAMS, {"a": X, "b": X[:2]})
+    refused(ValueError, "`x` is a scalar", layer, PARAMS, np.float32(1))
+    refused(ValueError, "`x` has 0", layer, PARAMS, X[:0])
+
+
+def test_layers_that_cannot_be_divided_are_refused():
+    text = r"`params` has 6 layers, and the axis 'stage' 4 stages.* Give 8 layers"
+    refused(ValueError, text, layer, jax.tree.map(lambda a: a[:6], PARAMS), X)
+    text = r"of `params`, `params\['b'\]` has 7, `params\['w'\]` has 8"
+    refused(ValueError, text, layer, {**PARAMS, "b": PARAMS["b"][:7]}, X)
+    refused(ValueError, "`params` has no arrays", layer, {}, X)
+    refused(TypeError, "`layer` was 3; a function", 3, PARAMS, X)
+    refused(TypeError, r"`params\['w'\]` was 'x'; an array", layer, {"w": "x"}, X)
+
+
+@pytest.mark.parametrize("stages", [1, 4])
+def test_layers_that_the_next_cannot_follow_are_refused(stages):
+    def wider(p, h):
+        return jnp.concatenate([h, h], -1)
+
+    text = r"float32\[2,12\] for float32\[2,6\]\. The next layer takes"
+    refused(ValueError, text, wider, PARAMS, X, stages=stages)
+    text = r"float16\[2,6\] for float32\[2,6\] at x\['h'\]"
+    half = {"h": X}
+    refused(
+        ValueError,
+        text,
+        lambda p, x: {"h": x["h"].astype("float16")},
+        PARAMS,
+        half,
+        stages=stages,
+    )
+    text = "of another structure than it was given"
+    refused(ValueError, text, lambda p, h: (h, h), PARAMS, X, stages=stages)
+    text = "What the layer returned was 'x'; an array was wanted"
+    refused(TypeError, text, lambda p, h: "x", PARAMS, X, stages=stages)
+
+
+def test_axes_that_the_strategy_does_not_have_are_refused():
+    text = r"`axis` was 'stages'; the inner axes of the strategy are `stage`\. Give"
+    refused(ValueError, text, layer, PARAMS, X, axis="stages")
+    refused(ValueError, "`axis` was 'replica'", layer, PARAMS, X, axis="replica")
+    refused(TypeError, "`axis` was 3; the name", layer, PARAMS, X, axis=3)
+    strategy = js.MirroredStrategy(logical_axes={"pipe": 4})
+    found = strategy.run(lambda p: piped(p, X, axis="pipe"), (PARAMS,))
+    close(found, in_a_row(PARAMS, X))
+
+
+def test_values_of_all_replicas_are_refused():
+    strategy = js.MirroredStrategy()
+    values = strategy.per_replica([X] * 8)
+    with pytest.raises(TypeError, match=r"`x` has a PerReplica.* inside `run`"):
+        js.pipeline(layer, PARAMS, values, microbatches=2)
