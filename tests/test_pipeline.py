@@ -98,14 +98,19 @@ def test_the_gradients_of_each_replica_are_those_of_its_layers_in_a_row(stages):
     }
 
 
-@pytest.mark.parametrize("make", [
-    lambda: js.OneDeviceStrategy("CPU:0"),
-    lambda: js.MirroredStrategy(["CPU:0", "CPU:1"]),
-    lambda: js.MirroredStrategy(["CPU:0"], replicas_per_device=2),
-    lambda: js.MirroredStrategy(["CPU:0", "CPU:1"], sharding=js.StateSharding("state", min_bytes=0)),
-    lambda: js.MirroredStrategy(logical_axes={"core": 4}),
-    lambda: js.MirroredStrategy(logical_axes={"stage": 1}),
-])  # fmt: skip
+TWO = ["CPU:0", "CPU:1"]
+STATE = js.StateSharding("state", min_bytes=0)
+WITHOUT = {
+    "one device": lambda: js.OneDeviceStrategy("CPU:0"),
+    "two replicas": lambda: js.MirroredStrategy(TWO),
+    "lanes": lambda: js.MirroredStrategy("CPU:0", replicas_per_device=2),
+    "divided state": lambda: js.MirroredStrategy(TWO, sharding=STATE),
+    "cores": lambda: js.MirroredStrategy(logical_axes={"core": 4}),
+    "one stage": lambda: staged(1),
+}
+
+
+@pytest.mark.parametrize("make", WITHOUT.values(), ids=WITHOUT)
 def test_strategies_without_stages_compute_the_same_in_turn(make):
     strategy = make()
     x = rows_of(strategy.num_replicas_in_sync)
@@ -186,6 +191,15 @@ def test_a_device_has_the_parameters_and_moments_of_its_stage_only():
     for array in jax.tree.leaves((params, state)):
         own = array.sharding.shard_shape(array.shape)
         assert own[:1] == ((LAYERS // 4,) if array.ndim else ())
+
+
+def test_state_may_be_divided_over_replicas_too():
+    strategy = js.MirroredStrategy(logical_axes={"stage": 4}, sharding=STATE)
+    x = rows_of(2)
+    params = over(strategy, PARAMS, "stage")
+    mean = loss_and_gradient(strategy, params, x, piped, mean=True)[0][1]
+    close(mean, WANTED(PARAMS, x.reshape(-1, SIZE))[1])
+    assert mean["w"].sharding.shard_shape(mean["w"].shape)[0] == LAYERS // 4
 
 
 def test_activations_may_be_trees_with_numbers_flags_and_random_keys():
