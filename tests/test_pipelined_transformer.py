@@ -54,7 +54,7 @@ def loss(params, ids, through):
 # Of what is zero but for rounding (the bias of keys), Adam would make a step as large
 # as any, without an `eps` that is larger than that.
 ADAMW = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-3, eps=1e-4))
-OPTIMIZERS = {"momentum": optax.sgd(0.1, 0.9), "adamw": ADAMW}
+OPTIMIZERS = {"momentum": optax.sgd(0.01, 0.9), "adamw": ADAMW}
 
 
 def update(tx, params, state, grads):

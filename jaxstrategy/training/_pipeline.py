@@ -45,7 +45,8 @@ def pipeline(
         returns what has the structure, shapes and dtypes of that `x`, for the next
         layer. It may reduce over the replicas, and it may use other arrays, which are
         whole on each device. It changes no variable, and is also called with rows of
-        which nothing comes out, while a stage waits.
+        which nothing comes out, while a stage waits. In stages it is mapped by
+        `jax.vmap`: of a `jax.lax.cond` it computes both branches.
       params: a pytree of arrays `[layers, ...]`, of all layers; S must divide their
         number. Where they lie divided over the axis along the first dimension, each
         device has those of its own stage only, and its gradients and the state of its
