@@ -48,9 +48,9 @@ def pipeline(
         which nothing comes out, while a stage waits. In stages it is mapped by
         `jax.vmap`: of a `jax.lax.cond` it computes both branches.
       params: a pytree of arrays `[layers, ...]`, of all layers; S must divide their
-        number. Where they lie divided over the axis along the first dimension, each
-        device has those of its own stage only, and its gradients and the state of its
-        optimizer, too.
+        number. Built by `strategy.init(fn, specs=jax.P("stage"))`, each device has
+        those of its own stage only; and so has what a step returns in their place, and
+        what `strategy.init(optimizer.init, params)` makes of them.
       x: this replica's batch: a pytree of arrays `[rows, ...]`.
       microbatches: a number that divides the rows. A layer that mixes the rows of its
         batch sees those of one part.
