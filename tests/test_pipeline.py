@@ -155,7 +155,9 @@ def test_layers_that_are_computed_again_give_the_same_and_keep_less():
 
         args = params, strategy.per_replica([*x])
         program = jax.jit(lambda *args: strategy.run(step, args)).lower(*args).compile()
-        return program(*args), program.memory_analysis().temp_size_in_bytes
+        memory = program.memory_analysis()
+        assert memory is not None
+        return program(*args), memory.temp_size_in_bytes
 
     kept, more = temporary(wide)
     again, less = temporary(jax.checkpoint(wide))
