@@ -87,3 +87,34 @@ def test_sharded_compares_all_forms(tmp_path):
     assert at_rest["values"]["jit"] == [(parts + 4) / 2**20]
     quantities = {r["quantity"].split(",")[0] for r in results}
     assert quantities == {"at rest", "peak", "sent"}
+
+
+@pytest.mark.slow
+def test_meshes_compares_all_forms(tmp_path):
+    file = tmp_path / "numbers.json"
+    done = subprocess.run(
+        [sys.executable, FOLDER / "meshes.py", "--quick", "--json", file]
+        + ["--before", FOLDER.parent],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(file.read_text())
+    # Losses are those of the other form, and no array is gathered.
+    assert found["exact"], done.stdout
+    held = {
+        r["case"]: r["values"]
+        for r in found["results"]
+        if r["quantity"] == "state on a device"
+    }
+    # Parameters and momentum of three pairs of layers, of 32 and 128 units.
+    whole = 2 * 3 * 2 * 32 * 128 * 4 / 2**20
+    assert held["8 x 1"] == {"run": [whole], "jit": [whole]}
+    assert held["4 x 2"] == {"run": [whole / 2], "jit": [whole / 2]}
+    assert {r["quantity"] for r in found["results"]} == {
+        "dispatch",
+        "step, one device",
+        "first call, to 1",
+        "state on a device",
+        "step",
+    }
