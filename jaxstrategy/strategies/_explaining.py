@@ -65,7 +65,9 @@ class ExplainsSteps(ComposedStrategy):
           predicted communication times; it prints as a report. Under a strategy with
           `sharding=` its `sharding` says which arrays each replica keeps a part of and
           why others are whole, the bytes on a device, and what a step gathers and
-          scatters; collectives are those of the program that runs.
+          scatters; collectives are those of the program that runs. Where a replica has
+          several devices, `sharding` says how arrays lie on them, and
+          `inner_collectives` what they exchange.
 
         Raises:
           ContextError: inside `run`, or in another strategy's scope.

@@ -65,6 +65,11 @@ def is_placed(value: object) -> TypeGuard[jax.Array]:
     return isinstance(value, jax.Array) and not isinstance(value, Tracer)
 
 
+def has_place(value: object) -> TypeGuard[jax.Array]:
+    """Whether `value` is an array on devices, or a type, which may say where it is."""
+    return is_placed(value) or isinstance(value, jax.ShapeDtypeStruct)
+
+
 def is_deleted(value: object) -> bool:
     """Whether `value` is an array whose memory was given to a step."""
     return is_placed(value) and value.is_deleted()

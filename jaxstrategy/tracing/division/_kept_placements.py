@@ -30,7 +30,7 @@ def kept_placements(
     found: dict[int, NamedSharding] = {}
     for number, argument in replaced_arguments(step).items():
         leaf = leaves[argument]
-        lies = replicas.inner_placement(leaf, SAME) if _arrays.is_placed(leaf) else None
+        lies = replicas.inner_placement(leaf, SAME) if _arrays.has_place(leaf) else None
         if lies is not None:
             found[number] = lies
     return found

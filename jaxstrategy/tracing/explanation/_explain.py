@@ -40,7 +40,7 @@ from jaxstrategy.tracing.functions._code import place_of
 from jaxstrategy.tracing.nnx import _adapter
 from jaxstrategy.tracing.stages._stage import Stage
 from jaxstrategy.tracing.stages._stages import stages_of
-from jaxstrategy.values._types import Function, PyTree
+from jaxstrategy.values._types import Function, Leaf, PyTree
 
 
 def explain(
@@ -75,7 +75,7 @@ def explain(
     executable = lowered.compile() if compiled else None
     donatable = list(_donatable(step))
     mirrored, per_replica = _results(step)
-    collectives, sharding = _exchanged(step)
+    collectives, sharding = _exchanged(step, leaves)
     return Explanation(
         name=step.name,
         num_replicas=environment.replicas.count,
@@ -125,7 +125,7 @@ def _with_lines(
 
 
 def _exchanged(
-    step: TracedStep,
+    step: TracedStep, given: Sequence[Leaf]
 ) -> tuple[list[ExplainedCollective], ExplainedSharding | None]:
     """The collectives, and how state lies where it may be divided."""
     if isinstance(division := step.division, DividedStep):
@@ -142,8 +142,8 @@ def _exchanged(
         )
         for each in step.findings.collectives
     ]
-    is_asked = replicas.state_sharding is not None
-    return found, undivided(step) if is_asked else None
+    has_places = replicas.state_sharding is not None or replicas.inner_axes
+    return found, undivided(step, given) if has_places else None
 
 
 def _value(path: str, aval: ArrayType, **more: Any) -> ExplainedValue:

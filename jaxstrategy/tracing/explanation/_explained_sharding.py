@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 
+import jax
 from jax.extend.core import Literal
+from jax.sharding import NamedSharding
 
-from jaxstrategy.replicas._replicas import Replicas
+from jaxstrategy.replicas._inner_placement import InnerSpec, inner_spec, with_inner
+from jaxstrategy.replicas._replicas import Replicas, lies_along
 from jaxstrategy.replicas._state_sharding import LeafSharding
 from jaxstrategy.text._user_code import Line
 from jaxstrategy.tracing._jaxpr_types import ArrayType, Atom, Equation, Var
@@ -23,6 +27,7 @@ from jaxstrategy.tracing.explanation._sharding_facts import (
 )
 from jaxstrategy.tracing.replication._collective_table import Effect, effect_of
 from jaxstrategy.tracing.replication._levels import Collective
+from jaxstrategy.values._types import Leaf
 
 
 def sharding_of(
@@ -39,18 +44,20 @@ def sharding_of(
     """
     replicas = division.replicas
     leaves = [
-        _leaf(leaf.label, leaf.type, leaf.sharding, replicas)
+        _leaf(leaf.label, leaf.type, leaf.sharding, replicas, leaf.inner)
         for leaf in division.layout.leaves.values()
     ]
     paths = [step.path(keys) for _, keys in step.results.array_paths()]
-    results = zip(paths, step.outputs, division.layout.results, strict=True)
+    layout = division.layout
+    inner = [inner_spec(each, replicas) for each in map(_Placed, layout.placements)]
+    results = zip(paths, step.outputs, layout.results, inner, strict=True)
     return ExplainedSharding(
         shard=_shard(replicas),
         num_replicas=replicas.count,
         leaves=tuple(leaves),
         results=tuple(
-            _leaf(path, aval, sharding, replicas)
-            for (path, aval, sharding), varies in zip(
+            _leaf(path, aval, sharding, replicas, inner)
+            for (path, aval, sharding, inner), varies in zip(
                 results, step.trace.varies, strict=True
             )
             if not varies
@@ -61,40 +68,61 @@ def sharding_of(
     )
 
 
-def undivided(step: TracedStep) -> ExplainedSharding:
-    """The facts about a step that cannot be divided, though that is asked for."""
+def undivided(step: TracedStep, given: Sequence[Leaf]) -> ExplainedSharding:
+    """The facts about a step of which no replica keeps parts.
+
+    Args:
+      step: what was traced.
+      given: its arguments.
+    """
     replicas = step.trace.replicas
-    if replicas.count == 1:
-        reason = "there is one replica"
-    elif replicas.per_device > 1:
-        reason = "several replicas share a device"
-    else:
-        reason = "a replica has several devices"
-    sharding = LeafSharding(None, reason)
-    arguments = [(step.label(i), step.type_of(i)) for i in step.same_arguments]
-    variables = [
-        (f"variable {variable.name!r}", variable.cell)
-        for variable in step.trace.variables
-        if variable in step.trace.used and variable.copies_must_agree
+    whole = LeafSharding(None, _reason(replicas))
+    arguments = [
+        (step.label(i), step.type_of(i), inner_spec(given[i], replicas))
+        for i in step.same_arguments
     ]
-    results = zip(step.results.array_paths(), step.outputs, strict=True)
-    same = zip(results, step.trace.varies, strict=True)
+    variables = [
+        (f"variable {each.name!r}", each.cell, inner_spec(each, replicas))
+        for each in step.trace.variables
+        if each in step.trace.used and each.copies_must_agree
+    ]
+    results = enumerate(zip(step.results.array_paths(), step.outputs, strict=True))
     return ExplainedSharding(
         shard=_shard(replicas),
         num_replicas=replicas.count,
         leaves=tuple(
-            _leaf(name, aval, sharding, replicas)
-            for name, aval in [*arguments, *variables]
+            _leaf(name, aval, whole, replicas, inner)
+            for name, aval, inner in [*arguments, *variables]
         ),
         results=tuple(
-            _leaf(step.path(keys), aval, sharding, replicas)
-            for ((_, keys), aval), varies in same
-            if not varies
+            _leaf(step.path(keys), aval, whole, replicas, _kept(step, number))
+            for number, ((_, keys), aval) in results
+            if not step.trace.varies[number]
         ),
         collectives=(),
         whole_sums=(),
         undecided=(),
     )
+
+
+def _reason(replicas: Replicas) -> str:
+    if replicas.state_sharding is None:
+        return "the strategy has no `sharding`"
+    if replicas.count == 1:
+        return "there is one replica"
+    return "several replicas share a device"
+
+
+def _kept(step: TracedStep, number: int) -> InnerSpec:
+    """How a result lies over inner axes, if it takes the place of an argument."""
+    return inner_spec(_Placed(step.placements.get(number)), step.trace.replicas)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Placed:
+    """Something that lies somewhere, or where XLA wants."""
+
+    sharding: NamedSharding | None
 
 
 def kept_names(step: TracedStep, division: DividedStep) -> list[str]:
@@ -113,17 +141,24 @@ def _shard(replicas: Replicas) -> str | None:
 
 
 def _leaf(
-    path: str, aval: ArrayType, sharding: LeafSharding, replicas: Replicas
+    path: str,
+    aval: ArrayType,
+    sharding: LeafSharding,
+    replicas: Replicas,
+    inner: InnerSpec,
 ) -> ExplainedLeaf:
-    nbytes = nbytes_of([aval])
+    lies = with_inner(inner, replicas, lies_along(sharding.dimension))
+    shape = tuple(aval.shape)
+    on_device = jax.ShapeDtypeStruct(lies.shard_shape(shape), aval.dtype)
     return ExplainedLeaf(
         path=path.strip("`"),
-        shape=tuple(aval.shape),
+        shape=shape,
         dtype=str(aval.dtype),
-        nbytes=nbytes,
-        device_bytes=nbytes if sharding.is_whole else nbytes // replicas.count,
+        nbytes=nbytes_of([aval]),
+        device_bytes=nbytes_of([on_device]),
         dimension=sharding.dimension,
         reason=sharding.reason,
+        inner=inner,
     )
 
 

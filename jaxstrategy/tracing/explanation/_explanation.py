@@ -50,7 +50,8 @@ class Explanation:
       flops: floating-point operations of one device, as XLA counts them (a loop's
         body once); None likewise.
       sharding: how state lies and why, and what is gathered and scattered for it; None
-        if the strategy has no `sharding=`, and no variable is divided.
+        if the strategy has no `sharding=`, no variable is divided, and each replica is
+        one device.
       replicas_per_device: how many replicas share a device.
       logical_axes: the names and sizes of the axes of devices inside a replica.
       compiled_collectives: what the devices exchange in the compiled program, over the

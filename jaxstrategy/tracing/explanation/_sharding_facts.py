@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import final
 
+from jaxstrategy.replicas._inner_placement import WHOLE, InnerSpec
 from jaxstrategy.text._user_code import Line
 from jaxstrategy.tracing.explanation._facts import ExplainedCollective
 
@@ -22,6 +23,7 @@ class ExplainedLeaf:
       device_bytes: of what lies on one device.
       dimension: along which it is divided over the replicas; None if it is whole.
       reason: why it is whole, in words; empty if it is divided.
+      inner: how the devices of each replica divide it over the logical axes.
     """
 
     path: str
@@ -31,6 +33,7 @@ class ExplainedLeaf:
     device_bytes: int
     dimension: int | None
     reason: str
+    inner: InnerSpec = WHOLE
 
 
 @final
@@ -85,7 +88,8 @@ class ExplainedSharding:
       num_replicas: over how many replicas.
       leaves: all arguments and variables that are equal on all replicas, divided ones
         and whole ones.
-      results: likewise, of the results.
+      results: likewise, of the results; one that XLA may place counts as if each device
+        of a replica had all of it.
       collectives: those that are there because state is divided; `collectives` of the
         `Explanation` has them and all others.
       whole_sums: the large sums that are not divided.

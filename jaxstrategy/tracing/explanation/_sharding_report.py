@@ -51,16 +51,20 @@ def sections(found: ExplainedSharding, memory: Memory | None) -> Iterator[Sectio
 
 
 def _summary(found: ExplainedSharding, memory: Memory | None) -> Section:
-    chosen = "variables" if found.shard is None else repr(found.shard)
-    over = with_noun(found.num_replicas, "replica")
-    heading = f"Sharded state: {chosen} over {over}"
     rows = [
         ("state on a device", with_bytes(found.state_bytes)),
         ("  if nothing were divided", with_bytes(found.replicated_bytes)),
         ("results on a device", with_bytes(_on_a_device(found.results))),
-        ("gathered in a step", with_bytes(found.gathered_bytes)),
-        ("scattered in a step", with_bytes(found.scattered_bytes)),
     ]
+    over = with_noun(found.num_replicas, "replica")
+    heading = f"State, whole on each of {over}"
+    if found.shard is not None or found.divided:
+        chosen = "variables" if found.shard is None else repr(found.shard)
+        heading = f"Sharded state: {chosen} over {over}"
+        rows += [
+            ("gathered in a step", with_bytes(found.gathered_bytes)),
+            ("scattered in a step", with_bytes(found.scattered_bytes)),
+        ]
     if memory is not None:
         rows.append(("memory of a device, at most", with_bytes(memory.peak)))
     return heading, ("", ""), rows
@@ -79,11 +83,19 @@ def _on_a_device(leaves: Sequence[ExplainedLeaf]) -> int:
 
 def _rows(leaves: Sequence[ExplainedLeaf]) -> Iterator[Row]:
     for leaf in leaves[:MOST_VALUES]:
-        how = f"dimension {leaf.dimension}" if not leaf.reason else leaf.reason
         kind = array_type(leaf.dtype, leaf.shape)
+        how = "; ".join(_how(leaf))
         yield leaf.path, kind, with_bytes(leaf.device_bytes), how
     if more := and_more(len(leaves), MOST_VALUES, before=""):
         yield more, "", "", ""
+
+
+def _how(leaf: ExplainedLeaf) -> Iterator[str]:
+    yield leaf.reason or f"dimension {leaf.dimension}"
+    for dimension, names in enumerate(leaf.inner):
+        if names:
+            axes = names if isinstance(names, str) else ", ".join(names)
+            yield f"dimension {dimension} over {axes} in each replica"
 
 
 def _short_or_nothing(line: Line | None) -> str:

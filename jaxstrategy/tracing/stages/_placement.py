@@ -105,13 +105,13 @@ class Placement:
         if key in self._dimensions:
             dimension = self._dimensions[key]
         else:
-            is_array = _arrays.is_placed(leaf)
-            dimension = self._replicas.dimension_of(leaf) if is_array else None
+            is_known = _arrays.has_place(leaf)
+            dimension = self._replicas.dimension_of(leaf) if is_known else None
         return lying_like(leaf, self._replicas, lies_along(dimension))
 
     def _lying_inside(self, index: int, leaf: Leaf) -> NamedSharding | None:
         """How an argument lies that is divided over inner axes at most."""
-        if not (self._replicas.inner_axes and _arrays.is_placed(leaf)):
+        if not (self._replicas.inner_axes and _arrays.has_place(leaf)):
             return None
         meaning = SPLIT if self._split[index] else SAME
         return self._replicas.inner_placement(leaf, meaning)
