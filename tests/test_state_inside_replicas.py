@@ -251,26 +251,30 @@ def test_factored_moments_lie_whole(cores):
     assert all(a.is_fully_addressable for a in jax.tree.leaves(state))
 
 
-def test_an_annotation_of_an_unknown_axis_names_the_line_and_the_axes(cores):
-    text = r"(?s)`init` wants an array.*nn\.Dense\(16.*axis 'model', but .* 'core'"
+def test_an_annotation_of_an_unknown_axis_names_the_path_and_the_axes(cores):
+    text = (
+        r"annotation of `result.*\['kernel'\].*axis 'model', but a replica has 'core'"
+    )
     with pytest.raises(ValueError, match=text):
         variables(cores, Annotated("model"))
+
+
+def test_a_constraint_of_an_unknown_axis_names_the_line_and_the_axes(cores):
+    def build():
+        return jax.lax.with_sharding_constraint(jnp.ones((2, 2)), P("model"))
+
+    text = (
+        r"(?s)`build` wants an array.*with_sharding_constraint.*'model', but .*'core'"
+    )
+    with pytest.raises(ValueError, match=text):
+        cores.init(build)
 
 
 def test_an_annotation_that_does_not_divide_names_the_path():
     strategy = js.MirroredStrategy(jax.devices()[:3], logical_axes={"core": 3})
     text = r"annotation of `result\['params'\]\['Dense_0'\]\['kernel'\]"
     with pytest.raises(ValueError, match=text):
-        # Without a call, whose constraint would be an error of JAX's.
-        strategy.init(
-            lambda: {
-                "params": {
-                    "Dense_0": {
-                        "kernel": nn.Partitioned(jnp.ones((4, 16)), (None, "core"))
-                    }
-                }
-            }
-        )
+        strategy.init(Annotated().init, jax.random.key(0), jnp.ones((1, 4)))
 
 
 class Objects(nnx.Module):
