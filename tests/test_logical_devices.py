@@ -252,3 +252,27 @@ def test_checkpoints_are_read_with_any_number_of_cores(pairs, tmp_path):
             state = manager.restore({"w": v, "plain": plain})
         np.testing.assert_array_equal(v.value(), w1)
         np.testing.assert_array_equal(state["plain"], w1)
+
+
+def test_splitting_in_loops_branches_and_transformations(pairs):
+    split = pairs.experimental_split_to_logical_devices
+
+    def step(x):
+        def turn(carry, _):
+            carry = split(carry + 1, [2, 1])
+            return carry, total(carry)
+
+        carried, sums = jax.lax.scan(jax.checkpoint(turn), x, None, length=2)
+        branch = jax.lax.cond(
+            total(x).sum() > 0, lambda x: split(2 * x, [1, 2]), lambda x: x, x
+        )
+        rows = jax.vmap(lambda row: split(row, [2]) - 1)(x)
+        inner = jax.jit(lambda x: split(x, [1, 2]) * 3)(x)
+        return {"scan": carried, "cond": branch, "vmap": rows, "jit": inner}, sums
+
+    x = np.arange(96, dtype=np.float32).reshape(4, 4, 6)
+    found, sums = pairs.run(step, (pairs.per_replica(x),))
+    wanted = {"scan": x + 2, "cond": 2 * x, "vmap": x - 1, "jit": 3 * x}
+    for name, value in wanted.items():
+        np.testing.assert_array_equal(found[name].stacked, value, name)
+    np.testing.assert_array_equal(sums, [(x + 1).sum(0), (x + 2).sum(0)])
