@@ -262,3 +262,43 @@ def test_a_deep_copy_lies_as_the_variable():
     twin.assign_add(W)
     assert lies(twin.value()) == COLUMNS
     np.testing.assert_array_equal(w, W)
+
+
+EVERYTHING = js.StateSharding("state", min_bytes=0)
+
+
+@pytest.mark.parametrize(
+    ("choice", "lies_as"),
+    [
+        (None, P("replica", "core")),
+        (EVERYTHING, P("replica", "core")),
+        (0, P("replica", "core")),
+        (lambda shape, dtype: [4, 1], P("replica", "core")),
+        (lambda shape, dtype: [1, 2], P(None, "core")),
+        ("whole", P(None, "core")),
+        (P("core"), P("core", "replica")),
+    ],
+)
+def test_replicas_and_their_devices_divide_different_dimensions(choice, lies_as):
+    strategy = cored(sharding=EVERYTHING)
+    w = variable(strategy, sharding=choice)
+    assert lies(w) == lies(w.value()) == lies_as
+    assert w.numpy().tolist() == W.tolist()
+    x = rows(strategy, 16, 8)
+
+    def step(x):
+        w.assign_sub(0.5 * replica().all_reduce("mean", x * w.value()))
+
+    wanted = W
+    for _ in range(2):
+        strategy.run(step, (x,))
+        wanted = wanted - 0.5 * np.mean([each * wanted for each in x.values], 0)
+        np.testing.assert_allclose(w, wanted, rtol=1e-4, atol=1e-5)
+        assert lies(w.value()) == lies_as
+    assert lies(w.assign_add(W)) == lies_as
+    np.testing.assert_allclose(w, wanted + W, rtol=1e-4, atol=1e-5)
+
+
+def test_a_dimension_that_the_cores_divide_is_refused():
+    with pytest.raises(ValueError, match="was 1, the dimension that the devices of"):
+        variable(cored(), name="table", sharding=1)

@@ -47,7 +47,11 @@ def inner_spec(value: object, replicas: Replicas) -> InnerSpec:
 
 def inner_dimensions(value: object, replicas: Replicas) -> list[int]:
     """The dimensions of `value` that inner axes divide."""
-    inner = inner_spec(value, replicas)
+    return divided_dimensions(inner_spec(value, replicas))
+
+
+def divided_dimensions(inner: InnerSpec) -> list[int]:
+    """The dimensions that inner axes divide."""
     return [i for i, names in enumerate(inner) if names is not None]
 
 

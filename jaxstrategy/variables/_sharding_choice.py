@@ -9,7 +9,12 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
-from jaxstrategy.replicas._inner_placement import InnerSpec, checked_inner, inner_spec
+from jaxstrategy.replicas._inner_placement import (
+    InnerSpec,
+    checked_inner,
+    divided_dimensions,
+    inner_spec,
+)
 from jaxstrategy.replicas._random_keys import is_key
 from jaxstrategy.replicas._replicas import Replicas
 from jaxstrategy.replicas._state_sharding import (
@@ -92,17 +97,18 @@ class ShardingChoice:
           TypeError: the dimension or the answer is none.
         """
         given, parts = self.given, replicas.parts
+        taken = divided_dimensions(self.inner(leaf, replicas))
         if given is None or isinstance(given, InnerSpec):
-            return self._of_strategy(leaf, replicas)
+            return self._of_strategy(leaf, replicas, taken)
         if isinstance(given, StateSharding):
-            return given.division(self.name, leaf, parts)
+            return given.division(self.name, leaf, parts, taken)
         if self._is_whole:
             return LeafSharding(None, "`sharding` was 'whole'")
         dimension = whole(given)
         if dimension is not None:
-            return self._along(dimension, leaf, parts)
+            return self._along(dimension, leaf, parts, taken)
         assert callable(given), "which was checked"
-        return self._partitioned(given, leaf, parts)
+        return self._partitioned(given, leaf, parts, taken)
 
     def inner(self, leaf: ArrayLike, replicas: Replicas) -> InnerSpec:
         """The division of one copy over the devices of its replica.
@@ -119,16 +125,20 @@ class ShardingChoice:
             return checked_inner(self.given, leaf, replicas, what)
         return inner_spec(leaf, replicas)
 
-    def _of_strategy(self, leaf: ArrayLike, replicas: Replicas) -> LeafSharding:
+    def _of_strategy(
+        self, leaf: ArrayLike, replicas: Replicas, taken: Sequence[int]
+    ) -> LeafSharding:
         of_strategy = replicas.state_sharding
         if of_strategy is not None and of_strategy.shard == "optimizer":
             # A variable does not say what it is for.
             return LeafSharding(
                 None, "the strategy divides optimizer state, and it has no `sharding`"
             )
-        return replicas.division(self.name, leaf)
+        return replicas.division(self.name, leaf, taken)
 
-    def _along(self, given: int, leaf: ArrayLike, parts: int) -> LeafSharding:
+    def _along(
+        self, given: int, leaf: ArrayLike, parts: int, taken: Sequence[int]
+    ) -> LeafSharding:
         rank = len(leaf.shape)
         if not -rank <= given < rank:
             raise ValueError(
@@ -141,6 +151,11 @@ class ShardingChoice:
                 "random keys, which stay whole. Leave `sharding` out."
             )
         dimension = given % rank
+        if dimension in taken:
+            raise ValueError(
+                f"`sharding` of variable {self.name!r} was {given}, the dimension that "
+                "the devices of each replica divide; another was wanted."
+            )
         if leaf.shape[dimension] % parts:
             raise ValueError(
                 f"`sharding` of variable {self.name!r} was {given}, but {parts} "
@@ -151,7 +166,11 @@ class ShardingChoice:
         return _unless_alone_or_empty(LeafSharding(dimension), leaf, parts)
 
     def _partitioned(
-        self, partitioner: PartitionFunction, leaf: ArrayLike, parts: int
+        self,
+        partitioner: PartitionFunction,
+        leaf: ArrayLike,
+        parts: int,
+        taken: Sequence[int],
     ) -> LeafSharding:
         shape = tuple(leaf.shape)
         if not shape:
@@ -176,6 +195,10 @@ class ShardingChoice:
         if not divided:
             return LeafSharding(None, "its partitioner left it whole")
         (dimension,) = divided
+        if dimension in taken:
+            return LeafSharding(
+                None, f"the devices of each replica divide dimension {dimension}"
+            )
         if shape[dimension] % parts:
             return LeafSharding(
                 None, f"{parts} replicas cannot divide dimension {dimension} of {shape}"

@@ -13,7 +13,7 @@ from jaxstrategy._options import VariableAggregation
 from jaxstrategy.contexts import _replica_context
 from jaxstrategy.replicas import _mesh, _overflow
 from jaxstrategy.replicas._inner_placement import lying_like, with_inner
-from jaxstrategy.replicas._replicas import SAME
+from jaxstrategy.replicas._replicas import lies_along
 from jaxstrategy.replicas._state_sharding import ArrayLike, LeafSharding
 from jaxstrategy.values._per_replica import PerReplica
 from jaxstrategy.values._slices import (
@@ -45,10 +45,8 @@ class MirroredKind(VariableKind):
     @property
     def sharding(self) -> NamedSharding:
         """Whole on each replica, or divided over them."""
-        dimension = self._division.dimension
-        return with_inner(
-            self.inner, self.replicas, SAME if dimension is None else dimension
-        )
+        lies = lies_along(self._division.dimension)
+        return with_inner(self.inner, self.replicas, lies)
 
     @property
     def division(self) -> LeafSharding:
