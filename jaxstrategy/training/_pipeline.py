@@ -108,10 +108,14 @@ def _stages(axis: str | None) -> tuple[str, int] | None:
     # was not written.
     if axis is not None and replicas.inner_axes or name in replicas.axes:
         known = listed(replicas.inner_axes, 8, quote="`") or "none"
+        other = (
+            "that is the axis along which replicas differ"
+            if name in replicas.axes
+            else f"or make the strategy with `logical_axes={{{name!r}: ...}}`"
+        )
         raise ValueError(
             f"`axis` was {name!r}; the inner axes of the strategy are {known}. Give "
-            f"one of them, or make the strategy with `logical_axes={{{name!r}: ...}}` "
-            "of another name than the replicas' axis."
+            f"one of them; {other}."
         )
     return None
 
