@@ -240,6 +240,32 @@ def test_replicas_of_one_device_send_nothing():
     )
 
 
+def test_the_report_names_the_links_inside_hosts(cores):
+    host = js.Topology(bandwidth=300e9, latency=2e-6, replicas=2)
+    links = js.Topology(bandwidth=25e9, latency=10e-6, replicas=4, inside=host)
+    x = cores.per_replica([1.0, 2.0, 3.0, 4.0])
+    found = cores.explain(lambda x: lax.psum(x, AXIS), (x,), topology=links)
+    report = str(found)
+    assert (
+        "step, 25 GB/s and 10 us a message; inside 2 replicas 300 GB/s and 2 us"
+        in report
+    )
+    # 4 B: 2 us, 20 us between two hosts, and 2 us.
+    assert ["4", "24", "us", "24", "us"] in [
+        line.split() for line in report.split("\n")
+    ]
+
+
+def test_cores_of_a_tpu_strategy_are_inner_axes():
+    strategy = js.TPUStrategy(cores_per_replica=2)
+    w, v = ones(strategy, (16, 32), None, "core"), ones(strategy, (32, 8), "core")
+    n = strategy.num_replicas_in_sync
+    x = strategy.per_replica(np.ones((n, 3, 16), np.float32))
+    found = strategy.explain(perceptron, (w, v, x))
+    assert [each.axes for each in found.inner_collectives] == [("core",)]
+    assert found.sharding.state_bytes == (16 * 32 + 32 * 8) * 4 // 2
+
+
 # Links that are measured.
 
 
