@@ -34,7 +34,9 @@ def default_context_after_each_test():
     assert not js.has_strategy() and not js.in_cross_replica_context()
 
 
-@pytest.fixture(params=[1, 2, 8], ids="{}-replicas".format)
+@pytest.fixture(
+    params=[1, pytest.param(2, marks=pytest.mark.slow), 8], ids="{}-replicas".format
+)
 def strategy(request):
     return js.MirroredStrategy(jax.devices()[: request.param])
 

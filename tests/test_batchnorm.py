@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen, nnx
+from helpers.cases import slow
 
 import jaxstrategy as js
 
@@ -103,7 +104,7 @@ def assert_close(have, want, tolerance=1e-5):
 # Equal to one big batch.
 
 
-@pytest.mark.parametrize("fast", [True, False], ids=["fast", "two-pass"])
+@pytest.mark.parametrize("fast", [True, *slow(False)], ids=["fast", "two-pass"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_without_a_mask_it_is_one_big_batch(strategy, kind, fast):
     n = strategy.num_replicas_in_sync
@@ -119,7 +120,7 @@ def test_without_a_mask_it_is_one_big_batch(strategy, kind, fast):
     assert all(isinstance(leaf, js.Mirrored) for leaf in stats.values())
 
 
-@pytest.mark.parametrize("real", [4 * 8 - 3, 9, 1], ids="{}-rows".format)
+@pytest.mark.parametrize("real", [9, *slow(4 * 8 - 3, 1)], ids="{}-rows".format)
 @pytest.mark.parametrize("kind", KINDS)
 def test_masks_count_each_row_once(kind, real):
     """Also where replicas have no real row; what is left out may be anything."""

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from helpers.cases import slow
 from helpers.objects import (
     WIDTH,
     Net,
@@ -102,11 +103,9 @@ def by_wrapper(model, optimizer):
 
 CAPTURING = [
     by_closure,
-    by_two_closures,
-    by_lambda,
     by_default,
-    by_partial,
     by_wrapper,
+    *slow(by_two_closures, by_lambda, by_partial),
 ]
 
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.cases import slow
 from helpers.replicas import ids
 
 import jaxstrategy as js
@@ -21,7 +22,7 @@ def central(devices=("CPU:0", "CPU:1"), home=None):
 
 
 @pytest.fixture(
-    params=[(1, None), (2, None), (2, 5), (8, None), (3, 7)],
+    params=[(1, None), (2, None), (3, 7), *slow((2, 5), (8, None))],
     ids=lambda p: f"{p[0]}-home-{p[1]}",
 )
 def storage(request):

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.cases import slow
 from helpers.reductions import collectives, on
 from helpers.replicas import replica
 
@@ -54,7 +55,7 @@ def rounding(x):
     return np.abs(x).max() / 127 / 2
 
 
-@pytest.mark.parametrize("op", ["mean", "sum"])
+@pytest.mark.parametrize("op", ["mean", *slow("sum")])
 @pytest.mark.parametrize("options", [INT8, LEVELS], ids=["one level", "two levels"])
 def test_a_sum_in_eight_bits_is_near_and_the_rest_is_kept(four, options, op):
     x = normal(4, 7, 101)
@@ -82,7 +83,9 @@ def test_what_was_kept_goes_with_the_next(four):
     np.testing.assert_allclose(arrived, x.mean(0), atol=1e-6)
 
 
-@pytest.mark.parametrize("options", [INT8, LEVELS], ids=["one level", "two levels"])
+@pytest.mark.parametrize(
+    "options", [INT8, *slow(LEVELS)], ids=["one level", "two levels"]
+)
 def test_small_coordinates_arrive_only_with_the_memory(four, options):
     draw = np.random.default_rng(1)
     size = 10 ** draw.uniform(-3, 1, 512)
@@ -183,7 +186,7 @@ def power_sgd(x, start, steps):
         yield span @ mean.T, errors
 
 
-@pytest.mark.parametrize("rank", [1, 3])
+@pytest.mark.parametrize("rank", [3, *slow(1)])
 def test_thin_matrices_are_those_of_a_plain_loop(four, rank):
     options = CommunicationOptions(compression=js.PowerSGD(rank))
     x = normal(4, 2, 15, 20)  # the last dimension is that of the columns
@@ -280,7 +283,7 @@ def test_all_else_is_exact(four, options):
 
 
 @BOTH
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, *slow(jnp.float16)])
 def test_short_numbers_are_remembered_in_32_bits(four, options, dtype):
     x = (normal(4, 32, 1) @ normal(1, 32, seed=1)).astype(dtype)
     have, state = once(four, options, x)
@@ -290,7 +293,7 @@ def test_short_numbers_are_remembered_in_32_bits(four, options, dtype):
 
 
 @BOTH
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("bad", [np.nan, *slow(np.inf)])
 def test_what_is_not_finite_shows_and_spoils_no_memory(four, options, bad):
     x = normal(4, 32, 64)
     state = four.compression_state(x[0], options)
@@ -319,7 +322,7 @@ def test_zeros_stay_zeros(four, options):
 
 
 @BOTH
-@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("n", [1, *slow(2)])
 def test_few_replicas(n, options):
     strategy = on(n)
     x = normal(n, 32, 1) @ normal(1, 32, seed=1)

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers.cases import slow
 from helpers.reductions import on
 from helpers.replicas import replica
 
@@ -15,6 +16,12 @@ from jaxstrategy.experimental import CommunicationOptions
 INT8 = CommunicationOptions(compression="int8")
 RANK1 = CommunicationOptions(compression=js.PowerSGD(rank=1))
 BOTH = pytest.mark.parametrize("options", [INT8, RANK1], ids=["int8", "PowerSGD"])
+INT8_FIRST = pytest.mark.parametrize(
+    "options", [INT8, *slow(RANK1)], ids=["int8", "PowerSGD"]
+)
+RANK1_FIRST = pytest.mark.parametrize(
+    "options", [RANK1, *slow(INT8)], ids=["PowerSGD", "int8"]
+)
 PARAMS = {"b": np.ones(3, np.float32), "w": np.ones((16, 20), np.float32)}
 OWN = js.RunOptions(expect_mirrored=lambda path, _: "errors" not in str(path))
 
@@ -70,7 +77,7 @@ def assert_same(have, want, tolerance=0.0):
 # Optax.
 
 
-@BOTH
+@INT8_FIRST
 def test_optax_keeps_it_in_its_state(four, options):
     tx, grads = transformation(options), [gradients(4, seed) for seed in range(3)]
     params, state = trained(four, tx, grads)
@@ -88,7 +95,7 @@ def test_optax_keeps_it_in_its_state(four, options):
     assert np.any(kept.errors["w"].stacked)
 
 
-@BOTH
+@RANK1_FIRST
 def test_a_state_is_made_for_all_replicas(four, options):
     tx = transformation(options)
     with four.scope():
@@ -126,7 +133,7 @@ def test_a_state_made_in_a_step_is_one_replicas(four):
     np.testing.assert_allclose(updates["w"] / -0.1 + kept, exact, atol=1e-5)
 
 
-@BOTH
+@RANK1_FIRST
 def test_a_state_made_outside_counts_for_every_replica(four, options):
     tx, grads = transformation(options), [gradients(4, seed) for seed in range(2)]
     state = tx.init(PARAMS)
@@ -145,7 +152,7 @@ def test_outside_any_strategy_all_bits_stay():
     assert not compression(state).errors["w"].any()
 
 
-@BOTH
+@INT8_FIRST
 def test_in_cross_replica_context_it_reduces_as_in_a_step(four, options):
     tx, grad = transformation(options), four.per_replica(gradients(4))
     want, after = four.run(tx.update, (grad, four.init(tx.init, PARAMS)), options=OWN)
@@ -490,7 +497,7 @@ def test_operations_that_add_whole_arrays_get_none(four):
 
 @pytest.mark.parametrize(
     "ops",
-    [OneByOne(), js.ReductionToOneDevice(), js.HierarchicalCopyAllReduce()],
+    [OneByOne(), *slow(js.ReductionToOneDevice(), js.HierarchicalCopyAllReduce())],
     ids=["own", "one device", "hierarchical"],
 )
 def test_thin_matrices_go_any_way(ops):
@@ -535,7 +542,12 @@ def test_local_steps_send_nothing(two):
 
 
 @pytest.mark.parametrize(
-    ("options", "shard"), [(INT8, "state"), (INT8, "optimizer"), (RANK1, "state")]
+    ("options", "shard"),
+    [
+        (INT8, "state"),
+        pytest.param(INT8, "optimizer", marks=pytest.mark.slow),
+        pytest.param(RANK1, "state", marks=pytest.mark.slow),
+    ],
 )
 def test_replicas_may_keep_parts_of_the_rest(four, options, shard):
     sharding = js.StateSharding(shard, min_bytes=256)

@@ -83,9 +83,19 @@ EACH_ID, EACH_ROW = REPLICAS * IDS * 4, REPLICAS * IDS * FEATURES * 4
 @pytest.mark.parametrize(
     "step, state, sent",
     [
-        (looked_up, TABLE, {"all-to-all": EACH_ID + EACH_ROW}),
+        pytest.param(
+            looked_up,
+            TABLE,
+            {"all-to-all": EACH_ID + EACH_ROW},
+            marks=pytest.mark.slow,
+        ),
         (trained, TABLE, {"all-to-all": 2 * (EACH_ID + EACH_ROW)}),
-        (by_example, TABLE, {"all-to-all": 2 * (EACH_ID + EACH_ROW)}),
+        pytest.param(
+            by_example,
+            TABLE,
+            {"all-to-all": 2 * (EACH_ID + EACH_ROW)},
+            marks=pytest.mark.slow,
+        ),
         (
             updated,
             STATE,

@@ -7,6 +7,7 @@ import optax
 import pytest
 from flax import linen as nn
 from flax.training.train_state import TrainState
+from helpers.cases import slow
 from helpers.lines import AXIS, SEVERAL, ids, place
 from helpers.replicas import replica
 from jax import lax
@@ -308,7 +309,7 @@ def training_step(state, x, total):
     "optimizer",
     [
         optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2)),
-        optax.adafactor(1e-2),
+        *slow(optax.adafactor(1e-2)),
     ],
     ids=["clipped adam", "adafactor"],
 )

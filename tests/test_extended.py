@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.cases import slow
 from helpers.replicas import ids
 from helpers.variables import copies
 
@@ -25,7 +26,11 @@ KINDS = {
 }
 
 
-@pytest.fixture(params=KINDS)
+# One of each: a device alone, several, and variables elsewhere than the replicas.
+QUICK = ("one", "mirrored-2", "central-elsewhere")
+
+
+@pytest.fixture(params=[*QUICK, *slow(*(k for k in KINDS if k not in QUICK))])
 def strategy(request):
     return KINDS[request.param]()
 

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.cases import slow
 
 import jaxstrategy as js
 
@@ -14,8 +15,8 @@ def per_replica(strategy, shape=(), dtype=np.float32):
     return strategy.per_replica(values), values
 
 
-@pytest.mark.parametrize("shape", [(), (3,), (2, 0), (128, 128)])
-@pytest.mark.parametrize("dtype", [np.float32, np.int32, jnp.bfloat16, bool])
+@pytest.mark.parametrize("shape", [(), (3,), (2, 0), *slow((128, 128))])
+@pytest.mark.parametrize("dtype", [np.float32, bool, *slow(np.int32, jnp.bfloat16)])
 def test_versions_are_summed_and_stacked(strategy, shape, dtype):
     x, host = per_replica(strategy, shape, dtype)
     versions = strategy.experimental_local_results(x)

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.cases import slow
 from helpers.replicas import mirrored
 from hypothesis import given, settings
 
@@ -71,9 +72,7 @@ def count_of(batch):
 
 
 @each_kind
-@pytest.mark.parametrize(
-    "rows", [3, 16, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 7))]
-)
+@pytest.mark.parametrize("rows", [3, *slow(1, 7, 16)])
 def test_sums_means_and_counts_are_numpys(kind, rows):
     strategy = kinds()[kind]
     batch, x = last(strategy, rows, whole=16)
@@ -287,9 +286,7 @@ def losses(w, batch):
 
 
 @each_kind
-@pytest.mark.parametrize(
-    "rows", [1, 11, *(pytest.param(n, marks=pytest.mark.slow) for n in (5, 16))]
-)
+@pytest.mark.parametrize("rows", [11, *slow(1, 5, 16)])
 def test_the_gradient_is_that_of_the_whole_batch(kind, rows):
     strategy = kinds()[kind]
     whole, part = data(16), data(rows)

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax.training.train_state import TrainState
+from helpers.cases import slow
 from helpers.replicas import mirrored
 
 import jaxstrategy as js
@@ -37,6 +38,12 @@ def workers(inner, outer, every, batches):
         updates, state = inner.update(jax.grad(loss_of)(params, x, y), state, params)
         return optax.apply_updates(params, updates), state
 
+    @jax.jit
+    def meet(w, own, state):
+        way = jax.tree.map(lambda w, *own: w - sum(own) / len(own), w, *own)
+        updates, state = outer.update(way, state, w)
+        return optax.apply_updates(w, updates), state
+
     x, y = batches
     (steps, n), w = x.shape[:2], PARAMS
     own, outer_state = [w] * n, outer.init(w)
@@ -45,9 +52,7 @@ def workers(inner, outer, every, batches):
         for r in range(n):
             own[r], states[r] = step(own[r], states[r], x[t, r], y[t, r])
         if (t + 1) % every == 0:
-            way = jax.tree.map(lambda w, *own: w - np.mean(own, 0), w, *own)
-            updates, outer_state = outer.update(way, outer_state, w)
-            w = optax.apply_updates(w, updates)
+            w, outer_state = meet(w, own, outer_state)
             own = [w] * n
             met.append(w)
     return met
@@ -84,7 +89,7 @@ def diloco(inner, every=4):
     return js.optax.outer(inner, outer, every=every), outer
 
 
-@pytest.mark.parametrize("n", [1, 2, 8])
+@pytest.mark.parametrize("n", [2, *slow(1, 8)])
 def test_three_rounds_are_those_of_workers_alone(n):
     strategy, inner, batches = mirrored(n), optax.adamw(0.05), data(n, 12)
     tx, outer = diloco(inner)
@@ -123,7 +128,7 @@ def test_by_default_the_parameters_are_averaged(two):
     assert_close(state.params, workers(inner, optax.sgd(1.0), 3, batches)[-1])
 
 
-@pytest.mark.parametrize("n", [1, 2, 8])
+@pytest.mark.parametrize("n", [1, 2, *slow(8)])
 def test_synchronizing_at_each_step_is_ordinary_training(n):
     batches = data(n, 5)
     tx = js.optax.outer(optax.sgd(0.1), every=1)
@@ -131,7 +136,7 @@ def test_synchronizing_at_each_step_is_ordinary_training(n):
     *_, (params, state) = trained(mirrored(n), tx, batches, proved)
     w = PARAMS
     for x, y in zip(*batches, strict=True):
-        grad = jax.grad(loss_of)(w, x.reshape(-1, 3), y.reshape(-1))
+        grad = jax.jit(jax.grad(loss_of))(w, x.reshape(-1, 3), y.reshape(-1))
         w = jax.tree.map(lambda w, g: w - 0.1 * g, w, grad)
     assert_close(params, w)
     assert_close(state.params, w)
@@ -293,7 +298,7 @@ def test_own_copies_are_of_floating_point_numbers(two):
         two.run(lambda w: js.optax.own_copies(w, strategy=two), (1.0,))
 
 
-@pytest.mark.parametrize("shard", ["state", "optimizer"])
+@pytest.mark.parametrize("shard", ["state", *slow("optimizer")])
 def test_sharded_state_is_the_same(four, shard):
     inner, outer = optax.adam(0.05), optax.sgd(0.7, momentum=0.9)
     tx = js.optax.outer(inner, outer, every=2)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.cases import slow
 from helpers.reductions import (
     OPS,
     assert_same_bits,
@@ -112,7 +113,7 @@ PACKINGS = {
 }
 
 
-@pytest.mark.parametrize("name", PACKINGS)
+@pytest.mark.parametrize("name", ["default", "three", *slow("one", "64 bytes")])
 @pytest.mark.parametrize("n", [3, pytest.param(8, marks=pytest.mark.slow)])
 def test_packs_change_no_bit(name, n):
     packed, plain = PACKINGS[name](n), on(n, js.NcclAllReduce(0))
@@ -220,8 +221,9 @@ def test_packs_in_transformed_steps(four):
         np.testing.assert_allclose(rest["a"], total, rtol=1e-5)
 
 
-def test_packs_of_very_many_arrays(four):
-    sizes = [1 + i % 5 for i in range(100)]  # enough to be cut at unknown places
+@pytest.mark.parametrize("number", [30, *slow(100)])
+def test_packs_of_very_many_arrays(four, number):
+    sizes = [1 + i % 5 for i in range(number)]  # 100 are cut at unknown places
     draw = np.random.default_rng(0)
     trees = [draw.normal(size=(4, size)).astype(np.float32) for size in sizes]
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers.cases import slow
 
 import jaxstrategy as js
 
@@ -25,7 +26,9 @@ STRATEGIES = {
 }
 
 
-@pytest.fixture(params=STRATEGIES)
+@pytest.fixture(
+    params=["mirrored", "central", "one", *slow("mirrored-8", "mirrored-1")]
+)
 def case(request):
     make, replicas, copies = STRATEGIES[request.param]
     strategy = make()

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.cases import slow
 
 import jaxstrategy as js
 from jaxstrategy import profiling
@@ -431,7 +432,7 @@ def test_a_step_gives_what_it_gives_without(n):
     assert report.examples_per_second == pytest.approx(8 / report.step)
 
 
-@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("n", [2, *slow(1)])
 @pytest.mark.parametrize("given", ["state first", "grouped", "pipelines", "filled up"])
 def test_the_examples_are_those_of_the_batch_of_a_dataset(n, given):
     strategy = js.MirroredStrategy(jax.devices()[:n])

@@ -331,6 +331,7 @@ def test_vmap_over_run(two):
     np.testing.assert_array_equal(out, [0, 2, 4])
 
 
+@pytest.mark.slow
 def test_five_thousand_calls_without_waiting():
     strategy = js.MirroredStrategy()
     assert strategy.num_replicas_in_sync == 8

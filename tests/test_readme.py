@@ -45,7 +45,14 @@ MISTAKES = re.findall(
 BEFORE = re.search(r"`strategy` and `x` are\n\n```python\n(.*?)```", TEXT, re.DOTALL)[1]
 
 
-@pytest.mark.parametrize("name, code, said", MISTAKES, ids=[m[0] for m in MISTAKES])
+@pytest.mark.parametrize(
+    "name, code, said",
+    [
+        pytest.param(*mistake, marks=[] if mistake[0] == "hang" else [pytest.mark.slow])
+        for mistake in MISTAKES
+    ],
+    ids=[mistake[0] for mistake in MISTAKES],
+)
 def test_the_famous_mistakes_are_answered_as_the_readme_says(
     tmp_path, name, code, said
 ):

@@ -13,6 +13,7 @@ import optax
 import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
+from helpers.cases import slow
 from helpers.divided import SHARDS, assert_alike, drawn, lies, sharded, whole
 from helpers.replicas import replica
 from jax import lax
@@ -20,6 +21,7 @@ from jax import lax
 import jaxstrategy as js
 
 each_shard = pytest.mark.parametrize("shard", SHARDS)
+state_first = pytest.mark.parametrize("shard", ["state", *slow("optimizer")])
 ADAM = optax.adam(0.1)
 
 
@@ -137,12 +139,9 @@ def by_operation(strategy):
 
 AROUND = [
     donated,
-    decorated,
     scanned,
     differentiated,
-    pushed,
-    batched,
-    pytest.param(by_operation, marks=pytest.mark.slow),
+    *slow(decorated, pushed, batched, by_operation),
 ]
 
 
@@ -151,7 +150,7 @@ def test_all_that_may_be_around_a_call(around):
     assert_as_whole(around, "state", 1e-5)
 
 
-@each_shard
+@state_first
 def test_several_steps_in_one_call_are_those_of_as_many(shard):
     strategy = sharded(4, shard)
     state, losses = several(strategy)
@@ -241,8 +240,8 @@ def matrices(params, x):
 
 
 INSIDE = [
-    branched, reduced_in_a_branch, reduced_in_a_loop, jitted, tied, returns_all,
-    only_reads, merges, in_half_precision, random_numbers, matrices,
+    branched, reduced_in_a_loop, returns_all, merges, in_half_precision,
+    *slow(reduced_in_a_branch, jitted, tied, only_reads, random_numbers, matrices),
 ]  # fmt: skip
 
 
@@ -271,7 +270,7 @@ def captures(strategy):
     return [strategy.run(f, (x,)) for f in (step, jax.jit(step), deep)]
 
 
-@each_shard
+@state_first
 def test_state_that_a_step_captures_may_lie_divided(shard):
     assert_as_whole(captures, shard)
 
@@ -349,7 +348,7 @@ def trained_nnx(strategy):
     return model, optimizer, loss
 
 
-@each_shard
+@state_first
 def test_modules_and_their_optimizer(shard):
     strategy = sharded(4, shard)
     model, optimizer, loss = trained_nnx(strategy)
@@ -383,7 +382,7 @@ def trained_linen(strategy):
     return state.params, state.opt_state, state.step
 
 
-@each_shard
+@state_first
 def test_train_states(shard):
     strategy = sharded(4, shard)
     params, memory, steps = trained_linen(strategy)

@@ -8,6 +8,7 @@ import optax
 import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
+from helpers.cases import slow
 
 import jaxstrategy as js
 from jaxstrategy.tracing import _divided_init
@@ -96,7 +97,7 @@ def train_state(key):
     )
 
 
-@pytest.mark.parametrize("shard", ["state", "optimizer"])
+@pytest.mark.parametrize("shard", ["state", *slow("optimizer")])
 def test_a_train_state_is_built_in_parts(shard):
     strategy = sharded(shard=shard)
     state = check_like_whole(strategy, train_state, jax.random.key(0))
@@ -118,7 +119,7 @@ def nnx_state():
     return model, nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
 
 
-@pytest.mark.parametrize("shard", ["state", "optimizer"])
+@pytest.mark.parametrize("shard", ["state", *slow("optimizer")])
 def test_objects_of_nnx_are_built_in_parts(shard):
     strategy = sharded(shard=shard)
     model, optimizer = check_like_whole(strategy, nnx_state)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from helpers.cases import slow
 from helpers.divided import assert_alike, bytes_of, drawn, sharded, whole
 from helpers.replicas import replica
 
@@ -44,7 +45,14 @@ OTHERS = {
 }
 OPTIMIZERS = {**BY_ELEMENT, **OTHERS}
 SLOW = ("muon", "prodigy", "lamb", "lars", "adafactor", "schedule_free")
-SLOW += ("novograd", "sm3", "centralize", "adaptive_grad_clip", "apply_if_finite")
+SLOW += (
+    "novograd",
+    "sm3",
+    "centralize",
+    "adaptive_grad_clip",
+    "apply_if_finite",
+    "lion",
+)
 names = [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in OPTIMIZERS]
 
 
@@ -110,7 +118,7 @@ def test_parameters_are_those_of_whole_state_and_of_one_device(name):
     assert bytes_of(memory) <= (total - numbers) / 4 + numbers
 
 
-@pytest.mark.parametrize("name", ["clipped adamw", "apply_if_finite", "sm3"])
+@pytest.mark.parametrize("name", ["clipped adamw", *slow("apply_if_finite", "sm3")])
 def test_the_optimizers_memory_alone_is_divided(name):
     params, memory = trained(OPTIMIZERS[name], sharded(4, "optimizer"), BATCHES)
     want = trained(OPTIMIZERS[name], whole(4), BATCHES)
@@ -120,7 +128,7 @@ def test_the_optimizers_memory_alone_is_divided(name):
     assert large and all(isinstance(leaf, js.Sharded) for leaf in large)
 
 
-@pytest.mark.parametrize("shard", ["state", "optimizer"])
+@pytest.mark.parametrize("shard", ["state", *slow("optimizer")])
 @pytest.mark.parametrize(
     "name", [n for n in names if n.values[0] in BY_ELEMENT.keys() - {"schedule_free"}]
 )

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers.cases import slow
 from jax import lax
 from jax.experimental import io_callback
 from jax.sharding import NamedSharding
@@ -127,7 +128,7 @@ DIVIDED = {
 
 
 @pytest.mark.parametrize("shard", [None, "optimizer", "state"])
-@pytest.mark.parametrize("cores", [1, 2, 4, 8])
+@pytest.mark.parametrize("cores", [2, *slow(1, 4, 8)])
 def test_state_lies_over_cores_and_replicas_and_numbers_are_one_devices(cores, shard):
     sharding = None if shard is None else js.StateSharding(shard, min_bytes=0)
     strategy = strategy_of(cores, sharding=sharding)

@@ -269,6 +269,7 @@ def _last(body, a, b, s):
     return interpreted(body, a, b, s)[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::jaxstrategy.DoubleReductionWarning")
 @pytest.mark.filterwarnings("ignore::jaxstrategy.RecompilationWarning")
 def test_random_programs_in_groups_are_never_wrongly_called_mirrored(four):
