@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.cases import slow
 from helpers.reductions import (
     ALGORITHMS,
     AXIS,
@@ -230,9 +231,7 @@ def test_each_algorithm_is_another_program():
 
 
 @algorithms
-@pytest.mark.parametrize(
-    "n", [1, 5, 8, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 3, 6))]
-)
+@pytest.mark.parametrize("n", [5, 8, *slow(1, 2, 3, 6)])
 def test_each_algorithm_gives_numpys_numbers(name, n):
     strategy = on(n, *ALGORITHMS[name])
     draw = np.random.default_rng(0)

@@ -261,7 +261,7 @@ def test_gradients_of_rare_sizes_neither_vanish_nor_overflow(four):
 BOTH = pytest.mark.parametrize("options", [INT8, RANK2], ids=["int8", "PowerSGD"])
 
 
-@BOTH
+@pytest.mark.parametrize("options", [INT8, *slow(RANK2)], ids=["int8", "PowerSGD"])
 def test_all_else_is_exact(four, options):
     tree = {
         "complex": (normal(4, 32, 32) + 1j * normal(4, 32, 32)).astype(np.complex64),

@@ -304,7 +304,7 @@ def training_step(state, x, total):
     return state.apply_gradients(grads=grads, stats=stats), metrics, x.sum()
 
 
-@pytest.mark.parametrize("total", [True, False], ids=["sums", "means"])
+@pytest.mark.parametrize("total", [True, *slow(False)], ids=["sums", "means"])
 @pytest.mark.parametrize(
     "optimizer",
     [

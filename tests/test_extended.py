@@ -100,7 +100,9 @@ def test_update_in_a_step_gives_one_result_for_each_copy(strategy):
     assert in_merge_call(strategy, merge) == (n, True, 4.0)
 
 
-@pytest.mark.parametrize("aggregation", ["none", "sum", "mean", "only_first_replica"])
+@pytest.mark.parametrize(
+    "aggregation", ["none", "sum", *slow("mean", "only_first_replica")]
+)
 @pytest.mark.parametrize("synchronization", ["on_write", "on_read"])
 def test_aggregation_plays_no_part_in_update(strategy, aggregation, synchronization):
     options = {"synchronization": synchronization, "aggregation": aggregation}

@@ -337,7 +337,7 @@ def test_outside_any_strategy_there_is_one_worker():
     params, state = PARAMS, tx.init(PARAMS)
     for t in range(4):
         updates, state = tx.update(
-            jax.grad(loss_of)(params, x[t, 0], y[t, 0]), state, params
+            jax.jit(jax.grad(loss_of))(params, x[t, 0], y[t, 0]), state, params
         )
         params = optax.apply_updates(params, updates)
     assert_close(params, workers(inner, outer, 2, (x, y))[-1])

@@ -359,7 +359,7 @@ def descend(params, grads):
     return jax.tree.map(lambda a, g: a - 0.1 * g, params, grads)
 
 
-@each_shard
+@pytest.mark.parametrize("shard", ["state", *slow("optimizer")])
 def test_all_conversions_of_what_a_loop_stacks_are_done(shard):
     def step(params, x):
         grads = jax.grad(lambda p: 1000 * deep_loss(p, x))(params)
@@ -372,7 +372,7 @@ def test_all_conversions_of_what_a_loop_stacks_are_done(shard):
     assert_alike(have, want, 1e-6)
 
 
-@each_shard
+@pytest.mark.parametrize("shard", ["state", *slow("optimizer")])
 def test_the_user_chooses_for_state_only(shard):
     asked = {}
 
