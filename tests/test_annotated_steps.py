@@ -69,6 +69,10 @@ LAYOUTS = {
     "an axis of one device": {"logical_axes": {"core": 1}},
     "replicas that share devices": {"devices": ["CPU:0"], "replicas_per_device": 4},
     "divided state": {"sharding": js.StateSharding("state", min_bytes=0)},
+    "divided state, two devices each": {
+        "sharding": js.StateSharding("state", min_bytes=0),
+        "logical_axes": {"core": 2},
+    },
 }
 
 

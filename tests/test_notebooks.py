@@ -18,10 +18,11 @@ NAMES = [
     "debugging",
     "from_tf_distribute",
     "quickstart",
+    "tensor_parallelism",
     "training_what_does_not_fit",
 ]
-# It compiles a language model in five designs: 100 s of processor time.
-ONCE = ["training_what_does_not_fit"]
+# They compile a language model in several designs: 100 s of processor time.
+ONCE = ["tensor_parallelism", "training_what_does_not_fit"]
 each_notebook = pytest.mark.parametrize("name", NAMES)
 # What belongs to the machine that ran a notebook.
 MACHINES = re.compile(

@@ -339,3 +339,30 @@ def test_arrays_of_one_replica_are_computed_with_in_the_scope(cores):
     with cores.scope():
         values = cores.per_replica(np.arange(8.0).reshape(4, 2)).values
         assert [float((value + 1).sum()) for value in values] == [3, 7, 11, 15]
+
+
+@pytest.mark.parametrize("shard", ["state", "optimizer"])
+def test_replicas_and_their_devices_divide_different_dimensions(shard):
+    strategy = js.MirroredStrategy(
+        sharding=js.StateSharding(shard, min_bytes=0), logical_axes={"core": 2}
+    )
+
+    def build(key):
+        model = Annotated()
+        params = model.init(key, jnp.ones((1, 4)))["params"]
+        tx = optax.adam(1e-2)
+        return TrainState.create(apply_fn=model.apply, params=params, tx=tx)
+
+    state = strategy.init(build, jax.random.key(0))
+    moment = state.opt_state[0].mu["Dense_0"]["kernel"].value
+    assert moment.sharding.shard_shape((4, 16)) == (1, 8)
+    kernel = state.params["Dense_0"]["kernel"].value
+    parts = {"state": (1, 8), "optimizer": (4, 8)}[shard]
+    assert kernel.sharding.shard_shape((4, 16)) == parts
+    wanted = jax.tree.leaves(build(jax.random.key(0)))
+    for one, other in zip(jax.tree.leaves(state), wanted, strict=True):
+        np.testing.assert_array_equal(one, other)
+    # What is built of it lies as it does.
+    again = strategy.init(optax.adam(1e-2).init, state.params)
+    moment = again[0].nu["Dense_0"]["kernel"].value
+    assert moment.sharding.shard_shape((4, 16)) == (1, 8)

@@ -17,8 +17,6 @@ from jaxstrategy.text._shown import shown
 Spec: TypeAlias = PartitionSpec
 """The division of an array over inner axes."""
 
-WHOLE = PartitionSpec()
-
 
 def is_spec(value: object) -> TypeGuard[Spec]:
     """Whether `value` says how an array is divided."""

@@ -15,9 +15,11 @@ from jax.sharding import NamedSharding
 
 from jaxstrategy.cluster import _processes
 from jaxstrategy.replicas import _mesh
-from jaxstrategy.replicas._replicas import SAME, SPLIT, Replicas
+from jaxstrategy.replicas._inner_placement import inner_dimensions, lying_like
+from jaxstrategy.replicas._replicas import SAME, SPLIT, Replicas, lies_along
 from jaxstrategy.tracing._constants import constants, fingerprint
 from jaxstrategy.tracing._exact_in_parts import CALLS, exact_values, is_exact
+from jaxstrategy.tracing._inner_state import InnerState
 from jaxstrategy.tracing._jaxpr_types import Atom, ClosedJaxpr, Equation, Jaxpr, Var
 from jaxstrategy.tracing.replication._jaxprs import all_eqns, closed, jaxpr_of, plain
 from jaxstrategy.values import _building
@@ -36,6 +38,7 @@ def build_divided(
     build: Callable[..., tuple[PyTree, list[jax.Array]]],
     arrays: Sequence[jax.Array | np.ndarray | np.generic],
     replicas: Replicas,
+    inner: InnerState,
     name: str,
 ) -> tuple[PyTree, list[jax.Array]]:
     """`build(*arrays)`, with each array of it placed as `replicas` keep their state.
@@ -47,6 +50,7 @@ def build_divided(
       build: makes a state, and arrays `[replica, ...]`, of which each has its version.
       arrays: its arguments; those of the first process count.
       replicas: those of the strategy.
+      inner: where its arrays lie on the devices of each replica.
       name: how other processes hear of it.
     """
     given = [
@@ -55,7 +59,7 @@ def build_divided(
     ]
     traced, returned = jax.make_jaxpr(build, return_shape=True)(*given)
     state, versions = returned
-    wanted = [sharding for _, _, sharding in shardings_of(state, replicas)]
+    wanted = [sharding for _, _, sharding in shardings_of(inner.typed(state), replicas)]
     wanted += [replicas.sharding(SPLIT)] * len(versions)
     captured: list[jax.Array] = list(traced.consts)
     is_same = _is_same_everywhere(name, traced)
@@ -76,8 +80,9 @@ def _place_of_input(
     assert replicas.state_sharding is not None, "the caller has looked"
     # It has no path of which the user's choice could tell.
     sharding = dataclasses.replace(replicas.state_sharding, dimension=None)
-    division = sharding.division("", array, replicas.parts)
-    return replicas.sharding_along(division.dimension)
+    taken = inner_dimensions(array, replicas)
+    division = sharding.division("", array, replicas.parts, taken)
+    return lying_like(array, replicas, lies_along(division.dimension))
 
 
 def _is_same_everywhere(name: str, traced: ClosedJaxpr) -> bool:

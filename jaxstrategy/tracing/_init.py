@@ -78,7 +78,9 @@ def build_replicated(
     given = [leaves[index] for index in traced]
     inner = InnerState(specs, args, replicas)
     if replicas.state_sharding is not None and not _are_traced(given):
-        return _with_versions(*build_divided(build, given, replicas, name_of(fn)))
+        return _with_versions(
+            *build_divided(build, given, replicas, inner, name_of(fn))
+        )
     arrays = _building.replicate(given, replicas)
     built, stacked = _built(build, arrays, inner, replicas)
     if not replicas.are_all_own:  # what `fn` closes over may differ

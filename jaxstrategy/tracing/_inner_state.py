@@ -9,15 +9,15 @@ import jax
 from jax.sharding import NamedSharding
 from jax.tree_util import KeyPath
 
+from jaxstrategy.replicas._inner_placement import WHOLE, inner_spec
 from jaxstrategy.replicas._inner_specs import (
-    WHOLE,
     Spec,
     checked_spec,
     has_inner_axes,
     is_spec,
     sharding_by,
 )
-from jaxstrategy.replicas._replicas import SAME, Replicas
+from jaxstrategy.replicas._replicas import Replicas
 from jaxstrategy.values import _arrays, _optimizer_state, _per_replica
 from jaxstrategy.values._annotations import annotated_leaves
 from jaxstrategy.values._types import Leaf, PyTree
@@ -58,6 +58,17 @@ class InnerState:
           ValueError: `specs`, or an annotation, does not fit the result.
         """
         return [sharding_by(spec, self._replicas) for spec in self._all_specs(types)]
+
+    def typed(self, types: PyTree) -> PyTree:
+        """`types`, which say how the arrays lie over the devices of a replica."""
+        leaves, structure = jax.tree.flatten(types)
+        if not self.is_asked:
+            return types
+        told = [
+            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+            for leaf, sharding in zip(leaves, self.shardings(types), strict=True)
+        ]
+        return jax.tree.unflatten(structure, told)
 
     def _all_specs(self, types: PyTree) -> Iterator[Spec]:
         given = self._given(types)
@@ -125,6 +136,5 @@ def _placed(
         for path, leaf in jax.tree.leaves_with_path(arg):
             if not _arrays.is_placed(leaf):
                 continue
-            lies = replicas.inner_placement(leaf, SAME)
-            if lies is not None and not lies.is_fully_replicated:
-                yield leaf.shape, path, lies.spec
+            if any(spec := inner_spec(leaf, replicas)):
+                yield leaf.shape, path, spec
