@@ -9,12 +9,9 @@ import optax
 import pytest
 from helpers.replicas import replica
 from jax import lax
-from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
 
 import jaxstrategy as js
-from jaxstrategy.replicas._replicas import Replicas
-from jaxstrategy.strategies._choices import Choices
-from jaxstrategy.strategies._strategy import Strategy
 from jaxstrategy.text._user_code import Line
 
 N = 8
@@ -199,21 +196,19 @@ def test_one_replica_divides_nothing():
     assert found.sharding.state_bytes == found.sharding.replicated_bytes == 64
 
 
-class Chosen(Strategy):
-    """A strategy is its choices."""
-
-    def __init__(self, replicas):
-        self._compose(Choices(replicas=replicas))
-
-
-def test_replicas_of_several_devices_divide_state():
-    grid = np.array(js.simulate(N)).reshape(4, 2)
-    mesh = Mesh(grid, ("replica", "inner"), axis_types=(AxisType.Auto,) * 2)
+def test_replicas_of_several_devices_divide_state_unless_a_step_names_devices():
     asked = js.StateSharding(min_bytes=0)
-    found = explain(
-        Chosen(Replicas(mesh, state_sharding=asked)), lambda w: w * 2, VECTOR
-    )
-    assert leaves(found) == {"w": (0, "")}
+    own = js.MirroredStrategy(js.simulate(N), logical_axes={"core": 2}, sharding=asked)
+
+    def step(w):
+        axes = {"core"}
+        return jax.shard_map(
+            lambda w: w * 2, in_specs=P("core"), out_specs=P("core"), axis_names=axes
+        )(w)
+
+    reason = "the step says what each device of a replica does, in a `shard_map`"
+    assert leaves(explain(own, step, VECTOR)) == {"w": (None, reason)}
+    assert leaves(explain(own, lambda w: w * 2, VECTOR)) == {"w": (0, "")}
 
 
 # Sums that every replica gets all of.

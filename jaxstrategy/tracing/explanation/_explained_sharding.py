@@ -110,7 +110,9 @@ def _reason(replicas: Replicas) -> str:
         return "the strategy has no `sharding`"
     if replicas.count == 1:
         return "there is one replica"
-    return "several replicas share a device"
+    if replicas.per_device > 1:
+        return "several replicas share a device"
+    return "the step says what each device of a replica does, in a `shard_map`"
 
 
 def _kept(step: TracedStep, number: int) -> InnerSpec:
