@@ -147,6 +147,46 @@ def test_state_lies_over_cores_and_replicas_and_numbers_are_one_devices(cores, s
         assert {n: a.sharding.spec for n, a in moments.items()} == memory
 
 
+def layers_step(strategy):
+    """A step whose layers are stacked, and divided over replicas and cores."""
+    tx = optax.sgd(0.1)
+    # Of one shape, and divided along different dimensions.
+    up = over(strategy, np.ones((3, 16, 16), F32) / 16, None, None, "core")
+    down = over(strategy, np.ones((3, 16, 16), F32) / 16, None, "core")
+
+    def step(params, x):
+        def loss(params):
+            def layer(x, weights):
+                up, down = weights
+                return x + jnp.tanh(x @ up) @ down, None
+
+            return (lax.scan(layer, x, params)[0] ** 2).mean()
+
+        grads = js.get_replica_context().all_reduce("mean", jax.grad(loss)(params))
+        return optax.apply_updates(params, tx.update(grads, tx.init(params))[0])
+
+    x = np.random.default_rng(1).normal(size=(4, 2, 16)).astype(F32)
+    return strategy.mirror((up, down)), step, strategy.per_replica([*x])
+
+
+@pytest.mark.parametrize("shard", ["optimizer", "state"])
+def test_what_replicas_gather_and_scatter_stays_over_cores(shard):
+    sharding = js.StateSharding(shard, min_bytes=0)
+    found = []
+    for chosen in (None, sharding):
+        strategy = strategy_of(2, sharding=chosen)
+        params, step, x = layers_step(strategy)
+        params = strategy.run(step, (params, x))
+        found.append(jax.device_get(params))
+        inside = strategy.explain(step, (params, x)).inner_collectives
+        assert {each.kind for each in inside} <= {"all_reduce"}
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-7)
+    if shard == "state":
+        specs = [array.sharding.spec for array in params]
+        assert specs == [P(None, "replica", "core"), P(None, "core", "replica")]
+
+
 def test_a_second_call_is_not_compiled_again(capfd):
     strategy = strategy_of(2)
     state, step, x = state_and_step(strategy)

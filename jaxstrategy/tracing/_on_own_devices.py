@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from jaxstrategy.replicas._inner_placement import InnerSpec
 from jaxstrategy.replicas._replicas import Lies, Replicas
 from jaxstrategy.values._types import Function, PyTree
 
@@ -31,4 +32,21 @@ def on_own_devices(
         in_specs=tuple(map(replicas.spec_of, taken)),
         out_specs=jax.tree.map(replicas.spec_of, returned),
         **options,
+    )
+
+
+def on_each_device(fn: Function, inner: InnerSpec, replicas: Replicas) -> Function:
+    """`fn` of what one device has, as a function of what its replica has.
+
+    Args:
+      fn: takes one array, and returns one that is divided in the same way.
+      inner: how the devices of a replica divide both.
+      replicas: one of these computes it, in `on_own_devices`.
+    """
+    return jax.shard_map(
+        fn,
+        in_specs=inner,
+        out_specs=inner,
+        axis_names=set(replicas.inner_axes),
+        check_vma=False,
     )

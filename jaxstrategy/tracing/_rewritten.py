@@ -86,6 +86,8 @@ class _Rewriting:
         return self._done[id(jaxpr)][1]
 
     def _of_equation(self, eqn: Any) -> list[Equation]:
+        if eqn.primitive.name == "shard_map":
+            return [eqn]  # on each device its collectives are those of the devices
         new = self._with_inner(eqn)
         found = self._rule(new)
         return [new] if found is None else self._in_place(new, found)

@@ -10,11 +10,13 @@ from typing import final
 from jax.extend.core import Literal
 from jax.typing import DTypeLike
 
+from jaxstrategy.replicas._inner_placement import WHOLE, InnerSpec
 from jaxstrategy.replicas._replicas import Replicas
 from jaxstrategy.tracing._jaxpr_types import Atom, Equation, Jaxpr, Var
 from jaxstrategy.tracing.division._cut import Cut
 from jaxstrategy.tracing.division._functions_of_parts import adds_few_rows
 from jaxstrategy.tracing.division._layout import Layout
+from jaxstrategy.tracing.division._meant_like import meant_like
 from jaxstrategy.tracing.replication._collective_table import Effect, effect_of
 from jaxstrategy.tracing.replication._control import scan_counts
 
@@ -44,6 +46,7 @@ class Borders:
 
     Attributes:
       sums: the dimension of each, by its result.
+      inner: how the devices of a replica divide each that they divide, by the same.
       in_loops: of those whose loop sums its turns, by the same.
       of_functions: of those that functions can make by themselves, the equations that
         call these, by the same; the sum is that of all of them.
@@ -52,6 +55,7 @@ class Borders:
     """
 
     sums: Mapping[Var, int]
+    inner: Mapping[Var, InnerSpec]
     in_loops: Mapping[Var, LoopSum]
     of_functions: Mapping[Var, Sequence[Equation]]
     passed_over: frozenset[int]
@@ -92,7 +96,8 @@ def borders_of(jaxpr: Jaxpr, cut: Cut, layout: Layout, replicas: Replicas) -> Bo
             in_loops[result], conversions = found
             passed_over.update(map(id, conversions))
     needless = frozenset(passed_over)
-    return Borders(sums, in_loops, of_functions, needless, undivided)
+    inner = {var: search.inner(var) for var in sums}
+    return Borders(sums, inner, in_loops, of_functions, needless, undivided)
 
 
 def is_sum_of_all(eqn: Equation, replicas: Replicas) -> bool:
@@ -113,6 +118,7 @@ class _Search:
         self._replicas = replicas
         self._like = {tuple(v.aval.shape): d for v, d in layout.inputs.items()}
         self._results = jaxpr.outvars
+        self._meant = meant_like(jaxpr, cut, layout)
         self._origins: dict[Var, Equation] = {
             var: eqn for eqn in jaxpr.eqns for var in eqn.outvars
         }
@@ -126,7 +132,9 @@ class _Search:
         """The dimension along which a sum is divided, or why it is not."""
         if self._is_pack(operand, result):
             return "arrays were joined to be summed at once"
-        if (found := self._like.get(tuple(result.aval.shape))) is None:
+        if result in self._meant:
+            found = self._meant[result].dimension
+        elif (found := self._like.get(tuple(result.aval.shape))) is None:
             sharding = self._replicas.usual_division(result.aval)
             if (found := sharding.dimension) is None:
                 return sharding.reason
@@ -135,6 +143,10 @@ class _Search:
         if result not in self._cut.read_outside:
             return "it is returned as it is"
         return found
+
+    def inner(self, result: Var) -> InnerSpec:
+        """How the devices of a replica divide a sum."""
+        return self._meant[result].inner if result in self._meant else WHOLE
 
     def _is_pack(self, operand: Atom, result: Var) -> bool:
         """Whether arrays were joined to be summed, and are cut apart again."""

@@ -28,7 +28,10 @@ from jaxstrategy.tracing.division._functions_of_parts import shard_function
 from jaxstrategy.tracing.division._inside import Inside
 from jaxstrategy.tracing.division._layout import Layout, Layouts
 from jaxstrategy.tracing.division._outside import Outside
-from jaxstrategy.tracing.division._replica_values import ReplicaValues
+from jaxstrategy.tracing.division._replica_values import (
+    PartCollectives,
+    ReplicaValues,
+)
 from jaxstrategy.tracing.replication._jaxprs import closed, jaxpr_of
 from jaxstrategy.tracing.replication._levels import Collective
 from jaxstrategy.tracing.replication._rules import analyse, varying
@@ -79,6 +82,7 @@ class DividedStep:
         self.inside = Inside(
             self.cut.inside,
             inside_parts,
+            {var: self.layout.leaves[var].inner for var in inside_parts},
             self.borders,
             [*self._crossing, *self._varying_results],
             self._replicas,
@@ -248,7 +252,7 @@ class DividedStep:
             {var: value for var, value in given.items() if var not in divided},
             {var: value for var, value in given.items() if var in divided},
             self.inside.dimensions,
-            self._replicas.collective_axes,
+            PartCollectives(self._replicas, self.inside.inner),
         )
         self.inside.evaluate(values)
         parts = self.inside.dimensions

@@ -95,7 +95,9 @@ def evaluation_of_parts(eqn: Equation, function: ShardFunction) -> Evaluation:
             values.parts[atom] if place in function.divided else values.whole(atom)
             for place, atom in enumerate(eqn.invars)
         ]
-        results = jax.tree.leaves(function.of_parts(*operands, axes=values.axes))
+        results = jax.tree.leaves(
+            function.of_parts(*operands, axes=values.collectives.axes)
+        )
         for place, (var, value) in enumerate(zip(eqn.outvars, results, strict=True)):
             if place in function.returns_divided:
                 values.parts[var] = value

@@ -23,6 +23,7 @@ from jax.typing import DTypeLike
 
 from jaxstrategy.reductions._shard_functions import ShardFunction
 from jaxstrategy.reductions._table_rows import part_of_sum
+from jaxstrategy.replicas._inner_placement import WHOLE, InnerSpec
 from jaxstrategy.replicas._replicas import Replicas
 from jaxstrategy.tracing._jaxpr_types import ArrayType, Atom, Equation, Var
 from jaxstrategy.tracing.division._borders import Borders, is_sum_of_all
@@ -38,7 +39,6 @@ from jaxstrategy.tracing.division._rematerialised import (
 from jaxstrategy.tracing.division._replica_values import (
     Evaluation,
     ReplicaValues,
-    scattered,
 )
 from jaxstrategy.tracing.replication._jaxprs import closed, jaxpr_of
 
@@ -71,6 +71,7 @@ class Inside:
     Args:
       eqns: in order.
       parts: the dimension of each input of which a replica has a part.
+      inner: how the devices of a replica divide these.
       borders: the sums that are divided.
       wanted: the variables that are needed afterwards.
       replicas: those of the step.
@@ -79,12 +80,14 @@ class Inside:
     Attributes:
       exchanges: the gathers and scatters that this makes, in order.
       functions: those that are computed from parts, by the `id` of the equation.
+      inner: how the devices of a replica divide what a replica has a part of.
     """
 
     def __init__(
         self,
         eqns: Sequence[Equation],
         parts: Mapping[Var, int],
+        inner: Mapping[Var, InnerSpec],
         borders: Borders,
         wanted: Iterable[Var],
         replicas: Replicas,
@@ -94,6 +97,7 @@ class Inside:
         self._varies = varies
         self._replicas = replicas
         self._dimensions = dict(parts)
+        self.inner = {**inner, **borders.inner}
         self._last = _last_uses(eqns, wanted, borders)
         self.exchanges: list[Exchange] = []
         self.functions: dict[int, ShardFunction] = {}
@@ -152,6 +156,7 @@ class Inside:
         """Of the part: what is gathered afterwards has fewer bytes, as a rule."""
         (operand,), (result,) = eqn.invars, eqn.outvars
         self._dimensions[result] = self._dimensions[operand]
+        self.inner[result] = self.inner.get(operand, WHOLE)
         dtype = eqn.params["new_dtype"]
 
         def evaluate(values: ReplicaValues) -> None:
@@ -245,16 +250,19 @@ def _evaluate_sum(
         values.parts[result] = functools.reduce(operator.add, parts)
     elif (dimension := borders.sums.get(result)) is not None:
         array = values.whole(operand)
-        values.parts[result] = scattered(array, dimension, values.axes)
+        values.parts[result] = values.collectives.scattered(array, dimension, result)
     else:
-        values.keep([result], [lax.psum(values.whole(operand), values.axes)])
+        values.keep(
+            [result], [lax.psum(values.whole(operand), values.collectives.axes)]
+        )
 
 
 def _part_of_sum(call: Equation, dtype: DTypeLike, values: ReplicaValues) -> jax.Array:
     """This replica's part of the sum of the tables to which each adds rows."""
     table, *rows = call.invars
     operands = map(values.whole, rows)
-    return part_of_sum(table.aval.shape, *operands, axes=values.axes, dtype=dtype)
+    axes = values.collectives.axes
+    return part_of_sum(table.aval.shape, *operands, axes=axes, dtype=dtype)
 
 
 def _last_uses(

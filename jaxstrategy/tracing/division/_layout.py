@@ -61,6 +61,7 @@ class Layout:
       inputs: the dimension of each divided input, by its variable.
       results: how each result lies; those that differ between replicas are whole.
       placements: the same as shardings; None of results that XLA may place.
+      inside: how the devices of a replica divide each result.
       divisible: for each result that stays whole, as what it takes the place of, the
         dimension along which it could be divided.
       arguments: for each argument that a result takes the place of, how it is to lie.
@@ -70,6 +71,7 @@ class Layout:
     inputs: Mapping[Var, int]
     results: Sequence[LeafSharding]
     placements: Sequence[NamedSharding | None]
+    inside: Sequence[InnerSpec]
     divisible: Sequence[int | None]
     arguments: Mapping[int, int | None]
     leaves: Mapping[Var, DividedLeaf]
@@ -122,6 +124,7 @@ class Layouts:
             {v: d for v, d in inputs.items() if not isinstance(v.aval, AbstractRef)},
             [self._result(n, leaves) for n in range(len(step.outputs))],
             [self._placement(n, leaves) for n in range(len(step.outputs))],
+            [self._inside(n, leaves) for n in range(len(step.outputs))],
             [self._divisible(n, chosen) for n in range(len(step.outputs))],
             {i: chosen[i] for i in self._state},
             {self._at[place]: leaf for place, leaf in leaves.items()},
@@ -172,11 +175,14 @@ class Layouts:
         self, number: int, leaves: Mapping[int, DividedLeaf]
     ) -> NamedSharding | None:
         """The place of a result."""
+        if self._replicas.inner_axes and number not in self._replaced:
+            return None
         lies = lies_along(self._result(number, leaves).dimension)
-        if (argument := self._replaced.get(number)) is not None:
-            return with_inner(leaves[argument].inner, self._replicas, lies)
-        is_open = bool(self._replicas.inner_axes)
-        return None if is_open else with_inner(WHOLE, self._replicas, lies)
+        return with_inner(self._inside(number, leaves), self._replicas, lies)
+
+    def _inside(self, number: int, leaves: Mapping[int, DividedLeaf]) -> InnerSpec:
+        argument = self._replaced.get(number)
+        return WHOLE if argument is None else leaves[argument].inner
 
     def _divisible(self, number: int, chosen: Mapping[int, int | None]) -> int | None:
         argument = self._replaced.get(number)

@@ -15,8 +15,6 @@ from jaxstrategy.tracing.division._borders import LoopSum
 from jaxstrategy.tracing.division._replica_values import (
     Evaluation,
     ReplicaValues,
-    gathered,
-    scattered,
 )
 from jaxstrategy.tracing.replication._control import scan_counts
 from jaxstrategy.values._types import Leaf
@@ -52,7 +50,9 @@ def divided_loop(
     n_consts, n_carry = scan_counts(eqn)
     first = n_consts + n_carry
     function = core.jaxpr_as_fun(eqn.params["jaxpr"])
-    summed = {list(eqn.outvars).index(each.stacked): each for each in sums.values()}
+    summed = {
+        list(eqn.outvars).index(each.stacked): sum_ for sum_, each in sums.items()
+    }
 
     def evaluate(values: ReplicaValues) -> None:
         operands = [
@@ -60,14 +60,18 @@ def divided_loop(
             for place, atom in enumerate(eqn.invars)
         ]
 
+        collectives = values.collectives
+
         def body(carry: list[Leaf], layer: list[Leaf]) -> tuple[list[Leaf], list[Leaf]]:
             whole = [
-                gathered(x, layers[place] - 1, values.axes) if place in layers else x
+                collectives.gathered(x, layers[place] - 1, eqn.invars[place], True)
+                if place in layers
+                else x
                 for place, x in enumerate(layer, start=first)
             ]
             results = function(*operands[:n_consts], *carry, *whole)
             stacked = [
-                _part_of_sum(x, summed[place], values) if place in summed else x
+                _part_of_sum(x, summed[place], sums, values) if place in summed else x
                 for place, x in enumerate(results[n_carry:], start=n_carry)
             ]
             return results[:n_carry], stacked
@@ -88,10 +92,13 @@ def divided_loop(
     return evaluate
 
 
-def _part_of_sum(array: jax.Array, of: LoopSum, values: ReplicaValues) -> jax.Array:
-    for dtype in of.dtypes:
+def _part_of_sum(
+    array: jax.Array, result: Var, sums: Mapping[Var, LoopSum], values: ReplicaValues
+) -> jax.Array:
+    for dtype in sums[result].dtypes:
         array = lax.convert_element_type(array, dtype)
-    return scattered(array, of.dimension - 1, values.axes)
+    dimension = sums[result].dimension - 1
+    return values.collectives.scattered(array, dimension, result, True)
 
 
 def _options(eqn: Equation) -> dict[str, Any]:

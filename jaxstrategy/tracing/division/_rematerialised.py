@@ -16,7 +16,6 @@ from jaxstrategy.tracing._jaxpr_types import Equation, Var
 from jaxstrategy.tracing.division._replica_values import (
     Evaluation,
     ReplicaValues,
-    gathered,
 )
 from jaxstrategy.tracing.replication._jaxprs import closed
 
@@ -58,7 +57,9 @@ def computed_again(eqn: Equation, divided: Mapping[int, int]) -> Evaluation:
         # As JAX does for `checkpoint`: or XLA would join this with the first time.
         given = lax.optimization_barrier(given)
         whole = [
-            gathered(x, divided[place], values.axes) if place in divided else x
+            values.collectives.gathered(x, divided[place], eqn.invars[place])
+            if place in divided
+            else x
             for place, x in enumerate(given)
         ]
         values.keep(eqn.outvars, function(*whole))

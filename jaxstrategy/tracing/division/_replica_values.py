@@ -9,10 +9,81 @@ import jax
 from jax import lax
 from jax.extend.core import Literal
 
+from jaxstrategy.replicas._inner_placement import WHOLE, InnerSpec, of_versions
+from jaxstrategy.replicas._replicas import Replicas
 from jaxstrategy.tracing._jaxpr_types import Atom, Var
-from jaxstrategy.values._types import Leaf
+from jaxstrategy.tracing._on_own_devices import on_each_device
+from jaxstrategy.values._types import Function, Leaf
 
-Axes: TypeAlias = tuple[str, ...]
+
+@final
+class PartCollectives:
+    """The gathers and scatters of arrays of which every replica has a part.
+
+    Args:
+      replicas: those of the step.
+      inner: how the devices of a replica divide arrays, those that they do divide.
+
+    Attributes:
+      axes: of the replicas.
+    """
+
+    def __init__(self, replicas: Replicas, inner: Mapping[Var, InnerSpec]) -> None:
+        self.axes = replicas.collective_axes
+        self._replicas = replicas
+        self._inner = inner
+
+    def gathered(
+        self, part: jax.Array, dimension: int, var: Var, in_turn: bool = False
+    ) -> jax.Array:
+        """All of an array of which every replica has a part.
+
+        Shapes: `[..., n, ...]` -> `[..., replicas * n, ...]`.
+
+        Args:
+          part: this replica's.
+          dimension: along which the array is divided.
+          var: the array.
+          in_turn: whether it is what one turn of a loop has of that.
+        """
+
+        def all_parts(part: jax.Array) -> jax.Array:
+            return lax.all_gather(part, self.axes, axis=dimension, tiled=True)
+
+        return self._on_devices(all_parts, var, in_turn)(part)
+
+    def scattered(
+        self, array: jax.Array, dimension: int, var: Var, in_turn: bool = False
+    ) -> jax.Array:
+        """This replica's part of the sum of all replicas' arrays.
+
+        Shapes: `[..., replicas * n, ...]` -> `[..., n, ...]`.
+
+        Args:
+          array: this replica's.
+          dimension: along which the sum is divided.
+          var: the sum.
+          in_turn: whether it is what one turn of a loop has of that.
+        """
+
+        def own_part(array: jax.Array) -> jax.Array:
+            return lax.psum_scatter(
+                array, self.axes, scatter_dimension=dimension, tiled=True
+            )
+
+        return self._on_devices(own_part, var, in_turn)(array)
+
+    def _on_devices(self, function: Function, var: Var, in_turn: bool) -> Function:
+        """`function` on each device's part of what the replica has.
+
+        XLA would make what it gathers or scatters over the replicas whole on each
+        device before (JAX 0.10 and 0.12).
+        """
+        inner = self._inner.get(var, WHOLE)
+        inner = of_versions(inner) if in_turn else inner
+        return (
+            on_each_device(function, inner, self._replicas) if any(inner) else function
+        )
 
 
 @final
@@ -23,11 +94,11 @@ class ReplicaValues:
       whole: the values that it has all of.
       parts: those of which it has a part.
       dimensions: the dimension along which each of these is divided.
-      axes: of the replicas.
+      collectives: gather and scatter them.
 
     Attributes:
       parts: as given, with those that come to it.
-      axes: as given.
+      collectives: as given.
     """
 
     def __init__(
@@ -35,12 +106,12 @@ class ReplicaValues:
         whole: dict[Var, Leaf],
         parts: dict[Var, Leaf],
         dimensions: Mapping[Var, int],
-        axes: Axes,
+        collectives: PartCollectives,
     ) -> None:
         self._whole = whole
         self.parts = parts
         self._dimensions = dimensions
-        self.axes = axes
+        self.collectives = collectives
 
     def whole(self, atom: Atom) -> Leaf:
         """All of a value; of one that is divided it is gathered, once."""
@@ -48,7 +119,9 @@ class ReplicaValues:
             return atom.val
         if atom not in self._whole:
             dimension = self._dimensions[atom]
-            self._whole[atom] = gathered(self.parts[atom], dimension, self.axes)
+            self._whole[atom] = self.collectives.gathered(
+                self.parts[atom], dimension, atom
+            )
         return self._whole[atom]
 
     def keep(self, variables: Sequence[Var], values: Sequence[Leaf]) -> None:
@@ -58,19 +131,3 @@ class ReplicaValues:
 
 Evaluation: TypeAlias = Callable[[ReplicaValues], None]
 """Reads values, and keeps others."""
-
-
-def gathered(part: jax.Array, dimension: int, axes: Axes) -> jax.Array:
-    """All of an array of which every replica has a part.
-
-    Shapes: `[..., n, ...]` -> `[..., replicas * n, ...]`.
-    """
-    return lax.all_gather(part, axes, axis=dimension, tiled=True)
-
-
-def scattered(array: jax.Array, dimension: int, axes: Axes) -> jax.Array:
-    """This replica's part of the sum of all replicas' arrays.
-
-    Shapes: `[..., replicas * n, ...]` -> `[..., n, ...]`.
-    """
-    return lax.psum_scatter(array, axes, scatter_dimension=dimension, tiled=True)

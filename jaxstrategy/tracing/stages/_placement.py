@@ -134,8 +134,9 @@ class Placement:
         if isinstance(leaf, Tracer):
             # The program says nothing of where arguments lie, if they may be divided
             # over the replicas; over inner axes they stay as they are.
-            wanted = self.wanted(index, leaf)
-            return _mesh.place(leaf, wanted) if self.divides_state else leaf
+            if not self.divides_state or self._replicas.inner_axes:
+                return leaf
+            return _mesh.place(leaf, self.wanted(index, leaf))
         if not isinstance(leaf, jax.Array):
             return self._place_host(index, leaf)
         if leaf.is_deleted():
