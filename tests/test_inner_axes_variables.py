@@ -12,6 +12,7 @@ from helpers.replicas import replica
 from jax.sharding import PartitionSpec as P
 
 import jaxstrategy as js
+from jaxstrategy.replicas import _mesh
 
 W = drawn(16, 8)
 
@@ -302,3 +303,19 @@ def test_replicas_and_their_devices_divide_different_dimensions(choice, lies_as)
 def test_a_dimension_that_the_cores_divide_is_refused():
     with pytest.raises(ValueError, match="was 1, the dimension that the devices of"):
         variable(cored(), name="table", sharding=1)
+
+
+def test_of_a_large_array_of_the_host_each_core_is_given_its_part(monkeypatch):
+    w = variable(cored())
+    seen, put = [], jax.device_put
+
+    def watched(value, *args, **kwargs):
+        seen.append(value)
+        return put(value, *args, **kwargs)
+
+    monkeypatch.setattr(_mesh, "_AT_ONCE_BYTES", 0)
+    monkeypatch.setattr(jax, "device_put", watched)
+    w.assign(2 * W)
+    assert isinstance(seen[0], np.ndarray)  # and no array of one device
+    np.testing.assert_array_equal(w, 2 * W)
+    assert lies(w.value()) == COLUMNS

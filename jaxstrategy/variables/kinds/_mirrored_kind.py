@@ -115,9 +115,10 @@ class MirroredKind(VariableKind):
         return self._stored(ref, change.applied(ref[...], given))
 
     def _is_large_on_host(self, value: Value, ref: Holder) -> bool:
-        is_divided = not self._division.is_whole and not self._in_step()
+        is_divided = not self.sharding.is_fully_replicated
         return (
             is_divided
+            and not self._in_step()
             and is_host_array(value)
             and value.shape == ref.shape
             and _mesh.is_large(value.nbytes)
