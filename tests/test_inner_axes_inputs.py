@@ -50,13 +50,14 @@ def test_rows_that_fill_up_count_in_no_mean():
         x = jax.lax.with_sharding_constraint(x, COLUMNS)
         return js.masked_mean(x.sum(1)), replica().all_reduce("sum", x.sum())
 
-    for batch, wanted in zip(dataset, batches(), strict=True):
+    placed = list(dataset)
+    for batch, wanted in zip(placed, batches(), strict=True):
         mean, total = step(batch)
         mean = strategy.reduce("mean", mean)
         np.testing.assert_allclose(mean, wanted.sum(1).mean(), rtol=1e-4, atol=1e-5)
         if len(wanted) == 8:
             np.testing.assert_allclose(total, wanted.sum(), rtol=1e-4, atol=1e-5)
-    last = batches()[-1]
+    batch, last = placed[-1], batches()[-1]
     np.testing.assert_array_equal(strategy.gather(batch), last)
     np.testing.assert_allclose(
         strategy.reduce("mean", batch, axis=0), last.mean(0), rtol=1e-4, atol=1e-5
