@@ -140,3 +140,13 @@ def test_an_array_that_a_step_captures_is_another_one_at_each_call():
         np.testing.assert_allclose(found, wanted, rtol=1e-4)
         w = over(strategy, (turn + 1) * drawn(16, 8), None, "core")
     assert len(traced) == 1
+
+
+def test_advice_for_a_divided_array_counts_replicas_and_not_devices():
+    strategy = cored(4, 2)
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    x = jax.device_put(drawn(8, 2), jax.sharding.NamedSharding(mesh, P("x")))
+    with pytest.raises(
+        js.PlacementError, match=r"`\[4, \.\.\.\]`, entry i for replica"
+    ):
+        strategy.run(lambda x: x, (x,))

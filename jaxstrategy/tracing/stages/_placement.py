@@ -246,8 +246,8 @@ def check_whole(array: jax.Array, replicas: Replicas, name: str, what: str) -> N
         raise PlacementError(
             f"{name} is a plain array that is split over the replicas' devices (its "
             f"shape is {array.shape}), but {what} is the same on every replica. "
-            f"{_meant_for_replicas(array, len(ours))} If every replica should see all "
-            "of it, as of state that another strategy has divided, pass "
+            f"{_meant_for_replicas(array, replicas.count)} If every replica should see "
+            "all of it, as of state that another strategy has divided, pass "
             "`strategy.mirror(array)`."
         )
 
