@@ -45,6 +45,18 @@ def found(
     return _processes.start(process, timeout_seconds=timeout_seconds)
 
 
+def agree_on_replicas(processes: Processes, replicas: str) -> None:
+    """Compare the replicas of a strategy, in words, with those of the other processes.
+
+    Processes that count other replicas would take other parts of one batch.
+
+    Raises:
+      ClusterError: another process has made other ones, or is doing something else.
+    """
+    if processes.count > 1:
+        processes.operations.agree(f"make a strategy of {replicas}")
+
+
 def _let_jax_look() -> None:
     """Start JAX's distributed runtime if JAX finds a cluster by itself."""
     if jax.distributed.is_initialized():

@@ -27,6 +27,7 @@ from jaxstrategy.replicas import _devices, _mesh
 from jaxstrategy.replicas._devices import Device
 from jaxstrategy.replicas._inner_sizes import checked_sizes
 from jaxstrategy.replicas._state_sharding import ArrayLike, LeafSharding, StateSharding
+from jaxstrategy.text._units import with_noun
 
 
 class Meaning(enum.Enum):
@@ -166,6 +167,15 @@ class Replicas:
     def all_devices(self) -> frozenset[Device]:
         """The devices of all replicas."""
         return frozenset(self.mesh.devices.flat)
+
+    @property
+    def description(self) -> str:
+        """Their number, and how they go with devices if not one to one, in words."""
+        number = with_noun(self.count, "replica")
+        if inner := self.inner_sizes:
+            return f"{number} of {inner}"
+        sharing = self.per_device
+        return f"{number}, {sharing} on each device" if sharing > 1 else number
 
     @functools.cached_property
     def device_names(self) -> str:

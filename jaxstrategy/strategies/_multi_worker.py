@@ -53,7 +53,8 @@ class MultiWorkerMirroredStrategy(Strategy):
       replicas_per_device: how many replicas share a device.
 
     Raises:
-      ClusterError: the processes could not start together; it says which, and why.
+      ClusterError: the processes could not start together, or have other replicas each;
+        it says which, and why.
       ValueError: the cluster makes no sense.
       TypeError: something else than a resolver, or than options.
 
@@ -89,12 +90,10 @@ class MultiWorkerMirroredStrategy(Strategy):
             self._resolver, seconds or _found_processes.TIMEOUT_SECONDS
         )
         devices = sorted(jax.devices(), key=lambda d: (d.process_index, d.id))
+        replicas = Replicas.on(devices, sharding, logical_axes, replicas_per_device)
+        _found_processes.agree_on_replicas(processes, replicas.description)
         self._compose(
-            Choices(
-                Replicas.on(devices, sharding, logical_axes, replicas_per_device),
-                options=communication_options,
-                processes=processes,
-            )
+            Choices(replicas, options=communication_options, processes=processes)
         )
 
     @property

@@ -21,7 +21,6 @@ from jaxstrategy.strategies._placing_values import PlacesValues
 from jaxstrategy.strategies._reducing import ReducesValues
 from jaxstrategy.strategies._running import RunsSteps
 from jaxstrategy.text import _tables
-from jaxstrategy.text._units import with_noun
 
 
 class Strategy(RunsSteps, ExplainsSteps, ReducesValues, PlacesValues, DividesData):
@@ -67,18 +66,12 @@ class Strategy(RunsSteps, ExplainsSteps, ReducesValues, PlacesValues, DividesDat
         name_methods_after(cls)
 
     def __repr__(self) -> str:
-        replicas = with_noun(self.num_replicas_in_sync, "replica")
-        where = f"{replicas}{self._shares()} on {self.replicas.device_names}"
-        sharding = self.replicas.state_sharding
+        replicas = self.replicas
+        comma = "," if replicas.per_device > 1 else ""
+        where = f"{replicas.description}{comma} on {replicas.device_names}"
+        sharding = replicas.state_sharding
         divided = "" if sharding is None else f", sharding={sharding.shard!r}"
         return f"{type(self).__name__}({where}{divided})"
-
-    def _shares(self) -> str:
-        """How replicas and devices go together, if not one to one."""
-        if inner := self.replicas.inner_sizes:
-            return f" of {inner}"
-        sharing = self.replicas.per_device
-        return f", {sharing} on each device," if sharing > 1 else ""
 
     def _repr_html_(self) -> str:
         rows = [

@@ -7,6 +7,7 @@ from typing import Any, Self
 
 import jax
 
+from jaxstrategy.cluster._found_processes import agree_on_replicas
 from jaxstrategy.cluster.resolvers._tpu_resolver import TPUClusterResolver
 from jaxstrategy.replicas._logical_devices import logical_axes
 from jaxstrategy.replicas._replicas import Replicas
@@ -85,6 +86,7 @@ class TPUStrategy(Strategy):
             self._resolver.devices(), experimental_device_assignment, cores
         )
         replicas = Replicas.on(devices, sharding, logical_axes(cores))
+        agree_on_replicas(processes, replicas.description)
         self._compose(Choices(replicas, processes=processes))
 
     def experimental_split_to_logical_devices(

@@ -25,15 +25,27 @@ def told(rank, name):
     return [float(number) for number in line.partition(": ")[2].split(", ")]
 
 
+# Devices of each of two processes, and how their replicas lie: always four replicas.
 @pytest.mark.slow
-def test_one_and_two_processes_restore_what_the_other_saved(job, tmp_path, one):
+@pytest.mark.parametrize(
+    "devices, layout",
+    [
+        (2, {}),
+        (4, {"logical_axes": {"core": 2}}),
+        (1, {"replicas_per_device": 2}),
+    ],
+    ids=str,
+)
+def test_one_and_two_processes_restore_what_the_other_saved(
+    devices, layout, job, tmp_path, one
+):
     state = state_of(one, 1)
     next(state["data"])
     with CheckpointManager(tmp_path / "one") as manager:
         manager.save(1, state)
     with CheckpointManager(tmp_path / "copies") as manager:
         manager.save(1, {"x": one.per_replica([1.0, 2.0])})
-    env = {"PYTHONPATH": workers.PATH, "JAX_NUM_CPU_DEVICES": "2"}
+    env = workers.environment(devices, **layout)
     with job(MAIN, count=2, seconds=60, env=env, started=False) as running:
         rest = [seen(one, batch) for batch in state["data"]]
         assert running.wait(150) == [0, 0]

@@ -1,6 +1,5 @@
 """What holds for the replicas of one process holds for those of several."""
 
-import json
 import pickle
 import traceback
 
@@ -32,11 +31,7 @@ def wanted():
 @pytest.mark.slow
 @pytest.mark.parametrize("count, devices, layout", LAYOUTS)
 def test_all_is_as_in_one_process(count, devices, layout, job, tmp_path, wanted):
-    env = {
-        "PYTHONPATH": workers.PATH,
-        "JAX_NUM_CPU_DEVICES": str(devices),
-        "LAYOUT": json.dumps(layout),
-    }
+    env = workers.environment(devices, **layout)
     with job(MAIN, count=count, seconds=60, env=env, started=False) as running:
         assert running.wait(200) == [0] * count
     found = [pickle.loads((tmp_path / f"found{k}").read_bytes()) for k in range(count)]

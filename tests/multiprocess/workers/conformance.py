@@ -6,8 +6,6 @@ for each replica of this process; everything else must be the same in all proces
 
 import copy
 import io
-import json
-import os
 import pickle
 import re
 import traceback
@@ -17,12 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from workers import LAYOUT
 
 import jaxstrategy as js
 
 CHECKS = {}
-LAYOUT = json.loads(os.environ.get("LAYOUT", "{}"))
-"""What devices and replicas have to do with each other, in the processes of a job."""
 
 
 def check(fn):

@@ -4,12 +4,13 @@ import json
 
 import jax
 import numpy as np
+from workers import LAYOUT
 
 import jaxstrategy as js
 
 
 def main():
-    s = js.MultiWorkerMirroredStrategy()
+    s = js.MultiWorkerMirroredStrategy(**LAYOUT)
     own, count = jax.process_index(), jax.process_count()
     n = s.num_replicas_in_sync
     told = {}
