@@ -1,8 +1,9 @@
-"""Collectives of bfloat16 beside inner axes on a CPU: `through_float32`.
+"""Collectives beside inner axes that a CPU's XLA cannot compile: `through_float32`.
 
 XLA's CPU backend ends the process with "Invalid binary instruction opcode copy" when it
 compiles a sum, or a largest or smallest value, of bfloat16 over some axes of a mesh
-while others are left to it, of whatever size these are (JAX 0.10 and 0.12).
+while others are left to it, of whatever size these are (JAX 0.10 and 0.12). So it does,
+wherever they lie, when it folds the sum of a complex constant.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxstrategy.tracing._jaxpr_types import Equation
+from jaxstrategy.tracing._jaxpr_types import Atom, Equation
 from jaxstrategy.tracing._rewritten import rewritten_function
 from jaxstrategy.tracing.replication._collective_table import Effect, effect_of
 from jaxstrategy.values._types import Function
@@ -28,15 +29,11 @@ def through_float32(fn: Function) -> Function:
 
 def _in_float32(eqn: Equation) -> Function | None:
     """The function that takes the place of such a collective; None: it stays."""
-    is_narrow = [atom.aval.dtype == jnp.bfloat16 for atom in eqn.invars]
-    if effect_of(eqn) not in _EFFECTS or not any(is_narrow):
+    if effect_of(eqn) not in _EFFECTS or not any(map(_is_changed, eqn.invars)):
         return None
 
     def computed(*arrays: jax.Array) -> Sequence[jax.Array]:
-        wide = [
-            lax.convert_element_type(array, jnp.float32) if narrow else array
-            for array, narrow in zip(arrays, is_narrow, strict=True)
-        ]
+        wide = list(map(_compilable, arrays))
         results = eqn.primitive.bind(*wide, **eqn.params)
         several = results if eqn.primitive.multiple_results else [results]
         return [
@@ -45,3 +42,15 @@ def _in_float32(eqn: Equation) -> Function | None:
         ]
 
     return computed
+
+
+def _is_changed(atom: Atom) -> bool:
+    dtype = atom.aval.dtype
+    return dtype == jnp.bfloat16 or jnp.issubdtype(dtype, jnp.complexfloating)
+
+
+def _compilable(array: jax.Array) -> jax.Array:
+    if array.dtype == jnp.bfloat16:
+        return lax.convert_element_type(array, jnp.float32)
+    is_complex = jnp.issubdtype(array.dtype, jnp.complexfloating)
+    return lax.optimization_barrier(array) if is_complex else array

@@ -14,7 +14,7 @@ from jaxstrategy.checkpoint import CheckpointManager
 MAIN = "from workers.checkpoints import main\nmain()\n"
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def one():
     return js.MirroredStrategy(jax.devices()[:2])
 
