@@ -155,7 +155,7 @@ class Plan(AbstractPlan):
         divisor = self._members(axes) if row.divides else 1
         wide = [array.astype(self._dtype_for(array)) for array in arrays]
         sums = in_packs(
-            lambda x: _unfolded(self.sum(_unfolded(x), axes, divisor)),
+            lambda x: _sums.unfolded(self.sum(_sums.unfolded(x), axes, divisor)),
             wide,
             self.packing,
         )
@@ -211,14 +211,3 @@ class Plan(AbstractPlan):
         if self.reduce_dtype is not None:
             return self.reduce_dtype
         return jnp.float32 if array.dtype.itemsize <= 2 else array.dtype
-
-
-def _unfolded(array: jax.Array) -> jax.Array:
-    """`array`, with nothing known of it while it is compiled if it is complex.
-
-    XLA computes the sum over replicas of a constant while it compiles, and ends the
-    process if that is complex (jaxlib 0.10.2 to 0.12). A sum of no rows is a constant,
-    as is the gradient of a sum; so results need this, too.
-    """
-    is_complex = jnp.issubdtype(array.dtype, jnp.complexfloating)
-    return lax.optimization_barrier(array) if is_complex else array

@@ -123,3 +123,14 @@ def padded(array: jax.Array, parts: int) -> jax.Array:
 
 def _restored(flat: jax.Array, like: jax.Array) -> jax.Array:
     return flat[: like.size].reshape(like.shape)
+
+
+def unfolded(array: jax.Array) -> jax.Array:
+    """`array`, with nothing known of it while it is compiled if it is complex.
+
+    XLA computes the sum over replicas of a constant while it compiles, and ends the
+    process if that is complex (jaxlib 0.10.2 to 0.12). A sum of no rows is a constant,
+    as is the gradient of a sum; so results need this, too.
+    """
+    is_complex = jnp.issubdtype(array.dtype, jnp.complexfloating)
+    return lax.optimization_barrier(array) if is_complex else array

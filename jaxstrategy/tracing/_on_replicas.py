@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jaxstrategy.replicas._replicas import Lies, Replicas
+from jaxstrategy.tracing._cpu_collectives import on_cpu_devices
 from jaxstrategy.tracing._lone_replica import without_collectives
 from jaxstrategy.tracing._on_own_devices import on_own_devices
-from jaxstrategy.tracing._sixteen_bits import through_float32
 from jaxstrategy.tracing.lanes._shared_devices import on_shared_devices
 from jaxstrategy.values._types import Function, PyTree
 
@@ -27,6 +27,6 @@ def on_replicas(
         return on_shared_devices(fn, replicas, taken, returned)
     if replicas.inner_axes and replicas.count == 1:
         fn = without_collectives(fn, replicas.axes)
-    elif replicas.inner_axes and replicas.devices[0].platform == "cpu":
-        fn = through_float32(fn)
+    if replicas.inner_axes and replicas.devices[0].platform == "cpu":
+        return on_cpu_devices(fn, replicas, taken, returned)
     return on_own_devices(fn, replicas, taken, returned)

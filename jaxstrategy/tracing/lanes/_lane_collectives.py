@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxstrategy.reductions._sums import unfolded
 from jaxstrategy.tracing._jaxpr_types import Equation
 from jaxstrategy.tracing.lanes._lane_axes import LaneAxes
 from jaxstrategy.tracing.replication._collective_table import is_along
@@ -77,7 +78,7 @@ class LaneCollectives:
         groups = _groups_of(eqn)
         if groups is None:
             axes = (*self.axes.both, *self._other_axes(eqn))
-            return lambda *arrays: lax.psum(arrays, axes)
+            return lambda *arrays: lax.psum(list(map(unfolded, arrays)), axes)
         return lambda *arrays: [self._sum_of(array, groups) for array in arrays]
 
     def _extreme(self, eqn: Equation) -> Function:
