@@ -11,10 +11,10 @@ import warnings
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
-from workers import LAYOUT
 
 import jaxstrategy as js
 from jaxstrategy.checkpoint import CheckpointError, CheckpointManager, MismatchError
+from workers import LAYOUT
 
 ROWS = np.arange(80.0, dtype=np.float32)
 AGGREGATIONS = ("sum", "mean", "only_first_replica")

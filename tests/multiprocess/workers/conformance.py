@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from workers import LAYOUT
 
 import jaxstrategy as js
+from workers import LAYOUT
 
 CHECKS = {}
 

@@ -4,9 +4,9 @@ import json
 
 import jax
 import numpy as np
-from workers import LAYOUT
 
 import jaxstrategy as js
+from workers import LAYOUT
 
 
 def main():

@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
-from workers import LAYOUT
 
 import jaxstrategy as js
 from jaxstrategy.checkpoint import CheckpointManager
+from workers import LAYOUT
 
 KERNEL = np.random.default_rng(1).normal(size=(4, 6)).astype(np.float32)
 ROWS = np.random.default_rng(2).normal(size=(12, 4)).astype(np.float32)
@@ -52,7 +52,7 @@ def of_one_device():
 
 
 def step(w, x):
-    """The gradient of half the mean square, summed over replicas, and a step with it."""
+    """A step along the gradient of half the sum of squares, over all replicas."""
 
     def loss(w):
         return ((x @ w) ** 2).sum() / 2
