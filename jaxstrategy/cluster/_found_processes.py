@@ -45,7 +45,7 @@ def found(
     return _processes.start(process, timeout_seconds=timeout_seconds)
 
 
-def agree_on_replicas(processes: Processes, replicas: str) -> None:
+def agree_on_replicas(processes: Processes | None, replicas: str) -> None:
     """Compare the replicas of a strategy, in words, with those of the other processes.
 
     Processes that count other replicas would take other parts of one batch.
@@ -53,7 +53,7 @@ def agree_on_replicas(processes: Processes, replicas: str) -> None:
     Raises:
       ClusterError: another process has made other ones, or is doing something else.
     """
-    if processes.count > 1:
+    if processes is not None and processes.count > 1:
         processes.operations.agree(f"make a strategy of {replicas}")
 
 
