@@ -232,6 +232,8 @@ def values_by_name(draw, strategy):
         "kwargs": [{}, {"x": 1.0}],
         "devices": [None, jax.devices()[:2], ["cpu:0", "cpu:1"], "cpu:0"],
         "device": ["cpu:0", jax.devices()[1]],
+        "logical_axes": [None, {}, {"core": 2}, {"a": 2, "b": 1}, {"replica": 2}],
+        "replicas_per_device": [1, 2, np.int64(3), 0],
         "options": [None, js.RunOptions(), js.InputOptions()],
         "initial_value": [1.0, batch, lambda: 2.0],
         "aggregation": ["sum", "mean", "none", "only_first_replica"],
