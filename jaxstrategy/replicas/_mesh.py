@@ -35,6 +35,11 @@ from jaxstrategy.text._shown import shown
 
 REPLICA_AXIS = "replica"
 
+# Where replicas share devices, and only while a step is made for that: the axis of the
+# devices, and that of the replicas of one device.
+DEVICE_AXIS = "device_of_replicas"
+LANE_AXIS = "replica_of_device"
+
 SAME = PartitionSpec()
 SPLIT = PartitionSpec(REPLICA_AXIS)
 

@@ -237,6 +237,19 @@ class Replicas:
         return self.axes
 
     @property
+    def part_axes(self) -> tuple[str, ...]:
+        """The axes along which replicas have different parts of a divided array.
+
+        Replicas that share a device have the same part.
+        """
+        return self.axes if self.per_device == 1 else (_mesh.DEVICE_AXIS,)
+
+    @property
+    def sharing_axes(self) -> tuple[str, ...]:
+        """The axis along which the replicas of one device differ, if there are any."""
+        return (_mesh.LANE_AXIS,) if self.per_device > 1 else ()
+
+    @property
     def axis_sizes(self) -> list[tuple[str, int]]:
         """The axes along which replicas differ, with sizes."""
         if self.per_device > 1:

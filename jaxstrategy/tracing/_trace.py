@@ -298,8 +298,7 @@ def divides_state(replicas: Replicas) -> bool:
 
 def can_divide(replicas: Replicas) -> bool:
     """Whether steps of these replicas can be divided where all become equal."""
-    # A scatter over replicas that share a device has no rule in JAX (0.10 and 0.12).
-    return replicas.count > 1 and replicas.per_device == 1
+    return replicas.parts > 1
 
 
 def _goes_inside(jaxpr: Jaxpr, replicas: Replicas) -> bool:

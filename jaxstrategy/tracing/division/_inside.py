@@ -247,14 +247,13 @@ def _evaluate_sum(
     if (calls := borders.of_functions.get(result)) is not None:
         dtype = result.aval.dtype
         parts = [_part_of_sum(call, dtype, values) for call in calls]
-        values.parts[result] = functools.reduce(operator.add, parts)
+        total = functools.reduce(operator.add, parts)
+        values.parts[result] = values.collectives.of_one_device(total)
     elif (dimension := borders.sums.get(result)) is not None:
         array = values.whole(operand)
         values.parts[result] = values.collectives.scattered(array, dimension, result)
     else:
-        values.keep(
-            [result], [lax.psum(values.whole(operand), values.collectives.axes)]
-        )
+        values.keep([result], [values.collectives.total(values.whole(operand))])
 
 
 def _part_of_sum(call: Equation, dtype: DTypeLike, values: ReplicaValues) -> jax.Array:

@@ -25,11 +25,11 @@ class PartCollectives:
       inner: how the devices of a replica divide arrays, those that they do divide.
 
     Attributes:
-      axes: of the replicas.
+      axes: along which replicas have different parts.
     """
 
     def __init__(self, replicas: Replicas, inner: Mapping[Var, InnerSpec]) -> None:
-        self.axes = replicas.collective_axes
+        self.axes = replicas.part_axes
         self._replicas = replicas
         self._inner = inner
 
@@ -68,10 +68,22 @@ class PartCollectives:
 
         def own_part(array: jax.Array) -> jax.Array:
             return lax.psum_scatter(
-                array, self.axes, scatter_dimension=dimension, tiled=True
+                self.of_one_device(array),
+                self.axes,
+                scatter_dimension=dimension,
+                tiled=True,
             )
 
         return self._on_devices(own_part, var, in_turn)(array)
+
+    def total(self, array: jax.Array) -> jax.Array:
+        """The sum of all replicas' arrays."""
+        return lax.psum(array, self._replicas.collective_axes)
+
+    def of_one_device(self, array: jax.Array) -> jax.Array:
+        """The sum of the arrays of those replicas that share a device."""
+        shared = self._replicas.sharing_axes
+        return lax.psum(array, shared) if shared else array
 
     def _on_devices(self, function: Function, var: Var, in_turn: bool) -> Function:
         """`function` on each device's part of what the replica has.

@@ -45,7 +45,7 @@ class _Inside:
     def __init__(self, division: DividedStep) -> None:
         self._division = division
         self._eqns = division.cut.inside
-        self._count = division.replicas.count
+        self._count = division.replicas.parts
         self._origins = {var: eqn for eqn in self._eqns for var in eqn.outvars}
         self._found: dict[int, list[Collective]] = collections.defaultdict(list)
         for found in division.collectives:
@@ -219,7 +219,7 @@ def _outside(
         eqn = origins.get(atom)
         site = None if eqn is None else division.site((eqn,))
         for kind, why in _moves(outside.dimension(atom), lies, first):
-            parts = division.replicas.count
+            parts = division.replicas.parts
             yield _by_compiler(kind, atom.aval, site, parts, why, name)
 
 

@@ -111,7 +111,7 @@ def _reason(replicas: Replicas) -> str:
     if replicas.count == 1:
         return "there is one replica"
     if replicas.per_device > 1:
-        return "several replicas share a device"
+        return "all replicas share one device"
     return "the step says what each device of a replica does, in a `shard_map`"
 
 

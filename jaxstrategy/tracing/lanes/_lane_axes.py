@@ -18,6 +18,7 @@ class LaneAxes:
 
     Attributes:
       replicas: the name that steps know, of all replicas.
+      parts: the name that divided steps know, of the devices.
       devices: the name of the mesh's axis.
       lanes: the name of the axis of `jax.vmap`.
       num_devices: the size of the mesh's axis.
@@ -25,6 +26,7 @@ class LaneAxes:
     """
 
     replicas: str
+    parts: str
     devices: str
     lanes: str
     num_devices: int
@@ -33,15 +35,18 @@ class LaneAxes:
     @staticmethod
     def of(replicas: Replicas) -> LaneAxes:
         """Those of some replicas."""
-        (axis,) = replicas.axes
-        return LaneAxes(
-            axis, axis, "replica_of_device", replicas.parts, replicas.per_device
-        )
+        (axis,), (parts,) = replicas.axes, replicas.part_axes
+        (lanes,) = replicas.sharing_axes
+        return LaneAxes(axis, parts, axis, lanes, replicas.parts, replicas.per_device)
 
     @property
     def of_steps(self) -> list[tuple[str, int]]:
-        """The axis that steps know, and its size."""
-        return [(self.replicas, self.count)]
+        """The axes that steps know, and their sizes; the last two if divided only."""
+        return [
+            (self.replicas, self.count),
+            (self.parts, self.num_devices),
+            (self.lanes, self.num_lanes),
+        ]
 
     @property
     def of_lanes(self) -> list[tuple[str, int]]:

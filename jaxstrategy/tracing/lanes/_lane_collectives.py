@@ -48,6 +48,8 @@ class LaneCollectives:
           NotImplementedError: a collective over the replicas that has no rule here.
         """
         name, params = eqn.primitive.name, eqn.params
+        if is_along(eqn, [self.axes.parts]):
+            return self._of_parts(eqn)
         if name == "axis_index":
             is_ours = params["axis_name"] == self.axes.replicas
             return (lambda: [self.axes.index()]) if is_ours else None
@@ -67,6 +69,19 @@ class LaneCollectives:
                 "over the replicas alone, or give each replica its own device."
             )
         return rule(eqn)
+
+    def _of_parts(self, eqn: Equation) -> Function:
+        """The same of the devices, which have another name where lanes are."""
+        primitive, params = eqn.primitive, dict(eqn.params)
+        key = "axes" if "axes" in params else "axis_name"
+        is_tuple = isinstance(params[key], tuple)
+        params[key] = (self.axes.devices,) if is_tuple else self.axes.devices
+
+        def computed(*operands: jax.Array) -> Sequence[jax.Array]:
+            results = primitive.bind(*operands, **params)
+            return results if primitive.multiple_results else [results]
+
+        return computed
 
     def _other_axes(self, eqn: Equation) -> tuple[Any, ...]:
         """The axes besides: numbers of those that a user's `jax.vmap` has made."""
