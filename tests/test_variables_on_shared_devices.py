@@ -98,6 +98,26 @@ def test_steps_in_one_call(eight):
     assert float(v.numpy()) == 108
 
 
+def test_references_that_a_step_makes(eight):
+    def step(x):
+        held = jax.new_ref(jnp.zeros(4))  # equal on all, until it is written
+        held[1] = x
+
+        def turn(i, carry):
+            held[i] += x
+            return carry
+
+        lax.fori_loop(0, 3, turn, 0)
+        other = jax.new_ref(x)
+        other[...] = other[...] * 2
+        return held[...], other[...]
+
+    held, other = eight.run(step, (ids(eight),))
+    wanted = np.outer(np.arange(8), [1, 2, 1, 0])
+    np.testing.assert_array_equal(held.stacked, wanted)
+    np.testing.assert_array_equal(other.stacked, 2 * np.arange(8))
+
+
 def compiled(strategy, step, *given):
     return jax.jit(lambda *given: strategy.run(step, given)).lower(*given).compile()
 

@@ -25,7 +25,10 @@ one whose inner jaxprs are rewritten already.
 
 
 def rewritten(
-    jaxpr: Jaxpr, rule: Rule, axis_sizes: Sequence[tuple[str, int]] = ()
+    jaxpr: Jaxpr,
+    rule: Rule,
+    axis_sizes: Sequence[tuple[str, int]] = (),
+    operands: Rule = lambda _: None,
 ) -> Jaxpr:
     """`jaxpr` with all that its equations hold, rewritten equation by equation.
 
@@ -34,8 +37,10 @@ def rewritten(
       rule: says which equations stay.
       axis_sizes: the axes that the functions of the rule may name, besides those that
         have names where this is called.
+      operands: says of which equations the operands are others; the function returns
+        these.
     """
-    return _Rewriting(rule, axis_sizes).of_jaxpr(jaxpr)
+    return _Rewriting(rule, axis_sizes, operands).of_jaxpr(jaxpr)
 
 
 def rewritten_function(fn: Function, rule: Rule) -> Function:
@@ -68,8 +73,11 @@ def rewritten_function(fn: Function, rule: Rule) -> Function:
 
 @final
 class _Rewriting:
-    def __init__(self, rule: Rule, axis_sizes: Sequence[tuple[str, int]]) -> None:
+    def __init__(
+        self, rule: Rule, axis_sizes: Sequence[tuple[str, int]], operands: Rule
+    ) -> None:
         self._rule = rule
+        self._operands = operands
         self._axis_sizes = list(axis_sizes)
         # An inner jaxpr may stand in several equations.
         self._done: dict[int, tuple[Jaxpr, Jaxpr]] = {}
@@ -89,6 +97,8 @@ class _Rewriting:
         if eqn.primitive.name == "shard_map":
             return [eqn]  # on each device its collectives are those of the devices
         new = self._with_inner(eqn)
+        if (given := self._operands(new)) is not None:
+            return self._with_operands(new, given)
         found = self._rule(new)
         return [new] if found is None else self._in_place(new, found)
 
@@ -119,6 +129,12 @@ class _Rewriting:
         if new is inner:
             return value
         return new if inner is value else several.replace(jaxpr=new)
+
+    def _with_operands(self, eqn: Any, function: Function) -> list[Equation]:
+        """The equation of what `function` makes of its operands."""
+        fresh = [core.Var(atom.aval) for atom in eqn.invars]
+        made = self._in_place(eqn.replace(outvars=fresh), function)
+        return [*made, eqn.replace(invars=list(fresh))]
 
     def _in_place(self, eqn: Any, function: Function) -> list[Equation]:
         """The equations of `function`, which make what `eqn` made."""

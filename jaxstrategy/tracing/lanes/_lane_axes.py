@@ -71,6 +71,11 @@ class LaneAxes:
         """The number of this lane on its device."""
         return lax.axis_index(self.lanes)
 
+    def own(self, *arrays: jax.Array) -> list[jax.Array]:
+        """`arrays`, which to `jax.vmap` each lane then has for itself."""
+        is_any = self.lane() >= 0
+        return [lax.select(is_any, x, x) for x in arrays]
+
     def versions(self, array: jax.Array) -> jax.Array:
         """All replicas' arrays: `[...]` -> `[replica, ...]`."""
         own = lax.all_gather(array, self.lanes)

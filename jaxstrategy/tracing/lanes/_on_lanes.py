@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from jax.extend import core
+from jax.ref import AbstractRef
 
 from jaxstrategy.tracing._jaxpr_types import Equation, Jaxpr
 from jaxstrategy.tracing._rewritten import rewritten
@@ -12,6 +13,7 @@ from jaxstrategy.tracing.lanes._lane_axes import LaneAxes
 from jaxstrategy.tracing.lanes._lane_collectives import LaneCollectives
 from jaxstrategy.tracing.lanes._lane_control import LaneControl
 from jaxstrategy.tracing.lanes._lane_derivatives import LaneDerivatives
+from jaxstrategy.tracing.lanes._one_equation import references
 from jaxstrategy.tracing.replication._collective_table import is_along
 from jaxstrategy.tracing.replication._jaxprs import all_eqns, hidden
 from jaxstrategy.values._types import Function
@@ -41,7 +43,16 @@ def on_lanes(jaxpr: Jaxpr, axes: LaneAxes) -> Jaxpr:
     def rule(eqn: Equation) -> Function | None:
         return next(filter(None, (each(eqn) for each in rules)), None)
 
-    return rewritten(jaxpr, rule, axes.of_lanes)
+    def operands(eqn: Equation) -> Function | None:
+        return axes.own if _makes_reference(eqn) else None
+
+    return rewritten(jaxpr, rule, axes.of_lanes, operands)
+
+
+def _makes_reference(eqn: Equation) -> bool:
+    # `jax.vmap` writes none that lanes have in common (JAX 0.10 and 0.12).
+    is_made = any(isinstance(var.aval, AbstractRef) for var in eqn.outvars)
+    return is_made and not references(eqn)
 
 
 def _has_groups(jaxpr: Jaxpr) -> bool:

@@ -71,19 +71,19 @@ def one_lane(
     flat = flattened(body)
     form = with_values(flat.jaxpr, references)
     kept = [i for i in references if i not in form.replaced]
-    inputs = list(form.jaxpr.invars)
-    for i in kept:
-        inputs[i] = whole.invars[i]
-    eqns = [*(creation[i] for i in kept), *form.jaxpr.eqns]
     outvars = form.jaxpr.outvars[: len(whole.outvars)]
     results, contents = outvars[: len(outvars) - count], outvars[len(outvars) - count :]
     last = dict(zip(references, contents, strict=True))
     referred = [i for i in kept if _is_written(form.jaxpr, invars[i])]
+    inputs = form.jaxpr.invars
     replaced = [i for i in form.replaced if last[i] is not inputs[i]]
     written = sorted((*referred, *replaced))
-    jaxpr = jaxpr_of(inputs, eqns, [*results, *(last[i] for i in written)])
+    wanted = [*results, *(last[i] for i in written)]
+    lane = on_lanes(jaxpr_of(inputs, form.jaxpr.eqns, wanted), axes)
+    values = [whole.invars[i] if i in kept else var for i, var in enumerate(inputs)]
+    eqns = [*(creation[i] for i in kept), *lane.eqns]
     return OneLane(
-        on_lanes(jaxpr, axes),
+        jaxpr_of(values, eqns, lane.outvars),
         [*made.consts, *flat.constants],
         shapes,
         written,
