@@ -413,7 +413,7 @@ def numpy_losses(steps):
     "n, home",
     [
         (2, 5),
-        (4, 3),
+        pytest.param(4, 3, marks=pytest.mark.slow),
         *(pytest.param(n, 0, marks=pytest.mark.slow) for n in (1, 2, 8)),
     ],
 )
