@@ -28,6 +28,7 @@ from jaxstrategy.tracing.division._functions_of_parts import shard_function
 from jaxstrategy.tracing.division._inside import Inside
 from jaxstrategy.tracing.division._layout import Layout, Layouts
 from jaxstrategy.tracing.division._outside import Outside
+from jaxstrategy.tracing.division._replica_number import numbered_here
 from jaxstrategy.tracing.division._replica_values import (
     PartCollectives,
     ReplicaValues,
@@ -224,7 +225,9 @@ class DividedStep:
             [dimensions.get(var, SAME) for var in self._crossing],
             SAME,
         )
-        run = on_replicas(replica, replicas, list(map(self._of_input, taken)), returned)
+        function = numbered_here(replica) if replicas.inner_axes else replica
+        lies = list(map(self._of_input, taken))
+        run = on_replicas(function, replicas, lies, returned)
         own, crossing, more = run(*(known[var] for var in taken))
         return own, crossing, more
 
