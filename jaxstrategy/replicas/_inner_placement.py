@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TypeAlias
 
 import jax
@@ -11,7 +10,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jaxstrategy.replicas import _mesh
 from jaxstrategy.replicas._replicas import SAME, SPLIT, Lies, Replicas
-from jaxstrategy.replicas._state_sharding import ArrayLike
 
 InnerSpec: TypeAlias = PartitionSpec
 """The division of an array over inner axes, and over no others."""
@@ -108,42 +106,3 @@ def of_versions(inner: InnerSpec) -> InnerSpec:
 def of_stacked(inner: InnerSpec) -> InnerSpec:
     """The division of an array `[replica, ...]`, of that of its versions `[...]`."""
     return PartitionSpec(None, *inner) if any(inner) else WHOLE
-
-
-def checked_inner(
-    given: PartitionSpec, leaf: ArrayLike, replicas: Replicas, what: str
-) -> InnerSpec:
-    """The division over inner axes that users ask for.
-
-    Args:
-      given: over the inner axes.
-      leaf: the type of the array.
-      replicas: those of the strategy; the one of no strategy divides nothing.
-      what: how messages call `given`.
-
-    Raises:
-      ValueError: it does not fit the array, or names no inner axes.
-    """
-    if not replicas.axes:
-        return WHOLE
-    sizes = replicas.inner_sizes
-    told = f"{what} was {given}"
-    if unknown := [name for e in given for name in _mesh.names(e) if name not in sizes]:
-        raise ValueError(
-            f"{told}, but {unknown[0]!r} is not among the axes along which the devices "
-            f"of one replica differ, {list(sizes)}. Make the strategy with "
-            f"`logical_axes={{{unknown[0]!r}: n}}` (n = 1 will do), or leave it out."
-        )
-    if len(given) > len(leaf.shape):
-        raise ValueError(
-            f"{told}, with {len(given)} entries, but the shape is {tuple(leaf.shape)}; "
-            "at most one for each dimension was wanted."
-        )
-    for dimension, (entry, length) in enumerate(zip(given, leaf.shape, strict=False)):
-        parts = math.prod(sizes[name] for name in _mesh.names(entry))
-        if length % parts:
-            raise ValueError(
-                f"{told}, but {parts} devices cannot divide dimension {dimension} of "
-                f"shape {tuple(leaf.shape)} equally. Divide another dimension."
-            )
-    return _mesh.along(given, replicas.inner_axes)

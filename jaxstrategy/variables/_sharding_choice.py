@@ -10,11 +10,12 @@ from typing import Literal, TypeAlias
 import numpy as np
 
 from jaxstrategy.replicas._inner_placement import (
+    WHOLE,
     InnerSpec,
-    checked_inner,
     divided_dimensions,
     inner_spec,
 )
+from jaxstrategy.replicas._inner_specs import checked_spec
 from jaxstrategy.replicas._random_keys import is_key
 from jaxstrategy.replicas._replicas import Replicas
 from jaxstrategy.replicas._state_sharding import (
@@ -121,8 +122,10 @@ class ShardingChoice:
           ValueError: the spec that was given does not fit.
         """
         if isinstance(self.given, InnerSpec):
+            if not replicas.axes:
+                return WHOLE
             what = f"`sharding` of variable {self.name!r}"
-            return checked_inner(self.given, leaf, replicas, what)
+            return checked_spec(self.given, leaf.shape, replicas, what)
         return inner_spec(leaf, replicas)
 
     def _of_strategy(
