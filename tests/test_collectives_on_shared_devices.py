@@ -1,5 +1,7 @@
 """Each collective of replicas that share devices, against NumPy."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -189,6 +191,63 @@ def test_collectives_that_send(eight):
     np.testing.assert_array_equal(
         swapped, np.arange(8)[:, None] + 10 * np.arange(8)[None]
     )
+
+
+@pytest.mark.parametrize(
+    ("collective", "kind", "shape"),
+    [
+        # A device sends one sum of its lanes, and gets the parts of its lanes.
+        (lambda x: lax.psum_scatter(x, AXIS, tiled=True), "reduce-scatter", [4, 2, 3]),
+        (lambda x: lax.psum_scatter(x[:8], AXIS), "reduce-scatter", [4, 3]),
+        # A device sends the arrays of its lanes, once.
+        (lambda x: lax.all_gather(x, AXIS), "all-gather", [2, 4, 16, 3]),
+        (lambda x: replica().all_gather(x, 0), "all-gather", [2, 4, 16, 3]),
+        (lambda x: lax.psum(x, AXIS), "all-reduce", [16, 3]),
+        (lambda x: lax.pmax(x, AXIS), "all-reduce", [16, 3]),
+    ],
+)
+def test_a_device_sends_once_for_its_lanes(collective, kind, shape):
+    strategy = js.MirroredStrategy(jax.devices()[:2], replicas_per_device=4)
+    x = js.PerReplica(np.zeros((8, 16, 3), np.float32))
+    run = jax.jit(lambda x: strategy.run(lambda x: collective(x) + x.sum(), (x,)))
+    text = run.lower(x).compile().as_text()
+    shapes = "f32[" + ",".join(map(str, shape)) + "]"
+    sent = re.findall(r"= (\S+?)(?:\{\S*)? ((?:all|reduce|collective)-[a-z-]+)\(", text)
+    assert sent == [(shapes, kind)]
+
+
+def test_scattered_sums_of_numbers_of_other_kinds(eight):
+    """Also of what is the same on all replicas, and their derivatives."""
+    x = np.random.default_rng(0).integers(-9, 9, (8, 16, 3)).astype(np.float32)
+
+    def step(x, same):
+        def scattered(x, axis=0, tiled=True):
+            return lax.psum_scatter(x, AXIS, scatter_dimension=axis, tiled=tiled)
+
+        by_column = scattered(x.T[:, :8], 1, False)
+        kinds = [scattered(x.astype(t)) for t in ("int32", "bfloat16", "float32")]
+        weights = 1.0 + replica().replica_id_in_sync_group
+        back = jax.grad(lambda x: (scattered(x) * weights).sum())(x)
+        return kinds, by_column, scattered(same), scattered(jnp.ones(8)), back
+
+    same = np.arange(16, dtype=np.float32)
+    kinds, by_column, of_same, ones, back = stacked(
+        eight.run(step, (js.PerReplica(x), eight.mirror(same)))
+    )
+    for each in kinds:
+        np.testing.assert_array_equal(each, x.sum(0).reshape(8, 2, 3))
+    np.testing.assert_array_equal(by_column, x.sum(0)[:8])
+    np.testing.assert_array_equal(of_same, 8 * same.reshape(8, 2))
+    np.testing.assert_array_equal(ones, np.full((8, 1), 8))
+    wanted = np.broadcast_to(np.repeat(np.arange(1.0, 9.0), 2)[:, None], (8, 16, 3))
+    np.testing.assert_array_equal(back, wanted)
+
+    def outside(x):
+        scatter = lambda x: lax.psum_scatter(x, AXIS, tiled=True)  # noqa: E731
+        return (eight.run(scatter, (js.PerReplica(x),)).stacked ** 2).sum()
+
+    wanted = np.broadcast_to(2 * x.sum(0), x.shape)
+    np.testing.assert_allclose(jax.grad(outside)(jnp.asarray(x)), wanted)
 
 
 def test_sizes_and_kinds(eight):

@@ -123,9 +123,11 @@ class LaneCollectives:
 
         def scattered(array: jax.Array) -> list[jax.Array]:
             if groups is None:
-                parts = _parts(array, axis, self.axes.count, is_tiled)
+                # Over lanes first: they would send an array each.
+                total = lax.psum(unfolded(array), self.axes.lanes)
+                parts = _parts(total, axis, self.axes.count, is_tiled)
                 of_device = lax.psum_scatter(parts, self.axes.devices, tiled=True)
-                return [lax.psum_scatter(of_device, self.axes.lanes)]
+                return [_picked(of_device, self.axes.lane())]
             total = self._sum_of(array, groups)
             parts = _parts(total, axis, len(groups[0]), is_tiled)
             return [_picked(parts, self._place(groups))]

@@ -1,0 +1,358 @@
+"""What training needs, of replicas that share devices: against NumPy or own devices."""
+
+import copy
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from helpers.replicas import ids, mirrored, replica
+
+import jaxstrategy as js
+from jaxstrategy.experimental import CommunicationOptions
+
+INT8 = CommunicationOptions(compression="int8")
+RANK2 = CommunicationOptions(compression=js.PowerSGD(rank=2))
+
+
+def sharing(devices, each):
+    return js.MirroredStrategy(jax.devices()[:devices], replicas_per_device=each)
+
+
+@pytest.fixture(scope="module")
+def eight():
+    """8 replicas on 2 devices."""
+    return sharing(2, 4)
+
+
+def drawn(*shape, seed=0):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def assert_close(have, want, tolerance=1e-6):
+    def close(have, want):
+        have, want = map(stacked, (have, want))
+        np.testing.assert_allclose(have, want, rtol=tolerance, atol=tolerance)
+
+    jax.tree.map(close, have, want, is_leaf=lambda x: isinstance(x, js.PerReplica))
+
+
+def stacked(value):
+    return np.asarray(value.stacked if isinstance(value, js.PerReplica) else value)
+
+
+# Layers.
+
+
+def linen_layer(x, mask):
+    layer = js.flax.linen.BatchNorm(use_running_average=False, momentum=0.8)
+    stats = {"mean": jnp.ones(3), "var": jnp.full(3, 2.0)}
+    scale = {"scale": jnp.arange(3.0), "bias": jnp.ones(3)}
+    variables = {"params": scale, "batch_stats": stats}
+    y, changed = layer.apply(variables, x, mask=mask, mutable=["batch_stats"])
+    return y, changed["batch_stats"]["mean"], changed["batch_stats"]["var"]
+
+
+def nnx_layer(x, mask):
+    layer = js.flax.nnx.BatchNorm(3, momentum=0.8, rngs=nnx.Rngs(0))
+    layer.mean[...], layer.var[...] = jnp.ones(3), jnp.full(3, 2.0)
+    layer.scale[...], layer.bias[...] = jnp.arange(3.0), jnp.ones(3)
+    return layer(x, mask=mask), layer.mean[...], layer.var[...]
+
+
+@pytest.mark.parametrize("layer", [linen_layer, nnx_layer])
+def test_normalization_is_over_the_rows_of_all_replicas(eight, layer):
+    x = drawn(8, 4, 3) + np.arange(8, dtype=np.float32)[:, None, None]
+    mask = np.random.default_rng(1).random((8, 4, 1)) < 0.6
+    mask[2] = False  # a replica without a row
+
+    def step(x, mask):
+        def loss(x, mask):
+            y, *stats = layer(x, mask)
+            return jnp.where(mask, y**3, 0).sum(), (y, *stats)
+
+        return jax.grad(loss, has_aux=True)(x, mask)
+
+    found, own = (
+        s.run(step, (js.PerReplica(x), js.PerReplica(mask)))
+        for s in (eight, mirrored(8))
+    )
+    assert_close(found, own)
+    _, (y, mean, var) = found
+    real = x[mask[..., 0]]
+    assert_close(mean, 0.8 + 0.2 * real.mean(0), 1e-5)
+    assert_close(var, 1.6 + 0.2 * real.var(0), 1e-5)
+    assert all(isinstance(each, js.Mirrored) for each in (mean, var))
+    scaled = (x - real.mean(0)) / np.sqrt(real.var(0) + 1e-5) * np.arange(3) + 1
+    np.testing.assert_allclose(
+        stacked(y)[mask[..., 0]], scaled[mask[..., 0]], atol=1e-4
+    )
+
+
+# Batches.
+
+
+def test_rows_that_fill_up_a_batch_do_not_count():
+    strategy = sharing(1, 64)
+    data = np.arange(130, dtype=np.float32)
+    options = js.InputOptions(remainder="pad")
+    (batch,) = strategy.experimental_distribute_dataset([data], options)
+
+    def step(x):
+        total = replica().all_reduce("sum", js.masked_sum(x))
+        return total, js.masked_mean(x), js.batch_mask(x)
+
+    total, means, mask = strategy.run(step, (batch,))
+    assert int(total) == 130 * 129 // 2
+    mask = stacked(mask)
+    rows = stacked(batch)[mask]
+    assert mask.shape == (64, 3) and mask.sum() == 130
+    np.testing.assert_array_equal(rows, data)
+    # Means of these over replicas are those over rows.
+    wanted = np.where(mask, stacked(batch), 0).sum(1) * 64 / 130
+    np.testing.assert_allclose(stacked(means), wanted, rtol=1e-6)
+
+
+# Reductions with less than all bits.
+
+
+@pytest.mark.parametrize("options", [INT8, RANK2], ids=["int8", "PowerSGD"])
+def test_compressed_sums_are_those_of_own_devices(eight, options):
+    grads = [{"b": drawn(8, 3, seed=i), "w": drawn(8, 16, 20, seed=i)} for i in (1, 2)]
+
+    def trained(strategy):
+        @strategy.run(options=js.RunOptions(expect_mirrored=(True, False)))
+        def step(value, state):
+            return replica().all_reduce_compressed("mean", value, state, options)
+
+        like = jax.tree.map(lambda x: x[0], grads[0])
+        state = strategy.compression_state(like, options)
+        for grad in grads:
+            mean, state = step(strategy.per_replica(grad), state)
+        return mean, state
+
+    (mean, state), own = trained(eight), trained(mirrored(8))
+    assert_close(mean, own[0], 1e-5)
+    assert_close(state.errors, own[1].errors, 1e-5)
+    assert_close(mean["b"], grads[-1]["b"].mean(0))
+    assert state.errors["w"].stacked.shape == (8, 16, 20)
+    eight.assert_in_sync(mean)
+
+
+# Precision.
+
+
+def test_one_replica_that_overflows_stops_all(eight):
+    scale = jax.tree.map(jnp.asarray, js.DynamicLossScale(8.0, period=1))
+
+    @eight.run
+    def step(scale, w, x):
+        half = js.cast_floating(w, "float16")
+
+        def loss(w):
+            return scale.scale((js.cast_floating(w, "float16") * x).sum())
+
+        assert half.dtype == jnp.float16
+        grads = scale.unscale(jax.grad(loss)(w))
+        grads = replica().all_reduce("mean", grads)
+        is_finite = js.all_finite(grads)
+        new = jnp.where(is_finite, w - grads, w)
+        return scale.adjust(is_finite), new, is_finite
+
+    x = np.arange(8, dtype=np.float16).reshape(8, 1)
+    scale, w, good = step(scale, np.ones(1, np.float32), eight.per_replica(x))
+    assert good and float(scale.loss_scale) == 16
+    np.testing.assert_allclose(w, 1 - 3.5)
+    x[5] = np.inf
+    scale, after, good = step(scale, w, eight.per_replica(x))
+    assert not good and float(scale.loss_scale) == 8
+    np.testing.assert_array_equal(after, w)
+    eight.assert_in_sync((scale, after))
+
+
+# Several steps in one call, and parts of a batch.
+
+
+def descend(w, x):
+    """A step towards the mean of `x`."""
+    loss, grad = jax.value_and_grad(lambda w: ((w - x) ** 2).mean() / 2)(w)
+    loss, grad = replica().all_reduce("mean", (loss, grad))
+    return w - 0.5 * grad, loss
+
+
+def batches(strategy, count):
+    x = drawn(count, 8, 2)
+    return x, tuple(strategy.per_replica(each) for each in x)
+
+
+def test_local_steps_are_those_of_workers_alone(eight):
+    x, given = batches(eight, 3)
+    w, losses = eight.local_steps(descend)(np.float32(1.0), given)
+    own, seen = np.ones(8), []
+    for each in x:
+        seen.append((((own[:, None] - each) ** 2).mean(1) / 2).mean())
+        own = own - 0.5 * (own[:, None] - each).mean(1)
+    np.testing.assert_allclose(w, own.mean(), rtol=1e-5)
+    np.testing.assert_allclose(losses, seen, rtol=1e-5)
+    assert isinstance(w, js.Mirrored)
+
+
+def test_several_steps_are_a_loop(eight):
+    x, given = batches(eight, 3)
+    w, losses = eight.several(descend)(np.float32(1.0), given)
+    want = 1.0
+    for each, loss in zip(x, losses, strict=True):
+        np.testing.assert_allclose(loss, ((want - each) ** 2).mean() / 2, rtol=1e-5)
+        want = want - 0.5 * (want - each.mean())
+    np.testing.assert_allclose(w, want, rtol=1e-5)
+
+
+def test_parts_of_a_batch_are_the_whole(eight):
+    x = drawn(8, 12, 3)
+
+    @eight.run
+    def step(w, x):
+        gradient = eight.accumulate(3)(
+            lambda x: jax.grad(lambda w: ((x @ w - 1) ** 2).mean())(w)
+        )
+        return replica().all_reduce("mean", gradient(x))
+
+    w, rows = np.float32([1, -2, 0.5]), x.reshape(-1, 3)
+    wanted = 2 * rows.T @ (rows @ w - 1) / len(rows)
+    np.testing.assert_allclose(step(w, eight.per_replica(x)), wanted, rtol=1e-5)
+
+
+def test_an_outer_optimizer_has_parameters_of_each_replica(eight):
+    x = drawn(4, 8)
+    tx = js.optax.outer(optax.sgd(0.5), optax.sgd(0.5), every=2)
+
+    @eight.run(options=js.RunOptions(expect_mirrored=False))
+    def step(w, state, x):
+        updates, state = tx.update(w - x, state, w)
+        return optax.apply_updates(w, updates), state
+
+    w = met = np.float32(1.0)
+    state, own = tx.init(w), np.ones(8)
+    for t, each in enumerate(x):
+        w, state = step(w, state, eight.per_replica(each))
+        own = own - 0.5 * (own - each)
+        if t % 2:
+            met = met - 0.5 * (met - own.mean())
+            own = np.full(8, met)
+        versions = np.broadcast_to(stacked(w), (8,))
+        np.testing.assert_allclose(versions, own, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(state.params, met, rtol=1e-5)
+
+
+# Rows of tables.
+
+
+def test_sparse_rows_are_those_of_the_dense_gradient():
+    strategy = sharing(1, 4)
+    rows = np.array([[0, 2], [2, 2], [4, 0], [1, 2]])
+    values = drawn(4, 2, 3)
+
+    def step(values, rows):
+        slices = js.IndexedSlices(values, rows, (5, 3))
+        dense = slices.to_dense()
+        return [
+            replica().all_reduce(op, each)
+            for op in ("sum", "mean")
+            for each in (slices, dense)
+        ]
+
+    found = strategy.run(step, (js.PerReplica(values), js.PerReplica(rows)))
+    wanted = np.zeros((5, 3))
+    np.add.at(wanted, rows.reshape(-1), values.reshape(-1, 3))
+    for each, factor in zip(found, (1, 1, 4, 4), strict=True):
+        dense = each.to_dense() if isinstance(each, js.IndexedSlices) else each
+        np.testing.assert_allclose(dense * factor, wanted, rtol=1e-5, atol=1e-6)
+
+
+# What a strategy says and gives.
+
+
+def test_a_value_that_differs_between_devices_is_not_in_sync(eight):
+    eight.assert_in_sync(eight.mirror(np.ones(3)))
+    eight.assert_in_sync(js.PerReplica(np.ones((8, 3))))
+    differing = jax.make_array_from_single_device_arrays(
+        (3,),
+        eight.mirror(np.ones(3)).sharding,
+        [
+            jax.device_put(np.full(3, float(i)), device)
+            for i, device in enumerate(eight.mesh.devices.flat)
+        ],
+    )
+    with pytest.raises(js.OutOfSyncError, match="w"):
+        eight.assert_in_sync({"w": differing})
+    lone = np.ones((8, 3), np.float32)
+    lone[6] = 2  # on the second device, beside three that agree
+    with pytest.raises(js.OutOfSyncError, match="6"):
+        eight.assert_in_sync(eight.per_replica(lone))
+
+
+def test_versions_come_to_the_host(eight):
+    x = drawn(8, 3)
+    tree = {"own": eight.per_replica(x), "same": eight.mirror(x[0])}
+    host = js.to_host(tree)
+    np.testing.assert_array_equal(stacked(host["own"]), x)
+    assert type(host["same"]) is np.ndarray
+    local = eight.experimental_local_results(tree["own"])
+    np.testing.assert_array_equal(np.stack(local), x)
+
+
+def test_a_report_counts_what_a_device_sends():
+    def step(w, x):
+        return w - replica().all_reduce("mean", w * x)
+
+    strategy = sharing(2, 4)
+    w = strategy.mirror(np.ones(64, np.float32))
+    given = w, ids(strategy)
+    found = strategy.explain(step, given)
+    (over,) = found.collectives
+    assert over.nbytes == 256
+    (compiled,) = found.compiled_collectives
+    assert (compiled.kind, compiled.nbytes) == ("all_reduce", 256)
+    assert "8 replicas, 4 on each device" in str(found)
+    with strategy.profile(strategy.run(step), every=2) as timed:
+        for _ in range(4):
+            result = timed(*given)
+    np.testing.assert_allclose(result, np.full(64, -2.5))
+    report = timed.report()
+    assert (report.calls, report.steps) == (4, 4)
+    assert report.examples_per_second is None
+
+
+def test_copies_have_numbers_of_their_own(eight):
+    with eight.scope():
+        v = js.Variable(0.0, synchronization="on_read", aggregation="mean")
+    twin, other = copy.deepcopy((v, eight))
+
+    def step():
+        twin.assign_add(jnp.float32(replica().replica_id_in_sync_group))
+
+    eight.run(step)
+    assert (float(v), float(twin)) == (0, 3.5)
+    assert int(other.run(lambda: replica().all_reduce("sum", 1))) == 8
+
+
+def test_some_devices_only():
+    strategy = js.MirroredStrategy(jax.devices()[5:8:2], replicas_per_device=3)
+    devices = [jax.devices()[i] for i in (5, 5, 5, 7, 7, 7)]
+    assert list(strategy.devices) == devices
+    with strategy.scope():
+        total = js.Variable(1.0, aggregation="sum")
+        own = js.Variable(0.0, synchronization="on_read", aggregation="sum")
+
+    @strategy.run
+    def step(x):
+        total.assign_add(x)
+        own.assign_add(2 * x)
+        return x, replica().all_gather(x[None], 0)
+
+    found, gathered = step(ids(strategy, 1.0))
+    np.testing.assert_array_equal(gathered, np.arange(1, 7))
+    assert [set(found.local(i).devices()) for i in range(6)] == [{d} for d in devices]
+    assert float(total) == 22 and float(own) == 42
