@@ -137,6 +137,16 @@ def test_assignments_that_cannot_be_are_refused(arguments, text):
         DeviceAssignment.build(topology(), *arguments)
 
 
+def test_the_shape_of_replicas_in_a_line_is_told():
+    line = topology([8, 1, 1, 1])
+    with pytest.raises(ValueError, match=r"in a line: give \[2, 1, 1, 1\] for .*2 d"):
+        DeviceAssignment.build(line, [1, 1, 1, 2], num_replicas=4)
+    found = DeviceAssignment.build(line, [2, 1, 1, 1], num_replicas=4)
+    assert found.core_assignment[:, :, 0].tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    with pytest.raises(ValueError, match="`computation_stride`.$"):
+        DeviceAssignment.build(line, [4, 4, 1, 1])
+
+
 def test_assignments_of_what_is_left_are_in_the_order_of_tasks():
     lacking = topology(tasks=2, drop=1)
     assert lacking.missing_devices.tolist() == [

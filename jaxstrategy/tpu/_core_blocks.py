@@ -167,7 +167,7 @@ class CoreBlocks:
             raise ValueError(
                 f"computation footprint {list(self._extent)} does not fit in TPU "
                 f"topology shape {list(self._mesh)}. It is `computation_shape` times "
-                "`computation_stride`."
+                f"`computation_stride`.{self._shape_in_line()}"
             )
         most = math.prod(self._room)
         if self.count > most:
@@ -175,6 +175,16 @@ class CoreBlocks:
                 f"requested {self.count} replicas but only {most} replicas fit: "
                 f"{self._described()}."
             )
+
+    def _shape_in_line(self) -> str:
+        """What to give where chips have one core and stand in a line, as GPUs do."""
+        size = math.prod(self.shape)
+        if math.prod(self._mesh) > self._mesh[0] or size > self._mesh[0]:
+            return ""
+        return (
+            f" These devices are in a line: give [{size}, 1, 1, 1] for replicas of "
+            f"{with_noun(size, 'device')}, and no stride."
+        )
 
     def _described(self) -> str:
         return (
