@@ -97,3 +97,17 @@ def test_a_replica_of_several_devices_knows_its_number_in_loops(way, cores):
     }
     found = strategy.run(step, (kernel,))
     np.testing.assert_allclose(found, wanted[way], rtol=1e-5)
+
+
+def test_replicas_of_several_devices_solve_systems():
+    strategy = cored(4, 2, sharding=ALL["state"])
+    kernel = strategy.init(lambda: 9 * jnp.eye(8))
+    x = RandomStep(0, 4).drawn(4, 8, 8)
+
+    @strategy.step
+    def step(kernel, x):
+        return replica().all_reduce("mean", jnp.linalg.solve(kernel + x, x))
+
+    found = step(kernel, strategy.per_replica(list(x)))
+    wanted = np.mean([np.linalg.solve(9 * np.eye(8) + each, each) for each in x], 0)
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-6)

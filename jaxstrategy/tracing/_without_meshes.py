@@ -97,10 +97,13 @@ class _Renaming:
         return self._contexts[ctx]
 
     def _of_parameter(self, value: Any) -> Any:
+        several: Any = value
         if isinstance(value, NamedSharding) and isinstance(value.mesh, AbstractMesh):
             return None
-        if isinstance(value, (tuple, list)) and any(map(_is_jaxpr, value)):
-            return type(value)(map(self._of_parameter, value))
+        if isinstance(value, (tuple, list)) and any(map(_is_jaxpr, several)):
+            new = map(self._of_parameter, several)
+            is_named = hasattr(several, "_make")  # `custom_linear_solve` has such ones
+            return several._make(new) if is_named else type(several)(new)
         return self._of_closed(value) if _is_jaxpr(value) else value
 
     def _of_closed(self, jaxpr: Any) -> ClosedJaxpr:
