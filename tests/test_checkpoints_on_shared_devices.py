@@ -134,3 +134,21 @@ def test_versions_come_back_to_as_many_replicas(written, reader):
         np.testing.assert_array_equal(np.asarray(own.stacked), OWN[:count])
         versions = zip(own.values, strategy.devices, strict=True)
         assert all(version.devices() == {device} for version, device in versions)
+
+
+@pytest.mark.parametrize(("writer", "reader"), [("2 x 4", "8 x 1"), ("8 x 1", "2 x 4")])
+def test_a_batch_keeps_the_mask_of_its_rows(tmp_path, writer, reader):
+    def batches(name):
+        rows = np.arange(26, dtype=np.float32)
+        dataset = layout(name).experimental_distribute_dataset(js.batches(rows, 16))
+        with iter(dataset) as passing:
+            return list(passing)
+
+    strategy, (full, last) = layout(reader), batches(reader)
+    with CheckpointManager(tmp_path, layout(writer), asynchronous=False) as manager:
+        manager.save(1, {"batch": batches(writer)[1]})
+    back = restored(tmp_path, strategy, {"batch": full}, 1)["batch"]
+    np.testing.assert_array_equal(np.asarray(back.mask), np.asarray(last.mask))
+    assert np.asarray(back.mask).sum() == 10
+    total = strategy.run(js.masked_sum, (back,))
+    assert float(strategy.reduce("sum", total)) == sum(range(16, 26))
