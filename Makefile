@@ -26,8 +26,8 @@ demo: $(VENV)/.installed-demo
 	$(IN_VENV) -m jaxstrategy.demo
 
 # LLVM optimizes less, so that XLA compiles a training step in 0.24 s and not 0.38 s;
-# XLA's own passes are those of users. `test-all` compiles as users do.
-test: export JAX_DISABLE_MOST_OPTIMIZATIONS = 1
+# XLA's own passes are those of users. `OPTIMIZE=1` compiles as users do.
+test test-all: export JAX_DISABLE_MOST_OPTIMIZATIONS = $(if $(OPTIMIZE),0,1)
 test: $(VENV)/.installed-test
 	$(IN_VENV) -m pytest -n $(JOBS) --dist worksteal -m "not slow"
 
