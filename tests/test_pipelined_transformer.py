@@ -94,7 +94,8 @@ def placed(strategy, tree):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("stages", "optimizer"), zip((2, 4, 8), (*OPTIMIZERS, *OPTIMIZERS), strict=False)
+    ("stages", "optimizer"),
+    [(2, "adamw"), (4, "momentum"), (8, "adamw")],
 )
 def test_ten_steps_equal_those_of_one_device(start, wanted, stages, optimizer):
     strategy = js.MirroredStrategy(logical_axes={"stage": stages})
