@@ -310,6 +310,23 @@ def test_so_it_is_with_one_device_for_each_replica(arguments):
             strategy.run(step, (np.ones(8, F32),))
 
 
+def test_replicas_that_share_devices_are_not_told_to_have_several():
+    strategy = js.MirroredStrategy(jax.devices()[:1], replicas_per_device=2)
+
+    def step(x):
+        return lax.with_sharding_constraint(x, P("model"))
+
+    with pytest.raises(
+        ValueError, match=r"one replica's; .* Leave the constraint out\.\n"
+    ):
+        strategy.run(step, (np.ones(8, F32),))
+    with (
+        strategy.scope(),
+        pytest.raises(ValueError, match="'model', but replicas share"),
+    ):
+        js.Variable(np.ones(8, F32), sharding=P("model"))
+
+
 def test_who_names_the_mesh_in_a_step_is_told_to_name_axes_only():
     strategy = strategy_of(2)
 

@@ -118,6 +118,12 @@ def _check_axis(name: str, named: Sequence[str], replicas: Replicas, what: str) 
 
 def which_axes(name: str, replicas: Replicas) -> str:
     """A part of messages: that a replica has no such axis, and what to do."""
+    if replicas.per_device > 1:
+        return (
+            f"which names an axis {name!r}, but replicas share devices. Leave it out: "
+            "Flax's annotations (`nn.with_partitioning`) mean nothing there by "
+            "themselves."
+        )
     if not has_inner_axes(replicas):
         return (
             f"which names an axis {name!r}, but replicas have one device each. Make "

@@ -101,12 +101,16 @@ def along_replicas(name: str, where: str, replicas: Replicas) -> ValueError:
 
 
 def _of_no_axes(error: Exception, name: str, replicas: Replicas) -> ValueError:
+    advice = (
+        "Leave the constraint out."
+        if replicas.per_device > 1
+        else "Leave the constraint out, or make the strategy with axes along which the "
+        'devices of a replica differ: `logical_axes={"core": 2}` (1 will do).'
+    )
     return ValueError(
-        f"`{name}` constrains a value along axes of a mesh, and its replicas have one "
-        f"device each:{_where(error)}"
-        f"A value in a step is one replica's; no other has a part of it. Leave the "
-        "constraint out, or make the strategy with axes along which the devices of a "
-        'replica differ: `logical_axes={"core": 2}` (1 will do).'
+        f"`{name}` constrains a value along axes of a mesh, and its replicas have no "
+        f"devices to divide it over:{_where(error)}"
+        f"A value in a step is one replica's; no other has a part of it. {advice}"
     )
 
 
