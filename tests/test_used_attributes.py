@@ -71,6 +71,8 @@ class Trainer:
         return loss
 
 
+# Both cases together compile the step three times, of which is warned.
+@pytest.mark.filterwarnings("ignore::jaxstrategy.RecompilationWarning")
 @pytest.mark.parametrize(
     "scales", [[2.0, 2.0, 3.0, 2.0], *slow([2.0] * CALLS)], ids=len
 )
