@@ -129,7 +129,9 @@ def test_a_constraint_of_jax_needs_its_axis_of_size_one_too():
 
 
 def test_without_its_axis_the_message_says_how_to_have_it(two):
-    text = r"(?s)`constrained` constrains .*one device each.*lax.with_sharding_constr"
+    text = (
+        r"(?s)`constrained` constrains .*no devices to divide.*lax.with_sharding_constr"
+    )
     with pytest.raises(ValueError, match=text + r".*`logical_axes=\{\"core\": 2\}`"):
         two.run(constrained, (jnp.ones((2, 4)),))
     text = r"(?s)`constrained` wants.*lax.with_sharding_constraint.*one device each"
