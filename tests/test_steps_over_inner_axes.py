@@ -231,6 +231,33 @@ def test_bfloat16_is_summed_in_float32_where_xla_would_end_the_process():
     assert np.all(np.asarray(parts.stacked) == 6) and parts.shape == (1, 8)
 
 
+def test_bfloat16_is_not_reduced_where_an_inner_axis_is_left_to_xla():
+    strategy = js.MirroredStrategy(logical_axes={"row": 2, "core": 2})
+
+    def step(x, axes):
+        def on_device(x):
+            return x * lax.psum(x.sum(), "row")
+
+        spec = P("row")
+        return jax.shard_map(
+            on_device, in_specs=spec, out_specs=spec, axis_names=axes, check_vma=False
+        )(x)
+
+    def both(x):
+        return step(x, {"row", "core"})
+
+    def one(x):
+        return step(x, {"row"})
+
+    x = np.ones((4, 4), F32)
+    narrow = jnp.ones((4, 4), jnp.bfloat16)
+    assert np.all(np.asarray(strategy.run(one, (x,))) == 16)
+    assert np.all(np.asarray(strategy.run(both, (narrow,)), F32) == 16)
+    message = r"`one` reduces bfloat16 .* \['core'\] to XLA.*\n  the `psum`: .*:\d+: "
+    with pytest.raises(NotImplementedError, match=message):
+        strategy.run(one, (narrow,))
+
+
 def test_collectives_over_the_only_replica_return_what_they_are_given():
     strategy = strategy_of(8)
     assert strategy.num_replicas_in_sync == 1

@@ -22,6 +22,7 @@ from jaxstrategy.tracing.checks._drifting_variables import drifting_variables
 from jaxstrategy.tracing.checks._inner_axes import (
     callbacks_beside_inner_axes,
     constraints_along_replicas,
+    narrow_sums_on_some_devices,
 )
 from jaxstrategy.tracing.checks._local_collectives import local_collectives
 from jaxstrategy.tracing.checks._varying_results import (
@@ -87,4 +88,5 @@ def _errors(step: TracedStep) -> Iterator[Exception]:
         drifting_variables(step),
         callbacks_beside_inner_axes(step),
         constraints_along_replicas(step),
+        narrow_sums_on_some_devices(step),
     )
