@@ -23,6 +23,9 @@ from jaxstrategy import profiling as profiling
 from jaxstrategy import sharded as sharded
 from jaxstrategy import tpu as tpu
 from jaxstrategy._communication_options import PowerSGD as PowerSGD
+from jaxstrategy._errors import CancelledError as CancelledError
+from jaxstrategy._errors import ClosureAbortedError as ClosureAbortedError
+from jaxstrategy._errors import ClosureInputError as ClosureInputError
 from jaxstrategy._errors import ClusterError as ClusterError
 from jaxstrategy._errors import (
     ContextError as ContextError,
@@ -56,6 +59,7 @@ from jaxstrategy._errors import (
     OutOfSyncError as OutOfSyncError,
 )
 from jaxstrategy._errors import PaddedRowsWarning as PaddedRowsWarning
+from jaxstrategy._errors import ParameterServerLost as ParameterServerLost
 from jaxstrategy._errors import (
     PlacementError as PlacementError,
 )
@@ -68,6 +72,7 @@ from jaxstrategy._errors import (
 from jaxstrategy._errors import (
     TracedValueError as TracedValueError,
 )
+from jaxstrategy._errors import WorkerLost as WorkerLost
 from jaxstrategy._options import ReduceOp as ReduceOp
 from jaxstrategy._options import RunOptions as RunOptions
 from jaxstrategy._options import VariableAggregation as VariableAggregation

@@ -390,3 +390,79 @@ class ObjectError(ValueError):
     ...     print(str(error).partition(". ")[0])
     The step changed which variables its objects have: added `bias`
     """
+
+
+class WorkerLost(RuntimeError):
+    """A worker of a `ParameterServerStrategy` ended, or does not answer any more.
+
+    What it was running is run again by another worker, so that users meet this only as
+    the cause of other errors.
+
+    >>> import jaxstrategy as js
+    >>> issubclass(js.WorkerLost, RuntimeError)
+    True
+    """
+
+
+class ParameterServerLost(RuntimeError):
+    """A parameter server ended, and with it the variables that it held.
+
+    Start again from the last checkpoint.
+
+    >>> import jaxstrategy as js
+    >>> issubclass(js.ParameterServerLost, RuntimeError)
+    True
+    """
+
+
+class ClosureInputError(RuntimeError):
+    """An input of a scheduled function, such as a dataset, could not be built.
+
+    Attributes:
+      original_exception: what went wrong there; never an error of this kind.
+
+    >>> import jaxstrategy as js
+    >>> js.ClosureInputError(js.ClosureInputError(KeyError("x"))).original_exception
+    KeyError('x')
+    """
+
+    def __init__(self, original_exception: BaseException) -> None:
+        if isinstance(original_exception, ClosureInputError | ClosureAbortedError):
+            original_exception = original_exception.original_exception
+        self.original_exception = original_exception
+        name = type(original_exception).__name__
+        super().__init__(
+            "An input of a scheduled function could not be built on its worker: "
+            f"{name}: {original_exception}"
+        )
+
+
+class ClosureAbortedError(RuntimeError):
+    """A scheduled function did not run, because an earlier one had failed.
+
+    Attributes:
+      original_exception: of the one that failed; never an error of this kind.
+
+    >>> import jaxstrategy as js
+    >>> js.ClosureAbortedError(KeyError("x")).original_exception
+    KeyError('x')
+    """
+
+    def __init__(self, original_exception: BaseException) -> None:
+        if isinstance(original_exception, ClosureInputError | ClosureAbortedError):
+            original_exception = original_exception.original_exception
+        self.original_exception = original_exception
+        name = type(original_exception).__name__
+        super().__init__(
+            "The function did not run, because one that was scheduled before it "
+            f"failed: {name}: {original_exception}"
+        )
+
+
+class CancelledError(RuntimeError):
+    """The result of a function that was cancelled before it had one.
+
+    >>> import jaxstrategy as js
+    >>> issubclass(js.CancelledError, RuntimeError)
+    True
+    """

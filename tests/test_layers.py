@@ -26,6 +26,7 @@ FLOORS = [
     "values",
     "reductions",
     "contexts",
+    "parameter_servers",
     "sharded",
     "masks",
     "inputs",

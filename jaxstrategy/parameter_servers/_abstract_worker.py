@@ -1,0 +1,90 @@
+"""The interface of a worker, and of what starts workers and servers."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from jaxstrategy.parameter_servers._abstract_server import AbstractServer
+from jaxstrategy.parameter_servers._shipped_program import Call, ShippedProgram
+
+Builder = Callable[[int], object]
+"""Makes a resource of a worker, whose index it is given."""
+
+
+class AbstractWorker(abc.ABC):
+    """One life of a worker: when it is lost, its backend starts another one.
+
+    One thread calls it at a time, except for `kill`. Methods raise `WorkerLost` when it
+    is gone, and otherwise what the user's code raised there, with the worker's
+    traceback as a note.
+    """
+
+    @abc.abstractmethod
+    def define(self, program: ShippedProgram) -> None:
+        """Get ready to run a program; one that is known already costs nothing."""
+
+    @abc.abstractmethod
+    def build(self, resource: int, builder: Builder, uses: Sequence[int] = ()) -> None:
+        """Make a resource: a dataset, an iterator over one, a variable of its own.
+
+        Args:
+          resource: its number.
+          builder: called on the worker with its index, and then with the resources
+            that `uses` counts.
+          uses: numbers of resources that were built before.
+        """
+
+    @abc.abstractmethod
+    def release(self, resources: Sequence[int]) -> None:
+        """Forget resources; those that are not there are none."""
+
+    @abc.abstractmethod
+    def call(self, call: Call) -> list[np.ndarray]:
+        """The results of a program, once all that it pushes is on the servers.
+
+        Raises:
+          OutOfRangeError: an iterator has ended.
+          ElementChanged: its next element is of another type than the program's.
+        """
+
+    @abc.abstractmethod
+    def own(self, variable: int) -> np.ndarray:
+        """What one of the worker's own variables holds."""
+
+    @abc.abstractmethod
+    def kill(self) -> None:
+        """End it now, whatever it is doing; callable from any thread."""
+
+
+class AbstractWorkerBackend(abc.ABC):
+    """Starts the workers and servers of one strategy, and ends them."""
+
+    @property
+    @abc.abstractmethod
+    def num_workers(self) -> int:
+        """How many workers there are, lost ones included."""
+
+    @property
+    @abc.abstractmethod
+    def replicas_per_worker(self) -> int:
+        """How many devices each worker has."""
+
+    @property
+    @abc.abstractmethod
+    def servers(self) -> Sequence[AbstractServer]:
+        """The parameter servers, in their order."""
+
+    @abc.abstractmethod
+    def start(self, worker: int, incarnation: int) -> AbstractWorker:
+        """Start a worker, or find the one that somebody else has started; waits for it.
+
+        Raises:
+          WorkerLost: it did not come up.
+        """
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """End all that it has started; may be called twice."""

@@ -1,0 +1,140 @@
+"""A function as it is sent to workers: `ShippedProgram`, and one `Call` of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal, NamedTuple, final
+
+import numpy as np
+
+from jaxstrategy.parameter_servers._operations import CallNumber
+
+
+class Input(NamedTuple):
+    """Where a worker takes one input of a program from.
+
+    Attributes:
+      kind: "argument" of the call; "variable" pulled whole; "table", the rows of one
+        that are used; "positions" of looked-up rows in that; "element", a leaf of what
+        an iterator gives next; "own" variable of the worker; the worker's "index".
+      number: of the argument, variable, table, lookup or iterator among those.
+      turn: of an element how many of this iterator the function has taken before.
+      leaf: of an element the number of its leaf.
+    """
+
+    kind: Literal[
+        "argument", "variable", "table", "positions", "element", "own", "index"
+    ]
+    number: int = 0
+    turn: int = 0
+    leaf: int = 0
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class ShippedTable:
+    """A table, or the shards of one, of which a function uses some rows.
+
+    Attributes:
+      shards: the numbers of its variables, in the order of their rows.
+      starts: the first row of each shard, and last the number of all rows.
+      lookups: which outputs of the program of ids say which rows are used.
+    """
+
+    shards: tuple[int, ...]
+    starts: tuple[int, ...]
+    lookups: tuple[int, ...]
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Push:
+    """An operation that a function makes when it has ended.
+
+    Attributes:
+      name: of the operation.
+      variables: their numbers; the shards of a table for an operation of rows.
+      operands: which outputs of the program are its operands.
+      lookup: of an operation of rows, the lookup of the program's that says which rows.
+      starts: as those of `ShippedTable`, for an operation of rows.
+      flag: the output that says whether it is made at all; None: always.
+      program: of an update its program on the servers.
+    """
+
+    name: str
+    variables: tuple[int, ...]
+    operands: tuple[int, ...]
+    lookup: int | None = None
+    starts: tuple[int, ...] = ()
+    flag: int | None = None
+    flag_is: bool = True
+    program: str = ""
+
+
+class ElementType(NamedTuple):
+    """The leaves that each element of an iterator must have.
+
+    Attributes:
+      structure: of the element's pytree, as text.
+      types: shape and name of the dtype of each leaf.
+    """
+
+    structure: str
+    types: tuple[tuple[tuple[int, ...], str], ...]
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class ShippedProgram:
+    """A function traced for one worker, with all that runs it.
+
+    Attributes:
+      key: of no other program; equal ones have equal keys.
+      name: of the user's function, for messages.
+      main: the program, in the form of `jax.export`; of `inputs`.
+      inputs: of the main program, in order.
+      ids: a program of those inputs that `ids_inputs` counts, which returns the rows
+        that lookups need; None where there are no tables.
+      ids_inputs: numbers of inputs.
+      tables: of which some rows are used.
+      results: how many of the first outputs are the function's results.
+      own: numbers of the worker's own variables whose new values come next.
+      pushes: in their order; their operands come last.
+      iterators: the type of each iterator's elements.
+      updates: programs of the servers, by their keys.
+      split: which inputs have one version for each replica.
+      replicas: how many replicas the worker has.
+    """
+
+    key: str
+    name: str
+    main: bytes
+    inputs: tuple[Input, ...]
+    ids: bytes | None
+    ids_inputs: tuple[int, ...]
+    tables: tuple[ShippedTable, ...]
+    results: int
+    own: tuple[int, ...]
+    pushes: tuple[Push, ...]
+    iterators: tuple[ElementType, ...]
+    updates: tuple[tuple[str, bytes], ...]
+    split: tuple[int, ...] = ()
+    replicas: int = 1
+
+
+@final
+@dataclasses.dataclass(frozen=True, eq=False)
+class Call:
+    """One run of a program.
+
+    Attributes:
+      number: to which function the run belongs.
+      program: the key of its program, which the worker knows.
+      arguments: its arrays.
+      iterators: the number of the worker's resource for each iterator.
+    """
+
+    number: CallNumber
+    program: str
+    arguments: tuple[np.ndarray, ...]
+    iterators: tuple[int, ...] = ()
