@@ -1,4 +1,4 @@
-"""What is read of parameter servers and what is changed there: `Read`, `ServerOperation`."""
+"""What is read of parameter servers and what is changed: `Read`, `ServerOperation`."""
 
 from __future__ import annotations
 
