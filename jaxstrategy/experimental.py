@@ -2,6 +2,7 @@
 
 from typing import NoReturn
 
+from jaxstrategy import coordinator as coordinator
 from jaxstrategy._communication_options import CollectiveHints as CollectiveHints
 from jaxstrategy._communication_options import (
     CommunicationImplementation as CommunicationImplementation,

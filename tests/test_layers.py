@@ -36,6 +36,7 @@ FLOORS = [
     "checkpoint",
     "profiling",
     "strategies",
+    "coordinator",
     "preemption",
     "flax",
     "training",

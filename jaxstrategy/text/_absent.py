@@ -15,12 +15,10 @@ _PROCESSES = (
 
 ADVICE = {
     "ParameterServerStrategy": _SERVERS,
-    "coordinator": _SERVERS,
     "cluster_resolver.GCEClusterResolver": _PROCESSES,
     "cluster_resolver.KubernetesClusterResolver": _PROCESSES,
     "cluster_resolver.KubernetesExecutableLocation": _PROCESSES,
     "experimental.ParameterServerStrategy": _SERVERS,
-    "experimental.coordinator": _SERVERS,
     "experimental.rpc": _SERVERS,
 }
 

@@ -1,0 +1,14 @@
+"""Functions scheduled on workers of a `ParameterServerStrategy`; as in TensorFlow."""
+
+from typing import NoReturn
+
+from jaxstrategy.coordinator._remote_value import RemoteValue as RemoteValue
+from jaxstrategy.coordinator._remote_value import (
+    RemoteValueStatus as RemoteValueStatus,
+)
+from jaxstrategy.text import _absent
+
+
+def __getattr__(name: str) -> NoReturn:
+    """Names of TensorFlow that are not here say what to use instead."""
+    raise _absent.missing(__name__, name)
