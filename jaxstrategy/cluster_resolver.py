@@ -10,6 +10,9 @@ from jaxstrategy.cluster.resolvers._cluster_spec import ClusterSpec as ClusterSp
 from jaxstrategy.cluster.resolvers._launched import (
     LaunchedClusterResolver as LaunchedClusterResolver,
 )
+from jaxstrategy.cluster.resolvers._sagemaker_resolver import (
+    SageMakerClusterResolver as SageMakerClusterResolver,
+)
 from jaxstrategy.cluster.resolvers._simple import (
     SimpleClusterResolver as SimpleClusterResolver,
 )

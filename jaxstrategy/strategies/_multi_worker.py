@@ -41,8 +41,8 @@ class MultiWorkerMirroredStrategy(Strategy):
 
     Args:
       cluster_resolver: says which processes there are. By default `TF_CONFIG`, or what
-        `python -m jaxstrategy.launch` sets; without these `jax.distributed` looks for
-        a cluster (Slurm, Open MPI, Kubernetes, TPU).
+        `python -m jaxstrategy.launch` or SageMaker sets; without these
+        `jax.distributed` looks for a cluster (Slurm, Open MPI, Kubernetes, TPU).
       communication_options: how values are reduced; `timeout_seconds` is how long a
         step may go without progress, by default 300.
       sharding: a `StateSharding`: each replica keeps a part of the optimizer's state,

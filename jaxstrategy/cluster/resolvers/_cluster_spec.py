@@ -6,6 +6,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias, final
 
+from jaxstrategy.text._shown import shown
+from jaxstrategy.text._whole_numbers import whole
+
 Tasks: TypeAlias = list[str] | dict[int, str]
 GivenTasks: TypeAlias = Sequence[str] | Mapping[int, str]
 """The addresses of a job, as users give them."""
@@ -155,6 +158,24 @@ def host_and_port(address: str) -> tuple[str, int]:
     return found["host"], int(found["port"])
 
 
+def checked_port(given: object, name: str) -> int:
+    """A port that was given as the argument `name`.
+
+    Raises:
+      ValueError: it is none.
+
+    >>> checked_port(2222, "port")
+    2222
+    """
+    port = whole(given)
+    if port is None or not 0 < port < 65536:
+        raise ValueError(
+            f"`{name}` was {shown(given)}; a port was wanted, a whole number from 1 to "
+            "65535, at which each task listens."
+        )
+    return port
+
+
 def _is_name_or_number(host: str) -> bool:
     """Whether sockets take it; what they raise for an empty label is hard to read."""
     try:
@@ -195,6 +216,25 @@ def task_index(given: object) -> int | None:
     if isinstance(given, int) and not isinstance(given, bool) and given >= 0:
         return given
     return None
+
+
+def checked_task_id(given: object) -> int:
+    """The index of a task that was given for this process.
+
+    Raises:
+      ValueError: it is none.
+
+    >>> checked_task_id(1), checked_task_id("1")
+    (1, 1)
+    """
+    number = whole(given)
+    found = task_index(given if number is None else number)
+    if found is None:
+        raise ValueError(
+            f"`task_id` was {shown(given)}; the index of this process among the tasks "
+            "of its type was wanted, a whole number from 0 on."
+        )
+    return found
 
 
 def _index(job: str, index: object) -> int:

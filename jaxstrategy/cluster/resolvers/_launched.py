@@ -14,6 +14,9 @@ from jaxstrategy.cluster.resolvers._cluster_spec import (
     ClusterSpec,
     host_and_port,
 )
+from jaxstrategy.cluster.resolvers._sagemaker_resolver import (
+    SageMakerClusterResolver,
+)
 from jaxstrategy.cluster.resolvers._tf_config import TFConfigClusterResolver
 
 COORDINATOR = "JAXSTRATEGY_COORDINATOR"
@@ -119,14 +122,17 @@ class LaunchedClusterResolver(ClusterResolver):
 
 
 def default_resolver() -> ClusterResolver | None:
-    """`TF_CONFIG` if it is set, else what a launcher set, else None.
+    """`TF_CONFIG` if it is set, else what a launcher or SageMaker set, else None.
 
-    None leaves it to `jax.distributed` to detect the cluster, if there is one.
+    Of SageMaker only a job of several hosts, each of which would train alone. None
+    leaves it to `jax.distributed` to detect the cluster, if there is one.
     """
     if os.environ.get(_tf_config.VARIABLE, "").strip():
         return TFConfigClusterResolver()
     if LaunchedClusterResolver.is_launched():
         return LaunchedClusterResolver()
+    if SageMakerClusterResolver.is_several_hosts():
+        return SageMakerClusterResolver()
     return None
 
 

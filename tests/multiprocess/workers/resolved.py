@@ -1,0 +1,39 @@
+"""What each process does that learns its place in the cluster from a resolver."""
+
+import os
+
+import numpy as np
+
+import jaxstrategy as js
+
+NAMES = ("COORDINATOR", "PROCESS_ID", "NUM_PROCESSES")
+
+
+def from_sagemaker():
+    """On two hosts of SageMaker, each of which knows its own name."""
+    rank, port = taken_from_launcher()
+    os.environ["SM_CURRENT_HOST"] = f"127.0.0.{rank + 1}"
+    resolver = js.cluster_resolver.SageMakerClusterResolver(port)
+    check(js.MultiWorkerMirroredStrategy(resolver), rank)
+
+
+def taken_from_launcher():
+    """The rank of this process and a free port, which the harness tells."""
+    address, rank, _ = (os.environ.pop(f"JAXSTRATEGY_{name}") for name in NAMES)
+    return int(rank), int(address.rpartition(":")[2])
+
+
+def check(strategy, rank):
+    """The processes take one step together, and each is the one it should be."""
+    assert (strategy.process_index, strategy.process_count) == (rank, 2)
+    assert strategy.cluster_resolver.process().index == rank
+
+    @strategy.run
+    def total(x):
+        return js.get_replica_context().all_reduce("sum", x)
+
+    values = strategy.experimental_distribute_values_from_function(
+        lambda context: np.float32(10**context.replica_id_in_sync_group)
+    )
+    assert float(total(values)) == 11.0
+    print("all is well", flush=True)
