@@ -1,4 +1,4 @@
-"""`SageMakerClusterResolver`: what Amazon SageMaker tells the hosts of a training job."""
+"""`SageMakerClusterResolver`: what Amazon SageMaker tells the hosts of a job."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class SageMakerClusterResolver(ClusterResolver):
         task_id: int | None = None,
         rpc_layer: str | None = None,
     ) -> str:
-        """The address of a task, by default this process's; empty if it is the only one.
+        """The address of a task, by default this process's; empty if there is no other.
 
         Raises:
           ValueError: there is no such task, or a variable is missing or malformed.
@@ -145,8 +145,8 @@ def _own() -> str:
 def _place(hosts: list[str], own: str) -> int:
     if own not in hosts:
         raise ValueError(
-            f"{CURRENT_HOST} is {own!r}, which is none of the hosts {hosts} of {HOSTS}. "
-            "SageMaker sets both; set neither by hand, or both."
+            f"{CURRENT_HOST} is {own!r}, which is none of the hosts {hosts} of "
+            f"{HOSTS}. SageMaker sets both; set neither by hand, or both."
         )
     return hosts.index(own)
 
