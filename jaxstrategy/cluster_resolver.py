@@ -7,6 +7,12 @@ from jaxstrategy.cluster.resolvers._cluster_resolver import (
 )
 from jaxstrategy.cluster.resolvers._cluster_resolver import Process as Process
 from jaxstrategy.cluster.resolvers._cluster_spec import ClusterSpec as ClusterSpec
+from jaxstrategy.cluster.resolvers._kubernetes_location import (
+    KubernetesExecutableLocation as KubernetesExecutableLocation,
+)
+from jaxstrategy.cluster.resolvers._kubernetes_resolver import (
+    KubernetesClusterResolver as KubernetesClusterResolver,
+)
 from jaxstrategy.cluster.resolvers._launched import (
     LaunchedClusterResolver as LaunchedClusterResolver,
 )

@@ -1,11 +1,20 @@
 """Processes that resolvers tell who they are train together."""
 
+import harness
 import pytest
 import workers
+from helpers.http_answers import served
+from helpers.kubernetes_pods import Pods, pod, service_account
 
 
 def started(what):
     return f"from workers.resolved import {what}\n{what}()\n"
+
+
+def check(running):
+    assert running.wait(120) == [0, 0]
+    for rank in running.ranks:
+        assert "all is well" in rank.output.splitlines()
 
 
 @pytest.mark.slow
@@ -13,6 +22,24 @@ def test_hosts_of_sagemaker_train_together(job):
     env = {"PYTHONPATH": workers.PATH, "SM_HOSTS": '["127.0.0.2", "127.0.0.1"]'}
     script = started("from_sagemaker")
     with job(script, count=2, seconds=60, env=env, started=False) as running:
-        assert running.wait(120) == [0, 0]
-    for rank in running.ranks:
-        assert "all is well" in rank.output.splitlines()
+        check(running)
+
+
+@pytest.mark.slow
+def test_pods_of_kubernetes_train_together(job, tmp_path):
+    token, certificate, context = service_account(tmp_path)
+    pods = [pod(f"train-{i}", f"127.0.0.{i + 1}") for i in range(2)]
+    with served(Pods(pods[:1]), context) as api:
+        host, port = api.address.split(":")
+        env = {
+            "PYTHONPATH": workers.PATH,
+            "TOKEN": str(token),
+            "CERTIFICATE": str(certificate),
+            "KUBERNETES_SERVICE_HOST": host,
+            "KUBERNETES_SERVICE_PORT": port,
+        }
+        script = started("from_kubernetes")
+        with job(script, count=2, seconds=60, env=env, started=False) as running:
+            harness.until(lambda: api.asked, seconds=60)
+            api.pods = pods  # the second comes when the first has asked
+            check(running)

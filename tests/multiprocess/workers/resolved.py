@@ -17,6 +17,20 @@ def from_sagemaker():
     check(js.MultiWorkerMirroredStrategy(resolver), rank)
 
 
+def from_kubernetes():
+    """In two pods, each of which knows its own name and asks the API for the others."""
+    from kubernetes.config import incluster_config
+
+    incluster_config.SERVICE_TOKEN_FILENAME = os.environ["TOKEN"]
+    incluster_config.SERVICE_CERT_FILENAME = os.environ["CERTIFICATE"]
+    rank, port = taken_from_launcher()
+    os.environ["HOSTNAME"] = f"train-{rank}"
+    resolver = js.cluster_resolver.KubernetesClusterResolver(
+        {"worker": ["job-name=train"]}, port, num_tasks={"worker": 2}
+    )
+    check(js.MultiWorkerMirroredStrategy(resolver), rank)
+
+
 def taken_from_launcher():
     """The rank of this process and a free port, which the harness tells."""
     address, rank, _ = (os.environ.pop(f"JAXSTRATEGY_{name}") for name in NAMES)
