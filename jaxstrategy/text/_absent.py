@@ -16,8 +16,6 @@ _PROCESSES = (
 ADVICE = {
     "ParameterServerStrategy": _SERVERS,
     "cluster_resolver.GCEClusterResolver": _PROCESSES,
-    "cluster_resolver.KubernetesClusterResolver": _PROCESSES,
-    "cluster_resolver.KubernetesExecutableLocation": _PROCESSES,
     "experimental.ParameterServerStrategy": _SERVERS,
     "experimental.rpc": _SERVERS,
 }
