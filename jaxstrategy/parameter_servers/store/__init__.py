@@ -1,0 +1,1 @@
+"""The state of one parameter server, inside one process."""

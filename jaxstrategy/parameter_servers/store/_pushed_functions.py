@@ -1,0 +1,82 @@
+"""Which functions have pushed already, and whose pushes count: `PushedFunctions`."""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import threading
+from collections.abc import Iterator
+from typing import final
+
+from jaxstrategy.parameter_servers._operations import CallNumber
+
+
+@final
+class PushedFunctions:
+    """Lets each function push once, although it may be run several times.
+
+    It remembers those functions only that may still come again.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._pushing: dict[int, CallNumber] = {}
+        self._pushed: set[int] = set()
+        self._oldest: list[int] = []  # a heap of the same
+        self._finished = 0
+        self._incarnations: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        """How many functions it remembers."""
+        return len(self._pushed)
+
+    def fence(self, worker: int, incarnation: int) -> None:
+        """Let nothing count that earlier incarnations push; waits for what they do."""
+        with self._changed:
+            known = self._incarnations.get(worker, 0)
+            self._incarnations[worker] = max(known, incarnation)
+            self._changed.wait_for(
+                lambda: not any(map(self._is_fenced, self._pushing.values()))
+            )
+
+    @contextlib.contextmanager
+    def turn(self, call: CallNumber) -> Iterator[bool]:
+        """Whether a push counts; the function has pushed if the block ends well.
+
+        Another push of the same function waits until then.
+        """
+        if not self._begins(call):
+            yield False
+            return
+        try:
+            yield True
+        except BaseException:
+            self._end(call, has_pushed=False)
+            raise
+        self._end(call, has_pushed=True)
+
+    def _begins(self, call: CallNumber) -> bool:
+        with self._changed:
+            self._changed.wait_for(lambda: call.function not in self._pushing)
+            self._forget(call.finished)
+            has_ended = call.function < self._finished or call.function in self._pushed
+            if has_ended or self._is_fenced(call):
+                return False
+            self._pushing[call.function] = call
+            return True
+
+    def _end(self, call: CallNumber, has_pushed: bool) -> None:
+        with self._changed:
+            del self._pushing[call.function]
+            if has_pushed:
+                self._pushed.add(call.function)
+                heapq.heappush(self._oldest, call.function)
+            self._changed.notify_all()
+
+    def _forget(self, finished: int) -> None:
+        self._finished = max(self._finished, finished)
+        while self._oldest and self._oldest[0] < self._finished:
+            self._pushed.remove(heapq.heappop(self._oldest))
+
+    def _is_fenced(self, call: CallNumber) -> bool:
+        return call.incarnation < self._incarnations.get(call.worker, 0)

@@ -1,0 +1,46 @@
+"""Arrays that readers are given, and whether one of them still has it: `Snapshot`."""
+
+from __future__ import annotations
+
+import weakref
+from typing import final
+
+import numpy as np
+
+
+@final
+class Snapshot:
+    """What a variable holds, as readers see it without a copy.
+
+    While one of them has it, or a part of it, or anything that shares its memory, the
+    memory must not be written to.
+    """
+
+    def __init__(self) -> None:
+        self._root: weakref.ref[np.ndarray] | None = None
+
+    @property
+    def is_held(self) -> bool:
+        """Whether somebody still has what `of` returned."""
+        return self._root is not None and self._root() is not None
+
+    def of(self, value: np.ndarray) -> np.ndarray:
+        """`value`, read-only and without a copy."""
+        if not value.size:
+            return np.empty_like(value)
+        root = self._root() if self._root is not None else None
+        if root is None:
+            root = _root(value)
+            self._root = weakref.ref(root)
+        return root.view(value.dtype).reshape(value.shape)
+
+
+def _root(value: np.ndarray) -> np.ndarray:
+    """The bytes of `value`, as an array that lives as long as each view of it.
+
+    NumPy lets a view of a view refer to the first array of the chain, so that a view in
+    between dies early. It stops at an array over a `memoryview`.
+    """
+    # bfloat16 and its kin have no `memoryview`, bytes have.
+    raw = memoryview(value.reshape(-1).view(np.uint8))
+    return np.frombuffer(raw.toreadonly(), np.uint8)

@@ -1,0 +1,138 @@
+"""Programs that change the array of one variable, compiled for this process's CPU.
+
+They are compiled ahead of time: a jitted function would be staged into the program that
+the calling thread may be tracing, and compiled anew for each configuration of JAX.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+
+from jaxstrategy.replicas._devices import Device
+
+Type = tuple[tuple[int, ...], np.dtype]
+"""Shape and dtype of an array."""
+Program = Callable[..., list[jax.Array]]
+"""State, then operands; the new state."""
+
+_OF_64_BITS = ("int64", "uint64", "float64", "complex128")
+
+
+def array_types(arrays: Iterable[np.ndarray]) -> tuple[Type, ...]:
+    """Shape and dtype of each."""
+    return tuple((array.shape, array.dtype) for array in arrays)
+
+
+def wide_enough(types: Iterable[Type]) -> contextlib.AbstractContextManager[object]:
+    """Where JAX keeps the 64 bits of arrays that have them."""
+    if any(dtype.name in _OF_64_BITS for _, dtype in types):
+        return jax.enable_x64(True)
+    return contextlib.nullcontext()
+
+
+def _device() -> Device:
+    """The CPU that has all arrays, also where there are other devices."""
+    return jax.local_devices(backend="cpu")[0]
+
+
+def on_device(value: np.ndarray) -> jax.Array:
+    """A copy of `value`."""
+    with jax.ensure_compile_time_eval(), wide_enough(array_types([value])):
+        return jax.device_put(value, _device(), may_alias=False)
+
+
+def compiled(
+    change: Callable[..., Sequence[jax.Array]],
+    state: Sequence[Type],
+    operands: Sequence[Type],
+    donates: bool,
+) -> Program:
+    """A program for arrays of these types.
+
+    Args:
+      change: the new state, of the state and the operands.
+      state: the types of the arrays that it changes.
+      operands: the types of those that it is given besides.
+      donates: whether the memory of the old state becomes that of the new one.
+    """
+    sharding = SingleDeviceSharding(_device())
+    types = (*state, *operands)
+    with wide_enough(types):
+        structs = [
+            jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+            for shape, dtype in types
+        ]
+        donated = tuple(range(len(state))) if donates else ()
+        jitted = jax.jit(change, donate_argnums=donated, keep_unused=True)
+        program = jitted.lower(*structs).compile()
+
+    def run(*arrays: jax.Array | np.ndarray) -> list[jax.Array]:
+        # Operands are not copied, and their memory is used again when we return.
+        with wide_enough(types):
+            return jax.block_until_ready(list(program(*arrays)))
+
+    return run
+
+
+@functools.cache
+def of_whole(name: str, kind: Type, donates: bool) -> Program:
+    """The program of one of `OF_WHOLE`, for arrays of a type."""
+    return compiled(functools.partial(_whole, name), [kind], [kind], donates)
+
+
+def _whole(name: str, old: jax.Array, operand: jax.Array) -> list[jax.Array]:
+    match name:
+        case "add":
+            return [old + operand]
+        case "subtract":
+            return [old - operand]
+        case _:
+            return [jnp.copy(operand)]
+
+
+@functools.cache
+def of_rows(name: str, kind: Type, count: int, donates: bool) -> Program:
+    """The program of one of `OF_ROWS` for tables of a type; see `_rows`."""
+    (_, *row), dtype = kind
+    numbers: Type = ((count,), np.dtype(np.int32))
+    operands = [numbers] * (2 if name == "scatter_div" else 1)
+    operands.append(((count, *row), dtype))
+    change = _quotients if name == "scatter_div" else functools.partial(_rows, name)
+    return compiled(change, [kind], operands, donates)
+
+
+def _rows(
+    name: str, table: jax.Array, rows: jax.Array, values: jax.Array
+) -> list[jax.Array]:
+    """A table with some rows changed; those beyond it fill up and change nothing."""
+    if name == "scatter_sub":
+        name, values = "scatter_add", -values
+    part = table.at[rows]
+    change = {
+        "scatter_add": part.add,
+        "scatter_mul": part.multiply,
+        "scatter_min": part.min,
+        "scatter_max": part.max,
+        "scatter_update": part.set,
+    }[name]
+    return [change(values, mode="drop")]
+
+
+def _quotients(
+    table: jax.Array, rows: jax.Array, positions: jax.Array, values: jax.Array
+) -> list[jax.Array]:
+    """A table with rows divided: row `rows[positions[i]]` by `values[i]`.
+
+    As variables elsewhere, by the product of what is given for a row.
+    """
+    divisors = jnp.ones_like(values).at[positions].multiply(values, mode="drop")
+    # A quotient of integers keeps what is whole.
+    quotients = jax.lax.div(table.at[rows].get(mode="clip"), divisors)
+    return [table.at[rows].set(quotients, mode="drop")]

@@ -1,0 +1,125 @@
+"""What each operation of a parameter server makes of each dtype, against NumPy."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxstrategy.parameter_servers._operations import (
+    OF_ROWS,
+    OF_WHOLE,
+    Read,
+    ServerOperation,
+)
+from jaxstrategy.parameter_servers.store._store import Store
+
+DTYPE_NAMES = [
+    *("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float64"),
+    *("int4", "uint4", "int8", "uint8", "int16", "uint16", "int32", "uint32"),
+    *("int64", "uint64", "bool", "complex64", "complex128"),
+]
+DTYPES = [jnp.dtype(name) for name in DTYPE_NAMES]
+NOT_OF_BOOL = {"subtract", "scatter_add", "scatter_sub", "scatter_mul", "scatter_div"}
+
+
+def cases(names):
+    return [
+        (n, d) for n in names for d in DTYPES if d.kind != "b" or n not in NOT_OF_BOOL
+    ]
+
+
+def store(value, is_table=False):
+    found = Store()
+    found.create(0, value, is_table)
+    return found
+
+
+def value_of(found, rows=None):
+    (value,) = found.read([Read(0, rows)])
+    return value
+
+
+def operation(name, *operands, variables=(0,), program=""):
+    return ServerOperation(name, variables, tuple(operands), program)
+
+
+def small(shape, dtype, seed=0):
+    """Numbers that each dtype holds, and their sums and products too."""
+    numbers = np.random.default_rng(seed).integers(1, 3, shape)
+    return numbers.astype(dtype)
+
+
+WHOLE = {"set": lambda a, b: b, "add": np.add, "subtract": np.subtract}
+
+
+@pytest.mark.parametrize("is_table", [False, True], ids=["host", "device"])
+@pytest.mark.parametrize(("name", "dtype"), cases(OF_WHOLE), ids=str)
+def test_whole(name, is_table, dtype):
+    for shape in [(3, 2), (1,), (0, 2)] + [()] * (not is_table):
+        old, operand = small(shape, dtype, 1), small(shape, dtype, 2)
+        found = store(old, is_table)
+        assert found.push([operation(name, operand)])
+        new = value_of(found)
+        assert new.dtype == dtype and new.shape == shape
+        wanted = np.asarray(WHOLE[name](old, operand))
+        np.testing.assert_array_equal(new.astype(complex), wanted.astype(complex))
+
+
+def rows_changed(name, table, rows, values):
+    """A plain loop; quotients are by the product of what is given for a row."""
+    new = table.copy()
+    divisors = {}
+    for row, value in zip(rows, values, strict=True):
+        match name:
+            case "scatter_add":
+                new[row] = new[row] + value
+            case "scatter_sub":
+                new[row] = new[row] - value
+            case "scatter_mul":
+                new[row] = new[row] * value
+            case "scatter_div":
+                divisors[row] = divisors.get(row, np.ones_like(value)) * value
+            case "scatter_min":
+                new[row] = np.minimum(new[row], value)
+            case "scatter_max":
+                new[row] = np.maximum(new[row], value)
+            case "scatter_update":
+                new[row] = value
+    for row, divisor in divisors.items():
+        if np.issubdtype(table.dtype, np.integer) or "int" in table.dtype.name:
+            new[row] = table[row].astype(np.int64) // divisor.astype(np.int64)
+        else:
+            new[row] = table[row] / divisor
+    return new
+
+
+@pytest.mark.parametrize(("name", "dtype"), cases(OF_ROWS), ids=str)
+def test_rows(name, dtype):
+    table, rows = small((5, 2), dtype, 1), np.array([4, 0, 4, 2], np.int64)
+    values = small((4, 2), dtype, 2)
+    found = store(table, is_table=True)
+    assert found.push([operation(name, rows, values)])
+    new = value_of(found)
+    assert new.dtype == dtype
+    wanted = rows_changed(name, table, rows, values)
+    np.testing.assert_array_equal(new.astype(complex), wanted.astype(complex))
+    taken = value_of(found, rows)
+    np.testing.assert_array_equal(taken.astype(complex), wanted[rows].astype(complex))
+
+
+@pytest.mark.parametrize("name", ["scatter_add", "scatter_div", "scatter_update"])
+@settings(max_examples=30, deadline=None)
+@given(data=st.data())
+def test_any_rows_of_any_table(name, data):
+    size = data.draw(st.integers(1, 6))
+    rows = data.draw(st.lists(st.integers(0, size - 1), max_size=9))
+    row = data.draw(st.sampled_from([(), (2,)]))
+    table = np.arange(1.0, 1 + size * max(1, *row, 1)).reshape(size, *row) * 8
+    table = table.astype(np.float32)
+    values = 2.0 ** np.arange(len(rows) * max(1, *row, 1)).reshape(len(rows), *row) % 7
+    values = (values + 1).astype(np.float32)
+    found = store(table)
+    found.push([operation(name, np.array(rows, np.int32), values)])
+    wanted = rows_changed(name, table, rows, values)
+    np.testing.assert_allclose(value_of(found), wanted, rtol=1e-6)
