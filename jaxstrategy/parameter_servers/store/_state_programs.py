@@ -102,7 +102,7 @@ def of_rows(name: str, kind: Type, count: int, donates: bool) -> Program:
     """The program of one of `OF_ROWS` for tables of a type; see `_rows`."""
     (_, *row), dtype = kind
     numbers: Type = ((count,), np.dtype(np.int32))
-    operands = [numbers] * (2 if name == "scatter_div" else 1)
+    operands: list[Type] = [numbers] * (2 if name == "scatter_div" else 1)
     operands.append(((count, *row), dtype))
     change = _quotients if name == "scatter_div" else functools.partial(_rows, name)
     return compiled(change, [kind], operands, donates)
