@@ -1,0 +1,145 @@
+"""One message between processes: `WireFrame`, and its bytes.
+
+    head        lengths, and what kind of frame it is; 32 bytes
+    arrays      dtype and shape of each
+    fields      JSON
+    blob        bytes, whatever they are
+    seal        over all that, if the stream has keys
+    contents    of the arrays, raw
+
+Contents are in the byte order of the machine and have no seal: whoever changes packets
+between two hosts can change numbers, and nothing that is executed.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+from jaxstrategy.parameter_servers.wire import _wire_types
+
+Fields: TypeAlias = Any
+"""A value of JSON, whose reader knows its form."""
+
+HEAD = struct.Struct("<BBHIIIIIQ")
+"""Mark, kind, 0, number, arrays; bytes of descriptions, fields, blob and contents."""
+_MARK = 0xA7
+_LARGEST_HEAD = 1 << 31  # bytes of what comes before the contents
+
+_encode = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
+
+
+class FrameError(ValueError):
+    """What came is no frame, or one that is too large."""
+
+
+class WireFrame(NamedTuple):
+    """A message.
+
+    Attributes:
+      kind: what it is about, 0 to 255; `_kinds` lists them.
+      fields: what JSON can hold, small.
+      blob: bytes; of a stream with keys they are sealed.
+      arrays: of dtypes with a raw form.
+      number: of a request, and of the answer to it.
+    """
+
+    kind: int
+    fields: Fields = None
+    blob: bytes = b""
+    arrays: Sequence[np.ndarray] = ()
+    number: int = 0
+
+
+class Lengths(NamedTuple):
+    """The lengths of what follows a head."""
+
+    kind: int
+    number: int
+    arrays: int
+    types: int
+    fields: int
+    blob: int
+    contents: int
+
+    @property
+    def rest(self) -> int:
+        """Bytes before the seal."""
+        return self.types + self.fields + self.blob
+
+
+def packed(frame: WireFrame, largest: int) -> tuple[bytes, list[memoryview]]:
+    """What comes before the seal, and the contents of the arrays that have any.
+
+    Raises:
+      TypeError: fields that JSON has not, or a dtype that has no raw form.
+      FrameError: it is too large.
+    """
+    arrays = [_native(array) for array in frame.arrays]
+    types = _wire_types.written(arrays)
+    fields = b"" if frame.fields is None else _encode(frame.fields).encode()
+    contents = [_raw(array) for array in arrays if array.nbytes]
+    size = sum([part.nbytes for part in contents])
+    rest = len(types) + len(fields) + len(frame.blob)
+    if rest > _LARGEST_HEAD or rest + size > largest:
+        raise FrameError(
+            f"A message of {rest + size} bytes was to be sent; the largest may have "
+            f"{min(largest, _LARGEST_HEAD)}, or {largest} if most are in arrays. Send "
+            "it in parts."
+        )
+    head = HEAD.pack(
+        *(_MARK, frame.kind, 0, frame.number, len(arrays)),
+        *(len(types), len(fields), len(frame.blob), size),
+    )
+    return b"".join((head, types, fields, frame.blob)), contents
+
+
+def lengths(head: bytes, largest: int) -> Lengths:
+    """The lengths that a head announces.
+
+    Raises:
+      FrameError: it is none, or announces too much.
+    """
+    mark, kind, zero, number, arrays, types, fields, blob, size = HEAD.unpack(head)
+    found = Lengths(kind, number, arrays, types, fields, blob, size)
+    if mark != _MARK or zero:
+        raise FrameError("what came is no message of this protocol")
+    if found.rest > _LARGEST_HEAD or found.rest + size > largest or 2 * arrays > types:
+        raise FrameError(f"a message of {found.rest + size} bytes was announced")
+    return found
+
+
+def unpacked(
+    found: Lengths, rest: bytes
+) -> tuple[Fields, bytes, list[tuple[np.dtype, tuple[int, ...], int]]]:
+    """Fields, blob, and the types of the arrays, of what comes before the seal.
+
+    Raises:
+      FrameError: it contradicts itself.
+    """
+    middle = found.types + found.fields
+    try:
+        types = _wire_types.read(rest[: found.types], found.arrays)
+        text = rest[found.types : middle].decode()
+        fields = json.loads(text) if text else None
+    except (ValueError, RecursionError) as error:
+        raise FrameError(f"a message contradicts itself: {error}") from error
+    if sum([size for *_, size in types]) != found.contents:
+        raise FrameError("the arrays of a message have another size than was announced")
+    return fields, rest[middle : found.rest], types
+
+
+def _native(array: np.ndarray) -> np.ndarray:
+    array = np.asarray(array)
+    if array.dtype.isnative:
+        return array
+    return array.astype(array.dtype.newbyteorder("="))
+
+
+def _raw(array: np.ndarray) -> memoryview:
+    # `memoryview(array)` refuses the dtypes of ml_dtypes, so the bytes are shown.
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data

@@ -1,0 +1,235 @@
+"""Where other processes connect, and how: `Listener`, `dialled`."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import final
+
+from jaxstrategy._errors import ClusterError
+from jaxstrategy.cluster.connections import _secret
+from jaxstrategy.cluster.connections._secret import Secret
+from jaxstrategy.cluster.connections._wire import address_of, endpoint, tune
+from jaxstrategy.parameter_servers.wire import _handshake
+from jaxstrategy.parameter_servers.wire._stream import LARGEST, Stream
+
+_PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ECONNABORTED)
+_PAUSE = 0.05  # while this process has too many files open
+_ALL_ADDRESSES = ("", "*", "0.0.0.0", "::")
+_MOST_STRANGERS = 64  # connections at once whose other end has not proved itself
+
+
+@final
+class Listener:
+    """An address at which processes of the job connect, and nobody else.
+
+    Args:
+      address: `host:port`, of which only that host's address is bound; port 0 is any
+        free one. Or the path of a Unix socket, in a directory of the user's own.
+      secret: of the job.
+      seconds: the time for a handshake.
+      largest: bytes of a frame.
+
+    Raises:
+      ClusterError: strangers could connect.
+      OSError: the address is not this host's, or in use.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        secret: Secret,
+        seconds: float = _handshake.SECONDS,
+        largest: int = LARGEST,
+    ) -> None:
+        self._secret = secret
+        self._seconds = seconds
+        self._largest = largest
+        self._path = address if is_path(address) else None
+        self._sock = _bound_path(address) if self._path else _bound(address, secret)
+        self._lock = threading.Lock()
+        self._threads: dict[threading.Thread, socket.socket | None] = {}
+        self._is_closed = False
+
+    @property
+    def address(self) -> str:
+        """Where others connect."""
+        return self._path or address_of(*self._sock.getsockname()[:2])
+
+    def start(self, take: Callable[[Stream], None]) -> None:
+        """Give the streams of all that connect to a function, in threads, from now on.
+
+        Who does not prove in time to be of the job is hung up on.
+        """
+        self._in_thread(self._sock, lambda: self._accept(take))
+
+    def close(self) -> None:
+        """Listen no more; streams that were made stay. Once is enough."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            left = dict(self._threads)
+        for sock in (self._sock, *left.values()):
+            if sock is not None:
+                _shut(sock)
+        for thread in left:
+            if thread is not threading.current_thread():
+                thread.join()
+        self._sock.close()
+        if self._path:
+            os.unlink(self._path)
+
+    def _accept(self, take: Callable[[Stream], None]) -> None:
+        while True:
+            try:
+                sock, _ = self._sock.accept()
+            except OSError as error:
+                if self._is_closed or error.errno not in _PASSING:
+                    return
+                time.sleep(_PAUSE)
+                continue
+            if len(self._threads) > _MOST_STRANGERS:
+                sock.close()
+                continue
+            self._in_thread(sock, lambda sock=sock: self._welcome(sock, take))
+
+    def _welcome(self, sock: socket.socket, take: Callable[[Stream], None]) -> None:
+        try:
+            if self._path is None:
+                tune(sock)
+            stream = _handshake.welcomed(
+                sock, self._secret, self._seconds, self._largest
+            )
+        except (ClusterError, OSError):
+            sock.close()
+            return
+        with self._lock:
+            # `close` must not end what is no stranger's any more.
+            self._threads[threading.current_thread()] = None
+        take(stream)
+
+    def _in_thread(self, sock: socket.socket, work: Callable[[], None]) -> None:
+        def run() -> None:
+            try:
+                work()
+            finally:
+                with self._lock:
+                    self._threads.pop(threading.current_thread(), None)
+
+        thread = threading.Thread(target=run, name="jaxstrategy listener", daemon=True)
+        with self._lock:
+            if self._is_closed:
+                sock.close()
+                return
+            self._threads[thread] = sock
+            thread.start()
+
+
+def dialled(
+    address: str,
+    secret: Secret,
+    wait: float = 0.0,
+    seconds: float = _handshake.SECONDS,
+    largest: int = LARGEST,
+) -> Stream:
+    """The stream of a new connection to a `Listener`.
+
+    Args:
+      address: that of the listener.
+      secret: of the job.
+      wait: seconds in which somebody may begin to listen there.
+      seconds: the time for a handshake.
+      largest: bytes of a frame.
+
+    Raises:
+      ClusterError: who listens there is none of the job; strangers could.
+      ConnectionError: nobody listens there, or does not answer.
+    """
+    end = time.monotonic() + wait
+    while True:
+        try:
+            sock = _connected(address, secret, seconds)
+        except OSError as error:
+            if time.monotonic() >= end:
+                why = error.strerror or error
+                raise ConnectionError(f"{address} does not answer ({why})") from error
+            time.sleep(_PAUSE)
+        else:
+            return _handshake.greeted(sock, secret, address, seconds, largest)
+
+
+def is_path(address: str) -> bool:
+    """Whether an address is that of a Unix socket."""
+    return "/" in address
+
+
+def _connected(address: str, secret: Secret, seconds: float) -> socket.socket:
+    if is_path(address):
+        _check_folder(address)
+        sock = socket.socket(socket.AF_UNIX)
+        try:
+            sock.settimeout(seconds)
+            sock.connect(address)
+        except BaseException:
+            sock.close()
+            raise
+        return sock
+    host, port = endpoint(address)
+    _secret.check(secret, host)
+    sock = socket.create_connection((host, port), seconds)
+    # While nobody listens, a call from this very port reaches itself.
+    if sock.getsockname() == sock.getpeername():
+        sock.close()
+        raise ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
+    tune(sock)
+    return sock
+
+
+def _bound(address: str, secret: Secret) -> socket.socket:
+    name, _, port_text = address.rpartition(":")
+    host, port = endpoint(f"{name}:1" if (is_any := port_text == "0") else address)
+    port = 0 if is_any else port
+    if host in _ALL_ADDRESSES:
+        raise ClusterError(
+            f"{address!r} is every address of this host. Give the one at which the "
+            "other processes of the job reach it."
+        )
+    _secret.check(secret, host)
+    family, *_, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    return socket.create_server(where, family=family)
+
+
+def _bound_path(path: str) -> socket.socket:
+    _check_folder(path)
+    sock = socket.socket(socket.AF_UNIX)
+    try:
+        sock.bind(path)
+        sock.listen()
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def _check_folder(path: str) -> None:
+    """Nothing if only this user's processes can listen or call at a path."""
+    folder = os.path.dirname(path)
+    found = os.stat(folder)
+    if found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise ClusterError(
+            f"Other users can reach the socket {path}: its directory has the mode "
+            f"{found.st_mode & 0o777:o}. Use one of your own with the mode 700, as "
+            "`tempfile.mkdtemp` makes."
+        )
+
+
+def _shut(sock: socket.socket) -> None:
+    try:
+        sock.shutdown(socket.SHUT_RDWR)  # wakes who waits for it
+    except OSError:
+        pass  # the other end was faster

@@ -1,0 +1,168 @@
+"""Another process that answers requests: `Peer`."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from typing import final
+
+from jaxstrategy.parameter_servers.wire import _remote_error
+from jaxstrategy.parameter_servers.wire._frame import WireFrame, FrameError
+from jaxstrategy.parameter_servers.wire._kinds import Kind
+from jaxstrategy.parameter_servers.wire._stream import Stream
+
+PATIENCE = 10.0
+"""Seconds without a sign of life, after which a process is lost."""
+
+_LINES = 20  # of a lost process's output
+
+
+@final
+class Peer:
+    """Another process, of which any number of threads may ask something at once.
+
+    Each request has a stream for itself, which is used again: as many are made as
+    threads ask at the same time.
+
+    Args:
+      name: what the other process is, such as "Worker 3".
+      dial: makes a stream to it.
+      lost: the class of the error when it is gone.
+      patience: seconds without a sign of life, after which it is lost.
+      last_output: what it wrote last, for the error.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        dial: Callable[[], Stream],
+        lost: type[Exception],
+        patience: float = PATIENCE,
+        last_output: Callable[[], str | None] | None = None,
+    ) -> None:
+        self._name = name
+        self._dial = dial
+        self._lost = lost
+        self._patience = patience
+        self._last_output = last_output
+        self._lock = threading.Lock()
+        self._idle: list[Stream] = []
+        self._all: set[Stream] = set()
+        self._why: str | None = None
+
+    def ask(self, request: WireFrame) -> WireFrame:
+        """The answer to a request.
+
+        Raises:
+          FrameError, TypeError: the request cannot be sent.
+          Exception: that of `lost`, when the other process is gone; otherwise what was
+            raised there.
+        """
+        stream = self._taken()
+        is_whole = False
+        try:
+            answer = self._asked(stream, request)
+            is_whole = True
+        except (FrameError, TypeError):
+            is_whole = True  # nothing was sent
+            raise
+        except (EOFError, OSError) as error:
+            raise self._losing(_reason(error, self._patience)) from error
+        finally:
+            # Whatever else ends it, such as Ctrl-C, leaves half a message behind.
+            self._put_back(stream, is_whole)
+        if answer.kind == Kind.FAILED:
+            raise _remote_error.raised_by(answer, self._name, stream.is_trusted)
+        return answer
+
+    def close(self, why: str = "its connections were closed here") -> None:
+        """Close all streams; who waits for an answer gets the error of a lost one."""
+        with self._lock:
+            self._why = self._why or why
+            streams = list(self._all)
+            self._all.clear()
+            self._idle.clear()
+        for stream in streams:
+            stream.close()
+
+    def _asked(self, stream: Stream, request: WireFrame) -> WireFrame:
+        stream.send(request)
+        while True:
+            try:
+                answer = stream.receive()
+            except FrameError as error:
+                raise ConnectionError(str(error)) from error
+            if answer.kind != Kind.ALIVE:
+                return answer
+
+    def _taken(self) -> Stream:
+        with self._lock:
+            if self._why is not None:
+                raise self._error(self._why)
+            if self._idle:
+                return self._idle.pop()
+        try:
+            stream = self._dialled()
+        except (EOFError, OSError) as error:
+            raise self._losing(f"it cannot be reached: {error}") from error
+        with self._lock:
+            if self._why is None:
+                self._all.add(stream)
+                return stream
+        stream.close()
+        raise self._error(self._why)
+
+    def _dialled(self) -> Stream:
+        stream = self._dial()
+        stream.limit_silence(self._patience)
+        stream.send(WireFrame(Kind.PATIENCE, self._patience))
+        return stream
+
+    def _put_back(self, stream: Stream, is_whole: bool) -> None:
+        with self._lock:
+            if is_whole and stream in self._all:
+                self._idle.append(stream)
+                return
+            self._all.discard(stream)
+        stream.close()
+
+    def _losing(self, why: str) -> Exception:
+        """The error of a process that is lost from now on."""
+        self.close(why)
+        assert self._why is not None
+        return self._error(self._why)
+
+    def _error(self, why: str) -> Exception:
+        text = f"{self._name} is lost: {why}."
+        output = self._last_output() if self._last_output is not None else None
+        if output and output.strip():
+            lines = output.strip().splitlines()[-_LINES:]
+            text += "\n".join(["\nThe last that it wrote:", *lines])
+        return self._lost(text)
+
+
+def dial_of(streams: Iterable[Stream]) -> Callable[[], Stream]:
+    """A `dial` that hands out streams that exist already.
+
+    Raises:
+      ConnectionError: as the result is called, when all are handed out.
+    """
+    left = list(streams)
+
+    def dial() -> Stream:
+        try:
+            return left.pop(0)
+        except IndexError:
+            raise ConnectionError("all connections to it are in use") from None
+
+    return dial
+
+
+def _reason(error: Exception, patience: float) -> str:
+    match error:
+        case TimeoutError():
+            return f"it gave no sign of life for {patience:g} s"
+        case EOFError() | ConnectionError():
+            return f"it ended, or closed the connection ({error})"
+        case _:
+            return f"the connection broke ({error})"

@@ -1,0 +1,118 @@
+"""Answers the requests of many streams: `Responder`."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TypeAlias, final
+
+from jaxstrategy.parameter_servers.wire import _remote_error
+from jaxstrategy.parameter_servers.wire._frame import WireFrame, FrameError
+from jaxstrategy.parameter_servers.wire._heartbeat import Heartbeat
+from jaxstrategy.parameter_servers.wire._kinds import Kind
+from jaxstrategy.parameter_servers.wire._stream import Stream
+
+Answer: TypeAlias = Callable[[WireFrame, Stream], WireFrame]
+"""Makes the answer to a request, or raises what the other end shall raise."""
+_LONGEST_PATIENCE = 1e6  # seconds
+
+
+@final
+class Responder:
+    """Answers what comes over streams, each with a thread of its own.
+
+    A stream that brings anything but frames is closed; the others do not notice.
+
+    Args:
+      answer: makes the answers; called by the threads of all streams.
+      on_lost: called when the other end of a stream is seen to be gone while an answer
+        is being made.
+    """
+
+    def __init__(
+        self, answer: Answer, on_lost: Callable[[], None] | None = None
+    ) -> None:
+        self._answer = answer
+        self._on_lost = on_lost
+        self._heartbeat = Heartbeat()
+        self._lock = threading.Lock()
+        self._threads: dict[threading.Thread, Stream] = {}
+        self._is_closed = False
+
+    def add(self, stream: Stream) -> None:
+        """Answer what comes over a stream, in a thread, until that is closed."""
+        thread = threading.Thread(
+            target=self._run, args=(stream,), name="jaxstrategy responder", daemon=True
+        )
+        with self._lock:
+            if self._is_closed:
+                stream.close()
+                return
+            self._threads[thread] = stream
+            thread.start()
+
+    def serve(self, stream: Stream) -> None:
+        """Answer what comes over a stream, in this thread, until that is closed."""
+        try:
+            while self._serve_one(stream):
+                pass
+        except (EOFError, OSError, FrameError):
+            pass  # whoever asks is gone, or none of us
+        finally:
+            self._heartbeat.remove(stream)
+            stream.close()
+
+    def close(self) -> None:
+        """Close all streams, and wait for what is being answered."""
+        with self._lock:
+            self._is_closed = True
+            left = dict(self._threads)
+        for stream in left.values():
+            stream.close()
+        for thread in left:
+            if thread is not threading.current_thread():
+                thread.join()
+        self._heartbeat.close()
+
+    def _run(self, stream: Stream) -> None:
+        try:
+            self.serve(stream)
+        finally:
+            with self._lock:
+                self._threads.pop(threading.current_thread(), None)
+
+    def _serve_one(self, stream: Stream) -> bool:
+        """Answer one request; whether another may come."""
+        request = stream.receive()
+        if request.kind == Kind.PATIENCE:
+            self._heartbeat.add(stream, _patience(request), self._on_lost)
+            return True
+        with self._heartbeat.during(stream):
+            try:
+                answer = self._answer(request, stream)
+            except Exception as error:
+                answer = _remote_error.failed(error, may_pickle=stream.is_trusted)
+            except SystemExit as error:
+                # Code that was sent here ends nothing but itself.
+                answer = _remote_error.failed(error, may_pickle=False)
+        self._send(stream, answer._replace(number=request.number))
+        return not stream.is_closed
+
+    def _send(self, stream: Stream, answer: WireFrame) -> None:
+        try:
+            stream.send(answer)
+        except (FrameError, TypeError) as error:  # nothing of it was sent
+            failure = _remote_error.failed(error, answer.number, stream.is_trusted)
+            stream.send(failure)
+
+
+def done(fields: object = None) -> WireFrame:
+    """The answer that a request was fulfilled."""
+    return WireFrame(Kind.DONE, fields)
+
+
+def _patience(request: WireFrame) -> float:
+    seconds = request.fields
+    if not isinstance(seconds, int | float) or not 0 < seconds <= _LONGEST_PATIENCE:
+        raise FrameError(f"a patience of {seconds!r} seconds")
+    return float(seconds)
