@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TypeAlias, final
 
 from jaxstrategy.parameter_servers.wire import _remote_error
-from jaxstrategy.parameter_servers.wire._frame import WireFrame, FrameError
+from jaxstrategy.parameter_servers.wire._frame import FrameError, WireFrame
 from jaxstrategy.parameter_servers.wire._heartbeat import Heartbeat
 from jaxstrategy.parameter_servers.wire._kinds import Kind
 from jaxstrategy.parameter_servers.wire._stream import Stream

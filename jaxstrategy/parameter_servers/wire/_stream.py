@@ -11,7 +11,7 @@ from typing import NamedTuple, final
 import numpy as np
 
 from jaxstrategy.parameter_servers.wire import _frame, _receive_buffers
-from jaxstrategy.parameter_servers.wire._frame import WireFrame, FrameError, Lengths
+from jaxstrategy.parameter_servers.wire._frame import FrameError, Lengths, WireFrame
 from jaxstrategy.parameter_servers.wire._receive_buffers import ReceiveBuffers
 
 LARGEST = 1 << 34
