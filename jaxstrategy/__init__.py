@@ -125,6 +125,9 @@ from jaxstrategy.strategies._multi_worker import (
     MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
 )
 from jaxstrategy.strategies._one_device import OneDeviceStrategy as OneDeviceStrategy
+from jaxstrategy.strategies._parameter_server import (
+    ParameterServerStrategy as ParameterServerStrategy,
+)
 from jaxstrategy.strategies._sharded_type import Sharded as Sharded
 from jaxstrategy.strategies._strategy import Strategy as Strategy
 from jaxstrategy.strategies._tpu import TPUStrategy as TPUStrategy

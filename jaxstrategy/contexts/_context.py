@@ -22,8 +22,8 @@ import jax
 from jaxstrategy._errors import ContextError
 from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
 from jaxstrategy.contexts._local_steps import LocalSteps
-from jaxstrategy.replicas._replicas import Replicas
 from jaxstrategy.values._annotations import without_eager_sharding
+from jaxstrategy.values._handle import Handle
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -44,8 +44,8 @@ class Context:
       trace: the number of that trace, if its step may use variables.
       is_update: whether it is code of `extended.update`. Read by `variables._access`.
       before: what variables held before an update. Read by `variables._access`.
-      colocated: the replicas of which `colocate_vars_with` wants variables to be. Read
-        by `variables._policy`.
+      colocated: the variable beside which `colocate_vars_with` wants others to be. Read
+        by the policies of variables.
       given: what variables hold in a function that is differentiated, by their `id`,
         with the step that it is part of. Read by `variables._gradients`.
       is_initial: whether JAX traces a function that makes an initial value, which reads
@@ -54,6 +54,8 @@ class Context:
         it works. Read by `masks._step_masks`.
       local: the local steps that are being traced, in which each replica is by itself;
         None elsewhere.
+      function: what a function uses that a coordinator sends to workers, while it is
+        traced. Read by `coordinator.functions._recorder`.
     """
 
     strategy: AbstractStrategy | None = None
@@ -65,7 +67,7 @@ class Context:
     trace: int | None = None
     is_update: bool = False
     before: object = None
-    colocated: Replicas | None = None
+    colocated: Handle | None = None
     # Python 3.11 takes a mapping proxy, which it cannot hash, for a mutable default.
     given: Mapping[int, tuple[object, jax.Array]] = dataclasses.field(
         default_factory=lambda: types.MappingProxyType({})
@@ -73,6 +75,7 @@ class Context:
     is_initial: bool = False
     batches: object = None
     local: LocalSteps | None = None
+    function: object = None
 
     @property
     def jit_key(self) -> Hashable:

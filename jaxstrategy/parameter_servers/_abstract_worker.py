@@ -10,8 +10,8 @@ import numpy as np
 from jaxstrategy.parameter_servers._abstract_server import AbstractServer
 from jaxstrategy.parameter_servers._shipped_program import Call, ShippedProgram
 
-Builder = Callable[[int], object]
-"""Makes a resource of a worker, whose index it is given."""
+Builder = Callable[..., object]
+"""Makes a resource of a worker: of its index, and of other resources of it."""
 
 
 class AbstractWorker(abc.ABC):
@@ -71,6 +71,11 @@ class AbstractWorkerBackend(abc.ABC):
     @abc.abstractmethod
     def replicas_per_worker(self) -> int:
         """How many devices each worker has."""
+
+    @property
+    def platforms(self) -> tuple[str, ...]:
+        """The platforms of these devices, as `jax.export` calls them."""
+        return ("cpu",)
 
     @property
     @abc.abstractmethod

@@ -16,14 +16,22 @@ class Input(NamedTuple):
     Attributes:
       kind: "argument" of the call; "variable" pulled whole; "table", the rows of one
         that are used; "positions" of looked-up rows in that; "element", a leaf of what
-        an iterator gives next; "own" variable of the worker; the worker's "index".
+        an iterator gives next; whether one is "present"; "own" variable of the worker;
+      the worker's "index".
       number: of the argument, variable, table, lookup or iterator among those.
       turn: of an element how many of this iterator the function has taken before.
       leaf: of an element the number of its leaf.
     """
 
     kind: Literal[
-        "argument", "variable", "table", "positions", "element", "own", "index"
+        "argument",
+        "variable",
+        "table",
+        "positions",
+        "element",
+        "present",
+        "own",
+        "index",
     ]
     number: int = 0
     turn: int = 0
@@ -39,11 +47,18 @@ class ShippedTable:
       shards: the numbers of its variables, in the order of their rows.
       starts: the first row of each shard, and last the number of all rows.
       lookups: which outputs of the program of ids say which rows are used.
+      rows: how many rows the main program takes: as many as all lookups together have
+        ids. What is not used of them may be anything.
+      row: the shape of a row.
+      dtype: the name of the dtype.
     """
 
     shards: tuple[int, ...]
     starts: tuple[int, ...]
     lookups: tuple[int, ...]
+    rows: int
+    row: tuple[int, ...]
+    dtype: str
 
 
 @final
@@ -55,9 +70,11 @@ class Push:
       name: of the operation.
       variables: their numbers; the shards of a table for an operation of rows.
       operands: which outputs of the program are its operands.
-      lookup: of an operation of rows, the lookup of the program's that says which rows.
+      lookup: of an operation of rows, which output of the program of ids says which
+        rows; None: the first operand does.
       starts: as those of `ShippedTable`, for an operation of rows.
       flag: the output that says whether it is made at all; None: always.
+      flag_is: what the output must say.
       program: of an update its program on the servers.
     """
 
@@ -77,10 +94,12 @@ class ElementType(NamedTuple):
     Attributes:
       structure: of the element's pytree, as text.
       types: shape and name of the dtype of each leaf.
+      split: which leaves have one version for each replica, `[replica, ...]`.
     """
 
     structure: str
     types: tuple[tuple[tuple[int, ...], str], ...]
+    split: tuple[bool, ...]
 
 
 @final
@@ -91,8 +110,9 @@ class ShippedProgram:
     Attributes:
       key: of no other program; equal ones have equal keys.
       name: of the user's function, for messages.
-      main: the program, in the form of `jax.export`; of `inputs`.
-      inputs: of the main program, in order.
+      main: the program, in the form of `jax.export`.
+      inputs: of the programs, in order.
+      main_inputs: how many of the first inputs the main program takes.
       ids: a program of those inputs that `ids_inputs` counts, which returns the rows
         that lookups need; None where there are no tables.
       ids_inputs: numbers of inputs.
@@ -101,7 +121,9 @@ class ShippedProgram:
       own: numbers of the worker's own variables whose new values come next.
       pushes: in their order; their operands come last.
       iterators: the type of each iterator's elements.
-      updates: programs of the servers, by their keys.
+      turns: how many elements of each iterator it takes.
+      updates: programs of the servers: the server, the key, and the program.
+      homes: the server of each variable that is read or changed.
       split: which inputs have one version for each replica.
       replicas: how many replicas the worker has.
     """
@@ -110,6 +132,7 @@ class ShippedProgram:
     name: str
     main: bytes
     inputs: tuple[Input, ...]
+    main_inputs: int
     ids: bytes | None
     ids_inputs: tuple[int, ...]
     tables: tuple[ShippedTable, ...]
@@ -117,7 +140,9 @@ class ShippedProgram:
     own: tuple[int, ...]
     pushes: tuple[Push, ...]
     iterators: tuple[ElementType, ...]
-    updates: tuple[tuple[str, bytes], ...]
+    turns: tuple[int, ...]
+    updates: tuple[tuple[int, str, bytes], ...]
+    homes: tuple[tuple[int, int], ...]
     split: tuple[int, ...] = ()
     replicas: int = 1
 

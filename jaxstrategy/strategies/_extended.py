@@ -297,7 +297,7 @@ class StrategyExtended:
                 f"{self._strategy!r}, where variables are no strategy's. Write `with "
                 "strategy.scope(), strategy.extended.colocate_vars_with(v):`."
             )
-        with _context.entered(colocated=var.replicas):
+        with _context.entered(colocated=var):
             yield
 
     def value_container(self, value: object) -> object:

@@ -34,3 +34,22 @@ def several_whole(given: object) -> tuple[int, ...] | None:
     except TypeError:
         return None
     return None if None in found else tuple(cast(list[int], found))
+
+
+def positive(name: str, given: object) -> int:
+    """`given`, which is a whole number from 1 on.
+
+    Args:
+      name: of the argument, in messages.
+      given: anything.
+
+    Raises:
+      TypeError: it is no whole number.
+      ValueError: it is below 1.
+    """
+    number = whole(given)
+    if number is None:
+        raise TypeError(f"`{name}` was {given!r}; a whole number was wanted.")
+    if number < 1:
+        raise ValueError(f"`{name}` was {number}; 1 or more was wanted.")
+    return number

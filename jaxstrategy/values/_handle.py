@@ -6,6 +6,7 @@ import abc
 
 import jax
 
+from jaxstrategy.replicas._replicas import Replicas
 from jaxstrategy.replicas._state_sharding import LeafSharding
 from jaxstrategy.values._per_replica import PerReplica
 
@@ -31,6 +32,11 @@ class Handle(abc.ABC):
     @abc.abstractmethod
     def distributed(self) -> jax.Array | PerReplica:
         """All copies of it: a mirrored array or a `PerReplica`."""
+
+    @property
+    @abc.abstractmethod
+    def replicas(self) -> Replicas:
+        """The replicas that have a copy each."""
 
     @property
     @abc.abstractmethod

@@ -74,6 +74,7 @@ def changed(
 ASSIGN = Change("assign", "set")
 ASSIGN_ADD = Change("assign_add", "add")
 ASSIGN_SUB = Change("assign_sub", "subtract")
+UPDATE = Change("update", "set")
 
 # By the last word of the method, `scatter_add` and so on.
 SCATTERS = {

@@ -15,10 +15,14 @@ from jaxstrategy.replicas._replicas import Replicas
 from jaxstrategy.variables.kinds._kind import VariableKind
 from jaxstrategy.variables.kinds._mirrored_kind import MirroredKind
 from jaxstrategy.variables.kinds._on_read_kind import OnReadKind
+from jaxstrategy.variables.partitioners import Partitioner
 
 
 class VariablePolicy(AbstractVariablePolicy):
     """Chooses how each variable is kept that is made in the scope of a strategy."""
+
+    partitioner: Partitioner | None = None
+    """Divides variables into shards, each of which is a variable; None: none is."""
 
     @abc.abstractmethod
     def kind(
@@ -68,7 +72,8 @@ class ReplicatedVariables(VariablePolicy):
         """Mirrored or on read, as the variable asks for."""
         if on_read:
             return OnReadKind(name, aggregation, self._each, owner)
-        home = _context.current().colocated or self._home
+        beside = _context.current().colocated
+        home = self._home if beside is None else beside.replicas
         return MirroredKind(name, aggregation, home, owner)
 
 

@@ -83,9 +83,9 @@ class Properties(Handle):
         return self.replicas.devices
 
     @property
-    def device(self) -> Device:
-        """The device that holds the first of its copies."""
-        return self.devices[0]
+    def device(self) -> Device | str:
+        """The device that holds the first of its copies; the name of one elsewhere."""
+        return self._kind.device
 
     @property
     def is_distributed(self) -> bool:

@@ -38,7 +38,7 @@ from jaxstrategy.variables import (
 )
 from jaxstrategy.variables._assignments import Assignments
 from jaxstrategy.variables._cell import Cell, Holder
-from jaxstrategy.variables._changes import Change
+from jaxstrategy.variables._changes import UPDATE, Change
 from jaxstrategy.variables._initial_program import InitialValue
 from jaxstrategy.variables._initial_value import start_of
 from jaxstrategy.variables._operators import Operators
@@ -47,6 +47,7 @@ from jaxstrategy.variables._policy import ORDINARY, VariablePolicy
 from jaxstrategy.variables._properties import Properties
 from jaxstrategy.variables._reference import Reference
 from jaxstrategy.variables._scatters import Scatters
+from jaxstrategy.variables._server_cell import ServerCell
 from jaxstrategy.variables._sharding_choice import ShardingChoice, VariableSharding
 
 _numbers = itertools.count()
@@ -175,7 +176,7 @@ class Variable(Operators, Assignments, Scatters, Properties):
             self._shape, self._dtype = start.type.shape, start.type.dtype
             _aggregation.check(self._aggregation, self._dtype, name)
             self._kind = kind.divided(start.type, choice)
-            self._cell = Cell(self._kind.placed(start), is_alone=True)
+            self._cell = self._kind.cell(start)
         if step is not None:
             step.create(self, self._kind.of_one_replica(start))
         # Last: another thread that traces a step takes whatever is registered.
@@ -257,6 +258,35 @@ class Variable(Operators, Assignments, Scatters, Properties):
     def _write(self, value: Value, change: Change) -> jax.Array | PerReplica:
         return self._written(value, change, self._kind.write)
 
+    def update(self, fn: Callable[..., jax.Array], *operands: Value) -> Value:
+        """Makes it what `fn` makes of its value, and returns the new value.
+
+        On a parameter server nobody else reads or changes it meanwhile, where reading
+        it and assigning what became of it would lose what others do in between.
+
+        Args:
+          fn: of the value and the operands; returns an array of the variable's shape.
+            It may be traced by JAX, and must change nothing else.
+          operands: arrays and numbers.
+
+        Raises:
+          ValueError: another shape; or the copies of a mirrored variable would differ.
+          TypeError: a dtype that would lose something.
+          ContextError: in another strategy's scope or `run`.
+
+        >>> import jaxstrategy as js
+        >>> v = js.Variable([1.0, 2.0])
+        >>> v.update(lambda old, factor: factor * old, 3.0)
+        Array([3., 6.], dtype=float32)
+        """
+
+        def write(
+            ref: Holder, side: _access.Side, value: Value, change: Change
+        ) -> jax.Array | PerReplica:
+            return self._kind.updated(ref, side, fn, operands, change)
+
+        return self._written(None, UPDATE, write)
+
     def _change_rows(self, rows: IndexedSlices, change: Change) -> Value:
         return self._written(rows, change, self._kind.scatter)
 
@@ -302,7 +332,7 @@ class Variable(Operators, Assignments, Scatters, Properties):
     # Where it is, for the programs of steps.
 
     @property
-    def cell(self) -> Cell:
+    def cell(self) -> Cell | ServerCell:
         """The holder of all copies, outside of steps."""
         return self._cell
 
@@ -343,6 +373,12 @@ class Variable(Operators, Assignments, Scatters, Properties):
             raise ContextError(
                 f"Variable {self._name!r} was deep-copied inside a step. Copy it "
                 "outside, and use both in the step."
+            )
+        if isinstance(self._cell, ServerCell):
+            raise RuntimeError(
+                f"Variable {self._name!r} is on a parameter server, and cannot be "
+                "copied with what holds it. Make another one in the scope of its "
+                "strategy: `Variable(variable.numpy())`."
             )
         twin = object.__new__(Variable)
         memo[id(self)] = twin

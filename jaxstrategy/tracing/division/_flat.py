@@ -6,7 +6,7 @@ A reduction inside a jitted function could not be where the step is divided.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias, final
 
 from jax.extend import core
@@ -18,7 +18,7 @@ from jaxstrategy.tracing.division._functions_of_parts import (
     is_around_function,
     shard_function,
 )
-from jaxstrategy.tracing.replication._jaxprs import jaxpr_of, plain
+from jaxstrategy.tracing.replication._jaxprs import all_eqns, jaxpr_of, plain
 from jaxstrategy.values._types import Leaf
 
 _Names: TypeAlias = dict[Var, Atom]
@@ -45,15 +45,18 @@ class Flat:
     calls: Mapping[Var, tuple[Equation, ...]]
 
 
-def flattened(jaxpr: Jaxpr) -> Flat:
+def flattened(
+    jaxpr: Jaxpr, stays: Callable[[Equation], bool] = lambda _: False
+) -> Flat:
     """`jaxpr` with the equations of the functions that it calls in place of the calls.
 
     Calls of functions that can be computed from parts stay as they are.
 
     Args:
       jaxpr: without constants.
+      stays: of which other calls this is so.
     """
-    flattening = _Flattening()
+    flattening = _Flattening(stays)
     names: _Names = {}
     flattening.add(jaxpr.eqns, names)
     outvars = [_read(names, atom) for atom in jaxpr.outvars]
@@ -66,7 +69,8 @@ def flattened(jaxpr: Jaxpr) -> Flat:
 class _Flattening:
     """The equations so far, and the constants that they need."""
 
-    def __init__(self) -> None:
+    def __init__(self, stays: Callable[[Equation], bool]) -> None:
+        self._stays = stays
         self.eqns: list[Equation] = []
         self.constants: list[Leaf] = []
         self.constant_vars: list[Var] = []
@@ -88,7 +92,7 @@ class _Flattening:
         """
         for eqn in eqns:
             operands = [_read(names, atom) for atom in eqn.invars]
-            called = _callee(eqn)
+            called = None if self._stays(eqn) else self._callee(eqn)
             if called is None:
                 outvars = self._outvars(eqn, names) if calls else eqn.outvars
                 self.calls.update((var, calls) for var in outvars if calls)
@@ -100,6 +104,20 @@ class _Flattening:
             self.add(inner.eqns, own, (eqn, *calls))
             results = [_read(own, atom) for atom in inner.outvars]
             names.update(zip(eqn.outvars, results, strict=True))
+
+    def _callee(self, eqn: Equation) -> ClosedJaxpr | None:
+        """The function that `eqn` calls, and does nothing else; None of others."""
+        name = eqn.primitive.name
+        if name in AROUND_FUNCTIONS:
+            called = eqn.params[AROUND_FUNCTIONS[name]]
+            inner = plain(called)
+            is_around = is_around_function(inner) or any(
+                self._stays(each) for each in all_eqns(inner)
+            )
+            return called if is_around else None
+        if name not in _CALLS or shard_function(eqn) is not None:
+            return None
+        return eqn.params[_CALLS[name]]
 
     def _outvars(self, eqn: Equation, names: _Names) -> list[Var]:
         for var in eqn.outvars:
@@ -114,17 +132,6 @@ class _Flattening:
         self.constants += values
         self.constant_vars += fresh
         return dict(zip(inner.constvars, fresh, strict=True))
-
-
-def _callee(eqn: Equation) -> ClosedJaxpr | None:
-    """The function that `eqn` calls, and does nothing else; None of others."""
-    name = eqn.primitive.name
-    if name in AROUND_FUNCTIONS:
-        called = eqn.params[AROUND_FUNCTIONS[name]]
-        return called if is_around_function(plain(called)) else None
-    if name not in _CALLS or shard_function(eqn) is not None:
-        return None
-    return eqn.params[_CALLS[name]]
 
 
 def _read(names: _Names, atom: Atom) -> Atom:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 import copy
+from collections.abc import Callable
 from typing import Self
 
 import jax
@@ -19,6 +20,7 @@ from jaxstrategy._options import VariableAggregation
 from jaxstrategy.contexts import _context
 from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
 from jaxstrategy.replicas import _overflow
+from jaxstrategy.replicas._devices import Device
 from jaxstrategy.replicas._inner_placement import WHOLE
 from jaxstrategy.replicas._random_keys import is_key
 from jaxstrategy.replicas._replicas import Replicas
@@ -34,9 +36,10 @@ from jaxstrategy.variables import (
     _access,
 )
 from jaxstrategy.variables._access import Side
-from jaxstrategy.variables._cell import Holder
+from jaxstrategy.variables._cell import Cell, Holder
 from jaxstrategy.variables._changes import Change
 from jaxstrategy.variables._initial_value import Start
+from jaxstrategy.variables._server_cell import ServerCell
 from jaxstrategy.variables._sharding_choice import ShardingChoice
 
 
@@ -100,6 +103,34 @@ class VariableKind(abc.ABC):
     @abc.abstractmethod
     def placed(self, start: Start) -> jax.Array:
         """All copies, each of them `start`, where the reference is to hold them."""
+
+    def cell(self, start: Start) -> Cell | ServerCell:
+        """What holds all copies outside of steps, each of them `start`."""
+        return Cell(self.placed(start), is_alone=True)
+
+    @property
+    def device(self) -> Device | str:
+        """The device that holds the first of the copies."""
+        return self.replicas.devices[0]
+
+    def updated(
+        self,
+        ref: Holder,
+        side: Side,
+        fn: Callable[..., jax.Array],
+        operands: tuple[Value, ...],
+        change: Change,
+    ) -> jax.Array | PerReplica:
+        """Makes the value what `fn` makes of it; returns the new one.
+
+        Args:
+          ref: as of `write`.
+          side: likewise.
+          fn: of the value and the operands.
+          operands: arrays.
+          change: what the user called.
+        """
+        return self.write(ref, side, fn(self.read(ref, side), *operands), change)
 
     @abc.abstractmethod
     def of_one_replica(self, start: Start) -> jax.Array:

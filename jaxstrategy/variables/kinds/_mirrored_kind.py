@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Self, final
+from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +35,6 @@ from jaxstrategy.variables.kinds._kind import (
 )
 
 
-@final
 class MirroredKind(VariableKind):
     """Equal on all replicas: whole on each of them, or a part of it on each."""
 
@@ -112,6 +111,10 @@ class MirroredKind(VariableKind):
             is_own = change.is_whole
             where = self.sharding if is_own else lying_like(given, self.replicas)
             given = _mesh.broadcast(given, where)
+        return self._changed(ref, change, given)
+
+    def _changed(self, ref: Holder, change: Change, given: jax.Array) -> jax.Array:
+        """Makes a change with what was given for it, which fits; the new value."""
         return self._stored(ref, change.applied(ref[...], given))
 
     def _is_large_on_host(self, value: Value, ref: Holder) -> bool:
@@ -189,8 +192,14 @@ class MirroredKind(VariableKind):
             rows = jax.tree.map(
                 lambda x: _mesh.broadcast(x, lying_like(x, self.replicas)), rows
             )
-        values = rows.values.astype(ref.dtype)
-        new = changed(ref[...], rows.indices, values, change.operation)
+        rows = IndexedSlices(rows.values.astype(ref.dtype), rows.indices)
+        return self._changed_rows(ref, change, rows)
+
+    def _changed_rows(
+        self, ref: Holder, change: Change, rows: IndexedSlices
+    ) -> jax.Array:
+        """Makes a change of rows, which fit; the new value of the whole variable."""
+        new = changed(ref[...], rows.indices, rows.values, change.operation)
         return self._stored(ref, new)
 
     def _stored(self, ref: Holder, new: jax.Array) -> jax.Array:

@@ -1,0 +1,190 @@
+"""A scheduled function as it was traced: `FunctionTrace`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, cast, final
+
+import jax
+import jax.numpy as jnp
+
+from jaxstrategy._errors import ContextError
+from jaxstrategy._options import RunOptions
+from jaxstrategy.contexts import _context, _replica_context
+from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
+from jaxstrategy.coordinator.functions._recorder import Recorder
+from jaxstrategy.replicas._replicas import SAME, Meaning
+from jaxstrategy.tracing._jaxpr_types import Equation, Jaxpr
+from jaxstrategy.tracing._replica_step import ReplicaStep, StepEnvironment
+from jaxstrategy.tracing._results import Results
+from jaxstrategy.tracing._roles import Role, Signature
+from jaxstrategy.tracing._trace import Trace
+from jaxstrategy.tracing._traced_step import TracedStep
+from jaxstrategy.tracing._value_form import with_values
+from jaxstrategy.tracing.checks import _step_checks
+from jaxstrategy.tracing.division._flat import flattened
+from jaxstrategy.values import _per_replica
+from jaxstrategy.values._handle import Handle
+from jaxstrategy.values._types import Function, Leaf, PyTree
+from jaxstrategy.variables import _registry
+from jaxstrategy.variables._variable import Variable
+from jaxstrategy.variables.kinds._server_kind import server_kind_of
+
+_OURS = "jaxstrategy_"
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class FunctionTrace:
+    """A function as one replica of a worker computes it.
+
+    Attributes:
+      jaxpr: flat. Its inputs are the arguments, constants, and what variables hold; of
+        those that are no values, references. Its results are those of the function, and
+        then what the variables that are values hold afterwards.
+      arguments: for each input the number of the argument; None for others.
+      meanings: how each input lies.
+      constants: those, by the number of the input.
+      variables: those, by the number of the input.
+      finals: the number of the result that a variable's input ends as; the variables
+        that are not here are references.
+      varies: for each result of the function whether it has a version for each replica.
+      results: what the function returned, but for the arrays.
+      recorder: what it uses that only the worker has.
+      name: of the function.
+    """
+
+    jaxpr: Jaxpr
+    arguments: Sequence[int | None]
+    meanings: Sequence[Meaning]
+    constants: dict[int, Leaf]
+    variables: dict[int, Handle]
+    finals: dict[int, int]
+    varies: Sequence[bool]
+    results: Results
+    recorder: Recorder
+    name: str
+
+
+def trace_function(
+    fn: Function,
+    strategy: AbstractStrategy,
+    signature: Signature,
+    leaves: Sequence[Leaf],
+) -> FunctionTrace:
+    """Traces a function, as a step in cross-replica context.
+
+    Args:
+      fn: the function.
+      strategy: of the coordinator.
+      signature: of its arguments.
+      leaves: the arguments, or their types.
+
+    Raises:
+      ContextError: it uses a variable that is not on a parameter server.
+      Exception: what the function raises.
+    """
+    recorder = Recorder(strategy.replicas)
+    pending: list[Handle] = [recorder.token]
+
+    def call(fn: Function, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> PyTree:
+        args, kwargs = _across(signature, strategy, args, kwargs)
+        with _context.entered(
+            strategy=strategy, replica=None, in_step=True, function=recorder
+        ):
+            recorder.begin()
+            returned = fn(*args, **kwargs)
+            return _replica_context.to_replica(returned)
+
+    def variables() -> list[Variable]:
+        there = _registry.usable_by(strategy)
+        kinds = [kind for v in there if (kind := server_kind_of(v)) is not None]
+        pending[1:] = [change for kind in kinds for change in kind.pending]
+        return cast("list[Variable]", [*there, *pending])
+
+    environment = StepEnvironment(strategy.replicas, call, variables)
+    step = ReplicaStep(lambda: fn, environment, signature, lambda: False)
+    trace = step.trace(leaves, ())
+    _check_variables(trace, set(pending), step.name)
+    traced = TracedStep(step, trace)
+    _step_checks.check(traced, RunOptions().expect_mirrored, set())
+    return _of_trace(trace, recorder, step.name)
+
+
+def _across(
+    signature: Signature,
+    strategy: AbstractStrategy,
+    args: Sequence[PyTree],
+    kwargs: dict[str, PyTree],
+) -> tuple[Sequence[PyTree], dict[str, PyTree]]:
+    """The arguments as code sees them in cross-replica context."""
+    if strategy.replicas.count == 1:
+        return args, kwargs
+    roles = jax.tree.unflatten(
+        signature.treedef, [signature.roles[i] for i in signature.leaves]
+    )
+
+    def wrap(role: Role, leaf: Leaf) -> Leaf:
+        if role is not Role.PER_REPLICA:
+            return leaf
+        return _per_replica.from_local(jnp.asarray(leaf), strategy.replicas)
+
+    return jax.tree.map(wrap, roles, (tuple(args), kwargs))
+
+
+def _check_variables(trace: Trace, pending: set[Handle], name: str) -> None:
+    for variable in trace.used:
+        if variable in pending or server_kind_of(variable) is not None:
+            continue
+        raise ContextError(
+            f"`{name}` was scheduled, and uses variable {variable.name!r}, which was "
+            "not made in the scope of its ParameterServerStrategy: it is in the memory "
+            "of the coordinator, which no worker reaches. Make it in "
+            "`strategy.scope()`, or pass `variable.value()` as an argument."
+        )
+
+
+def _of_trace(trace: Trace, recorder: Recorder, name: str) -> FunctionTrace:
+    flat = flattened(trace.jaxpr, is_ours)
+    count = len(trace.given_types)
+    arguments: list[int | None] = []
+    constants: dict[int, Leaf] = {}
+    variables: dict[int, Handle] = {}
+    for index, place in enumerate(trace.inputs):
+        arguments.append(place if place is not None and place < count else None)
+        if place is None:
+            constants[index] = trace.constants[index]
+        elif place >= count:
+            variables[index] = trace.variables[place - count]
+    for constant in flat.constants:
+        constants[len(arguments)] = constant
+        arguments.append(None)
+    values = with_values(flat.jaxpr, list(variables))
+    first = len(flat.jaxpr.outvars)
+    finals = {index: first + i for i, index in enumerate(values.replaced)}
+    return FunctionTrace(
+        jaxpr=values.jaxpr,
+        arguments=arguments,
+        meanings=[*trace.meanings, *(SAME for _ in flat.constants)],
+        constants=constants,
+        variables=variables,
+        finals=finals,
+        varies=trace.varies,
+        results=trace.results,
+        recorder=recorder,
+        name=name,
+    )
+
+
+def name_in_trace(eqn: Equation) -> str:
+    """The name of the function that an equation calls, if it calls one of ours."""
+    if eqn.primitive.name not in ("jit", "pjit"):
+        return ""
+    name = cast("Any", eqn.params.get("name"))
+    return name if isinstance(name, str) and name.startswith(_OURS) else ""
+
+
+def is_ours(eqn: Equation) -> bool:
+    """Whether an equation stands for something that a worker or a server does."""
+    return name_in_trace(eqn).startswith(("jaxstrategy_server_", "jaxstrategy_worker_"))

@@ -1,0 +1,312 @@
+"""A trace as workers get it: `shipped`."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import pickle
+from collections.abc import Iterator, Sequence
+from typing import Any, final
+
+import jax
+from jax.extend import core
+
+from jaxstrategy._errors import MissingExtraError
+from jaxstrategy.coordinator.functions._function_parts import FunctionParts
+from jaxstrategy.coordinator.functions._function_trace import FunctionTrace
+from jaxstrategy.coordinator.functions._traced_operations import (
+    TracedOperation,
+    TracedOperations,
+    operations_of,
+)
+from jaxstrategy.coordinator.functions._traced_tables import (
+    TracedTables,
+    stand_ins_inside,
+    tables_of,
+)
+from jaxstrategy.parameter_servers._server_pool import ServerPool
+from jaxstrategy.parameter_servers._shipped_program import (
+    ElementType,
+    Input,
+    Push,
+    ShippedProgram,
+    ShippedTable,
+)
+from jaxstrategy.replicas._replicas import SAME, SPLIT, Meaning, Replicas
+from jaxstrategy.tracing._jaxpr_types import Atom
+from jaxstrategy.tracing.replication._site import Site
+from jaxstrategy.values._types import Function
+from jaxstrategy.variables._variable import Variable
+from jaxstrategy.variables.kinds._exported_update import ExportedUpdate, exported_update
+from jaxstrategy.variables.kinds._server_kind import ServerKind, server_kind_of
+
+_COUNTED = {"assign", "assign_add", "assign_sub", "scatter_add", "scatter_sub"}
+"""What a function may do to a variable in branches and loops."""
+
+
+def shipped(
+    trace: FunctionTrace,
+    replicas: Replicas,
+    pool: ServerPool,
+    platforms: Sequence[str],
+    iterators: Sequence[ElementType],
+) -> ShippedProgram:
+    """The program of a function, in the form in which it is sent.
+
+    Args:
+      trace: the function.
+      replicas: of a worker.
+      pool: the servers.
+      platforms: of the workers' devices.
+      iterators: the elements of each iterator that it is given.
+
+    Raises:
+      ValueError: it takes elements of an iterator, or changes variables, in a branch or
+        a loop, in a way that no server can do.
+      MissingExtraError: the extra is not installed.
+    """
+    return _Shipping(trace, replicas, pool).program(platforms, iterators)
+
+
+@final
+class _Shipping:
+    def __init__(
+        self, trace: FunctionTrace, replicas: Replicas, pool: ServerPool
+    ) -> None:
+        _check_stand_ins(trace)
+        self._trace = trace
+        self._replicas = replicas
+        self._pool = pool
+        self._operations: TracedOperations = operations_of(trace)
+        self._found: TracedTables = tables_of(trace, self._operations)
+        self._parts = FunctionParts(trace, self._found.tables, replicas)
+        self._outputs: list[Atom] = list(trace.jaxpr.outvars[: len(trace.varies)])
+        self._finals: list[int] = []
+        self._updates: dict[tuple[int, str], ExportedUpdate] = {}
+
+    def program(
+        self, platforms: Sequence[str], iterators: Sequence[ElementType]
+    ) -> ShippedProgram:
+        """All of it."""
+        varies = [SPLIT if differs else SAME for differs in self._trace.varies]
+        pushes = tuple(self._pushes())
+        meanings = [*varies, *(SAME for _ in self._outputs[len(varies) :])]
+        function, inputs, lies, types = self._parts.program(
+            self._outputs, meanings, self._finals, keeps_effects=True
+        )
+        main = self._exported(function, lies, types, platforms)
+        main_inputs = len(inputs)
+        ids, ids_inputs, lies = self._ids(inputs, lies, platforms)
+        made = ShippedProgram(
+            key="",
+            name=self._trace.name,
+            main=main,
+            inputs=tuple(inputs),
+            main_inputs=main_inputs,
+            ids=ids,
+            ids_inputs=ids_inputs,
+            tables=tuple(self._tables()),
+            results=len(varies),
+            own=(),
+            pushes=self._numbered(pushes),
+            iterators=tuple(iterators),
+            turns=tuple(
+                self._trace.recorder.turns.get(i, 0) for i in range(len(iterators))
+            ),
+            updates=tuple(
+                (server, key, each.exported)
+                for (server, key), each in self._updates.items()
+            ),
+            homes=self._homes(inputs, pushes),
+            split=tuple(i for i, each in enumerate(lies) if each is SPLIT),
+            replicas=self._replicas.count,
+        )
+        key = hashlib.sha256(pickle.dumps(made)).hexdigest()
+        return dataclasses.replace(made, key=key)
+
+    def _ids(
+        self, inputs: list[Input], lies: list[Meaning], platforms: Sequence[str]
+    ) -> tuple[bytes | None, tuple[int, ...], list[Meaning]]:
+        """The program of ids, of some inputs of the main program; more are added."""
+        lookups = self._parts.lookups()
+        if not lookups:
+            return None, (), lies
+        meanings = [SPLIT for _ in lookups]
+        function, taken, own, types = self._parts.program(lookups, meanings)
+        for each, lie in zip(taken, own, strict=True):
+            if each not in inputs:
+                inputs.append(each)
+                lies = [*lies, lie]
+        exported = self._exported(function, own, types, platforms)
+        return exported, tuple(inputs.index(each) for each in taken), lies
+
+    def _exported(
+        self,
+        function: Function,
+        lies: Sequence[Meaning],
+        types: Sequence[jax.ShapeDtypeStruct],
+        platforms: Sequence[str],
+    ) -> bytes:
+        export: Any = jax.export
+        shardings = tuple(map(self._replicas.sharding, lies))
+        jitted = jax.jit(function, in_shardings=shardings)
+        try:
+            return bytes(export.export(jitted, platforms=platforms)(*types).serialize())
+        except ModuleNotFoundError as missing:
+            raise MissingExtraError(
+                "Functions are sent to workers in a form that needs FlatBuffers, which "
+                "is not installed. Install the extra: pip install "
+                "'jaxstrategy[coordinator]'"
+            ) from missing
+
+    def _tables(self) -> Iterator[ShippedTable]:
+        first = 0
+        for number, table in enumerate(self._found.tables):
+            aval = self._trace.jaxpr.invars[table.shards[0]].aval
+            last = first + len(table.uses)
+            yield ShippedTable(
+                shards=tuple(self._number(i) for i in table.shards),
+                starts=self._starts(table.shards),
+                lookups=tuple(range(first, last)),
+                rows=self._parts.rows(number),
+                row=tuple(aval.shape[1:]),
+                dtype=str(aval.dtype),
+            )
+            first = last
+
+    def _starts(self, shards: Sequence[int]) -> tuple[int, ...]:
+        starts = [0]
+        for index in shards:
+            starts.append(starts[-1] + self._trace.jaxpr.invars[index].aval.shape[0])
+        return tuple(starts)
+
+    def _number(self, index: int) -> int:
+        return _server_variable(self._trace.variables[index]).number
+
+    # What is pushed.
+
+    def _pushes(self) -> Iterator[Push]:
+        by_eqn = {
+            id(use.eqn): number
+            for number, use in enumerate(
+                use for table in self._found.tables for use in table.uses
+            )
+        }
+        for each in self._operations.changes():
+            yield self._push(each, by_eqn.get(id(each.eqn)))
+        for index, kind, methods in self._counted():
+            yield from self._sums(index, kind, methods)
+
+    def _push(self, operation: TracedOperation, lookup: int | None) -> Push:
+        operands = operation.operands if lookup is None else operation.operands[1:]
+        numbers = tuple(self._number(i) for i in operation.variables)
+        program = ""
+        if operation.name == "update":
+            server = self._pool.home(numbers[0])
+            update = _update_of(operation)
+            self._updates[server, update.key] = update
+            program = update.key
+        starts = self._starts(operation.variables) if operation.is_of_rows else ()
+        outputs = tuple(self._output(atom) for atom in operands)
+        return Push(operation.name, numbers, outputs, lookup, starts, program=program)
+
+    def _output(self, atom: Atom) -> int:
+        self._outputs.append(atom)
+        return len(self._outputs) - 1
+
+    def _counted(self) -> Iterator[tuple[int, ServerKind, set[str]]]:
+        """The variables that change in branches or loops, and the methods used."""
+        changes = self._trace.recorder.changes
+        for index, variable in self._trace.variables.items():
+            kind = server_kind_of(variable)
+            methods = set() if kind is None else changes.get(kind.added, set())
+            if kind is None or not methods or index in self._operations.whole:
+                continue
+            self._check_counted(kind, index, methods)
+            yield index, kind, methods
+
+    def _check_counted(self, kind: ServerKind, index: int, methods: set[str]) -> None:
+        together = any(
+            index in each.variables and len(each.variables) > 1
+            for each in self._operations.operations
+            if each.name == "update"
+        )
+        beyond = sorted(methods - _COUNTED)
+        if beyond or together:
+            name = beyond[0] if beyond else "update"
+            raise ValueError(
+                f"`{self._trace.name}` changes variable {kind.name!r} in a branch or a "
+                f"loop, by `{name}` among others. There a function may call "
+                f"{', '.join(f'`{each}`' for each in sorted(_COUNTED))} of a variable "
+                "that is on a parameter server. Compute in the loop, and call "
+                f"`{name}` once after it."
+            )
+
+    def _sums(self, index: int, kind: ServerKind, methods: set[str]) -> Iterator[Push]:
+        """What was added in all, or what was assigned in the end."""
+        number = (self._number(index),)
+        inputs = {variable: i for i, variable in self._trace.variables.items()}
+        flag = None
+        if "assign" in methods:
+            flag = self._final(inputs[kind.is_assigned])
+            yield Push("set", number, (self._final(index),), flag=flag, flag_is=True)
+        if methods != {"assign"}:
+            added = self._final(inputs[kind.added])
+            yield Push("add", number, (added,), flag=flag, flag_is=False)
+
+    def _final(self, index: int) -> int:
+        """The output that says what an input ends as; negative: of a reference."""
+        if index in self._trace.finals:
+            return self._output(self._trace.jaxpr.outvars[self._trace.finals[index]])
+        self._finals.append(index)
+        return -len(self._finals)
+
+    def _numbered(self, pushes: Sequence[Push]) -> tuple[Push, ...]:
+        """With the numbers of outputs that are known only now: references come last."""
+        count = len(self._outputs)
+
+        def number(output: int) -> int:
+            return output if output >= 0 else count - output - 1
+
+        return tuple(
+            dataclasses.replace(
+                push,
+                operands=tuple(map(number, push.operands)),
+                flag=None if push.flag is None else number(push.flag),
+            )
+            for push in pushes
+        )
+
+    def _homes(
+        self, inputs: Sequence[Input], pushes: Sequence[Push]
+    ) -> tuple[tuple[int, int], ...]:
+        numbers = {each.number for each in inputs if each.kind == "variable"}
+        numbers.update(i for table in self._tables() for i in table.shards)
+        numbers.update(i for push in pushes for i in push.variables)
+        return tuple((number, self._pool.home(number)) for number in sorted(numbers))
+
+
+def _server_variable(variable: object) -> Any:
+    assert isinstance(variable, Variable)
+    return variable.cell
+
+
+def _update_of(operation: TracedOperation) -> ExportedUpdate:
+    called: Any = operation.eqn.params["jaxpr"]
+    types = [
+        jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype)
+        for atom in operation.eqn.invars
+    ]
+    return exported_update(core.jaxpr_as_fun(called), types)
+
+
+def _check_stand_ins(trace: FunctionTrace) -> None:
+    for eqn in stand_ins_inside(trace):
+        line = Site((eqn,)).line or "unknown"
+        raise ValueError(
+            f"`{trace.name}` takes an element of an iterator in a branch or a loop, "
+            "which is traced once: each turn would see the same element.\n"
+            f"  the {eqn.primitive.name}: {line}\n"
+            "Take the elements before it, and stack them: `jax.lax.scan` goes through "
+            "the first dimension."
+        )

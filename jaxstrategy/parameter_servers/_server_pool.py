@@ -1,0 +1,83 @@
+"""The parameter servers of a strategy, and which variables are where: `ServerPool`."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Protocol, final
+
+import numpy as np
+
+from jaxstrategy.parameter_servers._abstract_server import AbstractServer
+
+_numbers = itertools.count()
+
+
+class Exported(Protocol):
+    """A program in the form of `jax.export`, with a key of its own."""
+
+    @property
+    def key(self) -> str: ...
+
+    @property
+    def exported(self) -> bytes: ...
+
+
+@final
+class ServerPool:
+    """The servers of a strategy.
+
+    Args:
+      servers: in their order.
+
+    Attributes:
+      servers: as given.
+    """
+
+    def __init__(self, servers: Sequence[AbstractServer]) -> None:
+        self.servers = tuple(servers)
+        self._turn = 0
+        self._lock = threading.Lock()
+        self._homes: dict[int, int] = {}
+        self._gone: list[int] = []
+        self._defined: set[tuple[int, str]] = set()
+
+    def next(self) -> int:
+        """The number of the server whose turn it is; then it is the next one's."""
+        with self._lock:
+            turn, self._turn = self._turn, (self._turn + 1) % len(self.servers)
+        return turn
+
+    def create(self, server: int, value: np.ndarray, is_table: bool = False) -> int:
+        """Keep a new variable there; returns its number."""
+        self.drop_gone()
+        number = next(_numbers)
+        self.servers[server].create(number, value, is_table)
+        self._homes[number] = server
+        return number
+
+    def home(self, number: int) -> int:
+        """The number of the server that has a variable."""
+        return self._homes[number]
+
+    def forget(self, number: int) -> None:
+        """A variable is gone. Its server is told later: this is called at any moment,
+        in the middle of a message, too."""
+        self._gone.append(number)
+
+    def drop_gone(self) -> None:
+        """Tell the servers which variables are gone."""
+        by_server: defaultdict[int, list[int]] = defaultdict(list)
+        while self._gone:
+            number = self._gone.pop()
+            by_server[self._homes.pop(number)].append(number)
+        for server, numbers in by_server.items():
+            self.servers[server].drop(numbers)
+
+    def define(self, server: int, program: Exported) -> None:
+        """Send a program for updates to a server, once."""
+        if (server, program.key) not in self._defined:
+            self.servers[server].define(program.key, program.exported)
+            self._defined.add((server, program.key))

@@ -1,0 +1,300 @@
+"""What a worker does with a call: pull, compute, push. `WorkerEngine`."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, final
+
+import jax
+import numpy as np
+
+from jaxstrategy.parameter_servers._abstract_server import AbstractServer
+from jaxstrategy.parameter_servers._abstract_worker import Builder
+from jaxstrategy.parameter_servers._operations import Read, ServerOperation
+from jaxstrategy.parameter_servers._resources import Elements, Resources
+from jaxstrategy.parameter_servers._shipped_program import (
+    Call,
+    Input,
+    Push,
+    ShippedProgram,
+    ShippedTable,
+)
+from jaxstrategy.replicas._devices import Device
+from jaxstrategy.replicas._replicas import SAME, SPLIT, Replicas
+
+
+def _nothing() -> None:
+    return None
+
+
+@final
+class WorkerEngine:
+    """Runs programs on some devices; one call at a time.
+
+    Args:
+      index: of the worker.
+      servers: the parameter servers.
+      devices: the worker's own.
+      check: called between pulling, computing and pushing; raises to end the call.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        servers: Sequence[AbstractServer],
+        devices: Sequence[Device],
+        check: Callable[[], None] = _nothing,
+    ) -> None:
+        self.index = index
+        self._servers = servers
+        self._replicas = Replicas.on(list(devices))
+        self._check = check
+        self._programs: dict[str, _LoadedProgram] = {}
+        self._resources = Resources(index)
+
+    def define(self, program: ShippedProgram) -> None:
+        """Get ready to run a program."""
+        if program.key in self._programs:
+            return
+        if program.replicas != self._replicas.count:
+            raise ValueError(
+                f"`{program.name}` was traced for {program.replicas} devices, and "
+                f"worker {self.index} has {self._replicas.count}."
+            )
+        for server, key, exported in program.updates:
+            self._servers[server].define(key, exported)
+        self._programs[program.key] = _LoadedProgram(program, self._replicas)
+
+    def build(self, resource: int, builder: Builder, uses: Sequence[int] = ()) -> None:
+        """Make a resource."""
+        self._resources.build(resource, builder, uses)
+
+    def release(self, resources: Sequence[int]) -> None:
+        """Forget resources."""
+        self._resources.release(resources)
+
+    def own(self, variable: int) -> np.ndarray:
+        """What one of the worker's own variables holds."""
+        return np.asarray(self._resources.get(variable))
+
+    def call(self, call: Call) -> list[np.ndarray]:
+        """The results of a program, once all that it pushes is on the servers."""
+        loaded = self._programs[call.program]
+        program = loaded.program
+        elements = self._elements(program, call)
+        values = self._values(loaded, call, elements)
+        elements.take()
+        self._check()
+        outputs = loaded.main(*values.inputs[: program.main_inputs])
+        results = [np.asarray(array) for array in outputs[: program.results]]
+        pushes = loaded.pushes(outputs, values.ids)
+        self._keep_own(program, outputs)
+        self._check()
+        for server, operations in pushes.items():
+            self._servers[server].push(operations, call.number)
+        return results
+
+    def _elements(self, program: ShippedProgram, call: Call) -> Elements:
+        iterators = [self._resources.iterator(number) for number in call.iterators]
+        return Elements(iterators, program)
+
+    def _keep_own(self, program: ShippedProgram, outputs: Sequence[Any]) -> None:
+        for i, number in enumerate(program.own, start=program.results):
+            self._resources.set(number, np.asarray(outputs[i]))
+
+    def _values(
+        self, loaded: _LoadedProgram, call: Call, elements: Elements
+    ) -> _Values:
+        """All inputs of the main program."""
+        program = loaded.program
+        given: dict[Input, Any] = {}
+        for each in program.inputs:
+            if each.kind == "argument":
+                given[each] = call.arguments[each.number]
+            elif each.kind == "index":
+                given[each] = np.int32(self.index)
+            elif each.kind in ("element", "present"):
+                given[each] = elements.leaf(each)
+            elif each.kind == "own":
+                given[each] = self._resources.get(each.number)
+        wanted = [each.number for each in program.inputs if each.kind == "variable"]
+        ids: list[np.ndarray] = []
+        reads: list[Read] = []
+        uses: list[_UsedRows] = []
+        if loaded.ids is not None and not loaded.ids_need_variables:
+            ids, reads, uses = self._rows(loaded, given)
+        pulled = self._pulled(loaded, [*(Read(number) for number in wanted), *reads])
+        for number, value in zip(wanted, pulled, strict=False):
+            given[Input("variable", number)] = value
+        rows = pulled[len(wanted) :]
+        if loaded.ids is not None and loaded.ids_need_variables:
+            ids, reads, uses = self._rows(loaded, given)
+            rows = self._pulled(loaded, reads)
+        for use in uses:
+            use.place(given, [rows.pop(0) for _ in use.reads])
+        return _Values([given[each] for each in program.inputs], ids)
+
+    def _rows(
+        self, loaded: _LoadedProgram, given: Mapping[Input, Any]
+    ) -> tuple[list[np.ndarray], list[Read], list[_UsedRows]]:
+        assert loaded.ids is not None
+        inputs = [given[loaded.program.inputs[i]] for i in loaded.program.ids_inputs]
+        ids = [np.asarray(array) for array in loaded.ids(*inputs)]
+        uses = [
+            _UsedRows(number, table, ids)
+            for number, table in enumerate(loaded.program.tables)
+        ]
+        return ids, [read for use in uses for read in use.reads], uses
+
+    def _pulled(
+        self, loaded: _LoadedProgram, reads: Sequence[Read]
+    ) -> list[np.ndarray]:
+        """What the servers have, in the order of `reads`."""
+        by_server: defaultdict[int, list[int]] = defaultdict(list)
+        for place, read in enumerate(reads):
+            by_server[loaded.homes[read.variable]].append(place)
+        found: dict[int, np.ndarray] = {}
+        for server, places in by_server.items():
+            values = self._servers[server].read([reads[place] for place in places])
+            found.update(zip(places, values, strict=True))
+        return [found[place] for place in range(len(reads))]
+
+
+@final
+class _Values:
+    def __init__(self, inputs: list[Any], ids: list[np.ndarray]) -> None:
+        self.inputs, self.ids = inputs, ids
+
+
+@final
+class _UsedRows:
+    """The rows of one table that a call uses.
+
+    Attributes:
+      reads: of each shard that has some of them.
+    """
+
+    def __init__(
+        self, number: int, table: ShippedTable, ids: Sequence[np.ndarray]
+    ) -> None:
+        self._number = number
+        self._table = table
+        own = [ids[lookup] for lookup in table.lookups]
+        flat = [each.reshape(-1) for each in own]
+        joined = flat[0] if len(flat) == 1 else np.concatenate(flat)
+        rows, positions = np.unique(joined, return_inverse=True)
+        _check_rows(rows, table.starts)
+        positions = positions.astype(np.int32)
+        sizes = np.cumsum([each.size for each in own])[:-1]
+        self._positions = [
+            part.reshape(each.shape)
+            for part, each in zip(np.split(positions, sizes), own, strict=True)
+        ]
+        self.reads = [
+            Read(shard, part)
+            for shard, part in _by_shard(rows, table.shards, table.starts)
+        ]
+
+    def place(self, given: dict[Input, Any], parts: Sequence[np.ndarray]) -> None:
+        """Put the rows, and where they are among them, to the other inputs."""
+        table = self._table
+        rows = np.zeros((table.rows, *table.row), table.dtype)
+        first = 0
+        for part in parts:
+            rows[first : first + len(part)] = part
+            first += len(part)
+        given[Input("table", self._number)] = rows
+        pairs = zip(table.lookups, self._positions, strict=True)
+        for lookup, positions in pairs:
+            given[Input("positions", lookup)] = positions
+
+
+def _by_shard(
+    rows: np.ndarray, shards: Sequence[int], starts: Sequence[int]
+) -> list[tuple[int, np.ndarray]]:
+    """The rows of each shard that has some, as it counts them; `rows` are sorted."""
+    if len(shards) == 1:
+        return [(shards[0], rows)] if len(rows) else []
+    borders = np.searchsorted(rows, starts)
+    return [
+        (shard, rows[borders[i] : borders[i + 1]] - starts[i])
+        for i, shard in enumerate(shards)
+        if borders[i + 1] > borders[i]
+    ]
+
+
+def _check_rows(rows: np.ndarray, starts: Sequence[int]) -> None:
+    if len(rows) and (rows[0] < 0 or rows[-1] >= starts[-1]):
+        wrong = rows[0] if rows[0] < 0 else rows[-1]
+        raise IndexError(
+            f"Row {wrong} of a table was looked up or changed, which has the rows "
+            f"[0, {starts[-1]})."
+        )
+
+
+@final
+class _LoadedProgram:
+    """A program that can be called.
+
+    Attributes:
+      program: as it was sent.
+      main: of its inputs.
+      ids: likewise; None if there are no tables.
+      ids_need_variables: whether what variables hold says which rows are used.
+      homes: the server of each variable.
+    """
+
+    def __init__(self, program: ShippedProgram, replicas: Replicas) -> None:
+        self.program = program
+        split = set(program.split)
+        lies = [SPLIT if i in split else SAME for i in range(len(program.inputs))]
+        of_main = [replicas.sharding(x) for x in lies[: program.main_inputs]]
+        self.main = _callable(program.main, of_main)
+        self.ids = None
+        if program.ids is not None:
+            of_ids = [replicas.sharding(lies[i]) for i in program.ids_inputs]
+            self.ids = _callable(program.ids, of_ids)
+        kinds = {program.inputs[i].kind for i in program.ids_inputs}
+        self.ids_need_variables = "variable" in kinds
+        self.homes = dict(program.homes)
+
+    def pushes(
+        self, outputs: Sequence[Any], ids: Sequence[np.ndarray]
+    ) -> dict[int, list[ServerOperation]]:
+        """What to push, for each server in the order of the function."""
+        made: dict[int, list[ServerOperation]] = {}
+        for push in self.program.pushes:
+            if push.flag is not None and bool(outputs[push.flag]) != push.flag_is:
+                continue
+            operands = [np.asarray(outputs[i]) for i in push.operands]
+            if push.lookup is not None:
+                # Every replica names the same rows to change.
+                operands = [ids[push.lookup][0], *operands]
+            for operation in _operations(push, operands):
+                home = self.homes[operation.variables[0]]
+                made.setdefault(home, []).append(operation)
+        return made
+
+
+def _operations(push: Push, operands: Sequence[np.ndarray]) -> list[ServerOperation]:
+    if not push.starts or len(push.variables) == 1:
+        return [
+            ServerOperation(push.name, push.variables, tuple(operands), push.program)
+        ]
+    ids, values = operands
+    _check_rows(np.sort(ids), push.starts)
+    return [
+        ServerOperation(push.name, (shard,), (ids[own] - first, values[own]))
+        for shard, first, last in zip(
+            push.variables, push.starts, push.starts[1:], strict=False
+        )
+        for own in [np.flatnonzero((first <= ids) & (ids < last))]
+        if len(own)
+    ]
+
+
+def _callable(exported: bytes, shardings: Sequence[Any]) -> Callable[..., Any]:
+    export: Any = jax.export
+    call = export.deserialize(bytearray(exported)).call
+    return jax.jit(lambda *given: call(*given), in_shardings=tuple(shardings))

@@ -1,0 +1,1 @@
+"""What starts workers and servers: threads, processes of this host, other hosts."""

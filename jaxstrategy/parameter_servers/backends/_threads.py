@@ -1,0 +1,147 @@
+"""Workers and parameter servers in this process: `Threads`."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import final
+
+import jax
+import numpy as np
+
+from jaxstrategy._errors import WorkerLost
+from jaxstrategy.parameter_servers._abstract_server import AbstractServer
+from jaxstrategy.parameter_servers._abstract_worker import (
+    AbstractWorker,
+    AbstractWorkerBackend,
+    Builder,
+)
+from jaxstrategy.parameter_servers._shipped_program import Call, ShippedProgram
+from jaxstrategy.parameter_servers._worker_engine import WorkerEngine
+from jaxstrategy.parameter_servers.store._store import Store
+from jaxstrategy.replicas import _devices
+from jaxstrategy.replicas._devices import Device
+from jaxstrategy.text._whole_numbers import positive
+
+
+@final
+class Threads(AbstractWorkerBackend):
+    """Everything in this process: for notebooks, and for tests of what functions mean.
+
+    A worker is a thread with devices of its own, as far as there are enough; a server
+    is a dictionary. Reading a variable copies nothing. No worker is safe from what
+    another one does to the process; `kill` simulates the death of one.
+
+    Args:
+      workers: how many.
+      parameter_servers: how many.
+      devices_per_worker: how many devices each worker has.
+
+    Raises:
+      ValueError: there are fewer devices than one worker is to have.
+
+    >>> import jaxstrategy as js
+    >>> backend = js.coordinator.Threads(workers=2, parameter_servers=1)
+    >>> strategy = js.ParameterServerStrategy(backend=backend)
+    """
+
+    def __init__(
+        self, workers: int, parameter_servers: int, devices_per_worker: int = 1
+    ) -> None:
+        self._count = positive("workers", workers)
+        count = positive("parameter_servers", parameter_servers)
+        self._devices_each = positive("devices_per_worker", devices_per_worker)
+        self._devices = _devices.default_devices()
+        if len(self._devices) < devices_per_worker:
+            raise ValueError(
+                f"`devices_per_worker` was {devices_per_worker}, and there are "
+                f"{len(self._devices)} devices. `js.simulate(n)` makes some."
+            )
+        self._servers = tuple(Store() for _ in range(count))
+        self._lives: dict[int, _ThreadWorker] = {}
+
+    @property
+    def num_workers(self) -> int:
+        """How many workers there are."""
+        return self._count
+
+    @property
+    def replicas_per_worker(self) -> int:
+        """How many devices each worker has."""
+        return self._devices_each
+
+    @property
+    def platforms(self) -> tuple[str, ...]:
+        """The platform of this process's devices."""
+        return (_exported_name(jax.default_backend()),)
+
+    @property
+    def servers(self) -> Sequence[AbstractServer]:
+        """The parameter servers."""
+        return self._servers
+
+    def start(self, worker: int, incarnation: int) -> AbstractWorker:
+        """A new life of a worker; it has nothing of the last one."""
+        life = _ThreadWorker(worker, self._servers, self._devices_of(worker))
+        self._lives[worker] = life
+        return life
+
+    def _devices_of(self, worker: int) -> list[Device]:
+        first = worker * self._devices_each
+        count = len(self._devices)
+        return [self._devices[(first + i) % count] for i in range(self._devices_each)]
+
+    def kill(self, worker: int) -> None:
+        """End a worker as if its process had died; another one is started."""
+        self._lives[worker].kill()
+
+    def close(self) -> None:
+        """End all workers."""
+        for life in self._lives.values():
+            life.kill()
+
+
+@final
+class _ThreadWorker(AbstractWorker):
+    def __init__(
+        self, index: int, servers: Sequence[AbstractServer], devices: Sequence[Device]
+    ) -> None:
+        self._index = index
+        self._is_killed = threading.Event()
+        self._engine = WorkerEngine(index, servers, devices, self._check)
+
+    def _check(self) -> None:
+        if self._is_killed.is_set():
+            raise WorkerLost(f"Worker {self._index} was killed.")
+
+    def define(self, program: ShippedProgram) -> None:
+        self._check()
+        self._engine.define(program)
+
+    def build(self, resource: int, builder: Builder, uses: Sequence[int] = ()) -> None:
+        self._check()
+        self._engine.build(resource, builder, uses)
+
+    def release(self, resources: Sequence[int]) -> None:
+        self._engine.release(resources)
+
+    def call(self, call: Call) -> list[np.ndarray]:
+        self._check()
+        results = self._engine.call(call)
+        self._check()
+        return results
+
+    def own(self, variable: int) -> np.ndarray:
+        self._check()
+        return self._engine.own(variable)
+
+    def kill(self) -> None:
+        self._is_killed.set()
+
+
+def _exported_name(platform: str) -> str:
+    """What `jax.export` calls a platform that JAX calls "gpu"."""
+    if platform != "gpu":
+        return platform
+    version = jax.devices()[0].client.platform_version
+    return "rocm" if "rocm" in version.lower() else "cuda"

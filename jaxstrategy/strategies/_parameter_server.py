@@ -1,0 +1,118 @@
+"""Variables on parameter servers, functions on workers that may vanish."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn, final
+
+from jaxstrategy.cluster.resolvers._cluster_resolver import ClusterResolver
+from jaxstrategy.parameter_servers._abstract_worker import AbstractWorkerBackend
+from jaxstrategy.parameter_servers._server_pool import ServerPool
+from jaxstrategy.parameter_servers.backends._chosen_backend import chosen_backend
+from jaxstrategy.replicas import _devices
+from jaxstrategy.replicas._replicas import Replicas
+from jaxstrategy.strategies._choices import Choices
+from jaxstrategy.strategies._strategy import Strategy
+from jaxstrategy.variables._server_variables import ServerVariables
+from jaxstrategy.variables.partitioners import Partitioner
+
+
+@final
+class ParameterServerStrategy(Strategy):
+    """Variables on parameter servers; workers run functions that a coordinator sends.
+
+    The workers go on without each other: each pulls what a function reads, computes,
+    and pushes what it changes. One that vanishes costs only the function that it was
+    running, which another one runs again. Functions are scheduled by a
+    `coordinator.ClusterCoordinator`. `strategy.run` in such a function runs a step on
+    all devices of the worker, whose number is `num_replicas_in_sync`.
+
+    Args:
+      cluster_resolver: the cluster that the workers and servers are; by default that of
+        `TF_CONFIG`, or of the launcher.
+      variable_partitioner: divides variables into shards on several servers; see
+        `experimental.partitioners`.
+      workers: without a cluster: how many to start on this host.
+      parameter_servers: likewise.
+      backend: what starts them: "processes", the default, "threads" of this process, or
+        "ray"; or an object such as `coordinator.LocalProcesses`.
+
+    Raises:
+      ValueError: a cluster without workers or servers, or with unknown jobs; both a
+        cluster and numbers.
+      TypeError: something else than these.
+
+    >>> import jaxstrategy as js
+    >>> strategy = js.ParameterServerStrategy(workers=2, parameter_servers=1,
+    ...                                       backend="threads")
+    >>> with strategy.scope():
+    ...     total = js.Variable(0.0, name="total")
+    >>> with js.coordinator.ClusterCoordinator(strategy) as coordinator:
+    ...     @coordinator.function
+    ...     def add(x):
+    ...         total.assign_add(x)
+    ...     for _ in range(10):
+    ...         _ = coordinator.schedule(add, (2.0,))
+    ...     coordinator.join()
+    >>> total.value()
+    Array(20., dtype=float32)
+    """
+
+    def __init__(
+        self,
+        cluster_resolver: ClusterResolver | None = None,
+        variable_partitioner: Partitioner | None = None,
+        *,
+        workers: int | None = None,
+        parameter_servers: int | None = None,
+        backend: str | AbstractWorkerBackend | None = None,
+    ) -> None:
+        self._cluster_resolver = cluster_resolver
+        self._backend = chosen_backend(
+            cluster_resolver, workers, parameter_servers, backend
+        )
+        replicas = Replicas.on(_stand_ins(self._backend.replicas_per_worker))
+        self._pool = ServerPool(self._backend.servers)
+        home = Replicas.on(list(_devices.default_devices()[:1]))
+        variables = ServerVariables(self._pool, home, replicas, variable_partitioner)
+        self._compose(Choices(replicas, variables=variables))
+
+    @property
+    def cluster_resolver(self) -> ClusterResolver | None:
+        """The resolver that was given; None without one."""
+        return self._cluster_resolver
+
+    @property
+    def backend(self) -> AbstractWorkerBackend:
+        """What starts the workers and servers."""
+        return self._backend
+
+    @property
+    def server_pool(self) -> ServerPool:
+        """The parameter servers, and which variables are there."""
+        return self._pool
+
+    def close(self) -> None:
+        """End all workers and servers that were started; may be called twice."""
+        self._backend.close()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise RuntimeError(
+            "A ParameterServerStrategy cannot be copied: it stands for processes that "
+            "live. Make another one."
+        )
+
+
+def _stand_ins(count: int) -> list[_devices.Device]:
+    """The devices of this process for which functions of workers are traced.
+
+    Raises:
+      ValueError: it has fewer than a worker.
+    """
+    devices = _devices.default_devices()
+    if len(devices) < count:
+        raise ValueError(
+            f"Each worker has {count} devices, and this process {len(devices)}, of "
+            f"which functions are traced. Call `js.simulate({count})` first, which "
+            "makes some of the CPU."
+        )
+    return list(devices[:count])

@@ -1,0 +1,117 @@
+"""The memory of a variable that is on a parameter server: `ServerCell`."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from types import EllipsisType
+from typing import NoReturn, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxstrategy._errors import ContextError
+from jaxstrategy.contexts import _context
+from jaxstrategy.parameter_servers._abstract_server import AbstractServer
+from jaxstrategy.parameter_servers._operations import Read, ServerOperation
+from jaxstrategy.values._arrays import is_traced
+
+
+@final
+class ServerCell:
+    """Read and written like a `Cell`, with `[...]`, and by operations.
+
+    Args:
+      server: where it is.
+      number: the variable's number there.
+      like: its shape and dtype.
+      name: the variable's, for messages.
+      forget: called with the number when the variable is gone.
+
+    Attributes:
+      server: as given.
+      number: as given.
+      shape: of the variable.
+      dtype: of the variable.
+      array: None, as of a cell that has nothing to lend.
+      is_reference: False: it never becomes one.
+      is_alone: False.
+    """
+
+    array = None
+    is_reference = False
+    is_alone = False
+
+    def __init__(
+        self,
+        server: AbstractServer,
+        number: int,
+        like: jax.ShapeDtypeStruct,
+        name: str,
+        forget: Callable[[int], object],
+    ) -> None:
+        self.server = server
+        self.number = number
+        self.shape = like.shape
+        self.dtype = np.dtype(like.dtype)
+        self._name = name
+        weakref.finalize(self, forget, number).atexit = False
+
+    @property
+    def ref(self) -> NoReturn:
+        """None: a function that JAX traces by itself cannot reach the server.
+
+        Raises:
+          ContextError: always.
+        """
+        raise self._refusal()
+
+    def lend(self) -> NoReturn:
+        """As `ref`."""
+        raise self._refusal()
+
+    def __getitem__(self, index: EllipsisType) -> jax.Array:
+        self.check_reachable()
+        (value,) = self.server.read([Read(self.number)])
+        with jax.ensure_compile_time_eval():
+            return jnp.asarray(value)
+
+    def __setitem__(self, index: EllipsisType, value: jax.Array) -> None:
+        self.push("set", (value,))
+
+    def rows(self, rows: np.ndarray) -> jax.Array:
+        """Some rows; raises `IndexError` for those that there are not."""
+        self.check_reachable()
+        (value,) = self.server.read([Read(self.number, rows)])
+        return jnp.asarray(value)
+
+    def push(
+        self,
+        name: str,
+        operands: Sequence[jax.Array | np.ndarray],
+        program: str = "",
+        others: Sequence[int] = (),
+    ) -> None:
+        """Make one change; see `ServerOperation`."""
+        self.check_reachable()
+        arrays = tuple(np.asarray(operand) for operand in operands)
+        numbers = (self.number, *others)
+        self.server.push([ServerOperation(name, numbers, arrays, program)])
+
+    def check_reachable(self) -> None:
+        """Raise where what is traced now would hold what the server had once.
+
+        Raises:
+          ContextError: a function is traced that is not one of a coordinator.
+        """
+        if is_traced() and not _context.current().is_initial:
+            raise self._refusal()
+
+    def _refusal(self) -> ContextError:
+        return ContextError(
+            f"Variable {self._name!r} is on a parameter server, and was used in a "
+            "function that JAX traces (`jax.jit`, `jax.lax.scan`, `jax.grad`), which "
+            "would hold its value of that moment for ever. Schedule the function with "
+            "a `ClusterCoordinator`, or pass it `variable.value()`."
+        )

@@ -1,0 +1,61 @@
+"""The policy of strategies whose variables are on parameter servers."""
+
+from __future__ import annotations
+
+from typing import final
+
+from jaxstrategy._options import VariableAggregation
+from jaxstrategy.contexts import _context
+from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
+from jaxstrategy.parameter_servers._server_pool import ServerPool
+from jaxstrategy.replicas._replicas import Replicas
+from jaxstrategy.variables._policy import VariablePolicy
+from jaxstrategy.variables.kinds._kind import VariableKind
+from jaxstrategy.variables.kinds._server_kind import ServerKind, server_kind_of
+from jaxstrategy.variables.partitioners import Partitioner
+
+
+@final
+class ServerVariables(VariablePolicy):
+    """Each variable on the server whose turn it is.
+
+    Args:
+      pool: the servers.
+      home: where the coordinator has what it reads.
+      workers: the replicas of one worker.
+      partitioner: divides variables into shards, each of them a variable.
+    """
+
+    are_owned = True
+
+    def __init__(
+        self,
+        pool: ServerPool,
+        home: Replicas,
+        workers: Replicas,
+        partitioner: Partitioner | None = None,
+    ) -> None:
+        self._pool = pool
+        self._home = home
+        self._workers = workers
+        self.partitioner = partitioner
+
+    @property
+    def replicas(self) -> Replicas:
+        """The place of what the coordinator reads."""
+        return self._home
+
+    def kind(
+        self,
+        name: str,
+        on_read: bool,
+        aggregation: VariableAggregation,
+        owner: AbstractStrategy | None,
+    ) -> VariableKind:
+        """On the next server; beside another variable in `colocate_vars_with`."""
+        assert owner is not None, "only code in its scope asks the strategy's policy"
+        beside = server_kind_of(_context.current().colocated)
+        server = self._pool.next() if beside is None else beside.server
+        return ServerKind(
+            name, aggregation, self._home, owner, self._pool, server, self._workers
+        )

@@ -1,0 +1,242 @@
+"""Variables on a parameter server: `ServerKind`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol, Self, cast, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxstrategy._options import VariableAggregation
+from jaxstrategy.contexts import _context
+from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
+from jaxstrategy.parameter_servers._server_pool import ServerPool
+from jaxstrategy.replicas._random_keys import is_key
+from jaxstrategy.replicas._replicas import Replicas
+from jaxstrategy.replicas._state_sharding import ArrayLike
+from jaxstrategy.values._handle import Handle
+from jaxstrategy.values._slices import IndexedSlices
+from jaxstrategy.values._types import Value
+from jaxstrategy.variables import _access, _server_functions
+from jaxstrategy.variables._access import Side
+from jaxstrategy.variables._cell import Holder
+from jaxstrategy.variables._changes import Change, changed
+from jaxstrategy.variables._initial_value import Start
+from jaxstrategy.variables._row_functions import changed_rows
+from jaxstrategy.variables._server_cell import ServerCell
+from jaxstrategy.variables._sharding_choice import ShardingChoice
+from jaxstrategy.variables.kinds._exported_update import exported_update
+from jaxstrategy.variables.kinds._mirrored_kind import MirroredKind
+from jaxstrategy.variables.kinds._pending_change import PendingChange
+
+
+class NotesChanges(Protocol):
+    """A function that is traced, to be sent to workers."""
+
+    def note(self, variable: Handle, method: str) -> None:
+        """Takes note of a change of the variable that has this `added`."""
+        ...
+
+
+@final
+class ServerKind(MirroredKind):
+    """On a parameter server; changes of it are operations of the server.
+
+    Args:
+      name: the variable's.
+      aggregation: of the variable.
+      home: the replica that has what the coordinator reads.
+      owner: the variable's strategy.
+      pool: the servers.
+      server: the number of the one that is to have it.
+      workers: the replicas of one worker.
+
+    Attributes:
+      server: as given.
+      added: in a function that is sent to workers, what it has added so far.
+      is_assigned: there, whether the variable was assigned.
+    """
+
+    added: PendingChange
+    is_assigned: PendingChange
+    _cell: ServerCell
+
+    def __init__(
+        self,
+        name: str,
+        aggregation: VariableAggregation,
+        home: Replicas,
+        owner: AbstractStrategy,
+        pool: ServerPool,
+        server: int,
+        workers: Replicas,
+    ) -> None:
+        super().__init__(name, aggregation, home, owner)
+        self.server = server
+        self._pool = pool
+        self._workers = workers
+        self.describe = f"on parameter server {server}"
+
+    @property
+    def device(self) -> str:
+        """The name that TensorFlow has for the host's memory of the server."""
+        return f"/job:ps/replica:0/task:{self.server}/device:CPU:0"
+
+    def divided(self, leaf: ArrayLike, choice: ShardingChoice) -> Self:
+        """This kind; shards of a variable are variables of their own.
+
+        Raises:
+          ValueError: the choice says something else.
+        """
+        if choice.divides:
+            raise ValueError(
+                f"Variable {self.name!r} was made with `sharding`, which divides it "
+                "over replicas; it is on a parameter server. Give the strategy a "
+                "`variable_partitioner`, which divides variables over servers."
+            )
+        like = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+        if is_key(leaf.dtype):
+            raise TypeError(
+                f"Variable {self.name!r} holds random keys, which parameter servers do "
+                "not keep. Keep `jax.random.key_data(key)`, and make the key of it."
+            )
+        flag = jax.ShapeDtypeStruct((), np.bool_)
+        self.added = PendingChange(self.name, like, self._workers)
+        self.is_assigned = PendingChange(self.name, flag, self._workers)
+        return self
+
+    def cell(self, start: Start) -> ServerCell:
+        """What reads and changes it on the server."""
+        value = np.asarray(start.array)
+        number = self._pool.create(self.server, value)
+        like = jax.ShapeDtypeStruct(value.shape, value.dtype)
+        server = self._pool.servers[self.server]
+        self._cell = ServerCell(server, number, like, self.name, self._pool.forget)
+        return self._cell
+
+    @property
+    def pending(self) -> Sequence[PendingChange]:
+        """What a function that is traced has of it besides its value."""
+        return self.added, self.is_assigned
+
+    def host_copies(self, held: jax.Array) -> list[np.ndarray]:
+        """The one."""
+        return [np.asarray(held)]
+
+    def read_rows(self, rows: np.ndarray) -> jax.Array:
+        """Some rows, without the others."""
+        return self._cell.rows(rows)
+
+    def updated(
+        self,
+        ref: Holder,
+        side: Side,
+        fn: Callable[..., jax.Array],
+        operands: tuple[Value, ...],
+        change: Change,
+    ) -> jax.Array:
+        """Makes the value what `fn` makes of it, as one operation of the server."""
+        arrays = [jnp.asarray(operand) for operand in operands]
+        whole = self._whole_value(fn, ref)
+        if self._in_step():
+            self._note(change.method)
+            marked = _server_functions.named(_server_functions.UPDATE, whole)
+            return self._stored(ref, marked(ref[...], *arrays))
+        like = jax.ShapeDtypeStruct(ref.shape, ref.dtype)
+        program = exported_update(whole, [like, *arrays])
+        self._pool.define(self.server, program)
+        self._cell.push("update", arrays, program.key)
+        return ref[...]
+
+    def _whole_value(
+        self, fn: Callable[..., jax.Array], ref: Holder
+    ) -> Callable[..., jax.Array]:
+        """`fn`, whose result the variable can take."""
+
+        def checked(old: jax.Array, *operands: jax.Array) -> jax.Array:
+            return self._checked(fn(old, *operands), ref.shape, ref.dtype)
+
+        return checked
+
+    def _changed(self, ref: Holder, change: Change, given: jax.Array) -> jax.Array:
+        if not change.is_whole:
+            return self._changed_part(ref, change, given)
+        if not self._in_step():
+            self._cell.push(change.operation, (given,))
+            return ref[...]
+        self._count(change, given)
+        marked = _server_functions.of_whole(change.operation)
+        return self._stored(ref, marked(ref[...], given))
+
+    def _changed_part(self, ref: Holder, change: Change, given: jax.Array) -> jax.Array:
+        if self._in_step() and change.operation in ("add", "subtract"):
+            whole = jnp.zeros(ref.shape, ref.dtype)
+            return self._changed(
+                ref,
+                Change(change.method, change.operation),
+                changed(whole, change.index, given, "add"),
+            )
+        return self.updated(
+            ref,
+            Side.CROSS,
+            lambda old, value: changed(old, change.index, value, change.operation),
+            (given,),
+            change,
+        )
+
+    def _count(self, change: Change, given: jax.Array) -> None:
+        """Counts a change in case that it is in a branch or a loop."""
+        self._note(change.method)
+        if change.operation == "set":
+            assigned = self._pending(self.is_assigned)
+            if assigned is not None:
+                assigned[...] = jnp.ones((), np.bool_)
+        elif (added := self._pending(self.added)) is not None:
+            added[...] = change.applied(added[...], given)
+
+    def _note(self, method: str) -> None:
+        """Tells the function that is traced what it does to the variable."""
+        function = _context.current().function
+        if function is not None:
+            cast(NotesChanges, function).note(self.added, method)
+
+    def _pending(self, change: PendingChange) -> Holder | None:
+        """What the function that is traced has of it; None outside of one."""
+        step = _access.tracing()
+        assert step is not None, "outside of steps the server is told at once"
+        return step.reference(change)
+
+    def _changed_rows(
+        self, ref: Holder, change: Change, rows: IndexedSlices
+    ) -> jax.Array:
+        name = _SCATTERS[change.operation]
+        if not self._in_step():
+            self._cell.push(f"scatter_{name}", (rows.indices, rows.values))
+            return ref[...]
+        self._note(f"scatter_{name}")
+        added = self._pending(self.added)
+        if added is not None and change.operation in ("add", "subtract"):
+            added[...] = changed(
+                added[...], rows.indices, rows.values, change.operation
+            )
+        new = changed_rows(name, rows.indices, rows.values, (ref[...],))
+        return self._stored(ref, new[0])
+
+
+_SCATTERS = {
+    "add": "add",
+    "subtract": "sub",
+    "multiply": "mul",
+    "divide": "div",
+    "min": "min",
+    "max": "max",
+    "set": "update",
+}
+
+
+def server_kind_of(variable: Handle | None) -> ServerKind | None:
+    """How a variable is kept on its server; None of one that is elsewhere."""
+    kind = getattr(variable, "_kind", None)
+    return kind if isinstance(kind, ServerKind) else None
