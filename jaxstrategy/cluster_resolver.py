@@ -7,6 +7,9 @@ from jaxstrategy.cluster.resolvers._cluster_resolver import (
 )
 from jaxstrategy.cluster.resolvers._cluster_resolver import Process as Process
 from jaxstrategy.cluster.resolvers._cluster_spec import ClusterSpec as ClusterSpec
+from jaxstrategy.cluster.resolvers._gce_resolver import (
+    GCEClusterResolver as GCEClusterResolver,
+)
 from jaxstrategy.cluster.resolvers._kubernetes_location import (
     KubernetesExecutableLocation as KubernetesExecutableLocation,
 )

@@ -122,21 +122,14 @@ class ClusterResolver(abc.ABC):
         Raises:
           ValueError: the cluster or the task is not one that can train.
         """
-        spec = self.cluster_spec()
-        if self.task_type is None and self.task_id is None:
+        spec, task_type, task_id = self._now()
+        if task_type is None and task_id is None:
             if not spec:
                 return Process(0, 1, "")
             only = _only_task(spec)
             if only is not None:
                 return place(spec, *only)
-        if self.task_type is None or self.task_id is None:
-            raise ValueError(
-                f"The cluster is {spec}, but which of its tasks this process is, is "
-                f"not known: task_type is {self.task_type!r}, task_id is "
-                f"{self.task_id!r}. Give both, in TF_CONFIG as "
-                '"task": {"type": "worker", "index": 0}.'
-            )
-        return place(spec, self.task_type, self.task_id)
+        return self._placed(spec, task_type, task_id)
 
     @property
     def environment(self) -> str:
@@ -195,14 +188,26 @@ class ClusterResolver(abc.ABC):
         """The task index that was given, or an error."""
         return given
 
+    def _now(self) -> tuple[ClusterSpec, str | None, int | None]:
+        """The cluster and the task that this process is, at one moment."""
+        return self.cluster_spec(), self.task_type, self.task_id
+
+    def _how_to_tell(self) -> str:
+        """What to do where it is not known which task this process is."""
+        return 'Give both, in TF_CONFIG as "task": {"type": "worker", "index": 0}.'
+
     def _own_master(
         self, task_type: str | None, task_id: int | None, rpc_layer: str | None
     ) -> str:
         """The result of `master` for a task that is not named in full."""
-        task_type, task_id = self._completed(task_type, task_id)
+        spec, own_type, own_id = self._now()
+        task_type = own_type if task_type is None else task_type
+        task_id = own_id if task_id is None else task_id
         if task_type is None or task_id is None:
             return ""
-        return self._url_of(task_type, task_id, rpc_layer)
+        return as_url(
+            spec.task_address(task_type, task_id), rpc_layer or self.rpc_layer
+        )
 
     def _accelerators(
         self, task_type: str | None, task_id: int | None
@@ -226,6 +231,18 @@ class ClusterResolver(abc.ABC):
         return dict(collections.Counter(kind for kind in kinds if kind != "CPU"))
 
     # What they share.
+
+    def _placed(
+        self, spec: ClusterSpec, task_type: str | None, task_id: int | None
+    ) -> Process:
+        """The place of a task, or an error if it is not known."""
+        if task_type is None or task_id is None:
+            raise ValueError(
+                f"The cluster is {spec}, but which of its tasks this process is, is "
+                f"not known: task_type is {task_type!r}, task_id is {task_id!r}. "
+                f"{self._how_to_tell()}"
+            )
+        return place(spec, task_type, task_id)
 
     def _completed(
         self, task_type: str | None, task_id: int | None

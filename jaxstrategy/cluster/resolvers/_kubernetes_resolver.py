@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections.abc import Mapping, Sequence
 from typing import final
 
-from jaxstrategy._errors import ClusterError
+from jaxstrategy.cluster.resolvers._attempts import answered, checked_seconds
 from jaxstrategy.cluster.resolvers._cluster_resolver import (
     ClusterResolver,
     Process,
-    as_url,
-    place,
 )
 from jaxstrategy.cluster.resolvers._cluster_spec import (
     ClusterSpec,
@@ -24,7 +21,6 @@ from jaxstrategy.cluster.resolvers._kubernetes_location import (
     KubernetesExecutableLocation,
 )
 from jaxstrategy.cluster.resolvers._pod_client import (
-    NotYetError,
     PodClient,
     PodLists,
     Pods,
@@ -35,7 +31,6 @@ from jaxstrategy.text._whole_numbers import whole
 
 _DEFAULT = {"worker": ["job-name=tensorflow"]}
 _NAMES = ("POD_NAME", "HOSTNAME")
-_LONGEST_PAUSE = 2.0  # seconds between two questions
 
 
 @final
@@ -112,7 +107,7 @@ class KubernetesClusterResolver(ClusterResolver):
         self._rpc_layer = rpc_layer
         self._location = _checked_location(executable_location)
         self._num_tasks = _checked_numbers(num_tasks or {}, self._selectors)
-        self._timeout_seconds = _checked_seconds(timeout_seconds)
+        self._timeout_seconds = checked_seconds(timeout_seconds)
         self._client = PodClient(override_client, self._location, namespace)
 
     def cluster_spec(self) -> ClusterSpec:
@@ -131,38 +126,35 @@ class KubernetesClusterResolver(ClusterResolver):
           ClusterError: as of `cluster_spec`.
           ValueError: which pod this is is not known, or it is one that cannot train.
         """
-        tasks = self._tasks()
-        spec = tasks.spec(self._port)
-        task_type, task_id = self._own(tasks)
-        if task_type is None or task_id is None:
-            raise ValueError(
-                f"The cluster is {spec}, but which of its tasks this process is, is "
-                f"not known: {self._why_unknown()} Set `task_type` and `task_id` of "
-                "the resolver, or POD_NAME in the environment of each pod."
-            )
-        return place(spec, task_type, task_id)
+        # A lone pod may be another: those of the job do not start at one moment.
+        return self._placed(*self._now())
 
     def _found_task_type(self) -> str | None:
-        return self._own(self._tasks())[0] if self._own_name else None
+        return self._now()[1] if self._own_name else None
 
     def _found_task_id(self) -> int | None:
-        return self._own(self._tasks())[1] if self._own_name else None
+        return self._now()[2] if self._own_name else None
 
     def _as_task_id(self, given: int) -> int:
         return checked_task_id(given)
 
-    def _own_master(
-        self, task_type: str | None, task_id: int | None, rpc_layer: str | None
-    ) -> str:
+    def _now(self) -> tuple[ClusterSpec, str | None, int | None]:
         # Asked once: between two questions, the pods may be others.
         tasks = self._tasks()
-        own_type, own_id = self._own(tasks)
-        task_type = own_type if task_type is None else task_type
-        task_id = own_id if task_id is None else task_id
-        if task_type is None or task_id is None:
-            return ""
-        address = tasks.spec(self._port).task_address(task_type, task_id)
-        return as_url(address, rpc_layer or self.rpc_layer)
+        return tasks.spec(self._port), *self._own(tasks)
+
+    def _how_to_tell(self) -> str:
+        if self._location is KubernetesExecutableLocation.OFF_CLUSTER:
+            why = "It runs outside of the cluster."
+        else:
+            why = (
+                f"{' and '.join(_NAMES)} name none of the pods, or several: "
+                f"{self._own_name!r}."
+            )
+        return (
+            f"{why} Set `task_type` and `task_id` of the resolver, or POD_NAME in the "
+            "environment of each pod."
+        )
 
     def _own(self, tasks: PodTasks) -> tuple[str | None, int | None]:
         """What was given of this process's task, and what its pod says of the rest."""
@@ -180,29 +172,12 @@ class KubernetesClusterResolver(ClusterResolver):
             return ""
         return next((os.environ[name] for name in _NAMES if os.environ.get(name)), "")
 
-    def _why_unknown(self) -> str:
-        if self._location is KubernetesExecutableLocation.OFF_CLUSTER:
-            return "it runs outside of the cluster."
-        return f"{' and '.join(_NAMES)} name none of them, or several: " + (
-            f"{self._own_name!r}."
-        )
-
     def _tasks(self) -> PodTasks:
         """The pods, as soon as all are there."""
-        deadline = time.monotonic() + self._timeout_seconds
-        pause = 0.05
         with self._client.opened() as pods:
-            while True:
-                try:
-                    return self._attempt(pods, deadline)
-                except NotYetError as missing:
-                    if time.monotonic() + pause > deadline:
-                        raise ClusterError(
-                            f"{missing} That was so for {self._timeout_seconds:g} s, "
-                            "which is `timeout_seconds`."
-                        ) from missing
-                time.sleep(pause)
-                pause = min(2 * pause, _LONGEST_PAUSE)
+            return answered(
+                lambda deadline: self._attempt(pods, deadline), self._timeout_seconds
+            )
 
     def _attempt(self, pods: Pods, deadline: float) -> PodTasks:
         listed = {
@@ -269,15 +244,3 @@ def _checked_numbers(
                 "1 on was wanted."
             )
     return {job: int(number) for job, number in given.items()}
-
-
-def _checked_seconds(given: object) -> float:
-    if (
-        isinstance(given, bool)
-        or not isinstance(given, int | float)
-        or not 0 <= given < math.inf
-    ):
-        raise ValueError(
-            f"`timeout_seconds` was {shown(given)}; a number of seconds was wanted."
-        )
-    return float(given)

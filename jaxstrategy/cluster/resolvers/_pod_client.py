@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol, TypeAlias, final
 
 from jaxstrategy._errors import ClusterError, MissingExtraError
+from jaxstrategy.cluster.resolvers._attempts import BUSY, NotYetError
 from jaxstrategy.cluster.resolvers._kubernetes_location import (
     KubernetesExecutableLocation,
 )
@@ -15,7 +16,6 @@ from jaxstrategy.cluster.resolvers._pod import Pod
 from jaxstrategy.text._shown import shown
 
 _ATTEMPT_SECONDS = 10.0  # for one answer; who does not answer is asked again
-_BUSY = {429, 500, 502, 503, 504}  # errors that may be over the next time
 
 Pods: TypeAlias = Callable[[str, float], list[Pod]]
 """The pods with a label, and how many seconds it may take to list them."""
@@ -26,10 +26,6 @@ class PodLists(Protocol):
 
     def list_pod_for_all_namespaces(self, *, label_selector: str) -> Any:
         """An object whose `items` are the pods with that label."""
-
-
-class NotYetError(ClusterError):
-    """What may come true when it is tried again."""
 
 
 @final
@@ -114,7 +110,7 @@ class PodClient:
 
     def _explanation(self, error: Exception) -> ClusterError:
         status = getattr(error, "status", None)
-        if not status or status in _BUSY:  # no status: there was no answer at all
+        if not status or status in BUSY:  # no status: there was no answer at all
             host = getattr(self._configuration, "host", "")
             place = f" at {host}" if host else ""
             return NotYetError(

@@ -9,9 +9,9 @@ from typing import final
 
 from jaxstrategy._errors import ClusterError
 from jaxstrategy.cluster.connections import _wire
+from jaxstrategy.cluster.resolvers._attempts import NotYetError
 from jaxstrategy.cluster.resolvers._cluster_spec import ClusterSpec
 from jaxstrategy.cluster.resolvers._pod import Pod
-from jaxstrategy.cluster.resolvers._pod_client import NotYetError
 
 
 @final

@@ -1,0 +1,187 @@
+"""`GCEClusterResolver`: an instance group of Google Compute Engine as a cluster."""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+from jaxstrategy._errors import ClusterError
+from jaxstrategy.cluster.connections import _wire
+from jaxstrategy.cluster.resolvers._attempts import (
+    NotYetError,
+    answered,
+    checked_seconds,
+)
+from jaxstrategy.cluster.resolvers._cluster_resolver import ClusterResolver
+from jaxstrategy.cluster.resolvers._cluster_spec import (
+    ClusterSpec,
+    checked_port,
+    checked_task_id,
+)
+from jaxstrategy.cluster.resolvers._gce_instances import GCEInstances, own_address
+from jaxstrategy.text._shown import shown
+from jaxstrategy.text._whole_numbers import whole
+
+
+@final
+class GCEClusterResolver(ClusterResolver):
+    """The running instances of an instance group, in the order of their addresses.
+
+    They are asked for anew at each call, and are tasks of one type; a `UnionResolver`
+    joins groups of several types. Addresses are ordered as text, as in TensorFlow.
+
+    Args:
+      project: of the group.
+      zone: of the group.
+      instance_group: its name.
+      port: at which each task listens.
+      task_type: what all instances of the group are.
+      task_id: the place of this instance among them. None finds it by the address that
+        the instance's metadata server tells, so that all can run the same command.
+      rpc_layer: what `master` puts before addresses.
+      credentials: of `google.auth`; by default those of the place where this runs.
+      service: what `googleapiclient.discovery.build("compute", "v1")` gives, or a
+        stand-in; then `credentials` are not used.
+      num_tasks: how many instances there will be; the calls wait until so many run. By
+        default there are those that run when it is asked.
+      timeout_seconds: how long a call waits for Google, and for those instances.
+
+    Raises:
+      MissingExtraError: Google's client is needed and not installed.
+      ClusterError: there are no credentials.
+      ValueError: a port, index or number that is none; an empty name.
+      TypeError: a `service` of another kind.
+
+    >>> from types import SimpleNamespace as Some
+    >>> def request(answer):
+    ...     return Some(execute=lambda: answer)
+    >>> def listed(**group):
+    ...     names = ["zones/us-east1-d/vm-1", "zones/us-east1-d/vm-2"]
+    ...     return request({"items": [{"instance": name} for name in names]})
+    >>> def got(instance, **group):
+    ...     ip = {"vm-1": "10.0.0.1", "vm-2": "10.0.0.2"}[instance]
+    ...     return request({"networkInterfaces": [{"networkIP": ip}]})
+    >>> service = Some(  # stands for `googleapiclient.discovery.build("compute", "v1")`
+    ...     instanceGroups=lambda: Some(
+    ...         listInstances=listed, listInstances_next=lambda **_: None
+    ...     ),
+    ...     instances=lambda: Some(get=got),
+    ... )
+    >>> resolver = js.cluster_resolver.GCEClusterResolver(
+    ...     "project", "us-east1-d", "group", 8470, task_id=1, service=service
+    ... )
+    >>> resolver.process()
+    Process(index=1, count=2, coordinator='10.0.0.1:8470')
+    """
+
+    def __init__(
+        self,
+        project: str,
+        zone: str,
+        instance_group: str,
+        port: int,
+        task_type: str = "worker",
+        task_id: int | None = 0,
+        rpc_layer: str | None = "grpc",
+        credentials: Any = "default",
+        service: Any = None,
+        *,
+        num_tasks: int | None = None,
+        timeout_seconds: float = 60.0,
+    ) -> None:
+        _check_names(project=project, zone=zone, instance_group=instance_group)
+        self._port = checked_port(port, "port")
+        self._job = task_type
+        self._task_id = None if task_id is None else checked_task_id(task_id)
+        self._rpc_layer = rpc_layer
+        self._num_tasks = _checked_number(num_tasks)
+        self._timeout_seconds = checked_seconds(timeout_seconds)
+        self._instances = GCEInstances(
+            project, zone, instance_group, credentials, service, self._timeout_seconds
+        )
+
+    def cluster_spec(self) -> ClusterSpec:
+        """The addresses of the instances that run now.
+
+        Raises:
+          ClusterError: none runs, or not `num_tasks` in time; one has no address;
+            Google does not answer, or refuses to.
+        """
+        addresses = answered(self._attempt, self._timeout_seconds)
+        return ClusterSpec({self.task_type: addresses})
+
+    @property
+    def task_type(self) -> str:
+        """What all instances of the group are; it cannot be set.
+
+        Raises:
+          RuntimeError: it is set.
+        """
+        return self._job
+
+    @task_type.setter
+    def task_type(self, task_type: str | None) -> None:
+        raise RuntimeError(
+            "You cannot reset the task_type of the GCEClusterResolver after it has "
+            f"been created. It is {self._job!r}; make another resolver."
+        )
+
+    def _found_task_id(self) -> int | None:
+        return self._now()[2]
+
+    def _as_task_id(self, given: int) -> int:
+        return checked_task_id(given)
+
+    def _now(self) -> tuple[ClusterSpec, str | None, int | None]:
+        # Asked once: between two questions, the instances may be others.
+        spec = self.cluster_spec()
+        task_id = self._task_id
+        if task_id is None:
+            own = _wire.address_of(own_address(), self._port)
+            tasks = spec.job_tasks(self.task_type)
+            task_id = tasks.index(own) if own in tasks else None
+        else:
+            task_id = checked_task_id(task_id)
+        return spec, self.task_type, task_id
+
+    def _how_to_tell(self) -> str:
+        return (
+            f"This host is none of {self._instances.description}, or its metadata "
+            "server does not answer. Give `task_id`."
+        )
+
+    def _attempt(self, deadline: float) -> list[str]:
+        found = self._instances.addresses(deadline)
+        wanted = self._num_tasks
+        group = self._instances.description
+        if not found and wanted is None:
+            raise ClusterError(
+                f"No instance of {group} runs. Start some; give `num_tasks` to wait "
+                "for them."
+            )
+        if wanted is not None and len(found) < wanted:
+            raise NotYetError(f"{len(found)} of {wanted} instances of {group} run.")
+        if wanted is not None and len(found) > wanted:
+            raise ClusterError(
+                f"{len(found)} instances of {group} run, and `num_tasks` is {wanted}."
+            )
+        # As text, "10.0.0.10:8470" comes before "10.0.0.9:8470".
+        return sorted(_wire.address_of(address, self._port) for address in found)
+
+
+def _check_names(**given: object) -> None:
+    for name, value in given.items():
+        if not isinstance(value, str) or not value:
+            raise ValueError(
+                f"`{name}` was {shown(value)}; the name of a {name.replace('_', ' ')} "
+                "of Google Compute Engine was wanted."
+            )
+
+
+def _checked_number(given: object) -> int | None:
+    number = whole(given)
+    if given is not None and (number is None or number < 1):
+        raise ValueError(
+            f"`num_tasks` was {shown(given)}; a whole number from 1 on was wanted, or "
+            "None for the instances that run."
+        )
+    return number
