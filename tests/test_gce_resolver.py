@@ -217,12 +217,13 @@ def test_instances_that_do_not_run_yet_are_waited_for(group):
     assert len(group.asked) > 5
 
 
-def test_instances_that_do_not_come_are_told(group):
+def test_instances_that_do_not_come_are_told():
+    service = stand_in(THREE)
     text = "3 of 4 instances of instance group 'group' in .* run. That was so for 0.2 s"
     with pytest.raises(js.ClusterError, match=text):
-        resolver_of(num_tasks=4, timeout_seconds=0.2).cluster_spec()
+        resolver_of(num_tasks=4, timeout_seconds=0.2, service=service).cluster_spec()
     with pytest.raises(js.ClusterError, match="3 instances of .* and `num_tasks` is 2"):
-        resolver_of(num_tasks=2).cluster_spec()
+        resolver_of(num_tasks=2, service=service).cluster_spec()
 
 
 def test_a_group_of_which_none_runs_is_refused(group):

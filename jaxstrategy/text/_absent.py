@@ -7,15 +7,9 @@ _SERVERS = (
     "`experimental.CentralStorageStrategy` keeps variables on one device of this host, "
     "`MultiWorkerMirroredStrategy` trains synchronously on many."
 )
-_PROCESSES = (
-    "`MultiWorkerMirroredStrategy()` finds the processes that `python -m "
-    "jaxstrategy.launch` started (`--print k8s` prints a manifest for Kubernetes); "
-    "`cluster_resolver.SimpleClusterResolver` takes addresses that you know."
-)
 
 ADVICE = {
     "ParameterServerStrategy": _SERVERS,
-    "cluster_resolver.GCEClusterResolver": _PROCESSES,
     "experimental.ParameterServerStrategy": _SERVERS,
     "experimental.rpc": _SERVERS,
 }

@@ -1,10 +1,18 @@
 """Processes that resolvers tell who they are train together."""
 
+import contextlib
+import os
+import pathlib
+
 import harness
 import pytest
 import workers
+from helpers.gce_group import TOKEN, Group, Metadata
 from helpers.http_answers import served
 from helpers.kubernetes_pods import Pods, pod, service_account
+
+TESTS = pathlib.Path(workers.PATH).parent
+ENVIRONMENT = {"PYTHONPATH": os.pathsep.join([workers.PATH, str(TESTS)])}
 
 
 def started(what):
@@ -19,7 +27,7 @@ def check(running):
 
 @pytest.mark.slow
 def test_hosts_of_sagemaker_train_together(job):
-    env = {"PYTHONPATH": workers.PATH, "SM_HOSTS": '["127.0.0.2", "127.0.0.1"]'}
+    env = {**ENVIRONMENT, "SM_HOSTS": '["127.0.0.2", "127.0.0.1"]'}
     script = started("from_sagemaker")
     with job(script, count=2, seconds=60, env=env, started=False) as running:
         check(running)
@@ -32,7 +40,7 @@ def test_pods_of_kubernetes_train_together(job, tmp_path):
     with served(Pods(pods[:1]), context) as api:
         host, port = api.address.split(":")
         env = {
-            "PYTHONPATH": workers.PATH,
+            **ENVIRONMENT,
             "TOKEN": str(token),
             "CERTIFICATE": str(certificate),
             "KUBERNETES_SERVICE_HOST": host,
@@ -43,3 +51,19 @@ def test_pods_of_kubernetes_train_together(job, tmp_path):
             harness.until(lambda: api.asked, seconds=60)
             api.pods = pods  # the second comes when the first has asked
             check(running)
+
+
+@pytest.mark.slow
+def test_instances_of_gce_train_together(job):
+    group = Group({"vm-1": "127.0.0.1", "vm-2": "127.0.0.2"})
+    servers = {"GROUP": group}
+    servers |= {f"METADATA_{i}": Metadata(f"127.0.0.{i + 1}") for i in range(2)}
+    with contextlib.ExitStack() as stack:
+        for server in servers.values():
+            stack.enter_context(served(server))
+        addresses = {name: server.address for name, server in servers.items()}
+        script, env = started("from_gce"), {**ENVIRONMENT, **addresses}
+        with job(script, count=2, seconds=60, env=env, started=False) as running:
+            check(running)
+    # Nothing but the instance's own account was given.
+    assert {asked[2]["Authorization"] for asked in group.asked} == {f"Bearer {TOKEN}"}

@@ -13,6 +13,7 @@ from jaxstrategy.text._shown import shown
 BUSY = frozenset({429, 500, 502, 503, 504})
 """Statuses of HTTP that may be others the next time."""
 
+_SHORTEST, _LONGEST = 1.0, 10.0  # seconds for one request
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 2.0  # seconds between two attempts
 
 T = TypeVar("T")
@@ -23,7 +24,7 @@ class NotYetError(ClusterError):
 
 
 def answered(attempt: Callable[[float], T], timeout_seconds: float) -> T:
-    """The first result of `attempt(deadline)` that is none but a `NotYetError`.
+    """The first result of `attempt(deadline)` that is no `NotYetError`.
 
     Args:
       attempt: asks; is given a time of `time.monotonic()`.
@@ -45,6 +46,18 @@ def answered(attempt: Callable[[float], T], timeout_seconds: float) -> T:
                 ) from missing
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE)
+
+
+def request_seconds(left: float) -> float:
+    """How long one request may take, of the seconds that are left.
+
+    Whoever says nothing is asked again. A little time is left even after the deadline,
+    or the last request would fail for want of time and hide what is wrong.
+
+    >>> request_seconds(300), request_seconds(5), request_seconds(0)
+    (10.0, 5, 1.0)
+    """
+    return min(max(left, _SHORTEST), _LONGEST)
 
 
 def checked_seconds(given: object) -> float:

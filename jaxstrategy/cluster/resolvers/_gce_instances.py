@@ -11,11 +11,14 @@ from collections.abc import Iterator
 from typing import Any, final
 
 from jaxstrategy._errors import ClusterError, MissingExtraError
-from jaxstrategy.cluster.resolvers._attempts import BUSY, NotYetError
+from jaxstrategy.cluster.resolvers._attempts import (
+    BUSY,
+    NotYetError,
+    request_seconds,
+)
 from jaxstrategy.text._shown import shown
 
 _SCOPES = ["https://www.googleapis.com/auth/compute.readonly"]
-_SHORTEST, _LONGEST = 0.1, 10.0  # seconds that a request may take
 # The variable by which Google's own clients find another metadata server.
 _METADATA_HOST = "GCE_METADATA_HOST"
 _OWN_IP = "computeMetadata/v1/instance/network-interfaces/0/ip"
@@ -186,7 +189,7 @@ def _service(credentials: Any, timeout_seconds: float) -> Any:
             'were wanted, or "default".'
         )
     scoped = google.auth.credentials.with_scopes_if_required(credentials, _SCOPES)
-    plain = httplib2.Http(timeout=min(max(timeout_seconds, _SHORTEST), _LONGEST))
+    plain = httplib2.Http(timeout=request_seconds(timeout_seconds))
     http = google_auth_httplib2.AuthorizedHttp(scoped, http=plain)
     return discovery.build("compute", "v1", http=http, static_discovery=True)
 

@@ -111,7 +111,7 @@ class GCEClusterResolver(ClusterResolver):
 
     @property
     def task_type(self) -> str:
-        """What all instances of the group are; it cannot be set.
+        """The type of all instances of the group, which cannot be set.
 
         Raises:
           RuntimeError: it is set.

@@ -8,14 +8,16 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol, TypeAlias, final
 
 from jaxstrategy._errors import ClusterError, MissingExtraError
-from jaxstrategy.cluster.resolvers._attempts import BUSY, NotYetError
+from jaxstrategy.cluster.resolvers._attempts import (
+    BUSY,
+    NotYetError,
+    request_seconds,
+)
 from jaxstrategy.cluster.resolvers._kubernetes_location import (
     KubernetesExecutableLocation,
 )
 from jaxstrategy.cluster.resolvers._pod import Pod
 from jaxstrategy.text._shown import shown
-
-_ATTEMPT_SECONDS = 10.0  # for one answer; who does not answer is asked again
 
 Pods: TypeAlias = Callable[[str, float], list[Pod]]
 """The pods with a label, and how many seconds it may take to list them."""
@@ -90,7 +92,7 @@ class PodClient:
                 "label_selector": label_selector,
             }
             if has_deadline:
-                arguments["_request_timeout"] = max(0.1, min(seconds, _ATTEMPT_SECONDS))
+                arguments["_request_timeout"] = request_seconds(seconds)
             with self._explained():
                 return [Pod.of(listed) for listed in ask(**arguments).items]
 

@@ -3,6 +3,7 @@
 import os
 
 import numpy as np
+from helpers.gce_group import redirected
 
 import jaxstrategy as js
 
@@ -27,6 +28,20 @@ def from_kubernetes():
     os.environ["HOSTNAME"] = f"train-{rank}"
     resolver = js.cluster_resolver.KubernetesClusterResolver(
         {"worker": ["job-name=train"]}, port, num_tasks={"worker": 2}
+    )
+    check(js.MultiWorkerMirroredStrategy(resolver), rank)
+
+
+def from_gce():
+    """On two instances of a group, whose own metadata servers tell their addresses."""
+    from googleapiclient import discovery
+
+    rank, port = taken_from_launcher()
+    os.environ["GCE_METADATA_HOST"] = os.environ[f"METADATA_{rank}"]
+    os.environ["GCE_METADATA_IP"] = os.environ[f"METADATA_{rank}"]
+    discovery.build = redirected(discovery.build, os.environ["GROUP"])
+    resolver = js.cluster_resolver.GCEClusterResolver(
+        "project", "us-east1-d", "group", port, task_id=None, num_tasks=2
     )
     check(js.MultiWorkerMirroredStrategy(resolver), rank)
 
