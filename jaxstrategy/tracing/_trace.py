@@ -42,7 +42,7 @@ from jaxstrategy.values._per_replica import PerReplica
 from jaxstrategy.values._types import Function, Leaf
 from jaxstrategy.variables import _access
 from jaxstrategy.variables._access import StepVariables
-from jaxstrategy.variables._cell import Cell
+from jaxstrategy.variables._cell import AbstractCell
 from jaxstrategy.variables._variable import Variable
 
 # Of the inputs of one replica its results, and whatever a program returns besides.
@@ -109,7 +109,7 @@ class Trace:
     def evaluate(
         self,
         leaves: Sequence[Leaf],
-        references: dict[Cell, jax.Ref],
+        references: dict[AbstractCell, jax.Ref],
         within: Callable[[Evaluate], Evaluate],
     ) -> tuple[list[jax.Array | PerReplica], list[jax.Array]]:
         """The step's results, as the analysis proved them, and further outputs.
@@ -151,7 +151,7 @@ class Trace:
         return wrapped, more
 
     def operands(
-        self, leaves: Sequence[Leaf], references: dict[Cell, jax.Ref]
+        self, leaves: Sequence[Leaf], references: dict[AbstractCell, jax.Ref]
     ) -> list[Leaf]:
         """For each input of `jaxpr` what it is, None of a variable that is not used.
 

@@ -21,7 +21,7 @@ from jaxstrategy.tracing.replication._levels import (
 )
 from jaxstrategy.values._per_replica import PerReplica
 from jaxstrategy.values._types import Leaf
-from jaxstrategy.variables._cell import Cell
+from jaxstrategy.variables._cell import AbstractCell
 
 
 class AbstractDivision(Protocol):
@@ -30,7 +30,7 @@ class AbstractDivision(Protocol):
     def evaluate(
         self,
         leaves: Sequence[Leaf],
-        references: dict[Cell, jax.Ref],
+        references: dict[AbstractCell, jax.Ref],
         within: Callable[[Evaluate], Evaluate],
     ) -> tuple[list[jax.Array | PerReplica], list[jax.Array]]:
         """As `Trace.evaluate`."""
@@ -77,7 +77,7 @@ class TracedStep:
     def evaluate(
         self,
         leaves: Sequence[Leaf],
-        references: dict[Cell, jax.Ref],
+        references: dict[AbstractCell, jax.Ref],
         within: Callable[[Evaluate], Evaluate],
         is_whole: bool = False,
     ) -> tuple[list[jax.Array | PerReplica], list[jax.Array]]:

@@ -18,7 +18,7 @@ import jax
 
 from jaxstrategy.contexts import _context
 from jaxstrategy.values._handle import Handle
-from jaxstrategy.variables._cell import Cell, Holder
+from jaxstrategy.variables._cell import AbstractCell, Holder
 
 
 class Side(enum.Enum):
@@ -80,9 +80,9 @@ class _Before:
     """The contents of cells before an update, to undo it."""
 
     def __init__(self) -> None:
-        self._held: dict[int, tuple[Cell, jax.Array]] = {}
+        self._held: dict[int, tuple[AbstractCell, jax.Array]] = {}
 
-    def keep(self, cell: Cell) -> None:
+    def keep(self, cell: AbstractCell) -> None:
         if id(cell) not in self._held:
             self._held[id(cell)] = cell, cell[...]
 
@@ -103,7 +103,7 @@ def undone_for_program() -> Iterator[None]:
         raise
 
 
-def about_to_change(cell: Cell) -> None:
+def about_to_change(cell: AbstractCell) -> None:
     """Keep what `cell` holds, if that may have to be undone."""
     before = _context.current().before
     if before is not None:

@@ -11,6 +11,7 @@ that uses the cell makes a `jax.Ref` of it, for good.
 
 from __future__ import annotations
 
+import abc
 from types import EllipsisType
 from typing import Any, Protocol, final
 
@@ -48,8 +49,50 @@ class IsReference(Exception):
     """A cell has no array to lend any more."""
 
 
+class AbstractCell(abc.ABC):
+    """What holds all copies of a variable between steps, here or elsewhere.
+
+    Attributes:
+      array: what it holds; None if it cannot be lent.
+      is_alone: whether a program may overwrite the array.
+    """
+
+    array: Any
+    is_alone: bool
+
+    @property
+    @abc.abstractmethod
+    def shape(self) -> tuple[int, ...]:
+        """Of what it holds."""
+
+    @property
+    @abc.abstractmethod
+    def dtype(self) -> np.dtype:
+        """Of what it holds."""
+
+    @property
+    @abc.abstractmethod
+    def is_reference(self) -> bool:
+        """Whether it has become a reference."""
+
+    @property
+    @abc.abstractmethod
+    def ref(self) -> jax.Ref:
+        """The reference that it becomes."""
+
+    @abc.abstractmethod
+    def __getitem__(self, index: EllipsisType, /) -> jax.Array: ...
+
+    @abc.abstractmethod
+    def __setitem__(self, index: EllipsisType, value: jax.Array, /) -> None: ...
+
+    @abc.abstractmethod
+    def lend(self) -> jax.Array:
+        """The array, for a program that may overwrite it; it must be replaced then."""
+
+
 @final
-class Cell:
+class Cell(AbstractCell):
     """Read and written like a reference, with `[...]`.
 
     Args:

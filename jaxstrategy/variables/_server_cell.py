@@ -16,10 +16,11 @@ from jaxstrategy.contexts import _context
 from jaxstrategy.parameter_servers._abstract_server import AbstractServer
 from jaxstrategy.parameter_servers._operations import Read, ServerOperation
 from jaxstrategy.values._arrays import is_traced
+from jaxstrategy.variables._cell import AbstractCell
 
 
 @final
-class ServerCell:
+class ServerCell(AbstractCell):
     """Read and written like a `Cell`, with `[...]`, and by operations.
 
     Args:
@@ -32,15 +33,11 @@ class ServerCell:
     Attributes:
       server: as given.
       number: as given.
-      shape: of the variable.
-      dtype: of the variable.
-      array: None, as of a cell that has nothing to lend.
-      is_reference: False: it never becomes one.
+      array: None: it has nothing to lend.
       is_alone: False.
     """
 
     array = None
-    is_reference = False
     is_alone = False
 
     def __init__(
@@ -53,10 +50,24 @@ class ServerCell:
     ) -> None:
         self.server = server
         self.number = number
-        self.shape = like.shape
-        self.dtype = np.dtype(like.dtype)
+        self._like = like
         self._name = name
         weakref.finalize(self, forget, number).atexit = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the variable."""
+        return self._like.shape
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Of the variable."""
+        return np.dtype(self._like.dtype)
+
+    @property
+    def is_reference(self) -> bool:
+        """False: it never becomes one."""
+        return False
 
     @property
     def ref(self) -> NoReturn:

@@ -37,7 +37,7 @@ from jaxstrategy.variables import (
     _registry,
 )
 from jaxstrategy.variables._assignments import Assignments
-from jaxstrategy.variables._cell import Cell, Holder
+from jaxstrategy.variables._cell import AbstractCell, Cell, Holder
 from jaxstrategy.variables._changes import UPDATE, Change
 from jaxstrategy.variables._initial_program import InitialValue
 from jaxstrategy.variables._initial_value import start_of
@@ -176,7 +176,7 @@ class Variable(Operators, Assignments, Scatters, Properties):
             self._shape, self._dtype = start.type.shape, start.type.dtype
             _aggregation.check(self._aggregation, self._dtype, name)
             self._kind = kind.divided(start.type, choice)
-            self._cell = self._kind.cell(start)
+            self._cell: AbstractCell = self._kind.cell(start)
         if step is not None:
             step.create(self, self._kind.of_one_replica(start))
         # Last: another thread that traces a step takes whatever is registered.
@@ -332,7 +332,7 @@ class Variable(Operators, Assignments, Scatters, Properties):
     # Where it is, for the programs of steps.
 
     @property
-    def cell(self) -> Cell | ServerCell:
+    def cell(self) -> AbstractCell:
         """The holder of all copies, outside of steps."""
         return self._cell
 

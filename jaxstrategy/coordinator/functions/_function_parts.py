@@ -24,7 +24,7 @@ from jaxstrategy.coordinator.functions._traced_operations import (
 from jaxstrategy.coordinator.functions._traced_tables import TracedTable
 from jaxstrategy.parameter_servers._shipped_program import Input
 from jaxstrategy.replicas._replicas import SAME, SPLIT, Meaning, Replicas
-from jaxstrategy.tracing._jaxpr_types import Atom, Equation, Var
+from jaxstrategy.tracing._jaxpr_types import ArrayType, Atom, Equation, Var
 from jaxstrategy.tracing._on_replicas import on_replicas
 from jaxstrategy.tracing.replication._jaxprs import closed, jaxpr_of
 from jaxstrategy.values._types import Function, Leaf
@@ -157,7 +157,7 @@ class FunctionParts:
                 yield Input("variable", number), var, SAME, self._type(var, SAME)
         for number, table in enumerate(self._tables):
             if any(self._uses.get(id(eqn), (-1,))[0] == number for eqn in eqns):
-                first = trace.jaxpr.invars[table.shards[0]].aval
+                first: ArrayType = trace.jaxpr.invars[table.shards[0]].aval
                 shape = (self.rows(number), *first.shape[1:])
                 of_type = jax.ShapeDtypeStruct(shape, first.dtype)
                 yield (

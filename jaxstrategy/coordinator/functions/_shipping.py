@@ -33,7 +33,7 @@ from jaxstrategy.parameter_servers._shipped_program import (
     ShippedTable,
 )
 from jaxstrategy.replicas._replicas import SAME, SPLIT, Meaning, Replicas
-from jaxstrategy.tracing._jaxpr_types import Atom
+from jaxstrategy.tracing._jaxpr_types import ArrayType, Atom
 from jaxstrategy.tracing.replication._site import Site
 from jaxstrategy.values._types import Function
 from jaxstrategy.variables._variable import Variable
@@ -162,7 +162,7 @@ class _Shipping:
     def _tables(self) -> Iterator[ShippedTable]:
         first = 0
         for number, table in enumerate(self._found.tables):
-            aval = self._trace.jaxpr.invars[table.shards[0]].aval
+            aval = self._type(table.shards[0])
             last = first + len(table.uses)
             yield ShippedTable(
                 shards=tuple(self._number(i) for i in table.shards),
@@ -177,8 +177,11 @@ class _Shipping:
     def _starts(self, shards: Sequence[int]) -> tuple[int, ...]:
         starts = [0]
         for index in shards:
-            starts.append(starts[-1] + self._trace.jaxpr.invars[index].aval.shape[0])
+            starts.append(starts[-1] + self._type(index).shape[0])
         return tuple(starts)
+
+    def _type(self, index: int) -> ArrayType:
+        return self._trace.jaxpr.invars[index].aval
 
     def _number(self, index: int) -> int:
         return _server_variable(self._trace.variables[index]).number

@@ -39,7 +39,7 @@ from jaxstrategy.tracing.replication._rules import analyse, varying
 from jaxstrategy.tracing.replication._site import Site
 from jaxstrategy.values._per_replica import PerReplica
 from jaxstrategy.values._types import Function, Leaf
-from jaxstrategy.variables._cell import Cell
+from jaxstrategy.variables._cell import AbstractCell
 
 
 @final
@@ -185,7 +185,7 @@ class DividedStep:
     def evaluate(
         self,
         leaves: Sequence[Leaf],
-        references: dict[Cell, jax.Ref],
+        references: dict[AbstractCell, jax.Ref],
         within: Callable[[Evaluate], Evaluate],
     ) -> tuple[list[jax.Array | PerReplica], list[jax.Array]]:
         """As `Trace.evaluate`, with arrays divided as the layout says."""

@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding
 from jaxstrategy._errors import PlacementError
 from jaxstrategy.replicas._replicas import SAME, Replicas
 from jaxstrategy.variables import _cell
-from jaxstrategy.variables._cell import Cell
+from jaxstrategy.variables._cell import AbstractCell
 from jaxstrategy.variables._variable import Variable
 
 
@@ -46,8 +46,8 @@ class Carried:
     def __init__(
         self,
         replicas: Replicas,
-        here: dict[Cell, NamedSharding] | None = None,
-        away: dict[Cell, _Home] | None = None,
+        here: dict[AbstractCell, NamedSharding] | None = None,
+        away: dict[AbstractCell, _Home] | None = None,
     ) -> None:
         self._replicas = replicas
         self._here = here or {}
@@ -126,7 +126,7 @@ class Carried:
             return here
         return here + [self._fetched(cell, home) for cell, home in self._away.items()]
 
-    def _fetched(self, cell: Cell, home: _Home) -> jax.Array:
+    def _fetched(self, cell: AbstractCell, home: _Home) -> jax.Array:
         if _cell.is_traced():
             raise PlacementError(
                 f"Variable {home.description}, not on all replicas, so a step "
@@ -146,12 +146,12 @@ class Carried:
             first = value.addressable_data(0)
             cell[...] = jax.device_put(first, home.sharding)
 
-    def references(self, values: Sequence[jax.Array]) -> dict[Cell, jax.Ref]:
+    def references(self, values: Sequence[jax.Array]) -> dict[AbstractCell, jax.Ref]:
         """For each a reference that a program works on, while it is traced."""
         refs = map(jax.new_ref, values)
         return dict(zip([*self._here, *self._away], refs, strict=True))
 
-    def kept(self, references: Mapping[Cell, jax.Ref]) -> list[jax.Array]:
+    def kept(self, references: Mapping[AbstractCell, jax.Ref]) -> list[jax.Array]:
         """What these hold when the step has ended, where it is kept between steps."""
         places = zip(references.values(), self.shardings, strict=True)
         # Along inner axes XLA might divide what is to be whole.

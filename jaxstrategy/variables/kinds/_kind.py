@@ -36,10 +36,9 @@ from jaxstrategy.variables import (
     _access,
 )
 from jaxstrategy.variables._access import Side
-from jaxstrategy.variables._cell import Cell, Holder
+from jaxstrategy.variables._cell import AbstractCell, Cell, Holder
 from jaxstrategy.variables._changes import Change
 from jaxstrategy.variables._initial_value import Start
-from jaxstrategy.variables._server_cell import ServerCell
 from jaxstrategy.variables._sharding_choice import ShardingChoice
 
 
@@ -104,7 +103,7 @@ class VariableKind(abc.ABC):
     def placed(self, start: Start) -> jax.Array:
         """All copies, each of them `start`, where the reference is to hold them."""
 
-    def cell(self, start: Start) -> Cell | ServerCell:
+    def cell(self, start: Start) -> AbstractCell:
         """What holds all copies outside of steps, each of them `start`."""
         return Cell(self.placed(start), is_alone=True)
 
