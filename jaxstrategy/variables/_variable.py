@@ -331,6 +331,14 @@ class Variable(Operators, Assignments, Scatters, Properties):
 
     # Where it is, for the programs of steps.
 
+    def holder(self) -> Holder:
+        """What holds it for the code that asks: a step's reference, or all copies.
+
+        Raises:
+          ContextError: in another strategy's scope or `run`.
+        """
+        return self._reference()
+
     @property
     def cell(self) -> AbstractCell:
         """The holder of all copies, outside of steps."""

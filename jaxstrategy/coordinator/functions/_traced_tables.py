@@ -74,16 +74,19 @@ def _also_whole(
     uses: dict[tuple[int, ...], list[TracedOperation]],
 ) -> Iterator[tuple[tuple[int, ...], str]]:
     """Tables that something else uses, too, than reads and changes of their rows."""
-    by_rows = {id(each.eqn): each.variables for each in operations.operations}
+    known = {id(each.eqn): each for each in operations.operations}
     read: set[int] = set()
+    changed: set[int] = set()  # by what says nothing of rows
     for eqn in trace.jaxpr.eqns:
-        own = by_rows.get(id(eqn), ())
-        for var in eqn.invars:
-            index = _version(var, operations)
-            if index is not None and own not in uses:
-                read.add(index)
-            elif index is not None and index not in own:
-                read.add(index)
+        operation = known.get(id(eqn))
+        atoms = eqn.invars if operation is None else operation.operands
+        read |= {i for v in atoms if (i := _version(v, operations)) is not None}
+        if operation is None:
+            continue
+        if not operation.is_of_rows:
+            changed.update(operation.variables)
+        elif operation.name == READ:
+            read |= changed.intersection(operation.variables)
     results = trace.jaxpr.outvars[: len(trace.varies)]
     read |= {i for v in results if (i := _version(v, operations)) is not None}
     for shards in uses:

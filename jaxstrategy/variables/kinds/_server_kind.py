@@ -27,7 +27,10 @@ from jaxstrategy.variables._initial_value import Start
 from jaxstrategy.variables._row_functions import changed_rows
 from jaxstrategy.variables._server_cell import ServerCell
 from jaxstrategy.variables._sharding_choice import ShardingChoice
-from jaxstrategy.variables.kinds._exported_update import exported_update
+from jaxstrategy.variables.kinds._exported_update import (
+    ExportedUpdate,
+    exported_update,
+)
 from jaxstrategy.variables.kinds._mirrored_kind import MirroredKind
 from jaxstrategy.variables.kinds._pending_change import PendingChange
 
@@ -146,9 +149,32 @@ class ServerKind(MirroredKind):
             return self._stored(ref, marked(ref[...], *arrays))
         like = jax.ShapeDtypeStruct(ref.shape, ref.dtype)
         program = exported_update(whole, [like, *arrays])
-        self._pool.define(self.server, program)
-        self._cell.push("update", arrays, program.key)
+        self._push_update(program, arrays, ())
         return ref[...]
+
+    def update_with(
+        self,
+        variables: Sequence[Handle],
+        program: ExportedUpdate,
+        operands: Sequence[jax.Array],
+    ) -> None:
+        """Has the server change variables, of which this kind's is the first."""
+        cells = [getattr(variable, "cell", None) for variable in variables]
+        others = [cell.number for cell in cells[1:] if isinstance(cell, ServerCell)]
+        self._push_update(program, operands, others)
+
+    def _push_update(
+        self,
+        program: ExportedUpdate,
+        operands: Sequence[jax.Array],
+        others: Sequence[int],
+    ) -> None:
+        self._pool.define(self.server, program)
+        self._cell.push("update", operands, program.key, others)
+
+    def told(self, method: str) -> None:
+        """Tells the function that is traced that a method changes the variable."""
+        self._note(method)
 
     def _whole_value(
         self, fn: Callable[..., jax.Array], ref: Holder
