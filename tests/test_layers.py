@@ -33,6 +33,7 @@ FLOORS = [
     "variables",
     "tracing",
     "executors",
+    "scheduled",
     "checkpoint",
     "profiling",
     "strategies",

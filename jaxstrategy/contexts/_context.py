@@ -55,7 +55,7 @@ class Context:
       local: the local steps that are being traced, in which each replica is by itself;
         None elsewhere.
       function: what a function uses that a coordinator sends to workers, while it is
-        traced. Read by `coordinator.functions._recorder`.
+        traced. Read by `scheduled._recorder`.
     """
 
     strategy: AbstractStrategy | None = None

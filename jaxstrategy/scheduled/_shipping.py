@@ -12,18 +12,6 @@ import jax
 from jax.extend import core
 
 from jaxstrategy._errors import MissingExtraError
-from jaxstrategy.coordinator.functions._function_parts import FunctionParts
-from jaxstrategy.coordinator.functions._function_trace import FunctionTrace
-from jaxstrategy.coordinator.functions._traced_operations import (
-    TracedOperation,
-    TracedOperations,
-    operations_of,
-)
-from jaxstrategy.coordinator.functions._traced_tables import (
-    TracedTables,
-    stand_ins_inside,
-    tables_of,
-)
 from jaxstrategy.parameter_servers._server_pool import ServerPool
 from jaxstrategy.parameter_servers._shipped_program import (
     ElementType,
@@ -33,6 +21,18 @@ from jaxstrategy.parameter_servers._shipped_program import (
     ShippedTable,
 )
 from jaxstrategy.replicas._replicas import SAME, SPLIT, Meaning, Replicas
+from jaxstrategy.scheduled._function_parts import FunctionParts
+from jaxstrategy.scheduled._function_trace import FunctionTrace
+from jaxstrategy.scheduled._traced_operations import (
+    TracedOperation,
+    TracedOperations,
+    operations_of,
+)
+from jaxstrategy.scheduled._traced_tables import (
+    TracedTables,
+    stand_ins_inside,
+    tables_of,
+)
 from jaxstrategy.tracing._jaxpr_types import ArrayType, Atom
 from jaxstrategy.tracing.replication._site import Site
 from jaxstrategy.values._types import Function

@@ -11,19 +11,19 @@ from jax.extend import core
 from jax.extend.core import DropVar, Literal
 from jax.ref import AbstractRef
 
-from jaxstrategy.coordinator.functions._function_trace import (
+from jaxstrategy.parameter_servers._shipped_program import Input
+from jaxstrategy.replicas._replicas import SAME, SPLIT, Meaning, Replicas
+from jaxstrategy.scheduled._function_trace import (
     FunctionTrace,
     name_in_trace,
 )
-from jaxstrategy.coordinator.functions._needed import needed
-from jaxstrategy.coordinator.functions._recorder import PREFIX
-from jaxstrategy.coordinator.functions._traced_operations import (
+from jaxstrategy.scheduled._needed import needed
+from jaxstrategy.scheduled._recorder import PREFIX
+from jaxstrategy.scheduled._traced_operations import (
     READ,
     TracedOperation,
 )
-from jaxstrategy.coordinator.functions._traced_tables import TracedTable
-from jaxstrategy.parameter_servers._shipped_program import Input
-from jaxstrategy.replicas._replicas import SAME, SPLIT, Meaning, Replicas
+from jaxstrategy.scheduled._traced_tables import TracedTable
 from jaxstrategy.tracing._jaxpr_types import ArrayType, Atom, Equation, Var
 from jaxstrategy.tracing._on_replicas import on_replicas
 from jaxstrategy.tracing.replication._jaxprs import closed, jaxpr_of

@@ -9,8 +9,8 @@ import jax
 import numpy as np
 
 from jaxstrategy._errors import ContextError
-from jaxstrategy.coordinator.functions import _recorder
 from jaxstrategy.parameter_servers._shipped_program import ElementType, Input
+from jaxstrategy.scheduled import _recorder
 from jaxstrategy.values._types import PyTree, TreeStructure
 
 

@@ -13,8 +13,8 @@ from jaxstrategy._errors import ContextError
 from jaxstrategy._options import RunOptions
 from jaxstrategy.contexts import _context, _replica_context
 from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
-from jaxstrategy.coordinator.functions._recorder import Recorder
 from jaxstrategy.replicas._replicas import SAME, Meaning
+from jaxstrategy.scheduled._recorder import Recorder
 from jaxstrategy.tracing._jaxpr_types import Equation, Jaxpr
 from jaxstrategy.tracing._replica_step import ReplicaStep, StepEnvironment
 from jaxstrategy.tracing._results import Results

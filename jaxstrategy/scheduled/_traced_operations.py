@@ -8,7 +8,7 @@ from typing import final
 
 from jax.extend.core import Literal
 
-from jaxstrategy.coordinator.functions._function_trace import (
+from jaxstrategy.scheduled._function_trace import (
     FunctionTrace,
     name_in_trace,
 )

@@ -8,12 +8,12 @@ from typing import final
 
 from jax.extend.core import Literal
 
-from jaxstrategy.coordinator.functions._function_trace import (
+from jaxstrategy.scheduled._function_trace import (
     FunctionTrace,
     name_in_trace,
 )
-from jaxstrategy.coordinator.functions._recorder import PREFIX
-from jaxstrategy.coordinator.functions._traced_operations import (
+from jaxstrategy.scheduled._recorder import PREFIX
+from jaxstrategy.scheduled._traced_operations import (
     READ,
     TracedOperation,
     TracedOperations,

@@ -12,15 +12,15 @@ import jax
 import numpy as np
 
 from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
-from jaxstrategy.coordinator.functions._function_trace import trace_function
-from jaxstrategy.coordinator.functions._iterator_slot import (
-    IteratorArgument,
-    IteratorSlot,
-)
-from jaxstrategy.coordinator.functions._shipping import shipped
 from jaxstrategy.parameter_servers._server_pool import ServerPool
 from jaxstrategy.parameter_servers._shipped_program import ElementType, ShippedProgram
 from jaxstrategy.replicas._replicas import SPLIT
+from jaxstrategy.scheduled._function_trace import trace_function
+from jaxstrategy.scheduled._iterator_slot import (
+    IteratorArgument,
+    IteratorSlot,
+)
+from jaxstrategy.scheduled._shipping import shipped
 from jaxstrategy.tracing import _results, _roles
 from jaxstrategy.tracing._results import Results
 from jaxstrategy.tracing._roles import Signature
