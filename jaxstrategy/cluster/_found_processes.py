@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+
 import jax
 
-from jaxstrategy.cluster import _processes
+from jaxstrategy._errors import ClusterError
+from jaxstrategy.cluster import _processes, _startup
 from jaxstrategy.cluster._processes import Processes
 from jaxstrategy.cluster.liveness import _termination
 from jaxstrategy.cluster.resolvers._cluster_resolver import (
@@ -16,6 +19,11 @@ TIMEOUT_SECONDS = 300.0
 """How long a step may go without progress, if nothing else is said."""
 
 _ALONE = Process(0, 1, "")
+_ASKED_IN_VAIN = (
+    "This program runs in a pod of Kubernetes, and JAX could not ask there for the "
+    "other processes: {} Say which processes there are: give a `cluster_resolver`, or "
+    "set TF_CONFIG. For a process alone, use `MirroredStrategy`."
+)
 
 
 def found(
@@ -69,4 +77,8 @@ def _let_jax_look() -> None:
     except RuntimeError as error:
         if "before" in str(error):
             return  # too late to look for one: there are devices already
+        raise
+    except Exception as error:
+        if _startup.IN_POD in os.environ:
+            raise ClusterError(_ASKED_IN_VAIN.format(error)) from error
         raise

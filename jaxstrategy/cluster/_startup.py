@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import socket
 from typing import TypeAlias
@@ -26,6 +27,9 @@ Part: TypeAlias = tuple[AbstractBoard, Watchdog]
 
 _SHUTDOWN_SECONDS = 30  # of JAX's own barrier, where all come at the same time
 _AGREED_BYTES = 512
+
+IN_POD = "KUBERNETES_SERVICE_HOST"
+"""The variable that Kubernetes sets in each pod."""
 
 
 def alone(timeout_seconds: float) -> Part:
@@ -106,7 +110,18 @@ def _start_jax(
         # what remains when this process cannot run Python any more.
         heartbeat_timeout_seconds=int(min(timeout_seconds, 1e6)) + 30,
         shutdown_timeout_seconds=_SHUTDOWN_SECONDS,
+        cluster_detection_method=_detection(),
     )
+
+
+def _detection() -> str | None:
+    """How JAX looks for the devices of this process, which is all that is not known."""
+    # In a pod it knows nothing of them and asks Kubernetes all the same, which fails
+    # where the pod has no service account (JAX 0.10 and 0.12).
+    launchers = ("OMPI_", "SLURM_")
+    if IN_POD in os.environ and not any(n.startswith(launchers) for n in os.environ):
+        return "deactivate"
+    return None
 
 
 def adopted(timeout_seconds: float, start_seconds: float) -> Part:

@@ -67,3 +67,20 @@ def test_instances_of_gce_train_together(job):
             check(running)
     # Nothing but the instance's own account was given.
     assert {asked[2]["Authorization"] for asked in group.asked} == {f"Bearer {TOKEN}"}
+
+
+@pytest.mark.slow
+def test_pods_without_a_service_account_train_together(job):
+    # In a pod, JAX asks Kubernetes for what it knows already.
+    kubernetes = {
+        "KUBERNETES_SERVICE_HOST": "127.0.0.1",
+        "KUBERNETES_SERVICE_PORT": "1",
+    }
+    script, env = started("from_tf_config"), {**ENVIRONMENT, **kubernetes}
+    with job(script, count=2, seconds=60, env=env, started=False) as running:
+        check(running)
+    for rank in running.ranks:
+        assert (
+            "runs in a pod of Kubernetes, and JAX could not ask there for the other "
+            "processes: Service token file does not exist. Say which processes"
+        ) in rank.output
