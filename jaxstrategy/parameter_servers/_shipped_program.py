@@ -153,13 +153,14 @@ class Call:
     """One run of a program.
 
     Attributes:
-      number: to which function the run belongs.
+      number: to which function the run belongs; None: to none, and what it pushes
+        counts each time.
       program: the key of its program, which the worker knows.
       arguments: its arrays.
       iterators: the number of the worker's resource for each iterator.
     """
 
-    number: CallNumber
+    number: CallNumber | None
     program: str
     arguments: tuple[np.ndarray, ...]
     iterators: tuple[int, ...] = ()

@@ -12,6 +12,7 @@ from jax.extend.core import DropVar, Literal
 from jax.ref import AbstractRef
 
 from jaxstrategy.parameter_servers._shipped_program import Input
+from jaxstrategy.replicas._random_keys import as_numbers
 from jaxstrategy.replicas._replicas import SAME, SPLIT, Meaning, Replicas
 from jaxstrategy.scheduled._function_trace import (
     FunctionTrace,
@@ -102,7 +103,7 @@ class FunctionParts:
             inputs = dict(zip((each for each, _, _, _ in taken), given, strict=True))
             for (each, var, lies, _), value in zip(taken, given, strict=True):
                 if var is not None:
-                    values[var] = _held(var, value)
+                    values[var] = _held(var, self._with_keys(each, value))
                 elif lies is SPLIT:
                     inputs[each] = jax.lax.squeeze(value, (0,))
             for one in run:
@@ -191,12 +192,19 @@ class FunctionParts:
                 jax.ShapeDtypeStruct(shape, aval.dtype),
             )
 
+    def _with_keys(self, given: Input, value: jax.Array) -> jax.Array:
+        """An argument as the trace knows it, which a worker has as numbers."""
+        is_argument = given.kind == "argument"
+        how = self._trace.keys.get(given.number) if is_argument else None
+        return value if how is None else jax.random.wrap_key_data(value, impl=how)
+
     def _type(self, var: Var, lies: Meaning) -> jax.ShapeDtypeStruct:
         aval = getattr(var.aval, "inner_aval", var.aval)
         shape = aval.shape
         if lies is SPLIT:
             shape = (self._replicas.count, *shape[1:])
-        return jax.ShapeDtypeStruct(shape, aval.dtype)
+        of_type = jax.ShapeDtypeStruct(shape, aval.dtype)
+        return jax.eval_shape(as_numbers, of_type)
 
     def _beginning(self, vars_: set[Var]) -> _Values:
         """What is known when the function begins: constants, and nothing added yet."""

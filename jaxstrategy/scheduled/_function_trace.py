@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any, cast, final
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias, cast, final
 
 import jax
 import jax.numpy as jnp
@@ -13,24 +13,26 @@ from jaxstrategy._errors import ContextError
 from jaxstrategy._options import RunOptions
 from jaxstrategy.contexts import _context, _replica_context
 from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
+from jaxstrategy.replicas._random_keys import as_numbers, is_key
 from jaxstrategy.replicas._replicas import SAME, Meaning
 from jaxstrategy.scheduled._recorder import Recorder
 from jaxstrategy.tracing._jaxpr_types import Equation, Jaxpr
 from jaxstrategy.tracing._replica_step import ReplicaStep, StepEnvironment
-from jaxstrategy.tracing._results import Results
+from jaxstrategy.tracing._results import Results, is_one_leaf
 from jaxstrategy.tracing._roles import Role, Signature
 from jaxstrategy.tracing._trace import Trace
 from jaxstrategy.tracing._traced_step import TracedStep
 from jaxstrategy.tracing._value_form import with_values
 from jaxstrategy.tracing.checks import _step_checks
 from jaxstrategy.tracing.division._flat import flattened
-from jaxstrategy.values import _per_replica
+from jaxstrategy.values import _arrays, _per_replica
 from jaxstrategy.values._handle import Handle
 from jaxstrategy.values._types import Function, Leaf, PyTree
 from jaxstrategy.variables import _registry
 from jaxstrategy.variables._variable import Variable
 from jaxstrategy.variables.kinds._server_kind import server_kind_of
 
+Call: TypeAlias = Callable[[Function, Sequence[PyTree], dict[str, PyTree]], PyTree]
 _OURS = "jaxstrategy_"
 
 
@@ -52,6 +54,8 @@ class FunctionTrace:
       varies: for each result of the function whether it has a version for each replica.
       results: what the function returned, but for the arrays.
       recorder: what it uses that only the worker has.
+      keys: of arguments that are random keys, by which function; programs take numbers.
+      key_results: the same of each of the results; None of those that are none.
       name: of the function.
     """
 
@@ -64,6 +68,8 @@ class FunctionTrace:
     varies: Sequence[bool]
     results: Results
     recorder: Recorder
+    keys: dict[int, Any]
+    key_results: Sequence[Any]
     name: str
 
 
@@ -72,6 +78,7 @@ def trace_function(
     strategy: AbstractStrategy,
     signature: Signature,
     leaves: Sequence[Leaf],
+    as_step: Call | None = None,
 ) -> FunctionTrace:
     """Traces a function, as a step in cross-replica context.
 
@@ -80,6 +87,7 @@ def trace_function(
       strategy: of the coordinator.
       signature: of its arguments.
       leaves: the arguments, or their types.
+      as_step: instead, how to call it as a step of `run`, in replica context.
 
     Raises:
       ContextError: it uses a variable that is not on a parameter server.
@@ -87,15 +95,20 @@ def trace_function(
     """
     recorder = Recorder(strategy.replicas)
     pending: list[Handle] = [recorder.token]
+    key_results: list[Any] = []
 
     def call(fn: Function, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> PyTree:
+        if as_step is not None:
+            with _context.entered(function=recorder):
+                return _without_keys(as_step(fn, args, kwargs), key_results)
         args, kwargs = _across(signature, strategy, args, kwargs)
         with _context.entered(
             strategy=strategy, replica=None, in_step=True, function=recorder
         ):
             recorder.begin()
             returned = fn(*args, **kwargs)
-            return _replica_context.to_replica(returned)
+            own = _replica_context.to_replica(returned)
+            return _without_keys(own, key_results)
 
     def variables() -> list[Variable]:
         there = _registry.usable_by(strategy)
@@ -109,7 +122,25 @@ def trace_function(
     _check_variables(trace, set(pending), step.name)
     traced = TracedStep(step, trace)
     _step_checks.check(traced, RunOptions().expect_mirrored, set())
-    return _of_trace(trace, recorder, step.name)
+    keys = {
+        number: jax.random.key_impl(leaf)
+        for number, leaf in enumerate(leaves)
+        if is_key(leaf.dtype)
+    }
+    return _of_trace(trace, recorder, keys, key_results, step.name)
+
+
+def _without_keys(returned: PyTree, kinds: list[Any]) -> PyTree:
+    """What a function returned, with numbers for random keys; `kinds` tells which."""
+
+    def numbers(leaf: Leaf) -> Leaf:
+        if not _arrays.is_array(leaf):
+            return leaf
+        has_keys = is_key(leaf.dtype)
+        kinds.append(jax.random.key_impl(leaf) if has_keys else None)
+        return as_numbers(leaf)
+
+    return jax.tree.map(numbers, returned, is_leaf=is_one_leaf)
 
 
 def _across(
@@ -145,7 +176,13 @@ def _check_variables(trace: Trace, pending: set[Handle], name: str) -> None:
         )
 
 
-def _of_trace(trace: Trace, recorder: Recorder, name: str) -> FunctionTrace:
+def _of_trace(
+    trace: Trace,
+    recorder: Recorder,
+    keys: dict[int, Any],
+    key_results: Sequence[Any],
+    name: str,
+) -> FunctionTrace:
     flat = flattened(trace.jaxpr, is_ours)
     count = len(trace.given_types)
     arguments: list[int | None] = []
@@ -173,6 +210,8 @@ def _of_trace(trace: Trace, recorder: Recorder, name: str) -> FunctionTrace:
         varies=trace.varies,
         results=trace.results,
         recorder=recorder,
+        keys=keys,
+        key_results=key_results,
         name=name,
     )
 

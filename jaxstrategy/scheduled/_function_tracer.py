@@ -14,8 +14,9 @@ import numpy as np
 from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
 from jaxstrategy.parameter_servers._server_pool import ServerPool
 from jaxstrategy.parameter_servers._shipped_program import ElementType, ShippedProgram
+from jaxstrategy.replicas._random_keys import as_numbers
 from jaxstrategy.replicas._replicas import SPLIT
-from jaxstrategy.scheduled._function_trace import trace_function
+from jaxstrategy.scheduled._function_trace import Call, trace_function
 from jaxstrategy.scheduled._iterator_slot import (
     IteratorArgument,
     IteratorSlot,
@@ -41,6 +42,8 @@ class Prepared:
       arguments: its arrays.
       iterators: what the caller gave in place of each iterator.
       variables: those that it uses, which must live until it has ended.
+      varies: for each result of the program whether it has one version for each
+        replica.
       rebuild: makes the function's results of the program's.
     """
 
@@ -48,6 +51,7 @@ class Prepared:
     arguments: tuple[np.ndarray, ...]
     iterators: tuple[IteratorArgument, ...]
     variables: tuple[Handle, ...]
+    varies: Sequence[bool]
     rebuild: Callable[[Sequence[Leaf]], PyTree]
 
 
@@ -57,6 +61,7 @@ class _Program:
     results: Results
     varies: Sequence[bool]
     variables: Sequence[weakref.ref[Handle]]
+    key_results: Sequence[Any]
     captured: Sequence[object]
 
 
@@ -68,6 +73,8 @@ class FunctionTracer:
       strategy: of the coordinator.
       pool: its servers.
       platforms: of the workers' devices.
+      call: calls them as steps of `run`; None: they are functions in cross-replica
+        context.
 
     Attributes:
       traces: how many functions were traced so far.
@@ -78,10 +85,12 @@ class FunctionTracer:
         strategy: AbstractStrategy,
         pool: ServerPool,
         platforms: Sequence[str] = ("cpu",),
+        call: Call | None = None,
     ) -> None:
         self._strategy = strategy
         self._pool = pool
         self._platforms = tuple(platforms)
+        self._call = call
         self._programs: dict[int, dict[Hashable, _Program]] = {}
         self._alive: dict[int, Callable[[], Function | None]] = {}
         # One thread traces: what it finds out is kept for the others.
@@ -108,9 +117,10 @@ class FunctionTracer:
                     program = self._traced(fn, key, signature, arrays, iterators)
         return Prepared(
             program=program.shipped,
-            arguments=tuple(np.asarray(array) for array in arrays),
+            arguments=tuple(np.asarray(as_numbers(array)) for array in arrays),
             iterators=iterators,
             variables=tuple(v for ref in program.variables if (v := ref()) is not None),
+            varies=program.varies,
             rebuild=lambda results: self._rebuilt(program, results),
         )
 
@@ -129,7 +139,7 @@ class FunctionTracer:
         arrays: Sequence[Leaf],
         iterators: Sequence[IteratorArgument],
     ) -> _Program:
-        trace = trace_function(fn, self._strategy, signature, arrays)
+        trace = trace_function(fn, self._strategy, signature, arrays, self._call)
         types: list[ElementType] = [each.element.type for each in iterators]
         program = shipped(
             trace, self._strategy.replicas, self._pool, self._platforms, types
@@ -141,7 +151,14 @@ class FunctionTracer:
             for variable in trace.variables.values()
             if getattr(getattr(variable, "cell", None), "number", None) in numbers
         ]
-        made = _Program(program, trace.results, trace.varies, used, _captured(fn))
+        made = _Program(
+            program,
+            trace.results,
+            trace.varies,
+            used,
+            trace.key_results,
+            _captured(fn),
+        )
         self._remember(fn)[key] = made
         return made
 
@@ -166,6 +183,10 @@ class FunctionTracer:
             if differs
             else array
             for array, differs in zip(arrays, program.varies, strict=True)
+        ]
+        own = [
+            array if how is None else jax.random.wrap_key_data(array, impl=how)
+            for array, how in zip(own, program.key_results, strict=True)
         ]
         return _results.unwrap_plain(program.results.rebuild(own))
 

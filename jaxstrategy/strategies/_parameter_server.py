@@ -10,6 +10,7 @@ from jaxstrategy.parameter_servers._server_pool import ServerPool
 from jaxstrategy.parameter_servers.backends._chosen_backend import chosen_backend
 from jaxstrategy.replicas import _devices
 from jaxstrategy.replicas._replicas import Replicas
+from jaxstrategy.scheduled._server_executor import ServerExecutor
 from jaxstrategy.strategies._choices import Choices
 from jaxstrategy.strategies._strategy import Strategy
 from jaxstrategy.variables._server_variables import ServerVariables
@@ -74,7 +75,8 @@ class ParameterServerStrategy(Strategy):
         self._pool = ServerPool(self._backend.servers)
         home = Replicas.on(list(_devices.default_devices()[:1]))
         variables = ServerVariables(self._pool, home, replicas, variable_partitioner)
-        self._compose(Choices(replicas, variables=variables))
+        executor = lambda strategy, _: ServerExecutor(strategy, self._pool)  # noqa: E731
+        self._compose(Choices(replicas, variables=variables, executor=executor))
 
     @property
     def cluster_resolver(self) -> ClusterResolver | None:

@@ -1,0 +1,112 @@
+"""Steps of `run` outside of scheduled functions: `ServerExecutor`."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from typing import final
+
+import jax
+
+from jaxstrategy._options import RunOptions
+from jaxstrategy.contexts import _context
+from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
+from jaxstrategy.executors._compiled import CompiledExecutor
+from jaxstrategy.executors._executor import AbstractExecutor, FunctionProgram
+from jaxstrategy.parameter_servers._server_pool import ServerPool
+from jaxstrategy.parameter_servers._shipped_program import Call
+from jaxstrategy.parameter_servers._worker_engine import WorkerEngine
+from jaxstrategy.replicas._replicas import SAME
+from jaxstrategy.scheduled._function_tracer import FunctionTracer
+from jaxstrategy.values._types import Function, PyTree
+
+
+@final
+class ServerExecutor(AbstractExecutor):
+    """Runs steps in this process that use variables of parameter servers.
+
+    It does what a worker does: pulls what a step reads, computes, and pushes what it
+    changes as operations of the servers. In a scheduled function a step goes on in the
+    function's trace.
+
+    Args:
+      strategy: the strategy.
+      pool: its servers.
+    """
+
+    def __init__(self, strategy: AbstractStrategy, pool: ServerPool) -> None:
+        super().__init__(strategy)
+        self._pool = pool
+        self._compiled = CompiledExecutor(strategy)
+        self._one_call = threading.Lock()
+
+    def program(
+        self, fn: Function, options: RunOptions | None = None
+    ) -> FunctionProgram:
+        """The program of `fn`."""
+        return _StepProgram(self, self._compiled.program(fn, options), fn)
+
+    def run(
+        self,
+        fn: Function,
+        args: tuple[PyTree, ...],
+        kwargs: dict[str, PyTree],
+        options: RunOptions | None,
+    ) -> PyTree:
+        """The results of `fn`; in a function, as part of the same trace."""
+        context = _context.require_cross_replica(self._strategy, "run")
+        if context.in_step:
+            return self._compiled.run(fn, args, kwargs, options)
+        return self.step(fn, args, kwargs)
+
+    def across(self, function: Callable[[PyTree], PyTree], value: PyTree) -> PyTree:
+        """`function` of each replica's version of `value`, in a step or outside."""
+        return self._compiled.across(function, value)
+
+    def update(
+        self, fn: Function, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
+    ) -> PyTree:
+        """The results of `fn`, called for each copy of the variables it changes."""
+        return self._compiled.update(fn, args, kwargs)
+
+    def step(
+        self, fn: Function, args: Sequence[PyTree], kwargs: dict[str, PyTree]
+    ) -> PyTree:
+        """The results of a step that is taken now, by this process."""
+        prepared = self._tracer.prepare(fn, args, kwargs)
+        call = Call(None, prepared.program.key, prepared.arguments)
+        with self._one_call:
+            self._engine.define(prepared.program)
+            arrays = self._engine.call(call)
+        where = self._strategy.replicas.sharding(SAME)
+        placed = [
+            array if differs else jax.device_put(array, where)
+            for array, differs in zip(arrays, prepared.varies, strict=True)
+        ]
+        return prepared.rebuild(placed)
+
+    @functools.cached_property
+    def _tracer(self) -> FunctionTracer:
+        platform = self._strategy.replicas.devices[0].platform
+        return FunctionTracer(
+            self._strategy, self._pool, (platform,), call=self._as_replica
+        )
+
+    @functools.cached_property
+    def _engine(self) -> WorkerEngine:
+        return WorkerEngine(-1, self._pool.servers, self._strategy.devices)
+
+
+@final
+class _StepProgram:
+    def __init__(
+        self, executor: ServerExecutor, compiled: FunctionProgram, fn: Function
+    ) -> None:
+        self._executor, self._compiled, self._fn = executor, compiled, fn
+
+    def __call__(self, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> PyTree:
+        return self._executor.step(self._fn, args, kwargs)
+
+    def bound(self, objects: Sequence[object]) -> Callable[..., PyTree]:
+        return self._compiled.bound(objects)
