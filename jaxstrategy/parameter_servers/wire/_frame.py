@@ -1,6 +1,6 @@
 """One message between processes: `WireFrame`, and its bytes.
 
-    head        lengths, and what kind of frame it is; 32 bytes
+    head        lengths, and what kind of frame it is
     arrays      dtype and shape of each
     fields      JSON
     blob        bytes, whatever they are
@@ -25,9 +25,10 @@ from jaxstrategy.parameter_servers.wire import _wire_types
 Fields: TypeAlias = Any
 """A value of JSON, whose reader knows its form."""
 
-HEAD = struct.Struct("<BBHIIIIIQ")
-"""Mark, kind, 0, number, arrays; bytes of descriptions, fields, blob and contents."""
+HEAD = struct.Struct("<BBHIIIIQ")
+"""Mark, kind, 0, arrays; bytes of descriptions, fields, blob and contents."""
 _MARK = 0xA7
+_SMALL = 1 << 12  # bytes of which a copy is faster than a view
 _LARGEST_HEAD = 1 << 31  # bytes of what comes before the contents
 
 _encode = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
@@ -45,21 +46,18 @@ class WireFrame(NamedTuple):
       fields: what JSON can hold, small.
       blob: bytes; of a stream with keys they are sealed.
       arrays: of dtypes with a raw form.
-      number: of a request, and of the answer to it.
     """
 
     kind: int
     fields: Fields = None
     blob: bytes = b""
     arrays: Sequence[np.ndarray] = ()
-    number: int = 0
 
 
 class Lengths(NamedTuple):
     """The lengths of what follows a head."""
 
     kind: int
-    number: int
     arrays: int
     types: int
     fields: int
@@ -72,7 +70,7 @@ class Lengths(NamedTuple):
         return self.types + self.fields + self.blob
 
 
-def packed(frame: WireFrame, largest: int) -> tuple[bytes, list[memoryview]]:
+def packed(frame: WireFrame, largest: int) -> tuple[bytes, list[bytes | memoryview]]:
     """What comes before the seal, and the contents of the arrays that have any.
 
     Raises:
@@ -82,8 +80,8 @@ def packed(frame: WireFrame, largest: int) -> tuple[bytes, list[memoryview]]:
     arrays = [_native(array) for array in frame.arrays]
     types = _wire_types.written(arrays)
     fields = b"" if frame.fields is None else _encode(frame.fields).encode()
-    contents = [_raw(array) for array in arrays if array.nbytes]
-    size = sum([part.nbytes for part in contents])
+    contents = [_raw(array) for array in arrays]
+    size = sum(map(len, contents))
     rest = len(types) + len(fields) + len(frame.blob)
     if rest > _LARGEST_HEAD or rest + size > largest:
         raise FrameError(
@@ -92,7 +90,7 @@ def packed(frame: WireFrame, largest: int) -> tuple[bytes, list[memoryview]]:
             "it in parts."
         )
     head = HEAD.pack(
-        *(_MARK, frame.kind, 0, frame.number, len(arrays)),
+        *(_MARK, frame.kind, 0, len(arrays)),
         *(len(types), len(fields), len(frame.blob), size),
     )
     return b"".join((head, types, fields, frame.blob)), contents
@@ -104,8 +102,8 @@ def lengths(head: bytes, largest: int) -> Lengths:
     Raises:
       FrameError: it is none, or announces too much.
     """
-    mark, kind, zero, number, arrays, types, fields, blob, size = HEAD.unpack(head)
-    found = Lengths(kind, number, arrays, types, fields, blob, size)
+    mark, kind, zero, arrays, types, fields, blob, size = HEAD.unpack(head)
+    found = Lengths(kind, arrays, types, fields, blob, size)
     if mark != _MARK or zero:
         raise FrameError("what came is no message of this protocol")
     if found.rest > _LARGEST_HEAD or found.rest + size > largest or 2 * arrays > types:
@@ -140,6 +138,8 @@ def _native(array: np.ndarray) -> np.ndarray:
     return array.astype(array.dtype.newbyteorder("="))
 
 
-def _raw(array: np.ndarray) -> memoryview:
+def _raw(array: np.ndarray) -> bytes | memoryview:
+    if array.nbytes <= _SMALL:
+        return array.tobytes()
     # `memoryview(array)` refuses the dtypes of ml_dtypes, so the bytes are shown.
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import final
 
 from jaxstrategy.parameter_servers.wire._frame import WireFrame
@@ -71,17 +70,14 @@ class Heartbeat:
         with self._lock:
             self._busy.pop(id(stream), None)
 
-    @contextlib.contextmanager
-    def during(self, stream: Stream) -> Iterator[None]:
-        """Send signs over a stream for the length of the `with` block."""
-        busy = self._busy.get(id(stream))
-        if busy is None:
-            yield
-            return
-        busy.since = time.monotonic()
-        try:
-            yield
-        finally:
+    def begin(self, stream: Stream) -> None:
+        """Send signs over a stream from now on, if its other end waits for some."""
+        if busy := self._busy.get(id(stream)):
+            busy.since = time.monotonic()
+
+    def end(self, stream: Stream) -> None:
+        """Send none over a stream."""
+        if busy := self._busy.get(id(stream)):
             busy.since = None
 
     def close(self) -> None:
@@ -113,5 +109,5 @@ class Heartbeat:
             busy.stream.send_if_idle(_ALIVE)
         except OSError:
             self.remove(busy.stream)
-            if busy.on_lost is not None:
+            if busy.on_lost is not None and not busy.stream.is_closed:
                 busy.on_lost()

@@ -12,6 +12,7 @@ class Kind(enum.IntEnum):
     PATIENCE = 1  # how long the sender waits for an answer, or for a sign of life
     DONE = 2
     FAILED = 3
+    PING = 4  # are you there?
 
     CREATE = 16  # requests to parameter servers
     DROP = 17

@@ -93,10 +93,15 @@ class Listener:
                     return
                 time.sleep(_PAUSE)
                 continue
-            if len(self._threads) > _MOST_STRANGERS:
-                sock.close()
-                continue
+            self._make_room()
             self._in_thread(sock, lambda sock=sock: self._welcome(sock, take))
+
+    def _make_room(self) -> None:
+        """Hang up on the stranger who came first, if there are many."""
+        with self._lock:
+            strangers = [sock for sock in self._threads.values() if sock is not None]
+        if len(strangers) > _MOST_STRANGERS:
+            _shut(strangers[1])  # the first one is the listener's own
 
     def _welcome(self, sock: socket.socket, take: Callable[[Stream], None]) -> None:
         try:

@@ -58,22 +58,15 @@ class Peer:
           Exception: that of `lost`, when the other process is gone; otherwise what was
             raised there.
         """
-        stream = self._taken()
-        is_whole = False
-        try:
-            answer = self._asked(stream, request)
-            is_whole = True
-        except (FrameError, TypeError):
-            is_whole = True  # nothing was sent
-            raise
-        except (EOFError, OSError) as error:
-            raise self._losing(_reason(error, self._patience)) from error
-        finally:
-            # Whatever else ends it, such as Ctrl-C, leaves half a message behind.
-            self._put_back(stream, is_whole)
-        if answer.kind == Kind.FAILED:
-            raise _remote_error.raised_by(answer, self._name, stream.is_trusted)
-        return answer
+        return self._exchanged(request, self._patience)
+
+    def wait_until_up(self, seconds: float) -> None:
+        """Wait for a process that has only been started, up to so many seconds.
+
+        Raises:
+          Exception: that of `lost`; the process has ended, or says nothing for so long.
+        """
+        self._exchanged(WireFrame(Kind.PING), seconds)
 
     def close(self, why: str = "its connections were closed here") -> None:
         """Close all streams; who waits for an answer gets the error of a lost one."""
@@ -85,7 +78,27 @@ class Peer:
         for stream in streams:
             stream.close()
 
-    def _asked(self, stream: Stream, request: WireFrame) -> WireFrame:
+    def _exchanged(self, request: WireFrame, patience: float) -> WireFrame:
+        stream = self._taken()
+        is_whole = False
+        try:
+            answer = self._asked(stream, request, patience)
+            is_whole = True
+        except (FrameError, TypeError):
+            is_whole = True  # nothing was sent
+            raise
+        except (EOFError, OSError) as error:
+            raise self._losing(_reason(error, patience)) from error
+        finally:
+            # Whatever else ends it, such as Ctrl-C, leaves half a message behind.
+            self._put_back(stream, is_whole)
+        if answer.kind == Kind.FAILED:
+            raise _remote_error.raised_by(answer, self._name, stream.is_trusted)
+        return answer
+
+    def _asked(self, stream: Stream, request: WireFrame, patience: float) -> WireFrame:
+        if patience != self._patience:
+            stream.limit_silence(patience)
         stream.send(request)
         while True:
             try:
@@ -93,7 +106,10 @@ class Peer:
             except FrameError as error:
                 raise ConnectionError(str(error)) from error
             if answer.kind != Kind.ALIVE:
-                return answer
+                break
+        if patience != self._patience:
+            stream.limit_silence(self._patience)
+        return answer
 
     def _taken(self) -> Stream:
         with self._lock:

@@ -15,12 +15,11 @@ from jaxstrategy.parameter_servers.wire._kinds import Kind
 _LONGEST = 1 << 16  # characters of a message or a traceback
 
 
-def failed(error: BaseException, number: int = 0, may_pickle: bool = True) -> WireFrame:
+def failed(error: BaseException, may_pickle: bool) -> WireFrame:
     """The answer that a request failed.
 
     Args:
       error: why.
-      number: of the request.
       may_pickle: whether the other end may get the exception itself; otherwise it gets
         name and message.
     """
@@ -33,7 +32,7 @@ def failed(error: BaseException, number: int = 0, may_pickle: bool = True) -> Wi
     blob = b""
     if may_pickle and isinstance(error, Exception):
         blob = _faithful(error)
-    return WireFrame(Kind.FAILED, fields, blob, number=number)
+    return WireFrame(Kind.FAILED, fields, blob)
 
 
 def raised_by(frame: WireFrame, where: str, may_unpickle: bool) -> Exception:

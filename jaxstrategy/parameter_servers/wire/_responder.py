@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeAlias, final
 
+import numpy as np
+
 from jaxstrategy.parameter_servers.wire import _remote_error
-from jaxstrategy.parameter_servers.wire._frame import FrameError, WireFrame
+from jaxstrategy.parameter_servers.wire._frame import Fields, FrameError, WireFrame
 from jaxstrategy.parameter_servers.wire._heartbeat import Heartbeat
 from jaxstrategy.parameter_servers.wire._kinds import Kind
 from jaxstrategy.parameter_servers.wire._stream import Stream
@@ -87,28 +89,36 @@ class Responder:
         if request.kind == Kind.PATIENCE:
             self._heartbeat.add(stream, _patience(request), self._on_lost)
             return True
-        with self._heartbeat.during(stream):
-            try:
-                answer = self._answer(request, stream)
-            except Exception as error:
-                answer = _remote_error.failed(error, may_pickle=stream.is_trusted)
-            except SystemExit as error:
-                # Code that was sent here ends nothing but itself.
-                answer = _remote_error.failed(error, may_pickle=False)
-        self._send(stream, answer._replace(number=request.number))
+        if request.kind == Kind.PING:
+            stream.send(done())
+            return True
+        self._heartbeat.begin(stream)
+        try:
+            answer = self._answered(request, stream)
+        finally:
+            self._heartbeat.end(stream)
+        self._send(stream, answer)
         return not stream.is_closed
+
+    def _answered(self, request: WireFrame, stream: Stream) -> WireFrame:
+        try:
+            return self._answer(request, stream)
+        except Exception as error:
+            return _remote_error.failed(error, stream.is_trusted)
+        except SystemExit as error:
+            # Code that was sent here ends nothing but itself.
+            return _remote_error.failed(error, may_pickle=False)
 
     def _send(self, stream: Stream, answer: WireFrame) -> None:
         try:
             stream.send(answer)
         except (FrameError, TypeError) as error:  # nothing of it was sent
-            failure = _remote_error.failed(error, answer.number, stream.is_trusted)
-            stream.send(failure)
+            stream.send(_remote_error.failed(error, stream.is_trusted))
 
 
-def done(fields: object = None) -> WireFrame:
+def done(fields: Fields = None, arrays: Sequence[np.ndarray] = ()) -> WireFrame:
     """The answer that a request was fulfilled."""
-    return WireFrame(Kind.DONE, fields)
+    return WireFrame(Kind.DONE, fields, b"", arrays)
 
 
 def _patience(request: WireFrame) -> float:

@@ -49,28 +49,30 @@ class ServerAnswers:
     def _create(self, request: WireFrame) -> WireFrame:
         number, is_table = request.fields
         (value,) = request.arrays
-        self._server.create(number, value, is_table)
+        self._server.create(_whole(number), value, bool(is_table))
         return done()
 
     def _drop(self, request: WireFrame) -> WireFrame:
-        self._server.drop(request.fields)
+        self._server.drop([_whole(each) for each in request.fields])
         return done()
 
     def _read(self, request: WireFrame) -> WireFrame:
         rows = iter(request.arrays)
-        reads = [Read(k, next(rows) if has else None) for k, has in request.fields]
-        return done()._replace(arrays=self._server.read(reads))
+        reads = [
+            Read(_whole(variable), next(rows) if has else None)
+            for variable, has in request.fields
+        ]
+        return done(None, self._server.read(reads))
 
     def _push(self, request: WireFrame) -> WireFrame:
         call, fields = request.fields
         operations, at = [], 0
         for name, variables, count, program in fields:
-            operands = tuple(request.arrays[at : at + count])
-            operations.append(
-                ServerOperation(name, tuple(variables), operands, program)
-            )
+            operands = tuple(request.arrays[at : at + _whole(count)])
+            changed = tuple([_whole(each) for each in variables])
+            operations.append(ServerOperation(name, changed, operands, program))
             at += count
-        number = None if call is None else CallNumber(*call)
+        number = None if call is None else CallNumber(*map(_whole, call))
         return done(bool(self._server.push(operations, number)))
 
     def _define(self, request: WireFrame) -> WireFrame:
@@ -78,9 +80,17 @@ class ServerAnswers:
         return done()
 
     def _fence(self, request: WireFrame) -> WireFrame:
-        worker, incarnation = request.fields
+        worker, incarnation = map(_whole, request.fields)
         self._server.fence(worker, incarnation)
         return done()
 
     def _versions(self, request: WireFrame) -> WireFrame:
-        return done([int(each) for each in self._server.versions(request.fields)])
+        numbers = [_whole(each) for each in request.fields]
+        return done([int(each) for each in self._server.versions(numbers)])
+
+
+def _whole(value: object) -> int:
+    """A number of a message, which came from elsewhere."""
+    if type(value) is not int:
+        raise TypeError(f"A request has {value!r} where a whole number was wanted.")
+    return value

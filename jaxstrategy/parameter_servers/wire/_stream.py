@@ -89,7 +89,7 @@ class Stream:
         """
         head, contents = _frame.packed(frame, self._largest)
         with self._sending:
-            self._write([memoryview(self._sealed(head)), *contents])
+            self._write([self._sealed(head), *contents])
 
     def send_if_idle(self, frame: WireFrame) -> None:
         """Send a small frame, or nothing if this would have to wait.
@@ -114,7 +114,10 @@ class Stream:
           TimeoutError: nothing came for too long.
           OSError: the connection has ended.
         """
-        head = self._bytes(_frame.HEAD.size, is_first=True)
+        if self._start == self._end:
+            self._start = 0
+            self._end = self._read(self._ahead, is_between=True)
+        head = self._bytes(_frame.HEAD.size)
         found = _frame.lengths(head, self._largest)
         try:
             rest = self._opened(head, found)
@@ -122,7 +125,7 @@ class Stream:
             arrays = [self._array(*each) for each in types]
         except MemoryError:
             raise FrameError("a message is larger than the memory") from None
-        return WireFrame(found.kind, fields, blob, arrays, found.number)
+        return WireFrame(found.kind, fields, blob, arrays)
 
     def close(self) -> None:
         """End the connection, also for threads that send or receive; once is enough."""
@@ -155,12 +158,16 @@ class Stream:
         self._received += 1
         return rest
 
-    def _write(self, parts: list[memoryview]) -> None:
-        while parts:
+    def _write(self, parts: list[bytes | memoryview]) -> None:
+        size = sum(map(len, parts))
+        while True:
             try:
                 sent = self._sock.sendmsg(parts[:_MOST_PARTS])
             except BlockingIOError:
                 raise TimeoutError("the other end takes nothing") from None
+            size -= sent
+            if not size:
+                return
             _drop(parts, sent)
 
     def _write_at_once(self, data: bytes) -> None:
@@ -170,34 +177,35 @@ class Stream:
             self._sent -= self._keys is not None
             return
         if sent < len(data):
-            self._write([memoryview(data)[sent:]])
+            self._write([data[sent:]])
 
     def _array(self, dtype: np.dtype, shape: tuple[int, ...], size: int) -> np.ndarray:
-        raw = self._buffers.take(size)
-        if size:
-            self._into(raw.data)
-        return raw.view(dtype).reshape(shape)
+        if size <= self._end - self._start:
+            memory = bytearray(self._ahead[self._start : self._start + size])
+            self._start += size
+        else:
+            memory = self._buffers.take(size)
+            self._into(memory.data)
+        return np.ndarray(shape, dtype, memory)
 
-    def _bytes(self, size: int, is_first: bool = False) -> bytes:
-        while self._end - self._start < size:
+    def _bytes(self, size: int) -> bytes:
+        if self._end - self._start < size:
             if size > _AHEAD:
                 data = bytearray(size)
                 self._into(memoryview(data))
                 return bytes(data)
-            self._fill(size, is_first and self._start == self._end)
-        data = bytes(self._ahead[self._start : self._start + size])
-        self._start += size
-        return data
+            self._fill(size)
+        start = self._start
+        self._start = end = start + size
+        return bytes(self._ahead[start:end])
 
-    def _fill(self, size: int, is_between: bool) -> None:
-        """Read some bytes ahead, of which so many are wanted."""
-        if self._start == self._end:
-            self._start = self._end = 0
-        elif self._start + size > _AHEAD:
-            left = bytes(self._ahead[self._start : self._end])
-            self._ahead[: len(left)] = left
-            self._start, self._end = 0, len(left)
-        self._end += self._read(self._ahead[self._end :], is_between)
+    def _fill(self, size: int) -> None:
+        """Read ahead, so many bytes at least."""
+        left = bytes(self._ahead[self._start : self._end])
+        self._ahead[: len(left)] = left
+        self._start, self._end = 0, len(left)
+        while self._end < size:
+            self._end += self._read(self._ahead[self._end :])
 
     def _into(self, target: memoryview) -> None:
         """Fill memory: with what was read ahead, then from the socket."""
@@ -229,7 +237,7 @@ def _seal(key: bytes, sequence: int, data: bytes) -> bytes:
     return hmac.digest(key, _SEQUENCE.pack(sequence) + data, "sha256")
 
 
-def _drop(parts: list[memoryview], sent: int) -> None:
+def _drop(parts: list[bytes | memoryview], sent: int) -> None:
     """Take what was sent out of the parts."""
     done = 0
     for part in parts:

@@ -73,9 +73,9 @@ class WorkerAnswers:
         call = Call(CallNumber(*number), program, arguments, tuple(iterators))
         results = self._worker.call(call)
         if all(_wire_types.is_plain(each.dtype) for each in results):
-            return done()._replace(arrays=results)
+            return done(None, results)
         blob, arrays = _pickled.dumped_plainly(results)
-        return done()._replace(blob=blob, arrays=arrays)
+        return WireFrame(Kind.DONE, None, blob, arrays)
 
     def _own(self, request: WireFrame) -> WireFrame:
-        return done()._replace(arrays=[self._worker.own(request.fields)])
+        return done(None, [self._worker.own(request.fields)])
