@@ -117,10 +117,7 @@ class Peer:
                 raise self._error(self._why)
             if self._idle:
                 return self._idle.pop()
-        try:
-            stream = self._dialled()
-        except (EOFError, OSError) as error:
-            raise self._losing(f"it cannot be reached: {error}") from error
+        stream = self._dialled()
         with self._lock:
             if self._why is None:
                 self._all.add(stream)
@@ -129,9 +126,19 @@ class Peer:
         raise self._error(self._why)
 
     def _dialled(self) -> Stream:
-        stream = self._dial()
-        stream.limit_silence(self._patience)
-        stream.send(WireFrame(Kind.PATIENCE, self._patience))
+        try:
+            stream = self._dial()
+        except (EOFError, OSError) as error:
+            raise self._losing(f"it cannot be reached ({error})") from error
+        try:
+            stream.limit_silence(self._patience)
+            stream.send(WireFrame(Kind.PATIENCE, self._patience))
+        except OSError as error:
+            stream.close()
+            raise self._losing(_reason(error, self._patience)) from error
+        except BaseException:
+            stream.close()
+            raise
         return stream
 
     def _put_back(self, stream: Stream, is_whole: bool) -> None:
