@@ -365,12 +365,33 @@ def test_another_version_is_named(address, monkeypatch):
         here, there = socket.socketpair()
         thread = threading.Thread(target=welcome)
         thread.start()
-        own = {"protocol": "jaxstrategy-frames/0 little", "nonce": "00" * 32}
-        monkeypatch.setattr(_handshake, "_own_hello", lambda nonce: own)
+        own = {
+            "protocol": "jaxstrategy-frames/0 little",
+            "nonce": "00" * 32,
+            "told": {},
+        }
+        monkeypatch.setattr(_handshake, "_own_hello", lambda *_: own)
         with pytest.raises(ConnectionError, match="there does not answer"):
             _handshake.greeted(here, SECRET, "there")
         thread.join()
         sock.close()
+
+
+def test_both_ends_say_who_they_are(address):
+    def answer(heard):
+        if heard.get("worker") != 3:
+            raise js.ClusterError(f"Worker 3 was wanted, not {heard}.")
+        return {"server": 1, "knows": heard}
+
+    with Host(address, ServerAnswers(PlainServer()), answer=answer) as host:
+        stream = dialled(host.address, SECRET, told={"worker": 3})
+        assert stream.heard == {"server": 1, "knows": {"worker": 3}}
+        until(lambda: host.streams)
+        assert host.streams[0].heard == {"worker": 3}
+        stream.close()
+        with pytest.raises(js.ClusterError, match=r"^Worker 3 was wanted, not {}\.$"):
+            dialled(host.address, SECRET)
+        assert len(host.streams) == 1
 
 
 def test_a_peer_that_comes_up_later_is_waited_for(tmp_path):

@@ -75,6 +75,22 @@ def test_nothing_is_said_of_an_output_that_is_empty(output):
     assert "wrote" not in str(caught.value)
 
 
+def test_who_asks_for_the_last_output_may_close_the_peer_from_another_thread():
+    """Output is waited for until a process has ended, which others see, too."""
+    server, there = silent(last_output=lambda: closed() or "the last words")
+    there.close()
+
+    def closed():
+        thread = threading.Thread(target=server.close)
+        thread.start()
+        thread.join(60)
+        assert not thread.is_alive()
+
+    for _ in range(2):
+        with pytest.raises(js.ParameterServerLost, match="the last words"):
+            server.versions([1])
+
+
 def test_what_is_lost_stays_lost_for_all_threads():
     with served(ServerAnswers(plain := PlainServer())) as dial:
         streams = []

@@ -12,26 +12,15 @@ from jaxstrategy.parameter_servers._element_changed import ElementChanged
 from jaxstrategy.parameter_servers._operations import CallNumber
 from jaxstrategy.parameter_servers._shipped_program import (
     Call,
-    ElementType,
     Input,
-    Push,
     ShippedProgram,
-    ShippedTable,
 )
 
+# What the fields mean is nothing to the wire.
+FIELDS = [field.name for field in dataclasses.fields(ShippedProgram)]
 PROGRAM = ShippedProgram(
-    key="k1",
-    name="step",
-    main=b"\0main" * 20_000,
-    inputs=(Input("argument"), Input("element", 0, 1, 2)),
-    ids=None,
-    ids_inputs=(),
-    tables=(ShippedTable((1, 2), (0, 5, 9), (0,)),),
-    results=1,
-    own=(),
-    pushes=(Push("add", (1,), (1,), flag=2),),
-    iterators=(ElementType("*", (((2, 3), "float32"),)),),
-    updates=(("u", b"update"),),
+    **{name: (name, Input("element", 0, 1, 2), None) for name in FIELDS}
+    | {"key": "k1", "main": b"\0main" * 20_000}
 )
 
 
@@ -105,7 +94,7 @@ def test_the_end_of_the_data_is_the_end_here(worker):
 
 
 def test_another_type_of_element_arrives(plain, worker):
-    found = ElementType("*", (((5,), "int32"),))
+    found = "*", (((5,), "int32"),)
 
     def build(index):
         raise ElementChanged(2, found)

@@ -13,6 +13,7 @@ import secrets
 import socket
 import sys
 import time
+from collections.abc import Callable
 
 from jaxstrategy._errors import ClusterError
 from jaxstrategy.cluster.connections import _secret
@@ -41,12 +42,23 @@ def _is_nonce(value: object) -> bool:
         return False
 
 
-_HELLO: Fields = {"protocol": is_text, "nonce": _is_nonce}
+def _is_told(value: object) -> bool:
+    return isinstance(value, dict)
+
+
+_HELLO: Fields = {"protocol": is_text, "nonce": _is_nonce, "told": _is_told}
+_REFUSED: Fields = {"protocol": is_text, "refused": is_text}
+
+
+def nothing_told(heard: Message) -> Message:
+    """Who calls may be anybody of the job, and is told nothing."""
+    return {}
 
 
 def welcomed(
     sock: socket.socket,
     secret: Secret,
+    answer: Callable[[Message], Message] = nothing_told,
     seconds: float = SECONDS,
     largest: int = LARGEST,
 ) -> Stream:
@@ -54,16 +66,19 @@ def welcomed(
 
     The socket is the stream's, or closed.
 
+    Args:
+      answer: makes of what the other end says of itself what it is told; a
+        `ClusterError` of it is raised there, too.
+
     Raises:
-      ClusterError: it is nobody of the job, or of another version.
+      ClusterError: it is nobody of the job, or of another version, or refused.
     """
     end = time.monotonic() + seconds
-    greeting = Greeting(secret, is_host=True)
+    greeting, nonce = Greeting(secret, is_host=True), secrets.token_bytes(NONCE_BYTES)
     try:
         connection = _host_greeted(sock, greeting, end)
         hello = _hello(connection, end)
-        nonce = secrets.token_bytes(NONCE_BYTES)
-        connection.send(_own_hello(nonce))
+        connection.send(_own_hello(nonce, _told(connection, hello, answer)))
     except (EOFError, OSError, ValueError) as error:
         if isinstance(error, ForgedError):
             _refuse(sock)
@@ -73,13 +88,16 @@ def welcomed(
         sock.close()
         raise
     nonces = bytes.fromhex(hello["nonce"]), nonce
-    return _stream(sock, secret, nonces, is_host=True, largest=largest)
+    stream = _stream(sock, secret, nonces, is_host=True, largest=largest)
+    stream.heard = hello["told"]
+    return stream
 
 
 def greeted(
     sock: socket.socket,
     secret: Secret,
     where: str,
+    told: Message | None = None,
     seconds: float = SECONDS,
     largest: int = LARGEST,
 ) -> Stream:
@@ -89,16 +107,17 @@ def greeted(
 
     Args:
       where: the address, for messages.
+      told: what the other end shall know of this one.
 
     Raises:
-      ClusterError: the other end is not of the job, or of another version.
+      ClusterError: the other end is not of the job, or of another version, or refuses.
       ConnectionError: it closed the connection, or does not answer.
     """
     end = time.monotonic() + seconds
     nonce = secrets.token_bytes(NONCE_BYTES)
     try:
         connection = _guest_greeted(sock, Greeting(secret, is_host=False), end)
-        connection.send(_own_hello(nonce))
+        connection.send(_own_hello(nonce, told or {}))
         hello = _hello(connection, end)
     except BaseException as error:
         sock.close()
@@ -108,7 +127,9 @@ def greeted(
             raise _stranger(where, secret, error) from error
         raise
     nonces = nonce, bytes.fromhex(hello["nonce"])
-    return _stream(sock, secret, nonces, is_host=False, largest=largest)
+    stream = _stream(sock, secret, nonces, is_host=False, largest=largest)
+    stream.heard = hello["told"]
+    return stream
 
 
 def _host_greeted(sock: socket.socket, greeting: Greeting, end: float) -> Connection:
@@ -126,12 +147,24 @@ def _guest_greeted(sock: socket.socket, greeting: Greeting, end: float) -> Conne
     return Connection(sock, channel)
 
 
-def _own_hello(nonce: bytes) -> Message:
-    return {"protocol": _PROTOCOL, "nonce": nonce.hex()}
+def _own_hello(nonce: bytes, told: Message) -> Message:
+    return {"protocol": _PROTOCOL, "nonce": nonce.hex(), "told": told}
+
+
+def _told(
+    connection: Connection, hello: Message, answer: Callable[[Message], Message]
+) -> Message:
+    try:
+        return answer(hello["told"])
+    except ClusterError as error:
+        connection.send({"protocol": _PROTOCOL, "refused": str(error)})
+        raise
 
 
 def _hello(connection: Connection, end: float) -> Message:
     hello = connection.receive(end)
+    if has(hello, _REFUSED):
+        raise ClusterError(hello["refused"])
     if not has(hello, _HELLO):
         raise ValueError("it says something else than hello")
     if hello["protocol"] != _PROTOCOL:

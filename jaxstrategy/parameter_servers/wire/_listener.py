@@ -12,6 +12,7 @@ from typing import final
 
 from jaxstrategy._errors import ClusterError
 from jaxstrategy.cluster.connections import _secret
+from jaxstrategy.cluster.connections._fields import Message
 from jaxstrategy.cluster.connections._secret import Secret
 from jaxstrategy.cluster.connections._wire import address_of, endpoint, tune
 from jaxstrategy.parameter_servers.wire import _handshake
@@ -31,6 +32,8 @@ class Listener:
       address: `host:port`, of which only that host's address is bound; port 0 is any
         free one. Or the path of a Unix socket, in a directory of the user's own.
       secret: of the job.
+      answer: makes of what a caller says of itself what it is told; a `ClusterError`
+        refuses it.
       seconds: the time for a handshake.
       largest: bytes of a frame.
 
@@ -43,10 +46,12 @@ class Listener:
         self,
         address: str,
         secret: Secret,
+        answer: Callable[[Message], Message] = _handshake.nothing_told,
         seconds: float = _handshake.SECONDS,
         largest: int = LARGEST,
     ) -> None:
         self._secret = secret
+        self._answer = answer
         self._seconds = seconds
         self._largest = largest
         self._path = address if is_path(address) else None
@@ -108,7 +113,7 @@ class Listener:
             if self._path is None:
                 tune(sock)
             stream = _handshake.welcomed(
-                sock, self._secret, self._seconds, self._largest
+                sock, self._secret, self._answer, self._seconds, self._largest
             )
         except (ClusterError, OSError):
             sock.close()
@@ -139,6 +144,7 @@ def dialled(
     address: str,
     secret: Secret,
     wait: float = 0.0,
+    told: Message | None = None,
     seconds: float = _handshake.SECONDS,
     largest: int = LARGEST,
 ) -> Stream:
@@ -148,6 +154,7 @@ def dialled(
       address: that of the listener.
       secret: of the job.
       wait: seconds in which somebody may begin to listen there.
+      told: what the other end shall know of this one, as its stream's `heard`.
       seconds: the time for a handshake.
       largest: bytes of a frame.
 
@@ -165,7 +172,7 @@ def dialled(
                 raise ConnectionError(f"{address} does not answer ({why})") from error
             time.sleep(_PAUSE)
         else:
-            return _handshake.greeted(sock, secret, address, seconds, largest)
+            return _handshake.greeted(sock, secret, address, told, seconds, largest)
 
 
 def is_path(address: str) -> bool:

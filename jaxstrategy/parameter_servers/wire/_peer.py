@@ -113,17 +113,19 @@ class Peer:
 
     def _taken(self) -> Stream:
         with self._lock:
-            if self._why is not None:
-                raise self._error(self._why)
-            if self._idle:
+            why = self._why
+            if why is None and self._idle:
                 return self._idle.pop()
+        if why is not None:
+            raise self._error(why)
         stream = self._dialled()
         with self._lock:
-            if self._why is None:
+            why = self._why
+            if why is None:
                 self._all.add(stream)
                 return stream
         stream.close()
-        raise self._error(self._why)
+        raise self._error(why)
 
     def _dialled(self) -> Stream:
         try:
@@ -156,6 +158,7 @@ class Peer:
         return self._error(self._why)
 
     def _error(self, why: str) -> Exception:
+        # Without the lock, because `last_output` may wait for the process to end.
         text = f"{self._name} is lost: {why}."
         output = self._last_output() if self._last_output is not None else None
         if output and output.strip():

@@ -10,6 +10,7 @@ from typing import NamedTuple, final
 
 import numpy as np
 
+from jaxstrategy.cluster.connections._fields import Message
 from jaxstrategy.parameter_servers.wire import _frame, _receive_buffers
 from jaxstrategy.parameter_servers.wire._frame import FrameError, Lengths, WireFrame
 from jaxstrategy.parameter_servers.wire._receive_buffers import ReceiveBuffers
@@ -40,6 +41,9 @@ class Stream:
         be of the job, or nobody else can have that end.
       largest: bytes of a frame.
       buffers: memory for arrays.
+
+    Attributes:
+      heard: what the other end said of itself in the handshake.
     """
 
     def __init__(
@@ -52,6 +56,7 @@ class Stream:
     ) -> None:
         sock.settimeout(None)
         self.is_trusted = is_trusted
+        self.heard: Message = {}
         self._sock = sock
         self._keys = keys
         self._largest = largest
