@@ -16,9 +16,10 @@ from jaxstrategy.cluster.connections._secret import Secret
 from jaxstrategy.cluster.liveness import _exit_codes
 from jaxstrategy.cluster.liveness._exit_codes import ExitCode, Restart
 from jaxstrategy.launch import _environment
+from jaxstrategy.launch._guarded_process import Guard
 from jaxstrategy.launch._launch_options import Options
 from jaxstrategy.launch._output import Screen
-from jaxstrategy.launch._workers import Asked, Ended, Events, Guard, Worker
+from jaxstrategy.launch._workers import Asked, Ended, Events, Worker
 
 
 @final

@@ -23,12 +23,13 @@ from jaxstrategy.launch._exit_meanings import (
     described,
     signal_name,
 )
+from jaxstrategy.launch._guarded_process import Guard
 from jaxstrategy.launch._launch_options import (
     Options,
     parse,
 )
 from jaxstrategy.launch._output import Screen
-from jaxstrategy.launch._workers import Asked, Events, Guard
+from jaxstrategy.launch._workers import Asked, Events
 from jaxstrategy.text._units import plural, with_noun
 
 _PRINTED = {"slurm": _slurm_script.script, "k8s": _kubernetes_manifest.manifest}

@@ -7,7 +7,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import IO, TextIO, final
 
 from jaxstrategy.cluster.resolvers._launched import LATE
@@ -57,19 +57,29 @@ class Screen:
 
 @final
 class OutputThread:
-    """A thread that shows what comes from one stream of one worker."""
+    """A thread that shows what comes from one stream of one process.
+
+    Args:
+      name: of the process.
+      source: the stream.
+      show: is given each line, without its end.
+      verbose: whether lines count that only libraries find worth saying.
+    """
 
     def __init__(
-        self, rank: int, source: IO[bytes], screen: Screen, verbose: bool
+        self,
+        name: str,
+        source: IO[bytes],
+        show: Callable[[bytes], None],
+        verbose: bool = False,
     ) -> None:
         self.tail = collections.deque[bytes](maxlen=TAIL)
         self.late: bytes | None = None  # what it said of processes that were late
-        self._rank = rank
         self._source = source
-        self._screen = screen
+        self._show = show
         self._verbose = verbose
         self._thread = threading.Thread(
-            target=self._read, name=f"output of rank {rank}", daemon=True
+            target=self._read, name=f"output of {name}", daemon=True
         )
         self._thread.start()
 
@@ -89,7 +99,7 @@ class OutputThread:
                 self.tail.append(line)
                 if line.startswith(_LATE):
                     self.late = line.removeprefix(_LATE)
-                self._screen.show(self._rank, line)
+                self._show(line)
 
 
 def lines(source: IO[bytes]) -> Iterator[bytes]:

@@ -1,20 +1,14 @@
-"""Worker processes, each in a session of its own, and their end."""
+"""Worker processes of a job, their output, and their end as an event."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import os
+import functools
 import queue
-import signal
-import subprocess
-import sys
-import threading
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import IO, final
+from typing import final
 
-from jaxstrategy.launch import _guard
+from jaxstrategy.launch._guarded_process import Guard, GuardedProcess
 from jaxstrategy.launch._output import TAIL, OutputThread, Screen
 
 _DRAIN_SECONDS = 2.0
@@ -41,41 +35,6 @@ Events = queue.SimpleQueue[Ended | Asked]  # its `put` may be called by signal h
 
 
 @final
-class Guard:
-    """The process of `_guard.py`, for the time that the launcher lives."""
-
-    def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(Path(_guard.__file__))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            start_new_session=True,
-            text=True,
-        )
-
-    def watch(self, group: int) -> None:
-        self._tell(f"+{group}")
-
-    def forget(self, group: int) -> None:
-        self._tell(f"-{group}")
-
-    def close(self) -> None:
-        with contextlib.suppress(BrokenPipeError):
-            self._input.close()
-        self._process.wait()
-
-    @property
-    def _input(self) -> IO[str]:
-        assert self._process.stdin is not None
-        return self._process.stdin
-
-    def _tell(self, line: str) -> None:
-        with contextlib.suppress(BrokenPipeError):  # someone ended the guard
-            self._input.write(line + "\n")
-            self._input.flush()
-
-
-@final
 class Worker:
     """One process of the job. Its end comes as an event."""
 
@@ -90,33 +49,25 @@ class Worker:
         verbose: bool,
     ) -> None:
         self.rank = rank
-        self.killed = False
-        self._guard = guard
-        # A session of its own makes it a group that can be killed as a whole, and
-        # keeps Ctrl-C of the terminal away from it: it comes through the launcher.
-        self._process = subprocess.Popen(
+        self._process = GuardedProcess(
             command,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            bufsize=0,
-            start_new_session=True,
+            environment,
+            f"rank {rank}",
+            guard,
+            lambda code: events.put(Ended(rank, code)),
         )
-        guard.watch(self._process.pid)
         self._readers = [
-            OutputThread(rank, source, screen, verbose)
-            for source, screen in zip(
-                (self._process.stdout, self._process.stderr), screens, strict=True
+            OutputThread(
+                f"rank {rank}", source, functools.partial(screen.show, rank), verbose
             )
+            for source, screen in zip(self._process.streams, screens, strict=True)
             if source is not None
         ]
-        self._waiter = threading.Thread(
-            target=lambda: events.put(Ended(rank, self._process.wait())),
-            name=f"end of rank {rank}",
-            daemon=True,
-        )
-        self._waiter.start()
+
+    @property
+    def killed(self) -> bool:
+        """Whether `kill` came before its end."""
+        return self._process.killed
 
     @property
     def tail(self) -> tuple[bytes, ...]:
@@ -134,24 +85,14 @@ class Worker:
 
     def send(self, number: int) -> None:
         """Send a signal to the process itself; what it started is its own affair."""
-        if self._waiter.is_alive():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self._process.pid, number)
+        self._process.send(number)
 
     def kill(self) -> None:
         """Kill the process and all that it started."""
-        self.killed |= self._waiter.is_alive()
-        self._kill_group()
+        self._process.kill()
 
     def close(self) -> None:
         """End what it left behind and show the rest of its output."""
-        self._waiter.join()
-        self._kill_group()
-        self._guard.forget(self._process.pid)
+        self._process.close()
         for reader in self._readers:
             reader.finish(_DRAIN_SECONDS)
-
-    def _kill_group(self) -> None:
-        # PermissionError is how macOS says that the group has only zombies left.
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)

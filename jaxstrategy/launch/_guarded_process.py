@@ -1,0 +1,144 @@
+"""Processes in sessions of their own that end with the one that started them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import IO, final
+
+from jaxstrategy.launch import _guard
+
+
+@final
+class Guard:
+    """The process of `_guard.py`, for the time that this one lives.
+
+    A process that this one forks keeps it alive too, unless it calls `abandon`.
+    """
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", str(Path(_guard.__file__))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
+            text=True,
+        )
+        self._lock = threading.Lock()
+
+    def watch(self, group: int) -> None:
+        self._tell(f"+{group}")
+
+    def forget(self, group: int) -> None:
+        self._tell(f"-{group}")
+
+    def close(self) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            self._input.close()
+        self._process.wait()
+
+    def abandon(self) -> None:
+        """Give up this process's hold of it, in a fork of the one that started it."""
+        os.close(self._input.fileno())
+
+    @property
+    def _input(self) -> IO[str]:
+        assert self._process.stdin is not None
+        return self._process.stdin
+
+    def _tell(self, line: str) -> None:
+        with self._lock, contextlib.suppress(BrokenPipeError):  # someone ended it
+            self._input.write(line + "\n")
+            self._input.flush()
+
+
+@final
+class GuardedProcess:
+    """A process with all that it starts, which end together and with this one.
+
+    A session of its own makes it a group that can be killed as a whole, and keeps
+    Ctrl-C of the terminal away from it: that comes through who started it.
+
+    Args:
+      command: what runs.
+      environment: the whole of it.
+      name: for the names of threads.
+      guard: ends it when this process is gone.
+      ended: called with its exit code, in a thread: minus the number of a signal.
+      joined: whether it writes errors to the same stream as all else.
+      descriptors: which it inherits, under the same numbers.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        name: str,
+        guard: Guard,
+        ended: Callable[[int], None],
+        *,
+        joined: bool = False,
+        descriptors: Sequence[int] = (),
+    ) -> None:
+        self.killed = False
+        self._guard = guard
+        self._process = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT if joined else subprocess.PIPE,
+            bufsize=0,
+            start_new_session=True,
+            pass_fds=descriptors,
+        )
+        guard.watch(self._process.pid)
+        self._waiter = threading.Thread(
+            target=lambda: ended(self._process.wait()),
+            name=f"end of {name}",
+            daemon=True,
+        )
+        self._waiter.start()
+
+    @property
+    def pid(self) -> int:
+        """Its number, which is that of its group too."""
+        return self._process.pid
+
+    @property
+    def streams(self) -> tuple[IO[bytes] | None, IO[bytes] | None]:
+        """The ends of what it prints: all that is not an error, and errors."""
+        return self._process.stdout, self._process.stderr
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Whether it ends within that time, by default whenever it does."""
+        self._waiter.join(seconds)
+        return not self._waiter.is_alive()
+
+    def send(self, number: int) -> None:
+        """Send a signal to the process itself; what it started is its own affair."""
+        if self._waiter.is_alive():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._process.pid, number)
+
+    def kill(self) -> None:
+        """Kill the process and all that it started."""
+        self.killed |= self._waiter.is_alive()
+        self._kill_group()
+
+    def close(self) -> None:
+        """Wait for its end, and end what it left behind."""
+        self._waiter.join()
+        self._kill_group()
+        self._guard.forget(self._process.pid)
+
+    def _kill_group(self) -> None:
+        # PermissionError is how macOS says that the group has only zombies left.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
