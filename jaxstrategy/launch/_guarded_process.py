@@ -45,7 +45,9 @@ class Guard:
 
     def abandon(self) -> None:
         """Give up this process's hold of it, in a fork of the one that started it."""
-        os.close(self._input.fileno())
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self._input.fileno())
+        os.close(nowhere)
 
     @property
     def _input(self) -> IO[str]:
@@ -118,23 +120,25 @@ class GuardedProcess:
 
     def wait(self, seconds: float | None = None) -> bool:
         """Whether it ends within that time, by default whenever it does."""
-        self._waiter.join(seconds)
-        return not self._waiter.is_alive()
+        if self._process.returncode is None:
+            self._waiter.join(seconds)
+        return self._process.returncode is not None
 
     def send(self, number: int) -> None:
         """Send a signal to the process itself; what it started is its own affair."""
-        if self._waiter.is_alive():
+        if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._process.pid, number)
 
     def kill(self) -> None:
         """Kill the process and all that it started."""
-        self.killed |= self._waiter.is_alive()
+        self.killed |= self._process.returncode is None
         self._kill_group()
 
     def close(self) -> None:
-        """Wait for its end, and end what it left behind."""
-        self._waiter.join()
+        """Wait for its end, and end what it left behind; `ended` may call this."""
+        if threading.current_thread() is not self._waiter:
+            self._waiter.join()
         self._kill_group()
         self._guard.forget(self._process.pid)
 

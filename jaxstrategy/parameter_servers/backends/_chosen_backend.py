@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from jaxstrategy.cluster.resolvers._cluster_resolver import ClusterResolver
 from jaxstrategy.parameter_servers._abstract_worker import AbstractWorkerBackend
+from jaxstrategy.parameter_servers.backends._local_processes import LocalProcesses
 from jaxstrategy.parameter_servers.backends._threads import Threads
 from jaxstrategy.text._shown import shown
 
@@ -22,6 +23,10 @@ def chosen_backend(
     """
     if isinstance(backend, AbstractWorkerBackend):
         return backend
+    if backend in (None, "processes") and resolver is None and workers is not None:
+        return LocalProcesses(
+            workers, 1 if parameter_servers is None else parameter_servers
+        )
     if backend == "threads":
         return Threads(workers or 1, parameter_servers or 1)
     raise TypeError(

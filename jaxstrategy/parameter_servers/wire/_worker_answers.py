@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import final
+from typing import TYPE_CHECKING, final
 
 from jaxstrategy._errors import ClusterError
 from jaxstrategy.parameter_servers._abstract_worker import AbstractWorker
@@ -14,6 +14,9 @@ from jaxstrategy.parameter_servers.wire._frame import WireFrame
 from jaxstrategy.parameter_servers.wire._kinds import Kind
 from jaxstrategy.parameter_servers.wire._responder import done
 from jaxstrategy.parameter_servers.wire._stream import Stream
+
+if TYPE_CHECKING:  # it would import JAX
+    from jaxstrategy.parameter_servers._worker_engine import WorkerEngine
 
 
 @final
@@ -26,7 +29,7 @@ class WorkerAnswers:
       worker: that of this process.
     """
 
-    def __init__(self, worker: AbstractWorker) -> None:
+    def __init__(self, worker: AbstractWorker | WorkerEngine) -> None:
         self._worker = worker
         self._methods: dict[int, Callable[[WireFrame], WireFrame]] = {
             Kind.PROGRAM: self._program,

@@ -1,0 +1,54 @@
+"""The processes of one worker, one after the other: `WorkerPlace`."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TypeAlias, final
+
+from jaxstrategy.parameter_servers.backends._child_process import ChildProcess
+
+Ended: TypeAlias = Callable[[ChildProcess], None]
+
+
+@final
+class WorkerPlace:
+    """A worker's process, and the next one as soon as that has ended.
+
+    A process that nobody has used is not replaced when it ends: what ends it would
+    end the next one too, for ever.
+
+    Args:
+      start: starts a process, whose end it tells; None when no more are started.
+    """
+
+    def __init__(self, start: Callable[[Ended], ChildProcess | None]) -> None:
+        self._start = start
+        self._lock = threading.Lock()
+        self._is_used = False
+        with self._lock:  # it may end before it is known here
+            self._child = start(self._ended)
+
+    def fresh(self) -> ChildProcess | None:
+        """A process that was never given out; the one before it is ended."""
+        with self._lock:
+            old = self._child
+            if self._is_used or old is None or old.end is not None:
+                self._child = self._start(self._ended)
+            self._is_used = True
+            child = self._child
+        if old is not None and old is not child:
+            old.kill()
+            old.close()
+        return child
+
+    def kill(self) -> None:
+        """End the process that there is now."""
+        child = self._child
+        if child is not None:
+            child.kill()
+
+    def _ended(self, child: ChildProcess) -> None:
+        with self._lock:
+            if child is self._child and self._is_used:
+                self._child, self._is_used = self._start(self._ended), False
