@@ -175,6 +175,8 @@ def test_an_instance_finds_itself_by_its_metadata_server(group, monkeypatch):
         assert len(group.asked) == asked + 5  # one listing: two could differ
         assert metadata.asked[0][2]["Metadata-Flavor"] == "Google"
         metadata.ip = "10.9.9.9"
+        assert resolver.task_id == 1  # as it joined
+        resolver = resolver_of(task_id=None)
         assert resolver.task_id is None and resolver.master() == ""
         text = "task_id is None. This host is none of instance group 'group' in zone"
         with pytest.raises(ValueError, match=re.escape(text)):

@@ -238,9 +238,21 @@ def test_a_pod_finds_itself_by_its_name(within, monkeypatch, variable):
     assert resolver.process() == cr.Process(1, 2, "10.0.0.1:8470")
     assert len(within.asked) == asked + 2  # one listing: two could differ
     monkeypatch.setenv(variable, "train-ps-0")
+    resolver = cr.KubernetesClusterResolver(labels)
     assert (resolver.task_type, resolver.task_id) == ("ps", 0)
     with pytest.raises(ValueError, match="'ps', which does not train"):
         resolver.process()
+
+
+def test_a_process_stays_the_task_as_which_it_joined(within, monkeypatch):
+    monkeypatch.setenv("HOSTNAME", "train-b")
+    resolver = cr.KubernetesClusterResolver(LABELS)
+    assert resolver.process().index == 1
+    within.pods = within.pods[:1]  # the first has ended
+    assert (resolver.task_type, resolver.task_id) == ("worker", 1)
+    resolver.task_id = 0
+    assert resolver.task_id == 0
+    assert resolver.cluster_spec() == {"worker": ["10.0.0.2:8470"]}
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,7 @@ class Worker:
             env={
                 **os.environ,
                 "JAX_PLATFORMS": "cpu",
+                "NO_GCE_CHECK": "true",  # credentials are looked for in no network
                 "JAX_TRACEBACK_FILTERING": "off",  # who raised is looked at
             },
         )

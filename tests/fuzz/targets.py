@@ -123,6 +123,13 @@ def in_step(strategy):
 CONTEXT = ["all_reduce", "all_gather", "merge_call", "fold_in"]
 
 
+# What stands in the environment besides, with which the odd text is looked at.
+PAIRED = {
+    "SM_HOSTS": {"SM_CURRENT_HOST": "algo-1"},
+    "SM_CURRENT_HOST": {"SM_HOSTS": '["algo-1", "algo-2"]'},
+}
+
+
 def resolved(kind, variable):
     """A resolver that reads an odd environment, and all that it says."""
 
@@ -132,7 +139,7 @@ def resolved(kind, variable):
         except (TypeError, ValueError, RecursionError):
             return None
         try:
-            os.environ[variable] = text
+            os.environ.update({**PAIRED.get(variable, {}), variable: text})
         except ValueError:  # no environment has it
             return None
         try:
@@ -144,7 +151,8 @@ def resolved(kind, variable):
                 resolver.master(),
             ]
         finally:
-            del os.environ[variable]
+            for name in {variable, *PAIRED.get(variable, {})}:
+                os.environ.pop(name, None)
 
     return call
 
@@ -170,6 +178,8 @@ def targets(strategy):
         (kinds.TFConfigClusterResolver, "TF_CONFIG"),
         (kinds.SlurmClusterResolver, "SLURM_JOB_NODELIST"),
         (kinds.SlurmClusterResolver, "SLURM_PROCID"),
+        (kinds.SageMakerClusterResolver, "SM_HOSTS"),
+        (kinds.SageMakerClusterResolver, "SM_CURRENT_HOST"),
         (kinds.TPUClusterResolver, "TPU_WORKER_HOSTNAMES"),
         (kinds.TPUClusterResolver, "TPU_NAME"),
     ]:

@@ -11,7 +11,7 @@ from jaxstrategy.cluster.resolvers._attempts import (
     answered,
     checked_seconds,
 )
-from jaxstrategy.cluster.resolvers._cluster_resolver import ClusterResolver
+from jaxstrategy.cluster.resolvers._cluster_resolver import ClusterResolver, Process
 from jaxstrategy.cluster.resolvers._cluster_spec import (
     ClusterSpec,
     checked_port,
@@ -26,8 +26,9 @@ from jaxstrategy.text._whole_numbers import whole
 class GCEClusterResolver(ClusterResolver):
     """The running instances of an instance group, in the order of their addresses.
 
-    They are asked for anew at each call, and are tasks of one type; a `UnionResolver`
-    joins groups of several types. Addresses are ordered as text, as in TensorFlow.
+    Google is asked anew at each call, but a process stays the task as which it joined a
+    job. All instances are tasks of one type; a `UnionResolver` joins groups of several.
+    Addresses are ordered as text, as in TensorFlow.
 
     Args:
       project: of the group.
@@ -92,6 +93,7 @@ class GCEClusterResolver(ClusterResolver):
         self._port = checked_port(port, "port")
         self._job = task_type
         self._task_id = None if task_id is None else checked_task_id(task_id)
+        self._joined: int | None = None
         self._rpc_layer = rpc_layer
         self._num_tasks = _checked_number(num_tasks)
         self._timeout_seconds = checked_seconds(timeout_seconds)
@@ -125,8 +127,20 @@ class GCEClusterResolver(ClusterResolver):
             f"been created. It is {self._job!r}; make another resolver."
         )
 
+    def process(self) -> Process:
+        """As in `ClusterResolver`, of the instances that run now.
+
+        Raises:
+          ClusterError: as of `cluster_spec`.
+          ValueError: which instance this is is not known, or it cannot train.
+        """
+        spec, task_type, task_id = self._now()
+        process = self._placed(spec, task_type, task_id)
+        self._joined = task_id
+        return process
+
     def _found_task_id(self) -> int | None:
-        return self._now()[2]
+        return self._now()[2] if self._joined is None else self._joined
 
     def _as_task_id(self, given: int) -> int:
         return checked_task_id(given)

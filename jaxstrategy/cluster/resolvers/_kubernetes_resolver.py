@@ -37,9 +37,11 @@ _NAMES = ("POD_NAME", "HOSTNAME")
 class KubernetesClusterResolver(ClusterResolver):
     """The running pods with a label, in the order of their names.
 
-    Kubernetes is asked anew at each call. All pods of a job must run when it is asked,
-    or `num_tasks` says how many there will be, and the call waits for them: a job that
-    trains synchronously wants that, because its pods do not start at one moment.
+    Kubernetes is asked anew at each call, but a process stays the task as which it
+    joined a job. All pods of a job must run when it is asked, or `num_tasks` says how
+    many there will be, and the call waits for them: a job that trains synchronously
+    wants that, because its pods do not start at one moment. Where pods are replaced
+    while others go on, let them keep their names, as those of a StatefulSet do.
 
     A program in a pod finds its own task by the name of its pod: `POD_NAME`, if the
     manifest sets that (`fieldRef: metadata.name`), else `HOSTNAME`, which Kubernetes
@@ -109,6 +111,7 @@ class KubernetesClusterResolver(ClusterResolver):
         self._num_tasks = _checked_numbers(num_tasks or {}, self._selectors)
         self._timeout_seconds = checked_seconds(timeout_seconds)
         self._client = PodClient(override_client, self._location, namespace)
+        self._joined: tuple[str | None, int | None] | None = None
 
     def cluster_spec(self) -> ClusterSpec:
         """The addresses of the pods as they are now.
@@ -127,13 +130,22 @@ class KubernetesClusterResolver(ClusterResolver):
           ValueError: which pod this is is not known, or it is one that cannot train.
         """
         # A lone pod may be another: those of the job do not start at one moment.
-        return self._placed(*self._now())
+        spec, task_type, task_id = self._now()
+        process = self._placed(spec, task_type, task_id)
+        self._joined = task_type, task_id
+        return process
 
     def _found_task_type(self) -> str | None:
-        return self._now()[1] if self._own_name else None
+        return self._found()[0]
 
     def _found_task_id(self) -> int | None:
-        return self._now()[2] if self._own_name else None
+        return self._found()[1]
+
+    def _found(self) -> tuple[str | None, int | None]:
+        """The task of this process, which stays what it was when it joined a job."""
+        if self._joined is not None:
+            return self._joined
+        return self._now()[1:] if self._own_name else (None, None)
 
     def _as_task_id(self, given: int) -> int:
         return checked_task_id(given)
