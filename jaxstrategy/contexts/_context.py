@@ -54,6 +54,8 @@ class Context:
         it works. Read by `masks._step_masks`.
       local: the local steps that are being traced, in which each replica is by itself;
         None elsewhere.
+      worker: the worker of a coordinator for which a dataset is built or read. Read by
+        `parameter_servers._worker_surroundings`.
       function: what a function uses that a coordinator sends to workers, while it is
         traced. Read by `scheduled._recorder`.
     """
@@ -76,6 +78,7 @@ class Context:
     batches: object = None
     local: LocalSteps | None = None
     function: object = None
+    worker: object = None
 
     @property
     def jit_key(self) -> Hashable:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from jaxstrategy.parameter_servers._shipped_program import ElementType
 
 
@@ -12,9 +14,9 @@ class ElementChanged(Exception):
 
     Attributes:
       iterator: the number of the iterator among the program's.
-      found: the type of the element.
+      found: the type of each element that the function would take of it.
     """
 
-    def __init__(self, iterator: int, found: ElementType) -> None:
-        super().__init__(iterator, found)
-        self.iterator, self.found = iterator, found
+    def __init__(self, iterator: int, found: Sequence[ElementType]) -> None:
+        super().__init__(iterator, tuple(found))
+        self.iterator, self.found = iterator, tuple(found)

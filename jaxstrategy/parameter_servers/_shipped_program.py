@@ -95,11 +95,14 @@ class ElementType(NamedTuple):
       structure: of the element's pytree, as text.
       types: shape and name of the dtype of each leaf.
       split: which leaves have one version for each replica, `[replica, ...]`.
+      masks: which leaves say which rows are real of the leaf before,
+        `bool[replica, rows]`; of a batch that is full there is none.
     """
 
     structure: str
     types: tuple[tuple[tuple[int, ...], str], ...]
     split: tuple[bool, ...]
+    masks: tuple[bool, ...]
 
 
 @final
@@ -118,10 +121,9 @@ class ShippedProgram:
       ids_inputs: numbers of inputs.
       tables: of which some rows are used.
       results: how many of the first outputs are the function's results.
-      own: numbers of the worker's own variables whose new values come next.
-      pushes: in their order; their operands come last.
-      iterators: the type of each iterator's elements.
-      turns: how many elements of each iterator it takes.
+      own: the worker's own variables that change, each with the output that it becomes.
+      pushes: in their order.
+      iterators: the type of each element that it takes of each iterator.
       updates: programs of the servers: the server, the key, and the program.
       homes: the server of each variable that is read or changed.
       split: which inputs have one version for each replica.
@@ -137,10 +139,9 @@ class ShippedProgram:
     ids_inputs: tuple[int, ...]
     tables: tuple[ShippedTable, ...]
     results: int
-    own: tuple[int, ...]
+    own: tuple[tuple[int, int], ...]
     pushes: tuple[Push, ...]
-    iterators: tuple[ElementType, ...]
-    turns: tuple[int, ...]
+    iterators: tuple[tuple[ElementType, ...], ...]
     updates: tuple[tuple[int, str, bytes], ...]
     homes: tuple[tuple[int, int], ...]
     split: tuple[int, ...] = ()

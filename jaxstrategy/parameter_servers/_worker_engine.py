@@ -12,7 +12,8 @@ import numpy as np
 from jaxstrategy.parameter_servers._abstract_server import AbstractServer
 from jaxstrategy.parameter_servers._abstract_worker import Builder
 from jaxstrategy.parameter_servers._operations import Read, ServerOperation
-from jaxstrategy.parameter_servers._resources import Elements, Resources
+from jaxstrategy.parameter_servers._peeked_iterator import Elements
+from jaxstrategy.parameter_servers._resources import Resources
 from jaxstrategy.parameter_servers._shipped_program import (
     Call,
     Input,
@@ -20,6 +21,7 @@ from jaxstrategy.parameter_servers._shipped_program import (
     ShippedProgram,
     ShippedTable,
 )
+from jaxstrategy.parameter_servers._worker_surroundings import WorkerSurroundings
 from jaxstrategy.replicas._devices import Device
 from jaxstrategy.replicas._replicas import SAME, SPLIT, Replicas
 
@@ -51,7 +53,8 @@ class WorkerEngine:
         self._replicas = Replicas.on(list(devices))
         self._check = check
         self._programs: dict[str, _LoadedProgram] = {}
-        self._resources = Resources(index)
+        surroundings = WorkerSurroundings(index, servers, self._replicas)
+        self._resources = Resources(surroundings)
 
     def define(self, program: ShippedProgram) -> None:
         """Get ready to run a program."""
@@ -89,19 +92,19 @@ class WorkerEngine:
         outputs = loaded.main(*values.inputs[: program.main_inputs])
         results = [np.asarray(array) for array in outputs[: program.results]]
         pushes = loaded.pushes(outputs, values.ids)
-        self._keep_own(program, outputs)
         self._check()
         for server, operations in pushes.items():
             self._servers[server].push(operations, call.number)
-        return results
+        self._keep_own(program, outputs)
+        return [*results, *elements.positions()]
 
     def _elements(self, program: ShippedProgram, call: Call) -> Elements:
         iterators = [self._resources.iterator(number) for number in call.iterators]
         return Elements(iterators, program)
 
     def _keep_own(self, program: ShippedProgram, outputs: Sequence[Any]) -> None:
-        for i, number in enumerate(program.own, start=program.results):
-            self._resources.set(number, np.asarray(outputs[i]))
+        for number, output in program.own:
+            self._resources.set(number, np.asarray(outputs[output]))
 
     def _values(
         self, loaded: _LoadedProgram, call: Call, elements: Elements

@@ -28,8 +28,10 @@ from jaxstrategy.scheduled._traced_tables import TracedTable
 from jaxstrategy.tracing._jaxpr_types import ArrayType, Atom, Equation, Var
 from jaxstrategy.tracing._on_replicas import on_replicas
 from jaxstrategy.tracing.replication._jaxprs import closed, jaxpr_of
+from jaxstrategy.values._handle import Handle
 from jaxstrategy.values._types import Function, Leaf
 from jaxstrategy.variables._changes import SCATTERS, changed
+from jaxstrategy.variables.kinds._per_worker_kind import per_worker_kind_of
 from jaxstrategy.variables.kinds._server_kind import server_kind_of
 
 _Values: TypeAlias = dict[Var, Any]
@@ -153,7 +155,10 @@ class FunctionParts:
                     trace.meanings[index],
                     of_type,
                 )
-            elif variable is not None and server_kind_of(variable) is not None:
+            elif (kind := per_worker_kind_of(variable)) is not None:
+                number = kind.resource.number
+                yield Input("own", number), var, SAME, self._type(var, SAME)
+            elif server_kind_of(variable) is not None:
                 number = getattr(variable, "cell").number  # noqa: B009
                 yield Input("variable", number), var, SAME, self._type(var, SAME)
         for number, table in enumerate(self._tables):
@@ -216,7 +221,7 @@ class FunctionParts:
             variable = trace.variables.get(index)
             if index in trace.constants:
                 values[var] = trace.constants[index]
-            elif variable is not None and server_kind_of(variable) is None:
+            elif variable is not None and _is_pending(variable):
                 values[var] = _held(var, variable.value())
         return values
 
@@ -245,6 +250,11 @@ class FunctionParts:
         given = _read(values, one.invars[1])
         table = values[one.invars[2]]
         values[one.outvars[0]] = changed(table, positions, given, change)
+
+
+def _is_pending(variable: Handle) -> bool:
+    """Whether it is no variable, but what a function counts up beside one."""
+    return server_kind_of(variable) is None and per_worker_kind_of(variable) is None
 
 
 @final

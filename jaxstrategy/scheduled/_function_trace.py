@@ -13,6 +13,7 @@ from jaxstrategy._errors import ContextError
 from jaxstrategy._options import RunOptions
 from jaxstrategy.contexts import _context, _replica_context
 from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
+from jaxstrategy.masks import _step_masks
 from jaxstrategy.replicas._random_keys import as_numbers, is_key
 from jaxstrategy.replicas._replicas import SAME, Meaning
 from jaxstrategy.scheduled._recorder import Recorder
@@ -25,11 +26,13 @@ from jaxstrategy.tracing._traced_step import TracedStep
 from jaxstrategy.tracing._value_form import with_values
 from jaxstrategy.tracing.checks import _step_checks
 from jaxstrategy.tracing.division._flat import flattened
+from jaxstrategy.tracing.stages import _mask_arguments
 from jaxstrategy.values import _arrays, _per_replica
 from jaxstrategy.values._handle import Handle
 from jaxstrategy.values._types import Function, Leaf, PyTree
 from jaxstrategy.variables import _registry
 from jaxstrategy.variables._variable import Variable
+from jaxstrategy.variables.kinds._per_worker_kind import per_worker_kind_of
 from jaxstrategy.variables.kinds._server_kind import server_kind_of
 
 Call: TypeAlias = Callable[[Function, Sequence[PyTree], dict[str, PyTree]], PyTree]
@@ -102,10 +105,14 @@ def trace_function(
             with _context.entered(function=recorder):
                 return _without_keys(as_step(fn, args, kwargs), key_results)
         args, kwargs = _across(signature, strategy, args, kwargs)
-        with _context.entered(
-            strategy=strategy, replica=None, in_step=True, function=recorder
+        recorder.begin()
+        with (
+            _context.entered(
+                strategy=strategy, replica=None, in_step=True, function=recorder
+            ),
+            _step_masks.given(recorder.masks),
         ):
-            recorder.begin()
+            recorder.ask_for_index()
             returned = fn(*args, **kwargs)
             own = _replica_context.to_replica(returned)
             return _without_keys(own, key_results)
@@ -120,6 +127,9 @@ def trace_function(
     step = ReplicaStep(lambda: fn, environment, signature, lambda: False)
     trace = step.trace(leaves, ())
     _check_variables(trace, set(pending), step.name)
+    if as_step is not None:
+        _check_here(trace, step.name)
+    _mask_arguments.check_traced(recorder.masks, step.name)
     traced = TracedStep(step, trace)
     _step_checks.check(traced, RunOptions().expect_mirrored, set())
     keys = {
@@ -166,7 +176,8 @@ def _across(
 
 def _check_variables(trace: Trace, pending: set[Handle], name: str) -> None:
     for variable in trace.used:
-        if variable in pending or server_kind_of(variable) is not None:
+        kept = server_kind_of(variable) or per_worker_kind_of(variable)
+        if variable in pending or kept is not None:
             continue
         raise ContextError(
             f"`{name}` was scheduled, and uses variable {variable.name!r}, which was "
@@ -174,6 +185,18 @@ def _check_variables(trace: Trace, pending: set[Handle], name: str) -> None:
             "of the coordinator, which no worker reaches. Make it in "
             "`strategy.scope()`, or pass `variable.value()` as an argument."
         )
+
+
+def _check_here(trace: Trace, name: str) -> None:
+    """Raise if a step that runs in this process uses what only workers have."""
+    for variable in trace.used:
+        if per_worker_kind_of(variable) is not None:
+            raise ContextError(
+                f"`{name}` runs in this process, as it is no part of a scheduled "
+                f"function, and uses variable {variable.name!r}, of which only workers "
+                "have copies (`per_worker_variable=True`). Schedule it with a "
+                "`ClusterCoordinator`; `read_all()` reads the copies."
+            )
 
 
 def _of_trace(

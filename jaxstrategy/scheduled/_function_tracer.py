@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import threading
+import time
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, final
@@ -12,24 +14,24 @@ import jax
 import numpy as np
 
 from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
+from jaxstrategy.parameter_servers._element_changed import ElementChanged
 from jaxstrategy.parameter_servers._server_pool import ServerPool
-from jaxstrategy.parameter_servers._shipped_program import ElementType, ShippedProgram
-from jaxstrategy.replicas._random_keys import as_numbers
+from jaxstrategy.parameter_servers._shipped_program import ShippedProgram
+from jaxstrategy.parameter_servers._worker_resource import WorkerResource
 from jaxstrategy.replicas._replicas import SPLIT
 from jaxstrategy.scheduled._function_trace import Call, trace_function
-from jaxstrategy.scheduled._iterator_slot import (
-    IteratorArgument,
-    IteratorSlot,
-)
+from jaxstrategy.scheduled._iterator_slot import IteratorSlot
+from jaxstrategy.scheduled._scheduled_arguments import ScheduledArguments
 from jaxstrategy.scheduled._shipping import shipped
-from jaxstrategy.tracing import _results, _roles
+from jaxstrategy.scheduled._worker_argument import IteratorArgument
+from jaxstrategy.tracing import _results
 from jaxstrategy.tracing._results import Results
 from jaxstrategy.tracing._roles import Signature
 from jaxstrategy.tracing.functions._weak_function import weakly
-from jaxstrategy.values import _arrays, _trees
 from jaxstrategy.values._handle import Handle
 from jaxstrategy.values._per_replica import PerReplica
 from jaxstrategy.values._types import Function, Leaf, PyTree
+from jaxstrategy.variables.kinds._per_worker_kind import per_worker_kind_of
 
 
 @final
@@ -39,20 +41,48 @@ class Prepared:
 
     Attributes:
       program: the program.
-      arguments: its arrays.
-      iterators: what the caller gave in place of each iterator.
+      arguments_of: the arrays that one worker is given, by its index.
+      given: the caller's iterators, one for each of the program.
       variables: those that it uses, which must live until it has ended.
       varies: for each result of the program whether it has one version for each
         replica.
       rebuild: makes the function's results of the program's.
+      traced_again: the same call for elements of other types.
+      trace_seconds: how long the function was traced; None if it had been before.
     """
 
     program: ShippedProgram
-    arguments: tuple[np.ndarray, ...]
-    iterators: tuple[IteratorArgument, ...]
+    arguments_of: Callable[[int], tuple[np.ndarray, ...]]
+    given: tuple[IteratorArgument, ...]
     variables: tuple[Handle, ...]
     varies: Sequence[bool]
     rebuild: Callable[[Sequence[Leaf]], PyTree]
+    traced_again: Callable[[ElementChanged], Prepared]
+    trace_seconds: float | None
+
+    @property
+    def iterators(self) -> tuple[int, ...]:
+        """The numbers of the iterators on each worker."""
+        return tuple(each.resource.number for each in self.given)
+
+    @property
+    def resources(self) -> tuple[WorkerResource, ...]:
+        """What the worker must have built before."""
+        kinds = map(per_worker_kind_of, self.variables)
+        own = [kind.resource for kind in kinds if kind is not None]
+        return (*(each.resource for each in self.given), *own)
+
+    def taken(self, worker: int, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """The program's results of all that a worker has sent for this call.
+
+        Where its iterators are by now comes after them, and is kept for the next one.
+        """
+        count = self.program.results
+        told = iter(arrays[count:])
+        for each, types in zip(self.given, self.program.iterators, strict=True):
+            if types and each.tells_position:
+                each.keep_position(worker, json.loads(bytes(next(told))))
+        return list(arrays[:count])
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -105,23 +135,29 @@ class FunctionTracer:
         Raises:
           Exception: what the function raises while it is traced.
         """
-        (args, kwargs), iterators = _with_slots(args, kwargs)
-        leaves, signature = _roles.take_apart(fn, args, kwargs)
-        arrays = [_arrays.as_array(leaf, "argument") for leaf in leaves]
+        return self._prepared(ScheduledArguments.of(fn, args, kwargs))
+
+    def _prepared(self, given: ScheduledArguments) -> Prepared:
+        fn, (leaves, signature) = given.fn, given.taken_apart(0)
+        arrays = given.arrays(leaves)
         key = signature, tuple((x.shape, x.dtype) for x in arrays)
-        program = self._known(fn, key)
+        program, seconds = self._known(fn, key), None
         if program is None:
             with self._one_tracer:
                 program = self._known(fn, key)
                 if program is None:
-                    program = self._traced(fn, key, signature, arrays, iterators)
+                    began = time.perf_counter()
+                    program = self._traced(fn, key, signature, arrays, given.slots)
+                    seconds = time.perf_counter() - began
         return Prepared(
             program=program.shipped,
-            arguments=tuple(np.asarray(as_numbers(array)) for array in arrays),
-            iterators=iterators,
+            arguments_of=given.of_workers(arrays, key),
+            given=given.iterators,
             variables=tuple(v for ref in program.variables if (v := ref()) is not None),
             varies=program.varies,
             rebuild=lambda results: self._rebuilt(program, results),
+            traced_again=lambda changed: self._prepared(given.retyped(changed)),
+            trace_seconds=seconds,
         )
 
     def _known(self, fn: Function, key: Hashable) -> _Program | None:
@@ -137,19 +173,22 @@ class FunctionTracer:
         key: Hashable,
         signature: Signature,
         arrays: Sequence[Leaf],
-        iterators: Sequence[IteratorArgument],
+        slots: Sequence[IteratorSlot],
     ) -> _Program:
         trace = trace_function(fn, self._strategy, signature, arrays, self._call)
-        types: list[ElementType] = [each.element.type for each in iterators]
+        turns = trace.recorder.turns
+        types = [
+            [slot.type(turn).type for turn in range(turns.get(slot.number, 0))]
+            for slot in slots
+        ]
         program = shipped(
             trace, self._strategy.replicas, self._pool, self._platforms, types
         )
         self.traces += 1
-        numbers = {number for number, _ in program.homes}
         used = [
             weakref.ref(variable)
             for variable in trace.variables.values()
-            if getattr(getattr(variable, "cell", None), "number", None) in numbers
+            if _is_used(variable, program)
         ]
         made = _Program(
             program,
@@ -191,26 +230,13 @@ class FunctionTracer:
         return _results.unwrap_plain(program.results.rebuild(own))
 
 
-def _with_slots(
-    args: Sequence[PyTree], kwargs: dict[str, PyTree]
-) -> tuple[tuple[Sequence[PyTree], dict[str, PyTree]], tuple[IteratorArgument, ...]]:
-    """The arguments with a stand-in for each iterator, and the iterators."""
-    found: list[IteratorArgument] = []
-
-    def slot(node: Any) -> Any:
-        if not isinstance(node, IteratorArgument):
-            return node
-        for number, each in enumerate(found):
-            if each is node:
-                return IteratorSlot(number, node.element)
-        found.append(node)
-        return IteratorSlot(len(found) - 1, node.element)
-
-    def is_whole(node: object) -> bool:
-        return isinstance(node, IteratorArgument) or _trees.is_whole(node)
-
-    made = jax.tree.map(slot, (tuple(args), kwargs), is_leaf=is_whole)
-    return made, tuple(found)
+def _is_used(variable: Handle, program: ShippedProgram) -> bool:
+    own = per_worker_kind_of(variable)
+    if own is not None:
+        used = [each.number for each in program.inputs if each.kind == "own"]
+        return own.resource.number in (*used, *(number for number, _ in program.own))
+    number = getattr(getattr(variable, "cell", None), "number", None)
+    return number in {number for number, _ in program.homes}
 
 
 def _captured(fn: Any) -> list[object]:

@@ -10,6 +10,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jaxstrategy.contexts import _context
+from jaxstrategy.masks._step_masks import BatchArray, StepMasks
 from jaxstrategy.parameter_servers._shipped_program import Input
 from jaxstrategy.replicas._replicas import Replicas
 from jaxstrategy.values import _per_replica
@@ -37,6 +38,7 @@ class Recorder:
       split: which of them have one version for each replica.
       changes: the methods by which variables were changed, by their `added`.
       turns: how many elements of each iterator are taken.
+      masks: of the batches among them that are filled up.
     """
 
     def __init__(self, replicas: Replicas) -> None:
@@ -47,10 +49,18 @@ class Recorder:
         self.split: list[bool] = []
         self.changes: dict[Handle, set[str]] = {}
         self.turns: dict[int, int] = {}
+        self._batches: list[BatchArray] = []
+        self._elements: dict[tuple[int, int], int] = {}
+        self.masks = StepMasks(self._batches)
         self._index: jax.Array | None = None
 
     def begin(self) -> None:
-        """Ask for what inner functions may use, too."""
+        """Forget what an earlier trace has asked for."""
+        for kept in (self.inputs, self.split, self.changes, self.turns, self._batches):
+            kept.clear()
+
+    def ask_for_index(self) -> None:
+        """Before inner functions can, whose values nobody else may use."""
         self._index = self.input(Input("index"), (), np.int32)
 
     @property
@@ -93,6 +103,19 @@ class Recorder:
             return jnp.zeros(shape, dtype) + token.astype(dtype)
 
         return named(name, stand_in)(token)
+
+    def note_mask(
+        self, array: jax.Array, mask: jax.Array, element: tuple[int, int]
+    ) -> None:
+        """Takes note of which rows are real of an array.
+
+        Args:
+          array: of a batch.
+          mask: of all replicas.
+          element: of which iterator which one the batch is.
+        """
+        place = self._elements.setdefault(element, len(self._elements))
+        self._batches.append(BatchArray(array, mask, place))
 
     def across(self, array: jax.Array) -> PyTree:
         """One replica's version as code sees all of them in cross-replica context."""

@@ -75,7 +75,7 @@ class ServerExecutor(AbstractExecutor):
     ) -> PyTree:
         """The results of a step that is taken now, by this process."""
         prepared = self._tracer.prepare(fn, args, kwargs)
-        call = Call(None, prepared.program.key, prepared.arguments)
+        call = Call(None, prepared.program.key, prepared.arguments_of(-1))
         with self._one_call:
             self._engine.define(prepared.program)
             arrays = self._engine.call(call)

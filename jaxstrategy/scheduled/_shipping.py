@@ -38,6 +38,7 @@ from jaxstrategy.tracing.replication._site import Site
 from jaxstrategy.values._types import Function
 from jaxstrategy.variables._variable import Variable
 from jaxstrategy.variables.kinds._exported_update import ExportedUpdate, exported_update
+from jaxstrategy.variables.kinds._per_worker_kind import per_worker_kind_of
 from jaxstrategy.variables.kinds._server_kind import ServerKind, server_kind_of
 
 _COUNTED = {"assign", "assign_add", "assign_sub", "scatter_add", "scatter_sub"}
@@ -49,7 +50,7 @@ def shipped(
     replicas: Replicas,
     pool: ServerPool,
     platforms: Sequence[str],
-    iterators: Sequence[ElementType],
+    iterators: Sequence[Sequence[ElementType]],
 ) -> ShippedProgram:
     """The program of a function, in the form in which it is sent.
 
@@ -58,7 +59,7 @@ def shipped(
       replicas: of a worker.
       pool: the servers.
       platforms: of the workers' devices.
-      iterators: the elements of each iterator that it is given.
+      iterators: of each iterator that it is given the types of what it takes.
 
     Raises:
       ValueError: it takes elements of an iterator, or changes variables, in a branch or
@@ -85,11 +86,12 @@ class _Shipping:
         self._updates: dict[tuple[int, str], ExportedUpdate] = {}
 
     def program(
-        self, platforms: Sequence[str], iterators: Sequence[ElementType]
+        self, platforms: Sequence[str], iterators: Sequence[Sequence[ElementType]]
     ) -> ShippedProgram:
         """All of it."""
         varies = [SPLIT if differs else SAME for differs in self._trace.varies]
         pushes = tuple(self._pushes())
+        own = tuple(self._own())
         meanings = [*varies, *(SAME for _ in self._outputs[len(varies) :])]
         function, inputs, lies, types = self._parts.program(
             self._outputs, meanings, self._finals, keeps_effects=True
@@ -107,12 +109,9 @@ class _Shipping:
             ids_inputs=ids_inputs,
             tables=tuple(self._tables()),
             results=len(varies),
-            own=(),
+            own=self._own_numbered(own),
             pushes=self._numbered(pushes),
-            iterators=tuple(iterators),
-            turns=tuple(
-                self._trace.recorder.turns.get(i, 0) for i in range(len(iterators))
-            ),
+            iterators=tuple(map(tuple, iterators)),
             updates=tuple(
                 (server, key, each.exported)
                 for (server, key), each in self._updates.items()
@@ -208,6 +207,8 @@ class _Shipping:
             server = self._pool.home(numbers[0])
             update = _update_of(operation)
             self._updates[server, update.key] = update
+            # Here, as the servers must have it before any worker asks for it.
+            self._pool.define(server, update)
             program = update.key
         starts = self._starts(operation.variables) if operation.is_of_rows else ()
         outputs = tuple(self._output(atom) for atom in operands)
@@ -216,6 +217,18 @@ class _Shipping:
     def _output(self, atom: Atom) -> int:
         self._outputs.append(atom)
         return len(self._outputs) - 1
+
+    def _own(self) -> Iterator[tuple[int, int]]:
+        """The worker's own variables that change, with what they become."""
+        jaxpr, finals = self._trace.jaxpr, self._trace.finals
+        for index, variable in self._trace.variables.items():
+            kind, var = per_worker_kind_of(variable), jaxpr.invars[index]
+            if kind is None or (
+                index in finals and jaxpr.outvars[finals[index]] is var
+            ):
+                continue
+            if index in finals or any(var in eqn.invars for eqn in jaxpr.eqns):
+                yield kind.resource.number, self._final(index)
 
     def _counted(self) -> Iterator[tuple[int, ServerKind, set[str]]]:
         """The variables that change in branches or loops, and the methods used."""
@@ -266,19 +279,22 @@ class _Shipping:
 
     def _numbered(self, pushes: Sequence[Push]) -> tuple[Push, ...]:
         """With the numbers of outputs that are known only now: references come last."""
-        count = len(self._outputs)
-
-        def number(output: int) -> int:
-            return output if output >= 0 else count - output - 1
-
         return tuple(
             dataclasses.replace(
                 push,
-                operands=tuple(map(number, push.operands)),
-                flag=None if push.flag is None else number(push.flag),
+                operands=tuple(map(self._number_of_output, push.operands)),
+                flag=None if push.flag is None else self._number_of_output(push.flag),
             )
             for push in pushes
         )
+
+    def _own_numbered(
+        self, own: Sequence[tuple[int, int]]
+    ) -> tuple[tuple[int, int], ...]:
+        return tuple((each, self._number_of_output(output)) for each, output in own)
+
+    def _number_of_output(self, output: int) -> int:
+        return output if output >= 0 else len(self._outputs) - output - 1
 
     def _homes(
         self, inputs: Sequence[Input], pushes: Sequence[Push]

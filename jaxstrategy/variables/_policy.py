@@ -41,6 +41,31 @@ class VariablePolicy(AbstractVariablePolicy):
           owner: the strategy that it belongs to, if there is one.
         """
 
+    def kind_for_each_worker(
+        self, name: str, aggregation: VariableAggregation, owner: AbstractStrategy
+    ) -> VariableKind:
+        """The kind of a variable of which each worker of a coordinator has a copy.
+
+        Args:
+          name: its name, for messages.
+          aggregation: how the values of a worker's replicas become one.
+          owner: the strategy that it belongs to.
+
+        Raises:
+          ValueError: there are no such workers.
+        """
+        raise no_workers(name)
+
+
+def no_workers(name: str) -> ValueError:
+    """The complaint about a copy for each worker where there are none."""
+    return ValueError(
+        f"Variable {name!r} was made with `per_worker_variable=True` outside of the "
+        "scope of a ParameterServerStrategy: only that one has workers which each "
+        "keep a copy. Make it in `strategy.scope()`; of other strategies, a variable "
+        "with `synchronization='on_read'` has a copy for each replica."
+    )
+
 
 @final
 class ReplicatedVariables(VariablePolicy):

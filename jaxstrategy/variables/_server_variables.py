@@ -11,6 +11,7 @@ from jaxstrategy.parameter_servers._server_pool import ServerPool
 from jaxstrategy.replicas._replicas import Replicas
 from jaxstrategy.variables._policy import VariablePolicy
 from jaxstrategy.variables.kinds._kind import VariableKind
+from jaxstrategy.variables.kinds._per_worker_kind import PerWorkerKind, ReadCopies
 from jaxstrategy.variables.kinds._server_kind import ServerKind, server_kind_of
 from jaxstrategy.variables.partitioners import Partitioner
 
@@ -24,6 +25,10 @@ class ServerVariables(VariablePolicy):
       home: where the coordinator has what it reads.
       workers: the replicas of one worker.
       partitioner: divides variables into shards, each of them a variable.
+
+    Attributes:
+      partitioner: as given.
+      read_copies: asks each worker what it has; None while there is no coordinator.
     """
 
     are_owned = True
@@ -39,6 +44,7 @@ class ServerVariables(VariablePolicy):
         self._home = home
         self._workers = workers
         self.partitioner = partitioner
+        self.read_copies: ReadCopies | None = None
 
     @property
     def replicas(self) -> Replicas:
@@ -58,4 +64,12 @@ class ServerVariables(VariablePolicy):
         server = self._pool.next() if beside is None else beside.server
         return ServerKind(
             name, aggregation, self._home, owner, self._pool, server, self._workers
+        )
+
+    def kind_for_each_worker(
+        self, name: str, aggregation: VariableAggregation, owner: AbstractStrategy
+    ) -> VariableKind:
+        """In the memory of each worker, on no server."""
+        return PerWorkerKind(
+            name, aggregation, self._home, owner, lambda: self.read_copies
         )

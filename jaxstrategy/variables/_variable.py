@@ -43,19 +43,20 @@ from jaxstrategy.variables._initial_program import InitialValue
 from jaxstrategy.variables._initial_value import start_of
 from jaxstrategy.variables._operators import Operators
 from jaxstrategy.variables._part import VariablePart
-from jaxstrategy.variables._policy import ORDINARY, VariablePolicy
+from jaxstrategy.variables._policy import ORDINARY, VariablePolicy, no_workers
 from jaxstrategy.variables._properties import Properties
 from jaxstrategy.variables._reference import Reference
 from jaxstrategy.variables._scatters import Scatters
-from jaxstrategy.variables._server_cell import ServerCell
 from jaxstrategy.variables._sharding_choice import ShardingChoice, VariableSharding
+from jaxstrategy.variables._worker_copies import WorkerCopies
+from jaxstrategy.variables.kinds._kind import VariableKind
 
 _numbers = itertools.count()
 
 
 @final
 @jax.tree_util.register_pytree_node_class
-class Variable(Operators, Assignments, Scatters, Properties):
+class Variable(Operators, Assignments, Scatters, WorkerCopies, Properties):
     """A value that steps read and change in place, replicated as its strategy says.
 
     Made inside `strategy.scope()` it belongs to that strategy; made outside any, it
@@ -96,6 +97,10 @@ class Variable(Operators, Assignments, Scatters, Properties):
         called again without. A `PartitionSpec` over the logical axes of the strategy
         says how each replica's devices divide a copy; by default they do as they
         divide `initial_value`.
+      per_worker_variable: whether each worker of a `ParameterServerStrategy` has a
+        copy in its memory, which only functions scheduled on it read and change;
+        `read_all()` reads all copies. A worker that is started again begins with the
+        initial value.
 
     Raises:
       ValueError: synchronization NONE, or no such synchronization or aggregation; an
@@ -135,6 +140,7 @@ class Variable(Operators, Assignments, Scatters, Properties):
         aggregation: VariableAggregation | str | None = VariableAggregation.NONE,
         *,
         sharding: VariableSharding = None,
+        per_worker_variable: bool = False,
     ) -> None:
         self._synchronization = VariableSynchronization(synchronization)
         self._aggregation = VariableAggregation(
@@ -159,7 +165,7 @@ class Variable(Operators, Assignments, Scatters, Properties):
         self.number = next(_numbers)
         policy = _policy()
         self._strategy = _context.current().strategy if policy.are_owned else None
-        kind = policy.kind(name, on_read, self._aggregation, self._strategy)
+        kind = self._chosen_kind(policy, on_read, per_worker_variable)
         step = _access.tracing()
         if step is not None and not step.may_create:
             raise ValueError(
@@ -181,6 +187,16 @@ class Variable(Operators, Assignments, Scatters, Properties):
             step.create(self, self._kind.of_one_replica(start))
         # Last: another thread that traces a step takes whatever is registered.
         _registry.add(self, self._strategy)
+
+    def _chosen_kind(
+        self, policy: VariablePolicy, on_read: bool, per_worker: bool
+    ) -> VariableKind:
+        name, owner = self._name, self._strategy
+        if not per_worker:
+            return policy.kind(name, on_read, self._aggregation, owner)
+        if owner is None:
+            raise no_workers(name)
+        return policy.kind_for_each_worker(name, self._aggregation, owner)
 
     def ref(self) -> Reference[Variable]:
         """A reference that equals those to the same variable, as a key of dicts.
@@ -351,6 +367,8 @@ class Variable(Operators, Assignments, Scatters, Properties):
         head = f"Variable {self._name!r} {array_type(self._dtype.name, self._shape)}"
         if _access.tracing() is not None:
             return f"<{head}{kind}, being traced>"
+        if not self._kind.is_readable:
+            return f"<{head}{kind}>"
         with _access.one_at_a_time:
             value = self._cell[...]
         if isinstance(value, Tracer):
@@ -382,9 +400,9 @@ class Variable(Operators, Assignments, Scatters, Properties):
                 f"Variable {self._name!r} was deep-copied inside a step. Copy it "
                 "outside, and use both in the step."
             )
-        if isinstance(self._cell, ServerCell):
+        if not isinstance(self._cell, Cell):
             raise RuntimeError(
-                f"Variable {self._name!r} is on a parameter server, and cannot be "
+                f"Variable {self._name!r} is {self._kind.describe}, and cannot be "
                 "copied with what holds it. Make another one in the scope of its "
                 "strategy: `Variable(variable.numpy())`."
             )

@@ -93,6 +93,29 @@ class MaskArguments(Stage):
         )
 
 
+def check_traced(masks: StepMasks, name: str) -> None:
+    """Checks whether a function that was traced does right by batches with masks.
+
+    Args:
+      masks: of batches that are not full.
+      name: of the function.
+
+    Raises:
+      ValueError: it took the masks of two batches for one.
+    """
+    for places in masks.alike:
+        if len(set(places)) > 1:
+            raise ValueError(
+                f"`{name}` takes several batches with equal numbers of rows, and asked "
+                "which rows of something computed from them are real. Say which batch "
+                "is meant: `masked_mean(losses, mask=batch_mask(images))`, with an "
+                "array of that batch itself."
+            )
+    if masks.any and (masks.kept or not masks.asked):
+        told = _gathered if masks.asked else _unmasked
+        _user_code.warn(told(name), PaddedRowsWarning)
+
+
 def _gathered(name: str) -> str:
     return (
         f"`{name}` was given a batch that is filled up with copies of its last row, "

@@ -54,6 +54,8 @@ class VariableKind(abc.ABC):
 
     # How it prints.
     describe: str
+    # Whether this process can read it outside of steps.
+    is_readable = True
     # How one copy lies over the devices of its replica.
     inner = WHOLE
 

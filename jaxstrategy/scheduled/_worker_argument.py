@@ -1,0 +1,93 @@
+"""What a caller passes in place of what each worker has of its own."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from typing import final
+
+import jax
+
+from jaxstrategy.parameter_servers._element_leaves import leaves_of, structure_of
+from jaxstrategy.parameter_servers._shipped_program import ElementType
+from jaxstrategy.parameter_servers._worker_resource import WorkerResource
+from jaxstrategy.values import _trees
+from jaxstrategy.values._types import PyTree, TreeStructure
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Element:
+    """What an element of an iterator is like.
+
+    Attributes:
+      type: as programs know it.
+      structure: of its pytree, with `PerReplica`s as leaves.
+    """
+
+    type: ElementType
+    structure: TreeStructure
+
+    @classmethod
+    def of(cls, element: PyTree) -> Element:
+        """That of an element."""
+        return cls(leaves_of(element)[1], structure_of(element))
+
+
+class WorkerArgument:
+    """An argument of a scheduled function of which each worker has its own."""
+
+
+class IteratorArgument(WorkerArgument, abc.ABC):
+    """An iterator on each worker."""
+
+    @property
+    @abc.abstractmethod
+    def element(self) -> Element:
+        """What each element is like."""
+
+    @property
+    @abc.abstractmethod
+    def resource(self) -> WorkerResource:
+        """The iterators."""
+
+    @property
+    @abc.abstractmethod
+    def tells_position(self) -> bool:
+        """Whether workers say where it is after each call."""
+
+    @abc.abstractmethod
+    def keep_position(self, worker: int, position: object) -> None:
+        """A worker's iterator is there now, and what it gave before is used."""
+
+
+class ValueArgument(WorkerArgument, abc.ABC):
+    """A value for each worker."""
+
+    @abc.abstractmethod
+    def of_worker(self, worker: int) -> PyTree:
+        """The value for one.
+
+        Raises:
+          IndexError: there is none for this worker.
+        """
+
+
+def is_whole(node: object) -> bool:
+    """Whether a node of arguments is looked at as a whole."""
+    return isinstance(node, WorkerArgument) or _trees.is_whole(node)
+
+
+def values_of(tree: PyTree, worker: int) -> PyTree:
+    """Arguments with the value for one worker in the place of each `ValueArgument`."""
+
+    def value(node: object) -> PyTree:
+        return node.of_worker(worker) if isinstance(node, ValueArgument) else node
+
+    return jax.tree.map(value, tree, is_leaf=is_whole)
+
+
+def has_values(tree: PyTree) -> bool:
+    """Whether arguments differ between workers."""
+    leaves = jax.tree.leaves(tree, is_leaf=is_whole)
+    return any(isinstance(leaf, ValueArgument) for leaf in leaves)

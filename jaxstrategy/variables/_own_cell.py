@@ -1,0 +1,81 @@
+"""The memory of a variable of which each worker has a copy: `OwnCell`."""
+
+from __future__ import annotations
+
+from types import EllipsisType
+from typing import NoReturn, final
+
+import jax
+import numpy as np
+
+from jaxstrategy._errors import ContextError
+from jaxstrategy.parameter_servers._worker_resource import WorkerResource
+from jaxstrategy.variables._cell import AbstractCell
+
+
+@final
+class OwnCell(AbstractCell):
+    """A `Cell` that nobody reads or writes but the functions of a worker.
+
+    Args:
+      resource: the copies.
+      like: shape and dtype of each.
+      name: the variable's, for messages.
+
+    Attributes:
+      resource: as given.
+      array: None: it has nothing to lend.
+      is_alone: False.
+    """
+
+    array = None
+    is_alone = False
+
+    def __init__(
+        self, resource: WorkerResource, like: jax.ShapeDtypeStruct, name: str
+    ) -> None:
+        self.resource = resource
+        self._like = like
+        self._name = name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of each copy."""
+        return self._like.shape
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Of each copy."""
+        return np.dtype(self._like.dtype)
+
+    @property
+    def is_reference(self) -> bool:
+        """False: it never becomes one."""
+        return False
+
+    @property
+    def ref(self) -> NoReturn:
+        """None: the copies are elsewhere.
+
+        Raises:
+          ContextError: always.
+        """
+        raise self._refusal("used")
+
+    def lend(self) -> NoReturn:
+        """As `ref`."""
+        raise self._refusal("used")
+
+    def __getitem__(self, index: EllipsisType) -> NoReturn:
+        raise self._refusal("read")
+
+    def __setitem__(self, index: EllipsisType, value: jax.Array) -> NoReturn:
+        raise self._refusal("changed")
+
+    def _refusal(self, done: str) -> ContextError:
+        return ContextError(
+            f"Variable {self._name!r} was made with `per_worker_variable=True`, and "
+            f"was {done} outside of a scheduled function, where it has no value: each "
+            "worker has a copy. `read_all()` reads all of them; functions that a "
+            "`ClusterCoordinator` schedules read and change that of their worker."
+        )

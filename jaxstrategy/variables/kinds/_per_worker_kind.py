@@ -1,0 +1,128 @@
+"""Variables of which each worker of a coordinator has a copy: `PerWorkerKind`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Self, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxstrategy._errors import ContextError
+from jaxstrategy._options import VariableAggregation
+from jaxstrategy.contexts import _context
+from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
+from jaxstrategy.parameter_servers._worker_resource import WorkerResource
+from jaxstrategy.replicas._random_keys import is_key
+from jaxstrategy.replicas._replicas import Replicas
+from jaxstrategy.replicas._state_sharding import ArrayLike
+from jaxstrategy.values._handle import Handle
+from jaxstrategy.variables._initial_value import Start
+from jaxstrategy.variables._own_cell import OwnCell
+from jaxstrategy.variables._sharding_choice import ShardingChoice
+from jaxstrategy.variables.kinds._mirrored_kind import MirroredKind
+
+ReadCopies = Callable[[WorkerResource], list[np.ndarray]]
+"""What each worker has of a resource, in the order of the workers."""
+
+
+@final
+class PerWorkerKind(MirroredKind):
+    """A copy in the memory of each worker, which its functions read and change.
+
+    Args:
+      name: the variable's.
+      aggregation: of the variable, between the replicas of a worker.
+      home: the replica of functions that are traced.
+      owner: the variable's strategy.
+      reader: returns what reads the copies; None while there is no coordinator.
+    """
+
+    describe = "with a copy on each worker"
+    is_readable = False
+    _cell: OwnCell
+
+    def __init__(
+        self,
+        name: str,
+        aggregation: VariableAggregation,
+        home: Replicas,
+        owner: AbstractStrategy,
+        reader: Callable[[], ReadCopies | None],
+    ) -> None:
+        super().__init__(name, aggregation, home, owner)
+        self._reader = reader
+
+    @property
+    def device(self) -> str:
+        """The name that TensorFlow has for the memory of the workers."""
+        return "/job:worker/device:CPU:0"
+
+    @property
+    def resource(self) -> WorkerResource:
+        """The copies."""
+        return self._cell.resource
+
+    def divided(self, leaf: ArrayLike, choice: ShardingChoice) -> Self:
+        """This kind.
+
+        Raises:
+          ValueError: the choice says something else.
+          TypeError: random keys.
+        """
+        if choice.divides:
+            raise ValueError(
+                f"Variable {self.name!r} was made with `sharding` and with "
+                "`per_worker_variable=True`. Leave one of both out: each worker has "
+                "all of its copy."
+            )
+        if is_key(leaf.dtype):
+            raise TypeError(
+                f"Variable {self.name!r} holds random keys, which workers do not "
+                "keep. Keep `jax.random.key_data(key)`, and make the key of it."
+            )
+        return self
+
+    def cell(self, start: Start) -> OwnCell:
+        """The copies, each of which a worker makes when it needs it."""
+        value = np.array(start.array)
+        like = jax.ShapeDtypeStruct(value.shape, value.dtype)
+        self._cell = OwnCell(WorkerResource(_FirstValue(value)), like, self.name)
+        return self._cell
+
+    def read_all(self) -> list[jax.Array]:
+        """What each worker has.
+
+        Raises:
+          ContextError: there is no coordinator, or a function is traced.
+        """
+        read = self._reader()
+        if _context.current().function is not None:
+            raise ContextError(
+                f"`read_all` of variable {self.name!r} was called in a scheduled "
+                "function, which sees the copy of its own worker only: `value()`."
+            )
+        if read is None:
+            raise ContextError(
+                f"`read_all` of variable {self.name!r} was called before there are "
+                "workers that have copies of it. Make the "
+                "`coordinator.ClusterCoordinator(strategy)` first."
+            )
+        return [jnp.asarray(copy) for copy in read(self.resource)]
+
+
+class _FirstValue:
+    """Makes the copy of a worker; in processes, it is sent there."""
+
+    def __init__(self, value: np.ndarray) -> None:
+        self._value = value
+
+    def __call__(self, index: int) -> np.ndarray:
+        return self._value
+
+
+def per_worker_kind_of(variable: Handle | None) -> PerWorkerKind | None:
+    """How a variable is kept that each worker has a copy of; None of others."""
+    kind = getattr(variable, "_kind", None)
+    return kind if isinstance(kind, PerWorkerKind) else None
