@@ -17,7 +17,7 @@ class WorkerCopies(Handle, abc.ABC):
     _kind: VariableKind
 
     def read_all(self) -> list[jax.Array]:
-        """What the copy of each worker holds now, in the order of the workers.
+        """The present value of the copy of each worker, in the order of the workers.
 
         Only of a variable made with `per_worker_variable=True`. Each worker is asked
         between two functions; of one that was lost it waits until it is back, with the
