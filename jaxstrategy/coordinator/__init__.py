@@ -2,10 +2,17 @@
 
 from typing import NoReturn
 
+from jaxstrategy.coordinator._coordinator_metrics import (
+    CoordinatorMetrics as CoordinatorMetrics,
+)
+from jaxstrategy.coordinator._durations import Durations as Durations
 from jaxstrategy.coordinator._remote_value import RemoteValue as RemoteValue
 from jaxstrategy.coordinator._remote_value import (
     RemoteValueStatus as RemoteValueStatus,
 )
+from jaxstrategy.coordinator._worker_states import WorkerActivity as WorkerActivity
+from jaxstrategy.coordinator._worker_states import WorkerState as WorkerState
+from jaxstrategy.coordinator._worker_states import WorkerStates as WorkerStates
 from jaxstrategy.text import _absent
 
 

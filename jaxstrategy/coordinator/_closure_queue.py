@@ -53,6 +53,7 @@ class ClosureQueue(Generic[_Closure]):
         self._limit = limit
         self._queued: collections.deque[_Closure] = collections.deque()
         self._tagged: dict[Hashable, collections.deque[_Closure]] = {}
+        self._refused: dict[Hashable, BaseException] = {}
         self._running: dict[int, _Closure] = {}
         self._error: BaseException | None = None
         self._last_error: BaseException | None = None
@@ -75,6 +76,11 @@ class ClosureQueue(Generic[_Closure]):
             return tuple(self._running.values())
 
     @property
+    def is_stopped(self) -> bool:
+        """Whether nobody gets anything any more."""
+        return self._is_stopped
+
+    @property
     def has_failed(self) -> bool:
         """Whether an error waits to be raised."""
         return self._error is not None or self._last_error is not None
@@ -89,6 +95,7 @@ class ClosureQueue(Generic[_Closure]):
         """
         with self._lock:
             if tag is not None:
+                self._refuse_if_stopped()
                 self._put_tagged(closure, tag)
                 return
             self._raise_error()
@@ -148,9 +155,12 @@ class ClosureQueue(Generic[_Closure]):
                 self._work.wait(left)
             return None
 
-    def put_back(self, closure: _Closure) -> None:
+    def put_back(self, closure: _Closure, tag: Hashable | None = None) -> None:
         """Queue a closure again, behind the others; whatever the limit is."""
         with self._lock:
+            if tag is not None:
+                self._put_tagged(closure, tag)
+                return
             if self.has_failed or self._is_stopped:
                 closure.fail(self._cancelled())
             else:
@@ -186,6 +196,13 @@ class ClosureQueue(Generic[_Closure]):
                 self._last_error = error
             self._cancel(error, for_ever)
 
+    def refuse(self, tag: Hashable, error: BaseException) -> None:
+        """There is nobody any more who asks for a tag: its closures have this error."""
+        with self._lock:
+            self._refused[tag] = error
+            for closure in self._tagged.pop(tag, ()):
+                closure.fail(ClosureAbortedError(error))
+
     def stop(self) -> None:
         """Cancel what is queued; nobody gets anything any more."""
         with self._lock:
@@ -195,9 +212,12 @@ class ClosureQueue(Generic[_Closure]):
             self._wake()
 
     def _put_tagged(self, closure: _Closure, tag: Hashable) -> None:
-        self._refuse_if_stopped()
-        if self._last_error is not None:
-            closure.fail(ClosureAbortedError(self._last_error))
+        error = self._last_error or self._refused.get(tag)
+        if self._is_stopped:
+            closure.fail(CancelledError(_STOPPED))
+            return
+        if error is not None:
+            closure.fail(ClosureAbortedError(error))
             return
         self._tagged.setdefault(tag, collections.deque()).append(closure)
         self._work.notify_all()

@@ -1,0 +1,298 @@
+"""Schedules functions on the workers of a strategy: `ClusterCoordinator`."""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import weakref
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Self, final
+
+import jax
+import numpy as np
+
+from jaxstrategy._errors import CancelledError
+from jaxstrategy.contexts import _context
+from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
+from jaxstrategy.coordinator._coordinator_metrics import CoordinatorMetrics
+from jaxstrategy.coordinator._durations import Stopwatch
+from jaxstrategy.coordinator._function_tracer import FunctionTracer
+from jaxstrategy.coordinator._live_table import Console, LiveTable
+from jaxstrategy.coordinator._remote_value import RemoteValue
+from jaxstrategy.coordinator._schedulable import CoordinatedFunction, check_schedulable
+from jaxstrategy.coordinator._scheduler import Scheduler
+from jaxstrategy.coordinator._shard_sums import shard_sums
+from jaxstrategy.coordinator._worker_states import WorkerStates
+from jaxstrategy.parameter_servers._abstract_worker import AbstractWorkerBackend
+from jaxstrategy.text._whole_numbers import whole
+from jaxstrategy.values._types import Function, PyTree
+
+_SHARDS_PER_WORKER = 5
+_SECONDS_TO_END = 1.0
+
+
+@final
+class ClusterCoordinator:
+    """Schedules functions on the workers of a `ParameterServerStrategy`.
+
+    There is one for each strategy: `ClusterCoordinator(strategy)` is the same object
+    each time, until it is closed. Workers run one function at a time. One that is lost
+    is started again, and what it was running is run again by any worker; the others go
+    on meanwhile. What a function pushes to variables counts once all the same.
+
+    A function's error cancels what is queued and what runs: what runs ends, as a
+    program cannot be interrupted, but changes no variable any more that it has not
+    changed by then. The error is raised once, by the next `schedule`, `join` or `done`,
+    when nothing runs any more. With that it is gone. As a function sends its changes
+    when it has ended, one that fails has changed nothing.
+
+    Left as a `with` block, it is joined and closed.
+
+    Args:
+      strategy: a `ParameterServerStrategy`.
+
+    Raises:
+      ValueError: it is another strategy.
+    """
+
+    _strategy: AbstractStrategy
+    _tracer: FunctionTracer
+    _scheduler: Scheduler
+    _tracings: Stopwatch
+
+    @classmethod
+    def _of(
+        cls,
+        strategy: AbstractStrategy,
+        backend: AbstractWorkerBackend,
+        tracer: FunctionTracer,
+        **options: Any,
+    ) -> Self:
+        self = super().__new__(cls)
+        self._strategy, self._tracer = strategy, tracer
+        self._tracings = Stopwatch()
+        self._scheduler = scheduler = Scheduler(backend, **options)
+        scheduler.start()
+        atexit.register(scheduler.stop, _SECONDS_TO_END)
+        weakref.finalize(self, _end_later, scheduler).atexit = False
+        return self
+
+    @property
+    def strategy(self) -> AbstractStrategy:
+        """The strategy that this was made with."""
+        return self._strategy
+
+    def schedule(
+        self,
+        fn: Function,
+        args: Sequence[PyTree] | None = None,
+        kwargs: dict[str, PyTree] | None = None,
+    ) -> RemoteValue:
+        """Let a worker run `fn(*args, **kwargs)`, and go on at once.
+
+        The function is traced here and now, once for each structure and each types of
+        arguments; arrays and numbers are its inputs, bools and strings part of its
+        program.
+
+        Args:
+          fn: a function marked by `function`, a jitted one or a step of `strategy.run`.
+          args: a list or a tuple of its arguments.
+          kwargs: its arguments by name.
+
+        Returns:
+          What it will return. Need not be kept.
+
+        Raises:
+          TypeError: `fn` is a plain function, or `args` no list.
+          RuntimeError: this is part of a scheduled function, or the coordinator is
+            closed.
+          ParameterServerLost: a server is lost, now or before.
+          BaseException: the first error of a function that was scheduled before, or
+            what `fn` raises while it is traced; `fn` is not scheduled.
+        """
+        self._refuse_in_function("schedule")
+        check_schedulable(fn)
+        args, kwargs = _arguments(args, kwargs)
+        self._scheduler.raise_error()
+        prepared = self._tracer.prepare(fn, args, kwargs)
+        if prepared.trace_seconds is not None:
+            self._tracings.add(prepared.trace_seconds)
+        return self._scheduler.schedule(fn, prepared)
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait until all functions that were scheduled have ended.
+
+        Without any worker it waits until one is back, and says so by a warning.
+
+        Args:
+          timeout: in seconds.
+
+        Raises:
+          TimeoutError: they took longer; it says what runs where.
+          ParameterServerLost: a server is lost, now or before.
+          BaseException: the first error of a function.
+        """
+        self._refuse_in_function("join")
+        self._scheduler.join(timeout)
+
+    def done(self) -> bool:
+        """Whether all functions that were scheduled have ended.
+
+        Raises:
+          BaseException: as `join`.
+        """
+        self._refuse_in_function("done")
+        return self._scheduler.done()
+
+    def fetch(self, val: PyTree) -> PyTree:
+        """`val` with what `RemoteValue.fetch` gives for each remote value in it.
+
+        Waits until those are there, and for nothing else. The rest stays as it is.
+
+        Raises:
+          BaseException: what one of the functions has raised.
+        """
+        leaves, structure = jax.tree.flatten(val, is_leaf=_is_remote)
+        # No generator: it would make another error of `OutOfRangeError`.
+        for index, leaf in enumerate(leaves):
+            if _is_remote(leaf):
+                leaves[index] = leaf.fetch()
+        return jax.tree.unflatten(structure, leaves)
+
+    def function(self, fn: Function) -> CoordinatedFunction:
+        """Mark a plain function as one that may be scheduled; also as a decorator."""
+        if not callable(fn):
+            raise TypeError(f"`function` was given {fn!r}; a function was wanted.")
+        return CoordinatedFunction(fn)
+
+    def evaluate(self, fn: Function, shards: int | None = None) -> PyTree:
+        """The sums of what `fn` returns for each shard of a data set.
+
+        Exact, whatever happens to workers: each shard counts once, as sums are results
+        of functions and added up here. Call `join` before, and no variable changes
+        meanwhile.
+
+        Args:
+          fn: a function as `schedule` takes it, of the number of the shard and of how
+            many there are, two int32 scalars. Its results are numbers to be summed: of
+            losses, of right answers, of examples.
+          shards: how many there are; by default 5 for each worker.
+
+        Returns:
+          The sums, as NumPy arrays, in the structure of what `fn` returns.
+
+        Raises:
+          ValueError: there is less than one shard.
+          TypeError: `fn` returns what cannot be summed.
+          BaseException: as `schedule` and `RemoteValue.fetch`.
+        """
+        count = len(self.workers) * _SHARDS_PER_WORKER if shards is None else shards
+        found = whole(count)
+        if found is None or found < 1:
+            raise ValueError(f"`shards` was {shards!r}; at least one shard was wanted.")
+        numbers = np.arange(found, dtype=np.int32)
+        values = [self.schedule(fn, (n, np.int32(found))) for n in numbers]
+        try:
+            return shard_sums(self.fetch(values))
+        except CancelledError:
+            self._scheduler.raise_error()  # the reason, which stands before it
+            raise
+
+    @property
+    def workers(self) -> WorkerStates:
+        """What the workers are doing now; in a notebook a table."""
+        return self._scheduler.states
+
+    @property
+    def metrics(self) -> CoordinatorMetrics:
+        """How many functions there were, and how long they took."""
+        scheduler = self._scheduler
+        return CoordinatorMetrics(
+            function_tracing=self._tracings.durations,
+            closure_execution=scheduler.executions.durations,
+            remote_value_fetch=scheduler.fetches.durations,
+            queued_closures=scheduler.queued,
+            inflight_closures=scheduler.running,
+        )
+
+    def progress(self, description: str = "", *, console: Console = None) -> LiveTable:
+        """For a `with` block: a table of the workers, drawn while the block runs.
+
+        It says what each worker is doing, and how many functions are finished, queued
+        and running. It is drawn by rich, in a terminal or a notebook; elsewhere, and
+        without rich, nothing is drawn.
+
+        Args:
+          description: stands above the table.
+          console: a `rich.console.Console` to draw on, instead of one on standard
+            error.
+        """
+        return LiveTable(self._scheduler, description, console)
+
+    def close(self) -> None:
+        """End the workers, whatever they are doing, and cancel what is queued.
+
+        The servers keep the variables. `ClusterCoordinator(strategy)` makes another
+        coordinator afterwards. May be called twice.
+        """
+        atexit.unregister(self._scheduler.stop)
+        self._scheduler.stop(_SECONDS_TO_END)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            if error is None:
+                self.join()
+        finally:
+            self.close()
+
+    def __repr__(self) -> str:
+        scheduler = self._scheduler
+        return (
+            f"<ClusterCoordinator of {len(self.workers)} workers: {scheduler.queued} "
+            f"queued, {scheduler.running} running>"
+        )
+
+    def _refuse_in_function(self, method: str) -> None:
+        function = getattr(_context.current(), "function", None)
+        if function is not None or self._scheduler.is_in_thread:
+            raise RuntimeError(
+                f"`{method}` was called by code that runs for a scheduled function. It "
+                "is for the coordinator: let the function return what the next one "
+                "needs, and schedule that where this one was scheduled."
+            )
+
+
+def _arguments(args: Any, kwargs: Any) -> tuple[tuple[PyTree, ...], dict[str, PyTree]]:
+    if not isinstance(args, list | tuple | None):
+        raise TypeError(
+            f"`args` was a {type(args).__name__}; a list or a tuple of the arguments "
+            "was wanted: `(x,)` for a single one."
+        )
+    if not isinstance(kwargs, dict | None):
+        raise TypeError(
+            f"`kwargs` was a {type(kwargs).__name__}; a dict of the arguments by their "
+            "names was wanted."
+        )
+    return tuple(args or ()), dict(kwargs or {})
+
+
+def _is_remote(leaf: object) -> bool:
+    return isinstance(leaf, RemoteValue)
+
+
+def _end_later(scheduler: Scheduler) -> None:
+    """End the threads of a coordinator that is gone.
+
+    The garbage collector may call this in the middle of what holds their locks.
+    """
+    atexit.unregister(scheduler.stop)
+    threading.Thread(target=scheduler.stop, daemon=True).start()

@@ -1,0 +1,203 @@
+"""Runs functions on the workers of a backend: `Scheduler`."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any, final
+
+from jaxstrategy.coordinator._closure_queue import MOST_QUEUED, ClosureQueue
+from jaxstrategy.coordinator._deaths import Deaths
+from jaxstrategy.coordinator._durations import Stopwatch
+from jaxstrategy.coordinator._failures import Failures
+from jaxstrategy.coordinator._function_names import function_name
+from jaxstrategy.coordinator._function_numbers import FunctionNumbers
+from jaxstrategy.coordinator._function_tracer import Prepared
+from jaxstrategy.coordinator._incarnations import Incarnations
+from jaxstrategy.coordinator._remote_value import RemoteValue
+from jaxstrategy.coordinator._scheduled_closure import (
+    ScheduledClosure,
+    WorkerClosure,
+    WorkerTask,
+)
+from jaxstrategy.coordinator._worker_life import WorkerLife
+from jaxstrategy.coordinator._worker_resource import WorkerResource
+from jaxstrategy.coordinator._worker_states import (
+    WorkerActivity,
+    WorkerStates,
+)
+from jaxstrategy.coordinator._worker_thread import WorkerThread
+from jaxstrategy.parameter_servers._abstract_worker import AbstractWorkerBackend
+from jaxstrategy.text._user_code import warn
+from jaxstrategy.values._types import PyTree
+
+_DELAY = "TF_COORDINATOR_SCHEDULE_START_DELAY"
+_AWAY = (WorkerActivity.LOST, WorkerActivity.GIVEN_UP)
+_POLL_SECONDS = 0.5
+
+
+@final
+class Scheduler:
+    """A queue, and a thread for each worker.
+
+    Args:
+      backend: starts the workers.
+      max_restarts: how often in 5 minutes a worker that finishes no function in between
+        is started again.
+      limit: how many functions are queued at most.
+      patience: after so many seconds without any worker who waits is told.
+
+    Attributes:
+      executions, fetches: how long functions took, and to wait for their results.
+    """
+
+    def __init__(
+        self,
+        backend: AbstractWorkerBackend,
+        max_restarts: int = 3,
+        limit: int = MOST_QUEUED,
+        patience: float = 3.0,
+    ) -> None:
+        self.executions, self.fetches = Stopwatch(), Stopwatch()
+        self._queue: ClosureQueue[WorkerClosure] = ClosureQueue(limit)
+        self._numbers = FunctionNumbers()
+        self._incarnations = Incarnations(backend)
+        self._patience = patience
+        failures = Failures(self._queue, self._incarnations, backend.num_workers)
+        self._threads = [
+            WorkerThread(
+                index,
+                backend,
+                self._queue,
+                failures,
+                self.executions,
+                Deaths(max_restarts),
+                _start_delay(index),
+            )
+            for index in range(backend.num_workers)
+        ]
+
+    def start(self) -> None:
+        """Start the workers; does not wait for them."""
+        for thread in self._threads:
+            thread.start()
+
+    def raise_error(self) -> None:
+        """Raise what is to be raised, once nothing runs any more."""
+        if self._queue.has_failed or self._queue.is_stopped:
+            self._queue.done()
+
+    def schedule(self, fn: Any, prepared: Prepared) -> RemoteValue:
+        """Queue a function; waits only while there are too many.
+
+        Raises:
+          BaseException: the first error of those before; this one is not queued.
+        """
+        number = self._numbers.begin()
+        value = RemoteValue(function_name(fn), self.fetches.add)
+        closure = ScheduledClosure(number, fn, prepared, value, self._numbers)
+        try:
+            self._queue.put(closure)
+        except BaseException:
+            self._numbers.end(number)
+            raise
+        return value
+
+    def on_worker(
+        self, index: int, name: str, task: Callable[[WorkerLife], PyTree]
+    ) -> RemoteValue:
+        """Let one worker do something before its next function."""
+        value = RemoteValue(name)
+        self._queue.put(WorkerTask(name, task, value), tag=index)
+        return value
+
+    def keep(self, resource: WorkerResource) -> None:
+        """Let the workers forget a resource when nobody refers to it any more."""
+        for thread in self._threads:
+            resource.when_gone(thread.forget)
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait until all has ended.
+
+        Raises:
+          BaseException: the first error of a function.
+          TimeoutError: that took longer than `timeout` seconds.
+        """
+        end = None if timeout is None else time.monotonic() + timeout
+        last_seen, is_told = time.monotonic(), False
+        while True:
+            left = _POLL_SECONDS if end is None else end - time.monotonic()
+            if self._queue.wait(max(0.0, min(left, _POLL_SECONDS))):
+                return
+            if end is not None and time.monotonic() >= end:
+                raise TimeoutError(self._unfinished(timeout or 0.0))
+            if not all(state.activity in _AWAY for state in self.states):
+                last_seen, is_told = time.monotonic(), False
+            elif time.monotonic() - last_seen > self._patience and not is_told:
+                is_told = True
+                self._tell_that_all_are_lost()
+
+    def done(self) -> bool:
+        """Whether all has ended.
+
+        Raises:
+          BaseException: the first error of a function.
+        """
+        return self._queue.done()
+
+    @property
+    def states(self) -> WorkerStates:
+        """What the workers are doing."""
+        return WorkerStates(
+            thread.record.state(index, self._incarnations[index])
+            for index, thread in enumerate(self._threads)
+        )
+
+    @property
+    def queued(self) -> int:
+        """How many functions wait for a worker."""
+        return self._queue.queued
+
+    @property
+    def running(self) -> int:
+        """How many functions run."""
+        return len(self._queue.running)
+
+    @property
+    def is_in_thread(self) -> bool:
+        """Whether the caller is the thread of a worker."""
+        return any(thread.is_current for thread in self._threads)
+
+    def stop(self, seconds: float = 0.0) -> None:
+        """End all workers and threads; waits for them no longer than this."""
+        self._queue.stop()
+        for thread in self._threads:
+            thread.stop()
+        end = time.monotonic() + seconds
+        for thread in self._threads:
+            thread.join(max(0.0, end - time.monotonic()))
+
+    def _unfinished(self, timeout: float) -> str:
+        states = self.states
+        running = sum(state.function is not None for state in states)
+        where = "".join(f"\n  {state}" for state in states)
+        return (
+            f"Functions have not ended after {timeout:g} seconds: {running} run, "
+            f"{self.queued} are queued.{where}"
+        )
+
+    def _tell_that_all_are_lost(self) -> None:
+        warn(
+            f"All {len(self._threads)} workers are lost, so that no function runs. "
+            "They are started again, or waited for; `join` goes on when one is back. "
+            f"{self.states}",
+            RuntimeWarning,
+        )
+
+
+def _start_delay(index: int) -> float:
+    """By how many seconds a worker starts later than the first, as in TensorFlow."""
+    delay = index * float(os.environ.get(_DELAY) or 0)
+    most = float(os.environ.get(f"{_DELAY}_MAX") or 0)
+    return min(delay, most) if most else delay

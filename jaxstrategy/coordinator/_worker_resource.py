@@ -1,0 +1,50 @@
+"""What each worker builds for itself, and again when it was lost: `WorkerResource`."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Iterator
+from typing import final
+
+from jaxstrategy.parameter_servers._abstract_worker import Builder
+
+_numbers = itertools.count()
+
+
+@final
+class WorkerResource:
+    """A dataset, an iterator or a variable that each worker has by itself.
+
+    A worker builds it before the first function that uses it, and in each of its lives
+    anew. It is forgotten once nobody refers to this object any more.
+
+    Args:
+      builder: makes it on the worker, of its index and of what `uses` are there.
+      uses: resources that are built before.
+
+    Attributes:
+      number: by which workers know it.
+      builder: as given.
+      uses: as given.
+    """
+
+    def __init__(
+        self, builder: Builder | Callable, uses: tuple[WorkerResource, ...] = ()
+    ) -> None:
+        self.number = next(_numbers)
+        self.builder = builder
+        self.uses = uses
+
+    def when_gone(self, forget: Callable[[int], object]) -> None:
+        """Call `forget` with the number when this object is gone; not at exit.
+
+        It is called at any moment, also in the middle of what holds a lock.
+        """
+        weakref.finalize(self, forget, self.number).atexit = False
+
+    def in_order(self) -> Iterator[WorkerResource]:
+        """What it uses, and it itself last."""
+        for each in self.uses:
+            yield from each.in_order()
+        yield self
