@@ -6,7 +6,7 @@ from helpers.fake_workers import Gate, coordinator, here, push
 from helpers.threads import until
 
 import jaxstrategy as js
-from jaxstrategy.coordinator._worker_resource import WorkerResource
+from jaxstrategy.parameter_servers._worker_resource import WorkerResource
 
 
 @pytest.fixture

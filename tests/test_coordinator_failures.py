@@ -10,7 +10,7 @@ from helpers.threads import until
 
 import jaxstrategy as js
 from jaxstrategy.coordinator._deaths import Deaths
-from jaxstrategy.coordinator._worker_resource import WorkerResource
+from jaxstrategy.parameter_servers._worker_resource import WorkerResource
 
 Activity = js.coordinator.WorkerActivity
 

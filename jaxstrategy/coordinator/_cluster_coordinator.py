@@ -17,7 +17,7 @@ from jaxstrategy.contexts import _context
 from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
 from jaxstrategy.coordinator._coordinator_metrics import CoordinatorMetrics
 from jaxstrategy.coordinator._durations import Stopwatch
-from jaxstrategy.coordinator._function_tracer import FunctionTracer
+from jaxstrategy.coordinator._prepared_function import FunctionPreparer
 from jaxstrategy.coordinator._live_table import Console, LiveTable
 from jaxstrategy.coordinator._remote_value import RemoteValue
 from jaxstrategy.coordinator._schedulable import CoordinatedFunction, check_schedulable
@@ -57,7 +57,7 @@ class ClusterCoordinator:
     """
 
     _strategy: AbstractStrategy
-    _tracer: FunctionTracer
+    _tracer: FunctionPreparer
     _scheduler: Scheduler
     _tracings: Stopwatch
 
@@ -66,7 +66,7 @@ class ClusterCoordinator:
         cls,
         strategy: AbstractStrategy,
         backend: AbstractWorkerBackend,
-        tracer: FunctionTracer,
+        tracer: FunctionPreparer,
         **options: Any,
     ) -> Self:
         self = super().__new__(cls)

@@ -10,7 +10,7 @@ from typing import Any, final
 from jaxstrategy.coordinator._closure_queue import AbstractClosure
 from jaxstrategy.coordinator._function_names import function_line, function_name
 from jaxstrategy.coordinator._function_numbers import FunctionNumbers
-from jaxstrategy.coordinator._function_tracer import Prepared
+from jaxstrategy.coordinator._prepared_function import PreparedFunction
 from jaxstrategy.coordinator._remote_value import RemoteValue
 from jaxstrategy.coordinator._worker_life import WorkerLife
 from jaxstrategy.parameter_servers._operations import CallNumber
@@ -70,7 +70,7 @@ class ScheduledClosure(WorkerClosure):
         self,
         number: int,
         fn: Any,
-        prepared: Prepared,
+        prepared: PreparedFunction,
         value: RemoteValue,
         numbers: FunctionNumbers,
     ) -> None:

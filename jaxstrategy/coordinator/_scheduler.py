@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any, final
 
@@ -13,7 +14,7 @@ from jaxstrategy.coordinator._durations import Stopwatch
 from jaxstrategy.coordinator._failures import Failures
 from jaxstrategy.coordinator._function_names import function_name
 from jaxstrategy.coordinator._function_numbers import FunctionNumbers
-from jaxstrategy.coordinator._function_tracer import Prepared
+from jaxstrategy.coordinator._prepared_function import PreparedFunction
 from jaxstrategy.coordinator._incarnations import Incarnations
 from jaxstrategy.coordinator._remote_value import RemoteValue
 from jaxstrategy.coordinator._scheduled_closure import (
@@ -22,7 +23,7 @@ from jaxstrategy.coordinator._scheduled_closure import (
     WorkerTask,
 )
 from jaxstrategy.coordinator._worker_life import WorkerLife
-from jaxstrategy.coordinator._worker_resource import WorkerResource
+from jaxstrategy.parameter_servers._worker_resource import WorkerResource
 from jaxstrategy.coordinator._worker_states import (
     WorkerActivity,
     WorkerStates,
@@ -64,6 +65,7 @@ class Scheduler:
         self._numbers = FunctionNumbers()
         self._incarnations = Incarnations(backend)
         self._patience = patience
+        self._kept: weakref.WeakSet[WorkerResource] = weakref.WeakSet()
         failures = Failures(self._queue, self._incarnations, backend.num_workers)
         self._threads = [
             WorkerThread(
@@ -88,12 +90,14 @@ class Scheduler:
         if self._queue.has_failed or self._queue.is_stopped:
             self._queue.done()
 
-    def schedule(self, fn: Any, prepared: Prepared) -> RemoteValue:
+    def schedule(self, fn: Any, prepared: PreparedFunction) -> RemoteValue:
         """Queue a function; waits only while there are too many.
 
         Raises:
           BaseException: the first error of those before; this one is not queued.
         """
+        for resource in prepared.resources:
+            self.keep(resource)
         number = self._numbers.begin()
         value = RemoteValue(function_name(fn), self.fetches.add)
         closure = ScheduledClosure(number, fn, prepared, value, self._numbers)
@@ -114,8 +118,10 @@ class Scheduler:
 
     def keep(self, resource: WorkerResource) -> None:
         """Let the workers forget a resource when nobody refers to it any more."""
-        for thread in self._threads:
-            resource.when_gone(thread.forget)
+        if resource not in self._kept:
+            self._kept.add(resource)
+            for thread in self._threads:
+                resource.when_gone(thread.forget)
 
     def join(self, timeout: float | None = None) -> None:
         """Wait until all has ended.

@@ -8,8 +8,8 @@ from typing import final
 import numpy as np
 
 from jaxstrategy._errors import ClosureInputError, ParameterServerLost, WorkerLost
-from jaxstrategy.coordinator._function_tracer import Prepared
-from jaxstrategy.coordinator._worker_resource import WorkerResource
+from jaxstrategy.coordinator._prepared_function import PreparedFunction
+from jaxstrategy.parameter_servers._worker_resource import WorkerResource
 from jaxstrategy.parameter_servers._abstract_worker import AbstractWorker
 from jaxstrategy.parameter_servers._element_changed import ElementChanged
 from jaxstrategy.parameter_servers._operations import CallNumber
@@ -31,8 +31,8 @@ class WorkerLife:
         self._failed: dict[int, Exception] = {}
 
     def call(
-        self, prepared: Prepared, number: CallNumber
-    ) -> tuple[Prepared, list[np.ndarray]]:
+        self, prepared: PreparedFunction, number: CallNumber
+    ) -> tuple[PreparedFunction, list[np.ndarray]]:
         """What was run, and its results.
 
         It is another function than that which was given if an iterator of the worker
@@ -82,7 +82,7 @@ class WorkerLife:
         """End the worker now; callable from any thread."""
         self._worker.kill()
 
-    def _call(self, prepared: Prepared, number: CallNumber) -> list[np.ndarray]:
+    def _call(self, prepared: PreparedFunction, number: CallNumber) -> list[np.ndarray]:
         for resource in prepared.resources:
             self.build(resource)
         program = prepared.program
@@ -90,7 +90,12 @@ class WorkerLife:
             self._worker.define(program)
             self._programs.add(program.key)
         return self._worker.call(
-            Call(number, program.key, prepared.arguments, prepared.iterators)
+            Call(
+                number,
+                program.key,
+                prepared.arguments_of(number.worker),
+                prepared.iterators,
+            )
         )
 
     def _build(self, resource: WorkerResource) -> None:

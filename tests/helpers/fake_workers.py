@@ -175,6 +175,9 @@ class Prepared:
         self.trace_seconds = trace_seconds
         self.tracer = tracer
 
+    def arguments_of(self, worker):
+        return self.arguments
+
     def rebuild(self, arrays):
         function = self.tracer.backend.functions[self.program.key]
         left = iter(arrays)

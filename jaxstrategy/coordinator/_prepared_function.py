@@ -1,4 +1,4 @@
-"""What turns a user's function into something that a worker runs: `FunctionTracer`."""
+"""What turns a user's function into what a worker runs."""
 
 from __future__ import annotations
 
@@ -7,18 +7,17 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from jaxstrategy.coordinator._worker_resource import WorkerResource
+from jaxstrategy.parameter_servers._worker_resource import WorkerResource
 from jaxstrategy.parameter_servers._element_changed import ElementChanged
 from jaxstrategy.parameter_servers._shipped_program import ShippedProgram
 from jaxstrategy.values._types import PyTree
 
 
-class Prepared(Protocol):
+class PreparedFunction(Protocol):
     """A function with its arguments, ready for any worker.
 
     Attributes:
       program: what the worker runs; what it needs on the servers is there.
-      arguments: of the program.
       iterators: the numbers of its iterators, which are among the resources.
       resources: what the worker must have built before; those that are used by others
         need not be among them.
@@ -29,9 +28,6 @@ class Prepared(Protocol):
     def program(self) -> ShippedProgram: ...
 
     @property
-    def arguments(self) -> tuple[np.ndarray, ...]: ...
-
-    @property
     def iterators(self) -> tuple[int, ...]: ...
 
     @property
@@ -40,11 +36,19 @@ class Prepared(Protocol):
     @property
     def trace_seconds(self) -> float | None: ...
 
+    def arguments_of(self, worker: int) -> tuple[np.ndarray, ...]:
+        """The arguments of the program on this worker.
+
+        Raises:
+          IndexError: one has no version for it.
+        """
+        ...
+
     def rebuild(self, arrays: Sequence[np.ndarray]) -> PyTree:
         """What the function returned, of the results of its program."""
         ...
 
-    def traced_again(self, changed: ElementChanged) -> Prepared:
+    def traced_again(self, changed: ElementChanged) -> PreparedFunction:
         """The same for elements of another type.
 
         Raises:
@@ -53,12 +57,12 @@ class Prepared(Protocol):
         ...
 
 
-class FunctionTracer(Protocol):
+class FunctionPreparer(Protocol):
     """Traces the functions of one strategy, each once for each kind of arguments."""
 
     def prepare(
         self, fn: Any, args: Sequence[PyTree], kwargs: dict[str, PyTree]
-    ) -> Prepared:
+    ) -> PreparedFunction:
         """A function with its arguments, traced in this thread if need be.
 
         Args:
