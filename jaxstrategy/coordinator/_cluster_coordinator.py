@@ -17,8 +17,8 @@ from jaxstrategy.contexts import _context
 from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
 from jaxstrategy.coordinator._coordinator_metrics import CoordinatorMetrics
 from jaxstrategy.coordinator._durations import Stopwatch
-from jaxstrategy.coordinator._prepared_function import FunctionPreparer
 from jaxstrategy.coordinator._live_table import Console, LiveTable
+from jaxstrategy.coordinator._prepared_function import FunctionPreparer
 from jaxstrategy.coordinator._remote_value import RemoteValue
 from jaxstrategy.coordinator._schedulable import CoordinatedFunction, check_schedulable
 from jaxstrategy.coordinator._scheduler import Scheduler

@@ -7,9 +7,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from jaxstrategy.parameter_servers._worker_resource import WorkerResource
 from jaxstrategy.parameter_servers._element_changed import ElementChanged
 from jaxstrategy.parameter_servers._shipped_program import ShippedProgram
+from jaxstrategy.parameter_servers._worker_resource import WorkerResource
 from jaxstrategy.values._types import PyTree
 
 

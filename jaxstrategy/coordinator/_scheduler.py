@@ -14,8 +14,8 @@ from jaxstrategy.coordinator._durations import Stopwatch
 from jaxstrategy.coordinator._failures import Failures
 from jaxstrategy.coordinator._function_names import function_name
 from jaxstrategy.coordinator._function_numbers import FunctionNumbers
-from jaxstrategy.coordinator._prepared_function import PreparedFunction
 from jaxstrategy.coordinator._incarnations import Incarnations
+from jaxstrategy.coordinator._prepared_function import PreparedFunction
 from jaxstrategy.coordinator._remote_value import RemoteValue
 from jaxstrategy.coordinator._scheduled_closure import (
     ScheduledClosure,
@@ -23,13 +23,13 @@ from jaxstrategy.coordinator._scheduled_closure import (
     WorkerTask,
 )
 from jaxstrategy.coordinator._worker_life import WorkerLife
-from jaxstrategy.parameter_servers._worker_resource import WorkerResource
 from jaxstrategy.coordinator._worker_states import (
     WorkerActivity,
     WorkerStates,
 )
 from jaxstrategy.coordinator._worker_thread import WorkerThread
 from jaxstrategy.parameter_servers._abstract_worker import AbstractWorkerBackend
+from jaxstrategy.parameter_servers._worker_resource import WorkerResource
 from jaxstrategy.text._user_code import warn
 from jaxstrategy.values._types import PyTree
 

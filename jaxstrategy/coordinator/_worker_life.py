@@ -9,11 +9,11 @@ import numpy as np
 
 from jaxstrategy._errors import ClosureInputError, ParameterServerLost, WorkerLost
 from jaxstrategy.coordinator._prepared_function import PreparedFunction
-from jaxstrategy.parameter_servers._worker_resource import WorkerResource
 from jaxstrategy.parameter_servers._abstract_worker import AbstractWorker
 from jaxstrategy.parameter_servers._element_changed import ElementChanged
 from jaxstrategy.parameter_servers._operations import CallNumber
 from jaxstrategy.parameter_servers._shipped_program import Call
+from jaxstrategy.parameter_servers._worker_resource import WorkerResource
 
 
 @final
