@@ -24,6 +24,9 @@ from jaxstrategy.strategies._central import (
 from jaxstrategy.strategies._multi_worker import (
     ExperimentalMultiWorkerMirroredStrategy,
 )
+from jaxstrategy.strategies._parameter_server import (
+    ParameterServerStrategy as ParameterServerStrategy,
+)
 from jaxstrategy.strategies._tpu import ExperimentalTPUStrategy
 from jaxstrategy.text import _absent
 from jaxstrategy.tracing.replication._pure import declare_pure as declare_pure

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-_SERVERS = (
-    "There are no parameter servers and no coordinator here yet. "
-    "`experimental.CentralStorageStrategy` keeps variables on one device of this host, "
-    "`MultiWorkerMirroredStrategy` trains synchronously on many."
-)
-
 ADVICE = {
-    "ParameterServerStrategy": _SERVERS,
-    "experimental.ParameterServerStrategy": _SERVERS,
-    "experimental.rpc": _SERVERS,
+    "experimental.rpc": (
+        "`coordinator.ClusterCoordinator` schedules functions on other processes; "
+        "`MultiWorkerMirroredStrategy` lets all run the same steps."
+    ),
 }
 
 
