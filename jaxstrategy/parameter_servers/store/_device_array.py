@@ -56,4 +56,4 @@ class DeviceArray:
             rows, values = operands
             operands = _pushed_rows.scatter_operands(name, rows, values, kind[0][0])
             program = _state_programs.of_rows(name, kind, len(operands[0]), donates)
-        self.replace(*program(self._value, *operands))
+        self.replace(*program([self._value], operands))

@@ -7,6 +7,7 @@ from typing import final
 
 import numpy as np
 
+from jaxstrategy.parameter_servers._aligned_memory import aligned_empty
 from jaxstrategy.parameter_servers.store._snapshot import Snapshot
 
 
@@ -27,7 +28,8 @@ class HostArray:
 
     def __init__(self, value: np.ndarray) -> None:
         """Args: value: which is copied."""
-        self._value = np.array(value, order="C", copy=True)
+        self._value = aligned_empty(value.shape, value.dtype)
+        np.copyto(self._value, value)
         self._snapshot = Snapshot()
 
     @property
@@ -47,9 +49,9 @@ class HostArray:
         """Do one of `OF_WHOLE`; in place, unless a reader still has the old value."""
         # A new 10 MB costs 0.3 ms more than the 0.3 ms of an addition in place; a copy
         # for each reader would cost as much each time.
-        new = self._value
+        old = new = self._value
         if self._snapshot.is_held:
-            new, self._snapshot = np.empty_like(new), Snapshot()
+            new, self._snapshot = aligned_empty(old.shape, old.dtype), Snapshot()
         with np.errstate(all="ignore"):  # as on a device
-            _CHANGES[name](self._value, operand, out=new)
+            _CHANGES[name](old, operand, out=new)
         self._value = new

@@ -12,6 +12,19 @@ from jaxstrategy.parameter_servers._operations import CallNumber
 
 
 @final
+class Turn:
+    """One push of a function.
+
+    Attributes:
+      counts: whether it is to be applied.
+      has_begun: whether something of it is applied; then it is not made again.
+    """
+
+    def __init__(self, counts: bool) -> None:
+        self.counts, self.has_begun = counts, False
+
+
+@final
 class PushedFunctions:
     """Lets each function push once, although it may be run several times.
 
@@ -40,20 +53,21 @@ class PushedFunctions:
             )
 
     @contextlib.contextmanager
-    def turn(self, call: CallNumber) -> Iterator[bool]:
-        """Whether a push counts; the function has pushed if the block ends well.
+    def turn(self, call: CallNumber | None) -> Iterator[Turn]:
+        """The turn of a push; another push of the same function waits for its end.
 
-        Another push of the same function waits until then.
+        Args:
+          call: None: of no function; it counts.
         """
-        if not self._begins(call):
-            yield False
+        if call is None:
+            yield Turn(True)
             return
+        turn = Turn(self._begins(call))
         try:
-            yield True
-        except BaseException:
-            self._end(call, has_pushed=False)
-            raise
-        self._end(call, has_pushed=True)
+            yield turn
+        finally:
+            if turn.counts:
+                self._end(call, turn.has_begun)
 
     def _begins(self, call: CallNumber) -> bool:
         with self._changed:

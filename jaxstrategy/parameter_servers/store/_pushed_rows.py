@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from jaxstrategy.parameter_servers._aligned_memory import aligned_empty
+
 
 def scatter_operands(
     name: str, rows: np.ndarray, values: np.ndarray, end: int
@@ -42,8 +44,9 @@ def _last(rows: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]
 def _filled(array: np.ndarray, count: int, number: int | None = None) -> np.ndarray:
     """`count` rows, the last ones of this number; as int32 if there is one."""
     dtype = array.dtype if number is None else np.dtype(np.int32)
-    if len(array) == count:
-        return array.astype(dtype, copy=False)
-    filled = np.full((count, *array.shape[1:]), number or 0, dtype)
+    if len(array) == count and array.dtype == dtype:
+        return array
+    filled = aligned_empty((count, *array.shape[1:]), dtype)
     filled[: len(array)] = array
+    filled[len(array) :] = number or 0
     return filled

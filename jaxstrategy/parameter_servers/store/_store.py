@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import threading
 from collections.abc import Sequence
 from typing import final
 
@@ -26,7 +24,8 @@ class Store(AbstractServer):
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # of the two dicts
+        # Without a lock of their own: the garbage collector may drop variables in a
+        # thread that has it. Each operation on a dict is atomic.
         self._variables: dict[int, StoredVariable] = {}
         self._programs: dict[str, UpdateProgram] = {}
         self._functions = PushedFunctions()
@@ -35,15 +34,12 @@ class Store(AbstractServer):
         value = np.asarray(value)
         _operation_checks.check_initial(number, value, is_table)
         variable = StoredVariable(number, value, is_table)
-        with self._lock:
-            if number in self._variables:
-                raise ValueError(f"Variable {number} is on this server already.")
-            self._variables[number] = variable
+        if self._variables.setdefault(number, variable) is not variable:
+            raise ValueError(f"Variable {number} is on this server already.")
 
     def drop(self, numbers: Sequence[int]) -> None:
-        with self._lock:
-            for number in numbers:
-                self._variables.pop(number, None)
+        for number in numbers:
+            self._variables.pop(number, None)
 
     def read(self, reads: Sequence[Read]) -> list[np.ndarray]:
         found = self._found([read.variable for read in reads])
@@ -58,18 +54,16 @@ class Store(AbstractServer):
     def push(
         self, operations: Sequence[ServerOperation], call: CallNumber | None = None
     ) -> bool:
-        functions = self._functions
-        turn = contextlib.nullcontext(True) if call is None else functions.turn(call)
-        with turn as counts:
-            if counts:
-                self._apply(operations)
-        return counts
+        with self._functions.turn(call) as turn:
+            if turn.counts:
+                changed = self._checked(operations)
+                turn.has_begun = True
+                self._apply(operations, changed)
+        return turn.counts
 
     def define(self, key: str, exported: bytes) -> None:
         if key not in self._programs:
-            program = UpdateProgram(key, exported)
-            with self._lock:
-                self._programs.setdefault(key, program)
+            self._programs.setdefault(key, UpdateProgram(key, exported))
 
     def fence(self, worker: int, incarnation: int) -> None:
         self._functions.fence(worker, incarnation)
@@ -77,10 +71,20 @@ class Store(AbstractServer):
     def versions(self, numbers: Sequence[int]) -> list[int]:
         return [variable.version for variable in self._found(numbers)]
 
-    def _apply(self, operations: Sequence[ServerOperation]) -> None:
+    def _checked(
+        self, operations: Sequence[ServerOperation]
+    ) -> list[list[StoredVariable]]:
+        """The variables of each operation, all of which can be applied."""
         changed = [self._found(operation.variables) for operation in operations]
         for operation, variables in zip(operations, changed, strict=True):
             _operation_checks.check_operation(operation, variables, self._programs)
+        return changed
+
+    def _apply(
+        self,
+        operations: Sequence[ServerOperation],
+        changed: Sequence[Sequence[StoredVariable]],
+    ) -> None:
         for operation, variables in zip(operations, changed, strict=True):
             if operation.name == "update":
                 program = self._programs[operation.program]
@@ -89,8 +93,7 @@ class Store(AbstractServer):
                 variables[0].change(operation.name, operation.operands)
 
     def _found(self, numbers: Sequence[int]) -> list[StoredVariable]:
-        with self._lock:
-            found = [self._variables.get(number) for number in numbers]
+        found = [self._variables.get(number) for number in numbers]
         missing = [n for n, v in zip(numbers, found, strict=True) if v is None]
         if missing:
             raise LookupError(

@@ -59,7 +59,7 @@ class UpdateProgram:
         key = given, len(state), donates
         if key not in self._programs:
             self._compile(*key)
-        return self._programs[key](*state, *operands)
+        return self._programs[key](state, operands)
 
     def _compile(self, given: tuple[Type, ...], count: int, donates: bool) -> None:
         self._check_types(given, count)
