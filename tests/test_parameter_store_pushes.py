@@ -2,10 +2,10 @@
 
 import threading
 
-import jax
 import numpy as np
 import pytest
-from jax import export
+from helpers.threads import in_threads, until
+from helpers.updates import exported
 
 from jaxstrategy.parameter_servers._operations import CallNumber, Read, ServerOperation
 from jaxstrategy.parameter_servers.store._store import Store
@@ -25,34 +25,6 @@ def counter(value=0):
 
 def count_of(found):
     return int(found.read([Read(0)])[0])
-
-
-def exported(function, *types, platforms=("cpu",)):
-    structs = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in types]
-    program = export.export(jax.jit(function), platforms=platforms)(*structs)
-    return bytes(program.serialize())
-
-
-def in_threads(*functions):
-    """Call them at once; raises what one of them raises."""
-    errors = []
-    start = threading.Barrier(len(functions))
-
-    def called(function):
-        try:
-            start.wait(20)
-            function()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=called, args=(f,)) for f in functions]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not any(thread.is_alive() for thread in threads), "they wait for ever"
-    if errors:
-        raise errors[0]
 
 
 def test_a_function_pushes_once():
@@ -94,6 +66,58 @@ def test_what_a_lost_worker_pushes_does_not_count():
     found.fence(worker=2, incarnation=0)  # an old message does not open it again
     assert not found.push(add, CallNumber(3, worker=2, incarnation=0))
     assert count_of(found) == 2
+
+
+def test_a_retry_waits_for_what_is_being_pushed():
+    found = counter()
+    add, call = [operation("add", ONE)], CallNumber(1, worker=4)
+    results = []
+    with found._variables[0].lock:
+        first = threading.Thread(target=lambda: results.append(found.push(add, call)))
+        first.start()
+        until(lambda: found._functions._pushing)
+        retry = call._replace(worker=5)
+        second = threading.Thread(target=lambda: results.append(found.push(add, retry)))
+        second.start()
+        fence = threading.Thread(target=lambda: found.fence(4, 1))
+        fence.start()
+        until(lambda: found._functions._incarnations)
+        assert not results and fence.is_alive()
+    for thread in (first, second, fence):
+        thread.join(20)
+        assert not thread.is_alive()
+    assert sorted(results) == [False, True]
+    assert count_of(found) == 1
+
+
+def test_one_of_many_retries_counts():
+    found = counter()
+    pushed = []
+
+    def pushing(worker):
+        for function in range(50):
+            call = CallNumber(function, finished=max(0, function - 60), worker=worker)
+            pushed.append(found.push([operation("add", ONE)], call))
+
+    in_threads(*[lambda w=w: pushing(w) for w in range(4)])
+    assert sum(pushed) == count_of(found) == 50
+
+
+def test_what_failed_half_way_is_not_made_again(monkeypatch):
+    found = counter()
+    found.create(1, np.zeros((3, 2), np.float32))
+    scatter = operation(
+        "scatter_add", np.array([1]), np.ones((1, 2), np.float32), variables=(1,)
+    )
+
+    def broken():
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(found._variables[1], "on_device", broken)
+    with pytest.raises(MemoryError, match="no room"):
+        found.push([operation("add", ONE), scatter], CallNumber(1))
+    assert not found.push([operation("add", ONE), scatter], CallNumber(1))
+    assert count_of(found) == 1
 
 
 def test_bad_operations_leave_all_as_it_was():

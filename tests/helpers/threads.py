@@ -17,3 +17,25 @@ def until(claim, seconds=SECONDS):
 def threads():
     """Those of this process that read batches ahead."""
     return [t for t in threading.enumerate() if t.name == "jaxstrategy input"]
+
+
+def in_threads(*functions):
+    """Call them at once; raises what one of them raises."""
+    errors = []
+    start = threading.Barrier(len(functions))
+
+    def called(function):
+        try:
+            start.wait(SECONDS)
+            function()
+        except BaseException as error:
+            errors.append(error)
+
+    started = [threading.Thread(target=called, args=(f,)) for f in functions]
+    for thread in started:
+        thread.start()
+    for thread in started:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in started), "they wait for ever"
+    if errors:
+        raise errors[0]

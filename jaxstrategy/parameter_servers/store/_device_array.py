@@ -8,7 +8,11 @@ import jax
 import numpy as np
 
 from jaxstrategy.parameter_servers._operations import OF_WHOLE
-from jaxstrategy.parameter_servers.store import _pushed_rows, _state_programs
+from jaxstrategy.parameter_servers.store import (
+    _cpu_programs,
+    _pushed_rows,
+    _state_programs,
+)
 from jaxstrategy.parameter_servers.store._snapshot import Snapshot
 
 
@@ -22,7 +26,7 @@ class DeviceArray:
 
     def __init__(self, value: np.ndarray) -> None:
         """Args: value: which is copied."""
-        self._value = _state_programs.on_device(value)
+        self._value = _cpu_programs.on_device(value)
         self._snapshot = Snapshot()
 
     @property
@@ -54,6 +58,8 @@ class DeviceArray:
             program = _state_programs.of_whole(name, kind, donates)
         else:
             rows, values = operands
+            if not len(rows):
+                return
             operands = _pushed_rows.scatter_operands(name, rows, values, kind[0][0])
             program = _state_programs.of_rows(name, kind, len(operands[0]), donates)
         self.replace(*program([self._value], operands))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
-import jax.numpy as jnp
 import numpy as np
 
 from jaxstrategy.parameter_servers._operations import (
@@ -12,10 +12,11 @@ from jaxstrategy.parameter_servers._operations import (
     OF_WHOLE,
     ServerOperation,
 )
-from jaxstrategy.parameter_servers.store._state_programs import Type, array_types
+from jaxstrategy.parameter_servers.store._stored_types import Type, shown, types_of
 from jaxstrategy.parameter_servers.store._stored_variable import StoredVariable
-from jaxstrategy.parameter_servers.store._update_program import UpdateProgram
-from jaxstrategy.text._array_types import array_type
+
+if TYPE_CHECKING:
+    from jaxstrategy.parameter_servers.store._update_program import UpdateProgram
 
 # What neither JAX nor NumPy computes of booleans.
 _NOT_OF_BOOL = (
@@ -32,11 +33,12 @@ def check_initial(number: int, value: np.ndarray, is_table: bool) -> None:
       ValueError: a table without rows, or with too many.
     """
     dtype = value.dtype
-    is_number = dtype.kind == "b" or jnp.issubdtype(dtype, np.number)
+    # bfloat16 and its kin are of kind V, as what has no number is.
+    is_number = dtype.kind in "biufcV" and dtype.type is not np.void
     is_long = dtype in (np.longdouble, np.clongdouble)
-    if not is_number or is_long or dtype.kind == "m" or not dtype.isnative:
+    if not is_number or is_long or not dtype.isnative:
         raise TypeError(
-            f"Variable {number} cannot hold {array_type(dtype, value.shape)}: JAX has "
+            f"Variable {number} cannot hold {shown((value.shape, dtype))}: JAX has "
             "no arrays of this dtype. Random keys are kept as `jax.random.key_data`."
         )
     if is_table:
@@ -54,30 +56,30 @@ def check_rows(variable: StoredVariable, rows: np.ndarray) -> None:
     if rows.dtype.kind not in "iu":
         raise TypeError(
             f"Rows of variable {variable.number} are whole numbers, not "
-            f"{array_type(rows.dtype, rows.shape)}."
+            f"{shown((rows.shape, rows.dtype))}."
         )
     if rows.ndim != 1:
         raise ValueError(
             f"Numbers of rows of variable {variable.number} are a vector, not "
-            f"{array_type(rows.dtype, rows.shape)}."
+            f"{shown((rows.shape, rows.dtype))}."
         )
     count = _check_table(variable.number, variable.kind)
     if rows.size and (rows.min() < 0 or rows.max() >= count):
         bad = rows[(rows < 0) | (rows >= count)][0]
         raise IndexError(
             f"Row {bad} is not in [0, {count}), the rows of variable "
-            f"{variable.number}, {_shown(variable.kind)}."
+            f"{variable.number}, {shown(variable.kind)}."
         )
 
 
 def _check_table(number: int, kind: Type) -> int:
     """How many rows it has."""
     if not kind[0]:
-        raise ValueError(f"Variable {number} is a scalar, {_shown(kind)}, of no rows.")
+        raise ValueError(f"Variable {number} is a scalar, {shown(kind)}, of no rows.")
     count = kind[0][0]
     if count > np.iinfo(np.int32).max:
         raise ValueError(
-            f"Variable {number}, {_shown(kind)}, has {count} rows. Only 2**31 - 1 "
+            f"Variable {number}, {shown(kind)}, has {count} rows. Only 2**31 - 1 "
             "can be changed each by itself: divide it into several variables."
         )
     return count
@@ -128,8 +130,8 @@ def _check_operand(
         return
     error = TypeError if operand.dtype != wanted[1] else ValueError
     raise error(
-        f"{name!r} of variable {variable.number}, {_shown(variable.kind)}, takes "
-        f"{_shown(wanted)}, not {array_type(operand.dtype, operand.shape)}."
+        f"{name!r} of variable {variable.number}, {shown(variable.kind)}, takes "
+        f"{shown(wanted)}, not {shown((operand.shape, operand.dtype))}."
     )
 
 
@@ -149,8 +151,4 @@ def _check_update(
             f"{operation.variables}."
         )
     kinds = [variable.kind for variable in variables]
-    program.check(kinds, array_types(operation.operands))
-
-
-def _shown(kind: Type) -> str:
-    return array_type(kind[1], kind[0])
+    program.check(kinds, types_of(operation.operands))

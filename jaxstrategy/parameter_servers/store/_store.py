@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import final
+from typing import TYPE_CHECKING, final
 
 import numpy as np
 
@@ -12,7 +12,9 @@ from jaxstrategy.parameter_servers._operations import CallNumber, Read, ServerOp
 from jaxstrategy.parameter_servers.store import _operation_checks
 from jaxstrategy.parameter_servers.store._pushed_functions import PushedFunctions
 from jaxstrategy.parameter_servers.store._stored_variable import StoredVariable, update
-from jaxstrategy.parameter_servers.store._update_program import UpdateProgram
+
+if TYPE_CHECKING:
+    from jaxstrategy.parameter_servers.store._update_program import UpdateProgram
 
 
 @final
@@ -63,7 +65,11 @@ class Store(AbstractServer):
 
     def define(self, key: str, exported: bytes) -> None:
         if key not in self._programs:
-            self._programs.setdefault(key, UpdateProgram(key, exported))
+            # Only servers with updates need JAX.
+            from jaxstrategy.parameter_servers.store import _update_program
+
+            program = _update_program.UpdateProgram(key, exported)
+            self._programs.setdefault(key, program)
 
     def fence(self, worker: int, incarnation: int) -> None:
         self._functions.fence(worker, incarnation)

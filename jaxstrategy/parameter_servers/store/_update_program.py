@@ -9,13 +9,11 @@ import jax
 import numpy as np
 from jax import export
 
-from jaxstrategy.parameter_servers.store import _state_programs
-from jaxstrategy.parameter_servers.store._state_programs import (
-    Program,
-    Type,
-    array_types,
-)
-from jaxstrategy.text._array_types import array_type
+from jaxstrategy._errors import MissingExtraError
+from jaxstrategy.parameter_servers.store import _cpu_programs
+from jaxstrategy.parameter_servers.store._cpu_programs import Program
+from jaxstrategy.parameter_servers.store._stored_types import Type, shown, types_of
+from jaxstrategy.text._array_types import Shaped
 
 
 @final
@@ -29,7 +27,8 @@ class UpdateProgram:
         """Deserialize it.
 
         Raises:
-          ValueError: no exported program, or none for CPUs.
+          ValueError: no exported program, or none for one CPU.
+          MissingExtraError: what reads it is not installed.
         """
         self._key = key
         self._exported = _deserialized(key, exported)
@@ -55,7 +54,7 @@ class UpdateProgram:
           operands: besides.
           donates: whether the state's memory may be used for the results.
         """
-        given = tuple((a.shape, a.dtype) for a in state) + array_types(operands)
+        given = tuple((a.shape, a.dtype) for a in state) + types_of(operands)
         key = given, len(state), donates
         if key not in self._programs:
             self._compile(*key)
@@ -63,7 +62,7 @@ class UpdateProgram:
 
     def _compile(self, given: tuple[Type, ...], count: int, donates: bool) -> None:
         self._check_types(given, count)
-        program = _state_programs.compiled(
+        program = _cpu_programs.compiled(
             lambda *arrays: jax.tree.leaves(self._exported.call(*arrays)),
             given[:count],
             given[count:],
@@ -72,23 +71,28 @@ class UpdateProgram:
         self._programs[given, count, donates] = program
 
     def _check_types(self, given: tuple[Type, ...], count: int) -> None:
-        wanted = [(a.shape, a.dtype) for a in self._exported.in_avals]
-        if not _fits(given, wanted):
+        wanted = _types(self._exported.in_avals)
+        if given != wanted:
             raise ValueError(
-                f"Update {self._key!r} takes {_shown(wanted)}. It was given variables "
-                f"{_shown(given[:count])} and operands {_shown(given[count:])}."
+                f"Update {self._key!r} takes ({shown(*wanted)}), not variables "
+                f"({shown(*given[:count])}) and operands ({shown(*given[count:])})."
             )
-        results = [(a.shape, a.dtype) for a in self._exported.out_avals]
-        if not _fits(given[:count], results):
+        results = _types(self._exported.out_avals)
+        if given[:count] != results:
             raise ValueError(
-                f"Update {self._key!r} returns {_shown(results)}, which cannot become "
-                f"what the variables hold: {_shown(given[:count])}."
+                f"Update {self._key!r} returns ({shown(*results)}), which cannot "
+                f"become what the variables hold: ({shown(*given[:count])})."
             )
 
 
 def _deserialized(key: str, exported: bytes) -> export.Exported:
     try:
         program = export.deserialize(bytearray(exported))
+    except ImportError as missing:
+        raise MissingExtraError(
+            "Updates of variables on parameter servers need flatbuffers, which is not "
+            "installed. Install the extra: pip install 'jaxstrategy[coordinator]'"
+        ) from missing
     except Exception as error:
         raise ValueError(
             f"Update {key!r} is no program in the form of `jax.export`: {error}"
@@ -98,12 +102,13 @@ def _deserialized(key: str, exported: bytes) -> export.Exported:
             f"Update {key!r} was exported for {', '.join(program.platforms)}. "
             "Parameter servers run on CPUs: export it with `platforms=['cpu']`."
         )
+    if program.nr_devices != 1:
+        raise ValueError(
+            f"Update {key!r} was exported for {program.nr_devices} devices; a "
+            "parameter server computes it on one."
+        )
     return program
 
 
-def _fits(given: Sequence[Type], wanted: Sequence[Type]) -> bool:
-    return list(given) == [(tuple(shape), np.dtype(dtype)) for shape, dtype in wanted]
-
-
-def _shown(types: Sequence[Type]) -> str:
-    return f"({', '.join(array_type(dtype, shape) for shape, dtype in types)})"
+def _types(abstract: Sequence[Shaped]) -> tuple[Type, ...]:
+    return tuple((array.shape, array.dtype) for array in abstract)
