@@ -126,7 +126,6 @@ class ShippedProgram:
       iterators: the type of each element that it takes of each iterator.
       updates: programs of the servers: the server, the key, and the program.
       homes: the server of each variable that is read or changed.
-      split: which inputs have one version for each replica.
       replicas: how many replicas the worker has.
     """
 
@@ -144,7 +143,6 @@ class ShippedProgram:
     iterators: tuple[tuple[ElementType, ...], ...]
     updates: tuple[tuple[int, str, bytes], ...]
     homes: tuple[tuple[int, int], ...]
-    split: tuple[int, ...] = ()
     replicas: int = 1
 
 

@@ -23,7 +23,7 @@ from jaxstrategy.parameter_servers._shipped_program import (
 )
 from jaxstrategy.parameter_servers._worker_surroundings import WorkerSurroundings
 from jaxstrategy.replicas._devices import Device
-from jaxstrategy.replicas._replicas import SAME, SPLIT, Replicas
+from jaxstrategy.replicas._replicas import Replicas
 
 
 def _nothing() -> None:
@@ -250,14 +250,10 @@ class _LoadedProgram:
 
     def __init__(self, program: ShippedProgram, replicas: Replicas) -> None:
         self.program = program
-        split = set(program.split)
-        lies = [SPLIT if i in split else SAME for i in range(len(program.inputs))]
-        of_main = [replicas.sharding(x) for x in lies[: program.main_inputs]]
-        self.main = _callable(program.main, of_main)
+        self.main = _callable(program.main, replicas)
         self.ids = None
         if program.ids is not None:
-            of_ids = [replicas.sharding(lies[i]) for i in program.ids_inputs]
-            self.ids = _callable(program.ids, of_ids)
+            self.ids = _callable(program.ids, replicas)
         kinds = {program.inputs[i].kind for i in program.ids_inputs}
         self.ids_need_variables = "variable" in kinds
         self.homes = dict(program.homes)
@@ -297,7 +293,16 @@ def _operations(push: Push, operands: Sequence[np.ndarray]) -> list[ServerOperat
     ]
 
 
-def _callable(exported: bytes, shardings: Sequence[Any]) -> Callable[..., Any]:
+def _callable(exported: bytes, replicas: Replicas) -> Callable[..., Any]:
     export: Any = jax.export
-    call = export.deserialize(bytearray(exported)).call
-    return jax.jit(lambda *given: call(*given), in_shardings=tuple(shardings))
+    program = export.deserialize(bytearray(exported))
+
+    def called(*given: jax.Array) -> Any:
+        return program.call(*given)
+
+    # Both: without arguments only those of results say how many devices there are.
+    return jax.jit(
+        called,
+        in_shardings=tuple(program.in_shardings_jax(replicas.mesh)),
+        out_shardings=list(program.out_shardings_jax(replicas.mesh)),
+    )

@@ -146,9 +146,10 @@ def _without_keys(returned: PyTree, kinds: list[Any]) -> PyTree:
     def numbers(leaf: Leaf) -> Leaf:
         if not _arrays.is_array(leaf):
             return leaf
-        has_keys = is_key(leaf.dtype)
-        kinds.append(jax.random.key_impl(leaf) if has_keys else None)
-        return as_numbers(leaf)
+        array = jnp.asarray(leaf)
+        has_keys = is_key(array.dtype)
+        kinds.append(jax.random.key_impl(array) if has_keys else None)
+        return as_numbers(array)
 
     return jax.tree.map(numbers, returned, is_leaf=is_one_leaf)
 

@@ -96,9 +96,10 @@ class _Shipping:
         function, inputs, lies, types = self._parts.program(
             self._outputs, meanings, self._finals, keeps_effects=True
         )
-        main = self._exported(function, lies, types, platforms)
+        returned = [*meanings, *(SAME for _ in self._finals)]
+        main = self._exported(function, lies, types, returned, platforms)
         main_inputs = len(inputs)
-        ids, ids_inputs, lies = self._ids(inputs, lies, platforms)
+        ids, ids_inputs = self._ids(inputs, platforms)
         made = ShippedProgram(
             key="",
             name=self._trace.name,
@@ -117,38 +118,39 @@ class _Shipping:
                 for (server, key), each in self._updates.items()
             ),
             homes=self._homes(inputs, pushes),
-            split=tuple(i for i, each in enumerate(lies) if each is SPLIT),
             replicas=self._replicas.count,
         )
         key = hashlib.sha256(pickle.dumps(made)).hexdigest()
         return dataclasses.replace(made, key=key)
 
     def _ids(
-        self, inputs: list[Input], lies: list[Meaning], platforms: Sequence[str]
-    ) -> tuple[bytes | None, tuple[int, ...], list[Meaning]]:
+        self, inputs: list[Input], platforms: Sequence[str]
+    ) -> tuple[bytes | None, tuple[int, ...]]:
         """The program of ids, of some inputs of the main program; more are added."""
         lookups = self._parts.lookups()
         if not lookups:
-            return None, (), lies
+            return None, ()
         meanings = [SPLIT for _ in lookups]
-        function, taken, own, types = self._parts.program(lookups, meanings)
-        for each, lie in zip(taken, own, strict=True):
-            if each not in inputs:
-                inputs.append(each)
-                lies = [*lies, lie]
-        exported = self._exported(function, own, types, platforms)
-        return exported, tuple(inputs.index(each) for each in taken), lies
+        function, taken, lies, types = self._parts.program(lookups, meanings)
+        inputs += [each for each in taken if each not in inputs]
+        exported = self._exported(function, lies, types, meanings, platforms)
+        return exported, tuple(inputs.index(each) for each in taken)
 
     def _exported(
         self,
         function: Function,
         lies: Sequence[Meaning],
         types: Sequence[jax.ShapeDtypeStruct],
+        returned: Sequence[Meaning],
         platforms: Sequence[str],
     ) -> bytes:
         export: Any = jax.export
-        shardings = tuple(map(self._replicas.sharding, lies))
-        jitted = jax.jit(function, in_shardings=shardings)
+        place = self._replicas.sharding
+        jitted = jax.jit(
+            function,
+            in_shardings=tuple(map(place, lies)),
+            out_shardings=list(map(place, returned)),
+        )
         try:
             return bytes(export.export(jitted, platforms=platforms)(*types).serialize())
         except ModuleNotFoundError as missing:

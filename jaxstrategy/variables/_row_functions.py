@@ -61,13 +61,15 @@ def changed_rows(
 
 def row_numbers(ids: jax.Array, shards: Sequence[jax.Array]) -> jax.Array:
     """`ids` as the equations take them: `[n]`, in 32 bits if these are enough."""
-    rows = starts(shards)[-1]
-    # Before they are cut to fewer bits: what is beyond must not become a row.
-    if jnp.issubdtype(ids.dtype, jnp.signedinteger):
-        ids = jnp.maximum(ids, -1)
-    if jnp.iinfo(ids.dtype).max > rows:
-        ids = jnp.minimum(ids, rows)
-    return ids.astype("int32" if rows < 2**31 else "int64").reshape(-1)
+    wanted = jnp.iinfo("int32" if starts(shards)[-1] < 2**31 else "int64")
+    given = jnp.iinfo(ids.dtype)
+    # Before they are cut to fewer bits: what is beyond must not become a row. What
+    # fits stays as it is, for messages.
+    if given.min < wanted.min:
+        ids = jnp.maximum(ids, wanted.min)
+    if given.max > wanted.max:
+        ids = jnp.minimum(ids, wanted.max)
+    return ids.astype(wanted.dtype).reshape(-1)
 
 
 def starts(shards: Sequence[jax.Array]) -> list[int]:

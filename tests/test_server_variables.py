@@ -1,0 +1,435 @@
+"""Variables on parameter servers: where they are, and what changes them."""
+
+import copy
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxstrategy as js
+from jaxstrategy.parameter_servers.backends._threads import Threads
+from jaxstrategy.variables._row_functions import read_rows
+
+
+def strategy_of(workers=1, servers=2, devices=1):
+    return js.ParameterServerStrategy(backend=Threads(workers, servers, devices))
+
+
+@pytest.fixture
+def strategy():
+    return strategy_of()
+
+
+def variable(strategy, value=1.0, **options):
+    with strategy.scope():
+        return js.Variable(value, **options)
+
+
+def server_of(v):
+    return int(v.device.partition("task:")[2].partition("/")[0])
+
+
+# Where they are.
+
+
+@pytest.mark.parametrize("servers, expected", [(3, [0, 1, 2, 0]), (2, [0, 1, 0, 1])])
+def test_variables_go_round_the_servers(servers, expected):
+    strategy = strategy_of(servers=servers)
+    assert [server_of(variable(strategy)) for _ in range(4)] == expected
+
+
+def test_two_strategies_count_by_themselves():
+    one, other = strategy_of(), strategy_of()
+    placed = [server_of(variable(each)) for each in (one, one, other)]
+    assert placed == [0, 1, 0]
+
+
+def test_a_scope_in_a_scope_goes_on():
+    strategy = strategy_of()
+    with strategy.scope():
+        first = js.Variable(1.0)
+        with strategy.scope():
+            second = js.Variable(1.0)
+    assert [server_of(first), server_of(second)] == [0, 1]
+
+
+def test_a_colocated_variable_does_not_count(strategy):
+    with strategy.scope():
+        a, b = js.Variable(1.0), js.Variable(1.0)
+        with strategy.extended.colocate_vars_with(a):
+            c = js.Variable(1.0)
+        d = js.Variable(1.0)
+    assert [server_of(v) for v in (a, b, c, d)] == [0, 1, 0, 0]
+
+
+def test_the_name_of_the_device_is_tensorflows(strategy):
+    v = variable(strategy)
+    assert v.device == "/job:ps/replica:0/task:0/device:CPU:0"
+
+
+def test_an_on_read_variable_of_one_replica_is_an_ordinary_one(strategy):
+    v = variable(strategy, synchronization="on_read", aggregation="sum")
+    strategy.run(lambda: v.assign_add(2.0))
+    assert v.numpy() == 3.0
+
+
+def test_it_prints_its_server(strategy):
+    assert "on parameter server 0" in repr(variable(strategy, name="v"))
+
+
+def test_a_variable_that_is_gone_is_dropped():
+    strategy = strategy_of(servers=1)
+    (server,) = strategy.server_pool.servers
+    v = variable(strategy)
+    number = v.cell.number
+    del v
+    variable(strategy)
+    with pytest.raises(LookupError):
+        server.versions([number])
+
+
+# The coordinator reads and writes them, in the scope and out of it.
+
+
+def test_the_coordinator_reads_and_writes(strategy):
+    v = variable(strategy, 3.0)
+    assert float(v) == 3.0
+    v.assign(9.0)
+    with strategy.scope():
+        assert v.assign_add(1.0) == 10.0
+    assert v.assign_sub(4.0) == 6.0
+    assert v.update(lambda old, x: old * x, 2.0) == 12.0
+
+
+def test_the_coordinator_changes_parts_and_rows(strategy):
+    v = variable(strategy, np.arange(8.0, dtype="float32").reshape(4, 2))
+    expected = np.arange(8.0).reshape(4, 2)
+    v[1:3].assign(np.zeros((2, 2), "float32"))
+    expected[1:3] = 0
+    v[0].assign_add(5.0)
+    expected[0] += 5
+    v.scatter_add(js.IndexedSlices(jnp.ones((3, 2)), jnp.array([3, 3, 0])))
+    np.add.at(expected, [3, 3, 0], 1)
+    np.testing.assert_array_equal(v.numpy(), expected)
+
+
+def test_a_wrong_shape_changes_nothing(strategy):
+    v = variable(strategy, np.zeros(3, "float32"))
+    with pytest.raises(ValueError, match=r"has shape \(3,\) and was given \(2,\)"):
+        v.assign(np.ones(2, "float32"))
+    with pytest.raises(TypeError, match="would lose something"):
+        v.assign_add(np.ones(3, "complex64"))
+    assert v.numpy().tolist() == [0, 0, 0]
+
+
+# A step of one replica, or of several, on the coordinator: what a worker does, too.
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_function_sees_its_own_earlier_writes(devices):
+    strategy = strategy_of(devices=devices)
+    a, b = variable(strategy, 1.0), variable(strategy, 0.0)
+
+    def step():
+        first = a.value()
+        a.assign(2 * first)
+        second = a.value()
+        b.assign_add(second)
+        a.assign_add(b.value())
+        return first, second
+
+    first, second = strategy.run(step)
+    assert (float(first), float(second)) == (1.0, 2.0)
+    assert (float(a), float(b)) == (4.0, 2.0)
+
+
+def test_an_assignment_under_a_condition(strategy):
+    v = variable(strategy, 1.0)
+
+    def step(x):
+        jax.lax.cond(x > 0, lambda: v.assign_add(x), lambda: v.value())
+        return v.value()
+
+    assert [float(strategy.run(step, (x,))) for x in (2.0, -5.0, 1.0)] == [3, 3, 4]
+    assert float(v) == 4.0
+
+
+def test_changes_in_loops_are_added_up(strategy):
+    v = variable(strategy, np.float32(1.0))
+
+    def step(n):
+        def body(i, _):
+            v.assign_add(2.0)
+            v.assign_sub(1.0)
+            return v.value()
+
+        return jax.lax.fori_loop(0, n, body, 0.0)
+
+    assert float(strategy.run(step, (5,))) == 6.0
+    assert float(v) == 6.0
+
+
+@pytest.mark.parametrize("x, expected", [(10.0, 11.0), (-10.0, 4.0)])
+def test_an_assignment_that_may_be_made_before_an_addition(strategy, x, expected):
+    v = variable(strategy, 3.0)
+
+    def step(x):
+        jax.lax.cond(x > 0, lambda: v.assign(x), lambda: v.value())
+        v.assign_add(1.0)
+
+    strategy.run(step, (x,))
+    assert float(v) == expected
+
+
+def pushed(strategy, v, step, *args):
+    """The names of the operations by which `step` changes `v`."""
+    names = []
+    (server,) = strategy.server_pool.servers
+    push = server.push
+
+    def recorded(operations, call=None):
+        names.extend(
+            each.name for each in operations if v.cell.number in each.variables
+        )
+        return push(operations, call)
+
+    server.push = recorded
+    strategy.run(step, args)
+    return names
+
+
+@pytest.mark.parametrize(
+    "change, expected",
+    [
+        (lambda v: v.assign_add(1.0), ["add"]),
+        (lambda v: v.assign_sub(1.0), ["subtract"]),
+        (lambda v: v.assign(1.0), ["set"]),
+        (lambda v: (v.assign(1.0), v.assign_add(1.0)), ["set", "add"]),
+        (lambda v: v.update(lambda old: 2 * old), ["update"]),
+        (lambda v: v.value(), []),
+        (lambda v: jax.jit(lambda: v.assign_add(1.0))(), ["add"]),
+        (lambda v: jax.lax.fori_loop(0, 3, lambda i, c: (v.assign_add(1.0), c)[1], 0),
+         ["add"]),
+    ],
+)  # fmt: skip
+def test_what_is_pushed_is_the_operation(change, expected):
+    strategy = strategy_of(servers=1)
+    v = variable(strategy, 1.0)
+
+    def step():
+        change(v)
+
+    assert pushed(strategy, v, step) == expected
+
+
+def test_nothing_is_read_that_is_only_added_to():
+    strategy = strategy_of(servers=1)
+    v = variable(strategy, 1.0)
+    (server,) = strategy.server_pool.servers
+    reads = []
+    read = server.read
+    server.read = lambda given: (reads.extend(given), read(given))[1]
+    strategy.run(lambda: (v.assign_add(1.0), None)[1])
+    assert reads == []
+    assert v.numpy() == 2.0
+
+
+def test_other_changes_in_loops_are_refused(strategy):
+    v = variable(strategy, 1.0, name="v")
+
+    def step():
+        def body(i, carry):
+            v.update(lambda old: 2 * old)
+            return carry
+
+        return jax.lax.fori_loop(0, 3, body, 0)
+
+    with pytest.raises(ValueError, match="variable 'v' in a branch or a loop, by `upd"):
+        strategy.run(step)
+    assert float(v) == 1.0
+
+
+def test_a_failing_step_changes_nothing(strategy):
+    v = variable(strategy, np.zeros((3, 1), "float32"))
+    w = variable(strategy, 0.0)
+
+    def step(ids):
+        w.assign_add(1.0)
+        v.scatter_add(js.IndexedSlices(jnp.ones((1, 1)), ids))
+
+    with pytest.raises(IndexError, match=r"Row 7 .* \[0, 3\)"):
+        strategy.run(step, (np.array([7]),))
+    assert float(w) == 0.0
+
+
+# Rows of tables.
+
+
+def table(strategy, rows=10, **options):
+    value = np.arange(2.0 * rows, dtype="float32").reshape(rows, 2)
+    return variable(strategy, value, name="table", **options)
+
+
+def test_only_the_rows_that_are_used_travel():
+    strategy = strategy_of(servers=1)
+    t = table(strategy, 1000)
+    (server,) = strategy.server_pool.servers
+    sizes = []
+    read = server.read
+
+    def recorded(reads):
+        values = read(reads)
+        sizes.extend(value.shape for value in values)
+        return values
+
+    server.read = recorded
+
+    def step(ids):
+        rows = read_rows(ids, (t.value(),))
+        t.scatter_sub(js.IndexedSlices(jnp.ones_like(rows), ids))
+        return rows, read_rows(ids, (t.value(),))
+
+    before, after = strategy.run(step, (np.array([0, 4, 4]),))
+    assert sizes == [(2, 2)]
+    assert np.asarray(before).tolist() == [[0, 1], [8, 9], [8, 9]]
+    assert np.asarray(after).tolist() == [[-1, 0], [6, 7], [6, 7]]
+    server.read = read
+    expected = np.arange(2000.0).reshape(1000, 2)
+    expected[0] -= 1
+    expected[4] -= 2
+    np.testing.assert_array_equal(t.numpy(), expected)
+
+
+def test_replicas_use_rows_of_their_own():
+    strategy = strategy_of(devices=2)
+    t = table(strategy, aggregation="sum")
+
+    def step(ids):
+        rows = read_rows(ids, (t.value(),))
+        t.scatter_add(js.IndexedSlices(jnp.ones_like(rows), ids))
+        return js.get_replica_context().all_reduce("sum", rows.sum())
+
+    ids = strategy.per_replica([np.array([1, 2]), np.array([2, 9])])
+    assert float(strategy.run(step, (ids,))) == 2 + 3 + 4 + 5 + 4 + 5 + 18 + 19
+    expected = np.arange(20.0).reshape(10, 2)
+    np.add.at(expected, [1, 2, 2, 9], 1)
+    np.testing.assert_array_equal(t.numpy(), expected)
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        lambda t, ids: (read_rows(ids, (t.value(),)), t.value().sum()),
+        lambda t, ids: read_rows(
+            read_rows(ids, (t.value(),))[:, 0].astype("int32") % 10, (t.value(),)
+        ),
+        lambda t, ids: jax.lax.map(lambda i: read_rows(i[None], (t.value(),)), ids),
+        lambda t, ids: (t.assign_add(jnp.ones((10, 2))), read_rows(ids, (t.value(),))),
+    ],
+    ids=["also whole", "rows of rows", "in a loop", "after an addition"],
+)
+def test_what_needs_more_than_rows_is_right_too(strategy, step):
+    t = table(strategy)
+    ids = np.array([1, 3, 3])
+    given = np.arange(20.0, dtype="float32").reshape(10, 2)
+    ordinary = js.Variable(given)
+    found = strategy.run(lambda ids: step(t, ids), (ids,))
+    jax.tree.map(np.testing.assert_array_equal, found, step(ordinary, jnp.array(ids)))
+    np.testing.assert_array_equal(t.numpy(), ordinary.numpy())
+
+
+# Random keys go to workers as numbers.
+
+
+def test_random_keys_are_arguments_and_results(strategy):
+    key = jax.random.key(3)
+    one, two = strategy.run(
+        lambda k: (jax.random.normal(k), jax.random.split(k)), (key,)
+    )
+    assert float(one) == float(jax.random.normal(key))
+    same = jax.random.key_data(two) == jax.random.key_data(jax.random.split(key))
+    assert same.all()
+
+
+def test_random_keys_in_variables_are_refused(strategy):
+    with pytest.raises(
+        TypeError, match="holds random keys, which parameter servers do"
+    ):
+        variable(strategy, jax.random.key(0))
+
+
+# Aggregation over the replicas of one worker.
+
+
+def test_replicas_of_a_worker_make_one_write():
+    strategy = strategy_of(servers=1, devices=2)
+    v = variable(strategy, np.zeros(3, "float32"), aggregation="sum")
+    first = variable(strategy, 0.0, aggregation="only_first_replica")
+
+    def step():
+        i = js.get_replica_context().replica_id_in_sync_group
+        v.assign(jnp.array([10.0, 1.0, 2.0]) + i * jnp.array([1.0, 0.0, 0.0]))
+        first.assign_add(3.0)
+
+    assert pushed(strategy, v, step) == ["set"]
+    assert v.numpy().tolist() == [21, 2, 4]
+    assert float(first) == 3.0
+
+
+def test_replicas_that_differ_are_refused():
+    strategy = strategy_of(devices=2)
+    v = variable(strategy, 0.0)
+
+    def step():
+        v.assign_add(js.get_replica_context().replica_id_in_sync_group)
+
+    with pytest.raises(js.NotMirroredVariableError):
+        strategy.run(step)
+    assert float(v) == 0.0
+
+
+# What cannot be.
+
+
+def test_a_jitted_function_that_nobody_schedules_is_refused(strategy):
+    v = variable(strategy, name="v")
+    with pytest.raises(
+        js.ContextError, match="'v' is on a parameter server, and was u"
+    ):
+        jax.jit(lambda: v + 1)()
+
+
+def test_a_variable_of_the_coordinator_is_refused(strategy):
+    own = js.Variable(1.0, name="own")
+    with pytest.raises(js.ContextError, match="'own', which was not made in the scope"):
+        strategy.run(lambda: own.value())
+
+
+def test_sharding_is_for_partitioners(strategy):
+    with pytest.raises(ValueError, match="`variable_partitioner`, which divides"):
+        variable(strategy, np.zeros(4, "float32"), sharding=0)
+
+
+def test_a_strategy_with_processes_is_not_copied(strategy):
+    v = variable(strategy)
+    for copied in (copy.copy, copy.deepcopy):
+        with pytest.raises(RuntimeError, match="cop"):
+            copied(strategy)
+    with pytest.raises(RuntimeError, match="on a parameter server, and cannot be cop"):
+        copy.deepcopy(v)
+
+
+def test_a_worker_has_no_more_devices_than_the_coordinator():
+    with pytest.raises(ValueError, match="`devices_per_worker` was 99"):
+        Threads(1, 1, 99)
+
+
+def test_update_of_an_ordinary_variable():
+    v = js.Variable([1.0, 2.0])
+    assert v.update(lambda old, x: old + x, 2.0).tolist() == [3, 4]
+    mirrored = js.MirroredStrategy(js.simulate(8)[:2])
+    with mirrored.scope():
+        w = js.Variable(1.0)
+    mirrored.run(lambda: (w.update(lambda old: 3 * old), None)[1])
+    assert w.numpy() == 3.0
