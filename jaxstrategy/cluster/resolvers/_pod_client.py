@@ -92,7 +92,8 @@ class PodClient:
                 "label_selector": label_selector,
             }
             if has_deadline:
-                arguments["_request_timeout"] = request_seconds(seconds)
+                # Of connecting and of reading: version 29 does not look at a float.
+                arguments["_request_timeout"] = (request_seconds(seconds),) * 2
             with self._explained():
                 return [Pod.of(listed) for listed in ask(**arguments).items]
 
