@@ -305,6 +305,8 @@ def test_without_a_secret_loopback_carries_numbers_but_nothing_that_runs(monkeyp
         with pytest.raises(KeyError, match="9") as caught:
             server.read([Read(9)])  # by name: nothing was unpickled here either
         assert "Traceback of Server 0" in caught.value.__notes__[0]
+        with pytest.raises(js.ClusterError, match="server runs the programs .* JAXSTR"):
+            server.define("key", b"a program")
         server.close()
     with Host("127.0.0.1:0", WorkerAnswers(plain), Secret()) as host:
         worker = RemoteWorker(peer(host, Secret(), js.WorkerLost))

@@ -1,12 +1,20 @@
 """Who is gone is noticed and named; who only computes for long is not gone."""
 
+import os
 import socket
 import threading
 import warnings
 
 import numpy as np
 import pytest
-from helpers.peers import PlainServer, PlainWorker, remote_worker, served, until
+from helpers.peers import (
+    PlainServer,
+    PlainWorker,
+    remote,
+    remote_worker,
+    served,
+    until,
+)
 
 import jaxstrategy as js
 from jaxstrategy.parameter_servers._operations import CallNumber, Read
@@ -331,6 +339,67 @@ def test_a_process_that_does_not_start_is_lost():
     server, there = silent(last_output=lambda: "ImportError: no module")
     with pytest.raises(js.ParameterServerLost, match="for 0.1 s.\n.*\nImportError"):
         server._peer.wait_until_up(0.1)
+    there.close()
+
+
+def test_an_answer_that_is_late_is_no_loss():
+    worker = PlainWorker()
+    with served(WorkerAnswers(worker)) as dial:
+        peer = Peer("Worker 5", dial, js.WorkerLost, patience=SHORT)
+        request = WireFrame(Kind.CALL, [[1, 0, 0, 0], "wait", []])
+        with pytest.raises(TimeoutError, match="^Worker 5 did not answer in time.$"):
+            peer.ask(request, seconds=3 * SHORT)  # in spite of its signs of life
+        with pytest.raises(TimeoutError, match="Worker 5 did not answer in time"):
+            peer.ask(request, seconds=SHORT / 4)
+        with pytest.raises(TimeoutError, match="Worker 5 did not answer in time"):
+            peer.ask(request, seconds=0)
+        worker.go_on.set()
+        assert peer.ask(request, seconds=60).kind == Kind.DONE
+        assert peer.ask(request).kind == Kind.DONE
+        peer.close()
+
+
+def test_who_is_silent_is_lost_before_an_answer_is_late():
+    server, there = silent(patience=SHORT)
+    with pytest.raises(js.ParameterServerLost, match="no sign of life for 0.2 s"):
+        server._peer.ask(WireFrame(64), seconds=60)
+    there.close()
+
+
+def test_an_answer_of_another_kind_is_none():
+    server, there = silent()
+    stream = Stream(there)
+    stream.send(WireFrame(77))
+    with pytest.raises(js.ParameterServerLost, match="answered with a message 77"):
+        server.versions([1])
+    stream.close()
+
+
+@pytest.mark.parametrize("patience", [0, -1.0, 1e7])
+def test_a_patience_must_be_seconds(patience):
+    with pytest.raises(ValueError, match=r"The patience was .*; seconds from 0 to"):
+        Peer("Worker 1", lambda: None, js.WorkerLost, patience)
+
+
+def test_a_fork_does_not_ask_on_its_parents_connections(monkeypatch):
+    with remote(PlainServer()) as server:
+        server.create(1, np.ones(1))
+        monkeypatch.setattr(os, "getpid", lambda: -1)
+        with pytest.raises(js.ParameterServerLost, match="this one is a fork"):
+            server.read([Read(1)])
+        monkeypatch.undo()
+        assert server.read([Read(1)])[0] == 1
+
+
+def test_a_fork_that_closes_a_stream_does_not_close_its_parents(monkeypatch):
+    here, there = _stream.pair()
+    copy = Stream(socket.socket(fileno=os.dup(here.fileno())))
+    monkeypatch.setattr(os, "getpid", lambda: -1)
+    copy.close()
+    monkeypatch.undo()
+    here.send(WireFrame(7))
+    assert there.receive().kind == 7
+    here.close()
     there.close()
 
 

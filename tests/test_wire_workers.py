@@ -3,6 +3,7 @@
 import dataclasses
 import threading
 
+import jax
 import numpy as np
 import pytest
 from helpers.peers import PlainWorker, remote_worker
@@ -140,9 +141,10 @@ def raising(make):
         lambda: UnicodeDecodeError("utf8", b"x", 0, 1, "bad"),
         lambda: OSError(2, "No such file", "data"),
         lambda: js.ClosureInputError(ValueError("inner")),
+        lambda: jax.errors.JaxRuntimeError("INTERNAL: of XLA"),
         lambda: ExceptionGroup("two", [ValueError(1), KeyError(2)]),
     ],
-    ids="key odd record unicode os closure group".split(),
+    ids="key odd record unicode os closure xla group".split(),
 )
 def test_exceptions_are_the_same_here(worker, make):
     expected = make()

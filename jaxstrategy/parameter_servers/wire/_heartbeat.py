@@ -11,6 +11,9 @@ from jaxstrategy.parameter_servers.wire._frame import WireFrame
 from jaxstrategy.parameter_servers.wire._kinds import Kind
 from jaxstrategy.parameter_servers.wire._stream import Stream
 
+LONGEST_PATIENCE = 1e6
+"""Seconds that somebody may wait for a sign of life."""
+
 _ALIVE = WireFrame(Kind.ALIVE)
 _PER_PATIENCE = 4  # signs within the time that the other end waits for one
 _SHORTEST = 0.02

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import threading
+import time
 from collections.abc import Callable, Iterable
 from typing import final
 
 from jaxstrategy.parameter_servers.wire import _remote_error
 from jaxstrategy.parameter_servers.wire._frame import FrameError, WireFrame
+from jaxstrategy.parameter_servers.wire._heartbeat import LONGEST_PATIENCE
 from jaxstrategy.parameter_servers.wire._kinds import Kind
 from jaxstrategy.parameter_servers.wire._stream import Stream
 
@@ -30,6 +33,9 @@ class Peer:
       lost: the class of the error when it is gone.
       patience: seconds without a sign of life, after which it is lost.
       last_output: what it wrote last, for the error.
+
+    Raises:
+      ValueError: the patience is no number of seconds.
     """
 
     def __init__(
@@ -40,25 +46,40 @@ class Peer:
         patience: float = PATIENCE,
         last_output: Callable[[], str | None] | None = None,
     ) -> None:
+        if not 0 < patience <= LONGEST_PATIENCE:
+            raise ValueError(
+                f"The patience was {patience!r}; seconds from 0 to "
+                f"{LONGEST_PATIENCE:g} were wanted, 0 excluded."
+            )
         self._name = name
         self._dial = dial
         self._lost = lost
         self._patience = patience
         self._last_output = last_output
+        self._process = os.getpid()
         self._lock = threading.Lock()
         self._idle: list[Stream] = []
         self._all: set[Stream] = set()
         self._why: str | None = None
 
-    def ask(self, request: WireFrame) -> WireFrame:
+    def ask(self, request: WireFrame, seconds: float | None = None) -> WireFrame:
         """The answer to a request.
+
+        Args:
+          seconds: the time for an answer, whatever signs of life come; None: any.
 
         Raises:
           FrameError, TypeError: the request cannot be sent.
+          TimeoutError: no answer came in that time.
           Exception: that of `lost`, when the other process is gone; otherwise what was
             raised there.
         """
-        return self._exchanged(request, self._patience)
+        end = None if seconds is None else time.monotonic() + seconds
+        stream = self._taken()
+        answer = self._exchanged(stream, request, self._patience, end)
+        if answer.kind == Kind.FAILED:
+            raise _remote_error.raised_by(answer, self._name, stream.is_trusted)
+        return answer
 
     def wait_until_up(self, seconds: float) -> None:
         """Wait for a process that has only been started, up to so many seconds.
@@ -66,7 +87,7 @@ class Peer:
         Raises:
           Exception: that of `lost`; the process has ended, or says nothing for so long.
         """
-        self._exchanged(WireFrame(Kind.PING), seconds)
+        self._exchanged(self._taken(), WireFrame(Kind.PING), seconds)
 
     def close(self, why: str = "its connections were closed here") -> None:
         """Close all streams; who waits for an answer gets the error of a lost one."""
@@ -78,40 +99,51 @@ class Peer:
         for stream in streams:
             stream.close()
 
-    def _exchanged(self, request: WireFrame, patience: float) -> WireFrame:
-        stream = self._taken()
+    def _exchanged(
+        self,
+        stream: Stream,
+        request: WireFrame,
+        patience: float,
+        end: float | None = None,
+    ) -> WireFrame:
         is_whole = False
         try:
-            answer = self._asked(stream, request, patience)
+            answer = self._asked(stream, request, patience, end)
             is_whole = True
         except (FrameError, TypeError):
             is_whole = True  # nothing was sent
             raise
+        except _LateError:
+            raise TimeoutError(f"{self._name} did not answer in time.") from None
         except (EOFError, OSError) as error:
             raise self._losing(_reason(error, patience)) from error
         finally:
             # Whatever else ends it, such as Ctrl-C, leaves half a message behind.
             self._put_back(stream, is_whole)
-        if answer.kind == Kind.FAILED:
-            raise _remote_error.raised_by(answer, self._name, stream.is_trusted)
         return answer
 
-    def _asked(self, stream: Stream, request: WireFrame, patience: float) -> WireFrame:
-        if patience != self._patience:
+    def _asked(
+        self, stream: Stream, request: WireFrame, patience: float, end: float | None
+    ) -> WireFrame:
+        is_usual = patience == self._patience and end is None
+        if not is_usual:
             stream.limit_silence(patience)
         stream.send(request)
-        while True:
-            try:
-                answer = stream.receive()
-            except FrameError as error:
-                raise ConnectionError(str(error)) from error
-            if answer.kind != Kind.ALIVE:
-                break
-        if patience != self._patience:
+        while (answer := _received(stream, patience, end)).kind == Kind.ALIVE:
+            pass
+        if answer.kind not in (Kind.DONE, Kind.FAILED):
+            raise ConnectionError(f"it answered with a message {answer.kind}")
+        if not is_usual:
             stream.limit_silence(self._patience)
         return answer
 
     def _taken(self) -> Stream:
+        if os.getpid() != self._process:
+            raise self._lost(
+                f"{self._name} was connected to a process of which this one is a fork, "
+                "and must not be asked by both. Start processes by spawn, or make the "
+                "strategy in this one."
+            )
         with self._lock:
             why = self._why
             if why is None and self._idle:
@@ -182,6 +214,28 @@ def dial_of(streams: Iterable[Stream]) -> Callable[[], Stream]:
             raise ConnectionError("all connections to it are in use") from None
 
     return dial
+
+
+class _LateError(Exception):
+    """The time for an answer is over, and the other process lives."""
+
+
+def _received(stream: Stream, patience: float, end: float | None) -> WireFrame:
+    try:
+        if end is None:
+            return stream.receive()
+        left = end - time.monotonic()
+        if left <= 0:
+            raise _LateError
+        stream.limit_silence(min(left, patience))
+        try:
+            return stream.receive()
+        except TimeoutError:
+            if left <= patience:
+                raise _LateError from None
+            raise
+    except FrameError as error:
+        raise ConnectionError(str(error)) from error
 
 
 def _reason(error: Exception, patience: float) -> str:

@@ -8,15 +8,20 @@ from typing import TypeAlias, final
 
 import numpy as np
 
+from jaxstrategy._errors import ClusterError
+from jaxstrategy.cluster.connections._secret import (
+    HOW_TO_MAKE_ONE,
+    NETWORK,
+    VARIABLE,
+)
 from jaxstrategy.parameter_servers.wire import _remote_error
 from jaxstrategy.parameter_servers.wire._frame import Fields, FrameError, WireFrame
-from jaxstrategy.parameter_servers.wire._heartbeat import Heartbeat
+from jaxstrategy.parameter_servers.wire._heartbeat import LONGEST_PATIENCE, Heartbeat
 from jaxstrategy.parameter_servers.wire._kinds import Kind
 from jaxstrategy.parameter_servers.wire._stream import Stream
 
 Answer: TypeAlias = Callable[[WireFrame, Stream], WireFrame]
 """Makes the answer to a request, or raises what the other end shall raise."""
-_LONGEST_PATIENCE = 1e6  # seconds
 
 
 @final
@@ -121,8 +126,23 @@ def done(fields: Fields = None, arrays: Sequence[np.ndarray] = ()) -> WireFrame:
     return WireFrame(Kind.DONE, fields, b"", arrays)
 
 
+def check_trusted(stream: Stream, what: str) -> None:
+    """Nothing if the other end of a stream is known to be of the job.
+
+    Raises:
+      ClusterError: it need not be.
+    """
+    if not stream.is_trusted:
+        raise ClusterError(
+            f"{what}, and who has sent this has not proved to be of the job: the job "
+            f"has no secret. Set {VARIABLE} to the same random word for all processes "
+            f"({HOW_TO_MAKE_ONE} makes one), or {NETWORK}=trusted where nobody else "
+            "can connect, other users of this host included."
+        )
+
+
 def _patience(request: WireFrame) -> float:
     seconds = request.fields
-    if not isinstance(seconds, int | float) or not 0 < seconds <= _LONGEST_PATIENCE:
+    if not isinstance(seconds, int | float) or not 0 < seconds <= LONGEST_PATIENCE:
         raise FrameError(f"a patience of {seconds!r} seconds")
     return float(seconds)

@@ -9,7 +9,7 @@ from jaxstrategy.parameter_servers._abstract_server import AbstractServer
 from jaxstrategy.parameter_servers._operations import CallNumber, Read, ServerOperation
 from jaxstrategy.parameter_servers.wire._frame import WireFrame
 from jaxstrategy.parameter_servers.wire._kinds import Kind
-from jaxstrategy.parameter_servers.wire._responder import done
+from jaxstrategy.parameter_servers.wire._responder import check_trusted, done
 from jaxstrategy.parameter_servers.wire._stream import Stream
 
 
@@ -30,7 +30,6 @@ class ServerAnswers:
             Kind.DROP: self._drop,
             Kind.READ: self._read,
             Kind.PUSH: self._push,
-            Kind.DEFINE: self._define,
             Kind.FENCE: self._fence,
             Kind.VERSIONS: self._versions,
         }
@@ -39,8 +38,11 @@ class ServerAnswers:
         """The answer to a request.
 
         Raises:
+          ClusterError: a stranger could have sent a program.
           ValueError: no server has such a request.
         """
+        if request.kind == Kind.DEFINE:
+            return self._define(request, stream)
         method = self._methods.get(request.kind)
         if method is None:
             raise ValueError(f"A parameter server was sent a request {request.kind}.")
@@ -75,7 +77,9 @@ class ServerAnswers:
         number = None if call is None else CallNumber(*map(_whole, call))
         return done(bool(self._server.push(operations, number)))
 
-    def _define(self, request: WireFrame) -> WireFrame:
+    def _define(self, request: WireFrame, stream: Stream) -> WireFrame:
+        # A program can call any function of the process by its address.
+        check_trusted(stream, "A parameter server runs the programs that it is sent")
         self._server.define(request.fields, request.blob)
         return done()
 

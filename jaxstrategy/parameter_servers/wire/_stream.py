@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import os
 import socket
 import struct
 import threading
@@ -66,6 +67,7 @@ class Stream:
         self._ahead = memoryview(bytearray(_AHEAD))
         self._start = self._end = 0
         self._is_closed = False
+        self._process = os.getpid()
 
     def fileno(self) -> int:
         """The number of the socket; -1 when it is closed."""
@@ -79,8 +81,9 @@ class Stream:
     def limit_silence(self, seconds: float | None) -> None:
         """Let `send` and `receive` fail when no byte moves for so long."""
         # In the kernel: a timeout of Python's would cost another system call each time.
-        whole = int(seconds or 0)
-        value = struct.pack("ll", whole, int(((seconds or 0) - whole) * 1e6))
+        # Nothing is for ever, a microsecond is the shortest.
+        micro = 0 if seconds is None else max(1, int(seconds * 1e6))
+        value = struct.pack("ll", *divmod(micro, 1_000_000))
         self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
         self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
 
@@ -136,8 +139,10 @@ class Stream:
         """End the connection, also for threads that send or receive; once is enough."""
         self._is_closed = True
         try:
-            # On Linux, `close` alone does not wake a thread that waits in `recv`.
-            self._sock.shutdown(socket.SHUT_RDWR)
+            # On Linux, `close` alone does not wake a thread that waits in `recv`. In a
+            # fork it must not end the connection of the parent.
+            if os.getpid() == self._process:
+                self._sock.shutdown(socket.SHUT_RDWR)
         except OSError:
             pass  # the other side was faster
         self._sock.close()

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, final
 
-from jaxstrategy._errors import ClusterError
 from jaxstrategy.parameter_servers._abstract_worker import AbstractWorker
 from jaxstrategy.parameter_servers._operations import CallNumber
 from jaxstrategy.parameter_servers._shipped_program import Call
 from jaxstrategy.parameter_servers.wire import _pickled, _wire_types
 from jaxstrategy.parameter_servers.wire._frame import WireFrame
 from jaxstrategy.parameter_servers.wire._kinds import Kind
-from jaxstrategy.parameter_servers.wire._responder import done
+from jaxstrategy.parameter_servers.wire._responder import check_trusted, done
 from jaxstrategy.parameter_servers.wire._stream import Stream
 
 if TYPE_CHECKING:  # it would import JAX
@@ -46,11 +45,9 @@ class WorkerAnswers:
           ClusterError: a stranger could have sent it.
           ValueError: no worker has such a request.
         """
-        if not stream.is_trusted:
-            raise ClusterError(
-                "A worker runs what it is sent, and who has sent this has not proved "
-                "to be of the job: the job has no secret."
-            )
+        check_trusted(
+            stream, "A worker runs the programs and functions that it is sent"
+        )
         method = self._methods.get(request.kind)
         if method is None:
             raise ValueError(f"A worker was sent a request {request.kind}.")
