@@ -1,5 +1,6 @@
 """Memory of a parameter server: what was read stays, what nobody holds is changed."""
 
+import functools
 import gc
 
 import jax
@@ -7,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.updates import exported
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from jaxstrategy.parameter_servers._aligned_memory import aligned, aligned_empty
 from jaxstrategy.parameter_servers._operations import OF_ROWS, Read, ServerOperation
@@ -221,3 +224,44 @@ def test_aligned_arrays():
     copy = aligned(odd)
     np.testing.assert_array_equal(copy, odd)
     assert copy.ctypes.data % 64 == 0 and copy.flags.c_contiguous
+
+
+@functools.cache
+def twice():
+    return exported(lambda a: a * 2, ((4, 2), np.float32))
+
+
+ANY = st.tuples(
+    st.sampled_from(["add", "subtract", "set", "scatter_add", "update", "read"]),
+    st.integers(0, 3),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(is_table=st.booleans(), steps=st.lists(ANY, max_size=20))
+def test_any_operations_leave_what_was_read(is_table, steps):
+    value, row = (
+        np.arange(8, dtype=np.float32).reshape(4, 2),
+        np.ones((1, 2), np.float32),
+    )
+    found, ones = store(value, is_table), np.ones((4, 2), np.float32)
+    found.define("twice", twice())
+    kept = []
+    for name, number in steps:
+        match name:
+            case "read":  # some of them are held for a while
+                kept = [*kept[-number:], (read(found)[number:], value[number:].copy())]
+            case "scatter_add":
+                found.push([operation(name, np.array([number]), row)])
+                value[number] += 1
+            case "update":
+                found.push([operation(name, program="twice")])
+                value *= 2
+            case _:
+                found.push([operation(name, ones * number)])
+                value = {"add": value + number, "subtract": value - number}.get(
+                    name, ones * number
+                )
+        for part, copy in kept:
+            np.testing.assert_array_equal(part, copy)
+        np.testing.assert_array_equal(read(found), value)

@@ -6,8 +6,11 @@ import numpy as np
 import pytest
 from helpers.threads import in_threads, until
 from helpers.updates import exported
+from hypothesis import given
+from hypothesis import strategies as st
 
 from jaxstrategy.parameter_servers._operations import CallNumber, Read, ServerOperation
+from jaxstrategy.parameter_servers.store._number_ranges import NumberRanges
 from jaxstrategy.parameter_servers.store._store import Store
 
 ONE = np.ones((), np.int32)
@@ -40,12 +43,37 @@ def test_a_function_pushes_once():
 def test_only_functions_that_may_come_again_are_remembered():
     found = counter()
     add = [operation("add", ONE)]
-    for function in range(1000):
-        assert found.push(add, CallNumber(function, finished=max(0, function - 5)))
-        assert len(found._functions) <= 6
+    for function in range(0, 2000, 2):
+        assert found.push(add, CallNumber(function, finished=max(0, function - 10)))
+        assert len(found._functions._pushed) <= 6
     assert not found.push(add, CallNumber(3, finished=0))
-    assert not found.push(add, CallNumber(998))
+    assert not found.push(add, CallNumber(1998))
     assert count_of(found) == 1000
+
+
+def test_functions_that_end_while_one_goes_on_take_no_memory():
+    found = counter()
+    add = [operation("add", ONE)]
+    for function in range(1, 1000):  # number 0 goes on
+        assert found.push(add, CallNumber(function))
+    assert len(found._functions._pushed) == 1
+    assert not any(found.push(add, CallNumber(n)) for n in (1, 500, 999))
+    assert found.push(add, CallNumber(0))
+    assert count_of(found) == 1000
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 20)), max_size=40))
+def test_ranges_are_sets(steps):
+    ranges, numbers = NumberRanges(), set()
+    for is_added, number in steps:
+        if is_added:
+            ranges.add(number)
+            numbers.add(number)
+        else:
+            ranges.drop_below(number)
+            numbers = {each for each in numbers if each >= number}
+        assert numbers == {each for each in range(-1, 23) if each in ranges}
+        assert len(ranges) == sum(each - 1 not in numbers for each in numbers)
 
 
 def test_a_bad_push_may_be_made_again():

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import heapq
 import threading
 from collections.abc import Iterator
 from typing import final
 
 from jaxstrategy.parameter_servers._operations import CallNumber
+from jaxstrategy.parameter_servers.store._number_ranges import NumberRanges
 
 
 @final
@@ -34,14 +34,9 @@ class PushedFunctions:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._pushing: dict[int, CallNumber] = {}
-        self._pushed: set[int] = set()
-        self._oldest: list[int] = []  # a heap of the same
+        self._pushed = NumberRanges()
         self._finished = 0
         self._incarnations: dict[int, int] = {}
-
-    def __len__(self) -> int:
-        """How many functions it remembers."""
-        return len(self._pushed)
 
     def fence(self, worker: int, incarnation: int) -> None:
         """Let nothing count that earlier incarnations push; waits for what they do."""
@@ -72,7 +67,8 @@ class PushedFunctions:
     def _begins(self, call: CallNumber) -> bool:
         with self._changed:
             self._changed.wait_for(lambda: call.function not in self._pushing)
-            self._forget(call.finished)
+            self._finished = max(self._finished, call.finished)
+            self._pushed.drop_below(self._finished)
             has_ended = call.function < self._finished or call.function in self._pushed
             if has_ended or self._is_fenced(call):
                 return False
@@ -84,13 +80,7 @@ class PushedFunctions:
             del self._pushing[call.function]
             if has_pushed:
                 self._pushed.add(call.function)
-                heapq.heappush(self._oldest, call.function)
             self._changed.notify_all()
-
-    def _forget(self, finished: int) -> None:
-        self._finished = max(self._finished, finished)
-        while self._oldest and self._oldest[0] < self._finished:
-            self._pushed.remove(heapq.heappop(self._oldest))
 
     def _is_fenced(self, call: CallNumber) -> bool:
         return call.incarnation < self._incarnations.get(call.worker, 0)
