@@ -10,7 +10,7 @@ from helpers.peers import PlainWorker, remote_worker
 
 import jaxstrategy as js
 from jaxstrategy.parameter_servers._element_changed import ElementChanged
-from jaxstrategy.parameter_servers._operations import CallNumber
+from jaxstrategy.parameter_servers._operations import CallNumber, Read, ServerOperation
 from jaxstrategy.parameter_servers._shipped_program import (
     Call,
     Input,
@@ -54,6 +54,20 @@ def test_results_come_back(plain, worker):
         np.testing.assert_array_equal(each, expected, strict=True)
     assert plain.calls[0].number == CallNumber(7, 2, 3, 1)
     assert type(plain.calls[0].number) is CallNumber
+
+
+def test_a_call_may_have_no_number(plain, worker):
+    worker.call(Call(None, "echo", ()))
+    assert plain.calls[0].number is None
+
+
+def test_all_fields_of_what_travels_in_parts_are_known():
+    """Who adds one of them sends it, too: `_remote_worker`, `_remote_server`."""
+    names = [field.name for field in dataclasses.fields(Call)]
+    assert names == "number program arguments iterators".split()
+    names = [field.name for field in dataclasses.fields(ServerOperation)]
+    assert names == "name variables operands program".split()
+    assert Read._fields == ("variable", "rows")
 
 
 def test_resources_are_built_there_of_each_other(plain, worker):

@@ -70,7 +70,8 @@ class WorkerAnswers:
     def _call(self, request: WireFrame) -> WireFrame:
         number, program, iterators = request.fields
         arguments = tuple(request.arrays)
-        call = Call(CallNumber(*number), program, arguments, tuple(iterators))
+        counted = None if number is None else CallNumber(*number)
+        call = Call(counted, program, arguments, tuple(iterators))
         results = self._worker.call(call)
         if all(_wire_types.is_plain(each.dtype) for each in results):
             return done(None, results)
