@@ -2,6 +2,9 @@
 
 from typing import NoReturn
 
+from jaxstrategy.coordinator._cluster_coordinator import (
+    ClusterCoordinator as ClusterCoordinator,
+)
 from jaxstrategy.coordinator._coordinator_metrics import (
     CoordinatorMetrics as CoordinatorMetrics,
 )
@@ -13,6 +16,10 @@ from jaxstrategy.coordinator._remote_value import (
 from jaxstrategy.coordinator._worker_states import WorkerActivity as WorkerActivity
 from jaxstrategy.coordinator._worker_states import WorkerState as WorkerState
 from jaxstrategy.coordinator._worker_states import WorkerStates as WorkerStates
+from jaxstrategy.parameter_servers.backends._local_processes import (
+    LocalProcesses as LocalProcesses,
+)
+from jaxstrategy.parameter_servers.backends._threads import Threads as Threads
 from jaxstrategy.text import _absent
 
 

@@ -25,11 +25,16 @@ from jaxstrategy.coordinator._scheduler import Scheduler
 from jaxstrategy.coordinator._shard_sums import shard_sums
 from jaxstrategy.coordinator._worker_states import WorkerStates
 from jaxstrategy.parameter_servers._abstract_worker import AbstractWorkerBackend
+from jaxstrategy.scheduled._function_tracer import FunctionTracer
+from jaxstrategy.strategies._parameter_server import ParameterServerStrategy
+from jaxstrategy.text._shown import shown
 from jaxstrategy.text._whole_numbers import whole
 from jaxstrategy.values._types import Function, PyTree
+from jaxstrategy.variables._server_variables import ServerVariables
 
 _SHARDS_PER_WORKER = 5
 _SECONDS_TO_END = 1.0
+_one_at_a_time = threading.Lock()
 
 
 @final
@@ -51,15 +56,71 @@ class ClusterCoordinator:
 
     Args:
       strategy: a `ParameterServerStrategy`.
+      max_restarts: how often in five minutes a worker is started again that finishes no
+        function in between; then that is an error, and the others go on without it. By
+        default 3 times.
 
     Raises:
-      ValueError: it is another strategy.
+      ValueError: it is another strategy, or has a coordinator with other options.
+
+    >>> import jaxstrategy as js
+    >>> strategy = js.ParameterServerStrategy(workers=2, backend="threads")
+    >>> with strategy.scope():
+    ...     total = js.Variable(0.0)
+    >>> with js.coordinator.ClusterCoordinator(strategy) as coordinator:
+    ...     @coordinator.function
+    ...     def add(x):
+    ...         total.assign_add(x)
+    ...         return 2 * x
+    ...     values = [coordinator.schedule(add, (x,)) for x in (1.0, 2.0)]
+    ...     coordinator.fetch(values)
+    ...     coordinator.join()
+    [np.float32(2.0), np.float32(4.0)]
+    >>> total.value()
+    Array(3., dtype=float32)
     """
 
     _strategy: AbstractStrategy
     _tracer: FunctionPreparer
     _scheduler: Scheduler
     _tracings: Stopwatch
+
+    def __new__(
+        cls, strategy: AbstractStrategy, *, max_restarts: int | None = None
+    ) -> Self:
+        """The coordinator of `strategy`."""
+        if not isinstance(strategy, ParameterServerStrategy):
+            raise ValueError(
+                f"`ClusterCoordinator` was given {shown(strategy)}. Only a "
+                "`ParameterServerStrategy` has workers that functions can be scheduled "
+                "on; other strategies run steps themselves, by `strategy.run`."
+            )
+        with _one_at_a_time:
+            found = strategy.coordinator
+            if isinstance(found, cls) and not found._scheduler.is_stopped:
+                found._check_options(max_restarts)
+                return found
+            made = strategy.coordinator = cls._made(strategy, max_restarts)
+        return made
+
+    @classmethod
+    def _made(cls, strategy: ParameterServerStrategy, max_restarts: int | None) -> Self:
+        backend = strategy.backend
+        tracer = FunctionTracer(strategy, strategy.server_pool, backend.platforms)
+        options = {} if max_restarts is None else {"max_restarts": max_restarts}
+        self = cls._of(strategy, backend, tracer, **options)
+        policy = strategy.variable_policy
+        assert isinstance(policy, ServerVariables), "it is that strategy's"
+        policy.read_copies = self._scheduler.copies
+        return self
+
+    def _check_options(self, max_restarts: int | None) -> None:
+        mine = self._scheduler.max_restarts
+        if max_restarts not in (None, mine):
+            raise ValueError(
+                f"`max_restarts` was {max_restarts}, and the strategy has a "
+                f"coordinator with {mine} already. Close that one before."
+            )
 
     @classmethod
     def _of(
@@ -115,7 +176,8 @@ class ClusterCoordinator:
         check_schedulable(fn)
         args, kwargs = _arguments(args, kwargs)
         self._scheduler.raise_error()
-        prepared = self._tracer.prepare(fn, args, kwargs)
+        plain = fn.function if isinstance(fn, CoordinatedFunction) else fn
+        prepared = self._tracer.prepare(plain, args, kwargs)
         if prepared.trace_seconds is not None:
             self._tracings.add(prepared.trace_seconds)
         return self._scheduler.schedule(fn, prepared)
@@ -262,8 +324,8 @@ class ClusterCoordinator:
         )
 
     def _refuse_in_function(self, method: str) -> None:
-        function = getattr(_context.current(), "function", None)
-        if function is not None or self._scheduler.is_in_thread:
+        is_traced = _context.current().function is not None
+        if is_traced or self._scheduler.is_in_thread:
             raise RuntimeError(
                 f"`{method}` was called by code that runs for a scheduled function. It "
                 "is for the coordinator: let the function return what the next one "

@@ -36,7 +36,7 @@ class PreparedFunction(Protocol):
     @property
     def trace_seconds(self) -> float | None: ...
 
-    def arguments_of(self, worker: int) -> tuple[np.ndarray, ...]:
+    def arguments_of(self, worker: int, /) -> tuple[np.ndarray, ...]:
         """The arguments of the program on this worker.
 
         Raises:
@@ -44,11 +44,15 @@ class PreparedFunction(Protocol):
         """
         ...
 
-    def rebuild(self, arrays: Sequence[np.ndarray]) -> PyTree:
+    def taken(self, worker: int, arrays: Sequence[np.ndarray], /) -> list[np.ndarray]:
+        """The program's results of all that a worker has sent for it."""
+        ...
+
+    def rebuild(self, arrays: Sequence[np.ndarray], /) -> PyTree:
         """What the function returned, of the results of its program."""
         ...
 
-    def traced_again(self, changed: ElementChanged) -> PreparedFunction:
+    def traced_again(self, changed: ElementChanged, /) -> PreparedFunction:
         """The same for elements of another type.
 
         Raises:
@@ -61,7 +65,7 @@ class FunctionPreparer(Protocol):
     """Traces the functions of one strategy, each once for each kind of arguments."""
 
     def prepare(
-        self, fn: Any, args: Sequence[PyTree], kwargs: dict[str, PyTree]
+        self, fn: Any, args: Sequence[PyTree], kwargs: dict[str, PyTree], /
     ) -> PreparedFunction:
         """A function with its arguments, traced in this thread if need be.
 

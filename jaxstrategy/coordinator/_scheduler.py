@@ -8,6 +8,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any, final
 
+import numpy as np
+
 from jaxstrategy.coordinator._closure_queue import MOST_QUEUED, ClosureQueue
 from jaxstrategy.coordinator._deaths import Deaths
 from jaxstrategy.coordinator._durations import Stopwatch
@@ -50,6 +52,7 @@ class Scheduler:
       patience: after so many seconds without any worker who waits is told.
 
     Attributes:
+      max_restarts: as given.
       executions, fetches: how long functions took, and to wait for their results.
     """
 
@@ -64,6 +67,7 @@ class Scheduler:
         self._queue: ClosureQueue[WorkerClosure] = ClosureQueue(limit)
         self._numbers = FunctionNumbers()
         self._incarnations = Incarnations(backend)
+        self.max_restarts = max_restarts
         self._patience = patience
         self._kept: weakref.WeakSet[WorkerResource] = weakref.WeakSet()
         failures = Failures(self._queue, self._incarnations, backend.num_workers)
@@ -115,6 +119,19 @@ class Scheduler:
         value = RemoteValue(name)
         self._queue.put(WorkerTask(name, task, value), tag=index)
         return value
+
+    def copies(self, variable: WorkerResource) -> list[np.ndarray]:
+        """What each worker's own variable holds, in their order; waits for them.
+
+        Raises:
+          ClosureInputError: it could not be built.
+          ClosureAbortedError: a worker is gone for good.
+        """
+        values = [
+            self.on_worker(index, "read_all", lambda life: life.own(variable))
+            for index in range(len(self._threads))
+        ]
+        return [value.fetch() for value in values]
 
     def keep(self, resource: WorkerResource) -> None:
         """Let the workers forget a resource when nobody refers to it any more."""
@@ -169,6 +186,11 @@ class Scheduler:
     def running(self) -> int:
         """How many functions run."""
         return len(self._queue.running)
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether no function runs any more."""
+        return self._queue.is_stopped
 
     @property
     def is_in_thread(self) -> bool:

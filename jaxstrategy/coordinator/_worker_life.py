@@ -89,14 +89,9 @@ class WorkerLife:
         if program.key not in self._programs:
             self._worker.define(program)
             self._programs.add(program.key)
-        return self._worker.call(
-            Call(
-                number,
-                program.key,
-                prepared.arguments_of(number.worker),
-                prepared.iterators,
-            )
-        )
+        arguments = prepared.arguments_of(number.worker)
+        call = Call(number, program.key, arguments, prepared.iterators)
+        return prepared.taken(number.worker, self._worker.call(call))
 
     def _build(self, resource: WorkerResource) -> None:
         number = resource.number

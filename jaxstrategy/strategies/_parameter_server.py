@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn, final
+from typing import Any, NoReturn, Protocol, final
 
 from jaxstrategy.cluster.resolvers._cluster_resolver import ClusterResolver
 from jaxstrategy.parameter_servers._abstract_worker import AbstractWorkerBackend
@@ -15,6 +15,12 @@ from jaxstrategy.strategies._choices import Choices
 from jaxstrategy.strategies._strategy import Strategy
 from jaxstrategy.variables._server_variables import ServerVariables
 from jaxstrategy.variables.partitioners import Partitioner
+
+
+class Closing(Protocol):
+    """What is to be closed before the workers end."""
+
+    def close(self) -> None: ...
 
 
 @final
@@ -42,6 +48,9 @@ class ParameterServerStrategy(Strategy):
         cluster and numbers.
       TypeError: something else than these.
 
+    Attributes:
+      coordinator: the one that schedules functions; None before there is one.
+
     >>> import jaxstrategy as js
     >>> strategy = js.ParameterServerStrategy(workers=2, parameter_servers=1,
     ...                                       backend="threads")
@@ -67,6 +76,7 @@ class ParameterServerStrategy(Strategy):
         parameter_servers: int | None = None,
         backend: str | AbstractWorkerBackend | None = None,
     ) -> None:
+        self.coordinator: Closing | None = None
         self._cluster_resolver = cluster_resolver
         self._backend = chosen_backend(
             cluster_resolver, workers, parameter_servers, backend
@@ -95,6 +105,8 @@ class ParameterServerStrategy(Strategy):
 
     def close(self) -> None:
         """End all workers and servers that were started; may be called twice."""
+        if self.coordinator is not None:
+            self.coordinator.close()
         self._backend.close()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:

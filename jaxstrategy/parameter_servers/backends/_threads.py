@@ -123,6 +123,7 @@ class _ThreadWorker(AbstractWorker):
         self._engine.build(resource, builder, uses)
 
     def release(self, resources: Sequence[int]) -> None:
+        self._check()
         self._engine.release(resources)
 
     def call(self, call: Call) -> list[np.ndarray]:
