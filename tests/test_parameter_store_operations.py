@@ -142,3 +142,55 @@ def test_rows_of_other_shapes(name):
         found.push([operation(name, np.array(rows, np.uint8), values)])
         wanted = rows_changed(name, table, rows, values)
         np.testing.assert_array_equal(value_of(found), wanted)
+
+
+def test_rows_as_tensorflow_has_them():
+    found = store(np.zeros((7, 2), np.float32), is_table=True)
+    two = np.ones((3, 2), np.float32)
+    found.push([operation("scatter_add", np.array([0, 0, 6]), two)])
+    assert value_of(found)[:, 0].tolist() == [2, 0, 0, 0, 0, 0, 1]
+    with pytest.raises(IndexError, match=r"Row 7 is not in \[0, 7\)"):
+        found.push([operation("scatter_add", np.array([0, 7, 6]), two)])
+    assert value_of(found)[:, 0].tolist() == [2, 0, 0, 0, 0, 0, 1]
+    for name, row, number, wanted in [
+        ("update", 2, 9, 9),
+        ("mul", 2, 2, 18),
+        ("div", 2, 2, 9),
+        ("max", 4, 5, 5),
+        ("min", 4, 0, 0),
+        ("sub", 4, 3, -3),
+    ]:
+        values = np.full((1, 2), number, np.float32)
+        found.push([operation(f"scatter_{name}", np.array([row]), values)])
+        assert value_of(found)[row].tolist() == [wanted, wanted]
+
+
+def test_quotients_of_integers_keep_what_is_whole():
+    found = store(np.array([-7, 7, 7, 100], np.int8), is_table=True)
+    rows, divisors = np.array([0, 1, 2, 3, 3]), np.array([2, -2, 2, 3, 5], np.int8)
+    found.push([operation("scatter_div", rows, divisors)])
+    assert value_of(found).tolist() == [-3, -3, 3, 6]
+
+
+@pytest.mark.parametrize("is_table", [False, True], ids=["host", "device"])
+def test_integers_go_round_and_floats_go_to_infinity(is_table):
+    for dtype, old, more, wanted in [
+        (np.int8, 127, 1, -128),
+        (np.uint8, 255, 2, 1),
+        (np.float32, 3e38, 3e38, np.inf),
+    ]:
+        found = store(np.array([old], dtype), is_table)
+        found.push([operation("add", np.array([more], dtype))])
+        assert value_of(found)[0] == wanted
+    found = store(np.array([1], np.uint8), is_table)
+    found.push([operation("subtract", np.array([2], np.uint8))])
+    found.push([operation("scatter_sub", np.array([0]), np.array([250], np.uint8))])
+    assert value_of(found)[0] == 5
+
+
+def test_nan_is_the_smallest_and_the_largest():
+    found = store(np.zeros((2, 1), np.float32), is_table=True)
+    nan = np.full((1, 1), np.nan, np.float32)
+    found.push([operation("scatter_min", np.array([0]), nan)])
+    found.push([operation("scatter_max", np.array([1]), nan)])
+    assert np.isnan(value_of(found)).all()
