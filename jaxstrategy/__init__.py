@@ -73,6 +73,7 @@ from jaxstrategy._errors import (
 from jaxstrategy._errors import (
     TracedValueError as TracedValueError,
 )
+from jaxstrategy._errors import WholeTableWarning as WholeTableWarning
 from jaxstrategy._errors import WorkerLost as WorkerLost
 from jaxstrategy._options import ReduceOp as ReduceOp
 from jaxstrategy._options import RunOptions as RunOptions

@@ -342,6 +342,26 @@ class DoubleReductionWarning(UserWarning):
     """
 
 
+class WholeTableWarning(UserWarning):
+    """A function for workers looks up rows, and yet all of the table must be sent.
+
+    >>> import warnings
+    >>> import jaxstrategy as js
+    >>> strategy = js.ParameterServerStrategy(workers=1, parameter_servers=1,
+    ...                                       backend="threads")
+    >>> with strategy.scope():
+    ...     table = js.Variable(jnp.arange(8), name="table")
+    >>> def step(ids):
+    ...     lookup = js.experimental.embedding_lookup
+    ...     return lookup(table, lookup(table, ids))
+    >>> with warnings.catch_warnings(record=True) as told:
+    ...     warnings.simplefilter("always")
+    ...     rows = strategy.run(step, (jnp.array([3]),))
+    >>> print(told[0].category.__name__, rows)
+    WholeTableWarning [3]
+    """
+
+
 class PaddedRowsWarning(UserWarning):
     """A step was given rows that only fill up a batch, and does not ask which.
 

@@ -1,5 +1,6 @@
 """Variables on parameter servers: where they are, and what changes them."""
 
+import contextlib
 import copy
 
 import jax
@@ -318,23 +319,55 @@ def test_replicas_use_rows_of_their_own():
 
 
 @pytest.mark.parametrize(
-    "step",
+    "step, warned",
     [
-        lambda t, ids: (read_rows(ids, (t.value(),)), t.value().sum()),
-        lambda t, ids: read_rows(
-            read_rows(ids, (t.value(),))[:, 0].astype("int32") % 10, (t.value(),)
+        (lambda t, ids: (read_rows(ids, (t.value(),)), t.value().sum()), None),
+        (
+            lambda t, ids: read_rows(
+                read_rows(ids, (t.value(),))[:, 0].astype("int32") % 10, (t.value(),)
+            ),
+            "asks for rows whose numbers depend on rows that it has read",
         ),
-        lambda t, ids: jax.lax.map(lambda i: read_rows(i[None], (t.value(),)), ids),
-        lambda t, ids: (t.assign_add(jnp.ones((10, 2))), read_rows(ids, (t.value(),))),
+        (
+            lambda t, ids: jax.lax.map(lambda i: read_rows(i[None], (t.value(),)), ids),
+            None,
+        ),
+        (
+            lambda t, ids: (
+                t.assign_add(jnp.ones((10, 2))),
+                read_rows(ids, (t.value(),)),
+            ),
+            None,
+        ),
+        (
+            lambda t, ids: (
+                jax.lax.fori_loop(
+                    0,
+                    2,
+                    lambda i, c: (
+                        t.scatter_add(js.IndexedSlices(jnp.ones((3, 2)), ids)),
+                        c,
+                    )[1],
+                    0,
+                ),
+                read_rows(ids, (t.value(),)),
+            ),
+            None,
+        ),
     ],
-    ids=["also whole", "rows of rows", "in a loop", "after an addition"],
+    ids=["also whole", "rows of rows", "in a loop", "after an addition", "changed in"],
 )
-def test_what_needs_more_than_rows_is_right_too(strategy, step):
+def test_what_needs_more_than_rows_is_right_too(strategy, step, warned):
     t = table(strategy)
     ids = np.array([1, 3, 3])
     given = np.arange(20.0, dtype="float32").reshape(10, 2)
     ordinary = js.Variable(given)
-    found = strategy.run(lambda ids: step(t, ids), (ids,))
+    with (
+        contextlib.nullcontext()
+        if warned is None
+        else pytest.warns(js.WholeTableWarning, match=warned)
+    ):
+        found = strategy.run(lambda ids: step(t, ids), (ids,))
     jax.tree.map(np.testing.assert_array_equal, found, step(ordinary, jnp.array(ids)))
     np.testing.assert_array_equal(t.numpy(), ordinary.numpy())
 
@@ -416,7 +449,7 @@ def test_a_strategy_with_processes_is_not_copied(strategy):
     for copied in (copy.copy, copy.deepcopy):
         with pytest.raises(RuntimeError, match="cop"):
             copied(strategy)
-    with pytest.raises(RuntimeError, match="on a parameter server, and cannot be cop"):
+    with pytest.raises(RuntimeError, match="on parameter server 0, and cannot be cop"):
         copy.deepcopy(v)
 
 

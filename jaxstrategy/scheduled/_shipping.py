@@ -11,7 +11,7 @@ from typing import Any, final
 import jax
 from jax.extend import core
 
-from jaxstrategy._errors import MissingExtraError
+from jaxstrategy._errors import MissingExtraError, WholeTableWarning
 from jaxstrategy.parameter_servers._server_pool import ServerPool
 from jaxstrategy.parameter_servers._shipped_program import (
     ElementType,
@@ -33,6 +33,7 @@ from jaxstrategy.scheduled._traced_tables import (
     stand_ins_inside,
     tables_of,
 )
+from jaxstrategy.text import _user_code
 from jaxstrategy.tracing._jaxpr_types import ArrayType, Atom
 from jaxstrategy.tracing.replication._site import Site
 from jaxstrategy.values._types import Function
@@ -80,6 +81,7 @@ class _Shipping:
         self._pool = pool
         self._operations: TracedOperations = operations_of(trace)
         self._found: TracedTables = tables_of(trace, self._operations)
+        _warn_of_whole_tables(trace, self._found)
         self._parts = FunctionParts(trace, self._found.tables, replicas)
         self._outputs: list[Atom] = list(trace.jaxpr.outvars[: len(trace.varies)])
         self._finals: list[int] = []
@@ -319,6 +321,18 @@ def _update_of(operation: TracedOperation) -> ExportedUpdate:
         for atom in operation.eqn.invars
     ]
     return exported_update(core.jaxpr_as_fun(called), types)
+
+
+def _warn_of_whole_tables(trace: FunctionTrace, tables: TracedTables) -> None:
+    for shards, why in tables.whole.items():
+        if why is not None:
+            name = trace.variables[shards[0]].name
+            _user_code.warn(
+                f"`{trace.name}` {why}, of variable {name!r}. So all of it is sent to "
+                "the worker for each call. Where that is much, look the rows up at the "
+                "top level of the function, by numbers that it is given or computes.",
+                WholeTableWarning,
+            )
 
 
 def _check_stand_ins(trace: FunctionTrace) -> None:

@@ -44,11 +44,11 @@ class TracedTables:
     Attributes:
       tables: those of which only rows are needed.
       whole: those of which it looks rows up, and yet needs all: the shards of each, and
-        why.
+        why; None if it uses all of it elsewhere.
     """
 
     tables: Sequence[TracedTable]
-    whole: dict[tuple[int, ...], str]
+    whole: dict[tuple[int, ...], str | None]
 
 
 def tables_of(trace: FunctionTrace, operations: TracedOperations) -> TracedTables:
@@ -63,7 +63,7 @@ def tables_of(trace: FunctionTrace, operations: TracedOperations) -> TracedTable
         late = _with_late_ids(trace, left)
         if late is None:
             break
-        whole[late] = "which rows it uses depends on rows that it has read"
+        whole[late] = "asks for rows whose numbers depend on rows that it has read"
     tables = [TracedTable(shards, each) for shards, each in left.items()]
     return TracedTables(tables, whole)
 
@@ -72,7 +72,7 @@ def _also_whole(
     trace: FunctionTrace,
     operations: TracedOperations,
     uses: dict[tuple[int, ...], list[TracedOperation]],
-) -> Iterator[tuple[tuple[int, ...], str]]:
+) -> Iterator[tuple[tuple[int, ...], str | None]]:
     """Tables that something else uses, too, than reads and changes of their rows."""
     known = {id(each.eqn): each for each in operations.operations}
     read: set[int] = set()
@@ -92,9 +92,9 @@ def _also_whole(
     for shards in uses:
         others = {i for other in uses if other != shards for i in other}
         if not operations.whole.issuperset(shards):
-            yield shards, "it changes rows in a branch or a loop"
+            yield shards, "changes rows in a branch or a loop"
         elif read.intersection(shards) or others.intersection(shards):
-            yield shards, "it uses all of it, too"
+            yield shards, None
 
 
 def _version(atom: Atom, operations: TracedOperations) -> int | None:
