@@ -1,5 +1,7 @@
 """Who is gone is noticed and named; who only computes for long is not gone."""
 
+import errno
+import gc
 import os
 import socket
 import threading
@@ -19,7 +21,7 @@ from helpers.peers import (
 import jaxstrategy as js
 from jaxstrategy.parameter_servers._operations import CallNumber, Read
 from jaxstrategy.parameter_servers._shipped_program import Call
-from jaxstrategy.parameter_servers.wire import _frame, _stream
+from jaxstrategy.parameter_servers.wire import _door, _frame, _stream
 from jaxstrategy.parameter_servers.wire._door import Door, attended
 from jaxstrategy.parameter_servers.wire._frame import WireFrame
 from jaxstrategy.parameter_servers.wire._heartbeat import Heartbeat
@@ -454,6 +456,58 @@ def test_streams_go_through_a_door():
     server.close()
     responder.close()
     assert sorted(plain.values) == [1, 2]
+
+
+def test_a_door_that_nobody_attends_is_given_up(monkeypatch):
+    monkeypatch.setattr(_door, "PATIENCE", 0.05)
+    here, there = socket.socketpair()
+    door, opened = Door(here), []
+    with pytest.raises(OSError) as caught:
+        while len(opened) < 5000:
+            opened.append(door.another())
+    # Linux allows so many descriptors on their way as a process may have open.
+    assert isinstance(caught.value, TimeoutError) or caught.value.errno in (
+        errno.ETOOMANYREFS,
+        errno.EMFILE,
+    )
+    for each in (*opened, there):
+        each.close()
+    door.close()
+
+
+def test_connections_of_a_peer_that_nobody_has_are_closed():
+    with served(ServerAnswers(PlainServer())) as dial:
+        streams = []
+
+        def dialled():
+            streams.append(dial())
+            return streams[-1]
+
+        server = RemoteServer(Peer("Server", dialled, js.ParameterServerLost))
+        server.versions([])
+        assert not streams[0].is_closed
+        del server
+        gc.collect()
+        assert streams[0].is_closed
+
+
+CIRCLE: list = []
+CIRCLE.append(CIRCLE)
+
+
+@pytest.mark.parametrize("fields", [{1, 2}, CIRCLE, object()], ids=type)
+def test_an_answer_that_cannot_be_sent_is_an_error_of_that_request_only(fields):
+    def answer(request, stream):
+        return WireFrame(Kind.DONE, fields if request.kind == 64 else None)
+
+    with served(answer) as dial:
+        peer = Peer("Server", dial_of([dial()]), js.ParameterServerLost)
+        with pytest.raises(TypeError):
+            peer.ask(WireFrame(64))
+        with pytest.raises(TypeError):
+            peer.ask(WireFrame(65, fields))
+        assert peer.ask(WireFrame(65)).kind == Kind.DONE
+        peer.close()
 
 
 def test_behind_a_closed_door_all_is_lost():

@@ -12,7 +12,10 @@ import threading
 from collections.abc import Callable
 from typing import final
 
-from jaxstrategy.parameter_servers.wire._stream import LARGEST, Stream
+from jaxstrategy.parameter_servers.wire._stream import LARGEST, Stream, limit_silence
+
+PATIENCE = 10.0
+"""Seconds in which the other process must take what goes through a door."""
 
 _STREAM, _DOOR = b"s", b"d"
 _CLOSED_ON_EXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)  # Linux
@@ -28,6 +31,8 @@ class Door:
     """
 
     def __init__(self, sock: socket.socket, largest: int = LARGEST) -> None:
+        # A process that is stopped takes some hundreds, and then none.
+        limit_silence(sock, PATIENCE)
         self._sock = sock
         self._largest = largest
         self._lock = threading.Lock()
@@ -58,8 +63,10 @@ class Door:
             try:
                 with self._lock:
                     socket.send_fds(self._sock, [what], [others.fileno()])
-            except BaseException:
+            except BaseException as error:
                 own.close()
+                if isinstance(error, BlockingIOError):
+                    raise TimeoutError("it takes no new connection") from None
                 raise
         return own
 

@@ -79,7 +79,7 @@ def packed(frame: WireFrame, largest: int) -> tuple[bytes, list[bytes | memoryvi
     """
     arrays = [_native(array) for array in frame.arrays]
     types = _wire_types.written(arrays)
-    fields = b"" if frame.fields is None else _encode(frame.fields).encode()
+    fields = b"" if frame.fields is None else _written(frame.fields)
     contents = [_raw(array) for array in arrays]
     size = sum(map(len, contents))
     rest = len(types) + len(fields) + len(frame.blob)
@@ -129,6 +129,13 @@ def unpacked(
     if sum([size for *_, size in types]) != found.contents:
         raise FrameError("the arrays of a message have another size than was announced")
     return fields, rest[middle : found.rest], types
+
+
+def _written(fields: Fields) -> bytes:
+    try:
+        return _encode(fields).encode()
+    except (ValueError, RecursionError) as error:  # such as circles
+        raise TypeError(f"{error}, in fields that were to be JSON") from None
 
 
 def _native(array: np.ndarray) -> np.ndarray:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable
 from typing import final
 
@@ -61,6 +62,7 @@ class Peer:
         self._idle: list[Stream] = []
         self._all: set[Stream] = set()
         self._why: str | None = None
+        weakref.finalize(self, _close, self._all)
 
     def ask(self, request: WireFrame, seconds: float | None = None) -> WireFrame:
         """The answer to a request.
@@ -93,11 +95,10 @@ class Peer:
         """Close all streams; who waits for an answer gets the error of a lost one."""
         with self._lock:
             self._why = self._why or why
-            streams = list(self._all)
+            streams = set(self._all)
             self._all.clear()
             self._idle.clear()
-        for stream in streams:
-            stream.close()
+        _close(streams)
 
     def _exchanged(
         self,
@@ -214,6 +215,11 @@ def dial_of(streams: Iterable[Stream]) -> Callable[[], Stream]:
             raise ConnectionError("all connections to it are in use") from None
 
     return dial
+
+
+def _close(streams: set[Stream]) -> None:
+    for stream in streams:
+        stream.close()
 
 
 class _LateError(Exception):

@@ -16,7 +16,7 @@ from jaxstrategy.parameter_servers.wire import _frame, _receive_buffers
 from jaxstrategy.parameter_servers.wire._frame import FrameError, Lengths, WireFrame
 from jaxstrategy.parameter_servers.wire._receive_buffers import ReceiveBuffers
 
-LARGEST = 1 << 34
+LARGEST = 1 << 38
 """Bytes of a frame, if nothing else is said."""
 _SEAL_BYTES = 32
 _SEQUENCE = struct.Struct(">Q")
@@ -80,12 +80,7 @@ class Stream:
 
     def limit_silence(self, seconds: float | None) -> None:
         """Let `send` and `receive` fail when no byte moves for so long."""
-        # In the kernel: a timeout of Python's would cost another system call each time.
-        # Nothing is for ever, a microsecond is the shortest.
-        micro = 0 if seconds is None else max(1, int(seconds * 1e6))
-        value = struct.pack("ll", *divmod(micro, 1_000_000))
-        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
-        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
+        limit_silence(self._sock, seconds)
 
     def send(self, frame: WireFrame) -> None:
         """Send a frame; its arrays must not change meanwhile.
@@ -241,6 +236,16 @@ def pair(largest: int = LARGEST) -> tuple[Stream, Stream]:
     """Both ends of a connection within one process."""
     one, other = socket.socketpair()
     return Stream(one, largest=largest), Stream(other, largest=largest)
+
+
+def limit_silence(sock: socket.socket, seconds: float | None) -> None:
+    """Let calls of a blocking socket fail when no byte moves for so long."""
+    # In the kernel: a timeout of Python's would cost another system call each time.
+    # Nothing is for ever, a microsecond is the shortest.
+    micro = 0 if seconds is None else max(1, int(seconds * 1e6))
+    value = struct.pack("ll", *divmod(micro, 1_000_000))
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
 
 
 def _seal(key: bytes, sequence: int, data: bytes) -> bytes:
