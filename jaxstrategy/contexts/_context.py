@@ -56,6 +56,8 @@ class Context:
         None elsewhere.
       worker: the worker of a coordinator for which a dataset is built or read. Read by
         `parameter_servers._worker_surroundings`.
+      is_shipping: whether objects are pickled to be sent to a worker, where variables
+        and strategies are its own. Read by what refuses to be pickled otherwise.
       function: what a function uses that a coordinator sends to workers, while it is
         traced. Read by `scheduled._recorder`.
     """
@@ -79,6 +81,7 @@ class Context:
     local: LocalSteps | None = None
     function: object = None
     worker: object = None
+    is_shipping: bool = False
 
     @property
     def jit_key(self) -> Hashable:

@@ -9,9 +9,21 @@ from jaxstrategy.coordinator._coordinator_metrics import (
     CoordinatorMetrics as CoordinatorMetrics,
 )
 from jaxstrategy.coordinator._durations import Durations as Durations
+from jaxstrategy.coordinator._per_worker_dataset import (
+    PerWorkerDataset as PerWorkerDataset,
+)
+from jaxstrategy.coordinator._per_worker_dataset import (
+    PerWorkerIterator as PerWorkerIterator,
+)
+from jaxstrategy.coordinator._per_worker_value import (
+    PerWorkerValue as PerWorkerValue,
+)
 from jaxstrategy.coordinator._remote_value import RemoteValue as RemoteValue
 from jaxstrategy.coordinator._remote_value import (
     RemoteValueStatus as RemoteValueStatus,
+)
+from jaxstrategy.coordinator._worker_index import (
+    experimental_get_current_worker_index as experimental_get_current_worker_index,
 )
 from jaxstrategy.coordinator._worker_states import WorkerActivity as WorkerActivity
 from jaxstrategy.coordinator._worker_states import WorkerState as WorkerState
@@ -21,6 +33,8 @@ from jaxstrategy.parameter_servers.backends._local_processes import (
 )
 from jaxstrategy.parameter_servers.backends._threads import Threads as Threads
 from jaxstrategy.text import _absent
+
+PerWorkerValues = PerWorkerValue  # TensorFlow's name for it under `experimental`
 
 
 def __getattr__(name: str) -> NoReturn:

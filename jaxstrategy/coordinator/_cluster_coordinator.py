@@ -18,6 +18,7 @@ from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
 from jaxstrategy.coordinator._coordinator_metrics import CoordinatorMetrics
 from jaxstrategy.coordinator._durations import Stopwatch
 from jaxstrategy.coordinator._live_table import Console, LiveTable
+from jaxstrategy.coordinator._per_worker_dataset import PerWorkerDataset
 from jaxstrategy.coordinator._prepared_function import FunctionPreparer
 from jaxstrategy.coordinator._remote_value import RemoteValue
 from jaxstrategy.coordinator._schedulable import CoordinatedFunction, check_schedulable
@@ -25,6 +26,7 @@ from jaxstrategy.coordinator._scheduler import Scheduler
 from jaxstrategy.coordinator._shard_sums import shard_sums
 from jaxstrategy.coordinator._worker_states import WorkerStates
 from jaxstrategy.parameter_servers._abstract_worker import AbstractWorkerBackend
+from jaxstrategy.parameter_servers._worker_surroundings import WorkerSurroundings
 from jaxstrategy.scheduled._function_tracer import FunctionTracer
 from jaxstrategy.strategies._parameter_server import ParameterServerStrategy
 from jaxstrategy.text._shown import shown
@@ -81,6 +83,7 @@ class ClusterCoordinator:
     """
 
     _strategy: AbstractStrategy
+    _backend: AbstractWorkerBackend
     _tracer: FunctionPreparer
     _scheduler: Scheduler
     _tracings: Stopwatch
@@ -131,7 +134,7 @@ class ClusterCoordinator:
         **options: Any,
     ) -> Self:
         self = super().__new__(cls)
-        self._strategy, self._tracer = strategy, tracer
+        self._strategy, self._backend, self._tracer = strategy, backend, tracer
         self._tracings = Stopwatch()
         self._scheduler = scheduler = Scheduler(backend, **options)
         scheduler.start()
@@ -221,6 +224,47 @@ class ClusterCoordinator:
             if _is_remote(leaf):
                 leaves[index] = leaf.fetch()
         return jax.tree.unflatten(structure, leaves)
+
+    def create_per_worker_dataset(
+        self, dataset_fn: Any, *, resume: bool = False
+    ) -> PerWorkerDataset:
+        """A dataset that each worker makes and reads by itself, from its beginning.
+
+        Each worker calls the function, and again when it was lost; and so does the
+        coordinator, once and now, so that errors come out here. It reads one element
+        when something asks what elements are like. Each worker reads all elements,
+        unless the function uses `experimental_get_current_worker_index()` to choose
+        some. Functions take elements of `iter(dataset)`, which they are passed.
+
+        Args:
+          dataset_fn: a function that returns a dataset, without arguments or of an
+            `InputContext`; or a dataset. All that `experimental_distribute_dataset`
+            takes is one, and what that returns: then elements are batches divided over
+            the worker's devices. Workers in other processes get it by cloudpickle.
+          resume: whether a worker that was lost goes on after the last element that a
+            function has used there, instead of at the beginning.
+
+        Raises:
+          ValueError: it is, or returns, no dataset; or it makes variables.
+          TypeError: likewise; or it takes other arguments, can be read only once, or
+            not be resumed.
+          Exception: what the function raises.
+
+        >>> import jaxstrategy as js
+        >>> strategy = js.ParameterServerStrategy(workers=2, backend="threads")
+        >>> with js.coordinator.ClusterCoordinator(strategy) as coordinator:
+        ...     dataset = coordinator.create_per_worker_dataset(lambda: [3.0] * 4)
+        ...     @coordinator.function
+        ...     def double(iterator):
+        ...         return 2 * next(iterator)
+        ...     coordinator.schedule(double, (iter(dataset),)).fetch()
+        np.float32(6.0)
+        """
+        self._refuse_in_function("create_per_worker_dataset")
+        surroundings = WorkerSurroundings(
+            0, self._backend.servers, self._strategy.replicas
+        )
+        return PerWorkerDataset(dataset_fn, surroundings, len(self.workers), resume)
 
     def function(self, fn: Function) -> CoordinatedFunction:
         """Mark a plain function as one that may be scheduled; also as a decorator."""

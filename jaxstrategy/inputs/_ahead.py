@@ -9,6 +9,8 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
+from jaxstrategy.contexts import _context
+
 _T = TypeVar("_T")
 
 # A thread that waits for a source is left behind at the end of the program.
@@ -22,6 +24,8 @@ class Ahead(Iterator[_T]):
     raises, and when this object is closed, is collected or the program ends. What the
     function raised is raised here, after all that it returned before, at each further
     `next`.
+
+    The thread knows for which worker of a coordinator it reads, as its maker does.
 
     Args:
       make: called in the thread. Must not refer to this object.
@@ -39,7 +43,13 @@ class Ahead(Iterator[_T]):
         self._raised: BaseException | None = None
         self._thread = threading.Thread(
             target=_work,
-            args=(make, self._wanted, self._results, self._stop),
+            args=(
+                make,
+                self._wanted,
+                self._results,
+                self._stop,
+                _context.current().worker,
+            ),
             name="jaxstrategy input",
             daemon=True,
         )
@@ -82,13 +92,15 @@ def _work(
     wanted: queue.SimpleQueue[None],
     results: queue.SimpleQueue[Any],
     stop: threading.Event,
+    worker: object,
 ) -> None:
     while True:
         wanted.get()
         if stop.is_set():
             return
         try:
-            result = make(), None
+            with _context.entered(worker=worker):
+                result = make(), None
         except BaseException as error:
             # Of any kind: who waits for the result would otherwise wait for ever.
             result = None, error

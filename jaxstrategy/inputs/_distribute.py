@@ -48,12 +48,7 @@ class Feeding:
           ValueError: `options` ask for a pipeline for each replica.
           TypeError: `dataset` is nothing that batches can be read from.
         """
-        if options.experimental_replication_mode is InputReplicationMode.PER_REPLICA:
-            raise ValueError(
-                "InputReplicationMode.PER_REPLICA is for input functions: use "
-                "`strategy.distribute_datasets_from_function(fn, options)`. Here one "
-                "dataset is divided over all replicas."
-            )
+        refuse_for_each_replica(options)
         source = as_source(dataset)
 
         def start() -> Steps:
@@ -93,6 +88,20 @@ class Feeding:
             return [InputContext(count, index, total)]
         own = range(first, first + self._fed.local)
         return [InputContext(total, replica, total) for replica in own]
+
+
+def refuse_for_each_replica(options: InputOptions) -> None:
+    """Raise if one dataset is to be a pipeline for each replica.
+
+    Raises:
+      ValueError: `options` say so.
+    """
+    if options.experimental_replication_mode is InputReplicationMode.PER_REPLICA:
+        raise ValueError(
+            "InputReplicationMode.PER_REPLICA is for input functions: use "
+            "`strategy.distribute_datasets_from_function(fn, options)`. Here one "
+            "dataset is divided over all replicas."
+        )
 
 
 def _length_of(source: Source) -> int | None:

@@ -66,7 +66,7 @@ class ScheduledArguments:
             own,
             tuple(iterators.values()),
             tuple(slots.values()),
-            has_values(given),
+            has_values(own),
         )
 
     def retyped(self, changed: ElementChanged) -> Self:

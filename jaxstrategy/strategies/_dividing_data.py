@@ -100,12 +100,7 @@ class DividesData(ComposedStrategy):
         (Array([4, 5], dtype=int32), Array([6, 7], dtype=int32))
         """
         _context.require_host(self, "distribute_datasets_from_function")
-        if not callable(dataset_fn):
-            raise TypeError(
-                f"`dataset_fn` is {dataset_fn!r}, which cannot be called. A function "
-                "of an `InputContext` was wanted; a dataset itself is for "
-                "`experimental_distribute_dataset`."
-            )
+        require_function(dataset_fn)
         return self._feeding.of_function(dataset_fn, checked_input_options(options))
 
     def experimental_distribute_datasets_from_function(
@@ -131,3 +126,17 @@ class DividesData(ComposedStrategy):
     @property
     def _feeding(self) -> Feeding:
         return feeding_for(self.replicas, self._choices.processes)
+
+
+def require_function(dataset_fn: object) -> None:
+    """Raise unless it can be called.
+
+    Raises:
+      TypeError: it cannot.
+    """
+    if not callable(dataset_fn):
+        raise TypeError(
+            f"`dataset_fn` is {dataset_fn!r}, which cannot be called. A function of an "
+            "`InputContext` was wanted; a dataset itself is for "
+            "`experimental_distribute_dataset`."
+        )

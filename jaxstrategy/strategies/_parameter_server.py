@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NoReturn, Protocol, final
 
 from jaxstrategy.cluster.resolvers._cluster_resolver import ClusterResolver
+from jaxstrategy.contexts import _context
+from jaxstrategy.inputs._deferred_dataset import DeferredDataset
+from jaxstrategy.inputs._distribute import refuse_for_each_replica
+from jaxstrategy.inputs._input_options import (
+    InputContext,
+    InputOptions,
+    checked_input_options,
+)
+from jaxstrategy.parameter_servers import _worker_surroundings
 from jaxstrategy.parameter_servers._abstract_worker import AbstractWorkerBackend
 from jaxstrategy.parameter_servers._server_pool import ServerPool
 from jaxstrategy.parameter_servers.backends._chosen_backend import chosen_backend
+from jaxstrategy.parameter_servers.backends._worker_side import WorkerSide
 from jaxstrategy.replicas import _devices
 from jaxstrategy.replicas._replicas import Replicas
 from jaxstrategy.scheduled._server_executor import ServerExecutor
 from jaxstrategy.strategies._choices import Choices
+from jaxstrategy.strategies._dividing_data import require_function
 from jaxstrategy.strategies._strategy import Strategy
 from jaxstrategy.variables._server_variables import ServerVariables
 from jaxstrategy.variables.partitioners import Partitioner
@@ -109,11 +121,78 @@ class ParameterServerStrategy(Strategy):
             self.coordinator.close()
         self._backend.close()
 
+    def experimental_distribute_dataset(
+        self, dataset: Any, options: InputOptions | None = None
+    ) -> DeferredDataset:
+        """`dataset`, each of its global batches divided over a worker's replicas.
+
+        For the function given to `ClusterCoordinator.create_per_worker_dataset`, or to
+        be given to that itself: the batches are read on the workers, each of which
+        reads all of them.
+
+        Args:
+          dataset: where batches come from, as of other strategies.
+          options: see `InputOptions`.
+
+        Returns:
+          What cannot be iterated over directly.
+
+        Raises:
+          TypeError: `dataset` is nothing that batches can be read from.
+          ValueError: `options` ask for an input pipeline for each replica.
+          ContextError: inside `run`.
+        """
+        _context.require_host(self, "experimental_distribute_dataset")
+        checked = checked_input_options(options)
+        refuse_for_each_replica(checked)
+        return DeferredDataset(dataset, is_function=False, options=checked)
+
+    def distribute_datasets_from_function(
+        self,
+        dataset_fn: Callable[[InputContext], Any],
+        options: InputOptions | None = None,
+    ) -> DeferredDataset:
+        """The batches of what `dataset_fn` makes, each for one replica of a worker.
+
+        As `experimental_distribute_dataset`. The context says that there is one input
+        pipeline, and as many replicas as one worker has.
+
+        Args:
+          dataset_fn: given an `InputContext`, returns where batches come from.
+          options: see `InputOptions`.
+
+        Returns:
+          What cannot be iterated over directly.
+
+        Raises:
+          TypeError: `dataset_fn` cannot be called.
+          ContextError: inside `run`.
+        """
+        _context.require_host(self, "distribute_datasets_from_function")
+        require_function(dataset_fn)
+        checked = checked_input_options(options)
+        return DeferredDataset(dataset_fn, is_function=True, options=checked)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        if _context.current().is_shipping:
+            return _on_worker, (self._backend.num_workers,)
+        raise self._no_copy()
+
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        raise RuntimeError(
+        raise self._no_copy()
+
+    def _no_copy(self) -> RuntimeError:
+        return RuntimeError(
             "A ParameterServerStrategy cannot be copied: it stands for processes that "
             "live. Make another one."
         )
+
+
+def _on_worker(num_workers: int) -> ParameterServerStrategy:
+    """The strategy on a worker to which something was sent that refers to it."""
+    surroundings = _worker_surroundings.current()
+    assert surroundings is not None, "a worker takes apart what it was sent"
+    return ParameterServerStrategy(backend=WorkerSide(surroundings, num_workers))
 
 
 def _stand_ins(count: int) -> list[_devices.Device]:

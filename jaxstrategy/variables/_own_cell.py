@@ -60,22 +60,23 @@ class OwnCell(AbstractCell):
         Raises:
           ContextError: always.
         """
-        raise self._refusal("used")
+        raise self._refusal()
 
     def lend(self) -> NoReturn:
         """As `ref`."""
-        raise self._refusal("used")
+        raise self._refusal()
 
     def __getitem__(self, index: EllipsisType) -> NoReturn:
-        raise self._refusal("read")
+        raise self._refusal()
 
     def __setitem__(self, index: EllipsisType, value: jax.Array) -> NoReturn:
-        raise self._refusal("changed")
+        raise self._refusal()
 
-    def _refusal(self, done: str) -> ContextError:
+    def _refusal(self) -> ContextError:
         return ContextError(
             f"Variable {self._name!r} was made with `per_worker_variable=True`, and "
-            f"was {done} outside of a scheduled function, where it has no value: each "
-            "worker has a copy. `read_all()` reads all of them; functions that a "
-            "`ClusterCoordinator` schedules read and change that of their worker."
+            "was read or changed outside of a scheduled function, where it has no "
+            "value: each worker has a copy. `read_all()` reads all of them; functions "
+            "that a `ClusterCoordinator` schedules read and change that of their "
+            "worker."
         )

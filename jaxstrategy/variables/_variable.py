@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import NoReturn, Self, final
+from typing import Self, final
 
 import jax
 import numpy as np
@@ -17,6 +17,7 @@ from jaxstrategy.contexts import _context
 from jaxstrategy.contexts._context import (
     Context,
 )
+from jaxstrategy.parameter_servers import _worker_surroundings
 from jaxstrategy.replicas import _mesh, _overflow
 from jaxstrategy.replicas._inner_placement import own_copy
 from jaxstrategy.replicas._replicas import SAME
@@ -49,7 +50,7 @@ from jaxstrategy.variables._reference import Reference
 from jaxstrategy.variables._scatters import Scatters
 from jaxstrategy.variables._sharding_choice import ShardingChoice, VariableSharding
 from jaxstrategy.variables._worker_copies import WorkerCopies
-from jaxstrategy.variables.kinds._kind import VariableKind
+from jaxstrategy.variables.kinds._kind import SentKind, VariableKind
 
 _numbers = itertools.count()
 
@@ -415,7 +416,12 @@ class Variable(Operators, Assignments, Scatters, WorkerCopies, Properties):
         _registry.add(twin, self._strategy)
         return twin
 
-    def __reduce__(self) -> NoReturn:
+    def __reduce__(self) -> tuple[object, ...]:
+        if _context.current().is_shipping:
+            names = ("_name", "_trainable", "_synchronization", "_aggregation")
+            names = (*names, "_shape", "_dtype")
+            kept = {name: getattr(self, name) for name in names}
+            return _on_worker, (self._name, self._kind.sent(), kept)
         raise TypeError(
             f"Variable {self._name!r} cannot be pickled: it stands for memory of this "
             "process's devices. Save `variable.numpy()`, and assign it to a variable "
@@ -441,8 +447,23 @@ class Variable(Operators, Assignments, Scatters, WorkerCopies, Properties):
         return children[0]
 
 
+def _on_worker(name: str, kind: SentKind, attributes: dict[str, Any]) -> Variable:
+    """The variable on a worker to which something was sent that refers to it."""
+    variable = object.__new__(Variable)
+    vars(variable).update(attributes)
+    variable.number, variable._strategy = next(_numbers), None
+    variable._kind, variable._cell = kind.on_worker(name, variable._aggregation)
+    return variable
+
+
 def _policy() -> VariablePolicy:
     """That of the current strategy."""
+    if _worker_surroundings.current() is not None:
+        raise ValueError(
+            "Creating variables in `dataset_fn` is not allowed: workers call it, and "
+            "again when they were lost. Make the variable outside, in the scope of the "
+            "strategy; the function may read it."
+        )
     strategy = _context.current().strategy
     policy = ORDINARY if strategy is None else strategy.variable_policy
     assert isinstance(policy, VariablePolicy), "which contexts know in part only"

@@ -42,6 +42,16 @@ from jaxstrategy.variables._initial_value import Start
 from jaxstrategy.variables._sharding_choice import ShardingChoice
 
 
+class SentKind(abc.ABC):
+    """Where a variable is, as it is sent to workers."""
+
+    @abc.abstractmethod
+    def on_worker(
+        self, name: str, aggregation: VariableAggregation
+    ) -> tuple[VariableKind, AbstractCell]:
+        """The kind of the variable on the worker that asks, and what holds it."""
+
+
 class VariableKind(abc.ABC):
     """The way in which one variable is kept.
 
@@ -132,6 +142,19 @@ class VariableKind(abc.ABC):
           change: what the user called.
         """
         return self.write(ref, side, fn(self.read(ref, side), *operands), change)
+
+    def sent(self) -> SentKind:
+        """What workers need to read and change the variable where it is.
+
+        Raises:
+          TypeError: they cannot reach it.
+        """
+        raise TypeError(
+            f"Variable {self.name!r} is {self.describe}, where workers do not reach "
+            "it, and was to be sent to one, as part of the function of a dataset. Make "
+            "it in the scope of the ParameterServerStrategy, or let the function refer "
+            "to `variable.numpy()`."
+        )
 
     @abc.abstractmethod
     def of_one_replica(self, start: Start) -> jax.Array:

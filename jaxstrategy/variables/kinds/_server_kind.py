@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Protocol, Self, cast, final
 
@@ -12,6 +13,7 @@ import numpy as np
 from jaxstrategy._options import VariableAggregation
 from jaxstrategy.contexts import _context
 from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
+from jaxstrategy.parameter_servers import _worker_surroundings
 from jaxstrategy.parameter_servers._server_pool import ServerPool
 from jaxstrategy.replicas._random_keys import is_key
 from jaxstrategy.replicas._replicas import Replicas
@@ -21,7 +23,7 @@ from jaxstrategy.values._slices import IndexedSlices
 from jaxstrategy.values._types import Value
 from jaxstrategy.variables import _access, _server_functions
 from jaxstrategy.variables._access import Side
-from jaxstrategy.variables._cell import Holder
+from jaxstrategy.variables._cell import AbstractCell, Holder
 from jaxstrategy.variables._changes import Change, changed
 from jaxstrategy.variables._initial_value import Start
 from jaxstrategy.variables._row_functions import changed_rows
@@ -31,6 +33,7 @@ from jaxstrategy.variables.kinds._exported_update import (
     ExportedUpdate,
     exported_update,
 )
+from jaxstrategy.variables.kinds._kind import SentKind, VariableKind
 from jaxstrategy.variables.kinds._mirrored_kind import MirroredKind
 from jaxstrategy.variables.kinds._pending_change import PendingChange
 
@@ -71,7 +74,7 @@ class ServerKind(MirroredKind):
         name: str,
         aggregation: VariableAggregation,
         home: Replicas,
-        owner: AbstractStrategy,
+        owner: AbstractStrategy | None,
         pool: ServerPool,
         server: int,
         workers: Replicas,
@@ -118,6 +121,25 @@ class ServerKind(MirroredKind):
         server = self._pool.servers[self.server]
         self._cell = ServerCell(server, number, like, self.name, self._pool.forget)
         return self._cell
+
+    def sent(self) -> SentKind:
+        """The server and the number there."""
+        like = jax.ShapeDtypeStruct(self._cell.shape, self._cell.dtype)
+        return _SentServerKind(self.server, self._cell.number, like)
+
+    @classmethod
+    def on_worker(
+        cls, name: str, aggregation: VariableAggregation, sent: _SentServerKind
+    ) -> ServerKind:
+        """The kind of a variable that code on a worker reads, with its own cell."""
+        surroundings = _worker_surroundings.current()
+        assert surroundings is not None, "a worker takes apart what it was sent"
+        home, pool = Replicas.alone(), ServerPool(surroundings.servers)
+        kind = cls(name, aggregation, home, None, pool, sent.server, home)
+        server = pool.servers[sent.server]
+        # The coordinator says when the variable is gone.
+        kind._cell = ServerCell(server, sent.number, sent.like, name, _nothing)
+        return kind
 
     @property
     def pending(self) -> Sequence[PendingChange]:
@@ -249,6 +271,24 @@ class ServerKind(MirroredKind):
             )
         new = changed_rows(name, rows.indices, rows.values, (ref[...],))
         return self._stored(ref, new[0])
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class _SentServerKind(SentKind):
+    server: int
+    number: int
+    like: jax.ShapeDtypeStruct
+
+    def on_worker(
+        self, name: str, aggregation: VariableAggregation
+    ) -> tuple[VariableKind, AbstractCell]:
+        kind = ServerKind.on_worker(name, aggregation, self)
+        return kind, kind._cell
+
+
+def _nothing(number: int) -> None:
+    return None
 
 
 _SCATTERS = {
