@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import Self, final
+from typing import Any, Self, final
 
 import jax
 import numpy as np

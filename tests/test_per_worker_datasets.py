@@ -1,0 +1,578 @@
+"""Each worker reads datasets by itself: TensorFlow's cases, and lists as the oracle."""
+
+import collections
+import functools
+import itertools
+import threading
+
+import jax
+import numpy as np
+import pytest
+from helpers.per_worker import coordinated, until_each_has, until_the_end
+from helpers.threads import threads, until
+
+import jaxstrategy as js
+
+index = js.coordinator.experimental_get_current_worker_index
+
+
+@pytest.fixture(scope="module")
+def three():
+    with coordinated(3) as coordinator:
+        yield coordinator
+
+
+@pytest.fixture
+def one():
+    with coordinated(1) as coordinator:
+        yield coordinator
+
+
+def first(iterator):
+    return index(), next(iterator)
+
+
+def values(found):
+    return {
+        worker: [np.asarray(x).tolist() for x in own] for worker, own in found.items()
+    }
+
+
+# The function that makes it.
+
+
+def test_the_coordinator_calls_the_function_once_and_each_worker_once(three):
+    calls = []
+
+    def make():
+        calls.append((index(), threading.current_thread().name))
+        return range(1000)
+
+    dataset = three.create_per_worker_dataset(make)
+    assert [worker for worker, _ in calls] == [0]
+    iterators = iter(dataset), iter(dataset)
+    assert dataset.element_spec == jax.ShapeDtypeStruct((), np.int32)
+    assert len(calls) == 1
+
+    def both(first, second):
+        return index(), next(first) + next(second)
+
+    until_each_has(three, three.function(both), iterators)
+    assert sorted(worker for worker, _ in calls) == [0, 0, 1, 2]
+    assert sorted(name for _, name in calls[1:]) == [
+        f"jaxstrategy worker {i}" for i in range(3)
+    ]
+
+
+@pytest.mark.parametrize("made", [KeyError("x"), js.ObjectError("odd")])
+def test_what_the_function_raises_comes_out_here(three, made):
+    def make():
+        raise made
+
+    with pytest.raises(type(made)) as caught:
+        three.create_per_worker_dataset(make)
+    assert caught.value is made
+
+
+def test_a_function_of_two_arguments_is_refused(three):
+    def make(x, y):
+        return [x, y]
+
+    with pytest.raises(TypeError, match=r"`make\(x, y\)`.*InputContext.*was wanted"):
+        three.create_per_worker_dataset(make)
+
+
+def test_a_function_may_take_an_input_context(one):
+    seen = []
+
+    def make(context):
+        seen.append(context)
+        return [np.ones(context.get_per_replica_batch_size(8))]
+
+    dataset = one.create_per_worker_dataset(make)
+    assert dataset.element_spec.shape == (8,)
+    assert seen == [js.InputContext(1, 0, 1)]
+
+
+@pytest.mark.parametrize("given", [3, "text", None, np.ones(3), int], ids=repr)
+@pytest.mark.parametrize("returned", [False, True])
+def test_what_is_no_dataset_is_refused(three, given, returned):
+    """A ValueError as in TensorFlow, and a TypeError as of our other strategies."""
+    for kind in (ValueError, TypeError):
+        with pytest.raises(kind, match="Unexpected dataset type!"):
+            three.create_per_worker_dataset((lambda: given) if returned else given)
+
+
+def test_an_iterator_is_no_dataset_for_several_workers(three):
+    with pytest.raises(TypeError, match=r"list_iterator can be read only once.*lambda"):
+        three.create_per_worker_dataset(iter([1, 2]))
+    inner = three.strategy.experimental_distribute_dataset(iter([np.ones(2)]))
+    with pytest.raises(TypeError, match="DeferredDataset can be read only once"):
+        three.create_per_worker_dataset(inner)
+
+
+def test_another_strategys_dataset_is_refused(three):
+    mirrored = js.MirroredStrategy(js.simulate(8)[:2])
+    dataset = mirrored.experimental_distribute_dataset([np.ones(2)])
+    with pytest.raises(TypeError, match="distributed by another strategy"):
+        three.create_per_worker_dataset(dataset)
+
+
+def test_a_dataset_without_elements_has_no_type(three):
+    dataset = three.create_per_worker_dataset(lambda: [])
+    with pytest.raises(ValueError, match="has no elements"):
+        dataset.element_spec
+
+
+def test_variables_are_not_made_in_it(three):
+    def make():
+        js.Variable(1.0)
+        return [1]
+
+    with pytest.raises(ValueError, match="Creating variables in `dataset_fn` is not"):
+        three.create_per_worker_dataset(make)
+
+    def within():
+        with three.strategy.scope():
+            js.Variable(1.0)
+        return [1]
+
+    with pytest.raises(ValueError, match="Creating variables in `dataset_fn` is not"):
+        three.create_per_worker_dataset(within)
+
+
+# What it may be.
+
+
+def generator():
+    yield from (np.float32(5), np.float32(6), np.float32(7))
+
+
+SOURCES = {
+    "a list": lambda: [5.0, 6.0, 7.0],
+    "a function of a list": lambda: lambda: [5.0, 6.0, 7.0],
+    "a generator function": lambda: generator,
+    "a function of a generator function": lambda: lambda: generator,
+    "js.batches": lambda: lambda: js.batches(np.array([5.0, 6.0, 7.0]), 1),
+    "a partial": lambda: functools.partial(list, (5.0, 6.0, 7.0)),
+}
+
+
+def tensorflow():
+    tf = pytest.importorskip("tensorflow")
+    return lambda: tf.data.Dataset.range(5, 8).map(lambda x: tf.cast(x, tf.float32))
+
+
+def grain():
+    grain = pytest.importorskip("grain")
+    return lambda: grain.MapDataset.source([5.0, 6.0, 7.0]).to_iter_dataset()
+
+
+def torch():
+    data = pytest.importorskip("torch.utils.data")
+    return lambda: data.DataLoader(np.float32([5, 6, 7]), batch_size=1)
+
+
+SOURCES |= {"tf.data": tensorflow, "grain": grain, "torch": torch}
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_each_worker_reads_all_of_it_from_the_start(name, one):
+    dataset = one.create_per_worker_dataset(SOURCES[name]())
+    step = one.function(lambda iterator: next(iterator))
+    iterator = iter(dataset)
+    found = [one.schedule(step, (iterator,)) for _ in range(3)]
+    assert np.ravel(one.fetch(found)).tolist() == [5, 6, 7]
+    again = one.schedule(step, (iter(dataset),))
+    assert np.ravel(again.fetch()).tolist() == [5]
+    one.join()
+
+
+def test_structures_and_dtypes_arrive_as_they_are(one):
+    element = {"x": (np.arange(3, dtype=np.int8), 2.5), "y": [np.uint8(4), None]}
+    dataset = one.create_per_worker_dataset(lambda: [element])
+    step = one.function(lambda iterator: iterator.get_next())
+    found = one.schedule(step, (iter(dataset),)).fetch()
+    assert jax.tree.structure(found) == jax.tree.structure(element)
+    assert [str(x.dtype) for x in jax.tree.leaves(found)] == [
+        "int8",
+        "float32",
+        "uint8",
+    ]
+    np.testing.assert_array_equal(found["x"][0], [0, 1, 2])
+    spec = dataset.element_spec
+    assert spec["x"][0] == jax.ShapeDtypeStruct((3,), np.int8) and spec["y"][1] is None
+
+
+@pytest.mark.parametrize(
+    ("element", "message"),
+    [("text", "which is not an array of numbers"), (2**40, "int32 holds")],
+    ids=["text", "large"],
+)
+def test_elements_that_jax_does_not_hold_are_errors(one, element, message):
+    dataset = one.create_per_worker_dataset(lambda: [{"x": element}])
+    with pytest.raises((TypeError, ValueError), match=message):
+        dataset.element_spec
+
+
+def test_arrays_that_the_source_uses_again_are_copied(one):
+    def make():
+        memory = np.zeros(1000, np.float32)
+        for i in range(6):
+            memory[:] = i
+            yield memory
+
+    iterator = iter(one.create_per_worker_dataset(make))
+    step = one.function(lambda iterator: next(iterator)[0])
+    found = one.fetch([one.schedule(step, (iterator,)) for _ in range(6)])
+    assert found == [0, 1, 2, 3, 4, 5]
+
+
+# Reading it.
+
+
+def test_two_iterators_are_independent(one):
+    dataset = one.create_per_worker_dataset(lambda: [7, 8, 9])
+    step = one.function(lambda a, b: (next(a), next(a), next(b)))
+    found = one.schedule(step, (iter(dataset), iter(dataset))).fetch()
+    assert found == (7, 8, 7)
+
+
+def test_the_same_iterator_twice_is_one(one):
+    iterator = iter(one.create_per_worker_dataset(lambda: [7, 8, 9]))
+    step = one.function(lambda pair, again: (next(pair[0]), next(again)))
+    assert one.schedule(step, ([iterator, 1],), {"again": iterator}).fetch() == (7, 8)
+
+
+def test_a_variable_adds_up_what_workers_read(three):
+    """5 functions that add 2 make 10, 5 more 20."""
+    with three.strategy.scope():
+        total = js.Variable(0.0)
+    iterator = iter(three.create_per_worker_dataset(lambda: itertools.repeat(2.0, 100)))
+
+    @three.function
+    def add(iterator):
+        total.assign_add(next(iterator))
+
+    for expected in (10, 20):
+        for _ in range(5):
+            three.schedule(add, (iterator,))
+        three.join()
+        assert total.value() == expected
+
+
+def test_each_worker_begins_at_the_start(three):
+    iterator = iter(three.create_per_worker_dataset(lambda: itertools.count(1)))
+    found = values(until_each_has(three, three.function(first), (iterator,)))
+    for own in found.values():
+        assert own == list(range(1, len(own) + 1))
+
+
+def test_an_exhausted_dataset_gives_each_element_once_per_worker(three):
+    iterator = iter(three.create_per_worker_dataset(lambda: range(5)))
+    step = three.function(lambda iterator: next(iterator))
+    found = until_the_end(three, step, (iterator,))
+    # It may be that a worker came to nothing: who is free takes the next function.
+    counts = collections.Counter(int(x) for x in found)
+    assert set(counts) == set(range(5)) and len(set(counts.values())) == 1
+
+
+def test_the_end_is_an_error_of_that_function(one):
+    with one.strategy.scope():
+        total = js.Variable(0)
+    iterator = iter(one.create_per_worker_dataset(lambda: range(2)))
+
+    @one.function
+    def add(iterator):
+        total.assign_add(1)
+        return next(iterator)
+
+    for _ in range(3):
+        value = one.schedule(add, (iterator,))
+    with pytest.raises(js.OutOfRangeError, match=r"`add` took an element.*no more"):
+        one.join()
+    with pytest.raises(js.OutOfRangeError):
+        value.fetch()
+    one.join()
+    assert total.value() == 2
+
+
+def test_optional_elements_say_whether_there_is_one(three):
+    iterator = iter(three.create_per_worker_dataset(lambda: range(1, 3)))
+
+    @three.function
+    def take(iterator):
+        found = iterator.get_next_as_optional()
+        return index(), (found.has_value(), found.get_value())
+
+    found = until_each_has(three, take, (iterator,))
+    three.join()
+    for own in found.values():
+        expected = [(True, 1), (True, 2), *[(False, 0)] * len(own)]
+        assert own == expected[: len(own)]
+
+
+def test_the_worker_index_divides_a_dataset():
+    """range(10) in 5 parts: the parts' sums are 5, 7, 9, 11 and 13."""
+    with coordinated(5) as five:
+
+        def make():
+            return range(10)[index() :: 5]
+
+        iterator = iter(five.create_per_worker_dataset(make))
+
+        @five.function
+        def total(iterator):
+            found = [iterator.get_next_as_optional() for _ in range(2)]
+            return index(), sum(x.get_value() for x in found)
+
+        found = until_each_has(five, total, (iterator,))
+        assert sorted(int(own[0]) for own in found.values()) == [5, 7, 9, 11, 13]
+
+
+def test_a_generator_knows_its_worker_while_it_reads(three):
+    def make():
+        while True:
+            yield index()
+
+    iterator = iter(three.create_per_worker_dataset(make))
+    found = values(until_each_has(three, three.function(first), (iterator,)))
+    for worker, own in found.items():
+        assert set(own) == {worker}
+
+
+def test_without_a_seed_orders_differ(three):
+    def shuffled(*seed):
+        return np.random.default_rng(*seed).permutation(1000)
+
+    @three.function
+    def ten(iterator):
+        return index(), [next(iterator) for _ in range(10)]
+
+    def orders(*seed):
+        iterator = iter(three.create_per_worker_dataset(lambda: list(shuffled(*seed))))
+        return [
+            tuple(map(int, x[0]))
+            for x in until_each_has(three, ten, (iterator,)).values()
+        ]
+
+    assert len(set(orders())) == 3
+    assert set(orders(4)) == {tuple(shuffled(4)[:10])}
+
+
+def test_a_map_is_a_map(one):
+    dataset = one.create_per_worker_dataset(lambda: map(lambda x: x + 10, range(3)))
+    step = one.function(lambda iterator: next(iterator))
+    assert one.schedule(step, (iter(dataset),)).fetch() == 10
+
+
+def test_a_variable_is_read_when_an_element_is_made(one):
+    with one.strategy.scope():
+        v = js.Variable(3.0)
+
+    def make():
+        for i in itertools.count():
+            yield i + v
+
+    iterator = iter(one.create_per_worker_dataset(make))
+    step = one.function(lambda iterator: next(iterator))
+    assert one.schedule(step, (iterator,)).fetch() == 3
+    v.assign(100.0)
+    found = one.fetch([one.schedule(step, (iterator,)) for _ in range(6)])
+    # Some had been read ahead.
+    assert found[-1] == 106
+    assert all(x in (i + 3, i + 100) for i, x in enumerate(found, 1))
+
+
+def test_what_reads_ahead_ends_with_the_iterator(one):
+    before = set(threads())
+    dataset = one.create_per_worker_dataset(lambda: range(100))
+    iterator = iter(dataset)
+    step = one.function(lambda iterator: next(iterator))
+    assert one.schedule(step, (iterator,)).fetch() == 0
+    assert set(threads()) - before
+    del iterator
+    until(lambda: not set(threads()) - before)
+
+
+def test_a_released_source_is_closed(one):
+    closed = threading.Event()
+
+    def make():
+        try:
+            while True:
+                yield 1
+        finally:
+            closed.set()
+
+    iterator = iter(one.create_per_worker_dataset(lambda: make))
+    step = one.function(lambda iterator: next(iterator))
+    one.schedule(step, (iterator,)).fetch()
+    closed.clear()  # the coordinator has read and closed its own
+    del iterator
+    assert closed.wait(20)
+
+
+# On the coordinator, and in functions.
+
+
+def test_the_iterator_has_one_entry_for_each_worker_and_none_here(three):
+    iterator = iter(three.create_per_worker_dataset(lambda: [1]))
+    assert isinstance(iterator, js.coordinator.PerWorkerValue) and len(iterator) == 3
+    assert iterator.element_spec == jax.ShapeDtypeStruct((), np.int32)
+    assert repr(iterator) == "<PerWorkerIterator on 3 workers>"
+    calls = (lambda: next(iterator), iterator.get_next, iterator.get_next_as_optional)
+    for call in (*calls, lambda: iterator.values, lambda: list(iterator)):
+        with pytest.raises(NotImplementedError, match="elements are on the workers"):
+            call()
+
+
+def test_iter_in_a_function_is_an_error(three):
+    dataset = three.create_per_worker_dataset(lambda: [1])
+
+    @three.function
+    def step():
+        return next(iter(dataset))
+
+    with pytest.raises(RuntimeError, match="`iter` of a per-worker dataset"):
+        three.schedule(step)
+    three.join()
+
+
+def test_a_loop_over_an_iterator_is_an_error(three):
+    iterator = iter(three.create_per_worker_dataset(lambda: [1]))
+
+    @three.function
+    def step(iterator):
+        return sum(x for x in iterator)
+
+    with pytest.raises(
+        TypeError, match=r"with `for`: how many.*for _ in range\(steps\)"
+    ):
+        three.schedule(step, (iterator,))
+
+
+def test_an_iterator_used_later_is_an_error(one):
+    kept = []
+    iterator = iter(one.create_per_worker_dataset(lambda: [1]))
+
+    @one.function
+    def step(iterator):
+        kept.append(iterator)
+        return next(iterator)
+
+    one.schedule(step, (iterator,)).fetch()
+    with pytest.raises(js.ContextError, match="outside of the function"):
+        next(kept[0])
+
+
+def test_a_dataset_is_not_made_in_a_function(three):
+    @three.function
+    def step():
+        three.create_per_worker_dataset(lambda: [1])
+
+    with pytest.raises(RuntimeError, match="`create_per_worker_dataset` was called by"):
+        three.schedule(step)
+
+
+# The worker's index.
+
+
+def test_the_index_is_traced_once_for_all_workers(three):
+    traces = []
+
+    @three.function
+    def step():
+        traces.append(1)
+        inside = three.strategy.run(lambda: 10 * index())
+        return index(), (index(), inside)
+
+    found = until_each_has(three, step)
+    assert len(traces) == 1
+    for worker, own in found.items():
+        for inner, inside in own:
+            assert inner == worker and inner.dtype == np.int32 and inner.shape == ()
+            assert inside == 10 * worker
+
+
+def test_the_index_is_nobodys_elsewhere(three):
+    with pytest.raises(RuntimeError, match="code that no worker runs"):
+        index()
+    with three.strategy.scope(), pytest.raises(RuntimeError, match="no worker runs"):
+        index()
+
+
+def test_python_does_not_know_the_index(three):
+    @three.function
+    def step():
+        return 1 if index() == 0 else 2
+
+    with pytest.raises(js.TracedValueError, match=r"(?s)`step` asked.*jax.lax.cond"):
+        three.schedule(step)
+
+
+# What goes wrong on workers.
+
+
+def fails_on_workers(error):
+    calls = itertools.count()
+
+    def make():
+        if next(calls):
+            raise error
+        return [1, 2]
+
+    return make
+
+
+def test_a_dataset_that_fails_hurts_only_who_uses_it(three):
+    error = KeyError("broken")
+    iterator = iter(three.create_per_worker_dataset(fails_on_workers(error)))
+    plain = three.function(lambda: np.float32(1))
+    value = three.schedule(plain)
+    three.join()
+    assert three.done() and value.fetch() == 1
+    step = three.function(lambda iterator: next(iterator))
+    broken = three.schedule(step, (iterator,))
+    with pytest.raises(js.ClosureInputError) as caught:
+        three.join()
+    assert caught.value.original_exception is error
+    with pytest.raises(js.ClosureInputError):
+        broken.fetch()
+    three.schedule(plain)
+    three.join()
+
+
+def test_an_error_while_reading_is_an_error_of_the_function(one):
+    def make():
+        yield 1
+        yield 2
+        raise KeyError("bad record")
+
+    iterator = iter(one.create_per_worker_dataset(make))
+    step = one.function(lambda iterator: next(iterator))
+    assert one.fetch([one.schedule(step, (iterator,)) for _ in range(2)]) == [1, 2]
+    for _ in range(2):
+        one.schedule(step, (iterator,))
+        with pytest.raises(KeyError, match="bad record"):
+            one.join()
+
+
+def test_workers_do_not_share_what_the_coordinator_has_begun(three):
+    begun = iter(range(1, 10))
+    iterator = iter(three.create_per_worker_dataset(lambda: begun))
+    step = three.function(lambda iterator: next(iterator))
+    three.schedule(step, (iterator,))
+    with pytest.raises(js.ClosureInputError, match="an iterator that the coordinator"):
+        three.join()
+
+
+def test_iterators_go_on_after_a_cancellation(one):
+    iterator = iter(one.create_per_worker_dataset(lambda: itertools.count()))
+    step = one.function(lambda iterator: next(iterator))
+    other = iter(one.create_per_worker_dataset(fails_on_workers(ValueError("bad"))))
+    assert one.schedule(step, (iterator,)).fetch() == 0
+    one.schedule(step, (other,))
+    with pytest.raises(js.ClosureInputError):
+        one.join()
+    assert one.schedule(step, (iterator,)).fetch() == 1
