@@ -121,7 +121,7 @@ def test_another_strategys_dataset_is_refused(three):
 def test_a_dataset_without_elements_has_no_type(three):
     dataset = three.create_per_worker_dataset(lambda: [])
     with pytest.raises(ValueError, match="has no elements"):
-        dataset.element_spec
+        _ = dataset.element_spec
 
 
 def test_variables_are_not_made_in_it(three):
@@ -212,7 +212,7 @@ def test_structures_and_dtypes_arrive_as_they_are(one):
 def test_elements_that_jax_does_not_hold_are_errors(one, element, message):
     dataset = one.create_per_worker_dataset(lambda: [{"x": element}])
     with pytest.raises((TypeError, ValueError), match=message):
-        dataset.element_spec
+        _ = dataset.element_spec
 
 
 def test_arrays_that_the_source_uses_again_are_copied(one):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar, final
+from typing import TypeVar
 
 from jaxstrategy.inputs._input_options import InputOptions
 from jaxstrategy.inputs._iterator import DistributedIterator
@@ -14,7 +14,6 @@ from jaxstrategy.values._types import PyTree
 _S = TypeVar("_S")
 
 
-@final
 class DistributedDataset:
     """Batches for all replicas, as often as they are iterated over.
 

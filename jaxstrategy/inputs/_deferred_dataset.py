@@ -15,7 +15,7 @@ from jaxstrategy.replicas._replicas import Replicas
 
 
 @final
-class DeferredDataset:
+class DeferredDataset(DistributedDataset):
     """Batches for the replicas of whichever worker reads them.
 
     Made by `experimental_distribute_dataset` and `distribute_datasets_from_function` of
@@ -52,8 +52,8 @@ class DeferredDataset:
     @property
     def only_once(self) -> Iterator[Any] | None:
         """The iterator that it reads from, if that can be read only once."""
-        is_once = isinstance(self._given, Iterator) and not self._is_function
-        return self._given if is_once else None
+        given: Any = self._given
+        return given if isinstance(given, Iterator) and not self._is_function else None
 
     def placed(self, replicas: Replicas) -> DistributedDataset:
         """The batches, divided over some replicas of this process.
@@ -76,6 +76,12 @@ class DeferredDataset:
           ValueError: always; the per-worker dataset made of it has one.
         """
         raise self._refusal()
+
+    def __len__(self) -> NoReturn:
+        raise TypeError(
+            "How many steps a dataset of a ParameterServerStrategy has is known on the "
+            "workers only."
+        )
 
     def reduce(self, initial_state: object, reduce_func: object) -> NoReturn:
         """None: the batches are not here.

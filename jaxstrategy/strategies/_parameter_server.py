@@ -176,13 +176,10 @@ class ParameterServerStrategy(Strategy):
     def __reduce__(self) -> tuple[object, ...]:
         if _context.current().is_shipping:
             return _on_worker, (self._backend.num_workers,)
-        raise self._no_copy()
+        return super().__reduce__()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        raise self._no_copy()
-
-    def _no_copy(self) -> RuntimeError:
-        return RuntimeError(
+        raise RuntimeError(
             "A ParameterServerStrategy cannot be copied: it stands for processes that "
             "live. Make another one."
         )

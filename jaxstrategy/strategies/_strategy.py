@@ -87,7 +87,7 @@ class Strategy(RunsSteps, ExplainsSteps, ReducesValues, PlacesValues, DividesDat
             "would be another strategy that shares this one's compiled steps."
         )
 
-    def __reduce__(self) -> NoReturn:
+    def __reduce__(self) -> tuple[object, ...]:
         raise TypeError(
             f"{self!r} cannot be pickled: it stands for devices of this process. Make "
             "a strategy in each process instead."
