@@ -388,7 +388,13 @@ def _arguments(args: Any, kwargs: Any) -> tuple[tuple[PyTree, ...], dict[str, Py
             f"`kwargs` was a {type(kwargs).__name__}; a dict of the arguments by their "
             "names was wanted."
         )
-    return tuple(args or ()), dict(kwargs or {})
+    given = tuple(args or ()), dict(kwargs or {})
+    if any(map(_is_remote, jax.tree.leaves(given))):
+        raise TypeError(
+            "An argument of a function to be scheduled was a `RemoteValue`, which has "
+            "its results when its own function has ended. Give what `get()` returns."
+        )
+    return given
 
 
 def _is_remote(leaf: object) -> bool:
