@@ -45,7 +45,8 @@ class StoredVariable:
     def change(self, name: str, operands: Sequence[np.ndarray]) -> None:
         """Do one of `OF_WHOLE` or `OF_ROWS`."""
         with self.lock:
-            # A kept array stays one, or a step that does both would copy it twice.
+            # An array that programs have changed stays with them: a step that does both
+            # would copy it twice.
             array = self.on_device() if name in OF_ROWS else self._array
             array.change(name, *operands)
             self.version += 1
