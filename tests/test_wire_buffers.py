@@ -87,6 +87,36 @@ def test_a_program_that_runs_keeps_its_arguments_memory():
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-3)
 
 
+def late(x):
+    """Reads its argument when other work is done."""
+    matrix = jax.lax.fori_loop(0, 50, lambda _, m: jnp.sin(m @ m), jnp.eye(200) / 2)
+    return x + jnp.minimum(matrix[0, 0], 0) * 0
+
+
+def unchanged(x):
+    return x
+
+
+@pytest.mark.parametrize("donated", [(), (0,)], ids=["kept", "donated"])
+@pytest.mark.parametrize("function", [late, unchanged])
+def test_memory_is_not_used_again_while_a_program_reads_or_holds_it(function, donated):
+    buffers = ReceiveBuffers()
+    jitted = jax.jit(function, donate_argnums=donated)
+    ahead = jitted.lower(jax.ShapeDtypeStruct((SIZE // 4,), np.float32)).compile()
+    for call in (jitted, ahead):
+        for place_ in (lambda x: x, jax.device_put, jnp.asarray):
+            array = buffers.take(SIZE).view(np.float32)
+            array[:] = 7
+            found = call(place_(array))
+            del array
+            for _ in range(3):
+                buffers.take(SIZE)[:] = 255  # whatever is given, it is written
+            np.testing.assert_array_equal(found, np.full(SIZE // 4, 7, np.float32))
+            for _ in range(3):
+                buffers.take(SIZE)[:] = 255
+            np.testing.assert_array_equal(found, np.full(SIZE // 4, 7, np.float32))
+
+
 def test_similar_sizes_share_memory_and_others_do_not():
     buffers = ReceiveBuffers()
     where = place(buffers.take(SIZE - 3))

@@ -13,9 +13,10 @@ from typing import final
 
 import numpy as np
 
+from jaxstrategy.parameter_servers._aligned_memory import aligned_empty
+
 SMALLEST = 1 << 16
 """Bytes below which memory of malloc is as fast."""
-_ALIGNMENT = 64  # JAX on a CPU takes such arrays without a copy
 
 
 class _Loan(weakref.ref):
@@ -58,7 +59,7 @@ class ReceiveBuffers:
         room = _rounded(size)
         memory = self._found(room)
         if memory is None:
-            memory = _aligned(room)
+            memory = aligned_empty((room,), np.uint8)
         # NumPy collapses chains of views down to the array whose base is no array.
         array = np.frombuffer(memory.data, np.uint8, size)
         loan = _Loan(array, self._give_back)
@@ -110,9 +111,3 @@ def _rounded(size: int) -> int:
     """The next of eight sizes up to the next power of two."""
     step = 1 << max(0, size.bit_length() - 4)
     return -(-size // step) * step
-
-
-def _aligned(size: int) -> np.ndarray:
-    memory = np.empty(size + _ALIGNMENT, np.uint8)
-    start = -memory.ctypes.data % _ALIGNMENT
-    return memory[start : start + size]
