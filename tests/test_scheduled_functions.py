@@ -328,3 +328,17 @@ def test_training_on_workers_approaches_the_minimum(shared):
         shared.coordinator.schedule(scheduled)
     shared.coordinator.join()
     assert abs(float(k) - 1) < 0.2 * before
+
+
+def test_a_method_is_traced_once(shared):
+    class Model:
+        traces = 0
+
+        def step(self, x):
+            self.traces += 1
+            return 2 * x
+
+    model = Model()
+    scheduled = [shared.schedule(model.step, float(i)) for i in range(3)]
+    assert [float(each.fetch()) for each in scheduled] == [0, 2, 4]
+    assert model.traces == 1

@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxstrategy.parameter_servers._abstract_server import AbstractServer
 from jaxstrategy.parameter_servers._abstract_worker import Builder
+from jaxstrategy.parameter_servers._aligned_memory import aligned_empty
 from jaxstrategy.parameter_servers._operations import Read, ServerOperation
 from jaxstrategy.parameter_servers._peeked_iterator import Elements
 from jaxstrategy.parameter_servers._resources import Resources
@@ -92,6 +93,8 @@ class WorkerEngine:
         outputs = loaded.main(*values.inputs[: program.main_inputs])
         results = [np.asarray(array) for array in outputs[: program.results]]
         pushes = loaded.pushes(outputs, values.ids)
+        # A server in this process copies an array that somebody has before it adds.
+        del values
         self._check()
         for server, operations in pushes.items():
             self._servers[server].push(operations, call.number)
@@ -202,7 +205,8 @@ class _UsedRows:
     def place(self, given: dict[Input, Any], parts: Sequence[np.ndarray]) -> None:
         """Put the rows, and where they are among them, to the other inputs."""
         table = self._table
-        rows = np.zeros((table.rows, *table.row), table.dtype)
+        # XLA takes memory that is aligned without copying it.
+        rows = aligned_empty((table.rows, *table.row), np.dtype(table.dtype))
         first = 0
         for part in parts:
             rows[first : first + len(part)] = part

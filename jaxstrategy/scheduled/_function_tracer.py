@@ -6,6 +6,7 @@ import dataclasses
 import json
 import threading
 import time
+import types
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, final
@@ -121,8 +122,8 @@ class FunctionTracer:
         self._pool = pool
         self._platforms = tuple(platforms)
         self._call = call
-        self._programs: dict[int, dict[Hashable, _Program]] = {}
-        self._alive: dict[int, Callable[[], Function | None]] = {}
+        self._programs: dict[Hashable, dict[Hashable, _Program]] = {}
+        self._alive: dict[Hashable, Callable[[], Function | None]] = {}
         # One thread traces: what it finds out is kept for the others.
         self._one_tracer = threading.RLock()
         self.traces = 0
@@ -161,7 +162,7 @@ class FunctionTracer:
         )
 
     def _known(self, fn: Function, key: Hashable) -> _Program | None:
-        program = self._programs.get(id(fn), {}).get(key)
+        program = self._programs.get(_identity(fn), {}).get(key)
         if program is None or any(ref() is None for ref in program.variables):
             return None
         same = zip(program.captured, _captured(fn), strict=False)
@@ -177,12 +178,12 @@ class FunctionTracer:
     ) -> _Program:
         trace = trace_function(fn, self._strategy, signature, arrays, self._call)
         turns = trace.recorder.turns
-        types = [
+        elements = [
             [slot.type(turn).type for turn in range(turns.get(slot.number, 0))]
             for slot in slots
         ]
         program = shipped(
-            trace, self._strategy.replicas, self._pool, self._platforms, types
+            trace, self._strategy.replicas, self._pool, self._platforms, elements
         )
         self.traces += 1
         used = [
@@ -202,7 +203,7 @@ class FunctionTracer:
         return made
 
     def _remember(self, fn: Function) -> dict[Hashable, _Program]:
-        number = id(fn)
+        number = _identity(fn)
         if number not in self._programs:
 
             def forget() -> None:
@@ -237,6 +238,13 @@ def _is_used(variable: Handle, program: ShippedProgram) -> bool:
         return own.resource.number in (*used, *(number for number, _ in program.own))
     number = getattr(getattr(variable, "cell", None), "number", None)
     return number in {number for number, _ in program.homes}
+
+
+def _identity(fn: Function) -> Hashable:
+    """What says which function it is; a method is another object at each access."""
+    if isinstance(fn, types.MethodType):
+        return id(fn.__self__), id(fn.__func__)
+    return id(fn)
 
 
 def _captured(fn: Any) -> list[object]:
