@@ -80,8 +80,8 @@ class Prepared:
         """
         count = self.program.results
         told = iter(arrays[count:])
-        for each, types in zip(self.given, self.program.iterators, strict=True):
-            if types and each.tells_position:
+        for each, found in zip(self.given, self.program.iterators, strict=True):
+            if found and each.tells_position:
                 each.keep_position(worker, json.loads(bytes(next(told))))
         return list(arrays[:count])
 
@@ -225,7 +225,7 @@ class FunctionTracer:
             for array, differs in zip(arrays, program.varies, strict=True)
         ]
         own = [
-            array if how is None else jax.random.wrap_key_data(array, impl=how)
+            array if how is None else _keys(array, how)
             for array, how in zip(own, program.key_results, strict=True)
         ]
         return _results.unwrap_plain(program.results.rebuild(own))
@@ -238,6 +238,11 @@ def _is_used(variable: Handle, program: ShippedProgram) -> bool:
         return own.resource.number in (*used, *(number for number, _ in program.own))
     number = getattr(getattr(variable, "cell", None), "number", None)
     return number in {number for number, _ in program.homes}
+
+
+def _keys(numbers: Any, how: Any) -> jax.Array:
+    """Random keys again, of the numbers that a worker has sent."""
+    return jax.random.wrap_key_data(numbers, impl=how)
 
 
 def _identity(fn: Function) -> Hashable:
