@@ -61,7 +61,7 @@ class Scheduler:
         backend: AbstractWorkerBackend,
         max_restarts: int = 3,
         limit: int = MOST_QUEUED,
-        patience: float = 3.0,
+        patience: float = 10.0,
     ) -> None:
         self.executions, self.fetches = Stopwatch(), Stopwatch()
         self._queue: ClosureQueue[WorkerClosure] = ClosureQueue(limit)
