@@ -196,7 +196,7 @@ def test_strangers_are_hung_up_on(address, name, monkeypatch):
         raise AssertionError("it was unpickled")
 
     monkeypatch.setattr(_pickled, "loaded", never)
-    with Host(address, WorkerAnswers(PlainWorker()), seconds=0.2) as host:
+    with Host(address, WorkerAnswers(PlainWorker()), seconds=1.0) as host:
         with host.called() as sock:
             sock.sendall(GARBAGE[name])
             try:
