@@ -1,0 +1,290 @@
+"""Variables of which each worker has a copy; TensorFlow's cases, and counts by hand."""
+
+import copy
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers.per_worker import coordinated, until_each_has
+
+import jaxstrategy as js
+
+index = js.coordinator.experimental_get_current_worker_index
+
+
+@pytest.fixture(scope="module")
+def three():
+    with coordinated(3) as coordinator:
+        yield coordinator
+
+
+def own(coordinator, start=0.0, **options):
+    with coordinator.strategy.scope():
+        return js.Variable(start, per_worker_variable=True, **options)
+
+
+def test_copies_count_what_their_workers_ran(three):
+    """9 functions that add 1 make copies whose sum is 9; 9 more, 18."""
+    total = own(three)
+    add = three.function(lambda: total.assign_add(1.0))
+    for expected in (9, 18):
+        for _ in range(9):
+            three.schedule(add)
+        three.join()
+        copies = total.read_all()
+        assert len(copies) == 3 and all(isinstance(x, jax.Array) for x in copies)
+        assert sum(copies) == expected
+
+
+def test_copies_are_read_in_the_order_of_the_workers(three):
+    mine = own(three, -1)
+
+    @three.function
+    def note():
+        mine.assign(10 * index())
+        return index(), mine.value()
+
+    for worker, found in until_each_has(three, note).items():
+        assert set(map(int, found)) == {10 * worker}
+    assert mine.read_all() == [0, 10, 20]
+    # A second function sees what the first one has left.
+    found = until_each_has(three, three.function(lambda: (index(), mine + 1)))
+    assert {worker: int(x[0]) for worker, x in found.items()} == {0: 1, 1: 11, 2: 21}
+
+
+def test_copies_begin_with_the_initial_value(three):
+    start = np.arange(6, dtype=np.int8).reshape(2, 3)
+    variable = own(three, start)
+    start[:] = 9  # the variable has a copy
+    for found in variable.read_all():
+        assert found.dtype == np.int8
+        np.testing.assert_array_equal(found, [[0, 1, 2], [3, 4, 5]])
+
+
+def test_it_may_be_an_argument(three):
+    total = own(three)
+
+    @three.function
+    def add(variable, x):
+        variable.assign_add(x)
+
+    for _ in range(10):
+        three.schedule(add, (total, 1.0))
+    three.join()
+    assert sum(total.read_all()) == 10
+
+
+def test_none_counts_as_a_servers_variable():
+    with coordinated(2, servers=2) as coordinator, coordinator.strategy.scope():
+        variables = [js.Variable(0.0, per_worker_variable=i == 1) for i in range(3)]
+    assert [v.device for v in variables] == [
+        "/job:ps/replica:0/task:0/device:CPU:0",
+        "/job:worker/device:CPU:0",
+        "/job:ps/replica:0/task:1/device:CPU:0",
+    ]
+
+
+def test_all_changes_work_in_a_function():
+    """The oracle is NumPy."""
+    with coordinated(1) as one:
+        v = own(one, [1.0, 2.0, 3.0])
+        w = own(one, [0.0, 0.0])
+
+        def twice(body, n):
+            return jax.lax.fori_loop(0, n, lambda i, _: (body(i), 0)[1], 0)
+
+        @one.function
+        def step(x):
+            v.assign_add(jnp.full(3, x))
+            v[1].assign(5.0)
+            v.scatter_add(js.IndexedSlices(jnp.ones(2), jnp.array([0, 2])))
+            before = v.value()
+            v.assign_sub([1.0, 1.0, 1.0])
+            v.update(lambda old, k: k * old, 2.0)
+            # A loop, which writes it as a reference.
+            twice(lambda i: w.assign_add([1.0, 2.0]), 4)
+            jax.lax.cond(x > 0, lambda: (w.assign(w * 10), 0)[1], lambda: 0)
+            return before
+
+        expected = np.array([1, 2, 3.0])
+        for x in (1.0, -1.0):
+            expected += x
+            expected[1] = 5
+            expected += [1, 0, 1]
+            np.testing.assert_array_equal(one.schedule(step, (x,)).fetch(), expected)
+            expected = 2 * (expected - 1)
+        np.testing.assert_array_equal(v.read_all()[0], expected)
+        np.testing.assert_array_equal(w.read_all()[0], [44, 88])
+        assert one.metrics.closure_execution.count == 2
+
+
+def test_reading_alone_changes_nothing_and_sends_nothing_back(three):
+    variable = own(three, 5.0)
+    found = until_each_has(three, three.function(lambda: (index(), variable.value())))
+    assert {float(x) for values in found.values() for x in values} == {5.0}
+    assert variable.read_all() == [5, 5, 5]
+
+
+def test_it_works_beside_a_servers_variable(three):
+    mine = own(three)
+    with three.strategy.scope():
+        shared = js.Variable(0.0)
+
+    @three.function
+    def step():
+        mine.assign_add(1.0)
+        shared.assign_add(mine.value())
+        return mine.value()
+
+    values = three.fetch([three.schedule(step) for _ in range(6)])
+    three.join()
+    assert shared.value() == sum(values) and sum(mine.read_all()) == 6
+
+
+def test_a_function_that_fails_has_changed_nothing(three):
+    mine = own(three)
+    with three.strategy.scope():
+        table = js.Variable(np.zeros((4, 2), np.float32))
+
+    @three.function
+    def step(row):
+        mine.assign_add(1.0)
+        table.scatter_add(js.IndexedSlices(jnp.ones((1, 2)), row[None]))
+
+    for row, count in ((3, 1), (4, 1), (0, 2)):
+        three.schedule(step, (np.int32(row),))
+        if row == 4:
+            with pytest.raises(IndexError, match="Row 4"):
+                three.join()
+        three.join()
+        assert sum(mine.read_all()) == count
+    np.testing.assert_array_equal(table.numpy()[:, 0], [1, 0, 0, 1])
+
+
+def test_two_replicas_of_a_worker_combine_what_they_write():
+    with coordinated(2, devices=2) as coordinator:
+        strategy = coordinator.strategy
+        total = own(coordinator, 0.0, aggregation="sum")
+
+        @coordinator.function
+        def step():
+            def replica():
+                number = js.get_replica_context().replica_id_in_sync_group
+                total.assign_add(10.0 + number)
+                return total.value()
+
+            return strategy.experimental_local_results(strategy.run(replica))
+
+        values = coordinator.fetch([coordinator.schedule(step) for _ in range(4)])
+        coordinator.join()
+        assert sum(total.read_all()) == 4 * 21
+        assert all(first == second for first, second in values)
+
+
+# What it refuses.
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda v: v.value(),
+        lambda v: v.numpy(),
+        lambda v: float(v),
+        lambda v: v + 1,
+        lambda v: v[0:1],
+        lambda v: v.assign(1.0),
+        lambda v: v.assign_add(1.0),
+        lambda v: v.update(lambda old: old + 1),
+        lambda v: jax.jit(lambda: v.value())(),
+    ],
+    ids=["value", "numpy", "float", "+", "[]", "assign", "assign_add", "update", "jit"],
+)
+def test_the_coordinator_neither_reads_nor_changes_it(three, use):
+    variable = own(three, 0.0, name="mine")
+    with pytest.raises(js.ContextError, match=r"'mine'.*`read_all\(\)` reads all"):
+        use(variable)
+    with three.strategy.scope():
+        with pytest.raises(js.ContextError, match="read_all"):
+            use(variable)
+
+
+def test_a_step_outside_of_functions_does_not_use_it(three):
+    variable = own(three, 0.0, name="mine")
+    with pytest.raises(js.ContextError, match=r"`step` runs in this process.*'mine'"):
+
+        @three.strategy.run
+        def step():
+            return variable.value()
+
+        step()
+
+
+def test_it_prints_and_is_not_copied(three):
+    variable = own(three, [0.0], name="mine")
+    assert repr(variable) == "<Variable 'mine' float32[1] with a copy on each worker>"
+    with pytest.raises(RuntimeError, match="with a copy on each worker, and cannot be"):
+        copy.deepcopy(variable)
+    with pytest.raises(TypeError, match="cannot be pickled"):
+        pickle.dumps(variable)
+
+
+def test_read_all_is_of_such_a_variable(three):
+    with three.strategy.scope():
+        variable = js.Variable(0.0, name="v")
+    with pytest.raises(TypeError, match=r"'v', of which workers have no copies"):
+        variable.read_all()
+
+
+def test_read_all_needs_a_coordinator():
+    strategy = js.ParameterServerStrategy(workers=1, backend="threads")
+    with strategy.scope():
+        variable = js.Variable(0.0, per_worker_variable=True)
+    with pytest.raises(js.ContextError, match=r"Make the `coordinator.ClusterCoord"):
+        variable.read_all()
+
+
+def test_read_all_in_a_function_is_an_error(three):
+    variable = own(three)
+    with pytest.raises(js.ContextError, match="sees the copy of its own worker only"):
+        three.schedule(three.function(lambda: variable.read_all()))
+
+
+def test_elsewhere_there_are_no_such_workers():
+    mirrored = js.MirroredStrategy(js.simulate(8)[:2])
+    with pytest.raises(ValueError, match="outside of the scope of a ParameterServer"):
+        js.Variable(0.0, per_worker_variable=True)
+    with mirrored.scope(), pytest.raises(ValueError, match="outside of the scope of"):
+        js.Variable(0.0, per_worker_variable=True)
+
+
+@pytest.mark.parametrize(
+    ("value", "options", "error", "message"),
+    [
+        ([0.0], {"sharding": 0}, ValueError, "Leave one of both out"),
+        (jax.random.key(0), {}, TypeError, "random keys, which workers do not keep"),
+        (0, {"aggregation": "mean"}, ValueError, "MEAN"),
+    ],
+    ids=["sharding", "keys", "mean"],
+)
+def test_what_it_cannot_be(three, value, options, error, message):
+    with pytest.raises(error, match=message):
+        own(three, value, **options)
+
+
+def test_a_variable_that_is_gone_is_released(three):
+    variable = own(three)
+    step = three.function(lambda v: v.assign_add(1.0))
+    three.schedule(step, (variable,))
+    three.join()
+    number = variable._kind.resource.number
+    held = [
+        life._engine._resources._held
+        for life in three.strategy.backend._lives.values()
+    ]
+    assert any(number in each for each in held)
+    from helpers.threads import until
+
+    del variable
+    until(lambda: not any(number in each for each in held))
