@@ -28,6 +28,7 @@ from jaxstrategy.coordinator._worker_states import WorkerStates
 from jaxstrategy.parameter_servers._abstract_worker import AbstractWorkerBackend
 from jaxstrategy.parameter_servers._worker_surroundings import WorkerSurroundings
 from jaxstrategy.scheduled._function_tracer import FunctionTracer
+from jaxstrategy.scheduled._worker_argument import is_whole
 from jaxstrategy.strategies._parameter_server import ParameterServerStrategy
 from jaxstrategy.text._shown import shown
 from jaxstrategy.text._whole_numbers import whole
@@ -389,7 +390,8 @@ def _arguments(args: Any, kwargs: Any) -> tuple[tuple[PyTree, ...], dict[str, Py
             "names was wanted."
         )
     given = tuple(args or ()), dict(kwargs or {})
-    if any(map(_is_remote, jax.tree.leaves(given))):
+    # A variable is an argument by itself: to look into it would read it.
+    if any(map(_is_remote, jax.tree.leaves(given, is_leaf=is_whole))):
         raise TypeError(
             "An argument of a function to be scheduled was a `RemoteValue`, which has "
             "its results when its own function has ended. Give what `get()` returns."

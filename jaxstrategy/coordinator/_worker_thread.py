@@ -165,8 +165,9 @@ class WorkerThread:
             self.record.error = f"{type(error).__name__}: {error}"
             self._failures.failed(closure, error)
         else:
-            self._executions.add(time.perf_counter() - began)
-            self.record.functions += not closure.is_of_one_worker
+            if not closure.is_of_one_worker:
+                self._executions.add(time.perf_counter() - began)
+                self.record.functions += 1
             # Nobody is told before: who knows of the results may look at these.
             self.record.running = None
             self._failures.succeeded(closure, results)

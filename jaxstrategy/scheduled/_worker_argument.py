@@ -80,11 +80,12 @@ def is_whole(node: object) -> bool:
 
 def values_of(tree: PyTree, worker: int) -> PyTree:
     """Arguments with the value for one worker in the place of each `ValueArgument`."""
-
-    def value(node: object) -> PyTree:
-        return node.of_worker(worker) if isinstance(node, ValueArgument) else node
-
-    return jax.tree.map(value, tree, is_leaf=is_whole)
+    leaves, structure = jax.tree.flatten(tree, is_leaf=is_whole)
+    # No generator: it would make another error of `OutOfRangeError`.
+    for index, leaf in enumerate(leaves):
+        if isinstance(leaf, ValueArgument):
+            leaves[index] = leaf.of_worker(worker)
+    return jax.tree.unflatten(structure, leaves)
 
 
 def has_values(tree: PyTree) -> bool:
