@@ -280,8 +280,7 @@ def test_a_variable_that_is_gone_is_released(three):
     three.join()
     number = variable._kind.resource.number
     held = [
-        life._engine._resources._held
-        for life in three.strategy.backend._lives.values()
+        life._engine._resources._held for life in three.strategy.backend._lives.values()
     ]
     assert any(number in each for each in held)
     from helpers.threads import until

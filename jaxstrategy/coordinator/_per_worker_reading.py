@@ -83,7 +83,7 @@ class WorkerDataset:
             started.close()
 
     def _started(self) -> Pass | DistributedIterator:
-        source, self._read = self._read or self._made(), None
+        source = self._made() if self._read is None else self._read
         # What can be read only once is made again for the next.
         self._read = source if self.only_once is None else None
         return (
