@@ -113,7 +113,7 @@ class PlainWorker(AbstractWorker):
 
 
 @contextlib.contextmanager
-def served(answers, on_lost=None, count=4):
+def served(answers, on_lost=None):
     """A responder, and a `dial` that makes socket pairs to it."""
     responder = Responder(answers, on_lost)
 
