@@ -342,3 +342,49 @@ def test_a_method_is_traced_once(shared):
     scheduled = [shared.schedule(model.step, float(i)) for i in range(3)]
     assert [float(each.fetch()) for each in scheduled] == [0, 2, 4]
     assert model.traces == 1
+
+
+# Functions that call Python have no exported form.
+
+
+def callback_function(cluster, v, t):
+    def function(x, ids, key):
+        jax.debug.print("x = {}", x)
+        v.assign_add(x)
+        sine = jax.pure_callback(np.sin, jax.ShapeDtypeStruct((), np.float32), x)
+        rows = read_rows(ids, (t.value(),))
+        doubled = cluster.strategy.reduce("sum", cluster.strategy.run(lambda: 2 * x))
+        return sine, v.value(), rows, jax.random.normal(key), doubled
+
+    return function
+
+
+def check_callbacks(cluster):
+    v = cluster.variable(1.0)
+    t = cluster.variable(np.arange(8.0, dtype="float32").reshape(4, 2))
+    function = cluster.coordinator.function(callback_function(cluster, v, t))
+    given = np.float32(2.0), np.array([1, 3]), jax.random.key(1)
+    results = [cluster.coordinator.schedule(function, given) for _ in range(3)]
+    cluster.coordinator.join()
+    assert float(v) == 7.0
+    sine, value, rows, normal, doubled = results[0].fetch()
+    assert sine == np.sin(np.float32(2.0))
+    assert value in (3.0, 5.0, 7.0)
+    assert rows.tolist() == [[2, 3], [6, 7]]
+    assert normal == jax.random.normal(given[2])
+    assert doubled == 4.0
+
+
+def test_functions_may_call_python(shared, capfd):
+    check_callbacks(shared)
+    assert capfd.readouterr().out.count("x = 2.0") == 3
+
+
+@pytest.mark.slow
+def test_functions_may_call_python_in_other_processes():
+    strategy = js.ParameterServerStrategy(workers=2, parameter_servers=1)
+    cluster = object.__new__(Cluster)
+    cluster.strategy = strategy
+    with js.coordinator.ClusterCoordinator(strategy) as cluster.coordinator:
+        check_callbacks(cluster)
+    strategy.close()

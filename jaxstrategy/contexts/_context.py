@@ -58,6 +58,8 @@ class Context:
         `parameter_servers._worker_surroundings`.
       is_shipping: whether objects are pickled to be sent to a worker, where variables
         and strategies are its own. Read by what refuses to be pickled otherwise.
+      arrived: what a worker has unpickled of a function that it was sent: the strategy
+        and its variables. Read by these.
       function: what a function uses that a coordinator sends to workers, while it is
         traced. Read by `scheduled._recorder`.
     """
@@ -79,6 +81,7 @@ class Context:
     is_initial: bool = False
     batches: object = None
     local: LocalSteps | None = None
+    arrived: list[object] | None = None
     function: object = None
     worker: object = None
     is_shipping: bool = False

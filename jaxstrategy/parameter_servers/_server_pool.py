@@ -58,6 +58,10 @@ class ServerPool:
         self._homes[number] = server
         return number
 
+    def know(self, number: int, server: int) -> None:
+        """Take note of a variable that somebody else has made."""
+        self._homes[number] = server
+
     def home(self, number: int) -> int:
         """The number of the server that has a variable."""
         return self._homes[number]

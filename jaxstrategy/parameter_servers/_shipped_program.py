@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal, NamedTuple, final
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, Protocol, final
 
 import numpy as np
 
@@ -105,6 +106,28 @@ class ElementType(NamedTuple):
     masks: tuple[bool, ...]
 
 
+class LoadedCode(NamedTuple):
+    """A program that a worker can call.
+
+    Attributes:
+      program: what it takes and makes.
+      main: of the main inputs; returns a list.
+      ids: of the inputs of ids; likewise.
+    """
+
+    program: ShippedProgram
+    main: Callable[..., Any]
+    ids: Callable[..., Any] | None
+
+
+class AbstractHostCode(Protocol):
+    """The code of a program that has no exported form."""
+
+    def loaded(self, program: ShippedProgram) -> LoadedCode:
+        """What a worker calls; called with its surroundings."""
+        ...
+
+
 @final
 @dataclasses.dataclass(frozen=True)
 class ShippedProgram:
@@ -113,7 +136,8 @@ class ShippedProgram:
     Attributes:
       key: of no other program; equal ones have equal keys.
       name: of the user's function, for messages.
-      main: the program, in the form of `jax.export`.
+      main: the program, in the form of `jax.export`; or the code of one that has none,
+        that of ids included.
       inputs: of the programs, in order.
       main_inputs: how many of the first inputs the main program takes.
       ids: a program of those inputs that `ids_inputs` counts, which returns the rows
@@ -131,7 +155,7 @@ class ShippedProgram:
 
     key: str
     name: str
-    main: bytes
+    main: bytes | AbstractHostCode
     inputs: tuple[Input, ...]
     main_inputs: int
     ids: bytes | None

@@ -18,6 +18,7 @@ from jaxstrategy.parameter_servers._resources import Resources
 from jaxstrategy.parameter_servers._shipped_program import (
     Call,
     Input,
+    LoadedCode,
     Push,
     ShippedProgram,
     ShippedTable,
@@ -54,8 +55,8 @@ class WorkerEngine:
         self._replicas = Replicas.on(list(devices))
         self._check = check
         self._programs: dict[str, _LoadedProgram] = {}
-        surroundings = WorkerSurroundings(index, servers, self._replicas)
-        self._resources = Resources(surroundings)
+        self._surroundings = WorkerSurroundings(index, servers, self._replicas)
+        self._resources = Resources(self._surroundings)
 
     def define(self, program: ShippedProgram) -> None:
         """Get ready to run a program."""
@@ -68,7 +69,9 @@ class WorkerEngine:
             )
         for server, key, exported in program.updates:
             self._servers[server].define(key, exported)
-        self._programs[program.key] = _LoadedProgram(program, self._replicas)
+        with self._surroundings.entered():
+            code = _loaded(program, self._replicas)
+        self._programs[program.key] = _LoadedProgram(code)
 
     def build(self, resource: int, builder: Builder, uses: Sequence[int] = ()) -> None:
         """Make a resource."""
@@ -252,12 +255,9 @@ class _LoadedProgram:
       homes: the server of each variable.
     """
 
-    def __init__(self, program: ShippedProgram, replicas: Replicas) -> None:
-        self.program = program
-        self.main = _callable(program.main, replicas)
-        self.ids = None
-        if program.ids is not None:
-            self.ids = _callable(program.ids, replicas)
+    def __init__(self, code: LoadedCode) -> None:
+        self.program, self.main, self.ids = code
+        program = code.program
         kinds = {program.inputs[i].kind for i in program.ids_inputs}
         self.ids_need_variables = "variable" in kinds
         self.homes = dict(program.homes)
@@ -295,6 +295,14 @@ def _operations(push: Push, operands: Sequence[np.ndarray]) -> list[ServerOperat
         for own in [np.flatnonzero((first <= ids) & (ids < last))]
         if len(own)
     ]
+
+
+def _loaded(program: ShippedProgram, replicas: Replicas) -> LoadedCode:
+    if not isinstance(program.main, bytes):
+        return program.main.loaded(program)
+    main = _callable(program.main, replicas)
+    ids = None if program.ids is None else _callable(program.ids, replicas)
+    return LoadedCode(program, main, ids)
 
 
 def _callable(exported: bytes, replicas: Replicas) -> Callable[..., Any]:

@@ -13,14 +13,16 @@ from typing import Any, final
 
 import jax
 import numpy as np
+from jax.stages import Wrapped
 
 from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
 from jaxstrategy.parameter_servers._element_changed import ElementChanged
 from jaxstrategy.parameter_servers._server_pool import ServerPool
-from jaxstrategy.parameter_servers._shipped_program import ShippedProgram
+from jaxstrategy.parameter_servers._shipped_program import ElementType, ShippedProgram
 from jaxstrategy.parameter_servers._worker_resource import WorkerResource
 from jaxstrategy.replicas._replicas import SPLIT
-from jaxstrategy.scheduled._function_trace import Call, trace_function
+from jaxstrategy.scheduled._function_trace import Call, FunctionTrace, trace_function
+from jaxstrategy.scheduled._host_code import HostCode, calls_python
 from jaxstrategy.scheduled._iterator_slot import IteratorSlot
 from jaxstrategy.scheduled._scheduled_arguments import ScheduledArguments
 from jaxstrategy.scheduled._shipping import shipped
@@ -29,6 +31,7 @@ from jaxstrategy.tracing import _results
 from jaxstrategy.tracing._results import Results
 from jaxstrategy.tracing._roles import Signature
 from jaxstrategy.tracing.functions._weak_function import weakly
+from jaxstrategy.values import _arrays
 from jaxstrategy.values._handle import Handle
 from jaxstrategy.values._per_replica import PerReplica
 from jaxstrategy.values._types import Function, Leaf, PyTree
@@ -177,14 +180,7 @@ class FunctionTracer:
         slots: Sequence[IteratorSlot],
     ) -> _Program:
         trace = trace_function(fn, self._strategy, signature, arrays, self._call)
-        turns = trace.recorder.turns
-        elements = [
-            [slot.type(turn).type for turn in range(turns.get(slot.number, 0))]
-            for slot in slots
-        ]
-        program = shipped(
-            trace, self._strategy.replicas, self._pool, self._platforms, elements
-        )
+        program = self._shipped(trace, fn, signature, arrays, slots)
         self.traces += 1
         used = [
             weakref.ref(variable)
@@ -201,6 +197,30 @@ class FunctionTracer:
         )
         self._remember(fn)[key] = made
         return made
+
+    def _shipped(
+        self,
+        trace: FunctionTrace,
+        fn: Function,
+        signature: Signature,
+        arrays: Sequence[Leaf],
+        slots: Sequence[IteratorSlot],
+    ) -> ShippedProgram:
+        as_code = None
+        if calls_python(trace.jaxpr):
+
+            def as_code(main: Wrapped, ids: Wrapped | None) -> HostCode:
+                given = fn, self._strategy, signature, arrays, slots
+                return HostCode(main, ids, traced_on_worker, *given)
+
+        return shipped(
+            trace,
+            self._strategy.replicas,
+            self._pool,
+            self._platforms,
+            _elements(trace, slots),
+            as_code,
+        )
 
     def _remember(self, fn: Function) -> dict[Hashable, _Program]:
         number = _identity(fn)
@@ -229,6 +249,32 @@ class FunctionTracer:
             for array, how in zip(own, program.key_results, strict=True)
         ]
         return _results.unwrap_plain(program.results.rebuild(own))
+
+
+def traced_on_worker(
+    fn: Function,
+    strategy: AbstractStrategy,
+    signature: Signature,
+    leaves: Sequence[Leaf],
+    slots: Sequence[IteratorSlot],
+) -> ShippedProgram:
+    """A function that calls Python, traced where it is to run."""
+    pool: Any = getattr(strategy, "server_pool")  # noqa: B009
+    tracer = FunctionTracer(strategy, pool)
+    arrays = [_arrays.as_array(leaf, "argument") for leaf in leaves]
+    trace = trace_function(fn, strategy, signature, arrays)
+    return tracer._shipped(trace, fn, signature, arrays, slots)
+
+
+def _elements(
+    trace: FunctionTrace, slots: Sequence[IteratorSlot]
+) -> list[list[ElementType]]:
+    """The types of the elements that a function takes of each of its iterators."""
+    turns = trace.recorder.turns
+    return [
+        [slot.type(turn).type for turn in range(turns.get(slot.number, 0))]
+        for slot in slots
+    ]
 
 
 def _is_used(variable: Handle, program: ShippedProgram) -> bool:

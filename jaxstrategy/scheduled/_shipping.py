@@ -5,15 +5,18 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import pickle
-from collections.abc import Iterator, Sequence
-from typing import Any, final
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeAlias, final
 
 import jax
 from jax.extend import core
+from jax.stages import Wrapped
 
 from jaxstrategy._errors import MissingExtraError, WholeTableWarning
 from jaxstrategy.parameter_servers._server_pool import ServerPool
 from jaxstrategy.parameter_servers._shipped_program import (
+    AbstractHostCode,
     ElementType,
     Input,
     Push,
@@ -42,6 +45,8 @@ from jaxstrategy.variables.kinds._exported_update import ExportedUpdate, exporte
 from jaxstrategy.variables.kinds._per_worker_kind import per_worker_kind_of
 from jaxstrategy.variables.kinds._server_kind import ServerKind, server_kind_of
 
+AsCode: TypeAlias = Callable[[Wrapped, Wrapped | None], AbstractHostCode]
+"""Makes the code of a program that has no exported form, of the main one and of ids."""
 _COUNTED = {"assign", "assign_add", "assign_sub", "scatter_add", "scatter_sub"}
 """What a function may do to a variable in branches and loops."""
 
@@ -52,6 +57,7 @@ def shipped(
     pool: ServerPool,
     platforms: Sequence[str],
     iterators: Sequence[Sequence[ElementType]],
+    as_code: AsCode | None = None,
 ) -> ShippedProgram:
     """The program of a function, in the form in which it is sent.
 
@@ -67,15 +73,20 @@ def shipped(
         a loop, in a way that no server can do.
       MissingExtraError: the extra is not installed.
     """
-    return _Shipping(trace, replicas, pool).program(platforms, iterators)
+    return _Shipping(trace, replicas, pool, as_code).program(platforms, iterators)
 
 
 @final
 class _Shipping:
     def __init__(
-        self, trace: FunctionTrace, replicas: Replicas, pool: ServerPool
+        self,
+        trace: FunctionTrace,
+        replicas: Replicas,
+        pool: ServerPool,
+        as_code: AsCode | None,
     ) -> None:
         _check_stand_ins(trace)
+        self._as_code = as_code
         self._trace = trace
         self._replicas = replicas
         self._pool = pool
@@ -99,9 +110,15 @@ class _Shipping:
             self._outputs, meanings, self._finals, keeps_effects=True
         )
         returned = [*meanings, *(SAME for _ in self._finals)]
-        main = self._exported(function, lies, types, returned, platforms)
+        compiled = self._compiled(function, lies, returned)
         main_inputs = len(inputs)
-        ids, ids_inputs = self._ids(inputs, platforms)
+        compiled_ids, types_of_ids, ids_inputs = self._ids(inputs)
+        main: bytes | AbstractHostCode
+        if self._as_code is None:
+            main = _exported(compiled, types, platforms)
+            ids = compiled_ids and _exported(compiled_ids, types_of_ids, platforms)
+        else:
+            main, ids = self._as_code(compiled, compiled_ids), None
         made = ShippedProgram(
             key="",
             name=self._trace.name,
@@ -122,45 +139,33 @@ class _Shipping:
             homes=self._homes(inputs, pushes),
             replicas=self._replicas.count,
         )
+        if self._as_code is not None:
+            return dataclasses.replace(made, key=secrets.token_hex(32))
         key = hashlib.sha256(pickle.dumps(made)).hexdigest()
         return dataclasses.replace(made, key=key)
 
     def _ids(
-        self, inputs: list[Input], platforms: Sequence[str]
-    ) -> tuple[bytes | None, tuple[int, ...]]:
+        self, inputs: list[Input]
+    ) -> tuple[Wrapped | None, list[jax.ShapeDtypeStruct], tuple[int, ...]]:
         """The program of ids, of some inputs of the main program; more are added."""
         lookups = self._parts.lookups()
         if not lookups:
-            return None, ()
+            return None, [], ()
         meanings = [SPLIT for _ in lookups]
         function, taken, lies, types = self._parts.program(lookups, meanings)
         inputs += [each for each in taken if each not in inputs]
-        exported = self._exported(function, lies, types, meanings, platforms)
-        return exported, tuple(inputs.index(each) for each in taken)
+        compiled = self._compiled(function, lies, meanings)
+        return compiled, types, tuple(inputs.index(each) for each in taken)
 
-    def _exported(
-        self,
-        function: Function,
-        lies: Sequence[Meaning],
-        types: Sequence[jax.ShapeDtypeStruct],
-        returned: Sequence[Meaning],
-        platforms: Sequence[str],
-    ) -> bytes:
-        export: Any = jax.export
+    def _compiled(
+        self, function: Function, lies: Sequence[Meaning], returned: Sequence[Meaning]
+    ) -> Wrapped:
         place = self._replicas.sharding
-        jitted = jax.jit(
+        return jax.jit(
             function,
             in_shardings=tuple(map(place, lies)),
             out_shardings=list(map(place, returned)),
         )
-        try:
-            return bytes(export.export(jitted, platforms=platforms)(*types).serialize())
-        except ModuleNotFoundError as missing:
-            raise MissingExtraError(
-                "Functions are sent to workers in a form that needs FlatBuffers, which "
-                "is not installed. Install the extra: pip install "
-                "'jaxstrategy[coordinator]'"
-            ) from missing
 
     def _tables(self) -> Iterator[ShippedTable]:
         first = 0
@@ -321,6 +326,22 @@ def _update_of(operation: TracedOperation) -> ExportedUpdate:
         for atom in operation.eqn.invars
     ]
     return exported_update(core.jaxpr_as_fun(called), types)
+
+
+def _exported(
+    compiled: Wrapped,
+    types: Sequence[jax.ShapeDtypeStruct],
+    platforms: Sequence[str],
+) -> bytes:
+    export: Any = jax.export
+    try:
+        return bytes(export.export(compiled, platforms=platforms)(*types).serialize())
+    except ModuleNotFoundError as missing:
+        raise MissingExtraError(
+            "Functions are sent to workers in a form that needs FlatBuffers, which "
+            "is not installed. Install the extra: pip install "
+            "'jaxstrategy[coordinator]'"
+        ) from missing
 
 
 def _warn_of_whole_tables(trace: FunctionTrace, tables: TracedTables) -> None:

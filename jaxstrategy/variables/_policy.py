@@ -66,6 +66,15 @@ def no_workers(name: str) -> ValueError:
         "with `synchronization='on_read'` has a copy for each replica."
     )
 
+    def adopted(self, kind: VariableKind, owner: AbstractStrategy) -> VariableKind:
+        """The kind of a variable that was sent to a worker, as one of this policy.
+
+        Args:
+          kind: as the worker has it.
+          owner: the strategy of the policy.
+        """
+        return kind
+
 
 @final
 class ReplicatedVariables(VariablePolicy):

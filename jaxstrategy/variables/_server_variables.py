@@ -51,6 +51,11 @@ class ServerVariables(VariablePolicy):
         """The place of what the coordinator reads."""
         return self._home
 
+    def adopted(self, kind: VariableKind, owner: AbstractStrategy) -> VariableKind:
+        """The kind of a variable that was sent, for functions that are traced here."""
+        own = isinstance(kind, ServerKind)
+        return kind.of(owner, self._pool, self._workers) if own else kind
+
     def kind(
         self,
         name: str,

@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 from jaxstrategy._errors import ContextError
 from jaxstrategy._options import VariableAggregation, VariableSynchronization
 from jaxstrategy.contexts import _context
+from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
 from jaxstrategy.contexts._context import (
     Context,
 )
@@ -428,6 +429,14 @@ class Variable(Operators, Assignments, Scatters, WorkerCopies, Properties):
             "of the other process."
         )
 
+    def adopt(self, strategy: AbstractStrategy) -> None:
+        """Makes it a variable of a strategy, on a worker that traces functions."""
+        policy = strategy.variable_policy
+        assert isinstance(policy, VariablePolicy), "which contexts know in part only"
+        self._strategy = strategy
+        self._kind = policy.adopted(self._kind, strategy)
+        _registry.add(self, strategy)
+
     # To JAX it is a node around its value, and comes back as that.
 
     def tree_flatten(self) -> tuple[tuple[jax.Array | PerReplica], None]:
@@ -453,6 +462,8 @@ def _on_worker(name: str, kind: SentKind, attributes: dict[str, Any]) -> Variabl
     vars(variable).update(attributes)
     variable.number, variable._strategy = next(_numbers), None
     variable._kind, variable._cell = kind.on_worker(name, variable._aggregation)
+    if (arrived := _context.current().arrived) is not None:
+        arrived.append(variable)
     return variable
 
 

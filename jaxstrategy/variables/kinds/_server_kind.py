@@ -108,10 +108,13 @@ class ServerKind(MirroredKind):
                 f"Variable {self.name!r} holds random keys, which parameter servers do "
                 "not keep. Keep `jax.random.key_data(key)`, and make the key of it."
             )
+        self._begin(like)
+        return self
+
+    def _begin(self, like: jax.ShapeDtypeStruct) -> None:
         flag = jax.ShapeDtypeStruct((), np.bool_)
         self.added = PendingChange(self.name, like, self._workers)
         self.is_assigned = PendingChange(self.name, flag, self._workers)
-        return self
 
     def cell(self, start: Start) -> ServerCell:
         """What reads and changes it on the server."""
@@ -139,6 +142,25 @@ class ServerKind(MirroredKind):
         server = pool.servers[sent.server]
         # The coordinator says when the variable is gone.
         kind._cell = ServerCell(server, sent.number, sent.like, name, _nothing)
+        return kind
+
+    def of(
+        self, owner: AbstractStrategy, pool: ServerPool, workers: Replicas
+    ) -> ServerKind:
+        """The same variable, of a strategy that traces functions here."""
+        kind = ServerKind(
+            self.name,
+            self.aggregation,
+            self.replicas,
+            owner,
+            pool,
+            self.server,
+            workers,
+        )
+        kind._cell = self._cell
+        like = jax.ShapeDtypeStruct(self._cell.shape, self._cell.dtype)
+        kind._begin(like)
+        pool.know(self._cell.number, self.server)
         return kind
 
     @property
