@@ -415,12 +415,17 @@ def test_an_api_that_nobody_serves_is_told(tmp_path, monkeypatch):
         off(timeout_seconds=0).cluster_spec()
 
 
-@pytest.mark.parametrize("status", [401, 403])
-def test_a_missing_right_is_named(api, status):
-    api.failures = [status] * 2
+def test_a_token_that_is_not_taken_is_told(api):
+    api.failures = [401]
     with pytest.raises(
-        js.ClusterError, match=f"list pods: {status} .*a ClusterRole with"
+        js.ClusterError, match="list pods: 401 .* token was not taken: "
     ):
+        off().cluster_spec()
+
+
+def test_a_missing_right_is_named(api):
+    api.failures = [403] * 2
+    with pytest.raises(js.ClusterError, match="list pods: 403 .*a ClusterRole with"):
         off().cluster_spec()
     with pytest.raises(js.ClusterError, match="a Role with .* in the namespace 'mine'"):
         off(namespace="mine").cluster_spec()
@@ -454,12 +459,15 @@ def test_a_program_outside_of_a_pod_is_told(monkeypatch, tmp_path):
         js.ClusterError, match="does not run in a pod .* give `executabl"
     ):
         cr.KubernetesClusterResolver(LABELS)
-    path = str(tmp_path / "none")
-    monkeypatch.setattr(kube_config, "KUBE_CONFIG_DEFAULT_LOCATION", path)
-    with pytest.raises(
-        js.ClusterError, match="kubeconfig cannot be used: .*kubectl get"
-    ):
-        off()
+    path = tmp_path / "config"
+    monkeypatch.setattr(kube_config, "KUBE_CONFIG_DEFAULT_LOCATION", str(path))
+    for content in (None, "", "a: [", "users: []"):
+        if content is not None:
+            path.write_text(content)
+        with pytest.raises(
+            js.ClusterError, match="(?s)kubeconfig cannot be used: .*kubectl get"
+        ):
+            off()
 
 
 @pytest.mark.parametrize(

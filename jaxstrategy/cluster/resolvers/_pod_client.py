@@ -19,6 +19,11 @@ from jaxstrategy.cluster.resolvers._kubernetes_location import (
 from jaxstrategy.cluster.resolvers._pod import Pod
 from jaxstrategy.text._shown import shown
 
+_TOKEN = (
+    "The token was not taken: in a pod that of its service account, elsewhere that of "
+    "the kubeconfig. `kubectl auth whoami` tells whose it is."
+)
+
 Pods: TypeAlias = Callable[[str, float], list[Pod]]
 """The pods with a label, and how many seconds it may take to list them."""
 
@@ -119,7 +124,7 @@ class PodClient:
             return NotYetError(
                 f"The API of Kubernetes{place} did not answer: {_told(error)}."
             )
-        advice = f" {self._needed_right()}" if status in (401, 403) else ""
+        advice = {401: f" {_TOKEN}", 403: f" {self._needed_right()}"}.get(status, "")
         return ClusterError(
             f"Kubernetes does not let this program list pods: {_told(error)}.{advice}"
         )
@@ -142,6 +147,7 @@ def _configuration(location: KubernetesExecutableLocation) -> Any:
     try:
         import kubernetes.client
         import kubernetes.config
+        import yaml  # a part of that client
     except ImportError as missing:
         raise MissingExtraError(
             "`KubernetesClusterResolver` needs the client of Kubernetes, which is not "
@@ -155,7 +161,7 @@ def _configuration(location: KubernetesExecutableLocation) -> Any:
             kubernetes.config.load_incluster_config(client_configuration=configuration)
         else:
             kubernetes.config.load_kube_config(client_configuration=configuration)
-    except kubernetes.config.ConfigException as error:
+    except (kubernetes.config.ConfigException, yaml.YAMLError, OSError) as error:
         raise ClusterError(_unreachable(is_within, error)) from error
     return configuration
 
