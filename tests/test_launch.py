@@ -230,7 +230,7 @@ def read(pieces, monkeypatch, seconds=100.0):
             return pieces.pop(0) if pieces else b""
 
         monkeypatch.setattr(os, "read", chunks)
-        found = list(_output.lines(source))
+        found = list(_output.lines(lambda: os.read(source.fileno(), 100)))
     os.close(into)
     return found
 

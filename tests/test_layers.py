@@ -189,7 +189,7 @@ threads = threading.active_count()
 import jaxstrategy
 new = {name.split(".")[0] for name in set(sys.modules) - before}
 extras = {"flax", "optax", "sklearn", "matplotlib", "rich", "orbax", "grain", "torch"}
-extras |= {"datasets", "tensorflow", "torchdata", "tensorboardX", "tensorstore"}
+extras |= {"datasets", "tensorflow", "torchdata", "tensorboardX", "tensorstore", "ray"}
 assert not new & extras, new & extras
 assert threading.active_count() == threads
 default = jaxstrategy.get_strategy()

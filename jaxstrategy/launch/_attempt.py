@@ -6,8 +6,6 @@ import collections
 import dataclasses
 import queue
 import signal
-import socket
-import sys
 import time
 from collections.abc import Sequence
 from typing import final
@@ -15,9 +13,8 @@ from typing import final
 from jaxstrategy.cluster.connections._secret import Secret
 from jaxstrategy.cluster.liveness import _exit_codes
 from jaxstrategy.cluster.liveness._exit_codes import ExitCode, Restart
-from jaxstrategy.launch import _environment
-from jaxstrategy.launch._guarded_process import Guard
 from jaxstrategy.launch._launch_options import Options
+from jaxstrategy.launch._machines import AbstractMachines
 from jaxstrategy.launch._output import Screen
 from jaxstrategy.launch._workers import Asked, Ended, Events, Worker
 
@@ -174,30 +171,19 @@ def attempt(
     secret: Secret,
     screens: tuple[Screen, Screen],
     events: Events,
-    guard: Guard,
+    machines: AbstractMachines,
 ) -> Outcome:
-    """Run the job once, on `processes` processes of this machine."""
-    coordinator = options.coordinator or _free_address()
-    workers = [
-        Worker(
-            options.node_rank * processes + local_rank,
-            [sys.executable, *options.program],
-            _environment.of_worker(
-                options, local_rank, processes, coordinator, number, secret
-            ),
-            screens,
-            events,
-            guard,
-            options.verbose,
-        )
-        for local_rank in range(processes)
-    ]
-    return Attempt(options, workers, events).outcome()
+    """Run the job once, on `processes` processes.
 
-
-def _free_address() -> str:
-    """A port of the loopback interface that nobody listens on at this moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        host, port = probe.getsockname()
-    return f"{host}:{port}"
+    Raises:
+      ClusterError: they cannot be started.
+    """
+    try:
+        started = machines.start(options, processes, number, secret)
+        workers = [
+            Worker(rank, process, screens, options.verbose)
+            for rank, process in started.items()
+        ]
+        return Attempt(options, workers, events).outcome()
+    finally:
+        machines.release()

@@ -31,26 +31,27 @@ def common(options: Options, environment: Mapping[str, str]) -> dict[str, str]:
     return variables
 
 
-def of_worker(
+def place(
     options: Options,
+    rank: int,
     local_rank: int,
     processes: int,
     coordinator: str,
     attempt: int,
     secret: Secret,
 ) -> dict[str, str]:
-    """The whole environment of one worker.
+    """Variables of one worker, by which it finds the others.
 
     Args:
-      processes: how many this node runs in this attempt.
-      secret: of the job, if this is its only node. Several have theirs from whoever
+      rank: over all nodes.
+      local_rank: on its machine.
+      processes: how many this launcher runs in this attempt.
+      secret: of the job, if this is its only launcher. Several have theirs from whoever
         started the launchers, in the environment.
-
-    `TF_CONFIG` is left out: it names one process, and there are several.
     """
     own = {
         COORDINATOR: coordinator,
-        PROCESS_ID: str(options.node_rank * processes + local_rank),
+        PROCESS_ID: str(rank),
         NUM_PROCESSES: str(options.nodes * processes),
         LOCAL_RANK: str(local_rank),
         ATTEMPT: str(attempt),
@@ -60,6 +61,23 @@ def of_worker(
         # do not count alike.
         own[JOB] = f"{coordinator}, attempt {attempt}"
         own |= secret.variables()
+    return own
+
+
+def of_worker(
+    options: Options,
+    local_rank: int,
+    processes: int,
+    coordinator: str,
+    attempt: int,
+    secret: Secret,
+) -> dict[str, str]:
+    """The whole environment of one worker of this machine.
+
+    `TF_CONFIG` is left out: it names one process, and there are several.
+    """
+    rank = options.node_rank * processes + local_rank
+    own = place(options, rank, local_rank, processes, coordinator, attempt, secret)
     if options.gpus_per_process:
         own[_gpus.VARIABLE] = ",".join(
             _gpus.share(options.gpus_per_process, local_rank, os.environ)

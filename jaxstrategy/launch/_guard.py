@@ -2,7 +2,7 @@
 
 It is told on its standard input which process groups there are: `+123` of a new one,
 `-123` of one that is over. The input's end means that the launcher is gone, however it
-went, and whatever is left is killed. It runs as a file, without the package.
+went, and whatever is left is killed. It runs without the package.
 """
 
 import os
@@ -12,6 +12,9 @@ import sys
 
 def main() -> None:
     """Read until the launcher is gone, then kill what it has left."""
+    # Ray kills the children of a worker that ends (2.60), so this is no child of it.
+    if os.fork():
+        return
     groups: set[int] = set()
     for line in sys.stdin:
         group = int(line[1:])

@@ -1,4 +1,8 @@
-"""Processes in sessions of their own that end with the one that started them."""
+"""Processes in sessions of their own that end with the one that started them.
+
+Ray sends this file to other machines, whose Python need not import the package for it:
+functions here use the standard library only.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +14,13 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, final
+from typing import final
 
 from jaxstrategy.launch import _guard
+from jaxstrategy.launch._started_process import AbstractStartedProcess, Stream
+
+_GUARD = Path(_guard.__file__).read_text()
+_MOST = 1 << 16  # bytes of one read
 
 
 @final
@@ -23,13 +31,16 @@ class Guard:
     """
 
     def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(Path(_guard.__file__))],
+        started = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", _GUARD],
             stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
             start_new_session=True,
             text=True,
         )
+        assert started.stdin is not None and started.stdout is not None
+        self._input, self._output = started.stdin, started.stdout
+        started.wait()  # the guard itself is a child of that
         self._lock = threading.Lock()
 
     def watch(self, group: int) -> None:
@@ -41,18 +52,14 @@ class Guard:
     def close(self) -> None:
         with contextlib.suppress(BrokenPipeError):
             self._input.close()
-        self._process.wait()
+        with self._output:
+            self._output.read()  # to its end, which is that of the guard
 
     def abandon(self) -> None:
         """Give up this process's hold of it, in a fork of the one that started it."""
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, self._input.fileno())
         os.close(nowhere)
-
-    @property
-    def _input(self) -> IO[str]:
-        assert self._process.stdin is not None
-        return self._process.stdin
 
     def _tell(self, line: str) -> None:
         with self._lock, contextlib.suppress(BrokenPipeError):  # someone ended it
@@ -61,7 +68,7 @@ class Guard:
 
 
 @final
-class GuardedProcess:
+class GuardedProcess(AbstractStartedProcess):
     """A process with all that it starts, which end together and with this one.
 
     A session of its own makes it a group that can be killed as a whole, and keeps
@@ -75,6 +82,7 @@ class GuardedProcess:
       ended: called with its exit code, in a thread: minus the number of a signal.
       joined: whether it writes errors to the same stream as all else.
       descriptors: which it inherits, under the same numbers.
+      folder: where it runs; None: where this process does.
     """
 
     def __init__(
@@ -87,12 +95,14 @@ class GuardedProcess:
         *,
         joined: bool = False,
         descriptors: Sequence[int] = (),
+        folder: str | None = None,
     ) -> None:
         self.killed = False
         self._guard = guard
         self._process = subprocess.Popen(
             command,
             env=environment,
+            cwd=folder,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT if joined else subprocess.PIPE,
@@ -113,10 +123,14 @@ class GuardedProcess:
         """Its number, which is that of its group too."""
         return self._process.pid
 
-    @property
-    def streams(self) -> tuple[IO[bytes] | None, IO[bytes] | None]:
-        """The ends of what it prints: all that is not an error, and errors."""
-        return self._process.stdout, self._process.stderr
+    def read(self, stream: Stream) -> bytes:
+        source = self._process.stderr if stream else self._process.stdout
+        if source is None or source.closed:
+            return b""
+        chunk = os.read(source.fileno(), _MOST)
+        if not chunk:
+            source.close()
+        return chunk
 
     def wait(self, seconds: float | None = None) -> bool:
         """Whether it ends within that time, by default whenever it does."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import math
 import os
 from collections.abc import Sequence
 from typing import final
@@ -13,7 +12,8 @@ from jaxstrategy.cluster.connections import _secret
 from jaxstrategy.cluster.connections._secret import Secret
 from jaxstrategy.cluster.liveness._exit_codes import ExitCode, Restart
 from jaxstrategy.cluster.resolvers._cluster_spec import host_and_port
-from jaxstrategy.launch import _gpus
+from jaxstrategy.launch import _gpus, _option_values, _ray_options
+from jaxstrategy.launch._ray_options import RayOptions
 
 LAUNCH = """\
 Starts several processes of one training script on this machine, and ends them
@@ -35,6 +35,8 @@ together. In the script, `MultiWorkerMirroredStrategy()` finds the others.
       runs no script: the processes meet, and say what they have and how long it took
   python -m jaxstrategy.launch -n 4 --nodes 2 --print slurm train.py > train.sbatch
       starts nothing, prints what a cluster needs
+  python -m jaxstrategy.launch -n 4 --on ray --ray-cpus 8 train.py
+      on the machines of a Ray cluster, which finds room for the processes
 """
 
 _CHECK = "jaxstrategy.training._job_check"  # above this layer, and only run from here
@@ -62,6 +64,12 @@ with all that they started. SIGINT and SIGTERM are handed on to every process, s
 it can save its state; what has not ended after --stop-grace seconds is killed, and by
 a second signal at once. With --min-processes every restart after a
 failure takes one process fewer, and never fewer than that.
+
+With --on ray, an actor on a machine of the cluster starts each process, in the folder
+of the same path, and with the environment of that machine; from here it gets what
+begins with JAX_, JAXSTRATEGY_ or XLA_. Ray chooses GPUs, and threads of OpenMP as
+CPUs. A process whose machine is lost counts as killed; a restart looks for room again.
+Where Ray starts no process, the launcher says why, and returns 1.
 
 Exit codes:
   0         every process returned 0
@@ -94,6 +102,7 @@ class Options:
     print_for: str | None = None
     verbose: bool = False
     check: bool = False
+    ray: RayOptions | None = None
 
     @property
     def program(self) -> tuple[str, ...]:
@@ -131,6 +140,10 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
         given["command"], given["module"] = (_CHECK,), True
     rank = given["node_rank"]
     given["node_rank"] = rank or 0
+    try:
+        given["ray"] = _ray_options.taken_from(given, given.pop("on") == "ray")
+    except ValueError as error:
+        parser.error(str(error))
     options = Options(**given)
     complaint = _complaint(options, rank_given=rank is not None)
     if complaint:
@@ -150,26 +163,28 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("-n", "--processes", type=_count, default=1, metavar="N",
+    add("-n", "--processes", type=_option_values.count, default=1, metavar="N",
         help="processes on this machine (default: 1)")  # fmt: skip
-    add("--devices-per-process", type=_count, metavar="K",
+    add("--devices-per-process", type=_option_values.count, metavar="K",
         help="simulated CPU devices of each process")  # fmt: skip
-    add("--gpus-per-process", type=_count, metavar="K",
+    add("--gpus-per-process", type=_option_values.count, metavar="K",
         help="GPUs of each process: its share of CUDA_VISIBLE_DEVICES")  # fmt: skip
-    add("--max-restarts", type=_whole, default=0, metavar="K",
+    add("--max-restarts", type=_option_values.whole, default=0, metavar="K",
         help="start all again up to K times after a failure (default: 0)")  # fmt: skip
-    add("--min-processes", type=_count, metavar="M",
+    add("--min-processes", type=_option_values.count, metavar="M",
         help="a restart takes one process fewer, down to M")  # fmt: skip
-    add("--grace", type=_seconds, default=3.0, metavar="S",
+    add("--grace", type=_option_values.seconds, default=3.0, metavar="S",
         help="seconds that the others have after a failure (default: 3)")  # fmt: skip
-    add("--stop-grace", type=_seconds, default=300.0, metavar="S",
+    add("--stop-grace", type=_option_values.seconds, default=300.0, metavar="S",
         help="seconds to save and end after a signal (default: 300)")  # fmt: skip
-    add("--nodes", type=_count, default=1, metavar="N",
+    add("--nodes", type=_option_values.count, default=1, metavar="N",
         help="machines of the job (default: 1); run the launcher on each")  # fmt: skip
-    add("--node-rank", type=_whole, metavar="R",
+    add("--node-rank", type=_option_values.whole, metavar="R",
         help="which of the machines this is: 0, 1, ...")  # fmt: skip
-    add("--coordinator", type=_address, metavar="HOST:PORT",
+    add("--coordinator", type=_option_values.address, metavar="HOST:PORT",
         help="where process 0 listens (default: a free port, loopback)")  # fmt: skip
+    add("--on", choices=("ray",),
+        help="run the processes on a Ray cluster, not on this machine")  # fmt: skip
     add("--print", choices=("slurm", "k8s"), dest="print_for",
         help="print a batch script or a JobSet manifest, start nothing")  # fmt: skip
     add("--verbose", action="store_true",
@@ -178,38 +193,9 @@ def _parser() -> argparse.ArgumentParser:
         help="only try whether the processes can meet and exchange")  # fmt: skip
     add("-m", dest="module", action="store_true",
         help="run a module, as `python -m` does")  # fmt: skip
+    _ray_options.add_to(parser)
     add("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
-    return int(text)
-
-
-def _whole(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 on")
-    return int(text)
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not 0 <= seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a time in seconds")
-    return seconds
-
-
-def _address(text: str) -> str:
-    try:
-        host_and_port(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-    return text
 
 
 def _complaint(options: Options, rank_given: bool) -> str | None:
@@ -218,6 +204,7 @@ def _complaint(options: Options, rank_given: bool) -> str | None:
         return "the script is missing: name it after the options, as in `-n 4 train.py`"
     return (
         _about_numbers(options)
+        or _about_ray(options, rank_given)
         or _about_nodes(options, rank_given)
         or _about_command(options)
     )
@@ -263,6 +250,21 @@ def _about_nodes(options: Options, rank_given: bool) -> str | None:
     return _about_strangers(options.coordinator)
 
 
+def _about_ray(options: Options, rank_given: bool) -> str | None:
+    if options.ray is None:
+        return None
+    if options.nodes > 1 or rank_given or options.coordinator:
+        return (
+            "--on ray finds machines by itself, and where process 0 listens; leave out "
+            "--nodes, --node-rank and --coordinator"
+        )
+    if options.print_for:
+        return "--print and --on ray are two ways to a cluster; give one of them"
+    return _ray_options.complaint(
+        options.ray, options.gpus_per_process or 0, os.environ
+    )
+
+
 def _about_strangers(coordinator: str) -> str | None:
     host, _ = host_and_port(coordinator)
     try:
@@ -275,10 +277,10 @@ def _about_strangers(coordinator: str) -> str | None:
 def _about_command(options: Options) -> str | None:
     if options.print_for:
         return None
-    script = options.command[0]
-    if not options.module and not os.path.isfile(script):
-        kind = "a folder" if os.path.isdir(script) else "no file"
-        return f"{script!r} is {kind}; give the path of a Python script, or -m module"
+    if not options.module and (why := _about_script(options)):
+        return why
+    if options.ray is not None:
+        return None  # Ray knows which GPUs there are
     visible = _gpus.visible(os.environ)
     wanted = (options.gpus_per_process or 0) * options.processes
     if visible and wanted > len(visible):
@@ -287,3 +289,18 @@ def _about_command(options: Options) -> str | None:
             f"({','.join(visible)}); ask for fewer processes or fewer GPUs"
         )
     return None
+
+
+def _about_script(options: Options) -> str | None:
+    script = options.command[0]
+    folder = options.ray and options.ray.working_dir
+    if folder and os.path.isabs(script):
+        return (
+            f"{script!r} is not looked for in a copy of {folder!r}; give the path of "
+            "the script from there on"
+        )
+    path = os.path.join(folder, script) if folder else script
+    if os.path.isfile(path):
+        return None
+    kind = "a folder" if os.path.isdir(path) else "no file"
+    return f"{path!r} is {kind}; give the path of a Python script, or -m module"

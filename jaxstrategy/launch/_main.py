@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import final
 
+from jaxstrategy._errors import ClusterError, MissingExtraError
 from jaxstrategy.cluster.connections._secret import Secret
 from jaxstrategy.cluster.liveness._exit_codes import ExitCode, Restart
 from jaxstrategy.launch import (
@@ -23,12 +24,13 @@ from jaxstrategy.launch._exit_meanings import (
     described,
     signal_name,
 )
-from jaxstrategy.launch._guarded_process import Guard
 from jaxstrategy.launch._launch_options import (
     Options,
     parse,
 )
+from jaxstrategy.launch._machines import AbstractMachines, ThisMachine
 from jaxstrategy.launch._output import Screen
+from jaxstrategy.launch._ray_machines import RayMachines
 from jaxstrategy.launch._workers import Asked, Events
 from jaxstrategy.text._units import plural, with_noun
 
@@ -41,8 +43,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.print_for:
         return _print(options.print_for, options)
     events: Events = queue.SimpleQueue()
-    with _signals_to(events), contextlib.closing(Guard()) as guard:
-        return Job(options, events, guard).run()
+    try:
+        # Ray takes SIGTERM for itself when it is connected, so ours is set after that.
+        with (
+            _signals_to(events),
+            contextlib.closing(_machines(options, events)) as machines,
+            _signals_to(events),
+        ):
+            return Job(options, events, machines).run()
+    except (ClusterError, MissingExtraError) as error:
+        return _not_started(error, events)
+
+
+def _machines(options: Options, events: Events) -> AbstractMachines:
+    if options.ray is None:
+        return ThisMachine(events)
+    return RayMachines(options, options.ray, events)
+
+
+def _not_started(error: Exception, events: Events) -> int:
+    """Say why no process runs; the exit code."""
+    if events.empty():
+        print(f"jaxstrategy.launch: error: {error}", file=sys.stderr)
+        return 1
+    event = events.get()
+    assert isinstance(event, Asked)  # no worker was there that could have ended
+    print(
+        f"jaxstrategy.launch: stopped by {signal_name(event.signal)}", file=sys.stderr
+    )
+    return 128 + event.signal
 
 
 def _print(kind: str, options: Options) -> int:
@@ -77,10 +106,12 @@ def _signals_to(events: Events) -> Iterator[None]:
 class Job:
     """All attempts together: what is left of processes and of restarts."""
 
-    def __init__(self, options: Options, events: Events, guard: Guard) -> None:
+    def __init__(
+        self, options: Options, events: Events, machines: AbstractMachines
+    ) -> None:
         self._options = options
         self._events = events
-        self._guard = guard
+        self._machines = machines
         self._processes = options.processes
         self._restarts = options.max_restarts
         self._secret = Secret.random()
@@ -98,7 +129,7 @@ class Job:
                 self._secret,
                 self._screens,
                 self._events,
-                self._guard,
+                self._machines,
             )
             self._tell(outcome)
             if not self._goes_on(outcome):

@@ -8,7 +8,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import IO, TextIO, final
+from typing import TextIO, final
 
 from jaxstrategy.cluster.resolvers._launched import LATE
 
@@ -61,7 +61,7 @@ class OutputThread:
 
     Args:
       name: of the process.
-      source: the stream.
+      read: gives the bytes of the stream that come next; none at its end.
       show: is given each line, without its end.
       verbose: whether lines count that only libraries find worth saying.
     """
@@ -69,13 +69,13 @@ class OutputThread:
     def __init__(
         self,
         name: str,
-        source: IO[bytes],
+        read: Callable[[], bytes],
         show: Callable[[bytes], None],
         verbose: bool = False,
     ) -> None:
         self.tail = collections.deque[bytes](maxlen=TAIL)
         self.late: bytes | None = None  # what it said of processes that were late
-        self._source = source
+        self._chunk = read
         self._show = show
         self._verbose = verbose
         self._thread = threading.Thread(
@@ -89,26 +89,28 @@ class OutputThread:
 
     def _read(self) -> None:
         was_chatter = False
-        with self._source:
-            for line in lines(self._source):
-                # Its threads write at once: parts of two lines, and then two line ends.
-                is_rest = was_chatter and not line
-                was_chatter = is_rest or bool(_CHATTER.search(line))
-                if was_chatter and not self._verbose:
-                    continue
-                self.tail.append(line)
-                if line.startswith(_LATE):
-                    self.late = line.removeprefix(_LATE)
-                self._show(line)
+        for line in lines(self._chunk):
+            # Its threads write at once: parts of two lines, and then two line ends.
+            is_rest = was_chatter and not line
+            was_chatter = is_rest or bool(_CHATTER.search(line))
+            if was_chatter and not self._verbose:
+                continue
+            self.tail.append(line)
+            if line.startswith(_LATE):
+                self.late = line.removeprefix(_LATE)
+            self._show(line)
 
 
-def lines(source: IO[bytes]) -> Iterator[bytes]:
+def lines(read: Callable[[], bytes]) -> Iterator[bytes]:
     """Lines without their ends.
+
+    Args:
+      read: gives the bytes that come next; none at the end.
 
     What a progress bar draws over (it ends in a carriage return) comes once a second.
     """
     rest, drawn = b"", -_PROGRESS_SECONDS
-    while chunk := os.read(source.fileno(), _LONGEST):
+    while chunk := read():
         rest += chunk
         # A return at the end may be the first half of a line's end.
         whole = rest[:-1] if rest.endswith(b"\r") and len(rest) < _LONGEST else rest

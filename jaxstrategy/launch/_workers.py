@@ -5,11 +5,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import queue
-from collections.abc import Mapping, Sequence
 from typing import final
 
-from jaxstrategy.launch._guarded_process import Guard, GuardedProcess
 from jaxstrategy.launch._output import TAIL, OutputThread, Screen
+from jaxstrategy.launch._started_process import AbstractStartedProcess, Stream
 
 _DRAIN_SECONDS = 2.0
 
@@ -36,32 +35,26 @@ Events = queue.SimpleQueue[Ended | Asked]  # its `put` may be called by signal h
 
 @final
 class Worker:
-    """One process of the job. Its end comes as an event."""
+    """One process of the job, and what it prints."""
 
     def __init__(
         self,
         rank: int,
-        command: Sequence[str],
-        environment: Mapping[str, str],
+        process: AbstractStartedProcess,
         screens: tuple[Screen, Screen],
-        events: Events,
-        guard: Guard,
         verbose: bool,
     ) -> None:
         self.rank = rank
-        self._process = GuardedProcess(
-            command,
-            environment,
-            f"rank {rank}",
-            guard,
-            lambda code: events.put(Ended(rank, code)),
-        )
+        self._process = process
+        streams: tuple[Stream, Stream] = (0, 1)
         self._readers = [
             OutputThread(
-                f"rank {rank}", source, functools.partial(screen.show, rank), verbose
+                f"rank {rank}",
+                functools.partial(process.read, stream),
+                functools.partial(screen.show, rank),
+                verbose,
             )
-            for source, screen in zip(self._process.streams, screens, strict=True)
-            if source is not None
+            for stream, screen in zip(streams, screens, strict=True)
         ]
 
     @property

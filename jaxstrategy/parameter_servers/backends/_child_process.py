@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import socket
@@ -78,9 +79,8 @@ class ChildProcess:
                 joined=True,
                 descriptors=numbers,
             )
-            stream, _ = self._process.streams
-            assert stream is not None
-            self._output = OutputThread(name, stream, self._show)
+            read = functools.partial(self._process.read, 0)
+            self._output = OutputThread(name, read, self._show)
         path = [os.path.abspath(entry) for entry in sys.path]
         self._tell({"path": path, **task})
         threading.Thread(

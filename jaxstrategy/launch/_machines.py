@@ -1,0 +1,83 @@
+"""Where the processes of a job run: `AbstractMachines`, and this machine alone."""
+
+from __future__ import annotations
+
+import abc
+import socket
+import sys
+from typing import final
+
+from jaxstrategy.cluster.connections._secret import Secret
+from jaxstrategy.launch import _environment
+from jaxstrategy.launch._guarded_process import Guard, GuardedProcess
+from jaxstrategy.launch._launch_options import Options
+from jaxstrategy.launch._started_process import AbstractStartedProcess
+from jaxstrategy.launch._workers import Ended, Events
+
+
+class AbstractMachines(abc.ABC):
+    """Starts the processes of each attempt."""
+
+    @abc.abstractmethod
+    def start(
+        self, options: Options, processes: int, attempt: int, secret: Secret
+    ) -> dict[int, AbstractStartedProcess]:
+        """Start `processes` processes, whose ends are events; by rank.
+
+        Raises:
+          ClusterError: they cannot be started, or the launcher was asked to stop.
+        """
+
+    @abc.abstractmethod
+    def release(self) -> None:
+        """Give back what the processes of an attempt had, once all have ended."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """End whatever is left."""
+
+
+@final
+class ThisMachine(AbstractMachines):
+    """The machine of the launcher.
+
+    Args:
+      events: which hear of the end of each process.
+    """
+
+    def __init__(self, events: Events) -> None:
+        self._events = events
+        self._guard = Guard()
+
+    def start(
+        self, options: Options, processes: int, attempt: int, secret: Secret
+    ) -> dict[int, AbstractStartedProcess]:
+        coordinator = options.coordinator or _free_address()
+
+        def started(local_rank: int, rank: int) -> GuardedProcess:
+            return GuardedProcess(
+                [sys.executable, *options.program],
+                _environment.of_worker(
+                    options, local_rank, processes, coordinator, attempt, secret
+                ),
+                f"rank {rank}",
+                self._guard,
+                lambda code: self._events.put(Ended(rank, code)),
+            )
+
+        first = options.node_rank * processes
+        return {first + k: started(k, first + k) for k in range(processes)}
+
+    def release(self) -> None:
+        """Nothing: each process was closed."""
+
+    def close(self) -> None:
+        self._guard.close()
+
+
+def _free_address() -> str:
+    """A port of the loopback interface that nobody listens on at this moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        host, port = probe.getsockname()
+    return f"{host}:{port}"

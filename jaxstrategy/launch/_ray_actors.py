@@ -1,0 +1,149 @@
+"""Actors on a Ray cluster, each with room for one process."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, final
+
+from jaxstrategy._errors import ClusterError
+from jaxstrategy.launch import _guarded_process, _ray_actor, _started_process
+from jaxstrategy.launch._ray_actor import THREADS, ProcessActor
+from jaxstrategy.launch._ray_cluster import RayCluster
+from jaxstrategy.text._units import with_noun
+
+_QUIET_SECONDS = 2.0  # on a free cluster there is room within 10 ms
+_LOOK_SECONDS = 0.2  # between looks whether there is room, or a reason to stop
+
+
+@final
+class RayActors:
+    """A placement group, and an actor in a bundle of it whenever one is wanted.
+
+    Args:
+      bundles: the resources of each process.
+      placement: how machines are chosen, in Ray's words.
+      wait: seconds to wait for room.
+      is_stopped: whether to wait no longer.
+      tell: what is said if that takes a while.
+
+    Raises:
+      ClusterError: there is no room.
+    """
+
+    def __init__(
+        self,
+        cluster: RayCluster,
+        bundles: Sequence[Mapping[str, float]],
+        placement: str,
+        wait: float,
+        is_stopped: Callable[[], bool] = lambda: False,
+        tell: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self._ray = cluster.ray
+        self._bundles = bundles
+        self._actors: list[Any] = []
+        for module in (_guarded_process, _ray_actor, _started_process):
+            self._ray.cloudpickle.register_pickle_by_value(module)
+        if cluster.is_own:
+            self._check_own()
+        self._group = self._ray.util.placement_group(
+            [dict(bundle) for bundle in bundles], strategy=placement
+        )
+        try:
+            self._wait(wait, placement, is_stopped, tell)
+        except BaseException:
+            self.close()
+            raise
+
+    def start(self, bundle: int) -> Any:
+        """A new `ProcessActor` in the bundle of this number, where none may be left."""
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        wanted = dict(self._bundles[bundle])
+        actor = (
+            self._ray.remote(ProcessActor)
+            .options(
+                num_cpus=wanted.pop("CPU", 0),
+                num_gpus=wanted.pop("GPU", 0),
+                resources=wanted,
+                max_concurrency=THREADS,
+                max_restarts=0,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    self._group, placement_group_bundle_index=bundle
+                ),
+            )
+            .remote()
+        )
+        self._actors.append(actor)
+        return actor
+
+    def end(self, actor: Any) -> None:
+        """End an actor, and with it what is left of its process."""
+        self._actors.remove(actor)
+        self._ray.kill(actor)
+
+    def close(self) -> None:
+        """End all actors and give the room back; may be called twice."""
+        for actor in list(self._actors):
+            self.end(actor)
+        self._ray.util.remove_placement_group(self._group)
+
+    def _wait(
+        self,
+        seconds: float,
+        placement: str,
+        is_stopped: Callable[[], bool],
+        tell: Callable[[str], None],
+    ) -> None:
+        if self._group.wait(min(seconds, _QUIET_SECONDS)):
+            return
+        end = time.monotonic() + seconds - _QUIET_SECONDS
+        if time.monotonic() < end:
+            tell(f"waiting for room on Ray for {self._described()}")
+        while not self._group.wait(_LOOK_SECONDS):
+            if is_stopped():
+                raise ClusterError("The launcher was asked to stop.")
+            if time.monotonic() > end:
+                raise ClusterError(
+                    f"Ray has no room for {self._described()} ({placement}). The "
+                    f"cluster has {_amounts(self._there())} in all, on "
+                    f"{with_noun(self._count_machines(), 'machine')}; what others use "
+                    "of that is not free. Ask for less, or wait longer."
+                )
+
+    def _check_own(self) -> None:
+        """Do not wait for what a Ray of this machine alone will never have."""
+        there = self._there()
+        needed = Counter[str]()
+        for bundle in self._bundles:
+            needed.update(bundle)
+        if any(there.get(name, 0) < number for name, number in needed.items()):
+            raise ClusterError(
+                f"This machine has no room for {self._described()}: Ray finds "
+                f"{_amounts(there)} here. Ask for less, or give the address of a "
+                "larger Ray."
+            )
+
+    def _described(self) -> str:
+        kinds = Counter(tuple(bundle.items()) for bundle in self._bundles)
+        return " and ".join(
+            f"{with_noun(count, 'process')} with {_amounts(dict(kind))} each"
+            for kind, count in kinds.items()
+        )
+
+    def _there(self) -> dict[str, float]:
+        names = {"CPU", "GPU"}.union(*self._bundles)
+        there = self._ray.cluster_resources()
+        return {name: there[name] for name in sorted(names & set(there))}
+
+    def _count_machines(self) -> int:
+        return sum(node["Alive"] for node in self._ray.nodes())
+
+
+def _amounts(resources: Mapping[str, float]) -> str:
+    return (
+        ", ".join(f"{number:g} {name}" for name, number in resources.items())
+        or "nothing"
+    )

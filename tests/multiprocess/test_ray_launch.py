@@ -1,0 +1,317 @@
+"""`launch --on ray` starts, watches and ends the same processes on a Ray cluster."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import ray_machines
+from ray_machines import DEADLINE, is_alive, until
+
+import jaxstrategy
+
+pytestmark = pytest.mark.slow
+
+# The launcher without the package around it, which takes seconds to import.
+LAUNCHER = f"""
+import sys, types
+package = types.ModuleType("jaxstrategy")
+package.__path__ = [{str(Path(jaxstrategy.__file__).parent)!r}]
+sys.modules["jaxstrategy"] = package
+from jaxstrategy.launch._main import main
+code = main()
+assert "jax" not in sys.modules
+sys.exit(code)
+"""
+
+# Every process has these names.
+PRELUDE = """
+import json, os, signal, sys, time
+rank, count, attempt = (
+    int(os.environ["JAXSTRATEGY_" + name])
+    for name in ("PROCESS_ID", "NUM_PROCESSES", "ATTEMPT")
+)
+def write(name, text=None):  # a file that appears as a whole
+    with open(f"new{os.getpid()}", "w") as file:
+        file.write(str(os.getpid()) if text is None else text)
+    os.rename(file.name, name)
+def wait():
+    time.sleep(600)
+"""
+
+
+@pytest.fixture(scope="module")
+def ray():
+    with ray_machines.running() as started:
+        yield started
+
+
+class Launched:
+    """A launcher at work in a folder of its own."""
+
+    def __init__(self, folder, options, script, arguments, env):
+        self.folder = folder
+        (folder / "script.py").write_text(PRELUDE + textwrap.dedent(script))
+        launcher = [sys.executable, "-c", LAUNCHER, "--on", "ray"]
+        self.out = open(folder / "out.txt", "w+b")
+        self.process = subprocess.Popen(
+            [*launcher, *options.split(), "script.py", *arguments],
+            cwd=folder,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=self.out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+    def said(self):
+        return (self.folder / "out.txt").read_text()
+
+    def finish(self, code=0):
+        try:
+            found = self.process.wait(DEADLINE)
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"The launcher has hung.\n{self.said()}")
+        assert found == code, f"exit code {found}\n{self.said()}"
+        return self.said()
+
+    def pids(self, *names):
+        """The numbers in these files of the processes, once they are there."""
+        paths = [self.folder / name for name in names]
+
+        def are_there():
+            ended = self.process.poll() is not None
+            assert not ended or all(p.exists() for p in paths), self.said()
+            return all(path.exists() for path in paths)
+
+        until(are_there, f"{names} in\n{self.said()}")
+        return [int(path.read_text()) for path in paths]
+
+    def close(self):
+        self.process.kill()
+        self.process.wait()
+        self.out.close()
+
+
+@pytest.fixture
+def start(ray, tmp_path):
+    launchers = []
+
+    def start(options, script, *arguments, **variables):
+        env = {k: v for k, v in {**ray.env, **variables}.items() if v is not None}
+        launchers.append(Launched(tmp_path, options, script, arguments, env))
+        return launchers[-1]
+
+    yield start
+    for launcher in launchers:
+        launcher.close()
+
+
+def test_each_process_is_told_its_place(start, tmp_path):
+    script = """
+    import pathlib
+    environ, secret = dict(os.environ), os.environ["JAXSTRATEGY_CLUSTER_SECRET"]
+    kept = ("JAX", "OWN", "OTHER", "TF_CONFIG")
+    place = {k: v for k, v in environ.items() if k.startswith(kept)}
+    for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            assert secret.encode() not in path.read_bytes(), path
+        except OSError:
+            continue
+    place |= {"arguments": sys.argv[1:], "folder": os.getcwd()}
+    place |= {"input": sys.stdin.read()}
+    write(f"place{rank}", json.dumps(place))
+    print("to out", rank)
+    print("to err", rank, file=sys.stderr)
+    """
+    options = "-n 3 --devices-per-process 2 --ray-env OWN"
+    said = start(options, script, "--x", OWN="1", OTHER="2", TF_CONFIG="{}").finish()
+    places = [json.loads((tmp_path / f"place{k}").read_text()) for k in range(3)]
+    coordinator = places[0]["JAXSTRATEGY_COORDINATOR"]
+    secret = places[0].pop("JAXSTRATEGY_CLUSTER_SECRET")
+    assert re.fullmatch(r"127\.0\.0\.1:\d+", coordinator)  # one machine only
+    assert re.fullmatch("[0-9a-f]{64}", secret) and secret not in said
+    for rank, place in enumerate(places):
+        assert place.pop("JAXSTRATEGY_CLUSTER_SECRET", secret) == secret
+        for name in ("JAX_DISABLE_MOST_OPTIMIZATIONS",):  # of `make test`
+            place.pop(name, None)
+        assert place == {
+            "JAXSTRATEGY_COORDINATOR": coordinator,
+            "JAXSTRATEGY_PROCESS_ID": str(rank),
+            "JAXSTRATEGY_NUM_PROCESSES": "3",
+            "JAXSTRATEGY_LOCAL_RANK": str(rank),
+            "JAXSTRATEGY_ATTEMPT": "0",
+            "JAXSTRATEGY_JOB": f"{coordinator}, attempt 0",
+            "JAX_NUM_CPU_DEVICES": "2",
+            "JAX_PLATFORMS": "cpu",
+            "OWN": "1",
+            "arguments": ["--x"],
+            "folder": str(tmp_path),
+            "input": "",
+        }
+    lines = [f"[{k}] to {stream} {k}" for k in range(3) for stream in ("out", "err")]
+    assert sorted(said.splitlines()) == sorted(lines)
+
+
+def test_one_failure_ends_the_others_and_all_start_again(start):
+    script = """
+    write(f"pid{attempt}{rank}")
+    if (attempt, rank) == (0, 1):
+        while not os.path.exists("pid00"):
+            time.sleep(0.01)
+        print("it breaks")
+        sys.exit(5)
+    if attempt == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        wait()
+    print("attempt", attempt, "of", count)
+    """
+    options = "-n 2 --max-restarts 1 --min-processes 1 --grace 0.2"
+    launched = start(options, script)
+    said = launched.finish()
+    assert "[1] it breaks" in said
+    assert "rank 0 did not end within 0.2 s and had to be killed" in said
+    assert "rank 1 failed with exit code 5" in said
+    assert "starting 1 process again: attempt 1" in said
+    assert said.splitlines()[-1] == "[0] attempt 1 of 1"
+    assert not any(map(is_alive, launched.pids("pid00", "pid01", "pid10")))
+
+
+def test_ctrl_c_ends_all(start):
+    script = """
+    child = os.fork()
+    write(f"child{rank}" if child == 0 else f"pid{rank}")
+    if child == 0:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    wait()
+    """
+    launched = start("-n 2", script)
+    pids = launched.pids("pid0", "pid1", "child0", "child1")
+    os.killpg(launched.process.pid, signal.SIGINT)  # as a terminal does
+    assert "stopped by SIGINT" in launched.finish(130)
+    until(lambda: not any(map(is_alive, pids)), "their end")
+
+
+def test_a_saved_state_is_none_of_rays_business(start):
+    """The processes hear of SIGTERM, and their own code counts."""
+    script = """
+    def save(*_):
+        write(f"saved{rank}")
+        sys.exit(0)
+    signal.signal(signal.SIGTERM, save)
+    write(f"pid{rank}")
+    wait()
+    """
+    launched = start("-n 2", script)
+    launched.pids("pid0", "pid1")
+    launched.process.terminate()
+    launched.finish(0)
+    launched.pids("saved0", "saved1")
+
+
+@pytest.mark.parametrize("who", ["launcher", "actor"])
+def test_nothing_is_left_when_one_is_killed(who, start):
+    script = """
+    child = os.fork()
+    write(f"child{rank}" if child == 0 else f"pid{rank}")
+    if child and rank == 1:
+        write("actor", str(os.getppid()))
+    wait()
+    """
+    launched = start("-n 2 --grace 0.2", script)
+    pids = launched.pids("pid0", "pid1", "child0", "child1")
+    (actor,) = launched.pids("actor")
+    if who == "launcher":
+        launched.process.kill()
+        launched.finish(-signal.SIGKILL)
+    else:
+        os.kill(actor, signal.SIGKILL)
+        said = launched.finish(137)
+        assert (
+            "[1] jaxstrategy.launch: this process was lost: The actor is dead" in said
+        )
+        assert "rank 1 failed with signal SIGKILL" in said
+    until(lambda: not any(map(is_alive, [*pids, actor])), "their end")
+
+
+def test_a_folder_may_be_copied(start, tmp_path):
+    script = """
+    from module import word
+    assert os.getcwd() != sys.argv[1]
+    print(word)
+    """
+    (tmp_path / "module.py").write_text("word = 'copied'")
+    said = start("--ray-working-dir .", script, str(tmp_path)).finish()
+    assert said.splitlines() == ["[0] copied"]
+
+
+def test_without_room_it_says_what_there_is(start):
+    options = "-n 2 --ray-cpus 3 --ray-wait 0.5 --ray-placement STRICT_PACK"
+    assert start(options, "").finish(1) == (
+        "jaxstrategy.launch: error: Ray has no room for 2 processes with 3 CPU each "
+        "(STRICT_PACK). The cluster has 4 CPU in all, on 1 machine; what others use of "
+        "that is not free. Ask for less, or wait longer.\n"
+    )
+
+
+def test_it_can_be_stopped_while_it_waits_for_room(start, tmp_path):
+    launched = start("-n 9 --ray-resource nowhere=1", "write('started')")
+    waits = "waiting for room on Ray for 9 processes with 1 CPU, 1 nowhere each"
+    until(lambda: waits in launched.said(), waits)
+    launched.process.send_signal(signal.SIGINT)
+    assert launched.finish(130).endswith("jaxstrategy.launch: stopped by SIGINT\n")
+    assert not (tmp_path / "started").exists()
+
+
+def test_the_processes_of_a_job_meet(start):
+    """The same job as that of the local launcher: a sum over all replicas."""
+    env = {"JAX_PLATFORMS": "cpu"}
+    options = "-n 2 --devices-per-process 2 -m jaxstrategy.training._job_check"
+    said = start(options, "", **env).finish()
+    assert "2 processes met in" in said
+    assert "a sum over 4 replicas is 6, 6 was wanted" in said
+
+
+def test_two_machines_and_the_loss_of_one(ray, start):
+    script = """
+    print(os.environ["JAXSTRATEGY_LOCAL_RANK"], os.environ["JAXSTRATEGY_COORDINATOR"])
+    write(f"pid{attempt}{rank}")
+    if attempt == 0:
+        wait()
+    """
+    options = "-n 2 --ray-placement SPREAD --grace 0.2 --max-restarts 1"
+    with ray.another_machine() as machine:
+        launched = start(options + " --ray-wait 60", script)
+        pids = launched.pids("pid00", "pid01")
+        machine.kill()
+        said = launched.finish()
+    assert not any(map(is_alive, pids))
+    assert "this process was lost: " in said and "node was terminated" in said
+    first, second = (
+        sorted(set(re.findall(r"^\[(\d)\] (\d) (\S+):\d+$", attempt, re.MULTILINE)))
+        for attempt in said.split("starting 2 processes again: attempt 1")
+    )
+    assert [local for _, local, _ in first] == ["0", "0"], said
+    assert {host for *_, host in first} & {"127.0.0.1"} == set(), said
+    assert second == [("0", "0", "127.0.0.1"), ("1", "1", "127.0.0.1")], said
+
+
+def test_without_an_address_a_ray_is_started_and_ended(start):
+    script = """
+    write("actor", str(os.getppid()))
+    write("pid")
+    assert len(os.environ["RAY_AUTH_TOKEN"]) == 64, "it is open to strangers"
+    """
+    none = dict.fromkeys(("RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_AUTH_MODE"))
+    launched = start("-n 2", script, **none)
+    launched.finish()
+    pids = launched.pids("pid", "actor")
+    until(lambda: not any(map(is_alive, pids)), "their end")
+    assert "This machine has no room for 1 process with 1 CPU, 1 nowhere each: Ray" in (
+        start("--ray-resource nowhere=1", "", **none).finish(1)
+    )
