@@ -1,8 +1,9 @@
 """A small process that outlives the launcher, to leave no worker behind.
 
-It is told on its standard input which process groups there are: `+123` of a new one,
-`-123` of one that is over. The input's end means that the launcher is gone, however it
-went, and whatever is left is killed. It runs without the package.
+It prints its own number. It is told on its standard input which process groups there
+are: `+123` of a new one, `-123` of one that is over. The input's end means that the
+launcher is gone, however it went, and whatever is left is killed. It runs without the
+package.
 """
 
 import os
@@ -15,6 +16,7 @@ def main() -> None:
     # Ray kills the children of a worker that ends (2.60), so this is no child of it.
     if os.fork():
         return
+    print(os.getpid(), flush=True)
     groups: set[int] = set()
     for line in sys.stdin:
         group = int(line[1:])

@@ -28,6 +28,9 @@ class Guard:
     """The process of `_guard.py`, for the time that this one lives.
 
     A process that this one forks keeps it alive too, unless it calls `abandon`.
+
+    Attributes:
+      pid: its number.
     """
 
     def __init__(self) -> None:
@@ -40,7 +43,8 @@ class Guard:
         )
         assert started.stdin is not None and started.stdout is not None
         self._input, self._output = started.stdin, started.stdout
-        started.wait()  # the guard itself is a child of that
+        self.pid = int(self._output.readline())
+        started.wait()  # the guard itself was a child of that
         self._lock = threading.Lock()
 
     def watch(self, group: int) -> None:

@@ -101,17 +101,18 @@ class RayMachines(AbstractMachines):
             lambda code: self._events.put(Ended(rank, code)),
         )
 
-    def _placed(self, actors: RayActors, processes: int) -> list[_Placed]:
+    def _placed(self, actors: RayActors, processes: int) -> list[_PlacedActor]:
         """The actors, those of one machine one after the other."""
         made = [actors.start(number) for number in range(processes)]
         machines = self._cluster.ray.get([actor.machine.remote() for actor in made])
         placed = [
-            _Placed(actor, *found) for actor, found in zip(made, machines, strict=True)
+            _PlacedActor(actor, *found)
+            for actor, found in zip(made, machines, strict=True)
         ]
         order = list(dict.fromkeys(one.machine for one in placed))
         return sorted(placed, key=lambda one: order.index(one.machine))
 
-    def _coordinator(self, placed: Sequence[_Placed]) -> str:
+    def _coordinator(self, placed: Sequence[_PlacedActor]) -> str:
         """Where process 0 listens: for no other machine, if there is none."""
         first = placed[0]
         alone = all(one.machine == first.machine for one in placed)
@@ -145,7 +146,7 @@ class RayMachines(AbstractMachines):
             ) from error
 
 
-class _Placed(NamedTuple):
+class _PlacedActor(NamedTuple):
     actor: Any
     machine: str  # Ray's identifier
     host: str

@@ -353,7 +353,7 @@ def test_nothing_outlives_a_killed_coordinator(job, when):
 @pytest.mark.slow
 def test_children_end_when_their_guard_was_ended_before(job):
     script = f"""{SCRIPT}{STARTED}{TOLD}
-print("guard", backend._close.__self__._guard._process.pid, flush=True)
+print("guard", backend._close.__self__._guard.pid, flush=True)
 time.sleep(600)
 """
     with job(script, count=1, started=False) as running:
