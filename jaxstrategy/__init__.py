@@ -79,7 +79,6 @@ from jaxstrategy._options import ReduceOp as ReduceOp
 from jaxstrategy._options import RunOptions as RunOptions
 from jaxstrategy._options import VariableAggregation as VariableAggregation
 from jaxstrategy._options import VariableSynchronization as VariableSynchronization
-from jaxstrategy.cluster._server import Server as Server
 from jaxstrategy.contexts._replica_context import ReplicaContext as ReplicaContext
 from jaxstrategy.inputs._dataset import DistributedDataset as DistributedDataset
 from jaxstrategy.inputs._grouped import grouped as grouped
@@ -94,6 +93,7 @@ from jaxstrategy.inputs.sources._memory import batches as batches
 from jaxstrategy.masks._masked_means import batch_mask as batch_mask
 from jaxstrategy.masks._masked_means import masked_mean as masked_mean
 from jaxstrategy.masks._masked_means import masked_sum as masked_sum
+from jaxstrategy.parameter_servers._server import Server as Server
 from jaxstrategy.reductions._compression_state import (
     CompressionState as CompressionState,
 )

@@ -144,7 +144,8 @@ CLUSTER = {"chief": ["a:1"], "worker": ["b:1", "c:1"], "ps": ["d:1"]}
         ((CLUSTER, "worker"), "`task_index` is needed, for there are several: 0, 1"),
         ((CLUSTER, "cook", 0), "cook"),
         ((CLUSTER, "worker", 2), "2"),
-        ((CLUSTER, "ps", 0), "ps"),
+        ((CLUSTER, "chief", 0), "The chief is the coordinator"),
+        (({"ps": ["d:1"]}, "ps", 0), "There must be at least one worker"),
     ],
 )
 def test_what_a_server_needs(arguments, text):

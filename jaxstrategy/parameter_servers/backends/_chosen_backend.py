@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from jaxstrategy.cluster.resolvers._cluster_resolver import ClusterResolver
+from jaxstrategy.cluster.resolvers._tf_config import VARIABLE as TF_CONFIG
+from jaxstrategy.cluster.resolvers._tf_config import TFConfigClusterResolver
 from jaxstrategy.parameter_servers._abstract_worker import AbstractWorkerBackend
+from jaxstrategy.parameter_servers.backends._checked_cluster import is_for_servers
+from jaxstrategy.parameter_servers.backends._cluster_tasks import ClusterTasks
 from jaxstrategy.parameter_servers.backends._local_processes import LocalProcesses
 from jaxstrategy.parameter_servers.backends._threads import Threads
+from jaxstrategy.text._lists import listed
 from jaxstrategy.text._shown import shown
 
 
@@ -22,14 +27,44 @@ def chosen_backend(
       TypeError: it is no backend.
     """
     if isinstance(backend, AbstractWorkerBackend):
+        _check_said_once(resolver, workers, parameter_servers, "`backend` is an object")
         return backend
-    if backend in (None, "processes") and resolver is None and workers is not None:
-        return LocalProcesses(
-            workers, 1 if parameter_servers is None else parameter_servers
-        )
     if backend == "threads":
         return Threads(workers or 1, parameter_servers or 1)
-    raise TypeError(
-        f"`backend` was {shown(backend)}; 'processes', 'threads', 'ray' or an object "
-        "that starts workers was wanted."
-    )
+    if backend not in (None, "processes"):
+        raise TypeError(
+            f"`backend` was {shown(backend)}; 'processes', 'threads', 'ray' or an "
+            "object that starts workers was wanted."
+        )
+    resolver = resolver or _of_environment()
+    if resolver is None and workers is not None:
+        servers = 1 if parameter_servers is None else parameter_servers
+        return LocalProcesses(workers, servers)
+    _check_said_once(None, workers, parameter_servers, "there is a cluster")
+    return ClusterTasks(resolver or TFConfigClusterResolver())
+
+
+def _of_environment() -> ClusterResolver | None:
+    """TF_CONFIG, if it describes a cluster with parameter servers."""
+    resolver = TFConfigClusterResolver()
+    return resolver if is_for_servers(resolver.cluster_spec()) else None
+
+
+def _check_said_once(
+    resolver: ClusterResolver | None,
+    workers: int | None,
+    parameter_servers: int | None,
+    how: str,
+) -> None:
+    given = {
+        "cluster_resolver": resolver,
+        "workers": workers,
+        "parameter_servers": parameter_servers,
+    }
+    names = [f"`{name}`" for name, value in given.items() if value is not None]
+    if names:
+        raise ValueError(
+            f"{how[0].upper()}{how[1:]}, which says which workers and parameter "
+            f"servers there are, and {listed(names, 3)} was given too. Leave one out; "
+            f"a cluster may be that of {TF_CONFIG} in the environment."
+        )

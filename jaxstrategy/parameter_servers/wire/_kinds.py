@@ -13,6 +13,7 @@ class Kind(enum.IntEnum):
     DONE = 2
     FAILED = 3
     PING = 4  # are you there?
+    SESSION = 5  # first on streams of a cluster: for which coordinator they are
 
     CREATE = 16  # requests to parameter servers
     DROP = 17

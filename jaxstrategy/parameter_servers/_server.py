@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import socket
-import time
 from collections.abc import Mapping, Sequence
 from typing import Self, TypeVar, final
 
-from jaxstrategy._errors import ClusterError
-from jaxstrategy.cluster import _processes
-from jaxstrategy.cluster.board._board import (
-    AbstractBoard,
-    ProcessState,
-)
+from jaxstrategy.cluster._training_task import TrainingTask
 from jaxstrategy.cluster.resolvers._cluster_spec import ClusterSpec, GivenTasks
-from jaxstrategy.cluster.resolvers._simple import SimpleClusterResolver
+from jaxstrategy.parameter_servers.backends import _checked_cluster
+from jaxstrategy.parameter_servers.backends._served_task import SERVED, ServedTask
 
-_POLL_SECONDS = 0.5
 _T = TypeVar("_T")
 
 
@@ -43,9 +37,16 @@ class ServerDef:
 class Server:
     """Makes this process one task of a cluster.
 
-    It meets the other processes, and returns when all are there; JAX then has the
-    devices of all. A `MultiWorkerMirroredStrategy` made afterwards finds them. On
-    several hosts, `JAXSTRATEGY_CLUSTER_SECRET` must be set, to the same for all.
+    In a cluster of workers it meets the other processes, and returns when all are
+    there; JAX then has the devices of all. A `MultiWorkerMirroredStrategy` made
+    afterwards finds them. On several hosts, `JAXSTRATEGY_CLUSTER_SECRET` must be set,
+    to the same for all.
+
+    In a cluster with parameter servers (`ps`), this is a worker or parameter server
+    that waits for the calls of a coordinator, which makes a `ParameterServerStrategy`:
+    the script of such a task ends with `server.join()`. The secret must be set, on one
+    host too. `python -m jaxstrategy.parameter_servers` does the same without a script,
+    as TF_CONFIG says.
 
     Args:
       server_or_cluster_def: the cluster: a `ClusterSpec`, what one is made from, or the
@@ -56,7 +57,8 @@ class Server:
       start: whether to meet the others now, or when `start()` is called.
 
     Raises:
-      ValueError: there is no such task, or it does not train.
+      ValueError: there is no such task, or it serves nobody: as the chief of a cluster
+        with parameter servers, and an evaluator.
       ClusterError: the processes could not start together.
 
     >>> import jaxstrategy as js
@@ -82,8 +84,7 @@ class Server:
         job = _only(cluster.jobs, job_name, "job_name")
         task = _only(cluster.task_indices(job), task_index, "task_index")
         self._def = ServerDef(cluster, job, task, protocol or "grpc")
-        self._resolver = SimpleClusterResolver(cluster, task_type=job, task_id=task)
-        self._process = self._resolver.process()
+        self._task = _task(cluster, job, task)
         if start:
             self.start()
 
@@ -102,19 +103,18 @@ class Server:
           ClusterError: the processes could not start together.
           ValueError: the task or an address cannot be right.
         """
-        _processes.start(self._process)
+        self._task.start()
 
     def join(self) -> None:
         """Wait until all other processes have finished, or wait here too.
+
+        A worker or parameter server of a coordinator serves until its process is ended.
 
         Raises:
           ClusterError: one has died, or failed; or they could not start together.
           ValueError: the task or an address cannot be right.
         """
-        board = _processes.start(self._process).board
-        board.put(_joined(board.index), True)
-        while any(not _is_done(board, state) for state in board.states()):
-            time.sleep(_POLL_SECONDS)
+        self._task.join()
 
     @property
     def server_def(self) -> ServerDef:
@@ -128,17 +128,20 @@ class Server:
         return f"{self._def.protocol}://{self._def.cluster.task_address(*task)}"
 
 
-def _joined(index: int) -> str:
-    return f"Server.join of process {index}"
-
-
-def _is_done(board: AbstractBoard, state: ProcessState) -> bool:
-    if state.end is not None or state.member.index == board.index:
-        return True
-    try:
-        return board.get(_joined(state.member.index), _POLL_SECONDS)
-    except ClusterError:
-        return False
+def _task(cluster: ClusterSpec, job: str, index: int) -> TrainingTask | ServedTask:
+    if not _checked_cluster.is_for_servers(cluster):
+        return TrainingTask(cluster, job, index)
+    _checked_cluster.checked_cluster(cluster, job)
+    if job in SERVED:
+        return ServedTask(cluster, job, index)
+    advice = (
+        "The chief is the coordinator, which calls the others: make a "
+        "`ParameterServerStrategy` there, and no server."
+        if job == "chief"
+        else "An evaluator is a cluster of its own: load the checkpoints there that "
+        "the coordinator saves, and make no server."
+    )
+    raise ValueError(f"This process is the {job!r} of {cluster}. {advice}")
 
 
 def _only(known: Sequence[_T], given: _T | None, name: str) -> _T:
