@@ -33,24 +33,56 @@ def test_hosts_of_sagemaker_train_together(job):
         check(running)
 
 
-@pytest.mark.slow
-def test_pods_of_kubernetes_train_together(job, tmp_path):
+@pytest.fixture
+def kubernetes(tmp_path):
+    """Starts the API for some pods, and tells the environment in which they find it."""
     token, certificate, context = service_account(tmp_path)
+
+    @contextlib.contextmanager
+    def kubernetes(pods):
+        with served(Pods(pods), context) as api:
+            host, port = api.address.split(":")
+            yield (
+                api,
+                {
+                    **ENVIRONMENT,
+                    "TOKEN": str(token),
+                    "CERTIFICATE": str(certificate),
+                    "KUBERNETES_SERVICE_HOST": host,
+                    "KUBERNETES_SERVICE_PORT": port,
+                },
+            )
+
+    return kubernetes
+
+
+@pytest.mark.slow
+def test_pods_of_kubernetes_train_together(job, kubernetes):
     pods = [pod(f"train-{i}", f"127.0.0.{i + 1}") for i in range(2)]
-    with served(Pods(pods[:1]), context) as api:
-        host, port = api.address.split(":")
-        env = {
-            **ENVIRONMENT,
-            "TOKEN": str(token),
-            "CERTIFICATE": str(certificate),
-            "KUBERNETES_SERVICE_HOST": host,
-            "KUBERNETES_SERVICE_PORT": port,
-        }
+    with kubernetes(pods[:1]) as (api, env):
         script = started("from_kubernetes")
         with job(script, count=2, seconds=60, env=env, started=False) as running:
             harness.until(lambda: api.asked, seconds=60)
             api.pods = pods  # the second comes when the first has asked
             check(running)
+
+
+@pytest.mark.slow
+def test_pods_of_kubernetes_are_parameter_servers_and_workers(job, kubernetes):
+    names = ["chief-0", "worker-1", "worker-0", "ps-0"]
+    pods = [
+        pod(name, f"127.0.0.{i}", name.partition("-")[0])
+        for i, name in enumerate(names, 1)
+    ]
+    with kubernetes(pods) as (_, env):
+        env |= {
+            "PODS": " ".join(names),
+            "JAXSTRATEGY_CLUSTER_SECRET": "of the test" * 2,
+        }
+        script = started("roles_from_kubernetes")
+        with job(script, count=4, seconds=60, env=env, started=False) as running:
+            assert running.wait(120, 0) == [0]
+            assert "all is well" in running.ranks[0].output.splitlines()
 
 
 @pytest.mark.slow
