@@ -347,13 +347,13 @@ def test_a_method_is_traced_once(shared):
 # Functions that call Python have no exported form.
 
 
-def callback_function(cluster, v, t):
+def callback_function(strategy, v, t):
     def function(x, ids, key):
         jax.debug.print("x = {}", x)
         v.assign_add(x)
         sine = jax.pure_callback(np.sin, jax.ShapeDtypeStruct((), np.float32), x)
         rows = read_rows(ids, (t.value(),))
-        doubled = cluster.strategy.reduce("sum", cluster.strategy.run(lambda: 2 * x))
+        doubled = strategy.reduce("sum", strategy.run(lambda: 2 * x))
         return sine, v.value(), rows, jax.random.normal(key), doubled
 
     return function
@@ -362,7 +362,7 @@ def callback_function(cluster, v, t):
 def check_callbacks(cluster):
     v = cluster.variable(1.0)
     t = cluster.variable(np.arange(8.0, dtype="float32").reshape(4, 2))
-    function = cluster.coordinator.function(callback_function(cluster, v, t))
+    function = cluster.coordinator.function(callback_function(cluster.strategy, v, t))
     given = np.float32(2.0), np.array([1, 3]), jax.random.key(1)
     results = [cluster.coordinator.schedule(function, given) for _ in range(3)]
     cluster.coordinator.join()

@@ -206,12 +206,9 @@ class FunctionTracer:
         arrays: Sequence[Leaf],
         slots: Sequence[IteratorSlot],
     ) -> ShippedProgram:
-        as_code = None
-        if calls_python(trace.jaxpr):
-
-            def as_code(main: Wrapped, ids: Wrapped | None) -> HostCode:
-                given = fn, self._strategy, signature, arrays, slots
-                return HostCode(main, ids, traced_on_worker, *given)
+        def as_code(main: Wrapped, ids: Wrapped | None) -> HostCode:
+            given = fn, self._strategy, signature, arrays, slots
+            return HostCode(main, ids, traced_on_worker, *given)
 
         return shipped(
             trace,
@@ -219,7 +216,7 @@ class FunctionTracer:
             self._pool,
             self._platforms,
             _elements(trace, slots),
-            as_code,
+            as_code if calls_python(trace.jaxpr) else None,
         )
 
     def _remember(self, fn: Function) -> dict[Hashable, _Program]:

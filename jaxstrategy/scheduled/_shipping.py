@@ -114,11 +114,13 @@ class _Shipping:
         main_inputs = len(inputs)
         compiled_ids, types_of_ids, ids_inputs = self._ids(inputs)
         main: bytes | AbstractHostCode
-        if self._as_code is None:
-            main = _exported(compiled, types, platforms)
-            ids = compiled_ids and _exported(compiled_ids, types_of_ids, platforms)
+        ids: bytes | None = None
+        if self._as_code is not None:
+            main = self._as_code(compiled, compiled_ids)
         else:
-            main, ids = self._as_code(compiled, compiled_ids), None
+            main = _exported(compiled, types, platforms)
+            if compiled_ids is not None:
+                ids = _exported(compiled_ids, types_of_ids, platforms)
         made = ShippedProgram(
             key="",
             name=self._trace.name,

@@ -56,6 +56,15 @@ class VariablePolicy(AbstractVariablePolicy):
         """
         raise no_workers(name)
 
+    def adopted(self, kind: VariableKind, owner: AbstractStrategy) -> VariableKind:
+        """The kind of a variable that was sent to a worker, as one of this policy.
+
+        Args:
+          kind: as the worker has it.
+          owner: the strategy of the policy.
+        """
+        return kind
+
 
 def no_workers(name: str) -> ValueError:
     """The complaint about a copy for each worker where there are none."""
@@ -65,15 +74,6 @@ def no_workers(name: str) -> ValueError:
         "keep a copy. Make it in `strategy.scope()`; of other strategies, a variable "
         "with `synchronization='on_read'` has a copy for each replica."
     )
-
-    def adopted(self, kind: VariableKind, owner: AbstractStrategy) -> VariableKind:
-        """The kind of a variable that was sent to a worker, as one of this policy.
-
-        Args:
-          kind: as the worker has it.
-          owner: the strategy of the policy.
-        """
-        return kind
 
 
 @final
