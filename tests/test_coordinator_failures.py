@@ -294,6 +294,41 @@ def test_a_function_that_ends_three_workers_is_named():
         assert coordinated.backend.servers[0].total == 1
 
 
+def test_what_a_function_is_to_blame_for_is_not_held_against_a_worker():
+    with coordinator(1) as coordinated:
+        for _ in range(3):
+            schedule(coordinated, deadly)
+            with pytest.raises(RuntimeError, match="`deadly`"):
+                coordinated.join()
+        schedule(coordinated, lambda: push(1))
+        coordinated.join()
+        assert coordinated.backend.servers[0].total == 1
+
+
+def test_what_is_about_to_run_when_another_fails_does_not_run():
+    with coordinator(1) as coordinated:
+        queue = coordinated._scheduler._queue
+        incarnations = coordinated._scheduler._incarnations
+        usual = type(incarnations).__getitem__
+
+        class Late:
+            """Another function fails just before the number is read."""
+
+            def __getitem__(self, worker):
+                queue.cancel(ValueError("meanwhile"))
+                return usual(incarnations, worker)
+
+        coordinated._scheduler._threads[0]._failures.incarnations = Late()
+        value = schedule(coordinated, lambda: push(1))
+        with pytest.raises(ValueError, match="meanwhile"):
+            coordinated.join()
+        with pytest.raises(js.CancelledError):
+            value.fetch()
+        assert coordinated.backend.servers[0].total == 0
+        coordinated._scheduler._threads[0]._failures.incarnations = incarnations
+        schedule(coordinated, lambda: push(1))
+
+
 def test_a_worker_that_does_not_come_up_is_given_up_and_the_others_go_on():
     with coordinator(2, max_restarts=2) as coordinated:
         until(lambda: len(coordinated.backend.lives) == 2)

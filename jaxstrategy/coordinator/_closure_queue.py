@@ -54,7 +54,7 @@ class ClosureQueue(Generic[_Closure]):
         self._queued: collections.deque[_Closure] = collections.deque()
         self._tagged: dict[Hashable, collections.deque[_Closure]] = {}
         self._refused: dict[Hashable, BaseException] = {}
-        self._running: dict[int, _Closure] = {}
+        self._running: dict[int, tuple[_Closure, Hashable | None]] = {}
         self._error: BaseException | None = None
         self._last_error: BaseException | None = None
         self._is_stopped = False
@@ -70,8 +70,8 @@ class ClosureQueue(Generic[_Closure]):
         return len(self._queued)
 
     @property
-    def running(self) -> tuple[_Closure, ...]:
-        """The closures that were got, and are neither finished nor put back."""
+    def running(self) -> tuple[tuple[_Closure, Hashable | None], ...]:
+        """Closures that were got and have not ended, with the tag of who got them."""
         with self._lock:
             return tuple(self._running.values())
 
@@ -148,7 +148,7 @@ class ClosureQueue(Generic[_Closure]):
                 if tag is not None and self._tagged.get(tag):
                     return self._tagged[tag].popleft()
                 if self._queued:
-                    return self._start(self._queued.popleft())
+                    return self._start(self._queued.popleft(), tag)
                 left = None if end is None else end - time.monotonic()
                 if left is not None and left <= 0:
                     return None
@@ -222,8 +222,8 @@ class ClosureQueue(Generic[_Closure]):
         self._tagged.setdefault(tag, collections.deque()).append(closure)
         self._work.notify_all()
 
-    def _start(self, closure: _Closure) -> _Closure:
-        self._running[id(closure)] = closure
+    def _start(self, closure: _Closure, tag: Hashable | None) -> _Closure:
+        self._running[id(closure)] = closure, tag
         self._room.notify()
         return closure
 

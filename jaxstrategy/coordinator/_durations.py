@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import threading
 from typing import final
 
@@ -35,12 +36,6 @@ class Durations:
         """The mean; 0.0 of none."""
         return self.sum / self.count if self.count else 0.0
 
-    def with_another(self, seconds: float) -> Durations:
-        """These and one more."""
-        shortest = min(self.min, seconds) if self.count else seconds
-        longest = max(self.max, seconds)
-        return Durations(self.count + 1, shortest, longest, self.sum + seconds)
-
     def __str__(self) -> str:
         if not self.count:
             return "0"
@@ -56,14 +51,20 @@ class Stopwatch:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._durations = Durations()
+        self._count, self._sum = 0, 0.0
+        self._min, self._max = math.inf, 0.0
 
     def add(self, seconds: float) -> None:
         """One more."""
         with self._lock:
-            self._durations = self._durations.with_another(seconds)
+            self._count += 1
+            self._sum += seconds
+            self._min = min(self._min, seconds)
+            self._max = max(self._max, seconds)
 
     @property
     def durations(self) -> Durations:
         """Those up to now."""
-        return self._durations
+        with self._lock:
+            shortest = self._min if self._count else 0.0
+            return Durations(self._count, shortest, self._max, self._sum)

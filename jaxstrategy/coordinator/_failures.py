@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import final
 
 from jaxstrategy._errors import ParameterServerLost, WorkerLost
@@ -56,14 +57,15 @@ class Failures:
 
     def lost(
         self, worker: int, closure: WorkerClosure | None, lost: WorkerLost
-    ) -> None:
-        """A worker was lost, with what it was running."""
+    ) -> bool:
+        """A worker was lost, with what it was running; whether that is to blame."""
         # Before it is run again: what the lost worker has sent may arrive at any time.
         self._fence(worker)
         if closure is None:
-            return
+            return False
         closure.deaths += 1
-        if closure.deaths >= _MOST_DEATHS:
+        is_to_blame = closure.deaths >= _MOST_DEATHS
+        if is_to_blame:
             error = RuntimeError(
                 f"{closure.described()} was run {closure.deaths} times, and each time "
                 "its worker was lost; it is not run again. Does it need more memory "
@@ -74,6 +76,7 @@ class Failures:
         else:
             tag = worker if closure.is_of_one_worker else None
             self._queue.put_back(closure, tag)
+        return is_to_blame
 
     def gave_up(self, worker: int, error: BaseException) -> None:
         """A worker is not started again; without any, nothing runs any more."""
@@ -84,12 +87,13 @@ class Failures:
 
     def _refuse_pushes(self, failed: WorkerClosure) -> None:
         """What others run now is cancelled, so that it must not change variables."""
-        for closure in self._queue.running:
+        for closure, worker in self._queue.running:
             if closure is not failed:
-                self._fence(closure.worker)
+                self._fence(worker)
 
-    def _fence(self, worker: int) -> None:
+    def _fence(self, worker: Hashable) -> None:
         try:
+            assert isinstance(worker, int), "who runs closures asks by its index"
             self.incarnations.fence(worker)
         except ParameterServerLost as error:
             self._queue.cancel(error, for_ever=True)

@@ -22,7 +22,6 @@ class WorkerClosure(AbstractClosure):
 
     Attributes:
       value: what it will return.
-      worker: the index of the one that does it now, or did it last.
       deaths: how many workers were lost while they did it.
       is_of_one_worker: whether no other worker may do it.
     """
@@ -31,11 +30,10 @@ class WorkerClosure(AbstractClosure):
 
     def __init__(self, value: RemoteValue) -> None:
         self.value = value
-        self.worker = -1
         self.deaths = 0
 
     @abc.abstractmethod
-    def run(self, life: WorkerLife, incarnation: int) -> object:
+    def run(self, life: WorkerLife, worker: int, incarnation: int) -> object:
         """Its results, of a worker that is the caller's alone meanwhile."""
 
     @property
@@ -90,11 +88,9 @@ class ScheduledClosure(WorkerClosure):
         line = function_line(self._fn)
         return f"`{self.name}`" if line is None else f"`{self.name}` ({line})"
 
-    def run(self, life: WorkerLife, incarnation: int) -> object:
+    def run(self, life: WorkerLife, worker: int, incarnation: int) -> object:
         """Its arrays; traced again if the worker has elements of another type."""
-        number = CallNumber(
-            self._number, self._numbers.finished, self.worker, incarnation
-        )
+        number = CallNumber(self._number, self._numbers.finished, worker, incarnation)
         self._prepared, results = life.call(self._prepared, number)
         return results
 
@@ -137,7 +133,7 @@ class WorkerTask(WorkerClosure):
         """Its name."""
         return self._name
 
-    def run(self, life: WorkerLife, incarnation: int) -> object:
+    def run(self, life: WorkerLife, worker: int, incarnation: int) -> object:
         """What the task returns."""
         return self._task(life)
 

@@ -151,14 +151,18 @@ class WorkerThread:
         return True
 
     def _run_closure(self, life: WorkerLife, closure: WorkerClosure) -> None:
-        closure.worker = self._index
-        self.record.running = closure.name, time.monotonic()
         incarnation = self._failures.incarnations[self._index]
+        # In this order: another function may fail at any moment, and then what counts
+        # with this number is refused.
+        if self._queue.has_failed and not closure.is_of_one_worker:
+            self._queue.put_back(closure)
+            return
+        self.record.running = closure.name, time.monotonic()
         began = time.perf_counter()
         try:
             if self._gone:
                 life.look_after(self._gone)
-            results = closure.run(life, incarnation)
+            results = closure.run(life, self._index, incarnation)
         except WorkerLost:
             raise
         except BaseException as error:
@@ -178,7 +182,8 @@ class WorkerThread:
         self.record.activity, self.record.error = WorkerActivity.LOST, str(lost)
         if not self._is_stopped.is_set():
             self._deaths.add()
-        self._failures.lost(self._index, closure, lost)
+        if self._failures.lost(self._index, closure, lost):
+            self._deaths.forget()  # it is not the worker that is ill
         if self._deaths.are_too_many:
             error = RuntimeError(
                 f"Worker {self._index} was lost {self._deaths}; it is not started "

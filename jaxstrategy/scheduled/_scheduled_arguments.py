@@ -14,6 +14,7 @@ from jaxstrategy.replicas._random_keys import as_numbers
 from jaxstrategy.scheduled._iterator_slot import IteratorSlot
 from jaxstrategy.scheduled._worker_argument import (
     IteratorArgument,
+    WorkerArgument,
     has_values,
     is_whole,
     values_of,
@@ -53,6 +54,8 @@ class ScheduledArguments:
         """Those that a caller gave."""
         given = tuple(args), kwargs
         nodes = jax.tree.leaves(given, is_leaf=is_whole)
+        if not any(isinstance(node, WorkerArgument) for node in nodes):
+            return cls(fn, given, (), (), False)
         iterators: dict[int, IteratorArgument] = {
             id(node): node for node in nodes if isinstance(node, IteratorArgument)
         }
