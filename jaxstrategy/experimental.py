@@ -31,6 +31,8 @@ from jaxstrategy.strategies._tpu import ExperimentalTPUStrategy
 from jaxstrategy.text import _absent
 from jaxstrategy.tracing.replication._pure import declare_pure as declare_pure
 from jaxstrategy.variables import partitioners as partitioners
+from jaxstrategy.variables._embedding_lookup import embedding_lookup as embedding_lookup
+from jaxstrategy.variables._sharded_variable import ShardedVariable as ShardedVariable
 
 CollectiveCommunication = CommunicationImplementation
 MultiWorkerMirroredStrategy = ExperimentalMultiWorkerMirroredStrategy

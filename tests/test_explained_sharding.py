@@ -189,6 +189,13 @@ def test_variables_are_among_the_state():
     assert (leaf.dimension, leaf.reason == "") == (dimension, dimension is not None)
 
 
+def test_variables_that_the_step_does_not_use():
+    unused = js.Variable([1.0, 2.0])  # of no strategy: any step might use it
+    found = explain(strategy(), step_of_vector, (VECTOR, VECTOR), rows(16))
+    assert [leaf.shape for leaf in found.sharding.leaves] == [(16,), (16,)]
+    assert unused.value().tolist() == [1, 2]
+
+
 def test_one_replica_divides_nothing():
     one = js.MirroredStrategy(js.simulate(N)[:1], sharding=js.StateSharding())
     found = explain(one, lambda w: w * 2, VECTOR)

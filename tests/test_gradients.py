@@ -193,6 +193,16 @@ def test_gradients_through_jit_remat_scan_and_collectives(two):
     np.testing.assert_allclose(versions(two, out), expected)
 
 
+def test_functions_that_were_jitted_and_called_before():
+    v = js.Variable(3.0)
+    square = jax.jit(lambda x: v**2 * x)
+    assert square(2.0) == 18
+    slope = js.grad(lambda: square(2.0), v)
+    assert slope() == 12
+    v.assign(5.0)
+    assert slope() == 20 and square(2.0) == 50
+
+
 def test_gradients_under_the_users_jit(two):
     v = variable(two, 2.0)
 

@@ -47,7 +47,8 @@ class Context:
       colocated: the variable beside which `colocate_vars_with` wants others to be. Read
         by the policies of variables.
       given: what variables hold in a function that is differentiated, by their `id`,
-        with the step that it is part of. Read by `variables._gradients`.
+        with the step that it is part of. Read by `variables._given_values`.
+      lookups: those of tables that the function makes. Read by `variables._row_tape`.
       is_initial: whether JAX traces a function that makes an initial value, which reads
         what variables hold now. Read by `variables._cell`.
       batches: the batches of the step that is being traced, and on which part of them
@@ -78,6 +79,7 @@ class Context:
     given: Mapping[int, tuple[object, jax.Array]] = dataclasses.field(
         default_factory=lambda: types.MappingProxyType({})
     )
+    lookups: object = None
     is_initial: bool = False
     batches: object = None
     local: LocalSteps | None = None

@@ -61,6 +61,22 @@ def ids_of(given: Value, rows: int, length: int) -> jax.Array:
       TypeError: they are no whole numbers.
       ValueError: numbers that no dtype of JAX holds.
     """
+    ids = integers(given)
+    # Before they are cut to fewer bits: what is beyond must not become a row.
+    ids = jnp.maximum(ids, -1 if jnp.issubdtype(ids.dtype, jnp.signedinteger) else 0)
+    if jnp.iinfo(ids.dtype).max > rows:
+        ids = jnp.minimum(ids, rows)
+    ids = ids.astype("int32" if length < 2**31 else "int64")
+    return ids if rows == length else jnp.where(ids < rows, ids, length)
+
+
+def integers(given: Value) -> jax.Array:
+    """Ids as an array of whole numbers, of its own dtype.
+
+    Raises:
+      TypeError: they are no whole numbers.
+      ValueError: numbers that no dtype of JAX holds.
+    """
     ids = array("ids", given, "an array of numbers, with groups filled up with -1,")
     if not ids.size and not hasattr(given, "dtype"):
         ids = ids.astype("int32")  # an empty list, to NumPy one of floats
@@ -70,9 +86,4 @@ def ids_of(given: Value, rows: int, length: int) -> jax.Array:
             "rows to look up, with -1 for none. Convert them, as in "
             '`ids.astype("int32")`.'
         )
-    # Before they are cut to fewer bits: what is beyond must not become a row.
-    ids = jnp.maximum(ids, -1 if jnp.issubdtype(ids.dtype, jnp.signedinteger) else 0)
-    if jnp.iinfo(ids.dtype).max > rows:
-        ids = jnp.minimum(ids, rows)
-    ids = ids.astype("int32" if length < 2**31 else "int64")
-    return ids if rows == length else jnp.where(ids < rows, ids, length)
+    return ids

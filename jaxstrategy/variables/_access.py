@@ -125,11 +125,16 @@ one_at_a_time = threading.RLock()
 _numbers = itertools.count()
 
 
+def new_trace() -> int:
+    """A number that no other trace has."""
+    return next(_numbers)
+
+
 def traced_with(variables: StepVariables) -> contextlib.AbstractContextManager[object]:
     """A `with` block in which a step is traced with these variables."""
     # Functions that the user has jitted are kept by this number: their traces hold the
     # references of one trace. Without variables they may be used in the next one, too.
-    trace = next(_numbers) if variables.any else _context.current().trace
+    trace = new_trace() if variables.any else _context.current().trace
     return _context.entered(variables=variables, trace=trace)
 
 

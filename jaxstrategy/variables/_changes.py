@@ -89,3 +89,6 @@ SCATTERS = {
         "update": "set",
     }.items()
 }
+
+# By the operation that word.
+WORDS = {change.operation: name for name, change in SCATTERS.items()}

@@ -2,61 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import jax
+import jax.numpy as jnp
 
-from jaxstrategy._errors import ContextError
-from jaxstrategy.contexts import _context
 from jaxstrategy.values._handle import Handle
 from jaxstrategy.values._types import PyTree
-from jaxstrategy.variables import _access
+from jaxstrategy.variables import _given_values, _row_gradients, _row_tape
+from jaxstrategy.variables._row_tape import RowTape
+from jaxstrategy.variables._sharded_variable import ShardedVariable
 
-
-def value_of(variable: Handle) -> jax.Array | None:
-    """The value that `variable` has in the function being differentiated, or None.
-
-    Raises:
-      ContextError: the function is not part of the step that asks, but runs it.
-    """
-    found = _context.current().given.get(id(variable))
-    if found is None:
-        return None
-    step, value = found
-    if step is not _access.tracing():
-        raise _outside(variable)
-    return value
-
-
-def check_outside(variables: Iterable[Handle | None]) -> None:
-    """Raise unless a step that uses `variables` may be called here.
-
-    Raises:
-      ContextError: inside a function that is differentiated with respect to one.
-    """
-    given = _context.current().given
-    if given:
-        for variable in variables:
-            if variable is not None and id(variable) in given:
-                raise _outside(variable)
-
-
-def _outside(variable: Handle) -> ContextError:
-    return ContextError(
-        f"The gradient with respect to variable {variable.name!r} is taken outside "
-        "`run`, of a function that runs a step which uses it. Take it inside the step, "
-        "where gradients are this replica's own, and reduce it there."
-    )
-
-
-def _given_values(
-    values: Mapping[int, jax.Array],
-) -> contextlib.AbstractContextManager[object]:
-    step = _access.tracing()
-    given = {key: (step, value) for key, value in values.items()}
-    return _context.entered(given={**_context.current().given, **given})
+_Source: TypeAlias = Handle | ShardedVariable
 
 
 def value_and_grad(
@@ -67,6 +25,11 @@ def value_and_grad(
     The gradient is with respect to variables that `fn` reads, not to its arguments. It
     is this replica's own inside `run`, as always: reduce it yourself. `fn` must not
     assign those variables; others it may.
+
+    With respect to a `ShardedVariable`, one of its shards, or a variable on a parameter
+    server it is `IndexedSlices`, the rows that were looked up, if `fn` uses that in
+    `js.experimental.embedding_lookup` and `sparse_read` only, and not in a loop or in a
+    function that JAX traces by itself. To find that out, `fn` is traced once before.
 
     Args:
       fn: returns a scalar, or with `has_aux` a scalar and something else.
@@ -88,25 +51,39 @@ def value_and_grad(
     >>> loss_and_grad(2.0)
     (Array(36., dtype=float32), [Array(24., dtype=float32)])
     """
-    leaves, treedef = jax.tree.flatten(
-        variables, is_leaf=lambda node: isinstance(node, Handle)
-    )
+    leaves, treedef = jax.tree.flatten(variables, is_leaf=_is_source)
     for leaf in leaves:
-        if not isinstance(leaf, Handle):
+        if not isinstance(leaf, _Source):
             raise TypeError(
                 f"`variables` holds {leaf!r}, which is no Variable. For gradients with "
                 "respect to arguments use `jax.value_and_grad`."
             )
+    # By identity, so that a variable that is there twice gets its gradient twice.
+    parts = {id(part): part for leaf in leaves for part in _parts_of(leaf)}
 
     def differentiated(*args: Any, **kwargs: Any) -> tuple[PyTree, PyTree]:
-        def of_values(values: dict[int, jax.Array]) -> PyTree:
-            with _given_values(values):
+        values = {key: part.value() for key, part in parts.items()}
+
+        def called(own: Mapping[int, jax.Array], tape: RowTape | None) -> PyTree:
+            with _given_values.entered({**values, **own}), _row_tape.recording(tape):
                 return fn(*args, **kwargs)
 
-        # By identity, so that a variable that is there twice gets its gradient twice.
-        values = {id(leaf): leaf.value() for leaf in leaves}
-        result, grads = jax.value_and_grad(of_values, has_aux=has_aux)(values)
-        return result, treedef.unflatten([grads[id(leaf)] for leaf in leaves])
+        lookups, sparse = _row_gradients.lookups_of(called, parts)
+        whole = {key: value for key, value in values.items() if key not in sparse}
+
+        def of_values(
+            own: dict[int, jax.Array], added: Sequence[jax.Array]
+        ) -> tuple[jax.Array, tuple[PyTree, list[jax.Array]]]:
+            tape = RowTape(sparse, added) if sparse else None
+            result = called(own, tape)
+            loss, aux = result if has_aux else (result, None)
+            return loss, (aux, tape.ids if tape is not None else [])
+
+        both = jax.value_and_grad(of_values, argnums=(0, 1), has_aux=True)
+        (loss, (aux, ids)), (of_whole, of_rows) = both(whole, _row_tape.zeros(lookups))
+        found = _row_gradients.RowGradients(lookups, ids, of_rows)
+        grads = [_gradient(leaf, of_whole, found) for leaf in leaves]
+        return (loss, aux) if has_aux else loss, treedef.unflatten(grads)
 
     return differentiated
 
@@ -143,3 +120,28 @@ def grad(
         return (grads, result[1]) if has_aux else grads
 
     return differentiated
+
+
+def _is_source(node: object) -> bool:
+    """Whether a gradient with respect to `node` can be taken."""
+    return isinstance(node, _Source)
+
+
+def _parts_of(source: _Source) -> Sequence[Handle]:
+    return source.variables if isinstance(source, ShardedVariable) else (source,)
+
+
+def _gradient(
+    source: _Source,
+    of_whole: Mapping[int, jax.Array],
+    of_rows: _row_gradients.RowGradients,
+) -> PyTree:
+    """The gradient with respect to one variable, or to all shards of one."""
+    parts = _parts_of(source)
+    if not any(id(part) in of_whole for part in parts):
+        return of_rows.of(parts)
+    dense = [
+        of_whole[id(part)] if id(part) in of_whole else of_rows.of([part]).to_dense()
+        for part in parts
+    ]
+    return dense[0] if len(dense) == 1 else jnp.concatenate(dense)

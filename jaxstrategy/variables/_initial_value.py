@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeGuard, final
 
 import jax
@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 from jaxstrategy.replicas import _mesh, _overflow
 from jaxstrategy.replicas._random_keys import is_key
 from jaxstrategy.text._shown import shown
+from jaxstrategy.text._whole_numbers import several_whole
 from jaxstrategy.values._per_replica import PerReplica
 from jaxstrategy.values._types import Value
 from jaxstrategy.variables._initial_program import (
@@ -49,6 +50,11 @@ class Start:
         """All of it, of the shape of a copy, where JAX or the user has it."""
         value = self._value
         return value.whole() if isinstance(value, InitialProgram) else jnp.copy(value)
+
+    def rows(self, start: int, stop: int) -> jax.Array | np.ndarray:
+        """The rows from `start` to `stop`, of the host if the value is of it."""
+        value = self._value
+        return (value if isinstance(value, np.ndarray) else self.array)[start:stop]
 
     def on(self, sharding: NamedSharding) -> jax.Array:
         """A copy placed as `sharding` says; if it divides, no device has all of it."""
@@ -98,6 +104,38 @@ def start_of(
             "only the devices will know. Start with a constant, and assign."
         )
     return Start(start)
+
+
+def given_shape(shape: Sequence[int] | None, name: str) -> tuple[int, ...] | None:
+    """The shape that the user says variable `name` has, None if that is not said.
+
+    Raises:
+      TypeError: the user says something else than a shape.
+    """
+    found = None if shape is None else several_whole(shape)
+    if found is None and shape is not None:
+        raise TypeError(
+            f"`shape` of variable {name!r} was {shown(shape)}; a list of whole numbers "
+            "was wanted."
+        )
+    return found
+
+
+def check_shape(
+    wanted: Sequence[int] | None, found: jax.ShapeDtypeStruct, name: str
+) -> None:
+    """Raise unless the value of variable `name` has the shape that the user says.
+
+    Raises:
+      ValueError: it has another one.
+      TypeError: the user says something else than a shape.
+    """
+    shape = given_shape(wanted, name)
+    if shape is not None and shape != found.shape:
+        raise ValueError(
+            f"Variable {name!r} was made with `shape` {shape} and a value of shape "
+            f"{found.shape}."
+        )
 
 
 def is_host_array(value: Value) -> TypeGuard[np.ndarray]:

@@ -12,17 +12,21 @@ from jaxstrategy.contexts._abstract_strategy import (
     AbstractVariablePolicy,
 )
 from jaxstrategy.replicas._replicas import Replicas
+from jaxstrategy.variables._sharding_choice import PartitionFunction
 from jaxstrategy.variables.kinds._kind import VariableKind
 from jaxstrategy.variables.kinds._mirrored_kind import MirroredKind
 from jaxstrategy.variables.kinds._on_read_kind import OnReadKind
-from jaxstrategy.variables.partitioners import Partitioner
 
 
 class VariablePolicy(AbstractVariablePolicy):
-    """Chooses how each variable is kept that is made in the scope of a strategy."""
+    """Chooses how each variable is kept that is made in the scope of a strategy.
 
-    partitioner: Partitioner | None = None
-    """Divides variables into shards, each of which is a variable; None: none is."""
+    Attributes:
+      partitioner: says how many shards each variable has, of which each is then a
+        variable of its own, made in their order; None: there are no shards.
+    """
+
+    partitioner: PartitionFunction | None = None
 
     @abc.abstractmethod
     def kind(

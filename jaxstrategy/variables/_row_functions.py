@@ -39,7 +39,7 @@ def read_rows(ids: jax.Array, shards: Sequence[jax.Array]) -> jax.Array:
         fills in (NaN), and no gradient; where a server reads, it is an error.
       shards: one or more.
     """
-    numbers = row_numbers(ids, shards)
+    numbers = row_numbers(ids, _starts(shards)[-1])
     rows = _read(numbers, *shards)
     return rows.reshape(*ids.shape, *shards[0].shape[1:])
 
@@ -56,12 +56,18 @@ def changed_rows(
       values: a row for each, `[n, ...]`, of the shards' dtype.
       shards: one or more, `[length, ...]`.
     """
-    return _changing(operation)(row_numbers(ids, shards), values, *shards)
+    numbers = row_numbers(ids, _starts(shards)[-1])
+    return _changing(operation)(numbers, values, *shards)
 
 
-def row_numbers(ids: jax.Array, shards: Sequence[jax.Array]) -> jax.Array:
-    """`ids` as the equations take them: `[n]`, in 32 bits if these are enough."""
-    wanted = jnp.iinfo("int32" if starts(shards)[-1] < 2**31 else "int64")
+def row_numbers(ids: jax.Array, rows: int) -> jax.Array:
+    """`ids` as the equations take them: `[n]`, in 32 bits if these are enough.
+
+    Args:
+      ids: any whole numbers.
+      rows: how many there are; what is none of them stays none.
+    """
+    wanted = jnp.iinfo("int32" if rows < 2**31 else "int64")
     given = jnp.iinfo(ids.dtype)
     # Before they are cut to fewer bits: what is beyond must not become a row. What
     # fits stays as it is, for messages.
@@ -72,7 +78,7 @@ def row_numbers(ids: jax.Array, shards: Sequence[jax.Array]) -> jax.Array:
     return ids.astype(wanted.dtype).reshape(-1)
 
 
-def starts(shards: Sequence[jax.Array]) -> list[int]:
+def _starts(shards: Sequence[jax.Array]) -> list[int]:
     """The first row of each shard, and last the number of all rows."""
     return list(itertools.accumulate((len(shard) for shard in shards), initial=0))
 
@@ -170,7 +176,7 @@ def _own_rows(
     Those of other shards become its length, which `at` leaves out; a negative one would
     count from the end.
     """
-    for start, shard in zip(starts(shards), shards, strict=False):
+    for start, shard in zip(_starts(shards), shards, strict=False):
         own = ids - start
         is_own = (own >= 0) & (own < len(shard))
         yield jnp.where(is_own, own, len(shard)), is_own

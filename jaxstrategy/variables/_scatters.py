@@ -8,12 +8,19 @@ import jax
 import jax.numpy as jnp
 
 from jaxstrategy.replicas import _overflow
+from jaxstrategy.values._per_replica import PerReplica
 from jaxstrategy.values._slices import IndexedSlices
 from jaxstrategy.values._types import (
     Index,
     Value,
 )
-from jaxstrategy.variables._changes import SCATTERS, Change
+from jaxstrategy.variables._changes import (
+    ASSIGN,
+    ASSIGN_ADD,
+    ASSIGN_SUB,
+    SCATTERS,
+    Change,
+)
 from jaxstrategy.variables._part import VariablePart
 
 
@@ -78,6 +85,10 @@ class Scatters(abc.ABC):
         """Changes these rows; returns the new value."""
 
     @abc.abstractmethod
+    def _write(self, value: Value, change: Change) -> jax.Array | PerReplica:
+        """Makes a change; returns the new value of the whole variable."""
+
+    @abc.abstractmethod
     def __getitem__(self, index: Index) -> VariablePart:
         """A part, which can be assigned."""
 
@@ -107,7 +118,7 @@ class Scatters(abc.ABC):
 
     def scatter_nd_add(
         self, indices: Value, updates: Value, name: str | None = None
-    ) -> jax.Array | None:
+    ) -> Value:
         """Adds `updates` `[...]` to the entries at `indices`, as `gather_nd` has them.
 
         All copies change in the same way, as by `variable[index].assign_add`.
@@ -123,29 +134,29 @@ class Scatters(abc.ABC):
         >>> js.Variable([1.0, 2.0, 3.0]).scatter_nd_add([[0], [2]], [10.0, 20.0])
         Array([11.,  2., 23.], dtype=float32)
         """
-        return self[_index(indices)].assign_add(updates)
+        return self._write(updates, ASSIGN_ADD.of_part(_index(indices)))
 
     def scatter_nd_sub(
         self, indices: Value, updates: Value, name: str | None = None
-    ) -> jax.Array | None:
+    ) -> Value:
         """Subtracts `updates` `[...]`; otherwise as `scatter_nd_add`.
 
         Raises:
           ValueError: another shape; or the copies of a mirrored variable would differ.
           TypeError: a dtype that would lose something.
         """
-        return self[_index(indices)].assign_sub(updates)
+        return self._write(updates, ASSIGN_SUB.of_part(_index(indices)))
 
     def scatter_nd_update(
         self, indices: Value, updates: Value, name: str | None = None
-    ) -> jax.Array | None:
+    ) -> Value:
         """Makes them `updates` `[...]`; otherwise as `scatter_nd_add`.
 
         Raises:
           ValueError: another shape; or the copies of a mirrored variable would differ.
           TypeError: a dtype that would lose something.
         """
-        return self[_index(indices)].assign(updates)
+        return self._write(updates, ASSIGN.of_part(_index(indices)))
 
     scatter_add = _scatter(SCATTERS["add"], "Adds rows to those of the variable.")
     scatter_sub = _scatter(

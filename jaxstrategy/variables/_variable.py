@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
-from typing import Any, Self, final
+from collections.abc import Callable, Sequence
+from typing import Any, Self, cast, final
 
 import jax
 import numpy as np
@@ -35,30 +35,32 @@ from jaxstrategy.values._types import (
 from jaxstrategy.variables import (
     _access,
     _aggregation,
-    _gradients,
+    _given_values,
     _registry,
+    _row_lookups,
 )
-from jaxstrategy.variables._assignments import Assignments
+from jaxstrategy.variables._abstract_variable import AbstractVariable
 from jaxstrategy.variables._cell import AbstractCell, Cell, Holder
 from jaxstrategy.variables._changes import UPDATE, Change
 from jaxstrategy.variables._initial_program import InitialValue
-from jaxstrategy.variables._initial_value import start_of
-from jaxstrategy.variables._operators import Operators
+from jaxstrategy.variables._initial_value import Start, check_shape, start_of
 from jaxstrategy.variables._part import VariablePart
 from jaxstrategy.variables._policy import ORDINARY, VariablePolicy, no_workers
-from jaxstrategy.variables._properties import Properties
 from jaxstrategy.variables._reference import Reference
-from jaxstrategy.variables._scatters import Scatters
+from jaxstrategy.variables._row_numbers import checked_ids
+from jaxstrategy.variables._shard_plan import shard_plan
+from jaxstrategy.variables._sharded_variable import ShardedVariable
 from jaxstrategy.variables._sharding_choice import ShardingChoice, VariableSharding
 from jaxstrategy.variables._worker_copies import WorkerCopies
 from jaxstrategy.variables.kinds._kind import SentKind, VariableKind
 
 _numbers = itertools.count()
+_ON_READ = VariableSynchronization.ON_READ
 
 
 @final
 @jax.tree_util.register_pytree_node_class
-class Variable(Operators, Assignments, Scatters, WorkerCopies, Properties):
+class Variable(AbstractVariable, WorkerCopies):
     """A value that steps read and change in place, replicated as its strategy says.
 
     Made inside `strategy.scope()` it belongs to that strategy; made outside any, it
@@ -103,6 +105,13 @@ class Variable(Operators, Assignments, Scatters, WorkerCopies, Properties):
         copy in its memory, which only functions scheduled on it read and change;
         `read_all()` reads all copies. A worker that is started again begins with the
         initial value.
+      shape: of the value, if you say it. A function for `initial_value` that can make a
+        part of it, `partition_shape=` from `partition_offset=` on, need not make all
+        if it, and `dtype`, are known before.
+
+    In the scope of a strategy with a partitioner (`variable_partitioner` of a
+    `ParameterServerStrategy`) it is an `experimental.ShardedVariable`, of variables
+    `NAME/part_0` and so on, if the partitioner wants several shards of its shape.
 
     Raises:
       ValueError: synchronization NONE, or no such synchronization or aggregation; an
@@ -132,6 +141,43 @@ class Variable(Operators, Assignments, Scatters, WorkerCopies, Properties):
     ((6, 2), (3, 2))
     """
 
+    # Made before, by `__new__`, if a partitioner has asked for its shape.
+    _start: Start | None = None
+
+    def __new__(
+        cls,
+        initial_value: InitialValue = None,
+        trainable: bool | None = None,
+        dtype: DTypeLike | None = None,
+        name: str = "Variable",
+        synchronization: VariableSynchronization | str = VariableSynchronization.AUTO,
+        aggregation: VariableAggregation | str | None = VariableAggregation.NONE,
+        *,
+        sharding: VariableSharding = None,
+        per_worker_variable: bool = False,
+        shape: Sequence[int] | None = None,
+    ) -> Self:
+        """A `ShardedVariable`, if the current strategy's partitioner says so."""
+        made = object.__new__(cls)
+        partitioner = _policy().partitioner
+        has_copies = VariableSynchronization(synchronization) is _ON_READ
+        has_copies |= per_worker_variable
+        is_colocated = _context.current().colocated is not None
+        if partitioner is None or sharding is not None or has_copies or is_colocated:
+            return made
+        with _context.outside():
+            plan = shard_plan(partitioner, initial_value, shape, dtype, name)
+        if isinstance(plan, Start):
+            made._start = plan
+            return made
+        shards = []
+        for number, value in enumerate(plan):
+            shard = object.__new__(cls)
+            part = f"{name}/part_{number}"
+            shard.__init__(value, trainable, dtype, part, synchronization, aggregation)
+            shards.append(shard)
+        return cast(Self, ShardedVariable(shards, name))
+
     def __init__(
         self,
         initial_value: InitialValue,
@@ -143,6 +189,7 @@ class Variable(Operators, Assignments, Scatters, WorkerCopies, Properties):
         *,
         sharding: VariableSharding = None,
         per_worker_variable: bool = False,
+        shape: Sequence[int] | None = None,
     ) -> None:
         self._synchronization = VariableSynchronization(synchronization)
         self._aggregation = VariableAggregation(
@@ -154,7 +201,7 @@ class Variable(Operators, Assignments, Scatters, WorkerCopies, Properties):
                 "for a value that is equal on all replicas, ON_READ for one that each "
                 "replica has of its own."
             )
-        on_read = self._synchronization is VariableSynchronization.ON_READ
+        on_read = self._synchronization is _ON_READ
         choice = ShardingChoice(name, sharding)
         if on_read and choice.divides:
             raise ValueError(
@@ -178,7 +225,9 @@ class Variable(Operators, Assignments, Scatters, WorkerCopies, Properties):
             )
         may_divide = not on_read and choice.may_divide(kind.replicas)
         with _context.outside():
-            start = start_of(initial_value, dtype, name, may_divide)
+            start = self._start or start_of(initial_value, dtype, name, may_divide)
+            check_shape(shape, start.type, name)
+        self._start = None
         # In a step, too: a cell outlives it, and must hold numbers and no tracers.
         with jax.ensure_compile_time_eval(), _context.outside():
             self._shape, self._dtype = start.type.shape, start.type.dtype
@@ -224,7 +273,7 @@ class Variable(Operators, Assignments, Scatters, WorkerCopies, Properties):
           ValueError: outside `run`, an on-read variable whose aggregation is NONE.
           ContextError: in another strategy's scope or `run`.
         """
-        given = _gradients.value_of(self)
+        given = _given_values.value_of(self)
         if given is not None:
             return given
         with _access.one_at_a_time:
@@ -263,6 +312,23 @@ class Variable(Operators, Assignments, Scatters, WorkerCopies, Properties):
 
     def __getitem__(self, index: Index) -> VariablePart:
         return VariablePart(_part_at(self.value(), index), index, self._write)
+
+    def sparse_read(self, indices: Value, name: str | None = None) -> jax.Array:
+        """The rows at `indices`, whole numbers of any shape `[...]`: `[..., row]`.
+
+        Raises:
+          IndexError: of one on a parameter server, an index is no row.
+          ValueError: an index is a number that no integer dtype of JAX holds.
+          TypeError: likewise, they are no whole numbers.
+        """
+        if not self._kind.has_remote_rows:
+            return super().sparse_read(indices)
+        ids = checked_ids(indices, self._shape[0], self._name)
+        return _row_lookups.looked_up((self,), ids)
+
+    def _rows(self, numbers: np.ndarray) -> jax.Array:
+        with _access.one_at_a_time:
+            return self._kind.read_rows(self._reference(), _access.side(), numbers)
 
     def distributed(self) -> jax.Array | PerReplica:
         """All copies: a mirrored array `[...]`, or a `PerReplica` if it is on-read.
@@ -314,7 +380,7 @@ class Variable(Operators, Assignments, Scatters, WorkerCopies, Properties):
         change: Change,
         write: Callable[..., jax.Array | PerReplica],
     ) -> jax.Array | PerReplica:
-        if _gradients.value_of(self) is not None:
+        if _given_values.value_of(self) is not None:
             raise ValueError(
                 f"Variable {self._name!r} was assigned inside the function whose "
                 "gradient with respect to it is taken. Assign it afterwards."

@@ -133,7 +133,9 @@ def kept_names(step: TracedStep, division: DividedStep) -> list[str]:
     pairs = zip(paths, step.trace.varies, strict=True)
     own = [path for path, varies in pairs if not varies]
     leaves = division.layout.leaves
-    own += [leaves[var].label for var in division.variables]
+    # One that the step might use, and does not, goes through as it is.
+    used = map(leaves.get, division.variables)
+    own += [leaf.label if leaf is not None else "an unused variable" for leaf in used]
     return [name.strip("`") for name in own]
 
 

@@ -13,7 +13,7 @@ from jaxstrategy.tracing._traced_step import TracedStep
 from jaxstrategy.tracing.functions import _callbacks
 from jaxstrategy.tracing.stages._carried import Carried
 from jaxstrategy.values._handle import Handle
-from jaxstrategy.variables import _cell, _gradients
+from jaxstrategy.variables import _cell, _given_values
 
 
 @final
@@ -49,7 +49,7 @@ class VariableArguments:
         Raises:
           ContextError: the call is there.
         """
-        _gradients.check_outside(used() for used in self._used)
+        _given_values.check_outside(used() for used in self._used)
 
     def traced(self, step: TracedStep, is_traced: bool) -> bool:
         """Takes note of a new trace; returns whether the program must be made anew.

@@ -193,6 +193,47 @@ class VariableKind(abc.ABC):
           NotImplementedError: the kind, or the aggregation, has no such change.
         """
 
+    @abc.abstractmethod
+    def rows_for(self, rows: IndexedSlices, change: Change) -> IndexedSlices:
+        """The rows that code here means, of those that were given for a change.
+
+        Raises:
+          TypeError: not `IndexedSlices`.
+          NotImplementedError: the kind, or the aggregation, has no such change.
+          ValueError: rows that differ between the replicas.
+        """
+
+    def combined(self, rows: IndexedSlices, side: Side) -> IndexedSlices:
+        """The rows of all replicas that count, where each may have given others."""
+        return rows
+
+    # Of one that is elsewhere rows can be had without the others.
+    has_remote_rows = False
+
+    def read_rows(self, ref: Holder, side: Side, rows: np.ndarray) -> jax.Array:
+        """Some rows of the value, outside of steps.
+
+        Args:
+          ref: as of `read`.
+          side: likewise.
+          rows: the numbers of rows that it has, `[n]`.
+        """
+        return self.read(ref, side)[rows]
+
+    def rows_changed(
+        self, ref: Holder, rows: IndexedSlices, change: Change, new: jax.Array
+    ) -> jax.Array:
+        """Takes the value that a change of the rows of several variables has made.
+
+        Args:
+          ref: of this variable.
+          rows: those that were changed; of those of others it says its own length.
+          change: what was done.
+          new: what it made of this variable.
+        """
+        ref[...] = new
+        return new
+
     def _in_step(self) -> bool:
         return _access.tracing() is not None
 

@@ -131,6 +131,10 @@ class MirroredKind(VariableKind):
         self, ref: Holder, side: Side, rows: IndexedSlices, change: Change
     ) -> jax.Array:
         """Change some rows of all copies in the same way."""
+        return self._change_rows(ref, side, self.rows_for(rows, change), change)
+
+    def rows_for(self, rows: IndexedSlices, change: Change) -> IndexedSlices:
+        """This replica's own, or what all have."""
         if not is_slices(rows):
             raise TypeError(
                 f"`{change.method}` of variable {self.name!r} was given {rows!r}, a "
@@ -144,7 +148,13 @@ class MirroredKind(VariableKind):
                 "give have no sum there. Make the variable with aggregation 'none' or "
                 "'only_first_replica', or reduce the rows and assign."
             )
-        return self._change_rows(ref, side, self._own(rows, change), change)
+        return self._own(rows, change)
+
+    def combined(self, rows: IndexedSlices, side: Side) -> IndexedSlices:
+        """Those of all replicas, as the aggregation says."""
+        if self._combines(side):
+            return _aggregation.across(self.aggregation, rows, this_strategy())
+        return rows
 
     def _own(self, value: Value, change: Change) -> Value:
         """`value` with this replica's version of what is a `PerReplica`, in a step.
@@ -186,8 +196,7 @@ class MirroredKind(VariableKind):
         shape = (len(rows.indices), *ref.shape[1:])
         values = self._checked(rows.values, shape, ref.dtype)
         rows = IndexedSlices(values, _overflow.array_of(rows.indices))
-        if self._combines(side):
-            rows = _aggregation.across(self.aggregation, rows, this_strategy())
+        rows = self.combined(rows, side)
         if not self._in_step():
             rows = jax.tree.map(
                 lambda x: _mesh.broadcast(x, lying_like(x, self.replicas)), rows

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import final
+from typing import NoReturn, final
 
 import jax
 import jax.numpy as jnp
@@ -136,6 +136,10 @@ class OnReadKind(VariableKind):
     def scatter(
         self, ref: Holder, side: Side, rows: IndexedSlices, change: Change
     ) -> jax.Array | PerReplica:
+        """Not defined: its copies have no rows together."""
+        self.rows_for(rows, change)
+
+    def rows_for(self, rows: IndexedSlices, change: Change) -> NoReturn:
         """Not defined: its copies have no rows together."""
         raise NotImplementedError(
             f"`{change.method}` is not defined for variable {self.name!r}, which has a "

@@ -24,7 +24,7 @@ from jaxstrategy.values._types import Value
 from jaxstrategy.variables import _access, _server_functions
 from jaxstrategy.variables._access import Side
 from jaxstrategy.variables._cell import AbstractCell, Holder
-from jaxstrategy.variables._changes import Change, changed
+from jaxstrategy.variables._changes import WORDS, Change, changed
 from jaxstrategy.variables._initial_value import Start
 from jaxstrategy.variables._row_functions import changed_rows
 from jaxstrategy.variables._server_cell import ServerCell
@@ -68,6 +68,7 @@ class ServerKind(MirroredKind):
     added: PendingChange
     is_assigned: PendingChange
     _cell: ServerCell
+    has_remote_rows = True
 
     def __init__(
         self,
@@ -172,7 +173,7 @@ class ServerKind(MirroredKind):
         """The one."""
         return [np.asarray(held)]
 
-    def read_rows(self, rows: np.ndarray) -> jax.Array:
+    def read_rows(self, ref: Holder, side: Side, rows: np.ndarray) -> jax.Array:
         """Some rows, without the others."""
         return self._cell.rows(rows)
 
@@ -281,18 +282,27 @@ class ServerKind(MirroredKind):
     def _changed_rows(
         self, ref: Holder, change: Change, rows: IndexedSlices
     ) -> jax.Array:
-        name = _SCATTERS[change.operation]
+        name = WORDS[change.operation]
         if not self._in_step():
             self._cell.push(f"scatter_{name}", (rows.indices, rows.values))
             return ref[...]
-        self._note(f"scatter_{name}")
+        (new,) = changed_rows(name, rows.indices, rows.values, (ref[...],))
+        return self.rows_changed(ref, rows, change, new)
+
+    def rows_changed(
+        self, ref: Holder, rows: IndexedSlices, change: Change, new: jax.Array
+    ) -> jax.Array:
+        """Takes the value that a change of the rows has made, which the server makes.
+
+        Of rows beyond those of the variable, nothing is added.
+        """
+        self._note(f"scatter_{WORDS[change.operation]}")
         added = self._pending(self.added)
         if added is not None and change.operation in ("add", "subtract"):
             added[...] = changed(
                 added[...], rows.indices, rows.values, change.operation
             )
-        new = changed_rows(name, rows.indices, rows.values, (ref[...],))
-        return self._stored(ref, new[0])
+        return self._stored(ref, new)
 
 
 @final
@@ -311,17 +321,6 @@ class _SentServerKind(SentKind):
 
 def _nothing(number: int) -> None:
     return None
-
-
-_SCATTERS = {
-    "add": "add",
-    "subtract": "sub",
-    "multiply": "mul",
-    "divide": "div",
-    "min": "min",
-    "max": "max",
-    "set": "update",
-}
 
 
 def server_kind_of(variable: Handle | None) -> ServerKind | None:

@@ -1,0 +1,515 @@
+"""Rows of a table in shards: lookups, changes and gradients go to the shards."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers.sharded import sharded, slices
+
+import jaxstrategy as js
+from jaxstrategy.experimental import embedding_lookup
+
+TABLE = np.arange(14, dtype=np.float32).reshape(7, 2)
+CUTS = [3, 5]  # shards of 3, 2 and 2 rows
+
+
+@pytest.fixture(params=["ordinary", "one device", "two replicas"])
+def table(request):
+    made = {
+        "ordinary": lambda: None,
+        "one device": lambda: js.OneDeviceStrategy(jax.devices()[1]),
+        "two replicas": lambda: js.MirroredStrategy(jax.devices()[:2]),
+    }
+    return sharded(TABLE, CUTS, made[request.param]())
+
+
+# Lookups.
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [[0, 6, 3], [[0, 1], [6, 6]], 4, np.array([2, 5], np.int64), np.uint8([3]), []],
+    ids=str,
+)
+def test_rows_are_those_of_the_whole(table, ids):
+    want = TABLE[np.asarray(ids, int)]
+    np.testing.assert_array_equal(embedding_lookup(table, ids), want)
+    np.testing.assert_array_equal(table.sparse_read(ids), want)
+
+
+@pytest.mark.parametrize("cuts", [[], [0], [3, 3], [7]], ids=str)
+def test_shards_may_be_empty_or_all(cuts):
+    table = sharded(TABLE, cuts)
+    np.testing.assert_array_equal(embedding_lookup(table, [6, 0]), TABLE[[6, 0]])
+    table.scatter_add(slices([6, 0, 6], np.ones((3, 2))))
+    want = TABLE.copy()
+    np.add.at(want, [6, 0, 6], 1)
+    np.testing.assert_array_equal(table.numpy(), want)
+
+
+@pytest.mark.parametrize("wrong", [7, -1, 1000])
+def test_what_is_no_row_is_an_error(table, wrong):
+    text = rf"Row {wrong} of variable 'table'.*the rows \[0, 7\)"
+    for read in (functools.partial(embedding_lookup, table), table.sparse_read):
+        with pytest.raises(IndexError, match=text):
+            read([0, wrong])
+        with pytest.raises(IndexError, match=text):
+            read(np.array([[wrong]]))
+    with pytest.raises(IndexError, match=text):
+        # In a trace, too, where it is known.
+        jax.eval_shape(lambda: embedding_lookup(table, [wrong]))
+
+
+def test_of_one_variable_and_of_an_array_it_is_the_same():
+    variable = js.Variable(TABLE, name="plain")
+    for given in (variable, jnp.asarray(TABLE), TABLE):
+        np.testing.assert_array_equal(embedding_lookup(given, [6, 1]), TABLE[[6, 1]])
+        with pytest.raises(IndexError, match=r"Row 7 of variable '\w+'"):
+            embedding_lookup(given, [7])
+
+
+@pytest.mark.parametrize(
+    ("given", "ids", "error", "text"),
+    [
+        (TABLE, [0.5], TypeError, "`ids` are float32.*whole numbers were wanted"),
+        (TABLE, "a", TypeError, "`ids` was 'a'"),
+        ([TABLE, TABLE], [0], TypeError, r"a list of 2; .*ShardedVariable\(shards\)"),
+        ("table", [0], TypeError, "`params` was 'table'"),
+        (np.float32(1), [0], ValueError, "`params` has no dimensions"),
+    ],
+)
+def test_what_is_no_table_or_no_ids(given, ids, error, text):
+    with pytest.raises(error, match=text):
+        embedding_lookup(given, ids)
+
+
+def test_traced_ids_are_neither_clamped_nor_wrapped(table):
+    def read(ids):
+        return embedding_lookup(table, ids)
+
+    found = jax.jit(read)(jnp.array([-1, 7, 6, 100, 0]))
+    assert np.isnan(found[jnp.array([0, 1, 3])]).all()
+    np.testing.assert_array_equal(found[jnp.array([2, 4])], TABLE[[6, 0]])
+
+
+def test_long_rows_are_shortened():
+    table = sharded(np.array([[1, 1], [0.3, 0.4], [3, 4], [0, 0]], np.float32), [2])
+    found = embedding_lookup(table, [0, 1, 2, 3], max_norm=1.0)
+    want = [[2**-0.5, 2**-0.5], [0.3, 0.4], [0.6, 0.8], [0, 0]]
+    np.testing.assert_allclose(found, want, rtol=1e-6)
+    assert table.numpy()[2].tolist() == [3, 4]
+    slope = jax.grad(lambda v: embedding_lookup(v, [3, 1], max_norm=1.0).sum())(table)
+    np.testing.assert_array_equal(slope.numpy()[1:, 0], [1, 0, 1])
+    with pytest.raises(ValueError, match="`max_norm` was 0; more than 0 was wanted"):
+        embedding_lookup(table, [0], max_norm=0)
+
+
+FIVE = np.arange(1, 11, dtype=np.float32).reshape(5, 2)
+
+
+def test_tensorflows_lookups():
+    table = sharded(FIVE, [2, 4])
+    assert embedding_lookup(table, [0, 3, 4]).tolist() == [[1, 2], [7, 8], [9, 10]]
+    groups = [[2, -1], [4, -1], [0, 2]]
+    mean = embedding_lookup(table, groups, combiner="mean", weights=np.ones((3, 2)))
+    assert mean.tolist() == [[5, 6], [9, 10], [3, 4]]
+    weights = [[1.0, 1.0], [-1.0, -2.0], [1.0, -1.0]]
+    groups = [[0, -1], [0, 3], [1, 2]]
+    safe = embedding_lookup(table, groups, combiner="mean", weights=weights)
+    assert safe.tolist() == [[1, 2], [0, 0], [3, 4]]
+
+
+@pytest.mark.parametrize("combiner", ["sum", "mean", "sqrtn"])
+def test_groups_are_those_of_a_loop(combiner):
+    table = sharded(FIVE, [1, 4])
+    groups = np.array([[4, 0, -1], [-1, -1, -1], [2, 2, 3]])
+    weights = np.array([[1, 2, 9], [1, 1, 1], [0.5, 3, 1]], np.float32)
+    want = np.zeros((3, 2))
+    for row, (ids, each) in enumerate(zip(groups, weights, strict=True)):
+        kept = ids >= 0
+        if not kept.any():
+            continue
+        total = (FIVE[ids[kept]] * each[kept, None]).sum(0)
+        divisors = {"sum": 1, "mean": each[kept].sum()}
+        divisors["sqrtn"] = np.sqrt((each[kept] ** 2).sum())
+        want[row] = total / divisors[combiner]
+    found = embedding_lookup(table, groups, combiner=combiner, weights=weights)
+    np.testing.assert_allclose(found, want, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("choices", "text"),
+    [
+        ({"combiner": "max"}, "`combiner` was 'max'"),
+        ({"weights": [1.0]}, "without a `combiner`"),
+        ({"combiner": "sum", "weights": [1.0, 2.0]}, r"shape \(2,\) and `ids` \(1,\)"),
+    ],
+)
+def test_combiners_that_cannot_be(choices, text):
+    with pytest.raises(ValueError, match=text):
+        embedding_lookup(sharded(FIVE, [1]), [0], **choices)
+
+
+def test_a_group_with_a_row_that_is_none_is_an_error():
+    with pytest.raises(IndexError, match="Row 5 of variable 'table'"):
+        embedding_lookup(sharded(FIVE, [1]), [[0, 5]], combiner="sum")
+
+
+def test_integers_have_rows():
+    table = sharded(np.arange(6).reshape(3, 2), [1])
+    found = embedding_lookup(table, [2, 0])
+    assert found.dtype == "int32" and found.tolist() == [[4, 5], [0, 1]]
+
+
+def test_each_replica_looks_its_own_rows_up(strategy):
+    table = sharded(TABLE, CUTS, strategy)
+    n = strategy.num_replicas_in_sync
+    ids = np.arange(2 * n).reshape(n, 2) % 7
+
+    @strategy.run
+    def step(ids):
+        return embedding_lookup(table, ids)
+
+    found = strategy.experimental_local_results(step(strategy.per_replica(ids)))
+    np.testing.assert_array_equal(found, TABLE[ids])
+
+
+def test_shards_may_be_divided_over_replicas(two):
+    table = sharded(TABLE[:6], [4], two, sharding=0, aggregation="sum")
+    assert not any(shard.division.is_whole for shard in table.variables)
+    ids = np.array([[5, 0, 4], [1, 5, 5]])
+
+    @two.run
+    def step(ids):
+        found = embedding_lookup(table, ids)
+        table.scatter_add(js.IndexedSlices(jnp.ones((3, 2)), ids))
+        return found
+
+    found = two.experimental_local_results(step(two.per_replica(ids)))
+    np.testing.assert_array_equal(found, TABLE[ids])
+    want = TABLE[:6].copy()
+    np.add.at(want, ids.ravel(), 1)
+    np.testing.assert_array_equal(table.numpy(), want)
+
+
+# Changes of rows.
+
+REFERENCE = {
+    "add": np.add.at,
+    "sub": np.subtract.at,
+    "mul": np.multiply.at,
+    "div": np.divide.at,
+    "min": np.minimum.at,
+    "max": np.maximum.at,
+}
+IDS = [6, 0, 0, 3]
+VALUES = np.array([[2, 3], [4, 5], [0.5, 2], [-7, 8]], np.float32)
+
+
+@pytest.mark.parametrize("word", REFERENCE)
+def test_rows_change_as_those_of_the_whole(table, word):
+    want = TABLE.copy()
+    REFERENCE[word](want, IDS, VALUES)
+    assert getattr(table, f"scatter_{word}")(slices(IDS, VALUES)) is table
+    np.testing.assert_allclose(table.numpy(), want, rtol=1e-6)
+
+
+def test_rows_are_put_in_the_place_of_others(table):
+    table.scatter_update(slices([6, 0], VALUES[:2], (7, 2)))
+    want = TABLE.copy()
+    want[[6, 0]] = VALUES[:2]
+    np.testing.assert_array_equal(table.numpy(), want)
+
+
+def test_tensorflows_changes_of_one_row():
+    table = sharded(np.zeros((7, 2)), CUTS)
+    changes = [("update", 9), ("mul", 2), ("div", 2), ("max", 5), ("min", 0)]
+    rows = [2, 2, 2, 4, 4]
+    found = []
+    for (word, value), row in zip(changes, rows, strict=True):
+        getattr(table, f"scatter_{word}")(slices([row], [[value, value]]))
+        found.append(table.numpy()[row, 0])
+    assert found == [9, 18, 9, 5, 0]
+
+
+def test_the_division_of_tensorflow():
+    table = sharded(np.ones((32, 1)), [11, 22])
+    ids = [0, 10, 11, 12, 30, 31]
+    table.scatter_add(slices(ids, np.arange(6.0)[:, None]))
+    want = np.ones((32, 1), np.float32)
+    want[ids, 0] += np.arange(6)
+    np.testing.assert_array_equal(table.numpy(), want)
+
+
+@pytest.mark.parametrize(
+    ("rows", "error", "text"),
+    [
+        (slices([7], [[1, 1]]), IndexError, r"Row 7 of variable 'table'.*\[0, 7\)"),
+        (slices([0, -1], VALUES[:2]), IndexError, "Row -1 of variable 'table'"),
+        (slices([0], [[1, 1, 1]]), ValueError, r"'table' has shape \(1, 2\)"),
+        (slices([0], [[1, 1]], (6, 2)), ValueError, r"an array of shape \(6, 2\)"),
+        (VALUES, TypeError, "`scatter_add` of variable 'table' was given array"),
+        (js.IndexedSlices(1j * VALUES[:1], np.array([0])), TypeError, "complex64"),
+        (js.IndexedSlices(VALUES[:1], np.array([0.5])), TypeError, "whole numbers"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_rows_that_do_not_fit_change_nothing(table, rows, error, text):
+    with pytest.raises(error, match=text):
+        table.scatter_add(rows)
+    np.testing.assert_array_equal(table.numpy(), TABLE)
+
+
+def test_without_rows_nothing_changes(table):
+    table.scatter_update(slices([], np.zeros((0, 2))))
+    np.testing.assert_array_equal(table.numpy(), TABLE)
+
+
+@pytest.mark.parametrize("aggregation", ["none", "sum", "mean", "only_first_replica"])
+def test_rows_of_all_replicas_count_once(two, aggregation):
+    table = sharded(TABLE, CUTS, two, aggregation=aggregation)
+    ids = np.array([[6, 0], [0, 3]])
+    if aggregation == "none":  # rows must be equal then
+        ids[1] = ids[0]
+
+    @two.run
+    def step(ids):
+        table.scatter_sub(js.IndexedSlices(jnp.ones((2, 2)), ids))
+
+    step(two.mirror(ids[0]) if aggregation == "none" else two.per_replica(ids))
+    want = TABLE.copy()
+    counted = ids if aggregation in ("sum", "mean") else ids[:1]
+    np.subtract.at(want, counted.ravel(), 0.5 if aggregation == "mean" else 1.0)
+    np.testing.assert_array_equal(table.numpy(), want)
+
+
+def test_rows_of_all_replicas_have_no_extremes(two):
+    table = sharded(TABLE, CUTS, two, aggregation="sum")
+    with pytest.raises(NotImplementedError, match="variable 'table', which"):
+        table.scatter_max(slices([0], [[1, 1]]))
+
+
+def test_a_row_that_a_step_does_not_have_changes_nothing(two):
+    table = sharded(TABLE, CUTS, two)
+
+    @two.run
+    def step(ids):
+        table.scatter_add(js.IndexedSlices(jnp.ones((4, 2)), ids))
+
+    step(two.mirror(np.array([-1, 7, 6, -100])))
+    want = TABLE.copy()
+    want[6] += 1
+    np.testing.assert_array_equal(table.numpy(), want)
+
+
+# Gradients.
+
+WEIGHTS = np.array([[1, 2], [3, 4], [5, 6]], np.float32)
+
+
+def loss(table, ids):
+    return (embedding_lookup(table, ids) * WEIGHTS).sum()
+
+
+def test_a_gradient_of_lookups_is_their_rows(table):
+    value, gradient = js.value_and_grad(loss, table)(table, jnp.array([0, 6, 6]))
+    assert value == (TABLE[[0, 6, 6]] * WEIGHTS).sum()
+    assert isinstance(gradient, js.IndexedSlices)
+    assert gradient.dense_shape == (7, 2)
+    assert gradient.indices.tolist() == [0, 6, 6]
+    np.testing.assert_array_equal(gradient.values, WEIGHTS)
+
+
+def test_a_gradient_of_shards_has_their_own_rows(table):
+    gradients = js.grad(loss, table.variables)(table, jnp.array([0, 6, 6]))
+    assert [g.indices.tolist() for g in gradients] == [[0], [], [1, 1]]
+    assert [g.values.tolist() for g in gradients] == [[[1, 2]], [], [[3, 4], [5, 6]]]
+    assert [g.dense_shape for g in gradients] == [(3, 2), (2, 2), (2, 2)]
+
+
+def test_a_gradient_of_one_shard_alone(table):
+    last = table.variables[2]
+    gradient = js.grad(lambda: loss(table, [0, 6, 6]) + last[0, 0], last)()
+    assert gradient.tolist() == [[1, 0], [8, 10]]
+    gradient = js.grad(lambda: loss(table, [0, 6, 6]), last)()
+    assert gradient.indices.tolist() == [1, 1]
+
+
+def test_several_lookups_in_several_ways(table):
+    def total():
+        found = embedding_lookup(table, [[1, 5, 1]])[0] * WEIGHTS
+        own = embedding_lookup(table.variables[1], [1]) * 10
+        groups = embedding_lookup(table, [[0, 6, -1]], combiner="mean")
+        return found.sum() + own.sum() + groups.sum() + table.sparse_read([2]).sum()
+
+    gradient = js.grad(total, {"table": table})()["table"]
+    assert isinstance(gradient, js.IndexedSlices)
+    want = np.zeros_like(TABLE)
+    np.add.at(want, [1, 5, 1], WEIGHTS)
+    want[4] += 10
+    want[[0, 6]] += 0.5
+    want[2] += 1
+    np.testing.assert_array_equal(gradient.to_dense(), want)
+
+
+def test_other_uses_make_it_an_array(table):
+    def total():
+        return loss(table, [0, 6, 6]) + (table.value() ** 2).sum()
+
+    want = 2 * TABLE
+    np.add.at(want, [0, 6, 6], WEIGHTS)
+    gradient = js.grad(total, table)()
+    assert isinstance(gradient, jax.Array)
+    np.testing.assert_array_equal(gradient, want)
+    gradients = js.grad(lambda: (table.value() ** 2).sum(), table.variables)()
+    np.testing.assert_array_equal(np.concatenate(gradients), 2 * TABLE)
+    assert [g.shape for g in gradients] == [(3, 2), (2, 2), (2, 2)]
+
+
+def test_the_gradient_of_an_unused_table_has_no_rows(table):
+    w = js.Variable(2.0)
+    gradients = js.grad(lambda: w**2, (w, table))()
+    assert gradients[0] == 4
+    assert gradients[1].indices.shape == (0,) and gradients[1].dense_shape == (7, 2)
+
+
+@pytest.mark.parametrize("around", [jax.jit, jax.checkpoint, jax.vmap, "scan"])
+def test_lookups_in_functions_that_jax_traces(around):
+    table = sharded(TABLE, CUTS)
+    ids = jnp.array([0, 6, 6])
+
+    def rows(each):
+        return embedding_lookup(table, each)
+
+    def total():
+        if around == "scan":
+            found = jax.lax.scan(lambda _, each: (None, rows(each)), None, ids)[1]
+        else:
+            found = around(rows)(ids)
+        return (found * WEIGHTS).sum()
+
+    want = np.zeros_like(TABLE)
+    np.add.at(want, [0, 6, 6], WEIGHTS)
+    gradient = js.grad(total, table)()
+    if isinstance(gradient, js.IndexedSlices):
+        gradient = gradient.to_dense()
+    np.testing.assert_array_equal(gradient, want)
+
+
+def test_a_function_that_looks_at_numbers():
+    table = sharded(TABLE, CUTS)
+
+    def total():
+        rows = embedding_lookup(table, [0, 6])
+        return rows.sum() if rows.sum() > 0 else -rows.sum()
+
+    want = np.zeros_like(TABLE)
+    want[[0, 6]] = 1
+    np.testing.assert_array_equal(js.grad(total, table)(), want)
+
+
+def test_the_function_has_its_effects_once():
+    table, count = sharded(TABLE, CUTS), js.Variable(0)
+
+    def total():
+        count.assign_add(1)
+        return loss(table, [0, 6, 6]), "more"
+
+    (value, more), gradient = js.value_and_grad(total, table, has_aux=True)()
+    assert more == "more" and value == (TABLE[[0, 6, 6]] * WEIGHTS).sum()
+    assert gradient.indices.tolist() == [0, 6, 6]
+    assert count.value() == 1
+
+
+def test_an_error_of_the_function_is_the_users():
+    table = sharded(TABLE, CUTS)
+
+    def total():
+        embedding_lookup(table, [0])
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        js.grad(total, table)()
+    with pytest.raises(ValueError, match="'table/part_0' was assigned inside the func"):
+        js.grad(lambda: table.assign_add(TABLE).value().sum(), table)()
+    np.testing.assert_array_equal(table.numpy(), TABLE)
+
+
+def test_second_derivatives():
+    table, w = sharded(TABLE, CUTS), js.Variable(3.0)
+
+    def total():
+        return (w**2 * embedding_lookup(table, [1, 1])).sum()
+
+    def slope():
+        return js.grad(total, table)().values.sum()
+
+    assert js.grad(slope, w)() == 4 * 2 * 3
+
+
+def test_training_by_rows_is_training_of_the_whole(two):
+    table = sharded(TABLE, CUTS, two)
+    ids = np.array([[0, 6, 6], [2, 6, 4]])
+
+    def of(rows):
+        return (rows**2 * WEIGHTS).sum()
+
+    @two.run
+    def step(ids):
+        count = js.Variable(0) if not seen else seen[0]
+        seen[:] = [count]
+        count.assign_add(1)
+        gradient = js.grad(lambda: of(embedding_lookup(table, ids)), table)()
+        assert isinstance(gradient, js.IndexedSlices)
+        mean = js.get_replica_context().all_reduce("mean", gradient)
+        table.scatter_sub(js.IndexedSlices(0.1 * mean.values, mean.indices))
+
+    seen = []
+    whole = TABLE.copy()
+    for _ in range(3):
+        step(two.per_replica(ids))
+        slopes = [jax.grad(lambda v, i=i: of(v[i]))(jnp.asarray(whole)) for i in ids]
+        whole -= 0.1 * np.mean(slopes, 0)
+    np.testing.assert_allclose(table.numpy(), whole, rtol=1e-5)
+    assert seen[0].value() == 3
+
+
+def test_gradients_of_shards_in_a_step_have_room_for_all_rows(two):
+    table = sharded(TABLE, CUTS, two)
+
+    @two.run
+    def step(ids):
+        gradients = js.grad(loss, table.variables)(table, ids)
+        assert [g.indices.shape for g in gradients] == [(3,)] * 3
+        return [g.to_dense() for g in gradients]
+
+    ids = np.array([[0, 6, 6], [2, 6, 4]])
+    found = two.experimental_local_results(step(two.per_replica(ids)))
+    for own, rows in zip(found, ids, strict=True):
+        want = np.zeros_like(TABLE)
+        np.add.at(want, rows, WEIGHTS)
+        np.testing.assert_array_equal(np.concatenate(own), want)
+
+
+def test_no_array_of_the_tables_size_is_made():
+    table = sharded(np.ones((4096, 2)), [2048])
+
+    def step(ids):
+        return js.grad(lambda: (embedding_lookup(table, ids) ** 2).sum(), table)()
+
+    jaxpr = jax.make_jaxpr(step)(jnp.array([1, 4000])).jaxpr
+    # What is read of a variable is no more than what it holds.
+    others = [each for each in equations(jaxpr) if each.primitive.name != "get"]
+    made = [var.aval.shape for each in others for var in each.outvars]
+    assert made and not [shape for shape in made if shape[:1] in ((2048,), (4096,))]
+
+
+def equations(jaxpr):
+    """All equations, those inside others too."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for value in equation.params.values():
+            if hasattr(value, "jaxpr"):
+                yield from equations(value.jaxpr)
