@@ -74,7 +74,7 @@ def test_of_one_variable_and_of_an_array_it_is_the_same():
     ("given", "ids", "error", "text"),
     [
         (TABLE, [0.5], TypeError, "`ids` are float32.*whole numbers were wanted"),
-        (TABLE, "a", TypeError, "`ids` was 'a'"),
+        (TABLE, "one", TypeError, "`ids` was 'one'"),
         ([TABLE, TABLE], [0], TypeError, r"a list of 2; .*ShardedVariable\(shards\)"),
         ("table", [0], TypeError, "`params` was 'table'"),
         (np.float32(1), [0], ValueError, "`params` has no dimensions"),
