@@ -1,0 +1,222 @@
+"""Workers in processes of their own are sent the functions of datasets."""
+
+import os
+import threading
+
+import jax
+import numpy as np
+import pytest
+from harness import until
+
+import jaxstrategy as js
+
+SECONDS = 60
+index = js.coordinator.experimental_get_current_worker_index
+
+
+@pytest.fixture(scope="module")
+def two():
+    """A coordinator of two workers with two devices each, and two servers."""
+    js.simulate(8)
+    backend = js.coordinator.LocalProcesses(2, 2, devices_per_worker=2)
+    strategy = js.ParameterServerStrategy(backend=backend)
+    yield js.coordinator.ClusterCoordinator(strategy)
+    strategy.close()
+
+
+def until_each_has(coordinator, fn, args):
+    """What it returned beside its worker's index, once each worker has run it."""
+    found = {worker: [] for worker in range(len(coordinator.workers))}
+
+    def all_have():
+        values = [coordinator.schedule(fn, args) for _ in found]
+        for worker, value in coordinator.fetch(values):
+            found[int(worker)].append(value)
+        return all(found.values())
+
+    until(all_have, SECONDS)
+    coordinator.join(SECONDS)
+    return found
+
+
+def first(iterator):
+    return index(), next(iterator)
+
+
+def test_functions_read_variables_of_servers_where_they_run(two):
+    """Each element is read with the worker's own connection when it is made."""
+    with two.strategy.scope():
+        a, b = js.Variable(1.0, name="a"), js.Variable([10.0, 20.0], name="b")
+
+    def make():
+        pair = {"again": b}  # the same variable, in something else
+
+        def read():
+            while True:
+                yield np.float32(
+                    [os.getpid() % 1000, a + b[1], pair["again"].value().sum()]
+                )
+
+        return read
+
+    dataset = two.create_per_worker_dataset(make)
+    found = until_each_has(two, two.function(first), (iter(dataset),))
+    pids = {own[0][0] for own in found.values()}
+    assert len(pids | {os.getpid() % 1000}) == 3
+    for own in found.values():
+        assert own[0][1:].tolist() == [21, 30]
+    a.assign(100.0)
+    found = until_each_has(two, two.function(first), (iter(dataset),))
+    assert all(own[0][1] == 120 for own in found.values())
+
+
+def test_datasets_of_the_strategy_are_divided_over_the_workers_devices(two):
+    strategy = two.strategy
+
+    def make():
+        rows = np.arange(4.0, dtype=np.float32) + 100 * index()
+        return strategy.experimental_distribute_dataset([rows] * 40)
+
+    @two.function
+    def step(iterator):
+        doubled = strategy.run(lambda x: 2 * x, (next(iterator),))
+        return index(), strategy.experimental_local_results(doubled)
+
+    for worker, own in until_each_has(
+        two, step, (iter(two.create_per_worker_dataset(make)),)
+    ).items():
+        expected = 2 * (np.arange(4.0).reshape(2, 2) + 100 * worker)
+        np.testing.assert_array_equal(own[0], expected)
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        [np.float32(7)] * 40,
+        js.batches(np.full((40, 1000), 7, np.float32), 1),
+    ],
+    ids=["list", "js.batches"],
+)
+def test_a_dataset_itself_is_sent(two, dataset):
+    iterator = iter(two.create_per_worker_dataset(dataset))
+    step = two.function(lambda it: (index(), np.float32(1) * next(it).max()))
+    found = until_each_has(two, step, (iterator,))
+    assert {float(x) for own in found.values() for x in own} == {7}
+
+
+def test_what_cannot_be_sent_hurts_only_who_uses_it(two):
+    lock = threading.Lock()
+    made_here = js.Variable(1.0, name="here")
+    cases = {
+        "cannot pickle": lambda: [lock.locked()],
+        "Variable 'here' is mirrored, where workers do not reach": lambda: [
+            made_here.numpy()
+        ],
+    }
+    for message, make in cases.items():
+        iterator = iter(two.create_per_worker_dataset(make))
+        two.schedule(two.function(lambda it: next(it)), (iterator,))
+        with pytest.raises(js.ClosureInputError, match=message) as caught:
+            two.join(SECONDS)
+        assert isinstance(caught.value.original_exception, TypeError)
+
+
+def test_a_workers_variable_is_none_of_a_dataset(two):
+    with two.strategy.scope():
+        own = js.Variable(1.0, name="own", per_worker_variable=True)
+    with pytest.raises(js.ContextError, match="read_all"):
+        two.create_per_worker_dataset(lambda: [own.value()])
+
+    def make():
+        def read():
+            yield own.value()
+
+        return read
+
+    iterator = iter(two.create_per_worker_dataset(make))
+    with pytest.raises(js.ContextError, match="read_all"):
+        two.schedule(two.function(lambda it: next(it)), (iterator,))
+
+
+def test_functions_make_no_variables_and_start_nothing(two):
+    parent, strategy = os.getpid(), two.strategy
+
+    def variable():
+        return [1.0] if os.getpid() == parent else [js.Variable(1.0)]
+
+    def coordinator():
+        if os.getpid() != parent:
+            js.coordinator.ClusterCoordinator(strategy).join()
+        return [1.0]
+
+    cases = {"Creating variables in `dataset_fn`": variable}
+    cases["to start workers"] = coordinator
+    for message, make in cases.items():
+        iterator = iter(two.create_per_worker_dataset(make))
+        two.schedule(two.function(lambda it: next(it)), (iterator,))
+        with pytest.raises(js.ClosureInputError, match=message):
+            two.join(SECONDS)
+
+
+def test_values_and_variables_of_each_worker(two):
+    with two.strategy.scope():
+        total = js.Variable(np.zeros(3), per_worker_variable=True)
+    same = two.function(lambda x: x)
+    tens = js.coordinator.PerWorkerValue([two.schedule(same, (x,)) for x in (10, 20)])
+
+    @two.function
+    def add(own):
+        total.assign_add(np.ones(3))
+        return index(), own
+
+    found = until_each_has(two, add, (tens,))
+    assert {w: set(map(int, own)) for w, own in found.items()} == {0: {10}, 1: {20}}
+    for worker, copy in enumerate(total.read_all()):
+        np.testing.assert_array_equal(copy, [len(found[worker])] * 3)
+
+
+def test_a_smaller_batch_comes_from_a_process_too(two):
+    iterator = iter(two.create_per_worker_dataset(lambda: map(np.ones, (3, 2, 3, 2))))
+    step = two.function(lambda it: (index(), next(it).sum()))
+    for own in until_each_has(two, step, (iterator,)).values():
+        assert own == [3, 2, 3, 2][: len(own)]
+
+
+@pytest.mark.slow
+def test_a_killed_worker_builds_again_and_resumes():
+    backend = js.coordinator.LocalProcesses(1, 1)
+    strategy = js.ParameterServerStrategy(backend=backend)
+    try:
+        with strategy.scope():
+            start = js.Variable(5, name="start")
+            total = js.Variable(0, per_worker_variable=True)
+        coordinator = js.coordinator.ClusterCoordinator(strategy)
+
+        def make():
+            def read():
+                for i in range(40):
+                    yield i + start.numpy()
+
+            return read
+
+        again = iter(coordinator.create_per_worker_dataset(make))
+        further = iter(coordinator.create_per_worker_dataset(make, resume=True))
+
+        @coordinator.function
+        def step(again, further):
+            total.assign_add(1)
+            return next(again), next(further), total.value()
+
+        def taken(count):
+            values = [
+                coordinator.schedule(step, (again, further)) for _ in range(count)
+            ]
+            coordinator.join(SECONDS)
+            # What was lost with the worker stands behind what was queued.
+            return sorted(jax.tree.map(int, coordinator.fetch(values)))
+
+        assert taken(3) == [(5, 5, 1), (6, 6, 2), (7, 7, 3)]
+        backend.kill(0)
+        assert taken(2) == [(5, 8, 1), (6, 9, 2)]
+    finally:
+        strategy.close()
