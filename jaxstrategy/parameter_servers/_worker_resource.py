@@ -22,6 +22,7 @@ class WorkerResource:
     Args:
       builder: makes it on the worker, of its index and of what `uses` are there.
       uses: resources that are built before.
+      number: its number, if the coordinator has given it one; by default a new one.
 
     Attributes:
       number: by which workers know it.
@@ -29,8 +30,13 @@ class WorkerResource:
       uses: as given.
     """
 
-    def __init__(self, builder: Builder, uses: tuple[WorkerResource, ...] = ()) -> None:
-        self.number = next(_numbers)
+    def __init__(
+        self,
+        builder: Builder,
+        uses: tuple[WorkerResource, ...] = (),
+        number: int | None = None,
+    ) -> None:
+        self.number = next(_numbers) if number is None else number
         self.builder = builder
         self.uses = uses
 

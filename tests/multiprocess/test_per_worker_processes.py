@@ -175,6 +175,35 @@ def test_values_and_variables_of_each_worker(two):
         np.testing.assert_array_equal(copy, [len(found[worker])] * 3)
 
 
+def test_a_function_that_calls_python_has_what_its_worker_has(two):
+    """JAX exports no such program: workers are sent the function, and trace it."""
+    with two.strategy.scope():
+        total = js.Variable(0.0, per_worker_variable=True)
+
+    def double(x):
+        return np.asarray(2 * x)
+
+    @two.function
+    def step(iterator):
+        x = next(iterator)
+        total.assign_add(x)
+        like = jax.ShapeDtypeStruct((), np.float32)
+        return index(), (jax.pure_callback(double, like, x), total.value())
+
+    dataset = two.create_per_worker_dataset(
+        lambda: [np.float32(10 * index() + i) for i in range(40)]
+    )
+    found = until_each_has(two, step, (iter(dataset),))
+    for worker, own in found.items():
+        rows = [10 * worker + i for i in range(len(own))]
+        # Nobody can prove that both replicas' callbacks return the same.
+        doubled = [tuple(map(float, value.values)) for value, _ in own]
+        assert doubled == [(2 * x, 2 * x) for x in rows]
+        sums = [sum(rows[: i + 1]) for i in range(len(rows))]
+        assert [total for _, total in own] == sums
+    assert total.read_all() == [own[-1][1] for own in found.values()]
+
+
 def test_a_smaller_batch_comes_from_a_process_too(two):
     iterator = iter(two.create_per_worker_dataset(lambda: map(np.ones, (3, 2, 3, 2))))
     step = two.function(lambda it: (index(), next(it).sum()))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
-from typing import Self, final
+from typing import NoReturn, Self, final
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +19,11 @@ from jaxstrategy.replicas._random_keys import is_key
 from jaxstrategy.replicas._replicas import Replicas
 from jaxstrategy.replicas._state_sharding import ArrayLike
 from jaxstrategy.values._handle import Handle
+from jaxstrategy.variables._cell import AbstractCell
 from jaxstrategy.variables._initial_value import Start
 from jaxstrategy.variables._own_cell import OwnCell
 from jaxstrategy.variables._sharding_choice import ShardingChoice
+from jaxstrategy.variables.kinds._kind import SentKind, VariableKind
 from jaxstrategy.variables.kinds._mirrored_kind import MirroredKind
 
 ReadCopies = Callable[[WorkerResource], list[np.ndarray]]
@@ -48,7 +51,7 @@ class PerWorkerKind(MirroredKind):
         name: str,
         aggregation: VariableAggregation,
         home: Replicas,
-        owner: AbstractStrategy,
+        owner: AbstractStrategy | None,
         reader: Callable[[], ReadCopies | None],
     ) -> None:
         super().__init__(name, aggregation, home, owner)
@@ -91,6 +94,22 @@ class PerWorkerKind(MirroredKind):
         self._cell = OwnCell(WorkerResource(_FirstValue(value)), like, self.name)
         return self._cell
 
+    def sent(self) -> SentKind:
+        """The number by which workers know their copies."""
+        like = jax.ShapeDtypeStruct(self._cell.shape, self._cell.dtype)
+        return _SentPerWorkerKind(self.resource.number, like)
+
+    @classmethod
+    def on_worker(
+        cls, name: str, aggregation: VariableAggregation, sent: _SentPerWorkerKind
+    ) -> PerWorkerKind:
+        """The kind of a variable for functions that a worker traces."""
+        kind = cls(name, aggregation, Replicas.alone(), None, lambda: None)
+        # The worker has built it for the coordinator, who says when it is gone.
+        resource = WorkerResource(_refused, number=sent.number)
+        kind._cell = OwnCell(resource, sent.like, name)
+        return kind
+
     def read_all(self) -> list[jax.Array]:
         """What each worker has.
 
@@ -110,6 +129,23 @@ class PerWorkerKind(MirroredKind):
                 "`coordinator.ClusterCoordinator(strategy)` first."
             )
         return [jnp.asarray(copy) for copy in read(self.resource)]
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class _SentPerWorkerKind(SentKind):
+    number: int
+    like: jax.ShapeDtypeStruct
+
+    def on_worker(
+        self, name: str, aggregation: VariableAggregation
+    ) -> tuple[VariableKind, AbstractCell]:
+        kind = PerWorkerKind.on_worker(name, aggregation, self)
+        return kind, kind._cell
+
+
+def _refused(index: int) -> NoReturn:
+    raise RuntimeError("The coordinator has this variable built, and no function.")
 
 
 class _FirstValue:
