@@ -14,9 +14,9 @@ from jaxstrategy.replicas._random_keys import as_numbers
 from jaxstrategy.scheduled._iterator_slot import IteratorSlot
 from jaxstrategy.scheduled._worker_argument import (
     IteratorArgument,
-    WorkerArgument,
-    has_values,
+    ValueArgument,
     is_whole,
+    is_workers,
     values_of,
 )
 from jaxstrategy.text._array_types import array_type
@@ -54,7 +54,7 @@ class ScheduledArguments:
         """Those that a caller gave."""
         given = tuple(args), kwargs
         nodes = jax.tree.leaves(given, is_leaf=is_whole)
-        if not any(isinstance(node, WorkerArgument) for node in nodes):
+        if not any(map(is_workers, nodes)):  # the usual case, kept short
             return cls(fn, given, (), (), False)
         iterators: dict[int, IteratorArgument] = {
             id(node): node for node in nodes if isinstance(node, IteratorArgument)
@@ -69,7 +69,7 @@ class ScheduledArguments:
             own,
             tuple(iterators.values()),
             tuple(slots.values()),
-            has_values(own),
+            any(isinstance(node, ValueArgument) for node in nodes),
         )
 
     def retyped(self, changed: ElementChanged) -> Self:

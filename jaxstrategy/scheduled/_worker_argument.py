@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import functools
 from typing import final
 
 import jax
@@ -75,7 +76,17 @@ class ValueArgument(WorkerArgument, abc.ABC):
 
 def is_whole(node: object) -> bool:
     """Whether a node of arguments is looked at as a whole."""
-    return isinstance(node, WorkerArgument) or _trees.is_whole(node)
+    return is_workers(node) or _trees.is_whole(node)
+
+
+def is_workers(node: object) -> bool:
+    """Whether an argument is another thing on each worker."""
+    return _is_workers_kind(type(node))
+
+
+@functools.lru_cache(1024)
+def _is_workers_kind(kind: type) -> bool:
+    return issubclass(kind, WorkerArgument)
 
 
 def values_of(tree: PyTree, worker: int) -> PyTree:
@@ -86,9 +97,3 @@ def values_of(tree: PyTree, worker: int) -> PyTree:
         if isinstance(leaf, ValueArgument):
             leaves[index] = leaf.of_worker(worker)
     return jax.tree.unflatten(structure, leaves)
-
-
-def has_values(tree: PyTree) -> bool:
-    """Whether arguments differ between workers."""
-    leaves = jax.tree.leaves(tree, is_leaf=is_whole)
-    return any(isinstance(leaf, ValueArgument) for leaf in leaves)
