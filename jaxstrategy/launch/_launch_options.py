@@ -31,6 +31,9 @@ together. In the script, `MultiWorkerMirroredStrategy()` finds the others.
       --coordinator node0:2222 train.py
       node 0 of 2; run it on node 1 too, with --node-rank 1 and the same
       JAXSTRATEGY_CLUSTER_SECRET
+  python -m jaxstrategy.launch --workers 2 --parameter-servers 1 train.py
+      2 workers, 1 parameter server and the script, whose `ParameterServerStrategy()`
+      finds them by TF_CONFIG; workers and servers that end are started again
   python -m jaxstrategy.launch -n 4 --check
       runs no script: the processes meet, and say what they have and how long it took
   python -m jaxstrategy.launch -n 4 --nodes 2 --print slurm train.py > train.sbatch
@@ -54,15 +57,20 @@ What a process sees, in its environment:
   JAXSTRATEGY_ATTEMPT         0 at first, one more at every restart
   JAXSTRATEGY_CLUSTER_SECRET  by which processes know each other: random, of this job;
                               with --nodes, set the same one for all launchers
-TF_CONFIG is taken out; standard input is empty.
+TF_CONFIG is taken out; standard input is empty. With --workers it is TF_CONFIG that
+tells the script, which is the chief, and the others what they are.
 
 What it prints appears behind its rank, as in "[1] loss 0.3"; a progress bar becomes
 one line a second.
 
-When a process fails, the others have --grace seconds to end, then they are killed
-with all that they started. SIGINT and SIGTERM are handed on to every process, so that
-it can save its state; what has not ended after --stop-grace seconds is killed, and by
-a second signal at once. With --min-processes every restart after a
+With --workers the job is over when the script ends; the exit code is its. A worker or
+parameter server that ends is started again, whenever that is; the script, up to
+--max-restarts times. GPUs and simulated devices are those of workers.
+
+Otherwise, when a process fails, the others have --grace seconds to end, then they are
+killed with all that they started. SIGINT and SIGTERM are handed on to every process, so
+that it can save its state; what has not ended after --stop-grace seconds is killed, and
+by a second signal at once. With --min-processes every restart after a
 failure takes one process fewer, and never fewer than that.
 
 With --on ray, an actor on a machine of the cluster starts each process, in the folder
@@ -103,6 +111,9 @@ class Options:
     verbose: bool = False
     check: bool = False
     ray: RayOptions | None = None
+    workers: int | None = None
+    parameter_servers: int | None = None
+    evaluator: bool = False
 
     @property
     def program(self) -> tuple[str, ...]:
@@ -173,6 +184,12 @@ def _parser() -> argparse.ArgumentParser:
         help="start all again up to K times after a failure (default: 0)")  # fmt: skip
     add("--min-processes", type=_option_values.count, metavar="M",
         help="a restart takes one process fewer, down to M")  # fmt: skip
+    add("--workers", type=_option_values.count, metavar="W",
+        help="workers of the script's ParameterServerStrategy")  # fmt: skip
+    add("--parameter-servers", type=_option_values.count, metavar="P",
+        help="parameter servers of it (default: 1)")  # fmt: skip
+    add("--evaluator", action="store_true",
+        help="run the script a second time, as the evaluator of TF_CONFIG")  # fmt: skip
     add("--grace", type=_option_values.seconds, default=3.0, metavar="S",
         help="seconds that the others have after a failure (default: 3)")  # fmt: skip
     add("--stop-grace", type=_option_values.seconds, default=300.0, metavar="S",
@@ -204,6 +221,7 @@ def _complaint(options: Options, rank_given: bool) -> str | None:
         return "the script is missing: name it after the options, as in `-n 4 train.py`"
     return (
         _about_numbers(options)
+        or _about_roles(options)
         or _about_ray(options, rank_given)
         or _about_nodes(options, rank_given)
         or _about_command(options)
@@ -229,6 +247,35 @@ def _about_numbers(options: Options) -> str | None:
             "--devices-per-process simulates devices on the CPU, --gpus-per-process "
             "uses GPUs; give one of them"
         )
+    return None
+
+
+def _about_roles(options: Options) -> str | None:
+    if options.workers is None:
+        if options.parameter_servers is None and not options.evaluator:
+            return None
+        return (
+            "--parameter-servers and --evaluator belong to a job with --workers: say "
+            "how many"
+        )
+    if options.processes > 1 or options.min_processes is not None:
+        return (
+            "-n starts processes that take the same steps, --workers those that a "
+            "script calls; give one of them"
+        )
+    if options.nodes > 1 and not options.print_for:
+        return (
+            "--workers starts processes of one machine; for several, --print makes a "
+            "script or manifest, or set TF_CONFIG for `python -m "
+            "jaxstrategy.parameter_servers` on each"
+        )
+    if options.ray is not None:
+        return (
+            "--workers starts processes of this machine; on a Ray cluster the script "
+            "starts its own, by ParameterServerStrategy(..., backend='ray')"
+        )
+    if options.coordinator is not None:
+        return "--coordinator has no meaning with --workers: the script is the chief"
     return None
 
 
@@ -282,7 +329,7 @@ def _about_command(options: Options) -> str | None:
     if options.ray is not None:
         return None  # Ray knows which GPUs there are
     visible = _gpus.visible(os.environ)
-    wanted = (options.gpus_per_process or 0) * options.processes
+    wanted = (options.gpus_per_process or 0) * (options.workers or options.processes)
     if visible and wanted > len(visible):
         return (
             f"{wanted} GPUs are wanted, {_gpus.VARIABLE} has {len(visible)} "

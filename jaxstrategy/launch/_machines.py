@@ -52,7 +52,7 @@ class ThisMachine(AbstractMachines):
     def start(
         self, options: Options, processes: int, attempt: int, secret: Secret
     ) -> dict[int, AbstractStartedProcess]:
-        coordinator = options.coordinator or _free_address()
+        coordinator = options.coordinator or free_address()
 
         def started(local_rank: int, rank: int) -> GuardedProcess:
             return GuardedProcess(
@@ -75,7 +75,7 @@ class ThisMachine(AbstractMachines):
         self._guard.close()
 
 
-def _free_address() -> str:
+def free_address() -> str:
     """A port of the loopback interface that nobody listens on at this moment."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

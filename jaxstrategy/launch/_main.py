@@ -24,6 +24,7 @@ from jaxstrategy.launch._exit_meanings import (
     described,
     signal_name,
 )
+from jaxstrategy.launch._guarded_process import Guard
 from jaxstrategy.launch._launch_options import (
     Options,
     parse,
@@ -31,6 +32,7 @@ from jaxstrategy.launch._launch_options import (
 from jaxstrategy.launch._machines import AbstractMachines, ThisMachine
 from jaxstrategy.launch._output import Screen
 from jaxstrategy.launch._ray_machines import RayMachines
+from jaxstrategy.launch._role_job import RoleJob
 from jaxstrategy.launch._workers import Asked, Events
 from jaxstrategy.text._units import plural, with_noun
 
@@ -43,6 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.print_for:
         return _print(options.print_for, options)
     events: Events = queue.SimpleQueue()
+    if options.workers is not None:
+        with _signals_to(events), contextlib.closing(Guard()) as guard:
+            return RoleJob(options, events, guard).run()
     try:
         # Ray takes SIGTERM for itself when it is connected, so ours is set after that.
         with (
@@ -182,7 +187,7 @@ class Job:
             return
         self._say(f"the last lines of rank {rank}:")
         for line in tail:
-            self._screens[1].show(rank, line)
+            self._screens[1].show(str(rank), rank, line)
 
     def _say(self, text: str) -> None:
         self._screens[1].say(text)

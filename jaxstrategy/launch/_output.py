@@ -31,18 +31,18 @@ class Screen:
         self._lock = lock
         self._coloured = stream.isatty() and not os.environ.get("NO_COLOR")
 
-    def show(self, rank: int, line: bytes) -> None:
-        """Write one line behind `[rank]`."""
-        self._write(self._prefix(rank) + line + b"\n")
+    def show(self, name: str, colour: int, line: bytes) -> None:
+        """Write one line behind `[name]`."""
+        self._write(self._prefix(name, colour) + line + b"\n")
 
     def say(self, text: str) -> None:
         """Write a line of the launcher's own."""
         self._write(f"jaxstrategy.launch: {text}\n".encode(errors="replace"))
 
-    def _prefix(self, rank: int) -> bytes:
-        plain = f"[{rank}]"
-        colour = f"\x1b[3{1 + rank % 6}m{plain}\x1b[0m"
-        return ((colour if self._coloured else plain) + " ").encode()
+    def _prefix(self, name: str, colour: int) -> bytes:
+        plain = f"[{name}]"
+        coloured = f"\x1b[3{1 + colour % 6}m{plain}\x1b[0m"
+        return ((coloured if self._coloured else plain) + " ").encode()
 
     def _write(self, data: bytes) -> None:
         with self._lock:

@@ -35,7 +35,15 @@ Events = queue.SimpleQueue[Ended | Asked]  # its `put` may be called by signal h
 
 @final
 class Worker:
-    """One process of the job, and what it prints."""
+    """One process of the job, and what it prints.
+
+    Args:
+      rank: its number.
+      process: itself.
+      screens: for what it prints, and for its errors.
+      verbose: whether to show lines that only libraries find worth saying.
+      name: what stands before its lines; its rank, if nothing else is said.
+    """
 
     def __init__(
         self,
@@ -43,15 +51,17 @@ class Worker:
         process: AbstractStartedProcess,
         screens: tuple[Screen, Screen],
         verbose: bool,
+        name: str | None = None,
     ) -> None:
         self.rank = rank
+        shown = str(rank) if name is None else name
         self._process = process
         streams: tuple[Stream, Stream] = (0, 1)
         self._readers = [
             OutputThread(
-                f"rank {rank}",
+                f"rank {shown}",
                 functools.partial(process.read, stream),
-                functools.partial(screen.show, rank),
+                functools.partial(screen.show, shown, rank),
                 verbose,
             )
             for stream, screen in zip(streams, screens, strict=True)
