@@ -9,6 +9,7 @@ from typing import Any, final
 
 import jax
 
+from jaxstrategy.checkpoint.sorts._sharded_variable_sort import ShardedVariableSort
 from jaxstrategy.values import _optimizer_state, _trees
 from jaxstrategy.values._types import PyTree
 
@@ -80,7 +81,9 @@ class Slots:
 
 
 def _is_whole(node: object) -> bool:
-    return _trees.is_whole(node) or _trees.is_object(node)
+    if _trees.is_whole(node) or _trees.is_object(node):
+        return True
+    return ShardedVariableSort.takes(node)
 
 
 def _slots(slot: Slot) -> Iterator[Slot]:

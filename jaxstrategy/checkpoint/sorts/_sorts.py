@@ -12,6 +12,7 @@ from jaxstrategy.checkpoint.sorts._host_array_sort import HostArraySort
 from jaxstrategy.checkpoint.sorts._input_position_sort import InputPositionSort
 from jaxstrategy.checkpoint.sorts._number_sort import NumberSort
 from jaxstrategy.checkpoint.sorts._per_replica_sort import PerReplicaSort
+from jaxstrategy.checkpoint.sorts._sharded_variable_sort import ShardedVariableSort
 from jaxstrategy.checkpoint.sorts._sort import Sort
 from jaxstrategy.checkpoint.sorts._text_sort import TextSort
 from jaxstrategy.checkpoint.sorts._variable_sort import VariableSort
@@ -19,6 +20,7 @@ from jaxstrategy.checkpoint.sorts._variable_sort import VariableSort
 # The first that takes a value has it: NumPy's float64 is a float of Python, too.
 SORTS: tuple[type[Sort[Any]], ...] = (
     VariableSort,
+    ShardedVariableSort,
     PerReplicaSort,
     DeviceArraySort,
     HostArraySort,

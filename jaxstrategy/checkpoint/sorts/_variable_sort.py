@@ -27,11 +27,11 @@ class VariableSort(AbstractArraySort[Variable]):
         return isinstance(value, Variable)
 
     def saved(self) -> tuple[Entry, Array | None]:
-        self._check()
+        check_has_value(self.name, self.value)
         return _entries.array_entry(self.value.value())
 
     def difference(self, entry: Entry, told: str) -> str | None:
-        self._check()
+        check_has_value(self.name, self.value)
         return DeviceArraySort(self.name, self._struct, None).difference(entry, told)
 
     def reading(self, entry: Entry) -> Reading | None:
@@ -49,14 +49,19 @@ class VariableSort(AbstractArraySort[Variable]):
         where = self.value.sharding_of_value
         return jax.ShapeDtypeStruct(self.value.shape, self.value.dtype, sharding=where)
 
-    def _check(self) -> None:
-        variable = self.value
-        on_read = variable.synchronization is VariableSynchronization.ON_READ
-        has_copies = on_read and variable.strategy is not None
-        if has_copies and variable.aggregation is VariableAggregation.NONE:
-            raise ValueError(
-                f"`{self.name}`, variable {variable.name!r}, has a copy per replica "
-                "and aggregation NONE, so it has no one value to save or restore. Make "
-                "it with `aggregation='sum'`, 'mean' or 'only_first_replica', or save "
-                "the copies: `variable.distributed()`."
-            )
+
+def check_has_value(name: str, variable: Variable) -> None:
+    """Raise unless there is a value to save, that of all copies together.
+
+    Raises:
+      ValueError: the copies have none.
+    """
+    on_read = variable.synchronization is VariableSynchronization.ON_READ
+    has_copies = on_read and variable.strategy is not None
+    if has_copies and variable.aggregation is VariableAggregation.NONE:
+        raise ValueError(
+            f"`{name}`, variable {variable.name!r}, has a copy per replica "
+            "and aggregation NONE, so it has no one value to save or restore. Make "
+            "it with `aggregation='sum'`, 'mean' or 'only_first_replica', or save "
+            "the copies: `variable.distributed()`."
+        )
