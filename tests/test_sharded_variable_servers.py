@@ -1,0 +1,293 @@
+"""Tables in shards on parameter servers: only the rows that are used travel."""
+
+import copy
+import operator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers.sharded import slices
+
+import jaxstrategy as js
+from jaxstrategy.contexts import _context
+from jaxstrategy.experimental import ShardedVariable, embedding_lookup, partitioners
+
+TABLE = np.arange(10, dtype=np.float32).reshape(5, 2)
+
+
+@pytest.fixture
+def strategy():
+    strategy = js.ParameterServerStrategy(
+        variable_partitioner=partitioners.FixedShardsPartitioner(2),
+        workers=2,
+        parameter_servers=2,
+        backend="threads",
+    )
+    yield strategy
+    strategy.close()
+
+
+@pytest.fixture
+def coordinator(strategy):
+    with js.coordinator.ClusterCoordinator(strategy) as coordinator:
+        yield coordinator
+
+
+@pytest.fixture
+def table(strategy):
+    with strategy.scope():
+        return js.Variable(TABLE, name="table")
+
+
+@pytest.fixture
+def pulled(strategy, monkeypatch):
+    """The numbers of rows that each read has asked for; None: all of a variable."""
+    seen = []
+    for server in strategy.backend.servers:
+
+        def read(reads, server=server, before=server.read):
+            seen.extend(None if r.rows is None else r.rows.tolist() for r in reads)
+            return before(reads)
+
+        monkeypatch.setattr(server, "read", read, raising=True)
+    return seen
+
+
+def run(coordinator, function, *args):
+    value = coordinator.schedule(coordinator.function(function), args)
+    coordinator.join()
+    return value.fetch()
+
+
+def devices(variable):
+    return [shard.device for shard in variable.variables]
+
+
+def task(number):
+    return f"/job:ps/replica:0/task:{number}/device:CPU:0"
+
+
+# Where they are.
+
+
+def test_shards_go_round_the_servers(strategy):
+    partitioner = partitioners.FixedShardsPartitioner(4)
+    strategy.variable_policy.partitioner = partitioner
+    with strategy.scope():
+        first = js.Variable(np.zeros((10, 2)), name="first")
+        scalar = js.Variable(1.0)
+        second = js.Variable(np.zeros((3, 2)), name="second")
+    assert [shard.shape[0] for shard in first.variables] == [3, 3, 2, 2]
+    assert devices(first) == [task(0), task(1), task(0), task(1)]
+    assert scalar.device == task(0)
+    assert devices(second) == [task(1), task(0), task(1)]
+    with pytest.raises(AttributeError, match="'first/part_1' on /job:ps.*task:1/"):
+        _ = first.device
+
+
+def test_beside_a_shard_it_is_on_the_same_server(strategy, table):
+    with strategy.scope():
+        with strategy.extended.colocate_vars_with(table.variables[1]):
+            beside = js.Variable(np.ones((4, 2)))
+    assert isinstance(beside, js.Variable)
+    assert beside.device == table.variables[1].device == task(1)
+
+
+# From the coordinator.
+
+
+def test_the_coordinator_reads_rows_alone(table, pulled):
+    np.testing.assert_array_equal(embedding_lookup(table, [4, 0, 4]), TABLE[[4, 0, 4]])
+    assert pulled == [[0], [1, 1]]
+    pulled.clear()
+    np.testing.assert_array_equal(table[3], TABLE[3])
+    np.testing.assert_array_equal(table[1:4, 1], TABLE[1:4, 1])
+    assert pulled == [[0], [1, 2], [0]]
+    pulled.clear()
+    np.testing.assert_array_equal(table.variables[1].sparse_read([1]), TABLE[[4]])
+    assert pulled == [[1]]
+    with pytest.raises(IndexError, match=r"Row 5 of variable 'table'.*\[0, 5\)"):
+        embedding_lookup(table, [5])
+    with pytest.raises(IndexError, match=r"Row 2 of variable 'table/part_1'"):
+        table.variables[1].sparse_read([2])
+
+
+def test_the_coordinator_changes_rows_alone(table, pulled):
+    want = TABLE.copy()
+    assert table.scatter_add(slices([4, 0, 4], np.ones((3, 2)))) is table
+    np.add.at(want, [4, 0, 4], 1)
+    table.scatter_max(slices([1], [[9, 9]]))
+    want[1] = 9
+    table[2:4].assign_sub(1.0)
+    want[2:4] -= 1
+    table[0, 1].assign(7.0)
+    want[0, 1] = 7
+    np.testing.assert_array_equal(table.numpy(), want)
+    table.assign(TABLE).assign_add(TABLE)
+    np.testing.assert_array_equal(table.numpy(), 2 * TABLE)
+    with pytest.raises(IndexError, match="Row 5 of variable 'table'"):
+        table.scatter_add(slices([0, 5], np.ones((2, 2))))
+    with pytest.raises(ValueError, match=r"shape \(5, 2\) and was given \(4, 2\)"):
+        table.assign(TABLE[:4])
+    np.testing.assert_array_equal(table.numpy(), 2 * TABLE)
+
+
+def test_the_coordinator_takes_gradients(table):
+    gradient = js.grad(lambda: (embedding_lookup(table, [4, 0, 4]) ** 2).sum(), table)()
+    assert gradient.indices.tolist() == [4, 0, 4]
+    np.testing.assert_array_equal(gradient.values, 2 * TABLE[[4, 0, 4]])
+    gradient = js.grad(lambda: (table.value() ** 2).sum(), table)()
+    np.testing.assert_array_equal(gradient, 2 * TABLE)
+    one = table.variables[1]
+    gradient = js.grad(lambda: embedding_lookup(one, [1, 1]).sum(), one)()
+    assert gradient.indices.tolist() == [1, 1]
+
+
+def test_it_is_not_copied(table):
+    with pytest.raises(RuntimeError, match="'table/part_0' is on parameter server"):
+        copy.deepcopy(table)
+
+
+def test_what_is_sent_to_a_worker_takes_the_shards_along(table):
+    with _context.entered(is_shipping=True):
+        make, parts = table.__reduce__()
+    again = make(*parts)
+    assert again.name == "table" and again.shape == (5, 2)
+    assert all(map(operator.is_, again.variables, table.variables))
+
+
+# In scheduled functions.
+
+
+def test_tensorflows_lookup_and_subtraction(coordinator, table, pulled):
+    def step(ids):
+        rows = embedding_lookup(table, ids)
+        table.scatter_sub(js.IndexedSlices(jnp.ones((3, 2)), ids))
+        return rows
+
+    found = run(coordinator, step, np.array([0, 4, 4]))
+    assert found.tolist() == [[0, 1], [8, 9], [8, 9]]
+    assert None not in pulled
+    assert {row for rows in pulled for row in rows} <= {0, 1}
+    want = TABLE.copy()
+    np.subtract.at(want, [0, 4, 4], 1)
+    np.testing.assert_array_equal(table.numpy(), want)
+
+
+@pytest.mark.parametrize("word", ["add", "mul", "div", "min", "max", "update"])
+def test_rows_change_on_the_right_server(coordinator, table, pulled, word):
+    values = np.array([[2, 3], [4, 5]], np.float32)
+
+    def step(ids, values):
+        getattr(table, f"scatter_{word}")(js.IndexedSlices(values, ids))
+
+    run(coordinator, step, np.array([4, 1]), values)
+    assert None not in pulled
+    want = TABLE.copy()
+    make = {"add": np.add, "mul": np.multiply, "div": np.divide}
+    make |= {"min": np.minimum, "max": np.maximum, "update": lambda a, b: b}
+    want[[4, 1]] = make[word](want[[4, 1]], values)
+    np.testing.assert_allclose(table.numpy(), want, rtol=1e-6)
+
+
+def test_a_gradient_of_lookups_travels_as_rows(coordinator, table, pulled):
+    def step(ids):
+        def loss():
+            groups = embedding_lookup(table, ids, combiner="sum")
+            return (groups**2).sum()
+
+        gradient = js.grad(loss, table)()
+        table.scatter_sub(gradient)
+        return gradient
+
+    ids = np.array([[0, 4], [1, -1]])
+    gradient = run(coordinator, step, ids)
+    assert None not in pulled and gradient.values.shape == (4, 2)
+
+    def loss(table):
+        return ((table[0] + table[4]) ** 2 + table[1] ** 2).sum()
+
+    want = TABLE - jax.grad(loss)(jnp.asarray(TABLE))
+    np.testing.assert_allclose(table.numpy(), want, rtol=1e-6)
+
+
+def test_a_gradient_of_a_plain_variable_on_a_server(strategy, coordinator, pulled):
+    strategy.variable_policy.partitioner = None
+    with strategy.scope():
+        plain = js.Variable(TABLE, name="plain")
+
+    def step(ids):
+        gradient = js.grad(lambda: (embedding_lookup(plain, ids) ** 2).sum(), plain)()
+        assert isinstance(gradient, js.IndexedSlices)
+        plain.scatter_sub(gradient)
+
+    run(coordinator, step, np.array([3, 3]))
+    assert None not in pulled
+    want = TABLE.copy()
+    want[3] -= 4 * TABLE[3]
+    np.testing.assert_array_equal(plain.numpy(), want)
+
+
+def test_all_of_it_is_read_and_assigned(coordinator, table):
+    def step(factor):
+        table.assign(table.value() * factor)
+        table[1:4].assign_add(1.0)
+        table.assign_sub(jnp.ones((5, 2)))
+        return table @ jnp.ones((2, 1)), table[4]
+
+    product, last = run(coordinator, step, 2.0)
+    want = 2 * TABLE - 1
+    want[1:4] += 1
+    np.testing.assert_array_equal(table.numpy(), want)
+    np.testing.assert_array_equal(product, want @ np.ones((2, 1)))
+    np.testing.assert_array_equal(last, want[4])
+
+
+def test_it_is_an_argument_as_well(coordinator, table, pulled):
+    def step(given, ids):
+        assert isinstance(given, ShardedVariable) and given is table
+        return given.sparse_read(ids)
+
+    found = run(coordinator, step, table, np.array([2]))
+    np.testing.assert_array_equal(found, TABLE[[2]])
+    assert None not in pulled
+
+
+def test_what_is_no_row_ends_the_function(coordinator, table):
+    def step(ids):
+        return embedding_lookup(table, ids)
+
+    with pytest.raises(IndexError, match="7"):
+        run(coordinator, step, np.array([0, 7]))
+    np.testing.assert_array_equal(table.numpy(), TABLE)
+
+
+def test_what_replicas_of_a_worker_assign_is_reduced_and_cut():
+    backend = js.coordinator.Threads(1, 2, devices_per_worker=2)
+    strategy = js.ParameterServerStrategy(
+        variable_partitioner=partitioners.FixedShardsPartitioner(2), backend=backend
+    )
+    with strategy.scope():
+        v = js.Variable(np.zeros(8, np.float32), aggregation="sum")
+        table = js.Variable(TABLE, aggregation="sum")
+
+    def replica(x, ids):
+        v.assign(x)
+        table.scatter_add(js.IndexedSlices(jnp.ones((2, 2)), ids))
+
+    def step(x, ids):
+        strategy.run(replica, (x, ids))
+
+    with js.coordinator.ClusterCoordinator(strategy) as coordinator:
+        given = np.array([[20, 0, 1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 6, 7, 8]], "f4")
+        ids = np.array([[0, 4], [4, 2]])
+        own = strategy.per_replica(given), strategy.per_replica(ids)
+        run(coordinator, step, *own)
+    assert [shard.numpy().tolist() for shard in v.variables] == [
+        [21, 2, 4, 6],
+        [8, 10, 12, 14],
+    ]
+    want = TABLE.copy()
+    np.add.at(want, ids.ravel(), 1)
+    np.testing.assert_array_equal(table.numpy(), want)
