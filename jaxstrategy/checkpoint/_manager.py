@@ -33,7 +33,10 @@ class CheckpointManager:
     and iterators of distributed datasets may stand in it. Their logical values are
     saved: what is mirrored once, an on-read variable as what its copies combine to. So
     any strategy restores what any other saved, whatever the number of replicas, devices
-    and processes. Only a `PerReplica` needs the same number of replicas again.
+    and processes, or of parameter servers. Only a `PerReplica` needs the same number of
+    replicas again. While functions of a `coordinator.ClusterCoordinator` change
+    variables on parameter servers, `save` pauses them to read, so that all values are
+    of one moment.
 
     A checkpoint appears under its name when it is complete, and its files have
     checksums. A writer may be killed at any moment: earlier checkpoints stay as they
@@ -126,6 +129,7 @@ class CheckpointManager:
           TypeError: the state has something that a checkpoint cannot hold; `extra` is
             more than JSON can say.
           DonatedValueError: an array was donated to an earlier step.
+          ParameterServerLost: a server of some variable is gone; nothing is saved.
         """
         _arguments.check_host("save")
         step = _arguments.checked_step(step)

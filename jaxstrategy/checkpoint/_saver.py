@@ -64,7 +64,9 @@ class Saver:
         self.wait()
         if self._is_saved(step, what):
             return False
-        entries, arrays = WrittenState(state, None).saved()
+        written = WrittenState(state, None)
+        with written.snapshot(step):
+            entries, arrays = written.saved()
         _checkpoint_agreement.compare_leaves(what, _leaves(entries))
         record = Record(step, entries, metrics, extra)
         self._unfinished = self._prepare(step, what)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import final
 
 from jax.sharding import NamedSharding
@@ -17,6 +18,7 @@ from jaxstrategy.checkpoint.sorts._entries import (
     Reading,
 )
 from jaxstrategy.checkpoint.sorts._sorts import described, sort_of
+from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
 from jaxstrategy.replicas._replicas import Replicas
 from jaxstrategy.values._state_placement import sharding_of
 from jaxstrategy.values._types import PyTree
@@ -68,6 +70,20 @@ class WrittenState:
     def names(self) -> tuple[str, ...]:
         """The names of the values, in their order."""
         return tuple(self._sorts)
+
+    @contextlib.contextmanager
+    def snapshot(self, step: int) -> Iterator[None]:
+        """For a `with` block: what is read in it is of one moment.
+
+        Args:
+          step: of the checkpoint.
+        """
+        owners = [getattr(slot.value, "strategy", None) for slot in self._slots.all]
+        strategies = [each for each in owners if isinstance(each, AbstractStrategy)]
+        with contextlib.ExitStack() as stack:
+            for strategy in {id(each): each for each in strategies}.values():
+                stack.enter_context(strategy.variable_policy.snapshot(step))
+            yield
 
     def saved(self) -> tuple[dict[str, Entry], dict[str, Array]]:
         """The entry of each value, and the arrays to write."""

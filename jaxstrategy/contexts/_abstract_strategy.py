@@ -33,6 +33,14 @@ class AbstractVariablePolicy(abc.ABC):
     def replicas(self) -> Replicas:
         """The replicas on whose devices mirrored variables are, one copy each."""
 
+    def snapshot(self, step: int) -> contextlib.AbstractContextManager[None]:
+        """For a `with` block: variables that are read in it are of one moment.
+
+        Args:
+          step: of the checkpoint that they are read for.
+        """
+        return contextlib.nullcontext()
+
 
 class AbstractStrategy(abc.ABC):
     """A strategy, as lower layers may ask it."""

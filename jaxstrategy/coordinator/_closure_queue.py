@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import abc
 import collections
+import contextlib
 import threading
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from typing import Generic, TypeVar, final
 
 from jaxstrategy._errors import CancelledError, ClosureAbortedError
@@ -58,6 +59,7 @@ class ClosureQueue(Generic[_Closure]):
         self._error: BaseException | None = None
         self._last_error: BaseException | None = None
         self._is_stopped = False
+        self._pauses: collections.Counter[int] = collections.Counter()  # by threads
         lock = threading.Lock()
         self._work = threading.Condition(lock)  # to be had, or never again
         self._room = threading.Condition(lock)  # in the queue, or an error
@@ -99,6 +101,8 @@ class ClosureQueue(Generic[_Closure]):
                 self._put_tagged(closure, tag)
                 return
             self._raise_error()
+            if len(self._queued) >= self._limit:
+                self._refuse_in_pause()
             while len(self._queued) >= self._limit and not self.has_failed:
                 self._room.wait()
                 self._refuse_if_stopped()
@@ -114,6 +118,8 @@ class ClosureQueue(Generic[_Closure]):
         """
         end = None if timeout is None else time.monotonic() + timeout
         with self._lock:
+            if self._queued:
+                self._refuse_in_pause()
             while self._wait_for(lambda: self.has_failed or self._is_done(), end):
                 if not self.has_failed:
                     return True
@@ -131,6 +137,33 @@ class ClosureQueue(Generic[_Closure]):
             self._raise_error()
             return self._is_done()
 
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """For a `with` block: nothing runs, and nothing without a tag is given out."""
+        thread = threading.get_ident()
+        with self._lock:
+            self._refuse_if_stopped()
+            self._pauses[thread] += 1
+        try:
+            with self._lock:
+                self._ended.wait_for(lambda: self._is_stopped or not self._running)
+                self._refuse_if_stopped()
+            yield
+        finally:
+            with self._lock:
+                self._pauses[thread] -= 1
+                self._pauses += collections.Counter()  # forgets who has none
+                self._work.notify_all()
+
+    def check_waiting(self) -> None:
+        """Raise where waiting for a closure would last for ever.
+
+        Raises:
+          RuntimeError: the caller has paused the queue.
+        """
+        with self._lock:
+            self._refuse_in_pause()
+
     # What the workers' threads call.
 
     def get(
@@ -147,7 +180,7 @@ class ClosureQueue(Generic[_Closure]):
             while not self._is_stopped:
                 if tag is not None and self._tagged.get(tag):
                     return self._tagged[tag].popleft()
-                if self._queued:
+                if self._queued and not self._pauses:
                     return self._start(self._queued.popleft(), tag)
                 left = None if end is None else end - time.monotonic()
                 if left is not None and left <= 0:
@@ -229,7 +262,8 @@ class ClosureQueue(Generic[_Closure]):
 
     def _end(self, closure: _Closure) -> None:
         del self._running[id(closure)]
-        if not self._running and (not self._queued or self.has_failed):
+        is_awaited = not self._queued or self.has_failed or self._pauses
+        if not self._running and is_awaited:
             self._ended.notify_all()
 
     def _is_done(self) -> bool:
@@ -258,6 +292,13 @@ class ClosureQueue(Generic[_Closure]):
     def _refuse_if_stopped(self) -> None:
         if self._is_stopped:
             raise RuntimeError(_STOPPED)
+
+    def _refuse_in_pause(self) -> None:
+        if threading.get_ident() in self._pauses:
+            raise RuntimeError(
+                "In a block of `coordinator.paused()` something waits for functions, "
+                "which begin after the block only. Wait before it, or behind it."
+            )
 
     def _cancel(self, error: BaseException, for_ever: bool = False) -> None:
         if not for_ever and not self.has_failed:

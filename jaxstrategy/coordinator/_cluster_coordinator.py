@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self, final
 
@@ -116,6 +117,7 @@ class ClusterCoordinator:
         policy = strategy.variable_policy
         assert isinstance(policy, ServerVariables), "it is that strategy's"
         policy.read_copies = self._scheduler.copies
+        policy.pause = self._scheduler.snapshot
         return self
 
     def _check_options(self, max_restarts: int | None) -> None:
@@ -210,6 +212,36 @@ class ClusterCoordinator:
         """
         self._refuse_in_function("done")
         return self._scheduler.done()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """For a `with` block: no function runs, so that variables do not change by any.
+
+        Functions that run end first; those that are queued, also by the block, begin
+        after it. A worker may be lost meanwhile: what it was running is queued again.
+        What `CheckpointManager.save` reads is read in such a pause by itself.
+
+        Raises:
+          RuntimeError: in the block, something waits for a function; or the coordinator
+            is closed.
+
+        >>> import jaxstrategy as js
+        >>> strategy = js.ParameterServerStrategy(workers=2, backend="threads")
+        >>> with strategy.scope():
+        ...     first, second = js.Variable(0.0), js.Variable(0.0)
+        >>> with js.coordinator.ClusterCoordinator(strategy) as coordinator:
+        ...     @coordinator.function
+        ...     def step():
+        ...         first.assign_add(1.0)
+        ...         second.assign_add(1.0)
+        ...     values = [coordinator.schedule(step) for _ in range(10)]
+        ...     with coordinator.paused():
+        ...         bool(first.value() == second.value())
+        True
+        """
+        self._refuse_in_function("paused")
+        with self._scheduler.paused():
+            yield
 
     def fetch(self, val: PyTree) -> PyTree:
         """`val` with what `RemoteValue.fetch` gives for each remote value in it.

@@ -48,9 +48,13 @@ class RemoteValue:
     """
 
     def __init__(
-        self, name: str, observe: Callable[[float], None] | None = None
+        self,
+        name: str,
+        observe: Callable[[float], None] | None = None,
+        check_waiting: Callable[[], None] | None = None,
     ) -> None:
         self._name = name
+        self._check_waiting = check_waiting
         self._observe = observe
         self._event = threading.Event()
         self._lock = threading.Lock()
@@ -70,8 +74,11 @@ class RemoteValue:
         Raises:
           BaseException: what the function has raised; the same object each time.
           CancelledError: it was cancelled, because another one had failed.
+          RuntimeError: it has not ended, in a block of `ClusterCoordinator.paused`.
         """
         began = time.perf_counter()
+        if self._check_waiting is not None and not self._event.is_set():
+            self._check_waiting()
         self._event.wait()
         if self._error is not None:
             # Always from where it came: the traceback of one object would only grow.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 import weakref
@@ -103,7 +104,9 @@ class Scheduler:
         for resource in prepared.resources:
             self.keep(resource)
         number = self._numbers.begin()
-        value = RemoteValue(function_name(fn), self.fetches.add)
+        value = RemoteValue(
+            function_name(fn), self.fetches.add, self._queue.check_waiting
+        )
         closure = ScheduledClosure(number, fn, prepared, value, self._numbers)
         try:
             self._queue.put(closure)
@@ -160,6 +163,18 @@ class Scheduler:
             elif time.monotonic() - last_seen > self._patience and not is_told:
                 is_told = True
                 self._tell_that_all_are_lost()
+
+    def paused(self) -> contextlib.AbstractContextManager[None]:
+        """For a `with` block: no function runs, nor begins."""
+        return self._queue.paused()
+
+    def snapshot(self, step: int) -> contextlib.AbstractContextManager[None]:
+        """Likewise, for the variables of a checkpoint; also once this is stopped.
+
+        Args:
+          step: of the checkpoint.
+        """
+        return contextlib.nullcontext() if self.is_stopped else self.paused()
 
     def done(self) -> bool:
         """Whether all has ended.

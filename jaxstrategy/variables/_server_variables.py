@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
 from typing import final
 
 from jaxstrategy._options import VariableAggregation
@@ -14,6 +16,9 @@ from jaxstrategy.variables.kinds._kind import VariableKind
 from jaxstrategy.variables.kinds._per_worker_kind import PerWorkerKind, ReadCopies
 from jaxstrategy.variables.kinds._server_kind import ServerKind, server_kind_of
 from jaxstrategy.variables.partitioners import Partitioner
+
+Pause = Callable[[int], contextlib.AbstractContextManager[None]]
+"""A `with` block in which no function runs, for the checkpoint of a step."""
 
 
 @final
@@ -29,6 +34,7 @@ class ServerVariables(VariablePolicy):
     Attributes:
       partitioner: as given.
       read_copies: asks each worker what it has; None while there is no coordinator.
+      pause: lets no function change variables, for a checkpoint of some step; likewise.
     """
 
     are_owned = True
@@ -45,11 +51,16 @@ class ServerVariables(VariablePolicy):
         self._workers = workers
         self.partitioner = partitioner
         self.read_copies: ReadCopies | None = None
+        self.pause: Pause | None = None
 
     @property
     def replicas(self) -> Replicas:
         """The place of what the coordinator reads."""
         return self._home
+
+    def snapshot(self, step: int) -> contextlib.AbstractContextManager[None]:
+        """No function of the coordinator changes variables in the block."""
+        return contextlib.nullcontext() if self.pause is None else self.pause(step)
 
     def adopted(self, kind: VariableKind, owner: AbstractStrategy) -> VariableKind:
         """The kind of a variable that was sent, for functions that are traced here."""

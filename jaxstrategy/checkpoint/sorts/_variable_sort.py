@@ -16,6 +16,7 @@ from jaxstrategy.checkpoint.sorts._entries import (
     Reading,
 )
 from jaxstrategy.variables._variable import Variable
+from jaxstrategy.variables.kinds._per_worker_kind import per_worker_kind_of
 
 
 @final
@@ -56,6 +57,12 @@ def check_has_value(name: str, variable: Variable) -> None:
     Raises:
       ValueError: the copies have none.
     """
+    if per_worker_kind_of(variable) is not None:
+        raise ValueError(
+            f"`{name}`, variable {variable.name!r}, has a copy on each worker, so it "
+            "has no one value to save or restore. Leave it out of the state, or save "
+            "the copies: `variable.read_all()`."
+        )
     on_read = variable.synchronization is VariableSynchronization.ON_READ
     has_copies = on_read and variable.strategy is not None
     if has_copies and variable.aggregation is VariableAggregation.NONE:
