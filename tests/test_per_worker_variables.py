@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.per_worker import coordinated, until_each_has
+from helpers.threads import until
 
 import jaxstrategy as js
 
@@ -273,6 +274,18 @@ def test_what_it_cannot_be(three, value, options, error, message):
         own(three, value, **options)
 
 
+def test_it_is_in_one_piece():
+    """A partitioner divides what is on servers."""
+    partitioner = js.experimental.partitioners.FixedShardsPartitioner(2)
+    backend = js.coordinator.Threads(1, 2)
+    strategy = js.ParameterServerStrategy(None, partitioner, backend=backend)
+    with strategy.scope():
+        own = js.Variable(np.zeros((4, 2)), per_worker_variable=True)
+    with js.coordinator.ClusterCoordinator(strategy):
+        assert [copy.shape for copy in own.read_all()] == [(4, 2)]
+    strategy.close()
+
+
 def test_a_variable_that_is_gone_is_released(three):
     variable = own(three)
     step = three.function(lambda v: v.assign_add(1.0))
@@ -283,7 +296,5 @@ def test_a_variable_that_is_gone_is_released(three):
         life._engine._resources._held for life in three.strategy.backend._lives.values()
     ]
     assert any(number in each for each in held)
-    from helpers.threads import until
-
     del variable
     until(lambda: not any(number in each for each in held))

@@ -70,6 +70,23 @@ def test_functions_read_variables_of_servers_where_they_run(two):
     assert all(own[0][1] == 120 for own in found.values())
 
 
+def test_functions_read_tables_in_shards(two):
+    rows = np.arange(10.0, dtype=np.float32).reshape(5, 2)
+    with two.strategy.scope():
+        parts = [js.Variable(rows[:3]), js.Variable(rows[3:])]
+    table = js.experimental.ShardedVariable(parts)
+
+    def make():
+        for i in range(40):
+            yield np.float32([table.numpy().sum(), table.sparse_read([i % 5])[0, 1]])
+
+    iterator = iter(two.create_per_worker_dataset(make))
+    for own in until_each_has(two, two.function(first), (iterator,)).values():
+        assert [x.tolist() for x in own] == [
+            [rows.sum(), rows[i % 5, 1]] for i in range(len(own))
+        ]
+
+
 def test_datasets_of_the_strategy_are_divided_over_the_workers_devices(two):
     strategy = two.strategy
 
