@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 from helpers.per_worker import coordinated, until_each_has, until_the_end
-from helpers.threads import threads, until
+from helpers.threads import in_threads, threads, until
 
 import jaxstrategy as js
 
@@ -384,6 +384,34 @@ def test_a_variable_is_read_when_an_element_is_made(one):
     assert all(x in (i + 3, i + 100) for i, x in enumerate(found, 1))
 
 
+def test_threads_learn_what_elements_are_like_together(one):
+    """All schedule with an iterator of which nothing is known yet."""
+    calls = []
+
+    def make():
+        calls.append(1)
+        return itertools.count()
+
+    iterator = iter(one.create_per_worker_dataset(make))
+    step = one.function(lambda iterator: next(iterator))
+    found = []
+
+    def schedule():
+        found.append(one.schedule(step, (iterator,)).fetch())
+
+    in_threads(*[schedule] * 4)
+    assert sorted(found) == [0, 1, 2, 3] and len(calls) == 2
+
+
+def test_a_dataset_that_was_not_readable_may_be_later(one):
+    files = []
+    dataset = one.create_per_worker_dataset(lambda: files)
+    with pytest.raises(ValueError, match="no elements"):
+        _ = dataset.element_spec
+    files.append(1.5)
+    assert dataset.element_spec == jax.ShapeDtypeStruct((), np.float32)
+
+
 def test_what_reads_ahead_ends_with_the_iterator(one):
     before = set(threads())
     dataset = one.create_per_worker_dataset(lambda: range(100))
@@ -500,6 +528,14 @@ def test_the_index_is_nobodys_elsewhere(three):
         index()
     with three.strategy.scope(), pytest.raises(RuntimeError, match="no worker runs"):
         index()
+    with pytest.raises(RuntimeError, match="no worker runs"):
+        three.strategy.run(index)
+
+
+def test_a_step_outside_of_functions_takes_no_iterator(three):
+    iterator = iter(three.create_per_worker_dataset(lambda: [1]))
+    with pytest.raises(js.ContextError, match="given <PerWorkerIterator on 3 workers>"):
+        three.strategy.run(lambda iterator: next(iterator), (iterator,))
 
 
 def test_python_does_not_know_the_index(three):

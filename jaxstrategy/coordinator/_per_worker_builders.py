@@ -81,6 +81,11 @@ class IteratorBuilder:
             return dataset.read()
         return dataset.read_on(self._positions.get(index))
 
+    def __getstate__(self) -> dict[str, object]:
+        # A copy, because other workers may go on while this is pickled.
+        positions = self._positions
+        return {"_positions": None if positions is None else dict(positions)}
+
 
 def _arguments(make: Callable[..., Dataset]) -> tuple[InputContext, ...]:
     """What the function is called with.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Iterator
 from typing import Any, NoReturn, final
 
@@ -69,6 +70,7 @@ class PerWorkerDataset:
                 "once, but each worker reads all of it. Give a function that makes "
                 "one: `lambda: read()` instead of `read()`."
             )
+        self._one_reader = threading.Lock()
         self._element: Element | None = None
         self._spec: PyTree = None
         self._resource = WorkerResource(builder)
@@ -107,10 +109,12 @@ class PerWorkerDataset:
         return self._element
 
     def _learn(self) -> None:
-        if self._element is not None:
-            return
-        here, self._here = self._here, None
-        assert here is not None, "it is read once"
+        with self._one_reader:
+            if self._here is not None:
+                self._read(self._here)
+                self._here = None
+
+    def _read(self, here: WorkerDataset) -> None:
         with self._surroundings.entered():
             first = here.first()
         leaves, of_type = leaves_of(first)

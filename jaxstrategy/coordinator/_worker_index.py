@@ -37,7 +37,7 @@ def experimental_get_current_worker_index() -> jax.Array | int:
     if surroundings is not None:
         return surroundings.index
     recorder = _recorder.current()
-    if recorder is not None:
+    if recorder is not None and recorder.index is not None:
         return recorder.index
     raise ContextError(
         "`experimental_get_current_worker_index` was called by code that no worker "

@@ -64,9 +64,8 @@ class Recorder:
         self._index = self.input(Input("index"), (), np.int32)
 
     @property
-    def index(self) -> jax.Array:
-        """The worker's index, an int32 scalar."""
-        assert self._index is not None, "the function has begun"
+    def index(self) -> jax.Array | None:
+        """The worker's index, an int32 scalar; None of a step that no worker runs."""
         return self._index
 
     def note(self, variable: Handle, method: str) -> None:

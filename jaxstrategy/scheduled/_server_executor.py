@@ -9,6 +9,7 @@ from typing import final
 
 import jax
 
+from jaxstrategy._errors import ContextError
 from jaxstrategy._options import RunOptions
 from jaxstrategy.contexts import _context
 from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
@@ -19,6 +20,8 @@ from jaxstrategy.parameter_servers._shipped_program import Call
 from jaxstrategy.parameter_servers._worker_engine import WorkerEngine
 from jaxstrategy.replicas._replicas import SAME
 from jaxstrategy.scheduled._function_tracer import FunctionTracer
+from jaxstrategy.scheduled._worker_argument import WorkerArgument, is_whole
+from jaxstrategy.text._shown import shown
 from jaxstrategy.values._types import Function, PyTree
 
 
@@ -74,8 +77,9 @@ class ServerExecutor(AbstractExecutor):
         self, fn: Function, args: Sequence[PyTree], kwargs: dict[str, PyTree]
     ) -> PyTree:
         """The results of a step that is taken now, by this process."""
+        _check_here(args, kwargs)
         prepared = self._tracer.prepare(fn, args, kwargs)
-        call = Call(None, prepared.program.key, prepared.arguments_of(-1))
+        call = Call(None, prepared.program.key, prepared.arguments_of(0))
         with self._one_call:
             self._engine.define(prepared.program)
             arrays = self._engine.call(call)
@@ -96,6 +100,17 @@ class ServerExecutor(AbstractExecutor):
     @functools.cached_property
     def _engine(self) -> WorkerEngine:
         return WorkerEngine(-1, self._pool.servers, self._strategy.devices)
+
+
+def _check_here(args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> None:
+    """Raise if a step in this process is given what only workers have."""
+    for leaf in jax.tree.leaves((args, kwargs), is_leaf=is_whole):
+        if isinstance(leaf, WorkerArgument):
+            raise ContextError(
+                f"`run` was given {shown(leaf)} outside of a scheduled function, but "
+                "each worker has its own. Call `run` in a function that takes it, and "
+                "schedule that with a `ClusterCoordinator`."
+            )
 
 
 @final

@@ -9,7 +9,6 @@ from typing import final
 
 import jax
 
-from jaxstrategy.parameter_servers._element_leaves import leaves_of, structure_of
 from jaxstrategy.parameter_servers._shipped_program import ElementType
 from jaxstrategy.parameter_servers._worker_resource import WorkerResource
 from jaxstrategy.values import _trees
@@ -28,11 +27,6 @@ class Element:
 
     type: ElementType
     structure: TreeStructure
-
-    @classmethod
-    def of(cls, element: PyTree) -> Element:
-        """That of an element."""
-        return cls(leaves_of(element)[1], structure_of(element))
 
 
 class WorkerArgument:
