@@ -278,6 +278,25 @@ def test_a_function_that_asks_for_no_mask_is_told(double):
         double.join()
 
 
+@pytest.mark.parametrize("scheduled", [True, False])
+def test_masks_of_arguments_count(double, scheduled):
+    """Batches of another strategy: the sums are those of NumPy."""
+    mirrored = js.MirroredStrategy(js.simulate(8)[:2])
+    rows = np.arange(1.0, 8.0, dtype=np.float32)
+    batches = mirrored.experimental_distribute_dataset(js.batches(rows, 4))
+    strategy = double.strategy
+
+    def sums(batch):
+        return strategy.reduce("sum", strategy.run(js.masked_sum, (batch,)))
+
+    step = double.function(sums)
+    found = [
+        double.schedule(step, (batch,)).fetch() if scheduled else sums(batch)
+        for batch in batches
+    ]
+    assert found == [10, 18]
+
+
 def test_the_masks_of_two_batches_are_not_taken_for_one(double):
     strategy = double.strategy
     dataset = strategy.experimental_distribute_dataset([np.ones(3), np.ones(3)])

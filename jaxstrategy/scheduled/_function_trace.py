@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias, cast, final
 
 import jax
@@ -105,17 +106,22 @@ def trace_function(
             with _context.entered(function=recorder):
                 return _without_keys(as_step(fn, args, kwargs), key_results)
         args, kwargs = _across(signature, strategy, args, kwargs)
-        recorder.begin()
-        with (
-            _context.entered(
-                strategy=strategy, replica=None, in_step=True, function=recorder
-            ),
-            _step_masks.given(recorder.masks),
+        with _context.entered(
+            strategy=strategy, replica=None, in_step=True, function=recorder
         ):
             recorder.ask_for_index()
             returned = fn(*args, **kwargs)
             own = _replica_context.to_replica(returned)
             return _without_keys(own, key_results)
+
+    @contextlib.contextmanager
+    def with_masks(own: Sequence[Leaf]) -> Iterator[None]:
+        recorder.begin()
+        for place, role in enumerate(step.roles):
+            if role is Role.MASK:
+                recorder.note_mask(own[place - 1], own[place], (-1, place))
+        with _step_masks.given(recorder.masks):
+            yield
 
     def variables() -> list[Variable]:
         there = _registry.usable_by(strategy)
@@ -125,7 +131,7 @@ def trace_function(
 
     environment = StepEnvironment(strategy.replicas, call, variables)
     step = ReplicaStep(lambda: fn, environment, signature, lambda: False)
-    trace = step.trace(leaves, ())
+    trace = step.trace(leaves, (with_masks,))
     _check_variables(trace, set(pending), step.name)
     if as_step is not None:
         _check_here(trace, step.name)

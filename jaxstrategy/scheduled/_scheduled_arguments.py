@@ -22,7 +22,8 @@ from jaxstrategy.scheduled._worker_argument import (
 from jaxstrategy.text._array_types import array_type
 from jaxstrategy.tracing import _roles
 from jaxstrategy.tracing._roles import Signature
-from jaxstrategy.values import _arrays
+from jaxstrategy.values import _arrays, _per_replica
+from jaxstrategy.values._per_replica import PerReplica
 from jaxstrategy.values._types import Function, Leaf, PyTree
 
 _Key = tuple[Signature, tuple[tuple[tuple[int, ...], np.dtype], ...]]
@@ -53,23 +54,23 @@ class ScheduledArguments:
     ) -> Self:
         """Those that a caller gave."""
         given = tuple(args), kwargs
-        nodes = jax.tree.leaves(given, is_leaf=is_whole)
-        if not any(map(is_workers, nodes)):  # the usual case, kept short
-            return cls(fn, given, (), (), False)
+        leaves, structure = jax.tree.flatten(given, is_leaf=is_whole)
+        if not any(map(_is_special, leaves)):  # the usual case, kept short
+            return cls(fn, given, (), (), differ=False)
         iterators: dict[int, IteratorArgument] = {
-            id(node): node for node in nodes if isinstance(node, IteratorArgument)
+            id(leaf): leaf for leaf in leaves if isinstance(leaf, IteratorArgument)
         }
         slots = {
             key: IteratorSlot(number, (each.element,))
             for number, (key, each) in enumerate(iterators.items())
         }
-        own = jax.tree.map(lambda x: slots.get(id(x), x), given, is_leaf=is_whole)
+        own = [slots.get(id(leaf), _without_full_mask(leaf)) for leaf in leaves]
         return cls(
             fn,
-            own,
+            jax.tree.unflatten(structure, own),
             tuple(iterators.values()),
             tuple(slots.values()),
-            any(isinstance(node, ValueArgument) for node in nodes),
+            differ=any(isinstance(leaf, ValueArgument) for leaf in own),
         )
 
     def retyped(self, changed: ElementChanged) -> Self:
@@ -133,6 +134,18 @@ class ScheduledArguments:
             return tuple(np.asarray(as_numbers(array)) for array in arrays)
 
         return of_worker
+
+
+def _is_special(leaf: Leaf) -> bool:
+    return is_workers(leaf) or isinstance(leaf, PerReplica)
+
+
+def _without_full_mask(leaf: Leaf) -> Leaf:
+    """A batch that is full, without a mask: others are another program's."""
+    if not isinstance(leaf, PerReplica) or leaf.mask is None:
+        return leaf
+    is_full = np.all(np.asarray(leaf.mask))
+    return PerReplica(_per_replica.contents(leaf)) if is_full else leaf
 
 
 def _listed(arrays: Sequence[Any]) -> str:
