@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NoReturn, Protocol, final
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, final
 
 from jaxstrategy.cluster.resolvers._cluster_resolver import ClusterResolver
 from jaxstrategy.contexts import _context
@@ -24,9 +24,14 @@ from jaxstrategy.replicas._replicas import Replicas
 from jaxstrategy.scheduled._server_executor import ServerExecutor
 from jaxstrategy.strategies._choices import Choices
 from jaxstrategy.strategies._dividing_data import require_function
+from jaxstrategy.strategies._server_optimizer import ServerOptimizer
 from jaxstrategy.strategies._strategy import Strategy
+from jaxstrategy.values._types import PyTree
 from jaxstrategy.variables._server_variables import ServerVariables
 from jaxstrategy.variables.partitioners import Partitioner
+
+if TYPE_CHECKING:
+    from optax import GradientTransformation
 
 
 class Closing(Protocol):
@@ -114,6 +119,43 @@ class ParameterServerStrategy(Strategy):
     def server_pool(self) -> ServerPool:
         """The parameter servers, and which variables are there."""
         return self._pool
+
+    def optimizer(
+        self, tx: GradientTransformation, variables: PyTree
+    ) -> ServerOptimizer:
+        """An optimizer of Optax that updates variables on their servers.
+
+        Only gradients travel, and no update is lost: a server changes a variable and
+        what the optimizer keeps of it at once.
+
+        Args:
+          tx: the transformation, `optax.adam(1e-3)`. Each variable has its own state.
+          variables: a pytree of variables of this strategy.
+
+        Returns:
+          An object whose `apply(gradients)` functions call.
+
+        Raises:
+          TypeError: a leaf is no variable; `tx` is no transformation.
+          ValueError: a variable is not on a parameter server of this strategy.
+
+        >>> import optax
+        >>> import jaxstrategy as js
+        >>> strategy = js.ParameterServerStrategy(workers=1, parameter_servers=1,
+        ...                                       backend="threads")
+        >>> with strategy.scope():
+        ...     w = js.Variable(3.0, name="w")
+        >>> optimizer = strategy.optimizer(optax.sgd(0.5), w)
+        >>> with js.coordinator.ClusterCoordinator(strategy) as coordinator:
+        ...     @coordinator.function
+        ...     def step():
+        ...         optimizer.apply(js.grad(lambda: w**2, w)())
+        ...     _ = coordinator.schedule(step)
+        ...     coordinator.join()
+        >>> w.value()
+        Array(0., dtype=float32)
+        """
+        return ServerOptimizer(self, tx, variables)
 
     def close(self) -> None:
         """End all workers and servers that were started; may be called twice."""

@@ -1,0 +1,171 @@
+"""Optimizers of Optax on parameter servers, against Optax on the whole state."""
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxstrategy as js
+from jaxstrategy.parameter_servers.backends._threads import Threads
+
+ROWS = np.arange(14.0, dtype="float32").reshape(7, 2) / 10
+
+
+def strategy_of(shards=None, devices=1):
+    partitioner = shards and js.experimental.partitioners.FixedShardsPartitioner(shards)
+    return js.ParameterServerStrategy(
+        variable_partitioner=partitioner, backend=Threads(1, 2, devices)
+    )
+
+
+def variable(strategy, value, name="v", **options):
+    with strategy.scope():
+        return js.Variable(value, name=name, **options)
+
+
+TRANSFORMATIONS = {
+    "sgd": optax.sgd(0.1),
+    "momentum": optax.sgd(0.1, momentum=0.9),
+    "adam": optax.adam(0.1),
+    "adamw": optax.adamw(0.1),
+    "schedule": optax.sgd(optax.linear_schedule(0.1, 0.0, 5)),
+}
+
+
+def trained_by_optax(tx, value, gradients):
+    state = tx.init(value)
+    for gradient in gradients:
+        changes, state = tx.update(gradient, state, value)
+        value = optax.apply_updates(value, changes)
+    return np.asarray(value)
+
+
+@pytest.mark.parametrize("name", TRANSFORMATIONS)
+@pytest.mark.parametrize("shards", [None, 3])
+def test_it_updates_as_optax_does(name, shards):
+    strategy, tx = strategy_of(shards), TRANSFORMATIONS[name]
+    v = variable(strategy, ROWS)
+    optimizer = strategy.optimizer(tx, {"v": v})
+    gradients = [np.sin(ROWS + i).astype("float32") for i in range(4)]
+
+    def step(gradient):
+        optimizer.apply({"v": gradient})
+
+    for gradient in gradients[:3]:
+        strategy.run(step, (gradient,))
+    optimizer.apply({"v": gradients[3]})  # the coordinator does so, too
+    expected = trained_by_optax(tx, jnp.asarray(ROWS), gradients)
+    np.testing.assert_allclose(np.asarray(v), expected, rtol=1e-5, atol=1e-6)
+
+
+def lazily(value, steps):
+    """Adam on the rows that are used, row by row."""
+    value = value.astype("float64").copy()
+    mean, square = np.zeros_like(value), np.zeros_like(value)
+    for count, (ids, given) in enumerate(steps, start=1):
+        total = np.zeros_like(value)
+        np.add.at(total, ids, given)
+        for row in np.unique(ids):
+            mean[row] = 0.9 * mean[row] + 0.1 * total[row]
+            square[row] = 0.999 * square[row] + 0.001 * total[row] ** 2
+            m, s = mean[row] / (1 - 0.9**count), square[row] / (1 - 0.999**count)
+            value[row] -= 0.1 * m / (np.sqrt(s) + 1e-8)
+    return value
+
+
+@pytest.mark.parametrize("shards", [None, 3])
+def test_gradients_of_rows_change_their_rows_only(shards):
+    strategy = strategy_of(shards)
+    v = variable(strategy, ROWS)
+    optimizer = strategy.optimizer(optax.adam(0.1), v)
+    steps = [([0, 4, 4], np.ones((3, 2))), ([6, 2, 0], np.full((3, 2), 0.5))]
+
+    def step(ids, values):
+        optimizer.apply(js.IndexedSlices(values, ids))
+
+    for ids, values in steps:
+        strategy.run(step, (np.array(ids), values.astype("float32")))
+    np.testing.assert_allclose(np.asarray(v), lazily(ROWS, steps), rtol=1e-4)
+
+
+def test_a_table_is_not_pulled_to_be_updated():
+    strategy = strategy_of()
+    v = variable(strategy, np.zeros((1000, 2), "float32"))
+    optimizer = strategy.optimizer(optax.adam(0.1), v)
+    sizes = []
+    for server in strategy.server_pool.servers:
+        read = server.read
+
+        def recorded(reads, read=read):
+            values = read(reads)
+            sizes.extend(value.size for value in values)
+            return values
+
+        server.read = recorded
+
+    def step(ids):
+        def loss():
+            return (js.experimental.embedding_lookup(v, ids) - 1.0).sum()
+
+        optimizer.apply(js.grad(loss, v)())
+
+    strategy.run(step, (np.array([3, 5]),))
+    assert sizes == [4]
+    for server in strategy.server_pool.servers:
+        del server.read
+    value = v.numpy()
+    assert np.count_nonzero(value) == 4
+    np.testing.assert_allclose(value[[3, 5]], -0.1, rtol=1e-4)
+
+
+def test_replicas_reduce_before_they_apply():
+    strategy = strategy_of(devices=2)
+    v = variable(strategy, 0.0, aggregation="none")
+    optimizer = strategy.optimizer(optax.sgd(1.0), v)
+
+    def step(x):
+        optimizer.apply(js.get_replica_context().all_reduce("sum", x))
+
+    strategy.run(step, (strategy.per_replica([1.0, 2.0]),))
+    assert float(v) == -3.0
+
+
+def test_its_state_is_variables_beside_theirs():
+    strategy = strategy_of()
+    a, b = variable(strategy, 0.0, "a"), variable(strategy, 0.0, "b")
+    optimizer = strategy.optimizer(optax.adam(0.1), [a, b])
+    for target, (slots,) in zip((a, b), optimizer.slots, strict=True):
+        assert {slot.device for slot in slots} == {target.device}
+    names = [slot.name for slot in optimizer.slots[0][0]]
+    assert len(names) == 3 and all(name.startswith("a") for name in names)
+
+
+def test_many_workers_lose_no_update():
+    strategy = js.ParameterServerStrategy(
+        workers=3, parameter_servers=1, backend="threads"
+    )
+    v = variable(strategy, 0.0)
+    optimizer = strategy.optimizer(optax.sgd(1.0), v)
+    with js.coordinator.ClusterCoordinator(strategy) as coordinator:
+        function = coordinator.function(lambda: optimizer.apply(jnp.float32(1.0)))
+        for _ in range(60):
+            coordinator.schedule(function)
+        coordinator.join()
+    assert float(v) == -60.0
+
+
+def test_what_is_wrong_is_told():
+    strategy = strategy_of()
+    v = variable(strategy, np.zeros(3, "float32"), "v")
+    own = js.Variable(1.0, name="own")
+    with pytest.raises(TypeError, match="`tx` was 3; a transformation of Optax"):
+        strategy.optimizer(3, v)
+    with pytest.raises(TypeError, match="`variables` holds 4, a int; variables were"):
+        strategy.optimizer(optax.sgd(0.1), [v, 4])
+    with pytest.raises(ValueError, match="'own' is not on a parameter server of"):
+        strategy.optimizer(optax.sgd(0.1), [own])
+    optimizer = strategy.optimizer(optax.sgd(0.1), [v])
+    with pytest.raises(ValueError, match="that of the variables, .* was wanted"):
+        optimizer.apply(np.zeros(3, "float32"))
+    with pytest.raises(ValueError, match=r"variable 'v' has shape \(2,\); \(3,\) was"):
+        optimizer.apply([np.zeros(2, "float32")])
