@@ -67,6 +67,11 @@ def test_there_is_one_coordinator_of_a_strategy(made, coordinator):
     assert ClusterCoordinator(made, max_restarts=3) is coordinator
     with pytest.raises(ValueError, match="`max_restarts` was 5, and the strategy has"):
         ClusterCoordinator(made, max_restarts=5)
+    for wrong in (-1, 1.5, "3"):
+        with pytest.raises(
+            ValueError, match="a number of times was wanted, 0 for none"
+        ):
+            ClusterCoordinator(made, max_restarts=wrong)
 
 
 @pytest.mark.parametrize(

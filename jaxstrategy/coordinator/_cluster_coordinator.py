@@ -19,20 +19,28 @@ from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
 from jaxstrategy.coordinator._coordinator_metrics import CoordinatorMetrics
 from jaxstrategy.coordinator._durations import Stopwatch
 from jaxstrategy.coordinator._live_table import Console, LiveTable
+from jaxstrategy.coordinator._next_element import of_next_element
 from jaxstrategy.coordinator._per_worker_dataset import PerWorkerDataset
 from jaxstrategy.coordinator._prepared_function import FunctionPreparer
 from jaxstrategy.coordinator._remote_value import RemoteValue
 from jaxstrategy.coordinator._schedulable import CoordinatedFunction, check_schedulable
-from jaxstrategy.coordinator._scheduler import Scheduler
+from jaxstrategy.coordinator._schedule_arguments import (
+    check_restarts,
+    checked_arguments,
+    for_the_coordinator,
+    is_remote,
+    number_of_shards,
+    plain,
+)
+from jaxstrategy.coordinator._scheduler import Scheduler, end_later
+from jaxstrategy.coordinator._shard_iterator import DatasetOfShard, shard_iterators
 from jaxstrategy.coordinator._shard_sums import shard_sums
 from jaxstrategy.coordinator._worker_states import WorkerStates
 from jaxstrategy.parameter_servers._abstract_worker import AbstractWorkerBackend
 from jaxstrategy.parameter_servers._worker_surroundings import WorkerSurroundings
 from jaxstrategy.scheduled._function_tracer import FunctionTracer
-from jaxstrategy.scheduled._worker_argument import is_whole
 from jaxstrategy.strategies._parameter_server import ParameterServerStrategy
 from jaxstrategy.text._shown import shown
-from jaxstrategy.text._whole_numbers import whole
 from jaxstrategy.values._types import Function, PyTree
 from jaxstrategy.variables._server_variables import ServerVariables
 
@@ -65,7 +73,8 @@ class ClusterCoordinator:
         default 3 times.
 
     Raises:
-      ValueError: it is another strategy, or has a coordinator with other options.
+      ValueError: it is another strategy, or has a coordinator with other options; or
+        `max_restarts` is negative.
 
     >>> import jaxstrategy as js
     >>> strategy = js.ParameterServerStrategy(workers=2, backend="threads")
@@ -103,7 +112,7 @@ class ClusterCoordinator:
         with _one_at_a_time:
             found = strategy.coordinator
             if isinstance(found, cls) and not found._scheduler.is_stopped:
-                found._check_options(max_restarts)
+                check_restarts(max_restarts, found._scheduler.max_restarts)
                 return found
             made = strategy.coordinator = cls._made(strategy, max_restarts)
         return made
@@ -112,6 +121,7 @@ class ClusterCoordinator:
     def _made(cls, strategy: ParameterServerStrategy, max_restarts: int | None) -> Self:
         backend = strategy.backend
         tracer = FunctionTracer(strategy, strategy.server_pool, backend.platforms)
+        check_restarts(max_restarts)
         options = {} if max_restarts is None else {"max_restarts": max_restarts}
         self = cls._of(strategy, backend, tracer, **options)
         policy = strategy.variable_policy
@@ -119,14 +129,6 @@ class ClusterCoordinator:
         policy.read_copies = self._scheduler.copies
         policy.pause = self._scheduler.snapshot
         return self
-
-    def _check_options(self, max_restarts: int | None) -> None:
-        mine = self._scheduler.max_restarts
-        if max_restarts not in (None, mine):
-            raise ValueError(
-                f"`max_restarts` was {max_restarts}, and the strategy has a "
-                f"coordinator with {mine} already. Close that one before."
-            )
 
     @classmethod
     def _of(
@@ -142,7 +144,7 @@ class ClusterCoordinator:
         self._scheduler = scheduler = Scheduler(backend, **options)
         scheduler.start()
         atexit.register(scheduler.stop, _SECONDS_TO_END)
-        weakref.finalize(self, _end_later, scheduler).atexit = False
+        weakref.finalize(self, end_later, scheduler).atexit = False
         return self
 
     @property
@@ -180,13 +182,22 @@ class ClusterCoordinator:
         """
         self._refuse_in_function("schedule")
         check_schedulable(fn)
-        args, kwargs = _arguments(args, kwargs)
+        args, kwargs = checked_arguments(args, kwargs)
+        return self._schedule(fn, plain(fn), args, kwargs)
+
+    def _schedule(
+        self,
+        fn: Function,
+        traced: Function,
+        args: tuple[PyTree, ...],
+        kwargs: dict[str, PyTree],
+        until_end: bool = False,
+    ) -> RemoteValue:
         self._scheduler.raise_error()
-        plain = fn.function if isinstance(fn, CoordinatedFunction) else fn
-        prepared = self._tracer.prepare(plain, args, kwargs)
+        prepared = self._tracer.prepare(traced, args, kwargs)
         if prepared.trace_seconds is not None:
             self._tracings.add(prepared.trace_seconds)
-        return self._scheduler.schedule(fn, prepared)
+        return self._scheduler.schedule(fn, prepared, until_end)
 
     def join(self, timeout: float | None = None) -> None:
         """Wait until all functions that were scheduled have ended.
@@ -251,10 +262,10 @@ class ClusterCoordinator:
         Raises:
           BaseException: what one of the functions has raised.
         """
-        leaves, structure = jax.tree.flatten(val, is_leaf=_is_remote)
+        leaves, structure = jax.tree.flatten(val, is_leaf=is_remote)
         # No generator: it would make another error of `OutOfRangeError`.
         for index, leaf in enumerate(leaves):
-            if _is_remote(leaf):
+            if is_remote(leaf):
                 leaves[index] = leaf.fetch()
         return jax.tree.unflatten(structure, leaves)
 
@@ -294,10 +305,12 @@ class ClusterCoordinator:
         np.float32(6.0)
         """
         self._refuse_in_function("create_per_worker_dataset")
-        surroundings = WorkerSurroundings(
-            0, self._backend.servers, self._strategy.replicas
+        return PerWorkerDataset(
+            dataset_fn, self._surroundings(), len(self.workers), resume
         )
-        return PerWorkerDataset(dataset_fn, surroundings, len(self.workers), resume)
+
+    def _surroundings(self) -> WorkerSurroundings:
+        return WorkerSurroundings(0, self._backend.servers, self._strategy.replicas)
 
     def function(self, fn: Function) -> CoordinatedFunction:
         """Mark a plain function as one that may be scheduled; also as a decorator."""
@@ -305,7 +318,12 @@ class ClusterCoordinator:
             raise TypeError(f"`function` was given {fn!r}; a function was wanted.")
         return CoordinatedFunction(fn)
 
-    def evaluate(self, fn: Function, shards: int | None = None) -> PyTree:
+    def evaluate(
+        self,
+        fn: Function,
+        shards: int | None = None,
+        dataset_fn: DatasetOfShard | None = None,
+    ) -> PyTree:
         """The sums of what `fn` returns for each shard of a data set.
 
         Exact, whatever happens to workers: each shard counts once, as sums are results
@@ -313,27 +331,43 @@ class ClusterCoordinator:
         meanwhile.
 
         Args:
-          fn: a function as `schedule` takes it, of the number of the shard and of how
-            many there are, two int32 scalars. Its results are numbers to be summed: of
-            losses, of right answers, of examples.
+          fn: a function as `schedule` takes it: with `dataset_fn` of a batch, else of
+            the number of the shard and of how many there are, two int32 scalars. Its
+            results are numbers to be summed: of losses, of right answers, of examples.
           shards: how many there are; by default 5 for each worker.
+          dataset_fn: makes the dataset of a shard, of its number and of how many there
+            are, on the worker that evaluates it; and on the coordinator, which reads
+            one element. `fn` is called for each batch.
 
         Returns:
           The sums, as NumPy arrays, in the structure of what `fn` returns.
 
         Raises:
-          ValueError: there is less than one shard.
+          ValueError: there is less than one shard, or no batch in any; or `fn` changes
+            variables at each batch.
           TypeError: `fn` returns what cannot be summed.
           BaseException: as `schedule` and `RemoteValue.fetch`.
+
+        >>> import jaxstrategy as js
+        >>> strategy = js.ParameterServerStrategy(workers=2, backend="threads")
+        >>> data = np.arange(10.0, dtype=np.float32)
+        >>> with js.coordinator.ClusterCoordinator(strategy) as coordinator:
+        ...     count = coordinator.function(lambda batch: (batch.sum(), batch.size))
+        ...     coordinator.evaluate(count, 3, lambda shard, n: [data[shard::n]])
+        (np.float32(45.0), np.int32(10))
         """
-        count = len(self.workers) * _SHARDS_PER_WORKER if shards is None else shards
-        found = whole(count)
-        if found is None or found < 1:
-            raise ValueError(f"`shards` was {shards!r}; at least one shard was wanted.")
-        numbers = np.arange(found, dtype=np.int32)
-        values = [self.schedule(fn, (n, np.int32(found))) for n in numbers]
+        self._refuse_in_function("evaluate")
+        check_schedulable(fn)
+        count = number_of_shards(shards, _SHARDS_PER_WORKER * len(self.workers))
+        if dataset_fn is None:
+            numbers = np.arange(count, dtype=np.int32)
+            values = [self.schedule(fn, (n, np.int32(count))) for n in numbers]
+        else:
+            iterators = shard_iterators(dataset_fn, count, self._surroundings())
+            of_batch = of_next_element(plain(fn))
+            values = [self._schedule(fn, of_batch, (x,), {}, True) for x in iterators]
         try:
-            return shard_sums(self.fetch(values))
+            return shard_sums(self.fetch(values), may_be_none=dataset_fn is not None)
         except CancelledError:
             self._scheduler.raise_error()  # the reason, which stands before it
             raise
@@ -403,42 +437,4 @@ class ClusterCoordinator:
     def _refuse_in_function(self, method: str) -> None:
         is_traced = _context.current().function is not None
         if is_traced or self._scheduler.is_in_thread:
-            raise RuntimeError(
-                f"`{method}` was called by code that runs for a scheduled function. It "
-                "is for the coordinator: let the function return what the next one "
-                "needs, and schedule that where this one was scheduled."
-            )
-
-
-def _arguments(args: Any, kwargs: Any) -> tuple[tuple[PyTree, ...], dict[str, PyTree]]:
-    if not isinstance(args, list | tuple | None):
-        raise TypeError(
-            f"`args` was a {type(args).__name__}; a list or a tuple of the arguments "
-            "was wanted: `(x,)` for a single one."
-        )
-    if not isinstance(kwargs, dict | None):
-        raise TypeError(
-            f"`kwargs` was a {type(kwargs).__name__}; a dict of the arguments by their "
-            "names was wanted."
-        )
-    given = tuple(args or ()), dict(kwargs or {})
-    # A variable is an argument by itself: to look into it would read it.
-    if any(map(_is_remote, jax.tree.leaves(given, is_leaf=is_whole))):
-        raise TypeError(
-            "An argument of a function to be scheduled was a `RemoteValue`, which has "
-            "its results when its own function has ended. Give what `get()` returns."
-        )
-    return given
-
-
-def _is_remote(leaf: object) -> bool:
-    return isinstance(leaf, RemoteValue)
-
-
-def _end_later(scheduler: Scheduler) -> None:
-    """End the threads of a coordinator that is gone.
-
-    The garbage collector may call this in the middle of what holds their locks.
-    """
-    atexit.unregister(scheduler.stop)
-    threading.Thread(target=scheduler.stop, daemon=True).start()
+            raise RuntimeError(for_the_coordinator(method))

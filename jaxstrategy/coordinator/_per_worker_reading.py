@@ -21,6 +21,10 @@ from jaxstrategy.values._types import PyTree
 _AHEAD = 2
 
 
+class NoElements(ValueError):
+    """A dataset is empty of which an element is needed."""
+
+
 @final
 class WorkerDataset:
     """The dataset of one worker, read from the beginning as often as asked for.
@@ -56,13 +60,13 @@ class WorkerDataset:
         """The first element; nothing is read ahead, and what was begun is ended.
 
         Raises:
-          ValueError: there is none.
+          NoElements: there is none.
         """
         started = self._started()
         try:
             return _next(started)
         except StopIteration:
-            raise ValueError(
+            raise NoElements(
                 "The per-worker dataset has no elements, so that it is not known what "
                 "functions would be given. Let it have at least one, on the "
                 "coordinator, too."

@@ -60,6 +60,8 @@ class ScheduledClosure(WorkerClosure):
       prepared: what is to run.
       value: what it will return.
       numbers: of all functions.
+      until_end: whether it runs until its iterator has ended, for the sums of its
+        results.
     """
 
     is_of_one_worker = False
@@ -71,12 +73,14 @@ class ScheduledClosure(WorkerClosure):
         prepared: PreparedFunction,
         value: RemoteValue,
         numbers: FunctionNumbers,
+        until_end: bool = False,
     ) -> None:
         super().__init__(value)
         self._number = number
         self._fn = fn
         self._prepared = prepared
         self._numbers = numbers
+        self._until_end = until_end
 
     @property
     def name(self) -> str:
@@ -91,12 +95,14 @@ class ScheduledClosure(WorkerClosure):
     def run(self, life: WorkerLife, worker: int, incarnation: int) -> object:
         """Its arrays; traced again if the worker has elements of another type."""
         number = CallNumber(self._number, self._numbers.finished, worker, incarnation)
-        self._prepared, results = life.call(self._prepared, number)
+        call = life.call_until_end if self._until_end else life.call
+        self._prepared, results = call(self._prepared, number)
         return results
 
     def succeed(self, results: Any) -> None:
-        """It has returned these arrays."""
-        self.value.set_results(functools.partial(self._prepared.rebuild, results))
+        """It has returned these arrays; or they are its sums already."""
+        build = functools.partial(self._prepared.rebuild, results)
+        self.value.set_results((lambda: results) if self._until_end else build)
         self._numbers.end(self._number)
 
     def fail(self, error: BaseException) -> None:

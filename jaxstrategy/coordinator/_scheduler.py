@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -95,8 +97,16 @@ class Scheduler:
         if self._queue.has_failed or self._queue.is_stopped:
             self._queue.done()
 
-    def schedule(self, fn: Any, prepared: PreparedFunction) -> RemoteValue:
+    def schedule(
+        self, fn: Any, prepared: PreparedFunction, until_end: bool = False
+    ) -> RemoteValue:
         """Queue a function; waits only while there are too many.
+
+        Args:
+          fn: the user's, for messages.
+          prepared: what is to run.
+          until_end: whether it runs until its iterator has ended; its value is then the
+            sums of its results, or None.
 
         Raises:
           BaseException: the first error of those before; this one is not queued.
@@ -107,7 +117,9 @@ class Scheduler:
         value = RemoteValue(
             function_name(fn), self.fetches.add, self._queue.check_waiting
         )
-        closure = ScheduledClosure(number, fn, prepared, value, self._numbers)
+        closure = ScheduledClosure(
+            number, fn, prepared, value, self._numbers, until_end
+        )
         try:
             self._queue.put(closure)
         except BaseException:
@@ -244,3 +256,12 @@ def _start_delay(index: int) -> float:
     delay = index * float(os.environ.get(_DELAY) or 0)
     most = float(os.environ.get(f"{_DELAY}_MAX") or 0)
     return min(delay, most) if most else delay
+
+
+def end_later(scheduler: Scheduler) -> None:
+    """End the threads of a coordinator that is gone.
+
+    The garbage collector may call this in the middle of what holds their locks.
+    """
+    atexit.unregister(scheduler.stop)
+    threading.Thread(target=scheduler.stop, daemon=True).start()

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from typing import final
 
 import numpy as np
 
-from jaxstrategy._errors import ClosureInputError, ParameterServerLost, WorkerLost
+from jaxstrategy._errors import (
+    ClosureInputError,
+    OutOfRangeError,
+    ParameterServerLost,
+    WorkerLost,
+)
 from jaxstrategy.coordinator._prepared_function import PreparedFunction
+from jaxstrategy.coordinator._shard_sums import WideSums
 from jaxstrategy.parameter_servers._abstract_worker import AbstractWorker
 from jaxstrategy.parameter_servers._element_changed import ElementChanged
 from jaxstrategy.parameter_servers._operations import CallNumber
-from jaxstrategy.parameter_servers._shipped_program import Call
+from jaxstrategy.parameter_servers._shipped_program import Call, ShippedProgram
 from jaxstrategy.parameter_servers._worker_resource import WorkerResource
+from jaxstrategy.values._types import PyTree
 
 
 @final
@@ -48,6 +56,26 @@ class WorkerLife:
                 # The worker keeps the element, so here it has to run.
                 again = changed
             prepared = prepared.traced_again(again)
+
+    def call_until_end(
+        self, prepared: PreparedFunction, number: CallNumber
+    ) -> tuple[PreparedFunction, PyTree]:
+        """What was run until its iterator had ended, and the sums of its results.
+
+        Those are None if it did not run at all.
+
+        Raises:
+          ValueError: it changes variables, which would count once for all its runs.
+          TypeError: a result is no number.
+        """
+        totals = WideSums()
+        with contextlib.suppress(OutOfRangeError):
+            while True:
+                _check_changes_nothing(prepared.program)
+                prepared, results = self.call(prepared, number)
+                # Not the arrays: a number of rows may be part of the program.
+                totals.add(prepared.rebuild(results))
+        return prepared, totals.sums()
 
     def own(self, variable: WorkerResource) -> np.ndarray:
         """What a variable of the worker's own holds.
@@ -107,3 +135,12 @@ class WorkerLife:
                 self._failed[number] = error
         error = self._failed[number]
         raise ClosureInputError(error) from error
+
+
+def _check_changes_nothing(program: ShippedProgram) -> None:
+    if program.pushes or program.own:
+        raise ValueError(
+            f"`{program.name}` is evaluated on each batch of a dataset, and changes "
+            "variables: what a shard is read for again would count again. Return what "
+            "is to be added up instead."
+        )

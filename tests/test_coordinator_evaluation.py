@@ -1,0 +1,155 @@
+"""Exact evaluation: each row of a data set counts once, whatever happens to workers."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxstrategy as js
+from jaxstrategy.coordinator import ClusterCoordinator
+
+DATA = np.random.RandomState(0).randint(0, 100, 103).astype(np.float32)
+
+
+@pytest.fixture(scope="module")
+def strategy():
+    made = js.ParameterServerStrategy(workers=2, backend="threads")
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def coordinator(strategy):
+    found = ClusterCoordinator(strategy)
+    yield found
+    found.join()
+
+
+def batches(shard, shards, size=8):
+    """The rows of a shard, the last batch smaller than the others."""
+    rows = DATA[shard::shards]
+    return [rows[i : i + size] for i in range(0, len(rows), size)]
+
+
+@pytest.mark.parametrize("shards", [None, 1, 5])
+def test_each_batch_of_each_shard_counts_once(coordinator, shards):
+    count = coordinator.function(
+        lambda batch: {"sum": batch.sum(), "rows": batch.size, "max": jnp.ones(2)}
+    )
+    found = coordinator.evaluate(count, shards, batches)
+    assert found["sum"] == DATA.sum() and found["sum"].dtype == np.float32
+    assert found["rows"] == 103 and found["rows"].dtype == np.int32
+    shards = 10 if shards is None else shards
+    number = sum(len(batches(shard, shards)) for shard in range(shards))
+    np.testing.assert_array_equal(found["max"], [number, number])
+
+
+def test_the_next_evaluation_is_not_traced_again(coordinator, strategy):
+    with strategy.scope():
+        scale = js.Variable(1.0)
+    calls = []
+
+    @coordinator.function
+    def loss(batch):
+        calls.append(batch.shape)
+        return scale.value() * batch.sum()
+
+    for factor in (1.0, 2.0, 3.0):
+        scale.assign(factor)
+        assert coordinator.evaluate(loss, 3, batches) == factor * DATA.sum()
+    assert len(calls) == len(set(calls)) <= 4  # once for each number of rows
+
+
+def test_what_a_function_refers_to_is_seen_by_the_next_evaluation(coordinator):
+    factor = jnp.float32(1)
+
+    @coordinator.function
+    def loss(batch):
+        return factor * batch.sum()
+
+    assert coordinator.evaluate(loss, 2, batches) == DATA.sum()
+    factor = jnp.float32(3)
+    assert coordinator.evaluate(loss, 2, batches) == 3 * DATA.sum()
+
+
+def test_a_shard_counts_once_although_its_worker_is_lost(strategy, coordinator):
+    lost = []
+
+    def dying(shard, shards):
+        for number, batch in enumerate(batches(shard, shards)):
+            if (shard, number) in ((1, 1), (3, 2)) and shard not in lost:
+                lost.append(shard)
+                worker = js.coordinator.experimental_get_current_worker_index()
+                strategy.backend.kill(int(worker))
+            yield batch
+
+    count = coordinator.function(lambda batch: (batch.sum(), batch.size))
+    assert coordinator.evaluate(count, 4, dying) == (DATA.sum(), 103)
+    assert sorted(lost) == [1, 3]
+
+
+def test_empty_shards_count_nothing(coordinator):
+    count = coordinator.function(lambda batch: batch.sum())
+
+    def few(shard, shards):
+        return [DATA[:3]] if shard in (1, 4) else []
+
+    assert coordinator.evaluate(count, 6, few) == 2 * DATA[:3].sum()
+
+
+def test_a_dataset_without_elements_is_an_error(coordinator):
+    count = coordinator.function(lambda batch: batch.sum())
+    with pytest.raises(ValueError, match="none of its 3 shards has any"):
+        coordinator.evaluate(count, 3, lambda shard, shards: [])
+    with pytest.raises(ValueError, match="Unexpected dataset type"):
+        coordinator.evaluate(count, 3, lambda shard, shards: 5)
+    with pytest.raises(ValueError, match="no shards? for you"):
+
+        def broken(shard, shards):
+            raise ValueError("no shard for you")
+
+        coordinator.evaluate(count, 3, broken)
+
+
+def test_elements_that_only_the_coordinator_has_are_an_error(coordinator):
+    calls = []
+
+    def once(shard, shards):
+        calls.append(shard)
+        return [DATA] if len(calls) == 1 else []
+
+    count = coordinator.function(lambda batch: batch.sum())
+    with pytest.raises(ValueError, match="All shards of the dataset were empty on the"):
+        coordinator.evaluate(count, 2, once)
+
+
+def test_a_function_that_changes_variables_is_refused(coordinator, strategy):
+    with strategy.scope():
+        seen = js.Variable(0.0)
+
+    @coordinator.function
+    def count(batch):
+        seen.assign_add(batch.size)
+        return batch.sum()
+
+    for _ in range(2):
+        with pytest.raises(ValueError, match="evaluated on each batch of a dat"):
+            coordinator.evaluate(count, 2, batches)
+        with pytest.raises(ValueError, match="changes variables"):
+            coordinator.join()
+    assert seen.value() == 0.0
+
+
+def test_results_that_have_no_sum_are_refused(coordinator):
+    right = coordinator.function(lambda batch: batch[0] > 3)
+    with pytest.raises(TypeError, match="sums of numbers were wanted"):
+        coordinator.evaluate(right, 2, batches)
+    with pytest.raises(TypeError):
+        coordinator.join()
+
+
+def test_sums_are_rounded_once(coordinator):
+    """10,000 times 0.1 in float32, which a running sum of float32 gets wrong."""
+    tenth = coordinator.function(lambda batch: batch.sum())
+    data = [np.full(1, 0.1, np.float32)] * 2000
+    found = coordinator.evaluate(tenth, 5, lambda shard, shards: data)
+    assert found == np.float32(10_000 * np.float64(np.float32(0.1)))
