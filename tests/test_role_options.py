@@ -26,7 +26,7 @@ def options(script, *given):
 
 def test_the_script_is_the_chief(script):
     made = options(script, "--parameter-servers", "2", "--evaluator")
-    roles = _job_tasks.roles(made)
+    roles = _job_tasks.job_tasks(made)
     assert [role.name for role in roles] == [
         "chief", "worker 0", "worker 1", "ps 0", "ps 1", "evaluator",
     ]  # fmt: skip
@@ -40,7 +40,7 @@ def test_the_script_is_the_chief(script):
 
 
 def test_each_role_is_told_the_cluster_and_its_place(script):
-    roles = _job_tasks.roles(options(script, "--evaluator"))
+    roles = _job_tasks.job_tasks(options(script, "--evaluator"))
     addresses = _job_tasks.placed(roles, [f"h:{2000 + k}" for k in range(5)])
     assert json.loads(_job_tasks.tf_config(addresses, JobTask("worker", 1))) == {
         "cluster": {

@@ -59,7 +59,7 @@ class JobTask:
         return [sys.executable, *program]
 
 
-def roles(options: Options) -> list[JobTask]:
+def job_tasks(options: Options) -> list[JobTask]:
     """All roles of a job; the chief, which is the script, is the first."""
     counts = {
         "chief": 1,
@@ -97,19 +97,22 @@ def of_devices(
 ) -> dict[str, str]:
     """Variables that say which devices and threads a role uses."""
     variables = {"PYTHONUNBUFFERED": "1"}
-    count = options.devices_per_process or options.gpus_per_process
     if role.job == "worker" and options.gpus_per_process:
         own = _gpus.share(options.gpus_per_process, role.index, inherited)
         return variables | {_gpus.VARIABLE: ",".join(own)}
-    if count is None:
-        return variables | _threads(options, role, 1)
+    own = simulated(options, role)
+    devices = int(own.get("JAX_NUM_CPU_DEVICES", 1))
+    return variables | own | _threads(options, role, devices)
+
+
+def simulated(options: Options, role: JobTask) -> dict[str, str]:
+    """Variables of a role that has simulated CPU devices; none of one that has not."""
+    count = options.devices_per_process or options.gpus_per_process
+    if count is None or (role.job == "worker" and options.gpus_per_process):
+        return {}
     # The chief traces functions of workers, with as many devices as one has.
     devices = 1 if role.job == "ps" else count
-    return (
-        variables
-        | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
-        | _threads(options, role, devices)
-    )
+    return {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
 
 
 def _threads(options: Options, role: JobTask, devices: int) -> dict[str, str]:

@@ -11,7 +11,7 @@ from jaxstrategy.cluster.resolvers._cluster_spec import host_and_port
 from jaxstrategy.launch._environment import common
 from jaxstrategy.launch._launch_options import Options
 
-_PORT = 2222
+PORT = 2222
 _LONGEST_NAME = (
     40  # characters; Kubernetes puts up to 22 behind it, and has room for 63
 )
@@ -66,24 +66,24 @@ spec:
               - containerPort: {port}
 {resources}"""
 
-_CONSTANT = """\
+CONSTANT = """\
               - name: {name}
                 value: {value}"""
 
-_FROM_FIELD = """\
+FROM_FIELD = """\
               - name: {name}
                 valueFrom:
                   fieldRef:
                     fieldPath: metadata.annotations['{annotation}']"""
 
-_FROM_SECRET = """\
+FROM_SECRET = """\
               - name: {name}
                 valueFrom:
                   secretKeyRef:
                     name: {secret}
                     key: secret"""
 
-_RESOURCES = """\
+RESOURCES = """\
               resources:
                 limits:
                   nvidia.com/gpu: {gpus}
@@ -97,24 +97,24 @@ def manifest(options: Options) -> str:
       ValueError: an argument is no text, which YAML cannot say.
     """
     name = dns_name(options.name)
-    coordinator = options.coordinator or f"{name}-process-0-0.{name}:{_PORT}"
+    coordinator = options.coordinator or f"{name}-process-0-0.{name}:{PORT}"
     gpus = options.gpus_per_process
     return _MANIFEST.format(
         quoted_name=quoted(name),
         make_secret=HOW_TO_MAKE_ONE,
-        secret_name=_secret_name(name),
+        secret_name=secret_of(name),
         total=options.total,
         max_restarts=options.max_restarts,
-        preempted=_listed(ExitCode.that_restart(Restart.UNCOUNTED)),
-        no_restart=_listed(ExitCode.that_restart(Restart.NEVER)),
-        command=f"[{', '.join(_literal(a) for a in ('python', *options.program))}]",
+        preempted=listed_codes(ExitCode.that_restart(Restart.UNCOUNTED)),
+        no_restart=listed_codes(ExitCode.that_restart(Restart.NEVER)),
+        command=f"[{', '.join(literal(a) for a in ('python', *options.program))}]",
         environment="\n".join(_environment(options, name, coordinator)),
         port=host_and_port(coordinator)[1],
-        resources=_RESOURCES.format(gpus=gpus) if gpus else "",
+        resources=RESOURCES.format(gpus=gpus) if gpus else "",
     )
 
 
-def _listed(codes: list[ExitCode]) -> str:
+def listed_codes(codes: list[ExitCode]) -> str:
     return ", ".join(str(code.value) for code in codes)
 
 
@@ -131,22 +131,22 @@ def _environment(options: Options, name: str, coordinator: str) -> list[str]:
     }
     return [
         *(
-            _CONSTANT.format(name=key, value=_literal(value))
+            CONSTANT.format(name=key, value=literal(value))
             for key, value in constant.items()
         ),
         *(
-            _FROM_FIELD.format(name=key, annotation=annotation)
+            FROM_FIELD.format(name=key, annotation=annotation)
             for key, annotation in fields.items()
         ),
-        _FROM_SECRET.format(name=SECRET, secret=quoted(_secret_name(name))),
+        FROM_SECRET.format(name=SECRET, secret=quoted(secret_of(name))),
     ]
 
 
-def _secret_name(name: str) -> str:
+def secret_of(name: str) -> str:
     return f"{name}-cluster-secret"
 
 
-def _literal(text: str) -> str:
+def literal(text: str) -> str:
     """A string in which Kubernetes finds no variables, as YAML."""
     # It replaces `$(NAME)` in commands and environments, and takes `$$` for `$`.
     return quoted(text.replace("$", "$$"))

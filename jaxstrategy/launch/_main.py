@@ -25,6 +25,7 @@ from jaxstrategy.launch._exit_meanings import (
     signal_name,
 )
 from jaxstrategy.launch._guarded_process import Guard
+from jaxstrategy.launch._kubernetes_roles import role_manifest
 from jaxstrategy.launch._launch_options import (
     Options,
     parse,
@@ -33,10 +34,12 @@ from jaxstrategy.launch._machines import AbstractMachines, ThisMachine
 from jaxstrategy.launch._output import Screen
 from jaxstrategy.launch._ray_machines import RayMachines
 from jaxstrategy.launch._role_job import RoleJob
+from jaxstrategy.launch._slurm_roles import role_script
 from jaxstrategy.launch._workers import Asked, Events
 from jaxstrategy.text._units import plural, with_noun
 
 _PRINTED = {"slurm": _slurm_script.script, "k8s": _kubernetes_manifest.manifest}
+_PRINTED_OF_ROLES = {"slurm": role_script, "k8s": role_manifest}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -82,7 +85,8 @@ def _not_started(error: Exception, events: Events) -> int:
 def _print(kind: str, options: Options) -> int:
     """Print what a cluster needs; the exit code."""
     try:
-        text = _PRINTED[kind](options)
+        printed = _PRINTED if options.workers is None else _PRINTED_OF_ROLES
+        text = printed[kind](options)
     except ValueError as error:
         print(f"jaxstrategy.launch: error: {error}.", file=sys.stderr)
         return 2

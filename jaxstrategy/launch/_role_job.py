@@ -46,7 +46,7 @@ class RoleJob:
         self._events = events
         self._guard = guard
         self._restarts = options.max_restarts
-        self._job_tasks = _job_tasks.roles(options)
+        self._job_tasks = _job_tasks.job_tasks(options)
         addresses = [free_address() for _ in self._job_tasks]
         self._addresses = _job_tasks.placed(self._job_tasks, addresses)
         self._secret = Secret.random()

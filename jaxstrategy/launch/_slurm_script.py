@@ -72,8 +72,8 @@ def script(options: Options) -> str:
             for name, value in common(options, {}).items()
         ),
         max_restarts=options.max_restarts,
-        is_preempted=_is_one_of(ExitCode.that_restart(Restart.UNCOUNTED)),
-        is_final=_is_one_of(ExitCode.that_restart(Restart.NEVER)),
+        is_preempted=is_one_of(ExitCode.that_restart(Restart.UNCOUNTED)),
+        is_final=is_one_of(ExitCode.that_restart(Restart.NEVER)),
         command=shlex.join(["python", *options.program]),
     )
 
@@ -85,7 +85,7 @@ def _coordinator(options: Options) -> str:
     return '"$first:$((61440 + SLURM_JOB_ID % 4096))"'
 
 
-def _is_one_of(codes: list[ExitCode]) -> str:
+def is_one_of(codes: list[ExitCode]) -> str:
     """A condition of bash."""
     return " || ".join(f'[ "$code" -eq {code.value} ]' for code in codes)
 
