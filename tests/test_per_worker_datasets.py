@@ -8,7 +8,7 @@ import threading
 import jax
 import numpy as np
 import pytest
-from helpers.per_worker import coordinated, until_each_has, until_the_end
+from helpers.per_worker import coordinated, until_each_has, until_so_many
 from helpers.threads import in_threads, threads, until
 
 import jaxstrategy as js
@@ -271,10 +271,12 @@ def test_each_worker_begins_at_the_start(three):
 def test_an_exhausted_dataset_gives_each_element_once_per_worker(three):
     iterator = iter(three.create_per_worker_dataset(lambda: range(5)))
     step = three.function(lambda iterator: next(iterator))
-    found = until_the_end(three, step, (iterator,))
-    # It may be that a worker came to nothing: who is free takes the next function.
-    counts = collections.Counter(int(x) for x in found)
-    assert set(counts) == set(range(5)) and len(set(counts.values())) == 1
+    found = until_so_many(three, step, (iterator,), 15)
+    assert collections.Counter(map(int, found)) == dict.fromkeys(range(5), 3)
+    for _ in range(3):
+        three.schedule(step, (iterator,))
+        with pytest.raises(js.OutOfRangeError):
+            three.join()
 
 
 def test_the_end_is_an_error_of_that_function(one):

@@ -37,18 +37,15 @@ def until_each_has(coordinator, fn, args=(), workers=None):
     return found
 
 
-def until_the_end(coordinator, fn, args):
-    """What `fn` returned until the iterators of all workers have ended."""
+def until_so_many(coordinator, fn, args, count):
+    """What `fn` returned so often; where an iterator had ended does not count."""
     found, end = [], time.monotonic() + SECONDS
-    ended = 0
-    while ended < 4 * len(coordinator.workers):
-        assert time.monotonic() < end
+    while len(found) < count:
+        assert time.monotonic() < end, f"there are no more than {found}"
         value = coordinator.schedule(fn, args)
         try:
             coordinator.join()
         except js.OutOfRangeError:
-            ended += 1
-        else:
-            found.append(value.fetch())
-            ended = 0
+            continue
+        found.append(value.fetch())
     return found
