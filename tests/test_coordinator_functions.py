@@ -68,9 +68,7 @@ def test_there_is_one_coordinator_of_a_strategy(made, coordinator):
     with pytest.raises(ValueError, match="`max_restarts` was 5, and the strategy has"):
         ClusterCoordinator(made, max_restarts=5)
     for wrong in (-1, 1.5, "3"):
-        with pytest.raises(
-            ValueError, match="a number of times was wanted, 0 for"
-        ):
+        with pytest.raises(ValueError, match="a number of times was wanted, 0 for"):
             ClusterCoordinator(made, max_restarts=wrong)
 
 
