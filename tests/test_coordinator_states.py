@@ -73,6 +73,7 @@ def test_the_last_error_of_a_worker_is_among_its_state():
         (state,) = coordinated.workers
         assert state.error == "ValueError: <no>\nmore"
         assert state.row()[-1] == "ValueError: <no>"
+        assert str(state) == "worker 0: idle; last error: ValueError: <no>"
         assert "ValueError: &lt;no&gt;" in coordinated.workers._repr_html_()
 
 

@@ -76,14 +76,17 @@ class WorkerState:
     def row(self) -> list[str]:
         """Its row in a table with this `HEADER`."""
         numbers = (str(self.starts), str(self.functions))
-        error = self.error.partition("\n")[0]
-        return [str(self.index), self.activity.value, *numbers, self.running, error]
+        name = str(self.index)
+        return [name, self.activity.value, *numbers, self.running, self._first_line()]
 
     def __str__(self) -> str:
         text = f"worker {self.index}: {self.activity.value}"
         if self.function is not None:
             text += f", `{self.function}` for {with_seconds(self.seconds)}"
-        return text if not self.error else f"{text} ({self.error})"
+        return f"{text}; last error: {self._first_line()}" if self.error else text
+
+    def _first_line(self) -> str:
+        return self.error.partition("\n")[0]
 
 
 @final
