@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 from helpers.per_worker import coordinated, until_each_has, until_so_many
+from helpers.sources import FakeTfDataset
 from helpers.threads import in_threads, threads, until
 
 import jaxstrategy as js
@@ -159,8 +160,7 @@ SOURCES = {
 
 
 def tensorflow():
-    tf = pytest.importorskip("tensorflow")
-    return lambda: tf.data.Dataset.range(5, 8).map(lambda x: tf.cast(x, tf.float32))
+    return lambda: FakeTfDataset([np.float32(x) for x in (5, 6, 7)])
 
 
 def grain():

@@ -2,29 +2,9 @@
 
 import numpy as np
 import pytest
-from helpers.sources import assert_resumes, assert_same, cut, taken
+from helpers.sources import FakeTfDataset, assert_resumes, assert_same, cut, taken
 
 from jaxstrategy.inputs.sources._choose import as_source
-
-
-class FakeTfDataset:
-    """What a `tf.data.Dataset` offers to those who only read it."""
-
-    element_spec = "TensorSpec(shape=(None,), dtype=tf.int64, name=None)"
-
-    def __init__(self, parts, count=None):
-        self._parts = parts
-        self._count = len(parts) if count is None else count
-
-    def __iter__(self):
-        raise AssertionError("gives tensors of TensorFlow")
-
-    def cardinality(self):
-        return np.asarray(self._count)
-
-    def as_numpy_iterator(self):
-        return iter(self._parts() if callable(self._parts) else self._parts)
-
 
 TF_PARTS = [{"x": np.arange(i, i + 3)} for i in range(4)]
 
