@@ -322,6 +322,64 @@ def test_run_and_reduce_in_a_function(made, coordinator, is_within):
     assert found.fetch() == (4.0, 2.0)
 
 
+@pytest.fixture(scope="module")
+def pairs():
+    """Workers with two devices each."""
+    backend = js.coordinator.Threads(2, 1, devices_per_worker=2)
+    made = js.ParameterServerStrategy(backend=backend)
+    yield made
+    made.close()
+
+
+def test_all_replicas_of_a_worker_run(pairs):
+    """COO-30: (4N, 2N)"""
+    with pairs.scope():
+        variable = js.Variable(1.0)
+    coordinator = ClusterCoordinator(pairs)
+
+    @coordinator.function
+    def f(x):
+        each = pairs.run(lambda x: (x + variable.value(), x - 1.0), (x,))
+        return tuple(pairs.reduce("sum", one) for one in each)
+
+    assert coordinator.schedule(f, (3.0,)).fetch() == (8.0, 4.0)
+
+
+def test_the_first_replica_changes_a_variable_once_for_each_function(pairs):
+    """COO-31"""
+    with pairs.scope():
+        variable = js.Variable(0.0, aggregation="only_first_replica")
+    coordinator = ClusterCoordinator(pairs)
+
+    @coordinator.function
+    def f():
+        pairs.run(lambda: variable.assign_add(3.0))
+
+    for _ in range(2):
+        coordinator.schedule(f)
+    coordinator.join()
+    assert value(variable) == 6.0
+
+
+def test_what_the_replicas_assign_is_summed(pairs):
+    """COO-32"""
+    with pairs.scope():
+        variable = js.Variable(0.0, aggregation="sum")
+    coordinator = ClusterCoordinator(pairs)
+
+    @coordinator.function
+    def f():
+        def assign():
+            replica = js.get_replica_context().replica_id_in_sync_group
+            variable.assign(jnp.float32(replica + 1))
+
+        pairs.run(assign)
+
+    coordinator.schedule(f)
+    coordinator.join()
+    assert value(variable) == 1 + 2
+
+
 def test_evaluation_between_two_joins_sees_one_state(coordinator, counter):
     """CCO-61"""
 
