@@ -201,6 +201,24 @@ def test_functions_that_were_jitted_and_called_before():
     assert slope() == 12
     v.assign(5.0)
     assert slope() == 20 and square(2.0) == 50
+    both = js.Variable(2.0)
+    slopes = js.grad(lambda: both * js.grad(lambda: square(2.0), v)(), [v, both])
+    assert slopes() == [8, 20]  # d/dv of both * 4 v, and 4 v
+    assert slope() == 20
+
+
+def test_functions_that_use_no_variable_are_jitted_once():
+    v, traces = js.Variable(3.0), []
+
+    @jax.jit
+    def double(x):
+        traces.append(x)
+        return 2 * x
+
+    for step in range(3):
+        assert js.grad(lambda: double(v.value()) ** 2, v)() == 8 * (3 + step)
+        v.assign_add(1.0)
+    assert len(traces) == 1
 
 
 def test_gradients_under_the_users_jit(two):

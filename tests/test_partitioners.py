@@ -20,6 +20,7 @@ MAX = partitioners.MaxSizePartitioner
         (FIXED(4), (3,), [3]),
         (FIXED(3), (7,), [3]),
         (FIXED(3), (7, 5), [3, 1]),
+        (FIXED(5), (5,), [5]),
         (FIXED(1), (7,), [1]),
         (MIN(4, 2), (6, 1), [2, 1]),
         (MIN(4, 10), (6, 1), [6, 1]),

@@ -68,7 +68,8 @@ def test_it_prints_without_its_numbers():
     text = "<ShardedVariable 'table' float32[4,2], in shards of 1, 2 and 1 rows>"
     assert repr(table) == text
     alone = sharded(TABLE, [])
-    assert repr(alone).endswith("float32[4,2], in a shard of 4 rows>")
+    assert repr(alone).endswith("float32[4,2], in one shard of 4 rows>")
+    assert repr(sharded(TABLE[:1], [])).endswith("in one shard of 1 row>")
     assert repr(jax.tree.map(lambda _: 1, table)) == "ShardedVariable([1, 1, 1])"
 
 

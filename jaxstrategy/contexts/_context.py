@@ -46,8 +46,8 @@ class Context:
       before: what variables held before an update. Read by `variables._access`.
       colocated: the variable beside which `colocate_vars_with` wants others to be. Read
         by the policies of variables.
-      given: what variables hold in a function that is differentiated, by their `id`,
-        with the step that it is part of. Read by `variables._given_values`.
+      given: what variables hold in a function that is differentiated, by their `id`.
+        Read by `variables._given_values`.
       lookups: those of tables that the function makes. Read by `variables._row_tape`.
       is_initial: whether JAX traces a function that makes an initial value, which reads
         what variables hold now. Read by `variables._cell`.
@@ -76,7 +76,7 @@ class Context:
     before: object = None
     colocated: Handle | None = None
     # Python 3.11 takes a mapping proxy, which it cannot hash, for a mutable default.
-    given: Mapping[int, tuple[object, jax.Array]] = dataclasses.field(
+    given: Mapping[int, object] = dataclasses.field(
         default_factory=lambda: types.MappingProxyType({})
     )
     lookups: object = None

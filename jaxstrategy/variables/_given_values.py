@@ -4,13 +4,33 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Mapping
+from typing import NamedTuple, TypeAlias, cast
 
 import jax
+from jax.extend.core import get_opaque_trace_state
 
 from jaxstrategy._errors import ContextError
 from jaxstrategy.contexts import _context
 from jaxstrategy.values._handle import Handle
 from jaxstrategy.variables import _access, _row_tape
+
+_Key: TypeAlias = tuple[int | None, frozenset[int]]
+
+
+class _Given(NamedTuple):
+    """The value of a variable in a function that is differentiated.
+
+    Attributes:
+      step: the step that the function is part of.
+      value: of the variable.
+      state: of JAX's tracing, in the function itself.
+      key: of the number by which jitted functions are kept.
+    """
+
+    step: object
+    value: jax.Array
+    state: object
+    key: _Key
 
 
 def value_of(variable: Handle) -> jax.Array | None:
@@ -22,13 +42,15 @@ def value_of(variable: Handle) -> jax.Array | None:
     found = _context.current().given.get(id(variable))
     if found is None:
         return None
-    step, value = found
-    if step is not _access.tracing():
+    found = cast(_Given, found)
+    if found.step is not _access.tracing():
         raise _outside(variable)
+    if get_opaque_trace_state() != found.state:  # in a jitted function
+        _traces.pop(found.key, None)
     tape = _row_tape.current()
     if tape is not None:
         tape.used_whole(variable)
-    return value
+    return found.value
 
 
 def is_given(variable: Handle) -> bool:
@@ -58,15 +80,30 @@ def _outside(variable: Handle) -> ContextError:
 
 
 def entered(
-    values: Mapping[int, jax.Array],
+    values: Mapping[int, jax.Array], is_repeated: bool = True
 ) -> contextlib.AbstractContextManager[object]:
     """A `with` block in which variables, by `id`, have these values.
 
-    Functions that the user has jitted are traced anew: a trace made elsewhere reads the
-    variables themselves, of which nothing is differentiated.
+    Args:
+      values: of the function that is differentiated in the block.
+      is_repeated: whether such functions may use again what JAX has traced of others.
     """
-    step = _access.tracing()
-    given = {key: (step, value) for key, value in values.items()}
-    return _context.entered(
-        given={**_context.current().given, **given}, trace=_access.new_trace()
-    )
+    context = _context.current()
+    key = context.trace, frozenset({*context.given, *values})
+    trace = _known_trace(key) if is_repeated else _access.new_trace()
+    step, state = _access.tracing(), get_opaque_trace_state()
+    given = {i: _Given(step, value, state, key) for i, value in values.items()}
+    return _context.entered(given={**context.given, **given}, trace=trace)
+
+
+# Functions that the user has jitted are kept by this number. A trace that was made
+# elsewhere reads the variables themselves, of which nothing is differentiated; and one
+# that has read what is given here holds values of this call.
+_traces: dict[_Key, int] = {}
+_MOST_TRACES = 256
+
+
+def _known_trace(key: _Key) -> int:
+    if len(_traces) >= _MOST_TRACES:
+        _traces.clear()
+    return _traces.setdefault(key, _access.new_trace())

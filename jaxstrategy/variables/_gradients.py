@@ -68,7 +68,12 @@ def value_and_grad(
             with _given_values.entered({**values, **own}), _row_tape.recording(tape):
                 return fn(*args, **kwargs)
 
-        lookups, sparse = _row_gradients.lookups_of(called, parts)
+        def probed(own: Mapping[int, jax.Array], tape: RowTape) -> None:
+            given = _given_values.entered({**values, **own}, is_repeated=False)
+            with given, _row_tape.recording(tape):
+                fn(*args, **kwargs)
+
+        lookups, sparse = _row_gradients.lookups_of(probed, parts)
         whole = {key: value for key, value in values.items() if key not in sparse}
 
         def of_values(

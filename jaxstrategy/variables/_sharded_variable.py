@@ -311,8 +311,11 @@ class ShardedVariable(Operators, Assignments, Scatters):
         kind = array_type(np.dtype(self.dtype).name, self.shape)
         *most, last = (str(shard.shape[0]) for shard in self._shards)
         lengths = f"{', '.join(most)} and {last}" if most else last
-        shards = "shards" if most else "a shard"
-        return f"<ShardedVariable {self._name!r} {kind}, in {shards} of {lengths} rows>"
+        shards = "shards" if most else "one shard"
+        rows = "row" if lengths == "1" else "rows"
+        return (
+            f"<ShardedVariable {self._name!r} {kind}, in {shards} of {lengths} {rows}>"
+        )
 
     def __hash__(self) -> int:
         return id(self)
