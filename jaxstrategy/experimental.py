@@ -3,6 +3,7 @@
 from typing import NoReturn
 
 from jaxstrategy import coordinator as coordinator
+from jaxstrategy import rpc as rpc
 from jaxstrategy._communication_options import CollectiveHints as CollectiveHints
 from jaxstrategy._communication_options import (
     CommunicationImplementation as CommunicationImplementation,

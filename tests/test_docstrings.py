@@ -25,6 +25,7 @@ MODULES = [
     "jaxstrategy.optax",
     "jaxstrategy.preemption",
     "jaxstrategy.profiling",
+    "jaxstrategy.rpc",
     "jaxstrategy.sharded",
     "jaxstrategy.tpu.experimental",
     "jaxstrategy.variables.partitioners",
@@ -299,6 +300,7 @@ def test_the_changelog_names_them_all():
     named = set(re.findall(r"[\w.]+", text))
     short = (name.removeprefix("jaxstrategy.") for name in NAMES)
     short = (name.replace("variables.", "experimental.") for name in short)
+    short = (re.sub("^rpc", "experimental.rpc", name) for name in short)
     # In a list behind `cluster_resolver`.
     told(n for n in short if not {n, n.removeprefix("cluster_resolver.")} & named)
 

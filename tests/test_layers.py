@@ -27,6 +27,7 @@ FLOORS = [
     "reductions",
     "contexts",
     "parameter_servers",
+    "rpc",
     "sharded",
     "masks",
     "inputs",

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 ADVICE = {
-    "experimental.rpc": (
-        "`coordinator.ClusterCoordinator` schedules functions on other processes; "
-        "`MultiWorkerMirroredStrategy` lets all run the same steps."
+    "compat": (
+        "The names of TensorFlow 1.x are not here; those of `tf.distribute` of 2.x are "
+        "the names of `jaxstrategy`."
     ),
 }
 

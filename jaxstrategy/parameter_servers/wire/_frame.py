@@ -29,7 +29,8 @@ HEAD = struct.Struct("<BBHIIIIQ")
 """Mark, kind, 0, arrays; bytes of descriptions, fields, blob and contents."""
 _MARK = 0xA7
 _SMALL = 1 << 12  # bytes of which a copy is faster than a view
-_LARGEST_HEAD = 1 << 31  # bytes of what comes before the contents
+LARGEST_HEAD = 1 << 31
+"""Bytes of what comes before the contents."""
 
 _encode = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
 
@@ -83,10 +84,10 @@ def packed(frame: WireFrame, largest: int) -> tuple[bytes, list[bytes | memoryvi
     contents = [_raw(array) for array in arrays]
     size = sum(map(len, contents))
     rest = len(types) + len(fields) + len(frame.blob)
-    if rest > _LARGEST_HEAD or rest + size > largest:
+    if rest > LARGEST_HEAD or rest + size > largest:
         raise FrameError(
             f"A message of {rest + size} bytes was to be sent; the largest may have "
-            f"{min(largest, _LARGEST_HEAD)}, or {largest} if most are in arrays. Send "
+            f"{min(largest, LARGEST_HEAD)}, or {largest} if most are in arrays. Send "
             "it in parts."
         )
     head = HEAD.pack(
@@ -96,8 +97,12 @@ def packed(frame: WireFrame, largest: int) -> tuple[bytes, list[bytes | memoryvi
     return b"".join((head, types, fields, frame.blob)), contents
 
 
-def lengths(head: bytes, largest: int) -> Lengths:
+def lengths(head: bytes, largest: int, largest_head: int = LARGEST_HEAD) -> Lengths:
     """The lengths that a head announces.
+
+    Args:
+      largest: bytes of the frame.
+      largest_head: bytes of what comes before the contents.
 
     Raises:
       FrameError: it is none, or announces too much.
@@ -106,7 +111,9 @@ def lengths(head: bytes, largest: int) -> Lengths:
     found = Lengths(kind, arrays, types, fields, blob, size)
     if mark != _MARK or zero:
         raise FrameError("what came is no message of this protocol")
-    if found.rest > _LARGEST_HEAD or found.rest + size > largest or 2 * arrays > types:
+    if found.rest > largest_head or found.rest + size > largest:
+        raise FrameError(f"a message of {found.rest + size} bytes was announced")
+    if 2 * arrays > types:
         raise FrameError(f"a message of {found.rest + size} bytes was announced")
     return found
 

@@ -28,3 +28,6 @@ class Kind(enum.IntEnum):
     RELEASE = 34
     CALL = 35
     OWN = 36
+
+    METHODS = 64  # requests to servers of `experimental.rpc`
+    INVOKE = 65

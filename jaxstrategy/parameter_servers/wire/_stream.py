@@ -60,7 +60,8 @@ class Stream:
         self.heard: Message = {}
         self._sock = sock
         self._keys = keys
-        self._largest = largest
+        self._largest = self._largest_received = largest
+        self._largest_head = _frame.LARGEST_HEAD
         self._buffers = buffers
         self._sending = threading.Lock()
         self._sent = self._received = 0
@@ -81,6 +82,15 @@ class Stream:
     def limit_silence(self, seconds: float | None) -> None:
         """Let `send` and `receive` fail when no byte moves for so long."""
         limit_silence(self._sock, seconds)
+
+    def limit_received(self, head: int, whole: int) -> None:
+        """Refuse what is larger, for the sake of memory: JSON takes 30 times its size.
+
+        Args:
+          head: bytes of a frame before the contents of its arrays.
+          whole: bytes of a frame.
+        """
+        self._largest_head, self._largest_received = head, whole
 
     def send(self, frame: WireFrame) -> None:
         """Send a frame; its arrays must not change meanwhile.
@@ -121,7 +131,7 @@ class Stream:
             self._start = 0
             self._end = self._read(self._ahead, is_between=True)
         head = self._bytes(_frame.HEAD.size)
-        found = _frame.lengths(head, self._largest)
+        found = _frame.lengths(head, self._largest_received, self._largest_head)
         try:
             rest = self._opened(head, found)
             fields, blob, types = _frame.unpacked(found, rest)

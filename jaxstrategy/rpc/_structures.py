@@ -1,0 +1,212 @@
+"""Structures of arguments and results: trees of specs, also as JSON.
+
+A spec is a `jax.ShapeDtypeStruct`. Trees are of dicts, lists, tuples and None: both
+ends know these, so that a structure is data, and no class is looked up or made for it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxstrategy.parameter_servers.wire import _wire_types
+from jaxstrategy.parameter_servers.wire._frame import Fields
+
+_NUMBERS = (bool, int, float, complex)
+_SEQUENCES: dict[str, type[list[Any]] | type[tuple[Any, ...]]] = {
+    "list": list,
+    "tuple": tuple,
+}
+
+
+def specs_of(tree: object, what: str) -> Any:
+    """The tree of the specs of arrays, numbers and specs.
+
+    Args:
+      what: names the tree, for messages.
+
+    Raises:
+      ValueError: a leaf is none of these, or no array of numbers.
+    """
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: _spec(leaf, what + jax.tree_util.keystr(path)), tree
+    )
+
+
+def written(tree: object, what: str) -> Fields:
+    """A tree of specs as JSON.
+
+    Raises:
+      ValueError: there is something else in it than dicts, lists, tuples and None.
+    """
+    if tree is None:
+        return None
+    if isinstance(tree, jax.ShapeDtypeStruct):
+        return {"dtype": str(tree.dtype), "shape": list(tree.shape)}
+    if type(tree) in _SEQUENCES.values() and isinstance(tree, Sequence):
+        parts = [written(part, f"{what}[{i}]") for i, part in enumerate(tree)]
+        return [type(tree).__name__, parts]
+    if type(tree) is dict and all(type(key) in (str, int) for key in tree):
+        keys = sorted(tree)  # as JAX sorts them
+        return ["dict", [[key, written(tree[key], f"{what}[{key!r}]")] for key in keys]]
+    raise ValueError(
+        f"{what} is a {type(tree).__name__}. Other processes are sent arrays in dicts "
+        "whose keys are strings or whole numbers, in lists and in tuples: make one of "
+        "these of it."
+    )
+
+
+def read(fields: Fields) -> Any:
+    """The tree of specs that JSON from elsewhere describes.
+
+    Raises:
+      ValueError: it describes none.
+    """
+    try:
+        return _read(fields)
+    except (TypeError, KeyError, RecursionError, OverflowError) as error:
+        raise ValueError(f"what came describes no arrays: {error}") from None
+
+
+def check_structure(given: object, wanted: object, where: str) -> None:
+    """Nothing if a tree has the structure of a tree of specs.
+
+    Raises:
+      TypeError: something is of another type, such as a list for a dict.
+      ValueError: something has another length, or other keys.
+    """
+    if isinstance(wanted, jax.ShapeDtypeStruct):
+        if given is None or not jax.tree_util.all_leaves([given]):
+            raise TypeError(f"{where} is {_a(given)}; {_told(wanted)} was wanted.")
+        return
+    if type(given) is not type(wanted):
+        raise TypeError(f"{where} is {_a(given)}; {_a(wanted)} was wanted.")
+    if isinstance(given, dict) and isinstance(wanted, dict):
+        if given.keys() != wanted.keys():
+            raise ValueError(
+                f"{where} has the keys {list(given)}; {list(wanted)} were wanted."
+            )
+        for key, part in given.items():
+            check_structure(part, wanted[key], f"{where}[{key!r}]")
+    elif isinstance(given, list | tuple) and isinstance(wanted, list | tuple):
+        if len(given) != len(wanted):
+            raise ValueError(
+                f"{where} has {len(given)} entries; {len(wanted)} were wanted."
+            )
+        for i, (part, spec) in enumerate(zip(given, wanted, strict=True)):
+            check_structure(part, spec, f"{where}[{i}]")
+
+
+def as_array(leaf: object, spec: jax.ShapeDtypeStruct | None, where: str) -> np.ndarray:
+    """An array or number as it is sent, of the dtype that JAX gives it.
+
+    A number of Python's takes the dtype of the spec if that is of the same kind.
+
+    Raises:
+      TypeError: it is neither.
+      OverflowError: JAX would make other whole numbers of these.
+    """
+    if isinstance(leaf, _NUMBERS):
+        dtype = jnp.result_type(leaf)
+        if spec is not None and _are_alike(leaf, spec.dtype):
+            dtype = spec.dtype
+        return np.asarray(leaf, dtype)
+    array = np.asarray(leaf)
+    if not _wire_types.is_plain(array.dtype):
+        raise TypeError(
+            f"{where} is {_a(leaf)}; arrays of numbers or truth values, and numbers, "
+            "are sent."
+        )
+    dtype = jax.dtypes.canonicalize_dtype(array.dtype)
+    if dtype == array.dtype:
+        return array
+    cast = array.astype(dtype)
+    if np.issubdtype(dtype, np.integer) and not np.array_equal(cast, array):
+        raise OverflowError(
+            f"{where} has whole numbers that {dtype} cannot hold. Set "
+            "`jax.config.update('jax_enable_x64', True)` in both processes."
+        )
+    return cast
+
+
+def bytes_of(tree: object) -> int:
+    """The bytes of the arrays of a tree of specs."""
+    leaves = jax.tree.leaves(tree)
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+
+
+def misfit(
+    arrays: Sequence[np.ndarray], specs: Sequence[jax.ShapeDtypeStruct], what: str
+) -> str | None:
+    """What is wrong with arrays, of which others were expected; None if nothing."""
+    if len(arrays) != len(specs):
+        return f"Expects {len(specs)} {what}s but {len(arrays)} are provided"
+    for i, (array, spec) in enumerate(zip(arrays, specs, strict=True)):
+        if array.dtype != spec.dtype:
+            return (
+                f"Expects {what}[{i}] to be {spec.dtype} but {array.dtype} is provided"
+            )
+        if array.shape != spec.shape:
+            return (
+                f"Expects {what}[{i}] to have the shape {spec.shape} but "
+                f"{array.shape} is provided"
+            )
+    return None
+
+
+def _spec(leaf: object, where: str) -> jax.ShapeDtypeStruct:
+    shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
+    if isinstance(leaf, _NUMBERS):
+        shape, dtype = (), jnp.result_type(leaf)
+    if shape is None or dtype is None:
+        raise ValueError(
+            f"{where} is {_a(leaf)}. Give arrays, numbers or `jax.ShapeDtypeStruct`s: "
+            "examples of what the method will be called with."
+        )
+    if not isinstance(dtype, np.dtype) or not _wire_types.is_plain(dtype):
+        raise ValueError(
+            f"{where} is of dtype {dtype}; arrays of numbers or truth values are sent, "
+            "and of random keys their `jax.random.key_data`."
+        )
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf  # with its sharding
+    return jax.ShapeDtypeStruct(shape, jax.dtypes.canonicalize_dtype(dtype))
+
+
+def _read(fields: Fields) -> Any:
+    if fields is None:
+        return None
+    if isinstance(fields, dict):
+        dtype = np.dtype(fields["dtype"])
+        if not _wire_types.is_plain(dtype):
+            raise ValueError(f"what came has arrays of dtype {dtype}")
+        return jax.ShapeDtypeStruct(tuple(map(int, fields["shape"])), dtype)
+    kind, parts = fields
+    if kind == "dict":
+        return {key: _read(part) for key, part in parts}
+    return _SEQUENCES[kind](_read(part) for part in parts)
+
+
+def _are_alike(number: object, dtype: np.dtype) -> bool:
+    match number:
+        case bool():
+            return False
+        case int():
+            return jnp.issubdtype(dtype, jnp.integer)
+        case float():
+            return jnp.issubdtype(dtype, jnp.floating)
+        case _:
+            return jnp.issubdtype(dtype, jnp.complexfloating)
+
+
+def _a(value: object) -> str:
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
+def _told(spec: jax.ShapeDtypeStruct) -> str:
+    return f"an array {spec.dtype}{list(spec.shape)}"

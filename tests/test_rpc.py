@@ -1,0 +1,483 @@
+"""Remote calls are as TensorFlow has them: its test cases, and measured ones."""
+
+import socket
+import threading
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from helpers.threads import in_threads
+
+import jaxstrategy as js
+
+rpc = js.experimental.rpc
+INT = jax.ShapeDtypeStruct((), jnp.int32)
+FLOAT = jax.ShapeDtypeStruct((), jnp.float32)
+gate = threading.Event()
+
+
+def fail(x):
+    raise KeyError("no such thing")
+
+
+def wait(x):
+    assert gate.wait(60)
+    return x
+
+
+@jax.jit
+def mul(x, y):
+    return x * y
+
+
+@jax.jit
+def nest(x):
+    return {"t": (x, [x, x + 1]), "u": (x,)}
+
+
+@jax.jit
+def total(tree):
+    return tree["a"] + tree["b"][0]
+
+
+@jax.jit
+def big(x):
+    return x.sum(), x + 1
+
+
+@pytest.fixture(scope="module")
+def server():
+    server = rpc.Server.create("grpc", "127.0.0.1:0")
+    assert server.register("mul", mul, INT, INT) is None
+    server.register("nest", nest, 7)
+    server.register("total", total, {"a": INT, "b": [1]})
+    server.register("nothing", jax.jit(lambda: None))
+    server.register("empty", jax.jit(lambda x=3: []))
+    server.register("half", jax.jit(lambda x: x / 2), np.float16(1))
+    server.register("brain", jax.jit(lambda x: x + 1), jnp.ones(3, jnp.bfloat16))
+    server.register("big", big, jax.ShapeDtypeStruct((1 << 20,), jnp.float32))
+    callback = jax.jit(lambda x: jax.pure_callback(fail, INT, x))
+    server.register("fail", callback, INT)
+    slow = jax.jit(lambda x: jax.pure_callback(wait, INT, x))
+    server.register("slow", slow, INT)
+    server.register("compiled", mul.lower(INT, INT).compile())
+    with server:
+        server.start()
+        server.start()
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with rpc.Client.create("grpc", server.address, "tests", 60_000) as client:
+        yield client
+
+
+@pytest.fixture
+def unstarted():
+    with rpc.Server.create("grpc", "127.0.0.1:0") as server:
+        yield server
+
+
+def free_address():
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        return f"127.0.0.1:{sock.getsockname()[1]}"
+
+
+# Making them.
+
+
+@pytest.mark.parametrize("maker", [rpc.Server, rpc.Client], ids=["server", "client"])
+def test_there_is_one_layer(maker):
+    with pytest.raises(ValueError, match="Only GRPC backend is supported at the mome"):
+        maker.create("http", "127.0.0.1:0")
+
+
+@pytest.mark.parametrize("count", [0, -1, 1.5])
+@pytest.mark.parametrize("maker", [rpc.Server, rpc.Client], ids=["server", "client"])
+def test_a_bound_is_a_number_of_bytes(maker, count):
+    with pytest.raises(ValueError, match=f"`max_message_bytes` was {count}; a whole"):
+        maker.create("grpc", "127.0.0.1:0", max_message_bytes=count)
+
+
+@pytest.mark.parametrize("timeout", [-1, float("nan"), "1"])
+def test_a_timeout_is_a_number(client, timeout):
+    with pytest.raises(ValueError, match="`timeout_in_ms` was .*; a number of millis"):
+        rpc.Client.create("grpc", "127.0.0.1:1", timeout_in_ms=timeout)
+    with pytest.raises(ValueError, match="`timeout_in_ms` was .*; a number of millis"):
+        client.mul(2, 3, timeout_in_ms=timeout)
+
+
+def test_a_client_waits_for_a_server_as_long_as_it_may():
+    with pytest.raises(rpc.DeadlineExceededError, match="No RPC server answered") as e:
+        rpc.Client.create("grpc", free_address(), timeout_in_ms=300)
+    assert isinstance(e.value, TimeoutError) and e.value.error_code == 4
+
+
+def test_a_server_that_is_not_started_does_not_answer(unstarted):
+    with pytest.raises(rpc.DeadlineExceededError, match="No RPC server answered"):
+        rpc.Client.create("grpc", unstarted.address, timeout_in_ms=300)
+
+
+def test_a_client_may_come_before_its_server():
+    address = free_address()
+    found = []
+
+    def serve():
+        with rpc.Server.create("grpc", address) as server:
+            server.register("mul", mul, INT, INT)
+            server.start()
+            assert done.wait(60)
+
+    def ask():
+        try:
+            with rpc.Client.create("grpc", address) as client:
+                found.append(client.mul_blocking(2, 3))
+        finally:
+            done.set()
+
+    done = threading.Event()
+    in_threads(ask, serve)
+    assert found == [6]
+
+
+# Registering.
+
+
+def test_functions_must_be_compiled(unstarted):
+    with pytest.raises(ValueError, match=r"Only jitted functions .* register `jax.jit"):
+        unstarted.register("f", lambda x: x, INT)
+    with pytest.raises(ValueError, match="Input signature not specified for the func"):
+        unstarted.register("f", mul)
+    with pytest.raises(ValueError, match="`f` is compiled, for arguments that are kno"):
+        unstarted.register("f", mul.lower(INT, INT).compile(), INT, INT)
+    with pytest.raises(ValueError, match="was compiled with arguments by keyword"):
+        unstarted.register("f", mul.lower(x=INT, y=INT).compile())
+    unstarted.register("f", mul, INT, INT)  # the name is still free
+
+
+class Pair(NamedTuple):
+    x: object
+    y: object
+
+
+@pytest.mark.parametrize(
+    "function, specs, told",
+    [
+        (lambda x: x, ["text"], r"f: argument\[0\] is a str. Give arrays, numbers or"),
+        (lambda x: x, [np.array("text")], r"f: argument\[0\] is of dtype <U4; arrays"),
+        (lambda x: x, [jax.random.key(0)], "and of random keys their `jax.random.key_"),
+        (lambda x: x.x, [Pair(1, 2)], r"f: argument\[0\] is a Pair. Other processes"),
+        (lambda x: [Pair(x, x)], [1], r"f: result\[0\] is a Pair. Other processes are"),
+        (lambda x: jax.random.key(x), [1], "f: result is of dtype key<fry>; arrays of"),
+    ],
+)
+def test_what_cannot_be_sent_is_not_registered(unstarted, function, specs, told):
+    with pytest.raises(ValueError, match=told):
+        unstarted.register("f", jax.jit(function), *specs)
+
+
+@pytest.mark.parametrize("name", ["mul", "mul_blocking"])
+def test_a_name_is_registered_once(unstarted, name):
+    unstarted.register("mul", mul, INT, INT)
+    told = f"^{name} is already registered$"
+    with pytest.raises(rpc.InvalidArgumentError, match=told) as caught:
+        unstarted.register(name, mul, INT, INT)
+    assert caught.value.error_code == 3
+
+
+@pytest.mark.parametrize("name", ["", "call", "close", "call_blocking", "__len__"])
+def test_names_of_clients_are_not_names_of_methods(unstarted, name):
+    with pytest.raises(rpc.InvalidArgumentError, match="cannot have the name"):
+        unstarted.register(name, mul, INT, INT)
+
+
+def test_methods_are_registered_before_the_start(unstarted):
+    unstarted.start()
+    told = "All methods must be registered before starting"
+    with pytest.raises(rpc.FailedPreconditionError, match=told) as caught:
+        unstarted.register("mul", mul, INT, INT)
+    assert caught.value.error_code == 9
+
+
+def test_a_closed_server_does_not_start(unstarted):
+    unstarted.close()
+    with pytest.raises(rpc.FailedPreconditionError, match="closed; create another"):
+        unstarted.start()
+
+
+def test_methods_larger_than_the_bound_are_not_registered():
+    with rpc.Server.create("grpc", "127.0.0.1:0", max_message_bytes=100) as server:
+        with pytest.raises(ValueError, match="`f` have 104 bytes, more than the 100"):
+            server.register("f", jax.jit(lambda x: x.sum()), jnp.zeros(26))
+        with pytest.raises(ValueError, match="`f` have 104 bytes, more than the 100"):
+            server.register("f", jax.jit(lambda: jnp.zeros(26)))
+        server.register("f", jax.jit(lambda x: x), jnp.zeros(25))
+
+
+# Methods of clients.
+
+
+def test_clients_have_the_methods(client):
+    result = client.mul(2, 3)
+    assert result.is_ok() is True and result.get_error() == (0, "")
+    value = result.get_value()
+    assert value == 6 and value.dtype == np.int32 and value.shape == ()
+    assert client.mul_blocking(2, 3) == client.compiled_blocking(2, 3) == 6
+    assert "mul" in client.methods and "mul_blocking" in dir(client)
+
+
+def test_methods_say_what_they_are(server, client):
+    told = f"RPC Call for mul method to server {server.address}"
+    assert client.mul.__doc__ == client.mul_blocking.__doc__ == told
+    assert client.mul.__name__ == "mul"
+    with pytest.raises(AttributeError, match=r"has no method 'div'; it has 'mul', 'n"):
+        client.div  # noqa: B018
+
+
+def test_structures_come_back(client):
+    assert client.nest_blocking(2) == {"t": (2, [2, 3]), "u": (2,)}
+    assert client.total_blocking({"b": [5], "a": 4}) == 9
+    assert client.empty_blocking() == []
+    nothing = client.nothing()
+    assert nothing.is_ok() and nothing.get_value() is None
+
+
+def test_call_gives_the_structure_that_it_is_told(client):
+    assert client.call("mul", [2, 3], output_specs=INT).get_value() == 6
+    assert client.call("mul", [2, 3], output_specs=[0]).get_value() == [6]
+    specs = Pair(INT, [INT, (INT, INT)])
+    assert client.call("nest", [2], specs).get_value() == Pair(2, [2, (3, 2)])
+    assert client.call("nothing").get_value() is None
+    assert client.call("empty", None, []).get_value() == []
+
+
+def test_call_without_a_structure_has_no_value(client):
+    result = client.call("mul", [2, 3])
+    assert result.is_ok()
+    with pytest.raises(rpc.InvalidArgumentError, match="give `output_specs` to `call`"):
+        result.get_value()
+
+
+@pytest.mark.parametrize(
+    "specs, told",
+    [
+        ([INT, INT], "Expects 2 results but 1 are provided"),
+        (FLOAT, r"Expects result\[0\] to be float32 but int32 is provided"),
+        (
+            jnp.zeros(2, int),
+            r"Expects result\[0\] to have the shape \(2,\) but \(\) is",
+        ),
+    ],
+)
+def test_a_wrong_structure_of_results_is_an_error(client, specs, told):
+    with pytest.raises(rpc.InvalidArgumentError, match=told):
+        client.call("mul", [2, 3], specs).get_value()
+
+
+# Wrong arguments.
+
+
+def test_a_wrong_dtype_is_a_status(client):
+    for result in (client.mul(2.0, 3), client.call("mul", [2.0, 3], INT)):
+        assert result.is_ok() is False
+        told = "Expects arg[0] to be int32 but float32 is provided"
+        assert result.get_error() == (3, told)
+        with pytest.raises(rpc.InvalidArgumentError) as caught:
+            result.get_value()
+        assert str(caught.value) == told
+
+
+@pytest.mark.parametrize(
+    "args, error, told",
+    [
+        (([1],), TypeError, r"`total`\[0\] is a list; a dict was wanted"),
+        (({"a": 1, "b": (1,)},), TypeError, r"\['b'\] is a tuple; a list was wanted"),
+        (({"a": [1], "b": [1]},), TypeError, r"\['a'\] is a list; an array int32\[\]"),
+        (({"a": None, "b": [1]},), TypeError, r"\['a'\] is None; an array int32\[\]"),
+        (({"a": 1, "c": [1]},), ValueError, r"keys \['a', 'c'\]; \['a', 'b'\] were"),
+        (({"a": 1, "b": [1, 2]},), ValueError, r"\['b'\] has 2 entries; 1 were wanted"),
+        ((), ValueError, "The arguments of `total` has 0 entries; 1 were wanted"),
+        (({"a": "one", "b": [1]},), TypeError, r"total: arg\[0\] is a str; arrays of"),
+        (({"a": 1 << 40, "b": [1]},), OverflowError, "out of bounds|too large"),
+        (
+            ({"a": np.array(1 << 40), "b": [1]},),
+            OverflowError,
+            r"total: arg\[0\] has whole numbers that int32 cannot hold",
+        ),
+    ],
+)
+def test_wrong_arguments_are_errors_of_the_caller(client, args, error, told):
+    with pytest.raises(error, match=told):
+        client.total(*args)
+
+
+def test_shapes_are_checked(client):
+    told = r"Expects arg\[0\] to have the shape \(\) but \(2,\) is provided"
+    with pytest.raises(ValueError, match=told):
+        client.mul_blocking(np.array([2, 3]), 3)
+    result = client.call("mul", [np.array([2, 3]), 3], INT)
+    assert not result.is_ok() and result.get_error()[0] == 3
+
+
+def test_the_number_of_arguments_is_checked(client):
+    code, told = client.call("mul", [2], INT).get_error()
+    assert (code, told) == (3, "Expects 2 args but 1 are provided")
+
+
+def test_numbers_take_the_dtype_of_their_kind(client):
+    assert client.half_blocking(3.0).dtype == np.float16
+    code, told = client.half(3).get_error()
+    assert (code, told) == (3, "Expects arg[0] to be float16 but int32 is provided")
+    code, told = client.mul(True, 3).get_error()
+    assert (code, told) == (3, "Expects arg[0] to be int32 but bool is provided")
+
+
+def test_arrays_of_64_bits_are_as_jax_takes_them(client):
+    assert client.mul_blocking(np.int64(2), np.array(3)) == 6
+
+
+def test_dtypes_of_accelerators_are_sent(client):
+    result = client.brain_blocking(np.ones(3, ml_dtypes.bfloat16))
+    assert result.dtype == ml_dtypes.bfloat16
+    np.testing.assert_array_equal(result.astype(np.float32), [2, 2, 2])
+
+
+def test_unknown_methods_are_a_status(client):
+    assert client.call("nope").get_error() == (3, "nope is not registered.")
+
+
+# Errors and deadlines.
+
+
+def test_an_error_of_the_function_is_a_status(client):
+    result = client.fail(2)
+    code, told = result.get_error()
+    assert not result.is_ok() and code == 3 and "no such thing" in told
+    for call in (result.get_value, lambda: client.fail_blocking(2)):
+        with pytest.raises(rpc.InvalidArgumentError, match="no such thing") as caught:
+            call()
+        assert isinstance(str(caught.value), str)
+        assert caught.value.message == str(caught.value)
+
+
+def test_a_slow_method_is_a_status(server, client):
+    gate.clear()
+    try:
+        result = client.slow(2, timeout_in_ms=1)
+        assert result.is_ok() is False
+        assert result.get_error() == (4, "No answer came within 1 ms.")
+        with pytest.raises(rpc.DeadlineExceededError):
+            result.get_value()
+        with pytest.raises(TimeoutError):
+            client.slow_blocking(2, timeout_in_ms=1)
+        with rpc.Client.create("grpc", server.address, timeout_in_ms=2000) as hasty:
+            hasty._seconds = 0.001  # that of `create` was for coming together
+            assert hasty.slow(2).get_error()[0] == 4
+            later = hasty.slow(2, timeout_in_ms=60_000)
+            gate.set()
+            assert later.get_value() == 2
+    finally:
+        gate.set()
+
+
+def test_without_a_timeout_a_call_lasts_as_long_as_it_takes(server):
+    gate.clear()
+    with rpc.Client.create("grpc", server.address) as client:
+        result = client.slow(3)
+        assert client.mul_blocking(2, 3) == 6  # meanwhile
+        gate.set()
+        assert result.get_value() == 3
+
+
+def test_many_threads_call_at_once(client):
+    def ask(i):
+        assert [client.mul_blocking(i, j) for j in range(5)] == [
+            i * j for j in range(5)
+        ]
+
+    in_threads(*[lambda i=i: ask(i) for i in range(8)])
+
+
+# Sizes.
+
+
+def test_four_mebibytes_are_no_bound(client):
+    x = np.arange(1 << 20, dtype=np.float32)  # 4 MiB and a head
+    total, more = client.big_blocking(x)
+    np.testing.assert_allclose(total, (1 << 19) * ((1 << 20) - 1.0), rtol=1e-5)
+    np.testing.assert_array_equal(more, x + 1)
+
+
+def test_the_bounds_are_configurable():
+    with rpc.Server.create("grpc", "127.0.0.1:0", max_message_bytes=4096) as server:
+        server.register("add", jax.jit(lambda x: x + 1), jnp.zeros(1024))
+        server.start()
+        with rpc.Client.create("grpc", server.address) as client:
+            assert client.add_blocking(np.zeros(1024)).sum() == 1024
+            code, told = client.add(np.zeros(1025)).get_error()
+            assert code == 8 and "have 4100 bytes, and the server takes 4096" in told
+            with pytest.raises(rpc.ResourceExhaustedError):
+                client.add_blocking(np.zeros(1025))
+        bound = {"max_message_bytes": 4095}
+        with rpc.Client.create("grpc", server.address, **bound) as client:
+            code, told = client.add(np.zeros(1024)).get_error()
+            assert code == 8 and "have 4096 bytes, and this client takes 4095" in told
+
+
+# State.
+
+
+def test_a_method_reads_and_changes_variables():
+    count = js.Variable(0.0)
+
+    @jax.jit
+    def add(x):
+        count.assign_add(x)
+        return count.value()
+
+    with rpc.Server.create("grpc", "127.0.0.1:0") as server:
+        server.register("add", add, FLOAT)
+        server.start()
+        with rpc.Client.create("grpc", server.address) as client:
+            assert [client.add_blocking(x) for x in (1.0, 2.0)] == [1, 3]
+            assert count.value() == 3
+            count.assign(10.0)
+            assert client.add_blocking(1.0) == 11
+
+
+def test_methods_with_variables_run_one_after_the_other():
+    count = js.Variable(0.0)
+    add = jax.jit(lambda x: [count.assign_add(x)][1:])
+    with rpc.Server.create("grpc", "127.0.0.1:0") as server:
+        server.register("add", add, FLOAT)
+        server.register("one", jax.jit(lambda: [count.assign_add(1.0)][1:]))
+        server.start()
+
+        def ask():
+            with rpc.Client.create("grpc", server.address) as client:
+                for _ in range(25):
+                    client.add_blocking(1.0)
+                    client.one_blocking()
+
+        in_threads(*[ask] * 6)
+    assert count.value() == 300
+
+
+def test_a_compiled_function_that_changes_variables_is_refused(unstarted):
+    count = js.Variable(0.0)
+    add = jax.jit(lambda x: [count.assign_add(x)][1:])
+    told = "`add` is compiled, and changes variables, .* register the jitted function"
+    with pytest.raises(ValueError, match=told):
+        unstarted.register("add", add.lower(FLOAT).compile())
+
+
+def test_arguments_by_name_are_a_structure_too(client):
+    specs = jax.ShapeDtypeStruct((), jnp.int32)
+    assert client.call("total", [{"a": 4, "b": [5]}], specs).get_value() == 9
+    assert client.call("mul", {"x": 4, "y": 5}, specs).get_value() == 20
+    with pytest.raises(ValueError, match="output_specs is a str. Give arrays, numbers"):
+        client.call("mul", [4, 5], "int32")
