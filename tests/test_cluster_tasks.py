@@ -1,5 +1,6 @@
 """A coordinator and the tasks of its cluster over TCP, all in this process."""
 
+import concurrent.futures
 import contextlib
 import json
 import os
@@ -165,6 +166,72 @@ def test_a_server_that_was_started_anew_is_lost(cluster, serve, coordinate):
     with pytest.raises(ConnectionAbortedError, match="was started anew"):
         hello = backend._hello("join")
         _cluster_tasks.joined(cluster["ps"][0], Secret(SECRET), hello)
+
+
+class Breaking:
+    """Answers of a server whose network breaks before the next ones arrive."""
+
+    def __init__(self, task, kinds):
+        ((_, begun),) = task._host._begun.items()
+        self._begun, self._answer, self._kinds = begun, begun.responder._answer, kinds
+        begun.responder._answer = self
+
+    def __call__(self, request, stream):
+        answer = self._answer(request, stream)
+        if request.kind in self._kinds:
+            self._kinds.remove(request.kind)
+            for each in tuple(self._begun.streams):
+                each.close()
+        return answer
+
+
+def test_a_server_is_reached_again_when_the_network_broke(serve, coordinate):
+    *_, task = serve()
+    (server,) = coordinate().servers
+    server.create(0, np.float32(1))
+    add = ServerOperation("add", (0,), (np.float32(1),))
+    Breaking(task, [Kind.READ, Kind.PUSH, Kind.CREATE, Kind.DROP, Kind.VERSIONS])
+    assert server.read([Read(0)]) == [1]
+    assert not server.push([add], CallNumber(3))  # the first time did count
+    assert server.read([Read(0)]) == [2]
+    server.create(1, np.float32(5))
+    assert server.versions([1]) == server.versions([1])
+    server.drop([1])
+    with pytest.raises(LookupError):
+        server.read([Read(1)])
+
+
+def test_what_may_have_counted_is_told_and_not_repeated(serve, coordinate):
+    *_, task = serve()
+    (server,) = coordinate().servers
+    server.create(0, np.float32(1))
+    Breaking(task, [Kind.PUSH])
+    with pytest.raises(js.ParameterServerLost, match="counts is not known"):
+        server.push([ServerOperation("add", (0,), (np.float32(1),))])
+    assert server.read([Read(0)]) == [2]
+    Breaking(task, [Kind.PUSH])
+    assert server.push([ServerOperation("set", (0,), (np.float32(9),))])
+    assert server.read([Read(0)]) == [9]
+
+
+def test_threads_connect_again_together(serve, coordinate):
+    *_, task = serve()
+    (server,) = coordinate().servers
+    server.create(0, np.float32(1))
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        for _ in range(5):
+            Breaking(task, [Kind.READ])
+            read = list(pool.map(lambda _: server.read([Read(0)])[0], range(16)))
+            assert read == [1] * 16
+
+
+def test_a_server_that_is_gone_is_lost_at_once(serve, coordinate):
+    *_, task = serve()
+    (server,) = coordinate().servers
+    server.create(0, np.float32(1))
+    task.close()
+    with pytest.raises(js.ParameterServerLost, match="nobody listens at 127.0.0.1"):
+        server.read([Read(0)])
 
 
 def test_a_worker_that_comes_late_is_found(serve, coordinate, capsys, monkeypatch):

@@ -87,10 +87,16 @@ def joined(
 
     Raises:
       ClusterError: who listens there is none of the job; strangers could.
+      ConnectionRefusedError: nobody listens there.
       ConnectionAbortedError: it works for a later coordinator, or was started anew.
-      ConnectionError: nobody listens there, or does not answer.
+      ConnectionError: it does not answer.
     """
-    stream = _listener.dialled(address, secret)
+    try:
+        stream = _listener.dialled(address, secret)
+    except ConnectionError as error:
+        if isinstance(error.__cause__, ConnectionRefusedError):
+            raise ConnectionRefusedError(f"nobody listens at {address}") from error
+        raise
     try:
         stream.limit_silence(_SECONDS)
         stream.send(hello.frame())

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, final
 
-from jaxstrategy._errors import ClusterError, ParameterServerLost, WorkerLost
+from jaxstrategy._errors import ClusterError, WorkerLost
 from jaxstrategy.cluster.resolvers._cluster_resolver import ClusterResolver
 from jaxstrategy.parameter_servers._abstract_server import AbstractServer
 from jaxstrategy.parameter_servers._abstract_worker import AbstractWorkerBackend
@@ -21,12 +21,14 @@ from jaxstrategy.parameter_servers.backends._cluster_session import (
     Hello,
     joined,
 )
+from jaxstrategy.parameter_servers.backends._reconnecting_server import (
+    ReconnectingServer,
+)
 from jaxstrategy.parameter_servers.backends._served_task import checked_secret
 from jaxstrategy.parameter_servers.wire import _peer
 from jaxstrategy.parameter_servers.wire._frame import WireFrame
 from jaxstrategy.parameter_servers.wire._kinds import Kind
 from jaxstrategy.parameter_servers.wire._peer import Peer
-from jaxstrategy.parameter_servers.wire._remote_server import RemoteServer
 from jaxstrategy.parameter_servers.wire._remote_worker import RemoteWorker
 from jaxstrategy.parameter_servers.wire._stream import Stream
 
@@ -75,7 +77,7 @@ class ClusterTasks(AbstractWorkerBackend):
         self._lock = threading.Lock()
         self._lives: dict[int, RemoteWorker] = {}
         end = time.monotonic() + start_seconds
-        self._servers: list[RemoteServer] = []
+        self._servers: list[ReconnectingServer] = []
         try:
             self._connect_servers(end)
             self._told = self._first_worker(end)
@@ -119,7 +121,7 @@ class ClusterTasks(AbstractWorkerBackend):
             stream, _ = self._when_there(name, address, hello, None)
         except ConnectionError as error:
             raise WorkerLost(f"{name} is lost: {error}.") from error
-        life = RemoteWorker(self._peer(name, address, hello, stream, WorkerLost))
+        life = RemoteWorker(self._peer(name, address, hello, stream))
         self._begin(worker, life)
         return life
 
@@ -166,26 +168,22 @@ class ClusterTasks(AbstractWorkerBackend):
         for each in made:
             each.result()
 
-    def _server(self, number: int, end: float) -> RemoteServer:
+    def _server(self, number: int, end: float) -> ReconnectingServer:
         address = self._addresses[number]
         name = f"Parameter server {number} at {address}"
-        hello = self._hello("begin")
         try:
-            stream, _ = self._when_there(name, address, hello, end)
+            stream, _ = self._when_there(name, address, self._hello("begin"), end)
         except ConnectionError as error:
             raise ClusterError(f"{name} cannot be reached: {error}.") from error
-        return RemoteServer(
-            self._peer(name, address, hello, stream, ParameterServerLost)
-        )
+        stream.close()
+        joining = self._hello("join")
 
-    def _peer(
-        self,
-        name: str,
-        address: str,
-        hello: Hello,
-        first: Stream,
-        lost: type[Exception],
-    ) -> Peer:
+        def dial() -> Stream:
+            return joined(address, self._secret, joining)[0]
+
+        return ReconnectingServer(name, dial, self._patience)
+
+    def _peer(self, name: str, address: str, hello: Hello, first: Stream) -> Peer:
         made = [first]
 
         def dial() -> Stream:
@@ -194,7 +192,7 @@ class ClusterTasks(AbstractWorkerBackend):
             except IndexError:
                 return joined(address, self._secret, hello.with_wish("join"))[0]
 
-        peer = Peer(name, dial, lost, self._patience)
+        peer = Peer(name, dial, WorkerLost, self._patience)
         peer.ask(WireFrame(Kind.PING))  # so that the first stream is its to close
         return peer
 

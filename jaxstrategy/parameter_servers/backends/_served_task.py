@@ -10,17 +10,19 @@ from typing import Any, final
 import jax
 import jax.export
 
-from jaxstrategy._errors import ClusterError, ParameterServerLost
+from jaxstrategy._errors import ClusterError
 from jaxstrategy.cluster.connections import _secret
 from jaxstrategy.cluster.connections._secret import Secret
 from jaxstrategy.cluster.resolvers._cluster_spec import ClusterSpec
 from jaxstrategy.parameter_servers._worker_engine import WorkerEngine
 from jaxstrategy.parameter_servers.backends._cluster_session import Hello, joined
+from jaxstrategy.parameter_servers.backends._reconnecting_server import (
+    ReconnectingServer,
+)
 from jaxstrategy.parameter_servers.backends._session_host import SessionHost
 from jaxstrategy.parameter_servers.store._store import Store
+from jaxstrategy.parameter_servers.wire import _peer
 from jaxstrategy.parameter_servers.wire._listener import Listener
-from jaxstrategy.parameter_servers.wire._peer import Peer
-from jaxstrategy.parameter_servers.wire._remote_server import RemoteServer
 from jaxstrategy.parameter_servers.wire._responder import Answer
 from jaxstrategy.parameter_servers.wire._server_answers import ServerAnswers
 from jaxstrategy.parameter_servers.wire._stream import Stream
@@ -138,11 +140,11 @@ class _Worker:
         engine = WorkerEngine(hello.index, servers, jax.local_devices())
         return WorkerAnswers(engine)
 
-    def _server(self, number: int, address: str, hello: Hello) -> RemoteServer:
+    def _server(self, number: int, address: str, hello: Hello) -> ReconnectingServer:
         joining = Hello("join", hello.coordinator, hello.strategy)
 
         def dial() -> Stream:
             return joined(address, self._secret, joining)[0]
 
         name = f"Parameter server {number} at {address}"
-        return RemoteServer(Peer(name, dial, ParameterServerLost))
+        return ReconnectingServer(name, dial, _peer.PATIENCE)
