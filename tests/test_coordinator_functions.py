@@ -166,6 +166,23 @@ def test_a_function_is_traced_in_the_callers_thread_once_for_all_workers(coordin
     assert coordinator.fetch(values) == list(range(12)) and len(calls) == 1
 
 
+def test_a_method_is_traced_once_for_each_object(coordinator):
+    class Model:
+        def __init__(self, scale):
+            self.scale = scale
+
+        @coordinator.function
+        def step(self, x):
+            return self.scale * x
+
+    before = traces(coordinator)
+    models = [Model(2.0), Model(3.0)]
+    for _ in range(3):
+        found = [coordinator.schedule(m.step, (2.0,)).fetch() for m in models]
+        assert found == [4.0, 6.0]
+    assert traces(coordinator) - before == 2
+
+
 def test_an_error_in_the_trace_comes_from_schedule(coordinator, counter):
     def f():
         counter.assign_add(1)
