@@ -5,6 +5,7 @@ import threading
 import weakref
 
 import jax
+import jax.experimental
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -435,6 +436,37 @@ def test_a_function_that_fails_has_changed_nothing(coordinator, counter, failing
     coordinator.schedule(counted, (3,))
     coordinator.join()
     assert value(counter) == 100
+
+
+@pytest.mark.parametrize("callback", ["pure_callback", "io_callback"])
+def test_an_error_of_a_host_callback_is_of_its_own_type(coordinator, counter, callback):
+    """CCO-31, where TensorFlow has an UnknownError."""
+
+    class Own(Exception):
+        pass
+
+    def host(x):
+        if x > 1:
+            raise Own(f"from the host, of {x}")
+        return np.float32(x)
+
+    called = {
+        "pure_callback": jax.pure_callback,
+        "io_callback": jax.experimental.io_callback,
+    }[callback]
+
+    @coordinator.function
+    def f(x):
+        counter.assign_add(1)
+        return called(host, jax.ShapeDtypeStruct((), jnp.float32), x)
+
+    assert coordinator.schedule(f, (1.0,)).fetch() == 1.0
+    coordinator.schedule(f, (2.0,))
+    with pytest.raises(Own, match="from the host, of 2.0") as raised:
+        coordinator.join()
+    assert any(entry.name == "host" for entry in raised.traceback)
+    assert value(counter) == 1
+    assert coordinator.schedule(f, (0.5,)).fetch() == 0.5
 
 
 def test_schedule_raises_what_an_earlier_function_did(coordinator, counter, failing):

@@ -13,6 +13,7 @@ from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
 from jaxstrategy.parameter_servers import _worker_surroundings
 from jaxstrategy.parameter_servers._shipped_program import LoadedCode, ShippedProgram
 from jaxstrategy.parameter_servers.wire import _pickled
+from jaxstrategy.scheduled._host_errors import with_errors_of_python
 from jaxstrategy.scheduled._iterator_slot import IteratorSlot
 from jaxstrategy.tracing import _roles
 from jaxstrategy.tracing._jaxpr_types import Jaxpr
@@ -87,7 +88,7 @@ class HostCode:
         """
         if self._sent is None:
             main, ids = self._code
-            return LoadedCode(program, main, ids)
+            return LoadedCode(program, with_errors_of_python(main), ids)
         surroundings = _worker_surroundings.current()
         assert surroundings is not None, "a worker loads it"
         arrived: list[object] = []
@@ -103,7 +104,7 @@ class HostCode:
         self._call = fn, strategy, signature, leaves, slots
         assert isinstance(own.main, HostCode)
         main, ids = own.main._code
-        return LoadedCode(own, main, ids)
+        return LoadedCode(own, with_errors_of_python(main), ids)
 
     def __getstate__(self) -> dict[str, object]:
         fn, strategy, signature, leaves, slots = self._call
