@@ -16,6 +16,7 @@ from typing import NoReturn
 
 from jaxstrategy import checkpoint as checkpoint
 from jaxstrategy import cluster_resolver as cluster_resolver
+from jaxstrategy import compat as compat
 from jaxstrategy import coordinator as coordinator
 from jaxstrategy import experimental as experimental
 from jaxstrategy import flax as flax

@@ -44,6 +44,7 @@ FLOORS = [
     "training",
     "optax",
     "experimental",
+    "compat",
     "__init__",
     "demo",
 ]

@@ -6,7 +6,7 @@ import itertools
 import threading
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Protocol, final
+from typing import Protocol
 
 import numpy as np
 
@@ -25,7 +25,6 @@ class Exported(Protocol):
     def exported(self) -> bytes: ...
 
 
-@final
 class ServerPool:
     """The servers of a strategy.
 

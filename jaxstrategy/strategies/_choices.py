@@ -31,6 +31,9 @@ class Choices:
         mirrored and on-read ones on all replicas.
       executor: makes what runs its steps.
       processes: those that take its steps together; None for this one alone.
+      is_chief: whether this process saves what all have, and makes initial values;
+        None: the first of `processes` does.
+      is_between_graph: whether each process runs the whole program for itself.
     """
 
     replicas: Replicas
@@ -39,3 +42,5 @@ class Choices:
     variables: VariablePolicy | None = None
     executor: MakeExecutor = CompiledExecutor
     processes: Processes | None = None
+    is_chief: bool | None = None
+    is_between_graph: bool = False

@@ -23,7 +23,7 @@ from jaxstrategy.replicas._devices import Device
 from jaxstrategy.replicas._replicas import Replicas
 from jaxstrategy.strategies._choices import Choices
 from jaxstrategy.strategies._cross_replica import CrossReplicaValues
-from jaxstrategy.strategies._extended import StrategyExtended
+from jaxstrategy.strategies._extended import ProcessRole, StrategyExtended
 from jaxstrategy.values import _per_replica
 from jaxstrategy.values._per_replica import PerReplica
 from jaxstrategy.variables._policy import ReplicatedVariables, VariablePolicy
@@ -50,7 +50,7 @@ class ComposedStrategy(AbstractStrategy):
         self._variable_policy = choices.variables or ReplicatedVariables(self.replicas)
         self._executor = choices.executor(self, choices.processes)
         self._values = CrossReplicaValues(self, self._executor)
-        self._extended = StrategyExtended(self, self._executor)
+        self._extended = StrategyExtended(self, self._executor, _role_of(choices))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         twin = type(self).__new__(type(self))
@@ -124,6 +124,16 @@ class ComposedStrategy(AbstractStrategy):
           ContextError: inside another strategy's scope, or inside `run`.
         """
         return _context.Scope(self)
+
+
+def _role_of(choices: Choices) -> ProcessRole:
+    """What this process is among those of the job."""
+    processes = choices.processes
+    is_first = processes is None or processes.index == 0
+    is_chief = is_first if choices.is_chief is None else choices.is_chief
+    several = processes is not None and processes.count > 1
+    waits = choices.is_between_graph and choices.is_chief is not None
+    return ProcessRole(is_chief, several or choices.is_between_graph, waits)
 
 
 def _reduction_for(strategy: AbstractStrategy, choices: Choices) -> Reduction:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import final
 
@@ -47,6 +48,22 @@ from jaxstrategy.variables._variable import Variable
 
 
 @final
+@dataclasses.dataclass(frozen=True)
+class ProcessRole:
+    """What this process is among those of a job.
+
+    Attributes:
+      is_chief: whether it saves what all have.
+      is_between_graph: whether each process runs the whole program.
+      waits: whether all but the chief wait for variables that it makes.
+    """
+
+    is_chief: bool = True
+    is_between_graph: bool = False
+    waits: bool = False
+
+
+@final
 class StrategyExtended:
     """Additional methods of a strategy, for library code and optimizers.
 
@@ -67,9 +84,15 @@ class StrategyExtended:
     0.5
     """
 
-    def __init__(self, strategy: AbstractStrategy, executor: AbstractExecutor) -> None:
+    def __init__(
+        self,
+        strategy: AbstractStrategy,
+        executor: AbstractExecutor,
+        role: ProcessRole | None = None,
+    ) -> None:
         self._strategy = strategy
         self._executor = executor
+        self._role = role or ProcessRole()
 
     @property
     def worker_devices(self) -> tuple[Device, ...]:
@@ -80,6 +103,29 @@ class StrategyExtended:
     def parameter_devices(self) -> tuple[Device, ...]:
         """The devices that hold mirrored variables."""
         return self._strategy.parameter_replicas.devices
+
+    @property
+    def should_checkpoint(self) -> bool:
+        """Whether this process is the one that saves checkpoints, in TensorFlow.
+
+        `js.checkpoint` needs no such question: all processes call it.
+        """
+        return self._role.is_chief
+
+    @property
+    def should_save_summary(self) -> bool:
+        """Whether this process is the one that writes metrics."""
+        return self._role.is_chief
+
+    @property
+    def experimental_should_init(self) -> bool:
+        """Whether initial values that this process makes count."""
+        return self._role.is_chief or not self._role.waits
+
+    @property
+    def experimental_between_graph(self) -> bool:
+        """Whether each process of the job runs the whole program."""
+        return self._role.is_between_graph
 
     @property
     def experimental_require_static_shapes(self) -> bool:

@@ -103,7 +103,14 @@ class ParameterServerStrategy(Strategy):
         home = Replicas.on(list(_devices.default_devices()[:1]))
         variables = ServerVariables(self._pool, home, replicas, variable_partitioner)
         executor = lambda strategy, _: ServerExecutor(strategy, self._pool)  # noqa: E731
-        self._compose(Choices(replicas, variables=variables, executor=executor))
+        self._compose(
+            Choices(
+                replicas,
+                variables=variables,
+                executor=executor,
+                is_between_graph=True,
+            )
+        )
 
     @property
     def cluster_resolver(self) -> ClusterResolver | None:

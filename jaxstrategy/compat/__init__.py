@@ -1,0 +1,3 @@
+"""Names of the older generations of TensorFlow."""
+
+from jaxstrategy.compat import v1 as v1

@@ -1,0 +1,181 @@
+"""Asynchronous training in which each worker runs the whole program."""
+
+import socket
+import threading
+
+import jax
+import numpy as np
+import pytest
+
+import jaxstrategy as js
+from jaxstrategy.parameter_servers.backends._served_task import ServedTask
+
+
+def free_port():
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+BetweenGraphStrategy = js.compat.v1.experimental.ParameterServerStrategy
+
+
+@pytest.fixture
+def cluster(monkeypatch):
+    """Two parameter servers in this process, and a worker's strategy by its number."""
+    monkeypatch.setenv("JAXSTRATEGY_CLUSTER_SECRET", "a secret of enough characters")
+    spec = js.cluster_resolver.ClusterSpec(
+        {
+            "worker": [f"127.0.0.1:{free_port()}" for _ in range(3)],
+            "ps": [f"127.0.0.1:{free_port()}" for _ in range(2)],
+        }
+    )
+    servers = [ServedTask(spec, "ps", index) for index in range(2)]
+    for server in servers:
+        server.start()
+
+    def strategy(index):
+        resolver = js.cluster_resolver.SimpleClusterResolver(
+            spec, task_type="worker", task_id=index
+        )
+        return BetweenGraphStrategy(resolver)
+
+    yield strategy
+    for server in servers:
+        server.close()
+
+
+def variables_of(strategy):
+    with strategy.scope():
+        return [
+            js.Variable(10.0, aggregation="sum", name="x"),
+            js.Variable(20.0, aggregation="sum", name="y"),
+            js.Variable(30.0, aggregation="only_first_replica", name="z"),
+        ]
+
+
+def test_each_worker_adds_to_what_all_have(cluster):
+    strategies = [cluster(index) for index in range(3)]
+    of_each = [variables_of(strategy) for strategy in strategies]
+    for strategy, variables in zip(strategies, of_each, strict=True):
+
+        def step(variables=variables):
+            for v in variables:
+                v.assign_add(1.0)
+
+        strategy.run(step)
+    for variables in of_each:
+        assert [float(v) for v in variables] == [13.0, 23.0, 33.0]
+    assert {v.device for v in of_each[0]} == {v.device for v in of_each[2]}
+
+
+def test_the_others_wait_for_the_chief(cluster):
+    chief, other = cluster(0), cluster(1)
+    made = []
+
+    def make():
+        with other.scope():
+            made.append(js.Variable(99.0))
+
+    thread = threading.Thread(target=make)
+    thread.start()
+    with chief.scope():
+        own = js.Variable(1.0)
+    thread.join(60)
+    assert float(made[0]) == float(own) == 1.0
+
+
+def test_a_chief_that_comes_again_finds_what_was_there(cluster):
+    with cluster(0).scope():
+        js.Variable(1.0).assign(5.0)
+    with cluster(0).scope():
+        assert float(js.Variable(1.0)) == 5.0
+
+
+def test_asynchronous_descent_approaches_the_minimum(cluster):
+    strategies = [cluster(0), cluster(1)]
+    variables = []
+    for strategy in strategies:
+        with strategy.scope():
+            variables.append(js.Variable(0.0))
+
+    def descend(strategy, k):
+        def step():
+            k.assign_sub(0.05 * js.grad(lambda: (k.value() - 1.0) ** 2, k)())
+
+        for _ in range(10):
+            strategy.run(step)
+
+    threads = [
+        threading.Thread(target=descend, args=each)
+        for each in zip(strategies, variables, strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert abs(float(variables[0]) - 1.0) < 0.5
+
+
+def test_who_saves_and_which_data_it_reads(cluster):
+    chief, other = cluster(0), cluster(1)
+    for strategy, is_chief in ((chief, True), (other, False)):
+        extended = strategy.extended
+        assert extended.should_checkpoint is is_chief
+        assert extended.should_save_summary is is_chief
+        assert extended.experimental_should_init is is_chief
+        assert extended.experimental_between_graph
+    seen = []
+
+    def dataset_fn(context):
+        seen.append((context.num_input_pipelines, context.input_pipeline_id))
+        return [np.zeros(1, "float32")]
+
+    next(iter(other.distribute_datasets_from_function(dataset_fn)))
+    assert seen[0] == (3, 1)
+
+
+def test_what_other_strategies_say_of_who_saves():
+    mirrored = js.MirroredStrategy(js.simulate(8)[:2]).extended
+    assert mirrored.should_checkpoint and mirrored.should_save_summary
+    assert mirrored.experimental_should_init
+    assert not mirrored.experimental_between_graph
+    servers = js.ParameterServerStrategy(
+        workers=1, parameter_servers=1, backend="threads"
+    )
+    assert servers.extended.should_checkpoint
+    assert servers.extended.experimental_between_graph
+
+
+def test_the_cluster_must_be_one():
+    def resolver(spec, **task):
+        return js.cluster_resolver.SimpleClusterResolver(
+            js.cluster_resolver.ClusterSpec(spec), **task
+        )
+
+    with pytest.raises(ValueError, match="without task type and id"):
+        BetweenGraphStrategy(resolver({"worker": ["a:1"], "ps": ["b:1"]}))
+    with pytest.raises(ValueError, match="needs to have `ps` jobs"):
+        BetweenGraphStrategy(
+            resolver({"worker": ["a:1"]}, task_type="worker", task_id=0)
+        )
+
+
+def test_jit_is_the_users_here_too(cluster):
+    strategy = cluster(0)
+    with strategy.scope():
+        v = js.Variable(1.0)
+    assert float(strategy.run(jax.jit(lambda: v + 1.0))) == 2.0
+
+
+def test_without_a_cluster_variables_are_in_the_hosts_memory(monkeypatch):
+    monkeypatch.delenv("TF_CONFIG", raising=False)
+    js.simulate(8)
+    strategy = BetweenGraphStrategy()
+    n = strategy.num_replicas_in_sync
+    with strategy.scope():
+        x = js.Variable(10.0, aggregation="sum")
+    strategy.run(lambda: (x.assign_add(3.0), None)[1])
+    assert float(x) == 10.0 + 3 * n
+    assert len(x.devices) == 1
+    assert strategy.extended.should_checkpoint
