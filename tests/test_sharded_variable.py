@@ -63,6 +63,11 @@ def test_it_reads_as_all_rows(table, read):
     np.testing.assert_array_equal(read(table), TABLE)
 
 
+def test_on_the_host_it_is_one_array():
+    found = js.to_host({"v": sharded(TABLE, CUTS)})["v"]
+    assert type(found) is np.ndarray and found.shape == (4, 2)
+
+
 def test_it_prints_without_its_numbers():
     table = sharded(TABLE, CUTS)
     text = "<ShardedVariable 'table' float32[4,2], in shards of 1, 2 and 1 rows>"

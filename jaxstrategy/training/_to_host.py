@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeGuard
+
 import jax
 import numpy as np
 from jax.core import Tracer
@@ -15,6 +17,7 @@ from jaxstrategy.replicas._random_keys import as_numbers
 from jaxstrategy.values import _per_replica, _trees
 from jaxstrategy.values._per_replica import PerReplica
 from jaxstrategy.values._types import Leaf, PyTree
+from jaxstrategy.variables._sharded_variable import ShardedVariable
 from jaxstrategy.variables._variable import Variable
 
 
@@ -41,12 +44,23 @@ def to_host(tree: PyTree) -> PyTree:
     >>> js.to_host({"w": strategy.mirror(1.5), "x": strategy.per_replica([3, 4])})
     {'w': array(1.5, dtype=float32), 'x': array([3, 4], dtype=int32)}
     """
-    found, structure = jax.tree.flatten_with_path(tree, is_leaf=_trees.is_whole)
+    found, structure = jax.tree.flatten_with_path(tree, is_leaf=_is_whole)
     parts = [_readable(leaf, _name(path)) for path, leaf in found]
     for part in parts:
         if isinstance(part, jax.Array):
             part.copy_to_host_async()
     return jax.tree.unflatten(structure, [_read(part) for part in parts])
+
+
+def _is_whole(node: object) -> bool:
+    return _trees.is_whole(node) or _is_table(node)
+
+
+def _is_table(node: object) -> TypeGuard[ShardedVariable]:
+    """Whether it is one array, in several variables whose copies have one value."""
+    if not isinstance(node, ShardedVariable) or not node.holds_variables:
+        return False
+    return all(shard._kind.has_one_value for shard in node.variables)
 
 
 def _name(path: KeyPath) -> str:
@@ -55,6 +69,8 @@ def _name(path: KeyPath) -> str:
 
 def _readable(leaf: Leaf, name: str) -> Leaf:
     """The array that holds the numbers of `leaf`, of this process or of several."""
+    if _is_table(leaf):
+        return leaf.numpy()
     if isinstance(leaf, Variable):
         leaf = _value_of(leaf)
     if isinstance(leaf, PerReplica):
