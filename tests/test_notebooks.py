@@ -17,17 +17,19 @@ NAMES = [
     "batchnorm_dropout_metrics",
     "debugging",
     "from_tf_distribute",
+    "parameter_servers",
     "quickstart",
     "tensor_parallelism",
     "training_what_does_not_fit",
 ]
-# They compile a language model in several designs: 100 s of processor time.
-ONCE = ["tensor_parallelism", "training_what_does_not_fit"]
+# They compile a language model in several designs, 100 s of processor time; or start
+# processes that compile, one of them twice.
+ONCE = ["parameter_servers", "tensor_parallelism", "training_what_does_not_fit"]
 each_notebook = pytest.mark.parametrize("name", NAMES)
 # What belongs to the machine that ran a notebook.
 MACHINES = re.compile(
     r"(?<![\w.:/])/(?:tmp|home|root|work|opt|usr|var|mnt|Users|private)\b"
-    r"|[A-Za-z]:\\|ipykernel_|site-packages"
+    r"|\b[A-Za-z]:\\|ipykernel_|site-packages"
 )
 
 
