@@ -1,10 +1,13 @@
 """What is printed for Slurm and Kubernetes of jobs with parameter servers."""
 
+import contextlib
 import json
 import os
+import pathlib
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 import yaml
@@ -19,7 +22,8 @@ NASTY = "$(touch OWNED) 'a\" b\n"
 
 # As Slurm's: runs tasks beside each other, and hands SIGTERM on to them.
 SRUN = """
-import os, re, signal, subprocess, sys
+import os, signal, subprocess, sys
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
 options = []
 while sys.argv[1].startswith("-"):
     options.append(sys.argv.pop(1))
@@ -30,9 +34,13 @@ for rank in range(int(of["ntasks"])):
     own = {"SLURM_PROCID": str(rank), "SLURMD_NODENAME": f"node{rank % 2}"}
     env = {**os.environ, **given, **own, "OPTIONS": " ".join(options)}
     tasks.append(subprocess.Popen(sys.argv[1:], env=env, stdout=subprocess.PIPE,
-                                  text=True, start_new_session=True))
-for number in (signal.SIGTERM, signal.SIGINT):
-    signal.signal(number, lambda *_: [os.killpg(t.pid, number) for t in tasks])
+                                  text=True, start_new_session=True,
+                                  preexec_fn=lambda: signal.pthread_sigmask(
+                                      signal.SIG_UNBLOCK, [signal.SIGTERM])))
+signal.signal(
+    signal.SIGTERM, lambda *_: [os.killpg(task.pid, signal.SIGTERM) for task in tasks]
+)
+signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
 for rank, task in enumerate(tasks):
     for line in task.stdout:
         print(f"{rank}: {line}", end="", flush=True)
@@ -94,11 +102,31 @@ def sbatch(tmp_path):
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
+                for pid in left(notes):
+                    os.kill(pid, signal.SIGKILL)
         assert not (tmp_path / "OWNED").exists()
+        until(lambda: not left(notes))
         names = sorted(n for n in os.listdir(notes) if not n.endswith("part"))
         return code, {name: json.loads((notes / name).read_text()) for name in names}
 
     return run
+
+
+def left(notes):
+    """The processes of a job that there are still."""
+    found = []
+    for path in pathlib.Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if f"NOTES={notes}\0".encode() in path.read_bytes():
+                found.append(int(path.parent.name))
+    return found
+
+
+def until(claim, seconds=20):
+    end = time.monotonic() + seconds
+    while not claim():
+        assert time.monotonic() < end, "it has not come true"
+        time.sleep(0.01)
 
 
 def options(*arguments, **others):
