@@ -65,20 +65,21 @@ class Saver:
         if self._is_saved(step, what):
             return False
         written = WrittenState(state, None)
+        # Nothing is restored meanwhile by another thread.
         with written.snapshot(step):
             entries, arrays = written.saved()
-        _checkpoint_agreement.compare_leaves(what, _leaves(entries))
-        record = Record(step, entries, metrics, extra)
-        self._unfinished = self._prepare(step, what)
-        try:
-            with _checkpoint_agreement.watched(what):
-                folder = self._folder.path / self._unfinished
-                self._backend.begin(folder, arrays, record)
-        except (OSError, ValueError) as error:
-            raise self._unwritten(step, first_line(error)) from error
-        self._writing = step
-        self._thread = threading.Thread(target=self._finish, name="checkpoint")
-        self._thread.start()
+            _checkpoint_agreement.compare_leaves(what, _leaves(entries))
+            record = Record(step, entries, metrics, extra)
+            self._unfinished = self._prepare(step, what)
+            try:
+                with _checkpoint_agreement.watched(what):
+                    folder = self._folder.path / self._unfinished
+                    self._backend.begin(folder, arrays, record)
+            except (OSError, ValueError) as error:
+                raise self._unwritten(step, first_line(error)) from error
+            self._writing = step
+            self._thread = threading.Thread(target=self._finish, name="checkpoint")
+            self._thread.start()
         if not self._asynchronous:
             self.wait()
         return True

@@ -60,6 +60,7 @@ class ClosureQueue(Generic[_Closure]):
         self._last_error: BaseException | None = None
         self._is_stopped = False
         self._pauses: collections.Counter[int] = collections.Counter()  # by threads
+        self._is_held = False
         lock = threading.Lock()
         self._work = threading.Condition(lock)  # to be had, or never again
         self._room = threading.Condition(lock)  # in the queue, or an error
@@ -142,6 +143,8 @@ class ClosureQueue(Generic[_Closure]):
         """For a `with` block: nothing runs, and nothing without a tag is given out."""
         thread = threading.get_ident()
         with self._lock:
+            if thread not in self._pauses:
+                self._ended.wait_for(lambda: self._is_stopped or not self._is_held)
             self._refuse_if_stopped()
             self._pauses[thread] += 1
         try:
@@ -154,6 +157,31 @@ class ClosureQueue(Generic[_Closure]):
                 self._pauses[thread] -= 1
                 self._pauses += collections.Counter()  # forgets who has none
                 self._work.notify_all()
+                self._ended.notify_all()
+
+    def hold(self) -> None:
+        """Give out nothing without a tag, until `resume`; does not wait."""
+        with self._lock:
+            self._is_held = True
+
+    def wait_alone(self) -> None:
+        """Wait until nothing runs and nobody else has a pause; after `hold`."""
+        with self._lock:
+            self._ended.wait_for(
+                lambda: self._is_stopped or not (self._running or self._pauses)
+            )
+
+    def resume(self) -> None:
+        """Go on after `hold`."""
+        with self._lock:
+            self._is_held = False
+            self._wake()
+
+    def each_queued(self, tell: Callable[[_Closure], object]) -> None:
+        """Call a function with each closure that waits without a tag."""
+        with self._lock:
+            for closure in self._queued:
+                tell(closure)
 
     def check_waiting(self) -> None:
         """Raise where waiting for a closure would last for ever.
@@ -180,7 +208,7 @@ class ClosureQueue(Generic[_Closure]):
             while not self._is_stopped:
                 if tag is not None and self._tagged.get(tag):
                     return self._tagged[tag].popleft()
-                if self._queued and not self._pauses:
+                if self._queued and not (self._pauses or self._is_held):
                     return self._start(self._queued.popleft(), tag)
                 left = None if end is None else end - time.monotonic()
                 if left is not None and left <= 0:
@@ -262,12 +290,12 @@ class ClosureQueue(Generic[_Closure]):
 
     def _end(self, closure: _Closure) -> None:
         del self._running[id(closure)]
-        is_awaited = not self._queued or self.has_failed or self._pauses
-        if not self._running and is_awaited:
+        is_awaited = not self._queued or self.has_failed
+        if not self._running and (is_awaited or self._pauses or self._is_held):
             self._ended.notify_all()
 
     def _is_done(self) -> bool:
-        return not self._queued and not self._running
+        return not (self._queued or self._running or self._is_held)
 
     def _wait_for(self, claim: Callable[[], bool], end: float | None) -> bool:
         left = None if end is None else max(0.0, end - time.monotonic())

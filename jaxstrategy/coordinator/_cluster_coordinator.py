@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from jaxstrategy._errors import CancelledError
+from jaxstrategy.checkpoint._manager import CheckpointManager
 from jaxstrategy.contexts import _context
 from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
 from jaxstrategy.coordinator._coordinator_metrics import CoordinatorMetrics
@@ -33,6 +34,7 @@ from jaxstrategy.coordinator._schedule_arguments import (
     plain,
 )
 from jaxstrategy.coordinator._scheduler import Scheduler, end_later
+from jaxstrategy.coordinator._server_restarts import ServerRestarts
 from jaxstrategy.coordinator._shard_iterator import DatasetOfShard, shard_iterators
 from jaxstrategy.coordinator._shard_sums import shard_sums
 from jaxstrategy.coordinator._worker_states import WorkerStates
@@ -70,11 +72,20 @@ class ClusterCoordinator:
       strategy: a `ParameterServerStrategy`.
       max_restarts: how often in five minutes a worker is started again that finishes no
         function in between; then that is an error, and the others go on without it. By
-        default 3 times.
+        default 3 times. Likewise of parameter servers, with `restore_from`.
+      restore_from: has a lost parameter server started again, where the backend can do
+        that (threads and processes of this host). All variables on all servers are then
+        rolled back together to the last checkpoint of this manager. Workers start anew,
+        too, and their data sets and own variables with them. What was queued or ran
+        goes on; what had finished since the checkpoint is lost, as a warning of the
+        next `schedule`, `join` or `done` says. If there is no checkpoint yet, one of
+        step 0 is saved now. Without a manager a lost server is an error for ever.
+      state: what that manager saves, with all variables that functions use.
 
     Raises:
       ValueError: it is another strategy, or has a coordinator with other options; or
-        `max_restarts` is negative.
+        `max_restarts` is negative, its backend cannot start servers again, or `state`
+        has no variables on servers.
 
     >>> import jaxstrategy as js
     >>> strategy = js.ParameterServerStrategy(workers=2, backend="threads")
@@ -98,9 +109,15 @@ class ClusterCoordinator:
     _tracer: FunctionPreparer
     _scheduler: Scheduler
     _tracings: Stopwatch
+    _restore_from: CheckpointManager | None = None
 
     def __new__(
-        cls, strategy: AbstractStrategy, *, max_restarts: int | None = None
+        cls,
+        strategy: AbstractStrategy,
+        *,
+        max_restarts: int | None = None,
+        restore_from: CheckpointManager | None = None,
+        state: PyTree = None,
     ) -> Self:
         """The coordinator of `strategy`."""
         if not isinstance(strategy, ParameterServerStrategy):
@@ -113,22 +130,45 @@ class ClusterCoordinator:
             found = strategy.coordinator
             if isinstance(found, cls) and not found._scheduler.is_stopped:
                 check_restarts(max_restarts, found._scheduler.max_restarts)
+                found._check_manager(restore_from)
                 return found
-            made = strategy.coordinator = cls._made(strategy, max_restarts)
+            made = cls._made(strategy, max_restarts, restore_from, state)
+            strategy.coordinator = made
         return made
 
     @classmethod
-    def _made(cls, strategy: ParameterServerStrategy, max_restarts: int | None) -> Self:
+    def _made(
+        cls,
+        strategy: ParameterServerStrategy,
+        max_restarts: int | None,
+        restore_from: CheckpointManager | None,
+        state: PyTree,
+    ) -> Self:
         backend = strategy.backend
         tracer = FunctionTracer(strategy, strategy.server_pool, backend.platforms)
         check_restarts(max_restarts)
         options = {} if max_restarts is None else {"max_restarts": max_restarts}
+        restarts = None
+        if restore_from is not None:
+            limit = 3 if max_restarts is None else max_restarts
+            pool = strategy.server_pool
+            restarts = ServerRestarts(backend, pool, restore_from, state, limit)
         self = cls._of(strategy, backend, tracer, **options)
+        self._restore_from = restore_from
+        if restarts is not None:
+            self._scheduler.recover(restarts)
         policy = strategy.variable_policy
         assert isinstance(policy, ServerVariables), "it is that strategy's"
         policy.read_copies = self._scheduler.copies
         policy.pause = self._scheduler.snapshot
         return self
+
+    def _check_manager(self, restore_from: CheckpointManager | None) -> None:
+        if restore_from not in (None, self._restore_from):
+            raise ValueError(
+                "`restore_from` was given, and the strategy has a coordinator without "
+                "it, or with another one, already. Close that one before."
+            )
 
     @classmethod
     def _of(

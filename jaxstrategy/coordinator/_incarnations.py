@@ -39,6 +39,11 @@ class Incarnations:
             for server in self._servers:
                 server.fence(worker, self._numbers[worker])
 
+    def fence_all(self) -> None:
+        """As `fence`, of all workers."""
+        for worker in range(len(self._numbers)):
+            self.fence(worker)
+
 
 # A second coordinator of the same servers goes on from the numbers of the first.
 _of_backends: weakref.WeakKeyDictionary[AbstractWorkerBackend, list[int]] = (

@@ -45,6 +45,9 @@ class WorkerClosure(AbstractClosure):
     def described(self) -> str:
         """Its name and the line of the user's code that it is from."""
 
+    def renumber(self) -> None:
+        """What it has pushed before was undone."""
+
     def fail(self, error: BaseException) -> None:
         """It has raised this, or can have no results because of this."""
         self.value.set_error(error)
@@ -77,6 +80,7 @@ class ScheduledClosure(WorkerClosure):
     ) -> None:
         super().__init__(value)
         self._number = number
+        self._has_run = False
         self._fn = fn
         self._prepared = prepared
         self._numbers = numbers
@@ -94,10 +98,17 @@ class ScheduledClosure(WorkerClosure):
 
     def run(self, life: WorkerLife, worker: int, incarnation: int) -> object:
         """Its arrays; traced again if the worker has elements of another type."""
+        self._has_run = True
         number = CallNumber(self._number, self._numbers.finished, worker, incarnation)
         call = life.call_until_end if self._until_end else life.call
         self._prepared, results = call(self._prepared, number)
         return results
+
+    def renumber(self) -> None:
+        """What it has pushed before was undone, and does not count as pushed."""
+        if self._has_run:
+            self._numbers.end(self._number)
+            self._number = self._numbers.begin()
 
     def succeed(self, results: Any) -> None:
         """It has returned these arrays; or they are its sums already."""

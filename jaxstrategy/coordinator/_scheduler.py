@@ -8,7 +8,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, final
 
 import numpy as np
@@ -21,12 +21,14 @@ from jaxstrategy.coordinator._function_names import function_name
 from jaxstrategy.coordinator._function_numbers import FunctionNumbers
 from jaxstrategy.coordinator._incarnations import Incarnations
 from jaxstrategy.coordinator._prepared_function import PreparedFunction
+from jaxstrategy.coordinator._recovery import Recovery
 from jaxstrategy.coordinator._remote_value import RemoteValue
 from jaxstrategy.coordinator._scheduled_closure import (
     ScheduledClosure,
     WorkerClosure,
     WorkerTask,
 )
+from jaxstrategy.coordinator._server_restarts import ServerRestarts
 from jaxstrategy.coordinator._worker_life import WorkerLife
 from jaxstrategy.coordinator._worker_states import (
     WorkerActivity,
@@ -73,7 +75,10 @@ class Scheduler:
         self.max_restarts = max_restarts
         self._patience = patience
         self._kept: weakref.WeakSet[WorkerResource] = weakref.WeakSet()
-        failures = Failures(self._queue, self._incarnations, backend.num_workers)
+        self._recovery: Recovery | None = None
+        self._failures = failures = Failures(
+            self._queue, self._incarnations, backend.num_workers
+        )
         self._threads = [
             WorkerThread(
                 index,
@@ -92,8 +97,16 @@ class Scheduler:
         for thread in self._threads:
             thread.start()
 
+    def recover(self, restarts: ServerRestarts) -> None:
+        """Have lost servers started again from now on."""
+        self._recovery = self._failures.recovery = Recovery(
+            restarts, self._queue, self._incarnations, self._finished, self._renew
+        )
+        self._recovery.start()
+
     def raise_error(self) -> None:
         """Raise what is to be raised, once nothing runs any more."""
+        self._tell()
         if self._queue.has_failed or self._queue.is_stopped:
             self._queue.done()
 
@@ -111,6 +124,8 @@ class Scheduler:
         Raises:
           BaseException: the first error of those before; this one is not queued.
         """
+        if self._recovery is not None:
+            self._recovery.check(number for number, _ in prepared.program.homes)
         for resource in prepared.resources:
             self.keep(resource)
         number = self._numbers.begin()
@@ -167,7 +182,9 @@ class Scheduler:
         while True:
             left = _POLL_SECONDS if end is None else end - time.monotonic()
             if self._queue.wait(max(0.0, min(left, _POLL_SECONDS))):
+                self._tell()
                 return
+            self._tell()
             if end is not None and time.monotonic() >= end:
                 raise TimeoutError(self._unfinished(timeout or 0.0))
             if not all(state.activity in _AWAY for state in self.states):
@@ -180,13 +197,18 @@ class Scheduler:
         """For a `with` block: no function runs, nor begins."""
         return self._queue.paused()
 
-    def snapshot(self, step: int) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def snapshot(self, step: int) -> Iterator[None]:
         """Likewise, for the variables of a checkpoint; also once this is stopped.
 
         Args:
           step: of the checkpoint.
         """
-        return contextlib.nullcontext() if self.is_stopped else self.paused()
+        if not self.is_stopped:
+            with self.paused(), self._noted(step):
+                yield
+        else:
+            yield
 
     def done(self) -> bool:
         """Whether all has ended.
@@ -194,6 +216,7 @@ class Scheduler:
         Raises:
           BaseException: the first error of a function.
         """
+        self._tell()
         return self._queue.done()
 
     @property
@@ -227,11 +250,28 @@ class Scheduler:
     def stop(self, seconds: float = 0.0) -> None:
         """End all workers and threads; waits for them no longer than this."""
         self._queue.stop()
+        if self._recovery is not None:
+            self._recovery.stop()
         for thread in self._threads:
             thread.stop()
         end = time.monotonic() + seconds
         for thread in self._threads:
             thread.join(max(0.0, end - time.monotonic()))
+
+    def _noted(self, step: int) -> contextlib.AbstractContextManager[None]:
+        recovery = self._recovery
+        return contextlib.nullcontext() if recovery is None else recovery.noted(step)
+
+    def _tell(self) -> None:
+        if self._recovery is not None:
+            self._recovery.tell()
+
+    def _finished(self) -> int:
+        return sum(thread.record.functions for thread in self._threads)
+
+    def _renew(self) -> None:
+        for thread in self._threads:
+            thread.renew()
 
     def _unfinished(self, timeout: float) -> str:
         states = self.states

@@ -59,6 +59,7 @@ class WorkerThread:
         self._delay = delay
         self._life: WorkerLife | None = None
         self._gone: deque[int] = deque()
+        self._is_excused = False
         self._is_stopped = threading.Event()
         self._thread = threading.Thread(
             target=self._run, name=f"{THREAD_NAME} {index}", daemon=True
@@ -76,6 +77,13 @@ class WorkerThread:
         self._is_stopped.set()
         life = self._life
         if life is not None:
+            life.kill()
+
+    def renew(self) -> None:
+        """End the worker without blame; it is started again."""
+        life = self._life
+        if life is not None:
+            self._is_excused = True
             life.kill()
 
     def join(self, timeout: float) -> None:
@@ -167,7 +175,7 @@ class WorkerThread:
             raise
         except BaseException as error:
             self.record.error = f"{type(error).__name__}: {error}"
-            self._failures.failed(closure, error)
+            self._failures.failed(self._index, closure, error)
         else:
             if not closure.is_of_one_worker:
                 self._executions.add(time.perf_counter() - began)
@@ -180,9 +188,10 @@ class WorkerThread:
     def _lost(self, closure: WorkerClosure | None, lost: WorkerLost) -> None:
         """Give back what it was running, and decide whether it is started again."""
         self.record.activity, self.record.error = WorkerActivity.LOST, str(lost)
-        if not self._is_stopped.is_set():
+        is_excused, self._is_excused = self._is_excused, False
+        if not (self._is_stopped.is_set() or is_excused):
             self._deaths.add()
-        if self._failures.lost(self._index, closure, lost):
+        if self._failures.lost(self._index, closure, lost, is_excused):
             self._deaths.forget()  # it is not the worker that is ill
         if self._deaths.are_too_many:
             error = RuntimeError(

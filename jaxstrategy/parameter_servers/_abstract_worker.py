@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from jaxstrategy._errors import ParameterServerLost
 from jaxstrategy.parameter_servers._abstract_server import AbstractServer
 from jaxstrategy.parameter_servers._shipped_program import Call, ShippedProgram
 
@@ -81,6 +82,27 @@ class AbstractWorkerBackend(abc.ABC):
     @abc.abstractmethod
     def servers(self) -> Sequence[AbstractServer]:
         """The parameter servers, in their order."""
+
+    @property
+    def can_restart_servers(self) -> bool:
+        """Whether `restart_servers` works."""
+        return False
+
+    def restart_servers(self, servers: Sequence[int]) -> None:
+        """Start lost servers again, which then have nothing.
+
+        The objects in `servers` stay; workers may be ended by this.
+
+        Args:
+          servers: their numbers.
+
+        Raises:
+          ParameterServerLost: one did not come up, or is not this backend's to start.
+        """
+        raise ParameterServerLost(
+            f"Parameter servers {list(servers)} are lost, and a {type(self).__name__} "
+            "cannot start them again."
+        )
 
     @abc.abstractmethod
     def start(self, worker: int, incarnation: int) -> AbstractWorker:

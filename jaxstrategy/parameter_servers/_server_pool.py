@@ -41,7 +41,7 @@ class ServerPool:
         self._lock = threading.Lock()
         self._homes: dict[int, int] = {}
         self._gone: list[int] = []
-        self._defined: set[tuple[int, str]] = set()
+        self._defined: dict[tuple[int, str], bytes] = {}
 
     def next(self) -> int:
         """The number of the server whose turn it is; then it is the next one's."""
@@ -83,4 +83,10 @@ class ServerPool:
         """Send a program for updates to a server, once."""
         if (server, program.key) not in self._defined:
             self.servers[server].define(program.key, program.exported)
-            self._defined.add((server, program.key))
+            self._defined[server, program.key] = program.exported
+
+    def define_again(self, server: int) -> None:
+        """Send all programs for updates to a server that was started again."""
+        for (number, key), exported in list(self._defined.items()):
+            if number == server:
+                self.servers[server].define(key, exported)

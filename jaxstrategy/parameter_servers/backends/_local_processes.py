@@ -12,6 +12,7 @@ from jaxstrategy._errors import ParameterServerLost, WorkerLost
 from jaxstrategy.launch._guarded_process import Guard
 from jaxstrategy.parameter_servers._abstract_server import AbstractServer
 from jaxstrategy.parameter_servers._abstract_worker import AbstractWorkerBackend
+from jaxstrategy.parameter_servers._restarted_server import RestartedServer
 from jaxstrategy.parameter_servers.backends import _child_environment, _child_roles
 from jaxstrategy.parameter_servers.backends._child import Task
 from jaxstrategy.parameter_servers.backends._child_devices import ChildDevices
@@ -71,7 +72,11 @@ class LocalProcesses(AbstractWorkerBackend):
         self._close = children.close
         starter = _Starter(children, workers, self._devices, start_seconds)
         self._server_children = [starter.server(k) for k in range(parameter_servers)]
-        self._servers = [RemoteServer(self._peer(c)) for c in self._server_children]
+        self._servers = [
+            RestartedServer(RemoteServer(self._peer(child)))
+            for child in self._server_children
+        ]
+        self._start_server = starter.server
         self._places = [WorkerPlace(starter.worker(k)) for k in range(workers)]
 
     @property
@@ -129,6 +134,31 @@ class LocalProcesses(AbstractWorkerBackend):
         """
         self._places[worker].kill()
 
+    @property
+    def can_restart_servers(self) -> bool:
+        """True."""
+        return True
+
+    def restart_servers(self, servers: Sequence[int]) -> None:
+        """New processes of parameter servers, and of all workers, which know them.
+
+        Raises:
+          ParameterServerLost: one did not start.
+        """
+        for number in servers:
+            old, child = self._server_children[number], self._start_server(number)
+            old.kill()
+            old.close()
+            self._server_children[number] = child
+            if not child.is_ready():
+                raise ParameterServerLost(
+                    f"Parameter server {number} did not start again. The last that it "
+                    f"wrote:\n{child.last_output()}"
+                )
+            self._servers[number].server = RemoteServer(self._peer(child))
+        for place in self._places:
+            place.renew()
+
     def close(self) -> None:
         """End all processes: asked to first, then made to."""
         self._close()
@@ -156,8 +186,11 @@ class _Starter:
             _child_environment.of_child(self._environment, 1, 1),
             lambda child: None,
         )
-        assert child is not None
-        self._servers.append(child)
+        if child is None:
+            raise ParameterServerLost(
+                f"Parameter server {number} is lost: all processes were ended."
+            )
+        self._servers[number:] = [child, *self._servers[number + 1 :]]
         return child
 
     def worker(self, index: int) -> Callable[[Ended], ChildProcess | None]:

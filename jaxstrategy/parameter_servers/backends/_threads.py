@@ -16,8 +16,10 @@ from jaxstrategy.parameter_servers._abstract_worker import (
     AbstractWorkerBackend,
     Builder,
 )
+from jaxstrategy.parameter_servers._restarted_server import RestartedServer
 from jaxstrategy.parameter_servers._shipped_program import Call, ShippedProgram
 from jaxstrategy.parameter_servers._worker_engine import WorkerEngine
+from jaxstrategy.parameter_servers.backends._killed_server import KilledServer
 from jaxstrategy.parameter_servers.store._store import Store
 from jaxstrategy.replicas import _devices
 from jaxstrategy.replicas._devices import Device
@@ -57,7 +59,7 @@ class Threads(AbstractWorkerBackend):
                 f"`devices_per_worker` was {devices_per_worker}, and there are "
                 f"{len(self._devices)} devices. `js.simulate(n)` makes some."
             )
-        self._servers = tuple(Store() for _ in range(count))
+        self._servers = tuple(RestartedServer(Store()) for _ in range(count))
         self._lives: dict[int, _ThreadWorker] = {}
 
     @property
@@ -94,6 +96,20 @@ class Threads(AbstractWorkerBackend):
     def kill(self, worker: int) -> None:
         """End a worker as if its process had died; another one is started."""
         self._lives[worker].kill()
+
+    def kill_server(self, server: int) -> None:
+        """End a parameter server as if its process had died, with what it has."""
+        self._servers[server].server = KilledServer(server)
+
+    @property
+    def can_restart_servers(self) -> bool:
+        """True."""
+        return True
+
+    def restart_servers(self, servers: Sequence[int]) -> None:
+        """New parameter servers, which have nothing."""
+        for number in servers:
+            self._servers[number].server = Store()
 
     def close(self) -> None:
         """End all workers."""

@@ -42,6 +42,15 @@ class WorkerPlace:
             old.close()
         return child
 
+    def renew(self) -> None:
+        """End the process, and start one that knows the servers that there are now."""
+        with self._lock:
+            old = self._child
+            self._child, self._is_used = self._start(self._ended), False
+        if old is not None:
+            old.kill()
+            old.close()
+
     def kill(self) -> None:
         """End the process that there is now."""
         child = self._child

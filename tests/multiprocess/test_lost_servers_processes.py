@@ -1,0 +1,88 @@
+"""Processes of parameter servers are started again with what a checkpoint has."""
+
+import os
+import pathlib
+import signal
+import warnings
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxstrategy as js
+from jaxstrategy.checkpoint import CheckpointManager
+from jaxstrategy.coordinator import ClusterCoordinator, LocalProcesses
+
+pytestmark = pytest.mark.slow
+
+
+def is_alive(pid):
+    try:
+        status = pathlib.Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return False
+    return status.rpartition(")")[2].split()[0] not in "ZX"
+
+
+def pids_of(backend):
+    """All processes of a backend, by their names."""
+    living = backend._close.__self__._living
+    return {child.name: child.pid for child in living if child.end is None}
+
+
+def test_all_variables_go_back_together_when_servers_are_killed(tmp_path):
+    """One that runs, one that is stopped, both at once: functions count once."""
+    backend = LocalProcesses(2, 2, patience=1.5)
+    strategy = js.ParameterServerStrategy(backend=backend)
+    with strategy.scope():
+        state = [js.Variable(jnp.zeros(50)) for _ in range(2)]
+    first, second = state
+    seen = set(pids_of(backend).values())
+    manager = CheckpointManager(tmp_path)
+    coordinator = ClusterCoordinator(strategy, restore_from=manager, state=state)
+
+    @coordinator.function
+    def step(x):
+        first.assign_add(jnp.ones(50))
+        second.update(lambda old, by: old + by, jnp.ones(50))
+        return x
+
+    def check(total):
+        for variable in state:
+            np.testing.assert_array_equal(variable.value(), np.full(50, total))
+
+    try:
+        total = 0
+        for number, (servers, how) in enumerate(
+            [([0], signal.SIGKILL), ([1], signal.SIGSTOP), ([0, 1], signal.SIGKILL)]
+        ):
+            for _ in range(5):
+                coordinator.schedule(step, (0.0,))
+            coordinator.join(timeout=120)
+            total += 5
+            check(total)
+            manager.save(number + 1, state)
+            manager.wait()
+            values = [coordinator.schedule(step, (float(i),)) for i in range(40)]
+            values[10].fetch()
+            pids = pids_of(backend)
+            seen.update(pids.values())
+            for server in servers:
+                os.kill(pids[f"parameter server {server}"], how)
+            with warnings.catch_warnings(record=True) as told:
+                warnings.simplefilter("always")
+                coordinator.join(timeout=120)
+            texts = [str(w.message) for w in told if "rolled back" in str(w.message)]
+            assert len(texts) == 1 and f"checkpoint {number + 1}:" in texts[0]
+            lost = int(texts[0].split("what ")[1].split()[0])
+            assert 11 <= lost <= 40
+            total += 40 - lost
+            check(total)
+            assert coordinator.fetch(values) == list(range(40))
+        # No worker is to blame, and none was given up.
+        assert len(pids_of(backend)) == 4
+    finally:
+        seen.update(pids_of(backend).values())
+        strategy.close()
+        manager.close()
+    assert not any(map(is_alive, seen))
