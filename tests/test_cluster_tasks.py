@@ -15,7 +15,7 @@ import jaxstrategy as js
 from jaxstrategy.cluster.connections._secret import Secret
 from jaxstrategy.parameter_servers import __main__ as program
 from jaxstrategy.parameter_servers._operations import CallNumber, Read, ServerOperation
-from jaxstrategy.parameter_servers.backends import _cluster_tasks
+from jaxstrategy.parameter_servers.backends import _called_tasks
 from jaxstrategy.parameter_servers.backends._chosen_backend import chosen_backend
 from jaxstrategy.parameter_servers.backends._cluster_session import Hello
 from jaxstrategy.parameter_servers.backends._cluster_tasks import ClusterTasks
@@ -69,7 +69,7 @@ def coordinate(cluster, monkeypatch):
     with contextlib.ExitStack() as closing:
 
         def made(name="first", **options):
-            monkeypatch.setattr(_cluster_tasks, "COORDINATOR", name)
+            monkeypatch.setattr(_called_tasks, "COORDINATOR", name)
             options = {"start_seconds": 10, "patience": 5} | options
             backend = ClusterTasks(resolver(cluster), **options)
             closing.callback(backend.close)
@@ -164,8 +164,8 @@ def test_a_server_that_was_started_anew_is_lost(cluster, serve, coordinate):
 
     assert made_on(worker, reads) == 0
     with pytest.raises(ConnectionAbortedError, match="was started anew"):
-        hello = backend._hello("join")
-        _cluster_tasks.joined(cluster["ps"][0], Secret(SECRET), hello)
+        hello = backend._calls._hello("join")
+        _called_tasks.joined(cluster["ps"][0], Secret(SECRET), hello)
 
 
 class Breaking:
@@ -235,7 +235,7 @@ def test_a_server_that_is_gone_is_lost_at_once(serve, coordinate):
 
 
 def test_a_worker_that_comes_late_is_found(serve, coordinate, capsys, monkeypatch):
-    monkeypatch.setattr(_cluster_tasks, "_SAID_SECONDS", 0.0)
+    monkeypatch.setattr(_called_tasks, "_SAID_SECONDS", 0.0)
     serve("ps"), serve("worker", 1)
     backend = coordinate()
     found = []

@@ -31,6 +31,9 @@ from jaxstrategy.coordinator._worker_states import WorkerStates as WorkerStates
 from jaxstrategy.parameter_servers.backends._local_processes import (
     LocalProcesses as LocalProcesses,
 )
+from jaxstrategy.parameter_servers.backends._ray_processes import (
+    RayProcesses as RayProcesses,
+)
 from jaxstrategy.parameter_servers.backends._threads import Threads as Threads
 from jaxstrategy.text import _absent
 

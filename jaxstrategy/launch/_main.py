@@ -52,11 +52,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with _signals_to(events), contextlib.closing(Guard()) as guard:
             return RoleJob(options, events, guard).run()
     try:
-        # Ray takes SIGTERM for itself when it is connected, so ours is set after that.
         with (
             _signals_to(events),
             contextlib.closing(_machines(options, events)) as machines,
-            _signals_to(events),
         ):
             return Job(options, events, machines).run()
     except (ClusterError, MissingExtraError) as error:

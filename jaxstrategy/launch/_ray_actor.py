@@ -53,6 +53,7 @@ class ProcessActor:
         variables: Mapping[str, str],
         folder: str | None,
         script: str | None,
+        joined: bool = False,
     ) -> None:
         """Start the process.
 
@@ -61,6 +62,7 @@ class ProcessActor:
           variables: of its environment, besides those of this machine.
           folder: where it runs; None: where this actor does.
           script: a file that must be there.
+          joined: whether it writes errors to the same stream as all else.
 
         Raises:
           FileNotFoundError: there is no such folder or script.
@@ -83,6 +85,7 @@ class ProcessActor:
                 "the process",
                 self._guard,
                 self._code.set_result,
+                joined=joined,
                 folder=where,
             )
         finally:

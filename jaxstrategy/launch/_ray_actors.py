@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +29,9 @@ class RayActors:
       is_stopped: whether to wait no longer.
       tell: what is said if that takes a while.
 
+    Attributes:
+      ray: the module.
+
     Raises:
       ClusterError: there is no room.
     """
@@ -41,14 +45,16 @@ class RayActors:
         is_stopped: Callable[[], bool] = lambda: False,
         tell: Callable[[str], None] = lambda text: None,
     ) -> None:
-        self._ray = cluster.ray
+        self.ray = cluster.ray
+        self._cluster = cluster
+        self._lock = threading.Lock()
         self._bundles = bundles
         self._actors: list[Any] = []
         for module in (_guarded_process, _ray_actor, _started_process):
-            self._ray.cloudpickle.register_pickle_by_value(module)
+            self.ray.cloudpickle.register_pickle_by_value(module)
         if cluster.is_own:
             self._check_own()
-        self._group = self._ray.util.placement_group(
+        self._group = self.ray.util.placement_group(
             [dict(bundle) for bundle in bundles], strategy=placement
         )
         try:
@@ -63,7 +69,7 @@ class RayActors:
 
         wanted = dict(self._bundles[bundle])
         actor = (
-            self._ray.remote(ProcessActor)
+            self.ray.remote(ProcessActor)
             .options(
                 num_cpus=wanted.pop("CPU", 0),
                 num_gpus=wanted.pop("GPU", 0),
@@ -76,19 +82,25 @@ class RayActors:
             )
             .remote()
         )
-        self._actors.append(actor)
+        with self._lock:
+            self._actors.append(actor)
         return actor
 
     def end(self, actor: Any) -> None:
         """End an actor, and with it what is left of its process."""
-        self._actors.remove(actor)
-        self._ray.kill(actor)
+        with self._lock:
+            if actor not in self._actors:
+                return  # with all others
+            self._actors.remove(actor)
+        self.ray.kill(actor)
 
     def close(self) -> None:
         """End all actors and give the room back; may be called twice."""
-        for actor in list(self._actors):
+        if not self.ray.is_initialized():
+            return  # Ray itself ended them when this process disconnected
+        for actor in tuple(self._actors):
             self.end(actor)
-        self._ray.util.remove_placement_group(self._group)
+        self.ray.util.remove_placement_group(self._group)
 
     def _wait(
         self,
@@ -109,8 +121,8 @@ class RayActors:
                 raise ClusterError(
                     f"Ray has no room for {self._described()} ({placement}). The "
                     f"cluster has {_amounts(self._there())} in all, on "
-                    f"{with_noun(self._count_machines(), 'machine')}; what others use "
-                    "of that is not free. Ask for less, or wait longer."
+                    f"{with_noun(len(self._cluster.machines()), 'machine')}; what "
+                    "others use of that is not free. Ask for less, or wait longer."
                 )
 
     def _check_own(self) -> None:
@@ -135,11 +147,8 @@ class RayActors:
 
     def _there(self) -> dict[str, float]:
         names = {"CPU", "GPU"}.union(*self._bundles)
-        there = self._ray.cluster_resources()
+        there = self.ray.cluster_resources()
         return {name: there[name] for name in sorted(names & set(there))}
-
-    def _count_machines(self) -> int:
-        return sum(node["Alive"] for node in self._ray.nodes())
 
 
 def _amounts(resources: Mapping[str, float]) -> str:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib
 import os
 import secrets
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
 from types import ModuleType
 from typing import ClassVar, final
@@ -40,7 +42,12 @@ class RayCluster:
         self._head: _Head | None = None
         self._is_connected_here = False
         loaded = sys.modules.get("ray")
-        if address is None and loaded is not None and loaded.is_initialized():
+        if loaded is not None and loaded.is_initialized():
+            if address or working_dir:
+                raise ClusterError(
+                    "This process is connected to Ray already, which is used where no "
+                    "other address and no folder to copy are given."
+                )
             self.ray: ModuleType = loaded
             return
         address = address or os.environ.get(ADDRESS, "")
@@ -59,6 +66,10 @@ class RayCluster:
     def is_own(self) -> bool:
         """Whether it was started for this, so that nobody will ever add machines."""
         return self._head is not None
+
+    def machines(self) -> list[str]:
+        """The identifiers of the machines that it has now."""
+        return [node["NodeID"] for node in self.ray.nodes() if node["Alive"]]
 
     def close(self) -> None:
         """End what was started and connected here; may be called twice."""
@@ -140,6 +151,7 @@ def imported() -> ModuleType:
 
 
 def _connect(ray: ModuleType, address: str, working_dir: str | None) -> None:
+    handler = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(
             address=address,
@@ -159,3 +171,6 @@ def _connect(ray: ModuleType, address: str, working_dir: str | None) -> None:
             f"head, and has a Ray that asks for a token {_MODE}=token and {_TOKEN} "
             "here as well?"
         ) from error
+    if threading.current_thread() is threading.main_thread():
+        # Ray takes it for itself; a job that saves its state when it comes needs it.
+        signal.signal(signal.SIGTERM, handler)

@@ -12,17 +12,16 @@ from typing import Any, NamedTuple, final
 
 from jaxstrategy._errors import ClusterError
 from jaxstrategy.cluster.connections._secret import Secret
+from jaxstrategy.cluster.connections._wire import address_of
 from jaxstrategy.launch import _environment
 from jaxstrategy.launch._launch_options import Options
 from jaxstrategy.launch._machines import AbstractMachines
 from jaxstrategy.launch._ray_actors import RayActors
 from jaxstrategy.launch._ray_cluster import RayCluster
-from jaxstrategy.launch._ray_options import RayOptions
+from jaxstrategy.launch._ray_options import HANDED_ON, RayOptions
 from jaxstrategy.launch._ray_process import RayStartedProcess
 from jaxstrategy.launch._started_process import AbstractStartedProcess
 from jaxstrategy.launch._workers import Ended, Events
-
-_HANDED_ON = ("JAX_", "JAXSTRATEGY_", "XLA_")
 
 
 @final
@@ -118,7 +117,7 @@ class RayMachines(AbstractMachines):
         alone = all(one.machine == first.machine for one in placed)
         host = "127.0.0.1" if alone else first.host
         port = self._cluster.ray.get(first.actor.free_port.remote(host))
-        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        return address_of(host, port)
 
     def _variables(self, options: Options) -> dict[str, str]:
         """What all processes get of this one's environment, and of the options."""
@@ -126,7 +125,7 @@ class RayMachines(AbstractMachines):
         kept = {
             name: value
             for name, value in os.environ.items()
-            if name.startswith(_HANDED_ON) or name in named
+            if name.startswith(HANDED_ON) or name in named
         }
         return kept | _environment.common(options, os.environ)
 

@@ -12,6 +12,9 @@ from jaxstrategy.launch import _option_values
 
 ADDRESS = "RAY_ADDRESS"
 PLACEMENTS = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
+HANDED_ON = ("JAX_", "JAXSTRATEGY_", "XLA_")
+"""The beginnings of environment variables that go with processes to other machines."""
+
 _CLIENT = "ray://"
 _OPTIONS = {"resources": "resource", "variables": "env"}  # that are repeated
 

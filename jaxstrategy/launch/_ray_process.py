@@ -52,7 +52,8 @@ class RayStartedProcess(AbstractStartedProcess):
         self._actor.kill.remote()
 
     def close(self) -> None:
-        self._waiter.join()
+        if threading.current_thread() is not self._waiter:
+            self._waiter.join()
         try:
             self._ray.get(self._actor.close.remote(), timeout=_CLOSE_SECONDS)
         except self._ray.exceptions.RayError:

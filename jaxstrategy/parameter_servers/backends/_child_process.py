@@ -80,7 +80,7 @@ class ChildProcess:
                 descriptors=numbers,
             )
             read = functools.partial(self._process.read, 0)
-            self._output = OutputThread(name, read, self._show)
+            self._output = OutputThread(name, read, functools.partial(show, name))
         path = [os.path.abspath(entry) for entry in sys.path]
         self._tell({"path": path, **task})
         threading.Thread(
@@ -196,9 +196,11 @@ class ChildProcess:
         self._line.close()
         self._door.close()
 
-    def _show(self, line: bytes) -> None:
-        stream = sys.stderr
-        # Notebooks have streams of their own, and some programs have none.
-        with contextlib.suppress(AttributeError, ValueError, OSError):
-            stream.write(f"[{self.name}] {line.decode(errors='replace')}\n")
-            stream.flush()
+
+def show(name: str, line: bytes) -> None:
+    """Show a line that a process wrote, behind its name."""
+    stream = sys.stderr
+    # Notebooks have streams of their own, and some programs have none.
+    with contextlib.suppress(AttributeError, ValueError, OSError):
+        stream.write(f"[{name}] {line.decode(errors='replace')}\n")
+        stream.flush()

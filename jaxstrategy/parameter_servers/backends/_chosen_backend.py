@@ -9,6 +9,7 @@ from jaxstrategy.parameter_servers._abstract_worker import AbstractWorkerBackend
 from jaxstrategy.parameter_servers.backends._checked_cluster import is_for_servers
 from jaxstrategy.parameter_servers.backends._cluster_tasks import ClusterTasks
 from jaxstrategy.parameter_servers.backends._local_processes import LocalProcesses
+from jaxstrategy.parameter_servers.backends._ray_processes import RayProcesses
 from jaxstrategy.parameter_servers.backends._threads import Threads
 from jaxstrategy.text._lists import listed
 from jaxstrategy.text._shown import shown
@@ -31,6 +32,13 @@ def chosen_backend(
         return backend
     if backend == "threads":
         return Threads(workers or 1, parameter_servers or 1)
+    if backend == "ray":
+        if workers is None or resolver is not None:
+            raise ValueError(
+                "backend='ray' starts workers and parameter servers by itself: say how "
+                "many, as in workers=4, parameter_servers=2, and give no cluster."
+            )
+        return RayProcesses(workers, parameter_servers or 1)
     if backend not in (None, "processes"):
         raise TypeError(
             f"`backend` was {shown(backend)}; 'processes', 'threads', 'ray' or an "

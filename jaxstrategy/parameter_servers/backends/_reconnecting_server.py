@@ -38,6 +38,7 @@ class ReconnectingServer(AbstractServer):
       dial: makes a stream to what this strategy has there.
       patience: seconds without a sign of life, after which a connection is given up.
       seconds: how long the server may be out of reach.
+      last_output: what it wrote last, for errors.
     """
 
     def __init__(
@@ -46,11 +47,13 @@ class ReconnectingServer(AbstractServer):
         dial: Callable[[], Stream],
         patience: float,
         seconds: float = SECONDS,
+        last_output: Callable[[], str | None] | None = None,
     ) -> None:
         self._name = name
         self._dial = dial
         self._patience = patience
         self._seconds = seconds
+        self._last_output = last_output
         self._lock = threading.Lock()
         self._is_closed = False
         self._now = self._connected([])
@@ -121,8 +124,10 @@ class ReconnectingServer(AbstractServer):
                 try:
                     stream = self._dial()
                 except (ConnectionAbortedError, ConnectionRefusedError) as error:
+                    said = self._last_output() if self._last_output else None
+                    more = f"\nThe last that it wrote:\n{said}" if said else ""
                     raise ParameterServerLost(
-                        f"{self._name} is lost: {error}."
+                        f"{self._name} is lost: {error}.{more}"
                     ) from lost
                 except ConnectionError:
                     time.sleep(_PAUSE)
@@ -136,7 +141,9 @@ class ReconnectingServer(AbstractServer):
             except IndexError:
                 return self._dial()
 
-        peer = Peer(self._name, dial, ParameterServerLost, self._patience)
+        peer = Peer(
+            self._name, dial, ParameterServerLost, self._patience, self._last_output
+        )
         if made:
             peer.ask(WireFrame(Kind.PING))  # so that the stream is its to close
         return RemoteServer(peer)

@@ -4,15 +4,29 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import TypeAlias, final
+from typing import Any, Generic, Protocol, TypeVar, final
 
-from jaxstrategy.parameter_servers.backends._child_process import ChildProcess
 
-Ended: TypeAlias = Callable[[ChildProcess], None]
+class PlacedProcess(Protocol):
+    """A process that can be replaced by another one."""
+
+    @property
+    def end(self) -> str | None:
+        """How it has ended, in words; None while it has not."""
+
+    def kill(self) -> None:
+        """End it now."""
+
+    def close(self) -> None:
+        """Wait for its end."""
+
+
+ProcessT = TypeVar("ProcessT", bound=PlacedProcess)
+Ended = Callable[[Any], None]
 
 
 @final
-class WorkerPlace:
+class WorkerPlace(Generic[ProcessT]):
     """A worker's process, and the next one as soon as that has ended.
 
     A process that nobody has used is not replaced when it ends: what ends it would
@@ -22,14 +36,19 @@ class WorkerPlace:
       start: starts a process, whose end it tells; None when no more are started.
     """
 
-    def __init__(self, start: Callable[[Ended], ChildProcess | None]) -> None:
+    def __init__(self, start: Callable[[Ended], ProcessT | None]) -> None:
         self._start = start
         self._lock = threading.Lock()
         self._is_used = False
         with self._lock:  # it may end before it is known here
             self._child = start(self._ended)
 
-    def fresh(self) -> ChildProcess | None:
+    @property
+    def current(self) -> ProcessT | None:
+        """The process that there is now."""
+        return self._child
+
+    def fresh(self) -> ProcessT | None:
         """A process that was never given out; the one before it is ended."""
         with self._lock:
             old = self._child
@@ -57,7 +76,7 @@ class WorkerPlace:
         if child is not None:
             child.kill()
 
-    def _ended(self, child: ChildProcess) -> None:
+    def _ended(self, child: ProcessT) -> None:
         with self._lock:
             if child is self._child and self._is_used:
                 self._child, self._is_used = self._start(self._ended), False

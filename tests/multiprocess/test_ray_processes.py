@@ -1,0 +1,219 @@
+"""Workers and parameter servers on a Ray cluster, and what becomes of lost ones."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import ray_machines
+from ray_machines import DEADLINE, is_alive, until
+
+pytestmark = pytest.mark.slow
+
+PRELUDE = """
+import os, sys, time
+import jaxstrategy as js
+
+def until(claim):
+    end = time.monotonic() + 60
+    while not claim():
+        assert time.monotonic() < end, "it has not come true"
+        time.sleep(0.02)
+
+def counting(backend):
+    strategy = js.ParameterServerStrategy(backend=backend)
+    with strategy.scope():
+        total = js.Variable(0.0, name="total")
+    coordinator = js.coordinator.ClusterCoordinator(strategy)
+    @coordinator.function
+    def add(x):
+        total.assign_add(x)
+        return js.coordinator.experimental_get_current_worker_index()
+    return strategy, total, coordinator, add
+"""
+
+
+@pytest.fixture(scope="module")
+def ray():
+    with ray_machines.running() as started:
+        yield started
+
+
+class Script:
+    def __init__(self, folder, text, env):
+        path = folder / "script.py"
+        path.write_text(PRELUDE + textwrap.dedent(text))
+        self._path = folder / "out.txt"
+        self._out = open(self._path, "wb")
+        self.process = subprocess.Popen(
+            [sys.executable, "-u", "-W", "error", str(path)],
+            cwd=folder,
+            env={**env, "JAX_PLATFORMS": "cpu"},
+            stdin=subprocess.DEVNULL,
+            stdout=self._out,
+            stderr=subprocess.STDOUT,
+        )
+
+    @property
+    def said(self):
+        return self._path.read_text()
+
+    def wait_for(self, text):
+        def is_there():
+            assert text in self.said or self.process.poll() is None, self.said
+            return text in self.said
+
+        until(is_there, f"{text} in\n{self.said}")
+
+    def finish(self, code=0):
+        try:
+            found = self.process.wait(DEADLINE)
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"The script has hung.\n{self.said}")
+        assert found == code, f"exit code {found}\n{self.said}"
+        return self.said
+
+    def close(self):
+        self.process.kill()
+        self.process.wait()
+        self._out.close()
+
+
+@pytest.fixture
+def start(ray, tmp_path):
+    scripts = []
+
+    def start(text):
+        scripts.append(Script(tmp_path, text, ray.env))
+        return scripts[-1]
+
+    yield start
+    for script in scripts:
+        script.close()
+
+
+def tasks(env):
+    """The processes of workers and servers on this Ray, with their environments."""
+    found = {}
+    token = f"RAY_AUTH_TOKEN={env['RAY_AUTH_TOKEN']}"
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if b"jaxstrategy.parameter_servers" in path.read_bytes():
+                variables = (path.parent / "environ").read_text().split("\0")
+                if token in variables:
+                    pairs = (each.partition("=") for each in variables)
+                    found[int(path.parent.name)] = {k: v for k, _, v in pairs}
+        except OSError:
+            continue
+    return found
+
+
+def test_a_killed_worker_is_started_again_and_nothing_counts_twice(ray, start):
+    script = start("""
+    js.simulate(2)
+    backend = js.coordinator.RayProcesses(2, 2, 2, cpus_per_server=0.5)
+    assert backend.replicas_per_worker == 2 and backend.platforms == ("cpu",)
+    strategy, total, coordinator, add = counting(backend)
+    results = [coordinator.schedule(add, (1.0,)) for _ in range(300)]
+    until(lambda: any(r.fetch() == 0 for r in results[:150]))
+    backend.kill(0)
+    more = [coordinator.schedule(add, (1.0,)) for _ in range(300)]
+    coordinator.join()
+    assert float(total.value()) == 600, total.value()
+    print("counted", flush=True)
+    def has_new():
+        value = coordinator.schedule(add, (0.0,))
+        coordinator.join()
+        return value.fetch() == 0
+    until(has_new)
+    print("started again", flush=True)
+    sys.stdin.read()
+    strategy.close()
+    import ray
+    assert not ray.is_initialized()
+    """)
+    script.wait_for("counted")
+    found = tasks(ray.env)
+    assert len(found) in (3, 4), found  # the new one may not be there yet
+    (secret,) = {each["JAXSTRATEGY_CLUSTER_SECRET"] for each in found.values()}
+    assert re.fullmatch("[0-9a-f]{64}", secret)
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            assert secret.encode() not in path.read_bytes(), path
+        except OSError:
+            continue
+    said = script.finish()
+    assert "started again" in said and secret not in said
+    until(lambda: not tasks(ray.env), "their end")
+
+
+def test_they_end_with_a_killed_coordinator(ray, start):
+    script = start("""
+    strategy = js.ParameterServerStrategy(
+        workers=1, parameter_servers=1, backend="ray")
+    print("is there", flush=True)
+    time.sleep(600)
+    """)
+    script.wait_for("is there")
+    found = tasks(ray.env)
+    assert len(found) == 2
+    script.process.send_signal(signal.SIGKILL)
+    script.finish(-signal.SIGKILL)
+    until(lambda: not any(map(is_alive, found)), "their end")
+
+
+def test_a_server_that_is_killed_is_lost_with_its_last_words(ray, start):
+    script = start("""
+    import ray
+    ray.init(log_to_driver=False)
+    backend = js.coordinator.RayProcesses(1, 1)
+    strategy, total, coordinator, add = counting(backend)
+    coordinator.schedule(add, (1.0,))
+    coordinator.join()
+    print("ready", flush=True)
+    try:
+        while True:
+            coordinator.schedule(add, (1.0,))
+            coordinator.join()
+    except js.ParameterServerLost as error:
+        print(error, flush=True)
+    strategy.close()
+    assert ray.is_initialized(), "that is not ours"
+    """)
+    script.wait_for("ready")
+    server = [
+        pid for pid, env in tasks(ray.env).items() if '"type": "ps"' in env["TF_CONFIG"]
+    ]
+    os.kill(*server, signal.SIGKILL)
+    said = script.finish()
+    assert "Parameter server 0 at 127.0.0.1:" in said
+    assert "(it ended with signal SIGKILL)" in said
+
+
+def test_a_worker_of_a_lost_machine_comes_back_on_another(ray, start):
+    # Only the first machine has room for the server, and then for one worker more.
+    with ray.another_machine("--num-cpus=2") as machine:
+        script = start("""
+        import warnings
+        # It says so, if one is scheduled in the time without any.
+        warnings.filterwarnings("ignore", "All 1 workers are lost", RuntimeWarning)
+        backend = js.coordinator.RayProcesses(1, 1, cpus_per_server=3)
+        strategy, total, coordinator, add = counting(backend)
+        for _ in range(10):
+            coordinator.schedule(add, (1.0,))
+        coordinator.join()
+        print("ready", flush=True)
+        until(lambda: "is lost" in str(coordinator.workers))
+        for _ in range(10):
+            coordinator.schedule(add, (1.0,))
+        coordinator.join()
+        print("total", float(total.value()), flush=True)
+        """)
+        script.wait_for("ready")
+        machine.kill()
+        said = script.finish()
+    assert "total 20.0" in said
