@@ -14,7 +14,7 @@ import pytest
 
 from jaxstrategy.launch import _ray_head
 
-DEADLINE = 90  # seconds; what takes longer has hung
+DEADLINE = 150  # seconds; what takes longer has hung
 
 
 class Machine:

@@ -19,7 +19,7 @@ import os, sys, time
 import jaxstrategy as js
 
 def until(claim):
-    end = time.monotonic() + 60
+    end = time.monotonic() + 100
     while not claim():
         assert time.monotonic() < end, "it has not come true"
         time.sleep(0.02)
