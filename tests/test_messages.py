@@ -1,5 +1,6 @@
 """What is wrong with a call is said in the caller's words."""
 
+import functools
 import inspect
 
 import jax
@@ -188,7 +189,7 @@ def test_run_inside_vmap_is_run_for_each(two):
 def test_names_of_tensorflow_that_are_not_here_say_what_to_use():
     for full, advice in _absent.ADVICE.items():
         *modules, name = full.split(".")
-        module = getattr(js, modules[0]) if modules else js
+        module = functools.reduce(getattr, modules, js)
         with pytest.raises(AttributeError) as caught:
             getattr(module, name)
         assert str(caught.value) == (

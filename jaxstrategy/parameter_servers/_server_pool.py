@@ -50,7 +50,7 @@ class ServerPool:
         return turn
 
     def create(self, server: int, value: np.ndarray, is_table: bool = False) -> int:
-        """Keep a new variable there; returns its number."""
+        """Keep a new variable there, of the shape of `value`; returns its number."""
         self.drop_gone()
         number = next(_numbers)
         self.servers[server].create(number, value, is_table)

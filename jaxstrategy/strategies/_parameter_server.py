@@ -119,7 +119,7 @@ class ParameterServerStrategy(Strategy):
 
     @property
     def backend(self) -> AbstractWorkerBackend:
-        """What starts the workers and servers."""
+        """The backend that starts the workers and servers."""
         return self._backend
 
     @property

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 ADVICE = {
-    "compat": (
-        "The names of TensorFlow 1.x are not here; those of `tf.distribute` of 2.x are "
-        "the names of `jaxstrategy`."
+    "compat.v1.distribute": (
+        "Of the names of TensorFlow 1.x here is "
+        "`compat.v1.experimental.ParameterServerStrategy`; those of `tf.distribute` of "
+        "2.x are the names of `jaxstrategy`."
     ),
 }
 

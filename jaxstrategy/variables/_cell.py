@@ -88,7 +88,10 @@ class AbstractCell(abc.ABC):
 
     @abc.abstractmethod
     def lend(self) -> jax.Array:
-        """The array, for a program that may overwrite it; it must be replaced then."""
+        """The array, for a program that may overwrite it; it must be replaced then.
+
+        It has the shape of the cell.
+        """
 
 
 @final

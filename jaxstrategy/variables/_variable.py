@@ -416,7 +416,7 @@ class Variable(AbstractVariable, WorkerCopies):
     # Where it is, for the programs of steps.
 
     def holder(self) -> Holder:
-        """What holds it for the code that asks: a step's reference, or all copies.
+        """The holder for the code that asks: a step's reference, or that of all copies.
 
         Raises:
           ContextError: in another strategy's scope or `run`.
