@@ -16,7 +16,10 @@ TABLE = np.arange(8, dtype=np.float32).reshape(4, 2)
 CUTS = [1, 3]  # shards of 1, 2 and 1 rows
 
 
-@pytest.fixture(params=["ordinary", "one device", "two replicas"])
+ONE = pytest.param("one device", marks=pytest.mark.slow)
+
+
+@pytest.fixture(params=["ordinary", ONE, "two replicas"])
 def table(request):
     made = {
         "ordinary": lambda: None,

@@ -15,7 +15,10 @@ TABLE = np.arange(14, dtype=np.float32).reshape(7, 2)
 CUTS = [3, 5]  # shards of 3, 2 and 2 rows
 
 
-@pytest.fixture(params=["ordinary", "one device", "two replicas"])
+ONE = pytest.param("one device", marks=pytest.mark.slow)
+
+
+@pytest.fixture(params=["ordinary", ONE, "two replicas"])
 def table(request):
     made = {
         "ordinary": lambda: None,
