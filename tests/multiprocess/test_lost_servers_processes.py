@@ -75,7 +75,8 @@ def test_all_variables_go_back_together_when_servers_are_killed(tmp_path):
             texts = [str(w.message) for w in told if "rolled back" in str(w.message)]
             assert len(texts) == 1 and f"checkpoint {number + 1}:" in texts[0]
             lost = int(texts[0].split("what ")[1].split()[0])
-            assert 11 <= lost <= 40
+            # Eleven were begun before, of which the other worker may be running one.
+            assert 10 <= lost <= 40
             total += 40 - lost
             check(total)
             assert coordinator.fetch(values) == list(range(40))
