@@ -4,6 +4,7 @@ Its data: three heroes of seven in each example, and whether one of them is the 
 A plain loop of NumPy is the oracle: one worker takes the same steps in the same order.
 """
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -177,3 +178,15 @@ def test_the_tutorial_trains_and_evaluates_as_a_plain_loop(tutorial):
 
     counted = tutorial.coordinator.function(right)
     assert tutorial.coordinator.evaluate(counted, 4) == wanted
+
+
+def test_a_jitted_function_of_an_iterator_is_refused():
+    """As it comes of TensorFlow's `@tf.function`."""
+    strategy = js.ParameterServerStrategy(workers=1, backend="threads")
+    with js.coordinator.ClusterCoordinator(strategy) as coordinator:
+        iterator = iter(coordinator.create_per_worker_dataset(lambda: [1.0]))
+        step = jax.jit(lambda iterator: next(iterator))
+        match = r"with `@coordinator\.function` instead of `@jax\.jit`"
+        for args in ((iterator,), ([1.0, iterator],)):
+            with pytest.raises(TypeError, match=match):
+                coordinator.schedule(step, args)

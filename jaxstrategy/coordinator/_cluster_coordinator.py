@@ -26,6 +26,7 @@ from jaxstrategy.coordinator._prepared_function import FunctionPreparer
 from jaxstrategy.coordinator._remote_value import RemoteValue
 from jaxstrategy.coordinator._schedulable import CoordinatedFunction, check_schedulable
 from jaxstrategy.coordinator._schedule_arguments import (
+    check_jitted,
     check_restarts,
     checked_arguments,
     for_the_coordinator,
@@ -213,7 +214,8 @@ class ClusterCoordinator:
           What it will return. Need not be kept.
 
         Raises:
-          TypeError: `fn` is a plain function, or `args` no list.
+          TypeError: `fn` is a plain function, or `args` no list; a per-worker iterator
+            is given to a jitted function.
           RuntimeError: this is part of a scheduled function, or the coordinator is
             closed.
           ParameterServerLost: a server is lost, now or before.
@@ -223,6 +225,7 @@ class ClusterCoordinator:
         self._refuse_in_function("schedule")
         check_schedulable(fn)
         args, kwargs = checked_arguments(args, kwargs)
+        check_jitted(fn, args, kwargs)
         return self._schedule(fn, plain(fn), args, kwargs)
 
     def _schedule(

@@ -8,7 +8,7 @@ import jax
 
 from jaxstrategy.coordinator._remote_value import RemoteValue
 from jaxstrategy.coordinator._schedulable import CoordinatedFunction
-from jaxstrategy.scheduled._worker_argument import is_whole
+from jaxstrategy.scheduled._worker_argument import IteratorArgument, is_whole
 from jaxstrategy.text._whole_numbers import whole
 from jaxstrategy.values._types import Function, PyTree
 
@@ -40,6 +40,25 @@ def checked_arguments(
             "its results when its own function has ended. Give what `get()` returns."
         )
     return given
+
+
+def check_jitted(
+    fn: Function, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
+) -> None:
+    """Refuse an iterator for a function that JAX traces by itself: it takes arrays.
+
+    Raises:
+      TypeError: it is given one.
+    """
+    if not isinstance(fn, jax.stages.Wrapped):
+        return
+    leaves = jax.tree.leaves((args, kwargs), is_leaf=is_whole)
+    if any(isinstance(leaf, IteratorArgument) for leaf in leaves):
+        raise TypeError(
+            f"{fn!r} is a jitted function, and was given a per-worker iterator, which "
+            "`jax.jit` does not take. Decorate it with `@coordinator.function` instead "
+            "of `@jax.jit`: it is compiled as well."
+        )
 
 
 def check_restarts(max_restarts: int | None, present: int | None = None) -> None:
