@@ -23,7 +23,8 @@ from jaxstrategy.replicas._devices import Device
 from jaxstrategy.replicas._replicas import Replicas
 from jaxstrategy.strategies._choices import Choices
 from jaxstrategy.strategies._cross_replica import CrossReplicaValues
-from jaxstrategy.strategies._extended import ProcessRole, StrategyExtended
+from jaxstrategy.strategies._extended import StrategyExtended
+from jaxstrategy.strategies._process_role import ProcessRole
 from jaxstrategy.values import _per_replica
 from jaxstrategy.values._per_replica import PerReplica
 from jaxstrategy.variables._policy import ReplicatedVariables, VariablePolicy

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import final
 
@@ -32,6 +31,7 @@ from jaxstrategy.strategies._destinations import (
     sharding_of,
 )
 from jaxstrategy.strategies._logical_placement import check_logical_device
+from jaxstrategy.strategies._process_role import ProcessRole
 from jaxstrategy.tracing.nnx._adapter import is_changed_in_place
 from jaxstrategy.values import _trees
 from jaxstrategy.values._per_replica import PerReplica
@@ -45,22 +45,6 @@ from jaxstrategy.variables import (
     _components,
 )
 from jaxstrategy.variables._variable import Variable
-
-
-@final
-@dataclasses.dataclass(frozen=True)
-class ProcessRole:
-    """What this process is among those of a job.
-
-    Attributes:
-      is_chief: whether it saves what all have.
-      is_between_graph: whether each process runs the whole program.
-      waits: whether all but the chief wait for variables that it makes.
-    """
-
-    is_chief: bool = True
-    is_between_graph: bool = False
-    waits: bool = False
 
 
 @final

@@ -38,7 +38,9 @@ def value_and_grad(
 
     Returns:
       A function of the arguments of `fn` that returns what `fn` does, and gradients in
-      a pytree like `variables`, each of the shape of its variable.
+      a pytree like `variables`, each of the shape of its variable; of a table in
+      shards, or on a parameter server, that `fn` only looks rows up in, those rows as
+      `IndexedSlices`.
 
     Raises:
       TypeError: a leaf of `variables` is no variable.
