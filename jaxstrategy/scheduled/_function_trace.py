@@ -27,6 +27,7 @@ from jaxstrategy.tracing._traced_step import TracedStep
 from jaxstrategy.tracing._value_form import with_values
 from jaxstrategy.tracing.checks import _step_checks
 from jaxstrategy.tracing.division._flat import flattened
+from jaxstrategy.tracing.nnx import _adapter
 from jaxstrategy.tracing.stages import _mask_arguments
 from jaxstrategy.values import _arrays, _per_replica
 from jaxstrategy.values._handle import Handle
@@ -95,6 +96,7 @@ def trace_function(
 
     Raises:
       ContextError: it uses a variable that is not on a parameter server.
+      ObjectError: it changes an object of Flax NNX that it was given.
       Exception: what the function raises.
     """
     recorder = Recorder(strategy.replicas)
@@ -103,14 +105,18 @@ def trace_function(
 
     def call(fn: Function, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> PyTree:
         if as_step is not None:
-            with _context.entered(function=recorder):
+            with (
+                _context.entered(function=recorder),
+                _adapter.unchanged((args, kwargs), step.name),
+            ):
                 return _without_keys(as_step(fn, args, kwargs), key_results)
         args, kwargs = _across(signature, strategy, args, kwargs)
         with _context.entered(
             strategy=strategy, replica=None, in_step=True, function=recorder
         ):
             recorder.ask_for_index()
-            returned = fn(*args, **kwargs)
+            with _adapter.unchanged((args, kwargs), step.name):
+                returned = fn(*args, **kwargs)
             own = _replica_context.to_replica(returned)
             return _without_keys(own, key_results)
 

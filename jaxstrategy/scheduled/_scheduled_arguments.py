@@ -9,6 +9,7 @@ from typing import Any, Self, final
 import jax
 import numpy as np
 
+from jaxstrategy.parameter_servers._aligned_memory import aligned_empty
 from jaxstrategy.parameter_servers._element_changed import ElementChanged
 from jaxstrategy.replicas._random_keys import as_numbers
 from jaxstrategy.scheduled._iterator_slot import IteratorSlot
@@ -26,6 +27,8 @@ from jaxstrategy.values import _arrays, _per_replica
 from jaxstrategy.values._per_replica import PerReplica
 from jaxstrategy.values._types import Function, Leaf, PyTree
 
+_SMALL = 1 << 14
+"""Bytes that a program copies in no time; it shares larger arrays that are aligned."""
 _Key = tuple[Signature, tuple[tuple[tuple[int, ...], np.dtype], ...]]
 
 
@@ -64,7 +67,7 @@ class ScheduledArguments:
             key: IteratorSlot(number, (each.element,))
             for number, (key, each) in enumerate(iterators.items())
         }
-        own = [slots.get(id(leaf), _without_full_mask(leaf)) for leaf in leaves]
+        own = [slots.get(id(leaf), _taken(leaf)) for leaf in leaves]
         return cls(
             fn,
             jax.tree.unflatten(structure, own),
@@ -114,7 +117,7 @@ class ScheduledArguments:
           A function of the worker. It raises `IndexError` if an argument has no value
           for this worker, and `TypeError` if that is of another type than the first's.
         """
-        first = tuple(np.asarray(as_numbers(array)) for array in arrays)
+        first = tuple(np.asarray(as_numbers(_snapshot(array))) for array in arrays)
         return self._of_worker(key) if self.differ else lambda worker: first
 
     def _of_worker(self, key: _Key) -> Callable[[int], tuple[np.ndarray, ...]]:
@@ -138,6 +141,23 @@ class ScheduledArguments:
 
 def _is_special(leaf: Leaf) -> bool:
     return is_workers(leaf) or isinstance(leaf, PerReplica)
+
+
+def _taken(leaf: Leaf) -> Leaf:
+    """A leaf as it is now."""
+    is_callers = isinstance(leaf, np.ndarray)
+    return _snapshot(leaf) if is_callers else _without_full_mask(leaf)
+
+
+def _snapshot(array: Any) -> Any:
+    """An array that the caller may change before the function runs."""
+    if isinstance(array, jax.Array):
+        return array
+    if array.nbytes < _SMALL or array.dtype.hasobject:
+        return array.copy()
+    copy = aligned_empty(array.shape, array.dtype)
+    np.copyto(copy, array)
+    return copy
 
 
 def _without_full_mask(leaf: Leaf) -> Leaf:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+import inspect
+from collections.abc import AsyncIterator, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -133,6 +134,11 @@ def _check_plain(leaf: Leaf, statics: Sequence[Leaf], where: str) -> None:
         )
     if any(leaf is static for static in statics):
         return
+    if inspect.isawaitable(leaf) or isinstance(leaf, AsyncIterator):
+        raise TypeError(
+            f"`{where}` is {leaf!r}: `async def` and what it calls run in no step, as "
+            "nobody awaits it there. Write it as an ordinary function."
+        )
     if isinstance(leaf, Iterator):
         what = "an iterator, which can hide arrays of the step."
     elif (path := _hidden.traced_within(leaf)) is not None:

@@ -7,6 +7,7 @@ works on those, and their new arrays are put into the caller's objects.
 """
 
 from jaxstrategy.tracing.nnx._callers_objects import holders_of as holders_of
+from jaxstrategy.tracing.nnx._changed_objects import unchanged as unchanged
 from jaxstrategy.tracing.nnx._flax_errors import refused as refused
 from jaxstrategy.tracing.nnx._object_call import ObjectCall as ObjectCall
 from jaxstrategy.tracing.nnx._object_call import as_arrays as as_arrays

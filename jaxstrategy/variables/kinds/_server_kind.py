@@ -189,7 +189,9 @@ class ServerKind(MirroredKind):
         arrays = [jnp.asarray(operand) for operand in operands]
         whole = self._whole_value(fn, ref)
         if self._in_step():
-            self._note(change.method)
+            # An `assign` of a part leaves the rest, so it is none of the whole.
+            part = "" if change.is_whole else "[...]."
+            self._note(part + change.method)
             marked = _server_functions.named(_server_functions.UPDATE, whole)
             return self._stored(ref, marked(ref[...], *arrays))
         like = jax.ShapeDtypeStruct(ref.shape, ref.dtype)
