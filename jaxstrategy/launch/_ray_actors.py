@@ -15,6 +15,7 @@ from jaxstrategy.launch._ray_cluster import RayCluster
 from jaxstrategy.text._units import with_noun
 
 _QUIET_SECONDS = 2.0  # on a free cluster there is room within 10 ms
+_END_SECONDS = 10.0  # until those who ask hear that an actor was ended
 _LOOK_SECONDS = 0.2  # between looks whether there is room, or a reason to stop
 
 
@@ -47,7 +48,9 @@ class RayActors:
     ) -> None:
         self.ray = cluster.ray
         self._cluster = cluster
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
+        self._asking = 0
+        self._is_closed = False
         self._bundles = bundles
         self._actors: list[Any] = []
         for module in (_guarded_process, _ray_actor, _started_process):
@@ -63,44 +66,82 @@ class RayActors:
             self.close()
             raise
 
+    def ask(self, call: Callable[[], Any], seconds: float | None = None) -> Any:
+        """The result of a method of an actor.
+
+        Whoever asks Ray when this process is disconnected from it, starts another Ray
+        (2.60): so nobody does after `close`, and that waits for those who do.
+
+        Args:
+          call: calls `remote` of the method.
+          seconds: the time for the result; None: any.
+
+        Raises:
+          RayError: the actor is lost, the time is over, or all actors were ended.
+        """
+        with self._lock:
+            self._check_open()
+            self._asking += 1
+        try:
+            return self.ray.get(call(), timeout=seconds)
+        finally:
+            with self._lock:
+                self._asking -= 1
+                self._lock.notify_all()
+
+    def tell(self, call: Callable[[], Any]) -> None:
+        """Call `remote` of a method whose result nobody waits for."""
+        with self._lock:
+            if not self._is_closed:
+                call()
+
     def start(self, bundle: int) -> Any:
-        """A new `ProcessActor` in the bundle of this number, where none may be left."""
+        """A new `ProcessActor` in the bundle of this number, where none may be left.
+
+        Raises:
+          RayError: all actors were ended.
+        """
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         wanted = dict(self._bundles[bundle])
-        actor = (
-            self.ray.remote(ProcessActor)
-            .options(
-                num_cpus=wanted.pop("CPU", 0),
-                num_gpus=wanted.pop("GPU", 0),
-                resources=wanted,
-                max_concurrency=THREADS,
-                max_restarts=0,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(
-                    self._group, placement_group_bundle_index=bundle
-                ),
-            )
-            .remote()
+        made = self.ray.remote(ProcessActor).options(
+            num_cpus=wanted.pop("CPU", 0),
+            num_gpus=wanted.pop("GPU", 0),
+            resources=wanted,
+            max_concurrency=THREADS,
+            max_restarts=0,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(
+                self._group, placement_group_bundle_index=bundle
+            ),
         )
         with self._lock:
-            self._actors.append(actor)
+            self._check_open()
+            self._actors.append(actor := made.remote())
         return actor
 
     def end(self, actor: Any) -> None:
         """End an actor, and with it what is left of its process."""
         with self._lock:
-            if actor not in self._actors:
-                return  # with all others
-            self._actors.remove(actor)
-        self.ray.kill(actor)
+            if actor in self._actors and not self._is_closed:
+                self._actors.remove(actor)
+                self.ray.kill(actor)
 
     def close(self) -> None:
         """End all actors and give the room back; may be called twice."""
-        if not self.ray.is_initialized():
-            return  # Ray itself ended them when this process disconnected
-        for actor in tuple(self._actors):
-            self.end(actor)
-        self.ray.util.remove_placement_group(self._group)
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            if not self.ray.is_initialized():
+                return  # Ray itself ended them when this process disconnected
+            for actor in self._actors:
+                self.ray.kill(actor)
+            self.ray.util.remove_placement_group(self._group)
+            self._lock.wait_for(lambda: not self._asking, _END_SECONDS)
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise self.ray.exceptions.RayError("all of them were ended")
 
     def _wait(
         self,

@@ -93,8 +93,9 @@ class RayMachines(AbstractMachines):
         }
 
     def _watched(self, rank: int, actor: Any) -> RayStartedProcess:
+        assert self._actors is not None
         return RayStartedProcess(
-            self._cluster.ray,
+            self._actors,
             actor,
             f"rank {rank}",
             lambda code: self._events.put(Ended(rank, code)),

@@ -132,9 +132,11 @@ def test_a_killed_worker_is_started_again_and_nothing_counts_twice(ray, start):
     until(has_new)
     print("started again", flush=True)
     sys.stdin.read()
+    worker = backend.start(1, 9)
     strategy.close()
+    worker.kill()  # asks an actor, if there is one
     import ray
-    assert not ray.is_initialized()
+    assert not ray.is_initialized(), "another Ray was started"
     """)
     script.wait_for("counted")
     found = tasks(ray.env)

@@ -58,20 +58,19 @@ class RayTask:
         self._own_lines = f"jaxstrategy: {job} {index}: ".encode()
         self._code: int | None = None
         self._over = threading.Event()
-        self._gone = threading.Event()
         self._building = threading.Lock()
         self._actor = actors.start(bundle)
         try:
             where = self._address(host, seconds)
             own = {TF_CONFIG: json.dumps(_config(job, index, where))}
             arguments = _PROGRAM, {**variables, **own}, None, None, True
-            actors.ray.get(self._actor.start.remote(*arguments))
+            actors.ask(lambda: self._actor.start.remote(*arguments), seconds)
         except BaseException:
             actors.end(self._actor)
             raise
         with self._building:
             self._process = RayStartedProcess(
-                actors.ray, self._actor, self._name, lambda code: self._end(code, ended)
+                actors, self._actor, self._name, lambda code: self._end(code, ended)
             )
             self._output = OutputThread(
                 self._name, functools.partial(self._process.read, 0), self._show
@@ -94,10 +93,6 @@ class RayTask:
         lines += [f"({self.end})"] if self.end else []
         return "\n".join(lines)
 
-    def wait(self, seconds: float) -> None:
-        """Wait until it has ended and nothing is left of it, up to so many seconds."""
-        self._gone.wait(seconds)
-
     def kill(self) -> None:
         """End it now, and what it has started."""
         self._process.kill()
@@ -109,10 +104,10 @@ class RayTask:
         self._actors.end(self._actor)
 
     def _address(self, host: str | None, seconds: float) -> str:
-        ray = self._actors.ray
-        _, found = ray.get(self._actor.machine.remote(), timeout=seconds)
+        ask = self._actors.ask
+        _, found = ask(lambda: self._actor.machine.remote(), seconds)
         chosen = host or found
-        port = ray.get(self._actor.free_port.remote(chosen), timeout=seconds)
+        port = ask(lambda: self._actor.free_port.remote(chosen), seconds)
         return address_of(chosen, port)
 
     def _show(self, line: bytes) -> None:
@@ -125,7 +120,6 @@ class RayTask:
             self._code = code
         self._over.set()
         self.close()
-        self._gone.set()
         ended(self)
 
 

@@ -19,7 +19,6 @@ from jaxstrategy.parameter_servers.backends._ray_task import Job, RayTask
 from jaxstrategy.parameter_servers.backends._worker_place import Ended, WorkerPlace
 
 _LOOPBACK = "127.0.0.1"
-_END_SECONDS = 5.0
 
 
 @final
@@ -117,9 +116,6 @@ class RayTasks:
         if self._calls is not None:
             self._calls.hang_up()
         self._actors.close()
-        for task in (*self._servers, *(place.current for place in self.places)):
-            if task is not None:
-                task.wait(_END_SECONDS)  # or its threads ask a Ray that is gone
         self._cluster.close()
 
     def _renewed(self, worker: int) -> CalledTask:
