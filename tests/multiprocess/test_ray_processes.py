@@ -117,6 +117,14 @@ def test_a_killed_worker_is_started_again_and_nothing_counts_twice(ray, start):
     js.simulate(2)
     backend = js.coordinator.RayProcesses(2, 2, 2, cpus_per_server=0.5)
     assert backend.replicas_per_worker == 2 and backend.platforms == ("cpu",)
+    given_up = backend.start(1, 0)  # it is stopped, say: the next one needs its room
+    backend.start(1, 1)
+    try:
+        given_up.own(0)
+    except js.WorkerLost as error:
+        assert "(it ended with signal SIGKILL)" in str(error), error
+    else:
+        raise AssertionError("it lives")
     strategy, total, coordinator, add = counting(backend)
     results = [coordinator.schedule(add, (1.0,)) for _ in range(300)]
     until(lambda: any(r.fetch() == 0 for r in results[:150]))
@@ -132,9 +140,8 @@ def test_a_killed_worker_is_started_again_and_nothing_counts_twice(ray, start):
     until(has_new)
     print("started again", flush=True)
     sys.stdin.read()
-    worker = backend.start(1, 9)
     strategy.close()
-    worker.kill()  # asks an actor, if there is one
+    backend.kill(1)  # asks an actor, if there is one
     import ray
     assert not ray.is_initialized(), "another Ray was started"
     """)

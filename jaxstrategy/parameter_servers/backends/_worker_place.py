@@ -53,11 +53,12 @@ class WorkerPlace(Generic[ProcessT]):
         with self._lock:
             old = self._child
             if self._is_used or old is None or old.end is not None:
+                if old is not None:
+                    old.kill()  # it may have what the next one needs
                 self._child = self._start(self._ended)
             self._is_used = True
             child = self._child
         if old is not None and old is not child:
-            old.kill()
             old.close()
         return child
 
@@ -65,9 +66,10 @@ class WorkerPlace(Generic[ProcessT]):
         """End the process, and start one that knows the servers that there are now."""
         with self._lock:
             old = self._child
+            if old is not None:
+                old.kill()
             self._child, self._is_used = self._start(self._ended), False
         if old is not None:
-            old.kill()
             old.close()
 
     def kill(self) -> None:
