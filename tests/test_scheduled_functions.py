@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import jaxstrategy as js
+from jaxstrategy.parameter_servers import _recently_used
 from jaxstrategy.parameter_servers.backends._threads import Threads
 from jaxstrategy.variables._row_functions import read_rows
 
@@ -388,3 +389,17 @@ def test_functions_may_call_python_in_other_processes():
     with js.coordinator.ClusterCoordinator(strategy) as cluster.coordinator:
         check_callbacks(cluster)
     strategy.close()
+
+
+def test_workers_keep_as_many_programs_as_they_are_asked_for(monkeypatch):
+    monkeypatch.setattr(_recently_used.RecentlyUsed.__init__, "__defaults__", (2,))
+    cluster = Cluster(workers=1, servers=1)
+    with cluster.coordinator:
+        functions = [
+            cluster.coordinator.function(lambda x, i=i: x + i) for i in range(4)
+        ]
+        for _ in range(2):
+            results = [cluster.coordinator.schedule(each, (1.0,)) for each in functions]
+            assert [float(each.fetch()) for each in results] == [1, 2, 3, 4]
+        life = cluster.strategy.backend._lives[0]
+        assert len(life._engine._programs._held) == 2

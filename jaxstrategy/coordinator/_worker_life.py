@@ -19,6 +19,7 @@ from jaxstrategy.coordinator._shard_sums import WideSums
 from jaxstrategy.parameter_servers._abstract_worker import AbstractWorker
 from jaxstrategy.parameter_servers._element_changed import ElementChanged
 from jaxstrategy.parameter_servers._operations import CallNumber
+from jaxstrategy.parameter_servers._recently_used import RecentlyUsed
 from jaxstrategy.parameter_servers._shipped_program import Call, ShippedProgram
 from jaxstrategy.parameter_servers._worker_resource import WorkerResource
 from jaxstrategy.values._types import PyTree
@@ -34,7 +35,7 @@ class WorkerLife:
 
     def __init__(self, worker: AbstractWorker) -> None:
         self._worker = worker
-        self._programs: set[str] = set()
+        self._programs: RecentlyUsed[None] = RecentlyUsed()
         self._built: set[int] = set()
         self._failed: dict[int, Exception] = {}
 
@@ -116,7 +117,8 @@ class WorkerLife:
         program = prepared.program
         if program.key not in self._programs:
             self._worker.define(program)
-            self._programs.add(program.key)
+            self._programs.put(program.key, None)
+        self._programs.use(program.key)
         arguments = prepared.arguments_of(number.worker)
         call = Call(number, program.key, arguments, prepared.iterators)
         return prepared.taken(number.worker, self._worker.call(call))

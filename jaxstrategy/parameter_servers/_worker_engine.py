@@ -14,6 +14,7 @@ from jaxstrategy.parameter_servers._abstract_worker import Builder
 from jaxstrategy.parameter_servers._aligned_memory import aligned_empty
 from jaxstrategy.parameter_servers._operations import Read, ServerOperation
 from jaxstrategy.parameter_servers._peeked_iterator import Elements
+from jaxstrategy.parameter_servers._recently_used import RecentlyUsed
 from jaxstrategy.parameter_servers._resources import Resources
 from jaxstrategy.parameter_servers._shipped_program import (
     Call,
@@ -54,7 +55,7 @@ class WorkerEngine:
         self._servers = servers
         self._replicas = Replicas.on(list(devices))
         self._check = check
-        self._programs: dict[str, _LoadedProgram] = {}
+        self._programs: RecentlyUsed[_LoadedProgram] = RecentlyUsed()
         self._surroundings = WorkerSurroundings(index, servers, self._replicas)
         self._resources = Resources(self._surroundings)
 
@@ -71,7 +72,7 @@ class WorkerEngine:
             self._servers[server].define(key, exported)
         with self._surroundings.entered():
             code = _loaded(program, self._replicas)
-        self._programs[program.key] = _LoadedProgram(code)
+        self._programs.put(program.key, _LoadedProgram(code))
 
     def build(self, resource: int, builder: Builder, uses: Sequence[int] = ()) -> None:
         """Make a resource."""
@@ -87,7 +88,7 @@ class WorkerEngine:
 
     def call(self, call: Call) -> list[np.ndarray]:
         """The results of a program, once all that it pushes is on the servers."""
-        loaded = self._programs[call.program]
+        loaded = self._programs.use(call.program)
         program = loaded.program
         elements = self._elements(program, call)
         values = self._values(loaded, call, elements)
