@@ -28,15 +28,19 @@ INT = jax.ShapeDtypeStruct((), jnp.int32)
 SECRETS = ("a secret of these tests", "another secret, not that")
 
 
+OTHERS = set()  # threads of tests of other files in this process
+
+
 def threads():
     name = "jaxstrategy"
-    return [t for t in threading.enumerate() if t.name.startswith(name)]
+    there = [t for t in threading.enumerate() if t.name.startswith(name)]
+    return [t for t in there if t not in OTHERS]
 
 
 @pytest.fixture(autouse=True)
 def alone():
     gc.collect()
-    until(lambda: not threads())
+    OTHERS.update(threads())
     yield
     gc.collect()
     until(lambda: not threads())
