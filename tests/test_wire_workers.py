@@ -205,9 +205,7 @@ def test_a_function_that_cannot_be_sent_changes_nothing(worker):
 def test_a_message_that_is_too_large_changes_nothing(plain, monkeypatch):
     with remote_worker(plain) as worker:
         worker.release([])
-        monkeypatch.setattr(
-            "jaxstrategy.parameter_servers.wire._frame._LARGEST_HEAD", 9
-        )
+        monkeypatch.setattr("jaxstrategy.parameter_servers.wire._frame.LARGEST_HEAD", 9)
         with pytest.raises(ValueError, match="the largest may have 9"):
             worker.build(1, lambda index: 1)
         monkeypatch.undo()

@@ -8,7 +8,8 @@ import time
 
 from jaxstrategy.cluster.connections._channel import Channel
 from jaxstrategy.cluster.connections._fields import Json
-from jaxstrategy.cluster.resolvers._cluster_spec import host_and_port
+from jaxstrategy.cluster.resolvers._addresses import address_of as address_of
+from jaxstrategy.cluster.resolvers._addresses import endpoint as endpoint
 
 # How long a host may be unreachable, in seconds, before the kernel gives it up. A
 # stopped process is something else: its host still answers.
@@ -93,22 +94,3 @@ def tune(sock: socket.socket) -> None:
     ):
         if hasattr(socket, name):
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-
-
-def endpoint(address: str) -> tuple[str, int]:
-    """Host and port as sockets want them; raises as `host_and_port`.
-
-    >>> endpoint("[::1]:80"), endpoint("node7:2222")
-    (('::1', 80), ('node7', 2222))
-    """
-    host, port = host_and_port(address)
-    return host.removeprefix("[").removesuffix("]"), port
-
-
-def address_of(host: str, port: int) -> str:
-    """The opposite of `endpoint`.
-
-    >>> address_of("::1", 80), address_of("node7", 2222)
-    ('[::1]:80', 'node7:2222')
-    """
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

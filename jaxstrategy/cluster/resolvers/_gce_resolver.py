@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, final
 
 from jaxstrategy._errors import ClusterError
-from jaxstrategy.cluster.connections import _wire
+from jaxstrategy.cluster.resolvers import _addresses
 from jaxstrategy.cluster.resolvers._attempts import (
     NotYetError,
     answered,
@@ -150,7 +150,7 @@ class GCEClusterResolver(ClusterResolver):
         spec = self.cluster_spec()
         task_id = self._task_id
         if task_id is None:
-            own = _wire.address_of(own_address(), self._port)
+            own = _addresses.address_of(own_address(), self._port)
             tasks = spec.job_tasks(self.task_type)
             task_id = tasks.index(own) if own in tasks else None
         else:
@@ -179,7 +179,7 @@ class GCEClusterResolver(ClusterResolver):
                 f"{len(found)} instances of {group} run, and `num_tasks` is {wanted}."
             )
         # As text, "10.0.0.10:8470" comes before "10.0.0.9:8470".
-        return sorted(_wire.address_of(address, self._port) for address in found)
+        return sorted(_addresses.address_of(address, self._port) for address in found)
 
 
 def _check_names(**given: object) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import final
 
 from jaxstrategy._errors import ClusterError
-from jaxstrategy.cluster.connections import _wire
+from jaxstrategy.cluster.resolvers import _addresses
 from jaxstrategy.cluster.resolvers._attempts import NotYetError
 from jaxstrategy.cluster.resolvers._cluster_spec import ClusterSpec
 from jaxstrategy.cluster.resolvers._pod import Pod
@@ -56,7 +56,7 @@ class PodTasks:
         """The addresses of the pods."""
         return ClusterSpec(
             {
-                job: [_wire.address_of(pod.ip, port) for pod in pods]
+                job: [_addresses.address_of(pod.ip, port) for pod in pods]
                 for job, pods in self.pods.items()
             }
         )
