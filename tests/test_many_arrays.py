@@ -52,6 +52,7 @@ def test_an_error_names_the_leaf_by_its_place_in_the_whole_tree(strategy, monkey
 def test_a_step_of_many_arrays_is_announced_once(strategy, monkeypatch, capfd):
     monkeypatch.setattr(_many, "_MANY", 4)
     monkeypatch.setattr(_many, "_told", set())
+    alive = js.Variable(0.0)  # which no step here uses
 
     def many_steps(xs):
         return [x + 1 for x in xs]
@@ -60,5 +61,6 @@ def test_a_step_of_many_arrays_is_announced_once(strategy, monkeypatch, capfd):
     strategy.run(many_steps, ([np.ones(2, np.float32) for k in range(4)],))
     told = capfd.readouterr().err
     assert told.count("`many_steps` takes or returns 4 arrays and is being") == 1
+    assert float(alive) == 0.0
     strategy.run(lambda x: x, (np.float32(1),))
     assert "jaxstrategy:" not in capfd.readouterr().err

@@ -19,7 +19,9 @@ def tell(name: str, jaxpr: ClosedJaxpr) -> None:
       name: of the step.
       jaxpr: of one replica, about to be compiled.
     """
-    count = max(len(jaxpr.invars), len(jaxpr.outvars))
+    if max(len(jaxpr.invars), len(jaxpr.outvars)) < _MANY:  # the usual case
+        return
+    count = max(_used(jaxpr), len(jaxpr.outvars))
     if count < _MANY or (name, count) in _told:
         return
     _told.add((name, count))
@@ -31,3 +33,10 @@ def tell(name: str, jaxpr: ClosedJaxpr) -> None:
         file=sys.stderr,
         flush=True,
     )
+
+
+def _used(jaxpr: ClosedJaxpr) -> int:
+    """How many inputs a step uses: a trace has all variables that live, too."""
+    atoms = [atom for eqn in jaxpr.eqns for atom in eqn.invars]
+    used = {id(atom) for atom in (*atoms, *jaxpr.outvars)}
+    return sum(id(var) in used for var in jaxpr.invars)
