@@ -88,6 +88,19 @@ def test_gradients_of_rows_change_their_rows_only(shards):
     np.testing.assert_allclose(np.asarray(v), lazily(ROWS, steps), rtol=1e-4)
 
 
+@pytest.mark.parametrize("shards", [None, 3])
+def test_rows_that_are_there_twice_are_added_up(shards):
+    # With Adam alone nobody would see it: its first step has the same size anyway.
+    strategy = strategy_of(shards)
+    v = variable(strategy, ROWS)
+    optimizer = strategy.optimizer(optax.sgd(1.0), v)
+    ids, values = np.array([4, 0, 4]), np.array([[1, 2], [3, 4], [5, 6]], "float32")
+    optimizer.apply(js.IndexedSlices(values, ids))
+    expected = ROWS.copy()
+    np.subtract.at(expected, ids, values)
+    np.testing.assert_allclose(np.asarray(v), expected, rtol=1e-6)
+
+
 def test_a_table_is_not_pulled_to_be_updated():
     strategy = strategy_of()
     v = variable(strategy, np.zeros((1000, 2), "float32"))

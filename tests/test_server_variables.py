@@ -354,8 +354,22 @@ def test_replicas_use_rows_of_their_own():
             ),
             None,
         ),
+        (
+            lambda t, ids: (
+                t.assign_add(jnp.ones((10, 2))),
+                read_rows(ids, (t.value(),)),
+            )[1],
+            None,
+        ),
     ],
-    ids=["also whole", "rows of rows", "in a loop", "after an addition", "changed in"],
+    ids=[
+        "also whole",
+        "rows of rows",
+        "in a loop",
+        "after an addition",
+        "changed in",
+        "after an addition that nobody reads",
+    ],
 )
 def test_what_needs_more_than_rows_is_right_too(strategy, step, warned):
     t = table(strategy)

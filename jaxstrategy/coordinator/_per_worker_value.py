@@ -14,8 +14,9 @@ class PerWorkerValue(ValueArgument):
     """One value for each worker, in the order of their indices.
 
     As an argument of a scheduled function, alone or in a structure, it stands for the
-    value of the worker that runs the function. `schedule` waits until the values are
-    there.
+    value of the worker that runs the function. `schedule` waits until the
+    first worker's value is there, for which the function is traced; each worker waits
+    for its own.
 
     Args:
       values: a `RemoteValue` for each worker. They need one structure, and the same
