@@ -119,10 +119,23 @@ def test_no_two_files_have_one_name():
 
 
 def test_no_two_classes_have_one_name():
-    trees = [ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")]
-    classes = [node.name for tree in trees for node in tree.body if is_class(node)]
-    names = {name for name, count in Counter(classes).items() if count > 1}
+    names = {name for name, count in Counter(classes_of("")).items() if count > 1}
     assert names == {"BatchNorm"}  # of `flax.linen` and of `flax.nnx`, as Flax has it
+
+
+@pytest.mark.parametrize("generation", ["v1", "contrib", "port"])
+def test_an_older_generation_has_no_name_twice(generation):
+    own = Counter(classes_of("compat/" + generation))
+    assert not [name for name, count in own.items() if count > 1]
+
+
+def classes_of(folder):
+    """The names of all classes there; of `compat`, which has TensorFlow's, if asked."""
+    for path in PACKAGE.joinpath(folder).rglob("*.py"):
+        if folder or floor(path) != "compat":
+            for node in ast.parse(path.read_text()).body:
+                if is_class(node):
+                    yield node.name
 
 
 def is_class(node):
