@@ -6,15 +6,14 @@ from types import EllipsisType
 from typing import NoReturn, final
 
 import jax
-import numpy as np
 
 from jaxstrategy._errors import ContextError
 from jaxstrategy.parameter_servers._worker_resource import WorkerResource
-from jaxstrategy.variables._cell import AbstractCell
+from jaxstrategy.variables._remote_cell import RemoteCell
 
 
 @final
-class OwnCell(AbstractCell):
+class OwnCell(RemoteCell):
     """A `Cell` that nobody reads or writes but the functions of a worker.
 
     Args:
@@ -24,47 +23,13 @@ class OwnCell(AbstractCell):
 
     Attributes:
       resource: as given.
-      array: None: it has nothing to lend.
-      is_alone: False.
     """
-
-    array = None
-    is_alone = False
 
     def __init__(
         self, resource: WorkerResource, like: jax.ShapeDtypeStruct, name: str
     ) -> None:
+        super().__init__(like, name)
         self.resource = resource
-        self._like = like
-        self._name = name
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of each copy."""
-        return self._like.shape
-
-    @property
-    def dtype(self) -> np.dtype:
-        """Of each copy."""
-        return np.dtype(self._like.dtype)
-
-    @property
-    def is_reference(self) -> bool:
-        """False: it never becomes one."""
-        return False
-
-    @property
-    def ref(self) -> NoReturn:
-        """None: the copies are elsewhere.
-
-        Raises:
-          ContextError: always.
-        """
-        raise self._refusal()
-
-    def lend(self) -> NoReturn:
-        """As `ref`."""
-        raise self._refusal()
 
     def __getitem__(self, index: EllipsisType) -> NoReturn:
         raise self._refusal()

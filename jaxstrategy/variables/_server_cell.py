@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from types import EllipsisType
-from typing import NoReturn, final
+from typing import final
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +16,11 @@ from jaxstrategy.contexts import _context
 from jaxstrategy.parameter_servers._abstract_server import AbstractServer
 from jaxstrategy.parameter_servers._operations import Read, ServerOperation
 from jaxstrategy.values._arrays import is_traced
-from jaxstrategy.variables._cell import AbstractCell
+from jaxstrategy.variables._remote_cell import RemoteCell
 
 
 @final
-class ServerCell(AbstractCell):
+class ServerCell(RemoteCell):
     """Read and written like a `Cell`, with `[...]`, and by operations.
 
     Args:
@@ -33,12 +33,7 @@ class ServerCell(AbstractCell):
     Attributes:
       server: as given.
       number: as given.
-      array: None: it has nothing to lend.
-      is_alone: False.
     """
-
-    array = None
-    is_alone = False
 
     def __init__(
         self,
@@ -48,39 +43,10 @@ class ServerCell(AbstractCell):
         name: str,
         forget: Callable[[int], object],
     ) -> None:
+        super().__init__(like, name)
         self.server = server
         self.number = number
-        self._like = like
-        self._name = name
         weakref.finalize(self, forget, number).atexit = False
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of the variable."""
-        return self._like.shape
-
-    @property
-    def dtype(self) -> np.dtype:
-        """Of the variable."""
-        return np.dtype(self._like.dtype)
-
-    @property
-    def is_reference(self) -> bool:
-        """False: it never becomes one."""
-        return False
-
-    @property
-    def ref(self) -> NoReturn:
-        """None: a function that JAX traces by itself cannot reach the server.
-
-        Raises:
-          ContextError: always.
-        """
-        raise self._refusal()
-
-    def lend(self) -> NoReturn:
-        """As `ref`."""
-        raise self._refusal()
 
     def __getitem__(self, index: EllipsisType) -> jax.Array:
         self.check_reachable()
