@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar, final
 from jaxstrategy.contexts._strategy_face import StrategyFace
 
 F = TypeVar("F", bound=StrategyFace)
-Class = TypeVar("Class", bound=type)
+Class = TypeVar("Class", bound=type[StrategyFace])
 
 
 @final
@@ -27,7 +27,7 @@ class Faces(Generic[F]):
 
     def __init__(self, common: Callable[[], type[F]]) -> None:
         self._common = common
-        self._classes: dict[type, type[F]] = {}
+        self._classes: dict[type, type[StrategyFace]] = {}
         # By the strategy's `id`, which is no other's while the face keeps it alive.
         self._known: weakref.WeakValueDictionary[int, F] = weakref.WeakValueDictionary()
         self._lock = threading.RLock()
@@ -60,8 +60,8 @@ class Faces(Generic[F]):
 
     def _made(self, core: Any) -> F:
         """A new face, without the `__init__` of its class, which makes a strategy."""
-        common = self._common()
-        cls = self._classes.get(type(core), common)
+        common: Any = self._common()
+        cls: Any = self._classes.get(type(core), common)
         face = cls.__new__(cls)
         common.__init__(face, core)
         return face
