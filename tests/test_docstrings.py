@@ -17,6 +17,8 @@ MODULES = [
     "jaxstrategy",
     "jaxstrategy.checkpoint",
     "jaxstrategy.cluster_resolver",
+    "jaxstrategy.compat.v1",
+    "jaxstrategy.compat.v1.experimental",
     "jaxstrategy.experimental",
     "jaxstrategy.flax",
     "jaxstrategy.flax.linen",
@@ -301,8 +303,9 @@ def test_the_changelog_names_them_all():
     short = (name.removeprefix("jaxstrategy.") for name in NAMES)
     short = (name.replace("variables.", "experimental.") for name in short)
     short = (re.sub("^rpc", "experimental.rpc", name) for name in short)
-    # In a list behind `cluster_resolver`.
-    told(n for n in short if not {n, n.removeprefix("cluster_resolver.")} & named)
+    # In lists behind these words.
+    lists = re.compile(r"^(cluster_resolver|compat\.\w+)\.")
+    told(n for n in short if not {n, lists.sub("", n)} & named)
 
 
 def test_the_readme_says_when_each_error_comes():

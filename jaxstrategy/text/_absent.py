@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+_OF_TENSORFLOW_2 = (
+    "coordinator",
+    "DistributedDataset",
+    "DistributedIterator",
+    "DistributedValues",
+    "InputOptions",
+)
+
 ADVICE = {
     "compat.v1.distribute": (
-        "Of the names of TensorFlow 1.x here is "
-        "`compat.v1.experimental.ParameterServerStrategy`; those of `tf.distribute` of "
-        "2.x are the names of `jaxstrategy`."
+        "Here its names are those of `compat.v1` itself: `from jaxstrategy.compat "
+        "import v1 as distribute`."
     ),
+    **{
+        f"compat.v1.{name}": f"It is one of 2.x, and here `jaxstrategy.{name}`."
+        for name in _OF_TENSORFLOW_2
+    },
 }
 
 

@@ -1,8 +1,48 @@
-"""Names of TensorFlow 1."""
+"""The names of `tf.compat.v1.distribute`: a program of TensorFlow 1.x imports it so.
+
+>>> from jaxstrategy.compat import v1 as distribute
+>>> distribute.get_strategy().num_replicas_in_sync
+1
+"""
 
 from typing import NoReturn
 
+from jaxstrategy import cluster_resolver as cluster_resolver
+from jaxstrategy._options import ReduceOp as ReduceOp
+from jaxstrategy._options import RunOptions as RunOptions
 from jaxstrategy.compat.v1 import experimental as experimental
+from jaxstrategy.compat.v1._v1_contexts import (
+    experimental_set_strategy as experimental_set_strategy,
+)
+from jaxstrategy.compat.v1._v1_contexts import get_loss_reduction as get_loss_reduction
+from jaxstrategy.compat.v1._v1_contexts import (
+    get_replica_context as get_replica_context,
+)
+from jaxstrategy.compat.v1._v1_contexts import get_strategy as get_strategy
+from jaxstrategy.compat.v1._v1_contexts import has_strategy as has_strategy
+from jaxstrategy.compat.v1._v1_contexts import (
+    in_cross_replica_context as in_cross_replica_context,
+)
+from jaxstrategy.compat.v1._v1_extended import StrategyExtended as StrategyExtended
+from jaxstrategy.compat.v1._v1_replica_context import ReplicaContext as ReplicaContext
+from jaxstrategy.compat.v1._v1_strategies import MirroredStrategy as MirroredStrategy
+from jaxstrategy.compat.v1._v1_strategies import (
+    OneDeviceStrategy as OneDeviceStrategy,
+)
+from jaxstrategy.compat.v1._v1_strategy import Strategy as Strategy
+from jaxstrategy.inputs._input_options import InputContext as InputContext
+from jaxstrategy.inputs._input_options import (
+    InputReplicationMode as InputReplicationMode,
+)
+from jaxstrategy.parameter_servers._server import Server as Server
+from jaxstrategy.reductions._cross_device_ops import CrossDeviceOps as CrossDeviceOps
+from jaxstrategy.reductions._planned_ops import (
+    HierarchicalCopyAllReduce as HierarchicalCopyAllReduce,
+)
+from jaxstrategy.reductions._planned_ops import NcclAllReduce as NcclAllReduce
+from jaxstrategy.reductions._planned_ops import (
+    ReductionToOneDevice as ReductionToOneDevice,
+)
 from jaxstrategy.text import _absent
 
 

@@ -1,0 +1,88 @@
+"""What TensorFlow 1 says otherwise of some strategies: kinds of `StrategyExtended`."""
+
+from __future__ import annotations
+
+from typing import NoReturn, final
+
+from jaxstrategy.compat.v1._v1_extended import StrategyExtended
+
+
+@final
+class CentralStorageExtended(StrategyExtended):
+    """Of variables on one device: to TensorFlow, those of a parameter server."""
+
+    @property
+    def experimental_between_graph(self) -> bool:
+        """True, as in TensorFlow, though there is one process."""
+        return True
+
+    @property
+    def experimental_should_init(self) -> bool:
+        """True: the initial values of this process count."""
+        return True
+
+
+@final
+class MultiWorkerExtended(StrategyExtended):
+    """Of several processes, also where there is one."""
+
+    @property
+    def experimental_between_graph(self) -> bool:
+        """True: each process runs the whole program."""
+        return True
+
+
+@final
+class DefaultExtended(StrategyExtended):
+    """Of the default strategy, which has no devices."""
+
+    @property
+    def worker_devices(self) -> NoReturn:
+        """Refused: there is none.
+
+        Raises:
+          RuntimeError: always.
+        """
+        raise _of_no_devices("worker_devices")
+
+    @property
+    def parameter_devices(self) -> NoReturn:
+        """Refused: there is none.
+
+        Raises:
+          RuntimeError: always.
+        """
+        raise _of_no_devices("parameter_devices")
+
+    @property
+    def experimental_between_graph(self) -> NoReturn:
+        """Refused: there is none.
+
+        Raises:
+          NotImplementedError: always.
+        """
+        raise _of_no_job("experimental_between_graph")
+
+    @property
+    def experimental_should_init(self) -> NoReturn:
+        """Refused: there is none.
+
+        Raises:
+          NotImplementedError: always.
+        """
+        raise _of_no_job("experimental_should_init")
+
+
+def _of_no_devices(name: str) -> RuntimeError:
+    return RuntimeError(
+        f"`extended.{name}` was asked of the default strategy, which computes wherever "
+        "its code does. Ask inside the scope of another strategy, or after "
+        "`has_strategy()`."
+    )
+
+
+def _of_no_job(name: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"`extended.{name}` was asked of the default strategy, which is part of no "
+        "job. Ask inside the scope of another strategy, or after `has_strategy()`."
+    )

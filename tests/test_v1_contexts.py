@@ -1,0 +1,386 @@
+"""The strategies and contexts of `compat.v1`: numbers of TensorFlow 2.21.
+
+Its `tf.compat.v1.distribute` was run with CPU devices; what its sources say stands
+where it could not be.
+"""
+
+import copy
+import gc
+import pickle
+import threading
+import weakref
+
+import jax
+import numpy as np
+import pytest
+
+import jaxstrategy as js
+from jaxstrategy.compat import v1
+
+
+def mirrored(n=2):
+    return v1.MirroredStrategy(js.simulate(8)[:n])
+
+
+def central(n=2):
+    return v1.experimental.CentralStorageStrategy(js.simulate(8)[:n])
+
+
+def one():
+    return v1.OneDeviceStrategy("CPU:0")
+
+
+def shared():
+    return v1.Strategy.over(
+        js.MirroredStrategy(js.simulate(8)[:2], replicas_per_device=2)
+    )
+
+
+def sharded():
+    sharding = js.StateSharding("state", min_bytes=0)
+    return v1.Strategy.over(js.MirroredStrategy(js.simulate(8)[:2], sharding=sharding))
+
+
+def tpu():
+    return v1.experimental.TPUStrategy()
+
+
+def workers():
+    return v1.experimental.MultiWorkerMirroredStrategy()
+
+
+KINDS = [mirrored, one, central, workers, tpu, shared, sharded]
+of_each_kind = pytest.mark.parametrize("make", KINDS)
+
+
+# Scopes.
+
+
+@of_each_kind
+def test_the_scope_is_of_the_strategy_in_both_generations(make):
+    s = make()
+    assert v1.get_strategy() is not s and not v1.has_strategy()
+    with s.scope() as x:
+        assert x is s
+        assert v1.get_strategy() is s and js.get_strategy() is s.core
+        assert v1.has_strategy() and js.has_strategy()
+        assert v1.in_cross_replica_context() and js.in_cross_replica_context()
+        assert v1.get_replica_context() is None and js.get_replica_context() is None
+        with s.scope() as again:
+            assert again is s
+        assert v1.get_strategy() is s
+    assert not v1.has_strategy() and not js.has_strategy()
+
+
+@of_each_kind
+def test_in_a_step_the_replica_context_is_of_the_strategy(make):
+    s = make()
+    seen = []
+
+    def step():
+        context = v1.get_replica_context()
+        seen.append(context)
+        assert context is v1.get_replica_context()
+        assert type(context) is v1.ReplicaContext
+        assert context.core is js.get_replica_context()
+        assert context.strategy is s and v1.get_strategy() is s
+        assert context.num_replicas_in_sync == s.num_replicas_in_sync
+        assert context.devices == s.extended.worker_devices
+        assert v1.has_strategy() and not v1.in_cross_replica_context()
+        return context.replica_id_in_sync_group + 0
+
+    s.run(step)
+    ids = s.experimental_local_results(s.run(step))
+    assert [int(i) for i in ids] == list(range(s.num_replicas_in_sync))
+    assert len(seen) == 1  # the second call is no second trace
+
+
+def test_outside_there_is_one_default_strategy_and_context():
+    default, context = v1.get_strategy(), v1.get_replica_context()
+    known = id(default), id(context)
+    assert (
+        default.core is js.get_strategy() and context.core is js.get_replica_context()
+    )
+    assert context.strategy is default
+    assert context.replica_id_in_sync_group == 0
+    assert not v1.has_strategy() and not v1.in_cross_replica_context()
+    del default, context
+    gc.collect()
+    assert known == (id(v1.get_strategy()), id(v1.get_replica_context()))
+    with v1.get_strategy().scope() as s:
+        assert s is v1.get_strategy() and not v1.has_strategy()
+
+
+@pytest.mark.parametrize("of_today", [False, True])
+def test_a_strategy_is_set_without_a_block(of_today):
+    s = mirrored()
+    v1.experimental_set_strategy(s.core if of_today else s)
+    try:
+        assert v1.get_strategy() is s and js.get_strategy() is s.core
+        assert v1.in_cross_replica_context() and v1.has_strategy()
+    finally:
+        v1.experimental_set_strategy(None)
+    assert not v1.has_strategy() and not v1.in_cross_replica_context()
+
+
+def test_what_cannot_be_set():
+    s = mirrored()
+    with pytest.raises(TypeError, match=r"`experimental_set_strategy` was given 3"):
+        v1.experimental_set_strategy(3)
+    with s.scope(), pytest.raises(RuntimeError, match="must not be called inside a"):
+        v1.experimental_set_strategy(s)
+
+
+def test_scopes_that_cannot_be_entered():
+    s, other = mirrored(), mirrored(4)
+    with pytest.raises(RuntimeError, match="`strategy.scope` was called inside `run`"):
+        s.run(lambda: s.scope().__enter__())
+    with s.scope():
+        with pytest.raises(RuntimeError, match="Mixing different Strategy objects"):
+            other.scope().__enter__()
+        default = v1.Strategy.__deepcopy__(_default(), {})
+        assert default is _default()
+        with pytest.raises(RuntimeError, match="the default strategy's scope was"):
+            default.scope()
+    assert not v1.has_strategy()
+
+
+def _default():
+    found = []
+    thread = threading.Thread(target=lambda: found.append(v1.get_strategy()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def test_a_scope_keeps_the_strategy():
+    with v1.MirroredStrategy(js.simulate(8)[:2]).scope():
+        known = id(v1.get_strategy())
+        gc.collect()
+        assert id(v1.get_strategy()) == known
+        assert type(v1.get_strategy()) is v1.MirroredStrategy
+
+
+# The object.
+
+
+@of_each_kind
+def test_a_deep_copy_is_another_of_its_class(make):
+    s = make()
+    twin = copy.deepcopy(s)
+    assert twin is not s and type(twin) is type(s) and twin.core is not s.core
+    assert twin.num_replicas_in_sync == s.num_replicas_in_sync
+    assert isinstance(s, v1.Strategy)
+    pair = copy.deepcopy([s, s])
+    assert pair[0] is pair[1]
+
+
+@of_each_kind
+def test_it_is_neither_copied_nor_pickled(make):
+    with pytest.raises(RuntimeError, match=r"can be deep-copied \(`copy.deepcopy`\)"):
+        copy.copy(make())
+    with pytest.raises(TypeError, match="cannot be pickled"):
+        pickle.dumps(make())
+
+
+def test_one_object_for_each_strategy_of_today():
+    core = js.MirroredStrategy(js.simulate(8)[:2])
+    with core.scope():
+        s = v1.get_strategy()
+        assert type(s) is v1.MirroredStrategy and s.core is core
+    assert v1.Strategy.over(core) is s is v1.Strategy.over(s)
+    with pytest.raises(TypeError, match=r"Make one of them, such as `MirroredStrategy"):
+        v1.Strategy(core)
+    with pytest.raises(TypeError, match="`core` was 3; a strategy of `jaxstrategy`"):
+        v1.Strategy.over(3)
+    with pytest.raises(TypeError, match="`core` was 3; what `jaxstrategy.get_replica"):
+        v1.ReplicaContext(3)
+    watched = weakref.ref(core)
+    del core, s
+    gc.collect()
+    assert watched() is None
+
+
+def test_how_it_is_shown():
+    assert repr(mirrored()) == "compat.v1.MirroredStrategy(2 replicas on cpu:0, cpu:1)"
+    assert repr(one()) == "compat.v1.OneDeviceStrategy(1 replica on cpu:0)"
+    assert repr(v1.get_strategy()) == "compat.v1.DefaultStrategy(1 replica)"
+    servers = js.ParameterServerStrategy(
+        workers=1, parameter_servers=1, backend="threads"
+    )
+    assert repr(v1.Strategy.over(servers)) == f"compat.v1.Strategy.over({servers!r})"
+    assert "<td>cpu:1</td>" in mirrored()._repr_html_()
+    assert repr(v1.get_replica_context()) == (
+        "compat.v1.ReplicaContext(compat.v1.DefaultStrategy(1 replica))"
+    )
+
+
+def test_younger_methods_are_told_where_to_find():
+    s = mirrored()
+    for asked, name, told in [
+        (s, "gather", "which is younger: `strategy.core.gather` is today's"),
+        (s, "nothing", "'MirroredStrategy' object has no attribute 'nothing'"),
+        (
+            s.extended,
+            "experimental_logical_device",
+            "`strategy.core.extended.experimental_logical_device` is today's",
+        ),
+        (
+            v1.get_replica_context(),
+            "all_gather",
+            "`jaxstrategy.get_replica_context\\(\\).all_gather` is today's",
+        ),
+    ]:
+        with pytest.raises(AttributeError, match=told):
+            getattr(asked, name)
+        assert not hasattr(asked, name)
+
+
+# Sessions and jobs.
+
+
+@of_each_kind
+def test_what_sessions_wanted_does_nothing(make):
+    s = make()
+    for _ in range(2):
+        assert s.experimental_initialize() == [] and s.experimental_finalize() == []
+    with s.scope():
+        assert s.experimental_finalize() == [] and s.experimental_initialize() == []
+        assert v1.get_strategy() is s
+    assert s.configure() is None
+    given = {"worker": ["localhost:1"]}
+    assert s.configure({}, given, task_type="worker", task_id=0) is None
+    assert s.update_config_proto(None) is None
+    config = {"gpu_options": ["a"]}
+    changed = s.update_config_proto(config)
+    assert changed == config == {"gpu_options": ["a"]}
+    assert changed is not config and changed["gpu_options"] is not config["gpu_options"]
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (mirrored, (True, True, False, True)),
+        (one, (True, True, False, True)),
+        (central, (True, True, True, True)),
+        (workers, (True, True, True, True)),
+        (tpu, (True, True, False, True)),
+    ],
+)
+def test_what_the_process_is_in_the_job(make, expected):
+    extended = make().extended
+    assert expected == (
+        extended.should_checkpoint,
+        extended.should_save_summary,
+        extended.experimental_between_graph,
+        extended.experimental_should_init,
+    )
+
+
+def test_the_default_strategy_has_no_job_and_no_devices():
+    extended = v1.get_strategy().extended
+    assert extended.should_checkpoint and extended.should_save_summary
+    for name in ("experimental_between_graph", "experimental_should_init"):
+        with pytest.raises(
+            NotImplementedError, match=f"`extended.{name}` was asked of"
+        ):
+            getattr(extended, name)
+    for name in ("worker_devices", "parameter_devices"):
+        with pytest.raises(RuntimeError, match=f"`extended.{name}` was asked of"):
+            getattr(extended, name)
+
+
+def test_devices():
+    devices = tuple(jax.devices())
+    s = mirrored()
+    assert s.extended.worker_devices == s.extended.parameter_devices == devices[:2]
+    s = v1.experimental.CentralStorageStrategy(["CPU:1", "CPU:2"], "CPU:0")
+    assert s.extended.worker_devices == devices[1:3]
+    assert s.extended.parameter_devices == devices[:1]
+    assert s.extended.experimental_require_static_shapes
+
+
+def test_tpu_steps_per_run():
+    assert tpu().steps_per_run == 1
+    s = v1.experimental.TPUStrategy(steps_per_run=3)
+    assert s.steps_per_run == copy.deepcopy(s).steps_per_run == 3
+    assert s.cluster_resolver is s.core.cluster_resolver is not None
+    assert mirrored().cluster_resolver is None
+    with pytest.raises(ValueError, match="`steps_per_run` was 0; 1 or more was wanted"):
+        v1.experimental.TPUStrategy(steps_per_run=0)
+    with pytest.raises(TypeError, match="`steps_per_run` was 'a'; a whole number"):
+        v1.experimental.TPUStrategy(steps_per_run="a")
+
+
+def test_losses_are_added_up():
+    assert v1.get_loss_reduction() is v1.ReduceOp.SUM is js.ReduceOp.SUM
+
+
+def test_names_that_are_the_same_are_the_same():
+    for name in (
+        "CrossDeviceOps",
+        "HierarchicalCopyAllReduce",
+        "InputContext",
+        "InputReplicationMode",
+        "NcclAllReduce",
+        "ReduceOp",
+        "ReductionToOneDevice",
+        "RunOptions",
+        "Server",
+        "cluster_resolver",
+    ):
+        assert getattr(v1, name) is getattr(js, name)
+    for name in (
+        "CollectiveCommunication",
+        "CollectiveHints",
+        "CommunicationImplementation",
+        "CommunicationOptions",
+    ):
+        assert getattr(v1.experimental, name) is getattr(js.experimental, name)
+
+
+# Mixing.
+
+
+def test_variables_of_either_generation_belong_to_one_strategy():
+    s = mirrored()
+    with s.scope():
+        v = js.Variable(1.0)
+    with s.core.scope():
+        w = js.Variable(2.0)
+    for each in (v, w):
+        assert each.strategy is s.core
+        assert s.extended.variable_created_in_scope(each)
+        assert s.core.extended.variable_created_in_scope(each)
+    np.testing.assert_array_equal(s.run(lambda: v + w), 3.0)
+    np.testing.assert_array_equal(s.core.run(lambda: v + w), 3.0)
+
+
+def test_steps_of_both_generations_call_each_other():
+    s = mirrored()
+
+    def merge(strategy, x):
+        assert strategy is s and v1.get_strategy() is s
+        return strategy.reduce("sum", x)
+
+    def of_today():
+        context = js.get_replica_context()
+        x = context.replica_id_in_sync_group + 1.0
+        y = context.merge_call(lambda core, x: core.reduce("mean", x), (x,))
+        return y, v1.get_replica_context().merge_call(merge, args=(x,))
+
+    for run in (s.run, s.core.run):
+        assert list(map(float, run(of_today))) == [1.5, 3.0]
+
+
+def test_a_face_that_a_step_captures_is_no_other_program(compilations):
+    s = mirrored()
+    extended = s.extended
+
+    def make():
+        return lambda x: (s.num_replicas_in_sync * x, extended.worker_devices and x)
+
+    s.run(make(), (np.float32(1),))
+    compilations()
+    s.run(make(), (np.float32(2),))
+    assert compilations() == 0
