@@ -1,0 +1,57 @@
+"""Names of `tf.contrib.distribute`, of TensorFlow 1.7 to 1.12.
+
+`from jaxstrategy.compat import contrib as distribute` replaces
+`from tensorflow.contrib import distribute`.
+"""
+
+from typing import NoReturn
+
+from jaxstrategy._options import VariableAggregation as VariableAggregation
+from jaxstrategy._options import VariableSynchronization as VariableSynchronization
+from jaxstrategy.compat.contrib._contrib_strategies import (
+    CollectiveAllReduceStrategy as CollectiveAllReduceStrategy,
+)
+from jaxstrategy.compat.contrib._contrib_strategies import (
+    MirroredStrategy as MirroredStrategy,
+)
+from jaxstrategy.compat.contrib._contrib_strategies import (
+    OneDeviceStrategy as OneDeviceStrategy,
+)
+from jaxstrategy.compat.contrib._contrib_strategies import (
+    ParameterServerStrategy as ParameterServerStrategy,
+)
+from jaxstrategy.compat.contrib._contrib_strategies import TPUStrategy as TPUStrategy
+from jaxstrategy.compat.contrib._distribution_strategy import (
+    DistributionStrategy as DistributionStrategy,
+)
+from jaxstrategy.compat.contrib._older_functions import (
+    get_loss_reduction as get_loss_reduction,
+)
+from jaxstrategy.compat.contrib._older_functions import increment_var as increment_var
+from jaxstrategy.compat.contrib._tower_context import TowerContext as TowerContext
+from jaxstrategy.compat.contrib._tower_context import (
+    get_cross_tower_context as get_cross_tower_context,
+)
+from jaxstrategy.compat.contrib._tower_context import (
+    get_distribution_strategy as get_distribution_strategy,
+)
+from jaxstrategy.compat.contrib._tower_context import (
+    get_tower_context as get_tower_context,
+)
+from jaxstrategy.compat.contrib._tower_context import (
+    has_distribution_strategy as has_distribution_strategy,
+)
+from jaxstrategy.compat.contrib._tower_context import (
+    require_tower_context as require_tower_context,
+)
+from jaxstrategy.reductions._cross_device_ops import CrossDeviceOps as CrossTowerOps
+from jaxstrategy.strategies._mirrored_type import Mirrored as Mirrored
+from jaxstrategy.text import _absent
+from jaxstrategy.values._per_replica import PerReplica as PerDevice
+
+__all__ = ["CrossTowerOps", "PerDevice"]
+
+
+def __getattr__(name: str) -> NoReturn:
+    """Names of TensorFlow that are not here say what to use instead."""
+    raise _absent.missing(__name__, name)

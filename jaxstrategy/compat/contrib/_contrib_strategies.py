@@ -1,0 +1,373 @@
+"""The strategies of `tf.contrib.distribute`, each over one of today."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NoReturn, Self, final
+
+from jaxstrategy._errors import ContextError
+from jaxstrategy.cluster.resolvers._tpu_resolver import TPUClusterResolver
+from jaxstrategy.compat.contrib._cross_tower_checks import operation_of
+from jaxstrategy.compat.contrib._distribution_strategy import (
+    FACES,
+    DistributionStrategy,
+)
+from jaxstrategy.compat.contrib._map_output import MapOutput
+from jaxstrategy.reductions._cross_device_ops import CrossDeviceOps
+from jaxstrategy.replicas import _devices
+from jaxstrategy.replicas._devices import Device
+from jaxstrategy.strategies import (
+    _between_graph,
+    _central,
+    _current,
+    _default,
+    _mirrored,
+    _multi_worker,
+    _one_device,
+    _tpu,
+)
+from jaxstrategy.strategies._destinations import checked_pairs
+from jaxstrategy.text._whole_numbers import whole
+from jaxstrategy.values._types import PyTree
+from jaxstrategy.variables._variable import Variable
+
+
+@final
+@FACES.of_type(_mirrored.MirroredStrategy)
+class MirroredStrategy(DistributionStrategy):
+    """One tower per device of this host; variables are mirrored on all of them.
+
+    Args:
+      devices: devices or their names, in tower order; by default all accelerators, or
+        all CPU devices where there is none.
+      num_gpus: how many of those to take, instead of `devices`.
+      cross_tower_ops: how values are reduced over the towers.
+      prefetch_on_device: whether `distribute_dataset` reads ahead; by default it does.
+      num_gpus_per_worker: another name of `num_gpus`.
+
+    Raises:
+      ValueError: both devices and a number; no such device; fewer devices than asked
+        for.
+      TypeError: something else than devices, numbers or operations.
+
+    >>> import jaxstrategy as js
+    >>> from jaxstrategy.compat import contrib
+    >>> _ = js.simulate(8)
+    >>> contrib.MirroredStrategy(num_gpus=2).worker_devices
+    [CpuDevice(id=0), CpuDevice(id=1)]
+    """
+
+    # Also of one that is made anew for its strategy.
+    prefetch_on_device: bool | None = None
+
+    def __init__(
+        self,
+        devices: Sequence[Device | str] | None = None,
+        num_gpus: int | None = None,
+        cross_tower_ops: CrossDeviceOps | None = None,
+        prefetch_on_device: bool | None = None,
+        *,
+        num_gpus_per_worker: int | None = None,
+    ) -> None:
+        if num_gpus is not None and num_gpus_per_worker is not None:
+            raise ValueError(
+                "Must only specify one of `num_gpus` and `num_gpus_per_worker`."
+            )
+        number = num_gpus_per_worker if num_gpus is None else num_gpus
+        if devices is not None and number is not None:
+            raise ValueError("Must only specify one of `devices` and `num_gpus`.")
+        chosen = devices if number is None else _first(number, "num_gpus")
+        super().__init__(_mirrored.MirroredStrategy(chosen, cross_tower_ops))
+        self.prefetch_on_device = prefetch_on_device
+
+
+@final
+@FACES.of_type(_one_device.OneDeviceStrategy)
+class OneDeviceStrategy(DistributionStrategy):
+    """One tower on one device; values are never wrapped.
+
+    Args:
+      device: a device or its name.
+      prefetch_on_device: whether `distribute_dataset` reads ahead; by default it does.
+
+    Raises:
+      ValueError: this host has no such device.
+      TypeError: something else than a device or a name.
+
+    >>> import jaxstrategy as js
+    >>> from jaxstrategy.compat import contrib
+    >>> _ = js.simulate(8)
+    >>> contrib.OneDeviceStrategy("CPU:1").is_single_tower
+    True
+    """
+
+    prefetch_on_device: bool | None = None
+
+    def __init__(
+        self, device: Device | str, prefetch_on_device: bool | None = None
+    ) -> None:
+        super().__init__(_one_device.OneDeviceStrategy(device))
+        self.prefetch_on_device = prefetch_on_device
+
+
+@final
+@FACES.of_type(_multi_worker.MultiWorkerMirroredStrategy)
+class CollectiveAllReduceStrategy(DistributionStrategy):
+    """One tower per device of every process; today's `MultiWorkerMirroredStrategy`.
+
+    Args:
+      num_gpus_per_worker: the number of devices that each process has. It is only
+        checked: which devices JAX finds is said when the process is started
+        (`CUDA_VISIBLE_DEVICES`). 0, as by default, means all.
+
+    Raises:
+      ClusterError: the processes could not start together.
+      ValueError: another number of devices was found; the cluster makes no sense.
+      TypeError: no whole number.
+
+    >>> import jaxstrategy as js
+    >>> from jaxstrategy.compat import contrib
+    >>> _ = js.simulate(8)
+    >>> contrib.CollectiveAllReduceStrategy().num_towers
+    8
+    """
+
+    def __init__(self, num_gpus_per_worker: int = 0) -> None:
+        number = _checked(num_gpus_per_worker, "num_gpus_per_worker", at_least=0)
+        strategy = _multi_worker.MultiWorkerMirroredStrategy()
+        found = len(_devices.default_devices())
+        if number not in (0, found):
+            raise ValueError(
+                f"`num_gpus_per_worker` was {number}, but this process has {found} "
+                "devices, all of which the processes use together. Start it with so "
+                "many (`CUDA_VISIBLE_DEVICES`), or leave the number out."
+            )
+        super().__init__(strategy)
+
+
+@final
+@FACES.of_type(_between_graph.BetweenGraphStrategy, _central.CentralStorageStrategy)
+class ParameterServerStrategy(DistributionStrategy):
+    """Variables on parameter servers, each worker by itself; alone, on one device.
+
+    With a cluster in `TF_CONFIG` it is asynchronous training, as
+    `compat.v1.experimental.ParameterServerStrategy`, where each worker has its devices
+    as towers. Without one there are towers on this host's devices, and variables lie on
+    the host's CPU, or on the only device: today's `CentralStorageStrategy`.
+
+    Args:
+      num_gpus_per_worker: the number of towers without a cluster; 0, as by default, is
+        one tower on the first device.
+
+    Raises:
+      ValueError: the cluster has no servers or workers; there are fewer devices.
+      ClusterError: a server cannot be reached.
+      TypeError: no whole number.
+
+    >>> import jaxstrategy as js
+    >>> from jaxstrategy.compat import contrib
+    >>> _ = js.simulate(8)
+    >>> contrib.ParameterServerStrategy(num_gpus_per_worker=2).num_towers
+    2
+    """
+
+    def __init__(self, num_gpus_per_worker: int = 0) -> None:
+        number = _checked(num_gpus_per_worker, "num_gpus_per_worker", at_least=0)
+        resolver = _between_graph.TFConfigClusterResolver()
+        if resolver.cluster_spec():
+            super().__init__(_between_graph.BetweenGraphStrategy(resolver))
+        else:
+            devices = _first(number or 1, "num_gpus_per_worker")
+            super().__init__(_central.CentralStorageStrategy(devices))
+
+
+@final
+@FACES.of_type(_tpu.TPUStrategy)
+class TPUStrategy(DistributionStrategy):
+    """One tower per core of a TPU system, or per device of any other platform.
+
+    Args:
+      tpu_cluster_resolver: by default one of all processes that there are.
+      steps_per_run: is for your own use, as is the attribute of this name.
+      num_cores: the number of towers, which is only checked.
+
+    Raises:
+      ValueError: another number of cores was found; `steps_per_run` is below 1.
+      TypeError: something else than a resolver, or than whole numbers.
+      ClusterError: the processes could not start together.
+
+    >>> import jaxstrategy as js
+    >>> from jaxstrategy.compat import contrib
+    >>> _ = js.simulate(8)
+    >>> contrib.TPUStrategy(num_cores=8).num_towers
+    8
+    """
+
+    steps_per_run = 1
+
+    def __init__(
+        self,
+        tpu_cluster_resolver: TPUClusterResolver | None = None,
+        steps_per_run: int = 1,
+        num_cores: int | None = None,
+    ) -> None:
+        steps = _checked(steps_per_run, "steps_per_run", at_least=1)
+        strategy = _tpu.TPUStrategy(tpu_cluster_resolver)
+        found = strategy.num_replicas_in_sync
+        if num_cores is not None and _checked(num_cores, "num_cores", 1) != found:
+            raise ValueError(
+                f"`num_cores` was {num_cores}, but the system has {found} cores."
+            )
+        super().__init__(strategy)
+        self.steps_per_run = steps
+
+
+@final
+@FACES.of_type(_default.DefaultStrategy)
+class DefaultDistributionStrategy(DistributionStrategy):
+    """The strategy of code that runs under none; `get_distribution_strategy()` has it.
+
+    Functions are called as they are, and values come back as they are. Its methods
+    about all towers are for functions of `merge_call`.
+    """
+
+    def scope(self) -> AbstractContextManager[Self]:
+        """A `with` block that changes nothing.
+
+        Raises:
+          RuntimeError: inside another strategy's scope.
+        """
+        if _current.has_strategy():
+            raise ContextError(
+                "Must not nest DistributionStrategy scopes. The default strategy's was "
+                f"entered inside that of {_current.get_strategy()!r}."
+            )
+        return super().scope()
+
+    @property
+    def worker_devices(self) -> NoReturn:
+        """None.
+
+        Raises:
+          RuntimeError: always.
+        """
+        raise _unsupported("worker_devices")
+
+    @property
+    def parameter_devices(self) -> NoReturn:
+        """None.
+
+        Raises:
+          RuntimeError: always.
+        """
+        raise _unsupported("parameter_devices")
+
+    @property
+    def worker_device_index(self) -> NoReturn:
+        """None.
+
+        Raises:
+          RuntimeError: always.
+        """
+        raise _unsupported("worker_device_index")
+
+    def non_slot_devices(self, var_list: Sequence[Variable]) -> Variable:
+        """The variable with the first name.
+
+        Args:
+          var_list: the variables that an optimizer optimizes.
+
+        Raises:
+          ValueError: there are none.
+        """
+        if not var_list:
+            raise ValueError(
+                "`non_slot_devices` was given no variables; the default strategy "
+                "chooses one of them."
+            )
+        return min(var_list, key=lambda variable: variable.name)
+
+    def broadcast(self, tensor: PyTree, destinations: Any = None) -> PyTree:
+        """`tensor` as it is.
+
+        Args:
+          tensor: a pytree.
+          destinations: play no part.
+
+        Raises:
+          RuntimeError: outside of cross-tower context.
+        """
+        self._require_cross_tower("broadcast")
+        return tensor
+
+    def reduce(
+        self, aggregation: Any, value: PyTree, destinations: Any = None
+    ) -> PyTree:
+        """`value` as it is; of what `map` gave, the sum or the mean of all elements.
+
+        Args:
+          aggregation: `VariableAggregation.SUM` or `.MEAN`; "sum" or "mean".
+          value: a pytree, or what `map` gave.
+          destinations: play no part.
+
+        Raises:
+          RuntimeError: outside of cross-tower context.
+          ValueError: another aggregation.
+        """
+        self._require_cross_tower("reduce")
+        op = operation_of(aggregation)
+        return value.reduced(op) if isinstance(value, MapOutput) else value
+
+    def batch_reduce(
+        self, aggregation: Any, value_destination_pairs: Sequence[tuple[PyTree, Any]]
+    ) -> list[PyTree]:
+        """The values as they are.
+
+        Args:
+          aggregation: as of `reduce`.
+          value_destination_pairs: pairs of a value and its destinations.
+
+        Raises:
+          RuntimeError: outside of cross-tower context.
+          ValueError: something else than pairs; another aggregation.
+        """
+        self._require_cross_tower("batch_reduce")
+        operation_of(aggregation)
+        return [value for value, _ in checked_pairs(value_destination_pairs)]
+
+
+# Nobody else holds it, and it is one object for ever.
+_DEFAULT = FACES.of(_current.get_strategy())
+
+
+def _unsupported(name: str) -> ContextError:
+    return ContextError(
+        f"`{name}` is not supported by the default strategy, which has no devices of "
+        "its own. Ask the strategy that your code is run with."
+    )
+
+
+def _checked(given: object, name: str, at_least: int) -> int:
+    number = whole(given)
+    if number is None:
+        raise TypeError(f"`{name}` was {given!r}; a whole number was wanted.")
+    if number < at_least:
+        raise ValueError(f"`{name}` was {number}; {at_least} or more was wanted.")
+    return number
+
+
+def _first(given: object, name: str) -> tuple[Device, ...]:
+    """So many of this host's devices.
+
+    Raises:
+      ValueError: it has not so many.
+      TypeError: no whole number.
+    """
+    number, found = _checked(given, name, at_least=1), _devices.default_devices()
+    if number > len(found):
+        raise ValueError(
+            f"`{name}` was {number}, but this host has {len(found)} devices: "
+            f"{_devices.names(found)}."
+        )
+    return found[:number]

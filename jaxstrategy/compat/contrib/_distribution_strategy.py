@@ -1,0 +1,240 @@
+"""A strategy with the methods of 2018: `DistributionStrategy`."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
+
+from jaxstrategy._options import VariableAggregation
+from jaxstrategy.compat._faces import Faces
+from jaxstrategy.compat.contrib import _cross_tower_checks, _tower_values
+from jaxstrategy.compat.contrib._changes_variables import ChangesVariables
+from jaxstrategy.compat.contrib._map_output import MapOutput
+from jaxstrategy.strategies import _strategy
+from jaxstrategy.strategies._calls import name_methods_after
+from jaxstrategy.strategies._destinations import Destinations, checked_pairs
+from jaxstrategy.text._shown import shown
+from jaxstrategy.values._types import Function, PyTree
+
+
+class DistributionStrategy(ChangesVariables):
+    """A strategy with the methods of `tf.contrib.distribute.DistributionStrategy`.
+
+    `MirroredStrategy` and the others make one. Behind each is a strategy of today,
+    `strategy.core`; each of those has one such object. A *tower* is what is a replica
+    today. Methods that are about all towers want to be called inside
+    `with strategy.scope():`, or in a function of `merge_call`.
+
+    Args:
+      core: a strategy of today.
+
+    Raises:
+      TypeError: `core` is none.
+
+    >>> import jaxstrategy as js
+    >>> from jaxstrategy.compat import contrib
+    >>> strategy = contrib.MirroredStrategy(js.simulate(8)[:2])
+    >>> def merge_fn(strategy, v):
+    ...     return sum(strategy.unwrap(v))
+    >>> def fn(three):
+    ...     context = contrib.get_tower_context()
+    ...     v = three + context.tower_id
+    ...     return context.merge_call(merge_fn, v) + v
+    >>> with strategy.scope():
+    ...     [int(v) for v in strategy.unwrap(strategy.call_for_each_tower(fn, 3))]
+    [10, 11]
+    """
+
+    def __init__(self, core: _strategy.Strategy) -> None:
+        if not isinstance(core, _strategy.Strategy):
+            raise TypeError(
+                f"`core` was {shown(core)}; a strategy of `jaxstrategy` was wanted, "
+                "for example `jaxstrategy.MirroredStrategy()`."
+            )
+        super().__init__(core)
+        FACES.add(self)
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        name_methods_after(cls)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DistributionStrategy:
+        made = FACES.of(copy.deepcopy(self._core, memo))
+        vars(made).update({**vars(self), "_core": made.core})
+        return made
+
+    def __copy__(self) -> NoReturn:
+        copy.copy(self._core)  # raises
+        raise AssertionError
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return self._core.__reduce__()
+
+    # Steps.
+
+    def call_for_each_tower(self, fn: Function, *args: PyTree, **kwargs: Any) -> PyTree:
+        """Calls `fn(*args, **kwargs)` in each tower: a step, as today's `run`.
+
+        Args:
+          fn: the step, as one tower sees it.
+          *args: its arguments; each tower gets its own version of a `PerDevice`.
+          **kwargs: its keyword arguments. `run_concurrently` is none of them, and
+            changes nothing.
+
+        Returns:
+          A pytree like the one `fn` returns. What may differ between the towers is a
+          `PerDevice`; a variable is that variable.
+
+        Raises:
+          RuntimeError: outside of cross-tower context.
+          TypeError: `fn` cannot be called.
+
+        >>> import jaxstrategy as js
+        >>> from jaxstrategy.compat import contrib
+        >>> strategy = contrib.MirroredStrategy(js.simulate(8)[:2])
+        >>> with strategy.scope():
+        ...     strategy.call_for_each_tower(lambda x, y: x + y, 1, y=2)
+        Array(3, dtype=int32, weak_type=True)
+        """
+        self._require_cross_tower("call_for_each_tower")
+        _tower_values.require_function("call_for_each_tower", fn)
+        kwargs.pop("run_concurrently", None)
+        return self._core.run(fn, args, kwargs)
+
+    def map(
+        self, map_over: Iterable[Any], fn: Function, *args: PyTree, **kwargs: Any
+    ) -> MapOutput:
+        """Calls `fn(element, *args, **kwargs)` for each element, outside of towers.
+
+        Args:
+          map_over: the elements. They go to the towers in turn.
+          fn: a function of an element.
+          *args: further arguments, the same for all.
+          **kwargs: further keyword arguments.
+
+        Returns:
+          The results, for `reduce`: of range(10), `lambda x, y: x * y` and 2, the sum
+          is 90.
+
+        Raises:
+          RuntimeError: outside of cross-tower context.
+          TypeError: `fn` cannot be called.
+        """
+        self._require_cross_tower("map")
+        _tower_values.require_function("map", fn)
+        results = [fn(element, *args, **kwargs) for element in map_over]
+        return MapOutput(results, self.num_towers)
+
+    # Values.
+
+    def broadcast(
+        self, tensor: PyTree, destinations: Destinations | None = None
+    ) -> PyTree:
+        """Copies of a value on several devices, or on one.
+
+        Args:
+          tensor: a pytree of arrays and numbers.
+          destinations: a device or its name, a list of them, or a variable, whose
+            devices are meant; by default the worker devices.
+
+        Raises:
+          RuntimeError: outside of cross-tower context.
+          ValueError: there is no such device, or the value differs between towers.
+          TypeError: `destinations` names no devices.
+        """
+        self._require_cross_tower("broadcast")
+        if destinations is None:
+            destinations = self.worker_devices
+        return self._core.extended.copy_to(tensor, destinations)
+
+    def reduce(
+        self,
+        aggregation: VariableAggregation | str,
+        value: PyTree,
+        destinations: Destinations | None = None,
+    ) -> PyTree:
+        """One value from those of all towers, leaf by leaf.
+
+        What is no `PerDevice` counts as what every tower has.
+
+        Args:
+          aggregation: `VariableAggregation.SUM` or `.MEAN`; "sum" or "mean".
+          value: a pytree of `PerDevice`s, arrays and numbers, or what `map` gave.
+          destinations: as of `broadcast`; by default the towers' devices.
+
+        Returns:
+          A pytree of mirrored arrays, on all destinations.
+
+        Raises:
+          RuntimeError: outside of cross-tower context.
+          ValueError: another aggregation; no such device.
+          TypeError: a leaf is no number; `destinations` names no devices.
+        """
+        self._require_cross_tower("reduce")
+        op = _cross_tower_checks.operation_of(aggregation)
+        if isinstance(value, MapOutput):
+            return self.broadcast(value.reduced(op), destinations)
+        if destinations is None:
+            return self._core.reduce(op, value)
+        return self._core.extended.reduce_to(op, value, destinations)
+
+    def batch_reduce(
+        self,
+        aggregation: VariableAggregation | str,
+        value_destination_pairs: Sequence[tuple[PyTree, Destinations | None]],
+    ) -> list[PyTree]:
+        """Several `reduce` in one: one result for each pair, in order.
+
+        Args:
+          aggregation: as of `reduce`.
+          value_destination_pairs: pairs of a value and its destinations.
+
+        Raises:
+          RuntimeError: outside of cross-tower context.
+          ValueError: something else than pairs; otherwise as `reduce`.
+          TypeError: as `reduce`.
+        """
+        self._require_cross_tower("batch_reduce")
+        op = _cross_tower_checks.operation_of(aggregation)
+        pairs = [
+            (value, self.worker_devices if destinations is None else destinations)
+            for value, destinations in checked_pairs(value_destination_pairs)
+        ]
+        return self._core.extended.batch_reduce_to(op, pairs)
+
+    def unwrap(self, value: PyTree) -> list[PyTree]:
+        """The versions that the towers of this process have; `[value]` of a plain one.
+
+        Raises:
+          RuntimeError: outside of cross-tower context.
+        """
+        self._require_cross_tower("unwrap")
+        if isinstance(value, MapOutput):
+            return value.of_towers()
+        if _tower_values.is_on_one_device(value):
+            return [value]
+        return list(self._core.experimental_local_results(value))
+
+    def value_container(self, value: object) -> object:
+        """The variable that `value` is a copy of; else `value` itself."""
+        return self._core.extended.value_container(value)
+
+    def group(self, value: PyTree, name: str | None = None) -> PyTree:
+        """Waits until all that `value` holds is computed.
+
+        Args:
+          value: a pytree.
+          name: of the operation that it was in a graph.
+
+        Returns:
+          None; a single plain value, without `name`, itself.
+
+        Raises:
+          RuntimeError: outside of cross-tower context.
+        """
+        self._require_cross_tower("group")
+        return _tower_values.grouped(self.unwrap(value), name)
+
+
+FACES: Faces[DistributionStrategy] = Faces(lambda: DistributionStrategy)

@@ -1,0 +1,231 @@
+"""The view that one tower has of the others: `TowerContext`, and who asks for it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any, Self, final
+
+import jax
+
+from jaxstrategy._errors import ContextError
+from jaxstrategy.compat._context_faces import ContextFaces
+from jaxstrategy.compat.contrib import _tower_values
+from jaxstrategy.compat.contrib._distribution_strategy import (
+    FACES,
+    DistributionStrategy,
+)
+from jaxstrategy.contexts import _context
+from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
+from jaxstrategy.contexts._replica_context import ReplicaContext
+from jaxstrategy.replicas._devices import Device
+from jaxstrategy.strategies import _current
+from jaxstrategy.text._shown import shown
+from jaxstrategy.values._types import PyTree
+
+
+@final
+class TowerContext:
+    """One tower's view, in a function of `call_for_each_tower`.
+
+    `get_tower_context()` returns it; nobody else makes one. Outside any strategy there
+    is one, too, of a single tower.
+
+    Args:
+      replica_context: the one of today over which it stands.
+
+    Raises:
+      TypeError: it is made of something else.
+
+    >>> from jaxstrategy.compat import contrib
+    >>> context = contrib.get_tower_context()
+    >>> context.num_towers, context.tower_id, context.is_single_tower
+    (1, 0, True)
+    """
+
+    def __init__(self, replica_context: ReplicaContext) -> None:
+        if not isinstance(replica_context, ReplicaContext):
+            raise TypeError(
+                f"A `TowerContext` was made of {shown(replica_context)}. Use the one "
+                "that `get_tower_context()` returns in `call_for_each_tower`."
+            )
+        self._replica = replica_context
+        self._entered: list[contextlib.AbstractContextManager[Any]] = []
+
+    def __enter__(self) -> Self:
+        """A `with` block in the context where code already is.
+
+        Raises:
+          RuntimeError: code is elsewhere; `call_for_each_tower` enters towers.
+        """
+        block = contextlib.nullcontext()
+        if self is _DEFAULT and not _current.has_strategy():
+            block = _context.outside()
+        else:
+            require_tower_context(self)
+        block.__enter__()
+        self._entered.append(block)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._entered.pop().__exit__(*error)
+
+    def merge_call(
+        self, merge_fn: Callable[..., PyTree], *args: PyTree, **kwargs: PyTree
+    ) -> PyTree:
+        """Calls `merge_fn(distribution_strategy, *args, **kwargs)` once for all towers.
+
+        Args:
+          merge_fn: a function in cross-tower context.
+          *args: its arguments. Arrays arrive as `PerDevice`s, with a single tower as
+            they are; numbers, strings and variables always as they are.
+          **kwargs: its keyword arguments.
+
+        Returns:
+          What `merge_fn` returned, each `PerDevice` as this tower's version.
+
+        Raises:
+          RuntimeError: this is not the current tower context.
+          TypeError: `merge_fn` cannot be called.
+        """
+        require_tower_context(self)
+        _tower_values.require_function("merge_call", merge_fn)
+
+        def with_face(core: AbstractStrategy, *args: Any, **kwargs: Any) -> PyTree:
+            return merge_fn(FACES.of(core), *args, **kwargs)
+
+        return self._replica.merge_call(with_face, args, kwargs)
+
+    @property
+    def distribution_strategy(self) -> DistributionStrategy:
+        """The strategy whose tower this is."""
+        return FACES.of(self._replica.strategy)
+
+    @property
+    def num_towers(self) -> int:
+        """The number of towers that take this step together."""
+        return self.distribution_strategy.num_towers
+
+    @property
+    def is_single_tower(self) -> bool:
+        """Whether there is one tower only."""
+        return self.distribution_strategy.is_single_tower
+
+    @property
+    def tower_id(self) -> jax.Array | int:
+        """The number of this tower, from 0.
+
+        One program serves all towers, so that in `call_for_each_tower` it is an int32
+        scalar known only on the devices. Outside any strategy it is the int 0.
+
+        Raises:
+          RuntimeError: this is not the current tower context.
+        """
+        require_tower_context(self)
+        return self._replica.replica_id_in_sync_group
+
+    @property
+    def device(self) -> tuple[Device, ...]:
+        """The devices of all towers, in their order: one program serves them.
+
+        Raises:
+          RuntimeError: this is not the current tower context.
+        """
+        require_tower_context(self)
+        return self._replica.devices
+
+    def __repr__(self) -> str:
+        return f"TowerContext({self.distribution_strategy!r})"
+
+
+_CONTEXTS: ContextFaces[TowerContext] = ContextFaces(TowerContext)
+_DEFAULT = _CONTEXTS.of(_current.get_replica_context())
+
+
+def get_tower_context() -> TowerContext | Any:
+    """The current tower context, or None in cross-tower context.
+
+    In a function of `call_for_each_tower` it is the tower's; in `scope()`, functions of
+    `merge_call` and of `update` there is none; outside of all it is that of the default
+    strategy's single tower, always the same object.
+
+    >>> from jaxstrategy.compat import contrib
+    >>> contrib.get_tower_context() is contrib.get_tower_context()
+    True
+    """
+    context = _current.get_replica_context()
+    return None if context is None else _CONTEXTS.of(context)
+
+
+def get_cross_tower_context() -> DistributionStrategy | Any:
+    """The current strategy in cross-tower context, else None.
+
+    Of this and `get_tower_context()` exactly one is None.
+
+    >>> from jaxstrategy.compat import contrib
+    >>> print(contrib.get_cross_tower_context())
+    None
+    """
+    if _current.in_cross_replica_context():
+        return get_distribution_strategy()
+    return None
+
+
+def get_distribution_strategy() -> DistributionStrategy:
+    """The current strategy; outside any scope the default one with one tower.
+
+    >>> from jaxstrategy.compat import contrib
+    >>> contrib.get_distribution_strategy().num_towers
+    1
+    """
+    return FACES.of(_current.get_strategy())
+
+
+def has_distribution_strategy() -> bool:
+    """Whether the current strategy is another than the default one.
+
+    >>> from jaxstrategy.compat import contrib
+    >>> contrib.has_distribution_strategy()
+    False
+    """
+    return _current.has_strategy()
+
+
+def require_tower_context(tower_ctx: TowerContext) -> None:
+    """Nothing where `tower_ctx` is the current tower context, else an error.
+
+    Args:
+      tower_ctx: what `get_tower_context()` returned.
+
+    Raises:
+      RuntimeError: code is in cross-tower context, in another step of the same
+        strategy, or in another strategy's.
+      TypeError: it is no tower context.
+
+    >>> from jaxstrategy.compat import contrib
+    >>> contrib.require_tower_context(contrib.get_tower_context())
+    """
+    if not isinstance(tower_ctx, TowerContext):
+        raise TypeError(
+            f"`require_tower_context` was given {shown(tower_ctx)}; a TowerContext of "
+            "`get_tower_context()` was wanted."
+        )
+    current = get_tower_context()
+    if current is tower_ctx:
+        return
+    if current is None:
+        raise ContextError(
+            "Need to be inside `call_for_each_tower()`, where code sees one tower. "
+            "Here it sees all: use the methods of the strategy."
+        )
+    here = current.distribution_strategy
+    if here is tower_ctx.distribution_strategy:
+        raise ContextError(
+            "Mismatching tower context. This one belongs to another call of "
+            "`call_for_each_tower`: call `get_tower_context()` where it is used."
+        )
+    raise ContextError(
+        "Mismatching DistributionStrategy objects: "
+        f"{tower_ctx.distribution_strategy!r} is not {here!r}. Call "
+        "`get_tower_context()` where the context is used."
+    )
