@@ -14,18 +14,18 @@ import weakref
 import jax
 import numpy as np
 import pytest
-from helpers.threads import SECONDS, threads, until
+from helpers.threads import INPUT, SECONDS, Started, until
 
 import jaxstrategy as js
 from jaxstrategy.inputs._ahead import Ahead
 
 
 @pytest.fixture(autouse=True)
-def no_thread_is_left():
-    assert not threads()
-    yield
+def threads():
+    found = Started(INPUT)
+    yield found
     gc.collect()
-    until(lambda: not threads())
+    until(lambda: not found())
 
 
 class Counting:
@@ -50,7 +50,7 @@ def settled(make):
     return seen
 
 
-def test_no_thread_before_the_first_is_asked_for():
+def test_no_thread_before_the_first_is_asked_for(threads):
     make = Counting()
     ahead = Ahead(make, 2)
     assert not threads() and make.made == 0
@@ -80,14 +80,14 @@ def test_so_many_are_made_ahead(depth):
     ahead.close()
 
 
-def test_it_ends_with_the_results():
+def test_it_ends_with_the_results(threads):
     ahead = Ahead(Counting(3), 2)
     assert list(ahead) == [0, 1, 2]
     assert not threads()
     assert list(ahead) == []
 
 
-def test_an_error_comes_after_what_was_made_before_and_again_and_again():
+def test_an_error_comes_after_what_was_made_before_and_again_and_again(threads):
     ahead = Ahead(Counting(3, KeyError("broken")), 10)
     assert [next(ahead) for _ in range(3)] == [0, 1, 2]
     for _ in range(3):
@@ -96,7 +96,7 @@ def test_an_error_comes_after_what_was_made_before_and_again_and_again():
     assert not threads()
 
 
-def test_it_ends_when_closed():
+def test_it_ends_when_closed(threads):
     ahead = Ahead(Counting(), 2)
     next(ahead)
     ahead.close()
@@ -127,7 +127,7 @@ def test_closing_lets_go_of_what_was_made():
     assert [each() for each in made] == [None] * 4
 
 
-def test_it_ends_when_it_is_forgotten():
+def test_it_ends_when_it_is_forgotten(threads):
     ahead = Ahead(Counting(), 2)
     next(ahead)
     del ahead
@@ -135,7 +135,7 @@ def test_it_ends_when_it_is_forgotten():
     until(lambda: not threads())
 
 
-def test_it_ends_when_it_is_forgotten_in_a_circle():
+def test_it_ends_when_it_is_forgotten_in_a_circle(threads):
     ahead = Ahead(Counting(), 2)
     ahead.self = ahead
     next(ahead)
@@ -145,7 +145,7 @@ def test_it_ends_when_it_is_forgotten_in_a_circle():
     until(lambda: not threads())
 
 
-def test_the_collector_may_end_it_from_its_own_thread():
+def test_the_collector_may_end_it_from_its_own_thread(threads):
     """What is made there may be what starts the collector."""
 
     def make():
@@ -212,7 +212,7 @@ def endless():
         yield np.ones(4, np.float32)
 
 
-def test_an_iterator_ends_its_thread_when_forgotten(two):
+def test_an_iterator_ends_its_thread_when_forgotten(two, threads):
     iterator = iter(two.experimental_distribute_dataset(endless))
     next(iterator)
     assert len(threads()) == 1
@@ -223,7 +223,7 @@ def test_an_iterator_ends_its_thread_when_forgotten(two):
     until(lambda: not threads())
 
 
-def test_leaving_a_loop_ends_the_thread(two):
+def test_leaving_a_loop_ends_the_thread(two, threads):
     for batch in two.experimental_distribute_dataset(endless):
         assert batch.shape == (2,)
         break
@@ -231,7 +231,7 @@ def test_leaving_a_loop_ends_the_thread(two):
     until(lambda: not threads())
 
 
-def test_a_block_ends_the_thread_and_closes_the_source(two):
+def test_a_block_ends_the_thread_and_closes_the_source(two, threads):
     closed = []
 
     def source():

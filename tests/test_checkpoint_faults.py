@@ -14,7 +14,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 import traceback
 
@@ -26,6 +25,7 @@ import optax
 import pytest
 from flax import nnx
 from flax.training import train_state
+from helpers.threads import Started
 
 import jaxstrategy as js
 from jaxstrategy.checkpoint import (
@@ -255,7 +255,7 @@ def test_a_full_disk_is_told_and_harms_no_earlier_checkpoint(tmp_path, how):
 
 def test_a_read_only_folder_is_told_and_can_be_restored_from(tmp_path, monkeypatch):
     save_all(tmp_path, [1])
-    mkdir = os.mkdir
+    mkdir, threads = os.mkdir, Started()
 
     def refuse(path, *args, **kwargs):
         if str(path).startswith(str(tmp_path)):
@@ -269,7 +269,7 @@ def test_a_read_only_folder_is_told_and_can_be_restored_from(tmp_path, monkeypat
         with pytest.raises(CheckpointError, match="Checkpoint 2 .*Read-only file sys"):
             manager.save(2, state_of(2))
     # Orbax's threads waited for the folder that could not be made.
-    assert not [each for each in threading.enumerate() if "serialize" in each.name]
+    assert not [each for each in threads() if "serialize" in each.name]
     manager.close()
     with CheckpointManager(tmp_path) as manager:
         assert is_state_of(manager.restore(state_of(0)), 1)

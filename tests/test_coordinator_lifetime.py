@@ -10,26 +10,20 @@ import weakref
 import numpy as np
 import pytest
 from helpers.fake_workers import Gate, coordinator, push
-from helpers.threads import until
+from helpers.threads import Started, until
 
 import jaxstrategy as js
 
 Activity = js.coordinator.WorkerActivity
 
 
-def threads():
-    """Those of coordinators."""
-    name = "jaxstrategy worker"
-    return [t for t in threading.enumerate() if t.name.startswith(name)]
-
-
 @pytest.fixture(autouse=True)
-def alone():
+def threads():
+    """Those of coordinators of the test."""
+    found = Started("jaxstrategy worker")
+    yield found
     gc.collect()
-    until(lambda: not threads())
-    yield
-    gc.collect()
-    until(lambda: not threads())
+    until(lambda: not found())
 
 
 def schedule(coordinated, fn, *args):
@@ -37,7 +31,7 @@ def schedule(coordinated, fn, *args):
 
 
 @pytest.mark.parametrize("busy", [False, True], ids=["idle", "busy"])
-def test_deleting_it_ends_its_threads_and_workers(busy):
+def test_deleting_it_ends_its_threads_and_workers(busy, threads):
     coordinated, gate = coordinator(4), Gate()
     lives = coordinated.backend.lives
     until(lambda: len(lives) == 4)
@@ -57,7 +51,7 @@ def test_deleting_it_ends_its_threads_and_workers(busy):
                 value.fetch()
 
 
-def test_an_error_that_somebody_keeps_does_not_keep_it():
+def test_an_error_that_somebody_keeps_does_not_keep_it(threads):
     coordinated = coordinator(1)
 
     def f():
@@ -75,7 +69,7 @@ def test_an_error_that_somebody_keeps_does_not_keep_it():
         bad.fetch()
 
 
-def test_close_cancels_what_is_queued_and_ends_what_runs():
+def test_close_cancels_what_is_queued_and_ends_what_runs(threads):
     coordinated, gate = coordinator(1), Gate()
     values = [schedule(coordinated, gate) for _ in range(3)]
     gate.wait_until_entered()
@@ -103,14 +97,14 @@ def join_quietly(coordinated):
         coordinated.join()
 
 
-def test_a_block_waits_for_what_was_scheduled_and_closes():
+def test_a_block_waits_for_what_was_scheduled_and_closes(threads):
     with coordinator(2) as coordinated:
         values = [schedule(coordinated, lambda: push(1)) for _ in range(10)]
     assert coordinated.backend.servers[0].total == 10 and not threads()
     assert all(value.fetch() for value in values)
 
 
-def test_a_block_that_raises_closes_at_once():
+def test_a_block_that_raises_closes_at_once(threads):
     gate = Gate()
     with pytest.raises(KeyError, match="mine"):
         with coordinator(1) as coordinated:
@@ -122,7 +116,7 @@ def test_a_block_that_raises_closes_at_once():
         value.fetch()
 
 
-def test_a_block_raises_the_error_of_a_function():
+def test_a_block_raises_the_error_of_a_function(threads):
     def f():
         raise ValueError("no")
 
@@ -132,7 +126,7 @@ def test_a_block_raises_the_error_of_a_function():
     assert not threads()
 
 
-def test_it_ends_while_a_worker_is_starting():
+def test_it_ends_while_a_worker_is_starting(threads):
     coordinated = coordinator(1)
     until(lambda: len(coordinated.backend.lives) == 1)
     gate = coordinated.backend.gates[0] = threading.Event()

@@ -2,22 +2,13 @@
 
 import gc
 import json
-import threading
-import time
 
 import numpy as np
 import pytest
 from helpers.sources import assert_resumes, assert_same, taken
+from helpers.threads import Started, until
 
 from jaxstrategy.inputs.sources._choose import as_source
-
-
-def no_new_threads(before):
-    deadline = time.monotonic() + 10
-    while set(threading.enumerate()) - before and time.monotonic() < deadline:
-        gc.collect()
-        time.sleep(0.01)
-    return not set(threading.enumerate()) - before
 
 
 @pytest.fixture(scope="module")
@@ -73,11 +64,11 @@ def test_grain_gives_its_batches_and_resumes(grain, make):
 
 @pytest.mark.parametrize("make", GRAIN)
 def test_grain_leaves_no_threads(grain, make):
-    before = set(threading.enumerate())
+    threads = Started()
     one = as_source(make(grain)).start()
     next(one)
     one.close()
-    assert no_new_threads(before)
+    until(lambda: gc.collect() >= 0 and not threads())
 
 
 def test_grain_lengths(grain):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from helpers.per_worker import coordinated, until_each_has, until_so_many
 from helpers.sources import FakeTfDataset
-from helpers.threads import in_threads, threads, until
+from helpers.threads import INPUT, Started, in_threads, until
 
 import jaxstrategy as js
 
@@ -415,14 +415,14 @@ def test_a_dataset_that_was_not_readable_may_be_later(one):
 
 
 def test_what_reads_ahead_ends_with_the_iterator(one):
-    before = set(threads())
+    threads = Started(INPUT)
     dataset = one.create_per_worker_dataset(lambda: range(100))
     iterator = iter(dataset)
     step = one.function(lambda iterator: next(iterator))
     assert one.schedule(step, (iterator,)).fetch() == 0
-    assert set(threads()) - before
+    assert threads()
     del iterator
-    until(lambda: not set(threads()) - before)
+    until(lambda: not threads())
 
 
 def test_a_released_source_is_closed(one):

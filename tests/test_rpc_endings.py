@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.threads import until
+from helpers.threads import Started, until
 
 import jaxstrategy as js
 from jaxstrategy.cluster.connections._secret import NETWORK, VARIABLE, Secret
@@ -28,22 +28,12 @@ INT = jax.ShapeDtypeStruct((), jnp.int32)
 SECRETS = ("a secret of these tests", "another secret, not that")
 
 
-OTHERS = set()  # threads of tests of other files in this process
-
-
-def threads():
-    name = "jaxstrategy"
-    there = [t for t in threading.enumerate() if t.name.startswith(name)]
-    return [t for t in there if t not in OTHERS]
-
-
 @pytest.fixture(autouse=True)
-def alone():
+def threads():
+    found = Started("jaxstrategy")
+    yield found
     gc.collect()
-    OTHERS.update(threads())
-    yield
-    gc.collect()
-    until(lambda: not threads())
+    until(lambda: not found())
 
 
 def started(address="127.0.0.1:0", **methods):
@@ -71,7 +61,7 @@ def called(server):
 # Ends.
 
 
-def test_closing_ends_threads_and_sockets():
+def test_closing_ends_threads_and_sockets(threads):
     server = started()
     client = connected(server)
     assert client.mul_blocking(2, 3) == 6 and threads()
@@ -85,7 +75,7 @@ def test_closing_ends_threads_and_sockets():
 
 
 @pytest.mark.parametrize("is_cycle", [False, True], ids=["alone", "in a cycle"])
-def test_both_end_with_their_last_reference(is_cycle):
+def test_both_end_with_their_last_reference(is_cycle, threads):
     server = started()
     client = connected(server)
     mul = client.mul

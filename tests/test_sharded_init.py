@@ -1,5 +1,7 @@
 """State that is built in parts: the bits of whole state, and never all of it."""
 
+import gc
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -147,6 +149,7 @@ def test_one_replica_builds_whole_state():
 
 def on_one_device():
     """The bytes of all arrays that JAX has on device 0."""
+    gc.collect()  # of what other tests in this process have left
     found = {
         shard.data.unsafe_buffer_pointer(): shard.data.nbytes
         for array in jax.live_arrays()

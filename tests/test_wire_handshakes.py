@@ -10,6 +10,7 @@ import warnings
 import numpy as np
 import pytest
 from helpers.peers import PlainServer, PlainWorker, until
+from helpers.threads import Started
 
 import jaxstrategy as js
 from jaxstrategy.cluster.connections._channel import GREETING, NONCE_BYTES
@@ -417,7 +418,7 @@ def test_a_peer_that_accepts_and_says_nothing_is_given_up(tmp_path):
 
 
 def test_no_socket_and_no_thread_is_left(address):
-    before = set(threading.enumerate())
+    threads = Started()
     with warnings.catch_warnings():
         warnings.simplefilter("error", ResourceWarning)
         for _ in range(3):
@@ -425,4 +426,4 @@ def test_no_socket_and_no_thread_is_left(address):
                 server = RemoteServer(peer(host))
                 server.create(1, np.ones(2))
                 server.close()
-    assert set(threading.enumerate()) == before
+    assert not threads()

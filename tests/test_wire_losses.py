@@ -17,6 +17,7 @@ from helpers.peers import (
     served,
     until,
 )
+from helpers.threads import Started
 
 import jaxstrategy as js
 from jaxstrategy.parameter_servers._operations import CallNumber, Read
@@ -521,7 +522,7 @@ def test_behind_a_closed_door_all_is_lost():
 
 
 def test_nothing_is_left_of_connections_that_broke():
-    before = set(threading.enumerate())
+    threads = Started()
     with warnings.catch_warnings():
         warnings.simplefilter("error", ResourceWarning)
         for _ in range(3):
@@ -530,4 +531,4 @@ def test_nothing_is_left_of_connections_that_broke():
                 server.versions([1])
             there.close()
             del server, there
-    until(lambda: set(threading.enumerate()) == before)
+    until(lambda: not threads())

@@ -35,17 +35,27 @@ class ArrayTree:
             _overflow.array_of(leaf) if with_numbers and is_number(leaf) else leaf
             for _, leaf in found
         ]
+        self._are_arrays = list(map(_arrays.is_array, self.leaves))
 
     @property
     def arrays(self) -> list[jax.Array]:
         """The arrays among the leaves."""
-        return [jnp.asarray(leaf) for leaf in self.leaves if _arrays.is_array(leaf)]
+        leaves = zip(self.leaves, self._are_arrays, strict=True)
+        return [jnp.asarray(leaf) for leaf, is_array in leaves if is_array]
+
+    def take(self) -> list[jax.Array]:
+        """The arrays, which are not kept: those of a trace must not outlive it."""
+        arrays = self.arrays
+        leaves = zip(self.leaves, self._are_arrays, strict=True)
+        self.leaves = [None if is_array else leaf for leaf, is_array in leaves]
+        return arrays
 
     def with_arrays(self, arrays: Sequence[jax.Array]) -> PyTree:
         """The pytree with other arrays."""
         following = iter(arrays)
+        leaves = zip(self.leaves, self._are_arrays, strict=True)
         return self.structure.unflatten(
-            next(following) if _arrays.is_array(leaf) else leaf for leaf in self.leaves
+            next(following) if is_array else leaf for leaf, is_array in leaves
         )
 
 

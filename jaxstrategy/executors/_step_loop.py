@@ -154,7 +154,7 @@ class StepLoop:
         # What no step changes stays the same object: so the key of a replica is told.
         pairs = zip(self._same, going, new, strict=True)
         self._same = [known and old is now for known, old, now in pairs]
-        return new, list(self._synchronization.kept(self._rest.arrays))
+        return new, list(self._synchronization.kept(self._rest.take()))
 
     def _filled(
         self, states: Sequence[PyTree], parts: Sequence[Parts]

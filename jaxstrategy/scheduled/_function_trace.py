@@ -126,8 +126,11 @@ def trace_function(
         for place, role in enumerate(step.roles):
             if role is Role.MASK:
                 recorder.note_mask(own[place - 1], own[place], (-1, place))
-        with _step_masks.given(recorder.masks):
-            yield
+        try:
+            with _step_masks.given(recorder.masks):
+                yield
+        finally:
+            recorder.end()
 
     def variables() -> list[Variable]:
         there = _registry.usable_by(strategy)
@@ -141,7 +144,8 @@ def trace_function(
     _check_variables(trace, set(pending), step.name)
     if as_step is not None:
         _check_here(trace, step.name)
-    _mask_arguments.check_traced(recorder.masks, step.name)
+    if recorder.had_masks:
+        _mask_arguments.check_traced(recorder.masks, step.name)
     traced = TracedStep(step, trace)
     _step_checks.check(traced, RunOptions().expect_mirrored, set())
     keys = {

@@ -39,6 +39,7 @@ class Recorder:
       changes: the methods by which variables were changed, by their `added`.
       turns: how many elements of each iterator are taken.
       masks: of the batches among them that are filled up.
+      had_masks: whether there were some.
     """
 
     def __init__(self, replicas: Replicas) -> None:
@@ -52,12 +53,19 @@ class Recorder:
         self._batches: list[BatchArray] = []
         self._elements: dict[tuple[int, int], int] = {}
         self.masks = StepMasks(self._batches)
+        self.had_masks = False
         self._index: jax.Array | None = None
 
     def begin(self) -> None:
         """Forget what an earlier trace has asked for."""
-        for kept in (self.inputs, self.split, self.changes, self.turns, self._batches):
+        for kept in (self.inputs, self.split, self.changes, self.turns):
             kept.clear()
+
+    def end(self) -> None:
+        """Drop what only the trace may use, as it ends."""
+        self.had_masks = self.masks.any
+        self._batches.clear()
+        self._index = None
 
     def ask_for_index(self) -> None:
         """Before inner functions can, whose values nobody else may use."""

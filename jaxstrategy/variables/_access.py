@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from typing import cast
 
 import jax
+from jax.extend.core import get_opaque_trace_state
 
 from jaxstrategy.contexts import _context
 from jaxstrategy.values._handle import Handle
@@ -45,6 +46,8 @@ class StepVariables:
         self, references: Sequence[tuple[Handle, Holder]], may_create: bool
     ) -> None:
         self._references = {id(variable): ref for variable, ref in references}
+        self._state = get_opaque_trace_state()
+        self._is_used_within = False
         self.may_create = may_create
         self.used: dict[int, Handle] = {}
         self.created: list[Handle] = []
@@ -59,6 +62,7 @@ class StepVariables:
         ref = self._references.get(id(variable))
         if ref is not None:
             self.used.setdefault(id(variable), variable)
+            self._is_used_within |= get_opaque_trace_state() != self._state
         return ref
 
     def create(self, variable: Handle, start: jax.Array) -> None:
@@ -70,6 +74,12 @@ class StepVariables:
         with jax.ensure_compile_time_eval():  # it may be in a loop or a branch now
             self._references[id(variable)] = cast(Holder, jax.new_ref(start))
         self.created.append(variable)
+
+    def end(self) -> None:
+        """Drop the references when the trace ends, which none of them may outlive."""
+        self._references.clear()
+        if self._is_used_within:
+            forget_jitted()
 
 
 class NeedsProgram(BaseException):  # which no `except Exception` of a function takes
@@ -130,12 +140,30 @@ def new_trace() -> int:
     return next(_numbers)
 
 
-def traced_with(variables: StepVariables) -> contextlib.AbstractContextManager[object]:
+def forget_jitted() -> None:
+    """Let no jitted function keep tracers, if JAX is to look for kept ones.
+
+    One that stands outside of a step and uses a variable is kept with the tracer of its
+    reference (or of its value, in a function that is differentiated). No other trace
+    finds it, but `jax.checking_leaks` does; and there is no telling which function it
+    is. It is the tool for finding errors: that all are traced and compiled again is
+    better than an alarm at what the user has not done.
+    """
+    if jax.config.jax_check_tracer_leaks:
+        jax.clear_caches()
+
+
+@contextlib.contextmanager
+def traced_with(variables: StepVariables) -> Iterator[None]:
     """A `with` block in which a step is traced with these variables."""
     # Functions that the user has jitted are kept by this number: their traces hold the
     # references of one trace. Without variables they may be used in the next one, too.
     trace = new_trace() if variables.any else _context.current().trace
-    return _context.entered(variables=variables, trace=trace)
+    try:
+        with _context.entered(variables=variables, trace=trace):
+            yield
+    finally:
+        variables.end()
 
 
 def side() -> Side:

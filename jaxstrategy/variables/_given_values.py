@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple, TypeAlias, cast
 
 import jax
@@ -79,9 +79,10 @@ def _outside(variable: Handle) -> ContextError:
     )
 
 
+@contextlib.contextmanager
 def entered(
     values: Mapping[int, jax.Array], is_repeated: bool = True
-) -> contextlib.AbstractContextManager[object]:
+) -> Iterator[None]:
     """A `with` block in which variables, by `id`, have these values.
 
     Args:
@@ -93,7 +94,12 @@ def entered(
     trace = _known_trace(key) if is_repeated else _access.new_trace()
     step, state = _access.tracing(), get_opaque_trace_state()
     given = {i: _Given(step, value, state, key) for i, value in values.items()}
-    return _context.entered(given={**context.given, **given}, trace=trace)
+    try:
+        with _context.entered(given={**context.given, **given}, trace=trace):
+            yield
+    finally:
+        if _traces.get(key) != trace:  # a jitted function has used a value
+            _access.forget_jitted()
 
 
 # Functions that the user has jitted are kept by this number. A trace that was made

@@ -14,9 +14,30 @@ def until(claim, seconds=SECONDS):
         time.sleep(0.002)
 
 
-def threads():
-    """Those of this process that read batches ahead."""
-    return [t for t in threading.enumerate() if t.name == "jaxstrategy input"]
+class Started:
+    """The threads that live, of those that have started since this was made.
+
+    Others may be of tests of other files in the same process, whose iterators and
+    coordinators the collector has not found yet.
+
+    Args:
+      name: how the names of the threads begin.
+    """
+
+    def __init__(self, name=""):
+        self._name = name
+        self._others = set(threading.enumerate())
+
+    def __call__(self):
+        return [
+            thread
+            for thread in threading.enumerate()
+            if thread not in self._others and thread.name.startswith(self._name)
+        ]
+
+
+INPUT = "jaxstrategy input"
+"""The name of those that read batches ahead."""
 
 
 def in_threads(*functions):

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 import pytest
 from harness import until
+from helpers.threads import Started
 
 import jaxstrategy as js
 from jaxstrategy.parameter_servers._operations import Read, ServerOperation
@@ -226,14 +227,14 @@ def test_a_worker_that_cannot_start_says_why(monkeypatch, capsys):
 
 
 def test_close_ends_all_processes_and_threads():
-    threads = set(threading.enumerate())
+    threads = Started()
     backend = started(1, 1)
     worker = backend.start(0, 0)
     pids = [pid_of(worker), *pids_of(backend).values()]
     backend.close()
     backend.close()
     assert not any(map(is_alive, pids))
-    until(lambda: set(threading.enumerate()) <= threads)
+    until(lambda: not threads())
     with pytest.raises(js.WorkerLost, match="all processes were ended"):
         backend.start(0, 1)
     with pytest.raises(js.WorkerLost):

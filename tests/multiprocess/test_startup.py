@@ -9,6 +9,7 @@ import time
 import peer
 import pytest
 from harness import STARTED, VERSIONS
+from helpers.threads import Started
 
 import jaxstrategy as js
 from jaxstrategy.cluster import _processes
@@ -345,11 +346,11 @@ def test_jax_that_has_computed_already_cannot_join(job):
 
 def test_a_job_of_one_process_starts_nothing(monkeypatch):
     monkeypatch.setattr(_processes, "_started", None)
-    threads = threading.active_count()
+    threads = Started()
     processes = _processes.start(Process(0, 1, ""))
     assert (processes.index, processes.count) == (0, 1)
     assert processes.board.gather("key", 1) == [1]
-    assert threading.active_count() == threads
+    assert not threads()
     with pytest.raises(js.ClusterError, match="is 0 of 1 already and cannot bec"):
         _processes.start(Process(1, 2, "h:1"))
 

@@ -111,7 +111,7 @@ def check_traced(masks: StepMasks, name: str) -> None:
                 "is meant: `masked_mean(losses, mask=batch_mask(images))`, with an "
                 "array of that batch itself."
             )
-    if masks.any and (masks.kept or not masks.asked):
+    if masks.kept or not masks.asked:
         told = _gathered if masks.asked else _unmasked
         _user_code.warn(told(name), PaddedRowsWarning)
 

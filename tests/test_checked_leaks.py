@@ -1,0 +1,317 @@
+"""`jax.checking_leaks` is silent of what steps use, and not of what they leave.
+
+Each is called for the first time, so that it is traced while JAX looks.
+"""
+
+import functools
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from helpers.cases import slow
+from helpers.cores import cored
+from helpers.per_worker import coordinated
+from helpers.replicas import replica
+from helpers.variables import variable
+from jax import lax
+from jax.experimental import io_callback
+
+import jaxstrategy as js
+
+START = np.linspace(-1, 1, 8, dtype=np.float32)
+DIVIDED = js.StateSharding("state", min_bytes=0)
+
+
+def mirrored(count=2, **options):
+    return js.MirroredStrategy(jax.devices()[:count], **options)
+
+
+STRATEGIES = {
+    "one device": lambda: js.OneDeviceStrategy(jax.devices()[0]),
+    "one replica": lambda: mirrored(1),
+    "replicas": mirrored,
+    "on shared devices": lambda: mirrored(replicas_per_device=2),
+    "of several devices": lambda: cored(2, 2),
+    "divided": lambda: mirrored(sharding=DIVIDED),
+    "divided on shared devices": lambda: mirrored(
+        sharding=DIVIDED, replicas_per_device=2
+    ),
+    "one place for all": lambda: js.experimental.CentralStorageStrategy(
+        jax.devices()[:2]
+    ),
+}
+
+
+class Variables:
+    def __init__(self, strategy):
+        self.shared = variable(strategy, START, aggregation="mean")
+        self.own = variable(strategy, np.zeros(8, np.float32), "on_read", "sum")
+        self.unused = variable(strategy, START)
+        self.made = None
+        self.scaled = jax.jit(lambda x: self.shared * x)
+
+
+@pytest.fixture
+def of_two(two):
+    return Variables(two)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_steps_that_use_variables(name):
+    strategy = STRATEGIES[name]()
+    v = Variables(strategy)
+
+    def step(x):
+        v.own.assign_add(v.shared * x)
+        v.shared.assign_add(v.shared * x)
+        return v.shared + x
+
+    with jax.checking_leaks():
+        found = strategy.run(step, (2.0,))
+    for each in strategy.experimental_local_results(found):
+        np.testing.assert_allclose(each, 3 * START + 2, rtol=1e-6)
+    np.testing.assert_allclose(v.shared.numpy(), 3 * START, rtol=1e-6)
+    total = 2 * strategy.num_replicas_in_sync * START
+    np.testing.assert_allclose(v.own.numpy(), total, rtol=1e-6)
+
+
+def in_jit(v, x):
+    return v.scaled(x)
+
+
+def in_scan(v, x):
+    def turn(carry, _):
+        v.own.assign_add(v.shared)
+        return carry + v.shared, None
+
+    return lax.scan(turn, jnp.zeros(8), length=2)[0] / 2 * x
+
+
+def in_while_loop(v, x):
+    def turn(carry):
+        return carry[0] + 1, carry[1] + v.shared
+
+    return lax.while_loop(lambda carry: carry[0] < 2, turn, (0, jnp.zeros(8)))[1]
+
+
+def in_cond(v, x):
+    return lax.cond(x > 1, lambda: v.shared * x, lambda: v.shared + x)
+
+
+def in_vmap(v, x):
+    return jax.vmap(lambda row: row * v.shared)(jnp.full((3, 8), x)).mean(0)
+
+
+def in_checkpoint(v, x):
+    return jax.grad(jax.checkpoint(lambda x: (v.shared * x**2 / 2).sum()))(
+        jnp.full(8, x)
+    )
+
+
+def in_gradient(v, x):
+    return js.grad(lambda: (v.shared**2 / 2 * x).sum(), v.shared)()
+
+
+def in_gradient_of_jitted(v, x):
+    return js.grad(lambda: (v.scaled(x) * v.shared / 2).sum(), v.shared)()
+
+
+def in_merge_call(v, x):
+    def merged(strategy, x):
+        v.shared.assign_add(v.shared * 0)
+        return v.scaled(strategy.reduce("mean", x))
+
+    return replica().merge_call(merged, (x,))
+
+
+def in_callback(v, x):
+    read = functools.partial(io_callback, lambda value: value + 0, v.shared)
+    return read(v.shared.value()) * x
+
+
+def in_made_variable(v, x):
+    if v.made is None:
+        v.made = js.Variable(np.ones(8, np.float32))
+    return v.made * v.shared * x
+
+
+IN_STEPS = [
+    in_jit, in_scan, in_while_loop, in_cond, in_vmap, in_checkpoint, in_gradient,
+    in_gradient_of_jitted, in_merge_call, in_callback, in_made_variable,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("use", IN_STEPS, ids=lambda use: use.__name__)
+@pytest.mark.parametrize("name", ["replicas", *slow(*set(STRATEGIES) - {"replicas"})])
+def test_what_a_step_has_inside(name, use):
+    if (name, use) == ("of several devices", in_callback):
+        pytest.skip("a callback is refused there")
+    strategy = STRATEGIES[name]()
+    v = Variables(strategy)
+    with jax.checking_leaks():
+        found = strategy.run(lambda x: use(v, x), (2.0,))
+    for each in strategy.experimental_local_results(found):
+        np.testing.assert_allclose(each, 2 * START, rtol=1e-6)
+
+
+# Around a step.
+
+
+def read_and_add(v):
+    def step(x):
+        v.own.assign_add(v.shared * x)
+        return v.scaled(replica().all_reduce("mean", x))
+
+    return step
+
+
+def under_jit(strategy, v, x):
+    step = read_and_add(v)
+    return jax.jit(lambda x: strategy.run(step, (x,)))(x)
+
+
+def in_scan_around(strategy, v, x):
+    step = read_and_add(v)
+    return lax.scan(lambda x, _: (x, strategy.run(step, (x,))), x, length=2)[1][0]
+
+
+def of_gradient(strategy, v, x):
+    step = read_and_add(v)
+    return START * jax.grad(lambda x: strategy.run(step, (x,))[-1])(x) * x
+
+
+def of_decorator(strategy, v, x):
+    return strategy.step(read_and_add(v))(x)
+
+
+def of_several(strategy, v, x):
+    step = strategy.several(lambda _, x: (None, read_and_add(v)(x)))
+    return step(None, [x, x])[1][0]
+
+
+def of_accumulation(strategy, v, x):
+    def step(x):
+        return strategy.accumulate(2)(lambda x: v.scaled(x.mean()))(x + jnp.zeros(4))
+
+    return strategy.run(step, (x,))
+
+
+def of_local_steps(strategy, v, x):
+    steps = strategy.local_steps(lambda w, x: (w, v.scaled(x)))
+    return steps(jnp.zeros(2), [x, x])[1][0]
+
+
+AROUND = [
+    under_jit, in_scan_around, of_gradient, of_decorator, of_several,
+    of_local_steps, of_accumulation
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("call", AROUND, ids=lambda call: call.__name__)
+def test_what_is_around_a_step(two, of_two, call):
+    with jax.checking_leaks():
+        found = call(two, of_two, jnp.float32(2))
+    np.testing.assert_allclose(found, 2 * START, rtol=1e-6)
+
+
+def test_models_and_optimizers(two):
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.layer = nnx.Linear(3, 2, rngs=rngs)
+            self.norm = nnx.BatchNorm(2, rngs=rngs)
+
+        def __call__(self, x):
+            return self.norm(self.layer(x)).sum()
+
+    def step(model, optimizer, x):
+        loss, grads = nnx.value_and_grad(lambda model: (model(x) - 1) ** 2)(model)
+        optimizer.update(model, replica().all_reduce("mean", grads))
+        return replica().all_reduce("mean", loss)
+
+    _unused = Variables(two)
+    with jax.checking_leaks():
+        model = two.init(lambda: Model(nnx.Rngs(0)))
+        optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+        assert two.run(step, (model, optimizer, np.ones((4, 3), np.float32))) > 0
+
+
+def test_gradients_outside_of_steps(of_two):
+    v = of_two
+    with jax.checking_leaks():
+        for _ in range(2):
+            found = js.grad(lambda: v.scaled(2.0).sum(), v.shared)()
+            np.testing.assert_array_equal(found, np.full(8, 2.0))
+        jitted = jax.jit(lambda x: js.grad(lambda: v.scaled(x).sum(), v.shared)())
+        np.testing.assert_array_equal(jitted(3.0), np.full(8, 3.0))
+
+
+@pytest.fixture
+def all_threads():
+    """JAX looks in all of them, as with `JAX_CHECK_TRACER_LEAKS=1`."""
+    jax.config.update("jax_check_tracer_leaks", True)
+    yield
+    jax.config.update("jax_check_tracer_leaks", False)
+
+
+def test_functions_of_workers(all_threads):
+    with coordinated(workers=2) as coordinator:
+        with coordinator.strategy.scope():
+            v = js.Variable(START)
+            table = js.Variable(jnp.ones((4, 2)))
+        scaled = jax.jit(lambda x: v * x)
+
+        @coordinator.function
+        def fn(x):
+            v.assign_add(js.grad(lambda: (scaled(x) * v / 2).sum(), v)())
+            table.scatter_add(js.IndexedSlices(jnp.ones((1, 2)), jnp.array([1])))
+            return scaled(x)
+
+        found = coordinator.schedule(fn, (2.0,)).fetch()
+        coordinator.join()
+    np.testing.assert_allclose(found, 6 * START, rtol=1e-6)
+
+
+# What is found, and what is kept.
+
+
+@pytest.mark.parametrize("kept", [lambda v, x: x, lambda v, x: v.shared.value()])
+def test_what_a_step_leaves_is_found(two, of_two, kept):
+    left = []
+
+    def step(x):
+        left.append(kept(of_two, x))
+        return replica().all_reduce("mean", x)
+
+    with jax.checking_leaks(), pytest.raises(js.LeakedTracerError, match="`captured l"):
+        two.run(step, (1.0,))
+
+
+def test_what_only_jax_sees_is_found(two, of_two):
+    left = weakref.WeakKeyDictionary()
+
+    def step(x):
+        left[step] = x * of_two.shared
+        return replica().all_reduce("mean", x)
+
+    with jax.checking_leaks(), pytest.raises(Exception, match="Leaked trace"):
+        two.run(step, (1.0,))
+    assert list(left)
+
+
+def test_programs_stay_where_nobody_looks(two, of_two):
+    traces = []
+
+    @jax.jit
+    def other(x):
+        traces.append(None)
+        return 2 * x
+
+    other(1.0)
+    two.run(lambda x: of_two.scaled(x), (1.0,))
+    js.grad(lambda: of_two.scaled(2.0).sum(), of_two.shared)()
+    other(1.0)
+    assert len(traces) == 1
