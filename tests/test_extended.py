@@ -84,9 +84,10 @@ def test_update_gives_one_result_for_each_copy_if_asked(strategy):
         where = [device for x in results for device in x.devices()]
         assert set(where) == set(var.devices)
         assert update(var, lambda v: None, group=False) == (None,)
-        assert update(var, lambda v: 3, group=False) == (3,) * n
+        # One object for all copies, as where TensorFlow's calls all return that.
+        assert update(var, lambda v: 3, group=False) == (3,)
         nested = update(var, lambda v: {"v": v, "n": (1, None)}, group=False)
-        assert nested == {"v": (2.0,) * n, "n": ((1,) * n, (None,))}
+        assert nested == {"v": (2.0,) * n, "n": ((1,), (None,))}
 
 
 def test_update_in_a_step_gives_one_result_for_each_copy(strategy):
@@ -458,6 +459,71 @@ def test_colocation_in_a_step_that_makes_its_variables(strategy):
     assert made[0].devices == first.devices
 
 
+@pytest.mark.parametrize("given, wanted", [
+    ("CPU:3", [3]),
+    (["CPU:3", "CPU:2"], [3, 2]),
+    (["CPU:0", "CPU:1"], [0, 1]),
+])  # fmt: skip
+def test_colocation_with_devices(two, given, wanted):
+    with two.scope(), two.extended.colocate_vars_with(given):
+        v = js.Variable(1.0, aggregation="sum")
+        o = on_read(two)
+    assert [device.id for device in v.devices] == wanted
+    assert two.extended.variable_created_in_scope(v) and o.devices == two.devices
+    two.run(lambda x: v.assign_add(x), (ids(two, 1.0),))
+    assert v.value() == 4.0 and copies(two, v) == [4.0] * len(wanted)
+
+
+def test_colocation_with_the_devices_of_all_variables(strategy):
+    with strategy.scope():
+        for given in (
+            strategy.extended.parameter_devices,
+            list(strategy.extended.parameter_devices),
+        ):
+            with strategy.extended.colocate_vars_with(given):
+                v = js.Variable(1.0)
+            assert v.devices == js.Variable(1.0).devices
+    assert strategy.extended.variable_created_in_scope(v)
+
+
+def test_the_default_strategys_variables_beside_a_device():
+    extended = js.get_strategy().extended
+    with extended.colocate_vars_with("CPU:2"):
+        v = js.Variable(1.0)
+    assert v.devices == (jax.devices()[2],)
+    with extended.colocate_vars_with(v):
+        assert js.Variable(1.0).devices == v.devices
+    words = r"the default strategy was given the devices cpu:0, cpu:1.*one copy"
+    with pytest.raises(ValueError, match=words):
+        extended.colocate_vars_with(["CPU:0", "CPU:1"])
+
+
+def test_colocation_with_devices_is_refused_where_servers_have_variables():
+    strategy = js.ParameterServerStrategy(workers=1, backend="threads")
+    words = "was given cpu:0, but variables of this strategy are on parameter servers"
+    with strategy.scope(), pytest.raises(ValueError, match=words):
+        strategy.extended.colocate_vars_with("CPU:0")
+    strategy.close()
+
+
+@pytest.mark.parametrize("given, error, words", [
+    ("CPU:99", ValueError, "Unknown device 'CPU:99'"),
+    ("elsewhere", ValueError, "'elsewhere' is not the name of a device"),
+    ([], ValueError, "The list of devices is empty"),
+    ([3.0], TypeError, "A device was expected, got 3.0"),
+])  # fmt: skip
+def test_colocation_with_no_devices_is_refused(two, given, error, words):
+    with two.scope(), pytest.raises(error, match=words):
+        two.extended.colocate_vars_with(given)
+
+
+def test_colocation_with_devices_is_refused_outside_of_the_scope(two):
+    words = "`extended.colocate_vars_with` was called outside of the scope"
+    with pytest.raises(js.ContextError, match=words):
+        with two.extended.colocate_vars_with("CPU:0"):
+            pass
+
+
 def test_colocation_with_what_is_not_this_strategys(strategy, four):
     colocate = strategy.extended.colocate_vars_with
     with pytest.raises(ValueError, match="not one made in the scope of"):
@@ -488,6 +554,8 @@ def test_variable_created_in_scope(strategy, four):
     assert not created(variable(copy.deepcopy(strategy)))
     default = js.get_strategy().extended.variable_created_in_scope
     assert default(ordinary) and not default(mine)
+    copy_of_mine = strategy.experimental_local_results(mine)[-1]
+    assert created(copy_of_mine) and not default(copy_of_mine)
     with pytest.raises(TypeError, match="`extended.variable_created_in_scope` was"):
         created(1.0)
 

@@ -193,7 +193,7 @@ def test_pairs_that_are_none(two, pairs):
     "destinations, error, words",
     [(None, TypeError, "`destinations` was None; a device"),
      (3.5, TypeError, "`destinations` was 3.5"),
-     ([], ValueError, "`destinations` is empty"),
+     ([], ValueError, "The list of devices is empty"),
      ("CPU:99", ValueError, "Unknown device 'CPU:99'"),
      (["CPU:0", "CPU:0"], ValueError, "No duplicates")],
 )  # fmt: skip

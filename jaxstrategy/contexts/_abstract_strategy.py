@@ -33,6 +33,14 @@ class AbstractVariablePolicy(abc.ABC):
     def replicas(self) -> Replicas:
         """The replicas on whose devices mirrored variables are, one copy each."""
 
+    # Not abstract, as most policies take any device.
+    def check_devices(self, devices: tuple[Device, ...]) -> None:  # noqa: B027
+        """Raise unless mirrored variables can be made on these devices.
+
+        Raises:
+          ValueError: they cannot.
+        """
+
     def snapshot(self, step: int) -> contextlib.AbstractContextManager[None]:
         """For a `with` block: variables that are read in it are of one moment.
 

@@ -22,6 +22,8 @@ import jax
 from jaxstrategy._errors import ContextError
 from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
 from jaxstrategy.contexts._local_steps import LocalSteps
+from jaxstrategy.replicas._devices import Device
+from jaxstrategy.replicas._replicas import Replicas
 from jaxstrategy.values._annotations import without_eager_sharding
 from jaxstrategy.values._handle import Handle
 
@@ -42,10 +44,11 @@ class Context:
       around: what is called before and after each step of `run` in some scope.
       variables: those of the step that is being traced. Read by `variables._access`.
       trace: the number of that trace, if its step may use variables.
-      is_update: whether it is code of `extended.update`. Read by `variables._access`.
+      updated: the devices of the copies that code of `extended.update` or `update_on`
+        changes; none elsewhere. Read by `variables._access`.
       before: what variables held before an update. Read by `variables._access`.
-      colocated: the variable beside which `colocate_vars_with` wants others to be. Read
-        by the policies of variables.
+      colocated: what variables are made beside in `colocate_vars_with`: a variable, or
+        replicas. Read by the policies of variables.
       given: what variables hold in a function that is differentiated, by their `id`.
         Read by `variables._given_values`.
       lookups: those of tables that the function makes. Read by `variables._row_tape`.
@@ -72,9 +75,9 @@ class Context:
     around: tuple[Callable[[], None], Callable[[], None]] | None = None
     variables: object = None
     trace: int | None = None
-    is_update: bool = False
+    updated: tuple[Device, ...] = ()
     before: object = None
-    colocated: Handle | None = None
+    colocated: Handle | Replicas | None = None
     # Python 3.11 takes a mapping proxy, which it cannot hash, for a mutable default.
     given: Mapping[int, object] = dataclasses.field(
         default_factory=lambda: types.MappingProxyType({})
@@ -137,7 +140,9 @@ def entered(**changed: Any) -> Iterator[Context]:
 
 def outside() -> contextlib.AbstractContextManager[Context]:
     """A `with` block of code that is part of no strategy."""
-    return entered(strategy=None, replica=None, in_step=False)
+    return entered(
+        strategy=None, replica=None, in_step=False, updated=(), colocated=None
+    )
 
 
 def set_current(strategy: AbstractStrategy | None) -> None:

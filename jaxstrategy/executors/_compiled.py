@@ -12,6 +12,7 @@ from jaxstrategy.cluster._processes import Processes
 from jaxstrategy.contexts import _context, _replica_context
 from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
 from jaxstrategy.executors._executor import AbstractExecutor, FunctionProgram
+from jaxstrategy.replicas._devices import Device
 from jaxstrategy.tracing._programs import Programs
 from jaxstrategy.tracing._step_agreement import StepAgreement
 from jaxstrategy.values._types import Function, PyTree
@@ -37,6 +38,7 @@ class CompiledExecutor(AbstractExecutor):
         if processes is not None and processes.count > 1:
             self.agreement = StepAgreement(processes)
         self._programs = Programs(self._environment, self.agreement)
+        self._updates_on: dict[tuple[Device, ...], Programs] = {}
 
     def program(
         self, fn: Function, options: RunOptions | None = None
@@ -79,21 +81,32 @@ class CompiledExecutor(AbstractExecutor):
         return self._programs.of(function)((value,), {})
 
     def update(
-        self, fn: Function, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
+        self,
+        devices: tuple[Device, ...],
+        fn: Function,
+        args: tuple[PyTree, ...],
+        kwargs: dict[str, PyTree],
     ) -> PyTree:
         """The results of `fn`, traced once as of one copy and compiled for all."""
-        return self._updates.of(fn)(args, kwargs)
+        return self._updates(devices).of(fn)(args, kwargs)
 
-    @functools.cached_property
-    def _updates(self) -> Programs:
-        as_replica = self._environment
-        return Programs(dataclasses.replace(as_replica, call=self._as_copy))
+    def _updates(self, devices: tuple[Device, ...]) -> Programs:
+        """The programs of functions that are told these devices."""
+        found = self._updates_on.get(devices)
+        if found is None:
+            call = functools.partial(self._as_copy, devices)
+            found = Programs(dataclasses.replace(self._environment, call=call))
+        return self._updates_on.setdefault(devices, found)
 
     def _as_copy(
-        self, fn: Function, args: Sequence[PyTree], kwargs: dict[str, PyTree]
+        self,
+        devices: tuple[Device, ...],
+        fn: Function,
+        args: Sequence[PyTree],
+        kwargs: dict[str, PyTree],
     ) -> PyTree:
         """A call of `fn` that updates one copy, while it is traced."""
         with _context.entered(
-            strategy=self._strategy, replica=None, in_step=True, is_update=True
+            strategy=self._strategy, replica=None, in_step=True, updated=devices
         ):
             return fn(*args, **kwargs)

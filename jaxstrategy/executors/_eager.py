@@ -9,6 +9,7 @@ from typing import final
 from jaxstrategy._options import RunOptions
 from jaxstrategy.contexts import _context
 from jaxstrategy.executors._executor import AbstractExecutor, FunctionProgram
+from jaxstrategy.replicas._devices import Device
 from jaxstrategy.tracing.nnx import _adapter
 from jaxstrategy.values import _building, _per_replica, _trees
 from jaxstrategy.values._per_replica import PerReplica
@@ -47,10 +48,14 @@ class EagerExecutor(AbstractExecutor):
         return function(_alone(value))
 
     def update(
-        self, fn: Function, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
+        self,
+        devices: tuple[Device, ...],
+        fn: Function,
+        args: tuple[PyTree, ...],
+        kwargs: dict[str, PyTree],
     ) -> PyTree:
         """The results of `fn`, called for the only copy."""
-        with _context.entered(is_update=True):
+        with _context.entered(updated=devices):
             return fn(*args, **kwargs)
 
 

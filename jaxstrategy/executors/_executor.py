@@ -11,6 +11,7 @@ from jaxstrategy._options import RunOptions
 from jaxstrategy.contexts import _context
 from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
 from jaxstrategy.contexts._replica_context import ReplicaContext
+from jaxstrategy.replicas._devices import Device
 from jaxstrategy.replicas._topology import Topology
 from jaxstrategy.tracing._replica_step import StepEnvironment
 from jaxstrategy.tracing.explanation._explain import explain
@@ -75,9 +76,20 @@ class AbstractExecutor(abc.ABC):
 
     @abc.abstractmethod
     def update(
-        self, fn: Function, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
+        self,
+        devices: tuple[Device, ...],
+        fn: Function,
+        args: tuple[PyTree, ...],
+        kwargs: dict[str, PyTree],
     ) -> PyTree:
-        """The results of `fn`, called for each copy of the variables it changes."""
+        """The results of `fn`, called for each copy of the variables it changes.
+
+        Args:
+          devices: those that it is told, of the copies.
+          fn: changes variables.
+          args: its positional arguments.
+          kwargs: its keyword arguments.
+        """
 
     def explain(
         self,
@@ -126,7 +138,9 @@ class AbstractExecutor(abc.ABC):
     def _in_replica(self) -> Iterator[ReplicaContext]:
         """A `with` block in which code is a step's, as one replica sees it."""
         replica = ReplicaContext(self._strategy)
-        with _context.entered(strategy=self._strategy, replica=replica, in_step=True):
+        with _context.entered(
+            strategy=self._strategy, replica=replica, in_step=True, updated=()
+        ):
             yield replica
 
     def _variables(self) -> list[Variable]:

@@ -115,7 +115,7 @@ def place(value: ArrayLike, sharding: Sharding) -> jax.Array:
     return _placed(value, sharding, _put_own_part)
 
 
-def broadcast(value: ArrayLike, sharding: NamedSharding) -> jax.Array:
+def broadcast(value: ArrayLike, sharding: Sharding) -> jax.Array:
     """`value` of the first replica's process, as `sharding` says.
 
     With several processes it is sent to the others, which must take part. If it is to
@@ -293,7 +293,7 @@ def replicated_like(sharding: Sharding) -> Sharding:
     return NamedSharding(mesh_of(sorted(sharding.device_set, key=lambda d: d.id)), SAME)
 
 
-def lies_as(array: jax.Array, wanted: NamedSharding) -> bool:
+def lies_as(array: jax.Array, wanted: Sharding) -> bool:
     """Whether `array` lies where `wanted` says, and JAX knows it as being on a mesh."""
     # On one device a plain array lies there too, but has another type to JAX.
     return isinstance(array.sharding, NamedSharding) and (

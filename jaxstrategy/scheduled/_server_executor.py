@@ -18,6 +18,7 @@ from jaxstrategy.executors._executor import AbstractExecutor, FunctionProgram
 from jaxstrategy.parameter_servers._server_pool import ServerPool
 from jaxstrategy.parameter_servers._shipped_program import Call
 from jaxstrategy.parameter_servers._worker_engine import WorkerEngine
+from jaxstrategy.replicas._devices import Device
 from jaxstrategy.replicas._replicas import SAME
 from jaxstrategy.scheduled._function_tracer import FunctionTracer
 from jaxstrategy.scheduled._worker_argument import WorkerArgument, is_whole
@@ -68,10 +69,14 @@ class ServerExecutor(AbstractExecutor):
         return self._compiled.across(function, value)
 
     def update(
-        self, fn: Function, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
+        self,
+        devices: tuple[Device, ...],
+        fn: Function,
+        args: tuple[PyTree, ...],
+        kwargs: dict[str, PyTree],
     ) -> PyTree:
         """The results of `fn`, called for each copy of the variables it changes."""
-        return self._compiled.update(fn, args, kwargs)
+        return self._compiled.update(devices, fn, args, kwargs)
 
     def step(
         self, fn: Function, args: Sequence[PyTree], kwargs: dict[str, PyTree]

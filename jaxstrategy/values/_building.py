@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, Sharding
 
 from jaxstrategy.replicas import _inner_placement, _mesh
 from jaxstrategy.replicas._inner_placement import lying_like
@@ -151,16 +151,17 @@ def _replicated(leaf: Leaf, sharding: NamedSharding, what: str) -> Leaf:
             "mirrored as it is. Use `strategy.reduce('mean', value)` to make one value "
             "of it first."
         )
-    if isinstance(leaf, bool) or not (
-        _arrays.is_array(leaf) or isinstance(leaf, (int, float, complex))
-    ):
-        return leaf
-    return replicate_leaf(leaf, sharding, what)
+    return replicate_leaf(leaf, sharding, what) if is_value(leaf) else leaf
 
 
-def replicate_leaf(
-    leaf: Leaf, sharding: NamedSharding, what: str = "A value"
-) -> jax.Array:
+def is_value(leaf: object) -> bool:
+    """Whether a leaf is an array or a number, and not something static."""
+    if isinstance(leaf, bool):
+        return False
+    return _arrays.is_array(leaf) or isinstance(leaf, (int, float, complex))
+
+
+def replicate_leaf(leaf: Leaf, sharding: Sharding, what: str = "A value") -> jax.Array:
     """An array or a number of the first replica's process, placed as state.
 
     Raises:
@@ -174,7 +175,7 @@ def replicate_leaf(
     return _mesh.broadcast(leaf, sharding)
 
 
-def _may_share(array: jax.Array, sharding: NamedSharding) -> bool:
+def _may_share(array: jax.Array, sharding: Sharding) -> bool:
     """Whether moved there, `array` may have parts in the memory in which it has now."""
     if _mesh.lies_as(array, sharding):
         return False  # it stays what it is

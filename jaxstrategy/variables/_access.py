@@ -171,4 +171,4 @@ def side() -> Side:
     context = _context.current()
     if context.replica is not None:
         return Side.REPLICA
-    return Side.UPDATE if context.is_update else Side.CROSS
+    return Side.UPDATE if context.updated else Side.CROSS

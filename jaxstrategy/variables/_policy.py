@@ -11,7 +11,10 @@ from jaxstrategy.contexts._abstract_strategy import (
     AbstractStrategy,
     AbstractVariablePolicy,
 )
+from jaxstrategy.replicas import _devices
+from jaxstrategy.replicas._devices import Device
 from jaxstrategy.replicas._replicas import Replicas
+from jaxstrategy.values._handle import Handle
 from jaxstrategy.variables._sharding_choice import PartitionFunction
 from jaxstrategy.variables.kinds._kind import VariableKind
 from jaxstrategy.variables.kinds._mirrored_kind import MirroredKind
@@ -110,9 +113,7 @@ class ReplicatedVariables(VariablePolicy):
         """Mirrored or on read, as the variable asks for."""
         if on_read:
             return OnReadKind(name, aggregation, self._each, owner)
-        beside = _context.current().colocated
-        home = self._home if beside is None else beside.replicas
-        return MirroredKind(name, aggregation, home, owner)
+        return MirroredKind(name, aggregation, _beside() or self._home, owner)
 
 
 @final
@@ -143,7 +144,26 @@ class OrdinaryVariables(VariablePolicy):
         """Mirrored, on one device."""
         # The one copy cannot differ from others, and is what all of them combine to.
         aggregation = VariableAggregation.NONE if on_read else aggregation
-        return MirroredKind(name, aggregation, self._replicas, None)
+        return MirroredKind(name, aggregation, _beside() or self._replicas, None)
+
+    def check_devices(self, devices: tuple[Device, ...]) -> None:
+        """Raise if there are several devices: a variable has one copy.
+
+        Raises:
+          ValueError: there are.
+        """
+        if len(devices) > 1:
+            raise ValueError(
+                "`extended.colocate_vars_with` of the default strategy was given the "
+                f"devices {_devices.names(devices)}; its variables have one copy. Give "
+                "one device, or make them in the scope of a strategy."
+            )
+
+
+def _beside() -> Replicas | None:
+    """Where `colocate_vars_with` wants variables; None outside of it."""
+    beside = _context.current().colocated
+    return beside.replicas if isinstance(beside, Handle) else beside
 
 
 ORDINARY = OrdinaryVariables(Replicas.alone())

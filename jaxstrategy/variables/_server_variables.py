@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import final
+from typing import NoReturn, final
 
 from jaxstrategy._options import VariableAggregation
 from jaxstrategy.contexts import _context
 from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
 from jaxstrategy.parameter_servers._server_pool import ServerPool
+from jaxstrategy.replicas import _devices
+from jaxstrategy.replicas._devices import Device
 from jaxstrategy.replicas._replicas import Replicas
 from jaxstrategy.variables._policy import VariablePolicy
 from jaxstrategy.variables.kinds._kind import VariableKind
@@ -80,6 +82,18 @@ class ServerVariables(VariablePolicy):
         server = self._pool.next() if beside is None else beside.server
         return ServerKind(
             name, aggregation, self._home, owner, self._pool, server, self._workers
+        )
+
+    def check_devices(self, devices: tuple[Device, ...]) -> NoReturn:
+        """No devices: variables are on servers.
+
+        Raises:
+          ValueError: always.
+        """
+        raise ValueError(
+            f"`extended.colocate_vars_with` was given {_devices.names(devices)}, but "
+            "variables of this strategy are on parameter servers. Give a variable "
+            "whose server others are to be on."
         )
 
     def kind_for_each_worker(

@@ -325,7 +325,7 @@ def _nothing(number: int) -> None:
     return None
 
 
-def server_kind_of(variable: Handle | None) -> ServerKind | None:
+def server_kind_of(variable: Handle | Replicas | None) -> ServerKind | None:
     """How a variable is kept on its server; None of one that is elsewhere."""
     kind = getattr(variable, "_kind", None)
     return kind if isinstance(kind, ServerKind) else None

@@ -1,0 +1,84 @@
+"""What the methods of `strategy.extended` have in common: `ExtendsStrategy`."""
+
+from __future__ import annotations
+
+from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
+from jaxstrategy.executors._executor import AbstractExecutor
+from jaxstrategy.strategies._process_role import ProcessRole
+from jaxstrategy.variables import _components
+from jaxstrategy.variables._variable import Variable
+
+
+class ExtendsStrategy:
+    """A strategy, its executor, and whose variables are its own.
+
+    Args:
+      strategy: that has the additional methods.
+      executor: runs its functions.
+      role: of this process among those of the job.
+    """
+
+    def __init__(
+        self,
+        strategy: AbstractStrategy,
+        executor: AbstractExecutor,
+        role: ProcessRole | None = None,
+    ) -> None:
+        self._strategy = strategy
+        self._executor = executor
+        self._role = role or ProcessRole()
+
+    def value_container(self, value: object) -> object:
+        """The variable that `value` is a copy of; else `value` itself.
+
+        Copies are what `experimental_local_results(variable)` gives. A copy is known as
+        long as it is held: `experimental_local_results(value_container(copy))` holds
+        the same object until the variable changes.
+
+        >>> import jaxstrategy as js
+        >>> strategy = js.MirroredStrategy(js.simulate(8)[:2])
+        >>> with strategy.scope():
+        ...     v = js.Variable(1.0)
+        >>> first, second = strategy.experimental_local_results(v)
+        >>> strategy.extended.value_container(second) is v
+        True
+        """
+        owner = _components.owner_of(value)
+        return value if owner is None else owner
+
+    def variable_created_in_scope(self, v: Variable) -> bool:
+        """Whether `v`, or the variable that it is a copy of, was made in the scope.
+
+        Raises:
+          TypeError: it is neither a variable nor a copy of one.
+        """
+        variable = checked_variable(
+            self.value_container(v), "variable_created_in_scope"
+        )
+        are_owned = self._strategy.variable_policy.are_owned
+        return variable.strategy is (self._strategy if are_owned else None)
+
+    def _check_own(self, given: object, method: str, ordinary: bool = True) -> None:
+        var = checked_variable(given, method)
+        if self.variable_created_in_scope(var) or (ordinary and var.strategy is None):
+            return
+        whose = "no strategy" if var.strategy is None else repr(var.strategy)
+        raise ValueError(
+            f"`extended.{method}` was given variable {var.name!r} of {whose}, not one "
+            f"made in the scope of {self._strategy!r}. Make it in "
+            "`with strategy.scope():`."
+        )
+
+
+def checked_variable(var: object, method: str) -> Variable:
+    """`var`, given to a method of `strategy.extended`.
+
+    Raises:
+      TypeError: it is no variable.
+    """
+    if not isinstance(var, Variable):
+        raise TypeError(
+            f"`extended.{method}` was given {var!r}, a {type(var).__name__}; a "
+            "jaxstrategy.Variable was wanted."
+        )
+    return var

@@ -1,0 +1,189 @@
+"""`extended.copy_to`: copies of a value on devices."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers.replicas import ids
+from helpers.variables import variable
+
+import jaxstrategy as js
+
+KINDS = {
+    "one": lambda: js.OneDeviceStrategy("CPU:1"),
+    "mirrored": lambda: js.MirroredStrategy(["CPU:0", "CPU:1"]),
+    "central": lambda: js.experimental.CentralStorageStrategy(
+        ["CPU:2", "CPU:1"], "CPU:5"
+    ),
+    "shared": lambda: js.MirroredStrategy(["CPU:0", "CPU:1"], replicas_per_device=2),
+    "wide": lambda: js.MirroredStrategy(jax.devices()[:4], logical_axes={"core": 2}),
+    "divided": lambda: js.MirroredStrategy(
+        ["CPU:0", "CPU:1"], sharding=js.StateSharding("state", 1)
+    ),
+}
+
+
+@pytest.fixture(params=KINDS)
+def strategy(request):
+    return KINDS[request.param]()
+
+
+@pytest.fixture
+def two():
+    return KINDS["mirrored"]()
+
+
+def on(value):
+    """The devices that have all of `value`."""
+    assert value.is_fully_replicated
+    return {shard.device for shard in value.addressable_shards}
+
+
+@pytest.mark.parametrize(
+    "value", [3.0, np.float32(3.0), np.full(4, 3.0, np.float32), jnp.full(4, 3.0)]
+)
+def test_a_value_is_copied_to_each_device(strategy, value):
+    copy_to = strategy.extended.copy_to
+    v, devices = variable(strategy), jax.devices()
+    for destinations, wanted in [
+        ("CPU:1", {devices[1]}),
+        (devices[3], {devices[3]}),
+        (["CPU:1", devices[6]], {devices[1], devices[6]}),
+        (strategy.extended.worker_devices, strategy.replicas.all_devices),
+        (v, v.replicas.all_devices),
+        (ids(strategy), strategy.replicas.all_devices),
+        (strategy.reduce("sum", ids(strategy)), v.replicas.all_devices),
+        (jax.device_put(1.0, devices[2]), {devices[2]}),
+    ]:
+        copy = copy_to(value, destinations)
+        assert on(copy) == wanted
+        np.testing.assert_array_equal(copy, np.full(np.shape(value), 3.0))
+
+
+def test_copies_on_replicas_compute_with_mirrored_values(strategy):
+    v = variable(strategy, [1.0, 2.0])
+    x = strategy.extended.copy_to(np.float32([10.0, 20.0]), v)
+    np.testing.assert_array_equal(v + x, [11.0, 22.0])
+    assert isinstance(x, js.Mirrored)
+
+
+def test_a_python_number_takes_the_dtype_of_what_it_changes(two):
+    v = variable(two, np.int16(5))
+    v.assign_add(two.extended.copy_to(1, v))
+    assert v.numpy() == 6 and v.dtype == np.int16
+
+
+def test_structures_and_what_is_no_number(two):
+    v = variable(two, 4.0)
+    tree = {"a": (1.0, "text", None), "b": [v, True, np.int32(2)]}
+    copy = two.extended.copy_to(tree, "CPU:3")
+    assert copy["a"][1:] == ("text", None) and copy["b"][1] is True
+    numbers = [copy["a"][0], copy["b"][0], copy["b"][2]]
+    assert [int(x) for x in numbers] == [1, 4, 2]
+    assert all(on(x) == {jax.devices()[3]} for x in numbers)
+    v.assign(0.0)
+    assert copy["b"][0] == 4.0
+
+
+def test_what_lies_there_comes_back_itself(two):
+    mirrored, lone = two.mirror(np.ones(3)), jax.device_put(1.0, jax.devices()[2])
+    assert two.extended.copy_to(mirrored, two.extended.worker_devices) is mirrored
+    assert two.extended.copy_to(lone, "CPU:2") is lone
+
+
+def test_a_copy_outlives_its_original(two):
+    original = jnp.ones(3)
+    copy = two.extended.copy_to(original, ["CPU:0", "CPU:1"])
+    original.delete()
+    np.testing.assert_array_equal(copy, np.ones(3))
+
+
+def test_an_on_read_variable_stands_for_what_its_copies_combine_to(two):
+    o = variable(two, 0.0, "on_read", "sum")
+    two.run(lambda x: o.assign(x), (ids(two, 1.0),))
+    assert two.extended.copy_to(o, "CPU:4") == 3.0
+
+
+def test_divided_state_is_copied_whole():
+    strategy = KINDS["divided"]()
+    part = strategy.mirror({"w": np.arange(6.0)})["w"]
+    copy = strategy.extended.copy_to(part, strategy.extended.worker_devices)
+    assert on(copy) == set(strategy.devices)
+    np.testing.assert_array_equal(copy, np.arange(6.0))
+
+
+def test_while_a_step_is_traced_the_value_is_on_all_replicas(strategy):
+    v = variable(strategy, 5.0)
+
+    def merge(s, x):
+        total = s.extended.copy_to(s.reduce("sum", x), v)
+        return (
+            total,
+            s.extended.copy_to(v, "CPU:0"),
+            s.extended.copy_to("text", "CPU:0"),
+        )
+
+    def step(x):
+        return js.get_replica_context().merge_call(merge, (x,))
+
+    n = strategy.num_replicas_in_sync
+    total, value, text = strategy.run(step, (ids(strategy),))
+    assert (total, value, text) == (n * (n - 1) / 2, 5.0, "text")
+    assert isinstance(total, js.Mirrored)
+
+
+def test_a_traced_value_is_where_the_program_is(two):
+    @jax.jit
+    def double(x):
+        return two.extended.copy_to(2 * x, "CPU:1"), two.extended.copy_to(1.0, x)
+
+    assert double(3.0) == (6.0, 1.0)
+
+
+def test_the_default_strategy_copies():
+    copy_to = js.get_strategy().extended.copy_to
+    assert on(copy_to(2.0, "CPU:3")) == {jax.devices()[3]}
+    assert copy_to(2.0, js.Variable(1.0)) == 2.0
+    merged = js.get_replica_context().merge_call(
+        lambda s: s.extended.copy_to(7.0, "CPU:2")
+    )
+    assert merged == 7.0
+
+
+def test_versions_that_differ_are_refused(two):
+    for value in (ids(two), {"x": [ids(two)]}):
+        with pytest.raises(ValueError, match="`extended.copy_to` was given a PerRepl"):
+            two.extended.copy_to(value, "CPU:0")
+    assert two.extended.copy_to(two.reduce("sum", ids(two)), "CPU:0") == 1.0
+
+
+@pytest.mark.parametrize("destinations, error, words", [
+    (None, TypeError, "`destinations` was None; a device, a device name, a list"),
+    (3.0, TypeError, "`destinations` was 3.0"),
+    ([], ValueError, "The list of devices is empty"),
+    ("CPU:99", ValueError, "Unknown device 'CPU:99'"),
+    (["CPU:0", "CPU:0"], ValueError, "No duplicates are allowed"),
+])  # fmt: skip
+def test_what_names_no_devices_is_refused(two, destinations, error, words):
+    with pytest.raises(error, match=words):
+        two.extended.copy_to(1.0, destinations)
+
+
+def test_a_donated_array_is_refused(two):
+    x = jnp.ones(3)
+    x.delete()
+    with pytest.raises(js.DonatedValueError, match="was donated to an earlier call"):
+        two.extended.copy_to(x, ["CPU:0", "CPU:1"])
+
+
+def test_inside_run_it_is_refused(two):
+    with pytest.raises(js.ContextError, match="`strategy.extended.copy_to` was called"):
+        two.run(lambda: two.extended.copy_to(1.0, "CPU:0"))
+
+
+def test_reductions_go_to_the_devices_that_replicas_share():
+    strategy = KINDS["shared"]()
+    out = strategy.extended.reduce_to(
+        "sum", ids(strategy), strategy.extended.worker_devices
+    )
+    assert out == 6.0 and on(out) == set(strategy.devices)

@@ -1,0 +1,389 @@
+"""`extended.update_on`: changes on devices, of no variable of its own."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers.cases import slow
+from helpers.replicas import ids
+from helpers.variables import copies, variable
+
+import jaxstrategy as js
+from jaxstrategy.contexts import _context
+
+KINDS = {
+    "one": lambda: js.OneDeviceStrategy("CPU:1"),
+    "mirrored": lambda: js.MirroredStrategy(["CPU:0", "CPU:1"]),
+    "central": lambda: js.experimental.CentralStorageStrategy(
+        ["CPU:2", "CPU:1"], "CPU:5"
+    ),
+    "shared": lambda: js.MirroredStrategy(["CPU:0", "CPU:1"], replicas_per_device=2),
+    "wide": lambda: js.MirroredStrategy(jax.devices()[:4], logical_axes={"core": 2}),
+    "divided": lambda: js.MirroredStrategy(
+        ["CPU:0", "CPU:1"], sharding=js.StateSharding("state", 1)
+    ),
+}
+
+
+# Devices that replicas share, or that one has several of, and parts of state.
+RARE = ("shared", "wide", "divided")
+
+
+@pytest.fixture(params=[*(k for k in KINDS if k not in RARE), *slow(*RARE)])
+def strategy(request):
+    return KINDS[request.param]()
+
+
+@pytest.fixture
+def two():
+    return KINDS["mirrored"]()
+
+
+def everywhere(strategy):
+    return strategy.extended.parameter_devices
+
+
+def updated():
+    return _context.current().updated
+
+
+def seen():
+    return (
+        js.in_cross_replica_context(),
+        js.get_replica_context(),
+        js.get_strategy(),
+        js.has_strategy(),
+    )
+
+
+HOW = ("outside", "in scope", "in merge_call")
+
+
+def called(strategy, how, fn):
+    """What `fn(strategy)` returns in such a context."""
+    if how == "in merge_call":
+        return strategy.run(lambda: js.get_replica_context().merge_call(fn))
+    if how == "in scope":
+        with strategy.scope():
+            return fn(strategy)
+    return fn(strategy)
+
+
+@pytest.mark.parametrize("strategy", KINDS, indirect=True)
+@pytest.mark.parametrize("how", HOW)
+def test_a_captured_variable_changes_once_on_each_copy(strategy, how):
+    v, w = variable(strategy, 0.5), variable(strategy, 5.0)
+
+    def change(x, w, by=0.0):
+        w.assign_add(1.0)
+        return v.assign_add(x + by)
+
+    result = called(
+        strategy,
+        how,
+        lambda s: s.extended.update_on(everywhere(s), change, (0.75, w), {"by": 0.25}),
+    )
+    assert result == 1.5 and isinstance(result, js.Mirrored)
+    assert copies(strategy, v) == [1.5] * len(v.devices)
+    assert copies(strategy, w) == [6.0] * len(v.devices)
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("aggregation", ["sum", *slow("mean", "only_first_replica")])
+def test_aggregation_plays_no_part(two, how, aggregation):
+    v = variable(two, 1.0, aggregation=aggregation)
+    called(two, how, lambda s: s.extended.update_on(v, lambda: v.assign_add(2.0)))
+    assert copies(two, v) == [3.0] * 2
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_on_read_copies_are_changed_one_by_one(strategy, how):
+    o = variable(strategy, 0.0, "on_read", "sum")
+    strategy.run(lambda x: o.assign(x), (ids(strategy),))
+    n = strategy.num_replicas_in_sync
+
+    def change(x):
+        o.assign(o.value() * 2 + x)
+
+    called(strategy, how, lambda s: s.extended.update_on(o, change, (1.0,)))
+    assert copies(strategy, o) == [2.0 * i + 1 for i in range(n)]
+
+
+def test_python_values_come_back_as_they_are(strategy):
+    shared, v = object(), variable(strategy)
+    update_on, on = strategy.extended.update_on, everywhere(strategy)
+    assert update_on(on, lambda a: a + 1, (2,)) == 3
+    assert type(update_on(on, lambda a: a + 1, (2,))) is int
+    assert update_on(on, lambda: None) is None
+    assert update_on(on, lambda: shared) is shared
+    assert update_on(on, lambda: {"v": v, "t": ("text", True)}) == {
+        "v": v,
+        "t": ("text", True),
+    }
+    assert update_on(on, lambda: v) is v
+
+
+def test_each_copys_result_if_asked(strategy):
+    v = variable(strategy)
+    update_on, on = strategy.extended.update_on, everywhere(strategy)
+    n = len(v.devices)
+    assert update_on(on, lambda a: a + 1, (2,), group=False) == (3,)
+    assert update_on(on, lambda: jnp.float32(3.0), group=False) == (3.0,) * n
+    nested = update_on(
+        on, lambda: {"v": v.assign(2.0), "n": (1, None)}, (), None, group=False
+    )
+    assert nested == {"v": (2.0,) * n, "n": ((1,), (None,))}
+    assert update_on("CPU:3", lambda: jnp.ones(()), group=False) == (1.0,)
+
+
+def test_each_copys_result_in_a_step(strategy):
+    def merge(s):
+        found = s.extended.update_on("CPU:3", lambda: jnp.ones(()), group=False)
+        return len(found), found[-1]
+
+    n = strategy.num_replicas_in_sync
+    assert called(strategy, "in merge_call", merge) == (n, 1.0)
+
+
+def test_arrays_are_taken_to_the_devices_and_stay_there(two):
+    lone, given = jax.device_put(2.0, jax.devices()[5]), []
+
+    def double(x, tree):
+        given.extend([x, tree["x"]])
+        return 2 * x, tree
+
+    on = ["CPU:2", "CPU:3"]
+    result, _ = two.extended.update_on(on, double, (lone,), {"tree": {"x": lone}})
+    wanted = set(jax.devices()[2:4])
+    assert result == 4.0 and result.devices() == wanted
+    assert all(x.devices() == wanted for x in given)
+    assert two.extended.update_on("CPU:4", jnp.float32, (1.0,)).devices() == {
+        jax.devices()[4]
+    }
+
+
+def test_reduced_values_change_variables(strategy):
+    v, n = variable(strategy, 1.0), strategy.num_replicas_in_sync
+    total = strategy.extended.reduce_to("sum", ids(strategy, 1.0), "CPU:7")
+    strategy.extended.update_on(v, lambda x: v.assign_sub(x), (total,))
+    assert copies(strategy, v) == [1.0 - n * (n + 1) / 2] * len(v.devices)
+
+
+def test_divided_variables_are_changed_in_parts():
+    strategy = KINDS["divided"]()
+    v = variable(strategy, np.arange(4.0, dtype=np.float32), sharding=0)
+    step = strategy.mirror(np.ones(4, np.float32))
+    result = strategy.extended.update_on(v, lambda x: v.assign_add(x), (step,))
+    np.testing.assert_array_equal(result, np.arange(4.0) + 1)
+    np.testing.assert_array_equal(v.numpy(), np.arange(4.0) + 1)
+    assert not v.sharding.is_fully_replicated
+
+
+def test_per_replica_arguments_are_refused(two):
+    x, v = ids(two), variable(two)
+    for args, kwargs in (((x,), None), (([1, {"x": x}],), None), ((), {"x": x})):
+        with pytest.raises(ValueError, match="`extended.update_on` was given a PerRep"):
+            two.extended.update_on(v, lambda *a, **k: v.assign(9.0), args, kwargs)
+    assert v.value() == 10.0
+
+
+def test_copies_that_would_differ_are_refused_in_a_step(two):
+    v = variable(two)
+
+    def merge(s, x):
+        s.extended.update_on(v, lambda x: v.assign(x), (x,))
+
+    def step(x):
+        js.get_replica_context().merge_call(merge, (x,))
+
+    with pytest.raises(js.NotMirroredError):
+        two.run(step, (ids(two),))
+    assert v.value() == 10.0
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_the_context_is_cross_replica_and_knows_the_devices(strategy, how):
+    v = variable(strategy)
+
+    def update(s):
+        on = s.extended.update_on(everywhere(s), lambda: (seen(), updated()))
+        own = s.extended.update(v, lambda v: (seen(), updated()))
+        return on, own
+
+    found = []
+    called(strategy, how, lambda s: found.append((update(s), updated())))
+    devices = tuple(dict.fromkeys(everywhere(strategy)))
+    state = (True, None, strategy, True)
+    for (on, own), after in found:
+        assert on == own == (state, devices)
+        assert after == ()
+    assert updated() == () and not js.has_strategy()
+
+
+def test_a_program_of_an_update_knows_the_devices_too(two):
+    o = variable(two, 0.0, "on_read", "sum")
+    found = []
+
+    def change():
+        found.append(updated())
+        o.assign(1.0)
+
+    for on in ("CPU:1", ["CPU:0", "CPU:1"], "CPU:1"):
+        two.extended.update_on(on, change)
+    first, second = jax.devices()[:2]
+    assert set(found) == {(first, second), (second,)}
+    two.extended.update(o, lambda o: found.append(updated()))
+    assert found[-1] == (first, second)
+
+
+def test_one_destination_is_told(two):
+    assert two.extended.update_on("CPU:1", updated) == (jax.devices()[1],)
+    assert two.extended.update_on(jax.devices()[0], updated) == (jax.devices()[0],)
+
+
+def test_a_step_inside_is_no_update(two):
+    v = variable(two, 1.0, aggregation="sum")
+
+    def change():
+        two.run(lambda: v.assign_add(1.0))
+        return updated()
+
+    assert two.extended.update_on(v, change) == two.devices
+    assert v.value() == 3.0  # so many replicas as there are added 1
+
+
+def test_updates_are_nested(two):
+    v, w, found = variable(two, 1.0), variable(two, 2.0), []
+
+    def outer():
+        found.append(updated())
+        two.extended.update_on("CPU:3", lambda: found.append(updated()))
+        two.extended.update(w, lambda w: w.assign_add(v))
+        found.append(updated())
+        v.assign_add(1.0)
+
+    two.extended.update_on(v, outer)
+    assert found == [two.devices, (jax.devices()[3],), two.devices]
+    assert (v.value(), w.value()) == (2.0, 3.0)
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_an_error_leaves_the_contexts_as_they_were(strategy, how):
+    v = variable(strategy)
+
+    def fail():
+        raise KeyError("mine")
+
+    def nested():
+        with pytest.raises(KeyError, match="mine"):
+            strategy.extended.update(v, lambda v: fail())
+        assert updated() == tuple(dict.fromkeys(everywhere(strategy)))
+        fail()
+
+    def attempt(s):
+        before = seen(), updated()
+        with pytest.raises(KeyError, match="mine"):
+            s.extended.update_on(v, nested)
+        assert (seen(), updated()) == before
+        s.extended.update_on(v, lambda: v.assign(3.0))
+
+    called(strategy, how, attempt)
+    assert updated() == () and not js.has_strategy()
+    assert v.value() == 3.0
+
+
+def test_inside_run_it_is_refused(two):
+    with pytest.raises(js.ContextError, match="`strategy.extended.update_on` was cal"):
+        two.run(lambda: two.extended.update_on("CPU:0", lambda: None))
+
+
+@pytest.mark.parametrize("args, kwargs, words", [
+    (2.0, None, "`args` was a float; a tuple"),
+    ((), [1], "`kwargs` was a list; a dict"),
+])  # fmt: skip
+def test_arguments_in_another_form_are_refused(two, args, kwargs, words):
+    with pytest.raises(TypeError, match=words):
+        two.extended.update_on("CPU:0", lambda: None, args, kwargs)
+
+
+@pytest.mark.parametrize("destinations", [None, 3.0])
+def test_what_names_no_devices_is_refused(two, destinations):
+    with pytest.raises(TypeError, match="`destinations` was"):
+        two.extended.update_on(destinations, lambda: None)
+    with pytest.raises(ValueError, match="The list of devices is empty"):
+        two.extended.update_on((), lambda: None)
+
+
+def test_the_default_strategy_updates(two):
+    update_on, v = js.get_strategy().extended.update_on, js.Variable(1.0)
+    assert update_on(v, lambda a: v.assign_add(a), (4.0,)) == 5.0
+    assert update_on("CPU:0", lambda: 5, group=False) == (5,)
+    assert update_on("CPU:0", updated) == (jax.devices()[0],)
+    merged = js.get_replica_context().merge_call(
+        lambda s, x: s.extended.update_on(v, lambda x: v.assign_sub(x), (x,)), (2.0,)
+    )
+    assert (merged, v.value()) == (3.0, 3.0)
+    assert updated() == ()
+
+
+def test_an_ordinary_variable_is_changed_once(strategy):
+    v = js.Variable(1.0)
+    assert strategy.extended.update_on(v, lambda: v.assign_add(1.0)) == 2.0
+    assert v.value() == 2.0
+
+
+def test_variables_of_servers_are_changed_once():
+    strategy = js.ParameterServerStrategy(workers=1, backend="threads")
+    v = variable(strategy, 1.0)
+
+    def change(s, x):
+        result = s.extended.update_on(v, lambda x: v.assign_add(x), (x,))
+        return result, s.extended.copy_to(v, "CPU:0")
+
+    assert change(strategy, 2.0) == (3.0, 3.0)
+
+    coordinator = js.coordinator.ClusterCoordinator(strategy)
+
+    @coordinator.function
+    def scheduled(x):
+        return change(strategy, x)
+
+    done = coordinator.schedule(scheduled, (4.0,))
+    assert done.fetch() == (7.0, 7.0)
+    assert v.value() == 7.0
+    strategy.close()
+
+
+def test_under_the_users_jit(two):
+    v = variable(two, 1.0)
+
+    @jax.jit
+    def several(x):
+        for _ in range(3):
+            two.extended.update_on(v, lambda x: v.assign_add(x), (x,))
+        return v.value()
+
+    assert several(2.0) == 7.0
+    assert v.value() == 7.0
+
+
+def test_a_step_with_updates_compiles_once(two, compilations):
+    v, o = variable(two, 1.0), variable(two, 1.0, "on_read", "sum")
+
+    def change(x):
+        v.assign_add(x)
+
+    def count():
+        o.assign(o + 1.0)
+
+    def both(x):
+        two.extended.update_on(v, change, (x,))
+        two.extended.update_on(o, count)
+
+    for i in range(3):
+        both(float(i))
+    compilations()
+    for i in range(5):
+        both(float(i))
+    assert compilations() == 0
+    assert v.value() == 14.0 and o.value() == 18.0
