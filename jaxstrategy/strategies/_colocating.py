@@ -51,8 +51,7 @@ class ColocatesVariables(ExtendsStrategy):
             replicas = copies_on(given, self._strategy.replicas).replicas
             self._strategy.variable_policy.check_devices(replicas.devices)
             return self._colocated(replicas)
-        self._check_own(given, "colocate_vars_with", ordinary=False)
-        return self._colocated(given)
+        return self._colocated(self._own(given, "colocate_vars_with", ordinary=False))
 
     @contextlib.contextmanager
     def _colocated(self, beside: Variable | Replicas) -> Iterator[None]:

@@ -58,10 +58,16 @@ class ExtendsStrategy:
         are_owned = self._strategy.variable_policy.are_owned
         return variable.strategy is (self._strategy if are_owned else None)
 
-    def _check_own(self, given: object, method: str, ordinary: bool = True) -> None:
+    def _own(self, given: object, method: str, ordinary: bool = True) -> Variable:
+        """`given` if it is a variable of the strategy, or, if that will do, of none.
+
+        Raises:
+          ValueError: it is another strategy's.
+          TypeError: it is no variable.
+        """
         var = checked_variable(given, method)
         if self.variable_created_in_scope(var) or (ordinary and var.strategy is None):
-            return
+            return var
         whose = "no strategy" if var.strategy is None else repr(var.strategy)
         raise ValueError(
             f"`extended.{method}` was given variable {var.name!r} of {whose}, not one "

@@ -73,7 +73,7 @@ class UpdatesVariables(ExtendsStrategy):
         Array(3., dtype=float32)
         """
         context = _context.require_cross_replica(self._strategy, "extended.update")
-        self._check_own(var, "update")
+        self._own(var, "update")
         check_arguments(args, kwargs)
         devices = _each_once(var.replicas)
         arguments = (var, *args), dict(kwargs or {})
