@@ -20,6 +20,7 @@ from typing import Any
 import jax
 
 from jaxstrategy._errors import ContextError
+from jaxstrategy._options import VariableAggregation, VariableSynchronization
 from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
 from jaxstrategy.contexts._local_steps import LocalSteps
 from jaxstrategy.replicas._devices import Device
@@ -49,6 +50,12 @@ class Context:
       before: what variables held before an update. Read by `variables._access`.
       colocated: what variables are made beside in `colocate_vars_with`: a variable, or
         replicas. Read by the policies of variables.
+      new_variables: how variables are kept that are made here and do not say it: their
+        synchronization and aggregation; None for the default. Read by
+        `variables._variable`.
+      variable_scope: the names that variables get. Read by `compat._get_variable`.
+      update_device: the devices that code says it updates, and those that it updated
+        before. Read by `compat.contrib._update_context`.
       given: what variables hold in a function that is differentiated, by their `id`.
         Read by `variables._given_values`.
       lookups: those of tables that the function makes. Read by `variables._row_tape`.
@@ -78,6 +85,9 @@ class Context:
     updated: tuple[Device, ...] = ()
     before: object = None
     colocated: Handle | Replicas | None = None
+    new_variables: tuple[VariableSynchronization, VariableAggregation] | None = None
+    variable_scope: object = None
+    update_device: tuple[tuple[Device, ...], tuple[Device, ...]] | None = None
     # Python 3.11 takes a mapping proxy, which it cannot hash, for a mutable default.
     given: Mapping[int, object] = dataclasses.field(
         default_factory=lambda: types.MappingProxyType({})

@@ -160,7 +160,7 @@ class Variable(AbstractVariable, WorkerCopies):
         """A `ShardedVariable`, if the current strategy's partitioner says so."""
         made = object.__new__(cls)
         partitioner = _policy().partitioner
-        has_copies = VariableSynchronization(synchronization) is _ON_READ
+        has_copies = _kept(synchronization, aggregation)[0] is _ON_READ
         has_copies |= per_worker_variable
         is_colocated = _context.current().colocated is not None
         if partitioner is None or sharding is not None or has_copies or is_colocated:
@@ -191,10 +191,7 @@ class Variable(AbstractVariable, WorkerCopies):
         per_worker_variable: bool = False,
         shape: Sequence[int] | None = None,
     ) -> None:
-        self._synchronization = VariableSynchronization(synchronization)
-        self._aggregation = VariableAggregation(
-            "none" if aggregation is None else aggregation
-        )
+        self._synchronization, self._aggregation = _kept(synchronization, aggregation)
         if self._synchronization is VariableSynchronization.NONE:
             raise ValueError(
                 "`synchronization` was NONE, which no strategy can keep. Use ON_WRITE "
@@ -221,7 +218,8 @@ class Variable(AbstractVariable, WorkerCopies):
                 f"Variable {name!r} was made inside a step that is traced again: a "
                 "step may make variables the first time it is traced, and must use the "
                 "same ones afterwards. Make it outside the step, or once: "
-                "`if self.v is None: self.v = Variable(...)`."
+                "`if self.v is None: self.v = Variable(...)`. "
+                "`compat.v1.get_variable(name, ...)` makes it once, too."
             )
         may_divide = not on_read and choice.may_divide(kind.replicas)
         with _context.outside():
@@ -531,6 +529,20 @@ def _on_worker(name: str, kind: SentKind, attributes: dict[str, Any]) -> Variabl
     if (arrived := _context.current().arrived) is not None:
         arrived.append(variable)
     return variable
+
+
+def _kept(
+    synchronization: VariableSynchronization | str,
+    aggregation: VariableAggregation | str | None,
+) -> tuple[VariableSynchronization, VariableAggregation]:
+    """How a variable is kept: as it says, or else as the context says."""
+    own = (
+        VariableSynchronization(synchronization),
+        VariableAggregation("none" if aggregation is None else aggregation),
+    )
+    around = _context.current().new_variables
+    is_open = own == (VariableSynchronization.AUTO, VariableAggregation.NONE)
+    return around if around is not None and is_open else own
 
 
 def _policy() -> VariablePolicy:

@@ -8,6 +8,9 @@ from typing import NoReturn
 
 from jaxstrategy._options import VariableAggregation as VariableAggregation
 from jaxstrategy._options import VariableSynchronization as VariableSynchronization
+from jaxstrategy.compat._get_variable import AUTO_REUSE as AUTO_REUSE
+from jaxstrategy.compat._get_variable import get_variable as get_variable
+from jaxstrategy.compat._get_variable import variable_scope as variable_scope
 from jaxstrategy.compat.contrib._contrib_strategies import (
     CollectiveAllReduceStrategy as CollectiveAllReduceStrategy,
 )
@@ -43,6 +46,10 @@ from jaxstrategy.compat.contrib._tower_context import (
 )
 from jaxstrategy.compat.contrib._tower_context import (
     require_tower_context as require_tower_context,
+)
+from jaxstrategy.compat.contrib._update_context import UpdateContext as UpdateContext
+from jaxstrategy.compat.contrib._update_context import (
+    get_update_device as get_update_device,
 )
 from jaxstrategy.reductions._cross_device_ops import CrossDeviceOps as CrossTowerOps
 from jaxstrategy.strategies._mirrored_type import Mirrored as Mirrored

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Self
 
+from jaxstrategy._options import VariableAggregation, VariableSynchronization
 from jaxstrategy.compat._face_scope import FaceScope
 from jaxstrategy.compat.contrib import _cross_tower_checks, _tower_values
+from jaxstrategy.contexts import _context
 from jaxstrategy.contexts._strategy_face import StrategyFace
 from jaxstrategy.replicas._devices import Device
 from jaxstrategy.strategies import _current
@@ -119,6 +122,39 @@ class HasTowers(StrategyFace):
         """
         self._require_scope("colocate_vars_with")
         return self._core.extended.colocate_vars_with(colocate_with_variable)
+
+    @contextlib.contextmanager
+    def tower_local_var_scope(
+        self, reduce_method: VariableAggregation | str
+    ) -> Iterator[None]:
+        """A `with` block in which new variables are tower-local.
+
+        Each tower has a copy that it changes freely; read in cross-tower context, the
+        copies are combined. Variables that say themselves how they are kept are not
+        concerned. Elsewhere, write `Variable(synchronization="on_read")`.
+
+        Args:
+          reduce_method: how the copies are combined: `VariableAggregation.SUM`, `.MEAN`
+            or `.ONLY_FIRST_REPLICA`, or "sum", "mean" and so on.
+
+        Raises:
+          RuntimeError: outside of `scope()`.
+          ValueError: no such aggregation.
+
+        >>> import jaxstrategy as js
+        >>> from jaxstrategy.compat import contrib
+        >>> strategy = contrib.MirroredStrategy(js.simulate(8)[:2])
+        >>> with strategy.scope(), strategy.tower_local_var_scope("sum"):
+        ...     seen = js.Variable(0.0)
+        >>> with strategy.scope():
+        ...     _ = strategy.call_for_each_tower(lambda: seen.assign_add(2.0))
+        >>> float(seen)
+        4.0
+        """
+        self._require_scope("tower_local_var_scope")
+        kept = VariableSynchronization.ON_READ, VariableAggregation(reduce_method)
+        with _context.entered(new_variables=kept):
+            yield
 
     def configure(
         self,

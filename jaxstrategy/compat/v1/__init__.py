@@ -10,6 +10,9 @@ from typing import NoReturn
 from jaxstrategy import cluster_resolver as cluster_resolver
 from jaxstrategy._options import ReduceOp as ReduceOp
 from jaxstrategy._options import RunOptions as RunOptions
+from jaxstrategy.compat._get_variable import AUTO_REUSE as AUTO_REUSE
+from jaxstrategy.compat._get_variable import get_variable as get_variable
+from jaxstrategy.compat._get_variable import variable_scope as variable_scope
 from jaxstrategy.compat.v1 import experimental as experimental
 from jaxstrategy.compat.v1._v1_contexts import (
     experimental_set_strategy as experimental_set_strategy,

@@ -1,0 +1,282 @@
+"""Variables by name: made at first, the same afterwards, one for each strategy."""
+
+import gc
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers.towers import STRATEGIES, mirrored, unwrapped
+
+import jaxstrategy as js
+from jaxstrategy.compat import contrib, v1
+from jaxstrategy.compat.contrib import AUTO_REUSE, get_variable, variable_scope
+
+
+@pytest.fixture(params=STRATEGIES)
+def d(request):
+    return STRATEGIES[request.param]()
+
+
+def test_a_model_function_makes_its_variable_once(d):
+    def model_fn():
+        v = get_variable("foo", initializer=1.0)
+
+        def merge_fn(d, v):
+            d.update(v, lambda v: v.assign_add(1.0))
+
+        contrib.get_tower_context().merge_call(merge_fn, v)
+        return v
+
+    with d.scope():
+        v = d.call_for_each_tower(model_fn)
+        assert isinstance(v, js.Variable) and v.name == "foo"
+        assert v.strategy is d.core and v == 2.0
+        assert unwrapped(d, v) == [2.0] * d.num_towers
+        assert d.call_for_each_tower(model_fn) is v and v == 3.0
+        assert get_variable("foo") is v
+
+
+def test_variables_in_a_list_come_back_as_a_list():
+    d = mirrored(2)
+
+    def model_fn():
+        return [get_variable(f"v{i}", initializer=float(i)) for i in range(5)]
+
+    with d.scope():
+        made = d.call_for_each_tower(model_fn)
+        again = d.call_for_each_tower(model_fn)
+    assert isinstance(made, list) and [v.name for v in made] == [
+        f"v{i}" for i in range(5)
+    ]
+    assert [float(v) for v in made] == [0, 1, 2, 3, 4]
+    assert all(a is b for a, b in zip(made, again, strict=True))
+
+
+def test_a_step_that_makes_variables_is_compiled_once(compilations):
+    d = mirrored(2)
+
+    def model_fn(x):
+        return x * get_variable("w", [3], initializer=np.ones)
+
+    x = np.ones(3, np.float32)
+    with d.scope():
+        jax.block_until_ready(d.call_for_each_tower(model_fn, x))
+        compilations()
+        for _ in range(2):
+            jax.block_until_ready(d.call_for_each_tower(model_fn, x))
+        assert compilations() == 0
+
+
+def test_each_strategy_has_its_own():
+    d, other = mirrored(2), mirrored(2)
+    with d.scope():
+        v = get_variable("own", initializer=1.0)
+    with other.scope():
+        w = get_variable("own", initializer=2.0)
+    ordinary = get_variable("test_each_strategy_has_its_own", initializer=3.0)
+    assert v.strategy is d.core and w.strategy is other.core
+    assert [float(v), float(w)] == [1.0, 2.0]
+    assert ordinary.strategy is None
+    assert get_variable("test_each_strategy_has_its_own") is ordinary
+
+
+def test_the_generations_share_them():
+    d = mirrored(2)
+    with d.scope():
+        v = get_variable("shared", initializer=1.0)
+        assert v1.get_variable("shared") is v
+    with d.core.scope():
+        assert v1.get_variable("shared") is v
+    assert d.core.run(lambda: v1.get_variable("shared")) is v
+
+
+def test_they_live_as_long_as_the_strategy():
+    d = mirrored(2)
+    with d.scope():
+        v = weakref.ref(get_variable("v", initializer=1.0))
+    gc.collect()
+    assert v() is not None
+    del d
+    gc.collect()
+    assert v() is None
+
+
+def test_a_failed_step_keeps_what_it_made():
+    d, fail = mirrored(2), [True]
+
+    def model_fn():
+        v = get_variable("v", initializer=1.0)
+        if fail:
+            raise KeyError("model")
+        return v.assign_add(1.0)
+
+    with d.scope():
+        with pytest.raises(KeyError, match="model"):
+            d.call_for_each_tower(model_fn)
+        fail.clear()
+        assert d.call_for_each_tower(model_fn) == 2.0
+
+
+# Names.
+
+
+def test_scopes_stand_before_names():
+    with mirrored(2).scope():
+        with variable_scope("a") as a:
+            assert a.name == "a"
+            with variable_scope("b"):
+                v = get_variable("v", initializer=1.0)
+            assert get_variable("w", initializer=1.0).name == "a/w"
+        assert v.name == "a/b/v"
+        with variable_scope("c"), variable_scope(a):
+            assert get_variable("x", initializer=1.0).name == "a/x"
+            with variable_scope("b"):
+                assert get_variable("v") is v
+        assert get_variable("y", initializer=1.0).name == "y"
+
+
+def test_a_step_asks_for_a_name_once():
+    d = mirrored(2)
+
+    def twice(**reuse):
+        with variable_scope("layer", **reuse):
+            return [get_variable("w", initializer=1.0) for _ in range(2)]
+
+    def again():
+        with variable_scope("layer") as scope:
+            first = get_variable("w", initializer=1.0)
+            scope.reuse_variables()
+            return first, get_variable("w")
+
+    with d.scope():
+        with pytest.raises(ValueError, match="'layer/w' already exists, disallowed"):
+            d.call_for_each_tower(twice)
+        v, w = d.call_for_each_tower(lambda: twice(reuse=AUTO_REUSE))
+        assert v is w
+        v, w = d.call_for_each_tower(again)
+        assert v is w
+        # Of a scope that is inside.
+        with variable_scope("out", reuse=AUTO_REUSE):
+            v, w = d.call_for_each_tower(twice)
+            assert v is w and v.name == "out/layer/w"
+
+
+def test_scopes_that_only_give_what_there_is():
+    with mirrored(2).scope(), variable_scope("s", reuse=True):
+        with pytest.raises(
+            ValueError, match="'s/v' does not exist, or was not created"
+        ):
+            get_variable("v", initializer=1.0)
+    with pytest.raises(ValueError, match="`reuse` was 3; True, False, None or AUTO"):
+        with variable_scope("s", reuse=3):
+            pass
+    with pytest.raises(TypeError, match="`variable_scope` was given 3; a name"):
+        with variable_scope(3):
+            pass
+    with pytest.raises(ValueError, match="`get_variable` was given an empty name"):
+        get_variable("")
+
+
+def test_shared_variables_are_what_was_asked_for():
+    with mirrored(2).scope():
+        v = get_variable("v", [2, 3])
+        assert get_variable("v", (2, 3), jnp.float32) is v
+        with pytest.raises(
+            ValueError,
+            match=r"'v', but specified shape \(3,\) and found shape \(2, 3\)",
+        ):
+            get_variable("v", 3)
+        with pytest.raises(
+            ValueError, match="specified dtype int32 and found dtype float32"
+        ):
+            get_variable("v", dtype="int32")
+
+
+# Initial values.
+
+
+def numbers(shape, **more):
+    return np.arange(np.prod(shape)).reshape(shape).astype(more["dtype"])
+
+
+INITIALIZERS = {
+    "value": (None, None, [1.0, 2.0], [1.0, 2.0], "float32"),
+    "integer": (None, None, 3, 3, "int32"),
+    "value and dtype": (None, "float32", 3, 3.0, "float32"),
+    "nothing": (None, "int32", lambda: np.arange(2), [0, 1], "int32"),
+    "shape": ([2], None, lambda shape: np.full(shape, 4.0), [4.0, 4.0], "float32"),
+    "numpy": ([2], "int32", np.ones, [1, 1], "int32"),
+    "shape and dtype": ([2, 1], None, numbers, [[0.0], [1.0]], "float32"),
+    "key": ([2], None, jax.nn.initializers.ones, [1.0, 1.0], "float32"),
+    "default of integers": (2, "int32", None, [0, 0], "int32"),
+    "default of bools": ([], bool, None, False, "bool"),
+}
+
+
+@pytest.mark.parametrize("case", INITIALIZERS)
+def test_initial_values(case):
+    shape, dtype, initializer, expected, kind = INITIALIZERS[case]
+    with mirrored(2).scope():
+        v = get_variable("v", shape, dtype, initializer)
+    assert v.numpy().tolist() == expected and v.dtype == kind
+
+
+FANS = {(): 2, (50,): 100, (20, 40): 60, (3, 3, 4, 8): 9 * 12}
+
+
+@pytest.mark.parametrize("shape", FANS)
+def test_the_default_is_glorots(shape):
+    with mirrored(2).scope():
+        v = get_variable("v", shape).numpy()
+    limit = (6 / FANS[shape]) ** 0.5
+    assert np.abs(v).max() <= limit
+    if shape:
+        assert np.abs(v).max() > 0.9 * limit and abs(v.mean()) < 0.25 * limit
+
+
+def test_random_values_are_of_the_name():
+    d, other = mirrored(2), mirrored(4)
+    with d.scope():
+        a, b = get_variable("a", [8]), get_variable("b", [8])
+    with other.scope():
+        same = get_variable("a", [8])
+    np.testing.assert_array_equal(a, same)
+    assert not np.array_equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({}, ValueError, "must be fully defined"),
+        ({"shape": [2], "initializer": 1.0}, ValueError, "do not specify `shape`"),
+        (
+            {"shape": [2], "dtype": "complex64"},
+            ValueError,
+            "An initializer for variable",
+        ),
+        ({"shape": "a"}, TypeError, "`shape` was 'a'; whole numbers were wanted"),
+        ({"shape": [2.5]}, TypeError, "`shape` was .2.5.; whole numbers"),
+    ],
+)
+def test_what_cannot_be_made_is_refused(arguments, error, words):
+    with mirrored(2).scope(), pytest.raises(error, match=words):
+        get_variable("v", **arguments)
+
+
+def test_a_partitioner_is_dropped_with_a_warning():
+    with mirrored(2).scope():
+        with pytest.warns(
+            UserWarning, match="partitioner for 'v', which is dropped"
+        ) as w:
+            v = get_variable("v", [4], partitioner=lambda shape, dtype: [2])
+    assert isinstance(v, js.Variable) and w[0].filename == __file__
+
+
+def test_variables_are_kept_as_asked_for():
+    with mirrored(2).scope():
+        v = get_variable("v", [], synchronization="on_read", aggregation="sum")
+        w = get_variable("w", [], trainable=False)
+    assert v.synchronization is js.VariableSynchronization.ON_READ and not v.trainable
+    assert not w.trainable
