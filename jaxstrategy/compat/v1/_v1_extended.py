@@ -5,20 +5,32 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import jax
+
 from jaxstrategy._communication_options import CommunicationOptions
-from jaxstrategy._options import ReduceOp
+from jaxstrategy._errors import ContextError
+from jaxstrategy._options import (
+    ReduceOp,
+    VariableAggregation,
+    VariableSynchronization,
+)
 from jaxstrategy.compat._absent_members import missing_member
 from jaxstrategy.compat.v1._v1_hints import options_of
 from jaxstrategy.contexts import _context
 from jaxstrategy.replicas._devices import Device
 from jaxstrategy.strategies import _extended
+from jaxstrategy.strategies._calls import check_arguments
+from jaxstrategy.strategies._destinations import check_reduced
+from jaxstrategy.strategies._extending import checked_variable
 from jaxstrategy.strategies._strategy import Strategy
+from jaxstrategy.text._shown import shown
 from jaxstrategy.values._types import Function, PyTree
 from jaxstrategy.variables._variable import Variable
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
+    from jaxstrategy.strategies._colocating import Beside
     from jaxstrategy.strategies._destinations import Destinations
 
 
@@ -107,7 +119,7 @@ class StrategyExtended:
 
     def reduce_to(
         self,
-        reduce_op: ReduceOp | str,
+        reduce_op: ReduceOp | VariableAggregation | str,
         value: PyTree,
         destinations: Destinations,
         options: CommunicationOptions | None = None,
@@ -117,7 +129,7 @@ class StrategyExtended:
         """`value` reduced over the replicas and placed on `destinations`.
 
         Args:
-          reduce_op: a `ReduceOp`, or its name in any case.
+          reduce_op: a `ReduceOp`, its name in any case, or the `VariableAggregation`.
           value: a pytree of `PerReplica`s, arrays and numbers.
           destinations: a device or its name, several, a variable (which is not
             changed), a `PerReplica` or a mirrored value.
@@ -130,11 +142,12 @@ class StrategyExtended:
           ContextError: inside `run`.
         """
         chosen = options_of(options, experimental_hints)
-        return self._core.reduce_to(reduce_op, value, destinations, chosen)
+        op = ReduceOp(reduce_op)
+        return self._core.reduce_to(op, value, destinations, chosen)
 
     def batch_reduce_to(
         self,
-        reduce_op: ReduceOp | str,
+        reduce_op: ReduceOp | VariableAggregation | str,
         value_destination_pairs: Sequence[tuple[PyTree, Destinations]],
         options: CommunicationOptions | None = None,
         *,
@@ -154,9 +167,68 @@ class StrategyExtended:
           ContextError: inside `run`.
         """
         chosen = options_of(options, experimental_hints)
-        return self._core.batch_reduce_to(reduce_op, value_destination_pairs, chosen)
+        op = ReduceOp(reduce_op)
+        return self._core.batch_reduce_to(op, value_destination_pairs, chosen)
+
+    def broadcast_to(self, tensor: PyTree, destinations: Destinations) -> PyTree:
+        """Copies of `tensor` on `destinations`.
+
+        Args:
+          tensor: a pytree of arrays, equal on all replicas. A number of Python's comes
+            back as it is, so that it takes on the dtype of what it is added to.
+          destinations: a device or its name, a variable, a `PerReplica` or a mirrored
+            value.
+
+        Returns:
+          A pytree like `tensor`, of the same shapes. With one replica it is `tensor`.
+
+        Raises:
+          ValueError: `destinations` is None or a list; `tensor` is a `PerReplica`.
+          TypeError: `destinations` names no devices.
+          ContextError: inside `run`.
+        """
+        method = "extended.broadcast_to"
+        context = _context.require_cross_replica(self._strategy, method)
+        if destinations is None or isinstance(destinations, (list, tuple)):
+            raise ValueError(
+                f"`extended.broadcast_to` was given {shown(destinations)} as "
+                "`destinations`; a device or its name was wanted, or a variable or a "
+                "value whose devices are meant."
+            )
+        if isinstance(tensor, (int, float)):
+            return tensor
+        if not context.in_step:
+            check_reduced(tensor, "broadcast_to")
+        return self._broadcast(tensor, destinations)
+
+    def _broadcast(self, tensor: PyTree, destinations: Destinations) -> PyTree:
+        return self._core.copy_to(tensor, destinations)
 
     # Variables.
+
+    def read_var(self, v: Variable) -> jax.Array:
+        """The value of a variable, of its shape; never the variable.
+
+        That of an on-read variable is what it aggregates to. In `run` it is this
+        replica's value, of a mirrored variable.
+
+        Raises:
+          ValueError: an on-read variable whose aggregation is NONE.
+          TypeError: it is not a variable.
+          ContextError: an on-read variable inside `run`; in another strategy's scope.
+        """
+        context = _context.current()
+        _context.require_same(context, self._strategy)
+        variable = checked_variable(v, "read_var")
+        on_read = variable.synchronization is VariableSynchronization.ON_READ
+        if context.replica is not None and on_read:
+            raise ContextError(
+                f"`extended.read_var` was called inside `run` on variable "
+                f"{variable.name!r}, which is brought together when it is read in "
+                "cross-replica context. This replica's own value is `v.value()`; or "
+                "read it outside, or in `merge_call`."
+            )
+        return variable.value()
 
     def update(
         self,
@@ -184,6 +256,57 @@ class StrategyExtended:
         """
         return self._core.update(var, fn, args, kwargs, group)
 
+    def update_non_slot(
+        self,
+        colocate_with: Destinations,
+        fn: Function,
+        args: Sequence[PyTree] = (),
+        kwargs: dict[str, PyTree] | None = None,
+        group: bool = True,
+    ) -> PyTree:
+        """Calls `fn(*args, **kwargs)` to change what goes with no one variable.
+
+        Args:
+          colocate_with: what `non_slot_devices` returned, or None for that.
+          fn: called once for all devices, in cross-replica context. Each variable that
+            it changes is changed once, on all its copies.
+          args: its arguments, a tuple or list.
+          kwargs: its keyword arguments.
+          group: as of `update`, with one entry for each device.
+
+        Raises:
+          ValueError: an argument is a `PerReplica`, outside a step; or a mirrored
+            variable is assigned what may differ between replicas.
+          TypeError: `colocate_with` names no devices; `args` is not a tuple or list.
+          ContextError: inside `run`; use `merge_call`.
+        """
+        method = "extended.update_non_slot"
+        context = _context.require_cross_replica(self._strategy, method)
+        _require_function(fn, "update_non_slot")
+        check_arguments(args, kwargs)
+        if not context.in_step:
+            check_reduced((args, kwargs), "update_non_slot")
+        if colocate_with is None:
+            colocate_with = self._core.parameter_devices
+        return self._core.update_on(colocate_with, fn, args, kwargs, group)
+
+    def non_slot_devices(
+        self, var_list: Sequence[Variable]
+    ) -> tuple[Device, ...] | Variable:
+        """The place for what an optimizer keeps for no one variable.
+
+        Args:
+          var_list: the variables that it changes.
+
+        Returns:
+          All devices that hold mirrored variables; if those are not this strategy's
+          own, the variable whose name comes first.
+
+        Raises:
+          ValueError: there is no variable where one is wanted.
+        """
+        return self.parameter_devices
+
     def value_container(self, value: object) -> object:
         """The variable that `value` is a copy of; else `value` itself.
 
@@ -201,16 +324,17 @@ class StrategyExtended:
         return self._core.variable_created_in_scope(v)
 
     def colocate_vars_with(
-        self, colocate_with_variable: Variable
+        self, colocate_with_variable: Beside
     ) -> AbstractContextManager[None]:
         """A `with` block in which variables are made on the same devices.
 
         Args:
-          colocate_with_variable: a variable of the strategy.
+          colocate_with_variable: a variable of the strategy; or devices, such as those
+            of `non_slot_devices`.
 
         Raises:
           ValueError: the variable belongs to another strategy, or to none.
-          TypeError: it is not a variable.
+          TypeError: it is neither a variable nor devices.
           ContextError: outside the strategy's `scope()`.
         """
         return self._core.colocate_vars_with(colocate_with_variable)

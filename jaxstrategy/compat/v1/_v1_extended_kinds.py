@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NoReturn, final
 
+import jax
+
 from jaxstrategy.compat.v1._v1_extended import StrategyExtended
+from jaxstrategy.strategies._destinations import Destinations
+from jaxstrategy.values._types import PyTree
+from jaxstrategy.variables._variable import Variable
 
 
 @final
@@ -21,6 +27,14 @@ class CentralStorageExtended(StrategyExtended):
         """True: the initial values of this process count."""
         return True
 
+    def non_slot_devices(self, var_list: Sequence[Variable]) -> Variable:
+        """The variable whose name comes first.
+
+        Raises:
+          ValueError: there is none.
+        """
+        return _first_named(var_list)
+
 
 @final
 class MultiWorkerExtended(StrategyExtended):
@@ -30,6 +44,29 @@ class MultiWorkerExtended(StrategyExtended):
     def experimental_between_graph(self) -> bool:
         """True: each process runs the whole program."""
         return True
+
+
+@final
+class ParameterServerExtended(StrategyExtended):
+    """Of variables on parameter servers."""
+
+    def non_slot_devices(self, var_list: Sequence[Variable]) -> Variable:
+        """The variable whose name comes first.
+
+        Raises:
+          ValueError: there is none.
+        """
+        return _first_named(var_list)
+
+
+@final
+class OneDeviceExtended(StrategyExtended):
+    """Of one replica, on whose device all is."""
+
+    def _broadcast(self, tensor: PyTree, destinations: Destinations) -> PyTree:
+        if isinstance(tensor, jax.Array):
+            return tensor
+        return super()._broadcast(tensor, self.worker_devices[0])
 
 
 @final
@@ -71,6 +108,26 @@ class DefaultExtended(StrategyExtended):
           NotImplementedError: always.
         """
         raise _of_no_job("experimental_should_init")
+
+    def non_slot_devices(self, var_list: Sequence[Variable]) -> Variable:
+        """The variable whose name comes first.
+
+        Raises:
+          ValueError: there is none.
+        """
+        return _first_named(var_list)
+
+    def _broadcast(self, tensor: PyTree, destinations: Destinations) -> PyTree:
+        return tensor
+
+
+def _first_named(variables: Sequence[Variable]) -> Variable:
+    if not variables:
+        raise ValueError(
+            "`extended.non_slot_devices` was given no variables; under this strategy "
+            "the place is that of the variable whose name comes first."
+        )
+    return min(variables, key=lambda variable: variable.name)
 
 
 def _of_no_devices(name: str) -> RuntimeError:

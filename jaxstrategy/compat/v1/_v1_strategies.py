@@ -13,6 +13,8 @@ from jaxstrategy.compat.v1._v1_extended_kinds import (
     CentralStorageExtended,
     DefaultExtended,
     MultiWorkerExtended,
+    OneDeviceExtended,
+    ParameterServerExtended,
 )
 from jaxstrategy.compat.v1._v1_strategy import FACES, Strategy
 from jaxstrategy.reductions._cross_device_ops import CrossDeviceOps
@@ -83,6 +85,8 @@ class OneDeviceStrategy(Strategy):
     >>> v1.OneDeviceStrategy("CPU:0")
     compat.v1.OneDeviceStrategy(1 replica on cpu:0)
     """
+
+    _extended_class = OneDeviceExtended
 
     def __init__(self, device: Device | str) -> None:
         super().__init__(_one_device.OneDeviceStrategy(device))
@@ -237,6 +241,8 @@ class ParameterServerStrategy(Strategy):
     >>> strategy.extended.experimental_between_graph
     True
     """
+
+    _extended_class = ParameterServerExtended
 
     def __init__(self, cluster_resolver: ClusterResolver | None = None) -> None:
         super().__init__(_between_graph.BetweenGraphStrategy(cluster_resolver))

@@ -27,7 +27,7 @@ from jaxstrategy.values._types import Function, PyTree
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    from jaxstrategy.variables._variable import Variable
+    from jaxstrategy.strategies._colocating import Beside
 
 
 class Strategy(StrategyFace):
@@ -264,16 +264,16 @@ class Strategy(StrategyFace):
     # Variables.
 
     def colocate_vars_with(
-        self, colocate_with_variable: Variable
+        self, colocate_with_variable: Beside
     ) -> AbstractContextManager[None]:
         """`extended.colocate_vars_with`, where it was before.
 
         Args:
-          colocate_with_variable: one of the strategy.
+          colocate_with_variable: one of the strategy, or devices.
 
         Raises:
           ValueError: the variable belongs to another strategy, or to none.
-          TypeError: it is not a variable.
+          TypeError: it is neither a variable nor devices.
           ContextError: outside the strategy's `scope()`.
         """
         return self._extended.colocate_vars_with(colocate_with_variable)

@@ -1,0 +1,331 @@
+"""Values of `compat.v1`, reduced, copied and read: numbers of TensorFlow 2.21."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers.first_generation import (
+    central,
+    each,
+    mirrored,
+    of_each_kind,
+    one,
+    replica_id,
+    sharded,
+    shared,
+)
+
+import jaxstrategy as js
+from jaxstrategy.compat import v1
+
+
+def per_replica(s):
+    """1, 2, ... of the replicas."""
+    return s.run(lambda: replica_id() + 1.0)
+
+
+def copies(v):
+    return [float(x) for x in v.strategy.experimental_local_results(v)]
+
+
+# reduce, reduce_to, batch_reduce_to.
+
+
+@of_each_kind
+def test_reduce_without_an_axis(make):
+    s = make()
+    x, n = per_replica(s), s.num_replicas_in_sync
+    total = n * (n + 1) / 2
+    assert float(s.reduce("SUM", x)) == float(s.reduce("sum", x)) == total
+    assert (
+        float(s.reduce(v1.ReduceOp.MEAN, x)) == float(s.reduce("Mean", x)) == total / n
+    )
+    assert float(s.reduce("SUM", 3.0)) == 3 * n
+
+
+def test_reduce_over_an_axis():
+    s = mirrored()
+    x = s.run(lambda: jnp.arange(2.0) + 10 * replica_id())  # 0, 1 and 10, 11
+    np.testing.assert_array_equal(s.reduce("sum", x, axis=None), [10, 12])
+    np.testing.assert_array_equal(s.reduce("sum", x, 0), 22)
+    np.testing.assert_array_equal(s.reduce("mean", x, axis=0), 5.5)
+
+
+@pytest.mark.parametrize("make", [one, v1.get_strategy])
+def test_with_one_replica_values_come_back(make):
+    s = make()
+    assert float(s.reduce("SUM", 5.0)) == 5
+    extended = s.extended
+    assert float(extended.reduce_to("SUM", 5.0, "CPU:0")) == 5
+    pairs = [(1.0, "CPU:0"), (2.0, "CPU:0")]
+    assert list(map(float, extended.batch_reduce_to("SUM", pairs))) == [1, 2]
+
+
+def test_the_operation_by_its_aggregation():
+    s = mirrored()
+    x = per_replica(s)
+    with s.scope():
+        v = js.Variable(0.0)
+    aggregations = js.VariableAggregation
+    reduce_to, batch = s.extended.reduce_to, s.extended.batch_reduce_to
+    assert float(reduce_to(aggregations.SUM, x, v)) == 3
+    assert float(reduce_to(aggregations.MEAN, x, v)) == 1.5
+    assert list(map(float, batch(aggregations.SUM, [(x, v), (x, x)]))) == [3, 3]
+    for neither in (aggregations.NONE, aggregations.ONLY_FIRST_REPLICA):
+        with pytest.raises(ValueError):
+            reduce_to(neither, x, v)
+
+
+def test_options_by_their_older_name():
+    s = mirrored()
+    x = per_replica(s)
+    hints = v1.experimental.CollectiveHints(bytes_per_pack=1)
+    extended = s.extended
+    for method, target in (
+        (extended.reduce_to, (x, "CPU:0")),
+        (extended.batch_reduce_to, ([(x, "CPU:0")],)),
+    ):
+        for given in (
+            {"options": hints},
+            {"experimental_hints": hints},
+            {"experimental_hints": None},
+        ):
+            (result,) = jax.tree.leaves(method("sum", *target, **given))
+            assert float(result) == 3
+        with pytest.raises(ValueError, match="are two names of one argument, and both"):
+            method("sum", *target, hints, experimental_hints=hints)
+        with pytest.raises(
+            TypeError, match="`experimental_hints` was 3; `experimental"
+        ):
+            method("sum", *target, experimental_hints=3)
+
+
+def test_several_devices_as_destinations():
+    s = mirrored()
+    result = s.extended.reduce_to("sum", per_replica(s), ["CPU:0", "CPU:1"])
+    assert result.devices() == set(jax.devices()[:2]) and float(result) == 3
+    result = s.extended.reduce_to("sum", per_replica(s), "CPU:1")
+    assert result.devices() == {jax.devices()[1]} and float(result) == 3
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (mirrored, [2, 2]),
+        (lambda: mirrored(4), [4, 4, 4, 4]),
+        (central, [2]),
+        (one, [1]),
+        (shared, [4, 4, 4, 4]),
+        (sharded, [2, 2]),
+    ],
+)
+@pytest.mark.parametrize("batched", [False, True])
+def test_the_documented_reduction_in_a_merge_function(make, expected, batched):
+    s = make()
+    with s.scope():
+        v = js.Variable(0.0, aggregation="sum")
+
+    def merge_fn(strategy, value, var):
+        extended = strategy.extended
+        if batched:
+            (reduced,) = extended.batch_reduce_to(v1.ReduceOp.SUM, [(value, var)])
+        else:
+            reduced = extended.reduce_to(v1.ReduceOp.SUM, value, destinations=var)
+        extended.update(var, lambda var, x: var.assign(x), args=(reduced,))
+
+    def step():
+        value = jnp.float32(1.0)
+        v1.get_replica_context().merge_call(merge_fn, args=(value, v))
+
+    s.run(step)
+    assert copies(v) == expected
+
+
+# Local results.
+
+
+@pytest.mark.parametrize("make", [mirrored, central])
+def test_local_results_compute_with_each_other(make):
+    s = make()
+    x = per_replica(s)
+    versions = s.experimental_local_results(x)
+    assert float(sum(versions)) == float(np.sum(versions)) == 3
+    np.testing.assert_array_equal(jnp.stack(versions), [1, 2])
+    np.testing.assert_array_equal(jnp.maximum(*versions), 2)
+
+
+def test_unwrap():
+    s = mirrored()
+    x = per_replica(s)
+    assert [float(i) for i in s.unwrap(x)] == [1, 2]
+    assert s.unwrap(3) == (3,)
+    assert [float(i) for i in s.unwrap(s.reduce("sum", x))] == [3, 3]
+    first, second = s.unwrap({"a": x, "b": 1})
+    assert (float(first["a"]), first["b"]) == (1, 1)
+    assert (float(second["a"]), second["b"]) == (2, 1)
+    with s.scope():
+        v = js.Variable(7.0)
+    components = s.unwrap(v)
+    assert [float(c) for c in components] == [7, 7]
+    with pytest.raises(RuntimeError, match="`strategy.unwrap` was called inside `run`"):
+        s.run(lambda: s.unwrap(v))
+    assert s.core.run(lambda: 3) == 3
+    assert one().unwrap(3.0) == v1.get_strategy().unwrap(3.0) == (3.0,)
+
+
+def test_group_waits():
+    s = mirrored()
+    x = per_replica(s)
+    assert s.group(x) is None and s.group({"a": x, "b": s.reduce("sum", x)}) is None
+    assert s.group(3.0) == 3.0
+    assert s.group(x, name="g") is None and s.group(3.0, name="g") is None
+    y = one().run(lambda: jnp.ones(3) * 2)
+    assert one().group(y) is y and y.is_ready()
+    with pytest.raises(RuntimeError, match="`strategy.group` was called inside `run`"):
+        s.run(lambda: s.group(x))
+
+
+@of_each_kind
+def test_value_container(make):
+    s = make()
+    with s.scope():
+        v = js.Variable(1.0)
+    container = s.extended.value_container
+    x = per_replica(s)
+    assert container(v) is v and container(3.0) == 3.0 and container(x) is x
+    components = s.experimental_local_results(v)
+    for component in components:
+        assert container(component) is v
+        held = s.experimental_local_results(container(component))
+        assert any(component is each for each in held)
+        assert s.extended.variable_created_in_scope(component)
+
+
+def test_variable_created_in_scope():
+    s, other, default = mirrored(), mirrored(4), v1.get_strategy()
+    ordinary = js.Variable(1.0)
+    with s.scope():
+        v = js.Variable(1.0)
+    assert s.extended.variable_created_in_scope(v)
+    assert not s.extended.variable_created_in_scope(ordinary)
+    assert not other.extended.variable_created_in_scope(v)
+    assert default.extended.variable_created_in_scope(ordinary)
+    assert not default.extended.variable_created_in_scope(v)
+    with pytest.raises(TypeError, match="`extended.variable_created_in_scope` was"):
+        s.extended.variable_created_in_scope(3)
+
+
+# broadcast_to.
+
+
+@of_each_kind
+def test_numbers_of_python_are_not_broadcast(make):
+    s = make()
+    assert type(s.extended.broadcast_to(5.0, "CPU:1")) is float
+    assert type(s.extended.broadcast_to(5, "CPU:1")) is int
+    with s.scope():
+        v = js.Variable(np.int32(1))
+    s.extended.update(v, lambda v: v.assign_add(s.extended.broadcast_to(1, v)))
+    assert v.dtype == np.int32 and int(v) == 2
+
+
+def test_where_values_are_broadcast_to():
+    s = mirrored()
+    with s.scope():
+        v = js.Variable([1.0, 2.0])
+    cpus = jax.devices()
+    for given in (np.float32(5), jnp.float32(5)):
+        result = s.extended.broadcast_to(given, "CPU:1")
+        assert isinstance(result, jax.Array) and result.devices() == {cpus[1]}
+        result = s.extended.broadcast_to(given, v)
+        assert result.devices() == set(cpus[:2]) and float(result) == 5
+        assert isinstance(result, js.Mirrored)
+    result = s.extended.broadcast_to({"a": np.ones(3)}, per_replica(s))
+    assert result["a"].devices() == set(cpus[:2])
+
+
+def test_where_one_replica_and_central_storage_have_copies():
+    x = jnp.ones(2)
+    assert one().extended.broadcast_to(x, "CPU:0") is x
+    s = v1.experimental.CentralStorageStrategy(["CPU:1", "CPU:2"], "CPU:0")
+    with s.scope():
+        v = js.Variable(1.0)
+    assert s.extended.broadcast_to(np.ones(2), v).devices() == {jax.devices()[0]}
+    default = v1.get_strategy().extended
+    assert default.broadcast_to(x, "CPU:0") is x
+
+
+def test_what_cannot_be_broadcast():
+    s = mirrored()
+    method = s.extended.broadcast_to
+    for wrong in (None, [], ["CPU:0", "CPU:1"], ("CPU:0",)):
+        with pytest.raises(ValueError, match="`extended.broadcast_to` was given"):
+            method(np.ones(2), wrong)
+    with pytest.raises(
+        ValueError, match="`extended.broadcast_to` was given a PerRepli"
+    ):
+        method(per_replica(s), "CPU:0")
+    with pytest.raises(
+        RuntimeError, match="`strategy.extended.broadcast_to` was called"
+    ):
+        s.run(lambda: method(np.ones(2), "CPU:0"))
+
+
+# read_var.
+
+
+def test_reading_on_read_variables():
+    s = mirrored()
+    with s.scope():
+        total = js.Variable(1.0, synchronization="on_read", aggregation="sum")
+        mean = js.Variable(4.0, synchronization="on_read", aggregation="mean")
+        first = js.Variable(
+            0.0, synchronization="on_read", aggregation="only_first_replica"
+        )
+        none = js.Variable(0.0, synchronization="on_read")
+
+    def step():
+        i = replica_id()
+        total.assign_add(2.0 + i)
+        mean.assign(6.0 * i)
+        first.assign(7.0 + i)
+        return total.value(), mean.value()
+
+    s.extended.update(total, lambda v: v.assign(1.0))
+    own = s.run(step)
+    assert each(s, own[0]) == [3, 4] and each(s, own[1]) == [0, 6]
+    read = s.extended.read_var
+    assert [float(read(v)) for v in (total, mean, first)] == [7, 3, 7]
+    with pytest.raises(ValueError, match="aggregation NONE"):
+        read(none)
+    with pytest.raises(
+        RuntimeError, match="`extended.read_var` was called inside `run`"
+    ):
+        s.run(lambda: read(total))
+
+    def merged(strategy):
+        return strategy.extended.read_var(total)
+
+    assert float(s.run(lambda: v1.get_replica_context().merge_call(merged))) == 7
+
+
+@of_each_kind
+def test_reading_mirrored_variables(make):
+    s = make()
+    with s.scope():
+        v = js.Variable(1.0)
+    read = s.extended.read_var
+    assert isinstance(read(v), jax.Array) and float(read(v)) == 1
+    n = s.num_replicas_in_sync
+    assert each(s, s.run(lambda: read(v) + replica_id())) == [1.0 + i for i in range(n)]
+
+
+def test_reading_ordinary_variables():
+    v = js.Variable(2.0)
+    for s in (v1.get_strategy(), mirrored()):
+        assert isinstance(s.extended.read_var(v), jax.Array)
+        assert float(s.extended.read_var(v)) == 2
+    with pytest.raises(TypeError, match="`extended.read_var` was given 3, a int"):
+        mirrored().extended.read_var(3)
+    with mirrored(4).scope(), pytest.raises(RuntimeError, match="Mixing different"):
+        mirrored().extended.read_var(v)

@@ -1,0 +1,263 @@
+"""Steps and `merge_call` of `compat.v1`: numbers of TensorFlow 2.21."""
+
+import jax
+import numpy as np
+import pytest
+from helpers.first_generation import (
+    central,
+    each,
+    mirrored,
+    of_each_kind,
+    one,
+    replica_id,
+)
+
+import jaxstrategy as js
+from jaxstrategy.compat import v1
+
+
+def merge(function, *args):
+    return v1.get_replica_context().merge_call(function, args=args)
+
+
+# Arguments.
+
+
+@of_each_kind
+def test_arguments_of_call_for_each_replica(make):
+    s = make()
+
+    def step(x, y=0):
+        return x + replica_id() + y
+
+    result = s.extended.call_for_each_replica(step, args=(3,), kwargs={"y": 10})
+    n = s.num_replicas_in_sync
+    expected = [float(13 + i) for i in range(n)]
+    assert each(s, result) == expected
+    assert each(s, s.run(step, (3,), {"y": 10})) == expected
+    with s.scope():
+        again = s.extended.call_for_each_replica(step, (3,), {"y": 10})
+    assert each(s, again) == expected
+
+
+def test_calls_that_are_refused_name_the_method():
+    s, other = mirrored(), mirrored(4)
+    call = s.extended.call_for_each_replica
+    with (
+        other.scope(),
+        pytest.raises(RuntimeError, match="Mixing different Strategy objects"),
+    ):
+        call(lambda: 0)
+    with pytest.raises(
+        RuntimeError, match="`strategy.extended.call_for_each_replica` was called insi"
+    ):
+        s.run(lambda: call(lambda: 0))
+    with pytest.raises(TypeError, match="`extended.call_for_each_replica` was given 3"):
+        call(3)
+    with pytest.raises(TypeError, match="`args` was a float; a tuple"):
+        call(lambda x: x, 3.0)
+    with pytest.raises(TypeError, match="`run` was given 3, which cannot be called"):
+        s.run(3)
+    with pytest.raises(TypeError, match=r"MirroredStrategy\.reduce\(\) missing 1"):
+        s.reduce("sum")
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'x'"):
+        s.run(lambda x: x)
+    with pytest.raises(TypeError, match="`merge_call` was given 3, which cannot be"):
+        s.run(lambda: merge(3))
+
+
+# merge_call.
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (mirrored, [10, 11]),
+        (lambda: mirrored(4), [21, 22, 23, 24]),
+        (central, [10, 11]),
+        (one, [6]),
+    ],
+)
+def test_the_documented_sum_over_replicas(make, expected):
+    s = make()
+
+    def step(three):
+        v = three + replica_id()
+        total = merge(lambda d, v: sum(d.experimental_local_results(v)), v)
+        return total + v
+
+    assert each(s, s.extended.call_for_each_replica(step, (3,))) == expected
+
+
+def test_the_documented_sum_of_the_default_strategy():
+    s = v1.get_strategy()
+
+    def step(three):
+        v = three + replica_id()
+        return merge(lambda d, v: sum(d.unwrap(v)), v) + v
+
+    assert s.extended.call_for_each_replica(step, (3,)) == 6
+
+
+@of_each_kind
+def test_a_merge_function_calls_each_replica_again(make):
+    s = make()
+
+    def merge_fn(strategy, x):
+        assert v1.in_cross_replica_context()
+        return strategy.extended.call_for_each_replica(lambda x: 2 * x, args=(x,))
+
+    result = s.run(lambda: merge(merge_fn, replica_id() + 1))
+    assert each(s, result) == [2.0 * (i + 1) for i in range(s.num_replicas_in_sync)]
+
+
+@of_each_kind
+def test_a_merge_function_is_given_the_strategy(make):
+    s = make()
+
+    def merge_fn(strategy, x, y, *, k):
+        assert strategy is s and v1.get_strategy() is s and (y, k) == ("y", 5)
+        assert len(strategy.unwrap(x)) == s.num_replicas_in_sync
+        assert strategy.extended.broadcast_to(3.0, "CPU:0") == 3.0
+        strategy.group(x)
+        return k
+
+    def step():
+        x = replica_id() + 1
+        context = v1.get_replica_context()
+        return context.merge_call(merge_fn, args=(x, "y"), kwargs={"k": 5})
+
+    assert s.run(step) == 5
+
+
+def test_a_merge_function_outside_is_given_the_default_strategy():
+    def merge_fn(strategy, text):
+        assert strategy is v1.get_strategy() and v1.in_cross_replica_context()
+        return "foo_" + text
+
+    assert merge(merge_fn, "bar") == "foo_bar"
+
+
+class OwnError(Exception):
+    pass
+
+
+def fail(*_):
+    raise OwnError
+
+
+@pytest.mark.parametrize("make", [mirrored, one, central, v1.get_strategy])
+@pytest.mark.parametrize(
+    "step",
+    [
+        fail,
+        lambda: merge(fail),
+        lambda: merge(lambda s: s.extended.call_for_each_replica(fail)),
+        lambda: merge(lambda s: s.extended.call_for_each_replica(lambda: merge(fail))),
+    ],
+    ids=["step", "merge", "step in merge", "merge in step in merge"],
+)
+def test_exceptions_come_out_as_themselves(make, step):
+    s = make()
+    with pytest.raises(OwnError):
+        s.extended.call_for_each_replica(step)
+    assert not v1.has_strategy() and not v1.in_cross_replica_context()
+
+
+# Results.
+
+
+@pytest.mark.parametrize("make", [mirrored, central])
+def test_results_are_merged(make):
+    s = make()
+    with s.scope():
+        v = js.Variable(1.0)
+    ids, text, variable = s.run(lambda: (replica_id(), "x", v))
+    assert isinstance(ids, js.PerReplica) and each(s, ids) == [0, 1]
+    assert text == "x" and variable is v
+
+
+@pytest.mark.parametrize("make", [mirrored, one, central])
+def test_a_variable_comes_back_as_itself(make):
+    s = make()
+    with s.scope():
+        v = js.Variable(1.0)
+    assert s.run(lambda: v) is v
+    seen = []
+    s.run(lambda: seen.append(merge(lambda _: v)))
+    assert seen[0] is v
+    assert s.extended.update(v, lambda x: x) is v
+
+
+@pytest.mark.parametrize("make", [mirrored, one])
+def test_variables_that_a_step_makes_are_mirrored(make):
+    s = make()
+    kept = []
+
+    def step():
+        if not kept:
+            kept.extend(js.Variable(float(i), name=f"v{i}") for i in range(3))
+        for v in kept:
+            v.assign_add(1.0)
+        return list(kept)
+
+    made = s.run(step)
+    assert type(made) is list and list(map(float, made)) == [1, 2, 3]
+    for v, own in zip(made, kept, strict=True):
+        assert v is own
+        assert s.extended.variable_created_in_scope(v)
+        assert v.devices == s.extended.worker_devices
+
+
+def test_the_default_strategy_wraps_nothing():
+    s = v1.get_strategy()
+
+    def step(x):
+        return x, replica_id(), v1.has_strategy()
+
+    assert s.extended.call_for_each_replica(step, args=(2,)) == (2, 0, False)
+    assert s.run(step, (2,)) == (2, 0, False)
+
+
+def test_one_device_wraps_nothing():
+    s = one()
+    result = s.run(lambda x: (x + 1, replica_id()), args=(np.float32(2),))
+    assert all(isinstance(x, jax.Array) for x in result)
+    assert list(map(float, result)) == [3, 0]
+
+
+# Where Python values differ between replicas in TensorFlow.
+
+
+def test_the_replica_id_chooses_no_structure():
+    s = mirrored()
+    with pytest.raises(js.TracedValueError):
+        s.run(lambda: [0] * int(replica_id()))
+    with pytest.raises(js.TracedValueError):
+        s.run(lambda: merge(lambda _: 0) if replica_id() == 0 else 0)
+    with s.scope(), pytest.raises(js.TracedValueError):
+        s.run(lambda: js.Variable(1.0, name=f"foo_{int(replica_id())}"))
+
+
+def test_options_of_run_are_taken():
+    s = mirrored()
+    x = s.core.mirror(np.ones(3, "float32"))
+    y = s.run(lambda x: x + 1, (x,), options=v1.RunOptions(donate_argnums=0))
+    assert x.is_deleted()
+    np.testing.assert_array_equal(y, np.full(3, 2))
+
+
+def test_all_reduce_of_the_replica_context():
+    s = mirrored(4)
+    hints = v1.experimental.CollectiveHints(bytes_per_pack=1)
+
+    def step():
+        context, x = v1.get_replica_context(), replica_id() + 1.0
+        return (
+            context.all_reduce("sum", x),
+            context.all_reduce(v1.ReduceOp.MEAN, {"x": x}, options=hints),
+            context.all_reduce("MEAN", x, experimental_hints=hints),
+        )
+
+    total, mean, hinted = s.run(step)
+    assert (float(total), float(mean["x"]), float(hinted)) == (10, 2.5, 2.5)
