@@ -432,11 +432,35 @@ def test_copies_of_a_strategy():
 
 
 def test_a_strategy_is_made_of_one_of_today():
-    d = contrib.DistributionStrategy(js.MirroredStrategy(["CPU:0", "CPU:1"]))
-    assert d.num_towers == 2
-    assert repr(d).startswith("contrib.DistributionStrategy over MirroredStrategy(2 re")
+    core = js.MirroredStrategy(["CPU:0", "CPU:1"], replicas_per_device=2)
+    d = contrib.DistributionStrategy.over(core)
+    assert type(d) is contrib.MirroredStrategy and d.num_towers == 4
+    assert contrib.DistributionStrategy.over(core) is d
+    assert contrib.DistributionStrategy.over(d) is d
+    assert repr(d).startswith("compat.contrib.MirroredStrategy(4 replicas, 2 on each")
     with pytest.raises(TypeError, match="`core` was 'x'; a strategy"):
-        contrib.DistributionStrategy("x")
+        contrib.DistributionStrategy.over("x")
+    with pytest.raises(TypeError, match=r"`DistributionStrategy.over\(strategy\)`"):
+        contrib.DistributionStrategy(core)
+
+
+class Own(js.Strategy):
+    """A strategy of the user's."""
+
+
+def test_strategies_that_2018_had_not_have_its_methods():
+    core = Own(jax.devices()[:2])
+    d = contrib.DistributionStrategy.over(core)
+    assert repr(d) == f"compat.contrib.DistributionStrategy.over({core!r})"
+    assert in_towers(d, merged_sum, 3) == [10, 11]
+
+
+def test_what_is_younger_is_said():
+    d = mirrored(2)
+    with pytest.raises(AttributeError, match=r"'gather', which is younger: `strategy"):
+        d.gather(1.0)
+    with pytest.raises(AttributeError, match=r"no attribute 'towers'\.$"):
+        d.towers()
 
 
 def test_what_was_done_around_sessions_does_nothing():

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Sequence
-from typing import Any, NoReturn
+from typing import Any, Self, final
 
 from jaxstrategy._options import VariableAggregation
 from jaxstrategy.compat._faces import Faces
+from jaxstrategy.compat._older_strategy import checked_core
 from jaxstrategy.compat.contrib import _cross_tower_checks, _tower_values
 from jaxstrategy.compat.contrib._changes_variables import ChangesVariables
 from jaxstrategy.compat.contrib._map_output import MapOutput
-from jaxstrategy.strategies import _strategy
-from jaxstrategy.strategies._calls import name_methods_after
+from jaxstrategy.contexts._strategy_face import StrategyFace
 from jaxstrategy.strategies._destinations import Destinations, checked_pairs
-from jaxstrategy.text._shown import shown
+from jaxstrategy.strategies._strategy import Strategy
 from jaxstrategy.values._types import Function, PyTree
 
 
@@ -27,10 +26,10 @@ class DistributionStrategy(ChangesVariables):
     `with strategy.scope():`, or in a function of `merge_call`.
 
     Args:
-      core: a strategy of today.
+      core: a strategy of today, given by the class of a strategy.
 
     Raises:
-      TypeError: `core` is none.
+      TypeError: it is made itself, or of something else; `over` is for that.
 
     >>> import jaxstrategy as js
     >>> from jaxstrategy.compat import contrib
@@ -46,30 +45,43 @@ class DistributionStrategy(ChangesVariables):
     [10, 11]
     """
 
-    def __init__(self, core: _strategy.Strategy) -> None:
-        if not isinstance(core, _strategy.Strategy):
+    _module = "compat.contrib"
+
+    def __init__(self, core: Strategy) -> None:
+        if type(self) is DistributionStrategy:
             raise TypeError(
-                f"`core` was {shown(core)}; a strategy of `jaxstrategy` was wanted, "
-                "for example `jaxstrategy.MirroredStrategy()`."
+                "`DistributionStrategy` is what all strategies of 2018 have in common. "
+                "Make one of them, such as `MirroredStrategy()`; or of a strategy of "
+                "`jaxstrategy`: `DistributionStrategy.over(strategy)`."
             )
         super().__init__(core)
         FACES.add(self)
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        name_methods_after(cls)
+    @staticmethod
+    def over(core: Strategy | StrategyFace) -> DistributionStrategy:
+        """The object with these methods for a strategy of today, the same each time.
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> DistributionStrategy:
-        made = FACES.of(copy.deepcopy(self._core, memo))
-        vars(made).update({**vars(self), "_core": made.core})
-        return made
+        For what the classes of 2018 have no arguments for.
 
-    def __copy__(self) -> NoReturn:
-        copy.copy(self._core)  # raises
-        raise AssertionError
+        Args:
+          core: a strategy of `jaxstrategy`, or one of another generation.
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return self._core.__reduce__()
+        Raises:
+          TypeError: it is something else.
+
+        >>> import jaxstrategy as js
+        >>> from jaxstrategy.compat import contrib
+        >>> strategy = js.MirroredStrategy(js.simulate(8)[:2], replicas_per_device=4)
+        >>> contrib.DistributionStrategy.over(strategy)
+        compat.contrib.MirroredStrategy(8 replicas, 4 on each device, on cpu:0, cpu:1)
+        """
+        return FACES.of(checked_core(core))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        twin = super().__deepcopy__(memo)
+        own = {name: value for name, value in vars(self).items() if name[0] != "_"}
+        vars(twin).update(own)
+        return twin
 
     # Steps.
 
@@ -237,4 +249,13 @@ class DistributionStrategy(ChangesVariables):
         return _tower_values.grouped(self.unwrap(value), name)
 
 
-FACES: Faces[DistributionStrategy] = Faces(lambda: DistributionStrategy)
+@final
+class OtherDistributionStrategy(DistributionStrategy):
+    """Of a strategy that 2018 had not."""
+
+    def __repr__(self) -> str:
+        return f"compat.contrib.DistributionStrategy.over({self.core!r})"
+
+
+FACES: Faces[DistributionStrategy] = Faces(lambda: OtherDistributionStrategy)
+"""The strategies with the methods of 2018, one for each strategy of today."""

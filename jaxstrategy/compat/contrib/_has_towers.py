@@ -9,33 +9,17 @@ from typing import Any, Self
 
 from jaxstrategy._options import VariableAggregation, VariableSynchronization
 from jaxstrategy.compat._face_scope import FaceScope
+from jaxstrategy.compat._older_strategy import OlderStrategy
 from jaxstrategy.compat.contrib import _cross_tower_checks, _tower_values
 from jaxstrategy.contexts import _context
-from jaxstrategy.contexts._strategy_face import StrategyFace
 from jaxstrategy.replicas._devices import Device
 from jaxstrategy.strategies import _current
-from jaxstrategy.strategies._strategy import Strategy
 from jaxstrategy.values._per_replica import PerReplica
 from jaxstrategy.variables._variable import Variable
 
 
-class HasTowers(StrategyFace):
-    """The methods about towers, devices and contexts.
-
-    Args:
-      core: a strategy of today.
-    """
-
-    def __init__(self, core: Strategy) -> None:
-        self._core = core
-
-    @property
-    def core(self) -> Strategy:
-        """The strategy of today, for what 2018 had not: `core.gather`."""
-        return self._core
-
-    def __repr__(self) -> str:
-        return f"contrib.{type(self).__name__} over {self._core!r}"
+class HasTowers(OlderStrategy):
+    """The methods about towers, devices and contexts."""
 
     # Towers and devices.
 

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self, final
+from typing import TYPE_CHECKING, Any, ClassVar, Self, final
 
 import jax
 from jax.core import Tracer
 
 from jaxstrategy._options import ReduceOp, RunOptions
 from jaxstrategy.cluster.resolvers._cluster_resolver import ClusterResolver
-from jaxstrategy.compat._absent_members import missing_member
 from jaxstrategy.compat._face_scope import FaceScope
 from jaxstrategy.compat._faces import Faces
+from jaxstrategy.compat._older_strategy import OlderStrategy, checked_core
 from jaxstrategy.compat.v1._v1_extended import StrategyExtended
 from jaxstrategy.contexts import _context
-from jaxstrategy.contexts._strategy_face import StrategyFace, core_of
+from jaxstrategy.contexts._strategy_face import StrategyFace
 from jaxstrategy.inputs._dataset import DistributedDataset
 from jaxstrategy.inputs._input_options import InputContext, InputOptions
 from jaxstrategy.strategies import _strategy
-from jaxstrategy.strategies._calls import name_methods_after
-from jaxstrategy.text._shown import shown
 from jaxstrategy.values._types import Function, PyTree
 
 if TYPE_CHECKING:
@@ -30,7 +28,7 @@ if TYPE_CHECKING:
     from jaxstrategy.strategies._colocating import Beside
 
 
-class Strategy(StrategyFace):
+class Strategy(OlderStrategy):
     """A strategy with the methods of `tf.compat.v1.distribute.Strategy`.
 
     `MirroredStrategy` and the others make one. Behind each is a strategy of today,
@@ -50,6 +48,7 @@ class Strategy(StrategyFace):
     (True, True)
     """
 
+    _module = "compat.v1"
     _extended_class: ClassVar[type[StrategyExtended]] = StrategyExtended
 
     def __init__(self, core: _strategy.Strategy) -> None:
@@ -59,7 +58,7 @@ class Strategy(StrategyFace):
                 "Make one of them, such as `MirroredStrategy()`; or of a strategy of "
                 "`jaxstrategy`: `Strategy.over(strategy)`."
             )
-        self._core = core
+        super().__init__(core)
         self._extended = self._extended_class(core)
         FACES.add(self)
 
@@ -81,21 +80,7 @@ class Strategy(StrategyFace):
         >>> v1.Strategy.over(js.MirroredStrategy(devices, replicas_per_device=4))
         compat.v1.MirroredStrategy(8 replicas, 4 on each device, on cpu:0, cpu:1)
         """
-        if not isinstance(core_of(core), _strategy.Strategy):
-            raise TypeError(
-                f"`core` was {shown(core)}; a strategy of `jaxstrategy` was wanted, "
-                "for example `jaxstrategy.MirroredStrategy()`."
-            )
-        return FACES.of(core)
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        name_methods_after(cls)
-
-    @property
-    def core(self) -> _strategy.Strategy:
-        """The strategy of today, for what TensorFlow 1 had not: `core.gather`."""
-        return self._core
+        return FACES.of(checked_core(core))
 
     @property
     def extended(self) -> StrategyExtended:
@@ -311,31 +296,6 @@ class Strategy(StrategyFace):
     def experimental_finalize(self) -> list[Any]:
         """An empty list: of what a session has to run after training."""
         return []
-
-    # The object.
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        twin: Any = FACES.of(copy.deepcopy(self._core, memo))
-        memo[id(self)] = twin
-        return twin
-
-    def __copy__(self) -> NoReturn:
-        self._core.__copy__()
-
-    def __reduce__(self) -> tuple[Callable[[Any], Strategy], tuple[_strategy.Strategy]]:
-        return Strategy.over, (self._core,)
-
-    def __repr__(self) -> str:
-        text = repr(self._core).removeprefix(type(self._core).__name__)
-        return f"compat.v1.{type(self).__name__}{text}"
-
-    def _repr_html_(self) -> str:
-        return self._core._repr_html_()
-
-    if not TYPE_CHECKING:  # type checkers would find any name
-
-        def __getattr__(self, name: str) -> NoReturn:
-            missing_member(self, vars(self).get("_core"), name, "strategy.core")
 
 
 @final
