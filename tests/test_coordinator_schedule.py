@@ -351,8 +351,6 @@ def test_evaluate_raises_the_first_error():
 
         with pytest.raises(KeyError, match="shard 1"):
             coordinated.evaluate(evaluate, 3)
-        with pytest.raises(KeyError):
-            coordinated.join()
         coordinated.join()
 
 

@@ -13,7 +13,6 @@ from typing import Any, Self, final
 import jax
 import numpy as np
 
-from jaxstrategy._errors import CancelledError
 from jaxstrategy.checkpoint._manager import CheckpointManager
 from jaxstrategy.contexts import _context
 from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
@@ -389,7 +388,8 @@ class ClusterCoordinator:
           ValueError: there is less than one shard, or no batch in any; or `fn` changes
             variables at each batch.
           TypeError: `fn` returns what cannot be summed.
-          BaseException: as `schedule` and `RemoteValue.fetch`.
+          BaseException: the first error of a function, which `join` then does not
+            raise again.
 
         >>> import jaxstrategy as js
         >>> strategy = js.ParameterServerStrategy(workers=2, backend="threads")
@@ -402,18 +402,26 @@ class ClusterCoordinator:
         self._refuse_in_function("evaluate")
         check_schedulable(fn)
         count = number_of_shards(shards, _SHARDS_PER_WORKER * len(self.workers))
-        if dataset_fn is None:
-            numbers = np.arange(count, dtype=np.int32)
-            values = [self.schedule(fn, (n, np.int32(count))) for n in numbers]
-        else:
-            iterators = shard_iterators(dataset_fn, count, self._surroundings())
-            of_batch = of_next_element(plain(fn))
-            values = [self._schedule(fn, of_batch, (x,), {}, True) for x in iterators]
         try:
+            values = list(self._scheduled_shards(fn, count, dataset_fn))
             return shard_sums(self.fetch(values), may_be_none=dataset_fn is not None)
-        except CancelledError:
-            self._scheduler.raise_error()  # the reason, which stands before it
+        except Exception:
+            # Whether a value has the first error, was cancelled for it, or is not even
+            # scheduled is chance. It is raised here, and by no `join` again.
+            self._scheduler.raise_error()
             raise
+
+    def _scheduled_shards(
+        self, fn: Function, count: int, dataset_fn: DatasetOfShard | None
+    ) -> Iterator[RemoteValue]:
+        if dataset_fn is None:
+            for number in np.arange(count, dtype=np.int32):
+                yield self.schedule(fn, (number, np.int32(count)))
+            return
+        iterators = shard_iterators(dataset_fn, count, self._surroundings())
+        of_batch = of_next_element(plain(fn))
+        for iterator in iterators:
+            yield self._schedule(fn, of_batch, (iterator,), {}, True)
 
     @property
     def workers(self) -> WorkerStates:
