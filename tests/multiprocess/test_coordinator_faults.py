@@ -103,6 +103,7 @@ def test_a_worker_killed_in_the_middle_costs_nothing(cluster):
     assert "SIGKILL" in cluster.coordinator.workers[0].error
 
 
+@pytest.mark.slow
 def test_all_workers_killed_at_once_come_back(cluster):
     """CCO-42, FLT-3"""
     pids = cluster.pids()
@@ -121,6 +122,7 @@ def test_a_worker_killed_while_idle_is_back_before_it_is_needed(cluster):
     cluster.check(cluster.schedule(6), 6)
 
 
+@pytest.mark.slow
 def test_a_users_error_while_workers_are_killed(cluster):
     """FLT-5: the user's error wins, and what was cancelled has changed nothing."""
     with cluster.strategy.scope():

@@ -34,7 +34,10 @@ def test_who_catches_an_exit_ends_well(job):
         assert running.wait(30) == [0, 0]
 
 
-@pytest.mark.parametrize("way", ["another_program", "another_exchange"])
+@pytest.mark.parametrize(
+    "way",
+    ["another_program", pytest.param("another_exchange", marks=pytest.mark.slow)],
+)
 def test_processes_that_differ_all_end_with_1(job, way):
     script = f"from workers import endings\nendings.{way}()"
     with job(script, env={"PYTHONPATH": workers.PATH}, started=False) as running:

@@ -299,6 +299,7 @@ def told_pids(running):
     return [int(word) for word in line.split()[1:]]
 
 
+@pytest.mark.slow
 def test_a_script_needs_no_main_guard_and_no_end(job):
     """What it defines travels by value; children do not run it again."""
     script = f"""{SCRIPT}{STARTED}{TOLD}
