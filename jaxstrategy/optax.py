@@ -26,14 +26,12 @@ from jaxstrategy._options import (
     ReduceOp,
     RunOptions,
 )
-from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
+from jaxstrategy.contexts._strategy_face import AnyStrategy
 from jaxstrategy.reductions import _compressed
 from jaxstrategy.reductions._compression_state import CompressionState
 from jaxstrategy.replicas import _overflow
-from jaxstrategy.strategies import _compression_states
+from jaxstrategy.strategies import _compression_states, _strategy
 from jaxstrategy.strategies._current import get_replica_context, get_strategy
-from jaxstrategy.strategies._strategy import Strategy
-from jaxstrategy.text._shown import shown
 from jaxstrategy.training._optax_extra import check_transformation, optax_for
 from jaxstrategy.training._outer_optimizer import OuterState as OuterState
 from jaxstrategy.training._outer_optimizer import outer as outer
@@ -210,7 +208,7 @@ def check_chain(
     transformation: GradientTransformation,
     params: PyTree,
     *,
-    strategy: Strategy,
+    strategy: AnyStrategy,
     steps: int = 1,
 ) -> None:
     """Checks that replicas with a part of the batch each step as one with all of it.
@@ -246,23 +244,22 @@ def check_chain(
     ...     print(str(error)[:72])
     The update of `params['w']` depends on how the gradients are spread over
     """
-    if not isinstance(strategy, AbstractStrategy):
-        raise TypeError(f"`strategy` was {shown(strategy)}; a strategy was wanted.")
+    core = _strategy.checked_strategy(strategy)
     check_transformation("transformation", transformation)
-    n = strategy.num_replicas_in_sync
+    n = core.num_replicas_in_sync
     if n < 2:
         raise ValueError(
-            f"{strategy!r} has nothing to reduce; give a strategy with two replicas or "
+            f"{core!r} has nothing to reduce; give a strategy with two replicas or "
             "more, such as `MirroredStrategy(js.simulate(8)[:2])`."
         )
     # Whether its state comes out different is looked at here.
     unchecked = RunOptions(expect_mirrored=False)
-    step = strategy.run(options=unchecked)(transformation.update)
+    step = core.run(options=unchecked)(transformation.update)
 
     def updates(gradients: list[PyTree]) -> list[PyTree]:
         state, taken = transformation.init(params), []
         for stacked in gradients:
-            update, state = step(strategy.per_replica(stacked), state, params)
+            update, state = step(core.per_replica(stacked), state, params)
             taken.append(jax.tree.map(_versions, update, is_leaf=is_per_replica))
         return taken
 

@@ -19,7 +19,7 @@ from jaxstrategy.checkpoint.folders._record import Record
 from jaxstrategy.checkpoint.folders._retention import Best
 from jaxstrategy.cluster.connections._fields import Json
 from jaxstrategy.contexts import _context
-from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
+from jaxstrategy.contexts._strategy_face import AnyStrategy, checked_core
 from jaxstrategy.replicas._replicas import Replicas
 from jaxstrategy.values._types import PyTree
 
@@ -59,6 +59,7 @@ class CheckpointManager:
     Raises:
       MissingExtraError: Orbax is not installed.
       ValueError: `keep`, `best` or `every` is not as described.
+      TypeError: `strategy` is no strategy.
 
     >>> import tempfile
     >>> import jaxstrategy as js
@@ -78,7 +79,7 @@ class CheckpointManager:
     def __init__(
         self,
         directory: str | os.PathLike[str],
-        strategy: AbstractStrategy | None = None,
+        strategy: AnyStrategy | None = None,
         *,
         keep: int | None = 3,
         best: tuple[str, str] | None = None,
@@ -90,7 +91,7 @@ class CheckpointManager:
                 raise ValueError(f"`{name}` was {number}; at least 1 was wanted.")
         backend = installed()
         folder = Folder(backend.path_of(directory))
-        self._strategy = strategy
+        self._strategy = None if strategy is None else checked_core(strategy)
         self._every = every
         self._catalogue = Catalogue(folder, None if best is None else Best.of(best))
         self._saver = Saver(self._catalogue, backend, keep, asynchronous)

@@ -17,6 +17,7 @@ from jaxstrategy._options import ReduceOp
 from jaxstrategy.contexts import _context
 from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
 from jaxstrategy.contexts._context import Context
+from jaxstrategy.contexts._strategy_face import AnyStrategy, checked_core
 from jaxstrategy.reductions._compression_state import (
     CompressionState,
     checked_debts,
@@ -25,7 +26,6 @@ from jaxstrategy.reductions._compression_state import (
 )
 from jaxstrategy.reductions._groups import checked_groups
 from jaxstrategy.replicas._devices import Device
-from jaxstrategy.text._shown import shown
 from jaxstrategy.values import _arrays, _per_replica, _trees
 from jaxstrategy.values._handle import Handle
 from jaxstrategy.values._per_replica import PerReplica
@@ -56,11 +56,9 @@ class ReplicaContext:
     Array(10., dtype=float32)
     """
 
-    def __init__(self, strategy: AbstractStrategy) -> None:
-        if not isinstance(strategy, AbstractStrategy):
-            raise TypeError(f"`strategy` was {shown(strategy)}; a strategy was wanted.")
-        self._strategy = strategy
-        self._is_outside = not strategy.replicas.collective_axes
+    def __init__(self, strategy: AnyStrategy) -> None:
+        self._strategy = checked_core(strategy)
+        self._is_outside = not self._strategy.replicas.collective_axes
 
     @property
     def strategy(self) -> AbstractStrategy:

@@ -16,6 +16,7 @@ import numpy as np
 from jaxstrategy.checkpoint._manager import CheckpointManager
 from jaxstrategy.contexts import _context
 from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
+from jaxstrategy.contexts._strategy_face import AnyStrategy, core_of
 from jaxstrategy.coordinator._coordinator_metrics import CoordinatorMetrics
 from jaxstrategy.coordinator._durations import Stopwatch
 from jaxstrategy.coordinator._live_table import Console, LiveTable
@@ -113,27 +114,28 @@ class ClusterCoordinator:
 
     def __new__(
         cls,
-        strategy: AbstractStrategy,
+        strategy: AnyStrategy,
         *,
         max_restarts: int | None = None,
         restore_from: CheckpointManager | None = None,
         state: PyTree = None,
     ) -> Self:
         """The coordinator of `strategy`."""
-        if not isinstance(strategy, ParameterServerStrategy):
+        core = core_of(strategy)
+        if not isinstance(core, ParameterServerStrategy):
             raise ValueError(
                 f"`ClusterCoordinator` was given {shown(strategy)}. Only a "
                 "`ParameterServerStrategy` has workers that functions can be scheduled "
                 "on; other strategies run steps themselves, by `strategy.run`."
             )
         with _one_at_a_time:
-            found = strategy.coordinator
+            found = core.coordinator
             if isinstance(found, cls) and not found._scheduler.is_stopped:
                 check_restarts(max_restarts, found._scheduler.max_restarts)
                 found._check_manager(restore_from)
                 return found
-            made = cls._made(strategy, max_restarts, restore_from, state)
-            strategy.coordinator = made
+            made = cls._made(core, max_restarts, restore_from, state)
+            core.coordinator = made
         return made
 
     @classmethod

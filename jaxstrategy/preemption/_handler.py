@@ -20,7 +20,7 @@ from jaxstrategy.cluster.board._board import (
 )
 from jaxstrategy.cluster.resolvers._cluster_resolver import ClusterResolver
 from jaxstrategy.contexts import _context
-from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
+from jaxstrategy.contexts._strategy_face import AnyStrategy, checked_core
 from jaxstrategy.preemption._config import TerminationConfig, end_preempted
 from jaxstrategy.preemption._watcher import PreemptionWatcher
 from jaxstrategy.strategies._current import get_strategy
@@ -57,7 +57,7 @@ class PreemptionCheckpointHandler:
       restored: the state that was restored, None if there was no checkpoint.
 
     Raises:
-      TypeError: something else than a manager, a config or a resolver.
+      TypeError: something else than a manager, a config, a resolver or a strategy.
       ValueError: nothing says where to save.
 
     >>> import tempfile
@@ -85,11 +85,11 @@ class PreemptionCheckpointHandler:
         termination_config: TerminationConfig | None = None,
         *,
         state: PyTree | Callable[[], PyTree] = None,
-        strategy: AbstractStrategy | None = None,
+        strategy: AnyStrategy | None = None,
     ) -> None:
         _check_resolver(cluster_resolver)
         self._config = _checked_config(termination_config)
-        self._strategy = strategy
+        self._strategy = None if strategy is None else checked_core(strategy)
         self._manager, self._state = _manager_and_state(
             checkpoint_or_checkpoint_manager, checkpoint_dir, state, self._config
         )

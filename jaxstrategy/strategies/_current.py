@@ -7,6 +7,7 @@ from typing import Any
 from jaxstrategy._errors import ContextError
 from jaxstrategy.contexts import _context
 from jaxstrategy.contexts._replica_context import ReplicaContext
+from jaxstrategy.contexts._strategy_face import AnyStrategy, core_of
 from jaxstrategy.strategies._default import DefaultStrategy
 from jaxstrategy.strategies._strategy import Strategy
 
@@ -63,7 +64,7 @@ def in_cross_replica_context() -> bool:
     return get_replica_context() is None
 
 
-def experimental_set_strategy(strategy: Strategy | None) -> None:
+def experimental_set_strategy(strategy: AnyStrategy | None) -> None:
     """Makes `strategy` current for the rest of this thread, without a `with` block.
 
     None goes back to the default strategy.
@@ -80,7 +81,8 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
     >>> js.has_strategy()
     False
     """
-    if strategy is not None and not isinstance(strategy, Strategy):
+    core = core_of(strategy)
+    if core is not None and not isinstance(core, Strategy):
         raise TypeError(
             f"`experimental_set_strategy` was given {strategy!r}; a strategy or None "
             "was wanted."
@@ -91,4 +93,4 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
             "`experimental_set_strategy` must not be called inside a strategy's "
             f"`scope()` or `run`; this is {_context.describe(context)}."
         )
-    _context.set_current(None if strategy is _default else strategy)
+    _context.set_current(None if core is _default else core)

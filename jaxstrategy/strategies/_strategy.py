@@ -9,6 +9,7 @@ from jaxstrategy._communication_options import (
     CommunicationOptions,
     checked_options,
 )
+from jaxstrategy.contexts._strategy_face import checked_core
 from jaxstrategy.reductions._cross_device_ops import CrossDeviceOps
 from jaxstrategy.replicas._devices import Device
 from jaxstrategy.replicas._replicas import Replicas
@@ -92,6 +93,17 @@ class Strategy(RunsSteps, ExplainsSteps, ReducesValues, PlacesValues, DividesDat
             f"{self!r} cannot be pickled: it stands for devices of this process. Make "
             "a strategy in each process instead."
         )
+
+
+def checked_strategy(strategy: object) -> Strategy:
+    """The strategy that an argument `strategy` means, with its public methods.
+
+    Raises:
+      TypeError: it is none, and no face of one.
+    """
+    core = checked_core(strategy)
+    assert isinstance(core, Strategy), "there are no others"
+    return core
 
 
 name_methods_after(Strategy)

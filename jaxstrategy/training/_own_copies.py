@@ -5,16 +5,15 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
-from jaxstrategy.strategies._strategy import Strategy
-from jaxstrategy.text._shown import shown
+from jaxstrategy.contexts._strategy_face import AnyStrategy
+from jaxstrategy.strategies._strategy import checked_strategy
 from jaxstrategy.training._outer_optimizer import OuterState
 from jaxstrategy.values import _arrays, _building
 from jaxstrategy.values._per_replica import is_per_replica
 from jaxstrategy.values._types import Leaf, PyTree
 
 
-def own_copies(state: PyTree, *, strategy: Strategy) -> PyTree:
+def own_copies(state: PyTree, *, strategy: AnyStrategy) -> PyTree:
     """`state` with a copy for each replica of what `outer` lets become its own.
 
     Those are all floating-point arrays, parameters for one: each becomes a `PerReplica`
@@ -50,18 +49,17 @@ def own_copies(state: PyTree, *, strategy: Strategy) -> PyTree:
     >>> state.params
     Array([0., 0., 0.], dtype=float32)
     """
-    if not isinstance(strategy, AbstractStrategy):
-        raise TypeError(f"`strategy` was {shown(strategy)}; a strategy was wanted.")
-    if strategy.num_replicas_in_sync == 1:
+    core = checked_strategy(strategy)
+    if core.num_replicas_in_sync == 1:
         return state
 
     def own(leaf: Leaf) -> Leaf:
         if isinstance(leaf, OuterState):
-            inner = own_copies(leaf.inner_state, strategy=strategy)
+            inner = own_copies(leaf.inner_state, strategy=core)
             return leaf._replace(inner_state=inner)
         if is_per_replica(leaf) or not _is_float(leaf):
             return leaf
-        return _building.equal_versions(strategy.mirror(leaf), strategy.replicas)
+        return _building.equal_versions(core.mirror(leaf), core.replicas)
 
     return jax.tree.map(own, state, is_leaf=_is_end)
 

@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterator
 from typing import Any, Self, final
 
 from jaxstrategy.checkpoint import CheckpointManager
+from jaxstrategy.contexts._strategy_face import AnyStrategy
 from jaxstrategy.inputs._dataset import DistributedDataset
 from jaxstrategy.inputs._iterator import DistributedIterator
 from jaxstrategy.inputs._progress import progress as progress_of
 from jaxstrategy.preemption._config import TerminationConfig
 from jaxstrategy.preemption._handler import PreemptionCheckpointHandler
 from jaxstrategy.strategies._current import get_strategy
-from jaxstrategy.strategies._strategy import Strategy
+from jaxstrategy.strategies._strategy import Strategy, checked_strategy
 from jaxstrategy.values._types import PyTree
 
 
@@ -138,7 +139,7 @@ def training_loop(
     every: int = 1000,
     in_sync_every: int | None = None,
     progress: bool = True,
-    strategy: Strategy | None = None,
+    strategy: AnyStrategy | None = None,
     termination_config: TerminationConfig | None = None,
 ) -> TrainingLoop:
     """A loop over batches that goes on where the last run of the program ended.
@@ -168,7 +169,7 @@ def training_loop(
 
     Raises:
       ValueError: a number is not positive; the dataset has no batches.
-      TypeError: `dataset` is not a `DistributedDataset`.
+      TypeError: `dataset` is not a `DistributedDataset`, or `strategy` no strategy.
 
     >>> import tempfile
     >>> import jaxstrategy as js
@@ -200,15 +201,15 @@ def training_loop(
     for name, number in (("steps", steps), ("every", every)):
         if number < 1:
             raise ValueError(f"`{name}` was {number}; a positive number was wanted.")
-    strategy = get_strategy() if strategy is None else strategy
+    core = get_strategy() if strategy is None else checked_strategy(strategy)
     manager = checkpoint
     if checkpoint is not None and not isinstance(checkpoint, CheckpointManager):
-        manager = CheckpointManager(checkpoint, strategy)
+        manager = CheckpointManager(checkpoint, core)
     return TrainingLoop(
         dataset,
         state,
         steps=steps,
-        strategy=strategy,
+        strategy=core,
         manager=manager,
         every=every,
         in_sync_every=in_sync_every,

@@ -1,0 +1,165 @@
+"""Functions that take a strategy take its faces of older generations, too."""
+
+import importlib
+import inspect
+import pkgutil
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxstrategy as js
+from jaxstrategy.compat import contrib, v1
+
+
+@pytest.fixture(params=[v1.MirroredStrategy, contrib.MirroredStrategy])
+def face(request):
+    return request.param(["CPU:0", "CPU:1"])
+
+
+def set_strategy(face, folder):
+    js.experimental_set_strategy(face)
+    try:
+        assert js.get_strategy() is face.core
+        assert v1.get_strategy().core is face.core
+    finally:
+        js.experimental_set_strategy(None)
+
+
+def replica_context(face, folder):
+    assert js.ReplicaContext(face).strategy is face.core
+
+
+def manager(face, folder):
+    with js.checkpoint.CheckpointManager(folder, face) as manager:
+        manager.save(1, {"w": jnp.arange(3.0)})
+    with js.checkpoint.CheckpointManager(folder, face) as manager:
+        state, step = manager.restore_or_init({"w": jnp.zeros(3)})
+    assert step == 1 and isinstance(state["w"], js.Mirrored)
+    assert state["w"].devices() == set(face.core.devices)
+
+
+def preemption(face, folder):
+    with face.core.scope():
+        count = js.Variable(0)
+    handler = js.experimental.PreemptionCheckpointHandler(
+        None, count, str(folder), state=None, strategy=face
+    )
+    with handler.watch_preemption_scope():
+        assert js.get_strategy() is face.core
+        face.core.run(lambda: count.assign_add(1))
+    assert handler.total_run_calls == 1
+    handler.close()
+
+
+def own_copies(face, folder):
+    copies = js.optax.own_copies({"w": np.ones(2, np.float32)}, strategy=face)
+    assert isinstance(copies["w"], js.PerReplica) and copies["w"].stacked.shape == (
+        2,
+        2,
+    )
+
+
+def check_chain(face, folder):
+    chain = optax.chain(js.optax.all_reduce_gradients(), optax.sgd(0.1))
+    js.optax.check_chain(chain, np.ones(2, np.float32), strategy=face)
+
+
+def training_loop(face, folder):
+    rows = js.batches(np.arange(4.0, dtype=np.float32), 4)
+    dataset = face.core.experimental_distribute_dataset(rows)
+    loop = js.training_loop(
+        dataset, 0.0, steps=1, checkpoint=folder, strategy=face, progress=False
+    )
+    step = face.core.run(
+        lambda total, x: total + js.get_replica_context().all_reduce("sum", x.sum())
+    )
+    with loop:
+        for _, batch in loop:
+            loop.state = step(loop.state, batch)
+    assert loop.state == 6.0
+
+
+def coordinator(face, folder):
+    core = js.ParameterServerStrategy(workers=1, backend="threads")
+    face = v1.Strategy.over(core)
+    assert js.coordinator.ClusterCoordinator(face).strategy is core
+    assert js.coordinator.ClusterCoordinator(core).strategy is core
+    core.close()
+    with pytest.raises(ValueError, match="was given compat.*Only a `ParameterServer"):
+        js.coordinator.ClusterCoordinator(
+            v1.MirroredStrategy(["CPU:0"])  # of a core that has no workers
+        )
+
+
+CASES = {
+    "experimental_set_strategy": set_strategy,
+    "ReplicaContext": replica_context,
+    "checkpoint.CheckpointManager": manager,
+    "experimental.PreemptionCheckpointHandler": preemption,
+    "optax.own_copies": own_copies,
+    "optax.check_chain": check_chain,
+    "training_loop": training_loop,
+    "coordinator.ClusterCoordinator": coordinator,
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_face_means_its_strategy(face, name, tmp_path):
+    CASES[name](face, tmp_path)
+
+
+def public_modules():
+    yield js
+    for found in pkgutil.walk_packages(js.__path__, "jaxstrategy."):
+        parts = found.name.split(".")[1:]
+        own = parts[0] not in ("compat", "demo")  # the faces themselves; a program
+        if own and not any(part.startswith("_") for part in parts):
+            yield importlib.import_module(found.name)
+
+
+def takes_strategy(thing):
+    try:
+        return "strategy" in inspect.signature(thing).parameters
+    except (TypeError, ValueError):
+        return False
+
+
+def named(name):
+    thing = js
+    for part in name.split("."):
+        thing = getattr(thing, part)
+    return thing
+
+
+def test_there_are_no_others():
+    taking = {
+        f"{thing.__module__}.{thing.__qualname__}"
+        for module in public_modules()
+        for name, thing in vars(module).items()
+        if not name.startswith("_") and callable(thing) and takes_strategy(thing)
+    }
+    made_by_strategies = ["StrategyExtended"]
+    known = [named(name) for name in [*CASES, *made_by_strategies]]
+    assert taking == {f"{thing.__module__}.{thing.__qualname__}" for thing in known}
+
+
+@pytest.mark.parametrize("call", [
+    lambda: js.ReplicaContext(3.0),
+    lambda: js.optax.own_copies({}, strategy=3.0),
+    lambda: js.optax.check_chain(optax.sgd(0.1), np.ones(2), strategy=3.0),
+], ids=["context", "copies", "chain"])  # fmt: skip
+def test_what_is_no_strategy_is_refused(call):
+    with pytest.raises(TypeError, match="`strategy` was 3.0; a strategy was wanted"):
+        call()
+
+
+def test_what_is_no_strategy_is_refused_before_something_is_saved(tmp_path):
+    words = "`strategy` was 'mirrored'; a strategy was wanted"
+    with pytest.raises(TypeError, match=words):
+        js.checkpoint.CheckpointManager(tmp_path, "mirrored")
+    with pytest.raises(TypeError, match=words):
+        js.experimental.PreemptionCheckpointHandler(
+            None, {}, str(tmp_path), strategy="mirrored"
+        )
