@@ -12,6 +12,9 @@ from jaxstrategy.contexts._context import OUTSIDE, current, entered
 PACKAGE = Path(js.__file__).parent
 
 
+DEVICES = tuple(jax.devices()[:2])
+
+
 def places(pattern):
     return [
         path.relative_to(PACKAGE).as_posix()
@@ -43,17 +46,17 @@ def test_outside_of_everything_the_context_is_one_object():
 
 def test_a_block_changes_what_it_names_and_leaves_the_rest():
     strategy = js.OneDeviceStrategy("CPU:0")
-    with strategy.scope(), entered(is_update=True):
-        assert current().strategy is strategy and current().is_update
+    with strategy.scope(), entered(updated=DEVICES):
+        assert current().strategy is strategy and current().updated == DEVICES
         with entered(colocated=strategy.replicas):
             now = current()
-            assert now.is_update and now.colocated == strategy.replicas
-        assert current().colocated is None and current().is_update
+            assert now.updated == DEVICES and now.colocated == strategy.replicas
+        assert current().colocated is None and current().updated == DEVICES
     assert current() is OUTSIDE
 
 
 def test_a_block_is_left_after_an_error():
-    with pytest.raises(KeyError, match="key"), entered(is_update=True):
+    with pytest.raises(KeyError, match="key"), entered(updated=DEVICES):
         raise KeyError("key")
     assert current() is OUTSIDE
 
@@ -62,7 +65,7 @@ def test_a_scope_that_is_not_left_inside_a_block_is_an_error():
     scope = js.OneDeviceStrategy("CPU:0").scope()
     with (
         pytest.raises(js.ContextError, match="left in another order"),
-        entered(is_update=True),
+        entered(updated=DEVICES),
     ):
         scope.__enter__()
     assert current() is OUTSIDE
