@@ -152,7 +152,7 @@ def test_a_rest_may_be_an_error():
     "arguments, text",
     [
         ({"remainder": "keep"},
-         "`remainder` was 'keep'; one of 'pad', 'drop', 'error' was wanted."),
+         "`remainder` was 'keep'; one of 'pad', 'drop', 'drop_empty', 'error' was"),
         ({"experimental_replication_mode": "per replica"},
          "`experimental_replication_mode` was 'per replica'; an InputReplicationMode"),
         ({"experimental_per_replica_buffer_size": -1},

@@ -59,6 +59,9 @@ class Context:
       given: what variables hold in a function that is differentiated, by their `id`.
         Read by `variables._given_values`.
       lookups: those of tables that the function makes. Read by `variables._row_tape`.
+      outbox: what receives values that steps hand out beside what they return. Read by
+        `contexts._outbox`.
+      posted: those of the step that is being traced.
       is_initial: whether JAX traces a function that makes an initial value, which reads
         what variables hold now. Read by `variables._cell`.
       batches: the batches of the step that is being traced, and on which part of them
@@ -93,6 +96,8 @@ class Context:
         default_factory=lambda: types.MappingProxyType({})
     )
     lookups: object = None
+    outbox: object = None
+    posted: tuple[object, list[Any]] | None = None
     is_initial: bool = False
     batches: object = None
     local: LocalSteps | None = None

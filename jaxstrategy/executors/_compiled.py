@@ -46,7 +46,7 @@ class CompiledExecutor(AbstractExecutor):
         """The compiled programs of `fn`, for each structure and type of arguments."""
         return self._programs.of(fn, options)
 
-    def run(
+    def _run(
         self,
         fn: Function,
         args: tuple[PyTree, ...],

@@ -30,7 +30,7 @@ class EagerExecutor(AbstractExecutor):
         """The function itself, called with a tuple and a dict of arguments."""
         return EagerProgram(fn, functools.partial(self.run, fn, options=options))
 
-    def run(
+    def _run(
         self,
         fn: Function,
         args: tuple[PyTree, ...],

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, cast
 
 from jaxstrategy._options import RunOptions
-from jaxstrategy.contexts import _context
+from jaxstrategy.contexts import _context, _outbox
 from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
 from jaxstrategy.contexts._replica_context import ReplicaContext
 from jaxstrategy.replicas._devices import Device
@@ -16,6 +16,7 @@ from jaxstrategy.replicas._topology import Topology
 from jaxstrategy.tracing._replica_step import StepEnvironment
 from jaxstrategy.tracing.explanation._explain import explain
 from jaxstrategy.tracing.explanation._explanation import Explanation
+from jaxstrategy.tracing.functions import _code
 from jaxstrategy.values._types import Function, PyTree
 from jaxstrategy.variables import _registry
 from jaxstrategy.variables._variable import Variable
@@ -56,7 +57,6 @@ class AbstractExecutor(abc.ABC):
     ) -> FunctionProgram:
         """The program of `fn`, the same object as long as `fn` lives."""
 
-    @abc.abstractmethod
     def run(
         self,
         fn: Function,
@@ -69,6 +69,26 @@ class AbstractExecutor(abc.ABC):
         Raises:
           ContextError: inside another `run`, or in another strategy's scope.
         """
+        outbox = _outbox.around_steps()
+        if outbox is None:
+            return self._run(fn, args, kwargs, options)
+        posting = outbox.posting(fn)
+        _code.define_at(posting, _code.place_of(fn))
+        args, kwargs = _outbox.without_sender(outbox, (args, kwargs))
+        result, posted = self._run(posting, args, kwargs, options)
+        for message in posted:
+            outbox.receive(message)
+        return result
+
+    @abc.abstractmethod
+    def _run(
+        self,
+        fn: Function,
+        args: tuple[PyTree, ...],
+        kwargs: dict[str, PyTree],
+        options: RunOptions | None,
+    ) -> PyTree:
+        """The results of `fn` and nothing besides, as `run`."""
 
     @abc.abstractmethod
     def across(self, function: Callable[[PyTree], PyTree], value: PyTree) -> PyTree:

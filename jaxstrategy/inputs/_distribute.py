@@ -56,8 +56,9 @@ class Feeding:
             return Steps(reader, self._agree(), options.remainder)
 
         # A source knows its number of batches, not how many are too small.
-        is_known = options.remainder != "drop"
-        length = functools.partial(_length_of, source) if is_known else _unknown
+        length = _unknown
+        if not options.leaves_out:
+            length = functools.partial(_length_of, source)
         return DistributedDataset(start, self._transfer, options, source.name, length)
 
     def of_function(

@@ -29,7 +29,7 @@ class InputReplicationMode(enum.Enum):
     """One for each replica."""
 
 
-REMAINDERS = ("pad", "drop", "error")
+REMAINDERS = ("pad", "drop", "drop_empty", "error")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +47,8 @@ class InputOptions:
       remainder: what to do with a batch with fewer rows than the first, or than the
         replicas can share equally: `"pad"` fills it up with copies of its last row,
         which `batch_mask` tells from real ones, and where there is one replica gives
-        it the rows that there are; `"drop"` leaves it out; `"error"` raises.
+        it the rows that there are; `"drop"` leaves it out; `"drop_empty"` leaves it out
+        if a replica would have no row of it, and else fills it up; `"error"` raises.
 
     Raises:
       ValueError: an attribute has no meaning, alone or with the others.
@@ -94,6 +95,11 @@ class InputOptions:
                 "`experimental_fetch_to_device=False` and "
                 "`experimental_replication_mode=InputReplicationMode.PER_REPLICA`."
             )
+
+    @property
+    def leaves_out(self) -> bool:
+        """Whether steps some of whose rows are missing may be left out."""
+        return self.remainder.startswith("drop")
 
     @property
     def ahead(self) -> int:

@@ -23,7 +23,7 @@ class PipelinesReader(Reader):
       replicas: those of this process.
     """
 
-    _is_for_one = True
+    is_for_one = True
 
     def __init__(self, pipelines: Sequence[Pass], replicas: ReplicaRange) -> None:
         super().__init__(replicas)

@@ -35,7 +35,7 @@ class Reader(abc.ABC):
     """
 
     # Whether a batch is for one replica.
-    _is_for_one = False
+    is_for_one = False
 
     def __init__(self, replicas: ReplicaRange) -> None:
         self.replicas = replicas
@@ -121,7 +121,7 @@ class Reader(abc.ABC):
             each.close()
 
     def _checked(self, tree: PyTree, number: int) -> SourceBatch:
-        batch = checked(tree, number, self._is_for_one)
+        batch = checked(tree, number, self.is_for_one)
         if self.kind is None:
             self.kind = BatchSpec.of(batch)
         self.kind.check(batch)

@@ -47,10 +47,15 @@ class Steps:
             step = self._agreed(batch)
             if step.is_full:
                 return step
-            if self._remainder == "pad":
+            if self._is_filled_up(step):
                 self._check_rows_are_told(step)
                 return step
             self._refuse(step.counts, step.each)
+
+    def _is_filled_up(self, step: HostBatch) -> bool:
+        """Whether a step some of whose rows are missing is taken all the same."""
+        has_all = self._remainder == "drop_empty" and min(step.counts) > 0
+        return has_all or self._remainder == "pad"
 
     def _refuse(self, counts: Sequence[int], each: int) -> None:
         """Raise for a step some of whose rows are missing, if it is not left out.
@@ -70,12 +75,14 @@ class Steps:
                 "equally, and leave out an incomplete last batch; or choose "
                 '`InputOptions(remainder="pad")` or `"drop"`.'
             )
-        if self.done == 1:
+        # Of elements for single replicas, the last ones may be too few.
+        is_end = self._remainder == "drop_empty" and self.reader.is_for_one
+        if self.done == 1 and not is_end:
             raise ValueError(
                 f"The first batch has {sum(counts)} rows, which {len(counts)} "
-                'replicas cannot share equally, so that `remainder="drop"` would leave '
-                "out each batch. Use a global batch size divisible by "
-                f"{len(counts)}."
+                "replicas cannot share equally, so that "
+                f'`remainder="{self._remainder}"` would leave out each batch. Use a '
+                f"global batch size divisible by {len(counts)}."
             )
 
     def name_of(self, number: int) -> str:
@@ -121,7 +128,7 @@ class Steps:
             batch,
             counts=tuple(counts),
             state=self.state(),
-            is_padded=self._remainder == "pad",
+            is_padded=self._remainder in ("pad", "drop_empty"),
         )
 
     def _widened(self, batch: HostBatch, heard: list[Any]) -> HostBatch:

@@ -51,7 +51,7 @@ class ServerExecutor(AbstractExecutor):
         """The program of `fn`."""
         return _StepProgram(self, self._compiled.program(fn, options), fn)
 
-    def run(
+    def _run(
         self,
         fn: Function,
         args: tuple[PyTree, ...],

@@ -11,6 +11,9 @@ from jaxstrategy._options import VariableSynchronization as VariableSynchronizat
 from jaxstrategy.compat._get_variable import AUTO_REUSE as AUTO_REUSE
 from jaxstrategy.compat._get_variable import get_variable as get_variable
 from jaxstrategy.compat._get_variable import variable_scope as variable_scope
+from jaxstrategy.compat.contrib._aggregating_context import (
+    MultiStepContext as MultiStepContext,
+)
 from jaxstrategy.compat.contrib._contrib_strategies import (
     CollectiveAllReduceStrategy as CollectiveAllReduceStrategy,
 )
@@ -31,6 +34,9 @@ from jaxstrategy.compat.contrib._older_functions import (
     get_loss_reduction as get_loss_reduction,
 )
 from jaxstrategy.compat.contrib._older_functions import increment_var as increment_var
+from jaxstrategy.compat.contrib._per_device_dataset import (
+    PerDeviceDataset as PerDeviceDataset,
+)
 from jaxstrategy.compat.contrib._tower_context import TowerContext as TowerContext
 from jaxstrategy.compat.contrib._tower_context import (
     get_cross_tower_context as get_cross_tower_context,

@@ -10,6 +10,7 @@ from jaxstrategy.compat._faces import Faces
 from jaxstrategy.compat._older_strategy import checked_core
 from jaxstrategy.compat.contrib import _cross_tower_checks, _tower_values
 from jaxstrategy.compat.contrib._changes_variables import ChangesVariables
+from jaxstrategy.compat.contrib._feeds_towers import FeedsTowers
 from jaxstrategy.compat.contrib._map_output import MapOutput
 from jaxstrategy.contexts._strategy_face import StrategyFace
 from jaxstrategy.strategies._destinations import Destinations, checked_pairs
@@ -17,7 +18,7 @@ from jaxstrategy.strategies._strategy import Strategy
 from jaxstrategy.values._types import Function, PyTree
 
 
-class DistributionStrategy(ChangesVariables):
+class DistributionStrategy(FeedsTowers, ChangesVariables):
     """A strategy with the methods of `tf.contrib.distribute.DistributionStrategy`.
 
     `MirroredStrategy` and the others make one. Behind each is a strategy of today,

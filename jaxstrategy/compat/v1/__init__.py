@@ -13,6 +13,7 @@ from jaxstrategy._options import RunOptions as RunOptions
 from jaxstrategy.compat._get_variable import AUTO_REUSE as AUTO_REUSE
 from jaxstrategy.compat._get_variable import get_variable as get_variable
 from jaxstrategy.compat._get_variable import variable_scope as variable_scope
+from jaxstrategy.compat._input_iterator import InputIterator as InputIterator
 from jaxstrategy.compat.v1 import experimental as experimental
 from jaxstrategy.compat.v1._v1_contexts import (
     experimental_set_strategy as experimental_set_strategy,
@@ -27,6 +28,9 @@ from jaxstrategy.compat.v1._v1_contexts import (
     in_cross_replica_context as in_cross_replica_context,
 )
 from jaxstrategy.compat.v1._v1_extended import StrategyExtended as StrategyExtended
+from jaxstrategy.compat.v1._v1_multi_step_context import (
+    MultiStepContext as MultiStepContext,
+)
 from jaxstrategy.compat.v1._v1_replica_context import ReplicaContext as ReplicaContext
 from jaxstrategy.compat.v1._v1_strategies import MirroredStrategy as MirroredStrategy
 from jaxstrategy.compat.v1._v1_strategies import (

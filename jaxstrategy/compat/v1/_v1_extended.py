@@ -16,6 +16,7 @@ from jaxstrategy._options import (
 )
 from jaxstrategy.compat._absent_members import missing_member
 from jaxstrategy.compat.v1._v1_hints import options_of
+from jaxstrategy.compat.v1._v1_steps import RunsOnIterator
 from jaxstrategy.contexts import _context
 from jaxstrategy.replicas._devices import Device
 from jaxstrategy.strategies import _extended
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from jaxstrategy.strategies._destinations import Destinations
 
 
-class StrategyExtended:
+class StrategyExtended(RunsOnIterator):
     """The methods of `tf.compat.v1.distribute.StrategyExtended`.
 
     It is `strategy.extended` of a strategy of `compat.v1`.

@@ -15,6 +15,7 @@ from jaxstrategy.compat._face_scope import FaceScope
 from jaxstrategy.compat._faces import Faces
 from jaxstrategy.compat._older_strategy import OlderStrategy, checked_core
 from jaxstrategy.compat.v1._v1_extended import StrategyExtended
+from jaxstrategy.compat.v1._v1_feeding import FeedsReplicas
 from jaxstrategy.contexts import _context
 from jaxstrategy.contexts._strategy_face import StrategyFace
 from jaxstrategy.inputs._dataset import DistributedDataset
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from jaxstrategy.strategies._colocating import Beside
 
 
-class Strategy(OlderStrategy):
+class Strategy(FeedsReplicas, OlderStrategy):
     """A strategy with the methods of `tf.compat.v1.distribute.Strategy`.
 
     `MirroredStrategy` and the others make one. Behind each is a strategy of today,

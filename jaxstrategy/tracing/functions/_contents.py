@@ -14,6 +14,7 @@ import numpy as np
 from jax.core import Tracer
 
 from jaxstrategy.contexts import _abstract_strategy
+from jaxstrategy.contexts._outbox import Sender
 from jaxstrategy.tracing.functions import _code, _object_attributes, _reach
 from jaxstrategy.tracing.functions._object_identity import Identity
 from jaxstrategy.tracing.functions._places import (
@@ -73,6 +74,8 @@ def look_into(
         return _host_array(walk, label, value)
     if issubclass(kind, _WHOLE):
         return Identity(value)
+    if issubclass(kind, Sender):
+        return kind
     for kinds, follow in _FOLLOWED:
         if issubclass(kind, kinds):
             return follow(walk, label, value, number)

@@ -1,0 +1,449 @@
+"""Outputs of several steps of TensorFlow 1, set on a context while they run.
+
+Expected values were measured with TensorFlow 2.21 (`tf.compat.v1.distribute`).
+"""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers.older import each_kind, of_kind, versions
+
+import jaxstrategy as js
+from jaxstrategy.compat import v1
+
+
+def numbers(strategy, rows=16, size=4, dtype=int):
+    return strategy.make_dataset_iterator(
+        js.batches(np.arange(rows, dtype=dtype), size)
+    )
+
+
+def run_steps(strategy, fn, iterator, *args, **kwargs):
+    extended = strategy.extended
+    return extended.experimental_run_steps_on_iterator(fn, iterator, *args, **kwargs)
+
+
+def setting_sums(strategy):
+    """A function that sets the sum of an element, in three ways."""
+
+    def fn(context, x):
+        y = strategy.extended.call_for_each_replica(jnp.sum, (x,))
+        context.set_last_step_output("sum", y, v1.ReduceOp.SUM)
+        context.set_last_step_output("mean", y, "mean")
+        context.set_last_step_output("raw", y)
+
+    return fn
+
+
+def outputs(strategy, context):
+    found = context.last_step_outputs
+    raw = versions(strategy, found["raw"])
+    return float(found["sum"]), float(found["mean"]), raw
+
+
+@pytest.mark.parametrize(
+    "kind, n, iterations, wanted",
+    [
+        ("mirrored", 2, 1, (6, 3, [1, 5])),
+        ("mirrored", 2, 2, (22, 11, [9, 13])),
+        ("mirrored", 2, 4, (54, 27, [25, 29])),
+        ("mirrored", 4, 4, (54, 13.5, [12, 13, 14, 15])),
+        ("central", 2, 2, (22, 11, [9, 13])),
+        ("one", 1, 2, (22, 22, [22])),
+        ("default", 1, 2, (22, 22, [22])),
+    ],
+)
+def test_outputs_are_those_of_the_last_step(kind, n, iterations, wanted):
+    strategy = of_kind(kind, n)
+    fn = setting_sums(strategy)
+    context = run_steps(strategy, fn, numbers(strategy), iterations)
+    assert isinstance(context, v1.MultiStepContext)
+    assert outputs(strategy, context) == wanted
+    assert context.run_op is None
+    is_plain = isinstance(context.last_step_outputs["raw"], jax.Array)
+    assert is_plain == (n == 1)
+
+
+def test_the_iterator_goes_on():
+    strategy = of_kind("mirrored", 2)
+    iterator = numbers(strategy, rows=24)
+    contexts = [
+        run_steps(strategy, setting_sums(strategy), iterator, 2) for _ in range(3)
+    ]
+    # Each has its own outputs.
+    assert [outputs(strategy, each)[0] for each in contexts] == [22, 54, 86]
+    with pytest.raises(js.OutOfRangeError):
+        run_steps(strategy, setting_sums(strategy), iterator)
+
+
+def test_one_step_by_default_and_those_before_the_end_are_taken():
+    strategy = of_kind("mirrored", 2)
+    iterator, taken = numbers(strategy, rows=8), []
+    run_steps(strategy, lambda context, x: taken.append(1), iterator)
+    with pytest.raises(js.OutOfRangeError):
+        run_steps(strategy, lambda context, x: taken.append(2), iterator, 5)
+    assert taken == [1, 2]
+
+
+def test_the_function_is_in_cross_replica_context():
+    strategy = of_kind("mirrored", 2)
+    seen = []
+
+    def fn(context, x):
+        seen.append((v1.in_cross_replica_context(), v1.get_strategy() is strategy))
+
+    run_steps(strategy, fn, numbers(strategy), 2)
+    assert seen == [(True, True)] * 2
+    assert not v1.has_strategy()
+
+
+def test_an_element_is_one_argument():
+    strategy = of_kind("mirrored", 2)
+    iterator = strategy.make_dataset_iterator([(np.arange(2), np.arange(2) + 5)])
+    seen = []
+    run_steps(strategy, lambda context, element: seen.append(element), iterator)
+    assert [versions(strategy, x) for x in seen[0]] == [[[0], [1]], [[5], [6]]]
+
+
+# Outputs of steps.
+
+
+def set_in_step(context, x):
+    context.set_last_step_output("loss", x.sum(), v1.ReduceOp.MEAN)
+    context.set_last_step_output("total", {"sum": x.sum()}, "SUM")
+    context.set_non_tensor_output("foo", "bar")
+    return x.sum()
+
+
+def by_argument(strategy, context, x):
+    return strategy.extended.call_for_each_replica(set_in_step, args=(context, x))
+
+
+def deep_in_an_argument(strategy, context, x):
+    def step(nest):
+        return set_in_step(nest["a"][0], nest["b"])
+
+    return strategy.run(step, ({"a": [context, 3], "b": x},))
+
+
+def by_keyword(strategy, context, x):
+    return strategy.run(lambda x, context: set_in_step(context, x), (x,),
+                        {"context": context})  # fmt: skip
+
+
+def by_closure(strategy, context, x):
+    return strategy.run(lambda x: set_in_step(context, x), (x,))
+
+
+def by_partial(strategy, context, x):
+    return strategy.run(functools.partial(set_in_step, context), (x,))
+
+
+class Model:
+    def __init__(self, context):
+        self.context = context
+
+    def step(self, x):
+        return set_in_step(self.context, x)
+
+
+def by_attribute(strategy, context, x):
+    return strategy.run(Model(context).step, (x,))
+
+
+def in_the_core(strategy, context, x):
+    return strategy.core.run(set_in_step, (context, x))
+
+
+def in_a_replicated_function(strategy, context, x):
+    return strategy.core.run(set_in_step, options=js.RunOptions())(context, x)
+
+
+WAYS = [
+    by_argument,
+    deep_in_an_argument,
+    by_keyword,
+    by_closure,
+    by_partial,
+    by_attribute,
+    in_the_core,
+    in_a_replicated_function,
+]
+
+
+@each_kind
+@pytest.mark.parametrize("way", [by_argument, by_closure])
+def test_outputs_of_a_step(kind, n, way):
+    strategy = of_kind(kind, n)
+    results = []
+    fn = functools.partial(lambda c, x: results.append(way(strategy, c, x)))
+    context = run_steps(strategy, fn, numbers(strategy), 3)
+    found = context.last_step_outputs
+    assert float(found["loss"]) == 38 / n
+    assert float(found["total"]["sum"]) == 38
+    assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(found))
+    assert context.non_tensor_outputs == {"foo": ("bar",)}
+    assert float(strategy.reduce("sum", results[-1])) == 38  # what the step returns
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_ten_calls_compile_a_step_once(way):
+    strategy = of_kind("mirrored", 2)
+    iterator = numbers(strategy, rows=80)
+    traced, found = [], []
+
+    def run_once():
+        def fn(context, x):
+            way(strategy, context, x)
+
+        return run_steps(strategy, fn, iterator, 2).last_step_outputs["loss"]
+
+    with counting_compilations(traced):
+        found.append(float(run_once()))
+        first = len(traced)
+        found += [float(run_once()) for _ in range(9)]
+    assert first >= 1
+    assert len(traced) == first
+    assert found == [11 + 16 * i for i in range(10)]
+
+
+class counting_compilations:
+    """A `with` block that adds the name of each program compiled in it to a list."""
+
+    def __init__(self, names):
+        self._names = names
+
+    def __enter__(self):
+        self._is_open = True
+
+        def listen(event, duration, **kwargs):
+            if self._is_open and event.endswith("backend_compile_duration"):
+                self._names.append(event)
+
+        jax.monitoring.register_event_duration_secs_listener(listen)
+
+    def __exit__(self, *error):
+        self._is_open = False
+
+
+@pytest.mark.parametrize("way", [by_argument, by_closure])
+def test_another_shape_is_compiled_and_set_too(way):
+    strategy = of_kind("mirrored", 2)
+    for rows, wanted in ((4, 3.0), (8, 14.0), (4, 3.0)):
+        iterator = numbers(strategy, rows=rows, size=rows)
+        fn = functools.partial(way, strategy)
+        context = run_steps(strategy, fn, iterator)
+        assert float(context.last_step_outputs["loss"]) == wanted
+
+
+@pytest.mark.parametrize("way", [by_argument, deep_in_an_argument, by_closure])
+@pytest.mark.parametrize("kind", ["mirrored", "one"])
+def test_nothing_traced_leaks(kind, way):
+    strategy = of_kind(kind, 2)
+    with jax.checking_leaks():
+        fn = functools.partial(way, strategy)
+        context = run_steps(strategy, fn, numbers(strategy), 2)
+    loss = context.last_step_outputs["loss"]
+    assert not isinstance(loss, jax.core.Tracer)
+    assert loss.devices() == set(strategy.extended.worker_devices)
+
+
+def test_several_steps_set_outputs():
+    strategy = of_kind("mirrored", 2)
+
+    def fn(context, x):
+        def first(x):
+            context.set_last_step_output("first", x.sum(), "sum")
+            context.set_last_step_output("both", x.sum(), "sum")
+
+        def second(x):
+            context.set_last_step_output("both", x.max(), "max")
+
+        strategy.run(first, (x,))
+        strategy.run(second, (x,))
+
+    context = run_steps(strategy, fn, numbers(strategy), 2)
+    found = {name: float(x) for name, x in context.last_step_outputs.items()}
+    assert found == {"first": 22, "both": 7}
+
+
+def test_outputs_of_a_merge_function():
+    strategy = of_kind("mirrored", 2)
+
+    def fn(context, x):
+        def merge_fn(strategy, x):
+            context.set_last_step_output("raw", x)
+            context.set_last_step_output("sum", x, "sum")
+            context.set_non_tensor_output("text", {"a": "b"})
+            inner = strategy.run(lambda x: set_in_step(context, x), (x,))
+            context.set_last_step_output("inner", inner, "max")
+
+        strategy.run(
+            lambda x: v1.get_replica_context().merge_call(merge_fn, (x,)), (x,)
+        )
+
+    context = run_steps(strategy, fn, numbers(strategy), 2)
+    found = context.last_step_outputs
+    assert versions(strategy, found["raw"]) == [[4, 5], [6, 7]]
+    assert versions(strategy, found["sum"]) == [[10, 12]] * 2
+    assert (float(found["loss"]), float(found["inner"])) == (11, 13)
+    assert context.non_tensor_outputs == {"text": {"a": "b"}, "foo": ("bar",)}
+
+
+def test_an_output_that_differs_between_replicas():
+    strategy = of_kind("mirrored", 2)
+
+    def step(context, x):
+        context.set_non_tensor_output("x", x)
+
+    def fn(context, x):
+        strategy.run(step, (context, x))
+        context.set_non_tensor_output("k", "v")
+
+    context = run_steps(strategy, fn, numbers(strategy), 1)
+    found = context.non_tensor_outputs
+    assert [x.tolist() for x in found["x"]] == [[0, 1], [2, 3]]
+    assert found["k"] == "v"
+
+
+def test_an_array_that_is_computed_beside_the_function_to_differentiate():
+    strategy = of_kind("mirrored", 2)
+
+    def step(context, x):
+        loss, grad = jax.value_and_grad(lambda x: (x**2).sum())(x)
+        context.set_last_step_output("loss", loss, "sum")
+        return grad
+
+    fn = functools.partial(strategy.run, step)
+    context = run_steps(
+        strategy, lambda c, x: fn((c, x)), numbers(strategy, dtype=np.float32)
+    )
+    assert float(context.last_step_outputs["loss"]) == 14
+
+
+def test_steps_in_steps():
+    strategy = of_kind("mirrored", 2)
+    found = []
+
+    def outer(context, x):
+        def inner(own, y):
+            by_argument(strategy, own, y)
+            text = "`ctx.set_last_step_output` was called on the context of other steps"
+            with pytest.raises(js.ContextError, match=text):
+                by_argument(strategy, context, y)
+            with pytest.raises(js.ContextError, match=text):
+                by_closure(strategy, context, y)
+            with pytest.raises(js.ContextError, match=text):
+                context.set_last_step_output("loss", 3.0)
+
+        found.append(run_steps(strategy, inner, numbers(strategy), 2))
+        by_argument(strategy, context, x)
+
+    found.append(run_steps(strategy, outer, numbers(strategy), 1))
+    assert [float(each.last_step_outputs["loss"]) for each in found] == [11, 3]
+
+
+# Initial values.
+
+
+def test_no_steps_leave_the_initial_values():
+    strategy = of_kind("mirrored", 2)
+    fn, iterator = setting_sums(strategy), numbers(strategy)
+    context = run_steps(strategy, fn, iterator, 0, {"sum": 3.0})
+    assert context.last_step_outputs == {"sum": 3.0}
+    assert run_steps(strategy, fn, iterator, iterations=0).last_step_outputs == {}
+    with pytest.raises(ValueError, match=r"`initial_loop_values` is \[3.0\]"):
+        run_steps(strategy, fn, iterator, 0, [3.0])
+    # As TensorFlow wants them: flat, in the order of sorted names.
+    context = run_steps(strategy, fn, iterator, 1, [0.0, 0.0, 0.0])
+    assert outputs(strategy, context) == (6, 3, [1, 5])
+
+
+# Errors.
+
+
+def in_step(step):
+    def fn(strategy, context, x):
+        strategy.run(step, (context, x))
+
+    return fn
+
+
+@pytest.mark.parametrize(
+    "fn, error, text",
+    [
+        (in_step(lambda c, x: c.set_last_step_output("l", x)), ValueError,
+         "The output 'l' was set in a replica context without saying how the replicas' "
+         "values are reduced. Give `reduce_op=ReduceOp.MEAN`, or return the value"),
+        (in_step(lambda c, x: jax.grad(
+            lambda x: c.set_last_step_output("l", x.sum(), "mean") or x.sum())(x)),
+         js.ContextError,
+         "`ctx.set_last_step_output` was called inside a function that JAX traces by "
+         "itself within the step"),
+        (in_step(lambda c, x: jax.jit(
+            lambda x: c.set_non_tensor_output("l", x.sum()))(x)),
+         js.ContextError, "`ctx.set_non_tensor_output` was called inside a function"),
+        (in_step(lambda c, x: jax.lax.map(
+            lambda x: c.set_last_step_output("l", x, "sum") or x, x)),
+         js.ContextError, "`ctx.set_last_step_output` was called inside a function"),
+        (lambda s, c, x: jax.jit(
+            lambda x: c.set_last_step_output("l", x))(x.values[0]),
+         js.ContextError, "`ctx.set_last_step_output` was called inside a function"),
+        (in_step(lambda c, x: c.last_step_outputs), js.ContextError,
+         "`ctx.last_step_outputs` was read inside a step, which is compiled once"),
+        (in_step(lambda c, x: c.non_tensor_outputs), js.ContextError,
+         "`ctx.non_tensor_outputs` was read inside a step"),
+        (in_step(lambda c, x: c.set_last_step_output("l", x, "middle")), ValueError,
+         "middle"),
+        (lambda s, c, x: c.set_last_step_output(3, x), TypeError,
+         "The name of an output was 3; a text was wanted."),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_an_output(fn, error, text):
+    strategy = of_kind("mirrored", 2)
+    iterator = numbers(strategy, dtype=np.float32)
+    with pytest.raises(error, match=re.escape(text)):
+        run_steps(strategy, functools.partial(fn, strategy), iterator)
+    assert not v1.has_strategy()
+
+
+def test_after_the_steps():
+    strategy = of_kind("mirrored", 2)
+    context = run_steps(strategy, lambda context, x: None, numbers(strategy))
+    text = (
+        "`ctx.set_last_step_output` was called after the steps had ended whose context "
+        "it belongs to."
+    )
+    with pytest.raises(js.ContextError, match=re.escape(text)):
+        context.set_last_step_output("l", 3.0)
+    with strategy.scope(), pytest.raises(js.ContextError, match=re.escape(text)):
+        context.set_last_step_output("l", 3.0)
+
+
+@pytest.mark.parametrize(
+    "iterations, error, text",
+    [
+        (-1, ValueError, "`iterations` is -1; it is to be at least 0."),
+        (1.5, TypeError, "`iterations` is 1.5; it is to be an int."),
+    ],
+)
+def test_numbers_of_steps_without_meaning(iterations, error, text):
+    strategy = of_kind("mirrored", 2)
+    with pytest.raises(error, match=re.escape(text)):
+        run_steps(strategy, lambda c, x: None, numbers(strategy), iterations)
+
+
+def test_where_steps_cannot_be_run():
+    strategy = of_kind("mirrored", 2)
+
+    def step():
+        run_steps(strategy, lambda c, x: None, numbers(strategy))
+
+    with pytest.raises(js.ContextError):
+        strategy.run(step)
+    with pytest.raises(TypeError, match="was given as the iterator, but has no"):
+        run_steps(strategy, lambda c, x: None, [1, 2])
