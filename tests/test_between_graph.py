@@ -1,5 +1,6 @@
 """Asynchronous training in which each worker runs the whole program."""
 
+import copy
 import socket
 import threading
 
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 import jaxstrategy as js
+from jaxstrategy.compat import v1
 from jaxstrategy.parameter_servers.backends._served_task import ServedTask
 
 
@@ -145,6 +147,50 @@ def test_what_other_strategies_say_of_who_saves():
     )
     assert servers.extended.should_checkpoint
     assert servers.extended.experimental_between_graph
+
+
+def test_the_methods_of_tensorflow_1_on_servers(cluster):
+    s = cluster(0)
+    assert type(s) is v1.experimental.ParameterServerStrategy
+    assert isinstance(s, v1.Strategy)
+    with s.scope() as scope:
+        assert scope is s is v1.get_strategy()
+        b, a = js.Variable(1.0, name="b"), js.Variable(5.0, name="a")
+    extended = s.extended
+    assert (
+        isinstance(extended.read_var(a), jax.Array) and float(extended.read_var(a)) == 5
+    )
+    assert extended.non_slot_devices([b, a]) is a
+    with pytest.raises(ValueError, match="`extended.non_slot_devices` was given no"):
+        extended.non_slot_devices([])
+    with pytest.raises(TypeError, match="`extended.update` was given 3, a int"):
+        extended.update(3, lambda v: v)
+    other = "/job:worker/task:1/device:CPU:0"
+    told = "Cannot reduce to another worker: '/job:worker/task:1.*is worker 0."
+    with pytest.raises(ValueError, match=told):
+        extended.reduce_to("sum", 1.0, other)
+    with pytest.raises(ValueError, match=told):
+        extended.batch_reduce_to("sum", [(1.0, ["CPU:0", other])])
+    own = "/job:worker/task:0/device:CPU:0"
+    assert float(extended.reduce_to("sum", 1.0, own)) == 1
+    assert float(extended.update(b, lambda v, x: v.assign_add(x), args=(2.0,))) == 3
+    extended.update_non_slot(a, lambda: (a.assign_add(1.0), b.assign_add(1.0)))
+    assert (float(a), float(b)) == (6, 4)
+    assert extended.broadcast_to(2.0, b) == 2.0
+    assert float(extended.broadcast_to(np.float32(2), b)) == 2
+    assert float(s.reduce("sum", 3.0)) == 3
+
+    def step(x):
+        def merge_fn(strategy, x):
+            assert strategy is s
+            strategy.extended.update(b, lambda b, x: b.assign_add(x), args=(x,))
+
+        v1.get_replica_context().merge_call(merge_fn, args=(x,))
+
+    extended.call_for_each_replica(step, args=(np.float32(3),))
+    assert float(extended.read_var(b)) == 7
+    twin = copy.deepcopy(s)
+    assert type(twin) is type(s) and twin.extended.should_checkpoint
 
 
 def test_the_cluster_must_be_one():

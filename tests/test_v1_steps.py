@@ -209,6 +209,18 @@ def test_variables_that_a_step_makes_are_mirrored(make):
         assert v.devices == s.extended.worker_devices
 
 
+@pytest.mark.parametrize("make", [mirrored, one])
+def test_variables_by_name_that_a_step_makes_are_mirrored(make):
+    s = make()
+    made = s.run(
+        lambda: [v1.get_variable(f"v{i}", initializer=float(i)) for i in range(3)]
+    )
+    assert type(made) is list and list(map(float, made)) == [0, 1, 2]
+    for v in made:
+        assert s.extended.variable_created_in_scope(v)
+        assert v.devices == s.extended.worker_devices
+
+
 def test_the_default_strategy_wraps_nothing():
     s = v1.get_strategy()
 

@@ -21,7 +21,7 @@ from jaxstrategy.contexts import _context
 from jaxstrategy.replicas._devices import Device
 from jaxstrategy.strategies import _extended
 from jaxstrategy.strategies._calls import check_arguments
-from jaxstrategy.strategies._destinations import check_reduced
+from jaxstrategy.strategies._destinations import check_reduced, checked_pairs
 from jaxstrategy.strategies._extending import checked_variable
 from jaxstrategy.strategies._strategy import Strategy
 from jaxstrategy.text._shown import shown
@@ -144,6 +144,7 @@ class StrategyExtended(RunsOnIterator):
         """
         chosen = options_of(options, experimental_hints)
         op = ReduceOp(reduce_op)
+        self._check_process(destinations)
         return self._core.reduce_to(op, value, destinations, chosen)
 
     def batch_reduce_to(
@@ -169,7 +170,13 @@ class StrategyExtended(RunsOnIterator):
         """
         chosen = options_of(options, experimental_hints)
         op = ReduceOp(reduce_op)
-        return self._core.batch_reduce_to(op, value_destination_pairs, chosen)
+        pairs = checked_pairs(value_destination_pairs)
+        for _, destinations in pairs:
+            self._check_process(destinations)
+        return self._core.batch_reduce_to(op, pairs, chosen)
+
+    def _check_process(self, destinations: Destinations) -> None:
+        """Raise if these are devices of a process that is out of reach."""
 
     def broadcast_to(self, tensor: PyTree, destinations: Destinations) -> PyTree:
         """Copies of `tensor` on `destinations`.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import NoReturn, final
 
@@ -11,6 +12,8 @@ from jaxstrategy.compat.v1._v1_extended import StrategyExtended
 from jaxstrategy.strategies._destinations import Destinations
 from jaxstrategy.values._types import PyTree
 from jaxstrategy.variables._variable import Variable
+
+_TASK = re.compile(r"^/job:(\w+)(?:/replica:\d+)?/task:(\d+)(?:/|$)")
 
 
 @final
@@ -57,6 +60,20 @@ class ParameterServerExtended(StrategyExtended):
           ValueError: there is none.
         """
         return _first_named(var_list)
+
+    def _check_process(self, destinations: Destinations) -> None:
+        names = destinations if isinstance(destinations, (list, tuple)) else ()
+        resolver = self._strategy.cluster_resolver
+        if resolver is None:
+            return
+        own = resolver.task_type, resolver.task_id
+        for name in names or (destinations,):
+            found = _TASK.match(name) if isinstance(name, str) else None
+            if found and found[1] == own[0] and int(found[2]) != own[1]:
+                raise ValueError(
+                    f"Cannot reduce to another worker: {name!r}; this process is "
+                    f"{own[0]} {own[1]}. Name one of its devices, or a variable."
+                )
 
 
 @final
