@@ -201,7 +201,8 @@ def of_accumulation(strategy, v, x):
 
 
 def of_local_steps(strategy, v, x):
-    steps = strategy.local_steps(lambda w, x: (w, v.scaled(x)))
+    mean = jax.jit(lambda x: replica().all_reduce("mean", v.scaled(x)))
+    steps = strategy.local_steps(lambda w, x: (w, mean(x)))
     return steps(jnp.zeros(2), [x, x])[1][0]
 
 

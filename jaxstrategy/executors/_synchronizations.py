@@ -87,6 +87,7 @@ class AfterTheLast(AbstractSynchronization):
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
         """A `with` block whose reductions take the replica's own for all."""
+        self._local.reduction.begin()
         with _context.entered(local=self._local), jax.named_scope(LOCAL_SCOPE):
             yield
 

@@ -8,6 +8,7 @@ from typing import NoReturn, final
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import get_opaque_trace_state
 
 from jaxstrategy._communication_options import CommunicationOptions
 from jaxstrategy._errors import ContextError
@@ -50,6 +51,7 @@ class OwnReduction:
     def __init__(self, count: int) -> None:
         self._count = count
         self._results: list[tuple[jax.Array, jax.Array, HowReduced]] = []
+        self._state: object = None
 
     def reduce_leaves(
         self,
@@ -69,8 +71,12 @@ class OwnReduction:
             own = row.prepared(checked(op, leaf))
             # An array of its own, by which it is known when the step returns it.
             result = jnp.copy(row.of_equal(own, count))
-            self._results.append((result, own, HowReduced(op, options, groups)))
             results.append(result)
+            # A jitted function inside the step returns other arrays than it has made,
+            # which must not outlive its trace.
+            if get_opaque_trace_state() == self._state:
+                how = HowReduced(op, options, groups)
+                self._results.append((result, own, how))
         return results
 
     def reduce_compressed(
@@ -90,6 +96,10 @@ class OwnReduction:
             "is by itself and sends nothing. Leave the `compression` out there."
         )
 
+    def begin(self) -> None:
+        """Know the results of the step that begins here by what it returns."""
+        self._state = get_opaque_trace_state()
+
     def before(self, array: jax.Array) -> tuple[jax.Array, HowReduced | None]:
         """What was reduced to `array`, of its shape, and how.
 
@@ -103,6 +113,7 @@ class OwnReduction:
     def forget(self) -> None:
         """Forget all results: those of a step are values of its trace."""
         self._results.clear()
+        self._state = None
 
     def gathered(self, leaf: Leaf, axis: int) -> NoReturn:
         """Not defined.
