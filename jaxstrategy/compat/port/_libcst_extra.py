@@ -1,0 +1,21 @@
+"""LibCST, which is an extra: imported where it is used."""
+
+from __future__ import annotations
+
+from jaxstrategy._errors import MissingExtraError
+
+
+def require_libcst() -> None:
+    """Raises unless LibCST is installed, which reads programs without losing comments.
+
+    Raises:
+      MissingExtraError: it is not installed.
+    """
+    try:
+        import libcst
+    except ImportError as missing:
+        raise MissingExtraError(
+            "`jaxstrategy.compat.port` needs LibCST, which is not installed. "
+            "Install the extra: pip install 'jaxstrategy[port]'"
+        ) from missing
+    del libcst

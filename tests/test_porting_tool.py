@@ -1,0 +1,562 @@
+"""What `python -m jaxstrategy.compat.port` makes of programs, and what it says."""
+
+import textwrap
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxstrategy.compat.port._generation import Generation
+from jaxstrategy.compat.port._ported import ported
+from jaxstrategy.compat.port._python_program import NoPythonError
+
+
+def text_of(program):
+    return textwrap.dedent(program).lstrip("\n")
+
+
+def becomes(before, after):
+    """Checks what a program becomes, and that it stays so."""
+    done = ported(text_of(before))
+    assert done.text == text_of(after)
+    compile(done.text, "ported.py", "exec")
+    assert ported(done.text).text == done.text
+    return done
+
+
+def told(done, decide=True):
+    """The names in findings with the places, as text."""
+    return {
+        f"{name} {place}"
+        for finding in done.findings
+        if finding.decide is decide
+        for name, places in finding.names
+        for place in places
+    }
+
+
+def texts(done, decide=True):
+    return " | ".join(f.text for f in done.findings if f.decide is decide)
+
+
+def test_a_program_of_tensorflow_2():
+    done = becomes(
+        '''
+        """Train."""
+        import numpy as np
+        import tensorflow as tf  # the framework
+
+        strategy = tf.distribute.MirroredStrategy(["GPU:0", "GPU:1"])  # two
+        with strategy.scope():
+            v = tf.Variable(
+                1.0,
+                aggregation=tf.VariableAggregation.SUM,  # summed
+            )
+
+
+        def step(x):
+            context = tf.distribute.get_replica_context()
+            return context.all_reduce(tf.distribute.ReduceOp.SUM, x)
+        ''',
+        '''
+        """Train."""
+        import numpy as np
+        import jaxstrategy as js
+
+        strategy = js.MirroredStrategy(["GPU:0", "GPU:1"])  # two
+        with strategy.scope():
+            v = js.Variable(
+                1.0,
+                aggregation=js.VariableAggregation.SUM,  # summed
+            )
+
+
+        def step(x):
+            context = js.get_replica_context()
+            return context.all_reduce(js.ReduceOp.SUM, x)
+        ''',
+    )
+    assert done.generation is Generation.TF2
+    assert told(done) == set()
+
+
+def test_a_program_of_tensorflow_1():
+    done = becomes(
+        """
+        import tensorflow.compat.v1 as tf
+
+        s = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+        it = s.make_dataset_iterator([[1.0, 2.0]])
+        r = s.experimental_run(lambda x: 2 * x, it)
+        total = s.reduce(tf.distribute.ReduceOp.SUM, r)
+        """,
+        """
+        from jaxstrategy.compat import v1 as distribute
+
+        s = distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+        it = s.make_dataset_iterator([[1.0, 2.0]])
+        r = s.experimental_run(lambda x: 2 * x, it)
+        total = s.reduce(distribute.ReduceOp.SUM, r)
+        """,
+    )
+    assert done.generation is Generation.TF1
+    assert "s.make_dataset_iterator 4:6" in told(done, decide=False)
+
+
+def test_a_program_of_2018():
+    done = becomes(
+        """
+        import tensorflow as tf
+        from tensorflow.python.training import distribute as distribute_lib
+
+        d = tf.contrib.distribute.MirroredStrategy(num_gpus=2)
+        with d.scope():
+            v = tf.Variable(1.0)
+
+            def tower(x):
+                distribute_lib.increment_var(v)
+                return x + tf.contrib.distribute.get_tower_context().tower_id
+
+            r = d.call_for_each_tower(tower, 1.0)
+            m = d.reduce(tf.VariableAggregation.MEAN, r)
+        """,
+        """
+        import jaxstrategy as js
+        from jaxstrategy.compat import contrib as distribute
+
+        d = distribute.MirroredStrategy(num_gpus=2)
+        with d.scope():
+            v = js.Variable(1.0)
+
+            def tower(x):
+                distribute.increment_var(v)
+                return x + distribute.get_tower_context().tower_id
+
+            r = d.call_for_each_tower(tower, 1.0)
+            m = d.reduce(js.VariableAggregation.MEAN, r)
+        """,
+    )
+    assert done.generation is Generation.CONTRIB
+    assert "d.call_for_each_tower 12:9" in told(done, decide=False)
+
+
+# Lines of one import each, what uses it, and both afterwards.
+IMPORTS = {
+    "module": (
+        "from tensorflow import distribute\ns = distribute.get_strategy()",
+        "import jaxstrategy as js\ns = js.get_strategy()",
+    ),
+    "module with a name": (
+        "import tensorflow.distribute as tfd\ns = tfd.get_strategy()",
+        "import jaxstrategy as js\ns = js.get_strategy()",
+    ),
+    "without a name": (
+        "import tensorflow\ns = tensorflow.distribute.get_strategy()",
+        "import jaxstrategy as js\ns = js.get_strategy()",
+    ),
+    "name": (
+        "from tensorflow.distribute import ReduceOp, get_strategy as g\ng(ReduceOp)",
+        "from jaxstrategy import ReduceOp, get_strategy as g\ng(ReduceOp)",
+    ),
+    "name under experimental": (
+        "from tensorflow.distribute.experimental import CentralStorageStrategy as C",
+        "from jaxstrategy.experimental import CentralStorageStrategy as C",
+    ),
+    "TensorFlow's own modules": (
+        "from tensorflow.python.distribute import mirrored_strategy, reduce_util\n"
+        "s = mirrored_strategy.MirroredStrategy()\no = reduce_util.ReduceOp.SUM",
+        "import jaxstrategy as js\ns = js.MirroredStrategy()\no = js.ReduceOp.SUM",
+    ),
+    "names of TensorFlow's own modules": (
+        "from tensorflow.python.distribute.distribute_lib import Strategy\nx: Strategy",
+        "from jaxstrategy import Strategy\nx: Strategy",
+    ),
+    "resolvers of TensorFlow's own": (
+        "from tensorflow.python.distribute.cluster_resolver import "
+        "tfconfig_cluster_resolver as t\nt.TFConfigClusterResolver()",
+        "import jaxstrategy as js\njs.cluster_resolver.TFConfigClusterResolver()",
+    ),
+    "contrib": (
+        "from tensorflow.contrib import distribute\ndistribute.get_tower_context()",
+        "from jaxstrategy.compat import contrib as distribute\n"
+        "distribute.get_tower_context()",
+    ),
+    "name of contrib": (
+        "from tensorflow.contrib.distribute import OneDeviceStrategy\n"
+        "d = OneDeviceStrategy('CPU:0')",
+        "from jaxstrategy.compat.contrib import OneDeviceStrategy\n"
+        "d = OneDeviceStrategy('CPU:0')",
+    ),
+    "contrib's own modules": (
+        "from tensorflow.contrib.distribute.python import mirrored_strategy as m\n"
+        "d = m.MirroredStrategy()",
+        "from jaxstrategy.compat import contrib as distribute\n"
+        "d = distribute.MirroredStrategy()",
+    ),
+    "contrib of TensorFlow 1.13": (
+        "import tensorflow as tf\n"
+        "s = tf.contrib.distribute.CollectiveAllReduceStrategy()\n"
+        "s.experimental_run_v2(print)",
+        "from jaxstrategy.compat import v1 as distribute\n"
+        "s = distribute.experimental.MultiWorkerMirroredStrategy()\n"
+        "s.run(print)",
+    ),
+    "one of two": (
+        "try:\n    import tensorflow.compat.v1 as tf\nexcept ImportError:\n"
+        "    import tensorflow as tf\ns = tf.distribute.get_strategy()\n"
+        "s.experimental_run(print)",
+        "from jaxstrategy.compat import v1 as distribute\ntry:\n    pass\n"
+        "except ImportError:\n    pass\ns = distribute.get_strategy()\n"
+        "s.experimental_run(print)",
+    ),
+    "in a function": (
+        "def f():\n    import tensorflow as tf\n"
+        "    return tf.distribute.get_strategy()",
+        "import jaxstrategy as js\ndef f():\n    return js.get_strategy()",
+    ),
+    "in a function of nothing else": (
+        "import os\ndef f():\n    import tensorflow as tf\n"
+        "    from tensorflow import distribute as d\n    def g(x=d.ReduceOp.SUM): 1",
+        "import os\nimport jaxstrategy as js\ndef f():\n    import tensorflow as tf\n"
+        "    def g(x=js.ReduceOp.SUM): 1",
+    ),
+    "beside others": (
+        "import os, tensorflow as tf, sys\nx = tf.distribute.ReduceOp.SUM",
+        "import jaxstrategy as js\nimport os, sys\nx = js.ReduceOp.SUM",
+    ),
+    "on one line": (
+        "import os; import tensorflow as tf; x = tf.distribute.ReduceOp.SUM",
+        "import jaxstrategy as js\nimport os; pass; x = js.ReduceOp.SUM",
+    ),
+    "compat.v2": (
+        "import tensorflow.compat.v2 as tf\nx = tf.distribute.ReduceOp.SUM",
+        "import jaxstrategy as js\nx = js.ReduceOp.SUM",
+    ),
+    "name and a decision": (
+        "from tensorflow import Variable, function\nv = Variable(1)\nfunction(v)",
+        "import jaxstrategy as js\nfrom tensorflow import function\n"
+        "v = js.Variable(1)\nfunction(v)",
+    ),
+}
+
+
+@pytest.mark.parametrize("before, after", IMPORTS.values(), ids=list(IMPORTS))
+def test_imports(before, after):
+    becomes(before + "\n", after + "\n")
+
+
+def test_names_that_are_taken_are_not_taken_twice():
+    becomes(
+        """
+        import tensorflow as tf
+        def f(js, distribute):
+            return tf.distribute.get_strategy()
+        def g(jnp: "np.array"):
+            return tf.square(jnp)
+        """,
+        """
+        import jax.numpy as jax_numpy
+        import jaxstrategy
+        def f(js, distribute):
+            return jaxstrategy.get_strategy()
+        def g(jnp: "np.array"):
+            return jax_numpy.square(jnp)
+        """,
+    )
+
+
+def test_imports_that_are_there_are_used():
+    becomes(
+        """
+        import jax.numpy as np
+        import jaxstrategy as strategies
+        import tensorflow as tf
+        x = np.add(tf.distribute.get_strategy(), tf.square(2.0))
+        """,
+        """
+        import jax.numpy as np
+        import jaxstrategy as strategies
+        x = np.add(strategies.get_strategy(), np.square(2.0))
+        """,
+    )
+
+
+def test_local_names_that_look_like_tensorflow_stay():
+    program = text_of("""
+        import tensorflow as tf
+
+        def f(tf):
+            return tf.distribute.get_strategy()
+
+        tf.keras.Model()
+        """)
+    assert ported(program).text == program
+
+
+def test_annotations_that_are_strings():
+    becomes(
+        """
+        import tensorflow as tf
+        def f(s: "tf.distribute.Strategy", é: 'list[tf.Variable]') -> "tf.Tensor": ...
+        """,
+        """
+        import jax
+        import jaxstrategy as js
+        def f(s: "js.Strategy", é: 'list[js.Variable]') -> "jax.Array": ...
+        """,
+    )
+
+
+def test_functions_of_arrays_where_they_mean_the_same():
+    becomes(
+        """
+        import tensorflow as tf
+        from tensorflow import nest
+        def f(x, y):
+            a = tf.reduce_mean(tf.square(x, name="sq"), axis=0, keepdims=True)
+            b = tf.concat([a, tf.zeros([2, 3], tf.float32)], axis=-1)
+            c = tf.transpose(tf.cast(b, dtype=tf.int32), perm=[1, 0])
+            return nest.map_structure(tf.abs, (c, tf.where(x > 0, x, y)))
+        """,
+        """
+        import jax
+        import jax.numpy as jnp
+        def f(x, y):
+            a = jnp.mean(jnp.square(x), axis=0, keepdims=True)
+            b = jnp.concatenate([a, jnp.zeros([2, 3], jnp.float32)], axis=-1)
+            c = jnp.transpose(jnp.astype(b, dtype=jnp.int32), axes=[1, 0])
+            return jax.tree.map(jnp.abs, (c, jnp.where(x > 0, x, y)))
+        """,
+    )
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "tf.reduce_sum(x, keep_dims=True)",
+        "tf.reduce_sum([x, x])",
+        "tf.matmul(x, y, transpose_b=True)",
+        "tf.argmax(x)",
+        "tf.where(x)",
+        "tf.constant('text')",
+        "tf.square(*x)",
+        "tf.Variable(x, validate_shape=False)",
+        "tf.nn.compute_average_loss(x, None, 3)",
+    ],
+)
+def test_calls_that_mean_something_else_are_left_to_a_person(call):
+    program = f"import tensorflow as tf\n{call}\n"
+    done = ported(program)
+    assert done.text == program
+    (finding,) = done.findings
+    assert finding.decide and "not in this form" in finding.text
+
+
+def test_types_that_are_compared_are_left_to_a_person():
+    program = "import tensorflow as tf\nx = dtype == tf.float16\n"
+    done = ported(program)
+    assert done.text == program
+    assert told(done) == {"tf.float16 2:14"}
+    assert "`jnp.float16` where it is about arrays of JAX" in texts(done)
+
+
+def test_code_of_datasets_stays_tensorflow():
+    program = text_of("""
+        import tensorflow as tf
+
+        def scale(x):
+            return clipped(tf.cast(x, tf.float32))
+
+        def clipped(x):
+            return tf.minimum(x, 1.0)
+
+        data = tf.data.Dataset.from_tensors(tf.constant([1])).map(scale)
+        data = data.map(lambda x: tf.square(x)).filter(lambda x: tf.reduce_all(x > 0))
+        made = tf.data.Dataset.from_generator(gen, output_types=(tf.int32, tf.float32))
+        """)
+    done = ported(program)
+    assert done.text == program
+    assert told(done) == set()
+
+
+def test_methods_of_keras_layers_stay_but_for_names_of_distribute():
+    becomes(
+        """
+        import tensorflow as tf
+        class Layer(tf.keras.layers.Layer):
+            def call(self, x):
+                n = tf.distribute.get_strategy().num_replicas_in_sync
+                return tf.reduce_sum(x) / tf.cast(n, tf.float32)
+        """,
+        """
+        import jaxstrategy as js
+        import tensorflow as tf
+        class Layer(tf.keras.layers.Layer):
+            def call(self, x):
+                n = js.get_strategy().num_replicas_in_sync
+                return tf.reduce_sum(x) / tf.cast(n, tf.float32)
+        """,
+    )
+
+
+def test_what_a_person_must_decide_is_told_with_its_places():
+    done = ported(
+        text_of("""
+        import tensorflow as tf
+        from tensorflow.keras import layers
+        strategy = tf.distribute.MirroredStrategy()
+        @tf.function
+        def step(x):
+            with tf.GradientTape() as tape:
+                tf.print(x)
+        layers.Dense(3)
+        tf.keras.Sequential()
+        tf.data.Dataset.range(3)
+        strategy.run(step)
+        """)
+    )
+    assert told(done) == {
+        "tf.keras.layers 2:30",
+        "tf.function 4:2",
+        "tf.GradientTape 6:10",
+        "tf.print 7:9",
+        "tf.keras.layers.Dense 8:1",
+        "tf.keras.Sequential 9:1",
+    }
+    assert {"tf.data.Dataset.range 10:1", "strategy.run 11:1"} <= told(done, False)
+    (keras,) = [f for f in done.findings if "Flax NNX" in f.text and f.decide]
+    assert keras.line("a.py").startswith(
+        "a.py:2:30: decide: tf.keras.layers, tf.keras.layers.Dense (8:1), "
+        "tf.keras.Sequential (9:1): a model of Flax NNX"
+    )
+
+
+def test_graphs_and_sessions_are_told():
+    done = ported(
+        text_of("""
+        import tensorflow as tf
+        d = tf.contrib.distribute.MirroredStrategy()
+        it = d.distribute_dataset(lambda: 0).make_initializable_iterator()
+        with tf.Session(config=tf.ConfigProto()) as sess:
+            sess.run(it.initializer)
+        tf.train.AdamOptimizer().minimize(0)
+        """)
+    )
+    assert {"tf.Session 4:6", "tf.ConfigProto 4:24"} <= told(done)
+    assert "tf.train.AdamOptimizer 6:1" in told(done)
+    assert {"it.initializer 5:14", "sess.run 5:5"} <= told(done, decide=False)
+    assert "Optax does not" in texts(done)
+
+
+def test_variables_by_name():
+    becomes(
+        """
+        import tensorflow as tf
+        s = tf.compat.v1.distribute.MirroredStrategy()
+        with s.scope(), tf.variable_scope("a", reuse=tf.AUTO_REUSE):
+            v = tf.get_variable("w", initializer=1.0)
+        """,
+        """
+        from jaxstrategy.compat import v1 as distribute
+        s = distribute.MirroredStrategy()
+        with s.scope(), distribute.variable_scope("a", reuse=distribute.AUTO_REUSE):
+            v = distribute.get_variable("w", initializer=1.0)
+        """,
+    )
+
+
+def test_programs_of_tensorflow_2_with_names_of_1():
+    done = ported(
+        "import tensorflow as tf\ntf.compat.v1.logging.info(1)\n"
+        "s = tf.distribute.get_strategy()\n"
+    )
+    assert done.generation is Generation.TF2
+    assert "s = js.get_strategy()" in done.text
+
+
+def test_the_generation_can_be_said():
+    program = "import tensorflow as tf\ns = tf.distribute.get_strategy()\n"
+    done = ported(program, Generation.TF1)
+    assert "distribute.get_strategy()" in done.text
+    assert "compat import v1 as distribute" in done.text
+
+
+def test_comments_in_a_name_are_not_lost():
+    program = "import tensorflow as tf\nx = (tf  # why\n  .distribute.ReduceOp)\n"
+    done = ported(program)
+    assert done.text == program and told(done) == {"tf.distribute.ReduceOp 2:6"}
+
+
+def test_all_names_at_once():
+    program = "from tensorflow.distribute import *\n"
+    done = ported(program)
+    assert done.text == program and "hides which of them" in texts(done)
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_ends_of_lines_stay(end):
+    before = end.join(["import tensorflow as tf", "x = tf.distribute.ReduceOp.SUM", ""])
+    after = end.join(["import jaxstrategy as js", "x = js.ReduceOp.SUM", ""])
+    assert ported(before).text == after
+
+
+@pytest.mark.parametrize(
+    "program, said",
+    [
+        ("import tensorflow\nprint 'a'\n", "line 2 is Python 2. Rewrite the file"),
+        ("import tensorflow\ntry: pass\nexcept E, e: pass\n", "is Python 2"),
+        ("import tensorflow\nx = = 1\n", "line 2 is no Python"),
+    ],
+)
+def test_what_is_no_python_3(program, said):
+    with pytest.raises(NoPythonError, match=said):
+        ported(program)
+
+
+def test_programs_without_tensorflow_are_not_read():
+    assert ported("print 'a'").text == "print 'a'"
+
+
+LINES = st.lists(
+    st.sampled_from(
+        """\
+import tensorflow as tf
+import tensorflow.compat.v1 as tf
+from tensorflow import distribute
+from tensorflow.distribute import ReduceOp, MirroredStrategy as M
+from tensorflow.keras import layers, optimizers
+import numpy as np, tensorflow.contrib.distribute
+import jaxstrategy as js
+s = tf.distribute.MirroredStrategy()
+d = tf.contrib.distribute.OneDeviceStrategy("CPU:0")
+with s.scope(): v = tf.Variable(1., name="v")
+x = tf.reduce_sum(tf.square(tf.constant([1., 2.]), name="y"), axis=0)
+def f(distribute, x: "tf.distribute.Strategy"): return tf.cast(x, tf.float32)
+r = s.run(f, args=(tf.zeros([2], dtype=tf.int32),)); t = tf.float64
+o = distribute.ReduceOp.SUM, ReduceOp.MEAN, M
+class L(tf.keras.Model): y = tf.nn.relu(tf.abs(1.))
+data = tf.data.Dataset.range(3).map(lambda i: tf.cast(i, tf.int32)).map(f)
+s.experimental_run_v2(lambda: tf.distribute.get_replica_context().merge_call(f))
+layers.Dense(optimizers.Adam())  # comment
+if True:\n    import tensorflow as tf; y = tf.distribute.get_strategy
+js = 3; jnp = 4""".replace("\\n", "\n").split("\n")
+    ),
+    max_size=9,
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(LINES)
+def test_any_program_becomes_a_program_that_stays(lines):
+    program = "\n".join(lines) + "\n"
+    try:
+        compile(program, "before.py", "exec")
+    except SyntaxError:
+        return
+    once = ported(program)
+    compile(once.text, "after.py", "exec")
+    again = ported(once.text)
+    assert again.text == once.text
+    names = {name.split(" ")[0] for name in told(once)}
+    assert {name.split(" ")[0] for name in told(again)} <= names
+    assert once.text != program or again.findings == once.findings
