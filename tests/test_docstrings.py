@@ -17,6 +17,7 @@ MODULES = [
     "jaxstrategy",
     "jaxstrategy.checkpoint",
     "jaxstrategy.cluster_resolver",
+    "jaxstrategy.compat.contrib",
     "jaxstrategy.compat.v1",
     "jaxstrategy.compat.v1.experimental",
     "jaxstrategy.experimental",

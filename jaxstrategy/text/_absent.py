@@ -10,6 +10,25 @@ _OF_TENSORFLOW_2 = (
     "InputOptions",
 )
 
+_STEPS = (
+    "Give the loop to `distribution_strategy.run_steps_on_dataset`, and the step to "
+    "`call_for_each_tower`."
+)
+# Names of 2019 and later, by those of 2018.
+_NAMES_OF_2018 = {
+    "get_replica_context": "get_tower_context",
+    "get_strategy": "get_distribution_strategy",
+    "has_strategy": "has_distribution_strategy",
+    "in_cross_replica_context": "get_cross_tower_context",
+    "ReplicaContext": "TowerContext",
+    "Strategy": "DistributionStrategy",
+    "CrossDeviceOps": "CrossTowerOps",
+    "NcclAllReduce": "AllReduceCrossTowerOps",
+    "ReductionToOneDevice": "ReductionToOneDeviceCrossTowerOps",
+    "PerReplica": "PerDevice",
+    "ReduceOp": "VariableAggregation",
+}
+
 ADVICE = {
     "compat.v1.distribute": (
         "Here its names are those of `compat.v1` itself: `from jaxstrategy.compat "
@@ -18,6 +37,26 @@ ADVICE = {
     **{
         f"compat.v1.{name}": f"It is one of 2.x, and here `jaxstrategy.{name}`."
         for name in _OF_TENSORFLOW_2
+    },
+    "compat.contrib.MultiWorkerAllReduce": (
+        "Here it is `jaxstrategy.HierarchicalCopyAllReduce`, which sums inside each "
+        "process first."
+    ),
+    "compat.contrib.DistributeConfig": (
+        "It is for Estimators. `jaxstrategy.training_loop` trains with any strategy."
+    ),
+    "compat.contrib.run_standard_tensorflow_server": (
+        "It is for parameter servers: `jaxstrategy.Server(cluster_spec, ...).join()`."
+    ),
+    **{
+        f"compat.contrib.{name}": _STEPS
+        for name in ("Step", "StandardInputStep", "StandardSingleLossStep")
+    },
+    **{
+        f"compat.contrib.{name}": (
+            f"In 2018 it was `{older}`, which is here; it is `jaxstrategy.{name}` now."
+        )
+        for name, older in _NAMES_OF_2018.items()
     },
 }
 

@@ -14,6 +14,9 @@ from jaxstrategy.compat._get_variable import variable_scope as variable_scope
 from jaxstrategy.compat.contrib._aggregating_context import (
     MultiStepContext as MultiStepContext,
 )
+from jaxstrategy.compat.contrib._all_reduce_ops import (
+    AllReduceCrossTowerOps as AllReduceCrossTowerOps,
+)
 from jaxstrategy.compat.contrib._contrib_strategies import (
     CollectiveAllReduceStrategy as CollectiveAllReduceStrategy,
 )
@@ -30,6 +33,7 @@ from jaxstrategy.compat.contrib._contrib_strategies import TPUStrategy as TPUStr
 from jaxstrategy.compat.contrib._distribution_strategy import (
     DistributionStrategy as DistributionStrategy,
 )
+from jaxstrategy.compat.contrib._monitor import Monitor as Monitor
 from jaxstrategy.compat.contrib._older_functions import (
     get_loss_reduction as get_loss_reduction,
 )
@@ -58,11 +62,15 @@ from jaxstrategy.compat.contrib._update_context import (
     get_update_device as get_update_device,
 )
 from jaxstrategy.reductions._cross_device_ops import CrossDeviceOps as CrossTowerOps
+from jaxstrategy.reductions._planned_ops import (
+    ReductionToOneDevice as ReductionToOneDeviceCrossTowerOps,
+)
 from jaxstrategy.strategies._mirrored_type import Mirrored as Mirrored
 from jaxstrategy.text import _absent
+from jaxstrategy.tpu._tpu_system import initialize_tpu_system as initialize_tpu_system
 from jaxstrategy.values._per_replica import PerReplica as PerDevice
 
-__all__ = ["CrossTowerOps", "PerDevice"]
+__all__ = ["CrossTowerOps", "PerDevice", "ReductionToOneDeviceCrossTowerOps"]
 
 
 def __getattr__(name: str) -> NoReturn:

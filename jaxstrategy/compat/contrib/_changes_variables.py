@@ -20,8 +20,10 @@ class ChangesVariables(HasTowers):
     def read_var(self, v: Variable) -> jax.Array:
         """The value of a variable; of a tower-local one what its copies are together.
 
+        It has the shape of the variable.
+
         Raises:
-          RuntimeError: of a tower-local variable, inside a tower.
+          ContextError: of a tower-local variable, inside a tower.
           ValueError: of a tower-local variable without an aggregation.
           TypeError: it is no variable.
         """
@@ -41,7 +43,7 @@ class ChangesVariables(HasTowers):
           fn: a function of the value.
 
         Raises:
-          RuntimeError: outside of cross-tower context.
+          ContextError: outside of cross-tower context.
           ValueError: there is no such device.
           TypeError: `destination` is none, or `fn` cannot be called.
         """
@@ -70,7 +72,7 @@ class ChangesVariables(HasTowers):
             each leaf of the result is a tuple with one entry for each copy.
 
         Raises:
-          RuntimeError: outside of cross-tower context.
+          ContextError: outside of cross-tower context.
           TypeError: an argument differs between towers; `var` is no variable.
           ValueError: the variable belongs to another strategy.
         """
@@ -93,7 +95,7 @@ class ChangesVariables(HasTowers):
           **kwargs: its keyword arguments. `grouped` as of `update`.
 
         Raises:
-          RuntimeError: outside of cross-tower context.
+          ContextError: outside of cross-tower context.
           TypeError: an argument differs between towers; `colocate_with` names nothing.
         """
         self._require_cross_tower("update_non_slot")

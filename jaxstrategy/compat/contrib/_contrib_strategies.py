@@ -236,7 +236,7 @@ class DefaultDistributionStrategy(DistributionStrategy):
         """A `with` block that changes nothing.
 
         Raises:
-          RuntimeError: inside another strategy's scope.
+          ContextError: inside another strategy's scope.
         """
         if _current.has_strategy():
             raise ContextError(
@@ -250,7 +250,7 @@ class DefaultDistributionStrategy(DistributionStrategy):
         """None.
 
         Raises:
-          RuntimeError: always.
+          ContextError: always.
         """
         raise _unsupported("worker_devices")
 
@@ -259,7 +259,7 @@ class DefaultDistributionStrategy(DistributionStrategy):
         """None.
 
         Raises:
-          RuntimeError: always.
+          ContextError: always.
         """
         raise _unsupported("parameter_devices")
 
@@ -268,7 +268,7 @@ class DefaultDistributionStrategy(DistributionStrategy):
         """None.
 
         Raises:
-          RuntimeError: always.
+          ContextError: always.
         """
         raise _unsupported("worker_device_index")
 
@@ -296,7 +296,7 @@ class DefaultDistributionStrategy(DistributionStrategy):
           destinations: play no part.
 
         Raises:
-          RuntimeError: outside of cross-tower context.
+          ContextError: outside of cross-tower context.
         """
         self._require_cross_tower("broadcast")
         return tensor
@@ -312,7 +312,7 @@ class DefaultDistributionStrategy(DistributionStrategy):
           destinations: play no part.
 
         Raises:
-          RuntimeError: outside of cross-tower context.
+          ContextError: outside of cross-tower context.
           ValueError: another aggregation.
         """
         self._require_cross_tower("reduce")
@@ -329,7 +329,7 @@ class DefaultDistributionStrategy(DistributionStrategy):
           value_destination_pairs: pairs of a value and its destinations.
 
         Raises:
-          RuntimeError: outside of cross-tower context.
+          ContextError: outside of cross-tower context.
           ValueError: something else than pairs; another aggregation.
         """
         self._require_cross_tower("batch_reduce")

@@ -58,7 +58,7 @@ def operation_of(aggregation: VariableAggregation | str) -> ReduceOp:
     """
     try:
         op = ReduceOp(aggregation)
-    except ValueError:
+    except (ValueError, TypeError):
         op = None
     if op in (ReduceOp.SUM, ReduceOp.MEAN):
         return op

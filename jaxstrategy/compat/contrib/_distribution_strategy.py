@@ -100,7 +100,7 @@ class DistributionStrategy(FeedsTowers, ChangesVariables):
           `PerDevice`; a variable is that variable.
 
         Raises:
-          RuntimeError: outside of cross-tower context.
+          ContextError: outside of cross-tower context.
           TypeError: `fn` cannot be called.
 
         >>> import jaxstrategy as js
@@ -131,7 +131,7 @@ class DistributionStrategy(FeedsTowers, ChangesVariables):
           is 90.
 
         Raises:
-          RuntimeError: outside of cross-tower context.
+          ContextError: outside of cross-tower context.
           TypeError: `fn` cannot be called.
         """
         self._require_cross_tower("map")
@@ -146,13 +146,15 @@ class DistributionStrategy(FeedsTowers, ChangesVariables):
     ) -> PyTree:
         """Copies of a value on several devices, or on one.
 
+        In a function of `merge_call` it is on all devices already, and comes back.
+
         Args:
           tensor: a pytree of arrays and numbers.
           destinations: a device or its name, a list of them, or a variable, whose
             devices are meant; by default the worker devices.
 
         Raises:
-          RuntimeError: outside of cross-tower context.
+          ContextError: outside of cross-tower context.
           ValueError: there is no such device, or the value differs between towers.
           TypeError: `destinations` names no devices.
         """
@@ -180,7 +182,7 @@ class DistributionStrategy(FeedsTowers, ChangesVariables):
           A pytree of mirrored arrays, on all destinations.
 
         Raises:
-          RuntimeError: outside of cross-tower context.
+          ContextError: outside of cross-tower context.
           ValueError: another aggregation; no such device.
           TypeError: a leaf is no number; `destinations` names no devices.
         """
@@ -204,7 +206,7 @@ class DistributionStrategy(FeedsTowers, ChangesVariables):
           value_destination_pairs: pairs of a value and its destinations.
 
         Raises:
-          RuntimeError: outside of cross-tower context.
+          ContextError: outside of cross-tower context.
           ValueError: something else than pairs; otherwise as `reduce`.
           TypeError: as `reduce`.
         """
@@ -220,7 +222,7 @@ class DistributionStrategy(FeedsTowers, ChangesVariables):
         """The versions that the towers of this process have; `[value]` of a plain one.
 
         Raises:
-          RuntimeError: outside of cross-tower context.
+          ContextError: outside of cross-tower context.
         """
         self._require_cross_tower("unwrap")
         if isinstance(value, MapOutput):
@@ -244,7 +246,7 @@ class DistributionStrategy(FeedsTowers, ChangesVariables):
           None; a single plain value, without `name`, itself.
 
         Raises:
-          RuntimeError: outside of cross-tower context.
+          ContextError: outside of cross-tower context.
         """
         self._require_cross_tower("group")
         return _tower_values.grouped(self.unwrap(value), name)

@@ -67,7 +67,7 @@ class FeedsTowers(HasTowers):
           The context, with the outputs of the last step.
 
         Raises:
-          RuntimeError: outside of cross-tower context.
+          ContextError: outside of cross-tower context.
           OutOfRangeError: there are fewer elements. The steps before have been taken.
           TypeError: `iterator` is none, or `iterations` is no whole number.
           ValueError: `iterations` is negative; or it is 0, and the initial values have

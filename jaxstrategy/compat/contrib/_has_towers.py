@@ -38,7 +38,7 @@ class HasTowers(OlderStrategy):
         """The devices of the towers, in their order; a list of your own.
 
         Raises:
-          RuntimeError: of the default strategy, which has none.
+          ContextError: of the default strategy, which has none.
         """
         return list(self._core.extended.worker_devices)
 
@@ -47,7 +47,7 @@ class HasTowers(OlderStrategy):
         """The devices that hold mirrored variables; a list of your own.
 
         Raises:
-          RuntimeError: of the default strategy, which has none.
+          ContextError: of the default strategy, which has none.
         """
         return list(self._core.extended.parameter_devices)
 
@@ -71,7 +71,7 @@ class HasTowers(OlderStrategy):
         """A value that is 0, 1, ... in the towers; the int 0 with one tower.
 
         Raises:
-          RuntimeError: outside of cross-tower context; of the default strategy.
+          ContextError: outside of cross-tower context; of the default strategy.
         """
         self._require_cross_tower("worker_device_index")
         return _tower_values.numbers_of_towers(self._core)
@@ -84,7 +84,7 @@ class HasTowers(OlderStrategy):
         It may be entered again inside.
 
         Raises:
-          RuntimeError: inside a tower, or in another strategy's scope.
+          ContextError: inside a tower, or in another strategy's scope.
         """
         if _current.has_strategy():
             self._require_cross_tower("scope")
@@ -100,7 +100,7 @@ class HasTowers(OlderStrategy):
             `non_slot_devices` gives.
 
         Raises:
-          RuntimeError: outside of `scope()`.
+          ContextError: outside of `scope()`.
           ValueError: the variable belongs to another strategy, or to none.
           TypeError: neither a variable nor devices.
         """
@@ -122,7 +122,7 @@ class HasTowers(OlderStrategy):
             or `.ONLY_FIRST_REPLICA`, or "sum", "mean" and so on.
 
         Raises:
-          RuntimeError: outside of `scope()`.
+          ContextError: outside of `scope()`.
           ValueError: no such aggregation.
 
         >>> import jaxstrategy as js
@@ -166,11 +166,11 @@ class HasTowers(OlderStrategy):
             )
 
     def initialize(self) -> list[object]:
-        """What must be done before steps are run: nothing, an empty list."""
+        """An empty list: of what a session has to run before training."""
         return []
 
     def finalize(self) -> list[object]:
-        """What must be done after all steps: nothing, an empty list."""
+        """An empty list: of what a session has to run after training."""
         return []
 
     def _require_cross_tower(self, method: str) -> None:

@@ -22,10 +22,10 @@ def increment_var(v: Variable, amount: Value = 1) -> jax.Array:
       amount: a number or an array, equal in all towers.
 
     Returns:
-      The new value.
+      The new value, of the shape of `v`.
 
     Raises:
-      RuntimeError: in cross-tower context; use `distribution_strategy.update` there.
+      ContextError: in cross-tower context; use `distribution_strategy.update` there.
       ValueError: `amount` may differ between towers.
       TypeError: `v` is no variable.
 
@@ -51,7 +51,7 @@ def increment_var(v: Variable, amount: Value = 1) -> jax.Array:
 
 
 def get_loss_reduction() -> VariableAggregation:
-    """How gradients are combined for the loss at hand: MEAN.
+    """The aggregation of gradients for the loss at hand: MEAN.
 
     Nobody records losses here, so that it stays MEAN after a summed one, too, where
     2018 gave SUM.

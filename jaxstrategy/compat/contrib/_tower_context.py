@@ -56,13 +56,13 @@ class TowerContext:
         """A `with` block in the context where code already is.
 
         Raises:
-          RuntimeError: code is elsewhere; `call_for_each_tower` enters towers.
+          ContextError: code is elsewhere; `call_for_each_tower` enters towers.
         """
         block = contextlib.nullcontext()
         if self is _DEFAULT and not _current.has_strategy():
             block = _context.outside()
         else:
-            require_tower_context(self)
+            _require_current(self)
         block.__enter__()
         self._entered.append(block)
         return self
@@ -85,10 +85,10 @@ class TowerContext:
           What `merge_fn` returned, each `PerDevice` as this tower's version.
 
         Raises:
-          RuntimeError: this is not the current tower context.
+          ContextError: this is not the current tower context.
           TypeError: `merge_fn` cannot be called.
         """
-        require_tower_context(self)
+        _require_current(self)
         _tower_values.require_function("merge_call", merge_fn)
 
         def with_face(core: AbstractStrategy, *args: Any, **kwargs: Any) -> PyTree:
@@ -119,9 +119,9 @@ class TowerContext:
         scalar known only on the devices. Outside any strategy it is the int 0.
 
         Raises:
-          RuntimeError: this is not the current tower context.
+          ContextError: this is not the current tower context.
         """
-        require_tower_context(self)
+        _require_current(self)
         return self._replica.replica_id_in_sync_group
 
     @property
@@ -129,9 +129,9 @@ class TowerContext:
         """The devices of all towers, in their order: one program serves them.
 
         Raises:
-          RuntimeError: this is not the current tower context.
+          ContextError: this is not the current tower context.
         """
-        require_tower_context(self)
+        _require_current(self)
         return self._replica.devices
 
     def __repr__(self) -> str:
@@ -192,13 +192,13 @@ def has_distribution_strategy() -> bool:
 
 
 def require_tower_context(tower_ctx: TowerContext) -> None:
-    """Nothing where `tower_ctx` is the current tower context, else an error.
+    """Raises an error unless `tower_ctx` is the current tower context.
 
     Args:
       tower_ctx: what `get_tower_context()` returned.
 
     Raises:
-      RuntimeError: code is in cross-tower context, in another step of the same
+      ContextError: code is in cross-tower context, in another step of the same
         strategy, or in another strategy's.
       TypeError: it is no tower context.
 
@@ -210,6 +210,10 @@ def require_tower_context(tower_ctx: TowerContext) -> None:
             f"`require_tower_context` was given {shown(tower_ctx)}; a TowerContext of "
             "`get_tower_context()` was wanted."
         )
+    _require_current(tower_ctx)
+
+
+def _require_current(tower_ctx: TowerContext) -> None:
     current = get_tower_context()
     if current is tower_ctx:
         return

@@ -1,0 +1,431 @@
+"""Variables of 2018: `update`, `update_non_slot`, `read_var`, tower-local ones."""
+
+import pickle
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers.replicas import ids
+from helpers.towers import STRATEGIES, in_default, mirrored, unwrapped
+
+import jaxstrategy as js
+from jaxstrategy.compat import contrib, v1
+
+
+@pytest.fixture
+def d():
+    return mirrored(2)
+
+
+@pytest.fixture(params=STRATEGIES)
+def any_strategy(request):
+    return STRATEGIES[request.param]()
+
+
+# Update.
+
+
+def test_update(any_strategy):
+    d = any_strategy
+    with d.scope():
+        v = js.Variable(1.0)
+        new = d.update(v, lambda v, a, b=0: v.assign_add(a + b), 2.0, b=3.0)
+        assert float(new) == 6.0 and unwrapped(d, v) == [6.0] * d.num_towers
+        assert d.update(v, lambda v: v) is v
+        assert d.update(v, lambda v: 3, grouped=False) == (3,)
+
+
+def test_update_of_each_copy(d):
+    with d.scope():
+        v = js.Variable(5.0)
+        copies = d.update(v, lambda v: {"a": v.assign(1.0)}, grouped=False)
+        assert [float(copy) for copy in copies["a"]] == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("method", ["update", "update_non_slot"])
+def test_arguments_that_differ_between_towers_are_refused(d, method):
+    with d.scope():
+        v = js.Variable(1.0)
+        where = v if method == "update" else d.non_slot_devices([v])
+        for args, named in [((ids(d.core),), {}), ((), {"g": {"x": ids(d.core)}})]:
+            with pytest.raises(TypeError, match=f"`{method}` was given a PerDevice"):
+                getattr(d, method)(where, lambda *_, **__: None, *args, **named)
+        with pytest.raises(TypeError, match=f"`{method}` was given 3, which cannot"):
+            getattr(d, method)(where, 3)
+
+
+def test_update_of_what_is_no_variable_of_this_strategy(d):
+    with mirrored(2).scope():
+        foreign = js.Variable(1.0)
+    with d.scope():
+        with pytest.raises(ValueError, match="not one made in the scope of"):
+            d.update(foreign, lambda v: v)
+        with pytest.raises(TypeError, match="a jaxstrategy.Variable was wanted"):
+            d.update(3.0, lambda v: v)
+
+
+@pytest.mark.parametrize(("n", "w"), [(1, 0.1), (2, 0.2), (4, 0.4)])
+def test_the_standard_update_pattern(n, w):
+    d = mirrored(n)
+    with d.scope():
+        v = js.Variable(0.0)
+
+    def apply(d, gradient):
+        gradient = d.reduce(contrib.VariableAggregation.SUM, gradient, destinations=v)
+        d.update(v, lambda v, g: v.assign_sub(0.05 * g), gradient)
+
+    def step():
+        gradient = js.grad(lambda: (v - 1.0) ** 2, v)()
+        contrib.get_tower_context().merge_call(apply, gradient)
+
+    with d.scope():
+        found = []
+        for _ in range(3):
+            d.call_for_each_tower(step)
+            found.append(float(v))
+    np.testing.assert_allclose(found, 1 - (1 - w) ** np.arange(1, 4), rtol=1e-5)
+
+
+def test_a_gradient_that_is_not_reduced_is_refused(d):
+    with d.scope():
+        v = js.Variable(0.0, name="v")
+
+    def step(x):
+        def apply(d, g):
+            d.update(v, lambda v, g: v.assign_sub(g), g)
+
+        contrib.get_tower_context().merge_call(apply, x)
+
+    with d.scope(), pytest.raises(js.NotMirroredError, match="'v' is mirrored"):
+        d.call_for_each_tower(step, ids(d.core))
+    assert v == 0.0
+
+
+# Updates of no variable.
+
+
+def test_update_non_slot(any_strategy):
+    d = any_strategy
+    n = d.num_towers
+    with d.scope():
+        v, power = js.Variable(1.0), js.Variable(0.5)
+        where = d.non_slot_devices([v])
+        assert isinstance(where, list) and len(where) == n
+        assert d.update_non_slot(where, lambda a: a + 1, 2.0) == 3.0
+        new = d.update_non_slot(where, lambda by: power.assign_add(by), by=1.0)
+        assert float(new) == 1.5 and unwrapped(d, power) == [1.5] * n
+        copies = d.update_non_slot(where, lambda: power.assign(2.0), grouped=False)
+        assert [float(copy) for copy in copies] == [2.0] * n
+
+
+def test_update_non_slot_in_a_merge_function(d):
+    with d.scope():
+        v, power = js.Variable(1.0), js.Variable(0.5)
+
+    def merge_fn(d):
+        d.update_non_slot(d.non_slot_devices([v]), lambda a: power.assign_add(a), 1.0)
+
+    with d.scope():
+        d.call_for_each_tower(lambda: contrib.get_tower_context().merge_call(merge_fn))
+        assert unwrapped(d, power) == [1.5, 1.5]
+
+
+def test_non_slot_devices_of_the_default_strategy():
+    a, b = js.Variable(1.0, name="a"), js.Variable(2.0, name="b")
+    d = contrib.get_distribution_strategy()
+    assert d.non_slot_devices([b, a]) is a
+    with pytest.raises(ValueError, match="`non_slot_devices` was given no variables"):
+        d.non_slot_devices([])
+
+    def merge_fn(d):
+        where = d.non_slot_devices([b, a])
+        return d.update_non_slot(where, lambda by: b.assign_add(by), 1.0)
+
+    assert in_default(merge_fn) == 3.0 and b == 3.0 and a == 1.0
+
+
+# Where code is, in an update.
+
+
+def test_the_devices_that_are_updated(any_strategy):
+    d = any_strategy
+    seen = []
+
+    def fn(*_):
+        assert contrib.get_tower_context() is None
+        assert contrib.get_cross_tower_context() is d
+        seen.append(contrib.get_update_device())
+
+    with d.scope():
+        v = js.Variable(1.0)
+        assert contrib.get_update_device() is None
+        d.update(v, fn)
+        d.update_non_slot(d.non_slot_devices([v]), fn)
+        assert contrib.get_update_device() is None
+    assert seen == [tuple(d.worker_devices)] * 2
+
+
+def test_after_an_error_of_an_update_all_is_as_before(d):
+    def fn(*_):
+        raise KeyError("update")
+
+    with d.scope():
+        v = js.Variable(1.0)
+        with pytest.raises(KeyError, match="update"):
+            d.update(v, fn)
+        with pytest.raises(KeyError, match="update"):
+            d.update_non_slot(d.non_slot_devices([v]), fn)
+        assert contrib.get_update_device() is None
+        assert contrib.get_cross_tower_context() is d
+        assert v == 1.0
+    assert contrib.get_cross_tower_context() is None
+
+
+def test_update_contexts_are_nested_and_of_their_thread(d):
+    found = []
+    cpu = jax.devices()
+    with contrib.UpdateContext("CPU:1") as outer:
+        assert outer.devices == (cpu[1],)
+        assert contrib.get_update_device() == (cpu[1],)
+        with pytest.raises(KeyError), contrib.UpdateContext([cpu[2], "CPU:3"]):
+            assert contrib.get_update_device() == (cpu[2], cpu[3])
+            raise KeyError
+        assert contrib.get_update_device() == (cpu[1],)
+        thread = threading.Thread(
+            target=lambda: found.append(contrib.get_update_device())
+        )
+        thread.start()
+        thread.join()
+        with d.scope():
+            v = js.Variable(1.0)
+            inner = d.update(v, lambda v: [contrib.get_update_device()])
+            assert inner == [(cpu[0], cpu[1])]
+            v.assign(2.0)  # of all copies, as elsewhere
+            assert unwrapped(d, v) == [2.0, 2.0]
+        with outer:
+            assert contrib.get_update_device() == (cpu[1],)
+    assert found == [None] and contrib.get_update_device() is None
+    with pytest.raises(TypeError, match="device"):
+        contrib.UpdateContext(3.5)
+
+
+# Beside others.
+
+
+def test_variables_beside_the_non_slot_devices(d):
+    with d.scope():
+        v = js.Variable(1.0)
+        with d.colocate_vars_with(d.non_slot_devices([v])):
+            power = js.Variable(0.5)
+    assert power.devices == tuple(d.worker_devices)
+    assert power.strategy is d.core
+
+
+def test_variables_beside_another(d):
+    with d.scope():
+        with d.colocate_vars_with(["CPU:1"]):
+            v1 = js.Variable(1.0)
+        with d.colocate_vars_with(v1):
+            v2, v3 = js.Variable(2.0), js.Variable(3.0)
+        assert v1.devices == v2.devices == v3.devices == (jax.devices()[1],)
+
+        def fn(v1, v2, v3):
+            assert isinstance(v2, js.Variable) and isinstance(v3, js.Variable)
+            return v1.assign_add(v2 + 10 * v3)
+
+        assert float(d.update(v1, fn, v2, v3)) == 33.0
+
+
+# Reading, counting.
+
+
+def test_read_var(any_strategy):
+    d = any_strategy
+    n = d.num_towers
+    with d.scope():
+        v = js.Variable(3.0)
+        value = d.read_var(v)
+        assert isinstance(value, jax.Array) and value == 3.0
+        assert unwrapped(d, d.call_for_each_tower(lambda: d.read_var(v))) == [3.0] * n
+    assert d.read_var(v) == 3.0
+    assert d.read_var(js.Variable(4.0)) == 4.0
+    with pytest.raises(TypeError, match="`read_var` was given 3; a jaxstrategy.Varia"):
+        d.read_var(3)
+
+
+def test_read_var_of_the_default_strategy():
+    v = js.Variable(2.0)
+    assert contrib.get_distribution_strategy().read_var(v) == 2.0
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_increment_var(n):
+    d = mirrored(n)
+    with d.scope():
+        v = js.Variable(6)
+
+        def fn():
+            return contrib.increment_var(v)
+
+        assert unwrapped(d, d.call_for_each_tower(fn)) == [7] * n
+        assert unwrapped(d, v) == [7] * n
+        with pytest.raises(RuntimeError, match="`increment_var` was called in cross-"):
+            contrib.increment_var(v)
+    w = js.Variable(1)
+    assert contrib.increment_var(w, 3) == 4 and w == 4
+    assert in_default(lambda d: d.call_for_each_tower(contrib.increment_var, w)) == 5
+
+
+def test_increments_that_differ_are_refused(d):
+    with d.scope():
+        v = js.Variable(0.0, name="v")
+
+        def fn(x):
+            contrib.increment_var(v, x)
+
+        with pytest.raises(ValueError, match="'v' is mirrored"):
+            d.call_for_each_tower(fn, ids(d.core))
+
+
+def test_the_loss_reduction():
+    assert contrib.get_loss_reduction() is contrib.VariableAggregation.MEAN
+
+
+def test_mirrored_variables_are_assigned_anywhere(d):
+    with d.scope():
+        v = js.Variable(1.0)
+        v.assign(2.0)
+        assert unwrapped(d, v) == [2.0, 2.0]
+
+
+# Tower-local.
+
+
+def test_tower_local_variables(d):
+    with d.scope():
+        with d.tower_local_var_scope("sum"):
+            total = js.Variable(0.0)
+            kept = js.Variable(0.0, synchronization="on_write")
+            named = contrib.get_variable("named", [], initializer=jnp.zeros)
+        with d.tower_local_var_scope(contrib.VariableAggregation.MEAN):
+            mean = js.Variable(0.0)
+        after = js.Variable(0.0)
+
+        def fn():
+            number = contrib.get_tower_context().tower_id
+            total.assign(3.0 + number)
+            mean.assign(6.0 * number)
+            return total.value(), mean.value()
+
+        own = d.call_for_each_tower(fn)
+        assert [unwrapped(d, x) for x in own] == [[3.0, 4.0], [0.0, 6.0]]
+        assert total == 7.0 and mean == 3.0
+        assert d.read_var(total) == 7.0 and d.read_var(mean) == 3.0
+        words = "`read_var` was given the tower-local variable"
+        with pytest.raises(RuntimeError, match=words):
+            d.call_for_each_tower(lambda: d.read_var(total))
+        with pytest.raises(ValueError, match="scan"), d.tower_local_var_scope("scan"):
+            pass
+    on_read = js.VariableSynchronization.ON_READ
+    assert total.synchronization is named.synchronization is on_read
+    assert kept.synchronization is js.VariableSynchronization.ON_WRITE
+    assert after.synchronization is js.VariableSynchronization.AUTO
+    assert not total.trainable and after.trainable
+    words = 'Need to be inside "with distribution_strategy.scope'
+    with pytest.raises(RuntimeError, match=words), d.tower_local_var_scope("sum"):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "restored"), [("sum", [3.5, 3.5]), ("mean", [3.0, 3.0])]
+)
+def test_tower_local_variables_are_restored(d, aggregation, restored, tmp_path):
+    with d.scope(), d.tower_local_var_scope(aggregation):
+        v = js.Variable(0.0)
+
+    def fn():
+        number = contrib.get_tower_context().tower_id
+        v.assign(3.0 + number if aggregation == "sum" else 6.0 * number)
+
+    with d.scope():
+        d.call_for_each_tower(fn)
+    with js.checkpoint.CheckpointManager(tmp_path, d.core) as manager:
+        manager.save(1, {"v": v})
+        manager.wait()
+        v.assign(0.0)
+        manager.restore({"v": v})
+    with d.scope():
+        assert unwrapped(d, d.call_for_each_tower(lambda: v.value())) == restored
+
+
+# Several generations in one program.
+
+
+def test_todays_functions_in_a_scope_of_2018(d):
+    with d.scope():
+        assert js.get_strategy() is d.core and js.has_strategy()
+        v, w = js.Variable(1.0), contrib.get_variable("w", [], initializer=jnp.ones)
+        x = ids(d.core, 1.0)
+        assert d.core.reduce("sum", x) == d.reduce("sum", x) == 3.0
+
+        def step(x):
+            context = js.get_replica_context()
+            assert contrib.get_tower_context().distribution_strategy is d
+            return context.all_reduce("sum", x) + v + w
+
+        assert d.core.run(step, (x,)) == 5.0
+        assert float(d.call_for_each_tower(step, x)) == 5.0
+        assert v.strategy is w.strategy is d.core
+    with d.core.scope():
+        assert contrib.get_cross_tower_context() is d
+        assert js.Variable(1.0).strategy is d.core
+    js.experimental_set_strategy(d.core)
+    assert contrib.get_distribution_strategy() is d
+    js.experimental_set_strategy(None)
+
+
+def test_two_generations_of_one_strategy(d):
+    older = v1.Strategy.over(d)
+    assert older.core is d.core and contrib.DistributionStrategy.over(older) is d
+
+    def by_v1(strategy, x):
+        assert strategy is older and contrib.get_cross_tower_context() is d
+        return strategy.reduce("sum", x) + d.reduce("sum", x)
+
+    def by_contrib(strategy, x):
+        assert strategy is d and v1.get_strategy() is older
+        return v1.get_strategy().reduce("mean", x)
+
+    def step(x):
+        first = v1.get_replica_context().merge_call(by_v1, (x,))
+        return first, contrib.get_tower_context().merge_call(by_contrib, x)
+
+    x = ids(d.core, 1.0)
+    with d.scope():
+        assert v1.get_strategy() is older and v1.in_cross_replica_context()
+        with older.scope():
+            assert contrib.get_cross_tower_context() is d
+            first, second = d.call_for_each_tower(step, x)
+            assert (float(first), float(second)) == (6.0, 1.5)
+            first, second = older.run(step, (x,))
+            assert (float(first), float(second)) == (6.0, 1.5)
+    assert not contrib.has_distribution_strategy() and not v1.has_strategy()
+
+
+def test_the_default_contexts_of_two_generations_merge():
+    def by_v1(strategy, word):
+        assert strategy is v1.get_strategy()
+        cross = contrib.get_cross_tower_context()
+        assert cross is contrib.get_distribution_strategy()
+        return cross.unwrap(word)
+
+    assert v1.get_replica_context().merge_call(by_v1, ("x",)) == ["x"]
+
+
+def test_pickled_variables_are_refused(d):
+    with d.scope():
+        v = js.Variable(1.0)
+    with pytest.raises(TypeError, match="pickled"):
+        pickle.dumps(v)
