@@ -1,5 +1,8 @@
 """Values of 2018: `broadcast`, `reduce`, `unwrap`, `group`, `map`, `fetch`."""
 
+import json
+import socket
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +13,7 @@ from helpers.towers import STRATEGIES, in_default, mirrored, unwrapped
 import jaxstrategy as js
 from jaxstrategy.compat import contrib
 from jaxstrategy.compat.contrib import VariableAggregation
+from jaxstrategy.parameter_servers.backends._served_task import ServedTask
 
 SUM, MEAN = VariableAggregation.SUM, VariableAggregation.MEAN
 
@@ -347,3 +351,44 @@ def test_names_that_nobody_has():
     name = "foo"
     with pytest.raises(AttributeError, match="has no attribute 'foo'$"):
         getattr(contrib, name)
+
+
+@pytest.fixture
+def cluster(monkeypatch):
+    """Two parameter servers in this process, which is one of two workers."""
+    monkeypatch.setenv("JAXSTRATEGY_CLUSTER_SECRET", "a secret of enough characters")
+    tasks = {
+        job: [f"127.0.0.1:{free_port()}" for _ in range(2)] for job in ("worker", "ps")
+    }
+    spec = js.cluster_resolver.ClusterSpec(tasks)
+    servers = [ServedTask(spec, "ps", index) for index in range(2)]
+    for server in servers:
+        server.start()
+    task = {"type": "worker", "index": 0}
+    monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": tasks, "task": task}))
+    yield
+    for server in servers:
+        server.close()
+
+
+def free_port():
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+def test_parameter_servers_of_a_cluster(cluster):
+    d = contrib.ParameterServerStrategy(num_gpus_per_worker=8)
+    n = d.num_towers
+    with d.scope():
+        assert contrib.get_cross_tower_context() is d
+        v = contrib.get_variable("v", [], initializer=np.ones, aggregation="sum")
+
+        def model_fn(x):
+            v = contrib.get_variable("v", [], initializer=np.ones, aggregation="sum")
+            v.assign_add(x)
+
+        d.call_for_each_tower(model_fn, 2.0)
+        assert float(d.read_var(v)) == 1 + 2 * n
+    with pytest.raises(ValueError, match="was 3, but this process has 8 devices"):
+        contrib.ParameterServerStrategy(3)

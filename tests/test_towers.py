@@ -403,6 +403,25 @@ def test_towers_in_a_merge_function():
     assert in_towers(mirrored(2), fn) == [2, 4]
 
 
+def test_towers_take_the_same_path():
+    def merge_on_the_first():
+        context = contrib.get_tower_context()
+        if context.tower_id == 0:
+            context.merge_call(lambda d: None)
+
+    with mirrored(2).scope(), pytest.raises(js.TracedValueError, match="context.tower"):
+        contrib.get_distribution_strategy().call_for_each_tower(merge_on_the_first)
+
+
+def test_variables_that_are_made_anew_in_each_call_are_refused():
+    d = mirrored(2)
+    with (
+        d.scope(),
+        pytest.raises(ValueError, match=r"`compat\.v1\.get_variable\(name, "),
+    ):
+        d.call_for_each_tower(lambda: js.Variable(1.0, name="foo"))
+
+
 def test_a_step_is_compiled_once(compilations):
     d = mirrored(2)
     with d.scope():

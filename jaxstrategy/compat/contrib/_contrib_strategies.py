@@ -135,14 +135,9 @@ class CollectiveAllReduceStrategy(DistributionStrategy):
 
     def __init__(self, num_gpus_per_worker: int = 0) -> None:
         number = _checked(num_gpus_per_worker, "num_gpus_per_worker", at_least=0)
+        # Before JAX looks for devices, the processes must have met.
         strategy = _multi_worker.MultiWorkerMirroredStrategy()
-        found = len(_devices.default_devices())
-        if number not in (0, found):
-            raise ValueError(
-                f"`num_gpus_per_worker` was {number}, but this process has {found} "
-                "devices, all of which the processes use together. Start it with so "
-                "many (`CUDA_VISIBLE_DEVICES`), or leave the number out."
-            )
+        _check_all(number)
         super().__init__(strategy)
 
 
@@ -158,10 +153,12 @@ class ParameterServerStrategy(DistributionStrategy):
 
     Args:
       num_gpus_per_worker: the number of towers without a cluster; 0, as by default, is
-        one tower on the first device.
+        one tower on the first device. With a cluster it is only checked, and 0 means
+        all devices of the worker.
 
     Raises:
-      ValueError: the cluster has no servers or workers; there are fewer devices.
+      ValueError: the cluster has no servers or workers; there are fewer devices, or
+        with a cluster another number.
       ClusterError: a server cannot be reached.
       TypeError: no whole number.
 
@@ -176,6 +173,7 @@ class ParameterServerStrategy(DistributionStrategy):
         number = _checked(num_gpus_per_worker, "num_gpus_per_worker", at_least=0)
         resolver = _between_graph.TFConfigClusterResolver()
         if resolver.cluster_spec():
+            _check_all(number)
             super().__init__(_between_graph.BetweenGraphStrategy(resolver))
         else:
             devices = _first(number or 1, "num_gpus_per_worker")
@@ -355,6 +353,21 @@ def _checked(given: object, name: str, at_least: int) -> int:
     if number < at_least:
         raise ValueError(f"`{name}` was {number}; {at_least} or more was wanted.")
     return number
+
+
+def _check_all(number: int) -> None:
+    """Raise unless this is the number of this process's devices, or 0.
+
+    Raises:
+      ValueError: it is another.
+    """
+    found = len(_devices.default_devices())
+    if number not in (0, found):
+        raise ValueError(
+            f"`num_gpus_per_worker` was {number}, but this process has {found} "
+            "devices, all of which are used. Start it with so many "
+            "(`CUDA_VISIBLE_DEVICES`), or leave the number out."
+        )
 
 
 def _first(given: object, name: str) -> tuple[Device, ...]:
