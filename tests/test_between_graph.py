@@ -119,6 +119,35 @@ def test_asynchronous_descent_approaches_the_minimum(cluster):
     assert abs(float(variables[0]) - 1.0) < 0.5
 
 
+def test_values_stay_in_the_process(cluster):
+    strategy = cluster(0)  # the others wait for it
+    with strategy.scope():
+        v = js.Variable(1.0)
+    extended, own = strategy.core.extended, "/job:worker/replica:0/task:0/device:CPU:0"
+    for destinations in (v, v.device, own, "/job:worker/task:0/CPU:0", "CPU:0", [own]):
+        assert extended.reduce_to("sum", 3.0, destinations) == 3.0
+        assert extended.copy_to(3.0, destinations) == 3.0
+    assert v.value() == 1.0
+    for other in (
+        "/job:worker/replica:0/task:1/device:CPU:0",
+        "/job:chief/task:1/CPU:0",
+    ):
+        words = (
+            f"Cannot reduce to another worker, or copy there: {other!r} is a device "
+            "of task 1 of job '(worker|chief)', and this process is task 0 of job"
+        )
+        for call in (
+            lambda other=other: extended.reduce_to("sum", 3.0, other),
+            lambda other=other: extended.batch_reduce_to(
+                "sum", [(3.0, v), (1.0, other)]
+            ),
+            lambda other=other: extended.copy_to(3.0, [own, other]),
+            lambda other=other: extended.update_on(other, lambda: None),
+        ):
+            with pytest.raises(ValueError, match=words):
+                call()
+
+
 def test_who_saves_and_which_data_it_reads(cluster):
     chief, other = cluster(0), cluster(1)
     for strategy, is_chief in ((chief, True), (other, False)):

@@ -40,10 +40,10 @@ def on(value):
 
 
 @pytest.mark.parametrize(
-    "value", [3.0, np.float32(3.0), np.full(4, 3.0, np.float32), jnp.full(4, 3.0)]
+    "make", [float, np.float32, lambda x: np.full(4, x), lambda x: jnp.full(4, x)]
 )
-def test_a_value_is_copied_to_each_device(strategy, value):
-    copy_to = strategy.extended.copy_to
+def test_a_value_is_copied_to_each_device(strategy, make):
+    value, copy_to = make(3.0), strategy.extended.copy_to
     v, devices = variable(strategy), jax.devices()
     for destinations, wanted in [
         ("CPU:1", {devices[1]}),
@@ -187,3 +187,17 @@ def test_reductions_go_to_the_devices_that_replicas_share():
         "sum", ids(strategy), strategy.extended.worker_devices
     )
     assert out == 6.0 and on(out) == set(strategy.devices)
+
+
+def test_a_device_of_another_process_is_refused():
+    resolver = js.cluster_resolver.SimpleClusterResolver(
+        js.cluster_resolver.ClusterSpec({"worker": ["localhost:1"]}),
+        task_type="worker",
+        task_id=0,
+    )
+    strategy = js.MultiWorkerMirroredStrategy(resolver)
+    own, other = "/job:worker/task:0/device:CPU:3", "/job:worker/task:1/device:CPU:3"
+    assert on(strategy.extended.copy_to(1.0, own)) == {jax.devices()[3]}
+    with pytest.raises(ValueError, match="task 1 of job 'worker', and this process is"):
+        strategy.extended.reduce_to("sum", 1.0, other)
+    assert on(js.get_strategy().extended.copy_to(1.0, own)) == {jax.devices()[3]}

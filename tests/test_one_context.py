@@ -12,7 +12,7 @@ from jaxstrategy.contexts._context import OUTSIDE, current, entered
 PACKAGE = Path(js.__file__).parent
 
 
-DEVICES = tuple(jax.devices()[:2])
+DEVICES = ("CPU:0", "CPU:1")
 
 
 def places(pattern):

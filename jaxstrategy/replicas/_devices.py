@@ -16,7 +16,7 @@ from jaxstrategy.text._whole_numbers import whole
 Device: TypeAlias = jax.Device  # pyright: ignore[reportInvalidTypeForm]
 
 _NAME = re.compile(
-    r"^(?:/job:\w+)?(?:/replica:\d+)?(?:/task:\d+)?(?:/device:|/)?"
+    r"^(?:/job:(?P<job>\w+))?(?:/replica:\d+)?(?:/task:(?P<task>\d+))?(?:/device:|/)?"
     r"(?P<kind>[a-z]+)(?::(?P<index>\d+))?$",
     re.IGNORECASE,
 )
@@ -72,6 +72,14 @@ def find(device: Device | str) -> Device:
             + _advice(platform)
         )
     return found[index]
+
+
+def task_of(name: str) -> tuple[str, int] | None:
+    """The job and the number of the task that a name says; None: it says none."""
+    match = _NAME.match(name.strip())
+    if match is None or match["job"] is None:
+        return None
+    return match["job"].lower(), int(match["task"] or 0)
 
 
 def default_devices() -> tuple[Device, ...]:

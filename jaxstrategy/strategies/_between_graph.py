@@ -92,6 +92,7 @@ class BetweenGraphStrategy(Strategy):
                 executor=lambda strategy, _: ServerExecutor(strategy, self._pool),
                 is_chief=is_chief,
                 is_between_graph=True,
+                task=lambda: (task_type, task_id),
             )
         )
 

@@ -13,6 +13,7 @@ from jaxstrategy.executors._compiled import CompiledExecutor
 from jaxstrategy.executors._executor import AbstractExecutor
 from jaxstrategy.reductions._cross_device_ops import CrossDeviceOps
 from jaxstrategy.replicas._replicas import Replicas
+from jaxstrategy.strategies._process_role import Task, no_task
 from jaxstrategy.variables._policy import VariablePolicy
 
 MakeExecutor = Callable[[AbstractStrategy, Processes | None], AbstractExecutor]
@@ -34,6 +35,7 @@ class Choices:
       is_chief: whether this process saves what all have, and makes initial values;
         None: the first of `processes` does.
       is_between_graph: whether each process runs the whole program for itself.
+      task: says which of a cluster's tasks this process is, if there is a cluster.
     """
 
     replicas: Replicas
@@ -44,3 +46,4 @@ class Choices:
     processes: Processes | None = None
     is_chief: bool | None = None
     is_between_graph: bool = False
+    task: Callable[[], Task] = no_task

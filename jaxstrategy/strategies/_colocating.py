@@ -10,7 +10,6 @@ from jaxstrategy._errors import ContextError
 from jaxstrategy.contexts import _context
 from jaxstrategy.replicas._devices import Device
 from jaxstrategy.replicas._replicas import Replicas
-from jaxstrategy.strategies._destinations import copies_on
 from jaxstrategy.strategies._extending import ExtendsStrategy
 from jaxstrategy.variables._variable import Variable
 
@@ -48,7 +47,7 @@ class ColocatesVariables(ExtendsStrategy):
         """
         given = colocate_with_variable
         if isinstance(given, (str, Device, list, tuple)):
-            replicas = copies_on(given, self._strategy.replicas).replicas
+            replicas = self._place(given).replicas
             self._strategy.variable_policy.check_devices(replicas.devices)
             return self._colocated(replicas)
         return self._colocated(self._own(given, "colocate_vars_with", ordinary=False))

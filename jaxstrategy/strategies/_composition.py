@@ -134,7 +134,8 @@ def _role_of(choices: Choices) -> ProcessRole:
     is_chief = is_first if choices.is_chief is None else choices.is_chief
     several = processes is not None and processes.count > 1
     waits = choices.is_between_graph and choices.is_chief is not None
-    return ProcessRole(is_chief, several or choices.is_between_graph, waits)
+    is_between = several or choices.is_between_graph
+    return ProcessRole(is_chief, is_between, waits, choices.task)
 
 
 def _reduction_for(strategy: AbstractStrategy, choices: Choices) -> Reduction:

@@ -13,6 +13,7 @@ from jaxstrategy.replicas import _devices, _mesh
 from jaxstrategy.replicas._devices import Device
 from jaxstrategy.replicas._inner_placement import lying_like, replicas_with
 from jaxstrategy.replicas._replicas import SAME, Replicas
+from jaxstrategy.strategies._process_role import ProcessRole
 from jaxstrategy.values import _building, _per_replica, _trees
 from jaxstrategy.values._handle import Handle
 from jaxstrategy.values._per_replica import PerReplica
@@ -113,6 +114,25 @@ def check_reduced(tree: PyTree, method: str) -> None:
             "be changed to, another value. Reduce it first: "
             "`strategy.extended.reduce_to(op, value, destinations)`."
         )
+
+
+def check_task(destinations: Destinations, role: ProcessRole) -> None:
+    """Raise if a destination is a device of another task of the cluster.
+
+    Raises:
+      ValueError: it is.
+    """
+    is_one = isinstance(destinations, str)
+    names = [destinations] if is_one else destinations
+    for name in names if isinstance(names, (list, tuple)) else ():
+        task = _devices.task_of(name) if isinstance(name, str) else None
+        if task is not None and role.is_another(task):
+            job, number = role.task()
+            raise ValueError(
+                f"Cannot reduce to another worker, or copy there: {name!r} is a device "
+                f"of task {task[1]} of job {task[0]!r}, and this process is task "
+                f"{number} of job {job!r}. Name a device of this process or a variable."
+            )
 
 
 def checked_pairs(pairs: object) -> list[tuple[PyTree, Destinations]]:

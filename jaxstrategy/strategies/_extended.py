@@ -15,7 +15,6 @@ from jaxstrategy.strategies._colocating import ColocatesVariables
 from jaxstrategy.strategies._destinations import (
     Destinations,
     checked_pairs,
-    copies_on,
 )
 from jaxstrategy.strategies._logical_placement import check_logical_device
 from jaxstrategy.strategies._updating import UpdatesVariables
@@ -131,8 +130,7 @@ class StrategyExtended(UpdatesVariables, ColocatesVariables):
             self._strategy, "extended.batch_reduce_to"
         )
         pairs = checked_pairs(value_destination_pairs)
-        replicas = self._strategy.replicas
-        places = [copies_on(destinations, replicas) for _, destinations in pairs]
+        places = [self._place(destinations) for _, destinations in pairs]
         op = ReduceOp(reduce_op)
         results = self._strategy.reduce(
             op, [value for value, _ in pairs], options=options
@@ -175,7 +173,7 @@ class StrategyExtended(UpdatesVariables, ColocatesVariables):
         {CpuDevice(id=1)}
         """
         context = _context.require_cross_replica(self._strategy, "extended.copy_to")
-        place = copies_on(destinations, self._strategy.replicas)
+        place = self._place(destinations)
         return place.copies(value, context.in_step)
 
     @contextlib.contextmanager

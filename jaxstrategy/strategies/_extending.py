@@ -4,6 +4,12 @@ from __future__ import annotations
 
 from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
 from jaxstrategy.executors._executor import AbstractExecutor
+from jaxstrategy.strategies._destinations import (
+    CopyPlace,
+    Destinations,
+    check_task,
+    copies_on,
+)
 from jaxstrategy.strategies._process_role import ProcessRole
 from jaxstrategy.variables import _components
 from jaxstrategy.variables._variable import Variable
@@ -27,6 +33,16 @@ class ExtendsStrategy:
         self._strategy = strategy
         self._executor = executor
         self._role = role or ProcessRole()
+
+    def _place(self, destinations: Destinations) -> CopyPlace:
+        """The place that destinations of a call name.
+
+        Raises:
+          ValueError: there is no destination, no such device, or it is of another task.
+          TypeError: they name no devices.
+        """
+        check_task(destinations, self._role)
+        return copies_on(destinations, self._strategy.replicas)
 
     def value_container(self, value: object) -> object:
         """The variable that `value` is a copy of; else `value` itself.

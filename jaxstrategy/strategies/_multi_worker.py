@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any, Self
 
@@ -22,6 +23,7 @@ from jaxstrategy.replicas._inner_sizes import checked_sizes
 from jaxstrategy.replicas._replicas import Replicas
 from jaxstrategy.replicas._state_sharding import StateSharding, checked_sharding
 from jaxstrategy.strategies._choices import Choices
+from jaxstrategy.strategies._process_role import Task
 from jaxstrategy.strategies._strategy import Strategy
 
 
@@ -93,7 +95,12 @@ class MultiWorkerMirroredStrategy(Strategy):
         replicas = Replicas.on(devices, sharding, logical_axes, replicas_per_device)
         _found_processes.agree_on_replicas(processes, replicas.description)
         self._compose(
-            Choices(replicas, options=communication_options, processes=processes)
+            Choices(
+                replicas,
+                options=communication_options,
+                processes=processes,
+                task=functools.partial(_task_of, self._resolver, processes),
+            )
         )
 
     @property
@@ -161,6 +168,12 @@ class ExperimentalMultiWorkerMirroredStrategy(MultiWorkerMirroredStrategy):
         implementation = CommunicationImplementation(communication)
         options = CommunicationOptions(implementation=implementation)
         super().__init__(cluster_resolver, options)
+
+
+def _task_of(resolver: ClusterResolver | None, processes: Processes) -> Task:
+    """Which task of the cluster this process is."""
+    _, job, number = (resolver or _described(processes))._now()
+    return job, number
 
 
 def _described(processes: Processes) -> ClusterResolver:

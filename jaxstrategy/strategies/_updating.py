@@ -16,7 +16,6 @@ from jaxstrategy.strategies._calls import check_arguments
 from jaxstrategy.strategies._destinations import (
     Destinations,
     check_reduced,
-    copies_on,
 )
 from jaxstrategy.strategies._extending import ExtendsStrategy
 from jaxstrategy.tracing.nnx._adapter import is_changed_in_place
@@ -129,7 +128,7 @@ class UpdatesVariables(ExtendsStrategy):
         """
         context = _context.require_cross_replica(self._strategy, "extended.update_on")
         check_arguments(args, kwargs)
-        place = copies_on(destinations, self._strategy.replicas)
+        place = self._place(destinations)
         arguments = tuple(args), dict(kwargs or {})
         if context.in_step:
             arguments = _replica_context.to_replica(arguments)
