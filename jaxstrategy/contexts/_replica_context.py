@@ -34,6 +34,8 @@ from jaxstrategy.values._types import Leaf, PyTree
 
 # What a `merge_call` is part of in profiles, and how the analysis of a step finds it.
 MERGE_SCOPE = "jaxstrategy.merge_call"
+# What in a `merge_call` each replica does for itself again: `run`, `extended.update`.
+REPLICA_SCOPE = "jaxstrategy.each_replica"
 
 
 @final

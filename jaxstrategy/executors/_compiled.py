@@ -7,6 +7,8 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import final
 
+import jax
+
 from jaxstrategy._options import RunOptions
 from jaxstrategy.cluster._processes import Processes
 from jaxstrategy.contexts import _context, _replica_context
@@ -70,7 +72,8 @@ class CompiledExecutor(AbstractExecutor):
     ) -> PyTree:
         """`run` inside `merge_call`: the step goes on, in the same trace."""
         args, kwargs = _replica_context.to_replica((args, kwargs))
-        with self._in_replica() as replica:
+        named = jax.named_scope(_replica_context.REPLICA_SCOPE)
+        with self._in_replica() as replica, named:
             returned = fn(*args, **kwargs)
             return replica.to_cross(returned)
 

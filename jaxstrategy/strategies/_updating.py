@@ -77,8 +77,9 @@ class UpdatesVariables(ExtendsStrategy):
         devices = _each_once(var.replicas)
         arguments = (var, *args), dict(kwargs or {})
         if context.in_step:
-            arguments = _replica_context.to_replica(arguments)
-            result = self._updated(devices, fn, *arguments)
+            with jax.named_scope(_replica_context.REPLICA_SCOPE):
+                arguments = _replica_context.to_replica(arguments)
+                result = self._updated(devices, fn, *arguments)
         elif var.copies_must_agree:
             check_reduced(arguments, "update")
             result = self._updated_at_once(devices, fn, *_at(var, arguments))

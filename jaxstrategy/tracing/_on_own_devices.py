@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from jaxstrategy.replicas._inner_placement import InnerSpec
+from jaxstrategy.replicas._inner_placement import WHOLE, InnerSpec
 from jaxstrategy.replicas._replicas import Lies, Replicas
 from jaxstrategy.values._types import Function, PyTree
 
@@ -47,6 +47,22 @@ def on_each_device(fn: Function, inner: InnerSpec, replicas: Replicas) -> Functi
         fn,
         in_specs=inner,
         out_specs=inner,
+        axis_names=set(replicas.inner_axes),
+        check_vma=False,
+    )
+
+
+def on_all_devices(fn: Function, replicas: Replicas) -> Function:
+    """`fn` that makes nothing, of whole arrays, as each device of a replica calls it.
+
+    Args:
+      fn: takes arrays, and returns nothing.
+      replicas: one of these computes it, in `on_own_devices`.
+    """
+    return jax.shard_map(
+        fn,
+        in_specs=WHOLE,
+        out_specs=WHOLE,
         axis_names=set(replicas.inner_axes),
         check_vma=False,
     )

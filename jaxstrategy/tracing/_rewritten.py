@@ -23,12 +23,16 @@ The function takes the operands and returns a sequence of the results. The equat
 one whose inner jaxprs are rewritten already.
 """
 
+RuleAt: TypeAlias = Callable[[Equation, Rule], Rule]
+"""Of an equation, and the rule where it stands, that for it and all that it holds."""
+
 
 def rewritten(
     jaxpr: Jaxpr,
     rule: Rule,
     axis_sizes: Sequence[tuple[str, int]] = (),
     operands: Rule = lambda _: None,
+    rule_at: RuleAt = lambda _, rule: rule,
 ) -> Jaxpr:
     """`jaxpr` with all that its equations hold, rewritten equation by equation.
 
@@ -39,11 +43,14 @@ def rewritten(
         have names where this is called.
       operands: says of which equations the operands are others; the function returns
         these.
+      rule_at: says where another rule holds.
     """
-    return _Rewriting(rule, axis_sizes, operands).of_jaxpr(jaxpr)
+    return _Rewriting(rule, axis_sizes, operands, rule_at).of_jaxpr(jaxpr)
 
 
-def rewritten_function(fn: Function, rule: Rule) -> Function:
+def rewritten_function(
+    fn: Function, rule: Rule, rule_at: RuleAt = lambda _, rule: rule
+) -> Function:
     """`fn`, of which some equations are others.
 
     It is called where the axes that it names have names.
@@ -51,6 +58,7 @@ def rewritten_function(fn: Function, rule: Rule) -> Function:
     Args:
       fn: returns a pytree of arrays.
       rule: says which equations stay.
+      rule_at: says where another rule holds.
     """
 
     def called(*given: Leaf) -> PyTree:
@@ -64,7 +72,7 @@ def rewritten_function(fn: Function, rule: Rule) -> Function:
         made: Any = jax.make_jaxpr(flat)(*given)
         jaxpr = made.jaxpr
         whole = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
-        evaluate = core.jaxpr_as_fun(closed(rewritten(whole, rule)))
+        evaluate = core.jaxpr_as_fun(closed(rewritten(whole, rule, rule_at=rule_at)))
         results = evaluate(*made.consts, *given)
         return jax.tree.unflatten(shapes[0], results)
 
@@ -74,11 +82,17 @@ def rewritten_function(fn: Function, rule: Rule) -> Function:
 @final
 class _Rewriting:
     def __init__(
-        self, rule: Rule, axis_sizes: Sequence[tuple[str, int]], operands: Rule
+        self,
+        rule: Rule,
+        axis_sizes: Sequence[tuple[str, int]],
+        operands: Rule,
+        rule_at: RuleAt,
     ) -> None:
         self._rule = rule
         self._operands = operands
+        self._rule_at = rule_at
         self._axis_sizes = list(axis_sizes)
+        self._of_rules: dict[Rule, _Rewriting] = {rule: self}
         # An inner jaxpr may stand in several equations.
         self._done: dict[int, tuple[Jaxpr, Jaxpr]] = {}
 
@@ -96,6 +110,17 @@ class _Rewriting:
     def _of_equation(self, eqn: Any) -> list[Equation]:
         if eqn.primitive.name == "shard_map":
             return [eqn]  # on each device its collectives are those of the devices
+        return self._under(self._rule_at(eqn, self._rule))._in_place_of(eqn)
+
+    def _under(self, rule: Rule) -> _Rewriting:
+        """The same rewriting, where another rule holds."""
+        if rule not in self._of_rules:
+            other = _Rewriting(rule, self._axis_sizes, self._operands, self._rule_at)
+            other._of_rules = self._of_rules
+            self._of_rules[rule] = other
+        return self._of_rules[rule]
+
+    def _in_place_of(self, eqn: Any) -> list[Equation]:
         new = self._with_inner(eqn)
         if (given := self._operands(new)) is not None:
             return self._with_operands(new, given)

@@ -22,6 +22,7 @@ from jaxstrategy._errors import ContextError
 from jaxstrategy.replicas._inner_specs import has_inner_axes
 from jaxstrategy.replicas._replicas import SAME, SPLIT, Meaning, Replicas
 from jaxstrategy.tracing._jaxpr_types import ArrayType, ClosedJaxpr, Jaxpr
+from jaxstrategy.tracing._numbered_prints import with_numbers
 from jaxstrategy.tracing._on_replicas import on_replicas
 from jaxstrategy.tracing._one_replica import (
     CapturedReference,
@@ -123,10 +124,12 @@ class Trace:
         """
         operands = self.operands(leaves, references)
         kept = [i for i, each in enumerate(operands) if each is not None]
-        step, varies = core.jaxpr_as_fun(closed(self.jaxpr)), self.varies
-        evaluate = within(lambda inputs: (step(*inputs), []))
+        varies = self.varies
 
         def replica(*locals_: Leaf) -> tuple[list[jax.Array], list[jax.Array]]:
+            jaxpr = with_numbers(self.jaxpr, self.replicas)
+            step = core.jaxpr_as_fun(closed(jaxpr))
+            evaluate = within(lambda inputs: (step(*inputs), []))
             given = dict(zip(kept, locals_, strict=True))
             returned, more = evaluate([given.get(i) for i in range(len(operands))])
             arrays = [

@@ -25,6 +25,7 @@ from jaxstrategy.tracing.checks._inner_axes import (
     narrow_sums_on_some_devices,
 )
 from jaxstrategy.tracing.checks._local_collectives import local_collectives
+from jaxstrategy.tracing.checks._ordered_prints import ordered_prints
 from jaxstrategy.tracing.checks._varying_results import (
     broken_promises,
     forgotten_reductions,
@@ -50,7 +51,8 @@ def check(step: TracedStep, expect_mirrored: PyTree, told: set[type[Warning]]) -
         replica keeps a part is different on each.
       NotImplementedError: the step calls the host, and its replicas have several
         devices.
-      ValueError: `expect_mirrored` does not fit the results.
+      ValueError: `expect_mirrored` does not fit the results; a print is to be ordered,
+        on several devices.
     """
     for error in _errors(step):
         raise error
@@ -89,4 +91,5 @@ def _errors(step: TracedStep) -> Iterator[Exception]:
         callbacks_beside_inner_axes(step),
         constraints_along_replicas(step),
         narrow_sums_on_some_devices(step),
+        ordered_prints(step),
     )

@@ -16,6 +16,11 @@ from jax.ref import AbstractRef
 from jaxstrategy.replicas._inner_placement import with_inner
 from jaxstrategy.replicas._replicas import SAME, SPLIT, Lies, Meaning
 from jaxstrategy.tracing._jaxpr_types import ArrayType, Atom, Equation, Jaxpr, Var
+from jaxstrategy.tracing._numbered_prints import (
+    has_prints,
+    with_merges,
+    with_numbered_prints,
+)
 from jaxstrategy.tracing._on_replicas import on_replicas
 from jaxstrategy.tracing._rewritten import rewritten
 from jaxstrategy.tracing._trace import Evaluate
@@ -63,7 +68,9 @@ class DividedStep:
         trace = step.trace
         self._trace = trace
         self.replicas = self._replicas = trace.replicas
-        flat = flattened(trace.jaxpr)
+        self._has_prints = has_prints(trace.jaxpr, self._replicas)
+        whole = with_merges(trace.jaxpr) if self._has_prints else trace.jaxpr
+        flat = flattened(whole)
         self._constants, self._calls = flat.constants, flat.calls
         references = self._mirrored_references(flat.jaxpr)
         self._values = with_values(flat.jaxpr, references)
@@ -226,6 +233,8 @@ class DividedStep:
             SAME,
         )
         function = numbered_here(replica) if replicas.inner_axes else replica
+        if self._has_prints:
+            function = with_numbered_prints(function, replicas)
         lies = list(map(self._of_input, taken))
         run = on_replicas(function, replicas, lies, returned)
         own, crossing, more = run(*(known[var] for var in taken))

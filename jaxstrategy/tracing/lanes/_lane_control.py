@@ -55,17 +55,17 @@ class LaneControl:
         """
         name = eqn.primitive.name
         if name in _CALLBACKS:
-            return _once_for_each(eqn)
+            return self._once_for_each(eqn)
         if name not in ("cond", "while"):
             return None
         inside = list(hidden(eqn.params))
         calls = any(each.primitive.name in _CALLBACKS for each in inside)
-        if any(is_along(each, self.axes.both) for each in inside):
+        if any(self._meets(each) for each in inside):
             if calls and self.has_groups:
                 raise NotImplementedError(_in_groups(eqn))
             return self._branch(eqn) if name == "cond" else self._loop(eqn)
         if calls:
-            return in_turn(eqn)
+            return in_turn(eqn, self.axes)
         # `jax.vmap` chooses between values, and not between what references hold.
         return _chosen(eqn) if name == "cond" and references(eqn) else None
 
@@ -139,6 +139,22 @@ class LaneControl:
         agreed = lax.pmax(number, self.axes.lanes)
         return lax.convert_element_type(agreed, decision.dtype)
 
+    def _once_for_each(self, eqn: Equation) -> Function | None:
+        """A callback that is called for each replica."""
+        params = dict(eqn.params)
+        if params.get("ordered"):
+            return in_turn(eqn, self.axes)
+        if "vmap_method" not in params:
+            return None  # JAX itself calls it for each
+        params["vmap_method"] = "sequential"
+        primitive: Any = eqn.primitive
+        return lambda *operands: primitive.bind(*operands, **params)
+
+    def _meets(self, eqn: Equation) -> bool:
+        """Whether replicas have to come there together."""
+        is_number = eqn.primitive.name == "axis_index"
+        return is_along(eqn, self.axes.both) and not is_number
+
 
 def _chosen(eqn: Equation) -> Function:
     """A branch of the contents of references."""
@@ -153,18 +169,6 @@ def _chosen(eqn: Equation) -> Function:
         return lax.switch(index, branches, *operands)
 
     return with_contents(chosen, held)
-
-
-def _once_for_each(eqn: Equation) -> Function | None:
-    """A callback that is called for each replica."""
-    params = dict(eqn.params)
-    if params.get("ordered"):
-        return in_turn(eqn)
-    if "vmap_method" not in params:
-        return None  # JAX itself calls it for each
-    params["vmap_method"] = "sequential"
-    primitive: Any = eqn.primitive
-    return lambda *operands: primitive.bind(*operands, **params)
 
 
 def _in_groups(eqn: Equation) -> str:

@@ -4,6 +4,7 @@ Each check returns what it has seen, by name. Under `"own"` stands a list with a
 for each replica of this process; everything else must be the same in all processes.
 """
 
+import contextlib
 import copy
 import io
 import pickle
@@ -575,6 +576,13 @@ def printing_in_a_step(s):
     total = s.run(step, (x,))
     jax.effects_barrier()
     assert sorted(seen) == sorted(map(float, x.values))
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text):
+        s.run(lambda: jax.debug.print("here"))
+        jax.effects_barrier()
+    if s.num_replicas_in_sync > 1:
+        wanted = [f"replica {i}: here" for i in s.replicas.own]
+        assert sorted(text.getvalue().splitlines()) == sorted(wanted)
     return {"total": total}
 
 

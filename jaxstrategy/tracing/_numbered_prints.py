@@ -1,0 +1,153 @@
+"""Prints that say which replica printed: `with_numbers`.
+
+In a step `jax.debug.print` is one equation, and each replica prints a line. The
+equation is given the number of the replica as one more operand, and a format that puts
+it before each line; all else JAX does as before.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, final
+
+import jax
+from jax import lax
+
+from jaxstrategy.contexts._replica_context import MERGE_SCOPE, REPLICA_SCOPE
+from jaxstrategy.replicas._replicas import Replicas
+from jaxstrategy.tracing._jaxpr_types import Equation, Jaxpr
+from jaxstrategy.tracing._on_own_devices import on_all_devices
+from jaxstrategy.tracing._print_texts import NumberedText, OneText
+from jaxstrategy.tracing._rewritten import Rule, rewritten, rewritten_function
+from jaxstrategy.tracing.replication._jaxprs import all_eqns
+from jaxstrategy.values._types import Function, PyTree
+
+
+def has_prints(jaxpr: Jaxpr, replicas: Replicas) -> bool:
+    """Whether a step has prints that `with_numbers` changes.
+
+    Args:
+      jaxpr: the step of one replica.
+      replicas: of the step.
+    """
+    named = _changed(replicas)
+    return bool(named) and any(e.primitive.name in named for e in all_eqns(jaxpr))
+
+
+def with_numbers(jaxpr: Jaxpr, replicas: Replicas) -> Jaxpr:
+    """`jaxpr`, of which each `jax.debug.print` says which replica printed.
+
+    In a `merge_call`, which is code of all replicas, one prints for all.
+
+    Args:
+      jaxpr: the step of one replica, without constants; it is evaluated here, where the
+        axes of the replicas have names.
+      replicas: of the step.
+    """
+    if not has_prints(jaxpr, replicas):
+        return jaxpr
+    return rewritten(with_merges(jaxpr), _Prints(replicas).in_place_of)
+
+
+def with_merges(jaxpr: Jaxpr) -> Jaxpr:
+    """`jaxpr`, of which the prints in a `merge_call` say that they are such.
+
+    What an inner jaxpr is part of, its own equations do not know.
+    """
+    return rewritten(jaxpr, _as_of_each, rule_at=_rule_at)
+
+
+def with_numbered_prints(fn: Function, replicas: Replicas) -> Function:
+    """As `with_numbers`, of a function whose prints `with_merges` has seen.
+
+    Args:
+      fn: of one replica; it returns a pytree of arrays.
+      replicas: of the step.
+    """
+    return rewritten_function(fn, _Prints(replicas).in_place_of)
+
+
+def _rule_at(eqn: Equation, rule: Rule) -> Rule:
+    """The rule for an equation, by the innermost of the scopes that it is in."""
+    scopes = str(eqn.source_info.name_stack)
+    merge, each = scopes.rfind(MERGE_SCOPE), scopes.rfind(REPLICA_SCOPE)
+    if merge == each:  # in neither; where an inner jaxpr stands, it does not say
+        return rule
+    return _as_of_all if merge > each else _as_of_each
+
+
+def _as_of_each(eqn: Equation) -> Function | None:
+    return None
+
+
+def _as_of_all(eqn: Equation) -> Function | None:
+    if eqn.primitive.name != "debug_print":
+        return None
+    return _with(eqn, fmt=OneText(eqn.params["fmt"]))
+
+
+def _changed(replicas: Replicas) -> Sequence[str]:
+    """The names of the operations that are not left as they are."""
+    if replicas.inner_axes:
+        return ("debug_print", "debug_callback")
+    return ("debug_print",) if replicas.count > 1 else ()
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class _Prints:
+    replicas: Replicas
+
+    def in_place_of(self, eqn: Equation) -> Function | None:
+        """What takes the place of an equation; None: it stays."""
+        if eqn.primitive.name not in _changed(self.replicas):
+            return None
+        if eqn.primitive.name == "debug_callback":
+            return self._on_one_device(_with(eqn))
+        is_of_all = isinstance(eqn.params["fmt"], OneText)
+        is_said = self.replicas.count > 1 and not is_of_all
+        printed = self._on_one_device(_numbered(eqn, is_said))
+        if is_of_all:
+            printed = _of_first(printed)
+        return lambda *operands: printed(*operands, self.replicas.index())
+
+    def _on_one_device(self, call: Function) -> Function:
+        """`call` on the first device of the replica.
+
+        JAX does so itself, but along one inner axis only, and on the mesh where the
+        equation was traced, which for steps with divided state is none (0.10 and 0.12).
+        """
+        inner = self.replicas.inner_axes
+        if not inner:
+            return call
+
+        def device(*whole: jax.Array) -> PyTree:
+            is_first = lax.axis_index(inner) == 0
+            return lax.cond(is_first, lambda: call(*whole), lambda: [])
+
+        return on_all_devices(device, self.replicas)
+
+
+def _with(eqn: Equation, **changed: object) -> Function:
+    """What an equation does, with some other parameters."""
+    primitive: Any = eqn.primitive
+    return lambda *operands: primitive.bind(*operands, **{**eqn.params, **changed})
+
+
+def _numbered(eqn: Equation, is_said: bool) -> Function:
+    """A print that is given the number of the replica; `is_said`: and prints it."""
+    structure, has_fields = eqn.params["in_tree"], eqn.params["has_placeholders"]
+    text = NumberedText.of(eqn.params["fmt"], structure, has_fields, is_said)
+    leaves = tuple(range(structure.num_leaves + 1))
+    in_tree = jax.tree.structure((leaves, {}))
+    return _with(eqn, fmt=text, in_tree=in_tree, has_placeholders=True)
+
+
+def _of_first(call: Function) -> Function:
+    """`call`, whose last operand is the number of the replica, by the first."""
+
+    def called(*operands: jax.Array) -> PyTree:
+        return lax.cond(operands[-1] == 0, lambda: call(*operands), lambda: [])
+
+    return called

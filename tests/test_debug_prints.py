@@ -1,0 +1,398 @@
+"""`jax.debug.print` in a step says which replica printed."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers.replicas import ids
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import jaxstrategy as js
+
+DIVIDED = js.StateSharding("state", min_bytes=0)
+STRATEGIES = {
+    "mirrored": lambda: js.MirroredStrategy(jax.devices()[:4]),
+    "central": lambda: js.experimental.CentralStorageStrategy(jax.devices()[:4]),
+    "divided": lambda: js.MirroredStrategy(jax.devices()[:4], sharding=DIVIDED),
+    "shared": lambda: js.MirroredStrategy(jax.devices()[:2], replicas_per_device=2),
+    "shared, divided": lambda: js.MirroredStrategy(
+        jax.devices()[:2], replicas_per_device=2, sharding=DIVIDED
+    ),
+    "one inner axis": lambda: js.MirroredStrategy(logical_axes={"a": 2}),
+    "two inner axes": lambda: js.MirroredStrategy(logical_axes={"a": 2, "b": 2}),
+    "two inner axes, divided": lambda: js.MirroredStrategy(
+        logical_axes={"a": 2, "b": 2}, sharding=DIVIDED
+    ),
+    "one replica": lambda: js.OneDeviceStrategy(jax.devices()[0]),
+    "one replica, several devices": lambda: js.MirroredStrategy(
+        logical_axes={"a": 2, "b": 4}
+    ),
+    "none": js.get_strategy,
+}
+
+
+@pytest.fixture(scope="module", params=STRATEGIES)
+def strategy(request):
+    return STRATEGIES[request.param]()
+
+
+@pytest.fixture(scope="module", params=["mirrored", "shared", "one inner axis", "none"])
+def few(request):
+    return STRATEGIES[request.param]()
+
+
+@pytest.fixture(scope="module")
+def four():
+    return STRATEGIES["mirrored"]()
+
+
+@pytest.fixture
+def printed(capsys):
+    """What was printed since: its lines, sorted."""
+
+    def lines():
+        jax.effects_barrier()
+        return sorted(capsys.readouterr().out.splitlines())
+
+    lines()
+    return lines
+
+
+def numbered(strategy, text):
+    """The lines of all replicas; `text` is of the number of one."""
+    count = strategy.num_replicas_in_sync
+    if count == 1:
+        return [text(0)]
+    return sorted(f"replica {i}: {text(i)}" for i in range(count))
+
+
+def test_each_line_begins_with_the_replica(strategy, printed):
+    strategy.run(lambda x: jax.debug.print("loss {:.2f}", x), (ids(strategy),))
+    assert printed() == numbered(strategy, lambda i: f"loss {i:.2f}")
+
+
+def test_each_line_of_a_longer_text_does(four, printed):
+    def step(x):
+        jax.debug.print("a {}\n\n{{b}} {c}", 2.5, c=x * jnp.eye(2))
+
+    four.run(step, (ids(four),))
+    by_replica = [
+        [f"replica {i}: {line}" for line in ("a 2.5", "", f"{{b}} [[{i}. 0.]")]
+        + [f"replica {i}:  [0. {i}.]]"]
+        for i in range(4)
+    ]
+    assert printed() == sorted(line for lines in by_replica for line in lines)
+
+
+def test_texts_without_values_and_values_that_are_no_arrays(few, printed):
+    def step(x):
+        jax.debug.print("here\n")
+        jax.debug.print("{} {b}", "text", b=None)
+        jax.debug.print("", skip_format_check=True)
+        jax.debug.print("follows", 1, skip_format_check=True)
+
+    few.run(step, (ids(few),))
+    wanted = [
+        line
+        for text in ("here", "text None", "", "follows 1")
+        for line in numbered(few, lambda _, text=text: text)
+    ]
+    # JAX ends each text with a line break.
+    assert printed() == sorted([*wanted, *[""] * few.num_replicas_in_sync])
+
+
+def test_what_a_step_holds_prints_so_too(strategy, printed):
+    def square(x):
+        jax.debug.print("square {}", x)
+        return x * x
+
+    def step(x):
+        lax.cond(x > 0, lambda: jax.debug.print("cond {}", x), lambda: None)
+
+        def turn(c):
+            jax.debug.print("while {} {}", x, c)
+            return c + 1
+
+        lax.while_loop(lambda c: c < x, turn, 0)
+        lax.scan(lambda c, k: (square(c) + k, None), x, jnp.ones(1))
+        jax.jit(jax.checkpoint(square))(x)
+        jax.vmap(lambda k: jax.debug.print("vmap {}", k))(x[None])
+
+    strategy.run(step, (ids(strategy),))
+    found = printed()
+    count = strategy.num_replicas_in_sync
+    label = "replica {}: ".format if count > 1 else lambda i: ""
+    wanted = [f"{label(i)}cond {i}.0" for i in range(1, count)]
+    wanted += [f"{label(i)}while {i}.0 {c}" for i in range(count) for c in range(i)]
+    wanted += [f"{label(i)}square {i}.0" for i in range(count)] * 2
+    wanted += [f"{label(i)}vmap {i}.0" for i in range(count)]
+    assert found == sorted(wanted)
+
+
+def test_derivatives_and_their_rules_print_so(few, printed):
+    @jax.custom_vjp
+    def twice(x):
+        return 2 * x
+
+    def forward(x):
+        jax.debug.print("forward {}", x)
+        return twice(x), x
+
+    def backward(x, g):
+        jax.debug.print("backward {} {}", x, g)
+        return (2 * g,)
+
+    twice.defvjp(forward, backward)
+    results = few.run(lambda x: jax.grad(twice)(x) + x, (ids(few),))
+    backwards = numbered(few, lambda i: f"backward {i}.0 1.0")
+    assert printed() == sorted([*backwards, *numbered(few, lambda i: f"forward {i}.0")])
+    found = few.experimental_local_results(results)
+    assert list(map(float, found)) == [i + 2 for i in range(len(found))]
+
+
+def test_a_call_that_is_differentiated_prints_so(printed):
+    strategy = STRATEGIES["shared"]()
+    x = ids(strategy)
+
+    def loss(w):
+        def step(x, w):
+            jax.debug.print("x {}", x)
+            return js.get_replica_context().all_reduce("sum", w * x)
+
+        return strategy.run(step, (x, w))
+
+    assert float(jax.jit(jax.grad(loss))(2.0)) == 6
+    assert printed() == numbered(strategy, lambda i: f"x {i}.0")
+
+
+def merged(strategy, total):
+    """What a `merge_fn` prints once, at any depth, and what it has replicas do."""
+    jax.debug.print("merged {}", total)
+    jax.jit(lambda t: jax.debug.print("inner {}", t))(total)
+    lax.cond(total > 0, lambda: jax.debug.print("branch {}", total), lambda: None)
+
+    def again(t):
+        jax.jit(lambda: jax.debug.print("again {}", t))()
+
+    strategy.run(again, (total,))
+
+
+def test_code_of_all_replicas_prints_once(strategy, printed):
+    with strategy.scope():
+        v = js.Variable(jnp.zeros(8))
+
+    def update(v, t):
+        jax.debug.print("update {}", t)
+        v.assign(v + t)
+
+    def merge(strategy, x):
+        total = strategy.reduce("sum", x) + 1
+        merged(strategy, total)
+        strategy.extended.update(v, update, args=(total,))
+        return total
+
+    strategy.run(
+        lambda x: js.get_replica_context().merge_call(merge, (x,)) * v[0],
+        (ids(strategy),),
+    )
+    n = strategy.num_replicas_in_sync
+    total = float(1 + n * (n - 1) / 2)
+    wanted = [f"{each} {total}" for each in ("merged", "inner", "branch")]
+    wanted += numbered(strategy, lambda _: f"again {total}")
+    wanted += numbered(strategy, lambda _: f"update {total}")
+    assert printed() == sorted(wanted)
+    np.testing.assert_array_equal(v, np.full(8, total))
+
+
+def test_an_update_outside_of_steps_says_so_of_copies_that_differ(four, printed):
+    with four.scope():
+        same = js.Variable(0.0)
+        own = js.Variable(0.0, synchronization="on_read", aggregation="sum")
+
+    def update(v, x):
+        jax.debug.print("x {}", x)
+        v.assign(x)
+
+    four.extended.update(same, update, args=(1.0,))
+    assert printed() == ["x 1.0"]
+    four.extended.update(own, update, args=(ids(four),))
+    assert printed() == numbered(four, lambda i: f"x {i}.0")
+
+
+@pytest.mark.parametrize("loop", ["several", "local_steps"])
+def test_several_steps_in_one_call_print_so(few, printed, loop):
+    def step(w, x):
+        jax.debug.print("x {}", x)
+        return w + js.get_replica_context().all_reduce("mean", x)
+
+    getattr(few, loop)(step)(0.0, (ids(few), ids(few, 1.0)))
+    both = numbered(few, lambda i: f"x {i}.0") + numbered(few, lambda i: f"x {i + 1}.0")
+    assert printed() == sorted(both)
+
+
+def test_steps_in_a_jit_of_the_users_own_print_so(four, printed):
+    @jax.jit
+    def twice(x):
+        for _ in range(2):
+            four.run(lambda x: jax.debug.print("x {}", x), (x,))
+
+    twice(ids(four))
+    assert printed() == sorted(numbered(four, lambda i: f"x {i}.0") * 2)
+
+
+def test_one_program_for_all_calls(four, printed, compilations):
+    traced = []
+
+    def step(x):
+        traced.append(1)
+        jax.debug.print("x {}", x)
+        return x + 1
+
+    x = ids(four)
+    four.run(step, (x,))
+    compilations()
+    for _ in range(3):
+        four.run(step, (x,))
+    assert compilations() == 0 and len(traced) == 1
+    assert len(printed()) == 16
+    report = four.explain(step, (x,))
+    assert not report.collectives and not report.problems
+
+
+def test_texts_that_differ_in_what_is_no_array_are_not_mixed_up(four, printed):
+    def step(x):
+        jax.debug.print("{} {b}", x, b="one")
+        jax.debug.print("{} {b}", x, b="two")
+        jax.debug.print("{} {b}", "one", b=x)
+
+    four.run(step, (ids(four),))
+    assert printed() == sorted(
+        numbered(four, lambda i: f"{i}.0 one")
+        + numbered(four, lambda i: f"{i}.0 two")
+        + numbered(four, lambda i: f"one {i}.0")
+    )
+
+
+def test_errors_of_formats_are_those_of_jax(four, capsys):
+    with pytest.raises(ValueError, match="Unused positional arguments"):
+        four.run(lambda x: jax.debug.print("x", x), (ids(four),))
+
+    def step(x):
+        jax.debug.print("{:d}", x, skip_format_check=True)
+
+    with pytest.raises(Exception, match="Unknown format code 'd'"):
+        four.run(step, (ids(four),))
+        jax.effects_barrier()
+    capsys.readouterr()
+
+
+def test_logs_say_so_too(four, caplog):
+    with caplog.at_level("INFO"):
+        four.run(lambda x: jax.debug.log("x {}", x), (ids(four),))
+        jax.effects_barrier()
+    found = [each.message for each in caplog.records if "x " in each.message]
+    assert sorted(found) == numbered(four, lambda i: f"x {i}.0")
+
+
+def test_callbacks_get_only_what_they_are_given(four):
+    found = []
+    four.run(lambda x: jax.debug.callback(found.append, x), (ids(four),))
+    jax.effects_barrier()
+    assert sorted(map(float, found)) == [0, 1, 2, 3]
+
+
+def test_a_callback_beside_two_inner_axes():
+    found = []
+    strategy = STRATEGIES["two inner axes"]()
+    strategy.run(lambda x: jax.debug.callback(found.append, x), (ids(strategy),))
+    jax.effects_barrier()
+    assert sorted(map(float, found)) == [0, 1]
+
+
+def test_ordered_prints_on_one_device(printed, capsys):
+    strategy = js.MirroredStrategy(jax.devices()[:1], replicas_per_device=3)
+
+    def step(x):
+        jax.debug.print("a {}", x, ordered=True)
+        jax.debug.print("b {}", x, ordered=True)
+
+    strategy.run(step, (ids(strategy),))
+    jax.effects_barrier()
+    wanted = [f"replica {i}: {name} {i}.0" for name in "ab" for i in range(3)]
+    assert capsys.readouterr().out.splitlines() == wanted
+
+
+@pytest.mark.parametrize("name", ["print", "callback"])
+def test_ordered_prints_on_several_devices_are_refused(four, name):
+    def step(x):
+        if name == "print":
+            jax.debug.print("x {}", x, ordered=True)
+        else:
+            jax.debug.callback(print, x, ordered=True)
+
+    message = (
+        r"`step` prints with `ordered=True` on 4 devices, .*\n  "
+        rf"the `jax\.debug\.{name}`: .*test_debug_prints\.py:\d+: .*\n"
+        r"Leave `ordered=True` out: each line says which replica"
+    )
+    with pytest.raises(ValueError, match=message):
+        four.run(step, (ids(four),))
+
+
+def test_prints_of_values_that_lie_over_inner_axes(printed):
+    strategy = STRATEGIES["one inner axis"]()
+
+    def step(x):
+        x = lax.with_sharding_constraint(x, P("a"))
+        jax.debug.print("{}", x)
+        return x + 1
+
+    x = js.PerReplica(np.arange(16.0, dtype=np.float32).reshape(4, 4))
+    strategy.run(step, (x,))
+    rows = np.arange(16.0).reshape(4, 4)
+    assert printed() == numbered(strategy, lambda i: str(rows[i]))
+
+
+# What else replicas that share a device decide for themselves.
+
+
+def test_branches_and_loops_with_the_number_of_the_replica():
+    strategy = STRATEGIES["shared"]()
+    with strategy.scope():
+        v = js.Variable(0, synchronization="on_read", aggregation="sum")
+
+    def step(x):
+        number = js.get_replica_context().replica_id_in_sync_group
+
+        def read():
+            return js.get_replica_context().replica_id_in_sync_group + 1
+
+        def turn(c):
+            v.assign_add(read())
+            return c + 1
+
+        branch = lax.cond(x > 1, read, lambda: number * 0)
+        return branch, lax.while_loop(lambda c: c < x, turn, 0)
+
+    x = np.array([0, 3, 2, 1])
+    branch, turns = strategy.run(step, (js.PerReplica(x),))
+    assert branch.stacked.tolist() == [0, 2, 3, 0]
+    assert turns.stacked.tolist() == x.tolist()
+    assert int(v.read_value()) == (x * [1, 2, 3, 4]).sum()
+
+
+def test_callbacks_that_are_given_the_number_in_a_branch():
+    strategy = STRATEGIES["shared"]()
+    found = []
+
+    def step(x):
+        def tell():
+            number = js.get_replica_context().replica_id_in_sync_group
+            jax.debug.callback(lambda *given: found.append(given), number, x)
+
+        lax.cond(x > 1, tell, lambda: None)
+
+    strategy.run(step, (js.PerReplica(np.array([0, 3, 2, 1])),))
+    jax.effects_barrier()
+    assert sorted((int(i), int(x)) for i, x in found) == [(1, 3), (2, 2)]
