@@ -159,6 +159,10 @@ class Replicas(ReplicaPlacements):
         """The number of this replica: in a traced step a scalar; 0 without axes."""
         return lax.axis_index(self.collective_axes) if self.collective_axes else 0
 
+    def device_index(self) -> jax.Array:
+        """The number of this device in its replica, where inner axes have names."""
+        return lax.axis_index(self.inner_axes)
+
     # Arrays of which each replica keeps a part.
 
     def division(

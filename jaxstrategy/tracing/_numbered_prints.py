@@ -118,12 +118,11 @@ class _Prints:
         JAX does so itself, but along one inner axis only, and on the mesh where the
         equation was traced, which for steps with divided state is none (0.10 and 0.12).
         """
-        inner = self.replicas.inner_axes
-        if not inner:
+        if not self.replicas.inner_axes:
             return call
 
         def device(*whole: jax.Array) -> PyTree:
-            is_first = lax.axis_index(inner) == 0
+            is_first = self.replicas.device_index() == 0
             return lax.cond(is_first, lambda: call(*whole), lambda: [])
 
         return on_all_devices(device, self.replicas)
