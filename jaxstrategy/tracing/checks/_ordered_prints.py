@@ -25,8 +25,8 @@ def ordered_prints(step: TracedStep) -> Iterator[ValueError]:
                 f"`{step.name}` prints with `ordered=True` on {count} devices, and JAX "
                 "keeps an order on a single one only.\n"
                 f"  the `{name}`: {or_unknown(Site((eqn,)).line)}\n"
-                "Leave `ordered=True` out: each line says which replica printed. Or take "
-                "one device, `MirroredStrategy(devices[:1], replicas_per_device=8)`."
+                "Leave `ordered=True` out: each line says which replica printed. Or "
+                "take one device: `MirroredStrategy(d[:1], replicas_per_device=8)`."
             )
 
 
