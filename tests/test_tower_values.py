@@ -390,5 +390,6 @@ def test_parameter_servers_of_a_cluster(cluster):
 
         d.call_for_each_tower(model_fn, 2.0)
         assert float(d.read_var(v)) == 1 + 2 * n
+        assert d.non_slot_devices([v]) is v
     with pytest.raises(ValueError, match="was 3, but this process has 8 devices"):
         contrib.ParameterServerStrategy(3)

@@ -138,12 +138,26 @@ def test_non_slot_devices_of_the_default_strategy():
     assert d.non_slot_devices([b, a]) is a
     with pytest.raises(ValueError, match="`non_slot_devices` was given no variables"):
         d.non_slot_devices([])
+    with pytest.raises(TypeError, match="was given .3, 4.; a list of variables was"):
+        d.non_slot_devices([3, 4])
 
     def merge_fn(d):
         where = d.non_slot_devices([b, a])
         return d.update_non_slot(where, lambda by: b.assign_add(by), 1.0)
 
     assert in_default(merge_fn) == 3.0 and b == 3.0 and a == 1.0
+
+
+def test_non_slot_devices_of_central_storage():
+    d = contrib.ParameterServerStrategy(num_gpus_per_worker=2)
+    with d.scope():
+        a, b = js.Variable(1.0, name="a"), js.Variable(2.0, name="b")
+        where = d.non_slot_devices([b, a])
+        assert where is a
+        d.update_non_slot(where, lambda by: b.assign_add(by), 1.0)
+        with d.colocate_vars_with(where):
+            assert js.Variable(1.0).devices == a.devices == (jax.devices()[0],)
+    assert b == 3.0 and a == 1.0
 
 
 # Where code is, in an update.

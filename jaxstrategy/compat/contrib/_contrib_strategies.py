@@ -8,6 +8,7 @@ from typing import Any, NoReturn, Self, final
 
 from jaxstrategy._errors import ContextError
 from jaxstrategy.cluster.resolvers._tpu_resolver import TPUClusterResolver
+from jaxstrategy.compat._first_named import first_named
 from jaxstrategy.compat.contrib._cross_tower_checks import operation_of
 from jaxstrategy.compat.contrib._distribution_strategy import (
     FACES,
@@ -179,6 +180,18 @@ class ParameterServerStrategy(DistributionStrategy):
             devices = _first(number or 1, "num_gpus_per_worker")
             super().__init__(_central.CentralStorageStrategy(devices))
 
+    def non_slot_devices(self, var_list: Sequence[Variable]) -> Variable:
+        """The variable whose name comes first.
+
+        Args:
+          var_list: the variables that an optimizer optimizes.
+
+        Raises:
+          ValueError: there are none.
+          TypeError: they are no variables.
+        """
+        return first_named(var_list, "non_slot_devices")
+
 
 @final
 @FACES.of_type(_tpu.TPUStrategy)
@@ -271,20 +284,16 @@ class DefaultDistributionStrategy(DistributionStrategy):
         raise _unsupported("worker_device_index")
 
     def non_slot_devices(self, var_list: Sequence[Variable]) -> Variable:
-        """The variable with the first name.
+        """The variable whose name comes first.
 
         Args:
           var_list: the variables that an optimizer optimizes.
 
         Raises:
           ValueError: there are none.
+          TypeError: they are no variables.
         """
-        if not var_list:
-            raise ValueError(
-                "`non_slot_devices` was given no variables; the default strategy "
-                "chooses one of them."
-            )
-        return min(var_list, key=lambda variable: variable.name)
+        return first_named(var_list, "non_slot_devices")
 
     def broadcast(self, tensor: PyTree, destinations: Any = None) -> PyTree:
         """`tensor` as it is.

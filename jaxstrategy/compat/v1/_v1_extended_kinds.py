@@ -8,6 +8,7 @@ from typing import NoReturn, final
 
 import jax
 
+from jaxstrategy.compat._first_named import first_named
 from jaxstrategy.compat.v1._v1_extended import StrategyExtended
 from jaxstrategy.strategies._destinations import Destinations
 from jaxstrategy.values._types import PyTree
@@ -35,8 +36,9 @@ class CentralStorageExtended(StrategyExtended):
 
         Raises:
           ValueError: there is none.
+          TypeError: they are no variables.
         """
-        return _first_named(var_list)
+        return first_named(var_list, "extended.non_slot_devices")
 
 
 @final
@@ -58,8 +60,9 @@ class ParameterServerExtended(StrategyExtended):
 
         Raises:
           ValueError: there is none.
+          TypeError: they are no variables.
         """
-        return _first_named(var_list)
+        return first_named(var_list, "extended.non_slot_devices")
 
     def _check_process(self, destinations: Destinations) -> None:
         names = destinations if isinstance(destinations, (list, tuple)) else ()
@@ -131,20 +134,12 @@ class DefaultExtended(StrategyExtended):
 
         Raises:
           ValueError: there is none.
+          TypeError: they are no variables.
         """
-        return _first_named(var_list)
+        return first_named(var_list, "extended.non_slot_devices")
 
     def _broadcast(self, tensor: PyTree, destinations: Destinations) -> PyTree:
         return tensor
-
-
-def _first_named(variables: Sequence[Variable]) -> Variable:
-    if not variables:
-        raise ValueError(
-            "`extended.non_slot_devices` was given no variables; under this strategy "
-            "the place is that of the variable whose name comes first."
-        )
-    return min(variables, key=lambda variable: variable.name)
 
 
 def _of_no_devices(name: str) -> RuntimeError:
