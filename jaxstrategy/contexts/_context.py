@@ -59,6 +59,8 @@ class Context:
       given: what variables hold in a function that is differentiated, by their `id`.
         Read by `variables._given_values`.
       lookups: those of tables that the function makes. Read by `variables._row_tape`.
+      read: takes the `id` of each variable that a function reads which is
+        differentiated. Read by `variables._given_values`.
       outbox: what receives values that steps hand out beside what they return. Read by
         `contexts._outbox`.
       posted: those of the step that is being traced.
@@ -96,6 +98,7 @@ class Context:
         default_factory=lambda: types.MappingProxyType({})
     )
     lookups: object = None
+    read: set[int] | None = None
     outbox: object = None
     posted: tuple[object, list[Any]] | None = None
     is_initial: bool = False

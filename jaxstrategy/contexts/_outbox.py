@@ -65,10 +65,10 @@ class Outbox:
             if (known := self._posting.get(fn)) is not None:
                 return known
         except TypeError:  # it cannot be hashed
-            return _posting(fn)
+            return posting(fn)
         if len(self._posting) >= _KEPT:
             del self._posting[next(iter(self._posting))]
-        return self._posting.setdefault(fn, _posting(fn))
+        return self._posting.setdefault(fn, posting(fn))
 
 
 _KEPT = 8
@@ -125,7 +125,12 @@ def post(message: PyTree, method: str) -> None:
         cast("Outbox", context.outbox).receive(message)
 
 
-def _posting(fn: Function) -> Function:
+def posting(fn: Function) -> Function:
+    """A function that returns what `fn` does, and a list of what it hands out.
+
+    As of one step. A function that is differentiated in a step can be one: what the
+    list holds is posted again where the arrays are the step's own.
+    """
 
     @functools.wraps(fn)
     def step(*args: Any, **kwargs: Any) -> tuple[PyTree, list[PyTree]]:

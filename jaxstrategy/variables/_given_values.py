@@ -39,9 +39,12 @@ def value_of(variable: Handle) -> jax.Array | None:
     Raises:
       ContextError: the function is not part of the step that asks, but runs it.
     """
-    found = _context.current().given.get(id(variable))
+    context = _context.current()
+    found = context.given.get(id(variable))
     if found is None:
         return None
+    if context.read is not None:
+        context.read.add(id(variable))
     found = cast(_Given, found)
     if found.step is not _access.tracing():
         raise _outside(variable)

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
 
+from jaxstrategy.contexts import _context
+from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
 from jaxstrategy.values._handle import Handle
 from jaxstrategy.values._types import PyTree
-from jaxstrategy.variables import _given_values, _row_gradients, _row_tape
+from jaxstrategy.variables import _given_values, _registry, _row_gradients, _row_tape
 from jaxstrategy.variables._row_tape import RowTape
 from jaxstrategy.variables._sharded_variable import ShardedVariable
+
+if TYPE_CHECKING:
+    from jaxstrategy.variables._variable import Variable
 
 _Source: TypeAlias = Handle | ShardedVariable
 
@@ -127,6 +132,50 @@ def grad(
         return (grads, result[1]) if has_aux else grads
 
     return differentiated
+
+
+def value_and_grad_of_read(
+    fn: Callable[..., tuple[PyTree, PyTree]], strategy: AbstractStrategy
+) -> Callable[..., tuple[PyTree, list[tuple[PyTree, Variable]]]]:
+    """A function that calls `fn`, and differentiates it by the variables that it reads.
+
+    Args:
+      fn: returns a scalar and something else.
+      strategy: whose trainable variables are meant, besides those of none.
+
+    Returns:
+      A function of the arguments of `fn` that returns what `fn` does, and a pair of a
+      gradient and its variable for each that it has read. It raises a ValueError if
+      `fn` makes a variable.
+    """
+
+    def differentiated(
+        *args: Any,
+    ) -> tuple[PyTree, list[tuple[PyTree, Variable]]]:
+        found, read = _trainable(strategy), set[int]()
+        with _context.entered(read=read):
+            result, grads = value_and_grad(fn, found, has_aux=True)(*args)
+        made = [v for v in _trainable(strategy) if all(v is not each for each in found)]
+        if made:
+            raise ValueError(_made_in_it(made[0].name))
+        pairs = zip(grads, found, strict=True)
+        return result, [(grad, each) for grad, each in pairs if id(each) in read]
+
+    return differentiated
+
+
+def _made_in_it(name: str) -> str:
+    return (
+        f"Variable {name!r} was made inside the function that is differentiated with "
+        "respect to the variables that it reads. Make variables before: call the "
+        "function once by itself, in a step, or make them in the strategy's `scope()`."
+    )
+
+
+def _trainable(strategy: AbstractStrategy) -> list[Variable]:
+    """The variables with respect to which something in a step may be differentiated."""
+    usable = cast("list[Variable]", _registry.usable_by(strategy))
+    return [v for v in usable if v.trainable and jnp.issubdtype(v.dtype, jnp.inexact)]
 
 
 def _is_source(node: object) -> bool:

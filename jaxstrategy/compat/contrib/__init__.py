@@ -41,6 +41,13 @@ from jaxstrategy.compat.contrib._older_functions import increment_var as increme
 from jaxstrategy.compat.contrib._per_device_dataset import (
     PerDeviceDataset as PerDeviceDataset,
 )
+from jaxstrategy.compat.contrib._standard_steps import (
+    StandardInputStep as StandardInputStep,
+)
+from jaxstrategy.compat.contrib._standard_steps import (
+    StandardSingleLossStep as StandardSingleLossStep,
+)
+from jaxstrategy.compat.contrib._standard_steps import Step as Step
 from jaxstrategy.compat.contrib._tower_context import TowerContext as TowerContext
 from jaxstrategy.compat.contrib._tower_context import (
     get_cross_tower_context as get_cross_tower_context,
