@@ -28,6 +28,7 @@ from jaxstrategy.tracing.functions._rebuilding import is_container, one_level
 from jaxstrategy.tracing.functions._walk import ITS_CLASS, Token, Walk, are_plain
 from jaxstrategy.values import _arrays, _handle, _per_replica
 from jaxstrategy.values._types import PyTree
+from jaxstrategy.variables._reference import Reference
 
 # Larger arrays of NumPy are not read at each look.
 _DIGESTED_BYTES = 1 << 28
@@ -214,16 +215,26 @@ def _tuple(walk: Walk, label: str, items: tuple[object, ...], number: int) -> To
 def _dict(walk: Walk, label: str, items: dict[Hashable, object], number: int) -> Token:
     for key, item in list(items.items()):
         walk.visit(label, None, key, number)
-        walk.visit(f"{label}[{key!r}]", Key(items, key), item, number)
+        walk.visit(f"{label}[{_named(key)}]", Key(items, key), item, number)
     return (type(items), len(items))
+
+
+def _named(key: Hashable) -> str:
+    # The `repr` of a variable reads it: it waits for the devices, and in a trace refers
+    # to an array of another.
+    if isinstance(key, Reference):
+        return f"{_named(key.deref())}.ref()"
+    if isinstance(key, tuple):
+        return f"({', '.join(map(_named, key))})"
+    return key.name if isinstance(key, _handle.Handle) else repr(key)
 
 
 def _view(
     walk: Walk, label: str, items: types.MappingProxyType[Hashable, object], number: int
 ) -> Token:
     for key, item in list(items.items()):
-        walk.visit(f"{label}[{key!r}]", None, item, number)
-    return (types.MappingProxyType, tuple(map(str, items)))
+        walk.visit(f"{label}[{_named(key)}]", None, item, number)
+    return (types.MappingProxyType, tuple(map(_named, items)))
 
 
 def _set(
