@@ -11,6 +11,7 @@ CONTRIB: list[Name] = [
     *renamed(
         "tf.contrib.distribute",
         _HERE,
+        "AllReduceCrossTowerOps Monitor ReductionToOneDeviceCrossTowerOps "
         "CollectiveAllReduceStrategy CrossTowerOps DistributionStrategy "
         "MirroredStrategy OneDeviceStrategy ParameterServerStrategy TPUStrategy "
         "TowerContext UpdateContext get_cross_tower_context get_distribution_strategy "
@@ -22,6 +23,7 @@ CONTRIB: list[Name] = [
             "started by `python -m jaxstrategy.launch`",
             "DistributionStrategy": "no sessions: methods do their work at once. A "
             "tower function is traced once for all towers; `tower_id` is traced there",
+            "Monitor": "takes no session",
             "MirroredStrategy": "`num_gpus` takes the first accelerators",
             "TowerContext": "`tower_id` is traced in a tower: `jnp.where` instead of "
             "`if`; `device` has the devices of all towers",
@@ -34,12 +36,8 @@ CONTRIB: list[Name] = [
     *decided(
         "tf.contrib.distribute",
         {
-            "AllReduceCrossTowerOps": "`js.NcclAllReduce()`, which is what it did",
-            "ReductionToOneDeviceCrossTowerOps": "`js.ReductionToOneDevice()`",
             "Step StandardInputStep StandardSingleLossStep": "write the step: "
             "gradients of the loss, `reduce` and `update` for each variable",
-            "Monitor": "runs a step in a session: write the loop, "
-            "`for _ in range(steps): step()`",
             "DistributeConfig": "configures Estimators: write the training loop, and "
             "start processes with `python -m jaxstrategy.launch`",
             "run_standard_tensorflow_server": "not needed: start processes with "

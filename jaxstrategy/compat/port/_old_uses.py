@@ -42,9 +42,15 @@ class Outcome:
 
 @final
 class OldUses:
-    """Decides name by name, for one program of one generation."""
+    """Decides name by name, for one program of one generation.
 
-    def __init__(self, uses: Uses, generation: Generation | None) -> None:
+    Args:
+      uses: what the program uses.
+      generation: its own.
+      notes: whether to tell what may stay TensorFlow's.
+    """
+
+    def __init__(self, uses: Uses, generation: Generation | None, notes: bool) -> None:
         self._uses, self._program = uses, uses.program
         self._generation = generation
         self._kept = KeptCode(uses)
@@ -53,7 +59,8 @@ class OldUses:
             for each in uses.of_tensorflow()
             if each.alias is not None and self._is_direct(each)
         }
-        kept = [] if generation is None else self._kept.findings
+        self._notes = notes
+        kept = self._kept.findings if notes else []
         self.outcome = Outcome(findings=list(kept))
 
     def decide_all(self) -> Outcome:
@@ -178,7 +185,7 @@ class OldUses:
         )
 
     def _tell_decision(self, name: str, row: Name, node: cst.CSTNode) -> None:
-        if name != "tf" and not (row.stays and self._generation is None):
+        if name != "tf" and not (row.stays and not self._notes):
             self.outcome.tell(name, row.text, self._uses, node, not row.stays)
 
     def _note(self, name: str, row: Name, node: cst.CSTNode) -> None:

@@ -84,9 +84,11 @@ OTHERS: list[Name] = [
             "train.SingularMonitoredSession train.SessionRunHook train.Scaffold "
             "train.StopAtStepHook train.LoggingTensorHook train.SessionManager "
             "train.Supervisor train.Coordinator train.start_queue_runners": _GRAPHS,
-            "get_variable": f"{_V1_VARIABLE}; it is not found again by its name",
-            "variable_scope get_variable_scope name_scope": "no scopes of names: "
-            "`jax.named_scope` for profiles; variables belong to objects",
+            "get_variable": f"that of `jaxstrategy.compat.v1`, or {_V1_VARIABLE}",
+            "variable_scope AUTO_REUSE": "`variable_scope` and `AUTO_REUSE` of "
+            "`jaxstrategy.compat.v1`, for variables by name",
+            "get_variable_scope name_scope": "no scopes of other names: "
+            "`jax.named_scope` for profiles",
             "trainable_variables global_variables model_variables "
             "local_variables": "keep the variables in a list or dict of your own",
             "train.get_or_create_global_step train.get_global_step "
@@ -129,7 +131,6 @@ OTHERS: list[Name] = [
             "py_function py_func numpy_function": "`jax.pure_callback`, or call it "
             "outside of the step",
             "clip_by_global_norm clip_by_value clip_by_norm": "`optax.clip` and others",
-            "tensorflow": "names of all modules at once: import `jaxstrategy` by hand",
         },
     ),
 ]

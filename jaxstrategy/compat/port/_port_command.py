@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     chosen = parser.parse_args(arguments)
     if chosen.table:
-        print(table(Generation(chosen.table)))
+        print(table(chosen.table))
         return 0
     if not chosen.paths:
         parser.error("no files or folders are given")
@@ -80,7 +80,9 @@ def _parser() -> argparse.ArgumentParser:
         help="what the programs are written for; by default what their names show",
     )
     parser.add_argument(
-        "--table", choices=generations, help="print the names of a generation"
+        "--table",
+        choices=[*generations, "others"],
+        help="print the names of a generation, or of what is not in tf.distribute",
     )
     return parser
 

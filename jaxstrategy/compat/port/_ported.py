@@ -15,6 +15,8 @@ from jaxstrategy.compat.port._old_uses import OldUses
 from jaxstrategy.compat.port._python_program import ROOTS, Program
 from jaxstrategy.compat.port._uses import Uses
 
+_HERE = ("jax", "jaxstrategy")
+
 
 @final
 @dataclasses.dataclass(frozen=True)
@@ -52,19 +54,21 @@ def ported(text: str, generation: Generation | None = None) -> Ported:
     if not any(root in text for root in ROOTS):
         return Ported(text, (), None)
     uses = Uses(Program(text))
+    started = any(e.full.split(".")[0] in _HERE for e in uses.imports)
     if generation is None:
-        generation = _generation(uses)
-    outcome = OldUses(uses, generation).decide_all()
+        generation = _generation(uses, started)
+    notes = generation is not None and not started
+    outcome = OldUses(uses, generation, notes).decide_all()
     if generation is not None:
         edits, findings = method_uses(uses, generation)
         outcome.edits += edits
-        outcome.findings += findings
+        outcome.findings += findings if notes else []
     if outcome.edits:
         text = with_imports(edited(text, outcome.edits), uses.used())
     return Ported(text, grouped(outcome.findings), generation)
 
 
-def _generation(uses: Uses) -> Generation | None:
+def _generation(uses: Uses, started: bool) -> Generation | None:
     written = {n for each in uses.references for n in each.names}
     written |= {each.full for each in uses.of_tensorflow()}
     # Programs of TensorFlow 2 have some names of `tf.compat.v1` besides.
@@ -72,6 +76,6 @@ def _generation(uses: Uses) -> Generation | None:
     names = {canonical(n) for n in written - newer}
     attributes = {node.attr.value for node in uses.attributes}
     attributes |= {each.full.rpartition(".")[2] for each in uses.of_tensorflow()}
-    if any(e.full.split(".")[0] in ("jax", "jaxstrategy") for e in uses.imports):
+    if started:  # methods of these names are this package's, in what is ported
         attributes = set()
     return generation_of(names, attributes)

@@ -1,0 +1,407 @@
+"""The examples of the pages of `tf.distribute`, its TensorFlow 1.x and 2018 forms.
+
+One test an example. The code is ours, in the style of its time and with the names of
+TensorFlow; the porting tool changes the imports, and what it writes is run. Datasets
+are lists where the pages have `tf.data`.
+"""
+
+import textwrap
+
+import numpy as np
+import pytest
+
+from jaxstrategy.compat.port._ported import ported
+
+DEVICES = 'devices=["CPU:0", "CPU:1"]'
+
+
+def ran(program, **given):
+    """What a program has defined after it was ported, which left nothing to decide."""
+    done = ported(textwrap.dedent(program))
+    assert "tensorflow" not in done.text
+    assert not [finding for finding in done.findings if finding.decide]
+    names = dict(given)
+    exec(compile(done.text, "example.py", "exec"), names)
+    return names
+
+
+def numbers(values):
+    return [np.asarray(value).tolist() for value in values]
+
+
+# StrategyExtended, TensorFlow 2.
+
+TF2 = {
+    "mirrored": (f"tf.distribute.MirroredStrategy({DEVICES})", [2.0, 2.0]),
+    "central": (
+        "tf.distribute.experimental.CentralStorageStrategy"
+        "(compute_devices=['CPU:1', 'CPU:2'], parameter_device='CPU:0')",
+        [2.0],
+    ),
+    "one": ("tf.distribute.OneDeviceStrategy('CPU:0')", [1.0]),
+}
+
+
+@pytest.mark.parametrize("strategy, copies", TF2.values(), ids=list(TF2))
+@pytest.mark.parametrize(
+    "reduced",
+    [
+        "reduce_to(tf.distribute.ReduceOp.SUM, value, destinations=var)",
+        "batch_reduce_to(tf.distribute.ReduceOp.SUM, [(value, var)])[0]",
+    ],
+    ids=["reduce_to", "batch_reduce_to"],
+)
+def test_a_sum_is_assigned_in_a_merge_function(strategy, copies, reduced):
+    names = ran(
+        f"""
+        import tensorflow as tf
+
+        strategy = {strategy}
+        with strategy.scope():
+            var = tf.Variable(0.0)
+
+        def merge_fn(strategy, value, var):
+            reduced = strategy.extended.{reduced}
+            strategy.extended.update(var, lambda v, x: v.assign(x), args=(reduced,))
+
+        def step_fn(var):
+            context = tf.distribute.get_replica_context()
+            context.merge_call(merge_fn, args=(tf.constant(1.0), var))
+
+        strategy.run(step_fn, args=(var,))
+        copies = strategy.experimental_local_results(var)
+        """
+    )
+    assert numbers(names["copies"]) == copies
+
+
+def test_variables_beside_another_and_updates_with_them():
+    names = ran(
+        f"""
+        import tensorflow as tf
+
+        strategy = tf.distribute.MirroredStrategy({DEVICES})
+        with strategy.scope():
+            var1 = tf.Variable(1.0)
+            with strategy.extended.colocate_vars_with(var1):
+                var2 = tf.Variable(2.0)
+                var3 = tf.Variable(3.0)
+            strategy.extended.update(
+                var1, lambda v, a, b: v.assign_add(a * b), args=(var2, var3))
+        devices = var1.devices, var2.devices, var3.devices
+        copies = strategy.experimental_local_results(var1)
+        """
+    )
+    assert numbers(names["copies"]) == [7.0, 7.0]
+    first, second, third = names["devices"]
+    assert first == second == third
+
+
+def test_an_update_is_no_aggregation():
+    names = ran(
+        f"""
+        import tensorflow as tf
+
+        strategy = tf.distribute.MirroredStrategy({DEVICES})
+        with strategy.scope():
+            v = tf.Variable(5.0, aggregation=tf.VariableAggregation.SUM)
+            strategy.extended.update(v, lambda v: v.assign(1.0))
+        copies = strategy.experimental_local_results(v)
+        """
+    )
+    assert numbers(names["copies"]) == [1.0, 1.0]
+
+
+def test_which_strategy_made_a_variable():
+    names = ran(
+        f"""
+        import tensorflow as tf
+
+        strategy = tf.distribute.MirroredStrategy({DEVICES})
+        with strategy.scope():
+            v = tf.Variable(1.0)
+        other = tf.distribute.MirroredStrategy({DEVICES})
+        its_own = strategy.extended.variable_created_in_scope(v)
+        others = other.extended.variable_created_in_scope(v)
+        """
+    )
+    assert names["its_own"] is True and names["others"] is False
+
+
+# The module page and its glossary.
+
+
+def test_arguments_are_unwrapped_and_results_merged():
+    names = ran(
+        f"""
+        import tensorflow as tf
+
+        strategy = tf.distribute.MirroredStrategy({DEVICES})
+        w = strategy.experimental_distribute_values_from_function(
+            lambda context: 1.0 + context.replica_id_in_sync_group)
+        with strategy.scope():
+            v = tf.Variable(2.0)
+
+        def fn(w):
+            return w * v, v, "text"
+
+        merged, variable, text = strategy.run(fn, args=[w])
+        versions = strategy.experimental_local_results(merged)
+        """
+    )
+    assert numbers(names["versions"]) == [2.0, 4.0]
+    assert names["variable"] is names["v"] and names["text"] == "text"
+
+
+# MirroredStrategy, TensorFlow 1.13.
+
+
+def test_an_input_function_and_one_call_for_each_replica():
+    names = ran(
+        f"""
+        import tensorflow.compat.v1 as tf
+
+        strategy = tf.distribute.MirroredStrategy({DEVICES})
+        told = []
+
+        def input_fn(context):
+            told.append((
+                context.num_input_pipelines,
+                context.input_pipeline_id,
+                context.get_per_replica_batch_size(8)))
+            rows = [np.array([[1.0]], np.float32)] * 2
+            return rows[context.input_pipeline_id :: context.num_input_pipelines]
+
+        with strategy.scope():
+            iterator = strategy.make_input_fn_iterator(input_fn)
+            iterator.initialize()
+            results = strategy.extended.call_for_each_replica(
+                lambda x: x * 2.0, args=(iterator.get_next(),))
+            values = strategy.experimental_local_results(results)
+            try:
+                iterator.get_next()
+                ended = False
+            except tf.errors.OutOfRangeError:
+                ended = True
+        """,
+        np=np,
+    )
+    assert names["told"] == [(1, 0, 4)]
+    assert numbers(names["values"]) == [[[2.0]], [[2.0]]]
+    assert names["ended"] is True
+
+
+def test_steps_of_an_iterator():
+    names = ran(
+        f"""
+        import tensorflow.compat.v1 as tf
+
+        strategy = tf.distribute.MirroredStrategy({DEVICES})
+        batches = np.arange(8.0, dtype=np.float32).reshape(2, 4)
+        with strategy.scope():
+            iterator = strategy.make_dataset_iterator(list(batches))
+            first = strategy.experimental_run(lambda x: 10.0 * x, iterator)
+            second = strategy.experimental_run(lambda x: 10.0 * x, iterator)
+        total = strategy.reduce(tf.distribute.ReduceOp.SUM, second)
+        values = strategy.unwrap(first)
+        """,
+        np=np,
+    )
+    assert numbers(names["values"]) == [[0.0, 10.0], [20.0, 30.0]]
+    assert np.asarray(names["total"]).tolist() == [100.0, 120.0]
+
+
+# DistributionStrategy and TowerContext, 2018.
+
+
+@pytest.mark.parametrize("made", ["one_shot", "initializable"])
+def test_a_dataset_whose_elements_go_to_one_tower_each(made):
+    names = ran(
+        f"""
+        import tensorflow as tf
+
+        distribution = tf.contrib.distribute.MirroredStrategy({DEVICES})
+
+        def dataset_fn():
+            return list(np.arange(4.0, dtype=np.float32))
+
+        with distribution.scope():
+            dataset = distribution.distribute_dataset(dataset_fn)
+            iterator = dataset.make_{made}_iterator()
+            iterator.initializer
+            results = [
+                distribution.call_for_each_tower(lambda x: 10 * x, iterator.get_next())
+                for _ in range(2)]
+            done = distribution.group(distribution.unwrap(results[1]))
+            values = [distribution.unwrap(each) for each in results]
+        """,
+        np=np,
+    )
+    assert [numbers(each) for each in names["values"]] == [[0.0, 10.0], [20.0, 30.0]]
+    assert names["done"] is None
+
+
+def test_a_dataset_of_one_row_again_and_again():
+    names = ran(
+        f"""
+        import tensorflow as tf
+
+        d = tf.contrib.distribute.MirroredStrategy({DEVICES})
+        with d.scope():
+            iterator = d.distribute_dataset(
+                lambda: [np.float32([[1.0]])] * 4).make_one_shot_iterator()
+            rows = [d.unwrap(iterator.get_next()) for _ in range(2)]
+        """,
+        np=np,
+    )
+    assert [numbers(each) for each in names["rows"]] == [[[[1.0]]] * 2] * 2
+
+
+@pytest.mark.parametrize("towers", [2, 4])
+def test_towers_that_merge(towers):
+    names = ran(
+        f"""
+        import tensorflow as tf
+
+        d = tf.contrib.distribute.MirroredStrategy(num_gpus={towers})
+
+        def merge_fn(distribution, x):
+            return sum(distribution.unwrap(x))
+
+        def fn(three):
+            context = tf.contrib.distribute.get_tower_context()
+            v = three + context.tower_id
+            return context.merge_call(merge_fn, v) + v
+
+        with d.scope():
+            values = d.unwrap(d.call_for_each_tower(fn, 3))
+        """
+    )
+    assert numbers(names["values"]) == {2: [10, 11], 4: [21, 22, 23, 24]}[towers]
+
+
+def test_an_update_of_each_copy():
+    names = ran(
+        f"""
+        import tensorflow as tf
+
+        d = tf.contrib.distribute.MirroredStrategy({DEVICES})
+        with d.scope():
+            v = tf.Variable(1.0)
+            d.update(v, lambda v, a, b: v.assign_add(a * b), 2.0, b=3.0)
+            value = d.read_var(v)
+            copies = d.unwrap(v)
+        """
+    )
+    assert np.asarray(names["value"]) == 7.0
+    assert numbers(names["copies"]) == [7.0, 7.0]
+
+
+def test_the_number_of_the_device_as_an_argument():
+    names = ran(
+        f"""
+        import tensorflow as tf
+
+        d = tf.contrib.distribute.MirroredStrategy({DEVICES})
+        with d.scope():
+            values = d.unwrap(
+                d.call_for_each_tower(lambda i: 10 * i, d.worker_device_index))
+        """
+    )
+    assert numbers(names["values"]) == [0, 10]
+
+
+# Whole programs, of which a person has changed what the tool listed.
+
+
+def test_a_training_program_of_tensorflow_1():
+    """w is fitted to x w = 1 by SUMmed gradients: .2, .36, .488 on two replicas.
+
+    The sessions are gone, and `tf.gradients` has become `jax.grad`.
+    """
+    names = ran(
+        f"""
+        import jax
+        import tensorflow.compat.v1 as tf
+
+        strategy = tf.distribute.MirroredStrategy({DEVICES})
+        rate = 0.05
+
+        def input_fn(context):
+            return [np.float32([[1.0]])] * 6
+
+        with strategy.scope(), tf.variable_scope("model", reuse=tf.AUTO_REUSE):
+            iterator = strategy.make_input_fn_iterator(input_fn)
+            iterator.initialize()
+
+            def step(x):
+                w = tf.get_variable("w", initializer=0.0)
+                loss = lambda value: tf.reduce_mean(tf.square(value * x - 1.0))
+                gradient = jax.grad(loss)(w.read_value())
+
+                def apply(strategy, gradient):
+                    extended = strategy.extended
+                    total = extended.reduce_to(
+                        tf.distribute.ReduceOp.SUM, gradient, destinations=w)
+                    extended.update(
+                        w, lambda w, g: w.assign_sub(rate * g), args=(total,))
+
+                tf.distribute.get_replica_context().merge_call(apply, args=(gradient,))
+                return w
+
+            weights = []
+            for _ in range(3):
+                w = strategy.experimental_run(step, iterator)
+                weights.append(strategy.extended.read_var(w))
+        """,
+        np=np,
+    )
+    np.testing.assert_allclose(names["weights"], [0.2, 0.36, 0.488], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "towers, loss, trained",
+    [
+        (1, "mean", 12.6),
+        (2, "mean", 12.6),
+        (4, "mean", 12.6),
+        (1, "sum", 23.2),
+        (2, "sum", 44.4),
+        (4, "sum", 86.8),
+    ],
+)
+def test_a_training_program_of_2018(towers, loss, trained):
+    """Numbers of TensorFlow 1.12, whose optimizers divided mean losses by the towers.
+
+    The optimizer has become a line that does so.
+    """
+    divisor = "d.num_towers" if loss == "mean" else "1"
+    names = ran(
+        f"""
+        import jax
+        import tensorflow as tf
+
+        d = tf.contrib.distribute.MirroredStrategy(num_gpus={towers})
+
+        def dataset_fn():
+            return [(np.float32([5, 7]), np.float32([15, 18]))] * d.num_towers
+
+        def model_fn(rows):
+            x, y = rows
+            w = tf.get_variable("w", initializer=2.0)
+
+            def loss(w):
+                return tf.reduce_{loss}(tf.square(w * x - y))
+
+            return w, jax.grad(loss)(w.read_value())
+
+        with d.scope():
+            iterator = d.distribute_dataset(dataset_fn).make_one_shot_iterator()
+            w, gradient = d.call_for_each_tower(model_fn, iterator.get_next())
+            total = d.reduce(tf.VariableAggregation.SUM, gradient, w)
+            d.update(w, lambda w, g: w.assign_sub(0.2 * g / {divisor}), total)
+            value = d.read_var(w)
+        """,
+        np=np,
+    )
+    np.testing.assert_allclose(names["value"], trained, rtol=1e-6)
