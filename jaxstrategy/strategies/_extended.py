@@ -44,12 +44,18 @@ class StrategyExtended(UpdatesVariables, ColocatesVariables):
 
     @property
     def worker_devices(self) -> tuple[Device, ...]:
-        """The devices that compute, in replica order."""
+        """The devices that compute, in replica order.
+
+        Of the default strategy JAX's first one, where TensorFlow raises an error.
+        """
         return self._strategy.devices
 
     @property
     def parameter_devices(self) -> tuple[Device, ...]:
-        """The devices that hold mirrored variables."""
+        """The devices that hold mirrored variables.
+
+        Of the default strategy JAX's first one, where TensorFlow raises an error.
+        """
         return self._strategy.parameter_replicas.devices
 
     @property

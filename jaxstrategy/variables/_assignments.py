@@ -33,7 +33,8 @@ class Assignments(abc.ABC):
         """Makes it `value`; returns the new value of the whole variable.
 
         Outside `run`, an on-read variable that sums gives each replica an equal share,
-        so that it reads as `value`. To gradients the value is a constant.
+        so that it reads as `value`; of a `PerReplica` each copy takes its version. To
+        gradients the value is a constant.
 
         Args:
           value: of the variable's shape. To a part, a value of fewer dimensions, or
