@@ -14,6 +14,7 @@ import jaxstrategy as js
 LEFT_OUT = {
     "Server",
     "MultiWorkerMirroredStrategy",
+    "CollectiveAllReduceStrategy",
     "ExperimentalMultiWorkerMirroredStrategy",
     "PreemptionCheckpointHandler",
     "PreemptionWatcher",
@@ -123,6 +124,19 @@ def in_step(strategy):
 CONTEXT = ["all_reduce", "all_gather", "merge_call", "fold_in"]
 
 
+def in_scope(strategy, name):
+    """A method of 2018's strategy, in its scope, where alone it may be called."""
+    d = js.compat.contrib.DistributionStrategy.over(strategy)
+    method = getattr(d, name)
+
+    @functools.wraps(method)
+    def call(*args, **kwargs):
+        with d.scope():
+            return method(*args, **kwargs)
+
+    return call
+
+
 # What stands in the environment besides, with which the odd text is looked at.
 PAIRED = {
     "SM_HOSTS": {"SM_CURRENT_HOST": "algo-1"},
@@ -169,6 +183,14 @@ def targets(strategy):
     found.update(functions(js.tpu.experimental, "tpu"))
     for name, make in MAKERS.items():
         found.update(methods(make, name, strategy))
+    found.update(functions(js.compat.contrib, "contrib"))
+    found.update(functions(js.compat.v1, "v1"))
+    older = js.compat.v1.Strategy.over(strategy)
+    found.update(methods(lambda _: older, "v1_strategy", strategy))
+    found.update(methods(lambda _: older.extended, "v1_extended", strategy))
+    for name, member in public(js.compat.contrib.DistributionStrategy):
+        if callable(member):
+            found[f"contrib_strategy.{name}"] = functools.partial(in_scope, name=name)
     for name in CONTEXT:
         found[f"replica.{name}"] = lambda strategy, name=name: functools.partial(
             in_step(strategy), name
