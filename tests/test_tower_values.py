@@ -334,9 +334,6 @@ def test_cores():
         ("MultiWorkerAllReduce", "HierarchicalCopyAllReduce"),
         ("DistributeConfig", "training_loop"),
         ("run_standard_tensorflow_server", "Server"),
-        ("StandardInputStep", "run_steps_on_dataset"),
-        ("StandardSingleLossStep", "run_steps_on_dataset"),
-        ("Step", "run_steps_on_dataset"),
         ("get_replica_context", "get_tower_context"),
     ],
 )

@@ -10,10 +10,6 @@ _OF_TENSORFLOW_2 = (
     "InputOptions",
 )
 
-_STEPS = (
-    "Give the loop to `distribution_strategy.run_steps_on_dataset`, and the step to "
-    "`call_for_each_tower`."
-)
 # Names of 2019 and later, by those of 2018.
 _NAMES_OF_2018 = {
     "get_replica_context": "get_tower_context",
@@ -48,10 +44,6 @@ ADVICE = {
     "compat.contrib.run_standard_tensorflow_server": (
         "It is for parameter servers: `jaxstrategy.Server(cluster_spec, ...).join()`."
     ),
-    **{
-        f"compat.contrib.{name}": _STEPS
-        for name in ("Step", "StandardInputStep", "StandardSingleLossStep")
-    },
     **{
         f"compat.contrib.{name}": (
             f"In 2018 it was `{older}`, which is here; it is `jaxstrategy.{name}` now."

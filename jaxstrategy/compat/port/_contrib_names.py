@@ -17,8 +17,10 @@ CONTRIB: list[Name] = [
         "TowerContext UpdateContext get_cross_tower_context get_distribution_strategy "
         "get_loss_reduction "
         "get_tower_context get_update_device has_distribution_strategy increment_var "
-        "require_tower_context",
+        "require_tower_context Step StandardInputStep StandardSingleLossStep",
         {
+            "StandardSingleLossStep": "the optimizer is one of Optax; the gradients of "
+            "the towers are summed; `loss_fn` makes no variables",
             "CollectiveAllReduceStrategy": "`TF_CONFIG` is read; one process per host, "
             "started by `python -m jaxstrategy.launch`",
             "DistributionStrategy": "no sessions: methods do their work at once. A "
@@ -36,8 +38,6 @@ CONTRIB: list[Name] = [
     *decided(
         "tf.contrib.distribute",
         {
-            "Step StandardInputStep StandardSingleLossStep": "write the step: "
-            "gradients of the loss, `reduce` and `update` for each variable",
             "DistributeConfig": "configures Estimators: write the training loop, and "
             "start processes with `python -m jaxstrategy.launch`",
             "run_standard_tensorflow_server": "not needed: start processes with "
