@@ -201,3 +201,20 @@ def test_a_device_of_another_process_is_refused():
     with pytest.raises(ValueError, match="task 1 of job 'worker', and this process is"):
         strategy.extended.reduce_to("sum", 1.0, other)
     assert on(js.get_strategy().extended.copy_to(1.0, own)) == {jax.devices()[3]}
+
+
+def test_a_variable_in_shards_is_a_destination_and_a_value():
+    strategy = js.ParameterServerStrategy(
+        workers=1,
+        backend="threads",
+        variable_partitioner=js.experimental.partitioners.FixedShardsPartitioner(2),
+    )
+    v = variable(strategy, np.arange(4.0, dtype=np.float32))
+    assert isinstance(v, js.experimental.ShardedVariable)
+    assert strategy.extended.copy_to(3.0, v) == 3.0
+    copy = strategy.extended.copy_to(v, "CPU:1")
+    np.testing.assert_array_equal(np.asarray(copy), np.arange(4.0))
+    result = strategy.extended.update_on(v, lambda: v.assign_add(np.ones(4, "f")))
+    assert result is v
+    np.testing.assert_array_equal(v.numpy(), np.arange(4.0) + 1)
+    strategy.close()

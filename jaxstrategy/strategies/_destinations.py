@@ -19,6 +19,7 @@ from jaxstrategy.values._handle import Handle
 from jaxstrategy.values._per_replica import PerReplica
 from jaxstrategy.values._types import Leaf, PyTree
 from jaxstrategy.variables import _access
+from jaxstrategy.variables._sharded_variable import ShardedVariable
 from jaxstrategy.variables._variable import Variable
 
 Destinations: TypeAlias = Any
@@ -169,6 +170,8 @@ def copies_on(destinations: Destinations, replicas: Replicas) -> CopyPlace:
         )
     if isinstance(destinations, (list, tuple)):
         return _on_each(_replicas_on(destinations, replicas))
+    if isinstance(destinations, ShardedVariable):  # all shards are read in one place
+        destinations = destinations.variables[0]
     if isinstance(destinations, Variable):
         if _access.tracing() is not None:
             return CopyPlace(None, destinations.replicas)
