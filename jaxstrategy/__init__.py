@@ -44,6 +44,7 @@ from jaxstrategy._errors import (
 from jaxstrategy._errors import (
     LeakedTracerError as LeakedTracerError,
 )
+from jaxstrategy._errors import LateReplicaWarning as LateReplicaWarning
 from jaxstrategy._errors import (
     MissingExtraError as MissingExtraError,
 )
@@ -81,6 +82,7 @@ from jaxstrategy._options import RunOptions as RunOptions
 from jaxstrategy._options import VariableAggregation as VariableAggregation
 from jaxstrategy._options import VariableSynchronization as VariableSynchronization
 from jaxstrategy.contexts._replica_context import ReplicaContext as ReplicaContext
+from jaxstrategy.executors._eager_replicas import eager_replicas as eager_replicas
 from jaxstrategy.inputs._dataset import DistributedDataset as DistributedDataset
 from jaxstrategy.inputs._grouped import grouped as grouped
 from jaxstrategy.inputs._input_options import InputContext as InputContext
@@ -150,6 +152,7 @@ from jaxstrategy.values._distributed_values import (
 )
 from jaxstrategy.values._per_replica import PerReplica as PerReplica
 from jaxstrategy.values._slices import IndexedSlices as IndexedSlices
+from jaxstrategy.values._versions import Versions as Versions
 from jaxstrategy.variables._gradients import grad as grad
 from jaxstrategy.variables._gradients import value_and_grad as value_and_grad
 from jaxstrategy.variables._variable import Variable as Variable

@@ -310,6 +310,15 @@ class MissingExtraError(ImportError):
     """
 
 
+class LateReplicaWarning(UserWarning):
+    """In `eager_replicas()` a replica runs on and on; the message says where it is.
+
+    >>> import jaxstrategy as js
+    >>> issubclass(js.LateReplicaWarning, UserWarning)
+    True
+    """
+
+
 class RecompilationWarning(UserWarning):
     """One function is compiled again and again; the message says what changed.
 

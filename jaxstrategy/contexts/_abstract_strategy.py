@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from jaxstrategy._communication_options import CommunicationOptions
 from jaxstrategy._options import ReduceOp
+from jaxstrategy.reductions._met_reduction import MetReduction
 from jaxstrategy.reductions._own_reduction import OwnReduction
 from jaxstrategy.reductions._reduction import Reduction
 from jaxstrategy.replicas._devices import Device
@@ -88,8 +89,8 @@ class AbstractStrategy(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def reduction(self) -> Reduction | OwnReduction:
-        """The way in which the replicas' values become one, or do in local steps."""
+    def reduction(self) -> Reduction | OwnReduction | MetReduction:
+        """The way in which the replicas' values become one, where the code runs."""
 
     @abc.abstractmethod
     def reduce(

@@ -22,6 +22,7 @@ import jax
 from jaxstrategy._errors import ContextError
 from jaxstrategy._options import VariableAggregation, VariableSynchronization
 from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
+from jaxstrategy.contexts._eager_replica import EagerReplica
 from jaxstrategy.contexts._local_steps import LocalSteps
 from jaxstrategy.replicas._devices import Device
 from jaxstrategy.replicas._replicas import Replicas
@@ -78,6 +79,9 @@ class Context:
         and its variables. Read by these.
       function: what a function uses that a coordinator sends to workers, while it is
         traced. Read by `scheduled._recorder`.
+      runs_eagerly: what steps that run eagerly, each replica in a thread of its own,
+        remember of each other; None if steps are compiled. Read by executors.
+      eager: the replica whose thread it is; None in other threads.
     """
 
     strategy: AbstractStrategy | None = None
@@ -108,6 +112,8 @@ class Context:
     function: object = None
     worker: object = None
     is_shipping: bool = False
+    runs_eagerly: object = None
+    eager: EagerReplica | None = None
 
     @property
     def jit_key(self) -> Hashable:
@@ -169,6 +175,12 @@ def set_current(strategy: AbstractStrategy | None) -> None:
         _current.get(), strategy=strategy, is_set=strategy is not None
     )
     _current.set(OUTSIDE if context == OUTSIDE else context)
+
+
+def replica_index(strategy: AbstractStrategy) -> jax.Array | int:
+    """The number of this replica: known, traced in a compiled step, 0 without axes."""
+    eager = _current.get().eager
+    return strategy.replicas.index() if eager is None else eager.index
 
 
 def describe(context: Context) -> str:

@@ -83,13 +83,14 @@ class ReplicaContext:
 
         Inside `run` one program serves all replicas, so this is an int32 scalar known
         only on the devices: select with `jnp.where`, `jax.lax.cond` or `jnp.take`, not
-        with a Python `if`. Outside a strategy it is the int 0.
+        with a Python `if`. In `eager_replicas()` its value is known, and an `if` works.
+        Outside a strategy it is the int 0.
 
         Raises:
           ContextError: this is not the current replica context.
         """
         self._require_current("replica_id_in_sync_group")
-        return self._strategy.replicas.index()
+        return _context.replica_index(self._strategy)
 
     @property
     def devices(self) -> tuple[Device, ...]:
@@ -271,6 +272,8 @@ class ReplicaContext:
         """
         self._require_current("merge_call")
         _require_callable(merge_fn)
+        if (eager := _context.current().eager) is not None:
+            return eager.merge_call(merge_fn, args, kwargs or {})
         across = self.to_cross(tuple(args))
         named = self.to_cross(dict(kwargs or {}))
         in_step = _context.current().in_step  # there is none outside any strategy

@@ -13,7 +13,9 @@ from jaxstrategy._options import RunOptions
 from jaxstrategy.cluster._processes import Processes
 from jaxstrategy.contexts import _context, _replica_context
 from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
+from jaxstrategy.contexts._context import Context
 from jaxstrategy.executors._executor import AbstractExecutor, FunctionProgram
+from jaxstrategy.executors.replica_threads._eager_steps import EagerSteps
 from jaxstrategy.replicas._devices import Device
 from jaxstrategy.tracing._programs import Programs
 from jaxstrategy.tracing._step_agreement import StepAgreement
@@ -39,6 +41,7 @@ class CompiledExecutor(AbstractExecutor):
         self.agreement = None
         if processes is not None and processes.count > 1:
             self.agreement = StepAgreement(processes)
+        self._processes = processes
         self._programs = Programs(self._environment, self.agreement)
         self._updates_on: dict[tuple[Device, ...], Programs] = {}
 
@@ -60,12 +63,33 @@ class CompiledExecutor(AbstractExecutor):
         if context.in_step:
             return self._run_in_step(fn, args, kwargs)
         if context.around is None or context.strategy is None:
-            return self._programs.of(fn, options)(args, kwargs)
+            return self._run_outside(context, fn, args, kwargs, options)
         before, after = context.around
         before()
-        results = self._programs.of(fn, options)(args, kwargs)
+        results = self._run_outside(context, fn, args, kwargs, options)
         after()
         return results
+
+    def _run_outside(
+        self,
+        context: Context,
+        fn: Function,
+        args: tuple[PyTree, ...],
+        kwargs: dict[str, PyTree],
+        options: RunOptions | None,
+    ) -> PyTree:
+        if context.runs_eagerly is not None:
+            return self._eager_steps.run(fn, args, kwargs, options)
+        return self._programs.of(fn, options)(args, kwargs)
+
+    @functools.cached_property
+    def _eager_steps(self) -> EagerSteps:
+        def compiled(fn: Function, args: tuple[PyTree, ...]) -> PyTree:
+            return self._programs.of(fn)(args, {})
+
+        return EagerSteps(
+            self._strategy, self._environment, compiled, self._processes
+        )
 
     def _run_in_step(
         self, fn: Function, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]

@@ -126,7 +126,7 @@ class StepMasks:
 def _this_replica() -> jax.Array | int:
     strategy = _context.current().strategy
     assert strategy is not None, "only steps have masks"
-    return strategy.replicas.index()
+    return _context.replica_index(strategy)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,6 +14,7 @@ from jaxstrategy.contexts import _context
 from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
 from jaxstrategy.executors._executor import AbstractExecutor
 from jaxstrategy.reductions._cross_device_ops import CrossDeviceOps
+from jaxstrategy.reductions._met_reduction import MetReduction
 from jaxstrategy.reductions._own_reduction import OwnReduction
 from jaxstrategy.reductions._plan import AbstractPlan
 from jaxstrategy.reductions._planned_ops import PlannedOps, checked_ops
@@ -96,10 +97,12 @@ class ComposedStrategy(AbstractStrategy):
         return self._extended
 
     @property
-    def reduction(self) -> Reduction | OwnReduction:
+    def reduction(self) -> Reduction | OwnReduction | MetReduction:
         """The reduction by which the replicas' values become one."""
-        local = _context.current().local
-        return self._reduction if local is None else local.reduction
+        context = _context.current()
+        if context.local is not None:
+            return context.local.reduction
+        return self._reduction if context.eager is None else context.eager.reduction
 
     @property
     def variable_policy(self) -> VariablePolicy:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
+from typing import Protocol
 
 import jax
 
@@ -12,10 +13,29 @@ from jaxstrategy._options import is_function
 from jaxstrategy.text._lists import listed
 from jaxstrategy.text._user_code import Line
 from jaxstrategy.tracing._jaxpr_types import ArrayType, KeyPath
+from jaxstrategy.tracing._results import Results
 from jaxstrategy.tracing._traced_step import TracedStep
 from jaxstrategy.tracing.checks._successors import successors
 from jaxstrategy.tracing.replication._levels import Replication
 from jaxstrategy.values._types import PyTree
+
+
+class NamedResults(Protocol):
+    """The results of a step, of which messages say the names."""
+
+    @property
+    def results(self) -> Results:
+        """The pytree that it returned."""
+        ...
+
+    @property
+    def has_objects(self) -> bool:
+        """Whether new arrays of objects stand behind them."""
+        ...
+
+    def path(self, keys: KeyPath) -> str:
+        """The name of the result at `keys`."""
+        ...
 
 
 def broken_promises(step: TracedStep, expected: PyTree) -> Iterator[NotMirroredError]:
@@ -27,21 +47,21 @@ def broken_promises(step: TracedStep, expected: PyTree) -> Iterator[NotMirroredE
             continue
         line, path = step.began(state), step.path(keys)
         what, advice = (
-            (f"`{step.name}` leaves {path} different on each replica.", _OF_OBJECTS)
+            (f"`{step.name}` leaves {path} different on each replica.", OF_OBJECTS)
             if step.is_of_object(keys)
-            else (_EXPECTED.format(path=path), _OF_RESULTS)
+            else (_EXPECTED.format(path=path), OF_RESULTS)
         )
         text = f"{what}\n  it varies since: {step.why(state)}\n{advice}"
         yield NotMirroredError(text, path=path.strip("`"), line=line and str(line))
 
 
 _EXPECTED = "{path} was expected to be mirrored, but may differ between replicas."
-_OF_RESULTS = (
+OF_RESULTS = (
     "Something it is computed from was not reduced: use "
     "`get_replica_context().all_reduce('mean', ...)` on the way, usually on the "
     "gradients. If it may differ, take it out of `expect_mirrored`."
 )
-_OF_OBJECTS = (
+OF_OBJECTS = (
     "Reduce what it is computed from: the gradients with "
     "`get_replica_context().all_reduce('mean', grads)`, statistics of BatchNorm with "
     "`jaxstrategy.flax.nnx.BatchNorm`, and give metrics what "
@@ -117,7 +137,7 @@ def _varying(
     step: TracedStep, expected: PyTree
 ) -> Iterator[tuple[int, KeyPath, Replication, bool | None]]:
     """The results that vary: position, path, why, and whether they should not."""
-    is_expected = _expectation(step, expected)
+    is_expected = expectation(step, expected)
     arrays = step.results.array_paths()
     states = zip(arrays, step.outputs, step.findings.outputs, strict=True)
     for (position, keys), output, state in states:
@@ -125,8 +145,8 @@ def _varying(
             yield position, keys, state, is_expected(position, keys, output)
 
 
-def _expectation(
-    step: TracedStep, expected: PyTree
+def expectation(
+    step: NamedResults, expected: PyTree
 ) -> Callable[[int, KeyPath, ArrayType], bool | None]:
     """Whether the result with this position, path and type should be mirrored.
 
@@ -142,7 +162,7 @@ def _expectation(
     return lambda position, keys, output: wanted[position]
 
 
-def _spread(prefix: PyTree, step: TracedStep) -> list[bool | None]:
+def _spread(prefix: PyTree, step: NamedResults) -> list[bool | None]:
     """For each leaf of the results the entry of `prefix`, a pytree prefix, above it."""
     results = step.results
     shape = results.treedef.unflatten(range(len(results.leaves)))

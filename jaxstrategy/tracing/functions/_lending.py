@@ -15,7 +15,9 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from typing import final
 
+from jaxstrategy.contexts import _context
 from jaxstrategy.tracing.functions._places import Place
 from jaxstrategy.tracing.functions._rebuilding import rebuilt
 from jaxstrategy.tracing.functions._references import References
@@ -39,20 +41,63 @@ def lent(
     if not replaced:
         yield fn
         return
+    if (eager := _context.current().eager) is not None:
+        # Others of its threads wait meanwhile, and may ask for the lock.
+        with one_at_a_time:
+            loans = FunctionLoans(fn, replaced, is_object)
+        with eager.lending(loans):
+            yield loans.function
+        return
     with one_at_a_time:
+        loans = FunctionLoans(fn, replaced, is_object)
+        try:
+            loans.set()
+            yield loans.function
+        finally:
+            loans.take_back()
+
+
+@final
+class FunctionLoans:
+    """The places where a function refers to something else for a while.
+
+    Args:
+      fn: any callable.
+      replaced: the other values, by the labels of those that they stand for.
+      is_object: which objects have labels.
+
+    Attributes:
+      function: `fn`, or what takes its place because it holds such a value.
+    """
+
+    def __init__(
+        self,
+        fn: Function,
+        replaced: Mapping[str, object],
+        is_object: Callable[[object], bool],
+    ) -> None:
         labelled = References(fn, is_object)  # as when the values were taken
         known = {**labelled.objects, **labelled.arrays}
-        references = References(fn, is_object, with_form=False)
-        others = {id(known[label]): value for label, value in replaced.items()}
-        loans: list[tuple[Place, object, object]] = []
-        try:
-            for step in references.holders(set(others)):
+        self._references = References(fn, is_object, with_form=False)
+        self._others = {id(known[label]): new for label, new in replaced.items()}
+        self.function: Function = rebuilt(self._references.root, self._others)
+        self._lent: list[tuple[Place, object, object]] | None = None
+
+    def set(self) -> None:
+        """Let the function refer to the other values."""
+        if self._lent is None:
+            self._lent = []
+            for step in self._references.holders(set(self._others)):
                 assert step.place is not None
-                new = rebuilt(step.value, others)
-                loans.append((step.place, step.value, new))
+                new = rebuilt(step.value, self._others)
+                self._lent.append((step.place, step.value, new))
                 step.place.set(new)
-            yield rebuilt(references.root, others)
-        finally:
-            for place, value, new in reversed(loans):
-                if place.get() is new:  # else the function has put another there
-                    place.set(value)
+            return
+        for place, _, new in self._lent:
+            place.set(new)
+
+    def take_back(self) -> None:
+        """Let it refer to the caller's."""
+        for place, value, new in reversed(self._lent or ()):
+            if place.get() is new:  # else the function has put another there
+                place.set(value)

@@ -1,0 +1,1 @@
+"""Steps that run eagerly, each replica in a thread of its own, one at a time."""
