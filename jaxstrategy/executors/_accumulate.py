@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from jaxstrategy.contexts import _context
 from jaxstrategy.masks import _step_masks
 from jaxstrategy.replicas import _overflow
 from jaxstrategy.replicas._random_keys import is_key
@@ -46,6 +47,8 @@ def accumulated(
             result, aux = of_part(index)
             return jax.tree.map(jnp.add, total, jax.tree.map(_wide, result)), aux
 
+        if _context.current().eager is not None:  # what is traced has no values
+            return _in_turn(of_part, k, mean, has_aux)
         # This traces `fn` once more: the loop must be told of what type the sums are
         # before it begins.
         shapes, _ = jax.eval_shape(of_part, jnp.int32(0))
@@ -55,6 +58,21 @@ def accumulated(
         return (result, aux) if has_aux else result
 
     return call
+
+
+def _in_turn(
+    of_part: Callable[[jax.Array], tuple[PyTree, PyTree]],
+    k: int,
+    mean: bool,
+    has_aux: bool,
+) -> PyTree:
+    """The same by a loop in Python, for replicas that run eagerly."""
+    found = [of_part(jnp.int32(index)) for index in range(k)]
+    results = [result for result, _ in found]
+    total = jax.tree.map(lambda *each: sum(map(_wide, each)), *results)
+    result = jax.tree.map(lambda x, like: _narrow(x, like, k, mean), total, results[0])
+    aux = jax.tree.map(lambda *each: jnp.stack(each), *(aux for _, aux in found))
+    return (result, aux) if has_aux else result
 
 
 def checked_parts(k: object) -> int:
@@ -139,7 +157,7 @@ def _wide(array: jax.Array) -> jax.Array:
 
 
 def _narrow(
-    total: jax.Array, like: jax.ShapeDtypeStruct, k: int, mean: bool
+    total: jax.Array, like: jax.Array | jax.ShapeDtypeStruct, k: int, mean: bool
 ) -> jax.Array:
     if not mean:
         return total.astype(like.dtype)

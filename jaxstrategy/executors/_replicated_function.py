@@ -82,7 +82,16 @@ class ReplicatedFunction:
         >>> counter.total[...]
         Array(3., dtype=float32)
         """
-        return self._program.bound(objects)
+        bound = self._program.bound(objects)
+
+        @functools.wraps(self._fn)
+        def step(*rest: PyTree, **kwargs: PyTree) -> PyTree:
+            if current().runs_eagerly is None:
+                return bound(*rest, **kwargs)
+            given = (*objects, *rest)
+            return self._executor.run(self._fn, given, kwargs, self.options)
+
+        return step
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:
         if instance is None:

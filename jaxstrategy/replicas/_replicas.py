@@ -276,6 +276,12 @@ class Replicas(ReplicaPlacements):
             axis_types=_mesh.axis_types(len(inside)),
         )
 
+    def place_of(self, replica_id: int) -> Device | NamedSharding:
+        """Where an array is that one replica has whole."""
+        if not self.inner_axes:
+            return self.devices_of(replica_id)[0]
+        return NamedSharding(self.mesh_of(replica_id), PartitionSpec())
+
     def copies(self, array: jax.Array) -> tuple[jax.Array, ...]:
         """What each of this process's replicas has of `array`, `[...]`, of all of them.
 

@@ -15,6 +15,8 @@ import jax
 import numpy as np
 from jax.stages import Wrapped
 
+from jaxstrategy._errors import ContextError
+from jaxstrategy.contexts import _context
 from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
 from jaxstrategy.parameter_servers._element_changed import ElementChanged
 from jaxstrategy.parameter_servers._server_pool import ServerPool
@@ -137,8 +139,17 @@ class FunctionTracer:
         """A call of `fn`, which is traced if there is no program for it.
 
         Raises:
+          ContextError: in `eager_replicas()`.
           Exception: what the function raises while it is traced.
         """
+        if _context.current().runs_eagerly is not None:
+            raise ContextError(
+                f"`{getattr(fn, '__name__', fn)}` was to be run by a worker of "
+                f"{self._strategy!r} in `eager_replicas()`. Functions for workers are "
+                "compiled here and sent there, so nothing can be looked at in Python: "
+                "debug the step with another strategy, `js.MirroredStrategy()`, or "
+                "leave out `eager_replicas()`."
+            )
         return self._prepared(ScheduledArguments.of(fn, args, kwargs))
 
     def _prepared(self, given: ScheduledArguments) -> Prepared:

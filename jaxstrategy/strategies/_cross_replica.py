@@ -25,9 +25,10 @@ from jaxstrategy.values import _arrays, _per_replica, _trees
 from jaxstrategy.values._handle import Handle
 from jaxstrategy.values._per_replica import PerReplica
 from jaxstrategy.values._types import Leaf, PyTree
+from jaxstrategy.values._versions import Versions
 from jaxstrategy.variables import _components
 
-Versions: TypeAlias = tuple[Leaf, ...]
+Column: TypeAlias = tuple[Leaf, ...]
 """The versions of one leaf that some replicas have."""
 
 _LEAF = jax.tree.structure(0)
@@ -91,6 +92,8 @@ class CrossReplicaValues:
     def local_results(self, value: PyTree, in_step: bool) -> tuple[PyTree, ...]:
         """The version of each replica of this process; in a step that of all."""
         leaves, treedef = jax.tree.flatten(value, is_leaf=_trees.is_whole)
+        if isinstance(value, Versions):
+            return value.values
         if treedef == _LEAF and not isinstance(value, (PerReplica, Handle, jax.Array)):
             return (value,)
         if value is None:
@@ -120,7 +123,7 @@ class CrossReplicaValues:
             tree,
         )
 
-    def _columns(self, leaves: Sequence[Leaf], in_step: bool) -> list[Versions]:
+    def _columns(self, leaves: Sequence[Leaf], in_step: bool) -> list[Column]:
         """For each leaf the versions of this process's replicas, in a step of all."""
         n = self._count(in_step)
         values = [leaf for leaf in leaves if isinstance(leaf, PerReplica)]
@@ -133,14 +136,16 @@ class CrossReplicaValues:
             if isinstance(leaf, PerReplica)
             else self._components(leaf, in_step)
             if isinstance(leaf, Handle)
+            else leaf.values
+            if isinstance(leaf, Versions)
             else self._copies(leaf, n, in_step)
             for leaf in leaves
         ]
 
-    def _components(self, variable: Handle, in_step: bool) -> Versions:
+    def _components(self, variable: Handle, in_step: bool) -> Column:
         """The copies of a variable, each an array of its own."""
 
-        def divide(held: PyTree) -> Versions:
+        def divide(held: PyTree) -> Column:
             (copies,) = self._columns([held], in_step)
             # Else all copies were one object, and that the one the variable has.
             is_shared = not in_step and not isinstance(held, PerReplica)
@@ -148,7 +153,7 @@ class CrossReplicaValues:
 
         return _components.of(variable, variable.distributed(), divide)
 
-    def _copies(self, leaf: Leaf, n: int, in_step: bool) -> Versions:
+    def _copies(self, leaf: Leaf, n: int, in_step: bool) -> Column:
         """The copies that `n` replicas hold of a leaf that is no `PerReplica`."""
         _arrays.check_alive(leaf, "An array")
         if in_step and isinstance(leaf, jax.Array) and n > 1:
@@ -163,7 +168,7 @@ class CrossReplicaValues:
         return (leaf,) * n
 
 
-def _checked_number(versions: Versions, n: int) -> Versions:
+def _checked_number(versions: Column, n: int) -> Column:
     if len(versions) != n:
         raise ValueError(
             f"A PerReplica with {len(versions)} versions was given to a strategy with "

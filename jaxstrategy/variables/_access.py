@@ -132,6 +132,16 @@ def tracing() -> StepVariables | None:
 # Two threads that do so at once would end the process (JAX 0.10 and 0.12).
 one_at_a_time = threading.RLock()
 
+
+def exclusively() -> contextlib.AbstractContextManager[object]:
+    """A `with` block of one thread at a time that uses what variables hold.
+
+    A replica that runs eagerly has copies of its own, and may wait for others in it.
+    """
+    is_eager = _context.current().eager is not None
+    return contextlib.nullcontext() if is_eager else one_at_a_time
+
+
 _numbers = itertools.count()
 
 

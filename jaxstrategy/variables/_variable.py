@@ -274,7 +274,7 @@ class Variable(AbstractVariable, WorkerCopies):
         given = _given_values.value_of(self)
         if given is not None:
             return given
-        with _access.one_at_a_time:
+        with _access.exclusively():
             return self._kind.read(self._reference(), _access.side())
 
     def read_value(self) -> jax.Array:
@@ -325,7 +325,7 @@ class Variable(AbstractVariable, WorkerCopies):
         return _row_lookups.looked_up((self,), ids)
 
     def _rows(self, numbers: np.ndarray) -> jax.Array:
-        with _access.one_at_a_time:
+        with _access.exclusively():
             return self._kind.read_rows(self._reference(), _access.side(), numbers)
 
     def distributed(self) -> jax.Array | PerReplica:
@@ -334,7 +334,7 @@ class Variable(AbstractVariable, WorkerCopies):
         Raises:
           ContextError: in another strategy's scope or `run`.
         """
-        with _access.one_at_a_time:
+        with _access.exclusively():
             return self._kind.copies(self._reference())
 
     def _write(self, value: Value, change: Change) -> jax.Array | PerReplica:
@@ -385,7 +385,7 @@ class Variable(AbstractVariable, WorkerCopies):
             )
         if (local := _context.current().local) is not None:
             local.assigned[id(self)] = self
-        with _access.one_at_a_time:
+        with _access.exclusively():
             ref = self._reference()
             if ref is self._cell:
                 _access.about_to_change(self._cell)
@@ -431,6 +431,9 @@ class Variable(AbstractVariable, WorkerCopies):
     def __repr__(self) -> str:
         kind = "" if self._strategy is None else f" {self._kind.describe}"
         head = f"Variable {self._name!r} {array_type(self._dtype.name, self._shape)}"
+        if (eager := _context.current().eager) is not None:
+            own = _text(np.asarray(self.numpy()))
+            return f"<{head}{kind}, on replica {eager.number}: {own}>"
         if _access.tracing() is not None:
             return f"<{head}{kind}, being traced>"
         if not self._kind.is_readable:

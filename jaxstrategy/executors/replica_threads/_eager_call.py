@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Sequence
 from typing import final
 
 from jaxstrategy._errors import PlacementError
 from jaxstrategy._options import RunOptions
 from jaxstrategy.executors.replica_threads import _versions_of_replicas
+from jaxstrategy.executors.replica_threads._eager_errors import eagerly_translated
 from jaxstrategy.replicas._replicas import Replicas
 from jaxstrategy.tracing import _roles
 from jaxstrategy.tracing._replica_step import ReplicaStep, StepEnvironment, name_of
 from jaxstrategy.tracing._roles import Role
-from jaxstrategy.tracing.functions import _lending
+from jaxstrategy.tracing.functions import _leaks, _lending
 from jaxstrategy.tracing.functions._references import References
 from jaxstrategy.tracing.nnx._adapter import (
+    AttributeChange,
     call_of,
     is_changed_in_place,
     options_of,
@@ -55,6 +58,8 @@ class EagerCall:
         self.fn = fn
         self.name = name_of(fn)
         self.options = options
+        self._replicas = environment.replicas
+        self._changes: list[AttributeChange] = []
         with _lending.one_at_a_time:
             found = References(fn, is_changed_in_place)
         try:
@@ -131,7 +136,36 @@ class EagerCall:
     def of_replica(self, own: Sequence[Leaf]) -> PyTree:
         """The function, called as one replica with these leaves."""
         args, kwargs = self._signature.rebuild(own)
-        return self._step_fn(*args, **kwargs)
+        try:
+            return self._alike(self._step_fn(*args, **kwargs))
+        except _leaks.Leak as leak:
+            raise leak.explained() from None
+        except Exception as error:
+            told = eagerly_translated(error, self.name, self._replicas, self.options)
+            if told is None:
+                raise
+            raise told from error
+
+    def _alike(self, returned: PyTree) -> PyTree:
+        """`returned`, in which equal changes of objects are the first replica's.
+
+        JAX compares them by identity, as parts of the structure.
+        """
+        if self._call is None:
+            return returned
+        results, parts = returned
+        return results, [
+            dataclasses.replace(part, changes=tuple(map(self._known, part.changes)))
+            for part in parts
+        ]
+
+    def _known(self, change: AttributeChange) -> AttributeChange:
+        for other in self._changes:
+            is_there = (other.path, other.name) == (change.path, change.name)
+            if is_there and (other.value is change.value or other.value == change.value):
+                return other
+        self._changes.append(change)
+        return change
 
     def finish(self, found: PyTree) -> PyTree:
         """The results; objects then hold their new arrays."""

@@ -23,15 +23,20 @@ _NUMBERS = (int, float, complex, np.number)
 
 
 @final
-class EagerMemory:
-    """What eager steps remember of each other, in one block of `eager_replicas`.
+class EagerBlock:
+    """One block of `eager_replicas`, and what its steps remember of each other.
+
+    Args:
+      disable_jit: whether functions that are jitted run in Python, too.
 
     Attributes:
+      disable_jit: as given.
       varying: results that have differed once, by their function and path. They are
         `PerReplica`s from then on, as a result of a compiled step is at each call.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, disable_jit: bool) -> None:
+        self.disable_jit = disable_jit
         self.varying: set[Hashable] = set()
 
 
@@ -117,13 +122,13 @@ class EagerResults:
             raise NotMirroredError(f"{what}\n{told}\n{advice}", path=path.strip("`"))
 
     def value(
-        self, key: Hashable, memory: EagerMemory, own: Sequence[Sequence[Leaf]]
+        self, key: Hashable, block: EagerBlock, own: Sequence[Sequence[Leaf]]
     ) -> PyTree:
         """The results, as `run` returns them.
 
         Args:
           key: of the function.
-          memory: which results have differed before.
+          block: in which results may have differed before.
           own: arguments of which each replica has its version: returned unchanged they
             are their `PerReplica` again.
         """
@@ -137,8 +142,8 @@ class EagerResults:
                 all(a is b for a, b in zip(column, each, strict=True)) for each in own
             )
             if not self._are_equal(position) or is_given:
-                memory.varying.add(known)
-            varies = known in memory.varying and self._replicas.count > 1
+                block.varying.add(known)
+            varies = known in block.varying and self._replicas.count > 1
             found.append(self._one(position, varies))
         return self.results.treedef.unflatten(found)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import cast, final
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 
 from jaxstrategy._errors import ContextError, NonFiniteError
@@ -21,7 +21,7 @@ from jaxstrategy.executors.replica_threads import _versions_of_replicas
 from jaxstrategy.executors.replica_threads._agreed_rounds import AgreedRounds
 from jaxstrategy.executors.replica_threads._eager_call import EagerCall
 from jaxstrategy.executors.replica_threads._eager_results import (
-    EagerMemory,
+    EagerBlock,
     EagerResults,
 )
 from jaxstrategy.executors.replica_threads._met_primitive import met
@@ -95,7 +95,8 @@ class EagerSteps:
         replicas = self._strategy.replicas
         copies = ReplicaCopies(replicas, call.name, self._rounds.digests)
         one = OneOfReplicas(replicas, call.name)
-        settings = thread_settings(call.options)
+        block = cast(EagerBlock, _context.current().runs_eagerly)
+        settings = thread_settings(call.options, block.disable_jit)
         columns = call.columns(replicas)
 
         def body(place: int, thread: ReplicaThread) -> object:
@@ -124,11 +125,12 @@ class EagerSteps:
             turns = ReplicaTurns(call.name, threads, answer, self._rounds.agree)
             turns.run()
         own = [cast("tuple[list[jax.Array], _results.Results]", t.result) for t in threads]
-        return self._finished(call, own, copies, columns)
+        return self._finished(call, block, own, copies, columns)
 
     def _finished(
         self,
         call: EagerCall,
+        block: EagerBlock,
         own: Sequence[tuple[list[jax.Array], _results.Results]],
         copies: ReplicaCopies,
         columns: Sequence[Sequence[Leaf]],
@@ -143,9 +145,8 @@ class EagerSteps:
         )
         results.check(call.expected)
         changes = copies.checked()
-        memory = cast(EagerMemory, _context.current().runs_eagerly)
         key = id(self._strategy), id(_code.code_of(call.fn) or call.fn)
-        found = results.value(key, memory, [columns[i] for i in call.per_replica])
+        found = results.value(key, block, [columns[i] for i in call.per_replica])
         copies.store(changes)
         call.check_masks()
         return call.finish(found)
@@ -153,7 +154,7 @@ class EagerSteps:
     def _ids(self) -> list[jax.Array]:
         replicas = self._strategy.replicas
         return [
-            jax.device_put(jnp.int32(number), replicas.devices_of(number)[0])
+            jax.device_put(np.int32(number), replicas.place_of(number))
             for number in replicas.own
         ]
 
@@ -167,7 +168,7 @@ class EagerSteps:
             replica=ReplicaContext(self._strategy),
             in_step=True,
             eager=thread,
-            variables=CopiesOfReplica(copies, place, thread.number),
+            variables=CopiesOfReplica(copies, place, thread),
             trace=_access.new_trace(),
         ):
             yield

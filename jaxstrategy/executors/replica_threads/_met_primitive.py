@@ -88,7 +88,9 @@ def _transpose(
     cotangents: Sequence[Any], *operands: Any, collective: MetCollective
 ) -> list[Any]:
     linear = tuple(
-        jax.ShapeDtypeStruct(each.aval.shape, each.aval.dtype)
+        jax.ShapeDtypeStruct(
+            each.aval.shape, each.aval.dtype, weak_type=each.aval.weak_type
+        )
         if ad.is_undefined_primal(each)
         else None
         for each in operands

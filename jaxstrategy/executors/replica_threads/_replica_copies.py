@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from types import EllipsisType
 from typing import cast, final
@@ -12,6 +13,7 @@ from jax.core import Tracer
 
 from jaxstrategy._errors import NotMirroredVariableError
 from jaxstrategy.executors.replica_threads import _versions_of_replicas
+from jaxstrategy.executors.replica_threads._replica_thread import ReplicaThread
 from jaxstrategy.replicas._replicas import Replicas
 from jaxstrategy.values import _per_replica
 from jaxstrategy.values._handle import Handle
@@ -82,13 +84,18 @@ class ReplicaCopies:
 
     def of(self, variable: Variable, place: int) -> OneCopy:
         """The copy of one replica, by its place among those of this process."""
-        if id(variable) not in self._copies:
-            self._copies[id(variable)] = variable, self._made(variable)
         return self._copies[id(variable)][1][place]
 
+    def has(self, variable: Variable) -> bool:
+        """Whether the copies have been made."""
+        return id(variable) in self._copies
+
+    def make(self, variable: Variable) -> None:
+        """Makes the copies of what the variable holds now."""
+        self._copies[id(variable)] = variable, self._made(variable)
+
     def _made(self, variable: Variable) -> list[OneCopy]:
-        # What places arrays uses jitted functions, and no one device.
-        with jax.disable_jit(False), jax.default_device(None), _access.one_at_a_time:
+        with _access.one_at_a_time:
             held = variable.cell[...]
             if self._is_own(variable):
                 found = [v[None] for v in self._replicas.versions(held)]
@@ -194,6 +201,8 @@ def _short(array: jax.Array | np.ndarray) -> str:
             if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key)
             else array
         )
+    if not array.ndim:
+        return repr(array.item())
     text = np.array2string(array, separator=", ", threshold=8, edgeitems=3)
     return " ".join(text.split())
 
@@ -205,13 +214,16 @@ class CopiesOfReplica(StepVariables):
     Args:
       copies: of all.
       place: of the replica among those of this process.
-      number: of the replica.
+      thread: of the replica.
     """
 
-    def __init__(self, copies: ReplicaCopies, place: int, number: int) -> None:
+    def __init__(
+        self, copies: ReplicaCopies, place: int, thread: ReplicaThread
+    ) -> None:
         # The first replica runs first: what it makes the others find.
-        super().__init__((), may_create=number == 0)
+        super().__init__((), may_create=thread.number == 0)
         self._all = copies
+        self._thread = thread
         self._place = place
 
     @property
@@ -222,7 +234,10 @@ class CopiesOfReplica(StepVariables):
     def reference(self, variable: Handle) -> OneCopy:
         """This replica's copy."""
         self.used.setdefault(id(variable), variable)
-        return self._all.of(cast(Variable, variable), self._place)
+        own = cast(Variable, variable)
+        if not self._all.has(own):
+            self._thread.in_caller(functools.partial(self._all.make, own))
+        return self._all.of(own, self._place)
 
     def create(self, variable: Handle, start: jax.Array) -> None:
         """Let the step make `variable`; its cell holds its copies."""

@@ -92,6 +92,7 @@ class ReplicaThread(EagerReplica):
 
     Attributes:
       wanted: what it waits for; None if it has not come to that in this round.
+      request: what the caller's thread is to do for it alone, if anything.
       line: of the user's code, where it met the others last.
       result: what `body` returned.
       error: what it raised.
@@ -110,6 +111,7 @@ class ReplicaThread(EagerReplica):
         self.index = index
         self.reduction = MetReduction(meet)
         self.wanted: Wanted | None = None
+        self.request: Callable[[], object] | None = None
         self.line: Line | None = None
         self.result: object = None
         self.error: BaseException | None = None
@@ -136,7 +138,7 @@ class ReplicaThread(EagerReplica):
         self, reply: object = None, refusal: BaseException | None = None
     ) -> None:
         """Lets it run, with what came of what it waited for, or an error to raise."""
-        self._reply, self._refusal = reply, refusal
+        self._reply, self._refusal, self.request = reply, refusal, None
         self._is_paused = False
         if self._thread.ident is None:
             self._thread.start()
@@ -215,6 +217,14 @@ class ReplicaThread(EagerReplica):
 
         return jax.eval_shape(results, *arrays)
 
+    def in_caller(self, function: Callable[[], object]) -> object:
+        """What `function` returns, called in the thread of the caller.
+
+        There JAX's settings are those of all replicas.
+        """
+        self.request = function
+        return self._pause()
+
     def _wait(self, wanted: Wanted) -> object:
         """What comes of something for which all replicas meet.
 
@@ -224,9 +234,14 @@ class ReplicaThread(EagerReplica):
         if self._gives_up:
             raise ReplicaEnded
         self.line = _user_code.innermost(_frames_here())
+        self.wanted = wanted
+        return self._pause()
+
+    def _pause(self) -> object:
+        """Lets others run until it is its turn again."""
         for loans in reversed(self._loans):
             loans.take_back()
-        self.wanted, self._is_paused = wanted, True
+        self._is_paused = True
         self._is_over.release()
         self._turn.acquire()
         if self._gives_up:

@@ -92,6 +92,16 @@ class ReplicaTurns:
         return False
 
     def _wait_for(self, thread: ReplicaThread) -> None:
+        self._end_of_turn(thread)
+        while thread.request is not None:
+            try:
+                reply, refusal = thread.request(), None
+            except Exception as error:
+                reply, refusal = None, error
+            thread.begin_turn(reply, refusal)
+            self._end_of_turn(thread)
+
+    def _end_of_turn(self, thread: ReplicaThread) -> None:
         while not thread.end_turn(PATIENCE_SECONDS):
             frames = thread.frames
             if self._is_told or any(

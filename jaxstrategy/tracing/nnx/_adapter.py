@@ -23,5 +23,6 @@ from jaxstrategy.tracing.nnx._object_kinds import structure_of as structure_of
 from jaxstrategy.tracing.nnx._object_step import came_from_step as came_from_step
 from jaxstrategy.tracing.nnx._object_step import step_of_arrays as step_of_arrays
 from jaxstrategy.tracing.nnx._object_step import takes_arrays as takes_arrays
+from jaxstrategy.tracing.nnx._parts import AttributeChange as AttributeChange
 from jaxstrategy.tracing.nnx._parts import Parts as Parts
 from jaxstrategy.tracing.nnx._parts import is_parts as is_parts

@@ -1,0 +1,340 @@
+"""Eager replicas that do not arrive together are told, each with its line; none hangs."""
+
+import contextlib
+import io
+import pdb
+import re
+import sys
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers.threads import in_threads, until
+
+import jaxstrategy as js
+from jaxstrategy.executors.replica_threads import _replica_turns
+
+DEVICES = js.simulate(8)
+
+
+@pytest.fixture(scope="module")
+def three():
+    return js.MirroredStrategy(DEVICES[:3])
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left():
+    yield
+    names = [thread.name for thread in threading.enumerate()]
+    assert not [name for name in names if name.startswith("replica ")]
+
+
+def replica():
+    return js.get_replica_context()
+
+
+def number():
+    return int(replica().replica_id_in_sync_group)
+
+
+def eagerly(strategy, step, *args, kind=js.DivergentCollectiveError):
+    """The error of a step, which must come in time."""
+    caught = []
+
+    def run():
+        with js.eager_replicas(), pytest.raises(kind) as error:
+            strategy.run(step, args)
+        caught.append(error.value)
+
+    in_threads(run)
+    return caught[0]
+
+
+def test_a_replica_that_returns_makes_no_other_wait(three):
+    def step():
+        if number() == 1:
+            return 0.0
+        return replica().all_reduce("sum", 1.0)  # here
+
+    error = eagerly(three, step)
+    text = str(error)
+    assert "The replicas of `step` do not meet at the same collective" in text
+    here = r"all_reduce\('sum'\) of float32\[\]: \S+arrival.py:\d+: return rep.*# here"
+    assert re.search(f"replica 0 waits at {here}\n  replica 1 has returned", text)
+    assert re.search(f"replica 2 waits at {here}\n", text)
+    assert "# here" in error.collective_line
+
+
+def test_merge_calls_of_some_replicas_only(three):
+    # LEG1-29: TensorFlow's "different number of merge_call() calls".
+    def step():
+        if number() == 0:
+            replica().merge_call(lambda strategy: None)
+
+    error = eagerly(three, step, kind=RuntimeError)
+    assert "have a different number of merge_call() calls" in str(error)
+    assert "replica 0 waits at merge_call: " in str(error)
+    assert "replica 2 has returned, without any" in str(error)
+
+
+def test_one_merge_call_more_on_some_replicas(three):
+    # LEG1-30, LEG0-22
+    def step():
+        for _ in range(2 if number() == 2 else 1):
+            replica().merge_call(lambda strategy: None)
+
+    text = str(eagerly(three, step, kind=RuntimeError))
+    assert "have a different number of merge_call() calls" in text
+    assert re.search(r"replica 0 has returned, after that at \S+py:\d+: replica", text)
+
+
+def test_different_collectives_are_told_with_what_each_gives(three):
+    def step():
+        if number() == 0:
+            return replica().all_reduce("sum", jnp.ones(2))
+        if number() == 1:
+            return replica().all_reduce("mean", jnp.ones(3))
+        return replica().all_gather(jnp.ones(2, jnp.int32), 0)
+
+    text = str(eagerly(three, step))
+    assert re.search(r"replica 0 waits at all_reduce\('sum'\) of float32\[2\]: ", text)
+    assert re.search(r"replica 1 waits at all_reduce\('mean'\) of float32\[3\]: ", text)
+    assert re.search(r"replica 2 waits at all_gather\(axis=0\) of int32\[2\]: ", text)
+
+
+DIFFERENT = {
+    "shapes": lambda: replica().all_reduce("sum", jnp.ones(1 + number())),
+    "dtypes": lambda: replica().all_reduce(
+        "sum", jnp.ones(1, "float32" if number() else "int32")
+    ),
+    "structures": lambda: replica().all_reduce(
+        "sum", [jnp.ones(1)] * (1 + (number() == 0))
+    ),
+    "groups": lambda: replica().all_reduce(
+        "sum", 1.0, groups=[[0, 1, 2]] if number() else None
+    ),
+    "gradients": lambda: jax.grad(
+        lambda x: x if number() == 1 else replica().all_reduce("sum", x)
+    )(1.0),
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_whatever_differs_is_told(three, name):
+    assert "All replicas must call the same collectives" in str(
+        eagerly(three, DIFFERENT[name])
+    )
+
+
+def test_errors_come_out_as_they_are_and_say_whose(three):
+    ended = []
+
+    def step():
+        try:
+            if number() == 1:
+                raise KeyError("mine")
+            return replica().all_reduce("sum", 1.0)
+        except Exception:
+            ended.append("caught")
+            raise
+        finally:
+            ended.append(number())
+
+    error = eagerly(three, step, kind=KeyError)
+    assert error.args == ("mine",)
+    (note,) = error.__notes__
+    assert note.startswith("Replica 1 of `step` raised this, in `eager_replicas()`. ")
+    assert re.search(r"Replica 0 waits at all_reduce\('sum'\) of float32\[\]: ", note)
+    # Replica 0 is ended where it waits, by nothing that `except Exception` takes.
+    assert ended == ["caught", 1, 0]
+
+
+def test_what_a_collective_refuses_is_raised_where_it_was_called(three):
+    def step(x):
+        try:
+            return replica().merge_call(lambda strategy, x: 1 / 0, (x,))
+        except ZeroDivisionError:
+            return x
+
+    x = three.per_replica([1.0, 2.0, 3.0])
+    with js.eager_replicas():
+        found = three.run(step, (x,))
+    assert [float(each) for each in found.values] == [1, 2, 3]
+
+    error = eagerly(three, lambda: replica().all_gather(1.0, 0), kind=ValueError)
+    assert "Scalars cannot be joined" in str(error)
+
+
+def test_a_replica_that_is_ended_may_not_meet_again(three):
+    def step():
+        try:
+            replica().all_reduce("sum", 1.0)
+        finally:
+            if number() == 0:
+                replica().all_reduce("sum", 2.0)
+
+    def other():
+        if number() == 2:
+            raise ValueError("end")
+        step()
+
+    assert str(eagerly(three, other, kind=ValueError)) == "end"
+
+
+def test_who_runs_on_is_named_once(three, monkeypatch):
+    monkeypatch.setattr(_replica_turns, "PATIENCE_SECONDS", 0.05)
+    told = []
+    monkeypatch.setattr(
+        _replica_turns._user_code, "warn", lambda *each: told.append(each)
+    )
+
+    def step():
+        if number() == 1:
+            until(lambda: told)  # on and on
+        return replica().all_reduce("sum", 1.0)
+
+    with js.eager_replicas():
+        assert float(three.run(step)) == 3
+    ((text, category),) = told
+    assert category is js.LateReplicaWarning
+    assert text.startswith("Replica 1 of `step` has run for 0.05 s and has not come to")
+    assert "# on and on" in text or "threads.py" in text
+    assert "Replica 0 waits at all_reduce('sum') of float32[]" in text
+
+
+def test_an_interrupt_ends_all(three, monkeypatch):
+    went_on = threading.Event()
+
+    def step():
+        if number() == 1:
+            went_on.set()
+            while True:
+                pass
+        return replica().all_reduce("sum", 1.0)
+
+    def interrupted(thread):
+        thread.end_turn(0.2)
+        if went_on.is_set():
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(
+        _replica_turns.ReplicaTurns, "_end_of_turn", lambda self, t: interrupted(t)
+    )
+    with js.eager_replicas(), pytest.raises(KeyboardInterrupt):
+        three.run(step)
+
+
+def test_a_debugger_shows_one_replica_at_a_time(three, monkeypatch):
+    monkeypatch.setattr(_replica_turns, "PATIENCE_SECONDS", 0.01)
+    out = io.StringIO()
+
+    def step(x):
+        pdb.Pdb(
+            stdin=io.StringIO("p 'has', float(x)\ncontinue\n"), stdout=out, nosigint=True
+        ).set_trace()
+        return replica().all_reduce("sum", x)
+
+    with js.eager_replicas():
+        total = three.run(step, (three.per_replica([1.0, 2.0, 3.0]),))
+    assert float(total) == 6
+    assert re.findall(r"\('has', ([\d.]+)\)", out.getvalue()) == ["1.0", "2.0", "3.0"]
+
+
+def test_axes_by_hand_are_refused_with_advice(three):
+    error = eagerly(three, lambda: jax.lax.psum(jnp.ones(1), "replica"), kind=NameError)
+    assert "reduces over the axis 'replica' by hand" in str(error)
+    assert "Use `get_replica_context().all_reduce('sum', x)`" in str(error)
+
+
+def test_code_that_jax_traces_is_refused(three):
+    x = three.per_replica([1.0, 2.0, 3.0])
+    step = three.run(lambda x: replica().all_reduce("sum", x))
+    with js.eager_replicas():
+        with pytest.raises(js.ContextError, match="by code that JAX traces"):
+            jax.jit(step)(x)
+    step = lambda x: jax.jit(lambda x: replica().all_reduce("sum", x))(x)  # noqa: E731
+    with js.eager_replicas(disable_jit=False):
+        with pytest.raises(js.ContextError, match="in a function that JAX compiles"):
+            three.run(step, (x,))
+
+
+def test_merge_calls_of_what_is_differentiated_are_refused(three):
+    def step(x):
+        return jax.grad(lambda x: replica().merge_call(lambda s, x: x, (x,)))(x)
+
+    error = eagerly(
+        three, step, three.per_replica([1.0, 2.0, 3.0]), kind=js.ContextError
+    )
+    assert "`args[0]` that JAX traces" in str(error)
+
+
+def test_assignments_of_what_is_mapped_are_refused(three):
+    with three.scope():
+        v = js.Variable(0.0, name="v")
+
+    def step(x):
+        jax.vmap(lambda a: v.assign(a))(x)
+
+    x = three.per_replica([[1.0, 2.0]] * 3)
+    error = eagerly(three, step, x, kind=ValueError)
+    assert "Variable 'v' was assigned, in `eager_replicas()`, a value" in str(error)
+
+
+def test_a_thread_of_a_step_is_no_replica(three):
+    found = []
+
+    def step(x):
+        context = replica()
+
+        def other():
+            with contextlib.suppress(Exception):
+                found.append(context.all_reduce("sum", x))
+
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+        return x
+
+    with js.eager_replicas():
+        three.run(step, (three.per_replica([1.0, 2.0, 3.0]),))
+    assert not found
+
+
+def test_workers_of_parameter_servers_run_nothing_eagerly():
+    strategy = js.ParameterServerStrategy(num_workers=1, num_ps=1, backend="threads")
+    try:
+        with js.eager_replicas(), pytest.raises(js.ContextError, match="by a worker of"):
+            strategy.run(lambda: 1.0)
+        coordinator = js.coordinator.ClusterCoordinator(strategy)
+        with js.eager_replicas(), pytest.raises(js.ContextError, match="by a worker of"):
+            coordinator.schedule(lambda: 1.0)
+    finally:
+        strategy.shutdown()
+
+
+def test_it_is_entered_outside_of_steps(three):
+    def step():
+        with js.eager_replicas():
+            pass
+
+    with pytest.raises(js.ContextError, match="was entered inside a step"):
+        three.run(step)
+
+
+def test_compiled_steps_are_what_they_were_afterwards(three):
+    traced = []
+
+    @three.run
+    def step(x):
+        traced.append(isinstance(x, jax.core.Tracer))
+        return replica().all_reduce("sum", x)
+
+    x = three.per_replica([1.0, 2.0, 3.0])
+    step(x)
+    with js.eager_replicas():
+        step(x)
+    step(x)
+    np.testing.assert_array_equal(traced, [True, False, False, False])
+    assert sys.gettrace() is None

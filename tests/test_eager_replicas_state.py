@@ -1,0 +1,386 @@
+"""State that eager replicas change: variables, objects, what merge calls commit."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jaxstrategy as js
+
+DEVICES = js.simulate(8)
+
+
+@pytest.fixture(scope="module")
+def two():
+    return js.MirroredStrategy(DEVICES[:2])
+
+
+def replica():
+    return js.get_replica_context()
+
+
+def test_copies_that_differ_are_told_with_what_they_hold(two):
+    with two.scope():
+        w, v = js.Variable(1.0, name="w"), js.Variable(1.0, name="v")
+
+    def step(x):
+        v.assign(3.0)
+        w.assign(x)
+
+    with js.eager_replicas(), pytest.raises(js.NotMirroredVariableError) as caught:
+        two.run(step, (two.per_replica([4.0, 5.0]),))
+    text = str(caught.value)
+    assert "Variable 'w' is mirrored, but `step` assigned it values that differ" in text
+    assert "  replica 0: 4.0\n  replica 1: 5.0\n" in text
+    assert caught.value.path == "w"
+    assert float(w) == 1 and float(v) == 1  # nothing is kept
+
+
+def test_a_step_that_raises_changes_nothing(two):
+    with two.scope():
+        w = js.Variable(1.0)
+        own = js.Variable(1.0, synchronization="on_read", aggregation="sum")
+
+    def step():
+        w.assign(2.0)
+        own.assign(7.0)
+        raise RuntimeError("no")
+
+    with js.eager_replicas(), pytest.raises(RuntimeError, match="no"):
+        two.run(step)
+    assert float(w) == 1 and float(own) == 2
+
+
+def test_a_merge_call_finds_and_leaves_what_was_assigned(two):
+    with two.scope():
+        w = js.Variable(1.0)
+        own = js.Variable(0.0, synchronization="on_read", aggregation="sum")
+    seen = []
+
+    def merge(strategy, x):
+        seen.append((float(w), float(own)))
+        strategy.extended.update(w, lambda w, x: w.assign_add(x), (10.0,))
+        return strategy.reduce("sum", x)
+
+    def step(x):
+        w.assign(2.0)
+        own.assign(x)
+        total = replica().merge_call(merge, (x,))
+        seen.append(float(w))
+        w.assign_add(1.0)
+        return total, w.value()
+
+    with js.eager_replicas():
+        total, now = two.run(step, (two.per_replica([1.0, 2.0]),))
+    assert seen == [(2.0, 3.0), 12.0, 12.0]
+    assert (float(total), float(now), float(w)) == (3, 13, 13)
+
+
+def test_what_stood_before_a_merge_call_is_kept_if_the_step_raises_after(two):
+    with two.scope():
+        w = js.Variable(1.0)
+
+    def step():
+        w.assign(2.0)
+        replica().merge_call(lambda strategy: None)
+        w.assign(3.0)
+        raise RuntimeError("late")
+
+    with js.eager_replicas(), pytest.raises(RuntimeError, match="late"):
+        two.run(step)
+    assert float(w) == 2
+
+
+def test_copies_are_checked_before_a_merge_call(two):
+    with two.scope():
+        w = js.Variable(1.0, name="w")
+
+    def step(x):
+        w.assign(x)
+        replica().merge_call(lambda strategy: None)
+
+    with js.eager_replicas(), pytest.raises(js.NotMirroredVariableError) as caught:
+        two.run(step, (two.per_replica([1.0, 2.0]),))
+    assert "All replicas of `step` had met" in "".join(caught.value.__notes__)
+    assert float(w) == 1
+
+
+def test_a_step_may_make_a_variable_once(two):
+    made = []
+
+    def step(x):
+        if not made:
+            made.append(js.Variable(1.0, aggregation="sum"))
+        made[0].assign_add(x)
+        return made[0].value()
+
+    x = two.per_replica([1.0, 2.0])
+    with js.eager_replicas():
+        assert float(two.run(step, (x,))) == 4
+        assert float(two.run(step, (x,))) == 7
+    assert float(two.run(step, (x,))) == 10
+
+    with js.eager_replicas(), pytest.raises(ValueError, match="was made inside a step"):
+        two.run(lambda: js.Variable(1.0).assign_add(1.0) and None)
+
+
+def test_a_variable_shows_the_copy_of_the_replica(two, capsys):
+    with two.scope():
+        own = js.Variable(0.0, name="n", synchronization="on_read")
+
+    def step(x):
+        own.assign(x)
+        print(own)
+
+    with js.eager_replicas():
+        two.run(step, (two.per_replica([1.0, 2.0]),))
+    assert capsys.readouterr().out == (
+        "<Variable 'n' float32[] on read, on replica 0: 1.0>\n"
+        "<Variable 'n' float32[] on read, on replica 1: 2.0>\n"
+    )
+
+
+def test_gradients_with_respect_to_variables(two):
+    with two.scope():
+        w = js.Variable(3.0)
+
+    def step(x):
+        loss, (grad,) = js.value_and_grad(lambda: (w * x) ** 2, [w])()
+        loss, grad = replica().all_reduce("mean", (loss, grad))
+        w.assign_sub(0.1 * grad)
+        return loss, grad
+
+    with js.eager_replicas():
+        loss, grad = two.run(step, (two.per_replica([1.0, 2.0]),))
+    assert float(loss) == (9 + 36) / 2 and float(grad) == (6 + 24) / 2
+    np.testing.assert_allclose(w, 1.5, rtol=1e-6)
+
+
+def test_rows_are_added_to_a_variable(two):
+    with two.scope():
+        table = js.Variable(np.zeros((3, 1), np.float32), aggregation="sum")
+
+    def step(x):
+        rows = js.IndexedSlices(x[None, None], jnp.array([1]), (3, 1))
+        table.assign_add(rows)
+
+    with js.eager_replicas():
+        two.run(step, (two.per_replica([1.0, 2.0]),))
+    assert table.numpy().tolist() == [[0.0], [3.0], [0.0]]
+
+
+def test_variables_of_no_strategy_and_of_other_devices(two):
+    plain = js.Variable(1.0)
+    central = js.experimental.CentralStorageStrategy(DEVICES[:2], DEVICES[5])
+    with central.scope():
+        far = js.Variable(1.0)
+
+    def step(variable):
+        variable.assign_add(1.0)
+
+    with js.eager_replicas():
+        two.run(step, (plain,))
+        central.run(step, (far,))
+    assert float(plain) == 2 and float(far) == 2
+    assert far.value().devices() == {DEVICES[5]}
+
+
+# Objects of Flax NNX, given and captured.
+
+
+def counter():
+    class Counter(nnx.Module):
+        def __init__(self):
+            self.total = nnx.Variable(jnp.zeros(()))
+            self.rngs = nnx.Rngs(0)
+            self.calls = 0
+
+    return Counter()
+
+
+@pytest.mark.parametrize("is_captured", [False, True])
+def test_objects_are_changed_in_place(two, is_captured):
+    model = counter()
+
+    def count(model, x):
+        model.total[...] += replica().all_reduce("sum", x)
+        model.calls += 1
+        return model.total[...] + x
+
+    x = two.per_replica([1.0, 2.0])
+    step = (lambda x: count(model, x)) if is_captured else count
+    args = (x,) if is_captured else (model, x)
+    with js.eager_replicas():
+        found = two.run(step, args)
+        assert [float(each) for each in found.values] == [4, 5]
+        assert float(model.total[...]) == 3 and model.calls == 1
+        two.run(step, args)
+    two.run(step, args)
+    assert float(model.total[...]) == 9
+
+
+def test_objects_that_differ_are_an_error(two):
+    model = counter()
+
+    def step(model, x):
+        model.total[...] += x
+
+    with js.eager_replicas(), pytest.raises(js.NotMirroredError) as caught:
+        two.run(step, (model, two.per_replica([1.0, 2.0])))
+    text = str(caught.value)
+    assert "`step` leaves `model.total` different on each replica." in text
+    assert "  replica 0: 1.0\n  replica 1: 2.0\n" in text
+    assert float(model.total[...]) == 0
+
+
+def test_bound_objects_are_changed_in_place(two):
+    model = counter()
+
+    @two.run
+    def step(model, x):
+        assert isinstance(float(x), float)
+        model.total[...] += replica().all_reduce("sum", x)
+
+    bound = step.bind(model)
+    with js.eager_replicas():
+        bound(two.per_replica([1.0, 2.0]))
+    assert float(model.total[...]) == 3
+
+
+def test_captured_arrays_are_on_the_device_of_each_replica(two):
+    w = two.mirror(np.full(2, 3.0, np.float32))
+
+    def step(x):
+        assert w.devices() == x.devices() and len(w.devices()) == 1
+        return (w * x).sum()
+
+    with js.eager_replicas():
+        found = two.run(step, (two.per_replica([[1.0, 1.0], [2.0, 2.0]]),))
+    assert [float(each) for each in found.values] == [6, 12]
+    assert len(w.devices()) == 2
+
+
+# Results that must be mirrored.
+
+
+def test_results_that_are_expected_to_be_mirrored(two):
+    options = js.RunOptions(expect_mirrored=(True, False))
+
+    def step(x):
+        return {"w": x}, x
+
+    with js.eager_replicas():
+        two.run(step, (two.mirror(1.0),), options=options)
+        with pytest.raises(js.NotMirroredError) as caught:
+            two.run(step, (two.per_replica([1.0, 2.0]),), options=options)
+    assert str(caught.value).startswith(
+        "`step(...)[0]['w']` was expected to be mirrored, but differs between replicas.\n"
+        "  replica 0: 1.0\n  replica 1: 2.0\n"
+    )
+
+
+def test_structures_that_differ_are_told(two):
+    def step():
+        is_first = replica().replica_id_in_sync_group == 0
+        return (1,) if is_first else [1]
+
+    with js.eager_replicas(), pytest.raises(ValueError) as caught:
+        two.run(step)
+    assert "`step` returned pytrees of different structures: " in str(caught.value)
+    assert " on replica 0, and " in str(caught.value)
+
+
+def test_nothing_is_donated(two):
+    total = two.mirror(1.0)
+    with js.eager_replicas():
+        two.run(lambda x: x + 1, (total,), options=js.RunOptions(donate_argnums=0))
+    assert float(total) == 1
+
+
+def test_a_nan_is_told_where_it_arises(two):
+    options = js.RunOptions(check_finite=True)
+    x = two.per_replica([1.0, -1.0])
+    with js.eager_replicas(), pytest.raises(js.NonFiniteError) as caught:
+        two.run(lambda x: jnp.log(x), (x,), options=options)
+    assert "made a NaN in `eager_replicas()`" in str(caught.value)
+    assert "jnp.log(x)" in caught.value.line
+    assert "Replica 1 of `<lambda>` raised this" in caught.value.__notes__[0]
+
+
+# What a merge call is given.
+
+
+def test_numbers_that_differ_arrive_as_a_per_replica(two):
+    def merge(strategy, number, same):
+        assert same == 5
+        return strategy.reduce("sum", number)
+
+    def step():
+        number = int(replica().replica_id_in_sync_group) + 1
+        return replica().merge_call(merge, (number, 5))
+
+    with js.eager_replicas():
+        assert int(two.run(step)) == 3
+
+
+def test_a_merge_function_may_refer_to_what_is_equal(two):
+    w = two.mirror(2.0)
+
+    def step(x, w):
+        double = 2 * w
+
+        def merge(strategy, x):
+            return strategy.reduce("sum", x) * double
+
+        return replica().merge_call(merge, (x,))
+
+    x = two.per_replica([1.0, 2.0])
+    with js.eager_replicas():
+        assert float(two.run(step, (x, w))) == 12
+        with pytest.raises(ValueError, match="refers to `x`, which differs between"):
+            two.run(lambda x: replica().merge_call(lambda s: s.reduce("sum", x)), (x,))
+
+
+def test_what_else_differs_is_told(two):
+    def step():
+        word = "ab"[int(replica().replica_id_in_sync_group)]
+        return replica().merge_call(lambda strategy, word: word, (word,))
+
+    with js.eager_replicas(), pytest.raises(ValueError, match=r"`args\[0\]` that diff"):
+        two.run(step)
+
+
+def test_a_run_in_a_merge_call_is_eager_too(two, capsys):
+    def inner(x):
+        print("inner", float(x))
+        return replica().all_reduce("sum", x) + x
+
+    def step(x):
+        return replica().merge_call(lambda s, x: s.run(inner, (x,)), (x,))
+
+    with js.eager_replicas():
+        found = two.run(step, (two.per_replica([1.0, 2.0]),))
+    assert [float(each) for each in found.values] == [4, 5]
+    assert capsys.readouterr().out == "inner 1.0\ninner 2.0\n"
+
+
+def test_results_gathered_and_reduced_go_to_all(two):
+    def merge(strategy, x):
+        both = strategy.gather(x, 0)
+        parts = strategy.experimental_local_results(x)
+        return both, len(parts), strategy.extended.reduce_to("mean", x, x)
+
+    def step(x):
+        return replica().merge_call(merge, (x,))
+
+    with js.eager_replicas():
+        both, count, mean = two.run(step, (two.per_replica([[1.0], [3.0]]),))
+    assert both.tolist() == [1, 3] and count == 2 and mean.tolist() == [2]
+
+
+def test_jax_debug_print_says_what_each_has(two, capsys):
+    with js.eager_replicas():
+        two.run(lambda x: jax.debug.print("has {}", x), (two.per_replica([1.0, 2.0]),))
+    jax.effects_barrier()
+    assert sorted(capsys.readouterr().out.split("\n")) == ["", "has 1.0", "has 2.0"]
