@@ -41,10 +41,10 @@ from jaxstrategy._errors import (
 from jaxstrategy._errors import (
     DoubleReductionWarning as DoubleReductionWarning,
 )
+from jaxstrategy._errors import LateReplicaWarning as LateReplicaWarning
 from jaxstrategy._errors import (
     LeakedTracerError as LeakedTracerError,
 )
-from jaxstrategy._errors import LateReplicaWarning as LateReplicaWarning
 from jaxstrategy._errors import (
     MissingExtraError as MissingExtraError,
 )

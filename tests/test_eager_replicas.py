@@ -41,7 +41,14 @@ STRATEGIES = {
 }
 
 
-@pytest.fixture(params=STRATEGIES, scope="module")
+QUICK = ("mirrored", "one device", "several devices")
+MARKED = [
+    name if name in QUICK else pytest.param(name, marks=pytest.mark.slow)
+    for name in STRATEGIES
+]
+
+
+@pytest.fixture(params=MARKED, scope="module")
 def strategy(request):
     return STRATEGIES[request.param]()
 
@@ -104,7 +111,7 @@ def test_gradients_are_those_of_all_rows(strategy):
     with js.eager_replicas():
         loss, grad = strategy.run(step, (3.0, js.PerReplica(x)))
     np.testing.assert_allclose(loss, 9 * (x**2).sum(1).mean(), rtol=1e-6)
-    # Each replica's gradient is the mean of incoming ones, which are 1, by its own rows.
+    # The mean of the incoming gradients, which are 1, times that by its own rows.
     for each, row in zip(versions(grad, strategy), x, strict=True):
         np.testing.assert_allclose(each, 6 * (row**2).sum(), rtol=1e-6)
 
@@ -247,7 +254,9 @@ NUMBERS = {
         )
         .to_dense()
     ),
-    "a wide number": lambda x: x.astype(jnp.bfloat16) * replica().all_reduce("sum", 2.0),
+    "a wide number": lambda x: (
+        x.astype(jnp.bfloat16) * replica().all_reduce("sum", 2.0)
+    ),
     "a callback": lambda x: jax.pure_callback(
         lambda a: 2 * np.asarray(a), jax.ShapeDtypeStruct((2,), jnp.float32), x
     ),

@@ -1,4 +1,4 @@
-"""Eager replicas that do not arrive together are told, each with its line; none hangs."""
+"""Eager replicas that do not arrive together are told with their lines; none hangs."""
 
 import contextlib
 import io
@@ -15,6 +15,7 @@ from helpers.threads import in_threads, until
 
 import jaxstrategy as js
 from jaxstrategy.executors.replica_threads import _replica_turns
+from jaxstrategy.executors.replica_threads._replica_thread import ReplicaThread
 
 DEVICES = js.simulate(8)
 
@@ -184,14 +185,21 @@ def test_a_replica_that_is_ended_may_not_meet_again(three):
 
 
 def test_who_runs_on_is_named_once(three, monkeypatch):
-    monkeypatch.setattr(_replica_turns, "PATIENCE_SECONDS", 0.05)
-    told = []
+    told, end_turn, runs_on = [], ReplicaThread.end_turn, threading.Event()
+
+    def late(thread, seconds):
+        while not (is_over := end_turn(thread, 0.01)) and not runs_on.is_set():
+            pass
+        return is_over
+
+    monkeypatch.setattr(ReplicaThread, "end_turn", late)
     monkeypatch.setattr(
         _replica_turns._user_code, "warn", lambda *each: told.append(each)
     )
 
     def step():
         if number() == 1:
+            runs_on.set()
             until(lambda: told)  # on and on
         return replica().all_reduce("sum", 1.0)
 
@@ -199,7 +207,7 @@ def test_who_runs_on_is_named_once(three, monkeypatch):
         assert float(three.run(step)) == 3
     ((text, category),) = told
     assert category is js.LateReplicaWarning
-    assert text.startswith("Replica 1 of `step` has run for 0.05 s and has not come to")
+    assert text.startswith("Replica 1 of `step` has run for 10 s and has not come to")
     assert "# on and on" in text or "threads.py" in text
     assert "Replica 0 waits at all_reduce('sum') of float32[]" in text
 
@@ -228,12 +236,27 @@ def test_an_interrupt_ends_all(three, monkeypatch):
 
 def test_a_debugger_shows_one_replica_at_a_time(three, monkeypatch):
     monkeypatch.setattr(_replica_turns, "PATIENCE_SECONDS", 0.01)
-    out = io.StringIO()
+    out, looks, told = io.StringIO(), [], []
+    monkeypatch.setattr(
+        _replica_turns._user_code, "warn", lambda *each: told.append(each)
+    )
+    is_in_debugger = _replica_turns.is_in_debugger
+    monkeypatch.setattr(
+        _replica_turns,
+        "is_in_debugger",
+        lambda frames: looks.append(is_in_debugger(frames)) or looks[-1],
+    )
+
+    class Prompt(io.StringIO):
+        def readline(self, *args):
+            before = len(told), looks.count(True)
+            until(lambda: looks.count(True) > before[1] + 1)
+            assert len(told) == before[0]  # who debugs is not late
+            return super().readline(*args)
 
     def step(x):
-        pdb.Pdb(
-            stdin=io.StringIO("p 'has', float(x)\ncontinue\n"), stdout=out, nosigint=True
-        ).set_trace()
+        commands = Prompt("p 'has', float(x)\ncontinue\n")
+        pdb.Pdb(stdin=commands, stdout=out, nosigint=True).set_trace()
         return replica().all_reduce("sum", x)
 
     with js.eager_replicas():
@@ -303,15 +326,21 @@ def test_a_thread_of_a_step_is_no_replica(three):
 
 
 def test_workers_of_parameter_servers_run_nothing_eagerly():
-    strategy = js.ParameterServerStrategy(num_workers=1, num_ps=1, backend="threads")
+    strategy = js.ParameterServerStrategy(workers=1, backend="threads")
     try:
-        with js.eager_replicas(), pytest.raises(js.ContextError, match="by a worker of"):
+        with (
+            js.eager_replicas(),
+            pytest.raises(js.ContextError, match="by a worker of"),
+        ):
             strategy.run(lambda: 1.0)
         coordinator = js.coordinator.ClusterCoordinator(strategy)
-        with js.eager_replicas(), pytest.raises(js.ContextError, match="by a worker of"):
-            coordinator.schedule(lambda: 1.0)
+        with (
+            js.eager_replicas(),
+            pytest.raises(js.ContextError, match="by a worker of"),
+        ):
+            coordinator.schedule(coordinator.function(lambda: 1.0))
     finally:
-        strategy.shutdown()
+        strategy.close()
 
 
 def test_it_is_entered_outside_of_steps(three):

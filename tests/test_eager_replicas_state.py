@@ -275,7 +275,7 @@ def test_results_that_are_expected_to_be_mirrored(two):
         with pytest.raises(js.NotMirroredError) as caught:
             two.run(step, (two.per_replica([1.0, 2.0]),), options=options)
     assert str(caught.value).startswith(
-        "`step(...)[0]['w']` was expected to be mirrored, but differs between replicas.\n"
+        "`step(...)[0]['w']` was expected to be mirrored, but the replicas differ.\n"
         "  replica 0: 1.0\n  replica 1: 2.0\n"
     )
 

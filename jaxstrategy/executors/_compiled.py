@@ -87,9 +87,7 @@ class CompiledExecutor(AbstractExecutor):
         def compiled(fn: Function, args: tuple[PyTree, ...]) -> PyTree:
             return self._programs.of(fn)(args, {})
 
-        return EagerSteps(
-            self._strategy, self._environment, compiled, self._processes
-        )
+        return EagerSteps(self._strategy, self._environment, compiled, self._processes)
 
     def _run_in_step(
         self, fn: Function, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]

@@ -21,8 +21,8 @@ def eager_replicas(*, disable_jit: bool = True) -> Iterator[None]:
     in their order, from one collective to the next. What the replicas do together
     (`all_reduce`, `all_gather`, `merge_call`, assignments with an aggregation) they do
     by the compiled operations, with the same numbers; also in gradients. The rest is
-    computed operation by operation, with the values of the compiled step up to rounding,
-    and slowly: JAX compiles each operation once on each device.
+    computed operation by operation, as the compiled step up to rounding, and slowly:
+    JAX compiles each operation once on each device.
 
     A result is a plain array if all replicas have the same bits of it, and a
     `PerReplica` if they differ, if they did at an earlier call in this block, or if it

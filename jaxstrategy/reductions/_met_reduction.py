@@ -62,11 +62,14 @@ class MetReduction:
         return reduced, [None if pair is None else Owed(*pair) for pair in debts]
 
     def gathered(self, leaf: Leaf, axis: int) -> jax.Array:
-        """As that of `Reduction`."""
+        """As that of `Reduction`.
+
+        Shapes: `[n, ...]` -> `[num_replicas * n, ...]` for `axis=0`.
+        """
         return self._met(Gathered(axis), [leaf])[0]
 
     def first(self, leaf: Leaf) -> jax.Array:
-        """As that of `Reduction`."""
+        """As that of `Reduction`: the first replica's, of the same shape."""
         return self._met(OfFirst(), [leaf])[0]
 
     def _met(self, collective: MetCollective, arrays: Sequence[Leaf]) -> PyTree:

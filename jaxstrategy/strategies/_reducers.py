@@ -13,6 +13,7 @@ from jaxstrategy._options import ReduceOp
 from jaxstrategy.masks import _filled_rows, _step_masks
 from jaxstrategy.reductions._fingerprint import fingerprints
 from jaxstrategy.reductions._gather import checked_axis
+from jaxstrategy.reductions._met_reduction import MetReduction
 from jaxstrategy.reductions._own_reduction import OwnReduction
 from jaxstrategy.reductions._reduce_operations import (
     OPERATIONS,
@@ -50,7 +51,7 @@ class TreeFunctions:
       reduction: how arrays are combined.
     """
 
-    def __init__(self, reduction: Reduction | OwnReduction) -> None:
+    def __init__(self, reduction: Reduction | OwnReduction | MetReduction) -> None:
         self._reduction = reduction
         self._known: dict[Hashable, Callable[[PyTree], PyTree]] = {}
 

@@ -51,7 +51,9 @@ class AgreedRounds:
         """What the replicas of all processes have, of what those of this one have."""
         if self._processes is None:
             return own
-        numbered = [[i, *each] for i, each in zip(self._replicas.own, own, strict=False)]
+        numbered = [
+            [i, *each] for i, each in zip(self._replicas.own, own, strict=False)
+        ]
         heard = self._compare("the results of an eager step", cast("object", numbered))
         rows = [row for said in heard for row in cast("list[list[str]]", said)]
         return [row[1:] for row in sorted(rows, key=lambda row: int(row[0]))]

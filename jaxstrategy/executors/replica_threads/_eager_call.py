@@ -1,4 +1,4 @@
-"""One call of a step that runs eagerly, from its arguments to its results: `EagerCall`."""
+"""One call of a step that runs eagerly, from arguments to results: `EagerCall`."""
 
 from __future__ import annotations
 
@@ -162,7 +162,9 @@ class EagerCall:
     def _known(self, change: AttributeChange) -> AttributeChange:
         for other in self._changes:
             is_there = (other.path, other.name) == (change.path, change.name)
-            if is_there and (other.value is change.value or other.value == change.value):
+            if is_there and (
+                other.value is change.value or other.value == change.value
+            ):
                 return other
         self._changes.append(change)
         return change

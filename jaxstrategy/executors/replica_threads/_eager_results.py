@@ -115,7 +115,7 @@ class EagerResults:
             what = (
                 f"`{self.name}` leaves {path} different on each replica."
                 if is_object
-                else f"{path} was expected to be mirrored, but differs between replicas."
+                else f"{path} was expected to be mirrored, but the replicas differ."
             )
             advice = _varying_results.OF_OBJECTS if is_object else OF_RESULTS
             told = told_versions(column, digests, self._replicas)

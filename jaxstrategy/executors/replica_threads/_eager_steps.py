@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from jaxstrategy._errors import ContextError, NonFiniteError
+from jaxstrategy._errors import ContextError
 from jaxstrategy._options import RunOptions
 from jaxstrategy.cluster._processes import Processes
 from jaxstrategy.contexts import _context
@@ -40,7 +40,6 @@ from jaxstrategy.executors.replica_threads._replica_turns import ReplicaTurns
 from jaxstrategy.executors.replica_threads._thread_settings import thread_settings
 from jaxstrategy.reductions._met_collectives import MetCollective
 from jaxstrategy.reductions._reduction import Reduction
-from jaxstrategy.text import _user_code
 from jaxstrategy.tracing import _results
 from jaxstrategy.tracing._replica_step import StepEnvironment
 from jaxstrategy.tracing.functions import _code
@@ -124,7 +123,9 @@ class EagerSteps:
         with self._rounds.step(call.name):
             turns = ReplicaTurns(call.name, threads, answer, self._rounds.agree)
             turns.run()
-        own = [cast("tuple[list[jax.Array], _results.Results]", t.result) for t in threads]
+        own = [
+            cast("tuple[list[jax.Array], _results.Results]", t.result) for t in threads
+        ]
         return self._finished(call, block, own, copies, columns)
 
     def _finished(
@@ -135,7 +136,7 @@ class EagerSteps:
         copies: ReplicaCopies,
         columns: Sequence[Sequence[Leaf]],
     ) -> PyTree:
-        """The results of the call; variables and objects then hold what was assigned."""
+        """The results of the call; variables and objects hold what was assigned."""
         results = EagerResults(
             call.name,
             call.has_objects,

@@ -1,4 +1,4 @@
-"""One value of what each replica gives, where all of them do one thing: `merge_call`."""
+"""One value of what each replica gives to `merge_call`: `OneOfReplicas`."""
 
 from __future__ import annotations
 

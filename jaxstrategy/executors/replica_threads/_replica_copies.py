@@ -20,6 +20,7 @@ from jaxstrategy.values._handle import Handle
 from jaxstrategy.variables import _access
 from jaxstrategy.variables._access import StepVariables
 from jaxstrategy.variables._variable import Variable
+from jaxstrategy.variables.kinds._kind import on_host
 
 Digests = Callable[[Sequence[Sequence[str]]], Sequence[Sequence[str]]]
 """Of what each replica of this process has the same of all replicas."""
@@ -124,9 +125,7 @@ class ReplicaCopies:
             for column in zip(*by_replica, strict=True)
         ]
         changes = [each for each, it in zip(found, is_changed, strict=True) if it]
-        self._check_equal(
-            [each for each in changes if not self._is_own(each[0])]
-        )
+        self._check_equal([each for each in changes if not self._is_own(each[0])])
         return changes
 
     def _check_equal(self, changes: Sequence[tuple[Variable, list[OneCopy]]]) -> None:
@@ -196,11 +195,7 @@ def told_versions(
 
 def _short(array: jax.Array | np.ndarray) -> str:
     if not isinstance(array, np.ndarray):
-        array = np.asarray(
-            jax.random.key_data(array)
-            if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key)
-            else array
-        )
+        array = on_host(array)
     if not array.ndim:
         return repr(array.item())
     text = np.array2string(array, separator=", ", threshold=8, edgeitems=3)

@@ -54,9 +54,7 @@ class MetArrays:
 
     def is_like(self, other: MetArrays) -> bool:
         """Whether both are of one program."""
-        kinds = [
-            [(a.shape, a.dtype) for a in each.arrays] for each in (self, other)
-        ]
+        kinds = [[(a.shape, a.dtype) for a in each.arrays] for each in (self, other)]
         return self.collective == other.collective and kinds[0] == kinds[1]
 
 
@@ -209,7 +207,9 @@ class ReplicaThread(EagerReplica):
         """This replica's part of what `merge_fn`, called once for all, returns."""
         return self._wait(MergeCall(merge_fn, tuple(args), dict(kwargs)))
 
-    def result_types(self, collective: MetCollective, arrays: Sequence[object]) -> PyTree:
+    def result_types(
+        self, collective: MetCollective, arrays: Sequence[object]
+    ) -> PyTree:
         """The shapes and dtypes of what a collective of these arrays returns."""
 
         def results(*arrays: jax.Array) -> PyTree:

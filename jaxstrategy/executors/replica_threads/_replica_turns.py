@@ -72,9 +72,7 @@ class ReplicaTurns:
             for thread in self._threads:
                 thread.join()
 
-    def _round(
-        self, replies: Sequence[object], refusal: BaseException | None
-    ) -> bool:
+    def _round(self, replies: Sequence[object], refusal: BaseException | None) -> bool:
         """One turn of each replica; whether all have returned."""
         for thread in self._threads:
             thread.wanted = None
@@ -104,9 +102,7 @@ class ReplicaTurns:
     def _end_of_turn(self, thread: ReplicaThread) -> None:
         while not thread.end_turn(PATIENCE_SECONDS):
             frames = thread.frames
-            if self._is_told or any(
-                module.partition(".")[0] in _DEBUGGERS for _, _, module in frames
-            ):
+            if is_in_debugger(frames) or self._is_told:
                 continue
             self._is_told = True
             line = _user_code.innermost([(file, number) for file, number, _ in frames])
@@ -118,9 +114,7 @@ class ReplicaTurns:
                 LateReplicaWarning,
             )
 
-    def _raise(
-        self, thread: ReplicaThread, error: BaseException, met_it: bool
-    ) -> None:
+    def _raise(self, thread: ReplicaThread, error: BaseException, met_it: bool) -> None:
         self._tell_others(f"{type(error).__name__} in replica {thread.number}")
         if not met_it:
             others = [each for each in self._threads if each.wanted is not None]
@@ -157,6 +151,12 @@ class ReplicaTurns:
             "on the replica, and choose the value instead.",
             collective_line=str(waiting[0].line),
         )
+
+
+def is_in_debugger(frames: Sequence[tuple[str, int, str]]) -> bool:
+    """Whether a debugger has stopped the thread that is in these frames."""
+    modules = {module.partition(".")[0] for _, _, module in frames}
+    return not modules.isdisjoint(_DEBUGGERS)
 
 
 def _are_alike(threads: Sequence[ReplicaThread]) -> bool:

@@ -12,9 +12,7 @@ from jaxstrategy.replicas._devices import Device
 from jaxstrategy.replicas._replicas import Replicas
 from jaxstrategy.values._annotations import without_eager_sharding
 
-Settings = Callable[
-    [Replicas, int, Device], contextlib.AbstractContextManager[None]
-]
+Settings = Callable[[Replicas, int, Device], contextlib.AbstractContextManager[None]]
 """Of replicas, the number of one, and its device: a block with the settings."""
 
 

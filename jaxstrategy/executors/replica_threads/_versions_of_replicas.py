@@ -42,7 +42,10 @@ def versions(stacked: Leaf, replicas: Replicas) -> list[jax.Array]:
 def copies(array: jax.Array, replicas: Replicas) -> list[jax.Array]:
     """An array that all have, once on the devices of each."""
     whole = _mesh.place(array, lying_like(array, replicas))
-    return [as_weak(each, getattr(array, "weak_type", False)) for each in replicas.copies(whole)]
+    return [
+        as_weak(each, getattr(array, "weak_type", False))
+        for each in replicas.copies(whole)
+    ]
 
 
 def as_weak(array: jax.Array, is_weak: bool) -> jax.Array:
@@ -50,14 +53,14 @@ def as_weak(array: jax.Array, is_weak: bool) -> jax.Array:
     if is_key(array.dtype) or array.weak_type == is_weak:
         return array
     convert: Any = convert_element_type_p
-    return convert.bind(
-        array, new_dtype=array.dtype, weak_type=is_weak, sharding=None
-    )
+    return convert.bind(array, new_dtype=array.dtype, weak_type=is_weak, sharding=None)
 
 
 def together(found: Sequence[Leaf], replicas: Replicas) -> PerReplica:
     """The versions of this process's replicas as a `PerReplica` of all."""
-    arrays = [each if isinstance(each, jax.Array) else np.asarray(each) for each in found]
+    arrays = [
+        each if isinstance(each, jax.Array) else np.asarray(each) for each in found
+    ]
     return PerReplica(replicas.stacked(arrays))
 
 
