@@ -168,6 +168,7 @@ class EagerSteps:
             strategy=self._strategy,
             replica=ReplicaContext(self._strategy),
             in_step=True,
+            updated=(),
             eager=thread,
             variables=CopiesOfReplica(copies, place, thread),
             trace=_access.new_trace(),
