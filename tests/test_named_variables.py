@@ -11,7 +11,12 @@ from helpers.towers import STRATEGIES, mirrored, unwrapped
 
 import jaxstrategy as js
 from jaxstrategy.compat import contrib, v1
-from jaxstrategy.compat.contrib import AUTO_REUSE, get_variable, variable_scope
+from jaxstrategy.compat.contrib import (
+    AUTO_REUSE,
+    get_variable,
+    get_variable_scope,
+    variable_scope,
+)
 
 
 @pytest.fixture(params=STRATEGIES)
@@ -161,6 +166,34 @@ def test_a_step_asks_for_a_name_once():
         with variable_scope("out", reuse=AUTO_REUSE):
             v, w = d.call_for_each_tower(twice)
             assert v is w and v.name == "out/layer/w"
+
+
+def test_a_model_that_is_called_twice_uses_the_same_variables():
+    d = mirrored(2)
+
+    def model(x):
+        return x @ get_variable("w", [3, 1], initializer=np.zeros)
+
+    def step(x, y):
+        scope = get_variable_scope()
+        assert scope.name == "" and scope.reuse is None
+        with variable_scope(scope, reuse=AUTO_REUSE):
+            model(x)
+            w = get_variable("w")
+            gradient = js.grad(lambda: ((model(x) - y) ** 2).mean(), [w])()
+
+        def apply(d, g):
+            d.update(w, lambda w, g: w.assign_sub(0.1 * g), d.reduce("mean", g, w))
+
+        contrib.get_tower_context().merge_call(apply, *gradient)
+
+    x, y = np.ones((4, 3), np.float32), np.ones((4, 1), np.float32)
+    expected = np.zeros((3, 1))
+    with d.scope():
+        for _ in range(3):
+            d.call_for_each_tower(step, x, y)
+            expected -= 0.1 * 2 * x.T @ (x @ expected - y) / 4
+        np.testing.assert_allclose(get_variable("w"), expected, rtol=1e-5)
 
 
 def test_scopes_that_only_give_what_there_is():

@@ -64,7 +64,22 @@ class VariableScope:
         return f"{self._name}/{name}" if self._name else name
 
     def __repr__(self) -> str:
-        return f"VariableScope({self._name!r}, reuse={self._reuse})"
+        reuse = self._reuse.name if isinstance(self._reuse, Reuse) else self._reuse
+        return f"VariableScope({self._name!r}, reuse={reuse})"
+
+
+def get_variable_scope() -> VariableScope:
+    """The current scope; outside of all, one without a name.
+
+    So that variables are found again without another name:
+
+    >>> from jaxstrategy.compat import v1
+    >>> with v1.variable_scope(v1.get_variable_scope(), reuse=v1.AUTO_REUSE) as scope:
+    ...     scope
+    VariableScope('', reuse=AUTO_REUSE)
+    """
+    scope = _context.current().variable_scope
+    return scope if isinstance(scope, VariableScope) else VariableScope("", None)
 
 
 @contextlib.contextmanager
@@ -92,7 +107,7 @@ def variable_scope(
         raise ValueError(
             f"`reuse` was {reuse!r}; True, False, None or AUTO_REUSE was wanted."
         )
-    outer = _scope()
+    outer = get_variable_scope()
     if isinstance(name_or_scope, VariableScope):
         name, inherited = name_or_scope.name, name_or_scope.reuse
     else:
@@ -151,7 +166,7 @@ def get_variable(
     >>> print(strategy.run(model, (2.0,)), strategy.run(model, (3.0,)))
     6.0 9.0
     """
-    full = _scope().full_name(_checked_name("get_variable", name))
+    full = get_variable_scope().full_name(_checked_name("get_variable", name))
     if partitioner is not None:
         _user_code.warn(
             f"`get_variable` was given a partitioner for {full!r}, which is dropped: "
@@ -190,7 +205,7 @@ class _NamedVariables:
         Raises:
           ValueError: the scope allows it not.
         """
-        reuse, trace = _scope().reuse, _context.current().trace
+        reuse, trace = get_variable_scope().reuse, _context.current().trace
         with _lock:
             if name in self._made:
                 if trace is not None and self._asked.get(name) == trace and not reuse:
@@ -206,11 +221,6 @@ class _NamedVariables:
 
 # An initial value may ask for other variables.
 _lock = threading.RLock()
-
-
-def _scope() -> VariableScope:
-    scope = _context.current().variable_scope
-    return scope if isinstance(scope, VariableScope) else VariableScope("", None)
 
 
 def _checked_name(function: str, name: object) -> str:
@@ -244,8 +254,9 @@ def _check_same(
 def _twice(name: str) -> str:
     return (
         f"Variable {name!r} already exists, disallowed: this step has asked for it "
-        "before. Did you mean another name, or one variable for both, in "
-        "`with variable_scope(scope, reuse=AUTO_REUSE):`?"
+        "before, or JAX has traced its code twice. Did you mean another name, or "
+        "one variable for both, in `with variable_scope(get_variable_scope(), "
+        "reuse=AUTO_REUSE):`?"
     )
 
 

@@ -10,6 +10,7 @@ from jaxstrategy._options import VariableAggregation as VariableAggregation
 from jaxstrategy._options import VariableSynchronization as VariableSynchronization
 from jaxstrategy.compat._get_variable import AUTO_REUSE as AUTO_REUSE
 from jaxstrategy.compat._get_variable import get_variable as get_variable
+from jaxstrategy.compat._get_variable import get_variable_scope as get_variable_scope
 from jaxstrategy.compat._get_variable import variable_scope as variable_scope
 from jaxstrategy.compat.contrib._aggregating_context import (
     MultiStepContext as MultiStepContext,

@@ -12,6 +12,7 @@ from jaxstrategy._options import ReduceOp as ReduceOp
 from jaxstrategy._options import RunOptions as RunOptions
 from jaxstrategy.compat._get_variable import AUTO_REUSE as AUTO_REUSE
 from jaxstrategy.compat._get_variable import get_variable as get_variable
+from jaxstrategy.compat._get_variable import get_variable_scope as get_variable_scope
 from jaxstrategy.compat._get_variable import variable_scope as variable_scope
 from jaxstrategy.compat._input_iterator import InputIterator as InputIterator
 from jaxstrategy.compat.v1 import experimental as experimental
