@@ -160,7 +160,7 @@ class Replicas(ReplicaPlacements):
         return lax.axis_index(self.collective_axes) if self.collective_axes else 0
 
     def device_index(self) -> jax.Array:
-        """The number of this device in its replica, where inner axes have names."""
+        """The number of this device in its replica, a scalar; inner axes have names."""
         return lax.axis_index(self.inner_axes)
 
     # Arrays of which each replica keeps a part.
