@@ -57,11 +57,17 @@ def shape_of(given: object) -> tuple[int, ...]:
 
     Raises:
       TypeError: it is none.
+      ValueError: a dimension is negative.
     """
     number = whole(given)
     found = several_whole(given) if number is None else (number,)
     if found is None:
         raise TypeError(f"`shape` was {shown(given)}; whole numbers were wanted.")
+    if min(found, default=0) < 0:
+        raise ValueError(
+            f"`shape` was {shown(given)}; a new variable needs the size of each "
+            "dimension, at least 0."
+        )
     return found
 
 

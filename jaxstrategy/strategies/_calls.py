@@ -39,6 +39,19 @@ def check_arguments(args: object, kwargs: object) -> None:
         )
 
 
+def check_function(fn: object, method: str) -> None:
+    """Raise unless this is a function, given to a method.
+
+    Raises:
+      TypeError: it cannot be called.
+    """
+    if not callable(fn):
+        raise TypeError(
+            f"`{method}` was given {fn!r}, which cannot be called. Give the function "
+            "itself, and its arguments as `args`."
+        )
+
+
 def check_options(options: object) -> None:
     """Raise unless this is a `RunOptions` or None.
 

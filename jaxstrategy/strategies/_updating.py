@@ -12,7 +12,7 @@ from jaxstrategy.contexts import _context, _replica_context
 from jaxstrategy.replicas import _mesh
 from jaxstrategy.replicas._devices import Device
 from jaxstrategy.replicas._replicas import Replicas
-from jaxstrategy.strategies._calls import check_arguments
+from jaxstrategy.strategies._calls import check_arguments, check_function
 from jaxstrategy.strategies._destinations import (
     Destinations,
     check_reduced,
@@ -61,7 +61,8 @@ class UpdatesVariables(ExtendsStrategy):
           ValueError: the copies of a mirrored variable would differ, because an
             argument is a `PerReplica` outside a step, or because what is assigned may
             differ; or the variable belongs to another strategy.
-          TypeError: `var` is not a variable; `args` is not a tuple or list.
+          TypeError: `var` is not a variable; `fn` cannot be called; `args` is not a
+            tuple or list.
           ContextError: inside `run`; use `merge_call`.
 
         >>> import jaxstrategy as js
@@ -73,6 +74,7 @@ class UpdatesVariables(ExtendsStrategy):
         """
         context = _context.require_cross_replica(self._strategy, "extended.update")
         self._own(var, "update")
+        check_function(fn, "extended.update")
         check_arguments(args, kwargs)
         devices = _each_once(var.replicas)
         arguments = (var, *args), dict(kwargs or {})
@@ -116,7 +118,8 @@ class UpdatesVariables(ExtendsStrategy):
           ValueError: an argument is a `PerReplica`, outside a step; or a mirrored
             variable is assigned what may differ between replicas; or there is no
             destination.
-          TypeError: `destinations` names no devices; `args` is not a tuple or list.
+          TypeError: `destinations` names no devices; `fn` cannot be called; `args` is
+            not a tuple or list.
           ContextError: inside `run`; use `merge_call`.
 
         >>> import jaxstrategy as js
@@ -128,6 +131,7 @@ class UpdatesVariables(ExtendsStrategy):
         Array(2, dtype=int32)
         """
         context = _context.require_cross_replica(self._strategy, "extended.update_on")
+        check_function(fn, "extended.update_on")
         check_arguments(args, kwargs)
         place = self._place(destinations)
         arguments = tuple(args), dict(kwargs or {})

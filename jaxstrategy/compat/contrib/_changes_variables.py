@@ -45,7 +45,8 @@ class ChangesVariables(HasTowers):
         Raises:
           ContextError: outside of cross-tower context.
           ValueError: there is no such device.
-          TypeError: `destination` is none, or `fn` cannot be called.
+          TypeError: `destination` is none, or `fn` cannot be called; the value differs
+            between towers, and is to be copied.
         """
         self._require_cross_tower("fetch")
         value = self.read_var(val) if isinstance(val, Variable) else val
@@ -54,6 +55,7 @@ class ChangesVariables(HasTowers):
             value = fn(value)
         if destination is None:
             return value
+        _tower_values.require_equal("fetch", value)
         return self._core.extended.copy_to(value, destination)
 
     def update(

@@ -155,10 +155,11 @@ class DistributionStrategy(FeedsTowers, ChangesVariables):
 
         Raises:
           ContextError: outside of cross-tower context.
-          ValueError: there is no such device, or the value differs between towers.
-          TypeError: `destinations` names no devices.
+          ValueError: there is no such device.
+          TypeError: the value differs between towers; `destinations` names no devices.
         """
         self._require_cross_tower("broadcast")
+        _tower_values.require_equal("broadcast", tensor)
         if destinations is None:
             destinations = self.worker_devices
         return self._core.extended.copy_to(tensor, destinations)

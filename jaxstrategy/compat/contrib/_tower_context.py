@@ -91,7 +91,7 @@ class TowerContext:
         _require_current(self)
         _tower_values.require_function("merge_call", merge_fn)
 
-        def with_face(core: AbstractStrategy, *args: Any, **kwargs: Any) -> PyTree:
+        def with_face(core: AbstractStrategy, /, *args: Any, **kwargs: Any) -> PyTree:
             return merge_fn(FACES.of(core), *args, **kwargs)
 
         return self._replica.merge_call(with_face, args, kwargs)

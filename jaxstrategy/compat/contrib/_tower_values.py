@@ -46,7 +46,7 @@ def require_equal(method: str, arguments: PyTree) -> None:
     if any(isinstance(leaf, PerReplica) for leaf in leaves):
         raise TypeError(
             f"`{method}` was given a PerDevice, which differs between towers, so that "
-            "the copies would be changed in different ways. Reduce it first: "
+            "the copies would differ. Reduce it first: "
             "`distribution_strategy.reduce(aggregation, value, destinations=var)`."
         )
 

@@ -20,7 +20,7 @@ from jaxstrategy.compat.v1._v1_steps import RunsOnIterator
 from jaxstrategy.contexts import _context
 from jaxstrategy.replicas._devices import Device
 from jaxstrategy.strategies import _extended
-from jaxstrategy.strategies._calls import check_arguments
+from jaxstrategy.strategies._calls import check_arguments, check_function
 from jaxstrategy.strategies._destinations import check_reduced, checked_pairs
 from jaxstrategy.strategies._extending import checked_variable
 from jaxstrategy.strategies._strategy import Strategy
@@ -112,7 +112,7 @@ class StrategyExtended(RunsOnIterator):
           TracedValueError: Python code in `fn` needs the value of a traced array.
           TypeError: `fn` cannot be called, or arguments are none.
         """
-        _require_function(fn, "call_for_each_replica")
+        check_function(fn, "extended.call_for_each_replica")
         _context.require_cross_replica(self._strategy, "extended.call_for_each_replica")
         return self._strategy.run(fn, args, kwargs)
 
@@ -290,7 +290,7 @@ class StrategyExtended(RunsOnIterator):
         """
         method = "extended.update_non_slot"
         context = _context.require_cross_replica(self._strategy, method)
-        _require_function(fn, "update_non_slot")
+        check_function(fn, "extended.update_non_slot")
         check_arguments(args, kwargs)
         if not context.in_step:
             check_reduced((args, kwargs), "update_non_slot")
@@ -353,11 +353,3 @@ class StrategyExtended(RunsOnIterator):
             core: Any = vars(self).get("_strategy")
             way = "strategy.core.extended"
             missing_member(self, core and core.extended, name, way)
-
-
-def _require_function(fn: object, method: str) -> None:
-    if not callable(fn):
-        raise TypeError(
-            f"`extended.{method}` was given {fn!r}, which cannot be called. Give the "
-            "function itself, and its arguments as `args`."
-        )

@@ -1,0 +1,71 @@
+"""Who gives the methods of older generations something odd is told by their names."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxstrategy as js
+from jaxstrategy.compat import contrib, v1
+
+
+def strategies():
+    devices = jax.devices()[:2]
+    return v1.MirroredStrategy(devices), contrib.MirroredStrategy(devices)
+
+
+@pytest.mark.parametrize("method", ["broadcast", "fetch"])
+def test_a_value_that_differs_between_towers_is_no_copy(method):
+    _, d = strategies()
+    with d.scope():
+        value = d.call_for_each_tower(
+            lambda: contrib.get_tower_context().tower_id + jnp.zeros(2)
+        )
+        with pytest.raises(
+            TypeError, match=rf"`{method}` was given a PerDevice, .*red"
+        ):
+            getattr(d, method)(value, jax.devices()[0])
+
+
+def test_merge_functions_take_arguments_of_any_name():
+    s, d = strategies()
+
+    def merge(strategy, core, args, kwargs):
+        return strategy is d, core + args + kwargs
+
+    named = {"core": 1.0, "args": 2.0, "kwargs": 4.0}
+    found = []
+
+    def of_tower():
+        context = contrib.get_tower_context()
+        found.append(context.merge_call(merge, **named))
+
+    with d.scope():
+        d.call_for_each_tower(of_tower)
+    assert found == [(True, 7.0)]
+    of_replica = s.run(
+        lambda: v1.get_replica_context().merge_call(merge, kwargs=named)[1]
+    )
+    assert of_replica == 7.0
+
+
+@pytest.mark.parametrize("method", ["update", "update_on", "update_non_slot"])
+def test_what_cannot_be_called_changes_nothing(method):
+    s, _ = strategies()
+    with s.scope():
+        v = js.Variable(1.0)
+    extended = s.extended if method == "update_non_slot" else s.core.extended
+    place = v if method == "update" else s.extended.parameter_devices
+    message = rf"`extended\.{method}` was given None, which cannot be called"
+    with pytest.raises(TypeError, match=message):
+        getattr(extended, method)(place, None)
+    assert v == 1.0
+
+
+@pytest.mark.parametrize("shape", [-1, [2, -1], np.array([-3])])
+def test_a_variable_of_a_negative_size_is_refused(shape):
+    s, _ = strategies()
+    with s.scope(), pytest.raises(ValueError, match=r"`shape` was .*, at least 0"):
+        v1.get_variable("w", shape)
+    with s.scope():
+        assert v1.get_variable("w", [0, 2]).shape == (0, 2)
