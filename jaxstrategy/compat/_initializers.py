@@ -116,4 +116,6 @@ def _glorot_uniform(
     fans = shape[-2:] if len(shape) > 1 else (*shape, 1)[:1] * 2
     receptive = math.prod(shape[:-2])
     limit = math.sqrt(6 / max(1, receptive * sum(fans)))
-    return jax.random.uniform(key, shape, dtype, -limit, limit)
+    # In one dimension: of four, XLA compiles for 6 s on CPUs (JAX 0.10 and 0.12).
+    flat = jax.random.uniform(key, (math.prod(shape),), dtype, -limit, limit)
+    return flat.reshape(shape)
