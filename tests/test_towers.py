@@ -509,3 +509,35 @@ def test_python_names_the_method_of_the_users_strategy():
 def test_numpy_is_taken(d):
     with d.scope():
         assert unwrapped(d, np.float32(3.0)) == [3.0]
+
+
+# Towers that run eagerly.
+
+
+@pytest.mark.parametrize(("n", "expected"), [(2, [10, 11]), (4, [21, 22, 23, 24])])
+def test_towers_that_run_eagerly_merge(n, expected):
+    d, made = mirrored(n), []
+
+    def fn(three):
+        context = contrib.get_tower_context()
+        assert context is contrib.get_tower_context()
+        assert context.distribution_strategy is d
+        made.append(contrib.get_variable("steps", initializer=6))
+        contrib.increment_var(made[-1])
+        return merged_sum(three)
+
+    with js.eager_replicas():
+        assert in_towers(d, fn, 3) == expected
+    assert len(made) == n and len({id(v) for v in made}) == 1
+    assert made[0] == 7
+
+
+def test_towers_that_run_eagerly_decide_by_their_number():
+    def fn():
+        return "first" if contrib.get_tower_context().tower_id == 0 else "other"
+
+    seen = []
+    with js.eager_replicas(), mirrored(2).scope():
+        d = contrib.get_distribution_strategy()
+        d.call_for_each_tower(lambda: seen.append(fn()))
+    assert sorted(seen) == ["first", "other"]
