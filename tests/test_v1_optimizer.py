@@ -86,6 +86,33 @@ def expected(n, steps):
     return values
 
 
+def trained(s, steps):
+    """The optimizer, weights and bias after so many steps."""
+    with s.scope():
+        w = js.Variable(np.zeros(3, "float32"), name="w")
+        b = js.Variable(0.0, name="b")
+    optimizer = Adam()
+
+    def step():
+        x = jnp.arange(3.0) + replica_id()
+
+        def loss():
+            return (jnp.vdot(x, w.value()) + b - 1.0) ** 2
+
+        gradients = js.grad(loss, [w, b])()
+        optimizer.apply_gradients(list(zip(gradients, (w, b), strict=True)))
+
+    for _ in range(steps):
+        s.extended.call_for_each_replica(step)
+    return optimizer, w, b
+
+
+def check(s, w, b, steps):
+    weights, bias = expected(s.num_replicas_in_sync, steps)
+    np.testing.assert_allclose(s.extended.read_var(w), weights, rtol=2e-5)
+    np.testing.assert_allclose(s.extended.read_var(b), bias, rtol=2e-5)
+
+
 def slow(make):
     return pytest.param(make, marks=pytest.mark.slow)
 
@@ -104,26 +131,31 @@ def slow(make):
 )
 def test_it_trains_as_numpy_does(make):
     s = make()
-    with s.scope():
-        w = js.Variable(np.zeros(3, "float32"), name="w")
-        b = js.Variable(0.0, name="b")
-    optimizer = Adam()
-
-    def step():
-        x = jnp.arange(3.0) + replica_id()
-
-        def loss():
-            return (jnp.vdot(x, w.value()) + b - 1.0) ** 2
-
-        gradients = js.grad(loss, [w, b])()
-        optimizer.apply_gradients(list(zip(gradients, (w, b), strict=True)))
-
-    for _ in range(3):
-        s.extended.call_for_each_replica(step)
-    weights, bias = expected(s.num_replicas_in_sync, 3)
-    np.testing.assert_allclose(s.extended.read_var(w), weights, rtol=2e-5)
-    np.testing.assert_allclose(s.extended.read_var(b), bias, rtol=2e-5)
+    optimizer, w, b = trained(s, 3)
+    check(s, w, b, 3)
     for v in (w, b):
         assert all(slot.devices == v.devices for slot in optimizer.slots[v])
     steps = np.log(float(optimizer.powers[0])) / np.log(BETA1)
     assert steps == pytest.approx(4, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_it_trains_eagerly_too():
+    s = mirrored()
+    with js.eager_replicas():
+        _, w, b = trained(s, 2)
+    check(s, w, b, 2)
+
+
+def test_each_replica_has_its_context_when_they_run_eagerly():
+    s, seen = mirrored(), []
+
+    def step():
+        context = v1.get_replica_context()
+        assert context is v1.get_replica_context() and context.strategy is s
+        assert v1.get_strategy() is s and not v1.in_cross_replica_context()
+        seen.append((int(context.replica_id_in_sync_group), context.core))
+
+    with js.eager_replicas():
+        s.run(step)
+    assert sorted(number for number, _ in seen) == [0, 1]
