@@ -317,3 +317,14 @@ def test_a_function_that_returns_one_element_after_the_other():
     iterator = strategy.make_input_fn_iterator(lambda _: next_element)
     found = [versions(strategy, x) for x, _ in iterator]
     assert found == [[[0], [1]], [[2], [3]]]
+
+
+def test_a_checkpoint_has_the_place_in_the_data(tmp_path):
+    strategy = of_kind("mirrored", 2)
+    iterator = strategy.make_dataset_iterator(ranged(12, 4))
+    iterator.get_next()
+    with js.checkpoint.CheckpointManager(tmp_path) as manager:
+        manager.save(0, {"data": iterator})
+        other = strategy.make_dataset_iterator(ranged(12, 4))
+        assert manager.restore({"data": other})["data"] is other
+    assert [versions(strategy, batch) for batch in other] == parts(12, 2)[1:]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, Self, final
 
+from jaxstrategy.inputs._abstract_input_iterator import AbstractInputIterator
 from jaxstrategy.inputs._dataset import DistributedDataset
 from jaxstrategy.inputs._iterator import DistributedIterator
 from jaxstrategy.inputs._optional import Optional
@@ -13,7 +13,7 @@ from jaxstrategy.values._types import PyTree
 
 
 @final
-class InputIterator(Iterator[PyTree]):
+class InputIterator(AbstractInputIterator):
     """The batches of all replicas, one pass after the other.
 
     Made by `make_dataset_iterator` and `make_input_fn_iterator` of a strategy of
@@ -84,11 +84,20 @@ class InputIterator(Iterator[PyTree]):
         return self._reading().get_next_as_optional()
 
     def get_state(self) -> State:
-        """The position in the data, as of a `DistributedIterator`."""
+        """The position in the data, for `set_state`; checkpoints save it.
+
+        Raises:
+          TypeError: the source cannot be resumed.
+        """
         return self._begun().get_state()
 
     def set_state(self, state: State) -> None:
-        """Goes on after the batch after which `state` was taken."""
+        """Goes on after the batch after which `state` was taken.
+
+        Raises:
+          ValueError: it is the state of something else, or of another dataset.
+          TypeError: the source cannot be resumed.
+        """
         self._reading().set_state(state)
 
     @property

@@ -10,6 +10,7 @@ import jax
 
 from jaxstrategy._errors import ContextError, OutOfRangeError
 from jaxstrategy.inputs import _origins
+from jaxstrategy.inputs._abstract_input_iterator import AbstractInputIterator
 from jaxstrategy.inputs._ahead import Ahead
 from jaxstrategy.inputs._host_batch import HostBatch
 from jaxstrategy.inputs._input_options import InputOptions
@@ -22,7 +23,7 @@ from jaxstrategy.values._types import PyTree
 
 
 @final
-class DistributedIterator(Iterator[PyTree]):
+class DistributedIterator(AbstractInputIterator):
     """One pass over a dataset, a batch for all replicas at a time.
 
     Made by `iter(dataset)`. Use it in `for`, with `next`, or through TensorFlow's

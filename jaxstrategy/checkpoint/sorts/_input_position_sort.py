@@ -14,11 +14,11 @@ from jaxstrategy.checkpoint.sorts._entries import (
     Reading,
 )
 from jaxstrategy.checkpoint.sorts._sort import Sort
-from jaxstrategy.inputs._iterator import DistributedIterator
+from jaxstrategy.inputs._abstract_input_iterator import AbstractInputIterator
 
 
 @final
-class InputPositionSort(Sort[DistributedIterator]):
+class InputPositionSort(Sort[AbstractInputIterator]):
     """The position of a pass over a dataset."""
 
     kind = "iterator"
@@ -26,7 +26,7 @@ class InputPositionSort(Sort[DistributedIterator]):
 
     @staticmethod
     def takes(value: object) -> bool:
-        return isinstance(value, DistributedIterator)
+        return isinstance(value, AbstractInputIterator)
 
     @staticmethod
     def is_entry(fields: Entry) -> bool:
@@ -74,7 +74,7 @@ class InputPositionSort(Sort[DistributedIterator]):
         is_own = len(states) == jax.process_count()
         return states[jax.process_index() if is_own else 0]
 
-    def put(self, restored: Any) -> DistributedIterator:
+    def put(self, restored: Any) -> AbstractInputIterator:
         try:
             self.value.set_state(restored)
         except (TypeError, ValueError) as error:
