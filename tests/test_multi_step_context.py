@@ -447,3 +447,32 @@ def test_where_steps_cannot_be_run():
         strategy.run(step)
     with pytest.raises(TypeError, match="was given as the iterator, but has no"):
         run_steps(strategy, lambda c, x: None, [1, 2])
+
+
+# Eagerly, each replica in a thread of its own.
+
+
+@pytest.mark.parametrize("way", [by_argument, by_closure, in_a_replicated_function])
+def test_replicas_that_run_eagerly(way):
+    strategy = of_kind("mirrored", 2)
+    with js.eager_replicas():
+        fn = functools.partial(way, strategy)
+        context = run_steps(strategy, fn, numbers(strategy), 2)
+    assert float(context.last_step_outputs["loss"]) == 11
+    assert float(context.last_step_outputs["total"]["sum"]) == 22
+    assert context.non_tensor_outputs == {"foo": ("bar",)}
+
+
+def test_each_replica_that_runs_eagerly_has_a_number():
+    strategy = of_kind("mirrored", 2)
+
+    def step(context, x):
+        number = int(v1.get_replica_context().replica_id_in_sync_group)
+        context.set_non_tensor_output("foo", number)
+
+    with js.eager_replicas():
+        context = run_steps(
+            strategy, lambda c, x: strategy.run(step, (c, x)), numbers(strategy)
+        )
+    # As TensorFlow has it, (0, 1).
+    assert [int(x) for x in context.non_tensor_outputs["foo"]] == [0, 1]
