@@ -315,7 +315,7 @@ def test_functions_of_arrays_where_they_mean_the_same():
         def f(x, y):
             a = tf.reduce_mean(tf.square(x, name="sq"), axis=0, keepdims=True)
             b = tf.concat([a, tf.zeros([2, 3], tf.float32)], axis=-1)
-            c = tf.transpose(tf.cast(b, dtype=tf.int32), perm=[1, 0])
+            c = tf.transpose(tf.cast(b, dtype=tf.dtypes.int32), perm=[1, 0])
             return nest.map_structure(tf.abs, (c, tf.where(x > 0, x, y)))
         """,
         """
@@ -342,6 +342,8 @@ def test_functions_of_arrays_where_they_mean_the_same():
         "tf.square(*x)",
         "tf.Variable(x, validate_shape=False)",
         "tf.nn.compute_average_loss(x, None, 3)",
+        "tf.nest.map_structure(lambda x: strategy.reduce('SUM', x), y)",
+        "tf.nest.flatten(strategy.run(f))",
     ],
 )
 def test_calls_that_mean_something_else_are_left_to_a_person(call):

@@ -4,7 +4,11 @@ from jaxstrategy.compat.port._name import Form, Name
 
 _WIDE = "32 bits, unless `jax_enable_x64` is set"
 _AXES = {"axis": "axis", "keepdims": "keepdims"}
-_NONE = "None is a leaf there and no leaf here; a tuple and a list are two structures"
+_NEST = (
+    "None is a leaf there and no leaf here; a `PerReplica` is a nest here, of an array "
+    "with all versions: `strategy.reduce` and `experimental_local_results` take nests"
+)
+_WHOLE = r"strategy|distribution|\.reduce\b|local_results|\.unwrap\b"
 
 
 def _function(old: str, new: str, form: Form, text: str = "") -> Name:
@@ -105,8 +109,8 @@ ARRAYS: list[Name] = [
             "mean": "of whole numbers: a float here, a whole number there",
         }.items()
     ],
-    _function("tf.nest.map_structure", "jax.tree.map", Form(99, bare=False), _NONE),
-    _function("tf.nest.flatten", "jax.tree.leaves", Form(1), _NONE),
+    _function("tf.nest.map_structure", "jax.tree.map", Form(99, bare=False, avoided=_WHOLE), _NEST),
+    _function("tf.nest.flatten", "jax.tree.leaves", Form(1, avoided=_WHOLE), _NEST),
     *[
         _type(name)
         for name in "float16 bfloat16 float32 int8 int16 int32 uint8 uint16 uint32 "

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import libcst as cst
 
 from jaxstrategy.compat.port._edit import Edit
@@ -21,6 +23,8 @@ def fitted(program: Program, node: cst.CSTNode, form: Form) -> list[Edit] | None
     if not (isinstance(call, cst.Call) and call.func is node):
         return [] if form.bare else None
     if any(arg.star for arg in call.args) or not _has_needed(call, form):
+        return None
+    if form.avoided and re.search(form.avoided, program.code(call)):
         return None
     given = [arg for arg in call.args if arg.keyword is None]
     if len(given) > form.positional or not _takes_first(call, form):

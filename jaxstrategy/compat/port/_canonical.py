@@ -30,6 +30,7 @@ def canonical(full: str) -> str:
     full = re.sub(r"^tensorflow_core\b", "tensorflow", full)
     name = _of_internal(full) or f"tf{full.removeprefix('tensorflow')}"
     name = re.sub(r"^tf\.compat\.(v2\b|v1\b(?!\.distribute\b))", "tf", name)
+    name = re.sub(r"^tf\.dtypes\.(?=\w+$)", "tf.", name)
     name = FORMER.get(name, name)
     if name not in NAMES:
         nearby = name.replace("tf.distribute.", "tf.distribute.experimental.", 1)

@@ -14,8 +14,8 @@ CONTRIB: list[Name] = [
         "AllReduceCrossTowerOps Monitor ReductionToOneDeviceCrossTowerOps "
         "CollectiveAllReduceStrategy CrossTowerOps DistributionStrategy "
         "MirroredStrategy OneDeviceStrategy ParameterServerStrategy TPUStrategy "
-        "TowerContext UpdateContext get_cross_tower_context get_distribution_strategy "
-        "get_loss_reduction "
+        "TowerContext UpdateContext Step StandardInputStep StandardSingleLossStep "
+        "get_cross_tower_context get_distribution_strategy get_loss_reduction "
         "get_tower_context get_update_device has_distribution_strategy increment_var "
         "require_tower_context Step StandardInputStep StandardSingleLossStep",
         {
@@ -26,6 +26,8 @@ CONTRIB: list[Name] = [
             "DistributionStrategy": "no sessions: methods do their work at once. A "
             "tower function is traced once for all towers; `tower_id` is traced there",
             "Monitor": "takes no session",
+            "StandardSingleLossStep": "takes an optimizer of Optax, and a loss whose "
+            "variables were made before; a mean loss is to be divided by `num_towers`",
             "MirroredStrategy": "`num_gpus` takes the first accelerators",
             "TowerContext": "`tower_id` is traced in a tower: `jnp.where` instead of "
             "`if`; `device` has the devices of all towers",

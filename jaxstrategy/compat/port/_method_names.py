@@ -78,7 +78,7 @@ METHODS: tuple[Method, ...] = (
     Method(
         "numpy",
         _TF2,
-        "`float(x)` or `np.asarray(x)`: arrays of JAX have no method `numpy`",
+        "`float(x)` or `np.asarray(x)`: variables have a method `numpy`, arrays not",
     ),
     Method("experimental_run", _TF1, _ONCE),
     Method("make_dataset_iterator", _TF1, _BATCHES),

@@ -18,6 +18,7 @@ class Form:
       needed: arguments that must be given, each by its place or its old name.
       texts: whether the first argument may be a string.
       lists: whether it may be a list.
+      avoided: a pattern of arguments' code for which it does not mean the same.
       bare: whether the function may be passed on without being called.
     """
 
@@ -27,6 +28,7 @@ class Form:
     texts: bool = True
     lists: bool = True
     bare: bool = True
+    avoided: str = ""
 
 
 @final

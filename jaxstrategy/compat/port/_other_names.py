@@ -68,6 +68,8 @@ OTHERS: list[Name] = [
             "synchronization='on_read', aggregation='sum')`, or metrics of Flax NNX",
             "keras.losses losses": "a function of one example's loss, as in "
             "`optax.losses`, then `js.compute_average_loss`",
+            "keras.datasets keras.utils": "arrays from files, scikit-learn or Hugging "
+            "Face; `js.batches` makes batches of them",
             "keras.callbacks": "code in the loop: `js.profiling`, `js.checkpoint`",
             "data.experimental.AutoShardPolicy": "a dataset that is distributed is "
             "read "
