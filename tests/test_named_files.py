@@ -85,5 +85,5 @@ def test_a_recipe_names_at_most_three_files_to_change(change, text):
     assert count <= 3, f"{change}: {count} files"
 
 
-def test_there_are_recipes_for_fourteen_changes():
-    assert len(RECIPES) == 14
+def test_there_are_recipes_for_fifteen_changes():
+    assert len(RECIPES) == 15

@@ -109,7 +109,12 @@ ARRAYS: list[Name] = [
             "mean": "of whole numbers: a float here, a whole number there",
         }.items()
     ],
-    _function("tf.nest.map_structure", "jax.tree.map", Form(99, bare=False, avoided=_WHOLE), _NEST),
+    _function(
+        "tf.nest.map_structure",
+        "jax.tree.map",
+        Form(99, bare=False, avoided=_WHOLE),
+        _NEST,
+    ),
     _function("tf.nest.flatten", "jax.tree.leaves", Form(1, avoided=_WHOLE), _NEST),
     *[
         _type(name)

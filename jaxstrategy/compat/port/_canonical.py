@@ -16,7 +16,7 @@ _BY_NAME = {
         Generation.TF1: f"{_V1}.{name}",
         Generation.CONTRIB: f"{_CONTRIB}.{name}",
     }
-    for name in ("get_variable", "variable_scope", "AUTO_REUSE")
+    for name in "get_variable variable_scope AUTO_REUSE get_variable_scope".split()
 }
 
 

@@ -17,10 +17,8 @@ CONTRIB: list[Name] = [
         "TowerContext UpdateContext Step StandardInputStep StandardSingleLossStep "
         "get_cross_tower_context get_distribution_strategy get_loss_reduction "
         "get_tower_context get_update_device has_distribution_strategy increment_var "
-        "require_tower_context Step StandardInputStep StandardSingleLossStep",
+        "require_tower_context",
         {
-            "StandardSingleLossStep": "the optimizer is one of Optax; the gradients of "
-            "the towers are summed; `loss_fn` makes no variables",
             "CollectiveAllReduceStrategy": "`TF_CONFIG` is read; one process per host, "
             "started by `python -m jaxstrategy.launch`",
             "DistributionStrategy": "no sessions: methods do their work at once. A "

@@ -87,10 +87,9 @@ OTHERS: list[Name] = [
             "train.StopAtStepHook train.LoggingTensorHook train.SessionManager "
             "train.Supervisor train.Coordinator train.start_queue_runners": _GRAPHS,
             "get_variable": f"that of `jaxstrategy.compat.v1`, or {_V1_VARIABLE}",
-            "variable_scope AUTO_REUSE": "`variable_scope` and `AUTO_REUSE` of "
+            "variable_scope get_variable_scope AUTO_REUSE": "those of "
             "`jaxstrategy.compat.v1`, for variables by name",
-            "get_variable_scope name_scope": "no scopes of other names: "
-            "`jax.named_scope` for profiles",
+            "name_scope": "no scopes of other names: `jax.named_scope` for profiles",
             "trainable_variables global_variables model_variables "
             "local_variables": "keep the variables in a list or dict of your own",
             "train.get_or_create_global_step train.get_global_step "

@@ -15,7 +15,7 @@ def variables(old: str, new: str) -> list[Name]:
     return [
         Name(f"{old}.get_variable", f"{new}.get_variable", _ONE, form=_GET_VARIABLE),
         Name(f"{old}.variable_scope", f"{new}.variable_scope", form=_SCOPE),
-        Name(f"{old}.AUTO_REUSE", f"{new}.AUTO_REUSE"),
+        *renamed(old, new, "AUTO_REUSE get_variable_scope"),
     ]
 
 
