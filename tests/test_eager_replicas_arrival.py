@@ -343,6 +343,16 @@ def test_workers_of_parameter_servers_run_nothing_eagerly():
         strategy.close()
 
 
+def test_odd_arguments_are_refused():
+    with pytest.raises(TypeError, match="`disable_jit` was 3; True or False was want"):
+        with js.eager_replicas(disable_jit=3):
+            pass
+    with pytest.raises(TypeError, match="`Versions` was given 1 and 2; a sequence of"):
+        js.Versions(1, 2)
+    with pytest.raises(ValueError, match="was given 1 values for 2 replicas; one for"):
+        js.Versions([1], [0, 1])
+
+
 def test_it_is_entered_outside_of_steps(three):
     def step():
         with js.eager_replicas():

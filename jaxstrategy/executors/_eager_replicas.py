@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from jaxstrategy._errors import ContextError
 from jaxstrategy.contexts import _context
 from jaxstrategy.executors.replica_threads._eager_results import EagerBlock
+from jaxstrategy.text._shown import shown
 
 
 @contextlib.contextmanager
@@ -46,6 +47,7 @@ def eager_replicas(*, disable_jit: bool = True) -> Iterator[None]:
 
     Raises:
       ContextError: entered inside a step.
+      TypeError: `disable_jit` is neither True nor False.
       DivergentCollectiveError: from `run`: some replicas wait at a collective where
         the others wait at another one, or have returned.
       NotMirroredError: from `run`: replicas differ in what must be equal.
@@ -63,6 +65,10 @@ def eager_replicas(*, disable_jit: bool = True) -> Iterator[None]:
     replica 1 has 2.0
     3.0
     """
+    if not isinstance(disable_jit, bool):
+        raise TypeError(
+            f"`disable_jit` was {shown(disable_jit)}; True or False was wanted."
+        )
     if _context.current().in_step:
         raise ContextError(
             "`eager_replicas()` was entered inside a step, which is compiled or runs "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import final, overload
 
+from jaxstrategy.text._shown import shown
 from jaxstrategy.values._types import Leaf
 
 
@@ -20,6 +21,10 @@ class Versions(Sequence[Leaf]):
       values: one for each replica of this process, in replica order.
       replicas: their numbers.
 
+    Raises:
+      TypeError: something else than sequences.
+      ValueError: they are of different lengths.
+
     >>> import jaxstrategy as js
     >>> strategy = js.MirroredStrategy(js.simulate(8)[:2])
     >>> with js.eager_replicas():
@@ -30,6 +35,16 @@ class Versions(Sequence[Leaf]):
     """
 
     def __init__(self, values: Sequence[Leaf], replicas: Sequence[int]) -> None:
+        if not isinstance(values, Sequence) or not isinstance(replicas, Sequence):
+            raise TypeError(
+                f"`Versions` was given {shown(values)} and {shown(replicas)}; a "
+                "sequence of values and one of the replicas' numbers were wanted."
+            )
+        if len(values) != len(replicas):
+            raise ValueError(
+                f"`Versions` was given {len(values)} values for {len(replicas)} "
+                "replicas; one for each was wanted."
+            )
         self._values = tuple(values)
         self._replicas = tuple(replicas)
 
