@@ -254,3 +254,32 @@ def test_without_a_cluster_variables_are_in_the_hosts_memory(monkeypatch):
     assert float(x) == 10.0 + 3 * n
     assert len(x.devices) == 1
     assert strategy.extended.should_checkpoint
+
+
+def test_iterators_and_steps_over_them(cluster):
+    strategy = cluster(1)  # the second worker of three
+    with cluster(0).scope():  # the chief makes the variable
+        js.Variable(0.0, name="w")
+    with strategy.scope():
+        w = js.Variable(0.0, name="w")
+
+    def input_fn(context):
+        rows = strategy.experimental_make_numpy_dataset(np.arange(12.0))
+        return rows.shard(context.num_input_pipelines, context.input_pipeline_id)
+
+    def step(context, x):
+        w.assign_add(x)
+        context.set_last_step_output("x", x, "mean")
+        return x
+
+    def fn(context, x):
+        strategy.run(step, (context, x))
+
+    iterator = strategy.make_input_fn_iterator(input_fn)
+    run = strategy.extended.experimental_run_steps_on_iterator
+    context = run(fn, iterator, 2)
+    # Each worker takes steps of its own, over the second of three shards: 1, 4, 7, 10.
+    assert float(context.last_step_outputs["x"]) == 4
+    assert float(w) == 5
+    batches = strategy.make_dataset_iterator(js.batches(np.arange(4.0), 4))
+    assert float(strategy.experimental_run(lambda x: x.sum(), batches)) == 6
