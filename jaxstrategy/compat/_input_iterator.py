@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Self, final
 
+from jaxstrategy._errors import OutOfRangeError
 from jaxstrategy.inputs._abstract_input_iterator import AbstractInputIterator
 from jaxstrategy.inputs._dataset import DistributedDataset
 from jaxstrategy.inputs._iterator import DistributedIterator
@@ -77,7 +78,14 @@ class InputIterator(AbstractInputIterator):
         Raises:
           OutOfRangeError: there is none.
         """
-        return self._reading().get_next()
+        try:
+            return next(self._reading())
+        except StopIteration:
+            raise OutOfRangeError(
+                "The end of the data. Call `iterator.initialize()` for another pass, "
+                "or `iterator.get_next_as_optional()`, which says whether there is a "
+                "batch."
+            ) from None
 
     def get_next_as_optional(self, name: str | None = None) -> Optional:
         """The next batch, or nothing at the end: `optional.has_value()` tells."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self
 
 from jaxstrategy.compat._absent_members import missing_member
@@ -23,6 +23,8 @@ class OlderStrategy(StrategyFace):
 
     # The module whose users know it.
     _module: ClassVar[str]
+    # What it calls the members of other generations.
+    _names: ClassVar[Mapping[str, str]]
 
     def __init__(self, core: Strategy) -> None:
         self._core = core
@@ -69,7 +71,8 @@ class OlderStrategy(StrategyFace):
     if not TYPE_CHECKING:  # type checkers would find any name
 
         def __getattr__(self, name: str) -> NoReturn:
-            missing_member(self, vars(self).get("_core"), name, "strategy.core")
+            core = vars(self).get("_core")
+            missing_member(self, core, name, "strategy.core", self._names)
 
 
 def checked_core(core: object) -> Strategy:

@@ -16,6 +16,7 @@ from jaxstrategy._errors import ContextError
 from jaxstrategy._options import ReduceOp
 from jaxstrategy.contexts import _context
 from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
+from jaxstrategy.contexts._call_arguments import check_merge_call
 from jaxstrategy.contexts._context import Context
 from jaxstrategy.contexts._strategy_face import AnyStrategy, checked_core
 from jaxstrategy.reductions._compression_state import (
@@ -259,7 +260,7 @@ class ReplicaContext:
 
         Raises:
           ContextError: this is not the current replica context.
-          TypeError: `merge_fn` cannot be called.
+          TypeError: `merge_fn` cannot be called, or `args` is no tuple or list.
 
         >>> import jaxstrategy as js
         >>> strategy = js.MirroredStrategy(js.simulate(8)[:4])
@@ -271,7 +272,7 @@ class ReplicaContext:
         Array(10., dtype=float32)
         """
         self._require_current("merge_call")
-        _require_callable(merge_fn)
+        check_merge_call(merge_fn, args, kwargs)
         if (eager := _context.current().eager) is not None:
             return eager.merge_call(merge_fn, args, kwargs or {})
         across = self.to_cross(tuple(args))
@@ -393,11 +394,3 @@ def _map(function: Callable[[Leaf], Leaf], tree: PyTree) -> PyTree:
         return function(leaf)
 
     return _trees.map_leaves(apply, tree)
-
-
-def _require_callable(merge_fn: object) -> None:
-    if not callable(merge_fn):
-        raise TypeError(
-            f"`merge_call` was given {merge_fn!r}, which cannot be called. Give a "
-            "function that takes the strategy and the arguments."
-        )

@@ -21,24 +21,6 @@ def needs_arguments(fn: Function) -> bool:
     return any(p.default is empty and p.kind not in variadic for p in parameters)
 
 
-def check_arguments(args: object, kwargs: object) -> None:
-    """Raise unless these are a sequence of arguments and a dict or None.
-
-    Raises:
-      TypeError: they are not.
-    """
-    if not isinstance(args, (tuple, list)):
-        raise TypeError(
-            f"`args` was a {type(args).__name__}; a tuple of the function's arguments "
-            "was wanted. Write `args=(x,)` for one argument."
-        )
-    if kwargs is not None and not isinstance(kwargs, dict):
-        raise TypeError(
-            f"`kwargs` was a {type(kwargs).__name__}; a dict of the function's keyword "
-            "arguments was wanted."
-        )
-
-
 def check_function(fn: object, method: str) -> None:
     """Raise unless this is a function, given to a method.
 

@@ -11,6 +11,7 @@ from jaxstrategy._options import (
     RunOptions,
 )
 from jaxstrategy.contexts import _context
+from jaxstrategy.contexts._call_arguments import check_arguments
 from jaxstrategy.executors._accumulate import (
     accumulated,
     checked_parts,
@@ -21,10 +22,7 @@ from jaxstrategy.profiling._prediction import Prediction
 from jaxstrategy.profiling._profile import Profile
 from jaxstrategy.reductions._reduce_operations import OPERATIONS
 from jaxstrategy.replicas._topology import Topology
-from jaxstrategy.strategies._calls import (
-    check_arguments,
-    check_options,
-)
+from jaxstrategy.strategies._calls import check_options
 from jaxstrategy.strategies._composition import ComposedStrategy
 from jaxstrategy.tracing.explanation._explanation import Explanation
 from jaxstrategy.values._types import Function, PyTree

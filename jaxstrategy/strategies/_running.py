@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxstrategy._options import RunOptions
+from jaxstrategy.contexts._call_arguments import check_arguments
 from jaxstrategy.executors._replicated_function import ReplicatedFunction
 from jaxstrategy.executors._several import several
 from jaxstrategy.executors._synchronizations import (
@@ -15,7 +16,6 @@ from jaxstrategy.executors._synchronizations import (
     synchronization_after_the_last,
 )
 from jaxstrategy.strategies._calls import (
-    check_arguments,
     check_options,
     needs_arguments,
 )

@@ -9,10 +9,11 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding
 
 from jaxstrategy.contexts import _context, _replica_context
+from jaxstrategy.contexts._call_arguments import check_arguments
 from jaxstrategy.replicas import _mesh
 from jaxstrategy.replicas._devices import Device
 from jaxstrategy.replicas._replicas import Replicas
-from jaxstrategy.strategies._calls import check_arguments, check_function
+from jaxstrategy.strategies._calls import check_function
 from jaxstrategy.strategies._destinations import (
     Destinations,
     check_reduced,

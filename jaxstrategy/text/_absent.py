@@ -34,6 +34,22 @@ ADVICE = {
         f"compat.v1.{name}": f"It is one of 2.x, and here `jaxstrategy.{name}`."
         for name in _OF_TENSORFLOW_2
     },
+    **{
+        f"compat.v1.{name}": f"There it is `compat.v1.experimental.{name}`, and here."
+        for name in (
+            "CentralStorageStrategy",
+            "MultiWorkerMirroredStrategy",
+            "ParameterServerStrategy",
+            "TPUStrategy",
+        )
+    },
+    **{
+        f"compat.v1.{older}": (
+            f"It is of 2018, and in `compat.contrib`; since 1.13 it is `{name}`."
+        )
+        for name, older in _NAMES_OF_2018.items()
+        if name not in ("NcclAllReduce", "PerReplica")
+    },
     "compat.contrib.MultiWorkerAllReduce": (
         "Here it is `jaxstrategy.HierarchicalCopyAllReduce`, which sums inside each "
         "process first."

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Self, final
 
 from jaxstrategy._options import VariableAggregation
+from jaxstrategy.compat._absent_members import NAMES_IN_2018
 from jaxstrategy.compat._faces import Faces
 from jaxstrategy.compat._older_strategy import checked_core
 from jaxstrategy.compat.contrib import _cross_tower_checks, _tower_values
@@ -47,6 +48,7 @@ class DistributionStrategy(FeedsTowers, ChangesVariables):
     """
 
     _module = "compat.contrib"
+    _names = NAMES_IN_2018
 
     def __init__(self, core: Strategy) -> None:
         if type(self) is DistributionStrategy:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Any, Self, final
+from typing import TYPE_CHECKING, Any, NoReturn, Self, final
 
 import jax
 
 from jaxstrategy._errors import ContextError
+from jaxstrategy.compat._absent_members import NAMES_IN_2018, missing_member
 from jaxstrategy.compat._context_faces import ContextFaces
 from jaxstrategy.compat.contrib import _tower_values
 from jaxstrategy.compat.contrib._distribution_strategy import (
@@ -136,6 +137,13 @@ class TowerContext:
 
     def __repr__(self) -> str:
         return f"TowerContext({self.distribution_strategy!r})"
+
+    if not TYPE_CHECKING:  # type checkers would find any name
+
+        def __getattr__(self, name: str) -> NoReturn:
+            core: Any = vars(self).get("_replica")
+            way = "jaxstrategy.get_replica_context()"
+            missing_member(self, core, name, way, NAMES_IN_2018)
 
 
 _CONTEXTS: ContextFaces[TowerContext] = ContextFaces(TowerContext)

@@ -14,13 +14,14 @@ from jaxstrategy._options import (
     VariableAggregation,
     VariableSynchronization,
 )
-from jaxstrategy.compat._absent_members import missing_member
+from jaxstrategy.compat._absent_members import NAMES_IN_V1, missing_member
 from jaxstrategy.compat.v1._v1_hints import options_of
 from jaxstrategy.compat.v1._v1_steps import RunsOnIterator
 from jaxstrategy.contexts import _context
+from jaxstrategy.contexts._call_arguments import check_arguments
 from jaxstrategy.replicas._devices import Device
 from jaxstrategy.strategies import _extended
-from jaxstrategy.strategies._calls import check_arguments, check_function
+from jaxstrategy.strategies._calls import check_function
 from jaxstrategy.strategies._destinations import check_reduced, checked_pairs
 from jaxstrategy.strategies._extending import checked_variable
 from jaxstrategy.strategies._strategy import Strategy
@@ -351,5 +352,6 @@ class StrategyExtended(RunsOnIterator):
 
         def __getattr__(self, name: str) -> NoReturn:
             core: Any = vars(self).get("_strategy")
+            own = {x: y.removeprefix("extended.") for x, y in NAMES_IN_V1.items()}
             way = "strategy.core.extended"
-            missing_member(self, core and core.extended, name, way)
+            missing_member(self, core and core.extended, name, way, own)

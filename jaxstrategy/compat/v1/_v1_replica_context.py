@@ -9,7 +9,7 @@ import jax
 
 from jaxstrategy._communication_options import CommunicationOptions
 from jaxstrategy._options import ReduceOp
-from jaxstrategy.compat._absent_members import missing_member
+from jaxstrategy.compat._absent_members import NAMES_IN_V1, missing_member
 from jaxstrategy.compat._context_faces import ContextFaces
 from jaxstrategy.compat.v1._v1_hints import options_of
 from jaxstrategy.compat.v1._v1_strategy import FACES, Strategy
@@ -130,7 +130,7 @@ class ReplicaContext:
 
         Raises:
           ContextError: this is not the current replica context.
-          TypeError: `merge_fn` cannot be called.
+          TypeError: `merge_fn` cannot be called, or `args` is no tuple or list.
         """
         if not callable(merge_fn):
             return self._core.merge_call(merge_fn)  # says so
@@ -147,7 +147,8 @@ class ReplicaContext:
 
         def __getattr__(self, name: str) -> NoReturn:
             core: Any = vars(self).get("_core")
-            missing_member(self, core, name, "jaxstrategy.get_replica_context()")
+            way = "jaxstrategy.get_replica_context()"
+            missing_member(self, core, name, way, NAMES_IN_V1)
 
 
 CONTEXTS: ContextFaces[ReplicaContext] = ContextFaces(ReplicaContext)

@@ -11,6 +11,7 @@ from jax.core import Tracer
 
 from jaxstrategy._options import ReduceOp, RunOptions
 from jaxstrategy.cluster.resolvers._cluster_resolver import ClusterResolver
+from jaxstrategy.compat._absent_members import NAMES_IN_V1
 from jaxstrategy.compat._face_scope import FaceScope
 from jaxstrategy.compat._faces import Faces
 from jaxstrategy.compat._older_strategy import OlderStrategy, checked_core
@@ -50,6 +51,7 @@ class Strategy(FeedsReplicas, OlderStrategy):
     """
 
     _module = "compat.v1"
+    _names = NAMES_IN_V1
     _extended_class: ClassVar[type[StrategyExtended]] = StrategyExtended
 
     def __init__(self, core: _strategy.Strategy) -> None:
@@ -132,6 +134,19 @@ class Strategy(FeedsReplicas, OlderStrategy):
           TypeError: `fn` cannot be called, or arguments are none.
         """
         return self._core.run(fn, args, kwargs, options)
+
+    def experimental_run_v2(
+        self,
+        fn: Function,
+        args: Sequence[PyTree] = (),
+        kwargs: dict[str, PyTree] | None = None,
+    ) -> PyTree:
+        """`run` under its name of TensorFlow 1.14 to 2.1.
+
+        Raises:
+          As `run`.
+        """
+        return self._core.run(fn, args, kwargs)
 
     # Values.
 

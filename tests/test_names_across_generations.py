@@ -1,0 +1,78 @@
+"""Names of one generation, asked of another: the error says what it is called there."""
+
+import jax
+import pytest
+
+import jaxstrategy as js
+from jaxstrategy.compat import _absent_members, contrib, v1
+
+TWO = jax.devices()[:2]
+
+
+@pytest.mark.parametrize(
+    "name, here",
+    [
+        ("call_for_each_tower", "extended.call_for_each_replica"),
+        ("call_for_each_replica", "extended.call_for_each_replica"),
+        ("distribute_dataset", "make_dataset_iterator"),
+        ("update_non_slot", "extended.update_non_slot"),
+        ("num_towers", "num_replicas_in_sync"),
+    ],
+)
+def test_strategies_of_tensorflow_1(name, here):
+    with pytest.raises(AttributeError, match=f"; in this generation it is `{here}`"):
+        getattr(v1.MirroredStrategy(TWO), name)
+
+
+def test_strategies_of_2018():
+    d = contrib.MirroredStrategy(TWO)
+    with pytest.raises(AttributeError, match="; in this generation it is `call_for_ea"):
+        d.call_for_each_replica  # noqa: B018
+    both = r"`strategy.core.run` is today's; in this generation it is `call_for_each_t"
+    with pytest.raises(AttributeError, match=both):
+        d.run  # noqa: B018
+    with pytest.raises(AttributeError, match=r"`strategy.core.extended` is today's\.$"):
+        d.extended  # noqa: B018
+
+
+def test_contexts_and_extended():
+    with pytest.raises(AttributeError, match="in this generation it is `tower_id`"):
+        contrib.get_tower_context().replica_id_in_sync_group  # noqa: B018
+    with pytest.raises(
+        AttributeError, match=r"'TowerContext' .* attribute 'nothing'\.$"
+    ):
+        contrib.get_tower_context().nothing  # noqa: B018
+    with pytest.raises(AttributeError, match="it is `replica_id_in_sync_group`"):
+        v1.get_replica_context().tower_id  # noqa: B018
+    with pytest.raises(AttributeError, match="it is `batch_reduce_to`"):
+        v1.MirroredStrategy(TWO).extended.batch_reduce  # noqa: B018
+
+
+def test_what_is_said_is_there():
+    d, s = contrib.MirroredStrategy(TWO), v1.MirroredStrategy(TWO)
+    tower, replica = contrib.get_tower_context(), v1.get_replica_context()
+    for here in _absent_members.NAMES_IN_2018.values():
+        assert hasattr(type(d), here) or hasattr(type(tower), here), here
+    for here in _absent_members.NAMES_IN_V1.values():
+        first, _, second = here.partition(".")
+        assert hasattr(type(s), first) or hasattr(type(replica), first), here
+        assert not second or hasattr(type(s.extended), second), here
+
+
+def test_run_by_its_name_of_two_years():
+    s = v1.MirroredStrategy(TWO)
+    x = s.core.per_replica([1.0, 2.0])
+    found = s.experimental_run_v2(lambda x, by: by * x, (x,), {"by": 3.0})
+    assert [float(each) for each in s.unwrap(found)] == [3, 6]
+
+
+@pytest.mark.parametrize("strategy", [js, v1], ids=["today", "v1"])
+def test_arguments_of_merge_call_are_a_tuple(strategy):
+    def step(x):
+        context = strategy.get_replica_context()
+        return context.merge_call(lambda strategy, x: x, x)  # as 2018 gave them
+
+    with pytest.raises(TypeError, match=r"`args` was a .*Write `args=\(x,\)`"):
+        js.MirroredStrategy(TWO).run(step, (1.0,))
+    with pytest.raises(TypeError, match="`kwargs` was a int"):
+        js.get_replica_context().merge_call(print, (), 3)
