@@ -324,7 +324,7 @@ def test_functions_of_arrays_where_they_mean_the_same():
         def f(x, y):
             a = jnp.mean(jnp.square(x), axis=0, keepdims=True)
             b = jnp.concatenate([a, jnp.zeros([2, 3], jnp.float32)], axis=-1)
-            c = jnp.transpose(jnp.astype(b, dtype=jnp.int32), axes=[1, 0])
+            c = jnp.transpose(jnp.astype(b, jnp.int32), axes=[1, 0])
             return jax.tree.map(jnp.abs, (c, jnp.where(x > 0, x, y)))
         """,
     )
@@ -336,6 +336,7 @@ def test_functions_of_arrays_where_they_mean_the_same():
         "tf.reduce_sum(x, keep_dims=True)",
         "tf.reduce_sum([x, x])",
         "tf.matmul(x, y, transpose_b=True)",
+        "tf.cast(dtype=t, x=x)",
         "tf.argmax(x)",
         "tf.where(x)",
         "tf.constant('text')",

@@ -77,7 +77,7 @@ ARRAYS: list[Name] = [
     _function("tf.fill", "jax.numpy.full", Form(2)),
     _function("tf.eye", "jax.numpy.eye", Form(1)),
     _function("tf.range", "jax.numpy.arange", Form(3, bare=False)),
-    _function("tf.cast", "jax.numpy.astype", Form(2, {"dtype": "dtype"}, lists=False)),
+    _function("tf.cast", "jax.numpy.astype", Form(2, {"dtype": ""}, lists=False)),
     _function("tf.constant", "jax.numpy.array", _MADE),
     _function("tf.convert_to_tensor", "jax.numpy.asarray", _MADE),
     _function(

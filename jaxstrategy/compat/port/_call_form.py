@@ -38,6 +38,11 @@ def fitted(program: Program, node: cst.CSTNode, form: Form) -> list[Edit] | None
             edits.append(_without(program, call, index))
         elif name not in form.keywords:
             return None
+        elif not form.keywords[name]:
+            if index != len(given):
+                return None
+            start, end = program.span(arg)[0], program.span(arg.value)[0]
+            edits.append(Edit(start, end, ""))
         elif form.keywords[name] != name:
             edits.append(program.edit(arg.keyword, form.keywords[name]))
     return edits

@@ -14,7 +14,8 @@ class Form:
 
     Args:
       positional: the most arguments without a name.
-      keywords: the new name of each argument that may be named.
+      keywords: the new name of each argument that may be named; without one, it is
+        given by its place.
       needed: arguments that must be given, each by its place or its old name.
       texts: whether the first argument may be a string.
       lists: whether it may be a list.

@@ -117,7 +117,7 @@ def _port(path: Path, chosen: argparse.Namespace, counts: _Counts) -> None:
         if chosen.write and text != file.text:
             file.write(text)
             findings = _moved(file.program, done.findings, ProgramFile(path))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         _fail(path, error, counts)
         return
     counts.changed += text != file.text
