@@ -27,3 +27,7 @@ def test_replicas_of_two_processes_run_eagerly(job):
         assert kind == "ClusterError"
         assert "all_reduce('mean') of float32[2] in `other`" in text
         assert "all_reduce('sum') of float32[2] in `other`" in text
+        kind, text = found["ended"]
+        assert kind == "ClusterError"
+        assert "the end of the step in `ended`" in text
+        assert "all_reduce('sum') of float32[] in `ended`" in text

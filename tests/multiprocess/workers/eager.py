@@ -61,5 +61,10 @@ def main():
             return replica().all_reduce(kind, jnp.ones(2))
 
         found["other"] = refused(strategy, other)
+
+        def ended():
+            return replica().all_reduce("sum", 1.0) if index else 0.0
+
+        found["ended"] = refused(strategy, ended)
     print("seen", json.dumps(seen))
     print("found", json.dumps(found))
