@@ -87,6 +87,8 @@ OTHERS: list[Name] = [
             "train.StopAtStepHook train.LoggingTensorHook train.SessionManager "
             "train.Supervisor train.Coordinator train.start_queue_runners": _GRAPHS,
             "get_variable": f"that of `jaxstrategy.compat.v1`, or {_V1_VARIABLE}",
+            "constant_initializer zeros_initializer ones_initializer": "`initializer=` "
+            "takes a number, an array, or a function of the shape such as `np.zeros`",
             "variable_scope get_variable_scope AUTO_REUSE": "those of "
             "`jaxstrategy.compat.v1`, for variables by name",
             "name_scope": "no scopes of other names: `jax.named_scope` for profiles",
