@@ -54,7 +54,7 @@ def _group(name: Name) -> tuple[str, str, str]:
     new, _, new_last = name.new.rpartition(".")
     is_module = name.exact and name.form is None and not name.type
     if new_last != last or is_module:
-        return (name.old, name.new, name.text)
+        return (f"{name.old} itself", name.new, name.text)
     return (old, new, name.text)
 
 
