@@ -694,3 +694,23 @@ def test_unequal_numbers_of_rows_as_in_tensorflow(four):
     """DAT-38: [5, 6, 7] in a batch of 4 has the mean 6; row 31: [1..5] has 3."""
     assert four.reduce("mean", one(four, np.array([5.0, 6.0, 7.0])), axis=0) == 6
     assert four.reduce("mean", one(four, np.arange(1.0, 6.0)), axis=0) == 3
+
+
+def test_steps_may_share_a_jitted_function_that_asks(two):
+    total = jax.jit(js.masked_sum)
+    batches = [np.arange(3.0), np.arange(1.0), np.arange(3.0) + 1]
+    dataset = two.experimental_distribute_dataset(lambda: iter(batches))
+    with two.scope():
+        scale = js.Variable(2.0)
+
+    def step(x):
+        return js.get_replica_context().all_reduce("sum", total(x))
+
+    def another(x):
+        return js.get_replica_context().all_reduce("sum", total(x) * scale)
+
+    for rows, batch in zip(batches, dataset, strict=True):
+        assert two.run(step, (batch,)) == rows.sum()
+        assert two.run(another, (batch,)) == 2 * rows.sum()
+        with jax.checking_leaks():
+            assert two.run(lambda x: step(x) + 1, (batch,)) == rows.sum() + 1

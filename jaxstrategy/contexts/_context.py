@@ -26,6 +26,7 @@ from jaxstrategy.contexts._eager_replica import EagerReplica
 from jaxstrategy.contexts._local_steps import LocalSteps
 from jaxstrategy.replicas._devices import Device
 from jaxstrategy.replicas._replicas import Replicas
+from jaxstrategy.values import _arrays
 from jaxstrategy.values._annotations import without_eager_sharding
 from jaxstrategy.values._handle import Handle
 
@@ -121,13 +122,16 @@ class Context:
 
         A jitted helper that a step calls must be traced again on the other side of
         `merge_call`, and in another trace of the step: its trace has the references of
-        that trace's variables.
+        that trace's variables. A replica that runs eagerly computes operation by
+        operation, and each of those is compiled once for all calls; `check_unstaged`
+        refuses what a traced helper must not keep.
         """
         strategy = self.strategy if self.in_step else None
         if strategy is None:
             return self.trace
-        is_local = self.local is not None
-        side = self.replica is None, is_local
+        side = self.replica is None, self.local is not None
+        if self.eager is not None:
+            return type(strategy), strategy.replicas, side, "eager", self.eager.number
         return type(strategy), strategy.replicas, side, self.trace
 
 
@@ -166,6 +170,26 @@ def outside() -> contextlib.AbstractContextManager[Context]:
     """A `with` block of code that is part of no strategy."""
     return entered(
         strategy=None, replica=None, in_step=False, updated=(), colocated=None
+    )
+
+
+def check_unstaged(what: str) -> None:
+    """Raise where a replica runs eagerly, but JAX records the code that asks.
+
+    Args:
+      what: the recorded function would keep, for the message.
+
+    Raises:
+      ContextError: in a function that JAX traces for itself, and does not trace again
+        at the next call.
+    """
+    if _current.get().eager is None or not _arrays.is_staged():
+        return
+    raise ContextError(
+        f"{what} was used, in `eager_replicas()`, in a function that JAX traces by "
+        "itself (`jax.checkpoint`; `jax.jit` with `disable_jit=False`), which would "
+        "keep it for later calls. Use it before, and pass the function the arrays that "
+        "it needs."
     )
 
 

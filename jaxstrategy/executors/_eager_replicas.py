@@ -43,7 +43,7 @@ def eager_replicas(*, disable_jit: bool = True) -> Iterator[None]:
     Args:
       disable_jit: whether functions that are jitted, JAX's own too, and loops and
         branches of `jax.lax` run in Python, as in `jax.disable_jit()`. If not, it is
-        faster, and collectives in them are refused.
+        faster, and collectives in them are refused, as are variables and masks.
 
     Raises:
       ContextError: entered inside a step.

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import cast
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jaxstrategy.contexts import _context
+from jaxstrategy.contexts import _context, _trace_numbers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,6 +101,7 @@ class StepMasks:
         """
         if not self._given:
             return None
+        _context.check_unstaged("The mask of a batch")
         rows = array.shape[0]
         own = [batch for batch in self._given if batch.array is array][:1]
         found = own or [b for b in self._given if b.mask.shape[1] == rows * parts]
@@ -151,9 +152,20 @@ class CurrentMasks:
         """Whether a batch has as many rows, in this part, as `array`."""
         return self.masks.fit(array.shape[0], self.parts)
 
-    def entered(self) -> contextlib.AbstractContextManager[object]:
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
         """A `with` block in which code is traced that may ask about these."""
-        return _context.entered(batches=self)
+        if not self.masks.any:
+            with _context.entered(batches=self):
+                yield
+            return
+        # A jitted function that asks is kept with masks of this trace only.
+        trace = _trace_numbers.new_trace()
+        try:
+            with _context.entered(batches=self, trace=trace):
+                yield
+        finally:
+            _trace_numbers.forget_jitted()
 
 
 def current() -> CurrentMasks | None:

@@ -22,6 +22,14 @@ def is_traced() -> bool:
     return get_opaque_trace_state() != _NOT_TRACED
 
 
+def is_staged() -> bool:
+    """Whether JAX records what the code computes, of known numbers too, for later.
+
+    It does under `jax.jit`, `jax.lax.scan`, `jax.checkpoint`, but not under `jax.grad`.
+    """
+    return is_traced() and isinstance(jax.lax.neg(np.int32(1)), Tracer)
+
+
 def is_array(value: object) -> TypeGuard[jax.Array | np.ndarray | np.generic]:
     """Whether `value` is an array of JAX or NumPy (a scalar of theirs included)."""
     return isinstance(value, (jax.Array, np.ndarray, np.generic))

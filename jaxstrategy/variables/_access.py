@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import itertools
 import threading
 from collections.abc import Iterator, Sequence
 from typing import cast
@@ -17,7 +16,7 @@ from typing import cast
 import jax
 from jax.extend.core import get_opaque_trace_state
 
-from jaxstrategy.contexts import _context
+from jaxstrategy.contexts import _context, _trace_numbers
 from jaxstrategy.values._handle import Handle
 from jaxstrategy.variables._cell import AbstractCell, Holder
 
@@ -79,7 +78,7 @@ class StepVariables:
         """Drop the references when the trace ends, which none of them may outlive."""
         self._references.clear()
         if self._is_used_within:
-            forget_jitted()
+            _trace_numbers.forget_jitted()
 
 
 class NeedsProgram(BaseException):  # which no `except Exception` of a function takes
@@ -142,33 +141,12 @@ def exclusively() -> contextlib.AbstractContextManager[object]:
     return contextlib.nullcontext() if is_eager else one_at_a_time
 
 
-_numbers = itertools.count()
-
-
-def new_trace() -> int:
-    """A number that no other trace has."""
-    return next(_numbers)
-
-
-def forget_jitted() -> None:
-    """Let no jitted function keep tracers, if JAX is to look for kept ones.
-
-    One that stands outside of a step and uses a variable is kept with the tracer of its
-    reference (or of its value, in a function that is differentiated). No other trace
-    finds it, but `jax.checking_leaks` does; and there is no telling which function it
-    is. It is the tool for finding errors: that all are traced and compiled again is
-    better than an alarm at what the user has not done.
-    """
-    if jax.config.jax_check_tracer_leaks:
-        jax.clear_caches()
-
-
 @contextlib.contextmanager
 def traced_with(variables: StepVariables) -> Iterator[None]:
     """A `with` block in which a step is traced with these variables."""
     # Functions that the user has jitted are kept by this number: their traces hold the
     # references of one trace. Without variables they may be used in the next one, too.
-    trace = new_trace() if variables.any else _context.current().trace
+    trace = _trace_numbers.new_trace() if variables.any else _context.current().trace
     try:
         with _context.entered(variables=variables, trace=trace):
             yield

@@ -10,7 +10,7 @@ import jax
 from jax.extend.core import get_opaque_trace_state
 
 from jaxstrategy._errors import ContextError
-from jaxstrategy.contexts import _context
+from jaxstrategy.contexts import _context, _trace_numbers
 from jaxstrategy.values._handle import Handle
 from jaxstrategy.variables import _access, _row_tape
 
@@ -94,7 +94,7 @@ def entered(
     """
     context = _context.current()
     key = context.trace, frozenset({*context.given, *values})
-    trace = _known_trace(key) if is_repeated else _access.new_trace()
+    trace = _known_trace(key) if is_repeated else _trace_numbers.new_trace()
     step, state = _access.tracing(), get_opaque_trace_state()
     given = {i: _Given(step, value, state, key) for i, value in values.items()}
     try:
@@ -102,7 +102,7 @@ def entered(
             yield
     finally:
         if _traces.get(key) != trace:  # a jitted function has used a value
-            _access.forget_jitted()
+            _trace_numbers.forget_jitted()
 
 
 # Functions that the user has jitted are kept by this number. A trace that was made
@@ -115,4 +115,4 @@ _MOST_TRACES = 256
 def _known_trace(key: _Key) -> int:
     if len(_traces) >= _MOST_TRACES:
         _traces.clear()
-    return _traces.setdefault(key, _access.new_trace())
+    return _traces.setdefault(key, _trace_numbers.new_trace())

@@ -14,7 +14,7 @@ from jax.core import Tracer
 from jaxstrategy._errors import ContextError
 from jaxstrategy._options import RunOptions
 from jaxstrategy.cluster._processes import Processes
-from jaxstrategy.contexts import _context
+from jaxstrategy.contexts import _context, _trace_numbers
 from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
 from jaxstrategy.contexts._replica_context import ReplicaContext
 from jaxstrategy.executors.replica_threads import _versions_of_replicas
@@ -45,7 +45,6 @@ from jaxstrategy.tracing._replica_step import StepEnvironment
 from jaxstrategy.tracing.functions import _code
 from jaxstrategy.values import _arrays
 from jaxstrategy.values._types import Function, Leaf, PyTree
-from jaxstrategy.variables import _access
 
 RunProgram = Callable[[Function, tuple[PyTree, ...]], PyTree]
 """A function with its arguments as a compiled step."""
@@ -171,7 +170,7 @@ class EagerSteps:
             updated=(),
             eager=thread,
             variables=CopiesOfReplica(copies, place, thread),
-            trace=_access.new_trace(),
+            trace=_trace_numbers.new_trace(),
         ):
             yield
 

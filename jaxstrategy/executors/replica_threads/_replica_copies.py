@@ -12,6 +12,7 @@ import numpy as np
 from jax.core import Tracer
 
 from jaxstrategy._errors import NotMirroredVariableError
+from jaxstrategy.contexts import _context
 from jaxstrategy.executors.replica_threads import _versions_of_replicas
 from jaxstrategy.executors.replica_threads._replica_thread import ReplicaThread
 from jaxstrategy.replicas._replicas import Replicas
@@ -228,6 +229,7 @@ class CopiesOfReplica(StepVariables):
 
     def reference(self, variable: Handle) -> OneCopy:
         """This replica's copy."""
+        _context.check_unstaged(f"Variable {cast(Variable, variable).name!r}")
         self.used.setdefault(id(variable), variable)
         own = cast(Variable, variable)
         if not self._all.has(own):
