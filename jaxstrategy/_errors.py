@@ -150,7 +150,8 @@ class NotMirroredVariableError(NotMirroredError, ValueError):
 
     Attributes:
       path: the variable's name.
-      line: `file:line: code` of where the value began to vary, None if unknown.
+      line: `file:line: code` of where the value began to vary, or was assigned; None if
+        unknown.
 
     >>> import jaxstrategy as js
     >>> strategy = js.MirroredStrategy(js.simulate(8)[:2])

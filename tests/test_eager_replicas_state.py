@@ -34,6 +34,7 @@ def test_copies_that_differ_are_told_with_what_they_hold(two):
     assert "Variable 'w' is mirrored, but `step` assigned it values that differ" in text
     assert "  replica 0: 4.0\n  replica 1: 5.0\n" in text
     assert caught.value.path == "w"
+    assert caught.value.line.endswith(": w.assign(x)") and caught.value.line in text
     assert float(w) == 1 and float(v) == 1  # nothing is kept
 
 

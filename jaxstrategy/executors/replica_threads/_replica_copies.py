@@ -16,6 +16,8 @@ from jaxstrategy.contexts import _context
 from jaxstrategy.executors.replica_threads import _versions_of_replicas
 from jaxstrategy.executors.replica_threads._replica_thread import ReplicaThread
 from jaxstrategy.replicas._replicas import Replicas
+from jaxstrategy.text import _user_code
+from jaxstrategy.text._user_code import Line
 from jaxstrategy.values import _per_replica
 from jaxstrategy.values._handle import Handle
 from jaxstrategy.variables import _access
@@ -38,10 +40,12 @@ class OneCopy:
     Attributes:
       array: what it holds now.
       before: what it held at first.
+      line: of the user's code that assigned it last.
     """
 
     def __init__(self, array: jax.Array, name: str) -> None:
         self.array = self.before = array
+        self.line: Line | None = None
         self._name = name
 
     @property
@@ -66,6 +70,8 @@ class OneCopy:
                 "mapped or traced, and assign it outside."
             )
         self.array = value
+        frame = _user_code.users_frame()
+        self.line = frame and Line(frame.f_code.co_filename, frame.f_lineno)
 
 
 @final
@@ -162,14 +168,17 @@ def _drifted(
     name: str,
     replicas: Replicas,
 ) -> NotMirroredVariableError:
+    line = next((copy.line for copy in copies if copy.line is not None), None)
+    where = "" if line is None else f"  it was assigned at {line}\n"
     return NotMirroredVariableError(
         f"Variable {variable.name!r} is mirrored, but `{name}` assigned it values that "
-        "differ between replicas: its copies would drift apart.\n"
+        f"differ between replicas: its copies would drift apart.\n{where}"
         f"{told_versions([copy.array for copy in copies], column, replicas)}\n"
         "Reduce it first, or make the variable with an `aggregation` "
         "('sum', 'mean', 'only_first_replica'), or with `synchronization='on_read'` if "
         "each replica is to have its own.",
         path=variable.name,
+        line=line and str(line),
     )
 
 
