@@ -6,6 +6,7 @@ from jaxstrategy._errors import ContextError
 from jaxstrategy._options import ReduceOp, VariableAggregation
 from jaxstrategy.contexts import _context
 from jaxstrategy.contexts._strategy_face import StrategyFace
+from jaxstrategy.reductions._reduce_operations import OPERATIONS
 from jaxstrategy.strategies import _current
 
 _ADVICE = (
@@ -60,7 +61,7 @@ def operation_of(aggregation: VariableAggregation | str) -> ReduceOp:
         op = ReduceOp(aggregation)
     except (ValueError, TypeError):
         op = None
-    if op in (ReduceOp.SUM, ReduceOp.MEAN):
+    if op is not None and OPERATIONS[op].is_sum:
         return op
     raise ValueError(
         f"`aggregation` was {aggregation!r}; `VariableAggregation.SUM` or "

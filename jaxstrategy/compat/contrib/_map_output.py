@@ -10,6 +10,7 @@ from typing import final
 import jax
 
 from jaxstrategy._options import ReduceOp
+from jaxstrategy.reductions._reduce_operations import OPERATIONS
 from jaxstrategy.values._types import PyTree
 
 
@@ -39,7 +40,7 @@ class MapOutput:
         sums = jax.tree.map(
             lambda *leaves: functools.reduce(operator.add, leaves), *self._results
         )
-        if op is ReduceOp.SUM:
+        if not OPERATIONS[op].divides:
             return sums
         return jax.tree.map(lambda leaf: leaf / len(self._results), sums)
 
