@@ -25,7 +25,7 @@ class OneByOne(AbstractExecutor):
     def program(self, fn, options=None):
         return lambda args, kwargs: self.run(fn, args, kwargs, options)
 
-    def run(self, fn, args, kwargs, options):
+    def _run(self, fn, args, kwargs, options):
         count = self._strategy.num_replicas_in_sync
         self.calls += count
         versions = [
@@ -37,7 +37,7 @@ class OneByOne(AbstractExecutor):
     def across(self, function, value):
         raise NotImplementedError
 
-    def update(self, fn, args, kwargs):
+    def update(self, devices, fn, args, kwargs):
         raise NotImplementedError
 
 
