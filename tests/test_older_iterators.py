@@ -114,6 +114,28 @@ def test_a_pass_begins_again(kind, n):
 
 
 @each_kind
+def test_datasets_make_iterators(kind, n):
+    strategy = of_kind(kind, n)
+    made = [
+        strategy.experimental_distribute_dataset(ranged(8, 4)),
+        strategy.distribute_datasets_from_function(lambda _: ranged(8, 4)),
+        strategy.experimental_distribute_datasets_from_function(lambda _: ranged(8, 4)),
+    ]
+    for dataset in made:
+        assert isinstance(dataset, js.DistributedDataset)
+        batches = [versions(strategy, batch) for batch in dataset]
+        once = dataset.make_one_shot_iterator()
+        assert [versions(strategy, batch) for batch in once] == batches
+        with pytest.raises(js.OutOfRangeError):
+            once.get_next()
+        again = dataset.make_initializable_iterator()
+        for _ in range(2):
+            assert again.initializer == []
+            assert [versions(strategy, batch) for batch in again] == batches
+    assert [versions(strategy, batch) for batch in made[0]] == parts(8, n)
+
+
+@each_kind
 def test_whether_there_is_a_batch(kind, n):
     strategy = of_kind(kind, n)
     iterator = strategy.make_dataset_iterator(ranged(8, 4))

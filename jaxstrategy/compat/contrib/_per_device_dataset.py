@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any, final
 
-from jaxstrategy.compat._input_iterator import InputIterator
 from jaxstrategy.compat._inputs import OF_GROUPS
+from jaxstrategy.compat._makes_iterators import MakesIterators
 from jaxstrategy.inputs._dataset import DistributedDataset
 from jaxstrategy.inputs._input_options import InputContext
 from jaxstrategy.inputs.sources._choose import as_source
@@ -17,7 +17,7 @@ from jaxstrategy.values._types import PyTree
 
 
 @final
-class PerDeviceDataset:
+class PerDeviceDataset(MakesIterators):
     """Elements for all towers: each is for one tower, in turn.
 
     Made by `distribute_dataset` of a `DistributionStrategy`. Elements are not divided.
@@ -39,26 +39,8 @@ class PerDeviceDataset:
     def __init__(self, dataset: DistributedDataset) -> None:
         self._dataset = dataset
 
-    def make_one_shot_iterator(self) -> InputIterator:
-        """An iterator over the elements, from the first on.
-
-        Raises:
-          TypeError: its first `get_next` does, if the data can be read only once, and
-            were.
-        """
-        return InputIterator(self._dataset)
-
-    def make_initializable_iterator(
-        self, shared_name: str | None = None
-    ) -> InputIterator:
-        """An iterator that begins again whenever its `initializer` is asked for.
-
-        The first pass begins by itself.
-
-        Args:
-          shared_name: of a graph's iterator, in TensorFlow; nothing here.
-        """
-        return InputIterator(self._dataset)
+    def _read(self) -> DistributedDataset:
+        return self._dataset
 
     def __iter__(self) -> Iterator[PyTree]:
         return self.make_one_shot_iterator()

@@ -15,11 +15,11 @@ from jaxstrategy.compat._absent_members import NAMES_IN_V1
 from jaxstrategy.compat._face_scope import FaceScope
 from jaxstrategy.compat._faces import Faces
 from jaxstrategy.compat._older_strategy import OlderStrategy, checked_core
+from jaxstrategy.compat.v1._v1_dataset import DistributedDatasetV1
 from jaxstrategy.compat.v1._v1_extended import StrategyExtended
 from jaxstrategy.compat.v1._v1_feeding import FeedsReplicas
 from jaxstrategy.contexts import _context
 from jaxstrategy.contexts._strategy_face import StrategyFace
-from jaxstrategy.inputs._dataset import DistributedDataset
 from jaxstrategy.inputs._input_options import InputContext, InputOptions
 from jaxstrategy.strategies import _strategy
 from jaxstrategy.values._types import Function, PyTree
@@ -214,7 +214,7 @@ class Strategy(FeedsReplicas, OlderStrategy):
 
     def experimental_distribute_dataset(
         self, dataset: Any, options: InputOptions | None = None
-    ) -> DistributedDataset:
+    ) -> DistributedDatasetV1:
         """`dataset`, each of its global batches divided over the replicas.
 
         Args:
@@ -226,13 +226,14 @@ class Strategy(FeedsReplicas, OlderStrategy):
           ValueError: `options` ask for an input pipeline for each replica.
           ContextError: inside `run`.
         """
-        return self._core.experimental_distribute_dataset(dataset, options)
+        made = self._core.experimental_distribute_dataset(dataset, options)
+        return DistributedDatasetV1(made)
 
     def distribute_datasets_from_function(
         self,
         dataset_fn: Callable[[InputContext], Any],
         options: InputOptions | None = None,
-    ) -> DistributedDataset:
+    ) -> DistributedDatasetV1:
         """The batches of what `dataset_fn` makes, each for one replica.
 
         Args:
@@ -243,13 +244,14 @@ class Strategy(FeedsReplicas, OlderStrategy):
           TypeError: `dataset_fn` cannot be called, or returns no dataset.
           ContextError: inside `run`.
         """
-        return self._core.distribute_datasets_from_function(dataset_fn, options)
+        made = self._core.distribute_datasets_from_function(dataset_fn, options)
+        return DistributedDatasetV1(made)
 
     def experimental_distribute_datasets_from_function(
         self,
         dataset_fn: Callable[[InputContext], Any],
         options: InputOptions | None = None,
-    ) -> DistributedDataset:
+    ) -> DistributedDatasetV1:
         """`distribute_datasets_from_function` under its older name.
 
         Args:
@@ -260,7 +262,8 @@ class Strategy(FeedsReplicas, OlderStrategy):
           TypeError: `dataset_fn` cannot be called, or returns no dataset.
           ContextError: inside `run`.
         """
-        return self._core.distribute_datasets_from_function(dataset_fn, options)
+        made = self._core.distribute_datasets_from_function(dataset_fn, options)
+        return DistributedDatasetV1(made)
 
     # Variables.
 
