@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from harness import until
+from helpers.processes import stop
 
 import jaxstrategy as js
 from jaxstrategy.coordinator import ClusterCoordinator, LocalProcesses
@@ -149,7 +150,7 @@ def test_a_stopped_worker_is_given_up_and_what_it_sends_later_does_not_count(clu
     pids = cluster.pids()
     values = cluster.schedule(30)
     values[3].fetch()
-    os.kill(pids[0], signal.SIGSTOP)
+    stop(pids[0])
     cluster.check(values, 30)
     until(lambda: cluster.activities() == [Activity.IDLE] * 3, 60)
     assert cluster.pids()[0] != pids[0]

@@ -1,13 +1,13 @@
 """Processes of parameter servers are started again with what a checkpoint has."""
 
 import os
-import pathlib
 import signal
 import warnings
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.processes import is_alive, stop
 
 import jaxstrategy as js
 from jaxstrategy.checkpoint import CheckpointManager
@@ -16,12 +16,8 @@ from jaxstrategy.coordinator import ClusterCoordinator, LocalProcesses
 pytestmark = pytest.mark.slow
 
 
-def is_alive(pid):
-    try:
-        status = pathlib.Path(f"/proc/{pid}/stat").read_text()
-    except FileNotFoundError:
-        return False
-    return status.rpartition(")")[2].split()[0] not in "ZX"
+def kill(pid):
+    os.kill(pid, signal.SIGKILL)
 
 
 def pids_of(backend):
@@ -53,9 +49,7 @@ def test_all_variables_go_back_together_when_servers_are_killed(tmp_path):
 
     try:
         total = 0
-        for number, (servers, how) in enumerate(
-            [([1], signal.SIGSTOP), ([0, 1], signal.SIGKILL)]
-        ):
+        for number, (servers, how) in enumerate([([1], stop), ([0, 1], kill)]):
             for _ in range(5):
                 coordinator.schedule(step, (0.0,))
             coordinator.join(timeout=120)
@@ -68,7 +62,7 @@ def test_all_variables_go_back_together_when_servers_are_killed(tmp_path):
             pids = pids_of(backend)
             seen.update(pids.values())
             for server in servers:
-                os.kill(pids[f"parameter server {server}"], how)
+                how(pids[f"parameter server {server}"])
             with warnings.catch_warnings(record=True) as told:
                 warnings.simplefilter("always")
                 coordinator.join(timeout=120)

@@ -2,7 +2,6 @@
 
 import io
 import os
-import pathlib
 import signal
 import sys
 import threading
@@ -12,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 from harness import until
+from helpers.processes import is_alive, stop
 from helpers.threads import Started
 
 import jaxstrategy as js
@@ -22,14 +22,6 @@ from jaxstrategy.parameter_servers.backends._child_environment import of_child
 from jaxstrategy.parameter_servers.backends._local_processes import LocalProcesses
 
 PATIENCE = 1.5
-
-
-def is_alive(pid):
-    try:
-        status = pathlib.Path(f"/proc/{pid}/stat").read_text()
-    except FileNotFoundError:
-        return False
-    return status.rpartition(")")[2].split()[0] not in "ZX"
 
 
 def made_on(worker, value):
@@ -157,7 +149,7 @@ def test_a_stopped_worker_is_lost_and_ended():
     backend = started(1, 1)
     try:
         worker = backend.start(0, 0)
-        os.kill(pid := pid_of(worker), signal.SIGSTOP)
+        stop(pid := pid_of(worker))
         with pytest.raises(js.WorkerLost, match="no sign of life for 1.5 s"):
             worker.own(1)
         assert pid_of(backend.start(0, 1)) != pid
@@ -166,17 +158,24 @@ def test_a_stopped_worker_is_lost_and_ended():
         backend.close()
 
 
+def kill(pid):
+    os.kill(pid, signal.SIGKILL)
+
+
 @pytest.mark.parametrize(
-    "number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)]
+    "end, why",
+    [
+        (kill, "signal SIGKILL"),
+        pytest.param(stop, "no sign of life", marks=pytest.mark.slow),
+    ],
 )
-def test_a_lost_server_is_an_error(number):
+def test_a_lost_server_is_an_error(end, why):
     backend = started(1, 2)
     try:
         lost, living = backend.servers
         for server in backend.servers:
             server.create(0, np.float32(3))
-        os.kill(pids_of(backend)["parameter server 0"], number)
-        why = "signal SIGKILL" if number == signal.SIGKILL else "no sign of life"
+        end(pids_of(backend)["parameter server 0"])
         with pytest.raises(js.ParameterServerLost, match="Parameter server 0") as error:
             lost.read([Read(0)])
         assert why in str(error.value)
@@ -254,7 +253,7 @@ def test_close_ends_what_is_busy_or_stopped_and_what_they_started():
         return np.int64(subprocess.Popen(["sleep", "600"]).pid)
 
     pids = [made_on(busy, grandchild), *pids_of(backend).values()]
-    os.kill(pid_of(stopped), signal.SIGSTOP)
+    stop(pid_of(stopped))
     calling = threading.Thread(target=lose, args=(busy,))
     calling.start()
     backend.close()
@@ -369,8 +368,9 @@ time.sleep(600)
 
 @pytest.mark.slow
 def test_ctrl_c_reaches_the_script_and_not_its_children(job):
-    script = f"""{SCRIPT}{STARTED}{TOLD}
+    script = f"""{SCRIPT}{STARTED}
 try:
+    {TOLD}
     time.sleep(600)
 except KeyboardInterrupt:
     workers[0].build(1, own)

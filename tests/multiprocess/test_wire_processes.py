@@ -12,6 +12,7 @@ import threading
 import harness
 import numpy as np
 import pytest
+from helpers.processes import stop
 
 import jaxstrategy as js
 from jaxstrategy.parameter_servers._operations import Read
@@ -90,7 +91,7 @@ def test_a_stopped_server_is_noticed_and_ends_when_its_parent_goes(child):
     found = child(patience=2.0)
     found.server.create(1, np.ones(3_000_000))
     assert found.server.versions([3]) == [0]  # longer than the patience, and not lost
-    found.process.send_signal(signal.SIGSTOP)
+    stop(found.process.pid)
     with pytest.raises(
         js.ParameterServerLost, match="no sign of life for 2 s.\n.*\nas"
     ):
