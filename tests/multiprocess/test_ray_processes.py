@@ -53,7 +53,7 @@ class Script:
             [sys.executable, "-u", "-W", "error", str(path)],
             cwd=folder,
             env={**env, "JAX_PLATFORMS": "cpu"},
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,
             stdout=self._out,
             stderr=subprocess.STDOUT,
         )
@@ -70,6 +70,8 @@ class Script:
         until(is_there, f"{text} in\n{self.said}")
 
     def finish(self, code=0):
+        """Ends the script's input, for which it may wait, and waits for its end."""
+        self.process.stdin.close()
         try:
             found = self.process.wait(DEADLINE)
         except subprocess.TimeoutExpired:
@@ -78,6 +80,7 @@ class Script:
         return self.said
 
     def close(self):
+        self.process.stdin.close()
         self.process.kill()
         self.process.wait()
         self._out.close()
