@@ -35,7 +35,11 @@ def test_a_second_call_compiles_nothing(two, compilations):
         np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
-def test_a_helper_that_stays_compiled_knows_its_replica(two):
+@pytest.mark.parametrize("on_each_device", [1, 2])
+def test_a_helper_that_stays_compiled_knows_its_replica(on_each_device):
+    two = js.MirroredStrategy(
+        jax.devices()[: 2 // on_each_device], replicas_per_device=on_each_device
+    )
     helper = jax.jit(lambda x: x + js.get_replica_context().replica_id_in_sync_group)
     with js.eager_replicas(disable_jit=False):
         for start in (1.0, 5.0):

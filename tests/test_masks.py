@@ -696,12 +696,10 @@ def test_unequal_numbers_of_rows_as_in_tensorflow(four):
     assert four.reduce("mean", one(four, np.arange(1.0, 6.0)), axis=0) == 3
 
 
-def test_steps_may_share_a_jitted_function_that_asks(two):
+def share_a_jitted_function(strategy, scale):
     total = jax.jit(js.masked_sum)
     batches = [np.arange(3.0), np.arange(1.0), np.arange(3.0) + 1]
-    dataset = two.experimental_distribute_dataset(lambda: iter(batches))
-    with two.scope():
-        scale = js.Variable(2.0)
+    dataset = strategy.experimental_distribute_dataset(lambda: iter(batches))
 
     def step(x):
         return js.get_replica_context().all_reduce("sum", total(x))
@@ -710,7 +708,13 @@ def test_steps_may_share_a_jitted_function_that_asks(two):
         return js.get_replica_context().all_reduce("sum", total(x) * scale)
 
     for rows, batch in zip(batches, dataset, strict=True):
-        assert two.run(step, (batch,)) == rows.sum()
-        assert two.run(another, (batch,)) == 2 * rows.sum()
-        with jax.checking_leaks():
-            assert two.run(lambda x: step(x) + 1, (batch,)) == rows.sum() + 1
+        assert strategy.run(step, (batch,)) == rows.sum()
+        assert strategy.run(another, (batch,)) == 2 * rows.sum()
+    with jax.checking_leaks():
+        assert strategy.run(lambda x: step(x) + 1, (batch,)) == rows.sum() + 1
+
+
+def test_steps_may_share_a_jitted_function_that_asks(two):
+    share_a_jitted_function(two, 2.0)  # each trace is like another without variables
+    with two.scope():
+        share_a_jitted_function(two, js.Variable(2.0))
