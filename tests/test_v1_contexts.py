@@ -13,41 +13,18 @@ import weakref
 import jax
 import numpy as np
 import pytest
+from helpers.first_generation import (
+    central,
+    mirrored,
+    one,
+    sharded,
+    shared,
+    tpu,
+    workers,
+)
 
 import jaxstrategy as js
 from jaxstrategy.compat import v1
-
-
-def mirrored(n=2):
-    return v1.MirroredStrategy(js.simulate(8)[:n])
-
-
-def central(n=2):
-    return v1.experimental.CentralStorageStrategy(js.simulate(8)[:n])
-
-
-def one():
-    return v1.OneDeviceStrategy("CPU:0")
-
-
-def shared():
-    return v1.Strategy.over(
-        js.MirroredStrategy(js.simulate(8)[:2], replicas_per_device=2)
-    )
-
-
-def sharded():
-    sharding = js.StateSharding("state", min_bytes=0)
-    return v1.Strategy.over(js.MirroredStrategy(js.simulate(8)[:2], sharding=sharding))
-
-
-def tpu():
-    return v1.experimental.TPUStrategy()
-
-
-def workers():
-    return v1.experimental.MultiWorkerMirroredStrategy()
-
 
 KINDS = [mirrored, one, central, workers, tpu, shared, sharded]
 of_each_kind = pytest.mark.parametrize("make", KINDS)

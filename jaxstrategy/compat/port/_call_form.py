@@ -8,10 +8,10 @@ import libcst as cst
 
 from jaxstrategy.compat.port._edit import Edit
 from jaxstrategy.compat.port._name import Form
-from jaxstrategy.compat.port._python_program import Program
+from jaxstrategy.compat.port._python_program import PythonProgram
 
 
-def fitted(program: Program, node: cst.CSTNode, form: Form) -> list[Edit] | None:
+def fitted(program: PythonProgram, node: cst.CSTNode, form: Form) -> list[Edit] | None:
     """The changes of a call's arguments; None if it does not mean the same.
 
     Args:
@@ -75,7 +75,7 @@ def _is_plain(node: cst.BaseExpression) -> bool:
     return isinstance(node, cst.SimpleString | cst.Name | cst.FormattedString)
 
 
-def _without(program: Program, call: cst.Call, index: int) -> Edit:
+def _without(program: PythonProgram, call: cst.Call, index: int) -> Edit:
     """Leaves out an argument, with the comma before it, or the one behind."""
     start, end = program.span(call.args[index])
     if index > 0:
@@ -87,5 +87,5 @@ def _without(program: Program, call: cst.Call, index: int) -> Edit:
     return Edit(start, end, "")
 
 
-def _end(program: Program, call: cst.Call, index: int) -> int:
+def _end(program: PythonProgram, call: cst.Call, index: int) -> int:
     return program.span(call.args[index].value)[1]

@@ -9,7 +9,7 @@ from typing import final
 
 @final
 @dataclasses.dataclass(frozen=True, order=True)
-class Place:
+class CodePlace:
     """Where a name stands: line and column, both from 1.
 
     `cell` is the number of a notebook's code cell, from 1; 0 in other files.
@@ -36,11 +36,11 @@ class Finding:
     """
 
     text: str
-    names: tuple[tuple[str, tuple[Place, ...]], ...]
+    names: tuple[tuple[str, tuple[CodePlace, ...]], ...]
     decide: bool
 
     @property
-    def first(self) -> Place:
+    def first(self) -> CodePlace:
         return self.names[0][1][0]
 
     def line(self, path: str) -> str:
@@ -50,20 +50,20 @@ class Finding:
         told = [_told(name, others), *(_told(*each) for each in rest)]
         return f"{path}:{self.first}: {kind}: {', '.join(told)}: {self.text}"
 
-    def moved(self, move: Callable[[Place], Place]) -> Finding:
+    def moved(self, move: Callable[[CodePlace], CodePlace]) -> Finding:
         """The same with other places."""
         names = tuple((n, tuple(map(move, places))) for n, places in self.names)
         return dataclasses.replace(self, names=names)
 
 
-def found(name: str, text: str, place: Place, decide: bool) -> Finding:
+def found(name: str, text: str, place: CodePlace, decide: bool) -> Finding:
     """A finding of one name at one place."""
     return Finding(text, ((name, (place,)),), decide)
 
 
 def grouped(findings: Iterable[Finding]) -> tuple[Finding, ...]:
     """One finding for each text: what is to decide before what is to know."""
-    by_text: dict[tuple[bool, str], dict[str, set[Place]]] = {}
+    by_text: dict[tuple[bool, str], dict[str, set[CodePlace]]] = {}
     for each in findings:
         names = by_text.setdefault((each.decide, each.text), {})
         for name, places in each.names:
@@ -76,12 +76,12 @@ def grouped(findings: Iterable[Finding]) -> tuple[Finding, ...]:
 
 
 def _in_order(
-    names: dict[str, set[Place]],
-) -> tuple[tuple[str, tuple[Place, ...]], ...]:
+    names: dict[str, set[CodePlace]],
+) -> tuple[tuple[str, tuple[CodePlace, ...]], ...]:
     rows = [(name, tuple(sorted(places))) for name, places in names.items()]
     return tuple(sorted(rows, key=lambda row: (row[1][0], row[0])))
 
 
-def _told(name: str, places: Iterable[Place]) -> str:
+def _told(name: str, places: Iterable[CodePlace]) -> str:
     spots = ", ".join(map(str, places))
     return f"{name} ({spots})" if spots else name

@@ -9,7 +9,7 @@ import libcst as cst
 
 from jaxstrategy.compat.port._edit import Edit, edited
 from jaxstrategy.compat.port._old_uses import IMPORTABLE, MODULE, without
-from jaxstrategy.compat.port._python_program import Program
+from jaxstrategy.compat.port._python_program import PythonProgram
 from jaxstrategy.compat.port._uses import ImportedName, Uses
 
 # How programs call a module, the first that is free; and the line that imports it.
@@ -36,7 +36,7 @@ def with_imports(text: str, used_before: set[tuple[int, str]]) -> str:
       used_before: the imports of TensorFlow that it used before (`Uses.used`). Those
         that it does not use any more are left out.
     """
-    uses = Uses(Program(text))
+    uses = Uses(PythonProgram(text))
     unused = _unused(uses, used_before)
     names, lines = _modules(text, uses, unused)
     edits = _removals(uses, unused)

@@ -6,7 +6,7 @@ import json
 import re
 from typing import Any, final
 
-from jaxstrategy.compat.port._finding import Place
+from jaxstrategy.compat.port._finding import CodePlace
 
 _CELL = "# port: cell {}"
 _CELL_LINE = re.compile(r"^# port: cell (\d+)$", re.MULTILINE)
@@ -52,12 +52,12 @@ class NotebookText:
         text = json.dumps(self._notebook, indent=self._indent, ensure_ascii=False)
         return text + self._end
 
-    def place(self, place: Place) -> Place:
+    def place(self, place: CodePlace) -> CodePlace:
         """Where something stands in its cell."""
         lines = self.program.split("\n")[: place.line]
         last = max(i for i, line in enumerate(lines, 1) if _CELL_LINE.match(line))
         cell = int(lines[last - 1].rpartition(" ")[2])
-        return Place(cell, place.line - last, place.column)
+        return CodePlace(cell, place.line - last, place.column)
 
     def _replace(self, cell: dict[str, Any], source: str) -> None:
         source = _HIDDEN.sub(r"\1\2", source)

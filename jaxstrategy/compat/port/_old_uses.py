@@ -17,7 +17,7 @@ from jaxstrategy.compat.port._generation import Generation
 from jaxstrategy.compat.port._kept_code import KeptCode
 from jaxstrategy.compat.port._name import Name
 from jaxstrategy.compat.port._names import row_of
-from jaxstrategy.compat.port._python_program import Reference
+from jaxstrategy.compat.port._python_program import NameUse
 from jaxstrategy.compat.port._uses import ImportedName, Uses
 
 # Stands in the text for a module's name until it is known which is free.
@@ -29,7 +29,7 @@ _UNCALLED = (
 
 @final
 @dataclasses.dataclass
-class Outcome:
+class PortOutcome:
     """Changes of a program, what to tell of it, and the modules that it needs."""
 
     edits: list[Edit] = dataclasses.field(default_factory=list)
@@ -61,9 +61,9 @@ class OldUses:
         }
         self._notes = notes
         kept = self._kept.findings if notes else []
-        self.outcome = Outcome(findings=list(kept))
+        self.outcome = PortOutcome(findings=list(kept))
 
-    def decide_all(self) -> Outcome:
+    def decide_all(self) -> PortOutcome:
         """What becomes of all names and imports."""
         for statement in self._uses.statements():
             self._decide_import(statement)
@@ -129,7 +129,7 @@ class OldUses:
             self._program.edit(statement, joined(self._uses, statement, lines))
         )
 
-    def _decide(self, reference: Reference) -> None:
+    def _decide(self, reference: NameUse) -> None:
         names = sorted({self._name(full) for full in reference.names})
         rows = [row_of(name) for name in names]
         if any((id(s), local) in self._direct for s, local in reference.imports):

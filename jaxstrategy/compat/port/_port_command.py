@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import final
 
-from jaxstrategy.compat.port._finding import Finding, Place
+from jaxstrategy.compat.port._finding import CodePlace, Finding
 from jaxstrategy.compat.port._generation import Generation
 from jaxstrategy.compat.port._name_tables import table
 from jaxstrategy.compat.port._ported import ported
@@ -142,7 +142,7 @@ def _moved(
             # Changed lines stand last in their block, behind imports that are new.
             numbers[at + 1] = max(new_start, new_end - (end - at)) + 1
 
-    def move(place: Place) -> Place:
+    def move(place: CodePlace) -> CodePlace:
         line = numbers.get(place.line, place.line)
         return file.place(dataclasses.replace(place, line=line))
 

@@ -12,7 +12,7 @@ from jaxstrategy.compat.port._generation import Generation, generation_of
 from jaxstrategy.compat.port._import_lines import with_imports
 from jaxstrategy.compat.port._method_uses import method_uses
 from jaxstrategy.compat.port._old_uses import OldUses
-from jaxstrategy.compat.port._python_program import ROOTS, Program
+from jaxstrategy.compat.port._python_program import ROOTS, PythonProgram
 from jaxstrategy.compat.port._uses import Uses
 
 _HERE = ("jax", "jaxstrategy")
@@ -53,7 +53,7 @@ def ported(text: str, generation: Generation | None = None) -> Ported:
     """
     if not any(root in text for root in ROOTS):
         return Ported(text, (), None)
-    uses = Uses(Program(text))
+    uses = Uses(PythonProgram(text))
     started = any(e.full.split(".")[0] in _HERE for e in uses.imports)
     if generation is None:
         generation = _generation(uses, started)

@@ -9,7 +9,7 @@ import tokenize
 from pathlib import Path
 from typing import final
 
-from jaxstrategy.compat.port._finding import Place
+from jaxstrategy.compat.port._finding import CodePlace
 from jaxstrategy.compat.port._notebook_text import NotebookText
 
 
@@ -46,7 +46,7 @@ class ProgramFile:
             return program if self._notebook is None else self.text
         return self._notebook.with_program(program)
 
-    def place(self, place: Place) -> Place:
+    def place(self, place: CodePlace) -> CodePlace:
         """Where something of the program stands for a reader of the file."""
         return self._notebook.place(place) if self._notebook else place
 

@@ -1,4 +1,4 @@
-"""A program's syntax tree, with where its names come from: `Program`."""
+"""A program's syntax tree, with where its names come from: `PythonProgram`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import libcst as cst
 from libcst import metadata
 
 from jaxstrategy.compat.port._edit import Edit
-from jaxstrategy.compat.port._finding import Place
+from jaxstrategy.compat.port._finding import CodePlace
 
 _METADATA = (
     metadata.ParentNodeProvider,
@@ -33,7 +33,7 @@ class NoPythonError(ValueError):
 
 @final
 @dataclasses.dataclass(frozen=True, eq=False)
-class Reference:
+class NameUse:
     """A name of TensorFlow in a program, with all attributes that follow it.
 
     Attributes:
@@ -48,7 +48,7 @@ class Reference:
 
 
 @final
-class Program:
+class PythonProgram:
     """The tree of a text; nodes are those of `module`.
 
     Raises:
@@ -79,9 +79,9 @@ class Program:
     def edit(self, node: cst.CSTNode, text: str) -> Edit:
         return Edit(*self.span(node), text)
 
-    def place(self, node: cst.CSTNode) -> Place:
+    def place(self, node: cst.CSTNode) -> CodePlace:
         start = self._places[node].start
-        return Place(0, start.line, start.column + 1)
+        return CodePlace(0, start.line, start.column + 1)
 
     def meanings(self, node: cst.CSTNode) -> list[str]:
         """What of TensorFlow a name may be, with its modules."""
@@ -93,7 +93,7 @@ class Program:
             if name.source is metadata.QualifiedNameSource.IMPORT
         )
 
-    def reference(self, node: cst.Name | cst.Attribute) -> Reference | None:
+    def reference(self, node: cst.Name | cst.Attribute) -> NameUse | None:
         """A name, if it is TensorFlow's."""
         base = root(node)
         if base is None:
@@ -101,7 +101,7 @@ class Program:
         names = [n for n in self.meanings(node) if n.split(".")[0] in ROOTS]
         if not names:
             return None
-        return Reference(node, tuple(names), tuple(self._imports(base)))
+        return NameUse(node, tuple(names), tuple(self._imports(base)))
 
     def _imports(self, base: cst.Name) -> list[tuple[cst.CSTNode, str]]:
         scope = self._scopes.get(base)

@@ -7,7 +7,7 @@ from typing import final
 
 import libcst as cst
 
-from jaxstrategy.compat.port._python_program import ROOTS, Program, Reference, root
+from jaxstrategy.compat.port._python_program import ROOTS, NameUse, PythonProgram, root
 
 
 @final
@@ -32,9 +32,9 @@ class ImportedName:
 class Uses(cst.CSTVisitor):
     """References to TensorFlow, imports, calls, classes and functions of a program."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: PythonProgram) -> None:
         self.program = program
-        self.references: list[Reference] = []
+        self.references: list[NameUse] = []
         self.imports: list[ImportedName] = []
         self.calls: list[cst.Call] = []
         self.attributes: list[cst.Attribute] = []
