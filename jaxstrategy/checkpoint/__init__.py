@@ -11,15 +11,32 @@ reads them.
     manager.save(step, state)
 """
 
-from jaxstrategy.checkpoint._manager import CheckpointManager as CheckpointManager
-from jaxstrategy.checkpoint._restored import Restored as Restored
-from jaxstrategy.checkpoint.folders._checkpoint_errors import (
-    CheckpointError as CheckpointError,
-)
-from jaxstrategy.checkpoint.folders._checkpoint_errors import (
-    DamagedCheckpointWarning as DamagedCheckpointWarning,
-)
-from jaxstrategy.checkpoint.folders._checkpoint_errors import (
-    MismatchError as MismatchError,
-)
-from jaxstrategy.checkpoint.folders._record import Record as Record
+from typing import TYPE_CHECKING
+
+from jaxstrategy import _lazy_names
+
+if TYPE_CHECKING:
+    from jaxstrategy.checkpoint._manager import CheckpointManager as CheckpointManager
+    from jaxstrategy.checkpoint._restored import Restored as Restored
+    from jaxstrategy.checkpoint.folders._checkpoint_errors import (
+        CheckpointError as CheckpointError,
+    )
+    from jaxstrategy.checkpoint.folders._checkpoint_errors import (
+        DamagedCheckpointWarning as DamagedCheckpointWarning,
+    )
+    from jaxstrategy.checkpoint.folders._checkpoint_errors import (
+        MismatchError as MismatchError,
+    )
+    from jaxstrategy.checkpoint.folders._record import Record as Record
+else:
+    __getattr__, __dir__ = _lazy_names.of(
+        __name__,
+        {
+            "checkpoint._manager": "CheckpointManager",
+            "checkpoint._restored": "Restored",
+            "checkpoint.folders._checkpoint_errors": (
+                "CheckpointError DamagedCheckpointWarning MismatchError"
+            ),
+            "checkpoint.folders._record": "Record",
+        },
+    )

@@ -1,45 +1,61 @@
 """Functions scheduled on workers of a `ParameterServerStrategy`; as in TensorFlow."""
 
-from typing import NoReturn
+from typing import TYPE_CHECKING
 
-from jaxstrategy.coordinator._cluster_coordinator import (
-    ClusterCoordinator as ClusterCoordinator,
-)
-from jaxstrategy.coordinator._coordinator_metrics import (
-    CoordinatorMetrics as CoordinatorMetrics,
-)
-from jaxstrategy.coordinator._durations import Durations as Durations
-from jaxstrategy.coordinator._per_worker_dataset import (
-    PerWorkerDataset as PerWorkerDataset,
-)
-from jaxstrategy.coordinator._per_worker_dataset import (
-    PerWorkerIterator as PerWorkerIterator,
-)
-from jaxstrategy.coordinator._per_worker_value import (
-    PerWorkerValue as PerWorkerValue,
-)
-from jaxstrategy.coordinator._remote_value import RemoteValue as RemoteValue
-from jaxstrategy.coordinator._remote_value import (
-    RemoteValueStatus as RemoteValueStatus,
-)
-from jaxstrategy.coordinator._worker_index import (
-    experimental_get_current_worker_index as experimental_get_current_worker_index,
-)
-from jaxstrategy.coordinator._worker_states import WorkerActivity as WorkerActivity
-from jaxstrategy.coordinator._worker_states import WorkerState as WorkerState
-from jaxstrategy.coordinator._worker_states import WorkerStates as WorkerStates
-from jaxstrategy.parameter_servers.backends._local_processes import (
-    LocalProcesses as LocalProcesses,
-)
-from jaxstrategy.parameter_servers.backends._ray_processes import (
-    RayProcesses as RayProcesses,
-)
-from jaxstrategy.parameter_servers.backends._threads import Threads as Threads
-from jaxstrategy.text import _absent
+from jaxstrategy import _lazy_names
 
-PerWorkerValues = PerWorkerValue  # TensorFlow's name for it under `experimental`
+if TYPE_CHECKING:
+    from jaxstrategy.coordinator._cluster_coordinator import (
+        ClusterCoordinator as ClusterCoordinator,
+    )
+    from jaxstrategy.coordinator._coordinator_metrics import (
+        CoordinatorMetrics as CoordinatorMetrics,
+    )
+    from jaxstrategy.coordinator._durations import Durations as Durations
+    from jaxstrategy.coordinator._per_worker_dataset import (
+        PerWorkerDataset as PerWorkerDataset,
+    )
+    from jaxstrategy.coordinator._per_worker_dataset import (
+        PerWorkerIterator as PerWorkerIterator,
+    )
+    from jaxstrategy.coordinator._per_worker_value import (
+        PerWorkerValue as PerWorkerValue,
+    )
+    from jaxstrategy.coordinator._remote_value import RemoteValue as RemoteValue
+    from jaxstrategy.coordinator._remote_value import (
+        RemoteValueStatus as RemoteValueStatus,
+    )
+    from jaxstrategy.coordinator._worker_index import (
+        experimental_get_current_worker_index as experimental_get_current_worker_index,
+    )
+    from jaxstrategy.coordinator._worker_states import WorkerActivity as WorkerActivity
+    from jaxstrategy.coordinator._worker_states import WorkerState as WorkerState
+    from jaxstrategy.coordinator._worker_states import WorkerStates as WorkerStates
+    from jaxstrategy.parameter_servers.backends._local_processes import (
+        LocalProcesses as LocalProcesses,
+    )
+    from jaxstrategy.parameter_servers.backends._ray_processes import (
+        RayProcesses as RayProcesses,
+    )
+    from jaxstrategy.parameter_servers.backends._threads import Threads as Threads
 
-
-def __getattr__(name: str) -> NoReturn:
-    """Names of TensorFlow that are not here say what to use instead."""
-    raise _absent.missing(__name__, name)
+    PerWorkerValues = PerWorkerValue
+else:
+    __getattr__, __dir__ = _lazy_names.of(
+        __name__,
+        {
+            "coordinator._cluster_coordinator": "ClusterCoordinator",
+            "coordinator._coordinator_metrics": "CoordinatorMetrics",
+            "coordinator._durations": "Durations",
+            "coordinator._per_worker_dataset": "PerWorkerDataset PerWorkerIterator",
+            "coordinator._per_worker_value": (
+                "PerWorkerValue PerWorkerValues=PerWorkerValue"
+            ),
+            "coordinator._remote_value": "RemoteValue RemoteValueStatus",
+            "coordinator._worker_index": "experimental_get_current_worker_index",
+            "coordinator._worker_states": "WorkerActivity WorkerState WorkerStates",
+            "parameter_servers.backends._local_processes": "LocalProcesses",
+            "parameter_servers.backends._ray_processes": "RayProcesses",
+            "parameter_servers.backends._threads": "Threads",
+        },
+    )

@@ -4,31 +4,42 @@ What it is for: a few processes that ask one another for small things, such as a
 of actions or of metrics. Steps of training belong into strategies.
 """
 
-from typing import NoReturn
+from typing import TYPE_CHECKING
 
-from jaxstrategy.rpc._rpc_client import RpcClient
-from jaxstrategy.rpc._rpc_errors import (
-    DeadlineExceededError as DeadlineExceededError,
-)
-from jaxstrategy.rpc._rpc_errors import (
-    FailedPreconditionError as FailedPreconditionError,
-)
-from jaxstrategy.rpc._rpc_errors import InternalError as InternalError
-from jaxstrategy.rpc._rpc_errors import InvalidArgumentError as InvalidArgumentError
-from jaxstrategy.rpc._rpc_errors import (
-    ResourceExhaustedError as ResourceExhaustedError,
-)
-from jaxstrategy.rpc._rpc_errors import RpcError as RpcError
-from jaxstrategy.rpc._rpc_errors import UnauthenticatedError as UnauthenticatedError
-from jaxstrategy.rpc._rpc_errors import UnavailableError as UnavailableError
-from jaxstrategy.rpc._rpc_server import RpcServer
-from jaxstrategy.rpc._status_or_result import StatusOrResult as StatusOrResult
-from jaxstrategy.text import _absent
+from jaxstrategy import _lazy_names
 
-Client = RpcClient
-Server = RpcServer
+if TYPE_CHECKING:
+    from jaxstrategy.rpc._rpc_client import RpcClient as RpcClient
+    from jaxstrategy.rpc._rpc_errors import (
+        DeadlineExceededError as DeadlineExceededError,
+    )
+    from jaxstrategy.rpc._rpc_errors import (
+        FailedPreconditionError as FailedPreconditionError,
+    )
+    from jaxstrategy.rpc._rpc_errors import InternalError as InternalError
+    from jaxstrategy.rpc._rpc_errors import InvalidArgumentError as InvalidArgumentError
+    from jaxstrategy.rpc._rpc_errors import (
+        ResourceExhaustedError as ResourceExhaustedError,
+    )
+    from jaxstrategy.rpc._rpc_errors import RpcError as RpcError
+    from jaxstrategy.rpc._rpc_errors import UnauthenticatedError as UnauthenticatedError
+    from jaxstrategy.rpc._rpc_errors import UnavailableError as UnavailableError
+    from jaxstrategy.rpc._rpc_server import RpcServer as RpcServer
+    from jaxstrategy.rpc._status_or_result import StatusOrResult as StatusOrResult
 
-
-def __getattr__(name: str) -> NoReturn:
-    """Names of TensorFlow that are not here say what to use instead."""
-    raise _absent.missing(__name__, name)
+    Client = RpcClient
+    Server = RpcServer
+else:
+    __getattr__, __dir__ = _lazy_names.of(
+        __name__,
+        {
+            "rpc._rpc_errors": (
+                "DeadlineExceededError FailedPreconditionError InternalError "
+                "InvalidArgumentError ResourceExhaustedError RpcError "
+                "UnauthenticatedError UnavailableError"
+            ),
+            "rpc._status_or_result": "StatusOrResult",
+            "rpc._rpc_client": "RpcClient Client=RpcClient",
+            "rpc._rpc_server": "RpcServer Server=RpcServer",
+        },
+    )

@@ -1,3 +1,10 @@
 """TPUs as `tf.tpu` has them: where their cores are, and which replica has which."""
 
-from jaxstrategy.tpu import experimental as experimental
+from typing import TYPE_CHECKING
+
+from jaxstrategy import _lazy_names
+
+if TYPE_CHECKING:
+    from jaxstrategy.tpu import experimental as experimental
+else:
+    __getattr__, __dir__ = _lazy_names.of(__name__, {}, modules=["tpu.experimental"])

@@ -4,83 +4,125 @@
 `from tensorflow.contrib import distribute`.
 """
 
-from typing import NoReturn
+from typing import TYPE_CHECKING
 
-from jaxstrategy._options import VariableAggregation as VariableAggregation
-from jaxstrategy._options import VariableSynchronization as VariableSynchronization
-from jaxstrategy.compat._get_variable import AUTO_REUSE as AUTO_REUSE
-from jaxstrategy.compat._get_variable import get_variable as get_variable
-from jaxstrategy.compat._get_variable import get_variable_scope as get_variable_scope
-from jaxstrategy.compat._get_variable import variable_scope as variable_scope
-from jaxstrategy.compat.contrib._aggregating_context import (
-    MultiStepContext as MultiStepContext,
-)
-from jaxstrategy.compat.contrib._all_reduce_ops import (
-    AllReduceCrossTowerOps as AllReduceCrossTowerOps,
-)
-from jaxstrategy.compat.contrib._contrib_strategies import (
-    CollectiveAllReduceStrategy as CollectiveAllReduceStrategy,
-)
-from jaxstrategy.compat.contrib._contrib_strategies import (
-    MirroredStrategy as MirroredStrategy,
-)
-from jaxstrategy.compat.contrib._contrib_strategies import (
-    OneDeviceStrategy as OneDeviceStrategy,
-)
-from jaxstrategy.compat.contrib._contrib_strategies import (
-    ParameterServerStrategy as ParameterServerStrategy,
-)
-from jaxstrategy.compat.contrib._contrib_strategies import TPUStrategy as TPUStrategy
-from jaxstrategy.compat.contrib._distribution_strategy import (
-    DistributionStrategy as DistributionStrategy,
-)
-from jaxstrategy.compat.contrib._monitor import Monitor as Monitor
-from jaxstrategy.compat.contrib._older_functions import (
-    get_loss_reduction as get_loss_reduction,
-)
-from jaxstrategy.compat.contrib._older_functions import increment_var as increment_var
-from jaxstrategy.compat.contrib._per_device_dataset import (
-    PerDeviceDataset as PerDeviceDataset,
-)
-from jaxstrategy.compat.contrib._standard_steps import (
-    StandardInputStep as StandardInputStep,
-)
-from jaxstrategy.compat.contrib._standard_steps import (
-    StandardSingleLossStep as StandardSingleLossStep,
-)
-from jaxstrategy.compat.contrib._standard_steps import Step as Step
-from jaxstrategy.compat.contrib._tower_context import TowerContext as TowerContext
-from jaxstrategy.compat.contrib._tower_context import (
-    get_cross_tower_context as get_cross_tower_context,
-)
-from jaxstrategy.compat.contrib._tower_context import (
-    get_distribution_strategy as get_distribution_strategy,
-)
-from jaxstrategy.compat.contrib._tower_context import (
-    get_tower_context as get_tower_context,
-)
-from jaxstrategy.compat.contrib._tower_context import (
-    has_distribution_strategy as has_distribution_strategy,
-)
-from jaxstrategy.compat.contrib._tower_context import (
-    require_tower_context as require_tower_context,
-)
-from jaxstrategy.compat.contrib._update_context import UpdateContext as UpdateContext
-from jaxstrategy.compat.contrib._update_context import (
-    get_update_device as get_update_device,
-)
-from jaxstrategy.reductions._cross_device_ops import CrossDeviceOps as CrossTowerOps
-from jaxstrategy.reductions._planned_ops import (
-    ReductionToOneDevice as ReductionToOneDeviceCrossTowerOps,
-)
-from jaxstrategy.strategies._mirrored_type import Mirrored as Mirrored
-from jaxstrategy.text import _absent
-from jaxstrategy.tpu._tpu_system import initialize_tpu_system as initialize_tpu_system
-from jaxstrategy.values._per_replica import PerReplica as PerDevice
+from jaxstrategy import _lazy_names
 
-__all__ = ["CrossTowerOps", "PerDevice", "ReductionToOneDeviceCrossTowerOps"]
+if TYPE_CHECKING:
+    from jaxstrategy._options import VariableAggregation as VariableAggregation
+    from jaxstrategy._options import VariableSynchronization as VariableSynchronization
+    from jaxstrategy.compat._get_variable import AUTO_REUSE as AUTO_REUSE
+    from jaxstrategy.compat._get_variable import get_variable as get_variable
+    from jaxstrategy.compat._get_variable import (
+        get_variable_scope as get_variable_scope,
+    )
+    from jaxstrategy.compat._get_variable import variable_scope as variable_scope
+    from jaxstrategy.compat.contrib._aggregating_context import (
+        MultiStepContext as MultiStepContext,
+    )
+    from jaxstrategy.compat.contrib._all_reduce_ops import (
+        AllReduceCrossTowerOps as AllReduceCrossTowerOps,
+    )
+    from jaxstrategy.compat.contrib._contrib_strategies import (
+        CollectiveAllReduceStrategy as CollectiveAllReduceStrategy,
+    )
+    from jaxstrategy.compat.contrib._contrib_strategies import (
+        MirroredStrategy as MirroredStrategy,
+    )
+    from jaxstrategy.compat.contrib._contrib_strategies import (
+        OneDeviceStrategy as OneDeviceStrategy,
+    )
+    from jaxstrategy.compat.contrib._contrib_strategies import (
+        ParameterServerStrategy as ParameterServerStrategy,
+    )
+    from jaxstrategy.compat.contrib._contrib_strategies import (
+        TPUStrategy as TPUStrategy,
+    )
+    from jaxstrategy.compat.contrib._distribution_strategy import (
+        DistributionStrategy as DistributionStrategy,
+    )
+    from jaxstrategy.compat.contrib._monitor import Monitor as Monitor
+    from jaxstrategy.compat.contrib._older_functions import (
+        get_loss_reduction as get_loss_reduction,
+    )
+    from jaxstrategy.compat.contrib._older_functions import (
+        increment_var as increment_var,
+    )
+    from jaxstrategy.compat.contrib._per_device_dataset import (
+        PerDeviceDataset as PerDeviceDataset,
+    )
+    from jaxstrategy.compat.contrib._standard_steps import (
+        StandardInputStep as StandardInputStep,
+    )
+    from jaxstrategy.compat.contrib._standard_steps import (
+        StandardSingleLossStep as StandardSingleLossStep,
+    )
+    from jaxstrategy.compat.contrib._standard_steps import Step as Step
+    from jaxstrategy.compat.contrib._tower_context import TowerContext as TowerContext
+    from jaxstrategy.compat.contrib._tower_context import (
+        get_cross_tower_context as get_cross_tower_context,
+    )
+    from jaxstrategy.compat.contrib._tower_context import (
+        get_distribution_strategy as get_distribution_strategy,
+    )
+    from jaxstrategy.compat.contrib._tower_context import (
+        get_tower_context as get_tower_context,
+    )
+    from jaxstrategy.compat.contrib._tower_context import (
+        has_distribution_strategy as has_distribution_strategy,
+    )
+    from jaxstrategy.compat.contrib._tower_context import (
+        require_tower_context as require_tower_context,
+    )
+    from jaxstrategy.compat.contrib._update_context import (
+        UpdateContext as UpdateContext,
+    )
+    from jaxstrategy.compat.contrib._update_context import (
+        get_update_device as get_update_device,
+    )
+    from jaxstrategy.reductions._cross_device_ops import CrossDeviceOps
+    from jaxstrategy.reductions._planned_ops import ReductionToOneDevice
+    from jaxstrategy.strategies._mirrored_type import Mirrored as Mirrored
+    from jaxstrategy.tpu._tpu_system import (
+        initialize_tpu_system as initialize_tpu_system,
+    )
+    from jaxstrategy.values._per_replica import PerReplica
 
-
-def __getattr__(name: str) -> NoReturn:
-    """Names of TensorFlow that are not here say what to use instead."""
-    raise _absent.missing(__name__, name)
+    CrossTowerOps = CrossDeviceOps
+    ReductionToOneDeviceCrossTowerOps = ReductionToOneDevice
+    PerDevice = PerReplica
+else:
+    __getattr__, __dir__ = _lazy_names.of(
+        __name__,
+        {
+            "_options": "VariableAggregation VariableSynchronization",
+            "compat._get_variable": (
+                "AUTO_REUSE get_variable get_variable_scope variable_scope"
+            ),
+            "compat.contrib._aggregating_context": "MultiStepContext",
+            "compat.contrib._all_reduce_ops": "AllReduceCrossTowerOps",
+            "compat.contrib._contrib_strategies": (
+                "CollectiveAllReduceStrategy MirroredStrategy OneDeviceStrategy "
+                "ParameterServerStrategy TPUStrategy"
+            ),
+            "compat.contrib._distribution_strategy": "DistributionStrategy",
+            "compat.contrib._monitor": "Monitor",
+            "compat.contrib._older_functions": "get_loss_reduction increment_var",
+            "compat.contrib._per_device_dataset": "PerDeviceDataset",
+            "compat.contrib._standard_steps": (
+                "StandardInputStep StandardSingleLossStep Step"
+            ),
+            "compat.contrib._tower_context": (
+                "TowerContext get_cross_tower_context get_distribution_strategy "
+                "get_tower_context has_distribution_strategy require_tower_context"
+            ),
+            "compat.contrib._update_context": "UpdateContext get_update_device",
+            "reductions._cross_device_ops": "CrossTowerOps=CrossDeviceOps",
+            "reductions._planned_ops": (
+                "ReductionToOneDeviceCrossTowerOps=ReductionToOneDevice"
+            ),
+            "strategies._mirrored_type": "Mirrored",
+            "tpu._tpu_system": "initialize_tpu_system",
+            "values._per_replica": "PerDevice=PerReplica",
+        },
+    )

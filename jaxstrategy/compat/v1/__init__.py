@@ -5,55 +5,89 @@
 1
 """
 
-from typing import NoReturn
+from typing import TYPE_CHECKING
 
-from jaxstrategy import cluster_resolver as cluster_resolver
-from jaxstrategy._options import ReduceOp as ReduceOp
-from jaxstrategy._options import RunOptions as RunOptions
-from jaxstrategy.compat._get_variable import AUTO_REUSE as AUTO_REUSE
-from jaxstrategy.compat._get_variable import get_variable as get_variable
-from jaxstrategy.compat._get_variable import get_variable_scope as get_variable_scope
-from jaxstrategy.compat._get_variable import variable_scope as variable_scope
-from jaxstrategy.compat._input_iterator import InputIterator as InputIterator
-from jaxstrategy.compat.v1 import experimental as experimental
-from jaxstrategy.compat.v1._v1_contexts import (
-    experimental_set_strategy as experimental_set_strategy,
-)
-from jaxstrategy.compat.v1._v1_contexts import get_loss_reduction as get_loss_reduction
-from jaxstrategy.compat.v1._v1_contexts import (
-    get_replica_context as get_replica_context,
-)
-from jaxstrategy.compat.v1._v1_contexts import get_strategy as get_strategy
-from jaxstrategy.compat.v1._v1_contexts import has_strategy as has_strategy
-from jaxstrategy.compat.v1._v1_contexts import (
-    in_cross_replica_context as in_cross_replica_context,
-)
-from jaxstrategy.compat.v1._v1_extended import StrategyExtended as StrategyExtended
-from jaxstrategy.compat.v1._v1_multi_step_context import (
-    MultiStepContext as MultiStepContext,
-)
-from jaxstrategy.compat.v1._v1_replica_context import ReplicaContext as ReplicaContext
-from jaxstrategy.compat.v1._v1_strategies import MirroredStrategy as MirroredStrategy
-from jaxstrategy.compat.v1._v1_strategies import (
-    OneDeviceStrategy as OneDeviceStrategy,
-)
-from jaxstrategy.compat.v1._v1_strategy import Strategy as Strategy
-from jaxstrategy.inputs._input_options import InputContext as InputContext
-from jaxstrategy.inputs._input_options import (
-    InputReplicationMode as InputReplicationMode,
-)
-from jaxstrategy.parameter_servers._server import Server as Server
-from jaxstrategy.reductions._cross_device_ops import CrossDeviceOps as CrossDeviceOps
-from jaxstrategy.reductions._planned_ops import (
-    HierarchicalCopyAllReduce as HierarchicalCopyAllReduce,
-)
-from jaxstrategy.reductions._planned_ops import NcclAllReduce as NcclAllReduce
-from jaxstrategy.reductions._planned_ops import (
-    ReductionToOneDevice as ReductionToOneDevice,
-)
-from jaxstrategy.text import _absent
+from jaxstrategy import _lazy_names
 
-
-def __getattr__(name: str) -> NoReturn:
-    """Names of TensorFlow that are not here say what to use instead."""
-    raise _absent.missing(__name__, name)
+if TYPE_CHECKING:
+    from jaxstrategy import cluster_resolver as cluster_resolver
+    from jaxstrategy._options import ReduceOp as ReduceOp
+    from jaxstrategy._options import RunOptions as RunOptions
+    from jaxstrategy.compat._get_variable import AUTO_REUSE as AUTO_REUSE
+    from jaxstrategy.compat._get_variable import get_variable as get_variable
+    from jaxstrategy.compat._get_variable import (
+        get_variable_scope as get_variable_scope,
+    )
+    from jaxstrategy.compat._get_variable import variable_scope as variable_scope
+    from jaxstrategy.compat._input_iterator import InputIterator as InputIterator
+    from jaxstrategy.compat.v1 import experimental as experimental
+    from jaxstrategy.compat.v1._v1_contexts import (
+        experimental_set_strategy as experimental_set_strategy,
+    )
+    from jaxstrategy.compat.v1._v1_contexts import (
+        get_loss_reduction as get_loss_reduction,
+    )
+    from jaxstrategy.compat.v1._v1_contexts import (
+        get_replica_context as get_replica_context,
+    )
+    from jaxstrategy.compat.v1._v1_contexts import get_strategy as get_strategy
+    from jaxstrategy.compat.v1._v1_contexts import has_strategy as has_strategy
+    from jaxstrategy.compat.v1._v1_contexts import (
+        in_cross_replica_context as in_cross_replica_context,
+    )
+    from jaxstrategy.compat.v1._v1_extended import StrategyExtended as StrategyExtended
+    from jaxstrategy.compat.v1._v1_multi_step_context import (
+        MultiStepContext as MultiStepContext,
+    )
+    from jaxstrategy.compat.v1._v1_replica_context import (
+        ReplicaContext as ReplicaContext,
+    )
+    from jaxstrategy.compat.v1._v1_strategies import (
+        MirroredStrategy as MirroredStrategy,
+    )
+    from jaxstrategy.compat.v1._v1_strategies import (
+        OneDeviceStrategy as OneDeviceStrategy,
+    )
+    from jaxstrategy.compat.v1._v1_strategy import Strategy as Strategy
+    from jaxstrategy.inputs._input_options import InputContext as InputContext
+    from jaxstrategy.inputs._input_options import (
+        InputReplicationMode as InputReplicationMode,
+    )
+    from jaxstrategy.parameter_servers._server import Server as Server
+    from jaxstrategy.reductions._cross_device_ops import (
+        CrossDeviceOps as CrossDeviceOps,
+    )
+    from jaxstrategy.reductions._planned_ops import (
+        HierarchicalCopyAllReduce as HierarchicalCopyAllReduce,
+    )
+    from jaxstrategy.reductions._planned_ops import NcclAllReduce as NcclAllReduce
+    from jaxstrategy.reductions._planned_ops import (
+        ReductionToOneDevice as ReductionToOneDevice,
+    )
+else:
+    __getattr__, __dir__ = _lazy_names.of(
+        __name__,
+        {
+            "_options": "ReduceOp RunOptions",
+            "compat._get_variable": (
+                "AUTO_REUSE get_variable get_variable_scope variable_scope"
+            ),
+            "compat._input_iterator": "InputIterator",
+            "compat.v1._v1_contexts": (
+                "experimental_set_strategy get_loss_reduction get_replica_context "
+                "get_strategy has_strategy in_cross_replica_context"
+            ),
+            "compat.v1._v1_extended": "StrategyExtended",
+            "compat.v1._v1_multi_step_context": "MultiStepContext",
+            "compat.v1._v1_replica_context": "ReplicaContext",
+            "compat.v1._v1_strategies": "MirroredStrategy OneDeviceStrategy",
+            "compat.v1._v1_strategy": "Strategy",
+            "inputs._input_options": "InputContext InputReplicationMode",
+            "parameter_servers._server": "Server",
+            "reductions._cross_device_ops": "CrossDeviceOps",
+            "reductions._planned_ops": (
+                "HierarchicalCopyAllReduce NcclAllReduce ReductionToOneDevice"
+            ),
+        },
+        modules=["cluster_resolver", "compat.v1.experimental"],
+    )

@@ -1,29 +1,40 @@
 """Names that TensorFlow 1 keeps under `distribute.experimental`."""
 
-from typing import NoReturn
+from typing import TYPE_CHECKING
 
-from jaxstrategy._communication_options import CollectiveHints as CollectiveHints
-from jaxstrategy._communication_options import (
-    CommunicationImplementation as CommunicationImplementation,
-)
-from jaxstrategy._communication_options import (
-    CommunicationOptions as CommunicationOptions,
-)
-from jaxstrategy.compat.v1._v1_strategies import (
-    CentralStorageStrategy as CentralStorageStrategy,
-)
-from jaxstrategy.compat.v1._v1_strategies import (
-    MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
-)
-from jaxstrategy.compat.v1._v1_strategies import (
-    ParameterServerStrategy as ParameterServerStrategy,
-)
-from jaxstrategy.compat.v1._v1_strategies import TPUStrategy as TPUStrategy
-from jaxstrategy.text import _absent
+from jaxstrategy import _lazy_names
 
-CollectiveCommunication = CommunicationImplementation
+if TYPE_CHECKING:
+    from jaxstrategy._communication_options import CollectiveHints as CollectiveHints
+    from jaxstrategy._communication_options import (
+        CommunicationImplementation as CommunicationImplementation,
+    )
+    from jaxstrategy._communication_options import (
+        CommunicationOptions as CommunicationOptions,
+    )
+    from jaxstrategy.compat.v1._v1_strategies import (
+        CentralStorageStrategy as CentralStorageStrategy,
+    )
+    from jaxstrategy.compat.v1._v1_strategies import (
+        MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
+    )
+    from jaxstrategy.compat.v1._v1_strategies import (
+        ParameterServerStrategy as ParameterServerStrategy,
+    )
+    from jaxstrategy.compat.v1._v1_strategies import TPUStrategy as TPUStrategy
 
-
-def __getattr__(name: str) -> NoReturn:
-    """Names of TensorFlow that are not here say what to use instead."""
-    raise _absent.missing(__name__, name)
+    CollectiveCommunication = CommunicationImplementation
+else:
+    __getattr__, __dir__ = _lazy_names.of(
+        __name__,
+        {
+            "_communication_options": (
+                "CollectiveHints CommunicationImplementation CommunicationOptions "
+                "CollectiveCommunication=CommunicationImplementation"
+            ),
+            "compat.v1._v1_strategies": (
+                "CentralStorageStrategy MultiWorkerMirroredStrategy "
+                "ParameterServerStrategy TPUStrategy"
+            ),
+        },
+    )

@@ -1,0 +1,1 @@
+"""Small charts as SVG inside HTML: no scripts, readable on white and dark pages."""

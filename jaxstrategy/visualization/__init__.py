@@ -1,0 +1,1 @@
+"""What lies where, as text and as pictures."""

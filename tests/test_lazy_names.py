@@ -1,0 +1,140 @@
+"""Public names are there, and their modules are read when a program asks for one."""
+
+import ast
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import jaxstrategy as js
+
+PACKAGE = Path(js.__file__).parent
+
+
+def module_of(path):
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts).removesuffix(".__init__")
+
+
+LAZY = {
+    module_of(path): path
+    for path in PACKAGE.rglob("*.py")
+    if "_lazy_names.of(" in path.read_text() and path.name != "_lazy_names.py"
+}
+
+
+def declared(path):
+    """The public names that type checkers see: what each is, by its name."""
+    tree = ast.parse(path.read_text())
+    (block,) = [node for node in tree.body if isinstance(node, ast.If)]
+    found, local = {}, {}
+    for node in block.body:
+        if isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                local[alias.name] = (node.module, alias.name)
+                if alias.asname == alias.name:
+                    found[alias.name] = local[alias.name]
+        else:
+            found[node.targets[0].id] = local[node.value.id]
+    return found
+
+
+def in_a_fresh_process(code):
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+def test_the_packages_with_public_names_are_lazy():
+    assert len(LAZY) == 16
+    for folder in ("", ".coordinator", ".compat.v1", ".keras", ".profiling", ".flax"):
+        assert f"jaxstrategy{folder}" in LAZY
+
+
+@pytest.mark.parametrize("name", sorted(LAZY))
+def test_type_checkers_and_programs_see_the_same_names(name):
+    package, wanted = importlib.import_module(name), declared(LAZY[name])
+    public = [each for each in dir(package) if not each.startswith("_")]
+    assert sorted(public) == sorted(set(wanted) - {"__version__"})
+    for each, (module, defined) in wanted.items():
+        home = importlib.import_module(module)
+        assert getattr(package, each) is getattr(home, defined)
+        assert each in vars(package)  # and is asked for once
+
+
+@pytest.mark.parametrize("name", sorted(LAZY))
+def test_no_package_waits_for_its_own_modules(name):
+    """Else threads that import two of them at once could wait in a circle."""
+    light = {"jaxstrategy._lazy_names", "jaxstrategy.contexts._scope_blocks"}
+    for node in ast.parse(LAZY[name].read_text()).body:
+        if isinstance(node, ast.ImportFrom) and node.module != "typing":
+            assert {f"{node.module}.{each.name}" for each in node.names} <= light
+
+
+def test_the_import_reads_four_files():
+    code = """
+import sys
+import jax
+before = set(sys.modules)
+import jaxstrategy
+print(*sorted(set(sys.modules) - before))
+"""
+    assert in_a_fresh_process(code) == [
+        "jaxstrategy",
+        "jaxstrategy._lazy_names",
+        "jaxstrategy.contexts",
+        "jaxstrategy.contexts._scope_blocks",
+    ]
+
+
+def test_threads_may_ask_for_names_at_once():
+    code = """
+import random, sys, threading
+import jaxstrategy as js
+sys.setswitchinterval(1e-5)
+names = [name for name in dir(js) if not name.startswith("_")]
+found, start = [], threading.Barrier(12)
+
+def ask(seed):
+    own = random.Random(seed).sample(names, len(names))
+    start.wait()
+    found.append({name: getattr(js, name) for name in own})
+
+threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(12)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+assert len(found) == 12, "some have failed"
+assert all(each[name] is found[0][name] for each in found for name in names)
+print(len(names) > 90)
+"""
+    assert in_a_fresh_process(code) == ["True"]
+
+
+def test_all_names_may_be_imported_with_a_star():
+    names = {}
+    exec("from jaxstrategy import *", names)
+    assert {"MirroredStrategy", "coordinator", "grad"} <= set(names)
+    assert names["MirroredStrategy"] is js.MirroredStrategy
+    assert not [name for name in names if name.startswith("_") and name[1] != "_"]
+
+
+def test_other_names_are_not_there():
+    with pytest.raises(AttributeError, match="has no attribute 'MirorredStrategy'"):
+        js.MirorredStrategy  # noqa: B018
+    with pytest.raises(ImportError, match="cannot import name 'MirorredStrategy'"):
+        from jaxstrategy import MirorredStrategy  # noqa: F401
+
+
+def test_a_module_that_lacks_something_else_says_so(monkeypatch):
+    """Only the library of the extra is an extra that is missing."""
+    monkeypatch.delitem(sys.modules, "jaxstrategy.keras._batch_normalization", False)
+    monkeypatch.delitem(vars(js.keras), "BatchNormalization", False)
+    monkeypatch.setitem(sys.modules, "jax.numpy", None)
+    with pytest.raises(ModuleNotFoundError, match=r"jax\.numpy"):
+        js.keras.BatchNormalization  # noqa: B018
