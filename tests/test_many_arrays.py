@@ -38,7 +38,98 @@ def test_a_large_tree_is_reduced_in_parts(strategy, monkeypatch):
     assert float(total["same"]) == 6.0 and total["none"] is None
     for name, row in rows.items():
         np.testing.assert_allclose(total["part"][name], row.sum())
-    assert len(sizes) == 3
+    assert sizes == [2, 2, 2, 2, 1]  # of one type as many; then the number by itself
+
+
+def wide_tree(strategy, count, shapes):
+    """A tree of versions, and what they are as NumPy arrays."""
+    draw = np.random.default_rng(0)
+    n = strategy.num_replicas_in_sync
+    rows = {
+        f"x{k}": draw.normal(size=(n, *shapes[k % len(shapes)])).astype(
+            np.float16 if k % 7 == 3 else np.float32
+        )
+        for k in range(count)
+    }
+    return {name: strategy.per_replica(list(row)) for name, row in rows.items()}, rows
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda devices: js.MirroredStrategy(devices[:2]),
+        lambda devices: js.MirroredStrategy(devices[:2], replicas_per_device=2),
+        lambda devices: js.MirroredStrategy(devices[:4], logical_axes={"core": 2}),
+        lambda devices: js.experimental.CentralStorageStrategy(devices[:2]),
+        lambda devices: js.MirroredStrategy(
+            devices[:2], cross_device_ops=js.NcclAllReduce(num_packs=2)
+        ),
+    ],
+    ids=["mirrored", "shared", "cores", "central", "packs"],
+)
+def test_wide_trees_have_the_numbers_of_small_ones(make, monkeypatch):
+    monkeypatch.setattr(_many_leaves, "_AT_ONCE", 6)
+    strategy = make(jax.devices())
+    tree, rows = wide_tree(strategy, 25, [(2, 3), (4,), (), (5, 1)])
+    for op, reduced in (("sum", np.sum), ("mean", np.mean), ("max", np.max)):
+        total = strategy.reduce(op, tree)
+        assert list(total) == sorted(rows)
+        for name, row in rows.items():
+            assert total[name].dtype == row.dtype
+            rtol = 1e-2 if row.dtype == np.float16 else 1e-5
+            np.testing.assert_allclose(
+                total[name], reduced(row.astype(np.float64), axis=0), rtol, 1e-2
+            )
+
+
+def test_a_wide_tree_of_few_types_needs_few_programs(strategy, compilations):
+    """Ten times the leaves need no further programs."""
+    for count in (1200, 2400):
+        tree, rows = wide_tree(strategy, count, [(3,), (2, 2)])
+        jax.block_until_ready(tree)
+        compilations()
+        total = strategy.reduce("sum", tree)
+        found = compilations()
+        np.testing.assert_allclose(total["x8"], rows["x8"].sum(0), 1e-5)
+        assert found <= 2 * 2, found
+
+
+def test_leaves_of_rare_types_are_reduced_one_by_one(strategy, monkeypatch):
+    """XLA compiles a kernel for each array that it cuts out of a pack."""
+    monkeypatch.setattr(_many_leaves, "_AT_ONCE", 6)
+    tree, rows = wide_tree(strategy, 12, [(k,) for k in range(1, 13)])
+    text = []
+    across = CompiledExecutor.across
+
+    def noted(self, function, value):
+        text.append(
+            str(jax.make_jaxpr(lambda tree: across(self, function, tree))(value))
+        )
+        return across(self, function, value)
+
+    monkeypatch.setattr(CompiledExecutor, "across", noted)
+    total = strategy.reduce("sum", tree)
+    for name, row in rows.items():
+        np.testing.assert_allclose(total[name], row.sum(0, dtype=row.dtype), 1e-2)
+    assert len(text) == 2 and not any("concatenate" in each for each in text)
+
+
+def test_sparse_and_weighted_leaves_of_wide_trees(strategy, monkeypatch):
+    monkeypatch.setattr(_many_leaves, "_AT_ONCE", 3)
+    tree, rows = wide_tree(strategy, 8, [(2,)])
+    slices = strategy.run(
+        lambda x: js.IndexedSlices(x[None], np.array([1], np.int32), (3, 2)),
+        (tree["x0"],),
+    )
+    total = strategy.reduce("sum", {**tree, "slices": slices})
+    dense = np.zeros((3, 2), np.float32)
+    dense[1] = rows["x0"].sum(0)
+    np.testing.assert_allclose(total["slices"].to_dense(), dense, 1e-5)
+    weights = strategy.per_replica([1.0, 3.0])
+    mean = strategy.reduce("mean", tree, weights=weights)
+    for name, row in rows.items():
+        wanted = (row[0].astype(np.float32) + 3 * row[1]) / 4
+        np.testing.assert_allclose(mean[name], wanted, 2e-2, 1e-3)
 
 
 def test_an_error_names_the_leaf_by_its_place_in_the_whole_tree(strategy, monkeypatch):

@@ -36,6 +36,10 @@ class MetReduction:
     def __init__(self, meet: Meet) -> None:
         self._meet = meet
 
+    def alone(self) -> MetReduction:
+        """As that of `Reduction`: replicas that run eagerly join no arrays."""
+        return self
+
     def reduce_leaves(
         self,
         op: ReduceOp,

@@ -53,6 +53,10 @@ class OwnReduction:
         self._results: list[tuple[jax.Array, jax.Array, HowReduced]] = []
         self._state: object = None
 
+    def alone(self) -> OwnReduction:
+        """As that of `Reduction`: a replica by itself joins no arrays."""
+        return self
+
     def reduce_leaves(
         self,
         op: ReduceOp,

@@ -7,12 +7,15 @@ which is slow on CPU. Large arrays gain nothing, and joining them costs two copi
 from __future__ import annotations
 
 import abc
+import collections
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
 
 class AbstractPacking(abc.ABC):
@@ -82,32 +85,50 @@ class NumberOfPacks(AbstractPacking):
 # and 0.34, 0.44, 0.66 and 0.90 times on eight, in a loop; a program that does nothing
 # else loses earlier, at 16 and at 64 KB. How large the packs are makes no difference.
 #   python benchmarks/allreduce.py --only "100 x" --largest 262144 --pack 262144 1048576
-_ON_CPU = {1: Packing(8 * 1024, 4 * 1024**2), 4: Packing(16 * 1024, 4 * 1024**2)}
+_ON_CPU = {2: Packing(8 * 1024, 4 * 1024**2), 4: Packing(16 * 1024, 4 * 1024**2)}
 # Between processes each collective waits for messages: packing 4, 8 and 3 arrays of
 # 16 KB, 256 KB and 1 MB takes 0.6, 0.4 and 0.7 times as long on two of one host.
 #   python benchmarks/multiprocess.py
 _BETWEEN_PROCESSES = Packing(1024**2, 8 * 1024**2)
-# Not measured yet: what is launched apart costs some microseconds on accelerators too.
-_ELSEWHERE = {1: Packing(256 * 1024, 4 * 1024**2)}
 
 
-def best_on(platform: str, replicas: int, processes: int = 1) -> Packing:
-    """The best packing for replicas of some processes on a platform (`"cpu"`)."""
-    if platform == "cpu" and processes > 1:
+def best_on(platform: str, replicas: int, processes: int = 1) -> AbstractPacking:
+    """The best packing for replicas of some processes on a platform (`"cpu"`).
+
+    Elsewhere XLA joins: on GPUs it copies arrays that are computed one after the other
+    into packs of 30 MB, on TPUs one operation takes all (JAX 0.10 and 0.12,
+    `benchmarks/overlap.py`). What was joined before it cannot take apart.
+    """
+    # XLA drops the all-reduces of one replica, and not the copies into a pack.
+    if platform != "cpu" or replicas == 1:
+        return NumberOfPacks(0)
+    return best_on_cpu(replicas, processes)
+
+
+def best_on_cpu(replicas: int, processes: int = 1) -> Packing:
+    """The best packing for replicas of some processes on CPU devices."""
+    if processes > 1:
         return _BETWEEN_PROCESSES
-    known = _ON_CPU if platform == "cpu" else _ELSEWHERE
-    return known[max(fewest for fewest in known if fewest <= replicas)]
+    return _ON_CPU[max(fewest for fewest in _ON_CPU if fewest <= replicas)]
 
 
 def in_packs(
     function: Callable[[jax.Array], jax.Array],
     arrays: Sequence[jax.Array],
     packing: AbstractPacking,
+    *,
+    tells_places: bool = False,
 ) -> list[jax.Array]:
     """`function`, which works element by element, of each of some arrays.
 
     Arrays of one dtype are joined; the results are those of the arrays one by one, up
     to the order in which the collective adds.
+
+    Args:
+      function: of arrays of any shape.
+      arrays: what it is applied to.
+      packing: which of them are joined.
+      tells_places: whether XLA may know where in a pack each array is.
     """
     # Without elements they are equal on all replicas, and no collective takes them.
     results = {i: jnp.zeros_like(x) for i, x in enumerate(arrays) if x.size == 0}
@@ -115,7 +136,8 @@ def in_packs(
         sizes = [arrays[index].nbytes for index in indices]
         for bucket in packing.buckets(sizes):
             chosen = [indices[place] for place in bucket]
-            done = _together(function, [arrays[index] for index in chosen])
+            given = [arrays[index] for index in chosen]
+            done = _together(function, given, tells_places)
             results.update(zip(chosen, done, strict=True))
     return [results[index] for index in range(len(arrays))]
 
@@ -157,40 +179,61 @@ def _by_dtype(arrays: Sequence[jax.Array]) -> Iterable[list[int]]:
 
 
 def _together(
-    function: Callable[[jax.Array], jax.Array], arrays: Sequence[jax.Array]
+    function: Callable[[jax.Array], jax.Array],
+    arrays: Sequence[jax.Array],
+    tells_places: bool,
 ) -> list[jax.Array]:
     if len(arrays) == 1:
         return [function(arrays[0])]
-    return _apart(function(_joined(arrays)), arrays)
+    return _apart(function(_joined(arrays)), arrays, tells_places)
 
 
 def _joined(arrays: Sequence[jax.Array]) -> jax.Array:
     """The elements of all arrays, of one dtype, in one flat array."""
-    return jnp.concatenate([array.reshape(-1) for array in arrays])
+    return lax.concatenate([_shaped(array, (array.size,)) for array in arrays], 0)
 
 
-def _apart(flat: jax.Array, like: Sequence[jax.Array]) -> list[jax.Array]:
+def _apart(
+    flat: jax.Array, like: Sequence[jax.Array], tells_places: bool = False
+) -> list[jax.Array]:
     """What was joined, in the shapes of `like`."""
-    offsets = list(itertools.accumulate((a.size for a in like[:-1]), initial=0))
-    parts = zip(_cut(flat, offsets, [a.size for a in like]), like, strict=True)
-    return [part.reshape(array.shape) for part, array in parts]
+    sizes = [array.size for array in like]
+    offsets = list(itertools.accumulate(sizes[:-1], initial=0))
+    counts = collections.Counter(sizes)
+    # A size that occurs once has a kernel of its own however it is cut.
+    repeated = [i for i, size in enumerate(sizes) if counts[size] > 1]
+    starts: dict[int, jax.Array] = {}
+    if flat.size <= _LARGEST_UINT32 and not tells_places:
+        starts = dict(
+            zip(repeated, _unknown([offsets[i] for i in repeated]), strict=True)
+        )
+    parts: list[jax.Array] = []
+    for index, (offset, array) in enumerate(zip(offsets, like, strict=True)):
+        if index in starts:
+            part = lax.dynamic_slice(flat, (starts[index],), (array.size,))
+        else:
+            part = lax.slice(flat, (offset,), (offset + array.size,))
+        parts.append(_shaped(part, array.shape))
+    return parts
 
 
-# From so many parts on, XLA is not told where they begin: it then compiles one kernel
-# for all parts of one size, not one for each. With JAX 0.12 a step with 1,000 arrays
-# of 1 KB on eight CPU devices compiles in 2.9 s, not 8.7 s, and takes 1.05 times as
-# long; with JAX 0.10 nothing changes.
-_MANY_PARTS = 64
-_LARGEST_INT32 = 2**31 - 1
+def _shaped(array: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    return array if array.shape == shape else lax.reshape(array, shape)
 
 
-def _cut(
-    flat: jax.Array, offsets: Sequence[int], sizes: Sequence[int]
-) -> Iterator[jax.Array]:
-    if len(offsets) < _MANY_PARTS or flat.size > _LARGEST_INT32:
-        for offset, size in zip(offsets, sizes, strict=True):
-            yield jax.lax.slice(flat, (offset,), (offset + size,))
-        return
-    unknown = jax.lax.optimization_barrier(tuple(jnp.int32(at) for at in offsets))
-    for offset, size in zip(unknown, sizes, strict=True):
-        yield jax.lax.dynamic_slice(flat, (offset,), (size,))
+_LARGEST_UINT32 = 2**32 - 1
+
+
+def _unknown(numbers: Sequence[int]) -> list[jax.Array]:
+    """Numbers, each a scalar, that XLA does not know while it makes kernels.
+
+    It then compiles one kernel for all parts of one size, not one for each, which takes
+    some 20 ms of processor time: a step with 60 arrays on eight CPU devices compiles in
+    0.5 s, not 1.3 s. JAX 0.10 removes the barrier before XLA fuses, which takes
+    constants of one element into a kernel; so each has two.
+    """
+    if not numbers:
+        return []
+    table = np.array([(number, 0) for number in numbers], np.uint32)
+    rows = lax.optimization_barrier(lax.split(table, [1] * len(numbers)))
+    return [lax.reshape(lax.slice(row, (0, 0), (1, 1)), ()) for row in rows]

@@ -22,6 +22,7 @@ from jaxstrategy.reductions import _eight_bits, _sums
 from jaxstrategy.reductions._groups import chosen_groups
 from jaxstrategy.reductions._packing import (
     AbstractPacking,
+    NumberOfPacks,
     Packing,
     in_packs,
     pairs_in_packs,
@@ -55,6 +56,10 @@ class AbstractPlan(abc.ABC):
         Raises:
           ValueError: it reduces over all replicas only.
         """
+
+    @abc.abstractmethod
+    def alone(self) -> Self:
+        """The same, but that arrays are not joined unless somebody chose how."""
 
     @abc.abstractmethod
     def reduce(self, op: ReduceOp, values: Sequence[Leaf], axes: Axes) -> list[Leaf]:
@@ -96,6 +101,9 @@ class Plan(AbstractPlan):
         16 bits and less in float32.
       near: groups of replicas that are close to each other, if sums are made inside
         them first.
+      is_packed_later: whether sums stand in a trace as equations in a row, whose arrays
+        are joined when it is known in which order they are computed.
+      is_packing_free: whether nobody chose the packing.
     """
 
     packing: AbstractPacking
@@ -103,6 +111,8 @@ class Plan(AbstractPlan):
     groups: Groups | None = None
     reduce_dtype: DTypeLike | None = None
     near: Groups | None = None
+    is_packed_later: bool = False
+    is_packing_free: bool = False
 
     def in_levels(self, groups: Groups) -> Plan:
         """The same, with sums inside these groups, between them, and back to all."""
@@ -121,7 +131,14 @@ class Plan(AbstractPlan):
             return self
         plan = self
         if size := options.bytes_per_pack:
-            plan = dataclasses.replace(plan, packing=Packing(size, size))
+            plan = dataclasses.replace(
+                plan,
+                packing=Packing(size, size),
+                is_packed_later=False,
+                is_packing_free=False,
+            )
+        if options.overlap:
+            plan = dataclasses.replace(plan, is_packed_later=True)
         if options.reduce_dtype is not None:
             plan = dataclasses.replace(plan, reduce_dtype=options.reduce_dtype)
         if options.implementation is Implementation.RING:
@@ -131,6 +148,12 @@ class Plan(AbstractPlan):
         if options.implementation is Implementation.HIERARCHICAL:
             plan = plan.in_levels(chosen_groups(options.groups, replicas))
         return plan
+
+    def alone(self) -> Plan:
+        """The same, but that arrays are not joined unless somebody chose how."""
+        if not self.is_packing_free:
+            return self
+        return dataclasses.replace(self, packing=NumberOfPacks(0))
 
     def reduce(self, op: ReduceOp, values: Sequence[Leaf], axes: Axes) -> list[Leaf]:
         """Each of `values` reduced over all replicas; every replica gets the results.
@@ -154,11 +177,14 @@ class Plan(AbstractPlan):
             )
         divisor = self._members(axes) if row.divides else 1
         wide = [array.astype(self._dtype_for(array)) for array in arrays]
-        sums = in_packs(
-            lambda x: _sums.unfolded(self.sum(_sums.unfolded(x), axes, divisor)),
-            wide,
-            self.packing,
-        )
+        if self.is_packed_later and self.sum is _sums.direct:
+            sums = _sums.all_direct(wide, axes, divisor)
+        else:
+            sums = in_packs(
+                lambda x: _sums.unfolded(self.sum(_sums.unfolded(x), axes, divisor)),
+                wide,
+                self.packing,
+            )
         return [
             done.astype(array.dtype) for done, array in zip(sums, arrays, strict=True)
         ]

@@ -58,7 +58,9 @@ class DefaultOps(PlannedOps):
         devices = replicas.all_devices
         processes = len({device.process_index for device in devices})
         platform = next(iter(devices)).platform
-        return Plan(best_on(platform, replicas.count, processes))
+        packing = best_on(platform, replicas.count, processes)
+        # Between processes each collective more waits for messages, at each call.
+        return Plan(packing, is_packing_free=processes == 1)
 
 
 @final

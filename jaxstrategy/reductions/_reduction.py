@@ -61,6 +61,10 @@ class Reduction:
         reduced, joined = iter(self._dense(plan, op, dense)), iter(sparse)
         return [next(joined if is_slices(leaf) else reduced) for leaf in leaves]
 
+    def alone(self) -> Reduction:
+        """The same, but that arrays are not joined unless somebody chose how."""
+        return Reduction(self._replicas, self._plan.alone())
+
     def _dense(
         self, plan: AbstractPlan, op: ReduceOp, leaves: Sequence[Leaf]
     ) -> list[Leaf]:

@@ -26,6 +26,14 @@ def direct(array: jax.Array, axes: Axes, divisor: int) -> jax.Array:
     return _divided(lax.psum(array, axes), divisor)
 
 
+def all_direct(
+    arrays: Sequence[jax.Array], axes: Axes, divisor: int
+) -> list[jax.Array]:
+    """As `direct` of each array, in equations in a row."""
+    sums = lax.psum([unfolded(array) for array in arrays], axes)
+    return [unfolded(_divided(each, divisor)) for each in sums]
+
+
 def ring(array: jax.Array, axes: Axes, divisor: int) -> jax.Array:
     """A reduce-scatter, then an all-gather, as around a ring.
 

@@ -59,6 +59,10 @@ class UserPlan(AbstractPlan):
             "operations."
         )
 
+    def alone(self) -> UserPlan:
+        """The same: the operations decide."""
+        return self
+
     def in_eight_bits(
         self, op: ReduceOp, arrays: Sequence[jax.Array], axes: Axes
     ) -> NoReturn:

@@ -68,13 +68,18 @@ class CrossReplicaValues:
           in_step: whether it is part of a step that is traced.
         """
         is_weighted = weights is not None
-        function = self._functions.reducing(op, dimensions(axis), options, is_weighted)
-        across = functools.partial(self._executor.across, function)
-        if is_weighted:
-            return self._beside_variables(across((value, weights)))
-        if axis is None and not in_step:
-            return self._beside_variables(in_parts(across, value))
-        return self._beside_variables(across(value))
+        reducing = functools.partial(
+            self._functions.reducing, op, dimensions(axis), options, is_weighted
+        )
+
+        def across(tree: PyTree, alone: bool = False) -> PyTree:
+            given = (tree, weights) if is_weighted else tree
+            return self._executor.across(reducing(alone), given)
+
+        if in_step:
+            return self._beside_variables(across(value))
+        each_alone = functools.partial(across, alone=True)
+        return self._beside_variables(in_parts(across, value, each_alone))
 
     def gathered(self, value: PyTree, axis: int, in_step: bool) -> PyTree:
         """All versions joined along `axis`, leaf by leaf."""

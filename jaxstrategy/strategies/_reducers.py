@@ -61,6 +61,7 @@ class TreeFunctions:
         axis: tuple[int, ...] | None,
         options: CommunicationOptions | None,
         is_weighted: bool,
+        alone: bool = False,
     ) -> Callable[[PyTree], PyTree]:
         """A function that reduces a tree; if it is weighted, a pair of it and weights.
 
@@ -69,10 +70,12 @@ class TreeFunctions:
           axis: dimensions of each version over which to reduce, too.
           options: how, instead of as planned.
           is_weighted: see above.
+          alone: whether arrays are not joined, unless somebody chose how they are.
         """
-        key = op, axis, options, is_weighted
+        key = op, axis, options, is_weighted, alone
         if key not in self._known:
-            leaves = functools.partial(self._reduction.reduce_leaves, options=options)
+            reduction = self._reduction.alone() if alone else self._reduction
+            leaves = functools.partial(reduction.reduce_leaves, options=options)
             self._known[key] = _reducer(op, axis, is_weighted, leaves)
         return self._known[key]
 

@@ -1,0 +1,354 @@
+"""Reductions beside the computation: what is joined, and what the compiler is asked."""
+
+import re
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend.core import Literal
+
+import jaxstrategy as js
+from jaxstrategy.experimental import CommunicationOptions
+from jaxstrategy.reductions._overlap import Overlap, ReadyPacking, overlap_on
+from jaxstrategy.strategies import _composition
+
+OVERLAP = CommunicationOptions(overlap=True)
+
+
+def on(n, **options):
+    return js.MirroredStrategy(
+        jax.devices()[:n], communication_options=CommunicationOptions(**options)
+    )
+
+
+# What is joined.
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ([], []),
+        ([1, 2, 3], [[0, 1, 2]]),
+        ([4, 4, 4], [[0, 1], [2]]),  # a pack is full
+        ([1, 20, 2], [[1], [0, 2]]),  # a large one goes alone, the pack waits
+        ([1, 20, 20, 2], [[1], [0], [2], [3]]),  # but not for ever
+        ([20, 1], [[0], [1]]),
+    ],
+)
+def test_small_arrays_wait_for_those_that_come_next(sizes, expected):
+    assert ReadyPacking(5, 8, 30).buckets(sizes) == expected
+
+
+# Four layers, of which the tree's order is not that of their use.
+NAMES = ("m", "a", "z", "k")
+SIZE = 8
+
+
+def parameters(dtype="float32"):
+    rng = np.random.default_rng(0)
+    return {
+        name: rng.normal(size=(SIZE, SIZE)).astype(np.float32).astype(dtype)
+        for name in NAMES
+    }
+
+
+def loss(params, x):
+    for name in NAMES:
+        x = jnp.tanh(x @ params[name])
+    return (x.astype(jnp.float32) ** 2).mean()
+
+
+def gradient_step(params, x):
+    grads = jax.grad(loss)(params, x)
+    grads = js.get_replica_context().all_reduce("mean", grads)
+    return jax.tree.map(lambda p, g: p - g, params, grads)
+
+
+def batches(strategy):
+    n = strategy.num_replicas_in_sync
+    x = np.random.default_rng(1).normal(size=(n, 4, SIZE))
+    return strategy.per_replica(x.astype(np.float32))
+
+
+def replica_jaxpr(strategy, step, *args):
+    """The jaxpr of one replica, in the program for all."""
+    jaxpr = jax.make_jaxpr(lambda *args: strategy.run(step, args))(*args).jaxpr
+    while not any(eqn.primitive.name == "psum" for eqn in jaxpr.eqns):
+        (inner,) = [eqn.params["jaxpr"] for eqn in jaxpr.eqns if "jaxpr" in eqn.params]
+        jaxpr = getattr(inner, "jaxpr", inner)
+    return jaxpr
+
+
+def products_before_sums(jaxpr):
+    """For each sum, in order, how many matrix products its operand depends on."""
+    made = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
+
+    def needed(atoms):
+        seen, left = set(), list(atoms)
+        while left:
+            atom = left.pop()
+            eqn = None if isinstance(atom, Literal) else made.get(atom)
+            if eqn is not None and id(eqn) not in seen:
+                seen.add(id(eqn))
+                left += eqn.invars
+        return [eqn for eqn in jaxpr.eqns if id(eqn) in seen]
+
+    return [
+        sum(each.primitive.name == "dot_general" for each in needed(eqn.invars))
+        for eqn in jaxpr.eqns
+        if eqn.primitive.name == "psum"
+    ]
+
+
+def test_a_pack_depends_on_the_layers_whose_gradients_it_has_alone():
+    strategy = on(2, overlap=True, bytes_per_pack=2 * 4 * SIZE**2)  # two layers
+    step = replica_jaxpr(strategy, gradient_step, parameters(), batches(strategy))
+    # Forward 4, two gradients of weights, and those of what is between the layers: of
+    # the last two layers one, of the first two all three. No other gradient.
+    assert products_before_sums(step) == [4 + 2 + 1, 4 + 2 + 3]
+
+
+def test_without_it_packs_are_in_the_order_of_the_tree():
+    strategy = on(2, bytes_per_pack=2 * 4 * SIZE**2)
+    step = replica_jaxpr(strategy, gradient_step, parameters(), batches(strategy))
+    # "a" and "k" go together, then "m" and "z": the second layer with the last one.
+    assert products_before_sums(step) == [4 + 2 + 2, 4 + 2 + 3]
+
+
+@pytest.mark.parametrize("where", ["a jitted function", "a loop", "casts"])
+def test_the_order_is_found_through(where):
+    strategy = on(2, overlap=True, bytes_per_pack=4 * SIZE**2)  # one layer
+    order = []
+
+    def step(params, x):
+        grad = jax.grad(loss)
+        if where == "a jitted function":
+            grad = jax.jit(grad)
+        if where == "casts":
+            params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
+        grads = grad(params, x)
+        if where == "casts":  # each far behind the gradient, in the tree's order
+            grads = jax.tree.map(lambda g: g.astype(jnp.float32) / 3, grads)
+        return js.get_replica_context().all_reduce("sum", grads)
+
+    def looped(params, x):
+        return jax.lax.scan(lambda p, _: (step(p, x), None), params, None, length=2)[0]
+
+    run = looped if where == "a loop" else step
+    jaxpr = replica_jaxpr_deep(strategy, run, parameters(), batches(strategy))
+    sums = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "psum"]
+    results = [var for eqn in sums for var in eqn.outvars]
+    for var in results:
+        order.append(place_of(jaxpr, var))
+    # "k" is the last layer: its gradient is the first one. The results of a step are
+    # in the order of the tree: a, k, m, z.
+    assert order == [1, 3, 0, 2]
+
+
+def replica_jaxpr_deep(strategy, step, *args):
+    """The jaxpr that has the sums, wherever it is."""
+    left = [jax.make_jaxpr(lambda *args: strategy.run(step, args))(*args).jaxpr]
+    while left:
+        jaxpr = left.pop()
+        if any(eqn.primitive.name == "psum" for eqn in jaxpr.eqns):
+            return jaxpr
+        for eqn in jaxpr.eqns:
+            inner = eqn.params.get("jaxpr")
+            left += [] if inner is None else [getattr(inner, "jaxpr", inner)]
+    raise AssertionError("there are no sums")
+
+
+def place_of(jaxpr, var):
+    """Which result of the jaxpr is made of a variable, and of nothing else."""
+    for eqn in jaxpr.eqns:
+        if len(eqn.outvars) == 1 and eqn.outvars[0].aval.shape == (SIZE, SIZE):
+            if any(each is var for each in eqn.invars):
+                var = eqn.outvars[0]
+    return [each is var for each in jaxpr.outvars].index(True)
+
+
+# What comes out.
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda options: js.MirroredStrategy(
+            jax.devices()[:3], communication_options=options
+        ),
+        lambda options: js.MirroredStrategy(
+            jax.devices()[:2], communication_options=options, replicas_per_device=2
+        ),
+        lambda options: js.MirroredStrategy(
+            jax.devices()[:2],
+            communication_options=options,
+            sharding=js.StateSharding("state", min_bytes=0),
+        ),
+        lambda options: js.MirroredStrategy(
+            jax.devices()[:4], communication_options=options, logical_axes={"core": 2}
+        ),
+        lambda options: js.MirroredStrategy(
+            jax.devices()[:1], communication_options=options
+        ),
+    ],
+    ids=["devices", "shared devices", "divided state", "inner axes", "one replica"],
+)
+def test_no_bit_changes(make):
+    def total(tree):
+        return js.get_replica_context().all_reduce("sum", tree)
+
+    def step(tree):
+        replica = js.get_replica_context()
+        return [replica.all_reduce(op, tree) for op in ("sum", "mean", "max")]
+
+    found = []
+    for overlap in (False, True):
+        strategy = make(CommunicationOptions(overlap=overlap, bytes_per_pack=100))
+        n = strategy.num_replicas_in_sync
+        rng = np.random.default_rng(0)
+        tree = {
+            "b": rng.normal(size=(n, 3, 4)).astype(jnp.bfloat16),
+            "c": (rng.normal(size=(n, 5)) + 1j).astype(np.complex64),
+            "e": np.zeros((n, 0), np.float32),
+            "f": rng.normal(size=(n, 6, 2)).astype(np.float32),
+            "g": rng.normal(size=(n,)).astype(np.float32),
+            "i": rng.integers(0, 9, (n, 4)),
+        }
+        few = {k: v for k, v in tree.items() if k != "c"}  # which have no largest
+        given = strategy.per_replica(few)
+        sums = strategy.run(step, (given,))
+        sums.append(strategy.run(total, (strategy.per_replica(tree),)))
+        found.append(jax.tree.map(np.asarray, sums))
+    for alone, beside in zip(*map(jax.tree.leaves, found), strict=True):
+        np.testing.assert_array_equal(alone, beside)
+    np.testing.assert_allclose(found[1][0]["f"], tree["f"].sum(0), rtol=1e-5)
+
+
+def test_training_is_what_it_was():
+    found = []
+    for overlap in (False, True):
+        strategy = on(4, overlap=overlap)
+        step = strategy.run(gradient_step)
+        params = parameters()
+        for _ in range(3):
+            params = step(params, batches(strategy))
+        found.append(params)
+    for name in NAMES:
+        np.testing.assert_array_equal(found[0][name], found[1][name])
+
+
+def test_a_size_for_one_reduction_is_kept():
+    strategy = on(2, overlap=True, bytes_per_pack=4 * SIZE**2)
+
+    def step(x):
+        options = CommunicationOptions(bytes_per_pack=1000)
+        return js.get_replica_context().all_reduce("sum", [x, x, x], options=options)
+
+    jaxpr = replica_jaxpr_deep(strategy, step, strategy.per_replica(np.ones((2, 64))))
+    assert sum(eqn.primitive.name == "psum" for eqn in jaxpr.eqns) == 1
+
+
+def test_replicas_on_tpus_take_options():
+    options = CommunicationOptions(overlap=True, bytes_per_pack=4 * SIZE**2)
+    strategy = js.TPUStrategy(communication_options=options)
+    step = replica_jaxpr(strategy, gradient_step, parameters(), batches(strategy))
+    assert products_before_sums(step) == [4 + 1, 4 + 2, 4 + 3, 4 + 4]
+
+
+# What the compiler is asked for.
+
+
+def replicas(platform, kind, count=8, processes=1):
+    devices = tuple(
+        SimpleNamespace(
+            platform=platform, device_kind=kind, process_index=i % processes
+        )
+        for i in range(count)
+    )
+    return SimpleNamespace(count=count, devices=devices, all_devices=devices)
+
+
+def test_each_platform_is_asked_for_what_it_can():
+    gpu = overlap_on(replicas("gpu", "NVIDIA H100 80GB HBM3"), OVERLAP)
+    bytes_of_pack = "xla_gpu_all_reduce_combine_threshold_bytes"
+    assert gpu == Overlap(None, {bytes_of_pack: str(25 * 2**20)})
+    sized = CommunicationOptions(overlap=True, bytes_per_pack=10**6)
+    gpu = overlap_on(replicas("gpu", "NVIDIA A100"), sized)
+    assert gpu.compiler_options == {bytes_of_pack: "1000000"}
+    v5e, v6e, v5p = (
+        overlap_on(replicas("tpu", kind), OVERLAP).compiler_options
+        for kind in ("TPU v5 lite", "TPU v6 lite", "TPU v5p")
+    )
+    assert v5e["xla_enable_async_all_reduce"] == "true"
+    assert v6e["xla_tpu_enable_sparse_core_collective_offload_all_reduce"] == "true"
+    assert not v5p and "xla_enable_async_all_reduce" not in v6e
+    cpu = overlap_on(replicas("cpu", "cpu"), sized)
+    assert cpu == Overlap(ReadyPacking(10**6, 10**6, 10**6), {})
+
+
+def test_nobody_is_asked_without_reason():
+    assert overlap_on(replicas("tpu", "TPU v5 lite"), None) is None
+    assert overlap_on(replicas("gpu", "any"), CommunicationOptions()) is None
+    assert overlap_on(replicas("gpu", "any", count=1), OVERLAP) is None
+
+
+def test_what_the_user_has_said_stays(monkeypatch):
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_enable_async_all_reduce=false")
+    v5e = overlap_on(replicas("tpu", "TPU v5 lite"), OVERLAP).compiler_options
+    assert "xla_enable_async_all_reduce" not in v5e and len(v5e) == 2
+
+
+def test_the_compiler_is_asked(monkeypatch):
+    asked = Overlap(None, {"xla_no_such_option": "1"})
+    monkeypatch.setattr(_composition, "overlap_on", lambda *_: asked)
+    strategy = on(2)
+    x = strategy.per_replica(np.ones((2, 3)))
+
+    def total(x):
+        return js.get_replica_context().all_reduce("sum", x)
+
+    with pytest.raises(Exception, match="No such compile option: 'xla_no_such_option'"):
+        strategy.run(total, (x,))
+
+
+@pytest.mark.parametrize("is_first", [True, False], ids=["at first", "later"])
+def test_inside_another_program_its_options_hold(monkeypatch, is_first):
+    asked = Overlap(None, {"xla_cpu_enable_fast_math": "False"})
+    monkeypatch.setattr(_composition, "overlap_on", lambda *_: asked)
+    strategy = on(2)
+    x = strategy.per_replica(np.ones((2, 3)))
+
+    def total(x):
+        return js.get_replica_context().all_reduce("sum", x)
+
+    if not is_first:
+        np.testing.assert_array_equal(strategy.run(total, (x,)), [2.0, 2.0, 2.0])
+    found = jax.jit(lambda x: strategy.run(total, (x,)))(x)
+    np.testing.assert_array_equal(found, [2.0, 2.0, 2.0])
+
+
+# What is refused.
+
+
+def test_one_reduction_cannot_overlap():
+    strategy = on(2)
+    x = strategy.per_replica(np.ones((2, 3)))
+    told = re.escape(
+        "`overlap=True` was given in the options of one reduction; the compiler can be "
+        "asked for it once for a whole program only. Give it to the strategy: "
+        "`MirroredStrategy(communication_options=CommunicationOptions(overlap=True))`."
+    )
+    with pytest.raises(ValueError, match=told):
+        strategy.reduce("sum", x, options=OVERLAP)
+    with pytest.raises(ValueError, match=told):
+        strategy.run(
+            lambda x: js.get_replica_context().all_reduce("sum", x, options=OVERLAP),
+            (x,),
+        )
+
+
+def test_it_is_a_bool():
+    with pytest.raises(TypeError, match="`overlap` was 1; a bool was wanted."):
+        CommunicationOptions(overlap=1)
