@@ -320,6 +320,23 @@ class LateReplicaWarning(UserWarning):
     """
 
 
+class CompiledStepError(ValueError):
+    """A step that was compiled ahead of time does not fit what it is to be used for.
+
+    A call has arguments of other types than those it was compiled for; a file is of
+    another version, mesh or step, or of a user who is not trusted.
+
+    >>> import jaxstrategy as js
+    >>> strategy = js.MirroredStrategy(js.simulate(8)[:2])
+    >>> double = strategy.compile(lambda x: 2 * x, (np.zeros(3, np.float32),))
+    >>> try:
+    ...     double(np.zeros(4, np.float32))
+    ... except js.CompiledStepError as error:
+    ...     print(str(error).partition(". ")[0])
+    Argument `x` of `<lambda>` is float32[4], and the step is compiled for float32[3]
+    """
+
+
 class RecompilationWarning(UserWarning):
     """One function is compiled again and again; the message says what changed.
 

@@ -9,15 +9,21 @@ from typing import final
 
 import jax
 
+from jaxstrategy._errors import ContextError
 from jaxstrategy._options import RunOptions
 from jaxstrategy.cluster._processes import Processes
-from jaxstrategy.contexts import _context, _replica_context
+from jaxstrategy.contexts import _context, _outbox, _replica_context
 from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
 from jaxstrategy.contexts._context import Context
 from jaxstrategy.executors._executor import AbstractExecutor, FunctionProgram
 from jaxstrategy.executors.replica_threads._eager_steps import EagerSteps
 from jaxstrategy.replicas._devices import Device
+from jaxstrategy.tracing._function_programs import FunctionPrograms
+from jaxstrategy.tracing._prepared import Obtain
+from jaxstrategy.tracing._program_table import ProgramTable
 from jaxstrategy.tracing._programs import Programs
+from jaxstrategy.tracing._replica_step import name_of
+from jaxstrategy.tracing._seal import Seal
 from jaxstrategy.tracing._step_agreement import StepAgreement
 from jaxstrategy.values._types import Function, PyTree
 
@@ -50,6 +56,51 @@ class CompiledExecutor(AbstractExecutor):
     ) -> FunctionProgram:
         """The compiled programs of `fn`, for each structure and type of arguments."""
         return self._programs.of(fn, options)
+
+    def compile(
+        self,
+        fn: Function,
+        args: tuple[PyTree, ...],
+        kwargs: dict[str, PyTree],
+        options: RunOptions | None,
+        obtain: Obtain,
+    ) -> FunctionProgram:
+        """The program of one such call of `fn`, compiled before it is made."""
+        seal = Seal()
+        # A table of its own: what is compiled ahead takes nothing from other calls of
+        # the step, and refuses what these would compile.
+        table = ProgramTable(self._environment, self.agreement, seal)
+        program = FunctionPrograms(fn, options, table, lambda: None)
+        program.prepare(args, kwargs, obtain)
+        seal.is_closed = True
+        return program
+
+    def run_compiled(
+        self,
+        program: FunctionProgram,
+        fn: Function,
+        args: tuple[PyTree, ...],
+        kwargs: dict[str, PyTree],
+    ) -> PyTree:
+        """The results of what `compile` gave, wherever `run` may be called."""
+        context: Context = _context.require_cross_replica(self._strategy, "run")
+        if _outbox.around_steps() is not None:
+            raise ContextError(
+                f"`{name_of(fn)}` was compiled ahead of time, without what it hands to "
+                "the `MultiStepContext` around this call. Call the step itself."
+            )
+        if context.in_step:
+            return self._run_in_step(fn, args, kwargs)
+        if context.runs_eagerly is not None:
+            return self._eager_steps.run(fn, args, kwargs, None)
+        around = context.around
+        if around is None or context.strategy is None:
+            return program(args, kwargs)
+        before, after = around
+        before()
+        results = program(args, kwargs)
+        after()
+        return results
 
     def _run(
         self,

@@ -13,6 +13,7 @@ from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
 from jaxstrategy.contexts._replica_context import ReplicaContext
 from jaxstrategy.replicas._devices import Device
 from jaxstrategy.replicas._topology import Topology
+from jaxstrategy.tracing._prepared import Obtain
 from jaxstrategy.tracing._replica_step import StepEnvironment
 from jaxstrategy.tracing.explanation._explain import explain
 from jaxstrategy.tracing.explanation._explanation import Explanation
@@ -69,6 +70,9 @@ class AbstractExecutor(abc.ABC):
         Raises:
           ContextError: inside another `run`, or in another strategy's scope.
         """
+        context = _context.current()
+        if context.observer is not None and not context.in_step:
+            context.observer(self, fn, args, kwargs, options)
         outbox = _outbox.around_steps()
         if outbox is None:
             return self._run(fn, args, kwargs, options)
@@ -111,6 +115,46 @@ class AbstractExecutor(abc.ABC):
           kwargs: its keyword arguments.
         """
 
+    def compile(
+        self,
+        fn: Function,
+        args: tuple[PyTree, ...],
+        kwargs: dict[str, PyTree],
+        options: RunOptions | None,
+        obtain: Obtain,
+    ) -> FunctionProgram:
+        """The program of one such call of `fn`, compiled before it is made.
+
+        Args:
+          fn: the step.
+          args: its positional arguments; types may stand for arrays.
+          kwargs: its keyword arguments.
+          options: how it is compiled.
+          obtain: says what the program is.
+
+        Raises:
+          NotImplementedError: steps are compiled elsewhere, or not at all.
+        """
+        raise NotImplementedError(
+            f"A {type(self._strategy).__name__} compiles a step where it runs, when it "
+            "is scheduled: `compile` and `load_compiled` cannot do it before. Set up "
+            "`js.compilation_cache(directory)` in each process instead."
+        )
+
+    def run_compiled(
+        self,
+        program: FunctionProgram,
+        fn: Function,
+        args: tuple[PyTree, ...],
+        kwargs: dict[str, PyTree],
+    ) -> PyTree:
+        """The results of what `compile` gave, wherever `run` may be called.
+
+        Raises:
+          ContextError: inside another `run`, or in another strategy's scope.
+        """
+        raise NotImplementedError("`compile` gives nothing that could be run")
+
     def explain(
         self,
         fn: Function,
@@ -145,7 +189,9 @@ class AbstractExecutor(abc.ABC):
     def _environment(self) -> StepEnvironment:
         """The replicas and the caller of functions that traces need."""
         replicas = self._strategy.replicas
-        return StepEnvironment(replicas, self._as_replica, self._variables)
+        return StepEnvironment(
+            replicas, self._as_replica, self._variables, self._strategy.overlap
+        )
 
     def _as_replica(
         self, fn: Function, args: Sequence[PyTree], kwargs: dict[str, PyTree]

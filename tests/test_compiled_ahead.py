@@ -1,0 +1,534 @@
+"""Steps that are compiled before they are called do what the step does, or say why not.
+
+The oracle is NumPy, and the number of programs that XLA was asked for.
+"""
+
+import contextlib
+import gc
+import json
+import os
+import stat
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+from flax.training.train_state import TrainState
+
+import jaxstrategy as js
+from jaxstrategy.reductions._overlap import Overlap
+from jaxstrategy.strategies import _composition
+
+ROWS = np.arange(24, dtype=np.float32).reshape(8, 3) / 10
+START = np.array([0.5, -1.0, 2.0], np.float32)
+DEVICES = jax.devices()
+
+
+@contextlib.contextmanager
+def compilations():
+    """The names of the programs that XLA compiles in the block."""
+    found, is_open = [], [True]
+
+    def heard(event, seconds, **told):
+        if is_open and event == "/jax/core/compile/backend_compile_duration":
+            found.append(told.get("fun_name"))
+
+    jax.monitoring.register_event_duration_secs_listener(heard)
+    yield found
+    is_open.clear()
+
+
+def step(w, batch):
+    """`w` after a step of gradient descent on `mean((w . row) ** 2)`."""
+    grad = jax.grad(lambda w: js.masked_mean((batch @ w) ** 2))(w)
+    grad = js.get_replica_context().all_reduce("mean", grad)
+    return w - 0.1 * grad, batch.sum()
+
+
+def stepped(w):
+    """The same by NumPy."""
+    return w - 0.1 * (2 * ROWS * (ROWS @ w)[:, None]).mean(0)
+
+
+def replicas(count=4, **more):
+    return js.MirroredStrategy(DEVICES[:count], **more)
+
+
+LAYOUTS = {
+    "four replicas": lambda: replicas(),
+    "one replica": lambda: replicas(1),
+    "lanes": lambda: replicas(2, replicas_per_device=2),
+    "inner axes": lambda: replicas(4, logical_axes={"core": 2}),
+    "sharded state": lambda: replicas(
+        4, sharding=js.StateSharding("state", min_bytes=0)
+    ),
+}
+
+
+def batches_of(strategy):
+    return strategy.experimental_distribute_dataset(js.batches(ROWS, 8))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_step_compiled_for_types_does_what_the_step_does(layout, tmp_path):
+    strategy = LAYOUTS[layout]()
+    dataset = batches_of(strategy)
+    types = jax.ShapeDtypeStruct(START.shape, START.dtype), dataset.element_spec
+    train = strategy.compile(step, types)
+    train.save(tmp_path / "step")
+    (batch,) = dataset
+    w, own = train(START, batch)
+    np.testing.assert_allclose(w, stepped(START), rtol=1e-5)
+    sums = [local.sum() for local in np.split(ROWS, strategy.num_replicas_in_sync)]
+    own = jax.tree.leaves(own)[0]
+    np.testing.assert_allclose(own.reshape(-1), sums, rtol=1e-6)
+    with compilations() as compiled:
+        again = strategy.load_compiled(tmp_path / "step", step, types)
+        w, _ = again(w, batch)
+    np.testing.assert_allclose(w, stepped(stepped(START)), rtol=1e-5)
+    assert "jit(step)" not in compiled
+
+
+def test_a_saved_step_has_its_variables_and_overwrites_what_is_donated(tmp_path):
+    strategy = replicas()
+    with strategy.scope():
+        total = js.Variable(np.zeros(3, np.float32), name="total")
+        js.Variable(7.0, name="unused")
+
+    @strategy.run(options=js.RunOptions(donate_argnums=0))
+    def add(w, x):
+        total.assign_add(js.get_replica_context().all_reduce("sum", x) * w)
+        return {"w": 2 * w, "label": "twice"}
+
+    x = strategy.per_replica([START] * 4)
+    types = jax.ShapeDtypeStruct((3,), np.float32), x
+    strategy.compile(add, types).save(tmp_path / "add")
+    with strategy.scope():
+        js.Variable(8.0, name="made since, and unused")
+    loaded = strategy.load_compiled(tmp_path / "add", add, types)
+    w = strategy.mirror(START)
+    found = loaded(w, x)
+    assert found["label"] == "twice" and w.is_deleted()
+    np.testing.assert_allclose(found["w"], 2 * START)
+    loaded(found["w"], x)
+    np.testing.assert_allclose(total[...], 4 * START * (START + 2 * START), rtol=1e-6)
+
+
+def test_a_saved_step_is_checked_for_what_is_not_finite(tmp_path):
+    strategy = replicas(2)
+    options = js.RunOptions(check_finite=True)
+    strategy.compile(double, (START,), options=options).save(tmp_path / "double")
+    loaded = strategy.load_compiled(
+        tmp_path / "double", double, (START,), options=options
+    )
+    np.testing.assert_allclose(loaded(START), 4 * START)
+    with pytest.raises(js.NonFiniteError, match="double"):
+        loaded(START * np.float32(np.nan))
+
+
+def test_a_train_state_is_compiled_from_its_types_and_loaded(tmp_path):
+    strategy = replicas(2)
+    model, optimizer = nn.Dense(1), optax.sgd(0.1)
+
+    def create(optimizer=optimizer):
+        params = model.init(jax.random.key(0), ROWS)
+        return TrainState.create(apply_fn=model.apply, params=params, tx=optimizer)
+
+    @strategy.run
+    def train(state, rows):
+        def loss(params):
+            return (state.apply_fn(params, rows) ** 2).mean()
+
+        grads = jax.grad(loss)(state.params)
+        return state.apply_gradients(
+            grads=js.get_replica_context().all_reduce("mean", grads)
+        )
+
+    rows = strategy.per_replica([ROWS[:4], ROWS[4:]])
+    types = jax.eval_shape(create), rows
+    strategy.compile(train, types).save(tmp_path / "train")
+    loaded = strategy.load_compiled(tmp_path / "train", train, types)
+    state = strategy.init(create)
+    kernel = np.asarray(state.params["params"]["kernel"])
+    state = loaded(loaded(state, rows), rows)
+    assert isinstance(state, TrainState) and state.step == 2
+    bias = np.zeros(1, np.float32)
+    for _ in range(2):
+        out = 2 * (ROWS @ kernel + bias)
+        kernel, bias = kernel - 0.1 * ROWS.T @ out / 8, bias - 0.1 * out.mean(0)
+    np.testing.assert_allclose(state.params["params"]["kernel"], kernel, rtol=1e-5)
+    with pytest.raises(js.CompiledStepError, match="an optimizer that is made anew is"):
+        loaded(strategy.init(lambda: create(optax.sgd(0.1))), rows)
+
+
+def test_several_steps_are_compiled_and_loaded(tmp_path):
+    strategy = replicas(2)
+    many = strategy.several(strategy.run(step))
+    spec = batches_of(strategy).element_spec
+    types = jax.ShapeDtypeStruct((3,), np.float32), (spec, spec)
+    strategy.compile(many, types).save(tmp_path / "many")
+    (batch,) = batches_of(strategy)
+    loaded = strategy.load_compiled(tmp_path / "many", many, types)
+    w, _ = loaded(START, (batch, batch))
+    np.testing.assert_allclose(w, stepped(stepped(START)), rtol=1e-5)
+    with pytest.raises(js.CompiledStepError, match="compiled ahead of time for other"):
+        loaded(START, (batch,))
+
+
+def test_objects_and_captured_arrays_are_what_they_are_at_each_call(tmp_path):
+    strategy = replicas(2)
+    rate = jnp.float32(0.5)
+
+    class Counter(nnx.Module):
+        def __init__(self):
+            self.total = nnx.Variable(jnp.zeros(3))
+
+    def count(counter, x):
+        counter.total[...] += rate * js.get_replica_context().all_reduce("sum", x)
+
+    x = strategy.per_replica([START, START])
+    strategy.compile(count, (Counter(), x)).save(tmp_path / "count")
+    counter, rate = Counter(), jnp.float32(0.25)
+    loaded = strategy.load_compiled(tmp_path / "count", count, (counter, x))
+    loaded(counter, x)
+    rate = jnp.float32(2.0)
+    loaded(counter, x)
+    np.testing.assert_allclose(counter.total[...], (0.5 + 4.0) * START, rtol=1e-6)
+
+
+def test_a_library_call_is_ready_when_it_is_loaded(tmp_path):
+    strategy = replicas(2)
+
+    def solve(matrix, x):
+        return js.get_replica_context().all_reduce("mean", jnp.linalg.solve(matrix, x))
+
+    matrix, x = np.diag(START), strategy.per_replica([ROWS[0], ROWS[1]])
+    strategy.compile(solve, (matrix, x)).save(tmp_path / "solve")
+    loaded = strategy.load_compiled(tmp_path / "solve", solve, (matrix, x))
+    np.testing.assert_allclose(loaded(matrix, x), ROWS[:2].mean(0) / START, rtol=1e-5)
+
+
+def test_it_is_called_wherever_a_step_is():
+    strategy = replicas(2)
+    compiled = strategy.compile(step, (START, strategy.per_replica([ROWS, ROWS])))
+    x = strategy.per_replica([ROWS, ROWS])
+    with strategy.scope():
+        w, _ = compiled(START, x)
+    np.testing.assert_allclose(w, stepped(START), rtol=1e-5)
+    with js.eager_replicas():
+        w, _ = compiled(START, x)
+    np.testing.assert_allclose(w, stepped(START), rtol=1e-5)
+    assert repr(compiled) == "<step compiled ahead of time>"
+    assert "w" in step.__code__.co_varnames and compiled.__name__ == "step"
+    assert compiled.compiled.cost_analysis() is not None
+    with replicas(1).scope(), pytest.raises(js.ContextError, match="scope"):
+        compiled(START, x)
+
+
+# What a call may not differ in.
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    strategy = replicas(2)
+    spec = batches_of(strategy).element_spec
+    w = jax.ShapeDtypeStruct((3,), np.float32)
+    (batch,) = batches_of(strategy)
+    return strategy, strategy.compile(step, (w, spec)), batch
+
+
+@pytest.mark.parametrize(("w", "text"), [
+    (np.zeros(4, np.float32), r"Argument `w` of `step` is float32\[4\], and the step "
+     r"is compiled for float32\[3\]. Call it with what"),
+    (np.zeros(3, np.int32), r"Argument `w` of `step` is int32\[3\]"),
+    (jnp.full(3, 1.0), r"is float32\[3\], of the weak type of a Python number, and"),
+    ([1.0, 2.0, 3.0], "for other arguments: their structure was PyTreeDef.*and is"),
+    ("w", "`w` was an array or number, the same on all replicas, and is 'w'"),
+], ids=["shape", "dtype", "weak", "structure", "static"])  # fmt: skip
+def test_another_argument_is_told_by_name(compiled, w, text):
+    _, train, batch = compiled
+    with pytest.raises(js.CompiledStepError, match=text):
+        train(w, batch)
+    train(START, batch)  # and nothing was lost
+
+
+def test_a_batch_without_its_mask_is_told(compiled):
+    strategy, train, _ = compiled
+    rows = strategy.per_replica([ROWS[:4], ROWS[4:]])
+    with pytest.raises(js.CompiledStepError, match=(
+        "`batch` was a PerReplica with a mask of its rows, and is a PerReplica without"
+    )):  # fmt: skip
+        train(START, rows)
+
+
+def test_it_is_no_part_of_a_traced_function(compiled):
+    _, train, batch = compiled
+    with pytest.raises(js.CompiledStepError, match="cannot be part of a function that"):
+        jax.jit(lambda w: train(w, batch))(START)
+    train(START, batch)
+
+
+def test_what_else_it_captures_may_not_change():
+    strategy = replicas(2)
+    power = 2
+
+    def raised(x):
+        return js.get_replica_context().all_reduce("sum", x**power)
+
+    compiled = strategy.compile(raised, (np.float32(3),))
+    assert compiled(np.float32(3)) == 18
+    power = 3
+    for _ in range(2):
+        with pytest.raises(js.CompiledStepError, match="what it captures has changed"):
+            compiled(np.float32(3))
+    power = 2
+    assert compiled(np.float32(3)) == 18
+
+
+def test_a_variable_that_is_gone_is_told():
+    strategy = replicas(2)
+    with strategy.scope():
+        count = js.Variable(1.0, name="count")
+
+    def add(count, x):
+        return count.assign_add(x)
+
+    compiled = strategy.compile(add, (count, np.float32(1)))
+    compiled(count, np.float32(1))
+    assert count == 2.0
+    with strategy.scope():
+        other = js.Variable(1.0, name="other")
+    with pytest.raises(js.CompiledStepError, match="`count` was variable 'count', and"):
+        compiled(other, np.float32(1))
+
+
+def test_a_step_that_is_one_only_by_its_strategy_is_refused(tmp_path):
+    strategy = replicas(2)
+    with pytest.raises(TypeError, match="`compile` was given 3, which cannot be call"):
+        strategy.compile(3)
+    with pytest.raises(TypeError, match="`load_compiled` was given 3"):
+        strategy.load_compiled(tmp_path / "none", 3)
+    with pytest.raises(TypeError, match="`args` was a float"):
+        strategy.compile(step, 1.0)
+    with pytest.raises(FileNotFoundError):
+        strategy.load_compiled(tmp_path / "none", step, (START, ROWS))
+
+    def inside(x):
+        strategy.compile(step, (x,))
+
+    with pytest.raises(js.ContextError, match="`strategy.compile` was called inside"):
+        strategy.run(inside, (START,))
+
+
+# What a file may not differ in.
+
+
+def double(x):
+    return js.get_replica_context().all_reduce("sum", 2 * x)
+
+
+@pytest.fixture
+def saved(tmp_path):
+    strategy = replicas(2)
+    strategy.compile(double, (START,)).save(tmp_path / "double")
+    return strategy, tmp_path / "double"
+
+
+def test_a_file_is_its_owners_alone(saved):
+    _, path = saved
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert [each.name for each in path.parent.iterdir()] == ["double"]
+
+
+def test_another_step_is_refused(saved):
+    strategy, path = saved
+
+    def other(x):
+        return js.get_replica_context().all_reduce("sum", 3 * x)
+
+    with pytest.raises(js.CompiledStepError, match=(
+        r"double' is not used for `other`: the step computes something else now \(its "
+        r"code, \w{16}, is \w{16}\). Compile and save it again."
+    )):  # fmt: skip
+        strategy.load_compiled(path, other, (START,))
+
+
+def test_a_captured_constant_is_a_part_of_the_step(tmp_path):
+    strategy = replicas(2)
+
+    def scaled(by):
+        return lambda x: js.get_replica_context().all_reduce("sum", by * x)
+
+    strategy.compile(scaled(START), (START,)).save(tmp_path / "scaled")
+    with pytest.raises(js.CompiledStepError, match="computes something else now"):
+        strategy.load_compiled(tmp_path / "scaled", scaled(2 * START), (START,))
+
+
+def test_other_arguments_are_refused(saved):
+    strategy, path = saved
+    with pytest.raises(js.CompiledStepError, match=(
+        r"argument `x` was float32\[3\], .*, and is float32\[4\], "
+    )):  # fmt: skip
+        strategy.load_compiled(path, double, (np.zeros(4, np.float32),))
+    with pytest.raises(js.CompiledStepError, match="and is float32.*, donated, "):
+        donating = js.RunOptions(donate_argnums=0)
+        strategy.load_compiled(path, double, (START,), options=donating)
+
+
+def test_another_mesh_is_refused(saved):
+    _, path = saved
+    with pytest.raises(js.CompiledStepError, match=(
+        "the mesh was '2 replicas, replica=2', and is '4 replicas, replica=4'"
+    )):  # fmt: skip
+        replicas(4).load_compiled(path, double, (START,))
+    with pytest.raises(js.CompiledStepError, match="devices of the mesh was '0, 1'"):
+        js.MirroredStrategy(DEVICES[2:4]).load_compiled(path, double, (START,))
+
+
+def test_other_options_are_refused(saved):
+    strategy, path = saved
+    with jax.numpy_dtype_promotion("strict"):
+        with pytest.raises(js.CompiledStepError, match=(
+            "JAX's option jax_numpy_dtype_promotion was 'standard', and is 'strict'"
+        )):  # fmt: skip
+            strategy.load_compiled(path, lambda x: double(x), (START,))
+    with pytest.raises(
+        js.CompiledStepError, match="besides was '.*', and is '.*Finite"
+    ):
+        options = js.RunOptions(check_finite=True)
+        strategy.load_compiled(path, double, (START,), options=options)
+
+
+def test_other_options_of_the_compiler_are_refused(tmp_path, monkeypatch):
+    """By which reductions go beside the computation on some platforms."""
+
+    def asking(answer):
+        overlap = Overlap(None, {"xla_cpu_enable_fast_min_max": answer})
+        monkeypatch.setattr(_composition, "overlap_on", lambda *_: overlap)
+        return replicas(2)
+
+    path = tmp_path / "double"
+    asking("False").compile(double, (START,)).save(path)
+    same = asking("False").load_compiled(path, double, (START,))
+    np.testing.assert_array_equal(same(START), 4 * START)
+    with pytest.raises(js.CompiledStepError, match=(
+        "the compiler's option xla_cpu_enable_fast_min_max was 'False', and is 'True'"
+    )):  # fmt: skip
+        asking("True").load_compiled(path, double, (START,))
+
+
+def rewritten(path, **facts):
+    """The file with other facts in its header, as another version writes it."""
+    text = path.read_bytes()
+    begin = text.index(b"\n") + 9
+    end = begin + int.from_bytes(text[begin - 8 : begin], "little")
+    header = json.loads(text[begin:end])
+    header["facts"] |= facts
+    other = json.dumps(header).encode()
+    size = len(other).to_bytes(8, "little")
+    path.write_bytes(text[: begin - 8] + size + other + text[end:])
+
+
+@pytest.mark.parametrize("fact", [
+    "the version of jax", "the version of jaxlib", "the version of jaxstrategy",
+    "the platform", "the kind of device", "the processor",
+    "the place of this process", "the environment's XLA_FLAGS",
+])  # fmt: skip
+def test_another_version_or_machine_is_refused(saved, fact):
+    strategy, path = saved
+    rewritten(path, **{fact: "another"})
+    with pytest.raises(js.CompiledStepError, match=f"{fact} was 'another', and is '"):
+        strategy.load_compiled(path, double, (START,))
+
+
+def test_another_users_file_is_not_read(saved, monkeypatch):
+    strategy, path = saved
+    path.chmod(0o620)
+    with pytest.raises(js.CompiledStepError, match=(
+        r"is not loaded: others may write it \(mode 620\), and a compiled step runs"
+    )):  # fmt: skip
+        strategy.load_compiled(path, double, (START,))
+    path.chmod(0o600)
+    strategy.load_compiled(path, double, (START,))
+    os.chown(path, 12345, -1) if os.getuid() == 0 else None
+    monkeypatch.setattr(os, "getuid", lambda: 54321)
+    with pytest.raises(js.CompiledStepError, match=r"user \d+, this process to 54321"):
+        if os.stat(path).st_uid == 0:
+            pytest.skip("root's files are trusted")
+        strategy.load_compiled(path, double, (START,))
+
+
+def test_a_damaged_file_is_told(saved):
+    strategy, path = saved
+    text = path.read_bytes()
+    path.write_bytes(text[:-1] + bytes([text[-1] ^ 1]))
+    with pytest.raises(js.CompiledStepError, match=r"damaged \(its checksum is wrong"):
+        strategy.load_compiled(path, double, (START,))
+    path.write_bytes(text[:60])
+    with pytest.raises(js.CompiledStepError, match="is damaged"):
+        strategy.load_compiled(path, double, (START,))
+    path.write_bytes(b"not one")
+    with pytest.raises(js.CompiledStepError, match="no compiled step of this version"):
+        strategy.load_compiled(path, double, (START,))
+
+
+def test_a_step_that_calls_python_is_compiled_and_not_saved(tmp_path, capsys):
+    strategy = replicas(2)
+
+    def told(x):
+        jax.debug.print("x is {}", x[0])
+        return double(x)
+
+    compiled = strategy.compile(told, (START,))
+    np.testing.assert_allclose(compiled(START), 4 * START)
+    jax.effects_barrier()
+    assert "replica 1: x is 0.5" in capsys.readouterr().out
+    with pytest.raises(js.CompiledStepError, match="`told` calls Python while it runs"):
+        compiled.save(tmp_path / "told")
+
+
+def test_a_parameter_server_compiles_nothing_ahead():
+    strategy = js.ParameterServerStrategy(
+        js.cluster_resolver.SimpleClusterResolver(
+            js.cluster_resolver.ClusterSpec({"ps": ["a:1"], "worker": ["b:1"]}),
+            task_type="chief",
+        ),
+        backend="threads",
+    )
+    with pytest.raises(NotImplementedError, match="compiles a step where it runs"):
+        strategy.compile(double, (START,))
+
+
+def test_a_compiled_step_keeps_nothing_alive():
+    strategy = replicas(2)
+    x = strategy.mirror(np.ones(3, np.float32))
+    compiled = strategy.compile(lambda x: 2 * x, (x,))
+    program = compiled._program
+    assert not [each for each in gc.get_referrers(x) if each is program]
+
+
+def test_a_step_that_raises_is_called_once_when_its_closure_has_changed():
+    strategy, calls, rate = replicas(2), [], 1.0
+
+    @strategy.run
+    def step(x):
+        calls.append(rate)
+        if rate == 2.0:
+            raise ValueError("no rate")
+        return rate * x
+
+    assert step(np.float32(3)) == 3
+    rate = 2.0
+    with pytest.raises(ValueError, match="no rate"):
+        step(np.float32(3))
+    assert calls.count(2.0) == 1
+
+
+def test_only_a_strategy_makes_one():
+    with pytest.raises(TypeError, match=(
+        r"A `CompiledStep` was made with .*'here'.*: `strategy.compile\(step, args\)`"
+    )):  # fmt: skip
+        js.CompiledStep(step, (), {}, "here")
