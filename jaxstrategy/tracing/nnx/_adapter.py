@@ -6,6 +6,7 @@ or has captured, are passed to it; objects like them are put together there, the
 works on those, and their new arrays are put into the caller's objects.
 """
 
+from jaxstrategy.tracing.nnx._bound_call import BoundCall as BoundCall
 from jaxstrategy.tracing.nnx._callers_objects import holders_of as holders_of
 from jaxstrategy.tracing.nnx._changed_objects import unchanged as unchanged
 from jaxstrategy.tracing.nnx._flax_errors import refused as refused

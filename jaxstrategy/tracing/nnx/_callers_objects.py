@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Collection, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, TypeAlias
 
 import jax
 
@@ -13,12 +13,14 @@ from jaxstrategy._errors import ObjectError
 from jaxstrategy.tracing.functions import _callbacks
 from jaxstrategy.tracing.nnx._flax_types import FlaxVariable, NodePath
 from jaxstrategy.tracing.nnx._object_form import ObjectForm
-from jaxstrategy.tracing.nnx._object_kinds import (
-    is_variable,
-)
+from jaxstrategy.tracing.nnx._object_kinds import is_variable
 from jaxstrategy.tracing.nnx._parts import Parts, Same, apply, dotted
+from jaxstrategy.tracing.nnx._variable_slot import quick_getter, quick_setter
+from jaxstrategy.values import _arrays
 from jaxstrategy.values._trees import is_object
 from jaxstrategy.values._types import Leaf, PyTree
+
+_Setter: TypeAlias = Callable[[Leaf], object]
 
 
 class CallersObjects:
@@ -62,16 +64,16 @@ class CallersObjects:
                     "`jax.Ref`, which a step on several devices cannot be given. Make "
                     "the variable without `ref=True`."
                 )
-        # Raw values: for others Flax calls the hooks of a variable, which is for the
-        # code of the step to cause.
-        self._getters = [
-            node.get_raw_value if is_variable(node) else lambda node=node: node
-            for node in self._variables
-        ]
         owners = [
             [i for i, path in enumerate(paths) if path[0] == place]
             for place in range(len(objects))
         ]
+        # Of each object. Raw values: for others Flax calls the hooks of a variable,
+        # which is for the code of the step to cause.
+        self._getters = [
+            [_getter_of(self._variables[i]) for i in own] for own in owners
+        ]
+        self._setters: list[list[_Setter]] = []
         self.form = ObjectForm(
             graph,
             structure,
@@ -110,11 +112,20 @@ class CallersObjects:
 
     def parts(self) -> list[Parts]:
         """The arrays of each object."""
-        values = [get() for get in self._getters]
         return [
-            Parts([values[i] for i in own], names)
-            for own, names in zip(self.form.owners, self.form.names, strict=True)
+            Parts([get() for get in own], names)
+            for own, names in zip(self._getters, self.form.names, strict=True)
         ]
+
+    def finish(self, returned: tuple[PyTree, list[Parts]]) -> PyTree:
+        """The results of a call; the objects then hold their new arrays.
+
+        Args:
+          returned: what the step as one of arrays returned.
+        """
+        results, parts = returned
+        self.store(parts)
+        return self.with_callers_objects(results)
 
     def store(self, parts: Sequence[Parts]) -> None:
         """Put new arrays into the objects, and change what else the step changed.
@@ -123,12 +134,14 @@ class CallersObjects:
           ObjectError: JAX traces the code that called the step, and Flax allows no
             array of its there.
         """
-        variables = self._variables
+        # Which variables may be changed where nothing is traced does not change.
+        is_known = bool(self._setters) and not _arrays.is_traced()
+        setters = self._setters if is_known else self._setters_that_ask()
         try:
-            for own, part in zip(self.form.owners, parts, strict=True):
-                for i, array in zip(own, part.arrays, strict=True):
+            for own, part in zip(setters, parts, strict=True):
+                for set_array, array in zip(own, part.arrays, strict=True):
                     if array is not None:
-                        variables[i].set_raw_value(array)
+                        set_array(array)
         except Exception as error:
             # By name: the class is in Flax, which is not imported from here.
             if type(error).__name__ != "TraceContextError":
@@ -138,10 +151,33 @@ class CallersObjects:
                 "the object was made outside of. Give it to that function as an "
                 "argument, and use `nnx.jit` or its kin instead of `jax.jit`."
             ) from error
+        if not is_known and not _arrays.is_traced():
+            self._setters = self._setters_after(parts)
         for part in parts:
             if part.changes:
                 apply(part.changes, self._by_path())
                 return
+
+    def _setters_that_ask(self) -> list[list[_Setter]]:
+        """What gives the variables of each object a value, if they may be changed."""
+        return [
+            [getattr(self._variables[i], "set_raw_value", _refuse) for i in own]
+            for own in self.form.owners
+        ]
+
+    def _setters_after(self, parts: Sequence[Parts]) -> list[list[_Setter]]:
+        """The same, without asking of those that `parts` had a value for."""
+        return [
+            [
+                set_array if array is None else quick_setter(variable) or set_array
+                for set_array, array, variable in zip(
+                    setters, part.arrays, [self._variables[i] for i in own], strict=True
+                )
+            ]
+            for setters, part, own in zip(
+                self._setters_that_ask(), parts, self.form.owners, strict=True
+            )
+        ]
 
     def with_callers_objects(self, returned: PyTree) -> PyTree:
         """The results of a step, with the caller's objects where it had them."""
@@ -156,7 +192,8 @@ class CallersObjects:
 
     def _clear(self, _: object) -> None:
         # These hold arrays, and nothing in a variable refers to the object it is of.
-        self._variables, self._getters, self._nodes = [], [], []
+        self._variables, self._nodes = [], []
+        self._getters, self._setters = [], []
 
     def _by_path(self) -> dict[NodePath, object]:
         roots = [each() for each in self._objects]
@@ -165,6 +202,14 @@ class CallersObjects:
         )
         # Of an object that is given twice, Flax names the first place only.
         return by_path | {(place,): root for place, root in enumerate(roots)}
+
+
+def _getter_of(node: object) -> Callable[[], Leaf]:
+    return quick_getter(node) if is_variable(node) else lambda: node
+
+
+def _refuse(value: Leaf) -> None:
+    raise AssertionError("a step has no value for what is no variable")
 
 
 # A set of those that there are: objects of which one step knows, others may read.

@@ -14,7 +14,7 @@ from jaxstrategy.tracing.functions._references import References
 from jaxstrategy.tracing.nnx._callers_objects import CallersObjects
 from jaxstrategy.tracing.nnx._object_kinds import is_changed_in_place, is_whole_object
 from jaxstrategy.tracing.nnx._object_step import step_of_arrays
-from jaxstrategy.tracing.nnx._parts import Parts, is_parts, is_whole_or_parts
+from jaxstrategy.tracing.nnx._parts import Parts
 from jaxstrategy.values import _trees
 from jaxstrategy.values._types import Function, Leaf, PyTree
 
@@ -35,29 +35,13 @@ class ObjectCall:
     args: Sequence[PyTree]
     kwargs: dict[str, PyTree]
 
-    def with_rest(
-        self, rest: tuple[PyTree, ...], kwargs: dict[str, PyTree]
-    ) -> tuple[tuple[PyTree, ...], dict[str, PyTree]]:
-        """The call with more arguments, and the arrays that the objects have now."""
-        assert self.objects is not None
-        parts = iter(self.objects.parts())
-        known = (self.args, self.kwargs)
-        leaves, structure = jax.tree.flatten(known, is_leaf=is_whole_or_parts)
-        leaves = [next(parts) if is_parts(leaf) else leaf for leaf in leaves]
-        args, captured = jax.tree.unflatten(structure, leaves)
-        return (*args, *rest), {**kwargs, **captured}
-
     def finish(self, returned: tuple[PyTree, list[Parts]]) -> PyTree:
         """The results of the call; its objects then hold their new arrays.
 
         Args:
           returned: what the step as one of arrays returned.
         """
-        results, parts = returned
-        if self.objects is None:
-            return results
-        self.objects.store(parts)
-        return self.objects.with_callers_objects(results)
+        return returned[0] if self.objects is None else self.objects.finish(returned)
 
 
 def call_of(
