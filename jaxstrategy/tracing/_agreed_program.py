@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import final
 
-from jaxstrategy.tracing._constants import Given
+from jaxstrategy.tracing._input_layout import InputLayout
+from jaxstrategy.tracing._prepared import Obtain
 from jaxstrategy.tracing._program import Program
 from jaxstrategy.tracing._replica_step import ReplicaStep
 from jaxstrategy.tracing._step_agreement import StepAgreement
@@ -42,38 +43,63 @@ class AgreedProgram(Stage):
         self._where = f"{place[0]}:{place[1]}" if place else "unknown line"
         self._is_new = True
         self._is_dispatched = False  # now, and not part of a larger program
-        self._same: dict[int, Given] = {}  # what it is called with now
+        self._leaves: Sequence[Leaf] = ()  # what it is called with now
 
-    def __call__(self, leaves: Sequence[Leaf]) -> PyTree:
-        """The step's results for these leaves, which are live arrays."""
-        return self._agreed(self._program, leaves)
+    @property
+    def layout(self) -> InputLayout:
+        """The form in which the compiled function takes the arguments."""
+        return self._program.layout
+
+    def __call__(self, leaves: Sequence[Leaf], inputs: Sequence[PyTree]) -> PyTree:
+        """The step's results for these leaves, which are live arrays, as `Program`."""
+        return self._agreed(self._program, leaves, inputs)
 
     def place_and_call(self, leaves: Sequence[Leaf]) -> PyTree:
         """The same, for leaves of any kind and in any place."""
         return self._agreed(self._program.place_and_call, leaves)
 
-    def _agreed(
-        self, call: Callable[[Sequence[Leaf]], PyTree], leaves: Sequence[Leaf]
-    ) -> PyTree:
+    def prepare(self, leaves: Sequence[Leaf], obtain: Obtain) -> None:
+        """Has it compiled for arguments of these types, and for no others."""
         self._same = self._step.same(leaves)
-        if _cell.is_traced():  # part of a larger program, which its caller dispatches
-            return call(leaves)
-        name, where = self._name, self._where
-        self._agreement.begin(name, where, leaves, self._same, self._is_new)
-        self._is_dispatched = True
         try:
-            results = call(leaves)
+            self._program.prepare(leaves, obtain)
         finally:
-            self._is_dispatched = False
             self._same = {}
-            self._agreement.end()
-        self._is_new = False
-        return results
+
+    def _agreed(
+        self,
+        call: Callable[..., PyTree],
+        leaves: Sequence[Leaf],
+        *more: Sequence[PyTree],
+    ) -> PyTree:
+        agreement, self._leaves = self._agreement, leaves
+        try:
+            # In a larger program it is part of what its caller dispatches.
+            if _cell.is_traced():
+                return call(leaves, *more)
+            if agreement.begin(self._name, self._where):
+                same = {} if self._is_new else self._step.same(leaves)
+                agreement.compare(self._name, self._where, leaves, same)
+            if self._is_new:
+                agreement.compiles(self._name)
+            self._is_dispatched = True
+            try:
+                results = call(leaves, *more)
+            finally:
+                self._is_dispatched = False
+                agreement.end()
+            self._is_new = False
+            return results
+        finally:
+            self._leaves = ()
 
     def traced(self, step: TracedStep) -> None:
         """Compares a new trace with those of the other processes."""
         closed, dispatched = step.trace.closed, self._is_dispatched
-        self._agreement.traced(step.name, self._where, closed, self._same, dispatched)
+        # Another thread's call may have ended, which has cleared them.
+        leaves = self._leaves
+        same = self._step.same(leaves) if leaves else {}
+        self._agreement.traced(step.name, self._where, closed, same, dispatched)
 
 
 def program_of(

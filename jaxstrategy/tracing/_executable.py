@@ -19,10 +19,13 @@ from jax.core import Tracer, eval_context
 from jax.stages import Lowered, Wrapped
 
 from jaxstrategy.tracing import _results
+from jaxstrategy.tracing._input_layout import InputLayout
+from jaxstrategy.tracing._prepared import OutdatedCall, PreparedCall
 from jaxstrategy.tracing._trace import Evaluate
 from jaxstrategy.tracing._traced_step import TracedStep
 from jaxstrategy.tracing.stages._carried import Carried
 from jaxstrategy.tracing.stages._finite import Finite
+from jaxstrategy.tracing.stages._placement import Placement
 from jaxstrategy.tracing.stages._stage import Stage, overridden
 from jaxstrategy.tracing.stages._variables import VariableArguments
 from jaxstrategy.values._types import Function, Leaf, PyTree
@@ -59,17 +62,17 @@ class Handover:
       trace: traces the step for the leaves of a call that offers nothing.
 
     Attributes:
-      leaves: those of the call that was begun last, by whatever thread; cleared when it
+      inputs: those of the call that was begun last, by whatever thread; cleared when it
         ends, so that no array lives longer.
       has_plain: whether a trace has told of results with leaves that are no arrays.
     """
 
-    __slots__ = ("_own", "_trace", "has_plain", "leaves")
+    __slots__ = ("_own", "_trace", "has_plain", "inputs")
 
     def __init__(self, trace: Callable[[Sequence[Leaf]], TracedStep | None]) -> None:
         self._own = threading.local()
         self._trace = trace
-        self.leaves: Sequence[Leaf] = ()
+        self.inputs: Sequence[PyTree] = ()
         self.has_plain = False
 
     @contextlib.contextmanager
@@ -93,7 +96,7 @@ class Handover:
         with eval_context():
             if trace is not None:
                 return trace()
-            leaves = self.leaves
+            leaves = jax.tree.leaves(self.inputs)
             # They may be those of another thread's call, which do as well if alike.
             step = self._trace(leaves) if _are_alike(leaves, inputs) else None
         if step is None:
@@ -103,7 +106,9 @@ class Handover:
 
 def _are_alike(leaves: Sequence[Leaf], inputs: Sequence[Tracer]) -> bool:
     pairs = list(zip(leaves, inputs, strict=False))
-    return len(pairs) == len(leaves) and all(_type(a) == _type(b) for a, b in pairs)
+    return len(pairs) == len(leaves) and all(
+        isinstance(a, jax.Array) and _type(a) == _type(b) for a, b in pairs
+    )
 
 
 def _type(array: jax.Array) -> tuple[tuple[int, ...], np.dtype, bool]:
@@ -118,17 +123,21 @@ class Executable:
     Args:
       compiled: the jitted function, of the arguments and the variables' values. It
         returns the results, the outputs that stages have added, and the new values.
+      layout: of the arguments.
       handover: what the jitted function asks for traces.
       variables: which the step is given, or reaches by references.
       stages: what is done before and after.
+      placement: where arguments lie.
 
     Attributes:
       compiled: as given.
       is_plain: whether it can be called without asking whether it is right still.
+      is_bare: whether `call_bare` may be called.
     """
 
     __slots__ = (
         "compiled",
+        "is_bare",
         "is_plain",
         "_after",
         "_before",
@@ -137,16 +146,21 @@ class Executable:
         "_handover",
         "_has_variables",
         "_in_references",
+        "_layout",
         "_outdated",
+        "_right",
     )
 
     def __init__(
         self,
-        compiled: Wrapped,
+        compiled: Wrapped | PreparedCall | OutdatedCall,
+        layout: InputLayout,
         handover: Handover,
         variables: VariableArguments,
         stages: Sequence[Stage],
+        placement: Placement,
     ) -> None:
+        self._layout = layout
         self._handover = handover
         active = [stage for stage in stages if stage.is_active]
         self.compiled = compiled
@@ -158,24 +172,30 @@ class Executable:
         self._after = _of_outputs(active, "after")
         self._outdated = overridden(active, "is_outdated")
         self.is_plain = not (variables.are_used or self._outdated)
+        around = (self._before, self._checks, self._after, self._has_variables)
+        self._right = placement.right
+        is_asked = placement.is_open or any(around) or layout.structure is None
+        self.is_bare = self.is_plain and not is_asked
 
-    def __call__(self, leaves: Sequence[Leaf]) -> PyTree:
+    def __call__(self, leaves: Sequence[Leaf], inputs: Sequence[PyTree]) -> PyTree:
         """The step's results for leaves that lie where they belong.
+
+        Args:
+          leaves: those of the arguments.
+          inputs: the arguments, as the layout has them.
 
         Raises:
           NotTraced: there is no trace for arguments like these.
         """
         for before in self._before:
             before(leaves)
-        inputs = leaves
-        if self._has_variables:
-            inputs = [*leaves, *self._carried.values()]
         before_call = self._in_references() if self._checks else ()
-        self._handover.leaves = leaves
+        values = self._carried.values() if self._has_variables else ()
+        self._handover.inputs = inputs
         try:
-            results, outputs, kept = self.compiled(*inputs)
+            results, outputs, kept = self.compiled(*inputs, *values)
         finally:
-            self._handover.leaves = ()
+            self._handover.inputs = ()
         if self._checks:
             self._check(outputs, before_call)
         if kept:
@@ -184,6 +204,31 @@ class Executable:
             after(outputs[place])
         has_plain = self._handover.has_plain
         return _results.unwrap_plain(results) if has_plain else results
+
+    def call_bare(self, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> PyTree:
+        """The step's results where JAX alone looks at the arguments.
+
+        It sees by itself whether they are of the types that the step was compiled for.
+        What it refuses, `Program` may take or can explain.
+
+        Raises:
+          NotTraced: a `PerReplica` lies elsewhere, or there is no trace for these.
+        """
+        inputs = (*args, kwargs) if kwargs else args
+        for place, structure, own in self._layout.divided:
+            # JAX would move those of another strategy.
+            leaves = structure.flatten_up_to(inputs[place])
+            for among_own, index in own:
+                lies, right = leaves[among_own].sharding, self._right[index]
+                if lies is not right and lies != right:
+                    raise NotTraced
+        handover = self._handover
+        handover.inputs = inputs
+        try:
+            results, _, _ = self.compiled(*inputs)
+        finally:
+            handover.inputs = ()
+        return _results.unwrap_plain(results) if handover.has_plain else results
 
     def _check(
         self, outputs: Sequence[jax.Array], before: Sequence[tuple[jax.Ref, jax.Array]]
@@ -205,7 +250,8 @@ class Executable:
 
     def lower(self, types: Sequence[jax.ShapeDtypeStruct]) -> Lowered:
         """JAX's lowered form for arguments of these types."""
-        return self.compiled.lower(*types, *self._carried.values())
+        inputs = self._layout.inputs(types)
+        return self.compiled.lower(*inputs, *self._carried.values())
 
 
 def _of_outputs(
@@ -222,6 +268,7 @@ def _of_outputs(
 
 def jitted(
     name: str,
+    layout: InputLayout,
     handover: Handover,
     carried: Carried,
     stages: Sequence[Stage],
@@ -231,13 +278,18 @@ def jitted(
 
     Args:
       name: of the step, which profiles and HLO dumps show.
+      layout: of its arguments.
       handover: where the trace is that it is compiled from.
       carried: the variables.
       stages: what they add is computed as well.
       options: of `jax.jit`.
     """
 
-    def program(*inputs: Tracer) -> _Returned:
+    def program(*given: PyTree) -> _Returned:
+        leaves = layout.leaves(given[: layout.count])
+        if leaves is None:
+            raise NotTraced
+        inputs = [*leaves, *given[layout.count :]]
         step = handover.take(inputs)
         if not _cell.is_traced() and _looks_for_nans():
             return _debugged(step, inputs, carried, stages)

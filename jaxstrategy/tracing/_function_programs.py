@@ -10,6 +10,7 @@ from typing import Any, final
 from jaxstrategy import _errors
 from jaxstrategy._options import RunOptions
 from jaxstrategy.tracing import _recompilation
+from jaxstrategy.tracing._prepared import Obtain
 from jaxstrategy.tracing._program_table import (
     FunctionKey,
     ProgramTable,
@@ -62,7 +63,7 @@ class FunctionPrograms:
         # What its programs are given besides, by label, and the places that lead there.
         self._captured: dict[str, Leaf] = {}
         self._ways_to_captured: list[tuple[Place, object]] = []
-        self._variables = _variables_of(fn)
+        self._look_at_variables(fn)
         is_method = isinstance(fn, types.MethodType)
         self._names = _code.attributes_read(fn) if is_method else set[str]()
         self._attributes = self._attributes_of(fn)
@@ -72,12 +73,35 @@ class FunctionPrograms:
         programs = self._programs
         if programs is None or self._captured:
             return self._call_anew(args, kwargs)
-        for place, value in self._variables:
-            if place.get() is not value:
-                return self._call_anew(args, kwargs)
+        # Outside of the block, because a step may raise the same.
+        is_same = True
+        try:
+            for cell, value in self._cells:
+                if cell.cell_contents is not value:
+                    is_same = False
+        except ValueError:  # a variable that is not set yet
+            is_same = False
+        if not is_same:
+            return self._call_anew(args, kwargs)
         if self._names and self._attributes_of(self._get_fn()) != self._attributes:
             return self._call_anew(args, kwargs)
         return programs(args, kwargs)
+
+    def prepare(
+        self, args: Sequence[PyTree], kwargs: dict[str, PyTree], obtain: Obtain
+    ) -> None:
+        """Has the program of such a call compiled now; types may stand for arrays.
+
+        Args:
+          args: positional arguments.
+          kwargs: keyword arguments.
+          obtain: says what the program is.
+        """
+        fn = self._fn
+        prepare = functools.partial(SharedPrograms.prepare, obtain=obtain)
+        self._call(self._look_at(fn), args, kwargs, prepare)
+        if self._programs is not None:
+            self._look_again(fn, self._programs)
 
     def bound(self, objects: Sequence[PyTree]) -> Callable[..., PyTree]:
         """The function with these first arguments, which are looked into only now.
@@ -93,6 +117,14 @@ class FunctionPrograms:
         fn = self._get_fn()
         assert fn is not None, "the caller holds the function"
         return fn
+
+    def _look_at_variables(self, fn: Function) -> None:
+        """Takes note of the variables of enclosing functions, and their values."""
+        function = fn.__func__ if isinstance(fn, types.MethodType) else fn
+        cells = list(map(ClosureCell, getattr(function, "__closure__", None) or ()))
+        self._variables = [(place, place.get()) for place in cells]
+        # The same, for each call.
+        self._cells = [(place.cell, value) for place, value in self._variables]
 
     def _attributes_of(self, method: Any) -> dict[str, Identity]:
         """The attributes that a method reads of its object, as weak identities."""
@@ -117,28 +149,32 @@ class FunctionPrograms:
         programs: SharedPrograms,
         args: Sequence[PyTree],
         kwargs: dict[str, PyTree],
+        call: Callable[..., PyTree] = SharedPrograms.call_with,
     ) -> PyTree:
         arrays = [k for k, v in self._captured.items() if not is_changed_in_place(v)]
         if not arrays or programs.has_succeeded:
-            return programs.call_with(self._captured, args, kwargs)
+            return call(programs, self._captured, args, kwargs)
         try:
-            return programs.call_with(self._captured, args, kwargs)
+            return call(programs, self._captured, args, kwargs)
         except Exception as error:
             is_placement = isinstance(error, _errors.PlacementError)
             if _is_ours(error) or not (is_placement or came_from_step(error)):
                 raise
             # The function may need their values in Python, or none of one that lies
             # where no argument may: then they are constants.
-            return self._call_with_constants(args, kwargs)
+            return self._call_with_constants(args, kwargs, call)
 
     def _call_with_constants(
-        self, args: Sequence[PyTree], kwargs: dict[str, PyTree]
+        self,
+        args: Sequence[PyTree],
+        kwargs: dict[str, PyTree],
+        call: Callable[..., PyTree],
     ) -> PyTree:
         fn = self._fn
         code = Identity(_code.code_of(fn))
         self._table.asking.add(code)
         try:
-            return self._call(self._look_at(fn), args, kwargs)
+            return self._call(self._look_at(fn), args, kwargs, call)
         except BaseException:
             self._table.asking.discard(code)  # they were not the reason
             self._programs = None
@@ -152,6 +188,7 @@ class FunctionPrograms:
 
     def _look_at(self, fn: Function) -> SharedPrograms:
         """Finds the programs of functions like this one."""
+        self._programs = None  # those of before are not right any more
         if _is_of_a_module(fn) and not _trees.object_kinds():
             self._captured, self._ways_to_captured, references = {}, [], None
             code = Identity(_code.code_of(fn))
@@ -161,7 +198,7 @@ class FunctionPrograms:
                 references = References(fn, is_changed_in_place)
             self._captured, self._key = self._key_of(fn, references)
             self._ways_to_captured = references.watched() if self._captured else []
-        self._variables = _variables_of(fn)
+        self._look_at_variables(fn)
         self._attributes = self._attributes_of(fn)
         seen = functools.partial(_recompilation.Seen, references)
         self._programs = self._table.find(self._key, fn, seen)
@@ -195,7 +232,7 @@ class FunctionPrograms:
         """
         if self._programs is not programs:
             return
-        self._variables = _variables_of(fn)
+        self._look_at_variables(fn)
         self._attributes = self._attributes_of(fn)
         if self._key is None or not self._key.is_shared:
             return
@@ -218,13 +255,6 @@ def _is_of_a_module(fn: Function) -> bool:
         return False
     is_plain = not (fn.__closure__ or fn.__defaults__ or fn.__kwdefaults__)
     return is_plain and "<" not in fn.__qualname__
-
-
-def _variables_of(fn: Function) -> list[tuple[Place, object]]:
-    """The variables of enclosing functions that a function uses, and their values."""
-    function = fn.__func__ if isinstance(fn, types.MethodType) else fn
-    cells = getattr(function, "__closure__", None) or ()
-    return [(place, place.get()) for place in map(ClosureCell, cells)]
 
 
 def _is_ours(error: Exception) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from importlib import metadata
 
 import jax
 
@@ -12,13 +13,20 @@ from jaxstrategy.values._types import Leaf
 
 def are_live_arrays(leaves: Sequence[Leaf]) -> bool:
     """Whether all leaves are arrays on devices, none of them donated before."""
-    # On JAX 0.10, dispatching a deleted array on several devices ends the process.
     for is_deleted in (_plain_is_deleted(), _is_deleted):
         try:
             return not any(map(is_deleted, leaves))
         except (TypeError, AttributeError, jax.errors.ConcretizationTypeError):
             continue
     return False
+
+
+@functools.cache
+def are_looked_for() -> bool:
+    """Whether calls must look for deleted arrays, because JAX does not refuse them."""
+    # On JAX 0.10, dispatching one on several devices ends the process; 0.12 raises.
+    major, minor, *_ = metadata.version("jaxlib").split(".")
+    return (int(major), int(minor)) < (0, 12)
 
 
 def _is_deleted(leaf: Leaf) -> bool:

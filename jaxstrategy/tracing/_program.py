@@ -9,13 +9,16 @@ the call of the jitted function.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import threading
-from collections.abc import Sequence
-from typing import final
+from collections.abc import Iterator, Sequence
+from typing import Any, final
 
 import jax
 from jax.stages import Lowered, Wrapped
 
+from jaxstrategy._errors import CompiledStepError
 from jaxstrategy.tracing import _many
 from jaxstrategy.tracing._executable import (
     Executable,
@@ -23,6 +26,14 @@ from jaxstrategy.tracing._executable import (
     NotTraced,
     Retraced,
     jitted,
+)
+from jaxstrategy.tracing._input_layout import InputLayout
+from jaxstrategy.tracing._prepared import (
+    Obtain,
+    OutdatedCall,
+    Preparation,
+    PreparedCall,
+    traced_caller,
 )
 from jaxstrategy.tracing._replica_step import ReplicaStep
 from jaxstrategy.tracing._traced_step import TracedStep
@@ -43,6 +54,10 @@ class Program:
     Args:
       step: the step.
       stages: what is done for it besides.
+
+    Attributes:
+      executable: what its calls are of now.
+      layout: of the arguments of the compiled function.
     """
 
     def __init__(self, step: ReplicaStep, stages: Sequence[Stage]) -> None:
@@ -55,27 +70,47 @@ class Program:
         # One thread traces, so that one trace tells which variables there are.
         self._one_tracer = threading.RLock()
         self._handover = Handover(_callbacks.asked(self, Program._trace_in_call))
+        self.layout = InputLayout(step.signature, self._donated)
+        # Whether it is part of another program, which has options of its own.
+        self._is_inside = False
         # Whether the last call had to move an array: then the next one probably must.
         self._must_place = False
+        # Whether it was compiled before it was called, and is not to be compiled again.
+        self._is_prepared = False
+        self._name = step.name
         self._compile()
 
-    def __call__(self, leaves: Sequence[Leaf]) -> PyTree:
-        """The step's results for these leaves, which are live arrays."""
+    def __call__(self, leaves: Sequence[Leaf], inputs: Sequence[PyTree]) -> PyTree:
+        """The step's results.
+
+        Args:
+          leaves: of its arguments: live arrays.
+          inputs: the same as `layout` has them.
+        """
         if self._must_place or not self._placement.is_right(leaves):
             return self.place_and_call(leaves)
         try:
-            executable = self._executable
+            executable = self.executable
             if executable.is_plain:  # the usual case, kept short
-                return executable(leaves)
-            return self._dispatch(leaves)
+                return executable(leaves, inputs)
+            return self._dispatch(leaves, inputs)
         except (NotTraced, Retraced):
             pass  # and out of the block, or this were the context of later errors
         except ValueError:
             # It may be JAX's, about an array that is split in another way. Such an
             # array is moved, or refused with our advice.
-            if not _differ(self._placement.placed(leaves), leaves):
+            if self.is_placed(leaves) and not self._is_newly_inside():
                 raise
         return self.place_and_call(leaves)
+
+    def is_placed(self, leaves: Sequence[Leaf]) -> bool:
+        """Whether live arrays lie where the program needs them.
+
+        Raises:
+          PlacementError: their place shows a mistake.
+          DonatedValueError: an array that is donated is given twice.
+        """
+        return not _differ(self._placement.placed(leaves), leaves)
 
     def place_and_call(self, leaves: Sequence[Leaf]) -> PyTree:
         """The same, for leaves of any kind and in any place."""
@@ -88,6 +123,44 @@ class Program:
 
     def lower(self, leaves: Sequence[Leaf]) -> Lowered:
         """JAX's lowered form of the program; `leaves` may be types of arrays."""
+        with self._traced_for(leaves) as (_, placed):
+            return self.executable.lower(placed)
+
+    def prepare(self, leaves: Sequence[Leaf], obtain: Obtain) -> None:
+        """Has the program compiled for arguments of these types, and for no others.
+
+        Args:
+          leaves: the arguments; types may stand for arrays.
+          obtain: says what the program is from now on.
+        """
+        # A file has no trees of the user's.
+        self.layout = InputLayout(self._step.signature, self._donated, is_flat=True)
+        self._compile()
+        with self._traced_for(leaves) as (step, placed):
+            executable = self.executable
+            carried = self._variables.carried
+            names = {variable.cell: variable.name for variable in step.trace.used}
+            preparation = Preparation(
+                step,
+                inputs=[*placed, *carried.values()],
+                variables=[names[cell] for cell in carried.cells],
+                stages=[type(stage).__name__ for stage in self._active],
+                must_be_lowered=any(stage.learns_within for stage in self._active),
+                compiler_options=self._compiler_options,
+                lower=functools.partial(executable.lower, placed),
+            )
+            prepared = PreparedCall(obtain(preparation), preparation)
+            self._is_prepared = True
+            self._use(prepared)
+
+    @contextlib.contextmanager
+    def _traced_for(
+        self, leaves: Sequence[Leaf]
+    ) -> Iterator[tuple[TracedStep, list[jax.ShapeDtypeStruct]]]:
+        """A `with` block in which the program is traced for arguments of these types.
+
+        Its value is the trace, and where each argument lies.
+        """
         # `eval_shape` keeps the weak types of Python's numbers, as a call passes them:
         # without them, this would be another program than the call's.
         types = jax.eval_shape(list, leaves)
@@ -105,7 +178,7 @@ class Program:
                 for index, (leaf, of_type) in enumerate(zip(leaves, types, strict=True))
             ]
             with self._handover.of(lambda: step):
-                return self._executable.lower(placed)
+                yield step, placed
 
     def _trace_in_call(self, leaves: Sequence[Leaf]) -> TracedStep | None:
         """A trace for a call that was dispatched as it is; None if it must be placed.
@@ -139,6 +212,9 @@ class Program:
 
     def _call_placed(self, leaves: Sequence[Leaf]) -> PyTree:
         is_traced = _cell.is_traced()  # in the jitted function it always is
+        if self._is_newly_inside():
+            self._is_inside = True
+            self._compile()
 
         def trace() -> TracedStep:
             step = self._trace(leaves)
@@ -150,28 +226,30 @@ class Program:
         with self._one_tracer:
             try:
                 with self._handover.of(trace):
-                    return self._dispatch(leaves)
+                    return self._dispatch(leaves, self.layout.inputs(leaves))
             except Retraced as found:
                 step = found.step
             leaves = self._placement.placed(leaves)
             with self._handover.of(lambda: step):
-                return self._dispatch(leaves)
+                return self._dispatch(leaves, self.layout.inputs(leaves))
 
-    def _dispatch(self, leaves: Sequence[Leaf]) -> PyTree:
+    def _dispatch(self, leaves: Sequence[Leaf], inputs: Sequence[PyTree]) -> PyTree:
         """The results for leaves that lie where they belong."""
         if not self._variables.are_used:
-            return self._valid_executable()(leaves)
+            return self._valid_executable()(leaves, inputs)
         self._variables.check_outside()
         # Calling a program gives it the memory of the variables and takes other memory
         # back; two threads at once would end the process (JAX 0.10 and 0.12).
         with _access.one_at_a_time:
-            return self._valid_executable()(leaves)
+            return self._valid_executable()(leaves, inputs)
 
     def _valid_executable(self) -> Executable:
+        if self._is_prepared and _cell.is_traced():
+            raise CompiledStepError(traced_caller(self._name))
         # Both are asked: each takes note of what has changed.
-        if self._executable.is_outdated() | self._variables.settle():
+        if self.executable.is_outdated() | self._variables.settle():
             self._compile()
-        return self._executable
+        return self.executable
 
     def _trace(self, leaves: Sequence[Leaf]) -> TracedStep:
         """Traces the step for arguments like these, and lets all stages know."""
@@ -201,8 +279,23 @@ class Program:
         if is_other:
             self._compile()
         else:
-            self._use(self._executable.compiled)
+            self._use(self.executable.compiled)
         return is_other
+
+    @property
+    def _compiler_options(self) -> dict[str, str]:
+        """What the compiler is asked for."""
+        overlap = self._step.overlap
+        return (
+            {} if overlap is None or self._is_inside else {**overlap.compiler_options}
+        )
+
+    def _is_newly_inside(self) -> bool:
+        """Whether it has compiler options, and is called inside another program.
+
+        JAX refuses options of a jitted function inside another one (0.10 and 0.12).
+        """
+        return bool(self._compiler_options) and _cell.is_traced()
 
     @property
     def _active(self) -> list[Stage]:
@@ -210,9 +303,12 @@ class Program:
 
     def _compile(self) -> None:
         """Forgets what was compiled; JAX compiles anew when it is called."""
+        if self._is_prepared:  # for what is not there any more
+            self._use(OutdatedCall(self._name))
+            return
         carried = self._variables.carried
-        shardings = (*self._placement.shardings, *carried.shardings)
-        lent = (len(self._step.roles) + i for i in carried.lent)
+        layout = self.layout
+        lent = (layout.count + i for i in carried.lent)
         # A call that is refused afterwards leaves arguments and variables as they were.
         is_refused_late = bool(overridden(self._stages, "check"))
         taken = () if is_refused_late else (*sorted(self._donated), *lent)
@@ -220,9 +316,15 @@ class Program:
         # another jitted function (0.10 and 0.12). So each call checks its arguments; so
         # it does where they may lie in several ways.
         is_open = self._variables.by_reference or self._placement.is_open
-        options = {} if is_open else {"in_shardings": shardings}
+        options: dict[str, Any] = {}
+        if not is_open:
+            arguments = layout.shardings(self._placement.shardings)
+            options["in_shardings"] = (*arguments, *carried.shardings)
+        if asked := self._compiler_options:
+            options["compiler_options"] = asked
         compiled = jitted(
             self._step.name,
+            layout,
             self._handover,
             carried,
             self._stages,
@@ -231,10 +333,15 @@ class Program:
         )
         self._use(compiled)
 
-    def _use(self, compiled: Wrapped) -> None:
+    def _use(self, compiled: Wrapped | PreparedCall | OutdatedCall) -> None:
         """Lets later calls be of this, and of the stages that are active now."""
-        self._executable = Executable(
-            compiled, self._handover, self._variables, self._stages
+        self.executable = Executable(
+            compiled,
+            self.layout,
+            self._handover,
+            self._variables,
+            self._stages,
+            self._placement,
         )
 
 

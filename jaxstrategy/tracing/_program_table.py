@@ -10,6 +10,7 @@ from typing import NamedTuple, final
 from jaxstrategy._options import RunOptions
 from jaxstrategy.tracing import _recompilation
 from jaxstrategy.tracing._replica_step import StepEnvironment
+from jaxstrategy.tracing._seal import Seal
 from jaxstrategy.tracing._shared_programs import SharedPrograms
 from jaxstrategy.tracing._step_agreement import StepAgreement
 from jaxstrategy.tracing.functions import _callbacks, _code
@@ -74,16 +75,21 @@ class ProgramTable:
     Args:
       environment: what steps run in.
       agreement: with the other processes, if there are any.
+      seal: says when no program may be added; None if some always may.
 
     Attributes:
       asking: codes that ask Python for the values of arrays that they capture.
     """
 
     def __init__(
-        self, environment: StepEnvironment, agreement: StepAgreement | None
+        self,
+        environment: StepEnvironment,
+        agreement: StepAgreement | None,
+        seal: Seal | None = None,
     ) -> None:
         self._environment = environment
         self._agreement = agreement
+        self._seal = seal
         self._log = _recompilation.Log()
         self._table: dict[FunctionKey, SharedPrograms] = {}
         self._codes: set[int] = set()
@@ -105,9 +111,16 @@ class ProgramTable:
         known = self._table.get(key)
         if known is not None:
             return known
+        if self._seal is not None:
+            self._seal.check_function(fn)
         calls = _recompilation.Calls(seen())
         made = SharedPrograms(
-            self._environment, self._agreement, key.options, self._log.of(fn), calls
+            self._environment,
+            self._agreement,
+            key.options,
+            self._log.of(fn),
+            calls,
+            seal=self._seal,
         )
         self._make_room(key)
         if (known := self._table.setdefault(key, made)) is not made:

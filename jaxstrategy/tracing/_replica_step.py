@@ -10,6 +10,7 @@ from typing import final
 
 import jax
 
+from jaxstrategy.reductions._overlap import Overlap
 from jaxstrategy.replicas._replicas import SAME, SPLIT, Meaning, Replicas
 from jaxstrategy.tracing import _results
 from jaxstrategy.tracing._constants import Given
@@ -34,11 +35,13 @@ class StepEnvironment:
       replicas: those that take each step together.
       call: runs a function as one replica, contexts included: `call(fn, args, kwargs)`.
       variables: returns those that steps may use now.
+      overlap: what is done so that reductions go beside the rest, if anything.
     """
 
     replicas: Replicas
     call: Callable[[Function, Sequence[PyTree], dict[str, PyTree]], PyTree]
     variables: Callable[[], Sequence[Variable]]
+    overlap: Overlap | None = None
 
 
 @final
@@ -54,6 +57,7 @@ class ReplicaStep:
     Attributes:
       signature: as given.
       replicas: those that take it together.
+      overlap: what is done so that reductions go beside the rest, if anything.
       roles: of the arguments that are traced.
     """
 
@@ -69,6 +73,7 @@ class ReplicaStep:
         self._may_create = may_create
         self.signature = signature
         self.replicas = environment.replicas
+        self.overlap = environment.overlap
         self.roles = [role for role in signature.roles if role is not Role.STATIC]
 
     @property
@@ -137,6 +142,7 @@ class ReplicaStep:
                 self.replicas,
                 self._environment.variables,
                 self._may_create(),
+                None if self.overlap is None else self.overlap.packing,
             )
         except _leaks.Leak as leak:
             # Where the value was made JAX says only when the trace has ended.

@@ -26,6 +26,9 @@ one whose inner jaxprs are rewritten already.
 RuleAt: TypeAlias = Callable[[Equation, Rule], Rule]
 """Of an equation, and the rule where it stands, that for it and all that it holds."""
 
+Grouped: TypeAlias = Callable[[Sequence[Equation]], Sequence[Equation]]
+"""Equations of a jaxpr, with others in place of some."""
+
 
 def rewritten(
     jaxpr: Jaxpr,
@@ -33,6 +36,7 @@ def rewritten(
     axis_sizes: Sequence[tuple[str, int]] = (),
     operands: Rule = lambda _: None,
     rule_at: RuleAt = lambda _, rule: rule,
+    grouped: Grouped = lambda eqns: eqns,
 ) -> Jaxpr:
     """`jaxpr` with all that its equations hold, rewritten equation by equation.
 
@@ -44,8 +48,10 @@ def rewritten(
       operands: says of which equations the operands are others; the function returns
         these.
       rule_at: says where another rule holds.
+      grouped: of the equations of each jaxpr others, of which one may stand for several
+        in a row, with the operands and results of all; the rule must not let it stay.
     """
-    return _Rewriting(rule, axis_sizes, operands, rule_at).of_jaxpr(jaxpr)
+    return _Rewriting(rule, axis_sizes, operands, rule_at, grouped).of_jaxpr(jaxpr)
 
 
 def rewritten_function(
@@ -87,10 +93,12 @@ class _Rewriting:
         axis_sizes: Sequence[tuple[str, int]],
         operands: Rule,
         rule_at: RuleAt,
+        grouped: Grouped,
     ) -> None:
         self._rule = rule
         self._operands = operands
         self._rule_at = rule_at
+        self._grouped = grouped
         self._axis_sizes = list(axis_sizes)
         self._of_rules: dict[Rule, _Rewriting] = {rule: self}
         # An inner jaxpr may stand in several equations.
@@ -98,7 +106,8 @@ class _Rewriting:
 
     def of_jaxpr(self, jaxpr: Any) -> Jaxpr:
         if id(jaxpr) not in self._done:
-            eqns = [new for eqn in jaxpr.eqns for new in self._of_equation(eqn)]
+            given = self._grouped(jaxpr.eqns)
+            eqns = [new for eqn in given for new in self._of_equation(eqn)]
             effects = frozenset[Any](jaxpr.effects).union(*(e.effects for e in eqns))
             is_same = len(eqns) == len(jaxpr.eqns) and all(
                 new is old for new, old in zip(eqns, jaxpr.eqns, strict=True)
@@ -115,7 +124,9 @@ class _Rewriting:
     def _under(self, rule: Rule) -> _Rewriting:
         """The same rewriting, where another rule holds."""
         if rule not in self._of_rules:
-            other = _Rewriting(rule, self._axis_sizes, self._operands, self._rule_at)
+            other = _Rewriting(
+                rule, self._axis_sizes, self._operands, self._rule_at, self._grouped
+            )
             other._of_rules = self._of_rules
             self._of_rules[rule] = other
         return self._of_rules[rule]

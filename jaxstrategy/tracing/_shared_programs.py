@@ -12,22 +12,31 @@ import jax
 from jaxstrategy._options import RunOptions
 from jaxstrategy.tracing import _recompilation, _roles
 from jaxstrategy.tracing._agreed_program import AgreedProgram, program_of
+from jaxstrategy.tracing._executable import NotTraced, Retraced
 from jaxstrategy.tracing._jaxpr_types import ArrayType
-from jaxstrategy.tracing._live_arrays import are_live_arrays
+from jaxstrategy.tracing._live_arrays import are_live_arrays, are_looked_for
+from jaxstrategy.tracing._prepared import Obtain
 from jaxstrategy.tracing._program import Program
 from jaxstrategy.tracing._replica_step import ReplicaStep, StepEnvironment
 from jaxstrategy.tracing._roles import Signature
+from jaxstrategy.tracing._seal import Seal
 from jaxstrategy.tracing._step_agreement import StepAgreement
 from jaxstrategy.tracing.checks._returned import Returned
 from jaxstrategy.tracing.functions import _callbacks
 from jaxstrategy.tracing.functions._weak_function import weakly
-from jaxstrategy.tracing.nnx._adapter import ObjectCall, ObjectCalls, options_of
+from jaxstrategy.tracing.nnx._adapter import (
+    BoundCall,
+    ObjectCall,
+    ObjectCalls,
+    options_of,
+)
 from jaxstrategy.tracing.stages._new_traces import Checked, Counted
 from jaxstrategy.tracing.stages._stages import stages_of
 from jaxstrategy.values import _handle, _trees
 from jaxstrategy.values._types import Function, Leaf, PyTree, TreeStructure
 
 _Program: TypeAlias = Program | AgreedProgram
+_MOST_REFUSED = 3
 
 
 @final
@@ -42,6 +51,7 @@ class SharedPrograms:
       calls: how often the functions were called.
       holder: the programs of which these are the same functions, of arrays instead of
         objects.
+      seal: says when no program may be added; None if some always may.
     """
 
     def __init__(
@@ -52,6 +62,7 @@ class SharedPrograms:
         history: _recompilation.History,
         calls: _recompilation.Calls,
         holder: SharedPrograms | None = None,
+        seal: Seal | None = None,
     ) -> None:
         self._environment = environment
         self._agreement = agreement
@@ -59,6 +70,7 @@ class SharedPrograms:
         self._history = history
         self._calls = calls
         self._holder = holder
+        self._seal = seal
         self._functions: list[Callable[[], Function | None]] = []
         self.traces = 0
         self.has_succeeded = False
@@ -70,6 +82,10 @@ class SharedPrograms:
         # of the arguments too, which is found in half the time. The last one first.
         self._programs: dict[Hashable, _Program] = {}
         self._last: tuple[Any, _Program | None] = (None, None)
+        # What the last call can be made of without looking at its arguments; no more
+        # when JAX has refused a few calls, for each of which an exception is raised.
+        self._direct: Program | None = None
+        self._refused = 0
         # With objects, the functions are ones of arrays, which have programs of their
         # own for objects that are put together alike.
         self._object_calls = ObjectCalls(self._get_fn, self._for_arrays)
@@ -99,6 +115,14 @@ class SharedPrograms:
     def __call__(self, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> PyTree:
         """The results of the function on all replicas."""
         self._calls.count += 1
+        direct = self._direct
+        if direct is not None and (executable := direct.executable).is_bare:
+            try:
+                return executable.call_bare(args, kwargs)
+            except Exception as error:
+                if not self._is_for_others(direct, error, args, kwargs):
+                    raise
+            return self._call_other(args, kwargs)
         structure, program = self._last
         if program is not None:
             # Flattening as the last call's arguments takes half the time of flattening
@@ -109,8 +133,44 @@ class SharedPrograms:
                 pass  # of a deleted array JAX's message fails, which shows all of them
             else:
                 if are_live_arrays(leaves):
-                    return program(leaves)
+                    return self._call_live(program, leaves, args, kwargs)
         return self._call_other(args, kwargs)
+
+    def _call_live(
+        self,
+        program: _Program,
+        leaves: list[Leaf],
+        args: Sequence[PyTree],
+        kwargs: dict[str, PyTree],
+    ) -> PyTree:
+        """A call whose leaves are live arrays."""
+        inputs = leaves
+        if program.layout.structure is not None:
+            inputs = (*args, kwargs) if kwargs else args
+        results = program(leaves, inputs)
+        if self._refused < _MOST_REFUSED and isinstance(program, Program):
+            self._direct = None if are_looked_for() else program
+        return results
+
+    def _is_for_others(
+        self,
+        direct: Program,
+        error: Exception,
+        args: Sequence[PyTree],
+        kwargs: dict[str, PyTree],
+    ) -> bool:
+        """Whether a call that JAX alone has refused is to be made in another way."""
+        if isinstance(error, jax.errors.JaxRuntimeError):
+            return False  # the devices have begun
+        if not isinstance(error, (NotTraced, Retraced)):
+            _trees.object_kinds()
+            leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=_is_whole)
+            is_alike = structure == direct.layout.structure and are_live_arrays(leaves)
+            if is_alike and direct.is_placed(leaves):
+                return False
+        self._refused += 1
+        self._direct = None
+        return True
 
     def _call_other(self, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> PyTree:
         """A call that is not like the last one, or not of live arrays alone."""
@@ -121,7 +181,7 @@ class SharedPrograms:
         if program is None or not are_live_arrays(leaves):
             return self._call_carefully(args, kwargs, structure)
         self._last = (structure, program)
-        return program(leaves)
+        return self._call_live(program, leaves, args, kwargs)
 
     def call_with(
         self,
@@ -139,6 +199,28 @@ class SharedPrograms:
             results = self._call_with_objects(call)
         self.has_succeeded = True
         return results
+
+    def prepare(
+        self,
+        captured: dict[str, Leaf],
+        args: Sequence[PyTree],
+        kwargs: dict[str, PyTree],
+        obtain: Obtain,
+    ) -> None:
+        """Has the program of such a call compiled now; types may stand for arrays."""
+        call = self._object_calls.find(args, kwargs, captured)
+        if call is not None:
+            programs = self._object_calls.programs(call)
+            programs.prepare({}, call.args, call.kwargs, obtain)
+        else:
+            fn = self._fn
+            leaves, signature = _roles.take_apart(fn, args, kwargs, abstract=True)
+            program, _ = self._new_program(signature)
+            program.prepare(leaves, obtain)
+            self._programs[signature] = program
+            if self._seal is not None:
+                self._seal.add(signature)
+        self.has_succeeded = True
 
     def _call_carefully(
         self,
@@ -165,6 +247,8 @@ class SharedPrograms:
         structure: TreeStructure,
     ) -> PyTree:
         """The first call for arguments of this structure."""
+        if self._seal is not None:
+            self._seal.check_arguments(fn, signature)
         self._returned.check(signature, leaves, fn)
         made, checked = self._new_program(signature)
         program = self._programs.setdefault(signature, made)  # or another thread's
@@ -220,6 +304,7 @@ class SharedPrograms:
             self._history,
             self._calls,
             self,
+            self._seal,
         )
         programs.add(function)
         return programs
@@ -234,11 +319,12 @@ class SharedPrograms:
         """
         call = self._object_calls.require(objects, captured)
         programs, kept = self._object_calls.programs(call), objects
+        bound = BoundCall(call)
 
         @functools.wraps(fn)
         def step(*rest: PyTree, **kwargs: PyTree) -> PyTree:
             assert kept  # they must live as long as this is called
-            return call.finish(programs(*call.with_rest(rest, kwargs)))
+            return bound.objects.finish(programs(*bound.arguments(rest, kwargs)))
 
         return step
 

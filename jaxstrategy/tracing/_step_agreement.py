@@ -33,10 +33,15 @@ class StepAgreement:
     Args:
       processes: those of the strategy.
       each: of how many steps one is compared, after the first ones.
+
+    Attributes:
+      end: called after a step was dispatched, or has failed to be.
     """
 
     def __init__(self, processes: Processes, each: int = _EACH) -> None:
         self._processes = processes
+        self._watchdog = processes.watchdog
+        self.end = self._watchdog.step_dispatched
         self._each = each
         self._count = 0
         # The programs that were traced, also as parts of others that the caller of a
@@ -44,44 +49,48 @@ class StepAgreement:
         self._known: set[tuple[str, ...]] = set()
         self._known_inside: set[tuple[str, ...]] = set()
         self._made: list[ProgramPrint] = []
-        _in_flight.on_dispatch(processes.watchdog.watch)
+        _in_flight.on_dispatch(self._watchdog.watch)
 
-    def begin(
-        self,
-        name: str,
-        where: str,
-        leaves: Sequence[Leaf],
-        same: dict[int, Given],
-        is_new: bool,
+    def begin(self, name: str, where: str) -> bool:
+        """Before each step; whether this one is to be compared.
+
+        Args:
+          name: what users call it.
+          where: its source line.
+        """
+        # Two processes on two cores call this with cold caches, where each line of
+        # Python costs five times what it does in a loop by itself. So what only a
+        # comparison needs is left to `compare`.
+        self._count = count = self._count + 1
+        self._watchdog.step_started(name, where)
+        return count <= _FIRST or count % self._each == 0
+
+    def compare(
+        self, name: str, where: str, leaves: Sequence[Leaf], same: dict[int, Given]
     ) -> None:
-        """Before a step is dispatched.
+        """Compare a step that has begun with those of the other processes.
 
         Args:
           name: what users call it.
           where: its source line.
           leaves: what it is called with.
-          same: those of `leaves` that should be the same in all processes.
-          is_new: whether it will be compiled.
+          same: those of `leaves` that should be the same in all processes, and are not
+            part of a new program.
 
         Raises:
           ClusterError: another process is about to take another step.
         """
-        self._count += 1
-        watchdog = self._processes.watchdog
-        watchdog.step_started(name, where)
-        if self._count <= _FIRST or self._count % self._each == 0:
-            step = f"{name} at {os.path.basename(where)}"
-            kinds = [
-                _described(leaf, None if is_new else same.get(index))
-                for index, leaf in enumerate(leaves)
-            ]
-            made = sorted(self._made, key=lambda program: program["prints"])
-            self._made = []
-            operation = Operation(step, where, kinds, made)
-            self._processes.operations.compare(operation, _ADVICE)
-            watchdog.arrivals.met()
-        if is_new:
-            _compiling.begin(watchdog, name)
+        step = f"{name} at {os.path.basename(where)}"
+        kinds = [_described(leaf, same.get(i)) for i, leaf in enumerate(leaves)]
+        made = sorted(self._made, key=lambda program: program["prints"])
+        self._made = []
+        operation = Operation(step, where, kinds, made)
+        self._processes.operations.compare(operation, _ADVICE)
+        self._watchdog.arrivals.met()
+
+    def compiles(self, name: str) -> None:
+        """Before the first call of a step, which is compiled."""
+        _compiling.begin(self._watchdog, name)
 
     def traced(
         self,
@@ -119,17 +128,13 @@ class StepAgreement:
                 self._made.append(program)
             known.add(key)
         if is_dispatched:
-            _compiling.begin(self._processes.watchdog, name)
+            self.compiles(name)
 
     def _compare_new(self, name: str, where: str, program: ProgramPrint) -> None:
         # Who has traced it waits for who has not.
-        self._processes.watchdog.step_busy(None)
+        self._watchdog.step_busy(None)
         operation = Operation(f"a new program of {name}", where, (), [program])
         self._processes.operations.compare(operation, _ADVICE)
-
-    def end(self) -> None:
-        """After it was dispatched, or has failed to be."""
-        self._processes.watchdog.step_dispatched()
 
 
 def _described(leaf: Leaf, given: Given | None) -> str:

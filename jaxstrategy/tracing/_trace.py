@@ -19,6 +19,7 @@ from jax.ref import AbstractRef
 from jax.sharding import AxisType
 
 from jaxstrategy._errors import ContextError
+from jaxstrategy.reductions._packing import AbstractPacking
 from jaxstrategy.replicas._inner_specs import has_inner_axes
 from jaxstrategy.replicas._replicas import SAME, SPLIT, Meaning, Replicas
 from jaxstrategy.tracing._jaxpr_types import ArrayType, ClosedJaxpr, Jaxpr
@@ -30,6 +31,7 @@ from jaxstrategy.tracing._one_replica import (
     by_axes,
     in_shard_map,
 )
+from jaxstrategy.tracing._ready_packs import in_ready_packs
 from jaxstrategy.tracing._results import Results
 from jaxstrategy.tracing._unknown_axes import UnknownAxis
 from jaxstrategy.tracing.replication._jaxprs import all_eqns, closed
@@ -182,6 +184,7 @@ def trace(
     replicas: Replicas,
     variables: Callable[[], Sequence[Variable]],
     may_create: bool,
+    ready_packing: AbstractPacking | None = None,
 ) -> Trace:
     """Traces a step once; or twice, if it makes variables or names unknown axes.
 
@@ -192,6 +195,7 @@ def trace(
       replicas: of the step.
       variables: returns those that the step may use.
       may_create: whether it may make some.
+      ready_packing: of arrays that are summed, in the order in which they are computed.
 
     Raises:
       ValueError: a `while_loop` changes a variable that its condition reads.
@@ -232,7 +236,7 @@ def trace(
             found_in = in_shard_map(replica, leaves, there, given, replicas)
         closed, jaxpr, places, constants = found_in
     except _MadeVariables:
-        return trace(run, leaves, meanings, replicas, variables, may_create=False)
+        return trace(run, leaves, meanings, replicas, variables, False, ready_packing)
     except CapturedReference as error:
         raise TypeError(
             "The step uses a `jax.Ref` that was made outside of it, whose memory is on "
@@ -240,6 +244,8 @@ def trace(
             "copy on each; or pass `ref[...]`, and write what the step returns."
         ) from error
     step, (results,) = seen[-1], found
+    if ready_packing is not None:
+        jaxpr = in_ready_packs(jaxpr, ready_packing, replicas.axis_sizes)
     if step.used:
         _check_conditions(jaxpr)
     of_inputs = [SAME if place is None else given[place] for place in places]

@@ -56,6 +56,11 @@ class Carried:
         self.is_empty = not self._here and not self._away
 
     @property
+    def cells(self) -> list[AbstractCell]:
+        """Where each of the `values` is kept."""
+        return [*self._here, *self._away]
+
+    @property
     def has_lent(self) -> bool:
         """Whether some live on all replicas."""
         return bool(self._cells)

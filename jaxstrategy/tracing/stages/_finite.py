@@ -82,6 +82,7 @@ class Finite(Stage):
     """
 
     evaluates_all = True
+    learns_within = True
 
     def __init__(self, step: ReplicaStep, with_infinities: bool) -> None:
         self._name = step.name

@@ -39,8 +39,9 @@ class MaskArguments(Stage):
 
     @property
     def is_active(self) -> bool:
-        """Whether there is a mask among the arguments."""
-        return bool(self._places)
+        """Whether there is a mask among the arguments that has to be looked at."""
+        is_settled = self._is_traced and self._is_asked_for and not self._keeps_rows
+        return bool(self._places) and (bool(self._alike) or not is_settled)
 
     @contextlib.contextmanager
     def tracing(self, own: Sequence[Leaf]) -> Iterator[None]:

@@ -47,6 +47,8 @@ class Placement:
       divides_state: whether replicas keep parts of what is the same for all.
       is_open: whether arguments may lie in several ways, which the program takes as
         they are: divided over the replicas, or over the devices of each.
+      right: where a `PerReplica` stands, and a sharding that was seen there and is
+        right. If arguments may lie in several ways, the same of all of them.
     """
 
     def __init__(self, step: ReplicaStep, donated: frozenset[int]) -> None:
@@ -61,9 +63,7 @@ class Placement:
         )
         self.divides_state = divides_state(self._replicas)
         self.is_open = self.divides_state or bool(self._replicas.inner_axes)
-        # Where a PerReplica stands, and a sharding that was seen there and is right. If
-        # arguments may lie in several ways, the same of all of them.
-        self._right: dict[int, Sharding | None] = {
+        self.right: dict[int, Sharding | None] = {
             i: None for i, s in enumerate(self._split) if s or self.is_open
         }
         # The dimension along which state of this place and shape is divided.
@@ -75,7 +75,7 @@ class Placement:
 
         Where arguments may lie in several ways, it says so of all of them.
         """
-        for index, right in self._right.items():
+        for index, right in self.right.items():
             lies = getattr(leaves[index], "sharding", None)
             if lies is not right and (right is None or lies != right):
                 return False
@@ -134,7 +134,8 @@ class Placement:
         if isinstance(leaf, Tracer):
             # The program says nothing of where arguments lie, if they may be divided
             # over the replicas; over inner axes they stay as they are.
-            if not self.divides_state or self._replicas.inner_axes:
+            is_free = not self.divides_state or self._replicas.inner_axes
+            if is_free and not _mesh.has_explicit_axes(leaf):
                 return leaf
             return _mesh.place(leaf, self.wanted(index, leaf))
         if not isinstance(leaf, jax.Array):
@@ -149,8 +150,8 @@ class Placement:
         # On another mesh of the same devices it has another type, and would be
         # compiled for a second time; it moves without a copy.
         if _mesh.lies_on(leaf, wanted):
-            if index in self._right:
-                self._right[index] = leaf.sharding
+            if index in self.right:
+                self.right[index] = leaf.sharding
             return leaf
         if not (self._is_divided_state(leaf) or self._lying_inside(index, leaf)):
             self._check_movable(index, leaf)

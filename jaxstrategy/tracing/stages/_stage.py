@@ -23,10 +23,12 @@ class Stage:
       donated: the arguments whose memory the compiled function may reuse.
       evaluates_all: whether `within` evaluates all of the step, on each replica. Then
         it cannot be divided where all replicas become equal.
+      learns_within: whether `within` takes note of something that later calls need.
     """
 
     donated: frozenset[int] = frozenset()
     evaluates_all = False
+    learns_within = False
 
     def tracing(self, own: Sequence[Leaf]) -> contextlib.AbstractContextManager[None]:
         """A `with` block for the step's own code, while it is traced.
