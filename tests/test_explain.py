@@ -1,6 +1,8 @@
 """`strategy.explain`: what a step would do, told without running it."""
 
+import dataclasses
 import inspect
+from xml.etree import ElementTree
 
 import jax
 import jax.numpy as jnp
@@ -193,7 +195,7 @@ def test_the_variables_that_are_used_are_named_and_not_changed(two):
     found = two.explain(step, (two.per_replica([1.0, 2.0]),))
     assert found.variables == ("total",)
     assert total.numpy() == 1.0
-    assert "Variables\n  total\n" in str(found)
+    assert "Variables\n  name\n  total\n" in str(found)
 
 
 def test_a_variable_that_would_drift_apart_is_a_problem(two):
@@ -381,7 +383,9 @@ def test_it_is_the_same_on_every_number_of_replicas(strategy):
     batch = {"x": strategy.per_replica(np.ones((n, 5, 3), np.float32))}
     found = strategy.explain(training_step, (state, batch), compiled=False)
     assert found.num_replicas == n
-    assert [c.nbytes for c in found.collectives] == [28]
+    # One replica joins nothing: there is nobody to send to.
+    packs = [24, 4] if n == 1 else [28]
+    assert [c.nbytes for c in found.collectives] == packs
     plural = "replica" if n == 1 else "replicas"
     assert str(found).startswith(f"`training_step` on {n} {plural}\n")
 
@@ -424,15 +428,80 @@ def test_equal_rows_are_put_together(four):
     assert "and 8 more" in report
 
 
+def html_of(found):
+    return ElementTree.fromstring(found._repr_html_())
+
+
+def texts(element, name):
+    return ["".join(each.itertext()) for each in element.iter(name)]
+
+
 def test_the_html_is_escaped_and_has_the_same_rows(four):
     def step(x):
         return x < 1, replica().all_reduce("sum", x)
 
-    page = four.explain(step, (four.per_replica([1.0, 2.0, 3.0, 4.0]),))._repr_html_()
-    assert page.startswith("<h4>`step` on 4 replicas</h4>")
-    assert "x &lt; 1" in page
-    assert "x < 1" not in page
-    assert page.count("<table>") == page.count("</table>") >= 4
+    found = four.explain(step, (four.per_replica([1.0, 2.0, 3.0, 4.0]),))
+    page = html_of(found)
+    assert "x < 1" in "".join(page.itertext())
+    text = str(found).replace("`", "")
+    lines = {" ".join(line.split()) for line in text.splitlines()}
+    rows = [" ".join(texts(row, "td")).split() for row in page.iter("tr")]
+    assert len(rows) > 10
+    assert {" ".join(row) for row in rows if row} <= lines
+
+
+def test_the_html_has_code_and_no_backquotes(four):
+    found = four.explain(lambda x: x, (four.per_replica([1.0, 2.0, 3.0, 4.0]),))
+    page = html_of(dataclasses.replace(found, problems=("`x` was `1`.",)))
+    assert texts(page, "code") == ["<lambda>", "x", "1", "x"]
+    assert "`" not in "".join(page.itertext())
+
+
+def test_each_table_in_the_html_has_titles_and_numbers_to_the_right(four):
+    def step(w, x):
+        mean = replica().all_reduce("mean", w * x)
+        return w - mean, x, replica().all_reduce("sum", x.sum())
+
+    shape = jax.ShapeDtypeStruct((4, 3), np.float32)
+    page = html_of(four.explain(step, (np.ones(3, np.float32), js.PerReplica(shape))))
+    tables = list(page.iter("table"))
+    assert len(tables) >= 5
+    for table in tables:
+        assert all(texts(table, "th")), "a column without a title"
+    right = {
+        "".join(cell.itertext())
+        for cell in page.iter("th")
+        if "text-align:right" in cell.get("style")
+    }
+    assert right == {"times", "bytes", "replicas", "ring", "tree", "amount"}
+
+
+def test_a_problem_is_one_piece_in_the_html(four):
+    found = four.explain(lambda x: x, (four.per_replica([1.0, 2.0, 3.0, 4.0]),))
+    problem = "First line.\n  step.py:1: x\nLast line."
+    page = html_of(dataclasses.replace(found, problems=(problem, "Another.")))
+    pieces = [
+        "".join(piece.itertext())
+        for piece in page.iter("div")
+        if "border-left" in (piece.get("style") or "")
+    ]
+    assert pieces == [problem, "Another."]
+    assert "First line.\n    step.py:1: x\n  Last line.\n" in str(
+        dataclasses.replace(found, problems=(problem,))
+    )
+
+
+def test_the_html_compares_the_bytes_of_collectives(four):
+    def step(x):
+        y = replica().all_reduce("sum", x)
+        return y, replica().all_reduce("sum", x[:1])
+
+    shape = jax.ShapeDtypeStruct((4, 4), np.float32)
+    page = html_of(four.explain(step, (js.PerReplica(shape),), compiled=False))
+    bars = [box for box in page.iter("rect") if box.get("fill") == "#d9730d"]
+    assert [box.get("width") for box in bars] == ["100.000%", "25.000%"]
+    labels = texts(page, "text")
+    assert labels[1::2] == ["16 B", "4 B"] and "psum, test_explain.py" in labels[0]
 
 
 def test_the_repr_is_the_report(explained):

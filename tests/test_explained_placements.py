@@ -65,7 +65,8 @@ def test_state_lies_over_the_devices_of_each_replica(cores):
 
 def test_the_report_says_how_state_lies(cores):
     report = str(cores.explain(step, (state_of(cores), rows(cores))))
-    assert "State, whole on each of 4 replicas\n  state on a device" in report
+    assert "State, whole on each of 4 replicas\n  what  " in report
+    assert "\n  state on a device" in report
     assert "dimension 1 over core in each replica" in report
     assert "gathered in a step" not in report
 

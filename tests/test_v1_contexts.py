@@ -186,7 +186,7 @@ def test_how_it_is_shown():
         workers=1, parameter_servers=1, backend="threads"
     )
     assert repr(v1.Strategy.over(servers)) == f"compat.v1.Strategy.over({servers!r})"
-    assert "<td>cpu:1</td>" in mirrored()._repr_html_()
+    assert ">cpu:1</td>" in mirrored()._repr_html_()
     assert repr(v1.get_replica_context()) == (
         "compat.v1.ReplicaContext(compat.v1.DefaultStrategy(1 replica))"
     )

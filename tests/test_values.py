@@ -10,7 +10,7 @@ import pytest
 from helpers.replicas import versions
 
 import jaxstrategy as js
-from jaxstrategy.text import _tables
+from jaxstrategy.text import _html_report
 
 
 @pytest.fixture
@@ -98,23 +98,43 @@ def test_how_a_per_replica_prints(x, four):
     assert seen[1] == "PerReplica(float32[2], inside merge_call)"
 
 
+def cells(thing):
+    """Of its table in a notebook."""
+    return re.findall(r"<td.*?>(.*?)</td>", thing._repr_html_())
+
+
 def test_html(x, four):
-    table = x._repr_html_()
-    assert re.findall(r"<td>(.*?)</td>", table)[:6] == [
-        "0", "cpu:0", "float32[2]", "1", "cpu:1", "float32[2]",
-    ]  # fmt: skip
+    assert cells(x)[:6] == ["0", "cpu:0", "[0., 1.]", "1", "cpu:1", "[2., 3.]"]
     assert js.PerReplica(np.zeros(4))._repr_html_() == (
         "<code>PerReplica(float64[] x 4)</code>"
     )
-    cells = re.findall(r"<td>(.*?)</td>", four._repr_html_())
-    assert cells[:3] == ["0", "cpu:0", "cpu"] and len(cells) == 12
+    assert cells(four)[:3] == ["0", "cpu:0", "cpu"] and len(cells(four)) == 12
+
+
+def test_values_are_shown_where_they_fit(four):
+    small = four.per_replica(np.array([0.1, 2, 3, 4], np.float32))
+    assert (
+        str(small)
+        == f"{small}"
+        == "PerReplica(float32[] on cpu:0..3: 0.1, 2.0, 3.0, 4.0)"
+    )
+    assert repr(small) == "PerReplica(float32[] on cpu:0..3)"
+    large = four.per_replica(np.zeros((4, 13), np.float32))
+    assert str(large) == repr(large) == "PerReplica(float32[13] on cpu:0..3)"
+    assert cells(large)[2::3] == ["float32[13]"] * 4
+    keys = four.per_replica(list(jax.random.split(jax.random.key(0), 4)))
+    assert str(keys) == repr(keys) and cells(keys)[2] == "key&lt;fry&gt;[]"
+    small.stacked.delete()
+    assert "donated to an earlier call" in str(small)
+    assert "donated to an earlier call" in small._repr_html_()
 
 
 def test_html_tables_of_many_rows_are_shortened():
-    table = _tables.html_table("Many <", ("a", "b"), [(i, "<b>") for i in range(100)])
-    cells = re.findall(r"<td>(.*?)</td>", table)
-    assert cells[0::2] == [*map(str, range(8)), "…", *map(str, range(92, 100))]
-    assert "<caption>Many &lt;</caption>" in table and cells[1] == "&lt;b&gt;"
+    rows = [(i, "<b>") for i in range(100)]
+    table = _html_report.rows_of("Many <", ("a", "b"), rows)
+    found = re.findall(r"<td.*?>(.*?)</td>", table)
+    assert found[0::2] == [*map(str, range(8)), "…", *map(str, range(92, 100))]
+    assert "<b>Many &lt;</b>" in table and found[1] == "&lt;b&gt;"
 
 
 def test_types(x, four):

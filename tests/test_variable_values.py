@@ -3,6 +3,7 @@
 import copy
 import operator
 import pickle
+from xml.etree import ElementTree
 
 import jax
 import jax.numpy as jnp
@@ -273,7 +274,7 @@ def test_how_it_prints(two):
         repr(v)
         == str(v)
         == f"{v}"
-        == ("Variable 'v' float32[2] mirrored, {\n  0: [1.5, 2. ],\n  1: [1.5, 2. ]\n}")
+        == "Variable 'v' float32[2] mirrored on 2 replicas: [1.5, 2. ]"
     )
     o = variable(two, 1, "on_read", name="o")
     o.assign(two.per_replica([3, 4]))
@@ -281,6 +282,43 @@ def test_how_it_prints(two):
     assert repr(js.Variable(True, name="w")) == "<Variable 'w' bool[] True>"
     big = repr(variable(two, np.zeros((100, 100))))
     assert "float32[100,100]" in big and "..., 0., 0., 0.]" in big and len(big) < 1000
+
+
+def in_notebook(v):
+    """Its rows there, or what stands there without a table; and the title."""
+    page = ElementTree.fromstring(v._repr_html_())
+    rows = [[cell.text for cell in row] for row in page.iter("tr")][1:]
+    title, *rest = ("".join(each.itertext()) for each in page.iter("p"))
+    return title, rows or [*rest, *(pre.text for pre in page.iter("pre"))]
+
+
+def test_how_it_looks_in_a_notebook(two):
+    v = variable(two, [0.1, 2.0], name="<v>")
+    wanted = ["equal on 2 replicas, cpu:0, cpu:1", "[0.1, 2. ]"]
+    assert in_notebook(v) == ("Variable <v> float32[2], mirrored", wanted)
+    o = variable(two, 1, "on_read", name="o")
+    o.assign(two.per_replica([3, 4]))
+    copies = [["0", "cpu:0", "3"], ["1", "cpu:1", "4"]]
+    assert in_notebook(o) == ("Variable o int32[], on read", copies)
+    with two.scope():
+        part = js.Variable(np.arange(2, dtype=np.float32), sharding=0, name="p")
+    title = "Variable p float32[2], divided along dimension 0"
+    copies = [["0", "cpu:0", "[0.]"], ["1", "cpu:1", "[1.]"]]
+    assert in_notebook(part) == (title, copies)
+    large = variable(two, np.zeros(100), "on_read", name="l")
+    assert in_notebook(large)[1][0] == ["0", "cpu:0", "float32[100]"]
+    own = js.Variable(0.1, name="w")
+    title = "Variable w float32[], of no strategy"
+    assert in_notebook(own) == (title, ["on cpu:0", "0.1"])
+
+
+def test_copies_that_are_out_of_sync_are_printed_each(two):
+    v = variable(two, 1.0, name="v")
+    sharding = v.sharding
+    parts = [jax.device_put(np.float32(i), d) for i, d in enumerate(v.devices)]
+    v.cell[...] = jax.make_array_from_single_device_arrays((), sharding, parts)
+    assert repr(v) == "Variable 'v' float32[] mirrored, {\n  0: 0.0,\n  1: 1.0\n}"
+    assert in_notebook(v)[1] == [["0", "cpu:0", "0.0"], ["1", "cpu:1", "1.0"]]
 
 
 def test_how_it_prints_while_it_is_traced(two):

@@ -21,9 +21,12 @@ def with_bytes(nbytes: float) -> str:
 def with_seconds(seconds: float) -> str:
     """A time.
 
-    >>> with_seconds(0.00125), with_seconds(2.5)
-    ('1.25 ms', '2.5 s')
+    >>> with_seconds(0.00125), with_seconds(2.5), with_seconds(5400)
+    ('1.25 ms', '2.5 s', '1.5 h')
     """
+    if seconds >= 999.5:
+        hours = seconds / 3600
+        return f"{hours:.3g} h" if hours >= 1 else f"{seconds / 60:.3g} min"
     for unit in ("s", "ms", "us"):
         if seconds >= 0.9995:
             return f"{seconds:.3g} {unit}"

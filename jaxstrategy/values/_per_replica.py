@@ -20,11 +20,15 @@ from jaxstrategy.replicas import (
 )
 from jaxstrategy.replicas._devices import Device
 from jaxstrategy.replicas._replicas import Replicas
-from jaxstrategy.text import _tables
+from jaxstrategy.text import _html_report
 from jaxstrategy.text._array_types import array_type
 from jaxstrategy.text._shown import shown
 from jaxstrategy.values import _arrays, _misuse
 from jaxstrategy.values._types import Leaf, Value
+from jaxstrategy.values._value_text import line_of_value
+
+# More are not printed, though each may fit.
+_MOST_VERSIONS = 16
 
 
 @final
@@ -160,15 +164,31 @@ class PerReplica:
             return f" on {_devices.names(_devices_of(self._value))}"
         return f" x {self.num_replicas}"
 
+    def __str__(self) -> str:
+        lines = self._lines() if self._has_versions() else []
+        if not all(lines) or not 0 < len(lines) <= _MOST_VERSIONS:
+            return repr(self)
+        return f"{repr(self)[:-1]}: {', '.join(lines)})"
+
+    def _has_versions(self) -> bool:
+        """Whether the devices of this process have versions that can be read."""
+        value = self._value
+        return _arrays.is_placed(value) and not _arrays.is_deleted(value)
+
+    def _lines(self) -> list[str]:
+        """Each version of this process on a line, or "" if it does not fit."""
+        return [line_of_value(version) for version in self.values]
+
     def _repr_html_(self) -> str:
-        has_versions = _arrays.is_placed(self._value) and not _arrays.is_deleted(
-            self._value
-        )
-        if not has_versions:
+        if not self._has_versions():
             return f"<code>{html.escape(repr(self))}</code>"
-        kind = array_type(self.dtype, self.shape)
-        rows = [(i, where, kind) for i, where in _by_replica(self._value)]
-        return _tables.html_table("PerReplica", ("replica", "device", "version"), rows)
+        lines = self._lines()
+        if not all(lines):
+            lines = [array_type(self.dtype, self.shape)] * len(lines)
+        places = _by_replica(self._value)
+        rows = [(*place, line) for place, line in zip(places, lines, strict=True)]
+        header = ("replica", "device", "version")
+        return _html_report.rows_of(repr(self), header, rows)
 
     def _misused(self, *_: object, **__: object) -> NoReturn:
         raise TypeError(_misuse.of_one_array(self))

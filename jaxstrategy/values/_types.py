@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, TypeVar
+
+import numpy as np
 
 PyTree: TypeAlias = Any
 """A tree of tuples, lists, dicts and other nodes that JAX knows, or a leaf alone."""
+
+TreeT = TypeVar("TreeT")
+"""What comes back as the same kind of tree, with arrays of JAX as its leaves."""
+
+Number: TypeAlias = complex | np.ndarray | np.generic
+"""A leaf that is no array of JAX, and comes back as one."""
 
 Leaf: TypeAlias = Any
 """A leaf of a pytree: an array, a number, a string, or whatever object a user has."""

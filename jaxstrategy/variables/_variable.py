@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, Self, cast, final
@@ -24,6 +25,7 @@ from jaxstrategy.replicas._inner_placement import own_copy
 from jaxstrategy.replicas._replicas import SAME
 from jaxstrategy.text._array_types import array_type
 from jaxstrategy.text._shown import shown
+from jaxstrategy.text._units import with_noun
 from jaxstrategy.values import _arrays
 from jaxstrategy.values._per_replica import PerReplica
 from jaxstrategy.values._slices import IndexedSlices
@@ -32,6 +34,7 @@ from jaxstrategy.values._types import (
     Leaf,
     Value,
 )
+from jaxstrategy.values._value_text import value_text
 from jaxstrategy.variables import (
     _access,
     _aggregation,
@@ -42,6 +45,7 @@ from jaxstrategy.variables import (
 from jaxstrategy.variables._abstract_variable import AbstractVariable
 from jaxstrategy.variables._cell import AbstractCell, Cell, Holder
 from jaxstrategy.variables._changes import UPDATE, Change
+from jaxstrategy.variables._copies_table import html_of_copies
 from jaxstrategy.variables._initial_program import InitialValue
 from jaxstrategy.variables._initial_value import Start, check_shape, start_of
 from jaxstrategy.variables._part import VariablePart
@@ -129,10 +133,7 @@ class Variable(AbstractVariable, WorkerCopies):
     ...     total.assign_add(x)
     >>> step(strategy.per_replica([1.0, 2.0]))
     >>> total
-    Variable 'total' float32[] mirrored, {
-      0: 3.0,
-      1: 3.0
-    }
+    Variable 'total' float32[] mirrored on 2 replicas: 3.0
     >>> total + 1
     Array(4., dtype=float32)
     >>> with strategy.scope():
@@ -432,7 +433,7 @@ class Variable(AbstractVariable, WorkerCopies):
         kind = "" if self._strategy is None else f" {self._kind.describe}"
         head = f"Variable {self._name!r} {array_type(self._dtype.name, self._shape)}"
         if (eager := _context.current().eager) is not None:
-            own = _text(np.asarray(self.numpy()))
+            own = value_text(np.asarray(self.numpy()))
             return f"<{head}{kind}, on replica {eager.number}: {own}>"
         if _access.tracing() is not None:
             return f"<{head}{kind}, being traced>"
@@ -444,10 +445,38 @@ class Variable(AbstractVariable, WorkerCopies):
             return f"<{head}{kind}, being traced>"
         copies = self._kind.host_copies(value)
         if self._strategy is None:
-            return f"<{head} {_text(copies[0])}>"
+            return f"<{head} {value_text(copies[0])}>"
+        if self._are_equal(copies):
+            number = with_noun(self.replicas.count, "replica")
+            text = value_text(copies[0])
+            gap = "\n" if "\n" in text else " "
+            return f"{head}{kind} on {number}:{gap}{text}"
         numbered = zip(self.replicas.own, copies, strict=True)
-        lines = (f"  {i}: {_text(copy)}" for i, copy in numbered)
+        lines = (f"  {i}: {value_text(copy)}" for i, copy in numbered)
         return f"{head}{kind}, {{\n" + ",\n".join(lines) + "\n}"
+
+    def _are_equal(self, copies: Sequence[np.ndarray]) -> bool:
+        """Whether they should be, and are, so that one of them says all."""
+        if not self.copies_must_agree or not self.division.is_whole:
+            return False
+        return len({copy.tobytes() for copy in copies}) == 1
+
+    def _repr_html_(self) -> str:
+        if _access.tracing() is not None or not self._kind.is_readable:
+            return f"<code>{html.escape(repr(self))}</code>"
+        with _access.one_at_a_time:
+            value = self._cell[...]
+        if isinstance(value, Tracer):
+            return f"<code>{html.escape(repr(self))}</code>"
+        kind = self._kind.describe if self._strategy else "of no strategy"
+        type_ = array_type(self._dtype.name, self._shape)
+        copies = self._kind.host_copies(value)
+        return html_of_copies(
+            f"Variable `{self._name}` {type_}, {kind}",
+            self.replicas,
+            copies,
+            self._strategy is None or self._are_equal(copies),
+        )
 
     def __hash__(self) -> int:
         return id(self)
@@ -567,7 +596,3 @@ def _part_at(value: jax.Array, index: Index) -> jax.Array:
         return value[index]
     except OverflowError:
         raise ValueError(f"The index {_overflow.too_large(index)}") from None
-
-
-def _text(copy: np.ndarray) -> str:
-    return np.array2string(copy, separator=", ") if copy.ndim else repr(copy.item())

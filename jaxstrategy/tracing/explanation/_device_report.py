@@ -14,7 +14,7 @@ from jaxstrategy.tracing.explanation._report_sections import (
     short,
 )
 
-_HEADER = ("times", "operation", "over", "dtype", "bytes", "where", "")
+_HEADER = ("times", "operation", "over", "dtype", "bytes", "where", "remarks")
 
 
 def where(logical_axes: Mapping[str, int], per_device: int) -> str:
@@ -42,9 +42,9 @@ def exchanges(
 
 def _section(title: str, found: Sequence[CompiledCollective]) -> Section:
     if not found:
-        return f"{title}: nothing", ("",), []
+        return Section(f"{title}: nothing")
     heading = f"{title}: {with_bytes(total_bytes(found))} from each device in a step"
-    return heading, _HEADER, list(_rows(found))
+    return Section(heading, _HEADER, list(_rows(found)))
 
 
 def _rows(found: Sequence[CompiledCollective]) -> Iterator[Row]:

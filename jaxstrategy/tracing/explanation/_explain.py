@@ -19,6 +19,7 @@ from jaxstrategy.tracing._roles import Role
 from jaxstrategy.tracing._traced_step import TracedStep
 from jaxstrategy.tracing.checks._step_checks import problems
 from jaxstrategy.tracing.division._divided_step import DividedStep
+from jaxstrategy.tracing.explanation import _compiled_costs
 from jaxstrategy.tracing.explanation._between_devices import BetweenDevices
 from jaxstrategy.tracing.explanation._compiled_collectives import compiled_collectives
 from jaxstrategy.tracing.explanation._divided_collectives import collectives_of
@@ -33,7 +34,6 @@ from jaxstrategy.tracing.explanation._facts import (
     CompiledCollective,
     ExplainedCollective,
     ExplainedValue,
-    Memory,
 )
 from jaxstrategy.tracing.explanation._sharding_facts import ExplainedSharding
 from jaxstrategy.tracing.functions._code import place_of
@@ -89,12 +89,13 @@ def explain(
         donate_argnums=_whole_positions(step, {*step.donated, *donatable}),
         problems=tuple(problems(step, options.expect_mirrored)),
         topology=topology,
-        memory=_memory(executable),
-        flops=_flops(executable),
+        memory=_compiled_costs.memory(executable),
+        flops=_compiled_costs.flops(executable),
         sharding=sharding,
         replicas_per_device=environment.replicas.per_device,
         logical_axes=environment.replicas.inner_sizes,
         compiled_collectives=_compiled_collectives(executable, environment.replicas),
+        has_loops=executable is not None and _compiled_costs.has_loops(executable),
     )
 
 
@@ -219,19 +220,6 @@ def _whole_positions(step: TracedStep, leaves: set[int]) -> tuple[int, ...]:
 # What XLA says.
 
 
-def _memory(executable: Any) -> Memory | None:
-    stats = None if executable is None else executable.memory_analysis()
-    if stats is None:
-        return None
-    return Memory(
-        arguments=stats.argument_size_in_bytes,
-        results=stats.output_size_in_bytes,
-        donated=stats.alias_size_in_bytes,
-        temporary=stats.temp_size_in_bytes,
-        code=stats.generated_code_size_in_bytes,
-    )
-
-
 def _compiled_collectives(
     executable: Any, replicas: Replicas
 ) -> tuple[CompiledCollective, ...] | None:
@@ -239,8 +227,3 @@ def _compiled_collectives(
     if text is None:
         return None
     return tuple(compiled_collectives(text, replicas, outermost=__file__))
-
-
-def _flops(executable: Any) -> float | None:
-    costs = None if executable is None else executable.cost_analysis()
-    return costs.get("flops") if costs else None

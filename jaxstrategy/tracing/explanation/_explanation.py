@@ -47,8 +47,10 @@ class Explanation:
       problems: what `run` would refuse or warn about.
       topology: what the report predicts communication times for.
       memory: of the compiled program, None if it was not compiled or XLA does not say.
-      flops: floating-point operations of one device, as XLA counts them (a loop's
-        body once); None likewise.
+      flops: floating-point operations of one device in the compiled program, as XLA
+        counts them (a loop's body once); None likewise.
+      has_loops: whether that program has loops, so that `flops` are the least there
+        may be.
       sharding: how state lies and why, and what is gathered and scattered for it; None
         if the strategy has no `sharding=`, no variable is divided, and each replica is
         one device.
@@ -86,6 +88,7 @@ class Explanation:
     replicas_per_device: int = 1
     logical_axes: Mapping[str, int] = dataclasses.field(default_factory=dict)
     compiled_collectives: tuple[CompiledCollective, ...] | None = None
+    has_loops: bool = False
 
     @property
     def communicated_bytes(self) -> int:

@@ -1,13 +1,16 @@
-"""An explanation as text and as tables for notebooks."""
+"""An explanation as text, and as tables and charts for notebooks."""
 
 from __future__ import annotations
 
-import html as _html
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from jaxstrategy.charts._bars import ChartBar, bars, one_part
 from jaxstrategy.replicas._topology import Topology
+from jaxstrategy.text import _html_report
 from jaxstrategy.text._array_types import array_type
+from jaxstrategy.text._columns import in_columns
+from jaxstrategy.text._html_colours import Colour
 from jaxstrategy.text._lists import and_more
 from jaxstrategy.text._units import (
     with_bytes,
@@ -31,61 +34,53 @@ from jaxstrategy.tracing.explanation._report_sections import (
 
 # What a communication time is predicted for, besides the number given.
 _REPLICAS = (8, 64, 4096)
+_MOST_BARS = 6
 
 
 def text(title: str, sections: Iterable[Section]) -> str:
     """The report as text."""
     lines = [title]
-    for heading, header, rows in sections:
-        lines += ["", heading]
-        lines += _aligned([header, *rows] if any(header) else rows)
+    for section in sections:
+        lines += ["", section.heading]
+        if section.rows:
+            lines += in_columns([section.header, *section.rows])
+        for problem in section.problems:
+            lines += (f"  {line}".rstrip() for line in problem.split("\n"))
     return "\n".join(lines)
 
 
 def html(title: str, sections: Iterable[Section]) -> str:
-    """The report as tables."""
-    parts = [f"<h4>{_html.escape(title)}</h4>"]
-    for heading, header, rows in sections:
-        parts.append(f'<p style="margin:1em 0 0"><b>{_html.escape(heading)}</b></p>')
-        head = _html_row(header, "th") if any(header) else ""
-        body = "".join(_html_row(row, "td") for row in rows)
-        parts.append(f"<table>{head}{body}</table>")
-    return "".join(parts)
+    """The report for notebooks."""
+    return _html_report.page(title, map(_html_of, sections))
 
 
-def _html_row(cells: Row, tag: str) -> str:
-    # Jupyter aligns to the right. Leading spaces say what belongs under what.
-    opening = f'<{tag} style="text-align:left;white-space:pre-wrap">'
-    row = "".join(f"{opening}{_html.escape(cell)}</{tag}>" for cell in cells)
-    return f"<tr>{row}</tr>"
-
-
-def _aligned(rows: Sequence[Row]) -> Iterator[str]:
-    """The rows as lines, in columns."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        yield f"  {'  '.join(cells)}".rstrip()
+def _html_of(section: Section) -> str:
+    parts = list(map(_html_report.problem, section.problems))
+    if section.bars:
+        parts.append(bars("", section.bars))
+    if section.rows:
+        parts.append(_html_report.table(section.header, section.rows))
+    return _html_report.section(section.heading, *parts)
 
 
 def problems(found: Sequence[str]) -> Iterator[Section]:
     """The problems of the step."""
     if found:
-        rows = [(line,) for problem in found for line in problem.split("\n")]
-        yield "Problems", ("",), rows
+        yield Section("Problems", problems=found)
 
 
 def static_arguments(values: Mapping[str, Any]) -> Iterator[Section]:
     """The arguments that are part of the program."""
     if values:
         rows = [(name, repr(value)) for name, value in values.items()]
-        yield "Static arguments: another value compiles again", ("", ""), rows
+        heading = "Static arguments: another value compiles again"
+        yield Section(heading, ("argument", "value"), rows)
 
 
 def variables(names: Sequence[str]) -> Iterator[Section]:
     """The variables that the step reads or assigns."""
     if names:
-        yield "Variables", ("",), [(name,) for name in names]
+        yield Section("Variables", ("name",), [(name,) for name in names])
 
 
 # Communication.
@@ -104,12 +99,14 @@ def communication(
       seconds: of all of them, by links and algorithm.
     """
     if not collectives:
-        yield "Collectives: none", ("",), []
+        yield Section("Collectives: none")
         return
     total = with_bytes(total_bytes(collectives))
     heading = f"Collectives: {total} from each replica in a step"
-    header = ("times", "operation", "dtype", "bytes", "where", "")
-    yield heading, header, list(_collective_rows(collectives))
+    header = ("times", "operation", "dtype", "bytes", "where", "remarks")
+    groups = list(_alike(collectives))
+    rows = list(map(_collective_row, groups))
+    yield Section(heading, header, rows, bars=_collective_bars(groups))
     heading = (
         f"Predicted communication time of a step, {with_prefix(topology.bandwidth)}B/s "
         f"and {with_seconds(topology.latency)} a message{_inside(topology)}"
@@ -119,7 +116,7 @@ def communication(
         there = topology.with_replicas(replicas)
         times = [seconds(there, algorithm) for algorithm in ("ring", "tree")]
         rows.append((str(replicas), *map(with_seconds, times)))
-    yield heading, ("replicas", "ring", "tree"), rows
+    yield Section(heading, ("replicas", "ring", "tree"), rows)
 
 
 def _inside(topology: Topology) -> str:
@@ -138,23 +135,46 @@ def total_bytes(collectives: Iterable[AbstractCollective]) -> int:
     return sum(found.least_times * found.nbytes for found in collectives)
 
 
-def _collective_rows(collectives: Iterable[ExplainedCollective]) -> Iterator[Row]:
-    """One row for all alike that one line made."""
+def _alike(
+    collectives: Iterable[ExplainedCollective],
+) -> Iterable[Sequence[ExplainedCollective]]:
+    """All alike that one line made, together."""
     alike: dict[object, list[ExplainedCollective]] = {}
     for found in collectives:
         key = (found.operation, found.dtypes, found.loops, found.in_branch, found.line)
         more = (found.is_transposed, found.cause, found.why)
         alike.setdefault((*key, *more), []).append(found)
-    for group in alike.values():
-        first = group[0]
-        yield (
-            str(sum(found.least_times for found in group)),
-            first.operation,
-            ", ".join(first.dtypes),
+    return alike.values()
+
+
+def _collective_row(group: Sequence[ExplainedCollective]) -> Row:
+    first = group[0]
+    return (
+        str(sum(found.least_times for found in group)),
+        first.operation,
+        ", ".join(first.dtypes),
+        with_bytes(total_bytes(group)),
+        short(first.line),
+        ", ".join((*_remarks(first), *_reasons(group))),
+    )
+
+
+def _collective_bars(
+    groups: Sequence[Sequence[ExplainedCollective]],
+) -> Sequence[ChartBar]:
+    """The bytes of the largest ones; of one alone there is nothing to compare."""
+    if len(groups) == 1:
+        return ()
+    largest = sorted(groups, key=total_bytes, reverse=True)[:_MOST_BARS]
+    return [
+        one_part(
+            f"{group[0].operation}, {short(group[0].line)}",
+            total_bytes(group),
             with_bytes(total_bytes(group)),
-            short(first.line),
-            ", ".join((*_remarks(first), *_reasons(group))),
+            Colour.COMMUNICATION,
         )
+        for group in largest
+    ]
 
 
 def _remarks(found: ExplainedCollective) -> Iterator[str]:
@@ -184,14 +204,15 @@ def results(
     mirrored: Sequence[ExplainedValue], per_replica: Sequence[ExplainedValue]
 ) -> Iterator[Section]:
     """The results of the step."""
-    yield f"Mirrored results: {_amount(mirrored)}", ("", ""), list(_rows(mirrored))
+    heading = f"Mirrored results: {_amount(mirrored)}"
+    yield Section(heading, ("result", "type"), list(_rows(mirrored)))
     heading = f"Results that may differ between replicas: {_amount(per_replica)}"
-    header = ("", "", "differs since") if per_replica else ("", "", "")
+    header = ("result", "type", "differs since")
     rows = [
         (*row, "; ".join(part.strip() for part in value.why.split("\n")))
         for row, value in zip(_rows(per_replica), per_replica, strict=False)
     ]
-    yield heading, header, rows
+    yield Section(heading, header, rows)
 
 
 def _rows(values: Sequence[ExplainedValue]) -> Iterator[Row]:
@@ -215,7 +236,8 @@ def donation(
 ) -> Iterator[Section]:
     """The arguments that give up their memory, or could."""
     if donated:
-        yield f"Donated arguments: {_amount(donated)}", ("", ""), list(_rows(donated))
+        heading = f"Donated arguments: {_amount(donated)}"
+        yield Section(heading, ("argument", "type"), list(_rows(donated)))
     if donatable:
         heading = (
             "Arguments that could be donated, if they are not used afterwards: "
@@ -223,7 +245,7 @@ def donation(
         )
         if positions:
             heading += f", with RunOptions(donate_argnums={positions})"
-        yield heading, ("", ""), list(_rows(donatable))
+        yield Section(heading, ("argument", "type"), list(_rows(donatable)))
 
 
 # What XLA says.
@@ -244,4 +266,19 @@ def compiled(flops: float | None, memory: Memory | None) -> Iterator[Section]:
             ("  code", with_bytes(memory.code)),
         ]
     if rows:
-        yield "The compiled program on one device, as XLA reports it", ("", ""), rows
+        heading = "The compiled program on one device, as XLA reports it"
+        yield Section(heading, ("what", "amount"), rows, bars=_memory_bars(memory))
+
+
+def _memory_bars(memory: Memory | None) -> Sequence[ChartBar]:
+    if memory is None:
+        return ()
+    sizes = {
+        "arguments": memory.arguments,
+        "results": memory.results,
+        "in between": memory.temporary,
+    }
+    return [
+        one_part(name, size, with_bytes(size), Colour.COMPUTE)
+        for name, size in sizes.items()
+    ]

@@ -3,16 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
+from jaxstrategy.charts._bars import ChartBar
 from jaxstrategy.text._user_code import Line
 
 MOST_VALUES = 12
 """So many arguments or results are shown; then their number."""
 
 Row: TypeAlias = tuple[str, ...]
-Section: TypeAlias = tuple[str, Row, Sequence[Row]]
-"""Heading, titles of the columns, rows."""
+
+
+class Section(NamedTuple):
+    """A part of a report.
+
+    Attributes:
+      heading: above it.
+      header: titles of the columns of a table; none of no table.
+      rows: of the table.
+      problems: texts of several lines.
+      bars: of a chart, which only notebooks show.
+    """
+
+    heading: str
+    header: Row = ()
+    rows: Sequence[Row] = ()
+    problems: Sequence[str] = ()
+    bars: Sequence[ChartBar] = ()
 
 
 def short(line: Line | None) -> str:

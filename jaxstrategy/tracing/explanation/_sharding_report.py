@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from jaxstrategy.charts._bars import BarPart, ChartBar
 from jaxstrategy.text._array_types import array_type
+from jaxstrategy.text._html_colours import Colour
 from jaxstrategy.text._lists import and_more
 from jaxstrategy.text._units import with_bytes, with_noun
 from jaxstrategy.text._user_code import Line
@@ -29,7 +31,7 @@ def sections(found: ExplainedSharding, memory: Memory | None) -> Iterator[Sectio
     if found.whole:
         yield from _leaves("Whole arguments and variables", found.whole)
     if found.whole_sums:
-        header = ("", "bytes", "why", "where", "because of")
+        header = ("type", "bytes", "why", "where", "because of")
         rows = [
             (
                 array_type(each.dtype, each.shape),
@@ -40,14 +42,14 @@ def sections(found: ExplainedSharding, memory: Memory | None) -> Iterator[Sectio
             )
             for each in found.whole_sums
         ]
-        yield "Large sums that every replica gets all of", header, rows
+        yield Section("Large sums that every replica gets all of", header, rows)
     if found.undecided:
         heading = "Operations on divided arrays that may exchange more: XLA chooses"
         rows = [
             (str(each.count), each.operation, short(each.line))
             for each in found.undecided
         ]
-        yield heading, ("times", "operation", "where"), rows
+        yield Section(heading, ("times", "operation", "where"), rows)
 
 
 def _summary(found: ExplainedSharding, memory: Memory | None) -> Section:
@@ -67,14 +69,33 @@ def _summary(found: ExplainedSharding, memory: Memory | None) -> Section:
         ]
     if memory is not None:
         rows.append(("memory of a device, at most", with_bytes(memory.peak)))
-    return heading, ("", ""), rows
+    return Section(heading, ("what", "amount"), rows, bars=_state_bars(found))
+
+
+def _state_bars(found: ExplainedSharding) -> Sequence[ChartBar]:
+    """The state on a device beside what it would be if nothing were divided."""
+    if not found.divided:
+        return ()
+    sizes = [
+        (_on_a_device(found.whole), "whole arrays", Colour.WHOLE),
+        (_on_a_device(found.divided), "parts of arrays", Colour.PART),
+    ]
+    parts = tuple(BarPart(n, text, colour, with_bytes(n)) for n, text, colour in sizes)
+    whole = BarPart(found.replicated_bytes, sizes[0][1], Colour.WHOLE)
+    return [
+        ChartBar("state on a device", parts, with_bytes(found.state_bytes)),
+        ChartBar(
+            "if nothing were divided", (whole,), with_bytes(found.replicated_bytes)
+        ),
+    ]
 
 
 def _leaves(title: str, leaves: Sequence[ExplainedLeaf]) -> Iterator[Section]:
     total = with_bytes(_on_a_device(leaves))
     heading = f"{title}: {with_noun(len(leaves), 'array')}, {total} on a device"
     largest_first = sorted(leaves, key=lambda leaf: -leaf.nbytes)
-    yield heading, ("", "", "on a device", ""), list(_rows(largest_first))
+    header = ("array", "type", "on a device", "division")
+    yield Section(heading, header, list(_rows(largest_first)))
 
 
 def _on_a_device(leaves: Sequence[ExplainedLeaf]) -> int:

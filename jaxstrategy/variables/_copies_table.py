@@ -1,0 +1,42 @@
+"""The copies of a variable as a table for notebooks."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxstrategy.replicas._replicas import Replicas
+from jaxstrategy.text import _html_report
+from jaxstrategy.text._array_types import array_type
+from jaxstrategy.text._units import with_noun
+from jaxstrategy.values._value_text import line_of_value, value_text
+
+
+def html_of_copies(
+    title: str, replicas: Replicas, copies: Sequence[np.ndarray], are_equal: bool
+) -> str:
+    """The copies of this process, or one of them if all are equal.
+
+    Args:
+      title: of the report.
+      replicas: those that have them.
+      copies: one for each replica of this process.
+      are_equal: whether one says all.
+    """
+    if are_equal:
+        equal = f"equal on {with_noun(replicas.count, 'replica')}, "
+        where = f"{equal if replicas.count > 1 else 'on '}{replicas.device_names}"
+        text = html.escape(value_text(copies[0]))
+        value = f'<pre style="margin:.3em 0;color:inherit">{text}</pre>'
+        return _html_report.page(title, [_html_report.paragraph(where), value])
+    rows = [
+        (number, replicas.device_names_of(number), _line(copy))
+        for number, copy in zip(replicas.own, copies, strict=True)
+    ]
+    return _html_report.rows_of(title, ("replica", "device", "copy"), rows)
+
+
+def _line(copy: np.ndarray) -> str:
+    return line_of_value(copy) or array_type(copy.dtype, copy.shape)
