@@ -1,5 +1,6 @@
 """Loggers and stopwatches, with writers and clocks that are made for the test."""
 
+import contextlib
 import re
 import sys
 
@@ -12,6 +13,7 @@ from helpers.cases import slow
 import jaxstrategy as js
 from jaxstrategy import profiling
 from jaxstrategy.profiling import MetricLogger, Profile, _links
+from jaxstrategy.profiling._step_analysis import StepFacts
 
 
 class Later(list):
@@ -208,7 +210,7 @@ def test_metrics_that_cannot_be_logged(metrics, error, words):
 
 @pytest.mark.parametrize(
     "make, error, words",
-    [(lambda: MetricLogger(3), TypeError, "`writer` was 3; a directory, an object"),
+    [(lambda: MetricLogger(3), TypeError, "`writer` was 3; a directory, a `RunWr"),
      (lambda: MetricLogger(print, every=0), ValueError, "`every` was 0; at least 1"),
      (lambda: MetricLogger(print, every=0.5), TypeError, "`every` was 0.5; a whole"),
      (lambda: MetricLogger(print, most_waiting=0), ValueError, "`most_waiting` was 0")],
@@ -255,8 +257,21 @@ class Result:
         return self
 
 
-def profile(machine, predict=lambda args, kwargs: None, step=None, **options):
-    return Profile(step or machine.step, predict, clock=machine.clock, **options)
+class Analysis:
+    """Knows what it is told of a call, and keeps what was called."""
+
+    def __init__(self, seconds=0.0, **facts):
+        self.facts, self.seconds, self.calls = StepFacts(**facts), seconds, []
+
+    @contextlib.contextmanager
+    def during(self, step, args, kwargs):
+        self.calls.append((args, kwargs))
+        yield
+
+
+def profile(machine, analysis=None, step=None, **options):
+    analysis = analysis or Analysis()
+    return Profile(step or machine.step, analysis, clock=machine.clock, **options)
 
 
 def test_times_of_a_loop_that_waits_for_the_devices():
@@ -269,10 +284,12 @@ def test_times_of_a_loop_that_waits_for_the_devices():
     assert (report.name, report.calls, report.steps) == ("step", 21, 21)
     assert report.first_call == 15.0  # compiling, starting and the device
     assert (report.dispatch, report.between) == (1.0, 0.5)
-    assert report.device == 5.0  # starting it included
+    assert report.alone == 5.0  # starting it included
     # Each time nine steps, one after the other on the device, after the first was
     # started: 0.5 between, 1 to start it.
     assert report.step == pytest.approx((1.5 + 9 * 4.0) / 9)
+    # They make one step after the other, so they are not busy for longer than that.
+    assert report.device == report.step < report.alone
     assert report.examples_per_second == pytest.approx(32 / report.step)
     assert report.communication is report.communication_share is None
 
@@ -285,6 +302,7 @@ def test_times_of_a_loop_that_waits_for_the_host():
             machine.now += 2.0
     report = train.report()
     assert (report.dispatch, report.between, report.device) == (3.0, 2.0, 4.0)
+    assert (report.alone, report.input) == (4.0, 0.0)
     assert report.step == pytest.approx((9 * 5.0 + 2.0) / 9)  # the gap after them, too
     assert report.examples_per_second is None
 
@@ -302,27 +320,23 @@ def test_the_loop_waits_now_and_then_only():
 def test_several_steps_in_a_call_are_counted():
     strategy = js.MirroredStrategy(jax.devices()[:2])
     many = strategy.several(lambda total, batch: total + batch)
-    machine, asked = Machine(dispatch=2.0, device=6.0), []
+    machine, analysis = Machine(dispatch=2.0, device=6.0), Analysis(communication=3.0)
 
     def step(total, batches):
         return machine.step()
 
     step.makes_several = many.makes_several
 
-    def predict(args, kwargs):
-        asked.append(args)
-        return 3.0
-
-    with profile(machine, predict, step=step) as train:
+    with profile(machine, analysis, step=step) as train:
         for size in (2, 2, 4):
             train(0, [0.0] * size)
     report = train.report()
     assert (report.calls, report.steps) == (3, 8)
-    assert report.device == 8.0 / 2
+    assert report.alone == 8.0 / 2
     assert report.dispatch == (2.0 / 2 + 2.0 / 4) / 2
     assert report.communication == 1.5
-    assert report.communication_share == 1.5 / 4.0
-    assert asked == [(0, [0.0, 0.0])]
+    assert report.communication_share == 1.5 / report.device
+    assert analysis.calls == [((0, [0.0, 0.0]), {})]
 
 
 def test_a_result_that_was_given_away_is_not_waited_for():
@@ -348,9 +362,18 @@ def test_times_are_logged_after_each_wait():
             train()
     assert [step for step, _ in got] == [2, 6, 9]
     assert got[0][1] == {
-        "profile/dispatch": 1.0, "profile/between": 0.0, "profile/device": 5.0
+        "profile/dispatch": 1.0, "profile/between": 0.0, "profile/input": 0.0,
+        "profile/alone": 5.0, "profile/device": 5.0,
     }  # fmt: skip
     assert got[1][1]["profile/step"] == pytest.approx((1 + 3 * 4) / 3)
+
+
+def test_times_are_logged_whatever_steps_the_logger_leaves_out():
+    machine, got = Machine(), Later()
+    with profile(machine, every=4, log=MetricLogger(got, every=100)) as train:
+        for _ in range(9):
+            train()
+    assert [step for step, _ in got] == [2, 6, 9]
 
 
 def test_a_few_calls_are_traced_and_not_timed(monkeypatch):
@@ -377,7 +400,7 @@ def test_a_few_calls_are_traced_and_not_timed(monkeypatch):
     # Calls 2, 3 and 4 of 0, 1, ...; all of it done when the trace ends.
     assert events == [("start", "there", 2), ("stop", True, 5)]
     report = train.report()
-    assert (report.dispatch, report.between, report.device) == (1.0, 0.0, 5.0)
+    assert (report.dispatch, report.between, report.alone) == (1.0, 0.0, 5.0)
     assert report.step < 6
 
 
@@ -478,6 +501,13 @@ def test_several_steps_a_bound_one_and_any_other_function(two):
 
     with two.profile(jax.jit(jnp.sin)) as timed:
         assert timed(0.0) == 0.0
+    assert timed.report().communication == 0.0  # it runs on one device
+
+    def plain(x):
+        return x + 1
+
+    with two.profile(plain) as timed:
+        assert timed(0.0) == 1.0
     assert timed.report().communication is None
 
 
@@ -489,12 +519,45 @@ def test_a_step_without_communication(two):
 
 def test_links_are_measured_as_those_of_a_ring():
     replicas = js.MirroredStrategy(jax.devices()[:4]).replicas
-    times = iter([0.0, 0.48, 0.0, 0.96, 0.0, 0.72] + [0.0, 1.44] * 3)
+    took = {2**12: 16, 2**16: 16, 2**20: 8, 2**24: 2}  # bytes, and times in a row
+    late = (0.1, -0.01, 0.0, 0.2, -0.02, -0.3, 3)
+    turns = [
+        n * (0.03 + size / 1e9 + more) for more in late for size, n in took.items()
+    ]
+    times = iter([at for turn in turns for at in (7.0, 7.0 + turn)])
     links = _links.measured(replicas, clock=lambda: next(times))
-    # The best of three, 16 times in a row: 0.03 s for 4 bytes, 0.09 s for 4 MiB.
+    # In the middle of seven: 0.03 s, and a second more for each gigabyte.
     assert links.replicas == 4
-    assert links.ring("all_reduce", 0) == pytest.approx(0.03)
-    assert links.ring("all_reduce", 2**22) == pytest.approx(0.09)
+    for size in (0, 2**12, 2**18, 2**24, 2**30):
+        assert links.ring("all_reduce", size) == pytest.approx(0.03 + size / 1e9)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "fixed", "per_byte"),
+    [
+        ([1.0, 1.0, 1.0], 1.0, 0.0),  # no size takes longer
+        ([1e-3, 1e-1, 1e1], 0.0, 1e-3),  # nothing is fixed
+        ([2.0, 1.5, 1.0], 1.2787, 0.0),  # what is larger takes less: about the mean
+        ([1e-3, 2e-1, 4e1], 0.0, 4 / 3e3),  # and more than in proportion
+    ],
+)
+def test_neither_latency_nor_bandwidth_of_links_is_negative(seconds, fixed, per_byte):
+    sizes = [1, 100, 10_000] if per_byte else [1, 2, 3]
+    found = _links.fitted(sizes, seconds)
+    assert found[0] == pytest.approx(fixed, rel=1e-3, abs=1e-9)
+    assert found[1] == pytest.approx(per_byte, rel=1e-3, abs=1e-6) and found[1] > 0
+
+
+def test_links_between_sizes_are_within_a_quarter_of_gloos():
+    # Microseconds of all-reduces by gloo between processes of a host of two cores.
+    sizes = [4096, 16384, 65536, 262144, 1048576, 4194304, 16777216]
+    of_two = [168, 162, 226, 496, 1659, 4580, 18801]
+    of_eight = [3558, 3535, 3289, 4198, 6689, 18732, 89567]
+    for times in (of_two, of_eight):
+        known = [times[0], times[2], times[4], times[6]]
+        fixed, per_byte = _links.fitted([4096, 65536, 1048576, 16777216], known)
+        for size, time in zip(sizes, times, strict=True):
+            assert fixed + per_byte * size == pytest.approx(time, rel=0.25)
 
 
 def test_a_measured_share_is_one(two):
@@ -519,7 +582,8 @@ def test_a_trace_is_written(two, tmp_path):
 def test_a_report_is_a_table():
     report = profiling.Report(
         "step", 10, 20, first_call=2.5, dispatch=0.0012, between=1e-5, device=0.01,
-        step=0.008, examples_per_second=64_000.0, communication=0.0025,
+        step=0.008, examples_per_second=64_000.0, communication=0.0025, input=9e-6,
+        alone=0.011,
     )  # fmt: skip
     assert (
         str(report)
@@ -529,19 +593,25 @@ def test_a_report_is_a_table():
   first call, with compiling  2.5 s
   host, to start a step       1.2 ms
   host, between two calls     10 us
-  devices, a step by itself   10 ms
+    waiting for a batch       9 us
+  one step by itself          11 ms
+  devices, at most            10 ms
   a step in the loop          8 ms
   examples per second         64 k
-  communication               25% of the devices' time (predicted)"""
+  communication               25% of the devices' time (predicted)
+Limited by the devices: the devices are busy for 100% of the time or more (8 ms
+  of 8 ms in each step). The loop keeps them fed; a faster step is what is left."""
     )
     assert repr(report) == str(report)
     html = report._repr_html_()
-    assert "<td>host, to start a step</td><td>1.2 ms</td>" in html
+    assert re.search(r"host, to start a step</td><td[^>]*>1.2 ms</td>", html)
+    assert "Limited by the devices" in html
+    assert "<svg" in html and "<script" not in html
 
 
 def test_what_is_not_known_is_said():
     report = profiling.Report("step", 0, 0)
-    assert str(report).count("not known") == 7
+    assert str(report).count("not known") == 9
     assert report.scalars() == {}
     assert report.communication_share is None
 

@@ -32,11 +32,17 @@ class MetricLogger:
 
     Args:
       writer: one of
+        - a directory, for TensorBoard;
+        - a `TensorBoardWriter`, `CluWriter`, `WandbWriter`, `MlflowWriter` or
+          `TrackioWriter`: a run that begins here, in process 0, and ends with the log;
         - an object with `write_scalars(step, scalars)`, such as the writers of CLU;
         - an object with `add_scalar(name, value, step)`, such as the `SummaryWriter` of
           tensorboardX and PyTorch;
-        - a function of a step's number and a dict of scalars;
-        - a directory, for TensorBoard.
+        - a run of Weights & Biases, or `wandb`: the step is logged as the metric
+          `step`, which may go back;
+        - an object with `log_metrics(scalars, step=)`, such as `mlflow`;
+        - an object with `log(scalars, step=)`, such as a run of Trackio, or `trackio`;
+        - a function of a step's number and a dict of scalars.
       every: of how many steps one is written; their numbers are multiples of it.
       most_waiting: of how many calls metrics may wait; then the loop waits for the
         oldest ones, so that memory is bounded.
@@ -44,7 +50,8 @@ class MetricLogger:
     Raises:
       TypeError: `writer` is nothing of these; a number is not whole.
       ValueError: a number is less than 1.
-      MissingExtraError: a directory was given, and tensorboardX is not installed.
+      MissingExtraError: a directory or a run was given, and its library is not
+        installed.
 
     >>> import jaxstrategy as js
     >>> strategy = js.MirroredStrategy(js.simulate(8)[:2])
@@ -69,10 +76,10 @@ class MetricLogger:
         self._every = _checked("every", every)
         self._most_waiting = _checked("most_waiting", most_waiting)
         self._waiting: collections.deque[_Entry] = collections.deque()
+        self._is_closed = False
         self._is_writing = jax.process_index() == 0
         if self._is_writing:
-            self._writer, self._is_ours = _writers.opened(writer)
-            self._write = _writers.function_of(self._writer)
+            self._writer = _writers.opened(writer)
 
     def __call__(self, step: int, metrics: PyTree) -> None:
         """Write `metrics` when they are there.
@@ -85,14 +92,39 @@ class MetricLogger:
 
         Raises:
           TypeError: a value is not a number, or a `PerReplica`.
-          ValueError: an array is no scalar, and no row of scalars as long as others.
+          ValueError: an array is no scalar, and no row of scalars as long as others;
+            the run that was opened here has been closed.
           DonatedValueError: one that was logged before has been given to a step that
             overwrites its arguments.
         """
+        self._take(step, metrics, self._every)
+
+    def always(self, step: int, metrics: PyTree) -> None:
+        """The same, whatever the step's number is: `every` does not count.
+
+        Raises:
+          TypeError: as above.
+          ValueError: as above.
+          DonatedValueError: as above.
+
+        >>> import jaxstrategy as js
+        >>> with js.profiling.MetricLogger(print, every=10) as log:
+        ...     log(3, {"loss": 0.5})
+        ...     log.always(3, {"accuracy": 0.75})
+        3 {'accuracy': 0.75}
+        """
+        self._take(step, metrics, 1)
+
+    def _take(self, step: int, metrics: PyTree, every: int) -> None:
         if not self._is_writing:
             return
-        entry = _Entry.of(operator.index(step), metrics)
-        if entry.numbers(self._every):
+        if self._is_closed:
+            raise ValueError(
+                f"Metrics of step {step} were logged after the `MetricLogger` was "
+                "closed, which ended its run. Log inside of its `with` block."
+            )
+        entry = _Entry.of(operator.index(step), metrics, every)
+        if entry.numbers():
             entry.start_copying()
             self._waiting.append(entry)
         while self._waiting and (
@@ -104,20 +136,27 @@ class MetricLogger:
         """Wait for all metrics, and write them."""
         while self._waiting:
             self._write_first()
-        if self._is_writing:
-            _writers.finish(self._writer, False)
+        if self._is_writing and not self._is_closed:
+            self._writer.flush()
 
     def close(self) -> None:
-        """The same, and close what was opened for a directory."""
+        """The same, and end what was opened here: the run, or the directory's files."""
         self.flush()
-        if self._is_writing:
-            _writers.finish(self._writer, self._is_ours)
+        self._end(failed=False)
+
+    def _end(self, *, failed: bool) -> None:
+        if self._is_writing and not self._is_closed:
+            # What was given open goes on, and can be written to again.
+            self._is_closed = self._writer.is_opened_here
+            self._writer.close(failed)
 
     def _write_first(self) -> None:
         entry = self._waiting.popleft()
         values = entry.read()
-        for row, number in entry.numbers(self._every):
-            self._write(number, {name: float(v[row]) for name, v in values.items()})
+        for row, number in entry.numbers():
+            self._writer.write(
+                number, {name: float(v[row]) for name, v in values.items()}
+            )
 
     def __enter__(self) -> Self:
         return self
@@ -130,8 +169,7 @@ class MetricLogger:
         while self._waiting and self._waiting[0].is_ready:
             self._write_first()
         self._waiting.clear()
-        if self._is_writing:
-            _writers.finish(self._writer, self._is_ours)
+        self._end(failed=True)
 
 
 # A method that all arrays have, and that the abstract class does not mention.
@@ -146,14 +184,16 @@ class _Entry:
       step: the number of its first step.
       steps: how many steps they are of.
       leaves: their values by name.
+      every: of how many steps one is written.
     """
 
     step: int
     steps: int
     leaves: dict[str, Value]
+    every: int
 
     @classmethod
-    def of(cls, step: int, metrics: PyTree) -> _Entry:
+    def of(cls, step: int, metrics: PyTree, every: int) -> _Entry:
         found = jax.tree.leaves_with_path(metrics, is_leaf=_trees.is_whole)
         leaves = {_joined(path): leaf for path, leaf in found}
         lengths: dict[int, str] = {}
@@ -167,12 +207,12 @@ class _Entry:
                 f"Metrics of several steps were logged, {told} steps. Log together "
                 "what one call of the step has returned."
             )
-        return cls(step, next(iter(lengths), 1), leaves)
+        return cls(step, next(iter(lengths), 1), leaves, every)
 
-    def numbers(self, every: int) -> list[tuple[int, int]]:
+    def numbers(self) -> list[tuple[int, int]]:
         """The rows to be written, and the numbers of their steps."""
         numbered = enumerate(range(self.step, self.step + self.steps))
-        return [(row, number) for row, number in numbered if number % every == 0]
+        return [(row, number) for row, number in numbered if number % self.every == 0]
 
     def start_copying(self) -> None:
         """Have the values brought to the host as soon as they are there."""

@@ -1,81 +1,99 @@
-"""The writers of other libraries, as one function."""
+"""What a `MetricLogger` may be given, as something that writes."""
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-from jaxstrategy._errors import MissingExtraError
+from jaxstrategy.profiling._run_writers import (
+    OpenedWriter,
+    RunWriter,
+    TensorBoardWriter,
+    Write,
+    one_by_one,
+    with_step_argument,
+    with_step_metric,
+)
 from jaxstrategy.values._types import Function
 
-# Takes the number of a step, and its scalars by name.
 Writer: TypeAlias = Any
 """An object of a logging library, with one of the methods named below."""
-
-Write: TypeAlias = Callable[[int, dict[str, float]], object]
-
-
-def opened(writer: Writer) -> tuple[Writer, bool]:
-    """The writer, and whether it was opened here; a path is a TensorBoard directory.
-
-    Raises:
-      MissingExtraError: it is a path, and tensorboardX is not installed.
-    """
-    if not isinstance(writer, (str, os.PathLike)):
-        return writer, False
-    try:
-        import tensorboardX
-    except ImportError as missing:
-        raise MissingExtraError(
-            "`MetricLogger` was given a directory, and writes there with tensorboardX, "
-            "which is not installed. Install the extra: pip install "
-            "'jaxstrategy[tensorboard]', or give it a writer."
-        ) from missing
-    return tensorboardX.SummaryWriter(os.fspath(writer)), True
-
-
-def _one_by_one(add_scalar: Function) -> Write:
-    def write(step: int, scalars: dict[str, float]) -> None:
-        for name, value in scalars.items():
-            add_scalar(name, value, step)
-
-    return write
 
 
 # By the method that a writer has: how it is shown in messages, and what `Write` it is.
 _METHODS: dict[str, tuple[str, Callable[[Function], Write]]] = {
     "write_scalars": ("(step, scalars)", lambda method: method),
-    "add_scalar": ("(name, value, step)", _one_by_one),
+    "add_scalar": ("(name, value, step)", one_by_one),
+    "define_metric": ("(name, step_metric=)", with_step_metric),
+    "log_metrics": ("(scalars, step=)", with_step_argument),
+    "log": ("(scalars, step=)", with_step_argument),
 }
+
+_Row: TypeAlias = tuple[str, Callable[[Function], Write]]
 
 
 def check(writer: Writer) -> None:
     """Raise unless `writer` is one, or a path.
 
     Raises:
-      TypeError: it is something else.
+      TypeError: it is something else, or a class in place of an object of it.
     """
-    is_writer = callable(writer) or any(hasattr(writer, name) for name in _METHODS)
-    if not (is_writer or isinstance(writer, (str, os.PathLike))):
-        methods = (f"`{name}{arguments}`" for name, (arguments, _) in _METHODS.items())
+    if isinstance(writer, (str, os.PathLike, RunWriter)):
+        return
+    is_class = isinstance(writer, type)
+    if is_class or not (callable(writer) or _row_of(writer)):
+        *methods, last = (f"`{name}{shown}`" for name, (shown, _) in _METHODS.items())
+        instead = " Give it an object of that class." if is_class else ""
         raise TypeError(
-            f"`writer` was {writer!r}; a directory, an object with "
-            f"{' or '.join(methods)}, or a function of a step and a dict of scalars "
-            "was wanted."
+            f"`writer` was {writer!r}; a directory, a `RunWriter`, an object with "
+            f"{', '.join(methods)} or {last}, or a function of a step and a dict of "
+            f"scalars was wanted.{instead}"
         )
 
 
-def function_of(writer: Writer) -> Write:
-    """Writes the scalars of a step with `writer`."""
-    for name, (_, as_write) in _METHODS.items():
-        if hasattr(writer, name):
-            return as_write(getattr(writer, name))
-    return writer
+def opened(writer: Writer) -> OpenedWriter:
+    """What writes with `writer`; a path is a directory for TensorBoard.
+
+    What was given open is not closed: `close` only flushes it.
+
+    Raises:
+      MissingExtraError: it needs a library that is not installed.
+    """
+    if isinstance(writer, (str, os.PathLike)):
+        writer = TensorBoardWriter(writer)
+    if isinstance(writer, RunWriter):
+        return writer.open()
+    flush = getattr(writer, "flush", lambda: None)
+    write = _function_of(writer)
+    return OpenedWriter(write, flush, lambda failed: flush(), is_opened_here=False)
 
 
-def finish(writer: Writer, is_ours: bool) -> None:
-    """Let everything be on disk; close a writer that was opened here."""
-    method = getattr(writer, "close" if is_ours else "flush", None)
-    if method is not None:
-        method()
+def _function_of(writer: Writer) -> Write:
+    found = _row_of(writer)
+    if found is None:
+        return writer
+    name, (_, as_write) = found
+    return as_write(getattr(writer, name))
+
+
+def _row_of(writer: Writer) -> tuple[str, _Row] | None:
+    for name, row in _METHODS.items():
+        shown, _ = row
+        if hasattr(writer, name) and _takes_step(getattr(writer, name), shown):
+            return name, row
+    return None
+
+
+def _takes_step(method: Function, shown: str) -> bool:
+    """Whether a method that is to take a step by name does.
+
+    `logging.Logger` and `math` have a `log`, too.
+    """
+    if "step=" not in shown:
+        return True
+    try:
+        return "step" in inspect.signature(method).parameters
+    except (TypeError, ValueError):  # some built-in functions have none
+        return False

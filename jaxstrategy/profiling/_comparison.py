@@ -1,0 +1,249 @@
+"""Many replicas compared with one: `compare`, and its `Comparison`."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import statistics
+import time
+from collections.abc import Callable
+from typing import TypeAlias, TypeVar, final
+
+import jax
+
+from jaxstrategy.charts._bars import BarPart, ChartBar, bars
+from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
+from jaxstrategy.text import _html_report
+from jaxstrategy.text._html_colours import Colour
+from jaxstrategy.text._units import with_noun, with_seconds
+from jaxstrategy.text._wrapped import lines_of
+from jaxstrategy.values._types import PyTree
+
+S = TypeVar("S", bound=AbstractStrategy)
+Make: TypeAlias = Callable[[S, int], Callable[[], PyTree]]
+
+_GOOD = 0.8
+
+
+@final
+@dataclasses.dataclass(frozen=True, repr=False)
+class Comparison:
+    """The time of a step on many replicas and on one. Prints as sentences.
+
+    Attributes:
+      replicas: how many there are.
+      examples: of one step, on all of them.
+      whole: the seconds that one replica needs for all examples.
+      part: the seconds that it needs for as many as one of the replicas gets.
+      all: the seconds that the replicas need.
+      note: why the times say less than they seem to; empty if there is no reason.
+
+    >>> import jaxstrategy as js
+    >>> found = js.profiling.Comparison(4, 64, whole=8e-3, part=3e-3, all=4e-3)
+    >>> found.speedup, found.efficiency
+    (2.0, 0.5)
+    >>> print(found)
+    4 replicas take 4 ms for a step of 64 examples, one takes 8 ms: 2 times as fast,
+      50% of what 4 could be.
+      small batch: 1 ms: 16 examples take one replica 3 ms, and a quarter of 8 ms
+        would be 2 ms.
+      communication: 1 ms: 4 replicas take longer than one with its 16 examples.
+    """
+
+    replicas: int
+    examples: int
+    whole: float
+    part: float
+    all: float
+    note: str = ""
+
+    @property
+    def speedup(self) -> float:
+        """The time of one replica by that of all, for the same examples."""
+        return self.whole / self.all
+
+    @property
+    def efficiency(self) -> float:
+        """The `speedup` by the number of replicas; 1 is all that can be had."""
+        return self.speedup / self.replicas
+
+    @property
+    def small_batch(self) -> float:
+        """The seconds lost because a part of the batch takes more than its share."""
+        return max(self.part - self.whole / self.replicas, 0.0)
+
+    @property
+    def communication(self) -> float:
+        """The seconds that replicas need more than one that has its part only.
+
+        They exchange data, wait for each other, and may share cores or memory.
+        """
+        return max(self.all - self.part, 0.0)
+
+    @property
+    def limit(self) -> str | None:
+        """The larger loss, which keeps the replicas from being faster.
+
+        `"small batch"` or `"communication"`; None if the `efficiency` is 80% or more.
+        """
+        if self.efficiency >= _GOOD:
+            return None
+        is_small = self.small_batch >= self.communication
+        return "small batch" if is_small else "communication"
+
+    def __str__(self) -> str:
+        found = [self._first_line, *(f"  {line}" for line in self._losses())]
+        return "\n".join(map(lines_of, found))
+
+    @property
+    def _first_line(self) -> str:
+        return (
+            f"{with_noun(self.replicas, 'replica')} take {with_seconds(self.all)} for "
+            f"a step of {with_noun(self.examples, 'example')}, one takes "
+            f"{with_seconds(self.whole)}: {self.speedup:.3g} times as fast, "
+            f"{self.efficiency:.0%} of what {self.replicas} could be."
+        )
+
+    def _losses(self) -> list[str]:
+        n = self.replicas
+        own = with_noun(self.examples // n, "example")
+        fraction = {2: "half", 4: "a quarter"}.get(n, f"1/{n}")
+        small = (
+            f"small batch: {with_seconds(self.small_batch)}: {own} "
+            f"take one replica {with_seconds(self.part)}, and {fraction} of "
+            f"{with_seconds(self.whole)} would be {with_seconds(self.whole / n)}."
+        )
+        sent = (
+            f"communication: {with_seconds(self.communication)}: {n} replicas take "
+            f"longer than one with its {own}."
+        )
+        found = [(self.small_batch, small), (self.communication, sent)]
+        return [
+            *(told for seconds, told in found if seconds),
+            *([self.note] if self.note else []),
+        ]
+
+    __repr__ = __str__
+
+    def html(self) -> str:
+        """HTML with bars: the ideal time, and what is lost."""
+        n = self.replicas
+        least = min(self.whole / n, self.part, self.all)
+        lost = min(self.small_batch, self.all - least)
+        rest = self.all - least - lost
+        parts = (
+            BarPart(least, "compute", Colour.COMPUTE, with_seconds(least)),
+            BarPart(lost, "small batch", Colour.IDLE, with_seconds(lost)),
+            BarPart(rest, "communication", Colour.COMMUNICATION, with_seconds(rest)),
+        )
+        whole = BarPart(self.whole, "compute", Colour.COMPUTE, with_seconds(self.whole))
+        chart = bars(
+            "Time of a step",
+            [
+                ChartBar("1 replica", (whole,), with_seconds(self.whole)),
+                ChartBar(with_noun(n, "replica"), parts, with_seconds(self.all)),
+            ],
+        )
+        told = map(_html_report.paragraph, [self._first_line, *self._losses()])
+        return _html_report.section(f"{n} replicas and one", chart, *told)
+
+    def _repr_html_(self) -> str:
+        return _html_report.page("Comparison", [self.html()])
+
+
+def compare(
+    make: Make[S],
+    one: S,
+    many: S,
+    *,
+    examples: int,
+    repeats: int = 5,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Comparison:
+    """The time of the same step on one replica and on many.
+
+    Three steps are made: on one replica with all examples, on one with as many as each
+    of the replicas gets, and on all replicas. Each is called once, which compiles it,
+    and then, in turn, so many times, always on idle devices; medians count.
+
+    Args:
+      make: called with a strategy and the number of examples of a step, on all of its
+        replicas. It returns a function without arguments that makes one step, and
+        returns something of it.
+      one: a strategy of one replica.
+      many: the strategy to look at.
+      examples: how many a step has; as many on each replica.
+      repeats: how often each step is timed.
+      clock: returns seconds.
+
+    Raises:
+      ValueError: the examples cannot be divided, or `one` has several replicas, or
+        `repeats` is less than 1.
+      TypeError: `make` did not return a function.
+
+    >>> import jaxstrategy as js
+    >>> import numpy as np
+    >>> def make(strategy, examples):
+    ...     n = strategy.num_replicas_in_sync
+    ...     x = strategy.per_replica(np.ones((n, examples // n, 8), np.float32))
+    ...     @strategy.run
+    ...     def step(w, x):
+    ...         share = (x @ w).mean()
+    ...         return w - js.get_replica_context().all_reduce("mean", share)
+    ...     return lambda: step(np.ones(8, np.float32), x)
+    >>> devices = js.simulate(8)
+    >>> one, four = js.OneDeviceStrategy("CPU:0"), js.MirroredStrategy(devices[:4])
+    >>> found = js.profiling.compare(make, one, four, examples=64)
+    >>> found.replicas, found.examples
+    (4, 64)
+    """
+    n = many.num_replicas_in_sync
+    _check(one.num_replicas_in_sync, n, examples, repeats)
+    wanted = [(one, examples), (one, examples // n), (many, examples)]
+    calls = [_checked(make(strategy, rows)) for strategy, rows in wanted]
+    for call in calls:
+        jax.block_until_ready(call())
+    times = [[_seconds(call, clock) for call in calls] for _ in range(repeats)]
+    whole, part, all_ = map(statistics.median, zip(*times, strict=True))
+    return Comparison(n, examples, whole, part, all_, _note(many))
+
+
+def _seconds(call: Callable[[], PyTree], clock: Callable[[], float]) -> float:
+    start = clock()
+    jax.block_until_ready(call())
+    return clock() - start
+
+
+def _check(one: int, many: int, examples: int, repeats: int) -> None:
+    if one != 1:
+        raise ValueError(
+            f"`one` has {one} replicas; a strategy of one was wanted, such as "
+            '`OneDeviceStrategy("CPU:0")`.'
+        )
+    if examples < 1 or examples % many:
+        raise ValueError(
+            f"`examples` was {examples}, which {many} replicas cannot share equally. "
+            f"Give a multiple of {many}."
+        )
+    if repeats < 1:
+        raise ValueError(f"`repeats` was {repeats}; at least 1 was wanted.")
+
+
+def _checked(call: Callable[[], PyTree]) -> Callable[[], PyTree]:
+    if not callable(call):
+        raise TypeError(
+            f"`make` returned {call!r}; a function that makes one step was wanted: "
+            "`return lambda: step(state, batch)`."
+        )
+    return call
+
+
+def _note(strategy: AbstractStrategy) -> str:
+    devices = strategy.replicas.all_devices
+    if len(devices) == 1 or any(device.platform != "cpu" for device in devices):
+        return ""
+    cores = with_noun(os.cpu_count() or 1, "core")
+    return (
+        f"The replicas are CPU devices, which share this computer's {cores}: they "
+        "cannot be faster than one that uses all of these."
+    )

@@ -1,0 +1,214 @@
+"""What is known of a step before it is timed: `StepAnalysis`."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol, final
+
+import jax
+
+from jaxstrategy._options import RunOptions
+from jaxstrategy.contexts import _context
+from jaxstrategy.executors._executor import AbstractExecutor
+from jaxstrategy.profiling import _links
+from jaxstrategy.replicas._replicas import Replicas
+from jaxstrategy.replicas._topology import Topology
+from jaxstrategy.tracing.explanation import _compiled_costs
+from jaxstrategy.tracing.explanation._explanation import Explanation
+from jaxstrategy.tracing.explanation._facts import Memory
+from jaxstrategy.values import _arrays
+from jaxstrategy.values._types import Function, Leaf, PyTree
+
+
+@dataclasses.dataclass(frozen=True)
+class StepFacts:
+    """The facts of one call. What is not known is None.
+
+    Attributes:
+      communication: the seconds that its collectives should take.
+      flops: floating-point operations on all devices together.
+      is_least: whether there may be more, because the turns of a loop count once.
+      memory: of the program on one device; of several programs the largest.
+    """
+
+    communication: float | None = None
+    flops: float | None = None
+    is_least: bool = False
+    memory: Memory | None = None
+
+    def by_step(self, steps: int) -> StepFacts:
+        """Those of one step, where one call makes so many."""
+        # In a loop over the steps, one of them has been counted.
+        counted = 1 if self.is_least else steps
+        return dataclasses.replace(
+            self,
+            communication=_by(self.communication, steps),
+            flops=_by(self.flops, counted),
+        )
+
+    def __add__(self, other: StepFacts) -> StepFacts:
+        return StepFacts(
+            _sum(self.communication, other.communication),
+            _sum(self.flops, other.flops),
+            self.is_least or other.is_least,
+            max(self.memory, other.memory, key=lambda m: m.peak if m else -1),
+        )
+
+
+class Analyzes(Protocol):
+    """Finds facts of a call while it is made."""
+
+    def during(
+        self, step: Function, args: tuple[Leaf, ...], kwargs: dict[str, Leaf]
+    ) -> contextlib.AbstractContextManager[object]:
+        """A `with` block in which `step` is called with these arguments."""
+        ...
+
+    @property
+    def facts(self) -> StepFacts:
+        """Those that were found."""
+        ...
+
+    @property
+    def seconds(self) -> float:
+        """The time that it took to find them in the block."""
+        ...
+
+
+@final
+class StepAnalysis:
+    """Explains what a function runs on the replicas of a strategy while it is called.
+
+    Whatever the function is: a step made by `@strategy.run` or `several`, a function
+    that calls `strategy.run` in its body, or one compiled by `jax.jit`.
+
+    Args:
+      executor: of the strategy; what others run is not looked at.
+      topology: the links of its replicas; None: they are measured.
+      compiled: whether to compile each step for XLA's figures, besides running it.
+      clock: returns seconds.
+    """
+
+    def __init__(
+        self,
+        executor: AbstractExecutor,
+        replicas: Replicas,
+        *,
+        topology: Topology | None = None,
+        compiled: bool = True,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._executor = executor
+        self._replicas = replicas
+        self._given = topology
+        self._compiled = compiled
+        self._clock = clock
+        self._found: list[StepFacts] = []
+        self.seconds = 0.0
+
+    @property
+    def facts(self) -> StepFacts:
+        """Those of all that was run, one after the other."""
+        return functools.reduce(StepFacts.__add__, self._found or [StepFacts()])
+
+    @contextlib.contextmanager
+    def during(
+        self, step: Function, args: tuple[Leaf, ...], kwargs: dict[str, Leaf]
+    ) -> Iterator[None]:
+        """A `with` block in which `step` is called with these arguments."""
+        if self._compiled and isinstance(step, jax.stages.Wrapped):
+            with self._timed():
+                self._found.append(_facts_of_jitted(step, args, kwargs))
+        with _context.entered(observer=self._observe):
+            yield
+
+    @contextlib.contextmanager
+    def _timed(self) -> Iterator[None]:
+        start = self._clock()
+        with _context.entered(observer=None):
+            yield
+        self.seconds += self._clock() - start
+
+    def _observe(
+        self,
+        executor: AbstractExecutor,
+        fn: Function,
+        args: tuple[PyTree, ...],
+        kwargs: dict[str, PyTree],
+        options: RunOptions | None,
+    ) -> None:
+        """Before a step is run with these arguments."""
+        if executor is not self._executor:
+            return
+        with self._timed():
+            found = executor.explain(
+                fn,
+                args,
+                kwargs,
+                options=options or RunOptions(),
+                topology=self._given or Topology(1.0, 0.0, self._replicas.count),
+                compiled=self._compiled,
+            )
+            self._found.append(self._facts_of(found))
+
+    def _facts_of(self, found: Explanation) -> StepFacts:
+        flops = found.flops
+        return StepFacts(
+            self._communication(found),
+            None if flops is None else flops * len(self._replicas.all_devices),
+            # In a function that is traced, nobody knows how often it is run.
+            found.has_loops or _arrays.is_traced(),
+            found.memory,
+        )
+
+    def _communication(self, found: Explanation) -> float:
+        if not found.collectives:
+            return 0.0
+        if self._given is not None:
+            return found.communication_time(self._given)
+        return found.communication_time(self._measured, "ring")
+
+    @functools.cached_property
+    def _measured(self) -> Topology:
+        """Links as those of a ring, measured once."""
+        return _links.measured(self._replicas)
+
+
+def _facts_of_jitted(
+    step: Any, args: tuple[Leaf, ...], kwargs: dict[str, Leaf]
+) -> StepFacts:
+    executable = step.lower(*args, **kwargs).compile()
+    flops = _compiled_costs.flops(executable)
+    shardings = jax.tree.leaves(executable.output_shardings)
+    devices = max((each.num_devices for each in shardings), default=1)
+    return StepFacts(
+        communication=0.0 if devices == 1 else None,
+        flops=None if flops is None else flops * devices,
+        is_least=_compiled_costs.has_loops(executable),
+        memory=_compiled_costs.memory(executable),
+    )
+
+
+def _sum(one: float | None, other: float | None) -> float | None:
+    return None if one is None or other is None else one + other
+
+
+def _by(value: float | None, steps: int) -> float | None:
+    return None if value is None else value / steps
+
+
+def check_positive(**numbers: float | None) -> None:
+    """Raise unless what a user says of a step makes sense.
+
+    Raises:
+      ValueError: a number is not positive.
+    """
+    for name, number in numbers.items():
+        if number is not None and not number > 0:
+            raise ValueError(
+                f"`{name}` was {number}; a positive number was wanted, or None."
+            )
