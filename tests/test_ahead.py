@@ -313,3 +313,32 @@ def test_devices_of_batches_read_ahead(two):
     assert [v.devices() for v in batch.values] == [{d} for d in jax.devices()[:2]]
     iterator.close()
     assert isinstance(batch, js.PerReplica)
+
+
+@pytest.mark.parametrize("shuffle", [None, 0])
+def test_arrays_in_memory_are_copied_when_asked_for(threads, shuffle):
+    """On devices of the host: a thread would only take the cores from the steps."""
+    strategy = js.MirroredStrategy(js.simulate(8)[:2])
+    array = np.arange(12.0, dtype=np.float32)
+    options = js.InputOptions(experimental_per_replica_buffer_size=2)
+    source = js.batches(array, 4, shuffle=shuffle)
+    dataset = strategy.experimental_distribute_dataset(source, options)
+    given = [np.concatenate(batch.values) for batch in dataset]
+    iterator = iter(dataset)
+    first = next(iterator)
+    kept = np.concatenate(first.values)
+    assert not threads()
+    array[:] = -1.0  # what was given stays as it is, what was not is as it is now
+    np.testing.assert_array_equal(np.concatenate(first.values), kept)
+    np.testing.assert_array_equal(np.concatenate(next(iterator).values), -np.ones(4))
+    assert sorted(np.concatenate(given)) == list(range(12))
+
+
+def test_other_sources_are_read_ahead(threads):
+    strategy = js.MirroredStrategy(js.simulate(8)[:2])
+    array = np.arange(12.0, dtype=np.float32)
+    dataset = strategy.experimental_distribute_dataset(list(array.reshape(3, 4)))
+    iterator = iter(dataset)
+    next(iterator)
+    assert len(threads()) == 1
+    iterator.close()

@@ -146,6 +146,7 @@ def test_lengths(two):
 def test_how_datasets_print(two):
     of = two.experimental_distribute_dataset
     assert repr(of([np.arange(2)] * 3)) == "DistributedDataset(the list, 3 steps)"
+    assert repr(of([np.arange(2)])) == "DistributedDataset(the list, 1 step)"
     assert repr(of(iter([]))) == "DistributedDataset(the list_iterator)"
 
 
@@ -256,3 +257,21 @@ def test_inside_a_step(two):
     ):
         with pytest.raises(js.ContextError, match=name):
             two.run(lambda name=name: getattr(two, name)([np.ones(2)]))
+
+
+def test_an_iterator_says_how_many_steps_it_has_given(two):
+    dataset = two.experimental_distribute_dataset(js.batches(np.arange(6), 2))
+    iterator = iter(dataset)
+    assert repr(iterator) == "DistributedIterator(0 steps given)"
+    assert iterator.element_spec is not None  # reads one, and gives none
+    assert repr(iterator) == "DistributedIterator(0 steps given)"
+    next(iterator)
+    assert repr(iterator) == str(iterator) == "DistributedIterator(1 step given)"
+    next(iterator)
+    state = iterator.get_state()
+    iterator.close()
+    assert repr(iterator) == "DistributedIterator(2 steps given, closed)"
+    again = iter(dataset)
+    again.set_state(state)
+    assert repr(again) == "DistributedIterator(2 steps given)"
+    again.close()

@@ -14,6 +14,7 @@ import jaxstrategy as js
 from jaxstrategy import progress
 from jaxstrategy.inputs import _progress
 from jaxstrategy.inputs._progress import Progress, Rates
+from jaxstrategy.inputs._progress_displays import Display
 from jaxstrategy.masks._filled_rows import number_of_examples
 
 rich_console = pytest.importorskip("rich.console")
@@ -90,8 +91,8 @@ def test_examples_of_groups_are_as_told(terminal, examples):
 
 def test_steps_that_nobody_knows_the_number_of(terminal):
     for _ in progress((i for i in range(3)), console=terminal):
-        pass
-    assert "3/?" in drawn(terminal)
+        assert "/?" in drawn(terminal)
+    assert "3/3" in drawn(terminal)
     for _ in progress((i for i in range(3)), total=7, console=terminal):
         pass
     assert "3/7" in drawn(terminal)
@@ -151,7 +152,7 @@ def test_examples_may_be_given(terminal, examples):
     shown = Progress(range(4), "", examples, None, terminal, clock)
     for _ in shown:
         clock.now += 1
-    assert drawn(terminal).rstrip().endswith("1 steps/s, 10 examples/s")
+    assert drawn(terminal).rstrip().endswith("1 step/s, 10 examples/s")
 
 
 def test_donated_batches_are_counted_before(two, terminal):
@@ -230,6 +231,78 @@ def test_errors_of_the_source_come_through(two, terminal):
     assert "1/?" in drawn(terminal)
 
 
+def bar_of(line):
+    return [letter for letter in line if letter in "━╸╺"]
+
+
+@pytest.mark.parametrize("width", [50, 60, 70, 80, 89, 90, 120])
+def test_the_bar_has_room_in_narrow_terminals(width):
+    console = rich_console.Console(
+        file=io.StringIO(), force_terminal=True, width=width, color_system="truecolor"
+    )
+    clock = Clock()
+    for _ in Progress(range(100), "train", 1000, None, console, clock):
+        clock.now += 0.001
+    line = drawn(console)
+    assert len(line) <= width and "…" not in line and "100/100" in line
+    assert len(bar_of(line)) >= 15 and "1,000 steps/s" in line
+    assert ("1,000,000 examples/s" in line) is (width >= 90)
+
+
+def test_a_loop_of_unknown_length_ends_with_a_full_bar():
+    console = rich_console.Console(file=io.StringIO(), force_terminal=True, width=60)
+    for _ in progress(iter(range(60)), console=console):
+        pass
+    last = console.file.getvalue().rsplit("\r", 1)[-1]
+    assert "60/60" in last and "?" not in last.replace("\x1b[?", "")
+    colours = set(re.findall("\x1b\\[([0-9;]+)m━+", last))
+    assert len(colours) == 1, "a bar that pulses has many colours"
+
+
+def logged(rows, seconds, **options):
+    """What is printed into a pipe by a loop whose turns take so long."""
+    console = rich_console.Console(file=io.StringIO())
+    clock = Clock()
+    total = options.get("total")
+    for _ in Progress(rows, "train", None, total, console, clock):
+        clock.now += seconds
+    return console.file.getvalue().splitlines()
+
+
+def test_lines_are_printed_now_and_then_into_a_pipe():
+    lines = logged([np.zeros(6)] * 60, 1.0)
+    assert lines == [
+        "train 10/60, 0:00:10, 1 step/s, 6 examples/s",
+        "train 25/60, 0:00:25, 1 step/s, 6 examples/s",
+        "train 48/60, 0:00:48, 1 step/s, 6 examples/s",
+        "train 60/60, 0:01:00, 1 step/s, 6 examples/s",
+    ]
+    lines = logged(iter(range(12)), 1.0)
+    assert lines == [
+        "train 10/?, 0:00:10, 1 step/s",
+        "train 12/12, 0:00:12, 1 step/s",
+    ]
+    assert len(logged(range(24 * 60), 60.0)) < 300  # a day
+
+
+def test_lines_are_printed_without_rich_and_tqdm(no_rich, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    monkeypatch.delitem(sys.modules, "ipykernel", raising=False)
+    clock = Clock()
+    for _ in Progress(range(3), "", None, None, None, clock):
+        clock.now += 1
+    assert sys.stderr.getvalue() == "3/3, 0:00:03, 1 step/s\n"
+
+
+def test_tqdm_ends_with_a_full_bar_too(no_rich, monkeypatch):
+    pytest.importorskip("tqdm")
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    for _ in progress(iter(range(3))):
+        pass
+    last = sys.stderr.getvalue().replace("\n", "").rsplit("\r", 1)[-1]
+    assert "3/3" in last and "100%" in last
+
+
 def test_one_inside_another(terminal):
     seen = []
     for epoch in progress(range(2), console=terminal):
@@ -241,7 +314,7 @@ def test_one_inside_another(terminal):
 # Where it draws.
 
 
-def test_it_is_quiet_where_nobody_looks(capfd):
+def test_a_short_loop_is_quiet_in_a_pipe(capfd):
     assert list(progress(range(3), description="train")) == [0, 1, 2]
     plain = rich_console.Console(file=io.StringIO())
     assert list(progress(range(3), console=plain)) == [0, 1, 2]
@@ -259,11 +332,14 @@ def test_it_draws_in_notebooks(monkeypatch):
     assert shown == [("d", 2, console)]
 
 
-class Quiet(_progress.Display):
+class Quiet(Display):
+    def end(self, steps):
+        assert steps == 2
+
     def show(self, steps, rates):
         assert steps in (1, 2)
 
-    def stop(self):
+    def close(self):
         pass
 
 
@@ -301,7 +377,7 @@ def test_nothing_draws_where_there_is_neither(no_rich, monkeypatch):
     monkeypatch.setitem(sys.modules, "tqdm", None)
     monkeypatch.setattr(sys, "stderr", Terminal())
     assert list(progress(range(3))) == [0, 1, 2]
-    assert sys.stderr.getvalue() == ""
+    assert sys.stderr.getvalue() == ""  # too short for a line
 
 
 def test_only_the_first_process_draws(terminal, monkeypatch):

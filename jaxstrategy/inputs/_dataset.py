@@ -9,6 +9,7 @@ from jaxstrategy.inputs._input_options import InputOptions
 from jaxstrategy.inputs._iterator import DistributedIterator
 from jaxstrategy.inputs._steps import Steps
 from jaxstrategy.inputs._transfer import Transfer
+from jaxstrategy.text._units import with_noun
 from jaxstrategy.values._types import PyTree
 
 _S = TypeVar("_S")
@@ -108,5 +109,5 @@ class DistributedDataset:
 
     def __repr__(self) -> str:
         length = self._length()
-        steps = "" if length is None else f", {length} steps"
+        steps = "" if length is None else f", {with_noun(length, 'step')}"
         return f"DistributedDataset({self._name}{steps})"

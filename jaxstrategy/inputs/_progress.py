@@ -8,25 +8,30 @@ draws; and neither need be installed.
 
 from __future__ import annotations
 
-import abc
 import collections
 import contextlib
 import sys
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
-from typing import Any, Generic, TypeAlias, TypeVar, final
+from typing import Generic, TypeVar, final
 
 import jax
 
 from jaxstrategy.inputs._grouped import Grouped
+from jaxstrategy.inputs._progress_displays import (
+    Console,
+    Display,
+    Lines,
+    Nothing,
+    Rich,
+    Tqdm,
+)
 from jaxstrategy.masks._filled_rows import number_of_examples
+from jaxstrategy.text._units import plural
 from jaxstrategy.text._whole_numbers import whole
 from jaxstrategy.values._types import PyTree, Value
 
 _T = TypeVar("_T")
-
-Console: TypeAlias = Any
-"""A `rich.console.Console`; rich may be missing."""
 
 # Rates are those of so many seconds.
 _WINDOW_SECONDS = 10.0
@@ -44,8 +49,10 @@ def progress(
 
     The line has the steps done, those there are if that is known, and of the last
     seconds the steps and the examples per second. It is drawn by rich, else by tqdm, in
-    a terminal or a notebook; elsewhere, without either, and in processes but the first
-    nothing is drawn. Counting does not wait for the devices.
+    a terminal or a notebook. Elsewhere, as in a pipe, and without either, it is printed
+    on standard error every now and then: after 10 seconds, and later less often, and at
+    the end. Other processes than the first print nothing. Counting does not wait for
+    the devices.
 
     Args:
       iterable: a `DistributedDataset`, or anything else. A turn of the loop is a step;
@@ -124,7 +131,10 @@ class Progress(Generic[_T]):
     def __iter__(self) -> Generator[_T]:
         self.iterator = iterator = iter(self._iterable)
         try:
-            with _shown(self._description, self._steps(), self._console) as display:
+            display = _display(
+                self._description, self._steps(), self._console, self._clock
+            )
+            with contextlib.closing(display):
                 yield from self._counted(iterator, display)
         finally:
             if iterator is not self._iterable:  # else it is the user's own
@@ -140,6 +150,7 @@ class Progress(Generic[_T]):
             yield batch
             rates.add(examples, steps)
             display.show(rates.steps, str(rates))
+        display.end(rates.steps)
 
     def _count(self, turn: PyTree) -> tuple[int, int | None]:
         """The numbers of steps, and of examples, of one turn of the loop."""
@@ -202,9 +213,9 @@ class Rates:
         return (last[which] - first[which]) / seconds if seconds > 0 else None
 
     def __str__(self) -> str:
-        rates = {"steps": self.steps_per_second, "examples": self.examples_per_second}
+        rates = {"step": self.steps_per_second, "example": self.examples_per_second}
         return ", ".join(
-            f"{_short(rate)} {noun}/s"
+            f"{_short(rate)} {plural(1 if rate == 1 else 2, noun)}/s"
             for noun, rate in rates.items()
             if rate is not None
         )
@@ -214,107 +225,24 @@ def _short(rate: float) -> str:
     return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
 
 
-# What draws.
-
-
-class Display(abc.ABC):
-    """A line that says how far a loop is."""
-
-    @abc.abstractmethod
-    def show(self, steps: int, rates: str) -> None:
-        """So many steps are done, at these rates."""
-
-    @abc.abstractmethod
-    def stop(self) -> None:
-        """Leave the line as it is."""
-
-
-@final
-class Nothing(Display):
-    """No line."""
-
-    def show(self, steps: int, rates: str) -> None:
-        """Nothing."""
-
-    def stop(self) -> None:
-        """Nothing."""
-
-
-@final
-class Rich(Display):
-    """Drawn by rich, which knows terminals and notebooks.
-
-    Raises:
-      LiveError: an older rich draws another line, and cannot draw two.
-    """
-
-    def __init__(self, description: str, total: int | None, console: Console) -> None:
-        from rich import progress as rich
-
-        columns = (
-            rich.TextColumn("{task.description}"),
-            rich.BarColumn(),
-            rich.MofNCompleteColumn(),
-            rich.TimeElapsedColumn(),
-            rich.TimeRemainingColumn(),
-            rich.TextColumn("{task.fields[rates]}"),
-        )
-        self._progress = rich.Progress(*columns, console=console)
-        self._task = self._progress.add_task(description, total=total, rates="")
-        self._progress.start()
-
-    def show(self, steps: int, rates: str) -> None:
-        """Drawn a few times a second, whatever this is called."""
-        self._progress.update(self._task, completed=steps, rates=rates)
-
-    def stop(self) -> None:
-        """Leave the line as it is."""
-        self._progress.stop()
-
-
-@final
-class Tqdm(Display):
-    """Drawn by tqdm."""
-
-    def __init__(self, description: str, total: int | None) -> None:
-        from tqdm import tqdm
-
-        self._bar = tqdm(desc=description or None, total=total, file=sys.stderr)
-
-    def show(self, steps: int, rates: str) -> None:
-        """Drawn a few times a second, whatever this is called."""
-        self._bar.set_postfix_str(rates, refresh=False)
-        self._bar.update(steps - self._bar.n)
-
-    def stop(self) -> None:
-        """Leave the line as it is."""
-        self._bar.close()
-
-
-@contextlib.contextmanager
-def _shown(description: str, total: int | None, console: Console) -> Iterator[Display]:
-    display = _display(description, total, console)
-    try:
-        yield display
-    finally:
-        display.stop()
-
-
-def _display(description: str, total: int | None, console: Console) -> Display:
+def _display(
+    description: str, total: int | None, console: Console, clock: Callable[[], float]
+) -> Display:
     if jax.distributed.is_initialized() and jax.process_index() > 0:
         return Nothing()
+    lines = Lines(description, total, clock, sys.stderr)
     with contextlib.suppress(ImportError):
         from rich.console import Console
         from rich.errors import LiveError
 
         console = Console(stderr=True) if console is None else console
         if not (console.is_terminal or console.is_jupyter):
-            return Nothing()
+            return Lines(description, total, clock, console.file)
         with contextlib.suppress(LiveError):
             return Rich(description, total, console)
         return Nothing()
     if not (sys.stderr.isatty() or "ipykernel" in sys.modules):
-        return Nothing()
+        return lines
     with contextlib.suppress(ImportError):
         return Tqdm(description, total)
-    return Nothing()
+    return lines

@@ -7,6 +7,7 @@ from typing import Any, final
 import jax
 import numpy as np
 
+from jaxstrategy.inputs import _aligned
 from jaxstrategy.inputs._batch import Array, BatchSpec
 from jaxstrategy.inputs._division import ReplicaRange
 from jaxstrategy.inputs._host_batch import HostBatch
@@ -24,6 +25,9 @@ class Transfer:
     Args:
       replicas: all of them.
       fed: the numbers of those that this process feeds, by default its own.
+
+    Attributes:
+      is_on_host: whether the devices are this host's processors.
     """
 
     def __init__(self, replicas: Replicas, fed: ReplicaRange | None = None) -> None:
@@ -31,7 +35,7 @@ class Transfer:
         self._fed = fed or ReplicaRange.of(replicas)
         self._split = replicas.sharding(SPLIT)
         self._same = replicas.sharding(SAME)
-        self._on_cpu = replicas.devices[0].platform == "cpu"
+        self.is_on_host = replicas.devices[0].platform == "cpu"
         self._full: dict[int, jax.Array] = {}
 
     def place(self, batch: HostBatch, spec: BatchSpec) -> PyTree:
@@ -73,8 +77,8 @@ class Transfer:
 
     def _private(self, array: Array) -> Array:
         """`array`, or a copy, so that no device shares its memory."""
-        if self._on_cpu and isinstance(array, np.ndarray) and _may_be_shared(array):
-            return _own(array)
+        if self.is_on_host and isinstance(array, np.ndarray):
+            return _aligned.own(array) if _aligned.may_be_shared(array) else array
         return array
 
     def _shape(self, array: Array) -> tuple[int, ...]:
@@ -105,28 +109,3 @@ def _with_mask(array: jax.Array, mask: jax.Array | None) -> PerReplica:
         if mask is None or array.ndim == 1
         else _per_replica.with_mask(value, mask)
     )
-
-
-# Where memory of the host begins that a device takes over instead of copying it. It is
-# so with XLA; half of it would be found, too.
-_ALIGNMENT = 64
-
-
-def _may_be_shared(array: np.ndarray) -> bool:
-    """Whether devices of the host would share memory with `array`, when it is split.
-
-    They may although `device_put` was told otherwise.
-    """
-    if not array.flags.c_contiguous:
-        return True
-    start, step = array.ctypes.data, array.strides[0]
-    return any((start + i * step) % (_ALIGNMENT // 2) == 0 for i in range(len(array)))
-
-
-def _own(array: np.ndarray) -> np.ndarray:
-    """A copy that lies where it can be taken over, so that no second one is made."""
-    memory = np.empty(array.nbytes + _ALIGNMENT, np.uint8)
-    start = -memory.ctypes.data % _ALIGNMENT
-    own = memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
-    np.copyto(own, array)
-    return own

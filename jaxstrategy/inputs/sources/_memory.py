@@ -10,7 +10,7 @@ from typing import final
 import jax
 import numpy as np
 
-from jaxstrategy.inputs import _origins
+from jaxstrategy.inputs import _aligned, _origins
 from jaxstrategy.inputs.sources import _counted
 from jaxstrategy.inputs.sources._source import Pass, Source, State
 from jaxstrategy.text._whole_numbers import whole
@@ -184,6 +184,8 @@ class ArrayBatches(Source):
 
 @final
 class _ArrayPass(Pass):
+    is_in_memory = True
+
     def __init__(self, source: ArrayBatches, epoch: int) -> None:
         self._source: ArrayBatches = source
         self.are_own = source._seed is not None  # the others are views
@@ -217,7 +219,10 @@ class _ArrayPass(Pass):
         chosen = slice(start + begin, start + max(begin, end), step)
         index = self._indices(epoch, chosen)
         self._epoch, self._batch = epoch, batch + 1
-        return rows, jax.tree.map(lambda array: array[index], source._arrays)
+        if isinstance(index, slice):
+            return rows, jax.tree.map(lambda array: array[index], source._arrays)
+        picked = functools.partial(_aligned.rows, numbers=index)
+        return rows, jax.tree.map(picked, source._arrays)
 
     def _indices(self, epoch: int, chosen: slice) -> slice | np.ndarray:
         if self._ordered != epoch:

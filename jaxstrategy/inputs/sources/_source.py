@@ -47,9 +47,11 @@ class Pass(abc.ABC):
     Attributes:
       are_own: whether nobody else has the arrays that it gives, so that devices may
         share their memory.
+      is_in_memory: whether its batches are in memory already, so that it never waits.
     """
 
     are_own = False
+    is_in_memory = False
 
     def __iter__(self) -> Self:
         return self
