@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from jaxstrategy._communication_options import CommunicationOptions
 from jaxstrategy._options import ReduceOp
 from jaxstrategy.reductions._met_reduction import MetReduction
+from jaxstrategy.reductions._overlap import Overlap
 from jaxstrategy.reductions._own_reduction import OwnReduction
 from jaxstrategy.reductions._reduction import Reduction
 from jaxstrategy.replicas._devices import Device
@@ -68,6 +69,11 @@ class AbstractStrategy(abc.ABC):
     def parameter_replicas(self) -> Replicas:
         """The replicas on whose devices mirrored variables are, one copy each."""
         return self.variable_policy.replicas
+
+    @property
+    @abc.abstractmethod
+    def overlap(self) -> Overlap | None:
+        """The means by which programs reduce beside the computation, if asked to."""
 
     @property
     @abc.abstractmethod

@@ -21,6 +21,7 @@ import jax
 
 from jaxstrategy._errors import ContextError
 from jaxstrategy._options import VariableAggregation, VariableSynchronization
+from jaxstrategy.contexts import _scope_blocks
 from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
 from jaxstrategy.contexts._eager_replica import EagerReplica
 from jaxstrategy.contexts._local_steps import LocalSteps
@@ -83,6 +84,8 @@ class Context:
       runs_eagerly: what steps that run eagerly, each replica in a thread of its own,
         remember of each other; None if steps are compiled. Read by executors.
       eager: the replica whose thread it is; None in other threads.
+      observer: is told of each call of `run` before it is made: the executor, function,
+        arguments, keyword arguments and options. Read by executors.
     """
 
     strategy: AbstractStrategy | None = None
@@ -115,6 +118,7 @@ class Context:
     is_shipping: bool = False
     runs_eagerly: object = None
     eager: EagerReplica | None = None
+    observer: Callable[..., None] | None = None
 
     @property
     def jit_key(self) -> Hashable:
@@ -269,6 +273,7 @@ class Scope:
         # would be an error then (JAX 0.10 and 0.12).
         if jax.sharding.get_abstract_mesh().empty:
             blocks.enter_context(without_eager_sharding())
+        blocks.enter_context(_scope_blocks.entered(self._strategy))
         self._entered.append((context, before, blocks))
         _current.set(context)
         return self._strategy

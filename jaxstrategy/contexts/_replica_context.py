@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import final
+from typing import final, overload
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,7 @@ from jaxstrategy.values import _arrays, _per_replica, _trees
 from jaxstrategy.values._handle import Handle
 from jaxstrategy.values._per_replica import PerReplica
 from jaxstrategy.values._slices import is_slices
-from jaxstrategy.values._types import Leaf, PyTree
+from jaxstrategy.values._types import Leaf, Number, PyTree, TreeT
 
 # What a `merge_call` is part of in profiles, and how the analysis of a step finds it.
 MERGE_SCOPE = "jaxstrategy.merge_call"
@@ -103,6 +103,24 @@ class ReplicaContext:
         self._require_no_other_step("devices")
         return self._strategy.devices
 
+    @overload
+    def all_reduce(
+        self,
+        reduce_op: ReduceOp | str,
+        value: Number,
+        options: CommunicationOptions | None = None,
+        *,
+        groups: Sequence[Sequence[int]] | None = None,
+    ) -> jax.Array: ...
+    @overload
+    def all_reduce(
+        self,
+        reduce_op: ReduceOp | str,
+        value: TreeT,
+        options: CommunicationOptions | None = None,
+        *,
+        groups: Sequence[Sequence[int]] | None = None,
+    ) -> TreeT: ...
     def all_reduce(
         self,
         reduce_op: ReduceOp | str,

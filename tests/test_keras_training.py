@@ -1,0 +1,308 @@
+"""Keras models that are made in `scope()` train as on one device with the whole batch.
+
+The oracle is plain Keras, outside of every scope.
+"""
+
+import os
+
+os.environ["KERAS_BACKEND"] = "jax"
+
+import jax
+import keras
+import numpy as np
+import pytest
+from helpers.keras_models import compiled
+
+import jaxstrategy as js
+
+# Keras' arrays take no `copy`, for which NumPy 2 asks (Keras 3.15).
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:__array__ impl:DeprecationWarning"),
+    pytest.mark.usefixtures("ranks_may_differ"),
+]
+
+ROWS = np.random.default_rng(0).normal(size=(22, 3)).astype(np.float32)
+WANTED = ROWS.sum(1, keepdims=True)
+
+
+@pytest.fixture(scope="module")
+def four():
+    return js.MirroredStrategy(js.simulate(8)[:4])
+
+
+def in_scope(strategy, **options):
+    with strategy.scope():
+        return compiled(**options)
+
+
+def fitted(model, x=ROWS, y=WANTED, **options):
+    keras.utils.set_random_seed(2)
+    options = {"batch_size": 8, "epochs": 2, "verbose": 0} | options
+    return model.fit(x, y, **options).history
+
+
+def assert_equal_training(have, want):
+    assert set(have) == set(want)
+    for name in want:
+        np.testing.assert_allclose(have[name], want[name], rtol=2e-4)
+
+
+def assert_equal_models(have, want):
+    for a, b in zip(have.variables, want.variables, strict=True):
+        np.testing.assert_allclose(a.value, b.value, rtol=1e-3, atol=2e-4)
+
+
+def assert_on(strategy, model):
+    optimizer = model.optimizer.variables
+    for variable in [*model.variables, *optimizer]:
+        assert variable.value.sharding.device_set == set(strategy.devices)
+        assert variable.value.sharding.is_fully_replicated
+
+
+WAYS = {
+    "plain": ({}, {}),
+    "sample weights": ({}, {"sample_weight": np.linspace(0, 2, 22)}),
+    "validation": ({}, {"validation_data": (ROWS[:7], WANTED[:7])}),
+    "validation split": ({}, {"validation_split": 0.3}),
+    "several steps": ({"steps_per_execution": 2}, {}),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_fit_outside_of_the_scope_has_the_numbers_of_one_device(way, four):
+    compiling, fitting = WAYS[way]
+    want, have = compiled(**compiling), in_scope(four, **compiling)
+    numbers = fitted(want, **fitting)
+    assert_equal_training(fitted(have, **fitting), numbers)
+    assert_equal_models(have, want)
+    assert_on(four, have)
+    assert keras.distribution.distribution() is None
+
+
+def test_fit_in_the_scope_is_the_same(four):
+    want = compiled()
+    numbers = fitted(want)
+    with four.scope():
+        have = compiled()
+        assert_equal_training(fitted(have), numbers)
+    assert_equal_models(have, want)
+
+
+def test_class_weights(four):
+    def classifier():
+        keras.utils.set_random_seed(1)
+        layers = [keras.Input((3,)), keras.layers.Dense(2)]
+        model = keras.Sequential(layers)
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile("sgd", loss)
+        return model
+
+    want = classifier()
+    with four.scope():
+        have = classifier()
+    labels = (WANTED[:, 0] > 0).astype(np.int32)
+    options = {"y": labels, "class_weight": {0: 1.0, 1: 3.0}}
+    assert_equal_training(fitted(have, **options), fitted(want, **options))
+
+
+@pytest.mark.parametrize("rows", [22, 8, 3, 1])
+def test_evaluation_and_predictions_of_uneven_batches_are_exact(rows, four):
+    want, have = compiled(), in_scope(four)
+    x, y = ROWS[:rows], WANTED[:rows]
+    for method in ("evaluate", "predict"):
+        data = (x, y) if method == "evaluate" else (x,)
+        a, b = (
+            getattr(m, method)(*data, batch_size=8, verbose=0) for m in (have, want)
+        )
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    for method in ("test_on_batch", "predict_on_batch", "train_on_batch"):
+        data = (x,) if method.startswith("predict") else (x, y)
+        a, b = (getattr(m, method)(*data) for m in (have, want))
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_generators_and_datasets_of_keras(four):
+    class Batches(keras.utils.PyDataset):
+        def __len__(self):
+            return 3
+
+        def __getitem__(self, i):
+            return ROWS[8 * i : 8 * i + 8], WANTED[8 * i : 8 * i + 8]
+
+    def batches():
+        while True:
+            yield ROWS[:8], WANTED[:8]
+
+    for make, options in (
+        (Batches, {}),
+        (batches, {"steps_per_epoch": 2, "shuffle": False}),
+    ):
+        want, have = (
+            fitted(model, make(), None, batch_size=None, **options)
+            for model in (compiled(), in_scope(four))
+        )
+        assert_equal_training(have, want)
+
+
+def test_callbacks_see_and_change_the_model(four, tmp_path):
+    class Callback(keras.callbacks.Callback):
+        seen = ()
+
+        def on_epoch_end(self, epoch, logs=None):
+            score = self.model.evaluate(ROWS, WANTED, batch_size=8, verbose=0)
+            self.seen = (*self.seen, *score)
+            self.model.optimizer.learning_rate = 1e-3
+
+    want, have = compiled(), in_scope(four)
+    stop = keras.callbacks.EarlyStopping("loss", patience=0, min_delta=100.0)
+    kept = keras.callbacks.ModelCheckpoint(str(tmp_path / "best.keras"))
+    seen = [Callback(), Callback()]
+    numbers = [
+        fitted(m, epochs=5, callbacks=[c, stop, kept])
+        for m, c in zip((want, have), seen, strict=True)
+    ]
+    assert len(numbers[0]["loss"]) == 2
+    assert_equal_training(*numbers)
+    np.testing.assert_allclose(seen[0].seen, seen[1].seen, rtol=1e-4)
+
+
+def test_a_saved_model_goes_on_elsewhere(four, tmp_path):
+    have = in_scope(four)
+    fitted(have)
+    have.save(tmp_path / "model.keras")
+    have.save_weights(tmp_path / "all.weights.h5")
+    alone = keras.saving.load_model(tmp_path / "model.keras")
+    for a, b in zip(alone.get_weights(), have.get_weights(), strict=True):
+        np.testing.assert_array_equal(a, b)
+    with four.scope():
+        again = keras.saving.load_model(tmp_path / "model.keras")
+        other = compiled()
+        other.optimizer.build(other.trainable_variables)
+    other.load_weights(tmp_path / "all.weights.h5")
+    assert_on(four, again)
+    np.testing.assert_allclose(
+        other.predict(ROWS, verbose=0), have.predict(ROWS, verbose=0), rtol=1e-5
+    )
+    a, b = (m.evaluate(ROWS, WANTED, verbose=0) for m in (again, alone))
+    np.testing.assert_allclose(a, b, rtol=1e-5)
+
+
+def test_a_model_without_an_input_is_built_on_the_devices(four):
+    def unbuilt():
+        keras.utils.set_random_seed(1)
+        model = keras.Sequential([keras.layers.Dense(4), keras.layers.Dense(1)])
+        model.compile("adam", "mse")
+        return model
+
+    want = unbuilt()
+    with four.scope():
+        have = unbuilt()
+    assert_equal_training(fitted(have), fitted(want))
+    assert_on(four, have)
+
+
+class Own(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+
+    def call(self, x):
+        return self.dense(x)
+
+
+def test_a_class_of_the_user_with_one_device():
+    one = js.OneDeviceStrategy(js.simulate(8)[3])
+    keras.utils.set_random_seed(1)
+    want = Own()
+    want.compile("sgd", "mse")
+    keras.utils.set_random_seed(1)
+    with one.scope():
+        have = Own()
+        have.compile("sgd", "mse")
+    assert_equal_training(fitted(have), fitted(want))
+    assert_on(one, have)
+
+
+def test_each_device_has_its_part_of_the_batch(four):
+    shapes = []
+
+    class Seen(keras.layers.Layer):
+        def call(self, x):
+            jax.debug.inspect_array_sharding(
+                x, callback=lambda s: shapes.append(s.shard_shape(x.shape))
+            )
+            return x
+
+    with four.scope():
+        model = keras.Sequential([keras.Input((3,)), Seen(), keras.layers.Dense(1)])
+    model.predict(ROWS[:8], batch_size=8, verbose=0)
+    assert (2, 3) in shapes
+
+
+REFUSED = {
+    "other devices": (
+        lambda: js.experimental.CentralStorageStrategy(js.simulate(8)[:2]),
+        "other devices",
+    ),
+    "shared": (
+        lambda: js.MirroredStrategy(js.simulate(8)[:1], replicas_per_device=2),
+        "share a device",
+    ),
+    "inner axes": (
+        lambda: js.MirroredStrategy(js.simulate(8), logical_axes={"model": 2}),
+        "several devices",
+    ),
+    "sharding": (
+        lambda: js.MirroredStrategy(
+            js.simulate(8)[:2], sharding=js.StateSharding("state")
+        ),
+        "divides state",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_strategies_that_keras_cannot_follow_are_refused(name):
+    make, reason = REFUSED[name]
+    with (
+        make().scope(),
+        pytest.raises(ValueError, match=f"{reason}(.|\n)*ModelParallel"),
+    ):
+        keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+
+
+def test_parts_that_were_made_elsewhere_are_refused(four):
+    optimizer = keras.optimizers.Adam()
+    with four.scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        model.compile(optimizer, "mse")
+    with pytest.raises(ValueError, match=r"optimizers and metrics in the scope"):
+        fitted(model)
+    outside = compiled()
+    with four.scope(), pytest.raises(ValueError, match="made outside of its scope"):
+        fitted(outside)
+    two = js.MirroredStrategy(js.simulate(8)[:2])
+    with two.scope(), pytest.raises(ValueError, match="made under MirroredStrategy"):
+        fitted(model)
+
+
+def test_two_strategies_train_their_models_in_turns(four):
+    two = js.MirroredStrategy(js.simulate(8)[:2])
+    first, second, want = in_scope(four), in_scope(two), compiled()
+    numbers = fitted(want)
+    assert_equal_training(fitted(first), numbers)
+    assert_equal_training(fitted(second), numbers)
+    assert_on(four, first)
+    assert_on(two, second)
+
+
+def test_the_distribution_is_a_public_one_and_always_the_same(four):
+    found = js.keras.distribution(four)
+    assert isinstance(found, keras.distribution.DataParallel)
+    assert js.keras.distribution(four) is found
+    with four.scope():
+        assert keras.distribution.distribution() is found
+        with four.scope():
+            assert keras.distribution.distribution() is found
+        assert keras.distribution.distribution() is found
+    assert keras.distribution.distribution() is None

@@ -1,0 +1,196 @@
+"""Other ways to run Keras' loops, and other mistakes, under a strategy.
+
+The oracle is the same program with no strategy, on one device.
+"""
+
+import contextlib
+import contextvars
+import subprocess
+import sys
+
+import jax
+import keras
+import numpy as np
+import pytest
+from helpers.keras_models import compiled
+
+import jaxstrategy as js
+
+pytestmark = pytest.mark.usefixtures("ranks_may_differ")
+
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(20, 4)).astype(np.float32)
+Y = X.sum(1, keepdims=True)
+NOWHERE = contextlib.nullcontext()
+
+
+@pytest.fixture(scope="module")
+def four():
+    return js.MirroredStrategy(js.simulate(8)[:4])
+
+
+def are_equal(have, want):
+    assert jax.tree.structure(have) == jax.tree.structure(want)
+    for a, b in zip(jax.tree.leaves(have), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6)
+
+
+def of_both(strategy, program):
+    """What a program gives under a strategy, and what it gives under none."""
+    return [program(scope) for scope in (strategy.scope(), NOWHERE)]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"steps_per_execution": 2}, {"run_eagerly": True}, {"jit_compile": False}],
+    ids=str,
+)
+def test_ways_to_run_steps(four, options):
+    def history(scope):
+        with scope:
+            model = compiled(4, **options)
+        return model.fit(X, Y, batch_size=10, epochs=2, verbose=0).history
+
+    are_equal(*of_both(four, history))
+
+
+def test_single_batches_of_any_rows(four):
+    def results(scope):
+        with scope:
+            model = compiled(4)
+        first = model.train_on_batch(X[:10], Y[:10])
+        second = model.test_on_batch(X[:7], Y[:7])
+        return first, second, model.predict_on_batch(X[:3])
+
+    are_equal(*of_both(four, results))
+
+
+class Looking(keras.layers.Layer):
+    """Notes where the rows lie that a compiled step gives it."""
+
+    def __init__(self, note):
+        super().__init__()
+        self.note = note
+
+    def call(self, x):
+        jax.debug.inspect_array_sharding(x, callback=self.note)
+        return x
+
+
+def test_a_step_that_a_model_overrides_has_divided_rows(four):
+    seen = []
+
+    class Mine(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.looking = Looking(lambda sharding: seen.append(sharding))
+            self.dense = keras.layers.Dense(1)
+
+        def call(self, x):
+            return self.dense(self.looking(x))
+
+        def train_step(self, state, data):
+            logs, state = super().train_step(state, data)
+            return logs | {"twice": logs["loss"] * 2}, state
+
+    def history(scope):
+        keras.utils.set_random_seed(0)
+        with scope:
+            model = Mine()
+            model.compile(optimizer="sgd", loss="mse")
+        return model.fit(X, Y, batch_size=8, verbose=0, shuffle=False).history
+
+    have, want = of_both(four, history)
+    are_equal(have, want)
+    assert set(want) == {"loss", "twice"}
+    assert (2, 4) in {sharding.shard_shape((8, 4)) for sharding in seen}
+
+
+@pytest.mark.parametrize("method", ["fit", "evaluate", "predict"])
+def test_datasets_of_ours_are_refused(four, method):
+    with four.scope():
+        model = compiled(4)
+    batches = js.batches((X, Y), 4)
+    datasets = batches, four.experimental_distribute_dataset(batches)
+    for data in (*datasets, iter(datasets[1])):
+        told = rf"`{method}` was given .*: give arrays of all rows with `batch_size`"
+        with pytest.raises(TypeError, match=told):
+            getattr(model, method)(data, verbose=0)
+    with pytest.raises(TypeError, match=told):
+        getattr(model, method)(x=batches)
+    generator = (batch for batch in batches)
+    assert np.isfinite(model.evaluate(generator, steps=5, verbose=0)[0])
+
+
+def test_another_backend_is_refused(four, monkeypatch):
+    model = compiled(4)
+    monkeypatch.setattr(keras.config, "backend", lambda: "tensorflow")
+    with (
+        four.scope(),
+        pytest.raises(ValueError, match="KERAS_BACKEND=jax before Keras"),
+    ):
+        compiled(4)
+    assert model.built
+
+
+def test_parameter_servers_are_refused():
+    servers = js.ParameterServerStrategy(
+        workers=1, parameter_servers=1, backend="threads"
+    )
+    with servers.scope(), pytest.raises(ValueError, match="are on parameter servers"):
+        compiled(4)
+    servers.close()
+
+
+def test_scopes_of_tasks_may_be_left_in_any_order(four):
+    two = js.MirroredStrategy(js.simulate(8)[:2])
+    first, second = four.scope(), two.scope()
+    contexts = contextvars.copy_context(), contextvars.copy_context()
+
+    def current():
+        distribution = keras.distribution.distribution()
+        return None if distribution is None else distribution.num_model_replicas
+
+    seen = []
+    for context, call in [
+        (contexts[0], first.__enter__),
+        (contexts[1], second.__enter__),
+        (contexts[0], first.__exit__),
+        (contexts[1], second.__exit__),
+    ]:
+        context.run(call)
+        seen.append(current())
+    assert seen == [4, 2, 2, None]
+
+
+IMPORTED_INSIDE = """
+import jaxstrategy as js
+import numpy as np
+strategy = js.MirroredStrategy(js.simulate(2))
+with strategy.scope():
+    import keras
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    model.compile(optimizer="sgd", loss="mse")
+model.fit(np.ones((8, 4)), np.ones((8, 1)), verbose=0)
+print(len(model.variables[0].value.sharding.device_set))
+"""
+
+
+def test_keras_may_be_imported_inside_of_the_scope():
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORTED_INSIDE],
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.stdout == "2\n", done.stderr
+
+
+def test_a_scope_for_variables_of_ours_needs_nothing_of_keras(four):
+    shared = js.MirroredStrategy(js.simulate(8)[:2], replicas_per_device=2)
+    for strategy in (four, shared):  # the second could train no model of Keras
+        with strategy.scope():
+            total = js.Variable(0.0, aggregation="sum")
+        strategy.run(lambda v: v.assign_add(1.0), (total,))
+        assert float(total.value()) == 4.0
+    assert keras.distribution.distribution() is None
