@@ -53,7 +53,7 @@ def test_the_states_of_workers():
         assert idle.function is None and idle.functions == 0
         assert re.fullmatch(rf"worker {busy.index}: running, `gate` for .*", str(busy))
         html = states._repr_html_()
-        assert html.count("<tr>") == 3 and "gate for" in html
+        assert html.count("</tr>") == 3 and "gate for" in html
         assert str(states).count("\n") == 1
         gate.open.set()
         coordinated.join()

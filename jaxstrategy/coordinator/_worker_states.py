@@ -7,7 +7,7 @@ import enum
 import time
 from typing import final
 
-from jaxstrategy.text._tables import html_table
+from jaxstrategy.text import _html_report
 from jaxstrategy.text._units import with_seconds
 
 HEADER = ("worker", "state", "starts", "functions", "running", "last error")
@@ -104,7 +104,8 @@ class WorkerStates(tuple[WorkerState, ...]):
         return "\n".join(map(str, self))
 
     def _repr_html_(self) -> str:
-        return html_table("Workers", HEADER, [state.row() for state in self])
+        rows = [state.row() for state in self]
+        return _html_report.rows_of("Workers", HEADER, rows)
 
 
 @final

@@ -7,7 +7,7 @@ import dataclasses
 import queue
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import final
 
 from jaxstrategy.cluster.connections._secret import Secret
@@ -30,6 +30,8 @@ class Outcome:
       tails: by rank, the last lines printed.
       asked: the signal by which the launcher was asked to stop, None if it was not.
       late: what a worker said of those that were late.
+      begun: when the attempt began, by a clock of this computer.
+      seconds: by rank, how long it ran.
     """
 
     ended: tuple[Ended, ...]
@@ -37,6 +39,8 @@ class Outcome:
     tails: dict[int, tuple[bytes, ...]]
     asked: int | None
     late: tuple[str, ...] = ()
+    begun: float = 0.0
+    seconds: Mapping[int, float] = dataclasses.field(default_factory=dict)
 
     @property
     def cause(self) -> Ended | None:
@@ -70,6 +74,11 @@ class Outcome:
         asking = ExitCode.that_restart(Restart.UNCOUNTED)
         codes = (ExitCode.of(end.code) for end in self.ended)
         return next((code for code in codes if code in asking), None)
+
+    @staticmethod
+    def is_good(code: int) -> bool:
+        """Whether a worker that ends with `code` has done what it should."""
+        return _exit_codes.is_good(code)
 
     @property
     def _failed(self) -> list[Ended]:
@@ -110,6 +119,8 @@ class Attempt:
         self._ended: list[Ended] = []
         self._asked: int | None = None
         self._deadline: float | None = None
+        self._begun = time.monotonic()
+        self._seconds: dict[int, float] = {}
 
     def outcome(self) -> Outcome:
         """Wait until all workers are over, and clear up after them."""
@@ -129,6 +140,8 @@ class Attempt:
             {rank: worker.tail for rank, worker in self._workers.items()},
             self._asked,
             tuple(worker.late for worker in self._workers.values() if worker.late),
+            self._begun,
+            self._seconds,
         )
 
     def _next(self) -> Ended | Asked | None:
@@ -141,6 +154,7 @@ class Attempt:
 
     def _end(self, end: Ended) -> None:
         self._ended.append(end)
+        self._seconds[end.rank] = time.monotonic() - self._begun
         if is_failure(end.code, self._asked) or is_stopped(end.code, self._asked):
             deadline = time.monotonic() + self._grace
             self._deadline = min(deadline, self._deadline or deadline)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from jaxstrategy.cluster.connections._secret import Secret
 from jaxstrategy.cluster.resolvers._launched import (
     ATTEMPT,
+    COMPILATION_CACHE,
     COORDINATOR,
     JOB,
     LOCAL_RANK,
@@ -24,11 +25,17 @@ def common(options: Options, environment: Mapping[str, str]) -> dict[str, str]:
 
     Simulated devices also choose the CPU, unless `environment` chooses a platform.
     """
-    variables = {"PYTHONUNBUFFERED": "1"}
+    variables = {"PYTHONUNBUFFERED": "1", **of_cache(options)}
     if options.devices_per_process:
         variables["JAX_NUM_CPU_DEVICES"] = str(options.devices_per_process)
         variables["JAX_PLATFORMS"] = environment.get("JAX_PLATFORMS") or "cpu"
     return variables
+
+
+def of_cache(options: Options) -> dict[str, str]:
+    """The folder in which all processes, and those of a restart, keep programs."""
+    cache = options.compilation_cache
+    return {} if cache is None else {COMPILATION_CACHE: cache}
 
 
 def place(

@@ -12,6 +12,7 @@ from typing import final
 from jaxstrategy.cluster.connections._secret import Secret
 from jaxstrategy.cluster.resolvers import _launched
 from jaxstrategy.launch import _gpus
+from jaxstrategy.launch._environment import of_cache
 from jaxstrategy.launch._launch_options import Options
 
 PROGRAM = (
@@ -96,7 +97,7 @@ def of_devices(
     options: Options, role: JobTask, inherited: Mapping[str, str]
 ) -> dict[str, str]:
     """Variables that say which devices and threads a role uses."""
-    variables = {"PYTHONUNBUFFERED": "1"}
+    variables = {"PYTHONUNBUFFERED": "1", **of_cache(options)}
     if role.job == "worker" and options.gpus_per_process:
         own = _gpus.share(options.gpus_per_process, role.index, inherited)
         return variables | {_gpus.VARIABLE: ",".join(own)}

@@ -8,6 +8,7 @@ from jaxstrategy.cluster.connections._secret import HOW_TO_MAKE_ONE
 from jaxstrategy.cluster.connections._secret import VARIABLE as SECRET
 from jaxstrategy.cluster.liveness._exit_codes import ExitCode, Restart
 from jaxstrategy.launch import _job_tasks
+from jaxstrategy.launch._environment import of_cache
 from jaxstrategy.launch._job_tasks import JobTask
 from jaxstrategy.launch._kubernetes_manifest import (
     CONSTANT,
@@ -138,7 +139,8 @@ def _failures() -> str:
 def _environment(
     options: Options, task: JobTask, name: str, hosts: dict[JobTask, str]
 ) -> list[str]:
-    constant = {"PYTHONUNBUFFERED": "1", **_job_tasks.simulated(options, task)}
+    constant = {"PYTHONUNBUFFERED": "1", **of_cache(options)}
+    constant |= _job_tasks.simulated(options, task)
     index = "batch.kubernetes.io/job-completion-index"
     # Kubernetes puts the index in; it is no text there.
     config = _job_tasks.tf_config(hosts, task).replace(

@@ -55,6 +55,7 @@ What a process sees, in its environment:
   JAXSTRATEGY_NUM_PROCESSES   how many there are, over all nodes
   JAXSTRATEGY_LOCAL_RANK      its rank on this node
   JAXSTRATEGY_ATTEMPT         0 at first, one more at every restart
+  JAXSTRATEGY_COMPILATION_CACHE  that of --compilation-cache, if it is given
   JAXSTRATEGY_CLUSTER_SECRET  by which processes know each other: random, of this job;
                               with --nodes, set the same one for all launchers
 TF_CONFIG is taken out; standard input is empty. With --workers it is TF_CONFIG that
@@ -114,6 +115,8 @@ class Options:
     workers: int | None = None
     parameter_servers: int | None = None
     evaluator: bool = False
+    summary: str | None = None
+    compilation_cache: str | None = None
 
     @property
     def program(self) -> tuple[str, ...]:
@@ -206,6 +209,10 @@ def _parser() -> argparse.ArgumentParser:
         help="print a batch script or a JobSet manifest, start nothing")  # fmt: skip
     add("--verbose", action="store_true",
         help="also show gloo's lines about connected ranks")  # fmt: skip
+    add("--summary", metavar="FILE",
+        help="write what became of each process into an HTML file")  # fmt: skip
+    add("--compilation-cache", type=_option_values.folder, metavar="DIR",
+        help="where all processes keep what they have compiled")  # fmt: skip
     add("--check", action="store_true",
         help="only try whether the processes can meet and exchange")  # fmt: skip
     add("-m", dest="module", action="store_true",
@@ -221,6 +228,7 @@ def _complaint(options: Options, rank_given: bool) -> str | None:
         return "the script is missing: name it after the options, as in `-n 4 train.py`"
     return (
         _about_numbers(options)
+        or _about_summary(options)
         or _about_roles(options)
         or _about_ray(options, rank_given)
         or _about_nodes(options, rank_given)
@@ -246,6 +254,23 @@ def _about_numbers(options: Options) -> str | None:
         return (
             "--devices-per-process simulates devices on the CPU, --gpus-per-process "
             "uses GPUs; give one of them"
+        )
+    return None
+
+
+def _about_summary(options: Options) -> str | None:
+    if options.summary is None:
+        return None
+    if options.print_for or options.workers is not None:
+        return (
+            "--summary tells of processes that the launcher starts by -n; leave it out "
+            "with --print and --workers"
+        )
+    folder = os.path.dirname(options.summary) or "."
+    if os.path.isdir(options.summary) or not os.path.isdir(folder):
+        return (
+            f"--summary was {options.summary!r}; a file in a folder that exists was "
+            "wanted"
         )
     return None
 

@@ -25,6 +25,7 @@ from jaxstrategy.launch._exit_meanings import (
     signal_name,
 )
 from jaxstrategy.launch._guarded_process import Guard
+from jaxstrategy.launch._job_summary import JobSummary
 from jaxstrategy.launch._kubernetes_roles import role_manifest
 from jaxstrategy.launch._launch_options import (
     Options,
@@ -127,6 +128,24 @@ class Job:
 
     def run(self) -> int:
         """The exit code of the last attempt."""
+        outcomes = self._outcomes()
+        code = exit_code(outcomes[-1])
+        if self._options.summary is not None:
+            self._write(JobSummary(self._options.name, outcomes, code))
+        return code
+
+    def _write(self, summary: JobSummary) -> None:
+        path = self._options.summary
+        assert path is not None, "the caller has looked"
+        try:
+            with open(path, "w", encoding="utf-8") as file:
+                file.write(summary.page())
+        except OSError as error:
+            self._say(f"the summary was not written: {error}")
+
+    def _outcomes(self) -> tuple[Outcome, ...]:
+        """Of all attempts, made one after the other."""
+        outcomes: list[Outcome] = []
         number = 0
         while True:
             outcome = attempt(
@@ -139,8 +158,9 @@ class Job:
                 self._machines,
             )
             self._tell(outcome)
+            outcomes.append(outcome)
             if not self._goes_on(outcome):
-                return exit_code(outcome)
+                return tuple(outcomes)
             number += 1
             started = with_noun(self._processes, "process")
             self._say(f"starting {started} again: attempt {number}")

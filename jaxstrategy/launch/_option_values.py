@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 
 from jaxstrategy.cluster.resolvers._cluster_spec import host_and_port
 
@@ -32,6 +33,13 @@ def seconds(text: str) -> float:
     return _number(text, "a time in seconds")
 
 
+def positive_seconds(text: str) -> float:
+    """A time above 0."""
+    if (number := seconds(text)) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time above 0 seconds")
+    return number
+
+
 def address(text: str) -> str:
     """A `host:port`."""
     try:
@@ -39,6 +47,13 @@ def address(text: str) -> str:
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
     return text
+
+
+def folder(text: str) -> str:
+    """A folder, or the address of what serves as one, whether it is there or not."""
+    if not text or os.path.isfile(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a folder")
+    return text if "://" in text else os.path.abspath(os.path.expanduser(text))
 
 
 def _number(text: str, wanted: str) -> float:

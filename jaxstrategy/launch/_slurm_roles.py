@@ -7,6 +7,7 @@ import shlex
 from jaxstrategy.cluster.connections._secret import VARIABLE as SECRET
 from jaxstrategy.cluster.liveness._exit_codes import ExitCode, Restart
 from jaxstrategy.launch import _job_tasks
+from jaxstrategy.launch._environment import of_cache
 from jaxstrategy.launch._job_tasks import JobTask
 from jaxstrategy.launch._launch_options import Options
 from jaxstrategy.launch._slurm_script import is_one_of, job_name
@@ -123,6 +124,6 @@ def _srun(options: Options, task: JobTask) -> str:
     given = []
     if task.job == "worker" and options.gpus_per_process:
         given.append(f"--gpus-per-task={options.gpus_per_process}")
-    variables = _job_tasks.simulated(options, task)
+    variables = _job_tasks.simulated(options, task) | of_cache(options)
     exported = ",".join(["ALL", *(f"{k}={v}" for k, v in variables.items())])
     return " ".join([*given, f"--export={exported}"])

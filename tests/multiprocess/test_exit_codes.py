@@ -1,4 +1,4 @@
-"""Exit codes are those of the README, however a process ends."""
+"""Exit codes are those of the guide on many processes, however a process ends."""
 
 import sys
 

@@ -6,6 +6,7 @@ at the same moment; times are counted from there.
 
 from __future__ import annotations
 
+import bisect
 import collections
 import dataclasses
 import itertools
@@ -26,29 +27,40 @@ _FEWEST = 10  # steps
 
 @final
 class Arrivals:
-    """The arrivals of this process at its last steps."""
+    """The arrivals of this process at its last steps.
+
+    Attributes:
+      arrived: called with the number of a step and `time.monotonic()`, as a pair, when
+        this process has come to it.
+    """
 
     def __init__(self) -> None:
-        self._meetings = 0
-        self._met = 0.0
-        self._rows: collections.deque[tuple[int, int, float]]
-        self._rows = collections.deque(maxlen=_KEPT)
+        self._steps: collections.deque[tuple[int, float]]
+        self._steps = collections.deque(maxlen=_KEPT)
+        self._meetings: collections.deque[tuple[int, float]]
+        self._meetings = collections.deque(maxlen=_KEPT)
+        self._count = 0
+        self.arrived = self._steps.append  # nothing more at each step
 
     def met(self) -> None:
         """All processes have compared a step, this moment."""
-        self._meetings += 1
-        self._met = time.monotonic()
-
-    def arrived(self, step: int) -> None:
-        """This process has come to a step."""
-        # Before the first meeting the processes have no moment in common.
-        if self._meetings:
-            since = time.monotonic() - self._met
-            self._rows.append((step, self._meetings, since))
+        self._count += 1
+        self._meetings.append((self._count, time.monotonic()))
 
     def told(self) -> list[tuple[int, int, float]]:
-        """The last steps: their number, that of the meeting before, seconds since."""
-        return [(step, met, round(since, 6)) for step, met, since in list(self._rows)]
+        """The last steps: their number, that of the meeting before, seconds since.
+
+        Those before the first meeting are left out: the processes have no moment in
+        common there.
+        """
+        meetings = list(self._meetings)
+        moments = [moment for _, moment in meetings]
+        rows = []
+        for step, moment in list(self._steps):
+            if before := bisect.bisect_left(moments, moment):
+                number, met = meetings[before - 1]
+                rows.append((step, number, round(moment - met, 6)))
+        return rows
 
 
 @final

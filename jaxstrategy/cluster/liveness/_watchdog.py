@@ -130,9 +130,9 @@ class Watchdog:
         self._what = what
         self._where = where
         self._busy = busy
-        self._opened = time.monotonic()
+        self._opened = now = time.monotonic()
         self._is_open = True
-        self.arrivals.arrived(self._step)
+        self.arrivals.arrived((self._step, now))
 
     def step_busy(self, busy: str | None) -> None:
         """Note what this process does by itself in the step; None: it waits again."""
