@@ -825,6 +825,15 @@ def test_it_prints(tmp_path):
         assert repr(manager) == f"CheckpointManager('{tmp_path}')"
 
 
+def test_arrays_are_not_compressed(tmp_path, two):
+    """Of trained numbers that saves nothing, and takes most of the time."""
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, {"a": two.mirror(np.zeros(2**18, np.float32))})
+        manager.wait()
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in files) > 2**20
+
+
 def test_without_orbax_the_extra_is_named(tmp_path):
     code = f"""
 import sys

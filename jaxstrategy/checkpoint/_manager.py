@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import os
 from collections.abc import Callable, Mapping
-from typing import Self, final
+from typing import Self, final, overload
 
 from jaxstrategy.checkpoint import _arguments
 from jaxstrategy.checkpoint._restored import Restored
@@ -21,7 +21,7 @@ from jaxstrategy.cluster.connections._fields import Json
 from jaxstrategy.contexts import _context
 from jaxstrategy.contexts._strategy_face import AnyStrategy, checked_core
 from jaxstrategy.replicas._replicas import Replicas
-from jaxstrategy.values._types import PyTree
+from jaxstrategy.values._types import PyTree, TreeT
 
 
 @final
@@ -196,6 +196,14 @@ class CheckpointManager:
         self._saver.own.add(self._restored.step)
         return state
 
+    @overload
+    def restore_or_init(
+        self, init: Callable[[], TreeT], *, partial: bool = False
+    ) -> tuple[TreeT, int]: ...
+    @overload
+    def restore_or_init(
+        self, init: TreeT, *, partial: bool = False
+    ) -> tuple[TreeT, int]: ...
     def restore_or_init(
         self, init: PyTree | Callable[[], PyTree], *, partial: bool = False
     ) -> tuple[PyTree, int]:

@@ -15,7 +15,7 @@ import dataclasses
 import errno
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Self, final
 
 from jaxstrategy.checkpoint.folders._checkpoint_errors import CheckpointError
@@ -32,7 +32,8 @@ VERSION = 1
 FILE = "jaxstrategy.json"
 # Orbax writes these when the record is there already.
 _LATER = {FILE, "_CHECKPOINT_METADATA", "commit_success.txt"}
-_CHUNK = 2**22
+_CHUNK = 2**20
+_THREADS = 4
 # Errors of a file that is no such file, and not of a disk that does not answer.
 _NO_FILE = {
     errno.EINVAL,
@@ -163,10 +164,10 @@ def _is_inner(name: str) -> bool:
 
 def write(folder: Path, record: Record) -> None:
     """Write the record of the files that are in `folder`."""
+    paths = [path for path in _files(folder) if path.name not in _LATER]
     files = {
-        str(path.relative_to(folder)): (path.stat().length, _crc32(path))
-        for path in _files(folder)
-        if path.name not in _LATER
+        str(path.relative_to(folder)): (path.stat().length, checksum)
+        for path, checksum in zip(paths, _checksums(paths), strict=True)
     }
     whole = dataclasses.replace(record, files=files)
     (folder / FILE).write_text(whole.to_json())
@@ -221,13 +222,12 @@ def verify(folder: Path, record: Record, share: int, shares: int) -> None:
       Damage: one of them is not as it was written.
     """
     names = sorted(record.files)[share::shares]
-    with concurrent.futures.ThreadPoolExecutor(4) as pool:
-        found = pool.map(lambda name: _crc32(folder / name), names)
-        for name, checksum in zip(names, found, strict=True):
-            if checksum != record.files[name][1]:
-                raise Damage(
-                    f"its file `{name}` has another checksum than when it was written"
-                )
+    found = _checksums([folder / name for name in names])
+    for name, checksum in zip(names, found, strict=True):
+        if checksum != record.files[name][1]:
+            raise Damage(
+                f"its file `{name}` has another checksum than when it was written"
+            )
 
 
 def _files(folder: Path) -> Iterator[Path]:
@@ -236,6 +236,12 @@ def _files(folder: Path) -> Iterator[Path]:
             yield from _files(path)
         else:
             yield path
+
+
+def _checksums(paths: Sequence[Path]) -> list[int]:
+    """Of files, some at once: zlib and reading let other threads run."""
+    with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
+        return list(pool.map(_crc32, paths))
 
 
 def _crc32(path: Path) -> int:
