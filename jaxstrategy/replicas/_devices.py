@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import jax
 from jax.sharding import Mesh
@@ -12,8 +12,28 @@ from jax.sharding import Mesh
 from jaxstrategy._errors import SimulationError
 from jaxstrategy.text._whole_numbers import whole
 
-# To type checkers `jax.Device` is a variable; the excuse for that stands here alone.
-Device: TypeAlias = jax.Device  # pyright: ignore[reportInvalidTypeForm]
+if TYPE_CHECKING:
+    # To type checkers `jax.Device` is a variable whose type nobody knows, so that a
+    # user's strict checker would refuse whatever is made of devices.
+    @runtime_checkable
+    class Device(Protocol):
+        """A `jax.Device`."""
+
+        @property
+        def id(self) -> int: ...
+        @property
+        def platform(self) -> str: ...
+        @property
+        def device_kind(self) -> str: ...
+        @property
+        def process_index(self) -> int: ...
+        @property
+        def local_hardware_id(self) -> int | None: ...
+        @property
+        def client(self) -> Any: ...
+        def memory_stats(self) -> dict[str, int] | None: ...
+else:
+    Device = jax.Device
 
 _NAME = re.compile(
     r"^(?:/job:(?P<job>\w+))?(?:/replica:\d+)?(?:/task:(?P<task>\d+))?(?:/device:|/)?"

@@ -101,6 +101,15 @@ def as_seen_on(sharding: NamedSharding, mesh: AbstractMesh) -> NamedSharding:
     return on_mesh(sharding, mesh) if is_same else sharding
 
 
+def has_explicit_axes(value: Tracer) -> bool:
+    """Whether the type of a traced array says how it lies on a mesh.
+
+    Where that is not the mesh of a `shard_map`, that raises a bare `KeyError` (JAX 0.10
+    and 0.12). `jax.make_mesh` makes such axes unless told otherwise.
+    """
+    return AxisType.Explicit in jax.typeof(value).sharding.mesh.axis_types
+
+
 def is_large(size: int) -> bool:
     """Whether no device should have all of a divided array of so many bytes."""
     return size > _AT_ONCE_BYTES

@@ -43,9 +43,7 @@ class CentralStorageStrategy(Strategy):
     >>> strategy.run(lambda x: total.assign_add(x), (strategy.per_replica([1.0, 2.0]),))
     Array(3., dtype=float32)
     >>> total
-    Variable 'total' float32[] mirrored, {
-      0: 3.0
-    }
+    Variable 'total' float32[] mirrored on 1 replica: 3.0
     """
 
     def __init__(

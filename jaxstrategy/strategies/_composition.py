@@ -15,11 +15,13 @@ from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
 from jaxstrategy.executors._executor import AbstractExecutor
 from jaxstrategy.reductions._cross_device_ops import CrossDeviceOps
 from jaxstrategy.reductions._met_reduction import MetReduction
+from jaxstrategy.reductions._overlap import Overlap, overlap_on
 from jaxstrategy.reductions._own_reduction import OwnReduction
 from jaxstrategy.reductions._plan import AbstractPlan
 from jaxstrategy.reductions._planned_ops import PlannedOps, checked_ops
 from jaxstrategy.reductions._reduction import Reduction
 from jaxstrategy.reductions._user_plan import UserPlan
+from jaxstrategy.replicas import _compilation_cache
 from jaxstrategy.replicas._devices import Device
 from jaxstrategy.replicas._replicas import Replicas
 from jaxstrategy.strategies._choices import Choices
@@ -44,15 +46,24 @@ class ComposedStrategy(AbstractStrategy):
     _executor: AbstractExecutor
     _values: CrossReplicaValues
     _extended: StrategyExtended
+    _overlap: Overlap | None
 
     def _compose(self, choices: Choices) -> None:
         """Make the parts."""
+        _compilation_cache.set_up_by_environment()
         self._choices = choices
         self._reduction = _reduction_for(self, choices)
+        self._overlap = overlap_on(choices.replicas, choices.options)
         self._variable_policy = choices.variables or ReplicatedVariables(self.replicas)
         self._executor = choices.executor(self, choices.processes)
         self._values = CrossReplicaValues(self, self._executor)
         self._extended = StrategyExtended(self, self._executor, _role_of(choices))
+
+    def _with_one_replica(self) -> Self:
+        """A strategy of this type with one replica, on a device of this process."""
+        one = type(self).__new__(type(self))
+        one._compose(Choices(Replicas.on(self.replicas.own_devices[:1])))
+        return one
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         twin = type(self).__new__(type(self))
@@ -77,6 +88,11 @@ class ComposedStrategy(AbstractStrategy):
     def replicas(self) -> Replicas:
         """The replicas: how many there are, and where."""
         return self._choices.replicas
+
+    @property
+    def overlap(self) -> Overlap | None:
+        """The means by which programs reduce beside the computation, if asked to."""
+        return self._overlap
 
     @property
     def devices(self) -> tuple[Device, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from jaxstrategy._options import (
     ReduceOp,
@@ -17,15 +18,22 @@ from jaxstrategy.executors._accumulate import (
     checked_parts,
 )
 from jaxstrategy.executors._replicated_function import ReplicatedFunction
+from jaxstrategy.profiling import _comparison as comparing
+from jaxstrategy.profiling import _links
+from jaxstrategy.profiling._comparison import Comparison
 from jaxstrategy.profiling._logger import MetricLogger
-from jaxstrategy.profiling._prediction import Prediction
+from jaxstrategy.profiling._peaks import peak_flops as peak_flops_of
 from jaxstrategy.profiling._profile import Profile
+from jaxstrategy.profiling._run_record import RunRecord
+from jaxstrategy.profiling._step_analysis import StepAnalysis, check_positive
 from jaxstrategy.reductions._reduce_operations import OPERATIONS
 from jaxstrategy.replicas._topology import Topology
 from jaxstrategy.strategies._calls import check_options
 from jaxstrategy.strategies._composition import ComposedStrategy
 from jaxstrategy.tracing.explanation._explanation import Explanation
 from jaxstrategy.values._types import Function, PyTree
+from jaxstrategy.visualization._placed_tree import placed_arrays
+from jaxstrategy.visualization._visualization import Visualization
 
 
 class ExplainsSteps(ComposedStrategy):
@@ -53,7 +61,8 @@ class ExplainsSteps(ComposedStrategy):
           kwargs: its keyword arguments.
           options: how `run` would compile it; by default as it was decorated.
           topology: the links that communication times are predicted for, by default
-            25 GB/s (a 200 Gbit/s network) and 10 microseconds a message.
+            25 GB/s (a 200 Gbit/s network) and 10 microseconds a message;
+            `measure_links()` has those that are here.
           compiled: whether to compile the step, for XLA's figures on memory and
             floating-point operations. Without, large steps are explained in less time.
 
@@ -126,6 +135,65 @@ class ExplainsSteps(ComposedStrategy):
             compiled=compiled,
         )
 
+    def measure_links(self) -> Topology:
+        """The links of the replicas, by the times that all-reduces of 4 sizes take.
+
+        Around a ring, the formula of a `Topology` then gives these times, from 4 KiB to
+        16 MiB, as exactly as one latency and one bandwidth can. It compiles and runs
+        four small programs, so keep the result. With several processes each must call
+        it. Processes that share the cores of one host slow each other down, which is
+        then part of the links: measure with as many as you predict for.
+
+        Raises:
+          ContextError: inside `run`, or in another strategy's scope.
+          ClusterError: another process is about to do something else.
+
+        >>> import jaxstrategy as js
+        >>> strategy = js.MirroredStrategy(js.simulate(8)[:4])
+        >>> links = strategy.measure_links()
+        >>> links.replicas, links.bandwidth > 0
+        (4, True)
+        >>> links.ring("all_reduce", 4e6) < links.ring("all_reduce", 4e7)
+        True
+        """
+        _context.require_host(self, "measure_links")
+        return _links.measured_together(self.replicas)
+
+    def visualize(self, tree: PyTree, *, title: str | None = None) -> Visualization:
+        """A picture of what lies where: each array of `tree` over its devices.
+
+        Nothing is computed or copied.
+
+        Args:
+          tree: a pytree of arrays, `PerReplica`s, variables, objects of Flax NNX, and
+            `jax.ShapeDtypeStruct`s with a `sharding`, for arrays that are not there
+            yet. What lies on no device is told, too.
+          title: above it.
+
+        Returns:
+          A `Visualization`: in a notebook the bytes on each device and a picture of
+          each array, else a table.
+
+        Raises:
+          ContextError: inside `run`, or in another strategy's scope.
+
+        >>> import jaxstrategy as js
+        >>> sharding = js.StateSharding("state", min_bytes=8)
+        >>> strategy = js.MirroredStrategy(js.simulate(8)[:4], sharding=sharding)
+        >>> with strategy.scope():
+        ...     table = js.Variable(np.ones((1024, 2), np.float32), name="table")
+        >>> strategy.visualize(table, title="Parameters")
+        Parameters: 1 array, 2 KiB on a device
+          array  type             on a device  where
+          table  float32[1024,2]  2 KiB        dimension 0 in 4 parts on cpu:0..3
+        """
+        _context.require_host(self, "visualize")
+        arrays = tuple(placed_arrays(tree))
+        own = (device for group in self.replicas.groups for device in group)
+        others = (device for array in arrays for device in array.devices)
+        devices = tuple(dict.fromkeys((*own, *others)))
+        return Visualization(title or "What lies where", arrays, devices)
+
     def accumulate(
         self, k: int, *, op: ReduceOp | str = ReduceOp.MEAN, has_aux: bool = False
     ) -> Callable[[Callable[..., PyTree]], Callable[..., PyTree]]:
@@ -182,6 +250,12 @@ class ExplainsSteps(ComposedStrategy):
         step: Function,
         *,
         examples: int | None = None,
+        tokens: int | None = None,
+        flops: float | None = None,
+        peak_flops: float | None = None,
+        compiled: bool = True,
+        compare: Callable[[Any, int], Callable[[], PyTree]] | None = None,
+        record: RunRecord | None = None,
         every: int = 50,
         trace_dir: str | os.PathLike[str] | None = None,
         log: MetricLogger | None = None,
@@ -204,21 +278,38 @@ class ExplainsSteps(ComposedStrategy):
         >>> report.steps
         20
 
+        `report.limit` says what limits the loop, with the times that are its evidence:
+        the input, the host, batches too small to keep the devices busy, communication,
+        or the devices themselves.
+
         The host's time is that of each call. Now and then, every `every` calls, the
         loop waits for the devices, and one call is made while they are idle: the time
-        until its results are there is the devices'. The time from one such wait to the
-        next is that of the loop. The first call is told apart.
+        until its results are there is that of a step by itself. The time from one such
+        wait to the next is that of the loop. The first call is told apart.
 
-        Before the first call the step is traced once more, as `explain` does, for the
-        collectives in it; the links between the replicas are measured with a few
+        With the first call the step is traced once more, as `explain` does, for the
+        collectives in it, and compiled once more, for XLA's count of operations and
+        plan of memory; the links between the replicas are measured with a few
         all-reduces. With several processes, do the same in each.
 
         Args:
-          step: what the loop calls: what `@strategy.run` or `several` made, or another
-            function, of whose communication nothing is known (a bound step is one).
+          step: what the loop calls: what `@strategy.run` or `several` made; a function
+            that calls `strategy.run` in its body; one compiled by `jax.jit`. Of any
+            other, such as a bound step, there are times only.
           examples: how many examples a step has; by default the real rows of the batch
             that it is given, if that comes from a dataset of a strategy or from
             `batches`. Of other arrays nobody knows whether they are a batch.
+          tokens: how many tokens a step has, on all replicas.
+          flops: how many floating-point operations a step has, on all replicas, such as
+            6 * parameters * tokens. By default XLA's count for the compiled program,
+            which counts the body of a loop once, and what is computed a second time
+            to save memory twice.
+          peak_flops: the most of them that one device can do in a second; by default as
+            published for dense products in bfloat16, if it is known.
+          compiled: whether to compile the step once more, for what XLA has to say.
+          compare: to compare all replicas with one, before the loop: the function
+            `make` of `profiling.compare`, for so many `examples`.
+          record: of the run, whose goodput the report has then.
           every: see above; at least 2.
           trace_dir: where to write a trace of the third to fifth call
             (`jax.profiler.trace`), on process 0; its calls are not timed.
@@ -229,14 +320,42 @@ class ExplainsSteps(ComposedStrategy):
           A `Profile`: a context manager that is called as the step is.
 
         Raises:
-          ValueError: `every` is less than 2.
+          ValueError: `every` is less than 2; a number is not positive; `compare` is
+            given without `examples`, or with some that the replicas cannot share.
           TypeError: it is not a whole number, or `step` cannot be called.
         """
+        check_positive(
+            examples=examples, tokens=tokens, flops=flops, peak_flops=peak_flops
+        )
+        devices = self.replicas.all_devices
+        each = peak_flops or peak_flops_of(next(iter(devices)).device_kind)
+        analysis = StepAnalysis(
+            self._executor, self.replicas, topology=topology, compiled=compiled
+        )
         return Profile(
             step,
-            Prediction(step, self.explain, self.replicas, topology),
+            analysis,
             examples=examples,
+            tokens=tokens,
+            flops=flops,
+            peak_flops=None if each is None else each * len(devices),
+            devices=self.replicas.own_devices,
             every=every,
             trace_dir=trace_dir,
             log=log,
+            comparison=None if compare is None else self._compared(compare, examples),
+            record=record,
         )
+
+    def _compared(
+        self, make: Callable[[Any, int], Callable[[], PyTree]], examples: int | None
+    ) -> Comparison:
+        """All replicas with one on the first device of this process."""
+        if examples is None:
+            raise ValueError(
+                "`compare` was given without `examples`. Say how many examples a step "
+                "has, on all replicas: `strategy.profile(step, compare=make, "
+                "examples=64)`."
+            )
+        one = self._with_one_replica()
+        return comparing.compare(make, one, self, examples=examples)

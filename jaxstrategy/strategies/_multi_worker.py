@@ -75,7 +75,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         logical_axes: Mapping[str, int] | None = None,
         replicas_per_device: int = 1,
     ) -> None:
-        checked_options(communication_options, with_timeout=True)
+        checked_options(communication_options, with_timeout=True, of_strategy=True)
         checked_sharding(sharding)
         # Before processes meet: what is wrong is wrong in each of them.
         checked_sizes(logical_axes, replicas_per_device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import overload
 
 import jax
 from jax.tree_util import KeyPath
@@ -18,12 +19,16 @@ from jaxstrategy.strategies._compression_states import compression_state
 from jaxstrategy.tracing._init import build_replicated
 from jaxstrategy.values import _arrays, _building, _per_replica
 from jaxstrategy.values._per_replica import PerReplica
-from jaxstrategy.values._types import PyTree
+from jaxstrategy.values._types import Number, PyTree, TreeT
 
 
 class PlacesValues(ComposedStrategy):
     """The methods of a strategy that place values."""
 
+    @overload
+    def mirror(self, tree: Number) -> jax.Array: ...
+    @overload
+    def mirror(self, tree: TreeT) -> TreeT: ...
     def mirror(self, tree: PyTree) -> PyTree:
         """`tree` with every array and number placed whole on every replica's device.
 
@@ -154,8 +159,8 @@ class PlacesValues(ComposedStrategy):
         return compression_state(params, options, self.replicas)
 
     def init(
-        self, fn: Callable[..., PyTree], *args: PyTree, specs: PyTree = None
-    ) -> PyTree:
+        self, fn: Callable[..., TreeT], *args: PyTree, specs: PyTree = None
+    ) -> TreeT:
         """`fn(*args)` built in mirrored form: on every device at once, from nothing.
 
         No device ever holds a copy of the result that it does not keep, so state that

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias, overload
 
 from jaxstrategy._options import RunOptions
 from jaxstrategy.contexts._call_arguments import check_arguments
@@ -22,6 +22,8 @@ from jaxstrategy.strategies._calls import (
 from jaxstrategy.strategies._composition import ComposedStrategy
 from jaxstrategy.values._types import Function, PyTree
 
+Decorator: TypeAlias = Callable[[Function], ReplicatedFunction]
+
 NOT_GIVEN: Any = object()
 """The default of arguments that may be anything."""
 
@@ -29,6 +31,31 @@ NOT_GIVEN: Any = object()
 class RunsSteps(ComposedStrategy):
     """The methods of a strategy that run steps."""
 
+    @overload
+    def run(self, *, options: RunOptions | None = None) -> Decorator: ...
+    @overload
+    def run(self, fn: Callable[[], Any]) -> PyTree: ...
+    @overload
+    def run(
+        self, fn: Function, *, options: RunOptions | None = None
+    ) -> ReplicatedFunction: ...
+    @overload
+    def run(
+        self,
+        fn: Function,
+        args: Sequence[PyTree],
+        kwargs: dict[str, PyTree] | None = None,
+        options: RunOptions | None = None,
+    ) -> PyTree: ...
+    @overload
+    def run(
+        self,
+        fn: Function,
+        args: Sequence[PyTree] = ...,
+        *,
+        kwargs: dict[str, PyTree],
+        options: RunOptions | None = None,
+    ) -> PyTree: ...
     def run(
         self,
         fn: Function = NOT_GIVEN,
@@ -99,12 +126,18 @@ class RunsSteps(ComposedStrategy):
         check_arguments(args, kwargs)
         return self._executor.run(fn, tuple(args), dict(kwargs or {}), options)
 
+    @overload
+    def step(self, *, options: RunOptions | None = None) -> Decorator: ...
+    @overload
+    def step(
+        self, fn: Function, *, options: RunOptions | None = None
+    ) -> ReplicatedFunction: ...
     def step(
         self,
         fn: Function = NOT_GIVEN,
         *,
         options: RunOptions | None = None,
-    ) -> Function:
+    ) -> ReplicatedFunction | Decorator:
         """Makes a step that runs on all replicas whenever it is called.
 
         What `run` does as a decorator, whatever arguments the function takes: `run`
@@ -139,12 +172,18 @@ class RunsSteps(ComposedStrategy):
             )
         return self._decorate(fn, options=options)
 
+    @overload
+    def several(self, *, options: RunOptions | None = None) -> Decorator: ...
+    @overload
+    def several(
+        self, step: Function, *, options: RunOptions | None = None
+    ) -> ReplicatedFunction: ...
     def several(
         self,
         step: Function = NOT_GIVEN,
         *,
         options: RunOptions | None = None,
-    ) -> Function:
+    ) -> ReplicatedFunction | Decorator:
         """A step that is made several times in one call, with a batch for each time.
 
         One program goes through the batches, so that the host has little to do: for
@@ -194,12 +233,18 @@ class RunsSteps(ComposedStrategy):
         """
         return self._looped(step, options, "several", InEachStep)
 
+    @overload
+    def local_steps(self, *, options: RunOptions | None = None) -> Decorator: ...
+    @overload
+    def local_steps(
+        self, step: Function, *, options: RunOptions | None = None
+    ) -> ReplicatedFunction: ...
     def local_steps(
         self,
         step: Function = NOT_GIVEN,
         *,
         options: RunOptions | None = None,
-    ) -> Function:
+    ) -> ReplicatedFunction | Decorator:
         """Several steps in one call, that each replica takes by itself.
 
         One call takes k batches and k steps, as `several`, and no step waits for the
@@ -261,7 +306,7 @@ class RunsSteps(ComposedStrategy):
         options: RunOptions | None,
         method: str,
         synchronization: Callable[[], AbstractSynchronization],
-    ) -> Function:
+    ) -> ReplicatedFunction | Decorator:
         """`step` several times in one call."""
         if step is NOT_GIVEN:
             return functools.partial(getattr(self, method), options=options)

@@ -16,15 +16,18 @@ from jaxstrategy.replicas._replicas import Replicas
 from jaxstrategy.replicas._state_sharding import StateSharding, checked_sharding
 from jaxstrategy.strategies._calls import name_methods_after
 from jaxstrategy.strategies._choices import Choices
+from jaxstrategy.strategies._compiling_steps import CompilesSteps
 from jaxstrategy.strategies._dividing_data import DividesData
 from jaxstrategy.strategies._explaining import ExplainsSteps
 from jaxstrategy.strategies._placing_values import PlacesValues
 from jaxstrategy.strategies._reducing import ReducesValues
 from jaxstrategy.strategies._running import RunsSteps
-from jaxstrategy.text import _tables
+from jaxstrategy.text import _html_report
 
 
-class Strategy(RunsSteps, ExplainsSteps, ReducesValues, PlacesValues, DividesData):
+class Strategy(
+    RunsSteps, CompilesSteps, ExplainsSteps, ReducesValues, PlacesValues, DividesData
+):
     """Runs one step on many replicas. Make one of its subclasses.
 
     Args:
@@ -56,7 +59,7 @@ class Strategy(RunsSteps, ExplainsSteps, ReducesValues, PlacesValues, DividesDat
         logical_axes: Mapping[str, int] | None = None,
         replicas_per_device: int = 1,
     ) -> None:
-        checked_options(communication_options)
+        checked_options(communication_options, of_strategy=True)
         replicas = Replicas.on(
             devices, checked_sharding(sharding), logical_axes, replicas_per_device
         )
@@ -79,8 +82,8 @@ class Strategy(RunsSteps, ExplainsSteps, ReducesValues, PlacesValues, DividesDat
             (i, self.replicas.device_names_of(i), device.device_kind)
             for i, device in enumerate(self.devices)
         ]
-        name = type(self).__name__
-        return _tables.html_table(name, ("replica", "device", "kind"), rows)
+        header = ("replica", "device", "kind")
+        return _html_report.rows_of(repr(self), header, rows)
 
     def __copy__(self) -> NoReturn:
         raise RuntimeError(

@@ -7,6 +7,10 @@ from typing import Any, Self
 
 import jax
 
+from jaxstrategy._communication_options import (
+    CommunicationOptions,
+    checked_options,
+)
 from jaxstrategy.cluster._found_processes import agree_on_replicas
 from jaxstrategy.cluster.resolvers._tpu_resolver import TPUClusterResolver
 from jaxstrategy.replicas._logical_devices import logical_axes
@@ -48,11 +52,12 @@ class TPUStrategy(Strategy):
         it out.
       sharding: a `StateSharding`: each replica keeps a part of the optimizer's state,
         or of all state, instead of all of it.
+      communication_options: how values are reduced over the replicas.
 
     Raises:
       ValueError: the devices are no whole number of replicas, the assignment is for
         other devices, or a replica would be in two processes.
-      TypeError: something else than a resolver, an assignment or a number.
+      TypeError: something else than a resolver, an assignment, a number or options.
       ClusterError: the processes could not start together.
 
     >>> import jaxstrategy as js
@@ -76,8 +81,10 @@ class TPUStrategy(Strategy):
         *,
         cores_per_replica: int = 1,
         sharding: StateSharding | None = None,
+        communication_options: CommunicationOptions | None = None,
     ) -> None:
         checked_sharding(sharding)
+        checked_options(communication_options, of_strategy=True)
         cores = checked_cores(experimental_device_assignment, cores_per_replica)
         self._is_spmd = bool(experimental_spmd_xla_partitioning)
         self._resolver = checked_resolver(tpu_cluster_resolver)
@@ -87,7 +94,9 @@ class TPUStrategy(Strategy):
         )
         replicas = Replicas.on(devices, sharding, logical_axes(cores))
         agree_on_replicas(processes, replicas.description)
-        self._compose(Choices(replicas, processes=processes))
+        self._compose(
+            Choices(replicas, options=communication_options, processes=processes)
+        )
 
     def experimental_split_to_logical_devices(
         self,
