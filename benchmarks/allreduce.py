@@ -24,17 +24,14 @@ import argparse
 import dataclasses
 import functools
 import itertools
-import json
-import pathlib
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from _shapes import NETWORKS, Shape, count
-from _timing import Comparison, in_turn, print_table
+from _timing import Comparison, add_options, in_turn, report
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -69,8 +66,6 @@ LOOP_BYTES = 4 * MB
 TURNS = range(2, 11)
 # Trees larger than this are reduced by themselves only: a loop holds them twice.
 LARGEST_LOOP = 128 * MB
-# How long one case may take.
-SECONDS = 5.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,7 +195,7 @@ def compare(
     case: Case,
     devices: Sequence[jax.Device],
     quantity: str,
-    rounds: int,
+    args: argparse.Namespace,
     tried: Sequence[Packing],
 ) -> list[Comparison]:
     """All forms of one case."""
@@ -218,8 +213,8 @@ def compare(
             for name, program in (ours | theirs).items()
             if seconds(program)  # compiles it
         },
-        rounds,
-        SECONDS,
+        args.rounds,
+        args.seconds,
     )
     turns = case.turns if quantity == LOOP else 1
     times = {name: [1e6 * t / turns for t in each] for name, each in times.items()}
@@ -243,11 +238,10 @@ def seconds(program: Program) -> float:
     return time.perf_counter() - start
 
 
-def measure(args: argparse.Namespace) -> list[Comparison]:
+def measure(args: argparse.Namespace) -> Iterator[Comparison]:
     """All comparisons that were asked for."""
     devices = js.simulate(max(args.devices))
     tried = [Packing(*sizes) for sizes in itertools.product(args.largest, args.pack)]
-    comparisons: list[Comparison] = []
     for name, case in cases().items():
         if not any(wanted in name for wanted in args.only):
             continue
@@ -255,11 +249,10 @@ def measure(args: argparse.Namespace) -> list[Comparison]:
             if quantity == LOOP and case.nbytes > LARGEST_LOOP:
                 continue
             jax.clear_caches()  # and what compiled programs hold
-            comparisons += compare(case, devices[:n], quantity, args.rounds, tried)
-            if args.verbose:
-                for each in comparisons[-1 - len(tried) :]:
+            for each in compare(case, devices[:n], quantity, args, tried):
+                if args.verbose and each.ratio is not None:
                     print(each.case, quantity, f"{each.ratio.median:.3f}", flush=True)
-    return sorted(comparisons, key=lambda each: each.quantity, reverse=True)
+                yield each
 
 
 def _packing_name(packing: Packing) -> str:
@@ -279,26 +272,19 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--devices", type=int, nargs="+", default=[2, 4, 8])
-    add("--rounds", type=int, default=100, help="turns of each case, at most")
     add("--quantity", nargs="+", choices=(LOOP, ALONE), default=(LOOP, ALONE))
     add("--only", nargs="+", default=[""], help="trees with one of these in their name")
     add("--largest", type=int, nargs="+", default=[], help="bytes of an array to pack")
     add("--pack", type=int, nargs="+", default=[4 * MB], help="bytes of a pack")
     add("--verbose", action="store_true", help="print each ratio when it is there")
-    add("--json", type=pathlib.Path, help="a file for every single number")
-    add("--check", action="store_true", help="exit with 1 when a target is missed")
+    add_options(parser, rounds=100, seconds=5.0)
     return parser.parse_args(arguments)
 
 
 def main() -> None:
     args = parsed()
     print(f"JAX {jax.__version__}; medians (quartiles); ratio: run to psum")
-    comparisons = measure(args)
-    print_table(comparisons)
-    if args.json:
-        args.json.write_text(json.dumps([each.as_json() for each in comparisons]))
-    if args.check and not all(each.is_met for each in comparisons):
-        sys.exit(1)
+    report(measure(args), args)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import random
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import optax.contrib
-from _timing import Comparison, in_turn, print_table
+from _timing import Comparison, add_options, in_turn, report
 from flax import linen as nn
 from jax import lax
 from jax.sharding import PartitionSpec as P
@@ -252,27 +252,26 @@ def traced(training: Training, state: PyTree, mesh: jax.sharding.Mesh) -> Trace:
 
 
 def compare_times(
-    cases: Sequence[tuple[str, int]], mesh: jax.sharding.Mesh, rounds: int
-) -> list[Comparison]:
+    cases: Sequence[tuple[str, int]], mesh: jax.sharding.Mesh, args: argparse.Namespace
+) -> Iterator[Comparison]:
     """The analysis beside the tracing of transformers of these variants and sizes."""
 
     def both(training: Training, state: PyTree) -> tuple[float, float]:
         trace = traced(training, state, mesh)
         return trace.analysed(mesh.size)[0], trace.seconds
 
-    comparisons = []
     for variant, blocks in cases:
         training = Training(Transformer(blocks, variant), optax.adam(1e-3))
         state = training.state()
-        turns = in_turn({"both": lambda t=training, s=state: both(t, s)}, rounds)
+        traces = {"both": lambda t=training, s=state: both(t, s)}
+        turns = in_turn(traces, args.rounds, args.seconds)
         analysis, tracing = zip(*turns["both"], strict=True)
         values = {
             "analysis": [1e3 * seconds for seconds in analysis],
             "tracing": [1e3 * seconds for seconds in tracing],
         }
         case = f"{blocks} blocks, {variant}"
-        comparisons.append(Comparison(case, "time", "ms", values, SHARE))
-    return comparisons
+        yield Comparison(case, "time", "ms", values, SHARE)
 
 
 # Precision.
@@ -286,18 +285,16 @@ def count_mirrored(
     return len(varies), [not each for each in varies]
 
 
-def check_precision(mesh: jax.sharding.Mesh) -> bool:
-    """Prints a line for each model and optimizer; whether all are as they must be."""
+def check_precision(mesh: jax.sharding.Mesh) -> Iterator[Comparison]:
+    """Prints a line for each model and optimizer, of how many are as they must be."""
     pairs = [(model, "adam") for model in MODELS]
     pairs += [("perceptron, dropout", name) for name in OPTIMIZERS if name != "adam"]
-    missed = 0
     for model, optimizer in pairs:
         training = Training(MODELS[model], OPTIMIZERS[optimizer])
         wanted, mirrored = count_mirrored(training, mesh)
-        missed += wanted - sum(mirrored)
         print(f"{model}; {optimizer}: {sum(mirrored)} of {wanted} mirrored")
-    print(f"precision: {missed} results vary that should be mirrored\n")
-    return missed == 0
+        counts = {"must be": [wanted], "proved": [sum(mirrored)]}
+        yield Comparison(f"{model}; {optimizer}", "mirrored results", "", counts, 1.0)
 
 
 # Soundness.
@@ -353,8 +350,8 @@ def random_program(draw: random.Random) -> Callable[..., list[jax.Array]]:
     return step
 
 
-def check_soundness(strategy: js.MirroredStrategy, programs: int) -> bool:
-    """Runs random programs; whether all that is called mirrored is."""
+def check_soundness(strategy: js.MirroredStrategy, programs: int) -> None:
+    """Runs random programs; ends this one unless all that is called mirrored is."""
     draw = random.Random(0)
     x = strategy.per_replica([np.array([0.1, 0.7], np.float32) * i for i in range(4)])
     s = jnp.array([0.2, 0.4])
@@ -377,11 +374,25 @@ def check_soundness(strategy: js.MirroredStrategy, programs: int) -> bool:
         f"soundness: {programs} programs, {refused} refused, {outputs} outputs, "
         f"{mirrored} called mirrored, {violations} of them differ"
     )
-    return violations == 0
+    if violations:
+        sys.exit("The analysis is wrong.")
 
 
 def _shards(array: jax.Array) -> Sequence[Any]:
     return array.addressable_shards
+
+
+def measure(args: argparse.Namespace) -> Iterator[Comparison]:
+    """All that was asked for."""
+    strategy = js.MirroredStrategy(js.simulate(4))
+    if "precision" in args.only:
+        yield from check_precision(strategy.mesh)
+    if "soundness" in args.only:
+        check_soundness(strategy, args.programs)
+    if "time" in args.only:
+        cases = [("loop", blocks) for blocks in args.blocks]
+        cases += [(variant, max(args.blocks)) for variant in VARIANTS[1:]]
+        yield from compare_times(cases, strategy.mesh, args)
 
 
 def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -391,30 +402,16 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--blocks", type=int, nargs="+", default=[6, 12, 24])
-    add("--rounds", type=int, default=5, help="traces of each transformer")
     add("--programs", type=int, default=200, help="random ones")
     add("--only", nargs="+", choices=PARTS, default=PARTS, help="what is checked")
-    add("--check", action="store_true", help="exit with 1 when a target is missed")
+    add_options(parser, rounds=5, seconds=20.0)
     return parser.parse_args(arguments)
 
 
 def main() -> None:
     args = parsed()
     print(f"JAX {jax.__version__}; medians (quartiles); ratio: analysis to tracing")
-    strategy = js.MirroredStrategy(js.simulate(4))
-    met = []
-    if "precision" in args.only:
-        met.append(check_precision(strategy.mesh))
-    if "soundness" in args.only:
-        met.append(check_soundness(strategy, args.programs))
-    if "time" in args.only:
-        cases = [("loop", blocks) for blocks in args.blocks]
-        cases += [(variant, max(args.blocks)) for variant in VARIANTS[1:]]
-        comparisons = compare_times(cases, strategy.mesh, args.rounds)
-        print_table(comparisons)
-        met += [each.is_met for each in comparisons]
-    if args.check and not all(met):
-        sys.exit(1)
+    report(measure(args), args)
 
 
 if __name__ == "__main__":

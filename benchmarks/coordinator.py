@@ -13,14 +13,14 @@ import argparse
 import json
 import pathlib
 import subprocess
-import sys
 import time
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from _tensorflow_coordinator import BATCH, IDS, LAYERS, ROWS, WIDTH
-from _timing import Comparison, in_turn, print_table
+from _timing import Comparison, add_options, in_turn, report
 
 import jaxstrategy as js
 
@@ -168,19 +168,22 @@ class TensorFlow:
         self._process.wait()
 
 
-def compared(case: str, ours: Ours, others: TensorFlow | None, rounds: int, seconds):
+def compared(
+    case: str, ours: Ours, others: TensorFlow | None, given: argparse.Namespace
+) -> Comparison:
     """Seconds for one, of both, and the comparison with the target."""
     count, wanted, unit, size = CASES[case]
     if others is None:
-        turns = in_turn({"ours": lambda: ours.seconds(case, count)}, rounds, seconds)
+        alone = {"ours": lambda: ours.seconds(case, count)}
+        turns = in_turn(alone, given.rounds, given.seconds)
         turns["wanted"] = [count * size / wanted] * len(turns["ours"])
         target = 1.0
     else:
         both = {"ours": ours, "TensorFlow": others}
         turns = in_turn(
             {name: lambda it=it: it.seconds(case, count) for name, it in both.items()},
-            rounds,
-            seconds,
+            given.rounds,
+            given.seconds,
         )
         turns = {name: turns[name] for name in both}
         target = 1 / 3
@@ -194,31 +197,27 @@ def compared(case: str, ours: Ours, others: TensorFlow | None, rounds: int, seco
     return Comparison(case, quantity, "us", each, target)
 
 
-def main() -> None:
-    """Run the cases."""
+def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--backend", default="processes")
     parser.add_argument("--others-python", help="of an environment with TensorFlow")
     parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--seconds", type=float, default=60, help="for each case")
-    parser.add_argument("--check", action="store_true", help="fail if one is missed")
-    given = parser.parse_args()
+    add_options(parser, rounds=9, seconds=60.0)
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    """Run the cases."""
+    given = parsed()
     ours = Ours(given.backend)
     others = None if given.others_python is None else TensorFlow(given.others_python)
     try:
-        found = [
-            compared(case, ours, others, given.rounds, given.seconds)
-            for case in given.only
-        ]
+        report((compared(case, ours, others, given) for case in given.only), given)
     finally:
         ours.close()
         if others is not None:
             others.close()
-    print()
-    print_table(found)
-    if given.check and not all(each.is_met for each in found):
-        sys.exit(1)
 
 
 if __name__ == "__main__":

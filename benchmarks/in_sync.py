@@ -12,13 +12,12 @@ from __future__ import annotations
 import argparse
 import pathlib
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
-from _timing import Comparison, in_turn, print_table
+from _timing import Comparison, add_options, in_turn, report
 
 import jaxstrategy as js
 from jaxstrategy import demo
@@ -27,8 +26,6 @@ TARGET = 0.02
 
 # Steps, or checks, in each turn; their median counts.
 BURST = 5
-# How long one case may take.
-SECONDS = 20.0
 
 OPTIONS = demo.Arguments(
     replicas=None,
@@ -64,7 +61,7 @@ class Training:
     def size(self) -> str:
         """What the state consists of."""
         arrays = jax.tree.leaves(self._state)
-        mib = sum(array.nbytes for array in arrays) / 2**20
+        mib = sum(np.asarray(array).nbytes for array in arrays) / 2**20
         return f"{len(arrays)} arrays, {mib:.2f} MiB on each replica"
 
 
@@ -78,16 +75,16 @@ def milliseconds(function: Callable[[], None]) -> float:
     return 1e3 * statistics.median(times)
 
 
-def compare(training: Training, case: str, every: int, rounds: int) -> Comparison:
+def compare(training: Training, case: str, args: argparse.Namespace) -> Comparison:
     """One check, against the steps between two of them."""
     for _ in range(2):  # compiles them, for the state that the step returns
         training.step()
         training.check()
     measures = {
         "one check": lambda: milliseconds(training.check),
-        f"{every} steps": lambda: every * milliseconds(training.step),
+        f"{args.every} steps": lambda: args.every * milliseconds(training.step),
     }
-    times = in_turn(measures, rounds, SECONDS)
+    times = in_turn(measures, args.rounds, args.seconds)
     return Comparison(case, "share", "ms", times, TARGET, in_percent=True)
 
 
@@ -99,8 +96,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--devices", type=int, nargs="+", default=[8, 4, 1])
     add("--every", type=int, default=100, help="steps from one check to the next")
-    add("--rounds", type=int, default=50, help=f"turns of {BURST} steps, at most")
-    add("--check", action="store_true", help="exit with 1 when the target is missed")
+    add_options(parser, rounds=50, seconds=20.0)
     return parser.parse_args(arguments)
 
 
@@ -108,15 +104,9 @@ def main() -> None:
     args = parsed()
     devices = js.simulate(max(args.devices))
     trainings = {f"{n} replicas": Training(devices[:n]) for n in args.devices}
-    comparisons = [
-        compare(training, case, args.every, args.rounds)
-        for case, training in trainings.items()
-    ]
     size = next(iter(trainings.values())).size()
     print(f"JAX {jax.__version__}; the state is {size}; medians (quartiles)")
-    print_table(comparisons)
-    if args.check and not all(each.is_met for each in comparisons):
-        sys.exit(1)
+    report((compare(each, case, args) for case, each in trainings.items()), args)
 
 
 if __name__ == "__main__":

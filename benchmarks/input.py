@@ -24,9 +24,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
-import pathlib
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -34,7 +31,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from _timing import Comparison, in_turn, print_table
+from _timing import Comparison, add_options, in_turn, report
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -50,8 +47,6 @@ PARTS = ("examples", "stall")
 SIZES = {"28 x 28": 784, "64 x 64 x 3": 12288, "224 x 224 x 3": 150528}
 ROWS = {"28 x 28": 1024, "64 x 64 x 3": 512, "224 x 224 x 3": 64}
 BATCHES = 20
-# How long the passes of one case may take.
-SECONDS = 40.0
 # How long a step of the second part waits, and its source.
 WAIT_SECONDS = 0.01
 STEPS = 50
@@ -133,7 +128,7 @@ def total(batch: jax.Array) -> jax.Array:
 
 
 def compare_examples(
-    name: str, size: str, strategy: js.Strategy, rounds: int
+    name: str, size: str, strategy: js.Strategy, args: argparse.Namespace
 ) -> list[Comparison]:
     """Time per example from one source, without prefetch and with."""
     rows = ROWS[size]
@@ -157,7 +152,7 @@ def compare_examples(
         if way != "device_put" and name == "shuffled":
             found, wanted = [sum(found)], [sum(wanted)]
         np.testing.assert_allclose(sum(found), sum(wanted), rtol=1e-3)
-    times = in_turn(measures, rounds, SECONDS)
+    times = in_turn(measures, args.rounds, args.seconds)
     return [
         Comparison(
             f"{name}, {rows} x {size}",
@@ -170,7 +165,7 @@ def compare_examples(
     ]
 
 
-def compare_stall(strategy: js.Strategy, rounds: int) -> Comparison:
+def compare_stall(strategy: js.Strategy, args: argparse.Namespace) -> Comparison:
     """The time of a step whose source takes as long as it does."""
     batch = np.ones((64, 16), np.float32)
 
@@ -201,25 +196,23 @@ def compare_stall(strategy: js.Strategy, rounds: int) -> Comparison:
             waited(placed)
         return 1e3 * (time.perf_counter() - begun) / (STEPS - 1)
 
-    times = in_turn({"dataset": fed, "device_put": alone}, rounds, SECONDS)
+    rounds = max(5, args.rounds // 10)
+    times = in_turn({"dataset": fed, "device_put": alone}, rounds, args.seconds)
     case = f"a source and a step of {1e3 * WAIT_SECONDS:.0f} ms"
     return Comparison(case, "stall", "ms/step", times, TARGETS["stall"])
 
 
-def measure(args: argparse.Namespace) -> list[Comparison]:
+def measure(args: argparse.Namespace) -> Iterator[Comparison]:
     """All comparisons that were asked for."""
     strategy = js.MirroredStrategy(js.simulate(8))
-    comparisons: list[Comparison] = []
     for name in args.sources if "examples" in args.only else ():
         if name == "Grain" and importlib.util.find_spec("grain") is None:
             print("Grain is left out: it is not installed")
             continue
         for size in args.sizes:
-            comparisons += compare_examples(name, size, strategy, args.rounds)
+            yield from compare_examples(name, size, strategy, args)
     if "stall" in args.only:
-        comparisons.append(compare_stall(strategy, max(5, args.rounds // 10)))
-    order = list(TARGETS)
-    return sorted(comparisons, key=lambda each: order.index(each.quantity))
+        yield compare_stall(strategy, args)
 
 
 def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -230,23 +223,15 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--sources", nargs="+", choices=SOURCES, default=list(SOURCES))
     add("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
-    add("--rounds", type=int, default=50, help="passes of each way, at most")
     add("--only", nargs="+", choices=PARTS, default=PARTS, help="what is measured")
-    add("--json", type=pathlib.Path, help="also write all numbers to this file")
-    add("--check", action="store_true", help="exit with 1 when a target is missed")
+    add_options(parser, rounds=50, seconds=40.0)
     return parser.parse_args(arguments)
 
 
 def main() -> None:
     args = parsed()
     print(f"JAX {jax.__version__}; medians (quartiles); ratio: dataset to device_put")
-    comparisons = measure(args)
-    print_table(comparisons)
-    if args.json:
-        numbers = [each.as_json() for each in comparisons]
-        args.json.write_text(json.dumps(numbers, indent=1))
-    if args.check and not all(each.is_met for each in comparisons):
-        sys.exit(1)
+    report(measure(args), args)
 
 
 if __name__ == "__main__":

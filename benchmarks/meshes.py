@@ -28,21 +28,20 @@ import argparse
 import dataclasses
 import functools
 import itertools
-import json
 import os
 import pathlib
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from _compiled import compiled
-from _timing import Comparison, in_turn, print_table
+from _timing import Comparison, add_options, in_turn, report
 from dispatch import Model, by_hand, with_run
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
@@ -59,7 +58,6 @@ LANES, FIRST_CALL, FLAT, CORES, STATE = 1.5, 1.5, 1.1, 1.10, 1.0
 TOLERANCE = 1e-4
 COMPARED, BURST, FIRST_CALLS = 4, 3, 3
 RATE, MOMENTUM = 0.05, 0.9
-SECONDS = 40.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +71,6 @@ class Sizes:
       units: of a layer.
       shared: how many replicas share the device, for `first-call`.
       splits: R and c.
-      rounds: turns, at most.
     """
 
     leaves: Sequence[int] = (20, 300)
@@ -82,10 +79,9 @@ class Sizes:
     units: int = 256
     shared: Sequence[int] = (8, 64, 512)
     splits: Sequence[tuple[int, int]] = ((8, 1), (4, 2), (2, 4), (1, 8))
-    rounds: int = 60
 
 
-QUICK = Sizes((4,), 8, 2, 32, (8,), ((8, 1), (4, 2)), 5)
+QUICK = Sizes((4,), 8, 2, 32, (8,), ((8, 1), (4, 2)))
 
 
 # Losses of a model's parameters and a batch.
@@ -228,8 +224,8 @@ def rows_of(shape: Sequence[int], count: int) -> np.ndarray:
     return found.astype(np.float32)
 
 
-def check_losses(case: str, forms: Mapping[str, Training]) -> bool:
-    """Whether all forms have the same losses; says how far they are apart."""
+def check_losses(case: str, forms: Mapping[str, Training]) -> None:
+    """Says how far the losses of all forms are apart; ends this when they differ."""
     first, *others = (form.losses() for form in forms.values())
     apart = max(
         abs(a - b) / abs(b)
@@ -237,17 +233,18 @@ def check_losses(case: str, forms: Mapping[str, Training]) -> bool:
         for a, b in zip(first, other, strict=True)
     )
     print(f"{case}: losses {apart:.1e} apart after {COMPARED} steps")
-    return apart <= TOLERANCE
+    if apart > TOLERANCE:
+        sys.exit(f"{case}: at most {TOLERANCE:g} apart is right.")
 
 
 # Dispatch.
 
 
 def compare_dispatch(
-    sizes: Sizes, devices: Sequence[jax.Device], before: pathlib.Path | None
-) -> list[Comparison]:
+    sizes: Sizes, devices: Sequence[jax.Device], args: argparse.Namespace
+) -> Iterator[Comparison]:
     """Microseconds until a call returns, of one replica on each device."""
-    found = []
+    before = args.before
     for leaves in sizes.leaves:
         case = f"{leaves} leaves, {len(devices)} devices"
         if before is None:
@@ -257,16 +254,15 @@ def compare_dispatch(
             bursts = {name: functools.partial(_dispatch, x) for name, x in made.items()}
             for burst in bursts.values():
                 burst()
-            times = in_turn(bursts, sizes.rounds, SECONDS)
-            found.append(Comparison(case, "dispatch", "us", times, DISPATCH))
+            times = in_turn(bursts, args.rounds, args.seconds)
+            yield Comparison(case, "dispatch", "us", times, DISPATCH)
             continue
         here = pathlib.Path(js.__file__).parent.parent
         with _Served(here, leaves, len(devices)) as now:
             with _Served(before, leaves, len(devices)) as then:
                 bursts = {"run": now.burst, "before": then.burst}
-                times = in_turn(bursts, 5 * sizes.rounds, SECONDS)
-        found.append(Comparison(case, "dispatch", "us", times, UNCHANGED))
-    return found
+                times = in_turn(bursts, 5 * args.rounds, args.seconds)
+        yield Comparison(case, "dispatch", "us", times, UNCHANGED)
 
 
 def _dispatch(loop: Any) -> float:
@@ -348,25 +344,24 @@ def merged(model: str, sizes: Sizes, replicas: int, device: jax.Device) -> Train
     )
 
 
-def compare_lanes(sizes: Sizes, device: jax.Device) -> tuple[list[Comparison], bool]:
+def compare_lanes(
+    sizes: Sizes, device: jax.Device, args: argparse.Namespace
+) -> Iterator[Comparison]:
     """Milliseconds of a step of many replicas on one device."""
-    found, are_equal = [], True
     for model in MODELS:
         forms = {
             "lanes": lanes(model, sizes, sizes.replicas, device),
             "merged": merged(model, sizes, sizes.replicas, device),
         }
         case = f"{model}, {sizes.replicas} replicas"
-        are_equal &= check_losses(case, forms)
+        check_losses(case, forms)
         bursts = {name: form.burst for name, form in forms.items()}
-        times = in_turn(bursts, sizes.rounds, SECONDS)
-        found.append(Comparison(case, "step, one device", "ms", times, LANES))
-    return found, are_equal
+        times = in_turn(bursts, args.rounds, args.seconds)
+        yield Comparison(case, "step, one device", "ms", times, LANES)
 
 
-def compare_first_calls(sizes: Sizes, device: jax.Device) -> list[Comparison]:
+def compare_first_calls(sizes: Sizes, device: jax.Device) -> Iterator[Comparison]:
     """Processor seconds of the first call, of so many replicas on a device."""
-    found = []
     for model in MODELS:
         measures = {
             count: functools.partial(first_call, model, sizes, count, device)
@@ -378,13 +373,12 @@ def compare_first_calls(sizes: Sizes, device: jax.Device) -> list[Comparison]:
         for count in sizes.shared:
             case = f"{model}, {count} replicas on a device"
             values = {"replicas": times[str(count)], "fewer": times["1"]}
-            found.append(Comparison(case, "first call, to 1", "s", values, FIRST_CALL))
+            yield Comparison(case, "first call, to 1", "cpu s", values, FIRST_CALL)
         for count in sizes.shared[1:]:
             case = f"{model}, {count} replicas on a device"
             values = {"replicas": times[str(count)], "fewer": times[str(fewest)]}
             quantity = f"first call, to {fewest}"
-            found.append(Comparison(case, quantity, "s", values, FLAT))
-    return found
+            yield Comparison(case, quantity, "cpu s", values, FLAT)
 
 
 def first_call(model: str, sizes: Sizes, count: int, device: jax.Device) -> float:
@@ -444,25 +438,24 @@ def placed(state: PyTree, mesh: Mesh) -> PyTree:
 
 
 def compare_cores(
-    sizes: Sizes, devices: Sequence[jax.Device]
-) -> tuple[list[Comparison], bool]:
-    """Milliseconds of a step, bytes of the state; whether nothing is gathered."""
-    found, is_right = [], True
+    sizes: Sizes, devices: Sequence[jax.Device], args: argparse.Namespace
+) -> Iterator[Comparison]:
+    """Milliseconds of a step, bytes of the state; nothing may be gathered."""
     for split in sizes.splits:
         case = f"{split[0]} x {split[1]}"
         make = {"run": of_cores, "jit": of_xla}
         forms = {name: each(sizes, split, devices) for name, each in make.items()}
-        is_right &= check_losses(case, forms)
+        check_losses(case, forms)
         for name, form in forms.items():
             counts = dict(collectives_of(form))
             print(f"{case}: {name} has {told(counts)}")
-            is_right &= name != "run" or "all-gather" not in counts
+            if name == "run" and "all-gather" in counts:
+                sys.exit(f"{case}: nothing needs an all-gather.")
         held = {name: [form.state_bytes / 2**20] for name, form in forms.items()}
-        found.append(Comparison(case, "state on a device", "MiB", held, STATE))
+        yield Comparison(case, "state on a device", "MiB", held, STATE)
         bursts = {name: form.burst for name, form in forms.items()}
-        times = in_turn(bursts, sizes.rounds, SECONDS)
-        found.append(Comparison(case, "step", "ms", times, CORES))
-    return found, is_right
+        times = in_turn(bursts, args.rounds, args.seconds)
+        yield Comparison(case, "step", "ms", times, CORES)
 
 
 def collectives_of(form: Training) -> dict[str, int]:
@@ -479,26 +472,18 @@ def told(counts: Mapping[str, int]) -> str:
     return ", ".join(listed) or "no collectives"
 
 
-def measure(args: argparse.Namespace) -> tuple[list[list[Comparison]], bool]:
-    """The tables that were asked for, and whether all that is exact is right."""
+def measure(args: argparse.Namespace) -> Iterator[Comparison]:
+    """All comparisons that were asked for."""
     sizes = QUICK if args.quick else Sizes()
     devices = js.simulate(8)
-    tables, is_right = [], True
     if "dispatch" in args.only:
-        tables.append(compare_dispatch(sizes, devices, args.before))
+        yield from compare_dispatch(sizes, devices, args)
     if "lanes" in args.only:
-        found, are_equal = compare_lanes(sizes, devices[0])
-        tables.append(found)
-        is_right &= are_equal
+        yield from compare_lanes(sizes, devices[0], args)
     if "first-call" in args.only:
-        tables.append(compare_first_calls(sizes, devices[0]))
+        yield from compare_first_calls(sizes, devices[0])
     if "cores" in args.only:
-        found, are_equal = compare_cores(sizes, devices)
-        kind = "state on a device"
-        tables.append([each for each in found if each.quantity == kind])
-        tables.append([each for each in found if each.quantity != kind])
-        is_right &= are_equal
-    return tables, is_right
+        yield from compare_cores(sizes, devices, args)
 
 
 def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -509,9 +494,8 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--only", nargs="+", choices=PARTS, default=PARTS, help="what is measured")
     add("--before", type=pathlib.Path, help="another version, that holds jaxstrategy/")
-    add("--quick", action="store_true", help="small models, few turns")
-    add("--json", type=pathlib.Path, help="a file for every single number")
-    add("--check", action="store_true", help="exit with 1 when a target is missed")
+    add("--quick", action="store_true", help="small models; try --rounds 5")
+    add_options(parser, rounds=60, seconds=40.0)
     add("--serve", nargs=3, help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
 
@@ -523,16 +507,7 @@ def main() -> None:
         serve(package, int(leaves), int(devices))
         return
     print(f"JAX {jax.__version__}; medians (quartiles); ratio: the first to the second")
-    tables, is_right = measure(args)
-    for table in tables:
-        print()
-        print_table(table)
-    comparisons = [each for table in tables for each in table]
-    if args.json:
-        results = {"exact": is_right, "results": [x.as_json() for x in comparisons]}
-        args.json.write_text(json.dumps(results))
-    if args.check and not (is_right and all(each.is_met for each in comparisons)):
-        sys.exit(1)
+    report(measure(args), args)
 
 
 if __name__ == "__main__":

@@ -22,12 +22,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
+import math
 import os
 import pathlib
-import platform
 import socket
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -36,11 +34,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
-from _timing import Comparison, in_turn, print_table
+from _timing import Comparison, add_options, in_turn, report
 
 ROWS = 32
 RATE = 0.01
-TARGETS = {"run / shard_map": 1.03, "run / torch": 1.0}
+TARGETS = {"run / shard_map": 1.05, "run / torch": 1.0}
 MODELS = {"4 x 64": (4, 64), "3 x 512": (3, 512)}
 
 TORCH = """
@@ -238,10 +236,12 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def of_jax(count: int, devices: int, model: tuple[int, int]) -> Iterator[Group]:
-    """Processes of JAX that are ready."""
+def of_jax(
+    count: int, devices: int, given: Sequence[int], script: str = __file__
+) -> Iterator[Group]:
+    """Processes of JAX that are ready, each given some numbers."""
     port = free_port()
-    command = [sys.executable, __file__, "--worker", *map(str, model)]
+    command = [sys.executable, script, "--worker", *map(str, given)]
     envs = [
         {
             "JAX_PLATFORMS": "cpu",
@@ -283,10 +283,8 @@ def has_torch(python: str) -> bool:
     ).returncode
 
 
-def measured(
-    count: int, name: str, args: argparse.Namespace
-) -> tuple[list[Comparison], dict[str, float]]:
-    """Comparisons on `count` processes, and the medians of all forms."""
+def measured(count: int, name: str, args: argparse.Namespace) -> Iterator[Comparison]:
+    """Comparisons on `count` processes."""
     model = MODELS[name]
     with contextlib.ExitStack() as stack:
         group = stack.enter_context(of_jax(count, 1, model))
@@ -302,24 +300,15 @@ def measured(
             measures["torch"] = lambda: ddp.ask(str(args.steps))
         for measure in measures.values():
             measure()  # compiles
-        found = in_turn(measures, args.rounds)
+        found = in_turn(measures, args.rounds, args.seconds)
     case = f"{name}, {count} process{'es' * (count > 1)}"
-    comparisons = [
-        Comparison(
-            case,
-            quantity,
-            "us",
-            {"run": found["run"], other: found[other]},
-            target,
-        )
-        for quantity, target in TARGETS.items()
-        if (other := quantity.split(" / ")[1]) in found
-    ]
-    medians = {form: statistics.median(values) for form, values in found.items()}
-    return comparisons, {"case": case, **medians}
+    for other in (name for name in found if name != "run"):
+        values = {"run": found["run"], other: found[other]}
+        target = TARGETS.get(f"run / {other}")
+        yield Comparison(case, f"run / {other}", "us", values, target)
 
 
-def parsed() -> argparse.Namespace:
+def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -327,43 +316,21 @@ def parsed() -> argparse.Namespace:
     add = parser.add_argument
     add("--processes", type=int, nargs="+", default=[1, 2, 4])
     add("--steps", type=int, default=64, help="steps of a turn")
-    add("--rounds", type=int, default=20, help="turns")
     add("--others-python", default=sys.executable, help="a Python that has PyTorch")
-    add("--check", action="store_true", help="fail if a target is missed")
-    add("--json", type=pathlib.Path, help="where to write all numbers")
-    return parser.parse_args()
+    add("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    add_options(parser, rounds=20, seconds=math.inf)
+    return parser.parse_args(arguments)
 
 
 def main() -> None:
     args = parsed()
-    comparisons, medians = [], []
-    for name in MODELS:
-        for count in args.processes:
-            compared, found = measured(count, name, args)
-            comparisons += compared
-            medians.append(found)
-    for quantity in TARGETS:
-        group = [c for c in comparisons if c.quantity == quantity]
-        if group:
-            print_table(group)
-            print()
-    print("Medians, microseconds a step:")
-    for found in medians:
-        case = found["case"]
-        told = ", ".join(f"{k} {v:.0f}" for k, v in found.items() if k != "case")
-        print(f"  {case}: {told}")
-        if "compared" in found:
-            cost = found["compared"] - found["run"]
-            print(f"    comparing a step costs {cost:.0f}, {cost / 64:.1f} on average")
-    if args.json:
-        told = {
-            "python": platform.python_version(),
-            "comparisons": [c.as_json() for c in comparisons],
-            "medians": medians,
-        }
-        args.json.write_text(json.dumps(told, indent=2))
-    if args.check and not all(c.is_met for c in comparisons):
-        sys.exit("A target was missed.")
+    comparisons = (
+        comparison
+        for name in args.models
+        for count in args.processes
+        for comparison in measured(count, name, args)
+    )
+    report(comparisons, args)
 
 
 if __name__ == "__main__":

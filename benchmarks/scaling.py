@@ -25,7 +25,6 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import pathlib
 import platform
 import random
 import resource
@@ -34,14 +33,14 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from _timing import Spread
+from _timing import Comparison, add_options, report
 from flax import linen as nn
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
@@ -58,6 +57,10 @@ PARTS = ("replicas", "leaves")
 ROWS = 8
 # From the second of `REPLICAS` to the last.
 GROWTH = 1.3
+# Of the hand-written program's.
+START = 1.15
+# Between two runs, of tracing or compiling alone: of a few processes.
+TOLERANCE = 0.2
 REPLICAS = (1, 2, 4, 8, 16, 32, 64)
 LEAVES = (10, 100, 1000, 10_000)
 LAYERS, UNITS, UNITS_OF_LEAVES = 30, 32, 8
@@ -269,113 +272,68 @@ def in_rounds(
     return found
 
 
-def spread(found: Sequence[Found], quantity: str, scale: float = 1.0) -> Spread | None:
-    """Of a quantity, over the rounds; None if the case was stopped."""
-    values = [scale * each[quantity] for each in found if each is not None]
-    return Spread.of(values) if len(values) == len(found) else None
+def values(found: Sequence[Found], quantity: str, scale: float = 1.0) -> list[float]:
+    """Of a quantity, a round each; none if the case was stopped."""
+    if None in found:
+        return []
+    return [scale * each[quantity] for each in found if each is not None]
 
 
-def text(found: Spread | None, unit: str) -> str:
-    """A cell of a table."""
-    if found is None:
-        return "stopped"
-    digits = 0 if found.median >= 100 else 2
-    low, high = f"{found.low:.{digits}f}", f"{found.high:.{digits}f}"
-    return f"{found.median:.{digits}f} {unit} ({low}-{high})"
+def starts(found: Sequence[Found]) -> list[float]:
+    """Tracing and compiling together."""
+    both = (values(found, "trace"), values(found, "compile"))
+    return [sum(pair) for pair in zip(*both, strict=True)]
 
 
-def print_rows(rows: Sequence[Sequence[str]]) -> None:
-    """A table with aligned columns."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
-        print("  ".join(cells).rstrip())
-    print()
+def compare_replicas(args: argparse.Namespace) -> Iterator[Comparison]:
+    """Start-up with so many replicas beside that with two, and steps."""
+    cases = {
+        str(n): functools.partial(in_child, args.limit, "run", 0, n)
+        for n in args.replicas
+    }
+    found = in_rounds(cases, args.rounds)
+    few = min((n for n in args.replicas if n > 1), default=None)
+    for n in args.replicas:
+        own, case = found[str(n)], f"{n} replica{'s' * (n > 1)}"
+        for quantity in ("trace", "compile"):
+            both = {"run": values(own, quantity)}
+            is_compared = few is not None and n > few
+            if is_compared:
+                both[f"{few} replicas"] = values(found[str(few)], quantity)
+            target = GROWTH if is_compared else None
+            yield Comparison(case, quantity, "cpu s", both, target, tolerance=TOLERANCE)
+        both = {
+            "run": values(own, "step run", 1e3),
+            "without communication": values(own, "step floor", 1e3),
+        }
+        yield Comparison(case, "step", "ms", both)
+        memory = {"run": values(own, "memory", 2**-10)}
+        yield Comparison(case, "memory of a device", "KiB", memory)
 
 
-def print_replicas(found: Mapping[str, Sequence[Found]]) -> bool:
-    """A line for each number of replicas; whether start-up is flat enough."""
-    heads = ["replicas", "trace", "compile", "step", "floor", "step/floor", "memory"]
-    rows = [heads]
-    for case, each in found.items():
-        ratios = [a["step run"] / a["step floor"] for a in each if a is not None]
-        rows.append(
-            [
-                case,
-                text(spread(each, "trace", 1e3), "ms"),
-                text(spread(each, "compile", 1e3), "ms"),
-                text(spread(each, "step run", 1e3), "ms"),
-                text(spread(each, "step floor", 1e3), "ms"),
-                f"{statistics.median(ratios):.2f}" if ratios else "",
-                text(spread(each, "memory", 2**-10), "KiB"),
-            ]
-        )
-    print_rows(rows)
-    several = [each for case, each in found.items() if int(case) > 1]
-    return all([print_growth(several, quantity) for quantity in ("trace", "compile")])
+def compare_leaves(args: argparse.Namespace, leaves: int) -> Iterator[Comparison]:
+    """Start-up of a step of so many arrays beside that of the hand-written one."""
+    cases = {
+        form: functools.partial(in_child, args.limit, form, leaves, REPLICAS_OF_LEAVES)
+        for form in ("run", "shard_map")
+    }
+    found = in_rounds(cases, args.rounds if leaves < MANY else 1)
+    case = f"{leaves:,} arrays"
+    note = "" if None not in found["run"] else f"stopped after {args.limit} s"
+    for quantity in ("trace", "compile"):
+        both = {form: values(each, quantity) for form, each in found.items()}
+        yield Comparison(case, quantity, "cpu s", both, note=note, tolerance=TOLERANCE)
+    both = {form: starts(each) for form, each in found.items()}
+    yield Comparison(case, "trace + compile", "cpu s", both, START, note=note)
 
 
-def print_growth(found: Sequence[Sequence[Found]], quantity: str) -> bool:
-    """A line on how much more the last case needs than the first, round by round."""
-    ratios = [
-        b[quantity] / a[quantity]
-        for a, b in zip(found[0], found[-1], strict=True)
-        if a is not None and b is not None
-    ]
-    if not ratios:
-        print(f"{quantity}: stopped, missed")
-        return False
-    growth = Spread.of(ratios)
-    met = growth.median <= GROWTH
-    print(
-        f"{quantity}: grows by {text(growth, '')} from the fewest replicas above 1 to "
-        f"the most; at most {GROWTH} wanted, {'met' if met else 'missed'}"
-    )
-    return met
-
-
-def print_leaves(found: Mapping[str, Sequence[Found]], limit: int) -> None:
-    """A line for each number of arrays and form."""
-    rows = [["arrays", "trace", "compile", "trace per array", "compile per array"]]
-    for case, each in found.items():
-        per_leaf = 1e3 / int(case.split()[0])
-        rows.append(
-            [
-                case,
-                text(spread(each, "trace", 1e3), "ms"),
-                text(spread(each, "compile", 1e3), "ms"),
-                text(spread(each, "trace", per_leaf), "ms"),
-                text(spread(each, "compile", per_leaf), "ms"),
-            ]
-        )
-    print()
-    print_rows(rows)
-    print(f"stopped: needed more than {limit} processor seconds")
-
-
-def measure(args: argparse.Namespace) -> dict[str, dict[str, list[Found]]]:
-    """All that was asked for, by part and case."""
-    results = {}
+def measure(args: argparse.Namespace) -> Iterator[Comparison]:
+    """All that was asked for."""
     if "replicas" in args.only:
-        results["replicas"] = in_rounds(
-            {
-                str(n): functools.partial(in_child, args.limit, "run", 0, n)
-                for n in args.replicas
-            },
-            args.rounds,
-        )
+        yield from compare_replicas(args)
     if "leaves" in args.only:
-        results["leaves"] = {}
         for n in args.leaves:
-            cases = {
-                f"{n} {form}": functools.partial(
-                    in_child, args.limit, form, n, REPLICAS_OF_LEAVES
-                )
-                for form in ("run", "shard_map")
-            }
-            rounds = args.rounds if n < MANY else 1
-            results["leaves"] |= in_rounds(cases, rounds)
-    return results
+            yield from compare_leaves(args, n)
 
 
 def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -386,11 +344,9 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--replicas", type=int, nargs="+", default=REPLICAS, help="from few to many")
     add("--leaves", type=int, nargs="+", default=LEAVES, help="even numbers")
-    add("--rounds", type=int, default=3, help="processes for each case")
     add("--limit", type=int, default=60, help="processor seconds of one process")
     add("--only", nargs="+", choices=PARTS, default=PARTS, help="what is measured")
-    add("--json", type=pathlib.Path, help="a file for every single number")
-    add("--check", action="store_true", help="exit with 1 when a target is missed")
+    add_options(parser, rounds=3)
     add("--child", nargs=4, help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
 
@@ -405,14 +361,7 @@ def main() -> None:
         return
     about = {"jax": jax.__version__, "machine": platform.machine()}
     print(f"{about}; medians (quartiles) over processes")
-    results = measure(args)
-    met = "replicas" not in results or print_replicas(results["replicas"])
-    if "leaves" in results:
-        print_leaves(results["leaves"], args.limit)
-    if args.json:
-        args.json.write_text(json.dumps({"about": about, **results}))
-    if args.check and not met:
-        sys.exit(1)
+    report(measure(args), args)
 
 
 if __name__ == "__main__":

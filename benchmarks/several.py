@@ -24,17 +24,14 @@ It prints; only with `--check` is a missed target a failure.
 from __future__ import annotations
 
 import argparse
-import json
-import pathlib
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from _timing import Comparison, in_turn, print_table
+from _timing import Comparison, add_options, in_turn, report
 from dispatch import Model, step_with
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -47,8 +44,6 @@ QUANTITIES = ("dispatch", "end to end")
 
 # Calls that a form makes in each turn; their median counts.
 BURST = 5
-# How long the calls of one case may take.
-SECONDS = 12.0
 
 
 class Loop:
@@ -139,14 +134,14 @@ FORMS = {"several": with_several, "shard_map": by_hand, "run": with_run}
 
 
 def compare(
-    model: Model, devices: Sequence[jax.Device], k: int, rounds: int
+    model: Model, devices: Sequence[jax.Device], k: int, args: argparse.Namespace
 ) -> list[Comparison]:
     """Dispatch and end-to-end time of a step, k at a time."""
     loops = {name: make(model, devices, k) for name, make in FORMS.items()}
     for loop in loops.values():
         loop.burst()  # compiles it
     bursts = {name: loop.burst for name, loop in loops.items()}
-    times = in_turn(bursts, rounds, SECONDS)
+    times = in_turn(bursts, args.rounds, args.seconds)
     return [
         Comparison(
             f"{len(devices)} devices, k = {k}",
@@ -171,9 +166,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--k", type=int, nargs="+", default=[1, 2, 10, 50], help="steps in a call")
     add("--devices", type=int, nargs="+", default=[2, 4, 8])
     add("--layers", type=int, default=5, help="of the perceptron, two leaves each")
-    add("--rounds", type=int, default=200, help=f"turns of {BURST} calls, at most")
-    add("--json", type=pathlib.Path, help="a file for every single number")
-    add("--check", action="store_true", help="exit with 1 when a target is missed")
+    add_options(parser, rounds=200, seconds=12.0)
     return parser.parse_args(arguments)
 
 
@@ -181,18 +174,13 @@ def main() -> None:
     args = parsed()
     devices = js.simulate(max(args.devices))
     print(f"JAX {jax.__version__}; medians (quartiles) of a step; ratio: to shard_map")
-    comparisons = [
+    comparisons = (
         comparison
         for n in args.devices
         for k in args.k
-        for comparison in compare(Model(args.layers), devices[:n], k, args.rounds)
-    ]
-    comparisons.sort(key=lambda each: QUANTITIES.index(each.quantity))
-    print_table(comparisons)
-    if args.json:
-        args.json.write_text(json.dumps([each.as_json() for each in comparisons]))
-    if args.check and not all(each.is_met for each in comparisons):
-        sys.exit(1)
+        for comparison in compare(Model(args.layers), devices[:n], k, args)
+    )
+    report(comparisons, args)
 
 
 if __name__ == "__main__":

@@ -33,9 +33,7 @@ import argparse
 import dataclasses
 import functools
 import itertools
-import json
 import math
-import pathlib
 import platform
 import sys
 import time
@@ -46,7 +44,7 @@ import jax
 import numpy as np
 from _compiled import Compiled, compiled
 from _sharded_models import MODELS, SMALL, Model, Sizes, as_they_are
-from _timing import Comparison, in_turn, print_table
+from _timing import Comparison, add_options, in_turn, report
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -57,7 +55,7 @@ PyTree = Any
 
 AXIS = "replica"
 KINDS = ("optimizer", "state")
-UNITS = {"start": "s", "compile": "s", "step": "ms"}
+UNITS = {"start": "cpu s", "compile": "cpu s", "step": "ms"}
 # Steps whose parameters are compared; and those that are timed at once.
 COMPARED, BURST = 4, 3
 # How far parameters may be from the replicated ones, as part of the largest.
@@ -339,12 +337,11 @@ def bytes_on_a_device(tree: PyTree) -> int:
     return sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree))
 
 
-def print_findings(name: str, of: Mapping[str, Found]) -> bool:
-    """A line a form: its collectives, and its parameters; whether these are right."""
-    are_right = True
+def print_findings(name: str, of: Mapping[str, Found]) -> None:
+    """A line a form: its collectives, and its parameters; ends when these are wrong."""
+    wrong = []
     for form, each in of.items():
         apart = each.difference(of["replicated"])
-        are_right &= apart <= TOLERANCE
         moved = ", ".join(
             f"{kind} {nbytes / 2**20:.2f}"
             for kind, nbytes in sorted(each.program.whole_by_kind().items())
@@ -352,10 +349,13 @@ def print_findings(name: str, of: Mapping[str, Found]) -> bool:
         equal = "equal bit by bit" if apart == 0 else f"apart by {apart:.1e}"
         said = each.explained
         sent = each.program.sent
-        are_right &= said is None or abs(said - sent) <= EXPLAINED * sent
         told = "" if said is None else f"; explain: sends {said / 2**20:.2f} MB"
         print(f"{name}: {form}: {moved} MB; parameters {equal}{told}")
-    return are_right
+        is_explained = said is None or abs(said - sent) <= EXPLAINED * sent
+        if apart > TOLERANCE or not is_explained:
+            wrong.append(form)
+    if wrong:
+        sys.exit(f"{name}: parameters or bytes are wrong of {', '.join(wrong)}")
 
 
 Values = Mapping[str, Mapping[str, Sequence[float]]]
@@ -382,8 +382,8 @@ def comparisons(name: str, values: Values) -> list[Comparison]:
 
 def measured(
     name: str, args: argparse.Namespace, mesh: Mesh, clock: Clock
-) -> tuple[list[Comparison], bool]:
-    """All that was asked for of one model, and whether its parameters are right."""
+) -> list[Comparison]:
+    """All that was asked for of one model."""
     model = MODELS[name](SMALL if args.small else Sizes())
     made = {
         form: Beginnings(make, clock)
@@ -398,13 +398,13 @@ def measured(
         for _ in range(COMPARED - 2):  # two were taken when it began
             training.wait()
     found = {form: Found.of(training) for form, training in trainings.items()}
-    are_right = print_findings(name, found)
+    print_findings(name, found)
     values = by_quantity({form: [each.numbers] for form, each in found.items()})
     if not args.exact:
         values |= by_quantity(starts)
         bursts = {form: training.burst for form, training in trainings.items()}
-        values["step"] = in_turn(bursts, args.rounds, SECONDS)
-    return comparisons(name, values), are_right
+        values["step"] = in_turn(bursts, args.rounds, args.seconds)
+    return comparisons(name, values)
 
 
 def by_quantity(
@@ -442,9 +442,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     add("--exact", action="store_true", help="nothing that takes time")
     add("--starts", type=int, default=3, help="first calls")
-    add("--rounds", type=int, default=30, help=f"turns of {BURST} steps, at most")
-    add("--json", type=pathlib.Path, help="a file for every single number")
-    add("--check", action="store_true", help="exit with 1 when a target is missed")
+    add_options(parser, rounds=30, seconds=SECONDS)
     return parser.parse_args(arguments)
 
 
@@ -453,19 +451,9 @@ def main() -> None:
     mesh = js.MirroredStrategy(js.simulate(args.devices)[: args.devices]).mesh
     about = {"jax": jax.__version__, "machine": platform.machine()}
     print(f"{about}; {args.devices} devices; ratio: to replicated")
-    clock, all_right, results = Clock(), True, []
-    for name in args.models:
-        of_model, are_right = measured(name, args, mesh, clock)
-        results += of_model
-        all_right &= are_right
-    for quantity in dict.fromkeys(each.quantity for each in results):
-        print()
-        print_table([each for each in results if each.quantity == quantity])
-    if args.json:
-        numbers = [each.as_json() for each in results]
-        args.json.write_text(json.dumps({"about": about, "results": numbers}))
-    if args.check and not (all_right and all(each.is_met for each in results)):
-        sys.exit(1)
+    clock = Clock()
+    models = (measured(name, args, mesh, clock) for name in args.models)
+    report(itertools.chain.from_iterable(models), args)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ import dataclasses
 import gc
 import os
 import pathlib
-import sys
 import tempfile
 import threading
 import time
@@ -25,6 +24,7 @@ from collections.abc import Iterator, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from _timing import Comparison, add_options, report
 
 import jaxstrategy as js
 from jaxstrategy.checkpoint import CheckpointManager
@@ -122,6 +122,21 @@ def train(
     np.testing.assert_allclose(restored["weights"], np.ones((FEATURES, 1)), atol=0.1)
 
 
+def comparisons(early: Held, last: Held) -> Iterator[Comparison]:
+    """What is held at the end beside what may be held, after what there was early."""
+    case = f"{last.step:,} steps"
+    limits = {
+        "resident memory, MB": (last.memory / MB, (early.memory + GROWTH) / MB),
+        "threads": (last.threads, early.threads + THREADS),
+        "open files": (last.descriptors, early.descriptors),
+        "live arrays": (last.arrays, early.arrays),
+    }
+    note = f"from step {early.step:,} on"
+    for quantity, (found, most) in limits.items():
+        values = {"at the end": [found], "at most": [most]}
+        yield Comparison(case, quantity, "", values, 1.0, note=note)
+
+
 def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
@@ -131,7 +146,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--steps", type=int, default=100_000)
     add("--devices", type=int, default=2)
     add("--tellings", type=int, default=10, help="lines on the way")
-    add("--check", action="store_true", help="exit with 1 when something grew")
+    add_options(parser)
     return parser.parse_args(arguments)
 
 
@@ -144,24 +159,9 @@ def main() -> None:
         for held in train(args.steps, devices, pathlib.Path(folder), args.tellings):
             told.append(held)
             print(held, flush=True)
-    early, last = told[1], told[-1]
-    grown = last.memory - early.memory
-    is_met = (
-        grown <= GROWTH
-        and last.threads <= early.threads + THREADS
-        and last.descriptors <= early.descriptors
-        and last.arrays <= early.arrays
-    )
-    print(
-        f"from step {early.step} to {last.step}: {grown / MB:+.1f} MB (at most "
-        f"{GROWTH / MB:.0f} wanted), {last.threads - early.threads:+} threads, "
-        f"{last.descriptors - early.descriptors:+} descriptors, "
-        f"{last.arrays - early.arrays:+} arrays: {'met' if is_met else 'missed'}"
-    )
     left = [each.name for each in threading.enumerate() if not each.daemon]
     print(f"threads left at the end: {', '.join(left)}")
-    if args.check and not is_met:
-        sys.exit(1)
+    report(comparisons(told[1], told[-1]), args)
 
 
 if __name__ == "__main__":

@@ -23,15 +23,14 @@ import argparse
 import functools
 import gc
 import statistics
-import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from _timing import Comparison, in_turn, print_table
+from _timing import Comparison, add_options, in_turn, report
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -42,8 +41,6 @@ PARTS = ("steps", "memory")
 
 # Steps that a form makes in each turn; their median counts.
 BURST = 5
-# How long the steps of one case may take.
-SECONDS = 12.0
 RATE = 0.1
 
 # Numbers in each variable; for memory there are 16 of 4 MiB.
@@ -156,7 +153,7 @@ def burst(form: Any) -> float:
 
 
 def compare_steps(
-    number: int, devices: Sequence[jax.Device], rounds: int
+    number: int, devices: Sequence[jax.Device], args: argparse.Namespace
 ) -> list[Comparison]:
     """The time of a compiled step, and what stays between two of them."""
     case = f"{number} variables, {_count(len(devices), 'device')}"
@@ -169,8 +166,8 @@ def compare_steps(
         live[name] = [live_kib() - before]
     times = in_turn(
         {name: functools.partial(burst, form) for name, form in forms.items()},
-        rounds,
-        SECONDS,
+        args.rounds,
+        args.seconds,
     )
     ours, theirs = (form.values() for form in forms.values())
     np.testing.assert_allclose(ours, theirs, rtol=1e-5)
@@ -198,21 +195,17 @@ def compare_programs(number: int, size: int, devices: Sequence[jax.Device]) -> A
     return Comparison(case, "program", "KiB", used, TARGETS["program"])
 
 
-def measure(args: argparse.Namespace) -> list[Comparison]:
+def measure(args: argparse.Namespace) -> Iterator[Comparison]:
     """All comparisons that were asked for."""
-    comparisons: list[Comparison] = []
     devices = js.simulate(max(args.devices))
     for n in args.devices:
         for number in args.variables:
             if "steps" in args.only:
-                comparisons += compare_steps(number, devices[:n], args.rounds)
+                yield from compare_steps(number, devices[:n], args)
             if "memory" in args.only:
-                comparisons.append(compare_programs(number, SMALL, devices[:n]))
+                yield compare_programs(number, SMALL, devices[:n])
         if "memory" in args.only:
-            large = compare_programs(LARGE_VARIABLES, LARGE, devices[:n])
-            comparisons.append(large)
-    order = list(TARGETS)
-    return sorted(comparisons, key=lambda each: order.index(each.quantity))
+            yield compare_programs(LARGE_VARIABLES, LARGE, devices[:n])
 
 
 def _count(number: int, noun: str) -> str:
@@ -227,19 +220,15 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--variables", type=int, nargs="+", default=[100, 1000])
     add("--devices", type=int, nargs="+", default=[1, 2, 8])
-    add("--rounds", type=int, default=200, help=f"turns of {BURST} steps, at most")
     add("--only", nargs="+", choices=PARTS, default=PARTS, help="what is measured")
-    add("--check", action="store_true", help="exit with 1 when a target is missed")
+    add_options(parser, rounds=200, seconds=12.0)
     return parser.parse_args(arguments)
 
 
 def main() -> None:
     args = parsed()
     print(f"JAX {jax.__version__}; medians (quartiles); ratio: variables to shard_map")
-    comparisons = measure(args)
-    print_table(comparisons)
-    if args.check and not all(each.is_met for each in comparisons):
-        sys.exit(1)
+    report(measure(args), args)
 
 
 if __name__ == "__main__":
