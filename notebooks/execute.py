@@ -24,7 +24,10 @@ HERE = Path(__file__).parent
 def execute(path: Path) -> None:
     """Run a notebook from top to bottom, and keep what it prints."""
     notebook = nbformat.read(path, as_version=4)
-    client = NotebookClient(notebook, timeout=180, record_timing=False)
+    # Otherwise a slow moment of the machine divides what a cell prints in the middle.
+    client = NotebookClient(
+        notebook, timeout=180, record_timing=False, coalesce_streams=True
+    )
     client.execute()
     names = {
         str(

@@ -15,16 +15,33 @@ from nbclient import NotebookClient
 FOLDER = Path(__file__).parent.parent / "notebooks"
 NAMES = [
     "batchnorm_dropout_metrics",
+    "checkpoints",
+    "communication",
+    "data",
     "debugging",
+    "flax_and_optax",
+    "from_pmap_and_shard_map",
     "from_tf_distribute",
+    "keras",
     "parameter_servers",
+    "pipelines",
+    "processes_and_hosts",
     "quickstart",
+    "speed",
+    "steps",
+    "tables",
     "tensor_parallelism",
     "training_what_does_not_fit",
+    "variables",
 ]
 # They compile a language model in several designs, 100 s of processor time; or start
 # processes that compile, one of them twice.
-ONCE = ["parameter_servers", "tensor_parallelism", "training_what_does_not_fit"]
+ONCE = [
+    "parameter_servers",
+    "processes_and_hosts",
+    "tensor_parallelism",
+    "training_what_does_not_fit",
+]
 each_notebook = pytest.mark.parametrize("name", NAMES)
 # What belongs to the machine that ran a notebook.
 MACHINES = re.compile(
@@ -69,10 +86,8 @@ def test_there_are_no_others():
 
 @pytest.mark.timeout(600)  # two whole trainings or more, most of them twice
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
-@pytest.mark.parametrize(
-    "name",
-    [n if n == "debugging" else pytest.param(n, marks=pytest.mark.slow) for n in NAMES],
-)
+@pytest.mark.slow
+@each_notebook
 def test_it_runs_and_runs_again_in_the_same_kernel(name, tmp_path, monkeypatch):
     monkeypatch.delenv("MPLBACKEND", raising=False)
     monkeypatch.delenv("XLA_FLAGS", raising=False)
@@ -106,10 +121,10 @@ def test_outputs_tell_nothing_of_the_machine(name):
 
 @pytest.mark.parametrize("name", [n for n in NAMES if n != "debugging"])
 def test_pictures_are_committed(name):
-    pictures = [
-        out for out in outputs(read(name)) if "image/png" in out.get("data", {})
-    ]
-    assert pictures
+    found = [output.get("data", {}) for output in outputs(read(name))]
+    assert any(
+        "image/png" in data or "<svg" in data.get("text/html", "") for data in found
+    )
 
 
 @pytest.mark.parametrize(
