@@ -2,6 +2,10 @@
 # make test       runs the tests, but for the slowest
 # make test-all   runs all of them
 # make lint       checks format, style and types
+# make bench      runs the benchmarks and writes the page of figures: 25 minutes, alone on
+#                 the machine (QUICK=1: 5 minutes; CHECK=1: fails if something got slower)
+# make docs       builds the site, build/site/index.html
+# make dist       builds the package and tries it in an empty environment (dist-extras)
 # make fuzz       calls all public names with odd arguments (CALLS=10000, SEED=now)
 # Each sets up $(VENV) first; nothing but Python 3.11 or newer and make is needed.
 
@@ -20,7 +24,7 @@ export PYTHONDONTWRITEBYTECODE =
 IN_VENV = $(VENV)/bin/python
 INSTALL = $(IN_VENV) -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test test-all lint format bench fuzz clean
+.PHONY: demo test test-all lint format bench docs dist dist-extras fuzz clean
 
 demo: $(VENV)/.installed-demo
 	$(IN_VENV) -m jaxstrategy.demo
@@ -41,20 +45,26 @@ lint: $(VENV)/.installed-lint
 	$(IN_VENV) -m ruff format --check .
 	$(IN_VENV) -m ruff check .
 	$(IN_VENV) -m pyright --pythonpath $(IN_VENV)
+	$(IN_VENV) -m mypy
 
 format: $(VENV)/.installed-lint
 	$(IN_VENV) -m ruff format .
 	$(IN_VENV) -m ruff check --fix .
 
 bench: $(VENV)/.installed-benchmarks
-	$(IN_VENV) benchmarks/dispatch.py
-	$(IN_VENV) benchmarks/analysis.py
-	$(IN_VENV) benchmarks/in_sync.py
-	$(IN_VENV) benchmarks/variables.py
-	$(IN_VENV) benchmarks/allreduce.py
-	$(IN_VENV) benchmarks/train_step.py
-	$(IN_VENV) benchmarks/scaling.py
-	$(IN_VENV) benchmarks/sharded.py
+	$(IN_VENV) benchmarks/run_all.py $(if $(CHECK),--check) $(if $(QUICK),--quick) \
+	  $(if $(BUSY),--busy) $(if $(OTHERS),--others-python $(OTHERS)) $(if $(ONLY),--only $(ONLY))
+
+docs: $(VENV)/.installed-docs
+	$(IN_VENV) -m sphinx --builder html --doctree-dir build/doctrees notebooks build/site
+
+# The wheel is tried in an empty environment; by `dist-extras` in another one for each
+# extra, too, which takes minutes.
+dist dist-extras: $(VENV)/.installed-dist
+	rm -rf build/lib dist
+	$(IN_VENV) -m build
+	$(IN_VENV) -m twine check --strict dist/*
+	$(IN_VENV) tests/wheel/try_wheel.py dist/*.whl $(if $(filter dist-extras,$@),--all)
 
 # One stamp for each extra, made again when the dependencies change.
 $(VENV)/.installed-%: pyproject.toml | $(IN_VENV)
@@ -66,4 +76,4 @@ $(IN_VENV):
 	$(PYTHON) -m venv $(VENV)
 
 clean:
-	rm -rf .venv* build *.egg-info .pytest_cache .ruff_cache
+	rm -rf .venv* build dist *.egg-info .pytest_cache .ruff_cache
