@@ -1,10 +1,13 @@
 """Eight simulated CPU devices for every test, and shared strategies."""
 
 import gc
+import os
 
 import jax
 import numpy as np
 import pytest
+
+os.environ["KERAS_BACKEND"] = "jax"  # read when Keras is imported
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_platforms", "cpu")
@@ -13,7 +16,13 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 import jaxstrategy as js  # noqa: E402
 
 pytest.register_assert_rewrite("helpers")
-collect_ignore = ["tests/helpers"]  # no examples, and no tests
+# No examples, and no tests; all but the first are programs of their own.
+collect_ignore = [
+    "tests/helpers",
+    "tests/first_ten_minutes",
+    "tests/typed_programs",
+    "tests/wheel/programs",
+]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -43,6 +52,13 @@ def default_context_after_each_test():
 )
 def strategy(request):
     return js.MirroredStrategy(jax.devices()[: request.param])
+
+
+@pytest.fixture
+def ranks_may_differ():
+    """For libraries that add a bias to a matrix."""
+    with jax.numpy_rank_promotion("allow"):
+        yield
 
 
 @pytest.fixture

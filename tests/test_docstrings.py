@@ -10,6 +10,8 @@ import textwrap
 import typing
 from pathlib import Path
 
+from helpers.guides import all_prose
+
 import jaxstrategy
 
 PACKAGE = Path(jaxstrategy.__file__).parent
@@ -24,6 +26,7 @@ MODULES = [
     "jaxstrategy.flax",
     "jaxstrategy.flax.linen",
     "jaxstrategy.flax.nnx",
+    "jaxstrategy.keras",
     "jaxstrategy.launch",
     "jaxstrategy.optax",
     "jaxstrategy.preemption",
@@ -37,7 +40,9 @@ MODULES = [
 
 def exported(module):
     """Its classes and functions by name: what it defines, and imports as `X as X`."""
-    for node in ast.parse(Path(module.__file__).read_text()).body:
+    body = ast.parse(Path(module.__file__).read_text()).body
+    lazy = [node for block in body if isinstance(block, ast.If) for node in block.body]
+    for node in [*body, *lazy]:
         match node:
             case ast.ImportFrom():
                 names = [a.name for a in node.names if a.asname == a.name]
@@ -221,8 +226,8 @@ def raised(function, owner, depth):
 
 
 def is_exception(name, function):
-    for place in (function.__globals__, vars(builtins), *map(vars, PUBLIC)):
-        value = place.get(name)
+    values = [getattr(place, name, None) for place in (builtins, *PUBLIC)]
+    for value in (function.__globals__.get(name), *values):
         if inspect.isclass(value) and issubclass(value, BaseException):
             return True
     return False
@@ -309,9 +314,9 @@ def test_the_changelog_names_them_all():
     told(n for n in short if not {n, lists.sub("", n)} & named)
 
 
-def test_the_readme_says_when_each_error_comes():
-    text = (PACKAGE.parent / "README.md").read_text()
-    table = "\n".join(line for line in text.splitlines() if line.startswith("|"))
+def test_a_guide_says_when_each_error_comes():
+    lines = all_prose().splitlines()
+    table = "\n".join(line for line in lines if line.startswith("|"))
     classes = {n.split(".")[-1]: v for n, v in NAMES.items() if inspect.isclass(v)}
     errors = (n for n, v in classes.items() if issubclass(v, BaseException))
     told(name for name in errors if f"`{name}`" not in table)

@@ -23,7 +23,7 @@ def ended(*codes):
     return Outcome(tuple(map(Ended, range(len(codes)), codes)), (), {}, None)
 
 
-# What README.md says of each.
+# What the guide on many processes says of each.
 @pytest.mark.parametrize(
     ("name", "code", "restart", "fails"),
     [

@@ -1,17 +1,17 @@
-"""The tests that the README's tables of faults name are there."""
+"""The tests that the guides' tables of faults name are there."""
 
 import pathlib
 import re
 
 import pytest
+from helpers.guides import all_prose
 
 TESTS = pathlib.Path(__file__).parent
-README = (TESTS.parent / "README.md").read_text()
 
 
 def named():
     """File and function of each test in a table's row, which may leave out the file."""
-    for row in re.findall(r"^\|.*::test_.*\|$", README, re.M):
+    for row in re.findall(r"^\|.*::test_.*\|$", all_prose(), re.M):
         file = "test_checkpoint_faults.py"  # of rows that name none
         for path, function in re.findall(r"`([\w/]*\.?p?y?)::(test_\w+)`", row):
             file = path or file

@@ -15,7 +15,10 @@ PACKAGE = Path(jaxstrategy.__file__).parent
 
 FLOORS = [
     "text",
+    "charts",
     "_errors",
+    "_lazy_names",
+    "_version",
     "cluster",
     "cluster_resolver",
     "launch",
@@ -37,16 +40,19 @@ FLOORS = [
     "scheduled",
     "checkpoint",
     "profiling",
+    "visualization",
     "strategies",
     "preemption",
     "coordinator",
     "flax",
+    "keras",
     "training",
     "optax",
     "experimental",
     "compat",
     "__init__",
     "demo",
+    "doctor",
 ]
 
 
@@ -211,6 +217,7 @@ import jaxstrategy
 new = {name.split(".")[0] for name in set(sys.modules) - before}
 extras = {"flax", "optax", "sklearn", "matplotlib", "rich", "orbax", "grain", "torch"}
 extras |= {"datasets", "tensorflow", "torchdata", "tensorboardX", "tensorstore", "ray"}
+extras |= {"clu", "keras", "kubernetes", "libcst", "mlflow", "trackio", "wandb"}
 assert not new & extras, new & extras
 assert threading.active_count() == threads
 default = jaxstrategy.get_strategy()
@@ -222,7 +229,7 @@ assert len(jax.devices("cpu")) == 3
 
 
 def test_every_public_name_is_documented():
-    for name in jaxstrategy.__dict__:
+    for name in dir(jaxstrategy):
         if not name.startswith("_") and not isinstance(
             getattr(jaxstrategy, name), type(sys)
         ):

@@ -80,7 +80,8 @@ def test_what_any_object_can_do_it_can(two):
     x, y = two.per_replica([1.0, 2.0]), two.per_replica([1.0, 2.0])
     assert x == x and x != y and x != "text" and x != None  # noqa: E711
     assert x in [y, x] and {x: 1}[x] == 1
-    assert f"{x}" == str(x) == repr(x) == "PerReplica(float32[] on cpu:0, cpu:1)"
+    assert repr(x) == "PerReplica(float32[] on cpu:0, cpu:1)"
+    assert f"{x}" == str(x) == "PerReplica(float32[] on cpu:0, cpu:1: 1.0, 2.0)"
     assert copy.copy(x).stacked is x.stacked
     assert jax.block_until_ready(x).values == (1, 2)
 

@@ -7,7 +7,12 @@ import pytest
 import test_layers
 
 ROOT = Path(__file__).parent.parent
-PAGES = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md"]
+PAGES = [
+    "README.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    "benchmarks/README.md",
+]
 # Where a name in a page may begin.
 STARTS = [
     ".",
@@ -16,6 +21,7 @@ STARTS = [
     "tests",
     "tests/multiprocess",
     "benchmarks",
+    "notebooks",
 ]
 
 

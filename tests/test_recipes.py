@@ -110,7 +110,7 @@ def test_a_policy_chooses_a_kind_of_variable():
     strategy = Chosen(replicas=replicas, variables=AllUpToOne(replicas))
     with strategy.scope():
         v = js.Variable(0.5, aggregation="mean")
-    assert str(v).startswith("Variable 'Variable' float32[] up to one, {")
+    assert str(v) == "Variable 'Variable' float32[] up to one on 2 replicas: 0.5"
     strategy.run(v.assign_add, (strategy.per_replica([0.0, 0.5]),))
     assert float(v) == 0.75
     strategy.run(v.assign_add, (strategy.per_replica([3.0, 5.0]),))

@@ -93,6 +93,12 @@ def coordinator(face, folder):
         )
 
 
+def keras_distribution(face, folder):
+    distribution = js.keras.distribution(face)
+    assert distribution is js.keras.distribution(face.core)
+    assert distribution.num_model_replicas == face.core.num_replicas_in_sync
+
+
 CASES = {
     "experimental_set_strategy": set_strategy,
     "ReplicaContext": replica_context,
@@ -102,6 +108,7 @@ CASES = {
     "optax.check_chain": check_chain,
     "training_loop": training_loop,
     "coordinator.ClusterCoordinator": coordinator,
+    "keras.distribution": keras_distribution,
 }
 
 
@@ -137,7 +144,7 @@ def test_there_are_no_others():
     taking = {
         f"{thing.__module__}.{thing.__qualname__}"
         for module in public_modules()
-        for name, thing in vars(module).items()
+        for name, thing in inspect.getmembers(module)
         if not name.startswith("_") and callable(thing) and takes_strategy(thing)
     }
     made_by_strategies = ["StrategyExtended"]
@@ -148,8 +155,9 @@ def test_there_are_no_others():
 @pytest.mark.parametrize("call", [
     lambda: js.ReplicaContext(3.0),
     lambda: js.optax.own_copies({}, strategy=3.0),
+    lambda: js.keras.distribution(3.0),
     lambda: js.optax.check_chain(optax.sgd(0.1), np.ones(2), strategy=3.0),
-], ids=["context", "copies", "chain"])  # fmt: skip
+], ids=["context", "copies", "keras", "chain"])  # fmt: skip
 def test_what_is_no_strategy_is_refused(call):
     with pytest.raises(TypeError, match="`strategy` was 3.0; a strategy was wanted"):
         call()

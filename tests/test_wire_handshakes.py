@@ -1,5 +1,6 @@
 """Nobody but the job's own processes gets as far as a frame."""
 
+import contextlib
 import os
 import random
 import socket
@@ -274,7 +275,10 @@ def test_a_listener_that_closes_hangs_up_on_strangers_only(address):
             until(lambda: len(host.listener._threads) >= 2)
             host.listener.close()
             host.listener.close()
-            assert stranger.recv(10) == b""
+            # Who was not accepted yet is reset: the system does that to the ones in the
+            # listener's queue.
+            with contextlib.suppress(ConnectionResetError):
+                assert stranger.recv(10) == b""
         assert server.read([Read(1)])[0].tolist() == [1, 1]
         with pytest.raises(ConnectionError, match="does not answer"):
             dialled(host.address, SECRET)
