@@ -1,6 +1,5 @@
 """Bound steps write their objects' arrays without asking again, and as rightly."""
 
-import sys
 import weakref
 
 import jax
@@ -8,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from helpers.profiled import python_calls
 from jax.core import Tracer
 
 import jaxstrategy as js
@@ -26,21 +26,6 @@ def add(sums, x):
         total[...] += mean
 
 
-def python_calls(call):
-    found = []
-
-    def called(frame, event, argument):
-        if event == "call":
-            found.append(frame.f_code.co_qualname)
-
-    sys.setprofile(called)
-    try:
-        call()
-    finally:
-        sys.setprofile(None)
-    return found
-
-
 def test_a_call_makes_few_calls_of_python_however_many_variables_there_are(two):
     x = two.per_replica([1.0, 3.0])
     counts = []
@@ -51,7 +36,6 @@ def test_a_call_makes_few_calls_of_python_however_many_variables_there_are(two):
             step(x)
         counts.append(len(python_calls(lambda step=step: step(x))))
         np.testing.assert_array_equal(sums.totals[-1][...], [10.0, 10.0])
-    # With an old jaxlib some calls wait for earlier ones.
     assert max(counts) <= min(counts) + 5 <= 40, counts
 
 

@@ -5,13 +5,13 @@ after that has once raised an exception for such arguments.
 """
 
 import contextlib
-import sys
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.profiled import each_call
 
 import jaxstrategy as js
 
@@ -23,17 +23,14 @@ def python_of_jax():
     """Collects JAX's functions of which the block calls jitted ones."""
     found = []
 
-    def called(frame, event, argument):
+    def called(event, frame):
         code = frame.f_code
         if event == "call" and code.co_filename.startswith(JAX):
             if "miss" in code.co_name or "pjit" in code.co_name:
                 found.append(code.co_qualname)
 
-    sys.setprofile(called)
-    try:
+    with each_call(called):
         yield found
-    finally:
-        sys.setprofile(None)
 
 
 def test_the_measure_sees_python():

@@ -3,33 +3,17 @@
 What JAX alone would take in another way, the strategy places, refuses or traces.
 """
 
-import sys
 import weakref
 
 import jax
 import numpy as np
 import pytest
+from helpers.profiled import python_calls
 
 import jaxstrategy as js
 from jaxstrategy.tracing._live_arrays import are_looked_for
 
 OFTEN = 4
-
-
-def python_calls(call):
-    """The functions of Python that a call makes."""
-    found = []
-
-    def called(frame, event, argument):
-        if event == "call":
-            found.append(frame.f_code.co_qualname)
-
-    sys.setprofile(called)
-    try:
-        call()
-    finally:
-        sys.setprofile(None)
-    return found
 
 
 def stepping(strategy, leaves=2, **options):

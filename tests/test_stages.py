@@ -1,7 +1,6 @@
 """What a program does for a step besides computing it, and what that costs."""
 
 import contextlib
-import sys
 import threading
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from helpers.profiled import each_call
 
 import jaxstrategy as js
 from jaxstrategy.tracing._live_arrays import are_looked_for
@@ -28,16 +28,13 @@ def calls():
     """Collects the functions of the package that are called in the block."""
     found = []
 
-    def called(frame, event, argument):
+    def called(event, frame):
         file = frame.f_code.co_filename
         if event == "call" and file.startswith(PACKAGE):
             found.append(f"{Path(file).stem}.{frame.f_code.co_qualname}")
 
-    sys.setprofile(called)
-    try:
+    with each_call(called):
         yield found
-    finally:
-        sys.setprofile(None)
 
 
 def of_stages(found):
@@ -201,12 +198,9 @@ def test_objects_that_nobody_captured_cost_nothing(two):
 def own_calls(step, *args):
     """How many functions of Python and C a call makes, JAX's own included."""
     found = []
-    sys.setprofile(lambda frame, event, argument: found.append(event))
-    try:
+    with each_call(lambda event, frame: found.append(event)):
         step(*args)
-    finally:
-        sys.setprofile(None)
-    return sum(event in ("call", "c_call") for event in found)
+    return len(found)
 
 
 @pytest.mark.parametrize("kind", ["plain", "variables", "donating"])

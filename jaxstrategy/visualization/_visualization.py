@@ -31,7 +31,7 @@ _MEANINGS = {
 @final
 @dataclasses.dataclass(frozen=True, repr=False)
 class Visualization:
-    """What of a tree lies on which device. Prints as a table; in a notebook a picture.
+    """The arrays of a tree and where each lies: a table, in a notebook a picture.
 
     Made by `Strategy.visualize`.
 

@@ -1,0 +1,49 @@
+"""What a block calls, as the interpreter tells it."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import sys
+from collections.abc import Callable, Iterator
+from types import FrameType
+
+from jaxstrategy.tracing.stages import _in_flight
+
+
+@contextlib.contextmanager
+def each_call(called: Callable[[str, FrameType], object]) -> Iterator[None]:
+    """Tells `called` of each `"call"` of Python and `"c_call"` of C in the block.
+
+    Nothing that came before plays a part: JAX has a function called at each garbage
+    collection, and with an old jaxlib the sixteenth step in flight waits for eight.
+    """
+
+    def profile(frame: FrameType, event: str, argument: object) -> None:
+        if event in ("call", "c_call"):
+            called(event, frame)
+
+    while _in_flight._running:
+        _in_flight._running.popleft().block_until_ready()
+    was_enabled = gc.isenabled()
+    gc.disable()
+    sys.setprofile(profile)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+        if was_enabled:
+            gc.enable()
+
+
+def python_calls(call: Callable[[], object]) -> list[str]:
+    """The functions of Python that `call` calls, JAX's own included."""
+    found: list[str] = []
+
+    def called(event: str, frame: FrameType) -> None:
+        if event == "call":
+            found.append(frame.f_code.co_qualname)
+
+    with each_call(called):
+        call()
+    return found
