@@ -38,7 +38,7 @@ class CompiledStep:
       kwargs: keyword arguments.
       executor: runs it.
       options: how it is compiled.
-      saved: the file that has it, with what is in it; None to compile it.
+      file: has it, as `save` has written it; None to compile it.
 
     Raises:
       TypeError: it is not made by a strategy.
@@ -69,7 +69,7 @@ class CompiledStep:
         kwargs: dict[str, PyTree],
         executor: AbstractExecutor,
         options: RunOptions | None = None,
-        saved: tuple[str, SavedStep] | None = None,
+        file: str | None = None,
     ) -> None:
         if not isinstance(executor, AbstractExecutor):
             raise TypeError(
@@ -80,16 +80,18 @@ class CompiledStep:
         self.options = options
         self.compiled: Compiled
         self._executor = executor
-        self._saved = saved
+        self._file = file
         self._facts: Facts | Exception
         self._program = executor.compile(fn, args, kwargs, options, self._obtain)
         functools.update_wrapper(self, fn)
 
     def _obtain(self, preparation: Preparation) -> Compiled:
         """The program of the step that was traced, from the file or by XLA."""
-        if self._saved is not None:
-            path, saved = self._saved
-            self.compiled, self._facts = saved.loaded(path, preparation), saved.facts
+        if self._file is not None:
+            # Only now, when other processes hear of it if there is no such file.
+            saved = SavedStep.read(self._file)
+            self.compiled = saved.loaded(self._file, preparation)
+            self._facts = saved.facts
             return self.compiled
         self.compiled = preparation.lower().compile()
         try:

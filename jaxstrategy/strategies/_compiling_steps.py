@@ -12,7 +12,6 @@ from jaxstrategy.executors._compiled_step import CompiledStep, file_of
 from jaxstrategy.executors._replicated_function import ReplicatedFunction
 from jaxstrategy.strategies._calls import check_function, check_options
 from jaxstrategy.strategies._composition import ComposedStrategy
-from jaxstrategy.tracing._saved_step import SavedStep
 from jaxstrategy.values._types import Function, PyTree
 
 
@@ -28,6 +27,9 @@ class CompilesSteps(ComposedStrategy):
         options: RunOptions | None = None,
     ) -> CompiledStep:
         """Compiles what `run(fn, args, kwargs)` would run, without running it.
+
+        With several processes each must call it, or `load_compiled`, for the same step:
+        all of them get it, or an error.
 
         >>> import jaxstrategy as js
         >>> strategy = js.MirroredStrategy(js.simulate(8)[:4])
@@ -60,6 +62,9 @@ class CompilesSteps(ComposedStrategy):
         Raises:
           ContextError: inside `run`, or in another strategy's scope.
           TypeError: an argument is neither an array nor hashable.
+          ClusterError: another process does something else, or with other types, or has
+            traced another program.
+          CompiledStepError: another process has raised, which the message has.
           NotImplementedError: the strategy does not compile its steps here.
         """
         fn, options = self._checked_step("compile", fn, args, kwargs, options)
@@ -81,6 +86,18 @@ class CompilesSteps(ComposedStrategy):
         The step is traced, which is a small part of the time that compiling takes, to
         see that it computes what it did when it was saved.
 
+        With several processes each has a file of its own, and all must call this, or
+        `compile`. If one cannot load its file, this is an error in all, so that all can
+        go on to `compile`:
+
+        ```
+        try:
+            train = strategy.load_compiled(path, step, args)
+        except (FileNotFoundError, js.CompiledStepError):
+            train = strategy.compile(step, args)
+            train.save(path)
+        ```
+
         Args:
           path: as `save` was given it.
           fn: the step, as of `compile`.
@@ -98,14 +115,12 @@ class CompilesSteps(ComposedStrategy):
           CompiledStepError: the file is of another version of JAX or jaxstrategy,
             another platform, processor, mesh, or option; of other arguments; or the
             step computes something else now. Or another user can write it: loading a
-            compiled step runs what is in the file.
+            compiled step runs what is in the file. Or another process has raised.
           Exception: whatever `compile` raises.
         """
         fn, options = self._checked_step("load_compiled", fn, args, kwargs, options)
-        file = file_of(path)
-        saved = file, SavedStep.read(file)
         return CompiledStep(
-            fn, tuple(args), dict(kwargs or {}), self._executor, options, saved
+            fn, tuple(args), dict(kwargs or {}), self._executor, options, file_of(path)
         )
 
     def _checked_step(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import final
 
+from jaxstrategy.tracing._agreed_preparation import AgreedPreparation
 from jaxstrategy.tracing._input_layout import InputLayout
 from jaxstrategy.tracing._prepared import Obtain
 from jaxstrategy.tracing._program import Program
@@ -44,6 +45,7 @@ class AgreedProgram(Stage):
         self._is_new = True
         self._is_dispatched = False  # now, and not part of a larger program
         self._leaves: Sequence[Leaf] = ()  # what it is called with now
+        self._preparation: AgreedPreparation | None = None  # now
 
     @property
     def layout(self) -> InputLayout:
@@ -60,11 +62,12 @@ class AgreedProgram(Stage):
 
     def prepare(self, leaves: Sequence[Leaf], obtain: Obtain) -> None:
         """Has it compiled for arguments of these types, and for no others."""
-        self._same = self._step.same(leaves)
+        self._preparation = self._agreement.preparation(self._name, self._where)
         try:
-            self._program.prepare(leaves, obtain)
+            self._preparation.run(self._program.prepare, leaves, obtain)
         finally:
-            self._same = {}
+            self._preparation = None
+        self._is_new = False  # its first call does not compile
 
     def _agreed(
         self,
@@ -96,6 +99,9 @@ class AgreedProgram(Stage):
     def traced(self, step: TracedStep) -> None:
         """Compares a new trace with those of the other processes."""
         closed, dispatched = step.trace.closed, self._is_dispatched
+        if self._preparation is not None:
+            self._preparation.traced(step.name, closed)
+            return
         # Another thread's call may have ended, which has cleared them.
         leaves = self._leaves
         same = self._step.same(leaves) if leaves else {}

@@ -16,6 +16,7 @@ from jaxstrategy.cluster.agreement import _operation
 from jaxstrategy.cluster.agreement._operation import Operation, ProgramPrint
 from jaxstrategy.inputs import _origins
 from jaxstrategy.tracing import _compiling
+from jaxstrategy.tracing._agreed_preparation import AgreedPreparation
 from jaxstrategy.tracing._constants import Given, fingerprint
 from jaxstrategy.tracing._jaxpr_types import ClosedJaxpr
 from jaxstrategy.tracing.stages import _in_flight
@@ -50,6 +51,15 @@ class StepAgreement:
         self._known_inside: set[tuple[str, ...]] = set()
         self._made: list[ProgramPrint] = []
         _in_flight.on_dispatch(self._watchdog.watch)
+        processes.operations.on_refusal(self._start_over)
+
+    def _start_over(self) -> None:
+        """Compares the next steps as the first ones.
+
+        One process was in a step and another was not, so that they count differently,
+        and would compare different steps.
+        """
+        self._count = 0
 
     def begin(self, name: str, where: str) -> bool:
         """Before each step; whether this one is to be compared.
@@ -87,6 +97,15 @@ class StepAgreement:
         operation = Operation(step, where, kinds, made)
         self._processes.operations.compare(operation, _ADVICE)
         self._watchdog.arrivals.met()
+
+    def preparation(self, name: str, where: str) -> AgreedPreparation:
+        """A step that all are about to compile, or load, before they call it.
+
+        Args:
+          name: what users call it.
+          where: its source line.
+        """
+        return AgreedPreparation(self._processes, name, where)
 
     def compiles(self, name: str) -> None:
         """Before the first call of a step, which is compiled."""

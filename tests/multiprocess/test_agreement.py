@@ -119,6 +119,29 @@ def test_another_operation_is_told_to_all(operations, pool):
     assert [one._board.common_error for one in operations] == [text] * 3
 
 
+def test_all_count_steps_anew_after_a_refusal(operations, pool):
+    """Only some of them may have counted what was refused."""
+
+    class Counter:
+        count = 7
+
+        def start_over(self):
+            self.count = 0
+
+    counters = [Counter() for _ in operations]
+    for one, counter in zip(operations, counters, strict=True):
+        one.on_refusal(counter.start_over)
+    del counters[2], counter  # a strategy that is gone is not asked
+    in_all(pool, [lambda one=one: one.agree("mirror a value") for one in operations])
+    assert [each.count for each in counters] == [7, 7]
+    calls = [
+        lambda one=one, name=name: one.agree(name)
+        for one, name in zip(operations, ["step", "mirror", "step"], strict=True)
+    ]
+    in_all(pool, calls)
+    assert [each.count for each in counters] == [0, 0]
+
+
 @pytest.mark.parametrize(
     ("others", "told"),
     [

@@ -8,7 +8,8 @@ collectives of different programs by their order, whatever they carry.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from typing import final
 
 from jaxstrategy._errors import ClusterError
@@ -41,6 +42,16 @@ class OperationAgreement:
         self._board = board
         self._watch = watch
         self._agreement = ProcessAgreement(board, watch, _TOPIC)
+        self._on_refusal: list[weakref.WeakMethod[Callable[[], None]]] = []
+
+    def on_refusal(self, callback: Callable[[], None]) -> None:
+        """Calls a method, as long as its object lives, when all are refused.
+
+        Args:
+          callback: a bound method.
+        """
+        alive = [each for each in self._on_refusal if each() is not None]
+        self._on_refusal = [*alive, weakref.WeakMethod(callback)]
 
     def compare(
         self, operation: Operation, advice: str, said: Json = None
@@ -107,4 +118,7 @@ class OperationAgreement:
         None of them then takes the end of another one for the reason of its own.
         """
         self._board.common_error = text
+        for get in self._on_refusal:
+            if (callback := get()) is not None:
+                callback()
         return ClusterError(text)
