@@ -1,6 +1,7 @@
 """Loggers and stopwatches, with writers and clocks that are made for the test."""
 
 import contextlib
+import functools
 import re
 import sys
 
@@ -517,19 +518,44 @@ def test_a_step_without_communication(two):
     assert step.report().communication == 0.0
 
 
-def test_links_are_measured_as_those_of_a_ring():
+def measured(seconds_of, late=(0.0,) * 7):
+    """Links of four replicas, where all-reduces take these seconds and more."""
     replicas = js.MirroredStrategy(jax.devices()[:4]).replicas
-    took = {2**12: 16, 2**16: 16, 2**20: 8, 2**24: 2}  # bytes, and times in a row
-    late = (0.1, -0.01, 0.0, 0.2, -0.02, -0.3, 3)
     turns = [
-        n * (0.03 + size / 1e9 + more) for more in late for size, n in took.items()
+        n * (seconds_of(size) + more) for more in late for size, n in _links._SIZES
     ]
     times = iter([at for turn in turns for at in (7.0, 7.0 + turn)])
-    links = _links.measured(replicas, clock=lambda: next(times))
+    return _links.measured(replicas, clock=lambda: next(times))
+
+
+def test_links_are_measured_as_those_of_a_ring():
+    late = (0.1, -0.01, 0.0, 0.2, -0.02, -0.3, 3)
+    links = measured(lambda size: 0.03 + size / 1e9, late)
     # In the middle of seven: 0.03 s, and a second more for each gigabyte.
     assert links.replicas == 4
-    for size in (0, 2**12, 2**18, 2**24, 2**30):
+    line = js.Topology(links.bandwidth, links.latency, 4)
+    for size in (2**12, 2**18, 2**23, 2**24, 2**30):
         assert links.ring("all_reduce", size) == pytest.approx(0.03 + size / 1e9)
+        assert line.ring("all_reduce", size) == pytest.approx(0.03 + size / 1e9)
+
+
+def test_links_have_the_times_of_all_measured_sizes():
+    """Which no line has: caches hold 2 MiB, and not 8."""
+    taking = {2**12: 2, 2**15: 3, 2**17: 4, 2**19: 6, 2**21: 20, 2**23: 98}
+    links = measured(lambda size: taking[size])
+    for size, seconds in taking.items():
+        assert links.ring("all_reduce", size) == pytest.approx(seconds)
+    assert links.ring("all_reduce", 5 * 2**20) == pytest.approx((20 + 98) / 2)
+    assert links.ring("all_reduce", 2**24) == pytest.approx(98 + 8 * 13)
+    assert links.ring("all_reduce", 4) == pytest.approx(2)
+
+
+def test_more_bytes_do_not_take_less_on_measured_links():
+    taking = {2**12: 5, 2**15: 2, 2**17: 4, 2**19: 6, 2**21: 20, 2**23: 18}
+    links = measured(lambda size: taking[size])
+    found = [links.ring("all_reduce", size) for size in taking]
+    # What has descended has the mean of its neighbours.
+    assert found == pytest.approx([3.5, 3.5, 4, 6, 19, 19])
 
 
 @pytest.mark.parametrize(
@@ -550,14 +576,14 @@ def test_neither_latency_nor_bandwidth_of_links_is_negative(seconds, fixed, per_
 
 def test_links_between_sizes_are_within_a_quarter_of_gloos():
     # Microseconds of all-reduces by gloo between processes of a host of two cores.
-    sizes = [4096, 16384, 65536, 262144, 1048576, 4194304, 16777216]
+    sizes = [2**12, 2**14, 2**16, 2**18, 2**20, 2**22, 2**24]
     of_two = [168, 162, 226, 496, 1659, 4580, 18801]
     of_eight = [3558, 3535, 3289, 4198, 6689, 18732, 89567]
     for times in (of_two, of_eight):
-        known = [times[0], times[2], times[4], times[6]]
-        fixed, per_byte = _links.fitted([4096, 65536, 1048576, 16777216], known)
+        # Sizes that are measured now, and were not then, get what lies between.
+        links = measured(functools.partial(np.interp, xp=sizes, fp=times))
         for size, time in zip(sizes, times, strict=True):
-            assert fixed + per_byte * size == pytest.approx(time, rel=0.25)
+            assert links.ring("all_reduce", size) == pytest.approx(time, rel=0.25)
 
 
 def test_a_measured_share_is_one(two):

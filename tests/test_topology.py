@@ -320,3 +320,41 @@ def test_an_unknown_kind_is_told_the_known_ones(method, kind):
         getattr(Topology(1.0, 0.0, 1), method)(kind, 8)
     assert f"`kind` was {kind!r};" in str(caught.value)
     assert all(repr(known) in str(caught.value) for known in KINDS)
+
+
+# Links of which the times of some messages are known.
+
+
+@pytest.mark.parametrize("n", REPLICAS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_messages_on_a_line_are_latency_and_bandwidth(algorithm, kind, n):
+    line = Topology(bandwidth=7.0, latency=3.0, replicas=n)
+    points = tuple((float(size), 3.0 + size / 7) for size in (0, 1, 10, 40))
+    known = Topology(1.0, 1.0, n, messages=points)
+    for nbytes in (0, 8, 1000):
+        wanted = getattr(line, algorithm)(kind, nbytes)
+        assert getattr(known, algorithm)(kind, nbytes) == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize("nbytes", [0, 5, 40, 60, 80, 100, 400, 4000])
+def test_a_message_takes_what_lies_between_those_that_are_known(nbytes):
+    points = ((10.0, 2.0), (20.0, 3.0), (25.0, 13.0))
+    links = Topology(1.0, 1.0, 4, messages=points)
+    # Six messages of a quarter each; the last two points go on.
+    behind = (2500.0, 13.0 + 2475 * 2)
+    wanted = 6 * np.interp(nbytes / 4, *zip(*points, behind, strict=True))
+    assert links.ring("all_reduce", nbytes) == pytest.approx(wanted)
+    assert links.with_replicas(1).ring("all_reduce", nbytes) == 0
+
+
+@pytest.mark.parametrize(("given", "error"), [
+    (3, TypeError), (((1, 2), 3), TypeError), (((1, 2, 3),), TypeError),
+    (((1, "a"), (2, 3)), TypeError), (((1, 2),), ValueError),
+    (((1, 2), (1, 3)), ValueError), (((2, 2), (1, 3)), ValueError),
+    (((1, 3), (2, 2)), ValueError), (((-1, 3), (2, 4)), ValueError),
+])  # fmt: skip
+def test_messages_that_are_no_ascending_pairs_are_refused(given, error):
+    message = "pairs of bytes and seconds were wanted, both ascending, at least two"
+    with pytest.raises(error, match=rf"^`messages` was .*; {message}\. Give a link as"):
+        Topology(1.0, 1.0, 2, messages=given)

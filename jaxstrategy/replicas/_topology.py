@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-import numbers
+import itertools
 from collections.abc import Callable, Iterable
 from typing import TypeAlias, final
 
+from jaxstrategy.replicas import _link_numbers
 from jaxstrategy.text._shown import shown
-from jaxstrategy.text._whole_numbers import whole
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute")
 
@@ -28,6 +27,11 @@ class Topology:
       inside: the faster links among the first `inside.replicas` of them, the next as
         many, and so on, as in a host; `bandwidth` and `latency` are then those between
         hosts. None: all links are equal. It may have an `inside` itself.
+      messages: pairs of the bytes of a message and the seconds that it takes, in
+        ascending order of bytes, for links of which one latency and one bandwidth do
+        not tell enough. Between them time goes along a straight line, behind them as
+        between the last two, and a smaller message takes as long as the first. Where
+        they are given, `latency` and `bandwidth` only sum them up.
 
     With `n` replicas, latency `a`, bandwidth `b`, `d = ceil(log2(n))`, and `B` the
     bytes of one replica's operand, that is, of what it holds before the collective:
@@ -40,6 +44,9 @@ class Topology:
     all_to_all       (n-1) a +  (n-1)/n B/b       d a + d/2 B/b
     permute              a +            B/b         a + B/b
     ```
+
+    With `messages`, the time of `k` messages that carry `c B` bytes, `k a + c B/b`, is
+    `k` times that of a message of `c B/k` bytes.
 
     One replica alone sends nothing: every time is 0.
 
@@ -82,10 +89,11 @@ class Topology:
         Dev. 63 (2019) 1:1-1:11.
 
     Raises:
-      TypeError: a field is not a number, `replicas` not a whole one, or `inside` no
-        `Topology`.
+      TypeError: a field is not a number, `replicas` not a whole one, `inside` no
+        `Topology`, or `messages` no pairs.
       ValueError: `bandwidth` is not positive, `latency` negative, one of them not
-        finite, or `replicas` less than 1.
+        finite, or `replicas` less than 1; or `messages` are one alone, or do not
+        ascend.
 
     >>> import jaxstrategy as js
     >>> topology = js.Topology(bandwidth=1e9, latency=1e-6, replicas=8)
@@ -106,17 +114,19 @@ class Topology:
     latency: float
     replicas: int
     inside: Topology | None = None
+    messages: tuple[tuple[float, float], ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "bandwidth", _bandwidth(self.bandwidth))
-        object.__setattr__(self, "latency", _latency(self.latency))
-        object.__setattr__(self, "replicas", _replicas(self.replicas))
+        object.__setattr__(self, "bandwidth", _link_numbers.bandwidth(self.bandwidth))
+        object.__setattr__(self, "latency", _link_numbers.latency(self.latency))
+        object.__setattr__(self, "replicas", _link_numbers.replicas(self.replicas))
         if not isinstance(self.inside, Topology | None):
             raise TypeError(
                 f"`inside` was {shown(self.inside)}; a `Topology` was wanted, or None. "
                 "Give the links of one host as `inside=Topology(bandwidth=300e9, "
                 "latency=2e-6, replicas=8)`."
             )
+        object.__setattr__(self, "messages", _link_numbers.messages(self.messages))
 
     def ring(self, kind: str, nbytes: float) -> float:
         """Seconds of the collective `kind` around a ring.
@@ -213,7 +223,7 @@ class Topology:
         >>> js.Topology(1e9, 1e-6, replicas=64).with_replicas_per_device(8).replicas
         8
         """
-        sharing = _replicas(count)
+        sharing = _link_numbers.replicas(count)
         within = self.inside
         return dataclasses.replace(
             self,
@@ -227,12 +237,25 @@ class Topology:
             raise _unknown(kind)
         return sum(
             min(links._of_one_level(each, operand, how) for how in algorithms)
-            for links, each, operand in self._stages(kind, _nbytes(nbytes))
+            for links, each, operand in self._stages(kind, _link_numbers.nbytes(nbytes))
         )
 
     def _of_one_level(self, kind: str, nbytes: float, algorithm: _Algorithm) -> float:
         messages, operands = algorithm(kind, self.replicas)
-        return messages * self.latency + operands * nbytes / self.bandwidth
+        if not self.messages or not messages:
+            return messages * self.latency + operands * nbytes / self.bandwidth
+        return messages * self._of_message(operands * nbytes / messages)
+
+    def _of_message(self, nbytes: float) -> float:
+        """Seconds of one message, by those that are known."""
+        first, *_ = self.messages
+        if nbytes <= first[0]:
+            return first[1]
+        pairs = list(itertools.pairwise(self.messages))
+        (low, early), (high, late) = next(
+            (pair for pair in pairs if nbytes <= pair[1][0]), pairs[-1]
+        )
+        return early + (nbytes - low) / (high - low) * (late - early)
 
     def _stages(self, kind: str, nbytes: float) -> list[_Stage]:
         """What is done in turn: equal links, a collective, the bytes of one operand."""
@@ -305,58 +328,3 @@ def _unknown(kind: object) -> ValueError:
     return ValueError(
         f"`kind` was {kind!r}; a collective was wanted. Use one of {names}."
     )
-
-
-def _bandwidth(given: object) -> float:
-    complaint = (
-        f"`bandwidth` was {shown(given)}; a positive, finite number of bytes per "
-        "second was wanted. Give a link of 200 Gbit/s as `bandwidth=25e9`."
-    )
-    bandwidth = _finite(given, complaint)
-    if bandwidth == 0:
-        raise ValueError(complaint)
-    return bandwidth
-
-
-def _latency(given: object) -> float:
-    return _finite(
-        given,
-        f"`latency` was {shown(given)}; a finite number of seconds, 0 or more, was "
-        "wanted. Give 5 microseconds as `latency=5e-6`.",
-    )
-
-
-def _nbytes(given: object) -> float:
-    return _finite(
-        given,
-        f"`nbytes` was {shown(given)}; a finite number of bytes, 0 or more, was "
-        "wanted. Give the size of one replica's operand, for an array `x` its "
-        "`x.nbytes`.",
-    )
-
-
-def _finite(given: object, complaint: str) -> float:
-    """`given` as a float; `complaint` is raised unless it is finite and 0 or more."""
-    if isinstance(given, bool) or not isinstance(given, numbers.Real):
-        raise TypeError(complaint)
-    try:
-        number = float(given)
-    except OverflowError:
-        raise ValueError(complaint) from None
-    if not 0 <= number < math.inf:
-        raise ValueError(complaint)
-    return number
-
-
-def _replicas(given: object) -> int:
-    """`given` as an int, refused unless it is a whole number of 1 or more."""
-    complaint = (
-        f"`replicas` was {shown(given)}; a whole number, 1 or more, was wanted. "
-        "Give how many replicas take part, for example `replicas=8`."
-    )
-    replicas = whole(given)
-    if replicas is None:
-        raise TypeError(complaint)
-    if replicas < 1:
-        raise ValueError(complaint)
-    return replicas

@@ -136,13 +136,14 @@ class ExplainsSteps(ComposedStrategy):
         )
 
     def measure_links(self) -> Topology:
-        """The links of the replicas, by the times that all-reduces of 4 sizes take.
+        """The links of the replicas, by the times that all-reduces of 6 sizes take.
 
         Around a ring, the formula of a `Topology` then gives these times, from 4 KiB to
-        16 MiB, as exactly as one latency and one bandwidth can. It compiles and runs
-        four small programs, so keep the result. With several processes each must call
-        it. Processes that share the cores of one host slow each other down, which is
-        then part of the links: measure with as many as you predict for.
+        8 MiB. It compiles and runs six small programs, so keep the result. With
+        several processes each must call it. Processes that share the cores of one host
+        slow each other down, which is then part of the links: measure with as many as
+        you predict for. What else loads the host is part of them, too: links that were
+        measured when it had more or less to do predict other times than it takes.
 
         Raises:
           ContextError: inside `run`, or in another strategy's scope.

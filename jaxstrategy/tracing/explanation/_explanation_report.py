@@ -109,7 +109,8 @@ def communication(
     yield Section(heading, header, rows, bars=_collective_bars(groups))
     heading = (
         f"Predicted communication time of a step, {with_prefix(topology.bandwidth)}B/s "
-        f"and {with_seconds(topology.latency)} a message{_inside(topology)}"
+        f"and {with_seconds(topology.latency)} a message{_known(topology)}"
+        f"{_inside(topology)}"
     )
     rows = []
     for replicas in sorted({topology.replicas, *_REPLICAS}):
@@ -117,6 +118,12 @@ def communication(
         times = [seconds(there, algorithm) for algorithm in ("ring", "tree")]
         rows.append((str(replicas), *map(with_seconds, times)))
     yield Section(heading, ("replicas", "ring", "tree"), rows)
+
+
+def _known(topology: Topology) -> str:
+    """How many messages the times follow, in words."""
+    count = len(topology.messages)
+    return f" (by the times of {count} messages)" if count else ""
 
 
 def _inside(topology: Topology) -> str:
