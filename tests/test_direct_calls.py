@@ -78,6 +78,22 @@ def partly_by_keyword(step, state, x, strategy):
     return step(state, x=x)["w1"], 5.0
 
 
+def with_the_last_dict_for_keywords(step, state, x, strategy):
+    """To JAX alone, which is given keywords as a dict, these calls are alike."""
+
+    @strategy.run
+    def scaled(x, both=None, by=1.0):
+        return x * (by if both is None else 10 * both["by"])
+
+    by = {"by": strategy.mirror(np.float32(2))}
+    for _ in range(OFTEN):
+        np.testing.assert_array_equal(scaled(state["w1"], by), np.full(3, 20))
+    np.testing.assert_array_equal(scaled(state["w1"], **by), np.full(3, 2))
+    for _ in range(OFTEN):
+        scaled(state["w1"], **by)
+    return scaled(state["w1"], by), 20.0
+
+
 def a_number(step, state, x, strategy):
     return step({**state, "w1": 3}, x)["w1"], 7.0
 
@@ -109,6 +125,7 @@ OTHERS = [
     with_as_many_leaves,
     by_keyword,
     partly_by_keyword,
+    with_the_last_dict_for_keywords,
     a_number,
     of_numpy,
     on_one_device,

@@ -214,6 +214,9 @@ class Executable:
         Raises:
           NotTraced: a `PerReplica` lies elsewhere, or there is no trace for these.
         """
+        # To JAX keyword arguments are one more argument, a dict as others may be.
+        if bool(kwargs) is not self._layout.has_keywords:
+            raise NotTraced
         inputs = (*args, kwargs) if kwargs else args
         for place, structure, own in self._layout.divided:
             # JAX would move those of another strategy.

@@ -45,8 +45,10 @@ class InputLayout:
         count = len(signature.dynamic)
         self.structure = None if donated or is_flat else _structure_of(signature)
         self._places = [[index] for index in range(count)]
+        self.has_keywords = False
         if self.structure is not None:
             args, kwargs = jax.tree.unflatten(self.structure, range(count))
+            self.has_keywords = bool(kwargs)
             # For each argument of the jitted function its leaves.
             self._places = [jax.tree.leaves(each) for each in as_inputs(args, kwargs)]
         inputs = self.inputs(range(count))
