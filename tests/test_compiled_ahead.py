@@ -199,6 +199,40 @@ def test_objects_and_captured_arrays_are_what_they_are_at_each_call(tmp_path):
     np.testing.assert_allclose(counter.total[...], (0.5 + 4.0) * START, rtol=1e-6)
 
 
+@pytest.mark.parametrize("is_captured", [False, True])
+def test_random_keys_are_arguments_like_others(is_captured, tmp_path):
+    strategy, key = replicas(2), jax.random.key(3)
+
+    def drawn(key):
+        return jax.random.uniform(key, (4,))
+
+    def with_captured():
+        return drawn(key)
+
+    fn, args = (with_captured, ()) if is_captured else (drawn, (key,))
+    compiled = strategy.compile(fn, args)
+    compiled.save(tmp_path / "drawn")
+    for each in (compiled, strategy.load_compiled(tmp_path / "drawn", fn, args)):
+        np.testing.assert_array_equal(each(*args), drawn(key))
+
+
+def test_an_object_is_compiled_whatever_its_attributes_are_called():
+    class Step:
+        def __init__(self):
+            self.options = self.function = self.compiled = "the user's"
+            self._fn = self._program = self._executor = self._facts = "the user's"
+
+        def __call__(self, x):
+            return double(x)
+
+    strategy, step = replicas(2), Step()
+    for made in (strategy.compile(step, (START,)), strategy.run(step)):
+        assert made.function is step and made.options is None
+        np.testing.assert_array_equal(made(START), 4 * START)
+        with strategy.scope():
+            np.testing.assert_array_equal(made(START), 4 * START)
+
+
 def test_a_library_call_is_ready_when_it_is_loaded(tmp_path):
     strategy = replicas(2)
 
@@ -402,6 +436,56 @@ def test_other_options_are_refused(saved):
         strategy.load_compiled(path, double, (START,), options=options)
 
 
+def test_a_file_that_looks_for_less_is_refused(tmp_path):
+    strategy, path = replicas(2), tmp_path / "double"
+    nan, both = (js.RunOptions(check_finite=which) for which in ("nan", True))
+    strategy.compile(double, (START,), options=nan).save(path)
+    strategy.load_compiled(path, double, (START,), options=nan)
+    with pytest.raises(js.CompiledStepError, match=(
+        r"besides was '.*Finite \(NaN\).*', and is '.*Finite \(NaN and Inf\)"
+    )):  # fmt: skip
+        strategy.load_compiled(path, double, (START,), options=both)
+
+
+def test_an_exported_function_with_other_numbers_is_another_step(tmp_path):
+    strategy = replicas(2)
+
+    def exported(by):
+        numbers = jnp.full(3, by)  # as of a teacher
+        return jax.export.export(jax.jit(lambda x: x * numbers))(START).serialize()
+
+    def scaled(file):
+        function = jax.export.deserialize(file)
+        return lambda x: function.call(x)
+
+    twice, thrice = exported(2.0), exported(3.0)
+    strategy.compile(scaled(twice), (START,)).save(tmp_path / "scaled")
+    same = strategy.load_compiled(tmp_path / "scaled", scaled(twice), (START,))
+    np.testing.assert_array_equal(same(START), 2 * START)
+    with pytest.raises(js.CompiledStepError, match="computes something else now"):
+        strategy.load_compiled(tmp_path / "scaled", scaled(thrice), (START,))
+
+
+def test_arguments_of_other_names_in_another_order_are_refused(tmp_path):
+    """Of which the same one by name is donated, and another one by its place."""
+    strategy, path = replicas(2), tmp_path / "step"
+
+    def first(a, b):
+        return a - b, 2 * a
+
+    def second(b, a):
+        return b - a, 2 * b
+
+    donating = [js.RunOptions(donate_argnums=place) for place in (0, 1)]
+    types = START, START
+    strategy.compile(first, types, options=donating[0]).save(path)
+    with pytest.raises(js.CompiledStepError, match=(
+        "the order of its inputs was 'argument `a`, argument `b`', and is 'argument "
+        "`b`, argument `a`'. Compile and save it again."
+    )):  # fmt: skip
+        strategy.load_compiled(path, second, types, options=donating[1])
+
+
 def test_other_options_of_the_compiler_are_refused(tmp_path, monkeypatch):
     """By which reductions go beside the computation on some platforms."""
 
@@ -418,6 +502,17 @@ def test_other_options_of_the_compiler_are_refused(tmp_path, monkeypatch):
         "the compiler's option xla_cpu_enable_fast_min_max was 'False', and is 'True'"
     )):  # fmt: skip
         asking("True").load_compiled(path, double, (START,))
+
+
+def test_a_refused_call_inside_another_program_leaves_it_as_it_was(monkeypatch):
+    """Of a step that has options of the compiler, too."""
+    overlap = Overlap(None, {"xla_cpu_enable_fast_min_max": "False"})
+    monkeypatch.setattr(_composition, "overlap_on", lambda *_: overlap)
+    compiled = replicas(2).compile(double, (START,))
+    for _ in range(2):
+        with pytest.raises(js.CompiledStepError, match="cannot be part of a function"):
+            jax.jit(compiled)(START)
+        np.testing.assert_array_equal(compiled(START), 4 * START)
 
 
 def rewritten(path, **facts):

@@ -76,6 +76,8 @@ class CompiledStep:
                 f"A `CompiledStep` was made with {shown(executor)} in place of what "
                 "runs it. Let a strategy make it: `strategy.compile(step, args)`."
             )
+        # First: an object that is called may have attributes named like those here.
+        functools.update_wrapper(self, fn)
         self.function = self._fn = fn
         self.options = options
         self.compiled: Compiled
@@ -83,7 +85,6 @@ class CompiledStep:
         self._file = file
         self._facts: Facts | Exception
         self._program = executor.compile(fn, args, kwargs, options, self._obtain)
-        functools.update_wrapper(self, fn)
 
     def _obtain(self, preparation: Preparation) -> Compiled:
         """The program of the step that was traced, from the file or by XLA."""

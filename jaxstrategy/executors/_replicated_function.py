@@ -40,12 +40,13 @@ class ReplicatedFunction:
         describe: str,
         options: RunOptions | None = None,
     ) -> None:
+        # First: an object that is called may have attributes named like those here.
+        functools.update_wrapper(self, fn)
         self.function = self._fn = fn
         self.options = options
         self._executor = executor
         self._program = executor.program(fn, options)
         self._describe = describe
-        functools.update_wrapper(self, fn)
 
     def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         if current() is OUTSIDE:  # the usual case, kept short

@@ -12,6 +12,7 @@ from jax.stages import Compiled, Lowered
 
 from jaxstrategy._errors import CompiledStepError
 from jaxstrategy.replicas._devices import names as device_names
+from jaxstrategy.replicas._random_keys import is_key
 from jaxstrategy.text._array_types import array_type
 from jaxstrategy.tracing._traced_step import TracedStep
 from jaxstrategy.values._per_replica import PerReplica
@@ -89,12 +90,13 @@ class PreparedCall:
         self._types = [_type_of(each) for each in preparation.inputs]
         self._labels = [preparation.label(i) for i in range(len(self._types))]
         # JAX does not look at weak types here, by which the step's own promotions go.
+        # Random keys have none.
         self._weak = [
             (index, getattr(each, "weak_type", False))
             for index, each in enumerate(
                 preparation.inputs[: preparation.num_arguments]
             )
-            if hasattr(each, "weak_type")
+            if not is_key(each.dtype)
         ]
 
     def __call__(self, *inputs: Any) -> Any:

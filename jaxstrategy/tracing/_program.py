@@ -144,7 +144,7 @@ class Program:
                 step,
                 inputs=[*placed, *carried.values()],
                 variables=[names[cell] for cell in carried.cells],
-                stages=[type(stage).__name__ for stage in self._active],
+                stages=[stage.kind for stage in self._active],
                 must_be_lowered=any(stage.learns_within for stage in self._active),
                 compiler_options=self._compiler_options,
                 lower=functools.partial(executable.lower, placed),
@@ -295,7 +295,8 @@ class Program:
 
         JAX refuses options of a jitted function inside another one (0.10 and 0.12).
         """
-        return bool(self._compiler_options) and _cell.is_traced()
+        is_asked = bool(self._compiler_options) and not self._is_prepared
+        return is_asked and _cell.is_traced()
 
     @property
     def _active(self) -> list[Stage]:

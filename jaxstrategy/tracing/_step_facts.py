@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import TypeAlias
 
 import jax
+from jax.export import Exported
 from jax.extend import core
 
 from jaxstrategy._errors import CompiledStepError
@@ -143,6 +144,8 @@ def _print_of(step: TracedStep) -> str:
     text = hashlib.sha256(_ADDRESS.sub("", str(_of_what_is_used(step))).encode())
     for constant in constants(step.trace.closed):
         text.update(constant.print.encode())
+    for module in _modules_in(step.jaxpr):
+        text.update(hashlib.sha256(module).digest())
     text.update(repr(step.trace.varies).encode())
     return text.hexdigest()[:16]
 
@@ -165,10 +168,26 @@ def _variables_in(jaxpr: Jaxpr) -> Iterator[core.Var]:
     yield from (atom for atom in jaxpr.outvars if isinstance(atom, core.Var))
 
 
+def _modules_in(jaxpr: Jaxpr) -> Iterator[bytes]:
+    """The code of exported functions that a step calls, of which JAX prints the name.
+
+    So two files of `jax.export`, with other weights in them, look the same.
+    """
+    for eqn in all_eqns(jaxpr):
+        for value in eqn.params.values():
+            if isinstance(value, Exported):
+                yield value.mlir_module_serialized
+
+
 def difference(saved: Facts, now: Facts) -> tuple[str, str, str] | None:
     """The first fact that differs, what it was, and what it is; None if none does."""
     for name in [*saved, *(name for name in now if name not in saved)]:
         was, given = saved.get(name, "nothing"), now.get(name, "nothing")
         if was != given:
             return name, was, given
-    return None
+    # They are passed by their place, and these facts stand by their names.
+    was, given = (
+        ", ".join(name for name in facts if name.startswith(("argument ", "variable ")))
+        for facts in (saved, now)
+    )
+    return None if was == given else ("the order of its inputs", was, given)

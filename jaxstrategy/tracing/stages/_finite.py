@@ -91,6 +91,12 @@ class Finite(Stage):
         # Of all traces, so that a number means one place whatever was called last.
         self._places: list[_Origin] = []
 
+    @property
+    def kind(self) -> str:
+        """What it looks for, too."""
+        what = "NaN and Inf" if self.with_infinities else "NaN"
+        return f"{type(self).__name__} ({what})"
+
     def within(self, step: TracedStep, evaluate: Evaluate) -> Evaluate:
         """Evaluates the step equation by equation, and adds what was found first.
 

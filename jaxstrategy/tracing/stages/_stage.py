@@ -30,6 +30,11 @@ class Stage:
     evaluates_all = False
     learns_within = False
 
+    @property
+    def kind(self) -> str:
+        """What it does, in words that are equal where programs have the same of it."""
+        return type(self).__name__
+
     def tracing(self, own: Sequence[Leaf]) -> contextlib.AbstractContextManager[None]:
         """A `with` block for the step's own code, while it is traced.
 
