@@ -61,8 +61,14 @@ def _rename(output: nbformat.NotebookNode, names: dict[str, str]) -> None:
 
 
 if __name__ == "__main__":
-    for path in sorted(HERE.glob("*.ipynb")):
-        if any(word in path.name for word in sys.argv[1:] or [""]):
-            start = time.perf_counter()
-            execute(path)
-            print(f"{path.name}: {time.perf_counter() - start:.0f} s")
+    words = sys.argv[1:] or [""]
+    names = sorted(path.name for path in HERE.glob("*.ipynb"))
+    chosen = [name for name in names if any(word in name for word in words)]
+    if not chosen:
+        sys.exit(
+            f"No notebook has {' or '.join(words)} in its name: {', '.join(names)}"
+        )
+    for name in chosen:
+        start = time.perf_counter()
+        execute(HERE / name)
+        print(f"{name}: {time.perf_counter() - start:.0f} s")

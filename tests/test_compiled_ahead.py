@@ -160,7 +160,8 @@ def test_a_train_state_is_compiled_from_its_types_and_loaded(tmp_path):
         out = 2 * (ROWS @ kernel + bias)
         kernel, bias = kernel - 0.1 * ROWS.T @ out / 8, bias - 0.1 * out.mean(0)
     np.testing.assert_allclose(state.params["params"]["kernel"], kernel, rtol=1e-5)
-    with pytest.raises(js.CompiledStepError, match="an optimizer that is made anew is"):
+    told = "A model or an optimizer that is made anew is another one: make it once"
+    with pytest.raises(js.CompiledStepError, match=told):
         loaded(strategy.init(lambda: create(optax.sgd(0.1))), rows)
 
 
@@ -255,6 +256,10 @@ def test_it_is_called_wherever_a_step_is():
     with js.eager_replicas():
         w, _ = compiled(START, x)
     np.testing.assert_allclose(w, stepped(START), rtol=1e-5)
+    with compilations() as found:
+        w, _ = strategy.run(compiled, (START, x))
+    np.testing.assert_allclose(w, stepped(START), rtol=1e-5)
+    assert found == [], "its program is there"
     assert repr(compiled) == "<step compiled ahead of time>"
     assert "w" in step.__code__.co_varnames and compiled.__name__ == "step"
     assert compiled.compiled.cost_analysis() is not None
@@ -627,3 +632,19 @@ def test_only_a_strategy_makes_one():
         r"A `CompiledStep` was made with .*'here'.*: `strategy.compile\(step, args\)`"
     )):  # fmt: skip
         js.CompiledStep(step, (), {}, "here")
+
+
+def test_what_takes_a_step_takes_one_that_is_compiled_ahead():
+    strategy = replicas(2)
+    x = strategy.per_replica([ROWS, ROWS])
+    compiled = strategy.compile(step, (START, x))
+    found = strategy.explain(compiled, (START, x), compiled=False)
+    assert [each.nbytes for each in found.collectives] == [START.nbytes]
+    w, _ = strategy.several(compiled)(START, (x, x))
+    np.testing.assert_allclose(w, stepped(stepped(START)), rtol=1e-5)
+    w, _ = strategy.step(compiled)(START, x)
+    np.testing.assert_allclose(w, stepped(START), rtol=1e-5)
+    options = js.RunOptions(donate_argnums=0)
+    w = strategy.mirror(START)
+    strategy.run(compiled, (w, x), options=options)
+    assert w.is_deleted(), "compiled anew, with these options"

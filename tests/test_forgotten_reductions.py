@@ -136,6 +136,7 @@ def test_statistics_of_batchnorm_by_themselves_are_state_too(two):
     args = (variables["params"], variables["batch_stats"], rows(two))
     (text,), (params, _) = told(two.run, step, args)
     assert "`stats['BatchNorm_0']['mean']`" in text and "flax.linen.BatchNorm" in text
+    assert "metrics of Keras: what `jaxstrategy.keras` has" in text
     assert not any(isinstance(leaf, js.PerReplica) for leaf in jax.tree.leaves(params))
 
 

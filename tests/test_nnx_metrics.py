@@ -101,3 +101,17 @@ def test_mistakes_are_told(two):
     with two.scope(), pytest.raises(js.ContextError, match="`update_metrics`"):
         js.flax.nnx.update_metrics(metric, x=jnp.ones(2))
     assert metric.count[...] == 0
+
+
+def test_a_mean_of_one_replica_is_told_with_what_to_give_instead(two):
+    metrics = made()
+
+    @two.run
+    def step(metrics, logits, labels):
+        loss = logits.sum(-1).mean()
+        js.flax.nnx.update_metrics(metrics, logits=logits, labels=labels, loss=loss)
+
+    (batch,) = two.experimental_distribute_dataset([(ROWS, LABELS)])
+    told = "update metrics with `jaxstrategy.flax.nnx.update_metrics`, given what each"
+    with pytest.raises(js.NotMirroredError, match=told):
+        step(metrics, *batch)

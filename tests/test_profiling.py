@@ -512,6 +512,37 @@ def test_several_steps_a_bound_one_and_any_other_function(two):
     assert timed.report().communication is None
 
 
+@pytest.mark.parametrize("is_inside", [False, True])
+def test_a_step_that_is_compiled_ahead(two, is_inside):
+    (batch,) = rows(two, 1)
+    ahead = two.compile(mean, (batch,))
+    compilations, is_open = [], [True]
+
+    def compiled(event, seconds, **told):
+        if is_open and event == "/jax/core/compile/backend_compile_duration":
+            compilations.append(told.get("fun_name"))
+
+    topology = js.Topology(bandwidth=4.0, latency=1.0, replicas=2)
+    step = (lambda batch: ahead(batch)) if is_inside else ahead
+    jax.monitoring.register_event_duration_secs_listener(compiled)
+    with two.profile(step, topology=topology) as timed:
+        result = timed(batch)
+    is_open.clear()
+    assert result == 1.0
+    report = timed.report()
+    assert report.communication == pytest.approx(topology.fastest("all_reduce", 4))
+    memory = ahead.compiled.memory_analysis()
+    assert report.memory.arguments == memory.argument_size_in_bytes
+    assert report.flops == 2 * ahead.compiled.cost_analysis()["flops"]
+    assert compilations == []
+    assert ("first call, with compiling" in str(report)) is is_inside
+    assert "  first call  " in str(report) or is_inside
+
+    with two.profile(ahead, topology=topology, compiled=False) as timed:
+        timed(batch)
+    assert timed.report().memory is timed.report().flops is None
+
+
 def test_a_step_without_communication(two):
     with two.profile(two.run(lambda x: x + 1)) as step:
         step(np.float32(1))

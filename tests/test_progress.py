@@ -249,6 +249,23 @@ def test_the_bar_has_room_in_narrow_terminals(width):
     assert ("1,000,000 examples/s" in line) is (width >= 90)
 
 
+@pytest.mark.parametrize("width", [50, 60, 89, 90, 120])
+def test_a_long_description_is_cut_off(width):
+    console = rich_console.Console(
+        file=io.StringIO(), force_terminal=True, width=width, color_system="truecolor"
+    )
+    clock = Clock()
+    long = "the first epoch of a very long training run"
+    for _ in Progress(range(100), long, 1000, None, console, clock):
+        clock.now += 0.001
+    line = drawn(console)
+    assert len(line) <= width and line.count("…") == 1 and "100/100" in line
+    assert line.lstrip().startswith("the first") and "0:00" in line.replace(
+        "00:00", "0:00"
+    )
+    assert len(bar_of(line)) >= 5 and "1,000 steps/s" in line
+
+
 def test_a_loop_of_unknown_length_ends_with_a_full_bar():
     console = rich_console.Console(file=io.StringIO(), force_terminal=True, width=60)
     for _ in progress(iter(range(60)), console=console):

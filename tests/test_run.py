@@ -470,3 +470,19 @@ def test_a_step_inside_another_steps_run_is_an_error(two):
 
     with pytest.raises(js.ContextError, match="was called inside `run`"):
         two.run(lambda: step(1.0))
+
+
+def test_a_step_is_run_as_the_function_that_it_was_made_of(two):
+    @two.run(options=js.RunOptions(donate_argnums=0))
+    def step(w, x):
+        return w - js.get_replica_context().all_reduce("mean", w * x)
+
+    x = two.per_replica([1.0, 2.0])
+    given = [two.mirror(4.0) for _ in range(3)]
+    assert two.run(step, (given[0], x)) == 4 - (4 + 8) / 2
+    assert two.run(step)(given[1], x) == 4 - (4 + 8) / 2
+    assert two.step(step)(given[2], x) == 4 - (4 + 8) / 2
+    assert all(w.is_deleted() for w in given), "its options count"
+    kept = two.mirror(4.0)
+    two.run(step, (kept, x), options=js.RunOptions())
+    assert not kept.is_deleted()

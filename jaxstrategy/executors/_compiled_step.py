@@ -102,8 +102,11 @@ class CompiledStep:
         return self.compiled
 
     def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
-        if current() is OUTSIDE:  # the usual case, kept short
+        context = current()
+        if context is OUTSIDE:  # the usual case, kept short
             return self._program(args, kwargs)
+        if context.observer is not None and not context.in_step:
+            context.observer(self._executor, self, args, kwargs, self.options)
         return self._executor.run_compiled(self._program, self._fn, args, kwargs)
 
     def save(self, path: str | os.PathLike[str]) -> None:

@@ -51,8 +51,8 @@ def progress(
     seconds the steps and the examples per second. It is drawn by rich, else by tqdm, in
     a terminal or a notebook. Elsewhere, as in a pipe, and without either, it is printed
     on standard error every now and then: after 10 seconds, and later less often, and at
-    the end. Other processes than the first print nothing. Counting does not wait for
-    the devices.
+    the end of a loop that took a second. Other processes than the first print nothing.
+    Counting does not wait for the devices.
 
     Args:
       iterable: a `DistributedDataset`, or anything else. A turn of the loop is a step;

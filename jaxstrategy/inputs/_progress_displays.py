@@ -60,11 +60,16 @@ class Rich(Display):
 
     def __init__(self, description: str, total: int | None, console: Console) -> None:
         from rich import progress as rich
+        from rich.table import Column
 
         # The bar takes what the others leave, which in a narrow terminal is little.
         self._is_narrow = console.width < _LEAST_WIDTH
         columns = (
-            rich.TextColumn("{task.description}"),
+            # A long one would take the width of what comes behind it.
+            rich.TextColumn(
+                "{task.description}",
+                table_column=Column(no_wrap=True, max_width=console.width // 4),
+            ),
             rich.BarColumn(bar_width=None),
             rich.MofNCompleteColumn(),
             *([] if self._is_narrow else [rich.TimeElapsedColumn()]),

@@ -100,7 +100,9 @@ class MetricLogger:
         self._take(step, metrics, self._every)
 
     def always(self, step: int, metrics: PyTree) -> None:
-        """The same, whatever the step's number is: `every` does not count.
+        """Write `metrics` as a call does, whatever the step's number is.
+
+        `every` does not count.
 
         Raises:
           TypeError: as above.
@@ -140,7 +142,7 @@ class MetricLogger:
             self._writer.flush()
 
     def close(self) -> None:
-        """The same, and end what was opened here: the run, or the directory's files."""
+        """Write all metrics, and end what was opened here: a run, or files."""
         self.flush()
         self._end(failed=False)
 

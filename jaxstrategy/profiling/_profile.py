@@ -14,6 +14,7 @@ import jax
 
 from jaxstrategy._errors import ClusterError
 from jaxstrategy.cluster import _processes
+from jaxstrategy.executors._compiled_step import CompiledStep
 from jaxstrategy.executors._several import number_of_steps
 from jaxstrategy.inputs import _origins
 from jaxstrategy.inputs._batch_waits import BatchWaits
@@ -256,6 +257,7 @@ class Profile:
             late=_late(),
             comparison=self._comparison,
             goodput=None if self._record is None else self._record.goodput(),
+            is_ahead=isinstance(self._step, CompiledStep),
         )
 
     @property

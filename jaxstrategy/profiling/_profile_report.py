@@ -64,6 +64,7 @@ class Report:
         since it began, as that device says; None on CPUs.
       comparison: with one replica.
       goodput: of the whole run, restarts included.
+      is_ahead: whether the step was compiled before its first call.
 
     >>> import jaxstrategy as js
     >>> report = js.profiling.Report("step", calls=100, steps=100, device=4e-3,
@@ -95,6 +96,7 @@ class Report:
     peak_memory: int | None = None
     comparison: Comparison | None = None
     goodput: Goodput | None = None
+    is_ahead: bool = False
 
     @property
     def communication_share(self) -> float | None:
@@ -147,7 +149,10 @@ class Report:
 
     def _rows(self) -> list[tuple[str, str]]:
         times = [
-            ("first call, with compiling", self.first_call),
+            (
+                "first call" if self.is_ahead else "first call, with compiling",
+                self.first_call,
+            ),
             ("host, to start a step", self.dispatch),
             ("host, between two calls", self.between),
             ("  waiting for a batch", self.input),

@@ -13,6 +13,7 @@ import jax
 
 from jaxstrategy._options import RunOptions
 from jaxstrategy.contexts import _context
+from jaxstrategy.executors._compiled_step import CompiledStep
 from jaxstrategy.executors._executor import AbstractExecutor
 from jaxstrategy.profiling import _links
 from jaxstrategy.replicas._replicas import Replicas
@@ -83,8 +84,9 @@ class Analyzes(Protocol):
 class StepAnalysis:
     """Explains what a function runs on the replicas of a strategy while it is called.
 
-    Whatever the function is: a step made by `@strategy.run` or `several`, a function
-    that calls `strategy.run` in its body, or one compiled by `jax.jit`.
+    Whatever the function is: a step made by `@strategy.run` or `several`, or compiled
+    ahead of time; a function that calls one, or `strategy.run`, in its body; or one
+    compiled by `jax.jit`.
 
     Args:
       executor: of the strategy; what others run is not looked at.
@@ -144,15 +146,19 @@ class StepAnalysis:
         """Before a step is run with these arguments."""
         if executor is not self._executor:
             return
+        # What is compiled ahead of time is asked itself, and not compiled once more.
+        ahead = fn if isinstance(fn, CompiledStep) else None
         with self._timed():
             found = executor.explain(
-                fn,
+                fn if ahead is None else ahead.function,
                 args,
                 kwargs,
                 options=options or RunOptions(),
                 topology=self._given or Topology(1.0, 0.0, self._replicas.count),
-                compiled=self._compiled,
+                compiled=self._compiled and ahead is None,
             )
+            if self._compiled and ahead is not None:
+                found = _with_costs_of(ahead.compiled, found)
             self._found.append(self._facts_of(found))
 
     def _facts_of(self, found: Explanation) -> StepFacts:
@@ -176,6 +182,15 @@ class StepAnalysis:
     def _measured(self) -> Topology:
         """Links as those of a ring, measured once."""
         return _links.measured(self._replicas)
+
+
+def _with_costs_of(executable: jax.stages.Compiled, found: Explanation) -> Explanation:
+    return dataclasses.replace(
+        found,
+        flops=_compiled_costs.flops(executable),
+        has_loops=_compiled_costs.has_loops(executable),
+        memory=_compiled_costs.memory(executable),
+    )
 
 
 def _facts_of_jitted(

@@ -49,7 +49,9 @@ class CompilesSteps(ComposedStrategy):
           fn: the step, or what `@strategy.run` or `several` made of it.
           args: its positional arguments. Types may stand for arrays: a
             `jax.ShapeDtypeStruct`, in a `PerReplica` with shape `[replica, ...]`, the
-            `element_spec` of a dataset, a whole state by `jax.eval_shape`.
+            `element_spec` of a dataset, a whole state by `jax.eval_shape`. A
+            `TrainState` holds its model and optimizer: make them once, outside of the
+            function that builds it, or they are others than those compiled for.
           kwargs: its keyword arguments.
           options: how it is compiled; by default as it was decorated.
 

@@ -17,6 +17,7 @@ from jaxstrategy.executors._accumulate import (
     accumulated,
     checked_parts,
 )
+from jaxstrategy.executors._compiled_step import CompiledStep
 from jaxstrategy.executors._replicated_function import ReplicatedFunction
 from jaxstrategy.profiling import _comparison as comparing
 from jaxstrategy.profiling import _links
@@ -116,7 +117,7 @@ class ExplainsSteps(ComposedStrategy):
         (80, 128)
         """
         _context.require_host(self, "explain")
-        if isinstance(fn, ReplicatedFunction):
+        if isinstance(fn, (ReplicatedFunction, CompiledStep)):
             options = fn.options if options is None else options
             fn = fn.function
         check_options(options)
@@ -294,9 +295,10 @@ class ExplainsSteps(ComposedStrategy):
         all-reduces. With several processes, do the same in each.
 
         Args:
-          step: what the loop calls: what `@strategy.run` or `several` made; a function
-            that calls `strategy.run` in its body; one compiled by `jax.jit`. Of any
-            other, such as a bound step, there are times only.
+          step: what the loop calls: what `@strategy.run`, `several`, `compile` or
+            `load_compiled` made; a function that calls one, or `strategy.run`, in its
+            body; one compiled by `jax.jit`. Of any other, such as a bound step, there
+            are times only.
           examples: how many examples a step has; by default the real rows of the batch
             that it is given, if that comes from a dataset of a strategy or from
             `batches`. Of other arrays nobody knows whether they are a batch.
@@ -307,7 +309,8 @@ class ExplainsSteps(ComposedStrategy):
             to save memory twice.
           peak_flops: the most of them that one device can do in a second; by default as
             published for dense products in bfloat16, if it is known.
-          compiled: whether to compile the step once more, for what XLA has to say.
+          compiled: whether to compile the step once more, for what XLA has to say; one
+            that is compiled ahead of time is not compiled again.
           compare: to compare all replicas with one, before the loop: the function
             `make` of `profiling.compare`, for so many `examples`.
           record: of the run, whose goodput the report has then.

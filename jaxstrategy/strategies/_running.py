@@ -8,6 +8,7 @@ from typing import Any, TypeAlias, overload
 
 from jaxstrategy._options import RunOptions
 from jaxstrategy.contexts._call_arguments import check_arguments
+from jaxstrategy.executors._compiled_step import CompiledStep
 from jaxstrategy.executors._replicated_function import ReplicatedFunction
 from jaxstrategy.executors._several import several
 from jaxstrategy.executors._synchronizations import (
@@ -93,8 +94,9 @@ class RunsSteps(ComposedStrategy):
         with the one that printed it, as in `replica 3: loss 0.25`.
 
         Args:
-          fn: the step, as one replica sees it. Inside it `get_replica_context()` has
-            the replica's id and the ways to the other replicas.
+          fn: the step, as one replica sees it, or what `@strategy.run` made of it.
+            Inside it `get_replica_context()` has the replica's id and the ways to the
+            other replicas.
           args: its positional arguments, a tuple or list.
           kwargs: its keyword arguments.
           options: see `RunOptions`.
@@ -124,6 +126,9 @@ class RunsSteps(ComposedStrategy):
                 return self._decorate(fn, options=options)
             args = ()
         check_arguments(args, kwargs)
+        if isinstance(fn, CompiledStep) and options is None:
+            return fn(*args, **(kwargs or {}))
+        fn, options = _undecorated(fn, options)
         return self._executor.run(fn, tuple(args), dict(kwargs or {}), options)
 
     @overload
@@ -316,11 +321,20 @@ class RunsSteps(ComposedStrategy):
                 f"step: `many = strategy.{method}(step)`."
             )
         check_options(options)
-        if isinstance(step, ReplicatedFunction):
-            step, options = step.function, options or step.options
+        step, options = _undecorated(step, options)
         return self._decorate(several(step, synchronization), options=options)
 
     def _decorate(
         self, fn: Function, *, options: RunOptions | None = None
     ) -> ReplicatedFunction:
+        fn, options = _undecorated(fn, options)
         return ReplicatedFunction(fn, self._executor, repr(self), options)
+
+
+def _undecorated(
+    fn: Function, options: RunOptions | None
+) -> tuple[Function, RunOptions | None]:
+    """The function that a strategy made a step of, and how it is to be compiled."""
+    if isinstance(fn, (ReplicatedFunction, CompiledStep)):
+        return fn.function, fn.options if options is None else options
+    return fn, options

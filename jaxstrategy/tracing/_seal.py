@@ -66,7 +66,8 @@ def _structures(known: Signature, given: Signature) -> str | None:
     if _paths(known.treedef) == _paths(given.treedef):
         return (
             "their structure holds other static data, such as functions or settings of "
-            "a `TrainState`; an optimizer that is made anew is another one"
+            "a `TrainState`. A model or an optimizer that is made anew is another one: "
+            "make it once, outside of the function that builds the state"
         )
     return f"their structure was {shown(known.treedef)}, and is {shown(given.treedef)}"
 

@@ -171,7 +171,7 @@ def training_loop(
       every: after how many steps the state is saved.
       in_sync_every: after how many steps `assert_in_sync` compares the state, by
         default never.
-      progress: whether to show how far it is, on a terminal or in a notebook.
+      progress: whether to show how far it is, as `progress` does.
       strategy: by default the current one.
       termination_config: how it is noticed that the machine is wanted back.
       record: a `profiling.RunRecord`, or the path of one: what the run does when, and

@@ -64,8 +64,9 @@ OF_RESULTS = (
 OF_OBJECTS = (
     "Reduce what it is computed from: the gradients with "
     "`get_replica_context().all_reduce('mean', grads)`, statistics of BatchNorm with "
-    "`jaxstrategy.flax.nnx.BatchNorm`, and give metrics what "
-    "`get_replica_context().all_gather(values, 0)` returns."
+    "`jaxstrategy.flax.nnx.BatchNorm`; and update metrics with "
+    "`jaxstrategy.flax.nnx.update_metrics`, given what each row has, such as losses "
+    "before their mean."
 )
 
 
@@ -128,8 +129,9 @@ def forgotten_reductions(
 SHOULD_BE_REDUCED = (
     "Something it is computed from was not reduced: use "
     "`get_replica_context().all_reduce('mean', ...)` on the way, usually on the "
-    "gradients (for BatchNorm: `jaxstrategy.flax.linen.BatchNorm`). If each replica is "
-    "to have its own, say so: `RunOptions(expect_mirrored=False)`."
+    "gradients (for BatchNorm: `jaxstrategy.flax.linen.BatchNorm`; for BatchNorm and "
+    "metrics of Keras: what `jaxstrategy.keras` has). If each replica is to have its "
+    "own, say so: `RunOptions(expect_mirrored=False)`."
 )
 
 
