@@ -131,6 +131,7 @@ def looks(site, tmp_path_factory):
     todo = [*pages(site), "search.html?q=accumulate"]
     found = browsed.browse(site, todo, (PHONE, DESKTOP), profile)
     assert len(found) == 4 * len(todo)
+    assert all(each["inner"] == each["width"] for each in found if "inner" in each)
     return found
 
 

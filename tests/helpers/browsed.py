@@ -42,18 +42,22 @@ function contrast(one, other) {
 const colour = text => text.match(/[\\d.]+/g).map(Number);
 
 // How a picture looks on its page: whether its border is empty, and which part of what
-// is drawn can be told from the page.
+// is drawn can be told from the page. Pictures have few colours, and many pixels.
 function looks(image, page) {
   const canvas = document.createElement("canvas");
   [canvas.width, canvas.height] = [image.naturalWidth, image.naturalHeight];
   const context = canvas.getContext("2d");
   context.drawImage(image, 0, 0);
   const pixels = context.getImageData(0, 0, canvas.width, canvas.height).data;
+  const told = new Map();
   let drawn = 0, seen = 0;
   for (let at = 0; at < pixels.length; at += 4) {
     if (pixels[at + 3] < 200) continue;
+    const [red, green, blue] = [pixels[at], pixels[at + 1], pixels[at + 2]];
+    const key = (red << 16) | (green << 8) | blue;
+    if (!told.has(key)) told.set(key, contrast([red, green, blue], page) >= 2 ? 1 : 0);
     drawn += 1;
-    seen += contrast(pixels.slice(at, at + 3), page) >= 2 ? 1 : 0;
+    seen += told.get(key);
   }
   const corners = [3, 4 * canvas.width - 1, pixels.length - 1];
   return {empty_corners: corners.every(at => pixels[at] < 30), seen: seen / drawn};
@@ -66,10 +70,12 @@ function wide(root, width) {
     && part.getBoundingClientRect().right > width + 1).map(part => part.textContent);
 }
 
-async function look({page, width, theme}) {
+// A page that has been opened at the first width is made as wide as the others, as a
+// phone is turned. Pictures are drawn from their files, whatever the width.
+async function look({page, widths, theme}) {
   localStorage.setItem("mode", theme);
   localStorage.setItem("theme", theme);
-  [frame.width, frame.height] = [width, 900];
+  [frame.width, frame.height] = [widths[0], 900];
   await new Promise(done => { frame.onload = done; frame.src = page; });
   const root = frame.contentDocument.documentElement;
   for (const image of root.querySelectorAll("img")) {
@@ -79,25 +85,47 @@ async function look({page, width, theme}) {
   const back = colour(frame.contentWindow.getComputedStyle(
     frame.contentDocument.body).backgroundColor);
   for (let turn = 0; page.includes("?q=") && turn < 50; turn += 1) {
-    if (root.querySelector("#search-results li")) break;
+    // Written when the last result stands there, with what its page says.
+    const summary = root.querySelector("#search-results .search-summary");
+    if (/found/.test(summary?.textContent)) break;
     await new Promise(done => setTimeout(done, 100));
   }
+  const pictures = [...root.querySelectorAll(".cell_output img")].map(
+    image => looks(image, back));
+  for (const width of widths) {
+    frame.width = width;
+    await new Promise(done => setTimeout(done, 100));  // for `resize`
+    found.push({page, width, theme, pictures, ...shown(root, width)});
+  }
+}
+
+// What a page is like at one width.
+function shown(root, width) {
+  const back = colour(frame.contentWindow.getComputedStyle(
+    frame.contentDocument.body).backgroundColor);
   const texts = [...root.querySelectorAll(".cell_output svg text")].map(text =>
     [text.textContent,
      contrast(colour(frame.contentWindow.getComputedStyle(text).fill), back)]);
-  found.push({page, width, theme, shown: root.dataset.theme, back,
+  return {shown: root.dataset.theme, back, texts,
+    inner: frame.contentWindow.innerWidth,
     title: frame.contentDocument.title,
     results: [...root.querySelectorAll("#search-results li > a")].map(
       a => a.textContent),
-    complaints: frame.contentWindow.complaints,
-    scrolls: root.scrollWidth, wide: wide(root, width), texts,
-    pictures: [...root.querySelectorAll(".cell_output img")].map(i => looks(i, back))});
+    complaints: [...frame.contentWindow.complaints],
+    scrolls: root.scrollWidth, wide: wide(root, width)};
 }
+
+const looked = (each, width) => found.some(one => one.page == each.page
+  && one.theme == each.theme && one.width == width);
 
 (async () => {
   for (const each of todo) {
     try { await look(each); }
-    catch (error) { found.push({...each, failed: "" + error}); }
+    catch (error) {
+      const {page, theme} = each;
+      found.push(...each.widths.filter(width => !looked(each, width)).map(
+        width => ({page, width, theme, failed: "" + error})));
+    }
   }
   document.getElementById("found").textContent = JSON.stringify(found);
   document.title = "done";
@@ -133,9 +161,8 @@ class Handler(http.server.SimpleHTTPRequestHandler):
 def browse(folder, pages, widths, profile):
     """What each page was like: a dict for each page, width and theme."""
     todo = [
-        {"page": f"/{page}", "width": width, "theme": theme}
+        {"page": f"/{page}", "widths": widths, "theme": theme}
         for page in pages
-        for width in widths
         for theme in ("light", "dark")
     ]
     # Some at a time: one frame for all takes minutes on a busy machine.
