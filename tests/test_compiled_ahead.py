@@ -5,6 +5,7 @@ The oracle is NumPy, and the number of programs that XLA was asked for.
 
 import contextlib
 import gc
+import hashlib
 import json
 import os
 import stat
@@ -127,6 +128,17 @@ def test_a_saved_step_is_checked_for_what_is_not_finite(tmp_path):
     np.testing.assert_allclose(loaded(START), 4 * START)
     with pytest.raises(js.NonFiniteError, match="double"):
         loaded(START * np.float32(np.nan))
+
+
+def test_what_jax_looks_for_by_itself_is_told():
+    compiled = replicas(2).compile(lambda x: jnp.log(x), (START,))
+    with jax.debug_nans(True):
+        np.testing.assert_array_equal(compiled(np.ones_like(START)), np.zeros(3))
+        with pytest.raises(js.NonFiniteError, match=(
+            r"`<lambda>` has made a NaN or an Inf, which JAX looks for .* ahead of "
+            r"time, nothing says where: call the step itself, or compile it with `Run"
+        )):  # fmt: skip
+            compiled(START)
 
 
 def test_a_train_state_is_compiled_from_its_types_and_loaded(tmp_path):
@@ -327,6 +339,24 @@ def test_what_else_it_captures_may_not_change():
     assert compiled(np.float32(3)) == 18
 
 
+def test_an_attribute_of_an_object_may_not_change():
+    class Scaled(nnx.Module):
+        def __init__(self):
+            self.by = 2.0
+            self.w = nnx.Param(jnp.ones(3))
+
+    scaled = Scaled()
+    compiled = replicas(2).compile(
+        lambda each, x: each.w[...] * each.by * x, (scaled, START)
+    )
+    np.testing.assert_array_equal(compiled(scaled, START), 2 * START)
+    scaled.by = 3.0
+    with pytest.raises(js.CompiledStepError, match=(
+        "other arguments: something static in them, as an argument or an attribute of "
+    )):  # fmt: skip
+        compiled(scaled, START)
+
+
 def test_a_variable_that_is_gone_is_told():
     strategy = replicas(2)
     with strategy.scope():
@@ -374,6 +404,13 @@ def saved(tmp_path):
     strategy = replicas(2)
     strategy.compile(double, (START,)).save(tmp_path / "double")
     return strategy, tmp_path / "double"
+
+
+def test_a_path_may_be_bytes_as_elsewhere(saved, tmp_path):
+    strategy, path = saved
+    compiled = strategy.compile(double, (START,))
+    compiled.save(os.fsencode(path))
+    assert [each.name for each in tmp_path.iterdir()] == ["double"]
 
 
 def test_a_file_is_its_owners_alone(saved):
@@ -527,7 +564,9 @@ def rewritten(path, **facts):
     end = begin + int.from_bytes(text[begin - 8 : begin], "little")
     header = json.loads(text[begin:end])
     header["facts"] |= facts
-    other = json.dumps(header).encode()
+    del header["checksum"]
+    checksum = hashlib.sha256(json.dumps(header).encode() + text[end:]).hexdigest()
+    other = json.dumps(header | {"checksum": checksum}).encode()
     size = len(other).to_bytes(8, "little")
     path.write_bytes(text[: begin - 8] + size + other + text[end:])
 
@@ -565,6 +604,10 @@ def test_a_damaged_file_is_told(saved):
     strategy, path = saved
     text = path.read_bytes()
     path.write_bytes(text[:-1] + bytes([text[-1] ^ 1]))
+    with pytest.raises(js.CompiledStepError, match=r"damaged \(its checksum is wrong"):
+        strategy.load_compiled(path, double, (START,))
+    number = text.index(b'"num_added": ') + len(b'"num_added": ')
+    path.write_bytes(text[:number] + b"9" + text[number + 1 :])
     with pytest.raises(js.CompiledStepError, match=r"damaged \(its checksum is wrong"):
         strategy.load_compiled(path, double, (START,))
     path.write_bytes(text[:60])

@@ -137,4 +137,4 @@ def file_of(path: str | os.PathLike[str]) -> str:
     """The file of this process, among those that several processes have saved."""
     count = jax.process_count()
     number = f".{jax.process_index()}-of-{count}" if count > 1 else ""
-    return f"{os.fspath(path)}{number}"
+    return f"{os.fsdecode(path)}{number}"

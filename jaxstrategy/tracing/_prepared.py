@@ -10,7 +10,7 @@ import jax
 from jax.core import Tracer
 from jax.stages import Compiled, Lowered
 
-from jaxstrategy._errors import CompiledStepError
+from jaxstrategy._errors import CompiledStepError, NonFiniteError
 from jaxstrategy.replicas._devices import names as device_names
 from jaxstrategy.replicas._random_keys import is_key
 from jaxstrategy.text._array_types import array_type
@@ -109,6 +109,12 @@ class PreparedCall:
             told = self._difference(inputs)
             if told is None:
                 raise
+        except Exception as error:
+            # By name: JAX keeps to itself what it raises where `jax_debug_nans` is on,
+            # and it would trace the step again.
+            if type(error).__name__ != "InternalFloatingPointError":
+                raise
+            raise NonFiniteError(_made_a_nan(self._name)) from None
         raise CompiledStepError(told)
 
     def lower(self, *inputs: Leaf) -> NoReturn:
@@ -176,6 +182,14 @@ def traced_caller(name: str) -> str:
         f"`{name}` was compiled ahead of time, so it cannot be part of a function that "
         "JAX traces (`jax.jit`, `jax.grad`, `jax.lax.scan`). Call the step itself "
         "there."
+    )
+
+
+def _made_a_nan(name: str) -> str:
+    return (
+        f"`{name}` has made a NaN or an Inf, which JAX looks for (`jax_debug_nans`, "
+        "`jax_debug_infs`). As it was compiled ahead of time, nothing says where: call "
+        "the step itself, or compile it with `RunOptions(check_finite=True)`."
     )
 
 

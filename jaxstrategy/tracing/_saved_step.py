@@ -74,10 +74,9 @@ class SavedStep:
 
     def write(self, path: str) -> None:
         """Writes the file, whole or not at all; only its owner may read it."""
-        header = dataclasses.asdict(self) | {
-            "executable": hashlib.sha256(self.executable).hexdigest()
-        }
-        text = json.dumps(header).encode()
+        header = dataclasses.asdict(self)
+        checksum = _checksum(header, header.pop("executable"))
+        text = json.dumps(header | {"checksum": checksum}).encode()
         size = len(text).to_bytes(_SIZE, "little")
         number, draft = tempfile.mkstemp(dir=os.path.dirname(path) or ".")
         try:
@@ -112,11 +111,10 @@ class SavedStep:
             end = _SIZE + int.from_bytes(rest[:_SIZE], "little")
             header: dict[str, Any] = json.loads(rest[_SIZE:end])
             executable = rest[end:]
-            if hashlib.sha256(executable).hexdigest() != header["executable"]:
+            if header.pop("checksum") != _checksum(header, executable):
                 raise ValueError("its checksum is wrong")
-            header["executable"] = executable
-            return cls(**header)
-        except (ValueError, KeyError, TypeError) as error:
+            return cls(**header, executable=executable)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CompiledStepError(
                 f"The compiled step in {path!r} is damaged ({error}). Compile and save "
                 "it again."
@@ -153,6 +151,12 @@ class SavedStep:
                 f"The compiled step in {path!r} cannot be loaded by this backend "
                 f"({error}). Compile and save it again."
             ) from error
+
+
+def _checksum(header: dict[str, Any], executable: bytes) -> str:
+    """Of all that is saved: with other numbers of outputs a call would fail."""
+    text = json.dumps(header).encode()
+    return hashlib.sha256(text + executable).hexdigest()
 
 
 def _told(path: str, name: str, fact: str, was: str, now: str) -> str:

@@ -83,7 +83,10 @@ def _roles(fn: Function, known: Signature, given: Signature) -> str:
         if old != new:
             label = given.label(fn, given.leaves[leaf])
             return f"{label} was {old}, and is {new}"
-    return "static arguments are equal to those and not the same"
+    return (
+        "something static in them, as an argument or an attribute of an object, has "
+        "another value, or is equal to what it was and not the same"
+    )
 
 
 def _described(signature: Signature) -> list[str]:
