@@ -94,6 +94,45 @@ def test_a_wide_tree_of_few_types_needs_few_programs(strategy, compilations):
         assert found <= 2 * 2, found
 
 
+def test_a_wide_tree_is_gathered_and_read_by_few_programs(strategy, compilations):
+    """Ten times the leaves need no further programs, each of which is small."""
+    found = {}
+    for count in (300, 3000):
+        tree, rows = wide_tree(strategy, count, [(3,), (2, 2)])
+        jax.block_until_ready(tree)
+        compilations()
+        joined = strategy.gather(tree)
+        gathers = compilations()
+        first, second = strategy.experimental_local_results(tree)
+        found[count] = gathers, compilations()
+        for name, row in rows.items():
+            np.testing.assert_array_equal(joined[name], np.concatenate(row))
+            np.testing.assert_array_equal(first[name], row[0])
+            np.testing.assert_array_equal(second[name], row[1])
+    assert max(found[3000]) <= 2, found
+    assert min(found[300]) >= 1, found
+
+
+def test_a_wide_tree_is_gathered_in_parts(strategy, monkeypatch):
+    monkeypatch.setattr(_many_leaves, "_AT_ONCE", 3)
+    tree, rows = wide_tree(strategy, 8, [(2, 2), (1, 4)])
+    sizes = []
+    across = CompiledExecutor.across
+
+    def noted(self, function, value):
+        sizes.append(len(value))
+        return across(self, function, value)
+
+    monkeypatch.setattr(CompiledExecutor, "across", noted)
+    joined = strategy.gather(tree, axis=1)
+    for name, row in rows.items():
+        np.testing.assert_array_equal(joined[name], np.concatenate(row, axis=1))
+    assert sum(sizes) == 8 and max(sizes) <= 3
+    tree["x3"] = strategy.per_replica([1.0, 2.0])
+    with pytest.raises(ValueError, match="Scalars cannot be joined along an axis"):
+        strategy.gather(tree)
+
+
 def test_leaves_of_rare_types_are_reduced_one_by_one(strategy, monkeypatch):
     """XLA compiles a kernel for each array that it cuts out of a pack."""
     monkeypatch.setattr(_many_leaves, "_AT_ONCE", 6)

@@ -84,7 +84,9 @@ class CrossReplicaValues:
     def gathered(self, value: PyTree, axis: int, in_step: bool) -> PyTree:
         """All versions joined along `axis`, leaf by leaf."""
         function = self._functions.gathering(axis, in_step)
-        joined = self._beside_variables(self._executor.across(function, value))
+        across = functools.partial(self._executor.across, function)
+        found = across(value) if in_step else in_parts(across, value)
+        joined = self._beside_variables(found)
         return joined if in_step else _filled_rows.without_filling(value, joined, axis)
 
     def assert_in_sync(self, tree: PyTree, name: str) -> None:

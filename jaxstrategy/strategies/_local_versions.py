@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding
 from jaxstrategy.masks import _filled_rows
 from jaxstrategy.replicas._inner_placement import inner_spec, of_versions, with_inner
 from jaxstrategy.replicas._replicas import Replicas
+from jaxstrategy.strategies._many_leaves import in_parts
 from jaxstrategy.tracing.stages import _in_flight
 from jaxstrategy.values import _arrays, _per_replica
 from jaxstrategy.values._per_replica import PerReplica
@@ -37,9 +38,10 @@ def local_versions(
     """
     own = _own(replicas)
     small = [i for i, value in enumerate(values) if _is_brought(value, own)]
-    everywhere = dict(
-        zip(small, _everywhere([values[i] for i in small], own), strict=True)
+    brought = in_parts(
+        functools.partial(_everywhere, own=own), [values[i] for i in small]
     )
+    everywhere = dict(zip(small, brought, strict=True))
     if any(isinstance(value.mask, Tracer) for value in values):
         _filled_rows.warn_of_traced("experimental_local_results")
         return [value.values for value in values]
