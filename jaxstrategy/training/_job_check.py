@@ -20,6 +20,7 @@ from jaxstrategy.cluster.meeting import _member
 from jaxstrategy.cluster.resolvers._launched import default_resolver
 from jaxstrategy.strategies._current import get_replica_context
 from jaxstrategy.strategies._multi_worker import MultiWorkerMirroredStrategy
+from jaxstrategy.text._units import plural
 
 SECONDS = "JAXSTRATEGY_CHECK_SECONDS"
 _DEFAULT_SECONDS = "30"
@@ -53,7 +54,9 @@ def _meet(seconds: float, begun: float) -> None:
     )
     facts = _member.facts()
     versions = ", ".join(f"{k} {v}" for k, v in facts["versions"].items())
-    told = f"{len(jax.local_devices())} {jax.local_devices()[0].platform} devices"
+    devices = jax.local_devices()
+    noun = plural(len(devices), "device")
+    told = f"{len(devices)} {devices[0].platform} {noun}"
     heard = processes.agreement("check: devices").exchange(told, seconds)
     if processes.index == 0:
         _say(f"{processes.count} processes met in {_since(begun)}, with {versions}")

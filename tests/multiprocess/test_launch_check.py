@@ -31,6 +31,8 @@ def test_what_works_is_told():
         assert re.search(rf"process {index} \(host .*\): 2 cpu devices", done.stdout)
     assert "a sum over 4 replicas is 6, 6 was wanted" in done.stdout
     assert re.search(r"check: all is well, after [\d.]+ s", done.stdout)
+    alone = checked("-n", "1")
+    assert re.search(r"process 0 \(host .*\): 1 cpu device\n", alone.stdout)
 
 
 @pytest.mark.slow

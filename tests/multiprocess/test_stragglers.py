@@ -66,6 +66,8 @@ def test_steps_that_one_does_not_tell_of_are_left_out():
     found = _arrivals.stragglers(told)
     assert found.steps == 5 and found.slowest is None
     assert found.verdict == "only 5 steps were seen, too few to tell who is late"
+    told[ONE] = told[ONE][:51]
+    assert _arrivals.stragglers(told).verdict.startswith("only 1 step was seen")
 
 
 TOLD = r"process 1 \(host .*\) is late: it comes [\d.]+ ms after the first to a step"

@@ -116,7 +116,8 @@ class Stragglers:
     def verdict(self) -> str:
         """The finding in a sentence."""
         if not self._is_enough:
-            return f"only {self.steps} steps were seen, too few to tell who is late"
+            seen = "step was" if self.steps == 1 else "steps were"
+            return f"only {self.steps} {seen} seen, too few to tell who is late"
         if (late := self.slowest) is None:
             return f"no process is late, in {self.steps} steps"
         share = late.median / self.step_seconds
