@@ -600,6 +600,13 @@ def test_another_users_file_is_not_read(saved, monkeypatch):
         strategy.load_compiled(path, double, (START,))
 
 
+def test_a_pipe_is_not_waited_for(saved, tmp_path):
+    strategy, _ = saved
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(js.CompiledStepError, match="no file but a pipe or a device"):
+        strategy.load_compiled(tmp_path / "pipe", double, (START,))
+
+
 def test_a_damaged_file_is_told(saved):
     strategy, path = saved
     text = path.read_bytes()

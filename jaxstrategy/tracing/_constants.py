@@ -15,19 +15,22 @@ from collections.abc import Iterator, Mapping
 import jax
 import numpy as np
 from jax.core import Tracer
+from jax.export import Exported
 from jax.extend.core import Literal
 
 from jaxstrategy.cluster.agreement._operation import ProgramPrint
 from jaxstrategy.replicas._inner_placement import own_copy
 from jaxstrategy.replicas._random_keys import is_key
 from jaxstrategy.text._array_types import array_type
-from jaxstrategy.tracing._jaxpr_types import ClosedJaxpr, Equation, Var
-from jaxstrategy.tracing.replication._jaxprs import closed_jaxprs, plain
+from jaxstrategy.tracing._jaxpr_types import ClosedJaxpr, Equation, Jaxpr, Var
+from jaxstrategy.tracing.replication._jaxprs import all_eqns, closed_jaxprs, plain
 from jaxstrategy.tracing.replication._site import Site
 from jaxstrategy.values._types import Leaf
 
 # Where objects lie in memory.
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
+# Where a line of a module came from: the files and lines that called the exporter too.
+_PLACE = re.compile(r' loc\((?:#loc\d*|unknown|"(?:[^"\\]|\\.)*")\)|^#loc.*\n', re.M)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,12 +132,27 @@ def fingerprint(
     found = [*constants(jaxpr), *(given or {}).values()]
     told = [each.description for each in constants(jaxpr)]
     told += [each.used_in(jaxpr, index) for index, each in (given or {}).items()]
-    code = zlib.crc32(_ADDRESS.sub("", str(plain(jaxpr))).encode())
+    code = zlib.crc32(code_of(plain(jaxpr)))
     return {
         "name": name,
         "prints": [f"{code:08x}", *(each.print for each in found)],
         "captured": told,
     }
+
+
+def code_of(jaxpr: Jaxpr) -> bytes:
+    """Equal for steps that compute the same from their captured arrays.
+
+    Of an exported function JAX prints the name, so that two files of `jax.export` with
+    other weights look the same: their modules follow.
+    """
+    modules = [
+        _PLACE.sub("", value.mlir_module()).encode()
+        for eqn in all_eqns(jaxpr)
+        for value in eqn.params.values()
+        if isinstance(value, Exported)
+    ]
+    return b"".join([_ADDRESS.sub("", str(jaxpr)).encode(), *modules])
 
 
 def _constants(

@@ -98,7 +98,7 @@ class SavedStep:
           FileNotFoundError: there is none.
           CompiledStepError: it is another user's, or no compiled step, or damaged.
         """
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=_without_waiting) as file:
             _check_trusted(path, os.fstat(file.fileno()))
             first = file.read(len(_FIRST_LINE))
             rest = file.read() if first == _FIRST_LINE else b""
@@ -171,12 +171,22 @@ def _told(path: str, name: str, fact: str, was: str, now: str) -> str:
     )
 
 
+def _without_waiting(path: str, flags: int) -> int:
+    """Opens a file; where it is a pipe, without waiting for who writes it."""
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+
+
 def _check_trusted(path: str, status: os.stat_result) -> None:
-    """Raises if another user can write a file.
+    """Raises if it is no file, or another user can write it.
 
     Raises:
-      CompiledStepError: another one can.
+      CompiledStepError: it is none, or another one can.
     """
+    if not stat.S_ISREG(status.st_mode):
+        raise CompiledStepError(
+            f"{path!r} is no file but a pipe or a device, which is not read. Give the "
+            "path that `save` was given."
+        )
     if not hasattr(os, "getuid"):  # Windows has other rights
         return
     if status.st_uid not in (0, os.getuid()):

@@ -12,13 +12,12 @@ from collections.abc import Iterator
 from typing import TypeAlias
 
 import jax
-from jax.export import Exported
 from jax.extend import core
 
 from jaxstrategy._errors import CompiledStepError
 from jaxstrategy.replicas._devices import Device
 from jaxstrategy.text._array_types import array_type
-from jaxstrategy.tracing._constants import constants
+from jaxstrategy.tracing._constants import code_of, constants
 from jaxstrategy.tracing._jaxpr_types import Jaxpr
 from jaxstrategy.tracing._prepared import Preparation
 from jaxstrategy.tracing._traced_step import TracedStep
@@ -35,7 +34,6 @@ _OTHER_OPTIONS = re.compile(
     "num_cpu_devices|platforms|include_full|check_tracer|transfer_guard|array_garbage|"
     "distributed|heartbeat|debug_|raise_persistent|share_binary|platform_name"
 )
-_ADDRESS = re.compile(r"0x[0-9a-f]+")
 
 
 def facts_of(preparation: Preparation) -> Facts:
@@ -141,11 +139,9 @@ def _check_callbacks(step: TracedStep) -> None:
 
 def _print_of(step: TracedStep) -> str:
     """Equal for steps that compute the same, whatever their code is called."""
-    text = hashlib.sha256(_ADDRESS.sub("", str(_of_what_is_used(step))).encode())
+    text = hashlib.sha256(code_of(_of_what_is_used(step)))
     for constant in constants(step.trace.closed):
         text.update(constant.print.encode())
-    for module in _modules_in(step.jaxpr):
-        text.update(hashlib.sha256(module).digest())
     text.update(repr(step.trace.varies).encode())
     return text.hexdigest()[:16]
 
@@ -166,17 +162,6 @@ def _variables_in(jaxpr: Jaxpr) -> Iterator[core.Var]:
     for eqn in jaxpr.eqns:
         yield from (atom for atom in eqn.invars if isinstance(atom, core.Var))
     yield from (atom for atom in jaxpr.outvars if isinstance(atom, core.Var))
-
-
-def _modules_in(jaxpr: Jaxpr) -> Iterator[bytes]:
-    """The code of exported functions that a step calls, of which JAX prints the name.
-
-    So two files of `jax.export`, with other weights in them, look the same.
-    """
-    for eqn in all_eqns(jaxpr):
-        for value in eqn.params.values():
-            if isinstance(value, Exported):
-                yield value.mlir_module_serialized
 
 
 def difference(saved: Facts, now: Facts) -> tuple[str, str, str] | None:

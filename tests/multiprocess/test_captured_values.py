@@ -11,6 +11,7 @@ KINDS = {
     "on a device": r"\], `captured large`, used at \S+captures.py:\d+: \"on a dev",
     "a small one, once": r"float32\[4\], used at \S+captures.py:\d+: \"a small one",
     "a number": "The code differs, or a number in it.",
+    "in an exported function": "The code differs, or a number in it.",
     "a key": r"key<fry>\[\], `captured key`, used at \S+captures.py:\d+: \"a key\"",
     "a large one in a jitted function": r"float32\[5000, 4\], used at \S+captures",
     "a key in a jitted function": r"key<fry>\[\], used at \S+captures.py",

@@ -25,6 +25,12 @@ def later(large):
     return step
 
 
+def exported(small):
+    """`w * small`, as a file of `jax.export` has it."""
+    file = jax.export.export(jax.jit(lambda w: w * small))(np.ones(4, np.float32))
+    return jax.export.deserialize(file.serialize()).call
+
+
 CHECKED = js.RunOptions(check_finite=True)
 
 
@@ -51,11 +57,13 @@ def main():
         name = "different" if differs else "same"
         with_large = jax.jit(lambda w, large=large: w * large.mean(0))
         with_key = jax.jit(lambda w, key=key: w + jax.random.normal(key, (4,)))
+        with_file = exported(small)
         steps = {
             "large": lambda w, host=host: w + jnp.matmul(host, w).mean(),
             "on a device": lambda w, large=large: w + large.mean(0),
             "a small one, once": lambda w, small=small: w * small,
             "a number": lambda w, value=value: w * value,
+            "in an exported function": lambda w, f=with_file: f(w),
             "a key": lambda w, key=key: w + jax.random.normal(key, (4,)),
             "a large one in a jitted function": lambda w, f=with_large: f(w),
             "a key in a jitted function": lambda w, f=with_key: f(w),
