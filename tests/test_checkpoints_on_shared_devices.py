@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers.cases import chosen
 
 import jaxstrategy as js
 from jaxstrategy.checkpoint import CheckpointManager, MismatchError
@@ -94,7 +95,7 @@ def placements(tree):
     return [str(x.sharding) for x in jax.tree.leaves(tree)]
 
 
-@pytest.mark.parametrize("reader", LAYOUTS)
+@pytest.mark.parametrize("reader", chosen(LAYOUTS, "2 x 4", "8 x 1, divided"))
 def test_each_layout_reads_what_others_wrote(written, reader):
     strategy = layout(reader)
     like = state_of(strategy, 0)

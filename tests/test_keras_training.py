@@ -11,6 +11,7 @@ import jax
 import keras
 import numpy as np
 import pytest
+from helpers.cases import chosen, slow
 from helpers.keras_models import compiled
 
 import jaxstrategy as js
@@ -68,7 +69,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", chosen(WAYS, "plain", "sample weights"))
 def test_fit_outside_of_the_scope_has_the_numbers_of_one_device(way, four):
     compiling, fitting = WAYS[way]
     want, have = compiled(**compiling), in_scope(four, **compiling)
@@ -105,7 +106,7 @@ def test_class_weights(four):
     assert_equal_training(fitted(have, **options), fitted(want, **options))
 
 
-@pytest.mark.parametrize("rows", [22, 8, 3, 1])
+@pytest.mark.parametrize("rows", [22, 1, *slow(8, 3)])
 def test_evaluation_and_predictions_of_uneven_batches_are_exact(rows, four):
     want, have = compiled(), in_scope(four)
     x, y = ROWS[:rows], WANTED[:rows]
@@ -286,6 +287,7 @@ def test_parts_that_were_made_elsewhere_are_refused(four):
         fitted(model)
 
 
+@pytest.mark.slow
 def test_two_strategies_train_their_models_in_turns(four):
     two = js.MirroredStrategy(js.simulate(8)[:2])
     first, second, want = in_scope(four), in_scope(two), compiled()

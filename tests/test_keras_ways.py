@@ -12,6 +12,7 @@ import jax
 import keras
 import numpy as np
 import pytest
+from helpers.cases import slow
 from helpers.keras_models import compiled
 
 import jaxstrategy as js
@@ -42,7 +43,7 @@ def of_both(strategy, program):
 
 @pytest.mark.parametrize(
     "options",
-    [{"steps_per_execution": 2}, {"run_eagerly": True}, {"jit_compile": False}],
+    [{"steps_per_execution": 2}, *slow({"run_eagerly": True}), {"jit_compile": False}],
     ids=str,
 )
 def test_ways_to_run_steps(four, options):

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.cases import slow
 from helpers.older import each_kind, of_kind, versions
 
 import jaxstrategy as js
@@ -241,7 +242,7 @@ def test_another_shape_is_compiled_and_set_too(way):
 
 
 @pytest.mark.parametrize("way", [by_argument, deep_in_an_argument, by_closure])
-@pytest.mark.parametrize("kind", ["mirrored", "one"])
+@pytest.mark.parametrize("kind", ["mirrored", *slow("one")])
 def test_nothing_traced_leaks(kind, way):
     strategy = of_kind(kind, 2)
     with jax.checking_leaks():

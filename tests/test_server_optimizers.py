@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers.cases import chosen
 
 import jaxstrategy as js
 from jaxstrategy.parameter_servers.backends._threads import Threads
@@ -40,7 +41,7 @@ def trained_by_optax(tx, value, gradients):
     return np.asarray(value)
 
 
-@pytest.mark.parametrize("name", TRANSFORMATIONS)
+@pytest.mark.parametrize("name", chosen(TRANSFORMATIONS, "adam", "schedule"))
 @pytest.mark.parametrize("shards", [None, 3])
 def test_it_updates_as_optax_does(name, shards):
     strategy, tx = strategy_of(shards), TRANSFORMATIONS[name]

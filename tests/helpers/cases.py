@@ -6,3 +6,9 @@ import pytest
 def slow(*cases):
     """Cases of one argument for `parametrize` that only `make test-all` runs."""
     return [pytest.param(case, marks=pytest.mark.slow) for case in cases]
+
+
+def chosen(table, *names):
+    """All names of a table, of which `make test` runs these alone."""
+    assert set(names) <= set(table)
+    return [*names, *slow(*(name for name in table if name not in names))]
