@@ -97,6 +97,25 @@ def test_arrays_of_one_dtype_are_joined():
         np.testing.assert_array_equal(result, array * 2)
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.int8])
+def test_joined_arrays_of_any_size_come_back(dtype):
+    """Short ones lie along the columns of a table if there are many; see `_ROWS`."""
+    sizes = [24, 64, 65, 3, 8, 256, 72, 1, 128, 16] * 7
+    given = [(np.arange(size) % 100 + i).astype(dtype) for i, size in enumerate(sizes)]
+    seen = []
+
+    def added(pack):
+        seen.append(pack.shape)
+        return pack + 1
+
+    arrays = [jnp.asarray(x.reshape(-1, 1, 2) if x.size % 2 == 0 else x) for x in given]
+    done = in_packs(added, arrays, NumberOfPacks(2))
+    assert len(seen) == 2 and sum(size for (size,) in seen) == sum(sizes)
+    for x, array, result in zip(given, arrays, done, strict=True):
+        assert result.dtype == dtype and result.shape == array.shape
+        np.testing.assert_array_equal(np.ravel(result), x + dtype(1))
+
+
 def test_there_are_defaults_everywhere():
     for n in (2, 3, 5, 8, 1000):
         packing = best_on("cpu", n)
@@ -225,11 +244,11 @@ def test_packs_in_transformed_steps(four):
         np.testing.assert_allclose(rest["a"], total, rtol=1e-5)
 
 
+@pytest.mark.parametrize("different", [range(1, 6), (64, 24, 3)])
 @pytest.mark.parametrize("number", [30, *slow(100)])
-def test_packs_of_very_many_arrays(four, number):
-    sizes = [
-        1 + i % 5 for i in range(number)
-    ]  # each many times: XLA is not told where those lie
+def test_packs_of_very_many_arrays(four, number, different):
+    # Each many times: XLA is not told where those lie.
+    sizes = [different[i % len(different)] for i in range(number)]
     draw = np.random.default_rng(0)
     trees = [draw.normal(size=(4, size)).astype(np.float32) for size in sizes]
 

@@ -83,6 +83,21 @@ def test_a_sum_of_it_is_told_although_it_goes_in_one_pack_with_others(four):
     assert not is_told(four, lambda x: replica().all_reduce("sum", {"a": x, "b": x}))
 
 
+@pytest.mark.parametrize("size", [3, 24])
+def test_a_sum_of_it_is_told_in_a_pack_of_many(four, size):
+    """In such a pack short arrays lie in a table, which is joined with the others."""
+
+    def step(x):
+        mean = replica().all_reduce("mean", jnp.tile(x[:1], size))
+        rest = [jnp.tile(x[:1], 24)] * 20
+        return replica().all_reduce("sum", {"again": mean, "once": rest})
+
+    assert is_told(four, step)
+    assert not is_told(
+        four, lambda x: replica().all_reduce("sum", [jnp.tile(x[:1], 24)] * 20)
+    )
+
+
 ONCE = {
     "a mean in another form": lambda x: (
         lax.psum(lax.pmean(x, AXIS), AXIS).reshape(-1) / 4

@@ -141,6 +141,7 @@ CASES = {
     "uninitialised": (lambda x, s: lax.empty((3,), jnp.float32) + s, True),
     "nothing uninitialised": (
         lambda x, s: jnp.concatenate([lax.empty((0,), jnp.float32), s]), False),
+    "reshape": (lambda x, s: (x.reshape(3, 1), s.reshape(3, 1)), [True, False]),
     "device_put": (lambda x, s: jax.device_put((x, s)), [True, False]),
     "optimization_barrier": (
         lambda x, s: lax.optimization_barrier((x, s)), [True, False]),

@@ -10,6 +10,7 @@ import abc
 import collections
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Iterable, Sequence
 
 import jax
@@ -185,7 +186,56 @@ def _together(
 ) -> list[jax.Array]:
     if len(arrays) == 1:
         return [function(arrays[0])]
-    return _apart(function(_joined(arrays)), arrays, tells_places)
+    rows = [] if tells_places else _joined_in_rows(arrays)
+    if not rows:
+        return _apart(function(_joined(arrays)), arrays, tells_places)
+    others = [index for index in range(len(arrays)) if index not in rows]
+    short = [arrays[index] for index in rows]
+    rest = [arrays[index] for index in others]
+    table = lax.concatenate(
+        [lax.reshape(array, (_ROWS, array.size // _ROWS)) for array in short], 1
+    )
+    flat = function(_joined([table, *rest]))
+    done = dict(zip(rows, _rows_apart(flat, table.shape, short), strict=True))
+    if others:
+        parts = _apart(flat, rest, first=table.size)
+        done.update(zip(others, parts, strict=True))
+    return [done[index] for index in range(len(arrays))]
+
+
+# XLA on CPU copies an operand of a concatenation in one piece. LLVM makes one of up to
+# 256 bytes a sequence of moves, which takes it 1.8 ms of processor time for 64 floats,
+# 0.5 ms for 16, and 0.2 ms for any longer one (JAX 0.10 and 0.12). Of a table with some
+# rows each piece is one row of an operand: a program that joins 100 arrays of 64 floats
+# and 50 of 8 compiles in 66 ms, not 204 ms, and runs in the same time.
+_ROWS = 8
+_COPIED_BY_MOVES = range(65, 257)
+# The table needs a kernel of its own.
+_FEWEST_IN_ROWS = 16
+
+
+def _joined_in_rows(arrays: Sequence[jax.Array]) -> list[int]:
+    """The places of those that are joined along the columns of a table."""
+    found = [
+        index
+        for index, array in enumerate(arrays)
+        if array.nbytes in _COPIED_BY_MOVES and array.size % _ROWS == 0
+    ]
+    return found if len(found) >= _FEWEST_IN_ROWS else []
+
+
+def _rows_apart(
+    flat: jax.Array, shape: tuple[int, ...], like: Sequence[jax.Array]
+) -> list[jax.Array]:
+    """What was joined in a table of `shape`, which is first in `flat`."""
+    table = lax.reshape(lax.slice(flat, (0,), (math.prod(shape),)), shape)
+    widths = [array.size // _ROWS for array in like]
+    columns = _unknown(list(itertools.accumulate(widths[:-1], initial=0)))
+    top = np.uint32(0)
+    return [
+        lax.reshape(lax.dynamic_slice(table, (top, left), (_ROWS, width)), array.shape)
+        for left, width, array in zip(columns, widths, like, strict=True)
+    ]
 
 
 def _joined(arrays: Sequence[jax.Array]) -> jax.Array:
@@ -194,11 +244,14 @@ def _joined(arrays: Sequence[jax.Array]) -> jax.Array:
 
 
 def _apart(
-    flat: jax.Array, like: Sequence[jax.Array], tells_places: bool = False
+    flat: jax.Array,
+    like: Sequence[jax.Array],
+    tells_places: bool = False,
+    first: int = 0,
 ) -> list[jax.Array]:
-    """What was joined, in the shapes of `like`."""
+    """What was joined, in the shapes of `like`, from the element `first` on."""
     sizes = [array.size for array in like]
-    offsets = list(itertools.accumulate(sizes[:-1], initial=0))
+    offsets = list(itertools.accumulate(sizes[:-1], initial=first))
     counts = collections.Counter(sizes)
     # A size that occurs once has a kernel of its own however it is cut.
     repeated = [i for i, size in enumerate(sizes) if counts[size] > 1]

@@ -195,9 +195,25 @@ def joining(frame: Frame, eqn: Equation, operands: list[Known]) -> list[Known]:
     """Arrays joined into one."""
     state = computed(eqn, operands)
     if level_of(state) == Level.VARYING:
-        reduced = [each for each in operands if level_of(each) == Level.REDUCED]
+        reduced = list(filter(None, map(_reduced_of, operands)))
         if reduced and state is not None:
             state = dataclasses.replace(state, part=reduced[0])
+    return [state]
+
+
+def _reduced_of(operand: Known) -> Replication | None:
+    """What of an operand is reduced: all of it, or a part that was joined before."""
+    state = content_of(operand)
+    if state is None or state.level is Level.REDUCED:
+        return state
+    return state.part
+
+
+def reshaping(frame: Frame, eqn: Equation, operands: list[Known]) -> list[Known]:
+    """The same elements in another shape."""
+    state, before = computed(eqn, operands), content_of(operands[0])
+    if before is not None and before.part is not None and state is not None:
+        state = dataclasses.replace(state, part=before.part)
     return [state]
 
 

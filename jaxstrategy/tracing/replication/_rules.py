@@ -238,6 +238,7 @@ _RULES: dict[str, Rule] = {
     "addupdate": _addupdate,
     "select_n": _select,
     "concatenate": _collectives.joining,
+    "reshape": _collectives.reshaping,
     "mul": _collectives.scaling,
     "div": _collectives.scaling,
     **dict.fromkeys(("empty", "empty2"), _empty),
