@@ -306,6 +306,25 @@ def test_another_argument_is_told_by_name(compiled, w, text):
     train(START, batch)  # and nothing was lost
 
 
+def test_a_smaller_last_batch_of_one_replica_is_refused_with_the_way_out():
+    strategy = replicas(1)
+
+    def means(remainder):
+        dataset = strategy.experimental_distribute_dataset(
+            js.batches(np.arange(5.0, dtype="f"), 2),
+            js.InputOptions(remainder=remainder),
+        )
+        mean = strategy.compile(lambda x: x.mean(), (dataset.element_spec,))
+        return [float(mean(batch)) for batch in dataset]
+
+    with pytest.raises(js.CompiledStepError, match=(
+        r"is float32\[1\], and the step is compiled for float32\[2\].* last batch may "
+        r"have fewer rows.*`js.InputOptions\(remainder=\"drop\"\)` leaves it out"
+    )):  # fmt: skip
+        means("pad")
+    assert means("drop") == [0.5, 2.5]
+
+
 def test_a_batch_without_its_mask_is_told(compiled):
     strategy, train, _ = compiled
     rows = strategy.per_replica([ROWS[:4], ROWS[4:]])

@@ -134,6 +134,7 @@ class PreparedCall:
                     f"{label[0].upper()}{label[1:]} of `{self._name}` is {came}, and "
                     f"the step is compiled for {was}. Call it with what it was "
                     "compiled for, or compile it for this."
+                    + _about_fewer_rows(now[0], known[0])
                 )
         for index, (known, given) in enumerate(zip(self._types, inputs, strict=True)):
             if known[3] is None or known[3].is_equivalent_to(
@@ -203,6 +204,17 @@ def _typed(known: tuple[Any, ...]) -> str:
     shape, dtype, is_weak, _ = known
     weak = ", of the weak type of a Python number" if is_weak else ""
     return array_type(dtype, shape) + weak
+
+
+def _about_fewer_rows(came: tuple[int, ...], wanted: tuple[int, ...]) -> str:
+    """Advice where an array has fewer rows, as the last batch of a dataset may."""
+    is_same = len(came) == len(wanted) > 0 and came[1:] == wanted[1:]
+    if not is_same or came[0] >= wanted[0]:
+        return ""
+    return (
+        " A dataset's last batch may have fewer rows, which one replica takes as they "
+        'are: `js.InputOptions(remainder="drop")` leaves it out.'
+    )
 
 
 def _placed(sharding: Any) -> str:
