@@ -162,9 +162,9 @@ class Program:
 
         Its value is the trace, and where each argument lies.
         """
+        leaves = [self._as_placed(index, leaf) for index, leaf in enumerate(leaves)]
         # `eval_shape` keeps the weak types of Python's numbers, as a call passes them:
         # without them, this would be another program than the call's.
-        leaves = [self._as_placed(index, leaf) for index, leaf in enumerate(leaves)]
         types = jax.eval_shape(list, leaves)
         self._placement.check_types(types)
         with self._one_tracer:
