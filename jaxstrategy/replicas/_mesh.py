@@ -15,7 +15,7 @@ from typing import Any, TypeGuard
 import jax
 import numpy as np
 from jax import lax
-from jax.core import Tracer
+from jax.core import Tracer, eval_context
 from jax.sharding import (
     AbstractMesh,
     AxisType,
@@ -162,7 +162,32 @@ def _placed(
     # NumPy has 64 bits for a number of Python.
     host = np.asarray(_overflow.array_of(value) if isinstance(value, int) else value)
     dtype = jax.dtypes.canonicalize_dtype(host.dtype)
-    return put(host.astype(dtype, copy=False), sharding)
+    found = put(host.astype(dtype, copy=False), sharding)
+    return _as_number(found, sharding) if _is_number(value) else found
+
+
+def _is_number(value: ArrayLike) -> bool:
+    """Whether `value` gives way to the dtypes of arrays, as Python's numbers do."""
+    if isinstance(value, jax.Array):
+        return value.ndim == 0 and value.weak_type
+    return type(value) in (int, float, complex)
+
+
+def _as_number(array: jax.Array, sharding: Sharding) -> jax.Array:
+    """An array of one number, as JAX has it of a number of Python.
+
+    What comes from NumPy has no weak type, and JAX gives one to numbers of Python only.
+    Without, `bfloat16` times a number would be `float32` as soon as there are several
+    processes.
+    """
+    with eval_context():
+        number = _itself(sharding)(array.addressable_data(0).item())
+    return number if number.dtype == array.dtype else array
+
+
+@functools.cache
+def _itself(sharding: Sharding) -> Callable[[complex], jax.Array]:
+    return jax.jit(lambda number: number, out_shardings=sharding)
 
 
 def _put_own_part(host: np.ndarray, sharding: Sharding) -> jax.Array:

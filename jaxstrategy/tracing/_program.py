@@ -43,7 +43,6 @@ from jaxstrategy.tracing.functions import _callbacks
 from jaxstrategy.tracing.stages._placement import Placement
 from jaxstrategy.tracing.stages._stage import Stage, overridden
 from jaxstrategy.tracing.stages._variables import VariableArguments
-from jaxstrategy.values import _arrays
 from jaxstrategy.values._types import Leaf, PyTree
 from jaxstrategy.variables import _access, _cell
 
@@ -162,7 +161,6 @@ class Program:
 
         Its value is the trace, and where each argument lies.
         """
-        leaves = [self._as_placed(index, leaf) for index, leaf in enumerate(leaves)]
         # `eval_shape` keeps the weak types of Python's numbers, as a call passes them:
         # without them, this would be another program than the call's.
         types = jax.eval_shape(list, leaves)
@@ -181,21 +179,6 @@ class Program:
             ]
             with self._handover.of(lambda: step):
                 yield step, placed
-
-    def _as_placed(self, index: int, leaf: Leaf) -> Leaf:
-        """A number of Python as its dtype, where placing it makes it one.
-
-        Over several processes arrays are made by NumPy, which has no weak types.
-        """
-        if _arrays.is_placed(leaf):
-            return leaf
-        if self._placement.wanted(index, leaf).is_fully_addressable:
-            return leaf
-        of_type = jax.eval_shape(list, [leaf])[0]
-        if not of_type.weak_type:
-            return leaf
-        where = getattr(leaf, "sharding", None)
-        return jax.ShapeDtypeStruct(of_type.shape, of_type.dtype, sharding=where)
 
     def _trace_in_call(self, leaves: Sequence[Leaf]) -> TracedStep | None:
         """A trace for a call that was dispatched as it is; None if it must be placed.
