@@ -28,7 +28,7 @@ _REGISTERED = """
     random_fold_in random_gamma random_seed random_split real reduce reduce_and
     reduce_or reduce_precision reduce_prod
     reduce_window reduce_window_max reduce_window_min reduce_window_sum reduce_xor
-    regularized_incomplete_beta rem reshape rev rng_bit_generator round rsqrt scatter
+    regularized_incomplete_beta rem rev rng_bit_generator round rsqrt scatter
     scatter-add scatter-max scatter-min scatter-mul schur select_and_gather_add
     select_and_scatter select_and_scatter_add sharding_constraint shift_left
     shift_right_arithmetic shift_right_logical sign sin sinh slice sort sqrt square
