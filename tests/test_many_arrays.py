@@ -6,7 +6,7 @@ import pytest
 
 import jaxstrategy as js
 from jaxstrategy.executors._compiled import CompiledExecutor
-from jaxstrategy.strategies import _many_leaves
+from jaxstrategy.strategies import _local_versions, _many_leaves
 from jaxstrategy.tracing import _many
 
 
@@ -131,6 +131,23 @@ def test_a_wide_tree_is_gathered_in_parts(strategy, monkeypatch):
     tree["x3"] = strategy.per_replica([1.0, 2.0])
     with pytest.raises(ValueError, match="Scalars cannot be joined along an axis"):
         strategy.gather(tree)
+
+
+def test_the_versions_of_a_wide_tree_are_read_in_parts(strategy, monkeypatch):
+    monkeypatch.setattr(_many_leaves, "_AT_ONCE", 3)
+    tree, rows = wide_tree(strategy, 8, [(2, 2), (1, 4)])
+    sizes = []
+    everywhere = _local_versions._everywhere
+
+    def noted(values, own):
+        sizes.append(len(values))
+        return everywhere(values, own)
+
+    monkeypatch.setattr(_local_versions, "_everywhere", noted)
+    for index, version in enumerate(strategy.experimental_local_results(tree)):
+        for name, row in rows.items():
+            np.testing.assert_array_equal(version[name], row[index])
+    assert sum(sizes) == 8 and max(sizes) <= 3
 
 
 def test_leaves_of_rare_types_are_reduced_one_by_one(strategy, monkeypatch):
