@@ -1,0 +1,91 @@
+"""The table of old names: each leads to something that is here, and none is missing."""
+
+import functools
+import importlib
+import inspect
+
+import pytest
+from helpers.oracle import recorded
+
+from jaxstrategy.compat.port._names import NAMES, ROWS, row_of
+
+SYMBOLS = recorded("tf_surface.json")["symbols"]
+# What `tf.contrib.distribute` of TensorFlow 1.12 exports, and functions of its modules.
+OF_2018 = """
+AllReduceCrossTowerOps CollectiveAllReduceStrategy CrossTowerOps DistributeConfig
+DistributionStrategy MirroredStrategy Monitor OneDeviceStrategy ParameterServerStrategy
+ReductionToOneDeviceCrossTowerOps Step StandardInputStep StandardSingleLossStep
+TowerContext TPUStrategy get_cross_tower_context get_distribution_strategy
+get_loss_reduction get_tower_context has_distribution_strategy require_tower_context
+run_standard_tensorflow_server UpdateContext get_update_device increment_var
+""".split()
+
+
+def found_at(place):
+    """What has this name; an AttributeError if nothing has."""
+    parts = place.split(".")
+    for end in range(len(parts), 0, -1):
+        try:
+            module = importlib.import_module(".".join(parts[:end]))
+        except ModuleNotFoundError:
+            continue
+        return functools.reduce(getattr, parts[end:], module)
+
+
+@pytest.mark.parametrize("name", SYMBOLS)
+def test_each_public_name_of_tensorflow_has_a_row(name):
+    assert name in NAMES
+
+
+@pytest.mark.parametrize("name", OF_2018)
+def test_each_public_name_of_2018_has_a_row(name):
+    assert f"tf.contrib.distribute.{name}" in NAMES
+
+
+def test_names_lead_to_what_is_here():
+    for row in ROWS:
+        if row.new is not None:
+            assert found_at(row.new) is not None, row
+
+
+def test_no_name_has_two_rows():
+    assert len({row.old for row in ROWS}) == len(ROWS)
+
+
+def test_what_is_not_here_has_advice():
+    for row in ROWS:
+        assert row.new is not None or len(row.text) > 15, row
+        assert "\n" not in row.text and not row.text.endswith("."), row
+
+
+def test_forms_of_calls_are_those_of_the_new_function():
+    for row in ROWS:
+        if row.form is None or row.new is None:
+            continue
+        try:
+            parameters = inspect.signature(found_at(row.new)).parameters
+        except (TypeError, ValueError):
+            continue
+        kinds = [p.kind for p in parameters.values()]
+        if inspect.Parameter.VAR_POSITIONAL not in kinds:
+            by_place = [
+                kind
+                for kind in kinds
+                if kind
+                in (
+                    inspect.Parameter.POSITIONAL_ONLY,
+                    inspect.Parameter.POSITIONAL_OR_KEYWORD,
+                )
+            ]
+            assert row.form.positional <= len(by_place), row
+        for name in filter(None, row.form.keywords.values()):
+            kind = parameters[name].kind
+            assert kind is not inspect.Parameter.POSITIONAL_ONLY, row
+
+
+def test_the_nearest_row_counts():
+    assert row_of("tf.keras.optimizers.Adam").old == "tf.keras.optimizers"
+    assert row_of("tf.keras.Model").old == "tf.keras"
+    assert row_of("tf.distribute.MirroredStrategy.run").new is not None
+    assert row_of("tf.distribute.NoSuchName").old == "tf"
+    assert row_of("tf.float32.max").old == "tf"

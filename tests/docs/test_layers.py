@@ -1,0 +1,142 @@
+"""Imports point down only: the layers of the package, from the ground up."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import jaxstrategy
+
+PACKAGE = Path(jaxstrategy.__file__).parent
+
+FLOORS = [
+    "text",
+    "charts",
+    "_errors",
+    "_lazy_names",
+    "_version",
+    "cluster",
+    "cluster_resolver",
+    "launch",
+    "_options",
+    "_communication_options",
+    "replicas",
+    "tpu",
+    "values",
+    "reductions",
+    "contexts",
+    "parameter_servers",
+    "rpc",
+    "sharded",
+    "masks",
+    "inputs",
+    "variables",
+    "tracing",
+    "executors",
+    "scheduled",
+    "checkpoint",
+    "profiling",
+    "visualization",
+    "strategies",
+    "preemption",
+    "coordinator",
+    "flax",
+    "keras",
+    "training",
+    "optax",
+    "experimental",
+    "compat",
+    "__init__",
+    "demo",
+    "doctor",
+]
+
+
+# Folders of `compat` in which classes are called as TensorFlow calls them.
+
+
+def floor(path):
+    return path.relative_to(PACKAGE).with_suffix("").parts[0]
+
+
+def imported(path):
+    """Every module of the package that the file imports, local imports included."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} imports relatively"
+            parts = (node.module or "").split(".")
+            if parts[0] != "jaxstrategy":
+                continue
+            folder = PACKAGE.joinpath(*parts[1:])
+            for alias in node.names:
+                known = (folder / f"{alias.name}.py").exists()
+                known |= (folder / alias.name).is_dir()
+                yield f"{node.module}.{alias.name}" if known else node.module
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.split(".")[0] == "jaxstrategy":
+                    yield alias.name
+
+
+def test_imports_point_down():
+    for path in PACKAGE.rglob("*.py"):
+        own = FLOORS.index(floor(path))
+        for name in imported(path):
+            layer = f"{name}.__init__".split(".")[1]
+            assert FLOORS.index(layer) <= own, f"{path} imports {name}, above it"
+
+
+def test_there_are_no_circles():
+    graph = {}
+    for path in PACKAGE.rglob("*.py"):
+        parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+        name = ".".join(parts).removesuffix(".__init__")
+        graph[name] = {n for n in imported(path) if n != name}
+    done, open_ = set(), []
+
+    def visit(name):
+        assert name not in open_, " -> ".join([*open_, name])
+        if name in done or name not in graph:
+            return
+        open_.append(name)
+        for other in graph[name]:
+            visit(other)
+        open_.pop()
+        done.add(name)
+
+    for name in graph:
+        visit(name)
+
+
+def test_no_private_jax_module_is_used():
+    for path in PACKAGE.rglob("*.py"):
+        assert "jax._src" not in path.read_text(), path
+
+
+def test_importing_touches_no_device_no_thread_and_no_extra():
+    code = """
+import sys, threading
+import jax, numpy
+before = set(sys.modules)
+threads = threading.active_count()
+import jaxstrategy
+new = {name.split(".")[0] for name in set(sys.modules) - before}
+extras = {"flax", "optax", "sklearn", "matplotlib", "rich", "orbax", "grain", "torch"}
+extras |= {"datasets", "tensorflow", "torchdata", "tensorboardX", "tensorstore", "ray"}
+extras |= {"clu", "keras", "kubernetes", "libcst", "mlflow", "trackio", "wandb"}
+assert not new & extras, new & extras
+assert threading.active_count() == threads
+default = jaxstrategy.get_strategy()
+assert default.num_replicas_in_sync == default.replicas.count == 1
+jax.config.update("jax_num_cpu_devices", 3)  # an error once a device was touched
+assert len(jax.devices("cpu")) == 3
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_every_public_name_is_documented():
+    for name in dir(jaxstrategy):
+        if not name.startswith("_") and not isinstance(
+            getattr(jaxstrategy, name), type(sys)
+        ):
+            assert getattr(jaxstrategy, name).__doc__, name

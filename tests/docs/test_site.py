@@ -1,0 +1,189 @@
+"""The site of `make docs`: whole, without warnings, and right in a real browser."""
+
+import doctest
+import importlib
+import json
+import re
+import subprocess
+import sys
+from collections import Counter
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+from helpers import browsed
+from test_docstrings import NAMES
+
+FOLDER = Path(__file__).parents[2] / "notebooks"
+EXTENSIONS = ["api_entries", "api_links", "docstring_markup", "outer_links"]
+ENTRIES = re.compile(r"^\.\. entries:: (\S+)\n\n((?:   \w+\n)+)", re.MULTILINE)
+PHONE, DESKTOP = 390, 1280
+
+
+def entries():
+    """The modules and names that the pages of the API have."""
+    for page in sorted((FOLDER / "api").glob("*.rst")):
+        for module, names in ENTRIES.findall(page.read_text()):
+            yield from ((module, name) for name in names.split())
+
+
+def test_each_public_name_has_one_entry():
+    found = Counter(
+        id(getattr(importlib.import_module(module), name)) for module, name in entries()
+    )
+    assert set(found.values()) == {1}
+    absent = [name for name, value in NAMES.items() if id(value) not in found]
+    assert not absent, f"add these to a page of notebooks/api: {absent}"
+
+
+@pytest.mark.parametrize("name", EXTENSIONS)
+def test_examples_of_the_extensions(name, monkeypatch):
+    pytest.importorskip("sphinx", reason="the extra docs is not installed")
+    monkeypatch.syspath_prepend(str(FOLDER / "_extensions"))
+    done = doctest.testmod(importlib.import_module(name))
+    assert done.attempted and not done.failed
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The folder of a site that was built with every warning as an error."""
+    pytest.importorskip("sphinx", reason="the extra docs is not installed")
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "sphinx", "--fail-on-warning", "--keep-going"]
+    command += ["--quiet", "--builder", "html", "--doctree-dir", folder / "doctrees"]
+    command += [FOLDER, folder / "html"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr
+    return folder / "html"
+
+
+def pages(site):
+    return sorted(
+        path.relative_to(site).as_posix()
+        for path in site.rglob("*.html")
+        if not path.is_relative_to(site / "_static")
+    )
+
+
+class Links(HTMLParser):
+    """What a page links to, and the names of its places."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.targets, self.places = [], set()
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        values = dict(attributes)
+        self.places.add(values.get("id"))
+        target = values.get("src" if tag in ("img", "script") else "href")
+        if target is not None and tag in ("a", "img", "link", "script"):
+            self.targets.append(target)
+
+
+def broken(site, page, links):
+    """The links of a page that lead nowhere, or are no addresses."""
+    for target in links[page].targets:
+        parts = urlsplit(target)
+        if parts.scheme or parts.netloc:
+            if parts.scheme not in ("https", "mailto"):
+                yield target
+            continue
+        path = (site / page).parent / unquote(parts.path) if parts.path else site / page
+        if not path.resolve().is_file():
+            yield target
+        elif parts.fragment and path.suffix == ".html":
+            goal = path.resolve().relative_to(site.resolve()).as_posix()
+            if unquote(parts.fragment) not in links[goal].places:
+                yield target
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_no_link_is_broken(site):
+    links = {page: Links((site / page).read_text()) for page in pages(site)}
+    found = {page: list(broken(site, page, links)) for page in links}
+    assert not {page: targets for page, targets in found.items() if targets}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_guides_and_readme_names_are_linked_to_the_api(site):
+    text = (site / "from_tf_distribute.html").read_text()
+    assert 'href="api/' in text
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_every_guide_is_in_the_contents(site):
+    text = (site / "index.html").read_text()
+    guides = [*FOLDER.glob("*.ipynb"), *FOLDER.glob("*.md")]
+    assert all(f'href="{path.stem}.html"' in text for path in guides)
+
+
+@pytest.fixture(scope="module")
+def looks(site, tmp_path_factory):
+    """What each page is like, at both widths and in both themes."""
+    if browsed.CHROMIUM is None:
+        pytest.skip("no Chromium: the pages are not opened in a browser")
+    profile = tmp_path_factory.mktemp("profile")
+    todo = [*pages(site), "search.html?q=accumulate"]
+    found = browsed.browse(site, todo, (PHONE, DESKTOP), profile)
+    assert len(found) == 4 * len(todo)
+    assert all(each["inner"] == each["width"] for each in found if "inner" in each)
+    return found
+
+
+def only(looks, fault):
+    """The pages with a fault, as text."""
+    return "\n".join(
+        json.dumps([each["page"], each["width"], each["theme"], found])
+        for each in looks
+        if (found := fault(each))
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_pages_open_without_errors(looks):
+    assert not only(looks, lambda each: each.get("failed"))
+    assert not only(looks, lambda each: each["complaints"])
+    assert not only(looks, lambda each: each["shown"] != each["theme"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_no_page_scrolls_sideways_on_a_phone(looks):
+    phone = [each for each in looks if each["width"] == PHONE]
+    assert not only(phone, lambda each: each["scrolls"] > PHONE and each["wide"] + [1])
+    assert not only(phone, lambda each: each["wide"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_pictures_suit_white_and_dark_pages(looks):
+    """Transparent, and not all in the page's colour; heat maps have light cells."""
+    assert not only(
+        looks,
+        lambda each: [
+            picture
+            for picture in each["pictures"]
+            if not picture["empty_corners"] or picture["seen"] < 0.05
+        ],
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_words_of_reports_can_be_read(looks):
+    assert not only(looks, lambda each: [text for text in each["texts"] if text[1] < 3])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_search_finds_a_method(looks):
+    found = [each["results"] for each in looks if "?q=" in each["page"]]
+    assert found and all(
+        any("accumulate" in result for result in results) for results in found
+    )

@@ -1,0 +1,425 @@
+"""Twenty steps on 8 replicas are twenty steps on one device.
+
+The oracle is plain JAX, Flax and Optax, jitted on one device with the whole batch; and
+curves recorded from TensorFlow.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen, nnx
+from flax.training import train_state
+from helpers.oracle import recorded
+
+import jaxstrategy as js
+
+STEPS, ROWS, REPLICAS = 20, 16, 8
+CURVES = recorded("mlp_sgd.json")
+
+
+@pytest.fixture(scope="module")
+def eight():
+    return js.MirroredStrategy(jax.devices())
+
+
+def images(seed=0):
+    """`[step, row, ...]` images and labels."""
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(STEPS, ROWS, 6, 6, 1)).astype(np.float32)
+    return x, (x.mean((2, 3, 4)) > 0).astype(np.int32)
+
+
+def distributed(strategy, *arrays):
+    """The rows of one step, divided."""
+    return strategy.per_replica(
+        tuple(a.reshape(REPLICAS, -1, *a.shape[1:]) for a in arrays)
+    )
+
+
+def assert_equal(have, want, tolerance=1e-5):
+    """Float32 parameters after 20 steps."""
+
+    def equal(have, want):
+        assert have.dtype == want.dtype
+        np.testing.assert_allclose(have, want, rtol=0, atol=tolerance)
+
+    have, want = jax.tree.map(np.asarray, (have, want))
+    jax.tree.map(equal, have, want)
+
+
+def cross_entropy(logits, labels):
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+
+
+# A linen network with BatchNorm.
+
+
+class Net(linen.Module):
+    library: Any
+
+    @linen.compact
+    def __call__(self, x, mask=None):
+        x = linen.Conv(4, (3, 3), use_bias=False)(x)
+        x = self.library.BatchNorm(use_running_average=False, momentum=0.9)(
+            x, mask=None if mask is None else mask.reshape(-1, 1, 1, 1)
+        )
+        x = linen.relu(x).mean((1, 2))
+        return linen.Dense(2)(x)
+
+
+class State(train_state.TrainState):
+    batch_stats: Any
+
+
+def created(net, tx):
+    variables = net.init(jax.random.key(0), np.ones((2, 6, 6, 1), np.float32))
+    return State.create(apply_fn=net.apply, tx=tx, **variables)
+
+
+def loss_of(state, params, x, labels, mask=None):
+    logits, changed = state.apply_fn(
+        {"params": params, "batch_stats": state.batch_stats},
+        x,
+        mask,
+        mutable=["batch_stats"],
+    )
+    return cross_entropy(logits, labels), changed["batch_stats"]
+
+
+def alone(tx, masks=None):
+    """The state after 20 steps of Flax's network on one device."""
+
+    @jax.jit
+    def step(state, x, labels):
+        def loss_fn(params):
+            losses, stats = loss_of(state, params, x, labels)
+            return losses.mean(), stats
+
+        grads, stats = jax.grad(loss_fn, has_aux=True)(state.params)
+        return state.apply_gradients(grads=grads, batch_stats=stats)
+
+    state = created(Net(linen), tx)
+    for i, (x, labels) in enumerate(zip(*images(), strict=True)):
+        kept = slice(None) if masks is None else masks[i]
+        state = step(state, x[kept], labels[kept])
+    return state
+
+
+def parts(state):
+    return state.params, state.batch_stats
+
+
+OPTIMIZERS = {
+    "momentum": lambda: optax.sgd(0.2, 0.9),
+    "clipped": lambda: optax.chain(
+        optax.clip_by_global_norm(0.05), optax.sgd(0.5, 0.9)
+    ),
+    "adam": lambda: optax.adam(0.01, eps=1e-3),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "clipped",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("momentum", "adam")),
+    ],
+)
+def test_linen_cnn_with_batchnorm(eight, name):
+    tx = optax.chain(js.optax.all_reduce_gradients(), OPTIMIZERS[name]())
+
+    @eight.run(options=js.RunOptions(donate_argnums=0, expect_mirrored=True))
+    def step(state, x, labels):
+        def loss_fn(params):
+            losses, stats = loss_of(state, params, x, labels)
+            return losses.mean(), stats
+
+        grads, stats = jax.grad(loss_fn, has_aux=True)(state.params)
+        return state.apply_gradients(grads=grads, batch_stats=stats)
+
+    state = eight.init(created, Net(js.flax.linen), tx)
+    for batch in zip(*images(), strict=True):
+        state = step(state, *distributed(eight, *batch))
+    assert_equal(parts(state), parts(alone(OPTIMIZERS[name]())))
+    assert int(state.step) == STEPS
+
+
+def test_uneven_batches_with_masks(eight):
+    """Padded rows are anything: they count in no loss and no BatchNorm."""
+    tx = optax.chain(js.optax.all_reduce_gradients("sum"), optax.sgd(0.2, 0.9))
+
+    @eight.run(options=js.RunOptions(expect_mirrored=True))
+    def step(state, x, labels, mask):
+        real = js.get_replica_context().all_reduce("sum", mask.sum())
+
+        def loss_fn(params):
+            losses, stats = loss_of(state, params, x, labels, mask)
+            loss = js.compute_average_loss(
+                losses, sample_weight=mask, global_batch_size=real
+            )
+            return loss, stats
+
+        grads, stats = jax.grad(loss_fn, has_aux=True)(state.params)
+        return state.apply_gradients(grads=grads, batch_stats=stats)
+
+    sizes = np.array([ROWS, 9])[np.arange(STEPS) % 2]  # the last replicas have no rows
+    masks = np.arange(ROWS) < sizes[:, None]
+    state = eight.init(created, Net(js.flax.linen), tx)
+    for x, labels, mask in zip(*images(), masks, strict=True):
+        x = np.where(mask.reshape(-1, 1, 1, 1), x, 100.0).astype(np.float32)
+        state = step(state, *distributed(eight, x, labels, mask))
+    assert_equal(parts(state), parts(alone(optax.sgd(0.2, 0.9), masks)))
+
+
+# An nnx transformer block.
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs):
+        self.attention = nnx.MultiHeadAttention(
+            2, 8, decode=False, use_bias=False, rngs=rngs
+        )
+        self.norm = nnx.LayerNorm(8, rngs=rngs)
+        self.up = nnx.Linear(8, 16, rngs=rngs)
+        self.down = nnx.Linear(16, 8, rngs=rngs)
+
+    def __call__(self, x):
+        x = x + self.attention(self.norm(x))
+        return x + self.down(nnx.gelu(self.up(self.norm(x))))
+
+
+def sequences():
+    rng = np.random.default_rng(1)
+    x = rng.normal(size=(STEPS, ROWS, 5, 8)).astype(np.float32)
+    return x, np.roll(x, 1, axis=2)
+
+
+def block_step(graph, tx):
+    """Of one device, and of one replica: `tx` may reduce."""
+
+    def step(params, state, x, target):
+        def loss_fn(params):
+            return jnp.square(nnx.merge(graph, params)(x) - target).mean()
+
+        updates, state = tx.update(jax.grad(loss_fn)(params), state, params)
+        return optax.apply_updates(params, updates), state
+
+    return step
+
+
+@pytest.mark.parametrize("multi", [False, True], ids=["each-step", "multi-steps"])
+@pytest.mark.slow
+def test_nnx_transformer_block(eight, multi):
+    graph, params = nnx.split(Block(nnx.Rngs(0)))
+    params = jax.tree.map(np.asarray, params)
+    rest = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(0.01, eps=1e-3))
+    ours = optax.chain(js.optax.all_reduce_gradients(), rest)
+    if multi:
+        rest, ours = optax.MultiSteps(rest, 4), optax.MultiSteps(ours, 4)
+
+    single = jax.jit(block_step(graph, rest))
+    want, state = params, rest.init(params)
+    for batch in zip(*sequences(), strict=True):
+        want, state = single(want, state, *batch)
+
+    options = js.RunOptions(expect_mirrored=(True, not multi))
+    step = eight.run(options=options)(block_step(graph, ours))
+    have, state = eight.mirror((params, ours.init(params)))
+    for batch in zip(*sequences(), strict=True):
+        have, state = step(have, state, *distributed(eight, *batch))
+    assert_equal(have, want)
+
+
+# Loss scaling.
+
+
+def test_loss_scaling_with_skipped_steps(eight):
+    """A scale that is too large at first, and a row that is: both skip these steps."""
+    rng = np.random.default_rng(2)
+    x = rng.normal(size=(STEPS, ROWS, 4)).astype(np.float32)
+    x[7, 3] = 1e20  # overflows on one replica only
+    y = x[..., 0] * 2
+    start = np.zeros(4, np.float32)
+
+    def loss(w, x, y):
+        return jnp.square(x @ w - y).mean()
+
+    want, scale, good, skipped = start, 2.0**127, 0, []
+    gradient = jax.jit(jax.grad(lambda w, s, x, y: s * loss(w, x, y)))
+    for i in range(STEPS):
+        grad = np.asarray(gradient(want, np.float32(scale), x[i], y[i]))
+        if np.isfinite(grad).all():
+            want = want - np.float32(0.1) * (grad / np.float32(scale))
+            good += 1
+            if good == 8:
+                scale, good = scale * 1024, 0
+        else:
+            scale, good = scale / 1024, 0
+            skipped.append(i)
+    assert skipped == [0, 7] and scale == 2.0**117
+
+    @eight.run(options=js.RunOptions(expect_mirrored=True))
+    def step(w, loss_scale, x, y):
+        grad = jax.grad(lambda w: loss_scale.scale(loss(w, x, y)))(w)
+        grad = js.get_replica_context().all_reduce("mean", grad)
+        grad = loss_scale.unscale(grad)
+        finite = js.all_finite(grad)
+        return jnp.where(finite, w - 0.1 * grad, w), loss_scale.adjust(finite), finite
+
+    state = eight.mirror(
+        (start, js.DynamicLossScale(2.0**127, period=8, factor=1024.0))
+    )
+    seen = []
+    for i in range(STEPS):
+        *state, finite = step(*state, *distributed(eight, x[i], y[i]))
+        seen += [] if finite else [i]
+    assert seen == skipped
+    assert_equal(state[0], want)
+    np.testing.assert_array_equal(state[1].loss_scale, np.float32(scale))
+
+
+def test_bfloat16_computing_trains_float32_parameters(eight):
+    """Close to the float32 run, as 8 bits of mantissa allow."""
+    rng = np.random.default_rng(3)
+    x = rng.normal(size=(STEPS, ROWS, 4)).astype(np.float32)
+    y = x @ np.float32([1, -2, 0.5, 0])
+
+    def stepped(dtype):
+        @eight.run(options=js.RunOptions(expect_mirrored=True))
+        def step(w, x, y):
+            def loss_fn(w):
+                half, x16 = js.cast_floating((w, x), dtype)
+                out = x16 @ half
+                assert out.dtype == dtype
+                return jnp.square(out.astype("float32") - y).mean()
+
+            grad = js.get_replica_context().all_reduce("mean", jax.grad(loss_fn)(w))
+            return w - 0.1 * grad
+
+        w = np.zeros(4, np.float32)
+        for i in range(STEPS):
+            w = step(w, *distributed(eight, x[i], y[i]))
+        assert w.dtype == jnp.float32
+        return w
+
+    half, full = stepped(jnp.bfloat16), stepped(jnp.float32)
+    np.testing.assert_allclose(half, full, atol=0.03)
+    assert not np.array_equal(half, full)
+
+
+# Dropout.
+
+
+def dropped(key, ids, x):
+    """Each row with a mask of its own, that of its number in the global batch."""
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(key, ids)
+    layer = linen.Dropout(0.5, deterministic=False)
+    return jax.vmap(lambda key, row: layer.apply({}, row, rngs={"dropout": key}))(
+        keys, x
+    )
+
+
+def dropout_step(key, w, ids, x, y):
+    def loss_fn(w):
+        return jnp.square(dropped(key, ids, x) @ w - y).mean()
+
+    replica = js.get_replica_context()
+    return w - 0.1 * replica.all_reduce("mean", jax.grad(loss_fn)(w))
+
+
+def dropout_run(strategy, seed):
+    """The last weights; keys are folded from a seed and the number of the step."""
+    rng = np.random.default_rng(4)
+    x = rng.normal(size=(STEPS, ROWS, 4)).astype(np.float32)
+    n = strategy.num_replicas_in_sync
+
+    def share(a):
+        return strategy.per_replica(a.reshape(n, -1, *a.shape[1:]))
+
+    step = strategy.run(dropout_step)
+    w, ids = np.zeros(4, np.float32), share(np.arange(ROWS))
+    for i in range(STEPS):
+        key = jax.random.fold_in(jax.random.key(seed), i)
+        w = step(key, w, ids, share(x[i]), share(x[i].sum(-1)))
+    return np.asarray(w)
+
+
+def test_dropout_by_example_is_the_same_on_any_number_of_replicas(eight):
+    one = js.MirroredStrategy(jax.devices()[:1])
+    np.testing.assert_allclose(dropout_run(eight, 0), dropout_run(one, 0), atol=1e-6)
+    np.testing.assert_array_equal(dropout_run(eight, 0), dropout_run(eight, 0))
+    assert np.abs(dropout_run(eight, 0) - dropout_run(eight, 1)).max() > 1e-3
+
+
+def test_the_dropped_numbers_are_bit_by_bit_the_same(eight):
+    x, key = np.ones((ROWS, 32), np.float32), jax.random.key(5)
+    ids, rows = distributed(eight, np.arange(ROWS), x)
+    have = np.asarray(eight.run(dropped, (key, ids, rows)).stacked).reshape(ROWS, 32)
+    np.testing.assert_array_equal(have, jax.jit(dropped)(key, np.arange(ROWS), x))
+    assert len({row.tobytes() for row in have}) == ROWS  # no two rows share a mask
+
+
+def test_dropout_by_replica_differs_between_replicas(eight):
+    @eight.run
+    def step(key, x):
+        key = js.get_replica_context().fold_in(key)
+        layer = linen.Dropout(0.5, deterministic=False)
+        return layer.apply({}, x, rngs={"dropout": key})
+
+    x = np.ones(64, np.float32)
+    masks = np.asarray(step(jax.random.key(0), x).stacked)
+    assert len({mask.tobytes() for mask in masks}) == REPLICAS
+    np.testing.assert_array_equal(masks, step(jax.random.key(0), x).stacked)
+
+
+# TensorFlow's own run, with its way of scaling losses.
+
+
+@pytest.mark.parametrize("n", [1, 2, 8])
+def test_the_curve_of_tensorflow(n):
+    strategy = js.MirroredStrategy(jax.devices()[:n])
+    (want,) = (
+        run
+        for run in CURVES["runs"]
+        if (run["replicas"], run["loss"], run["optimizer"]) == (n, "sum_scaled", "sgd")
+        and run["strategy"] != "central"
+    )
+    tx = optax.chain(js.optax.all_reduce_gradients("sum"), optax.sgd(0.5))
+
+    def wave(size, scale, shift):
+        return 0.3 * np.sin(scale * np.arange(size) + shift).astype(np.float32)
+
+    params = {
+        "W1": wave(60, 0.7, 1).reshape(6, 10),
+        "b1": np.zeros(10, np.float32),
+        "W2": wave(30, 0.7, 2).reshape(10, 3),
+        "b2": np.zeros(3, np.float32),
+    }
+
+    @strategy.run(options=js.RunOptions(expect_mirrored=True))
+    def step(params, state, x, y):
+        def loss_fn(p):
+            hidden = jax.nn.relu(x @ p["W1"] + p["b1"][None])
+            losses = cross_entropy(hidden @ p["W2"] + p["b2"][None], y)
+            return js.compute_average_loss(losses)
+
+        loss, grads = jax.value_and_grad(loss_fn)(params)
+        updates, state = tx.update(grads, state, params)
+        loss = js.get_replica_context().all_reduce("sum", loss)
+        return optax.apply_updates(params, updates), state, loss
+
+    i, j = np.ogrid[:16, :6]
+    losses, state = [], tx.init(params)
+    for k in range(20):
+        x = np.cos(0.37 * (6 * i + j + 13 * k)).astype(np.float32)
+        y = (np.floor(np.abs(3 * x.sum(1))) % 3).astype(np.int32)
+        batch = strategy.per_replica((x.reshape(n, -1, 6), y.reshape(n, -1)))
+        params, state, loss = step(params, state, *batch)
+        losses.append(loss)
+    np.testing.assert_allclose(js.to_host(losses), want["losses"], atol=2e-5)
+    np.testing.assert_allclose(params["W1"].sum(), want["final_w1_sum"], atol=1e-4)
+    np.testing.assert_allclose(params["b2"], want["final_b2"], atol=1e-5)

@@ -1,0 +1,426 @@
+"""`CentralStorageStrategy`, and what every strategy computes with variables."""
+
+import copy
+import gc
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers.cases import slow
+from helpers.oracle import recorded
+from helpers.replicas import ids
+
+import jaxstrategy as js
+
+CURVES = recorded("mlp_sgd.json")
+
+
+def central(devices=("CPU:0", "CPU:1"), home=None):
+    return js.experimental.CentralStorageStrategy(devices, home)
+
+
+@pytest.fixture(
+    params=[(1, None), (2, None), (3, 7), *slow((2, 5), (8, None))],
+    ids=lambda p: f"{p[0]}-home-{p[1]}",
+)
+def storage(request):
+    n, home = request.param
+    return central(jax.devices()[:n], None if home is None else f"CPU:{home}")
+
+
+def variable(strategy, start=0.0, **options):
+    with strategy.scope():
+        return js.Variable(start, **options)
+
+
+# What it is.
+
+
+def test_devices_by_default():
+    strategy = js.experimental.CentralStorageStrategy()
+    assert strategy.devices == tuple(jax.devices())
+    assert strategy.extended.parameter_devices == (jax.devices()[0],)
+    strategy = central(["CPU:3", "CPU:1"])
+    assert strategy.extended.parameter_devices == (jax.devices()[3],)
+    assert strategy.num_replicas_in_sync == 2
+    assert repr(strategy) == "CentralStorageStrategy(2 replicas on cpu:3, cpu:1)"
+
+
+@pytest.mark.parametrize("home", ["CPU:5", "/cpu:5", 5])
+def test_a_parameter_device_of_choice(home):
+    home = jax.devices()[home] if isinstance(home, int) else home
+    strategy = js.experimental.CentralStorageStrategy(["CPU:0", "CPU:1"], home)
+    assert strategy.extended.parameter_devices == (jax.devices()[5],)
+    assert strategy.extended.worker_devices == tuple(jax.devices()[:2])
+    assert variable(strategy).devices == (jax.devices()[5],)
+
+
+@pytest.mark.parametrize("devices, home, error, words", [
+    ([], None, ValueError, "empty|[Nn]o devices"),
+    (["CPU:0", "CPU:0"], None, ValueError, "No duplicates"),
+    (["CPU:99"], None, ValueError, "Unknown device 'CPU:99'"),
+    (["CPU:0"], "CPU:99", ValueError, "Unknown device 'CPU:99'"),
+    (["CPU:0"], 3.5, TypeError, "3.5"),
+])  # fmt: skip
+def test_devices_that_are_none(devices, home, error, words):
+    with pytest.raises(error, match=words):
+        central(devices, home)
+
+
+def test_a_copy_keeps_the_parameter_device():
+    twin = copy.deepcopy(central(home="CPU:5"))
+    assert twin.extended.parameter_devices == (jax.devices()[5],)
+    assert variable(twin, 1.0).devices == (jax.devices()[5],)
+
+
+def test_the_pages_example_prints():
+    strategy = central(home="CPU:5")
+    wanted = "Variable 'v' float32[] mirrored on 1 replica: 3.0"
+    assert str(variable(strategy, 3.0, name="v")) == wanted
+
+
+# Assigning, as TensorFlow's own tests of such variables do.
+
+
+@pytest.mark.parametrize("aggregation, assigned, added", [
+    ("sum", lambda n: n * (n + 1) / 2, lambda n: 10 + n * (n + 1) / 2),
+    ("mean", lambda n: (n + 1) / 2, lambda n: 10 + (n + 1) / 2),
+    ("only_first_replica", lambda n: 1.0, lambda n: 11.0),
+])  # fmt: skip
+def test_replicas_assign_an_aggregate(storage, aggregation, assigned, added):
+    n, x = storage.num_replicas_in_sync, ids(storage, 1.0)
+    v = variable(storage, aggregation=aggregation)
+    assert storage.run(lambda x: v.assign(x), (x,)) == assigned(n)
+    v.assign(10.0)
+    assert storage.run(lambda x: v.assign_add(x), (x,)) == added(n)
+    storage.run(lambda x: v.assign_sub(x), (x,))
+    assert v.value() == 10.0
+    assert v.distributed().devices() == set(storage.extended.parameter_devices)
+
+
+def test_whole_numbers(storage):
+    n = storage.num_replicas_in_sync
+    v = variable(storage, 10, aggregation="sum", dtype=jnp.int32)
+    x = storage.run(lambda x: (x + 1).astype(jnp.int32), (ids(storage),))
+    storage.run(lambda x: v.assign_add(x), (x,))
+    assert v.value() == 10 + n * (n + 1) // 2 and v.dtype == jnp.int32
+    with pytest.raises(ValueError, match="holds int32, which has no aggregation MEAN"):
+        variable(storage, 1, aggregation="mean", dtype=jnp.int32)
+
+
+def test_varying_values_need_an_aggregation():
+    strategy = central()
+    v = variable(strategy, 1.0, name="v")
+    with pytest.raises(ValueError, match="Variable 'v' is mirrored, but .* assigns it"):
+        strategy.run(lambda x: v.assign(x), (ids(strategy),))
+    assert v.value() == 1.0
+
+
+def test_assigning_outside_of_run(storage):
+    v = variable(storage, aggregation="sum")
+    assert v.assign(8.0) == 8.0
+    with storage.scope():
+        v.assign_add(1.0)
+    assert v.value() == 9.0
+    with pytest.raises(ValueError, match="was given a PerReplica"):
+        v.assign(ids(storage))
+    assert storage.run(lambda: v.value()) == 9.0
+
+
+def test_on_read_variables_have_a_copy_with_each_replica(storage):
+    n = storage.num_replicas_in_sync
+    o = variable(storage, 1.0, synchronization="on_read", aggregation="sum")
+    assert o.devices == storage.devices and o.value() == n
+    storage.run(lambda x: o.assign_add(x), (ids(storage, 1.0),))
+    copies = storage.experimental_local_results(o)
+    assert [float(x) for x in copies] == [2.0 + i for i in range(n)]
+    assert all(x.devices() == set(storage.devices) for x in copies)
+    assert o.value() == 2 * n + n * (n - 1) / 2
+    o.assign(n)
+    assert [float(x) for x in storage.experimental_local_results(o)] == [1.0] * n
+
+
+def test_many_kinds_in_one_step(storage):
+    n = storage.num_replicas_in_sync
+    w, unused = variable(storage, 2.0, aggregation="mean"), variable(storage, 5.0)
+    o = variable(storage, synchronization="on_read", aggregation="sum")
+    constant, ordinary = variable(storage, 3.0), js.Variable(1.0)
+
+    @storage.run
+    def step(x):
+        w.assign_add(x * constant)
+        o.assign_add(w.value())
+        ordinary.assign_add(1.0)
+        return w.value(), o.value()
+
+    for _ in range(3):
+        now, _ = step(ids(storage, 1.0))
+    mean = 3 * (n + 1) / 2
+    assert (now, w.value()) == (2 + 3 * mean, 2 + 3 * mean)
+    assert o.value() == n * (3 * 2 + 6 * mean)
+    assert (constant.value(), unused.value(), ordinary.value()) == (3.0, 5.0, 4.0)
+
+
+def test_variables_made_in_the_step(storage):
+    made = []
+
+    @storage.run
+    def step(x):
+        if not made:
+            made.append(js.Variable(lambda: 5.0, aggregation="sum"))
+        return made[0].assign_add(x)
+
+    n = storage.num_replicas_in_sync
+    assert step(ids(storage, 1.0)) == 5 + n * (n + 1) / 2
+    assert step(ids(storage, 1.0)) == 5 + n * (n + 1)
+    assert made[0].devices == storage.extended.parameter_devices
+
+
+def test_steps_compile_once(storage, compilations):
+    v = variable(storage, np.ones(3), aggregation="mean")
+
+    @storage.run
+    def step(x):
+        return v.assign_add(x * jnp.ones(3))
+
+    x = ids(storage)
+    step(x), step(x)
+    compilations()
+    for _ in range(5):
+        step(x)
+    assert compilations() == 0
+
+
+def test_an_error_in_a_step_leaves_variables_as_they_were(storage):
+    v = variable(storage, 1.0)
+
+    @storage.run
+    def step(x):
+        v.assign_add(2.0)
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        step(1.0)
+    assert v.value() == 1.0
+
+
+def test_several_steps_in_one_function_of_the_users_are_refused():
+    strategy = central()
+    v = variable(strategy, 1.0, name="kept")
+
+    @jax.jit
+    def several(x):
+        return strategy.run(lambda x: v.assign_add(x), (x,))
+
+    with pytest.raises(js.PlacementError, match="'kept' lives on cpu:0, not on all"):
+        several(2.0)
+    with pytest.raises(js.PlacementError, match="Call the step outside, or make the"):
+        jax.lax.scan(
+            lambda c, _: (strategy.run(lambda x: v.assign_add(x), (c,)), None),
+            1.0,
+            length=2,
+        )
+    assert v.value() == 1.0
+    assert strategy.run(lambda x: v.assign_add(x), (2.0,)) == 3.0
+
+
+def test_a_loop_inside_the_step(storage):
+    v = variable(storage, 1.0)
+
+    @storage.run
+    def step(x):
+        return jax.lax.scan(lambda c, _: (v.assign_add(c), None), x, length=3)[0]
+
+    assert step(1.0) == 8.0  # 2, 4, 8
+    assert v.value() == 8.0
+
+
+# Memory.
+
+
+def held(marked):
+    """How many arrays of `marked` numbers lie on each device, by its id."""
+    gc.collect()
+    shards = [
+        shard
+        for array in jax.live_arrays()
+        if marked in array.shape and not array.is_deleted()
+        for shard in array.addressable_shards
+        if not shard.data.is_deleted()
+    ]
+    at = {(s.device.id, s.data.unsafe_buffer_pointer()) for s in shards}
+    ids = [device for device, _ in at]
+    return {device: ids.count(device) for device in sorted(set(ids))}
+
+
+@pytest.mark.parametrize("home", [0, 1, 5])
+def test_between_steps_there_is_one_copy(home):
+    strategy, size = central(home=f"CPU:{home}"), 4321 + home
+    v = variable(strategy, np.zeros(size, np.float32), aggregation="mean")
+
+    @strategy.run
+    def step(x):
+        v.assign_add(x * jnp.ones(size))
+
+    x = ids(strategy)
+    for _ in range(3):
+        step(x)
+    jax.block_until_ready(v.value())
+    assert held(size) == {home: 1}  # looked at once: JAX keeps what it has shown
+    assert len(v.distributed().addressable_shards) == 1
+    assert v.distributed().devices() == {jax.devices()[home]}
+    np.testing.assert_allclose(v.numpy(), np.full(size, 1.5))
+
+
+def test_mirrored_variables_have_one_copy_on_each_device(two):
+    v = variable(two, np.zeros(4444, np.float32))
+    step = two.run(lambda x: v.assign_add(x * jnp.ones(4444)) is None)
+    for _ in range(3):
+        step(1.0)
+    jax.block_until_ready(v.value())
+    assert held(4444) == {0: 1, 1: 1}
+
+
+# Training.
+
+
+def batch(step):
+    """TensorFlow's recorded data: see `data` in the JSON."""
+    rows, columns = np.arange(16)[:, None], np.arange(6)[None, :]
+    x = np.cos(0.37 * (6 * rows + columns + 13 * step)).astype(np.float32)
+    y = (np.floor(np.abs(3 * x.sum(1))) % 3).astype(np.int32)
+    return x, y
+
+
+def start():
+    """And its weights."""
+    w1 = 0.3 * np.sin(0.7 * np.arange(60) + 1).reshape(6, 10)
+    w2 = 0.3 * np.sin(0.7 * np.arange(30) + 2).reshape(10, 3)
+    return [a.astype(np.float32) for a in (w1, np.zeros(10), w2, np.zeros(3))]
+
+
+class Training:
+    """A perceptron whose state is in variables, as a TensorFlow program keeps it."""
+
+    def __init__(self, strategy, loss):
+        self.strategy, self.loss = strategy, loss
+        with strategy.scope():
+            names = ("w1", "b1", "w2", "b2")
+            self.weights = [
+                js.Variable(a, name=name)
+                for a, name in zip(start(), names, strict=True)
+            ]
+            counter = {"synchronization": "on_read", "aggregation": "sum"}
+            self.seen = js.Variable(0.0, name="seen", **counter)
+            self.correct = js.Variable(0.0, name="correct", **counter)
+        self.take = strategy.run(self.step)
+
+    def forward(self, x, y):
+        w1, b1, w2, b2 = self.weights
+        hidden = jax.nn.relu(x @ w1.value() + b1.value()[None])
+        logits = hidden @ w2.value() + b2.value()[None]
+        each = -jnp.take_along_axis(jax.nn.log_softmax(logits), y[:, None], 1)
+        loss = each.sum() / 16 if self.loss == "sum_scaled" else each.mean()
+        return loss, logits
+
+    def step(self, x, y):
+        (loss, logits), grads = js.value_and_grad(
+            self.forward, self.weights, has_aux=True
+        )(x, y)
+        self.seen.assign_add(float(len(y)))
+        self.correct.assign_add((logits.argmax(1) == y).sum().astype(jnp.float32))
+        op = "sum" if self.loss == "sum_scaled" else "mean"
+        loss, grads = js.get_replica_context().all_reduce(op, (loss, grads))
+        for weight, grad in zip(self.weights, grads, strict=True):
+            weight.assign_sub(0.5 * grad)
+        return loss
+
+    def run(self, steps):
+        data = self.strategy.experimental_distribute_dataset(
+            [batch(step) for step in range(steps)]
+        )
+        return [float(self.take(x, y)) for x, y in data]
+
+
+MAKE = {
+    "one": lambda n: js.OneDeviceStrategy("CPU:0"),
+    "mirrored": lambda n: js.MirroredStrategy(jax.devices()[:n]),
+    "central": lambda n: central(jax.devices()[:n]),
+}
+SGD = [run for run in CURVES["runs"] if run["optimizer"] == "sgd"]
+
+
+def test_all_of_tensorflows_runs_are_here():
+    cases = {(run["strategy"], run["replicas"], run["loss"]) for run in SGD}
+    counts = {"one": (1,), "mirrored": (2, 4, 8), "central": (2,)}
+    losses = ("sum_scaled", "replica_mean")
+    assert cases >= {(s, n, loss) for s in counts for n in counts[s] for loss in losses}
+    assert len(SGD) == len(CURVES["runs"])
+
+
+def each_run():
+    quick = {
+        ("one", "sum_scaled"),
+        ("mirrored", "sum_scaled"),
+        ("central", "replica_mean"),
+    }
+    for run in SGD:
+        name = f"{run['strategy']}-{run['replicas']}-{run['loss']}"
+        is_quick = (run["strategy"], run["loss"]) in quick and run["replicas"] != 4
+        marks = [] if is_quick else [pytest.mark.slow]
+        yield pytest.param(run, id=name, marks=marks)
+
+
+@pytest.mark.parametrize("run", list(each_run()))
+def test_training_follows_tensorflows_curve(run):
+    strategy = MAKE[run["strategy"]](run["replicas"])
+    assert strategy.num_replicas_in_sync == run["replicas"]
+    training = Training(strategy, run["loss"])
+    losses = training.run(run["steps"])
+    np.testing.assert_allclose(losses, run["losses"], atol=2e-5, rtol=0)
+    w1, _, _, b2 = training.weights
+    np.testing.assert_allclose(w1.numpy().sum(), run["final_w1_sum"], atol=1e-4)
+    np.testing.assert_allclose(b2.numpy(), run["final_b2"], atol=2e-5)
+    assert training.seen.value() == run["seen"] == 320.0
+    assert training.correct.value() == run["correct"] == 163.0
+
+
+def numpy_losses(steps):
+    """The same training in NumPy, on the whole batch."""
+    w1, b1, w2, b2 = (a.astype(np.float64) for a in start())
+    losses = []
+    for step in range(steps):
+        x, y = batch(step)
+        hidden = np.maximum(x @ w1 + b1, 0)
+        logits = hidden @ w2 + b2
+        p = np.exp(logits - logits.max(1, keepdims=True))
+        p /= p.sum(1, keepdims=True)
+        losses.append(-np.log(p[np.arange(16), y]).mean())
+        p[np.arange(16), y] -= 1
+        p /= 16
+        back = (p @ w2.T) * (hidden > 0)
+        w2, b2 = w2 - 0.5 * hidden.T @ p, b2 - 0.5 * p.sum(0)
+        w1, b1 = w1 - 0.5 * x.T @ back, b1 - 0.5 * back.sum(0)
+    return losses, w1
+
+
+@pytest.mark.parametrize(
+    "n, home",
+    [
+        (2, 5),
+        pytest.param(4, 3, marks=pytest.mark.slow),
+        *(pytest.param(n, 0, marks=pytest.mark.slow) for n in (1, 2, 8)),
+    ],
+)
+def test_central_storage_computes_what_mirroring_does(n, home):
+    stored = Training(central(jax.devices()[:n], f"CPU:{home}"), "replica_mean")
+    mirrored = Training(js.MirroredStrategy(jax.devices()[:n]), "replica_mean")
+    losses = stored.run(8)
+    assert losses == mirrored.run(8)
+    for ours, theirs in zip(stored.weights, mirrored.weights, strict=True):
+        np.testing.assert_array_equal(ours.numpy(), theirs.numpy())
+        assert ours.devices == (jax.devices()[home],)
+    expected, w1 = numpy_losses(8)
+    np.testing.assert_allclose(losses, expected, atol=2e-5)
+    np.testing.assert_allclose(stored.weights[0].numpy(), w1, atol=2e-5)
