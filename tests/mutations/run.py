@@ -223,7 +223,7 @@ def _run(root: pathlib.Path, tests: list[str], limit: float) -> str | None:
     ]
     process = subprocess.Popen(
         command, cwd=root, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        start_new_session=True,
+        start_new_session=True, env={**os.environ, "PYTHONPATH": str(root)},
     )  # fmt: skip
     try:
         output, _ = process.communicate(timeout=limit)
