@@ -326,6 +326,7 @@ def fail_to_save(folder):
 def test_failed_saves_leave_neither_coroutines_nor_threads(tmp_path):
     told = subprocess.run(
         [sys.executable, "-W", "error", __file__, str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},  # `helpers`
         capture_output=True,
         text=True,
         timeout=120,

@@ -369,6 +369,7 @@ def kill_savers(root):
 def run_script(*args):
     done = subprocess.run(
         [sys.executable, __file__, *map(str, args)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},  # `helpers`
         capture_output=True,
         text=True,
         timeout=DEADLINE,
