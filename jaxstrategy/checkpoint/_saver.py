@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import threading
+import weakref
 from collections.abc import Mapping
 from typing import final
 
@@ -50,6 +52,8 @@ class Saver:
         self._unfinished = ""  # the folder that is written into
         self._failure: Exception | None = None
         self.own: set[int] = set()
+        if asynchronous:
+            _finish_at_exit(self)
 
     def save(
         self, step: int, state: PyTree, metrics: dict[str, float], extra: Json
@@ -194,6 +198,26 @@ class Saver:
             self.wait()
         finally:
             self._backend.close()
+
+
+def _finish_at_exit(saver: Saver) -> None:
+    """Let a program that ends finish its files before Orbax's executors end.
+
+    Executors end with the main thread, by the same function of `threading`: before what
+    `atexit` calls, and before threads are waited for. Nothing public comes earlier.
+    """
+    alive = weakref.ref(saver)
+
+    def finish() -> None:
+        if (saver := alive()) is None or saver._thread is None:
+            return
+        saver._thread.join()
+        try:
+            saver.raise_failure(is_over=True)
+        except CheckpointError as error:  # nobody is left to catch it
+            print(error, file=sys.stderr)
+
+    threading._register_atexit(finish)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _leaves(entries: Mapping[str, Entry]) -> list[str]:

@@ -35,6 +35,7 @@ from jaxstrategy.coordinator._worker_states import (
     WorkerStates,
 )
 from jaxstrategy.coordinator._worker_thread import WorkerThread
+from jaxstrategy.launch._late_threads import started
 from jaxstrategy.parameter_servers._abstract_worker import AbstractWorkerBackend
 from jaxstrategy.parameter_servers._worker_resource import WorkerResource
 from jaxstrategy.text._user_code import warn
@@ -304,4 +305,4 @@ def end_later(scheduler: Scheduler) -> None:
     The garbage collector may call this in the middle of what holds their locks.
     """
     atexit.unregister(scheduler.stop)
-    threading.Thread(target=scheduler.stop, daemon=True).start()
+    started(threading.Thread(target=scheduler.stop, daemon=True))

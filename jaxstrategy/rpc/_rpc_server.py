@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any, Self, final
 
 from jaxstrategy.cluster.connections._secret import Secret
+from jaxstrategy.launch._late_threads import started
 from jaxstrategy.parameter_servers.wire._listener import Listener
 from jaxstrategy.parameter_servers.wire._responder import Responder
 from jaxstrategy.parameter_servers.wire._stream import Stream
@@ -213,6 +214,11 @@ def _end(listener: Listener, responder: Responder) -> None:
 
 def _end_later(listener: Listener, responder: Responder) -> None:
     # The collector may run in any thread, also in one that holds a lock of these.
-    threading.Thread(
-        target=_end, args=(listener, responder), name="jaxstrategy rpc end", daemon=True
-    ).start()
+    started(
+        threading.Thread(
+            target=_end,
+            args=(listener, responder),
+            name="jaxstrategy rpc end",
+            daemon=True,
+        )
+    )

@@ -30,12 +30,20 @@ class Children:
         _all.add(self)
 
     def start(self, make: Callable[[Guard], ChildProcess]) -> ChildProcess | None:
-        """A new child; None once all were ended."""
+        """A new child; None once all were ended, or the main thread has."""
         with self._lock:
-            if self._is_closed:
+            if self._is_closed or not threading.main_thread().is_alive():
                 return None
             self._living = [each for each in self._living if each.end is None]
-            self._living.append(child := make(self._guard))
+            try:
+                child = make(self._guard)
+            except RuntimeError:
+                # Since Python 3.12 an ending interpreter starts no thread; the guard
+                # ends what the child has begun.
+                if threading.main_thread().is_alive():
+                    raise
+                return None
+            self._living.append(child)
         return child
 
     def close(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import final
@@ -134,7 +135,7 @@ class RayTasks:
         ended: Ended,
     ) -> RayTask | None:
         """A process; None, with the reason kept, if there is none."""
-        if self._is_closed:
+        if self._is_closed or not threading.main_thread().is_alive():
             return None
         try:
             task = RayTask(

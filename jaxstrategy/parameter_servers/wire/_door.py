@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable
 from typing import final
 
+from jaxstrategy.launch._late_threads import started
 from jaxstrategy.parameter_servers.wire._stream import LARGEST, Stream, limit_silence
 
 PATIENCE = 10.0
@@ -92,12 +93,14 @@ def attended(
             if what == _STREAM:
                 take(Stream(given, largest=largest))
             else:
-                threading.Thread(
+                thread = threading.Thread(
                     target=attended,
                     args=(given, take, largest),
                     name="jaxstrategy door",
                     daemon=True,
-                ).start()
+                )
+                if not started(thread):
+                    given.close()
 
 
 def _received(sock: socket.socket) -> tuple[bytes, socket.socket | None]:

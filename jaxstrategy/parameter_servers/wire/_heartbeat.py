@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import final
 
+from jaxstrategy.launch._late_threads import started
 from jaxstrategy.parameter_servers.wire._frame import WireFrame
 from jaxstrategy.parameter_servers.wire._kinds import Kind
 from jaxstrategy.parameter_servers.wire._stream import Stream
@@ -62,10 +63,12 @@ class Heartbeat:
                 return
             self._busy[id(stream)] = _Busy(stream, pause, on_lost)
             if self._thread is None:
-                self._thread = threading.Thread(
+                thread = threading.Thread(
                     target=self._run, name="jaxstrategy heartbeat", daemon=True
                 )
-                self._thread.start()
+                if not started(thread):
+                    return
+                self._thread = thread
             self._lock.notify()
 
     def remove(self, stream: Stream) -> None:

@@ -15,6 +15,7 @@ from jaxstrategy.cluster.connections import _secret
 from jaxstrategy.cluster.connections._fields import Message
 from jaxstrategy.cluster.connections._secret import Secret
 from jaxstrategy.cluster.connections._wire import address_of, endpoint, tune
+from jaxstrategy.launch._late_threads import started
 from jaxstrategy.parameter_servers.wire import _handshake
 from jaxstrategy.parameter_servers.wire._stream import LARGEST, Stream
 
@@ -133,11 +134,10 @@ class Listener:
 
         thread = threading.Thread(target=run, name="jaxstrategy listener", daemon=True)
         with self._lock:
-            if self._is_closed:
+            if self._is_closed or not started(thread):
                 sock.close()
-                return
-            self._threads[thread] = sock
-            thread.start()
+            else:
+                self._threads[thread] = sock
 
 
 def dialled(

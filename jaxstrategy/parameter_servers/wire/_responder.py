@@ -14,6 +14,7 @@ from jaxstrategy.cluster.connections._secret import (
     NETWORK,
     VARIABLE,
 )
+from jaxstrategy.launch._late_threads import started
 from jaxstrategy.parameter_servers.wire import _remote_error
 from jaxstrategy.parameter_servers.wire._frame import Fields, FrameError, WireFrame
 from jaxstrategy.parameter_servers.wire._heartbeat import LONGEST_PATIENCE, Heartbeat
@@ -52,11 +53,10 @@ class Responder:
             target=self._run, args=(stream,), name="jaxstrategy responder", daemon=True
         )
         with self._lock:
-            if self._is_closed:
+            if self._is_closed or not started(thread):
                 stream.close()
-                return
-            self._threads[thread] = stream
-            thread.start()
+            else:
+                self._threads[thread] = stream
 
     def serve(self, stream: Stream) -> None:
         """Answer what comes over a stream, in this thread, until that is closed."""
