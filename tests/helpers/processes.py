@@ -29,3 +29,18 @@ def stop(pid):
     while not all(state in "TZX" for state in states_of(pid)):
         assert time.monotonic() < end, states_of(pid)
         time.sleep(0.001)
+
+
+def children(parent=None):
+    """Workers and parameter servers that a process has started: the newest by name."""
+    found = {}
+    for path in pathlib.Path("/proc").glob("[0-9]*"):
+        try:
+            name = (path / "cmdline").read_text().rstrip("\0").rpartition("\0")[2]
+            status = (path / "stat").read_text().rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if name.startswith(("worker ", "parameter server ")) and status[0] not in "ZX":
+            if int(status[1]) == (parent or os.getpid()):
+                found[name] = max(int(path.name), found.get(name, 0))
+    return found

@@ -6,6 +6,7 @@ import harness
 import pytest
 
 from jaxstrategy.cluster.board._shared_board import Board
+from jaxstrategy.cluster.connections._secret import Secret
 from jaxstrategy.cluster.meeting import _rendezvous
 
 
@@ -46,6 +47,32 @@ def join():
 
 
 @pytest.fixture
+def attend(address, join):
+    """`attend(index)` meets the others, as one of a job of two."""
+
+    def attended(index, count=2, word="", seconds=20, at=None, job=""):
+        told = {"host": f"h{index}", "pid": index, "versions": harness.VERSIONS}
+        told["job"] = job
+        return join(index, count, at or address, seconds, told, None, Secret(word))
+
+    return attended
+
+
+@pytest.fixture
+def board():
+    """`board(meeting)`, which leaves after the test."""
+    made = []
+
+    def of(meeting, **options):
+        made.append(Board(meeting, **options))
+        return made[-1]
+
+    yield of
+    for each in reversed(made):  # process 0 waits for the others
+        each.fail("the test is over")
+
+
+@pytest.fixture
 def meet(address, join):
     """Has several processes meet, played by threads; what each got or raised.
 
@@ -78,16 +105,11 @@ def meet(address, join):
 
 
 @pytest.fixture
-def boards(meet):
+def boards(meet, board):
     """Boards of `count` processes, all in this one."""
-    made = []
 
     def of(count, **options):
         meetings = meet(*({"index": k, "count": count} for k in range(count)))
-        boards = [Board(meeting, **options) for meeting in meetings]
-        made.extend(boards)
-        return boards
+        return [board(meeting, **options) for meeting in meetings]
 
-    yield of
-    for board in reversed(made):  # process 0 waits for the others
-        board.fail("the test is over")
+    return of

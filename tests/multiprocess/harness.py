@@ -70,6 +70,12 @@ def until(claim, seconds=20):
         time.sleep(0.01)
 
 
+def meets(zero, attend, **options):
+    """Whether a job of two still meets when its own process 1 comes."""
+    one = attend(1, **options)
+    return len(zero.result(10).members) == len(one.members) == 2
+
+
 def free_address():
     with socket.socket() as reserved:
         reserved.bind(("127.0.0.1", 0))

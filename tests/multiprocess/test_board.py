@@ -2,13 +2,11 @@
 
 import os
 import signal
-import threading
 
 import pytest
 from harness import STATUS, until
 
 from jaxstrategy import ClusterError
-from jaxstrategy.cluster.board._board import LoneBoard
 from jaxstrategy.cluster.board._shared_board import Board
 
 
@@ -29,35 +27,9 @@ def test_what_one_puts_all_get(boards):
         assert board.get(f"key {board.index}") == {"a": [1, None, "x"]}
 
 
-def test_the_last_value_put_counts(boards):
-    zero, one = boards(2)
-    zero.put("key", 1)
-    zero.put("key", 2)
-    assert zero.get("key") == 2 and one.get("key") == 2
-
-
-def test_get_waits_for_put(boards, pool):
-    zero, one = boards(2)
-    got = pool.submit(one.get, "later")
-    until(lambda: zero._hub._asked.get("later"))
-    assert not got.done()
-    zero.put("later", 5)
-    assert got.result(10) == 5
-
-
 def test_a_value_that_nobody_puts(boards):
     with pytest.raises(ClusterError, match="Nobody has put 'key' .* within 0.1 s"):
         boards(2)[1].get("key", 0.1)
-
-
-def test_gather_is_in_the_order_of_the_ids(boards, pool):
-    made = boards(4)
-    for order in ((0, 1, 2, 3), (3, 2, 1, 0), (2, 0, 3, 1)):
-        calls = []
-        for number, index in enumerate(order):
-            until(lambda number=number: waiting(made[0], "steps") == number)
-            calls.append(pool.submit(made[index].gather, "steps", index * 10))
-        assert [call.result(10) for call in calls] == [[0, 10, 20, 30]] * 4
 
 
 def test_gathers_of_one_key_meet_in_order(boards, pool):
@@ -70,15 +42,6 @@ def test_gathers_of_one_key_meet_in_order(boards, pool):
     wanted = [[turn, 10 * turn] for turn in range(5)]
     assert [one.gather("key", 10 * turn) for turn in range(5)] == wanted
     assert [call.result(10) for call in calls] == wanted
-
-
-def test_gathers_of_several_keys_at_once(boards, pool):
-    made = boards(2)
-    keys = [f"key {k}" for k in range(6)]
-    # Each process in an order of its own.
-    calls = [(made[0], key) for key in keys] + [(made[1], key) for key in keys[::-1]]
-    got = pool.map(lambda call: call[0].gather(call[1], call[1]), calls)
-    assert list(got) == [[call[1]] * 2 for call in calls]
 
 
 def test_gather_names_who_does_not_come(boards, pool):
@@ -111,15 +74,6 @@ def test_who_compiles_is_waited_for(boards, pool):
     one.status = lambda: STATUS
     with pytest.raises(ClusterError, match="Waited 0.3 s in 'key' for process 1"):
         late.result(10)
-
-
-def test_barrier_waits_for_all(boards, pool):
-    zero, one = boards(2)
-    came = pool.submit(one.barrier, "here")
-    until(lambda: waiting(zero, "barrier: here"))
-    assert not came.done()
-    zero.barrier("here")
-    came.result(10)
 
 
 def test_what_is_not_json_is_refused(boards):
@@ -214,17 +168,6 @@ def test_a_failure_is_told_in_its_own_words(boards):
     assert told == ([wanted], [wanted])
 
 
-def test_process_0_fails_in_its_own_words(boards):
-    zero, one = boards(2)
-    told = departures(one)
-    ended = threading.Thread(target=zero.fail, args=("OSError: disk full",))
-    ended.start()
-    until(lambda: told)
-    assert told == ["process 0 (host host0, pid 100) failed: OSError: disk full"]
-    one.close()
-    ended.join(10)
-
-
 def test_states_say_where_all_are(boards):
     zero, one = boards(2)
     one.status = lambda: STATUS | {"step": 7}
@@ -250,41 +193,6 @@ def test_who_does_not_answer_counts_as_dead(meet):
         zero.gather("key", 1, 10)
     stopped.close()
     zero.fail("over")
-
-
-def test_process_0_that_does_not_answer_is_noticed(meet):
-    silent, meeting = meet({"index": 0, "count": 2}, {"index": 1, "count": 2})
-    one = Board(meeting, silence_seconds=0.2)
-    until(lambda: one.process_0_is_silent)
-    one.forgive_silence()
-    assert not one.process_0_is_silent
-    with pytest.raises(ClusterError, match="Waited 0.1 s in 'key' for process 0"):
-        one.gather("key", 1, 0.1)
-    with pytest.raises(ClusterError, match="which knows where all are, has not answe"):
-        one.states()
-    silent.close()
-    one.fail("over")
-
-
-def test_a_board_that_is_closed_says_so(boards):
-    zero, one = boards(2)
-    one.fail("over")
-    with pytest.raises(ClusterError, match="this process has left the job"):
-        one.put("key", 1)
-    zero.fail("over")
-
-
-def test_a_process_alone_needs_nobody(pool):
-    board = LoneBoard()
-    board.barrier("here")
-    assert board.gather("key", 3) == [3]
-    getting = pool.submit(board.get, "later", 10)
-    board.put("later", 4)
-    assert getting.result(10) == 4
-    with pytest.raises(ClusterError, match="Nobody has put 'never'"):
-        board.get("never", 0.05)
-    (state,) = board.states()
-    assert state.end is None and departures(board) == []
 
 
 def test_a_child_of_a_dead_process_does_not_hide_its_death(job):

@@ -2,97 +2,77 @@
 
 import contextlib
 import copy
+import functools
 import os
 import pathlib
 import pickle
+import runpy
 import socket
 import subprocess
 import sys
 import textwrap
 import threading
-import time
 import traceback
 
+import harness
 import peer
 import pytest
-from harness import STARTED, VERSIONS
+from harness import STARTED, VERSIONS, meets
 
 import jaxstrategy
 from jaxstrategy import ClusterError
-from jaxstrategy.cluster.board._shared_board import Board
-from jaxstrategy.cluster.connections import _secret
 from jaxstrategy.cluster.connections._secret import Secret
-from jaxstrategy.cluster.meeting import (
-    _other_process,
-    _rendezvous,
-)
-from jaxstrategy.launch._launch_options import parse
 
+VARIABLE, NETWORK = "JAXSTRATEGY_CLUSTER_SECRET", "JAXSTRATEGY_CLUSTER_NETWORK"
 WORD = "correct horse battery staple"
 HELLO = {"index": 1, "count": 2, "host": "h", "pid": 7, "versions": VERSIONS}
 
 
 @pytest.fixture
-def attend(address):
-    """`attend(index)` meets the others, as one of a job of two."""
-    meetings = []
-
-    def attended(index, word=WORD, seconds=10, at=None, job=""):
-        hello = {"host": f"h{index}", "pid": index, "versions": VERSIONS, "job": job}
-        meeting = _rendezvous.meet(
-            index, 2, at or address, seconds, hello, None, Secret(word)
-        )
-        meetings.append(meeting)
-        return meeting
-
-    yield attended
-    for meeting in meetings:
-        meeting.close()
-
-
-def meets(zero, attend, **options):
-    """The job still meets when its own process comes."""
-    one = attend(1, **options)
-    return len(zero.result(10).members) == len(one.members) == 2
+def attend(attend):
+    return functools.partial(attend, word=WORD)
 
 
 # Proving
 
 
-@pytest.mark.parametrize("word", ["", WORD], ids=["without", "with"])
-def test_our_own_description_of_the_protocol_is_what_is_spoken(
-    word, address, attend, pool
-):
-    zero = pool.submit(attend, 0, word)
-    one = peer.guest(address, HELLO, word)
-    assert 0 < one.receive()["seconds"] <= 10
-    members = [[0, "h0", 0], [1, "h", 7]]
-    assert one.receive() == {"verdict": "", "members": members}
-    one.send({"a": [1]})
-    assert zero.result(10).connections[1].receive(time.monotonic() + 5) == {"a": [1]}
-    one.sock.close()
-
-
-@pytest.mark.parametrize("word", ["", "another secret of a job"], ids=["none", "other"])
-def test_another_secret_is_refused_alone_and_told(word, address, attend, pool, capfd):
-    zero = pool.submit(attend, 0)
-    with pytest.raises(ClusterError) as caught:
-        attend(1, word)
-    assert meets(zero, attend)
-    told = str(caught.value)
-    own = "has one" if word else "has none"
-    assert f"address {address} has another JAXSTRATEGY_CLUSTER_SECRET than" in told
-    assert f"process 1 (host h1), which {own}. Give all processes" in told
-    said = capfd.readouterr().err
-    assert "process 0 refused a caller from 127.0.0.1: it has another JAX" in said
-    assert WORD not in said + told and (not word or word not in said + told)
-
-
-def test_process_0_has_none_and_the_others_have(attend, pool):
-    zero = pool.submit(attend, 0, "")
-    with pytest.raises(ClusterError, match="has another JAXSTRATEGY_CLUSTER_SECRET"):
+def test_another_secret_is_refused_alone_and_told(attend, pool, capfd):
+    for word, own in (("", "has none"), ("another secret of a job", "has one")):
+        at = harness.free_address()
+        zero = pool.submit(attend, 0, at=at)
+        with pytest.raises(ClusterError) as caught:
+            attend(1, word=word, at=at)
+        assert meets(zero, attend, at=at)
+        told = str(caught.value)
+        assert f"address {at} has another {VARIABLE} than" in told
+        assert f"process 1 (host h1), which {own}. Give all processes" in told
+        said = capfd.readouterr().err
+        assert "process 0 refused a caller from 127.0.0.1: it has another JAX" in said
+        assert WORD not in said + told and (not word or word not in said + told)
+    zero = pool.submit(attend, 0, word="")
+    with pytest.raises(ClusterError, match=f"has another {VARIABLE}"):
         attend(1)
     assert meets(zero, attend, word="")
+
+
+def test_a_stranger_cannot_end_the_job_by_what_it_says(address, attend, pool):
+    """Nor does process 0 say anything to who has proved nothing."""
+    zero = pool.submit(attend, 0)
+    for hello in (HELLO, {**HELLO, "count": 3}, {**HELLO, "index": 9}):
+        for secret in ("", "a guess of a secret"):
+            stranger = peer.guest(address, hello, secret)
+            assert peer.read(stranger.sock, 100) == peer.REFUSAL
+            stranger.sock.close()
+    for place in (0, 3, 4, 20, -33, -32, -1):  # changed on its way
+        one = peer.Peer(peer.call(address), WORD).greet().hear()
+        frame = bytearray(one.frame(b'{"index": 1, "count": 2}'))
+        frame[place] ^= 1
+        one.sock.sendall(frame)
+        if 0 < place < 4:  # the length: the rest of it does not come
+            one.sock.shutdown(socket.SHUT_WR)
+        assert peer.read(one.sock, 100) in (peer.REFUSAL, b"")
+        one.sock.close()
+    assert meets(zero, attend)
 
 
 def test_those_who_were_refused_are_counted_where_some_did_not_come(
@@ -109,39 +89,6 @@ def test_those_who_were_refused_are_counted_where_some_did_not_come(
         "process 1 did not; callers with another JAXSTRATEGY_CLUSTER_SECRET, or none, "
         "were refused 2 times, the last one from 127.0.0.1"
     ) in str(caught.value)
-
-
-def test_a_stranger_cannot_end_the_job_by_what_it_says(address, attend, pool):
-    zero = pool.submit(attend, 0)
-    for hello in ({**HELLO, "count": 3}, {**HELLO, "index": 9}, {**HELLO, "job": "x"}):
-        stranger = peer.guest(address, hello, "a guess of a secret")
-        assert peer.read(stranger.sock, 100) == peer.REFUSAL
-        stranger.sock.close()
-    assert meets(zero, attend)
-
-
-@pytest.mark.parametrize("place", [0, 3, 4, 20, -33, -32, -1])
-def test_a_hello_that_was_changed_on_its_way_is_refused(place, address, attend, pool):
-    zero = pool.submit(attend, 0)
-    one = peer.Peer(peer.call(address), WORD).greet().hear()
-    frame = bytearray(one.frame(b'{"index": 1, "count": 2}'))
-    frame[place] ^= 1
-    one.sock.sendall(frame)
-    if 0 < place < 4:  # the length: the rest of it does not come
-        one.sock.shutdown(socket.SHUT_WR)
-    assert peer.read(one.sock, 100) in (peer.REFUSAL, b"")
-    one.sock.close()
-    assert meets(zero, attend)
-
-
-def test_nothing_is_said_to_who_has_not_proved_anything(address, attend, pool):
-    """Process 0 is no oracle: strangers get no seal of its."""
-    zero = pool.submit(attend, 0)
-    stranger = peer.Peer(peer.call(address)).greet().hear()
-    stranger.send(HELLO)
-    assert peer.read(stranger.sock, 1000) == peer.REFUSAL
-    stranger.sock.close()
-    assert meets(zero, attend)
 
 
 def test_nonces_are_fresh(address, attend, pool):
@@ -273,11 +220,11 @@ _CHANGES = {
 
 
 @pytest.mark.parametrize("change", _CHANGES)
-@pytest.mark.parametrize("to_host", [True, False], ids=["to-host", "to-guest"])
 def test_messages_after_the_meeting_cannot_be_changed(
-    to_host, change, address, attend, pool
+    change, address, attend, pool, board
 ):
     """The connection ends, and nothing wrong is believed."""
+    to_host = change in ("changed", "an older one")
     # To the host: hello, put 1, put 2. To the guest: welcome, verdict, news.
     older = {}
 
@@ -291,76 +238,48 @@ def test_messages_after_the_meeting_cannot_be_changed(
     relay = Relay(address, changed)
     zero = pool.submit(attend, 0)
     one = attend(1, at=relay.address)
-    boards = [Board(zero.result(10)), Board(one)]
+    boards = [board(zero.result(10)), board(one)]
     told = []
     boards[not to_host].on_departure(lambda departure: told.append(str(departure)))
     boards[1].put("key", "right")
-    end = time.monotonic() + 10  # pings follow on what was left out
-    while not told and time.monotonic() < end:
-        time.sleep(0.01)
+    harness.until(lambda: told)  # pings follow on what was left out
     who = "process 1" if to_host else "process 0"
-    assert told and told[0].startswith(who), told
+    assert told[0].startswith(who), told
     assert "its messages make no sense: a message is not of the job" in told[0]
-    for board in boards[::-1]:
-        board.fail("the test is over")
+    for each in boards[::-1]:
+        each.fail("the test is over")
     relay.close()
 
 
 # Where processes may meet
 
 
-def test_without_a_secret_only_the_loopback_will_do():
-    for index, address in ((0, "0.0.0.0:2222"), (1, "192.0.2.1:2222")):
+def test_without_a_secret_only_the_loopback_will_do(attend, monkeypatch):
+    hosts = ["0.0.0.0", "192.0.2.1", "[::]", "128.0.0.1", "no-such-host.invalid"]
+    for index, host in enumerate(hosts):
         with pytest.raises(ClusterError) as caught:
-            _rendezvous.meet(index, 2, address, 5)
+            attend(index % 2, word="", at=f"{host}:2222")
         text = str(caught.value)
-        host = address.split(":")[0]
-        assert f"{host} can be reached from other hosts, and the job has no sec" in text
-        assert "Set JAXSTRATEGY_CLUSTER_SECRET to the same random word" in text
-        assert "Or set JAXSTRATEGY_CLUSTER_NETWORK=trusted if nobody else" in text
+        assert f"{host.strip('[]')} can be reached from other hosts, and the j" in text
+        assert f"Set {VARIABLE} to the same random word" in text
+        assert f"Or set {NETWORK}=trusted if nobody else" in text
+    monkeypatch.setenv(NETWORK, "trusted")
+    with pytest.raises(ClusterError, match=r"cannot listen .*has no address"):
+        attend(0, word="", at="192.0.2.1:2222", seconds=0.1)
 
 
-def test_binding_elsewhere_counts(address):
-    with pytest.raises(ClusterError, match=r"0\.0\.0\.0 can be reached from other"):
-        _rendezvous.meet(0, 2, address, 5, bind_address="0.0.0.0")
-
-
-@pytest.mark.parametrize(
-    "host, is_loopback",
-    [("127.0.0.1", True), ("127.9.9.9", True), ("::1", True), ("localhost", True),
-     ("0.0.0.0", False), ("::", False), ("10.0.0.1", False), ("fe80::1%lo", False),
-     ("128.0.0.1", False), ("no-such-host.invalid", False), ("a" * 99, False)],
-)  # fmt: skip
-def test_what_is_the_loopback(host, is_loopback):
-    assert _secret.is_loopback(host) is is_loopback
-
-
-@pytest.mark.parametrize(
-    "name, value", [(_secret.NETWORK, "trusted"), (_secret.VARIABLE, WORD)]
-)
-def test_a_secret_or_a_trusted_network_lets_processes_meet_anywhere(
-    name, value, monkeypatch
-):
-    monkeypatch.setattr(_other_process, "CLOSED_SECONDS", 0.1)
-    monkeypatch.setenv(name, value)
-    with pytest.raises(ClusterError, match=r"Process 0 cannot listen .*has no address"):
-        _rendezvous.meet(0, 2, "192.0.2.1:2222", 0.1)
-
-
-@pytest.mark.parametrize(
-    "name, value, text",
-    [
-        (_secret.VARIABLE, "", "JAXSTRATEGY_CLUSTER_SECRET is set and empty"),
-        (_secret.VARIABLE, " \n", "JAXSTRATEGY_CLUSTER_SECRET is set and empty"),
-        (_secret.VARIABLE, "hunter2", r"CLUSTER_SECRET is wrong. A secret of 7 char"),
-        (_secret.NETWORK, "yes", "JAXSTRATEGY_CLUSTER_NETWORK is 'yes'. It is `trus"),
-    ],
-)
-def test_an_environment_that_cannot_be_meant(name, value, text, monkeypatch):
-    monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match=text) as caught:
-        _rendezvous.meet(0, 2, "192.0.2.1:2222", 0.1)
-    assert "hunter2" not in "".join(traceback.format_exception(caught.value))
+def test_an_environment_that_cannot_be_meant(join, monkeypatch):
+    for name, value, text in [
+        (VARIABLE, "", f"{VARIABLE} is set and empty"),
+        (VARIABLE, " \n", f"{VARIABLE} is set and empty"),
+        (VARIABLE, "hunter2", r"CLUSTER_SECRET is wrong. A secret of 7 char"),
+        (NETWORK, "yes", f"{NETWORK} is 'yes'. It is `trus"),
+    ]:
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            with pytest.raises(ValueError, match=text) as caught:
+                join(0, 2, "192.0.2.1:2222", 0.1)
+        assert "hunter2" not in "".join(traceback.format_exception(caught.value))
 
 
 # Where the secret is seen
@@ -374,7 +293,7 @@ def test_a_secret_does_not_print():
     for written in (pickle.dumps, copy.copy, copy.deepcopy):
         with pytest.raises(TypeError, match="A secret is not written anywhere"):
             written(secret)
-    assert len({Secret.random().variables()[_secret.VARIABLE] for _ in range(5)}) == 5
+    assert len({Secret.random().variables()[VARIABLE] for _ in range(5)}) == 5
 
 
 # Launchers and meetings need the standard library only: without the package around them
@@ -420,29 +339,22 @@ def test_the_launcher_gives_a_secret_that_nobody_sees(tmp_path):
     assert done.stdout.count("Meeting(index=") == 4
 
 
-def test_several_launchers_need_a_secret_from_their_user(tmp_path, monkeypatch, capsys):
-    script = tmp_path / "script.py"
-    script.touch()
-    nodes = "--nodes 2 --node-rank 0 --coordinator"
-
-    def parsed(address):
-        return parse([*nodes.split(), address, str(script)])
-
-    def complaint():
+def test_several_launchers_need_a_secret_from_their_user(monkeypatch, capsys):
+    def complaint(address):
+        options = ["--nodes", "2", "--node-rank", "0", "--coordinator", address]
+        monkeypatch.setattr(sys, "argv", ["launch", *options, "missing.py"])
         with pytest.raises(SystemExit, match="2"):
-            parsed("192.0.2.1:2222")
+            runpy.run_module("jaxstrategy.launch", run_name="__main__")
         return capsys.readouterr().err
 
-    assert "of --nodes do not start: 192.0.2.1 can be reached from other" in complaint()
-    assert parsed("127.0.0.1:2222").nodes == parsed("[::1]:2222").nodes == 2
-    monkeypatch.setenv(_secret.VARIABLE, "hunter2")
-    said = complaint()
+    needs = "of --nodes do not start: 192.0.2.1 can be reached from other"
+    assert needs in complaint("192.0.2.1:2222")
+    assert needs not in complaint("127.0.0.1:2222") + complaint("[::1]:2222")
+    monkeypatch.setenv(VARIABLE, "hunter2")
+    said = complaint("192.0.2.1:2222")
     assert "at least 16 random ones are wanted" in said and "hunter2" not in said
-    monkeypatch.setenv(_secret.VARIABLE, WORD)
-    assert parsed("192.0.2.1:2222").nodes == 2
-    monkeypatch.delenv(_secret.VARIABLE)
-    monkeypatch.setenv(_secret.NETWORK, "trusted")
-    assert parsed("192.0.2.1:2222").nodes == 2
+    monkeypatch.setenv(VARIABLE, WORD)
+    assert needs not in complaint("192.0.2.1:2222")
 
 
 # Jobs
@@ -461,7 +373,7 @@ def test_a_job_with_a_secret_runs_while_strangers_call(job, tmp_path):
     """
     whole = STARTED + textwrap.dedent(script)
     scripts = {0: whole, 1: textwrap.dedent(late) + whole}
-    env = {"JAX_NUM_CPU_DEVICES": "2", _secret.VARIABLE: WORD}
+    env = {"JAX_NUM_CPU_DEVICES": "2", VARIABLE: WORD}
     with job(scripts=scripts, env=env, started=False) as running:
         for words in ("", "a guess of a secret"):
             taker = peer.Peer(peer.call(running.address, 40), words).greet().hear()
@@ -472,24 +384,3 @@ def test_a_job_with_a_secret_runs_while_strangers_call(job, tmp_path):
         assert running.wait(60) == [0, 0]
         assert all(rank.last_line == "done" for rank in running.ranks)
         assert not any(WORD in rank.output for rank in running.ranks)
-
-
-@pytest.mark.slow
-def test_a_runtime_that_is_there_hands_out_a_secret(job):
-    script = """
-    import os, jax
-    RANK = int(os.environ["JAXSTRATEGY_PROCESS_ID"])
-    address = os.environ["JAXSTRATEGY_COORDINATOR"]
-    jax.distributed.initialize(address, 2, RANK, coordinator_bind_address=address)
-    from jaxstrategy.cluster import _processes
-    from jaxstrategy.cluster.meeting import _rendezvous
-    meet = _rendezvous.meet
-    def met(*arguments, secret):
-        print(secret)
-        return meet(*arguments, secret=secret)
-    _rendezvous.meet = met
-    assert _processes.start(timeout_seconds=30).board.gather("key", RANK) == [0, 1]
-    """
-    with job(script, started=False) as running:
-        assert running.wait(40) == [0, 0]
-        assert [rank.last_line for rank in running.ranks] == ["Secret(hidden)"] * 2

@@ -4,24 +4,15 @@ import concurrent.futures
 import contextlib
 import socket
 import threading
-import time
 
-import peer
 import pytest
 from harness import STARTED, VERSIONS
-from helpers.threads import Started
 
 import jaxstrategy as js
-from jaxstrategy.cluster import _processes
-from jaxstrategy.cluster.connections._wire import endpoint
 from jaxstrategy.cluster.meeting import (
     _other_process,
     _rendezvous,
 )
-from jaxstrategy.cluster.meeting._first_process import Host
-from jaxstrategy.cluster.meeting._member import facts
-from jaxstrategy.cluster.meeting._other_process import Guest
-from jaxstrategy.cluster.resolvers._cluster_resolver import Process
 
 
 def texts(results):
@@ -67,54 +58,10 @@ def test_all_know_all_members(meet):
     assert sorted(meetings[1].connections) == [1, 2, 3]
 
 
-def test_a_message_sent_at_once_after_the_meeting_arrives(meet):
-    zero, one = meet({"index": 0, "count": 2}, {"index": 1, "count": 2})
-    one.connections[0].send({"a": [1]})
-    end = time.monotonic() + 5
-    assert zero.connections[1].receive(end) == {"a": [1]}
-
-
-def test_a_process_alone_meets_itself(meet):
-    (meeting,) = meet({"index": 0, "count": 1})
-    assert len(meeting.members) == 1 and not meeting.connections
-
-
-@pytest.mark.parametrize("late", [0, 1], ids=["process-0", "process-1"])
-def test_a_late_process_is_waited_for(late, address, join, monkeypatch):
-    called, call = threading.Event(), Guest._called
-
-    def calling(guest):
-        try:
-            return call(guest)
-        except OSError:
-            called.set()
-            raise
-
-    monkeypatch.setattr(Guest, "_called", calling)
-
-    def attend(index):
-        if index == late:
-            # Process 0 listens already; or process 1 has called, and nobody was there.
-            if late == 0:
-                assert called.wait(20)
-            else:
-                peer.call(address).close()
-        return join(index, 2, address, 20)
-
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        meetings = list(pool.map(attend, range(2)))
-    assert [len(meeting.members) for meeting in meetings] == [2, 2]
-
-
 def test_an_id_given_twice(meet):
     text = one_text(meet(*({"index": k, "count": 3} for k in (0, 1, 1))))
     assert "process id 1 was given to pid 10" in text
     assert "on host host1" in text and "on host host2" in text
-
-
-def test_two_processes_0(meet):
-    text = one_text(meet({"index": 0, "count": 2}, {"index": 0, "count": 2}))
-    assert "process id 0 was given to pid 10" in text
 
 
 def test_different_numbers_of_processes(meet):
@@ -140,46 +87,11 @@ def test_different_versions(meet):
     assert "jaxlib 0.12.0" in text and "Python" not in text
 
 
-def test_a_mistake_is_told_to_those_that_come_a_little_later(address, monkeypatch):
-    is_known, mistakes = threading.Event(), Host._mistakes
-
-    def noted(host):
-        if found := mistakes(host):
-            is_known.set()
-        return found
-
-    monkeypatch.setattr(Host, "_mistakes", noted)
-
-    def attend(index, count):
-        assert index != 2 or is_known.wait(20)
-        with pytest.raises(js.ClusterError) as caught:
-            _rendezvous.meet(index, count, address, 20)
-        return str(caught.value)
-
-    calls = [(0, 3), (1, 4), (2, 3)]
-    with concurrent.futures.ThreadPoolExecutor(3) as pool:
-        told = list(pool.map(lambda call: attend(*call), calls))
-    assert len(set(told)) == 1 and "was told that there are 4" in told[0]
-
-
 def test_processes_that_do_not_come_are_named(meet):
     text = one_text(
         meet(*({"index": k, "count": 5, "seconds": 0.8} for k in (0, 1, 3)))
     )
     assert "3 of 5 processes came within 0.8 s; processes 2, 4 did not" in text
-
-
-def test_a_process_that_ends_before_the_others_come_is_named(address):
-    def call():
-        hello = {"index": 1, "count": 3, "host": "h", "pid": 7}
-        hello |= {"versions": facts()["versions"]}
-        caller = peer.guest(address, hello)
-        assert "seconds" in caller.receive()
-        caller.sock.close()
-
-    threading.Thread(target=call, daemon=True).start()
-    with pytest.raises(js.ClusterError, match=r"process 1 \(host h, pid 7\) came"):
-        _rendezvous.meet(0, 3, address, 1)
 
 
 def test_nobody_answers(address):
@@ -211,27 +123,6 @@ def test_another_program_at_the_port(answer, does, address, monkeypatch):
     assert "The port is in use" in str(one.value) and address in str(one.value)
 
 
-def test_strangers_do_not_disturb(address, join):
-    def knock():
-        for words in (b"", b"GET / HTTP/1.1\r\n\r\n", b"\x00" * 100, b"jaxstrat"):
-            while True:
-                with contextlib.suppress(ConnectionRefusedError):
-                    stranger = socket.create_connection(endpoint(address), 2)
-                    break
-            stranger.sendall(words)
-            strangers.append(stranger)
-        strangers.append(peer.guest(address, [1]).sock)
-
-    strangers = []
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        zero = pool.submit(join, 0, 2, address, 10)
-        knock()
-        one = pool.submit(join, 1, 2, address, 10)
-        assert len(zero.result().members) == len(one.result().members) == 2
-    for stranger in strangers:
-        stranger.close()
-
-
 def test_a_process_of_another_job_is_refused_and_the_job_goes_on(address, join):
     def told(job):
         return {"host": "h", "pid": ord(job), "versions": VERSIONS, "job": job}
@@ -244,18 +135,6 @@ def test_a_process_of_another_job_is_refused_and_the_job_goes_on(address, join):
         assert [member.pid for member in zero.result().members] == [97, 97]
     assert "process 1 (host h, pid 98) belongs to job 'b'" in str(caught.value)
     assert "Give each job a port of its own" in str(caught.value)
-
-
-def test_process_0_ends_before_all_have_come(address):
-    def answer(connection):
-        zero = peer.Peer(connection, is_host=True).hear().greet()
-        assert zero.receive()["index"] == 1
-        zero.send({"seconds": 5})
-        connection.close()
-
-    with server(address, answer):
-        with pytest.raises(js.ClusterError, match="ended before all processes"):
-            _rendezvous.meet(1, 2, address, 10)
 
 
 def test_the_coordinator_is_another_host(monkeypatch):
@@ -271,11 +150,6 @@ def test_the_coordinator_is_another_host(monkeypatch):
 def test_an_address_that_cannot_be_right(address):
     with pytest.raises(ValueError, match="as host:port with a port from 1"):
         _rendezvous.meet(0, 2, address)
-
-
-def test_an_id_that_cannot_be_right(address):
-    with pytest.raises(ValueError, match="id was -1 of 2"):
-        _rendezvous.meet(-1, 2, address)
 
 
 @pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
@@ -321,17 +195,6 @@ def test_a_runtime_that_is_initialised_already_is_kept(job):
         assert [rank.last_line for rank in running.ranks] == ["[0, 1]", "[0, 1]"]
 
 
-@pytest.mark.slow
-def test_a_port_in_use_ends_all_by_name(job):
-    with job(count=2) as running:
-        with server(running.address, lambda sock: sock.sendall(b"hello, who is there")):
-            assert running.wait(40) == [1, 1]
-    zero, one = (rank.last_line for rank in running.ranks)
-    assert "ClusterError: Process 0 cannot listen" in zero
-    assert "is in use by another program" in zero
-    assert "ClusterError: Something that is not process 0" in one
-
-
 def test_jax_that_has_computed_already_cannot_join(job):
     early = "import jax, jax.numpy as jnp; jnp.zeros(2).block_until_ready()\n"
     scripts = {0: STARTED, 1: early + STARTED}
@@ -342,28 +205,3 @@ def test_jax_that_has_computed_already_cannot_join(job):
     )
     assert "process 1" in running.ranks[0].last_line
     assert "failed: RuntimeError" in running.ranks[0].last_line
-
-
-def test_a_job_of_one_process_starts_nothing(monkeypatch):
-    monkeypatch.setattr(_processes, "_started", None)
-    threads = Started()
-    processes = _processes.start(Process(0, 1, ""))
-    assert (processes.index, processes.count) == (0, 1)
-    assert processes.board.gather("key", 1) == [1]
-    assert not threads()
-    with pytest.raises(js.ClusterError, match="is 0 of 1 already and cannot bec"):
-        _processes.start(Process(1, 2, "h:1"))
-
-
-@pytest.mark.parametrize(
-    "process, text",
-    [
-        (None, "Which process this is of how many is not known"),
-        (Process(2, 2, "h:1"), "The process's id was 2 of 2"),
-        (Process(-1, 2, "h:1"), "The process's id was -1 of 2"),
-    ],
-)
-def test_what_a_job_needs(process, text, monkeypatch):
-    monkeypatch.setattr(_processes, "_started", None)
-    with pytest.raises(ValueError, match=text):
-        _processes.start(process)
