@@ -15,6 +15,7 @@ import contextvars
 import dataclasses
 import types
 from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -45,7 +46,7 @@ class Context:
       in_step: whether a step of `run` is being traced, so that values are one
         replica's own and collectives may be used on them.
       is_set: whether it was set rather than entered, and may be set again.
-      around: what is called before and after each step of `run` in some scope.
+      around: makes the `with` block of each step of `run` in some scope.
       variables: those of the step that is being traced. Read by `variables._access`.
       trace: the number of that trace, if its step may use variables.
       updated: the devices of the copies that code of `extended.update` or `update_on`
@@ -92,7 +93,7 @@ class Context:
     replica: object = None
     in_step: bool = False
     is_set: bool = False
-    around: tuple[Callable[[], None], Callable[[], None]] | None = None
+    around: Callable[[], AbstractContextManager[None]] | None = None
     variables: object = None
     trace: int | None = None
     updated: tuple[Device, ...] = ()

@@ -96,11 +96,8 @@ class CompiledExecutor(AbstractExecutor):
         around = context.around
         if around is None or context.strategy is None:
             return program(args, kwargs)
-        before, after = around
-        before()
-        results = program(args, kwargs)
-        after()
-        return results
+        with around():
+            return program(args, kwargs)
 
     def _run(
         self,
@@ -115,11 +112,8 @@ class CompiledExecutor(AbstractExecutor):
             return self._run_in_step(fn, args, kwargs)
         if context.around is None or context.strategy is None:
             return self._run_outside(context, fn, args, kwargs, options)
-        before, after = context.around
-        before()
-        results = self._run_outside(context, fn, args, kwargs, options)
-        after()
-        return results
+        with context.around():
+            return self._run_outside(context, fn, args, kwargs, options)
 
     def _run_outside(
         self,

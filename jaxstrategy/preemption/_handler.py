@@ -124,10 +124,8 @@ class PreemptionCheckpointHandler:
         Raises:
           ClusterError: another process ended instead of stopping with this one.
         """
-        self._before()
-        result = distributed_train_function(*args, **kwargs)
-        self._after()
-        return result
+        with self._step():
+            return distributed_train_function(*args, **kwargs)
 
     def save_checkpoint_if_preempted(self, *args: object, **kwargs: object) -> None:
         """To be called after each step that does not go through `run`.
@@ -144,8 +142,7 @@ class PreemptionCheckpointHandler:
     def watch_preemption_scope(self) -> Iterator[None]:
         """A `with` block in which each `strategy.run` counts as one step."""
         strategy = self._strategy or get_strategy()
-        around = self._before, self._after
-        with strategy.scope(), _context.entered(around=around):
+        with strategy.scope(), _context.entered(around=self._step):
             yield
 
     def close(self) -> None:
@@ -159,8 +156,14 @@ class PreemptionCheckpointHandler:
         while not self._is_over and self._agreement.begin():
             self._stop(*args, **kwargs)
 
-    def _after(self) -> None:
-        self._calls += 1
+    @contextlib.contextmanager
+    def _step(self) -> Iterator[None]:
+        self._before()
+        try:
+            yield
+        finally:
+            # Counts one that raises, too: other processes may not have seen it raise.
+            self._calls += 1
         if not self._is_over and self._agreement.is_time:
             self._stop()
 

@@ -121,9 +121,11 @@ class RunRecord:
     def saving(self) -> Iterator[None]:
         """A `with` block in which the loop waits for a checkpoint."""
         start = self._clock()
-        yield
-        now = self._clock()
-        self._pending.time += now - start  # no part of the next step
+        try:
+            yield
+        finally:
+            now = self._clock()
+            self._pending.time += now - start  # no part of the next step
         self._tell_steps()
         self._tell({"event": "save", "time": now, "seconds": now - start})
 

@@ -131,9 +131,11 @@ class StepAnalysis:
     @contextlib.contextmanager
     def _timed(self) -> Iterator[None]:
         start = self._clock()
-        with _context.entered(observer=None):
-            yield
-        self.seconds += self._clock() - start
+        try:
+            with _context.entered(observer=None):
+                yield
+        finally:
+            self.seconds += self._clock() - start
 
     def _observe(
         self,

@@ -20,9 +20,11 @@ def array_of(value: Any, dtype: DTypeLike | None = None) -> jax.Array:
     """`value` as `jnp.asarray` has it.
 
     Raises:
-      NotHeldError: it has a number of Python that `dtype` does not hold, by default an
-        integer that no integer of JAX holds.
+      NotHeldError: it has a number that `dtype` does not hold, by default an integer
+        that no integer of JAX holds.
     """
+    if dtype is None and isinstance(value, (np.ndarray, np.generic)):
+        check_held(np.asarray(value))
     try:
         return jnp.asarray(value, dtype)
     except OverflowError:

@@ -11,14 +11,30 @@ from jaxstrategy.values._types import Function
 
 
 def needs_arguments(fn: Function) -> bool:
-    """Whether `fn` cannot be called without arguments."""
+    """Whether `fn` cannot be called without arguments.
+
+    Raises:
+      TypeError: it takes some and needs none.
+    """
     try:
-        parameters = inspect.signature(fn).parameters.values()
+        parameters = list(inspect.signature(fn).parameters.values())
     except (TypeError, ValueError):  # some builtins have none
         return False
+    if isinstance(fn, functools.partial):  # those are given
+        parameters = [p for p in parameters if p.name not in fn.keywords]
     empty = inspect.Parameter.empty
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return any(p.default is empty and p.kind not in variadic for p in parameters)
+    if any(p.default is empty and p.kind not in variadic for p in parameters):
+        return True
+    if parameters:
+        name = getattr(fn, "__name__", "step")
+        raise TypeError(
+            f"`run` was given `{name}` without arguments, which takes "
+            f"`{', '.join(map(str, parameters))}` and needs none: it is not clear "
+            "whether it is to run now. Decorate it with `@strategy.step`, or run it: "
+            f"`strategy.run({name}, args=())`."
+        )
+    return False
 
 
 def check_function(fn: object, method: str) -> None:

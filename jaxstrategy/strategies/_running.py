@@ -87,8 +87,9 @@ class RunsSteps(ComposedStrategy):
         >>> step(0.0, x)
         Array(10., dtype=float32)
 
-        `@strategy.run(options=...)` takes options. A function that can be called
-        without arguments is run at once by `strategy.run(fn)`, as in TensorFlow.
+        `@strategy.run(options=...)` takes options. A function without parameters is
+        run at once by `strategy.run(fn)`, as in TensorFlow. One that has parameters
+        and needs none is decorated by `@strategy.step`, or run with `args=()`.
 
         Where there are several replicas, each line of `jax.debug.print` in `fn` begins
         with the one that printed it, as in `replica 3: loss 0.25`.
@@ -111,7 +112,8 @@ class RunsSteps(ComposedStrategy):
             the replicas without being a `PerReplica`.
           DonatedValueError: an argument was donated to an earlier call.
           TypeError: an argument is neither an array nor hashable, or `fn` returned
-            an object that hides arrays of the step.
+            an object that hides arrays of the step; or no arguments were given to a
+            function that takes some and needs none.
         """
         check_options(options)
         if fn is NOT_GIVEN:
@@ -146,7 +148,7 @@ class RunsSteps(ComposedStrategy):
         """Makes a step that runs on all replicas whenever it is called.
 
         What `run` does as a decorator, whatever arguments the function takes: `run`
-        calls a function that needs none at once, as TensorFlow does.
+        calls a function without parameters at once, as TensorFlow does.
 
         >>> import jaxstrategy as js
         >>> strategy = js.MirroredStrategy(js.simulate(8)[:4])

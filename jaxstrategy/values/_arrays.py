@@ -59,6 +59,8 @@ def as_array(value: Value, what: str) -> jax.Array | np.ndarray:
     if isinstance(value, jax.Array):
         return value
     array = np.asarray(value)
+    if array.dtype == object and isinstance(value, int):
+        raise _overflow.NotHeldError(_overflow.too_large(value))
     if array.dtype.kind in "OSUMm":
         raise TypeError(
             f"`{what}` is {shown(value)}, which is not an array or a number and cannot "

@@ -159,14 +159,12 @@ def _settled(value: Value, dtype: DTypeLike | None, name: str) -> jax.Array:
             "starts with the same value. Assign the versions afterwards."
         )
     try:
-        start = jnp.asarray(value, dtype)
+        start = _overflow.array_of(value, dtype)
         if is_key(start.dtype):
             return start
         return start.astype(start.dtype)  # a Python number's dtype is settled here
-    except OverflowError:
-        raise ValueError(
-            f"Variable {name!r}: {_overflow.too_large(value, dtype)}"
-        ) from None
+    except _overflow.NotHeldError as error:
+        raise ValueError(f"Variable {name!r}: {error}") from None
     except (TypeError, ValueError) as error:
         raise TypeError(
             f"Variable {name!r} was given {shown(value)} to start with; an array, a "

@@ -256,7 +256,7 @@ def test_inside_a_step(two):
         "distribute_datasets_from_function",
     ):
         with pytest.raises(js.ContextError, match=name):
-            two.run(lambda name=name: getattr(two, name)([np.ones(2)]))
+            two.run(lambda name=name: getattr(two, name)([np.ones(2)]), ())
 
 
 def test_an_iterator_says_how_many_steps_it_has_given(two):

@@ -285,6 +285,29 @@ def test_steps_in_a_scope_count(tmp_path, two):
     assert manager.all_steps() == [4]
 
 
+def test_a_step_that_raises_counts_too(tmp_path, two):
+    """Or processes of which one catches an error would save at different steps."""
+    notice, ended = Notice(), []
+    config = TerminationConfig(notice, exit_fn=lambda: ended.append(True))
+    handler = PreemptionCheckpointHandler(
+        None, {"x": js.Variable(0.0)}, tmp_path, config, strategy=two
+    )
+
+    def bad():
+        raise KeyError("mine")
+
+    with handler.watch_preemption_scope():
+        for act in (lambda: two.run(bad), lambda: handler.run(bad)):
+            with pytest.raises(KeyError, match="mine"):
+                act()
+    assert handler.total_run_calls == 2
+    notice.given.set()
+    until_noticed(handler)
+    handler.run(lambda: None)
+    assert ended == [True]
+    assert js.checkpoint.CheckpointManager(tmp_path).all_steps() == [2]
+
+
 def test_a_grace_period_is_used(tmp_path, two):
     count, step = counting(two)
     notice = Notice()

@@ -211,3 +211,27 @@ def test_a_strategy_of_no_devices_is_refused():
     for devices in ([], [[]], [[device]], [device, device]):
         with pytest.raises(ValueError, match="`devices` was .*; a list of one or more"):
             js.Strategy(devices)
+
+
+def test_integers_that_no_dtype_holds_are_told(two):
+    for use in (
+        lambda: two.run(lambda x: x, ({"a": [-(2**70)]},)),
+        lambda: two.step(lambda x: x)(2**70),
+        lambda: two.reduce("sum", 10**400),
+        lambda: two.per_replica([2**70, 2**70]),
+        lambda: two.mirror(10**400),
+        lambda: js.Variable(np.uint64(2**63)),
+        lambda: js.Variable(np.uint32(1)).assign(np.uint64(2**63)),
+    ):
+        with pytest.raises(ValueError, match=r"was given, and u?int32 holds"):
+            use()
+
+
+def test_a_number_is_placed_anew_where_64_bits_are_on(two):
+    def same(x):
+        return x
+
+    for bits, dtype in ((False, np.float32), (True, np.float64), (False, np.float32)):
+        with jax.enable_x64(bits):
+            found = two.run(same, (0.1,))
+        assert found.dtype == dtype and found == dtype(0.1)

@@ -348,7 +348,9 @@ def test_experimental_set_strategy_is_refused_inside_scope_and_run(two, four):
             with pytest.raises(js.ContextError, match="must not be called inside"):
                 js.experimental_set_strategy(strategy)
         with pytest.raises(js.ContextError, match="must not be called inside"):
-            two.run(lambda strategy=strategy: js.experimental_set_strategy(strategy))
+            two.run(
+                lambda strategy=strategy: js.experimental_set_strategy(strategy), ()
+            )
     js.experimental_set_strategy(two)
     try:
         with two.scope():
@@ -379,7 +381,7 @@ def boom(*_):
     [
         boom,
         lambda *_: js.get_replica_context().merge_call(boom),
-        lambda *_: js.get_replica_context().merge_call(lambda s: s.run(boom)),
+        lambda *_: js.get_replica_context().merge_call(lambda s: s.run(boom, ())),
         lambda *_: js.get_replica_context().merge_call(
             lambda s: s.run(lambda: js.get_replica_context().merge_call(boom))
         ),

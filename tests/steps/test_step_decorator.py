@@ -1,5 +1,7 @@
 """`@strategy.step`, which makes a step of any function and calls none."""
 
+import functools
+
 import numpy as np
 import pytest
 
@@ -56,3 +58,21 @@ def test_what_cannot_be_called_is_refused(two):
         two.step(options="fast")
     with pytest.raises(TypeError):
         two.step(np.sum, (1,))  # arguments are for `run`
+
+
+def test_run_refuses_to_guess_where_no_parameter_needs_a_value(two):
+    def count(by=1, *rest, scale=2.0):
+        return js.get_replica_context().all_reduce("sum", by)
+
+    advice = (
+        r"`by=1, \*rest, scale=2.0` and needs none.*`@strategy.step`.*run\(count, args"
+    )
+    for fn in (count, two.step(count)):
+        with pytest.raises(TypeError, match=advice):
+            two.run(fn)
+    with pytest.raises(TypeError, match=r"`\*args, \*\*kwargs` and needs none"):
+        two.run(lambda *args, **kwargs: 0)
+    assert two.run(count, args=()) == two.run(count, ()) == 2
+    assert two.run(count, kwargs={"by": 3}) == 6
+    assert two.run(functools.partial(lambda by=1: by, by=5)) == 5
+    assert two.run(lambda: 7) == 7  # as in TensorFlow

@@ -311,7 +311,7 @@ def test_scatters_of_on_read_variables(two, where):
         words = f"`scatter_{how}` is not defined for variable 'o'.*copy per replica"
         with pytest.raises(NotImplementedError, match=words):
             if where == "run":
-                two.run(lambda how=how: getattr(o, f"scatter_{how}")(rows))
+                two.run(lambda how=how: getattr(o, f"scatter_{how}")(rows), ())
             getattr(o, f"scatter_{how}")(rows)
 
 

@@ -54,7 +54,7 @@ def test_another_variable_is_assigned(two):
     other = variable(two, 2.0)
     for aggregation, wanted in (("none", 2), ("mean", 2), ("sum", 4)):
         v = variable(two, 0.0, aggregation=aggregation)
-        two.run(lambda v=v: v.assign(other))
+        two.run(lambda v=v: v.assign(other), ())
         assert copies(two, v) == [wanted] * 2
         v.assign(other)  # outside of replicas an aggregation plays no part
         assert copies(two, v) == [2, 2]

@@ -94,7 +94,7 @@ def test_values_that_do_not_fit(two, kind, where, value, error, words):
             if where == "outside":
                 getattr(v, op)(value)
             else:
-                two.run(lambda op=op: getattr(v, op)(value))
+                two.run(lambda op=op: getattr(v, op)(value), ())
     assert v.numpy().tolist() == [0, 0]
 
 

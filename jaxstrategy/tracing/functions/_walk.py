@@ -163,8 +163,10 @@ class Walk:
     def in_the_open(self) -> Iterator[None]:
         """A `with` block for values that other code of the user's can come to, too."""
         was, self.is_enclosed = self.is_enclosed, False
-        yield
-        self.is_enclosed = was
+        try:
+            yield
+        finally:
+            self.is_enclosed = was
 
 
 def are_plain(values: Iterable[object]) -> bool:

@@ -5,6 +5,7 @@ A value that lies elsewhere is copied; one whose place shows a mistake is refuse
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
 from typing import final
 
@@ -163,7 +164,9 @@ class Placement:
         # with the returned state, would compile again.
         if type(leaf) not in (int, float) or index in self._donated:
             return _mesh.place(leaf, self.wanted(index, leaf))
-        key = (type(leaf), leaf, np.signbit(leaf))  # 0.0 equals -0.0
+        # 0.0 equals -0.0, and floats have another dtype where 64 bits are on.
+        sign = type(leaf) is float and math.copysign(1.0, leaf)
+        key = (type(leaf), leaf, sign, jax.config.jax_enable_x64)
         number = self._numbers.get(key)
         if number is None:
             if len(self._numbers) >= _NUMBERS_KEPT:

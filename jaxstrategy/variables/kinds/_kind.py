@@ -263,9 +263,9 @@ class VariableKind(abc.ABC):
         """
         # What assigns is no part of what is differentiated.
         try:
-            given = jax.lax.stop_gradient(jnp.asarray(value))
-        except OverflowError:
-            raise ValueError(_overflow.too_large(value)) from None
+            given = jax.lax.stop_gradient(_overflow.array_of(value))
+        except _overflow.NotHeldError:
+            raise
         except (TypeError, ValueError) as error:
             raise TypeError(
                 f"Variable {self.name!r} was given {shown(value)}, a "
