@@ -6,10 +6,11 @@ import abc
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxstrategy.replicas import _overflow
 from jaxstrategy.values._per_replica import PerReplica
-from jaxstrategy.values._slices import IndexedSlices
+from jaxstrategy.values._slices import IndexedSlices, is_slices
 from jaxstrategy.values._types import (
     Index,
     Value,
@@ -157,6 +158,44 @@ class Scatters(abc.ABC):
           TypeError: a dtype that would lose something.
         """
         return self._write(updates, ASSIGN.of_part(_index(indices)))
+
+    def batch_scatter_update(
+        self,
+        sparse_delta: IndexedSlices,
+        use_locking: bool = False,
+        name: str | None = None,
+    ) -> Value:
+        """Puts rows in the place of the variable's, in each batch by its own indices.
+
+        Args:
+          sparse_delta: with indices `[..., k]` and values `[..., k, *rest]`: row
+            `indices[..., j]` of the variable's `[..., n, *rest]` becomes
+            `values[..., j]`.
+          use_locking: for TensorFlow's sake; a step is one program.
+          name: the same.
+
+        Returns:
+          The new value of the whole variable.
+
+        Raises:
+          ValueError: another shape; or the copies of a mirrored variable would differ.
+          TypeError: not `IndexedSlices`, or a dtype that would lose something.
+
+        >>> import jaxstrategy as js
+        >>> v = js.Variable([[1.0, 2.0], [3.0, 4.0]])
+        >>> v.batch_scatter_update(js.IndexedSlices([[20.0], [30.0]], [[1], [0]]))
+        Array([[ 1., 20.],
+               [30.,  4.]], dtype=float32)
+        """
+        if not is_slices(sparse_delta):
+            raise TypeError(
+                f"`batch_scatter_update` was given {sparse_delta!r}, a "
+                f"{type(sparse_delta).__name__}; `IndexedSlices(values, indices)` were "
+                "wanted."
+            )
+        rows = _overflow.array_of(sparse_delta.indices)
+        indices = jnp.stack([*np.indices(rows.shape)[:-1], rows], axis=-1)
+        return self.scatter_nd_update(indices, sparse_delta.values)
 
     scatter_add = _scatter(SCATTERS["add"], "Adds rows to those of the variable.")
     scatter_sub = _scatter(

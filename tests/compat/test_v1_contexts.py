@@ -72,6 +72,24 @@ def test_in_a_step_the_replica_context_is_of_the_strategy(make):
     assert len(seen) == 1  # the second call is no second trace
 
 
+def test_a_replica_context_is_entered_where_it_is_the_current_one():
+    s, kept = mirrored(), []
+
+    def step():
+        with v1.get_replica_context() as context:
+            kept.append(context)
+            assert v1.get_replica_context() is context
+            return context.all_reduce("sum", 1.0)
+
+    assert float(s.run(step)) == 2
+    with pytest.raises(js.ContextError, match="`__enter__` was called on a replica co"):
+        kept[0].__enter__()
+    with v1.get_replica_context() as context:
+        assert context is v1.get_replica_context()
+    with s.scope(), pytest.raises(js.ContextError, match="Mismatching contexts"):
+        context.__enter__()
+
+
 def test_outside_there_is_one_default_strategy_and_context():
     default, context = v1.get_strategy(), v1.get_replica_context()
     known = id(default), id(context)
@@ -302,7 +320,6 @@ def test_names_that_are_the_same_are_the_same():
         "NcclAllReduce",
         "ReduceOp",
         "ReductionToOneDevice",
-        "RunOptions",
         "Server",
         "cluster_resolver",
     ):

@@ -254,7 +254,10 @@ def test_the_replica_id_chooses_no_structure():
 def test_options_of_run_are_taken():
     s = mirrored()
     x = s.core.mirror(np.ones(3, "float32"))
-    y = s.run(lambda x: x + 1, (x,), options=v1.RunOptions(donate_argnums=0))
+    options = v1.RunOptions(experimental_enable_dynamic_batch_size=False)
+    assert tuple(options) == (False, False, None) and v1.RunOptions()[0] is True
+    np.testing.assert_array_equal(s.run(lambda x: 2 * x, (x,), options=options), 2)
+    y = s.run(lambda x: x + 1, (x,), options=js.RunOptions(donate_argnums=0))
     assert x.is_deleted()
     np.testing.assert_array_equal(y, np.full(3, 2))
 

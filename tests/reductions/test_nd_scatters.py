@@ -48,3 +48,14 @@ def test_in_a_step_the_copies_stay_equal(two):
     assert v.numpy()[1, 1] == 6
     with pytest.raises(ValueError, match="may differ between replicas"):
         two.run(lambda x: v.scatter_nd_add([[1, 1]], x[None]), (x,))
+
+
+def test_rows_of_each_batch_are_replaced(variable):
+    new = js.IndexedSlices([[10.0], [20.0], [30.0]], [[1], [0], [1]])
+    want = [[0, 10], [20, 3], [4, 30]]
+    np.testing.assert_array_equal(variable.batch_scatter_update(new), want)
+    whole = js.IndexedSlices([[7.0, 8.0]], [2])
+    variable.batch_scatter_update(whole, use_locking=True, name="rows")
+    np.testing.assert_array_equal(variable, [[0, 10], [20, 3], [7, 8]])
+    with pytest.raises(TypeError, match="`batch_scatter_update` was given 3, a int"):
+        variable.batch_scatter_update(3)

@@ -322,6 +322,8 @@ def test_entries_of_several_dimensions(table):
     table.scatter_nd_sub(indices, [10.0, 20.0, 30.0])
     assert table.scatter_nd_update([[2]], [[8.0, 9.0]]) is table
     assert rows(table) == [[[0, 1]], [[2, 3], [8, 9]], [[6, 7]]]
+    table.batch_scatter_update(js.IndexedSlices([[5.0, 5.0]], [1]))
+    assert rows(table) == [[[0, 1]], [[5, 5], [8, 9]], [[6, 7]]]
 
 
 # As an array.

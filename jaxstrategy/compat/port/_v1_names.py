@@ -43,7 +43,8 @@ V1: list[Name] = [
             "ReplicaContext": "`replica_id_in_sync_group` is traced in a step: "
             "`jnp.where` "
             "instead of `if`; `devices` has the devices of all replicas",
-            "RunOptions": "shapes are static, and XLA compiles each step in any case",
+            "RunOptions": "is taken and has no effect: shapes are static, and XLA "
+            "compiles each step in any case",
             "Server": "no session configuration; `join()` ends with the job",
             "Strategy": "no sessions: methods do their work at once, `initialize()` "
             "and "

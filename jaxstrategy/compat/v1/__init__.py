@@ -12,7 +12,6 @@ from jaxstrategy import _lazy_names
 if TYPE_CHECKING:
     from jaxstrategy import cluster_resolver as cluster_resolver
     from jaxstrategy._options import ReduceOp as ReduceOp
-    from jaxstrategy._options import RunOptions as RunOptions
     from jaxstrategy.compat._get_variable import AUTO_REUSE as AUTO_REUSE
     from jaxstrategy.compat._get_variable import get_variable as get_variable
     from jaxstrategy.compat._get_variable import (
@@ -48,6 +47,7 @@ if TYPE_CHECKING:
     from jaxstrategy.compat.v1._v1_strategies import (
         OneDeviceStrategy as OneDeviceStrategy,
     )
+    from jaxstrategy.compat.v1._v1_strategy import RunOptions as RunOptions
     from jaxstrategy.compat.v1._v1_strategy import Strategy as Strategy
     from jaxstrategy.inputs._input_options import InputContext as InputContext
     from jaxstrategy.inputs._input_options import (
@@ -68,7 +68,7 @@ else:
     __getattr__, __dir__ = _lazy_names.of(
         __name__,
         {
-            "_options": "ReduceOp RunOptions",
+            "_options": "ReduceOp",
             "compat._get_variable": (
                 "AUTO_REUSE get_variable get_variable_scope variable_scope"
             ),
@@ -81,7 +81,7 @@ else:
             "compat.v1._v1_multi_step_context": "MultiStepContext",
             "compat.v1._v1_replica_context": "ReplicaContext",
             "compat.v1._v1_strategies": "MirroredStrategy OneDeviceStrategy",
-            "compat.v1._v1_strategy": "Strategy",
+            "compat.v1._v1_strategy": "RunOptions Strategy",
             "inputs._input_options": "InputContext InputReplicationMode",
             "parameter_servers._server": "Server",
             "reductions._cross_device_ops": "CrossDeviceOps",

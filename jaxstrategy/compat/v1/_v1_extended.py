@@ -25,7 +25,6 @@ from jaxstrategy.strategies._calls import check_function
 from jaxstrategy.strategies._destinations import check_reduced, checked_pairs
 from jaxstrategy.strategies._extending import checked_variable
 from jaxstrategy.strategies._strategy import Strategy
-from jaxstrategy.text._shown import shown
 from jaxstrategy.values._types import Function, PyTree
 from jaxstrategy.variables._variable import Variable
 
@@ -185,24 +184,26 @@ class StrategyExtended(RunsOnIterator):
         Args:
           tensor: a pytree of arrays, equal on all replicas. A number of Python's comes
             back as it is, so that it takes on the dtype of what it is added to.
-          destinations: a device or its name, a variable, a `PerReplica` or a mirrored
-            value.
+          destinations: a device or its name, a list of them, a variable, a `PerReplica`
+            or a mirrored value.
 
         Returns:
           A pytree like `tensor`, of the same shapes. With one replica it is `tensor`.
 
         Raises:
-          ValueError: `destinations` is None or a list; `tensor` is a `PerReplica`.
+          ValueError: there is no destination, or no such device; `tensor` is a
+            `PerReplica`.
           TypeError: `destinations` names no devices.
           ContextError: inside `run`.
         """
         method = "extended.broadcast_to"
         context = _context.require_cross_replica(self._strategy, method)
-        if destinations is None or isinstance(destinations, (list, tuple)):
+        is_list = isinstance(destinations, (list, tuple))
+        if destinations is None or (is_list and not destinations):
             raise ValueError(
-                f"`extended.broadcast_to` was given {shown(destinations)} as "
-                "`destinations`; a device or its name was wanted, or a variable or a "
-                "value whose devices are meant."
+                f"`extended.broadcast_to` was given {destinations!r} as "
+                "`destinations`; a device or its name was wanted, a list of them, or a "
+                "variable or a value whose devices are meant."
             )
         if isinstance(tensor, (int, float)):
             return tensor

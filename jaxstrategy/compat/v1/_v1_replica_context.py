@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, final
+from typing import TYPE_CHECKING, Any, NoReturn, Self, final
 
 import jax
 
@@ -46,6 +46,20 @@ class ReplicaContext:
                 "returns in a step was wanted."
             )
         self._core = core
+
+    def __enter__(self) -> Self:
+        """A `with` block in the context where code already is: `run` enters replicas.
+
+        Raises:
+          ContextError: this is not the current replica context.
+        """
+        self._core._require_current("__enter__")
+        return self
+
+    def __exit__(
+        self, exception_type: object, exception_value: object, traceback: object
+    ) -> None:
+        """Leaves the block; code stays where it is."""
 
     @property
     def core(self) -> _replica_context.ReplicaContext:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Self, final
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, final
 
 import jax
 from jax.core import Tracer
 
-from jaxstrategy._options import ReduceOp, RunOptions
+from jaxstrategy import _options
+from jaxstrategy._options import ReduceOp
 from jaxstrategy.cluster.resolvers._cluster_resolver import ClusterResolver
 from jaxstrategy.compat._absent_members import NAMES_IN_V1
 from jaxstrategy.compat._face_scope import FaceScope
@@ -28,6 +29,23 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from jaxstrategy.strategies._colocating import Beside
+
+
+class RunOptions(NamedTuple):
+    """Options of `Strategy.run` in TensorFlow 1. None of them has an effect here.
+
+    Shapes are static, and XLA compiles each step in any case. What can be chosen here
+    is in `jaxstrategy.RunOptions`, which `run` takes, too.
+
+    Attributes:
+      experimental_enable_dynamic_batch_size: without effect.
+      experimental_bucketizing_dynamic_shape: without effect.
+      experimental_xla_options: without effect.
+    """
+
+    experimental_enable_dynamic_batch_size: bool = True
+    experimental_bucketizing_dynamic_shape: bool = False
+    experimental_xla_options: Any = None
 
 
 class Strategy(FeedsReplicas, OlderStrategy):
@@ -115,7 +133,7 @@ class Strategy(FeedsReplicas, OlderStrategy):
         fn: Function,
         args: Sequence[PyTree] = (),
         kwargs: dict[str, PyTree] | None = None,
-        options: RunOptions | None = None,
+        options: RunOptions | _options.RunOptions | None = None,
     ) -> PyTree:
         """Runs `fn(*args, **kwargs)` on every replica, as one compiled program.
 
@@ -126,14 +144,15 @@ class Strategy(FeedsReplicas, OlderStrategy):
           fn: the step, as one replica sees it.
           args: its positional arguments, a tuple or list.
           kwargs: its keyword arguments.
-          options: see `jaxstrategy.RunOptions`.
+          options: see `jaxstrategy.RunOptions`; those of `compat.v1` have no effect.
 
         Raises:
           ContextError: inside `run`, or in another strategy's scope.
           TracedValueError: Python code in `fn` needs the value of a traced array.
           TypeError: `fn` cannot be called, or arguments are none.
         """
-        return self._core.run(fn, args, kwargs, options)
+        chosen = None if isinstance(options, RunOptions) else options
+        return self._core.run(fn, args, kwargs, chosen)
 
     def experimental_run_v2(
         self,
