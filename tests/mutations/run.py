@@ -1,18 +1,15 @@
 """Breaks the library on purpose, and counts how many of the changes a test notices.
 
-Run by hand, on an idle machine, from the root of the project, with `coverage` and
-`pytest-cov` installed:
+Run by hand, from the root of the project:
 
-    pytest -n 2 -m "not slow" --cov --cov-config=tests/mutations/coveragerc \\
-        --cov-context=test --cov-report=
-    coverage combine --rcfile=tests/mutations/coveragerc
     python tests/mutations/run.py choose places.json --seed 7 --count 60
-    python tests/mutations/run.py try places.json
+    python tests/mutations/run.py record places.json hits.txt -n 2 -m "not slow"
+    python tests/mutations/run.py try places.json hits.txt
 
-Each change is made in a copy of the package. The tests that run its line, by the
-contexts that coverage has recorded, are tried against it for at most a minute
-(`--limit`). What fails a test counts as noticed if the same test passes without the
-change.
+`record` runs the whole suite once on a copy of the package that notes which tests reach
+which place, in the processes that tests start, too. `try` makes each change in a copy and
+runs tests that reach it for at most a minute (`--limit`). What fails a test counts as
+noticed if the same test passes without the change.
 """
 
 import argparse
@@ -178,34 +175,72 @@ def _line_of(place: Place) -> int | None:
     return min(same, key=lambda number: abs(number - place.line), default=None)
 
 
-def _tests_of(data: pathlib.Path, place: Place, line: int, most: int) -> list[str]:
-    """Names of tests that run the line: those first that run most of its file."""
-    import coverage
+# In the copy of the package that notes who reaches what: evaluates to None.
+_HITS = """import os
+seen = set()
+def hit(place):
+    test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]
+    if test and (place, test) not in seen:
+        seen.add((place, test))
+        with open(os.environ["MUTATION_HITS"], "a") as file:
+            file.write(f"{place}\\t{test}\\n")
+"""
 
-    recorded = coverage.CoverageData(str(data))
-    recorded.read()
-    path = next(
-        (f for f in recorded.measured_files() if f.endswith("/" + place.path)), None
+
+def record(places: list[Place], hits: pathlib.Path, arguments: list[str]) -> int:
+    """Runs pytest on a copy in which each place notes the test that reaches it."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = _copy_into(folder)
+        (copy / "mutation_hits.py").write_text(_HITS)
+        # From the right, so that places of one line do not move each other.
+        for number, place in sorted(
+            enumerate(places), key=lambda item: item[1].column, reverse=True
+        ):
+            line = _line_of(place)
+            if line is not None:
+                note = f'__import__("mutation_hits").hit({number})'
+                _replace(copy, place, line, f"({note} or ({place.old}))")
+        hits.write_text("")
+        return subprocess.run(
+            [sys.executable, "-m", "pytest", *arguments],
+            cwd=copy,
+            env={
+                **os.environ,
+                "PYTHONPATH": str(copy),
+                "MUTATION_HITS": str(hits.resolve()),
+            },
+        ).returncode
+
+
+def _copy_into(folder: str) -> pathlib.Path:
+    ignored = shutil.ignore_patterns(".venv*", ".git", "build", ".hypothesis")
+    return pathlib.Path(
+        shutil.copytree(ROOT, pathlib.Path(folder) / "project", ignore=ignored)
     )
-    if path is None:
-        return []
-    tests: collections.Counter[str] = collections.Counter()
-    by_line = recorded.contexts_by_lineno(path)
-    for context in by_line.get(line, []):
-        if "::" in context:
-            tests[_test_name(context)] = 0
-    for contexts in by_line.values():
-        tests.update(t for t in map(_test_name, contexts) if t in tests)
+
+
+def _replace(copy: pathlib.Path, place: Place, line: int, new: str) -> str:
+    """Puts `new` in the place, and returns the whole file as it was."""
+    path = copy / place.path
+    whole = path.read_text()
+    lines = whole.splitlines(keepends=True)
+    text, end = lines[line - 1], place.column + len(place.old)
+    assert text[place.column : end] == place.old
+    lines[line - 1] = text[: place.column] + new + text[end:]
+    path.write_text("".join(lines))
+    return whole
+
+
+def _tests_of(hits: pathlib.Path, number: int, most: int) -> list[str]:
+    """Names of tests that reach the place, some of each file first."""
     by_file: dict[str, list[str]] = collections.defaultdict(list)
-    for name, _ in sorted(tests.items(), key=lambda item: (-item[1], item[0])):
-        by_file[name.partition("::")[0]].append(name)
+    for text in dict.fromkeys(hits.read_text().splitlines()):
+        place, test = text.split("\t")
+        if int(place) == number:
+            by_file[test.partition("::")[0]].append(test)
     # Some of each file, because what one file does not notice another one may.
     rounds = [names[i : i + 1] for i in range(most) for names in by_file.values()]
     return [name for names in rounds for name in names][:most]
-
-
-def _test_name(context: str) -> str:
-    return re.sub(r"(\|\w*| \(\w+\))+$", "", context.lstrip("|"))
 
 
 def _run(root: pathlib.Path, tests: list[str], limit: float) -> str | None:
@@ -239,7 +274,7 @@ def _run(root: pathlib.Path, tests: list[str], limit: float) -> str | None:
     return failed.group(1) if failed else output[-300:].strip() or "pytest ended"
 
 
-def attempt(place: Place, data: pathlib.Path, copy: pathlib.Path, limit: float) -> dict:
+def attempt(place: Place, tests: list[str], copy: pathlib.Path, limit: float) -> dict:
     """What became of one change: `noticed` by a test, or not."""
     outcome = {
         "place": f"{place.path}:{place.line}",
@@ -248,29 +283,17 @@ def attempt(place: Place, data: pathlib.Path, copy: pathlib.Path, limit: float) 
     line = _line_of(place)
     if line is None:
         return outcome | {"result": "gone"}
-    tests = _tests_of(data, place, line, 120)
     if not tests:
         return outcome | {"result": "no test runs it"}
-    path = copy / place.path
-    whole = path.read_text()
-    lines = whole.splitlines(keepends=True)
-    text = lines[line - 1]
-    assert text[place.column :].startswith(place.old)
-    lines[line - 1] = (
-        text[: place.column] + place.new + text[place.column + len(place.old) :]
-    )
-    path.write_text("".join(lines))
+    whole = _replace(copy, place, line, place.new)
     try:
         by = _run(copy, tests, limit)
     finally:
-        path.write_text(whole)
+        (copy / place.path).write_text(whole)
     if by in tests and _run(copy, [by], 4 * limit) is not None:
         return outcome | {"result": "the test fails anyway", "by": by}
-    return outcome | {
-        "result": "noticed" if by else "missed",
-        "by": by,
-        "tests": len(tests),
-    }
+    result = "noticed" if by else "missed"
+    return outcome | {"result": result, "by": by, "tests": len(tests)}
 
 
 def main() -> None:
@@ -281,28 +304,29 @@ def main() -> None:
     chooser.add_argument("--seed", type=int, default=7)
     chooser.add_argument("--count", type=int, default=60)
     chooser.add_argument("--leave-out", nargs="*", default=["demo"], metavar="FOLDER")
+    recorder = commands.add_parser("record")
+    recorder.add_argument("places", type=pathlib.Path)
+    recorder.add_argument("hits", type=pathlib.Path)
     trier = commands.add_parser("try")
     trier.add_argument("places", type=pathlib.Path)
-    trier.add_argument(
-        "--coverage", type=pathlib.Path, default=pathlib.Path(".coverage")
-    )
+    trier.add_argument("hits", type=pathlib.Path)
     trier.add_argument("--limit", type=float, default=60.0, metavar="SECONDS")
     trier.add_argument("--results", type=pathlib.Path)
-    options = parser.parse_args()
+    options, rest = parser.parse_known_args()
     if options.command == "choose":
         places = choose(options.seed, options.count, options.leave_out)
         options.places.write_text(json.dumps([vars(p) for p in places], indent=1))
         return
+    places = [Place(**fields) for fields in json.loads(options.places.read_text())]
+    if options.command == "record":
+        sys.exit(record(places, options.hits, rest))
     outcomes = []
     with tempfile.TemporaryDirectory() as folder:
-        copy = pathlib.Path(folder) / "project"
-        shutil.copytree(
-            ROOT, copy, ignore=shutil.ignore_patterns(".venv*", ".git", "build")
-        )
-        for fields in json.loads(options.places.read_text()):
-            outcome = attempt(Place(**fields), options.coverage, copy, options.limit)
-            outcomes.append(outcome)
-            print(json.dumps(outcome), flush=True)
+        copy = _copy_into(folder)
+        for number, place in enumerate(places):
+            tests = _tests_of(options.hits, number, 120)
+            outcomes.append(attempt(place, tests, copy, options.limit))
+            print(json.dumps(outcomes[-1]), flush=True)
             if options.results:
                 options.results.write_text(json.dumps(outcomes, indent=1))
     print(dict(collections.Counter(o["result"] for o in outcomes)))
