@@ -6,10 +6,10 @@ Run by hand, from the root of the project:
     python tests/mutations/run.py record places.json hits.txt -n 2 -m "not slow"
     python tests/mutations/run.py try places.json hits.txt
 
-`record` runs the whole suite once on a copy of the package that notes which tests reach
-which place, in the processes that tests start, too. `try` makes each change in a copy and
-runs tests that reach it for at most a minute (`--limit`). What fails a test counts as
-noticed if the same test passes without the change.
+`record` runs the suite once on a copy of the package that notes which tests reach
+which place, in the processes that tests start, too. `try` makes each change in a copy
+and runs tests that reach it for at most a minute (`--limit`). What fails a test counts
+as noticed if the same test passes without the change.
 """
 
 import argparse
