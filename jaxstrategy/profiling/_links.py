@@ -53,7 +53,11 @@ def measured(
     if n == 1:
         return Topology(bandwidth=1e9, latency=0, replicas=replicas.count)
     sizes = [nbytes for nbytes, _ in _SIZES]
-    seconds = ascending(_seconds(devices, clock))
+    turns = _seconds(devices, clock)
+    seconds = ascending([statistics.median(each) for each in turns])
+    quartiles = [statistics.quantiles(each) for each in turns]
+    least = ascending([low for low, _, _ in quartiles])
+    most = ascending([high for _, _, high in quartiles])
     fixed, per_byte = fitted(sizes, seconds)
     in_turn = 2 * (n - 1)  # messages
     return Topology(
@@ -63,6 +67,10 @@ def measured(
         messages=tuple(
             (size / n, time / in_turn)
             for size, time in zip(sizes, seconds, strict=True)
+        ),
+        spread=tuple(
+            (low / in_turn, high / in_turn)
+            for low, high in zip(least, most, strict=True)
         ),
     )
 
@@ -118,8 +126,8 @@ def fitted(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float
     return (0.0, alone) if best[0] <= 0 else (alone, 1e-9 * alone / sizes[-1])
 
 
-def _seconds(replicas: Replicas, clock: Callable[[], float]) -> list[float]:
-    """Of one all-reduce of each size: of some turns, those in the middle."""
+def _seconds(replicas: Replicas, clock: Callable[[], float]) -> list[list[float]]:
+    """Of one all-reduce of each size, in each of some turns."""
     programs = [_in_a_row(replicas, nbytes, times) for nbytes, times in _SIZES]
     for run in programs:
         run()  # compiles
@@ -130,7 +138,7 @@ def _seconds(replicas: Replicas, clock: Callable[[], float]) -> list[float]:
             start = clock()
             run()
             own.append((clock() - start) / times)
-    return list(map(statistics.median, found))
+    return found
 
 
 def _in_a_row(replicas: Replicas, nbytes: int, times: int) -> Callable[[], object]:

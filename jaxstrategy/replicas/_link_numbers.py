@@ -50,6 +50,22 @@ def messages(given: object) -> tuple[tuple[float, float], ...]:
     return found
 
 
+def spread(given: object, count: int) -> tuple[tuple[float, float], ...]:
+    """Pairs of the least and the most seconds of each of `count` messages, or none."""
+    complaint = (
+        f"`spread` was {shown(given)}; a pair of the least and the most seconds was "
+        f"wanted for each of {count} messages. Give `spread=((1e-5, 2e-5), ...)`."
+    )
+    try:
+        pairs = [(one, two) for one, two in given]  # type: ignore[attr-defined]
+    except (TypeError, ValueError):
+        raise TypeError(complaint) from None
+    found = tuple((_finite(x, complaint), _finite(y, complaint)) for x, y in pairs)
+    if len(found) not in (0, count) or any(least > most for least, most in found):
+        raise ValueError(complaint)
+    return found
+
+
 def nbytes(given: object) -> float:
     """Bytes as a float."""
     return _finite(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
-import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import TypeAlias, final
 
 from jaxstrategy.replicas import _link_numbers
@@ -32,6 +32,8 @@ class Topology:
         not tell enough. Between them time goes along a straight line, behind them as
         between the last two, and a smaller message takes as long as the first. Where
         they are given, `latency` and `bandwidth` only sum them up.
+      spread: for each of `messages` the seconds between which it usually takes, as a
+        pair; none: always the same. `bounds` are made of them.
 
     With `n` replicas, latency `a`, bandwidth `b`, `d = ceil(log2(n))`, and `B` the
     bytes of one replica's operand, that is, of what it holds before the collective:
@@ -93,7 +95,7 @@ class Topology:
         `Topology`, or `messages` no pairs.
       ValueError: `bandwidth` is not positive, `latency` negative, one of them not
         finite, or `replicas` less than 1; or `messages` are one alone, or do not
-        ascend.
+        ascend; or `spread` does not have a pair for each.
 
     >>> import jaxstrategy as js
     >>> topology = js.Topology(bandwidth=1e9, latency=1e-6, replicas=8)
@@ -115,6 +117,7 @@ class Topology:
     replicas: int
     inside: Topology | None = None
     messages: tuple[tuple[float, float], ...] = ()
+    spread: tuple[tuple[float, float], ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "bandwidth", _link_numbers.bandwidth(self.bandwidth))
@@ -127,6 +130,8 @@ class Topology:
                 "latency=2e-6, replicas=8)`."
             )
         object.__setattr__(self, "messages", _link_numbers.messages(self.messages))
+        spread = _link_numbers.spread(self.spread, len(self.messages))
+        object.__setattr__(self, "spread", spread)
 
     def ring(self, kind: str, nbytes: float) -> float:
         """Seconds of the collective `kind` around a ring.
@@ -138,7 +143,7 @@ class Topology:
           TypeError: `nbytes` is not a number.
           ValueError: another `kind`, or `nbytes` is negative or not finite.
         """
-        return self._seconds(kind, nbytes, _ring)
+        return self._times(kind, nbytes, "ring")[0]
 
     def tree(self, kind: str, nbytes: float) -> float:
         """Seconds of the collective `kind` along a tree; arguments as for `ring`.
@@ -147,7 +152,7 @@ class Topology:
           TypeError: `nbytes` is not a number.
           ValueError: another `kind`, or `nbytes` is negative or not finite.
         """
-        return self._seconds(kind, nbytes, _tree)
+        return self._times(kind, nbytes, "tree")[0]
 
     def fastest(self, kind: str, nbytes: float) -> float:
         """The smaller of `ring` and `tree`, for each stage: few bytes favour the tree.
@@ -163,7 +168,30 @@ class Topology:
         >>> topology.fastest("all_reduce", 8e6) == topology.ring("all_reduce", 8e6)
         True
         """
-        return self._seconds(kind, nbytes, _ring, _tree)
+        return self._times(kind, nbytes, "fastest")[0]
+
+    def bounds(
+        self, kind: str, nbytes: float, algorithm: str = "fastest"
+    ) -> tuple[float, float]:
+        """The seconds between which the collective takes, by what is known of links.
+
+        With `messages`, a message takes no less than the next smaller one that is
+        known, and no more than the next larger one, each with its `spread`; of one
+        smaller than all, the least is 0. Without, both are the time of the formula.
+
+        Raises:
+          TypeError: `nbytes` is not a number.
+          ValueError: another `kind` or `algorithm`, or `nbytes` is negative or not
+            finite.
+
+        >>> import jaxstrategy as js
+        >>> known = ((1e3, 1.0), (1e6, 3.0))
+        >>> links = js.Topology(1e6, 1.0, 2, messages=known)
+        >>> links.bounds("permute", 5e5), links.bounds("permute", 10)
+        ((1.0, 3.0), (0.0, 1.0))
+        """
+        _, least, most = self._times(kind, nbytes, algorithm)
+        return least, most
 
     def with_replicas(self, replicas: int) -> Topology:
         """The same links between another number of replicas.
@@ -231,31 +259,49 @@ class Topology:
             inside=None if within is None else within.with_replicas_per_device(sharing),
         )
 
-    def _seconds(self, kind: str, nbytes: float, *algorithms: _Algorithm) -> float:
-        """Seconds of all stages, each by the best of some algorithms."""
+    def _times(self, kind: str, nbytes: float, algorithm: str) -> _Times:
+        """Of all stages together, each by the better of the algorithms."""
+        if algorithm not in _ALGORITHMS:
+            raise ValueError(
+                f"`algorithm` was {algorithm!r}; 'ring', 'tree' or 'fastest' was "
+                "wanted."
+            )
         if kind not in KINDS:
             raise _unknown(kind)
-        return sum(
-            min(links._of_one_level(each, operand, how) for how in algorithms)
+        ways = _ALGORITHMS[algorithm]
+        stages = [
+            min(
+                links._of_one_level(*way(each, links.replicas), operand) for way in ways
+            )
             for links, each, operand in self._stages(kind, _link_numbers.nbytes(nbytes))
-        )
+        ]
+        predicted, least, most = map(sum, zip(*stages, strict=True))
+        return predicted, least, most
 
-    def _of_one_level(self, kind: str, nbytes: float, algorithm: _Algorithm) -> float:
-        messages, operands = algorithm(kind, self.replicas)
+    def _of_one_level(self, messages: int, operands: float, nbytes: float) -> _Times:
         if not self.messages or not messages:
-            return messages * self.latency + operands * nbytes / self.bandwidth
-        return messages * self._of_message(operands * nbytes / messages)
+            seconds = messages * self.latency + operands * nbytes / self.bandwidth
+            return seconds, seconds, seconds
+        predicted, least, most = self._of_message(operands * nbytes / messages)
+        return messages * predicted, messages * least, messages * most
 
-    def _of_message(self, nbytes: float) -> float:
-        """Seconds of one message, by those that are known."""
-        first, *_ = self.messages
-        if nbytes <= first[0]:
-            return first[1]
-        pairs = list(itertools.pairwise(self.messages))
-        (low, early), (high, late) = next(
-            (pair for pair in pairs if nbytes <= pair[1][0]), pairs[-1]
-        )
-        return early + (nbytes - low) / (high - low) * (late - early)
+    def _of_message(self, nbytes: float) -> _Times:
+        """Of one message, by those that are known."""
+        sizes, seconds = zip(*self.messages, strict=True)
+        spread = self.spread or tuple((each, each) for each in seconds)
+        above = bisect.bisect_left(sizes, nbytes)
+        if above == 0:
+            least = spread[0][0] if nbytes == sizes[0] else 0.0
+            return seconds[0], least, spread[0][1]
+        high = min(above, len(sizes) - 1)
+        low = high - 1
+        slope = (seconds[high] - seconds[low]) / (sizes[high] - sizes[low])
+        predicted = seconds[low] + (nbytes - sizes[low]) * slope
+        if above < len(sizes):
+            below = high if nbytes == sizes[high] else low
+            return predicted, spread[below][0], spread[high][1]
+        more = predicted - seconds[high]
+        return predicted, spread[high][0] + more, spread[high][1] + more
 
     def _stages(self, kind: str, nbytes: float) -> list[_Stage]:
         """What is done in turn: equal links, a collective, the bytes of one operand."""
@@ -283,8 +329,9 @@ class Topology:
         return between(kind, nbytes)
 
 
+# What is predicted, the least and the most.
+_Times: TypeAlias = tuple[float, float, float]
 _Stage: TypeAlias = tuple[Topology, str, float]
-_Algorithm: TypeAlias = Callable[[str, int], tuple[int, float]]
 
 
 def _ring(kind: str, n: int) -> tuple[int, float]:
@@ -321,6 +368,9 @@ def _tree(kind: str, n: int) -> tuple[int, float]:
 def _permute(n: int) -> tuple[int, float]:
     """One message of one operand, unless a replica is alone and keeps its own."""
     return (1, 1) if n > 1 else (0, 0)
+
+
+_ALGORITHMS = {"ring": (_ring,), "tree": (_tree,), "fastest": (_ring, _tree)}
 
 
 def _unknown(kind: object) -> ValueError:

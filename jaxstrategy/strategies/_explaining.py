@@ -140,7 +140,8 @@ class ExplainsSteps(ComposedStrategy):
         """The links of the replicas, by the times that all-reduces of 6 sizes take.
 
         Around a ring, the formula of a `Topology` then gives these times, from 4 KiB to
-        8 MiB. It compiles and runs six small programs, so keep the result. With
+        8 MiB; `Topology.bounds` says between which times others lie, and `explain`
+        prints these. It compiles and runs six small programs, so keep the result. With
         several processes each must call it. Processes that share the cores of one host
         slow each other down, which is then part of the links: measure with as many as
         you predict for. What else loads the host is part of them, too: links that were

@@ -358,3 +358,42 @@ def test_messages_that_are_no_ascending_pairs_are_refused(given, error):
     message = "pairs of bytes and seconds were wanted, both ascending, at least two"
     with pytest.raises(error, match=rf"^`messages` was .*; {message}\. Give a link as"):
         Topology(1.0, 1.0, 2, messages=given)
+
+
+def test_a_message_takes_as_long_as_its_neighbours_which_vary():
+    points, spread = ((10, 2), (20, 3), (25, 13)), ((1, 2.5), (2, 4), (9, 15))
+    links = Topology(1.0, 1.0, 2, messages=points, spread=spread)
+    for nbytes, least, most in [
+        (5, 0, 2.5),  # smaller than all
+        (10, 1, 2.5),
+        (12, 1, 4),
+        (20, 2, 4),
+        (24, 2, 15),
+        (25, 9, 15),
+        (30, 9 + 10, 15 + 10),  # the last two points go on
+    ]:
+        assert links.bounds("permute", nbytes) == (least, most), nbytes
+        assert least <= links.ring("permute", nbytes) <= most, nbytes
+    # Without a spread known sizes are exact, and a formula is everywhere.
+    exact = Topology(1.0, 1.0, 2, messages=points)
+    assert exact.bounds("permute", 20) == (3, 3)
+    assert Topology(2.0, 3.0, 2).bounds("permute", 8) == (7, 7)
+    # Of several messages and stages, the sum.
+    host = Topology(1.0, 1.0, 2)
+    hosts = Topology(1.0, 1.0, 4, inside=host, messages=points, spread=spread)
+    within = host.ring("reduce_scatter", 24) + host.ring("all_gather", 12)
+    low, high = hosts.bounds("all_reduce", 24, "ring")
+    assert (low, high) == (within, within + 2 * 2.5)
+
+
+def test_a_spread_that_does_not_fit_the_messages_is_refused():
+    for given, error in [
+        (3, TypeError),
+        (((1, 2), (1, 2), (1, 2)), ValueError),
+        (((1, 2), (2, 1)), ValueError),
+        (((1, 2), (2, "a")), TypeError),
+    ]:
+        with pytest.raises(error, match=r"^`spread` was .*; a pair of the least and"):
+            Topology(1.0, 1.0, 2, messages=((1, 2), (2, 3)), spread=given)
+    with pytest.raises(ValueError, match="`algorithm` was 'star'; 'ring', 'tree' or"):
+        Topology(1.0, 1.0, 2).bounds("permute", 1, "star")

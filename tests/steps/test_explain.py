@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import re
 from xml.etree import ElementTree
 
 import jax
@@ -256,6 +257,23 @@ def test_the_report_predicts_for_8_64_and_4096_replicas(four, arguments):
         number, unit = table[str(replicas)][:2]
         seconds = float(number) * {"us": 1e-6, "ms": 1e-3, "s": 1}[unit]
         assert seconds == pytest.approx(ring, rel=5e-3)
+
+
+def test_the_report_says_between_which_times_measured_links_lie(four, arguments):
+    messages, spread = ((4, 1e-6), (10, 3e-6)), ((9e-7, 2e-6), (3e-6, 8e-6))
+    topology = js.Topology(1e9, 5e-6, 2, messages=messages, spread=spread)
+    found = four.explain(training_step, arguments, topology=topology, compiled=False)
+    # 28 B: around a ring of 8 in 14 messages of 3.5 B, of 4 in 6 of 7 B.
+    assert found.communication_bounds(topology.with_replicas(4), "ring") == (
+        pytest.approx((6 * 9e-7, 6 * 8e-6))
+    )
+    least, most = found.communication_bounds(topology.with_replicas(4))
+    assert least < found.communication_time(topology.with_replicas(4)) < most
+    report = str(found)
+    assert "a message (between the times of 2 measured messages)\n" in report
+    assert re.search(r"^  8 +up to 28 us +54 us to 84 us$", report, re.MULTILINE)
+    # Two messages of 14 B, 4 B more than the last known one.
+    assert re.search(r"^  2 +8.67 us to 18.7 us  ", report, re.MULTILINE), report
 
 
 def test_an_unknown_algorithm_is_an_error(explained):

@@ -570,6 +570,15 @@ def test_links_are_measured_as_those_of_a_ring():
         assert line.ring("all_reduce", size) == pytest.approx(0.03 + size / 1e9)
 
 
+def test_links_know_how_much_a_size_varies():
+    late = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 30.0)
+    links = measured(lambda size: 1 + size / 2**12, late)
+    assert links.bounds("all_reduce", 2**12) == pytest.approx((2.1, 2.5))
+    # Between sizes no more is known than what the next ones take.
+    assert links.bounds("all_reduce", 2**14) == pytest.approx((2.1, 9.5))
+    assert links.bounds("all_reduce", 2**18) == pytest.approx((33.1, 129.5))
+
+
 def test_links_have_the_times_of_all_measured_sizes():
     """Which no line has: caches hold 2 MiB, and not 8."""
     taking = {2**12: 2, 2**15: 3, 2**17: 4, 2**19: 6, 2**21: 20, 2**23: 98}

@@ -134,13 +134,48 @@ class Explanation:
         Raises:
           ValueError: there is no such algorithm.
         """
+        return sum(
+            found.seconds(self._devices(topology, algorithm), algorithm)
+            for found in self.collectives
+        )
+
+    def communication_bounds(
+        self, topology: Topology, algorithm: str = "fastest"
+    ) -> tuple[float, float]:
+        """The seconds between which that time is, by what is known of the links.
+
+        Links that were measured are known for some sizes only, and took longer at one
+        time than at another: see `Topology.bounds`. On others both are the same.
+
+        Args:
+          topology: links and number of replicas.
+          algorithm: as above.
+
+        Raises:
+          ValueError: there is no such algorithm.
+
+        >>> import jaxstrategy as js
+        >>> strategy = js.MirroredStrategy(js.simulate(8)[:2])
+        >>> def step(x):
+        ...     return js.get_replica_context().all_reduce("sum", x)
+        >>> x = strategy.per_replica(np.ones((2, 100), np.float32))
+        >>> found = strategy.explain(step, (x,), compiled=False)
+        >>> known = ((100, 1.0), (1000, 3.0))
+        >>> found.communication_bounds(js.Topology(1e3, 1.0, 2, messages=known))
+        (2.0, 6.0)
+        """
+        devices = self._devices(topology, algorithm)
+        each = [found.bounds(devices, algorithm) for found in self.collectives]
+        return sum(least for least, _ in each), sum(most for _, most in each)
+
+    def _devices(self, topology: Topology, algorithm: str) -> Topology:
+        """The links between devices."""
         if algorithm not in ("ring", "tree", "fastest"):
             raise ValueError(
                 f"`algorithm` was {algorithm!r}; 'ring', 'tree' or 'fastest' was "
                 "wanted."
             )
-        devices = topology.with_replicas_per_device(self.replicas_per_device)
-        return sum(found.seconds(devices, algorithm) for found in self.collectives)
+        return topology.with_replicas_per_device(self.replicas_per_device)
 
     def __str__(self) -> str:
         return _explanation_report.text(self._title(), self._sections())
@@ -157,7 +192,7 @@ class Explanation:
     def _sections(self) -> Iterator[Section]:
         yield from _explanation_report.problems(self.problems)
         yield from _explanation_report.communication(
-            self.collectives, self.topology, self.communication_time
+            self.collectives, self.topology, self.communication_bounds
         )
         if self.logical_axes or self.replicas_per_device > 1:
             yield from _device_report.exchanges(

@@ -89,14 +89,14 @@ def variables(names: Sequence[str]) -> Iterator[Section]:
 def communication(
     collectives: Sequence[ExplainedCollective],
     topology: Topology,
-    seconds: Callable[[Topology, str], float],
+    bounds: Callable[[Topology, str], tuple[float, float]],
 ) -> Iterator[Section]:
     """The collectives over replicas, and how long they should take.
 
     Args:
       collectives: in order.
       topology: links that times are predicted for.
-      seconds: of all of them, by links and algorithm.
+      bounds: the least and the most seconds of all, by links and algorithm.
     """
     if not collectives:
         yield Section("Collectives: none")
@@ -115,15 +115,23 @@ def communication(
     rows = []
     for replicas in sorted({topology.replicas, *_REPLICAS}):
         there = topology.with_replicas(replicas)
-        times = [seconds(there, algorithm) for algorithm in ("ring", "tree")]
-        rows.append((str(replicas), *map(with_seconds, times)))
+        times = [_between(*bounds(there, algorithm)) for algorithm in ("ring", "tree")]
+        rows.append((str(replicas), *times))
     yield Section(heading, ("replicas", "ring", "tree"), rows)
 
 
+def _between(least: float, most: float) -> str:
+    """A time of which no more is known than its bounds."""
+    low, high = with_seconds(least), with_seconds(most)
+    if low == high:
+        return high
+    return f"{low} to {high}" if least else f"up to {high}"
+
+
 def _known(topology: Topology) -> str:
-    """How many messages the times follow, in words."""
+    """How many messages the times lie between, in words."""
     count = len(topology.messages)
-    return f" (by the times of {count} messages)" if count else ""
+    return f" (between the times of {count} measured messages)" if count else ""
 
 
 def _inside(topology: Topology) -> str:

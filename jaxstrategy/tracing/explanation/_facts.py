@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Literal, final
+from collections.abc import Callable
+from typing import Literal, TypeAlias, final
 
 from jaxstrategy.replicas._topology import Topology
 from jaxstrategy.text._user_code import Line
+
+_Seconds: TypeAlias = Callable[[Topology, str, float], float]
 
 
 class AbstractCollective:
@@ -32,6 +35,34 @@ class AbstractCollective:
     def least_times(self) -> int:
         """The same, with one turn for each loop of unknown length."""
         return math.prod(1 if turns is None else turns for turns in self.loops)
+
+    def seconds(self, topology: Topology, algorithm: str) -> float:
+        """The predicted time of `least_times` of it, by a method of `Topology`.
+
+        Where replicas share devices, the topology is that of the devices.
+        """
+        return self._longest(
+            topology, lambda links, *of: getattr(links, algorithm)(*of)
+        )
+
+    def bounds(self, topology: Topology, algorithm: str) -> tuple[float, float]:
+        """The seconds between which that is, by `Topology.bounds`."""
+
+        def bound(which: int) -> float:
+            return self._longest(
+                topology, lambda links, *of: links.bounds(*of, algorithm)[which]
+            )
+
+        return bound(0), bound(1)
+
+    def _longest(self, topology: Topology, seconds: _Seconds) -> float:
+        return self._longest_of_groups(topology, self.nbytes, seconds)
+
+    def _longest_of_groups(
+        self, topology: Topology, nbytes: float, seconds: _Seconds
+    ) -> float:
+        slowest = max(seconds(x, self.kind, nbytes) for x in self._links(topology))
+        return self.least_times * slowest
 
     def _links(self, topology: Topology) -> set[Topology]:
         """Those that members of a group have, of each group."""
@@ -99,23 +130,17 @@ class ExplainedCollective(AbstractCollective):
     parts: int = 1
     between_devices: tuple[DeviceExchange, ...] | None = None
 
-    def seconds(self, topology: Topology, algorithm: str) -> float:
-        """The predicted time of `least_times` of it, by a method of `Topology`.
-
-        Where replicas share devices, the topology is that of the devices.
-        """
+    def _longest(self, topology: Topology, seconds: _Seconds) -> float:
         if self.between_devices is not None:
-            method = getattr(topology, algorithm)
-            once = sum(method(each.kind, each.nbytes) for each in self.between_devices)
+            once = sum(
+                seconds(topology, each.kind, each.nbytes)
+                for each in self.between_devices
+            )
             return self.least_times * once
         nbytes = self.nbytes
         if self.parts > 1:
             nbytes *= self.parts / topology.replicas
-        slowest = max(
-            getattr(links, algorithm)(self.kind, nbytes)
-            for links in self._links(topology)
-        )
-        return self.least_times * slowest
+        return self._longest_of_groups(topology, nbytes, seconds)
 
 
 @final
@@ -153,14 +178,6 @@ class CompiledCollective(AbstractCollective):
     def is_inner(self) -> bool:
         """Whether devices of one replica take part together."""
         return not set(self.axes).isdisjoint(self.inner_axes)
-
-    def seconds(self, topology: Topology, algorithm: str) -> float:
-        """The predicted time of `least_times` of it, on links of the devices."""
-        slowest = max(
-            getattr(links, algorithm)(self.kind, self.nbytes)
-            for links in self._links(topology)
-        )
-        return self.least_times * slowest
 
 
 @final
