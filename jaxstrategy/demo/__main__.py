@@ -3,7 +3,7 @@
 import sys
 
 from jaxstrategy._errors import MissingExtraError
-from jaxstrategy.demo import main
+from jaxstrategy.demo._demo import main
 
 if __name__ == "__main__":
     try:

@@ -27,8 +27,8 @@ from jaxstrategy.strategies._dividing_data import require_function
 from jaxstrategy.strategies._server_optimizer import ServerOptimizer
 from jaxstrategy.strategies._strategy import Strategy
 from jaxstrategy.values._types import PyTree
+from jaxstrategy.variables._partitioners import Partitioner
 from jaxstrategy.variables._server_variables import ServerVariables
-from jaxstrategy.variables.partitioners import Partitioner
 
 if TYPE_CHECKING:
     from optax import GradientTransformation

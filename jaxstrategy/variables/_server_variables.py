@@ -13,11 +13,11 @@ from jaxstrategy.parameter_servers._server_pool import ServerPool
 from jaxstrategy.replicas import _devices
 from jaxstrategy.replicas._devices import Device
 from jaxstrategy.replicas._replicas import Replicas
+from jaxstrategy.variables._partitioners import Partitioner
 from jaxstrategy.variables._policy import VariablePolicy
 from jaxstrategy.variables.kinds._kind import VariableKind
 from jaxstrategy.variables.kinds._per_worker_kind import PerWorkerKind, ReadCopies
 from jaxstrategy.variables.kinds._server_kind import ServerKind, server_kind_of
-from jaxstrategy.variables.partitioners import Partitioner
 
 Pause = Callable[[int], contextlib.AbstractContextManager[None]]
 """A `with` block in which no function runs, for the checkpoint of a step."""

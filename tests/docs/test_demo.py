@@ -16,7 +16,7 @@ from matplotlib.image import imread
 from rich.console import Console
 
 import jaxstrategy as js
-from jaxstrategy import demo
+from jaxstrategy.demo import _demo as demo
 
 
 def options(**given):
@@ -325,7 +325,7 @@ def test_importing_it_touches_no_device_and_no_extra(tmp_path):
     code = f"""
 import sys
 import jax
-import jaxstrategy.demo
+import jaxstrategy.demo._demo
 assert not set({list(demo.EXTRAS)}) & set(sys.modules)
 jax.config.update("jax_num_cpu_devices", 3)  # an error once a device was touched
 assert len(jax.devices("cpu")) == 3

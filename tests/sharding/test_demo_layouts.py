@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import jaxstrategy as js
-from jaxstrategy import demo
+from jaxstrategy.demo import _demo as demo
 from jaxstrategy.demo._command_line import make_parser
 
 

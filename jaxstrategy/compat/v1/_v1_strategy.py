@@ -41,6 +41,12 @@ class RunOptions(NamedTuple):
       experimental_enable_dynamic_batch_size: without effect.
       experimental_bucketizing_dynamic_shape: without effect.
       experimental_xla_options: without effect.
+
+    >>> import jaxstrategy as js
+    >>> from jaxstrategy.compat import v1
+    >>> strategy = v1.MirroredStrategy(js.simulate(8)[:2])
+    >>> strategy.run(lambda x: 2 * x, (3,), options=v1.RunOptions())
+    Array(6, dtype=int32, weak_type=True)
     """
 
     experimental_enable_dynamic_batch_size: bool = True
