@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from typing import Any
 
 import jax
@@ -82,6 +83,8 @@ def check_restarts(max_restarts: int | None, present: int | None = None) -> None
 
 def plain(fn: Function) -> Function:
     """What is traced of a function."""
+    if isinstance(fn, types.MethodType):
+        return types.MethodType(plain(fn.__func__), fn.__self__)
     return fn.function if isinstance(fn, CoordinatedFunction) else fn
 
 

@@ -9,7 +9,7 @@ import time
 import types
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import jax
 import numpy as np
@@ -18,6 +18,7 @@ from jax.stages import Wrapped
 from jaxstrategy._errors import ContextError
 from jaxstrategy.contexts import _context
 from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
+from jaxstrategy.executors._replicated_function import ReplicatedFunction
 from jaxstrategy.parameter_servers._element_changed import ElementChanged
 from jaxstrategy.parameter_servers._server_pool import ServerPool
 from jaxstrategy.parameter_servers._shipped_program import ElementType, ShippedProgram
@@ -32,12 +33,21 @@ from jaxstrategy.scheduled._worker_argument import IteratorArgument
 from jaxstrategy.tracing import _results
 from jaxstrategy.tracing._results import Results
 from jaxstrategy.tracing._roles import Signature
+from jaxstrategy.tracing.functions import _code, _lending
+from jaxstrategy.tracing.functions._object_attributes import as_method, attributes_of
+from jaxstrategy.tracing.functions._object_identity import Identity
+from jaxstrategy.tracing.functions._places import ClosureCell
+from jaxstrategy.tracing.functions._references import References
 from jaxstrategy.tracing.functions._weak_function import weakly
+from jaxstrategy.tracing.nnx._adapter import is_changed_in_place
 from jaxstrategy.values import _arrays
 from jaxstrategy.values._handle import Handle
 from jaxstrategy.values._per_replica import PerReplica
 from jaxstrategy.values._types import Function, Leaf, PyTree
 from jaxstrategy.variables.kinds._per_worker_kind import per_worker_kind_of
+
+_IDLE_KEPT = 8
+"""So many programs are kept of functions of one code that are gone."""
 
 
 @final
@@ -98,7 +108,77 @@ class _Program:
     varies: Sequence[bool]
     variables: Sequence[weakref.ref[Handle]]
     key_results: Sequence[Any]
-    captured: Sequence[object]
+
+
+class _FunctionKey(NamedTuple):
+    """Equal for functions that do the same."""
+
+    form: tuple[Hashable, ...]
+    code: Identity
+
+    def is_gone(self) -> bool:
+        """Whether no function can have it any more."""
+        tokens = (self.code, *self.form)
+        return any(isinstance(each, Identity) and each.is_gone for each in tokens)
+
+
+@final
+class _Function:
+    """What a function object referred to when it was looked at, and its programs.
+
+    Args:
+      alive: a reference to it that is kept.
+      own: the user's own function in it.
+      key: of functions that do the same; None: only this one has its programs.
+      programs: by the structure and types of arguments.
+      looks_again: whether it must be looked at for each call.
+    """
+
+    def __init__(
+        self,
+        alive: object,
+        own: Function,
+        key: _FunctionKey,
+        programs: dict[Hashable, _Program],
+        looks_again: bool,
+    ) -> None:
+        self._alive = alive
+        self.key: _FunctionKey | None = key
+        self.programs = programs
+        self._looks_again = looks_again
+        self._cells: list[tuple[ClosureCell, Identity]] = []
+        self._owner: Callable[[], Any] = lambda: None
+        self._attributes: dict[str, Identity] = {}
+        self.note(own)
+
+    def note(self, own: Any) -> None:
+        """Take note of what it refers to now."""
+        if isinstance(own, types.MethodType):
+            self._owner = weakly(own.__self__)
+            self._attributes = self._attributes_now()
+            own = own.__func__
+        cells = map(ClosureCell, getattr(own, "__closure__", None) or ())
+        self._cells = [(cell, Identity(cell.get())) for cell in cells]
+
+    def is_as_it_was(self) -> bool:
+        """Whether it surely refers to the same as before."""
+        if self._looks_again:
+            return False
+        if any(Identity(cell.get()) != value for cell, value in self._cells):
+            return False
+        # All of them: code may be handed the object, and ask for any.
+        return self._attributes_now() == self._attributes
+
+    def known(self, key: Hashable) -> _Program | None:
+        """Its program for such arguments, if its variables live."""
+        program = self.programs.get(key)
+        if program is None or any(ref() is None for ref in program.variables):
+            return None
+        return program
+
+    def _attributes_now(self) -> dict[str, Identity]:
+        held = attributes_of(self._owner())
+        return {name: Identity(value) for name, value in held.items()}
 
 
 @final
@@ -127,8 +207,9 @@ class FunctionTracer:
         self._pool = pool
         self._platforms = tuple(platforms)
         self._call = call
-        self._programs: dict[Hashable, dict[Hashable, _Program]] = {}
-        self._alive: dict[Hashable, Callable[[], Function | None]] = {}
+        # By what functions refer to; and of each function object that lives.
+        self._table: dict[_FunctionKey, dict[Hashable, _Program]] = {}
+        self._functions: dict[Hashable, _Function] = {}
         # One thread traces: what it finds out is kept for the others.
         self._one_tracer = threading.RLock()
         self.traces = 0
@@ -156,13 +237,16 @@ class FunctionTracer:
         fn, (leaves, signature) = given.fn, given.taken_apart(0)
         arrays = given.arrays(leaves)
         key = signature, tuple((x.shape, x.dtype) for x in arrays)
-        program, seconds = self._known(fn, key), None
+        function, seconds = self._function(fn), None
+        program = function.known(key)
         if program is None:
             with self._one_tracer:
-                program = self._known(fn, key)
+                function = self._function(fn)
+                program = function.known(key)
                 if program is None:
                     began = time.perf_counter()
                     program = self._traced(fn, key, signature, arrays, given.slots)
+                    self._remember(fn, function, key, program)
                     seconds = time.perf_counter() - began
         return Prepared(
             program=program.shipped,
@@ -175,12 +259,49 @@ class FunctionTracer:
             trace_seconds=seconds,
         )
 
-    def _known(self, fn: Function, key: Hashable) -> _Program | None:
-        program = self._programs.get(_identity(fn), {}).get(key)
-        if program is None or any(ref() is None for ref in program.variables):
-            return None
-        same = zip(program.captured, _captured(fn), strict=False)
-        return program if all(a is b for a, b in same) else None
+    def _function(self, fn: Function) -> _Function:
+        """What is known of a function, as it is now."""
+        known = self._functions.get(_identity(fn))
+        if known is not None and known.is_as_it_was():
+            return known
+        return self._looked_at(fn)
+
+    def _looked_at(self, fn: Function) -> _Function:
+        own, wrappers = _own_function(fn)
+        key, looks_again = _key_of(own, wrappers)
+        programs = self._table.get(key)
+        if programs is None:
+            self._make_room(key.code)
+            programs = self._table.setdefault(key, {})
+        number = _identity(fn)
+        alive = weakly(fn, lambda: self._functions.pop(number, None))
+        found = _Function(alive, own, key, programs, looks_again)
+        self._functions[number] = found
+        return found
+
+    def _make_room(self, code: Identity) -> None:
+        """Drop what no function can ask for any more, and old programs of one code."""
+        in_use = {id(each.programs) for each in list(self._functions.values())}
+        idle = [k for k, v in list(self._table.items()) if id(v) not in in_use]
+        alike = [key for key in idle if key.code == code]
+        for key in (*filter(_FunctionKey.is_gone, idle), *alike[: 1 - _IDLE_KEPT]):
+            self._table.pop(key, None)
+
+    def _remember(
+        self, fn: Function, function: _Function, key: Hashable, program: _Program
+    ) -> None:
+        """Keep a program, for other functions unless the trace has changed something.
+
+        A function that counts its traces, or notes what it sees, is to do so again if
+        it is another one; for this one the program stays right.
+        """
+        own, wrappers = _own_function(fn)
+        if function.key != _key_of(own, wrappers)[0]:
+            if function.key is not None and not function.programs:
+                self._table.pop(function.key, None)
+            function.key, function.programs = None, dict(function.programs)
+        function.note(own)
+        function.programs[key] = program
 
     def _traced(
         self,
@@ -204,9 +325,7 @@ class FunctionTracer:
             trace.varies,
             used,
             trace.key_results,
-            _captured(fn),
         )
-        self._remember(fn)[key] = made
         return made
 
     def _shipped(
@@ -229,18 +348,6 @@ class FunctionTracer:
             _elements(trace, slots),
             as_code if calls_python(trace.jaxpr) else None,
         )
-
-    def _remember(self, fn: Function) -> dict[Hashable, _Program]:
-        number = _identity(fn)
-        if number not in self._programs:
-
-            def forget() -> None:
-                self._programs.pop(number, None)
-                self._alive.pop(number, None)
-
-            self._programs[number] = {}
-            self._alive[number] = weakly(fn, forget)
-        return self._programs[number]
 
     def _rebuilt(self, program: _Program, arrays: Sequence[Leaf]) -> PyTree:
         replicas = self._strategy.replicas
@@ -306,13 +413,38 @@ def _identity(fn: Function) -> Hashable:
     return id(fn)
 
 
-def _captured(fn: Any) -> list[object]:
-    """What the variables of enclosing functions hold, which a trace takes as it is."""
-    function = getattr(fn, "__func__", getattr(fn, "__wrapped__", fn))
-    held: list[object] = []
-    for cell in getattr(function, "__closure__", None) or ():
-        try:
-            held.append(cell.cell_contents)
-        except ValueError:  # it has no value yet
-            held.append(None)
-    return held
+def _own_function(fn: Any) -> tuple[Function, tuple[Hashable, ...]]:
+    """The user's own function in `fn`, and what stands for what was made of it."""
+    if isinstance(fn, types.MethodType):
+        own, wrappers = _own_function(fn.__func__)
+        return types.MethodType(own, fn.__self__), wrappers
+    if isinstance(fn, ReplicatedFunction):
+        own, wrappers = _own_function(fn.function)
+        return own, ("run", fn.options, *wrappers)
+    if isinstance(fn, types.FunctionType) or not hasattr(fn, "__wrapped__"):
+        return as_method(fn), ()
+    if type(fn).__module__.startswith("jaxstrategy."):
+        own, wrappers = _own_function(fn.__wrapped__)
+        return own, (type(fn), *wrappers)
+    if isinstance(fn, Wrapped):  # its options are known to JAX alone
+        own, wrappers = _own_function(fn.__wrapped__)
+        return own, (Identity(fn), *wrappers)
+    return as_method(fn), ()
+
+
+def _key_of(own: Any, wrappers: tuple[Hashable, ...]) -> tuple[_FunctionKey, bool]:
+    """The key of functions that do the same, and whether it changes unnoticed.
+
+    It is that of `run`, but that arrays and objects are constants of such programs.
+    """
+    with _lending.one_at_a_time:
+        references = References(own, lambda value: False)
+    form = references.form
+    if references.opaque:  # it is known by itself alone
+        function = getattr(own, "__func__", own)
+        cells = map(ClosureCell, getattr(function, "__closure__", None) or ())
+        parts = [function, getattr(own, "__self__", None), *(c.get() for c in cells)]
+        form = tuple(map(Identity, parts))
+    arrays = map(Identity, references.arrays.values())
+    key = _FunctionKey((*wrappers, *form, *arrays), Identity(_code.code_of(own)))
+    return key, any(is_changed_in_place(each.value) for each in references.reached)

@@ -1,7 +1,9 @@
 """Scheduled functions that are traced for real, on workers that are threads."""
 
+import functools
 import gc
 import threading
+import types
 import weakref
 
 import jax
@@ -130,28 +132,23 @@ def traces(coordinator):
     return coordinator.metrics.function_tracing.count
 
 
-@pytest.mark.parametrize(
-    "arguments, expected",
-    [
-        ([1, 2, 3, 4], 1),
-        ([np.int32(1), np.int32(2)], 1),
-        ([1.5, 2.5], 1),
-        ([True, False, True], 2),
-        (["a", "b", "a"], 2),
-        ([np.ones(2), np.ones(2), np.ones(3)], 2),
-    ],
-    ids=["ints", "NumPy's", "floats", "bools", "strings", "shapes"],
-)
-def test_numbers_are_inputs_and_bools_and_strings_part_of_the_program(
-    coordinator, arguments, expected
-):
-    before = traces(coordinator)
-    f = coordinator.function(lambda x: (x, 0))
-    values = [coordinator.schedule(f, (x,)) for x in arguments]
-    coordinator.join()
-    assert traces(coordinator) - before == expected
-    for found, given in zip(values, arguments, strict=True):
-        np.testing.assert_array_equal(found.fetch()[0], given)
+def test_numbers_are_inputs_and_bools_and_strings_part_of_the_program(coordinator):
+    cases = {
+        "ints": ([1, 2, 3, 4], 1),
+        "NumPy's": ([np.int32(1), np.int32(2)], 1),
+        "floats": ([1.5, 2.5], 1),
+        "bools": ([True, False, True], 2),
+        "strings": (["a", "b", "a"], 2),
+        "shapes": ([np.ones(2), np.ones(2), np.ones(3)], 2),
+    }
+    for name, (arguments, expected) in cases.items():
+        before = traces(coordinator)
+        f = coordinator.function(lambda x, case=name: (x, 0))
+        values = [coordinator.schedule(f, (x,)) for x in arguments]
+        coordinator.join()
+        assert traces(coordinator) - before == expected, name
+        for found, given in zip(values, arguments, strict=True):
+            np.testing.assert_array_equal(found.fetch()[0], given, err_msg=name)
 
 
 def test_a_function_is_traced_in_the_callers_thread_once_for_all_workers(coordinator):
@@ -182,6 +179,94 @@ def test_a_method_is_traced_once_for_each_object(coordinator):
         found = [coordinator.schedule(m.step, (2.0,)).fetch() for m in models]
         assert found == [4.0, 6.0]
     assert traces(coordinator) - before == 2
+
+
+class Scaled:
+    def __init__(self, k):
+        self.k = k
+
+    def __call__(self, x):
+        return self.k * x
+
+    def method(self, x):
+        return self(x)
+
+
+SETTINGS = Scaled(0.0)
+
+
+def test_what_a_function_refers_to_is_never_stale_and_programs_are_shared(
+    made, coordinator
+):
+    def scale(k, x):
+        return k * x
+
+    def with_object(k):
+        SETTINGS.k = k
+        return lambda x: SETTINGS.k * x
+
+    kept = Scaled(0.0)
+
+    def with_attribute(k):
+        kept.k = k
+        return kept.method
+
+    def with_callable(k):
+        kept.k = k
+        return kept
+
+    marked = coordinator.function(Scaled.method)
+
+    def with_wrapper(k):
+        method = types.MethodType(marked, Scaled(k))
+        return lambda x: method(x)
+
+    ways = {
+        "closure": lambda k: lambda x: k * x,
+        "list": lambda k: (lambda scales: lambda x: scales[0] * x)([k]),
+        "default": lambda k: lambda x, k=k: k * x,
+        "partial": lambda k: functools.partial(scale, k),
+        "global object": with_object,
+        "attribute": with_attribute,
+        "new method": lambda k: Scaled(k).method,
+        "callable": with_callable,
+        "wrapped method": with_wrapper,
+        "step": lambda k: made.run(lambda x: k * x),
+        "step of a method": lambda k: made.run(with_attribute(k)),
+    }
+    for name, make in ways.items():
+        seen = []
+        for k in (2.0, 7.0, 2.0, 7.0):
+            fn = make(k)
+            if not isinstance(fn, type(made.run(scale))):
+                fn = coordinator.function(fn)
+            assert coordinator.schedule(fn, (1.0,)).fetch() == k, name
+            seen.append(traces(coordinator))
+        assert seen[1] == seen[3], name
+
+
+def test_a_marked_method_sees_attributes_that_have_changed(coordinator):
+    scaled = Scaled(2.0)
+    method = coordinator.function(scaled.method)
+    for k in (2.0, 7.0):
+        scaled.k = k
+        assert coordinator.schedule(method, (1.0,)).fetch() == k
+
+
+def test_what_a_trace_notes_is_noted_for_each_function(coordinator):
+    def noted():
+        seen = []
+
+        def function(x):
+            seen.append(x.shape)
+            return x
+
+        marked = coordinator.function(function)
+        for _ in range(2):
+            coordinator.schedule(marked, (jnp.ones(3),)).fetch()
+        return seen
+
+    assert noted() == noted() == [(3,)]
 
 
 def test_an_error_in_the_trace_comes_from_schedule(coordinator, counter):
