@@ -110,11 +110,11 @@ def _start_jax(
         # what remains when this process cannot run Python any more.
         heartbeat_timeout_seconds=int(min(timeout_seconds, 1e6)) + 30,
         shutdown_timeout_seconds=_SHUTDOWN_SECONDS,
-        cluster_detection_method=_detection(),
+        cluster_detection_method=detection(),
     )
 
 
-def _detection() -> str | None:
+def detection() -> str | None:
     """How JAX looks for the devices of this process, which is all that is not known."""
     # In a pod it knows nothing of them and asks Kubernetes all the same, which fails
     # where the pod has no service account (JAX 0.10 and 0.12).

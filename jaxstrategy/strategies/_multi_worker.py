@@ -34,8 +34,9 @@ class MultiWorkerMirroredStrategy(Strategy):
     starts JAX's distributed runtime, once. Each process runs the same program; `run`
     takes one step on all replicas, `reduce` and `gather` are over all of them, and
     `experimental_local_results` gives those of this process. What is mirrored from a
-    host, and what variables begin with, is process 0's. Without a cluster there is one
-    process, and it is a `MirroredStrategy`.
+    host, and what variables begin with, is process 0's. If nothing tells of other
+    processes there is one, as with `MirroredStrategy`, and a warning says so. What
+    tells of others and cannot be followed is an error: no process trains alone unasked.
 
     Nothing hangs without a word: the steps of all processes are compared before they
     begin, the death of a process ends the others with its name, and a step without
@@ -43,8 +44,10 @@ class MultiWorkerMirroredStrategy(Strategy):
 
     Args:
       cluster_resolver: says which processes there are. By default `TF_CONFIG`, or what
-        `python -m jaxstrategy.launch` or SageMaker sets; without these
-        `jax.distributed` looks for a cluster (Slurm, Open MPI, Kubernetes, TPU).
+        `python -m jaxstrategy.launch` or SageMaker sets; without these what `torchrun`
+        sets (`MASTER_ADDR`, `MASTER_PORT`, `WORLD_SIZE`, `RANK`), or
+        `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID`, or what
+        `jax.distributed` finds (Slurm, Open MPI, Kubernetes, TPU).
       communication_options: how values are reduced; `timeout_seconds` is how long a
         step may go without progress, by default 300.
       sharding: a `StateSharding`: each replica keeps a part of the optimizer's state,
@@ -55,14 +58,18 @@ class MultiWorkerMirroredStrategy(Strategy):
       replicas_per_device: how many replicas share a device.
 
     Raises:
-      ClusterError: the processes could not start together, or have other replicas each;
-        it says which, and why.
+      ClusterError: the processes could not start together, or have other replicas each,
+        or the environment tells of some that cannot be joined; it says which, and why.
       ValueError: the cluster makes no sense.
       TypeError: something else than a resolver, or than options.
 
+    Warns:
+      RuntimeWarning: there is no resolver, and nothing tells of other processes.
+
     >>> import jaxstrategy as js
     >>> _ = js.simulate(8)
-    >>> js.MultiWorkerMirroredStrategy()
+    >>> alone = js.cluster_resolver.SimpleClusterResolver({})
+    >>> js.MultiWorkerMirroredStrategy(alone)
     MultiWorkerMirroredStrategy(8 replicas on cpu:0..7)
     """
 
@@ -155,7 +162,8 @@ class ExperimentalMultiWorkerMirroredStrategy(MultiWorkerMirroredStrategy):
     >>> import jaxstrategy as js
     >>> _ = js.simulate(8)
     >>> ring = js.experimental.CollectiveCommunication.RING
-    >>> strategy = js.experimental.MultiWorkerMirroredStrategy(ring)
+    >>> alone = js.cluster_resolver.SimpleClusterResolver({})
+    >>> strategy = js.experimental.MultiWorkerMirroredStrategy(ring, alone)
     >>> isinstance(strategy, js.MultiWorkerMirroredStrategy)
     True
     """

@@ -23,7 +23,8 @@ def test_the_older_name_of_datasets_from_a_function(two):
 def test_the_older_multi_worker_strategy(name):
     communication = js.experimental.CollectiveCommunication[name]
     assert communication is js.experimental.CommunicationImplementation(name)
-    strategy = js.experimental.MultiWorkerMirroredStrategy(communication)
+    alone = js.cluster_resolver.SimpleClusterResolver({})
+    strategy = js.experimental.MultiWorkerMirroredStrategy(communication, alone)
     assert isinstance(strategy, js.MultiWorkerMirroredStrategy)
     x = strategy.per_replica(np.arange(8.0))
     assert strategy.reduce("sum", x) == 28
@@ -36,7 +37,8 @@ def test_the_older_multi_worker_strategy_refuses_what_there_is_not():
 
 def test_a_lone_multi_worker_strategy_has_an_empty_cluster(monkeypatch):
     monkeypatch.delenv("TF_CONFIG", raising=False)
-    resolver = js.MultiWorkerMirroredStrategy().cluster_resolver
+    with pytest.warns(RuntimeWarning, match="This process trains alone: "):
+        resolver = js.MultiWorkerMirroredStrategy().cluster_resolver
     assert resolver.task_type is None and resolver.task_id is None
     assert resolver.cluster_spec().as_dict() == {} and resolver.master() == ""
 

@@ -309,7 +309,7 @@ def test_parameter_servers_of_one_process(monkeypatch):
 
 
 def test_several_processes_with_one(monkeypatch):
-    monkeypatch.delenv("TF_CONFIG", raising=False)
+    monkeypatch.setenv("TF_CONFIG", '{"cluster": {"worker": ["localhost:2222"]}}')
     d = contrib.CollectiveAllReduceStrategy(num_gpus_per_worker=8)
     assert d.num_towers == 8
     assert type(d.core) is js.MultiWorkerMirroredStrategy

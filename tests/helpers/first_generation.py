@@ -38,7 +38,8 @@ def tpu():
 
 
 def workers():
-    return v1.experimental.MultiWorkerMirroredStrategy()
+    alone = js.cluster_resolver.SimpleClusterResolver({})
+    return v1.experimental.MultiWorkerMirroredStrategy(cluster_resolver=alone)
 
 
 of_each_kind = pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from helpers.gce_group import TOKEN, Group, Metadata
 from helpers.http_answers import served
 from helpers.kubernetes_pods import Pods, pod, service_account
 
-TESTS = pathlib.Path(workers.PATH).parent
+TESTS = pathlib.Path(__file__).parent.parent
 ENVIRONMENT = {"PYTHONPATH": os.pathsep.join([workers.PATH, str(TESTS)])}
 
 
@@ -23,6 +23,14 @@ def check(running):
     assert running.wait(120) == [0, 0]
     for rank in running.ranks:
         assert "all is well" in rank.output.splitlines()
+
+
+@pytest.mark.parametrize(
+    "what", ["from_torchrun", pytest.param("from_jax", marks=pytest.mark.slow)]
+)
+def test_processes_whose_variables_tell_all_train_together(job, what):
+    with job(started(what), count=2, env=ENVIRONMENT, started=False) as running:
+        check(running)
 
 
 @pytest.mark.slow

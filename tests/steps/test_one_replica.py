@@ -20,7 +20,9 @@ def ones():
         "default": js.get_strategy(),
         "one device": js.OneDeviceStrategy(device),
         "mirrored": js.MirroredStrategy([device]),
-        "several processes": js.MultiWorkerMirroredStrategy(),
+        "several processes": js.MultiWorkerMirroredStrategy(
+            js.cluster_resolver.SimpleClusterResolver({})
+        ),
         "central": js.experimental.CentralStorageStrategy([device], jax.devices()[5]),
     }
 
@@ -75,7 +77,8 @@ def test_nothing_is_wrapped_in_merge_calls(name):
 def test_a_job_of_one_process_with_one_device(monkeypatch):
     first = jax.devices()[:1]
     monkeypatch.setattr(jax, "devices", lambda *_: first)
-    strategy = js.MultiWorkerMirroredStrategy()
+    alone = js.cluster_resolver.SimpleClusterResolver({})
+    strategy = js.MultiWorkerMirroredStrategy(alone)
     assert strategy.num_replicas_in_sync == 1
     _, batch = strategy.experimental_distribute_dataset(js.batches(np.arange(5.0), 3))
     assert (batch + 1).tolist() == [4, 5]

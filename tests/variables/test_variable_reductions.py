@@ -69,7 +69,8 @@ def test_variables_are_reduced_as_the_options_say():
         implementation=js.experimental.CommunicationImplementation.RING,
         reduce_dtype=jnp.bfloat16,
     )
-    strategy = js.MultiWorkerMirroredStrategy(communication_options=options)
+    alone = js.cluster_resolver.SimpleClusterResolver({})
+    strategy = js.MultiWorkerMirroredStrategy(alone, options)
     v = variable(strategy, np.zeros(8), aggregation="sum")
     n = strategy.num_replicas_in_sync
     x = strategy.per_replica(np.ones((n, 8), np.float32))

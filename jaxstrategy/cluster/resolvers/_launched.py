@@ -126,9 +126,12 @@ def default_resolver() -> ClusterResolver | None:
     """`TF_CONFIG` if it is set, else what a launcher or SageMaker set, else None.
 
     Of SageMaker only a job of several hosts, each of which would train alone. None
-    leaves it to `jax.distributed` to detect the cluster, if there is one.
+    leaves it to other variables and `jax.distributed`, if there is a cluster.
+
+    Raises:
+      ValueError: a variable is missing or malformed.
     """
-    if os.environ.get(_tf_config.VARIABLE, "").strip():
+    if _tf_config.tells_of_cluster():
         return TFConfigClusterResolver()
     if LaunchedClusterResolver.is_launched():
         return LaunchedClusterResolver()

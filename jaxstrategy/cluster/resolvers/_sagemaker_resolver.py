@@ -70,10 +70,13 @@ class SageMakerClusterResolver(ClusterResolver):
         Raises:
           ValueError: a variable is malformed.
         """
-        if not os.environ.get(HOSTS) or not os.environ.get(CURRENT_HOST):
-            return False
         # Under MPI each host has several processes, which JAX finds.
-        return not os.environ.get(_MPI) and len(_hosts()) > 1
+        if os.environ.get(_MPI):
+            return False
+        # Without the hosts it is an error that says so, when they are asked for.
+        if not os.environ.get(HOSTS):
+            return bool(os.environ.get(CURRENT_HOST))
+        return len(_hosts()) > 1
 
     def cluster_spec(self) -> ClusterSpec:
         """The hosts as workers, without jobs if SageMaker names no host.

@@ -136,6 +136,16 @@ class TFConfigClusterResolver(ClusterResolver):
         return super()._accelerators(*self._completed(task_type, task_id))
 
 
+def tells_of_cluster() -> bool:
+    """Whether `TF_CONFIG` has a cluster or a task.
+
+    Raises:
+      ValueError: it is malformed.
+    """
+    config = _config()
+    return bool(config.get("cluster") or config.get("task"))
+
+
 def _config() -> dict[str, Json]:
     text = os.environ.get(VARIABLE, "").strip() or "{}"
     try:

@@ -127,11 +127,15 @@ class CollectiveAllReduceStrategy(DistributionStrategy):
       ValueError: another number of devices was found; the cluster makes no sense.
       TypeError: no whole number.
 
+    >>> import json, os
     >>> import jaxstrategy as js
     >>> from jaxstrategy.compat import contrib
     >>> _ = js.simulate(8)
+    >>> cluster = {"worker": ["localhost:2222"]}
+    >>> os.environ["TF_CONFIG"] = json.dumps({"cluster": cluster})
     >>> contrib.CollectiveAllReduceStrategy().num_towers
     8
+    >>> del os.environ["TF_CONFIG"]
     """
 
     def __init__(self, num_gpus_per_worker: int = 0) -> None:

@@ -145,7 +145,8 @@ class MultiWorkerMirroredStrategy(Strategy):
     >>> import jaxstrategy as js
     >>> from jaxstrategy.compat import v1
     >>> _ = js.simulate(8)
-    >>> v1.experimental.MultiWorkerMirroredStrategy()
+    >>> alone = js.cluster_resolver.SimpleClusterResolver({})
+    >>> v1.experimental.MultiWorkerMirroredStrategy(cluster_resolver=alone)
     compat.v1.MultiWorkerMirroredStrategy(8 replicas on cpu:0..7)
     """
 

@@ -4,8 +4,9 @@ import json
 import os
 import pathlib
 
-PATH = str(pathlib.Path(__file__).parent.parent)
-"""What Python must be told to import this."""
+_FOLDER = pathlib.Path(__file__).parent.parent
+PATH = os.pathsep.join([str(_FOLDER), str(_FOLDER.parent.parent)])
+"""What Python must be told to import this, and the package as it lies beside it."""
 
 LAYOUT = json.loads(os.environ.get("LAYOUT", "{}"))
 """Which devices of a process are one replica, or how many replicas share one."""

@@ -95,6 +95,23 @@ def from_tf_config():
     check(js.MultiWorkerMirroredStrategy(), rank)
 
 
+def from_torchrun():
+    """With the variables of torchrun, whose agent listens at the port itself."""
+    rank, port = taken_from_launcher()
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port - 1))
+    os.environ.update(WORLD_SIZE="2", RANK=str(rank), LOCAL_RANK=str(rank))
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    check(js.MultiWorkerMirroredStrategy(), rank)
+
+
+def from_jax():
+    """With all three variables of JAX, of which JAX itself reads the address only."""
+    rank, port = taken_from_launcher()
+    os.environ["JAX_COORDINATOR_ADDRESS"] = f"127.0.0.1:{port}"
+    os.environ.update(JAX_NUM_PROCESSES="2", JAX_PROCESS_ID=str(rank))
+    check(js.MultiWorkerMirroredStrategy(), rank)
+
+
 def taken_from_launcher():
     """The rank of this process and a free port, which the harness tells."""
     address, rank, _ = (os.environ.pop(f"JAXSTRATEGY_{name}") for name in NAMES)
@@ -104,7 +121,7 @@ def taken_from_launcher():
 def check(strategy, rank):
     """The processes take one step together, and each is the one it should be."""
     assert (strategy.process_index, strategy.process_count) == (rank, 2)
-    assert strategy.cluster_resolver.process().index == rank
+    assert strategy.cluster_resolver.task_id == rank
 
     @strategy.run
     def total(x):
