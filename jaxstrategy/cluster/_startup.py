@@ -138,9 +138,11 @@ def adopted(timeout_seconds: float, start_seconds: float) -> Part:
     if count == 1:
         return alone(timeout_seconds)
     _termination.take_back()
-    address, given = _agreed(index)
+    address, given, listener = _agreed(index)
     secret = Secret.of_environment() or given
-    meeting = _rendezvous.meet(index, count, address, start_seconds, secret=secret)
+    meeting = _rendezvous.meet(
+        index, count, address, start_seconds, secret=secret, listener=listener
+    )
     board = Board(meeting, timeout_seconds)
     watchdog = Watchdog(board, timeout_seconds)
     Ending(board, watchdog).install()
@@ -148,8 +150,8 @@ def adopted(timeout_seconds: float, start_seconds: float) -> Part:
     return board, watchdog
 
 
-def _agreed(index: int) -> tuple[str, Secret]:
-    """A free port of process 0 and a new secret, told to all.
+def _agreed(index: int) -> tuple[str, Secret, socket.socket | None]:
+    """An address of process 0 and a new secret, told to all; its listener there.
 
     On the loopback if all are on one host. The secret is safe from who cannot listen to
     JAX's own messages. There is no board yet, so JAX's collectives tell it, by which
@@ -157,22 +159,18 @@ def _agreed(index: int) -> tuple[str, Secret]:
     """
     own = np.frombuffer(socket.gethostname().encode()[:64].ljust(64), np.uint8)
     hosts = np.asarray(multihost_utils.process_allgather(own))
-    text = b""
+    text, listener = b"", None
     if index == 0:
         is_one_host = bool((hosts == hosts[:1]).all())
-        address = _free_address("127.0.0.1" if is_one_host else _own_address())
+        host = "127.0.0.1" if is_one_host else _own_address()
+        # It listens before the others hear of the port: nobody else can take it.
+        listener = _rendezvous.listening((host, 0))
+        address = _wire.address_of(host, listener.getsockname()[1])
         text = f"{address} {secrets.token_hex(32)}".encode()
     padded = np.frombuffer(text.ljust(_AGREED_BYTES), np.uint8)
     agreed = np.asarray(multihost_utils.broadcast_one_to_all(padded))
     address, secret = agreed.astype(np.uint8).tobytes().decode().split()
-    return address, Secret(secret)
-
-
-def _free_address(host: str) -> str:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as reserved:
-        reserved.bind((host, 0))
-        return _wire.address_of(host, reserved.getsockname()[1])
+    return address, Secret(secret), listener
 
 
 def _own_address() -> str:

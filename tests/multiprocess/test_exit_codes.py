@@ -1,37 +1,7 @@
 """Exit codes are those of the guide on many processes, however a process ends."""
 
-import sys
-
 import pytest
 import workers
-
-EXIT = """
-float(total(RANK))
-try:
-    raise SystemExit(4)
-except SystemExit:
-    pass
-if RANK == 1:
-    {}
-for _ in range(100_000):
-    float(total(RANK))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("way", ["exit(9)", "raise SystemExit(9)"])
-def test_an_exit_code_is_kept_however_it_is_given(job, way):
-    if way.startswith("raise") and sys.version_info < (3, 12):
-        pytest.skip("Python 3.11 does not tell of it")
-    with job(EXIT.format(way)) as running:
-        assert running.wait(30) == [76, 9]
-        assert "failed: it ended by SystemExit(9)" in running.ranks[0].last_line
-
-
-@pytest.mark.slow
-def test_who_catches_an_exit_ends_well(job):
-    with job(EXIT.format("pass").replace("100_000", "5")) as running:
-        assert running.wait(30) == [0, 0]
 
 
 @pytest.mark.parametrize(

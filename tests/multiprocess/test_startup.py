@@ -182,9 +182,23 @@ def test_a_job_starts_computes_and_ends(job, count):
 @pytest.mark.slow
 def test_a_runtime_that_is_initialised_already_is_kept(job):
     script = """
-    import os, jax
+    import os, socket, jax
+    from jax.experimental import multihost_utils
     RANK = int(os.environ["JAXSTRATEGY_PROCESS_ID"])
     jax.distributed.initialize(os.environ["JAXSTRATEGY_COORDINATOR"], 2, RANK)
+    tell = multihost_utils.broadcast_one_to_all
+
+    def told(text):
+        # Another job of this host takes the port if it can, once it is chosen.
+        host, port = bytes(text).split()[0].decode().split(":") if RANK == 0 else (0, 0)
+        if port:
+            try:
+                held.append(socket.create_server((host, int(port))))
+            except OSError:
+                print("it is taken")
+        return tell(text)
+
+    held, multihost_utils.broadcast_one_to_all = [], told
     from jaxstrategy.cluster import _processes
     processes = _processes.start(timeout_seconds=30)
     assert (processes.index, processes.count) == (RANK, 2)
@@ -193,6 +207,7 @@ def test_a_runtime_that_is_initialised_already_is_kept(job):
     with job(script, started=False) as running:
         assert running.wait(40) == [0, 0]
         assert [rank.last_line for rank in running.ranks] == ["[0, 1]", "[0, 1]"]
+        assert "it is taken\n" in running.ranks[0].output
 
 
 def test_jax_that_has_computed_already_cannot_join(job):

@@ -15,11 +15,7 @@ import jax
 from jaxstrategy._errors import ClusterError
 from jaxstrategy.cluster.board._board import Departure
 from jaxstrategy.cluster.board._shared_board import Board
-from jaxstrategy.cluster.liveness import (
-    _arrivals,
-    _exit_codes,
-    _script_exit,
-)
+from jaxstrategy.cluster.liveness import _arrivals
 from jaxstrategy.cluster.liveness._exit_codes import ExitCode
 from jaxstrategy.cluster.liveness._finish import (
     finish,
@@ -64,7 +60,6 @@ class Ending:
         """Take part in how Python ends."""
         self._chained = sys.excepthook
         sys.excepthook = self._raised
-        _script_exit.watch()
         # After JAX's own, so that it runs before it.
         atexit.register(self._exiting)
 
@@ -124,27 +119,18 @@ class Ending:
         seconds = _NEWS_SECONDS_OF_JAX if is_jaxs else _NEWS_SECONDS
         return self._board.wait_for_departure(seconds)
 
-    def _exited(self, code: object) -> None:
-        finish(
-            # As Python would: the system keeps 8 bits, and what is no number is a 1.
-            code & 255 if isinstance(code, int) else 1,
-            f"{self._late}jaxstrategy: process {self._board.index} ends, and with it "
-            "the job",
-            lambda: self._board.fail(f"it ended by SystemExit({code!r})"),
-            pause_seconds=None,
-        )
-
     @property
     def _late(self) -> str:
         """The line of process 0 about late processes; empty in the others."""
         return _arrivals.at_the_end(self._board.known_states())
 
     def _exiting(self) -> None:
-        """Wait until all have finished: JAX's barrier would give up after a time."""
+        """Wait until all have finished: JAX's barrier would give up after a time.
+
+        With which code the script ends, Python tells nobody here.
+        """
         if self.is_over or os.getpid() != self._pid:
             return
-        if not _exit_codes.is_good(_script_exit.code()):
-            self._exited(_script_exit.code())
         try:
             self._board.leave(self._watchdog.status())
         except ClusterError:

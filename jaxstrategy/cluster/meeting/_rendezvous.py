@@ -39,6 +39,7 @@ def meet(
     told: Message | None = None,
     bind_address: str | None = None,
     secret: Secret | None = None,
+    listener: socket.socket | None = None,
 ) -> Meeting:
     """Wait until all processes have come, and agree that they are the right ones.
 
@@ -52,6 +53,7 @@ def meet(
         example `"0.0.0.0"` behind a translated address.
       secret: what all processes of the job know; by default what
         `JAXSTRATEGY_CLUSTER_SECRET` says.
+      listener: of process 0, if it listens there already.
 
     Raises:
       ClusterError: on every process with the same text: ids given twice or out of
@@ -74,17 +76,19 @@ def meet(
     if index != 0:
         return Guest(hello, coordinator, end, timeout_seconds, secret).join()
     try:
-        listener = _listener(coordinator, bind_address)
+        if listener is None:
+            host, port = _wire.endpoint(coordinator)
+            listener = listening((bind_address or host, port))
     except OSError as error:
         return _refused_port(error, hello, coordinator, secret)
     with listener:
         return Host(listener, hello, coordinator, end, timeout_seconds, secret).meet()
 
 
-def _listener(coordinator: str, bind_address: str | None) -> socket.socket:
-    host, port = _wire.endpoint(coordinator)
+def listening(endpoint: tuple[str, int]) -> socket.socket:
+    """A socket that listens at a host and port, of which 0 is a free one."""
     family, kind, _, _, address = socket.getaddrinfo(
-        bind_address or host, port, type=socket.SOCK_STREAM
+        *endpoint, type=socket.SOCK_STREAM
     )[0]
     listener = socket.socket(family, kind)
     try:
