@@ -17,6 +17,7 @@ FLOORS = [
     "_version",
     "cluster",
     "cluster_resolver",
+    "processes",
     "launch",
     "_options",
     "_communication_options",

@@ -1,0 +1,319 @@
+"""Messages between processes: whole, in order, and only among those of a job."""
+
+import concurrent.futures
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+import zmq
+from helpers.threads import until
+
+from jaxstrategy.cluster.connections._secret import Secret
+from jaxstrategy.processes import _messages
+from jaxstrategy.processes._messages import (
+    Client,
+    LostError,
+    RefusedError,
+    RemoteError,
+    Server,
+    packed,
+    unpacked,
+)
+
+WORD = "correct horse battery staple"
+SECRET = Secret(WORD)
+ADDRESSES = "127.0.0.1:0", "localhost:0", "[::1]:0", None
+
+
+@pytest.fixture
+def serve():
+    """`serve(...)` starts a server, closed after the test, that answers by echo."""
+    made = []
+
+    def started(handle=None, **options):
+        seen = []
+
+        def echo(request):
+            seen.append([bytes(frame) for frame in request.frames])
+            if seen[-1] == [b"fail"]:
+                raise ValueError("as you say")
+            if seen[-1] != [b"be silent"]:
+                request.reply(*request.frames)
+
+        options = {"address": "127.0.0.1:0", **options}
+        made.append(Server(SECRET, handle or echo, **options))
+        made[-1].seen = seen
+        return made[-1]
+
+    Server.seen = None
+    yield started
+    del Server.seen
+    for server in made:
+        server.close(0)
+
+
+@pytest.fixture
+def call():
+    made = []
+
+    def connected(server, secret=SECRET, **options):
+        address = getattr(server, "address", server)
+        made.append(Client(address, secret, **{"timeout_seconds": 20, **options}))
+        return made[-1]
+
+    yield connected
+    for client in made:
+        client.close(0)
+
+
+def test_requests_news_and_errors_at_all_kinds_of_addresses(serve, call):
+    for address in ADDRESSES:
+        news, peers = [], []
+
+        def handle(request, news=news, peers=peers):
+            peers.append(request.peer)
+            if request.is_news:
+                news.append(unpacked(request.frames))
+            elif unpacked(request.frames) == "fail":
+                raise ValueError("as you say")
+            else:
+                request.reply(*request.frames)
+
+        server, heard = serve(handle, address=address), []
+        client = call(server, news=lambda frames, h=heard: h.append(unpacked(frames)))
+        for size in (0, 3, _messages.CHUNK // 8, 3 * _messages.CHUNK // 8 + 1):
+            value = {"name": address, "array": np.arange(float(size)), "none": None}
+            got = unpacked(client.request(*packed(value), timeout_seconds=20))
+            assert got.keys() == value.keys() and got["name"] == address
+            np.testing.assert_array_equal(got["array"], value["array"])
+        with pytest.raises(RemoteError, match="ValueError: as you say"):
+            client.request(*packed("fail"), timeout_seconds=20)
+        client.send(*packed(["of the client"]))
+        until(lambda news=news: news == [["of the client"]])
+        server.send(peers[0], *packed("of the server"))
+        until(lambda heard=heard: heard == ["of the server"])
+        assert len(set(peers)) == 1
+
+
+def test_arrays_are_sent_without_a_copy():
+    array = np.arange(10.0)
+    frames = packed([array])
+    assert any(np.shares_memory(np.frombuffer(f, np.uint8), array) for f in frames[1:])
+
+
+def test_many_threads_and_clients_each_get_their_own_replies_in_order(serve, call):
+    server = serve()
+    clients = [call(server) for _ in range(3)]
+
+    def ask(number):
+        client = clients[number % 3]
+        sent = [b"%d %d" % (number, turn) for turn in range(50)]
+        futures = [client.submit(each) for each in sent]
+        return [bytes(future.result(20)[0]) for future in futures] == sent
+
+    with concurrent.futures.ThreadPoolExecutor(6) as pool:
+        assert all(pool.map(ask, range(6)))
+    for number in range(6):
+        turns = [each[0].split()[1] for each in server.seen if
+                 each[0].startswith(b"%d " % number)]  # fmt: skip
+        assert turns == [b"%d" % turn for turn in range(50)]
+
+
+def test_a_reply_that_is_late_is_an_error_and_its_client_goes_on(serve, call):
+    client = call(serve())
+    with pytest.raises(TimeoutError):
+        client.request(b"be silent", timeout_seconds=0.1)
+    assert bytes(client.request(b"x", timeout_seconds=20)[0]) == b"x"
+
+
+def test_nobody_there():
+    with socket.socket() as reserved:
+        reserved.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{reserved.getsockname()[1]}"
+        with pytest.raises(TimeoutError, match=f"Nobody could be reached at {address}"):
+            Client(address, SECRET, timeout_seconds=0.3)
+
+
+def test_what_is_said_before_the_end_arrives(serve, call):
+    server = serve()
+    client = call(server)
+    client.send(b"x" * 3_000_000)
+    client.close()
+    until(lambda: server.seen == [[b"x" * 3_000_000]])
+    with pytest.raises(LostError, match="is closed"):
+        client.request(b"x")
+
+
+# Strangers
+
+
+def test_another_secret_is_refused_and_gets_nothing(serve, call):
+    server = serve()
+    for word in ("", "another secret of a job"):
+        with pytest.raises(RefusedError, match="has another secret, or is no"):
+            call(server, Secret(word))
+    public, private = zmq.curve_keypair()
+    job = _messages.keys(SECRET, b"server")[0]
+    with zmq.Context() as context:
+        for key in (None, public, job):  # the last knows whom it calls, but no more
+            with context.socket(zmq.DEALER) as stranger:
+                stranger.linger = 0
+                if key is not None:
+                    stranger.curve_serverkey = key
+                    stranger.curve_publickey, stranger.curve_secretkey = public, private
+                stranger.connect(f"tcp://{server.address}")
+                stranger.send_multipart([_messages._HEADER.pack(0, 0), b"x"])
+                assert not stranger.poll(300)
+    assert bytes(call(server).request(b"x")[0]) == b"x" and server.seen == [[b"x"]]
+
+
+def test_bytes_of_strangers_end_their_own_connection_only(serve, call):
+    host, port = (server := serve(largest=100_000)).address.split(":")
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x01CURVE".ljust(54, b"\0")
+    with contextlib.ExitStack() as stack:
+        for number in range(100):  # half-open ones, which stay
+            sock = stack.enter_context(socket.create_connection((host, int(port))))
+            sock.sendall((greeting + bytes(64))[: number % 128])
+        for said in (
+            b"GET / HTTP/1.0\r\n\r\n",
+            b"\xff" * 1000,
+            greeting + b"\x06" + (1 << 62).to_bytes(8, "big"),
+            greeting + b"\x04\xc8\x05HELLO" + bytes(194),
+        ):
+            with socket.create_connection((host, int(port)), 20) as sock:
+                sock.sendall(said + bytes(2000))
+                with contextlib.suppress(ConnectionError):
+                    while sock.recv(1000):
+                        pass
+        client = call(server)
+        assert bytes(client.request(b"x")[0]) == b"x"
+        large = call(server)
+        with pytest.raises(LostError):
+            large.request(b"x" * 100_001, timeout_seconds=20)
+        assert bytes(client.request(b"y")[0]) == b"y"
+    assert server.seen == [[b"x"], [b"y"]]
+
+
+class Relay:
+    """Stands between a client and a server, and may change what they say."""
+
+    def __init__(self, address, change):
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self.said = bytearray()
+        self._ends = []
+        threading.Thread(target=self._run, args=(address, change), daemon=True).start()
+
+    def _run(self, address, change):
+        host, port = address.split(":")
+        one, _ = self._listener.accept()
+        other = socket.create_connection((host, int(port)))
+        self._ends = [one, other]
+        for ends in (self._ends, self._ends[::-1]):
+            threading.Thread(
+                target=self._pass, args=(*ends, change), daemon=True
+            ).start()
+
+    def _pass(self, source, sink, change):
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                if source is self._ends[0]:
+                    self.said += data
+                sink.sendall(change(data, source is self._ends[0]))
+        for end in (source, sink):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def close(self):
+        for end in (*self._ends, self._listener):
+            end.close()
+
+
+def test_what_was_said_can_neither_be_said_again_nor_changed_nor_read(serve, call):
+    server, changed = serve(), None
+
+    def change(data, is_to_server):
+        if is_to_server is not changed:
+            return data
+        return data[:-3] + bytes([data[-3] ^ 1]) + data[-2:]
+
+    relay = Relay(server.address, change)
+    client = call(relay.address)
+    client.request(b"a word that nobody else reads", timeout_seconds=20)
+    assert b"a word that nobody" not in relay.said
+    host, port = server.address.split(":")
+    with socket.create_connection((host, int(port)), 20) as again:
+        again.sendall(relay.said)
+        with contextlib.suppress(ConnectionError):
+            while again.recv(1000):
+                pass
+    assert server.seen == [[b"a word that nobody else reads"]]
+    for changed in (True, False):  # noqa: B007
+        with pytest.raises(LostError):
+            client.request(b"changed on its way", timeout_seconds=20)
+        relay.close()
+        changed_before, changed = changed, None
+        relay = Relay(server.address, change)
+        client = call(relay.address)
+        assert len(server.seen) == 1 + (not changed_before)
+    relay.close()
+
+
+def test_a_folder_that_others_may_enter_is_not_trusted(serve):
+    path = serve(address=None).address.removeprefix("ipc://")
+    assert os.stat(os.path.dirname(path)).st_mode & 0o777 == 0o700
+    os.chmod(os.path.dirname(path), 0o755)
+    with pytest.raises(RefusedError, match="Other users may enter"):
+        Client(f"ipc://{path}", SECRET, timeout_seconds=5)
+
+
+# Ends of processes
+
+CHILD = """
+import os, sys, time
+from jaxstrategy.cluster.connections._secret import Secret
+from jaxstrategy.processes._messages import Client, Server
+server = Server(Secret(os.environ["WORD"]), lambda request: None, address=sys.argv[2])
+client = Client(sys.argv[1], Secret(os.environ["WORD"]))
+client.request(server.address.encode())
+if os.fork() == 0:  # it has copies of all connections, and outlives its parent
+    time.sleep(60)
+    os._exit(0)
+time.sleep(60)
+"""
+
+
+def test_the_end_of_a_process_is_known_at_once(serve, call):
+    told, lost, gone = [], [], []
+
+    def handle(request):
+        told.append(bytes(request.frames[0]).decode())
+        request.reply()
+
+    server = serve(handle, lost=lost.append)
+    child = subprocess.Popen(
+        [sys.executable, "-c", CHILD, server.address, "127.0.0.1:0"],
+        env={**os.environ, "WORD": WORD, "JAX_PLATFORMS": "cpu"},
+        start_new_session=True,
+    )
+    try:
+        until(lambda: told, 60)
+        client = call(told[0], lost=lambda: gone.append(True))
+        waits = client.submit(b"x")
+        assert not lost and not gone
+        child.kill()
+        with pytest.raises(LostError, match="is lost"):
+            waits.result(10)
+        until(lambda: lost and gone)
+        with pytest.raises(LostError, match="is lost"):
+            client.send(b"x")
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
