@@ -268,9 +268,8 @@ class OutOfSyncError(RuntimeError):
         "data that differs between processes, GPU operations that are not "
         "deterministic, faulty hardware. A PerReplica differs if something it was "
         "computed from was not reduced. To go on, restore a checkpoint, or mirror the "
-        "copies of one replica i that you trust: of an array "
-        "`strategy.mirror(strategy.replicas.copies(array)[i])`, of a PerReplica "
-        "`strategy.mirror(value.local(i))`."
+        "copies of one replica i that you trust: `strategy.mirror(tree, replica=i)`, "
+        "of a PerReplica `strategy.mirror(value.local(i))`."
     )
 
 

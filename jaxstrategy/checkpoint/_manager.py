@@ -235,9 +235,9 @@ class CheckpointManager:
         strategy = self._strategy
         if strategy is None:
             strategy = _context.current().strategy
-        if strategy is None or not strategy.replicas.axes:
+        if strategy is None or not strategy._replicas.axes:
             return None
-        return strategy.replicas
+        return strategy._replicas
 
     # What there is.
 

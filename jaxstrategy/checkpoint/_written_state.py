@@ -82,7 +82,7 @@ class WrittenState:
         strategies = [each for each in owners if isinstance(each, AbstractStrategy)]
         with contextlib.ExitStack() as stack:
             for strategy in {id(each): each for each in strategies}.values():
-                stack.enter_context(strategy.variable_policy.snapshot(step))
+                stack.enter_context(strategy._variable_policy.snapshot(step))
             yield
 
     def saved(self) -> tuple[dict[str, Entry], dict[str, Array]]:

@@ -53,27 +53,23 @@ class AbstractVariablePolicy(abc.ABC):
 
 
 class AbstractStrategy(abc.ABC):
-    """A strategy, as lower layers may ask it."""
+    """A strategy, as lower layers may ask it.
+
+    Attributes:
+      _replicas: their number, their devices, their axes.
+      _variable_policy: the choice of kinds and devices for its variables.
+      _overlap: the means by which programs reduce beside the computation, if asked to.
+    """
+
+    # Users have no need of these: `dir(strategy)` shows what they may call.
+    _replicas: Replicas
+    _variable_policy: AbstractVariablePolicy
+    _overlap: Overlap | None
 
     @property
-    @abc.abstractmethod
-    def replicas(self) -> Replicas:
-        """The replicas: their number, their devices, their axes."""
-
-    @property
-    @abc.abstractmethod
-    def variable_policy(self) -> AbstractVariablePolicy:
-        """The choice of kinds and devices for the variables of this strategy."""
-
-    @property
-    def parameter_replicas(self) -> Replicas:
+    def _parameter_replicas(self) -> Replicas:
         """The replicas on whose devices mirrored variables are, one copy each."""
-        return self.variable_policy.replicas
-
-    @property
-    @abc.abstractmethod
-    def overlap(self) -> Overlap | None:
-        """The means by which programs reduce beside the computation, if asked to."""
+        return self._variable_policy.replicas
 
     @property
     @abc.abstractmethod
@@ -95,7 +91,7 @@ class AbstractStrategy(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def reduction(self) -> Reduction | OwnReduction | MetReduction:
+    def _reduction(self) -> Reduction | OwnReduction | MetReduction:
         """The way in which the replicas' values become one, where the code runs."""
 
     @abc.abstractmethod

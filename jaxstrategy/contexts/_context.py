@@ -136,8 +136,8 @@ class Context:
             return self.trace
         side = self.replica is None, self.local is not None
         if self.eager is not None:
-            return type(strategy), strategy.replicas, side, "eager", self.eager.number
-        return type(strategy), strategy.replicas, side, self.trace
+            return type(strategy), strategy._replicas, side, "eager", self.eager.number
+        return type(strategy), strategy._replicas, side, self.trace
 
 
 OUTSIDE = Context()
@@ -209,7 +209,7 @@ def set_current(strategy: AbstractStrategy | None) -> None:
 def replica_index(strategy: AbstractStrategy) -> jax.Array | int:
     """The number of this replica: known, traced in a compiled step, 0 without axes."""
     eager = _current.get().eager
-    return strategy.replicas.index() if eager is None else eager.index
+    return strategy._replicas.index() if eager is None else eager.index
 
 
 def describe(context: Context) -> str:

@@ -61,7 +61,7 @@ class ReplicaContext:
 
     def __init__(self, strategy: AnyStrategy) -> None:
         self._strategy = checked_core(strategy)
-        self._is_outside = not self._strategy.replicas.collective_axes
+        self._is_outside = not self._strategy._replicas.collective_axes
 
     @property
     def strategy(self) -> AbstractStrategy:
@@ -167,7 +167,7 @@ class ReplicaContext:
             within = checked_groups(groups, self.num_replicas_in_sync)
         leaves, treedef = jax.tree.flatten(value, is_leaf=_is_one)
         _check_here(leaves)
-        results = self._strategy.reduction.reduce_leaves(op, leaves, options, within)
+        results = self._strategy._reduction.reduce_leaves(op, leaves, options, within)
         return jax.tree.unflatten(treedef, results)
 
     def all_reduce_compressed(
@@ -221,7 +221,7 @@ class ReplicaContext:
         leaves = [leaf for _, leaf in paths]
         _check_here(leaves)
         owed = checked_debts(state, leaves, names, treedef, compression_of(options))
-        results, debts = self._strategy.reduction.reduce_compressed(
+        results, debts = self._strategy._reduction.reduce_compressed(
             ReduceOp(reduce_op), leaves, owed, options
         )
         return treedef.unflatten(results), state_of(debts, treedef)
@@ -251,7 +251,7 @@ class ReplicaContext:
         """
         self._require_current("all_gather")
         checked_options(options)
-        reduction = self._strategy.reduction
+        reduction = self._strategy._reduction
         return _map(lambda leaf: reduction.gathered(leaf, axis), value)
 
     def merge_call(
@@ -322,7 +322,7 @@ class ReplicaContext:
         """
         if self._is_outside:
             return tree
-        replicas = self._strategy.replicas
+        replicas = self._strategy._replicas
         is_alone = replicas.count == 1
 
         def wrap(leaf: Leaf) -> Leaf:

@@ -159,7 +159,7 @@ class ClusterCoordinator:
         self._restore_from = restore_from
         if restarts is not None:
             self._scheduler.recover(restarts)
-        policy = strategy.variable_policy
+        policy = strategy._variable_policy
         assert isinstance(policy, ServerVariables), "it is that strategy's"
         policy.read_copies = self._scheduler.copies
         policy.pause = self._scheduler.snapshot
@@ -354,7 +354,7 @@ class ClusterCoordinator:
         )
 
     def _surroundings(self) -> WorkerSurroundings:
-        return WorkerSurroundings(0, self._backend.servers, self._strategy.replicas)
+        return WorkerSurroundings(0, self._backend.servers, self._strategy._replicas)
 
     def function(self, fn: Function) -> CoordinatedFunction:
         """Mark a plain function as one that may be scheduled; also as a decorator."""

@@ -188,9 +188,9 @@ class AbstractExecutor(abc.ABC):
     @property
     def _environment(self) -> StepEnvironment:
         """The replicas and the caller of functions that traces need."""
-        replicas = self._strategy.replicas
+        replicas = self._strategy._replicas
         return StepEnvironment(
-            replicas, self._as_replica, self._variables, self._strategy.overlap
+            replicas, self._as_replica, self._variables, self._strategy._overlap
         )
 
     def _as_replica(

@@ -36,7 +36,7 @@ def axis_name() -> str | tuple[str, ...] | None:
     ('replica', None)
     """
     in_replica = has_strategy() and get_replica_context() is not None
-    return get_strategy().replicas.axis_name if in_replica else None
+    return get_strategy()._replicas.axis_name if in_replica else None
 
 
 def average_statistics(statistics: PyTree) -> PyTree:

@@ -79,10 +79,10 @@ def _check_strategy(strategy: AbstractStrategy) -> None:
 
 
 def _reason_against(strategy: AbstractStrategy) -> str:
-    replicas = strategy.replicas
+    replicas = strategy._replicas
     if isinstance(strategy, ParameterServerStrategy):
         return "its variables are on parameter servers"
-    if strategy.parameter_replicas != replicas:
+    if strategy._parameter_replicas != replicas:
         return "its variables are on other devices than its replicas"
     if replicas.per_device > 1:
         return "several replicas share a device, and Keras takes one step for all"

@@ -239,7 +239,7 @@ def _checked(call: Callable[[], PyTree]) -> Callable[[], PyTree]:
 
 
 def _note(strategy: AbstractStrategy) -> str:
-    devices = strategy.replicas.all_devices
+    devices = strategy._replicas.all_devices
     if len(devices) == 1 or any(device.platform != "cpu" for device in devices):
         return ""
     cores = with_noun(os.cpu_count() or 1, "core")

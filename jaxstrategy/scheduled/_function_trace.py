@@ -99,7 +99,7 @@ def trace_function(
       ObjectError: it changes an object of Flax NNX that it was given.
       Exception: what the function raises.
     """
-    recorder = Recorder(strategy.replicas)
+    recorder = Recorder(strategy._replicas)
     pending: list[Handle] = [recorder.token]
     key_results: list[Any] = []
 
@@ -138,7 +138,7 @@ def trace_function(
         pending[1:] = [change for kind in kinds for change in kind.pending]
         return cast("list[Variable]", [*there, *pending])
 
-    environment = StepEnvironment(strategy.replicas, call, variables)
+    environment = StepEnvironment(strategy._replicas, call, variables)
     step = ReplicaStep(lambda: fn, environment, signature, lambda: False)
     trace = step.trace(leaves, (with_masks,))
     _check_variables(trace, set(pending), step.name)
@@ -177,7 +177,7 @@ def _across(
     kwargs: dict[str, PyTree],
 ) -> tuple[Sequence[PyTree], dict[str, PyTree]]:
     """The arguments as code sees them in cross-replica context."""
-    if strategy.replicas.count == 1:
+    if strategy._replicas.count == 1:
         return args, kwargs
     roles = jax.tree.unflatten(
         signature.treedef, [signature.roles[i] for i in signature.leaves]
@@ -186,7 +186,7 @@ def _across(
     def wrap(role: Role, leaf: Leaf) -> Leaf:
         if role is not Role.PER_REPLICA:
             return leaf
-        return _per_replica.from_local(jnp.asarray(leaf), strategy.replicas)
+        return _per_replica.from_local(jnp.asarray(leaf), strategy._replicas)
 
     return jax.tree.map(wrap, roles, (tuple(args), kwargs))
 

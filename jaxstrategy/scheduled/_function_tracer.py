@@ -342,7 +342,7 @@ class FunctionTracer:
 
         return shipped(
             trace,
-            self._strategy.replicas,
+            self._strategy._replicas,
             self._pool,
             self._platforms,
             _elements(trace, slots),
@@ -350,7 +350,7 @@ class FunctionTracer:
         )
 
     def _rebuilt(self, program: _Program, arrays: Sequence[Leaf]) -> PyTree:
-        replicas = self._strategy.replicas
+        replicas = self._strategy._replicas
         own = [
             PerReplica(jax.device_put(array, replicas.sharding(SPLIT)))
             if differs and replicas.count > 1

@@ -88,7 +88,7 @@ class ServerExecutor(AbstractExecutor):
         with self._one_call:
             self._engine.define(prepared.program)
             arrays = self._engine.call(call)
-        where = self._strategy.replicas.sharding(SAME)
+        where = self._strategy._replicas.sharding(SAME)
         placed = [
             array if differs else jax.device_put(array, where)
             for array, differs in zip(arrays, prepared.varies, strict=True)
@@ -97,7 +97,7 @@ class ServerExecutor(AbstractExecutor):
 
     @functools.cached_property
     def _tracer(self) -> FunctionTracer:
-        platform = self._strategy.replicas.devices[0].platform
+        platform = self._strategy._replicas.devices[0].platform
         return FunctionTracer(
             self._strategy, self._pool, (platform,), call=self._as_replica
         )

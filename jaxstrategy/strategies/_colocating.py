@@ -48,7 +48,7 @@ class ColocatesVariables(ExtendsStrategy):
         given = colocate_with_variable
         if isinstance(given, (str, Device, list, tuple)):
             replicas = self._place(given).replicas
-            self._strategy.variable_policy.check_devices(replicas.devices)
+            self._strategy._variable_policy.check_devices(replicas.devices)
             return self._colocated(replicas)
         return self._colocated(self._own(given, "colocate_vars_with", ordinary=False))
 
@@ -56,7 +56,7 @@ class ColocatesVariables(ExtendsStrategy):
     def _colocated(self, beside: Variable | Replicas) -> Iterator[None]:
         context = _context.current()
         _context.require_same(context, self._strategy)
-        if context.strategy is None and self._strategy.variable_policy.are_owned:
+        if context.strategy is None and self._strategy._variable_policy.are_owned:
             raise ContextError(
                 "`extended.colocate_vars_with` was called outside of the scope of "
                 f"{self._strategy!r}, where variables are no strategy's. Write `with "

@@ -15,7 +15,7 @@ from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
 from jaxstrategy.executors._executor import AbstractExecutor
 from jaxstrategy.reductions._cross_device_ops import CrossDeviceOps
 from jaxstrategy.reductions._met_reduction import MetReduction
-from jaxstrategy.reductions._overlap import Overlap, overlap_on
+from jaxstrategy.reductions._overlap import overlap_on
 from jaxstrategy.reductions._own_reduction import OwnReduction
 from jaxstrategy.reductions._plan import AbstractPlan
 from jaxstrategy.reductions._planned_ops import PlannedOps, checked_ops
@@ -41,20 +41,20 @@ class ComposedStrategy(AbstractStrategy):
     """
 
     _choices: Choices
-    _reduction: Reduction
+    _compiled_reduction: Reduction
     _variable_policy: VariablePolicy
     _executor: AbstractExecutor
     _values: CrossReplicaValues
     _extended: StrategyExtended
-    _overlap: Overlap | None
 
     def _compose(self, choices: Choices) -> None:
         """Make the parts."""
         _compilation_cache.set_up_by_environment()
         self._choices = choices
-        self._reduction = _reduction_for(self, choices)
+        self._replicas = choices.replicas
+        self._compiled_reduction = _reduction_for(self, choices)
         self._overlap = overlap_on(choices.replicas, choices.options)
-        self._variable_policy = choices.variables or ReplicatedVariables(self.replicas)
+        self._variable_policy = choices.variables or ReplicatedVariables(self._replicas)
         self._executor = choices.executor(self, choices.processes)
         self._values = CrossReplicaValues(self, self._executor)
         self._extended = StrategyExtended(self, self._executor, _role_of(choices))
@@ -62,7 +62,7 @@ class ComposedStrategy(AbstractStrategy):
     def _with_one_replica(self) -> Self:
         """A strategy of this type with one replica, on a device of this process."""
         one = type(self).__new__(type(self))
-        one._compose(Choices(Replicas.on(self.replicas.own_devices[:1])))
+        one._compose(Choices(Replicas.on(self._replicas.own_devices[:1])))
         return one
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -77,22 +77,7 @@ class ComposedStrategy(AbstractStrategy):
 
         Its axes are `"replica"` and those of `logical_axes`.
         """
-        return self.replicas.mesh
-
-    @property
-    def parameter_mesh(self) -> Mesh:
-        """The mesh of the devices that hold mirrored variables."""
-        return self.parameter_replicas.mesh
-
-    @property
-    def replicas(self) -> Replicas:
-        """The replicas: how many there are, and where."""
-        return self._choices.replicas
-
-    @property
-    def overlap(self) -> Overlap | None:
-        """The means by which programs reduce beside the computation, if asked to."""
-        return self._overlap
+        return self._replicas.mesh
 
     @property
     def devices(self) -> tuple[Device, ...]:
@@ -100,12 +85,12 @@ class ComposedStrategy(AbstractStrategy):
 
         With `replicas_per_device` a device is there as often as replicas share it.
         """
-        return self.replicas.devices
+        return self._replicas.devices
 
     @property
     def num_replicas_in_sync(self) -> int:
         """The number of replicas that take a step together."""
-        return self.replicas.count
+        return self._replicas.count
 
     @property
     def extended(self) -> StrategyExtended:
@@ -113,17 +98,14 @@ class ComposedStrategy(AbstractStrategy):
         return self._extended
 
     @property
-    def reduction(self) -> Reduction | OwnReduction | MetReduction:
-        """The reduction by which the replicas' values become one."""
+    def _reduction(self) -> Reduction | OwnReduction | MetReduction:
+        """The reduction by which the replicas' values become one, where code runs."""
         context = _context.current()
         if context.local is not None:
             return context.local.reduction
-        return self._reduction if context.eager is None else context.eager.reduction
-
-    @property
-    def variable_policy(self) -> VariablePolicy:
-        """The choice of kinds of variables, and of where they live."""
-        return self._variable_policy
+        if context.eager is not None:
+            return context.eager.reduction
+        return self._compiled_reduction
 
     @property
     def cluster_resolver(self) -> ClusterResolver | None:
@@ -166,16 +148,16 @@ def _reduction_for(strategy: AbstractStrategy, choices: Choices) -> Reduction:
     """
     ops = checked_ops(choices.ops)
     if isinstance(ops, PlannedOps):
-        plan = ops.plan(strategy.replicas)
+        plan = ops.plan(strategy._replicas)
     else:
         plan = _of_user(strategy, ops)
     return Reduction(
-        strategy.replicas, plan.with_options(choices.options, strategy.replicas)
+        strategy._replicas, plan.with_options(choices.options, strategy._replicas)
     )
 
 
 def _of_user(strategy: AbstractStrategy, ops: CrossDeviceOps) -> AbstractPlan:
-    replicas = strategy.replicas
+    replicas = strategy._replicas
 
     def as_per_replica(array: jax.Array) -> PerReplica:
         return _per_replica.from_local(array, replicas)

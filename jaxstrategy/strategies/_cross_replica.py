@@ -46,7 +46,7 @@ class CrossReplicaValues:
     def __init__(self, strategy: AbstractStrategy, executor: AbstractExecutor) -> None:
         self._strategy = strategy
         self._executor = executor
-        self._functions = TreeFunctions(strategy.reduction)
+        self._functions = TreeFunctions(strategy._reduction)
 
     def reduced(
         self,
@@ -94,7 +94,7 @@ class CrossReplicaValues:
         fingerprints = functools.partial(
             self._executor.across, self._functions.fingerprinting
         )
-        assert_in_sync(tree, name, self._strategy.replicas, fingerprints)
+        assert_in_sync(tree, name, self._strategy._replicas, fingerprints)
 
     def local_results(self, value: PyTree, in_step: bool) -> tuple[PyTree, ...]:
         """The version of each replica of this process; in a step that of all."""
@@ -116,13 +116,13 @@ class CrossReplicaValues:
         )
 
     def _count(self, in_step: bool) -> int:
-        replicas = self._strategy.replicas
+        replicas = self._strategy._replicas
         return replicas.count if in_step else len(replicas.own)
 
     def _beside_variables(self, tree: PyTree) -> PyTree:
         """`tree` where mirrored variables are, so that both compute together."""
-        home = self._strategy.parameter_replicas
-        if home == self._strategy.replicas:
+        home = self._strategy._parameter_replicas
+        if home == self._strategy._replicas:
             return tree
         where = home.sharding(SAME)
         return jax.tree.map(
@@ -137,7 +137,7 @@ class CrossReplicaValues:
         if in_step:
             found = iter([value.values for value in values])
         else:
-            found = iter(local_versions(values, self._strategy.replicas))
+            found = iter(local_versions(values, self._strategy._replicas))
         return [
             _checked_number(next(found), n)
             if isinstance(leaf, PerReplica)
@@ -165,9 +165,9 @@ class CrossReplicaValues:
         _arrays.check_alive(leaf, "An array")
         if in_step and isinstance(leaf, jax.Array) and n > 1:
             # Captured by the merge function: it may well differ between replicas.
-            return _per_replica.from_local(leaf, self._strategy.replicas).values
+            return _per_replica.from_local(leaf, self._strategy._replicas).values
         if _arrays.is_mirrored(leaf):  # a variable of central storage has one copy
-            replicas = self._strategy.replicas
+            replicas = self._strategy._replicas
             is_ours = replicas.inner_placement(leaf, SAME) is not None
             holders = replicas if is_ours else replicas_with(leaf.sharding)
             assert holders is not None, "it is mirrored"

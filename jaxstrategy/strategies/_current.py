@@ -51,7 +51,7 @@ def get_replica_context() -> ReplicaContext | Any:
     1
     """
     context = _context.current()
-    return _default.replica_context if context.strategy is None else context.replica
+    return _default._replica_context if context.strategy is None else context.replica
 
 
 def in_cross_replica_context() -> bool:

@@ -35,7 +35,7 @@ class DefaultStrategy(Strategy):
                 executor=lambda strategy, processes: EagerExecutor(strategy),
             )
         )
-        self.replica_context = ReplicaContext(self)
+        self._replica_context = ReplicaContext(self)
 
     def scope(self) -> contextlib.AbstractContextManager[AbstractStrategy]:
         """A `with` block that changes nothing.

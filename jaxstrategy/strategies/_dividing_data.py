@@ -125,7 +125,7 @@ class DividesData(ComposedStrategy):
 
     @property
     def _feeding(self) -> Feeding:
-        return feeding_for(self.replicas, self._choices.processes)
+        return feeding_for(self._replicas, self._choices.processes)
 
 
 def require_function(dataset_fn: object) -> None:

@@ -7,6 +7,10 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+from jax.core import Tracer
+
+from jaxstrategy._errors import TracedValueError
 from jaxstrategy._options import (
     ReduceOp,
     RunOptions,
@@ -32,6 +36,7 @@ from jaxstrategy.replicas._topology import Topology
 from jaxstrategy.strategies._calls import check_options
 from jaxstrategy.strategies._composition import ComposedStrategy
 from jaxstrategy.tracing.explanation._explanation import Explanation
+from jaxstrategy.values._arrays import is_staged
 from jaxstrategy.values._types import Function, PyTree
 from jaxstrategy.visualization._placed_tree import placed_arrays
 from jaxstrategy.visualization._visualization import Visualization
@@ -150,6 +155,7 @@ class ExplainsSteps(ComposedStrategy):
         Raises:
           ContextError: inside `run`, or in another strategy's scope.
           ClusterError: another process is about to do something else.
+          TracedValueError: in a function that JAX traces (`jax.jit`).
 
         >>> import jaxstrategy as js
         >>> strategy = js.MirroredStrategy(js.simulate(8)[:4])
@@ -160,7 +166,8 @@ class ExplainsSteps(ComposedStrategy):
         True
         """
         _context.require_host(self, "measure_links")
-        return _links.measured_together(self.replicas)
+        _require_known(is_staged(), "measure_links", "nothing runs yet")
+        return _links.measured_together(self._replicas)
 
     def visualize(self, tree: PyTree, *, title: str | None = None) -> Visualization:
         """A picture of what lies where: each array of `tree` over its devices.
@@ -179,6 +186,7 @@ class ExplainsSteps(ComposedStrategy):
 
         Raises:
           ContextError: inside `run`, or in another strategy's scope.
+          TracedValueError: an array is being traced by JAX (`jax.jit`, `jax.grad`).
 
         >>> import jaxstrategy as js
         >>> sharding = js.StateSharding("state", min_bytes=8)
@@ -191,8 +199,10 @@ class ExplainsSteps(ComposedStrategy):
           table  float32[1024,2]  2 KiB        dimension 0 in 4 parts on cpu:0..3
         """
         _context.require_host(self, "visualize")
+        is_traced = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(tree))
+        _require_known(is_traced, "visualize", "arrays are nowhere yet")
         arrays = tuple(placed_arrays(tree))
-        own = (device for group in self.replicas.groups for device in group)
+        own = (device for group in self._replicas.groups for device in group)
         others = (device for array in arrays for device in array.devices)
         devices = tuple(dict.fromkeys((*own, *others)))
         return Visualization(title or "What lies where", arrays, devices)
@@ -332,10 +342,10 @@ class ExplainsSteps(ComposedStrategy):
         check_positive(
             examples=examples, tokens=tokens, flops=flops, peak_flops=peak_flops
         )
-        devices = self.replicas.all_devices
+        devices = self._replicas.all_devices
         each = peak_flops or peak_flops_of(next(iter(devices)).device_kind)
         analysis = StepAnalysis(
-            self._executor, self.replicas, topology=topology, compiled=compiled
+            self._executor, self._replicas, topology=topology, compiled=compiled
         )
         return Profile(
             step,
@@ -344,7 +354,7 @@ class ExplainsSteps(ComposedStrategy):
             tokens=tokens,
             flops=flops,
             peak_flops=None if each is None else each * len(devices),
-            devices=self.replicas.own_devices,
+            devices=self._replicas.own_devices,
             every=every,
             trace_dir=trace_dir,
             log=log,
@@ -364,3 +374,11 @@ class ExplainsSteps(ComposedStrategy):
             )
         one = self._with_one_replica()
         return comparing.compare(make, one, self, examples=examples)
+
+
+def _require_known(is_traced: bool, method: str, why: str) -> None:
+    if is_traced:
+        raise TracedValueError(
+            f"`strategy.{method}` was called while JAX traces the function that calls "
+            f"it (`jax.jit`, `jax.grad`, `jax.lax.scan`): {why}. Call it outside."
+        )

@@ -56,7 +56,7 @@ class StrategyExtended(UpdatesVariables, ColocatesVariables):
 
         Of the default strategy JAX's first one, where TensorFlow raises an error.
         """
-        return self._strategy.parameter_replicas.devices
+        return self._strategy._parameter_replicas.devices
 
     @property
     def should_checkpoint(self) -> bool:
@@ -201,7 +201,7 @@ class StrategyExtended(UpdatesVariables, ColocatesVariables):
         >>> with strategy.scope(), strategy.extended.experimental_logical_device(1):
         ...     w = js.Variable(3.0)
         """
-        check_logical_device(logical_device_id, self._strategy.replicas)
+        check_logical_device(logical_device_id, self._strategy._replicas)
         yield
 
 

@@ -42,7 +42,7 @@ class ExtendsStrategy:
           TypeError: they name no devices.
         """
         check_task(destinations, self._role)
-        return copies_on(destinations, self._strategy.replicas)
+        return copies_on(destinations, self._strategy._replicas)
 
     def value_container(self, value: object) -> object:
         """The variable that `value` is a copy of; else `value` itself.
@@ -71,7 +71,7 @@ class ExtendsStrategy:
         variable = checked_variable(
             self.value_container(v), "variable_created_in_scope"
         )
-        are_owned = self._strategy.variable_policy.are_owned
+        are_owned = self._strategy._variable_policy.are_owned
         return variable.strategy is (self._strategy if are_owned else None)
 
     def _own(self, given: object, method: str, ordinary: bool = True) -> Variable:

@@ -74,7 +74,7 @@ def _compared(tree: PyTree, replicas: Replicas, name: str) -> PyTree:
             leaf = jnp.asarray(leaf)
         if not isinstance(leaf, jax.Array) or len(leaf.sharding.device_set) == 1:
             return None
-        if _has_copies(leaf, replicas):
+        if has_copies(leaf, replicas):
             return leaf
         where = f"`{name}{jax.tree_util.keystr(path)}`"
         if not _is_divided_state(leaf, replicas):
@@ -91,7 +91,7 @@ def _compared(tree: PyTree, replicas: Replicas, name: str) -> PyTree:
     )
 
 
-def _has_copies(array: jax.Array, replicas: Replicas) -> bool:
+def has_copies(array: jax.Array, replicas: Replicas) -> bool:
     """Whether each replica has all of `array`, on its devices together."""
     if _mesh.lies_as(array, replicas.sharding(SAME)):  # on whatever mesh
         return True

@@ -41,8 +41,8 @@ def split(
     """
     value = _checked(tensor)
     parts = _checked_splits(splits)
-    _check_fit(parts, tuple(value.shape), logical_devices(strategy.replicas))
-    return _laid(strategy, value, tiles(parts, strategy.replicas))
+    _check_fit(parts, tuple(value.shape), logical_devices(strategy._replicas))
+    return _laid(strategy, value, tiles(parts, strategy._replicas))
 
 
 def replicate(
@@ -124,7 +124,7 @@ def _laid(
 ) -> jax.Array | PerReplica:
     context = _context.current()
     _context.require_same(context, strategy)
-    replicas = strategy.replicas
+    replicas = strategy._replicas
     if not isinstance(value, PerReplica):
         wanted = sharding_of(divided, SAME, replicas)
         return _constrained(value, wanted, replicas, context.in_step)

@@ -16,20 +16,23 @@ from jaxstrategy.contexts import _context
 from jaxstrategy.reductions._compression_state import CompressionState
 from jaxstrategy.strategies._composition import ComposedStrategy
 from jaxstrategy.strategies._compression_states import compression_state
+from jaxstrategy.strategies._in_sync import has_copies
+from jaxstrategy.text._shown import shown
+from jaxstrategy.text._whole_numbers import whole
 from jaxstrategy.tracing._init import build_replicated
 from jaxstrategy.values import _arrays, _building, _per_replica
 from jaxstrategy.values._per_replica import PerReplica
-from jaxstrategy.values._types import Number, PyTree, TreeT
+from jaxstrategy.values._types import Leaf, Number, PyTree, TreeT
 
 
 class PlacesValues(ComposedStrategy):
     """The methods of a strategy that place values."""
 
     @overload
-    def mirror(self, tree: Number) -> jax.Array: ...
+    def mirror(self, tree: Number, *, replica: int | None = None) -> jax.Array: ...
     @overload
-    def mirror(self, tree: TreeT) -> TreeT: ...
-    def mirror(self, tree: PyTree) -> PyTree:
+    def mirror(self, tree: TreeT, *, replica: int | None = None) -> TreeT: ...
+    def mirror(self, tree: PyTree, *, replica: int | None = None) -> PyTree:
         """`tree` with every array and number placed whole on every replica's device.
 
         Shapes stay. Leaves that are neither (strings, bools, functions) stay as they
@@ -41,8 +44,14 @@ class PlacesValues(ComposedStrategy):
         `opt_state` of Flax's `TrainState`, the variables of an `nnx.Optimizer`. Other
         arrays lie whole until a step divides what it does not read.
 
+        Args:
+          tree: the pytree.
+          replica: of arrays whose copies differ (see `assert_in_sync`), the replica
+            whose copies count; one of the first process's.
+
         Raises:
           TypeError: a leaf is a `PerReplica`.
+          ValueError: this process has no such replica.
           ContextError: inside `run`.
 
         >>> import jaxstrategy as js
@@ -51,7 +60,25 @@ class PlacesValues(ComposedStrategy):
         True
         """
         _context.require_host(self, "mirror")
-        return _building.replicate(tree, self.replicas)
+        if replica is not None:
+            tree = self._copies_of(tree, replica)
+        return _building.replicate(tree, self._replicas)
+
+    def _copies_of(self, tree: PyTree, replica: int) -> PyTree:
+        """`tree` with what one replica has of each array that lies on all."""
+        own, number = self._replicas.own, whole(replica)
+        if number not in own:
+            raise ValueError(
+                f"`replica` was {shown(replica)}; the number of a replica of this "
+                f"process was wanted, {own[0]} to {own[-1]}."
+            )
+
+        def copy(leaf: Leaf) -> Leaf:
+            if not _arrays.is_placed(leaf) or not has_copies(leaf, self._replicas):
+                return leaf
+            return self._replicas.copies(leaf)[own.index(number)]
+
+        return jax.tree.map(copy, tree, is_leaf=_per_replica.is_per_replica)
 
     def per_replica(self, tree: PyTree) -> PyTree:
         """Values that differ between replicas, as `PerReplica`s on their devices.
@@ -90,8 +117,8 @@ class PlacesValues(ComposedStrategy):
                 _arrays.check_alive(_per_replica.contents(node), f"`{what}`")
                 return node
             if isinstance(node, list):
-                return _building.stack(node, self.replicas, what)
-            return _building.place_stacked(node, self.replicas, what)
+                return _building.stack(node, self._replicas, what)
+            return _building.place_stacked(node, self._replicas, what)
 
         return jax.tree.map_with_path(place, tree, is_leaf=is_end)
 
@@ -110,6 +137,7 @@ class PlacesValues(ComposedStrategy):
           ValueError: the values differ in structure, shape or dtype.
           TypeError: a value is not an array or a number.
           ContextError: inside `run`.
+          TracedValueError: of several processes, in a function that JAX traces.
 
         >>> import jaxstrategy as js
         >>> strategy = js.MirroredStrategy(js.simulate(8)[:2])
@@ -120,8 +148,8 @@ class PlacesValues(ComposedStrategy):
         """
         _context.require_host(self, "experimental_distribute_values_from_function")
         n = self.num_replicas_in_sync
-        versions = [value_fn(ValueContext(i, n)) for i in self.replicas.own]
-        return _building.stack(versions, self.replicas, own=True, plain_if_alone=True)
+        versions = [value_fn(ValueContext(i, n)) for i in self._replicas.own]
+        return _building.stack(versions, self._replicas, own=True, plain_if_alone=True)
 
     def compression_state(
         self, params: PyTree, options: CommunicationOptions
@@ -156,7 +184,7 @@ class PlacesValues(ComposedStrategy):
         """
         _context.require_host(self, "compression_state")
         checked_options(options, with_compression=True)
-        return compression_state(params, options, self.replicas)
+        return compression_state(params, options, self._replicas)
 
     def init(
         self, fn: Callable[..., TreeT], *args: PyTree, specs: PyTree = None
@@ -205,4 +233,4 @@ class PlacesValues(ComposedStrategy):
         """
         _context.require_host(self, "init")
         with self.scope():
-            return build_replicated(fn, args, self.replicas, specs)
+            return build_replicated(fn, args, self._replicas, specs)

@@ -70,7 +70,7 @@ class Strategy(
         name_methods_after(cls)
 
     def __repr__(self) -> str:
-        replicas = self.replicas
+        replicas = self._replicas
         comma = "," if replicas.per_device > 1 else ""
         where = f"{replicas.description}{comma} on {replicas.device_names}"
         sharding = replicas.state_sharding
@@ -79,7 +79,7 @@ class Strategy(
 
     def _repr_html_(self) -> str:
         rows = [
-            (i, self.replicas.device_names_of(i), device.device_kind)
+            (i, self._replicas.device_names_of(i), device.device_kind)
             for i, device in enumerate(self.devices)
         ]
         header = ("replica", "device", "kind")

@@ -181,7 +181,7 @@ class TPUStrategy(Strategy):
                 "of a replica's devices compute the same program. Leave the call out, "
                 "or make `TPUStrategy(experimental_spmd_xla_partitioning=False)`."
             )
-        _logical_placement.check_logical_device(logical_device_id, self.replicas)
+        _logical_placement.check_logical_device(logical_device_id, self._replicas)
         return tensor
 
     @property

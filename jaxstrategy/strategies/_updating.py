@@ -87,7 +87,11 @@ class UpdatesVariables(ExtendsStrategy):
             check_reduced(arguments, "update")
             result = self._updated_at_once(devices, fn, *_at(var, arguments))
         else:
-            result = self._executor.update(devices, fn, *arguments)
+            try:
+                result = self._executor.update(devices, fn, *arguments)
+            except Exception as error:
+                _access.check_not_mapped(error, var.name)
+                raise
         if group:
             return result
         return self._of_each_copy(result, _count(var.replicas, context.in_step))
@@ -139,7 +143,7 @@ class UpdatesVariables(ExtendsStrategy):
         if context.in_step:
             arguments = _replica_context.to_replica(arguments)
             result = self._updated(place.devices, fn, *arguments)
-            replicas = self._strategy.replicas
+            replicas = self._strategy._replicas
         else:
             check_reduced(arguments, "update_on")
             arguments = place.with_arrays(arguments)

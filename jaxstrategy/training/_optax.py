@@ -113,7 +113,7 @@ def _compressing(op: ReduceOp, options: CommunicationOptions) -> GradientTransfo
     def init(params: PyTree) -> CompressionState:
         in_step = get_replica_context() is not None
         strategy = get_strategy()
-        replicas = strategy.replicas
+        replicas = strategy._replicas
         return _compression_states.compression_state(
             params, options, replicas, own=in_step
         )

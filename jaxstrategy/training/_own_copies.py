@@ -59,7 +59,7 @@ def own_copies(state: PyTree, *, strategy: AnyStrategy) -> PyTree:
             return leaf._replace(inner_state=inner)
         if is_per_replica(leaf) or not _is_float(leaf):
             return leaf
-        return _building.equal_versions(core.mirror(leaf), core.replicas)
+        return _building.equal_versions(core.mirror(leaf), core._replicas)
 
     return jax.tree.map(own, state, is_leaf=_is_end)
 

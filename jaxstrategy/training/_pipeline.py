@@ -101,7 +101,7 @@ def _stages(axis: str | None) -> tuple[str, int] | None:
     context, name = _context.current(), axis or _USUAL_AXIS
     if context.strategy is None or context.replica is None:
         return None
-    replicas = context.strategy.replicas
+    replicas = context.strategy._replicas
     if name in replicas.inner_axes:
         return name, replicas.inner_sizes[name]
     # With no inner axes at all it is a strategy of another kind, for which the step

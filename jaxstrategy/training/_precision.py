@@ -81,7 +81,7 @@ def all_finite(tree: PyTree) -> jax.Array:
     if replica is not None:
         return replica.all_reduce(ReduceOp.MIN, finite)
     if context.in_step and context.strategy is not None:  # in `merge_call`
-        across = _per_replica.from_local(finite, context.strategy.replicas)
+        across = _per_replica.from_local(finite, context.strategy._replicas)
         return context.strategy.reduce(ReduceOp.MIN, across)
     return finite
 

@@ -7,8 +7,10 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import NamedSharding, Sharding
 
+from jaxstrategy._errors import TracedValueError
 from jaxstrategy.replicas import _inner_placement, _mesh
 from jaxstrategy.replicas._inner_placement import lying_like
 from jaxstrategy.replicas._replicas import SPLIT, Replicas
@@ -38,6 +40,7 @@ def stack(
 
     Raises:
       ValueError: the number, structure, shapes or dtypes do not fit.
+      TracedValueError: JAX traces, and versions of other processes are not known.
     """
     wanted = len(replicas.own) if own else replicas.count
     if len(versions) != wanted:
@@ -86,6 +89,17 @@ def _stack_leaf(
             f"`{what}` differs in shape or dtype between replicas: {seen}. One "
             "program runs on all replicas, so all versions need one shape and dtype."
         )
+    if any(isinstance(array, Tracer) for array in arrays) or _arrays.is_staged():
+        if len(arrays) < replicas.count:  # each process would trace another program
+            raise TracedValueError(
+                f"`{what}` has versions of this process's replicas only, and JAX "
+                "traces the function that makes them (`jax.jit`, `jax.grad`, "
+                "`jax.lax.scan`), which must be one for all processes. Make them "
+                "outside, and pass them as an argument, or use `strategy.per_replica` "
+                "with the versions of all replicas."
+            )
+        stacked = jnp.stack(arrays)
+        return PerReplica(_mesh.place(stacked, replicas.sharding(SPLIT)))
     if not own:
         arrays = [arrays[i] for i in replicas.own]
     return PerReplica(replicas.stacked(arrays))

@@ -16,6 +16,7 @@ from typing import cast
 import jax
 from jax.extend.core import get_opaque_trace_state
 
+from jaxstrategy._errors import ContextError
 from jaxstrategy.contexts import _context, _trace_numbers
 from jaxstrategy.values._handle import Handle
 from jaxstrategy.variables._cell import AbstractCell, Holder
@@ -117,6 +118,17 @@ def about_to_change(cell: AbstractCell) -> None:
     before = _context.current().before
     if before is not None:
         cast(_Before, before).keep(cell)
+
+
+def check_not_mapped(error: Exception, name: str) -> None:
+    """Raise an error of ours if JAX's is of a change under `jax.vmap`."""
+    # It has no type of its own, and speaks of references (JAX 0.10 and 0.12).
+    if "vmapped value on an unbatched" in str(error):
+        raise ContextError(
+            f"Variable {name!r} was changed under `jax.vmap` by a value that is "
+            "mapped: it would have another value in each call. Return what is to be "
+            "assigned, and assign it outside the mapped function."
+        ) from None
 
 
 def tracing() -> StepVariables | None:

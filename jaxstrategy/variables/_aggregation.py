@@ -59,8 +59,8 @@ def across(
       strategy: whose replicas, and how it reduces.
     """
     if aggregation in REDUCED:
-        return strategy.reduction.reduce_leaves(REDUCED[aggregation], [value])[0]
-    return jax.tree.map(strategy.reduction.first, value)
+        return strategy._reduction.reduce_leaves(REDUCED[aggregation], [value])[0]
+    return jax.tree.map(strategy._reduction.first, value)
 
 
 def of_copies(
@@ -71,11 +71,11 @@ def of_copies(
     """One value from all replicas' `[replica, ...]`, outside a step."""
     if aggregation in REDUCED:
         return strategy.reduce(REDUCED[aggregation], PerReplica(copies))
-    replicas = strategy.replicas
+    replicas = strategy._replicas
     inner = of_versions(inner_spec(copies, replicas))
     first = _first(with_inner(inner, replicas))(copies)
     # There mirrored variables are, and reduced values.
-    return _mesh.place(first, with_inner(inner, strategy.parameter_replicas))
+    return _mesh.place(first, with_inner(inner, strategy._parameter_replicas))
 
 
 # JAX knows jitted functions by identity: a new one at each read would compile anew.

@@ -390,7 +390,11 @@ class Variable(AbstractVariable, WorkerCopies):
             ref = self._reference()
             if ref is self._cell:
                 _access.about_to_change(self._cell)
-            return write(ref, _access.side(), value, change)
+            try:
+                return write(ref, _access.side(), value, change)
+            except Exception as error:
+                _access.check_not_mapped(error, self._name)
+                raise
 
     def _reference(self) -> Holder:
         self._check_strategy(_context.current())
@@ -405,7 +409,7 @@ class Variable(AbstractVariable, WorkerCopies):
         if current.strategy is None or self._strategy in (None, current.strategy):
             return
         where = "a step" if current.in_step else "the scope"
-        if current.strategy.variable_policy.are_owned:
+        if current.strategy._variable_policy.are_owned:
             raise ContextError(
                 f"Variable {self._name!r} belongs to {self._strategy!r}, but was used "
                 f"in {where} of {current.strategy!r}. Make it in the scope of the "
@@ -527,7 +531,7 @@ class Variable(AbstractVariable, WorkerCopies):
 
     def adopt(self, strategy: AbstractStrategy) -> None:
         """Makes it a variable of a strategy, on a worker that traces functions."""
-        policy = strategy.variable_policy
+        policy = strategy._variable_policy
         assert isinstance(policy, VariablePolicy), "which contexts know in part only"
         self._strategy = strategy
         self._kind = policy.adopted(self._kind, strategy)
@@ -586,7 +590,7 @@ def _policy() -> VariablePolicy:
             "strategy; the function may read it."
         )
     strategy = _context.current().strategy
-    policy = ORDINARY if strategy is None else strategy.variable_policy
+    policy = ORDINARY if strategy is None else strategy._variable_policy
     assert isinstance(policy, VariablePolicy), "which contexts know in part only"
     return policy
 

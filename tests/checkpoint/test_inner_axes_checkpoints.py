@@ -49,7 +49,7 @@ def written(tmp_path_factory):
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_any_strategy_reads_it(written, name):
     strategy = STRATEGIES[name]()
-    has_cores = bool(strategy.replicas.inner_axes)
+    has_cores = bool(strategy._replicas.inner_axes)
 
     def place(array, *spec):
         return over(strategy, array, *spec) if has_cores else strategy.mirror(array)

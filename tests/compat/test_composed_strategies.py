@@ -81,7 +81,7 @@ def test_variables_live_where_the_policy_says(served):
 def test_a_deep_copy_is_composed_of_the_same_choices(served):
     twin = copy.deepcopy(served)
     assert type(twin) is Served and twin.devices == served.devices
-    assert twin.parameter_mesh == served.parameter_mesh
+    assert twin._parameter_replicas.mesh == served._parameter_replicas.mesh
     assert twin._executor is not served._executor
     assert repr(twin) == repr(served) == "Served(3 replicas on cpu:0..2)"
 
@@ -101,7 +101,7 @@ def test_no_strategy_is_told_from_others_by_a_flag():
     default = js.get_strategy()
     assert not hasattr(default, "is_default")
     assert isinstance(default, ComposedStrategy)
-    assert default.replicas.count == 1 and not default.replicas.axes
+    assert default._replicas.count == 1 and not default._replicas.axes
 
 
 def test_the_methods_stand_beside_each_other_not_in_a_chain():

@@ -49,9 +49,9 @@ def test_a_value_is_copied_to_each_device(strategy, make):
         ("CPU:1", {devices[1]}),
         (devices[3], {devices[3]}),
         (["CPU:1", devices[6]], {devices[1], devices[6]}),
-        (strategy.extended.worker_devices, strategy.replicas.all_devices),
+        (strategy.extended.worker_devices, strategy._replicas.all_devices),
         (v, v.replicas.all_devices),
-        (ids(strategy), strategy.replicas.all_devices),
+        (ids(strategy), strategy._replicas.all_devices),
         (strategy.reduce("sum", ids(strategy)), v.replicas.all_devices),
         (jax.device_put(1.0, devices[2]), {devices[2]}),
     ]:

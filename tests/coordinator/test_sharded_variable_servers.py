@@ -73,7 +73,7 @@ def task(number):
 
 def test_shards_go_round_the_servers(strategy):
     partitioner = partitioners.FixedShardsPartitioner(4)
-    strategy.variable_policy.partitioner = partitioner
+    strategy._variable_policy.partitioner = partitioner
     with strategy.scope():
         first = js.Variable(np.zeros((10, 2)), name="first")
         scalar = js.Variable(1.0)
@@ -213,7 +213,7 @@ def test_a_gradient_of_lookups_travels_as_rows(coordinator, table, pulled):
 
 
 def test_a_gradient_of_a_plain_variable_on_a_server(strategy, coordinator, pulled):
-    strategy.variable_policy.partitioner = None
+    strategy._variable_policy.partitioner = None
     with strategy.scope():
         plain = js.Variable(TABLE, name="plain")
 

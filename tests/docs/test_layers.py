@@ -128,7 +128,7 @@ extras |= {"clu", "keras", "kubernetes", "libcst", "mlflow", "trackio", "wandb"}
 assert not new & extras, new & extras
 assert threading.active_count() == threads
 default = jaxstrategy.get_strategy()
-assert default.num_replicas_in_sync == default.replicas.count == 1
+assert default.num_replicas_in_sync == default._replicas.count == 1
 jax.config.update("jax_num_cpu_devices", 3)  # an error once a device was touched
 assert len(jax.devices("cpu")) == 3
 """

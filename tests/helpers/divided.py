@@ -26,7 +26,7 @@ def drawn(*shape, seed=0):
 def lies(strategy, tree):
     """The dimension along which each array is divided, by its path."""
     return {
-        jax.tree_util.keystr(path): strategy.replicas.dimension_of(leaf)
+        jax.tree_util.keystr(path): strategy._replicas.dimension_of(leaf)
         for path, leaf in jax.tree.leaves_with_path(tree)
     }
 

@@ -221,7 +221,7 @@ def test_processes_resume_even_after_their_own_end(used):
 
 def test_arrays_of_several_processes_are_copies(four):
     """Placed as with several processes, of which this one has all devices."""
-    placing = Transfer(four.replicas, ReplicaRange(4, 0, 3))
+    placing = Transfer(four._replicas, ReplicaRange(4, 0, 3))
     x = np.zeros((64, 16), np.float32)
 
     def source():

@@ -79,7 +79,7 @@ def test_messages_name_each_device_once(shared):
 def test_a_deep_copy_has_the_same_replicas(cores, shared):
     for strategy in (cores, shared):
         twin = copy.deepcopy(strategy)
-        assert repr(twin) == repr(strategy) and twin.replicas == strategy.replicas
+        assert repr(twin) == repr(strategy) and twin._replicas == strategy._replicas
         count = strategy.num_replicas_in_sync
         x = np.arange(count, dtype=np.float32)
         total = twin.reduce("sum", strategy.per_replica(x))
@@ -111,9 +111,9 @@ def test_replicas_are_equal_if_their_devices_and_axes_are():
 
 def test_each_device_belongs_to_a_replica(cores, shared):
     devices = jax.devices()
-    of_cores = [cores.replicas.replica_on(device) for device in devices]
+    of_cores = [cores._replicas.replica_on(device) for device in devices]
     assert of_cores == [0, 0, 1, 1, 2, 2, 3, 3]
-    of_shared = [shared.replicas.replica_on(device) for device in devices]
+    of_shared = [shared._replicas.replica_on(device) for device in devices]
     assert of_shared == [0, 3, *[None] * 6]
     assert [d.id for d in cores.devices] == [0, 2, 4, 6]
     assert [d.id for d in shared.devices] == [0, 0, 0, 1, 1, 1]

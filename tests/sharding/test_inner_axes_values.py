@@ -218,7 +218,7 @@ def test_replicas_are_compared_and_their_cores_are_not():
         strategy.assert_in_sync({"w": wrong, "b": strategy.mirror(1.0)})
     assert found.value.leaves == {"tree['w']": ((0, 1, 3), (2,))}
     for trusted, copy in ((0, W), (2, other)):  # as the error advises
-        again = strategy.mirror(strategy.replicas.copies(wrong)[trusted])
+        again = strategy.mirror(wrong, replica=trusted)
         assert lies(again) == COLUMNS
         np.testing.assert_array_equal(again, copy)
 

@@ -279,7 +279,7 @@ def test_the_chosen_dimension_hears_the_paths_of_the_state_only():
     strategy = sharded(2, dimension=choose)
     state = strategy.init(lambda x: {"w": x * 2}, np.ones((4, 6), np.float32))
     assert set(heard) == {"['w']"}
-    assert strategy.replicas.dimension_of(state["w"]) == 1
+    assert strategy._replicas.dimension_of(state["w"]) == 1
 
 
 def test_state_is_built_while_its_caller_is_traced():

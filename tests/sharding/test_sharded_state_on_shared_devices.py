@@ -73,7 +73,7 @@ def test_an_optimizer(divided):
     params, state = trained(divided, loss, params, batch, tx)
     (moments,) = [x for x in jax.tree.leaves(state, is_leaf=_has_mu) if _has_mu(x)]
     assert shard_shapes(moments.mu["kernel"]) == [(6, 4)]
-    is_state = divided.replicas.state_sharding.shard == "state"
+    is_state = divided._replicas.state_sharding.shard == "state"
     assert shard_shapes(params["kernel"]) == [(6, 4) if is_state else (6, 8)]
     assert shard_shapes(params["bias"]) == [(3,)]
 
@@ -128,7 +128,7 @@ def test_variables(divided):
 def test_one_device_has_all(divided):
     alone = js.MirroredStrategy(
         jax.devices()[:1],
-        sharding=divided.replicas.state_sharding,
+        sharding=divided._replicas.state_sharding,
         replicas_per_device=8,
     )
     w = alone.mirror(np.ones(16, np.float32))
@@ -141,7 +141,7 @@ def test_one_device_has_all(divided):
 
 
 def test_sums_are_scattered(divided):
-    if divided.replicas.state_sharding.shard != "state":
+    if divided._replicas.state_sharding.shard != "state":
         return
     w = divided.mirror(np.ones((64, 8), np.float32))
 

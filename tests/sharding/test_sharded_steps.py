@@ -288,7 +288,7 @@ PLACES = {
     "one device": lambda strategy, tree: jax.device_put(tree, jax.devices()[5]),
     "whole": lambda strategy, tree: whole(4).mirror(tree),
     "other dimensions": lambda strategy, tree: jax.tree.map(
-        lambda a: jax.device_put(a, strategy.replicas.sharding_along(0))
+        lambda a: jax.device_put(a, strategy._replicas.sharding_along(0))
         if np.ndim(a) and np.shape(a)[0] % 4 == 0 else a, tree),
     "mirrored": lambda strategy, tree: strategy.mirror(tree),
 }  # fmt: skip
@@ -313,8 +313,8 @@ def test_state_may_come_from_anywhere_and_is_traced_once(shard):
         assert_alike(have, trained_whole(), 1e-6)
         (params, memory), _ = have
         kernel = {"state": 1, "optimizer": None}[shard]
-        assert strategy.replicas.dimension_of(params["one"]["kernel"]) == kernel, name
-        assert strategy.replicas.dimension_of(memory[0].nu["one"]["kernel"]) == 1
+        assert strategy._replicas.dimension_of(params["one"]["kernel"]) == kernel, name
+        assert strategy._replicas.dimension_of(memory[0].nu["one"]["kernel"]) == 1
     assert len(traces) == 1
 
 

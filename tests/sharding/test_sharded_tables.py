@@ -37,7 +37,7 @@ def table_of(rows):
 def lies_rightly(strategy, array):
     """Whether a table is divided along its rows if the strategy divides."""
     rows = {shard.data.shape[0] for shard in array.addressable_shards}
-    parts = strategy.num_replicas_in_sync if strategy.replicas.state_sharding else 1
+    parts = strategy.num_replicas_in_sync if strategy._replicas.state_sharding else 1
     return rows == {array.shape[0] // parts}
 
 

@@ -24,7 +24,7 @@ def sharded(count=4, shard="state", **options):
 def dimensions(strategy, tree):
     """For each array of `tree`, the dimension that is divided, by its path."""
     return {
-        jax.tree_util.keystr(path): strategy.replicas.dimension_of(leaf)
+        jax.tree_util.keystr(path): strategy._replicas.dimension_of(leaf)
         for path, leaf in jax.tree.leaves_with_path(tree)
     }
 
@@ -73,7 +73,7 @@ def test_all_placements_are_divided_without_a_share_in_their_memory(
         ),
     }[before]()
     placed = strategy.mirror(given)
-    assert strategy.replicas.dimension_of(placed) == 1
+    assert strategy._replicas.dimension_of(placed) == 1
     held = np.array(placed)
     if isinstance(given, jax.Array):
         given.delete()
@@ -396,7 +396,7 @@ def tampered(array, replica):
 def test_whole_leaves_are_compared_and_parts_are_not(shard):
     strategy = sharded(4, shard)
     whole = js.MirroredStrategy(jax.devices()[:4]).mirror
-    divided = jax.device_put(np.arange(8.0), strategy.replicas.sharding_along(0))
+    divided = jax.device_put(np.arange(8.0), strategy._replicas.sharding_along(0))
     strategy.assert_in_sync({"parts": divided})
     strategy.assert_in_sync({"parts": divided, "big": whole(np.ones(8)), "n": 3})
     state = {"parts": tampered(divided, 2), "big": whole(np.ones(8))}

@@ -53,7 +53,7 @@ def on(*cores):
 
 def ids(strategy):
     """The device ids of each replica."""
-    replicas = strategy.replicas
+    replicas = strategy._replicas
     return [[d.id for d in replicas.devices_of(i)] for i in range(replicas.count)]
 
 
@@ -274,7 +274,7 @@ def test_nothing_and_empty_containers_come_back(tpu):
 def test_results_stay_on_the_devices_of_their_replica(tpu):
     found = tpu.run(lambda: js.get_replica_context().replica_id_in_sync_group * 2)
     for i, value in enumerate(found.values):
-        assert value.devices() == set(tpu.replicas.devices_of(i))
+        assert value.devices() == set(tpu._replicas.devices_of(i))
 
 
 def test_sums_of_segments():

@@ -196,18 +196,18 @@ def test_replicas_are_keys():
 
 
 def test_the_replicas_of_strategies(strategy):
-    replicas = strategy.replicas
+    replicas = strategy._replicas
     assert replicas.count == strategy.num_replicas_in_sync
     assert replicas.devices == strategy.devices and replicas.mesh == strategy.mesh
-    assert strategy.parameter_replicas == replicas
+    assert strategy._parameter_replicas == replicas
 
 
 def test_central_storage_keeps_its_parameters_elsewhere():
     central = js.experimental.CentralStorageStrategy(jax.devices()[:4], "CPU:7")
-    assert central.replicas == Replicas.on(jax.devices()[:4])
-    assert central.parameter_replicas == Replicas.on(jax.devices()[7:])
+    assert central._replicas == Replicas.on(jax.devices()[:4])
+    assert central._parameter_replicas == Replicas.on(jax.devices()[7:])
 
 
 def test_of_no_strategy_there_is_one():
-    replicas = js.get_strategy().replicas
+    replicas = js.get_strategy()._replicas
     assert (replicas.count, replicas.axes, replicas.index()) == (1, (), 0)

@@ -220,7 +220,7 @@ def test_merge_call_of_the_default_strategy():
 
 def test_merge_call_inside_the_default_merge_call_is_an_error():
     def merge(strategy):
-        strategy.replica_context.merge_call(lambda s: None)
+        strategy._replica_context.merge_call(lambda s: None)
 
     with pytest.raises(js.ContextError, match="Mismatching contexts"):
         js.get_replica_context().merge_call(merge)

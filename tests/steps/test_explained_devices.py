@@ -273,7 +273,7 @@ def measured(strategy):
     # 0.03 s, and 0.06 s for each 4 MiB.
     turns = [n * (0.03 + 0.06 * size / 2**22) for size, n in _links._SIZES]
     times = itertools.chain(*([0.0, turn] for turn in turns * 7))
-    return _links.measured(strategy.replicas, clock=lambda: next(times))
+    return _links.measured(strategy._replicas, clock=lambda: next(times))
 
 
 def test_links_between_devices_that_replicas_share_are_measured():
@@ -282,7 +282,7 @@ def test_links_between_devices_that_replicas_share_are_measured():
     devices = links.with_replicas_per_device(4)
     assert devices.ring("all_reduce", 0) == pytest.approx(0.03, rel=0.01)
     assert devices.ring("all_reduce", 2**22) == pytest.approx(0.09)
-    alone = _links.measured(sharing(1, 8).replicas, clock=None)
+    alone = _links.measured(sharing(1, 8)._replicas, clock=None)
     assert alone.with_replicas_per_device(8).ring("all_reduce", 2**22) == 0
 
 
@@ -308,7 +308,7 @@ PROGRAM = Path(__file__).parents[1] / "helpers" / "compiled_program.hlo"
 @pytest.fixture(scope="module")
 def written(cores):
     text = PROGRAM.read_text().replace("FILE", __file__)
-    return list(compiled_collectives(text, cores.replicas, "/outermost.py"))
+    return list(compiled_collectives(text, cores._replicas, "/outermost.py"))
 
 
 def test_all_ways_to_write_groups_are_read(written):

@@ -167,7 +167,7 @@ def test_a_choice_of_the_user_is_a_reason():
 
 def test_an_argument_that_was_given_whole_and_is_not_replaced_stays_whole():
     own = strategy()
-    table = own.replicas.sharding_along(None)
+    table = own._replicas.sharding_along(None)
     given = jax.device_put(np.ones(16, np.float32), table)
     found = own.explain(lambda w, x: (w * x).sum(), (given, rows(16)), compiled=False)
     reason = "it was given whole, and no result replaces it"
@@ -185,7 +185,7 @@ def test_variables_are_among_the_state():
     found = explain(own, step, rows(16))
     (leaf,) = found.sharding.leaves
     assert (leaf.path, leaf.shape, leaf.nbytes) == ("variable 'w'", (16,), 64)
-    dimension = own.replicas.dimension_along(w.sharding)
+    dimension = own._replicas.dimension_along(w.sharding)
     assert (leaf.dimension, leaf.reason == "") == (dimension, dimension is not None)
 
 

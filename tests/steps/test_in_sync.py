@@ -360,7 +360,7 @@ def test_message_of_one_replica(strategy):
         "not deterministic, faulty hardware",
         "A PerReplica differs if something it was computed from was not reduced",
         "restore a checkpoint, or mirror the copies of one replica i that you trust",
-        "of an array `strategy.mirror(strategy.replicas.copies(array)[i])`",
+        "`strategy.mirror(tree, replica=i)`",
         "of a PerReplica",
         "`strategy.mirror(value.local(i))`",
     ):
@@ -407,7 +407,7 @@ def test_the_advice_mends_the_state(strategy):
     tree = {"w": bad, "name": "net"}
     (groups,) = differing(strategy, tree).values()
     trusted = groups[0][0]
-    tree["w"] = strategy.mirror(strategy.replicas.copies(tree["w"])[trusted])
+    tree = strategy.mirror(tree, replica=trusted)
     strategy.assert_in_sync(tree)
     assert tree["w"].tolist() == [1, 1, 1, 1] and tree["name"] == "net"
 
@@ -509,7 +509,7 @@ def test_nothing_is_compiled_twice_and_nothing_changes(strategy, compilations):
 
 def test_one_small_collective_and_no_large_temporaries(strategy):
     def check(tree):
-        return fingerprints(tree, strategy.reduction.gathered)
+        return fingerprints(tree, strategy._reduction.gathered)
 
     mapped = jax.shard_map(
         check, mesh=strategy.mesh, in_specs=P(), out_specs=P(), check_vma=False

@@ -551,7 +551,7 @@ def test_a_step_without_communication(two):
 
 def measured(seconds_of, late=(0.0,) * 7):
     """Links of four replicas, where all-reduces take these seconds and more."""
-    replicas = js.MirroredStrategy(jax.devices()[:4]).replicas
+    replicas = js.MirroredStrategy(jax.devices()[:4])._replicas
     turns = [
         n * (seconds_of(size) + more) for more in late for size, n in _links._SIZES
     ]

@@ -16,7 +16,7 @@ FIXED = partitioners.FixedShardsPartitioner
 def partitioned(partitioner, devices=2):
     """A strategy that makes shards, each of which lies as any variable of it."""
     strategy = js.MirroredStrategy(jax.devices()[:devices])
-    strategy.variable_policy.partitioner = partitioner
+    strategy._variable_policy.partitioner = partitioner
     return strategy
 
 

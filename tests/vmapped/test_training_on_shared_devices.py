@@ -288,7 +288,7 @@ def test_a_value_that_differs_between_devices_is_not_in_sync(eight):
     message = r"`tree\['w'\]`: replicas 0, 1, 2, 3 \| 4, 5, 6, 7\n"
     with pytest.raises(js.OutOfSyncError, match=message):
         eight.assert_in_sync({"w": differing})
-    trusted = eight.mirror(eight.replicas.copies(differing)[6])  # as it advises
+    trusted = eight.mirror(differing, replica=6)  # as it advises
     eight.assert_in_sync(trusted)
     np.testing.assert_array_equal(trusted, np.ones(3))
     lone = np.ones((8, 3), np.float32)

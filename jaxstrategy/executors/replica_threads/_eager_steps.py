@@ -71,7 +71,7 @@ class EagerSteps:
         self._strategy = strategy
         self._environment = environment
         self._compiled = compiled
-        self._rounds = AgreedRounds(processes, strategy.replicas)
+        self._rounds = AgreedRounds(processes, strategy._replicas)
 
     def run(
         self,
@@ -90,7 +90,7 @@ class EagerSteps:
         """
         call = EagerCall(fn, args, kwargs, options or RunOptions(), self._environment)
         _check_untraced(call.leaves, call.name)
-        replicas = self._strategy.replicas
+        replicas = self._strategy._replicas
         copies = ReplicaCopies(replicas, call.name, self._rounds.digests)
         one = OneOfReplicas(replicas, call.name)
         block = cast(EagerBlock, _context.current().runs_eagerly)
@@ -139,7 +139,7 @@ class EagerSteps:
         results = EagerResults(
             call.name,
             call.has_objects,
-            self._strategy.replicas,
+            self._strategy._replicas,
             own,
             self._rounds.digests,
         )
@@ -152,7 +152,7 @@ class EagerSteps:
         return call.finish(found)
 
     def _ids(self) -> list[jax.Array]:
-        replicas = self._strategy.replicas
+        replicas = self._strategy._replicas
         return [
             jax.device_put(np.int32(number), replicas.place_of(number))
             for number in replicas.own
@@ -176,7 +176,7 @@ class EagerSteps:
 
     def _reduced(self, wanted: Sequence[MetArrays]) -> Sequence[object]:
         """What each replica gets of a collective, which is compiled for all."""
-        replicas = self._strategy.replicas
+        replicas = self._strategy._replicas
         first = wanted[0]
         stacked = [
             _versions_of_replicas.together(column, replicas)
@@ -195,7 +195,7 @@ def _collective_step(collective: MetCollective, *arrays: jax.Array) -> list[jax.
     """What one replica gets of a collective; a step of the strategy."""
     strategy = _context.current().strategy
     assert strategy is not None, "it is a step's"
-    return collective(cast(Reduction, strategy.reduction), arrays)
+    return collective(cast(Reduction, strategy._reduction), arrays)
 
 
 def _check_untraced(leaves: Sequence[Leaf], name: str) -> None:

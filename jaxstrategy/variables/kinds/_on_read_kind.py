@@ -65,7 +65,7 @@ class OnReadKind(VariableKind):
     def copies(self, ref: Holder) -> jax.Array | PerReplica:
         """The copies."""
         if self._in_step():
-            return _per_replica.from_local(ref[...][0], this_strategy().replicas)
+            return _per_replica.from_local(ref[...][0], this_strategy()._replicas)
         return PerReplica(ref[...])
 
     @property
@@ -157,7 +157,7 @@ class OnReadKind(VariableKind):
         elif side is Side.CROSS:
             value = self._checked_part(value, shape, ref.dtype, change)
             first, other = self._parts(value, change)
-            is_first = this_strategy().replicas.index() == 0
+            is_first = this_strategy()._replicas.index() == 0
             value = jnp.where(is_first, first, other)
         given = self._checked_part(value, shape, ref.dtype, change)
         new = change.applied(ref[...][0], given)

@@ -125,7 +125,7 @@ def local_results(s):
     x = versions(s, (2,))
     value = s.per_replica(x)
     own = s.experimental_local_results(value)
-    first = s.replicas.own[0] if len(own) < len(x) else 0
+    first = s._replicas.own[0] if len(own) < len(x) else 0
     for i, version in enumerate(own):
         np.testing.assert_array_equal(version, x[first + i])
         np.testing.assert_array_equal(value.local(first + i), x[first + i])
@@ -328,7 +328,7 @@ def links_are_measured(s):
     links = s.measure_links()
     assert 0 <= links.latency < 10 and 1e3 < links.bandwidth < 1e13
     more = links.ring("all_reduce", 4e9) - links.ring("all_reduce", 0)
-    assert more > 0 or s.replicas.per_device > 1
+    assert more > 0 or s._replicas.per_device > 1
     return {"replicas": links.replicas}
 
 
@@ -336,7 +336,7 @@ def links_are_measured(s):
 def assert_in_sync_finds_what_differs(s):
     n = s.num_replicas_in_sync
     same = s.mirror(np.zeros(3, np.float32))
-    last = s.replicas.devices_of(n - 1)
+    last = s._replicas.devices_of(n - 1)
     by_hand = [
         jax.device_put(np.float32([0, 0, shard.device in last]), shard.device)
         for shard in same.addressable_shards
@@ -349,7 +349,7 @@ def assert_in_sync_finds_what_differs(s):
     except js.OutOfSyncError as error:
         groups = tuple(range(n - 1)), (n - 1,)
         # Replicas that share a device have the same copy of what is mirrored.
-        shared = n - s.replicas.per_device
+        shared = n - s._replicas.per_device
         broken = tuple(range(shared)), tuple(range(shared, n))
         assert error.leaves == {"state['apart']": groups, "state['broken']": broken}
         return {}
@@ -590,7 +590,7 @@ def printing_in_a_step(s):
         s.run(lambda: jax.debug.print("here"))
         jax.effects_barrier()
     if s.num_replicas_in_sync > 1:
-        wanted = [f"replica {i}: here" for i in s.replicas.own]
+        wanted = [f"replica {i}: here" for i in s._replicas.own]
         assert sorted(text.getvalue().splitlines()) == sorted(wanted)
     return {"total": total}
 

@@ -73,7 +73,7 @@ def descent(steps):
 
 
 def replicas_know_their_devices(s):
-    replicas, own = s.replicas, jax.process_index()
+    replicas, own = s._replicas, jax.process_index()
     here = replicas.count // jax.process_count()
     first = own * here
     assert replicas.own == tuple(range(first, first + here))
@@ -90,9 +90,9 @@ def batches_lie_on_all_devices_of_a_replica(s):
     )
     for batch in dataset:
         assert batch.stacked.sharding.device_set == set(s.mesh.devices.flat)
-        for i, version in zip(s.replicas.own, batch.values, strict=True):
+        for i, version in zip(s._replicas.own, batch.values, strict=True):
             each = 12 // s.num_replicas_in_sync
-            assert version.devices() == set(s.replicas.devices_of(i))
+            assert version.devices() == set(s._replicas.devices_of(i))
             np.testing.assert_array_equal(version, ROWS[i * each : (i + 1) * each])
 
 
