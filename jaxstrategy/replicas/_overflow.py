@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -29,6 +30,24 @@ def array_of(value: Any, dtype: DTypeLike | None = None) -> jax.Array:
         return jnp.asarray(value, dtype)
     except OverflowError:
         raise NotHeldError(too_large(value, dtype)) from None
+
+
+def types_of(leaves: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
+    """The types of leaves as arguments of a step, which may be types of arrays.
+
+    Raises:
+      NotHeldError: one is an integer that no integer of JAX holds.
+    """
+    for leaf in leaves:
+        if isinstance(leaf, (np.ndarray, np.generic)):
+            check_held(np.asarray(leaf))
+    try:
+        return jax.eval_shape(list, leaves)
+    except OverflowError:
+        for leaf in leaves:
+            if isinstance(leaf, int):
+                array_of(leaf)
+        raise
 
 
 def too_large(value: Any, dtype: DTypeLike | None = None) -> str:

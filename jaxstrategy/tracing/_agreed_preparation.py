@@ -12,7 +12,6 @@ import os
 from collections.abc import Callable, Sequence
 from typing import final
 
-import jax
 from jax.stages import Compiled
 
 from jaxstrategy._errors import ClusterError, CompiledStepError
@@ -20,6 +19,7 @@ from jaxstrategy.cluster._processes import Processes
 from jaxstrategy.cluster.agreement import _operation
 from jaxstrategy.cluster.agreement._operation import Operation, ProgramPrint
 from jaxstrategy.cluster.liveness._watchdog import COMPILES
+from jaxstrategy.replicas import _overflow
 from jaxstrategy.tracing._constants import fingerprint
 from jaxstrategy.tracing._jaxpr_types import ClosedJaxpr
 from jaxstrategy.tracing._prepared import Obtain, Preparation
@@ -72,7 +72,7 @@ class AgreedPreparation:
             program.
           CompiledStepError: another process has raised.
         """
-        types = jax.eval_shape(list, leaves)
+        types = _overflow.types_of(leaves)
         self._compare(list(map(_operation.kind, types)))
         work = contextlib.ExitStack()  # of this process by itself
 

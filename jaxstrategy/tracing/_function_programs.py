@@ -62,6 +62,9 @@ class FunctionPrograms:
         self._programs: SharedPrograms | None = None
         # What its programs are given besides, by label, and the places that lead there.
         self._captured: dict[str, Leaf] = {}
+        # What it refers to, during a call; and of what its key is but for identities.
+        self._references: References | None = None
+        self._form_key: FunctionKey | None = None
         self._ways_to_captured: list[tuple[Place, object]] = []
         self._look_at_variables(fn)
         is_method = isinstance(fn, types.MethodType)
@@ -71,7 +74,7 @@ class FunctionPrograms:
     def __call__(self, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> PyTree:
         """The results of the function on all replicas."""
         programs = self._programs
-        if programs is None or self._captured:
+        if programs is None or self._captured or programs.sole not in (None, self):
             return self._call_anew(args, kwargs)
         # Outside of the block, because a step may raise the same.
         is_same = True
@@ -85,7 +88,13 @@ class FunctionPrograms:
             return self._call_anew(args, kwargs)
         if self._names and self._attributes_of(self._get_fn()) != self._attributes:
             return self._call_anew(args, kwargs)
-        return programs(args, kwargs)
+        programs.get_caller = self._get_fn
+        traces = programs.traces
+        try:
+            return programs(args, kwargs)
+        finally:
+            if programs.traces != traces:
+                self._look_again(programs)
 
     def prepare(
         self, args: Sequence[PyTree], kwargs: dict[str, PyTree], obtain: Obtain
@@ -99,9 +108,12 @@ class FunctionPrograms:
         """
         fn = self._fn
         prepare = functools.partial(SharedPrograms.prepare, obtain=obtain)
-        self._call(self._look_at(fn), args, kwargs, prepare)
-        if self._programs is not None:
-            self._look_again(fn, self._programs)
+        try:
+            self._call(self._look_at(fn), args, kwargs, prepare)
+            if self._programs is not None:
+                self._look_again(self._programs)
+        finally:
+            self._references = None
 
     def bound(self, objects: Sequence[PyTree]) -> Callable[..., PyTree]:
         """The function with these first arguments, which are looked into only now.
@@ -110,7 +122,10 @@ class FunctionPrograms:
           TypeError: none of them can be changed in place.
         """
         fn = self._fn
-        return self._look_at(fn).bound(fn, objects, self._captured)
+        try:
+            return self._look_at(fn).bound(fn, objects, self._captured)
+        finally:
+            self._references = None
 
     @property
     def _fn(self) -> Function:
@@ -135,14 +150,17 @@ class FunctionPrograms:
         """A call of a function that refers to other things than before, maybe."""
         fn = self._fn
         programs = self._programs
-        if programs is None or not self._is_as_it_was(fn):
+        is_own = programs is not None and programs.sole in (None, self)
+        if programs is None or not is_own or not self._is_as_it_was(fn):
             programs = self._look_at(fn)
+        programs.get_caller = self._get_fn
         traces = programs.traces
         try:
             return self._call(programs, args, kwargs)
         finally:
             if programs.traces != traces:
-                self._look_again(fn, programs)
+                self._look_again(programs)
+            self._references = None
 
     def _call(
         self,
@@ -181,10 +199,9 @@ class FunctionPrograms:
             raise
 
     def _is_as_it_was(self, fn: Function) -> bool:
-        with _lending.one_at_a_time:
-            places = (*self._variables, *self._ways_to_captured)
-            has_same = self._attributes_of(fn) == self._attributes
-            return has_same and all(place.get() is value for place, value in places)
+        places = (*self._variables, *self._ways_to_captured)
+        is_same = all(_lending.callers_value(place) is value for place, value in places)
+        return is_same and self._attributes_of(fn) == self._attributes
 
     def _look_at(self, fn: Function) -> SharedPrograms:
         """Finds the programs of functions like this one."""
@@ -194,13 +211,14 @@ class FunctionPrograms:
             code = Identity(_code.code_of(fn))
             self._key = FunctionKey(form_of_itself(fn), code, self._options)
         else:
-            with _lending.one_at_a_time:
-                references = References(fn, is_changed_in_place)
-            self._captured, self._key = self._key_of(fn, references)
+            references = _lending.references(fn, is_changed_in_place)
+            self._captured, self._form_key = self._key_of(fn, references)
+            self._key = self._table.with_owners(self._form_key, references)
             self._ways_to_captured = references.watched() if self._captured else []
         self._look_at_variables(fn)
         self._attributes = self._attributes_of(fn)
         seen = functools.partial(_recompilation.Seen, references)
+        self._references = references
         self._programs = self._table.find(self._key, fn, seen)
         self._programs.add(fn)
         return self._programs
@@ -225,22 +243,34 @@ class FunctionPrograms:
             form = (*references.form, *map(Identity, constants))
         return captured, FunctionKey(form, code, self._options)
 
-    def _look_again(self, fn: Function, programs: SharedPrograms) -> None:
+    def _look_again(self, programs: SharedPrograms) -> None:
         """After the function was traced, which may have changed what it refers to.
 
-        That happens once, while it is traced; its program goes on to be right.
+        That happens once, while it is traced; its program goes on to be right. Only
+        functions that refer to the very things that were changed share it.
         """
+        fn = self._fn
         if self._programs is not programs:
             return
         self._look_at_variables(fn)
         self._attributes = self._attributes_of(fn)
         if self._key is None or not self._key.is_shared:
             return
-        with _lending.one_at_a_time:
-            references = References(fn, is_changed_in_place)
+        references = _lending.references(fn, is_changed_in_place)
         captured, key = self._key_of(fn, references)
-        if captured.keys() == self._captured.keys() and not references.opaque:
-            self._table.also(key, programs)
+        before, form_key = self._references, self._form_key
+        if key == form_key:
+            return
+        is_alike = captured.keys() == self._captured.keys() and not references.opaque
+        if before is None or form_key is None or not is_alike:
+            self._table.unshare(self._key, programs)
+            programs.sole = self  # others of these functions may have them already
+            return
+        was, now = references.changed(before)
+        if was or now:
+            self._table.unshare(self._key, programs)
+        self._table.share_by_owners(form_key, before, was, programs)
+        self._table.share_by_owners(key, references, now, programs)
 
     def _let_go(self) -> None:
         """The function is gone."""

@@ -19,6 +19,7 @@ import jax
 from jax.stages import Lowered, Wrapped
 
 from jaxstrategy._errors import CompiledStepError
+from jaxstrategy.replicas import _overflow
 from jaxstrategy.tracing import _many
 from jaxstrategy.tracing._executable import (
     Executable,
@@ -161,9 +162,9 @@ class Program:
 
         Its value is the trace, and where each argument lies.
         """
-        # `eval_shape` keeps the weak types of Python's numbers, as a call passes them:
-        # without them, this would be another program than the call's.
-        types = jax.eval_shape(list, leaves)
+        # With the weak types of Python's numbers, as a call passes them: without them,
+        # this would be another program than the call's.
+        types = _overflow.types_of(leaves)
         self._placement.check_types(types)
         with self._one_tracer:
             step = self._trace([*leaves])

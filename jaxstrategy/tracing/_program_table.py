@@ -15,10 +15,12 @@ from jaxstrategy.tracing._shared_programs import SharedPrograms
 from jaxstrategy.tracing._step_agreement import StepAgreement
 from jaxstrategy.tracing.functions import _callbacks, _code
 from jaxstrategy.tracing.functions._object_identity import Identity
+from jaxstrategy.tracing.functions._references import Owner, References
 from jaxstrategy.values._types import Function
 
 # What functions of one code did that are gone: as when they are choices of a few.
 _FORMS_KEPT = 8
+_OWNERS_KEPT = 256
 
 
 class FunctionKey(NamedTuple):
@@ -93,6 +95,8 @@ class ProgramTable:
         self._log = _recompilation.Log()
         self._table: dict[FunctionKey, SharedPrograms] = {}
         self._codes: set[int] = set()
+        # Of functions that change what they refer to while they are traced: what.
+        self._owners: dict[FunctionKey, list[Owner]] = {}
         self.asking: set[Identity] = set()
 
     def __len__(self) -> int:
@@ -131,9 +135,37 @@ class ProgramTable:
         self._watch(_code.code_of(fn))
         return made
 
-    def also(self, key: FunctionKey, programs: SharedPrograms) -> None:
-        """Lets functions of another key share these, too."""
-        self._table.setdefault(key, programs)
+    def with_owners(self, key: FunctionKey, references: References) -> FunctionKey:
+        """The key, of functions that change things with the identities of these."""
+        owners = self._owners.get(key, ())
+        identities = (Identity(references.owner(owner)) for owner in owners)
+        return key._replace(form=(*key.form, *identities)) if owners else key
+
+    def share_by_owners(
+        self,
+        key: FunctionKey,
+        references: References,
+        owners: list[Owner],
+        programs: SharedPrograms,
+    ) -> None:
+        """Lets functions with this key share programs if the owners are the same.
+
+        Args:
+          key: of what a function referred to before it was traced, or after.
+          references: these.
+          owners: what the trace has changed of them.
+          programs: of the function.
+        """
+        if owners:
+            if len(self._owners) >= _OWNERS_KEPT:
+                del self._owners[next(iter(self._owners))]
+            self._owners[key] = owners
+            self._table.setdefault(self.with_owners(key, references), programs)
+
+    def unshare(self, key: FunctionKey, programs: SharedPrograms) -> None:
+        """Lets no other function share programs by this key."""
+        if self._table.get(key) is programs:
+            self._drop([key])
 
     def forget(self, programs: SharedPrograms) -> None:
         """Forgets programs that no function will ask for."""

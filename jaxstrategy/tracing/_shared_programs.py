@@ -72,6 +72,10 @@ class SharedPrograms:
         self._holder = holder
         self._seal = seal
         self._functions: list[Callable[[], Function | None]] = []
+        # The one that is called now; another thread may call another.
+        self.get_caller: Callable[[], Function | None] = lambda: None
+        # Of the one function that they are left to, as a trace has changed something.
+        self.sole: object | None = None
         self.traces = 0
         self.has_succeeded = False
         # Kept, so that the programs are forgotten with one of these.
@@ -101,7 +105,7 @@ class SharedPrograms:
         return self._get_fn() is not None
 
     def _get_fn(self) -> Function | None:
-        for get in reversed(self._functions):
+        for get in (self.get_caller, *reversed(self._functions)):
             if (fn := get()) is not None:
                 return fn
         return None

@@ -217,6 +217,8 @@ def test_integers_that_no_dtype_holds_are_told(two):
     for use in (
         lambda: two.run(lambda x: x, ({"a": [-(2**70)]},)),
         lambda: two.step(lambda x: x)(2**70),
+        lambda: two.compile(lambda x: x, (2**70,)),
+        lambda: two.explain(lambda x: x, ((1, np.int64(-(2**40))),)),
         lambda: two.reduce("sum", 10**400),
         lambda: two.per_replica([2**70, 2**70]),
         lambda: two.mirror(10**400),

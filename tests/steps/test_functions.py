@@ -6,8 +6,10 @@ the same steps in plain Python.
 
 import functools
 import gc
+import io
 import itertools
 import queue
+import threading
 import warnings
 import weakref
 
@@ -359,6 +361,139 @@ def test_what_a_step_does_while_it_is_traced_happens_once(two):
     assert count == 1 and seen == [()]
 
 
+class Log:
+    def __init__(self):
+        self.seen, self.count = [], 0
+
+
+@pytest.mark.filterwarnings("ignore::jaxstrategy.RecompilationWarning")
+def test_what_tracing_does_to_what_a_function_captures_it_does_to_each(two):
+    """Functions that were alike before they were traced share no program then."""
+
+    def in_list():
+        seen = [0]
+
+        def step(x):
+            seen.append(x.shape)
+            seen.pop(0)
+            return x
+
+        return step, lambda: seen
+
+    def in_dict_in_list():
+        seen = {"a": [{}]}
+
+        def step(x):
+            seen["a"][0]["shape"] = x.shape
+            return x
+
+        return step, lambda: seen
+
+    def in_set():
+        seen = set()
+        return lambda x: (x, seen.add(x.ndim))[0], lambda: seen
+
+    def in_array():
+        seen = np.zeros(3)
+
+        def step(x):
+            seen[x.ndim] += 1
+            return x
+
+        return step, seen.tolist
+
+    def in_variable():
+        seen = None
+
+        def step(x):
+            nonlocal seen
+            seen = x.shape
+            return x
+
+        return step, lambda: seen
+
+    def in_attributes():
+        log = Log()
+
+        def step(x):
+            log.count += 1
+            log.shape = x.shape
+            log.seen.append(x.shape)
+            return x
+
+        return step, lambda: vars(log)
+
+    def in_default():
+        seen = []
+        return lambda x, log=seen: (x, log.append(x.shape))[0], lambda: seen
+
+    def by_helper():
+        seen = []
+
+        def note(x):
+            seen.append(x.shape)
+
+        return lambda x: (x, note(x))[0], lambda: seen
+
+    def with_array():
+        seen, w = [], jnp.ones(3)
+        return lambda x: (x * w, seen.append(x.shape))[0], lambda: seen
+
+    def by_print():
+        out = io.StringIO()
+        return lambda x: (x, print(x.shape, file=out))[0], out.getvalue
+
+    def for_some_shapes():
+        seen = []
+
+        def step(x):
+            if x.shape[0] > 2:
+                seen.append(x.shape)
+            return x
+
+        two.run(step, (np.ones(2),))
+        return step, lambda: seen
+
+    x = np.ones(3, np.float32)
+    for make in (
+        in_list,
+        in_dict_in_list,
+        in_set,
+        in_array,
+        in_variable,
+        in_attributes,
+        in_default,
+        by_helper,
+        with_array,
+        by_print,
+        for_some_shapes,
+    ):
+        step, alone = make()
+        step(x)
+        made = [make() for _ in range(2)]
+        for step, seen in (*made, make()):
+            np.testing.assert_array_equal(two.run(step, (x,)), x)
+            two.run(step, (x,))
+            assert seen() == alone(), make.__name__
+
+
+def test_a_nested_step_that_changes_a_container_compiles_once_for_each(two, traces):
+    def make(seen):
+        settings = [1.0]
+
+        def step(x):
+            traces.put(1)
+            seen.append(x.shape)
+            return x * settings[0]
+
+        return step
+
+    first, second = [], []
+    for seen in (first, second, first, second, first):
+        assert float(two.run(make(seen), (2.0,))) == 2
+    assert traces.qsize() == 2 and first == second == [()]
+
+
 def test_a_nested_step_inside_jax_jit(two):
     @jax.jit
     def outer(w, x):
@@ -491,6 +626,51 @@ def test_globals_are_the_real_ones(two):
     counted, start = 0, float(counter[...])
     two.run(step)
     assert counted == 1 and float(counter[...]) == start + 1
+
+
+def test_calls_wait_for_no_trace_of_another_thread(two):
+    total, other = nnx.Variable(jnp.zeros(())), nnx.Variable(jnp.zeros(()))
+    w = jnp.float32(2)
+    is_traced, may_end = threading.Event(), threading.Event()
+
+    def traced(x):
+        total[...] += x
+        is_traced.set()
+        may_end.wait(60)
+
+    def known(x):
+        other[...] += x * w
+
+    def anew():
+        return lambda x: x * w
+
+    def same(x):
+        return total[...] + w * x
+
+    def calls():
+        for _ in range(3):
+            two.run(known, (1.0,))
+            results.append(two.run(anew(), (1.0,)))
+        results.append(two.run(same, (1.0,)))
+
+    results = []
+    calls()
+    threads = [
+        threading.Thread(target=two.run, args=(traced, (1.0,))),
+        threading.Thread(target=calls),
+    ]
+    threads[0].start()
+    try:
+        assert is_traced.wait(60)
+        threads[1].start()
+        threads[1].join(30)
+        assert not threads[1].is_alive()
+    finally:
+        may_end.set()
+        for thread in threads:
+            thread.join()
+    assert [float(result) for result in results] == [2.0] * 8
+    assert float(other[...]) == 12 and float(total[...]) == 1
 
 
 class Holder:

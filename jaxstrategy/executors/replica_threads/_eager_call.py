@@ -16,7 +16,6 @@ from jaxstrategy.tracing import _roles
 from jaxstrategy.tracing._replica_step import ReplicaStep, StepEnvironment, name_of
 from jaxstrategy.tracing._roles import Role
 from jaxstrategy.tracing.functions import _leaks, _lending
-from jaxstrategy.tracing.functions._references import References
 from jaxstrategy.tracing.nnx._adapter import (
     AttributeChange,
     call_of,
@@ -60,8 +59,7 @@ class EagerCall:
         self.options = options
         self._replicas = environment.replicas
         self._changes: list[AttributeChange] = []
-        with _lending.one_at_a_time:
-            found = References(fn, is_changed_in_place)
+        found = _lending.references(fn, is_changed_in_place)
         try:
             self._begin(args, kwargs, {**found.objects, **found.arrays}, environment)
         except PlacementError:

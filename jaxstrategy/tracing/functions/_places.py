@@ -21,6 +21,11 @@ class Place(Protocol):
     """Something that can be made to refer to another value."""
 
     @property
+    def owner(self) -> object:
+        """The object that the place is in."""
+        ...
+
+    @property
     def where(self) -> Hashable:
         """Equal for the same place, as long as it is there."""
         ...
@@ -39,6 +44,11 @@ class ClosureCell:
     """A variable of an enclosing function."""
 
     cell: types.CellType
+
+    @property
+    def owner(self) -> object:
+        """The cell."""
+        return self.cell
 
     @property
     def where(self) -> Hashable:
@@ -69,6 +79,11 @@ class Key:
     key: Hashable
 
     @property
+    def owner(self) -> object:
+        """The dict."""
+        return self.mapping
+
+    @property
     def where(self) -> Hashable:
         """The identity of the dict, and the key."""
         return (id(self.mapping), self.key)
@@ -91,6 +106,11 @@ class Index:
 
     items: list[object]
     index: int
+
+    @property
+    def owner(self) -> object:
+        """The list."""
+        return self.items
 
     @property
     def where(self) -> Hashable:

@@ -12,14 +12,20 @@ step is given instead, objects of Flax NNX and arrays in closures, is only count
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
+from typing import TypeAlias
+
+import jax
 
 from jaxstrategy.tracing.functions import _contents
-from jaxstrategy.tracing.functions._object_attributes import as_method
-from jaxstrategy.tracing.functions._places import Place
+from jaxstrategy.tracing.functions._object_attributes import as_method, attributes_of
+from jaxstrategy.tracing.functions._places import Key, Place
 from jaxstrategy.tracing.functions._reach import Reach
 from jaxstrategy.tracing.functions._walk import Referred, Token, Walk, path_to
 from jaxstrategy.values._types import Function
+
+# The number of a value in a walk, and whether it stands for what holds that value.
+Owner: TypeAlias = tuple[int, bool]
 
 # As many values are looked at; with more, a function is known by itself alone.
 _LIMIT = 5000
@@ -82,6 +88,67 @@ class References:
         It may not be hashed if there is something `opaque`.
         """
         return tuple(self._tokens)
+
+    def owner(self, owner: Owner) -> object:
+        """The container, object or variable that `changed` has named by its number."""
+        number, is_holder = owner
+        each = self.reached[number]
+        if not is_holder:
+            return each.value
+        assert each.place is not None
+        # Not the dict of an object, which would keep alive what the object has.
+        if isinstance(each.place, Key) and each.parent >= 0:
+            parent = self.reached[each.parent].value
+            if attributes_of(parent) is each.place.mapping:
+                return parent
+        return each.place.owner
+
+    def changed(self, before: References) -> tuple[list[Owner], list[Owner]]:
+        """What has changed since another look at the same function.
+
+        Returns:
+          What was changed, as `owner` takes it, by its numbers before and now.
+        """
+        slots, was_slots = self._slots(), before._slots()
+        values, was_values = self._values(), before._values()
+        owners = {
+            id(before.owner((was_slots[w], True)))
+            for w in was_slots.keys() - slots.keys()
+        }
+        for where, number in slots.items():
+            was = was_slots.get(where)
+            if was is None or (
+                self.reached[number].value is not before.reached[was].value
+                and self._tokens[number] != before._tokens[was]
+            ):
+                owners.add(id(self.owner((number, True))))
+        for value in values.keys() & was_values.keys():
+            if self._tokens[values[value]] != before._tokens[was_values[value]]:
+                owners.add(value)
+        return before._numbers(owners), self._numbers(owners)
+
+    def _slots(self) -> dict[Hashable, int]:
+        reached = enumerate(self.reached)
+        return {each.place.where: i for i, each in reached if each.place is not None}
+
+    def _values(self) -> dict[int, int]:
+        last = len(self.reached) - 1
+        backwards = enumerate(reversed(self.reached))
+        # An array may be deleted, when it is donated.
+        return {
+            id(each.value): last - i
+            for i, each in backwards
+            if not isinstance(each.value, jax.Array)
+        }
+
+    def _numbers(self, owners: Collection[int]) -> list[Owner]:
+        found: dict[int, Owner] = {}
+        for number, each in enumerate(self.reached):
+            for is_holder in (False, True) if each.place is not None else (False,):
+                owner = id(self.owner((number, is_holder)))
+                if owner in owners:
+                    found.setdefault(owner, (number, is_holder))
+        return list(found.values())
 
     def holders(self, values: Collection[int]) -> list[Referred]:
         """The places that hold values, or a tuple with one in it, as they were reached.

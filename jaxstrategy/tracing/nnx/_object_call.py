@@ -10,7 +10,6 @@ import jax
 from jaxstrategy._options import RunOptions, is_function
 from jaxstrategy.tracing._jaxpr_types import KeyPath
 from jaxstrategy.tracing.functions import _lending
-from jaxstrategy.tracing.functions._references import References
 from jaxstrategy.tracing.nnx._callers_objects import CallersObjects
 from jaxstrategy.tracing.nnx._object_kinds import is_changed_in_place, is_whole_object
 from jaxstrategy.tracing.nnx._object_step import step_of_arrays
@@ -99,8 +98,7 @@ def captured_by(fn: Function) -> dict[str, object]:
     """The objects that a function refers to, by label."""
     if not _trees.object_kinds():
         return {}
-    with _lending.one_at_a_time:
-        return References(fn, is_changed_in_place).objects
+    return _lending.references(fn, is_changed_in_place).objects
 
 
 def as_arrays(
