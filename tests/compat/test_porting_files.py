@@ -47,18 +47,18 @@ def test_check_tells_whether_something_is_left(file):
     assert file.read_text() == OLD
     main(["--write", str(file)])
     assert main(["--check", str(file)]) == 0
-    file.write_text("import tensorflow as tf\ntf.keras.Model()\n")
+    file.write_text("import tensorflow as tf\ntf.keras.Modell()\n")
     assert main(["--check", str(file)]) == 1
     assert main([str(file)]) == 0
 
 
 def test_lines_are_those_of_the_file_that_is_left(file, capsys):
-    file.write_text(f"import os\n{OLD}x = tf.cast(s, tf.int32)\ntf.keras.Model()\n")
+    file.write_text(f"import os\n{OLD}x = tf.cast(s, tf.int32)\ntf.keras.Modell()\n")
     main([str(file)])
-    assert f"{file}:5:1: decide: tf.keras.Model: " in capsys.readouterr().out
+    assert f"{file}:5:1: decide: tf.keras.Modell: " in capsys.readouterr().out
     main(["--write", str(file)])
-    assert file.read_text().splitlines()[6] == "tf.keras.Model()"
-    assert f"{file}:7:1: decide: tf.keras.Model: " in capsys.readouterr().out
+    assert file.read_text().splitlines()[6] == "tf.keras.Modell()"
+    assert f"{file}:7:1: decide: tf.keras.Modell: " in capsys.readouterr().out
 
 
 def test_encodings_and_ends_of_lines_stay(tmp_path):
@@ -126,12 +126,12 @@ def test_notebooks(tmp_path, capsys):
         cell(["%%bash\n", "echo tf.distribute"]),
         cell("x = 1\n"),
         cell(
-            ["s = tf.distribute.MirroredStrategy()\n", "%time s\n", "tf.keras.Model()"]
+            ["s = tf.distribute.MirroredStrategy()\n", "%time s\n", "tf.keras.Modell()"]
         ),
     ]
     path.write_text(json.dumps({"cells": cells, "nbformat": 4}, indent=2) + "\n")
     assert main([str(path)]) == 0
-    assert f"{path}:cell 4:3:1: decide: tf.keras.Model: " in capsys.readouterr().out
+    assert f"{path}:cell 4:3:1: decide: tf.keras.Modell: " in capsys.readouterr().out
     assert main(["--write", str(path)]) == 0
     text = path.read_text()
     after = json.loads(text)["cells"]
@@ -145,7 +145,7 @@ def test_notebooks(tmp_path, capsys):
     assert after[4]["source"] == [
         "s = js.MirroredStrategy()\n",
         "%time s\n",
-        "tf.keras.Model()",
+        "tf.keras.Modell()",
     ]
     assert after[4]["outputs"] == [] and after[4]["execution_count"] is None
     assert main(["--write", str(path)]) == 0

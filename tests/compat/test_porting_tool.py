@@ -1,5 +1,8 @@
 """What `python -m jaxstrategy.compat.port` makes of programs, and what it says."""
 
+import os
+import subprocess
+import sys
 import textwrap
 
 import pytest
@@ -288,7 +291,7 @@ def test_local_names_that_look_like_tensorflow_stay():
         def f(tf):
             return tf.distribute.get_strategy()
 
-        tf.keras.Model()
+        tf.Session()
         """)
     assert ported(program).text == program
 
@@ -382,10 +385,11 @@ def test_code_of_datasets_stays_tensorflow():
     assert told(done) == set()
 
 
-def test_methods_of_keras_layers_stay_but_for_names_of_distribute():
+def test_methods_of_layers_stay_while_keras_is_tensorflow():
     becomes(
         """
         import tensorflow as tf
+        tokens = tf.keras.preprocessing.text.Tokenizer()
         class Layer(tf.keras.layers.Layer):
             def call(self, x):
                 n = tf.distribute.get_strategy().num_replicas_in_sync
@@ -394,12 +398,135 @@ def test_methods_of_keras_layers_stay_but_for_names_of_distribute():
         """
         import jaxstrategy as js
         import tensorflow as tf
+        tokens = tf.keras.preprocessing.text.Tokenizer()
         class Layer(tf.keras.layers.Layer):
             def call(self, x):
                 n = js.get_strategy().num_replicas_in_sync
                 return tf.reduce_sum(x) / tf.cast(n, tf.float32)
         """,
     )
+
+
+def test_keras_becomes_keras_3_on_jax():
+    done = becomes(
+        """
+        import numpy as np
+        import tensorflow as tf
+        from tensorflow.keras import layers
+        from tensorflow.keras.optimizers import Adam as A
+        from tensorflow.keras.losses import Reduction
+
+        s = tf.distribute.MirroredStrategy()
+
+        class Net(tf.keras.Model):
+            def call(self, x: "tf.keras.Input"):
+                return tf.nn.relu(layers.Dense(3, dtype=tf.float32)(x))
+
+        with s.scope():
+            net = Net()
+            net.compile(A(), tf.losses.MeanSquaredError(reduction=Reduction.NONE))
+            scale = tf.keras.layers.experimental.preprocessing.Rescaling(2.0)
+            legacy = tf.keras.optimizers.legacy.SGD()
+        mean = tf.metrics.Mean()
+        mean.reset_states()
+        """,
+        """
+        import numpy as np
+        import os
+
+        os.environ["KERAS_BACKEND"] = "jax"
+
+        import jax
+        import jax.numpy as jnp
+        import jaxstrategy as js
+        import keras
+        from keras import layers
+        from keras.optimizers import Adam as A
+
+        s = js.MirroredStrategy()
+
+        class Net(keras.Model):
+            def call(self, x: "keras.Input"):
+                return jax.nn.relu(layers.Dense(3, dtype=jnp.float32)(x))
+
+        with s.scope():
+            net = Net()
+            net.compile(A(), keras.losses.MeanSquaredError(reduction="none"))
+            scale = keras.layers.Rescaling(2.0)
+            legacy = keras.optimizers.SGD()
+        mean = keras.metrics.Mean()
+        mean.reset_state()
+        """,
+    )
+    assert told(done) == set()
+    assert "work as they are" in texts(done, decide=False)
+    before = "import os\nimport tensorflow.keras as K\nK.Model()\n"
+    backend = 'import os\n\nos.environ["KERAS_BACKEND"] = "jax"\n\nimport keras\n'
+    assert ported(before).text == f"{backend}keras.Model()\n"
+
+
+def test_a_ported_program_of_fit_runs(tmp_path):
+    program = text_of("""
+        import numpy as np
+        import tensorflow as tf
+        s = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+        class Net(tf.keras.Model):
+            def __init__(self):
+                super().__init__()
+                self.out = tf.keras.layers.Dense(1)
+            def call(self, x):
+                return self.out(tf.nn.relu(x))
+        with s.scope():
+            net = Net()
+            net.compile("sgd", tf.keras.losses.MeanSquaredError())
+        x = np.ones((8, 3), np.float32)
+        net.fit(x, x[:, :1], batch_size=4, epochs=2, verbose=0)
+        print(net.out.kernel.value.sharding.num_devices, tf.keras.backend.backend())
+        """)
+    (tmp_path / "program.py").write_text(ported(program).text)
+    environment = os.environ | {"JAX_NUM_CPU_DEVICES": "2", "KERAS_BACKEND": "numpy"}
+    done = subprocess.run(
+        [sys.executable, "program.py"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.stdout == "2 jax\n", done.stderr
+
+
+def test_a_tape_is_told_in_the_programs_own_names():
+    program = text_of("""
+        import tensorflow as tf
+        s = tf.distribute.get_strategy()
+        net, adam = tf.keras.Sequential(), tf.keras.optimizers.Adam()
+        @tf.function
+        def step(images):
+            with tf.GradientTape() as t:
+                guess = net(images, training=True)
+                total = tf.reduce_mean(guess)
+            weights = net.trainable_variables
+            grads = t.gradient(total, weights)
+            adam.apply_gradients(zip(grads, weights))
+        """)
+    said = texts(ported(program))
+    for part in (
+        "guess, others = js.keras.stateless_call(net, trainable, others, images, "
+        "training=True)",
+        "return total, others",
+        "(total, others), grads = jax.value_and_grad(loss_of, has_aux=True)",
+        "grads = js.get_replica_context().all_reduce('sum', grads)",
+        "trainable, slots = adam.stateless_apply(slots, grads, trainable)",
+    ):
+        assert f"`{part}" in said
+    # Without a model of Keras, or one that is found, the advice is general.
+    for other in (
+        program.replace("net.trainable_variables", "variables"),
+        program.replace(" as t:", ":"),
+        program.replace("tf.keras.Sequential(), tf.keras.optimizers.Adam()", "a, b"),
+    ):
+        assert "`jax.value_and_grad` of a loss function" in texts(ported(other))
 
 
 def test_what_a_person_must_decide_is_told_with_its_places():
@@ -413,7 +540,7 @@ def test_what_a_person_must_decide_is_told_with_its_places():
             with tf.GradientTape() as tape:
                 tf.print(x)
         layers.Dense(3)
-        tf.keras.Sequential()
+        tf.keras.backend.sum(3)
         tf.data.Dataset.range(3)
         strategy.run(step)
         """)
@@ -424,14 +551,18 @@ def test_what_a_person_must_decide_is_told_with_its_places():
         "tf.GradientTape 6:10",
         "tf.print 7:9",
         "tf.keras.layers.Dense 8:1",
-        "tf.keras.Sequential 9:1",
+        "tf.keras.backend.sum 9:1",
     }
     assert {"tf.data.Dataset.range 10:1", "strategy.run 11:1"} <= told(done, False)
-    (keras,) = [f for f in done.findings if "Flax NNX" in f.text and f.decide]
-    assert keras.line("a.py").startswith(
-        "a.py:2:30: decide: tf.keras.layers, tf.keras.layers.Dense (8:1), "
-        "tf.keras.Sequential (9:1): a model of Flax NNX"
+    lines = [f.line("a.py") for f in done.findings if f.decide]
+    assert any(
+        line.startswith(
+            "a.py:2:30: decide: tf.keras.layers, tf.keras.layers.Dense (8:1): "
+            "becomes `keras`, on the JAX backend, once the program uses only names"
+        )
+        for line in lines
     )
+    assert any("tf.keras.backend.sum: Keras 3 has no such name" in e for e in lines)
 
 
 def test_graphs_and_sessions_are_told():

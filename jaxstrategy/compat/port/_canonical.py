@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from jaxstrategy.compat.port._generation import Generation
+from jaxstrategy.compat.port._keras_uses import canonical_in_keras
 from jaxstrategy.compat.port._names import FORMER, INTERNAL, NAMES
 
 _V1, _CONTRIB = "tf.compat.v1.distribute", "tf.contrib.distribute"
@@ -18,6 +19,8 @@ _BY_NAME = {
     }
     for name in "get_variable variable_scope AUTO_REUSE get_variable_scope".split()
 }
+# What TensorFlow 2 has at the top from Keras, and TensorFlow 1 of its own.
+_OF_KERAS = re.compile(r"^tf\.(initializers|losses|metrics|optimizers)(?=\.|$)")
 
 
 def canonical(full: str) -> str:
@@ -32,6 +35,8 @@ def canonical(full: str) -> str:
     name = re.sub(r"^tf\.compat\.(v2\b|v1\b(?!\.distribute\b))", "tf", name)
     name = re.sub(r"^tf\.dtypes\.(?=\w+$)", "tf.", name)
     name = FORMER.get(name, name)
+    if f"{name}.".startswith("tf.keras."):
+        return canonical_in_keras(name)
     if name not in NAMES:
         nearby = name.replace("tf.distribute.", "tf.distribute.experimental.", 1)
         return nearby if nearby in NAMES else name
@@ -57,6 +62,8 @@ def in_generation(name: str, generation: Generation | None) -> str:
     `tf.distribute` of TensorFlow 1.14 has the names of `tf.compat.v1.distribute`, and
     `tf.contrib.distribute` had those already in 1.13.
     """
+    if generation is Generation.TF2:
+        return _OF_KERAS.sub(r"tf.keras.\1", name)
     if name in _BY_NAME and generation in _BY_NAME[name]:
         return _BY_NAME[name][generation]
     if generation is not Generation.TF1 and not (

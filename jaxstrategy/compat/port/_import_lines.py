@@ -9,12 +9,13 @@ import libcst as cst
 
 from jaxstrategy.compat.port._edit import Edit, edited
 from jaxstrategy.compat.port._old_uses import IMPORTABLE, MODULE, without
-from jaxstrategy.compat.port._python_program import PythonProgram
+from jaxstrategy.compat.port._python_program import ROOTS, PythonProgram
 from jaxstrategy.compat.port._uses import ImportedName, Uses
 
 # How programs call a module, the first that is free; and the line that imports it.
 _LINES = {
     "jax": ("import jax", ("jax",)),
+    "keras": ("import keras", ("keras",)),
     "jax.numpy": ("import jax.numpy as {}", ("jnp", "jax_numpy")),
     "jaxstrategy": ("import jaxstrategy as {}", ("js", "jaxstrategy")),
     "jaxstrategy.compat.v1": (
@@ -28,20 +29,23 @@ _LINES = {
 }
 
 
-def with_imports(text: str, used_before: set[tuple[int, str]]) -> str:
+def with_imports(
+    text: str, used_before: set[tuple[int, str]], keras: bool = False
+) -> str:
     """The text with the modules' names filled in, and their imports.
 
     Args:
       text: a program with places for the names of modules.
       used_before: the imports of TensorFlow that it used before (`Uses.used`). Those
         that it does not use any more are left out.
+      keras: whether it uses Keras 3, which is to run on JAX.
     """
     uses = Uses(PythonProgram(text))
     unused = _unused(uses, used_before)
     names, lines = _modules(text, uses, unused)
     edits = _removals(uses, unused)
-    if lines:
-        edits.append(_insertion(uses, lines))
+    if lines or keras:
+        edits.append(_insertion(uses, lines, keras))
     text = edited(text, edits)
     for module, name in names.items():
         text = text.replace(_place(module), name)
@@ -81,7 +85,7 @@ def _modules(
     lines: list[str] = []
     for module in needed:
         if module in known and (
-            known[module] != module.split(".")[0] or module == "jax"
+            known[module] != module.split(".")[0] or module in ("jax", "keras")
         ):
             names[module] = known[module]
             continue
@@ -110,16 +114,34 @@ def _at_top(uses: Uses, statement: cst.CSTNode) -> bool:
     return line is not None and uses.program.parents.get(line) is uses.program.module
 
 
-def _insertion(uses: Uses, lines: list[str]) -> Edit:
+def _insertion(uses: Uses, lines: list[str], keras: bool) -> Edit:
     """Puts lines before the first import of TensorFlow, or behind the first imports."""
-    own = [e.statement for e in uses.of_tensorflow() if _at_top(uses, e.statement)]
-    newline = uses.program.module.default_newline
-    text = newline.join(lines) + newline
+    roots = (*ROOTS, "keras") if keras else ROOTS
+    own = [
+        e.statement
+        for e in uses.imports
+        if e.full.split(".")[0] in roots and _at_top(uses, e.statement)
+    ]
     if own:
         at = _line_start(uses, uses.program.span(own[0])[0])
     else:
         at = _behind_imports(uses)
-    return Edit(at, at, text)
+    if keras and "KERAS_BACKEND" not in uses.program.text:
+        lines = [*_backend(uses, at), *lines]
+    return Edit(
+        at, at, "".join(line + uses.program.module.default_newline for line in lines)
+    )
+
+
+def _backend(uses: Uses, at: int) -> list[str]:
+    """Lines that choose the backend, which Keras reads when it is imported."""
+    has_os = any(
+        each.full == each.local == "os" and uses.program.span(each.statement)[0] < at
+        for each in uses.imports
+        if _at_top(uses, each.statement)
+    )
+    chosen = ["", 'os.environ["KERAS_BACKEND"] = "jax"', ""]
+    return chosen if has_os else ["import os", *chosen]
 
 
 def _line_start(uses: Uses, at: int) -> int:

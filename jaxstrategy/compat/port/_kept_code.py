@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import final
 
 import libcst as cst
 
 from jaxstrategy.compat.port._canonical import canonical
 from jaxstrategy.compat.port._finding import Finding, found
-from jaxstrategy.compat.port._names import row_of
+from jaxstrategy.compat.port._name import Name
 from jaxstrategy.compat.port._python_program import root
 from jaxstrategy.compat.port._uses import Uses
 
@@ -25,17 +25,22 @@ class KeptCode:
     """Code that datasets of tf.data run, and methods of Keras classes.
 
     Functions of arrays are not renamed in it: they are given TensorFlow's tensors.
+
+    Args:
+      uses: what the program uses.
+      row: the row of each name, with its modules.
+      keras: whether classes of Keras become those of Keras 3 on JAX.
     """
 
-    def __init__(self, uses: Uses) -> None:
-        self._uses, self._program = uses, uses.program
+    def __init__(self, uses: Uses, row: Callable[[str], Name], keras: bool) -> None:
+        self._uses, self._program, self._row = uses, uses.program, row
         self._spans: list[tuple[int, int]] = []
         self._types: list[tuple[int, int]] = []
         self.findings: list[Finding] = []
         names: set[str] = set()
         for call in uses.calls:
             names |= self._of_call(call)
-        for each in uses.classes:
+        for each in () if keras else uses.classes:
             if any(self._is(base.value, "tf.keras") for base in each.bases):
                 self._spans.append(self._program.span(each.body))
         self._add_functions(names)
@@ -93,7 +98,7 @@ class KeptCode:
 
     def _has_name(self, node: cst.BaseExpression) -> bool:
         names = self._program.meanings(node) if root(node) else []
-        return any(row_of(canonical(name)).new is not None for name in names)
+        return any(self._row(name).new is not None for name in names)
 
     def _is(self, node: cst.BaseExpression, *modules: str) -> bool:
         if root(node) is None:

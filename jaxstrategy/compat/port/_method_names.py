@@ -115,3 +115,21 @@ METHODS: tuple[Method, ...] = (
         "each step is compiled once; outputs are those of the last one",
     ),
 )
+
+# Of programs whose `tf.keras` becomes Keras 3.
+KERAS_METHODS: tuple[Method, ...] = (
+    Method(
+        "apply_gradients",
+        _ALL,
+        "TensorFlow's optimizers reduce gradients over the replicas. In a step of "
+        "`run`: `js.get_replica_context().all_reduce('sum', gradients)`, then "
+        "`stateless_apply` of Keras' optimizer, which changes nothing in place",
+    ),
+    Method(
+        "update_state",
+        _ALL,
+        "in a step of `run`: `js.keras.stateless_update_state(metric, values, ...)`, "
+        "with `sample_weight=js.batch_mask(batch)` for the real rows only",
+    ),
+    Method("reset_states", _ALL, "has this name in Keras 3", new="reset_state"),
+)

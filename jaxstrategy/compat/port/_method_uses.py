@@ -9,18 +9,22 @@ import libcst as cst
 from jaxstrategy.compat.port._edit import Edit
 from jaxstrategy.compat.port._finding import Finding, found
 from jaxstrategy.compat.port._generation import Generation
-from jaxstrategy.compat.port._method_names import METHODS, Method
+from jaxstrategy.compat.port._method_names import KERAS_METHODS, METHODS, Method
 from jaxstrategy.compat.port._uses import Uses
 
 
-def method_uses(uses: Uses, generation: Generation) -> tuple[list[Edit], list[Finding]]:
+def method_uses(
+    uses: Uses, generation: Generation, keras: bool
+) -> tuple[list[Edit], list[Finding]]:
     """Methods with other names here, and what differs in others.
 
     Args:
       uses: what the program uses.
       generation: its own.
+      keras: whether it uses Keras 3.
     """
     known = [m for m in METHODS if generation.value in m.generations]
+    known = [*KERAS_METHODS, *known] if keras else known
     edits: list[Edit] = []
     findings: list[Finding] = []
     for node in uses.attributes:

@@ -15,6 +15,12 @@ from jaxstrategy.compat.port._edit import Edit
 from jaxstrategy.compat.port._finding import Finding, found
 from jaxstrategy.compat.port._generation import Generation
 from jaxstrategy.compat.port._kept_code import KeptCode
+from jaxstrategy.compat.port._keras_uses import (
+    REDUCTION,
+    is_in_keras,
+    keras_row,
+    tape_advice,
+)
 from jaxstrategy.compat.port._name import Name
 from jaxstrategy.compat.port._names import row_of
 from jaxstrategy.compat.port._python_program import NameUse
@@ -30,10 +36,11 @@ _UNCALLED = (
 @final
 @dataclasses.dataclass
 class PortOutcome:
-    """Changes of a program, what to tell of it, and the modules that it needs."""
+    """Changes of a program, what to tell of it, and whether it uses Keras 3."""
 
     edits: list[Edit] = dataclasses.field(default_factory=list)
     findings: list[Finding] = dataclasses.field(default_factory=list)
+    keras: bool = False
 
     def tell(self, name: str, text: str, uses: Uses, node: cst.CSTNode, decide: bool):
         place = uses.program.place(node)
@@ -53,7 +60,8 @@ class OldUses:
     def __init__(self, uses: Uses, generation: Generation | None, notes: bool) -> None:
         self._uses, self._program = uses, uses.program
         self._generation = generation
-        self._kept = KeptCode(uses)
+        self._keras = self._has_keras()
+        self._kept = KeptCode(uses, self._row, self._keras)
         self._direct = {
             (id(each.statement), each.local)
             for each in uses.of_tensorflow()
@@ -61,7 +69,7 @@ class OldUses:
         }
         self._notes = notes
         kept = self._kept.findings if notes else []
-        self.outcome = PortOutcome(findings=list(kept))
+        self.outcome = PortOutcome(findings=list(kept), keras=self._keras)
 
     def decide_all(self) -> PortOutcome:
         """What becomes of all names and imports."""
@@ -74,7 +82,19 @@ class OldUses:
         return self.outcome
 
     def _row(self, full: str) -> Name:
-        return row_of(self._name(full))
+        name = self._name(full)
+        if f"{name}.".startswith("tf.keras."):
+            return keras_row(name, self._keras)
+        return row_of(name)
+
+    def _has_keras(self) -> bool:
+        """Whether the program uses `tf.keras`, and only names that Keras 3 has."""
+        used = {name for each in self._uses.references for name in each.names}
+        imported = {each.full for each in self._uses.of_tensorflow()}
+        names = {self._name(full) for full in used}
+        names |= {self._name(full) for full in imported} - {REDUCTION}
+        of_keras = [n for n in names if f"{n}.".startswith("tf.keras.")]
+        return bool(of_keras) and all(map(is_in_keras, of_keras))
 
     def _name(self, full: str) -> str:
         return in_generation(canonical(full), self._generation)
@@ -131,7 +151,7 @@ class OldUses:
 
     def _decide(self, reference: NameUse) -> None:
         names = sorted({self._name(full) for full in reference.names})
-        rows = [row_of(name) for name in names]
+        rows = [self._row(full) for full in reference.names]
         if any((id(s), local) in self._direct for s, local in reference.imports):
             self._note(names[0], rows[0], reference.node)
         elif len({row.new for row in rows}) > 1:
@@ -158,7 +178,9 @@ class OldUses:
             text = _UNCALLED.format(short(row.new), row.text or "the same")
             self.outcome.tell(name, text, self._uses, node, True)
             return
-        self.outcome.edits += [*edits, self._program.edit(head, placed(row.new))]
+        literal = row.new.startswith('"')
+        new = row.new if literal else placed(row.new)
+        self.outcome.edits += [*edits, self._program.edit(head, new)]
         self._note(row.old, row, node)
 
     def _is_typed(self, node: cst.CSTNode) -> bool:
@@ -185,8 +207,11 @@ class OldUses:
         )
 
     def _tell_decision(self, name: str, row: Name, node: cst.CSTNode) -> None:
+        text = row.text
+        if self._keras and row.old == "tf.GradientTape":
+            text = tape_advice(self._program, node) or text
         if name != "tf" and not (row.stays and not self._notes):
-            self.outcome.tell(name, row.text, self._uses, node, not row.stays)
+            self.outcome.tell(name, text, self._uses, node, not row.stays)
 
     def _note(self, name: str, row: Name, node: cst.CSTNode) -> None:
         if row.new is None:
@@ -212,7 +237,7 @@ class OldUses:
         self, node: cst.SimpleString, start: int, match: re.Match[str], full: str
     ) -> None:
         name = self._name(full)
-        row = row_of(name)
+        row = self._row(full)
         if row.new is not None and not (row.form and not row.form.bare):
             rest = name.removeprefix(row.old)
             before = len(node.value[: match.start()].encode())
@@ -248,10 +273,12 @@ IMPORTABLE = (
     "jaxstrategy",
     "jax.numpy",
     "jax",
+    "keras",
 )
 
 _CALLED = {
     "jax": "jax",
+    "keras": "keras",
     "jax.numpy": "jnp",
     "jaxstrategy": "js",
     "jaxstrategy.compat.v1": "distribute",

@@ -1,5 +1,6 @@
 """What else of TensorFlow such programs use: variables and losses, and advice."""
 
+from jaxstrategy.compat.port._keras_uses import KERAS
 from jaxstrategy.compat.port._name import Form, Name, decided, renamed
 
 _VARIABLE = Form(
@@ -32,6 +33,7 @@ _RUN = "remove it: `strategy.run` compiles; `jax.jit` for other functions"
 OTHERS: list[Name] = [
     Name("tf.data", None, _DATA, stays=True),
     Name("tf.contrib.data", None, _DATA, stays=True),
+    Name("tf.keras", "keras", KERAS, exact=True),
     Name("tf", None, "not part of this package: JAX, Flax or NumPy"),
     *renamed("tf", "jaxstrategy", "VariableAggregation VariableSynchronization"),
     Name("tf.IndexedSlices", "jaxstrategy.IndexedSlices"),
@@ -61,16 +63,11 @@ OTHERS: list[Name] = [
             "function autograph": _RUN,
             "GradientTape gradients": "`jax.value_and_grad` of a loss function; "
             "`js.value_and_grad` where it reads `js.Variable`s",
-            "keras": "a model of Flax NNX (or Keras 3 on the JAX backend) and a "
-            "loop of your own; `fit` and `compile` are none of this package",
-            "keras.optimizers optimizers": _OPTIMIZER,
-            "keras.metrics metrics": "on-read variables: `js.Variable(0., "
-            "synchronization='on_read', aggregation='sum')`, or metrics of Flax NNX",
-            "keras.losses losses": "a function of one example's loss, as in "
-            "`optax.losses`, then `js.compute_average_loss`",
-            "keras.datasets keras.utils": "arrays from files, scikit-learn or Hugging "
-            "Face; `js.batches` makes batches of them",
-            "keras.callbacks": "code in the loop: `js.profiling`, `js.checkpoint`",
+            "optimizers": _OPTIMIZER,
+            "metrics": "on-read variables: `js.Variable(0., synchronization='on_read', "
+            "aggregation='sum')`, or metrics of Keras 3 or Flax NNX",
+            "losses": "a function of one example's loss, as in `optax.losses` or "
+            "`keras.losses`, then `js.compute_average_loss`",
             "data.experimental.AutoShardPolicy": "a dataset that is distributed is "
             "read "
             "by each process; `InputContext` says which part is its own",
@@ -103,7 +100,7 @@ OTHERS: list[Name] = [
             "train.Checkpoint train.CheckpointManager train.Saver "
             "train.latest_checkpoint saved_model": "`js.checkpoint` saves trees of "
             "arrays and variables; files of TensorFlow are not read",
-            "layers contrib.layers contrib.slim": "a model of Flax NNX, as "
+            "layers contrib.layers contrib.slim": "a model of Keras 3 or Flax NNX, as "
             "`nnx.Linear`",
             "contrib.framework contrib.training contrib.eager": "contrib ended with "
             "TensorFlow 1",

@@ -60,11 +60,11 @@ def ported(text: str, generation: Generation | None = None) -> Ported:
     notes = generation is not None and not started
     outcome = OldUses(uses, generation, notes).decide_all()
     if generation is not None:
-        edits, findings = method_uses(uses, generation)
+        edits, findings = method_uses(uses, generation, outcome.keras)
         outcome.edits += edits
         outcome.findings += findings if notes else []
     if outcome.edits:
-        text = with_imports(edited(text, outcome.edits), uses.used())
+        text = with_imports(edited(text, outcome.edits), uses.used(), outcome.keras)
     return Ported(text, grouped(outcome.findings), generation)
 
 
