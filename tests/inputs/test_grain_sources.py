@@ -8,6 +8,7 @@ import pytest
 from helpers.sources import assert_resumes, assert_same, taken
 from helpers.threads import Started, until
 
+import jaxstrategy as js
 from jaxstrategy.inputs.sources._choose import as_source
 
 
@@ -144,3 +145,52 @@ def test_grains_worker_processes_want_flags(grain):
     with pytest.raises(flags.UnparsedFlagAccessError) as caught:
         next(as_source(Unparsed()).start())
     assert "mark_as_parsed" in caught.value.__notes__[0]
+
+
+def test_a_source_is_seldom_asked_for_its_place_and_each_batch_knows_its_own(grain):
+    asked = []
+
+    class Iterator(grain.DatasetIterator):
+        def __init__(self):
+            super().__init__()
+            self.place = 0
+
+        def __next__(self):
+            if self.place == 50:
+                raise StopIteration
+            self.place += 1
+            return np.full(2, self.place - 1)
+
+        def get_state(self):
+            asked.append(self.place)
+            return {"place": self.place}
+
+        def set_state(self, state):
+            self.place = state["place"]
+
+    class Counted(grain.IterDataset):
+        def __iter__(self):
+            return Iterator()
+
+    strategy = js.MirroredStrategy(js.simulate(8)[:2])
+    for depth in (0, 2):
+        asked.clear()
+        options = js.InputOptions(experimental_per_replica_buffer_size=depth)
+        data = strategy.experimental_distribute_dataset(Counted(), options)
+        iterator = iter(data)
+        states = [iterator.get_state()]
+        for number, batch in enumerate(iterator):
+            assert int(batch.stacked[0, 0]) == number
+            states.append(json.loads(json.dumps(iterator.get_state())))
+        assert number == 49 and len(asked) <= 5, asked
+        for used in (0, 1, 15, 16, 17, 31, 49, 50):
+            resumed = iter(data)
+            resumed.set_state(states[used])
+            assert resumed.get_state() == states[used]
+            left = [int(batch.stacked[0, 0]) for batch in resumed]
+            assert left == list(range(used, 50)), (depth, used)
+    short = iter(strategy.experimental_distribute_dataset(grain_map(grain)))
+    (source,) = short.get_state()["sources"]
+    with pytest.raises(ValueError, match="fewer batches than when the state was sav"):
+        short.set_state({**states[0], "sources": [{**source, "since": 9}]})
+    short.close()

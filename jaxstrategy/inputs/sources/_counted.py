@@ -1,7 +1,8 @@
-"""Passes whose place is the number of batches that were read."""
+"""Passes whose place is, in part, the number of batches that were read."""
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable, Iterator
 from typing import Any, final
 
@@ -54,6 +55,64 @@ class CountedPass(Pass):
     def close(self) -> None:
         iterator, self._iterator = self._iterator, None
         close(iterator)
+
+
+# A state is asked for so seldom; to resume reads up to so many batches, less one, anew.
+_EVERY = 16
+
+
+class SnapshotPass(Pass):
+    """A pass over a source that has a state of its own, which takes long to ask for.
+
+    Its place is such a state, of every sixteenth batch, and how many were read since.
+    """
+
+    name: str
+    _snapshot: dict[str, State] | None = None
+    _since = 0
+
+    @abc.abstractmethod
+    def _read(self) -> PyTree:
+        """The next batch of the source."""
+
+    @abc.abstractmethod
+    def _check_place(self) -> None:
+        """Raise if the source's state is not that of this pass, or there is none."""
+
+    @abc.abstractmethod
+    def _take(self) -> dict[str, State]:
+        """The source's own state, copied."""
+
+    @abc.abstractmethod
+    def _load(self, state: State) -> None:
+        """Go on from a state that `_take` gave."""
+
+    def __next__(self) -> PyTree:
+        batch = self._read()
+        self._since += 1
+        return batch
+
+    def get_state(self) -> State:
+        self._check_place()
+        if self._snapshot is None or self._since >= _EVERY:
+            self._snapshot, self._since = self._take(), 0
+        return {**self._snapshot, **({"since": self._since} if self._since else {})}
+
+    def set_state(self, state: State) -> None:
+        since = 0
+        if isinstance(state, dict) and "since" in state:
+            since = counted(state, "since", self.name)
+            state = {key: value for key, value in state.items() if key != "since"}
+        self._load(state)
+        for _ in range(since):
+            try:
+                self._read()
+            except StopIteration:
+                raise ValueError(
+                    f"{self.name} has fewer batches than when the state was saved. "
+                    f"{SAME_DATA}"
+                ) from None
+        self._snapshot, self._since = state, since
 
 
 def close(iterator: Any) -> None:

@@ -7,6 +7,7 @@ import sys
 from typing import Any, final
 
 from jaxstrategy.inputs.sources import _counted
+from jaxstrategy.inputs.sources._counted import SnapshotPass
 from jaxstrategy.inputs.sources._source import Dataset, Pass, Source, State
 from jaxstrategy.values._types import PyTree
 
@@ -42,10 +43,10 @@ class GrainSource(Source):
 
 
 @final
-class _GrainPass(Pass):
+class _GrainPass(SnapshotPass):
     def __init__(self, dataset: Dataset, name: str, length: int | None) -> None:
         self._dataset = dataset
-        self._name = name
+        self.name = name
         self._length = length
         self._iterator: Any = None  # begun when first needed; it starts threads
 
@@ -54,7 +55,7 @@ class _GrainPass(Pass):
             self._iterator = iter(self._dataset)
         return self._iterator
 
-    def __next__(self) -> PyTree:
+    def _read(self) -> PyTree:
         try:
             return next(self._begun())
         except Exception as error:
@@ -65,7 +66,10 @@ class _GrainPass(Pass):
                 )
             raise
 
-    def get_state(self) -> State:
+    def _check_place(self) -> None:
+        """All can."""
+
+    def _take(self) -> dict[str, State]:
         state = self._begun().get_state()
         if isinstance(state, bytes):  # of a DataLoader: JSON already
             return {"data_loader": state.decode()}
@@ -74,27 +78,27 @@ class _GrainPass(Pass):
             own = json.loads(json.dumps(state))
         except (TypeError, ValueError) as error:
             raise TypeError(
-                f"The state of {self._name} cannot be written as JSON ({error}), so it "
+                f"The state of {self.name} cannot be written as JSON ({error}), so it "
                 "cannot be resumed. Let the `get_state` of its own iterators return "
                 "numbers, text, lists and dicts."
             ) from error
         return {"dataset": own, **_counted.of_length(self._length)}
 
-    def set_state(self, state: State) -> None:
+    def _load(self, state: State) -> None:
         match state:
             case {"data_loader": str(text)}:
                 own: Any = text.encode()
             case {"dataset": own}:
                 pass
             case _:
-                raise _counted.foreign(self._name, state, "Grain's state")
-        _counted.check_length(state, self._length, self._name)
+                raise _counted.foreign(self.name, state, "Grain's state")
+        _counted.check_length(state, self._length, self.name)
         self.close()
         try:
             self._begun().set_state(own)
         except (KeyError, TypeError, ValueError) as error:
             wanted = f"a state that Grain takes (it said: {error})"
-            raise _counted.foreign(self._name, state, wanted) from error
+            raise _counted.foreign(self.name, state, wanted) from error
 
     def close(self) -> None:
         iterator, self._iterator = self._iterator, None

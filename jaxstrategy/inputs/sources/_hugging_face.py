@@ -9,6 +9,7 @@ from typing import final
 import numpy as np
 
 from jaxstrategy.inputs.sources import _counted
+from jaxstrategy.inputs.sources._counted import SnapshotPass
 from jaxstrategy.inputs.sources._reading_order import ReadingOrder
 from jaxstrategy.inputs.sources._source import Dataset, Pass, Source, State
 from jaxstrategy.values._types import PyTree
@@ -85,13 +86,12 @@ class StreamSource(Source):
 
 
 @final
-class _StreamPass(Pass):
+class _StreamPass(SnapshotPass):
     def __init__(self, dataset: Dataset, order: ReadingOrder, name: str) -> None:
         self._dataset = dataset
         self._order = order
-        self._name = name
+        self.name = name
         self._view: Dataset = None
-        self._loaded: State = None  # what the view tells only once it is read
         self._batches: Iterator[PyTree] | None = None
 
     def _begin(self, epoch: int, state: State = None) -> Iterator[PyTree]:
@@ -100,7 +100,6 @@ class _StreamPass(Pass):
         # A dataset of its own, because a state that is loaded stays for good.
         self._view = self._dataset.with_format("numpy")
         self._view.set_epoch(epoch)
-        self._loaded = state
         if state is not None:
             self._view.load_state_dict(state)
         self._batches = iter(self._view)
@@ -109,34 +108,35 @@ class _StreamPass(Pass):
     def _begun(self) -> Iterator[PyTree]:
         return self._batches or self._begin(self._dataset.epoch)
 
-    def __next__(self) -> PyTree:
+    def _read(self) -> PyTree:
         batches = self._begun()
         self._order.take(self)
         batch = next(batches)
-        self._loaded = None
         _check(batch)
         return batch
 
-    def get_state(self) -> State:
+    def _check_place(self) -> None:
         self._check_buffer()
         self._begun()
-        self._order.check(self, self._name)
-        state = self._loaded or self._view.state_dict()
+        self._order.check(self, self.name)
+
+    def _take(self) -> dict[str, State]:
+        state = self._view.state_dict()
         # Through text: a copy of numbers, text, lists and dicts.
         return {"stream": json.loads(json.dumps(state))}
 
-    def set_state(self, state: State) -> None:
+    def _load(self, state: State) -> None:
         self._check_buffer()
         match state:
             case {"stream": {"examples_iterable": dict(), "epoch": int(epoch)}}:
                 self._begin(epoch, state["stream"])
             case _:
-                raise _counted.foreign(self._name, state, "its `state_dict`")
+                raise _counted.foreign(self.name, state, "its `state_dict`")
 
     def _check_buffer(self) -> None:
         if _shuffles(getattr(self._dataset, "_ex_iterable", None)):
             raise TypeError(
-                f"A pass over {self._name} cannot resume: it shuffles through a "
+                f"A pass over {self.name} cannot resume: it shuffles through a "
                 "buffer, whose contents are not in its state, so examples would be "
                 "left out. Shuffle before batching with `Dataset.shuffle(seed=...)` of "
                 "a dataset that is not streamed, or use Grain or "

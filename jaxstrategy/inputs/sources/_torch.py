@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxstrategy.inputs.sources import _counted
-from jaxstrategy.inputs.sources._counted import CountedPass
+from jaxstrategy.inputs.sources._counted import CountedPass, SnapshotPass
 from jaxstrategy.inputs.sources._reading_order import ReadingOrder
 from jaxstrategy.inputs.sources._source import Dataset, Pass, Source, State
 from jaxstrategy.values._types import Leaf, PyTree
@@ -84,8 +84,10 @@ class _TorchPass(Pass):
 
 
 @final
-class _StatefulPass(Pass):
+class _StatefulPass(SnapshotPass):
     """A pass over a loader with `state_dict` and `load_state_dict`."""
+
+    name = _NAME
 
     def __init__(
         self, loader: Dataset, order: ReadingOrder, length: int | None
@@ -102,7 +104,7 @@ class _StatefulPass(Pass):
             self._iterator = iter(self._loader)
         return self._iterator
 
-    def __next__(self) -> PyTree:
+    def _read(self) -> PyTree:
         iterator = self._begun()
         self._order.take(self)
         try:
@@ -111,14 +113,16 @@ class _StatefulPass(Pass):
             self._is_over = True
             raise
 
-    def get_state(self) -> State:
+    def _check_place(self) -> None:
         self._begun()
         self._order.check(self, _NAME)
+
+    def _take(self) -> dict[str, State]:
         state = _to_text(self._loader.state_dict())
         place = {"torch": state, "is_over": self._is_over}
         return {**place, **_counted.of_length(self._length)}
 
-    def set_state(self, state: State) -> None:
+    def _load(self, state: State) -> None:
         match state:
             case {"torch": str(text), "is_over": bool(is_over)}:
                 own = _from_text(text)
