@@ -428,6 +428,21 @@ def test_padded_rows_that_a_step_does_not_ask_for_are_said_once(four):
     four.run(step, (third,))
 
 
+def test_what_was_said_elsewhere_is_said_again_of_a_batch_that_a_trace_captures(two):
+    batch = one(two, X)
+
+    def total(batch):
+        return two.reduce("sum", two.run(careless, (batch,)), axis=None)
+
+    with pytest.warns(js.PaddedRowsWarning, match="`careless` is given batches of a"):
+        jax.jit(total)(batch)
+    with pytest.warns(js.PaddedRowsWarning, match="`careless` was given a batch that"):
+        total(batch)
+    with pytest.warns(js.PaddedRowsWarning, match="`careless` was given a batch that"):
+        jax.jit(lambda: total(batch))()
+    jax.jit(lambda: total(batch) + 1)()  # said of this step
+
+
 def test_the_first_call_may_be_the_padded_one(two):
     with pytest.warns(js.PaddedRowsWarning, match="`careless` was given a batch"):
         two.run(careless, (one(two, X),))

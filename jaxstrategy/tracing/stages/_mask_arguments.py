@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import final
 
 from jax.core import Tracer
@@ -16,6 +16,7 @@ from jaxstrategy.text import _user_code
 from jaxstrategy.tracing._replica_step import ReplicaStep
 from jaxstrategy.tracing._roles import Role
 from jaxstrategy.tracing.stages._stage import Stage
+from jaxstrategy.values import _arrays
 from jaxstrategy.values._types import Leaf
 
 
@@ -36,6 +37,8 @@ class MaskArguments(Stage):
         self._is_asked_for = False
         self._keeps_rows = False
         self._alike: set[tuple[int, ...]] = set()
+        # Each warning is given once; and once more where JAX traces what calls.
+        self._told: set[tuple[Callable[[str], str], bool]] = set()
 
     @property
     def is_active(self) -> bool:
@@ -76,8 +79,10 @@ class MaskArguments(Stage):
             told = _gathered if self._is_asked_for else _unmasked
         else:
             return
-        self._is_asked_for, self._keeps_rows = True, False  # a warning is enough
-        _user_code.warn(told(self._step.name), PaddedRowsWarning)
+        turn = told, _arrays.is_traced()
+        if turn not in self._told:
+            self._told.add(turn)
+            _user_code.warn(told(self._step.name), PaddedRowsWarning)
 
     def _check_alike(self, places: tuple[int, ...], masks: list[Leaf]) -> None:
         first, *others = masks
