@@ -112,7 +112,7 @@ class WrittenState:
         ]
         differing = [text for text in found if text is not None]
         if differing or (not partial and (missing or unexpected)):
-            raise MismatchError(where, missing, unexpected, differing)
+            raise MismatchError(where, missing, unexpected, differing, partial)
         return Fit(common, missing, unexpected)
 
     def readings(

@@ -537,6 +537,32 @@ def test_missing_and_unexpected_values_are_named(simple):
     ]
 
 
+def test_a_smaller_state_is_told_what_is_wrong_and_not_what_is_besides(tmp_path):
+    moments = {f"m{i}": jnp.ones(2) for i in range(5)}
+    saved(tmp_path, {"a": jnp.ones((2, 3)), "b": 1, "optimizer": moments})
+    with pytest.raises(MismatchError) as raised:
+        restored(tmp_path, {"a": jnp.zeros((3, 2)), "b": 1})
+    assert str(raised.value).splitlines()[1:] == [
+        "  `a` is float32[2,3] in the checkpoint, and float32[3,2] was wanted",
+        "  only in the checkpoint: 5 values",
+    ]
+    assert len(raised.value.unexpected) == 5
+    with pytest.raises(MismatchError) as raised:
+        restored(tmp_path, {"a": jnp.zeros((2, 3)), "c": 1})
+    assert str(raised.value).splitlines()[1:3] == [
+        "  missing in the checkpoint: `c`",
+        "  only in the checkpoint: 6 values",
+    ]
+    with (
+        CheckpointManager(tmp_path) as manager,
+        pytest.raises(MismatchError) as raised,
+    ):
+        manager.restore({"a": jnp.zeros((3, 2)), "c": 1}, partial=True)
+    assert str(raised.value).splitlines()[1:] == [
+        "  `a` is float32[2,3] in the checkpoint, and float32[3,2] was wanted",
+    ]
+
+
 def test_a_long_list_of_names_is_cut(tmp_path):
     saved(tmp_path, {"a": 1})
     with pytest.raises(MismatchError, match="in the checkpoint: and 12 more"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jaxstrategy.text._lists import and_more
+from jaxstrategy.text._units import with_noun
 
 
 class CheckpointError(RuntimeError):
@@ -52,9 +53,11 @@ class MismatchError(ValueError):
         missing: Sequence[str] = (),
         unexpected: Sequence[str] = (),
         differing: Sequence[str] = (),
+        partial: bool = False,
     ) -> None:
-        super().__init__(where, missing, unexpected, differing)
+        super().__init__(where, missing, unexpected, differing, partial)
         self._where = where
+        self._is_partial = partial
         self.missing = tuple(missing)
         self.unexpected = tuple(unexpected)
         self.differing = tuple(differing)
@@ -62,8 +65,16 @@ class MismatchError(ValueError):
     def __str__(self) -> str:
         lines = [f"{self._where} does not fit what it is restored into:"]
         lines += self._listed("", self.differing)
+        if self._is_partial:  # the rest is as it may be
+            return "\n".join(lines)
         lines += self._listed("missing in the checkpoint: ", self.missing)
-        lines += self._listed("only in the checkpoint: ", self.unexpected)
+        # Many more than are missing are no renamed ones, and hide what matters.
+        is_other = self.differing or len(self.unexpected) > len(self.missing) > 0
+        if self.unexpected and is_other:
+            values = with_noun(len(self.unexpected), "value")
+            lines.append(f"  only in the checkpoint: {values}")
+        else:
+            lines += self._listed("only in the checkpoint: ", self.unexpected)
         if not self.differing:
             lines.append(
                 "Restore into the structure that was saved, or only what both have: "
