@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -21,6 +22,32 @@ from jaxstrategy.launch._started_process import AbstractStartedProcess, Stream
 
 _GUARD = Path(_guard.__file__).read_text()
 _MOST = 1 << 16  # bytes of one read
+
+
+@final
+class HeldPort:
+    """A free port of a host, which no program is given by chance until `close`.
+
+    Who is told of it listens there all the same: like this one, servers allow that
+    their address is used again (`SO_REUSEADDR`), and this one does not listen.
+
+    Attributes:
+      number: of the port.
+    """
+
+    def __init__(self, host: str) -> None:
+        self._socket = socket.socket(
+            socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM
+        )
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._socket.bind((host, 0))
+        self.number: int = self._socket.getsockname()[1]
+        if sys.platform != "linux":  # others do not let a second one listen
+            self.close()
+
+    def close(self) -> None:
+        """Give it back."""
+        self._socket.close()
 
 
 @final
@@ -76,7 +103,8 @@ class GuardedProcess(AbstractStartedProcess):
     """A process with all that it starts, which end together and with this one.
 
     A session of its own makes it a group that can be killed as a whole, and keeps
-    Ctrl-C of the terminal away from it: that comes through who started it.
+    Ctrl-C of the terminal away from it: that comes through who started it. Until it is
+    closed its number stays taken, so that no other group can have it.
 
     Args:
       command: what runs.
@@ -103,6 +131,9 @@ class GuardedProcess(AbstractStartedProcess):
     ) -> None:
         self.killed = False
         self._guard = guard
+        self._code: int | None = None
+        self._is_closed = False
+        self._closing = threading.Lock()
         self._process = subprocess.Popen(
             command,
             env=environment,
@@ -116,9 +147,7 @@ class GuardedProcess(AbstractStartedProcess):
         )
         guard.watch(self._process.pid)
         self._waiter = threading.Thread(
-            target=lambda: ended(self._process.wait()),
-            name=f"end of {name}",
-            daemon=True,
+            target=self._wait_for_end, args=(ended,), name=f"end of {name}", daemon=True
         )
         self._waiter.start()
 
@@ -138,19 +167,19 @@ class GuardedProcess(AbstractStartedProcess):
 
     def wait(self, seconds: float | None = None) -> bool:
         """Whether it ends within that time, by default whenever it does."""
-        if self._process.returncode is None:
+        if self._code is None:
             self._waiter.join(seconds)
-        return self._process.returncode is not None
+        return self._code is not None
 
     def send(self, number: int) -> None:
         """Send a signal to the process itself; what it started is its own affair."""
-        if self._process.returncode is None:
+        if self._code is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._process.pid, number)
 
     def kill(self) -> None:
         """Kill the process and all that it started."""
-        self.killed |= self._process.returncode is None
+        self.killed |= self._code is None
         self._kill_group()
 
     def close(self) -> None:
@@ -159,8 +188,23 @@ class GuardedProcess(AbstractStartedProcess):
             self._waiter.join()
         self._kill_group()
         self._guard.forget(self._process.pid)
+        with self._closing:
+            self._is_closed = True
+            self._process.wait()  # from here on its number may be another's
+
+    def _wait_for_end(self, ended: Callable[[int], None]) -> None:
+        if sys.platform == "linux":
+            # Not `wait`, which would give its number free while the group may live.
+            end = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
+            assert end is not None
+            has_exited = end.si_code == os.CLD_EXITED
+            self._code = end.si_status if has_exited else -end.si_status
+        else:
+            self._code = self._process.wait()
+        ended(self._code)
 
     def _kill_group(self) -> None:
         # PermissionError is how macOS says that the group has only zombies left.
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        with self._closing, contextlib.suppress(ProcessLookupError, PermissionError):
+            if not self._is_closed:
+                os.killpg(self._process.pid, signal.SIGKILL)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import abc
-import socket
 import sys
 from typing import final
 
 from jaxstrategy.cluster.connections._secret import Secret
 from jaxstrategy.launch import _environment
-from jaxstrategy.launch._guarded_process import Guard, GuardedProcess
+from jaxstrategy.launch._guarded_process import Guard, GuardedProcess, HeldPort
 from jaxstrategy.launch._launch_options import Options
 from jaxstrategy.launch._started_process import AbstractStartedProcess
 from jaxstrategy.launch._workers import Ended, Events
+
+LOOPBACK = "127.0.0.1"
 
 
 class AbstractMachines(abc.ABC):
@@ -48,11 +49,15 @@ class ThisMachine(AbstractMachines):
     def __init__(self, events: Events) -> None:
         self._events = events
         self._guard = Guard()
+        self._port: HeldPort | None = None
 
     def start(
         self, options: Options, processes: int, attempt: int, secret: Secret
     ) -> dict[int, AbstractStartedProcess]:
-        coordinator = options.coordinator or free_address()
+        coordinator = options.coordinator
+        if not coordinator:
+            self._port = HeldPort(LOOPBACK)
+            coordinator = f"{LOOPBACK}:{self._port.number}"
 
         def started(local_rank: int, rank: int) -> GuardedProcess:
             return GuardedProcess(
@@ -69,15 +74,8 @@ class ThisMachine(AbstractMachines):
         return {first + k: started(k, first + k) for k in range(processes)}
 
     def release(self) -> None:
-        """Nothing: each process was closed."""
+        if self._port is not None:
+            self._port.close()
 
     def close(self) -> None:
         self._guard.close()
-
-
-def free_address() -> str:
-    """A port of the loopback interface that nobody listens on at this moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        host, port = probe.getsockname()
-    return f"{host}:{port}"

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import final
 
-from jaxstrategy.launch._guarded_process import Guard, GuardedProcess
+from jaxstrategy.launch._guarded_process import Guard, GuardedProcess, HeldPort
 from jaxstrategy.launch._started_process import Stream
 
 THREADS = 8
@@ -31,6 +31,7 @@ class ProcessActor:
     def __init__(self) -> None:
         self._guard = Guard()
         self._process: GuardedProcess | None = None
+        self._ports: list[HeldPort] = []
         self._code: concurrent.futures.Future[int] = concurrent.futures.Future()
 
     def machine(self) -> tuple[str, str]:
@@ -41,11 +42,9 @@ class ProcessActor:
         return node, ray.util.get_node_ip_address()
 
     def free_port(self, host: str) -> int:
-        """A port of this machine that nobody listens on at this moment."""
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        with socket.socket(family) as probe:
-            probe.bind((host, 0))
-            return probe.getsockname()[1]
+        """A port of this machine that is held for the process until this actor ends."""
+        self._ports.append(HeldPort(host))
+        return self._ports[-1].number
 
     def start(
         self,

@@ -16,9 +16,9 @@ from jaxstrategy.cluster.liveness._exit_codes import ExitCode, Restart, is_good
 from jaxstrategy.cluster.resolvers._tf_config import VARIABLE as TF_CONFIG
 from jaxstrategy.launch import _job_tasks
 from jaxstrategy.launch._exit_meanings import as_shell, described
-from jaxstrategy.launch._guarded_process import Guard, GuardedProcess
+from jaxstrategy.launch._guarded_process import Guard, GuardedProcess, HeldPort
 from jaxstrategy.launch._launch_options import Options
-from jaxstrategy.launch._machines import free_address
+from jaxstrategy.launch._machines import LOOPBACK
 from jaxstrategy.launch._output import Screen
 from jaxstrategy.launch._workers import Asked, Ended, Events, Worker
 
@@ -47,7 +47,8 @@ class RoleJob:
         self._guard = guard
         self._restarts = options.max_restarts
         self._job_tasks = _job_tasks.job_tasks(options)
-        addresses = [free_address() for _ in self._job_tasks]
+        self._ports = [HeldPort(LOOPBACK) for _ in self._job_tasks]
+        addresses = [f"{LOOPBACK}:{port.number}" for port in self._ports]
         self._addresses = _job_tasks.placed(self._job_tasks, addresses)
         self._secret = Secret.random()
         lock = threading.Lock()  # one for both: they are often the same terminal
@@ -73,6 +74,8 @@ class RoleJob:
                 case None:
                     self._start_waiting()
         self._end_others()
+        for port in self._ports:
+            port.close()
         return as_shell(code)
 
     def _start(self, rank: int) -> None:

@@ -314,7 +314,44 @@ def test_each_worker_has_gpus_of_its_own(launch, visible, shares):
     assert result.lines == [f"[{rank}] {share}" for rank, share in enumerate(shares)]
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere ports are not held")
+def test_the_port_of_a_job_is_held_for_it(launch):
+    script = """
+    import errno, socket
+    host, port = os.environ["JAXSTRATEGY_COORDINATOR"].split(":")
+    with socket.socket() as other:  # another program that is given a port by chance
+        try:
+            other.bind((host, int(port)))
+        except OSError as error:
+            print("held", error.errno == errno.EADDRINUSE)
+    if rank == 0:
+        with socket.create_server((host, int(port))):
+            print("listens")
+    """
+    result = launch("-n 2", script)
+    assert result.lines == ["[0] held True", "[0] listens", "[1] held True"], result
+
+
 # How it ends
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and waitid")
+def test_the_number_of_a_worker_that_has_ended_is_no_other_groups(launch):
+    # When the job ends, what a worker left behind is killed by this number.
+    script = """
+    if rank == 0:
+        write("first")
+        sys.exit()
+    while not os.path.exists("first"):
+        time.sleep(0.01)
+    stat = f"/proc/{open('first').read()}/stat"
+    end = time.monotonic() + 20
+    while time.monotonic() < end and open(stat).read().rsplit(")")[1].split()[0] != "Z":
+        time.sleep(0.01)
+    time.sleep(0.2)
+    print(open(stat).read().rsplit(")")[1].split()[0])
+    """
+    assert launch("-n 2", script).lines == ["[1] Z"]
 
 
 def test_a_failing_rank_is_named_after_its_last_lines(launch):
