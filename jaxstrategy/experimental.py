@@ -15,13 +15,13 @@ if TYPE_CHECKING:
         CommunicationOptions as CommunicationOptions,
     )
     from jaxstrategy._options import ValueContext as ValueContext
-    from jaxstrategy.cluster._processes import stragglers as stragglers
-    from jaxstrategy.cluster.liveness._arrivals import Stragglers as Stragglers
     from jaxstrategy.preemption._config import TerminationConfig as TerminationConfig
     from jaxstrategy.preemption._handler import (
         PreemptionCheckpointHandler as PreemptionCheckpointHandler,
     )
     from jaxstrategy.preemption._watcher import PreemptionWatcher as PreemptionWatcher
+    from jaxstrategy.processes._job import stragglers as stragglers
+    from jaxstrategy.processes._stragglers import Stragglers as Stragglers
     from jaxstrategy.strategies._central import (
         CentralStorageStrategy as CentralStorageStrategy,
     )
@@ -53,8 +53,8 @@ else:
                 "CollectiveCommunication=CommunicationImplementation"
             ),
             "_options": "ValueContext",
-            "cluster._processes": "stragglers",
-            "cluster.liveness._arrivals": "Stragglers",
+            "processes._job": "stragglers",
+            "processes._stragglers": "Stragglers",
             "preemption._config": "TerminationConfig",
             "preemption._handler": "PreemptionCheckpointHandler",
             "preemption._watcher": "PreemptionWatcher",

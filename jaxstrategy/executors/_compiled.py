@@ -11,12 +11,12 @@ import jax
 
 from jaxstrategy._errors import ContextError
 from jaxstrategy._options import RunOptions
-from jaxstrategy.cluster._processes import Processes
 from jaxstrategy.contexts import _context, _outbox, _replica_context
 from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
 from jaxstrategy.contexts._context import Context
 from jaxstrategy.executors._executor import AbstractExecutor, FunctionProgram
 from jaxstrategy.executors.replica_threads._eager_steps import EagerSteps
+from jaxstrategy.processes._job import Processes
 from jaxstrategy.replicas._devices import Device
 from jaxstrategy.tracing._function_programs import FunctionPrograms
 from jaxstrategy.tracing._prepared import Obtain

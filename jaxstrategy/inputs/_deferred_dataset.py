@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn, final
 
-from jaxstrategy.cluster.agreement._agreement import LoneAgreement
 from jaxstrategy.inputs._dataset import DistributedDataset
 from jaxstrategy.inputs._distribute import Feeding
 from jaxstrategy.inputs._input_options import InputContext, InputOptions
 from jaxstrategy.inputs.sources._choose import as_source
 from jaxstrategy.inputs.sources._source import Dataset
+from jaxstrategy.processes._agreement import LoneAgreement
 from jaxstrategy.replicas._replicas import Replicas
 
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 
 import jax
 
-from jaxstrategy.cluster.agreement._agreement import AbstractAgreement
 from jaxstrategy.inputs._dataset import DistributedDataset
 from jaxstrategy.inputs._division import ReplicaRange
 from jaxstrategy.inputs._global import GlobalReader
@@ -21,6 +20,7 @@ from jaxstrategy.inputs._steps import Steps
 from jaxstrategy.inputs._transfer import Transfer
 from jaxstrategy.inputs.sources._choose import as_source
 from jaxstrategy.inputs.sources._source import Dataset, Source
+from jaxstrategy.processes._agreement import AbstractAgreement
 from jaxstrategy.replicas._replicas import Replicas
 
 

@@ -6,11 +6,11 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, Self
 
-from jaxstrategy.cluster.agreement._agreement import AbstractAgreement
 from jaxstrategy.inputs import _division
 from jaxstrategy.inputs._host_batch import HostBatch
 from jaxstrategy.inputs._reader import Reader
 from jaxstrategy.inputs.sources._source import State
+from jaxstrategy.processes._agreement import AbstractAgreement
 
 _VERSION = 2  # of states
 

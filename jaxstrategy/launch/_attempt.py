@@ -10,13 +10,13 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import final
 
-from jaxstrategy.cluster.connections._secret import Secret
-from jaxstrategy.cluster.liveness import _exit_codes
-from jaxstrategy.cluster.liveness._exit_codes import ExitCode, Restart
 from jaxstrategy.launch._launch_options import Options
 from jaxstrategy.launch._machines import AbstractMachines
 from jaxstrategy.launch._output import Screen
 from jaxstrategy.launch._workers import Asked, Ended, Events, Worker
+from jaxstrategy.processes import _exit_codes
+from jaxstrategy.processes._exit_codes import ExitCode, Restart
+from jaxstrategy.processes._secret import Secret
 
 
 @final

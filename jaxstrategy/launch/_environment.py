@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from jaxstrategy.cluster.connections._secret import Secret
 from jaxstrategy.cluster.resolvers._launched import (
     ATTEMPT,
     COMPILATION_CACHE,
@@ -18,6 +17,7 @@ from jaxstrategy.cluster.resolvers._launched import (
 from jaxstrategy.cluster.resolvers._tf_config import VARIABLE as TF_CONFIG
 from jaxstrategy.launch import _gpus
 from jaxstrategy.launch._launch_options import Options
+from jaxstrategy.processes._secret import Secret
 
 
 def common(options: Options, environment: Mapping[str, str]) -> dict[str, str]:

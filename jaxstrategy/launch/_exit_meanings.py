@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 
-from jaxstrategy.cluster.liveness._exit_codes import ExitCode
+from jaxstrategy.processes._exit_codes import ExitCode
 
 
 def described(code: int) -> str:

@@ -9,11 +9,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import final
 
-from jaxstrategy.cluster.connections._secret import Secret
 from jaxstrategy.cluster.resolvers import _launched
 from jaxstrategy.launch import _gpus
 from jaxstrategy.launch._environment import of_cache
 from jaxstrategy.launch._launch_options import Options
+from jaxstrategy.processes._secret import Secret
 
 PROGRAM = (
     "-m",

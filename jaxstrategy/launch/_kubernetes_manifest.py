@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 
-from jaxstrategy.cluster.connections._secret import HOW_TO_MAKE_ONE
-from jaxstrategy.cluster.connections._secret import VARIABLE as SECRET
-from jaxstrategy.cluster.liveness._exit_codes import ExitCode, Restart
 from jaxstrategy.cluster.resolvers._cluster_spec import host_and_port
 from jaxstrategy.launch._environment import common
 from jaxstrategy.launch._launch_options import Options
+from jaxstrategy.processes._exit_codes import ExitCode, Restart
+from jaxstrategy.processes._secret import HOW_TO_MAKE_ONE
+from jaxstrategy.processes._secret import VARIABLE as SECRET
 
 PORT = 2222
 _LONGEST_NAME = (

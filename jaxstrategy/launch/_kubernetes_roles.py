@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 
-from jaxstrategy.cluster.connections._secret import HOW_TO_MAKE_ONE
-from jaxstrategy.cluster.connections._secret import VARIABLE as SECRET
-from jaxstrategy.cluster.liveness._exit_codes import ExitCode, Restart
 from jaxstrategy.launch import _job_tasks
 from jaxstrategy.launch._environment import of_cache
 from jaxstrategy.launch._job_tasks import JobTask
@@ -23,6 +20,9 @@ from jaxstrategy.launch._kubernetes_manifest import (
     secret_of,
 )
 from jaxstrategy.launch._launch_options import Options
+from jaxstrategy.processes._exit_codes import ExitCode, Restart
+from jaxstrategy.processes._secret import HOW_TO_MAKE_ONE
+from jaxstrategy.processes._secret import VARIABLE as SECRET
 
 _MANIFEST = """\
 # Needs the JobSet controller (https://jobset.sigs.k8s.io). One pod is one process.

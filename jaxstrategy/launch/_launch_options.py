@@ -8,12 +8,12 @@ import os
 from collections.abc import Sequence
 from typing import final
 
-from jaxstrategy.cluster.connections import _secret
-from jaxstrategy.cluster.connections._secret import Secret
-from jaxstrategy.cluster.liveness._exit_codes import ExitCode, Restart
 from jaxstrategy.cluster.resolvers._cluster_spec import host_and_port
 from jaxstrategy.launch import _gpus, _option_values, _ray_options
 from jaxstrategy.launch._ray_options import RayOptions
+from jaxstrategy.processes import _secret
+from jaxstrategy.processes._exit_codes import ExitCode, Restart
+from jaxstrategy.processes._secret import Secret
 
 LAUNCH = """\
 Starts several processes of one training script on this machine, and ends them

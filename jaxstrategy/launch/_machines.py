@@ -6,12 +6,12 @@ import abc
 import sys
 from typing import final
 
-from jaxstrategy.cluster.connections._secret import Secret
 from jaxstrategy.launch import _environment
 from jaxstrategy.launch._guarded_process import Guard, GuardedProcess, HeldPort
 from jaxstrategy.launch._launch_options import Options
 from jaxstrategy.launch._started_process import AbstractStartedProcess
 from jaxstrategy.launch._workers import Ended, Events
+from jaxstrategy.processes._secret import Secret
 
 LOOPBACK = "127.0.0.1"
 

@@ -12,8 +12,6 @@ from collections.abc import Iterator, Sequence
 from typing import final
 
 from jaxstrategy._errors import ClusterError, MissingExtraError
-from jaxstrategy.cluster.connections._secret import Secret
-from jaxstrategy.cluster.liveness._exit_codes import ExitCode, Restart
 from jaxstrategy.launch import (
     _kubernetes_manifest,
     _slurm_script,
@@ -37,6 +35,8 @@ from jaxstrategy.launch._ray_machines import RayMachines
 from jaxstrategy.launch._role_job import RoleJob
 from jaxstrategy.launch._slurm_roles import role_script
 from jaxstrategy.launch._workers import Asked, Events
+from jaxstrategy.processes._exit_codes import ExitCode, Restart
+from jaxstrategy.processes._secret import Secret
 from jaxstrategy.text._units import plural, with_noun
 
 _PRINTED = {"slurm": _slurm_script.script, "k8s": _kubernetes_manifest.manifest}

@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, final
 
 from jaxstrategy._errors import ClusterError
-from jaxstrategy.cluster.connections._secret import Secret
-from jaxstrategy.cluster.connections._wire import address_of
 from jaxstrategy.launch import _environment
 from jaxstrategy.launch._launch_options import Options
 from jaxstrategy.launch._machines import AbstractMachines
@@ -22,6 +20,8 @@ from jaxstrategy.launch._ray_options import HANDED_ON, RayOptions
 from jaxstrategy.launch._ray_process import RayStartedProcess
 from jaxstrategy.launch._started_process import AbstractStartedProcess
 from jaxstrategy.launch._workers import Ended, Events
+from jaxstrategy.processes._channel import address_of
+from jaxstrategy.processes._secret import Secret
 
 
 @final

@@ -11,8 +11,6 @@ import threading
 import time
 from typing import final
 
-from jaxstrategy.cluster.connections._secret import Secret
-from jaxstrategy.cluster.liveness._exit_codes import ExitCode, Restart, is_good
 from jaxstrategy.cluster.resolvers._tf_config import VARIABLE as TF_CONFIG
 from jaxstrategy.launch import _job_tasks
 from jaxstrategy.launch._exit_meanings import as_shell, described
@@ -21,6 +19,8 @@ from jaxstrategy.launch._launch_options import Options
 from jaxstrategy.launch._machines import LOOPBACK
 from jaxstrategy.launch._output import Screen
 from jaxstrategy.launch._workers import Asked, Ended, Events, Worker
+from jaxstrategy.processes._exit_codes import ExitCode, Restart, is_good
+from jaxstrategy.processes._secret import Secret
 
 _CHIEF = 0
 _SOON = 5.0  # seconds: who lives shorter than that is started again later each time

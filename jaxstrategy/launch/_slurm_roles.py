@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import shlex
 
-from jaxstrategy.cluster.connections._secret import VARIABLE as SECRET
-from jaxstrategy.cluster.liveness._exit_codes import ExitCode, Restart
 from jaxstrategy.launch import _job_tasks
 from jaxstrategy.launch._environment import of_cache
 from jaxstrategy.launch._job_tasks import JobTask
 from jaxstrategy.launch._launch_options import Options
 from jaxstrategy.launch._slurm_script import is_one_of, job_name
+from jaxstrategy.processes._exit_codes import ExitCode, Restart
+from jaxstrategy.processes._secret import VARIABLE as SECRET
 
 _SCRIPT = """\
 #!/bin/bash

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 import shlex
 
-from jaxstrategy.cluster.connections._secret import VARIABLE as SECRET
-from jaxstrategy.cluster.liveness._exit_codes import ExitCode, Restart
 from jaxstrategy.launch._environment import common
 from jaxstrategy.launch._launch_options import Options
+from jaxstrategy.processes._exit_codes import ExitCode, Restart
+from jaxstrategy.processes._secret import VARIABLE as SECRET
 
 _LONGEST_NAME = 64  # characters, to be read in `squeue`
 _SCRIPT = """\

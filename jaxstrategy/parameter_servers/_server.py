@@ -7,10 +7,10 @@ import socket
 from collections.abc import Mapping, Sequence
 from typing import Self, TypeVar, final
 
-from jaxstrategy.cluster._training_task import TrainingTask
 from jaxstrategy.cluster.resolvers._cluster_spec import ClusterSpec, GivenTasks
 from jaxstrategy.parameter_servers.backends import _checked_cluster
 from jaxstrategy.parameter_servers.backends._served_task import SERVED, ServedTask
+from jaxstrategy.processes._job import TrainingTask
 
 _T = TypeVar("_T")
 

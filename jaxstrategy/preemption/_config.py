@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import final
 
-from jaxstrategy.cluster.liveness._exit_codes import ExitCode
+from jaxstrategy.processes._exit_codes import ExitCode
 
 
 def end_preempted() -> None:

@@ -11,18 +11,14 @@ from collections.abc import Callable, Iterator
 from typing import ParamSpec, TypeVar, final
 
 from jaxstrategy.checkpoint import CheckpointManager
-from jaxstrategy.cluster import _processes
-from jaxstrategy.cluster.agreement import _stop_agreement
-from jaxstrategy.cluster.agreement._stop_agreement import StopAgreement
-from jaxstrategy.cluster.board._board import (
-    AbstractBoard,
-    LoneBoard,
-)
 from jaxstrategy.cluster.resolvers._cluster_resolver import ClusterResolver
 from jaxstrategy.contexts import _context
 from jaxstrategy.contexts._strategy_face import AnyStrategy, checked_core
 from jaxstrategy.preemption._config import TerminationConfig, end_preempted
 from jaxstrategy.preemption._watcher import PreemptionWatcher
+from jaxstrategy.processes import _agreement, _job
+from jaxstrategy.processes._agreement import StopAgreement
+from jaxstrategy.processes._store import AbstractBoard, LoneBoard
 from jaxstrategy.strategies._current import get_strategy
 from jaxstrategy.values._types import PyTree
 
@@ -193,11 +189,11 @@ class PreemptionCheckpointHandler:
             return  # the next step says why
         noticed, seconds = time.monotonic(), self._config.grace_period or 0
         message = str(self._watcher.preemption_message)
-        _stop_agreement.announce(self._board, self._name, message)
+        _agreement.announce(self._board, self._name, message)
         if seconds:
             self._closed.wait(max(0.0, noticed + seconds - time.monotonic()))
             last = f"{self._name}: at last"
-            _stop_agreement.announce(self._board, last, "the time is up")
+            _agreement.announce(self._board, last, "the time is up")
 
     def _save(self, *args: object, **kwargs: object) -> None:
         if self._config.save_fn is not None:
@@ -219,7 +215,7 @@ class PreemptionCheckpointHandler:
 
 
 def _board() -> AbstractBoard:
-    processes = _processes.current()
+    processes = _job.current()
     return LoneBoard() if processes is None else processes.board
 
 

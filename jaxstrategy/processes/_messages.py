@@ -35,7 +35,7 @@ import zmq
 from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
-from jaxstrategy.cluster.connections._secret import Secret
+from jaxstrategy.processes._secret import Secret
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 """The content of a frame."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import jax
 import numpy as np
 
-from jaxstrategy.cluster import _processes
+from jaxstrategy.processes import _job
 from jaxstrategy.replicas import _mesh
 from jaxstrategy.replicas._replicas import SPLIT, Replicas
 from jaxstrategy.replicas._topology import Topology
@@ -83,7 +83,7 @@ def measured_together(replicas: Replicas) -> Topology:
     """
     if all(d.process_index == jax.process_index() for d in replicas.all_devices):
         return measured(replicas)
-    with _processes.exchanging("the speed of the links"):
+    with _job.exchanging("the speed of the links"):
         return measured(replicas)
 
 

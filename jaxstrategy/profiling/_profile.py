@@ -13,12 +13,12 @@ from typing import Self, TypeVar, final
 import jax
 
 from jaxstrategy._errors import ClusterError
-from jaxstrategy.cluster import _processes
 from jaxstrategy.executors._compiled_step import CompiledStep
 from jaxstrategy.executors._several import number_of_steps
 from jaxstrategy.inputs import _origins
 from jaxstrategy.inputs._batch_waits import BatchWaits
 from jaxstrategy.masks._filled_rows import number_of_examples
+from jaxstrategy.processes import _job
 from jaxstrategy.profiling._comparison import Comparison
 from jaxstrategy.profiling._logger import MetricLogger
 from jaxstrategy.profiling._profile_report import Report
@@ -310,8 +310,8 @@ class _Mean:
 def _late() -> str | None:
     """The process that is late; None if there is but one, or nobody knows."""
     with contextlib.suppress(ClusterError):
-        if (started := _processes.current()) and started.count > 1:
-            return _processes.stragglers().verdict
+        if (started := _job.current()) and started.count > 1:
+            return _job.stragglers().verdict
     return None
 
 

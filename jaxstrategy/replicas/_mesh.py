@@ -27,7 +27,7 @@ from jax.sharding import (
 from jax.typing import ArrayLike
 
 from jaxstrategy._errors import PlacementError
-from jaxstrategy.cluster import _processes
+from jaxstrategy.processes import _job
 from jaxstrategy.replicas import _overflow
 from jaxstrategy.replicas._devices import Device
 from jaxstrategy.replicas._random_keys import is_key
@@ -234,7 +234,7 @@ def _divided_in_steps(value: jax.Array, sharding: Sharding) -> jax.Array:
 
 
 def _put_first(host: np.ndarray, sharding: NamedSharding) -> jax.Array:
-    with _processes.exchanging("one value for all replicas", host):
+    with _job.exchanging("one value for all replicas", host):
         if not is_large(host.nbytes) or sharding.is_fully_replicated:
             return _sent(host, sharding)
         return _sent_in_steps(host, sharding)
@@ -281,7 +281,7 @@ def _first(sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
 def are_equal(text: bytes, sharding: NamedSharding) -> bool:
     """Whether the processes of `sharding`, which all must ask, have the same text."""
     own = np.frombuffer(hashlib.sha256(text).digest(), np.uint32)
-    with _processes.exchanging("whether all processes compute the same", own):
+    with _job.exchanging("whether all processes compute the same", own):
         found = _all_equal(sharding)(_of_each_device(own, sharding))
     return bool(np.asarray(found.addressable_data(0)))
 
@@ -316,7 +316,7 @@ def _moved(value: jax.Array, sharding: Sharding) -> jax.Array:
         return jax.device_put(value.addressable_data(0), sharding)
     if value.sharding.is_equivalent_to(sharding, value.ndim):
         return jax.device_put(value, sharding)
-    with _processes.exchanging("an array for other replicas", value):
+    with _job.exchanging("an array for other replicas", value):
         return jax.jit(lambda array: array, out_shardings=sharding)(value)
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import time
 
-from jaxstrategy.cluster.connections._secret import Secret
 from jaxstrategy.parameter_servers.wire._handshake import SECONDS
 from jaxstrategy.parameter_servers.wire._listener import dialled
 from jaxstrategy.parameter_servers.wire._peer import Peer
 from jaxstrategy.parameter_servers.wire._stream import Stream
+from jaxstrategy.processes._secret import Secret
 from jaxstrategy.rpc._rpc_errors import DeadlineExceededError, UnavailableError
 
 _PAUSE = 0.05  # between attempts

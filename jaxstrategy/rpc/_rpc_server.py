@@ -8,11 +8,11 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self, final
 
-from jaxstrategy.cluster.connections._secret import Secret
 from jaxstrategy.launch._late_threads import started
 from jaxstrategy.parameter_servers.wire._listener import Listener
 from jaxstrategy.parameter_servers.wire._responder import Responder
 from jaxstrategy.parameter_servers.wire._stream import Stream
+from jaxstrategy.processes._secret import Secret
 from jaxstrategy.rpc._rpc_answers import REQUEST_HEAD, RpcAnswers
 from jaxstrategy.rpc._rpc_errors import FailedPreconditionError, InvalidArgumentError
 from jaxstrategy.rpc._rpc_method import RpcMethod

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from typing import final
 
 from jaxstrategy._communication_options import CommunicationOptions
-from jaxstrategy.cluster._processes import Processes
 from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
 from jaxstrategy.executors._compiled import CompiledExecutor
 from jaxstrategy.executors._executor import AbstractExecutor
+from jaxstrategy.processes._job import Processes
 from jaxstrategy.reductions._cross_device_ops import CrossDeviceOps
 from jaxstrategy.replicas._replicas import Replicas
 from jaxstrategy.strategies._process_role import Task, no_task

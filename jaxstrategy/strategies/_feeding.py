@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 
-from jaxstrategy.cluster._processes import Processes
-from jaxstrategy.cluster.agreement._agreement import AbstractAgreement, LoneAgreement
 from jaxstrategy.inputs._distribute import Feeding
+from jaxstrategy.processes._agreement import AbstractAgreement, LoneAgreement
+from jaxstrategy.processes._job import Processes
 from jaxstrategy.replicas._replicas import Replicas
 
 # All processes begin passes over datasets in the same order.

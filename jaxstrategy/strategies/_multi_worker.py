@@ -13,12 +13,12 @@ from jaxstrategy._communication_options import (
     CommunicationOptions,
     checked_options,
 )
-from jaxstrategy.cluster import _found_processes
-from jaxstrategy.cluster._processes import Processes
 from jaxstrategy.cluster.resolvers._cluster_resolver import ClusterResolver
 from jaxstrategy.cluster.resolvers._launched import default_resolver
 from jaxstrategy.cluster.resolvers._simple import SimpleClusterResolver
 from jaxstrategy.cluster.resolvers._tf_config import TFConfigClusterResolver
+from jaxstrategy.processes import _job
+from jaxstrategy.processes._job import Processes
 from jaxstrategy.replicas._inner_sizes import checked_sizes
 from jaxstrategy.replicas._replicas import Replicas
 from jaxstrategy.replicas._state_sharding import StateSharding, checked_sharding
@@ -95,12 +95,10 @@ class MultiWorkerMirroredStrategy(Strategy):
         if communication_options is not None:
             seconds = communication_options.timeout_seconds
         self._resolver = cluster_resolver or default_resolver()
-        processes = _found_processes.found(
-            self._resolver, seconds or _found_processes.TIMEOUT_SECONDS
-        )
+        processes = _job.found(self._resolver, seconds or _job.TIMEOUT_SECONDS)
         devices = sorted(jax.devices(), key=lambda d: (d.process_index, d.id))
         replicas = Replicas.on(devices, sharding, logical_axes, replicas_per_device)
-        _found_processes.agree_on_replicas(processes, replicas.description)
+        _job.agree_on_replicas(processes, replicas.description)
         self._compose(
             Choices(
                 replicas,

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from jaxstrategy.cluster import _found_processes
-from jaxstrategy.cluster._processes import Processes
 from jaxstrategy.cluster.resolvers._launched import default_resolver
 from jaxstrategy.cluster.resolvers._tpu_resolver import TPUClusterResolver
+from jaxstrategy.processes import _job
+from jaxstrategy.processes._job import Processes
 from jaxstrategy.replicas._devices import Device
 from jaxstrategy.text import _user_code
 from jaxstrategy.text._shown import shown
@@ -117,7 +117,7 @@ def meet(resolver: TPUClusterResolver) -> Processes | None:
     """
     if resolver.is_local:
         return None
-    return _found_processes.found(default_resolver(), otherwise=resolver)
+    return _job.found(default_resolver(), otherwise=resolver)
 
 
 def topology_of(devices: Sequence[Device]) -> TPUTopology:

@@ -15,10 +15,10 @@ from typing import final
 from jax.stages import Compiled
 
 from jaxstrategy._errors import ClusterError, CompiledStepError
-from jaxstrategy.cluster._processes import Processes
-from jaxstrategy.cluster.agreement import _operation
-from jaxstrategy.cluster.agreement._operation import Operation, ProgramPrint
-from jaxstrategy.cluster.liveness._watchdog import COMPILES
+from jaxstrategy.processes import _agreement
+from jaxstrategy.processes._agreement import Operation, ProgramPrint
+from jaxstrategy.processes._job import Processes
+from jaxstrategy.processes._watchdog import COMPILES
 from jaxstrategy.replicas import _overflow
 from jaxstrategy.tracing._constants import fingerprint
 from jaxstrategy.tracing._jaxpr_types import ClosedJaxpr
@@ -73,7 +73,7 @@ class AgreedPreparation:
           CompiledStepError: another process has raised.
         """
         types = _overflow.types_of(leaves)
-        self._compare(list(map(_operation.kind, types)))
+        self._compare(list(map(_agreement.kind, types)))
         work = contextlib.ExitStack()  # of this process by itself
 
         def obtained(preparation: Preparation) -> Compiled:

@@ -11,10 +11,7 @@ import threading
 
 import jax.monitoring
 
-from jaxstrategy.cluster.liveness._watchdog import (
-    COMPILES,
-    Watchdog,
-)
+from jaxstrategy.processes._watchdog import COMPILES, Watchdog
 
 # Measured with JAX 0.10 and 0.12; its argument `fun_name` is `jit(name)`. Without such
 # an event, the whole first call counts as compiling.

@@ -18,7 +18,7 @@ from jax.core import Tracer
 from jax.export import Exported
 from jax.extend.core import Literal
 
-from jaxstrategy.cluster.agreement._operation import ProgramPrint
+from jaxstrategy.processes._agreement import ProgramPrint
 from jaxstrategy.replicas._inner_placement import own_copy
 from jaxstrategy.replicas._random_keys import is_key
 from jaxstrategy.text._array_types import array_type

@@ -13,7 +13,7 @@ from jax.extend import core
 from jax.extend.core import DropVar, Literal
 from jax.sharding import NamedSharding
 
-from jaxstrategy.cluster import _processes
+from jaxstrategy.processes import _job
 from jaxstrategy.replicas import _mesh
 from jaxstrategy.replicas._inner_placement import inner_dimensions, lying_like
 from jaxstrategy.replicas._replicas import SAME, SPLIT, Replicas, lies_along
@@ -87,7 +87,7 @@ def _place_of_input(
 
 def _is_same_everywhere(name: str, traced: ClosedJaxpr) -> bool:
     """Whether all processes have made the same program, with the same constants."""
-    processes = _processes.current()
+    processes = _job.current()
     if processes is None or processes.count == 1:
         return True
     prints = fingerprint(name, traced)["prints"]

@@ -11,10 +11,10 @@ import os
 from collections.abc import Sequence
 from typing import final
 
-from jaxstrategy.cluster._processes import Processes
-from jaxstrategy.cluster.agreement import _operation
-from jaxstrategy.cluster.agreement._operation import Operation, ProgramPrint
 from jaxstrategy.inputs import _origins
+from jaxstrategy.processes import _agreement
+from jaxstrategy.processes._agreement import Operation, ProgramPrint
+from jaxstrategy.processes._job import Processes
 from jaxstrategy.tracing import _compiling
 from jaxstrategy.tracing._agreed_preparation import AgreedPreparation
 from jaxstrategy.tracing._constants import Given, fingerprint
@@ -164,7 +164,7 @@ def _described(leaf: Leaf, given: Given | None) -> str:
       given: the same, if all of it must be.
     """
     batch = _origins.of(leaf)
-    told = _operation.described(leaf)
+    told = _agreement.described(leaf)
     if given is not None and given.is_captured and given.is_unshared:
         told = f"{given.print}, {given.label}"
     return f"{told} of {batch}" if batch else told

@@ -15,9 +15,8 @@ import numpy as np
 
 from jaxstrategy._communication_options import CommunicationOptions
 from jaxstrategy._errors import ClusterError
-from jaxstrategy.cluster import _processes
-from jaxstrategy.cluster.meeting import _member
 from jaxstrategy.cluster.resolvers._launched import default_resolver
+from jaxstrategy.processes import _job, _rendezvous
 from jaxstrategy.strategies._current import get_replica_context
 from jaxstrategy.strategies._multi_worker import MultiWorkerMirroredStrategy
 from jaxstrategy.text._units import plural
@@ -49,10 +48,8 @@ def _meet(seconds: float, begun: float) -> None:
             "nothing says which processes there are: start the check with "
             "`python -m jaxstrategy.launch -n 2 --check`, or set TF_CONFIG."
         )
-    processes = _processes.start(
-        process, timeout_seconds=seconds, start_seconds=seconds
-    )
-    facts = _member.facts()
+    processes = _job.start(process, timeout_seconds=seconds, start_seconds=seconds)
+    facts = _rendezvous.facts()
     versions = ", ".join(f"{k} {v}" for k, v in facts["versions"].items())
     devices = jax.local_devices()
     noun = plural(len(devices), "device")

@@ -11,7 +11,7 @@ from jax.tree_util import KeyPath
 
 from jaxstrategy._errors import DonatedValueError, TracedValueError
 from jaxstrategy._options import VariableAggregation
-from jaxstrategy.cluster import _processes
+from jaxstrategy.processes import _job
 from jaxstrategy.replicas._inner_placement import own_copy
 from jaxstrategy.replicas._random_keys import as_numbers
 from jaxstrategy.values import _per_replica, _trees
@@ -105,5 +105,5 @@ def _read(part: Leaf) -> Leaf:
         return np.asarray(part)
     from jax.experimental import multihost_utils
 
-    with _processes.exchanging("to_host", part):
+    with _job.exchanging("to_host", part):
         return multihost_utils.process_allgather(part, tiled=True)

@@ -8,15 +8,12 @@ import numpy as np
 import pytest
 
 import jaxstrategy as js
-from jaxstrategy.cluster.agreement._agreement import (
-    AbstractAgreement,
-    LoneAgreement,
-)
 from jaxstrategy.inputs._division import ReplicaRange
 from jaxstrategy.inputs._global import GlobalReader
 from jaxstrategy.inputs._pipelines import PipelinesReader
 from jaxstrategy.inputs._steps import Steps
 from jaxstrategy.inputs.sources._choose import as_source
+from jaxstrategy.processes._agreement import AbstractAgreement, LoneAgreement
 
 X = np.arange(40.0).reshape(20, 2)
 

@@ -5,10 +5,10 @@ import os
 
 import pytest
 
-from jaxstrategy.cluster.connections._secret import Secret
 from jaxstrategy.launch import _job_tasks
 from jaxstrategy.launch._job_tasks import JobTask
 from jaxstrategy.launch._launch_options import parse
+from jaxstrategy.processes._secret import Secret
 
 SECRET = Secret("a secret of all processes of the job")
 

@@ -14,8 +14,6 @@ from helpers.peers import PlainServer, PlainWorker, until
 from helpers.threads import Started
 
 import jaxstrategy as js
-from jaxstrategy.cluster.connections._channel import GREETING, NONCE_BYTES
-from jaxstrategy.cluster.connections._secret import NETWORK, Secret
 from jaxstrategy.parameter_servers._operations import Read
 from jaxstrategy.parameter_servers.wire import _handshake, _pickled
 from jaxstrategy.parameter_servers.wire._frame import WireFrame
@@ -27,6 +25,8 @@ from jaxstrategy.parameter_servers.wire._remote_worker import RemoteWorker
 from jaxstrategy.parameter_servers.wire._responder import Responder
 from jaxstrategy.parameter_servers.wire._server_answers import ServerAnswers
 from jaxstrategy.parameter_servers.wire._worker_answers import WorkerAnswers
+from jaxstrategy.processes._channel import GREETING, NONCE_BYTES
+from jaxstrategy.processes._secret import NETWORK, Secret
 
 SECRET = Secret("a secret of the tests")
 OTHER = Secret("another secret, not it")

@@ -12,13 +12,13 @@ from helpers.inputs import SECONDS, ranged
 from hypothesis import given, settings
 
 import jaxstrategy as js
-from jaxstrategy.cluster.agreement._agreement import AbstractAgreement, LoneAgreement
 from jaxstrategy.inputs._division import ReplicaRange
 from jaxstrategy.inputs._global import GlobalReader
 from jaxstrategy.inputs._pipelines import PipelinesReader
 from jaxstrategy.inputs._steps import Steps
 from jaxstrategy.inputs._transfer import Transfer
 from jaxstrategy.inputs.sources._choose import as_source
+from jaxstrategy.processes._agreement import AbstractAgreement, LoneAgreement
 
 
 class Meeting:

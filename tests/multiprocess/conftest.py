@@ -5,9 +5,9 @@ import concurrent.futures
 import harness
 import pytest
 
-from jaxstrategy.cluster.board._shared_board import Board
-from jaxstrategy.cluster.connections._secret import Secret
-from jaxstrategy.cluster.meeting import _rendezvous
+from jaxstrategy.processes import _rendezvous
+from jaxstrategy.processes._secret import Secret
+from jaxstrategy.processes._store import Board
 
 
 @pytest.fixture

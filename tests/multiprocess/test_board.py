@@ -7,7 +7,7 @@ import pytest
 from harness import STATUS, until
 
 from jaxstrategy import ClusterError
-from jaxstrategy.cluster.board._shared_board import Board
+from jaxstrategy.processes._store import Board
 
 
 def waiting(zero, key):
@@ -199,8 +199,8 @@ def test_a_child_of_a_dead_process_does_not_hide_its_death(job):
     """A forked child holds copies of its parent's connections."""
     script = """
     import os, sys, time
-    from jaxstrategy.cluster.meeting import _rendezvous
-    from jaxstrategy.cluster.board._shared_board import Board
+    from jaxstrategy.processes import _rendezvous
+    from jaxstrategy.processes._store import Board
     RANK = int(os.environ["JAXSTRATEGY_PROCESS_ID"])
     address = os.environ["JAXSTRATEGY_COORDINATOR"]
     board = Board(_rendezvous.meet(RANK, 2, address, 30))

@@ -21,7 +21,7 @@ from harness import STARTED, VERSIONS, meets
 
 import jaxstrategy
 from jaxstrategy import ClusterError
-from jaxstrategy.cluster.connections._secret import Secret
+from jaxstrategy.processes._secret import Secret
 
 VARIABLE, NETWORK = "JAXSTRATEGY_CLUSTER_SECRET", "JAXSTRATEGY_CLUSTER_NETWORK"
 WORD = "correct horse battery staple"
@@ -310,7 +310,7 @@ def test_the_launcher_gives_a_secret_that_nobody_sees(tmp_path):
     """It is in the environment of the workers: not in an argument, not printed."""
     script = """
     import contextlib, os, pathlib
-    from jaxstrategy.cluster.meeting import _rendezvous
+    from jaxstrategy.processes import _rendezvous
     rank = int(os.environ["JAXSTRATEGY_PROCESS_ID"])
     secret = os.environ["JAXSTRATEGY_CLUSTER_SECRET"]
     meeting = _rendezvous.meet(rank, 2, os.environ["JAXSTRATEGY_COORDINATOR"], 30)

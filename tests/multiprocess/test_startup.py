@@ -9,10 +9,7 @@ import pytest
 from harness import STARTED, VERSIONS
 
 import jaxstrategy as js
-from jaxstrategy.cluster.meeting import (
-    _other_process,
-    _rendezvous,
-)
+from jaxstrategy.processes import _rendezvous
 
 
 def texts(results):
@@ -112,8 +109,8 @@ def test_nobody_answers(address):
     ids=["other-protocol", "silent", "hangs-up"],
 )
 def test_another_program_at_the_port(answer, does, address, monkeypatch):
-    monkeypatch.setattr(_other_process, "CLOSED_SECONDS", 0.5)
-    monkeypatch.setattr(_other_process, "ANSWER_SECONDS", 0.5)
+    monkeypatch.setattr(_rendezvous, "CLOSED_SECONDS", 0.5)
+    monkeypatch.setattr(_rendezvous, "ANSWER_SECONDS", 0.5)
     with server(address, answer):
         with pytest.raises(js.ClusterError, match="use by another program") as zero:
             _rendezvous.meet(0, 2, address, 5)
@@ -138,7 +135,7 @@ def test_a_process_of_another_job_is_refused_and_the_job_goes_on(address, join):
 
 
 def test_the_coordinator_is_another_host(monkeypatch):
-    monkeypatch.setattr(_other_process, "CLOSED_SECONDS", 0.5)
+    monkeypatch.setattr(_rendezvous, "CLOSED_SECONDS", 0.5)
     monkeypatch.setenv("JAXSTRATEGY_CLUSTER_SECRET", "0123456789abcdef")
     with pytest.raises(js.ClusterError, match=r"has no address 192\.0\.2\.1"):
         _rendezvous.meet(0, 2, "192.0.2.1:8476", 2)

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 
 import jaxstrategy
 from jaxstrategy import ClusterError
-from jaxstrategy.cluster.meeting import _caller
+from jaxstrategy.processes import _rendezvous
 
 HELLO = {"index": 1, "count": 2, "host": "h", "pid": 7, "versions": VERSIONS}
 BOUNDED = settings(
@@ -77,7 +77,7 @@ def test_who_says_hello_twice_is_dropped(address, attend, pool):
 
 def test_a_slow_trickle_is_cut_off(address, attend, pool, monkeypatch):
     """A byte now and then does not hold a place for ever."""
-    monkeypatch.setattr(_caller, "HELLO_SECONDS", 0.6)
+    monkeypatch.setattr(_rendezvous, "HELLO_SECONDS", 0.6)
     zero = pool.submit(attend, 0)
     with peer.call(address) as sock:
         stranger = peer.Peer(sock).greet().hear()
@@ -123,7 +123,7 @@ import os, resource, sys, types
 package = types.ModuleType("jaxstrategy")
 package.__path__ = [{str(pathlib.Path(jaxstrategy.__file__).parent)!r}]
 sys.modules["jaxstrategy"] = package
-from jaxstrategy.cluster.meeting import _rendezvous
+from jaxstrategy.processes import _rendezvous
 RANK = int(os.environ["JAXSTRATEGY_PROCESS_ID"])
 def meet():
     return _rendezvous.meet(RANK, 2, os.environ["JAXSTRATEGY_COORDINATOR"], 30)

@@ -6,18 +6,12 @@ import jax.numpy as jnp
 import pytest
 from harness import STATUS, until
 
-from jaxstrategy.cluster.board._board import (
-    LoneBoard,
-    ProcessState,
-)
-from jaxstrategy.cluster.liveness import (
-    _suspicion,
-    _watchdog,
-)
-from jaxstrategy.cluster.liveness._exit_codes import ExitCode
-from jaxstrategy.cluster.liveness._finish import stacks
-from jaxstrategy.cluster.liveness._watchdog import Watchdog
-from jaxstrategy.cluster.meeting._member import Member
+from jaxstrategy.processes import _watchdog
+from jaxstrategy.processes._ending import stacks
+from jaxstrategy.processes._exit_codes import ExitCode
+from jaxstrategy.processes._rendezvous import Member
+from jaxstrategy.processes._store import LoneBoard, ProcessState
+from jaxstrategy.processes._watchdog import Watchdog
 
 # A loop that says when it is under way, and goes on until something ends it.
 LOOP = """
@@ -252,7 +246,7 @@ def state(
 )
 def test_the_suspicion_names_the_culprit(other, text):
     states = [state(0, pending="step 3"), other, state(2, step=5)]
-    assert text in _suspicion.suspicion(states, 0, "step 3", 10.0, 3)
+    assert text in _watchdog.suspicion(states, 0, "step 3", 10.0, 3)
 
 
 @pytest.mark.parametrize(
@@ -270,7 +264,7 @@ def test_the_suspicion_names_the_culprit(other, text):
 )
 def test_who_is_waited_for_outside_of_steps(other, text):
     states = [state(0, pending="saving"), other]
-    assert text in _suspicion.suspicion(states, 0, "saving", 10.0, None)
+    assert text in _watchdog.suspicion(states, 0, "saving", 10.0, None)
 
 
 @pytest.mark.parametrize(
@@ -300,7 +294,7 @@ def test_who_is_waited_for_outside_of_steps(other, text):
     ],
 )
 def test_each_process_is_described(process, text):
-    assert f"process 1 (host h, pid 11) {text}" in _suspicion.described(process)
+    assert f"process 1 (host h, pid 11) {text}" in _watchdog.described(process)
 
 
 def test_stacks_show_every_thread():

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 import jaxstrategy as js
-from jaxstrategy.cluster.connections._secret import Secret
 from jaxstrategy.parameter_servers import __main__ as program
 from jaxstrategy.parameter_servers._operations import CallNumber, Read, ServerOperation
 from jaxstrategy.parameter_servers.backends import _called_tasks
@@ -23,6 +22,7 @@ from jaxstrategy.parameter_servers.backends._served_task import ServedTask
 from jaxstrategy.parameter_servers.wire import _listener
 from jaxstrategy.parameter_servers.wire._frame import WireFrame
 from jaxstrategy.parameter_servers.wire._kinds import Kind
+from jaxstrategy.processes._secret import Secret
 
 SECRET = "a secret of all processes of the job"
 

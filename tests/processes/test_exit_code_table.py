@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 import jaxstrategy
-from jaxstrategy.cluster.liveness import _exit_codes
-from jaxstrategy.cluster.liveness._exit_codes import ExitCode, Restart
 from jaxstrategy.launch import _kubernetes_manifest, _slurm_script
 from jaxstrategy.launch._attempt import Outcome, is_failure
 from jaxstrategy.launch._launch_options import MORE, Options
 from jaxstrategy.launch._main import exit_code
 from jaxstrategy.launch._workers import Ended
+from jaxstrategy.processes import _exit_codes
+from jaxstrategy.processes._exit_codes import ExitCode, Restart
 
 PACKAGE = Path(jaxstrategy.__file__).parent
 OPTIONS = Options(command=("train.py",), processes=2)

@@ -14,7 +14,6 @@ import pytest
 import zmq
 from helpers.threads import until
 
-from jaxstrategy.cluster.connections._secret import Secret
 from jaxstrategy.processes import _messages
 from jaxstrategy.processes._messages import (
     Client,
@@ -25,6 +24,7 @@ from jaxstrategy.processes._messages import (
     packed,
     unpacked,
 )
+from jaxstrategy.processes._secret import Secret
 
 WORD = "correct horse battery staple"
 SECRET = Secret(WORD)
@@ -277,7 +277,7 @@ def test_a_folder_that_others_may_enter_is_not_trusted(serve):
 
 CHILD = """
 import os, sys, time
-from jaxstrategy.cluster.connections._secret import Secret
+from jaxstrategy.processes._secret import Secret
 from jaxstrategy.processes._messages import Client, Server
 server = Server(Secret(os.environ["WORD"]), lambda request: None, address=sys.argv[2])
 client = Client(sys.argv[1], Secret(os.environ["WORD"]))

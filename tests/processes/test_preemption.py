@@ -14,13 +14,13 @@ from helpers.threads import until
 
 import jaxstrategy as js
 from jaxstrategy import ClusterError
-from jaxstrategy.cluster.agreement._stop_agreement import StopAgreement
-from jaxstrategy.cluster.board._board import LoneBoard
 from jaxstrategy.experimental import (
     PreemptionCheckpointHandler,
     PreemptionWatcher,
     TerminationConfig,
 )
+from jaxstrategy.processes._agreement import StopAgreement
+from jaxstrategy.processes._store import LoneBoard
 
 SECONDS = 60
 

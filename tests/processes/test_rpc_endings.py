@@ -16,12 +16,12 @@ import pytest
 from helpers.threads import Started, until
 
 import jaxstrategy as js
-from jaxstrategy.cluster.connections._secret import NETWORK, VARIABLE, Secret
 from jaxstrategy.parameter_servers.wire._frame import HEAD, FrameError, WireFrame
 from jaxstrategy.parameter_servers.wire._kinds import Kind
 from jaxstrategy.parameter_servers.wire._listener import Listener, dialled
 from jaxstrategy.parameter_servers.wire._responder import done
 from jaxstrategy.parameter_servers.wire._stream import Stream
+from jaxstrategy.processes._secret import NETWORK, VARIABLE, Secret
 
 rpc = js.experimental.rpc
 INT = jax.ShapeDtypeStruct((), jnp.int32)

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from jaxstrategy import PerReplica
-from jaxstrategy.cluster.board._board import LoneBoard
-from jaxstrategy.cluster.liveness._watchdog import Watchdog
 from jaxstrategy.inputs import _origins
+from jaxstrategy.processes._store import LoneBoard
+from jaxstrategy.processes._watchdog import Watchdog
 from jaxstrategy.tracing import _compiling
 
 

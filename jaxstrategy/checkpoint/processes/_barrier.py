@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import final
 
 from jaxstrategy.checkpoint.processes._checkpoint_agreement import first_line
-from jaxstrategy.cluster._processes import Processes
+from jaxstrategy.processes._job import Processes
 
 
 class ElsewhereError(OSError):

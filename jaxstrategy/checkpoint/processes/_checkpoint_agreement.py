@@ -10,18 +10,18 @@ from collections.abc import Iterator, Sequence
 import jax
 
 from jaxstrategy._errors import ClusterError
-from jaxstrategy.cluster import _processes
-from jaxstrategy.cluster.connections._fields import Json
+from jaxstrategy.processes import _job
+from jaxstrategy.processes._channel import Json
 
 _TICK_SECONDS = 0.5
 
 
-def current() -> _processes.Processes | None:
+def current() -> _job.Processes | None:
     """The processes that take part; None if there is but one.
 
     Where JAX was started without us, they meet now; then all must call this.
     """
-    return None if jax.process_count() == 1 else _processes.start()
+    return None if jax.process_count() == 1 else _job.start()
 
 
 def agree(what: str, said: Json) -> list[Json]:
@@ -110,7 +110,7 @@ def join(thread: threading.Thread, what: str) -> None:
                 activity.progress()
 
 
-def _is_written(processes: _processes.Processes) -> bool:
+def _is_written(processes: _job.Processes) -> bool:
     """Whether a process has not yet written its part, and is heard of."""
     if processes.watchdog.writes is not None:
         return True

@@ -6,8 +6,8 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import cast, final
 
-from jaxstrategy.cluster._processes import Processes
-from jaxstrategy.cluster.agreement._operation import Operation, users_line
+from jaxstrategy.processes._agreement import Operation, users_line
+from jaxstrategy.processes._job import Processes
 from jaxstrategy.replicas._replicas import Replicas
 
 _ADVICE = (

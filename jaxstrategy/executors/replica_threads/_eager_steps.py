@@ -13,7 +13,6 @@ from jax.core import Tracer
 
 from jaxstrategy._errors import ContextError
 from jaxstrategy._options import RunOptions
-from jaxstrategy.cluster._processes import Processes
 from jaxstrategy.contexts import _context, _trace_numbers
 from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
 from jaxstrategy.contexts._replica_context import ReplicaContext
@@ -38,6 +37,7 @@ from jaxstrategy.executors.replica_threads._replica_thread import (
 )
 from jaxstrategy.executors.replica_threads._replica_turns import ReplicaTurns
 from jaxstrategy.executors.replica_threads._thread_settings import thread_settings
+from jaxstrategy.processes._job import Processes
 from jaxstrategy.reductions._met_collectives import MetCollective
 from jaxstrategy.reductions._reduction import Reduction
 from jaxstrategy.tracing import _results

@@ -13,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, final
 
 from jaxstrategy._errors import ClusterError, WorkerLost
-from jaxstrategy.cluster.connections._secret import Secret
 from jaxstrategy.parameter_servers.backends._cluster_session import (
     COORDINATOR,
     Hello,
@@ -28,6 +27,7 @@ from jaxstrategy.parameter_servers.wire._kinds import Kind
 from jaxstrategy.parameter_servers.wire._peer import Peer
 from jaxstrategy.parameter_servers.wire._remote_worker import RemoteWorker
 from jaxstrategy.parameter_servers.wire._stream import Stream
+from jaxstrategy.processes._secret import Secret
 
 _PAUSE = 0.2  # between two tries to reach a task
 _SAID_SECONDS = 15.0  # without one, after which a line says so

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 
 import jax
 
-from jaxstrategy.cluster.connections._secret import VARIABLE as SECRET
 from jaxstrategy.cluster.resolvers import _launched
 from jaxstrategy.cluster.resolvers._tf_config import VARIABLE as TF_CONFIG
+from jaxstrategy.processes._secret import VARIABLE as SECRET
 
 # What names one process of a job, and children are none of its processes.
 _OF_ONE_PROCESS = (

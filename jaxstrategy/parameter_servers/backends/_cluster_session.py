@@ -7,12 +7,12 @@ import secrets
 from collections.abc import Mapping
 from typing import Any, Literal, Self, final, get_args
 
-from jaxstrategy.cluster.connections._fields import Fields, has, is_text, is_whole
-from jaxstrategy.cluster.connections._secret import Secret
 from jaxstrategy.parameter_servers.wire import _listener, _remote_error
 from jaxstrategy.parameter_servers.wire._frame import WireFrame
 from jaxstrategy.parameter_servers.wire._kinds import Kind
 from jaxstrategy.parameter_servers.wire._stream import Stream
+from jaxstrategy.processes._channel import Fields, has, is_text, is_whole
+from jaxstrategy.processes._secret import Secret
 
 COORDINATOR = secrets.token_hex(16)
 """The name of this process as a coordinator; another one has another name."""

@@ -9,8 +9,6 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import final
 
-from jaxstrategy.cluster.connections import _secret
-from jaxstrategy.cluster.connections._secret import Secret
 from jaxstrategy.launch._ray_cluster import RayCluster
 from jaxstrategy.launch._ray_options import HANDED_ON, PLACEMENTS
 from jaxstrategy.parameter_servers._abstract_server import AbstractServer
@@ -19,6 +17,8 @@ from jaxstrategy.parameter_servers.backends import _child_environment
 from jaxstrategy.parameter_servers.backends._ray_tasks import RayTasks
 from jaxstrategy.parameter_servers.wire import _peer
 from jaxstrategy.parameter_servers.wire._remote_worker import RemoteWorker
+from jaxstrategy.processes import _secret
+from jaxstrategy.processes._secret import Secret
 from jaxstrategy.text._shown import shown
 from jaxstrategy.text._whole_numbers import positive
 

@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Literal, final
 
-from jaxstrategy.cluster.connections._wire import address_of
 from jaxstrategy.cluster.resolvers._tf_config import VARIABLE as TF_CONFIG
 from jaxstrategy.launch._exit_meanings import described
 from jaxstrategy.launch._output import OutputThread
@@ -16,6 +15,7 @@ from jaxstrategy.launch._ray_actors import RayActors
 from jaxstrategy.launch._ray_process import RayStartedProcess
 from jaxstrategy.parameter_servers.backends._called_tasks import CalledTask
 from jaxstrategy.parameter_servers.backends._child_process import show
+from jaxstrategy.processes._channel import address_of
 
 Job = Literal["worker", "ps"]
 _PROGRAM = ("-m", "jaxstrategy.parameter_servers")

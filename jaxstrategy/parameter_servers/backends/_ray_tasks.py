@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import final
 
 from jaxstrategy._errors import ClusterError, WorkerLost
-from jaxstrategy.cluster.connections._secret import Secret
 from jaxstrategy.launch._ray_actors import RayActors
 from jaxstrategy.launch._ray_cluster import RayCluster
 from jaxstrategy.parameter_servers.backends._called_tasks import (
@@ -18,6 +17,7 @@ from jaxstrategy.parameter_servers.backends._called_tasks import (
 )
 from jaxstrategy.parameter_servers.backends._ray_task import Job, RayTask
 from jaxstrategy.parameter_servers.backends._worker_place import Ended, WorkerPlace
+from jaxstrategy.processes._secret import Secret
 
 _LOOPBACK = "127.0.0.1"
 

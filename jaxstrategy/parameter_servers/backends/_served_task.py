@@ -11,8 +11,6 @@ import jax
 import jax.export
 
 from jaxstrategy._errors import ClusterError
-from jaxstrategy.cluster.connections import _secret
-from jaxstrategy.cluster.connections._secret import Secret
 from jaxstrategy.cluster.resolvers._cluster_spec import ClusterSpec
 from jaxstrategy.parameter_servers._worker_engine import WorkerEngine
 from jaxstrategy.parameter_servers.backends._cluster_session import Hello, joined
@@ -27,6 +25,8 @@ from jaxstrategy.parameter_servers.wire._responder import Answer
 from jaxstrategy.parameter_servers.wire._server_answers import ServerAnswers
 from jaxstrategy.parameter_servers.wire._stream import Stream
 from jaxstrategy.parameter_servers.wire._worker_answers import WorkerAnswers
+from jaxstrategy.processes import _secret
+from jaxstrategy.processes._secret import Secret
 
 SERVED = ("worker", "ps")
 

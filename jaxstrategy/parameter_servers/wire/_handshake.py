@@ -16,18 +16,22 @@ import time
 from collections.abc import Callable
 
 from jaxstrategy._errors import ClusterError
-from jaxstrategy.cluster.connections import _secret
-from jaxstrategy.cluster.connections._channel import (
+from jaxstrategy.parameter_servers.wire._stream import LARGEST, Keys, Stream
+from jaxstrategy.processes import _secret
+from jaxstrategy.processes._channel import (
     NONCE_BYTES,
     REFUSAL,
+    Connection,
+    Fields,
     ForgedError,
     Greeting,
+    Message,
     RefusedError,
+    has,
+    is_text,
+    received,
 )
-from jaxstrategy.cluster.connections._fields import Fields, Message, has, is_text
-from jaxstrategy.cluster.connections._secret import Secret
-from jaxstrategy.cluster.connections._wire import Connection, received
-from jaxstrategy.parameter_servers.wire._stream import LARGEST, Keys, Stream
+from jaxstrategy.processes._secret import Secret
 
 SECONDS = 10.0
 """The time for a handshake."""

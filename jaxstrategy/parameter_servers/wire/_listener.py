@@ -11,13 +11,12 @@ from collections.abc import Callable
 from typing import final
 
 from jaxstrategy._errors import ClusterError
-from jaxstrategy.cluster.connections import _secret
-from jaxstrategy.cluster.connections._fields import Message
-from jaxstrategy.cluster.connections._secret import Secret
-from jaxstrategy.cluster.connections._wire import address_of, endpoint, tune
 from jaxstrategy.launch._late_threads import started
 from jaxstrategy.parameter_servers.wire import _handshake
 from jaxstrategy.parameter_servers.wire._stream import LARGEST, Stream
+from jaxstrategy.processes import _secret
+from jaxstrategy.processes._channel import Message, address_of, endpoint, tune
+from jaxstrategy.processes._secret import Secret
 
 _PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ECONNABORTED)
 _PAUSE = 0.05  # while this process has too many files open

@@ -9,17 +9,13 @@ from typing import TypeAlias, final
 import numpy as np
 
 from jaxstrategy._errors import ClusterError
-from jaxstrategy.cluster.connections._secret import (
-    HOW_TO_MAKE_ONE,
-    NETWORK,
-    VARIABLE,
-)
 from jaxstrategy.launch._late_threads import started
 from jaxstrategy.parameter_servers.wire import _remote_error
 from jaxstrategy.parameter_servers.wire._frame import Fields, FrameError, WireFrame
 from jaxstrategy.parameter_servers.wire._heartbeat import LONGEST_PATIENCE, Heartbeat
 from jaxstrategy.parameter_servers.wire._kinds import Kind
 from jaxstrategy.parameter_servers.wire._stream import Stream
+from jaxstrategy.processes._secret import HOW_TO_MAKE_ONE, NETWORK, VARIABLE
 
 Answer: TypeAlias = Callable[[WireFrame, Stream], WireFrame]
 """Makes the answer to a request, or raises what the other end shall raise."""

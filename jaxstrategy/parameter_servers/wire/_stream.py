@@ -11,10 +11,10 @@ from typing import NamedTuple, final
 
 import numpy as np
 
-from jaxstrategy.cluster.connections._fields import Message
 from jaxstrategy.parameter_servers.wire import _frame, _receive_buffers
 from jaxstrategy.parameter_servers.wire._frame import FrameError, Lengths, WireFrame
 from jaxstrategy.parameter_servers.wire._receive_buffers import ReceiveBuffers
+from jaxstrategy.processes._channel import Message
 
 LARGEST = 1 << 38
 """Bytes of a frame, if nothing else is said."""

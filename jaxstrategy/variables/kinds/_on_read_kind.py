@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jaxstrategy._options import VariableAggregation
-from jaxstrategy.cluster import _processes
+from jaxstrategy.processes import _job
 from jaxstrategy.replicas import _mesh
 from jaxstrategy.replicas._inner_placement import lying_like, of_stacked, with_inner
 from jaxstrategy.replicas._replicas import SPLIT
@@ -102,7 +102,7 @@ class OnReadKind(VariableKind):
                 return own
             return _aggregation.across(self.aggregation, own, this_strategy())
         assert self.owner is not None, "ordinary variables are mirrored ones"
-        with _processes.exchanging(f"the value of variable {self.name!r}", ref[...]):
+        with _job.exchanging(f"the value of variable {self.name!r}", ref[...]):
             return _aggregation.of_copies(self.aggregation, ref[...], self.owner)
 
     def write(

@@ -11,12 +11,12 @@ import time
 import numpy as np
 
 import jaxstrategy as js
-from jaxstrategy.cluster import _processes
+from jaxstrategy.processes import _job
 
 
 def until_all_have_told():
     """Return when process 0 has heard from each process of its last step."""
-    processes, end = _processes.current(), time.monotonic() + 20
+    processes, end = _job.current(), time.monotonic() + 20
     last = processes.watchdog.status()["step"]
     while True:
         told = [s.status["arrivals"][-1:] for s in processes.board.states() if s.status]

@@ -1,40 +1,290 @@
-"""Ends a process whose step makes no progress, with a report of what all wait for.
-
-A step that waits for a process that will not come cannot be interrupted: the devices
-wait inside a compiled program. On CPU, when a process dies, its neighbours in Gloo's
-ring get an error at best, and the others hang (measured with JAX 0.10 and 0.12). So a
-thread looks on, says where each process is, and ends this one; a launcher starts the
-job again.
-"""
+"""Ends a process whose step makes no progress, with a report of what all wait for."""
 
 from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
+import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import final
 
 import jax
 
 from jaxstrategy._errors import ClusterError
-from jaxstrategy.cluster.board._board import (
+from jaxstrategy.processes import _stragglers
+from jaxstrategy.processes._exit_codes import ExitCode
+from jaxstrategy.processes._store import (
+    LATE_SECONDS,
     AbstractBoard,
     Departure,
     ProcessState,
+    Status,
 )
-from jaxstrategy.cluster.board._board_messages import Status
-from jaxstrategy.cluster.liveness._activity import (
-    Activity,
-    Noted,
-)
-from jaxstrategy.cluster.liveness._arrivals import Arrivals
-from jaxstrategy.cluster.liveness._exit_codes import ExitCode
-from jaxstrategy.cluster.liveness._finish import finish
-from jaxstrategy.cluster.liveness._stall_report import Pending, stall_report
+from jaxstrategy.processes._stragglers import Arrivals
+
+_OWN_THREADS = "jaxstrategy-"
+_once = threading.Lock()
+# Held while an exception is printed, which then comes first.
+speaking = threading.Lock()
+_SPEAKING_SECONDS = 5.0
+
+
+def finish(
+    code: int,
+    text: str,
+    before: Callable[[], None] | None = None,
+    pause_seconds: float | None = 0.3,
+) -> None:
+    """Print `text` after all that was printed so far, and end the process with `code`.
+
+    Nothing runs after it: no `finally`, no `atexit`, where JAX would wait for the
+    others. The first caller wins; any other thread that comes here stays here.
+
+    Args:
+      before: done first, for example to tell the others.
+      pause_seconds: for what other threads have to say about the same event; None
+        when JAX is about to end the process itself.
+    """
+    _once.acquire()
+    try:
+        if before is not None:
+            before()
+        if pause_seconds is not None:
+            time.sleep(pause_seconds)
+            speaking.acquire(timeout=_SPEAKING_SECONDS)
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:
+                stream.flush()
+    except (OSError, ValueError):
+        pass  # a closed pipe or stream; the text still has a way
+    try:
+        text = text if text.endswith("\n") else f"{text}\n"
+        os.write(2, text.encode(errors="replace"))
+    finally:
+        os._exit(code)
+
+
+def stacks() -> str:
+    """The stacks of this process's Python threads, the main thread first."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    main = threading.main_thread().ident
+    told = []
+    for ident, frame in sorted(
+        sys._current_frames().items(), key=lambda item: item[0] != main
+    ):
+        name = names.get(ident, f"thread {ident}")
+        if not name.startswith(_OWN_THREADS):
+            lines = "".join(traceback.format_stack(frame)).rstrip()
+            told.append(f"{name}, the innermost call last:\n{lines}")
+    return "\n".join(told)
+
+
+@final
+class Activity:
+    """A wait or a read, with its beginning.
+
+    Args:
+      what: in words.
+      busy: what this process does by itself meanwhile, None if it waits for others.
+    """
+
+    def __init__(self, what: str, busy: str | None = None) -> None:
+        self.what = what
+        self.busy = busy
+        self._since = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        """Since it began or made progress."""
+        return time.monotonic() - self._since
+
+    def progress(self) -> None:
+        """Give it the whole time again."""
+        self._since = time.monotonic()
+
+
+@final
+class Noted(AbstractContextManager[Activity]):
+    """A block during which an activity is known; cheap, there is one for each batch."""
+
+    def __init__(self, among: dict[int, Activity], what: str, busy: str | None) -> None:
+        self._among = among
+        self._activity = Activity(what, busy)
+
+    def __enter__(self) -> Activity:
+        self._among[id(self)] = self._activity
+        return self._activity
+
+    def __exit__(self, *error: object) -> None:
+        del self._among[id(self)]
+
+
+# The report names a batch that has been read for so long.
+_READING_SECONDS = 1.0
+
+
+def described(state: ProcessState) -> str:
+    """A process and what it does, as a line of the report."""
+    if state.end is not None:
+        return str(Departure(state.member, state.end, state.text))
+    if state.silent_seconds > LATE_SECONDS:
+        return (
+            f"{state.member} has not answered for {state.silent_seconds} s; before, it "
+            f"{_doing(state.status)}"
+        )
+    return f"{state.member} {_doing(state.status)}"
+
+
+def _doing(status: Status | None) -> str:
+    if status is None:
+        return "had not said how far it is"
+    reads = "".join(
+        f"; its input pipeline has not delivered {what} for {seconds} s"
+        for what, seconds in status["reads"]
+        if seconds >= _READING_SECONDS
+    )
+    if status["pending"] is None:
+        return f"waited for nothing; last: {status['what']}{reads}"
+    if status["busy"]:
+        return f"{status['busy']}, for {status['seconds']} s; last: {status['what']}"
+    return (
+        f"had been in {status['pending']} for {status['seconds']} s; last begun: "
+        f"{status['what']}{reads}"
+    )
+
+
+def suspicion(
+    states: Sequence[ProcessState],
+    index: int,
+    what: str,
+    seconds: float,
+    step: int | None,
+) -> str:
+    """Name the process that is most likely waited for, in a sentence.
+
+    Args:
+      states: of all processes.
+      index: of the one that waits.
+      what: it waits in, in words.
+      seconds: how long it has waited.
+      step: the number of the step it waits in, None if it is another wait.
+    """
+    others = [state for state in states if state.member.index != index]
+    for state in others:
+        if state.end is not None:
+            return f"{Departure(state.member, state.end, state.text)}."
+    silent = [s for s in others if s.silent_seconds > LATE_SECONDS]
+    if silent:
+        worst = max(silent, key=lambda state: state.silent_seconds)
+        return (
+            f"{worst.member} has not answered for {worst.silent_seconds} s. It is "
+            "stopped, or its host is."
+        )
+    if late := _late_readers(states, seconds):
+        return late
+    if step is None:
+        return _not_there([s for s in others if s.status], what)
+    return _behind([s for s in others if s.status], step)
+
+
+def _late_readers(states: Sequence[ProcessState], waited: float) -> str:
+    """Name the input pipelines that others wait for; empty if none is late."""
+    least = max(_READING_SECONDS, waited / 2)
+    told = [
+        f"the input pipeline of {state.member} has not delivered {what} for {seconds} s"
+        for state in states
+        for what, seconds in (state.status["reads"] if state.status else ())
+        if seconds >= least
+    ]
+    return f"{' and '.join(told)}. Its source is slow or stuck." if told else ""
+
+
+def _not_there(others: Sequence[ProcessState], what: str) -> str:
+    """Name the process that has not come to a wait that is no step."""
+    elsewhere = [s for s in others if s.status and s.status["pending"] != what]
+    if elsewhere:
+        return (
+            f"{elsewhere[0].member} has not come to {what}. {described(elsewhere[0])}. "
+            "All processes must do the same, in the same order."
+        )
+    return f"all processes answer and have come to {what}, which does not end."
+
+
+def _behind(others: Sequence[ProcessState], step: int) -> str:
+    """Name the process that has not come to a step."""
+    behind = [s for s in others if s.status and s.status["step"] < step]
+    if behind:
+        last = min(behind, key=lambda state: (state.status or {})["step"])
+        return (
+            f"{last.member} has not begun this step. {described(last)}. All processes "
+            "must run the same steps."
+        )
+    return (
+        "all processes answer and have begun this step. They may have called different "
+        "functions, or in a different order."
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Pending:
+    """A step, or another wait for all processes, that has not finished.
+
+    Attributes:
+      what: in words, such as `step 3`.
+      seconds: since it, or the program before it, began or made progress.
+      busy: what this process does by itself meanwhile, None if it waits.
+      step: the number of the step, None for another wait.
+    """
+
+    what: str
+    seconds: float
+    busy: str | None = None
+    step: int | None = None
+
+
+def stall_report(
+    board: AbstractBoard, pending: Pending, told: str, cause: str | None
+) -> tuple[str, str]:
+    """Write the report, and the cause in a sentence.
+
+    Args:
+      board: knows the states of the others.
+      pending: the wait that does not end.
+      told: the last step of this process in words.
+      cause: the reason, if it is known; else the states on the board tell it.
+    """
+    own = board.members[board.index]
+    states, unknown = _states(board)
+    if cause is None:
+        cause = unknown or suspicion(
+            states, board.index, pending.what, pending.seconds, pending.step
+        )
+    seconds = f"{pending.seconds:.1f} s in {pending.what}"
+    table = "\n".join(f"  {described(state)}" for state in states)
+    text = (
+        f"\njaxstrategy: {own} has made no progress for {seconds} (last begun: {told})."
+        f"\nPython stacks of {own}:\n{stacks()}\n"
+        f"Where the processes are:\n{table or '  unknown'}\n"
+        f"{_stragglers.at_the_end(board.known_states())}"
+        f"jaxstrategy: process {own.index} waited {seconds} and ends with exit code "
+        f"{ExitCode.WATCHDOG}: {cause}\n"
+    )
+    return text, cause
+
+
+def _states(board: AbstractBoard) -> tuple[list[ProcessState], str]:
+    """The states of all processes; or none, and the reason why they are unknown."""
+    try:
+        return board.states(), ""
+    except ClusterError as error:
+        return [], str(error)
+
 
 _TICK_SECONDS = 1.0
 # A thread that should run each second and did not for so long was stopped itself.

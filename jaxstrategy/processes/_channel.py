@@ -1,27 +1,99 @@
-"""Authenticated messages: JSON, with its length before it and a seal behind it.
-
-    guest to host    greeting, nonce                   in the clear
-    host to guest    greeting, nonce                   in the clear
-    then both ways   length, JSON, seal                again and again
-
-A seal is an HMAC-SHA256 of the message's number, length and JSON. Its key comes from
-the job's secret, the greeting (and so the protocol's version), both nonces and the
-direction. So the first message of each side proves that it knows the secret, here and
-now; no message can be replayed, reordered, reflected or taken to another connection.
-Nothing is hidden: who can listen on the network reads what processes tell each other.
-"""
+"""Authenticated messages over raw sockets: JSON with a length and a seal."""
 
 from __future__ import annotations
 
 import hmac
 import json
 import secrets
+import socket
 import struct
-from collections.abc import Iterator
-from typing import final
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeAlias, TypeGuard, final
 
-from jaxstrategy.cluster.connections._fields import Json
-from jaxstrategy.cluster.connections._secret import Secret
+from jaxstrategy.cluster.resolvers._addresses import address_of as address_of
+from jaxstrategy.cluster.resolvers._addresses import endpoint as endpoint
+from jaxstrategy.processes._secret import Secret
+
+Json: TypeAlias = Any
+"""A value of JSON. Its reader checks its form with `has`."""
+Message: TypeAlias = dict[str, Json]
+"""An object of JSON whose fields were checked."""
+IsRight: TypeAlias = Callable[[object], bool]
+"""Whether the value of a field may be that."""
+Fields: TypeAlias = Mapping[str, IsRight]
+"""The fields that a message must have; it may have others."""
+
+_LONGEST_NAME = 1000  # of a host or a job
+
+
+def has(message: object, fields: Fields) -> TypeGuard[Message]:
+    """Whether a message has these fields, with values as they may be."""
+    return isinstance(message, dict) and all(
+        name in message and is_right(message[name]) for name, is_right in fields.items()
+    )
+
+
+def is_one_of(message: object, known: Mapping[str, Fields]) -> TypeGuard[Message]:
+    """Whether a message has the fields of the operation that it names as `op`."""
+    op = message.get("op") if isinstance(message, dict) else None
+    fields = known.get(op) if isinstance(op, str) else None
+    return fields is not None and has(message, fields)
+
+
+def is_text(value: object) -> bool:
+    """Whether it is a string."""
+    return isinstance(value, str)
+
+
+def is_name(value: object) -> bool:
+    """Whether it is a string of a sensible length."""
+    return isinstance(value, str) and len(value) <= _LONGEST_NAME
+
+
+def is_whole(value: object) -> bool:
+    """Whether it is a whole number from 0 on."""
+    # JSON has numbers of any length, sockets and clocks have not.
+    return type(value) is int and 0 <= value < 1 << 63
+
+
+def is_seconds(value: object) -> bool:
+    """Whether it is a time that clocks and locks can wait for."""
+    return (
+        isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and (0 <= value < 1e9)
+    )
+
+
+def is_anything(value: object) -> bool:
+    """Always: users say it to each other."""
+    return True
+
+
+def or_none(is_right: IsRight) -> IsRight:
+    """Whether it is right or null."""
+    return lambda value: value is None or is_right(value)
+
+
+def row(*kinds: IsRight) -> IsRight:
+    """Whether it is a list of values of these kinds."""
+
+    def is_row(value: object) -> bool:
+        return (
+            isinstance(value, list)
+            and len(value) == len(kinds)
+            and all(is_right(each) for is_right, each in zip(kinds, value, strict=True))
+        )
+
+    return is_row
+
+
+def rows(is_right: IsRight) -> IsRight:
+    """Whether it is a list, each entry of which is right."""
+    return lambda value: isinstance(value, list) and all(map(is_right, value))
+
 
 GREETING = b"jaxstrategy-meeting/2\n"
 """The first bytes on each connection, both ways: nothing else begins so."""
@@ -224,3 +296,88 @@ def _depth(text: str, message: Json, most: int) -> int:
 def _containers(part: Json) -> list[Json]:
     children = part.values() if isinstance(part, dict) else part
     return [child for child in children if isinstance(child, list | tuple | dict)]
+
+
+# How long a host may be unreachable, in seconds, before the kernel gives it up. A
+# stopped process is something else: its host still answers.
+_UNREACHABLE = 20
+
+
+class Connection:
+    """A TCP connection that carries messages, for use with blocking calls."""
+
+    def __init__(self, sock: socket.socket, channel: Channel) -> None:
+        self.sock = sock
+        self.channel = channel
+        self._sending = threading.Lock()
+
+    def send(self, message: Json) -> None:
+        """Send one message; callable from any thread.
+
+        Raises:
+          OSError: the connection has ended.
+          TypeError: the message cannot be written as JSON.
+          ValueError: it is too large, or nested too deeply.
+        """
+        # A seal has the number of its message: what is packed first must be sent first.
+        with self._sending:
+            self.sock.sendall(self.channel.packed(message))
+
+    def receive(self, deadline: float | None = None) -> Json:
+        """The next message.
+
+        Args:
+          deadline: of `time.monotonic()`; by default there is none.
+
+        Raises:
+          TimeoutError: it did not come in time.
+          EOFError: the other side closed the connection.
+          OSError, ValueError: it broke; it carries something else.
+        """
+        while True:
+            for message in self.channel.messages():
+                return message
+            self.channel.add(received(self.sock, deadline))
+
+    def close(self) -> None:
+        """End the connection, also for a thread that waits in `receive`."""
+        try:
+            # On Linux, `close` alone does not wake a thread that waits in `recv`.
+            self.sock.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # the other side was faster
+        self.sock.close()
+
+
+def received(sock: socket.socket, deadline: float | None = None) -> bytes:
+    """Some bytes, as soon as there are any.
+
+    Raises:
+      TimeoutError: none came in time.
+      EOFError: the other side closed the connection.
+      OSError: it broke.
+    """
+    if deadline is not None:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        sock.settimeout(left)
+    data = sock.recv(1 << 16)
+    if not data:
+        raise EOFError
+    return data
+
+
+def tune(sock: socket.socket) -> None:
+    """Send small messages at once, and notice a host that is cut off."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (
+        # 5 s of silence, then 5 probes 3 s apart: as many seconds.
+        ("TCP_KEEPIDLE", 5),
+        ("TCP_KEEPINTVL", 3),
+        ("TCP_KEEPCNT", 5),
+        ("TCP_USER_TIMEOUT", 1000 * _UNREACHABLE),  # Linux
+    ):
+        if hasattr(socket, name):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import signal
 import sys
 import threading
 import time
@@ -13,15 +14,10 @@ from typing import final
 import jax
 
 from jaxstrategy._errors import ClusterError
-from jaxstrategy.cluster.board._board import Departure
-from jaxstrategy.cluster.board._shared_board import Board
-from jaxstrategy.cluster.liveness import _arrivals
-from jaxstrategy.cluster.liveness._exit_codes import ExitCode
-from jaxstrategy.cluster.liveness._finish import (
-    finish,
-    speaking,
-)
-from jaxstrategy.cluster.liveness._watchdog import Watchdog
+from jaxstrategy.processes import _stragglers
+from jaxstrategy.processes._exit_codes import ExitCode
+from jaxstrategy.processes._store import Board, Departure
+from jaxstrategy.processes._watchdog import Watchdog, finish, speaking
 from jaxstrategy.text import _user_code
 
 # So long the user's own exception may take to be printed before the death of another
@@ -122,7 +118,7 @@ class Ending:
     @property
     def _late(self) -> str:
         """The line of process 0 about late processes; empty in the others."""
-        return _arrivals.at_the_end(self._board.known_states())
+        return _stragglers.at_the_end(self._board.known_states())
 
     def _exiting(self) -> None:
         """Wait until all have finished: JAX's barrier would give up after a time.
@@ -163,3 +159,17 @@ def described(error: BaseException) -> str:
     line = _user_code.users_line(error.__traceback__)
     told = type(error).__name__ + (f": {text}" if text else "")
     return f"{told} ({line})" if line else told
+
+
+def keep_sigterm() -> None:
+    """Let the runtime that is about to start leave SIGTERM as it is."""
+    jax.config.update("jax_enable_preemption_service", False)
+
+
+def take_back_sigterm() -> None:
+    """Let SIGTERM do what it did before a runtime that was started elsewhere."""
+    if threading.current_thread() is not threading.main_thread():
+        return  # Python installs handlers in the main thread only
+    before = signal.getsignal(signal.SIGTERM)
+    if before is not None:  # else it is of C code that was there before Python
+        signal.signal(signal.SIGTERM, before)

@@ -1,8 +1,4 @@
-"""The times at which processes come to steps: which are late, and by how much.
-
-Clocks of hosts differ. But when processes have compared a step, all of them hear of it
-at the same moment; times are counted from there.
-"""
+"""The times at which processes come to steps: which are late, and by how much."""
 
 from __future__ import annotations
 
@@ -15,9 +11,9 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import final
 
-from jaxstrategy.cluster.board._board import ProcessState
-from jaxstrategy.cluster.meeting._member import Member
 from jaxstrategy.cluster.resolvers._launched import LATE
+from jaxstrategy.processes._rendezvous import Member
+from jaxstrategy.processes._store import ProcessState
 
 # What a process tells each second; the last steps are enough to see who is late.
 _KEPT = 256
