@@ -16,7 +16,7 @@ STARTED = """
 import os, signal, sys, time
 import jax, numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-from jaxstrategy.cluster import _processes
+from jaxstrategy.processes import _job as _processes
 from jaxstrategy.cluster.resolvers._cluster_resolver import Process
 
 RANK = int(os.environ["JAXSTRATEGY_PROCESS_ID"])

@@ -30,7 +30,7 @@ import os, time
 import jax
 RANK = int(os.environ["JAXSTRATEGY_PROCESS_ID"])
 jax.distributed.initialize(os.environ["JAXSTRATEGY_COORDINATOR"], 2, RANK)
-from jaxstrategy.cluster import _processes
+from jaxstrategy.processes import _job as _processes
 _processes.start(timeout_seconds=30, start_seconds=30)
 print("going")
 time.sleep(60)
@@ -51,7 +51,7 @@ def test_a_handler_of_the_users_own_stays(job):
     import signal
     signal.signal(signal.SIGTERM, lambda *_: print("heard"))
     import jax, os, time
-    from jaxstrategy.cluster import _processes
+    from jaxstrategy.processes import _job as _processes
     from jaxstrategy.cluster.resolvers._cluster_resolver import Process
     RANK = int(os.environ["JAXSTRATEGY_PROCESS_ID"])
     _processes.start(Process(RANK, 2, os.environ["JAXSTRATEGY_COORDINATOR"]))
