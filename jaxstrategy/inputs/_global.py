@@ -62,6 +62,16 @@ class GlobalReader(Reader):
             are_own=self._source.are_own,
         )
 
+    def counts_ahead(self, most: int) -> list[list[int]]:
+        """Those of the rows that the source is sure of."""
+        division, found = self._division, []
+        first, local = self.replicas.first, self.replicas.local
+        for rows in self._source.rows_ahead(most):
+            if division is None or not 0 < rows <= division.rows:
+                break
+            found.append(division.counts(rows)[first : first + local])
+        return found
+
     def _divided(self, rows: int, number: int) -> Division:
         if self._division is None:
             if not rows:

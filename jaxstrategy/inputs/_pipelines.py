@@ -72,6 +72,24 @@ class PipelinesReader(Reader):
             arrays=arrays, own_counts=tuple(counts), each=each, are_own=are_own
         )
 
+    def counts_ahead(self, most: int) -> list[list[int]]:
+        """Those of steps for all of whose replicas the pipelines are sure."""
+        local, count = self.replicas.local, len(self._pipelines)
+        rows = [each.rows_ahead(most * -(-local // count)) for each in self._pipelines]
+        found: list[list[int]] = []
+        places = [0] * count
+        while len(found) < most:
+            counts = []
+            for replica in range(local):
+                of = rows[replica % count]
+                place = places[replica % count]
+                if place >= len(of) or not 0 < of[place] <= (self._each or 0):
+                    return found
+                counts.append(of[place])
+                places[replica % count] += 1
+            found.append(counts)
+        return found
+
     def _read(self, replica: int) -> SourceBatch | None:
         try:
             place = replica % len(self._pipelines)

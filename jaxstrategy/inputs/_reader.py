@@ -48,6 +48,13 @@ class Reader(abc.ABC):
     def read(self) -> HostBatch | None:
         """This process's part of the next step's batch; None at the end."""
 
+    @abc.abstractmethod
+    def counts_ahead(self, most: int) -> list[list[int]]:
+        """The real rows of each own replica in the next steps, as far as they are sure.
+
+        Only after a first batch was read.
+        """
+
     @property
     @abc.abstractmethod
     def passes(self) -> list[Pass]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any, Self
 
@@ -10,9 +12,24 @@ from jaxstrategy.inputs import _division
 from jaxstrategy.inputs._host_batch import HostBatch
 from jaxstrategy.inputs._reader import Reader
 from jaxstrategy.inputs.sources._source import State
-from jaxstrategy.processes._agreement import AbstractAgreement
+from jaxstrategy.processes._agreement import AbstractAgreement, LoneAgreement
 
 _VERSION = 2  # of states
+
+# Of so many steps at once the processes agree at most, times replicas.
+_MOST_AHEAD = 1 << 16
+
+# Said of a batch no row of which is missing.
+_FULL = 0
+
+
+def _runs(counts: list[list[int]]) -> list[list[Any]]:
+    """Equal neighbours as one, with their number.
+
+    >>> _runs([[2, 2], [2, 2], [2, 1]])
+    [[2, [2, 2]], [1, [2, 1]]]
+    """
+    return [[len(list(run)), key] for key, run in itertools.groupby(counts)]
 
 
 class Steps:
@@ -36,6 +53,10 @@ class Steps:
         self.done = 0
         self._each: int | None = None
         self._last: HostBatch | None = None
+        # How many replicas each process feeds, once all have said it.
+        self._own_replicas: list[int] = []
+        # The real rows of all replicas in steps that were agreed about ahead.
+        self._counts_ahead: collections.deque[list[int]] = collections.deque()
 
     def __iter__(self) -> Self:
         return self
@@ -102,27 +123,27 @@ class Steps:
             )
 
     def _agreed(self, batch: HostBatch | None) -> HostBatch:
-        said = None if batch is None else [batch.each, *batch.own_counts]
-        heard = self.agreement.exchange(said)
-        sizes = {found[0] for found in heard if found is not None}
-        if not sizes:
-            if self.done == 0:
-                raise ValueError(
-                    "The dataset has no batches. A generator that was read before has "
-                    "none left: give a list, or a function that makes generators."
-                )
-            raise StopIteration
-        batch = batch or self._filling()
-        if len(sizes) > 1:
-            batch = self._widened(batch, heard)
+        if self._counts_ahead:
+            counts = self._counts_ahead.popleft()
+            batch = self._as_announced(batch, counts)
+        else:
+            heard = self._heard(batch)
+            if not any(heard):
+                if self.done == 0:
+                    raise ValueError(
+                        "The dataset has no batches. A generator that was read before "
+                        "has none left: give a list, or a function that makes "
+                        "generators."
+                    )
+                raise StopIteration
+            batch = batch or self._filling()
+            if len({said[0] for said in heard if said}) > 1:
+                batch = self._widened(batch, heard)
+            elif all(heard):
+                self._agree_ahead(heard)
+            none = [0] * len(batch.own_counts)
+            counts = [n for said in heard for n in (said[1] if said else none)]
         self._last, self._each = batch, batch.each
-        counts = [
-            count
-            for found in heard
-            for count in (
-                found[1:] if found is not None else [0] * len(batch.own_counts)
-            )
-        ]
         self.done += 1
         return dataclasses.replace(
             batch,
@@ -130,6 +151,52 @@ class Steps:
             state=self.state(),
             is_padded=self._remainder in ("pad", "drop_empty"),
         )
+
+    def _heard(self, batch: HostBatch | None) -> list[list[Any] | None]:
+        """Of each process: rows of a replica, own counts, and those ahead in runs.
+
+        None of one that has no batch left.
+        """
+        heard = self.agreement.exchange(self._said(batch))
+        if all(isinstance(said, list) for said in heard):
+            self._own_replicas = [len(said[1]) for said in heard]
+        return [
+            [self._each, [self._each] * self._own_replicas[process], []]
+            if said == _FULL
+            else said
+            for process, said in enumerate(heard)
+        ]
+
+    def _said(self, batch: HostBatch | None) -> Any:
+        if batch is None:
+            return None
+        counts, ahead = list(batch.own_counts), []
+        if not isinstance(self.agreement, LoneAgreement):
+            most = max(_MOST_AHEAD // self.reader.replicas.total, 1)
+            ahead = _runs(self.reader.counts_ahead(most))
+        # What each process says goes to all others, so that the usual is short.
+        if self._own_replicas and not ahead and set(counts) == {batch.each}:
+            return _FULL
+        return [batch.each, counts, ahead]
+
+    def _agree_ahead(self, heard: list[Any]) -> None:
+        """Take note of the steps that all processes are sure of already."""
+        own = [[run[1] for run in said[2] for _ in range(run[0])] for said in heard]
+        for step in zip(*own, strict=False):
+            self._counts_ahead.append([count for counts in step for count in counts])
+
+    def _as_announced(self, batch: HostBatch | None, counts: list[int]) -> HostBatch:
+        """Raises if a batch is not the one that the other processes were told of."""
+        first, local = self.reader.replicas.first, self.reader.replicas.local
+        own = tuple(counts[first : first + local])
+        if batch is None or batch.own_counts != own:
+            found = "is missing" if batch is None else f"has {batch.own_counts} rows"
+            raise ValueError(
+                f"Step {self.done} {found}, where the other processes count on {own} "
+                "of the replicas here. The dataset was changed while it was read: give "
+                "one that stays as it is, or a function that makes generators."
+            )
+        return batch
 
     def _widened(self, batch: HostBatch, heard: list[Any]) -> HostBatch:
         """`batch` with as many rows as the largest in any process, in the first step.

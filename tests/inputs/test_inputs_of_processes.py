@@ -55,9 +55,11 @@ class Talk(AbstractAgreement):
         return self._meeting.exchange(self._turn, self._index, said)
 
 
-def in_processes(count, local, make, remainder="pad", resumed=None, most=None):
+def in_processes(
+    count, local, make, remainder="pad", resumed=None, most=None, meeting=None
+):
     """What each process feeds: its steps, or what it raised."""
-    meeting = Meeting(count)
+    meeting = meeting or Meeting(count)
     found = [None] * count
 
     def process(index):
@@ -167,6 +169,60 @@ def test_processes_with_uneven_pipelines_end_together(lengths, local, size):
         assert parts == wanted + [[]] * (steps * local - len(wanted))
     for step in range(steps):
         assert len({each[step].counts for each in found}) == 1
+
+
+def test_what_is_in_memory_is_agreed_about_once_and_ends_together():
+    lists = [
+        [np.arange(n) for n in [4] * 40 + [1] + [4] * length] for length in (9, 0, 5)
+    ]
+    meeting = Meeting(3)
+    found = in_processes(3, 2, of_pipelines(lists), meeting=meeting)
+    for p, batches in enumerate(lists):
+        parts = [part for step in found[p] for part in rows_of(step, p, 2)]
+        wanted = [batch.tolist() for batch in batches]
+        assert parts == wanted + [[]] * (50 - len(wanted))
+    assert len(meeting.said) <= 9  # 25 steps, and the end
+
+    batches = js.batches(np.arange(99), 8, shuffle=1, epochs=4)
+    meeting = Meeting(2)
+    found = in_processes(2, 2, of_global(batches), meeting=meeting)
+    for step, batch in enumerate(batches):
+        rows = [
+            row
+            for p in range(2)
+            for part in rows_of(found[p][step], p, 2)
+            for row in part
+        ]
+        assert rows == batch.tolist()
+    assert len(found[0]) == 52 and len(meeting.said) <= 3
+
+    # Of a generator nothing is known ahead, and little is said.
+    meeting = Meeting(2)
+    in_processes(2, 2, of_global(lambda: iter(list(batches))), meeting=meeting)
+    assert len(meeting.said) == 53
+    assert sum(len(str(heard)) for heard in meeting.said.values()) < 53 * 40
+
+
+def test_a_list_that_is_changed_while_it_is_read():
+    batches = [np.arange(4)] * 3
+
+    def make(index, replicas):
+        own = list(batches)
+        reader = PipelinesReader([as_source(own).start()], replicas)
+        read = reader.read
+
+        def changed():
+            found = read()
+            if reader.number == 2 and index == 0:
+                own[2] = np.arange(1)
+            return found
+
+        reader.read = changed
+        return reader
+
+    found = in_processes(2, 1, make)
+    text = "Step 2 has (1,) rows, where the other processes count on (4,) of the repl"
+    assert text in str(found[0])
 
 
 def test_as_tensorflow_with_two_workers():

@@ -3,26 +3,39 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
+
+import jax
+import numpy as np
 
 from jaxstrategy.inputs.sources._source import Pass, State
 from jaxstrategy.text._units import with_noun
 from jaxstrategy.text._whole_numbers import whole
+from jaxstrategy.values import _per_replica
 from jaxstrategy.values._types import PyTree
 
 
 @final
 class CountedPass(Pass):
-    """Batches of an iterator; a later pass gets to the same place by reading again."""
+    """Batches of an iterator; a later pass gets to the same place by reading again.
+
+    Args:
+      begin: makes the iterator.
+      name: of the source, in messages.
+      length: how many batches there are, if that is known.
+      in_memory: all batches, if they are in a list.
+    """
 
     def __init__(
         self,
         begin: Callable[[], Iterator[PyTree]],
         name: str,
         length: int | None = None,
+        in_memory: Sequence[PyTree] = (),
     ) -> None:
         self._begin = begin
+        self._in_memory = in_memory
         self._name = name
         self._length = length
         self._iterator: Iterator[PyTree] | None = None  # begun when first needed
@@ -34,6 +47,18 @@ class CountedPass(Pass):
         batch = next(self._iterator)
         self._batches += 1
         return batch
+
+    def rows_ahead(self, most: int) -> list[int]:
+        found: list[int] = []
+        for batch in self._in_memory[self._batches : self._batches + most]:
+            leaves = jax.tree.leaves(batch, is_leaf=_per_replica.is_per_replica)
+            if not all(isinstance(leaf, (np.ndarray, jax.Array)) for leaf in leaves):
+                break
+            rows = {leaf.shape[0] for leaf in leaves if leaf.ndim}
+            if len(rows) != 1:
+                break
+            found += rows
+        return found
 
     def get_state(self) -> State:
         return {"batches": self._batches, **of_length(self._length)}

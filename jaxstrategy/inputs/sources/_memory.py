@@ -224,6 +224,19 @@ class _ArrayPass(Pass):
         picked = functools.partial(_aligned.rows, numbers=index)
         return rows, jax.tree.map(picked, source._arrays)
 
+    def rows_ahead(self, most: int) -> list[int]:
+        source, found = self._source, []
+        epoch, batch = self._epoch, self._batch
+        while len(found) < most:
+            if batch == source._per_epoch:
+                epoch, batch = epoch + 1, 0
+            if source._ends_before(self._first, epoch):
+                break
+            start = batch * source._batch_size
+            found.append(min(source._batch_size, source._rows - start))
+            batch += 1
+        return found
+
     def _indices(self, epoch: int, chosen: slice) -> slice | np.ndarray:
         if self._ordered != epoch:
             self._order, self._ordered = self._source._order(epoch), epoch

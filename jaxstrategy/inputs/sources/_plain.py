@@ -24,7 +24,9 @@ class Repeatable(Source):
         self._batches = batches
 
     def start(self) -> Pass:
-        return CountedPass(lambda: iter(self._batches), self.name, self.length)
+        batches = self._batches
+        in_memory = batches if type(batches) in (list, tuple) else ()
+        return CountedPass(lambda: iter(batches), self.name, self.length, in_memory)
 
     @property
     def length(self) -> int | None:

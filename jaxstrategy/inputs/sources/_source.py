@@ -79,6 +79,14 @@ class Pass(abc.ABC):
         """
         return None
 
+    def rows_ahead(self, most: int) -> list[int]:
+        """The numbers of rows of the next batches, as far as they are sure unread.
+
+        Args:
+          most: of how many batches at most.
+        """
+        return []
+
     @abc.abstractmethod
     def get_state(self) -> State:
         """The place of this pass, for `set_state` of a pass in another process.
