@@ -348,6 +348,14 @@ def lies_on(array: jax.Array, wanted: NamedSharding) -> bool:
     return is_named and lies_as(array, wanted)
 
 
+def is_in_another_order(sharding: Sharding | None, wanted: NamedSharding) -> bool:
+    """Whether `sharding` is of the devices of `wanted` in another order."""
+    if not isinstance(sharding, NamedSharding) or sharding.mesh is wanted.mesh:
+        return False
+    devices, others = (list(each.mesh.devices.flat) for each in (sharding, wanted))
+    return devices != others and set(devices) == set(others)
+
+
 def is_replicated(sharding: Sharding) -> bool:
     """Whether `sharding` puts the same array on every replica of some mesh.
 

@@ -23,6 +23,7 @@ from jaxstrategy.replicas._devices import Device
 from jaxstrategy.replicas._inner_placement import lying_like
 from jaxstrategy.replicas._replicas import SAME, SPLIT, Replicas, lies_along
 from jaxstrategy.tracing._constants import constants
+from jaxstrategy.tracing._live_arrays import are_looked_for
 from jaxstrategy.tracing._replica_step import ReplicaStep
 from jaxstrategy.tracing._trace import divides_state
 from jaxstrategy.tracing._traced_step import TracedStep
@@ -67,6 +68,11 @@ class Placement:
         self.right: dict[int, Sharding | None] = {
             i: None for i, s in enumerate(self._split) if s or self.is_open
         }
+        # With an old jaxlib, where the others were seen to lie.
+        others = range(len(self._split)) if are_looked_for() else ()
+        self._lay: dict[int, Sharding | None] = {
+            i: None for i in others if i not in self.right
+        }
         # The dimension along which state of this place and shape is divided.
         self._dimensions: dict[tuple[int, tuple[int, ...]], int | None] = {}
         self._numbers: dict[Hashable, jax.Array] = {}
@@ -80,6 +86,14 @@ class Placement:
             lies = getattr(leaves[index], "sharding", None)
             if lies is not right and (right is None or lies != right):
                 return False
+        # JAX 0.10 ends the process where an array lies on the same devices in another
+        # order; 0.12 raises.
+        for index, lay in self._lay.items():
+            lies = getattr(leaves[index], "sharding", None)
+            if lies is not lay:
+                if _mesh.is_in_another_order(lies, self.shardings[index]):
+                    return False
+                self._lay[index] = lies
         return True
 
     def traced(self, step: TracedStep, leaves: Sequence[Leaf]) -> bool:
