@@ -12,3 +12,13 @@ def chosen(table, *names):
     """All names of a table, of which `make test` runs these alone."""
     assert set(names) <= set(table)
     return [*names, *slow(*(name for name in table if name not in names))]
+
+
+def each(table):
+    """The rows of a table, one after the other; a failing test shows the last one.
+
+    Of a dict, its items.
+    """
+    for row in table.items() if isinstance(table, dict) else table:
+        print("case:", row)
+        yield row

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers.cases import slow
+from helpers.cases import each
 from helpers.cores import cored
 from helpers.per_worker import coordinated
 from helpers.replicas import replica
@@ -31,17 +31,12 @@ def mirrored(count=2, **options):
 
 
 STRATEGIES = {
-    "one device": lambda: js.OneDeviceStrategy(jax.devices()[0]),
     "one replica": lambda: mirrored(1),
     "replicas": mirrored,
     "on shared devices": lambda: mirrored(replicas_per_device=2),
     "of several devices": lambda: cored(2, 2),
-    "divided": lambda: mirrored(sharding=DIVIDED),
     "divided on shared devices": lambda: mirrored(
         sharding=DIVIDED, replicas_per_device=2
-    ),
-    "one place for all": lambda: js.experimental.CentralStorageStrategy(
-        jax.devices()[:2]
     ),
 }
 
@@ -51,7 +46,6 @@ class Variables:
         self.shared = variable(strategy, START, aggregation="mean")
         self.own = variable(strategy, np.zeros(8, np.float32), "on_read", "sum")
         self.unused = variable(strategy, START)
-        self.made = None
         self.scaled = jax.jit(lambda x: self.shared * x)
 
 
@@ -60,9 +54,7 @@ def of_two(two):
     return Variables(two)
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
-def test_steps_that_use_variables(name):
-    strategy = STRATEGIES[name]()
+def use_variables(strategy):
     v = Variables(strategy)
 
     def step(x):
@@ -72,11 +64,16 @@ def test_steps_that_use_variables(name):
 
     with jax.checking_leaks():
         found = strategy.run(step, (2.0,))
-    for each in strategy.experimental_local_results(found):
-        np.testing.assert_allclose(each, 3 * START + 2, rtol=1e-6)
+    for own in strategy.experimental_local_results(found):
+        np.testing.assert_allclose(own, 3 * START + 2, rtol=1e-6)
     np.testing.assert_allclose(v.shared.numpy(), 3 * START, rtol=1e-6)
     total = 2 * strategy.num_replicas_in_sync * START
     np.testing.assert_allclose(v.own.numpy(), total, rtol=1e-6)
+
+
+def test_steps_that_use_variables():
+    for _, make in each(STRATEGIES):
+        use_variables(make())
 
 
 def in_jit(v, x):
@@ -102,22 +99,8 @@ def in_cond(v, x):
     return lax.cond(x > 1, lambda: v.shared * x, lambda: v.shared + x)
 
 
-def in_vmap(v, x):
-    return jax.vmap(lambda row: row * v.shared)(jnp.full((3, 8), x)).mean(0)
-
-
-def in_checkpoint(v, x):
-    return jax.grad(jax.checkpoint(lambda x: (v.shared * x**2 / 2).sum()))(
-        jnp.full(8, x)
-    )
-
-
 def in_gradient(v, x):
     return js.grad(lambda: (v.shared**2 / 2 * x).sum(), v.shared)()
-
-
-def in_gradient_of_jitted(v, x):
-    return js.grad(lambda: (v.scaled(x) * v.shared / 2).sum(), v.shared)()
 
 
 def in_merge_call(v, x):
@@ -133,36 +116,24 @@ def in_callback(v, x):
     return read(v.shared.value()) * x
 
 
-def in_made_variable(v, x):
-    if v.made is None:
-        v.made = js.Variable(np.ones(8, np.float32))
-    return v.made * v.shared * x
-
-
 IN_STEPS = [
-    in_jit, in_scan, in_while_loop, in_cond, in_vmap, in_checkpoint, in_gradient,
-    in_gradient_of_jitted, in_merge_call, in_callback, in_made_variable,
+    in_jit, in_scan, in_while_loop, in_cond, in_gradient, in_merge_call, in_callback
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("use", IN_STEPS, ids=lambda use: use.__name__)
-@pytest.mark.parametrize(
-    "name", ["replicas", *slow(*(n for n in STRATEGIES if n != "replicas"))]
-)
-def test_what_a_step_has_inside(name, use):
-    strategy = STRATEGIES[name]()
-    v = Variables(strategy)
-    if (name, use) == ("of several devices", in_callback):
-        with (
-            jax.checking_leaks(),
-            pytest.raises(NotImplementedError, match="calls the host"),
-        ):
-            strategy.run(lambda x: use(v, x), (2.0,))
-        return
+def test_what_a_step_has_inside(two, of_two):
     with jax.checking_leaks():
-        found = strategy.run(lambda x: use(v, x), (2.0,))
-    for each in strategy.experimental_local_results(found):
-        np.testing.assert_allclose(each, 2 * START, rtol=1e-6)
+        for use in each(IN_STEPS):
+            found = two.run(functools.partial(use, of_two), (2.0,))
+            for own in two.experimental_local_results(found):
+                np.testing.assert_allclose(own, 2 * START, rtol=1e-6)
+
+
+def test_a_callback_beside_several_devices_of_a_replica_is_refused():
+    strategy = STRATEGIES["of several devices"]()
+    v = Variables(strategy)
+    with jax.checking_leaks(), pytest.raises(NotImplementedError, match="calls the ho"):
+        strategy.run(lambda x: in_callback(v, x), (2.0,))
 
 
 # Around a step.
@@ -176,11 +147,6 @@ def read_and_add(v):
     return step
 
 
-def under_jit(strategy, v, x):
-    step = read_and_add(v)
-    return jax.jit(lambda x: strategy.run(step, (x,)))(x)
-
-
 def in_scan_around(strategy, v, x):
     step = read_and_add(v)
     return lax.scan(lambda x, _: (x, strategy.run(step, (x,))), x, length=2)[1][0]
@@ -191,20 +157,9 @@ def of_gradient(strategy, v, x):
     return START * jax.grad(lambda x: strategy.run(step, (x,))[-1])(x) * x
 
 
-def of_decorator(strategy, v, x):
-    return strategy.step(read_and_add(v))(x)
-
-
 def of_several(strategy, v, x):
     step = strategy.several(lambda _, x: (None, read_and_add(v)(x)))
     return step(None, [x, x])[1][0]
-
-
-def of_accumulation(strategy, v, x):
-    def step(x):
-        return strategy.accumulate(2)(lambda x: v.scaled(x.mean()))(x + jnp.zeros(4))
-
-    return strategy.run(step, (x,))
 
 
 def of_local_steps(strategy, v, x):
@@ -213,17 +168,11 @@ def of_local_steps(strategy, v, x):
     return steps(jnp.zeros(2), [x, x])[1][0]
 
 
-AROUND = [
-    under_jit, in_scan_around, of_gradient, of_decorator, of_several,
-    of_local_steps, of_accumulation
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("call", AROUND, ids=lambda call: call.__name__)
-def test_what_is_around_a_step(two, of_two, call):
-    with jax.checking_leaks():
-        found = call(two, of_two, jnp.float32(2))
-    np.testing.assert_allclose(found, 2 * START, rtol=1e-6)
+def test_what_is_around_a_step(two, of_two):
+    for call in each([in_scan_around, of_gradient, of_several, of_local_steps]):
+        with jax.checking_leaks():
+            found = call(two, of_two, jnp.float32(2))
+        np.testing.assert_allclose(found, 2 * START, rtol=1e-6)
 
 
 def test_models_and_optimizers(two):
@@ -245,16 +194,6 @@ def test_models_and_optimizers(two):
         model = two.init(lambda: Model(nnx.Rngs(0)))
         optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
         assert two.run(step, (model, optimizer, np.ones((4, 3), np.float32))) > 0
-
-
-def test_gradients_outside_of_steps(of_two):
-    v = of_two
-    with jax.checking_leaks():
-        for _ in range(2):
-            found = js.grad(lambda: v.scaled(2.0).sum(), v.shared)()
-            np.testing.assert_array_equal(found, np.full(8, 2.0))
-        jitted = jax.jit(lambda x: js.grad(lambda: v.scaled(x).sum(), v.shared)())
-        np.testing.assert_array_equal(jitted(3.0), np.full(8, 3.0))
 
 
 @pytest.fixture
@@ -286,12 +225,11 @@ def test_functions_of_workers(all_threads):
 # What is found, and what is kept.
 
 
-@pytest.mark.parametrize("kept", [lambda v, x: x, lambda v, x: v.shared.value()])
-def test_what_a_step_leaves_is_found(two, of_two, kept):
+def test_what_a_step_leaves_is_found(two, of_two):
     left = []
 
     def step(x):
-        left.append(kept(of_two, x))
+        left.append(of_two.shared.value())
         return replica().all_reduce("mean", x)
 
     with jax.checking_leaks(), pytest.raises(js.LeakedTracerError, match="`captured l"):

@@ -1,7 +1,6 @@
 """`strategy.local_steps`: the oracle is a loop over workers, and then a mean."""
 
 import re
-import warnings
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +10,7 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 from flax.training.train_state import TrainState
+from helpers.cases import each
 from helpers.replicas import mirrored, replica
 
 import jaxstrategy as js
@@ -82,8 +82,7 @@ def assert_close(have, want, tolerance=1e-5):
     jax.tree.map(close, have, want)
 
 
-@pytest.mark.parametrize("n", [1, 2, 8])
-def test_rounds_are_those_of_workers_alone(n):
+def check_that_rounds_are_those_of_workers_alone(n):
     strategy, state, want = mirrored(n), start(), start()
     local = strategy.local_steps(train)
     for batches in (data(n, 6)[:3], data(n, 6)[3:]):
@@ -94,12 +93,16 @@ def test_rounds_are_those_of_workers_alone(n):
         assert all(isinstance(leaf, js.Mirrored) for leaf in leaves(state))
 
 
+def test_rounds_are_those_of_workers_alone():
+    for n in (1, 2):
+        check_that_rounds_are_those_of_workers_alone(n)
+
+
 def leaves(tree):
     return jax.tree.leaves(tree, is_leaf=lambda leaf: isinstance(leaf, js.PerReplica))
 
 
-@pytest.mark.parametrize("n", [1, 2, 8])
-def test_one_step_of_descent_is_that_of_the_global_batch(n):
+def check_that_one_step_of_descent_is_that_of_the_global_batch(n):
     strategy = mirrored(n)
     rows = np.random.default_rng(0).normal(size=(37, 3)).astype(np.float32)
     source = js.batches({"x": rows, "y": rows.sum(1)}, 8)  # the last has 5 rows
@@ -112,26 +115,9 @@ def test_one_step_of_descent_is_that_of_the_global_batch(n):
         assert_close((params, loss), (want, seen), tolerance=1e-6)
 
 
-def test_one_replica_takes_ordinary_steps():
-    batches = data(1, 4)
-    have, losses = mirrored(1).local_steps(train)(
-        start(), tuple(of(batch, 0) for batch in batches)
-    )
-    want = start()
-    for batch, loss in zip(batches, losses, strict=True):
-        want, seen = train(want, of(batch, 0))
-        assert_close(loss, seen)
-    assert_close(have, want)
-
-
-def test_each_size_of_a_group_makes_a_round(two):
-    batches = data(2, 5)
-    local, state, want = two.local_steps(train), start(), start()
-    for group in js.grouped(batches, 2):
-        state, losses = local(state, given(two, group))
-        assert losses.shape == (len(group),)
-        want, _ = workers(train, want, group, 2)
-    assert_close(state, want)
+def test_one_step_of_descent_is_that_of_the_global_batch():
+    for n in (1, 4):
+        check_that_one_step_of_descent_is_that_of_the_global_batch(n)
 
 
 def test_the_state_is_sent_once(four):
@@ -221,21 +207,6 @@ def test_a_sum_of_averaged_losses_is_a_mean(four):
     assert_close((have, losses), (want, seen.mean(0)))
 
 
-def test_an_optimizer_that_reduces_reduces_afterwards(two):
-    tx = optax.chain(js.optax.all_reduce_gradients(), optax.sgd(0.1))
-
-    def step(state, batch):
-        params, memory = state
-        grads = jax.grad(loss_of)(params, batch)
-        updates, memory = tx.update(grads, memory)
-        return optax.apply_updates(params, updates), memory
-
-    batches = data(2, 3)
-    local = two.local_steps(step)
-    have, _ = local((PARAMS, tx.init(PARAMS)), given(two, batches))
-    assert_close(have, workers(descend, PARAMS, batches, 2)[0])
-
-
 def test_functions_jitted_by_the_user_are_traced_again(two):
     """What such a function does is kept by JAX; here it does something else."""
 
@@ -258,20 +229,6 @@ def test_functions_jitted_by_the_user_are_traced_again(two):
         assert_close(two.local_steps(step)(PARAMS, given(two, batches)), want)
 
 
-def test_parts_of_a_batch_are_one_step(two):
-    def step(params, batch):
-        @two.accumulate(2)
-        def gradient(batch):
-            return jax.grad(loss_of)(params, batch)
-
-        grads = replica().all_reduce("mean", gradient(batch))
-        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
-
-    batches = data(2, 2, rows=6)
-    have = two.local_steps(step)(PARAMS, given(two, batches))
-    assert_close(have, workers(descend, PARAMS, batches, 2)[0])
-
-
 def test_rows_of_tables_stay_sparse(two):
     table, ids = np.zeros((6, 2), np.float32), np.int32([[0, 1], [1, 4]])
 
@@ -292,16 +249,6 @@ def test_rows_of_tables_stay_sparse(two):
 
     with pytest.raises(ValueError, match="MAX of IndexedSlices is not defined"):
         two.local_steps(extreme)(table, (two.per_replica(ids),))
-
-
-def test_random_keys_differ_between_replicas(four):
-    def step(key, batch):
-        key, own = jax.random.split(key)
-        return key, jax.random.uniform(replica().fold_in(own))
-
-    key, drawn = four.local_steps(step)(jax.random.key(0), given(four, data(4, 3)))
-    assert isinstance(key, js.Mirrored)
-    assert len(np.unique(drawn.stacked)) == 12
 
 
 # States of all kinds.
@@ -459,32 +406,6 @@ def test_sharded_state_is_the_same(two):
     assert_close(have, want)
 
 
-def test_an_outer_optimizer_is_four_lines(two):
-    """DiLoCo with moments that all have in common."""
-    outer = optax.sgd(0.7, momentum=0.9, nesterov=True)
-    local, params, velocity = two.local_steps(descend), PARAMS, outer.init(PARAMS)
-    want, memory = PARAMS, outer.init(PARAMS)
-    for batches in (data(2, 6)[:3], data(2, 6)[3:]):
-        met, _ = local(params, given(two, batches))
-        way = jax.tree.map(lambda old, new: old - new, params, met)
-        updates, velocity = outer.update(way, velocity, params)
-        params = optax.apply_updates(params, updates)
-
-        ends, _ = workers(descend, want, batches, 2)
-        way = jax.tree.map(lambda old, new: old - new, want, ends)
-        updates, memory = outer.update(way, memory, want)
-        want = optax.apply_updates(want, updates)
-    assert_close(params, want)
-
-
-def test_training_converges(four):
-    batches = given(four, data(4, 5, rows=10))
-    local, params = four.local_steps(descend), PARAMS
-    for _ in range(40):
-        params, _ = local(params, batches)
-    assert_close(params, {"w": np.ones(3), "b": 1.0}, tolerance=1e-3)
-
-
 def test_other_strategies_take_local_steps():
     batches = data(1, 2)
     for strategy in (js.OneDeviceStrategy("CPU:3"), js.get_strategy()):
@@ -509,14 +430,6 @@ def test_it_decorates_and_takes_the_options_of_a_step(two):
         assert params["w"].is_deleted()
 
 
-def test_nothing_is_warned_of(two):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        local, state = two.local_steps(train), start()
-        for _ in range(2):
-            state, _ = local(state, given(two, data(2, 2)))
-
-
 # Refusals.
 
 
@@ -533,17 +446,6 @@ def test_what_is_sent_by_hand_is_refused(two):
         two.local_steps(step)(0.0, given(two, data(2, 2)))
 
 
-def test_a_reduction_in_a_merge_call_is_refused(two):
-    def step(w, batch):
-        total = replica().merge_call(
-            lambda strategy, y: strategy.reduce("mean", y), (batch["y"].sum(),)
-        )
-        return w - total
-
-    with pytest.raises(js.ContextError, match="`step` communicates in local steps"):
-        two.local_steps(step)(0.0, given(two, data(2, 2)))
-
-
 def test_gathering_is_refused(two):
     def step(w, batch):
         return w + replica().all_gather(batch["y"], 0).sum()
@@ -553,45 +455,21 @@ def test_gathering_is_refused(two):
         two.local_steps(step)(0.0, given(two, data(2, 2)))
 
 
-def test_metrics_of_all_rows_are_refused(two):
-    metrics = nnx.metrics.Average("loss")
-
-    def step(metrics, batch):
-        js.flax.nnx.update_metrics(metrics, loss=batch["y"])
-
-    with pytest.raises(js.ContextError, match="`update_metrics` was called in local"):
-        two.local_steps(step)(metrics, given(two, data(2, 2)))
-
-
-def test_batch_norm_by_the_name_of_the_axis_is_refused(two):
-    norm = nn.BatchNorm(use_running_average=False, axis_name="replica")
-    variables = norm.init(jax.random.key(0), np.ones((5, 3)))
-
-    def step(stats, batch):
-        _, new = norm.apply(
-            {**variables, "batch_stats": stats}, batch["x"], mutable="batch_stats"
-        )
-        return new["batch_stats"]
-
-    with pytest.raises(js.ContextError, match="communicates in local steps"):
-        two.local_steps(step)(variables["batch_stats"], given(two, data(2, 2)))
+BAD_BATCHES = [
+    ((), ValueError, "`descend` was given no batches, and each step needs one"),
+    ({"x": 1}, TypeError, "`descend` makes several steps and takes a tuple of"),
+    (
+        ({"x": np.ones((4, 3))}, {"y": np.ones(4)}),
+        ValueError,
+        r"`batches\[1\]` has another structure than `batches\[0\]`",
+    ),
+]
 
 
-@pytest.mark.parametrize(
-    ("batches", "error", "told"),
-    [
-        ((), ValueError, "`descend` was given no batches, and each step needs one"),
-        ({"x": 1}, TypeError, "`descend` makes several steps and takes a tuple of"),
-        (
-            ({"x": np.ones((4, 3))}, {"y": np.ones(4)}),
-            ValueError,
-            r"`batches\[1\]` has another structure than `batches\[0\]`",
-        ),
-    ],
-)
-def test_batches_are_a_tuple_of_one_kind(two, batches, error, told):
-    with pytest.raises(error, match=told):
-        two.local_steps(descend)(PARAMS, batches)
+def test_batches_are_a_tuple_of_one_kind(two):
+    for batches, error, told in each(BAD_BATCHES):
+        with pytest.raises(error, match=told):
+            two.local_steps(descend)(PARAMS, batches)
 
 
 def test_a_state_stays_what_it_is(two):

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax.training import train_state
 from helpers.objects import WIDTH, divided, loss_of, mean, rows
 
 import jaxstrategy as js
@@ -17,35 +16,6 @@ import jaxstrategy as js
 @pytest.fixture(scope="module")
 def two():
     return js.MirroredStrategy(js.simulate(8)[:2])
-
-
-def test_a_linen_train_state(two):
-    from flax import linen
-
-    net, (x, _) = linen.Dense(WIDTH), rows()
-    params = net.init(jax.random.key(0), x)["params"]
-
-    def make():
-        return train_state.TrainState.create(
-            apply_fn=net.apply, params=params, tx=optax.adam(1e-2)
-        )
-
-    def step(state, x, y, reduce):
-        def loss(params):
-            return ((state.apply_fn({"params": params}, x) - y) ** 2).mean()
-
-        return state.apply_gradients(grads=reduce(jax.grad(loss)(state.params)))
-
-    ours: Any = make()
-    theirs: Any = make()
-    run = two.run(lambda state, x, y: step(state, x, y, mean))
-    alone = jax.jit(lambda state, x, y: step(state, x, y, lambda grads: grads))
-    for i in range(5):
-        ours = run(ours, *divided(two, *rows(i)))
-        theirs = alone(theirs, *rows(i))
-    np.testing.assert_allclose(
-        ours.params["kernel"], theirs.params["kernel"], atol=1e-5
-    )
 
 
 @jax.tree_util.register_dataclass

