@@ -22,6 +22,11 @@ HALF = [
     ({"MASTER_PORT": "1"}, "Start the processes with `torchrun`, or set MASTER_ADDR"),
     ({"OMPI_COMM_WORLD_SIZE": "2"}, 'initialize(cluster_detection_method="mpi4py")'),
     ({"OMPI_COMM_WORLD_RANK": "1"}, "install `mpi4py`"),
+    (
+        # MPI has several processes on each host of SageMaker.
+        {"OMPI_COMM_WORLD_SIZE": "4", "SM_HOSTS": '["a", "b"]', "SM_CURRENT_HOST": "a"},
+        "install `mpi4py`",
+    ),
     ({"PMI_SIZE": "2", "PMI_RANK": "0"}, "install `mpi4py`"),
     ({"PMI_RANK": "1"}, "install `mpi4py`"),
     (
