@@ -210,7 +210,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--verbose", action="store_true",
         help="also show gloo's lines about connected ranks")  # fmt: skip
     add("--summary", metavar="FILE",
-        help="write what became of each process into an HTML file")  # fmt: skip
+        help="write what became of each process into a text file")  # fmt: skip
     add("--compilation-cache", type=_option_values.folder, metavar="DIR",
         help="where all processes keep what they have compiled")  # fmt: skip
     add("--check", action="store_true",

@@ -23,7 +23,7 @@ from jaxstrategy.launch._exit_meanings import (
     signal_name,
 )
 from jaxstrategy.launch._guarded_process import Guard
-from jaxstrategy.launch._job_summary import JobSummary
+from jaxstrategy.launch._job_summary import job_summary
 from jaxstrategy.launch._kubernetes_roles import role_manifest
 from jaxstrategy.launch._launch_options import (
     Options,
@@ -131,15 +131,15 @@ class Job:
         outcomes = self._outcomes()
         code = exit_code(outcomes[-1])
         if self._options.summary is not None:
-            self._write(JobSummary(self._options.name, outcomes, code))
+            self._write(job_summary(self._options.name, outcomes, code))
         return code
 
-    def _write(self, summary: JobSummary) -> None:
+    def _write(self, summary: str) -> None:
         path = self._options.summary
         assert path is not None, "the caller has looked"
         try:
             with open(path, "w", encoding="utf-8") as file:
-                file.write(summary.page())
+                file.write(summary)
         except OSError as error:
             self._say(f"the summary was not written: {error}")
 

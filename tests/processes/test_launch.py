@@ -1,42 +1,17 @@
 """The launcher starts, watches and ends real processes; each with a deadline."""
 
 import contextlib
-import dataclasses
 import json
 import os
 import pty
 import re
 import signal
-import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import pytest
-import yaml
-
-import jaxstrategy
-from jaxstrategy.launch import _output
-from jaxstrategy.launch._attempt import Outcome
-from jaxstrategy.launch._launch_options import parse
-from jaxstrategy.launch._main import exit_code
-from jaxstrategy.launch._workers import Ended
-
-DEADLINE = 60  # seconds; what takes longer has hung
-PACKAGE = Path(jaxstrategy.__file__).parent
-
-# The launcher needs the standard library only, so it is tried, and is fast, without
-# the package around it.
-LAUNCHER = f"""
-import sys, types
-package = types.ModuleType("jaxstrategy")
-package.__path__ = [{str(PACKAGE)!r}]
-sys.modules["jaxstrategy"] = package
-from jaxstrategy.launch._main import main
-assert not {{"jax", "numpy"}} & set(sys.modules)
-sys.exit(main())
-"""
+from helpers.launching import ALONE, DEADLINE, Launched, command
 
 # Every worker has these names.
 PRELUDE = """
@@ -51,80 +26,10 @@ def write(name):  # a file that appears as a whole
     os.rename(file.name, name)
 def wait():
     time.sleep(600)
-"""
-
-
-@dataclasses.dataclass
-class Result:
-    code: int
-    out: str
-    err: str
-
-    def __repr__(self):
-        return f"exit code {self.code}\n--- stdout\n{self.out}\n--- stderr\n{self.err}"
-
-    @property
-    def lines(self):
-        return sorted(self.out.splitlines())
-
-    @property
-    def last(self):
-        return self.err.splitlines()[-1]
-
-
-class Launched:
-    """A launcher at work in a folder of its own."""
-
-    def __init__(self, folder, command, env=None, stdout=subprocess.PIPE):
-        self.folder = folder
-        self.process = subprocess.Popen(
-            command,
-            cwd=folder,
-            env=env,
-            stdout=stdout,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-
-    def finish(self, code=None):
-        try:
-            out, err = self.process.communicate(timeout=DEADLINE)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            out, err = self.process.communicate()
-            pytest.fail(f"The launcher has hung.\n{Result(-9, out, err)}")
-        result = Result(self.process.returncode, out, err)
-        assert code is None or result.code == code, result
-        return result
-
-    def pids(self, *names):
-        """The numbers in these files of the workers, once they are there."""
-        paths = [self.folder / name for name in names]
-        until(lambda: all(path.exists() for path in paths), self)
-        return [int(path.read_text()) for path in paths]
-
-    def stop(self):
-        self.process.kill()
-        self.process.communicate()
-
-
-def until(claim, launched):
-    end = time.monotonic() + DEADLINE
-    while not claim():
-        if time.monotonic() > end:
-            launched.process.kill()
-            out, err = launched.process.communicate()
-            pytest.fail(f"It never came true.\n{Result(-9, out, err)}")
+def wait_for(name):
+    while not os.path.exists(name):
         time.sleep(0.01)
-
-
-def is_alive(pid):
-    try:
-        status = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return status.rsplit(")", 1)[1].split()[0] != "Z"
+"""
 
 
 @pytest.fixture
@@ -135,7 +40,7 @@ def start(tmp_path):
         def start(options, script, *arguments, program=None, **keywords):
             path = tmp_path / "script.py"
             path.write_text(PRELUDE + textwrap.dedent(script))
-            launcher = program or [sys.executable, "-c", LAUNCHER]
+            launcher = program or [sys.executable, "-c", ALONE]
             command = [*launcher, *options.split(), str(path), *arguments]
             launched = Launched(tmp_path, command, **keywords)
             stack.callback(launched.stop)
@@ -193,85 +98,52 @@ def test_each_worker_is_told_its_place(launch):
     ]
 
 
-def test_lines_stand_behind_their_rank_on_their_own_stream(launch):
+def test_lines_stand_behind_their_rank_on_their_own_stream(start, launch):
     script = """
     print("to out", rank)
+    print("[Gloo] Rank 0 is connected to 1 peer ranks.")
     print("and", end="")
     print("to err", rank, file=sys.stderr)
     """
     result = launch("-n 2", script)
     assert result.lines == ["[0] and", "[0] to out 0", "[1] and", "[1] to out 1"]
     assert sorted(result.err.splitlines()) == ["[0] to err 0", "[1] to err 1"]
-
-
-def test_bytes_that_are_no_text_pass(start):
+    assert "[1] [Gloo] Rank 0 is connected" in launch("-n 2 --verbose", script).out
     launched = start("-n 1", r"sys.stdout.buffer.write(b'\xff\xfe!\n')")
-    launched.process.wait(DEADLINE)
+    launched.process.wait(DEADLINE)  # bytes that are no text pass
     assert launched.process.stdout.buffer.read() == b"[0] \xff\xfe!\n"
 
 
-def test_gloos_chatter_is_shown_when_asked_for(launch):
-    script = """
-    print("[Gloo] Rank 0 is connected to 1 peer ranks.")
-    print("loss 1")
+def test_lines_end_in_any_way(launch):
+    script = r"""
+    def put(*pieces):
+        for piece in pieces:
+            sys.stdout.buffer.write(piece)
+            sys.stdout.buffer.flush()
+            time.sleep(0.1)
+    put(b"a\nb\n", b"c", b"d\ne\r\nf\r", b"\n\n")
+    put(b"1 %\r2 %\r3 %\rdone\n")  # of a progress bar, one line a second
+    put(b"x" * 70000 + b"y\n")  # too long to be kept whole
+    put(b"end\r")
     """
-    assert launch("-n 1", script).out == "[0] loss 1\n"
-    chatter = "[0] [Gloo] Rank 0 is connected to 1 peer ranks.\n"
-    assert launch("-n 1 --verbose", script).out == chatter + "[0] loss 1\n"
+    lines = [line.removeprefix("[0] ") for line in launch("-n 1", script).lines]
+    short = [line for line in lines if len(line) < 10]
+    assert sorted(short) == ["", "1 %", "a", "b", "cd", "done", "e", "end", "f"]
+    long = sorted(line for line in lines if len(line) >= 10)
+    assert len(long) > 1 and "".join(long) == "x" * 70000 + "y"
 
 
-def read(pieces, monkeypatch, seconds=100.0):
-    """What `lines` makes of pieces that come one after the other."""
-    monkeypatch.setattr(_output, "_PROGRESS_SECONDS", seconds)
-    out, into = os.pipe()
-    with os.fdopen(out, "rb", buffering=0) as source:
-
-        def chunks(_, __):
-            return pieces.pop(0) if pieces else b""
-
-        monkeypatch.setattr(os, "read", chunks)
-        found = list(_output.lines(lambda: os.read(source.fileno(), 100)))
-    os.close(into)
-    return found
-
-
-@pytest.mark.parametrize(
-    ("pieces", "lines"),
-    [
-        ([b"a\nb\n"], [b"a", b"b"]),
-        ([b"a", b"b\nc"], [b"ab", b"c"]),
-        ([b"a\r\nb\r", b"\nc\r"], [b"a", b"b", b"c"]),
-        ([b"\n\n"], [b"", b""]),
-        ([b"1 %\r2 %\r3 %\rdone\n"], [b"1 %", b"done"]),
-        ([b"\r1 %", b"\r2 %", b"\r3 %"], [b"1 %", b"3 %"]),
-        ([], []),
-    ],
-)
-def test_lines_end_in_any_way(pieces, lines, monkeypatch):
-    assert read(pieces, monkeypatch) == lines
-
-
-def test_a_progress_bar_is_shown_now_and_then(monkeypatch):
-    drawn = read([b"1 %\r2 %\r3 %\r\n"], monkeypatch, seconds=0.0)
-    assert drawn == [b"1 %", b"2 %", b"3 %"]
-
-
-def test_a_line_without_an_end_is_cut(monkeypatch):
-    long = b"x" * _output._LONGEST
-    assert read([long, b"y\n"], monkeypatch) == [long, b"y"]
-
-
-@pytest.mark.parametrize("no_color", ["", "1"])
-def test_a_terminal_shows_ranks_in_colour(start, no_color):
-    ours, theirs = pty.openpty()
-    environment = os.environ | {"NO_COLOR": no_color}
-    launched = start("-n 2", "print(rank)", stdout=theirs, env=environment)
-    launched.process.wait(DEADLINE)
-    os.close(theirs)
-    shown = set(os.read(ours, 1000).decode().split("\r\n")) - {""}
-    os.close(ours)
-    coloured = {"\x1b[31m[0]\x1b[0m 0", "\x1b[32m[1]\x1b[0m 1"}
-    assert shown == ({"[0] 0", "[1] 1"} if no_color else coloured)
+def test_a_terminal_shows_ranks_in_colour(start):
+    for no_color in "", "1":
+        ours, theirs = pty.openpty()
+        environment = os.environ | {"NO_COLOR": no_color}
+        launched = start("-n 2", "print(rank)", stdout=theirs, env=environment)
+        launched.process.wait(DEADLINE)
+        os.close(theirs)
+        shown = set(os.read(ours, 1000).decode().split("\r\n")) - {""}
+        os.close(ours)
+        coloured = {"\x1b[31m[0]\x1b[0m 0", "\x1b[32m[1]\x1b[0m 1"}
+        assert shown == ({"[0] 0", "[1] 1"} if no_color else coloured)
 
 
 def test_workers_go_on_when_nobody_reads(start):
@@ -289,12 +161,12 @@ def test_workers_go_on_when_nobody_reads(start):
 
 def test_modules_are_run_as_by_python(launch, tmp_path):
     (tmp_path / "mine.py").write_text("import sys; print(__name__, sys.argv[1:])")
-    program = [sys.executable, "-c", LAUNCHER, "-n", "1", "-m", "mine", "--x"]
+    program = [sys.executable, "-c", ALONE, "-n", "1", "-m", "mine", "--x"]
     result = launch("", "", program=program)
     assert result.out.startswith("[0] __main__ ['--x'"), result
 
 
-def test_several_nodes_count_their_ranks_on(start, tmp_path):
+def test_nodes_and_workers_have_their_shares(start, launch):
     script = "print(rank, count, os.environ['JAXSTRATEGY_LOCAL_RANK'], flush=True)"
     options = "-n 2 --nodes 2 --coordinator a:2222 --node-rank"
     environment = {**os.environ, "JAXSTRATEGY_CLUSTER_SECRET": "the same for both"}
@@ -302,16 +174,13 @@ def test_several_nodes_count_their_ranks_on(start, tmp_path):
     first, second = [node.finish(0) for node in nodes]
     assert first.lines == ["[0] 0 4 0", "[1] 1 4 1"]
     assert second.lines == ["[2] 2 4 0", "[3] 3 4 1"]
-
-
-@pytest.mark.parametrize(
-    ("visible", "shares"), [("", ["0,1", "2,3"]), ("4,6,7,9", ["4,6", "7,9"])]
-)
-def test_each_worker_has_gpus_of_its_own(launch, visible, shares):
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": visible}
-    script = "print(os.environ['CUDA_VISIBLE_DEVICES'])"
-    result = launch("-n 2 --gpus-per-process 2", script, env=environment)
-    assert result.lines == [f"[{rank}] {share}" for rank, share in enumerate(shares)]
+    for visible, shares in ("", ["0,1", "2,3"]), ("4,6,7,9", ["4,6", "7,9"]):
+        environment = os.environ | {"CUDA_VISIBLE_DEVICES": visible}
+        script = "print(os.environ['CUDA_VISIBLE_DEVICES'])"
+        result = launch("-n 2 --gpus-per-process 2", script, env=environment)
+        assert result.lines == [
+            f"[{rank}] {share}" for rank, share in enumerate(shares)
+        ]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere ports are not held")
@@ -342,8 +211,7 @@ def test_the_number_of_a_worker_that_has_ended_is_no_other_groups(launch):
     if rank == 0:
         write("first")
         sys.exit()
-    while not os.path.exists("first"):
-        time.sleep(0.01)
+    wait_for("first")
     stat = f"/proc/{open('first').read()}/stat"
     end = time.monotonic() + 20
     while time.monotonic() < end and open(stat).read().rsplit(")")[1].split()[0] != "Z":
@@ -372,67 +240,41 @@ def test_a_failing_rank_is_named_after_its_last_lines(launch):
         "jaxstrategy.launch: ranks 0, 2 did not end within 0.1 s and had to be killed"
     )
     assert cause == "jaxstrategy.launch: rank 1 failed with exit code 1"
-
-
-def test_a_rank_that_failed_in_silence_is_named(launch):
     result = launch("-n 1", "os._exit(9)", code=9)
     assert "rank 0 printed nothing" in result.err
     assert result.last == "jaxstrategy.launch: rank 0 failed with exit code 9"
 
 
-@pytest.mark.parametrize("name", ["SIGKILL", "SIGSEGV", "SIGABRT", "SIGTERM"])
-def test_a_rank_that_died_of_a_signal_is_named(launch, name):
-    number = signal.Signals[name]
-    script = f"""
-    import resource
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    if rank == 0:
-        wait()
-    os.kill(os.getpid(), signal.{name})
-    """
-    result = launch("-n 2 --grace 0.1", script, code=128 + number)
-    assert result.last == f"jaxstrategy.launch: rank 1 failed with signal {name}"
-
-
-@pytest.mark.parametrize(
-    ("code", "meaning"),
-    [
-        (75, "the watchdog ended it: no step made progress for the time allowed"),
-        (76, "another process of the job died"),
-        (78, "a failure that starting again would not mend"),
-    ],
-)
-def test_our_own_exit_codes_are_explained(launch, code, meaning):
-    result = launch("-n 1", f"sys.exit({code})", code=code)
-    assert result.last.endswith(f"rank 0 failed with exit code {code} ({meaning})")
-
-
-def test_the_death_of_a_peer_is_a_consequence(launch):
-    script = """
-    if rank == 1:
-        write("ready")
-        while not os.path.exists("gone"):
-            time.sleep(0.01)
-        sys.exit(5)
-    while not os.path.exists("ready"):
-        time.sleep(0.01)
-    write("gone") if rank == 0 else None
-    sys.exit(76)
-    """
-    result = launch("-n 3 --grace 30", script, code=5)
-    then = "then ranks 0, 2 failed with exit code 76 (another process of the job died)"
-    assert then in result.err.replace("2, 0", "0, 2"), result
-    assert result.last == "jaxstrategy.launch: rank 1 failed with exit code 5"
-
-
-def test_the_first_failure_is_the_cause():
-    ended = (Ended(2, 0), Ended(3, 76), Ended(0, -6), Ended(1, 1))
-    outcome = Outcome(ended, (), {}, None)
-    assert outcome.cause == Ended(0, -6)
-    assert outcome.consequences == {76: [3], 1: [1]}
-    assert exit_code(outcome) == 134
-    assert Outcome(ended[:2], (), {}, None).cause == Ended(3, 76)
-    assert Outcome(ended[:1], (), {}, None).cause is None
+def test_the_first_failure_is_the_cause_if_it_is_no_consequence(launch, tmp_path):
+    for end, code, told, then in [
+        ("os.abort()", 134, "signal SIGABRT", None),
+        ("os.kill(os.getpid(), signal.SIGTERM)", 143, "signal SIGTERM", None),
+        ("sys.exit(5)", 5, "exit code 5", "1"),
+        ("sys.exit(5)", 5, "exit code 5", "76"),
+    ]:
+        script = f"""
+        import resource
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        late = {then == "76"}  # whether what follows from it ends before it
+        if rank == 1:
+            write("ready")
+            wait_for("gone") if late else None
+            {end}
+        wait_for("ready")
+        if {then} is None:
+            wait()
+        if rank == 0:
+            time.sleep(0 if late else 0.2)
+            write("gone")
+        sys.exit({then})
+        """
+        grace = 0.1 if then is None else 30
+        result = launch(f"-n 2 --grace {grace}", script, code=code)
+        assert result.last == f"jaxstrategy.launch: rank 1 failed with {told}"
+        if then is not None:
+            assert f"then rank 0 failed with exit code {then}" in result.err
+        for name in "ready", "gone":
+            (tmp_path / name).unlink(missing_ok=True)
 
 
 def test_a_stopped_worker_is_killed_after_the_grace(launch):
@@ -449,13 +291,11 @@ def test_others_may_end_by_themselves_within_the_grace(launch):
     script = """
     if rank == 0:
         write("ready")
-        while not os.path.exists("failed"):
-            time.sleep(0.01)
+        wait_for("failed")
         time.sleep(0.2)
         print("I saw it")
     else:
-        while not os.path.exists("ready"):
-            time.sleep(0.01)
+        wait_for("ready")
         write("failed")
         sys.exit(4)
     """
@@ -550,21 +390,26 @@ os.rename(file.name, f"child{rank}")
 NAMES = ("worker0", "worker1", "child0", "child1")
 
 
-@pytest.mark.parametrize("end", ["sys.exit(3 * rank)", "pass"])
+def is_alive(pid):
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return status.rsplit(")", 1)[1].split()[0] != "Z"
+
+
+@pytest.mark.parametrize("end", ["sys.exit(3 * rank)", "pass", "wait()"])
 def test_what_workers_started_ends_with_them(start, end):
     launched = start("-n 2 --grace 0.1", FAMILY + end)
     pids = launched.pids(*NAMES)
-    launched.finish(0 if end == "pass" else 3)
-    until(lambda: not any(map(is_alive, pids)), launched)
-
-
-def test_nothing_outlives_a_launcher_that_was_killed(start):
-    launched = start("-n 2", FAMILY + "wait()")
-    pids = launched.pids(*NAMES)
-    assert all(map(is_alive, pids))
-    launched.process.send_signal(signal.SIGKILL)
-    until(lambda: not any(map(is_alive, pids)), launched)
-    assert launched.finish(-9).err == ""
+    if end == "wait()":  # until the launcher is killed
+        assert all(map(is_alive, pids))
+        launched.process.send_signal(signal.SIGKILL)
+        launched.until(lambda: not any(map(is_alive, pids)))
+        assert launched.finish(-9).err == ""
+    else:
+        launched.finish(0 if end == "pass" else 3)
+        launched.until(lambda: not any(map(is_alive, pids)))
 
 
 # Restarts
@@ -573,6 +418,7 @@ def test_nothing_outlives_a_launcher_that_was_killed(start):
 def test_all_start_again_up_to_the_given_number(launch):
     script = """
     print(f"attempt {attempt} of {count}")
+    print(os.environ["JAXSTRATEGY_COORDINATOR"], file=sys.stderr)
     if attempt < 2 and rank == 1:
         sys.exit(6)
     """
@@ -581,17 +427,10 @@ def test_all_start_again_up_to_the_given_number(launch):
         f"[{rank}] attempt {attempt} of 2" for rank in range(2) for attempt in range(3)
     )
     assert "starting 2 processes again: attempt 2" in result.err
+    ports = {line.split(":")[-1] for line in result.err.splitlines() if "127.0" in line}
+    assert len(ports) == 3  # each attempt has one of its own
     failed = launch("-n 2 --max-restarts 1 --grace 5", script, code=6)
     assert "attempt 1" in failed.out and "attempt 2" not in failed.out
-
-
-def test_each_attempt_has_a_port_of_its_own(launch):
-    script = """
-    print(os.environ["JAXSTRATEGY_COORDINATOR"])
-    sys.exit(0 if attempt else 6)
-    """
-    first, second = launch("-n 1 --max-restarts 1", script).out.splitlines()
-    assert first != second
 
 
 def test_restarts_may_take_fewer_processes(launch):
@@ -608,12 +447,16 @@ def test_restarts_may_take_fewer_processes(launch):
     ]
 
 
-def test_what_a_restart_would_not_mend_is_not_restarted(launch):
-    result = launch("-n 1 --max-restarts 3", "print(attempt); sys.exit(78)", code=78)
-    assert result.out == "[0] 0\n" and "attempt" not in result.err
-
-
-def test_a_preempted_job_goes_on_and_it_does_not_count(launch):
+def test_our_own_exit_codes_are_explained_and_followed(launch):
+    for code, attempts, meaning in [
+        (75, 2, "the watchdog ended it: no step made progress for the time allowed"),
+        (76, 2, "another process of the job died"),
+        (78, 1, "a failure that starting again would not mend"),
+    ]:
+        script = f"print(attempt); sys.exit({code})"
+        result = launch("-n 1 --max-restarts 1", script, code=code)
+        assert result.last.endswith(f"rank 0 failed with exit code {code} ({meaning})")
+        assert result.lines == [f"[0] {attempt}" for attempt in range(attempts)]
     script = """
     print(f"attempt {attempt} of {count}")
     sys.exit(77 if attempt < 2 and rank == 0 else 0)
@@ -626,15 +469,22 @@ def test_a_preempted_job_goes_on_and_it_does_not_count(launch):
 # Arguments
 
 
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
+def refused(options, text):
+    result = command(*options.split())
+    assert result.code == 2 and result.out == "", (options, result)
+    assert text in " ".join(result.err.split()), (options, result)
+
+
+def test_wrong_arguments_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there.py").touch()
+    for options, text in [
         ("", "the script is missing: name it after the options"),
         ("-n 4", "the script is missing"),
         ("-n 0 x.py", "argument -n/--processes: '0' is not a whole number above 0"),
         ("-n two x.py", "'two' is not a whole number above 0"),
         ("--max-restarts=-1 x.py", "'-1' is not a whole number from 0 on"),
-        ("--max-restarts x x.py", "'x' is not a whole number from 0 on"),
         ("--grace soon x.py", "argument --grace: 'soon' is not a time in seconds"),
         ("--grace nan x.py", "'nan' is not a time in seconds"),
         ("--proc 3 x.py", "unrecognized arguments: --proc"),
@@ -663,179 +513,54 @@ def test_a_preempted_job_goes_on_and_it_does_not_count(launch):
         ("missing.py", "'missing.py' is no file; give the path of a Python script"),
         (".", "'.' is a folder; give the path of a Python script"),
         ("--print pbs x.py", "argument --print: invalid choice: 'pbs'"),
-    ],
-)
-def test_wrong_arguments_are_refused(arguments, text, capsys):
-    with pytest.raises(SystemExit) as end:
-        parse(arguments.split())
-    assert end.value.code == 2
-    assert text in capsys.readouterr().err.replace("\n", " ")
+        (
+            "-n 3 --gpus-per-process 1 there.py",
+            "3 GPUs are wanted, CUDA_VISIBLE_DEVICES has 2 (0,1)",
+        ),
+    ]:
+        refused(options, text)
 
 
-def test_more_gpus_than_there_are_are_refused(capsys, monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    with pytest.raises(SystemExit):
-        parse(["-n", "3", "--gpus-per-process", "1", __file__])
-    text = "3 GPUs are wanted, CUDA_VISIBLE_DEVICES has 2 (0,1)"
-    assert text in capsys.readouterr().err
+def test_help_tells_the_options_and_the_exit_codes():
+    result = command("--help")
+    assert result.code == 0
+    assert "python -m jaxstrategy.launch -n 4 train.py --epochs 3" in result.out
+    parts = "--max-restarts", "--grace", "JAXSTRATEGY_ATTEMPT", "128 + s"
+    for part in (*parts, *(f"\n  {code}        " for code in (75, 76, 77, 78))):
+        assert part in result.out
+    assert max(map(len, result.out.splitlines())) <= 88
 
 
-def test_help_tells_the_options_and_the_exit_codes(capsys):
-    with pytest.raises(SystemExit) as end:
-        parse(["--help"])
-    assert end.value.code == 0
-    shown = capsys.readouterr().out
-    assert "python -m jaxstrategy.launch -n 4 train.py --epochs 3" in shown
-    for part in (
-        "--max-restarts",
-        "--grace",
-        "JAXSTRATEGY_ATTEMPT",
-        "  76  ",
-        "128 + s",
-    ):
-        assert part in shown
-    assert max(map(len, shown.splitlines())) <= 88
+# What became of a job
 
 
-# What clusters are given
-
-
-def printed(launch, options):
-    return launch(options, "", "--epochs", "a b").out
-
-
-@pytest.fixture
-def slurm(tmp_path):
-    """Stand-ins for Slurm's commands: tasks one after the other, on one machine."""
-    tools = tmp_path / "tools"
-    tools.mkdir()
-    scripts = {
-        "scontrol": '[ "$1" = show ] && echo node7 && echo node8; '
-        '[ "$1" = requeue ] && echo requeued "$2"; true',
-        "srun": """
-            echo "srun $*" | head -n 1
-            while [ "${1#--}" != "$1" ]; do shift; done
-            code=0
-            for rank in 0 1; do
-                SLURM_PROCID=$rank SLURM_LOCALID=$rank "$@" || code=$?
-            done
-            exit $code""",
-        "python": f'exec {sys.executable} "$@"',
-    }
-    for name, script in scripts.items():
-        (tools / name).write_text("#!/bin/bash\n" + textwrap.dedent(script))
-        (tools / name).chmod(0o755)
-    variables = {"SLURM_JOB_NODELIST": "node[7-8]", "SLURM_JOB_ID": "12"}
-    path = f"{tools}{os.pathsep}{os.environ['PATH']}"
-    return os.environ | variables | {"PATH": path}
-
-
-def batch(launch, slurm, options, script):
-    """The printed batch script, run by bash."""
-    text = launch(f"{options} --print slurm", script, "--epochs", "a b").out
-    done = subprocess.run(
-        ["bash", "-c", text],
-        env=slurm,
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE,
-    )
-    return text, Result(done.returncode, done.stdout, done.stderr)
-
-
-def test_a_batch_script_starts_the_same_processes(launch, slurm):
+def test_a_summary_tells_what_became_of_a_job(launch, tmp_path):
     script = """
-    print(os.environ["JAXSTRATEGY_COORDINATOR"], rank, count, attempt,
-          os.environ["JAXSTRATEGY_LOCAL_RANK"], os.environ["JAX_NUM_CPU_DEVICES"],
-          sys.argv[1:])
+    if rank == 1 and attempt == 0:
+        sys.exit("the disk is full")
+    if attempt == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        wait()
     """
-    text, result = batch(
-        launch, slurm, "-n 1 --nodes 2 --devices-per-process 4", script
-    )
-    assert "#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=1\n" in text
-    assert result.code == 0, result
-    assert result.out.splitlines()[1:] == [
-        f"node7:61452 {rank} 2 0 {rank} 4 ['--epochs', 'a b']" for rank in range(2)
-    ]
-
-
-def test_a_batch_script_asks_for_gpus(launch):
-    text = launch("-n 4 --gpus-per-process 2 --print slurm", "").out
-    assert text.count("--gpus-per-task=2") == 2 and "JAX_PLATFORMS" not in text
-
-
-@pytest.mark.parametrize(("code", "attempts"), [(5, 3), (78, 1), (77, 1), (0, 1)])
-def test_a_batch_script_restarts_as_the_launcher_does(launch, slurm, code, attempts):
-    script = f"print('attempt', attempt); sys.exit({code})"
-    _, result = batch(launch, slurm, "-n 2 --max-restarts 2", script)
-    assert result.code == code, result
-    assert result.out.count("attempt") == 2 * attempts, result
-    assert ("requeued 12" in result.out) == (code == 77)
-
-
-def test_a_manifest_starts_the_same_processes(launch):
-    options = "-n 2 --nodes 3 --max-restarts 4 --gpus-per-process 1 --print k8s"
-    manifest = yaml.safe_load(printed(launch, options))
-    assert manifest["apiVersion"] == "jobset.x-k8s.io/v1alpha2"
-    assert manifest["kind"] == "JobSet"
-    assert manifest["metadata"] == {"name": "script"}
-    assert manifest["spec"]["failurePolicy"]["maxRestarts"] == 4
-    (replicated,) = manifest["spec"]["replicatedJobs"]
-    job = replicated["template"]["spec"]
-    assert replicated["name"] == "process" and replicated["replicas"] == 1
-    assert (job["completions"], job["parallelism"]) == (6, 6)
-    assert (job["completionMode"], job["backoffLimit"]) == ("Indexed", 0)
-    assert [
-        (rule["action"], rule["onExitCodes"]["values"])
-        for rule in job["podFailurePolicy"]["rules"]
-    ] == [("FailJob", [78]), ("Ignore", [77])]
-    pod = job["template"]["spec"]
-    assert pod["restartPolicy"] == "Never"
-    (container,) = pod["containers"]
-    command = container["command"]
-    assert command[0] == "python" and command[1].endswith("script.py")
-    assert command[2:] == ["--epochs", "a b"]
-    assert container["resources"] == {"limits": {"nvidia.com/gpu": 1}}
-    assert container["ports"] == [{"containerPort": 2222}]
-
-
-def test_a_manifest_has_the_environment_of_a_worker(launch):
-    options = "-n 2 --devices-per-process 4 --coordinator a.b:80 --print k8s"
-    manifest = yaml.safe_load(printed(launch, options))
-    job = manifest["spec"]["replicatedJobs"][0]["template"]["spec"]
-    (container,) = job["template"]["spec"]["containers"]
-    annotation = {
-        "JAXSTRATEGY_PROCESS_ID": "batch.kubernetes.io/job-completion-index",
-        "JAXSTRATEGY_ATTEMPT": "jobset.sigs.k8s.io/restart-attempt",
+    launch("-n 2 --max-restarts 1 --grace 0.2 --summary summary.txt", script)
+    text = (tmp_path / "summary.txt").read_text()
+    assert text.startswith("script ended well after 2 attempts, ")
+    assert "Attempt 0: rank 1 failed with exit code 1.\n  the disk is full\n" in text
+    rows = [re.split(r" {2,}", line.strip()) for line in text.splitlines()]
+    ends = {(row[0], row[1]): row[4] for row in rows if row[0] in ("0", "1")}
+    assert ends == {
+        ("0", "0"): "killed by the launcher",
+        ("0", "1"): "exit code 1",
+        ("1", "0"): "exit code 0",
+        ("1", "1"): "exit code 0",
     }
-    assert {entry.pop("name"): entry for entry in container["env"]} == {
-        "JAXSTRATEGY_COORDINATOR": {"value": "a.b:80"},
-        "JAXSTRATEGY_NUM_PROCESSES": {"value": "2"},
-        "JAXSTRATEGY_LOCAL_RANK": {"value": "0"},
-        "PYTHONUNBUFFERED": {"value": "1"},
-        "JAX_NUM_CPU_DEVICES": {"value": "4"},
-        "JAX_PLATFORMS": {"value": "cpu"},
-        "JAXSTRATEGY_CLUSTER_SECRET": {
-            "valueFrom": {
-                "secretKeyRef": {"name": "script-cluster-secret", "key": "secret"}
-            }
-        },
-    } | {
-        name: {
-            "valueFrom": {"fieldRef": {"fieldPath": f"metadata.annotations['{key}']"}}
-        }
-        for name, key in annotation.items()
-    }
-    assert container["ports"] == [{"containerPort": 80}]
-    assert "resources" not in container
-
-
-def test_the_coordinator_of_a_manifest_is_its_first_pod(launch):
-    options = "-n 2 --print k8s"
-    manifest = yaml.safe_load(printed(launch, options))
-    job = manifest["spec"]["replicatedJobs"][0]["template"]["spec"]
-    first = job["template"]["spec"]["containers"][0]["env"][0]
-    assert first["value"] == "script-process-0-0.script:2222"
+    for options, why in [
+        ("--print slurm -n 2 --summary s.txt", "--summary tells of processes"),
+        ("--workers 2 --summary s.txt", "--summary tells of processes"),
+        ("--summary none/s.txt", "'none/s.txt'; a file in a folder that exists"),
+        ("--summary .", "'.'; a file in a folder that exists"),
+    ]:
+        refused(f"{options} {__file__}", why)
 
 
 # With JAX
