@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from helpers.replicas import replica
 from jax import lax
@@ -29,7 +28,7 @@ def numpys_gradient(w, x, y):
     return 2 * x.T @ (x @ w - y) / len(x)
 
 
-@pytest.mark.parametrize("k", [1, 2, 3, 12])
+@pytest.mark.parametrize("k", [1, 3])
 def test_the_gradient_is_that_of_the_whole_batch(strategy, batch, k):
     @strategy.run
     def step(w, x, y):
@@ -149,56 +148,16 @@ def test_variables_count_the_parts(two):
     assert parts.numpy() == 6
 
 
-def test_a_loop_trains_as_with_whole_batches(two):
-    optimizer = optax.adam(0.1)
-    rng = np.random.default_rng(1)
-    x = rng.normal(size=(2, 8, 3)).astype(np.float32)
-    y = x.sum(-1)
-
-    def make(k):
-        @two.run
-        def step(w, memory, x, y):
-            gradient = two.accumulate(k)(lambda x, y: jax.grad(loss)(w, x, y))
-            grads = replica().all_reduce("mean", gradient(x, y))
-            updates, memory = optimizer.update(grads, memory)
-            return optax.apply_updates(w, updates), memory
-
-        return step
-
-    def trained(step):
-        w = jnp.zeros(3)
-        memory = optimizer.init(w)
-        for _ in range(5):
-            w, memory = step(w, memory, two.per_replica(x), two.per_replica(y))
-        return w
-
-    np.testing.assert_allclose(trained(make(4)), trained(make(1)), rtol=1e-5)
-
-
 def test_it_works_with_no_strategy_at_all():
     total = js.get_strategy().accumulate(2, op="sum")(jnp.sum)
     assert total(jnp.arange(4)) == 6
 
 
-def test_the_function_keeps_its_name(two):
-    @two.accumulate(2)
-    def gradient(x):
-        """Its docstring."""
-
-    assert (gradient.__name__, gradient.__doc__) == ("gradient", "Its docstring.")
-
-
-@pytest.mark.parametrize(
-    "k, error, words",
-    [(0, ValueError, "`k` was 0; a batch has at least one part"),
-     (1.5, TypeError, "`k` was 1.5; the number of parts of a batch was wanted")],
-)  # fmt: skip
-def test_bad_numbers_of_parts(two, k, error, words):
-    with pytest.raises(error, match=words):
-        two.accumulate(k)
-
-
-def test_only_sums_and_means(two):
+def test_bad_numbers_of_parts(two):
+    with pytest.raises(ValueError, match="`k` was 0; a batch has at least one part"):
+        two.accumulate(0)
+    with pytest.raises(TypeError, match="`k` was 1.5; the number of parts of a batch"):
+        two.accumulate(1.5)
     with pytest.raises(ValueError, match="`op` was 'max'; parts of a batch are summed"):
         two.accumulate(2, op="max")
 

@@ -6,6 +6,7 @@ A value that lies elsewhere is copied; one whose place shows a mistake is refuse
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Hashable, Sequence
 from typing import final
 
@@ -34,6 +35,10 @@ from jaxstrategy.values._types import Leaf
 # Numbers that were placed lately: a learning rate is often the same at each step, and
 # placing a number costs as much as dispatching a small step (44 to 60 us on CPU).
 _NUMBERS_KEPT = 256
+
+
+# Without a call of Python for each array, as `sharding` makes one.
+_sharding_of = operator.attrgetter("_sharding")
 
 
 @final
@@ -68,11 +73,8 @@ class Placement:
         self.right: dict[int, Sharding | None] = {
             i: None for i, s in enumerate(self._split) if s or self.is_open
         }
-        # With an old jaxlib, where the others were seen to lie.
-        others = range(len(self._split)) if are_looked_for() else ()
-        self._lay: dict[int, Sharding | None] = {
-            i: None for i in others if i not in self.right
-        }
+        # With an old jaxlib, where all arguments were seen to lie.
+        self._lay: tuple[Sharding, ...] | None = () if are_looked_for() else None
         # The dimension along which state of this place and shape is divided.
         self._dimensions: dict[tuple[int, tuple[int, ...]], int | None] = {}
         self._numbers: dict[Hashable, jax.Array] = {}
@@ -86,14 +88,19 @@ class Placement:
             lies = getattr(leaves[index], "sharding", None)
             if lies is not right and (right is None or lies != right):
                 return False
+        if self._lay is None:
+            return True
         # JAX 0.10 ends the process where an array lies on the same devices in another
         # order; 0.12 raises.
-        for index, lay in self._lay.items():
-            lies = getattr(leaves[index], "sharding", None)
-            if lies is not lay:
-                if _mesh.is_in_another_order(lies, self.shardings[index]):
+        try:
+            lie = tuple(map(_sharding_of, leaves))
+        except AttributeError:  # of random keys
+            lie = tuple([leaf.sharding for leaf in leaves])
+        if lie != self._lay:
+            for sharding, wanted in zip(lie, self.shardings, strict=True):
+                if _mesh.is_in_another_order(sharding, wanted):
                     return False
-                self._lay[index] = lies
+            self._lay = lie
         return True
 
     def traced(self, step: TracedStep, leaves: Sequence[Leaf]) -> bool:
