@@ -11,7 +11,7 @@ from flax import nnx
 
 import jaxstrategy as js
 
-STEPS, ROWS, WIDTH = 20, 8, 4
+STEPS, ROWS, WIDTH = 5, 8, 4
 
 
 class Net(nnx.Module):

@@ -39,16 +39,6 @@ def test_a_call_makes_few_calls_of_python_however_many_variables_there_are(two):
     assert max(counts) <= min(counts) + 5 <= 40, counts
 
 
-def test_what_is_written_between_calls_counts_and_all_is_read_after_each(two):
-    sums, x = Sums(2), two.per_replica([1.0, 3.0])
-    step = two.run(add).bind(sums)
-    for i in range(OFTEN):
-        sums.totals[0][...] = jnp.full(2, 10.0 * i)
-        step(x)
-        np.testing.assert_array_equal(sums.totals[0][...], np.full(2, 10.0 * i + 2))
-        np.testing.assert_array_equal(sums.totals[1][...], np.full(2, 2.0 * (i + 1)))
-
-
 def test_a_trace_is_noticed_after_calls_outside_of_any(two):
     sums, x = Sums(1), two.per_replica([1.0, 3.0])
     step = two.run(add).bind(sums)

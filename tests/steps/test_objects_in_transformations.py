@@ -9,8 +9,6 @@ import numpy as np
 import pytest
 from flax import nnx
 from helpers.objects import (
-    STEPS,
-    WIDTH,
     Net,
     adam,
     arrays,
@@ -20,7 +18,6 @@ from helpers.objects import (
     mean,
     rows,
     train,
-    train_alone,
     trained_alone,
 )
 from jax.core import Tracer
@@ -89,28 +86,6 @@ def test_in_loops_and_remat(two):
     assert int(model.calls[...]) == 4
 
 
-def test_in_accumulate(two):
-    model, theirs = Net(), Net()
-    optimizer, other = adam(model), adam(theirs)
-
-    def step(model, optimizer, x, y):
-        graph, params, rest = nnx.split(model, nnx.Param, ...)
-
-        def loss(params, x, y):
-            return loss_of(nnx.merge(graph, params, rest, copy=True), x, y)
-
-        @two.accumulate(2)
-        def grads_of(x, y):
-            return jax.grad(loss)(params, x, y)
-
-        optimizer.update(model, mean(grads_of(x, y)))
-
-    two.run(step, (model, optimizer, *divided(two, *rows())))
-    train_alone(theirs, other, *rows())
-    theirs.calls[...] = model.calls[...]  # the parts counted on copies
-    assert_equal(arrays(model), arrays(theirs))
-
-
 def test_changes_of_an_object_in_accumulate_are_refused(two):
     model = Net()
 
@@ -127,24 +102,6 @@ def test_changes_of_an_object_in_accumulate_are_refused(two):
 
 
 # Around a step.
-
-
-def test_inside_nnx_jit(two):
-    model, x = Net(), rows()[0]
-
-    def step(model, x):
-        model.calls[...] += 1
-        return mean(model.norm(x).sum())
-
-    @nnx.jit
-    def around(model, x):
-        return two.run(step, (model, two.per_replica(x)))
-
-    for n in range(2):
-        around(model, x.reshape(2, -1, WIDTH))
-        assert int(model.calls[...]) == n + 1
-    assert isinstance(model.calls.get_value(), jax.Array)
-    assert not isinstance(model.calls.get_value(), Tracer)
 
 
 def test_inside_jax_jit(two):
@@ -245,7 +202,7 @@ def test_expect_mirrored_means_the_results(two):
     run({"sum": True, "own": False})
     run(asked)
     assert seen and set(seen) <= {"['sum']", "['own']"}
-    for wrong in (True, {"sum": True, "own": True}, lambda path, leaf: True):
+    for wrong in (True, lambda path, leaf: True):
         with pytest.raises(js.NotMirroredError, match=r"`step\(\.\.\.\)\['own'\]`"):
             run(wrong)
 
@@ -255,20 +212,6 @@ def test_expect_mirrored_means_the_results(two):
 
 def bind(step: Any, *objects):
     return step.bind(*objects)
-
-
-def test_a_bound_step_is_the_step(two):
-    want, losses = trained_alone()
-    model = Net()
-    optimizer = adam(model)
-    bound = two.run(train).bind(model, optimizer)
-    for i in range(STEPS):
-        loss = bound(*divided(two, *rows(i)))
-        np.testing.assert_allclose(loss, losses[i], atol=1e-5)
-    assert_equal(arrays(model), want)
-    model.norm.scale[...] = jnp.zeros(WIDTH)  # between two calls
-    bound(*divided(two, *rows()))
-    assert np.abs(model.norm.scale[...]).max() < 0.1
 
 
 def test_a_bound_step_with_captured_objects_and_keywords(two):
@@ -311,11 +254,3 @@ def test_explain_with_objects(two):
     assert not found.problems
     assert "model.norm.scale" in str(found)
     assert_equal(arrays(model, optimizer), before, 0)
-
-
-def test_explain_names_what_varies(two):
-    def step(model, x):
-        model.norm.scale[...] += x.sum(0)
-
-    found = two.explain(step, (Net(), *divided(two, rows()[0])))
-    assert any("norm.scale" in str(problem) for problem in found.problems)
