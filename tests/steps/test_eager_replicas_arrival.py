@@ -1,9 +1,9 @@
 """Eager replicas that do not arrive together are told with their lines; none hangs."""
 
-import contextlib
 import io
 import pdb
 import re
+import signal
 import sys
 import threading
 
@@ -11,11 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.threads import in_threads, until
+from helpers.cases import each
+from helpers.threads import in_threads
 
 import jaxstrategy as js
-from jaxstrategy.executors.replica_threads import _replica_turns
-from jaxstrategy.executors.replica_threads._replica_thread import ReplicaThread
 
 DEVICES = js.simulate(8)
 
@@ -80,17 +79,6 @@ def test_merge_calls_of_some_replicas_only(three):
     assert "replica 2 has returned, without any" in str(error)
 
 
-def test_one_merge_call_more_on_some_replicas(three):
-    # LEG1-30, LEG0-22
-    def step():
-        for _ in range(2 if number() == 2 else 1):
-            replica().merge_call(lambda strategy: None)
-
-    text = str(eagerly(three, step, kind=RuntimeError))
-    assert "have a different number of merge_call() calls" in text
-    assert re.search(r"replica 0 has returned, after that at \S+py:\d+: replica", text)
-
-
 def test_different_collectives_are_told_with_what_each_gives(three):
     def step():
         if number() == 0:
@@ -122,11 +110,11 @@ DIFFERENT = {
 }
 
 
-@pytest.mark.parametrize("name", DIFFERENT)
-def test_whatever_differs_is_told(three, name):
-    assert "All replicas must call the same collectives" in str(
-        eagerly(three, DIFFERENT[name])
-    )
+def test_whatever_differs_is_told(three):
+    for _, step in each(DIFFERENT):
+        assert "All replicas must call the same collectives" in str(
+            eagerly(three, step)
+        )
 
 
 def test_errors_come_out_as_they_are_and_say_whose(three):
@@ -152,110 +140,23 @@ def test_errors_come_out_as_they_are_and_say_whose(three):
     assert ended == ["caught", 1, 0]
 
 
-def test_what_a_collective_refuses_is_raised_where_it_was_called(three):
-    def step(x):
-        try:
-            return replica().merge_call(lambda strategy, x: 1 / 0, (x,))
-        except ZeroDivisionError:
-            return x
-
-    x = three.per_replica([1.0, 2.0, 3.0])
-    with js.eager_replicas():
-        found = three.run(step, (x,))
-    assert [float(each) for each in found.values] == [1, 2, 3]
-
-    error = eagerly(three, lambda: replica().all_gather(1.0, 0), kind=ValueError)
-    assert "Scalars cannot be joined" in str(error)
-
-
-def test_a_replica_that_is_ended_may_not_meet_again(three):
-    def step():
-        try:
-            replica().all_reduce("sum", 1.0)
-        finally:
-            if number() == 0:
-                replica().all_reduce("sum", 2.0)
-
-    def other():
-        if number() == 2:
-            raise ValueError("end")
-        step()
-
-    assert str(eagerly(three, other, kind=ValueError)) == "end"
-
-
-def test_who_runs_on_is_named_once(three, monkeypatch):
-    told, end_turn, runs_on = [], ReplicaThread.end_turn, threading.Event()
-
-    def late(thread, seconds):
-        while not (is_over := end_turn(thread, 0.01)) and not runs_on.is_set():
-            pass
-        return is_over
-
-    monkeypatch.setattr(ReplicaThread, "end_turn", late)
-    monkeypatch.setattr(
-        _replica_turns._user_code, "warn", lambda *each: told.append(each)
-    )
-
+def test_an_interrupt_ends_all(three):
     def step():
         if number() == 1:
-            runs_on.set()
-            until(lambda: told)  # on and on
-        return replica().all_reduce("sum", 1.0)
-
-    with js.eager_replicas():
-        assert float(three.run(step)) == 3
-    ((text, category),) = told
-    assert category is js.LateReplicaWarning
-    assert text.startswith("Replica 1 of `step` has run for 10 s and has not come to")
-    assert "# on and on" in text or "threads.py" in text
-    assert "Replica 0 waits at all_reduce('sum') of float32[]" in text
-
-
-def test_an_interrupt_ends_all(three, monkeypatch):
-    went_on = threading.Event()
-
-    def step():
-        if number() == 1:
-            went_on.set()
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
             while True:
                 pass
         return replica().all_reduce("sum", 1.0)
 
-    def interrupted(thread):
-        thread.end_turn(0.2)
-        if went_on.is_set():
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(
-        _replica_turns.ReplicaTurns, "_end_of_turn", lambda self, t: interrupted(t)
-    )
     with js.eager_replicas(), pytest.raises(KeyboardInterrupt):
         three.run(step)
 
 
-def test_a_debugger_shows_one_replica_at_a_time(three, monkeypatch):
-    monkeypatch.setattr(_replica_turns, "PATIENCE_SECONDS", 0.01)
-    out, looks, told = io.StringIO(), [], []
-    monkeypatch.setattr(
-        _replica_turns._user_code, "warn", lambda *each: told.append(each)
-    )
-    is_in_debugger = _replica_turns.is_in_debugger
-    monkeypatch.setattr(
-        _replica_turns,
-        "is_in_debugger",
-        lambda frames: looks.append(is_in_debugger(frames)) or looks[-1],
-    )
-
-    class Prompt(io.StringIO):
-        def readline(self, *args):
-            before = len(told), looks.count(True)
-            until(lambda: looks.count(True) > before[1] + 1)
-            assert len(told) == before[0]  # who debugs is not late
-            return super().readline(*args)
+def test_a_debugger_shows_one_replica_at_a_time(three):
+    out = io.StringIO()
 
     def step(x):
-        commands = Prompt("p 'has', float(x)\ncontinue\n")
+        commands = io.StringIO("p 'has', float(x)\ncontinue\n")
         pdb.Pdb(stdin=commands, stdout=out, nosigint=True).set_trace()
         return replica().all_reduce("sum", x)
 
@@ -265,10 +166,18 @@ def test_a_debugger_shows_one_replica_at_a_time(three, monkeypatch):
     assert re.findall(r"\('has', ([\d.]+)\)", out.getvalue()) == ["1.0", "2.0", "3.0"]
 
 
-def test_axes_by_hand_are_refused_with_advice(three):
+def test_axes_by_hand_and_assignments_of_what_is_mapped_are_refused(three):
     error = eagerly(three, lambda: jax.lax.psum(jnp.ones(1), "replica"), kind=NameError)
-    assert "reduces over the axis 'replica' by hand" in str(error)
     assert "Use `get_replica_context().all_reduce('sum', x)`" in str(error)
+    with three.scope():
+        v = js.Variable(0.0, name="v")
+
+    def step(x):
+        jax.vmap(lambda a: v.assign(a))(x)
+
+    x = three.per_replica([[1.0, 2.0]] * 3)
+    error = eagerly(three, step, x, kind=ValueError)
+    assert "Variable 'v' was assigned, in `eager_replicas()`, a value" in str(error)
 
 
 def test_code_that_jax_traces_is_refused(three):
@@ -291,38 +200,6 @@ def test_merge_calls_of_what_is_differentiated_are_refused(three):
         three, step, three.per_replica([1.0, 2.0, 3.0]), kind=js.ContextError
     )
     assert "`args[0]` that JAX traces" in str(error)
-
-
-def test_assignments_of_what_is_mapped_are_refused(three):
-    with three.scope():
-        v = js.Variable(0.0, name="v")
-
-    def step(x):
-        jax.vmap(lambda a: v.assign(a))(x)
-
-    x = three.per_replica([[1.0, 2.0]] * 3)
-    error = eagerly(three, step, x, kind=ValueError)
-    assert "Variable 'v' was assigned, in `eager_replicas()`, a value" in str(error)
-
-
-def test_a_thread_of_a_step_is_no_replica(three):
-    found = []
-
-    def step(x):
-        context = replica()
-
-        def other():
-            with contextlib.suppress(Exception):
-                found.append(context.all_reduce("sum", x))
-
-        thread = threading.Thread(target=other)
-        thread.start()
-        thread.join()
-        return x
-
-    with js.eager_replicas():
-        three.run(step, (three.per_replica([1.0, 2.0, 3.0]),))
-    assert not found
 
 
 def test_workers_of_parameter_servers_run_nothing_eagerly():
@@ -351,15 +228,6 @@ def test_odd_arguments_are_refused():
         js.Versions(1, 2)
     with pytest.raises(ValueError, match="was given 1 values for 2 replicas; one for"):
         js.Versions([1], [0, 1])
-
-
-def test_it_is_entered_outside_of_steps(three):
-    def step():
-        with js.eager_replicas():
-            pass
-
-    with pytest.raises(js.ContextError, match="was entered inside a step"):
-        three.run(step)
 
 
 def test_compiled_steps_are_what_they_were_afterwards(three):
