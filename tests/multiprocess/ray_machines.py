@@ -12,9 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from jaxstrategy.launch import _ray_head
-
 DEADLINE = 150  # seconds; what takes longer has hung
+HEAD = """
+import ray, sys
+quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
+started = ray.init(address="local", num_cpus=4, **quiet)
+print(started.address_info["gcs_address"], flush=True)
+sys.stdin.read()
+ray.shutdown()
+"""
 
 
 class Machine:
@@ -61,7 +67,7 @@ class Ray:
         self.env.pop("RAY_ADDRESS", None)
         self._said = tempfile.TemporaryFile()
         self._head = subprocess.Popen(
-            [sys.executable, "-P", _ray_head.__file__, "4"],
+            [sys.executable, "-P", "-c", HEAD],
             env=self.env,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -7,27 +7,13 @@ import signal
 import subprocess
 import sys
 import textwrap
-from pathlib import Path
 
 import pytest
 import ray_machines
+from helpers.launching import ALONE
 from ray_machines import DEADLINE, is_alive, until
 
-import jaxstrategy
-
 pytestmark = pytest.mark.slow
-
-# The launcher without the package around it, which takes seconds to import.
-LAUNCHER = f"""
-import sys, types
-package = types.ModuleType("jaxstrategy")
-package.__path__ = [{str(Path(jaxstrategy.__file__).parent)!r}]
-sys.modules["jaxstrategy"] = package
-from jaxstrategy.launch._main import main
-code = main()
-assert "jax" not in sys.modules
-sys.exit(code)
-"""
 
 # Every process has these names.
 PRELUDE = """
@@ -57,7 +43,7 @@ class Launched:
     def __init__(self, folder, options, script, arguments, env):
         self.folder = folder
         (folder / "script.py").write_text(PRELUDE + textwrap.dedent(script))
-        launcher = [sys.executable, "-c", LAUNCHER, "--on", "ray"]
+        launcher = [sys.executable, "-c", ALONE, "--on", "ray"]
         self.out = open(folder / "out.txt", "w+b")
         self.process = subprocess.Popen(
             [*launcher, *options.split(), "script.py", *arguments],

@@ -137,22 +137,16 @@ server.join()
 CLUSTER = {"chief": ["a:1"], "worker": ["b:1", "c:1"], "ps": ["d:1"]}
 
 
-@pytest.mark.parametrize(
-    "arguments, text",
-    [
+def test_what_servers_and_strategies_need():
+    for arguments, text in [
         ((CLUSTER,), "`job_name` is needed, for there are several: chief"),
         ((CLUSTER, "worker"), "`task_index` is needed, for there are several: 0, 1"),
         ((CLUSTER, "cook", 0), "cook"),
         ((CLUSTER, "worker", 2), "2"),
         ((CLUSTER, "chief", 0), "The chief is the coordinator"),
         (({"ps": ["d:1"]}, "ps", 0), "There must be at least one worker"),
-    ],
-)
-def test_what_a_server_needs(arguments, text):
-    with pytest.raises(ValueError, match=text):
-        js.Server(*arguments, start=False)
-
-
-def test_a_resolver_is_wanted():
+    ]:
+        with pytest.raises(ValueError, match=text):
+            js.Server(*arguments, start=False)
     with pytest.raises(TypeError, match="`cluster_resolver` was 3; a ClusterResolver"):
         js.MultiWorkerMirroredStrategy(3)

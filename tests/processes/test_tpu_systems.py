@@ -3,6 +3,7 @@
 import copy
 import os
 import re
+import warnings
 from types import SimpleNamespace
 
 import jax
@@ -11,8 +12,6 @@ import pytest
 
 import jaxstrategy as js
 from jaxstrategy.cluster_resolver import TPUClusterResolver
-from jaxstrategy.tpu import _tpu_system
-from jaxstrategy.tpu._tpu_system import topology_of
 from jaxstrategy.tpu.experimental import (
     DeviceAssignment,
     TPUSystemMetadata,
@@ -26,8 +25,11 @@ def nothing_around(monkeypatch):
     for name in os.environ:
         if name.startswith(("TPU_", "MEGASCALE_", "JAXSTRATEGY_", "TF_CONFIG")):
             monkeypatch.delenv(name)
-    # As at the beginning of a program.
-    monkeypatch.setattr(_tpu_system, "_initialized", set())
+    yield
+    with warnings.catch_warnings():  # as at the beginning of a program
+        warnings.simplefilter("ignore")
+        shutdown_tpu_system()
+        shutdown_tpu_system(TPUClusterResolver("local"))
 
 
 # Topologies of devices.
@@ -39,39 +41,44 @@ def tpu(id, coords, core=0, process=0, **more):
     )
 
 
-def test_any_platform_has_a_topology():
-    found = initialize_tpu_system()
-    assert found.mesh_shape.tolist() == [8, 1, 1, 1]
-    wanted = [[[x, 0, 0, 0] for x in range(8)]]
-    assert found.device_coordinates.tolist() == wanted
-    pairs = DeviceAssignment.build(found, [2, 1, 1, 1], num_replicas=4)
-    assert pairs.core_assignment[..., 0].tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]
+@pytest.fixture
+def topology_of(monkeypatch):
+    """The topology of a system that has these devices."""
+
+    def found(devices):
+        with monkeypatch.context() as patch, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that it was initialized before
+            patch.setattr(jax, "local_devices", lambda: devices)
+            return initialize_tpu_system(TPUClusterResolver("local"))
+
+    return found
 
 
-def test_the_second_time_there_is_a_warning_and_the_same_topology():
+def test_any_platform_has_a_topology_and_is_initialized_once():
     first = initialize_tpu_system()
+    assert first.mesh_shape.tolist() == [8, 1, 1, 1]
+    wanted = [[[x, 0, 0, 0] for x in range(8)]]
+    assert first.device_coordinates.tolist() == wanted
+    pairs = DeviceAssignment.build(first, [2, 1, 1, 1], num_replicas=4)
+    assert pairs.core_assignment[..., 0].tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]
     with pytest.warns(RuntimeWarning, match="has already been initialized") as caught:
         second = initialize_tpu_system()
     assert caught[0].filename == __file__
     assert second.serialized() == first.serialized()
+    with pytest.warns(RuntimeWarning, match="'local' was to be shut down and has not"):
+        shutdown_tpu_system(TPUClusterResolver("local"))
     initialize_tpu_system(TPUClusterResolver("local"))  # another one
     shutdown_tpu_system()
     assert initialize_tpu_system().serialized() == first.serialized()
-
-
-def test_a_system_that_was_not_initialized_is_shut_down_with_a_warning():
-    with pytest.warns(RuntimeWarning, match="'local' was to be shut down and has not"):
-        shutdown_tpu_system(TPUClusterResolver("local"))
-
-
-@pytest.mark.parametrize("function", [initialize_tpu_system, shutdown_tpu_system])
-def test_other_resolvers_are_refused(function):
     other = js.cluster_resolver.SimpleClusterResolver({"worker": ["a:1"]})
-    with pytest.raises(TypeError, match="A `TPUClusterResolver` was wanted.*Simple"):
-        function(other)
+    for function in initialize_tpu_system, shutdown_tpu_system:
+        with pytest.raises(
+            TypeError, match="A `TPUClusterResolver` was wanted.*Simple"
+        ):
+            function(other)
 
 
-def test_tpus_have_their_own_coordinates():
+def test_tpus_have_their_own_coordinates(topology_of):
     chips = [(0, 0, 0), (1, 0, 0), (0, 1, 0), (1, 1, 0)]
     devices = [
         tpu(2 * n + core, chip, core) for n, chip in enumerate(chips) for core in (0, 1)
@@ -79,9 +86,12 @@ def test_tpus_have_their_own_coordinates():
     found = topology_of(devices[::-1])
     assert found.mesh_shape.tolist() == [2, 2, 1, 2] and found.num_tasks == 1
     assert found.tpu_device_ordinal_at_coordinates([1, 0, 0, 1]) == 3
+    found = topology_of([tpu(0, [2, 3, 1]), tpu(1, [3, 3, 1])])  # a part begins at 0
+    assert found.mesh_shape.tolist() == [2, 1, 1, 1]
+    assert found.device_coordinates[0].tolist() == [[0, 0, 0, 0], [1, 0, 0, 0]]
 
 
-def test_processes_are_tasks():
+def test_processes_are_tasks_and_slices_lie_above_each_other(topology_of):
     devices = [
         tpu(4 * process + n, [2 * process + n % 2, n // 2, 0], process=process)
         for process in (0, 1)
@@ -92,15 +102,8 @@ def test_processes_are_tasks():
     assert found.num_tasks == 2 and found.num_tpus_per_task == 4
     assert found.task_ordinal_at_coordinates([3, 1, 0, 0]) == 1
     assert found.tpu_device_ordinal_at_coordinates([3, 1, 0, 0]) == 3
-
-
-def test_a_part_of_a_tpu_begins_at_0():
-    found = topology_of([tpu(0, [2, 3, 1]), tpu(1, [3, 3, 1])])
-    assert found.mesh_shape.tolist() == [2, 1, 1, 1]
-    assert found.device_coordinates[0].tolist() == [[0, 0, 0, 0], [1, 0, 0, 0]]
-
-
-def test_slices_lie_above_each_other():
+    with pytest.raises(ValueError, match="as many devices in each.*these have 4, 3"):
+        topology_of(devices[:-1])
     devices = [
         tpu(2 * part + n, [n, 0, 0], process=part, slice_index=part)
         for part in range(3)
@@ -109,12 +112,6 @@ def test_slices_lie_above_each_other():
     found = topology_of(devices)
     assert found.mesh_shape.tolist() == [2, 1, 3, 1]
     assert found.task_ordinal_at_coordinates([1, 0, 2, 0]) == 2
-
-
-def test_processes_with_different_numbers_of_devices_are_refused():
-    devices = [tpu(0, [0, 0, 0]), tpu(1, [1, 0, 0]), tpu(2, [2, 0, 0], process=1)]
-    with pytest.raises(ValueError, match="as many devices in each.*these have 2, 1"):
-        topology_of(devices)
 
 
 # The resolver.
@@ -135,13 +132,10 @@ def test_a_local_tpu_is_this_host():
     assert copy.deepcopy(resolver) is resolver
 
 
-@pytest.mark.parametrize("name", [None, "", "local"])
-def test_metadata_of_what_there_is(name):
-    found = TPUClusterResolver(name).get_tpu_system_metadata()
-    assert found == TPUSystemMetadata(8, 1, 8, None, jax.devices())
-
-
-def test_tpu_cores_are_counted(monkeypatch):
+def test_metadata_of_what_there_is(monkeypatch):
+    for name in None, "", "local":
+        found = TPUClusterResolver(name).get_tpu_system_metadata()
+        assert found == TPUSystemMetadata(8, 1, 8, None, jax.devices())
     devices = [SimpleNamespace(platform="tpu", process_index=0, id=i) for i in range(4)]
     monkeypatch.setattr(jax, "local_devices", lambda: devices)
     assert TPUClusterResolver("local").num_accelerators() == {"TPU": 4}
@@ -157,6 +151,10 @@ def test_hosts_of_the_environment(monkeypatch):
     assert resolver.task_id == 2 and resolver.master() == "grpc://c:8476"
     assert resolver.master("worker", 1) == "grpc://b:8476"
     assert TPUClusterResolver("local").cluster_spec().as_dict() == {}
+    monkeypatch.delenv("TPU_WORKER_ID")
+    monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "localhost")  # one needs no number
+    alone = TPUClusterResolver("").process()
+    assert alone == js.cluster_resolver.Process(0, 1, "localhost:8476")
 
 
 def test_a_coordinator_is_a_job_beside(monkeypatch):
@@ -176,21 +174,15 @@ def test_a_coordinator_is_a_job_beside(monkeypatch):
         TPUClusterResolver(coordinator_name="coordinator")
 
 
-def test_one_host_needs_no_number(monkeypatch):
-    monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "localhost")
-    resolver = TPUClusterResolver("")
-    assert resolver.process() == js.cluster_resolver.Process(0, 1, "localhost:8476")
-
-
-@pytest.mark.parametrize("number", [None, "", "2", "-1", "x", "1.0"])
-def test_malformed_numbers_of_hosts_are_refused(monkeypatch, number):
+def test_malformed_numbers_of_hosts_are_refused(monkeypatch):
     monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "a,b")
-    if number is not None:
-        monkeypatch.setenv("TPU_WORKER_ID", number)
-    text = f"TPU_WORKER_ID is {number or ''!r} and TPU_WORKER_HOSTNAMES has 2 hosts"
-    for ask in (TPUClusterResolver().cluster_spec, TPUClusterResolver().process):
-        with pytest.raises(ValueError, match=re.escape(text)):
-            ask()
+    for number in None, "", "2", "-1", "x":
+        if number is not None:
+            monkeypatch.setenv("TPU_WORKER_ID", number)
+        text = f"TPU_WORKER_ID is {number or ''!r} and TPU_WORKER_HOSTNAMES has 2 hosts"
+        for ask in (TPUClusterResolver().cluster_spec, TPUClusterResolver().process):
+            with pytest.raises(ValueError, match=re.escape(text)):
+                ask()
 
 
 def test_launchers_are_asked_first(monkeypatch):
