@@ -35,7 +35,7 @@ from jaxstrategy.coordinator._worker_states import (
     WorkerStates,
 )
 from jaxstrategy.coordinator._worker_thread import WorkerThread
-from jaxstrategy.launch._late_threads import started
+from jaxstrategy.launch._child_process import started
 from jaxstrategy.parameter_servers._abstract_worker import AbstractWorkerBackend
 from jaxstrategy.parameter_servers._worker_resource import WorkerResource
 from jaxstrategy.text._user_code import warn

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from jaxstrategy.doctor import _installed_packages, _settings
 from jaxstrategy.doctor._device_answers import DeviceAnswers, asked
-from jaxstrategy.launch import _option_values
+from jaxstrategy.launch import _options
 
 _SECONDS = 120.0
 _NOTHING = "none set"
@@ -112,11 +112,11 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add(
         "--simulate",
-        type=_option_values.count,
+        type=_options.count,
         metavar="N",
         help="ask N simulated CPU devices",
     )
     add("--json", action="store_true", help="print JSON")
     text = f"how long to wait for the devices ({_SECONDS:g})"
-    add("--seconds", type=_option_values.positive_seconds, default=_SECONDS, help=text)
+    add("--seconds", type=_options.positive_seconds, default=_SECONDS, help=text)
     return parser

@@ -1,8 +1,85 @@
-"""`python -m jaxstrategy.launch`."""
+"""`python -m jaxstrategy.launch`: runs the job that the command line describes."""
 
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import signal
 import sys
+from collections.abc import Iterator, Sequence
 
-from jaxstrategy.launch._main import main
+from jaxstrategy._errors import ClusterError, MissingExtraError
+from jaxstrategy.launch import _kubernetes, _slurm
+from jaxstrategy.launch._child_process import Guard, signal_name
+from jaxstrategy.launch._local import Asked, Events, Job, ThisMachine
+from jaxstrategy.launch._options import Options, parse
+from jaxstrategy.launch._ray import RayMachines
+from jaxstrategy.launch._roles import RoleJob
+
+_PRINTED = {"slurm": _slurm.script, "k8s": _kubernetes.manifest}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit code."""
+    options = parse(arguments)
+    if options.print_for:
+        return _print(options.print_for, options)
+    events: Events = queue.SimpleQueue()
+    with _signals_to(events):
+        if options.workers is not None:
+            with contextlib.closing(Guard()) as guard:
+                return RoleJob(options, events, guard).run()
+        try:
+            with contextlib.closing(
+                ThisMachine(events)
+                if options.ray is None
+                else RayMachines(options, options.ray, events)
+            ) as machines:
+                return Job(options, events, machines).run()
+        except (ClusterError, MissingExtraError) as error:
+            return _not_started(error, events)
+
+
+def _not_started(error: Exception, events: Events) -> int:
+    """Say why no process runs; the exit code."""
+    if events.empty():
+        print(f"jaxstrategy.launch: error: {error}", file=sys.stderr)
+        return 1
+    event = events.get()
+    assert isinstance(event, Asked)  # no worker was there that could have ended
+    name = signal_name(event.signal)
+    print(f"jaxstrategy.launch: stopped by {name}", file=sys.stderr)
+    return 128 + event.signal
+
+
+def _print(kind: str, options: Options) -> int:
+    """Print what a cluster needs; the exit code."""
+    try:
+        text = _PRINTED[kind](options)
+    except (ValueError, MissingExtraError) as error:
+        print(f"jaxstrategy.launch: error: {error}.", file=sys.stderr)
+        return 2
+    # As bytes, since arguments need not be text: they come out as they came in.
+    sys.stdout.flush()
+    sys.stdout.buffer.write(os.fsencode(text))
+    sys.stdout.buffer.flush()
+    return 0
+
+
+@contextlib.contextmanager
+def _signals_to(events: Events) -> Iterator[None]:
+    """Make events of SIGINT and SIGTERM; gives back the old handlers."""
+    old = {
+        number: signal.signal(number, lambda number, _: events.put(Asked(number)))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
+
 
 if __name__ == "__main__":
     sys.exit(main())

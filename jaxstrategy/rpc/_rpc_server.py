@@ -8,7 +8,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self, final
 
-from jaxstrategy.launch._late_threads import started
+from jaxstrategy.launch._child_process import started
 from jaxstrategy.parameter_servers.wire._listener import Listener
 from jaxstrategy.parameter_servers.wire._responder import Responder
 from jaxstrategy.parameter_servers.wire._stream import Stream

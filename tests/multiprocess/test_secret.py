@@ -322,7 +322,9 @@ def test_the_launcher_gives_a_secret_that_nobody_sees(tmp_path):
     raise SystemExit(0 if os.environ["JAXSTRATEGY_ATTEMPT"] == "1" else 5)
     """
     (tmp_path / "script.py").write_text(ALONE + textwrap.dedent(script))
-    launcher = f"{ALONE}from jaxstrategy.launch._main import main\nsys.exit(main())"
+    launcher = (
+        f"{ALONE}import runpy\nrunpy.run_module('jaxstrategy.launch', None, '__main__')"
+    )
     options = ["-n", "2", "--max-restarts", "1", "--verbose"]
     done = subprocess.run(
         [sys.executable, "-c", launcher, *options, "script.py"],

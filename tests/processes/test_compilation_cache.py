@@ -6,12 +6,9 @@ import sys
 
 import jax
 import pytest
+from helpers.launching import ALONE, Launched, command, printed
 
 import jaxstrategy as js
-from jaxstrategy.launch import _job_tasks
-from jaxstrategy.launch._environment import common
-from jaxstrategy.launch._launch_options import parse
-from jaxstrategy.launch._main import main
 
 VARIABLE = "JAXSTRATEGY_COMPILATION_CACHE"
 OPTIONS = (
@@ -98,34 +95,28 @@ def test_what_is_no_path_is_refused():
 # The launcher hands it to all processes.
 
 
-def options(*arguments):
-    return parse(["--compilation-cache", "cache", *arguments])
+def test_the_launcher_tells_each_process(tmp_path):
+    (tmp_path / "train.py").write_text(
+        f"import os; print(os.environ.get({VARIABLE!r}))"
+    )
+    for given, told in [
+        (["--compilation-cache", "cache"], str(tmp_path / "cache")),
+        (["--compilation-cache", "gs://bucket/cache"], "gs://bucket/cache"),
+    ]:
+        run = [sys.executable, "-c", ALONE, *given, "-n", "2", "train.py"]
+        result = Launched(tmp_path, run).finish(0)
+        assert result.lines == [f"[0] {told}", f"[1] {told}"]
 
 
-def test_the_launcher_tells_each_process(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "train.py").write_text("")
-    folder = str(tmp_path / "cache")
-    assert common(options("-n", "2", "train.py"), {})[VARIABLE] == folder
-    assert VARIABLE not in common(parse(["-n", "2", "train.py"]), {})
-    given = options("--workers", "1", "--parameter-servers", "1", "train.py")
-    for task in _job_tasks.job_tasks(given):
-        assert _job_tasks.of_devices(given, task, {})[VARIABLE] == folder
-    address = parse(["--compilation-cache", "gs://bucket/cache", "train.py"])
-    assert common(address, {})[VARIABLE] == "gs://bucket/cache"
+def test_what_clusters_are_given_has_it():
+    for cluster in "slurm", "k8s":
+        for more in "-n 2", "--workers 2":
+            options = f"--compilation-cache /c/ache {more}"
+            text = printed(cluster, "t.py", options=options)
+            assert VARIABLE in text and "/c/ache" in text
 
 
-@pytest.mark.parametrize("cluster", ["slurm", "k8s"])
-@pytest.mark.parametrize("more", [("-n", "2"), ("--workers", "2")])
-def test_what_clusters_are_given_has_it(cluster, more, capsys):
-    given = ["--compilation-cache", "/c/ache", "--print", cluster, *more, "t.py"]
-    assert main(given) == 0
-    text = capsys.readouterr().out
-    assert VARIABLE in text and "/c/ache" in text
-
-
-def test_a_file_is_no_folder_for_the_launcher(tmp_path, capsys):
+def test_a_file_is_no_folder_for_the_launcher(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(SystemExit):
-        parse(["--compilation-cache", str(tmp_path / "file"), "train.py"])
-    assert "is not a folder" in capsys.readouterr().err
+    done = command("--compilation-cache", str(tmp_path / "file"), "train.py")
+    assert done.code == 2 and "is not a folder" in done.err

@@ -30,6 +30,9 @@ JOB = "JAXSTRATEGY_JOB"  # the same for all processes that belong together
 LATE = "jaxstrategy: at the end: "
 """The beginning of process 0's line about late processes; the launcher repeats it."""
 
+OF_PROCESS = (COORDINATOR, PROCESS_ID, NUM_PROCESSES, LOCAL_RANK, ATTEMPT, JOB)
+"""What is another process's, and is not handed on."""
+
 _NEEDED = (COORDINATOR, PROCESS_ID, NUM_PROCESSES)
 
 

@@ -10,7 +10,7 @@ from typing import Self, final
 import jax
 import jax.export
 
-from jaxstrategy.launch import _gpus
+from jaxstrategy.launch._options import GPUS, visible_gpus
 from jaxstrategy.parameter_servers.backends import _child_environment
 from jaxstrategy.text._units import with_noun
 
@@ -54,7 +54,7 @@ class ChildDevices:
                 f"The devices here are of the platform {backend!r}, which processes "
                 "cannot divide. Set JAX_PLATFORMS=cpu, or choose backend='threads'."
             )
-        names = _gpus.visible(os.environ) or list(
+        names = visible_gpus(os.environ) or list(
             map(str, range(jax.local_device_count()))
         )
         return cls(
@@ -75,7 +75,7 @@ class ChildDevices:
         own = _child_environment.of_child(inherited, 1, threads)
         del own["JAX_PLATFORMS"]
         own |= {k: inherited[k] for k in ("JAX_PLATFORMS",) if k in inherited}
-        own[_gpus.VARIABLE] = ",".join(self.gpus[worker])
+        own[GPUS] = ",".join(self.gpus[worker])
         if self.sharing > 1:
             own.setdefault(_MEMORY, f"{_WHOLE / self.sharing:.3f}")
         return own

@@ -12,9 +12,12 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import final
 
-from jaxstrategy.launch._exit_meanings import described
-from jaxstrategy.launch._guarded_process import Guard, GuardedProcess
-from jaxstrategy.launch._output import OutputThread
+from jaxstrategy.launch._child_process import (
+    Guard,
+    GuardedProcess,
+    OutputThread,
+    described,
+)
 from jaxstrategy.parameter_servers.backends import _child
 from jaxstrategy.parameter_servers.backends._child import Task
 from jaxstrategy.parameter_servers.wire._door import Door

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import final
 
-from jaxstrategy.launch._guarded_process import Guard
+from jaxstrategy.launch._child_process import Guard
 from jaxstrategy.parameter_servers.backends._child_process import ChildProcess
 
 _POLITE_SECONDS = 2.0

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import final
 
 from jaxstrategy._errors import ParameterServerLost, WorkerLost
-from jaxstrategy.launch._guarded_process import Guard
+from jaxstrategy.launch._child_process import Guard
 from jaxstrategy.parameter_servers._abstract_server import AbstractServer
 from jaxstrategy.parameter_servers._abstract_worker import AbstractWorkerBackend
 from jaxstrategy.parameter_servers._restarted_server import RestartedServer

@@ -9,8 +9,8 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import final
 
-from jaxstrategy.launch._ray_cluster import RayCluster
-from jaxstrategy.launch._ray_options import HANDED_ON, PLACEMENTS
+from jaxstrategy.launch._options import PLACEMENTS
+from jaxstrategy.launch._ray import HANDED_ON, RayCluster
 from jaxstrategy.parameter_servers._abstract_server import AbstractServer
 from jaxstrategy.parameter_servers._abstract_worker import AbstractWorkerBackend
 from jaxstrategy.parameter_servers.backends import _child_environment

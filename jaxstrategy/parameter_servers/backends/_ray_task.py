@@ -9,10 +9,8 @@ from collections.abc import Callable, Mapping
 from typing import Literal, final
 
 from jaxstrategy.cluster.resolvers._tf_config import VARIABLE as TF_CONFIG
-from jaxstrategy.launch._exit_meanings import described
-from jaxstrategy.launch._output import OutputThread
-from jaxstrategy.launch._ray_actors import RayActors
-from jaxstrategy.launch._ray_process import RayStartedProcess
+from jaxstrategy.launch._child_process import OutputThread, described
+from jaxstrategy.launch._ray import RayActors, RayStartedProcess
 from jaxstrategy.parameter_servers.backends._called_tasks import CalledTask
 from jaxstrategy.parameter_servers.backends._child_process import show
 from jaxstrategy.processes._channel import address_of

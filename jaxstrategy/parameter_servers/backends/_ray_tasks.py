@@ -9,8 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import final
 
 from jaxstrategy._errors import ClusterError, WorkerLost
-from jaxstrategy.launch._ray_actors import RayActors
-from jaxstrategy.launch._ray_cluster import RayCluster
+from jaxstrategy.launch._ray import RayActors, RayCluster
 from jaxstrategy.parameter_servers.backends._called_tasks import (
     CalledTask,
     CalledTasks,

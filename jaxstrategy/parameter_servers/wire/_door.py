@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from typing import final
 
-from jaxstrategy.launch._late_threads import started
+from jaxstrategy.launch._child_process import started
 from jaxstrategy.parameter_servers.wire._stream import LARGEST, Stream, limit_silence
 
 PATIENCE = 10.0

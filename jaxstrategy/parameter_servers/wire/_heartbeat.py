@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import final
 
-from jaxstrategy.launch._late_threads import started
+from jaxstrategy.launch._child_process import started
 from jaxstrategy.parameter_servers.wire._frame import WireFrame
 from jaxstrategy.parameter_servers.wire._kinds import Kind
 from jaxstrategy.parameter_servers.wire._stream import Stream

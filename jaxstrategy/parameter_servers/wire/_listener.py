@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import final
 
 from jaxstrategy._errors import ClusterError
-from jaxstrategy.launch._late_threads import started
+from jaxstrategy.launch._child_process import started
 from jaxstrategy.parameter_servers.wire import _handshake
 from jaxstrategy.parameter_servers.wire._stream import LARGEST, Stream
 from jaxstrategy.processes import _secret

@@ -9,7 +9,7 @@ from typing import TypeAlias, final
 import numpy as np
 
 from jaxstrategy._errors import ClusterError
-from jaxstrategy.launch._late_threads import started
+from jaxstrategy.launch._child_process import started
 from jaxstrategy.parameter_servers.wire import _remote_error
 from jaxstrategy.parameter_servers.wire._frame import Fields, FrameError, WireFrame
 from jaxstrategy.parameter_servers.wire._heartbeat import LONGEST_PATIENCE, Heartbeat

@@ -1,27 +1,88 @@
-"""Processes in sessions of their own that end with the one that started them.
+"""Processes that this one starts: each ends with all it started, and with this one.
 
-Ray sends this file to other machines, whose Python need not import the package for it:
-functions here use the standard library only.
+`Guard` outlives this process to see to that, `GuardedProcess` is one of them,
+`OutputThread` reads what it prints. Ray sends this file to other machines, whose Python
+need not import the package: what is used there needs the standard library only.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import final
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Literal, Protocol, final
 
-from jaxstrategy.launch import _guard
-from jaxstrategy.launch._started_process import AbstractStartedProcess, Stream
+from jaxstrategy.cluster.resolvers._launched import LATE
+from jaxstrategy.processes._exit_codes import ExitCode
 
-_GUARD = Path(_guard.__file__).read_text()
+TAIL = 20
+"""Lines of output that are kept."""
+
+Stream = Literal[0, 1]
+"""Of what a process prints: 0 is its standard output, 1 its standard error."""
+
 _MOST = 1 << 16  # bytes of one read
+# It is told process groups on its standard input: `+123` of a new one, `-123` of one
+# that is over. The input's end means that its starter is gone, however it went.
+_GUARD = """
+import os, signal, sys
+
+def main():
+    # Ray kills the children of a worker that ends (2.60), so this is no child of it.
+    if os.fork():
+        return
+    print(os.getpid(), flush=True)
+    groups = set()
+    for line in sys.stdin:
+        (groups.add if line[0] == "+" else groups.discard)(int(line[1:]))
+    for group in groups:
+        try:
+            os.killpg(group, signal.SIGKILL)
+        except (ProcessLookupError, PermissionError):
+            continue  # it has ended already
+
+main()
+"""
+# Gloo prints four such lines a process to the standard output, whatever
+# TF_CPP_MIN_LOG_LEVEL and GLOO_LOG_LEVEL say (JAX 0.10 and 0.12).
+_CHATTER = re.compile(rb"^\[Gloo\]|Expected number of connected peer ranks")
+_PROGRESS_SECONDS = 1.0
+_END = re.compile(rb"\r\n|\r|\n")
+_LONGEST = 1 << 16  # bytes of a line that has no end yet
+
+
+class StartedProcess(Protocol):
+    """A process, on this machine or another; any thread may call it.
+
+    Attributes:
+      killed: whether `kill` came before its end.
+    """
+
+    killed: bool
+
+    def read(self, stream: Stream) -> bytes:
+        """What it prints next, waited for; empty at the end."""
+        ...
+
+    def send(self, number: int) -> None:
+        """Send a signal to the process itself; what it started is its own affair."""
+        ...
+
+    def kill(self) -> None:
+        """Kill what is left of the process and of all that it started."""
+        ...
+
+    def close(self) -> None:
+        """Wait for its end, and end what it left behind."""
+        ...
 
 
 @final
@@ -52,7 +113,7 @@ class HeldPort:
 
 @final
 class Guard:
-    """The process of `_guard.py`, for the time that this one lives.
+    """A small process that outlives this one, and then kills the groups it watches.
 
     A process that this one forks keeps it alive too, unless it calls `abandon`.
 
@@ -99,7 +160,7 @@ class Guard:
 
 
 @final
-class GuardedProcess(AbstractStartedProcess):
+class GuardedProcess:
     """A process with all that it starts, which end together and with this one.
 
     A session of its own makes it a group that can be killed as a whole, and keeps
@@ -208,3 +269,124 @@ class GuardedProcess(AbstractStartedProcess):
         with self._closing, contextlib.suppress(ProcessLookupError, PermissionError):
             if not self._is_closed:
                 os.killpg(self._process.pid, signal.SIGKILL)
+
+
+@final
+class OutputThread:
+    """A thread that shows what comes from one stream of one process.
+
+    Args:
+      name: of the process.
+      read: gives the bytes of the stream that come next; none at its end.
+      show: is given each line, without its end.
+      verbose: whether lines count that only libraries find worth saying.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        read: Callable[[], bytes],
+        show: Callable[[bytes], None],
+        verbose: bool = False,
+    ) -> None:
+        self.tail = collections.deque[bytes](maxlen=TAIL)
+        self.late: bytes | None = None  # what it said of processes that were late
+        self._chunk = read
+        self._show = show
+        self._verbose = verbose
+        self._thread = threading.Thread(
+            target=self._read, name=f"output of {name}", daemon=True
+        )
+        self._thread.start()
+
+    def finish(self, seconds: float) -> None:
+        """Wait for the stream's end, not for ever: a stranger may hold it open."""
+        self._thread.join(seconds)
+
+    def _read(self) -> None:
+        was_chatter = False
+        for line in lines(self._chunk):
+            # Its threads write at once: parts of two lines, and then two line ends.
+            is_rest = was_chatter and not line
+            was_chatter = is_rest or bool(_CHATTER.search(line))
+            if was_chatter and not self._verbose:
+                continue
+            self.tail.append(line)
+            if line.startswith(LATE.encode()):
+                self.late = line.removeprefix(LATE.encode())
+            self._show(line)
+
+
+def lines(read: Callable[[], bytes]) -> Iterator[bytes]:
+    """Lines without their ends.
+
+    Args:
+      read: gives the bytes that come next; none at the end.
+
+    What a progress bar draws over (it ends in a carriage return) comes once a second.
+    """
+    rest, drawn = b"", -_PROGRESS_SECONDS
+    while chunk := read():
+        rest += chunk
+        # A return at the end may be the first half of a line's end.
+        whole = rest[:-1] if rest.endswith(b"\r") and len(rest) < _LONGEST else rest
+        used = 0
+        for end in _END.finditer(whole):
+            line, used = whole[used : end.start()], end.end()
+            if end[0] != b"\r":
+                yield line
+            elif line and time.monotonic() - drawn >= _PROGRESS_SECONDS:
+                drawn = time.monotonic()
+                yield line
+        rest = rest[used:]
+        if len(rest) >= _LONGEST:
+            yield rest
+            rest = b""
+    if rest.strip(b"\r"):
+        yield rest.rstrip(b"\r")
+
+
+def described(code: int) -> str:
+    """A return code of `subprocess` in words.
+
+    >>> described(3), described(-9)
+    ('exit code 3', 'signal SIGKILL')
+    >>> described(77)
+    'exit code 77 (preempted, its state is saved)'
+    """
+    if code < 0:
+        return f"signal {signal_name(-code)}"
+    row = ExitCode.of(code)
+    return f"exit code {code}" if row is None else f"exit code {code} ({row.meaning})"
+
+
+def signal_name(number: int) -> str:
+    """`SIGKILL` for 9; the number where the system has no name for it."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return str(number)
+
+
+def as_shell(code: int) -> int:
+    """A return code of `subprocess` as a shell shows it: 128 + the signal's number.
+
+    >>> as_shell(3), as_shell(-9)
+    (3, 137)
+    """
+    return code if code >= 0 else 128 - code
+
+
+def started(thread: threading.Thread) -> bool:
+    """Whether it was started: since Python 3.12 an ending interpreter starts none.
+
+    Raises:
+      RuntimeError: it could not be started for another reason.
+    """
+    try:
+        thread.start()
+    except RuntimeError:
+        if threading.main_thread().is_alive():
+            raise
+        return False
+    return True
