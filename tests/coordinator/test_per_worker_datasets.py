@@ -8,7 +8,7 @@ import threading
 import jax
 import numpy as np
 import pytest
-from helpers.per_worker import coordinated, until_each_has, until_so_many
+from helpers.clusters import coordinated, until_each_has, until_so_many
 from helpers.sources import FakeTfDataset
 from helpers.threads import INPUT, Started, in_threads, until
 

@@ -5,7 +5,7 @@ import threading
 
 import numpy as np
 import pytest
-from helpers.per_worker import SECONDS, coordinated
+from helpers.clusters import SECONDS, coordinated
 from helpers.threads import until
 
 import jaxstrategy as js

@@ -4,7 +4,7 @@ import time
 
 import numpy as np
 import pytest
-from helpers.per_worker import SECONDS, coordinated, until_each_has
+from helpers.clusters import SECONDS, coordinated, until_each_has
 
 import jaxstrategy as js
 

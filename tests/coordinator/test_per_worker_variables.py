@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.per_worker import coordinated, until_each_has
+from helpers.clusters import coordinated, until_each_has
 from helpers.threads import until
 
 import jaxstrategy as js

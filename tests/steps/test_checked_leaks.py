@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 from helpers.cases import each
 from helpers.cores import cored
-from helpers.per_worker import coordinated
+from helpers.clusters import coordinated
 from helpers.replicas import replica
 from helpers.variables import variable
 from jax import lax
