@@ -110,14 +110,16 @@ def test_operations_of_all_dtypes_are_numpys(server):
         for name in WHOLE:
             if name == "subtract" and dtype.kind == "b":
                 continue
-            for shape in [(3, 2), (0, 2)] + [()] * (not is_table):
+            if is_table and dtype.name not in ("float32", "int4", "bool"):
+                continue  # each is compiled
+            for shape in [(3, 2)] if is_table else [(3, 2), (0, 2), ()]:
                 old, operand = small(shape, dtype, 1), small(shape, dtype, 2)
                 stored = Stored(server, old, is_table)
                 assert stored.push(name, operand)
                 wanted = np.array(WHOLE[name](old, operand))
                 operand[...] = 0  # what was pushed is the server's own
                 assert_same(stored.read(), wanted, (name, dtype, is_table))
-    for dtype, name in itertools.product(("float32", "bfloat16", "int32"), ROWS):
+    for dtype, name in itertools.product(("bfloat16", "int32"), ROWS):
         table, rows = small((5, 2), dtype, 1), np.array([4, 0, 4, 2], np.int64)
         values = small((4, 2), dtype, 2)
         stored = Stored(server, table, is_table=True)
@@ -130,7 +132,7 @@ def test_operations_of_all_dtypes_are_numpys(server):
         (np.arange(1, 25, dtype=np.float32).reshape(2, 3, 4), [1]),
         (np.zeros((0, 2), np.float32), []),
     ]:
-        for name in ROWS:
+        for name in ("scatter_add", "scatter_div", "scatter_update"):
             values = np.full((len(rows), *table.shape[1:]), 2, np.float32)
             stored = Stored(server, table)
             stored.push(name, np.array(rows, np.uint8), values)
