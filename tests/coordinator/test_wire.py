@@ -1,0 +1,580 @@
+"""What workers, servers and strangers say to each other over connections."""
+
+import contextlib
+import dataclasses
+import gc
+import os
+import random
+import socket
+import struct
+import threading
+import weakref
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from helpers.threads import until
+
+import jaxstrategy as js
+from jaxstrategy.parameter_servers.wire import _frame, _stream
+from jaxstrategy.parameter_servers.wire._receive_buffers import SMALLEST, ReceiveBuffers
+
+SECRET = "a secret of the tests"
+WireFrame, FrameError, Stream = _frame.WireFrame, _frame.FrameError, _stream.Stream
+KEYS = _stream.Keys(b"1" * 32, b"2" * 32), _stream.Keys(b"2" * 32, b"1" * 32)
+
+
+# Strangers, at the address of a parameter server of this process.
+
+
+def free_address():
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        return f"127.0.0.1:{found.getsockname()[1]}"
+
+
+def called(address):
+    host, _, port = address.rpartition(":")
+    sock = socket.create_connection((host, int(port)))
+    sock.settimeout(60)
+    return sock
+
+
+class Proxy:
+    """Forwards what is said, and keeps it, or changes it on its way."""
+
+    def __init__(self, address):
+        self.address, self.said, self.change = address, [], lambda data: data
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self.port = self._server.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def close(self):
+        self._server.shutdown(socket.SHUT_RDWR)
+        self._server.close()
+
+    def _accept(self):
+        while True:
+            try:
+                near, _ = self._server.accept()
+            except OSError:
+                return
+            far, said = called(self.address), []
+            self.said.append(said)
+            for pair in ((near, far, said), (far, near, None)):
+                threading.Thread(target=self._forward, args=pair, daemon=True).start()
+
+    def _forward(self, source, target, said):
+        with contextlib.suppress(OSError), source:
+            while data := source.recv(1 << 16):
+                if said is not None:
+                    said.append(data)
+                    data = self.change(data)
+                target.sendall(data)
+            target.shutdown(socket.SHUT_RDWR)
+
+
+def strategy_at(worker, server):
+    spec = js.cluster_resolver.ClusterSpec({"worker": [worker], "ps": [server]})
+    resolver = js.cluster_resolver.SimpleClusterResolver(spec, task_type="chief")
+    return js.ParameterServerStrategy(resolver)
+
+
+@pytest.fixture(scope="module")
+def job():
+    """Addresses of a worker and a server, with a proxy before it; a strategy."""
+    addresses = free_address(), free_address()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAXSTRATEGY_CLUSTER_SECRET", SECRET)
+        cluster = {"worker": [addresses[0]], "ps": [addresses[1]]}
+        for job in ("worker", "ps"):
+            js.Server(cluster, job, 0)
+        proxy = Proxy(addresses[1])
+        strategy = strategy_at(addresses[0], f"127.0.0.1:{proxy.port}")
+        with strategy.scope():
+            variable = js.Variable(jnp.zeros(3))
+        yield addresses, proxy, strategy, variable
+        strategy.close()
+        proxy.close()
+
+
+GREETING = b"jaxstrategy-meeting/2\n"
+GARBAGE = {
+    "nothing": b"",
+    "http": b"GET / HTTP/1.1\r\nHost: example.org\r\n\r\n",
+    "a frame without handshake": b"\xa7\x10" + bytes(26),
+    "pickle": b"\x80\x04cos\nsystem\n(S'true'\ntR.",
+    "greeting and zeros": GREETING + bytes(232),
+    "greeting and a huge message": GREETING + bytes(32) + b"\xff\xff\xff\xf0",
+    "half a greeting": GREETING[:5],
+}
+
+
+def test_strangers_are_hung_up_on_and_nobody_waits_for_them(job, monkeypatch):
+    addresses, _, _, variable = job
+    monkeypatch.setattr("pickle.loads", None)
+    slow = [called(address) for address in addresses for _ in range(70)]
+    chance = random.Random(0)
+    for address in addresses:
+        for number, data in enumerate([*GARBAGE.values(), *[None] * 20]):
+            with called(address) as sock, contextlib.suppress(OSError):
+                begin = GREETING if chance.random() < 0.5 else b""
+                more = begin + chance.randbytes(chance.randrange(4000))
+                sock.sendall(more if data is None else data)
+                sock.shutdown(socket.SHUT_WR)
+                while sock.recv(1 << 16):
+                    pass
+                assert number >= 0
+    variable.assign_add(jnp.ones(3))
+    for sock in slow:
+        sock.close()
+    variable.assign_sub(jnp.ones(3))
+    assert variable.numpy().tolist() == [0, 0, 0]
+
+
+def test_a_recorded_connection_cannot_be_played_again_and_tells_no_secret(job):
+    addresses, proxy, _, variable = job
+    variable.assign(jnp.zeros(3))
+    variable.assign_add(jnp.ones(3))
+    assert SECRET.encode() not in b"".join(b"".join(each) for each in proxy.said)
+    for said in proxy.said:
+        with called(addresses[1]) as again, contextlib.suppress(OSError):
+            again.sendall(b"".join(said))
+            while again.recv(1 << 16):
+                pass  # until it is hung up on
+    assert variable.numpy().tolist() == [1, 1, 1]
+
+
+def test_a_changed_bit_of_a_request_ends_its_connection(job):
+    """And the strategy makes another one: what was asked counts once."""
+    _, proxy, strategy, variable = job
+    variable.assign(jnp.zeros(3))
+
+    def change(data):
+        proxy.change = lambda data: data
+        return data[:40] + bytes([data[40] ^ 1]) + data[41:]
+
+    before = len(proxy.said)
+    proxy.change = change
+    assert variable.numpy().tolist() == [0, 0, 0]
+    assert len(proxy.said) > before
+
+
+def test_who_has_another_secret_or_none_is_refused(job, monkeypatch):
+    addresses, *_, variable = job
+    monkeypatch.setenv("JAXSTRATEGY_CLUSTER_SECRET", "another secret, not it")
+    with pytest.raises(js.ClusterError, match="has another JAXSTRATEGY_CLUSTER_SECRET"):
+        strategy_at(*addresses)
+    monkeypatch.delenv("JAXSTRATEGY_CLUSTER_SECRET")
+    with pytest.raises(js.ClusterError, match="the job needs a secret"):
+        strategy_at(*addresses)
+    server = js.Server(
+        {"worker": ["a:1"], "ps": [free_address()]}, "ps", 0, start=False
+    )
+    with pytest.raises(js.ClusterError, match="the job needs a secret"):
+        server.start()
+    assert variable.numpy().shape == (3,)
+
+
+def test_only_one_address_is_bound(job, monkeypatch):
+    monkeypatch.setenv("JAXSTRATEGY_CLUSTER_SECRET", SECRET)
+    for every in ("0.0.0.0:2222", "[::]:2222"):
+        server = js.Server({"worker": ["a:1"], "ps": [every]}, "ps", 0, start=False)
+        with pytest.raises(js.ClusterError, match="every address of this host"):
+            server.start()
+
+
+# What a worker in another process raises and returns.
+
+
+@pytest.fixture(scope="module")
+def worker():
+    backend = js.coordinator.LocalProcesses(1, 1)
+    yield backend.start(0, 0)
+    backend.close()
+
+
+class Odd(Exception):
+    """Its arguments are others than those that it is made of."""
+
+    def __init__(self, *, code):
+        super().__init__(f"code {code}")
+        self.code = code
+
+
+@dataclasses.dataclass
+class Record(Exception):
+    first: int
+    second: str
+
+
+class WithLock(Exception):
+    def __init__(self, message):
+        super().__init__(message)
+        self.lock = threading.Lock()
+
+
+def raising(make):
+    def build(index):
+        raise make()
+
+    return build
+
+
+def test_exceptions_are_the_same_here(worker):
+    for make in (
+        lambda: KeyError("x"),
+        lambda: Odd(code=5),
+        lambda: Record(1, "two"),
+        lambda: UnicodeDecodeError("utf8", b"x", 0, 1, "bad"),
+        lambda: OSError(2, "No such file", "data"),
+        lambda: js.OutOfRangeError("no more"),
+        lambda: js.ClosureInputError(ValueError("inner")),
+        lambda: jax.errors.JaxRuntimeError("INTERNAL: of XLA"),
+        lambda: ExceptionGroup("two", [ValueError(1), KeyError(2)]),
+    ):
+        expected = make()
+        with pytest.raises(type(expected)) as caught:
+            worker.build(1, raising(make))
+        found = caught.value
+        assert type(found) is type(expected) and str(found) == str(expected)
+        assert repr(found.args) == repr(expected.args)
+        assert getattr(found, "code", None) == getattr(expected, "code", None)
+    with pytest.raises(RuntimeError, match="WithLock: it broke") as caught:
+        worker.build(1, raising(lambda: WithLock("it broke")))
+    assert "in build" in caught.value.__notes__[0]
+    with pytest.raises(RuntimeError, match="SystemExit: 3"):
+        worker.build(1, raising(lambda: SystemExit(3)))
+
+    def with_cause(index):
+        try:
+            raise KeyError("the cause")
+        except KeyError as error:
+            raise ValueError("the effect") from error
+
+    with pytest.raises(ValueError, match="the effect") as caught:
+        worker.build(1, with_cause)
+    assert "the cause" in caught.value.__notes__[0]
+    assert "Traceback of Worker 0" in caught.value.__notes__[0]
+
+
+def test_resources_are_built_there_of_each_other(worker, monkeypatch):
+    large = np.arange(100_000)  # a part of the function, which it refers to
+    worker.build(1, lambda index: [large, os.getpid()])
+    worker.build(2, lambda index, first: np.array([len(first[0]), first[1]]), [1])
+    count, pid = worker.own(2)
+    assert count == 100_000 and pid != os.getpid()
+    worker.release([1, 5])
+    with pytest.raises(KeyError):
+        worker.build(3, lambda index, first: 0, [1])
+    lock = threading.Lock()
+    with pytest.raises(TypeError, match="pickle"):
+        worker.build(3, lambda index: lock)
+    monkeypatch.setitem(__import__("sys").modules, "cloudpickle", None)
+    with pytest.raises(js.MissingExtraError, match=r"jaxstrategy\[coordinator\]"):
+        worker.build(3, lambda index: 1)
+    monkeypatch.undo()
+    assert worker.own(2)[0] == 100_000
+
+
+def test_a_fork_does_not_ask_on_its_parents_connections(worker, monkeypatch):
+    worker.build(4, lambda index: np.ones(1))
+    monkeypatch.setattr(os, "getpid", lambda: -1)
+    with pytest.raises(js.WorkerLost, match="this one is a fork"):
+        worker.own(4)
+    monkeypatch.undo()
+    assert worker.own(4) == 1
+
+
+def test_kill_ends_what_waits():
+    backend = js.coordinator.LocalProcesses(1, 1)
+    try:
+        worker, caught = backend.start(0, 0), []
+
+        def wait(index):
+            import time
+
+            time.sleep(600)
+
+        def build():
+            with pytest.raises(js.WorkerLost, match="Worker 0 is lost"):
+                worker.build(1, wait)
+            caught.append(True)
+
+        thread = threading.Thread(target=build)
+        thread.start()
+        thread.join(0.3)
+        worker.kill()
+        thread.join(60)
+        assert caught
+        with pytest.raises(js.WorkerLost):
+            worker.release([1])
+    finally:
+        backend.close()
+
+
+# Frames of those who have proved who they are.
+
+
+@contextlib.contextmanager
+def connected(keys=(None, None), **options):
+    ends = socket.socketpair()
+    made = [Stream(s, k, **options) for s, k in zip(ends, keys, strict=True)]
+    try:
+        yield made
+    finally:
+        for each in made:
+            each.close()
+
+
+def sent(ends, frame):
+    """What arrives; sent in another thread, since sockets hold only so much."""
+    sender = threading.Thread(target=ends[0].send, args=(frame,))
+    sender.start()
+    found = ends[1].receive()
+    sender.join()
+    return found
+
+
+@pytest.mark.parametrize("keys", [(None, None), KEYS], ids=["plain", "sealed"])
+def test_frames_arrive_as_they_were_sent(keys):
+    wide = np.arange(90_000.0).reshape(300, 300)
+    arrays = [wide.T, wide[:, :7], wide[::2, ::-1], wide[:2].astype(">f4")]
+    arrays += [np.full(k % 50, k, np.int32) for k in range(2000)]
+    for dtype in (bool, np.float16, ml_dtypes.bfloat16, ml_dtypes.int4, np.complex128):
+        for shape in ((), (0,), (3, 0, 2), (40_000,), (1,) * 30):
+            arrays.append(np.ones(shape).astype(dtype))
+    fields = [1, "x", None, {"a": 2.5}]
+    with connected(keys) as ends:
+        for frame in (
+            WireFrame(200),
+            WireFrame(7, fields, bytes(100_000), arrays),
+            *[WireFrame(1, [n], b"x" * n) for n in (65_000, 65_536, 70_000, 3)],
+        ):
+            found = sent(ends, frame)
+            assert found[:3] == frame[:3]
+            for each, expected in zip(found.arrays, frame.arrays, strict=True):
+                assert each.dtype.isnative and each.shape == expected.shape
+                assert each.tobytes() == expected.astype(each.dtype).tobytes()
+        for frame, text in [
+            (WireFrame(1, arrays=(np.array(["a"]),)), "array of dtype <U1 came"),
+            (WireFrame(1, {1, 2}), "not JSON serializable"),
+        ]:
+            with pytest.raises(TypeError, match=text):
+                ends[0].send(frame)  # and nothing is sent
+        ends[0].send(WireFrame(9))
+        ends[0].close()
+        assert ends[1].receive().kind == 9
+        with pytest.raises(EOFError):
+            ends[1].receive()
+
+
+def test_frames_over_the_limit_are_refused():
+    large = WireFrame(1, arrays=(np.zeros(2500),))
+    with connected(largest=10_000) as ends:
+        with pytest.raises(FrameError, match="bytes was to be sent; .* 10000"):
+            ends[0].send(large)
+        ends[0]._largest = 1 << 30
+        ends[0].send(large)
+        with pytest.raises(FrameError, match="of 200.. bytes was announced"):
+            ends[1].receive()
+
+
+def head(mark=0xA7, kind=1, zero=0, arrays=0, types=0, fields=0, blob=0, contents=0):
+    return _frame.HEAD.pack(mark, kind, zero, arrays, types, fields, blob, contents)
+
+
+def array_type(code, *shape, rank=None):
+    rank = len(shape) if rank is None else rank
+    return struct.pack(f"<BB{len(shape)}Q", code, rank, *shape)
+
+
+HUGE, FLOAT32, SHAPE = (1 << 64) - 1, 10, "contradicts itself: an array of shape"
+HOSTILE = [
+    (b"GET / HTTP/1.1\r\nHost: example.org\r\n\r\n", "no message of this"),
+    (b"\x80\x04cos\nsystem\n(S'true'\ntR." * 2, "no message of this"),
+    (head(zero=3), "no message of this"),
+    (head(contents=HUGE), "was announced"),
+    (head(fields=(1 << 32) - 1), "was announced"),
+    (head(arrays=(1 << 32) - 1), "was announced"),
+    (head(arrays=1, types=10, contents=4) + array_type(FLOAT32, HUGE), SHAPE),
+    (head(arrays=1, types=26) + array_type(FLOAT32, 1 << 33, 1 << 33, 1 << 62), SHAPE),
+    (head(arrays=1, types=18) + array_type(FLOAT32, 0, 1 << 62), SHAPE),
+    (
+        head(arrays=1, types=10, contents=400) + array_type(FLOAT32, 1 << 31),
+        "another size than was announced",
+    ),
+    (
+        head(arrays=1, types=2 + 8 * 65) + array_type(FLOAT32, *([1] * 65)),
+        "with 65 dimensions",
+    ),
+    (head(arrays=1, types=10) + array_type(99, 0), "an array of dtype 99"),
+    (head(arrays=2, types=10) + array_type(FLOAT32, 0), "are cut off"),
+    (head(arrays=1, types=10) + array_type(FLOAT32, 0, rank=3), "are cut off"),
+    (head(arrays=1, types=20) + array_type(FLOAT32, 0) * 2, "are too long"),
+    (head(fields=4) + b"[1,}", "contradicts itself"),
+    (head(fields=4) + b"\xff\xfe\xfd[", "contradicts itself"),
+    (head(fields=200_000) + b"[" * 200_000, "contradicts itself"),
+]
+
+
+def test_a_hostile_head_is_an_error_and_takes_no_memory():
+    for data, message in HOSTILE:
+        with connected() as (here, there):
+            taken = []
+            there._buffers = type("N", (), {"take": lambda _, n: taken.append(n)})()  # noqa: B023
+            sender = threading.Thread(target=here._sock.sendall, args=(data,))
+            sender.start()
+            with pytest.raises(FrameError, match=message):
+                there.receive()
+            assert not taken
+            there.close()
+            here.close()
+            sender.join()
+
+
+@pytest.mark.parametrize("keys", [(None, None), KEYS], ids=["plain", "sealed"])
+def test_changed_and_cut_off_frames_never_do_worse_than_an_error(keys):
+    chance = random.Random(1)
+    frame = WireFrame(1, {"a": [1, 2]}, b"blob", (np.arange(5), np.ones((2, 3), bool)))
+    out = _frame.packed(frame, 1 << 20)
+    for turn in range(150):
+        with connected(keys, largest=1 << 20) as (here, there):
+            start, rest = here._sealed(out[0]), b"".join(out[1])
+            data = bytearray(start + rest)
+            if turn < 100:
+                at = chance.randrange(len(start) if turn % 2 else len(data))
+                data[at] ^= 1 << chance.randrange(8)
+            else:
+                del data[chance.randrange(1, len(data)) :]
+            here._sock.sendall(data)
+            here.close()
+            try:
+                there.receive()
+            except (EOFError, FrameError, ConnectionResetError):
+                continue
+            # What is sealed has not changed; contents of arrays are not sealed.
+            assert turn < 100 and (keys[0] is None or at >= len(start))
+
+
+def test_frames_with_seals_cannot_be_replayed_reordered_or_reflected():
+    def recorded(*frames):
+        left, right = socket.socketpair()
+        with right:
+            sender = Stream(left, KEYS[0])
+            for each in frames:
+                sender.send(each)
+            sender.close()
+            return right.recv(1 << 16)
+
+    one = recorded(WireFrame(1))
+    both = recorded(WireFrame(1), WireFrame(2))
+    other = _stream.Keys(b"3" * 32, b"4" * 32)
+    for data, kinds, keys in (
+        (both, [1, 2], KEYS[1]),
+        (one + one, [1], KEYS[1]),  # replayed
+        (both[len(one) :] + one, [], KEYS[1]),  # reordered
+        (one, [], KEYS[0]),  # sent back to who made it
+        (one, [], other),  # taken to another connection
+    ):
+        with connected((None, keys)) as (left, there):
+            left._sock.sendall(data)
+            left.close()
+            assert [there.receive().kind for _ in kinds] == kinds
+            with pytest.raises(EOFError if kinds == [1, 2] else FrameError):
+                there.receive()
+
+
+# Memory of arrays that were received is used again, and never while anybody has it.
+
+
+SIZE = 4 * SMALLEST
+VIEWS = {
+    "part": lambda a: a[5:9],
+    "bfloat16": lambda a: a.view(ml_dtypes.bfloat16)[1:],
+    "part of a part": lambda a: a.view(np.int64)[10:][2:5].reshape(3, 1),
+    "memoryview": lambda a: memoryview(a)[3:],
+    "frombuffer": lambda a: np.frombuffer(a, np.int16)[7:],
+    "dlpack": lambda a: np.from_dlpack(a[2:]),
+    "jax": lambda a: jax.device_put(a.view(np.float32), jax.devices("cpu")[0]),
+    "jax of a part": lambda a: jnp.asarray(a[64:].view(np.float32)),
+}
+
+
+def place(array):
+    return array.__array_interface__["data"][0]
+
+
+def test_memory_stays_while_anything_made_of_the_array_lives():
+    for name, view_of in VIEWS.items():
+        buffers = ReceiveBuffers()
+        array = buffers.take(SIZE)
+        array[:] = 7
+        gone, where = weakref.ref(array), place(array)
+        view = jax.block_until_ready(view_of(array))
+        del array
+        gc.collect()
+        others = [buffers.take(SIZE) for _ in range(3)]
+        is_lent = gone() is not None
+        assert is_lent == (where not in map(place, others)), name
+        for each in others:
+            each[:] = 9
+        assert set(np.asarray(view).tobytes()) == {7}, name
+        del view, others, each
+        gc.collect()
+        assert gone() is None
+        assert where in [place(each) for each in [buffers.take(SIZE) for _ in "1234"]]
+
+
+def test_memory_is_not_used_again_while_a_program_reads_or_holds_it():
+    def late(x):
+        """Reads its argument when other work is done."""
+        matrix = jnp.eye(200) / 2
+        matrix = jax.lax.fori_loop(0, 50, lambda _, m: jnp.sin(m @ m), matrix)
+        return x + jnp.minimum(matrix[0, 0], 0) * 0
+
+    buffers = ReceiveBuffers()
+    for function in (late, lambda x: x):
+        for donated in ((), (0,)):
+            jitted = jax.jit(function, donate_argnums=donated)
+            for put in (lambda x: x, jax.device_put, jnp.asarray):
+                array = buffers.take(SIZE).view(np.float32)
+                array[:] = 7
+                found = jitted(put(array))
+                del array
+                for _ in range(3):
+                    buffers.take(SIZE)[:] = 255  # whatever is given, it is written
+                np.testing.assert_array_equal(found, np.full(SIZE // 4, 7, np.float32))
+
+
+def test_only_so_much_idle_memory_is_kept_and_similar_sizes_share_it():
+    buffers = ReceiveBuffers(most=3 * SIZE)
+    where = place(buffers.take(SIZE - 3))
+    assert buffers.idle_bytes == SIZE and place(buffers.take(SIZE)) == where
+    held = [buffers.take(SIZE) for _ in range(5)] + [buffers.take(2 * SIZE)]
+    del held
+    gc.collect()
+    assert buffers.idle_bytes <= 3 * SIZE
+    assert len({place(each) for each in [buffers.take(SIZE) for _ in "123"]}) == 3
+    for size in (0, 1, SMALLEST - 1, SMALLEST, 1_000_003):
+        array = buffers.take(size)
+        array[:] = 3
+        assert array.shape == (size,) and array.dtype == np.uint8
+    wrong = []
+
+    def run(own):
+        for _ in range(200):
+            array = buffers.take(SIZE)
+            array[::4096] = own
+            view = array[::4096]
+            del array
+            if (view != own).any():
+                wrong.append(own)
+
+    threads = [threading.Thread(target=run, args=(k,)) for k in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    until(lambda: not wrong)
