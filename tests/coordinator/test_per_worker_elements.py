@@ -1,7 +1,5 @@
 """Elements of other shapes, and of batches over the devices of each worker."""
 
-import collections
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -71,14 +69,6 @@ def test_elements_of_one_call_may_be_of_several_types(one):
     found = one.fetch([one.schedule(step, (iterator,)) for _ in range(4)])
     assert np.ravel(found).tolist() == shapes
     assert len(traces) <= 5  # the first one, and one for each pair that is new
-
-
-def test_other_dtypes_are_other_types(one):
-    elements = [np.float32(1.5), np.int32(2), np.float32(0.5)]
-    iterator = iter(one.create_per_worker_dataset(lambda: elements))
-    step = one.function(lambda iterator: next(iterator))
-    found = one.fetch([one.schedule(step, (iterator,)) for _ in range(3)])
-    assert found == elements and [x.dtype for x in found] == [x.dtype for x in elements]
 
 
 def test_another_structure_is_an_error_of_the_function(one):
@@ -202,31 +192,6 @@ def test_an_input_function_makes_a_batch_for_each_replica(workers):
     assert set(contexts) == {js.InputContext(1, 0, count)}
 
 
-def test_means_of_batches_add_up(workers):
-    """MEAN of batches of 2 added: 10 after 5 functions, 20 after 10."""
-    strategy = workers.strategy
-    with strategy.scope():
-        total = js.Variable([0.0])
-
-    def make():
-        return strategy.experimental_distribute_dataset(
-            [np.full((4, 1), 2.0, np.float32)] * 40
-        )
-
-    @workers.function
-    def step(iterator):
-        batch = next(iterator)
-        means = strategy.run(lambda x: x.mean(axis=0), (batch,))
-        total.assign_add(strategy.reduce("mean", means))
-
-    iterator = iter(workers.create_per_worker_dataset(make))
-    for expected in (10, 20):
-        for _ in range(5):
-            workers.schedule(step, (iterator,))
-        workers.join()
-        np.testing.assert_allclose(total.numpy(), [expected])
-
-
 # Batches that are filled up.
 
 
@@ -311,37 +276,3 @@ def test_the_masks_of_two_batches_are_not_taken_for_one(double):
 
     with pytest.raises(ValueError, match="Say which batch is meant"):
         double.schedule(step, pair)
-
-
-def test_dropped_rows_leave_nothing_to_mask(double):
-    strategy = double.strategy
-    options = js.InputOptions(remainder="drop")
-
-    def make():
-        batches = js.batches({"x": np.arange(6.0)}, 4)
-        return strategy.experimental_distribute_dataset(batches, options)
-
-    iterator = iter(double.create_per_worker_dataset(make))
-    step = double.function(
-        lambda it: strategy.reduce("sum", strategy.run(jnp.sum, (next(it)["x"],)))
-    )
-    assert double.schedule(step, (iterator,)).fetch() == 6
-    double.schedule(step, (iterator,))
-    with pytest.raises(js.OutOfRangeError):
-        double.join()
-
-
-def test_optional_batches_end_with_zeros(double):
-    strategy = double.strategy
-    dataset = strategy.experimental_distribute_dataset([np.ones(4)])
-    iterator = iter(double.create_per_worker_dataset(dataset))
-
-    @double.function
-    def step(iterator):
-        found = iterator.get_next_as_optional()
-        sums = strategy.run(jnp.sum, (found.get_value(),))
-        return found.has_value(), strategy.reduce("sum", sums)
-
-    found = double.fetch([double.schedule(step, (iterator,)) for _ in range(3)])
-    assert found == [(True, 4), (False, 0), (False, 0)]
-    assert collections.Counter(has for has, _ in found) == {True: 1, False: 2}

@@ -9,9 +9,9 @@ from jaxstrategy.coordinator import RayProcesses
 from jaxstrategy.parameter_servers.backends import _ray_processes
 
 
-@pytest.mark.parametrize(
-    ("given", "kind", "said"),
-    [
+def test_what_cannot_be_is_refused(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    for given, kind, said in [
         ({"workers": 0}, ValueError, "`workers`"),
         ({"parameter_servers": 0}, ValueError, "`parameter_servers`"),
         ({"workers": 1.5}, TypeError, "`workers`"),
@@ -21,21 +21,12 @@ from jaxstrategy.parameter_servers.backends import _ray_processes
         ({"cpus_per_server": 0}, ValueError, "such as 0.1 CPUs"),
         ({"gpus_per_worker": -1}, ValueError, "'GPU': -1} of Ray's resources; numbers"),
         ({"resources_per_worker": {"TPU": -4}}, ValueError, "'TPU': -4} of Ray's"),
-    ],
-)
-def test_what_cannot_be_is_refused(given, kind, said, monkeypatch):
-    monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(kind) as told:
-        RayProcesses(**{"workers": 1, "parameter_servers": 1, **given})
-    assert said in str(told.value)
-
-
-def test_numbers_are_needed():
+    ]:
+        with pytest.raises(kind) as told:
+            RayProcesses(**{"workers": 1, "parameter_servers": 1, **given})
+        assert said in str(told.value)
     with pytest.raises(ValueError, match="say how many, as in workers=4, parameter_se"):
         js.ParameterServerStrategy(backend="ray")
-
-
-def test_a_cluster_is_none_of_its_business():
     resolver = js.cluster_resolver.SimpleClusterResolver(
         js.cluster_resolver.ClusterSpec({"worker": ["a:1"], "ps": ["b:1"]})
     )
