@@ -13,8 +13,8 @@ import optax
 import pytest
 from flax import nnx
 from helpers.cases import each
-from helpers.cores import cored
 from helpers.clusters import coordinated
+from helpers.cores import cored
 from helpers.replicas import replica
 from helpers.variables import variable
 from jax import lax
