@@ -55,21 +55,6 @@ def test_sums_and_what_is_kept_of_each_part(two):
     np.testing.assert_array_equal(aux["whole"].stacked, x.reshape(2, 3, 2))
 
 
-def test_keyword_arguments_trees_and_what_is_not_split(two):
-    def step(batch, scale):
-        @two.accumulate(2, op="sum")
-        def total(batch, *, scale, name):
-            assert name == "plain"
-            assert batch["x"].shape == (3, 2)
-            return batch["x"].sum() * scale
-
-        return total(batch, scale=scale, name="plain")
-
-    x = np.arange(24.0, dtype=np.float32).reshape(2, 6, 2)
-    found = two.run(step, ({"x": two.per_replica(x)}, 10.0))
-    np.testing.assert_allclose(found.stacked, 10 * x.sum((1, 2)))
-
-
 def test_random_keys_differ_from_part_to_part(two):
     def step(key):
         @two.accumulate(4, has_aux=True)
@@ -169,14 +154,6 @@ def test_rows_that_do_not_divide_are_named(two):
         two.run(
             lambda b: two.accumulate(4)(lambda b: b["x"].sum())(b),
             ({"x": two.per_replica(np.ones((2, 6)))},),
-        )
-
-
-def test_random_keys_of_the_old_kind_are_refused(two):
-    with pytest.raises(ValueError, match="looks like a random key of the old kind"):
-        two.run(
-            lambda key: two.accumulate(2)(jax.random.uniform)(key),
-            (jax.random.PRNGKey(0),),
         )
 
 

@@ -67,12 +67,6 @@ def test_a_part_assigned_before_a_branch_that_adds_is_refused(strategy, coordina
         call(coordinator, function)
 
 
-def test_parts_are_added_to_in_branches(strategy, coordinator):
-    v = variable(strategy, np.zeros(4, np.float32))
-    call(coordinator, lambda: in_loop(lambda: (v[1:3].assign_add(5.0), None)[1]))
-    assert v.numpy().tolist() == [0, 10, 10, 0]
-
-
 # Arguments that change before the function runs.
 
 
@@ -116,20 +110,6 @@ def check_that_changed_objects_are_refused(strategy, coordinator, wrap):
 def test_changed_objects_are_refused(strategy, coordinator):
     for wrap in ("schedule", "run", "run in schedule"):
         check_that_changed_objects_are_refused(strategy, coordinator, wrap)
-
-
-def test_state_goes_in_and_out(coordinator):
-    model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
-    before = np.asarray(model.kernel[...])
-    graph, state = nnx.split(model)
-
-    def function(state):
-        model = nnx.merge(graph, state)
-        more(model)
-        return nnx.state(model)
-
-    nnx.update(model, call(coordinator, function, state))
-    np.testing.assert_array_equal(model.kernel[...], before + 1)
 
 
 # Functions that nobody would run.

@@ -159,36 +159,6 @@ def test_what_is_reached_through_something_else_is_changed(two):
     assert int(model.calls[...]) == 5 and holder.model is model
 
 
-@functools.cache
-def model_of_a_cache():
-    return Net()
-
-
-def test_what_is_changed_where_no_name_leads_is_refused(two):
-    before = arrays(model_of_a_cache())
-
-    def step(x, y):
-        model_of_a_cache().norm.scale[...] += 1
-
-    with pytest.raises(js.ObjectError, match="Pass it as an argument"):
-        two.run(step, divided(two, *rows()))
-    assert_equal(arrays(model_of_a_cache()), before, 0)
-
-
-def test_a_model_of_a_cache_that_changes_each_time_is_told_of(two):
-    x = rows()[0]
-    step = two.run(lambda x: model_of_a_cache().norm(x))
-    change = two.run(lambda model: model.norm.scale.set_value(model.norm.scale * 2))
-    batch = divided(two, x)
-    change(model_of_a_cache())
-    step(*batch)
-    change(model_of_a_cache())
-    step(*batch)
-    change(model_of_a_cache())
-    with pytest.warns(js.RecompilationWarning, match="Pass it as an argument"):
-        step(*batch)
-
-
 def test_names_that_collide(two):
     first, second, third = (nnx.Variable(jnp.zeros(())) for _ in range(3))
 

@@ -9,9 +9,7 @@ import weakref
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from flax import nnx
 from helpers.cases import each
 from helpers.clusters import coordinated
 from helpers.cores import cored
@@ -173,53 +171,6 @@ def test_what_is_around_a_step(two, of_two):
         with jax.checking_leaks():
             found = call(two, of_two, jnp.float32(2))
         np.testing.assert_allclose(found, 2 * START, rtol=1e-6)
-
-
-def test_models_and_optimizers(two):
-    class Model(nnx.Module):
-        def __init__(self, rngs):
-            self.layer = nnx.Linear(3, 2, rngs=rngs)
-            self.norm = nnx.BatchNorm(2, rngs=rngs)
-
-        def __call__(self, x):
-            return self.norm(self.layer(x)).sum()
-
-    def step(model, optimizer, x):
-        loss, grads = nnx.value_and_grad(lambda model: (model(x) - 1) ** 2)(model)
-        optimizer.update(model, replica().all_reduce("mean", grads))
-        return replica().all_reduce("mean", loss)
-
-    _unused = Variables(two)
-    with jax.checking_leaks():
-        model = two.init(lambda: Model(nnx.Rngs(0)))
-        optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
-        assert two.run(step, (model, optimizer, np.ones((4, 3), np.float32))) > 0
-
-
-@pytest.fixture
-def all_threads():
-    """JAX looks in all of them, as with `JAX_CHECK_TRACER_LEAKS=1`."""
-    jax.config.update("jax_check_tracer_leaks", True)
-    yield
-    jax.config.update("jax_check_tracer_leaks", False)
-
-
-def test_functions_of_workers(all_threads):
-    with coordinated(workers=2) as coordinator:
-        with coordinator.strategy.scope():
-            v = js.Variable(START)
-            table = js.Variable(jnp.ones((4, 2)))
-        scaled = jax.jit(lambda x: v * x)
-
-        @coordinator.function
-        def fn(x):
-            v.assign_add(js.grad(lambda: (scaled(x) * v / 2).sum(), v)())
-            table.scatter_add(js.IndexedSlices(jnp.ones((1, 2)), jnp.array([1])))
-            return scaled(x)
-
-        found = coordinator.schedule(fn, (2.0,)).fetch()
-        coordinator.join()
-    np.testing.assert_allclose(found, 6 * START, rtol=1e-6)
 
 
 # What is found, and what is kept.

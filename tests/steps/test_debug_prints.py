@@ -222,22 +222,6 @@ def test_errors_of_formats_are_those_of_jax(four, capsys):
     capsys.readouterr()
 
 
-def test_logs_say_so_too(four, caplog):
-    with caplog.at_level("INFO"):
-        four.run(lambda x: jax.debug.log("x {}", x), (ids(four),))
-        jax.effects_barrier()
-    found = [each.message for each in caplog.records if "x " in each.message]
-    assert sorted(found) == numbered(four, lambda i: f"x {i}.0")
-
-
-def test_a_callback_beside_two_inner_axes():
-    found = []
-    strategy = STRATEGIES["two inner axes, divided"]()
-    strategy.run(lambda x: jax.debug.callback(found.append, x), (ids(strategy),))
-    jax.effects_barrier()
-    assert sorted(map(float, found)) == [0, 1]
-
-
 def test_ordered_prints_on_one_device(printed, capsys):
     strategy = js.MirroredStrategy(jax.devices()[:1], replicas_per_device=3)
 
@@ -287,28 +271,3 @@ def test_prints_of_values_that_lie_over_inner_axes(printed):
 
 
 # What else replicas that share a device decide for themselves.
-
-
-def test_branches_and_loops_with_the_number_of_the_replica():
-    strategy = STRATEGIES["shared"]()
-    with strategy.scope():
-        v = js.Variable(0, synchronization="on_read", aggregation="sum")
-
-    def step(x):
-        number = js.get_replica_context().replica_id_in_sync_group
-
-        def read():
-            return js.get_replica_context().replica_id_in_sync_group + 1
-
-        def turn(c):
-            v.assign_add(read())
-            return c + 1
-
-        branch = lax.cond(x > 1, read, lambda: number * 0)
-        return branch, lax.while_loop(lambda c: c < x, turn, 0)
-
-    x = np.array([0, 3, 2, 1])
-    branch, turns = strategy.run(step, (js.PerReplica(x),))
-    assert branch.stacked.tolist() == [0, 2, 3, 0]
-    assert turns.stacked.tolist() == x.tolist()
-    assert int(v.read_value()) == (x * [1, 2, 3, 4]).sum()

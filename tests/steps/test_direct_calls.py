@@ -3,8 +3,6 @@
 What JAX alone would take in another way, the strategy places, refuses or traces.
 """
 
-import weakref
-
 import jax
 import numpy as np
 import pytest
@@ -213,27 +211,3 @@ def test_an_error_in_a_later_trace_is_the_users(two):
         step(rows(two, 1.0, 3.0))
     with pytest.raises(ValueError, match="too large a batch"):
         step(two.per_replica([np.ones(5, "f4")] * 2))
-
-
-def test_a_call_keeps_no_array_alive(two):
-    step, state = stepping(two)
-    x = rows(two, 1.0, 3.0)
-    for _ in range(OFTEN):
-        step(state, x)
-    held = weakref.ref(x.stacked)
-    del x
-    assert held() is None
-
-
-def test_a_variable_of_an_enclosing_function_may_change(two):
-    factor = 1.0
-
-    @two.run
-    def step(x):
-        return x * factor
-
-    x = rows(two, 1.0, 3.0)
-    for _ in range(OFTEN):
-        step(x)
-    factor = 3.0
-    assert step(x).local(1).tolist() == [9.0] * 4

@@ -77,15 +77,6 @@ def test_donating_a_mirrored_copy_leaves_the_original(strategy):
     assert state["a"].is_deleted() and original.tolist() == [1, 1, 1]
 
 
-def test_a_donated_number_can_be_given_again(four):
-    def step(total):
-        return total + replica().all_reduce("sum", 1.0)
-
-    for _ in range(3):
-        assert four.run(step, (0.0,), options=js.RunOptions(donate_argnums=0)) == 4.0
-        assert four.run(step, (0.0,)) == 4.0
-
-
 def test_zeros_keep_their_sign_and_numbers_their_type(two):
     def step(x):
         return 1.0 / x, x
@@ -133,12 +124,6 @@ def test_a_per_replica_of_another_number_of_replicas(two, four):
             four.run(lambda x: x, (value,))
     with pytest.raises(js.PlacementError, match="`x` is a PerReplica of shape"):
         four.run(lambda x: x, (js.PerReplica(np.float32(1.0)),))
-
-
-def test_a_per_replica_of_another_number_of_replicas_under_jit(two, four):
-    run = jax.jit(lambda v: four.run(lambda x: x, (v,)))
-    with pytest.raises(js.PlacementError, match="for 2 replicas.*4 replicas"):
-        run(ids(two))
 
 
 def check_that_a_per_replica_of_another_strategy(four, devices):

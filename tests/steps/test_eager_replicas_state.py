@@ -1,7 +1,6 @@
 """State that eager replicas change: variables, objects, what merge calls commit."""
 
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from flax import nnx
 
@@ -77,20 +76,6 @@ def test_a_merge_call_finds_and_leaves_what_was_assigned(two):
     assert (float(total), float(now), float(w)) == (3, 13, 13)
 
 
-def test_copies_are_checked_before_a_merge_call(two):
-    with two.scope():
-        w = js.Variable(1.0, name="w")
-
-    def step(x):
-        w.assign(x)
-        replica().merge_call(lambda strategy: None)
-
-    with js.eager_replicas(), pytest.raises(js.NotMirroredVariableError) as caught:
-        two.run(step, (two.per_replica([1.0, 2.0]),))
-    assert "All replicas of `step` had met" in "".join(caught.value.__notes__)
-    assert float(w) == 1
-
-
 def test_a_step_may_make_a_variable_once(two):
     made = []
 
@@ -108,22 +93,6 @@ def test_a_step_may_make_a_variable_once(two):
 
     with js.eager_replicas(), pytest.raises(ValueError, match="was made inside a step"):
         two.run(lambda: js.Variable(1.0).assign_add(1.0) and None)
-
-
-def test_gradients_with_respect_to_variables(two):
-    with two.scope():
-        w = js.Variable(3.0)
-
-    def step(x):
-        loss, (grad,) = js.value_and_grad(lambda: (w * x) ** 2, [w])()
-        loss, grad = replica().all_reduce("mean", (loss, grad))
-        w.assign_sub(0.1 * grad)
-        return loss, grad
-
-    with js.eager_replicas():
-        loss, grad = two.run(step, (two.per_replica([1.0, 2.0]),))
-    assert float(loss) == (9 + 36) / 2 and float(grad) == (6 + 24) / 2
-    np.testing.assert_allclose(w, 1.5, rtol=1e-6)
 
 
 # Objects of Flax NNX, given and captured.
@@ -176,20 +145,6 @@ def test_objects_that_differ_are_an_error(two):
     assert "`step` leaves `model.total` different on each replica." in text
     assert "  replica 0: 1.0\n  replica 1: 2.0\n" in text
     assert float(model.total[...]) == 0
-
-
-def test_bound_objects_are_changed_in_place(two):
-    model = counter()
-
-    @two.run
-    def step(model, x):
-        assert isinstance(float(x), float)
-        model.total[...] += replica().all_reduce("sum", x)
-
-    bound = step.bind(model)
-    with js.eager_replicas():
-        bound(two.per_replica([1.0, 2.0]))
-    assert float(model.total[...]) == 3
 
 
 # Results that must be mirrored.

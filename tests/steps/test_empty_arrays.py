@@ -117,15 +117,6 @@ def test_complex_constants_are_reduced(strategy):
         check_that_complex_constants_are_reduced(strategy, op, how)
 
 
-def test_variables_of_no_elements_are_aggregated(strategy):
-    with strategy.scope():
-        variable = js.Variable(
-            np.zeros((0, 2), np.complex64), aggregation="sum", synchronization="on_read"
-        )
-    strategy.run(lambda: variable.assign_add(jnp.zeros((0, 2), jnp.complex64)))
-    assert variable.numpy().shape == (0, 2)
-
-
 def test_slices_of_no_rows_are_reduced(strategy):
     def step(x):
         slices = js.IndexedSlices(x, jnp.zeros((0,), jnp.int32), (5, 2))

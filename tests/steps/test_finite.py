@@ -5,11 +5,8 @@ import inspect
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from flax import linen as nn
 from flax import nnx
-from flax.training.train_state import TrainState
 from helpers.cases import each
 from helpers.replicas import replica
 from jax import lax
@@ -275,29 +272,6 @@ def test_infinity_can_be_left_out(two):
 # Whole training steps.
 
 
-def test_a_linen_training_step(two):
-    model = nn.Dense(1)
-    params = model.init(jax.random.key(0), np.ones((1, 2), np.float32))
-    state = TrainState.create(
-        apply_fn=model.apply,
-        params=params,
-        tx=optax.adamw(optax.constant_schedule(0.1)),
-    )
-
-    def step(state, x, y):
-        def loss(params):
-            return jnp.sqrt(state.apply_fn(params, x) - y).mean()  # <-
-
-        value, grads = jax.value_and_grad(loss)(state.params)
-        return state.apply_gradients(grads=replica().all_reduce("mean", grads)), value
-
-    x = two.per_replica(np.ones((2, 3, 2), np.float32))
-    state, _ = two.run(step, (state, x, -100.0), options=CHECKED)
-    assert int(state.step) == 1
-    error = found(two, step, state, x, 100.0)
-    assert error.line == line(step)
-
-
 def test_an_nnx_object_keeps_what_it_had(two):
     model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
     before = np.asarray(model.kernel[...])
@@ -346,10 +320,3 @@ def test_jax_debug_nans_tells_the_same(four, debug_nans):
                 four.run(step, (x,))
             assert caught.value.replicas == (2,) and caught.value.line == line(step)
         four.run(step, (numbers(four, 5, 7, 2, 3),))
-
-
-def test_jax_debug_nans_takes_no_part_in_infinity(two, debug_nans):
-    result = two.run(lambda x: 1 / x, (numbers(two, 1, 0),))
-    np.testing.assert_array_equal(result.stacked, [1, np.inf])
-    with jax.debug_infs(True), pytest.raises(js.NonFiniteError, match="an Inf on repl"):
-        two.run(lambda x: 1 / x, (numbers(two, 1, 0),))

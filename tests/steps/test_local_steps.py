@@ -7,9 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import linen as nn
 from flax import nnx
-from flax.training.train_state import TrainState
 from helpers.cases import each
 from helpers.replicas import mirrored, replica
 
@@ -254,44 +252,6 @@ def test_rows_of_tables_stay_sparse(two):
 # States of all kinds.
 
 
-def test_a_train_state_with_batch_norm_trains(four):
-    class Net(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            x = js.flax.linen.BatchNorm(use_running_average=False, momentum=0.5)(x)
-            return nn.Dense(1)(x)[:, 0]
-
-    variables = Net().init(jax.random.key(0), np.ones((5, 3)))
-    state = TrainState.create(
-        apply_fn=None, params=variables["params"], tx=optax.sgd(0.1, momentum=0.9)
-    )
-
-    def step(state, stats, batch):
-        def loss(params):
-            out, new = Net().apply(
-                {"params": params, "batch_stats": stats},
-                batch["x"],
-                mutable="batch_stats",
-            )
-            return jnp.mean((out - batch["y"]) ** 2), new["batch_stats"]
-
-        grads, stats = jax.grad(loss, has_aux=True)(state.params)
-        grads = replica().all_reduce("mean", grads)
-        return state.apply_gradients(grads=grads), stats
-
-    batches, stats = data(4, 3), variables["batch_stats"]
-    options = js.RunOptions(donate_argnums=(0, 1))
-    local = four.local_steps(step, options=options)
-    want, _ = workers(
-        lambda both, batch: (step(*both, batch), 0), (state, stats), batches, 4
-    )
-    have = local(*four.mirror((state, stats)), given(four, batches))
-    assert int(have[0].step) == 3
-    assert_close(have[0].params, want[0].params)
-    assert_close(have[0].opt_state, want[0].opt_state)
-    assert_close(have[1], want[1])
-
-
 def test_objects_of_nnx_train_in_place(two):
     def make():
         model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
@@ -371,14 +331,6 @@ def test_whole_numbers_that_differ_are_told(two):
         two.local_steps(count)(given(two, data(2, 2)))
 
 
-def test_a_state_of_each_replica_becomes_one(two):
-    state = two.per_replica([1.0, 5.0])
-    have, _ = two.local_steps(lambda w, batch: (w * 2, 0))(
-        state, given(two, data(2, 1))
-    )
-    assert isinstance(have, js.Mirrored) and float(have) == 6.0
-
-
 def test_sharded_state_is_the_same(two):
     batches = data(2, 3)
     sharded = js.MirroredStrategy(
@@ -416,18 +368,6 @@ def test_other_strategies_take_local_steps():
     batches = data(2, 2)
     have, _ = central.local_steps(train)(start(), given(central, batches))
     assert_close(have, workers(train, start(), batches, 2)[0])
-
-
-def test_it_decorates_and_takes_the_options_of_a_step(two):
-    @two.local_steps(options=js.RunOptions(donate_argnums=0))
-    def first(params, batch):
-        return descend(params, batch)
-
-    step = two.run(options=js.RunOptions(donate_argnums=0))(descend)
-    for local in (first, two.local_steps(step)):
-        params = two.mirror(PARAMS)
-        local(params, given(two, data(2, 2)))
-        assert params["w"].is_deleted()
 
 
 # Refusals.

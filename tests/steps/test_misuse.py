@@ -98,18 +98,3 @@ def test_donated_values_say_so(two):
         with pytest.raises(js.DonatedValueError, match="donated to an earlier call"):
             use()
     assert repr(x) == "PerReplica(float32[], donated to an earlier call)"
-
-
-def test_so_do_donated_mirrored_arrays(two):
-    w = two.mirror(np.ones(2, np.float32))
-    step = two.run(lambda w: w + 1, options=js.RunOptions(donate_argnums=0))
-    step(w)
-    for use in (
-        lambda: two.experimental_local_results(w),
-        lambda: two.experimental_local_results({"w": w}),
-        lambda: two.mirror({"w": w}),
-        lambda: two.reduce("sum", w),
-        lambda: two.gather(w),
-    ):
-        with pytest.raises(js.DonatedValueError, match="donated to an earlier call"):
-            use()

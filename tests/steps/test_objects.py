@@ -233,34 +233,6 @@ def test_tying_in_a_step_is_refused(two):
     assert model.layers[1].kernel is not model.layers[0].kernel
 
 
-@pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")
-def test_what_is_sown_is_to_be_taken_away(two):
-    class Sower(nnx.Module):
-        def __init__(self):
-            self.linear = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0))
-
-        def __call__(self, x):
-            y = self.linear(x)
-            self.sow(nnx.Intermediate, "seen", y)
-            return y
-
-    model, (x, _) = Sower(), rows()
-
-    def left(model, x):
-        model(x)
-
-    def popped(model, x):
-        model(x)
-        popped: Any = nnx.pop(model, nnx.Intermediate)
-        return popped["seen"].get_value()[0]
-
-    with pytest.raises(js.ObjectError, match=r"added `seen.*nnx\.pop"):
-        two.run(left, (model, *divided(two, x)))
-    seen = two.run(popped, (model, *divided(two, x)))
-    want = np.asarray(model.linear(x))
-    np.testing.assert_allclose(np.concatenate(seen.stacked), want, atol=1e-6)
-
-
 class Raw(nnx.Module):
     def __init__(self):
         self.table = jnp.ones(3)
@@ -365,17 +337,6 @@ def test_an_error_in_the_step_loses_nothing(two):
 
 
 # Static attributes, once more.
-
-
-def test_an_attribute_may_be_added_and_removed(two):
-    model = Phases()
-
-    def step(model):
-        del model.name
-        model.added = ("a", 1)
-
-    two.run(step, (model,))
-    assert not hasattr(model, "name") and vars(model)["added"] == ("a", 1)
 
 
 def test_what_python_alone_can_change_is_refused(two):

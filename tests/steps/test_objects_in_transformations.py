@@ -20,7 +20,6 @@ from helpers.objects import (
     train,
     trained_alone,
 )
-from jax.core import Tracer
 
 import jaxstrategy as js
 
@@ -102,19 +101,6 @@ def test_changes_of_an_object_in_accumulate_are_refused(two):
 
 
 # Around a step.
-
-
-def test_inside_jax_jit(two):
-    model = Net()
-
-    def step(model):
-        model.calls[...] += 1
-
-    with pytest.raises(js.ObjectError, match=r"nnx\.jit"):
-        jax.jit(lambda x: (two.run(step, (model,)), x))(1.0)
-    assert not isinstance(model.calls.get_value(), Tracer)
-    two.run(step, (model,))
-    assert int(model.calls[...]) == 1
 
 
 def test_two_threads(two):
@@ -214,20 +200,6 @@ def bind(step: Any, *objects):
     return step.bind(*objects)
 
 
-def test_a_bound_step_with_captured_objects_and_keywords(two):
-    model = Net()
-    optimizer = adam(model)
-
-    @two.run
-    def step(model, x, *, y):
-        return train(model, optimizer, x, y)
-
-    x, y = divided(two, *rows())
-    bind(step, model)(x, y=y)
-    assert_equal(arrays(model), trained_alone(1)[0])
-    assert int(optimizer.step[...]) == 1
-
-
 def test_errors_of_bound_steps(two):
     model = Net()
     before = arrays(model)
@@ -244,13 +216,3 @@ def test_errors_of_bound_steps(two):
     ):
         bind(step, model)(*divided(two, rows()[0]))
     assert_equal(arrays(model), before, 0)
-
-
-def test_explain_with_objects(two):
-    model = Net()
-    optimizer = adam(model)
-    before = arrays(model, optimizer)
-    found = two.explain(train, (model, optimizer, *divided(two, *rows())))
-    assert not found.problems
-    assert "model.norm.scale" in str(found)
-    assert_equal(arrays(model, optimizer), before, 0)

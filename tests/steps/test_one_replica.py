@@ -5,7 +5,6 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 import jaxstrategy as js
 
@@ -60,18 +59,6 @@ def test_nothing_is_wrapped():
 
 def ones_of(name):
     return ones()[name]
-
-
-def test_a_job_of_one_process_with_one_device(monkeypatch):
-    first = jax.devices()[:1]
-    monkeypatch.setattr(jax, "devices", lambda *_: first)
-    alone = js.cluster_resolver.SimpleClusterResolver({})
-    strategy = js.MultiWorkerMirroredStrategy(alone)
-    assert strategy.num_replicas_in_sync == 1
-    _, batch = strategy.experimental_distribute_dataset(js.batches(np.arange(5.0), 3))
-    assert (batch + 1).tolist() == [4, 5]
-    assert float(strategy.run(js.masked_mean, (batch,))) == 3.5
-    assert strategy.reduce("sum", batch, axis=0) == 7
 
 
 def check_that_what_is_explicitly_per_replica_stays_so_until_a_step(name):
@@ -239,18 +226,3 @@ def test_the_same_program_runs_on_one_replica_and_on_several():
         np.testing.assert_allclose(one, several, rtol=1e-5, atol=1e-5)
         if program in WANTED:
             np.testing.assert_allclose(one, WANTED[program], rtol=1e-6)
-
-
-def test_a_training_without_reductions_is_told_by_several_replicas_only():
-    """A step of one replica has nothing to reduce: all of it is mirrored."""
-    strategy = ones_of("mirrored")
-    mirrored = js.RunOptions(expect_mirrored=True)
-    x = strategy.per_replica([1.0])
-    assert float(strategy.run(lambda x: x, (x,), options=mirrored)) == 1
-    with strategy.scope():
-        v = js.Variable(0.0)
-    strategy.run(lambda x: v.assign(x), (x,))
-    assert float(v.numpy()) == 1
-    two = js.MirroredStrategy(jax.devices()[:2])
-    with pytest.raises(js.NotMirroredError):
-        two.run(lambda x: x, (two.per_replica([1.0, 2.0]),), options=mirrored)

@@ -123,15 +123,6 @@ def test_arguments_that_look_alike_are_told_apart(two):
                 assert argument is x or kind == type(argument).__name__
 
 
-def test_one_step_works_under_several_strategies(two, four):
-    def step(x):
-        return replica().all_reduce("sum", x)
-
-    for _ in range(2):
-        assert two.run(step, (1.0,)) == 2.0
-        assert four.run(step, (1.0,)) == 4.0
-
-
 def test_programs_are_forgotten_with_their_function(two):
     def run_once():
         big = jnp.ones(3)
@@ -145,19 +136,6 @@ def test_programs_are_forgotten_with_their_function(two):
     step, programs = run_once()
     gc.collect()
     assert step() is None and programs() is None
-
-
-def test_arguments_are_not_kept_alive(two):
-    def step(x):
-        return x * 2
-
-    x = jnp.ones(1000)
-    alive = weakref.ref(x)
-    for _ in range(2):
-        two.run(step, (x,)).block_until_ready()
-    del x
-    gc.collect()
-    assert alive() is None
 
 
 def test_strategies_can_be_collected():
@@ -189,27 +167,6 @@ def test_run_returns_the_same_inside_and_outside_jit(four):
     np.testing.assert_array_equal(jitted[3], [0, 2, 4, 6])
 
 
-def test_run_inside_scan_and_fori_loop(four):
-    x = ids(four)
-
-    def step(total, v):
-        return total + replica().all_reduce("sum", v)
-
-    @jax.jit
-    def scanned(total):
-        return jax.lax.scan(
-            lambda c, _: (four.run(step, (c, x)), None), total, None, 5
-        )[0]
-
-    @jax.jit
-    def looped(v):
-        return jax.lax.fori_loop(0, 10, lambda _, c: four.run(lambda u: u + 1, (c,)), v)
-
-    assert scanned(0.0) == 30.0
-    np.testing.assert_array_equal(versions(looped(x)), [10, 11, 12, 13])
-    assert four.reduce("sum", looped(four.per_replica([0.0] * 4))) == 40
-
-
 def test_grad_of_an_outer_function(four):
     x = four.per_replica([1.0, 2.0, 3.0, 4.0])
 
@@ -224,16 +181,6 @@ def test_grad_of_an_outer_function(four):
     by_replica = jax.grad(total, 1)(2.0, x)
     assert isinstance(by_replica, js.PerReplica)
     np.testing.assert_allclose(versions(by_replica), [np.sin(2.0)] * 4, rtol=1e-6)
-
-
-def test_grad_through_a_mirrored_result(four):
-    x = four.per_replica([1.0, 2.0, 3.0, 4.0])
-
-    def total(w):
-        return four.run(lambda a, b: replica().all_reduce("sum", a * b) * a, (w, x))
-
-    np.testing.assert_allclose(total(3.0), 90.0)
-    np.testing.assert_allclose(jax.grad(total)(3.0), 60.0)  # d/dw 10 w^2
 
 
 def test_vmap_over_run(two):

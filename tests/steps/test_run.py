@@ -57,18 +57,6 @@ def test_plain_leaves_come_back_as_they_are(four):
     assert type(out[4]) is float and type(out[5]) is int
 
 
-def test_true_and_one_are_different_programs(two):
-    seen = []
-
-    def step(n):
-        seen.append(type(n) is bool)
-        return 0
-
-    for value in (True, 1, True, 1.0):
-        two.run(step, (value,))
-    assert seen == [True, False, False]  # 1 and 1.0 are traced, per dtype
-
-
 def test_arrays_of_other_libraries_are_traced_not_static(two):
     class Tensor:
         def __init__(self, data):
@@ -141,25 +129,6 @@ def test_results_are_mirrored_or_per_replica_leaf_by_leaf(four):
     assert isinstance(out["sum"], js.Mirrored) and out["sum"] == 6.0
     assert versions(out["both"]) == [6, 7, 8, 9]
     assert versions(out["id"]) == [0, 1, 2, 3] and out["id"].dtype == jnp.int32
-
-
-def test_a_step_may_return_nothing(two):
-    assert two.run(lambda: None) is None
-    assert two.run(lambda x: (), (1.0,)) == ()
-
-
-def test_effects_of_a_step_without_results_happen_on_every_replica(two):
-    seen = []
-
-    def note(i):
-        seen.append(int(i))
-
-    def step(x):
-        jax.debug.callback(note, replica().replica_id_in_sync_group)
-
-    two.run(step, (1.0,))
-    jax.effects_barrier()
-    assert sorted(seen) == [0, 1]
 
 
 def test_a_train_state_stays_a_train_state(four):
@@ -329,20 +298,6 @@ def test_methods_are_steps_of_their_object(two):
     assert alive() is None
 
 
-def test_a_method_of_a_pytree_gets_it_as_an_argument(two):
-    @jax.tree_util.register_dataclass
-    @dataclasses.dataclass
-    class Model:
-        w: jax.Array
-
-        @two.run
-        def scaled(self, x):
-            return self.w * replica().all_reduce("sum", x)
-
-    assert Model(jnp.float32(3.0)).scaled(1.0) == 6.0
-    assert Model(jnp.float32(4.0)).scaled(1.0) == 8.0
-
-
 def test_callable_objects_and_partials_are_steps(two):
     class Callable:
         def __call__(self, x):
@@ -373,15 +328,6 @@ def step(x):
         assert scope["step"](1.0) == 1.0 + n
 
 
-def test_a_step_inside_another_steps_run_is_an_error(two):
-    @two.run
-    def step(x):
-        return x
-
-    with pytest.raises(js.ContextError, match="was called inside `run`"):
-        two.run(lambda: step(1.0))
-
-
 def test_a_step_is_run_as_the_function_that_it_was_made_of(two):
     @two.run(options=js.RunOptions(donate_argnums=0))
     def step(w, x):
@@ -396,3 +342,17 @@ def test_a_step_is_run_as_the_function_that_it_was_made_of(two):
     kept = two.mirror(4.0)
     two.run(step, (kept, x), options=js.RunOptions())
     assert not kept.is_deleted()
+
+
+def test_a_method_of_a_pytree_gets_it_as_an_argument(two):
+    @jax.tree_util.register_dataclass
+    @dataclasses.dataclass
+    class Model:
+        w: jax.Array
+
+        @two.run
+        def scaled(self, x):
+            return self.w * replica().all_reduce("sum", x)
+
+    assert Model(jnp.float32(3.0)).scaled(1.0) == 6.0
+    assert Model(jnp.float32(4.0)).scaled(1.0) == 8.0

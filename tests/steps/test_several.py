@@ -161,18 +161,6 @@ def test_rows_that_only_fill_up_a_batch_do_not_count():
         check_that_rows_that_only_fill_up_a_batch_do_not_count(n)
 
 
-def test_batches_with_and_without_a_mask(two):
-    last = list(distributed(two, js.batches(np.arange(7.0), 4)))[1]
-    plain = two.per_replica(np.array([[1.0, 2.0], [3.0, 10.0]], np.float32))
-
-    @two.several
-    def mean(batch):
-        return replica().all_reduce("mean", js.masked_mean(batch))
-
-    np.testing.assert_allclose(mean((plain, last)), [4.0, 5.0])
-    np.testing.assert_allclose(mean((last, plain)), [5.0, 4.0])
-
-
 def test_masks_of_different_batches_are_not_taken_for_one(two):
     x, y = (list(distributed(two, js.batches(np.arange(rows), 4))) for rows in (7, 6))
 
@@ -311,73 +299,6 @@ def test_explain_tells_of_the_loop(four):
 # Modules and optimizers of Flax NNX.
 
 
-class Net(nnx.Module):
-    def __init__(self):
-        rngs = nnx.Rngs(0, dropout=1)
-        self.inner = nnx.Linear(3, 8, rngs=rngs)
-        self.norm = nnx.BatchNorm(8, rngs=rngs, use_fast_variance=False)
-        self.dropout = nnx.Dropout(0.5, rngs=rngs)
-        self.outer = nnx.Linear(8, 1, rngs=rngs)
-
-    def __call__(self, x):
-        return self.outer(self.dropout(jax.nn.tanh(self.norm(self.inner(x)))))
-
-
-def train_net(model, optimizer, batch):
-    def loss_of(model):
-        return jnp.mean((model(batch["x"])[:, 0] - batch["y"]) ** 2)
-
-    loss, grads = nnx.value_and_grad(loss_of)(model)
-    loss, grads = replica().all_reduce("mean", (loss, grads))
-    optimizer.update(model, grads)
-    return loss
-
-
-def mirrored_statistics(model):
-    for name in ("mean", "var"):
-        variable = getattr(model.norm, name)
-        variable[...] = replica().all_reduce("mean", variable[...])
-
-
-def train_both(model, optimizer, batch):
-    loss = train_net(model, optimizer, batch)
-    mirrored_statistics(model)
-    return loss
-
-
-def arrays(*objects):
-    leaves = jax.tree.leaves(nnx.to_pure_dict(nnx.state(list(objects))))
-    return [
-        np.asarray(
-            jax.random.key_data(leaf)
-            if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-            else leaf
-        )
-        for leaf in leaves
-    ]
-
-
-@pytest.mark.slow
-def test_objects_are_changed_in_place_as_in_a_loop(two):
-    strategy = two
-
-    def fresh():
-        model = Net()
-        return model, nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
-
-    batches = list(distributed(strategy, data(32)))
-    step = strategy.run(train_both)
-    wanted = fresh()
-    losses = [float(step(*wanted, batch)) for batch in batches]
-
-    found = fresh()
-    many = strategy.several(train_both).bind(*found)
-    out = [*np.asarray(many(tuple(batches[:2]))), *np.asarray(many(tuple(batches[2:])))]
-    np.testing.assert_allclose(out, losses, rtol=1e-5)
-    for have, want in zip(arrays(*found), arrays(*wanted), strict=True):
-        np.testing.assert_allclose(have, want, rtol=1e-4, atol=1e-5)
-
-
 class Total(nnx.Module):
     def __init__(self):
         self.total = nnx.Variable(jnp.zeros(()))
@@ -404,18 +325,6 @@ def test_objects_beside_a_state_and_by_keyword(make, sum_):
     sums = float(total.total[...])
     assert (int(state), sums, float(other.total[...])) == (2, sum_, 2 * sum_)
     assert means.shape == ((2,))
-
-
-def test_objects_that_are_captured_are_changed_too(two):
-    total = Total()
-
-    @two.several
-    def step(batch):
-        total.add(batch)
-
-    for _ in range(2):
-        step(numbers(two, 2))
-    assert float(total.total[...]) == 44.0
 
 
 def returned(two):

@@ -168,16 +168,3 @@ def test_ordinary_rules_keep_what_is_equal(four):
 
     for name, out in four.run(step, (jnp.array([0.5, 1.0, 2.0]),)).items():
         assert not varies(out), name
-
-
-def test_a_result_that_nobody_takes_is_no_hindrance(four):
-    @jax.custom_jvp
-    def several(x, n):
-        return n, x * 2, x * 3
-
-    several.defjvp(
-        lambda p, t: (several(*p), (np.zeros((), jax.dtypes.float0), t[0], t[0]))
-    )
-    out = four.run(lambda s: several(s, jnp.int32(3))[1], (jnp.float32(2.0),))
-    assert not varies(out)
-    assert out == 4.0

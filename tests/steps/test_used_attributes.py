@@ -9,7 +9,6 @@ import dataclasses
 import queue
 import types
 
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -176,14 +175,6 @@ def through_a_property(box):
     return lambda x: x * box.doubled / 2
 
 
-def through_an_operator(box):
-    return lambda x: (box + 0) * x
-
-
-def through_a_method_with_another_name(box):
-    return lambda x: box.indirectly(x)
-
-
 def through_a_function(box):
     return lambda x: x * read(box)
 
@@ -245,17 +236,6 @@ def test_objects_of_all_kinds_are_never_stale(two):
         check_that_objects_of_all_kinds_are_never_stale(two, make)
 
 
-def test_a_method_that_is_replaced_is_another(two):
-    box = Box(2)
-
-    def nested():
-        return lambda x: box.method(x)
-
-    assert float(two.run(nested(), (5.0,))) == 10
-    box.method = lambda x: x + 1
-    assert float(two.run(nested(), (5.0,))) == 6
-
-
 @pytest.mark.filterwarnings("ignore::jaxstrategy.RecompilationWarning")
 def test_an_attribute_that_is_added_or_taken_away_is_noticed(two):
     class Settings:
@@ -273,18 +253,6 @@ def test_an_attribute_that_is_added_or_taken_away_is_noticed(two):
     assert float(two.run(nested(), (5.0,))) == 10
     Settings.k = 4
     assert float(two.run(nested(), (5.0,))) == 20
-
-
-@pytest.mark.filterwarnings("ignore::jaxstrategy.RecompilationWarning")
-def test_an_array_as_attribute_is_never_stale(two):
-    trainer = Holding(None)
-
-    def nested():
-        return lambda x: x * trainer.box
-
-    for k in (2, 3, 2):
-        trainer.box = jnp.float32(k)
-        assert float(two.run(nested(), (5.0,))) == 5 * k
 
 
 def test_what_is_not_used_compiles_nothing(two):
