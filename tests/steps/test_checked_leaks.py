@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.cases import each
-from helpers.clusters import coordinated
 from helpers.cores import cored
 from helpers.replicas import replica
 from helpers.variables import variable
