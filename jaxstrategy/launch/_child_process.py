@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal, Protocol, final
 
-from jaxstrategy.cluster.resolvers._launched import LATE
+from jaxstrategy.cluster.resolvers._environment import LATE
 from jaxstrategy.processes._exit_codes import ExitCode
 
 TAIL = 20

@@ -14,8 +14,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol, TextIO, final
 
-from jaxstrategy.cluster.resolvers import _launched
-from jaxstrategy.cluster.resolvers._tf_config import VARIABLE as TF_CONFIG
+from jaxstrategy.cluster.resolvers import _environment
+from jaxstrategy.cluster.resolvers._environment import VARIABLE as TF_CONFIG
 from jaxstrategy.launch._child_process import (
     TAIL,
     Guard,
@@ -78,7 +78,7 @@ def common(options: Options, environment: Mapping[str, str]) -> dict[str, str]:
 def of_cache(options: Options) -> dict[str, str]:
     """The folder in which all processes, and those of a restart, keep programs."""
     cache = options.compilation_cache
-    return {} if cache is None else {_launched.COMPILATION_CACHE: cache}
+    return {} if cache is None else {_environment.COMPILATION_CACHE: cache}
 
 
 def place(
@@ -100,16 +100,16 @@ def place(
         started the launchers, in the environment.
     """
     own = {
-        _launched.COORDINATOR: coordinator,
-        _launched.PROCESS_ID: str(rank),
-        _launched.NUM_PROCESSES: str(options.nodes * processes),
-        _launched.LOCAL_RANK: str(local_rank),
-        _launched.ATTEMPT: str(attempt),
+        _environment.COORDINATOR: coordinator,
+        _environment.PROCESS_ID: str(rank),
+        _environment.NUM_PROCESSES: str(options.nodes * processes),
+        _environment.LOCAL_RANK: str(local_rank),
+        _environment.ATTEMPT: str(attempt),
     }
     if options.nodes == 1:
         # What is left of another attempt is refused by name. Launchers of several nodes
         # do not count alike.
-        own[_launched.JOB] = f"{coordinator}, attempt {attempt}"
+        own[_environment.JOB] = f"{coordinator}, attempt {attempt}"
         own |= secret.variables()
     return own
 

@@ -26,7 +26,7 @@ from types import ModuleType
 from typing import Any, ClassVar, NamedTuple, final
 
 from jaxstrategy._errors import ClusterError, MissingExtraError
-from jaxstrategy.cluster.resolvers._addresses import address_of
+from jaxstrategy.cluster.resolvers._cluster_spec import address_of
 from jaxstrategy.launch import _child_process
 from jaxstrategy.launch._child_process import (
     Guard,

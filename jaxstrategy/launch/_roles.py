@@ -12,8 +12,8 @@ import time
 from collections.abc import Mapping
 from typing import final
 
-from jaxstrategy.cluster.resolvers import _launched
-from jaxstrategy.cluster.resolvers._tf_config import VARIABLE as TF_CONFIG
+from jaxstrategy.cluster.resolvers import _environment
+from jaxstrategy.cluster.resolvers._environment import VARIABLE as TF_CONFIG
 from jaxstrategy.launch._child_process import (
     Guard,
     GuardedProcess,
@@ -261,7 +261,7 @@ def environment(
     options: Options, task: JobTask, inherited: Mapping[str, str], secret: Secret
 ) -> dict[str, str]:
     """The environment of a process of a `RoleJob`, but for its TF_CONFIG."""
-    variables = {k: v for k, v in inherited.items() if k not in _launched.OF_PROCESS}
+    variables = {k: v for k, v in inherited.items() if k not in _environment.OF_PROCESS}
     # Functions of modules beside the script are imported by workers.
     path = [inherited.get("PYTHONPATH", "")]
     if not options.module:

@@ -7,7 +7,7 @@ other until it is ended.
 import sys
 
 from jaxstrategy._errors import ClusterError
-from jaxstrategy.cluster.resolvers._tf_config import TFConfigClusterResolver
+from jaxstrategy.cluster.resolvers._environment import TFConfigClusterResolver
 from jaxstrategy.parameter_servers._server import Server
 from jaxstrategy.parameter_servers.backends._checked_cluster import is_for_servers
 

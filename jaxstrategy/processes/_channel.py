@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeAlias, TypeGuard, final
 
-from jaxstrategy.cluster.resolvers._addresses import address_of as address_of
-from jaxstrategy.cluster.resolvers._addresses import endpoint as endpoint
+from jaxstrategy.cluster.resolvers._cluster_spec import address_of as address_of
+from jaxstrategy.cluster.resolvers._cluster_spec import endpoint as endpoint
 from jaxstrategy.processes._secret import Secret
 
 Json: TypeAlias = Any

@@ -18,10 +18,12 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jaxstrategy._errors import ClusterError
-from jaxstrategy.cluster.resolvers._addresses import address_of
-from jaxstrategy.cluster.resolvers._cluster_resolver import ClusterResolver, Process
-from jaxstrategy.cluster.resolvers._cluster_spec import ClusterSpec
-from jaxstrategy.cluster.resolvers._simple import SimpleClusterResolver
+from jaxstrategy.cluster.resolvers._cluster_resolver import (
+    ClusterResolver,
+    Process,
+    SimpleClusterResolver,
+)
+from jaxstrategy.cluster.resolvers._cluster_spec import ClusterSpec, address_of
 from jaxstrategy.processes import _channel, _ending, _rendezvous, _stragglers
 from jaxstrategy.processes._agreement import (
     AbstractAgreement,

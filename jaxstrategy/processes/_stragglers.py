@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import final
 
-from jaxstrategy.cluster.resolvers._launched import LATE
+from jaxstrategy.cluster.resolvers._environment import LATE
 from jaxstrategy.processes._rendezvous import Member
 from jaxstrategy.processes._store import ProcessState
 

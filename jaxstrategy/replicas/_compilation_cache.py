@@ -9,7 +9,7 @@ import tempfile
 
 import jax
 
-from jaxstrategy.cluster.resolvers._launched import COMPILATION_CACHE
+from jaxstrategy.cluster.resolvers._environment import COMPILATION_CACHE
 from jaxstrategy.text import _user_code
 from jaxstrategy.text._shown import shown
 

@@ -12,7 +12,7 @@ import jax
 from jaxstrategy._errors import ClusterError, ParameterServerLost
 from jaxstrategy.cluster.resolvers._cluster_resolver import ClusterResolver
 from jaxstrategy.cluster.resolvers._cluster_spec import ClusterSpec
-from jaxstrategy.cluster.resolvers._tf_config import TFConfigClusterResolver
+from jaxstrategy.cluster.resolvers._environment import TFConfigClusterResolver
 from jaxstrategy.inputs._dataset import DistributedDataset
 from jaxstrategy.inputs._input_options import InputContext, InputOptions
 from jaxstrategy.parameter_servers._joint_pool import JointPool

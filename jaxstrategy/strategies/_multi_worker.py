@@ -13,10 +13,14 @@ from jaxstrategy._communication_options import (
     CommunicationOptions,
     checked_options,
 )
-from jaxstrategy.cluster.resolvers._cluster_resolver import ClusterResolver
-from jaxstrategy.cluster.resolvers._launched import default_resolver
-from jaxstrategy.cluster.resolvers._simple import SimpleClusterResolver
-from jaxstrategy.cluster.resolvers._tf_config import TFConfigClusterResolver
+from jaxstrategy.cluster.resolvers._cluster_resolver import (
+    ClusterResolver,
+    SimpleClusterResolver,
+)
+from jaxstrategy.cluster.resolvers._environment import (
+    TFConfigClusterResolver,
+    default_resolver,
+)
 from jaxstrategy.processes import _job
 from jaxstrategy.processes._job import Processes
 from jaxstrategy.replicas._inner_sizes import checked_sizes

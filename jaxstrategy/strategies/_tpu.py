@@ -11,7 +11,7 @@ from jaxstrategy._communication_options import (
     CommunicationOptions,
     checked_options,
 )
-from jaxstrategy.cluster.resolvers._tpu_resolver import TPUClusterResolver
+from jaxstrategy.cluster.resolvers._tpu import TPUClusterResolver
 from jaxstrategy.processes._job import agree_on_replicas
 from jaxstrategy.replicas._logical_devices import logical_axes
 from jaxstrategy.replicas._replicas import Replicas

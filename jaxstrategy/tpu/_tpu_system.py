@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxstrategy.cluster.resolvers._launched import default_resolver
-from jaxstrategy.cluster.resolvers._tpu_resolver import TPUClusterResolver
+from jaxstrategy.cluster.resolvers._environment import default_resolver
+from jaxstrategy.cluster.resolvers._tpu import TPUClusterResolver
 from jaxstrategy.processes import _job
 from jaxstrategy.processes._job import Processes
 from jaxstrategy.replicas._devices import Device

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias, final
 
 import numpy as np
 
-from jaxstrategy.cluster.resolvers._topology_message import TopologyMessage
+from jaxstrategy.cluster.resolvers._tpu import TopologyMessage
 from jaxstrategy.text._shown import shown
 from jaxstrategy.text._units import with_noun
 from jaxstrategy.text._whole_numbers import several_whole

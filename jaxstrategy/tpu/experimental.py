@@ -5,10 +5,8 @@ from typing import TYPE_CHECKING
 from jaxstrategy import _lazy_names
 
 if TYPE_CHECKING:
-    from jaxstrategy.cluster.resolvers._hardware_feature import (
-        HardwareFeature as HardwareFeature,
-    )
-    from jaxstrategy.cluster.resolvers._tpu_system_metadata import (
+    from jaxstrategy.cluster.resolvers._tpu import HardwareFeature as HardwareFeature
+    from jaxstrategy.cluster.resolvers._tpu import (
         TPUSystemMetadata as TPUSystemMetadata,
     )
     from jaxstrategy.tpu._device_assignment import DeviceAssignment as DeviceAssignment
@@ -24,8 +22,7 @@ else:
     __getattr__, __dir__ = _lazy_names.of(
         __name__,
         {
-            "cluster.resolvers._hardware_feature": "HardwareFeature",
-            "cluster.resolvers._tpu_system_metadata": "TPUSystemMetadata",
+            "cluster.resolvers._tpu": "HardwareFeature TPUSystemMetadata",
             "tpu._device_assignment": "DeviceAssignment",
             "tpu._device_order": "DeviceOrderMode",
             "tpu._tpu_system": "initialize_tpu_system shutdown_tpu_system",

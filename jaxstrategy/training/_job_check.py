@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxstrategy._communication_options import CommunicationOptions
 from jaxstrategy._errors import ClusterError
-from jaxstrategy.cluster.resolvers._launched import default_resolver
+from jaxstrategy.cluster.resolvers._environment import default_resolver
 from jaxstrategy.processes import _job, _rendezvous
 from jaxstrategy.strategies._current import get_replica_context
 from jaxstrategy.strategies._multi_worker import MultiWorkerMirroredStrategy

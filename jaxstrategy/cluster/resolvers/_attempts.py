@@ -75,3 +75,9 @@ def checked_seconds(given: object) -> float:
             f"`timeout_seconds` was {shown(given)}; a number of seconds was wanted."
         )
     return float(given)
+
+
+def is_of(error: Exception, *packages: str) -> bool:
+    """Whether it is an error of one of these packages, or of the system beneath."""
+    kinds = {kind.__module__.partition(".")[0] for kind in type(error).__mro__}
+    return isinstance(error, OSError) or not kinds.isdisjoint(packages)

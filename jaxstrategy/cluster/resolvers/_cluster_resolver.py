@@ -1,14 +1,16 @@
-"""`ClusterResolver`: how a process learns the cluster and its own place in it."""
+"""`UnionClusterResolver`: several clusters seen as one."""
 
 from __future__ import annotations
 
 import abc
 import collections
 import dataclasses
+from collections.abc import Mapping
 from typing import final
 
 from jaxstrategy.cluster.resolvers._cluster_spec import (
     ClusterSpec,
+    GivenTasks,
     host_and_port,
 )
 
@@ -331,3 +333,170 @@ def _no_trainer(task_type: str) -> str:
     else:
         advice = f"Tasks that train are of the type {', '.join(TRAINING)}."
     return f"This process is a {task_type!r}, which does not train. {advice}"
+
+
+@final
+class SimpleClusterResolver(ClusterResolver):
+    """Gives back what it was given.
+
+    Args:
+      cluster_spec: the cluster, a `ClusterSpec` or what makes one.
+      master: what `master()` gives if no task is named.
+      task_type: what this process is, as `"worker"`.
+      task_id: its index among the tasks of that type.
+      environment: where this runs; for your own use.
+      num_accelerators: what `num_accelerators()` gives for every task, as
+        `{"GPU": 8}`; nothing is looked for.
+      rpc_layer: what `master` puts before addresses.
+
+    Raises:
+      TypeError: `cluster_spec` is no cluster, or `master` is no string.
+
+    >>> resolver = js.cluster_resolver.SimpleClusterResolver(
+    ...     {"chief": ["a:2222"], "worker": ["b:2222"]}, task_type="worker", task_id=0
+    ... )
+    >>> resolver.process()
+    Process(index=1, count=2, coordinator='a:2222')
+    """
+
+    def __init__(
+        self,
+        cluster_spec: ClusterSpec | Mapping[str, GivenTasks],
+        master: str = "",
+        task_type: str | None = None,
+        task_id: int | None = None,
+        environment: str = "",
+        num_accelerators: Mapping[str, int] | None = None,
+        rpc_layer: str | None = None,
+    ) -> None:
+        if not isinstance(master, str):
+            raise TypeError(f"`master` is {master!r}. Give an address, a string.")
+        self._cluster_spec = ClusterSpec(cluster_spec)
+        self._master = master
+        self._task_type = task_type
+        self._task_id = task_id
+        self._environment = environment
+        self._num_accelerators = dict(num_accelerators or {})
+        self._rpc_layer = rpc_layer
+
+    def cluster_spec(self) -> ClusterSpec:
+        """The cluster that was given."""
+        return self._cluster_spec
+
+    def _own_master(
+        self, task_type: str | None, task_id: int | None, rpc_layer: str | None
+    ) -> str:
+        return as_url(self._master, rpc_layer or self.rpc_layer)
+
+    def _accelerators(
+        self, task_type: str | None, task_id: int | None
+    ) -> dict[str, int]:
+        return dict(self._num_accelerators)
+
+
+@final
+class UnionClusterResolver(ClusterResolver):
+    """The tasks of several resolvers together; also known as `UnionResolver`.
+
+    Where two name the same job, lists of tasks follow each other; tasks that are given
+    with their indices keep them. `num_accelerators`, and `master` without a task, give
+    what the first resolver says.
+
+    Args:
+      *args: the resolvers.
+      rpc_layer: what `master` puts before addresses; by default the first resolver's.
+      task_type: what this process is; by default the first resolver's.
+      task_id: its index among the tasks of that type; by default the first resolver's.
+
+    Raises:
+      ValueError: there is no resolver.
+      TypeError: something that is no resolver.
+
+    >>> Simple = js.cluster_resolver.SimpleClusterResolver
+    >>> js.cluster_resolver.UnionResolver(
+    ...     Simple({"worker": ["a:1", "b:1"]}), Simple({"worker": ["c:1"]})
+    ... ).cluster_spec()
+    ClusterSpec({'worker': ['a:1', 'b:1', 'c:1']})
+    """
+
+    def __init__(
+        self,
+        *args: ClusterResolver,
+        rpc_layer: str | None = None,
+        task_type: str | None = None,
+        task_id: int | None = None,
+    ) -> None:
+        if not args:
+            raise ValueError(
+                "At least one ClusterResolver is required; none was given."
+            )
+        for resolver in args:
+            if not isinstance(resolver, ClusterResolver):
+                raise TypeError(
+                    f"All arguments must be resolvers, got {resolver!r}. Put a "
+                    "cluster into a SimpleClusterResolver."
+                )
+        self._resolvers = args
+        self._rpc_layer = rpc_layer
+        self._task_type = task_type
+        self._task_id = task_id
+
+    def cluster_spec(self) -> ClusterSpec:
+        """All tasks of all resolvers.
+
+        Raises:
+          KeyError: two of them give an address to the same task.
+        """
+        specs = [resolver.cluster_spec().as_dict() for resolver in self._resolvers]
+        jobs = dict.fromkeys(job for spec in specs for job in spec)
+        return ClusterSpec(
+            {job: _merged(job, [s[job] for s in specs if job in s]) for job in jobs}
+        )
+
+    @property
+    def environment(self) -> str:
+        """The first resolver's."""
+        return self._first.environment
+
+    def _found_task_type(self) -> str | None:
+        return self._first.task_type
+
+    def _found_task_id(self) -> int | None:
+        return self._first.task_id
+
+    def _found_rpc_layer(self) -> str | None:
+        return self._first.rpc_layer
+
+    def _own_master(
+        self, task_type: str | None, task_id: int | None, rpc_layer: str | None
+    ) -> str:
+        return self._first.master(rpc_layer=rpc_layer or self._rpc_layer)
+
+    def _accelerators(
+        self, task_type: str | None, task_id: int | None
+    ) -> dict[str, int]:
+        return self._first.num_accelerators(task_type, task_id)
+
+    @property
+    def _first(self) -> ClusterResolver:
+        return self._resolvers[0]
+
+
+def _merged(
+    job: str, given: list[list[str] | dict[int, str]]
+) -> list[str] | dict[int, str]:
+    lists = [tasks for tasks in given if isinstance(tasks, list)]
+    if len(lists) == len(given):
+        return [address for tasks in lists for address in tasks]
+    merged: dict[int, str] = {}
+    for tasks in given:
+        tasks = dict(enumerate(tasks)) if isinstance(tasks, list) else tasks
+        twice = sorted(merged.keys() & tasks.keys())
+        if twice:
+            raise KeyError(
+                f"Several resolvers give an address to the tasks {twice} of job "
+                f"{job!r}. Give each task to one of them, or give lists, which follow "
+                "each other."
+            )
+        merged |= tasks
+    return merged

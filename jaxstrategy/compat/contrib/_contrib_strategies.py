@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Any, NoReturn, Self, final
 
 from jaxstrategy._errors import ContextError
-from jaxstrategy.cluster.resolvers._tpu_resolver import TPUClusterResolver
+from jaxstrategy.cluster.resolvers._tpu import TPUClusterResolver
 from jaxstrategy.compat._first_named import first_named
 from jaxstrategy.compat.contrib._cross_tower_checks import operation_of
 from jaxstrategy.compat.contrib._distribution_strategy import (

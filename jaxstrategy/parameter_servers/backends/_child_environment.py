@@ -8,20 +8,20 @@ from collections.abc import Mapping
 
 import jax
 
-from jaxstrategy.cluster.resolvers import _launched
-from jaxstrategy.cluster.resolvers._tf_config import VARIABLE as TF_CONFIG
+from jaxstrategy.cluster.resolvers import _environment
+from jaxstrategy.cluster.resolvers._environment import VARIABLE as TF_CONFIG
 from jaxstrategy.processes._secret import VARIABLE as SECRET
 
 # What names one process of a job, and children are none of its processes.
 _OF_ONE_PROCESS = (
     TF_CONFIG,
     SECRET,
-    _launched.COORDINATOR,
-    _launched.PROCESS_ID,
-    _launched.NUM_PROCESSES,
-    _launched.LOCAL_RANK,
-    _launched.ATTEMPT,
-    _launched.JOB,
+    _environment.COORDINATOR,
+    _environment.PROCESS_ID,
+    _environment.NUM_PROCESSES,
+    _environment.LOCAL_RANK,
+    _environment.ATTEMPT,
+    _environment.JOB,
 )
 
 # Options of JAX by which programs and dataset functions mean something else.

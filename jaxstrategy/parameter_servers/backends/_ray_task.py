@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Literal, final
 
-from jaxstrategy.cluster.resolvers._tf_config import VARIABLE as TF_CONFIG
+from jaxstrategy.cluster.resolvers._environment import VARIABLE as TF_CONFIG
 from jaxstrategy.launch._child_process import OutputThread, described
 from jaxstrategy.launch._ray import RayActors, RayStartedProcess
 from jaxstrategy.parameter_servers.backends._called_tasks import CalledTask
