@@ -19,9 +19,12 @@ from jaxstrategy.replicas._state_sharding import StateSharding, checked_sharding
 from jaxstrategy.strategies import _logical_placement
 from jaxstrategy.strategies._choices import Choices
 from jaxstrategy.strategies._strategy import Strategy
-from jaxstrategy.tpu._assigned_devices import checked_cores, devices_of_replicas
-from jaxstrategy.tpu._device_assignment import DeviceAssignment
-from jaxstrategy.tpu._tpu_system import checked_resolver, meet
+from jaxstrategy.tpu._device_assignment import (
+    DeviceAssignment,
+    checked_cores,
+    devices_of_replicas,
+)
+from jaxstrategy.tpu._topology import checked_resolver, meet
 from jaxstrategy.values._handle import Handle
 from jaxstrategy.values._per_replica import PerReplica
 from jaxstrategy.values._types import Value

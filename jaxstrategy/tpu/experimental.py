@@ -10,12 +10,10 @@ if TYPE_CHECKING:
         TPUSystemMetadata as TPUSystemMetadata,
     )
     from jaxstrategy.tpu._device_assignment import DeviceAssignment as DeviceAssignment
-    from jaxstrategy.tpu._device_order import DeviceOrderMode as DeviceOrderMode
-    from jaxstrategy.tpu._tpu_system import (
-        initialize_tpu_system as initialize_tpu_system,
-    )
-    from jaxstrategy.tpu._tpu_system import shutdown_tpu_system as shutdown_tpu_system
-    from jaxstrategy.tpu._tpu_topology import TPUTopology
+    from jaxstrategy.tpu._device_assignment import DeviceOrderMode as DeviceOrderMode
+    from jaxstrategy.tpu._topology import TPUTopology
+    from jaxstrategy.tpu._topology import initialize_tpu_system as initialize_tpu_system
+    from jaxstrategy.tpu._topology import shutdown_tpu_system as shutdown_tpu_system
 
     Topology = TPUTopology
 else:
@@ -23,9 +21,9 @@ else:
         __name__,
         {
             "cluster.resolvers._tpu": "HardwareFeature TPUSystemMetadata",
-            "tpu._device_assignment": "DeviceAssignment",
-            "tpu._device_order": "DeviceOrderMode",
-            "tpu._tpu_system": "initialize_tpu_system shutdown_tpu_system",
-            "tpu._tpu_topology": "Topology=TPUTopology",
+            "tpu._device_assignment": "DeviceAssignment DeviceOrderMode",
+            "tpu._topology": (
+                "initialize_tpu_system shutdown_tpu_system Topology=TPUTopology"
+            ),
         },
     )

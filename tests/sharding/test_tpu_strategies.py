@@ -15,7 +15,7 @@ from jax import lax
 import jaxstrategy as js
 from jaxstrategy.checkpoint import CheckpointManager
 from jaxstrategy.cluster_resolver import TPUClusterResolver
-from jaxstrategy.tpu import _tpu_system
+from jaxstrategy.tpu import _topology
 from jaxstrategy.tpu.experimental import (
     DeviceAssignment,
     Topology,
@@ -29,7 +29,7 @@ TOPOLOGY = Topology(mesh_shape=MESH, device_coordinates=[CORES])
 
 @pytest.fixture(autouse=True)
 def as_at_the_beginning(monkeypatch):
-    monkeypatch.setattr(_tpu_system, "_initialized", set())
+    monkeypatch.setattr(_topology, "_initialized", set())
 
 
 @pytest.fixture(scope="module", params=[1, 2, 4], ids="{}-cores".format)

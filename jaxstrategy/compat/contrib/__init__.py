@@ -83,9 +83,7 @@ if TYPE_CHECKING:
     from jaxstrategy.reductions._cross_device_ops import CrossDeviceOps
     from jaxstrategy.reductions._planned_ops import ReductionToOneDevice
     from jaxstrategy.strategies._mirrored_type import Mirrored as Mirrored
-    from jaxstrategy.tpu._tpu_system import (
-        initialize_tpu_system as initialize_tpu_system,
-    )
+    from jaxstrategy.tpu._topology import initialize_tpu_system as initialize_tpu_system
     from jaxstrategy.values._per_replica import PerReplica
 
     CrossTowerOps = CrossDeviceOps
@@ -122,7 +120,7 @@ else:
                 "ReductionToOneDeviceCrossTowerOps=ReductionToOneDevice"
             ),
             "strategies._mirrored_type": "Mirrored",
-            "tpu._tpu_system": "initialize_tpu_system",
+            "tpu._topology": "initialize_tpu_system",
             "values._per_replica": "PerDevice=PerReplica",
         },
     )
