@@ -8,26 +8,18 @@ if TYPE_CHECKING:
     from jaxstrategy.coordinator._cluster_coordinator import (
         ClusterCoordinator as ClusterCoordinator,
     )
-    from jaxstrategy.coordinator._coordinator_metrics import (
-        CoordinatorMetrics as CoordinatorMetrics,
-    )
-    from jaxstrategy.coordinator._durations import Durations as Durations
-    from jaxstrategy.coordinator._per_worker_dataset import (
-        PerWorkerDataset as PerWorkerDataset,
-    )
-    from jaxstrategy.coordinator._per_worker_dataset import (
-        PerWorkerIterator as PerWorkerIterator,
-    )
-    from jaxstrategy.coordinator._per_worker_value import (
-        PerWorkerValue as PerWorkerValue,
-    )
-    from jaxstrategy.coordinator._remote_value import RemoteValue as RemoteValue
-    from jaxstrategy.coordinator._remote_value import (
-        RemoteValueStatus as RemoteValueStatus,
-    )
-    from jaxstrategy.coordinator._worker_index import (
+    from jaxstrategy.coordinator._datasets import PerWorkerDataset as PerWorkerDataset
+    from jaxstrategy.coordinator._datasets import PerWorkerIterator as PerWorkerIterator
+    from jaxstrategy.coordinator._datasets import (
         experimental_get_current_worker_index as experimental_get_current_worker_index,
     )
+    from jaxstrategy.coordinator._values import PerWorkerValue as PerWorkerValue
+    from jaxstrategy.coordinator._values import RemoteValue as RemoteValue
+    from jaxstrategy.coordinator._values import RemoteValueStatus as RemoteValueStatus
+    from jaxstrategy.coordinator._worker_states import (
+        CoordinatorMetrics as CoordinatorMetrics,
+    )
+    from jaxstrategy.coordinator._worker_states import Durations as Durations
     from jaxstrategy.coordinator._worker_states import WorkerActivity as WorkerActivity
     from jaxstrategy.coordinator._worker_states import WorkerState as WorkerState
     from jaxstrategy.coordinator._worker_states import WorkerStates as WorkerStates
@@ -45,15 +37,17 @@ else:
         __name__,
         {
             "coordinator._cluster_coordinator": "ClusterCoordinator",
-            "coordinator._coordinator_metrics": "CoordinatorMetrics",
-            "coordinator._durations": "Durations",
-            "coordinator._per_worker_dataset": "PerWorkerDataset PerWorkerIterator",
-            "coordinator._per_worker_value": (
-                "PerWorkerValue PerWorkerValues=PerWorkerValue"
+            "coordinator._datasets": (
+                "PerWorkerDataset PerWorkerIterator "
+                "experimental_get_current_worker_index"
             ),
-            "coordinator._remote_value": "RemoteValue RemoteValueStatus",
-            "coordinator._worker_index": "experimental_get_current_worker_index",
-            "coordinator._worker_states": "WorkerActivity WorkerState WorkerStates",
+            "coordinator._values": (
+                "PerWorkerValue PerWorkerValues=PerWorkerValue "
+                "RemoteValue RemoteValueStatus"
+            ),
+            "coordinator._worker_states": (
+                "CoordinatorMetrics Durations WorkerActivity WorkerState WorkerStates"
+            ),
             "parameter_servers.backends._local_processes": "LocalProcesses",
             "parameter_servers.backends._ray_processes": "RayProcesses",
             "parameter_servers.backends._threads": "Threads",

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
+import inspect
 import threading
+import types
 import weakref
 from collections.abc import Iterator, Sequence
 from types import TracebackType
@@ -17,35 +20,216 @@ from jaxstrategy.checkpoint._manager import CheckpointManager
 from jaxstrategy.contexts import _context
 from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
 from jaxstrategy.contexts._strategy_face import AnyStrategy, core_of
-from jaxstrategy.coordinator._coordinator_metrics import CoordinatorMetrics
-from jaxstrategy.coordinator._durations import Stopwatch
-from jaxstrategy.coordinator._live_table import Console, LiveTable
-from jaxstrategy.coordinator._next_element import of_next_element
-from jaxstrategy.coordinator._per_worker_dataset import PerWorkerDataset
-from jaxstrategy.coordinator._prepared_function import FunctionPreparer
-from jaxstrategy.coordinator._remote_value import RemoteValue
-from jaxstrategy.coordinator._schedulable import CoordinatedFunction, check_schedulable
-from jaxstrategy.coordinator._schedule_arguments import (
-    check_jitted,
-    check_restarts,
-    checked_arguments,
-    for_the_coordinator,
-    is_remote,
-    number_of_shards,
-    plain,
+from jaxstrategy.coordinator._datasets import (
+    DatasetOfShard,
+    PerWorkerDataset,
+    shard_iterators,
 )
+from jaxstrategy.coordinator._queue import FunctionPreparer, function_name
+from jaxstrategy.coordinator._recovery import ServerRestarts
 from jaxstrategy.coordinator._scheduler import Scheduler, end_later
-from jaxstrategy.coordinator._server_restarts import ServerRestarts
-from jaxstrategy.coordinator._shard_iterator import DatasetOfShard, shard_iterators
-from jaxstrategy.coordinator._shard_sums import shard_sums
-from jaxstrategy.coordinator._worker_states import WorkerStates
+from jaxstrategy.coordinator._values import RemoteValue, shard_sums
+from jaxstrategy.coordinator._worker_states import (
+    Console,
+    CoordinatorMetrics,
+    LiveTable,
+    Stopwatch,
+    WorkerStates,
+)
+from jaxstrategy.executors._replicated_function import ReplicatedFunction
 from jaxstrategy.parameter_servers._abstract_worker import AbstractWorkerBackend
 from jaxstrategy.parameter_servers._worker_surroundings import WorkerSurroundings
-from jaxstrategy.scheduled._function_tracer import FunctionTracer
+from jaxstrategy.scheduled._functions import FunctionTracer
+from jaxstrategy.scheduled._recorder import IteratorArgument, is_whole
 from jaxstrategy.strategies._parameter_server import ParameterServerStrategy
 from jaxstrategy.text._shown import shown
+from jaxstrategy.text._whole_numbers import whole
+from jaxstrategy.tracing.functions._weak_function import weakly
 from jaxstrategy.values._types import Function, PyTree
 from jaxstrategy.variables._server_variables import ServerVariables
+
+
+@final
+class CoordinatedFunction:
+    """A function that may be scheduled. Made by `ClusterCoordinator.function`.
+
+    Called, it is the function as it was given.
+
+    Attributes:
+      function: as it was given.
+    """
+
+    def __init__(self, fn: Function) -> None:
+        self.function = fn
+        functools.update_wrapper(self, fn)
+
+    def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
+        return self.function(*args, **kwargs)
+
+    def __get__(self, instance: object, owner: type | None = None) -> Any:
+        return self if instance is None else types.MethodType(self, instance)
+
+    def __repr__(self) -> str:
+        name = getattr(self.function, "__qualname__", repr(self.function))
+        return f"<{name}, which may be scheduled>"
+
+
+def is_schedulable(fn: object) -> bool:
+    """Whether `fn` is a jitted function, a step of `run`, or marked as schedulable."""
+    if isinstance(fn, types.MethodType):
+        return is_schedulable(fn.__func__)
+    return isinstance(fn, CoordinatedFunction | ReplicatedFunction | jax.stages.Wrapped)
+
+
+def check_schedulable(fn: object) -> None:
+    """Refuse what cannot be scheduled.
+
+    Raises:
+      TypeError: `fn` is a plain function, or none at all.
+    """
+    if is_schedulable(fn):
+        return
+    what = "a plain function" if callable(fn) else "no function"
+    raise TypeError(
+        f"`schedule` was given {fn!r}, {what}. It takes functions that are compiled as "
+        "a whole: decorate yours with `@coordinator.function`, `@strategy.run` or "
+        "`@jax.jit`."
+    )
+
+
+def checked_arguments(
+    args: Any, kwargs: Any
+) -> tuple[tuple[PyTree, ...], dict[str, PyTree]]:
+    """What a function is called with.
+
+    Raises:
+      TypeError: that is not how it is given, or a result is among it that may not be
+        there yet.
+    """
+    if not isinstance(args, list | tuple | None):
+        raise TypeError(
+            f"`args` was a {type(args).__name__}; a list or a tuple of the arguments "
+            "was wanted: `(x,)` for a single one."
+        )
+    if not isinstance(kwargs, dict | None):
+        raise TypeError(
+            f"`kwargs` was a {type(kwargs).__name__}; a dict of the arguments by their "
+            "names was wanted."
+        )
+    given = tuple(args or ()), dict(kwargs or {})
+    # A variable is an argument by itself: to look into it would read it.
+    if any(map(is_remote, jax.tree.leaves(given, is_leaf=is_whole))):
+        raise TypeError(
+            "An argument of a function to be scheduled was a `RemoteValue`, which has "
+            "its results when its own function has ended. Give what `get()` returns."
+        )
+    return given
+
+
+def check_jitted(
+    fn: Function, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
+) -> None:
+    """Refuse an iterator for a function that JAX traces by itself: it takes arrays.
+
+    Raises:
+      TypeError: it is given one.
+    """
+    if not isinstance(fn, jax.stages.Wrapped):
+        return
+    leaves = jax.tree.leaves((args, kwargs), is_leaf=is_whole)
+    if any(isinstance(leaf, IteratorArgument) for leaf in leaves):
+        raise TypeError(
+            f"{fn!r} is a jitted function, and was given a per-worker iterator, which "
+            "`jax.jit` does not take. Decorate it with `@coordinator.function` instead "
+            "of `@jax.jit`: it is compiled as well."
+        )
+
+
+def check_restarts(max_restarts: int | None, present: int | None = None) -> None:
+    """Refuse a number of restarts that is none, or not that which there is.
+
+    Raises:
+      ValueError: the message says why.
+    """
+    found = 0 if max_restarts is None else whole(max_restarts)
+    if found is None or found < 0:
+        raise ValueError(
+            f"`max_restarts` was {max_restarts!r}; a number of times was wanted, 0 for "
+            "none."
+        )
+    if max_restarts is not None and present not in (None, found):
+        raise ValueError(
+            f"`max_restarts` was {max_restarts}, and the strategy has a coordinator "
+            f"with {present} already. Close that one before."
+        )
+
+
+def plain(fn: Function) -> Function:
+    """What is traced of a function."""
+    if isinstance(fn, types.MethodType):
+        return types.MethodType(plain(fn.__func__), fn.__self__)
+    return fn.function if isinstance(fn, CoordinatedFunction) else fn
+
+
+def number_of_shards(shards: int | None, default: int) -> int:
+    """How many shards a user wants.
+
+    Raises:
+      ValueError: less than one.
+    """
+    found = default if shards is None else whole(shards)
+    if found is None or found < 1:
+        raise ValueError(f"`shards` was {shards!r}; at least one shard was wanted.")
+    return found
+
+
+def is_remote(leaf: object) -> bool:
+    """Whether it is what a function will return."""
+    return isinstance(leaf, RemoteValue)
+
+
+def for_the_coordinator(method: str) -> str:
+    """What to tell who calls a method in a scheduled function."""
+    return (
+        f"`{method}` was called by code that runs for a scheduled function. It is for "
+        "the coordinator: let the function return what the next one needs, and "
+        "schedule that where this one was scheduled."
+    )
+
+
+@final
+class OfNextElement:
+    """Calls a function with the next element of an iterator; does not keep it alive."""
+
+    def __init__(self, fn: Function) -> None:
+        self._function = weakly(fn)
+        self.__name__ = function_name(fn)
+
+    @property
+    def __wrapped__(self) -> Function:
+        """The user's own function: what it refers to is looked at."""
+        return inspect.unwrap(self._given())
+
+    def __call__(self, iterator: PyTree) -> PyTree:
+        return self._given()(next(iterator))
+
+    def _given(self) -> Function:
+        fn = self._function()
+        assert fn is not None, "who evaluates it holds it"
+        return fn
+
+
+_made: weakref.WeakKeyDictionary[Function, OfNextElement] = weakref.WeakKeyDictionary()
+
+
+def of_next_element(fn: Function) -> OfNextElement:
+    """The same one each time for a function, so that it is traced once."""
+    with contextlib.suppress(
+        TypeError
+    ):  # not everything has a hash and weak references
+        return _made.setdefault(fn, OfNextElement(fn))
+    return OfNextElement(fn)
+
 
 _SHARDS_PER_WORKER = 5
 _SECONDS_TO_END = 1.0

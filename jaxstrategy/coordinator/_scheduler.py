@@ -13,28 +13,30 @@ from typing import Any, final
 
 import numpy as np
 
-from jaxstrategy.coordinator._closure_queue import MOST_QUEUED, ClosureQueue
-from jaxstrategy.coordinator._deaths import Deaths
-from jaxstrategy.coordinator._durations import Stopwatch
-from jaxstrategy.coordinator._failures import Failures
-from jaxstrategy.coordinator._function_names import function_name
-from jaxstrategy.coordinator._function_numbers import FunctionNumbers
-from jaxstrategy.coordinator._incarnations import Incarnations
-from jaxstrategy.coordinator._prepared_function import PreparedFunction
-from jaxstrategy.coordinator._recovery import Recovery
-from jaxstrategy.coordinator._remote_value import RemoteValue
-from jaxstrategy.coordinator._scheduled_closure import (
+from jaxstrategy.coordinator._queue import (
+    MOST_QUEUED,
+    ClosureQueue,
+    FunctionNumbers,
+    PreparedFunction,
     ScheduledClosure,
     WorkerClosure,
+    WorkerLife,
     WorkerTask,
+    function_name,
 )
-from jaxstrategy.coordinator._server_restarts import ServerRestarts
-from jaxstrategy.coordinator._worker_life import WorkerLife
+from jaxstrategy.coordinator._recovery import Recovery, ServerRestarts
+from jaxstrategy.coordinator._values import RemoteValue
 from jaxstrategy.coordinator._worker_states import (
+    Stopwatch,
     WorkerActivity,
     WorkerStates,
 )
-from jaxstrategy.coordinator._worker_thread import WorkerThread
+from jaxstrategy.coordinator._workers import (
+    Deaths,
+    Failures,
+    Incarnations,
+    WorkerThread,
+)
 from jaxstrategy.launch._child_process import started
 from jaxstrategy.parameter_servers._abstract_worker import AbstractWorkerBackend
 from jaxstrategy.parameter_servers._worker_resource import WorkerResource

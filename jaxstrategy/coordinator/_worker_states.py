@@ -1,14 +1,22 @@
-"""What the workers of a coordinator are doing: `WorkerState`, `WorkerStates`."""
+"""A table of the workers that changes while they work: `LiveTable`."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
+import math
+import sys
+import threading
 import time
-from typing import final
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TypeAlias, final
 
 from jaxstrategy.text import _html_report
 from jaxstrategy.text._units import with_seconds
+
+if TYPE_CHECKING:
+    from jaxstrategy.coordinator._scheduler import Scheduler
 
 HEADER = ("worker", "state", "starts", "functions", "running", "last error")
 
@@ -140,3 +148,178 @@ class WorkerRecord:
             seconds=0.0 if running is None else time.monotonic() - began,
             error=self.error,
         )
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Durations:
+    """Times in seconds.
+
+    Attributes:
+      count: how many there were.
+      min: the shortest; 0.0 of none.
+      max: the longest; 0.0 of none.
+      sum: of all.
+
+    >>> import jaxstrategy as js
+    >>> js.coordinator.Durations(2, 0.5, 1.5, 2.0).mean
+    1.0
+    """
+
+    count: int = 0
+    min: float = 0.0
+    max: float = 0.0
+    sum: float = 0.0
+
+    @property
+    def mean(self) -> float:
+        """The mean; 0.0 of none."""
+        return self.sum / self.count if self.count else 0.0
+
+    def __str__(self) -> str:
+        if not self.count:
+            return "0"
+        return (
+            f"{self.count} of {with_seconds(self.mean)} "
+            f"({with_seconds(self.min)} to {with_seconds(self.max)})"
+        )
+
+
+@final
+class Stopwatch:
+    """Adds up durations, for any number of threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._count, self._sum = 0, 0.0
+        self._min, self._max = math.inf, 0.0
+
+    def add(self, seconds: float) -> None:
+        """One more."""
+        with self._lock:
+            self._count += 1
+            self._sum += seconds
+            self._min = min(self._min, seconds)
+            self._max = max(self._max, seconds)
+
+    @property
+    def durations(self) -> Durations:
+        """Those up to now."""
+        with self._lock:
+            shortest = self._min if self._count else 0.0
+            return Durations(self._count, shortest, self._max, self._sum)
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class CoordinatorMetrics:
+    """Counts and times of a coordinator, under TensorFlow's names.
+
+    Attributes:
+      function_tracing: how long functions were traced.
+      closure_execution: how long scheduled functions took, from when a worker had them
+        until it had sent their results.
+      remote_value_fetch: how long it took until results were there, of those that were
+        asked for; each counts once.
+      queued_closures: how many functions wait for a worker.
+      inflight_closures: how many run.
+
+    >>> import jaxstrategy as js
+    >>> times = js.coordinator.Durations
+    >>> print(js.coordinator.CoordinatorMetrics(times(), times(2, 0.5, 1.5, 2.0)))
+    function_tracing: 0
+    closure_execution: 2 of 1 s (500 ms to 1.5 s)
+    remote_value_fetch: 0
+    queued_closures: 0
+    inflight_closures: 0
+    """
+
+    function_tracing: Durations = Durations()
+    closure_execution: Durations = Durations()
+    remote_value_fetch: Durations = Durations()
+    queued_closures: int = 0
+    inflight_closures: int = 0
+
+    def __str__(self) -> str:
+        fields = (each.name for each in dataclasses.fields(self))
+        return "\n".join(f"{name}: {getattr(self, name)}" for name in fields)
+
+
+Console: TypeAlias = Any
+"""A `rich.console.Console`; rich may be missing."""
+
+_PER_SECOND = 4
+
+
+@final
+class LiveTable:
+    """The states of the workers, drawn while a `with` block runs.
+
+    Drawn by rich, in a terminal or a notebook; elsewhere, and without rich, nothing is
+    drawn. Made by `ClusterCoordinator.progress`.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, description: str = "", console: Console = None
+    ) -> None:
+        self._scheduler = scheduler
+        self._description = description
+        self._console = console
+        self._live: Any = None
+        self._began = (0.0, 0)
+
+    def __enter__(self) -> LiveTable:
+        """Begin to draw."""
+        self._began = time.monotonic(), self._finished()
+        with contextlib.suppress(ImportError):
+            self._draw()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Leave the table as it is."""
+        live, self._live = self._live, None
+        if live is not None:
+            live.stop()
+
+    def __str__(self) -> str:
+        """How much is done, and how fast."""
+        began, before = self._began
+        done = self._finished() - before
+        seconds = time.monotonic() - began
+        rate = f", {done / seconds:,.3g} functions/s" if began and seconds else ""
+        counts = f"{self._scheduler.queued} queued, {self._scheduler.running} running"
+        text = f"{done} finished, {counts}{rate}"
+        return f"{self._description}: {text}" if self._description else text
+
+    def _finished(self) -> int:
+        return sum(state.functions for state in self._scheduler.states)
+
+    def _draw(self) -> None:
+        from rich.console import Console
+        from rich.errors import LiveError
+        from rich.live import Live
+
+        console = self._console
+        if console is None:
+            console = Console(stderr=True, file=sys.stderr)
+        if not (console.is_terminal or console.is_jupyter):
+            return
+        live = Live(
+            get_renderable=self._table, console=console, refresh_per_second=_PER_SECOND
+        )
+        with contextlib.suppress(LiveError):  # an older rich cannot draw two
+            live.start(refresh=True)
+            self._live = live
+
+    def _table(self) -> Any:
+        from rich.table import Table
+
+        table = Table(*HEADER, title=str(self), title_justify="left")
+        for state in self._scheduler.states:
+            table.add_row(*state.row())
+        return table

@@ -6,10 +6,8 @@ from typing import final
 
 import jax
 
-from jaxstrategy.parameter_servers.wire._frame import WireFrame
-from jaxstrategy.parameter_servers.wire._kinds import Kind
-from jaxstrategy.parameter_servers.wire._responder import done
-from jaxstrategy.parameter_servers.wire._stream import Stream
+from jaxstrategy.parameter_servers.wire._peer import done
+from jaxstrategy.parameter_servers.wire._stream import Kind, Stream, WireFrame
 from jaxstrategy.rpc._rpc_errors import (
     InternalError,
     InvalidArgumentError,

@@ -13,9 +13,8 @@ import jax
 import numpy as np
 
 from jaxstrategy._errors import ClusterError
-from jaxstrategy.parameter_servers.wire._frame import FrameError, WireFrame
-from jaxstrategy.parameter_servers.wire._kinds import Kind
 from jaxstrategy.parameter_servers.wire._peer import Peer
+from jaxstrategy.parameter_servers.wire._stream import FrameError, Kind, WireFrame
 from jaxstrategy.processes._secret import Secret
 from jaxstrategy.rpc import _rpc_connections, _status_or_result, _structures
 from jaxstrategy.rpc._rpc_connections import RpcPlace

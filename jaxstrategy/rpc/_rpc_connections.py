@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 
-from jaxstrategy.parameter_servers.wire._handshake import SECONDS
-from jaxstrategy.parameter_servers.wire._listener import dialled
+from jaxstrategy.parameter_servers.wire._listener import SECONDS, dialled
 from jaxstrategy.parameter_servers.wire._peer import Peer
 from jaxstrategy.parameter_servers.wire._stream import Stream
 from jaxstrategy.processes._secret import Secret

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, final
 import jax
 import numpy as np
 
-from jaxstrategy.parameter_servers.wire._frame import Fields
+from jaxstrategy.parameter_servers.wire._stream import Fields
 from jaxstrategy.rpc import _structures
 from jaxstrategy.rpc._rpc_errors import InvalidArgumentError
 

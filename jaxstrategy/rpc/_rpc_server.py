@@ -10,7 +10,7 @@ from typing import Any, Self, final
 
 from jaxstrategy.launch._child_process import started
 from jaxstrategy.parameter_servers.wire._listener import Listener
-from jaxstrategy.parameter_servers.wire._responder import Responder
+from jaxstrategy.parameter_servers.wire._peer import Responder
 from jaxstrategy.parameter_servers.wire._stream import Stream
 from jaxstrategy.processes._secret import Secret
 from jaxstrategy.rpc._rpc_answers import REQUEST_HEAD, RpcAnswers

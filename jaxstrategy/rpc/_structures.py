@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxstrategy.parameter_servers.wire import _wire_types
-from jaxstrategy.parameter_servers.wire._frame import Fields
+from jaxstrategy.parameter_servers.wire import _stream
+from jaxstrategy.parameter_servers.wire._stream import Fields
 
 _NUMBERS = (bool, int, float, complex)
 _SEQUENCES: dict[str, type[list[Any]] | type[tuple[Any, ...]]] = {
@@ -117,7 +117,7 @@ def as_array(leaf: object, spec: jax.ShapeDtypeStruct | None, where: str) -> np.
             dtype = spec.dtype
         return np.asarray(leaf, dtype)
     array = np.asarray(leaf)
-    if not _wire_types.is_plain(array.dtype):
+    if not _stream.is_plain(array.dtype):
         raise TypeError(
             f"{where} is {_a(leaf)}; arrays of numbers or truth values, and numbers, "
             "are sent."
@@ -168,7 +168,7 @@ def _spec(leaf: object, where: str) -> jax.ShapeDtypeStruct:
             f"{where} is {_a(leaf)}. Give arrays, numbers or `jax.ShapeDtypeStruct`s: "
             "examples of what the method will be called with."
         )
-    if not isinstance(dtype, np.dtype) or not _wire_types.is_plain(dtype):
+    if not isinstance(dtype, np.dtype) or not _stream.is_plain(dtype):
         raise ValueError(
             f"{where} is of dtype {dtype}; arrays of numbers or truth values are sent, "
             "and of random keys their `jax.random.key_data`."
@@ -183,7 +183,7 @@ def _read(fields: Fields) -> Any:
         return None
     if isinstance(fields, dict):
         dtype = np.dtype(fields["dtype"])
-        if not _wire_types.is_plain(dtype):
+        if not _stream.is_plain(dtype):
             raise ValueError(f"what came has arrays of dtype {dtype}")
         return jax.ShapeDtypeStruct(tuple(map(int, fields["shape"])), dtype)
     kind, parts = fields

@@ -20,8 +20,8 @@ from jaxstrategy.parameter_servers._shipped_program import Call
 from jaxstrategy.parameter_servers._worker_engine import WorkerEngine
 from jaxstrategy.replicas._devices import Device
 from jaxstrategy.replicas._replicas import SAME
-from jaxstrategy.scheduled._function_tracer import FunctionTracer
-from jaxstrategy.scheduled._worker_argument import WorkerArgument, is_whole
+from jaxstrategy.scheduled._functions import FunctionTracer
+from jaxstrategy.scheduled._recorder import WorkerArgument, is_whole
 from jaxstrategy.text._shown import shown
 from jaxstrategy.values._types import Function, PyTree
 

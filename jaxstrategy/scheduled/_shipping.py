@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import pickle
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, final
 
 import jax
 from jax.extend import core
+from jax.extend.core import DropVar, Literal
+from jax.ref import AbstractRef
 from jax.stages import Wrapped
 
 from jaxstrategy._errors import MissingExtraError, WholeTableWarning
@@ -23,27 +26,553 @@ from jaxstrategy.parameter_servers._shipped_program import (
     ShippedProgram,
     ShippedTable,
 )
+from jaxstrategy.replicas._random_keys import as_numbers
 from jaxstrategy.replicas._replicas import SAME, SPLIT, Meaning, Replicas
-from jaxstrategy.scheduled._function_parts import FunctionParts
-from jaxstrategy.scheduled._function_trace import FunctionTrace
-from jaxstrategy.scheduled._traced_operations import (
-    TracedOperation,
-    TracedOperations,
-    operations_of,
-)
-from jaxstrategy.scheduled._traced_tables import (
-    TracedTables,
-    stand_ins_inside,
-    tables_of,
-)
+from jaxstrategy.scheduled._recorder import PREFIX
+from jaxstrategy.scheduled._trace import FunctionTrace, name_in_trace
 from jaxstrategy.text import _user_code
-from jaxstrategy.tracing._jaxpr_types import ArrayType, Atom
+from jaxstrategy.tracing._jaxpr_types import ArrayType, Atom, Equation, Jaxpr, Var
+from jaxstrategy.tracing._on_replicas import on_replicas
+from jaxstrategy.tracing.replication._jaxprs import closed, hidden, jaxpr_of
 from jaxstrategy.tracing.replication._site import Site
-from jaxstrategy.values._types import Function
+from jaxstrategy.values._handle import Handle
+from jaxstrategy.values._types import Function, Leaf
+from jaxstrategy.variables._changes import SCATTERS, changed
+from jaxstrategy.variables._server_functions import PREFIX as SERVER_PREFIX
 from jaxstrategy.variables._variable import Variable
 from jaxstrategy.variables.kinds._exported_update import ExportedUpdate, exported_update
 from jaxstrategy.variables.kinds._per_worker_kind import per_worker_kind_of
 from jaxstrategy.variables.kinds._server_kind import ServerKind, server_kind_of
+
+READ = "rows"
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class TracedOperation:
+    """One change that a function makes at its top level.
+
+    Attributes:
+      name: of the `ServerOperation`; "rows" of a read of rows.
+      variables: the inputs of the trace that it changes, or reads.
+      operands: of the equation; of an operation of rows their numbers first.
+      eqn: the equation.
+    """
+
+    name: str
+    variables: tuple[int, ...]
+    operands: tuple[Atom, ...]
+    eqn: Equation
+
+    @property
+    def is_of_rows(self) -> bool:
+        """Whether it reads or changes rows of a table."""
+        return self.name == READ or self.name.startswith("scatter_")
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class TracedOperations:
+    """All operations of a function.
+
+    Attributes:
+      operations: in their order, reads of rows among them.
+      versions: of which input a variable of the trace is what it held at some point.
+      whole: the inputs whose changes these are; others change in branches or loops.
+    """
+
+    operations: Sequence[TracedOperation]
+    versions: dict[Var, int]
+    whole: frozenset[int]
+
+    def changes(self) -> list[TracedOperation]:
+        """Those that change something, of variables whose changes are all known."""
+        return [
+            each
+            for each in self.operations
+            if each.name != READ and self.whole.issuperset(each.variables)
+        ]
+
+
+def operations_of(trace: FunctionTrace) -> TracedOperations:
+    """The operations by which a trace changes its variables."""
+    jaxpr = trace.jaxpr
+    current: dict[Var, int] = {jaxpr.invars[i]: i for i in trace.finals}
+    versions = dict(current)
+    found: list[TracedOperation] = []
+    for eqn in jaxpr.eqns:
+        name = name_in_trace(eqn)
+        if not name.startswith(SERVER_PREFIX):
+            continue
+        operation = _operation(name.removeprefix(SERVER_PREFIX), eqn, current)
+        if operation is None:
+            continue
+        found.append(operation)
+        if operation.name == READ:
+            continue
+        for var in [var for var, i in current.items() if i in operation.variables]:
+            del current[var]
+        for var, index in zip(eqn.outvars, operation.variables, strict=True):
+            current[var] = versions[var] = index
+    whole = {
+        index
+        for index, result in trace.finals.items()
+        if _is(jaxpr.outvars[result], index, current)
+    }
+    return TracedOperations(found, versions, frozenset(whole))
+
+
+def _operation(
+    name: str, eqn: Equation, current: dict[Var, int]
+) -> TracedOperation | None:
+    """What an equation does to what variables hold then; None to something else."""
+    name, _, count = name.partition("_of_")
+    if name == READ:
+        first, last = 1, len(eqn.invars)
+    elif name.startswith("scatter_"):
+        first, last = 2, len(eqn.invars)
+    else:
+        first, last = 0, int(count or 1)
+    atoms = eqn.invars[first:last]
+    if not all(_is_current(atom, current) for atom in atoms):
+        return None
+    variables = tuple(current[atom] for atom in atoms)
+    if len(set(variables)) < len(variables):
+        return None
+    operands = (*eqn.invars[:first], *eqn.invars[last:])
+    return TracedOperation(name, variables, operands, eqn)
+
+
+def _is_current(atom: Atom, current: dict[Var, int]) -> bool:
+    return not isinstance(atom, Literal) and atom in current
+
+
+def _is(atom: Atom, index: int, current: dict[Var, int]) -> bool:
+    return _is_current(atom, current) and current[atom] == index
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class TracedTable:
+    """A table of which a function uses some rows.
+
+    Attributes:
+      shards: the inputs of the trace that are its shards.
+      uses: the reads and changes of rows of it, in their order.
+    """
+
+    shards: tuple[int, ...]
+    uses: Sequence[TracedOperation]
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class TracedTables:
+    """The tables of a function.
+
+    Attributes:
+      tables: those of which only rows are needed.
+      whole: those of which it looks rows up, and yet needs all: the shards of each, and
+        why; None if it uses all of it elsewhere.
+    """
+
+    tables: Sequence[TracedTable]
+    whole: dict[tuple[int, ...], str | None]
+
+
+def tables_of(trace: FunctionTrace, operations: TracedOperations) -> TracedTables:
+    """The tables of a function, and of which of them rows are enough."""
+    uses: dict[tuple[int, ...], list[TracedOperation]] = {}
+    for each in operations.operations:
+        if each.is_of_rows:
+            uses.setdefault(each.variables, []).append(each)
+    whole = dict(_also_whole(trace, operations, uses))
+    while True:
+        left = {shards: uses[shards] for shards in uses if shards not in whole}
+        late = _with_late_ids(trace, left)
+        if late is None:
+            break
+        whole[late] = "asks for rows whose numbers depend on rows that it has read"
+    tables = [TracedTable(shards, each) for shards, each in left.items()]
+    return TracedTables(tables, whole)
+
+
+def _also_whole(
+    trace: FunctionTrace,
+    operations: TracedOperations,
+    uses: dict[tuple[int, ...], list[TracedOperation]],
+) -> Iterator[tuple[tuple[int, ...], str | None]]:
+    """Tables that something else uses, too, than reads and changes of their rows."""
+    known = {id(each.eqn): each for each in operations.operations}
+    read: set[int] = set()
+    changed: set[int] = set()  # by what says nothing of rows
+    for eqn in trace.jaxpr.eqns:
+        operation = known.get(id(eqn))
+        atoms = eqn.invars if operation is None else operation.operands
+        read |= {i for v in atoms if (i := _version(v, operations)) is not None}
+        if operation is None:
+            continue
+        if not operation.is_of_rows:
+            changed.update(operation.variables)
+        elif operation.name == READ:
+            read |= changed.intersection(operation.variables)
+    results = trace.jaxpr.outvars[: len(trace.varies)]
+    read |= {i for v in results if (i := _version(v, operations)) is not None}
+    for shards in uses:
+        others = {i for other in uses if other != shards for i in other}
+        if not operations.whole.issuperset(shards):
+            yield shards, "changes rows in a branch or a loop"
+        elif read.intersection(shards) or others.intersection(shards):
+            yield shards, None
+
+
+def _version(atom: Atom, operations: TracedOperations) -> int | None:
+    return None if isinstance(atom, Literal) else operations.versions.get(atom)
+
+
+def _with_late_ids(
+    trace: FunctionTrace, tables: dict[tuple[int, ...], list[TracedOperation]]
+) -> tuple[int, ...] | None:
+    """A table whose rows are known only when others have been read."""
+    by_eqn = {id(use.eqn): use for uses in tables.values() for use in uses}
+    late: set[Var] = set()
+    for eqn in trace.jaxpr.eqns:
+        use = by_eqn.get(id(eqn))
+        if use is not None and _is_late(use.operands[:1], late):
+            return use.variables
+        if use is not None and use.name == READ:
+            late.update(eqn.outvars)
+        elif use is None and _is_late(eqn.invars, late):
+            late.update(eqn.outvars)
+    return None
+
+
+def _is_late(atoms: Sequence[Atom], late: set[Var]) -> bool:
+    return any(not isinstance(atom, Literal) and atom in late for atom in atoms)
+
+
+def stand_ins_inside(trace: FunctionTrace) -> Iterator[Equation]:
+    """Equations at the top level that hold stand-ins for what the worker has."""
+    for eqn in trace.jaxpr.eqns:
+        if name_in_trace(eqn).startswith(PREFIX):
+            continue
+        if any(name_in_trace(each).startswith(PREFIX) for each in hidden(eqn.params)):
+            yield eqn
+
+
+def needed(
+    jaxpr: Jaxpr,
+    results: Iterable[Atom],
+    keeps_effects: bool,
+    operands: Callable[[Equation], Sequence[Atom]],
+) -> tuple[list[Equation], set[Var]]:
+    """The equations of `jaxpr` that lead to some atoms, and the inputs that these need.
+
+    Written by hand, because JAX has no public function that removes dead equations.
+
+    Args:
+      jaxpr: flat.
+      results: what is wanted.
+      keeps_effects: whether equations stay that do something, too.
+      operands: of an equation that is needed, what it needs in turn.
+    """
+    wanted = {atom for atom in results if not isinstance(atom, Literal)}
+    kept: list[Equation] = []
+    for eqn in reversed(jaxpr.eqns):
+        is_wanted = any(var in wanted for var in eqn.outvars)
+        if is_wanted or (keeps_effects and _has_effects(eqn)):
+            kept.append(eqn)
+            wanted.update(
+                atom for atom in operands(eqn) if not isinstance(atom, Literal)
+            )
+    return kept[::-1], wanted.intersection(jaxpr.invars)
+
+
+def _has_effects(eqn: Equation) -> bool:
+    """Whether it does something besides; the names of axes count as effects to JAX."""
+    effects: Any = eqn.effects
+    if any(isinstance(atom.aval, AbstractRef) for atom in eqn.invars):
+        return True
+    return any(not hasattr(effect, "name") for effect in effects)
+
+
+_Values: TypeAlias = dict[Var, Any]
+Final: TypeAlias = int
+"""A result of a program that is what a variable's input ends as."""
+
+
+@final
+class FunctionParts:
+    """Programs that compute some results of a trace, from what a worker has.
+
+    Args:
+      trace: the function.
+      tables: of which only rows are there.
+      replicas: of a worker.
+    """
+
+    def __init__(
+        self,
+        trace: FunctionTrace,
+        tables: Sequence[TracedTable],
+        replicas: Replicas,
+    ) -> None:
+        self._trace = trace
+        self._replicas = replicas
+        self._uses: dict[int, tuple[int, int, TracedOperation]] = {}
+        count = itertools.count()
+        for number, table in enumerate(tables):
+            for use in table.uses:
+                self._uses[id(use.eqn)] = number, next(count), use
+        self._tables = tables
+        self._shards = {i for table in tables for i in table.shards}
+
+    def lookups(self) -> list[Atom]:
+        """The numbers of rows that each read or change of rows names."""
+        return [use.operands[0] for _, _, use in self._uses.values()]
+
+    def rows(self, table: int) -> int:
+        """How many rows of a table all its lookups together name, of all replicas."""
+        uses = self._tables[table].uses
+        ids = sum(use.operands[0].aval.size for use in uses)
+        return ids * self._replicas.count
+
+    def program(
+        self,
+        results: Sequence[Atom],
+        returned: Sequence[Meaning],
+        finals: Sequence[Final] = (),
+        keeps_effects: bool = False,
+    ) -> tuple[Function, list[Input], list[Meaning], list[jax.ShapeDtypeStruct]]:
+        """The function of all replicas that computes some values of the trace.
+
+        Args:
+          results: of the trace.
+          returned: how each of them lies; those that are split are `[replica, ...]`.
+          finals: inputs that are references, whose contents at the end come next.
+          keeps_effects: whether it also does what the trace does besides.
+
+        Returns:
+          It, a function that returns a list; where it takes its arguments from; how
+          they lie; and their types.
+        """
+        trace = self._trace
+        eqns, vars_ = needed(trace.jaxpr, results, keeps_effects, self._operands)
+        vars_ |= {trace.jaxpr.invars[i] for i in finals}
+        taken = list(self._taken(eqns, vars_))
+        run = list(_in_runs(eqns, self._is_special, results))
+
+        def replica(*given: Leaf) -> list[jax.Array]:
+            values = self._beginning(vars_)
+            inputs = dict(zip((each for each, _, _, _ in taken), given, strict=True))
+            for (each, var, lies, _), value in zip(taken, given, strict=True):
+                if var is not None:
+                    values[var] = _held(var, self._with_keys(each, value))
+                elif lies is SPLIT:
+                    inputs[each] = jax.lax.squeeze(value, (0,))
+            for one in run:
+                self._evaluate(one, values, inputs)
+            made = [_read(values, atom) for atom in results]
+            made += [values[trace.jaxpr.invars[i]][...] for i in finals]
+            lies = [*returned, *(SAME for _ in finals)]
+            return [
+                jax.lax.expand_dims(array, (0,)) if each is SPLIT else array
+                for array, each in zip(made, lies, strict=True)
+            ]
+
+        meanings = [lies for _, _, lies, _ in taken]
+        types = [of_type for *_, of_type in taken]
+        out = [*returned, *(SAME for _ in finals)]
+        function = on_replicas(replica, self._replicas, meanings, out)
+        return function, [each for each, *_ in taken], meanings, types
+
+    def _operands(self, eqn: Equation) -> Sequence[Atom]:
+        """What an equation needs: the rows of a table come from elsewhere."""
+        name = name_in_trace(eqn)
+        if name.startswith(PREFIX):
+            return ()
+        use = self._uses.get(id(eqn))
+        if use is None:
+            return eqn.invars
+        # The shards stay: a change of them must be made before what is read then.
+        return eqn.invars[1:]
+
+    def _is_special(self, eqn: Equation) -> bool:
+        return id(eqn) in self._uses or name_in_trace(eqn).startswith(PREFIX)
+
+    def _taken(
+        self, eqns: Sequence[Equation], vars_: set[Var]
+    ) -> Iterator[tuple[Input, Var | None, Meaning, jax.ShapeDtypeStruct]]:
+        """The inputs that some equations need: from where, as which variable."""
+        trace = self._trace
+        for index, var in enumerate(trace.jaxpr.invars):
+            if var not in vars_ or index in trace.constants or index in self._shards:
+                continue
+            argument, variable = trace.arguments[index], trace.variables.get(index)
+            if argument is not None:
+                of_type = self._type(var, trace.meanings[index])
+                yield (
+                    Input("argument", argument),
+                    var,
+                    trace.meanings[index],
+                    of_type,
+                )
+            elif (kind := per_worker_kind_of(variable)) is not None:
+                number = kind.resource.number
+                yield Input("own", number), var, SAME, self._type(var, SAME)
+            elif server_kind_of(variable) is not None:
+                number = getattr(variable, "cell").number  # noqa: B009
+                yield Input("variable", number), var, SAME, self._type(var, SAME)
+        for number, table in enumerate(self._tables):
+            if any(self._uses.get(id(eqn), (-1,))[0] == number for eqn in eqns):
+                first: ArrayType = trace.jaxpr.invars[table.shards[0]].aval
+                shape = (self.rows(number), *first.shape[1:])
+                of_type = jax.ShapeDtypeStruct(shape, first.dtype)
+                yield (
+                    Input("table", number),
+                    trace.jaxpr.invars[table.shards[0]],
+                    SAME,
+                    of_type,
+                )
+        for eqn in eqns:
+            yield from self._asked_for(eqn)
+
+    def _asked_for(
+        self, eqn: Equation
+    ) -> Iterator[tuple[Input, Var | None, Meaning, jax.ShapeDtypeStruct]]:
+        use, name = self._uses.get(id(eqn)), name_in_trace(eqn)
+        if use is not None:
+            _, lookup, operation = use
+            ids = operation.operands[0].aval
+            shape = (self._replicas.count, *ids.shape)
+            of_type = jax.ShapeDtypeStruct(shape, "int32")
+            yield Input("positions", lookup), None, SPLIT, of_type
+        elif name.startswith(PREFIX):
+            number = int(name.removeprefix(PREFIX))
+            recorder, aval = self._trace.recorder, eqn.outvars[0].aval
+            lies = SPLIT if recorder.split[number] else SAME
+            shape = (self._replicas.count,) * (lies is SPLIT) + aval.shape
+            yield (
+                recorder.inputs[number],
+                None,
+                lies,
+                jax.ShapeDtypeStruct(shape, aval.dtype),
+            )
+
+    def _with_keys(self, given: Input, value: jax.Array) -> jax.Array:
+        """An argument as the trace knows it, which a worker has as numbers."""
+        is_argument = given.kind == "argument"
+        how = self._trace.keys.get(given.number) if is_argument else None
+        return value if how is None else jax.random.wrap_key_data(value, impl=how)
+
+    def _type(self, var: Var, lies: Meaning) -> jax.ShapeDtypeStruct:
+        aval = getattr(var.aval, "inner_aval", var.aval)
+        shape = aval.shape
+        if lies is SPLIT:
+            shape = (self._replicas.count, *shape[1:])
+        of_type = jax.ShapeDtypeStruct(shape, aval.dtype)
+        return jax.eval_shape(as_numbers, of_type)
+
+    def _beginning(self, vars_: set[Var]) -> _Values:
+        """What is known when the function begins: constants, and nothing added yet."""
+        trace = self._trace
+        values: _Values = {}
+        for index, var in enumerate(trace.jaxpr.invars):
+            if var not in vars_:
+                continue
+            variable = trace.variables.get(index)
+            if index in trace.constants:
+                values[var] = trace.constants[index]
+            elif variable is not None and _is_pending(variable):
+                values[var] = _held(var, variable.value())
+        return values
+
+    def _evaluate(
+        self,
+        one: Equation | _Run,
+        values: _Values,
+        inputs: Mapping[Input, jax.Array],
+    ) -> None:
+        if isinstance(one, _Run):
+            made = one([values[var] for var in one.invars])
+            values.update(zip(one.outvars, made, strict=True))
+            return
+        name, use = name_in_trace(one), self._uses.get(id(one))
+        if use is None:
+            number = int(name.removeprefix(PREFIX))
+            values[one.outvars[0]] = inputs[self._trace.recorder.inputs[number]]
+            return
+        number, lookup, operation = use
+        positions = inputs[Input("positions", lookup)]
+        if operation.name == READ:
+            table = values[one.invars[1]]
+            values[one.outvars[0]] = table[positions]
+            return
+        change = SCATTERS[operation.name.removeprefix("scatter_")].operation
+        given = _read(values, one.invars[1])
+        table = values[one.invars[2]]
+        values[one.outvars[0]] = changed(table, positions, given, change)
+
+
+def _is_pending(variable: Handle) -> bool:
+    """Whether it is no variable, but what a function counts up beside one."""
+    return server_kind_of(variable) is None and per_worker_kind_of(variable) is None
+
+
+@final
+class _Run:
+    """Equations that follow each other, as one function.
+
+    Args:
+      eqns: them.
+      wanted: what later equations and results need of what they make.
+    """
+
+    def __init__(self, eqns: Sequence[Equation], wanted: set[Var]) -> None:
+        made = {var for eqn in eqns for var in eqn.outvars}
+        atoms = [a for eqn in eqns for a in eqn.invars if not isinstance(a, Literal)]
+        self.invars = [var for var in dict.fromkeys(atoms) if var not in made]
+        self.outvars = [
+            var
+            for eqn in eqns
+            for var in eqn.outvars
+            if not isinstance(var, DropVar) and var in wanted
+        ]
+        jaxpr = jaxpr_of(self.invars, eqns, self.outvars)
+        self._call: Callable[..., Any] = core.jaxpr_as_fun(closed(jaxpr))
+
+    def __call__(self, given: Sequence[Leaf]) -> Sequence[Leaf]:
+        return self._call(*given)
+
+
+def _in_runs(
+    eqns: Sequence[Equation],
+    is_special: Callable[[Equation], bool],
+    results: Sequence[Atom],
+) -> Iterator[Equation | _Run]:
+    """Special equations, and those between them together."""
+    groups = [
+        (special, list(group)) for special, group in itertools.groupby(eqns, is_special)
+    ]
+    wanted = {atom for atom in results if not isinstance(atom, Literal)}
+    later: list[set[Var]] = []
+    for _, group in reversed(groups):
+        later.append(set(wanted))
+        wanted |= {a for e in group for a in e.invars if not isinstance(a, Literal)}
+    for (special, group), after in zip(groups, reversed(later), strict=True):
+        if special:
+            yield from group
+        else:
+            yield _Run(group, after)
+
+
+def _read(values: _Values, atom: Atom) -> jax.Array:
+    return atom.val if isinstance(atom, Literal) else values[atom]
+
+
+def _held(var: Var, value: Leaf) -> Leaf:
+    return jax.new_ref(value) if isinstance(var.aval, AbstractRef) else value
+
 
 AsCode: TypeAlias = Callable[[Wrapped, Wrapped | None], AbstractHostCode]
 """Makes the code of a program that has no exported form, of the main one and of ids."""

@@ -20,7 +20,7 @@ from jaxstrategy.parameter_servers.backends._checked_cluster import checked_clus
 from jaxstrategy.parameter_servers.backends._cluster_session import Hello, joined
 from jaxstrategy.parameter_servers.backends._served_task import checked_secret
 from jaxstrategy.parameter_servers.wire._peer import Peer
-from jaxstrategy.parameter_servers.wire._remote_server import RemoteServer
+from jaxstrategy.parameter_servers.wire._remote import RemoteServer
 from jaxstrategy.parameter_servers.wire._stream import Stream
 from jaxstrategy.replicas import _devices
 from jaxstrategy.replicas._replicas import Replicas

@@ -18,11 +18,11 @@ import pytest
 from helpers.threads import until
 
 import jaxstrategy as js
-from jaxstrategy.parameter_servers.wire import _frame, _stream
-from jaxstrategy.parameter_servers.wire._receive_buffers import SMALLEST, ReceiveBuffers
+from jaxstrategy.parameter_servers.wire import _stream
+from jaxstrategy.parameter_servers.wire._stream import SMALLEST, ReceiveBuffers
 
 SECRET = "a secret of the tests"
-WireFrame, FrameError, Stream = _frame.WireFrame, _frame.FrameError, _stream.Stream
+WireFrame, FrameError, Stream = _stream.WireFrame, _stream.FrameError, _stream.Stream
 KEYS = _stream.Keys(b"1" * 32, b"2" * 32), _stream.Keys(b"2" * 32, b"1" * 32)
 
 
@@ -382,7 +382,7 @@ def test_frames_over_the_limit_are_refused():
 
 
 def head(mark=0xA7, kind=1, zero=0, arrays=0, types=0, fields=0, blob=0, contents=0):
-    return _frame.HEAD.pack(mark, kind, zero, arrays, types, fields, blob, contents)
+    return _stream.HEAD.pack(mark, kind, zero, arrays, types, fields, blob, contents)
 
 
 def array_type(code, *shape, rank=None):
@@ -438,7 +438,7 @@ def test_a_hostile_head_is_an_error_and_takes_no_memory():
 def test_changed_and_cut_off_frames_never_do_worse_than_an_error(keys):
     chance = random.Random(1)
     frame = WireFrame(1, {"a": [1, 2]}, b"blob", (np.arange(5), np.ones((2, 3), bool)))
-    out = _frame.packed(frame, 1 << 20)
+    out = _stream.packed(frame, 1 << 20)
     for turn in range(150):
         with connected(keys, largest=1 << 20) as (here, there):
             start, rest = here._sealed(out[0]), b"".join(out[1])

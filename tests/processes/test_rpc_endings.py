@@ -16,11 +16,15 @@ import pytest
 from helpers.threads import Started, until
 
 import jaxstrategy as js
-from jaxstrategy.parameter_servers.wire._frame import HEAD, FrameError, WireFrame
-from jaxstrategy.parameter_servers.wire._kinds import Kind
 from jaxstrategy.parameter_servers.wire._listener import Listener, dialled
-from jaxstrategy.parameter_servers.wire._responder import done
-from jaxstrategy.parameter_servers.wire._stream import Stream
+from jaxstrategy.parameter_servers.wire._peer import done
+from jaxstrategy.parameter_servers.wire._stream import (
+    HEAD,
+    FrameError,
+    Kind,
+    Stream,
+    WireFrame,
+)
 from jaxstrategy.processes._secret import NETWORK, VARIABLE, Secret
 
 rpc = js.experimental.rpc

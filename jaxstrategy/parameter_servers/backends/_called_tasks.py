@@ -22,11 +22,9 @@ from jaxstrategy.parameter_servers.backends._reconnecting_server import (
     ReconnectingServer,
 )
 from jaxstrategy.parameter_servers.wire import _peer
-from jaxstrategy.parameter_servers.wire._frame import WireFrame
-from jaxstrategy.parameter_servers.wire._kinds import Kind
 from jaxstrategy.parameter_servers.wire._peer import Peer
-from jaxstrategy.parameter_servers.wire._remote_worker import RemoteWorker
-from jaxstrategy.parameter_servers.wire._stream import Stream
+from jaxstrategy.parameter_servers.wire._remote import RemoteWorker
+from jaxstrategy.parameter_servers.wire._stream import Kind, Stream, WireFrame
 from jaxstrategy.processes._secret import Secret
 
 _PAUSE = 0.2  # between two tries to reach a task

@@ -20,8 +20,7 @@ from jaxstrategy.launch._child_process import (
 )
 from jaxstrategy.parameter_servers.backends import _child
 from jaxstrategy.parameter_servers.backends._child import Task
-from jaxstrategy.parameter_servers.wire._door import Door
-from jaxstrategy.parameter_servers.wire._stream import Stream
+from jaxstrategy.parameter_servers.wire._stream import Door, Stream
 
 START_SECONDS = 60.0
 """An import of JAX takes one, on a busy host many."""

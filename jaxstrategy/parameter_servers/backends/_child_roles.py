@@ -7,10 +7,9 @@ import threading
 
 from jaxstrategy._errors import ParameterServerLost
 from jaxstrategy.parameter_servers.backends._child import Lifeline, Task
-from jaxstrategy.parameter_servers.wire._door import Door, attended
-from jaxstrategy.parameter_servers.wire._peer import Peer
-from jaxstrategy.parameter_servers.wire._remote_server import RemoteServer
-from jaxstrategy.parameter_servers.wire._responder import Answer, Responder
+from jaxstrategy.parameter_servers.wire._peer import Answer, Peer, Responder
+from jaxstrategy.parameter_servers.wire._remote import RemoteServer
+from jaxstrategy.parameter_servers.wire._stream import Door, attended
 
 SERVER = "serve_variables"
 WORKER = "run_programs"
@@ -20,7 +19,7 @@ WORKER = "run_programs"
 def serve_variables(lifeline: Lifeline, task: Task) -> None:
     """Be a parameter server, until the parent says that it is over."""
     from jaxstrategy.parameter_servers.store._store import Store
-    from jaxstrategy.parameter_servers.wire._server_answers import ServerAnswers
+    from jaxstrategy.parameter_servers.wire._remote import ServerAnswers
 
     _serve(lifeline, ServerAnswers(Store()))
 
@@ -30,7 +29,7 @@ def run_programs(lifeline: Lifeline, task: Task) -> None:
     import jax
 
     from jaxstrategy.parameter_servers._worker_engine import WorkerEngine
-    from jaxstrategy.parameter_servers.wire._worker_answers import WorkerAnswers
+    from jaxstrategy.parameter_servers.wire._remote import WorkerAnswers
 
     _, *doors = lifeline.doors
     servers = [_server(number, door) for number, door in enumerate(doors)]

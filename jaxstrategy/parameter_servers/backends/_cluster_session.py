@@ -7,10 +7,8 @@ import secrets
 from collections.abc import Mapping
 from typing import Any, Literal, Self, final, get_args
 
-from jaxstrategy.parameter_servers.wire import _listener, _remote_error
-from jaxstrategy.parameter_servers.wire._frame import WireFrame
-from jaxstrategy.parameter_servers.wire._kinds import Kind
-from jaxstrategy.parameter_servers.wire._stream import Stream
+from jaxstrategy.parameter_servers.wire import _listener, _peer
+from jaxstrategy.parameter_servers.wire._stream import Kind, Stream, WireFrame
 from jaxstrategy.processes._channel import Fields, has, is_text, is_whole
 from jaxstrategy.processes._secret import Secret
 
@@ -107,6 +105,6 @@ def joined(
         raise ConnectionError(f"{address} does not answer ({error})") from error
     if answer.kind == Kind.FAILED:
         stream.close()
-        why = _remote_error.raised_by(answer, address, may_unpickle=False)
+        why = _peer.raised_by(answer, address, may_unpickle=False)
         raise ConnectionAbortedError(str(why))
     return stream, answer.fields

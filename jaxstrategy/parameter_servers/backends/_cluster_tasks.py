@@ -15,7 +15,7 @@ from jaxstrategy.parameter_servers.backends._called_tasks import (
 from jaxstrategy.parameter_servers.backends._checked_cluster import checked_cluster
 from jaxstrategy.parameter_servers.backends._served_task import checked_secret
 from jaxstrategy.parameter_servers.wire import _peer
-from jaxstrategy.parameter_servers.wire._remote_worker import RemoteWorker
+from jaxstrategy.parameter_servers.wire._remote import RemoteWorker
 
 
 @final

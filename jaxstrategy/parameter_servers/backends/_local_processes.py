@@ -24,8 +24,7 @@ from jaxstrategy.parameter_servers.backends._children import Children
 from jaxstrategy.parameter_servers.backends._worker_place import Ended, WorkerPlace
 from jaxstrategy.parameter_servers.wire import _peer
 from jaxstrategy.parameter_servers.wire._peer import Peer
-from jaxstrategy.parameter_servers.wire._remote_server import RemoteServer
-from jaxstrategy.parameter_servers.wire._remote_worker import RemoteWorker
+from jaxstrategy.parameter_servers.wire._remote import RemoteServer, RemoteWorker
 from jaxstrategy.text._whole_numbers import positive
 
 _ROLES = _child_roles.__name__

@@ -16,7 +16,7 @@ from jaxstrategy.parameter_servers._abstract_worker import AbstractWorkerBackend
 from jaxstrategy.parameter_servers.backends import _child_environment
 from jaxstrategy.parameter_servers.backends._ray_tasks import RayTasks
 from jaxstrategy.parameter_servers.wire import _peer
-from jaxstrategy.parameter_servers.wire._remote_worker import RemoteWorker
+from jaxstrategy.parameter_servers.wire._remote import RemoteWorker
 from jaxstrategy.processes import _secret
 from jaxstrategy.processes._secret import Secret
 from jaxstrategy.text._shown import shown

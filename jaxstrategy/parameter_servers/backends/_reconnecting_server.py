@@ -12,11 +12,9 @@ import numpy as np
 from jaxstrategy._errors import ParameterServerLost
 from jaxstrategy.parameter_servers._abstract_server import AbstractServer
 from jaxstrategy.parameter_servers._operations import CallNumber, Read, ServerOperation
-from jaxstrategy.parameter_servers.wire._frame import WireFrame
-from jaxstrategy.parameter_servers.wire._kinds import Kind
 from jaxstrategy.parameter_servers.wire._peer import Peer
-from jaxstrategy.parameter_servers.wire._remote_server import RemoteServer
-from jaxstrategy.parameter_servers.wire._stream import Stream
+from jaxstrategy.parameter_servers.wire._remote import RemoteServer
+from jaxstrategy.parameter_servers.wire._stream import Kind, Stream, WireFrame
 
 SECONDS = 20.0
 """How long a server may be out of reach before it is lost."""

@@ -21,10 +21,9 @@ from jaxstrategy.parameter_servers.backends._session_host import SessionHost
 from jaxstrategy.parameter_servers.store._store import Store
 from jaxstrategy.parameter_servers.wire import _peer
 from jaxstrategy.parameter_servers.wire._listener import Listener
-from jaxstrategy.parameter_servers.wire._responder import Answer
-from jaxstrategy.parameter_servers.wire._server_answers import ServerAnswers
+from jaxstrategy.parameter_servers.wire._peer import Answer
+from jaxstrategy.parameter_servers.wire._remote import ServerAnswers, WorkerAnswers
 from jaxstrategy.parameter_servers.wire._stream import Stream
-from jaxstrategy.parameter_servers.wire._worker_answers import WorkerAnswers
 from jaxstrategy.processes import _secret
 from jaxstrategy.processes._secret import Secret
 

@@ -8,10 +8,9 @@ from typing import Any, final
 
 from jaxstrategy._errors import ClusterError
 from jaxstrategy.parameter_servers.backends._cluster_session import Hello
-from jaxstrategy.parameter_servers.wire import _remote_error
-from jaxstrategy.parameter_servers.wire._frame import FrameError, WireFrame
-from jaxstrategy.parameter_servers.wire._responder import Answer, Responder, done
-from jaxstrategy.parameter_servers.wire._stream import Stream
+from jaxstrategy.parameter_servers.wire import _peer
+from jaxstrategy.parameter_servers.wire._peer import Answer, Responder, done
+from jaxstrategy.parameter_servers.wire._stream import FrameError, Stream, WireFrame
 
 _SECONDS = 10.0  # for the first word of who has proved to be of the job
 
@@ -80,7 +79,7 @@ class SessionHost:
         try:
             begun = self._found(hello, stream)
         except ClusterError as error:
-            stream.send(_remote_error.failed(error, may_pickle=False))
+            stream.send(_peer.failed(error, may_pickle=False))
             return None
         stream.send(done(self._told()))
         return begun

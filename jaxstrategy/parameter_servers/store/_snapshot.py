@@ -1,11 +1,31 @@
-"""Arrays that readers are given, and whether one of them still has it: `Snapshot`."""
+"""What readers of a variable are given, and types of arrays: `Snapshot`."""
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from typing import final
 
 import numpy as np
+
+from jaxstrategy.text._array_types import array_type
+
+Type = tuple[tuple[int, ...], np.dtype]
+"""Shape and dtype of an array."""
+
+
+def types_of(arrays: Iterable[np.ndarray]) -> tuple[Type, ...]:
+    """Shape and dtype of each."""
+    return tuple((array.shape, array.dtype) for array in arrays)
+
+
+def shown(*types: Type) -> str:
+    """Types in messages.
+
+    >>> shown(((2, 3), np.dtype("int32")), ((), np.dtype("bool")))
+    'int32[2,3], bool[]'
+    """
+    return ", ".join(array_type(dtype, shape) for shape, dtype in types)
 
 
 @final

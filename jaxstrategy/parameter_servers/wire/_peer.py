@@ -2,18 +2,418 @@
 
 from __future__ import annotations
 
+import builtins
 import os
+import pickle
 import threading
 import time
+import traceback
 import weakref
-from collections.abc import Callable, Iterable
-from typing import final
+from collections.abc import Callable, Iterable, Sequence
+from types import ModuleType
+from typing import Any, TypeAlias, final
 
-from jaxstrategy.parameter_servers.wire import _remote_error
-from jaxstrategy.parameter_servers.wire._frame import FrameError, WireFrame
-from jaxstrategy.parameter_servers.wire._heartbeat import LONGEST_PATIENCE
-from jaxstrategy.parameter_servers.wire._kinds import Kind
-from jaxstrategy.parameter_servers.wire._stream import Stream
+import numpy as np
+
+from jaxstrategy import _errors
+from jaxstrategy._errors import ClusterError, MissingExtraError
+from jaxstrategy.launch._child_process import started
+from jaxstrategy.parameter_servers.wire._stream import (
+    Fields,
+    FrameError,
+    Kind,
+    Stream,
+    WireFrame,
+)
+from jaxstrategy.processes._secret import HOW_TO_MAKE_ONE, NETWORK, VARIABLE
+
+
+def dumped(value: object) -> tuple[bytes, list[np.ndarray]]:
+    """An object as bytes, with large buffers of it apart.
+
+    Raises:
+      MissingExtraError: cloudpickle is needed for it, and not installed.
+      Exception: it cannot be pickled.
+    """
+    buffers: list[pickle.PickleBuffer] = []
+    blob = _cloudpickle().dumps(value, 5, buffers.append)
+    return blob, [np.frombuffer(buffer.raw(), np.uint8) for buffer in buffers]
+
+
+def dumped_plainly(value: object) -> tuple[bytes, list[np.ndarray]]:
+    """As `dumped`, of an object whose class both sides import: without cloudpickle."""
+    buffers: list[pickle.PickleBuffer] = []
+    blob = pickle.dumps(value, 5, buffer_callback=buffers.append)
+    return blob, [np.frombuffer(buffer.raw(), np.uint8) for buffer in buffers]
+
+
+def loaded(blob: bytes, arrays: Sequence[np.ndarray]) -> Any:
+    """The object again. This runs whatever its sender wants to be run."""
+    return pickle.loads(blob, buffers=arrays)
+
+
+def _cloudpickle() -> ModuleType:
+    try:
+        import cloudpickle
+    except ImportError:
+        raise MissingExtraError(
+            "Functions and datasets are sent to workers in other processes by "
+            "cloudpickle, which is not installed: pip install "
+            "'jaxstrategy[coordinator]'"
+        ) from None
+    return cloudpickle
+
+
+_LONGEST = 1 << 16  # characters of a message or a traceback
+
+
+def failed(error: BaseException, may_pickle: bool) -> WireFrame:
+    """The answer that a request failed.
+
+    Args:
+      error: why.
+      may_pickle: whether the other end may get the exception itself; otherwise it gets
+        name and message.
+    """
+    fields = {
+        "type": type(error).__name__,
+        "message": _shown(error)[:_LONGEST],
+        "args": _plain(error.args),
+        "traceback": "".join(traceback.format_exception(error))[-_LONGEST:],
+    }
+    blob = b""
+    if may_pickle and isinstance(error, Exception):
+        blob = _faithful(error)
+    return WireFrame(Kind.FAILED, fields, blob)
+
+
+def raised_by(frame: WireFrame, where: str, may_unpickle: bool) -> Exception:
+    """The exception that an answer carries, with the traceback of the other process.
+
+    Args:
+      frame: of the kind `FAILED`.
+      where: whose answer it is, such as "worker 3".
+      may_unpickle: whether the other end is of the job.
+    """
+    fields = frame.fields if isinstance(frame.fields, dict) else {}
+    error = _loaded(frame.blob) if frame.blob and may_unpickle else None
+    if error is None:
+        name, message = str(fields.get("type")), str(fields.get("message"))
+        error = _by_name(name, message, fields.get("args"))
+    error.add_note(f"Traceback of {where}:\n{fields.get('traceback')}")
+    return error
+
+
+def _faithful(error: Exception) -> bytes:
+    """The exception pickled such that it comes out the same; nothing if it cannot."""
+    for form in (error, _Parts(error)):
+        try:
+            blob = _blob(form)
+            again = loaded(blob, ())
+        except Exception:  # of the user's class, whatever it raises
+            continue
+        if type(again) is type(error) and _shown(again) == _shown(error):
+            return blob
+    return b""
+
+
+def _blob(form: object) -> bytes:
+    try:
+        return dumped(form)[0]
+    except MissingExtraError:
+        return dumped_plainly(form)[0]
+
+
+class _Parts:
+    """An exception whose `__init__` takes other arguments than it has as `args`."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        error = self._error
+        return _of_parts, (type(error), error.args, vars(error))
+
+
+def _of_parts(
+    cls: type[Exception], args: tuple[Any, ...], state: dict[str, Any]
+) -> Exception:
+    # `__init__` is left out, and with it what it would make of these arguments.
+    error = cls.__new__(cls, *args)
+    error.__dict__.update(state)
+    return error
+
+
+def _loaded(blob: bytes) -> Exception | None:
+    try:
+        error = loaded(blob, ())
+    except Exception:  # such as a module that only the other process can import
+        return None
+    return error if isinstance(error, Exception) else None
+
+
+def _by_name(name: str, message: str, args: object) -> Exception:
+    """An exception of Python or of ours with that message."""
+    cls = getattr(builtins, name, None) or getattr(_errors, name, None)
+    if isinstance(cls, type) and issubclass(cls, Exception) and isinstance(args, list):
+        try:
+            error = cls(*args)
+        except Exception:  # such as a class of the same name with other arguments
+            pass
+        else:
+            if _shown(error) == message:
+                return error
+    return RuntimeError(f"{name}: {message}" if message else name)
+
+
+def _plain(args: tuple[object, ...]) -> list[object] | None:
+    """Arguments, if they are such as JSON has."""
+    kinds = str | int | float | None
+    if all(isinstance(each, kinds) and len(str(each)) <= _LONGEST for each in args):
+        return list(args)
+    return None
+
+
+def _shown(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as why:  # of the user's `__str__`
+        return f"(its `__str__` raised {type(why).__name__})"
+
+
+LONGEST_PATIENCE = 1e6
+"""Seconds that somebody may wait for a sign of life."""
+
+_ALIVE = WireFrame(Kind.ALIVE)
+_PER_PATIENCE = 4  # signs within the time that the other end waits for one
+_SHORTEST = 0.02
+
+
+class _Busy:
+    """A stream at whose other end somebody may wait."""
+
+    __slots__ = ("stream", "pause", "since", "on_lost")
+
+    def __init__(
+        self, stream: Stream, pause: float, on_lost: Callable[[], None] | None
+    ) -> None:
+        self.stream, self.pause, self.on_lost = stream, pause, on_lost
+        self.since: float | None = None
+
+
+@final
+class Heartbeat:
+    """A thread that tells who waits for an answer that it is being worked at.
+
+    Code that computes for long lets other threads run: JAX gives up the interpreter
+    while it compiles and while programs run.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Condition()
+        self._busy: dict[int, _Busy] = {}
+        self._thread: threading.Thread | None = None
+        self._is_closed = False
+
+    def add(
+        self,
+        stream: Stream,
+        patience: float,
+        on_lost: Callable[[], None] | None = None,
+    ) -> None:
+        """Know a stream, whose other end waits so many seconds for a sign.
+
+        Args:
+          on_lost: called when the other end is seen to be gone during an answer.
+        """
+        pause = max(patience / _PER_PATIENCE, _SHORTEST)
+        with self._lock:
+            if self._is_closed:
+                return
+            self._busy[id(stream)] = _Busy(stream, pause, on_lost)
+            if self._thread is None:
+                thread = threading.Thread(
+                    target=self._run, name="jaxstrategy heartbeat", daemon=True
+                )
+                if not started(thread):
+                    return
+                self._thread = thread
+            self._lock.notify()
+
+    def remove(self, stream: Stream) -> None:
+        """Forget a stream; it may be unknown."""
+        with self._lock:
+            self._busy.pop(id(stream), None)
+
+    def begin(self, stream: Stream) -> None:
+        """Send signs over a stream from now on, if its other end waits for some."""
+        if busy := self._busy.get(id(stream)):
+            busy.since = time.monotonic()
+
+    def end(self, stream: Stream) -> None:
+        """Send none over a stream."""
+        if busy := self._busy.get(id(stream)):
+            busy.since = None
+
+    def close(self) -> None:
+        """End the thread."""
+        with self._lock:
+            self._is_closed = True
+            self._busy.clear()
+            self._lock.notify()
+            thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                if self._is_closed:
+                    return
+                pauses = [busy.pause for busy in self._busy.values()]
+                self._lock.wait(min(pauses) if pauses else None)
+                busy = list(self._busy.values())
+            for each in busy:
+                self._tell(each)
+
+    def _tell(self, busy: _Busy) -> None:
+        since, now = busy.since, time.monotonic()
+        if since is None or now - since < busy.pause / 2:
+            return
+        try:
+            busy.stream.send_if_idle(_ALIVE)
+        except OSError:
+            self.remove(busy.stream)
+            if busy.on_lost is not None and not busy.stream.is_closed:
+                busy.on_lost()
+
+
+Answer: TypeAlias = Callable[[WireFrame, Stream], WireFrame]
+"""Makes the answer to a request, or raises what the other end shall raise."""
+
+
+@final
+class Responder:
+    """Answers what comes over streams, each with a thread of its own.
+
+    A stream that brings anything but frames is closed; the others do not notice.
+
+    Args:
+      answer: makes the answers; called by the threads of all streams.
+      on_lost: called when the other end of a stream is seen to be gone while an answer
+        is being made.
+    """
+
+    def __init__(
+        self, answer: Answer, on_lost: Callable[[], None] | None = None
+    ) -> None:
+        self._answer = answer
+        self._on_lost = on_lost
+        self._heartbeat = Heartbeat()
+        self._lock = threading.Lock()
+        self._threads: dict[threading.Thread, Stream] = {}
+        self._is_closed = False
+
+    def add(self, stream: Stream) -> None:
+        """Answer what comes over a stream, in a thread, until that is closed."""
+        thread = threading.Thread(
+            target=self._run, args=(stream,), name="jaxstrategy responder", daemon=True
+        )
+        with self._lock:
+            if self._is_closed or not started(thread):
+                stream.close()
+            else:
+                self._threads[thread] = stream
+
+    def serve(self, stream: Stream) -> None:
+        """Answer what comes over a stream, in this thread, until that is closed."""
+        try:
+            while self._serve_one(stream):
+                pass
+        except (EOFError, OSError, FrameError):
+            pass  # whoever asks is gone, or none of us
+        finally:
+            self._heartbeat.remove(stream)
+            stream.close()
+
+    def close(self) -> None:
+        """Close all streams, and wait for what is being answered."""
+        with self._lock:
+            self._is_closed = True
+            left = dict(self._threads)
+        for stream in left.values():
+            stream.close()
+        for thread in left:
+            if thread is not threading.current_thread():
+                thread.join()
+        self._heartbeat.close()
+
+    def _run(self, stream: Stream) -> None:
+        try:
+            self.serve(stream)
+        finally:
+            with self._lock:
+                self._threads.pop(threading.current_thread(), None)
+
+    def _serve_one(self, stream: Stream) -> bool:
+        """Answer one request; whether another may come."""
+        request = stream.receive()
+        if request.kind == Kind.PATIENCE:
+            self._heartbeat.add(stream, _patience(request), self._on_lost)
+            return True
+        if request.kind == Kind.PING:
+            stream.send(done())
+            return True
+        self._heartbeat.begin(stream)
+        try:
+            answer = self._answered(request, stream)
+        finally:
+            self._heartbeat.end(stream)
+        self._send(stream, answer)
+        return not stream.is_closed
+
+    def _answered(self, request: WireFrame, stream: Stream) -> WireFrame:
+        try:
+            return self._answer(request, stream)
+        except Exception as error:
+            return failed(error, stream.is_trusted)
+        except SystemExit as error:
+            # Code that was sent here ends nothing but itself.
+            return failed(error, may_pickle=False)
+
+    def _send(self, stream: Stream, answer: WireFrame) -> None:
+        try:
+            stream.send(answer)
+        except (FrameError, TypeError) as error:  # nothing of it was sent
+            stream.send(failed(error, stream.is_trusted))
+
+
+def done(fields: Fields = None, arrays: Sequence[np.ndarray] = ()) -> WireFrame:
+    """The answer that a request was fulfilled."""
+    return WireFrame(Kind.DONE, fields, b"", arrays)
+
+
+def check_trusted(stream: Stream, what: str) -> None:
+    """Nothing if the other end of a stream is known to be of the job.
+
+    Raises:
+      ClusterError: it need not be.
+    """
+    if not stream.is_trusted:
+        raise ClusterError(
+            f"{what}, and who has sent this has not proved to be of the job: the job "
+            f"has no secret. Set {VARIABLE} to the same random word for all processes "
+            f"({HOW_TO_MAKE_ONE} makes one), or {NETWORK}=trusted where nobody else "
+            "can connect, other users of this host included."
+        )
+
+
+def _patience(request: WireFrame) -> float:
+    seconds = request.fields
+    if not isinstance(seconds, int | float) or not 0 < seconds <= LONGEST_PATIENCE:
+        raise FrameError(f"a patience of {seconds!r} seconds")
+    return float(seconds)
+
 
 PATIENCE = 10.0
 """Seconds without a sign of life, after which a process is lost."""
@@ -80,7 +480,7 @@ class Peer:
         stream = self._taken()
         answer = self._exchanged(stream, request, self._patience, end)
         if answer.kind == Kind.FAILED:
-            raise _remote_error.raised_by(answer, self._name, stream.is_trusted)
+            raise raised_by(answer, self._name, stream.is_trusted)
         return answer
 
     def wait_until_up(self, seconds: float) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import logging
 import threading
 import time
 import types
 import weakref
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple, final
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any, NamedTuple, Self, TypeAlias, final
 
 import jax
 import numpy as np
@@ -19,18 +22,32 @@ from jaxstrategy._errors import ContextError
 from jaxstrategy.contexts import _context
 from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
 from jaxstrategy.executors._replicated_function import ReplicatedFunction
+from jaxstrategy.parameter_servers import _worker_surroundings
+from jaxstrategy.parameter_servers._aligned_memory import aligned_empty
 from jaxstrategy.parameter_servers._element_changed import ElementChanged
 from jaxstrategy.parameter_servers._server_pool import ServerPool
-from jaxstrategy.parameter_servers._shipped_program import ElementType, ShippedProgram
+from jaxstrategy.parameter_servers._shipped_program import (
+    ElementType,
+    LoadedCode,
+    ShippedProgram,
+)
 from jaxstrategy.parameter_servers._worker_resource import WorkerResource
+from jaxstrategy.parameter_servers.wire import _peer
+from jaxstrategy.replicas._random_keys import as_numbers
 from jaxstrategy.replicas._replicas import SPLIT
-from jaxstrategy.scheduled._function_trace import Call, FunctionTrace, trace_function
-from jaxstrategy.scheduled._host_code import HostCode, calls_python
-from jaxstrategy.scheduled._iterator_slot import IteratorSlot
-from jaxstrategy.scheduled._scheduled_arguments import ScheduledArguments
+from jaxstrategy.scheduled._recorder import (
+    IteratorArgument,
+    IteratorSlot,
+    ValueArgument,
+    is_whole,
+    is_workers,
+    values_of,
+)
 from jaxstrategy.scheduled._shipping import shipped
-from jaxstrategy.scheduled._worker_argument import IteratorArgument
-from jaxstrategy.tracing import _results
+from jaxstrategy.scheduled._trace import Call, FunctionTrace, trace_function
+from jaxstrategy.text._array_types import array_type
+from jaxstrategy.tracing import _results, _roles
+from jaxstrategy.tracing._jaxpr_types import Jaxpr
 from jaxstrategy.tracing._results import Results
 from jaxstrategy.tracing._roles import Signature
 from jaxstrategy.tracing.functions import _code, _lending
@@ -40,11 +57,320 @@ from jaxstrategy.tracing.functions._places import ClosureCell
 from jaxstrategy.tracing.functions._references import References
 from jaxstrategy.tracing.functions._weak_function import weakly
 from jaxstrategy.tracing.nnx._adapter import is_changed_in_place
-from jaxstrategy.values import _arrays
+from jaxstrategy.tracing.replication._jaxprs import all_eqns
+from jaxstrategy.values import _arrays, _per_replica
 from jaxstrategy.values._handle import Handle
 from jaxstrategy.values._per_replica import PerReplica
 from jaxstrategy.values._types import Function, Leaf, PyTree
+from jaxstrategy.variables._variable import Variable
 from jaxstrategy.variables.kinds._per_worker_kind import per_worker_kind_of
+
+_SMALL = 1 << 14
+"""Bytes that a program copies in no time; it shares larger arrays that are aligned."""
+_Key = tuple[Signature, tuple[tuple[tuple[int, ...], np.dtype], ...]]
+
+
+@final
+@dataclasses.dataclass(frozen=True, eq=False)
+class ScheduledArguments:
+    """What a function is called with, wherever it runs.
+
+    Attributes:
+      fn: the function.
+      args: its arguments and those by name, with a slot in place of each iterator.
+      iterators: what the caller gave in their places.
+      slots: for each of them what the function sees.
+      differ: whether workers have arguments of their own.
+    """
+
+    fn: Function
+    args: tuple[tuple[PyTree, ...], dict[str, PyTree]]
+    iterators: tuple[IteratorArgument, ...]
+    slots: tuple[IteratorSlot, ...]
+    differ: bool
+
+    @classmethod
+    def of(
+        cls, fn: Function, args: Sequence[PyTree], kwargs: dict[str, PyTree]
+    ) -> Self:
+        """Those that a caller gave."""
+        given = tuple(args), kwargs
+        leaves, structure = jax.tree.flatten(given, is_leaf=is_whole)
+        if not any(map(_is_special, leaves)):  # the usual case, kept short
+            return cls(fn, given, (), (), differ=False)
+        iterators: dict[int, IteratorArgument] = {
+            id(leaf): leaf for leaf in leaves if isinstance(leaf, IteratorArgument)
+        }
+        slots = {
+            key: IteratorSlot(number, (each.element,))
+            for number, (key, each) in enumerate(iterators.items())
+        }
+        own = [slots.get(id(leaf), _taken(leaf)) for leaf in leaves]
+        return cls(
+            fn,
+            jax.tree.unflatten(structure, own),
+            tuple(iterators.values()),
+            tuple(slots.values()),
+            differ=any(isinstance(leaf, ValueArgument) for leaf in own),
+        )
+
+    def retyped(self, changed: ElementChanged) -> Self:
+        """The same with elements of other types.
+
+        Raises:
+          ValueError: they have another structure.
+        """
+        slots = list(self.slots)
+        slots[changed.iterator] = slots[changed.iterator].retyped(changed.found)
+
+        def slot(node: Any) -> Any:
+            return slots[node.number] if isinstance(node, IteratorSlot) else node
+
+        args = jax.tree.map(slot, self.args, is_leaf=is_whole)
+        return dataclasses.replace(self, args=args, slots=tuple(slots))
+
+    def taken_apart(self, worker: int) -> tuple[list[Leaf], Signature]:
+        """The leaves of the arguments on one worker, and their signature.
+
+        Raises:
+          IndexError: an argument has no value for it.
+        """
+        args, kwargs = values_of(self.args, worker) if self.differ else self.args
+        return _roles.take_apart(self.fn, args, kwargs)
+
+    def arrays(self, leaves: Sequence[Leaf]) -> list[Any]:
+        """The leaves as arrays."""
+        return [_arrays.as_array(leaf, "argument") for leaf in leaves]
+
+    def of_workers(
+        self, arrays: Sequence[Any], key: _Key
+    ) -> Callable[[int], tuple[np.ndarray, ...]]:
+        """The arrays for each worker.
+
+        Args:
+          arrays: those of the first one.
+          key: their signature and types.
+
+        Returns:
+          A function of the worker. It raises `IndexError` if an argument has no value
+          for this worker, and `TypeError` if that is of another type than the first's.
+        """
+        first = tuple(np.asarray(as_numbers(_snapshot(array))) for array in arrays)
+        return self._of_worker(key) if self.differ else lambda worker: first
+
+    def _of_worker(self, key: _Key) -> Callable[[int], tuple[np.ndarray, ...]]:
+        signature, types = key
+
+        def of_worker(worker: int) -> tuple[np.ndarray, ...]:
+            leaves, own = self.taken_apart(worker)
+            arrays = self.arrays(leaves)
+            if own != signature or tuple((x.shape, x.dtype) for x in arrays) != types:
+                raise TypeError(
+                    f"Worker {worker} was to be given {_listed(arrays)} by a "
+                    "PerWorkerValue; the function was traced for the first worker's "
+                    f"value, {', '.join(array_type(d, s) for s, d in types)}. The "
+                    "values for all workers need one structure, and the same shapes "
+                    "and dtypes."
+                )
+            return tuple(np.asarray(as_numbers(array)) for array in arrays)
+
+        return of_worker
+
+
+def _is_special(leaf: Leaf) -> bool:
+    return is_workers(leaf) or isinstance(leaf, PerReplica)
+
+
+def _taken(leaf: Leaf) -> Leaf:
+    """A leaf as it is now."""
+    is_callers = isinstance(leaf, np.ndarray)
+    return _snapshot(leaf) if is_callers else _without_full_mask(leaf)
+
+
+def _snapshot(array: Any) -> Any:
+    """An array that the caller may change before the function runs."""
+    if isinstance(array, jax.Array):
+        return array
+    if array.nbytes < _SMALL or array.dtype.hasobject:
+        return array.copy()
+    copy = aligned_empty(array.shape, array.dtype)
+    np.copyto(copy, array)
+    return copy
+
+
+def _without_full_mask(leaf: Leaf) -> Leaf:
+    """A batch that is full, without a mask: others are another program's."""
+    if not isinstance(leaf, PerReplica) or leaf.mask is None:
+        return leaf
+    is_full = np.all(np.asarray(leaf.mask))
+    return PerReplica(_per_replica.contents(leaf)) if is_full else leaf
+
+
+def _listed(arrays: Sequence[Any]) -> str:
+    return ", ".join(array_type(array.dtype, array.shape) for array in arrays)
+
+
+_LOGGER = logging.getLogger("jax")
+
+
+@final
+class _Heard(logging.Handler):
+    """The errors of callbacks that JAX logs, which it raises as texts (0.10, 0.12)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._errors: deque[BaseException] = deque(maxlen=64)
+        self._count = 0
+        self._lock_of_count = threading.Lock()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep the error; who called the program hears of it."""
+        if record.exc_info and record.exc_info[1] is not None:
+            self._errors.append(record.exc_info[1])
+
+    def take(self, text: str) -> BaseException | None:
+        """The latest error that the text of another one is about."""
+        for error in reversed(self._errors):
+            if f"{type(error).__name__}: {error}" in text:
+                self._errors.remove(error)
+                return error
+        return None
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """For a `with` block; those of several threads may overlap."""
+        with self._lock_of_count:
+            self._count += 1
+            _LOGGER.addHandler(self)
+        try:
+            yield
+        finally:
+            with self._lock_of_count:
+                self._count -= 1
+                if not self._count:
+                    _LOGGER.removeHandler(self)
+                    self._errors.clear()
+
+
+_heard = _Heard()
+
+
+def with_errors_of_python(main: Callable[..., Any]) -> Callable[..., Any]:
+    """A program that raises what its callbacks raise, and waits for its results."""
+
+    def called(*given: Any) -> Any:
+        with _heard.listening():
+            try:
+                return jax.block_until_ready(main(*given))
+            except Exception as error:  # a JaxRuntimeError, or a ValueError
+                original = _heard.take(str(error))
+                if original is None:
+                    raise
+                raise original from error
+
+    return called
+
+
+_CALLBACKS = (
+    "pure_callback",
+    "io_callback",
+    "debug_callback",
+    "debug_print",
+    "buffer_callback",
+)
+TraceHere: TypeAlias = Callable[
+    [
+        Function,
+        AbstractStrategy,
+        Signature,
+        Sequence[Leaf],
+        Sequence[IteratorSlot],
+    ],
+    ShippedProgram,
+]
+
+
+def calls_python(jaxpr: Jaxpr) -> bool:
+    """Whether a program calls Python while it runs, as `jax.debug.print` does."""
+    return any(eqn.primitive.name in _CALLBACKS for eqn in all_eqns(jaxpr))
+
+
+@final
+class HostCode:
+    """The code of one function; in this process as it is, in others the function.
+
+    A worker in another process gets the function by cloudpickle, and traces it anew:
+    JAX exports no program that calls Python (0.10 and 0.12).
+
+    Args:
+      main: the main program.
+      ids: that of ids.
+      trace: traces the function where it is called.
+      fn: the function.
+      strategy: of the coordinator.
+      signature: of its arguments.
+      leaves: the arguments, or their types.
+      slots: its iterators.
+    """
+
+    def __init__(
+        self,
+        main: Callable[..., Any],
+        ids: Callable[..., Any] | None,
+        trace: TraceHere,
+        fn: Function,
+        strategy: AbstractStrategy,
+        signature: Signature,
+        leaves: Sequence[Leaf],
+        slots: Sequence[IteratorSlot],
+    ) -> None:
+        self._code = main, ids
+        self._trace = trace
+        self._call = fn, strategy, signature, leaves, slots
+        self._sent: tuple[bytes, Sequence[np.ndarray]] | None = None
+
+    def loaded(self, program: ShippedProgram) -> LoadedCode:
+        """What a worker calls.
+
+        Args:
+          program: of which this is the code.
+        """
+        if self._sent is None:
+            main, ids = self._code
+            return LoadedCode(program, with_errors_of_python(main), ids)
+        surroundings = _worker_surroundings.current()
+        assert surroundings is not None, "a worker loads it"
+        arrived: list[object] = []
+        with _context.entered(arrived=arrived):
+            strategy, fn, args, kwargs, slots = _peer.loaded(*self._sent)
+        for each in arrived:
+            if isinstance(each, Variable):
+                each.adopt(strategy)
+        with _context.entered(worker=None):
+            leaves, signature = _roles.take_apart(fn, args, kwargs)
+            own = self._trace(fn, strategy, signature, leaves, slots)
+        # What it refers to must live as long as it may be called.
+        self._call = fn, strategy, signature, leaves, slots
+        assert isinstance(own.main, HostCode)
+        main, ids = own.main._code
+        return LoadedCode(own, with_errors_of_python(main), ids)
+
+    def __getstate__(self) -> dict[str, object]:
+        fn, strategy, signature, leaves, slots = self._call
+        blanks = [_blank(leaf) for leaf in leaves]
+        args, kwargs = signature.rebuild(blanks)
+        with _context.entered(is_shipping=True):
+            sent = _peer.dumped((strategy, fn, args, kwargs, tuple(slots)))
+        return {"_sent": sent, "_trace": self._trace, "_code": None, "_call": None}
+
+
+def _blank(leaf: Leaf) -> Leaf:
+    """An array of the type of one, of which nobody looks at the numbers."""
+    if isinstance(leaf, jax.Array) and not isinstance(leaf, np.ndarray):
+        return jax.numpy.zeros(leaf.shape, leaf.dtype)
+    array = np.asarray(leaf)
+    return np.zeros(array.shape, array.dtype)
+
 
 _IDLE_KEPT = 8
 """So many programs are kept of functions of one code that are gone."""

@@ -17,7 +17,9 @@ from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
 from jaxstrategy.masks import _step_masks
 from jaxstrategy.replicas._random_keys import as_numbers, is_key
 from jaxstrategy.replicas._replicas import SAME, Meaning
-from jaxstrategy.scheduled._recorder import Recorder
+from jaxstrategy.scheduled._recorder import (
+    Recorder,
+)
 from jaxstrategy.tracing._jaxpr_types import Equation, Jaxpr
 from jaxstrategy.tracing._replica_step import ReplicaStep, StepEnvironment
 from jaxstrategy.tracing._results import Results, is_one_leaf
@@ -38,6 +40,8 @@ from jaxstrategy.variables.kinds._per_worker_kind import per_worker_kind_of
 from jaxstrategy.variables.kinds._server_kind import server_kind_of
 
 Call: TypeAlias = Callable[[Function, Sequence[PyTree], dict[str, PyTree]], PyTree]
+
+
 _OURS = "jaxstrategy_"
 
 
