@@ -19,7 +19,7 @@ from jaxstrategy.checkpoint.folders._record import Record
 from jaxstrategy.checkpoint.folders._retention import Best
 from jaxstrategy.contexts import _context
 from jaxstrategy.contexts._strategy_face import AnyStrategy, checked_core
-from jaxstrategy.processes._channel import Json
+from jaxstrategy.processes._rendezvous import Json
 from jaxstrategy.replicas._replicas import Replicas
 from jaxstrategy.values._types import PyTree, TreeT
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import final
 
-from jaxstrategy.processes._channel import Json
+from jaxstrategy.processes._rendezvous import Json
 
 
 @final

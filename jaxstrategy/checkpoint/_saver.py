@@ -17,7 +17,7 @@ from jaxstrategy.checkpoint.processes import _checkpoint_agreement
 from jaxstrategy.checkpoint.processes._checkpoint_agreement import first_line
 from jaxstrategy.checkpoint.sorts._entries import Entry
 from jaxstrategy.checkpoint.sorts._sorts import described
-from jaxstrategy.processes._channel import Json
+from jaxstrategy.processes._rendezvous import Json
 from jaxstrategy.values._types import PyTree
 
 

@@ -26,7 +26,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jaxstrategy._errors import ClusterError
-from jaxstrategy.processes._channel import Json
+from jaxstrategy.processes._rendezvous import Json
 from jaxstrategy.processes._store import AbstractBoard
 from jaxstrategy.text import _user_code
 from jaxstrategy.text._array_types import Shaped, array_type

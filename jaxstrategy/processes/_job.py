@@ -24,7 +24,7 @@ from jaxstrategy.cluster.resolvers._cluster_resolver import (
     SimpleClusterResolver,
 )
 from jaxstrategy.cluster.resolvers._cluster_spec import ClusterSpec, address_of
-from jaxstrategy.processes import _channel, _ending, _rendezvous, _stragglers
+from jaxstrategy.processes import _ending, _rendezvous, _stragglers
 from jaxstrategy.processes._agreement import (
     AbstractAgreement,
     LoneAgreement,
@@ -32,6 +32,7 @@ from jaxstrategy.processes._agreement import (
     ProcessAgreement,
 )
 from jaxstrategy.processes._ending import Ending
+from jaxstrategy.processes._rendezvous import Host
 from jaxstrategy.processes._secret import Secret
 from jaxstrategy.processes._store import AbstractBoard, Board, LoneBoard, ProcessState
 from jaxstrategy.processes._watchdog import Watchdog
@@ -62,8 +63,6 @@ def met(
     process: Process,
     timeout_seconds: float,
     start_seconds: float,
-    bind_address: str | None,
-    local_device_ids: int | list[int] | None,
 ) -> Part:
     """The part of a process that meets the others and then starts JAX's runtime.
 
@@ -71,8 +70,6 @@ def met(
       process: which one this is, of several.
       timeout_seconds: how long a step may go without progress.
       start_seconds: how long the processes wait for each other.
-      bind_address: where process 0 listens if not at the coordinator's host.
-      local_device_ids: the devices of this host that are this process's.
 
     Raises:
       ClusterError: they could not meet, or JAX could not start.
@@ -82,7 +79,6 @@ def met(
         process.count,
         process.coordinator,
         start_seconds,
-        bind_address=bind_address,
     )
     board = Board(meeting, timeout_seconds)
     watchdog = Watchdog(board, timeout_seconds)
@@ -90,9 +86,7 @@ def met(
     # Before JAX starts: its notifier takes SIGTERM in `initialize` (0.10 and 0.12).
     _ending.keep_sigterm()
     try:
-        _start_jax(
-            process, timeout_seconds, start_seconds, bind_address, local_device_ids
-        )
+        _start_jax(process, timeout_seconds, start_seconds)
     # Any error counts: the others wait in JAX's start until the board tells them.
     except Exception as error:
         board.fail(_ending.described(error))
@@ -110,17 +104,13 @@ def _start_jax(
     process: Process,
     timeout_seconds: float,
     start_seconds: float,
-    bind_address: str | None,
-    local_device_ids: int | list[int] | None,
 ) -> None:
-    host, port = _channel.endpoint(process.coordinator)
     jax.distributed.initialize(
         process.coordinator,
         process.count,
         process.index,
-        local_device_ids=local_device_ids,
         # By default JAX listens on `[::]`, that is, to all networks of the host.
-        coordinator_bind_address=_channel.address_of(bind_address or host, port),
+        coordinator_bind_address=process.coordinator,
         initialization_timeout=max(1, int(start_seconds)),
         # A backstop only: the board is faster, and our report says more. JAX's abort is
         # what remains when this process cannot run Python any more.
@@ -154,10 +144,9 @@ def adopted(timeout_seconds: float, start_seconds: float) -> Part:
     if count == 1:
         return alone(timeout_seconds)
     _ending.take_back_sigterm()
-    address, given, listener = _agreed(index)
-    secret = Secret.of_environment() or given
+    address, secret, host = _agreed(index)
     meeting = _rendezvous.meet(
-        index, count, address, start_seconds, secret=secret, listener=listener
+        index, count, address, start_seconds, secret=secret, host=host
     )
     board = Board(meeting, timeout_seconds)
     watchdog = Watchdog(board, timeout_seconds)
@@ -166,8 +155,8 @@ def adopted(timeout_seconds: float, start_seconds: float) -> Part:
     return board, watchdog
 
 
-def _agreed(index: int) -> tuple[str, Secret, socket.socket | None]:
-    """An address of process 0 and a new secret, told to all; its listener there.
+def _agreed(index: int) -> tuple[str, Secret, Host | None]:
+    """An address of process 0 and a secret, told to all; what listens there.
 
     On the loopback if all are on one host. The secret is safe from who cannot listen to
     JAX's own messages. There is no board yet, so JAX's collectives tell it, by which
@@ -175,18 +164,18 @@ def _agreed(index: int) -> tuple[str, Secret, socket.socket | None]:
     """
     own = np.frombuffer(socket.gethostname().encode()[:64].ljust(64), np.uint8)
     hosts = np.asarray(multihost_utils.process_allgather(own))
-    text, listener = b"", None
+    text, host = b"", None
     if index == 0:
         is_one_host = bool((hosts == hosts[:1]).all())
-        host = "127.0.0.1" if is_one_host else _own_address()
+        word = secrets.token_hex(32)
         # It listens before the others hear of the port: nobody else can take it.
-        listener = _rendezvous.listening((host, 0))
-        address = _channel.address_of(host, listener.getsockname()[1])
-        text = f"{address} {secrets.token_hex(32)}".encode()
+        name = "127.0.0.1" if is_one_host else _own_address()
+        host = Host(address_of(name, 0), Secret.of_environment() or Secret(word))
+        text = f"{host.address} {word}".encode()
     padded = np.frombuffer(text.ljust(_AGREED_BYTES), np.uint8)
     agreed = np.asarray(multihost_utils.broadcast_one_to_all(padded))
-    address, secret = agreed.astype(np.uint8).tobytes().decode().split()
-    return address, Secret(secret), listener
+    address, word = agreed.astype(np.uint8).tobytes().decode().split()
+    return address, Secret.of_environment() or Secret(word), host
 
 
 def _own_address() -> str:
@@ -246,8 +235,6 @@ def start(
     *,
     timeout_seconds: float = 300,
     start_seconds: float = 300,
-    bind_address: str | None = None,
-    local_device_ids: int | list[int] | None = None,
 ) -> Processes:
     """Meet the other processes and start JAX's distributed runtime.
 
@@ -262,9 +249,6 @@ def start(
       timeout_seconds: how long a step may go without progress before the watchdog ends
         the process, and how long `gather` waits.
       start_seconds: how long the processes wait for each other at the start.
-      bind_address: where process 0 listens if not at the coordinator's host.
-      local_device_ids: the devices of this host that are this process's; by default
-        all, or what JAX finds out.
 
     Raises:
       ClusterError: they could not start together; the message names who and why. Or
@@ -287,13 +271,7 @@ def start(
             elif (known := _known(process)).count == 1:
                 part = alone(timeout_seconds)
             else:
-                part = met(
-                    known,
-                    timeout_seconds,
-                    start_seconds,
-                    bind_address,
-                    local_device_ids,
-                )
+                part = met(known, timeout_seconds, start_seconds)
             _started = Processes(*part)
         _check_same(_started, process)
         return _started

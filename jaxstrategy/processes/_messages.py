@@ -26,6 +26,7 @@ import struct
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeAlias, final
@@ -145,11 +146,14 @@ class Server:
       handle: called with each `Request`, in the loop's thread.
       address: `host:port` to listen at, port 0 for a free one; by default a socket in a
         new folder that only this user may enter.
-      lost: called with the `peer` of each connection that has ended.
+      lost: called with the `peer` of each connection that has ended, in the loop's
+        thread, too.
+      refused: called, in the same thread, for each caller that has another secret.
       largest: bytes of the largest frame that is accepted.
 
     Attributes:
       address: what a `Client` is given.
+      handle, lost: as above; to be replaced in the loop's thread.
 
     Raises:
       OSError: it cannot listen there.
@@ -162,14 +166,19 @@ class Server:
         *,
         address: str | None = None,
         lost: Callable[[bytes], None] | None = None,
+        refused: Callable[[], None] | None = None,
         largest: int = LARGEST,
     ) -> None:
-        self._handle = handle
-        self._lost = lost
+        self.handle = handle
+        self.lost = lost
+        self._refused = refused
         self._peers: dict[int, bytes] = {}  # by file descriptor
         self._known: set[bytes] = set()
         self._folder = tempfile.mkdtemp(prefix="jaxstrategy-") if not address else ""
-        self._socket = _Socket(zmq.ROUTER, self._received, self._changed, largest)
+        events = _EVENTS if refused is None else _EVENTS | _REFUSED
+        self._socket = _Socket(
+            zmq.ROUTER, self._received, self._changed, largest, events
+        )
         sock = self._socket.socket
         try:
             if address is None:
@@ -196,6 +205,10 @@ class Server:
         """Tell a client news; nothing happens if it has gone."""
         self._socket.send([peer, _HEADER.pack(_NEWS, 0), *frames])
 
+    def call(self, function: Callable[[], None]) -> None:
+        """Have a function called in the loop's thread, soon."""
+        self._socket.loop.call(function)
+
     def close(self, linger_seconds: float = 2.0) -> None:
         """End all connections once what was said is sent, or after so long."""
         self._socket.close(linger_seconds)
@@ -215,17 +228,19 @@ class Server:
             self, peer, kind, number, [frame.buffer for frame in frames[2:]]
         )
         try:
-            self._handle(request)
+            self.handle(request)
         except Exception as error:
             request.fail(f"{type(error).__name__}: {error}")
 
     def _changed(self, event: int, value: int) -> None:
-        if event == zmq.Event.DISCONNECTED:
+        if event & _REFUSED and value in _NOT_OF_THE_JOB and self._refused is not None:
+            self._refused()
+        elif event == zmq.Event.DISCONNECTED:
             peer = self._peers.pop(value, None)
             if peer is not None:
                 self._known.discard(peer)
-                if self._lost is not None:
-                    self._lost(peer)
+                if self.lost is not None:
+                    self.lost(peer)
 
 
 @final
@@ -264,7 +279,10 @@ class Client:
         self._connected = threading.Condition()
         self._state = "calls"  # then: "is connected", "is lost", "is closed"
         self._failures = 0
-        self._socket = _Socket(zmq.DEALER, self._received, self._changed, largest)
+        self._is_accepted = False  # by a kernel, which may do so for a stopped process
+        self._socket = _Socket(
+            zmq.DEALER, self._received, self._changed, largest, _EVENTS
+        )
         try:
             self._connect(address, secret, time.monotonic() + timeout_seconds)
         except BaseException:
@@ -332,23 +350,32 @@ class Client:
             except socket.gaierror as error:  # it may get an address later
                 endpoints, why = [], error.strerror or str(error)
                 time.sleep(min(0.3, max(0.0, end - time.monotonic())))
+            # Names may have several addresses, such as those of IPv4 and IPv6.
+            seconds = 1.0 if len(endpoints) > 1 else float("inf")
             for endpoint in endpoints:
                 with self._socket.lock:
                     sock.ipv6 = endpoint.startswith("tcp://[")
                     sock.connect(endpoint)
-                with self._connected:
-                    left = max(0.0, min(2.0, end - time.monotonic()))
-                    self._connected.wait_for(lambda: self._state != "calls", left)
-                    if self._state == "is connected":
-                        return
-                    if self._state != "calls":
-                        raise RefusedError(
-                            f"What listens at {address} has another secret, or is no "
-                            "server of jaxstrategy."
-                        )
+                if self._is_answered(min(end, time.monotonic() + seconds), end):
+                    return
                 with self._socket.lock, contextlib.suppress(zmq.ZMQError):
                     sock.disconnect(endpoint)
         raise TimeoutError(f"Nobody could be reached at {address}: {why}.")
+
+    def _is_answered(self, first: float, end: float) -> bool:
+        """Whether the server lets us in; none may listen longer than the first time."""
+        with self._connected:
+            while self._state == "calls":
+                left = (end if self._is_accepted else first) - time.monotonic()
+                if left <= 0:
+                    return False
+                self._connected.wait(left)
+            if self._state == "is connected":
+                return True
+        raise RefusedError(
+            f"What listens at {self.address} has another secret, or is no server of "
+            "jaxstrategy."
+        )
 
     def _received(self, frames: list[zmq.Frame]) -> None:
         kind, number = _HEADER.unpack(frames[0].bytes)
@@ -375,6 +402,8 @@ class Client:
                 self._fail_all()
                 if self._lost is not None:
                     self._lost()
+        elif event == zmq.Event.CONNECTED:
+            self._is_accepted = True
         elif event == zmq.Event.DISCONNECTED:
             self._failures += 1
             if self._failures >= _REFUSALS:
@@ -437,6 +466,7 @@ class _Socket:
         received: Callable[[list[zmq.Frame]], None],
         changed: Callable[[int, int], None],
         largest: int,
+        events: int,
     ) -> None:
         self.loop = _loop()
         self.received = received
@@ -454,7 +484,7 @@ class _Socket:
         sock.tcp_keepalive, sock.tcp_keepalive_idle = 1, 5
         sock.tcp_keepalive_intvl, sock.tcp_keepalive_cnt = 3, 5
         sock.setsockopt(zmq.TCP_MAXRT, 1000 * _UNREACHABLE_SECONDS)
-        self.monitor = sock.get_monitor_socket(_EVENTS)
+        self.monitor = sock.get_monitor_socket(events)
 
     def start(self) -> None:
         """Begin to receive."""
@@ -464,7 +494,9 @@ class _Socket:
         with self.lock:
             if self.is_closed:
                 return
-            self.socket.send_multipart(frames, copy=False)
+            # The connection may have ended; of that the loop tells in a moment.
+            with contextlib.suppress(zmq.Again):
+                self.socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
             # Sending takes in what came meanwhile, of which nothing else would tell.
             is_readable = self.socket.events & zmq.POLLIN
         if is_readable:
@@ -518,6 +550,9 @@ _OPENED = (zmq.Event.ACCEPTED, zmq.Event.CONNECTED, zmq.Event.LISTENING)
 _EVENTS = zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED | zmq.Event.CLOSED
 for _event in _OPENED:
     _EVENTS |= _event
+_REFUSED = zmq.Event.HANDSHAKE_FAILED_PROTOCOL | zmq.Event.HANDSHAKE_FAILED_AUTH
+# What the event says: a box that cannot be opened, and the authenticator's answer.
+_NOT_OF_THE_JOB = (int(zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC), 400)
 
 
 class _Loop:
@@ -583,13 +618,19 @@ class _Loop:
             for polled, _ in self._poller.poll():
                 # One that was handled before may have removed it.
                 if (handler := self._handlers.get(polled)) is not None:
-                    handler()
+                    self._tried(handler)
 
     def _called(self) -> None:
         with contextlib.suppress(BlockingIOError):
             os.read(self._woken, 4096)
         while self._calls:
-            self._calls.popleft()()
+            self._tried(self._calls.popleft())
+
+    def _tried(self, function: Callable[[], None]) -> None:
+        try:
+            function()
+        except Exception:  # of one server or client, by which the others do not end
+            traceback.print_exc()
 
     def _authenticate(self) -> None:
         """Let in who has the key that is the name of the server's domain (ZAP 1.0)."""

@@ -1,4 +1,13 @@
-"""The rendezvous of a job's processes, before JAX is told of any of them."""
+"""The rendezvous of a job's processes, before JAX is told of any of them.
+
+JAX answers most mistakes here with a crash or a long silence: a coordinator port that
+is taken is a segmentation fault, a process that never comes an abort of all others
+after `initialization_timeout`, both without a Python error (measured with 0.10 and
+0.12). So they meet first. Process 0 listens at the coordinator's address, which it
+leaves to JAX afterwards, and tells who calls there of another port of its own. There
+all of them say who they are, it tells all of them the same verdict, and the store goes
+on with the same connections.
+"""
 
 from __future__ import annotations
 
@@ -6,148 +15,51 @@ import collections
 import contextlib
 import dataclasses
 import errno
+import json
 import os
 import platform
-import selectors
+import queue
 import socket
 import sys
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
-from typing import TypeGuard, final
+from typing import Any, TypeAlias
 
 from jaxstrategy._errors import ClusterError
-from jaxstrategy.processes import _channel, _secret
-from jaxstrategy.processes._channel import (
-    REFUSAL,
-    Channel,
-    Connection,
-    Fields,
-    ForgedError,
-    Greeting,
-    Message,
+from jaxstrategy.cluster.resolvers._addresses import address_of, endpoint
+from jaxstrategy.processes import _secret
+from jaxstrategy.processes._messages import (
+    Buffer,
+    Client,
+    LostError,
     RefusedError,
-    has,
-    is_name,
-    is_seconds,
-    is_text,
-    is_whole,
-    row,
-    rows,
+    RemoteError,
+    Request,
+    Server,
 )
 from jaxstrategy.processes._secret import Secret
 from jaxstrategy.text._lists import listed
 from jaxstrategy.text._units import plural
 
-
-def _is_versions(value: object) -> bool:
-    return isinstance(value, dict) and all(map(is_name, value.values()))
-
-
-_HELLO: Fields = {"index": is_whole, "count": is_whole}
-_SAID_OF_ITSELF: Fields = {
-    "host": is_name,
-    "pid": is_whole,
-    "job": is_name,
-    "versions": _is_versions,
-}
-_VERDICT: Fields = {"verdict": is_text}
-_MET: Fields = {**_VERDICT, "members": rows(row(is_whole, is_text, is_whole))}
-
-
-def is_hello(message: object) -> TypeGuard[Message]:
-    """Whether a process says so who it is."""
-    return has(message, _HELLO) and all(
-        name not in message or is_right(message[name])
-        for name, is_right in _SAID_OF_ITSELF.items()
-    )
-
-
-def is_word(message: object, count: int) -> TypeGuard[Message]:
-    """Whether process 0 says so how long to wait, or how the meeting ended.
-
-    Args:
-      count: how many processes there are.
-    """
-    if not has(message, _VERDICT):
-        return has(message, {"seconds": is_seconds})
-    if message["verdict"]:
-        return True
-    ids = list(range(count))
-    return has(message, _MET) and [each[0] for each in message["members"]] == ids
-
-
-HELLO_SECONDS = 5.0
-"""The time that a stranger may stay connected."""
-
-
-@final
-class Caller:
-    """Someone who has connected: a stranger until it proves to be one of the job.
-
-    Attributes:
-      hello: what it says of itself, None while it is a stranger.
-      is_refused: whether it speaks our protocol and does not know the secret.
-      deadline: when it is hung up on if it is a stranger still.
-    """
-
-    def __init__(self, sock: socket.socket, secret: Secret) -> None:
-        self.sock = sock
-        self.hello: Message | None = None
-        self.is_refused = False
-        self.deadline = time.monotonic() + HELLO_SECONDS
-        self.connection: Connection | None = None
-        self._greeting = Greeting(secret, is_host=True)
-
-    def read(self) -> bool:
-        """Take in what was sent; False when it is none of us, or has gone."""
-        try:
-            self._take(_channel.received(self.sock))
-        except ForgedError:
-            self._refuse()
-            return False
-        except (OSError, EOFError, ValueError):
-            return False
-        return True
-
-    def _take(self, received: bytes) -> None:
-        if self.connection is None:
-            channel = self._greeting.add(received)
-            if channel is None:
-                return
-            self.connection = Connection(self.sock, channel)
-            self.sock.sendall(self._greeting.own)
-        else:
-            self.connection.channel.add(received)
-        for message in self.connection.channel.messages():
-            if self.hello is not None or not is_hello(message):
-                raise ValueError("this is no hello")
-            self.hello = message
-
-    def _refuse(self) -> None:
-        self.is_refused = self.hello is None
-        try:
-            self.sock.sendall(REFUSAL)
-        except OSError:
-            pass  # it is not waiting for it
-
-    def tell(self, message: Message) -> None:
-        """Say something to a process that has said who it is."""
-        try:
-            if self.connection is not None:
-                self.connection.send(message)
-        except OSError:
-            pass  # its own deadline tells it
-
-    def close(self) -> None:
-        """Hang up."""
-        if self.connection is not None:
-            self.connection.close()
-        self.sock.close()
-
+Json: TypeAlias = Any
+"""A value of JSON."""
+Message: TypeAlias = dict[str, Json]
+"""What processes tell each other, an object of JSON."""
 
 SAME = ("jaxstrategy", "jax", "jaxlib")
 """Packages of which all processes must have the same version."""
+LARGEST = 1 << 28
+"""Bytes of a message to process 0."""
+
+# After the first mistake the rendezvous waits so long for others, to tell them of it.
+_GRACE_SECONDS = 2.0
+_VERDICT_SECONDS = 5.0  # how much later than it said process 0 may answer
+CLOSED_SECONDS = 3.0
+"""The time after which a server that hangs up counts as another program's."""
+ANSWER_SECONDS = 15.0
+"""The time for an answer; process 0 does nothing else while it listens."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,22 +75,28 @@ class Member:
 
 
 @dataclasses.dataclass(frozen=True)
-class Meeting:
-    """The outcome of a meeting, in one process.
+class Group:
+    """The processes of a job that have met, as one of them sees it.
 
     Attributes:
       members: all processes, by their ids.
-      connections: to the others, by their ids, on process 0; to process 0, elsewhere.
+      host: what process 0 has; None in the others.
+      client: the connection of the others to process 0.
+      news: what that process says of itself, as frames; None when it has gone.
     """
 
     index: int
     members: tuple[Member, ...]
-    connections: Mapping[int, Connection]
+    host: Host | None
+    client: Client | None
+    news: queue.SimpleQueue[list[Buffer] | None]
 
     def close(self) -> None:
         """Hang up."""
-        for connection in self.connections.values():
-            connection.close()
+        if self.client is not None:
+            self.client.close()
+        if self.host is not None:
+            self.host.close()
 
 
 def facts() -> Message:
@@ -205,194 +123,247 @@ def member(hello: Message) -> Member:
     return Member(hello["index"], hello.get("host", "?"), hello.get("pid", 0))
 
 
-# After the first mistake the meeting waits so long for others, to tell them of it.
-_GRACE_SECONDS = 2.0
-_TICK_SECONDS = 0.5
-# With more, the one that has been silent longest makes room: one of the job says who it
-# is within milliseconds.
-_MOST_STRANGERS = 256
-_NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-_NO_ROOM_SECONDS = 0.1
+def written(message: Message) -> bytes:
+    """A message as the frame that carries it.
+
+    Raises:
+      TypeError: it cannot be written as JSON.
+      ValueError: it is too large, or nested too deeply.
+    """
+    try:
+        body = json.dumps(message, separators=(",", ":")).encode()
+    except RecursionError:
+        raise ValueError(
+            "A message is nested too many levels deep. Give a flat list."
+        ) from None
+    if len(body) > LARGEST:
+        raise ValueError(
+            f"A message has {len(body)} bytes; processes tell each other up to "
+            f"{LARGEST} at once. Values of steps belong into arrays."
+        )
+    return body
+
+
+def read(frames: Sequence[Buffer]) -> Message:
+    """The message that was written."""
+    message = json.loads(bytes(frames[0]))
+    if not isinstance(message, dict):
+        raise ValueError("it is no message")
+    return message
+
+
+def meet(
+    index: int,
+    count: int,
+    coordinator: str,
+    timeout_seconds: float = 300,
+    told: Message | None = None,
+    secret: Secret | None = None,
+    host: Host | None = None,
+) -> Group:
+    """Wait until all processes have come, and agree that they are the right ones.
+
+    Args:
+      index: this process's id, from 0 to `count - 1`.
+      count: how many processes there are.
+      coordinator: where process 0 listens, `"host:port"`.
+      timeout_seconds: how long to wait for the others.
+      told: what this process says of itself; `facts()` by default.
+      secret: what all processes of the job know; by default what
+        `JAXSTRATEGY_CLUSTER_SECRET` says.
+      host: of process 0, if it listens already.
+
+    Raises:
+      ClusterError: on every process with the same text: ids given twice or out of
+        range, different numbers of processes, different versions, processes that did
+        not come. On those that it concerns: the port is used by something else, the
+        coordinator cannot be reached, or has another secret. There is no secret, and
+        other hosts reach the address.
+      ValueError: the address, the id, the count or the secret cannot be right.
+    """
+    name, _ = endpoint(coordinator)
+    if count < 1 or index < 0:
+        raise ValueError(
+            f"The process's id was {index!r} of {count!r}; ids from 0 to the number "
+            "of processes less one were wanted."
+        )
+    secret = Secret.of_environment() if secret is None else secret
+    _secret.check(secret, name)
+    hello = {"index": index, "count": count, **(facts() if told is None else told)}
+    if index == 0:
+        try:
+            host = host or Host(coordinator, secret)
+        except OSError as error:
+            return _second_host(error, hello, coordinator, secret)
+        return host.meet(hello, coordinator, timeout_seconds)
+    return _Guest(hello, coordinator, timeout_seconds, secret).meet()
 
 
 class Host:
-    """The meeting, as process 0 leads it: the host listens and decides.
+    """The rendezvous as process 0 leads it.
 
     Args:
-      listener: a socket that listens at the coordinator's address.
-      hello: the facts that this process tells of itself.
-      coordinator: the address, `host:port`.
-      end: when to give up, of `time.monotonic()`.
-      timeout_seconds: the time until then, for messages.
+      coordinator: where it listens, port 0 for a free one.
       secret: of the job.
+
+    Attributes:
+      address: where it listens.
+      server: of the connections to all other processes.
+      peers: the connection to each of them, by their ids.
+
+    Raises:
+      OSError: it cannot listen there.
     """
 
-    def __init__(
-        self,
-        listener: socket.socket,
-        hello: Message,
-        coordinator: str,
-        end: float,
-        timeout_seconds: float,
-        secret: Secret,
-    ) -> None:
-        self._listener = listener
-        self._own = hello
-        self._coordinator = coordinator
-        self._end = end
-        self._timeout_seconds = timeout_seconds
-        self._secret = secret
-        self._selector = selectors.DefaultSelector()
-        self._callers: list[Caller] = []
+    def __init__(self, coordinator: str, secret: Secret) -> None:
+        name, _, port = coordinator.rpartition(":")
+        self._changed = threading.Condition()
+        self._hellos: dict[bytes, Message] = {}
         self._gone: list[Message] = []
         self._refused = 0
-        self._refused_last = "nobody"
-        self._accepts_at: float | None = None  # None while it accepts
-
-    def meet(self) -> Meeting:
-        """Wait for all, and tell them the verdict; raises as `_rendezvous.meet`."""
-        with contextlib.ExitStack() as unless_met:
-            unless_met.callback(self._close)
-            with self._selector:
-                self._selector.register(self._listener, selectors.EVENT_READ)
-                self._wait()
-            wrong = self._mistakes() or self._missing()
-            if wrong:
-                text = self._text(wrong)
-                self._tell({"verdict": text})
-                raise ClusterError(text)
-            unless_met.pop_all()
-        members = [member(hello) for hello in self._hellos()]
-        members.sort(key=lambda one: one.index)
-        self._tell({"verdict": "", "members": [list(_row(m)) for m in members]})
-        connections = {
-            hello["index"]: connection for hello, connection in self._present()
-        }
-        for stranger in self._strangers():
-            stranger.close()
-        for connection in connections.values():
-            connection.sock.settimeout(None)
-        return Meeting(0, tuple(members), connections)
-
-    def _wait(self) -> None:
-        """Until all have come, the time is over, or a mistake is known to most."""
-        end = self._end
-        while (now := time.monotonic()) < end:
-            if len(self._hellos()) >= self._own["count"] and not self._mistakes():
-                return
-            self._accept_again(now)
-            tick = _TICK_SECONDS if self._accepts_at is None else _NO_ROOM_SECONDS
-            for key, _ in self._selector.select(min(end - now, tick)):
-                if key.fileobj is self._listener:
-                    self._accept()
-                elif key.data in self._callers:  # and was not dropped a moment ago
-                    self._read(key.data)
-            self._drop_late()
-            if self._mistakes():
-                end = min(end, time.monotonic() + _GRACE_SECONDS)
-                self._end = end
-
-    def _accept(self) -> None:
+        self._own: Message | None = None
+        self._early: list[Request] = []
+        self._ended: list[bytes] = []
+        self.peers: dict[int, bytes] = {}
+        self.server = Server(
+            secret,
+            self._received,
+            address=f"{name}:0",
+            lost=self._left,
+            largest=LARGEST,
+        )
+        answer = str(endpoint(self.server.address)[1]).encode()
         try:
-            sock, _ = self._listener.accept()
-        except OSError as error:
-            if error.errno in _NO_ROOM:
-                self._make_room()
-            return  # or it has hung up already
-        # One thread serves all: a caller that does not read must not hold it up.
-        sock.settimeout(1)
-        _channel.tune(sock)
-        caller = Caller(sock, self._secret)
-        self._callers.append(caller)
-        self._selector.register(sock, selectors.EVENT_READ, caller)
-        if len(strangers := self._strangers()) > _MOST_STRANGERS:
-            self._drop(strangers[0])
+            self._pointer = Server(
+                secret,
+                lambda request: request.reply(answer),
+                address=coordinator,
+                refused=self._note_refused,
+            )
+        except OSError:
+            self.server.close(0)
+            raise
+        self.address = self._pointer.address
+        self._is_at = name, int(port)
 
-    def _make_room(self) -> None:
-        """Hang up on the oldest stranger, or listen to no others for a moment."""
-        if strangers := self._strangers():
-            self._drop(strangers[0])
+    def meet(self, hello: Message, coordinator: str, timeout_seconds: float) -> Group:
+        """Wait for all, and tell them the verdict; raises as `meet`."""
+        end = time.monotonic() + timeout_seconds
+        with self._changed:
+            self._own, self._end, self._coordinator = hello, end, coordinator
+            for request in self._early:  # that came before this process
+                self._welcome(request, read(request.frames))
+            while (left := self._end - time.monotonic()) > 0:
+                if self._mistakes():
+                    self._end = min(self._end, time.monotonic() + _GRACE_SECONDS)
+                elif len(self._all()) >= hello["count"]:
+                    break
+                self._changed.wait(min(left, 0.5))
+            wrong = self._mistakes() or self._missing(timeout_seconds)
+            peers = {said["index"]: peer for peer, said in self._hellos.items()}
+            members = sorted(map(member, self._all()), key=lambda one: one.index)
+            if not wrong:
+                self.peers, self._early = peers, []
+        if wrong:
+            text = (
+                f"The {hello['count']} processes of the job at {coordinator} could not "
+                f"start together: {'; '.join(wrong)}."
+            )
+            self._tell({"verdict": text})
+            with self._changed:  # they hang up when they have heard it
+                self._changed.wait_for(lambda: not self._hellos, _GRACE_SECONDS)
+            self.close()
+            raise ClusterError(text)
+        rows = [dataclasses.astuple(each) for each in members]
+        self._tell({"verdict": "", "members": rows})
+        self._leave_port()
+        return Group(0, tuple(members), self, None, queue.SimpleQueue())
+
+    def begin(
+        self, handle: Callable[[Request], None], lost: Callable[[bytes], None]
+    ) -> None:
+        """Hand on what all others say, and that they have gone, since all have met."""
+
+        def begin() -> None:
+            self.server.handle, self.server.lost = handle, lost
+            for request in self._early:
+                handle(request)
+            for peer in self._ended:
+                lost(peer)
+
+        self.server.call(begin)
+
+    def close(self) -> None:
+        """Hang up."""
+        self._pointer.close()
+        self.server.close()
+
+    def _received(self, request: Request) -> None:
+        if self.peers:
+            self._early.append(request)
             return
-        # The call that could not be accepted would wake the selector again and again.
-        self._selector.unregister(self._listener)
-        self._accepts_at = time.monotonic() + _NO_ROOM_SECONDS
+        hello = read(request.frames)
+        if not _is_hello(hello):
+            raise ValueError("this is no hello")
+        with self._changed:
+            if self._own is None:
+                self._early.append(request)
+            else:
+                self._welcome(request, hello)
 
-    def _accept_again(self, now: float) -> None:
-        if self._accepts_at is not None and now >= self._accepts_at:
-            self._selector.register(self._listener, selectors.EVENT_READ)
-            self._accepts_at = None
+    def _welcome(self, request: Request, hello: Message) -> None:
+        assert self._own is not None
+        if request.peer in self._hellos:
+            raise ValueError("it says hello twice")
+        if hello.get("job", "") != self._own.get("job", ""):
+            other = (
+                f"{member(hello)} belongs to job {hello.get('job')!r}, but "
+                f"{member(self._own)} at {self._coordinator} to job "
+                f"{self._own.get('job')!r}. Give each job a port of its own."
+            )
+            request.reply(written({"verdict": other}))
+            return
+        self._hellos[request.peer] = hello
+        request.reply(written({"seconds": max(0.0, self._end - time.monotonic())}))
+        self._changed.notify_all()
 
-    def _drop_late(self) -> None:
-        now = time.monotonic()
-        for stranger in self._strangers():
-            if now >= stranger.deadline:
-                self._drop(stranger)
+    def _left(self, peer: bytes) -> None:
+        if self.peers:
+            self._ended.append(peer)
+            return
+        with self._changed:
+            if (hello := self._hellos.pop(peer, None)) is not None:
+                self._gone.append(hello)
+            self._early = [each for each in self._early if each.peer != peer]
+            self._changed.notify_all()
 
-    def _read(self, caller: Caller) -> None:
-        had_said = caller.hello is not None
-        if not caller.read():
-            if caller.hello is not None:
-                self._gone.append(caller.hello)
-            if caller.is_refused:
-                self._note_refused(caller)
-            self._drop(caller)
-        elif caller.hello is not None and not had_said:
-            self._welcome(caller, caller.hello)
-
-    def _note_refused(self, caller: Caller) -> None:
+    def _note_refused(self) -> None:
         self._refused += 1
-        with contextlib.suppress(OSError):
-            self._refused_last = str(caller.sock.getpeername()[0])
         if self._refused == 1:  # and no more words: strangers may call often
             print(
-                f"jaxstrategy: process 0 refused a caller from {self._refused_last}: "
-                f"it has another {_secret.VARIABLE}, or none. The job waits on.",
+                f"jaxstrategy: process 0 refused a caller: it has another "
+                f"{_secret.VARIABLE}, or none. The job waits on.",
                 file=sys.stderr,
                 flush=True,
             )
 
-    def _welcome(self, caller: Caller, hello: Message) -> None:
-        if hello.get("job", "") == self._own.get("job", ""):
-            caller.tell({"seconds": max(0.0, self._end - time.monotonic())})
-            return
-        other = (
-            f"{member(hello)} belongs to job {hello.get('job')!r}, but "
-            f"{member(self._own)} at {self._coordinator} to job "
-            f"{self._own.get('job')!r}. Give each job a port of its own."
-        )
-        caller.tell({"verdict": other})
-        self._drop(caller)
-
-    def _drop(self, caller: Caller) -> None:
-        self._selector.unregister(caller.sock)
-        self._callers.remove(caller)
-        caller.close()
-
-    def _strangers(self) -> list[Caller]:
-        """Callers that have not said who they are, the oldest first."""
-        return [caller for caller in self._callers if caller.hello is None]
-
-    def _present(self) -> list[tuple[Message, Connection]]:
-        return [
-            (caller.hello, caller.connection)
-            for caller in self._callers
-            if caller.hello is not None and caller.connection is not None
-        ]
-
-    def _hellos(self) -> list[Message]:
-        return [self._own, *(hello for hello, _ in self._present())]
+    def _all(self) -> list[Message]:
+        return [*([self._own] if self._own else []), *self._hellos.values()]
 
     def _mistakes(self) -> list[str]:
-        return mistakes(self._own, self._hellos())
+        assert self._own is not None
+        return _mistakes(self._own, list(self._hellos.values()))
 
-    def _missing(self) -> list[str]:
+    def _missing(self, timeout_seconds: float) -> list[str]:
+        assert self._own is not None
         count = self._own["count"]
-        missing = sorted(set(range(count)) - {h["index"] for h in self._hellos()})
+        missing = sorted(set(range(count)) - {h["index"] for h in self._all()})
         if not missing:
             return []
-        came = f"{count - len(missing)} of {count} processes came"
         wrong = [
-            f"{came} within {self._timeout_seconds:g} s; {_named(missing)} did not"
+            f"{count - len(missing)} of {count} processes came within "
+            f"{timeout_seconds:g} s; {plural(len(missing), 'process')} "
+            f"{listed(missing, 16)} did not"
         ]
         wrong += [
             f"{member(hello)} came, and ended before all were there"
@@ -402,53 +373,206 @@ class Host:
         if self._refused:
             times = "once" if self._refused == 1 else f"{self._refused} times"
             wrong.append(
-                f"callers with another {_secret.VARIABLE}, or none, were refused "
-                f"{times}, the last one from {self._refused_last}"
+                f"callers with another {_secret.VARIABLE}, or none, were refused {times}"
             )
         return wrong
 
-    def _text(self, wrong: Sequence[str]) -> str:
-        return (
-            f"The {self._own['count']} processes of the job at {self._coordinator} "
-            f"could not start together: {'; '.join(wrong)}."
+    def _tell(self, message: Message) -> None:
+        with self._changed:
+            peers = list(self._hellos)
+        for peer in peers:
+            self.server.send(peer, written(message))
+
+    def _leave_port(self) -> None:
+        """Listen no more at the coordinator's address, where JAX begins to."""
+        self._pointer.close()
+        end = time.monotonic() + _GRACE_SECONDS
+        while time.monotonic() < end:
+            with contextlib.suppress(OSError):
+                family = socket.AF_INET6 if ":" in self._is_at[0] else socket.AF_INET
+                host = self._is_at[0].strip("[]")
+                socket.create_server((host, self._is_at[1]), family=family).close()
+                return
+            time.sleep(0.005)
+
+
+class _Guest:
+    """The rendezvous as each process but process 0 sees it: a guest calls the host."""
+
+    def __init__(
+        self, hello: Message, coordinator: str, timeout_seconds: float, secret: Secret
+    ) -> None:
+        self._hello = hello
+        self._coordinator = coordinator
+        self._timeout_seconds = timeout_seconds
+        self._secret = secret
+        self._end = time.monotonic() + timeout_seconds
+
+    def meet(self) -> Group:
+        """Call process 0 until it answers, then wait for its verdict."""
+        port = self._port()
+        name, _ = endpoint(self._coordinator)
+        news: queue.SimpleQueue[list[Buffer] | None] = queue.SimpleQueue()
+        try:
+            client = Client(
+                address_of(name, port),
+                self._secret,
+                news=news.put,
+                lost=lambda: news.put(None),
+                timeout_seconds=max(_VERDICT_SECONDS, self._end - time.monotonic()),
+                largest=-1,  # an answer has what all processes gave
+            )
+        except OSError as error:
+            raise ClusterError(
+                f"Process {self._hello['index']} (host {self._hello['host']}) has "
+                f"reached process 0 at the coordinator's address {self._coordinator}, "
+                f"but not at port {port} of the same host, which it named: {error} "
+                "Does a firewall stand between them?"
+            ) from error
+        try:
+            members = self._verdict(client, news)
+        except BaseException:
+            client.close(0)
+            raise
+        return Group(self._hello["index"], members, None, client, news)
+
+    def _port(self) -> int:
+        """The port that process 0 names at the coordinator's address."""
+        hung_up_since, why = None, "it was not called"
+        while (left := self._end - time.monotonic()) > 0:
+            try:
+                client = Client(
+                    self._coordinator,
+                    self._secret,
+                    timeout_seconds=min(left, ANSWER_SECONDS),
+                )
+                with contextlib.closing(client):
+                    (frame,) = client.request(timeout_seconds=ANSWER_SECONDS)
+                return int(bytes(frame))
+            except (RefusedError, TimeoutError):
+                does = self._other_program()
+            except (LostError, RemoteError):
+                does = "closes the connection"
+            if does in ("closes the connection", ""):
+                # Process 0 may be about to listen again.
+                now = time.monotonic()
+                hung_up_since = hung_up_since or now
+                if does and now - hung_up_since > CLOSED_SECONDS:
+                    raise self._foreign(does)
+            elif not does.startswith("it is not there: "):
+                raise self._foreign(does)
+            else:
+                why = does.removeprefix("it is not there: ")
+            time.sleep(min(0.05, max(0.0, self._end - time.monotonic())))
+        raise ClusterError(
+            f"Process {self._hello['index']} (host {self._hello['host']}) could not "
+            f"reach process 0 at the coordinator's address {self._coordinator} within "
+            f"{self._timeout_seconds:g} s: {why}. Is process 0 running, is this the "
+            "address of its host, and does no firewall stand between them?"
         )
 
-    def _tell(self, message: Message) -> None:
-        for caller in self._callers:
-            if caller.hello is not None:
-                caller.tell(message)
+    def _other_program(self) -> str:
+        """Why nobody of the job answers, found out by plain bytes.
 
-    def _close(self) -> None:
-        for caller in self._callers:
-            caller.close()
+        Raises:
+          ClusterError: it is process 0 of a job, with another secret.
+        """
+        try:
+            sock = socket.create_connection(endpoint(self._coordinator), 2.0)
+        except OSError as error:
+            return f"it is not there: {error.strerror or error}"
+        with sock:
+            # While nobody listens, a call from this very port reaches itself.
+            if sock.getsockname() == sock.getpeername():
+                return f"it is not there: {os.strerror(errno.ECONNREFUSED)}"
+            sock.settimeout(min(2.0, ANSWER_SECONDS))
+            said = b""
+            try:
+                sock.sendall(_ZMTP)
+                while len(said) < len(_ZMTP) and said[:1] in (b"", _ZMTP[:1]):
+                    if not (data := sock.recv(100)):
+                        return "closes the connection"
+                    said += data
+            except TimeoutError:
+                return "accepts calls and does not answer (or process 0 is stopped)"
+            except OSError:
+                return "closes the connection"
+        if said[:1] != _ZMTP[:1] or said[10:20] != _ZMTP[10:20]:
+            return "does not speak our protocol"
+        own = "has one" if self._secret else "has none"
+        raise ClusterError(
+            f"The process that listens at the coordinator's address "
+            f"{self._coordinator} has another {_secret.VARIABLE} than process "
+            f"{self._hello['index']} (host {self._hello['host']}), which {own}. Give "
+            "all processes of the job the same, and each job a port of its own."
+        )
+
+    def _verdict(
+        self, client: Client, news: queue.SimpleQueue[list[Buffer] | None]
+    ) -> tuple[Member, ...]:
+        end = self._end
+        try:
+            left = max(_VERDICT_SECONDS, end - time.monotonic())
+            said = read(client.request(written(self._hello), timeout_seconds=left))
+            if "seconds" in said:
+                end = max(end, time.monotonic() + said["seconds"]) + _VERDICT_SECONDS
+                if (frames := news.get(timeout=end - time.monotonic())) is None:
+                    raise LostError
+                said = read(frames)
+        except (OSError, RuntimeError, ValueError, queue.Empty) as error:
+            gone = isinstance(error, LostError)
+            raise ClusterError(
+                f"Process 0 at {self._coordinator} "
+                + ("ended" if gone else "stopped answering")
+                + " before all processes had come. Look at its own output."
+            ) from error
+        if said["verdict"]:
+            raise ClusterError(said["verdict"])
+        return tuple(Member(*row) for row in said["members"])
+
+    def _foreign(self, does: str) -> ClusterError:
+        return ClusterError(
+            f"Something that is not process 0 of a jaxstrategy job listens at the "
+            f"coordinator's address {self._coordinator}: it {does}. The port is in use "
+            "by another program: choose a free one, the same for all processes."
+        )
 
 
-def mistakes(own: Message, hellos: Sequence[Message]) -> list[str]:
-    """List the contradictions that no further process could resolve.
+# How a connection of ZeroMQ with CURVE begins (ZMTP 3.1).
+_ZMTP = b"\xff" + bytes(8) + b"\x7f\x03\x01CURVE" + bytes(47)
+
+
+def _is_hello(hello: Message) -> bool:
+    """Whether a process says so who it is."""
+    kinds = {"index": int, "count": int, "host": str, "pid": int, "job": str}
+    return {"index", "count"} <= hello.keys() and all(
+        type(hello.get(name, kind())) is kind for name, kind in kinds.items()
+    )
+
+
+def _mistakes(own: Message, others: Sequence[Message]) -> list[str]:
+    """The contradictions that no further process could resolve.
 
     Args:
       own: what process 0 says of itself.
-      hellos: what all say that have come, process 0 among them.
+      others: what all others say that have come.
     """
-    count, wrong = own["count"], []
-    others = [hello for hello in hellos if hello is not own]
-    first = member(own)
-    for hello in others:
-        if hello["count"] != count:
-            wrong.append(
-                f"{member(hello)} was told that there are {hello['count']} processes, "
-                f"{first} that there are {count}"
-            )
-        elif not 0 <= hello["index"] < count:
-            wrong.append(
-                f"{member(hello)} is out of range: the ids of {count} processes are "
-                f"0 to {count - 1}"
-            )
-        wrong += _other_versions(own, hello)
+    count, first, wrong = own["count"], member(own), []
     holders = collections.defaultdict(list)
-    for hello in hellos:
+    for hello in (own, *others):
         one = member(hello)
         holders[one.index].append(f"pid {one.pid} on host {one.host}")
+        if hello["count"] != count:
+            wrong.append(
+                f"{one} was told that there are {hello['count']} processes, {first} "
+                f"that there are {count}"
+            )
+        elif not 0 <= one.index < count:
+            wrong.append(
+                f"{one} is out of range: the ids of {count} processes are 0 to "
+                f"{count - 1}"
+            )
+        wrong += _other_versions(own, hello)
     for index, held in sorted(holders.items()):
         if len(held) > 1:
             wrong.append(f"process id {index} was given to {' and to '.join(held)}")
@@ -461,277 +585,41 @@ def _other_versions(own: Message, hello: Message) -> list[str]:
     if not differ:
         return []
 
-    def listed(versions: Mapping[str, str]) -> str:
+    def listing(versions: Mapping[str, str]) -> str:
         return ", ".join(f"{name} {versions.get(name)}" for name in differ)
 
-    return [f"{member(hello)} has {listed(theirs)}, {member(own)} {listed(ours)}"]
+    return [f"{member(hello)} has {listing(theirs)}, {member(own)} {listing(ours)}"]
 
 
-def _row(one: Member) -> tuple[int, str, int]:
-    return one.index, one.host, one.pid
-
-
-def _named(indices: Sequence[int]) -> str:
-    return f"{plural(len(indices), 'process')} {listed(indices, 16)}"
-
-
-_VERDICT_SECONDS = 5.0  # how much later than it said process 0 may answer
-CLOSED_SECONDS = 3.0
-"""The time after which a server that hangs up counts as another program's."""
-ANSWER_SECONDS = 15.0
-"""The time for an answer; process 0 does nothing else while it listens."""
-
-
-class Guest:
-    """The meeting, as each process but process 0 sees it: a guest calls the host.
-
-    Args:
-      hello: the facts that this process tells of itself.
-      coordinator: the address of process 0, `host:port`.
-      end: when to give up, of `time.monotonic()`.
-      timeout_seconds: the time until then, for messages.
-      secret: of the job.
-
-    Attributes:
-      was_greeted: whether a process of some jaxstrategy job has answered.
-    """
-
-    def __init__(
-        self,
-        hello: Message,
-        coordinator: str,
-        end: float,
-        timeout_seconds: float,
-        secret: Secret,
-    ) -> None:
-        self._hello = hello
-        self._coordinator = coordinator
-        self._end = end
-        self._timeout_seconds = timeout_seconds
-        self._secret = secret
-        self._hung_up_since: float | None = None
-        self.was_greeted = False
-
-    def join(self) -> Meeting:
-        """Call process 0 until it answers, then wait for its verdict."""
-        pause, why = 0.02, "it was not called"
-        while time.monotonic() < self._end:
-            try:
-                sock = self._called()
-            except OSError as error:
-                why = error.strerror or str(error)
-            else:
-                try:
-                    return self._met_over(sock)
-                except _HungUp:
-                    why = "it closes the connection"
-            time.sleep(min(pause, max(0.0, self._end - time.monotonic())))
-            pause = min(2 * pause, 0.3)
-        raise ClusterError(
-            f"Process {self._hello['index']} (host {self._hello['host']}) could not "
-            f"reach process 0 at the coordinator's address {self._coordinator} within "
-            f"{self._timeout_seconds:g} s: {why}. Is process 0 running, is this the "
-            "address of its host, and does no firewall stand between them?"
-        )
-
-    def _called(self) -> socket.socket:
-        left = max(0.05, min(2.0, self._end - time.monotonic()))
-        sock = socket.create_connection(_channel.endpoint(self._coordinator), left)
-        # While nobody listens, a call from this very port reaches itself.
-        if sock.getsockname() == sock.getpeername():
-            sock.close()
-            raise ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
-        _channel.tune(sock)
-        return sock
-
-    def _met_over(self, sock: socket.socket) -> Meeting:
-        """The meeting, or an error and no connection."""
-        with contextlib.ExitStack() as unless_met:
-            unless_met.callback(sock.close)
-            connection = Connection(sock, self._greet(sock))
-            meeting = self._met(connection)
-            unless_met.pop_all()
-            return meeting
-
-    def _greet(self, sock: socket.socket) -> Channel:
-        """Greet, and read the answer; the channel that both make."""
-        end = min(self._end, time.monotonic() + ANSWER_SECONDS)
-        greeting, channel = Greeting(self._secret, is_host=False), None
-        try:
-            sock.sendall(greeting.own)
-            while channel is None:
-                channel = greeting.add(_channel.received(sock, end))
-        except TimeoutError as error:
-            # The kernel accepts calls for a process that is stopped.
-            does = "accepts calls and does not answer (or process 0 is stopped)"
-            raise self._foreign(does) from error
-        except (EOFError, OSError) as error:
-            # Process 0 may be about to listen again; nothing of ours hangs up for long.
-            now = time.monotonic()
-            self._hung_up_since = self._hung_up_since or now
-            if now - self._hung_up_since > CLOSED_SECONDS:
-                raise self._foreign("closes the connection") from error
-            raise _HungUp from error
-        except ValueError as error:
-            raise self._foreign("does not speak our protocol") from error
-        self.was_greeted, self._hung_up_since = True, None
-        return channel
-
-    def _met(self, connection: Connection) -> Meeting:
-        message = self._verdict(connection)
-        if message["verdict"]:
-            raise ClusterError(message["verdict"])
-        members = tuple(Member(*row) for row in message["members"])
-        connection.sock.settimeout(None)
-        return Meeting(self._hello["index"], members, {0: connection})
-
-    def _verdict(self, connection: Connection) -> Message:
-        end = self._end
-        try:
-            connection.send(self._hello)
-            while True:
-                message = connection.receive(end)
-                if not is_word(message, self._hello["count"]):
-                    raise ValueError("process 0 says something else")
-                if "verdict" in message:
-                    return message
-                end = max(self._end, time.monotonic() + message["seconds"])
-                end += _VERDICT_SECONDS
-        except (ForgedError, RefusedError) as error:
-            raise self._unproved() from error
-        except (EOFError, OSError, ValueError) as error:
-            gone = isinstance(error, EOFError | ConnectionError)
-            if gone and not connection.channel.is_proved:
-                raise _HungUp from error  # to make room, when too many strangers call
-            raise ClusterError(
-                f"Process 0 at {self._coordinator} "
-                + ("ended" if gone else "stopped answering")
-                + " before all processes had come. Look at its own output."
-            ) from error
-
-    def _unproved(self) -> ClusterError:
-        variable = _secret.VARIABLE
-        own = "has one" if self._secret else "has none"
-        return ClusterError(
-            f"The process that listens at the coordinator's address "
-            f"{self._coordinator} has another {variable} than process "
-            f"{self._hello['index']} (host {self._hello['host']}), which {own}. Give "
-            "all processes of the job the same, and each job a port of its own."
-        )
-
-    def _foreign(self, does: str) -> ClusterError:
-        return ClusterError(
-            f"Something that is not process 0 of a jaxstrategy job listens at the "
-            f"coordinator's address {self._coordinator}: it {does}. The port is in use "
-            "by another program: choose a free one, the same for all processes."
-        )
-
-
-class _HungUp(Exception):
-    """The connection was closed before process 0 had proved to be one of the job."""
-
-
-def meet(
-    index: int,
-    count: int,
-    coordinator: str,
-    timeout_seconds: float = 300,
-    told: Message | None = None,
-    bind_address: str | None = None,
-    secret: Secret | None = None,
-    listener: socket.socket | None = None,
-) -> Meeting:
-    """Wait until all processes have come, and agree that they are the right ones.
-
-    Args:
-      index: this process's id, from 0 to `count - 1`.
-      count: how many processes there are.
-      coordinator: where process 0 listens, `"host:port"`.
-      timeout_seconds: how long to wait for the others.
-      told: what this process says of itself; `facts()` by default.
-      bind_address: where process 0 listens if not at the coordinator's host, for
-        example `"0.0.0.0"` behind a translated address.
-      secret: what all processes of the job know; by default what
-        `JAXSTRATEGY_CLUSTER_SECRET` says.
-      listener: of process 0, if it listens there already.
-
-    Raises:
-      ClusterError: on every process with the same text: ids given twice or out of
-        range, different numbers of processes, different versions, processes that did
-        not come. On those that it concerns: the port is used by something else, the
-        coordinator cannot be reached, or has another secret. There is no secret, and
-        other hosts reach the address.
-      ValueError: the address, the id, the count or the secret cannot be right.
-    """
-    host, _ = _channel.endpoint(coordinator)
-    if count < 1 or index < 0:
-        raise ValueError(
-            f"The process's id was {index!r} of {count!r}; ids from 0 to the number "
-            "of processes less one were wanted."
-        )
-    secret = Secret.of_environment() if secret is None else secret
-    _secret.check(secret, host if index or bind_address is None else bind_address)
-    hello = {"index": index, "count": count, **(facts() if told is None else told)}
-    end = time.monotonic() + timeout_seconds
-    if index != 0:
-        return Guest(hello, coordinator, end, timeout_seconds, secret).join()
-    try:
-        if listener is None:
-            host, port = _channel.endpoint(coordinator)
-            listener = listening((bind_address or host, port))
-    except OSError as error:
-        return _refused_port(error, hello, coordinator, secret)
-    with listener:
-        return Host(listener, hello, coordinator, end, timeout_seconds, secret).meet()
-
-
-def listening(endpoint: tuple[str, int]) -> socket.socket:
-    """A socket that listens at a host and port, of which 0 is a free one."""
-    family, kind, _, _, address = socket.getaddrinfo(
-        *endpoint, type=socket.SOCK_STREAM
-    )[0]
-    listener = socket.socket(family, kind)
-    try:
-        # So that JAX can use the port at once when we have left it.
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(1024)
-        # Who called may hang up before `accept`, which would wait for the next one.
-        listener.setblocking(False)
-    except OSError:
-        listener.close()
-        raise
-    return listener
-
-
-def _refused_port(
+def _second_host(
     error: OSError, hello: Message, coordinator: str, secret: Secret
-) -> Meeting:
+) -> Group:
     """Process 0 cannot listen: a second process 0, or another program, does.
 
     A second process 0 joins the first one, which tells all of both.
     """
+    name, port = endpoint(coordinator)
     if error.errno in (errno.EADDRINUSE, errno.EADDRNOTAVAIL):
-        end = time.monotonic() + CLOSED_SECONDS
-        guest = Guest(hello, coordinator, end, 0, secret)
+        guest = _Guest(hello, coordinator, CLOSED_SECONDS, secret)
         try:
-            return guest.join()
-        except ClusterError:
-            if guest.was_greeted:
+            guest._port()
+        except ClusterError as told:
+            if _secret.VARIABLE in str(told):
                 raise
-    host, port = _channel.endpoint(coordinator)
+        else:
+            return _Guest(hello, coordinator, CLOSED_SECONDS, secret).meet()
     if error.errno == errno.EADDRINUSE:
         why = (
             f"port {port} is in use by another program. Choose a free port for the "
             "coordinator, the same for all processes, or end that program"
         )
-    elif error.errno == errno.EADDRNOTAVAIL:
+    elif error.errno in (errno.EADDRNOTAVAIL, errno.ENODEV):
         why = (
-            f"this host, {socket.gethostname()}, has no address {host}. The "
+            f"this host, {socket.gethostname()}, has no address {name}. The "
             "coordinator's address must be that of the host of process 0"
         )
     elif isinstance(error, socket.gaierror):
-        why = f"the name {host!r} has no address ({error.strerror})"
+        why = f"the name {name!r} has no address ({error.strerror})"
     else:
         why = f"{error.strerror or error}"
     raise ClusterError(

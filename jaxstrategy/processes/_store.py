@@ -1,4 +1,9 @@
-"""Values that all processes share, and news of those that have ended."""
+"""Values that all processes share, and news of those that have ended.
+
+Process 0 keeps them. It brings together what all contribute, and knows at once when a
+process has died: the kernel closes the connections of a process that ends, however it
+ends.
+"""
 
 from __future__ import annotations
 
@@ -8,32 +13,23 @@ import contextlib
 import dataclasses
 import itertools
 import os
-import queue
-import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
-from typing import TypedDict, TypeGuard, final
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError, Future
+from typing import Any, TypeAlias, TypedDict, final
 
 from jaxstrategy._errors import ClusterError
-from jaxstrategy.processes import _channel
-from jaxstrategy.processes._channel import (
-    Connection,
-    Fields,
+from jaxstrategy.processes._messages import LostError, RemoteError, Request
+from jaxstrategy.processes._rendezvous import (
+    Group,
     Json,
+    Member,
     Message,
-    has,
-    is_anything,
-    is_one_of,
-    is_seconds,
-    is_text,
-    is_whole,
-    or_none,
-    row,
-    rows,
+    read,
+    written,
 )
-from jaxstrategy.processes._rendezvous import Meeting, Member
 from jaxstrategy.text._lists import listed
 
 
@@ -61,72 +57,6 @@ class Status(TypedDict):
     writes: str | None
     reads: list[tuple[str, float]]
     arrivals: list[tuple[int, int, float]]
-
-
-_STATUS: Fields = {
-    "step": is_whole,
-    "what": is_text,
-    "pending": or_none(is_text),
-    "seconds": or_none(is_seconds),
-    "busy": or_none(is_text),
-    "writes": or_none(is_text),
-    "reads": rows(row(is_text, is_seconds)),
-    "arrivals": rows(row(is_whole, is_whole, is_seconds)),
-}
-
-
-def _is_status(value: object) -> bool:
-    return value is None or has(value, _STATUS)
-
-
-def _is_end(value: object) -> bool:
-    return value in ("left", "failed", "died", "silent")
-
-
-_REQUESTS: Mapping[str, Fields] = {
-    "alive": {"status": _is_status},
-    "put": {"key": is_text, "value": is_anything},
-    "get": {"id": is_whole, "key": is_text},
-    "gather": {"id": is_whole, "key": is_text, "value": is_anything},
-    "cancel": {"id": is_whole, "cancelled": is_whole},
-    "states": {"id": is_whole},
-    "failed": {"text": is_text},
-    "left": {"status": _is_status},
-}
-_NEWS: Mapping[str, Fields] = {
-    "ping": {},
-    "ended": {
-        "process": is_whole,
-        "end": _is_end,
-        "text": is_text,
-        "status": _is_status,
-    },
-    "all left": {},
-}
-_GONE: Fields = {"id": is_whole, "gone": rows(row(is_whole, _is_end, is_text))}
-_ANSWERS: tuple[Fields, ...] = (
-    {"id": is_whole, "value": is_anything},
-    {"id": is_whole, "refused": is_text},
-)
-
-
-def is_request(message: object) -> TypeGuard[Message]:
-    """Whether a process says so something to process 0."""
-    return is_one_of(message, _REQUESTS)
-
-
-def is_reply(message: object, count: int) -> TypeGuard[Message]:
-    """Whether process 0 says so something to a process.
-
-    Args:
-      count: how many processes there are.
-    """
-    if is_one_of(message, _NEWS):
-        process = message.get("process", 0)
-        return is_whole(process) and process < count
-    if has(message, _GONE):
-        return all(index < count for index, *_ in message["gone"])
-    return any(has(message, answer) for answer in _ANSWERS)
 
 
 LATE_SECONDS = 3.0
@@ -324,138 +254,145 @@ def nobody_put(key: str, seconds: float) -> str:
 _TICK_SECONDS = 1.0
 # A thread that should run each second and did not for so long was stopped itself.
 _STOPPED_SECONDS = 5.0
+_ANSWER_SECONDS = 2.0  # for what process 0 can answer by itself
+# Locks raise OverflowError beyond `threading.TIMEOUT_MAX`, 292 years on Linux and 49
+# days on Windows; users give `math.inf`, too.
+_LONGEST_SECONDS = 1e6
 
 
 class _Client:
-    """A process, as the hub sees it."""
+    """A process, as the server sees it; `post` tells it something."""
 
-    def __init__(self, index: int, connection: Connection) -> None:
+    def __init__(self, index: int, post: Callable[[bytes], None]) -> None:
         self.index = index
-        self.sock = connection.sock
-        self.channel = connection.channel
-        self.outgoing = bytearray()
+        self.post = post
         self.heard = time.monotonic()
         self.status: Status | None = None
         self.end: str | None = None  # how it ended: left, failed, died or silent
         self.text = ""
+        self.is_connected = True
 
 
-class Hub:
-    """Serves the boards of all processes until all have left.
+Reply: TypeAlias = Callable[[bytes], None]
+"""Answers a request, by a message that was written."""
+
+
+class StoreServer:
+    """Process 0's end: serves all processes until they have hung up.
+
+    All of its state belongs to the loop of messages, so there is no lock; only
+    `states`, which reads one attribute after the other, is called by others.
 
     Args:
-      connections: the connection to each process.
+      group: the processes.
       silence_seconds: a process that says nothing for so long counts as dead.
     """
 
-    def __init__(
-        self,
-        connections: Mapping[int, Connection],
-        silence_seconds: float,
-    ) -> None:
-        self._clients = {k: _Client(k, connections[k]) for k in sorted(connections)}
+    def __init__(self, group: Group, silence_seconds: float) -> None:
+        host = group.host
+        assert host is not None
+        self._host = host
         self._silence_seconds = silence_seconds
-        self._values: dict[str, object] = {}
-        self._asked: dict[str, list[tuple[int, int]]] = {}
+        own = _Client(0, lambda body: group.news.put([body]))
+        self._clients = {0: own}
+        self._by_peer: dict[bytes, _Client] = {}
+        for index, peer in sorted(host.peers.items()):
+            client = _Client(index, self._poster(peer))
+            self._clients[index] = self._by_peer[peer] = client
+        self._values: dict[str, Json] = {}
+        self._asked: dict[str, list[tuple[int, int, Reply]]] = {}
         # Of each key and process: what it contributed, and the request it waits with.
-        self._gathers: dict[str, dict[int, collections.deque[tuple[int, object]]]] = {}
-        self._selector = selectors.DefaultSelector()
+        self._gathers: dict[
+            str, dict[int, collections.deque[tuple[int, Json, Reply]]]
+        ] = {}
         self._ticked = time.monotonic()
         self._all_left = False
-        self._thread = threading.Thread(
-            target=self._serve, name="jaxstrategy-hub", daemon=True
-        )
+        self._is_over = threading.Event()
+        host.begin(self._received, self._lost)
+        threading.Thread(
+            target=self._tick_on, name="jaxstrategy-store-ticks", daemon=True
+        ).start()
 
-    def start(self) -> None:
-        """Begin to serve."""
-        for client in self._clients.values():
-            client.sock.setblocking(False)
-            self._selector.register(client.sock, selectors.EVENT_READ, client)
-        self._thread.start()
+    def ask(self, message: Message) -> Future[Message]:
+        """The answer to a request of process 0 itself."""
+        future: Future[Message] = Future()
+        told = read([written(message)])  # what JSON makes of it
+
+        def reply(body: bytes) -> None:
+            future.set_result(read([body]))
+
+        self._host.server.call(lambda: self._obey(self._clients[0], told, reply))
+        return future
 
     def join(self, timeout_seconds: float) -> None:
-        """Wait until all processes have hung up."""
-        self._thread.join(timeout_seconds)
+        """Wait until all other processes have hung up."""
+        self._is_over.wait(timeout_seconds)
 
-    def close_in_forked_child(self) -> None:
-        """Close the child's copies and leave the parent's selector alone."""
-        # An epoll object is shared: to unregister here would do so in the parent.
-        for client in self._clients.values():
-            client.sock.close()
+    def hang_up(self) -> None:
+        """Process 0 takes part no more; the others are served until they hang up."""
+        self._host.server.call(lambda: self._hung_up(self._clients[0]))
 
-    def _serve(self) -> None:
-        for client in self._clients.values():
-            self._take(client)  # what came in before we began
-        while self._selector.get_map():
-            for key, events in self._selector.select(_TICK_SECONDS):
-                if events & selectors.EVENT_WRITE:
-                    self._flush(key.data)
-                if events & selectors.EVENT_READ:
-                    self._read(key.data)
-            self._tick()
-        self._selector.close()
+    def _poster(self, peer: bytes) -> Callable[[bytes], None]:
+        return lambda body: self._host.server.send(peer, body)
 
-    def _read(self, client: _Client) -> None:
-        try:
-            received = client.sock.recv(1 << 16)
-        except BlockingIOError:
-            return
-        except OSError:  # reset, as where a process was killed: it has hung up, too
-            received = b""
-        if not received:
-            self._hung_up(client)
-            return
-        client.channel.add(received)
+    def _received(self, request: Request) -> None:
+        client = self._by_peer.get(request.peer)
+        if client is None:
+            raise ValueError("the processes of the job have met already")
         client.heard = time.monotonic()
-        self._take(client)
-
-    def _take(self, client: _Client) -> None:
         try:
-            for message in client.channel.messages():
-                if not is_request(message):
-                    raise ValueError("it sent something that is no request")
-                self._obey(client, message)
-        except ValueError as error:
+            message = read(request.frames)
+            self._obey(client, message, request.reply)
+        # It is of the job, and yet says something that makes no sense.
+        except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as why:
             if not self._all_left:
-                self._ended(client, "failed", f"its messages make no sense: {error}")
+                text = f"its messages make no sense: {type(why).__name__}: {why}"
+                self._ended(client, "failed", text)
+            self._hung_up(client)
+            request.fail(str(why))
+
+    def _lost(self, peer: bytes) -> None:
+        if (client := self._by_peer.pop(peer, None)) is not None:
             self._hung_up(client)
 
-    def _obey(self, client: _Client, message: Message) -> None:
+    def _obey(self, client: _Client, message: Message, reply: Reply) -> None:
         match message["op"]:
             case "alive":
-                client.status = message["status"]
+                client.status = _checked(message["status"])
             case "put":
                 self._put(message["key"], message["value"])
             case "get":
-                self._get(client, message)
+                self._get(client, message["key"], message["id"], reply)
             case "gather":
-                entry = message["id"], message["value"]
-                waiting = self._gathers.setdefault(message["key"], {})
+                entry = int(message["id"]), message["value"], reply
+                waiting = self._gathers.setdefault(str(message["key"]), {})
                 waiting.setdefault(client.index, collections.deque()).append(entry)
                 self._complete(message["key"])
             case "cancel":
-                self._cancel(client, message)
+                reply(written({"value": self._cancel(client, message["cancelled"])}))
             case "states":
-                self._post(client, {"id": message["id"], "value": self.states()})
+                reply(written({"value": self.states()}))
             case "failed":
-                self._ended(client, "failed", message["text"])
+                self._ended(client, "failed", str(message["text"]))
+                reply(written({"value": None}))
             case "left":
-                client.status = message["status"]
+                client.status = _checked(message["status"])
                 self._ended(client, "left", "")
+            case other:
+                raise ValueError(f"{other!r} is no request")
 
-    def _put(self, key: str, value: object) -> None:
+    def _put(self, key: str, value: Json) -> None:
         self._values[key] = value
-        for index, request in self._asked.pop(key, []):
-            self._post(self._clients[index], {"id": request, "value": value})
+        for _, _, reply in self._asked.pop(key, []):
+            reply(written({"value": value}))
 
-    def _get(self, client: _Client, message: Message) -> None:
-        key = message["key"]
+    def _get(self, client: _Client, key: str, request: int, reply: Reply) -> None:
         if key in self._values:
-            self._post(client, {"id": message["id"], "value": self._values[key]})
+            reply(written({"value": self._values[key]}))
         elif gone := self._gone_for_good(client):
-            self._refuse(client, message["id"], gone)
+            reply(self._refusal(gone))
         else:
-            self._asked.setdefault(key, []).append((client.index, message["id"]))
+            self._asked.setdefault(key, []).append((client.index, request, reply))
 
     def _gone_for_good(self, client: _Client) -> list[int]:
         """The processes whose end means that nothing will be put any more."""
@@ -470,21 +407,23 @@ class Hub:
         waiting = self._gathers[key]
         absent = [k for k in self._clients if not waiting.get(k)]
         if not absent:
-            entries = {k: waiting[k].popleft() for k in self._clients}
-            values = [value for _, value in entries.values()]
-            for index, (request, _) in entries.items():
-                self._post(self._clients[index], {"id": request, "value": values})
+            entries = [waiting[k].popleft() for k in self._clients]
+            try:
+                answer = written({"value": [value for _, value, _ in entries]})
+            except ValueError as error:  # what all said, together, is too large
+                answer = written({"refused": str(error)})
+            for _, _, reply in entries:
+                reply(answer)
             if not any(waiting.values()):
                 del self._gathers[key]
         elif gone := [k for k in absent if self._clients[k].end]:
-            for index in waiting:
-                for request, _ in waiting[index]:
-                    self._refuse(self._clients[index], request, gone)
-            del self._gathers[key]
+            for entries in self._gathers.pop(key).values():
+                for _, _, reply in entries:
+                    reply(self._refusal(gone))
 
-    def _cancel(self, client: _Client, message: Message) -> None:
-        """Forget a request that took too long; say who has not contributed."""
-        request, absent = message["cancelled"], []
+    def _cancel(self, client: _Client, request: int) -> list[int]:
+        """Forget a request that took too long; who has not contributed."""
+        absent: list[int] = []
         for key, waiting in list(self._gathers.items()):
             entries = waiting.get(client.index, ())
             kept = collections.deque(e for e in entries if e[0] != request)
@@ -493,14 +432,13 @@ class Hub:
                 waiting[client.index] = kept
                 if not any(waiting.values()):
                     del self._gathers[key]
-        for asked in self._asked.values():
-            with contextlib.suppress(ValueError):
-                asked.remove((client.index, request))
-        self._post(client, {"id": message["id"], "value": absent})
+        for key, asked in self._asked.items():
+            self._asked[key] = [e for e in asked if e[:2] != (client.index, request)]
+        return absent
 
-    def _refuse(self, client: _Client, request: int, gone: list[int]) -> None:
+    def _refusal(self, gone: Sequence[int]) -> bytes:
         ends = [[k, self._clients[k].end, self._clients[k].text] for k in gone]
-        self._post(client, {"id": request, "gone": ends})
+        return written({"gone": ends})
 
     def states(self) -> list[Message]:
         """The state of each process, by their ids; any thread may ask."""
@@ -520,95 +458,72 @@ class Hub:
         return round(now - client.heard, 1) if is_asked else 0.0
 
     def _hung_up(self, client: _Client) -> None:
-        self._selector.unregister(client.sock)
-        client.sock.close()
+        client.is_connected = False
         if client.end is None or (client.end == "left" and not self._all_left):
             self._ended(client, "died", "")
+        if not any(other.is_connected for other in self._clients.values()):
+            self._is_over.set()
 
     def _ended(self, client: _Client, end: str, text: str) -> None:
         # Who has left waits for the others and may still die; other ends are final.
         if client.end is not None and (client.end != "left" or end == "left"):
             return
         client.end, client.text = end, text
-        told = {
-            "op": "ended",
-            "process": client.index,
-            "end": end,
-            "text": text,
-            "status": client.status,
-        }
+        told = written(
+            {
+                "op": "ended",
+                "process": client.index,
+                "end": end,
+                "text": text,
+                "status": client.status,
+            }
+        )
         for other in self._clients.values():
             if other is not client:
-                self._post(other, told)
+                other.post(told)
         for key in list(self._gathers):
             self._complete(key)
-        self._refuse_askers()
+        for key, asked in list(self._asked.items()):
+            left = []
+            for index, request, reply in asked:
+                if gone := self._gone_for_good(self._clients[index]):
+                    reply(self._refusal(gone))
+                else:
+                    left.append((index, request, reply))
+            self._asked[key] = left
         if all(other.end == "left" for other in self._clients.values()):
             self._all_left = True
             for other in self._clients.values():
-                self._post(other, {"op": "all left"})
+                other.post(written({"op": "all left"}))
 
-    def _refuse_askers(self) -> None:
-        for key, asked in list(self._asked.items()):
-            for index, request in list(asked):
-                if gone := self._gone_for_good(self._clients[index]):
-                    self._refuse(self._clients[index], request, gone)
-                    asked.remove((index, request))
-            if not asked:
-                del self._asked[key]
+    def _tick_on(self) -> None:
+        while not self._is_over.wait(_TICK_SECONDS):
+            self._host.server.call(self._tick)
+        self._host.close()
 
     def _tick(self) -> None:
         now = time.monotonic()
-        passed = now - self._ticked
-        if passed < _TICK_SECONDS:
-            return
+        if now - self._ticked > _STOPPED_SECONDS:  # this process was itself stopped
+            for client in self._clients.values():
+                client.heard = now
         self._ticked = now
         for client in self._clients.values():
-            if passed > _STOPPED_SECONDS:
-                client.heard = now  # it was this process that was stopped
-            # Not to one that does not read: pings would pile up in memory.
-            if client.end is None and not client.outgoing:
-                self._post(client, {"op": "ping"})
-            silent = now - client.heard
-            if client.index and client.end is None and silent > self._silence_seconds:
+            client.post(written({"op": "ping"}))
+            silent = self._silent(client, now)
+            if client.end is None and silent > self._silence_seconds:
                 self._ended(client, "silent", f"{silent:.0f}")
 
-    def _post(self, client: _Client, message: Message) -> None:
-        try:
-            client.outgoing += client.channel.packed(message)
-        except ValueError as error:  # what all said, together, is too large
-            refused = {"id": message["id"], "refused": str(error)}
-            client.outgoing += client.channel.packed(refused)
-        self._flush(client)
 
-    def _flush(self, client: _Client) -> None:
-        # Who has hung up stays a client, and would be told what all are told.
-        if client.sock.fileno() < 0:
-            client.outgoing.clear()
-            return
-        try:
-            while client.outgoing:
-                del client.outgoing[: client.sock.send(client.outgoing)]
-        except BlockingIOError:
-            pass  # the selector tells when there is room for the rest
-        except OSError:
-            client.outgoing.clear()  # reading tells that it has hung up
-        events = selectors.EVENT_READ
-        if client.outgoing:
-            events |= selectors.EVENT_WRITE
-        if self._selector.get_key(client.sock).events != events:
-            self._selector.modify(client.sock, events, client)
-
-
-_ANSWER_SECONDS = 2.0  # for what process 0 can answer by itself
-# Locks raise OverflowError beyond `threading.TIMEOUT_MAX`, 292 years on Linux and 49
-# days on Windows; users give `math.inf`, too.
-_LONGEST_SECONDS = 1e6
+def _checked(status: Json) -> Status | None:
+    """A status, if it looks like one."""
+    if status is not None and not status.keys() >= Status.__annotations__.keys():
+        raise ValueError("its status is none")
+    return status
 
 
 @final
 class Board(AbstractBoard):
-    """The board of a job of several processes; process 0 keeps it.
+    """The store of a job of several processes; process 0 keeps it.
 
     Args:
       timeout_seconds: how long `get` and `gather` wait unless they are told.
@@ -622,39 +537,31 @@ class Board(AbstractBoard):
 
     def __init__(
         self,
-        meeting: Meeting,
+        group: Group,
         timeout_seconds: float = 300,
         silence_seconds: float | None = None,
     ) -> None:
-        self.index = meeting.index
-        self.members = meeting.members
+        self.index = group.index
+        self.members = group.members
         self.status: Callable[[], Status | None] = lambda: None
         self.departures: dict[int, Departure] = {}
+        self._group = group
         self._timeout_seconds = timeout_seconds
         # Later than any watchdog, whose report says more.
         self._silence_seconds = silence_seconds or timeout_seconds + 5
-        self._hub: Hub | None = None
-        self._connection = self._connected(meeting)
         self._requests = itertools.count()
-        self._answers: dict[int, queue.SimpleQueue[Message]] = {}
         self._heard = time.monotonic()
         self._callbacks: list[Callable[[Departure], None]] = []
-        self._news = threading.Condition(threading.RLock())
+        self._changed = threading.Condition(threading.RLock())
         self._all_left = threading.Event()
         self._is_closed = False
-        self._is_over = False
-        self._reader = threading.Thread(
+        self._server = None
+        if group.host is not None:
+            self._server = StoreServer(group, self._silence_seconds)
+        # Callbacks may wait for long, which the loop of messages must not.
+        threading.Thread(
             target=self._read, name="jaxstrategy-board", daemon=True
-        )
-        self._reader.start()
-
-    def _connected(self, meeting: Meeting) -> Connection:
-        if self.index:
-            return meeting.connections[0]
-        ours, hubs = map(Connection, socket.socketpair(), _channel.pair())
-        self._hub = Hub({0: hubs, **meeting.connections}, self._silence_seconds)
-        self._hub.start()
-        return ours
+        ).start()
 
     def put(self, key: str, value: Json) -> None:
         self._send({"op": "put", "key": key, "value": value})
@@ -693,7 +600,7 @@ class Board(AbstractBoard):
         return self._states(rows)
 
     def known_states(self) -> list[ProcessState]:
-        return [] if self._hub is None else self._states(self._hub.states())
+        return [] if self._server is None else self._states(self._server.states())
 
     def _states(self, rows: list[Message]) -> list[ProcessState]:
         return [
@@ -702,7 +609,7 @@ class Board(AbstractBoard):
         ]
 
     def on_departure(self, callback: Callable[[Departure], None]) -> None:
-        with self._news:
+        with self._changed:
             self._callbacks.append(callback)
             known = list(self.departures.values())
         for departure in known:
@@ -714,24 +621,17 @@ class Board(AbstractBoard):
         return time.monotonic() - self._heard
 
     def forgive_silence(self) -> None:
-        """Count the silence of process 0 from now: this one was itself stopped."""
         self._heard = time.monotonic()
 
-    @property
-    def process_0_is_silent(self) -> bool:
-        """Whether process 0 has said nothing for so long that it counts as dead."""
-        return bool(self.index) and self.silent_seconds > self._silence_seconds
-
     def look_at_process_0(self) -> None:
-        """Note that process 0 has ended if it has been silent for too long."""
-        if self.process_0_is_silent:
+        if self.index and self.silent_seconds > self._silence_seconds:
             silent = f"{self.silent_seconds:.0f}"
             self._note(Departure(self.members[0], "silent", silent))
 
     def wait_for_departure(self, timeout_seconds: float) -> Departure | None:
         """The first process that ended badly, None if none did within the time."""
-        with self._news:
-            self._news.wait_for(self._bad, timeout_seconds)
+        with self._changed:
+            self._changed.wait_for(self._bad, timeout_seconds)
             return self._bad()
 
     def _bad(self) -> Departure | None:
@@ -744,13 +644,10 @@ class Board(AbstractBoard):
         Process 0 stays until the others have hung up, or so long, by default 2 s: JAX
         aborts them when it has ended.
         """
-        try:
-            self._connection.send({"op": "failed", "text": text})
-        except OSError:
-            pass  # they know
-        # The reader may itself be about to end the process, and wait for this call:
-        # who waited for it would outlive process 0, and be aborted by JAX.
-        self._hang_up(linger_seconds or _ANSWER_SECONDS)
+        # An answer, because the process may end before what is only sent is out.
+        with contextlib.suppress(ClusterError, TimeoutError):
+            self._answer({"op": "failed", "text": text}, _ANSWER_SECONDS)
+        self.close(linger_seconds or _ANSWER_SECONDS)
 
     def leave(self, status: Status | None = None) -> None:
         """Say that this process has finished, before it waits for all others to."""
@@ -760,33 +657,52 @@ class Board(AbstractBoard):
         """Whether all processes have left within the time."""
         return self._all_left.wait(timeout_seconds)
 
-    def close(self) -> None:
-        """Hang up. Others call it a death unless this process has left or failed."""
-        self._hang_up(_ANSWER_SECONDS)
-        if threading.current_thread() is not self._reader:
-            self._reader.join(_ANSWER_SECONDS)
+    def close(self, linger_seconds: float = _ANSWER_SECONDS) -> None:
+        """Hang up. Others call it a death unless this process has left or failed.
 
-    def _hang_up(self, linger_seconds: float) -> None:
+        Process 0 goes on for so long until the others have hung up.
+        """
         self._is_closed = True
-        self._connection.close()
-        if self._hub:  # it goes on until the others have hung up
-            self._hub.join(linger_seconds)
+        if self._group.client is not None:
+            self._group.client.close(linger_seconds)
+        if self._server is not None:
+            self._server.hang_up()
+            self._server.join(linger_seconds)
+        self._group.news.put(None)
 
     def close_in_forked_child(self) -> None:
-        """Give up a child's copies, which would keep a dead parent's lines open."""
+        """A child is no process of the job; it has no connections either."""
         self._is_closed = True
-        self._connection.sock.close()
-        if self._hub:
-            self._hub.close_in_forked_child()
 
     def _seconds(self, given: float | None) -> float:
         return min(_LONGEST_SECONDS, self._timeout_seconds if given is None else given)
 
     def _send(self, message: Message) -> None:
+        body = written(message)
         try:
-            self._connection.send(message)
-        except OSError as error:
+            if self._is_closed:
+                raise LostError
+            if self._group.client is not None:
+                self._group.client.send(body)
+            elif self._server is not None:
+                self._server.ask(message)
+        except LostError as error:
             raise ClusterError(f"The board is lost: {self._lost()}.") from error
+
+    def _ask(self, message: Message) -> Future[Message]:
+        if self._server is not None:
+            return self._server.ask(message)
+        assert self._group.client is not None
+        answer: Future[Message] = Future()
+
+        def take(future: Future[Any]) -> None:
+            try:
+                answer.set_result(read(future.result()))
+            except (CancelledError, LostError, RemoteError):
+                answer.set_result({"gone": []})
+
+        self._group.client.submit(written(message)).add_done_callback(take)
+        return answer
 
     def _lost(self) -> str:
         if self._is_closed:
@@ -806,19 +722,18 @@ class Board(AbstractBoard):
           TimeoutError: too late; its argument has those that have not contributed.
           ClusterError: the answer cannot come.
         """
-        request, answers = next(self._requests), queue.SimpleQueue()
-        self._answers[request] = answers
-        try:
-            self._send({**message, "id": request})
-            # The reader may have ended: it refuses only the requests that it found.
-            if self._is_over:
-                answers.put({"gone": []})
-            while (answer := _first(answers, seconds)) is None:
-                if not (is_patient and self._any_is_busy()):
-                    raise TimeoutError(self._cancelled(message, request))
-        finally:
-            del self._answers[request]
+        request = next(self._requests)
         what = message.get("key", message["op"])
+        if self._is_closed:
+            raise ClusterError(f"Waited in {what!r}, but {self._lost()}.")
+        future = self._ask({**message, "id": request})
+        while True:
+            try:
+                answer = future.result(max(0.0, seconds))
+                break
+            except TimeoutError:
+                if not (is_patient and self._any_is_busy()):
+                    raise TimeoutError(self._cancelled(message, request)) from None
         if "refused" in answer:
             raise ClusterError(f"{what!r} cannot be answered: {answer['refused']}")
         if "gone" in answer:
@@ -837,38 +752,35 @@ class Board(AbstractBoard):
         if message["op"] not in ("gather", "get"):
             return []
         try:
-            cancel = {"op": "cancel", "cancelled": request, "key": message["key"]}
-            return self._answer({**cancel}, _ANSWER_SECONDS)["value"]
+            cancel = {"op": "cancel", "cancelled": request}
+            return self._answer(cancel, _ANSWER_SECONDS)["value"]
         except TimeoutError:
             return [0]  # which keeps the board, and does not answer
 
     def _read(self) -> None:
-        try:
-            while True:
-                message = self._connection.receive()
-                if not is_reply(message, len(self.members)):
-                    raise ValueError("process 0 says something else")
-                self._heard = time.monotonic()
-                self._take(message)
-        except (EOFError, OSError, ValueError) as error:
-            if not self._is_closed and not self._all_left.is_set():
-                self._note(_lost_by(error, self.members[0]))
-            self._is_over = True
-            for answers in list(self._answers.values()):
-                answers.put({"gone": []})
+        """Take what process 0 tells, in a thread that may be held up."""
+        while (frames := self._group.news.get()) is not None:
+            self._heard = time.monotonic()
+            try:
+                self._take(read(frames))
+            except (
+                IndexError,
+                KeyError,
+                RecursionError,
+                TypeError,
+                ValueError,
+            ) as error:
+                told = f"its messages make no sense: {error}"
+                self._note(Departure(self.members[0], "failed", told))
+        if not self._is_closed and not self._all_left.is_set():
+            self._note(Departure(self.members[0], "died"))
 
     def _take(self, message: Message) -> None:
-        if "id" in message:
-            answers = self._answers.get(message["id"])
-            # None: the answer to a request that was given up meanwhile.
-            if answers is not None:
-                answers.put(message)
-            return
         match message["op"]:
             case "ping":
                 # After an error, what process 0 said last is still to be read.
-                with contextlib.suppress(OSError):
-                    self._connection.send({"op": "alive", "status": self.status()})
+                with contextlib.suppress(ClusterError):
+                    self._send({"op": "alive", "status": self.status()})
             case "ended":
                 member = self.members[message["process"]]
                 end, text, status = (message[k] for k in ("end", "text", "status"))
@@ -879,28 +791,14 @@ class Board(AbstractBoard):
     def _note(self, departure: Departure) -> None:
         """Note that a process has ended, and say so."""
         index = departure.member.index
-        with self._news:
+        with self._changed:
             known = self.departures.get(index)
             # Who has left waits for the others and may still die; other ends are final.
             if known and (known.end != "left" or departure.end == "left"):
                 return
             self.departures[index] = departure
             callbacks = list(self._callbacks)
-            self._news.notify_all()
+            self._changed.notify_all()
         # Without the lock: one may wait for the main thread, which waits for news.
         for callback in callbacks:
             callback(departure)
-
-
-def _lost_by(error: Exception, process_0: Member) -> Departure:
-    if isinstance(error, ValueError):
-        told = f"its messages make no sense: {error}"
-        return Departure(process_0, "failed", told)
-    return Departure(process_0, "died")
-
-
-def _first(answers: queue.SimpleQueue[Message], seconds: float) -> Message | None:
-    try:
-        return answers.get(timeout=max(0.0, seconds))
-    except queue.Empty:
-        return None

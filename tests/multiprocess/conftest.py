@@ -53,7 +53,7 @@ def attend(address, join):
     def attended(index, count=2, word="", seconds=20, at=None, job=""):
         told = {"host": f"h{index}", "pid": index, "versions": harness.VERSIONS}
         told["job"] = job
-        return join(index, count, at or address, seconds, told, None, Secret(word))
+        return join(index, count, at or address, seconds, told, Secret(word))
 
     return attended
 
@@ -110,6 +110,8 @@ def boards(meet, board):
 
     def of(count, **options):
         meetings = meet(*({"index": k, "count": count} for k in range(count)))
+        wrong = [each for each in meetings if isinstance(each, Exception)]
+        assert not wrong, wrong
         return [board(meeting, **options) for meeting in meetings]
 
     return of

@@ -26,7 +26,7 @@ from jaxstrategy.checkpoint.folders._files import (
 )
 from jaxstrategy.checkpoint.sorts import _sorts
 from jaxstrategy.checkpoint.sorts._entries import Entry
-from jaxstrategy.processes._channel import Json, Message
+from jaxstrategy.processes._rendezvous import Json, Message
 
 VERSION = 1
 FILE = "jaxstrategy.json"

@@ -11,7 +11,7 @@ import jax
 
 from jaxstrategy._errors import ClusterError
 from jaxstrategy.processes import _job
-from jaxstrategy.processes._channel import Json
+from jaxstrategy.processes._rendezvous import Json
 
 _TICK_SECONDS = 0.5
 

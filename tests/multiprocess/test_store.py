@@ -1,10 +1,13 @@
 """What processes know of each other."""
 
+import json
 import os
 import signal
 
+import hypothesis.strategies as st
 import pytest
 from harness import STATUS, until
+from hypothesis import HealthCheck, given, settings
 
 from jaxstrategy import ClusterError
 from jaxstrategy.processes._store import Board
@@ -12,7 +15,7 @@ from jaxstrategy.processes._store import Board
 
 def waiting(zero, key):
     """How many calls wait in a gather, as process 0 knows."""
-    return sum(map(len, list(zero._hub._gathers.get(key, {}).values())))
+    return sum(map(len, list(zero._server._gathers.get(key, {}).values())))
 
 
 def departures(board):
@@ -131,7 +134,7 @@ def test_a_death_is_known_to_all_at_once(boards, pool, dead):
     calls = [pool.submit(board.gather, "key", 1, 20) for board in others]
     calls += [pool.submit(board.get, "never", 20) for board in others]
     until(lambda: waiting(made[0], "key") == 2)
-    until(lambda: len(made[0]._hub._asked.get("never", ())) == 2)
+    until(lambda: len(made[0]._server._asked.get("never", ())) == 2)
     hang_up(made[dead])
     wanted = f"process {dead} (host host{dead}, pid 10{dead}) has died"
     for call in calls:
@@ -152,11 +155,7 @@ def test_a_death_is_known_to_all_at_once(boards, pool, dead):
 def hang_up(board):
     """As the kernel does for a process that dies."""
     board._is_closed = True  # this end keeps quiet
-    if board._hub is not None:
-        board._hub._post = lambda *_: None
-        for client in board._hub._clients.values():
-            client.sock.shutdown(2)
-    board._connection.close()
+    board._group.close()
 
 
 def test_a_failure_is_told_in_its_own_words(boards):
@@ -223,3 +222,102 @@ def test_a_child_of_a_dead_process_does_not_hide_its_death(job):
         child, told = running.ranks[0].output.split(" ", 1)
         assert told.startswith("process 1 (") and "has died" in told
         os.kill(int(child), signal.SIGKILL)
+
+
+# What makes no sense
+
+
+def check_ends_alone(one, zero, two):
+    """Process 1 is out, and the others go on."""
+    until(lambda: two.states()[1].end)
+    zero.put("key", 1)
+    until(lambda: two.states()[1].text)
+    assert two.get("key") == 1
+    assert [state.end for state in two.states()] == [None, "failed", None]
+
+
+NO_MESSAGES = [
+    b"[" * 100_000,
+    b"\xff",
+    b"",
+    b'"alive"',
+    {"op": []},
+    {"op": "conquer"},
+    {"op": "alive", "status": {"step": 3}},
+    {"op": "put", "key": [], "value": 1},
+    {"op": "get", "key": "k"},
+    {"op": "gather", "id": 1, "key": ["k"], "value": 1},
+]
+
+
+def test_a_message_that_is_none_ends_its_sender_alone(boards):
+    for message in NO_MESSAGES:
+        zero, one, two = boards(3)
+        told = departures(two)
+        body = message if isinstance(message, bytes) else json.dumps(message).encode()
+        one._group.client.send(body)
+        until(lambda told=told: told)
+        wanted = "process 1 (host host1, pid 101) failed: its messages make no sense"
+        assert told[0].startswith(wanted), message
+        check_ends_alone(one, zero, two)
+
+
+scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
+words = st.sampled_from(
+    ["op", "id", "key", "value", "status", "text", "cancelled", "index", "count",
+     "host", "pid", "job", "versions", "alive", "put", "get", "gather", "cancel",
+     "states", "failed", "left", "verdict", "members", "seconds", "gone", "ping"]
+)  # fmt: skip
+anything = st.recursive(
+    scalars | words,
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(words | st.text(max_size=4), inner, max_size=5)
+    ),
+    max_leaves=12,
+)
+right = st.sampled_from(
+    [
+        {"op": "alive", "status": None},
+        {"op": "alive", "status": STATUS},
+        {"op": "put", "key": "k", "value": [1]},
+        {"op": "get", "id": 1, "key": "k"},
+        {"op": "gather", "id": 2, "key": "k", "value": 1},
+        {"op": "cancel", "id": 3, "cancelled": 2},
+        {"op": "states", "id": 4},
+        {"op": "failed", "text": "no"},
+        {"op": "left", "status": None},
+    ]
+)
+
+
+@st.composite
+def nearly_right(draw):
+    """A message with one field changed or left out."""
+    message = dict(draw(right))
+    name = draw(st.sampled_from(sorted(message)))
+    if draw(st.booleans()):
+        del message[name]
+    else:
+        message[name] = draw(anything)
+    return message
+
+
+@given(st.lists(right | nearly_right() | anything, max_size=6), st.binary(max_size=60))
+@settings(
+    max_examples=25,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+def test_nothing_that_one_sends_ends_the_others(boards, messages, rest):
+    zero, one, two = boards(3)
+    for message in messages:
+        one._group.client.send(json.dumps(message).encode())
+    one._group.client.send(rest)
+    until(lambda: zero.departures)
+    assert zero.departures.keys() == {1}
+    two.put("still", "there")
+    assert [state.end for state in two.states()] == [None, "failed", None]
+    for each in (one, two, zero):
+        each.fail("over")
