@@ -372,9 +372,8 @@ class Host:
         ]
         if self._refused:
             times = "once" if self._refused == 1 else f"{self._refused} times"
-            wrong.append(
-                f"callers with another {_secret.VARIABLE}, or none, were refused {times}"
-            )
+            other = f"callers with another {_secret.VARIABLE}, or none"
+            wrong.append(f"{other}, were refused {times}")
         return wrong
 
     def _tell(self, message: Message) -> None:

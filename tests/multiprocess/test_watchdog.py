@@ -7,11 +7,10 @@ import pytest
 from harness import STATUS, until
 
 from jaxstrategy.processes import _watchdog
-from jaxstrategy.processes._ending import stacks
 from jaxstrategy.processes._exit_codes import ExitCode
 from jaxstrategy.processes._rendezvous import Member
 from jaxstrategy.processes._store import LoneBoard, ProcessState
-from jaxstrategy.processes._watchdog import Watchdog
+from jaxstrategy.processes._watchdog import Watchdog, stacks
 
 # A loop that says when it is under way, and goes on until something ends it.
 LOOP = """
@@ -233,25 +232,18 @@ def state(
     return ProcessState(Member(index, "h", 10 + index), status, end, silent, text)
 
 
-@pytest.mark.parametrize(
-    "other, text",
-    [
+def test_the_suspicion_names_the_culprit():
+    for other, text in [
         (state(1, end="left"), "process 1 (host h, pid 11) has finished already."),
         (state(1, end="failed", text="E: x"), "process 1 (host h, pid 11) failed: E: "),
         (state(1, silent=9.5), "(host h, pid 11) has not answered for 9.5 s. It is s"),
         (state(1, step=2), "process 1 (host h, pid 11) has not begun this step."),
         (state(1, step=3), "all processes answer and have begun this step."),
         (state(1, step=None), "all processes answer and have begun this step."),
-    ],
-)
-def test_the_suspicion_names_the_culprit(other, text):
-    states = [state(0, pending="step 3"), other, state(2, step=5)]
-    assert text in _watchdog.suspicion(states, 0, "step 3", 10.0, 3)
-
-
-@pytest.mark.parametrize(
-    "other, text",
-    [
+    ]:
+        states = [state(0, pending="step 3"), other, state(2, step=5)]
+        assert text in _watchdog.suspicion(states, 0, "step 3", 10.0, 3)
+    for other, text in [
         (state(1), "process 1 (host h, pid 11) has not come to saving. process 1"),
         (state(1, pending="saving"), "all processes answer and have come to saving"),
         (state(1, pending="saving", reads=[["batch 3", 2.0]]), "have come to saving"),
@@ -260,16 +252,13 @@ def test_the_suspicion_names_the_culprit(other, text):
             "the input pipeline of process 1 (host h, pid 11) has not delivered batch 3"
             " for 6.0 s",
         ),
-    ],
-)
-def test_who_is_waited_for_outside_of_steps(other, text):
-    states = [state(0, pending="saving"), other]
-    assert text in _watchdog.suspicion(states, 0, "saving", 10.0, None)
+    ]:
+        states = [state(0, pending="saving"), other]
+        assert text in _watchdog.suspicion(states, 0, "saving", 10.0, None)
 
 
-@pytest.mark.parametrize(
-    "process, text",
-    [
+def test_each_process_is_described():
+    for process, text in [
         (state(1, end="left"), "has finished already"),
         (state(1, end="died", silent=9.5), "has died: killed, out of memory"),
         (state(1, step=None), "had not said how far it is"),
@@ -291,10 +280,8 @@ def test_who_is_waited_for_outside_of_steps(other, text):
             state(1, silent=9.5),
             "has not answered for 9.5 s; before, it waited for noth",
         ),
-    ],
-)
-def test_each_process_is_described(process, text):
-    assert f"process 1 (host h, pid 11) {text}" in _watchdog.described(process)
+    ]:
+        assert f"process 1 (host h, pid 11) {text}" in _watchdog.described(process)
 
 
 def test_stacks_show_every_thread():
