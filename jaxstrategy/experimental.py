@@ -15,11 +15,15 @@ if TYPE_CHECKING:
         CommunicationOptions as CommunicationOptions,
     )
     from jaxstrategy._options import ValueContext as ValueContext
-    from jaxstrategy.preemption._config import TerminationConfig as TerminationConfig
-    from jaxstrategy.preemption._handler import (
+    from jaxstrategy.preemption._preemption import (
         PreemptionCheckpointHandler as PreemptionCheckpointHandler,
     )
-    from jaxstrategy.preemption._watcher import PreemptionWatcher as PreemptionWatcher
+    from jaxstrategy.preemption._preemption import (
+        PreemptionWatcher as PreemptionWatcher,
+    )
+    from jaxstrategy.preemption._preemption import (
+        TerminationConfig as TerminationConfig,
+    )
     from jaxstrategy.processes._job import stragglers as stragglers
     from jaxstrategy.processes._stragglers import Stragglers as Stragglers
     from jaxstrategy.strategies._central import (
@@ -55,9 +59,9 @@ else:
             "_options": "ValueContext",
             "processes._job": "stragglers",
             "processes._stragglers": "Stragglers",
-            "preemption._config": "TerminationConfig",
-            "preemption._handler": "PreemptionCheckpointHandler",
-            "preemption._watcher": "PreemptionWatcher",
+            "preemption._preemption": (
+                "PreemptionCheckpointHandler PreemptionWatcher TerminationConfig"
+            ),
             "strategies._central": "CentralStorageStrategy",
             "strategies._parameter_server": "ParameterServerStrategy",
             "tracing.replication._pure": "declare_pure",

@@ -12,8 +12,10 @@ from jaxstrategy.contexts._strategy_face import AnyStrategy
 from jaxstrategy.inputs._dataset import DistributedDataset
 from jaxstrategy.inputs._iterator import DistributedIterator
 from jaxstrategy.inputs._progress import progress as progress_of
-from jaxstrategy.preemption._config import TerminationConfig
-from jaxstrategy.preemption._handler import PreemptionCheckpointHandler
+from jaxstrategy.preemption._preemption import (
+    PreemptionCheckpointHandler,
+    TerminationConfig,
+)
 from jaxstrategy.profiling._run_record import RunRecord
 from jaxstrategy.strategies._current import get_strategy
 from jaxstrategy.strategies._strategy import Strategy, checked_strategy

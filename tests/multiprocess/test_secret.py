@@ -14,7 +14,7 @@ import traceback
 
 import harness
 import pytest
-from harness import STARTED, meets
+from harness import meets
 
 import jaxstrategy
 from jaxstrategy import ClusterError
@@ -171,30 +171,3 @@ def test_several_launchers_need_a_secret_from_their_user(monkeypatch, capsys):
     assert "at least 16 random ones are wanted" in said and "hunter2" not in said
     monkeypatch.setenv(VARIABLE, WORD)
     assert needs not in complaint("192.0.2.1:2222")
-
-
-# Jobs
-
-
-def test_a_job_with_a_secret_runs_while_strangers_call(job, tmp_path):
-    script = """
-    assert float(total(RANK + 1)) == 2 * (1 + 2)
-    assert board.gather("rows", RANK) == [0, 1]
-    print("done")
-    """
-    late = f"""
-    import pathlib, time
-    while not pathlib.Path({str(tmp_path / "go")!r}).exists():
-        time.sleep(0.01)
-    """
-    whole = STARTED + textwrap.dedent(script)
-    scripts = {0: whole, 1: textwrap.dedent(late) + whole}
-    env = {"JAX_NUM_CPU_DEVICES": "2", VARIABLE: WORD}
-    with job(scripts=scripts, env=env, started=False) as running:
-        for word in ("", "a guess of a secret"):
-            with pytest.raises(RefusedError):
-                Client(running.address, Secret(word))
-        (tmp_path / "go").touch()
-        assert running.wait(60) == [0, 0]
-        assert all(rank.last_line == "done" for rank in running.ranks)
-        assert not any(WORD in rank.output for rank in running.ranks)

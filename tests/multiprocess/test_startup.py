@@ -3,6 +3,7 @@
 import concurrent.futures
 import contextlib
 import socket
+import textwrap
 import threading
 
 import pytest
@@ -10,6 +11,10 @@ from harness import STARTED, VERSIONS
 
 import jaxstrategy as js
 from jaxstrategy.processes import _rendezvous
+from jaxstrategy.processes._messages import Client, RefusedError
+from jaxstrategy.processes._secret import Secret
+
+WORD = "correct horse battery staple"
 
 
 def texts(results):
@@ -149,7 +154,7 @@ def test_an_address_that_cannot_be_right(address):
 
 
 @pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_a_job_starts_computes_and_ends(job, count):
+def test_a_job_starts_computes_and_ends_while_strangers_call(job, count, tmp_path):
     script = """
     assert float(total(RANK + 1)) == 2 * sum(range(1, COUNT + 1))
     assert board.gather("rows", [RANK, "x"]) == [[k, "x"] for k in range(COUNT)]
@@ -164,15 +169,40 @@ def test_a_job_starts_computes_and_ends(job, count):
     while RANK and board.states()[RANK - 1].end != "left":  # who ends first waits
         assert time.monotonic() < end
         time.sleep(0.01)
-    print("done")
+    # Python is left as it is, and each keeps its exit code.
+    assert type(sys.exit).__name__ == "builtin_function_or_method"
+    assert type(exit).__name__ == "Quitter"
+    if sys.version_info >= (3, 12):
+        assert not any(map(sys.monitoring.get_tool, range(6)))
+    try:
+        sys.exit(4)
+    except SystemExit as error:
+        print("caught", error.code)
+    if RANK:
+        raise SystemExit(RANK)
+    sys.exit(COUNT)
     """
-    with job(script, count=count, env={"JAX_NUM_CPU_DEVICES": "2"}) as running:
-        assert running.wait(50) == [0] * count
+    late = f"""
+    import pathlib, time
+    while not pathlib.Path({str(tmp_path / "go")!r}).exists():
+        time.sleep(0.01)
+    """
+    whole = STARTED + textwrap.dedent(script)
+    scripts = {k: textwrap.dedent(late) + whole for k in range(1, count)}
+    env = {"JAX_NUM_CPU_DEVICES": "2", "JAXSTRATEGY_CLUSTER_SECRET": WORD}
+    with job(
+        scripts={0: whole, **scripts}, count=count, env=env, started=False
+    ) as running:
+        for word in ("", "a guess of a secret"):
+            with pytest.raises(RefusedError):
+                Client(running.address, Secret(word))
+        (tmp_path / "go").touch()
+        assert running.wait(50) == [count, *range(1, count)]
         for rank in running.ranks:
             assert (
                 f"ClusterError This process is {rank.index} of {count}" in rank.output
             )
-            assert rank.last_line == "done"
+            assert rank.last_line == "caught 4" and WORD not in rank.output
 
 
 @pytest.mark.slow

@@ -364,26 +364,6 @@ def test_an_exception_ends_the_job_with_its_words_last(job, who):
         assert f"script{who}.py:" in other.last_line  # where it was raised
 
 
-def test_an_exit_code_is_kept_and_python_is_left_as_it_is(job):
-    script = """
-    assert type(sys.exit).__name__ == "builtin_function_or_method"
-    assert type(exit).__name__ == "Quitter"
-    if sys.version_info >= (3, 12):
-        assert not any(map(sys.monitoring.get_tool, range(6)))
-    float(total(RANK))
-    try:
-        sys.exit(4)
-    except SystemExit as error:
-        print("caught", error.code)
-    if RANK:
-        raise SystemExit(9)
-    sys.exit(3)
-    """
-    with job(script) as running:
-        assert running.wait(30) == [3, 9]
-        assert [rank.last_line for rank in running.ranks] == ["caught 4"] * 2
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("end", ["", "sys.exit(3)"])
 def test_who_leaves_the_loop_early_is_named(job, end):

@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+import json
 import os
 import pathlib
 import sys
@@ -109,6 +110,10 @@ def checkpointed(strategy, path, steps, fail_at):
                 np.savez(file, done=i + 1, state=iterator.get_state(), **host)
             os.rename(f"{path}.new", path)
     iterator.close()
+
+
+def main():
+    print("found", json.dumps(train(js.MultiWorkerMirroredStrategy(), steps=20)))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
 """Replicas of several processes that take steps by themselves, and then synchronize."""
 
 import json
+import pathlib
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -74,7 +76,8 @@ def outer(strategy, folder):
     return found
 
 
-def main(folder):
+def main():
+    folder = pathlib.Path(sys.path[0]) / "checkpoints"
     strategy = js.MultiWorkerMirroredStrategy()
     found = {"averaged": averaged(strategy), "outer": outer(strategy, folder)}
     print("found", json.dumps(found))

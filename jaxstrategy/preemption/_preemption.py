@@ -3,24 +3,182 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import os
+import signal
+import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import ParamSpec, TypeVar, final
 
 from jaxstrategy.checkpoint import CheckpointManager
 from jaxstrategy.cluster.resolvers._cluster_resolver import ClusterResolver
 from jaxstrategy.contexts import _context
 from jaxstrategy.contexts._strategy_face import AnyStrategy, checked_core
-from jaxstrategy.preemption._config import TerminationConfig, end_preempted
-from jaxstrategy.preemption._watcher import PreemptionWatcher
 from jaxstrategy.processes import _agreement, _job
 from jaxstrategy.processes._agreement import StopAgreement
-from jaxstrategy.processes._store import AbstractBoard, LoneBoard
+from jaxstrategy.processes._exit_codes import ExitCode
+from jaxstrategy.processes._store import LoneBoard
 from jaxstrategy.strategies._current import get_strategy
 from jaxstrategy.values._types import PyTree
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class TerminationConfig:
+    """Options of a job whose machine may be wanted back: the notice, and the end.
+
+    Attributes:
+      termination_watcher_fn: returns whether it is; asked each second or so in a
+        thread. By default the signal SIGTERM says it.
+      exit_fn: ends the process when the state is saved, by default with exit code 77,
+        which tells `python -m jaxstrategy.launch` to start the job again. If it
+        returns, training goes on.
+      grace_period: seconds of training that are left after the notice. The state is
+        saved at once, and again at their end. By default none.
+      save_fn: saves, in place of the checkpoint manager.
+
+    Raises:
+      TypeError: a function cannot be called.
+      ValueError: a negative time.
+
+    >>> import jaxstrategy as js
+    >>> js.experimental.TerminationConfig(grace_period=30).grace_period
+    30
+    """
+
+    termination_watcher_fn: Callable[[], bool] | None = None
+    exit_fn: Callable[[], object] | None = None
+    grace_period: float | None = None
+    save_fn: Callable[..., object] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("termination_watcher_fn", "exit_fn", "save_fn"):
+            given = getattr(self, name)
+            if given is not None and not callable(given):
+                raise TypeError(f"`{name}` was {given!r}, which cannot be called.")
+        if self.grace_period is not None and not self.grace_period >= 0:
+            raise ValueError(
+                f"`grace_period` was {self.grace_period!r}; a number of seconds, at "
+                "least 0, was wanted."
+            )
+
+
+_POLL_SECONDS = 1.0
+
+
+@final
+class PreemptionWatcher:
+    """Looks for the notice that this process is to end.
+
+    Args:
+      watcher_fn: returns whether it is; asked each second in a thread. By default the
+        signal SIGTERM is the notice: it no longer ends the process.
+
+    Raises:
+      RuntimeError: signals can be handled only in the main thread.
+
+    >>> import jaxstrategy as js
+    >>> watcher = js.experimental.PreemptionWatcher(lambda: False)
+    >>> watcher.preemption_message is None
+    True
+    >>> watcher.close()
+    """
+
+    def __init__(self, watcher_fn: Callable[[], bool] | None = None) -> None:
+        self._noticed = threading.Event()
+        self._closed = threading.Event()
+        self._message: str | None = None
+        self._raised: BaseException | None = None
+        self._before: Callable[[int, FrameType | None], object] | int | None = None
+        self._is_installed = watcher_fn is None
+        if watcher_fn is None:
+            if threading.current_thread() is not threading.main_thread():
+                raise RuntimeError(
+                    "A signal can be handled only in the main thread, and this is "
+                    "another. Make the PreemptionWatcher there, or give a "
+                    "`termination_watcher_fn`."
+                )
+            self._before = signal.signal(signal.SIGTERM, self._signalled)
+        else:
+            thread = threading.Thread(
+                target=_poll,
+                args=(watcher_fn, weakref.ref(self), self._closed),
+                name="jaxstrategy preemption",
+                daemon=True,
+            )
+            thread.start()
+
+    def _signalled(self, number: int, frame: FrameType | None) -> None:
+        self.notice(f"signal {signal.Signals(number).name}")
+
+    def notice(self, message: str) -> None:
+        """Let this be the notice; `preemption_message` is then `message`."""
+        self._message = self._message or message
+        self._noticed.set()
+
+    def failed(self, error: BaseException) -> None:
+        """Raise the watcher function's error where the notice is waited for."""
+        self._raised = error
+        self._noticed.set()
+
+    @property
+    def preemption_message(self) -> str | None:
+        """The text of the notice, None as long as there is none.
+
+        Raises:
+          Exception: what the watcher function raised.
+        """
+        if self._raised is not None:
+            raise self._raised
+        return self._message
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the watcher function raised something."""
+        return self._raised is not None
+
+    def wait(self, timeout_seconds: float) -> bool:
+        """Whether there is a notice, now or within the time."""
+        return self._noticed.wait(timeout_seconds)
+
+    def block_until_worker_exit(self) -> None:
+        """Do nothing until there is a notice."""
+        while not self._noticed.wait(_POLL_SECONDS):
+            pass
+
+    def close(self) -> None:
+        """Stop looking; SIGTERM does again what it did before."""
+        self._closed.set()
+        if self._is_installed:
+            self._is_installed = False
+            if threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGTERM, self._before or signal.SIG_DFL)
+
+
+def _poll(
+    watcher_fn: Callable[[], bool],
+    get_watcher: Callable[[], PreemptionWatcher | None],
+    closed: threading.Event,
+) -> None:
+    while not closed.wait(_POLL_SECONDS / 4):
+        watcher = get_watcher()
+        if watcher is None:
+            return
+        try:
+            if watcher_fn():
+                watcher.notice("`termination_watcher_fn` returned True")
+                return
+        # SystemExit, too, which ends a thread silently: then nothing would be noticed.
+        except BaseException as error:
+            watcher.failed(error)
+            return
+        del watcher
+
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -83,15 +241,22 @@ class PreemptionCheckpointHandler:
         state: PyTree | Callable[[], PyTree] = None,
         strategy: AnyStrategy | None = None,
     ) -> None:
-        _check_resolver(cluster_resolver)
-        self._config = _checked_config(termination_config)
+        for name, given, kind, none in (
+            ("cluster_resolver", cluster_resolver, ClusterResolver, " or None"),
+            ("termination_config", termination_config, TerminationConfig, ""),
+        ):
+            if given is not None and not isinstance(given, kind):
+                wanted = f"a {kind.__name__}{none} was wanted"
+                raise TypeError(f"`{name}` was {given!r}; {wanted}.")
+        self._config = termination_config or TerminationConfig()
         self._strategy = None if strategy is None else checked_core(strategy)
         self._manager, self._state = _manager_and_state(
             checkpoint_or_checkpoint_manager, checkpoint_dir, state, self._config
         )
         self._calls = 0
         self.restored = self._restore()
-        self._board = _board()
+        processes = _job.current()
+        self._board = LoneBoard() if processes is None else processes.board
         self._name = f"preemption {next(_handlers)}"
         self._agreement = StopAgreement(self._board, self._name, self._calls)
         self._is_last = not self._config.grace_period
@@ -148,7 +313,7 @@ class PreemptionCheckpointHandler:
         self._watcher.close()
 
     def _before(self, *args: object, **kwargs: object) -> None:
-        self._raise_what_the_watcher_raised()
+        _ = self._watcher.preemption_message  # raises what the watcher raised
         while not self._is_over and self._agreement.begin():
             self._stop(*args, **kwargs)
 
@@ -163,9 +328,6 @@ class PreemptionCheckpointHandler:
         if not self._is_over and self._agreement.is_time:
             self._stop()
 
-    def _raise_what_the_watcher_raised(self) -> None:
-        _ = self._watcher.preemption_message
-
     def _stop(self, *args: object, **kwargs: object) -> None:
         """Save; then end, or go on for the rest of the time."""
         self._agreement.close()
@@ -173,7 +335,8 @@ class PreemptionCheckpointHandler:
         if self._is_last:
             self._is_over = True
             self.close()
-            (self._config.exit_fn or end_preempted)()
+            exit_fn = self._config.exit_fn or (lambda: sys.exit(ExitCode.PREEMPTED))
+            exit_fn()
             return
         self._is_last = True
         self._agreement = StopAgreement(
@@ -212,28 +375,6 @@ class PreemptionCheckpointHandler:
         state = self._state() if callable(self._state) else self._state
         restored, self._calls = self._manager.restore_or_init(state)
         return restored
-
-
-def _board() -> AbstractBoard:
-    processes = _job.current()
-    return LoneBoard() if processes is None else processes.board
-
-
-def _check_resolver(given: object) -> None:
-    if not isinstance(given, ClusterResolver | None):
-        raise TypeError(
-            f"`cluster_resolver` was {given!r}; a ClusterResolver or None was wanted."
-        )
-
-
-def _checked_config(given: object) -> TerminationConfig:
-    if given is None:
-        return TerminationConfig()
-    if not isinstance(given, TerminationConfig):
-        raise TypeError(
-            f"`termination_config` was {given!r}; a TerminationConfig was wanted."
-        )
-    return given
 
 
 def _manager_and_state(
