@@ -17,11 +17,16 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import CancelledError, Future
-from typing import Any, TypeAlias, TypedDict, final
+from concurrent.futures import Future
+from typing import TypeAlias, TypedDict, final
 
 from jaxstrategy._errors import ClusterError
-from jaxstrategy.processes._messages import LostError, RemoteError, Request
+from jaxstrategy.processes._messages import (
+    Buffer,
+    LostError,
+    RemoteError,
+    Request,
+)
 from jaxstrategy.processes._rendezvous import (
     Group,
     Json,
@@ -313,15 +318,14 @@ class StoreServer:
             target=self._tick_on, name="jaxstrategy-store-ticks", daemon=True
         ).start()
 
-    def ask(self, message: Message) -> Future[Message]:
+    def ask(self, body: bytes) -> Future[list[Buffer]]:
         """The answer to a request of process 0 itself."""
-        future: Future[Message] = Future()
-        told = read([written(message)])  # what JSON makes of it
+        future: Future[list[Buffer]] = Future()
 
-        def reply(body: bytes) -> None:
-            future.set_result(read([body]))
+        def obey() -> None:
+            self._obey(self._clients[0], read([body]), lambda b: future.set_result([b]))
 
-        self._host.server.call(lambda: self._obey(self._clients[0], told, reply))
+        self._host.server.call(obey)
         return future
 
     def join(self, timeout_seconds: float) -> None:
@@ -556,8 +560,13 @@ class Board(AbstractBoard):
         self._all_left = threading.Event()
         self._is_closed = False
         self._server = None
-        if group.host is not None:
+        self._ask: Callable[[bytes], Future[list[Buffer]]]
+        self._tell: Callable[[bytes], object]
+        if group.client is not None:
+            self._ask, self._tell = group.client.submit, group.client.send
+        else:
             self._server = StoreServer(group, self._silence_seconds)
+            self._ask = self._tell = self._server.ask
         # Callbacks may wait for long, which the loop of messages must not.
         threading.Thread(
             target=self._read, name="jaxstrategy-board", daemon=True
@@ -682,27 +691,9 @@ class Board(AbstractBoard):
         try:
             if self._is_closed:
                 raise LostError
-            if self._group.client is not None:
-                self._group.client.send(body)
-            elif self._server is not None:
-                self._server.ask(message)
+            self._tell(body)
         except LostError as error:
             raise ClusterError(f"The board is lost: {self._lost()}.") from error
-
-    def _ask(self, message: Message) -> Future[Message]:
-        if self._server is not None:
-            return self._server.ask(message)
-        assert self._group.client is not None
-        answer: Future[Message] = Future()
-
-        def take(future: Future[Any]) -> None:
-            try:
-                answer.set_result(read(future.result()))
-            except (CancelledError, LostError, RemoteError):
-                answer.set_result({"gone": []})
-
-        self._group.client.submit(written(message)).add_done_callback(take)
-        return answer
 
     def _lost(self) -> str:
         if self._is_closed:
@@ -726,14 +717,17 @@ class Board(AbstractBoard):
         what = message.get("key", message["op"])
         if self._is_closed:
             raise ClusterError(f"Waited in {what!r}, but {self._lost()}.")
-        future = self._ask({**message, "id": request})
+        future = self._ask(written({**message, "id": request}))
         while True:
             try:
-                answer = future.result(max(0.0, seconds))
+                answer = read(future.result(max(0.0, seconds)))
                 break
             except TimeoutError:
                 if not (is_patient and self._any_is_busy()):
                     raise TimeoutError(self._cancelled(message, request)) from None
+            except (LostError, RemoteError):
+                answer = {"gone": []}
+                break
         if "refused" in answer:
             raise ClusterError(f"{what!r} cannot be answered: {answer['refused']}")
         if "gone" in answer:

@@ -15,9 +15,8 @@ def tasks(**counts):
     )
 
 
-@pytest.mark.parametrize(
-    "spec, task_type, message",
-    [
+def test_clusters_that_cannot_train_are_refused():
+    for spec, task_type, message in [
         (tasks(), None, "Cluster spec must be non-empty"),
         (tasks(worker=1, ps=1, foo=1), None, "Disallowed task type found in"),
         (tasks(worker=1, ps=1), "foobar", "Unrecognized task_type: 'foobar'.* worker,"),
@@ -29,24 +28,19 @@ def tasks(**counts):
         (tasks(ps=1, worker=0), None, "must be at least one worker"),
         (ClusterSpec({"ps": ["a:1"], "worker": {1: "b:1"}}), None, r"tasks \[1\] of"),
         (ClusterSpec({"ps": ["a:1"], "worker": ["b"]}), None, "'b' is not an address"),
-    ],
-)
-def test_clusters_that_cannot_train_are_refused(spec, task_type, message):
-    with pytest.raises(ValueError, match=message):
-        checked_cluster(spec, task_type)
+    ]:
+        with pytest.raises(ValueError, match=message):
+            checked_cluster(spec, task_type)
 
 
-@pytest.mark.parametrize("task_type", [None, "chief", "worker", "ps", "evaluator"])
-def test_chief_and_evaluator_are_none_of_those_who_are_called(task_type):
+def test_chief_and_evaluator_are_none_of_those_who_are_called():
     spec = tasks(chief=1, worker=2, ps=2, evaluator=1)
-    assert checked_cluster(spec, task_type) == (
-        ["worker0:2222", "worker1:2222"],
-        ["ps0:2222", "ps1:2222"],
-    )
-
-
-def test_a_coordinator_need_not_be_in_the_cluster():
-    checked_cluster(tasks(worker=1, ps=1), "chief")
+    for task_type in (None, "chief", "worker", "ps", "evaluator"):
+        assert checked_cluster(spec, task_type) == (
+            ["worker0:2222", "worker1:2222"],
+            ["ps0:2222", "ps1:2222"],
+        )
+    checked_cluster(tasks(worker=1, ps=1), "chief")  # which need not be in it
 
 
 def test_clusters_of_replicas_have_no_servers():

@@ -54,32 +54,28 @@ def wide_tree(strategy, count, shapes):
     return {name: strategy.per_replica(list(row)) for name, row in rows.items()}, rows
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda devices: js.MirroredStrategy(devices[:2]),
-        lambda devices: js.MirroredStrategy(devices[:2], replicas_per_device=2),
-        lambda devices: js.MirroredStrategy(devices[:4], logical_axes={"core": 2}),
-        lambda devices: js.experimental.CentralStorageStrategy(devices[:2]),
-        lambda devices: js.MirroredStrategy(
+def test_wide_trees_have_the_numbers_of_small_ones(monkeypatch):
+    monkeypatch.setattr(_many_leaves, "_AT_ONCE", 6)
+    devices = jax.devices()
+    for strategy in (
+        js.MirroredStrategy(devices[:2]),
+        js.MirroredStrategy(devices[:2], replicas_per_device=2),
+        js.MirroredStrategy(devices[:4], logical_axes={"core": 2}),
+        js.experimental.CentralStorageStrategy(devices[:2]),
+        js.MirroredStrategy(
             devices[:2], cross_device_ops=js.NcclAllReduce(num_packs=2)
         ),
-    ],
-    ids=["mirrored", "shared", "cores", "central", "packs"],
-)
-def test_wide_trees_have_the_numbers_of_small_ones(make, monkeypatch):
-    monkeypatch.setattr(_many_leaves, "_AT_ONCE", 6)
-    strategy = make(jax.devices())
-    tree, rows = wide_tree(strategy, 25, [(2, 3), (4,), (), (5, 1)])
-    for op, reduced in (("sum", np.sum), ("mean", np.mean), ("max", np.max)):
-        total = strategy.reduce(op, tree)
-        assert list(total) == sorted(rows)
-        for name, row in rows.items():
-            assert total[name].dtype == row.dtype
-            rtol = 1e-2 if row.dtype == np.float16 else 1e-5
-            np.testing.assert_allclose(
-                total[name], reduced(row.astype(np.float64), axis=0), rtol, 1e-2
-            )
+    ):
+        tree, rows = wide_tree(strategy, 25, [(2, 3), (4,), (), (5, 1)])
+        for op, reduced in (("sum", np.sum), ("mean", np.mean), ("max", np.max)):
+            total = strategy.reduce(op, tree)
+            assert list(total) == sorted(rows)
+            for name, row in rows.items():
+                assert total[name].dtype == row.dtype
+                rtol = 1e-2 if row.dtype == np.float16 else 1e-5
+                np.testing.assert_allclose(
+                    total[name], reduced(row.astype(np.float64), axis=0), rtol, 1e-2
+                )
 
 
 def test_a_wide_tree_of_few_types_needs_few_programs(strategy, compilations):

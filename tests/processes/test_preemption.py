@@ -1,6 +1,7 @@
 """Preemption in one process, and agreement on when to stop, processes being threads."""
 
 import contextlib
+import itertools
 import random
 import signal
 import subprocess
@@ -62,10 +63,12 @@ class ThreadsBoard:
             return [said[i] for i in range(self.room.n)]
 
 
-@pytest.mark.parametrize("style", ["run", "after"])
-@pytest.mark.parametrize("n", [1, 2, 4])
-@pytest.mark.parametrize("seed", range(5))
-def test_all_stop_after_the_same_step(n, seed, style):
+def test_all_stop_after_the_same_step():
+    for n, style, seed in itertools.product((1, 2, 4), ("run", "after"), range(3)):
+        check_all_stop(n, style, seed)
+
+
+def check_all_stop(n, style, seed):
     draw = random.Random(seed)
     announcing = {draw.randrange(n) for _ in range(1 + seed % 2)}
     room, ahead = Room(n), 2
@@ -111,8 +114,8 @@ def test_all_stop_after_the_same_step(n, seed, style):
         thread.start()
     for thread in threads:
         thread.join(SECONDS)
-    assert not errors
-    assert len(set(done)) == 1 and 1 <= done[0] < 10_000
+    assert not errors, (n, style, seed)
+    assert len(set(done)) == 1 and 1 <= done[0] < 10_000, (n, style, seed)
 
 
 def test_a_process_that_ends_instead_is_an_error():
@@ -180,22 +183,15 @@ def test_a_watcher_in_another_thread():
     assert "only in the main thread" in raised[0]
 
 
-@pytest.mark.parametrize(
-    "given, error, words",
-    [
+def test_configs_that_make_no_sense():
+    for given, error, words in [
         ({"save_fn": 3}, TypeError, "`save_fn` was 3, which cannot be called"),
         ({"exit_fn": "x"}, TypeError, "`exit_fn` was 'x'"),
         ({"termination_watcher_fn": 1}, TypeError, "`termination_watcher_fn` was 1"),
-        (
-            {"grace_period": -1},
-            ValueError,
-            "`grace_period` was -1; a number of seconds",
-        ),
-    ],
-)
-def test_configs_that_make_no_sense(given, error, words):
-    with pytest.raises(error, match=words):
-        TerminationConfig(**given)
+        ({"grace_period": -1}, ValueError, "`grace_period` was -1; a number of s"),
+    ]:
+        with pytest.raises(error, match=words):
+            TerminationConfig(**given)
 
 
 def test_handlers_that_make_no_sense(tmp_path):

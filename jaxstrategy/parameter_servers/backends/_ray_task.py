@@ -13,7 +13,7 @@ from jaxstrategy.launch._child_process import OutputThread, described
 from jaxstrategy.launch._ray import RayActors, RayStartedProcess
 from jaxstrategy.parameter_servers.backends._called_tasks import CalledTask
 from jaxstrategy.parameter_servers.backends._child_process import show
-from jaxstrategy.processes._channel import address_of
+from jaxstrategy.cluster.resolvers._addresses import address_of
 
 Job = Literal["worker", "ps"]
 _PROGRAM = ("-m", "jaxstrategy.parameter_servers")
