@@ -19,7 +19,7 @@ import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol, TypedDict, final
+from typing import TypedDict, final
 
 import jax
 import numpy as np
@@ -28,6 +28,7 @@ from jax.typing import ArrayLike
 from jaxstrategy._errors import ClusterError
 from jaxstrategy.processes._rendezvous import Json
 from jaxstrategy.processes._store import AbstractBoard
+from jaxstrategy.processes._watchdog import Watchdog
 from jaxstrategy.text import _user_code
 from jaxstrategy.text._array_types import Shaped, array_type
 from jaxstrategy.text._lists import and_more
@@ -35,30 +36,6 @@ from jaxstrategy.text._lists import and_more
 # The watchdog looks on, and the end of another process ends the wait: a deadline of its
 # own would only end jobs one of whose processes compiles or reads for long.
 AS_LONG_AS_IT_TAKES = 1e6
-
-
-class Watch(Protocol):
-    """A watchdog: it notes waits, and ends the process when one takes too long."""
-
-    def waiting(
-        self, what: str, busy: str | None = None
-    ) -> AbstractContextManager[object]:
-        """A block that cannot go on without the other processes."""
-        ...
-
-    def reading(self, what: str) -> AbstractContextManager[object]:
-        """A block for which the other processes may wait."""
-        ...
-
-    def step_started(
-        self, what: object, where: object = None, busy: str | None = None
-    ) -> None:
-        """Note that the call of a step of all processes begins."""
-        ...
-
-    def step_dispatched(self) -> None:
-        """Note that the call of the step has returned."""
-        ...
 
 
 class AbstractAgreement(abc.ABC):
@@ -82,13 +59,6 @@ class AbstractAgreement(abc.ABC):
         The n-th call meets the n-th of each other process.
 
         Any thread may call it, for one topic one at a time.
-
-        Args:
-          said: what JSON can hold.
-          timeout_seconds: how long to wait for the others.
-
-        Raises:
-          ClusterError: a process has ended, or has not come in time.
         """
 
     def reading(self, what: str) -> AbstractContextManager[object]:
@@ -98,22 +68,13 @@ class AbstractAgreement(abc.ABC):
     def waiting(
         self, what: str, busy: str | None = None
     ) -> AbstractContextManager[object]:
-        """A block in which this process waits for `what` together with the others.
-
-        Args:
-          what: is waited for, in words.
-          busy: what this process does by itself meanwhile, if it does not wait.
-        """
+        """A block in which this process waits for `what` together with the others."""
         return nullcontext()
 
 
 @final
 class LoneAgreement(AbstractAgreement):
-    """Agreement of a process with itself, where there is no other.
-
-    >>> LoneAgreement().exchange(3)
-    [3]
-    """
+    """Agreement of a process with itself, where there is no other."""
 
     def exchange(
         self, said: Json, timeout_seconds: float = AS_LONG_AS_IT_TAKES
@@ -124,15 +85,9 @@ class LoneAgreement(AbstractAgreement):
 
 @final
 class ProcessAgreement(AbstractAgreement):
-    """Agreement of several processes.
+    """Agreement of several processes."""
 
-    Args:
-      board: carries what each says to all.
-      watch: is told of the waits.
-      topic: its name, the same in all processes.
-    """
-
-    def __init__(self, board: AbstractBoard, watch: Watch, topic: str) -> None:
+    def __init__(self, board: AbstractBoard, watch: Watchdog, topic: str) -> None:
         self.topic = topic
         self._board = board
         self._watch = watch
@@ -200,13 +155,7 @@ class Operation:
 
 
 def other_programs(first: Operation, other: Operation, index: int) -> str | None:
-    """Describe how the programs of two processes differ; None if they do not.
-
-    Args:
-      first: what process 0 is about to do.
-      other: what the other one is about to do.
-      index: of the other one.
-    """
+    """Describe how the programs of two processes differ; None if they do not."""
     if first.prints == other.prints:
         return None
     pairs = itertools.zip_longest(first.programs, other.programs)
@@ -222,13 +171,7 @@ def other_programs(first: Operation, other: Operation, index: int) -> str | None
 
 
 def other_operation(first: Operation, other: Operation, index: int) -> str | None:
-    """Describe how the operations of two processes differ; None if they do not.
-
-    Args:
-      first: what process 0 is about to do.
-      other: what the other one is about to do.
-      index: of the other one.
-    """
+    """Describe how the operations of two processes differ; None if they do not."""
     if first.name != other.name:
         return (
             f"  process 0: `{first.name}` ({first.where})\n"
@@ -306,42 +249,23 @@ _EXCHANGES = (
 
 @final
 class OperationAgreement:
-    """Agreement of several processes about what they do next.
+    """Agreement of several processes about what they do next."""
 
-    Args:
-      board: carries what each says to all.
-      watch: is told of the waits.
-    """
-
-    def __init__(self, board: AbstractBoard, watch: Watch) -> None:
+    def __init__(self, board: AbstractBoard, watch: Watchdog) -> None:
         self._board = board
         self._watch = watch
         self._agreement = ProcessAgreement(board, watch, _TOPIC)
         self._on_refusal: list[weakref.WeakMethod[Callable[[], None]]] = []
 
     def on_refusal(self, callback: Callable[[], None]) -> None:
-        """Calls a method, as long as its object lives, when all are refused.
-
-        Args:
-          callback: a bound method.
-        """
+        """Calls a method, as long as its object lives, when all are refused."""
         alive = [each for each in self._on_refusal if each() is not None]
         self._on_refusal = [*alive, weakref.WeakMethod(callback)]
 
     def compare(
         self, operation: Operation, advice: str, said: Json = None
     ) -> list[Json]:
-        """Compare an operation with those of the others; get what each says besides.
-
-        Args:
-          operation: what this one is about to do.
-          advice: what should be the same in all processes.
-          said: what JSON can hold; it may differ.
-
-        Raises:
-          ClusterError: another process is about to do something else, or has made
-            another program of the same step.
-        """
+        """Compare an operation with those of the others; get what each says besides."""
         heard = self._agreement.exchange([said, operation.told()])
         done = [Operation(*told) for _, told in heard]
         for index, other in enumerate(done):
@@ -356,15 +280,7 @@ class OperationAgreement:
         return [each_said for each_said, _ in heard]
 
     def agree(self, what: str, said: Json = None) -> list[Json]:
-        """Compare something done outside of steps; get what each process says about it.
-
-        Args:
-          what: they do, in words.
-          said: what JSON can hold.
-
-        Raises:
-          ClusterError: another process is about to do something else.
-        """
+        """Compare something done outside of steps; get what each says about it."""
         operation = Operation(what, users_line())
         with self._watch.waiting(what):
             return self.compare(operation, _OPERATIONS, said)
@@ -374,9 +290,6 @@ class OperationAgreement:
         """A block in which the processes exchange `arrays`, outside of steps.
 
         The values may differ, their shapes and dtypes may not.
-
-        Raises:
-          ClusterError: another process is about to do something else.
         """
         kinds = [kind(array) for array in arrays]
         operation = Operation(what, users_line(), kinds)
@@ -404,13 +317,7 @@ _PAUSE_SECONDS = 0.05
 
 
 def announce(board: AbstractBoard, name: str, reason: str) -> None:
-    """Let all processes stop soon.
-
-    Args:
-      board: where the processes meet.
-      name: of the agreement; not every process need have made it yet.
-      reason: why, in words.
-    """
+    """Let all processes stop soon."""
     board.put(name, reason)
 
 
@@ -445,11 +352,7 @@ class StopAgreement:
         ).start()
 
     def begin(self) -> bool:
-        """Before each call: whether it is to be left out, because it is time to stop.
-
-        Raises:
-          ClusterError: another process has ended instead of taking part.
-        """
+        """Before each call: whether it is to be left out, since it is time to stop."""
         with self._changed:
             while self._must_wait():
                 self._changed.wait(_TICK_SECONDS)

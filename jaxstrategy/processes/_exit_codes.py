@@ -67,11 +67,7 @@ class ExitCode(enum.IntEnum):
 
 
 def is_good(code: object) -> bool:
-    """Whether a process that ends with this has done what it should.
-
-    Args:
-      code: a number, or what `sys.exit` was given.
-    """
+    """Whether a process that ends with this has done what it should."""
     if code is None or code == 0:
         return True
     row = ExitCode.of(code) if isinstance(code, int) else None

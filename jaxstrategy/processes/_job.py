@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 from contextlib import AbstractContextManager
-from typing import TypeAlias, final
+from typing import final
 
 import jax
 import numpy as np
@@ -39,9 +39,6 @@ from jaxstrategy.processes._watchdog import Watchdog
 from jaxstrategy.text import _user_code
 from jaxstrategy.text._array_types import Shaped
 
-Part: TypeAlias = tuple[AbstractBoard, Watchdog]
-"""The board that a process shares with the others, and its watchdog."""
-
 _SHUTDOWN_SECONDS = 30  # of JAX's own barrier, where all come at the same time
 _AGREED_BYTES = 512
 
@@ -49,38 +46,12 @@ IN_POD = "KUBERNETES_SERVICE_HOST"
 """The variable that Kubernetes sets in each pod."""
 
 
-def alone(timeout_seconds: float) -> Part:
-    """The part of a process without others, which starts nothing.
-
-    Args:
-      timeout_seconds: how long a step may go without progress.
-    """
-    board = LoneBoard()
-    return board, Watchdog(board, timeout_seconds)
-
-
-def met(
-    process: Process,
-    timeout_seconds: float,
-    start_seconds: float,
-) -> Part:
-    """The part of a process that meets the others and then starts JAX's runtime.
-
-    Args:
-      process: which one this is, of several.
-      timeout_seconds: how long a step may go without progress.
-      start_seconds: how long the processes wait for each other.
-
-    Raises:
-      ClusterError: they could not meet, or JAX could not start.
-    """
-    meeting = _rendezvous.meet(
-        process.index,
-        process.count,
-        process.coordinator,
-        start_seconds,
+def _met(process: Process, timeout_seconds: float, start_seconds: float) -> Processes:
+    """The processes that have met before JAX's runtime has started."""
+    group = _rendezvous.meet(
+        process.index, process.count, process.coordinator, start_seconds
     )
-    board = Board(meeting, timeout_seconds)
+    board = Board(group, timeout_seconds)
     watchdog = Watchdog(board, timeout_seconds)
     ending = Ending(board, watchdog)
     # Before JAX starts: its notifier takes SIGTERM in `initialize` (0.10 and 0.12).
@@ -97,7 +68,7 @@ def met(
         ) from error
     ending.install()
     watchdog.start()
-    return board, watchdog
+    return Processes(board, watchdog)
 
 
 def _start_jax(
@@ -130,29 +101,23 @@ def detection() -> str | None:
     return None
 
 
-def adopted(timeout_seconds: float, start_seconds: float) -> Part:
-    """The part of a process in a `jax.distributed` that is initialised already.
-
-    Args:
-      timeout_seconds: how long a step may go without progress.
-      start_seconds: how long the processes wait for each other.
-
-    Raises:
-      ClusterError: they could not meet.
-    """
-    index, count = jax.process_index(), jax.process_count()
-    if count == 1:
-        return alone(timeout_seconds)
+def _adopted(timeout_seconds: float, start_seconds: float) -> Processes:
+    """The processes of a `jax.distributed` that is initialised already."""
     _ending.take_back_sigterm()
-    address, secret, host = _agreed(index)
-    meeting = _rendezvous.meet(
-        index, count, address, start_seconds, secret=secret, host=host
+    address, secret, host = _agreed(jax.process_index())
+    group = _rendezvous.meet(
+        jax.process_index(),
+        jax.process_count(),
+        address,
+        start_seconds,
+        secret=secret,
+        host=host,
     )
-    board = Board(meeting, timeout_seconds)
+    board = Board(group, timeout_seconds)
     watchdog = Watchdog(board, timeout_seconds)
     Ending(board, watchdog).install()
     watchdog.start()
-    return board, watchdog
+    return Processes(board, watchdog)
 
 
 def _agreed(index: int) -> tuple[str, Secret, Host | None]:
@@ -241,39 +206,36 @@ def start(
     A second call gives the same `Processes`. If `jax.distributed` was initialised
     before, index and count are JAX's, and the main thread of each process must call
     this. A job of one process starts nothing.
-
-    Args:
-      process: which one this is, of how many, and the coordinator's address, where
-        process 0 listens: first we and then JAX, and only on that host's address. Not
-        needed if JAX knows already.
-      timeout_seconds: how long a step may go without progress before the watchdog ends
-        the process, and how long `gather` waits.
-      start_seconds: how long the processes wait for each other at the start.
-
-    Raises:
-      ClusterError: they could not start together; the message names who and why. Or
-        they have started already, with another id or number. Or strangers could take
-        part: other hosts reach the coordinator's address, and there is no secret.
-      ValueError: the id, number or address cannot be right, or are missing.
-
-    >>> processes = start(Process(0, 1, "localhost:8476"))
-    >>> processes.board.gather("rows", 12)
-    [12]
     """
     global _started
-    if process is not None:
-        _check_range(process)
+    if process is not None and not 0 <= process.index < process.count:
+        raise ValueError(
+            f"The process's id was {process.index} of {process.count}; ids go from 0 "
+            "to the number of processes less one."
+        )
     # Two threads may make strategies at once, and a process meets the others once.
     with _starting:
         if _started is None:
-            if jax.distributed.is_initialized():
-                part = adopted(timeout_seconds, start_seconds)
-            elif (known := _known(process)).count == 1:
-                part = alone(timeout_seconds)
+            is_jaxs = jax.distributed.is_initialized()
+            if process is None and not is_jaxs:
+                raise ValueError(
+                    "Which process this is of how many is not known. Give it, or start "
+                    "`jax.distributed` first."
+                )
+            count = jax.process_count() if is_jaxs else process.count
+            if count == 1:
+                board = LoneBoard()
+                _started = Processes(board, Watchdog(board, timeout_seconds))
+            elif is_jaxs:
+                _started = _adopted(timeout_seconds, start_seconds)
             else:
-                part = met(known, timeout_seconds, start_seconds)
-            _started = Processes(*part)
-        _check_same(_started, process)
+                _started = _met(process, timeout_seconds, start_seconds)
+        own = _started.index, _started.count
+        if process is not None and (process.index, process.count) != own:
+            raise ClusterError(
+                f"This process is {own[0]} of {own[1]} already and cannot become "
+                f"{process.index} of {process.count}. A process takes part in one job."
+            )
         return _started
 
 
@@ -281,13 +243,6 @@ def exchanging(what: str, *arrays: Shaped) -> AbstractContextManager[None]:
     """A block in which the processes exchange `arrays`, outside of steps.
 
     All of them must come to it. The values may differ, shapes and dtypes may not.
-
-    Args:
-      what: they exchange, in words.
-      *arrays: what this process gives.
-
-    Raises:
-      ClusterError: another process is about to do something else.
     """
     processes = current()
     if processes is None or processes.count == 1:
@@ -311,32 +266,6 @@ def stragglers() -> _stragglers.Stragglers:
     """
     started = current()
     return _stragglers.of_states(() if started is None else started.board.states())
-
-
-def _check_range(process: Process) -> None:
-    if not 0 <= process.index < process.count:
-        raise ValueError(
-            f"The process's id was {process.index} of {process.count}; ids go from 0 "
-            "to the number of processes less one."
-        )
-
-
-def _known(process: Process | None) -> Process:
-    if process is None:
-        raise ValueError(
-            "Which process this is of how many is not known. Give it, or start "
-            "`jax.distributed` first."
-        )
-    return process
-
-
-def _check_same(started: Processes, process: Process | None) -> None:
-    own = started.index, started.count
-    if process is not None and (process.index, process.count) != own:
-        raise ClusterError(
-            f"This process is {own[0]} of {own[1]} already and cannot become "
-            f"{process.index} of {process.count}. A process takes part in one job."
-        )
 
 
 TIMEOUT_SECONDS = 300.0
@@ -454,22 +383,7 @@ def found(
     timeout_seconds: float = TIMEOUT_SECONDS,
     otherwise: ClusterResolver | None = None,
 ) -> Processes:
-    """The processes, which have met.
-
-    Args:
-      resolver: of the cluster; None to join that of which the environment tells.
-      timeout_seconds: how long a step may go without progress.
-      otherwise: of the cluster if there is none to join; by default the process is
-        alone.
-
-    Raises:
-      ClusterError: they could not start together, or the environment tells of other
-        processes that this one cannot join.
-      ValueError: the cluster makes no sense.
-
-    Warns:
-      RuntimeWarning: nothing tells of a cluster, and there is no `otherwise`.
-    """
+    """The processes, which have met."""
     if resolver is not None:
         process = resolver.process()
     elif (hindrance := _join()) is None:
@@ -487,9 +401,6 @@ def agree_on_replicas(processes: Processes | None, replicas: str) -> None:
     """Compare the replicas of a strategy, in words, with those of the other processes.
 
     Processes that count other replicas would take other parts of one batch.
-
-    Raises:
-      ClusterError: another process has made other ones, or is doing something else.
     """
     if processes is not None and processes.count > 1:
         processes.operations.agree(f"make a strategy of {replicas}")
@@ -609,35 +520,18 @@ _POLL_SECONDS = 0.5
 
 @final
 class TrainingTask:
-    """One of the processes that take the same steps.
-
-    Args:
-      spec: the cluster.
-      job: "chief" or "worker".
-      index: the number of the task.
-
-    Raises:
-      ValueError: it does not train, or there is no such task.
-    """
+    """One of the processes that take the same steps."""
 
     def __init__(self, spec: ClusterSpec, job: str, index: int) -> None:
         resolver = SimpleClusterResolver(spec, task_type=job, task_id=index)
         self._process = resolver.process()
 
     def start(self) -> None:
-        """Meet the others; a second call does nothing.
-
-        Raises:
-          ClusterError: the processes could not start together.
-        """
+        """Meet the others; a second call does nothing."""
         start(self._process)
 
     def join(self) -> None:
-        """Wait until all others have finished, or wait here too.
-
-        Raises:
-          ClusterError: one has died, or failed; or they could not start together.
-        """
+        """Wait until all others have finished, or wait here too."""
         board = start(self._process).board
         board.put(_joined(board.index), True)
         while any(not _is_done(board, state) for state in board.states()):

@@ -22,6 +22,7 @@ import os
 import pickle
 import shutil
 import socket
+import stat
 import struct
 import tempfile
 import threading
@@ -611,7 +612,9 @@ class _Loop:
         for each in self.sockets:
             for descriptor in each.descriptors:
                 with contextlib.suppress(OSError):
-                    os.close(descriptor)
+                    # Else it was closed a moment ago, and is another file's by now.
+                    if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                        os.close(descriptor)
 
     def _run(self) -> None:
         while True:

@@ -124,12 +124,7 @@ def member(hello: Message) -> Member:
 
 
 def written(message: Message) -> bytes:
-    """A message as the frame that carries it.
-
-    Raises:
-      TypeError: it cannot be written as JSON.
-      ValueError: it is too large, or nested too deeply.
-    """
+    """A message as the frame that carries it."""
     try:
         body = json.dumps(message, separators=(",", ":")).encode()
     except RecursionError:
@@ -161,26 +156,7 @@ def meet(
     secret: Secret | None = None,
     host: Host | None = None,
 ) -> Group:
-    """Wait until all processes have come, and agree that they are the right ones.
-
-    Args:
-      index: this process's id, from 0 to `count - 1`.
-      count: how many processes there are.
-      coordinator: where process 0 listens, `"host:port"`.
-      timeout_seconds: how long to wait for the others.
-      told: what this process says of itself; `facts()` by default.
-      secret: what all processes of the job know; by default what
-        `JAXSTRATEGY_CLUSTER_SECRET` says.
-      host: of process 0, if it listens already.
-
-    Raises:
-      ClusterError: on every process with the same text: ids given twice or out of
-        range, different numbers of processes, different versions, processes that did
-        not come. On those that it concerns: the port is used by something else, the
-        coordinator cannot be reached, or has another secret. There is no secret, and
-        other hosts reach the address.
-      ValueError: the address, the id, the count or the secret cannot be right.
-    """
+    """Wait until all processes have come, and agree that they are the right ones."""
     name, _ = endpoint(coordinator)
     if count < 1 or index < 0:
         raise ValueError(
@@ -471,11 +447,7 @@ class _Guest:
         )
 
     def _other_program(self) -> str:
-        """Why nobody of the job answers, found out by plain bytes.
-
-        Raises:
-          ClusterError: it is process 0 of a job, with another secret.
-        """
+        """Why nobody of the job answers, found out by plain bytes."""
         try:
             sock = socket.create_connection(endpoint(self._coordinator), 2.0)
         except OSError as error:
@@ -550,12 +522,7 @@ def _is_hello(hello: Message) -> bool:
 
 
 def _mistakes(own: Message, others: Sequence[Message]) -> list[str]:
-    """The contradictions that no further process could resolve.
-
-    Args:
-      own: what process 0 says of itself.
-      others: what all others say that have come.
-    """
+    """The contradictions that no further process could resolve."""
     count, first, wrong = own["count"], member(own), []
     holders = collections.defaultdict(list)
     for hello in (own, *others):

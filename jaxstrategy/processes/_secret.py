@@ -51,11 +51,7 @@ class Secret:
 
     @classmethod
     def of_environment(cls) -> Self:
-        """The secret in `JAXSTRATEGY_CLUSTER_SECRET`; an empty one if it is not set.
-
-        Raises:
-          ValueError: it is set, and empty or too short.
-        """
+        """The secret in `JAXSTRATEGY_CLUSTER_SECRET`; an empty one if it is not set."""
         text = os.environ.get(VARIABLE)
         if text is None:
             return cls()
@@ -88,11 +84,7 @@ class Secret:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only processes of this host can listen or call at an address.
-
-    >>> is_loopback("localhost"), is_loopback("0.0.0.0")
-    (True, False)
-    """
+    """Whether only processes of this host can listen or call at an address."""
     try:
         # A name without an address is not taken for safe: it may get any.
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
@@ -103,11 +95,7 @@ def is_loopback(host: str) -> bool:
 
 
 def is_network_trusted() -> bool:
-    """Whether the user says that no stranger reaches the network of the job.
-
-    Raises:
-      ValueError: the variable says something else.
-    """
+    """Whether the user says that no stranger reaches the network of the job."""
     said = os.environ.get(NETWORK, "")
     if said not in ("", "trusted"):
         raise ValueError(
@@ -118,15 +106,7 @@ def is_network_trusted() -> bool:
 
 
 def why_refused(secret: Secret, host: str) -> str | None:
-    """The reason why processes must not meet there; None if they may.
-
-    Args:
-      secret: of the job.
-      host: name or address, without a port.
-
-    Raises:
-      ValueError: the environment contradicts itself.
-    """
+    """The reason why processes must not meet there; None if they may."""
     if secret or is_network_trusted() or is_loopback(host):
         return None
     return (
@@ -140,11 +120,6 @@ def why_refused(secret: Secret, host: str) -> str | None:
 
 
 def check(secret: Secret, host: str) -> None:
-    """Nothing if processes may meet there.
-
-    Raises:
-      ClusterError: strangers could come too.
-      ValueError: the environment contradicts itself.
-    """
+    """Nothing if processes may meet there."""
     if why := why_refused(secret, host):
         raise ClusterError(f"The processes do not meet: {why}.")

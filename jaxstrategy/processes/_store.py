@@ -157,11 +157,7 @@ class AbstractBoard(abc.ABC):
 
     @abc.abstractmethod
     def get(self, key: str, timeout_seconds: float | None = None) -> Json:
-        """The value that some process has put or will put within the time.
-
-        Raises:
-          ClusterError: none did, or none can any more.
-        """
+        """The value that some process has put or will put within the time."""
 
     @abc.abstractmethod
     def gather(
@@ -171,9 +167,6 @@ class AbstractBoard(abc.ABC):
 
         The n-th call with a key on one process meets the n-th on each other. Without a
         time of its own it waits the board's, and longer while a process is busy.
-
-        Raises:
-          ClusterError: not all did so in time, or one has ended; they are named.
         """
 
     def barrier(self, name: str, timeout_seconds: float | None = None) -> None:
@@ -182,11 +175,7 @@ class AbstractBoard(abc.ABC):
 
     @abc.abstractmethod
     def states(self) -> list[ProcessState]:
-        """The state of each process, by their ids.
-
-        Raises:
-          ClusterError: process 0, which keeps them, does not answer.
-        """
+        """The state of each process, by their ids."""
 
     def known_states(self) -> list[ProcessState]:
         """The same without a message: in process 0; empty in the others."""
@@ -214,12 +203,7 @@ class AbstractBoard(abc.ABC):
 
 @final
 class LoneBoard(AbstractBoard):
-    """The board of a job of one process.
-
-    >>> board = LoneBoard()
-    >>> board.gather("rows", 12)
-    [12]
-    """
+    """The board of a job of one process."""
 
     def __init__(self) -> None:
         self.index = 0
@@ -287,10 +271,6 @@ class StoreServer:
 
     All of its state belongs to the loop of messages, so there is no lock; only
     `states`, which reads one attribute after the other, is called by others.
-
-    Args:
-      group: the processes.
-      silence_seconds: a process that says nothing for so long counts as dead.
     """
 
     def __init__(self, group: Group, silence_seconds: float) -> None:
@@ -704,15 +684,7 @@ class Board(AbstractBoard):
     def _answer(
         self, message: Message, seconds: float, is_patient: bool = False
     ) -> Message:
-        """Send a request to process 0 and wait for its answer.
-
-        Args:
-          is_patient: whether to wait on while another process is busy by itself.
-
-        Raises:
-          TimeoutError: too late; its argument has those that have not contributed.
-          ClusterError: the answer cannot come.
-        """
+        """Send a request to process 0 and wait for its answer."""
         request = next(self._requests)
         what = message.get("key", message["op"])
         if self._is_closed:

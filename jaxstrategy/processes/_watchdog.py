@@ -45,11 +45,6 @@ def finish(
 
     Nothing runs after it: no `finally`, no `atexit`, where JAX would wait for the
     others. The first caller wins; any other thread that comes here stays here.
-
-    Args:
-      before: done first, for example to tell the others.
-      pause_seconds: for what other threads have to say about the same event; None
-        when JAX is about to end the process itself.
     """
     _once.acquire()
     try:
@@ -87,12 +82,7 @@ def stacks() -> str:
 
 @final
 class Activity:
-    """A wait or a read, with its beginning.
-
-    Args:
-      what: in words.
-      busy: what this process does by itself meanwhile, None if it waits for others.
-    """
+    """A wait or a read, with its beginning."""
 
     def __init__(self, what: str, busy: str | None = None) -> None:
         self.what = what
@@ -166,15 +156,7 @@ def suspicion(
     seconds: float,
     step: int | None,
 ) -> str:
-    """Name the process that is most likely waited for, in a sentence.
-
-    Args:
-      states: of all processes.
-      index: of the one that waits.
-      what: it waits in, in words.
-      seconds: how long it has waited.
-      step: the number of the step it waits in, None if it is another wait.
-    """
+    """Name the process that is most likely waited for, in a sentence."""
     others = [state for state in states if state.member.index != index]
     for state in others:
         if state.end is not None:
@@ -251,14 +233,7 @@ class Pending:
 def stall_report(
     board: AbstractBoard, pending: Pending, told: str, cause: str | None
 ) -> tuple[str, str]:
-    """Write the report, and the cause in a sentence.
-
-    Args:
-      board: knows the states of the others.
-      pending: the wait that does not end.
-      told: the last step of this process in words.
-      cause: the reason, if it is known; else the states on the board tell it.
-    """
+    """Write the report, and the cause in a sentence."""
     own = board.members[board.index]
     states, unknown = _states(board)
     if cause is None:
@@ -370,11 +345,6 @@ class Watchdog:
         """Note that the call of a step of all processes begins.
 
         The steps are counted, so all processes must call this for the same steps.
-
-        Args:
-          what: the step, by its name; `str` is taken when it is needed.
-          where: its source line, likewise.
-          busy: as for `step_busy`.
         """
         self._step += 1
         self._what = what
@@ -390,11 +360,7 @@ class Watchdog:
         self._busy = busy
 
     def step_dispatched(self, token: jax.Array | None = None) -> None:
-        """Note that the call of the step has returned, with or without an error.
-
-        Args:
-          token: as for `watch`.
-        """
+        """Note that the call of the step has returned, with or without an error."""
         self._is_open = False
         self._busy = None
         if token is not None and self._is_on:
@@ -403,12 +369,7 @@ class Watchdog:
     def waiting(
         self, what: str, busy: str | None = None
     ) -> AbstractContextManager[Activity]:
-        """A block, outside of steps, that cannot go on without the other processes.
-
-        Args:
-          what: is waited for, in words.
-          busy: what this process does by itself meanwhile, if it does not wait.
-        """
+        """A block, outside of steps, that cannot go on without the other processes."""
         return Noted(self._activities, what, busy)
 
     def reading(self, what: str) -> AbstractContextManager[Activity]:
@@ -420,11 +381,7 @@ class Watchdog:
         return Noted(self._reads, what, None)
 
     def watch(self, array: jax.Array) -> None:
-        """Count the last step as pending until this array of it has been computed.
-
-        Args:
-          array: a small result that no later step is given the memory of.
-        """
+        """Count the last step as pending until this array of it has been computed."""
         if self._is_on:
             self._tokens.append((self._step, array))
 
