@@ -31,26 +31,10 @@ def last_line(done):
     return done.stderr.rstrip().rsplit("\n", 1)[-1]
 
 
-@pytest.mark.parametrize(
-    "count, devices, who",
-    [
-        (2, 2, 1),
-        pytest.param(2, 1, 0, marks=pytest.mark.slow),
-        pytest.param(4, 1, 2, marks=pytest.mark.slow),
-    ],
-)
-def test_a_killed_rank_is_the_cause(count, devices, who):
-    done = launched(count, devices, "kill", who)
+def test_a_killed_rank_is_the_cause():
+    done = launched(2, 2, "kill", 1)
     assert done.returncode == 137, done
-    assert last_line(done).endswith(f"rank {who} failed with signal SIGKILL"), done
-
-
-@pytest.mark.slow
-def test_an_exception_is_the_cause():
-    done = launched(2, 2, "raise", 1)
-    assert done.returncode == 1, done
-    assert "[1] ValueError: no such digit" in done.stderr, done
-    assert last_line(done).endswith("rank 1 failed with exit code 1"), done
+    assert last_line(done).endswith("rank 1 failed with signal SIGKILL"), done
 
 
 @pytest.mark.slow
@@ -61,15 +45,6 @@ def test_a_stopped_rank_is_named_by_the_watchdog():
     assert "train_step" in done.stderr, done
     assert "rank 1 did not end within 3 s and had to be killed" in done.stderr, done
     assert f"rank 0 failed with exit code {done.returncode}" in last_line(done), done
-
-
-@pytest.mark.slow
-def test_a_rank_that_leaves_its_loop_is_named():
-    done = launched(2, 1, "leave", 1)
-    # The input pipeline of the other, or its step, whichever is first to notice.
-    assert done.returncode in (1, 75, 76), done
-    assert re.search(r"process 1 \(host .*\) has finished already", done.stderr), done
-    assert "rank 0 failed with exit code" in last_line(done), done
 
 
 @pytest.mark.slow

@@ -40,12 +40,8 @@ def test_a_slow_reader_is_waited_for(ended):
     ended("slow reader", [[0, 0]])
 
 
-@pytest.mark.parametrize(
-    "case",
-    ["asleep before new", pytest.param("asleep before known", marks=pytest.mark.slow)],
-)
-def test_who_sleeps_before_a_step_is_named(ended, case):
-    zero = ended(case, WATCHED)[0]
+def test_who_sleeps_before_a_step_is_named(ended):
+    zero = ended("asleep before new", WATCHED)[0]
     assert re.search(r"process 1 \(host .*\) has not begun this step", zero.last_line)
 
 
@@ -57,38 +53,9 @@ def test_who_leaves_out_a_step_is_told_with_its_batch(ended):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["save one-sided", "restore one-sided"])
-def test_a_one_sided_checkpoint_is_told(ended, case):
-    who = 0 if case.startswith("save") else 1
-    rank = ended(case, WATCHED)[who]
-    doing = r"(save checkpoint 2|restore) in `.*saved`"
-    assert re.search(rf"in {doing} and ends with exit code 75", rank.last_line)
-    other = rf"process {1 - who} \(host .*\) has not come to {doing}"
-    assert re.search(other, rank.last_line)
-
-
-DIFFERENT = {
-    "save and step": r"process 0: `save checkpoint 2 in `.*process 1: `train_step at",
-    "save another step": r"save checkpoint 2 in .*process 1: `save checkpoint 3 in",
-    "save another folder": r"saved0`` .*process 1: `save checkpoint 2 in `.*saved1``",
-    "save and restore": r"process 0: `save checkpoint 2 in .*process 1: `restore in",
-    "save other leaves": r"different states in save checkpoint 2 in .*: process 0 has "
-    r"`t` \(a Python int\), process 1 has `v` \(float32\[2,3\]\)",
-}
-
-
-_SLOW = "save another step", "save and restore"
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, marks=[pytest.mark.slow] if case in _SLOW else [])
-        for case in DIFFERENT
-    ],
-)
-@pytest.mark.slow
-def test_other_checkpoints_are_told_before_anything_is_written(ended, case, tmp_path):
-    for rank in ended(case, [[1, 1]]):
-        assert re.search(DIFFERENT[case], rank.output, re.S)
-    assert sorted(each.name for each in tmp_path.glob("saved*/*")) == ["1"]
+def test_a_one_sided_checkpoint_is_told(ended):
+    zero = ended("save one-sided", WATCHED)[0]
+    doing = "save checkpoint 2 in `.*saved`"
+    assert re.search(rf"in {doing} and ends with exit code 75", zero.last_line)
+    other = rf"process 1 \(host .*\) has not come to {doing}"
+    assert re.search(other, zero.last_line)

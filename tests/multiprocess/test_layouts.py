@@ -42,7 +42,6 @@ def test_processes_that_count_other_replicas_are_told_before_they_begin(job):
     "devices, layout",
     [
         (2, {"logical_axes": {"core": 2}}),
-        (6, {"logical_axes": {"row": 1, "core": 3}}),
         (1, {"replicas_per_device": 3}),
     ],
     ids=str,

@@ -24,6 +24,9 @@ DEADLINE = 300
 COUNT, OWN = 2, 2
 PROGRAMS = {
     "test_processes_that_do_different_things_are_told": "mismatches",
+    "test_other_checkpoints_are_told_before_anything_is_written": (
+        "different_checkpoints"
+    ),
     "test_each_process_reads_its_own_rows": "feeding",
     "test_each_process_reads_its_shard": "older_inputs",
     "test_the_loss_curve_is_that_of_one_process": "digits",
@@ -98,6 +101,24 @@ def test_processes_that_do_different_things_are_told(said):
     for name, pattern in WANTED.items():
         assert re.search(pattern, zero[name], re.S), (name, zero[name])
         assert re.search(pattern, one[name], re.S), (name, one[name])
+
+
+DIFFERENT = {
+    "save and step": r"process 0: `save checkpoint 2 in `.*process 1: `train_step at",
+    "save another step": r"save checkpoint 2 in .*process 1: `save checkpoint 3 in",
+    "save another folder": r"saved0`` .*process 1: `save checkpoint 2 in `.*saved1``",
+    "save and restore": r"process 0: `save checkpoint 2 in .*process 1: `restore in",
+    "save other leaves": r"different states in save checkpoint 2 in .*: process 0 has "
+    r"`t` \(a Python int\), process 1 has `v` \(float32\[2,3\]\)",
+}
+
+
+@pytest.mark.slow
+def test_other_checkpoints_are_told_before_anything_is_written(said):
+    for texts, found in told(said["different_checkpoints"], "told"):
+        assert texts.keys() == DIFFERENT.keys() and found == ["saved/1"]
+        for name, pattern in DIFFERENT.items():
+            assert re.search(pattern, texts[name], re.S), (name, texts[name])
 
 
 # Input

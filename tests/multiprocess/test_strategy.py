@@ -14,7 +14,6 @@ import jaxstrategy as js
 # always four replicas.
 LAYOUTS = [
     (2, 2, {}),
-    (4, 1, {}),
     (2, 4, {"logical_axes": {"core": 2}}),
     (2, 1, {"replicas_per_device": 2}),
 ]

@@ -327,22 +327,6 @@ def test_an_idle_process_learns_of_a_death(job):
         assert "process 1 (host" in running.ranks[0].last_line
 
 
-@pytest.mark.slow
-def test_a_stopped_process_is_named_by_the_watchdog(job):
-    with job(LOOP, seconds=3) as running:
-        running.wait_for("going")
-        running.signal(1, 19)  # SIGSTOP
-        assert running.wait(20, 0) == [75]
-        zero = running.ranks[0]
-        assert "in step 2" in zero.output and "out = total(RANK)" in zero.output
-        assert "step 2" in zero.last_line and "exit code 75: process 1" in (
-            zero.last_line
-        )
-        assert "has not answered for" in zero.last_line
-        running.signal(1, 18)  # SIGCONT: it hears of it and ends, if JAX is not faster
-        assert running.wait(20)[1] in (76, -6)
-
-
 @pytest.mark.parametrize("who", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_an_exception_ends_the_job_with_its_words_last(job, who):
     script = f"""

@@ -36,10 +36,6 @@ def main(case, who, timeout_seconds=4):
                     os.kill(os.getpid(), signal.SIGKILL)
                 case "stop":
                     os.kill(os.getpid(), signal.SIGSTOP)
-                case "raise":
-                    raise ValueError("no such digit")
-                case "leave":
-                    return
         w = train_step(w, batch)
         if i % 10 == 0:
             float(w[0, 0])
