@@ -28,7 +28,7 @@ from importlib import metadata
 from typing import Any, TypeAlias
 
 from jaxstrategy._errors import ClusterError
-from jaxstrategy.cluster.resolvers._addresses import address_of, endpoint
+from jaxstrategy.cluster.resolvers._cluster_spec import address_of, endpoint
 from jaxstrategy.processes import _secret
 from jaxstrategy.processes._messages import (
     Buffer,

@@ -8,12 +8,12 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Literal, final
 
+from jaxstrategy.cluster.resolvers._cluster_spec import address_of
 from jaxstrategy.cluster.resolvers._environment import VARIABLE as TF_CONFIG
 from jaxstrategy.launch._child_process import OutputThread, described
 from jaxstrategy.launch._ray import RayActors, RayStartedProcess
 from jaxstrategy.parameter_servers.backends._called_tasks import CalledTask
 from jaxstrategy.parameter_servers.backends._child_process import show
-from jaxstrategy.cluster.resolvers._addresses import address_of
 
 Job = Literal["worker", "ps"]
 _PROGRAM = ("-m", "jaxstrategy.parameter_servers")
