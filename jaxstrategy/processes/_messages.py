@@ -145,8 +145,8 @@ class Server:
     Args:
       secret: of the job.
       handle: called with each `Request`, in the loop's thread.
-      address: `host:port` to listen at, port 0 for a free one; by default a socket in a
-        new folder that only this user may enter.
+      address: `host:port` to listen at, port 0 for a free one; or `ipc://PATH` in a
+        folder that only this user may enter, by default a new one.
       lost: called with the `peer` of each connection that has ended, in the loop's
         thread, too.
       refused: called, in the same thread, for each caller that has another secret.
@@ -176,6 +176,7 @@ class Server:
         self._peers: dict[int, bytes] = {}  # by file descriptor
         self._known: set[bytes] = set()
         self._folder = tempfile.mkdtemp(prefix="jaxstrategy-") if not address else ""
+        self._path = ""
         events = _EVENTS if refused is None else _EVENTS | _REFUSED
         self._socket = _Socket(
             zmq.ROUTER, self._received, self._changed, largest, events
@@ -184,6 +185,10 @@ class Server:
         try:
             if address is None:
                 sock.bind(f"ipc://{self._folder}/messages")
+            elif address.startswith("ipc://"):
+                _check_folder(address)
+                sock.bind(address)
+                self._path = address.removeprefix("ipc://")
             else:
                 host, _, port = address.rpartition(":")
                 (first, *_) = _addresses(host.strip("[]"), int(port))
@@ -195,10 +200,12 @@ class Server:
                 sock.bind(_tcp(*first))
         except (zmq.ZMQError, OSError) as error:
             self.close(0)
+            if isinstance(error, RefusedError):
+                raise
             raise OSError(error.errno, error.strerror) from error
         bound = sock.last_endpoint.decode().rstrip("\0")
         self.address = bound
-        if address is not None:
+        if not bound.startswith("ipc://"):
             self.address = f"{host}:{bound.rpartition(':')[2]}"
         self._socket.start()
 
@@ -215,6 +222,9 @@ class Server:
         self._socket.close(linger_seconds)
         if self._folder:
             shutil.rmtree(self._folder, ignore_errors=True)
+        elif self._path:
+            with contextlib.suppress(OSError):
+                os.unlink(self._path)
 
     def _received(self, frames: list[zmq.Frame]) -> None:
         peer, header = frames[0].bytes, frames[1].bytes
@@ -448,11 +458,15 @@ def _endpoints(address: str) -> list[str]:
     if not address.startswith("ipc://"):
         host, _, port = address.rpartition(":")
         return [_tcp(*each) for each in _addresses(host.strip("[]"), int(port))]
+    _check_folder(address)
+    return [address]
+
+
+def _check_folder(address: str) -> None:
     folder = os.path.dirname(address.removeprefix("ipc://"))
     found = os.stat(folder)
     if found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise RefusedError(f"Other users may enter {folder}, so it is no server's.")
-    return [address]
 
 
 class _Socket:

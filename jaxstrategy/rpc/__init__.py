@@ -9,23 +9,23 @@ from typing import TYPE_CHECKING
 from jaxstrategy import _lazy_names
 
 if TYPE_CHECKING:
-    from jaxstrategy.rpc._rpc_client import RpcClient as RpcClient
-    from jaxstrategy.rpc._rpc_errors import (
+    from jaxstrategy.rpc._client import RpcClient as RpcClient
+    from jaxstrategy.rpc._client import StatusOrResult as StatusOrResult
+    from jaxstrategy.rpc._errors import (
         DeadlineExceededError as DeadlineExceededError,
     )
-    from jaxstrategy.rpc._rpc_errors import (
+    from jaxstrategy.rpc._errors import (
         FailedPreconditionError as FailedPreconditionError,
     )
-    from jaxstrategy.rpc._rpc_errors import InternalError as InternalError
-    from jaxstrategy.rpc._rpc_errors import InvalidArgumentError as InvalidArgumentError
-    from jaxstrategy.rpc._rpc_errors import (
+    from jaxstrategy.rpc._errors import InternalError as InternalError
+    from jaxstrategy.rpc._errors import InvalidArgumentError as InvalidArgumentError
+    from jaxstrategy.rpc._errors import (
         ResourceExhaustedError as ResourceExhaustedError,
     )
-    from jaxstrategy.rpc._rpc_errors import RpcError as RpcError
-    from jaxstrategy.rpc._rpc_errors import UnauthenticatedError as UnauthenticatedError
-    from jaxstrategy.rpc._rpc_errors import UnavailableError as UnavailableError
-    from jaxstrategy.rpc._rpc_server import RpcServer as RpcServer
-    from jaxstrategy.rpc._status_or_result import StatusOrResult as StatusOrResult
+    from jaxstrategy.rpc._errors import RpcError as RpcError
+    from jaxstrategy.rpc._errors import UnauthenticatedError as UnauthenticatedError
+    from jaxstrategy.rpc._errors import UnavailableError as UnavailableError
+    from jaxstrategy.rpc._server import RpcServer as RpcServer
 
     Client = RpcClient
     Server = RpcServer
@@ -33,13 +33,12 @@ else:
     __getattr__, __dir__ = _lazy_names.of(
         __name__,
         {
-            "rpc._rpc_errors": (
+            "rpc._errors": (
                 "DeadlineExceededError FailedPreconditionError InternalError "
                 "InvalidArgumentError ResourceExhaustedError RpcError "
                 "UnauthenticatedError UnavailableError"
             ),
-            "rpc._status_or_result": "StatusOrResult",
-            "rpc._rpc_client": "RpcClient Client=RpcClient",
-            "rpc._rpc_server": "RpcServer Server=RpcServer",
+            "rpc._client": "RpcClient Client=RpcClient StatusOrResult",
+            "rpc._server": "RpcServer Server=RpcServer",
         },
     )

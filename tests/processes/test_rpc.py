@@ -1,7 +1,15 @@
-"""Remote calls are as TensorFlow has them: its test cases, and measured ones."""
+"""Remote calls are as TensorFlow has them, and nothing outlives server and client."""
 
+import contextlib
+import gc
+import json
+import os
+import pickle
 import socket
+import subprocess
+import sys
 import threading
+import weakref
 from typing import NamedTuple
 
 import jax
@@ -9,9 +17,10 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from helpers.threads import in_threads
+from helpers.threads import in_threads, until
 
 import jaxstrategy as js
+from jaxstrategy.processes import _messages, _secret
 
 rpc = js.experimental.rpc
 INT = jax.ShapeDtypeStruct((), jnp.int32)
@@ -90,25 +99,22 @@ def free_address():
 # Making them.
 
 
-@pytest.mark.parametrize("maker", [rpc.Server, rpc.Client], ids=["server", "client"])
-def test_there_is_one_layer(maker):
-    with pytest.raises(ValueError, match="Only GRPC backend is supported at the mome"):
-        maker.create("http", "127.0.0.1:0")
-
-
-@pytest.mark.parametrize("count", [0, -1, 1.5])
-@pytest.mark.parametrize("maker", [rpc.Server, rpc.Client], ids=["server", "client"])
-def test_a_bound_is_a_number_of_bytes(maker, count):
-    with pytest.raises(ValueError, match=f"`max_message_bytes` was {count}; a whole"):
-        maker.create("grpc", "127.0.0.1:0", max_message_bytes=count)
-
-
-@pytest.mark.parametrize("timeout", [-1, float("nan"), "1"])
-def test_a_timeout_is_a_number(client, timeout):
-    with pytest.raises(ValueError, match="`timeout_in_ms` was .*; a number of millis"):
-        rpc.Client.create("grpc", "127.0.0.1:1", timeout_in_ms=timeout)
-    with pytest.raises(ValueError, match="`timeout_in_ms` was .*; a number of millis"):
-        client.mul(2, 3, timeout_in_ms=timeout)
+def test_what_makes_no_server_or_client_is_refused(client):
+    for maker in rpc.Server, rpc.Client:
+        with pytest.raises(
+            ValueError, match="Only GRPC backend is supported at the mom"
+        ):
+            maker.create("http", "127.0.0.1:0")
+        for count in 0, -1, 1.5:
+            with pytest.raises(
+                ValueError, match=f"`max_message_bytes` was {count}; a w"
+            ):
+                maker.create("grpc", "127.0.0.1:0", max_message_bytes=count)
+    for timeout in -1, float("nan"), "1":
+        with pytest.raises(ValueError, match="`timeout_in_ms` was .*; a number of mil"):
+            rpc.Client.create("grpc", "127.0.0.1:1", timeout_in_ms=timeout)
+        with pytest.raises(ValueError, match="`timeout_in_ms` was .*; a number of mil"):
+            client.mul(2, 3, timeout_in_ms=timeout)
 
 
 def test_a_client_waits_for_a_server_as_long_as_it_may():
@@ -164,35 +170,29 @@ class Pair(NamedTuple):
     y: object
 
 
-@pytest.mark.parametrize(
-    "function, specs, told",
-    [
+def test_what_cannot_be_sent_is_not_registered(unstarted):
+    for function, specs, told in [
         (lambda x: x, ["text"], r"f: argument\[0\] is a str. Give arrays, numbers or"),
         (lambda x: x, [np.array("text")], r"f: argument\[0\] is of dtype <U4; arrays"),
         (lambda x: x, [jax.random.key(0)], "and of random keys their `jax.random.key_"),
         (lambda x: x.x, [Pair(1, 2)], r"f: argument\[0\] is a Pair. Other processes"),
         (lambda x: [Pair(x, x)], [1], r"f: result\[0\] is a Pair. Other processes are"),
         (lambda x: jax.random.key(x), [1], "f: result is of dtype key<fry>; arrays of"),
-    ],
-)
-def test_what_cannot_be_sent_is_not_registered(unstarted, function, specs, told):
-    with pytest.raises(ValueError, match=told):
-        unstarted.register("f", jax.jit(function), *specs)
+    ]:
+        with pytest.raises(ValueError, match=told):
+            unstarted.register("f", jax.jit(function), *specs)
 
 
-@pytest.mark.parametrize("name", ["mul", "mul_blocking"])
-def test_a_name_is_registered_once(unstarted, name):
+def test_a_name_is_registered_once_and_is_no_clients_own(unstarted):
     unstarted.register("mul", mul, INT, INT)
-    told = f"^{name} is already registered$"
-    with pytest.raises(rpc.InvalidArgumentError, match=told) as caught:
-        unstarted.register(name, mul, INT, INT)
-    assert caught.value.error_code == 3
-
-
-@pytest.mark.parametrize("name", ["", "call", "close", "call_blocking", "__len__"])
-def test_names_of_clients_are_not_names_of_methods(unstarted, name):
-    with pytest.raises(rpc.InvalidArgumentError, match="cannot have the name"):
-        unstarted.register(name, mul, INT, INT)
+    for name in "mul", "mul_blocking":
+        told = f"^{name} is already registered$"
+        with pytest.raises(rpc.InvalidArgumentError, match=told) as caught:
+            unstarted.register(name, mul, INT, INT)
+        assert caught.value.error_code == 3
+    for name in "", "call", "close", "call_blocking", "__len__":
+        with pytest.raises(rpc.InvalidArgumentError, match="cannot have the name"):
+            unstarted.register(name, mul, INT, INT)
 
 
 def test_methods_are_registered_before_the_start(unstarted):
@@ -255,27 +255,21 @@ def test_call_gives_the_structure_that_it_is_told(client):
     assert client.call("empty", None, []).get_value() == []
 
 
-def test_call_without_a_structure_has_no_value(client):
+def test_a_missing_or_wrong_structure_of_results_is_an_error(client):
     result = client.call("mul", [2, 3])
     assert result.is_ok()
     with pytest.raises(rpc.InvalidArgumentError, match="give `output_specs` to `call`"):
         result.get_value()
-
-
-@pytest.mark.parametrize(
-    "specs, told",
-    [
+    for specs, told in [
         ([INT, INT], "Expects 2 results but 1 are provided"),
         (FLOAT, r"Expects result\[0\] to be float32 but int32 is provided"),
         (
             jnp.zeros(2, int),
             r"Expects result\[0\] to have the shape \(2,\) but \(\) is",
         ),
-    ],
-)
-def test_a_wrong_structure_of_results_is_an_error(client, specs, told):
-    with pytest.raises(rpc.InvalidArgumentError, match=told):
-        client.call("mul", [2, 3], specs).get_value()
+    ]:
+        with pytest.raises(rpc.InvalidArgumentError, match=told):
+            client.call("mul", [2, 3], specs).get_value()
 
 
 # Wrong arguments.
@@ -291,9 +285,9 @@ def test_a_wrong_dtype_is_a_status(client):
         assert str(caught.value) == told
 
 
-@pytest.mark.parametrize(
-    "args, error, told",
-    [
+def test_wrong_arguments_are_errors_of_the_caller(client):
+    large = np.array(1 << 40)
+    for args, error, told in [
         (([1],), TypeError, r"`total`\[0\] is a list; a dict was wanted"),
         (({"a": 1, "b": (1,)},), TypeError, r"\['b'\] is a tuple; a list was wanted"),
         (({"a": [1], "b": [1]},), TypeError, r"\['a'\] is a list; an array int32\[\]"),
@@ -303,16 +297,10 @@ def test_a_wrong_dtype_is_a_status(client):
         ((), ValueError, "The arguments of `total` has 0 entries; 1 were wanted"),
         (({"a": "one", "b": [1]},), TypeError, r"total: arg\[0\] is a str; arrays of"),
         (({"a": 1 << 40, "b": [1]},), OverflowError, "out of bounds|too large"),
-        (
-            ({"a": np.array(1 << 40), "b": [1]},),
-            OverflowError,
-            r"total: arg\[0\] has whole numbers that int32 cannot hold",
-        ),
-    ],
-)
-def test_wrong_arguments_are_errors_of_the_caller(client, args, error, told):
-    with pytest.raises(error, match=told):
-        client.total(*args)
+        (({"a": large, "b": [1]},), OverflowError, r"numbers that int32 cannot hold"),
+    ]:
+        with pytest.raises(error, match=told):
+            client.total(*args)
 
 
 def test_shapes_are_checked(client):
@@ -481,3 +469,248 @@ def test_arguments_by_name_are_a_structure_too(client):
     assert client.call("mul", {"x": 4, "y": 5}, specs).get_value() == 20
     with pytest.raises(ValueError, match="output_specs is a str. Give arrays, numbers"):
         client.call("mul", [4, 5], "int32")
+
+
+# Ends.
+
+
+def started(address="127.0.0.1:0", **methods):
+    server = rpc.Server.create("grpc", address)
+    server.register("mul", jax.jit(lambda x, y: x * y), INT, INT)
+    for name, function in methods.items():
+        server.register(name, function, INT)
+    server.start()
+    return server
+
+
+def connected(server, timeout=60_000):
+    return rpc.Client.create("grpc", server.address, timeout_in_ms=timeout)
+
+
+def slow():
+    gate.clear()
+    return jax.jit(lambda x: jax.pure_callback(wait, INT, x))
+
+
+def nobody_listens(address):
+    host, _, port = address.rpartition(":")
+    with contextlib.suppress(ConnectionRefusedError):
+        socket.create_connection((host, int(port)), 60).close()
+        return False
+    return True
+
+
+def test_closing_ends_connections_and_may_come_twice():
+    server = started()
+    client = connected(server)
+    assert client.mul_blocking(2, 3) == 6
+    for each in client, server, client, server:
+        each.close()
+    assert nobody_listens(server.address)
+
+
+@pytest.mark.parametrize("is_cycle", [False, True], ids=["alone", "in a cycle"])
+def test_both_end_with_their_last_reference(is_cycle):
+    server = started()
+    client, address = connected(server), server.address
+    call = client.mul
+    assert call(2, 3).get_value() == 6
+    gone = weakref.ref(client), weakref.ref(server)
+    if is_cycle:
+        holder = [server, client]
+        holder.append(holder)
+        del holder
+    del client, call, server
+    gc.collect()
+    until(lambda: not any(each() for each in gone))
+    until(lambda: nobody_listens(address))
+
+
+def test_a_result_keeps_the_client_until_it_has_come():
+    with started(slow=slow()) as server:
+        result = connected(server).slow(5)
+        gc.collect()
+        gate.set()
+        assert result.get_value() == 5
+
+
+def test_calls_end_when_the_client_is_closed():
+    with started(slow=slow()) as server:
+        client = connected(server)
+        result = client.slow(5)
+        client.close()
+        code, told = result.get_error()
+        assert code == 14 and told == "The client was closed."
+        with pytest.raises(ConnectionError, match="The client was closed"):
+            client.mul_blocking(2, 3)
+        gate.set()
+
+
+def test_a_client_finds_a_server_that_was_started_again():
+    server = started(slow=slow())
+    address = server.address
+    with connected(server) as client:
+        assert client.mul_blocking(2, 3) == 6
+        under_way = client.slow(1)
+        gate.set()
+        assert under_way.get_value() == 1
+        server.close()
+        lost = f"The RPC server at {address} is lost: "
+        until(lambda: client.mul(2, 3).get_error()[0] == 14)
+        with pytest.raises(rpc.UnavailableError, match=lost):
+            client.mul_blocking(2, 3)  # nobody listens
+        with started(address):
+            assert client.mul_blocking(2, 3) == 6
+
+
+def test_nothing_hinders_the_end_of_a_process():
+    code = """
+import jax, jax.numpy as jnp
+import jaxstrategy as js
+rpc = js.experimental.rpc
+server = rpc.Server.create("grpc", "127.0.0.1:0")
+server.register("double", jax.jit(lambda x: 2 * x), 1)
+server.start()
+client = rpc.Client.create("grpc", server.address)
+print(client.double_blocking(4))
+"""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "8\n", "")
+
+
+# Strangers.
+
+SECRETS = ("a secret of these tests", "another secret, not that")
+VARIABLE = "JAXSTRATEGY_CLUSTER_SECRET"
+
+
+def test_who_has_another_secret_is_refused(monkeypatch):
+    monkeypatch.setenv(VARIABLE, SECRETS[0])
+    with started() as server:
+        with connected(server) as client:
+            assert client.mul_blocking(2, 3) == 6
+        monkeypatch.setenv(VARIABLE, SECRETS[1])
+        with pytest.raises(js.ClusterError, match=f"another {VARIABLE}") as caught:
+            connected(server)
+        assert isinstance(caught.value, rpc.UnauthenticatedError)
+        assert caught.value.error_code == 16
+        monkeypatch.delenv(VARIABLE)
+        with pytest.raises(rpc.UnauthenticatedError, match="this one, which has none"):
+            connected(server)
+        # Who proves nothing is told nothing, and others do not notice.
+        host, _, port = server.address.rpartition(":")
+        with socket.create_connection((host, int(port)), 60) as stranger:
+            stranger.sendall(b"GET /mul HTTP/1.1\r\n\r\n" + os.urandom(4096))
+            data = b""
+            with contextlib.suppress(ConnectionResetError):
+                while more := stranger.recv(1 << 16):
+                    data += more
+        assert b"mul" not in data
+        monkeypatch.setenv(VARIABLE, SECRETS[0])
+        with connected(server) as client:
+            assert client.mul_blocking(2, 3) == 6
+
+
+def test_strangers_are_neither_let_in_nor_called(monkeypatch):
+    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.delenv("JAXSTRATEGY_TRUST_NETWORK", raising=False)
+    for address in "192.0.2.1:1234", "0.0.0.0:0":
+        with pytest.raises(js.ClusterError, match="no secret|every address"):
+            rpc.Server.create("grpc", address)
+    with pytest.raises(rpc.UnauthenticatedError, match="the job has no secret"):
+        rpc.Client.create("grpc", "192.0.2.1:1234", timeout_in_ms=500)
+
+
+def test_a_unix_socket_is_an_address(tmp_path):
+    tmp_path.chmod(0o700)
+    path = tmp_path / "rpc"
+    with started(str(path)) as server, connected(server) as client:
+        assert server.address == str(path) and client.mul_blocking(2, 3) == 6
+    assert not path.exists()
+    tmp_path.chmod(0o755)  # others could call
+    with pytest.raises(OSError, match="Other users may enter"):
+        started(str(path))
+
+
+class Bomb:
+    def __reduce__(self):
+        return pytest.fail, ("it was unpickled",)
+
+
+def test_other_messages_of_the_job_are_errors_and_nothing_is_unpickled():
+    blob = pickle.dumps(Bomb())
+    deep = b"[" * 5000 + b"]" * 5000
+    with started() as server:
+        client = _messages.Client(server.address, _secret.Secret.of_environment())
+        for frames, told in [
+            ([b'[["mul"], []]'], "['mul'] is not registered."),
+            ([b'["__class__", []]'], "__class__ is not registered."),
+            ([b'["mul", []]'], "Expects 2 args but 0 are provided"),
+            ([blob], "An RPC server was sent no call: "),
+            ([deep], "An RPC server was sent no call: "),
+            ([b'["mul", [["object", []]]]', blob], "has arrays of dtype object"),
+            ([b'["mul", [["int32", [1000000000000]]]]', b"x"], "was sent no call: "),
+        ]:
+            answer = client.request(*frames, timeout_seconds=60)
+            assert told in json.loads(bytes(answer[0]))[0]["message"], told
+        client.close()
+        with connected(server) as client:
+            assert client.mul_blocking(2, 3) == 6
+
+
+LEAF = {"dtype": "int32", "shape": []}
+
+
+@contextlib.contextmanager
+def answering(*answers):
+    """A server of the job that answers something else, and its address."""
+
+    def answer(request):
+        listing = json.loads(bytes(request.frames[0]))[0] is None
+        request.reply(*answers[0 if listing else 1])
+
+    secret = _secret.Secret.of_environment()
+    server = _messages.Server(secret, answer, address="127.0.0.1:0")
+    yield server.address
+    server.close()
+
+
+def test_a_list_that_is_none_is_an_error():
+    for listed in [
+        None,
+        {"methods": []},
+        {"largest": 1, "methods": [["mul"]]},
+        {"largest": 1, "methods": [["mul", LEAF, {"dtype": "object", "shape": []}]]},
+        {"largest": 1, "methods": [["mul", LEAF, ["set", []]]]},
+        {"largest": 1, "methods": [["mul", LEAF, ["dict", [[["x"], None]]]]]},
+        {"largest": 1, "methods": [["mul", LEAF, json.loads("[" * 500 + "]" * 500)]]},
+    ]:
+        with answering([json.dumps([listed, []]).encode()]) as address:
+            with pytest.raises(rpc.InternalError, match="lists no methods"):
+                rpc.Client.create("grpc", address, timeout_in_ms=60_000)
+    with answering([pickle.dumps(Bomb())]) as address:
+        with pytest.raises(rpc.InternalError, match="lists no methods"):
+            rpc.Client.create("grpc", address, timeout_in_ms=60_000)
+
+
+def test_other_answers_are_errors():
+    methods = [["get", ["tuple", []], LEAF]]
+    listed = [json.dumps([{"largest": 100, "methods": methods}, []]).encode()]
+    good = {"code": 0, "message": ""}
+    for answer, code in [
+        ([b"[null, []]"], 13),
+        ([json.dumps([{"code": "x", "message": ""}, []]).encode()], 13),
+        ([json.dumps([{"code": 77, "message": "what"}, []]).encode()], 77),
+        ([json.dumps([good, [["float32", [3]]]]).encode(), bytes(12)], 0),
+    ]:
+        with answering(listed, answer) as address:
+            with rpc.Client.create("grpc", address) as client:
+                result = client.get()
+                assert result.get_error()[0] == code
+                with pytest.raises(rpc.RpcError):
+                    result.get_value()
