@@ -41,6 +41,7 @@ from jaxstrategy.rpc._server import HEAD, LARGEST, check_bytes, check_layer, end
 
 _BLOCKING = "_blocking"
 _AGAIN_SECONDS = 2.0  # to reach a server that was lost
+_FOR_EVER = 1e8  # seconds, which locks take
 
 Frames = Future[list[Buffer]]
 
@@ -359,7 +360,7 @@ class _Line:
         self._lock = threading.Lock()
         self._is_closed = False
         self._now: list[Client] = []  # one, or none once it was lost
-        self._connect(float("inf") if seconds is None else seconds)
+        self._connect(_FOR_EVER if seconds is None else seconds)
         finalizer = weakref.finalize(self, _end_later, self._now)
         finalizer.atexit = False
 
