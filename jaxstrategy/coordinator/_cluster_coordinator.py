@@ -27,12 +27,15 @@ from jaxstrategy.coordinator._datasets import (
 )
 from jaxstrategy.coordinator._queue import FunctionPreparer, function_name
 from jaxstrategy.coordinator._recovery import ServerRestarts
-from jaxstrategy.coordinator._scheduler import Scheduler, end_later
+from jaxstrategy.coordinator._scheduler import (
+    Console,
+    LiveTable,
+    Scheduler,
+    end_later,
+)
 from jaxstrategy.coordinator._values import RemoteValue, shard_sums
 from jaxstrategy.coordinator._worker_states import (
-    Console,
     CoordinatorMetrics,
-    LiveTable,
     Stopwatch,
     WorkerStates,
 )
@@ -82,11 +85,7 @@ def is_schedulable(fn: object) -> bool:
 
 
 def check_schedulable(fn: object) -> None:
-    """Refuse what cannot be scheduled.
-
-    Raises:
-      TypeError: `fn` is a plain function, or none at all.
-    """
+    """Refuse what cannot be scheduled."""
     if is_schedulable(fn):
         return
     what = "a plain function" if callable(fn) else "no function"
@@ -100,12 +99,7 @@ def check_schedulable(fn: object) -> None:
 def checked_arguments(
     args: Any, kwargs: Any
 ) -> tuple[tuple[PyTree, ...], dict[str, PyTree]]:
-    """What a function is called with.
-
-    Raises:
-      TypeError: that is not how it is given, or a result is among it that may not be
-        there yet.
-    """
+    """What a function is called with."""
     if not isinstance(args, list | tuple | None):
         raise TypeError(
             f"`args` was a {type(args).__name__}; a list or a tuple of the arguments "
@@ -129,11 +123,7 @@ def checked_arguments(
 def check_jitted(
     fn: Function, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
 ) -> None:
-    """Refuse an iterator for a function that JAX traces by itself: it takes arrays.
-
-    Raises:
-      TypeError: it is given one.
-    """
+    """Refuse an iterator for a function that JAX traces by itself: it takes arrays."""
     if not isinstance(fn, jax.stages.Wrapped):
         return
     leaves = jax.tree.leaves((args, kwargs), is_leaf=is_whole)
@@ -146,11 +136,7 @@ def check_jitted(
 
 
 def check_restarts(max_restarts: int | None, present: int | None = None) -> None:
-    """Refuse a number of restarts that is none, or not that which there is.
-
-    Raises:
-      ValueError: the message says why.
-    """
+    """Refuse a number of restarts that is none, or not that which there is."""
     found = 0 if max_restarts is None else whole(max_restarts)
     if found is None or found < 0:
         raise ValueError(
@@ -172,11 +158,7 @@ def plain(fn: Function) -> Function:
 
 
 def number_of_shards(shards: int | None, default: int) -> int:
-    """How many shards a user wants.
-
-    Raises:
-      ValueError: less than one.
-    """
+    """How many shards a user wants."""
     found = default if shards is None else whole(shards)
     if found is None or found < 1:
         raise ValueError(f"`shards` was {shards!r}; at least one shard was wanted.")

@@ -42,18 +42,7 @@ class NoElements(ValueError):
 
 @final
 class WorkerDataset:
-    """The dataset of one worker, read from the beginning as often as asked for.
-
-    Args:
-      make: returns it; called again if it can be read only once.
-
-    Attributes:
-      only_once: the last that it returned, if it was such a one.
-
-    Raises:
-      UnexpectedDataset: what it returns is nothing that elements can be read from.
-      Exception: what it raises.
-    """
+    """The dataset of one worker, read from the beginning as often as asked for."""
 
     def __init__(self, make: Callable[[], Dataset]) -> None:
         self._make = make
@@ -72,11 +61,7 @@ class WorkerDataset:
         return ReadElements(started, tells_position=True)
 
     def first(self) -> PyTree:
-        """The first element; nothing is read ahead, and what was begun is ended.
-
-        Raises:
-          NoElements: there is none.
-        """
+        """The first element; nothing is read ahead, and what was begun is ended."""
         started = self._started()
         try:
             return _next(started)
@@ -90,11 +75,7 @@ class WorkerDataset:
             started.close()
 
     def check_resumable(self) -> None:
-        """Raise if reading cannot go on elsewhere.
-
-        Raises:
-          TypeError: the message says why.
-        """
+        """Raise if reading cannot go on elsewhere."""
         started = self._started()
         try:
             started.get_state()
@@ -127,15 +108,7 @@ class WorkerDataset:
 
 @final
 class ReadElements(Iterator[PyTree]):
-    """Elements, some of them read ahead.
-
-    Args:
-      started: what they are read from.
-      tells_position: whether they come as `Positioned`.
-
-    Attributes:
-      tells_position: as given.
-    """
+    """Elements, some of them read ahead."""
 
     def __init__(
         self, started: Pass | DistributedIterator, tells_position: bool
@@ -197,14 +170,7 @@ def _positioned(started: Pass | DistributedIterator) -> Positioned:
 
 @final
 class DatasetBuilder:
-    """Calls the user's function on a worker.
-
-    Args:
-      make: of nothing, or of an `InputContext`; returns a dataset.
-
-    Attributes:
-      made: the iterator that it returned to the coordinator, if it was one.
-    """
+    """Calls the user's function on a worker."""
 
     def __init__(self, make: Callable[..., Dataset]) -> None:
         self._make: Callable[..., Dataset] | None = make
@@ -212,12 +178,7 @@ class DatasetBuilder:
         self.made: Iterator[Any] | None = None
 
     def __call__(self, index: int) -> WorkerDataset:
-        """The dataset of the worker for which the code runs.
-
-        Raises:
-          TypeError: the function takes other arguments, or returns no dataset.
-          Exception: what it raises.
-        """
+        """The dataset of the worker for which the code runs."""
         if self._make is None:
             # Not before: what is in it asks which worker it is on.
             self._make = _peer.loaded(*self._sent)
@@ -244,12 +205,7 @@ class DatasetBuilder:
 
 @final
 class IteratorBuilder:
-    """Begins to read a dataset on a worker.
-
-    Args:
-      positions: where to go on, for workers that were there before; None: always from
-        the beginning.
-    """
+    """Begins to read a dataset on a worker."""
 
     def __init__(self, positions: dict[int, State] | None) -> None:
         self._positions = positions
@@ -267,11 +223,7 @@ class IteratorBuilder:
 
 
 def _arguments(make: Callable[..., Dataset]) -> tuple[InputContext, ...]:
-    """What the function is called with.
-
-    Raises:
-      TypeError: it takes something else.
-    """
+    """What the function is called with."""
     try:
         signature = inspect.signature(make)
     except ValueError:  # a builtin without a signature: its call will tell
@@ -497,12 +449,7 @@ DatasetOfShard = Callable[[int, int], Dataset]
 
 @final
 class ShardIterator(IteratorArgument):
-    """Begins to read the shard on any worker that is given it.
-
-    Args:
-      make: makes its dataset.
-      element: what each element is like.
-    """
+    """Begins to read the shard on any worker that is given it."""
 
     def __init__(self, make: Callable[[], Dataset], element: Element) -> None:
         source = WorkerResource(DatasetBuilder(make))
@@ -532,12 +479,7 @@ class ShardIterator(IteratorArgument):
 def shard_iterators(
     make: DatasetOfShard, shards: int, surroundings: WorkerSurroundings
 ) -> Sequence[ShardIterator]:
-    """An iterator for each shard.
-
-    Raises:
-      ValueError: there is no element in any, or `make` returns no dataset.
-      Exception: what `make` raises.
-    """
+    """An iterator for each shard."""
     makes = [functools.partial(make, shard, shards) for shard in range(shards)]
     element = _element(makes, surroundings)
     return [ShardIterator(each, element) for each in makes]

@@ -39,10 +39,7 @@ MOST_QUEUED = 256 * 1024
 
 
 class AbstractClosure(abc.ABC):
-    """A scheduled function with its arguments, which ends in one of three ways.
-
-    The queue calls these while it holds its lock: they must not wait.
-    """
+    """A scheduled function with its arguments, which ends in one of three ways."""
 
     @abc.abstractmethod
     def succeed(self, results: object) -> None:
@@ -58,16 +55,7 @@ _Closure = TypeVar("_Closure", bound=AbstractClosure)
 
 @final
 class ClosureQueue(Generic[_Closure]):
-    """Closures in the order in which they came, for any number of threads.
-
-    The first error of a closure cancels what is queued and what runs. `put`, `wait` and
-    `done` then block until nothing runs any more; one of them raises the error, and
-    with that it is gone. A closure with a tag is only for who asks for that tag; it is
-    not waited for, and its errors are its own.
-
-    Args:
-      limit: how many closures without a tag are queued at most; `put` waits for room.
-    """
+    """Closures in the order in which they came, for any number of threads."""
 
     def __init__(self, limit: int = MOST_QUEUED) -> None:
         self._limit = limit
@@ -110,11 +98,7 @@ class ClosureQueue(Generic[_Closure]):
     # What the user's threads call.
 
     def put(self, closure: _Closure, tag: Hashable | None = None) -> None:
-        """Queue a closure; with a tag for nobody else.
-
-        Raises:
-          BaseException: an error of an earlier closure; this one is not queued.
-        """
+        """Queue a closure; with a tag for nobody else."""
         with self._lock:
             if tag is not None:
                 self._refuse_if_stopped()
@@ -131,11 +115,7 @@ class ClosureQueue(Generic[_Closure]):
             self._work.notify()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until all is done; False if that took longer than `timeout` seconds.
-
-        Raises:
-          BaseException: the first error of a closure.
-        """
+        """Wait until all is done; False if that took longer than `timeout` seconds."""
         end = None if timeout is None else time.monotonic() + timeout
         with self._lock:
             if self._queued:
@@ -148,11 +128,7 @@ class ClosureQueue(Generic[_Closure]):
             return False
 
     def done(self) -> bool:
-        """Whether nothing is queued and nothing runs.
-
-        Raises:
-          BaseException: the first error of a closure.
-        """
+        """Whether nothing is queued and nothing runs."""
         with self._lock:
             self._raise_error()
             return self._is_done()
@@ -203,11 +179,7 @@ class ClosureQueue(Generic[_Closure]):
                 tell(closure)
 
     def check_waiting(self) -> None:
-        """Raise where waiting for a closure would last for ever.
-
-        Raises:
-          RuntimeError: the caller has paused the queue.
-        """
+        """Raise where waiting for a closure would last for ever."""
         with self._lock:
             self._refuse_in_pause()
 
@@ -216,12 +188,7 @@ class ClosureQueue(Generic[_Closure]):
     def get(
         self, tag: Hashable | None = None, timeout: float | None = None
     ) -> _Closure | None:
-        """The next closure; None after `timeout` seconds, and once this is stopped.
-
-        Args:
-          tag: those with this tag come first.
-          timeout: in seconds; None: wait for ever.
-        """
+        """The next closure; None after `timeout` seconds, and once this is stopped."""
         end = None if timeout is None else time.monotonic() + timeout
         with self._lock:
             while not self._is_stopped:
@@ -265,12 +232,7 @@ class ClosureQueue(Generic[_Closure]):
             self._end(closure)
 
     def cancel(self, error: BaseException, for_ever: bool = False) -> None:
-        """Keep an error, as if a closure had raised it.
-
-        Args:
-          error: the first one counts.
-          for_ever: `put`, `wait` and `done` raise it each time.
-        """
+        """Keep an error, as if a closure had raised it."""
         with self._lock:
             if for_ever and self._last_error is None:
                 self._last_error = error
@@ -323,10 +285,7 @@ class ClosureQueue(Generic[_Closure]):
         return claim()
 
     def _raise_error(self, end: float | None = None) -> bool:
-        """Raise what is to be raised once nothing runs; False if that comes too late.
-
-        Of several threads that wait here one raises; to the others nothing happened.
-        """
+        """Raise an error once nothing runs any more; False if that is too late."""
         self._refuse_if_stopped()
         while self.has_failed and self._running:
             if not self._wait_for(lambda: not self._running, end):
@@ -431,15 +390,7 @@ def function_line(fn: Any) -> Line | None:
 
 
 class PreparedFunction(Protocol):
-    """A function with its arguments, ready for any worker.
-
-    Attributes:
-      program: what the worker runs; what it needs on the servers is there.
-      iterators: the numbers of its iterators, which are among the resources.
-      resources: what the worker must have built before; those that are used by others
-        need not be among them.
-      trace_seconds: how long the function was traced; None if it had been before.
-    """
+    """A function with its arguments, ready for any worker."""
 
     @property
     def program(self) -> ShippedProgram: ...
@@ -454,11 +405,7 @@ class PreparedFunction(Protocol):
     def trace_seconds(self) -> float | None: ...
 
     def arguments_of(self, worker: int, /) -> tuple[np.ndarray, ...]:
-        """The arguments of the program on this worker.
-
-        Raises:
-          IndexError: one has no version for it.
-        """
+        """The arguments of the program on this worker."""
         ...
 
     def taken(self, worker: int, arrays: Sequence[np.ndarray], /) -> list[np.ndarray]:
@@ -470,11 +417,7 @@ class PreparedFunction(Protocol):
         ...
 
     def traced_again(self, changed: ElementChanged, /) -> PreparedFunction:
-        """The same for elements of another type.
-
-        Raises:
-          BaseException: what the user's function raises.
-        """
+        """The same for elements of another type."""
         ...
 
 
@@ -484,27 +427,13 @@ class FunctionPreparer(Protocol):
     def prepare(
         self, fn: Any, args: Sequence[PyTree], kwargs: dict[str, PyTree], /
     ) -> PreparedFunction:
-        """A function with its arguments, traced in this thread if need be.
-
-        Args:
-          fn: what the user wants to schedule.
-          args: its arguments.
-          kwargs: its arguments by name.
-
-        Raises:
-          TypeError: it cannot be scheduled, such as a plain function.
-          BaseException: what the user's function raises.
-        """
+        """A function with its arguments, traced in this thread if need be."""
         ...
 
 
 @final
 class WorkerLife:
-    """Gives a worker what it needs before each function. Of one thread, but for `kill`.
-
-    Args:
-      worker: just started.
-    """
+    """Gives a worker what it needs before each function; `kill` is thread-safe."""
 
     def __init__(self, worker: AbstractWorker) -> None:
         self._worker = worker
@@ -515,14 +444,7 @@ class WorkerLife:
     def call(
         self, prepared: PreparedFunction, number: CallNumber
     ) -> tuple[PreparedFunction, list[np.ndarray]]:
-        """What was run, and its results.
-
-        It is another function than that which was given if an iterator of the worker
-        has elements of another type by now.
-
-        Raises:
-          ClosureInputError: a resource could not be built.
-        """
+        """What was run, and its results."""
         while True:
             try:
                 return prepared, self._call(prepared, number)
@@ -534,14 +456,7 @@ class WorkerLife:
     def call_until_end(
         self, prepared: PreparedFunction, number: CallNumber
     ) -> tuple[PreparedFunction, PyTree]:
-        """What was run until its iterator had ended, and the sums of its results.
-
-        Those are None if it did not run at all.
-
-        Raises:
-          ValueError: it changes variables, which would count once for all its runs.
-          TypeError: a result is no number.
-        """
+        """What was run until its iterator had ended, and the sums of its results."""
         totals = WideSums()
         with contextlib.suppress(OutOfRangeError):
             while True:
@@ -552,20 +467,12 @@ class WorkerLife:
         return prepared, totals.sums()
 
     def own(self, variable: WorkerResource) -> np.ndarray:
-        """What a variable of the worker's own holds.
-
-        Raises:
-          ClosureInputError: it could not be built.
-        """
+        """What a variable of the worker's own holds."""
         self.build(variable)
         return self._worker.own(variable.number)
 
     def build(self, resource: WorkerResource) -> None:
-        """Make a resource, and what it uses, if it is not there.
-
-        Raises:
-          ClosureInputError: it, or what it uses, could not be built.
-        """
+        """Make a resource, and what it uses, if it is not there."""
         if resource.number not in self._built:
             for each in resource.in_order():
                 if each.number not in self._built:
@@ -622,13 +529,7 @@ def _check_changes_nothing(program: ShippedProgram) -> None:
 
 
 class WorkerClosure(AbstractClosure):
-    """What one worker does.
-
-    Attributes:
-      value: what it will return.
-      deaths: how many workers were lost while they did it.
-      is_of_one_worker: whether no other worker may do it.
-    """
+    """What one worker does."""
 
     is_of_one_worker: bool
 
@@ -659,17 +560,7 @@ class WorkerClosure(AbstractClosure):
 
 @final
 class ScheduledClosure(WorkerClosure):
-    """A function with its arguments.
-
-    Args:
-      number: of no other function.
-      fn: the user's.
-      prepared: what is to run.
-      value: what it will return.
-      numbers: of all functions.
-      until_end: whether it runs until its iterator has ended, for the sums of its
-        results.
-    """
+    """A function with its arguments."""
 
     is_of_one_worker = False
 
@@ -728,13 +619,7 @@ class ScheduledClosure(WorkerClosure):
 
 @final
 class WorkerTask(WorkerClosure):
-    """Something that one worker does besides functions, such as reading its variable.
-
-    Args:
-      name: of it, in messages.
-      task: what is done with the worker.
-      value: what it will return.
-    """
+    """What one worker does besides functions, such as reading its variable."""
 
     is_of_one_worker = True
 

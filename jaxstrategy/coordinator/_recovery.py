@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import final
 
@@ -14,33 +15,96 @@ from jaxstrategy._errors import ParameterServerLost
 from jaxstrategy.checkpoint._manager import CheckpointManager
 from jaxstrategy.checkpoint._slots import Slots
 from jaxstrategy.coordinator._queue import ClosureQueue, WorkerClosure
-from jaxstrategy.coordinator._workers import Deaths, Incarnations
 from jaxstrategy.parameter_servers._abstract_worker import AbstractWorkerBackend
 from jaxstrategy.parameter_servers._server_pool import ServerPool
+from jaxstrategy.text._units import with_seconds
 from jaxstrategy.text._user_code import warn
 from jaxstrategy.values._types import PyTree
 from jaxstrategy.variables._server_cell import ServerCell
 from jaxstrategy.variables._sharded_variable import ShardedVariable
 
+_FIRST_PAUSE = 0.1
+
+
+_LONGEST_PAUSE = 5.0
+
+
+@final
+class Deaths:
+    """Decides whether a worker is started again, and when."""
+
+    def __init__(
+        self,
+        limit: int,
+        seconds: float = 300.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._limit = limit
+        self._seconds = seconds
+        self._clock = clock
+        self._times: list[float] = []
+
+    def forget(self) -> None:
+        """The worker has finished a function."""
+        if self._times:
+            self._times.clear()
+
+    def add(self) -> None:
+        """The worker was lost, or did not come up."""
+        now = self._clock()
+        self._times = [t for t in self._times if now - t < self._seconds] + [now]
+
+    @property
+    def are_too_many(self) -> bool:
+        """Whether it is better not to start it again."""
+        return len(self._times) > self._limit
+
+    @property
+    def pause(self) -> float:
+        """How many seconds to wait before the next start: none after one death."""
+        again = len(self._times) - 1
+        return min(_LONGEST_PAUSE, _FIRST_PAUSE * 2**again) if again > 0 else 0.0
+
+    def __str__(self) -> str:
+        return (
+            f"{len(self._times)} times within {with_seconds(self._seconds)} without "
+            "finishing a function in between"
+        )
+
+
+@final
+class Incarnations:
+    """The number each worker pushes with; servers refuse earlier ones."""
+
+    def __init__(self, backend: AbstractWorkerBackend) -> None:
+        self._servers = tuple(backend.servers)
+        self._numbers = _of_backends.setdefault(backend, [0] * backend.num_workers)
+        self._lock = threading.Lock()
+
+    def __getitem__(self, worker: int) -> int:
+        return self._numbers[worker]
+
+    def fence(self, worker: int) -> None:
+        """What a worker pushes with its present number does not count any more."""
+        with self._lock:
+            self._numbers[worker] += 1
+            for server in self._servers:
+                server.fence(worker, self._numbers[worker])
+
+    def fence_all(self) -> None:
+        """As `fence`, of all workers."""
+        for worker in range(len(self._numbers)):
+            self.fence(worker)
+
+
+_of_backends: weakref.WeakKeyDictionary[AbstractWorkerBackend, list[int]] = (
+    weakref.WeakKeyDictionary()
+)
+
 
 @final
 class ServerRestarts:
-    """Replaces lost servers of one strategy, and rolls all variables back together.
-
-    Args:
-      backend: starts servers.
-      pool: of the strategy.
-      manager: has the checkpoints. If there is none yet, the first is saved now.
-      state: what it saves and restores.
-      limit: how often in 5 minutes a server is started again.
-
-    Attributes:
-      manager: as given.
-
-    Raises:
-      ValueError: the backend cannot start servers again; the state has no variable on
-        a server.
-    """
+    """Replaces lost servers of one strategy, and rolls all variables back together."""
 
     def __init__(
         self,
@@ -73,11 +137,7 @@ class ServerRestarts:
             manager.wait()
 
     def check(self, numbers: Iterable[int]) -> None:
-        """Raise unless variables can be restored, which a function uses.
-
-        Raises:
-          ValueError: the state has one of them not.
-        """
+        """Raise unless variables can be restored, which a function uses."""
         missing = [number for number in numbers if number not in self._cells]
         if missing:
             raise ValueError(
@@ -93,12 +153,7 @@ class ServerRestarts:
         return [k for k in range(len(self._backend.servers)) if not self._answers(k)]
 
     def restart(self, lost: Sequence[int]) -> float:
-        """Start lost servers again, with nothing; returns how long to wait before.
-
-        Raises:
-          ParameterServerLost: they do not start.
-          RuntimeError: they were lost too often.
-        """
+        """Start lost servers again, with nothing; returns how long to wait before."""
         for number in lost:
             self._deaths[number].add()
             if self._deaths[number].are_too_many:
@@ -152,15 +207,7 @@ _PROBE_SECONDS = 0.5
 
 @final
 class Recovery:
-    """Has lost servers started again in a thread, while the queue gives out nothing.
-
-    Args:
-      restarts: starts and fills servers.
-      queue: of the coordinator.
-      incarnations: of the workers.
-      finished: how many functions have finished.
-      renew: lets the workers end without blame, which know lost servers only.
-    """
+    """Has lost servers started again in a thread, while the queue gives out nothing."""
 
     def __init__(
         self,
@@ -196,11 +243,7 @@ class Recovery:
         self._lost.set()
 
     def report(self) -> bool:
-        """A server seems to be lost: nothing is given out until that is mended.
-
-        Returns:
-          Whether it will be.
-        """
+        """A server seems to be lost: nothing is given out until that is mended."""
         if self._is_stopped:
             return False
         self._queue.hold()

@@ -5,11 +5,13 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, final
+from types import TracebackType
+from typing import Any, TypeAlias, final
 
 import numpy as np
 
@@ -24,19 +26,20 @@ from jaxstrategy.coordinator._queue import (
     WorkerTask,
     function_name,
 )
-from jaxstrategy.coordinator._recovery import Recovery, ServerRestarts
+from jaxstrategy.coordinator._recovery import (
+    Deaths,
+    Incarnations,
+    Recovery,
+    ServerRestarts,
+)
 from jaxstrategy.coordinator._values import RemoteValue
 from jaxstrategy.coordinator._worker_states import (
+    HEADER,
     Stopwatch,
     WorkerActivity,
     WorkerStates,
 )
-from jaxstrategy.coordinator._workers import (
-    Deaths,
-    Failures,
-    Incarnations,
-    WorkerThread,
-)
+from jaxstrategy.coordinator._workers import Failures, WorkerThread
 from jaxstrategy.launch._child_process import started
 from jaxstrategy.parameter_servers._abstract_worker import AbstractWorkerBackend
 from jaxstrategy.parameter_servers._worker_resource import WorkerResource
@@ -50,19 +53,7 @@ _POLL_SECONDS = 0.5
 
 @final
 class Scheduler:
-    """A queue, and a thread for each worker.
-
-    Args:
-      backend: starts the workers.
-      max_restarts: how often in 5 minutes a worker that finishes no function in between
-        is started again.
-      limit: how many functions are queued at most.
-      patience: after so many seconds without any worker who waits is told.
-
-    Attributes:
-      max_restarts: as given.
-      executions, fetches: how long functions took, and to wait for their results.
-    """
+    """A queue, and a thread for each worker."""
 
     def __init__(
         self,
@@ -116,17 +107,7 @@ class Scheduler:
     def schedule(
         self, fn: Any, prepared: PreparedFunction, until_end: bool = False
     ) -> RemoteValue:
-        """Queue a function; waits only while there are too many.
-
-        Args:
-          fn: the user's, for messages.
-          prepared: what is to run.
-          until_end: whether it runs until its iterator has ended; its value is then the
-            sums of its results, or None.
-
-        Raises:
-          BaseException: the first error of those before; this one is not queued.
-        """
+        """Queue a function; waits only while there are too many."""
         if self._recovery is not None:
             self._recovery.check(number for number, _ in prepared.program.homes)
         for resource in prepared.resources:
@@ -154,12 +135,7 @@ class Scheduler:
         return value
 
     def copies(self, variable: WorkerResource) -> list[np.ndarray]:
-        """What each worker's own variable holds, in their order; waits for them.
-
-        Raises:
-          ClosureInputError: it could not be built.
-          ClosureAbortedError: a worker is gone for good.
-        """
+        """What each worker's own variable holds, in their order; waits for them."""
         values = [
             self.on_worker(index, "read_all", lambda life: life.own(variable))
             for index in range(len(self._threads))
@@ -174,12 +150,7 @@ class Scheduler:
                 resource.when_gone(thread.forget)
 
     def join(self, timeout: float | None = None) -> None:
-        """Wait until all has ended.
-
-        Raises:
-          BaseException: the first error of a function.
-          TimeoutError: that took longer than `timeout` seconds.
-        """
+        """Wait until all has ended."""
         end = None if timeout is None else time.monotonic() + timeout
         last_seen, is_told = time.monotonic(), False
         while True:
@@ -202,11 +173,7 @@ class Scheduler:
 
     @contextlib.contextmanager
     def snapshot(self, step: int) -> Iterator[None]:
-        """Likewise, for the variables of a checkpoint; also once this is stopped.
-
-        Args:
-          step: of the checkpoint.
-        """
+        """Likewise, for the variables of a checkpoint; also once this is stopped."""
         if not self.is_stopped:
             with self.paused(), self._noted(step):
                 yield
@@ -214,11 +181,7 @@ class Scheduler:
             yield
 
     def done(self) -> bool:
-        """Whether all has ended.
-
-        Raises:
-          BaseException: the first error of a function.
-        """
+        """Whether all has ended."""
         self._tell()
         return self._queue.done()
 
@@ -302,9 +265,87 @@ def _start_delay(index: int) -> float:
 
 
 def end_later(scheduler: Scheduler) -> None:
-    """End the threads of a coordinator that is gone.
-
-    The garbage collector may call this in the middle of what holds their locks.
-    """
+    """End the threads of a coordinator that is gone."""
     atexit.unregister(scheduler.stop)
     started(threading.Thread(target=scheduler.stop, daemon=True))
+
+
+Console: TypeAlias = Any
+"""A `rich.console.Console`; rich may be missing."""
+
+
+_PER_SECOND = 4
+
+
+@final
+class LiveTable:
+    """The states of the workers, drawn while a `with` block runs.
+
+    Drawn by rich, in a terminal or a notebook; elsewhere, and without rich, nothing is
+    drawn. Made by `ClusterCoordinator.progress`.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, description: str = "", console: Console = None
+    ) -> None:
+        self._scheduler = scheduler
+        self._description = description
+        self._console = console
+        self._live: Any = None
+        self._began = (0.0, 0)
+
+    def __enter__(self) -> LiveTable:
+        """Begin to draw."""
+        self._began = time.monotonic(), self._finished()
+        with contextlib.suppress(ImportError):
+            self._draw()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Leave the table as it is."""
+        live, self._live = self._live, None
+        if live is not None:
+            live.stop()
+
+    def __str__(self) -> str:
+        """How much is done, and how fast."""
+        began, before = self._began
+        done = self._finished() - before
+        seconds = time.monotonic() - began
+        rate = f", {done / seconds:,.3g} functions/s" if began and seconds else ""
+        counts = f"{self._scheduler.queued} queued, {self._scheduler.running} running"
+        text = f"{done} finished, {counts}{rate}"
+        return f"{self._description}: {text}" if self._description else text
+
+    def _finished(self) -> int:
+        return sum(state.functions for state in self._scheduler.states)
+
+    def _draw(self) -> None:
+        from rich.console import Console
+        from rich.errors import LiveError
+        from rich.live import Live
+
+        console = self._console
+        if console is None:
+            console = Console(stderr=True, file=sys.stderr)
+        if not (console.is_terminal or console.is_jupyter):
+            return
+        live = Live(
+            get_renderable=self._table, console=console, refresh_per_second=_PER_SECOND
+        )
+        with contextlib.suppress(LiveError):  # an older rich cannot draw two
+            live.start(refresh=True)
+            self._live = live
+
+    def _table(self) -> Any:
+        from rich.table import Table
+
+        table = Table(*HEADER, title=str(self), title_justify="left")
+        for state in self._scheduler.states:
+            table.add_row(*state.row())
+        return table

@@ -215,10 +215,7 @@ class PerWorkerValue(ValueArgument):
 
 @final
 class WideSums:
-    """Sums of pytrees of numbers, all of one structure.
-
-    Floating-point numbers are added as float64, and rounded once at the end.
-    """
+    """Sums of pytrees of numbers, all of one structure."""
 
     def __init__(self) -> None:
         self._structure: TreeStructure | None = None
@@ -226,11 +223,7 @@ class WideSums:
         self._totals: list[np.ndarray] = []
 
     def add(self, tree: PyTree) -> None:
-        """Add one.
-
-        Raises:
-          TypeError: something in it is no number.
-        """
+        """Add one."""
         leaves, structure = jax.tree.flatten(tree)
         if self._structure is None:
             self._structure = structure
@@ -253,16 +246,7 @@ class WideSums:
 
 
 def shard_sums(results: Sequence[PyTree], may_be_none: bool = False) -> PyTree:
-    """The sums of what the same function returned for each shard.
-
-    Args:
-      results: for each shard.
-      may_be_none: whether None stands for a shard that was empty.
-
-    Raises:
-      TypeError: something that it returned is no number.
-      ValueError: all shards were empty.
-    """
+    """The sums of what the same function returned for each shard."""
     if may_be_none:
         results = [result for result in results if result is not None]
     if not results:
@@ -277,11 +261,7 @@ def shard_sums(results: Sequence[PyTree], may_be_none: bool = False) -> PyTree:
 
 
 def _number_type(leaf: Leaf) -> np.dtype:
-    """The dtype of a number; what JAX makes of one of Python's.
-
-    Raises:
-      TypeError: it is none.
-    """
+    """The dtype of a number; what JAX makes of one of Python's."""
     is_number = isinstance(leaf, np.ndarray | np.generic | int | float)
     if not is_number or np.result_type(leaf) == np.bool_:
         raise TypeError(

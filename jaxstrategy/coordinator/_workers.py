@@ -4,117 +4,21 @@ from __future__ import annotations
 
 import threading
 import time
-import weakref
 from collections import deque
-from collections.abc import Callable, Hashable
-from typing import TYPE_CHECKING, final
+from collections.abc import Hashable
+from typing import final
 
 from jaxstrategy._errors import ParameterServerLost, WorkerLost
 from jaxstrategy.coordinator._queue import ClosureQueue, WorkerClosure, WorkerLife
+from jaxstrategy.coordinator._recovery import Deaths, Incarnations, Recovery
 from jaxstrategy.coordinator._worker_states import (
     Stopwatch,
     WorkerActivity,
     WorkerRecord,
 )
 from jaxstrategy.parameter_servers._abstract_worker import AbstractWorkerBackend
-from jaxstrategy.text._units import with_seconds
-
-if TYPE_CHECKING:
-    from jaxstrategy.coordinator._recovery import Recovery
-
-_FIRST_PAUSE = 0.1
-_LONGEST_PAUSE = 5.0
-
-
-@final
-class Deaths:
-    """Decides whether a worker is started again, and when.
-
-    Args:
-      limit: so many starts in a row without a finished function are tried after one.
-      seconds: those that are longer ago do not count.
-      clock: in seconds.
-    """
-
-    def __init__(
-        self,
-        limit: int,
-        seconds: float = 300.0,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._limit = limit
-        self._seconds = seconds
-        self._clock = clock
-        self._times: list[float] = []
-
-    def forget(self) -> None:
-        """The worker has finished a function."""
-        if self._times:
-            self._times.clear()
-
-    def add(self) -> None:
-        """The worker was lost, or did not come up."""
-        now = self._clock()
-        self._times = [t for t in self._times if now - t < self._seconds] + [now]
-
-    @property
-    def are_too_many(self) -> bool:
-        """Whether it is better not to start it again."""
-        return len(self._times) > self._limit
-
-    @property
-    def pause(self) -> float:
-        """How many seconds to wait before the next start: none after one death."""
-        again = len(self._times) - 1
-        return min(_LONGEST_PAUSE, _FIRST_PAUSE * 2**again) if again > 0 else 0.0
-
-    def __str__(self) -> str:
-        return (
-            f"{len(self._times)} times within {with_seconds(self._seconds)} without "
-            "finishing a function in between"
-        )
-
-
-@final
-class Incarnations:
-    """The number that each worker pushes with; servers refuse pushes with earlier ones.
-
-    A worker that is lost gets a new one, and so does one that runs a function that was
-    cancelled: what that pushes from now on does not count.
-
-    Args:
-      backend: has the servers.
-    """
-
-    def __init__(self, backend: AbstractWorkerBackend) -> None:
-        self._servers = tuple(backend.servers)
-        self._numbers = _of_backends.setdefault(backend, [0] * backend.num_workers)
-        self._lock = threading.Lock()
-
-    def __getitem__(self, worker: int) -> int:
-        return self._numbers[worker]
-
-    def fence(self, worker: int) -> None:
-        """What a worker pushes with its present number does not count any more.
-
-        Raises:
-          ParameterServerLost: a server is gone.
-        """
-        with self._lock:
-            self._numbers[worker] += 1
-            for server in self._servers:
-                server.fence(worker, self._numbers[worker])
-
-    def fence_all(self) -> None:
-        """As `fence`, of all workers."""
-        for worker in range(len(self._numbers)):
-            self.fence(worker)
-
 
 # A second coordinator of the same servers goes on from the numbers of the first.
-_of_backends: weakref.WeakKeyDictionary[AbstractWorkerBackend, list[int]] = (
-    weakref.WeakKeyDictionary()
-)
 
 
 # So many workers a function may end before it is taken for the reason.
@@ -123,16 +27,7 @@ _MOST_DEATHS = 3
 
 @final
 class Failures:
-    """Tells the queue how closures have ended. Any number of threads call it.
-
-    Args:
-      queue: has the closures.
-      incarnations: of all workers.
-
-    Attributes:
-      incarnations: as given.
-      recovery: starts lost servers again; None: that they are lost is an error.
-    """
+    """Tells the queue how closures have ended. Any number of threads call it."""
 
     def __init__(
         self,
@@ -174,11 +69,7 @@ class Failures:
         lost: WorkerLost,
         is_excused: bool = False,
     ) -> bool:
-        """A worker was lost, with what it was running; whether that is to blame.
-
-        Args:
-          is_excused: neither is to blame: it was ended here.
-        """
+        """A worker was lost, with what it was running; whether that is to blame."""
         # Before it is run again: what the lost worker has sent may arrive at any time.
         self._fence(worker)
         if closure is None:
@@ -235,20 +126,7 @@ _IDLE_SECONDS = 0.5
 
 @final
 class WorkerThread:
-    """Starts one worker, whenever it is lost, and lets it run one closure at a time.
-
-    Args:
-      index: of the worker.
-      backend: starts it.
-      queue: has the closures; those with the worker's index as their tag are its own.
-      failures: knows what to do with closures that have ended.
-      executions: is told how long each closure took.
-      deaths: says whether the worker is started again.
-      delay: so many seconds before it begins.
-
-    Attributes:
-      record: what it is doing.
-    """
+    """Starts one worker, whenever it is lost, and lets it run one closure at a time."""
 
     def __init__(
         self,
@@ -281,10 +159,7 @@ class WorkerThread:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the worker, whatever it is doing, and with it the thread, a bit later.
-
-        The queue must have been stopped.
-        """
+        """End the worker, whatever it is doing, and with it the thread, a bit later."""
         self._is_stopped.set()
         life = self._life
         if life is not None:

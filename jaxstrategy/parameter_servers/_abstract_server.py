@@ -18,13 +18,7 @@ class AbstractServer(abc.ABC):
 
     @abc.abstractmethod
     def create(self, number: int, value: np.ndarray, is_table: bool = False) -> None:
-        """Keep a new variable.
-
-        Args:
-          number: its number, which no other variable has.
-          value: what it holds at first.
-          is_table: whether rows of it will be read and changed rather than all of it.
-        """
+        """Keep a new variable."""
 
     @abc.abstractmethod
     def drop(self, numbers: Sequence[int]) -> None:
@@ -32,33 +26,13 @@ class AbstractServer(abc.ABC):
 
     @abc.abstractmethod
     def read(self, reads: Sequence[Read]) -> list[np.ndarray]:
-        """What these hold now; each of them is whole, together they are no snapshot.
-
-        The arrays are the caller's for as long as it likes, and must not be changed.
-
-        Raises:
-          IndexError: a row that the variable has not.
-        """
+        """What these hold now; each of them is whole, together they are no snapshot."""
 
     @abc.abstractmethod
     def push(
         self, operations: Sequence[ServerOperation], call: CallNumber | None = None
     ) -> bool:
-        """Apply operations in their order; whether they count.
-
-        All are looked at before the first is applied, so that bad ones change nothing.
-
-        Args:
-          operations: what to do.
-          call: by whom; None: by the coordinator itself, each time anew.
-
-        Returns:
-          False if the function has pushed already, or its worker was given up.
-
-        Raises:
-          ValueError: a shape that the variable has not.
-          IndexError: a row that it has not.
-        """
+        """Apply operations in their order; whether they count."""
 
     @abc.abstractmethod
     def define(self, key: str, exported: bytes) -> None:

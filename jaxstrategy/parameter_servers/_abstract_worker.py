@@ -29,14 +29,7 @@ class AbstractWorker(abc.ABC):
 
     @abc.abstractmethod
     def build(self, resource: int, builder: Builder, uses: Sequence[int] = ()) -> None:
-        """Make a resource: a dataset, an iterator over one, a variable of its own.
-
-        Args:
-          resource: its number.
-          builder: called on the worker with its index, and then with the resources
-            that `uses` counts.
-          uses: numbers of resources that were built before.
-        """
+        """Make a resource: a dataset, an iterator over one, a variable of its own."""
 
     @abc.abstractmethod
     def release(self, resources: Sequence[int]) -> None:
@@ -44,12 +37,7 @@ class AbstractWorker(abc.ABC):
 
     @abc.abstractmethod
     def call(self, call: Call) -> list[np.ndarray]:
-        """The results of a program, once all that it pushes is on the servers.
-
-        Raises:
-          OutOfRangeError: an iterator has ended.
-          ElementChanged: its next element is of another type than the program's.
-        """
+        """The results of a program, once all that it pushes is on the servers."""
 
     @abc.abstractmethod
     def own(self, variable: int) -> np.ndarray:
@@ -89,16 +77,7 @@ class AbstractWorkerBackend(abc.ABC):
         return False
 
     def restart_servers(self, servers: Sequence[int]) -> None:
-        """Start lost servers again, which then have nothing.
-
-        The objects in `servers` stay; workers may be ended by this.
-
-        Args:
-          servers: their numbers.
-
-        Raises:
-          ParameterServerLost: one did not come up, or is not this backend's to start.
-        """
+        """Start lost servers again, which then have nothing."""
         raise ParameterServerLost(
             f"Parameter servers {list(servers)} are lost, and a {type(self).__name__} "
             "cannot start them again."
@@ -106,11 +85,7 @@ class AbstractWorkerBackend(abc.ABC):
 
     @abc.abstractmethod
     def start(self, worker: int, incarnation: int) -> AbstractWorker:
-        """Start a worker, or find the one that somebody else has started; waits for it.
-
-        Raises:
-          WorkerLost: it did not come up.
-        """
+        """Start a worker, or wait for the one that somebody else starts."""
 
     @abc.abstractmethod
     def close(self) -> None:

@@ -14,10 +14,7 @@ ALIGNMENT = 64
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
-    """An array as `np.empty` makes it, aligned for JAX.
-
-    While JAX uses it, it has a reference to it.
-    """
+    """An array as `np.empty` makes it, aligned for JAX."""
     empty = np.dtype(dtype)
     count = math.prod(shape)
     memory = np.empty(count * empty.itemsize + ALIGNMENT - 1, np.uint8)

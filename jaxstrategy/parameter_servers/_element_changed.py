@@ -8,14 +8,7 @@ from jaxstrategy.parameter_servers._shipped_program import ElementType
 
 
 class ElementChanged(Exception):
-    """The next element is of another type than the program was traced for.
-
-    The worker keeps the element, so that nothing is lost: the function is traced again.
-
-    Attributes:
-      iterator: the number of the iterator among the program's.
-      found: the type of each element that the function would take of it.
-    """
+    """The next element is of another type than the program was traced for."""
 
     def __init__(self, iterator: int, found: Sequence[ElementType]) -> None:
         super().__init__(iterator, tuple(found))

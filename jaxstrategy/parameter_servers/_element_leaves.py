@@ -41,12 +41,7 @@ def structure_of(element: PyTree) -> TreeStructure:
 
 
 def leaves_of(element: PyTree) -> tuple[list[np.ndarray | jax.Array], ElementType]:
-    """The leaves of an element, and its type.
-
-    Raises:
-      TypeError: one is no array of numbers.
-      ValueError: one has integers that JAX does not hold.
-    """
+    """The leaves of an element, and its type."""
     nodes, structure = jax.tree.flatten(element, is_leaf=is_leaf)
     leaves = [leaf for node in nodes for leaf in _leaves(node)]
     types = tuple((tuple(x.array.shape), str(x.array.dtype)) for x in leaves)

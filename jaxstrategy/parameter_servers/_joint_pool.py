@@ -18,17 +18,7 @@ _PAUSE = 0.05  # between two looks whether a variable is there
 
 @final
 class JointPool(ServerPool):
-    """The servers of a strategy of which each worker process has one.
-
-    All of them make the same variables in the same order. The chief's initial values
-    count; the others wait until the chief has made a variable. What is there already,
-    because the chief was started again, stays as it is.
-
-    Args:
-      servers: in their order.
-      is_chief: whether this process is the chief.
-      seconds: how long to wait for a variable.
-    """
+    """The servers of a strategy of which each worker process has one."""
 
     def __init__(
         self, servers: Sequence[AbstractServer], is_chief: bool, seconds: float = 300.0
@@ -39,11 +29,7 @@ class JointPool(ServerPool):
         self._in_order = itertools.count()
 
     def create(self, server: int, value: np.ndarray, is_table: bool = False) -> int:
-        """The number of the next variable, once it is there.
-
-        Raises:
-          ClusterError: the chief has not made it in time.
-        """
+        """The number of the next variable, once it is there."""
         number = next(self._in_order)
         if not self._is_chief:
             self._wait_for(server, number)

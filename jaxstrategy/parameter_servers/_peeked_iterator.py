@@ -21,12 +21,7 @@ from jaxstrategy.values._types import PyTree
 
 
 class Positioned(NamedTuple):
-    """An element of an iterator that can be resumed.
-
-    Attributes:
-      element: itself.
-      position: of the iterator after it; what JSON can hold.
-    """
+    """An element of an iterator that can be resumed."""
 
     element: PyTree
     position: Any
@@ -40,15 +35,7 @@ class _Seen(NamedTuple):
 
 @final
 class PeekedIterator:
-    """An iterator of which some elements were looked at before they are taken.
-
-    Args:
-      iterator: gives elements, or `Positioned` ones if it has `tells_position`.
-
-    Attributes:
-      tells_position: whether it does.
-      position: after the last element that was taken; None before.
-    """
+    """An iterator of which some elements were looked at before they are taken."""
 
     def __init__(self, iterator: Iterator[PyTree]) -> None:
         self._iterator = iterator
@@ -83,16 +70,7 @@ class PeekedIterator:
 
 @final
 class Elements:
-    """The elements that one call takes of its iterators.
-
-    Args:
-      iterators: of the call.
-      program: of the call.
-
-    Raises:
-      OutOfRangeError: there is no more.
-      ElementChanged: an element is of another type than the program's.
-    """
+    """The elements that one call takes of its iterators."""
 
     def __init__(
         self, iterators: Sequence[PeekedIterator], program: ShippedProgram

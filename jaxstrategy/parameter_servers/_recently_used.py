@@ -15,14 +15,7 @@ is sent again that the worker has forgotten."""
 
 @final
 class RecentlyUsed(Generic[_Value]):
-    """The values that were put or used last, by their keys.
-
-    `functools.lru_cache` keeps results of a function, of which nobody can ask whether
-    one is there.
-
-    Args:
-      limit: how many.
-    """
+    """The values that were put or used last, by their keys."""
 
     def __init__(self, limit: int = PROGRAMS) -> None:
         self._limit = limit

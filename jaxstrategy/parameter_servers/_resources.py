@@ -14,11 +14,7 @@ from jaxstrategy.parameter_servers._worker_surroundings import WorkerSurrounding
 
 @final
 class Resources:
-    """The resources of a worker, by their numbers.
-
-    Args:
-      surroundings: of the code that builds them.
-    """
+    """The resources of a worker, by their numbers."""
 
     def __init__(self, surroundings: WorkerSurroundings) -> None:
         self._surroundings = surroundings

@@ -13,14 +13,7 @@ from jaxstrategy.parameter_servers._operations import CallNumber, Read, ServerOp
 
 @final
 class RestartedServer(AbstractServer):
-    """Asks another server, which may be replaced: who refers to this need not know.
-
-    Args:
-      server: the present one.
-
-    Attributes:
-      server: as given, until it is set.
-    """
+    """Asks another server, which may be replaced: who refers to this need not know."""
 
     def __init__(self, server: AbstractServer) -> None:
         self.server = server

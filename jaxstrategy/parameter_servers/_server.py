@@ -145,11 +145,7 @@ def _task(cluster: ClusterSpec, job: str, index: int) -> TrainingTask | ServedTa
 
 
 def _only(known: Sequence[_T], given: _T | None, name: str) -> _T:
-    """`given`, or the only one there is.
-
-    Raises:
-      ValueError: it was not given, and there are several.
-    """
+    """`given`, or the only one there is."""
     if given is not None:
         return given
     if len(known) != 1:

@@ -26,14 +26,7 @@ class Exported(Protocol):
 
 
 class ServerPool:
-    """The servers of a strategy.
-
-    Args:
-      servers: in their order.
-
-    Attributes:
-      servers: as given.
-    """
+    """The servers of a strategy."""
 
     def __init__(self, servers: Sequence[AbstractServer]) -> None:
         self.servers = tuple(servers)
@@ -66,8 +59,7 @@ class ServerPool:
         return self._homes[number]
 
     def forget(self, number: int) -> None:
-        """A variable is gone. Its server is told later: this is called at any moment,
-        in the middle of a message, too."""
+        """A variable is gone."""
         self._gone.append(number)
 
     def drop_gone(self) -> None:

@@ -107,13 +107,7 @@ class ElementType(NamedTuple):
 
 
 class LoadedCode(NamedTuple):
-    """A program that a worker can call.
-
-    Attributes:
-      program: what it takes and makes.
-      main: of the main inputs; returns a list.
-      ids: of the inputs of ids; likewise.
-    """
+    """A program that a worker can call."""
 
     program: ShippedProgram
     main: Callable[..., Any]

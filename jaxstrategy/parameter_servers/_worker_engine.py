@@ -35,14 +35,7 @@ def _nothing() -> None:
 
 @final
 class WorkerEngine:
-    """Runs programs on some devices; one call at a time.
-
-    Args:
-      index: of the worker.
-      servers: the parameter servers.
-      devices: the worker's own.
-      check: called between pulling, computing and pushing; raises to end the call.
-    """
+    """Runs programs on some devices; one call at a time."""
 
     def __init__(
         self,
@@ -179,11 +172,7 @@ class _Values:
 
 @final
 class _UsedRows:
-    """The rows of one table that a call uses.
-
-    Attributes:
-      reads: of each shard that has some of them.
-    """
+    """The rows of one table that a call uses."""
 
     def __init__(
         self, number: int, table: ShippedTable, ids: Sequence[np.ndarray]
@@ -246,15 +235,7 @@ def _check_rows(rows: np.ndarray, starts: Sequence[int]) -> None:
 
 @final
 class _LoadedProgram:
-    """A program that can be called.
-
-    Attributes:
-      program: as it was sent.
-      main: of its inputs.
-      ids: likewise; None if there are no tables.
-      ids_need_variables: whether what variables hold says which rows are used.
-      homes: the server of each variable.
-    """
+    """A program that can be called."""
 
     def __init__(self, code: LoadedCode) -> None:
         self.program, self.main, self.ids = code

@@ -14,21 +14,7 @@ _numbers = itertools.count()
 
 @final
 class WorkerResource:
-    """A dataset, an iterator or a variable that each worker has by itself.
-
-    A worker builds it before the first function that uses it, and in each of its lives
-    anew. It is forgotten once nobody refers to this object any more.
-
-    Args:
-      builder: makes it on the worker, of its index and of what `uses` are there.
-      uses: resources that are built before.
-      number: its number, if the coordinator has given it one; by default a new one.
-
-    Attributes:
-      number: by which workers know it.
-      builder: as given.
-      uses: as given.
-    """
+    """A dataset, an iterator or a variable that each worker has by itself."""
 
     def __init__(
         self,
@@ -41,10 +27,7 @@ class WorkerResource:
         self.uses = uses
 
     def when_gone(self, forget: Callable[[int], object]) -> None:
-        """Call `forget` with the number when this object is gone; not at exit.
-
-        It is called at any moment, also in the middle of what holds a lock.
-        """
+        """Call `forget` with the number when this object is gone; not at exit."""
         weakref.finalize(self, forget, self.number).atexit = False
 
     def in_order(self) -> Iterator[WorkerResource]:

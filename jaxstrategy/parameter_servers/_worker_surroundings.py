@@ -15,13 +15,7 @@ from jaxstrategy.replicas._replicas import Replicas
 @final
 @dataclasses.dataclass(frozen=True, eq=False)
 class WorkerSurroundings:
-    """What code that builds and reads datasets finds on its worker.
-
-    Attributes:
-      index: of the worker.
-      servers: the parameter servers, by the worker's own connections.
-      replicas: the worker's devices.
-    """
+    """What code that builds and reads datasets finds on its worker."""
 
     index: int
     servers: Sequence[AbstractServer]

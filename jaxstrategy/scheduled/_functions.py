@@ -73,15 +73,7 @@ _Key = tuple[Signature, tuple[tuple[tuple[int, ...], np.dtype], ...]]
 @final
 @dataclasses.dataclass(frozen=True, eq=False)
 class ScheduledArguments:
-    """What a function is called with, wherever it runs.
-
-    Attributes:
-      fn: the function.
-      args: its arguments and those by name, with a slot in place of each iterator.
-      iterators: what the caller gave in their places.
-      slots: for each of them what the function sees.
-      differ: whether workers have arguments of their own.
-    """
+    """What a function is called with, wherever it runs."""
 
     fn: Function
     args: tuple[tuple[PyTree, ...], dict[str, PyTree]]
@@ -115,11 +107,7 @@ class ScheduledArguments:
         )
 
     def retyped(self, changed: ElementChanged) -> Self:
-        """The same with elements of other types.
-
-        Raises:
-          ValueError: they have another structure.
-        """
+        """The same with elements of other types."""
         slots = list(self.slots)
         slots[changed.iterator] = slots[changed.iterator].retyped(changed.found)
 
@@ -130,11 +118,7 @@ class ScheduledArguments:
         return dataclasses.replace(self, args=args, slots=tuple(slots))
 
     def taken_apart(self, worker: int) -> tuple[list[Leaf], Signature]:
-        """The leaves of the arguments on one worker, and their signature.
-
-        Raises:
-          IndexError: an argument has no value for it.
-        """
+        """The leaves of the arguments on one worker, and their signature."""
         args, kwargs = values_of(self.args, worker) if self.differ else self.args
         return _roles.take_apart(self.fn, args, kwargs)
 
@@ -145,16 +129,7 @@ class ScheduledArguments:
     def of_workers(
         self, arrays: Sequence[Any], key: _Key
     ) -> Callable[[int], tuple[np.ndarray, ...]]:
-        """The arrays for each worker.
-
-        Args:
-          arrays: those of the first one.
-          key: their signature and types.
-
-        Returns:
-          A function of the worker. It raises `IndexError` if an argument has no value
-          for this worker, and `TypeError` if that is of another type than the first's.
-        """
+        """The arrays for each worker."""
         first = tuple(np.asarray(as_numbers(_snapshot(array))) for array in arrays)
         return self._of_worker(key) if self.differ else lambda worker: first
 
@@ -297,21 +272,7 @@ def calls_python(jaxpr: Jaxpr) -> bool:
 
 @final
 class HostCode:
-    """The code of one function; in this process as it is, in others the function.
-
-    A worker in another process gets the function by cloudpickle, and traces it anew:
-    JAX exports no program that calls Python (0.10 and 0.12).
-
-    Args:
-      main: the main program.
-      ids: that of ids.
-      trace: traces the function where it is called.
-      fn: the function.
-      strategy: of the coordinator.
-      signature: of its arguments.
-      leaves: the arguments, or their types.
-      slots: its iterators.
-    """
+    """The code of one function; in this process as it is, in others the function."""
 
     def __init__(
         self,
@@ -330,11 +291,7 @@ class HostCode:
         self._sent: tuple[bytes, Sequence[np.ndarray]] | None = None
 
     def loaded(self, program: ShippedProgram) -> LoadedCode:
-        """What a worker calls.
-
-        Args:
-          program: of which this is the code.
-        """
+        """What a worker calls."""
         if self._sent is None:
             main, ids = self._code
             return LoadedCode(program, with_errors_of_python(main), ids)
@@ -379,19 +336,7 @@ _IDLE_KEPT = 8
 @final
 @dataclasses.dataclass(frozen=True, eq=False)
 class Prepared:
-    """One call of a function, ready to be sent to any worker.
-
-    Attributes:
-      program: the program.
-      arguments_of: the arrays that one worker is given, by its index.
-      given: the caller's iterators, one for each of the program.
-      variables: those that it uses, which must live until it has ended.
-      varies: for each result of the program whether it has one version for each
-        replica.
-      rebuild: makes the function's results of the program's.
-      traced_again: the same call for elements of other types.
-      trace_seconds: how long the function was traced; None if it had been before.
-    """
+    """One call of a function, ready to be sent to any worker."""
 
     program: ShippedProgram
     arguments_of: Callable[[int], tuple[np.ndarray, ...]]
@@ -415,10 +360,7 @@ class Prepared:
         return (*(each.resource for each in self.given), *own)
 
     def taken(self, worker: int, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """The program's results of all that a worker has sent for this call.
-
-        Where its iterators are by now comes after them, and is kept for the next one.
-        """
+        """The program's results of all that a worker has sent for this call."""
         count = self.program.results
         told = iter(arrays[count:])
         for each, found in zip(self.given, self.program.iterators, strict=True):
@@ -450,15 +392,7 @@ class _FunctionKey(NamedTuple):
 
 @final
 class _Function:
-    """What a function object referred to when it was looked at, and its programs.
-
-    Args:
-      alive: a reference to it that is kept.
-      own: the user's own function in it.
-      key: of functions that do the same; None: only this one has its programs.
-      programs: by the structure and types of arguments.
-      looks_again: whether it must be looked at for each call.
-    """
+    """What a function object referred to when it was looked at, and its programs."""
 
     def __init__(
         self,
@@ -509,18 +443,7 @@ class _Function:
 
 @final
 class FunctionTracer:
-    """The programs of the functions of one strategy.
-
-    Args:
-      strategy: of the coordinator.
-      pool: its servers.
-      platforms: of the workers' devices.
-      call: calls them as steps of `run`; None: they are functions in cross-replica
-        context.
-
-    Attributes:
-      traces: how many functions were traced so far.
-    """
+    """The programs of the functions of one strategy."""
 
     def __init__(
         self,
@@ -543,12 +466,7 @@ class FunctionTracer:
     def prepare(
         self, fn: Function, args: Sequence[PyTree], kwargs: dict[str, PyTree]
     ) -> Prepared:
-        """A call of `fn`, which is traced if there is no program for it.
-
-        Raises:
-          ContextError: in `eager_replicas()`.
-          Exception: what the function raises while it is traced.
-        """
+        """A call of `fn`, which is traced if there is no program for it."""
         if _context.current().runs_eagerly is not None:
             raise ContextError(
                 f"`{getattr(fn, '__name__', fn)}` was to be run by a worker of "
@@ -616,11 +534,7 @@ class FunctionTracer:
     def _remember(
         self, fn: Function, function: _Function, key: Hashable, program: _Program
     ) -> None:
-        """Keep a program, for other functions unless the trace has changed something.
-
-        A function that counts its traces, or notes what it sees, is to do so again if
-        it is another one; for this one the program stays right.
-        """
+        """Keep a program; other functions share it if the trace changed nothing."""
         own, wrappers = _own_function(fn)
         if function.key != _key_of(own, wrappers)[0]:
             if function.key is not None and not function.programs:
@@ -759,10 +673,7 @@ def _own_function(fn: Any) -> tuple[Function, tuple[Hashable, ...]]:
 
 
 def _key_of(own: Any, wrappers: tuple[Hashable, ...]) -> tuple[_FunctionKey, bool]:
-    """The key of functions that do the same, and whether it changes unnoticed.
-
-    It is that of `run`, but that arrays and objects are constants of such programs.
-    """
+    """The key of functions that do the same, and whether it changes unnoticed."""
     with _lending.one_at_a_time:
         references = References(own, lambda value: False)
     form = references.form

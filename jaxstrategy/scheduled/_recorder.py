@@ -99,14 +99,7 @@ class Recorder:
         dtype: DTypeLike,
         is_split: bool = False,
     ) -> jax.Array:
-        """A stand-in for something that the worker has.
-
-        Args:
-          given: where the worker finds it.
-          shape: of one replica's version.
-          dtype: of it.
-          is_split: whether each replica has a version of its own.
-        """
+        """A stand-in for something that the worker has."""
         name = f"{PREFIX}{len(self.inputs)}"
         self.inputs.append(given)
         self.split.append(is_split)
@@ -120,13 +113,7 @@ class Recorder:
     def note_mask(
         self, array: jax.Array, mask: jax.Array, element: tuple[int, int]
     ) -> None:
-        """Takes note of which rows are real of an array.
-
-        Args:
-          array: of a batch.
-          mask: of all replicas.
-          element: of which iterator which one the batch is.
-        """
+        """Takes note of which rows are real of an array."""
         place = self._elements.setdefault(element, len(self._elements))
         self._batches.append(BatchArray(array, mask, place))
 
@@ -195,11 +182,7 @@ class ValueArgument(WorkerArgument, abc.ABC):
 
     @abc.abstractmethod
     def of_worker(self, worker: int) -> PyTree:
-        """The value for one.
-
-        Raises:
-          IndexError: there is none for this worker.
-        """
+        """The value for one."""
 
 
 def is_whole(node: object) -> bool:
@@ -251,12 +234,7 @@ class OptionalElement:
 @final
 @dataclasses.dataclass(frozen=True)
 class IteratorSlot:
-    """The iterator of whichever worker runs the function, while it is traced.
-
-    Args:
-      number: among the iterators that the function is given.
-      elements: what it gives, one after the other; those after the last are alike.
-    """
+    """The iterator of whichever worker runs the function, while it is traced."""
 
     number: int
     elements: tuple[Element, ...]
@@ -266,11 +244,7 @@ class IteratorSlot:
         return self.elements[min(turn, len(self.elements) - 1)]
 
     def retyped(self, found: Sequence[ElementType]) -> IteratorSlot:
-        """This one with elements of other types.
-
-        Raises:
-          ValueError: they have another structure.
-        """
+        """This one with elements of other types."""
         structure = self.elements[0].structure
         for each in found:
             if each.structure != str(structure):

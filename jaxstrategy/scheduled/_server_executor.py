@@ -28,16 +28,7 @@ from jaxstrategy.values._types import Function, PyTree
 
 @final
 class ServerExecutor(AbstractExecutor):
-    """Runs steps in this process that use variables of parameter servers.
-
-    It does what a worker does: pulls what a step reads, computes, and pushes what it
-    changes as operations of the servers. In a scheduled function a step goes on in the
-    function's trace.
-
-    Args:
-      strategy: the strategy.
-      pool: its servers.
-    """
+    """Runs steps in this process that use variables of parameter servers."""
 
     def __init__(self, strategy: AbstractStrategy, pool: ServerPool) -> None:
         super().__init__(strategy)

@@ -266,16 +266,7 @@ def needed(
     keeps_effects: bool,
     operands: Callable[[Equation], Sequence[Atom]],
 ) -> tuple[list[Equation], set[Var]]:
-    """The equations of `jaxpr` that lead to some atoms, and the inputs that these need.
-
-    Written by hand, because JAX has no public function that removes dead equations.
-
-    Args:
-      jaxpr: flat.
-      results: what is wanted.
-      keeps_effects: whether equations stay that do something, too.
-      operands: of an equation that is needed, what it needs in turn.
-    """
+    """The equations that lead to some atoms, and the inputs that these need."""
     wanted = {atom for atom in results if not isinstance(atom, Literal)}
     kept: list[Equation] = []
     for eqn in reversed(jaxpr.eqns):
@@ -303,13 +294,7 @@ Final: TypeAlias = int
 
 @final
 class FunctionParts:
-    """Programs that compute some results of a trace, from what a worker has.
-
-    Args:
-      trace: the function.
-      tables: of which only rows are there.
-      replicas: of a worker.
-    """
+    """Programs that compute some results of a trace, from what a worker has."""
 
     def __init__(
         self,
@@ -344,18 +329,7 @@ class FunctionParts:
         finals: Sequence[Final] = (),
         keeps_effects: bool = False,
     ) -> tuple[Function, list[Input], list[Meaning], list[jax.ShapeDtypeStruct]]:
-        """The function of all replicas that computes some values of the trace.
-
-        Args:
-          results: of the trace.
-          returned: how each of them lies; those that are split are `[replica, ...]`.
-          finals: inputs that are references, whose contents at the end come next.
-          keeps_effects: whether it also does what the trace does besides.
-
-        Returns:
-          It, a function that returns a list; where it takes its arguments from; how
-          they lie; and their types.
-        """
+        """The function of all replicas that computes some values of the trace."""
         trace = self._trace
         eqns, vars_ = needed(trace.jaxpr, results, keeps_effects, self._operands)
         vars_ |= {trace.jaxpr.invars[i] for i in finals}
@@ -521,12 +495,7 @@ def _is_pending(variable: Handle) -> bool:
 
 @final
 class _Run:
-    """Equations that follow each other, as one function.
-
-    Args:
-      eqns: them.
-      wanted: what later equations and results need of what they make.
-    """
+    """Equations that follow each other, as one function."""
 
     def __init__(self, eqns: Sequence[Equation], wanted: set[Var]) -> None:
         made = {var for eqn in eqns for var in eqn.outvars}
@@ -588,20 +557,7 @@ def shipped(
     iterators: Sequence[Sequence[ElementType]],
     as_code: AsCode | None = None,
 ) -> ShippedProgram:
-    """The program of a function, in the form in which it is sent.
-
-    Args:
-      trace: the function.
-      replicas: of a worker.
-      pool: the servers.
-      platforms: of the workers' devices.
-      iterators: of each iterator that it is given the types of what it takes.
-
-    Raises:
-      ValueError: it takes elements of an iterator, or changes variables, in a branch or
-        a loop, in a way that no server can do.
-      MissingExtraError: the extra is not installed.
-    """
+    """The program of a function, in the form in which it is sent."""
     return _Shipping(trace, replicas, pool, as_code).program(platforms, iterators)
 
 

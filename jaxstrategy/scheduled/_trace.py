@@ -89,20 +89,7 @@ def trace_function(
     leaves: Sequence[Leaf],
     as_step: Call | None = None,
 ) -> FunctionTrace:
-    """Traces a function, as a step in cross-replica context.
-
-    Args:
-      fn: the function.
-      strategy: of the coordinator.
-      signature: of its arguments.
-      leaves: the arguments, or their types.
-      as_step: instead, how to call it as a step of `run`, in replica context.
-
-    Raises:
-      ContextError: it uses a variable that is not on a parameter server.
-      ObjectError: it changes an object of Flax NNX that it was given.
-      Exception: what the function raises.
-    """
+    """Traces a function, as a step in cross-replica context."""
     recorder = Recorder(strategy._replicas)
     pending: list[Handle] = [recorder.token]
     key_results: list[Any] = []

@@ -55,20 +55,7 @@ class CalledTask:
 
 @final
 class CalledTasks:
-    """Workers and parameter servers at addresses, for one strategy of this process.
-
-    Args:
-      workers: the tasks of the workers.
-      servers: those of the parameter servers.
-      renewed: the task of a worker for its next life, by its index.
-      secret: of the job.
-      start_seconds: how long to wait for the servers and the first worker.
-      patience: seconds without a sign of life after which a task that was asked
-        something is lost.
-
-    Raises:
-      ClusterError: those at the addresses are others, or do not come in time.
-    """
+    """Workers and parameter servers at addresses, for one strategy of this process."""
 
     def __init__(
         self,
@@ -99,13 +86,7 @@ class CalledTasks:
             raise
 
     def start(self, worker: int, incarnation: int) -> RemoteWorker:
-        """A new life of a worker, as soon as its process is there.
-
-        It waits for that process as long as it lives, and says so.
-
-        Raises:
-          WorkerLost: it ended; it works for a later coordinator; or `close` was called.
-        """
+        """A new life of a worker, as soon as its process is there."""
         task = self._renewed(worker)
         name_of_life = f"{incarnation}.{next(_lives)}"
         hello = self._hello("begin", name_of_life, worker, self._addresses)
@@ -231,11 +212,7 @@ class CalledTasks:
         end: float | None,
         given_up: threading.Event | None = None,
     ) -> tuple[Stream, Any]:
-        """A connection to a task, once it is there.
-
-        Raises:
-          ConnectionError: it is not there in time; or it refuses.
-        """
+        """A connection to a task, once it is there."""
         since, is_said = time.monotonic(), False
         while True:
             try:

@@ -26,17 +26,7 @@ Task: TypeAlias = dict[str, Any]
 
 @final
 class Lifeline:
-    """A child's hold on its parent, and the parent's on the child.
-
-    Args:
-      sock: one end of a pair, of which the parent has the other.
-      doors: sockets over which others connect: the first to this child, the others from
-        it to the parameter servers.
-
-    Attributes:
-      doors: as given.
-      over: set when the parent says that the child's work is over.
-    """
+    """A child's hold on its parent, and the parent's on the child."""
 
     def __init__(self, sock: socket.socket, doors: list[socket.socket]) -> None:
         self.doors = doors
@@ -83,10 +73,7 @@ def main() -> None:
 
 
 def _import_less() -> None:
-    """Give modules of the package a parent that imports nothing by itself.
-
-    A parameter server runs no code of the user's, and starts sooner without all others.
-    """
+    """Give modules of the package a parent that imports nothing by itself."""
     package = types.ModuleType("jaxstrategy")
     package.__path__ = [str(Path(__file__).parents[2])]
     sys.modules["jaxstrategy"] = package

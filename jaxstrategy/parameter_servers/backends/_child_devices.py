@@ -21,14 +21,7 @@ _WHOLE = 0.75  # of a GPU's memory: JAX's own default
 @final
 @dataclasses.dataclass(frozen=True)
 class ChildDevices:
-    """Which devices each worker has.
-
-    Attributes:
-      platform: their name to `jax.export`.
-      count: how many each worker has.
-      gpus: the names of each worker's GPUs; empty where it simulates CPU devices.
-      sharing: how many workers share a GPU.
-    """
+    """Which devices each worker has."""
 
     platform: str
     count: int
@@ -37,15 +30,7 @@ class ChildDevices:
 
     @classmethod
     def found(cls, workers: int, count: int | None) -> Self:
-        """Those that JAX has here: GPUs, or else CPU devices that are simulated.
-
-        Args:
-          workers: how many there are.
-          count: of devices for each; None: its share of the GPUs, or one CPU device.
-
-        Raises:
-          ValueError: there are not as many GPUs, or devices that cannot be divided.
-        """
+        """Those that JAX has here: GPUs, or else CPU devices that are simulated."""
         backend = jax.default_backend()
         if backend == "cpu":
             return cls("cpu", count or 1)
@@ -64,11 +49,7 @@ class ChildDevices:
     def environment(
         self, inherited: Mapping[str, str], worker: int, workers: int
     ) -> dict[str, str]:
-        """The environment variables of one worker, of several.
-
-        Args:
-          inherited: those of this process.
-        """
+        """The environment variables of one worker, of several."""
         threads = _child_environment.threads_of_one(workers)
         if not self.gpus:
             return _child_environment.of_child(inherited, self.count, threads)

@@ -44,13 +44,7 @@ _SIMULATED = re.compile(r"--xla_force_host_platform_device_count=\S*")
 def of_child(
     inherited: Mapping[str, str], cpu_devices: int, threads: int
 ) -> dict[str, str]:
-    """The environment of a child that uses CPU devices only.
-
-    Args:
-      inherited: that of this process.
-      cpu_devices: how many the child simulates.
-      threads: how many compute for it at a time.
-    """
+    """The environment of a child that uses CPU devices only."""
     variables = {k: v for k, v in inherited.items() if k not in _OF_ONE_PROCESS}
     variables |= options_of_jax()
     variables["XLA_FLAGS"] = _SIMULATED.sub("", variables.get("XLA_FLAGS", "")).strip()

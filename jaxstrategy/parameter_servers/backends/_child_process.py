@@ -30,18 +30,7 @@ _DRAIN_SECONDS = 1.0
 
 @final
 class ChildProcess:
-    """A process that ends with this one, and answers over sockets that this one makes.
-
-    Args:
-      name: such as "worker 0", for its output and for errors.
-      task: what it does: `entry` is the function that it calls; `is_light` says that
-        this needs no more of the package than it imports by itself.
-      environment: the whole of it.
-      guard: ends it when this process is gone.
-      ended: called in a thread when it has ended.
-      servers: sockets of doors to the parameter servers, of which it gets copies.
-      start_seconds: the time that it has to start.
-    """
+    """A process that ends with this one, and answers over its sockets."""
 
     def __init__(
         self,
@@ -101,11 +90,7 @@ class ChildProcess:
         return self._ready.is_set() and self.end is None
 
     def dial(self) -> Stream:
-        """A new connection to it, once it answers.
-
-        Raises:
-          ConnectionError: it has ended, or does not answer in the time to start.
-        """
+        """A new connection to it, once it answers."""
         if not self.is_ready():
             raise ConnectionError(
                 self.end or f"it did not start within {self._start_seconds:g} s"

@@ -21,12 +21,7 @@ def chosen_backend(
     parameter_servers: int | None,
     backend: str | AbstractWorkerBackend | None,
 ) -> AbstractWorkerBackend:
-    """What starts the workers and servers.
-
-    Raises:
-      ValueError: it is not said which, or twice.
-      TypeError: it is no backend.
-    """
+    """What starts the workers and servers."""
     if isinstance(backend, AbstractWorkerBackend):
         _check_said_once(resolver, workers, parameter_servers, "`backend` is an object")
         return backend

@@ -81,14 +81,7 @@ _FIELDS: Fields = {
 def joined(
     address: str, secret: Secret, hello: Hello
 ) -> tuple[Stream, Mapping[str, Any]]:
-    """A stream to a task of a cluster, and what it says of itself.
-
-    Raises:
-      ClusterError: who listens there is none of the job; strangers could.
-      ConnectionRefusedError: nobody listens there.
-      ConnectionAbortedError: it works for a later coordinator, or was started anew.
-      ConnectionError: it does not answer.
-    """
+    """A stream to a task of a cluster, and what it says of itself."""
     try:
         stream = _listener.dialled(address, secret)
     except ConnectionError as error:

@@ -20,24 +20,7 @@ from jaxstrategy.parameter_servers.wire._remote import RemoteWorker
 
 @final
 class ClusterTasks(AbstractWorkerBackend):
-    """The tasks of a cluster, of which this process is the coordinator.
-
-    Each runs `jaxstrategy.Server(...).join()`, or `python -m
-    jaxstrategy.parameter_servers` with its TF_CONFIG, and waits at its address. All
-    have the job's secret in JAXSTRATEGY_CLUSTER_SECRET. Another coordinator that comes
-    takes them over from this one.
-
-    Args:
-      resolver: tells the addresses.
-      start_seconds: how long to wait for the parameter servers and the first worker.
-      patience: seconds without a sign of life after which a task that was asked
-        something is lost.
-
-    Raises:
-      ValueError: the cluster cannot train in this way.
-      ClusterError: the job has no secret; or those at the addresses are others, or do
-        not come in time.
-    """
+    """The tasks of a cluster, of which this process is the coordinator."""
 
     def __init__(
         self,
@@ -85,13 +68,7 @@ class ClusterTasks(AbstractWorkerBackend):
         return self._calls.servers
 
     def start(self, worker: int, incarnation: int) -> RemoteWorker:
-        """A new life of a worker, as soon as its process is there.
-
-        It waits for that process as long as it takes, and says so.
-
-        Raises:
-          WorkerLost: it works for a later coordinator; or `close` was called.
-        """
+        """A new life of a worker, as soon as its process is there."""
         return self._calls.start(worker, incarnation)
 
     def close(self) -> None:

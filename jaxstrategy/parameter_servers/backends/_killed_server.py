@@ -14,11 +14,7 @@ from jaxstrategy.parameter_servers._operations import CallNumber, Read, ServerOp
 
 @final
 class KilledServer(AbstractServer):
-    """Is lost, whatever it is asked.
-
-    Args:
-      number: of the server.
-    """
+    """Is lost, whatever it is asked."""
 
     def __init__(self, number: int) -> None:
         self._number = number

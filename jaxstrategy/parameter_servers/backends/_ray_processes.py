@@ -141,11 +141,7 @@ class RayProcesses(AbstractWorkerBackend):
 
 
 def _bundle(resources: Mapping[str, float]) -> dict[str, float]:
-    """What Ray has to find for one process.
-
-    Raises:
-      ValueError: nothing, for which it would find no place.
-    """
+    """What Ray has to find for one process."""
     bundle = {name: number for name, number in resources.items() if number}
     if not bundle or min(bundle.values()) < 0:
         raise ValueError(
@@ -156,12 +152,7 @@ def _bundle(resources: Mapping[str, float]) -> dict[str, float]:
 
 
 def _environment(secret: Secret, with_modules: bool) -> dict[str, str]:
-    """What processes get of this one's environment, and the secret.
-
-    Args:
-      with_modules: whether modules of the user's are looked for where this process
-        does; machines that share a file system have them there.
-    """
+    """What processes get of this one's environment, and the secret."""
     kept = {k: v for k, v in os.environ.items() if k.startswith(HANDED_ON)}
     if with_modules:
         own = [os.path.abspath(entry) for entry in sys.path]

@@ -24,21 +24,7 @@ _NEWS_SECONDS = 5.0  # until it is heard of an end; under load, Ray takes more t
 
 @final
 class RayTask:
-    """A process of `python -m jaxstrategy.parameter_servers` on a machine of Ray's.
-
-    Args:
-      actors: where it gets one.
-      bundle: the number of its bundle there.
-      job: what it is.
-      index: its number in the job.
-      variables: of its environment.
-      host: the address of its machine for all others; None: as Ray has it.
-      seconds: the time that Ray has to place the actor.
-      ended: called in a thread when it has ended.
-
-    Raises:
-      RayError: the actor was lost, or not placed in time.
-    """
+    """A process of `python -m jaxstrategy.parameter_servers` on a machine of Ray's."""
 
     def __init__(
         self,

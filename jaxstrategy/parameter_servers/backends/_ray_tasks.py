@@ -23,20 +23,7 @@ _LOOPBACK = "127.0.0.1"
 
 @final
 class RayTasks:
-    """Workers and parameter servers, each in a bundle of its own.
-
-    Args:
-      cluster: where; it is closed with them.
-      bundles: the resources of each process, those of the servers first.
-      placement: how machines are chosen, in Ray's words.
-      seconds: the time to find room, and for processes to start.
-
-    Attributes:
-      places: those of the workers.
-
-    Raises:
-      ClusterError: there is no room.
-    """
+    """Workers and parameter servers, each in a bundle of its own."""
 
     def __init__(
         self,
@@ -67,11 +54,7 @@ class RayTasks:
         servers: Sequence[Mapping[str, str]],
         workers: Sequence[Mapping[str, str]],
     ) -> None:
-        """Start processes with these environments.
-
-        Raises:
-          ClusterError: one did not start.
-        """
+        """Start processes with these environments."""
 
         def serving(number: int) -> RayTask | None:
             return self._started("ps", number, number, servers[number], lambda _: None)
@@ -91,11 +74,7 @@ class RayTasks:
             raise ClusterError(" ".join(self._failures.values()))
 
     def call(self, secret: Secret, patience: float) -> CalledTasks:
-        """The connections to them.
-
-        Raises:
-          ClusterError: they do not answer in time.
-        """
+        """The connections to them."""
         workers = (place.current for place in self.places)
         self._calls = CalledTasks(
             [task.called for task in workers if task is not None],

@@ -26,18 +26,7 @@ _T = TypeVar("_T")
 
 @final
 class ReconnectingServer(AbstractServer):
-    """Connects again when the network broke, as long as the server still has all.
-
-    What was asked when it broke is asked again, where asking twice does the same: what
-    functions push does, since it counts once.
-
-    Args:
-      name: of the server, for errors.
-      dial: makes a stream to what this strategy has there.
-      patience: seconds without a sign of life, after which a connection is given up.
-      seconds: how long the server may be out of reach.
-      last_output: what it wrote last, for errors.
-    """
+    """Connects again when the network broke, as long as the server still has all."""
 
     def __init__(
         self,
@@ -109,11 +98,7 @@ class ReconnectingServer(AbstractServer):
         return ask(self._now)
 
     def _connect_again(self, broken: RemoteServer, lost: ParameterServerLost) -> None:
-        """Reach the server over new connections.
-
-        Raises:
-          ParameterServerLost: it is gone, or out of reach for too long.
-        """
+        """Reach the server over new connections."""
         with self._lock:  # the first that finds it broken connects for all
             end = time.monotonic() + self._seconds
             while self._now is broken:

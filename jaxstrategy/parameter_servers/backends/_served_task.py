@@ -32,17 +32,7 @@ SERVED = ("worker", "ps")
 
 @final
 class ServedTask:
-    """One task of a cluster that a coordinator calls.
-
-    It serves one coordinator after the other, for as long as the process lives. When
-    one is gone, it waits for the next; what it held for the old one goes when that
-    comes.
-
-    Args:
-      spec: the cluster.
-      job: "worker" or "ps".
-      index: the number of the task.
-    """
+    """One task of a cluster that a coordinator calls."""
 
     def __init__(self, spec: ClusterSpec, job: str, index: int) -> None:
         self._address = spec.task_address(job, index)
@@ -53,11 +43,7 @@ class ServedTask:
         self._closed = threading.Event()
 
     def start(self) -> None:
-        """Listen at its address; a second call does nothing.
-
-        Raises:
-          ClusterError: strangers could call, or the address is not this host's.
-        """
+        """Listen at its address; a second call does nothing."""
         if self._listener is not None:
             return
         secret = checked_secret(self._address)
@@ -96,11 +82,7 @@ class ServedTask:
 
 
 def checked_secret(address: str) -> Secret:
-    """The secret of the job.
-
-    Raises:
-      ClusterError: there is none, and others than the job could call.
-    """
+    """The secret of the job."""
     secret = Secret.of_environment()
     if not secret and not _secret.is_network_trusted():
         raise ClusterError(

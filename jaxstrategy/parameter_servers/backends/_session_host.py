@@ -17,17 +17,7 @@ _SECONDS = 10.0  # for the first word of who has proved to be of the job
 
 @final
 class SessionHost:
-    """Answers connections for the newest coordinator, and for no earlier one.
-
-    When a new one says hello, all that was begun for the one before is dropped. That
-    one may live on, if it was stopped for a while: it is not heard any more.
-
-    Args:
-      begin: makes what answers the calls of something that is begun.
-      told: what this task says of itself.
-      is_kept: whether what was begun stays when nobody is connected to it any more.
-      say: is given a line for people.
-    """
+    """Answers connections for the newest coordinator, and for no earlier one."""
 
     def __init__(
         self,

@@ -27,14 +27,7 @@ Ended = Callable[[Any], None]
 
 @final
 class WorkerPlace(Generic[ProcessT]):
-    """A worker's process, and the next one as soon as that has ended.
-
-    A process that nobody has used is not replaced when it ends: what ends it would
-    end the next one too, for ever.
-
-    Args:
-      start: starts a process, whose end it tells; None when no more are started.
-    """
+    """A worker's process, and the next one as soon as that has ended."""
 
     def __init__(self, start: Callable[[Ended], ProcessT | None]) -> None:
         self._start = start

@@ -12,12 +12,7 @@ from jaxstrategy.parameter_servers._worker_surroundings import WorkerSurrounding
 
 @final
 class WorkerSide(AbstractWorkerBackend):
-    """Has the worker's connections to the servers, and starts nothing.
-
-    Args:
-      surroundings: of the worker.
-      num_workers: how many there are in all.
-    """
+    """Has the worker's connections to the servers, and starts nothing."""
 
     def __init__(self, surroundings: WorkerSurroundings, num_workers: int) -> None:
         self._surroundings = surroundings
@@ -39,11 +34,7 @@ class WorkerSide(AbstractWorkerBackend):
         return self._surroundings.servers
 
     def start(self, worker: int, incarnation: int) -> NoReturn:
-        """None: workers start no workers.
-
-        Raises:
-          RuntimeError: always.
-        """
+        """None: workers start no workers."""
         raise RuntimeError(
             "The function of a dataset, which a worker runs, was to start workers. "
             "Make the ClusterCoordinator outside of it."

@@ -30,11 +30,7 @@ def shown(*types: Type) -> str:
 
 @final
 class Snapshot:
-    """What a variable holds, as readers see it without a copy.
-
-    While one of them has it, or a part of it, or anything that shares its memory, the
-    memory must not be written to.
-    """
+    """What a variable holds, as readers see it without a copy."""
 
     def __init__(self) -> None:
         self._root: weakref.ref[np.ndarray] | None = None
@@ -56,11 +52,7 @@ class Snapshot:
 
 
 def _root(value: np.ndarray) -> np.ndarray:
-    """The bytes of `value`, as an array that lives as long as each view of it.
-
-    NumPy lets a view of a view refer to the first array of the chain, so that a view in
-    between dies early. It stops at an array over a `memoryview`.
-    """
+    """The bytes of `value`, as an array that lives as long as each view of it."""
     # bfloat16 and its kin have no `memoryview`, bytes have.
     raw = memoryview(value.reshape(-1).view(np.uint8))
     return np.frombuffer(raw.toreadonly(), np.uint8)

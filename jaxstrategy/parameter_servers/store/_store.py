@@ -71,12 +71,7 @@ class NumberRanges:
 
 @final
 class Turn:
-    """One push of a function.
-
-    Attributes:
-      counts: whether it is to be applied.
-      has_begun: whether something of it is applied; then it is not made again.
-    """
+    """One push of a function."""
 
     def __init__(self, counts: bool) -> None:
         self.counts, self.has_begun = counts, False
@@ -84,10 +79,7 @@ class Turn:
 
 @final
 class PushedFunctions:
-    """Lets each function push once, although it may be run several times.
-
-    It remembers those functions only that may still come again.
-    """
+    """Lets each function push once, although it may be run several times."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -107,11 +99,7 @@ class PushedFunctions:
 
     @contextlib.contextmanager
     def turn(self, call: CallNumber | None) -> Iterator[Turn]:
-        """The turn of a push; another push of the same function waits for its end.
-
-        Args:
-          call: None: of no function; it counts.
-        """
+        """The turn of a push; another push of the same function waits for its end."""
         if call is None:
             yield Turn(True)
             return
@@ -196,14 +184,7 @@ if TYPE_CHECKING:
 
 @final
 class StoredVariable:
-    """What a variable holds, which nobody sees half changed.
-
-    Attributes:
-      number: of the variable.
-      kind: its shape and dtype, which stay.
-      lock: who holds it may read and change.
-      version: how many operations it has seen.
-    """
+    """What a variable holds, which nobody sees half changed."""
 
     def __init__(self, number: int, value: np.ndarray, is_table: bool) -> None:
         self.number = number
@@ -270,12 +251,7 @@ _NOT_OF_BOOL = (
 
 
 def check_initial(number: int, value: np.ndarray, is_table: bool) -> None:
-    """See that a variable can hold this.
-
-    Raises:
-      TypeError: a dtype that JAX does not have.
-      ValueError: a table without rows, or with too many.
-    """
+    """See that a variable can hold this."""
     dtype = value.dtype
     # bfloat16 and its kin are of kind V, as what has no number is.
     is_number = dtype.kind in "biufcV" and dtype.type is not np.void
@@ -290,13 +266,7 @@ def check_initial(number: int, value: np.ndarray, is_table: bool) -> None:
 
 
 def check_rows(variable: StoredVariable, rows: np.ndarray) -> None:
-    """See that a variable has these rows.
-
-    Raises:
-      TypeError: no whole numbers.
-      ValueError: no vector; or the variable has no rows, or too many.
-      IndexError: a row that it has not.
-    """
+    """See that a variable has these rows."""
     if rows.dtype.kind not in "iu":
         raise TypeError(
             f"Rows of variable {variable.number} are whole numbers, not "
@@ -334,14 +304,7 @@ def check_operation(
     variables: Sequence[StoredVariable],
     programs: Mapping[str, UpdateProgram],
 ) -> None:
-    """See that an operation can be applied.
-
-    Raises:
-      LookupError: an update by a program that is not there.
-      TypeError: dtypes that it has not.
-      ValueError: no such operation, or shapes that it has not.
-      IndexError: a row that the variable has not.
-    """
+    """See that an operation can be applied."""
     name, operands = operation.name, operation.operands
     if name == "update":
         _check_update(operation, variables, programs)
@@ -404,11 +367,7 @@ if TYPE_CHECKING:
 
 @final
 class Store(AbstractServer):
-    """Variables in the memory of this process.
-
-    Each operation on a variable is atomic. What is given to its methods is copied, or
-    no longer used when they return.
-    """
+    """Variables in the memory of this process."""
 
     def __init__(self) -> None:
         # Without a lock of their own: the garbage collector may drop variables in a

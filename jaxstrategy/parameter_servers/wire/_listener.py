@@ -67,17 +67,7 @@ def welcomed(
     seconds: float = SECONDS,
     largest: int = LARGEST,
 ) -> Stream:
-    """The stream of a connection that somebody made to this process.
-
-    The socket is the stream's, or closed.
-
-    Args:
-      answer: makes of what the other end says of itself what it is told; a
-        `ClusterError` of it is raised there, too.
-
-    Raises:
-      ClusterError: it is nobody of the job, or of another version, or refused.
-    """
+    """The stream of a connection that somebody made to this process."""
     end = time.monotonic() + seconds
     greeting, nonce = Greeting(secret, is_host=True), secrets.token_bytes(NONCE_BYTES)
     try:
@@ -106,18 +96,7 @@ def greeted(
     seconds: float = SECONDS,
     largest: int = LARGEST,
 ) -> Stream:
-    """The stream of a connection that this process has made.
-
-    The socket is the stream's, or closed.
-
-    Args:
-      where: the address, for messages.
-      told: what the other end shall know of this one.
-
-    Raises:
-      ClusterError: the other end is not of the job, or of another version, or refuses.
-      ConnectionError: it closed the connection, or does not answer.
-    """
+    """The stream of a connection that this process has made."""
     end = time.monotonic() + seconds
     nonce = secrets.token_bytes(NONCE_BYTES)
     try:
@@ -192,11 +171,7 @@ def _stream(
 
 
 def _is_trusted(sock: socket.socket, secret: Secret) -> bool:
-    """Whether who has passed the handshake is of the job.
-
-    Without a secret, another user of this host could have connected over loopback, but
-    not to a Unix socket in a directory of the user's own.
-    """
+    """Whether who has passed the handshake is of the job."""
     is_unix = sock.family == socket.AF_UNIX
     return bool(secret) or is_unix or _secret.is_network_trusted()
 
@@ -228,21 +203,7 @@ _MOST_STRANGERS = 64  # connections at once whose other end has not proved itsel
 
 @final
 class Listener:
-    """An address at which processes of the job connect, and nobody else.
-
-    Args:
-      address: `host:port`, of which only that host's address is bound; port 0 is any
-        free one. Or the path of a Unix socket, in a directory of the user's own.
-      secret: of the job.
-      answer: makes of what a caller says of itself what it is told; a `ClusterError`
-        refuses it.
-      seconds: the time for a handshake.
-      largest: bytes of a frame.
-
-    Raises:
-      ClusterError: strangers could connect.
-      OSError: the address is not this host's, or in use.
-    """
+    """An address at which processes of the job connect, and nobody else."""
 
     def __init__(
         self,
@@ -268,10 +229,7 @@ class Listener:
         return self._path or address_of(*self._sock.getsockname()[:2])
 
     def start(self, take: Callable[[Stream], None]) -> None:
-        """Give the streams of all that connect to a function, in threads, from now on.
-
-        Who does not prove in time to be of the job is hung up on.
-        """
+        """Call a function with the stream of each that connects, in threads."""
         self._in_thread(self._sock, lambda: self._accept(take))
 
     def close(self) -> None:
@@ -349,20 +307,7 @@ def dialled(
     seconds: float = SECONDS,
     largest: int = LARGEST,
 ) -> Stream:
-    """The stream of a new connection to a `Listener`.
-
-    Args:
-      address: that of the listener.
-      secret: of the job.
-      wait: seconds in which somebody may begin to listen there.
-      told: what the other end shall know of this one, as its stream's `heard`.
-      seconds: the time for a handshake.
-      largest: bytes of a frame.
-
-    Raises:
-      ClusterError: who listens there is none of the job; strangers could.
-      ConnectionError: nobody listens there, or does not answer.
-    """
+    """The stream of a new connection to a `Listener`."""
     end = time.monotonic() + wait
     while True:
         try:

@@ -29,12 +29,7 @@ from jaxstrategy.processes._secret import HOW_TO_MAKE_ONE, NETWORK, VARIABLE
 
 
 def dumped(value: object) -> tuple[bytes, list[np.ndarray]]:
-    """An object as bytes, with large buffers of it apart.
-
-    Raises:
-      MissingExtraError: cloudpickle is needed for it, and not installed.
-      Exception: it cannot be pickled.
-    """
+    """An object as bytes, with large buffers of it apart."""
     buffers: list[pickle.PickleBuffer] = []
     blob = _cloudpickle().dumps(value, 5, buffers.append)
     return blob, [np.frombuffer(buffer.raw(), np.uint8) for buffer in buffers]
@@ -68,13 +63,7 @@ _LONGEST = 1 << 16  # characters of a message or a traceback
 
 
 def failed(error: BaseException, may_pickle: bool) -> WireFrame:
-    """The answer that a request failed.
-
-    Args:
-      error: why.
-      may_pickle: whether the other end may get the exception itself; otherwise it gets
-        name and message.
-    """
+    """The answer that a request failed."""
     fields = {
         "type": type(error).__name__,
         "message": _shown(error)[:_LONGEST],
@@ -88,13 +77,7 @@ def failed(error: BaseException, may_pickle: bool) -> WireFrame:
 
 
 def raised_by(frame: WireFrame, where: str, may_unpickle: bool) -> Exception:
-    """The exception that an answer carries, with the traceback of the other process.
-
-    Args:
-      frame: of the kind `FAILED`.
-      where: whose answer it is, such as "worker 3".
-      may_unpickle: whether the other end is of the job.
-    """
+    """The exception that an answer carries, with the traceback of the other process."""
     fields = frame.fields if isinstance(frame.fields, dict) else {}
     error = _loaded(frame.blob) if frame.blob and may_unpickle else None
     if error is None:
@@ -203,11 +186,7 @@ class _Busy:
 
 @final
 class Heartbeat:
-    """A thread that tells who waits for an answer that it is being worked at.
-
-    Code that computes for long lets other threads run: JAX gives up the interpreter
-    while it compiles and while programs run.
-    """
+    """A thread that tells who waits for an answer that it is being worked at."""
 
     def __init__(self) -> None:
         self._lock = threading.Condition()
@@ -221,11 +200,7 @@ class Heartbeat:
         patience: float,
         on_lost: Callable[[], None] | None = None,
     ) -> None:
-        """Know a stream, whose other end waits so many seconds for a sign.
-
-        Args:
-          on_lost: called when the other end is seen to be gone during an answer.
-        """
+        """Know a stream, whose other end waits so many seconds for a sign."""
         pause = max(patience / _PER_PATIENCE, _SHORTEST)
         with self._lock:
             if self._is_closed:
@@ -294,15 +269,7 @@ Answer: TypeAlias = Callable[[WireFrame, Stream], WireFrame]
 
 @final
 class Responder:
-    """Answers what comes over streams, each with a thread of its own.
-
-    A stream that brings anything but frames is closed; the others do not notice.
-
-    Args:
-      answer: makes the answers; called by the threads of all streams.
-      on_lost: called when the other end of a stream is seen to be gone while an answer
-        is being made.
-    """
+    """Answers what comes over streams, each with a thread of its own."""
 
     def __init__(
         self, answer: Answer, on_lost: Callable[[], None] | None = None
@@ -394,11 +361,7 @@ def done(fields: Fields = None, arrays: Sequence[np.ndarray] = ()) -> WireFrame:
 
 
 def check_trusted(stream: Stream, what: str) -> None:
-    """Nothing if the other end of a stream is known to be of the job.
-
-    Raises:
-      ClusterError: it need not be.
-    """
+    """Nothing if the other end of a stream is known to be of the job."""
     if not stream.is_trusted:
         raise ClusterError(
             f"{what}, and who has sent this has not proved to be of the job: the job "
@@ -423,21 +386,7 @@ _LINES = 20  # of a lost process's output
 
 @final
 class Peer:
-    """Another process, of which any number of threads may ask something at once.
-
-    Each request has a stream for itself, which is used again: as many are made as
-    threads ask at the same time.
-
-    Args:
-      name: what the other process is, such as "Worker 3".
-      dial: makes a stream to it.
-      lost: the class of the error when it is gone.
-      patience: seconds without a sign of life, after which it is lost.
-      last_output: what it wrote last, for the error.
-
-    Raises:
-      ValueError: the patience is no number of seconds.
-    """
+    """Another process, of which any number of threads may ask something at once."""
 
     def __init__(
         self,
@@ -465,17 +414,7 @@ class Peer:
         weakref.finalize(self, _close, self._all)
 
     def ask(self, request: WireFrame, seconds: float | None = None) -> WireFrame:
-        """The answer to a request.
-
-        Args:
-          seconds: the time for an answer, whatever signs of life come; None: any.
-
-        Raises:
-          FrameError, TypeError: the request cannot be sent.
-          TimeoutError: no answer came in that time.
-          Exception: that of `lost`, when the other process is gone; otherwise what was
-            raised there.
-        """
+        """The answer to a request."""
         end = None if seconds is None else time.monotonic() + seconds
         stream = self._taken()
         answer = self._exchanged(stream, request, self._patience, end)
@@ -484,11 +423,7 @@ class Peer:
         return answer
 
     def wait_until_up(self, seconds: float) -> None:
-        """Wait for a process that has only been started, up to so many seconds.
-
-        Raises:
-          Exception: that of `lost`; the process has ended, or says nothing for so long.
-        """
+        """Wait for a process that has only been started, up to so many seconds."""
         self._exchanged(self._taken(), WireFrame(Kind.PING), seconds)
 
     def close(self, why: str = "its connections were closed here") -> None:
@@ -601,11 +536,7 @@ class Peer:
 
 
 def dial_of(streams: Iterable[Stream]) -> Callable[[], Stream]:
-    """A `dial` that hands out streams that exist already.
-
-    Raises:
-      ConnectionError: as the result is called, when all are handed out.
-    """
+    """A `dial` that hands out streams that exist already."""
     left = list(streams)
 
     def dial() -> Stream:

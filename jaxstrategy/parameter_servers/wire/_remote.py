@@ -18,11 +18,7 @@ from jaxstrategy.parameter_servers.wire._stream import Kind, Stream, WireFrame
 
 @final
 class RemoteServer(AbstractServer):
-    """A parameter server that is asked over streams; `ServerAnswers` is the other end.
-
-    Args:
-      peer: its process, with the error `ParameterServerLost`.
-    """
+    """Asks a parameter server over streams; `ServerAnswers` is the other end."""
 
     def __init__(self, peer: Peer) -> None:
         self._peer = peer
@@ -70,12 +66,7 @@ class RemoteServer(AbstractServer):
 
 @final
 class RemoteWorker(AbstractWorker):
-    """A worker that is asked over a stream; `WorkerAnswers` is the other end.
-
-    Args:
-      peer: its process, with the error `WorkerLost`.
-      end: ends that process at once; None: only the connection is closed.
-    """
+    """A worker that is asked over a stream; `WorkerAnswers` is the other end."""
 
     def __init__(self, peer: Peer, end: Callable[[], None] | None = None) -> None:
         self._peer = peer
@@ -115,13 +106,7 @@ class RemoteWorker(AbstractWorker):
 
 @final
 class ServerAnswers:
-    """Gives the requests of `RemoteServer` to a server; an `answer` of a `Responder`.
-
-    Nothing is unpickled. Programs for updates come in the form of `jax.export`.
-
-    Args:
-      server: that of this process.
-    """
+    """Answers the requests of `RemoteServer`, for a `Responder`."""
 
     def __init__(self, server: AbstractServer) -> None:
         self._server = server
@@ -135,12 +120,7 @@ class ServerAnswers:
         }
 
     def __call__(self, request: WireFrame, stream: Stream) -> WireFrame:
-        """The answer to a request.
-
-        Raises:
-          ClusterError: a stranger could have sent a program.
-          ValueError: no server has such a request.
-        """
+        """The answer to a request."""
         if request.kind == Kind.DEFINE:
             return self._define(request, stream)
         method = self._methods.get(request.kind)
@@ -206,13 +186,7 @@ if TYPE_CHECKING:  # it would import JAX
 
 @final
 class WorkerAnswers:
-    """Gives the requests of `RemoteWorker` to a worker; an `answer` of a `Responder`.
-
-    Programs and functions are unpickled, so that only the job's coordinator may ask.
-
-    Args:
-      worker: that of this process.
-    """
+    """Answers the requests of `RemoteWorker`, for a `Responder`."""
 
     def __init__(self, worker: AbstractWorker | WorkerEngine) -> None:
         self._worker = worker
@@ -225,12 +199,7 @@ class WorkerAnswers:
         }
 
     def __call__(self, request: WireFrame, stream: Stream) -> WireFrame:
-        """The answer to a request.
-
-        Raises:
-          ClusterError: a stranger could have sent it.
-          ValueError: no worker has such a request.
-        """
+        """The answer to a request."""
         check_trusted(
             stream, "A worker runs the programs and functions that it is sent"
         )

@@ -55,11 +55,7 @@ def is_plain(dtype: np.dtype) -> bool:
 
 
 def written(arrays: Iterable[np.ndarray]) -> bytes:
-    """Dtypes and shapes of arrays.
-
-    Raises:
-      TypeError: a dtype without a code.
-    """
+    """Dtypes and shapes of arrays."""
     return b"".join([_one(array.dtype, array.shape) for array in arrays])
 
 
@@ -75,11 +71,7 @@ def _one(dtype: np.dtype, shape: tuple[int, ...]) -> bytes:
 
 
 def read(data: bytes, count: int) -> list[tuple[np.dtype, tuple[int, ...], int]]:
-    """Dtypes, shapes and numbers of bytes, of as many arrays.
-
-    Raises:
-      ValueError: the bytes say something else.
-    """
+    """Dtypes, shapes and numbers of bytes, of as many arrays."""
     found, at = [], 0
     for _ in range(count):
         if len(data) - at < _HEAD.size:
@@ -187,12 +179,7 @@ class Lengths(NamedTuple):
 
 
 def packed(frame: WireFrame, largest: int) -> tuple[bytes, list[bytes | memoryview]]:
-    """What comes before the seal, and the contents of the arrays that have any.
-
-    Raises:
-      TypeError: fields that JSON has not, or a dtype that has no raw form.
-      FrameError: it is too large.
-    """
+    """What comes before the seal, and the contents of the arrays that have any."""
     arrays = [_native(array) for array in frame.arrays]
     types = written(arrays)
     fields = b"" if frame.fields is None else _written(frame.fields)
@@ -213,15 +200,7 @@ def packed(frame: WireFrame, largest: int) -> tuple[bytes, list[bytes | memoryvi
 
 
 def lengths(head: bytes, largest: int, largest_head: int = LARGEST_HEAD) -> Lengths:
-    """The lengths that a head announces.
-
-    Args:
-      largest: bytes of the frame.
-      largest_head: bytes of what comes before the contents.
-
-    Raises:
-      FrameError: it is none, or announces too much.
-    """
+    """The lengths that a head announces."""
     mark, kind, zero, arrays, types, fields, blob, size = HEAD.unpack(head)
     found = Lengths(kind, arrays, types, fields, blob, size)
     if mark != _MARK or zero:
@@ -236,11 +215,7 @@ def lengths(head: bytes, largest: int, largest_head: int = LARGEST_HEAD) -> Leng
 def unpacked(
     found: Lengths, rest: bytes
 ) -> tuple[Fields, bytes, list[tuple[np.dtype, tuple[int, ...], int]]]:
-    """Fields, blob, and the types of the arrays, of what comes before the seal.
-
-    Raises:
-      FrameError: it contradicts itself.
-    """
+    """Fields, blob, and the types of the arrays, of what comes before the seal."""
     middle = found.types + found.fields
     try:
         types = read(rest[: found.types], found.arrays)
@@ -287,15 +262,7 @@ class _Loan(weakref.ref):
 
 @final
 class ReceiveBuffers:
-    """Memory for arrays, which comes back by itself.
-
-    It is safe by construction: memory is lent as an array to which all views of it
-    refer, and a weak reference to that array gives the memory back. So no array that
-    anybody can still reach is written again. Threads may share one.
-
-    Args:
-      most: bytes that are kept while nobody uses them.
-    """
+    """Memory for arrays, which comes back by itself."""
 
     def __init__(self, most: int = 1 << 29) -> None:
         self._most = most
@@ -389,19 +356,7 @@ class Keys(NamedTuple):
 
 @final
 class Stream:
-    """Sends and receives frames; any thread may send, one at a time may receive.
-
-    Args:
-      sock: a connected socket, which the stream closes.
-      keys: of a connection that others could write to.
-      is_trusted: whether the other end may say what is executed here: it has proved to
-        be of the job, or nobody else can have that end.
-      largest: bytes of a frame.
-      buffers: memory for arrays.
-
-    Attributes:
-      heard: what the other end said of itself in the handshake.
-    """
+    """Sends and receives frames; any thread may send, one at a time may receive."""
 
     def __init__(
         self,
@@ -440,32 +395,17 @@ class Stream:
         limit_silence(self._sock, seconds)
 
     def limit_received(self, head: int, whole: int) -> None:
-        """Refuse what is larger, for the sake of memory: JSON takes 30 times its size.
-
-        Args:
-          head: bytes of a frame before the contents of its arrays.
-          whole: bytes of a frame.
-        """
+        """Refuse what is larger: in memory JSON takes 30 times its size."""
         self._largest_head, self._largest_received = head, whole
 
     def send(self, frame: WireFrame) -> None:
-        """Send a frame; its arrays must not change meanwhile.
-
-        Raises:
-          FrameError, TypeError: it cannot be sent; nothing was.
-          TimeoutError: the other end takes nothing.
-          OSError: the connection has ended.
-        """
+        """Send a frame; its arrays must not change meanwhile."""
         head, contents = packed(frame, self._largest)
         with self._sending:
             self._write([self._sealed(head), *contents])
 
     def send_if_idle(self, frame: WireFrame) -> None:
-        """Send a small frame, or nothing if this would have to wait.
-
-        Raises:
-          OSError: the connection has ended.
-        """
+        """Send a small frame, or nothing if this would have to wait."""
         if not self._sending.acquire(blocking=False):
             return
         try:
@@ -475,14 +415,7 @@ class Stream:
             self._sending.release()
 
     def receive(self) -> WireFrame:
-        """The next frame.
-
-        Raises:
-          EOFError: the other end closed the connection, between two frames.
-          FrameError: what came is no frame of the other end's.
-          TimeoutError: nothing came for too long.
-          OSError: the connection has ended.
-        """
+        """The next frame."""
         if self._start == self._end:
             self._start = 0
             self._end = self._read(self._ahead, is_between=True)
@@ -640,12 +573,7 @@ _CLOSED_ON_EXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)  # Linux
 
 @final
 class Door:
-    """The end of those who ask; threads may share it.
-
-    Args:
-      sock: one end of a Unix socket pair; the other process calls `attended` on its.
-      largest: bytes of a frame.
-    """
+    """The end of those who ask; threads may share it."""
 
     def __init__(self, sock: socket.socket, largest: int = LARGEST) -> None:
         # A process that is stopped takes some hundreds, and then none.
@@ -655,19 +583,11 @@ class Door:
         self._lock = threading.Lock()
 
     def dial(self) -> Stream:
-        """A new stream to the other process.
-
-        Raises:
-          OSError: it has ended.
-        """
+        """A new stream to the other process."""
         return Stream(self._sent(_STREAM), largest=self._largest)
 
     def another(self) -> socket.socket:
-        """The socket of a new door to the other process, for a third one.
-
-        Raises:
-          OSError: it has ended.
-        """
+        """The socket of a new door to the other process, for a third one."""
         return self._sent(_DOOR)
 
     def close(self) -> None:
@@ -691,13 +611,7 @@ class Door:
 def attended(
     sock: socket.socket, take: Callable[[Stream], None], largest: int = LARGEST
 ) -> None:
-    """Give each stream that is opened to a function, until the other end closes.
-
-    Args:
-      sock: the other end of a `Door`; it is closed at the end.
-      take: called in this thread, or in another for doors that were opened in turn.
-      largest: bytes of a frame.
-    """
+    """Give each stream that is opened to a function, until the other end closes."""
     with sock:
         while True:
             try:
