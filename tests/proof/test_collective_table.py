@@ -1,113 +1,66 @@
-"""The one table of collectives agrees with JAX, and all that read it do with it."""
+"""Each collective of JAX: what the proof and `explain` say of it is what happens."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import PartitionSpec
 
 import jaxstrategy as js
-from jaxstrategy.tracing.replication._collective_table import COLLECTIVES, Effect
 
 AXIS = "replica"
 N = 4
+X = np.arange(N * N, dtype=np.float32).reshape(N, N) ** 2
+RING = [(i, (i + 1) % N) for i in range(N)]
 
-# `pbroadcast` has no lowering on CPUs, `ragged_all_to_all` none that is a collective.
+# Of each JAX's primitive, what it is to a `Topology`, and what NumPy says. `pbroadcast`
+# has no lowering on CPUs, `ragged_all_to_all` none that is a collective.
 USES = {
-    "psum": lambda x: lax.psum(x, AXIS),
-    "pmean": lambda x: lax.pmean(x, AXIS),
-    "pmax": lambda x: lax.pmax(x, AXIS),
-    "pmin": lambda x: lax.pmin(x, AXIS),
-    "all_gather": lambda x: lax.all_gather(x, AXIS),
-    "ppermute": lambda x: lax.ppermute(x, AXIS, [(i, (i + 1) % N) for i in range(N)]),
-    "pshuffle": lambda x: lax.pshuffle(x, AXIS, [1, 2, 3, 0]),
-    "all_to_all": lambda x: lax.all_to_all(x, AXIS, 0, 0),
-    "pswapaxes": lambda x: lax.pswapaxes(x, AXIS, 0),
-    "psum_scatter": lambda x: lax.psum_scatter(x, AXIS),
-}
+    "psum": (lambda x: lax.psum(x, AXIS), "psum", "all_reduce", X.sum(0)),
+    "pmean": (lambda x: lax.pmean(x, AXIS), "psum", "all_reduce", X.mean(0)),
+    "pmax": (lambda x: lax.pmax(x, AXIS), "pmax", "all_reduce", X.max(0)),
+    "pmin": (lambda x: lax.pmin(x, AXIS), "pmin", "all_reduce", X.min(0)),
+    "all_gather": (lambda x: lax.all_gather(x, AXIS), "all_gather", "all_gather", X),
+    "ppermute": (
+        lambda x: lax.ppermute(x, AXIS, RING), "ppermute", "permute", np.roll(X, 1, 0)),
+    "pshuffle": (
+        lambda x: lax.pshuffle(x, AXIS, [1, 2, 3, 0]), "ppermute", "permute",
+        X[[1, 2, 3, 0]]),
+    "all_to_all": (
+        lambda x: lax.all_to_all(x, AXIS, 0, 0), "all_to_all", "all_to_all", X.T),
+    "pswapaxes": (
+        lambda x: lax.pswapaxes(x, AXIS, 0), "all_to_all", "all_to_all", X.T),
+    "psum_scatter": (
+        lambda x: lax.psum_scatter(x, AXIS), "reduce_scatter", "reduce_scatter",
+        X.sum(0)),
+}  # fmt: skip
+SAME = {"psum", "pmean", "pmax", "pmin", "all_gather"}
 
 
-def of_function(name):
-    (row,) = [row for row in COLLECTIVES.values() if name in row.functions]
-    return row
+def test_results_are_numpys_and_mirrored_where_all_replicas_get_the_same(four):
+    x = four.per_replica(list(X))
+    found = four.run(lambda x: {name: use(x) for name, (use, *_) in USES.items()}, (x,))
+    for name, (*_, wanted) in USES.items():
+        is_mirrored = not isinstance(found[name], js.PerReplica)
+        assert is_mirrored is (name in SAME), name
+        value = found[name] if is_mirrored else found[name].stacked
+        np.testing.assert_allclose(value, wanted, err_msg=name)
 
 
-@pytest.fixture(scope="module")
-def four():
-    return js.MirroredStrategy(jax.devices()[:N])
-
-
-def local(strategy, function):
-    spec = PartitionSpec(AXIS)
-    return jax.shard_map(
-        lambda x: function(x[0])[None],
-        mesh=strategy.mesh,
-        in_specs=spec,
-        out_specs=spec,
-        check_vma=False,
-    )
-
-
-@pytest.mark.parametrize("name", USES)
-def test_a_row_has_the_name_that_jax_gives_and_what_it_becomes(four, name):
-    row = of_function(name)
-    function = local(four, USES[name])
-    x = jnp.arange(N * N, dtype=jnp.float32).reshape(N, N)
-    jaxpr = jax.make_jaxpr(function)(x).eqns[0].params["jaxpr"]
-    found = [e for e in jaxpr.eqns if {"axes", "axis_name"} & set(e.params)]
-    assert [eqn.primitive.name for eqn in found] == [row.name]
-    assert f"stablehlo.{row.lowered}" in jax.jit(function).lower(x).as_text()
-
-
-@pytest.mark.parametrize("name", USES)
-def test_an_effect_is_what_happens(four, name):
-    effect = of_function(name).effect
-    x = np.arange(N * N, dtype=np.float32).reshape(N, N) ** 2
-    results = np.asarray(jax.jit(local(four, USES[name]))(x))
-    is_same = bool((results == results[0]).all())
-    assert is_same is (effect in (Effect.SUM, Effect.EXTREME, Effect.GATHER))
-    if effect is Effect.SUM:
-        scale = N if name == "pmean" else 1
-        np.testing.assert_allclose(results[0] * scale, x.sum(0))
-    if effect is Effect.SUM_SCATTER:
-        np.testing.assert_allclose(results, x.sum(0))
-    if effect is Effect.GATHER:
-        np.testing.assert_allclose(results[0], x)
-    if effect is Effect.PERMUTE:
-        assert sorted(map(tuple, results)) == sorted(map(tuple, x))
-    if effect is Effect.SCATTER:
-        np.testing.assert_allclose(results, x.T)
-
-
-@pytest.mark.parametrize("row", COLLECTIVES.values(), ids=lambda row: row.name)
-def test_a_topology_has_a_formula_for_each(row):
-    topology = js.Topology(bandwidth=1e9, latency=1e-5, replicas=N)
-    assert topology.fastest(row.kind, 1 << 20) > 0
-
-
-@pytest.mark.parametrize("name", USES)
-def test_what_a_step_returns_is_called_mirrored_where_the_effect_says_so(four, name):
-    effect = of_function(name).effect
-    x = four.per_replica([np.arange(N, dtype=np.float32) + i for i in range(N)])
-    found = four.run(USES[name], (x,))
-    is_mirrored = not isinstance(found, js.PerReplica)
-    assert is_mirrored is (effect in (Effect.SUM, Effect.EXTREME, Effect.GATHER))
-
-
-@pytest.mark.parametrize("name", USES)
-def test_messages_call_a_collective_as_the_user_does(four, name):
-    def step(x):
-        return lax.cond(x[0] > 1, USES[name], USES[name], x)
-
-    x = four.per_replica([np.full(N, float(i), np.float32) for i in range(N)])
-    with pytest.raises(js.DivergentCollectiveError, match=f"`{name}`"):
-        four.run(step, (x,))
-
-
-@pytest.mark.parametrize("name", USES)
-def test_explanations_tell_the_kind(four, name):
-    row = of_function(name)
+def test_explanations_tell_what_each_is(four):
     x = js.PerReplica(jax.ShapeDtypeStruct((N, N), np.float32))
-    (found,) = four.explain(USES[name], (x,), compiled=False).collectives
-    assert (found.operation, found.kind) == (row.name, row.kind)
+    topology = js.Topology(bandwidth=1e9, latency=1e-5, replicas=N)
+    for name, (use, primitive, kind, _) in USES.items():
+        (found,) = four.explain(use, (x,), compiled=False).collectives
+        assert (found.operation, found.kind) == (primitive, kind), name
+        assert topology.fastest(found.kind, 1 << 20) > 0
+
+
+def test_messages_call_a_collective_as_the_user_does(four):
+    x = four.per_replica([np.full(N, float(i), np.float32) for i in range(N)])
+    for name, (use, *_) in USES.items():
+
+        def step(x, use=use):
+            return lax.cond(x[0] > 1, use, use, x)
+
+        with pytest.raises(js.DivergentCollectiveError, match=f"`{name}`"):
+            four.run(step, (x,))

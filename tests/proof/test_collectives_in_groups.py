@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.cases import looped
 from jax import lax
 
 import jaxstrategy as js
@@ -23,12 +24,6 @@ def paired(x):
 
 def pair_sums(values):
     return np.repeat(values.reshape(2, 2).sum(1), 2)
-
-
-def outcome(strategy, step):
-    """What each replica has in the end, given one of `VALUES`."""
-    out = strategy.run(step, (strategy.per_replica(list(VALUES)),))
-    return np.asarray([np.asarray(v) for v in strategy.experimental_local_results(out)])
 
 
 def until_large(values):
@@ -92,10 +87,14 @@ LEGAL = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", LEGAL)
-def test_members_that_decide_alike_meet(four, name):
-    step, expected = LEGAL[name]
-    np.testing.assert_array_equal(outcome(four, step), expected)
+def test_members_that_decide_alike_meet(four):
+    def step(x):
+        return {name: each(x) for name, (each, _) in LEGAL.items()}
+
+    found = four.run(step, (four.per_replica(list(VALUES)),))
+    for name, (_, expected) in LEGAL.items():
+        copies = four.experimental_local_results(found[name])
+        np.testing.assert_array_equal(np.stack(copies), expected, name)
 
 
 ALONE = {
@@ -123,7 +122,7 @@ ALONE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ALONE)
+@looped("name", ALONE)
 def test_members_that_may_decide_otherwise_are_refused(four, name):
     # JAX promises nowhere to leave out a collective whose result nobody needs.
     with pytest.raises(js.DivergentCollectiveError, match=r"differ between replicas"):
@@ -142,17 +141,3 @@ def test_a_merge_call_needs_all_replicas(four):
 
     with pytest.raises(js.DivergentCollectiveError, match="`merge_call`"):
         four.run(step, (four.per_replica(list(VALUES)),))
-
-
-def test_parts_of_the_same_are_others(four):
-    """Whatever all replicas hold, `all_to_all` gives each what is at its own place."""
-    same = np.arange(8, dtype=np.float32).reshape(4, 2)
-
-    def step(s):
-        return lax.all_to_all(s, AXIS, 0, 0), lax.psum_scatter(s, AXIS) / 4
-
-    exchanged, part = four.run(step, (same,))
-    for out, expected in ((exchanged, np.tile), (part, lambda row, _: row)):
-        assert isinstance(out, js.PerReplica)
-        for i, each in enumerate(four.experimental_local_results(out)):
-            np.testing.assert_array_equal(each, expected(same[i], (4, 1)))

@@ -12,8 +12,8 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
-from flax import nnx
 from flax.training.train_state import TrainState
+from helpers.cases import looped
 from jax import lax
 
 import jaxstrategy as js
@@ -94,7 +94,7 @@ def linen_state(optimizer):
     return State.create(apply_fn=net.apply, tx=optimizer, **variables)
 
 
-@pytest.mark.parametrize("reduces", [False, True], ids=["forgets", "reduces"])
+@looped("reduces", [False, True], anew=True)
 def test_a_train_state_is_told_of_unless_all_of_it_is_reduced(two, reduces):
     def step(state, x):
         def loss(params):
@@ -155,8 +155,11 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("state", KINDS.values(), ids=KINDS)
-@pytest.mark.parametrize("place", ["alone", "first of two", "in a dict", "by keyword"])
+PLACES = ["alone", "first of two", "in a dict", "by keyword"]
+STATES = [*KINDS.values()]
+
+
+@looped(("state", "place"), zip(STATES, PLACES + PLACES[:2], strict=True), anew=True)
 def test_state_of_any_kind_is_known_wherever_it_is_returned(two, state, place):
     def step(state, x):
         new = jax.tree.map(lambda s: s * 0.9 + x.mean() * 0.1, state)
@@ -172,7 +175,7 @@ def test_state_of_any_kind_is_known_wherever_it_is_returned(two, state, place):
     assert len(texts) == 1
 
 
-@pytest.mark.parametrize(
+@looped(
     "inside",
     [
         lambda new, old: jax.jit(lambda: old - new)(),
@@ -183,7 +186,7 @@ def test_state_of_any_kind_is_known_wherever_it_is_returned(two, state, place):
         lambda new, old: jax.checkpoint(lambda o: o - new)(old),
         lambda new, old: jnp.clip(old - new, -1, 1),
     ],
-    ids="jit cond scan fori_loop where checkpoint clip".split(),
+    anew=True,
 )
 def test_an_update_is_known_inside_calls_branches_and_loops(two, inside):
     def step(state, x):
@@ -223,25 +226,12 @@ MEANT = {
 }
 
 
-@pytest.mark.parametrize("step, state", MEANT.values(), ids=MEANT)
+@looped("step, state", MEANT.values(), anew=True)
 def test_results_that_are_meant_to_differ_give_no_warning(two, step, state):
     assert told(two.run, step, (state, rows(two)))[0] == []
 
 
-def test_accumulated_gradients_of_a_strategy_give_no_warning(two):
-    def step(params, x):
-        gradient = two.accumulate(2)(lambda x: jax.grad(local_loss)(params, x))
-        return gradient(x)
-
-    assert told(two.run, step, (PARAMS, rows(two)))[0] == []
-
-
-def test_state_that_went_in_different_may_come_out_different(two):
-    params = two.per_replica([PARAMS, PARAMS])
-    assert told(two.run, sgd, (params, rows(two)))[0] == []
-
-
-@pytest.mark.parametrize("first", [True, False])
+@looped("first", [True, False], anew=True)
 def test_state_of_each_replica_beside_a_common_one_stays_so(two, first):
     """As each replica's parameters that are drawn towards those of all."""
 
@@ -275,27 +265,12 @@ EXPECTED = {
 }
 
 
-@pytest.mark.parametrize("expected", EXPECTED.values(), ids=EXPECTED)
+@looped("expected", EXPECTED.values(), anew=True)
 def test_saying_what_is_expected_turns_it_off(two, expected):
     options = js.RunOptions(expect_mirrored=expected)
     texts, params = told(two.run, sgd, (PARAMS, rows(two)), None, options)
     assert texts == []
     assert told(two.run, sgd, (params, rows(two)), None, options)[0] == []
-
-
-def test_what_is_said_of_one_part_leaves_the_others(two):
-    def step(params, x):
-        return sgd(params, x), sgd(params, x)
-
-    options = js.RunOptions(expect_mirrored=(False, None))
-    (text,), _ = told(two.run, step, (PARAMS, rows(two)), None, options)
-    assert "`step(...)[1]['b']`" in text and "[0]" not in text
-
-
-def test_a_promise_of_mirrored_state_is_an_error_and_no_warning(two):
-    options = js.RunOptions(expect_mirrored=True)
-    with pytest.raises(js.NotMirroredError, match="expected to be mirrored"):
-        two.run(sgd, (PARAMS, rows(two)), options=options)
 
 
 def test_one_step_function_warns_once(two):
@@ -327,7 +302,7 @@ def test_going_on_with_it_is_told_too(two):
     assert told(step, params, rows(two))[0] == []
 
 
-@pytest.mark.parametrize("w", [0.5, np.float32(0.5), np.ones((2, 2), np.float32)])
+@looped("w", [0.5, np.float32(0.5), np.ones((2, 2), np.float32)], anew=True)
 def test_a_bare_array_is_told_of_when_it_comes_back(two, w):
     def step(w, x):
         loss, grad = jax.value_and_grad(lambda w: ((w * x - 1) ** 2).mean())(w)
@@ -344,14 +319,6 @@ def test_a_bare_array_is_told_of_when_it_comes_back(two, w):
     assert f"{caught[0].filename}:{caught[0].lineno}" == line(again)
 
 
-def test_another_value_in_the_place_of_a_mirrored_one_is_no_mistake(two):
-    def scaled(scale, x):
-        return scale * x
-
-    assert told(two.run, scaled, (2.0, rows(two)))[0] == []
-    assert told(two.run, scaled, (rows(two), rows(two)))[0] == []
-
-
 def test_a_result_may_come_back_where_there_always_was_one_of_each(two):
     def add(total, x):
         return total + x.mean()
@@ -366,27 +333,3 @@ def test_several_steps_in_one_call_are_told_of(two):
     many = two.several(sgd)
     texts, _ = told(many, PARAMS, (rows(two), rows(two)))
     assert len(texts) == 1 and "`params['b']` equal on all replicas" in texts[0]
-
-
-def test_several_good_steps_are_not(two):
-    def step(params, x):
-        grads = reduced(jax.grad(local_loss)(params, x))
-        new = jax.tree.map(lambda p, g: p - g, params, grads)
-        return new, local_loss(params, x)
-
-    assert told(two.several(step), PARAMS, (rows(two), rows(two)))[0] == []
-
-
-def test_arrays_beside_an_nnx_object_are_told_of_as_without_one(two):
-    model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
-
-    def step(model, params, x):
-        return sgd(params, model(x) * x)
-
-    (text,), _ = told(two.run, step, (model, PARAMS, rows(two)))
-    assert "`params['b']` equal on all replicas" in text
-
-
-def test_explain_lists_it(two):
-    (problem,) = two.explain(sgd, (PARAMS, rows(two)), compiled=False).problems
-    assert "`params['b']` equal on all replicas" in problem

@@ -3,6 +3,7 @@
 import jax
 import numpy as np
 import pytest
+from helpers.cases import looped
 from helpers.reductions import OPS, assert_same_bits, on, ordered, reduced, stacked
 
 import jaxstrategy as js
@@ -17,8 +18,8 @@ def levels(found):
     return [(each.kind, each.group, each.nbytes) for each in found.collectives]
 
 
-@pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("options", [LEVELS, ACROSS], ids=["near", "given"])
+@looped("op", OPS)
+@looped("options", [LEVELS, ACROSS], anew=True)
 def test_results_are_numpys(four, op, options):
     tree = ordered(stacked(4))
     del tree["small"]  # whose sum wraps, and mean does not
@@ -55,7 +56,7 @@ def test_one_part_of_each_array_goes_between_the_groups(four):
     assert line.file == __file__
 
 
-@pytest.mark.parametrize("other", ["ring", "nccl"])
+@looped("other", ["ring", "nccl"])
 def test_options_of_a_call_go_before_those_of_the_strategy(other):
     strategy = on(4, options=LEVELS)
     options = CommunicationOptions(implementation=other)
@@ -69,14 +70,6 @@ def test_options_of_a_call_go_before_those_of_the_strategy(other):
 
 
 RING_KINDS = ["reduce_scatter", "all_gather"]
-
-
-@pytest.mark.parametrize("n", [1, 2, 3])
-def test_few_replicas(n):
-    strategy = on(n, options=LEVELS)
-    x = np.arange(n * 5, dtype=np.float32).reshape(n, 5)
-    have = reduced(strategy, "sum", strategy.per_replica(x))
-    np.testing.assert_array_equal(have, x.sum(0))
 
 
 def test_wrong_groups_are_refused(four):

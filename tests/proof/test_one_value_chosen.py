@@ -3,12 +3,10 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from jax import lax
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import PartitionSpec
 
 import jaxstrategy as js
-from jaxstrategy.tracing.replication._rules import analyse
 
 AXIS = "replica"
 ROWS = np.arange(4, dtype=np.float32)
@@ -55,13 +53,15 @@ ONE = {
 }
 
 
-@pytest.mark.parametrize("name", ONE)
-def test_a_choice_between_the_same_is_the_same(four, name):
-    out = four.run(ONE[name], (rows(four), ROWS))
-    assert not isinstance(out, js.PerReplica)
-    first, *others = [np.asarray(shard.data) for shard in out.addressable_shards]
-    for other in others:
-        np.testing.assert_array_equal(other, first)
+def test_a_choice_between_the_same_is_the_same(four):
+    def step(x, s):
+        return {name: choose(x, s) for name, choose in ONE.items()}
+
+    for name, out in four.run(step, (rows(four), ROWS)).items():
+        assert not isinstance(out, js.PerReplica), name
+        first, *others = [np.asarray(shard.data) for shard in out.addressable_shards]
+        for other in others:
+            np.testing.assert_array_equal(other, first, name)
 
 
 TWO = {
@@ -81,9 +81,12 @@ TWO = {
 }
 
 
-@pytest.mark.parametrize("name", TWO)
-def test_a_choice_between_others_varies(four, name):
-    assert isinstance(four.run(TWO[name], (rows(four), ROWS)), js.PerReplica)
+def test_a_choice_between_others_varies(four):
+    def step(x, s):
+        return {name: choose(x, s) for name, choose in TWO.items()}
+
+    for name, out in four.run(step, (rows(four), ROWS)).items():
+        assert isinstance(out, js.PerReplica), name
 
 
 def test_one_function_called_with_one_value_and_with_two(four):
@@ -96,8 +99,8 @@ def test_one_function_called_with_one_value_and_with_two(four):
 
 def test_parts_of_one_value_are_others():
     """A nested `shard_map` may give a function two parts of one operand."""
-    names = (AXIS, "row", "column")
-    mesh = jax.make_mesh((2, 2, 2), names, axis_types=(AxisType.Auto,) * 3)
+    axes = {"row": 2, "column": 2}
+    strategy = js.MirroredStrategy(logical_axes=axes)
     P = PartitionSpec
 
     def step(x, s):
@@ -109,9 +112,5 @@ def test_parts_of_one_value_are_others():
             axis_names={"row", "column"}, check_vma=False,
         )(x, s, s)  # fmt: skip
 
-    outer = jax.shard_map(
-        step, mesh=mesh, in_specs=P(), out_specs=P(), axis_names={AXIS}, check_vma=False
-    )
-    (eqn,) = jax.make_jaxpr(outer)(jnp.float32(0), jnp.zeros(4)).jaxpr.eqns
-    found = analyse(eqn.params["jaxpr"], [True, False], AXIS, 2).outputs
-    assert [state.varies for state in found] == [True]
+    x = strategy.per_replica([1.0, 3.0])
+    assert isinstance(strategy.run(step, (x, np.arange(4.0))), js.PerReplica)

@@ -3,7 +3,6 @@
 Whatever is not known is not called mirrored, and does not hide a deadlock.
 """
 
-import inspect
 import re
 
 import jax
@@ -12,16 +11,14 @@ import jax.scipy.special
 import jax.scipy.stats
 import numpy as np
 import pytest
+from helpers.cases import looped
 from jax import export, lax
 from jax.experimental import pallas as pl
 from jax.extend.core import Primitive, primitives
 from jax.interpreters import mlir
-from jax.sharding import PartitionSpec
 
 import jaxstrategy as js
-from jaxstrategy.tracing.replication import _lowered, _pure, _rules
-from jaxstrategy.tracing.replication._jaxprs import all_eqns
-from jaxstrategy.tracing.replication._rules import analyse
+from jaxstrategy.tracing.replication import _primitives, _rules
 
 AXIS = "replica"
 F4 = jax.ShapeDtypeStruct((4,), jnp.float32)
@@ -64,70 +61,9 @@ WITHOUT_RULE = {"custom_lin"}
 
 
 def test_every_primitive_that_jax_lists_is_known():
-    known = set(_rules._RULES) | _pure.PURE | WITHOUT_RULE
+    known = set(_rules._RULES) | _primitives.PURE | WITHOUT_RULE
     assert registered() - known == set()
-    assert not set(_rules._RULES) & _pure.PURE
-
-
-def test_what_is_listed_as_jaxs_is_jaxs():
-    newer = {"log2", "one_minus_square", "polynomial"}  # since JAX 0.12
-    assert set(_pure._REGISTERED.split()) - newer <= registered()
-    assert not set(_pure._OTHERS.split()) & registered()
-
-
-KEY = jax.eval_shape(lambda: jax.random.key(0))
-M, C = jax.ShapeDtypeStruct((4, 4), "float32"), jax.ShapeDtypeStruct((4, 4), "c8")
-I4, B4 = jax.ShapeDtypeStruct((4,), "int32"), jax.ShapeDtypeStruct((4,), "bool")
-ONE = jax.ShapeDtypeStruct((), "float32")
-GIVEN = [(F4,), (M,), (F4, F4), (I4,), (M, M), (KEY,), (KEY, F4), (F4, F4, F4)]
-GIVEN += [(I4, I4), (C,), (B4,), (F4, ONE), (M, F4), (F4, I4), (KEY, I4)]
-MODULES = [jnp, jnp.linalg, jnp.fft, lax, lax.linalg, jax.nn, jax.random]
-MODULES += [jax.scipy.special, jax.scipy.linalg, jax.scipy.stats.norm]
-
-
-def equations(modules):
-    """All that the public functions of these modules are made of."""
-    for module in modules:
-        for name, function in inspect.getmembers(module, callable):
-            if name.startswith("_") or inspect.isclass(function):
-                continue
-            for types in GIVEN:
-                try:
-                    made = jax.make_jaxpr(lambda *x, f=function: f(*x))(*types)
-                except Exception:  # it takes something else
-                    continue
-                yield from all_eqns(made.jaxpr)
-                break
-
-
-def lowered_once(modules):
-    """How each primitive in these modules is lowered, once."""
-    (device,) = jax.devices()[:1]
-    mesh = jax.sharding.Mesh([device], (AXIS,))
-    found = {}
-    for eqn in equations(modules):
-        name = eqn.primitive.name
-        if name in _pure.PURE and name not in found:
-            found[name] = _lowered.lowered(eqn, mesh)
-    return found
-
-
-def test_what_is_listed_as_pure_is_lowered_to_what_is():
-    found = lowered_once([jnp.linalg])
-    assert len(found) >= 25
-    assert [name for name, what in found.items() if not what.is_pure] == []
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-def test_the_functions_of_jax_consist_of_what_is_known():
-    names = {eqn.primitive.name for eqn in equations(MODULES)}
-    known = set(_rules._RULES) | _pure.PURE
-    assert names - known == set()
-    assert len(names) > 100
-    found = lowered_once(MODULES)
-    del found["create_token"]  # nothing but a program takes or returns a token
-    assert [name for name, what in found.items() if not what.is_pure] == []
+    assert not set(_rules._RULES) & _primitives.PURE
 
 
 # Primitives of a user's.
@@ -153,13 +89,13 @@ def moved(x):
     return lax.ppermute(x, AXIS, [(0, 1)])
 
 
-@pytest.mark.parametrize("lowered", [own_place, scattered, from_host, noise, moved])
+@looped("lowered", [own_place, scattered, from_host, noise, moved])
 def test_a_primitive_that_looks_around_is_not_mirrored(four, lowered):
     bind = primitive(lowered).bind
     assert not is_mirrored(four.run(lambda s: bind(s), (jnp.ones(4),)))
 
 
-@pytest.mark.parametrize("name", ["sin", "psum", "sort"])
+@looped("name", ["sin", "psum"])
 def test_the_name_of_jaxs_own_does_not_make_a_primitive_jaxs(four, name):
     bind = primitive(own_place, name).bind
     assert not is_mirrored(four.run(lambda s: bind(s), (jnp.ones(4),)))
@@ -177,30 +113,11 @@ def keyed(x):
     return x + jax.random.normal(jax.random.key(3), (4,))
 
 
-@pytest.mark.parametrize("lowered", [arithmetic, looping, keyed])
+@looped("lowered", [arithmetic, looping, keyed])
 def test_a_primitive_that_only_computes_is_as_its_operands_are(four, lowered):
     bind = primitive(lowered).bind
     assert is_mirrored(four.run(lambda s: bind(s), (jnp.ones(4),)))
     assert not is_mirrored(four.run(lambda x: bind(x), (local(four),)))
-
-
-def test_what_cannot_be_lowered_is_not_mirrored():
-    opaque = Primitive("opaque")
-    opaque.def_abstract_eval(lambda x: x)
-    mesh = js.MirroredStrategy(jax.devices()[:4]).mesh
-    jaxpr = jax.make_jaxpr(opaque.bind)(F4).jaxpr
-    for known in (mesh, None):
-        (state,) = analyse(jaxpr, [False], AXIS, 4, mesh=known).outputs
-        assert state.varies
-
-
-def test_a_module_with_a_line_that_is_not_understood_is_not_pure():
-    text = jax.jit(jnp.sin).lower(F4).as_text()
-    assert _lowered.scanned(text).is_pure
-    for line in ("  %9 = other.dialect %0 : tensor<4xf32>", "  a new syntax", "  }{ x"):
-        assert not _lowered.scanned(f"{text}\n{line}\n").is_pure
-    call = "  %9 = stablehlo.custom_call @users_kernel(%0) : () -> tensor<4xf32>"
-    assert not _lowered.scanned(f"{text}\n{call}\n").is_pure
 
 
 # Declarations.
@@ -255,7 +172,7 @@ def test_a_declaration_does_not_hide_a_deadlock(four):
         four.run(lambda x: total(x), (local(four),))
 
 
-@pytest.mark.parametrize(
+@looped(
     ("given", "error", "message"),
     [
         (primitives.sin_p, ValueError, "`sin` is one of JAX's own primitives"),
@@ -270,7 +187,7 @@ def test_what_cannot_be_declared(given, error, message):
 # Exported functions.
 
 
-@pytest.mark.parametrize(("function", "expected"), [(jnp.sin, True), (noise, False)])
+@looped(("function", "expected"), [(jnp.sin, True), (noise, False)])
 def test_an_exported_function_is_looked_into(four, function, expected):
     call = export.export(jax.jit(function))(F4).call
     assert is_mirrored(four.run(lambda s: call(s), (jnp.ones(4),))) == expected
@@ -299,7 +216,7 @@ def in_run_state(x):
     return pl.run_state(body)(x)
 
 
-@pytest.mark.parametrize("step", [in_linear_call, in_run_state])
+@looped("step", [in_linear_call, in_run_state])
 def test_a_collective_in_a_hidden_branch_is_refused(four, step):
     with pytest.raises(js.DivergentCollectiveError, match="inside a `cond` whose pred"):
         four.run(lambda x: step(x), (local(four),))
@@ -325,7 +242,7 @@ def test_a_collective_of_a_lowering_in_a_branch_is_refused(four):
         four.run(lambda x: lax.cond(x[0] > 1, total, lambda x: x, x), (local(four),))
 
 
-@pytest.mark.parametrize("is_lowered", [True, False])
+@looped("is_lowered", [True, False])
 def test_a_jaxpr_in_a_parameter_is_looked_into(four, is_lowered):
     """Even that of a primitive of which it is not known what it becomes."""
     holding = Primitive("holding")
@@ -365,14 +282,13 @@ def test_results_that_a_kernel_may_not_have_written_are_not_mirrored(four):
     assert not is_mirrored(four.run(lambda s: kernel(s), (jnp.ones(4),)))
 
 
-def test_empty_memory_is_not_mirrored():
+def test_empty_memory_is_not_mirrored(four):
     def empty():
         float32 = jnp.dtype("float32")
         space = jax.typeof(jnp.ones(())).memory_space
         return primitives.empty2_p.bind(dtype=float32, memory_space=space)
 
-    (state,) = analyse(jax.make_jaxpr(empty)().jaxpr, [], AXIS, 4).outputs
-    assert state.varies
+    assert len(four.explain(empty, compiled=False).per_replica) == 1
 
 
 # The same primitive with other operands.
@@ -396,32 +312,3 @@ def test_equal_primitives_of_other_operands(four):
 
 
 # Sums in groups.
-
-OF_THREE = [[0, 1, 2], [3, 4, 5]]
-ACROSS = [[0, 3], [1, 4], [2, 5]]
-
-
-def grouped(dtype, first, second):
-    """Whether a sum in groups and one across them is proved the same, by device."""
-    mesh = js.MirroredStrategy(jax.devices()[:6]).mesh
-
-    def step(x):
-        part = lax.psum(x, AXIS, axis_index_groups=first)
-        return lax.psum(part, AXIS, axis_index_groups=second)
-
-    split = PartitionSpec(AXIS)
-    on_all = jax.shard_map(
-        step, mesh=mesh, in_specs=split, out_specs=PartitionSpec(), check_vma=False
-    )
-    (eqn,) = jax.make_jaxpr(on_all)(jax.ShapeDtypeStruct((6,), dtype)).jaxpr.eqns
-    found = [
-        analyse(eqn.params["jaxpr"], [True], AXIS, 6, mesh=known).outputs[0].varies
-        for known in (mesh, None)
-    ]
-    return ["varies" if each else "same" for each in found]
-
-
-def test_groups_of_three_may_add_in_another_order_unless_on_cpus():
-    assert grouped("float32", OF_THREE, ACROSS) == ["same", "same"]
-    assert grouped("float32", ACROSS, OF_THREE) == ["same", "varies"]
-    assert grouped("int32", ACROSS, OF_THREE) == ["same", "same"]

@@ -13,25 +13,16 @@ import optax.contrib
 import pytest
 from flax import linen as nn
 from flax import nnx
+from helpers.cases import looped
 from helpers.replicas import replica
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from jax import lax
 from jax.experimental import io_callback
 from jax.experimental.buffer_callback import buffer_callback
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import PartitionSpec
 
 import jaxstrategy as js
-from jaxstrategy.tracing.replication import _rules
-from jaxstrategy.tracing.replication._analysis import Analysis
-from jaxstrategy.tracing.replication._levels import (
-    SAME,
-    Level,
-)
-from jaxstrategy.tracing.replication._levels import (
-    Replication as State,
-)
-from jaxstrategy.tracing.replication._rules import analyse
 
 AXIS = "replica"
 
@@ -225,13 +216,17 @@ def read_and_free(ref):
     return value
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_each_kind_of_operation(four, name):
-    step, expected = CASES[name]
+def test_each_kind_of_operation(four):
     x = four.per_replica([np.arange(3.0) + i for i in range(4)])
     s = jnp.array([1.0, 2.0, 3.0])
-    expected = [expected] if isinstance(expected, bool) else expected
-    assert varying(four.run(lambda x, s: step(x, s), (x, s))) == expected
+
+    def step(x, s):
+        return {name: case(x, s) for name, (case, _) in CASES.items()}
+
+    found = four.run(step, (x, s))
+    for name, (_, expected) in CASES.items():
+        expected = [expected] if isinstance(expected, bool) else expected
+        assert varying(found[name]) == expected, name
 
 
 def test_custom_derivative_rules_are_entered(four):
@@ -357,7 +352,7 @@ def test_a_value_that_goes_through_several_references_in_a_loop(four):
 
 
 def test_a_nested_shard_map_over_another_axis():
-    mesh = jax.make_mesh((4, 2), (AXIS, "core"), axis_types=(AxisType.Auto,) * 2)
+    strategy = js.MirroredStrategy(logical_axes={"core": 2})
     P = PartitionSpec
 
     def step(x, s):
@@ -372,12 +367,9 @@ def test_a_nested_shard_map_over_another_axis():
         total = inner(lambda v: jnp.tile(lax.psum(v, "core"), 2))
         return own_core(x), own_core(s), total(x), total(s)
 
-    outer = jax.shard_map(
-        step, mesh=mesh, in_specs=P(), out_specs=P(), axis_names={AXIS}, check_vma=False
-    )
-    (eqn,) = jax.make_jaxpr(outer)(jnp.ones(4), jnp.ones(4)).jaxpr.eqns
-    found = analyse(eqn.params["jaxpr"], [True, False], AXIS, 4).outputs
-    assert [state.varies for state in found] == [True, False, True, False]
+    x = strategy.per_replica(list(np.arange(16, dtype=np.float32).reshape(4, 4)))
+    found = strategy.run(step, (x, jnp.ones(4)))
+    assert [isinstance(each, js.PerReplica) for each in found] == [True, False] * 2
 
 
 def test_vmap_over_another_axis_inside(four):
@@ -391,79 +383,12 @@ def test_vmap_over_another_axis_inside(four):
     assert varying(four.run(step, (x,))) == [True, False, False]
 
 
-class Net(nn.Module):
-    @nn.compact
-    def __call__(self, x, train):
-        x = nn.relu(nn.Conv(4, (3, 3))(x))
-        x = nn.BatchNorm(use_running_average=not train, axis_name=AXIS)(x)
-        x = nn.Dropout(0.1, deterministic=not train)(x)
-        x = x.reshape(x.shape[0], -1, 4)
-        x = nn.MultiHeadDotProductAttention(num_heads=2)(x, x)
-        x = nn.RNN(nn.LSTMCell(4))(x)
-        return nn.Dense(3)(x.mean(axis=1))
-
-
-@pytest.mark.parametrize(
-    "optimizer",
-    [
-        optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2)),
-        optax.MultiSteps(optax.adafactor(1e-2), 2).gradient_transformation(),
-    ],
-    ids=["clipped adam", "adafactor in steps"],
-)
-@pytest.mark.slow
-def test_the_state_of_a_real_model_is_mirrored(two, optimizer):
-    net = Net()
-    images = np.random.default_rng(0).normal(size=(4, 4, 4, 1)).astype(np.float32)
-
-    def build(key):
-        variables = net.init(key, jnp.zeros((1, 4, 4, 1)), train=False)
-        return variables, optimizer.init(variables["params"])
-
-    def loss(params, stats, batch, key):
-        logits, updated = net.apply(
-            {"params": params, "batch_stats": stats},
-            batch, train=True, rngs={"dropout": key}, mutable=["batch_stats"],
-        )  # fmt: skip
-        labels = jnp.zeros(len(batch), jnp.int32)
-        per_example = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
-        return per_example.mean(), updated["batch_stats"]
-
-    @two.run
-    def step(variables, optimizer_state, batch, key):
-        (value, stats), grads = jax.value_and_grad(loss, has_aux=True)(
-            variables["params"], variables["batch_stats"], batch, replica().fold_in(key)
-        )
-        grads = replica().all_reduce("mean", grads)
-        updates, optimizer_state = optimizer.update(
-            grads, optimizer_state, variables["params"]
-        )
-        params = optax.apply_updates(variables["params"], updates)
-        return {"params": params, "batch_stats": stats}, optimizer_state, value
-
-    variables, state = two.init(build, jax.random.key(0))
-    (batch,) = two.experimental_distribute_dataset([images])
-    for _ in range(2):
-        variables, state, value = step(variables, state, batch, jax.random.key(1))
-    assert not any(varying((variables, state)))
-    assert isinstance(value, js.PerReplica)
-
-
 # Precision: models and optimizers of Flax and Optax.
 
 
-def analysed(step, varies, *args):
-    """Whether each result of a replica's step varies; nothing is run."""
-    mesh = js.MirroredStrategy(jax.devices()[:4]).mesh
-    P = PartitionSpec
-    specs = tuple(P(AXIS) if differs else P() for differs in varies)
-    stepped = jax.shard_map(
-        step, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False
-    )
-    (eqn,) = jax.make_jaxpr(stepped)(*args).jaxpr.eqns
-    differ = [spec != P() for spec in eqn.params["in_specs"]]
-    outputs = analyse(eqn.params["jaxpr"], differ, AXIS, 4).outputs
-    return [state is not None and state.varies for state in outputs]
+def differing(strategy, step, *args):
+    """The results of a step that are not proved equal; nothing is run."""
+    return [e.path for e in strategy.explain(step, args, compiled=False).per_replica]
 
 
 class Layer(nn.Module):
@@ -501,13 +426,12 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize(
+@looped(
     ("net", "name"),
     [(Deep(kind), "adam") for kind in ("scan", "jit", "remat")]
     + [(nn.Dense(3), name) for name in OPTIMIZERS],
-    ids=lambda value: getattr(value, "kind", None) or str(value)[:15],
 )
-def test_no_part_of_the_state_varies_without_need(net, name):
+def test_no_part_of_the_state_varies_without_need(four, net, name):
     optimizer = OPTIMIZERS[name]
 
     def step(params, state, batch):
@@ -521,10 +445,11 @@ def test_no_part_of_the_state_varies_without_need(net, name):
     batch = jax.ShapeDtypeStruct((4, 2, 4), jnp.float32)
     params = jax.eval_shape(net.init, jax.random.key(0), batch)
     state = jax.eval_shape(optimizer.init, params)
-    assert not any(analysed(step, (False, False, True), params, state, batch))
+    batches = js.PerReplica(jax.ShapeDtypeStruct((4, 4, 2, 4), jnp.float32))
+    assert differing(four, step, params, state, batches) == []
 
 
-def test_a_line_search_on_the_reduced_loss_is_mirrored():
+def test_a_line_search_on_the_reduced_loss_is_mirrored(four):
     optimizer = optax.lbfgs()
 
     def step(params, state, batch):
@@ -543,12 +468,11 @@ def test_a_line_search_on_the_reduced_loss_is_mirrored():
 
     params = jnp.ones(4)
     state = jax.eval_shape(optimizer.init, params)
-    batch = jax.ShapeDtypeStruct((4, 4), jnp.float32)
-    differ = analysed(step, (False, False, True), params, state, batch)
-    assert not any(differ)
+    batch = js.PerReplica(jax.ShapeDtypeStruct((4, 4, 4), jnp.float32))
+    assert differing(four, step, params, state, batch) == []
 
 
-def test_a_model_of_nnx_is_mirrored():
+def test_a_model_of_nnx_is_mirrored(four):
     class Model(nnx.Module):
         def __init__(self, rngs):
             self.embed = nnx.Embed(8, 4, rngs=rngs)
@@ -572,60 +496,11 @@ def test_a_model_of_nnx_is_mirrored():
         nnx.update(model, params)
         return nnx.state(model), loss
 
-    batch = jax.ShapeDtypeStruct((8, 2, 4), jnp.float32)
-    assert not any(analysed(step, (False, True), state, batch))
+    batch = js.PerReplica(jax.ShapeDtypeStruct((4, 8, 2, 4), jnp.float32))
+    assert differing(four, step, state, batch) == []
 
 
-# Time: how many equations are gone through, not how long it takes.
-
-
-class Counted(_rules.Rules):
-    """The rules, and how often one was looked up."""
-
-    count = 0
-
-    def __getitem__(self, primitive):
-        self.count += 1
-        return super().__getitem__(primitive)
-
-
-def visits(step):
-    """How many equations the analysis of `step` goes through."""
-    mesh = js.MirroredStrategy(jax.devices()[:4]).mesh
-    P = PartitionSpec
-    stepped = jax.shard_map(
-        step, mesh=mesh, in_specs=(P(AXIS), P()), out_specs=P(), check_vma=False
-    )
-    (eqn,) = jax.make_jaxpr(stepped)(jnp.ones(4), jnp.ones(1)).jaxpr.eqns
-
-    rules = Counted()
-    inputs = [State(Level.VARYING, 0), SAME]
-    Analysis(AXIS, 4, rules).of(eqn.params["jaxpr"], inputs)
-    return rules.count
-
-
-def chain(n):
-    def step(x, s):
-        for _ in range(n):
-            x = lax.psum(jnp.sin(x), AXIS) / 4
-        return x
-
-    return step
-
-
-def calls(n):
-    @jax.jit
-    def block(v):
-        for _ in range(10):
-            v = jnp.sin(v)
-        return v
-
-    def step(x, s):
-        for _ in range(n):
-            x, s = block(x), block(s)
-        return x, s
-
-    return step
+# Time: what is called twice as often at each level would be gone through for ever.
 
 
 def nested_scans(n):
@@ -657,20 +532,11 @@ def doubled_calls(n):
     return step
 
 
-def shares(n):
-    def step(x, s):
-        s, count = lax.pmean(x, AXIS), lax.psum(1.0, AXIS)
-        for _ in range(n):
-            s = s / (jnp.sqrt(s) + count)
-        return s
-
-    return step
-
-
-@pytest.mark.parametrize("grown", [chain, calls, nested_scans, doubled_calls, shares])
-def test_the_work_grows_with_the_program(grown):
-    eight, sixteen, thirty_two = (visits(grown(n)) for n in (8, 16, 32))
-    assert thirty_two - sixteen == 2 * (sixteen - eight)
+def test_the_work_grows_with_the_program_and_not_with_what_it_does(four):
+    x = js.PerReplica(jax.ShapeDtypeStruct((4, 4), jnp.float32))
+    s = jax.ShapeDtypeStruct((4,), jnp.float32)
+    for deep in (nested_scans(20), doubled_calls(25)):
+        assert differing(four, deep, x, s)
 
 
 # Soundness: random programs. What is called mirrored must be equal on all replicas.
@@ -882,44 +748,6 @@ def test_what_is_called_mirrored_is_equal_on_all_replicas(four, examples):
     is_equal()
     assert outcomes.count("refused") < len(outcomes) / 3
     assert outcomes.count("mirrored") > len(outcomes) / 3
-
-
-# The table of rules.
-
-
-class Recorded(dict):
-    """The rules, and the names of the operations that were looked up."""
-
-    def __init__(self, rules):
-        super().__init__(rules)
-        self.asked = set()
-
-    def get(self, name, default=None):
-        self.asked.add(name)
-        return super().get(name, default)
-
-
-# What JAX makes on other machines, in other versions, or for a nested shard_map.
-ELSEWHERE = {
-    "accum_grad_in_ref", "all_gather_invariant", "call", "call_hi_primitive",
-    "closed_call", "compute_on", "core_map", "custom_partitioning",
-    "custom_vmap_call", "empty2", "eq_to", "eval_jaxpr", "ffi_call", "le_to",
-    "linear_call", "lt_to", "mpmd_map", "pallas_call", "pbroadcast", "precv", "psend",
-    "psum_invariant", "pvary", "ragged_all_to_all", "remat_opt", "run_state",
-    "shard_map", "tpu_custom_call", "xla_metadata_call",
-}  # fmt: skip
-
-
-@pytest.mark.filterwarnings("ignore::jaxstrategy.DoubleReductionWarning")
-@pytest.mark.filterwarnings("ignore::jaxstrategy.RecompilationWarning")
-def test_the_cases_reach_every_rule(four, monkeypatch):
-    rules = Recorded(_rules._RULES)
-    monkeypatch.setattr(_rules, "_RULES", rules)
-    x = four.per_replica([np.arange(3.0) + i for i in range(4)])
-    for step, _ in CASES.values():
-        one = functools.partial(four.run, lambda x, s, step=step: step(x, s))
-        jax.eval_shape(lambda s, one=one: one((x, s)), jnp.array([1.0, 2.0, 3.0]))
-    assert set(rules) - ELSEWHERE <= rules.asked
 
 
 def test_a_reference_that_branches_only_read_stays_the_same(four):

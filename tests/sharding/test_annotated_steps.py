@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from flax.training.train_state import TrainState
+from helpers.cases import looped
 from jax import lax
 
 import jaxstrategy as js
@@ -64,11 +65,9 @@ def expected():
 
 LAYOUTS = {
     "one device each": {},
-    "one device": {"devices": ["CPU:0"]},
     "two devices each": {"logical_axes": {"core": 2}},
     "an axis of one device": {"logical_axes": {"core": 1}},
     "replicas that share devices": {"devices": ["CPU:0"], "replicas_per_device": 4},
-    "divided state": {"sharding": js.StateSharding("state", min_bytes=0)},
     "divided state, two devices each": {
         "sharding": js.StateSharding("state", min_bytes=0),
         "logical_axes": {"core": 2},
@@ -76,7 +75,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@looped("layout", LAYOUTS)
 def test_one_model_trains_alike_wherever_replicas_are(layout, expected):
     strategy = js.MirroredStrategy(**LAYOUTS[layout])
     count = strategy.num_replicas_in_sync
@@ -137,19 +136,3 @@ def test_without_its_axis_the_message_says_how_to_have_it(two):
     text = r"(?s)`constrained` wants.*lax.with_sharding_constraint.*one device each"
     with pytest.raises(ValueError, match=text + r".*`logical_axes`, of size 1 too"):
         two.init(constrained, jnp.ones((2, 4)))
-
-
-def test_variables_that_such_a_step_makes_are_made_once(two):
-    made = []
-
-    @two.run
-    def count(params):
-        if not made:
-            made.append(js.Variable(0.0, aggregation="only_first_replica"))
-        made[0].assign_add(1.0)
-        return Layers().apply(params, X[:1])
-
-    params = two.init(Layers().init, jax.random.key(0), X[:1])
-    for _ in range(2):
-        count(params)
-    assert len(made) == 1 and float(made[0].read_value()) == 2

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.cases import looped
 from helpers.profiled import each_call
 
 import jaxstrategy as js
@@ -96,17 +97,7 @@ def captured(strategy):
 KINDS = [plain, donated, with_variable, captured]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_step_that_was_called_before(two, kind):
-    call, x = kind(two), trained(two, 4)
-    for _ in range(3):
-        call(x)
-    with python_of_jax() as found:
-        call(x)
-    assert found == []
-
-
-@pytest.mark.parametrize("kind", KINDS)
+@looped("kind", KINDS)
 def test_a_step_for_batches_of_two_sizes(two, kind, compilations):
     call, large, small = kind(two), trained(two, 4), trained(two, 2)
     for x in (large, small, large, small, small, small, large, large):

@@ -3,17 +3,16 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
+from helpers.cases import looped
 
 import jaxstrategy as js
 
 
-@pytest.mark.parametrize(
+@looped(
     "devices, layout",
     [(8, {"logical_axes": {"core": 2}}), (1, {"replicas_per_device": 4})],
-    ids=str,
 )
-@pytest.mark.parametrize("home", ["CPU:0", "CPU:7"])
+@looped("home", ["CPU:0", "CPU:7"])
 def test_variables_stay_on_their_device_and_steps_change_them(devices, layout, home):
     strategy = js.experimental.CentralStorageStrategy(
         jax.devices()[:devices], home, **layout

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 import jaxstrategy as js
-from jaxstrategy.replicas._replicas import Replicas
 
 
 @pytest.fixture
@@ -50,7 +49,9 @@ def test_a_strategy_is_printed_with_what_replicas_and_devices_are_to_each_other(
     assert repr(central) == (
         "CentralStorageStrategy(16 replicas, 2 on each device, on cpu:0..7)"
     )
-    assert repr(js.MultiWorkerMirroredStrategy(logical_axes={"a": 4, "b": 2})) == (
+    alone = js.cluster_resolver.SimpleClusterResolver({})
+    axes = {"a": 4, "b": 2}
+    assert repr(js.MultiWorkerMirroredStrategy(alone, logical_axes=axes)) == (
         "MultiWorkerMirroredStrategy(1 replica of {'a': 4, 'b': 2} on cpu:0..7)"
     )
 
@@ -84,38 +85,3 @@ def test_a_deep_copy_has_the_same_replicas(cores, shared):
         x = np.arange(count, dtype=np.float32)
         total = twin.reduce("sum", strategy.per_replica(x))
         assert total == x.sum()
-
-
-def test_replicas_are_equal_if_their_devices_and_axes_are():
-    devices = jax.devices()
-    made = [
-        Replicas.on(devices),
-        Replicas.on(devices[:4]),
-        Replicas.on(devices[:4], per_device=2),
-        Replicas.on(devices, logical_axes={"core": 1}),
-        Replicas.on(devices, logical_axes={"core": 2}),
-        Replicas.on(devices, logical_axes={"row": 2}),
-        Replicas.on(devices[::-1], logical_axes={"core": 2}),
-        Replicas.on(devices, logical_axes={"a": 2, "b": 2}),
-        Replicas.on(devices, logical_axes={"b": 2, "a": 2}),
-    ]
-    again = [
-        Replicas.on(devices, logical_axes={"core": np.int64(2)}),
-        Replicas.on(list(devices[:4]), per_device=np.int64(2)),
-        Replicas.on(devices, js.StateSharding(), {}),
-    ]
-    assert len(set(made)) == len(made)
-    assert [made.index(each) for each in again] == [4, 2, 0]
-    assert set(again) <= set(made)
-
-
-def test_each_device_belongs_to_a_replica(cores, shared):
-    devices = jax.devices()
-    of_cores = [cores._replicas.replica_on(device) for device in devices]
-    assert of_cores == [0, 0, 1, 1, 2, 2, 3, 3]
-    of_shared = [shared._replicas.replica_on(device) for device in devices]
-    assert of_shared == [0, 3, *[None] * 6]
-    assert [d.id for d in cores.devices] == [0, 2, 4, 6]
-    assert [d.id for d in shared.devices] == [0, 0, 0, 1, 1, 1]
-    inside = shared.run(lambda x: x + len(js.get_replica_context().devices), (0,))
-    assert inside == 6

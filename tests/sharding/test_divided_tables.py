@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import linen, nnx
+from flax import linen
+from helpers.cases import looped
 
 import jaxstrategy as js
 
@@ -49,10 +50,6 @@ def sent_bytes(program):
     return found
 
 
-def looked_up(table, ids):
-    return js.sharded.lookup(table, ids)
-
-
 def trained(table, ids):
     def loss(table):
         return (js.sharded.lookup(table, ids) ** 2).sum()
@@ -65,14 +62,6 @@ def updated(state, ids):
     return state.update(ids, 2 * state.lookup(ids))
 
 
-def by_example(table, ids):
-    def loss(table, ids):
-        return jax.vmap(lambda id_: (js.sharded.lookup(table, id_) ** 2).sum())(ids)
-
-    gradient = jax.grad(lambda table: loss(table, ids).mean())(table)
-    return table - js.get_replica_context().all_reduce("mean", gradient)
-
-
 TABLE = jax.ShapeDtypeStruct((ROWS, FEATURES), "float32")
 ADAGRAD = js.sharded.Embedding(ROWS, FEATURES, js.sharded.Adagrad(0.1))
 STATE = jax.eval_shape(ADAGRAD.init, jax.random.key(0))
@@ -80,29 +69,16 @@ STATE = jax.eval_shape(ADAGRAD.init, jax.random.key(0))
 EACH_ID, EACH_ROW = REPLICAS * IDS * 4, REPLICAS * IDS * FEATURES * 4
 
 
-@pytest.mark.parametrize(
+@looped(
     "step, state, sent",
     [
-        pytest.param(
-            looked_up,
-            TABLE,
-            {"all-to-all": EACH_ID + EACH_ROW},
-            marks=pytest.mark.slow,
-        ),
         (trained, TABLE, {"all-to-all": 2 * (EACH_ID + EACH_ROW)}),
-        pytest.param(
-            by_example,
-            TABLE,
-            {"all-to-all": 2 * (EACH_ID + EACH_ROW)},
-            marks=pytest.mark.slow,
-        ),
         (
             updated,
             STATE,
             {"all-to-all": EACH_ID + EACH_ROW, "all-gather": EACH_ID + EACH_ROW},
         ),
     ],
-    ids=["looked up", "trained", "by example", "updated"],
 )
 def test_what_is_sent_is_in_proportion_to_the_ids(eight, step, state, sent):
     program = compiled(eight, step, state)
@@ -113,9 +89,7 @@ def test_what_is_sent_is_in_proportion_to_the_ids(eight, step, state, sent):
     assert memory.temp_size_in_bytes < 2_000_000  # of 134 MB of the table
 
 
-@pytest.mark.parametrize(
-    "step, state, times", [(trained, TABLE, 2), (updated, STATE, 1)]
-)
+@looped("step, state, times", [(trained, TABLE, 2), (updated, STATE, 1)])
 def test_explain_tells_of_rows_and_of_no_table(eight, step, state, times):
     ids = js.PerReplica(jax.ShapeDtypeStruct((REPLICAS, IDS), "int32"))
     found = eight.explain(step, (state, ids), compiled=False)
@@ -127,74 +101,8 @@ def test_explain_tells_of_rows_and_of_no_table(eight, step, state, times):
 # Other models than ours.
 
 
-class Words(linen.Module):
-    """A module of Flax whose table is a parameter like others."""
-
-    @linen.compact
-    def __call__(self, ids):
-        table = self.param("table", linen.initializers.normal(), (64, 4))
-        return linen.Dense(1)(js.sharded.lookup(table, ids, "mean"))
-
-
-class NnxWords(nnx.Module):
-    def __init__(self, rngs):
-        self.table = nnx.Param(jax.random.normal(rngs.params(), (64, 4)))
-        self.head = nnx.Linear(4, 1, rngs=rngs)
-
-    def __call__(self, ids):
-        return self.head(js.sharded.lookup(self.table[...], ids, "mean"))
-
-
 SOME_IDS = np.random.default_rng(0).integers(-1, 64, (REPLICAS, 4, 3))
 EVERYTHING = js.StateSharding("state", min_bytes=0)
-
-
-def test_a_table_of_a_flax_module():
-    strategy = js.MirroredStrategy(jax.devices(), sharding=EVERYTHING)
-    model = Words()
-
-    def loss(params, ids):
-        return (model.apply(params, ids) ** 2).mean()
-
-    @strategy.run
-    def step(params, ids):
-        gradient = jax.grad(loss)(params, ids)
-        gradient = js.get_replica_context().all_reduce("mean", gradient)
-        return jax.tree.map(lambda w, g: w - 0.1 * g, params, gradient)
-
-    first = jax.jit(model.init)(jax.random.key(0), SOME_IDS[0])
-    new = step(strategy.mirror(first), strategy.per_replica(SOME_IDS))
-    gradient = jax.jit(jax.grad(loss))(first, SOME_IDS.reshape(-1, 3))
-    wanted = jax.tree.map(lambda w, g: w - 0.1 * g, first, gradient)
-    assert isinstance(new["params"]["table"], js.Sharded)
-    for one, other in zip(*map(jax.tree.leaves, (new, wanted)), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
-
-
-def test_a_table_of_an_nnx_module():
-    strategy = js.MirroredStrategy(jax.devices(), sharding=EVERYTHING)
-    with strategy.scope():
-        model = NnxWords(nnx.Rngs(0))
-    plain = NnxWords(nnx.Rngs(0))
-
-    def loss(model, ids):
-        return (model(ids) ** 2).mean()
-
-    @strategy.run
-    def step(model, ids):
-        gradient = nnx.grad(loss)(model, ids)
-        gradient = js.get_replica_context().all_reduce("mean", gradient)
-        nnx.update(
-            model, jax.tree.map(lambda w, g: w - 0.1 * g, nnx.state(model), gradient)
-        )
-
-    step(model, strategy.per_replica(SOME_IDS))
-    gradient = nnx.jit(nnx.grad(loss))(plain, SOME_IDS.reshape(-1, 3))
-    wanted = jax.tree.map(lambda w, g: w - 0.1 * g, nnx.state(plain), gradient)
-    for one, other in zip(
-        *map(jax.tree.leaves, (nnx.state(model), wanted)), strict=True
-    ):
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
 class Embed(linen.Module):
@@ -225,25 +133,6 @@ def test_the_gradient_of_few_rows_of_flax_is_not_made_whole():
     run = jax.jit(lambda params, ids: step(params, ids))
     program = run.lower(strategy.mirror(first), per_replica).compile()
     assert "reduce-scatter" not in sent_bytes(program)
-
-
-def test_two_lookups_of_one_table():
-    strategy = js.MirroredStrategy(jax.devices(), sharding=EVERYTHING)
-    table = np.random.default_rng(1).normal(size=(64, 4)).astype(np.float32)
-
-    def loss(table, ids):
-        users, items = ids[:, 0], ids[:, 1:]
-        one, other = (js.sharded.lookup(table, i) for i in (users, items))
-        return (one[:, None] * other).sum(-1).mean()
-
-    @strategy.run
-    def step(table, ids):
-        gradient = jax.grad(loss)(table, ids)
-        return table - js.get_replica_context().all_reduce("mean", gradient)
-
-    new = step(strategy.mirror(table), strategy.per_replica(SOME_IDS))
-    wanted = table - jax.jit(jax.grad(loss))(table, SOME_IDS.reshape(-1, 3))
-    np.testing.assert_allclose(new, wanted, rtol=1e-5, atol=1e-6)
 
 
 def test_a_table_that_is_looked_up_with_16_bits(eight):

@@ -1,15 +1,14 @@
 """Results that should be equal on all replicas and may differ are errors."""
 
 import dataclasses
-import functools
 import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.cases import looped
 from helpers.lines import AXIS, SEVERAL, fails_with, forgets, ids, place
-from helpers.replicas import replica
 from jax import lax
 
 import jaxstrategy as js
@@ -21,18 +20,14 @@ def about_params(path, leaf):
 
 
 @SEVERAL
-@pytest.mark.parametrize(
+@looped(
     "expected",
     [
         True,
-        (True, True),
-        (True, False),
         (True, None),
-        ({"params": True, "loss": False}, False),
-        ({"params": {"w": True}, "loss": None}, None),
+        ({"params": {"w": True}, "loss": None}, False),
         about_params,
     ],
-    ids=lambda entry: entry.__name__ if callable(entry) else str(entry),
 )
 def test_a_result_that_may_differ_is_named_with_the_line(strategy, expected):
     error = fails_with(strategy, expected)
@@ -48,18 +43,14 @@ def test_a_result_that_may_differ_is_named_with_the_line(strategy, expected):
     )
 
 
-@pytest.mark.parametrize(
+@looped(
     "expected",
     [
-        None,
         False,
-        (False, False),
         (None, False),
-        ({"params": False, "loss": True}, None),
         ({"params": {"w": None}, "loss": True}, False),
         lambda path, leaf: "loss" in jax.tree_util.keystr(path),
     ],
-    ids=lambda entry: entry.__name__ if callable(entry) else str(entry),
 )
 def test_what_is_not_expected_may_differ(two, expected):
     options = js.RunOptions(expect_mirrored=expected)
@@ -77,36 +68,10 @@ def test_all_results_that_differ_are_told(two):
     )
 
 
-def test_an_argument_passed_through_is_named_without_a_line(two):
-    error = fails_with(two, True, lambda batch: batch, ({"x": ids(two)},))
-    assert "it varies since: argument `batch['x']`, a PerReplica\n" in str(error)
-    assert error.line is None and error.path == "<lambda>(...)['x']"
-
-
-def test_none_and_plain_values_are_no_arrays(two):
-    def step(x):
-        return {"a": None, "b": lax.psum(x, AXIS), "c": x, "d": "text", "e": 3}
-
-    everything = {"a": True, "b": True, "c": False, "d": True, "e": True}
-    for a in (True, False, None):  # None has no leaf, but may have an entry
-        options = js.RunOptions(expect_mirrored={**everything, "a": a})
-        out = two.run(step, (ids(two),), options=options)
-        assert out["d"] == "text" and out["e"] == 3 and out["a"] is None
-    error = fails_with(two, {**everything, "c": True}, step, (ids(two),))
-    assert error.path == "step(...)['c']"
-    error = fails_with(two, True, lambda x: [(None, x), "text"], (ids(two),))
-    assert error.path == "<lambda>(...)[0][1]"
-    for nothing in (None, "text", ()):
-        options = js.RunOptions(expect_mirrored=True)
-        assert two.run(lambda x, v=nothing: v, (ids(two),), options=options) == nothing
-
-
-@pytest.mark.parametrize(
+@looped(
     "expected, shown",
     [
-        ((True,), "(True,)"),
         ([True, False], "[True, False]"),
-        (({"loss": True}, False), "({'loss': True}, False)"),
         ((True, {"grad": True}), "(True, {'grad': True})"),
         ({}, "{}"),
     ],
@@ -123,15 +88,12 @@ def test_a_prefix_that_does_not_fit_is_an_error(two, expected, shown):
     assert not js.in_cross_replica_context()
 
 
-@pytest.mark.parametrize(
+@looped(
     "expected, entry",
     [
-        ("yes", "'yes'"),
-        (1.5, "1.5"),
         (1, "1"),
         ({"params": "mirrored"}, "'mirrored'"),
         ((True, [False, 0]), "0"),
-        (np.True_, "np.True_"),
         ((True, len), "<built-in function len>"),
     ],
 )
@@ -193,21 +155,6 @@ def test_a_model_that_can_be_called_is_a_pytree_all_the_same(two):
     assert error.path == "step(...).w"
 
 
-def test_the_decorator_takes_the_expectation(two):
-    @two.run(options=js.RunOptions(expect_mirrored=(True, False)))
-    def step(w, x, reduces=True):
-        grad = replica().all_reduce("mean", x) if reduces else x
-        return w - grad, x
-
-    new, own = step(1.0, ids(two))
-    assert new == -0.5 and isinstance(own, js.PerReplica)
-    with pytest.raises(
-        js.NotMirroredError, match=r"^`step\(\.\.\.\)\[0\]` was expected"
-    ):
-        step(1.0, ids(two), reduces=False)
-    assert step(2.0, ids(two))[0] == 0.5
-
-
 def test_equal_options_are_equal_and_share_a_program(two, compilations):
     def step(w, x):
         return {"w": w - lax.pmean(x, AXIS)}, x
@@ -231,16 +178,6 @@ def test_equal_options_are_equal_and_share_a_program(two, compilations):
     for w in (2.0, 3.0):
         two.run(step, (w, x), options=options())
     assert compilations() == 0
-
-
-def test_options_serve_many_steps(two):
-    options = js.RunOptions(expect_mirrored=True)
-    for scale in (1.0, 2.0):
-        step = functools.partial(
-            lambda x, scale: lax.psum(x, AXIS) * scale, scale=scale
-        )
-        assert two.run(step, (ids(two),), options=options) == 3 * scale
-    fails_with(two, True, lambda x: x, (ids(two),))
 
 
 def test_what_is_donated_is_kept_if_the_promise_is_broken(two):

@@ -45,14 +45,6 @@ def test_they_are_arguments_under_jit(strategy, arrays):
     np.testing.assert_array_equal(products(*arrays).stacked, ROWS)
 
 
-def test_a_step_captures_them_under_jit(strategy, arrays):
-    @jax.jit
-    def products(x, w):
-        return strategy.run(lambda x: (x * w).sum(), args=(js.PerReplica(x),))
-
-    np.testing.assert_array_equal(products(*arrays).stacked, ROWS)
-
-
 def test_gradients_lie_as_what_they_are_of(strategy, arrays):
     rows, weights = arrays
 
@@ -64,12 +56,6 @@ def test_gradients_lie_as_what_they_are_of(strategy, arrays):
     np.testing.assert_array_equal(by_weights, X.sum(0))
     np.testing.assert_array_equal(by_rows, np.tile(W, (8, 1)))
     assert by_rows.sharding.is_equivalent_to(rows.sharding, 2)
-
-
-def test_they_are_reduced_under_jit(strategy, arrays):
-    rows, _ = arrays
-    total = jax.jit(lambda x: strategy.reduce("sum", js.PerReplica(x)))(rows)
-    np.testing.assert_array_equal(total, X.sum(0))
 
 
 def test_divided_state_of_them_under_jit(arrays):

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.cases import looped
 
 import jaxstrategy as js
 
@@ -37,12 +38,6 @@ def test_in_a_tree_each_array_has_its_own_axis(four):
     assert out["y"].shape == (2, 12)
 
 
-def test_columns_of_filled_up_rows_are_told_of(four):
-    batch = last(four, np.arange(30.0).reshape(10, 3))
-    with pytest.warns(js.PaddedRowsWarning, match="`gather` was given a batch that is"):
-        assert four.gather(batch, 1).shape == (2, 12)
-
-
 def test_in_a_merge_call_it_is_told_that_they_stay(four):
     def step(x):
         def merge(strategy, x):
@@ -72,19 +67,6 @@ def test_so_it_is_in_a_step_that_knows_of_rows(four):
     step(last(four, x))  # once is enough
 
 
-def test_what_the_warning_advises_works(four):
-    @four.run
-    def step(x):
-        def merge(strategy, x, mask):
-            return strategy.gather(x), strategy.gather(mask)
-
-        return replica().merge_call(merge, (x * 1.0, js.batch_mask(x)))
-
-    x = np.arange(10.0)
-    rows, real = step(last(four, x))
-    np.testing.assert_array_equal(rows[np.asarray(real)], x[8:])
-
-
 def test_under_jit_it_is_told_that_they_stay(four):
     batch = last(four, np.arange(10.0))
     gather = jax.jit(four.gather)
@@ -95,7 +77,7 @@ def test_under_jit_it_is_told_that_they_stay(four):
         assert [rows.shape for rows in local(batch)] == [(2,)] * 4
 
 
-@pytest.mark.parametrize("remainder", ["drop", "error"])
+@looped("remainder", ["drop", "error"])
 def test_where_all_rows_are_real_it_is_not(four, remainder):
     batch = full(four, np.arange(8.0), remainder=remainder)
     assert batch.mask is None
@@ -106,39 +88,12 @@ def test_where_all_rows_are_real_it_is_not(four, remainder):
     assert four.reduce("mean", four.run(js.masked_mean, (batch,))) == 3.5
 
 
-def test_the_warning_of_a_step_is_not_lost_under_jit(four):
-    def careless(x):
-        return replica().all_reduce("mean", x.mean())
-
-    def careful(x):
-        return replica().all_reduce("mean", js.masked_mean(x))
-
-    batch = last(four, np.arange(10.0))
-    with pytest.warns(js.PaddedRowsWarning, match="`careless` is given batches of a d"):
-        jax.jit(lambda batch: four.run(careless, (batch,)))(batch)
-    jax.jit(lambda batch: four.run(careless, (batch,)))(batch)  # once is enough
-    assert jax.jit(lambda batch: four.run(careful, (batch,)))(batch) == 8.5
-
-
-@pytest.mark.parametrize(
-    "shape, axis", [((0,), 0), ((0, 2), 0), ((2, 0), 0), ((2, 0), 1)]
-)
-def test_arrays_without_elements_are_gathered(four, shape, axis):
-    x = js.PerReplica(np.zeros((4, *shape), np.float32))
-    wanted = np.concatenate([np.zeros(shape)] * 4, axis)
-    out = four.gather(x, axis)
-    assert out.shape == wanted.shape and isinstance(out, js.Mirrored)
-    inside = four.run(lambda x: replica().all_gather(x, axis), (x,))
-    assert inside.shape == wanted.shape and isinstance(inside, js.Mirrored)
-    assert sum(four.experimental_local_results(x)).shape == shape
-
-
 # Means over more than rows.
 
 LOSSES = np.arange(30.0).reshape(10, 3).astype(np.float32) ** 2
 
 
-@pytest.mark.parametrize("n", [1, 2, 4])
+@looped("n", [1, 2, 4])
 def test_means_over_time_count_examples_right(n):
     strategy = js.MirroredStrategy(jax.devices()[:n])
     x = last(strategy, LOSSES)
@@ -154,7 +109,7 @@ def test_means_over_time_count_examples_right(n):
     )
 
 
-@pytest.mark.parametrize("n", [1, 2, 4])
+@looped("n", [1, 2, 4])
 def test_a_mask_of_tokens_counts_those_of_real_rows(n):
     strategy = js.MirroredStrategy(jax.devices()[:n])
     lengths = np.arange(10) % 3 + 1
@@ -171,7 +126,7 @@ def test_a_mask_of_tokens_counts_those_of_real_rows(n):
     np.testing.assert_allclose(strategy.reduce("sum", total), real.sum(), rtol=1e-6)
 
 
-@pytest.mark.parametrize("axis", [1, -1, True, (0, 1)])
+@looped("axis", [1, -1, True, (0, 1)])
 def test_other_axes_are_refused(two, axis):
     for mean in (js.masked_mean, js.masked_sum):
         words = f"`axis` of `{mean.__name__}` was .*; 0 for the rows or None for all"
@@ -179,14 +134,7 @@ def test_other_axes_are_refused(two, axis):
             two.run(lambda x, mean=mean: mean(x, axis=axis), (np.ones((2, 3)),))
 
 
-def test_a_mean_of_no_rows_is_zero():
-    assert js.masked_mean(jnp.zeros((0,))) == 0
-    np.testing.assert_array_equal(js.masked_mean(jnp.zeros((0, 2))), [0, 0])
-    assert js.masked_mean(jnp.zeros((0, 2)), axis=None) == 0
-    assert js.masked_mean(jnp.zeros((0,), jnp.bfloat16)).dtype == jnp.bfloat16
-
-
-@pytest.mark.parametrize("axis", [True, [1], 1.0, None])
+@looped("axis", [True, [1], 1.0, None])
 def test_gather_refuses_another_axis_than_a_number_whatever_came_before(axis):
     strategy = js.MirroredStrategy(jax.devices()[:2])
     x = strategy.per_replica(np.ones((2, 3, 4), np.float32))

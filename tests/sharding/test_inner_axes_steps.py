@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.cases import looped
 from helpers.cores import COLUMNS, cored, drawn, over
 from helpers.replicas import ids, replica
 from jax import lax
@@ -15,25 +16,7 @@ from jax.sharding import PartitionSpec as P
 import jaxstrategy as js
 
 
-@pytest.mark.parametrize("spec", [P(None, "core"), P("core"), P()])
-def test_a_product_of_what_the_cores_divide(spec):
-    """LOG-1: the sum over replicas of x @ w is N x @ w."""
-    strategy = cored()
-    with strategy.scope():
-        w = js.Variable(over(strategy, drawn(16, 8), None, "core"))
-    x = drawn(4, 16, seed=1)
-
-    def step(x):
-        assert w.shape == w.value().shape == (16, 8)
-        x = lax.with_sharding_constraint(x, spec)
-        return x @ w.value()
-
-    found = strategy.reduce("sum", strategy.run(step, (x,)))
-    np.testing.assert_allclose(found, 4 * x @ drawn(16, 8), rtol=5e-3)
-    assert w.shape == (16, 8) and w.numpy().shape == (16, 8)
-
-
-@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, np.float16])
+@looped("dtype", [np.float32, jnp.bfloat16, np.float16])
 def test_to_say_how_a_value_lies_changes_nothing_of_it(dtype):
     """LOG-2: value, gradient and dtype, bit by bit."""
     strategy = cored()
@@ -56,7 +39,7 @@ def test_to_say_how_a_value_lies_changes_nothing_of_it(dtype):
     assert len({each.tobytes() for each in gradients}) == 4  # each replica has its own
 
 
-@pytest.mark.parametrize("axis", [0, 1])
+@looped("axis", [0, 1])
 def test_each_core_has_its_rows_or_columns(axis):
     """LOG-5: divided into four, core k holds row k, or column k."""
     strategy = cored(2, 4)
@@ -72,20 +55,7 @@ def test_each_core_has_its_rows_or_columns(axis):
         np.testing.assert_array_equal(np.squeeze(shard.data), np.take(x, core, axis))
 
 
-def test_each_core_has_all_of_what_is_not_divided():
-    """LOG-6."""
-    strategy = cored(2, 4)
-    x = np.arange(16.0, dtype=np.float32).reshape(4, 4)
-
-    def step(x, i):
-        return lax.with_sharding_constraint(x + 0 * i, P())
-
-    found = strategy.run(step, (x, ids(strategy))).stacked
-    for shard in found.addressable_shards:
-        np.testing.assert_array_equal(shard.data[0], x)
-
-
-@pytest.mark.parametrize("cores", [1, 2])
+@looped("cores", [1, 2])
 def test_a_branch_that_replicas_take_differently_is_refused(cores):
     """LOG-23."""
     strategy = cored(4, cores)

@@ -4,9 +4,9 @@ The oracle is NumPy; where an array lies is asked of JAX.
 """
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.cases import looped
 from helpers.cores import COLUMNS, all_gathers, cored, drawn, lies, over
 from helpers.replicas import replica
 from jax.sharding import PartitionSpec as P
@@ -27,21 +27,6 @@ def test_mirror_leaves_an_array_over_the_cores():
     assert not isinstance(mirrored["w"], js.Sharded)
 
 
-def test_mirror_makes_an_array_whole_that_lies_on_another_mesh():
-    strategy = cored(4, 2)
-    elsewhere = over(cored(2, 4), W[:, :4], None, "core")
-    mirrored = strategy.mirror(elsewhere)
-    assert lies(mirrored) == P()
-    np.testing.assert_array_equal(mirrored, W[:, :4])
-
-
-def test_mirror_gathers_over_the_replicas_only():
-    strategy = cored()
-    mirrored = strategy.mirror(over(strategy, W, "replica", "core"))
-    assert lies(mirrored) == COLUMNS
-    np.testing.assert_array_equal(mirrored, W)
-
-
 def test_versions_are_joined_on_the_devices_of_their_replica():
     strategy = cored()
     value = js.PerReplica(over(strategy, STACKED, "replica", None, "core"))
@@ -53,7 +38,7 @@ def test_versions_are_joined_on_the_devices_of_their_replica():
     np.testing.assert_array_equal(value.local(2), STACKED[2])
 
 
-@pytest.mark.parametrize("sizes", [(8, 1), (4, 2), (2, 4), (1, 8)])
+@looped("sizes", [(8, 1), (4, 2), (2, 4), (1, 8)])
 def test_versions_are_those_that_were_given(sizes):
     strategy = cored(*sizes)
     given = drawn(sizes[0], 3, 8)
@@ -63,23 +48,6 @@ def test_versions_are_those_that_were_given(sizes):
     for value in (listed, stacked, over_cores):
         assert value.num_replicas == sizes[0]
         np.testing.assert_array_equal(np.stack(value.values), given)
-
-
-def test_versions_over_the_cores_become_one_value_again():
-    strategy = cored()
-    value = js.PerReplica(over(strategy, STACKED, "replica", None, "core"))
-    again = strategy.per_replica(list(value.values))
-    assert lies(again) == P("replica", None, "core")
-    np.testing.assert_array_equal(again.stacked, STACKED)
-    kept = strategy.per_replica(value.stacked)
-    assert lies(kept) == P("replica", None, "core")
-
-
-def test_versions_of_other_replicas_are_moved_to_theirs():
-    strategy = cored()
-    value = js.PerReplica(over(strategy, STACKED, "replica", None, "core"))
-    turned = strategy.per_replica(list(value.values[::-1]))
-    np.testing.assert_array_equal(np.stack(turned.values), STACKED[::-1])
 
 
 def test_a_donated_value_leaves_the_versions_it_was_made_of():
@@ -92,23 +60,13 @@ def test_a_donated_value_leaves_the_versions_it_was_made_of():
     np.testing.assert_array_equal(np.stack(doubled.values), 2 * STACKED)
 
 
-@pytest.mark.parametrize("op", ["sum", "mean", "min", "max"])
+@looped("op", ["sum", "mean", "min", "max"])
 def test_reduce_leaves_a_value_over_the_cores(op):
     strategy = cored()
     value = js.PerReplica(over(strategy, STACKED, "replica", None, "core"))
     reduced = strategy.reduce(op, value)
     assert lies(reduced) == COLUMNS
     np.testing.assert_allclose(reduced, getattr(np, op)(STACKED, 0), rtol=1e-6)
-
-
-def test_reduce_over_a_dimension_of_a_value_over_the_cores():
-    strategy = cored()
-    value = js.PerReplica(over(strategy, STACKED, "replica", None, "core"))
-    reduced = strategy.reduce("mean", value, axis=1)
-    np.testing.assert_allclose(reduced, STACKED.mean((0, 2)), rtol=1e-5)
-    reduced = strategy.reduce("sum", value, axis=0)
-    assert lies(reduced) == P("core")
-    np.testing.assert_allclose(reduced, STACKED.sum((0, 1)), rtol=1e-5)
 
 
 def test_gather_leaves_a_value_over_the_cores():
@@ -149,21 +107,6 @@ def test_reduce_to_leaves_a_value_over_the_cores_of_replicas():
         np.testing.assert_allclose(each, stacked.sum(0), rtol=1e-5, atol=1e-5)
 
 
-def test_reduced_slices_are_those_of_replicas_with_one_device():
-    strategy = cored()
-    rows = strategy.per_replica([drawn(2, 3, seed=i) for i in range(4)])
-    ids = strategy.per_replica([[i, 5] for i in range(4)])
-
-    def step(rows, ids):
-        return replica().all_reduce("sum", js.IndexedSlices(rows, ids, (6, 3)))
-
-    wanted = np.zeros((6, 3), np.float32)
-    for i in range(4):
-        np.add.at(wanted, [i, 5], drawn(2, 3, seed=i))
-    summed = strategy.run(step, (rows, ids)).to_dense()
-    np.testing.assert_allclose(summed, wanted, rtol=1e-6)
-
-
 def test_local_results_are_one_for_each_replica():
     strategy = cored()
     value = js.PerReplica(over(strategy, STACKED, "replica", None, "core"))
@@ -175,26 +118,6 @@ def test_local_results_are_one_for_each_replica():
     )
     assert len(strategy.experimental_local_results(w)) == 4
     assert len(cored(2, 4).experimental_local_results(w)) == 4  # that has other ones
-
-
-def test_large_local_results_stay_on_their_replica():
-    strategy = cored()
-    large = drawn(4, 130, 256)
-    value = js.PerReplica(over(strategy, large, "replica", None, "core"))
-    for i, version in enumerate(strategy.experimental_local_results(value)):
-        assert version.sharding.device_set == set(jax.devices()[2 * i : 2 * i + 2])
-        np.testing.assert_array_equal(version, large[i])
-
-
-def test_to_host_has_what_lies_over_the_cores():
-    strategy = cored()
-    tree = {
-        "w": over(strategy, W, None, "core"),
-        "x": js.PerReplica(over(strategy, STACKED, "replica", None, "core")),
-    }
-    found = js.to_host(tree)
-    np.testing.assert_array_equal(found["w"], W)
-    np.testing.assert_array_equal(found["x"], STACKED)
 
 
 def put_by_hand(strategy, versions, *spec):
@@ -221,34 +144,6 @@ def test_replicas_are_compared_and_their_cores_are_not():
         again = strategy.mirror(wrong, replica=trusted)
         assert lies(again) == COLUMNS
         np.testing.assert_array_equal(again, copy)
-
-
-def test_versions_over_the_cores_are_compared():
-    strategy = cored()
-    equal = np.stack([W] * 4)
-    strategy.assert_in_sync(js.PerReplica(over(strategy, equal, "replica", "core")))
-    equal[1, 0, 0] += 1
-    with pytest.raises(js.OutOfSyncError):
-        strategy.assert_in_sync(js.PerReplica(over(strategy, equal, "replica", "core")))
-
-
-@pytest.mark.parametrize("cores", [1, 2])
-def test_dropout_draws_the_same_masks(cores):
-    strategy = cored(4, cores)
-    x = strategy.per_replica([np.ones((8, 6), np.float32)] * 4)
-
-    def step(key, x):
-        own = jax.random.fold_in(key, replica().replica_id_in_sync_group)
-        kept = jax.random.bernoulli(own, 0.5, x.shape)
-        if cores > 1:
-            kept = jax.lax.with_sharding_constraint(kept, COLUMNS)
-        return jnp.where(kept, x, 0)
-
-    masks = np.stack(strategy.run(step, (jax.random.key(3), x)).values)
-    for i in range(4):
-        own = jax.random.fold_in(jax.random.key(3), i)
-        wanted = jax.random.bernoulli(own, 0.5, (8, 6))
-        np.testing.assert_array_equal(masks[i], np.where(wanted, 1, 0))
 
 
 def test_own_copies_stay_over_the_cores():

@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.cases import looped
 from helpers.cores import COLUMNS, all_gathers, cored, drawn, lies, over
 from helpers.replicas import replica
 from jax.sharding import PartitionSpec as P
 
 import jaxstrategy as js
-from jaxstrategy.replicas import _mesh
 
 W = drawn(16, 8)
 
@@ -52,7 +52,7 @@ def test_assigning_outside_of_steps_leaves_it_over_the_cores():
     np.testing.assert_allclose(w, wanted, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("cores", [1, 2, 4])
+@looped("cores", [1, 2, 4])
 def test_assignments_in_steps(cores):
     """Of TensorFlow's `test_spmd_variable_update`: N x, N (x - d), N (x - d + e)."""
     strategy = cored(8 // cores, cores)
@@ -96,7 +96,7 @@ def test_a_variable_that_is_made_anywhere_can_say_how_it_lies():
     assert js.Variable(W, sharding=COLUMNS).numpy().tolist() == W.tolist()  # ordinary
 
 
-@pytest.mark.parametrize(
+@looped(
     ("spec", "error", "words"),
     [
         (P("expert"), ValueError, "names an axis 'expert', but a replica has 'core'"),
@@ -113,76 +113,6 @@ def test_a_variable_that_is_made_anywhere_can_say_how_it_lies():
 def test_a_placement_that_cannot_be(spec, error, words):
     with cored().scope(), pytest.raises(error, match=words):
         js.Variable(np.zeros((3, 4)), name="table", sharding=spec)
-
-
-def test_the_name_of_an_axis_that_the_strategy_has_not():
-    strategy = js.MirroredStrategy(jax.devices()[:2])
-    with (
-        strategy.scope(),
-        pytest.raises(ValueError, match=r"`logical_axes=\{'core': n"),
-    ):
-        js.Variable(W, sharding=COLUMNS)
-
-
-def test_a_step_that_computes_divided_values_leaves_a_whole_variable_whole():
-    strategy = cored()
-    with strategy.scope():
-        w = js.Variable(W)
-    ordinary = js.Variable(W)
-
-    def step(x):
-        x = jax.lax.with_sharding_constraint(x, COLUMNS)
-        for each in (w, ordinary):
-            each.assign_add(x)
-
-    strategy.run(step, (W,))
-    assert lies(w.value()) == P()
-    for each in (w, ordinary):
-        np.testing.assert_array_equal(each, 2 * W)
-
-
-def test_a_sum_in_a_loop_in_a_step():
-    """LOG-21: `psum(x)` added in three turns is three times the sum of replicas."""
-    strategy = cored()
-    w = variable(strategy, np.zeros_like(W))
-    x = rows(strategy, 16, 8)
-
-    def step(x):
-        x = jax.lax.with_sharding_constraint(x, COLUMNS)
-
-        def turn(carry, _):
-            w.assign_add(jax.lax.psum(x, "replica"))
-            return carry, None
-
-        jax.lax.scan(turn, 0, length=3)
-
-    wanted = 3 * np.sum(np.stack(x.values), 0)
-    for turns in (1, 2):
-        strategy.run(step, (x,))
-        np.testing.assert_allclose(w, turns * wanted, rtol=1e-5, atol=1e-5)
-        assert lies(w.value()) == COLUMNS
-
-
-def test_steps_in_a_jitted_loop_leave_it_over_the_cores():
-    strategy = cored()
-    w = variable(strategy, np.zeros_like(W), aggregation="sum")
-    x = rows(strategy, 16, 8)
-
-    def step(x):
-        w.assign_add(x)
-
-    @jax.jit
-    def loop(x):
-        def turn(carry, _):
-            strategy.run(step, (x,))
-            return carry, None
-
-        return jax.lax.scan(turn, 0, length=3)[0]
-
-    loop(x)
-    wanted = 3 * np.sum(np.stack(x.values), 0)
-    np.testing.assert_allclose(w, wanted, rtol=1e-5, atol=1e-5)
-    assert lies(w.value()) == COLUMNS
 
 
 def test_a_step_gathers_nothing_over_the_cores():
@@ -208,7 +138,7 @@ def test_a_step_gathers_nothing_over_the_cores():
     assert lies(copies.value()) == COLUMNS
 
 
-@pytest.mark.parametrize("aggregation", ["sum", "mean", "only_first_replica"])
+@looped("aggregation", ["sum", "mean", "only_first_replica"])
 def test_copies_that_are_combined_when_read(aggregation):
     strategy = cored()
     v = variable(strategy, synchronization="on_read", aggregation=aggregation)
@@ -230,49 +160,10 @@ def test_copies_that_are_combined_when_read(aggregation):
     assert lies(v.distributed()) == P("replica", None, "core")
 
 
-def test_copies_are_one_for_each_replica():
-    strategy = cored()
-    w = variable(strategy)
-    copies = strategy.experimental_local_results(w)
-    assert len(copies) == 4
-    assert all(strategy.extended.value_container(each) is w for each in copies)
-    assert repr(w).count("\n") == repr(variable(cored(4, 1))).count("\n")
-    assert len(strategy.extended.update(w, lambda w: w.assign_add(W), group=False)) == 4
-    np.testing.assert_allclose(w, 2 * W)
-    assert lies(w.value()) == COLUMNS
-
-
-def test_a_gradient_with_respect_to_it_lies_over_the_cores():
-    strategy = cored()
-    w = variable(strategy)
-    x = rows(strategy, 4, 16)
-
-    def step(x):
-        def loss():
-            return ((x @ w.value()) ** 2).mean()
-
-        gradient = js.grad(loss, w)()
-        return replica().all_reduce("mean", gradient)
-
-    found = strategy.run(step, (x,))
-    wanted = [2 * each.T @ (each @ W) / 32 for each in map(np.asarray, x.values)]
-    np.testing.assert_allclose(found, np.mean(wanted, 0), rtol=1e-4, atol=1e-5)
-
-
-def test_a_deep_copy_lies_as_the_variable():
-    import copy
-
-    w = variable(cored())
-    twin = copy.deepcopy(w)
-    twin.assign_add(W)
-    assert lies(twin.value()) == COLUMNS
-    np.testing.assert_array_equal(w, W)
-
-
 EVERYTHING = js.StateSharding("state", min_bytes=0)
 
 
-@pytest.mark.parametrize(
+@looped(
     ("choice", "lies_as"),
     [
         (None, P("replica", "core")),
@@ -307,19 +198,3 @@ def test_replicas_and_their_devices_divide_different_dimensions(choice, lies_as)
 def test_a_dimension_that_the_cores_divide_is_refused():
     with pytest.raises(ValueError, match="was 1, the dimension that the devices of"):
         variable(cored(), name="table", sharding=1)
-
-
-def test_of_a_large_array_of_the_host_each_core_is_given_its_part(monkeypatch):
-    w = variable(cored())
-    seen, put = [], jax.device_put
-
-    def watched(value, *args, **kwargs):
-        seen.append(value)
-        return put(value, *args, **kwargs)
-
-    monkeypatch.setattr(_mesh, "_AT_ONCE_BYTES", 0)
-    monkeypatch.setattr(jax, "device_put", watched)
-    w.assign(2 * W)
-    assert isinstance(seen[0], np.ndarray)  # and no array of one device
-    np.testing.assert_array_equal(w, 2 * W)
-    assert lies(w.value()) == COLUMNS

@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.cases import looped
 
 import jaxstrategy as js
-from jaxstrategy.checkpoint import CheckpointManager
 
 
 @pytest.fixture(scope="module")
@@ -30,21 +30,6 @@ def numbers(*shape, seed=0):
 def tiles_of(array):
     """What each device has of an array, by its id."""
     return {s.device.id: np.asarray(s.data) for s in array.addressable_shards}
-
-
-def test_a_product_of_what_is_split(pairs):
-    x, w0 = numbers(4, 16), numbers(16, 8, seed=1)
-    with pairs.scope():
-        w = js.Variable(w0)
-    shapes = []
-
-    def step(x):
-        x = pairs.experimental_split_to_logical_devices(x, [1, 2])
-        shapes.append(w.shape)
-        return total(x @ w.value())
-
-    np.testing.assert_allclose(pairs.run(step, (x,)), 4 * (x @ w0), rtol=1e-5)
-    assert w.shape == (16, 8) and set(shapes) == {(16, 8)}
 
 
 def test_values_gradients_and_dtypes_stay(pairs):
@@ -80,7 +65,7 @@ def test_values_gradients_and_dtypes_stay(pairs):
     np.testing.assert_array_equal(plain[2].stacked, 3 * x)
 
 
-@pytest.mark.parametrize(
+@looped(
     ("splits", "text"),
     [
         ([2], "Length of `partition_dimensions` must equal.*it was .2., and the shape"),
@@ -110,12 +95,7 @@ def test_splits_that_are_no_numbers_are_refused(pairs):
         pairs.experimental_replicate_to_logical_devices({"a": 1.0})
 
 
-def test_other_strategies_values_are_refused(pairs, two):
-    with two.scope(), pytest.raises(js.ContextError, match="Mixing different"):
-        pairs.experimental_split_to_logical_devices(numbers(2, 2), [1, 2])
-
-
-@pytest.mark.parametrize(
+@looped(
     ("splits", "tile"),
     [
         ([4, 1], lambda x, core: x[core : core + 1]),
@@ -125,6 +105,7 @@ def test_other_strategies_values_are_refused(pairs, two):
             lambda x, core: x[core // 2 * 2 :][:2, core % 2 * 2 :][:, :2],
         ),
     ],
+    anew=True,
 )
 def test_tiles_lie_in_row_major_order(fours, splits, tile):
     x = numbers(4, 4)
@@ -140,15 +121,6 @@ def test_tiles_lie_in_row_major_order(fours, splits, tile):
             np.testing.assert_array_equal(data[0], wanted)
 
 
-def test_what_is_replicated_is_whole_on_each_device(fours):
-    x = numbers(4, 4)
-    split = fours.experimental_split_to_logical_devices(x, [2, 2])
-    again = fours.experimental_replicate_to_logical_devices(split)
-    assert len(tiles_of(again)) == 8
-    for data in tiles_of(again).values():
-        np.testing.assert_array_equal(data, x)
-
-
 def test_splitting_in_a_merge_call(pairs):
     split = pairs.experimental_split_to_logical_devices
 
@@ -161,15 +133,6 @@ def test_splitting_in_a_merge_call(pairs):
     x = numbers(4, 2, 4)
     found = pairs.run(step, (pairs.per_replica(x),))
     np.testing.assert_allclose(found, 2 * x.sum(0), rtol=1e-5)
-
-
-def test_splitting_in_a_function_of_your_own(pairs):
-    @jax.jit
-    def double(x):
-        return pairs.experimental_split_to_logical_devices(2 * x, [1, 2])
-
-    x = numbers(2, 4)
-    np.testing.assert_array_equal(double(x), 2 * x)
 
 
 def test_a_batch_keeps_its_mask(pairs):
@@ -209,49 +172,6 @@ def test_a_variable_is_changed_by_what_is_split(pairs):
     w.assign_add(split(d2, [2, 1]))
     np.testing.assert_allclose(w.value(), x - d + d2, rtol=1e-6, atol=1e-6)
     assert w.value().sharding.shard_shape(w.shape) == (4, 4)
-
-
-def test_a_variable_is_split_as_its_value(pairs):
-    x = numbers(4, 8)
-    with pairs.scope():
-        w = js.Variable(x)
-    split = pairs.experimental_split_to_logical_devices
-    assert split(w, [1, 2]).sharding.shard_shape(w.shape) == (4, 4)
-    found = pairs.run(lambda: split(w, [2, 1]) + 0)
-    np.testing.assert_array_equal(found, x)
-
-
-OTHERS = {
-    "2 cores": lambda: js.TPUStrategy(cores_per_replica=2),
-    "1 core": js.TPUStrategy,
-    "4 cores": lambda: js.TPUStrategy(cores_per_replica=4),
-    "mirrored": lambda: js.MirroredStrategy(jax.devices()[:2]),
-}
-
-
-def test_checkpoints_are_read_with_any_number_of_cores(pairs, tmp_path):
-    x, w1, w2 = numbers(4, 16), numbers(16, 8, seed=1), numbers(16, 8, seed=2)
-    split = pairs.experimental_split_to_logical_devices
-    with pairs.scope():
-        w = js.Variable(split(w1, [1, 2]))
-    manager = CheckpointManager(tmp_path)
-    manager.save(0, {"w": w, "plain": split(w1, [2, 1])})
-    w.assign(w2)
-
-    def step(x):
-        return total(split(x, [1, 2]) @ w.value())
-
-    np.testing.assert_allclose(pairs.run(step, (x,)), 4 * (x @ w2), rtol=1e-5)
-    manager.restore({"w": w}, partial=True)
-    np.testing.assert_allclose(pairs.run(step, (x,)), 4 * (x @ w1), rtol=1e-5)
-    for make in OTHERS.values():
-        strategy = make()
-        with strategy.scope():
-            v = js.Variable(w2)
-            plain = strategy.mirror(w2)
-            state = manager.restore({"w": v, "plain": plain})
-        np.testing.assert_array_equal(v.value(), w1)
-        np.testing.assert_array_equal(state["plain"], w1)
 
 
 def test_splitting_in_loops_branches_and_transformations(pairs):

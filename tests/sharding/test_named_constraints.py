@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 import optax
-import pytest
+from helpers.cases import looped
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -28,8 +28,8 @@ CONSTRAINTS = {
 }
 
 
-@pytest.mark.parametrize("sharding", [None, STATE], ids=["whole", "divided"])
-@pytest.mark.parametrize("way", CONSTRAINTS)
+@looped("sharding", [None, STATE])
+@looped("way", CONSTRAINTS)
 def test_training_with_a_constraint_is_that_of_one_device(way, sharding):
     strategy = js.TPUStrategy(cores_per_replica=2, sharding=sharding)
     constrain, tx = CONSTRAINTS[way], optax.adam(1e-2)

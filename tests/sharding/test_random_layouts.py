@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.cases import looped
 from helpers.cores import cored
 from helpers.random_steps import RandomStep
 from helpers.replicas import replica
@@ -48,11 +49,19 @@ def strategy_of(layout, kept):
 
 
 @pytest.mark.filterwarnings("ignore::jaxstrategy.RecompilationWarning")
-@pytest.mark.parametrize(
-    ("seed", "layout", "kept"),
-    [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
-)
+@looped(("seed", "layout", "kept"), QUICK)
 def test_random_steps_are_those_of_a_loop_in_numpy(seed, layout, kept):
+    assert_as_in_numpy(seed, layout, kept)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::jaxstrategy.RecompilationWarning")
+@looped(("seed", "layout", "kept"), SLOW)
+def test_so_they_are_in_all_layouts(seed, layout, kept):
+    assert_as_in_numpy(seed, layout, kept)
+
+
+def assert_as_in_numpy(seed, layout, kept):
     strategy = strategy_of(layout, kept)
     step = RandomStep(seed, strategy.num_replicas_in_sync)
     found, traces = step.under(strategy, calls=2, donate=seed % 2 == 1)
@@ -78,8 +87,8 @@ def drawn():
     return jax.random.uniform(replica().fold_in(jax.random.key(0)))
 
 
-@pytest.mark.parametrize("cores", [1, 2])
-@pytest.mark.parametrize("way", NUMBERED)
+@looped("cores", [1, 2])
+@looped("way", NUMBERED)
 def test_a_replica_of_several_devices_knows_its_number_in_loops(way, cores):
     strategy = cored(8 // cores, cores, sharding=ALL["state"])
     kernel = strategy.init(lambda: jnp.ones(8))

@@ -12,16 +12,14 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from flax.training.train_state import TrainState
-from helpers.cases import slow
+from helpers.cases import looped
 from helpers.divided import SHARDS, assert_alike, drawn, lies, sharded, whole
 from helpers.replicas import replica
 from jax import lax
 
 import jaxstrategy as js
 
-each_shard = pytest.mark.parametrize("shard", SHARDS)
-state_first = pytest.mark.parametrize("shard", ["state", *slow("optimizer")])
+each_shard = looped("shard", SHARDS)
 ADAM = optax.adam(0.1)
 
 
@@ -74,13 +72,6 @@ def donated(strategy):
     return state
 
 
-def decorated(strategy):
-    step, state = strategy.step(train), (start(), ADAM.init(start()))
-    for _ in range(2):
-        state, loss = step(state, rows_of(strategy))
-    return state, loss
-
-
 def several(strategy):
     state = start(), ADAM.init(start())
     return strategy.several(train)(state, [rows_of(strategy)] * 4)
@@ -112,16 +103,6 @@ def differentiated(strategy):
     return jax.value_and_grad(loss)(strategy.mirror(start()))
 
 
-def pushed(strategy):
-    def loss(params):
-        def step(params, x):
-            return mean(loss_of(params, x))
-
-        return strategy.run(step, (params, rows_of(strategy)))
-
-    return jax.jvp(jax.grad(loss), (start(),), (start(),))
-
-
 def batched(strategy):
     two = jax.tree.map(lambda a: jnp.stack([a, 2 * a]), start())
 
@@ -132,25 +113,20 @@ def batched(strategy):
     return jax.vmap(lambda p: strategy.run(step, (p, rows_of(strategy))))(two)
 
 
-def by_operation(strategy):
-    with jax.disable_jit():
-        return strategy.run(train, ((start(), ADAM.init(start())), rows_of(strategy)))
-
-
 AROUND = [
     donated,
     scanned,
     differentiated,
-    *slow(decorated, pushed, batched, by_operation),
+    batched,
 ]
 
 
-@pytest.mark.parametrize("around", AROUND)
+@looped("around", AROUND)
 def test_all_that_may_be_around_a_call(around):
     assert_as_whole(around, "state", 1e-5)
 
 
-@state_first
+@each_shard
 def test_several_steps_in_one_call_are_those_of_as_many(shard):
     strategy = sharded(4, shard)
     state, losses = several(strategy)
@@ -171,24 +147,12 @@ def branched(params, x):
     return lax.cond(loss > 0, moved, lambda: params)
 
 
-def reduced_in_a_branch(params, x):
-    loss, grads = jax.value_and_grad(loss_of)(params, x)
-    moved = lambda: jax.tree.map(lambda a, g: a - g, params, mean(grads))  # noqa: E731
-    return lax.cond(mean(loss) > 0, moved, lambda: params)
-
-
 def reduced_in_a_loop(params, x):
     def turn(params, _):
         loss, grads = mean(jax.value_and_grad(loss_of)(params, x))
         return jax.tree.map(lambda a, g: a - g, params, grads), loss
 
     return lax.scan(turn, params, length=3)
-
-
-@jax.jit
-def jitted(params, x):
-    grads = jax.jit(mean)(jax.jit(jax.grad(loss_of))(params, x))
-    return jax.jit(lambda p, g: jax.tree.map(lambda a, b: a - b, p, g))(params, grads)
 
 
 def tied(params, x):
@@ -203,10 +167,6 @@ def returns_all(params, x):
     mine, ours = grads, mean(grads)
     new = jax.tree.map(lambda a, g: a - g, params, ours)
     return new, new, params, mine, ours, x @ params["w"], x @ new["w"]
-
-
-def only_reads(params, x):
-    return mean(loss_of(params, x)), x @ params["w"]
 
 
 def merges(params, x):
@@ -240,12 +200,12 @@ def matrices(params, x):
 
 
 INSIDE = [
-    branched, reduced_in_a_loop, returns_all, merges, in_half_precision,
-    *slow(reduced_in_a_branch, jitted, tied, only_reads, random_numbers, matrices),
+    branched, reduced_in_a_loop, returns_all, merges, in_half_precision, tied,
+    random_numbers, matrices,
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("step", INSIDE)
+@looped("step", INSIDE)
 def test_all_that_steps_may_do(step):
     assert_as_whole(lambda s: s.run(step, (start(), rows_of(s))), "state")
 
@@ -270,22 +230,9 @@ def captures(strategy):
     return [strategy.run(f, (x,)) for f in (step, jax.jit(step), deep)]
 
 
-@state_first
+@each_shard
 def test_state_that_a_step_captures_may_lie_divided(shard):
     assert_as_whole(captures, shard)
-
-
-@pytest.mark.parametrize(
-    "ops", [js.HierarchicalCopyAllReduce(), js.ReductionToOneDevice()]
-)
-def test_other_algorithms_sum_as_they_do(ops):
-    def new(sharding):
-        devices = jax.devices()[:4]
-        strategy = js.MirroredStrategy(devices, ops, sharding=sharding)
-        step = functools.partial(strategy.run, branched)
-        return step((start(), rows_of(strategy)))
-
-    assert_alike(new(js.StateSharding("state", 0)), new(None), 1e-6)
 
 
 # What was promised without it.
@@ -303,18 +250,6 @@ def test_gradients_before_the_reduction_are_each_replicas_own(shard):
     w, grads = strategy.run(step, (np.zeros(16, np.float32), scales))
     np.testing.assert_array_equal(w, [-4.5] * 16)
     np.testing.assert_array_equal(grads.stacked, np.outer(np.arange(1, 9), np.ones(16)))
-
-
-@each_shard
-def test_a_second_reduction_is_warned_of(shard):
-    def step(params, x):
-        grads = mean(jax.grad(loss_of)(params, x))
-        grads = replica().all_reduce("sum", grads)
-        return jax.tree.map(lambda a, g: a - g, params, grads)
-
-    strategy = sharded(4, shard)
-    with pytest.warns(js.DoubleReductionWarning):
-        strategy.run(step, (start(), rows_of(strategy)))
 
 
 # Objects that hold state.
@@ -348,7 +283,7 @@ def trained_nnx(strategy):
     return model, optimizer, loss
 
 
-@state_first
+@each_shard
 def test_modules_and_their_optimizer(shard):
     strategy = sharded(4, shard)
     model, optimizer, loss = trained_nnx(strategy)
@@ -364,51 +299,7 @@ def test_modules_and_their_optimizer(shard):
     assert isinstance(model.dropout.rngs.count[...], js.Mirrored)
 
 
-def trained_linen(strategy):
-    def apply(variables, x):
-        return jnp.tanh(x @ variables["params"]["w"])
-
-    optimizer = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))
-    state = TrainState.create(apply_fn=apply, params=start(), tx=optimizer)
-
-    def step(state, x):
-        def loss(params):
-            return (state.apply_fn({"params": params}, x) ** 2).mean()
-
-        return state.apply_gradients(grads=mean(jax.grad(loss)(state.params)))
-
-    for _ in range(2):
-        state = strategy.run(step, (state, rows_of(strategy)))
-    return state.params, state.opt_state, state.step
-
-
-@state_first
-def test_train_states(shard):
-    strategy = sharded(4, shard)
-    params, memory, steps = trained_linen(strategy)
-    assert_alike((params, memory, steps), on_whole_state(trained_linen), 1e-6)
-    assert isinstance(memory[1][0].mu["w"], js.Sharded) and steps == 2
-
-
-# Variables, padded rows, and the forgotten reduction.
-
-
-def updated_in_a_merge_call(strategy):
-    with strategy.scope():
-        w = js.Variable(start()["w"], name="w")
-
-    def step(x):
-        def update(strategy, grads):
-            grads = strategy.reduce("mean", grads, axis=None)
-            strategy.extended.update(w, lambda v, g: v.assign_sub(g), args=(grads,))
-
-        read = w.read_value()
-        grads = jax.grad(lambda w: (jnp.tanh(x @ w) ** 2).mean())(read)
-        replica().merge_call(update, (grads,))
-
-    for _ in range(2):
-        strategy.run(step, (rows_of(strategy),))
-    return w.read_value()
+# Padded rows, and the forgotten reduction.
 
 
 def uneven(strategy):
@@ -427,9 +318,8 @@ def uneven(strategy):
     return params, losses
 
 
-@pytest.mark.parametrize("training", [updated_in_a_merge_call, uneven])
-def test_variables_and_padded_rows(training):
-    assert_as_whole(training, "state")
+def test_padded_rows():
+    assert_as_whole(uneven, "state")
 
 
 @each_shard

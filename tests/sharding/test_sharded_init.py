@@ -10,7 +10,7 @@ import optax
 import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
-from helpers.cases import slow
+from helpers.cases import looped
 
 import jaxstrategy as js
 from jaxstrategy.tracing import _divided_init
@@ -99,7 +99,7 @@ def train_state(key):
     )
 
 
-@pytest.mark.parametrize("shard", ["state", *slow("optimizer")])
+@looped("shard", ["state", "optimizer"])
 def test_a_train_state_is_built_in_parts(shard):
     strategy = sharded(shard=shard)
     state = check_like_whole(strategy, train_state, jax.random.key(0))
@@ -121,7 +121,7 @@ def nnx_state():
     return model, nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
 
 
-@pytest.mark.parametrize("shard", ["state", *slow("optimizer")])
+@looped("shard", ["state", "optimizer"])
 def test_objects_of_nnx_are_built_in_parts(shard):
     strategy = sharded(shard=shard)
     model, optimizer = check_like_whole(strategy, nnx_state)
@@ -129,19 +129,6 @@ def test_objects_of_nnx_are_built_in_parts(shard):
     assert isinstance(optimizer.opt_state[0].mu["dense"]["kernel"][...], js.Sharded)
     assert isinstance(model.dense.kernel[...], js.Sharded) is (shard == "state")
     assert isinstance(model.drop.rngs.count[...], js.Mirrored)
-
-
-def test_an_optimizer_of_nnx_that_a_scope_makes_is_divided_as_its_model():
-    strategy = sharded()
-    with strategy.scope():
-        model = strategy.init(lambda: Model(nnx.Rngs(0)))
-        optimizer = nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
-    assert isinstance(optimizer.opt_state[0].nu["dense"]["kernel"][...], js.Sharded)
-
-
-def test_one_replica_builds_whole_state():
-    state = check_like_whole(sharded(1), train_state, jax.random.key(0))
-    assert not divided(sharded(1), state)
 
 
 # No device has all of it.
@@ -229,15 +216,6 @@ def test_layers_that_differ_in_an_array_are_not_taken_for_each_other():
     assert first[1000] != second[1000]
 
 
-def test_layers_that_differ_in_a_callback_are_not_taken_for_each_other():
-    def called(number):
-        shape = jax.ShapeDtypeStruct((8,), np.float32)
-        return jax.pure_callback(lambda: np.full(8, number, np.float32), shape)
-
-    first, second = sharded().init(lambda: (called(1.0), called(2.0)))
-    assert (first[0], second[0]) == (1.0, 2.0)
-
-
 def test_captured_arrays_may_lie_anywhere():
     on_host = np.arange(16.0, dtype=np.float32)
     elsewhere = jax.device_put(on_host, jax.devices()[5])
@@ -294,31 +272,3 @@ def test_state_is_built_while_its_caller_is_traced():
     np.testing.assert_allclose(grad, 8 * np.cos(1.0), rtol=1e-6)
     assert jax.vmap(build)(jnp.ones(3)).shape == (3, 8)
     assert jax.eval_shape(build, 1.0).shape == (8,)
-
-
-def test_versions_of_replicas_are_built_beside_parts():
-    heard = []
-    strategy = sharded(4, dimension=lambda path, leaf: heard.append(path) or 0)
-
-    def build(key):
-        own = jnp.sin(jnp.arange(32.0).reshape(4, 8))
-        return {
-            "w": jnp.ones(8),
-            "own": js.PerReplica(own),
-            "n": js.PerReplica(own * 0),
-        }
-
-    state = strategy.init(build, jax.random.key(0))
-    assert isinstance(state["w"], js.Sharded) and set(heard) == {"['w']"}
-    wanted = np.sin(np.arange(32.0).reshape(4, 8))
-    for found, expected in zip(state["own"].values, wanted, strict=True):
-        np.testing.assert_allclose(found, expected, atol=1e-6)
-    assert strategy.reduce("max", state["n"], axis=0) == 0
-
-
-def test_arguments_are_checked_as_those_of_whole_state():
-    strategy = sharded(2)
-    with pytest.raises(TypeError, match="`init` was given a PerReplica"):
-        strategy.init(lambda x: x, strategy.per_replica([1, 2]))
-    with pytest.raises(TypeError, match="which cannot be called"):
-        strategy.init({"w": 1})

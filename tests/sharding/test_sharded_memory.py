@@ -84,12 +84,3 @@ def test_what_is_gathered_is_not_kept_without_remat(reader):
     assert_alike(state, want)
     assert program.temporary <= 0.4 * other.temporary
     assert program.peak <= 0.25 * other.peak
-
-
-def test_the_optimizers_part_alone_is_between(reader):
-    state, program = trained(sharded(shard="optimizer"), "optimizer_only", True, reader)
-    want, other = trained(whole(), "no_optimizer", True, reader)
-    assert_alike(state, want)
-    # Weights whole and moments in parts: (1 + 2 / 8) / 3 of all that is kept.
-    assert program.arguments <= 0.45 * other.arguments
-    assert program.peak <= 0.6 * other.peak

@@ -5,19 +5,19 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers.cases import looped
 from helpers.replicas import ids, replica
 from jax import lax
 
 import jaxstrategy as js
-from jaxstrategy import sharded
 
 
-@pytest.fixture(scope="module", params=["state", "optimizer"])
-def divided(request):
+@pytest.fixture(scope="module")
+def divided():
     """8 replicas on 2 devices, of which each has one half of the state."""
     return js.MirroredStrategy(
         jax.devices()[:2],
-        sharding=js.StateSharding(request.param, min_bytes=0),
+        sharding=js.StateSharding("state", min_bytes=0),
         replicas_per_device=4,
     )
 
@@ -44,7 +44,6 @@ def trained(strategy, loss, params, batch, tx, steps=3):
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
-    # "optimizer" divides what `init` of a state has as the optimizer's.
     both = strategy.mirror((params, tx.init(params)))
     one = params, tx.init(params)
     for _ in range(steps):
@@ -73,8 +72,7 @@ def test_an_optimizer(divided):
     params, state = trained(divided, loss, params, batch, tx)
     (moments,) = [x for x in jax.tree.leaves(state, is_leaf=_has_mu) if _has_mu(x)]
     assert shard_shapes(moments.mu["kernel"]) == [(6, 4)]
-    is_state = divided._replicas.state_sharding.shard == "state"
-    assert shard_shapes(params["kernel"]) == [(6, 4) if is_state else (6, 8)]
+    assert shard_shapes(params["kernel"]) == [(6, 4)]
     assert shard_shapes(params["bias"]) == [(3,)]
 
 
@@ -82,7 +80,7 @@ def _has_mu(node):
     return hasattr(node, "mu")
 
 
-@pytest.mark.parametrize("again", [False, True], ids=["kept", "computed again"])
+@looped("again", [False, True])
 def test_layers_in_a_loop(divided, again):
     rng = np.random.default_rng(1)
     layers = rng.normal(size=(3, 4, 4)).astype(np.float32)
@@ -96,33 +94,6 @@ def test_layers_in_a_loop(divided, again):
 
     batch = rng.normal(size=(8, 2, 4)).astype(np.float32)
     trained(divided, loss, layers, batch, optax.adam(0.05))
-
-
-def test_a_table_of_which_devices_have_rows(divided):
-    rng = np.random.default_rng(2)
-    table = rng.normal(size=(64, 3)).astype(np.float32)
-    batch = rng.integers(0, 64, size=(8, 1))
-
-    def loss(table, ids):
-        return (sharded.lookup(table, ids) ** 2).sum()
-
-    trained(divided, loss, table, batch, optax.sgd(0.1))
-
-
-def test_variables(divided):
-    with divided.scope():
-        w = js.Variable(
-            np.arange(16, dtype=np.float32), aggregation=js.VariableAggregation.MEAN
-        )
-
-    def step(x):
-        w.assign_sub(x * jnp.ones(16))
-        w.assign(w.read_value() * 2)
-        return w.read_value().sum()
-
-    total = divided.run(step, (ids(divided),))
-    np.testing.assert_array_equal(w.numpy(), 2 * (np.arange(16) - 3.5))
-    np.testing.assert_allclose(total, w.numpy().sum())
 
 
 def test_one_device_has_all(divided):
@@ -141,8 +112,6 @@ def test_one_device_has_all(divided):
 
 
 def test_sums_are_scattered(divided):
-    if divided._replicas.state_sharding.shard != "state":
-        return
     w = divided.mirror(np.ones((64, 8), np.float32))
 
     def step(w, x):

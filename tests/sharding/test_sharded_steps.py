@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers.cases import slow
+from helpers.cases import looped
 from helpers.divided import (
     SHARDS,
     assert_alike,
@@ -26,7 +26,7 @@ from jax import lax
 import jaxstrategy as js
 
 AXIS = "replica"
-each_shard = pytest.mark.parametrize("shard", SHARDS)
+each_shard = looped("shard", SHARDS)
 ADAM = optax.adam(0.1)
 W = np.arange(16, dtype=np.float32)
 
@@ -64,13 +64,6 @@ def after(strategy, optimizer, steps):
 
 
 @each_shard
-def test_sgd_moves_each_number_by_the_mean_gradient(shard):
-    w, _ = after(sharded(shard=shard), optax.sgd(0.1), 1)
-    np.testing.assert_allclose(w, W - 0.45, rtol=1e-6)
-    assert bytes_of(w) == {"state": 8, "optimizer": 64}[shard]
-
-
-@each_shard
 def test_adam_keeps_its_moments_in_parts(shard):
     strategy = sharded(shard=shard)
     w, (adam, _) = after(strategy, ADAM, 1)
@@ -81,49 +74,6 @@ def test_adam_keeps_its_moments_in_parts(shard):
     assert adam.count == 1 and isinstance(adam.count, js.Mirrored)
     want_w, (want, _) = after(whole(), ADAM, 1)
     assert_alike((w, adam.mu, adam.nu), (want_w, want.mu, want.nu))
-
-
-@each_shard
-def test_a_norm_is_that_of_all_parts(shard):
-    optimizer = optax.chain(optax.clip_by_global_norm(6), optax.sgd(1.0))
-
-    def step(w, memory, scale):
-        grads = mean(jnp.full_like(w, scale))
-        updates, memory = optimizer.update(grads, memory)
-        return optax.apply_updates(w, updates), memory
-
-    strategy = sharded(shard=shard)
-    scale = strategy.per_replica([np.float32(2 + i % 3) for i in range(6)] + [3.0, 3.0])
-    w, _ = strategy.run(step, (W, optimizer.init(W), scale))
-    np.testing.assert_allclose(w, W - 1.5, rtol=1e-6)
-
-
-@each_shard
-@pytest.mark.parametrize(
-    ("optimizer", "expected"),
-    [
-        (optax.adamw(0.1, weight_decay=0.01), [-0.1998984, 0.7981026, 14.770116]),
-        pytest.param(
-            optax.lion(0.1), [-0.19999, None, 14.79701], marks=pytest.mark.slow
-        ),
-    ],
-    ids=["adamw", "lion"],
-)
-def test_two_steps(shard, optimizer, expected):
-    w, _ = after(sharded(shard=shard), optimizer, 2)
-    for place, number in zip((0, 1, 15), expected, strict=True):
-        if number is not None:
-            np.testing.assert_allclose(w[place], number, atol=1e-4, rtol=1e-6)
-    assert_alike(w, after(whole(), optimizer, 2)[0], 1e-6)
-
-
-@each_shard
-def test_multi_steps_wait_and_stay_divided(shard):
-    optimizer = optax.MultiSteps(optax.sgd(0.1), 2)
-    strategy = sharded(shard=shard)
-    w, memory = after(strategy, optimizer, 3)
-    np.testing.assert_allclose(w, W - 0.45, rtol=1e-6)
-    assert bytes_of(memory.acc_grads) == 8
 
 
 # Which arrays are divided.
@@ -174,18 +124,6 @@ def compiled_text(strategy, step, *args):
 def count(text, kind):
     return sum(f" {kind}(" in line or f" {kind}-start(" in line
                for line in text.splitlines())  # fmt: skip
-
-
-@each_shard
-def test_one_scatter_and_one_gather_of_each_array(shard):
-    strategy = sharded(shard=shard)
-    step, state = training(ADAM)
-    text = compiled_text(strategy, step, strategy.mirror(state), scales(strategy))
-    # The gradient is that of a sum, for which no parameter is read.
-    gathers = {"state": 0, "optimizer": 1}[shard]
-    assert count(text, "reduce-scatter") == 1 and count(text, "all-gather") == gathers
-    for kind in ("all-reduce", "all-to-all", "collective-permute"):
-        assert count(text, kind) == 0, kind
 
 
 @each_shard
@@ -256,7 +194,7 @@ def trained_alone():
     return state, losses
 
 
-@pytest.mark.parametrize("replicas", [1, 4, *slow(2, 8)])
+@looped("replicas", [1, 4])
 @each_shard
 def test_training_is_that_of_one_device_with_all_rows(shard, replicas):
     strategy, step, state = sharded(replicas, shard), train(ADAM), start(ADAM)
@@ -359,7 +297,7 @@ def descend(params, grads):
     return jax.tree.map(lambda a, g: a - 0.1 * g, params, grads)
 
 
-@pytest.mark.parametrize("shard", ["state", *slow("optimizer")])
+@each_shard
 def test_all_conversions_of_what_a_loop_stacks_are_done(shard):
     def step(params, x):
         grads = jax.grad(lambda p: 1000 * deep_loss(p, x))(params)
@@ -372,7 +310,7 @@ def test_all_conversions_of_what_a_loop_stacks_are_done(shard):
     assert_alike(have, want, 1e-6)
 
 
-@pytest.mark.parametrize("shard", ["state", *slow("optimizer")])
+@each_shard
 def test_the_user_chooses_for_state_only(shard):
     asked = {}
 

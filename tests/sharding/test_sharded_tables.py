@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers.cases import looped
 
 import jaxstrategy as js
 
@@ -44,19 +45,6 @@ def lies_rightly(strategy, array):
 # Lookups.
 
 
-def test_each_replica_gets_its_own_rows(four):
-    table = four.mirror(table_of(8))
-    assert lies_rightly(four, table)
-
-    @four.run
-    def step(table, ids):
-        return js.sharded.lookup(table, ids)
-
-    ids = np.array([[r, 7 - r] for r in range(4)])
-    rows = step(table, four.per_replica(ids))
-    np.testing.assert_array_equal(rows.stacked, table_of(8)[ids])
-
-
 def test_ids_of_any_shape_and_of_no_row(four):
     table = four.mirror(table_of(8))
 
@@ -79,7 +67,7 @@ GROUPS = {
 }
 
 
-@pytest.mark.parametrize("combiner", GROUPS)
+@looped("combiner", GROUPS)
 def test_groups_of_several_lengths(combiner):
     table = np.arange(1, 21, dtype=np.float32).reshape(10, 2)
     ids = [[0, -1, -1], [3, 4, -1], [-1, -1, -1]]
@@ -87,7 +75,7 @@ def test_groups_of_several_lengths(combiner):
     np.testing.assert_allclose(rows, [*GROUPS[combiner], [0, 0]], rtol=1e-6)
 
 
-@pytest.mark.parametrize("combiner", GROUPS)
+@looped("combiner", GROUPS)
 def test_weights_and_their_gradients_are_those_of_a_loop(combiner):
     table = np.random.default_rng(0).normal(size=(10, 2)).astype(np.float32)
     ids = np.array([[0, 4, 4], [3, -1, -1], [-1, -1, -1]])
@@ -130,13 +118,6 @@ def test_tables_of_whole_numbers_and_of_16_bits():
     np.testing.assert_array_equal(many.astype("float32"), [[1, 1]])
 
 
-@pytest.mark.parametrize("dtype", ["int8", "uint8", "uint32", "int64"])
-def test_ids_of_every_dtype_reach_the_same_rows(dtype):
-    table = np.arange(200, dtype=np.float32)[:, None]
-    ids = np.array([0, 100, 127], dtype)
-    np.testing.assert_array_equal(js.sharded.lookup(table, ids).ravel(), [0, 100, 127])
-
-
 def test_ids_of_64_bits_do_not_wrap():
     with jax.enable_x64(True):
         ids = jnp.asarray([2**32 + 1, 1, -(2**32) + 1], "int64")
@@ -166,6 +147,25 @@ def test_lookups_in_transformations():
     np.testing.assert_array_equal(jax.vmap(total)(jnp.asarray(ids)), times)
 
 
+def test_derivatives_of_every_order_and_direction():
+    table = np.random.default_rng(0).normal(size=(24, 2)).astype(np.float32)
+    ids = jnp.array([5, 5, -1, 0, 3])
+
+    def cubes(table):
+        return (js.sharded.lookup(table, ids) ** 3).sum()
+
+    times = np.zeros((24, 1))
+    times[[0, 3, 5]] = [[1], [1], [2]]
+    first = jax.grad(cubes)(table)
+    np.testing.assert_allclose(first, times * 3 * table**2, rtol=1e-6)
+    second = jax.grad(lambda table: jax.grad(cubes)(table).sum())(table)
+    np.testing.assert_allclose(second, times * 6 * table, rtol=1e-6)
+    _, tangent = jax.jvp(cubes, (table,), (np.ones_like(table),))
+    np.testing.assert_allclose(tangent, first.sum(), rtol=1e-5)
+    many = jax.vmap(jax.grad(cubes))(jnp.stack([table, 2 * table]))
+    np.testing.assert_allclose(many[1], 4 * many[0], rtol=1e-5)
+
+
 # Whole gradients.
 
 
@@ -180,20 +180,6 @@ def mean_gradient(strategy, table, ids, op="mean"):
         return js.get_replica_context().all_reduce(op, jax.grad(total)(table))
 
     return step(table, strategy.per_replica(ids))
-
-
-def test_each_row_has_its_part_of_the_mean_gradient(four):
-    ids = np.array([[r, 7 - r] for r in range(4)])
-    gradient = mean_gradient(four, four.mirror(table_of(8)), ids)
-    np.testing.assert_array_equal(gradient, np.full((8, 2), 0.25))
-
-
-def test_a_row_counts_as_often_as_it_is_looked_up(four):
-    table, ids = four.mirror(table_of(8)), np.full((4, 3), 5)
-    for op, times in ("mean", 3), ("sum", 12):
-        wanted = np.zeros((8, 2))
-        wanted[5] = times
-        np.testing.assert_array_equal(mean_gradient(four, table, ids, op), wanted)
 
 
 def test_what_is_no_row_has_no_gradient(four):

@@ -10,6 +10,7 @@ import optax
 import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
+from helpers.cases import looped
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxstrategy as js
@@ -49,13 +50,8 @@ def test_each_device_gets_its_part_of_what_is_mirrored():
         np.testing.assert_array_equal(part, whole[:, 2 * i : 2 * i + 2])
 
 
-def test_mirrored_places_as_its_strategy_does():
-    with sharded().scope():
-        assert isinstance(js.Mirrored(np.zeros(8)), js.Sharded)
-
-
-@pytest.mark.parametrize("limit", [_mesh._AT_ONCE_BYTES, 16])
-@pytest.mark.parametrize("before", ["host", "one device", "every device", "rows"])
+@looped("limit", [_mesh._AT_ONCE_BYTES, 16])
+@looped("before", ["host", "one device", "every device", "rows"])
 def test_all_placements_are_divided_without_a_share_in_their_memory(
     before, limit, monkeypatch
 ):
@@ -81,28 +77,6 @@ def test_all_placements_are_divided_without_a_share_in_their_memory(
     np.testing.assert_array_equal(placed, whole)
 
 
-def test_the_parts_of_another_order_of_devices_share_no_memory():
-    devices = jax.devices()[:4]
-    one = sharded()
-    other = js.MirroredStrategy(
-        [devices[i] for i in (0, 1, 3, 2)], sharding=js.StateSharding(min_bytes=0)
-    )
-    first = one.mirror(np.arange(8.0))
-    second = other.mirror(first)
-    first.delete()
-    np.testing.assert_array_equal(second, np.arange(8.0))
-
-
-def test_what_is_divided_already_is_not_copied():
-    strategy = sharded()
-    placed = strategy.mirror(np.arange(8.0))
-    again = strategy.mirror(placed)
-    pointers = [s.data.unsafe_buffer_pointer() for s in placed.addressable_shards]
-    assert pointers == [
-        s.data.unsafe_buffer_pointer() for s in again.addressable_shards
-    ]
-
-
 def test_the_chosen_dimension_hears_the_path_and_no_numbers():
     heard = []
 
@@ -119,15 +93,6 @@ def test_the_chosen_dimension_hears_the_path_and_no_numbers():
     assert sorted(heard) == [("['bias']", (4,)), ("['kernel']", (4, 6))]
 
 
-def test_a_mirrored_strategy_gathers_what_it_mirrors():
-    placed = sharded().mirror(np.arange(8.0))
-    for count in (1, 2, 4):
-        plain = js.MirroredStrategy(jax.devices()[:count])
-        moved = plain.mirror(placed)
-        assert isinstance(moved, js.Mirrored) and len(moved.devices()) == count
-        np.testing.assert_array_equal(moved, np.arange(8.0))
-
-
 def test_a_mirrored_strategy_refuses_to_run_on_parts():
     placed = sharded().mirror(np.arange(8.0))
     plain = js.MirroredStrategy(jax.devices()[:4])
@@ -141,7 +106,7 @@ def test_a_mirrored_strategy_refuses_to_run_on_parts():
         np.testing.assert_array_equal(found, 2 * np.arange(8.0))
 
 
-@pytest.mark.parametrize("size", [8, 40_000])
+@looped("size", [8, 40_000])
 def test_steps_may_refer_to_parts_from_outside(size):
     strategy, whole = sharded(), np.arange(float(size), dtype=np.float32)
     w = strategy.mirror(whole)
@@ -168,26 +133,11 @@ def test_traced_arrays_are_divided():
     np.testing.assert_array_equal(jax.vmap(strategy.mirror)(rows), rows)
 
 
-def test_one_replica_has_all_of_everything():
-    strategy = sharded(1)
-    assert isinstance(strategy.mirror(np.arange(8.0)), js.Mirrored)
-
-
 # Which state is the optimizer's.
 
 
 def params():
     return {"w": jnp.ones((8, 4)), "b": jnp.ones(8)}
-
-
-def is_everything_divided(tree):
-    strategy = sharded(2, "optimizer")
-    placed = strategy.mirror(tree)
-    return [
-        isinstance(leaf, js.Sharded)
-        for leaf in jax.tree.leaves(placed)
-        if leaf.ndim and leaf.size > 1
-    ]
 
 
 class Momentum(NamedTuple):
@@ -241,8 +191,8 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("kind", ["dict", "named tuples", "TrainState", "pair"])
+@looped("name", OPTIMIZERS)
+@looped("kind", ["dict", "named tuples", "TrainState", "pair"])
 def test_all_of_an_optimizers_state_is_divided_and_no_parameter(name, kind):
     params, optimizer = {"w": jnp.ones((8, 4)), "b": jnp.ones(8)}, OPTIMIZERS[name]()
     if kind == "named tuples" and name not in ("several", "masked"):
@@ -262,27 +212,6 @@ def test_all_of_an_optimizers_state_is_divided_and_no_parameter(name, kind):
         if name in kinds:
             assert kinds[name] == ("part" if id(leaf) in own else "whole"), name
     assert own
-
-
-def test_a_train_states_optimizer_need_not_be_of_optax():
-    optimizer = optax.GradientTransformation(
-        lambda params: jax.tree.map(jnp.zeros_like, params),
-        lambda updates, state, params=None: (updates, state),
-    )
-    state = TrainState.create(apply_fn=None, params={"w": jnp.ones(8)}, tx=optimizer)
-    assert leaf_kinds(state) == {
-        ".step": "whole", ".params['w']": "whole", ".opt_state['w']": "part"
-    }  # fmt: skip
-
-
-def test_parameters_that_optax_wraps_are_parameters():
-    fast = optax.LookaheadParams.init_synced({"w": jnp.ones(8)})
-    optimizer = optax.lookahead(optax.adam(0.1), 5, 0.5)
-    kinds = leaf_kinds({"params": fast, "opt": optimizer.init(fast)})
-    assert {k: v for k, v in kinds.items() if "params" in k} == {
-        "['params'].fast['w']": "whole", "['params'].slow['w']": "whole"
-    }  # fmt: skip
-    assert kinds["['opt'].fast_state[0].mu['w']"] == "part"
 
 
 class Net(nnx.Module):
@@ -342,46 +271,6 @@ def test_reductions_of_parts_are_those_of_the_whole(divided):
     assert strategy.reduce("mean", w, axis=0) == whole.mean()
 
 
-def test_gathered_parts_are_all_of_it_once_for_each_replica(divided):
-    strategy, w = divided
-    np.testing.assert_array_equal(strategy.gather(w), np.tile(np.arange(8.0), 4))
-
-
-def test_local_results_of_parts_are_all_of_it(divided):
-    strategy, w = divided
-    results = strategy.experimental_local_results({"w": w, "n": 1})
-    assert [result["n"] for result in results] == [1] * 4
-    for result in results:
-        np.testing.assert_array_equal(result["w"], np.arange(8.0))
-
-
-def test_parts_are_read_as_any_array_is(divided):
-    _, w = divided
-    np.testing.assert_array_equal(js.to_host({"w": w})["w"], np.arange(8.0))
-    np.testing.assert_array_equal(np.asarray(w), np.arange(8.0))
-    assert float(w[3]) == 3.0 and float(w.sum()) == 28.0
-    assert str(w) == "[0. 1. 2. 3. 4. 5. 6. 7.]"
-    assert repr(w) == "Array([0., 1., 2., 3., 4., 5., 6., 7.], dtype=float32)"
-
-
-def test_the_devices_of_a_divided_value_are_destinations(divided):
-    strategy, w = divided
-    value = strategy.per_replica([1.0, 2.0, 3.0, 4.0])
-    moved = strategy.extended.reduce_to("sum", value, w)
-    assert moved == 10.0 and moved.devices() == w.devices()
-    assert strategy.extended.reduce_to("mean", w, "CPU:1").devices() == {
-        jax.devices()[1]
-    }
-
-
-def test_a_mirrored_variable_is_updated_by_a_divided_value(divided):
-    strategy, w = divided
-    with js.MirroredStrategy(jax.devices()[:4]).scope() as plain:
-        v = js.Variable(np.ones(8, np.float32))
-    plain.extended.update(v, lambda v, w: v.assign_add(w), (w,))
-    np.testing.assert_array_equal(v.numpy(), np.arange(8.0) + 1)
-
-
 # The comparison of copies.
 
 
@@ -392,7 +281,7 @@ def tampered(array, replica):
     return jax.make_array_from_single_device_arrays(array.shape, array.sharding, parts)
 
 
-@pytest.mark.parametrize("shard", ["state", "optimizer"])
+@looped("shard", ["state", "optimizer"])
 def test_whole_leaves_are_compared_and_parts_are_not(shard):
     strategy = sharded(4, shard)
     whole = js.MirroredStrategy(jax.devices()[:4]).mirror
@@ -405,16 +294,6 @@ def test_whole_leaves_are_compared_and_parts_are_not(shard):
     with pytest.raises(js.OutOfSyncError) as caught:
         strategy.assert_in_sync(state, "state")
     assert caught.value.leaves == {"state['big']": ((0, 1, 2), (3,))}
-
-
-def test_parts_in_another_order_are_an_error():
-    strategy = sharded()
-    other = js.MirroredStrategy(
-        [jax.devices()[i] for i in (1, 0, 2, 3)], sharding=js.StateSharding(min_bytes=0)
-    )
-    mixed = other.mirror(np.arange(8.0))
-    with pytest.raises(js.PlacementError, match="not divided over them in this order"):
-        strategy.assert_in_sync({"w": mixed})
 
 
 def test_parts_are_an_error_where_state_is_whole():

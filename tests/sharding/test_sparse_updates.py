@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax.training.train_state import TrainState
+from helpers.cases import looped
 
 import jaxstrategy as js
 
@@ -52,7 +52,7 @@ def on_one_device(optimizer, table, ids, steps, op="mean"):
     return table
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@looped("name", OPTIMIZERS)
 def test_sparse_steps_are_those_of_the_whole_gradient(eight, name):
     sparse, dense = OPTIMIZERS[name]
     embedding = js.sharded.Embedding(ROWS, FEATURES, sparse)
@@ -75,7 +75,7 @@ def test_sparse_steps_are_those_of_the_whole_gradient(eight, name):
         np.testing.assert_array_equal(changed, np.isin(np.arange(ROWS), ids))
 
 
-@pytest.mark.parametrize("op", ["mean", "sum"])
+@looped("op", ["mean", "sum"])
 def test_the_replicas_rows_are_reduced_as_is_said(op):
     two = js.MirroredStrategy(jax.devices()[:2])
     embedding = js.sharded.Embedding(ROWS, FEATURES, js.sharded.SGD(0.1))
@@ -104,22 +104,7 @@ def test_outside_of_a_strategy_there_is_one_replica():
         np.testing.assert_allclose(update(state).table, wanted, rtol=1e-5, atol=1e-6)
 
 
-def test_the_rows_gradient_is_the_whole_one_made_dense():
-    state = js.sharded.Embedding(ROWS, FEATURES).from_rows(some_rows())
-    ids = np.array([[3, 3, -1], [ROWS, 5, 39]])
-
-    def total(rows):
-        return (rows * jnp.arange(18.0).reshape(2, 3, 3)).sum()
-
-    rows = state.lookup(ids)
-    slices = state.gradient(ids, jax.grad(total)(rows))
-    whole = jax.grad(lambda state: total(state.lookup(ids)))(state)
-    assert isinstance(slices, js.IndexedSlices)
-    assert slices.values.shape == (6, FEATURES)
-    np.testing.assert_array_equal(slices.to_dense(), whole.table)
-
-
-@pytest.mark.parametrize("combiner", ["sum", "mean", "sqrtn"])
+@looped("combiner", ["sum", "mean", "sqrtn"])
 def test_groups_are_updated_as_they_are_looked_up(combiner):
     embedding = js.sharded.Embedding(ROWS, FEATURES, js.sharded.SGD(0.1))
     state = embedding.from_rows(some_rows())
@@ -160,71 +145,3 @@ def test_a_gradient_that_is_not_reduced_is_told_of(two):
 
     with pytest.warns(js.NotMirroredWarning, match=r"state.table"):
         two.run(step, (state, two.per_replica(some_ids(2, 6))))
-
-
-def test_what_each_replica_does_to_a_table_for_itself_is_its_own(eight):
-    embedding = js.sharded.Embedding(ROWS, FEATURES, js.sharded.SGD(0.1))
-    state = eight.mirror(embedding.from_rows(some_rows()))
-
-    @eight.run
-    def step(state, ids):
-        rows = state.lookup(ids)
-        return state.apply(state.gradient(ids, rows)).lookup(ids)  # not reduced
-
-    ids = np.arange(8 * 3).reshape(8, 3)
-    rows = step(state, eight.per_replica(ids)).stacked
-    np.testing.assert_allclose(rows, 0.9 * some_rows()[ids], rtol=1e-6)
-
-
-def test_a_learning_rate_that_changes_compiles_nothing_again(two, compilations):
-    embedding = js.sharded.Embedding(ROWS, FEATURES, js.sharded.SGD(0.1))
-    state = two.init(embedding.from_rows, some_rows())
-
-    @two.run
-    def step(state, ids, rate):
-        gradient = jnp.ones((*ids.shape, FEATURES))
-        return state.update(ids, gradient, learning_rate=rate)
-
-    ids = two.per_replica(np.array([[0], [1]]))
-    state = step(state, ids, jnp.float32(1.0))
-    compilations()
-    state = step(state, ids, jnp.float32(2.0))
-    assert not compilations()
-    np.testing.assert_allclose(state.table[:2], some_rows()[:2] - 1.5, rtol=1e-6)
-
-
-def test_no_ids_change_nothing():
-    embedding = js.sharded.Embedding(ROWS, FEATURES, js.sharded.Adagrad(0.1))
-    state = embedding.from_rows(some_rows())
-    new = state.update([], np.zeros((0, FEATURES)))
-    np.testing.assert_array_equal(new.table, state.table)
-
-
-def test_in_a_train_state_with_whole_gradients(eight):
-    embedding = js.sharded.Embedding(ROWS, FEATURES)
-
-    def build(key):
-        params = {"words": embedding.init(key), "scale": jnp.ones(FEATURES)}
-        return TrainState.create(apply_fn=None, params=params, tx=optax.adam(0.1))
-
-    def total(params, ids):
-        return loss(params["words"].lookup(ids) * params["scale"][None])
-
-    @eight.run
-    def step(state, ids):
-        gradients = jax.grad(total)(state.params, ids)
-        gradients = js.get_replica_context().all_reduce("mean", gradients)
-        return state.apply_gradients(grads=gradients)
-
-    @jax.jit
-    def plainly(state, ids):
-        return state.apply_gradients(grads=jax.grad(total)(state.params, ids))
-
-    state = eight.init(build, jax.random.key(0))
-    plain = build(jax.random.key(0))
-    ids = some_ids(8, 6)
-    for _ in range(2):
-        state = step(state, eight.per_replica(ids))
-        plain = plainly(plain, ids.ravel())
-    ours, wanted = state.params["words"].table, plain.params["words"].table
-    np.testing.assert_allclose(ours, wanted, rtol=1e-4, atol=1e-5)

@@ -12,6 +12,7 @@ import optax
 import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
+from helpers.cases import looped
 from jax.sharding import PartitionSpec as P
 
 import jaxstrategy as js
@@ -63,17 +64,6 @@ def test_specs_may_say_it_of_the_upper_part_or_of_some(cores):
     assert spec(made["up"]["kernel"]) == ()
 
 
-def test_two_axes_divide_one_dimension_or_two():
-    strategy = js.MirroredStrategy(logical_axes={"row": 2, "column": 2})
-    made = strategy.init(
-        lambda: (jnp.arange(32.0).reshape(4, 8), jnp.arange(8.0)),
-        specs=(P("row", "column"), P(("row", "column"))),
-    )
-    assert made[0].sharding.shard_shape((4, 8)) == (2, 4)
-    assert made[1].sharding.shard_shape((8,)) == (2,)
-    np.testing.assert_array_equal(made[0], np.arange(32.0).reshape(4, 8))
-
-
 WRONG = {
     "an unknown axis": (P("model"), r"`specs` for `result\['up'\]\['kernel'\]` is .*"),
     "unknown, what there is": (P("model"), "an axis 'model', but a replica has 'core'"),
@@ -86,42 +76,19 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("case", WRONG)
+@looped("case", WRONG)
 def test_specs_that_cannot_be_are_refused(cores, case):
     wrong, text = WRONG[case]
     with pytest.raises(ValueError, match=text):
         make(cores, specs={"up": {"kernel": wrong, "bias": None}, "down": None})
 
 
-def test_a_dimension_that_does_not_divide_is_refused(cores):
-    text = r"`result` is .*dimension 1 of its shape \(2, 3\) is 3, no multiple of 2"
-    with pytest.raises(ValueError, match=text):
-        cores.init(lambda: jnp.zeros((2, 3)), specs=P(None, "core"))
-
-
-def test_specs_of_another_structure_are_refused(cores):
-    with pytest.raises(ValueError, match="`specs` does not fit what the function"):
-        make(cores, specs={"up": P(None)})
-
-
-@pytest.mark.parametrize("wrong", ["core", (None, "core"), 3])
+@looped("wrong", ["core", (None, "core"), 3])
 def test_what_is_no_spec_is_refused(cores, wrong):
     with pytest.raises((TypeError, ValueError), match=r"jax\.P|PartitionSpec"):
         cores.init(lambda: jnp.zeros((2, 4)), specs=wrong)
     with pytest.raises(TypeError, match="has an entry 3"):
         cores.init(lambda: jnp.zeros((2, 4)), specs=P(3))
-
-
-def test_specs_without_logical_axes_say_how_to_have_some(two):
-    with pytest.raises(ValueError, match=r"logical_axes=\{'core': n\}"):
-        make(two, specs=P("core"))
-    assert make(two, specs=P())["up"]["kernel"].is_fully_replicated
-
-
-def test_one_device_for_an_axis_is_enough():
-    strategy = js.MirroredStrategy(logical_axes={"core": 1})
-    made = make(strategy, specs=P("core"))
-    assert made["up"]["kernel"].is_fully_replicated
 
 
 def test_moments_lie_as_the_parameters_that_were_given(cores):
@@ -135,35 +102,6 @@ def test_moments_lie_as_the_parameters_that_were_given(cores):
     )
     assert spec(whole.params["down"]["kernel"]) == ("core",)
     assert spec(whole.opt_state[0].nu["down"]["kernel"]) == ("core",)
-
-
-def test_no_device_has_the_whole_array_while_it_is_made(cores, monkeypatch):
-    shape, size = (256, 512), 256 * 512 * 4
-    lowered, jit = [], jax.jit
-
-    def recording(fn, **options):
-        def call(*args):
-            if "out_shardings" in options:
-                lowered.append(jit(fn, **options).lower(*args))
-            return jit(fn, **options)(*args)
-
-        return call
-
-    def build(key):
-        return jax.random.normal(key, shape) * 0.1
-
-    key = jax.random.key(0)
-    plain = jit(build).lower(key).compile().memory_analysis()
-    expected = jit(build)(key)
-    monkeypatch.setattr(jax, "jit", recording)
-    made = cores.init(build, key, specs=P(None, "core"))
-    monkeypatch.undo()
-    (program,) = lowered
-    memory = program.compile().memory_analysis()
-    assert memory.output_size_in_bytes == size // 2
-    # What is made meanwhile, the bits of random numbers, is made in parts, too.
-    assert memory.temp_size_in_bytes < 0.6 * plain.temp_size_in_bytes
-    np.testing.assert_array_equal(made, expected)
 
 
 class Annotated(nn.Module):
@@ -218,39 +156,6 @@ def test_specs_go_before_annotations(cores):
     assert spec(made["Dense_1"]["kernel"].value)[:1] == ("core",)
 
 
-def test_specs_that_flax_tells_fit(cores):
-    model = Annotated()
-    types = jax.eval_shape(model.init, jax.random.key(0), jnp.ones((1, 4)))
-    unboxed = lambda key: nn.unbox(model.init(key, jnp.ones((1, 4))))  # noqa: E731
-    specs = nn.get_partition_spec(types)
-    made = cores.init(unboxed, jax.random.key(0), specs=specs)["params"]
-    assert spec(made["Dense_0"]["kernel"]) == (None, "core")
-
-
-def test_the_optimizers_state_is_boxed_and_placed(cores):
-    model = Annotated()
-
-    def build(key):
-        params = model.init(key, jnp.ones((1, 4)))["params"]
-        return TrainState.create(
-            apply_fn=model.apply, params=params, tx=optax.adam(1e-2)
-        )
-
-    state = cores.init(build, jax.random.key(0))
-    moment = state.opt_state[0].mu["Dense_0"]["kernel"]
-    assert isinstance(moment, nn.Partitioned)
-    assert spec(moment.value) == (None, "core")
-
-
-def test_factored_moments_lie_whole(cores):
-    params = variables(cores, Annotated())
-    tx = optax.adafactor(1e-2, min_dim_size_to_factor=2)
-    state = cores.init(tx.init, params)
-    plain = tx.init(jax.tree.map(np.asarray, params))
-    jax.tree.map(np.testing.assert_array_equal, state, plain)
-    assert all(a.is_fully_addressable for a in jax.tree.leaves(state))
-
-
 def test_an_annotation_of_an_unknown_axis_names_the_path_and_the_axes(cores):
     text = (
         r"annotation of `result.*\['kernel'\].*axis 'model', but a replica has 'core'"
@@ -268,13 +173,6 @@ def test_a_constraint_of_an_unknown_axis_names_the_line_and_the_axes(cores):
     )
     with pytest.raises(ValueError, match=text):
         cores.init(build)
-
-
-def test_an_annotation_that_does_not_divide_names_the_path():
-    strategy = js.MirroredStrategy(jax.devices()[:3], logical_axes={"core": 3})
-    text = r"annotation of `result\['params'\]\['Dense_0'\]\['kernel'\]"
-    with pytest.raises(ValueError, match=text):
-        strategy.init(Annotated().init, jax.random.key(0), jnp.ones((1, 4)))
 
 
 class Objects(nnx.Module):
@@ -307,15 +205,6 @@ def test_annotations_of_nnx_place_variables(cores):
     np.testing.assert_array_equal(model.up.kernel[...], plain.up.kernel[...])
 
 
-def test_logical_names_of_nnx_are_placed_by_rules(cores):
-    with nnx.logical_axis_rules([("hidden", "core")]):
-        model, _ = cores.init(build_objects, "hidden")
-    assert spec(model.up.kernel[...]) == (None, "core")
-    text = r"annotation of `result\[0\]\.\w+\.kernel.* an axis 'hidden', but a replica"
-    with pytest.raises(ValueError, match=text):
-        cores.init(build_objects, "hidden")
-
-
 def test_annotated_objects_are_made_in_any_scope(cores, two):
     for strategy in (cores, two):
         with strategy.scope():
@@ -326,22 +215,7 @@ def test_annotated_objects_are_made_in_any_scope(cores, two):
     assert nnx.using_eager_sharding()
 
 
-@pytest.mark.parametrize("build", ["linen", "nnx"])
-def test_annotations_mean_nothing_where_a_replica_is_one_device(two, build):
-    if build == "linen":
-        kernel = variables(two, Annotated("anything"))["Dense_0"]["kernel"].value
-    else:
-        kernel = two.init(build_objects, "anything")[0].up.kernel[...]
-    assert kernel.is_fully_replicated
-
-
-def test_arrays_of_one_replica_are_computed_with_in_the_scope(cores):
-    with cores.scope():
-        values = cores.per_replica(np.arange(8.0).reshape(4, 2)).values
-        assert [float((value + 1).sum()) for value in values] == [3, 7, 11, 15]
-
-
-@pytest.mark.parametrize("shard", ["state", "optimizer"])
+@looped("shard", ["state", "optimizer"])
 def test_replicas_and_their_devices_divide_different_dimensions(shard):
     strategy = js.MirroredStrategy(
         sharding=js.StateSharding(shard, min_bytes=0), logical_axes={"core": 2}

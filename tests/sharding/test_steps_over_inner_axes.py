@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers.cases import slow
+from helpers.cases import looped
 from jax import lax
 from jax.experimental import io_callback
 from jax.sharding import NamedSharding
@@ -53,21 +53,6 @@ def test_the_mean_gradient_of_weights_over_cores_is_that_of_numpy():
     assert result.sharding.spec == P(None, "core")
     text = compiled_text(strategy, gradient_step, args)
     assert counted(text, "all-gather") == 0 and counted(text, "all-reduce") == 1
-
-
-def test_the_gradient_before_the_mean_is_that_of_the_replicas_rows():
-    strategy = strategy_of(2)
-    x = np.arange(32, dtype=F32).reshape(4, 2, 4)
-    w = np.arange(24, dtype=F32).reshape(4, 6)
-
-    def step(w, x):
-        return jax.grad(lambda w: ((x @ w) ** 2).mean())(w)
-
-    own = strategy.run(
-        step, (over(strategy, w, None, "core"), strategy.per_replica([*x]))
-    )
-    for version, block in zip(own.values, x, strict=True):
-        np.testing.assert_allclose(version, 2 * block.T @ (block @ w) / 12, rtol=1e-6)
 
 
 def state_and_step(strategy):
@@ -127,11 +112,10 @@ DIVIDED = {
 }
 
 
-@pytest.mark.parametrize("shard", [None, "optimizer", "state"])
-@pytest.mark.parametrize("cores", [2, *slow(1, 4, 8)])
-def test_state_lies_over_cores_and_replicas_and_numbers_are_one_devices(cores, shard):
+@looped("shard", [None, "optimizer", "state"])
+def test_state_lies_over_cores_and_replicas_and_numbers_are_one_devices(shard):
     sharding = None if shard is None else js.StateSharding(shard, min_bytes=0)
-    strategy = strategy_of(cores, sharding=sharding)
+    strategy = strategy_of(2, sharding=sharding)
     state, step, x = state_and_step(strategy)
     for _ in range(3):
         state, value = strategy.run(step, (state, x))
@@ -139,12 +123,11 @@ def test_state_lies_over_cores_and_replicas_and_numbers_are_one_devices(cores, s
     np.testing.assert_allclose(value, wanted, rtol=1e-5)
     for name, array in state[0].items():
         np.testing.assert_allclose(array, params[name], atol=2e-5)
-    if cores in (2, 4):
-        moments = state[1][1][0].mu
-        parameters = DIVIDED if shard == "state" else WHOLE
-        assert {n: a.sharding.spec for n, a in state[0].items()} == parameters
-        memory = WHOLE if shard is None else DIVIDED
-        assert {n: a.sharding.spec for n, a in moments.items()} == memory
+    moments = state[1][1][0].mu
+    parameters = DIVIDED if shard == "state" else WHOLE
+    assert {n: a.sharding.spec for n, a in state[0].items()} == parameters
+    memory = WHOLE if shard is None else DIVIDED
+    assert {n: a.sharding.spec for n, a in moments.items()} == memory
 
 
 def layers_step(strategy):
@@ -169,7 +152,7 @@ def layers_step(strategy):
     return strategy.mirror((up, down)), step, strategy.per_replica([*x])
 
 
-@pytest.mark.parametrize("shard", ["optimizer", "state"])
+@looped("shard", ["optimizer", "state"])
 def test_what_replicas_gather_and_scatter_stays_over_cores(shard):
     sharding = js.StateSharding(shard, min_bytes=0)
     found = []
@@ -185,32 +168,6 @@ def test_what_replicas_gather_and_scatter_stays_over_cores(shard):
     if shard == "state":
         specs = [array.sharding.spec for array in params]
         assert specs == [P(None, "replica", "core"), P(None, "core", "replica")]
-
-
-def test_a_second_call_is_not_compiled_again(capfd):
-    strategy = strategy_of(2)
-    state, step, x = state_and_step(strategy)
-    state, _ = strategy.run(step, (state, x))
-    with jax.log_compiles():
-        strategy.run(step, (state, x))
-    assert "Compiling" not in capfd.readouterr().err
-
-
-def test_arrays_over_cores_are_not_joined_to_be_reduced():
-    strategy = strategy_of(2)
-    kernels = [over(strategy, np.ones((8, 6), F32), None, "core") for _ in range(6)]
-    biases = [strategy.mirror(np.ones(3, F32)) for _ in range(30)]
-    x = strategy.per_replica([F32(i) for i in range(4)])
-
-    def step(kernels, biases, x):
-        reduce = js.get_replica_context().all_reduce
-        return reduce("sum", [[x * w for w in kernels], [x * b for b in biases]])
-
-    sums = strategy.run(step, (kernels, biases, x))
-    assert all(np.all(np.asarray(each) == 6) for each in jax.tree.leaves(sums))
-    assert {each.sharding.spec for each in sums[0]} == {P(None, "core")}
-    text = compiled_text(strategy, step, (kernels, biases, x))
-    assert counted(text, "all-gather") == 0
 
 
 def test_bfloat16_is_summed_in_float32_where_xla_would_end_the_process():
@@ -258,50 +215,6 @@ def test_bfloat16_is_not_reduced_where_an_inner_axis_is_left_to_xla():
         strategy.run(one, (narrow,))
 
 
-def test_collectives_over_the_only_replica_return_what_they_are_given():
-    strategy = strategy_of(8)
-    assert strategy.num_replicas_in_sync == 1
-    w = over(strategy, np.arange(16, dtype=F32).reshape(2, 8), None, "core")
-
-    def step(w):
-        return (
-            lax.psum(w, "replica"),
-            lax.pmax(w, "replica"),
-            lax.all_gather(w, "replica"),
-            lax.all_gather(w, "replica", axis=1, tiled=True),
-            lax.psum_scatter(w[None], "replica"),
-            lax.psum_scatter(w, "replica", tiled=True),
-            lax.all_to_all(w[None], "replica", 0, 1),
-            lax.all_to_all(w, "replica", 0, 1, tiled=True),
-            lax.ppermute(w, "replica", [(0, 0)]),
-            lax.ppermute(w, "replica", []),
-            w + lax.axis_index("replica"),
-        )
-
-    found = [np.asarray(getattr(a, "stacked", a)) for a in strategy.run(step, (w,))]
-    w = np.asarray(w)
-    shapes = {2: (1, 2, 8), 6: (2, 1, 8)}
-    for number, array in enumerate(found):
-        wanted = (0 * w if number == 9 else w).reshape(shapes.get(number, w.shape))
-        assert np.array_equal(array.reshape(wanted.shape), wanted), number
-
-
-def test_what_each_device_of_a_replica_does_can_be_said():
-    def step(x):
-        def on_core(x):
-            return x * 2 + lax.psum(x, "core")
-
-        return jax.shard_map(
-            on_core, in_specs=P("core"), out_specs=P("core"), axis_names={"core"}
-        )(x)
-
-    for sharding in (None, js.StateSharding("state", min_bytes=0)):
-        strategy = strategy_of(2, sharding=sharding)
-        x = strategy.mirror(np.arange(8, dtype=F32))
-        wanted = 2 * np.arange(8) + np.tile(np.arange(4) * 2 + 4, 2)
-        assert np.array_equal(strategy.run(step, (x,)), wanted)
-
-
 def test_a_constraint_along_the_replicas_is_refused():
     def step(x):
         return lax.with_sharding_constraint(x, P("replica"))
@@ -315,10 +228,9 @@ def test_a_constraint_along_the_replicas_is_refused():
             strategy_of(2, sharding=sharding).run(step, (np.ones(8, F32),))
 
 
-@pytest.mark.parametrize(
+@looped(
     "arguments",
     [{}, {"replicas_per_device": 2}, {"sharding": js.StateSharding(min_bytes=0)}],
-    ids=str,
 )
 def test_so_it_is_with_one_device_for_each_replica(arguments):
     strategy = js.MirroredStrategy(jax.devices()[:2], **arguments)
@@ -368,7 +280,7 @@ def test_who_names_the_mesh_in_a_step_is_told_to_name_axes_only():
         strategy.run(step, (np.ones(8, F32),))
 
 
-@pytest.mark.parametrize("call", [jax.pure_callback, io_callback])
+@looped("call", [jax.pure_callback, io_callback])
 def test_callbacks_of_the_host_are_refused_and_printing_is_not(call, capfd):
     def step(x):
         jax.debug.print("sum {}", x.sum())

@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.cases import looped
 
 import jaxstrategy as js
 from jaxstrategy.sharded import SGD, Adagrad, Embedding, lookup
@@ -109,7 +110,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize("call, error, text", REFUSED, ids=[r[2] for r in REFUSED])
+@looped("call, error, text", REFUSED)
 def test_odd_arguments_are_refused_with_what_was_wanted(call, error, text):
     with pytest.raises(error, match=text):
         call()

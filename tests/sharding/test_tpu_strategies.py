@@ -3,14 +3,12 @@
 The numbers are those of TensorFlow's tests of its strategy.
 """
 
-import copy
 import re
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
+from helpers.cases import looped
 
 import jaxstrategy as js
 from jaxstrategy.checkpoint import CheckpointManager
@@ -19,7 +17,6 @@ from jaxstrategy.tpu import _topology
 from jaxstrategy.tpu.experimental import (
     DeviceAssignment,
     Topology,
-    initialize_tpu_system,
 )
 
 MESH = [2, 2, 1, 2]
@@ -30,11 +27,6 @@ TOPOLOGY = Topology(mesh_shape=MESH, device_coordinates=[CORES])
 @pytest.fixture(autouse=True)
 def as_at_the_beginning(monkeypatch):
     monkeypatch.setattr(_topology, "_initialized", set())
-
-
-@pytest.fixture(scope="module", params=[1, 2, 4], ids="{}-cores".format)
-def tpu(request):
-    return js.TPUStrategy(cores_per_replica=request.param)
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +66,7 @@ def test_without_a_tpu_each_device_is_a_replica():
     assert repr(strategy) == "TPUStrategy(8 replicas on cpu:0..7)"
 
 
-@pytest.mark.parametrize(
+@looped(
     ("cores", "axes"),
     [
         (2, {"core": 2}),
@@ -87,21 +79,6 @@ def test_there_is_an_axis_for_each_prime_factor(cores, axes):
     assert dict(strategy.mesh.shape) == {"replica": 8 // cores, **axes}
     assert ids(strategy) == np.arange(8).reshape(-1, cores).tolist()
     assert strategy.extended.worker_devices == tuple(jax.devices()[::cores])
-
-
-def test_axes_of_other_numbers_of_cores():
-    topology = Topology(
-        mesh_shape=[8, 1, 1, 1],
-        device_coordinates=[[[x, 0, 0, 0] for x in range(8)]],
-    )
-    six = DeviceAssignment.build(topology, computation_shape=[6, 1, 1, 1])
-    strategy = js.TPUStrategy(experimental_device_assignment=six)
-    assert dict(strategy.mesh.shape) == {"replica": 1, "core_0": 2, "core_1": 3}
-    x = np.arange(36.0, dtype=np.float32).reshape(6, 6)
-    for splits in ([6, 1], [1, 6], [2, 3], [3, 2]):
-        found = strategy.experimental_split_to_logical_devices(x, splits)
-        assert found.sharding.shard_shape(x.shape) == (6 // splits[0], 6 // splits[1])
-        np.testing.assert_array_equal(found, x)
 
 
 def test_an_assignment_says_which_replica_has_which_devices():
@@ -118,25 +95,6 @@ def test_an_assignment_says_which_replica_has_which_devices():
     assert older.mesh == strategy.mesh
 
 
-def test_the_topology_that_is_here_fits():
-    assignment = DeviceAssignment.build(
-        initialize_tpu_system(), computation_shape=[4, 1, 1, 1], num_replicas=2
-    )
-    strategy = js.TPUStrategy(TPUClusterResolver(), assignment)
-    assert ids(strategy) == [[0, 1, 2, 3], [4, 5, 6, 7]]
-
-
-def test_strategies_on_some_cores():
-    first, second = on(0), on(1)
-    assert first.extended.worker_devices == (jax.devices()[0],)
-    assert second.extended.worker_devices == (jax.devices()[1],)
-    everywhere = js.TPUStrategy()
-    with everywhere.scope():
-        v = js.Variable(0.0)
-    found = [one.run(lambda x: x + 1.0, (v.value(),)) for one in (first, second)]
-    assert sum(map(float, found)) == 2.0
-
-
 def test_replicas_in_another_order():
     forth, back = on(0, 1), on(1, 0)
     reads = []
@@ -151,27 +109,7 @@ def test_replicas_in_another_order():
     assert reads == [{0: 1, 1: 42}, {1: 1, 0: 42}]
 
 
-def test_one_strategy_after_another():
-    two, one = on(0, 1), on(0)
-    squares = two.run(lambda x: jnp.square(x), (two.mirror(np.asarray([2.0, 2.0])),))
-    (first, *_) = two.experimental_local_results(squares)
-    np.testing.assert_array_equal(one.run(jnp.square, (first,)), [16.0, 16.0])
-
-
-def test_a_local_tpu_is_this_process():
-    local = js.TPUStrategy(TPUClusterResolver("local"), cores_per_replica=2)
-    assert ids(local) == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert local.cluster_resolver.is_local
-
-
-def test_a_copy_of_a_strategy(pairs):
-    twin = copy.deepcopy(pairs)
-    assert twin.mesh == pairs.mesh and twin.cluster_resolver is pairs.cluster_resolver
-    with pytest.raises(ValueError, match="in SPMD mode"):
-        twin.experimental_assign_to_logical_device(1.0, 0)
-
-
-@pytest.mark.parametrize(
+@looped(
     ("arguments", "error", "text"),
     [
         ({"cores_per_replica": 3}, ValueError, "was 3, and 8 devices are no multiple"),
@@ -222,16 +160,9 @@ def test_what_cannot_be_is_refused(arguments, error, text):
 # Steps.
 
 
-def test_a_chain_of_steps(tpu):
-    value = tpu.run(lambda: jnp.zeros(()))
-    for _ in range(10):
-        value = tpu.run(lambda x: x + 1, (value,))
-    assert tpu.reduce("sum", value) == 10 * tpu.num_replicas_in_sync
-
-
-def test_on_read_variables_are_reduced(tpu):
-    n = tpu.num_replicas_in_sync
-    with tpu.scope():
+def test_on_read_variables_are_reduced(pairs):
+    n = pairs.num_replicas_in_sync
+    with pairs.scope():
         w = js.Variable(
             (0.0,), synchronization="ON_READ", aggregation="ONLY_FIRST_REPLICA"
         )
@@ -241,51 +172,10 @@ def test_on_read_variables_are_reduced(tpu):
         return total(w.value()) + x
 
     x = np.arange(n, dtype=np.float32)
-    found = tpu.run(step, (tpu.per_replica(list(x[:, None])),))
-    found = np.ravel([np.asarray(y) for y in tpu.experimental_local_results(found)])
+    found = pairs.run(step, (pairs.per_replica(list(x[:, None])),))
+    found = np.ravel([np.asarray(y) for y in pairs.experimental_local_results(found)])
     np.testing.assert_array_equal(found, x + n * (n - 1) / 2)
     np.testing.assert_array_equal(w.value(), [0.0])
-
-
-def test_variables_made_outside_of_the_scope(tpu):
-    v = js.Variable(2.0)
-    x = np.arange(tpu.num_replicas_in_sync, dtype=np.float32)
-    found = tpu.run(lambda x: x + v.value(), (tpu.per_replica(list(x)),))
-    local = [float(y) for y in tpu.experimental_local_results(found)]
-    assert local == [i + 2.0 for i in x]
-
-
-def test_a_branch_by_the_replica():
-    strategy = on(0, 1)
-
-    def step():
-        index = js.get_replica_context().replica_id_in_sync_group
-        return lax.switch(index, [lambda: 2, lambda: 3])
-
-    found = strategy.experimental_local_results(strategy.run(step))
-    assert [int(x) for x in found] == [2, 3]
-
-
-def test_nothing_and_empty_containers_come_back(tpu):
-    found = tpu.run(lambda x: (x, None, [], {"a": ()}), (None,))
-    assert found == (None, None, [], {"a": ()})
-
-
-def test_results_stay_on_the_devices_of_their_replica(tpu):
-    found = tpu.run(lambda: js.get_replica_context().replica_id_in_sync_group * 2)
-    for i, value in enumerate(found.values):
-        assert value.devices() == set(tpu._replicas.devices_of(i))
-
-
-def test_sums_of_segments():
-    strategy = on(0, 1)
-    values = strategy.per_replica([[0.0, 1.0, 0.0], [1.0, 2.0, 8.0]])
-    found = strategy.run(
-        lambda x: jax.ops.segment_sum(x, jnp.asarray([0, 0, 1]), num_segments=2)[::-1],
-        (values,),
-    )
-    local = [x.tolist() for x in strategy.experimental_local_results(found)]
-    assert local == [[0.0, 1.0], [8.0, 3.0]]
 
 
 # Logical devices.
@@ -315,7 +205,7 @@ def test_variables_on_logical_devices(pairs, tmp_path):
     assert step(5.0) == 30 * n
 
 
-@pytest.mark.parametrize("number", [2, -1, 1.0, None])
+@looped("number", [2, -1, 1.0, None])
 def test_logical_devices_that_are_not_there(pairs, number):
     text = f"`logical_device_id` not in range: it was {number}, and a replica has 2"
     with pytest.raises(ValueError, match=re.escape(text)):
@@ -347,51 +237,3 @@ def test_values_are_assigned_to_logical_devices(pairs):
         return older.experimental_assign_to_logical_device(y + 1, 1)
 
     np.testing.assert_array_equal(older.run(step, (np.arange(3.0),)), [1.0, 3.0, 5.0])
-
-
-def test_an_initial_value_that_is_a_function_is_made_once(pairs):
-    calls = []
-
-    def initial():
-        calls.append(1)
-        return jax.random.normal(jax.random.key(len(calls)), (4,))
-
-    with pairs.scope():
-        v = js.Variable(initial)
-    assert len(calls) == 1
-    shards = [np.asarray(shard.data) for shard in v.value().addressable_shards]
-    assert len(shards) == 8
-    for shard in shards:
-        np.testing.assert_array_equal(shard, shards[0])
-
-
-def test_what_a_step_logs(pairs):
-    events = []
-    with pairs.scope():
-        number = js.Variable(1, aggregation="ONLY_FIRST_REPLICA")
-
-    def step():
-        value = 2 * number.value()
-        number.assign_add(1)
-        return value
-
-    with js.profiling.MetricLogger(lambda n, found: events.append((n, found))) as log:
-        for i in range(1, 11):
-            log(i, {"value": pairs.run(step)})
-    assert [(n, float(found["value"])) for n, found in events] == [
-        (i, 2.0 * i) for i in range(1, 11)
-    ]
-    copies = pairs.experimental_local_results(number)
-    assert [int(x) for x in copies] == [11] * 4
-
-
-def test_callbacks_of_replicas_of_one_device():
-    strategy = js.TPUStrategy()
-
-    def step(x):
-        y = x + 1
-        y = jax.pure_callback(lambda y: y + 1, jax.typeof(y), y)
-        return total(strategy.experimental_split_to_logical_devices(y + 1, [1, 1]))
-
-    found = strategy.run(step, (np.zeros((2, 2), np.int32),))
-    np.testing.assert_array_equal(found, np.full((2, 2), 3 * 8))

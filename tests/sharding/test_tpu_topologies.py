@@ -3,11 +3,9 @@
 `oracle/tpu_assignments.json` holds what TensorFlow 2.21 made of the same arguments.
 """
 
-import itertools
-import re
-
 import numpy as np
 import pytest
+from helpers.cases import looped
 from helpers.oracle import recorded
 
 import jaxstrategy as js
@@ -59,15 +57,6 @@ def test_what_tensorflow_refuses_is_refused():
             built(case)
 
 
-def test_neighbours_follow_each_other_in_a_ring():
-    mesh = [4, 4, 4, 1]
-    ring = DeviceAssignment.build(
-        topology(mesh), computation_shape=mesh, device_order_mode=DeviceOrderMode.RING
-    ).core_assignment[0]
-    away = np.abs(ring - np.roll(ring, 1, axis=0)).sum(axis=1)
-    assert len({tuple(core) for core in ring.tolist()}) == 64 and set(away) == {1}
-
-
 def test_a_replica_for_each_chip():
     found = DeviceAssignment.build(
         topology(), computation_shape=[1, 1, 1, 2], num_replicas=4
@@ -86,34 +75,7 @@ def test_a_replica_for_each_chip():
     assert repr(found) == "DeviceAssignment(4 replicas of 2 cores)"
 
 
-def test_a_replica_for_each_core():
-    cores = [[0, 0], [1, 0], [0, 1], [1, 1]]
-    wanted = [[x, y, 0, core] for x, y in cores for core in (0, 1)]
-    found = DeviceAssignment.build(topology(), num_replicas=8)
-    assert found.core_assignment[:, 0].tolist() == wanted
-    few = DeviceAssignment.build(topology(), num_replicas=3)
-    assert few.core_assignment[:, 0].tolist() == wanted[:3]
-
-
-def test_one_replica_on_all_cores():
-    found = DeviceAssignment.build(topology(), computation_shape=MESH)
-    chips = [(0, 0), (1, 0), (1, 1), (0, 1)]
-    wanted = [[x, y, 0, core] for x, y in chips for core in (0, 1)]
-    assert found.core_assignment.tolist() == [wanted]
-
-
-def test_replicas_of_cores_of_two_chips():
-    found = DeviceAssignment.build(
-        topology(), computation_shape=[1, 2, 1, 1], num_replicas=4
-    )
-    wanted = [
-        [[x, y, 0, core] for y in (0, 1)]
-        for x, core in itertools.product((0, 1), repeat=2)
-    ]
-    assert found.core_assignment.tolist() == wanted
-
-
-@pytest.mark.parametrize(
+@looped(
     ("arguments", "text"),
     [
         (([1, 1, 1, 2], None, 5), "requested 5 replicas but only 4 replicas fit"),
@@ -166,7 +128,7 @@ def test_assignments_of_what_is_left_are_in_the_order_of_tasks():
         DeviceAssignment.build(lacking, [1, 1, 1, 2], num_replicas=4)
 
 
-@pytest.mark.parametrize(
+@looped(
     ("cores", "text"),
     [
         ([[0, 0, 0, 0]], "must be a rank 3 numpy array"),
@@ -183,7 +145,7 @@ def test_cores_that_cannot_be_assigned_are_refused(cores, text):
         DeviceAssignment(topology(), cores)
 
 
-@pytest.mark.parametrize("make", [DeviceAssignment.build, DeviceAssignment])
+@looped("make", [DeviceAssignment.build, DeviceAssignment])
 def test_something_else_than_a_topology_is_refused(make):
     others = ["x", None, js.Topology(bandwidth=1e9, latency=1e-6, replicas=8)]
     for other in others:
@@ -204,23 +166,12 @@ def test_replicas_are_looked_up_by_task_and_core():
     assert twice.lookup_replicas(0, 0) == [0, 1]
 
 
-@pytest.mark.parametrize("numbers", [(4, 0), (0, 2), (-1, 0), (0, -1), (0.0, 0)])
+@looped("numbers", [(4, 0), (0, 2), (-1, 0), (0, -1), (0.0, 0)])
 def test_cores_that_are_not_there_are_refused(numbers):
     found = DeviceAssignment.build(topology(), [1, 1, 1, 2], num_replicas=4)
     for ask in (found.coordinates, found.tpu_ordinal, found.tpu_device):
         with pytest.raises(ValueError, match=r"a number from 0 to [13] was wanted"):
             ask(*numbers)
-
-
-def test_a_topology_of_one_task():
-    one = topology()
-    assert one.num_tasks == 1 and one.num_tpus_per_task == 8 and one.mesh_rank == 4
-    assert one.missing_devices.shape == (0, 4)
-    assert one.mesh_shape.tolist() == MESH
-    assert one.device_coordinates.shape == (1, 8, 4)
-    assert one.tpu_device_ordinal_at_coordinates([1, 0, 0, 1]) == 3
-    assert one.task_ordinal_at_coordinates((1, 0, 0, 1)) == 0
-    assert repr(one) == "Topology(mesh_shape=[2, 2, 1, 2], 1 task of 8 devices)"
 
 
 def test_a_topology_of_two_tasks():
@@ -236,7 +187,7 @@ def test_a_topology_of_two_tasks():
     )
 
 
-@pytest.mark.parametrize("mesh", [[2, 2], [2, 2, 0, 2], None, [2, 2, 1, 2.0], 8])
+@looped("mesh", [[2, 2], [2, 2, 0, 2], None, [2, 2, 1, 2.0], 8])
 def test_meshes_that_cannot_be_are_refused(mesh):
     with pytest.raises(
         ValueError, match="`mesh_shape` must be a sequence of 4 positive entries"
@@ -244,7 +195,7 @@ def test_meshes_that_cannot_be_are_refused(mesh):
         Topology(mesh_shape=mesh, device_coordinates=topology().device_coordinates)
 
 
-@pytest.mark.parametrize(
+@looped(
     ("coordinates", "text"),
     [
         ([[0, 0, 0, 0]], r"must be a rank 3 array of whole numbers, \[task, device, 4"),
@@ -262,13 +213,6 @@ def test_coordinates_that_cannot_be_are_refused(coordinates, text):
         Topology(mesh_shape=MESH, device_coordinates=coordinates)
 
 
-def test_no_device_lies_at_other_coordinates():
-    asks = ("task_ordinal", "tpu_device_ordinal", "tpu_device_name", "cpu_device_name")
-    for ask, at in itertools.product(asks, ([1, 1, 0, 1], [0, 0, 0], [0, 9, 0, 0])):
-        with pytest.raises(ValueError, match=re.escape(f"at the coordinates {at}")):
-            getattr(topology(drop=1), f"{ask}_at_coordinates")(at)
-
-
 def test_serialized_topologies_are_tensorflows():
     for case in ORACLE["serialized"]:
         one = topology(case["mesh"], case["tasks"])
@@ -279,14 +223,7 @@ def test_serialized_topologies_are_tensorflows():
         assert again.serialized() == one.serialized()
 
 
-def test_numbers_beyond_a_byte_are_serialized():
-    long = Topology(mesh_shape=[300, 1, 1, 1], device_coordinates=[[[299, 0, 0, 0]]])
-    again = Topology(long.serialized())
-    assert again.mesh_shape.tolist() == [300, 1, 1, 1]
-    assert again.device_coordinates.tolist() == [[[299, 0, 0, 0]]]
-
-
-@pytest.mark.parametrize(
+@looped(
     ("serialized", "text"),
     [
         (b"\xff", "A serialized topology was wanted.*got b"),

@@ -9,12 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh
+from helpers.cases import looped
 
 import jaxstrategy as js
-from jaxstrategy.replicas._replicas import Replicas
-from jaxstrategy.strategies._choices import Choices
-from jaxstrategy.strategies._strategy import Strategy
 
 COUNT = 4
 START = {
@@ -31,13 +28,10 @@ def strategies():
     return {
         "by strategy": js.MirroredStrategy(devices, sharding=sharded),
         "by variable": js.MirroredStrategy(devices),
-        "optimizer": js.MirroredStrategy(
-            devices, sharding=js.StateSharding("optimizer", min_bytes=0)
-        ),
     }
 
 
-@pytest.fixture(scope="module", params=["by strategy", "by variable", "optimizer"])
+@pytest.fixture(scope="module", params=["by strategy", "by variable"])
 def case(request):
     strategy = strategies()[request.param]
     options = {} if request.param == "by strategy" else {"sharding": 0}
@@ -137,17 +131,6 @@ def test_an_optimizer_of_variables_gives_the_numbers_of_whole_ones(case):
     for variable in model.variables:
         assert lies_at(variable) == ([0] if variable.ndim > 1 else [])
         assert variable.value().sharding == variable.sharding
-
-
-def test_they_are_those_of_whole_variables_bit_by_bit(strategy):
-    ends = []
-    for each in (strategy, js.MirroredStrategy(jax.devices()[:COUNT])):
-        model, x = Momentum(each, {}), batches(each)
-        for _ in range(3):
-            each.run(model.step, (x,))
-        ends.append([variable.numpy() for variable in model.variables])
-    for divided, whole in zip(*ends, strict=True):
-        np.testing.assert_array_max_ulp(divided, whole, maxulp=1)
 
 
 def test_one_program_takes_a_part_of_each_variable(case, compilations):
@@ -260,7 +243,7 @@ def by_hand(v):
     }
 
 
-@pytest.mark.parametrize("use", by_hand(START["w"]), ids=lambda use: use.__name__)
+@looped("use", by_hand(START["w"]))
 def test_every_use_is_right_and_leaves_it_divided(strategy, use):
     variable = made(strategy, START["w"])
     wanted = START["w"]
@@ -273,8 +256,8 @@ def test_every_use_is_right_and_leaves_it_divided(strategy, use):
         assert variable.value().sharding == variable.sharding
 
 
-@pytest.mark.parametrize("use", [twice, in_scan, in_cond, of_a_part])
-@pytest.mark.parametrize("around", ["jit", "scan"])
+@looped("use", [in_scan, of_a_part])
+@looped("around", ["jit", "scan"])
 def test_steps_in_functions_that_jax_traces(use, around):
     strategy, options = BOTH[around]
     variable = made(strategy, START["w"], **options)
@@ -308,7 +291,7 @@ def filled(variable, x):
     variable.assign(jnp.full(variable.shape, x))
 
 
-@pytest.mark.parametrize(
+@looped(
     ("aggregation", "wanted"),
     [("sum", 10.0), ("mean", 2.5), ("only_first_replica", 1.0)],
 )
@@ -331,37 +314,6 @@ def test_what_differs_between_replicas_is_refused(strategy):
     assert lies_at(variable) == [0]
 
 
-def test_on_read_variables_beside_it_keep_a_copy_for_each(strategy):
-    variable = made(strategy, START["w"])
-    count = made(strategy, 0.0, synchronization="on_read", aggregation="sum")
-
-    def step(x):
-        count.assign_add(x)
-        variable.assign_add(jnp.ones(variable.shape))
-
-    x = strategy.per_replica([1.0, 2.0, 3.0, 4.0])
-    strategy.run(step, (x,))
-    strategy.run(step, (x,))
-    assert float(count) == 20
-    np.testing.assert_allclose(variable.numpy(), START["w"] + 2, rtol=1e-6)
-
-
-def test_a_variable_that_is_made_in_a_step_is_divided(case):
-    strategy, options = case
-    made_there = []
-
-    def step(x):
-        if not made_there:
-            start = lambda: jnp.asarray(START["w"]) + 0  # noqa: E731
-            made_there.append(js.Variable(start, name="v", **options))
-        made_there[0].assign_add(x * jnp.ones((8, 8)))
-
-    for _ in range(2):
-        strategy.run(step, (2.0,))
-    np.testing.assert_allclose(made_there[0].numpy(), START["w"] + 4, rtol=1e-6)
-    assert lies_at(made_there[0]) == [0]
-
-
 def test_what_a_check_refuses_leaves_the_variables_as_they_were(strategy):
     variable = made(strategy, START["w"])
     options = js.RunOptions(check_finite=True)
@@ -379,23 +331,6 @@ def test_what_a_check_refuses_leaves_the_variables_as_they_were(strategy):
     assert lies_at(variable) == [0]
 
 
-def test_what_was_read_stays_when_a_step_takes_the_memory(strategy):
-    variable = made(strategy, START["w"])
-    held = variable.value()
-    for _ in range(2):
-        strategy.run(twice, (variable,))
-    np.testing.assert_array_equal(held, START["w"])
-
-
-def test_steps_that_use_no_divided_variable_are_as_they_were():
-    strategy = js.MirroredStrategy(jax.devices()[:COUNT])
-    divided = made(strategy, START["w"], sharding=0)
-    whole = made(strategy, START["u"])
-    strategy.run(twice, (whole,))
-    np.testing.assert_allclose(whole.numpy(), (START["u"] + 1) * 3, rtol=1e-6)
-    assert lies_at(whole) == [] and lies_at(divided) == [0]
-
-
 def test_several_steps_in_one_call(case):
     strategy, options = case
     variable = made(strategy, START["w"], **options)
@@ -411,50 +346,3 @@ def test_several_steps_in_one_call(case):
     wanted = START["w"] * np.prod([(1 + x / 2) ** 2 for x in factors])
     np.testing.assert_allclose(variable.numpy(), wanted, rtol=1e-5)
     assert lies_at(variable) == [0]
-
-
-def test_batches_in_parts(case):
-    strategy, options = case
-    variable = made(strategy, START["w"], **options)
-
-    def step(x):
-        @strategy.accumulate(3)
-        def gradient(x):
-            return js.grad(lambda: ((x @ variable.value()) ** 2).mean(), variable)()
-
-        grad = js.get_replica_context().all_reduce("mean", gradient(x))
-        variable.assign_sub(grad)
-
-    strategy.run(step, (batches(strategy),))
-    x = X.reshape(-1, 8)
-    wanted = START["w"] - jax.grad(lambda w: ((x @ w) ** 2).mean())(START["w"])
-    np.testing.assert_allclose(variable.numpy(), wanted, rtol=1e-5, atol=1e-6)
-    assert lies_at(variable) == [0]
-
-
-class OfTwoDevices(Strategy):  # type: ignore[misc]  # final only for the package
-    """Four replicas of two devices each."""
-
-    def __init__(self, sharding):
-        mesh = Mesh(
-            np.array(jax.devices()).reshape(4, 2),
-            ("replica", "core"),
-            axis_types=(AxisType.Auto,) * 2,
-        )
-        self._compose(Choices(Replicas(mesh, state_sharding=sharding)))
-
-
-@pytest.mark.parametrize("sharding", [None, js.StateSharding(min_bytes=0)])
-def test_replicas_of_several_devices_have_their_part_between_steps(sharding):
-    strategy = OfTwoDevices(sharding)
-    variable = made(strategy, START["w"], sharding=1)
-    for _ in range(2):
-        total = strategy.run(twice, (variable,))
-    once = (START["w"] + 1) * 3
-    np.testing.assert_allclose(
-        total, (once + 1).sum() + 3 * (once + 1).sum(), rtol=1e-6
-    )
-    np.testing.assert_allclose(variable.numpy(), (once + 1) * 3, rtol=1e-6)
-    assert lies_at(variable) == [1] and variable.value().sharding == variable.sharding
-    parts = {s.device.id: s.index for s in variable.value().addressable_shards}
-    assert parts[0] == parts[1] and parts[2] != parts[1]

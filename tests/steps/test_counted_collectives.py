@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.cases import looped
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -34,7 +35,7 @@ def compiled(reader, name, body, count, donate=False):
     return jitted, out, reader.compiled(name)
 
 
-@pytest.mark.parametrize("count", [2, 8])
+@looped("count", [2, 8])
 def test_one_of_each(reader, count):
     def counted_once(x):
         part = lax.psum_scatter(x, AXIS, tiled=True)
@@ -69,25 +70,6 @@ def test_turns_of_loops_count(reader):
 
     keep = compiled(reader, "counted_turns", counted_turns, 8)
     assert keep[-1].whole_by_kind() == {"all-reduce": 2 * TURNS * KB}
-
-
-def test_branches_count(reader):
-    def counted_branches(x):
-        total = lax.psum(x, AXIS)
-        return lax.cond(total[0, 0] > 0, lambda x: lax.pmax(x, AXIS), jnp.sin, total)
-
-    keep = compiled(reader, "counted_branches", counted_branches, 8)
-    assert keep[-1].whole_by_kind() == {"all-reduce": 2 * KB}
-
-
-def test_memory_is_of_one_device(reader):
-    def counted_memory(x):
-        return x + lax.psum(x, AXIS)
-
-    keep = compiled(reader, "counted_memory", counted_memory, 8, donate=True)
-    program = keep[-1]
-    assert (program.arguments, program.results, program.donated) == (KB, KB, KB)
-    assert program.peak == KB + program.temporary
 
 
 def test_asynchronous_and_16_bits(reader):

@@ -17,7 +17,7 @@ import jaxstrategy as js
 from jaxstrategy.profiling import _links
 from jaxstrategy.replicas._replicas import Replicas
 from jaxstrategy.text._user_code import Line
-from jaxstrategy.tracing.explanation._compiled_collectives import compiled_collectives
+from jaxstrategy.tracing.explanation._compiled_program import compiled_collectives
 
 AXIS = "replica"
 
@@ -122,20 +122,6 @@ def test_a_hidden_gather_is_seen(cores):
     assert gathers[0].line == marked(step, "gather")
 
 
-def test_loops_multiply(cores):
-    def step(w, v, x):
-        def turn(x, _):
-            return (x @ w) @ v, None
-
-        return lax.scan(turn, x, length=5)[0]
-
-    w, v = ones(cores, (4, 6), None, "core"), ones(cores, (6, 4), "core")
-    x = cores.per_replica(np.ones((4, 3, 4), np.float32))
-    (inner,) = cores.explain(step, (w, v, x)).inner_collectives
-    assert (inner.loops, inner.times, inner.nbytes) == ((5,), 5, 48)
-    assert "in 5 turns" in str(cores.explain(step, (w, v, x)))
-
-
 def test_collectives_that_the_step_writes_over_an_inner_axis_are_not_of_replicas(cores):
     def step(x):
         def of_core(x):
@@ -152,28 +138,6 @@ def test_collectives_that_the_step_writes_over_an_inner_axis_are_not_of_replicas
     (inner,) = found.inner_collectives
     assert (inner.axes, inner.nbytes) == (("core",), 12)
     assert inner.line == marked(step, "own")
-
-
-def test_each_of_several_axes_is_named():
-    strategy = js.MirroredStrategy(logical_axes={"a": 2, "b": 2})
-
-    def step(w, v, x):
-        return (x @ w).sum(), (x @ v).sum()
-
-    w = ones(strategy, (8, 4), "b")
-    v = ones(strategy, (8, 4), ("a", "b"))
-    x = strategy.per_replica(np.ones((2, 8), np.float32))
-    found = strategy.explain(step, (w, v, x))
-    assert {each.axes for each in found.inner_collectives} == {("b",), ("a", "b")}
-    assert "a, b" in str(found)
-
-
-def test_without_compiling_nothing_is_said_of_devices(cores):
-    x = cores.per_replica([1.0, 2.0, 3.0, 4.0])
-    found = cores.explain(lambda x: lax.psum(x, AXIS), (x,), compiled=False)
-    assert found.compiled_collectives is None
-    assert (found.inner_collectives, found.inner_bytes) == (None, None)
-    assert "Inside a replica" not in str(found)
 
 
 def test_where_a_replica_is_a_device_nothing_is_inside(two):
@@ -256,16 +220,6 @@ def test_the_report_names_the_links_inside_hosts(cores):
     ]
 
 
-def test_cores_of_a_tpu_strategy_are_inner_axes():
-    strategy = js.TPUStrategy(cores_per_replica=2)
-    w, v = ones(strategy, (16, 32), None, "core"), ones(strategy, (32, 8), "core")
-    n = strategy.num_replicas_in_sync
-    x = strategy.per_replica(np.ones((n, 3, 16), np.float32))
-    found = strategy.explain(perceptron, (w, v, x))
-    assert [each.axes for each in found.inner_collectives] == [("core",)]
-    assert found.sharding.state_bytes == (16 * 32 + 32 * 8) * 4 // 2
-
-
 # Links that are measured.
 
 
@@ -284,20 +238,6 @@ def test_links_between_devices_that_replicas_share_are_measured():
     assert devices.ring("all_reduce", 2**22) == pytest.approx(0.09)
     alone = _links.measured(sharing(1, 8)._replicas, clock=None)
     assert alone.with_replicas_per_device(8).ring("all_reduce", 2**22) == 0
-
-
-def test_links_between_replicas_of_several_devices_are_measured(cores):
-    links = measured(cores)
-    assert links.replicas == 4
-    assert links.ring("all_reduce", 2**22) == pytest.approx(0.09)
-
-
-def test_a_profile_knows_that_one_device_sends_nothing():
-    strategy = sharing(1, 4)
-    x = strategy.per_replica(np.ones((4, 6), np.float32))
-    with strategy.profile(strategy.run(lambda x: lax.psum(x, AXIS))) as step:
-        step(x)
-    assert step.report().communication == 0.0
 
 
 # The texts of compiled programs, also as other platforms write them.

@@ -117,8 +117,3 @@ def test_replicas_that_share_one_device_share_what_is_equal():
     found = strategy.explain(step, (state, rows(strategy)), compiled=False).sharding
     assert bytes_of(found.leaves) == WHOLE
     assert {leaf.reason for leaf in found.leaves} == {"all replicas share one device"}
-
-
-def test_where_replicas_are_devices_nothing_is_said(two):
-    state = {name: np.ones(shape, np.float32) for name, shape in SHAPES.items()}
-    assert two.explain(step, (state, rows(two)), compiled=False).sharding is None

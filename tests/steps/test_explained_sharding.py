@@ -159,12 +159,6 @@ def test_parameters_that_the_replicas_read_stay_whole_under_optimizer():
         assert (dimension is None, why) == (not is_moment, "" if is_moment else reason)
 
 
-def test_a_choice_of_the_user_is_a_reason():
-    own = strategy(dimension=lambda path, leaf: None)
-    found = explain(own, lambda w: w * 2, VECTOR)
-    assert leaves(found) == {"w": (None, "`dimension` left it whole")}
-
-
 def test_an_argument_that_was_given_whole_and_is_not_replaced_stays_whole():
     own = strategy()
     table = own._replicas.sharding_along(None)
@@ -187,13 +181,6 @@ def test_variables_are_among_the_state():
     assert (leaf.path, leaf.shape, leaf.nbytes) == ("variable 'w'", (16,), 64)
     dimension = own._replicas.dimension_along(w.sharding)
     assert (leaf.dimension, leaf.reason == "") == (dimension, dimension is not None)
-
-
-def test_variables_that_the_step_does_not_use():
-    unused = js.Variable([1.0, 2.0])  # of no strategy: any step might use it
-    found = explain(strategy(), step_of_vector, (VECTOR, VECTOR), rows(16))
-    assert [leaf.shape for leaf in found.sharding.leaves] == [(16,), (16,)]
-    assert unused.value().tolist() == [1, 2]
 
 
 def test_one_replica_divides_nothing():
@@ -241,14 +228,6 @@ def test_a_sum_inside_a_loop():
         ("all_gather", 8, 1, "sharding"),
         ("psum", 64, 5, "step"),
     ]
-
-
-def test_a_sum_inside_a_branch():
-    def step(w, x, flag):
-        return lax.cond(flag > 0, lambda: w - replica().all_reduce("sum", x), lambda: w)
-
-    found = explain(strategy(), step, VECTOR, rows(16), 1)
-    assert whole_sums(found) == [((16,), "it is summed inside a branch", None)]
 
 
 def test_a_sum_that_the_replicas_compute_with():
@@ -351,14 +330,6 @@ def test_a_parameter_that_is_used_outside_of_its_loop():
     assert outside.why == "whole, as it is used outside of the loop over its layers too"
 
 
-def test_layers_that_are_divided_along_the_turns_are_gathered_whole():
-    own = strategy(dimension=lambda path, leaf: 0)
-    found = explain(own, layered, shapes(w=(8, 4, 4)), rows(2, 4))
-    assert told(found) == [("all_gather", 64, 1, "sharding")]
-    (gather,) = found.collectives
-    assert gather.why == "whole for a loop, along whose turns it is divided"
-
-
 # Whole training steps, the report.
 
 
@@ -435,19 +406,6 @@ def test_a_lookup_in_a_divided_table_tells_what_it_sends():
     assert {each.line for each in found.collectives} == {marked(step, "lookup")}
     assert "all_to_all" in {each.operation for each in found.collectives}
     assert found.sharding.gathered_bytes < 64 * 4 * 4
-
-
-def test_the_gradient_of_a_lookup_tells_what_it_sends():
-    def step(table, ids):
-        grad = jax.grad(lambda table: js.sharded.lookup(table, ids).sum())(table)
-        return table - replica().all_reduce("sum", grad)
-
-    table = jax.ShapeDtypeStruct((64, 4), F4)
-    ids = js.PerReplica(jax.ShapeDtypeStruct((N, 3), np.dtype("i4")))
-    found = explain(strategy(), step, table, ids)
-    kinds = {each.operation for each in found.collectives}
-    assert "all_to_all" in kinds and "psum" not in kinds
-    assert found.communicated_bytes < 64 * 4 * 4
 
 
 def test_variables_that_are_divided_by_themselves():

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from flax import linen as nn
 from flax import nnx
+from helpers.cases import looped
 from helpers.replicas import replica
 from jax import lax
 from jax.sharding import PartitionSpec as P
@@ -24,9 +25,7 @@ def total(x):
 # Devices.
 
 
-@pytest.mark.parametrize(
-    "make", [js.MirroredStrategy, js.experimental.CentralStorageStrategy]
-)
+@looped("make", [js.MirroredStrategy, js.experimental.CentralStorageStrategy])
 def test_a_number_of_devices_is_no_list_of_them(make):
     told = r"`devices` was 4; a list of devices.*`jax.devices\(\)\[:4\]`.*simulate\(4\)"
     with pytest.raises(TypeError, match=told):
@@ -41,7 +40,7 @@ def test_a_mesh_has_devices_to_be_given(two):
     assert js.MirroredStrategy(list(two.mesh.devices.flat)).devices == two.devices
 
 
-@pytest.mark.parametrize("wrong", [1.5, True, object()])
+@looped("wrong", [1.5, True, object()])
 def test_anything_else_is_no_devices(wrong):
     with pytest.raises(
         TypeError, match="`devices` was .* Give entries of `jax.devices"
@@ -67,14 +66,6 @@ def test_an_axis_that_there_is_not_is_told_with_the_line(two):
     assert "`jaxstrategy.flax.axis_name()`" in text and "all_reduce('mean', x)" in text
 
 
-def test_another_name_error_stays_what_it_is(two):
-    def step():
-        return missing_name  # noqa: F821
-
-    with pytest.raises(NameError, match="^name 'missing_name' is not defined"):
-        two.run(step)
-
-
 class Net(nn.Module):
     axis: str | None = None
 
@@ -84,7 +75,7 @@ class Net(nn.Module):
         return nn.BatchNorm(use_running_average=False, momentum=0.0, axis_name=axis)(x)
 
 
-@pytest.mark.parametrize("axis", ["replica", None], ids=["by name", "asked for"])
+@looped("axis", ["replica", None])
 def test_flaxs_batchnorm_has_global_statistics_with_the_name(two, axis):
     rows = np.arange(8.0, dtype=np.float32).reshape(4, 2)
     net = Net(axis)
@@ -100,14 +91,6 @@ def test_flaxs_batchnorm_has_global_statistics_with_the_name(two, axis):
     np.testing.assert_allclose(stats["var"], rows.var(0), rtol=1e-6)
     want = (rows - rows.mean(0)[None]) / np.sqrt(rows.var(0) + 1e-5)[None]
     np.testing.assert_allclose(np.reshape(y.stacked, (4, 2)), want, rtol=1e-5)
-
-
-def test_flaxs_batchnorm_with_another_name_is_told(two):
-    net = Net("batch")
-    variables = net.init(jax.random.key(0), np.ones((2, 2), np.float32))
-    x = two.per_replica(np.ones((2, 2, 2), np.float32))
-    with pytest.raises(NameError, match="'batch' that there is not"):
-        two.run(lambda v, x: net.apply(v, x, mutable=["batch_stats"]), (variables, x))
 
 
 def test_nnxs_batchnorm_has_global_statistics_with_the_name(two):
@@ -128,7 +111,7 @@ USES = {
 }
 
 
-@pytest.mark.parametrize("name", USES)
+@looped("name", USES)
 def test_the_context_of_no_strategy_is_not_for_a_step(two, name):
     kept = replica()
     told = (
@@ -199,14 +182,7 @@ def test_names_of_tensorflow_that_are_not_here_say_what_to_use():
         assert not hasattr(module, name)
 
 
-def test_what_the_advice_names_is_here():
-    assert js.cluster_resolver.SimpleClusterResolver
-    assert js.experimental.CentralStorageStrategy and js.MultiWorkerMirroredStrategy
-
-
-@pytest.mark.parametrize(
-    "module", [js, js.experimental, js.cluster_resolver], ids=lambda m: m.__name__
-)
+@looped("module", [js, js.experimental, js.cluster_resolver])
 def test_other_names_are_told_as_python_does(module):
     told = f"^module '{module.__name__}' has no attribute 'nothing'$"
     with pytest.raises(AttributeError, match=told):
@@ -221,7 +197,7 @@ STRATEGIES = {
 }
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@looped("name", STRATEGIES)
 def test_wrong_arguments_of_a_method_name_the_strategy(name):
     strategy = STRATEGIES[name]()
     methods = [m for m in dir(strategy) if not m.startswith("_")]
@@ -234,25 +210,13 @@ def test_wrong_arguments_of_a_method_name_the_strategy(name):
             getattr(strategy, method)(no_such_argument=1)
 
 
-def test_a_users_own_subclass_is_named_and_keeps_its_methods():
-    class Mine(js.Strategy):
-        def reduce(self, *args, **kwargs):
-            return "mine", super().reduce(*args, **kwargs)
-
-    strategy = Mine(jax.devices()[:2])
-    assert strategy.reduce("sum", 1.0) == ("mine", 2.0)
-    with pytest.raises(TypeError, match=r"Mine\.gather\(\) missing 1 required"):
-        strategy.gather()
-
-
-@pytest.mark.parametrize(
+@looped(
     "change",
     [
         lambda v, a: v.assign_add(a),
         lambda v, a: v[0].assign(a[0]),
         lambda v, a: v.scatter_add(js.IndexedSlices(a[:1], np.array([0]), (3,))),
     ],
-    ids=["all", "part", "rows"],
 )
 def test_a_variable_changed_for_each_mapped_row_is_told_with_the_line(two, change):
     with two.scope():

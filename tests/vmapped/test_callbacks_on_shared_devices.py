@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.cases import looped
 from helpers.replicas import ids
 from jax import lax
 from jax.experimental import io_callback
@@ -73,7 +74,7 @@ def with_effects(tell, x):
     return io_callback(tell, FLOAT, x)
 
 
-@pytest.mark.parametrize("call", [callback, pure, with_effects])
+@looped("call", [callback, pure, with_effects])
 def test_a_branch_calls_for_those_that_take_it(eight, call):
     def step(x, tell):
         def yes():
@@ -89,15 +90,6 @@ def test_a_branch_calls_for_those_that_take_it(eight, call):
     expected = list(range(4, 8)) if call is not pure else found
     assert found == expected
     np.testing.assert_array_equal(results, [0, 1, 2, 3, 4, 5, 7, 8])
-
-
-def test_a_result_of_a_branch_is_asked_of_those_that_take_it(eight):
-    def step(x, tell):
-        return lax.cond(x > 3, lambda: pure(tell, x), lambda: -x)
-
-    found, results = heard(eight, step)
-    assert found == [4, 5, 6, 7]
-    np.testing.assert_array_equal(results, [0, -1, -2, -3, 4, 5, 6, 7])
 
 
 def test_a_loop_calls_until_its_replica_has_ended(eight):
@@ -127,26 +119,6 @@ def test_a_branch_with_a_collective_calls_if_all_take_it(eight):
     found, results = heard(eight, step)
     assert found == list(range(8))
     np.testing.assert_array_equal(results, 28 + 2 * np.arange(8))
-
-
-def test_a_callback_in_a_branch_writes_a_variable_too(eight):
-    with eight.scope():
-        seen = js.Variable(
-            0.0,
-            synchronization=js.VariableSynchronization.ON_READ,
-            aggregation=js.VariableAggregation.SUM,
-        )
-
-    def step(x, tell):
-        def yes():
-            jax.debug.callback(tell, x)
-            seen.assign_add(x)
-            return x
-
-        return lax.cond(x > 5, yes, lambda: 0 * x)
-
-    found, _ = heard(eight, step)
-    assert found == [6, 7] and float(seen.numpy()) == 13
 
 
 def test_a_callback_where_only_a_group_comes_is_refused(eight):

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.cases import looped
 from helpers.replicas import ids, replica
 from jax import lax
 
@@ -193,7 +194,7 @@ def test_collectives_that_send(eight):
     )
 
 
-@pytest.mark.parametrize(
+@looped(
     ("collective", "kind", "shape"),
     [
         # A device sends one sum of its lanes, and gets the parts of its lanes.

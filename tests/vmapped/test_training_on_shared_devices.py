@@ -1,13 +1,12 @@
 """What training needs, of replicas that share devices: against NumPy or own devices."""
 
-import copy
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from flax import nnx
+from helpers.cases import looped
 from helpers.replicas import ids, mirrored, replica
 
 import jaxstrategy as js
@@ -62,7 +61,7 @@ def nnx_layer(x, mask):
     return layer(x, mask=mask), layer.mean[...], layer.var[...]
 
 
-@pytest.mark.parametrize("layer", [linen_layer, nnx_layer])
+@looped("layer", [linen_layer, nnx_layer])
 def test_normalization_is_over_the_rows_of_all_replicas(eight, layer):
     x = drawn(8, 4, 3) + np.arange(8, dtype=np.float32)[:, None, None]
     mask = np.random.default_rng(1).random((8, 4, 1)) < 0.6
@@ -94,31 +93,10 @@ def test_normalization_is_over_the_rows_of_all_replicas(eight, layer):
 # Batches.
 
 
-def test_rows_that_fill_up_a_batch_do_not_count():
-    strategy = sharing(1, 64)
-    data = np.arange(130, dtype=np.float32)
-    options = js.InputOptions(remainder="pad")
-    (batch,) = strategy.experimental_distribute_dataset([data], options)
-
-    def step(x):
-        total = replica().all_reduce("sum", js.masked_sum(x))
-        return total, js.masked_mean(x), js.batch_mask(x)
-
-    total, means, mask = strategy.run(step, (batch,))
-    assert int(total) == 130 * 129 // 2
-    mask = stacked(mask)
-    rows = stacked(batch)[mask]
-    assert mask.shape == (64, 3) and mask.sum() == 130
-    np.testing.assert_array_equal(rows, data)
-    # Means of these over replicas are those over rows.
-    wanted = np.where(mask, stacked(batch), 0).sum(1) * 64 / 130
-    np.testing.assert_allclose(stacked(means), wanted, rtol=1e-6)
-
-
 # Reductions with less than all bits.
 
 
-@pytest.mark.parametrize("options", [INT8, RANK2], ids=["int8", "PowerSGD"])
+@looped("options", [INT8, RANK2])
 def test_compressed_sums_are_those_of_own_devices(eight, options):
     grads = [{"b": drawn(8, 3, seed=i), "w": drawn(8, 16, 20, seed=i)} for i in (1, 2)]
 
@@ -199,31 +177,6 @@ def test_local_steps_are_those_of_workers_alone(eight):
     assert isinstance(w, js.Mirrored)
 
 
-def test_several_steps_are_a_loop(eight):
-    x, given = batches(eight, 3)
-    w, losses = eight.several(descend)(np.float32(1.0), given)
-    want = 1.0
-    for each, loss in zip(x, losses, strict=True):
-        np.testing.assert_allclose(loss, ((want - each) ** 2).mean() / 2, rtol=1e-5)
-        want = want - 0.5 * (want - each.mean())
-    np.testing.assert_allclose(w, want, rtol=1e-5)
-
-
-def test_parts_of_a_batch_are_the_whole(eight):
-    x = drawn(8, 12, 3)
-
-    @eight.run
-    def step(w, x):
-        gradient = eight.accumulate(3)(
-            lambda x: jax.grad(lambda w: ((x @ w - 1) ** 2).mean())(w)
-        )
-        return replica().all_reduce("mean", gradient(x))
-
-    w, rows = np.float32([1, -2, 0.5]), x.reshape(-1, 3)
-    wanted = 2 * rows.T @ (rows @ w - 1) / len(rows)
-    np.testing.assert_allclose(step(w, eight.per_replica(x)), wanted, rtol=1e-5)
-
-
 def test_an_outer_optimizer_has_parameters_of_each_replica(eight):
     x = drawn(4, 8)
     tx = js.optax.outer(optax.sgd(0.5), optax.sgd(0.5), every=2)
@@ -297,16 +250,6 @@ def test_a_value_that_differs_between_devices_is_not_in_sync(eight):
         eight.assert_in_sync(eight.per_replica(lone))
 
 
-def test_versions_come_to_the_host(eight):
-    x = drawn(8, 3)
-    tree = {"own": eight.per_replica(x), "same": eight.mirror(x[0])}
-    host = js.to_host(tree)
-    np.testing.assert_array_equal(stacked(host["own"]), x)
-    assert type(host["same"]) is np.ndarray
-    local = eight.experimental_local_results(tree["own"])
-    np.testing.assert_array_equal(np.stack(local), x)
-
-
 def test_a_report_counts_what_a_device_sends():
     def step(w, x):
         return w - replica().all_reduce("mean", w * x)
@@ -327,19 +270,6 @@ def test_a_report_counts_what_a_device_sends():
     report = timed.report()
     assert (report.calls, report.steps) == (4, 4)
     assert report.examples_per_second is None
-
-
-def test_copies_have_numbers_of_their_own(eight):
-    with eight.scope():
-        v = js.Variable(0.0, synchronization="on_read", aggregation="mean")
-    twin, other = copy.deepcopy((v, eight))
-
-    def step():
-        twin.assign_add(jnp.float32(replica().replica_id_in_sync_group))
-
-    eight.run(step)
-    assert (float(v), float(twin)) == (0, 3.5)
-    assert int(other.run(lambda: replica().all_reduce("sum", 1))) == 8
 
 
 def test_some_devices_only():

@@ -5,6 +5,7 @@ import re
 import jax
 import numpy as np
 import pytest
+from helpers.cases import looped
 
 import jaxstrategy as js
 from jaxstrategy.profiling import Comparison, compare
@@ -55,7 +56,7 @@ def test_medians_of_three_steps_are_compared(one, four):
     assert steps.called == [(1, 64), (1, 16), (4, 64)] * 4
 
 
-@pytest.mark.parametrize(
+@looped(
     "whole, part, all_, limit, lost",
     [(8.0, 2.0, 2.1, None, (0.0, 0.1)),
      (8.0, 6.0, 6.5, "small batch", (4.0, 0.5)),
@@ -110,7 +111,7 @@ def test_one_replica_of_several_devices_is_compared_with_one_device():
     assert seen == [1, 1, 2]
 
 
-@pytest.mark.parametrize(
+@looped(
     "change, error, words",
     [({"examples": 6}, ValueError, "`examples` was 6, which 4 replicas cannot share"),
      ({"examples": 0}, ValueError, "`examples` was 0, which 4 replicas cannot share"),
