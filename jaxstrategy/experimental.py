@@ -36,7 +36,7 @@ if TYPE_CHECKING:
         ParameterServerStrategy as ParameterServerStrategy,
     )
     from jaxstrategy.strategies._tpu import ExperimentalTPUStrategy
-    from jaxstrategy.tracing.replication._pure import declare_pure as declare_pure
+    from jaxstrategy.tracing.replication._primitives import declare_pure as declare_pure
     from jaxstrategy.variables import partitioners as partitioners
     from jaxstrategy.variables._embedding_lookup import (
         embedding_lookup as embedding_lookup,
@@ -64,7 +64,7 @@ else:
             ),
             "strategies._central": "CentralStorageStrategy",
             "strategies._parameter_server": "ParameterServerStrategy",
-            "tracing.replication._pure": "declare_pure",
+            "tracing.replication._primitives": "declare_pure",
             "variables._embedding_lookup": "embedding_lookup",
             "variables._sharded_variable": "ShardedVariable",
             "strategies._multi_worker": (

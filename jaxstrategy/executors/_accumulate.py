@@ -15,7 +15,7 @@ from jaxstrategy.masks import _step_masks
 from jaxstrategy.replicas import _overflow
 from jaxstrategy.replicas._random_keys import is_key
 from jaxstrategy.text._whole_numbers import whole
-from jaxstrategy.tracing._jaxpr_types import KeyPath
+from jaxstrategy.tracing.jaxprs._visit import KeyPath
 from jaxstrategy.values._slices import is_slices
 from jaxstrategy.values._types import Leaf, PyTree
 

@@ -20,8 +20,8 @@ from jaxstrategy.executors._batch_runs import BatchRun
 from jaxstrategy.executors._loop_signature import first_names, name_of
 from jaxstrategy.executors._synchronizations import AbstractSynchronization
 from jaxstrategy.masks._loop_masks import LoopMasks
-from jaxstrategy.tracing._jaxpr_types import KeyPath
 from jaxstrategy.tracing.functions import _lending
+from jaxstrategy.tracing.jaxprs._visit import KeyPath
 from jaxstrategy.tracing.nnx import _adapter
 from jaxstrategy.tracing.nnx._adapter import Parts, is_changed_in_place, is_parts
 from jaxstrategy.values import _arrays, _trees

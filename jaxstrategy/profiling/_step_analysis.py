@@ -18,7 +18,7 @@ from jaxstrategy.executors._executor import AbstractExecutor
 from jaxstrategy.profiling import _links
 from jaxstrategy.replicas._replicas import Replicas
 from jaxstrategy.replicas._topology import Topology
-from jaxstrategy.tracing.explanation import _compiled_costs
+from jaxstrategy.tracing.explanation import _compiled_program
 from jaxstrategy.tracing.explanation._explanation import Explanation
 from jaxstrategy.tracing.explanation._facts import Memory
 from jaxstrategy.values import _arrays
@@ -189,9 +189,9 @@ class StepAnalysis:
 def _with_costs_of(executable: jax.stages.Compiled, found: Explanation) -> Explanation:
     return dataclasses.replace(
         found,
-        flops=_compiled_costs.flops(executable),
-        has_loops=_compiled_costs.has_loops(executable),
-        memory=_compiled_costs.memory(executable),
+        flops=_compiled_program.flops(executable),
+        has_loops=_compiled_program.has_loops(executable),
+        memory=_compiled_program.memory(executable),
     )
 
 
@@ -199,14 +199,14 @@ def _facts_of_jitted(
     step: Any, args: tuple[Leaf, ...], kwargs: dict[str, Leaf]
 ) -> StepFacts:
     executable = step.lower(*args, **kwargs).compile()
-    flops = _compiled_costs.flops(executable)
+    flops = _compiled_program.flops(executable)
     shardings = jax.tree.leaves(executable.output_shardings)
     devices = max((each.num_devices for each in shardings), default=1)
     return StepFacts(
         communication=0.0 if devices == 1 else None,
         flops=None if flops is None else flops * devices,
-        is_least=_compiled_costs.has_loops(executable),
-        memory=_compiled_costs.memory(executable),
+        is_least=_compiled_program.has_loops(executable),
+        memory=_compiled_program.memory(executable),
     )
 
 

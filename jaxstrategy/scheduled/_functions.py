@@ -47,7 +47,6 @@ from jaxstrategy.scheduled._shipping import shipped
 from jaxstrategy.scheduled._trace import Call, FunctionTrace, trace_function
 from jaxstrategy.text._array_types import array_type
 from jaxstrategy.tracing import _results, _roles
-from jaxstrategy.tracing._jaxpr_types import Jaxpr
 from jaxstrategy.tracing._results import Results
 from jaxstrategy.tracing._roles import Signature
 from jaxstrategy.tracing.functions import _code, _lending
@@ -56,8 +55,8 @@ from jaxstrategy.tracing.functions._object_identity import Identity
 from jaxstrategy.tracing.functions._places import ClosureCell
 from jaxstrategy.tracing.functions._references import References
 from jaxstrategy.tracing.functions._weak_function import weakly
+from jaxstrategy.tracing.jaxprs._visit import Jaxpr, all_eqns
 from jaxstrategy.tracing.nnx._adapter import is_changed_in_place
-from jaxstrategy.tracing.replication._jaxprs import all_eqns
 from jaxstrategy.values import _arrays, _per_replica
 from jaxstrategy.values._handle import Handle
 from jaxstrategy.values._per_replica import PerReplica

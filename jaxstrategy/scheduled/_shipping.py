@@ -31,10 +31,18 @@ from jaxstrategy.replicas._replicas import SAME, SPLIT, Meaning, Replicas
 from jaxstrategy.scheduled._recorder import PREFIX
 from jaxstrategy.scheduled._trace import FunctionTrace, name_in_trace
 from jaxstrategy.text import _user_code
-from jaxstrategy.tracing._jaxpr_types import ArrayType, Atom, Equation, Jaxpr, Var
 from jaxstrategy.tracing._on_replicas import on_replicas
-from jaxstrategy.tracing.replication._jaxprs import closed, hidden, jaxpr_of
-from jaxstrategy.tracing.replication._site import Site
+from jaxstrategy.tracing.jaxprs._visit import (
+    ArrayType,
+    Atom,
+    Equation,
+    Jaxpr,
+    Var,
+    closed,
+    hidden,
+    jaxpr_of,
+)
+from jaxstrategy.tracing.replication._types import Site
 from jaxstrategy.values._handle import Handle
 from jaxstrategy.values._types import Function, Leaf
 from jaxstrategy.variables._changes import SCATTERS, changed

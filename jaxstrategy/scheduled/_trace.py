@@ -20,7 +20,6 @@ from jaxstrategy.replicas._replicas import SAME, Meaning
 from jaxstrategy.scheduled._recorder import (
     Recorder,
 )
-from jaxstrategy.tracing._jaxpr_types import Equation, Jaxpr
 from jaxstrategy.tracing._replica_step import ReplicaStep, StepEnvironment
 from jaxstrategy.tracing._results import Results, is_one_leaf
 from jaxstrategy.tracing._roles import Role, Signature
@@ -28,8 +27,9 @@ from jaxstrategy.tracing._trace import Trace
 from jaxstrategy.tracing._traced_step import TracedStep
 from jaxstrategy.tracing._value_form import with_values
 from jaxstrategy.tracing.checks import _step_checks
-from jaxstrategy.tracing.division._flat import flattened
+from jaxstrategy.tracing.jaxprs._visit import Equation, Jaxpr
 from jaxstrategy.tracing.nnx import _adapter
+from jaxstrategy.tracing.partition._partition import flattened
 from jaxstrategy.tracing.stages import _mask_arguments
 from jaxstrategy.values import _arrays, _per_replica
 from jaxstrategy.values._handle import Handle

@@ -21,8 +21,8 @@ from jaxstrategy.processes._job import Processes
 from jaxstrategy.processes._watchdog import COMPILES
 from jaxstrategy.replicas import _overflow
 from jaxstrategy.tracing._constants import fingerprint
-from jaxstrategy.tracing._jaxpr_types import ClosedJaxpr
 from jaxstrategy.tracing._prepared import Obtain, Preparation
+from jaxstrategy.tracing.jaxprs._visit import ClosedJaxpr
 from jaxstrategy.values._types import Leaf
 
 _TOLD = 2000  # characters of another process's error

@@ -22,9 +22,16 @@ from jaxstrategy.processes._agreement import ProgramPrint
 from jaxstrategy.replicas._inner_placement import own_copy
 from jaxstrategy.replicas._random_keys import is_key
 from jaxstrategy.text._array_types import array_type
-from jaxstrategy.tracing._jaxpr_types import ClosedJaxpr, Equation, Jaxpr, Var
-from jaxstrategy.tracing.replication._jaxprs import all_eqns, closed_jaxprs, plain
-from jaxstrategy.tracing.replication._site import Site
+from jaxstrategy.tracing.jaxprs._visit import (
+    ClosedJaxpr,
+    Equation,
+    Jaxpr,
+    Var,
+    all_eqns,
+    closed_jaxprs,
+    plain,
+)
+from jaxstrategy.tracing.replication._types import Site
 from jaxstrategy.values._types import Leaf
 
 # Where objects lie in memory.

@@ -21,10 +21,10 @@ from jax.typing import DTypeLike
 
 from jaxstrategy.reductions._sums import unfolded
 from jaxstrategy.replicas._replicas import SAME, Lies, Replicas
-from jaxstrategy.tracing._jaxpr_types import Atom, Equation
 from jaxstrategy.tracing._on_own_devices import on_own_devices
-from jaxstrategy.tracing._rewritten import rewritten_function
-from jaxstrategy.tracing.replication._collective_table import Effect, effect_of
+from jaxstrategy.tracing.jaxprs._collectives import Effect, effect_of
+from jaxstrategy.tracing.jaxprs._rewrite import rewritten_function
+from jaxstrategy.tracing.jaxprs._visit import Atom, Equation
 from jaxstrategy.values._types import Function, Leaf, PyTree
 
 _EFFECTS = (Effect.SUM, Effect.EXTREME, Effect.SUM_SCATTER, Effect.GATHER)

@@ -20,8 +20,17 @@ from jaxstrategy.replicas._replicas import SAME, SPLIT, Replicas, lies_along
 from jaxstrategy.tracing._constants import constants, fingerprint
 from jaxstrategy.tracing._exact_in_parts import CALLS, exact_values, is_exact
 from jaxstrategy.tracing._inner_state import InnerState
-from jaxstrategy.tracing._jaxpr_types import Atom, ClosedJaxpr, Equation, Jaxpr, Var
-from jaxstrategy.tracing.replication._jaxprs import all_eqns, closed, jaxpr_of, plain
+from jaxstrategy.tracing.jaxprs._visit import (
+    Atom,
+    ClosedJaxpr,
+    Equation,
+    Jaxpr,
+    Var,
+    all_eqns,
+    closed,
+    jaxpr_of,
+    plain,
+)
 from jaxstrategy.values import _building
 from jaxstrategy.values._state_placement import shardings_of
 from jaxstrategy.values._types import PyTree

@@ -8,8 +8,7 @@ import jax.numpy as jnp
 from jax.extend.core import Literal
 
 from jaxstrategy.replicas._random_keys import is_key
-from jaxstrategy.tracing._jaxpr_types import Atom, Equation, Jaxpr, Var
-from jaxstrategy.tracing.replication._jaxprs import inner_jaxprs
+from jaxstrategy.tracing.jaxprs._visit import Atom, Equation, Jaxpr, Var, inner_jaxprs
 
 # They move elements that are there.
 _MOVE = frozenset(

@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxstrategy.tracing._jaxpr_types import Equation
-from jaxstrategy.tracing._rewritten import rewritten_function
-from jaxstrategy.tracing.replication._collective_table import Effect, effect_of, names
+from jaxstrategy.tracing.jaxprs._collectives import Effect, effect_of, names
+from jaxstrategy.tracing.jaxprs._rewrite import rewritten_function
+from jaxstrategy.tracing.jaxprs._visit import Equation
 from jaxstrategy.values._types import Function
 
 _SENDS_ITS_OWN = (

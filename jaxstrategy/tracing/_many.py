@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from jaxstrategy.tracing._jaxpr_types import ClosedJaxpr
+from jaxstrategy.tracing.jaxprs._visit import ClosedJaxpr
 
 # Of a sum, 500 arrays take 2.5 s of processor time to compile, 2,000 take 17 s.
 _MANY = 2000

@@ -16,11 +16,10 @@ from jax import lax
 
 from jaxstrategy.contexts._replica_context import MERGE_SCOPE, REPLICA_SCOPE
 from jaxstrategy.replicas._replicas import Replicas
-from jaxstrategy.tracing._jaxpr_types import Equation, Jaxpr
 from jaxstrategy.tracing._on_own_devices import on_all_devices
 from jaxstrategy.tracing._print_texts import NumberedText, OneText
-from jaxstrategy.tracing._rewritten import Rule, rewritten, rewritten_function
-from jaxstrategy.tracing.replication._jaxprs import all_eqns
+from jaxstrategy.tracing.jaxprs._rewrite import Rule, rewritten, rewritten_function
+from jaxstrategy.tracing.jaxprs._visit import Equation, Jaxpr, all_eqns
 from jaxstrategy.values._types import Function, PyTree
 
 

@@ -8,7 +8,7 @@ from jaxstrategy.replicas._replicas import Lies, Replicas
 from jaxstrategy.tracing._cpu_collectives import on_cpu_devices
 from jaxstrategy.tracing._lone_replica import without_collectives
 from jaxstrategy.tracing._on_own_devices import on_own_devices
-from jaxstrategy.tracing.lanes._shared_devices import on_shared_devices
+from jaxstrategy.tracing.vmapped._replicas import on_shared_devices
 from jaxstrategy.values._types import Function, PyTree
 
 

@@ -11,10 +11,9 @@ from jax.extend import core
 from jax.ref import AbstractRef
 
 from jaxstrategy.replicas._replicas import SAME, Meaning, Replicas
-from jaxstrategy.tracing._jaxpr_types import ClosedJaxpr, Jaxpr
 from jaxstrategy.tracing._on_own_devices import on_own_devices
 from jaxstrategy.tracing._without_meshes import without_meshes
-from jaxstrategy.tracing.replication._jaxprs import jaxpr_of
+from jaxstrategy.tracing.jaxprs._visit import ClosedJaxpr, Jaxpr, jaxpr_of
 from jaxstrategy.values._types import Function, Leaf, PyTree
 from jaxstrategy.variables._variable import Variable
 

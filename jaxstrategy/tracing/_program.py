@@ -38,9 +38,9 @@ from jaxstrategy.tracing._prepared import (
 )
 from jaxstrategy.tracing._replica_step import ReplicaStep
 from jaxstrategy.tracing._traced_step import TracedStep
-from jaxstrategy.tracing.division._divided_step import DividedStep
-from jaxstrategy.tracing.division._kept_placements import kept_placements
 from jaxstrategy.tracing.functions import _callbacks
+from jaxstrategy.tracing.partition._divided_step import DividedStep
+from jaxstrategy.tracing.partition._layout import kept_placements
 from jaxstrategy.tracing.stages._placement import Placement
 from jaxstrategy.tracing.stages._stage import Stage, overridden
 from jaxstrategy.tracing.stages._variables import VariableArguments

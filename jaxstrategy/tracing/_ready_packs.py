@@ -16,9 +16,8 @@ import jax
 from jax.extend.core import DropVar, Literal
 
 from jaxstrategy.reductions._packing import AbstractPacking, in_packs
-from jaxstrategy.tracing._jaxpr_types import Atom, Equation, Jaxpr, Var
-from jaxstrategy.tracing._rewritten import rewritten
-from jaxstrategy.tracing.replication._jaxprs import inner_jaxprs
+from jaxstrategy.tracing.jaxprs._rewrite import rewritten
+from jaxstrategy.tracing.jaxprs._visit import Atom, Equation, Jaxpr, Var, inner_jaxprs
 from jaxstrategy.values._types import Function
 
 # Where in a jaxpr a value is computed: the number of the equation; of one that calls a

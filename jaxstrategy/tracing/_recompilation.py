@@ -22,13 +22,13 @@ import numpy as np
 from jaxstrategy._errors import RecompilationWarning
 from jaxstrategy.text import _user_code
 from jaxstrategy.text._array_types import array_type
-from jaxstrategy.tracing._jaxpr_types import ArrayType
 from jaxstrategy.tracing._roles import (
     Role,
     Signature,
 )
 from jaxstrategy.tracing.functions._code import code_of
 from jaxstrategy.tracing.functions._references import References
+from jaxstrategy.tracing.jaxprs._visit import ArrayType
 from jaxstrategy.values._handle import Handle
 from jaxstrategy.values._types import Function, Leaf
 

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxstrategy.tracing import _hidden
-from jaxstrategy.tracing._jaxpr_types import KeyPath
 from jaxstrategy.tracing._roles import HandleReference
+from jaxstrategy.tracing.jaxprs._visit import KeyPath
 from jaxstrategy.values import _arrays, _trees
 from jaxstrategy.values._handle import Handle
 from jaxstrategy.values._per_replica import PerReplica

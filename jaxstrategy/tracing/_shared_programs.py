@@ -13,7 +13,6 @@ from jaxstrategy._options import RunOptions
 from jaxstrategy.tracing import _recompilation, _roles
 from jaxstrategy.tracing._agreed_program import AgreedProgram, program_of
 from jaxstrategy.tracing._executable import NotTraced, Retraced
-from jaxstrategy.tracing._jaxpr_types import ArrayType
 from jaxstrategy.tracing._live_arrays import are_live_arrays, are_looked_for
 from jaxstrategy.tracing._prepared import Obtain
 from jaxstrategy.tracing._program import Program
@@ -21,9 +20,10 @@ from jaxstrategy.tracing._replica_step import ReplicaStep, StepEnvironment
 from jaxstrategy.tracing._roles import Signature
 from jaxstrategy.tracing._seal import Seal
 from jaxstrategy.tracing._step_agreement import StepAgreement
-from jaxstrategy.tracing.checks._returned import Returned
+from jaxstrategy.tracing.checks._varying_results import Returned
 from jaxstrategy.tracing.functions import _callbacks
 from jaxstrategy.tracing.functions._weak_function import weakly
+from jaxstrategy.tracing.jaxprs._visit import ArrayType
 from jaxstrategy.tracing.nnx._adapter import (
     BoundCall,
     ObjectCall,

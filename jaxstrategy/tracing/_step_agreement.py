@@ -18,7 +18,7 @@ from jaxstrategy.processes._job import Processes
 from jaxstrategy.tracing import _compiling
 from jaxstrategy.tracing._agreed_preparation import AgreedPreparation
 from jaxstrategy.tracing._constants import Given, fingerprint
-from jaxstrategy.tracing._jaxpr_types import ClosedJaxpr
+from jaxstrategy.tracing.jaxprs._visit import ClosedJaxpr
 from jaxstrategy.tracing.stages import _in_flight
 from jaxstrategy.values._types import Leaf
 

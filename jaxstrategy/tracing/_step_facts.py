@@ -18,10 +18,9 @@ from jaxstrategy._errors import CompiledStepError
 from jaxstrategy.replicas._devices import Device
 from jaxstrategy.text._array_types import array_type
 from jaxstrategy.tracing._constants import code_of, constants
-from jaxstrategy.tracing._jaxpr_types import Jaxpr
 from jaxstrategy.tracing._prepared import Preparation
 from jaxstrategy.tracing._traced_step import TracedStep
-from jaxstrategy.tracing.replication._jaxprs import all_eqns
+from jaxstrategy.tracing.jaxprs._visit import Jaxpr, all_eqns
 
 # What is told, by the name of it in messages.
 Facts: TypeAlias = dict[str, str]

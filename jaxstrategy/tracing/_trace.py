@@ -22,7 +22,6 @@ from jaxstrategy._errors import ContextError
 from jaxstrategy.reductions._packing import AbstractPacking
 from jaxstrategy.replicas._inner_specs import has_inner_axes
 from jaxstrategy.replicas._replicas import SAME, SPLIT, Meaning, Replicas
-from jaxstrategy.tracing._jaxpr_types import ArrayType, ClosedJaxpr, Jaxpr
 from jaxstrategy.tracing._numbered_prints import with_numbers
 from jaxstrategy.tracing._on_replicas import on_replicas
 from jaxstrategy.tracing._one_replica import (
@@ -34,13 +33,15 @@ from jaxstrategy.tracing._one_replica import (
 from jaxstrategy.tracing._ready_packs import in_ready_packs
 from jaxstrategy.tracing._results import Results
 from jaxstrategy.tracing._unknown_axes import UnknownAxis
-from jaxstrategy.tracing.replication._jaxprs import all_eqns, closed
-from jaxstrategy.tracing.replication._levels import (
-    Findings,
-    Replication,
+from jaxstrategy.tracing.jaxprs._visit import (
+    ArrayType,
+    ClosedJaxpr,
+    Jaxpr,
+    all_eqns,
+    closed,
 )
 from jaxstrategy.tracing.replication._rules import analyse
-from jaxstrategy.tracing.replication._site import Site
+from jaxstrategy.tracing.replication._types import Findings, Replication, Site
 from jaxstrategy.values._per_replica import PerReplica
 from jaxstrategy.values._types import Function, Leaf
 from jaxstrategy.variables import _access

@@ -10,15 +10,12 @@ import jax
 from jax.sharding import NamedSharding
 
 from jaxstrategy.text._user_code import Line
-from jaxstrategy.tracing._jaxpr_types import ArrayType, Jaxpr, KeyPath
 from jaxstrategy.tracing._replica_step import ReplicaStep
 from jaxstrategy.tracing._results import Results
 from jaxstrategy.tracing._roles import Role, Signature
 from jaxstrategy.tracing._trace import Evaluate, Trace
-from jaxstrategy.tracing.replication._levels import (
-    Findings,
-    Replication,
-)
+from jaxstrategy.tracing.jaxprs._visit import ArrayType, Jaxpr, KeyPath
+from jaxstrategy.tracing.replication._types import Findings, Replication
 from jaxstrategy.values._per_replica import PerReplica
 from jaxstrategy.values._types import Leaf
 from jaxstrategy.variables._cell import AbstractCell

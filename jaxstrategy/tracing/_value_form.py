@@ -15,8 +15,7 @@ from jax.extend import core
 from jax.extend.core import DropVar, Literal, primitives
 from jax.ref import AbstractRef
 
-from jaxstrategy.tracing._jaxpr_types import Atom, Equation, Jaxpr, Var
-from jaxstrategy.tracing.replication._jaxprs import jaxpr_of
+from jaxstrategy.tracing.jaxprs._visit import Atom, Equation, Jaxpr, Var, jaxpr_of
 
 
 @final

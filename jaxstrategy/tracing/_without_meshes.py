@@ -19,15 +19,15 @@ from jax.ref import AbstractRef
 from jax.sharding import AbstractMesh, NamedSharding, Sharding, use_abstract_mesh
 
 from jaxstrategy.replicas._mesh import as_seen_on
-from jaxstrategy.tracing._jaxpr_types import (
+from jaxstrategy.tracing.jaxprs._visit import (
     ArrayType,
     Atom,
-    ClosedJaxpr,
     Equation,
     Jaxpr,
     Var,
+    all_eqns,
+    with_jaxprs,
 )
-from jaxstrategy.tracing.replication._jaxprs import all_eqns, plain
 
 # They only say on which mesh an array is to be.
 _OF_MESHES = ("mesh_cast", "reshard")
@@ -97,19 +97,9 @@ class _Renaming:
         return self._contexts[ctx]
 
     def _of_parameter(self, value: Any) -> Any:
-        several: Any = value
         if isinstance(value, NamedSharding) and isinstance(value.mesh, AbstractMesh):
             return None
-        if isinstance(value, (tuple, list)) and any(map(_is_jaxpr, several)):
-            new = map(self._of_parameter, several)
-            is_named = hasattr(several, "_make")  # `custom_linear_solve` has such ones
-            return several._make(new) if is_named else type(several)(new)
-        return self._of_closed(value) if _is_jaxpr(value) else value
-
-    def _of_closed(self, jaxpr: Any) -> ClosedJaxpr:
-        inner = plain(jaxpr)
-        new = self.of_jaxpr(inner)
-        return new if inner is jaxpr else jaxpr.replace(jaxpr=new)
+        return with_jaxprs(value, self.of_jaxpr)
 
     def _of_vars(self, variables: Sequence[Var]) -> list[Atom]:
         return [self._new(var) for var in variables]
@@ -147,10 +137,6 @@ def _context_without_mesh(ctx: Any) -> Any:
     with ctx.manager, use_abstract_mesh(_NO_MESH):
         (eqn,) = jax.make_jaxpr(lax.neg)(jax.ShapeDtypeStruct((), "float32")).eqns
     return eqn.ctx
-
-
-def _is_jaxpr(value: object) -> bool:
-    return hasattr(value, "eqns")
 
 
 def _without_mesh(aval: ArrayType) -> ArrayType:

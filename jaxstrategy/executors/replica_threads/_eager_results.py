@@ -12,9 +12,9 @@ from jaxstrategy._errors import NotMirroredError
 from jaxstrategy.executors.replica_threads import _versions_of_replicas
 from jaxstrategy.executors.replica_threads._replica_copies import Digests, told_versions
 from jaxstrategy.replicas._replicas import Replicas
-from jaxstrategy.tracing._jaxpr_types import KeyPath
 from jaxstrategy.tracing._results import Results
 from jaxstrategy.tracing.checks import _varying_results
+from jaxstrategy.tracing.jaxprs._visit import KeyPath
 from jaxstrategy.values import _arrays
 from jaxstrategy.values._types import Leaf, PyTree
 from jaxstrategy.values._versions import Versions

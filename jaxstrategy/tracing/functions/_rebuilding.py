@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from jaxstrategy.tracing._jaxpr_types import KeyPath
+from jaxstrategy.tracing.jaxprs._visit import KeyPath
 from jaxstrategy.values import _trees
 from jaxstrategy.values._types import PyTree
 

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 import jax
 
 from jaxstrategy._options import RunOptions, is_function
-from jaxstrategy.tracing._jaxpr_types import KeyPath
 from jaxstrategy.tracing.functions import _lending
+from jaxstrategy.tracing.jaxprs._visit import KeyPath
 from jaxstrategy.tracing.nnx._callers_objects import CallersObjects
 from jaxstrategy.tracing.nnx._object_kinds import is_changed_in_place, is_whole_object
 from jaxstrategy.tracing.nnx._object_step import step_of_arrays

@@ -1,24 +1,21 @@
-"""Going through jaxprs, each nested one once per combination of operand levels.
-
-What is found out about a nested jaxpr is kept in terms of its inputs, and translated
-each time that it is called (`_lifted`). What an operation does is for its rule to say.
-"""
+"""Going through a step: what is known of each value, by rules of its equations."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.extend.core import Jaxpr, Literal, Primitive
 from jax.sharding import Mesh
 
-from jaxstrategy.tracing._jaxpr_types import Atom, ClosedJaxpr, Equation, Var
-from jaxstrategy.tracing.replication._collective_table import is_along
-from jaxstrategy.tracing.replication._jaxprs import plain
-from jaxstrategy.tracing.replication._levels import (
+from jaxstrategy.tracing.jaxprs._collectives import Effect, effect_of, is_along
+from jaxstrategy.tracing.jaxprs._visit import Atom, ClosedJaxpr, Equation, Var, plain
+from jaxstrategy.tracing.replication._primitives import Lowered, lowered
+from jaxstrategy.tracing.replication._types import (
     SAME,
     Collective,
     Findings,
@@ -29,18 +26,13 @@ from jaxstrategy.tracing.replication._levels import (
     content_of,
     join,
 )
-from jaxstrategy.tracing.replication._lowered import Lowered, lowered
 
 
+# What is found out about a nested jaxpr is kept in terms of its inputs, and translated
+# each time that it is called (`_lifted`). What an operation does is for its rule to
+# say.
 class Analysis:
-    """One analysis of a step.
-
-    Args:
-      axes: the mesh axes of the replicas, or the one there is.
-      replicas: how many replicas there are.
-      rules: of each primitive.
-      mesh: where the replicas are, if that is known.
-    """
+    """One analysis of a step."""
 
     def __init__(
         self,
@@ -68,14 +60,7 @@ class Analysis:
         unpacking: int = 0,
         repeats: Sequence[int] = (),
     ) -> Findings:
-        """Goes through `jaxpr` once.
-
-        Args:
-          jaxpr: what to go through.
-          inputs: what is known of its inputs.
-          unpacking: how many equations at the start only unpack arguments.
-          repeats: for each input the first that is the same value, or nothing.
-        """
+        """Goes through `jaxpr` once."""
         frame = self.passed(jaxpr, inputs, unpacking, repeats)
         written = {
             index: state
@@ -208,16 +193,7 @@ def _by_index(
 
 
 class Frame:
-    """One pass through one jaxpr.
-
-    Attributes:
-      analysis: what it is part of.
-      known: what is known about each variable so far.
-      collectives: those passed so far.
-      jaxpr: what it goes through.
-      names: of each input the first that is the same value, where inputs repeat.
-      changes: how often a reference came to hold something of a higher level.
-    """
+    """One pass through one jaxpr."""
 
     def __init__(self, analysis: Analysis, known: dict[Var, Known]) -> None:
         self.analysis = analysis
@@ -265,15 +241,7 @@ class Frame:
         is_certain: bool = True,
         repeats: tuple[int, ...] = (),
     ) -> tuple[list[Known], list[Collective]]:
-        """The results of the jaxpr that `eqn` calls with `operands`; its collectives.
-
-        Args:
-          jaxpr: what is called.
-          operands: what is known of its inputs.
-          eqn: what calls it.
-          is_certain: whether it is called exactly once.
-          repeats: for each operand the first that is the same value, or nothing.
-        """
+        """The results of `jaxpr`, called by `eqn` with `operands`; its collectives."""
         findings = self.analysis.in_terms_of_inputs(plain(jaxpr), operands, repeats)
         before = [content_of(state) for state in operands]
 
@@ -366,3 +334,162 @@ def _lifted(state: Known, operands: Sequence[Known], eqn: Equation) -> Any:
 
 # What an operation makes of its operands.
 Rule = Callable[[Frame, Equation, list[Known]], list[Known]]
+
+
+# What changes the form of an array and not its numbers.
+FORMING = ("convert_element_type", "reshape", "squeeze", "broadcast_in_dim")
+FORMING += ("transpose", "rev", "copy")
+_FORMING = (*FORMING, "optimization_barrier")
+_COMPARING = ("eq", "ne", "lt", "le", "gt", "ge")
+
+
+# Both are seen by a division by the number of replicas, which is a literal, or the sum
+# over the replicas of one.
+def is_mean(frame: Frame, eqn: Equation) -> bool:
+    """Whether all that happens to the sum `eqn` is a division by the replicas.
+
+    Or a comparison with something: the sum is a check then.
+    """
+    sums = list(eqn.outvars)
+    for var in sums:  # which grows meanwhile
+        for use in frame.uses.get(var, ()):
+            if use.primitive.name in _FORMING:
+                sums += use.outvars
+            elif use.primitive.name not in _COMPARING and not is_share(frame, use):
+                return False
+    return not any(atom is var for atom in frame.jaxpr.outvars for var in sums)
+
+
+def gathers_sums(frame: Frame, eqn: Equation) -> bool:
+    """Whether `eqn` gathers the parts of a sum, which is then whole everywhere."""
+    return any(
+        effect_of(origin) in (Effect.SUM, Effect.SUM_SCATTER)
+        for origin in _origins(frame, eqn.invars[0], ("mul", "div"))
+    )
+
+
+def gathered(frame: Frame, eqn: Equation) -> Equation | None:
+    """The gathering of the axis along which `eqn` reduces its operand, or None."""
+    for origin in _origins(frame, eqn.invars[0], ()):
+        if effect_of(origin) is Effect.GATHER:
+            is_along = origin.params["all_gather_dimension"] in eqn.params["axes"]
+            return origin if is_along else None
+        if origin.primitive.name != "convert_element_type":
+            return None
+    return None
+
+
+def _origins(frame: Frame, atom: Atom, through: Sequence[str]) -> Iterator[Equation]:
+    """The equations that `atom` comes from by first operands, the last one first."""
+    while not isinstance(atom, Literal):
+        eqn = frame.origins.get(atom)
+        if eqn is None:
+            return
+        yield eqn
+        name = eqn.primitive.name
+        if name not in _FORMING and name not in _CUTTING and name not in through:
+            return
+        atom = eqn.invars[0]
+
+
+_CUTTING = ("slice", "pad", "dynamic_slice", "concatenate")
+
+
+def is_share(frame: Frame, eqn: Equation) -> bool:
+    """Whether `eqn` divides something by the number of replicas."""
+    replicas = frame.analysis.replicas
+    if eqn.primitive.name == "div":
+        divisor = eqn.invars[1]
+        return _literal(divisor) == replicas or _is_counted(frame, divisor)
+    if eqn.primitive.name != "mul":
+        return False
+    # A reciprocal is a rounded one: in float32 it is wrong by up to 6e-8 of itself.
+    factors = [_literal(atom) for atom in eqn.invars]
+    return any(
+        factor is not None and abs(factor * replicas - 1) < 1e-6 for factor in factors
+    )
+
+
+def _literal(atom: Atom) -> complex | None:
+    if isinstance(atom, Literal) and getattr(atom.val, "shape", ()) == ():
+        return complex(atom.val)
+    return None
+
+
+def _is_counted(frame: Frame, atom: Atom) -> bool:
+    """Whether this is a sum over the replicas of a literal: so much for each."""
+    if isinstance(atom, Literal):
+        return False
+    eqn = frame.origins.get(atom)
+    if eqn is None:
+        return False
+    if eqn.primitive.name in ("convert_element_type", "broadcast_in_dim"):
+        return _is_counted(frame, eqn.invars[0])
+    is_sum = effect_of(eqn) is Effect.SUM
+    return is_sum and all(isinstance(each, Literal) for each in eqn.invars)
+
+
+_COMPARISONS_OF_IDS: dict[str, Callable[..., np.ndarray]] = {
+    "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal,
+    "gt": np.greater, "ge": np.greater_equal,
+}  # fmt: skip
+_COMPUTING: dict[str, Callable[..., np.ndarray]] = {
+    "add": np.add, "sub": np.subtract, "mul": np.multiply,
+}  # fmt: skip
+
+
+def are_one(frame: Frame, atoms: Sequence[Atom]) -> bool:
+    """Whether `atoms` are the same value, bit by bit."""
+    return len({_name(frame, atom) for atom in atoms}) == 1
+
+
+def repeats(frame: Frame, atoms: Sequence[Atom]) -> tuple[int, ...]:
+    """For each of `atoms` the first that is the same value; () if none is another."""
+    numbers: dict[Hashable, int] = {}
+    firsts = tuple(
+        numbers.setdefault(_name(frame, atom), index)
+        for index, atom in enumerate(atoms)
+    )
+    return firsts if len(numbers) < len(firsts) else ()
+
+
+def _name(frame: Frame, atom: Atom) -> Hashable:
+    """Equal for what is the same value, bit by bit."""
+    if isinstance(atom, Literal):
+        # By its bits: NaN is not equal to itself, and 0.0 is equal to -0.0.
+        return str(atom.aval), np.asarray(atom.val).tobytes()
+    eqn = frame.origins.get(atom)
+    if eqn is None or eqn.primitive.name not in FORMING:
+        return frame.names.get(atom, atom)
+    of = tuple(_name(frame, each) for each in eqn.invars)
+    return eqn.primitive.name, str(eqn.params), of
+
+
+def compared_ids(frame: Frame, eqn: Equation) -> list[bool] | None:
+    """The outcome on each replica of a comparison of their ids with literals."""
+    compare = _COMPARISONS_OF_IDS.get(eqn.primitive.name)
+    sides = [_ids(frame, atom) for atom in eqn.invars]
+    if compare is None or any(side is None for side in sides):
+        return None
+    return compare(*sides).tolist()
+
+
+def _ids(frame: Frame, atom: Atom) -> np.ndarray | None:
+    """The value of `atom` on each replica, if literals and the id tell it."""
+    replicas = frame.analysis.replicas
+    if isinstance(atom, Literal):
+        return np.full(replicas, atom.val) if np.shape(atom.val) == () else None
+    eqn = frame.origins.get(atom)
+    if eqn is None:
+        return None
+    if eqn.primitive.name == "axis_index":
+        is_along = frame.analysis.mentions_replicas(eqn)
+        return np.arange(replicas, dtype=np.int32) if is_along else None
+    # JAX makes `0 + 1 * id` of the id along several axes of which there is one.
+    compute = _COMPUTING.get(eqn.primitive.name)
+    if compute is None or sum(isinstance(side, Literal) for side in eqn.invars) != 1:
+        return None
+    sides = [_ids(frame, side) for side in eqn.invars]
+    if any(side is None for side in sides):
+        return None
+    return compute(*sides).astype(np.int32)  # as JAX's ids are

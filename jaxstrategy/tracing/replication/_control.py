@@ -7,26 +7,24 @@ from collections.abc import Iterable, Iterator, Sequence
 from jax.ref import AbstractRef
 
 from jaxstrategy.contexts._replica_context import MERGE_SCOPE
-from jaxstrategy.tracing._jaxpr_types import Atom, ClosedJaxpr, Equation
-from jaxstrategy.tracing.replication._analysis import Frame
-from jaxstrategy.tracing.replication._identity import repeats
-from jaxstrategy.tracing.replication._jaxprs import hidden, plain
-from jaxstrategy.tracing.replication._levels import (
+from jaxstrategy.tracing.jaxprs._visit import Atom, ClosedJaxpr, Equation, hidden, plain
+from jaxstrategy.tracing.replication._analysis import Frame, repeats
+from jaxstrategy.tracing.replication._primitives import is_declared_call
+from jaxstrategy.tracing.replication._types import (
     Collective,
     HeldState,
     Known,
     Level,
     Replication,
+    Site,
     computed,
     content_of,
+    decided,
     for_all,
     join,
     level_of,
     varying_since,
 )
-from jaxstrategy.tracing.replication._pure import is_declared_call
-from jaxstrategy.tracing.replication._site import Site
-from jaxstrategy.tracing.replication._unknown import decided
 
 
 def call(frame: Frame, eqn: Equation, operands: list[Known]) -> list[Known]:

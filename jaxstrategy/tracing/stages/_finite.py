@@ -25,20 +25,20 @@ from jaxstrategy._options import RunOptions
 from jaxstrategy.text._array_types import array_type
 from jaxstrategy.text._lists import first_few
 from jaxstrategy.text._units import plural
-from jaxstrategy.tracing._jaxpr_types import (
+from jaxstrategy.tracing._replica_step import ReplicaStep
+from jaxstrategy.tracing._trace import Evaluate
+from jaxstrategy.tracing._traced_step import TracedStep
+from jaxstrategy.tracing.jaxprs._collectives import is_along
+from jaxstrategy.tracing.jaxprs._visit import (
     ArrayType,
     Atom,
     ClosedJaxpr,
     Equation,
     Jaxpr,
+    plain,
 )
-from jaxstrategy.tracing._replica_step import ReplicaStep
-from jaxstrategy.tracing._trace import Evaluate
-from jaxstrategy.tracing._traced_step import TracedStep
-from jaxstrategy.tracing.replication._collective_table import is_along
 from jaxstrategy.tracing.replication._control import scan_counts
-from jaxstrategy.tracing.replication._jaxprs import plain
-from jaxstrategy.tracing.replication._site import Site
+from jaxstrategy.tracing.replication._types import Site
 from jaxstrategy.tracing.stages._stage import Stage
 from jaxstrategy.values._types import Value
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import final
 
-from jaxstrategy.tracing._jaxpr_types import ArrayType
 from jaxstrategy.tracing._traced_step import TracedStep
 from jaxstrategy.tracing.checks._step_checks import check
 from jaxstrategy.tracing.checks._varying_results import Unstated, unstated
+from jaxstrategy.tracing.jaxprs._visit import ArrayType
 from jaxstrategy.tracing.stages._stage import Stage
 from jaxstrategy.values._types import Function, PyTree
 

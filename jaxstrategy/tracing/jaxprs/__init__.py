@@ -1,0 +1,1 @@
+"""Ways through jaxprs, and jaxprs in which other equations stand for some."""
