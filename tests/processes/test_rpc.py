@@ -506,7 +506,7 @@ def test_closing_ends_connections_and_may_come_twice():
     assert client.mul_blocking(2, 3) == 6
     for each in client, server, client, server:
         each.close()
-    assert nobody_listens(server.address)
+    until(lambda: nobody_listens(server.address))
 
 
 @pytest.mark.parametrize("is_cycle", [False, True], ids=["alone", "in a cycle"])
