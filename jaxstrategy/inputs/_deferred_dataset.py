@@ -10,7 +10,7 @@ from jaxstrategy.inputs._distribute import Feeding
 from jaxstrategy.inputs._input_options import InputContext, InputOptions
 from jaxstrategy.inputs.sources._choose import as_source
 from jaxstrategy.inputs.sources._source import Dataset
-from jaxstrategy.processes._agreement import LoneAgreement
+from jaxstrategy.processes._agreement import Agreement
 from jaxstrategy.replicas._replicas import Replicas
 
 
@@ -61,7 +61,7 @@ class DeferredDataset(DistributedDataset):
         Raises:
           TypeError: the function gives nothing that batches can be read from.
         """
-        feeding = Feeding(replicas, LoneAgreement)
+        feeding = Feeding(replicas, Agreement)
         make = feeding.of_function if self._is_function else feeding.of_dataset
         return make(self._given, self._options)
 

@@ -20,7 +20,7 @@ from jaxstrategy.inputs._steps import Steps
 from jaxstrategy.inputs._transfer import Transfer
 from jaxstrategy.inputs.sources._choose import as_source
 from jaxstrategy.inputs.sources._source import Dataset, Source
-from jaxstrategy.processes._agreement import AbstractAgreement
+from jaxstrategy.processes._agreement import Agreement
 from jaxstrategy.replicas._replicas import Replicas
 
 
@@ -35,7 +35,7 @@ class Feeding:
     def __init__(
         self,
         replicas: Replicas,
-        agree: Callable[[], AbstractAgreement],
+        agree: Callable[[], Agreement],
     ) -> None:
         self._fed = ReplicaRange.of(replicas)
         self._agree = agree

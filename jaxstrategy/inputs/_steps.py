@@ -12,7 +12,7 @@ from jaxstrategy.inputs import _division
 from jaxstrategy.inputs._host_batch import HostBatch
 from jaxstrategy.inputs._reader import Reader
 from jaxstrategy.inputs.sources._source import State
-from jaxstrategy.processes._agreement import AbstractAgreement, LoneAgreement
+from jaxstrategy.processes._agreement import Agreement
 
 _VERSION = 2  # of states
 
@@ -44,9 +44,7 @@ class Steps:
       done: how many batches were agreed about.
     """
 
-    def __init__(
-        self, reader: Reader, agreement: AbstractAgreement, remainder: str
-    ) -> None:
+    def __init__(self, reader: Reader, agreement: Agreement, remainder: str) -> None:
         self.reader = reader
         self.agreement = agreement
         self._remainder = remainder
@@ -171,7 +169,7 @@ class Steps:
         if batch is None:
             return None
         counts, ahead = list(batch.own_counts), []
-        if not isinstance(self.agreement, LoneAgreement):
+        if self.agreement.topic is not None:
             most = max(_MOST_AHEAD // self.reader.replicas.total, 1)
             ahead = _runs(self.reader.counts_ahead(most))
         # What each process says goes to all others, so that the usual is short.

@@ -22,7 +22,7 @@ from jaxstrategy.contexts._strategy_face import AnyStrategy, checked_core
 from jaxstrategy.processes import _agreement, _job
 from jaxstrategy.processes._agreement import StopAgreement
 from jaxstrategy.processes._exit_codes import ExitCode
-from jaxstrategy.processes._store import LoneBoard
+from jaxstrategy.processes._store import Store
 from jaxstrategy.strategies._current import get_strategy
 from jaxstrategy.values._types import PyTree
 
@@ -256,9 +256,9 @@ class PreemptionCheckpointHandler:
         self._calls = 0
         self.restored = self._restore()
         processes = _job.current()
-        self._board = LoneBoard() if processes is None else processes.board
+        self._store = Store() if processes is None else processes.store
         self._name = f"preemption {next(_handlers)}"
-        self._agreement = StopAgreement(self._board, self._name, self._calls)
+        self._agreement = StopAgreement(self._store, self._name, self._calls)
         self._is_last = not self._config.grace_period
         self._is_over = False
         self._watcher = PreemptionWatcher(self._config.termination_watcher_fn)
@@ -340,7 +340,7 @@ class PreemptionCheckpointHandler:
             return
         self._is_last = True
         self._agreement = StopAgreement(
-            self._board, f"{self._name}: at last", self._calls
+            self._store, f"{self._name}: at last", self._calls
         )
 
     def _announce(self) -> None:
@@ -352,11 +352,11 @@ class PreemptionCheckpointHandler:
             return  # the next step says why
         noticed, seconds = time.monotonic(), self._config.grace_period or 0
         message = str(self._watcher.preemption_message)
-        _agreement.announce(self._board, self._name, message)
+        _agreement.announce(self._store, self._name, message)
         if seconds:
             self._closed.wait(max(0.0, noticed + seconds - time.monotonic()))
             last = f"{self._name}: at last"
-            _agreement.announce(self._board, last, "the time is up")
+            _agreement.announce(self._store, last, "the time is up")
 
     def _save(self, *args: object, **kwargs: object) -> None:
         if self._config.save_fn is not None:

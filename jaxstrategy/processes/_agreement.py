@@ -9,7 +9,6 @@ compete with the steps for the devices, so no thread that reads ahead can use th
 
 from __future__ import annotations
 
-import abc
 import contextlib
 import dataclasses
 import itertools
@@ -27,7 +26,7 @@ from jax.typing import ArrayLike
 
 from jaxstrategy._errors import ClusterError
 from jaxstrategy.processes._rendezvous import Json
-from jaxstrategy.processes._store import AbstractBoard
+from jaxstrategy.processes._store import Store
 from jaxstrategy.processes._watchdog import Watchdog
 from jaxstrategy.text import _user_code
 from jaxstrategy.text._array_types import Shaped, array_type
@@ -38,8 +37,8 @@ from jaxstrategy.text._lists import and_more
 AS_LONG_AS_IT_TAKES = 1e6
 
 
-class AbstractAgreement(abc.ABC):
-    """Agreement of all processes about one topic.
+class Agreement:
+    """Agreement of all processes about one topic; this one is of a process alone.
 
     All of them call `exchange` equally often. What follows from all answers alone is
     then the same in each process: that is what they agree on.
@@ -50,16 +49,18 @@ class AbstractAgreement(abc.ABC):
 
     topic: str | None = None
 
-    @abc.abstractmethod
     def exchange(
         self, said: Json, timeout_seconds: float = AS_LONG_AS_IT_TAKES
     ) -> list[Json]:
         """Say something; get what all processes say, in the order of their ids.
 
-        The n-th call meets the n-th of each other process.
+        The n-th call meets the n-th of each other process. Any thread may call it, for
+        one topic one at a time.
 
-        Any thread may call it, for one topic one at a time.
+        Raises:
+          ClusterError: a process has ended, or has not come in time.
         """
+        return [said]
 
     def reading(self, what: str) -> AbstractContextManager[object]:
         """A block in which this process reads `what`; the others may wait for it."""
@@ -73,30 +74,19 @@ class AbstractAgreement(abc.ABC):
 
 
 @final
-class LoneAgreement(AbstractAgreement):
-    """Agreement of a process with itself, where there is no other."""
-
-    def exchange(
-        self, said: Json, timeout_seconds: float = AS_LONG_AS_IT_TAKES
-    ) -> list[Json]:
-        """A list of what it says."""
-        return [said]
-
-
-@final
-class ProcessAgreement(AbstractAgreement):
+class ProcessAgreement(Agreement):
     """Agreement of several processes."""
 
-    def __init__(self, board: AbstractBoard, watch: Watchdog, topic: str) -> None:
+    def __init__(self, store: Store, watch: Watchdog, topic: str) -> None:
         self.topic = topic
-        self._board = board
+        self._store = store
         self._watch = watch
 
     def exchange(
         self, said: Json, timeout_seconds: float = AS_LONG_AS_IT_TAKES
     ) -> list[Json]:
-        """Gather over the board; the end of a process makes it an error."""
-        return self._board.gather(str(self.topic), said, timeout_seconds)
+        """Gather over the store; the end of a process makes it an error."""
+        return self._store.gather(str(self.topic), said, timeout_seconds)
 
     def reading(self, what: str) -> AbstractContextManager[object]:
         """Noted for those that wait for it, here or elsewhere."""
@@ -251,10 +241,10 @@ _EXCHANGES = (
 class OperationAgreement:
     """Agreement of several processes about what they do next."""
 
-    def __init__(self, board: AbstractBoard, watch: Watchdog) -> None:
-        self._board = board
+    def __init__(self, store: Store, watch: Watchdog) -> None:
+        self._store = store
         self._watch = watch
-        self._agreement = ProcessAgreement(board, watch, _TOPIC)
+        self._agreement = ProcessAgreement(store, watch, _TOPIC)
         self._on_refusal: list[weakref.WeakMethod[Callable[[], None]]] = []
 
     def on_refusal(self, callback: Callable[[], None]) -> None:
@@ -305,7 +295,7 @@ class OperationAgreement:
 
         None of them then takes the end of another one for the reason of its own.
         """
-        self._board.common_error = text
+        self._store.common_error = text
         for get in self._on_refusal:
             if (callback := get()) is not None:
                 callback()
@@ -316,9 +306,9 @@ _TICK_SECONDS = 1.0
 _PAUSE_SECONDS = 0.05
 
 
-def announce(board: AbstractBoard, name: str, reason: str) -> None:
+def announce(store: Store, name: str, reason: str) -> None:
     """Let all processes stop soon."""
-    board.put(name, reason)
+    store.put(name, reason)
 
 
 @final
@@ -333,13 +323,13 @@ class StopAgreement:
     end before all others have begun it.
 
     Args:
-      board: where the processes meet.
+      store: where the processes meet.
       name: of this agreement; each is made once.
       count: how many calls were begun before.
     """
 
-    def __init__(self, board: AbstractBoard, name: str, count: int = 0) -> None:
-        self._board = board
+    def __init__(self, store: Store, name: str, count: int = 0) -> None:
+        self._store = store
         self._name = name
         self._count = count
         self._limit: int | None = None
@@ -386,7 +376,7 @@ class StopAgreement:
         while not self._over.is_set():
             try:
                 # Again and again for a short time, so that `close` is heard.
-                self._board.get(self._name, _TICK_SECONDS)
+                self._store.get(self._name, _TICK_SECONDS)
             except ClusterError:
                 self._over.wait(_PAUSE_SECONDS)  # it may be that it cannot answer
                 continue
@@ -396,7 +386,7 @@ class StopAgreement:
         with self._changed:
             self._limit = self._count
         try:
-            counts = self._board.gather(
+            counts = self._store.gather(
                 f"{self._name}: calls", self._limit, AS_LONG_AS_IT_TAKES
             )
         except ClusterError as error:

@@ -16,7 +16,7 @@ import jax
 from jaxstrategy._errors import ClusterError
 from jaxstrategy.processes import _stragglers
 from jaxstrategy.processes._exit_codes import ExitCode
-from jaxstrategy.processes._store import Board, Departure
+from jaxstrategy.processes._store import Departure, SharedStore
 from jaxstrategy.processes._watchdog import Watchdog, finish, speaking
 from jaxstrategy.text import _user_code
 
@@ -42,15 +42,15 @@ class Ending:
     within 0.1 s, whatever they do (measured with 0.10 and 0.12, on CPU).
     """
 
-    def __init__(self, board: Board, watchdog: Watchdog) -> None:
-        self._board = board
+    def __init__(self, store: SharedStore, watchdog: Watchdog) -> None:
+        self._store = store
         self._watchdog = watchdog
         self._pid = os.getpid()
         self.is_over = False
         self._has_raised = threading.Event()
-        board.status = watchdog.status
+        store.status = watchdog.status
         os.register_at_fork(after_in_child=self._forked)
-        board.on_departure(self._departed)
+        store.on_departure(self._departed)
 
     def install(self) -> None:
         """Take part in how Python ends."""
@@ -62,7 +62,7 @@ class Ending:
     def _forked(self) -> None:
         self.is_over = True
         # A child is no process of the job: it must neither leave nor end it.
-        self._board.close_in_forked_child()
+        self._store.close_in_forked_child()
 
     def _departed(self, departure: Departure) -> None:
         if departure.end == "left" or self.is_over:
@@ -76,7 +76,7 @@ class Ending:
         """End because another process did."""
         finish(
             ExitCode.PEER_DIED,
-            f"{self._late}\njaxstrategy: process {self._board.index} (last begun: "
+            f"{self._late}\njaxstrategy: process {self._store.index} (last begun: "
             f"{self._watchdog.told()}) ends with exit code {ExitCode.PEER_DIED}, "
             "because the job cannot go on:\n"
             f"jaxstrategy: {departure}",
@@ -96,16 +96,16 @@ class Ending:
         with speaking:
             self._chained(kind, error, trace)
         interrupted = isinstance(error, KeyboardInterrupt)
-        is_common = str(error) == self._board.common_error
+        is_common = str(error) == self._store.common_error
         if not (interrupted or is_common) and (cause := self._awaited_cause(error)):
             self._follow(cause, None)
         text = described(error.with_traceback(trace))
         finish(
             # What shells say of a process that SIGINT has ended: 128 and its number.
             130 if interrupted else 1,
-            f"{self._late}jaxstrategy: process {self._board.index} ends, and with it "
+            f"{self._late}jaxstrategy: process {self._store.index} ends, and with it "
             "the job",
-            lambda: self._board.fail(text, 2 * _COMMON_SECONDS if is_common else None),
+            lambda: self._store.fail(text, 2 * _COMMON_SECONDS if is_common else None),
             pause_seconds=None,
         )
 
@@ -113,12 +113,12 @@ class Ending:
         # On CPU, what a lost connection raises is a ValueError.
         is_jaxs = isinstance(error, jax.errors.JaxRuntimeError) or "Gloo" in str(error)
         seconds = _NEWS_SECONDS_OF_JAX if is_jaxs else _NEWS_SECONDS
-        return self._board.wait_for_departure(seconds)
+        return self._store.wait_for_departure(seconds)
 
     @property
     def _late(self) -> str:
         """The line of process 0 about late processes; empty in the others."""
-        return _stragglers.at_the_end(self._board.known_states())
+        return _stragglers.at_the_end(self._store.known_states())
 
     def _exiting(self) -> None:
         """Wait until all have finished: JAX's barrier would give up after a time.
@@ -128,15 +128,15 @@ class Ending:
         if self.is_over or os.getpid() != self._pid:
             return
         try:
-            self._board.leave(self._watchdog.status())
+            self._store.leave(self._watchdog.status())
         except ClusterError:
             pass  # somebody has died; `_departed` ends this process in a moment
         since, has_noted = time.monotonic(), False
-        while not self._board.wait_for_all_left(1.0):
+        while not self._store.wait_for_all_left(1.0):
             if not has_noted and time.monotonic() - since > _NOTE_SECONDS:
                 has_noted = True
                 print(
-                    f"jaxstrategy: process {self._board.index} has finished and waits "
+                    f"jaxstrategy: process {self._store.index} has finished and waits "
                     "for the others to.",
                     file=sys.stderr,
                     flush=True,
@@ -144,7 +144,7 @@ class Ending:
         print(self._late, end="", file=sys.stderr, flush=True)
         self.is_over = True
         self._watchdog.stop()
-        self._board.close()
+        self._store.close()
 
 
 def _is_interactive() -> bool:

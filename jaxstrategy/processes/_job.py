@@ -26,15 +26,14 @@ from jaxstrategy.cluster.resolvers._cluster_resolver import (
 from jaxstrategy.cluster.resolvers._cluster_spec import ClusterSpec, address_of
 from jaxstrategy.processes import _ending, _rendezvous, _stragglers
 from jaxstrategy.processes._agreement import (
-    AbstractAgreement,
-    LoneAgreement,
+    Agreement,
     OperationAgreement,
     ProcessAgreement,
 )
 from jaxstrategy.processes._ending import Ending
 from jaxstrategy.processes._rendezvous import Host
 from jaxstrategy.processes._secret import Secret
-from jaxstrategy.processes._store import AbstractBoard, Board, LoneBoard, ProcessState
+from jaxstrategy.processes._store import ProcessState, SharedStore, Store
 from jaxstrategy.processes._watchdog import Watchdog
 from jaxstrategy.text import _user_code
 from jaxstrategy.text._array_types import Shaped
@@ -51,16 +50,16 @@ def _met(process: Process, timeout_seconds: float, start_seconds: float) -> Proc
     group = _rendezvous.meet(
         process.index, process.count, process.coordinator, start_seconds
     )
-    board = Board(group, timeout_seconds)
-    watchdog = Watchdog(board, timeout_seconds)
-    ending = Ending(board, watchdog)
+    store = SharedStore(group, timeout_seconds)
+    watchdog = Watchdog(store, timeout_seconds)
+    ending = Ending(store, watchdog)
     # Before JAX starts: its notifier takes SIGTERM in `initialize` (0.10 and 0.12).
     _ending.keep_sigterm()
     try:
         _start_jax(process, timeout_seconds, start_seconds)
-    # Any error counts: the others wait in JAX's start until the board tells them.
+    # Any error counts: the others wait in JAX's start until the store tells them.
     except Exception as error:
-        board.fail(_ending.described(error))
+        store.fail(_ending.described(error))
         ending.is_over = True
         raise ClusterError(
             f"Process {process.index} of {process.count} met the others, but JAX could "
@@ -68,7 +67,7 @@ def _met(process: Process, timeout_seconds: float, start_seconds: float) -> Proc
         ) from error
     ending.install()
     watchdog.start()
-    return Processes(board, watchdog)
+    return Processes(store, watchdog)
 
 
 def _start_jax(
@@ -83,7 +82,7 @@ def _start_jax(
         # By default JAX listens on `[::]`, that is, to all networks of the host.
         coordinator_bind_address=process.coordinator,
         initialization_timeout=max(1, int(start_seconds)),
-        # A backstop only: the board is faster, and our report says more. JAX's abort is
+        # A backstop only: the store is faster, and our report says more. JAX's abort is
         # what remains when this process cannot run Python any more.
         heartbeat_timeout_seconds=int(min(timeout_seconds, 1e6)) + 30,
         shutdown_timeout_seconds=_SHUTDOWN_SECONDS,
@@ -113,18 +112,18 @@ def _adopted(timeout_seconds: float, start_seconds: float) -> Processes:
         secret=secret,
         host=host,
     )
-    board = Board(group, timeout_seconds)
-    watchdog = Watchdog(board, timeout_seconds)
-    Ending(board, watchdog).install()
+    store = SharedStore(group, timeout_seconds)
+    watchdog = Watchdog(store, timeout_seconds)
+    Ending(store, watchdog).install()
     watchdog.start()
-    return Processes(board, watchdog)
+    return Processes(store, watchdog)
 
 
 def _agreed(index: int) -> tuple[str, Secret, Host | None]:
     """An address of process 0 and a secret, told to all; what listens there.
 
     On the loopback if all are on one host. The secret is safe from who cannot listen to
-    JAX's own messages. There is no board yet, so JAX's collectives tell it, by which
+    JAX's own messages. There is no store yet, so JAX's collectives tell it, by which
     all of them wait for all.
     """
     own = np.frombuffer(socket.gethostname().encode()[:64].ljust(64), np.uint8)
@@ -157,33 +156,33 @@ class Processes:
     """The processes of this job, as this one sees them.
 
     Attributes:
-      board: what they know of each other.
+      store: what they know of each other.
       watchdog: to be told of each step.
     """
 
-    board: AbstractBoard
+    store: Store
     watchdog: Watchdog
 
     @property
     def index(self) -> int:
         """The id of this process, from 0; what `jax.process_index()` says."""
-        return self.board.index
+        return self.store.index
 
     @property
     def count(self) -> int:
         """The number of processes."""
-        return len(self.board.members)
+        return len(self.store.members)
 
-    def agreement(self, topic: str) -> AbstractAgreement:
+    def agreement(self, topic: str) -> Agreement:
         """Agreement about a topic, which all processes must name alike."""
         if self.count == 1:
-            return LoneAgreement()
-        return ProcessAgreement(self.board, self.watchdog, topic)
+            return Agreement()
+        return ProcessAgreement(self.store, self.watchdog, topic)
 
     @functools.cached_property
     def operations(self) -> OperationAgreement:
         """Agreement about what all do next."""
-        return OperationAgreement(self.board, self.watchdog)
+        return OperationAgreement(self.store, self.watchdog)
 
 
 _started: Processes | None = None
@@ -224,8 +223,8 @@ def start(
                 )
             count = jax.process_count() if is_jaxs else process.count
             if count == 1:
-                board = LoneBoard()
-                _started = Processes(board, Watchdog(board, timeout_seconds))
+                store = Store()
+                _started = Processes(store, Watchdog(store, timeout_seconds))
             elif is_jaxs:
                 _started = _adopted(timeout_seconds, start_seconds)
             else:
@@ -265,7 +264,7 @@ def stragglers() -> _stragglers.Stragglers:
     only 0 steps were seen, too few to tell who is late
     """
     started = current()
-    return _stragglers.of_states(() if started is None else started.board.states())
+    return _stragglers.of_states(() if started is None else started.store.states())
 
 
 TIMEOUT_SECONDS = 300.0
@@ -532,9 +531,9 @@ class TrainingTask:
 
     def join(self) -> None:
         """Wait until all others have finished, or wait here too."""
-        board = start(self._process).board
-        board.put(_joined(board.index), True)
-        while any(not _is_done(board, state) for state in board.states()):
+        store = start(self._process).store
+        store.put(_joined(store.index), True)
+        while any(not _is_done(store, state) for state in store.states()):
             time.sleep(_POLL_SECONDS)
 
 
@@ -542,10 +541,10 @@ def _joined(index: int) -> str:
     return f"Server.join of process {index}"
 
 
-def _is_done(board: AbstractBoard, state: ProcessState) -> bool:
-    if state.end is not None or state.member.index == board.index:
+def _is_done(store: Store, state: ProcessState) -> bool:
+    if state.end is not None or state.member.index == store.index:
         return True
     try:
-        return board.get(_joined(state.member.index), _POLL_SECONDS)
+        return store.get(_joined(state.member.index), _POLL_SECONDS)
     except ClusterError:
         return False

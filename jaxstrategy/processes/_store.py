@@ -7,7 +7,6 @@ ends.
 
 from __future__ import annotations
 
-import abc
 import collections
 import contextlib
 import dataclasses
@@ -133,10 +132,11 @@ class ProcessState:
         return self.status if is_recent else None
 
 
-class AbstractBoard(abc.ABC):
+class Store:
     """Values that all processes share, and news of those that have ended.
 
-    All methods may be called from any thread. Values are what JSON can say.
+    This one is that of a job of one process. All methods may be called from any thread.
+    Values are what JSON can say.
 
     Attributes:
       members: all processes, by their ids.
@@ -146,78 +146,27 @@ class AbstractBoard(abc.ABC):
         them may end; None if there was none.
     """
 
-    members: tuple[Member, ...]
-    index: int
-    departures: dict[int, Departure]
     common_error: str | None = None
-
-    @abc.abstractmethod
-    def put(self, key: str, value: Json) -> None:
-        """Let all processes `get` a value; a second one replaces the first."""
-
-    @abc.abstractmethod
-    def get(self, key: str, timeout_seconds: float | None = None) -> Json:
-        """The value that some process has put or will put within the time."""
-
-    @abc.abstractmethod
-    def gather(
-        self, key: str, value: Json, timeout_seconds: float | None = None
-    ) -> list[Json]:
-        """Contribute a value; get those of all processes, in the order of their ids.
-
-        The n-th call with a key on one process meets the n-th on each other. Without a
-        time of its own it waits the board's, and longer while a process is busy.
-        """
-
-    def barrier(self, name: str, timeout_seconds: float | None = None) -> None:
-        """Wait until all processes have come here; raises as `gather` does."""
-        self.gather(f"barrier: {name}", None, timeout_seconds)
-
-    @abc.abstractmethod
-    def states(self) -> list[ProcessState]:
-        """The state of each process, by their ids."""
-
-    def known_states(self) -> list[ProcessState]:
-        """The same without a message: in process 0; empty in the others."""
-        return []
-
-    @abc.abstractmethod
-    def on_departure(self, callback: Callable[[Departure], None]) -> None:
-        """Have a function called, on another thread, for each process that ends.
-
-        Those that have ended already are told at once.
-        """
-
-    def fail(self, text: str) -> None:
-        """Tell all others that this process ends, and why; they end as well."""
-        return  # nobody else is there
-
-    def look_at_process_0(self) -> None:
-        """Note that process 0 has ended if it has been silent for too long."""
-        return  # this process keeps the board
-
-    def forgive_silence(self) -> None:
-        """Count the silence of process 0 from now: this one was itself stopped."""
-        return
-
-
-@final
-class LoneBoard(AbstractBoard):
-    """The board of a job of one process."""
 
     def __init__(self) -> None:
         self.index = 0
         self.members = (Member(0, socket.gethostname(), os.getpid()),)
-        self.departures = {}
+        self.departures: dict[int, Departure] = {}
         self._values: dict[str, Json] = {}
-        self._changed = threading.Condition()
+        self._changed = threading.Condition(threading.RLock())
 
     def put(self, key: str, value: Json) -> None:
+        """Let all processes `get` a value; a second one replaces the first."""
         with self._changed:
             self._values[key] = value
             self._changed.notify_all()
 
     def get(self, key: str, timeout_seconds: float | None = None) -> Json:
+        """The value that some process has put or will put within the time.
+
+        Raises:
+          ClusterError: none did, or none can any more.
+        """
         with self._changed:
             if not self._changed.wait_for(lambda: key in self._values, timeout_seconds):
                 raise ClusterError(nobody_put(key, timeout_seconds or 0))
@@ -226,13 +175,46 @@ class LoneBoard(AbstractBoard):
     def gather(
         self, key: str, value: Json, timeout_seconds: float | None = None
     ) -> list[Json]:
+        """Contribute a value; get those of all processes, in the order of their ids.
+
+        The n-th call with a key on one process meets the n-th on each other. Without a
+        time of its own it waits the store's, and longer while a process is busy.
+
+        Raises:
+          ClusterError: not all did so in time, or one has ended; they are named.
+        """
         return [value]
 
+    def barrier(self, name: str, timeout_seconds: float | None = None) -> None:
+        """Wait until all processes have come here; raises as `gather` does."""
+        self.gather(f"barrier: {name}", None, timeout_seconds)
+
     def states(self) -> list[ProcessState]:
+        """The state of each process, by their ids.
+
+        Raises:
+          ClusterError: process 0, which keeps them, does not answer.
+        """
         return [ProcessState(self.members[0], None, None, 0.0)]
 
+    def known_states(self) -> list[ProcessState]:
+        """The same without a message: in process 0 of several; else empty."""
+        return []
+
     def on_departure(self, callback: Callable[[Departure], None]) -> None:
-        pass  # nobody else is there
+        """Have a function called, on another thread, for each process that ends.
+
+        Those that have ended already are told at once.
+        """
+
+    def fail(self, text: str) -> None:
+        """Tell all others that this process ends, and why; they end as well."""
+
+    def look_at_process_0(self) -> None:
+        """Note that process 0 has ended if it has been silent for too long."""
+
+    def forgive_silence(self) -> None:
+        """Count the silence of process 0 from now: this one was itself stopped."""
 
 
 def nobody_put(key: str, seconds: float) -> str:
@@ -506,7 +488,7 @@ def _checked(status: Json) -> Status | None:
 
 
 @final
-class Board(AbstractBoard):
+class SharedStore(Store):
     """The store of a job of several processes; process 0 keeps it.
 
     Args:
@@ -549,7 +531,7 @@ class Board(AbstractBoard):
             self._ask = self._tell = self._server.ask
         # Callbacks may wait for long, which the loop of messages must not.
         threading.Thread(
-            target=self._read, name="jaxstrategy-board", daemon=True
+            target=self._read, name="jaxstrategy-store", daemon=True
         ).start()
 
     def put(self, key: str, value: Json) -> None:
@@ -721,7 +703,7 @@ class Board(AbstractBoard):
             cancel = {"op": "cancel", "cancelled": request}
             return self._answer(cancel, _ANSWER_SECONDS)["value"]
         except TimeoutError:
-            return [0]  # which keeps the board, and does not answer
+            return [0]  # which keeps the store, and does not answer
 
     def _read(self) -> None:
         """Take what process 0 tells, in a thread that may be held up."""

@@ -183,7 +183,7 @@ def at_the_end(states: Sequence[ProcessState]) -> str:
 
 
 def of_states(states: Sequence[ProcessState]) -> Stragglers:
-    """Find the late processes by the states on the board."""
+    """Find the late processes by the states on the store."""
     return stragglers(
         {s.member: s.status["arrivals"] if s.status else () for s in states}
     )

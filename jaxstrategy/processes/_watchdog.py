@@ -21,10 +21,10 @@ from jaxstrategy.processes import _stragglers
 from jaxstrategy.processes._exit_codes import ExitCode
 from jaxstrategy.processes._store import (
     LATE_SECONDS,
-    AbstractBoard,
     Departure,
     ProcessState,
     Status,
+    Store,
 )
 from jaxstrategy.processes._stragglers import Arrivals
 
@@ -231,14 +231,14 @@ class Pending:
 
 
 def stall_report(
-    board: AbstractBoard, pending: Pending, told: str, cause: str | None
+    store: Store, pending: Pending, told: str, cause: str | None
 ) -> tuple[str, str]:
     """Write the report, and the cause in a sentence."""
-    own = board.members[board.index]
-    states, unknown = _states(board)
+    own = store.members[store.index]
+    states, unknown = _states(store)
     if cause is None:
         cause = unknown or suspicion(
-            states, board.index, pending.what, pending.seconds, pending.step
+            states, store.index, pending.what, pending.seconds, pending.step
         )
     seconds = f"{pending.seconds:.1f} s in {pending.what}"
     table = "\n".join(f"  {described(state)}" for state in states)
@@ -246,17 +246,17 @@ def stall_report(
         f"\njaxstrategy: {own} has made no progress for {seconds} (last begun: {told})."
         f"\nPython stacks of {own}:\n{stacks()}\n"
         f"Where the processes are:\n{table or '  unknown'}\n"
-        f"{_stragglers.at_the_end(board.known_states())}"
+        f"{_stragglers.at_the_end(store.known_states())}"
         f"jaxstrategy: process {own.index} waited {seconds} and ends with exit code "
         f"{ExitCode.WATCHDOG}: {cause}\n"
     )
     return text, cause
 
 
-def _states(board: AbstractBoard) -> tuple[list[ProcessState], str]:
+def _states(store: Store) -> tuple[list[ProcessState], str]:
     """The states of all processes; or none, and the reason why they are unknown."""
     try:
-        return board.states(), ""
+        return store.states(), ""
     except ClusterError as error:
         return [], str(error)
 
@@ -282,7 +282,7 @@ class Watchdog:
     The methods that are called at each step only write attributes.
 
     Args:
-      board: where processes say how far they are.
+      store: where processes say how far they are.
       timeout_seconds: how long a step may go without progress.
       busy_seconds: how long one process may do something by itself, such as compile a
         step; by default an hour, or ten times the other if that is longer. The others
@@ -296,14 +296,14 @@ class Watchdog:
 
     def __init__(
         self,
-        board: AbstractBoard,
+        store: Store,
         timeout_seconds: float,
         busy_seconds: float | None = None,
         end: Callable[[int, str, Callable[[], None]], None] = finish,
     ) -> None:
         self.timeout_seconds = timeout_seconds
         self._busy_seconds = busy_seconds or max(3600, 10 * timeout_seconds)
-        self._board = board
+        self._store = store
         self._end = end
         self._step = 0
         self._what: object = None
@@ -461,13 +461,13 @@ class Watchdog:
             if now - ticked > tick + _STOPPED_SECONDS:
                 self._was_stopped()
             ticked = now
-            self._board.look_at_process_0()
+            self._store.look_at_process_0()
             if pending := self.pending:
                 self._check(pending)
 
     def _was_stopped(self) -> None:
         self.step_progress()
-        self._board.forgive_silence()
+        self._store.forgive_silence()
 
     def _check(self, pending: Pending) -> None:
         leaver = self._leaver_before(pending)
@@ -479,8 +479,8 @@ class Watchdog:
     def _leaver_before(self, pending: Pending) -> Departure | None:
         """A process that has finished without ever beginning this step."""
         if pending.step is None:
-            return None  # the board refuses who waits there for one that has left
-        for departure in list(self._board.departures.values()):
+            return None  # the store refuses who waits there for one that has left
+        for departure in list(self._store.departures.values()):
             steps = (departure.status or {}).get("step")
             if departure.end == "left" and steps is not None and steps < pending.step:
                 return departure
@@ -502,7 +502,7 @@ class Watchdog:
         if not self._has_noted:
             self._has_noted = True
             print(
-                f"jaxstrategy: process {self._board.index} has waited "
+                f"jaxstrategy: process {self._store.index} has waited "
                 f"{pending.seconds:.0f} s in {pending.what} for {busy[0].member}, "
                 f"which {busy[0].busy}; it goes on waiting, {self._busy_seconds:g} s.",
                 file=sys.stderr,
@@ -512,17 +512,17 @@ class Watchdog:
 
     def _others(self) -> list[ProcessState]:
         try:
-            states = self._board.states()
+            states = self._store.states()
         except ClusterError:  # the report says that process 0 does not answer
             return []
-        return [s for s in states if s.member.index != self._board.index]
+        return [s for s in states if s.member.index != self._store.index]
 
     def _report(self, pending: Pending, cause: str | None = None) -> None:
         """End this process with a report, and tell the others why."""
-        board = self._board
-        text, cause = stall_report(board, pending, self.told(), cause)
+        store = self._store
+        text, cause = stall_report(store, pending, self.told(), cause)
         waited = f"it waited {pending.seconds:.1f} s in {pending.what}: {cause}"
-        self._end(ExitCode.WATCHDOG, text, lambda: board.fail(waited))
+        self._end(ExitCode.WATCHDOG, text, lambda: store.fail(waited))
 
 
 def _step(number: int, seconds: float, busy: str | None = None) -> Pending:

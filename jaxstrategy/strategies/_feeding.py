@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 from jaxstrategy.inputs._distribute import Feeding
-from jaxstrategy.processes._agreement import AbstractAgreement, LoneAgreement
+from jaxstrategy.processes._agreement import Agreement
 from jaxstrategy.processes._job import Processes
 from jaxstrategy.replicas._replicas import Replicas
 
@@ -21,9 +21,9 @@ def feeding_for(replicas: Replicas, processes: Processes | None) -> Feeding:
       processes: those that read together; None for this one alone.
     """
 
-    def agree() -> AbstractAgreement:
+    def agree() -> Agreement:
         if processes is None:
-            return LoneAgreement()
+            return Agreement()
         return processes.agreement(f"input {next(_passes)}")
 
     return Feeding(replicas, agree)

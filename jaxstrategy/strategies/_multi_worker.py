@@ -190,7 +190,7 @@ def _described(processes: Processes) -> ClusterResolver:
     """The cluster that `jax.distributed` found, or an empty one."""
     if processes.count == 1:
         return TFConfigClusterResolver()
-    hosts = [member.host for member in processes.board.members]
+    hosts = [member.host for member in processes.store.members]
     return SimpleClusterResolver(
         {"worker": hosts}, task_type="worker", task_id=processes.index
     )

@@ -124,7 +124,7 @@ class AgreedPreparation:
                 f"{told}\nAll processes compile or load a step, or none does. Mend "
                 "that; or catch the errors of loading in all processes, and compile."
             )
-            self._processes.board.common_error = str(self._common)
+            self._processes.store.common_error = str(self._common)
             raise self._common
         if own is not None:
-            self._processes.board.common_error = str(own)
+            self._processes.store.common_error = str(own)

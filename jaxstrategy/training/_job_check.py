@@ -57,7 +57,7 @@ def _meet(seconds: float, begun: float) -> None:
     heard = processes.agreement("check: devices").exchange(told, seconds)
     if processes.index == 0:
         _say(f"{processes.count} processes met in {_since(begun)}, with {versions}")
-        for member, devices in zip(processes.board.members, heard, strict=True):
+        for member, devices in zip(processes.store.members, heard, strict=True):
             _say(f"{member}: {devices}")
 
 

@@ -13,15 +13,13 @@ from jaxstrategy.inputs._global import GlobalReader
 from jaxstrategy.inputs._pipelines import PipelinesReader
 from jaxstrategy.inputs._steps import Steps
 from jaxstrategy.inputs.sources._choose import as_source
-from jaxstrategy.processes._agreement import AbstractAgreement, LoneAgreement
+from jaxstrategy.processes._agreement import Agreement
 
 X = np.arange(40.0).reshape(20, 2)
 
 
 def steps(source, replicas):
-    return Steps(
-        GlobalReader(as_source(source).start(), replicas), LoneAgreement(), "pad"
-    )
+    return Steps(GlobalReader(as_source(source).start(), replicas), Agreement(), "pad")
 
 
 def as_json(state):
@@ -267,7 +265,9 @@ def test_scalars_of_global_batches_are_refused(two):
 
 
 def test_a_pipeline_reader_widens_to_what_processes_agree_on():
-    class Told(AbstractAgreement):
+    class Told(Agreement):
+        topic = "batches"
+
         def exchange(self, said):
             return [said, None if said is None else [3, 3]]
 

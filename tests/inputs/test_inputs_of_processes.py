@@ -18,7 +18,7 @@ from jaxstrategy.inputs._pipelines import PipelinesReader
 from jaxstrategy.inputs._steps import Steps
 from jaxstrategy.inputs._transfer import Transfer
 from jaxstrategy.inputs.sources._choose import as_source
-from jaxstrategy.processes._agreement import AbstractAgreement, LoneAgreement
+from jaxstrategy.processes._agreement import Agreement
 
 
 class Meeting:
@@ -46,7 +46,9 @@ class Meeting:
             self.changed.notify_all()
 
 
-class Talk(AbstractAgreement):
+class Talk(Agreement):
+    topic = "batches"
+
     def __init__(self, meeting, index):
         self._meeting, self._index, self._turn = meeting, index, 0
 
@@ -287,7 +289,7 @@ def test_arrays_of_several_processes_are_copies(four):
         x[:] = -1
 
     reader = GlobalReader(as_source(source).start(), ReplicaRange(4, 0, 4))
-    steps = Steps(reader, LoneAgreement(), "pad")
+    steps = Steps(reader, Agreement(), "pad")
     batches = [placing.place(step, reader.kind) for step in steps]
     assert [np.unique(b["x"].stacked).tolist() for b in batches] == [[0], [1], [2], [3]]
     assert batches[0]["x"].stacked.sharding.is_equivalent_to(

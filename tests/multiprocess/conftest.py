@@ -7,7 +7,7 @@ import pytest
 
 from jaxstrategy.processes import _rendezvous
 from jaxstrategy.processes._secret import Secret
-from jaxstrategy.processes._store import Board
+from jaxstrategy.processes._store import SharedStore
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def board():
     made = []
 
     def of(meeting, **options):
-        made.append(Board(meeting, **options))
+        made.append(SharedStore(meeting, **options))
         return made[-1]
 
     yield of

@@ -26,7 +26,7 @@ processes = _processes.start(
     Process(RANK, COUNT, ADDRESS), timeout_seconds=float(os.environ["SECONDS"]),
     start_seconds=30,
 )
-board, watchdog = processes.board, processes.watchdog
+board, watchdog = processes.store, processes.watchdog
 mesh = jax.make_mesh((jax.device_count(),), ("r",), axis_types=(AxisType.Auto,))
 _sum = jax.jit(lambda x: x.sum(), out_shardings=NamedSharding(mesh, P()))
 

@@ -228,7 +228,7 @@ def test_a_runtime_that_is_initialised_already_is_kept(job):
     from jaxstrategy.processes import _job as _processes
     processes = _processes.start(timeout_seconds=30)
     assert (processes.index, processes.count) == (RANK, 2)
-    print(processes.board.gather("rank", RANK))
+    print(processes.store.gather("rank", RANK))
     """
     with job(script, started=False) as running:
         assert running.wait(40) == [0, 0]

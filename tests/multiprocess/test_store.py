@@ -10,7 +10,7 @@ from harness import STATUS, until
 from hypothesis import HealthCheck, given, settings
 
 from jaxstrategy import ClusterError
-from jaxstrategy.processes._store import Board
+from jaxstrategy.processes._store import SharedStore
 
 
 def waiting(zero, key):
@@ -183,7 +183,7 @@ def test_states_say_where_all_are(boards):
 
 def test_who_does_not_answer_counts_as_dead(meet):
     meeting, stopped = meet({"index": 0, "count": 2}, {"index": 1, "count": 2})
-    zero = Board(meeting, silence_seconds=2.5)
+    zero = SharedStore(meeting, silence_seconds=2.5)
     told = departures(zero)
     until(lambda: zero.states()[1].silent_seconds > 1)
     until(lambda: told)
@@ -199,10 +199,10 @@ def test_a_child_of_a_dead_process_does_not_hide_its_death(job):
     script = """
     import os, sys, time
     from jaxstrategy.processes import _rendezvous
-    from jaxstrategy.processes._store import Board
+    from jaxstrategy.processes._store import SharedStore
     RANK = int(os.environ["JAXSTRATEGY_PROCESS_ID"])
     address = os.environ["JAXSTRATEGY_COORDINATOR"]
-    board = Board(_rendezvous.meet(RANK, 2, address, 30))
+    board = SharedStore(_rendezvous.meet(RANK, 2, address, 30))
     os.register_at_fork(after_in_child=board.close_in_forked_child)
     if RANK == 1:
         child = os.fork()

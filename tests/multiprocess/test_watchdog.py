@@ -9,7 +9,7 @@ from harness import STATUS, until
 from jaxstrategy.processes import _watchdog
 from jaxstrategy.processes._exit_codes import ExitCode
 from jaxstrategy.processes._rendezvous import Member
-from jaxstrategy.processes._store import LoneBoard, ProcessState
+from jaxstrategy.processes._store import ProcessState, Store
 from jaxstrategy.processes._watchdog import Watchdog, stacks
 
 # A loop that says when it is under way, and goes on until something ends it.
@@ -66,7 +66,7 @@ def watched():
     made = []
 
     def of(seconds, **options):
-        board = LoneBoard()
+        board = Store()
         ends = Ends(board)
         watchdog = Watchdog(board, seconds, end=ends, **options)
         watchdog.start()
@@ -208,7 +208,7 @@ def test_who_has_finished_earlier_is_not_waited_for_long(boards, monkeypatch):
 
 
 def test_nothing_is_kept_while_nobody_looks():
-    watchdog = Watchdog(LoneBoard(), 1)
+    watchdog = Watchdog(Store(), 1)
     watchdog.step_started("f")
     watchdog.watch(jnp.ones(3))
     watchdog.step_dispatched(jnp.ones(3))

@@ -21,7 +21,7 @@ from jaxstrategy.experimental import (
     TerminationConfig,
 )
 from jaxstrategy.processes._agreement import StopAgreement
-from jaxstrategy.processes._store import LoneBoard
+from jaxstrategy.processes._store import Store
 
 SECONDS = 60
 
@@ -132,7 +132,7 @@ def test_a_process_that_ends_instead_is_an_error():
 
 
 def test_nothing_stops_without_an_announcement():
-    vote = StopAgreement(LoneBoard(), "vote")
+    vote = StopAgreement(Store(), "vote")
     assert not any(vote.begin() for _ in range(100)) and not vote.is_time
     vote.close()
 

@@ -7,14 +7,14 @@ import pytest
 
 from jaxstrategy import PerReplica
 from jaxstrategy.inputs import _origins
-from jaxstrategy.processes._store import LoneBoard
+from jaxstrategy.processes._store import Store
 from jaxstrategy.processes._watchdog import Watchdog
 from jaxstrategy.tracing import _compiling
 
 
 @pytest.fixture
 def watchdog():
-    watchdog = Watchdog(LoneBoard(), 100)
+    watchdog = Watchdog(Store(), 100)
     watchdog.step_started("outer.<locals>.double")
     return watchdog
 

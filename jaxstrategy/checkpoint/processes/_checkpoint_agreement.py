@@ -115,7 +115,7 @@ def _is_written(processes: _job.Processes) -> bool:
     if processes.watchdog.writes is not None:
         return True
     try:
-        states = processes.board.states()
+        states = processes.store.states()
     except ClusterError:
         return False
     return any(state.writes is not None for state in states)

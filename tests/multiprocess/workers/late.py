@@ -19,7 +19,7 @@ def until_all_have_told():
     processes, end = _job.current(), time.monotonic() + 20
     last = processes.watchdog.status()["step"]
     while True:
-        told = [s.status["arrivals"][-1:] for s in processes.board.states() if s.status]
+        told = [s.status["arrivals"][-1:] for s in processes.store.states() if s.status]
         if len(told) == processes.count and all(
             rows and rows[0][0] == last for rows in told
         ):
