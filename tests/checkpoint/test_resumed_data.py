@@ -269,7 +269,7 @@ def test_a_pipeline_reader_widens_to_what_processes_agree_on():
         topic = "batches"
 
         def exchange(self, said):
-            return [said, None if said is None else [3, 3]]
+            return [said, None if said is None else [3, [3], []]]
 
     replicas = ReplicaRange(2, 0, 1)
     source = as_source([np.arange(2), np.arange(2, 4)]).start()
