@@ -60,11 +60,7 @@ _LONGEST = 1 << 16  # bytes of a line that has no end yet
 
 
 class StartedProcess(Protocol):
-    """A process, on this machine or another; any thread may call it.
-
-    Attributes:
-      killed: whether `kill` came before its end.
-    """
+    """A process, on this machine or another; any thread may call it."""
 
     killed: bool
 
@@ -87,19 +83,13 @@ class StartedProcess(Protocol):
 
 @final
 class HeldPort:
-    """A free port of a host, which no program is given by chance until `close`.
-
-    Who is told of it listens there all the same: like this one, servers allow that
-    their address is used again (`SO_REUSEADDR`), and this one does not listen.
-
-    Attributes:
-      number: of the port.
-    """
+    """A free port of a host, which no program is given by chance until `close`."""
 
     def __init__(self, host: str) -> None:
         self._socket = socket.socket(
             socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM
         )
+        # Servers that allow this, too, listen here all the same: this one does not.
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._socket.bind((host, 0))
         self.number: int = self._socket.getsockname()[1]
@@ -113,13 +103,7 @@ class HeldPort:
 
 @final
 class Guard:
-    """A small process that outlives this one, and then kills the groups it watches.
-
-    A process that this one forks keeps it alive too, unless it calls `abandon`.
-
-    Attributes:
-      pid: its number.
-    """
+    """A small process that outlives this one, and then kills the groups it watches."""
 
     def __init__(self) -> None:
         started = subprocess.Popen(
@@ -161,22 +145,7 @@ class Guard:
 
 @final
 class GuardedProcess:
-    """A process with all that it starts, which end together and with this one.
-
-    A session of its own makes it a group that can be killed as a whole, and keeps
-    Ctrl-C of the terminal away from it: that comes through who started it. Until it is
-    closed its number stays taken, so that no other group can have it.
-
-    Args:
-      command: what runs.
-      environment: the whole of it.
-      name: for the names of threads.
-      guard: ends it when this process is gone.
-      ended: called with its exit code, in a thread: minus the number of a signal.
-      joined: whether it writes errors to the same stream as all else.
-      descriptors: which it inherits, under the same numbers.
-      folder: where it runs; None: where this process does.
-    """
+    """A process with all that it starts, which end together and with this one."""
 
     def __init__(
         self,
@@ -203,6 +172,8 @@ class GuardedProcess:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT if joined else subprocess.PIPE,
             bufsize=0,
+            # A group that can be killed as a whole; Ctrl-C of the terminal comes to
+            # it through who started it.
             start_new_session=True,
             pass_fds=descriptors,
         )
@@ -273,14 +244,7 @@ class GuardedProcess:
 
 @final
 class OutputThread:
-    """A thread that shows what comes from one stream of one process.
-
-    Args:
-      name: of the process.
-      read: gives the bytes of the stream that come next; none at its end.
-      show: is given each line, without its end.
-      verbose: whether lines count that only libraries find worth saying.
-    """
+    """A thread that shows what comes from one stream of one process."""
 
     def __init__(
         self,
@@ -318,13 +282,7 @@ class OutputThread:
 
 
 def lines(read: Callable[[], bytes]) -> Iterator[bytes]:
-    """Lines without their ends.
-
-    Args:
-      read: gives the bytes that come next; none at the end.
-
-    What a progress bar draws over (it ends in a carriage return) comes once a second.
-    """
+    """Lines without their ends."""
     rest, drawn = b"", -_PROGRESS_SECONDS
     while chunk := read():
         rest += chunk
@@ -347,13 +305,7 @@ def lines(read: Callable[[], bytes]) -> Iterator[bytes]:
 
 
 def described(code: int) -> str:
-    """A return code of `subprocess` in words.
-
-    >>> described(3), described(-9)
-    ('exit code 3', 'signal SIGKILL')
-    >>> described(77)
-    'exit code 77 (preempted, its state is saved)'
-    """
+    """A return code of `subprocess` in words."""
     if code < 0:
         return f"signal {signal_name(-code)}"
     row = ExitCode.of(code)
@@ -369,20 +321,12 @@ def signal_name(number: int) -> str:
 
 
 def as_shell(code: int) -> int:
-    """A return code of `subprocess` as a shell shows it: 128 + the signal's number.
-
-    >>> as_shell(3), as_shell(-9)
-    (3, 137)
-    """
+    """A return code of `subprocess` as a shell shows it: 128 + the signal's number."""
     return code if code >= 0 else 128 - code
 
 
 def started(thread: threading.Thread) -> bool:
-    """Whether it was started: since Python 3.12 an ending interpreter starts none.
-
-    Raises:
-      RuntimeError: it could not be started for another reason.
-    """
+    """Whether it was started: since Python 3.12 an ending interpreter starts none."""
     try:
         thread.start()
     except RuntimeError:

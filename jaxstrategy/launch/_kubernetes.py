@@ -39,12 +39,7 @@ class _Quoted(str):
 
 
 def manifest(options: Options) -> str:
-    """A JobSet in YAML, with a pod for each process of the job.
-
-    Raises:
-      MissingExtraError: PyYAML is not installed.
-      ValueError: an argument is no text, which YAML cannot say.
-    """
+    """A JobSet in YAML, with a pod for each process of the job."""
     name = dns_name(options.name)
     spec: Yaml = {
         "failurePolicy": {
@@ -191,11 +186,7 @@ def _secret(name: str) -> Yaml:
 
 
 def _literal(text: str) -> str:
-    """A string in which Kubernetes finds no variables.
-
-    Raises:
-      ValueError: it has bytes that are no text.
-    """
+    """A string in which Kubernetes finds no variables."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -233,11 +224,7 @@ def _dumped(jobset: Yaml) -> str:
 
 
 def dns_name(name: str) -> str:
-    """`name` in the letters that Kubernetes allows.
-
-    >>> dns_name("Train_digits"), dns_name("3.14")
-    ('train-digits', 'job-3-14')
-    """
+    """`name` in the letters that Kubernetes allows."""
     letters = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
     if not letters[:1].isalpha():
         letters = f"job-{letters}"

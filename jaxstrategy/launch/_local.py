@@ -64,10 +64,7 @@ Events = queue.SimpleQueue[Ended | Asked]  # its `put` may be called by signal h
 
 
 def common(options: Options, environment: Mapping[str, str]) -> dict[str, str]:
-    """Variables that are the same in every process and every attempt.
-
-    Simulated devices also choose the CPU, unless `environment` chooses a platform.
-    """
+    """Variables that are the same in every process and every attempt."""
     variables = {"PYTHONUNBUFFERED": "1", **of_cache(options)}
     if options.devices_per_process:
         variables["JAX_NUM_CPU_DEVICES"] = str(options.devices_per_process)
@@ -90,15 +87,7 @@ def place(
     attempt: int,
     secret: Secret,
 ) -> dict[str, str]:
-    """Variables of one process of a `Job`, by which it finds the others.
-
-    Args:
-      rank: over all nodes.
-      local_rank: on its machine.
-      processes: how many this launcher runs in this attempt.
-      secret: of the job, if this is its only launcher. Several have theirs from whoever
-        started the launchers, in the environment.
-    """
+    """Variables of one process of a `Job`, by which it finds the others."""
     own = {
         _environment.COORDINATOR: coordinator,
         _environment.PROCESS_ID: str(rank),
@@ -115,11 +104,7 @@ def place(
 
 
 def share(per_process: int, local_rank: int, environment: Mapping[str, str]) -> str:
-    """The GPUs of one process, out of those that the launcher may use.
-
-    >>> share(2, 1, {}), share(2, 1, {"CUDA_VISIBLE_DEVICES": "4,5,6,7"})
-    ('2,3', '6,7')
-    """
+    """The GPUs of one process, out of those that the launcher may use."""
     names = visible_gpus(environment)
     first = per_process * local_rank
     wanted = range(first, first + per_process)
@@ -192,10 +177,7 @@ class Worker:
 
     @property
     def tail(self) -> tuple[bytes, ...]:
-        """The last lines that it printed, those of its errors at the end.
-
-        Which line of one stream came before which of the other is not known.
-        """
+        """The last lines that it printed, those of its errors at the end."""
         return tuple(line for reader in self._readers for line in reader.tail)[-TAIL:]
 
     @property
@@ -229,11 +211,7 @@ class Machines(Protocol):
     def start(
         self, options: Options, processes: int, attempt: int, secret: Secret
     ) -> Mapping[int, StartedProcess]:
-        """Start processes, whose ends are events; by rank.
-
-        Raises:
-          ClusterError: they cannot be started, or the launcher was asked to stop.
-        """
+        """Start processes, whose ends are events; by rank."""
         ...
 
     def release(self) -> None:
@@ -293,17 +271,7 @@ class ThisMachine:
 @final
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """The outcome of an attempt.
-
-    Attributes:
-      ended: the workers that ended by themselves, in the order of their end.
-      killed: the ranks that the launcher had to kill.
-      tails: by rank, the last lines printed.
-      asked: the signal by which the launcher was asked to stop, None if it was not.
-      late: what a worker said of those that were late.
-      begun: when the attempt began, by a clock of this computer.
-      seconds: by rank, how long it ran.
-    """
+    """The outcome of an attempt."""
 
     ended: tuple[Ended, ...]
     killed: tuple[int, ...]
@@ -349,10 +317,7 @@ def _is_failure(code: int, asked: int | None) -> bool:
 
 
 def _is_stopped(code: int, asked: int | None) -> bool:
-    """Whether a worker ended, without saving, by the signal that all were sent.
-
-    The first to end takes the others with it.
-    """
+    """Whether a worker ended, without saving, by the signal that all were sent."""
     if asked is None:
         return False
     return code in (-asked, 128 + asked) or _is_consequence(code)

@@ -101,18 +101,7 @@ class ProcessActor:
         script: str | None,
         joined: bool = False,
     ) -> None:
-        """Start the process.
-
-        Args:
-          program: the arguments of `python`.
-          variables: of its environment, besides those of this machine.
-          folder: where it runs; None: where this actor does.
-          script: a file that must be there.
-          joined: whether it writes errors to the same stream as all else.
-
-        Raises:
-          FileNotFoundError: there is no such folder or script.
-        """
+        """Start the process."""
         where = folder or os.getcwd()
         if not os.path.isdir(where):
             raise FileNotFoundError(f"{where} is no folder of {socket.gethostname()}")
@@ -161,18 +150,7 @@ class ProcessActor:
 
 @final
 class RayCluster:
-    """Ray, as this process is connected to it.
-
-    Args:
-      address: `host:port`, or "auto"; None: what this process is connected to already,
-        or `RAY_ADDRESS`, or a Ray of this machine that is started and ended with this.
-      cpus: that are wanted of a Ray that is started; it has those of the machine, too.
-      working_dir: a folder that is copied to all machines.
-
-    Raises:
-      MissingExtraError: Ray is not installed.
-      ClusterError: it does not answer.
-    """
+    """Ray, as this process is connected to it."""
 
     def __init__(
         self, address: str | None, cpus: int, working_dir: str | None = None
@@ -250,10 +228,7 @@ class _Head:
 
     @classmethod
     def _choose_token(cls) -> None:
-        """Have Ray ask for a token that only this process and that Ray know.
-
-        Else it writes one to a file. Ray looks at these variables when it is imported.
-        """
+        """Have Ray ask for a token that only this process and that Ray know."""
         if _MODE in os.environ or cls.has_token:
             return
         if sys.modules.get("ray") is not None:
@@ -274,11 +249,7 @@ class _Head:
 
 
 def imported() -> ModuleType:
-    """The module `ray`.
-
-    Raises:
-      MissingExtraError: it is not installed.
-    """
+    """The module `ray`."""
     try:
         return importlib.import_module("ray")
     except ImportError as missing:
@@ -316,21 +287,7 @@ def _connect(ray: ModuleType, address: str, working_dir: str | None) -> None:
 
 @final
 class RayActors:
-    """A placement group, and an actor in a bundle of it whenever one is wanted.
-
-    Args:
-      bundles: the resources of each process.
-      placement: how machines are chosen, in Ray's words.
-      wait: seconds to wait for room.
-      is_stopped: whether to wait no longer.
-      tell: what is said if that takes a while.
-
-    Attributes:
-      ray: the module.
-
-    Raises:
-      ClusterError: there is no room.
-    """
+    """A placement group, and an actor in a bundle of it whenever one is wanted."""
 
     def __init__(
         self,
@@ -362,18 +319,7 @@ class RayActors:
             raise
 
     def ask(self, call: Callable[[], Any], seconds: float | None = None) -> Any:
-        """The result of a method of an actor.
-
-        Whoever asks Ray when this process is disconnected from it, starts another Ray
-        (2.60): so nobody does after `close`, and that waits for those who do.
-
-        Args:
-          call: calls `remote` of the method.
-          seconds: the time for the result; None: any.
-
-        Raises:
-          RayError: the actor is lost, the time is over, or all actors were ended.
-        """
+        """The result of a method of an actor."""
         with self._lock:
             self._check_open()
             self._asking += 1
@@ -391,11 +337,7 @@ class RayActors:
                 call()
 
     def start(self, bundle: int) -> Any:
-        """A new `ProcessActor` in the bundle of this number, where none may be left.
-
-        Raises:
-          RayError: all actors were ended.
-        """
+        """A new `ProcessActor` in the bundle of this number, where none may be left."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         wanted = dict(self._bundles[bundle])
@@ -496,14 +438,7 @@ def _amounts(resources: Mapping[str, float]) -> str:
 
 @final
 class RayStartedProcess:
-    """A process elsewhere. If its actor is lost, it counts as killed.
-
-    Args:
-      actors: among them the next one.
-      actor: a `ProcessActor` that has started it.
-      name: for the names of threads.
-      ended: called with its exit code, in a thread: minus the number of a signal.
-    """
+    """A process elsewhere. If its actor is lost, it counts as killed."""
 
     def __init__(
         self, actors: RayActors, actor: Any, name: str, ended: Callable[[int], None]
@@ -570,15 +505,7 @@ class RayStartedProcess:
 
 @final
 class RayMachines:
-    """Those machines on which Ray finds room.
-
-    Args:
-      events: which hear of the end of each process, and say that the job should stop.
-
-    Raises:
-      MissingExtraError: Ray is not installed.
-      ClusterError: it does not answer.
-    """
+    """Those machines on which Ray finds room."""
 
     def __init__(self, options: Options, ray: RayOptions, events: Events) -> None:
         self._options = ray

@@ -124,12 +124,7 @@ def _cores() -> int:
 
 @final
 class RoleJob:
-    """The script, which is the chief, and those that it calls.
-
-    The job is over when the script is. Whoever else ends is started again: a worker
-    works on by itself, and a parameter server has nothing of what it held, which the
-    script is told, and of which it loads a checkpoint.
-    """
+    """The script, which is the chief, and those that it calls."""
 
     def __init__(self, options: Options, events: Events, guard: Guard) -> None:
         self._options = options

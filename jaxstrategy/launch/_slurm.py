@@ -200,10 +200,6 @@ def _srun(options: Options, task: JobTask) -> str:
 
 
 def job_name(name: str) -> str:
-    """`name` in letters that mean nothing to `sbatch`, which reads its own lines.
-
-    >>> job_name("train v2\\n#SBATCH --uid=0"), job_name("☃")
-    ('train-v2-SBATCH---uid-0', 'job')
-    """
+    """`name` in letters that mean nothing to `sbatch`, which reads its own lines."""
     letters = re.sub(r"[^A-Za-z0-9_.+-]+", "-", name)
     return letters.strip("-")[:_LONGEST_NAME].strip("-") or "job"

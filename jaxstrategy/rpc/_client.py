@@ -76,6 +76,11 @@ class StatusOrResult:
     ...         good, bad = client.double(4.0), client.double(4)
     ...         print(good.is_ok(), good.get_value(), bad.is_ok(), bad.get_error())
     True 8.0 False (3, 'Expects arg[0] to be float32 but int32 is provided')
+
+    Args:
+      future: of the call; it gets no exception.
+      seconds: how long to wait for it, from now on; None: as long as it takes.
+      packed: makes the value of the flat results, of the shapes of the method.
     """
 
     def __init__(
@@ -345,14 +350,7 @@ class RpcClient:
 
 @final
 class _Line:
-    """The connection to a server, made anew by the next call once it was lost.
-
-    Calls hold it until they have their answers; it ends with its last reference.
-
-    Raises:
-      TimeoutError: the server does not answer.
-      UnauthenticatedError: it has another secret, or strangers could listen.
-    """
+    """The connection to a server, made anew by the next call once it was lost."""
 
     def __init__(self, address: str, largest: int, seconds: float | None) -> None:
         self._address = address

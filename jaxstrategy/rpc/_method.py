@@ -31,25 +31,14 @@ _SEQUENCES: dict[str, type[list[Any]] | type[tuple[Any, ...]]] = {
 
 
 def specs_of(tree: object, what: str) -> Any:
-    """The tree of the specs of arrays, numbers and specs.
-
-    Args:
-      what: names the tree, for messages.
-
-    Raises:
-      ValueError: a leaf is none of these, or no array of numbers.
-    """
+    """The tree of the specs of arrays, numbers and specs."""
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: _spec(leaf, what + jax.tree_util.keystr(path)), tree
     )
 
 
 def written(tree: object, what: str) -> Json:
-    """A tree of specs as JSON.
-
-    Raises:
-      ValueError: there is something else in it than dicts, lists, tuples and None.
-    """
+    """A tree of specs as JSON."""
     if tree is None:
         return None
     if isinstance(tree, jax.ShapeDtypeStruct):
@@ -68,11 +57,7 @@ def written(tree: object, what: str) -> Json:
 
 
 def read(fields: Json) -> Any:
-    """The tree of specs that JSON from elsewhere describes.
-
-    Raises:
-      ValueError: it describes none.
-    """
+    """The tree of specs that JSON from elsewhere describes."""
     try:
         return _read(fields)
     except (TypeError, KeyError, RecursionError, OverflowError) as error:
@@ -80,12 +65,7 @@ def read(fields: Json) -> Any:
 
 
 def check_structure(given: object, wanted: object, where: str) -> None:
-    """Nothing if a tree has the structure of a tree of specs.
-
-    Raises:
-      TypeError: something is of another type, such as a list for a dict.
-      ValueError: something has another length, or other keys.
-    """
+    """Nothing if a tree has the structure of a tree of specs."""
     if isinstance(wanted, jax.ShapeDtypeStruct):
         if given is None or not jax.tree_util.all_leaves([given]):
             raise TypeError(f"{where} is {_a(given)}; {_told(wanted)} was wanted.")
@@ -109,14 +89,7 @@ def check_structure(given: object, wanted: object, where: str) -> None:
 
 
 def as_array(leaf: object, spec: jax.ShapeDtypeStruct | None, where: str) -> np.ndarray:
-    """An array or number as it is sent, of the dtype that JAX gives it.
-
-    A number of Python's takes the dtype of the spec if that is of the same kind.
-
-    Raises:
-      TypeError: it is neither.
-      OverflowError: JAX would make other whole numbers of these.
-    """
+    """An array or number as it is sent, of the dtype that JAX gives it."""
     if isinstance(leaf, _NUMBERS):
         dtype = jnp.result_type(leaf)
         if spec is not None and _are_alike(leaf, spec.dtype):
@@ -177,11 +150,7 @@ def framed(fields: Json, arrays: Sequence[np.ndarray] = ()) -> list[Buffer]:
 
 
 def unframed(frames: Sequence[Buffer]) -> tuple[Json, list[np.ndarray]]:
-    """The message of some frames.
-
-    Raises:
-      ValueError: they are none.
-    """
+    """The message of some frames."""
     try:
         fields, kinds = json.loads(bytes(frames[0]))
         arrays, rest = [], [np.frombuffer(frame, np.uint8) for frame in frames[1:]]
@@ -272,16 +241,7 @@ class _RpcProgram(NamedTuple):
 
 @final
 class RpcMethod:
-    """A compiled function, with the structures of its arguments and results.
-
-    Args:
-      name: of the method.
-      func: jitted, or compiled ahead of time.
-      specs: examples of its arguments, or their specs; of a compiled one none.
-
-    Raises:
-      ValueError: it is neither, or cannot be called from elsewhere.
-    """
+    """A compiled function, with the structures of its arguments and results."""
 
     def __init__(
         self, name: str, func: Callable[..., Any], specs: Sequence[object]
@@ -312,12 +272,7 @@ class RpcMethod:
         return max(map(bytes_of, both))
 
     def __call__(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """The results, for arguments that came from elsewhere.
-
-        Raises:
-          InvalidArgumentError: the arguments do not fit.
-          Exception: whatever the function raises.
-        """
+        """The results, for arguments that came from elsewhere."""
         if why := misfit(arrays, self._specs, "arg"):
             raise InvalidArgumentError(why)
         args = jax.tree.unflatten(self._tree, list(arrays))

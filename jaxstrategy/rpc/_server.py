@@ -38,11 +38,7 @@ _ALL_ADDRESSES = ("", "0.0.0.0", "::", "*")
 
 
 def check_layer(rpc_layer: str) -> None:
-    """Nothing if there is such a layer.
-
-    Raises:
-      ValueError: there is none.
-    """
+    """Nothing if there is such a layer."""
     if rpc_layer != "grpc":
         raise ValueError(
             f"Only GRPC backend is supported at the moment. {rpc_layer!r} was given; "
@@ -52,11 +48,7 @@ def check_layer(rpc_layer: str) -> None:
 
 
 def check_bytes(count: int) -> None:
-    """Nothing if it is a bound of messages.
-
-    Raises:
-      ValueError: it is none.
-    """
+    """Nothing if it is a bound of messages."""
     if not isinstance(count, int) or count <= 0:
         raise ValueError(
             f"`max_message_bytes` was {count!r}; a whole number over 0 was wanted."
@@ -64,11 +56,7 @@ def check_bytes(count: int) -> None:
 
 
 def endpoint(address: str, secret: Secret) -> str:
-    """The address as messages have it, which strangers cannot use.
-
-    Raises:
-      ClusterError: strangers could call, or listen.
-    """
+    """The address as messages have it, which strangers cannot use."""
     if "/" in address:  # the path of a Unix socket
         return f"ipc://{address}"
     host = address.rpartition(":")[0].strip("[]")
@@ -218,11 +206,7 @@ class RpcServer:
         self.close()
 
     def _check_name(self, name: str) -> None:
-        """Nothing if clients can have a method of that name, and a blocking one.
-
-        Raises:
-          InvalidArgumentError: they cannot.
-        """
+        """Nothing if clients can have a method of that name, and a blocking one."""
         other = name.removesuffix(_BLOCKING)
         clashes = name.endswith(_BLOCKING) and other in self._answers.methods
         if (
@@ -240,10 +224,7 @@ class RpcServer:
 
 @final
 class _Answers:
-    """Calls methods by their names, in as many threads as calls run at once.
-
-    It raises nothing: clients get a code and a message, never an exception itself.
-    """
+    """Calls methods by their names, in as many threads as calls run at once."""
 
     def __init__(self, largest: int) -> None:
         self.largest = largest

@@ -31,12 +31,7 @@ Chip = tuple[int, ...]
 
 
 def ring(shape: tuple[int, int, int]) -> list[Chip]:
-    """All chips of a mesh of this shape, as a ring.
-
-    Each chip has the next one beside it, and the last one the first, if the sizes along
-    the axes on which there is more than one chip are even. On one such axis, and with
-    odd sizes, the chips come one after the other, along x first.
-    """
+    """All chips of a mesh of this shape, as a ring."""
     long = [axis for axis in range(3) if shape[axis] > 1]
     if len(long) < 2 or any(shape[axis] % 2 for axis in long):
         return [chip[::-1] for chip in _grid(shape[::-1])]
@@ -58,10 +53,7 @@ def _through_layers(x: int, y: int, z: int) -> Iterator[Chip]:
 
 
 def _around(width: int, height: int) -> Iterator[tuple[int, int]]:
-    """A way around a plane from beside its corner `(0, 0)` to the other side of that.
-
-    To and fro through the rows, and back through the column that these leave out.
-    """
+    """A way around a plane, from one side of its corner `(0, 0)` to the other."""
     for b in range(height):
         row = range(1, width) if b % 2 == 0 else range(width - 1, 0, -1)
         yield from ((a, b) for a in row)
@@ -100,14 +92,7 @@ _NEAREST_FIRST = (3, 0, 1, 2)
 @final
 @dataclasses.dataclass(frozen=True)
 class CoreBlocks:
-    """Equal blocks of the cores of a topology, one for each of some replicas.
-
-    Attributes:
-      topology: the devices.
-      shape: how many cores a block has along each axis.
-      stride: from one core of a block to its next, along each axis.
-      count: the number of blocks.
-    """
+    """Equal blocks of the cores of a topology, one for each of some replicas."""
 
     topology: TPUTopology
     shape: tuple[int, ...]
@@ -118,11 +103,7 @@ class CoreBlocks:
     def chosen(
         topology: TPUTopology, shape: object, stride: object, count: object
     ) -> CoreBlocks:
-        """The blocks that a user asks for.
-
-        Raises:
-          ValueError: there cannot be such, or not so many.
-        """
+        """The blocks that a user asks for."""
         number = whole(count)
         if number is None or number < 1:
             raise ValueError(
@@ -139,11 +120,7 @@ class CoreBlocks:
         return blocks
 
     def cores(self, mode: DeviceOrderMode) -> Integers:
-        """The coordinates of each core of each block: `[block, core, 4]`.
-
-        Raises:
-          ValueError: there is no ring, or too many devices are missing.
-        """
+        """The coordinates of each core of each block: `[block, core, 4]`."""
         if self.topology.num_missing:
             return self._of_those_left(mode)
         if mode is DeviceOrderMode.RING and not self._has_ring:
@@ -207,10 +184,7 @@ class CoreBlocks:
         return cores.astype(np.int32)
 
     def _counts(self) -> tuple[int, ...]:
-        """The number of blocks along each axis, as equal as they can be.
-
-        The axis with the least room is asked first, of equal ones the nearest.
-        """
+        """The number of blocks along each axis, as equal as they can be."""
         counts = [1] * _RANK
         blocks = self.count
         order = sorted(_NEAREST_FIRST, key=lambda axis: self._room[axis])
@@ -500,12 +474,7 @@ def _checked_cores(given: Nested, topology: TPUTopology) -> Integers:
 
 
 def checked_cores(assignment: object, cores_per_replica: object) -> int:
-    """The number of devices of each replica.
-
-    Raises:
-      TypeError: something else than an assignment, or than a whole number.
-      ValueError: the number is not positive, or is another one than the assignment's.
-    """
+    """The number of devices of each replica."""
     if not isinstance(assignment, DeviceAssignment | None):
         raise TypeError(
             f"`experimental_device_assignment` was {shown(assignment)}; a "
@@ -532,12 +501,7 @@ def checked_cores(assignment: object, cores_per_replica: object) -> int:
 def devices_of_replicas(
     devices: Sequence[Device], assignment: DeviceAssignment | None, cores: int
 ) -> list[Device]:
-    """The devices of all replicas, those of replica 0 first.
-
-    Raises:
-      ValueError: they are no whole number of replicas, the assignment is for others, or
-        has one twice or none of a process; or a replica would be in two processes.
-    """
+    """The devices of all replicas, those of replica 0 first."""
     tasks = by_task(devices)
     if assignment is None:
         found = [device for task in tasks for device in task]

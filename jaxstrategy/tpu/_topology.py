@@ -339,11 +339,7 @@ def shutdown_tpu_system(cluster_resolver: TPUClusterResolver | None = None) -> N
 
 
 def checked_resolver(given: object) -> TPUClusterResolver:
-    """The resolver that was given; by default of the TPU on which this runs.
-
-    Raises:
-      TypeError: it is another resolver.
-    """
+    """The resolver that was given; by default of the TPU on which this runs."""
     if given is None:
         return TPUClusterResolver()
     if not isinstance(given, TPUClusterResolver):
@@ -356,23 +352,14 @@ def checked_resolver(given: object) -> TPUClusterResolver:
 
 
 def meet(resolver: TPUClusterResolver) -> Processes | None:
-    """The processes of a resolver's cluster, which have met; None for a local TPU.
-
-    Raises:
-      ClusterError: they could not start together.
-      ValueError: the cluster makes no sense.
-    """
+    """The processes of a resolver's cluster, which have met; None for a local TPU."""
     if resolver.is_local:
         return None
     return _job.found(default_resolver(), otherwise=resolver)
 
 
 def topology_of(devices: Sequence[Device]) -> TPUTopology:
-    """The topology of JAX's devices, those of process 0 first.
-
-    Raises:
-      ValueError: processes have different numbers of devices.
-    """
+    """The topology of JAX's devices, those of process 0 first."""
     tasks = by_task(devices)
     if len({len(task) for task in tasks}) > 1:
         raise ValueError(

@@ -24,15 +24,7 @@ class NotYetError(ClusterError):
 
 
 def answered(attempt: Callable[[float], T], timeout_seconds: float) -> T:
-    """The first result of `attempt(deadline)` that is no `NotYetError`.
-
-    Args:
-      attempt: asks; is given a time of `time.monotonic()`.
-      timeout_seconds: how long it may fail.
-
-    Raises:
-      ClusterError: it failed until then, with its last words.
-    """
+    """The first result of `attempt(deadline)` that is no `NotYetError`."""
     deadline = time.monotonic() + timeout_seconds
     pause = _FIRST_PAUSE
     while True:
@@ -49,23 +41,12 @@ def answered(attempt: Callable[[float], T], timeout_seconds: float) -> T:
 
 
 def request_seconds(left: float) -> float:
-    """How long one request may take, of the seconds that are left.
-
-    Whoever says nothing is asked again. A little time is left even after the deadline,
-    or the last request would fail for want of time and hide what is wrong.
-
-    >>> request_seconds(300), request_seconds(5), request_seconds(0)
-    (10.0, 5, 1.0)
-    """
+    """How long one request may take, of the seconds that are left."""
     return min(max(left, _SHORTEST), _LONGEST)
 
 
 def checked_seconds(given: object) -> float:
-    """`timeout_seconds` as it was given.
-
-    Raises:
-      ValueError: it is no time.
-    """
+    """`timeout_seconds` as it was given."""
     if (
         isinstance(given, bool)
         or not isinstance(given, int | float)

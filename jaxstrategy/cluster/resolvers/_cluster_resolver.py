@@ -267,12 +267,7 @@ def as_url(address: str, rpc_layer: str | None) -> str:
 
 
 def place(spec: ClusterSpec, task_type: str, task_id: int) -> Process:
-    """The rank of a task among those that train.
-
-    Raises:
-      ValueError: the task does not train or does not exist, or the cluster has jobs
-        of another kind, several chiefs, gaps, or a first task without a port.
-    """
+    """The rank of a task among those that train."""
     _check_jobs(spec)
     if task_type not in TRAINING:
         raise ValueError(_no_trainer(task_type))

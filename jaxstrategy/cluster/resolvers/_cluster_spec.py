@@ -137,14 +137,7 @@ class ClusterSpec:
 
 
 def host_and_port(address: str) -> tuple[str, int]:
-    """Host and port of an address.
-
-    Raises:
-      ValueError: it is not of the form `host:port`, or there is no such port.
-
-    >>> host_and_port("node7:2222"), host_and_port("[::1]:80")
-    (('node7', 2222), ('[::1]', 80))
-    """
+    """Host and port of an address."""
     found = _ADDRESS.fullmatch(address)
     if (
         found is None
@@ -159,14 +152,7 @@ def host_and_port(address: str) -> tuple[str, int]:
 
 
 def checked_port(given: object, name: str) -> int:
-    """A port that was given as the argument `name`.
-
-    Raises:
-      ValueError: it is none.
-
-    >>> checked_port(2222, "port")
-    2222
-    """
+    """A port that was given as the argument `name`."""
     port = whole(given)
     if port is None or not 0 < port < 65536:
         raise ValueError(
@@ -205,11 +191,7 @@ def _tasks(job: str, given: object) -> dict[int, str]:
 
 
 def task_index(given: object) -> int | None:
-    """The index of a task, None if it is no whole number from 0 on.
-
-    >>> task_index(1), task_index("1"), task_index(-1)
-    (1, 1, None)
-    """
+    """The index of a task, None if it is no whole number from 0 on."""
     # JSON has string keys only, so "1" is taken for 1, as TensorFlow does.
     if isinstance(given, str) and given.isdecimal():
         return int(given)
@@ -219,14 +201,7 @@ def task_index(given: object) -> int | None:
 
 
 def checked_task_id(given: object) -> int:
-    """The index of a task that was given for this process.
-
-    Raises:
-      ValueError: it is none.
-
-    >>> checked_task_id(1), checked_task_id("1")
-    (1, 1)
-    """
+    """The index of a task that was given for this process."""
     number = whole(given)
     found = task_index(given if number is None else number)
     if found is None:
@@ -263,19 +238,11 @@ def _is_dense(job: Mapping[int, str]) -> bool:
 
 
 def endpoint(address: str) -> tuple[str, int]:
-    """Host and port as sockets want them; raises as `host_and_port`.
-
-    >>> endpoint("[::1]:80"), endpoint("node7:2222")
-    (('::1', 80), ('node7', 2222))
-    """
+    """Host and port as sockets want them; raises as `host_and_port`."""
     host, port = host_and_port(address)
     return host.removeprefix("[").removesuffix("]"), port
 
 
 def address_of(host: str, port: int) -> str:
-    """The opposite of `endpoint`.
-
-    >>> address_of("::1", 80), address_of("node7", 2222)
-    ('[::1]:80', 'node7:2222')
-    """
+    """The opposite of `endpoint`."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -140,11 +140,7 @@ class TFConfigClusterResolver(ClusterResolver):
 
 
 def tells_of_cluster() -> bool:
-    """Whether `TF_CONFIG` has a cluster or a task.
-
-    Raises:
-      ValueError: it is malformed.
-    """
+    """Whether `TF_CONFIG` has a cluster or a task."""
     config = _config()
     return bool(config.get("cluster") or config.get("task"))
 
@@ -445,14 +441,7 @@ class LaunchedClusterResolver(ClusterResolver):
 
 
 def default_resolver() -> ClusterResolver | None:
-    """`TF_CONFIG` if it is set, else what a launcher or SageMaker set, else None.
-
-    Of SageMaker only a job of several hosts, each of which would train alone. None
-    leaves it to other variables and `jax.distributed`, if there is a cluster.
-
-    Raises:
-      ValueError: a variable is missing or malformed.
-    """
+    """`TF_CONFIG` if it is set, else what a launcher or SageMaker set, else None."""
     if tells_of_cluster():
         return TFConfigClusterResolver()
     if LaunchedClusterResolver.is_launched():

@@ -218,12 +218,7 @@ class GCEClusterResolver(ClusterResolver):
         return sorted(address_of(address, self._port) for address in found)
 
     def _addresses(self, deadline: float) -> list[str]:
-        """The internal addresses of the running instances.
-
-        Raises:
-          NotYetError: Google does not answer, has too much to do, or takes too long.
-          ClusterError: it refuses to tell, or an instance has no such address.
-        """
+        """The internal addresses of the running instances."""
         try:
             # Once: the client makes all methods of such an object anew.
             instances = self._service.instances()

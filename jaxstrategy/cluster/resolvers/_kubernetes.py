@@ -269,12 +269,7 @@ class KubernetesClusterResolver(ClusterResolver):
         return answered(attempt, self._timeout_seconds)
 
     def _checked(self, job: str, pods: list[_Pod]) -> list[_Pod]:
-        """The pods of a job, all of which run, as many as there will be.
-
-        Raises:
-          NotYetError: fewer run.
-          ClusterError: more do; or, if it is not known how many, one does not.
-        """
+        """The pods of a job, all of which run, as many as there will be."""
         labels = self._selectors[job]
         wanted = self._num_tasks.get(job)
         running = [pod for pod in pods if pod.is_running and pod.ip]

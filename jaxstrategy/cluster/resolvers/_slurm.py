@@ -162,14 +162,7 @@ class SlurmClusterResolver(ClusterResolver):
 
 
 def expand_hostlist(hostlist: str) -> list[str]:
-    """The names that Slurm's short form stands for.
-
-    Raises:
-      ValueError: it is none.
-
-    >>> expand_hostlist("node[01-03,07],gpu5")
-    ['node01', 'node02', 'node03', 'node07', 'gpu5']
-    """
+    """The names that Slurm's short form stands for."""
     names = _NAMES.findall(hostlist)
     if not names or ",".join(names) != hostlist.strip():
         raise ValueError(
@@ -180,14 +173,7 @@ def expand_hostlist(hostlist: str) -> list[str]:
 
 
 def expand_tasks_per_node(tasks: str) -> list[int]:
-    """The number of tasks on each node, from Slurm's short form.
-
-    Raises:
-      ValueError: it is none.
-
-    >>> expand_tasks_per_node("3(x2),2")
-    [3, 3, 2]
-    """
+    """The number of tasks on each node, from Slurm's short form."""
     counts = []
     for part in tasks.split(","):
         found = _TASKS.fullmatch(part.strip())

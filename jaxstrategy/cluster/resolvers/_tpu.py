@@ -87,16 +87,7 @@ _SKIPPED = {_EIGHT_BYTES: 8, _FOUR_BYTES: 4}
 @final
 @dataclasses.dataclass(frozen=True)
 class TopologyMessage:
-    """A TPU's topology as numbers.
-
-    Attributes:
-      mesh_shape: how many devices there are along each axis.
-      tasks: the number of tasks, which are processes.
-      devices: that of devices of each task.
-      coordinates: of the devices, one after the other, those of task 0 first.
-      embedding: the number of the hardware's embedding feature; None if nothing is
-        said of hardware.
-    """
+    """A TPU's topology as numbers."""
 
     mesh_shape: Sequence[int]
     tasks: int
@@ -106,11 +97,7 @@ class TopologyMessage:
 
     @staticmethod
     def parsed(serialized: bytes) -> TopologyMessage:
-        """The message in `serialized`.
-
-        Raises:
-          ValueError: it is no such message.
-        """
+        """The message in `serialized`."""
         try:
             return _of_fields(list(_fields(bytes(memoryview(serialized)))))
         except (IndexError, TypeError):  # it ends too early; it has no bytes
