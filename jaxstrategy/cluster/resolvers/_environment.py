@@ -1,4 +1,4 @@
-"""The launcher's environment variables as a cluster, and the default resolver."""
+"""Clusters of environment variables: TF_CONFIG, launchers, SageMaker; the default one."""
 
 from __future__ import annotations
 
