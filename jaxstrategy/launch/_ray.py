@@ -237,6 +237,7 @@ class _Head:
                 "started here. Connect first, by `ray.init()`, which will be used; or "
                 f"set {RAY_ADDRESS}."
             )
+        # Else it writes one to a file; it looks at these when it is imported.
         os.environ[_MODE] = "token"
         if not {_TOKEN, _TOKEN_PATH} & set(os.environ):
             os.environ[_TOKEN] = secrets.token_hex(32)
@@ -320,6 +321,8 @@ class RayActors:
 
     def ask(self, call: Callable[[], Any], seconds: float | None = None) -> Any:
         """The result of a method of an actor."""
+        # Who asks Ray when this process is disconnected from it, starts another Ray
+        # (2.60): so nobody does after `close`, which waits for those who do.
         with self._lock:
             self._check_open()
             self._asking += 1

@@ -1,4 +1,4 @@
-"""Clusters of environment variables: TF_CONFIG, launchers, SageMaker; the default one."""
+"""Clusters of environment variables: TF_CONFIG, launchers, SageMaker; the default."""
 
 from __future__ import annotations
 
