@@ -62,8 +62,8 @@ if TYPE_CHECKING:
     from jaxstrategy._options import VariableSynchronization as VariableSynchronization
     from jaxstrategy._version import __version__ as __version__
     from jaxstrategy.contexts._replica_context import ReplicaContext as ReplicaContext
-    from jaxstrategy.executors._compiled_step import CompiledStep as CompiledStep
     from jaxstrategy.executors._eager_replicas import eager_replicas as eager_replicas
+    from jaxstrategy.executors._replicated_function import CompiledStep as CompiledStep
     from jaxstrategy.inputs._dataset import DistributedDataset as DistributedDataset
     from jaxstrategy.inputs._grouped import grouped as grouped
     from jaxstrategy.inputs._input_options import InputContext as InputContext
@@ -167,7 +167,7 @@ else:
             ),
             "_version": "__version__",
             "contexts._replica_context": "ReplicaContext",
-            "executors._compiled_step": "CompiledStep",
+            "executors._replicated_function": "CompiledStep",
             "executors._eager_replicas": "eager_replicas",
             "inputs._dataset": "DistributedDataset",
             "inputs._grouped": "grouped",

@@ -47,7 +47,7 @@ from jaxstrategy.scheduled._recorder import IteratorArgument, is_whole
 from jaxstrategy.strategies._parameter_server import ParameterServerStrategy
 from jaxstrategy.text._shown import shown
 from jaxstrategy.text._whole_numbers import whole
-from jaxstrategy.tracing.functions._weak_function import weakly
+from jaxstrategy.tracing.functions._weak_references import weakly
 from jaxstrategy.values._types import Function, PyTree
 from jaxstrategy.variables._server_variables import ServerVariables
 

@@ -18,12 +18,10 @@ from jaxstrategy.executors._executor import AbstractExecutor, FunctionProgram
 from jaxstrategy.executors.replica_threads._eager_steps import EagerSteps
 from jaxstrategy.processes._job import Processes
 from jaxstrategy.replicas._devices import Device
-from jaxstrategy.tracing._function_programs import FunctionPrograms
 from jaxstrategy.tracing._prepared import Obtain
-from jaxstrategy.tracing._program_table import ProgramTable
-from jaxstrategy.tracing._programs import Programs
+from jaxstrategy.tracing._programs import FunctionPrograms, Programs, ProgramTable
 from jaxstrategy.tracing._replica_step import name_of
-from jaxstrategy.tracing._seal import Seal
+from jaxstrategy.tracing._shared_programs import Seal
 from jaxstrategy.tracing._step_agreement import StepAgreement
 from jaxstrategy.values._types import Function, PyTree
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from jaxstrategy._errors import ContextError
 from jaxstrategy.contexts import _context
-from jaxstrategy.executors.replica_threads._eager_results import EagerBlock
+from jaxstrategy.executors.replica_threads._eager_call import EagerBlock
 from jaxstrategy.text._shown import shown
 
 

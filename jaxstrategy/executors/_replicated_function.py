@@ -1,16 +1,21 @@
-"""A function that runs on all replicas whenever it is called: what `@run` returns."""
+"""A step that is compiled before it is called: `CompiledStep`."""
 
 from __future__ import annotations
 
 import functools
+import os
 import types
 from typing import Any, final
 
 import jax
+from jax.stages import Compiled
 
 from jaxstrategy._options import RunOptions
 from jaxstrategy.contexts._context import OUTSIDE, current
 from jaxstrategy.executors._executor import AbstractExecutor
+from jaxstrategy.text._shown import shown
+from jaxstrategy.tracing._prepared import Preparation
+from jaxstrategy.tracing._saved_step import Facts, SavedStep, facts_of
 from jaxstrategy.values._types import Function, PyTree
 
 
@@ -105,3 +110,124 @@ class ReplicatedFunction:
     def __repr__(self) -> str:
         name = getattr(self._fn, "__qualname__", repr(self._fn))
         return f"<{name} replicated by {self._describe}>"
+
+
+@final
+class CompiledStep:
+    """A step compiled for arguments of certain types; made by `strategy.compile`.
+
+    Called as the step is, with the same results and errors. It never compiles: what
+    differs from the types that it was compiled for is a `CompiledStepError`.
+
+    Attributes:
+      function: the step, as one replica sees it.
+      options: how it is compiled.
+      compiled: JAX's `jax.stages.Compiled`, for what it tells (`memory_analysis()`,
+        `cost_analysis()`, `as_text()`).
+
+    Args:
+      fn: the step, as one replica sees it.
+      args: positional arguments; types may stand for arrays.
+      kwargs: keyword arguments.
+      executor: runs it.
+      options: how it is compiled.
+      file: has it, as `save` has written it; None to compile it.
+
+    Raises:
+      TypeError: it is not made by a strategy.
+
+    >>> import os, tempfile
+    >>> import jaxstrategy as js
+    >>> strategy = js.MirroredStrategy(js.simulate(8)[:2])
+    >>> def step(w, x):
+    ...     return w - js.get_replica_context().all_reduce("mean", w * x)
+    >>> types = jax.ShapeDtypeStruct((3,), np.float32)
+    >>> batch = js.PerReplica(jax.ShapeDtypeStruct((2, 3), np.float32))
+    >>> train = strategy.compile(step, (types, batch))
+    >>> x = strategy.per_replica(np.ones((2, 3), np.float32))
+    >>> train(np.ones(3, np.float32), x)
+    Array([0., 0., 0.], dtype=float32)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = os.path.join(folder, "train.step")
+    ...     train.save(path)
+    ...     again = strategy.load_compiled(path, step, (types, batch))
+    >>> again(np.ones(3, np.float32), x)
+    Array([0., 0., 0.], dtype=float32)
+    """
+
+    def __init__(
+        self,
+        fn: Function,
+        args: tuple[PyTree, ...],
+        kwargs: dict[str, PyTree],
+        executor: AbstractExecutor,
+        options: RunOptions | None = None,
+        file: str | None = None,
+    ) -> None:
+        if not isinstance(executor, AbstractExecutor):
+            raise TypeError(
+                f"A `CompiledStep` was made with {shown(executor)} in place of what "
+                "runs it. Let a strategy make it: `strategy.compile(step, args)`."
+            )
+        # First: an object that is called may have attributes named like those here.
+        functools.update_wrapper(self, fn)
+        self.function = self._fn = fn
+        self.options = options
+        self.compiled: Compiled
+        self._executor = executor
+        self._file = file
+        self._facts: Facts | Exception
+        self._program = executor.compile(fn, args, kwargs, options, self._obtain)
+
+    def _obtain(self, preparation: Preparation) -> Compiled:
+        """The program of the step that was traced, from the file or by XLA."""
+        if self._file is not None:
+            # Only now, when other processes hear of it if there is no such file.
+            saved = SavedStep.read(self._file)
+            self.compiled = saved.loaded(self._file, preparation)
+            self._facts = saved.facts
+            return self.compiled
+        self.compiled = preparation.lower().compile()
+        try:
+            self._facts = facts_of(preparation)
+        except ValueError as error:  # told by `save`, and only there
+            self._facts = error
+        return self.compiled
+
+    def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
+        context = current()
+        if context is OUTSIDE:  # the usual case, kept short
+            return self._program(args, kwargs)
+        if context.observer is not None and not context.in_step:
+            context.observer(self._executor, self, args, kwargs, self.options)
+        return self._executor.run_compiled(self._program, self._fn, args, kwargs)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the compiled step into a file, for `strategy.load_compiled`.
+
+        Only its owner may write or read the file: whoever can write it decides what
+        the process that loads it runs. Each of several processes writes its own, named
+        `path` with the number of the process behind it.
+
+        Raises:
+          CompiledStepError: JAX cannot serialize the step, as one that calls Python.
+          OSError: the file cannot be written.
+        """
+        if isinstance(self._facts, Exception):
+            raise self._facts
+        name = getattr(self._fn, "__name__", type(self._fn).__name__)
+        SavedStep.of(self.compiled, self._facts, name).write(file_of(path))
+
+    def __repr__(self) -> str:
+        name = getattr(self._fn, "__qualname__", repr(self._fn))
+        return f"<{name} compiled ahead of time>"
+
+    # Which an object would have by `update_wrapper`, and it is called in another way.
+    __wrapped__: Any
+
+
+def file_of(path: str | os.PathLike[str]) -> str:
+    """The file of this process, among those that several processes have saved."""
+    count = jax.process_count()
+    number = f".{jax.process_index()}-of-{count}" if count > 1 else ""
+    return f"{os.fsdecode(path)}{number}"

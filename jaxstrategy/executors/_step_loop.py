@@ -1,32 +1,192 @@
-"""Several steps as one loop on the devices: `StepLoop`.
-
-The loop carries what the step goes on with: its first arguments, and the arrays of the
-objects that it changes in place. Its batches are stacked in the program, so that each
-may lie where it was read to.
-"""
+"""Several steps as one: a loop on the devices instead of one in Python."""
 
 from __future__ import annotations
 
+import functools
+import inspect
+import itertools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 
 from jaxstrategy._errors import ObjectError
-from jaxstrategy.executors._array_tree import ArrayTree, are_alike, is_number, told
-from jaxstrategy.executors._batch_runs import BatchRun
-from jaxstrategy.executors._loop_signature import first_names, name_of
-from jaxstrategy.executors._synchronizations import AbstractSynchronization
+from jaxstrategy.executors._synchronizations import AbstractSynchronization, InEachStep
 from jaxstrategy.masks._loop_masks import LoopMasks
-from jaxstrategy.tracing.functions import _lending
+from jaxstrategy.replicas import _overflow
+from jaxstrategy.text._array_types import array_type
+from jaxstrategy.tracing.functions import _code, _lending
 from jaxstrategy.tracing.jaxprs._visit import KeyPath
 from jaxstrategy.tracing.nnx import _adapter
 from jaxstrategy.tracing.nnx._adapter import Parts, is_changed_in_place, is_parts
 from jaxstrategy.values import _arrays, _trees
-from jaxstrategy.values._types import Function, PyTree, TreeStructure
+from jaxstrategy.values._types import Function, Leaf, PyTree, TreeStructure
 from jaxstrategy.variables._variable import Variable
+
+
+class ArrayTree:
+    """A pytree as its arrays and the rest of it.
+
+    Args:
+      tree: any.
+      with_numbers: whether Python's numbers count as arrays.
+
+    Attributes:
+      paths: of all its leaves.
+      leaves: they.
+      structure: how they are put together.
+    """
+
+    def __init__(self, tree: PyTree, with_numbers: bool = True) -> None:
+        found, self.structure = jax.tree.flatten_with_path(
+            tree, is_leaf=_trees.is_whole
+        )
+        self.paths = [path for path, _ in found]
+        self.leaves = [
+            _overflow.array_of(leaf) if with_numbers and is_number(leaf) else leaf
+            for _, leaf in found
+        ]
+        self._are_arrays = list(map(_arrays.is_array, self.leaves))
+
+    @property
+    def arrays(self) -> list[jax.Array]:
+        """The arrays among the leaves."""
+        leaves = zip(self.leaves, self._are_arrays, strict=True)
+        return [jnp.asarray(leaf) for leaf, is_array in leaves if is_array]
+
+    def take(self) -> list[jax.Array]:
+        """The arrays, which are not kept: those of a trace must not outlive it."""
+        arrays = self.arrays
+        leaves = zip(self.leaves, self._are_arrays, strict=True)
+        self.leaves = [None if is_array else leaf for leaf, is_array in leaves]
+        return arrays
+
+    def with_arrays(self, arrays: Sequence[jax.Array]) -> PyTree:
+        """The pytree with other arrays."""
+        following = iter(arrays)
+        leaves = zip(self.leaves, self._are_arrays, strict=True)
+        return self.structure.unflatten(
+            next(following) if is_array else leaf for leaf, is_array in leaves
+        )
+
+
+def is_number(leaf: Leaf) -> bool:
+    return isinstance(leaf, (int, float, complex)) and not isinstance(leaf, bool)
+
+
+def are_alike(a: Leaf, b: Leaf, but_rows: bool = False) -> bool:
+    """Whether `a` is as `b` is; perhaps but for the number of rows."""
+    if _arrays.is_array(a) and _arrays.is_array(b):
+        if but_rows and a.ndim and b.ndim:
+            return (a.shape[1:], a.dtype) == (b.shape[1:], b.dtype)
+        return (a.shape, a.dtype) == (b.shape, b.dtype)
+    # Of one type, because 1, 1.0 and True are equal.
+    return a is b or (type(a) is type(b) and bool(a == b))
+
+
+def told(value: object) -> str:
+    if _arrays.is_array(value):
+        return array_type(value.dtype, value.shape)
+    is_leaf = jax.tree_util.all_leaves([value])
+    return repr(value) if is_leaf else f"a {type(value).__name__}"
+
+
+def name_of(fn: Function) -> str:
+    return getattr(fn, "__name__", type(fn).__name__)
+
+
+def signature_of(fn: Function) -> inspect.Signature | None:
+    """The signature of the step, with batches instead of a batch."""
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):
+        return None
+    parameters = list(signature.parameters.values())
+    positional = [p for p in parameters if p.kind in POSITIONAL]
+    if not positional or "batches" in signature.parameters:
+        return signature
+    place = parameters.index(positional[-1])
+    parameters[place] = parameters[place].replace(name="batches")
+    return signature.replace(parameters=parameters)
+
+
+POSITIONAL = (
+    inspect.Parameter.POSITIONAL_ONLY,
+    inspect.Parameter.POSITIONAL_OR_KEYWORD,
+)
+
+
+def first_names(fn: Function, count: int) -> list[str]:
+    """The names of the first arguments in messages."""
+    signature = signature_of(fn)
+    parameters = [] if signature is None else signature.parameters.values()
+    known = [p.name for p in parameters if p.kind in POSITIONAL]
+    return [known[i] if i < len(known) else f"args[{i}]" for i in range(count)]
+
+
+class BatchRun:
+    """Batches of one size, one after the other.
+
+    Attributes:
+      form: the first of them.
+      columns: for each array of a batch, that of each batch.
+    """
+
+    def __init__(self, batches: Sequence[ArrayTree]) -> None:
+        self.form = batches[0]
+        rows = zip(*(batch.arrays for batch in batches), strict=True)
+        self.columns = [list(column) for column in rows]
+        self._number = len(batches)
+
+    def __len__(self) -> int:
+        return self._number
+
+
+def runs(name: str, given: object) -> list[BatchRun]:
+    """The batches of one call: one loop each for those of one size.
+
+    Where there is one replica, the last batch of a dataset may be smaller.
+
+    Raises:
+      TypeError: they are in no tuple.
+      ValueError: there are none, or they are of several kinds.
+    """
+    if not isinstance(given, (tuple, list)):
+        raise TypeError(
+            f"`{name}` makes several steps and takes a tuple of batches in the "
+            f"last place, as `jaxstrategy.grouped(dataset, 10)` makes them. It was "
+            f"given {told(given)}; write `(batch,)` for one step."
+        )
+    if not given:
+        raise ValueError(
+            f"`{name}` was given no batches, and each step needs one. Leave out "
+            "the call."
+        )
+    batches = list(map(ArrayTree, given))
+    for number, batch in enumerate(batches):
+        _check_kind(name, number, batch, batches[0])
+    by_size = itertools.groupby(batches, lambda batch: [a.shape for a in batch.arrays])
+    return [BatchRun(list(run)) for _, run in by_size]
+
+
+def _check_kind(name: str, number: int, batch: ArrayTree, form: ArrayTree) -> None:
+    advice = "Steps of one loop need batches of one kind; call it for each kind."
+    if batch.structure != form.structure:
+        raise ValueError(
+            f"`{name}`: `batches[{number}]` has another structure than "
+            f"`batches[0]`: {batch.structure} instead of {form.structure}. "
+            f"{advice}"
+        )
+    for path, leaf, first in zip(batch.paths, batch.leaves, form.leaves, strict=True):
+        if not are_alike(leaf, first, but_rows=True):
+            where = jax.tree_util.keystr(path)
+            raise ValueError(
+                f"`{name}`: `batches[{number}]{where}` is {told(leaf)}, and "
+                f"`batches[0]{where}` is {told(first)}. {advice}"
+            )
+
 
 # Of one step: the arrays of its batch, and the masks of those that have one.
 _Given: TypeAlias = tuple[list[jax.Array], dict[int, jax.Array]]
@@ -268,3 +428,41 @@ def _is_whole(node: object) -> bool:
 
 def _structure(tree: PyTree) -> TreeStructure:
     return jax.tree.structure(tree, is_leaf=_trees.is_whole)
+
+
+def several(
+    fn: Function, synchronization: Callable[[], AbstractSynchronization] = InEachStep
+) -> Function:
+    """A function that makes one step of `fn` after the other, with a batch for each.
+
+    Args:
+      fn: the step, `fn(*going, batch, **same)`. It returns what it goes on with, and
+        then anything else.
+      synchronization: makes what the replicas have to do with each other in one call.
+
+    Returns:
+      A function `steps(*going, batches, **same)`. It returns what the last step went on
+      with; of anything else the arrays of all steps, stacked `[step, ...]`.
+    """
+
+    @functools.wraps(fn)
+    def steps(*args: PyTree, **kwargs: PyTree) -> PyTree:
+        if not args:
+            raise TypeError(
+                f"`{name_of(fn)}` was called without batches. Its last positional "
+                "argument is the tuple of them: `many(state, (batch, next_batch))`."
+            )
+        *first, batches = args
+        loop = StepLoop(fn, first, kwargs, synchronization())
+        return loop.over(runs(name_of(fn), batches))
+
+    if (signature := signature_of(fn)) is not None:
+        steps.__dict__["__signature__"] = signature
+    steps.__dict__["makes_several"] = True
+    _code.define_at(steps, _code.place_of(fn))
+    return steps
+
+
+def number_of_steps(fn: Function, args: Sequence[PyTree]) -> int:
+    """The number of steps that a call of `fn` makes."""
+    return len(args[-1]) if getattr(fn, "makes_several", False) else 1

@@ -13,8 +13,8 @@ from typing import Self, TypeVar, final
 import jax
 
 from jaxstrategy._errors import ClusterError
-from jaxstrategy.executors._compiled_step import CompiledStep
-from jaxstrategy.executors._several import number_of_steps
+from jaxstrategy.executors._replicated_function import CompiledStep
+from jaxstrategy.executors._step_loop import number_of_steps
 from jaxstrategy.inputs import _origins
 from jaxstrategy.inputs._batch_waits import BatchWaits
 from jaxstrategy.masks._filled_rows import number_of_examples

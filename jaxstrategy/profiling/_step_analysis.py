@@ -13,8 +13,8 @@ import jax
 
 from jaxstrategy._options import RunOptions
 from jaxstrategy.contexts import _context
-from jaxstrategy.executors._compiled_step import CompiledStep
 from jaxstrategy.executors._executor import AbstractExecutor
+from jaxstrategy.executors._replicated_function import CompiledStep
 from jaxstrategy.profiling import _links
 from jaxstrategy.replicas._replicas import Replicas
 from jaxstrategy.replicas._topology import Topology

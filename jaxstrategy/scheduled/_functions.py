@@ -50,11 +50,10 @@ from jaxstrategy.tracing import _results, _roles
 from jaxstrategy.tracing._results import Results
 from jaxstrategy.tracing._roles import Signature
 from jaxstrategy.tracing.functions import _code, _lending
-from jaxstrategy.tracing.functions._object_attributes import as_method, attributes_of
-from jaxstrategy.tracing.functions._object_identity import Identity
-from jaxstrategy.tracing.functions._places import ClosureCell
+from jaxstrategy.tracing.functions._code import as_method, attributes_of
 from jaxstrategy.tracing.functions._references import References
-from jaxstrategy.tracing.functions._weak_function import weakly
+from jaxstrategy.tracing.functions._walk import ClosureCell
+from jaxstrategy.tracing.functions._weak_references import Identity, weakly
 from jaxstrategy.tracing.jaxprs._visit import Jaxpr, all_eqns
 from jaxstrategy.tracing.nnx._adapter import is_changed_in_place
 from jaxstrategy.values import _arrays, _per_replica

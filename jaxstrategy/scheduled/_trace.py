@@ -30,7 +30,7 @@ from jaxstrategy.tracing.checks import _step_checks
 from jaxstrategy.tracing.jaxprs._visit import Equation, Jaxpr
 from jaxstrategy.tracing.nnx import _adapter
 from jaxstrategy.tracing.partition._partition import flattened
-from jaxstrategy.tracing.stages import _mask_arguments
+from jaxstrategy.tracing.stages import _stages
 from jaxstrategy.values import _arrays, _per_replica
 from jaxstrategy.values._handle import Handle
 from jaxstrategy.values._types import Function, Leaf, PyTree
@@ -136,7 +136,7 @@ def trace_function(
     if as_step is not None:
         _check_here(trace, step.name)
     if recorder.had_masks:
-        _mask_arguments.check_traced(recorder.masks, step.name)
+        _stages.check_traced(recorder.masks, step.name)
     traced = TracedStep(step, trace)
     _step_checks.check(traced, RunOptions().expect_mirrored, set())
     keys = {

@@ -8,8 +8,11 @@ from collections.abc import Sequence
 from jaxstrategy._options import RunOptions
 from jaxstrategy.contexts import _context
 from jaxstrategy.contexts._call_arguments import check_arguments
-from jaxstrategy.executors._compiled_step import CompiledStep, file_of
-from jaxstrategy.executors._replicated_function import ReplicatedFunction
+from jaxstrategy.executors._replicated_function import (
+    CompiledStep,
+    ReplicatedFunction,
+    file_of,
+)
 from jaxstrategy.strategies._calls import check_function, check_options
 from jaxstrategy.strategies._composition import ComposedStrategy
 from jaxstrategy.values._types import Function, PyTree

@@ -9,7 +9,7 @@ from jaxstrategy._errors import ContextError
 from jaxstrategy.contexts import _context
 from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
 from jaxstrategy.contexts._replica_context import ReplicaContext
-from jaxstrategy.executors._eager import EagerExecutor
+from jaxstrategy.executors._executor import EagerExecutor
 from jaxstrategy.reductions._planned_ops import NcclAllReduce
 from jaxstrategy.strategies._choices import Choices
 from jaxstrategy.strategies._strategy import Strategy

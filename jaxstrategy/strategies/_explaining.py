@@ -21,8 +21,7 @@ from jaxstrategy.executors._accumulate import (
     accumulated,
     checked_parts,
 )
-from jaxstrategy.executors._compiled_step import CompiledStep
-from jaxstrategy.executors._replicated_function import ReplicatedFunction
+from jaxstrategy.executors._replicated_function import CompiledStep, ReplicatedFunction
 from jaxstrategy.profiling import _comparison as comparing
 from jaxstrategy.profiling import _links
 from jaxstrategy.profiling._comparison import Comparison

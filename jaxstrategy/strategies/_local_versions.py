@@ -18,7 +18,7 @@ from jaxstrategy.masks import _filled_rows
 from jaxstrategy.replicas._inner_placement import inner_spec, of_versions, with_inner
 from jaxstrategy.replicas._replicas import Replicas
 from jaxstrategy.strategies._many_leaves import in_parts
-from jaxstrategy.tracing.stages import _in_flight
+from jaxstrategy.tracing.stages import _stages
 from jaxstrategy.values import _arrays, _per_replica
 from jaxstrategy.values._per_replica import PerReplica
 from jaxstrategy.values._types import Function
@@ -93,8 +93,8 @@ def _everywhere(
     stacked = [_own_part(value.stacked, own) for value in values]
     specs = [of_versions(inner_spec(array, own)) for array in stacked]
     versions = _unstacked(tuple(with_inner(spec, own) for spec in specs))(stacked)
-    if _in_flight.needed(own.devices):
-        _in_flight.dispatched(versions[0][0])
+    if _stages.needed(own.devices):
+        _stages.dispatched(versions[0][0])
     return versions
 
 

@@ -8,9 +8,8 @@ from typing import Any, TypeAlias, overload
 
 from jaxstrategy._options import RunOptions
 from jaxstrategy.contexts._call_arguments import check_arguments
-from jaxstrategy.executors._compiled_step import CompiledStep
-from jaxstrategy.executors._replicated_function import ReplicatedFunction
-from jaxstrategy.executors._several import several
+from jaxstrategy.executors._replicated_function import CompiledStep, ReplicatedFunction
+from jaxstrategy.executors._step_loop import several
 from jaxstrategy.executors._synchronizations import (
     AbstractSynchronization,
     InEachStep,

@@ -1,16 +1,10 @@
-"""One step compiled for all replicas of a strategy: `Program`.
-
-The step is traced once, as one replica sees it. The replication analysis then says
-which results are equal on all replicas, and the same trace is compiled with those as
-replicated arrays and the others split over the replicas. Everything Python has to
-decide is decided when a `Program` is made or traced, so that a call is little more than
-the call of the jitted function.
-"""
+"""One step compiled for all replicas of a strategy: `Program`."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, final
@@ -20,15 +14,14 @@ from jax.stages import Lowered, Wrapped
 
 from jaxstrategy._errors import CompiledStepError
 from jaxstrategy.replicas import _overflow
-from jaxstrategy.tracing import _many
 from jaxstrategy.tracing._executable import (
     Executable,
     Handover,
+    InputLayout,
     NotTraced,
     Retraced,
     jitted,
 )
-from jaxstrategy.tracing._input_layout import InputLayout
 from jaxstrategy.tracing._prepared import (
     Obtain,
     OutdatedCall,
@@ -38,7 +31,8 @@ from jaxstrategy.tracing._prepared import (
 )
 from jaxstrategy.tracing._replica_step import ReplicaStep
 from jaxstrategy.tracing._traced_step import TracedStep
-from jaxstrategy.tracing.functions import _callbacks
+from jaxstrategy.tracing.functions import _weak_references
+from jaxstrategy.tracing.jaxprs._visit import ClosedJaxpr
 from jaxstrategy.tracing.partition._divided_step import DividedStep
 from jaxstrategy.tracing.partition._layout import kept_placements
 from jaxstrategy.tracing.stages._placement import Placement
@@ -46,6 +40,41 @@ from jaxstrategy.tracing.stages._stage import Stage, overridden
 from jaxstrategy.tracing.stages._variables import VariableArguments
 from jaxstrategy.values._types import Leaf, PyTree
 from jaxstrategy.variables import _access, _cell
+
+# Of a sum, 500 arrays take 2.5 s of processor time to compile, 2,000 take 17 s.
+_MANY = 2000
+
+_told: set[tuple[str, int]] = set()
+
+
+def tell(name: str, jaxpr: ClosedJaxpr) -> None:
+    """Say once of a step why nothing will be seen of it for a while.
+
+    Args:
+      name: of the step.
+      jaxpr: of one replica, about to be compiled.
+    """
+    if max(len(jaxpr.invars), len(jaxpr.outvars)) < _MANY:  # the usual case
+        return
+    count = max(_used(jaxpr), len(jaxpr.outvars))
+    if count < _MANY or (name, count) in _told:
+        return
+    _told.add((name, count))
+    print(
+        f"jaxstrategy: `{name}` takes or returns {count:,} arrays and is being "
+        "compiled. XLA needs longer than in proportion to their number: about 20 s of "
+        "processor time for 2,000, several minutes for 10,000. Stack arrays of equal "
+        "layers, or join small ones (`jax.flatten_util.ravel_pytree`).",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+def _used(jaxpr: ClosedJaxpr) -> int:
+    """How many inputs a step uses: a trace has all variables that live, too."""
+    atoms = [atom for eqn in jaxpr.eqns for atom in eqn.invars]
+    used = {id(atom) for atom in (*atoms, *jaxpr.outvars)}
+    return sum(id(var) in used for var in jaxpr.invars)
 
 
 @final
@@ -66,11 +95,11 @@ class Program:
         self._stages = stages
         self._donated = frozenset[int]().union(*(stage.donated for stage in stages))
         self._placement = Placement(step, self._donated)
-        forget = _callbacks.of(self, Program._compile)
+        forget = _weak_references.of(self, Program._compile)
         self._variables = VariableArguments(step, forget)
         # One thread traces, so that one trace tells which variables there are.
         self._one_tracer = threading.RLock()
-        self._handover = Handover(_callbacks.asked(self, Program._trace_in_call))
+        self._handover = Handover(_weak_references.asked(self, Program._trace_in_call))
         self.layout = InputLayout(step.signature, self._donated)
         # Whether it is part of another program, which has options of its own.
         self._is_inside = False
@@ -256,7 +285,7 @@ class Program:
         """Traces the step for arguments like these, and lets all stages know."""
         trace = self._step.trace(leaves, overridden(self._stages, "tracing"))
         step = TracedStep(self._step, trace, self._donated)
-        _many.tell(step.name, step.jaxpr)
+        tell(step.name, step.jaxpr)
         self._placement.check_captured(step)
         for stage in self._stages:
             stage.traced(step)

@@ -15,7 +15,6 @@ from jaxstrategy.replicas._replicas import SAME, SPLIT, Meaning, Replicas
 from jaxstrategy.tracing import _results
 from jaxstrategy.tracing._constants import Given
 from jaxstrategy.tracing._roles import Role, Signature
-from jaxstrategy.tracing._room_for_frames import with_room
 from jaxstrategy.tracing._trace import Trace, check_not_divided, trace
 from jaxstrategy.tracing._translation import translated
 from jaxstrategy.tracing.functions import _leaks
@@ -136,8 +135,7 @@ class ReplicaStep:
         """
         check_not_divided(self.name)
         try:
-            return with_room(
-                trace,
+            return trace(
                 functools.partial(self._run, tracing),
                 leaves,
                 self.meanings,

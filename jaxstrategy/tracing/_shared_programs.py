@@ -9,20 +9,21 @@ from typing import Any, TypeAlias, final
 
 import jax
 
+from jaxstrategy._errors import CompiledStepError
 from jaxstrategy._options import RunOptions
+from jaxstrategy.text._shown import shown
 from jaxstrategy.tracing import _recompilation, _roles
-from jaxstrategy.tracing._agreed_program import AgreedProgram, program_of
-from jaxstrategy.tracing._executable import NotTraced, Retraced
+from jaxstrategy.tracing._executable import InputLayout, NotTraced, Retraced
 from jaxstrategy.tracing._live_arrays import are_live_arrays, are_looked_for
 from jaxstrategy.tracing._prepared import Obtain
 from jaxstrategy.tracing._program import Program
-from jaxstrategy.tracing._replica_step import ReplicaStep, StepEnvironment
-from jaxstrategy.tracing._roles import Signature
-from jaxstrategy.tracing._seal import Seal
-from jaxstrategy.tracing._step_agreement import StepAgreement
+from jaxstrategy.tracing._replica_step import ReplicaStep, StepEnvironment, name_of
+from jaxstrategy.tracing._roles import Role, Signature
+from jaxstrategy.tracing._step_agreement import AgreedPreparation, StepAgreement
+from jaxstrategy.tracing._traced_step import TracedStep
 from jaxstrategy.tracing.checks._varying_results import Returned
-from jaxstrategy.tracing.functions import _callbacks
-from jaxstrategy.tracing.functions._weak_function import weakly
+from jaxstrategy.tracing.functions import _code, _weak_references
+from jaxstrategy.tracing.functions._weak_references import weakly
 from jaxstrategy.tracing.jaxprs._visit import ArrayType
 from jaxstrategy.tracing.nnx._adapter import (
     BoundCall,
@@ -30,10 +31,216 @@ from jaxstrategy.tracing.nnx._adapter import (
     ObjectCalls,
     options_of,
 )
-from jaxstrategy.tracing.stages._new_traces import Checked, Counted
+from jaxstrategy.tracing.stages._stage import Checked, Counted, Stage
 from jaxstrategy.tracing.stages._stages import stages_of
 from jaxstrategy.values import _handle, _trees
+from jaxstrategy.values._handle import Handle
 from jaxstrategy.values._types import Function, Leaf, PyTree, TreeStructure
+from jaxstrategy.variables import _cell
+
+
+@final
+class AgreedProgram(Stage):
+    """A program that several processes run together.
+
+    Args:
+      step: its step in this one.
+      checked: looks at new traces before the other processes learn of them.
+      stages: the other stages of the program.
+      agreement: with the other processes.
+    """
+
+    def __init__(
+        self,
+        step: ReplicaStep,
+        checked: Stage,
+        stages: Sequence[Stage],
+        agreement: StepAgreement,
+    ) -> None:
+        self._step = step
+        self._program = Program(step, [checked, self, *stages])
+        self._agreement = agreement
+        self._name = getattr(step.fn, "__qualname__", type(step.fn).__name__)
+        place = _code.place_of(step.fn)
+        self._where = f"{place[0]}:{place[1]}" if place else "unknown line"
+        self._is_new = True
+        self._is_dispatched = False  # now, and not part of a larger program
+        self._leaves: Sequence[Leaf] = ()  # what it is called with now
+        self._preparation: AgreedPreparation | None = None  # now
+
+    @property
+    def layout(self) -> InputLayout:
+        """The form in which the compiled function takes the arguments."""
+        return self._program.layout
+
+    def __call__(self, leaves: Sequence[Leaf], inputs: Sequence[PyTree]) -> PyTree:
+        """The step's results for these leaves, which are live arrays, as `Program`."""
+        return self._agreed(self._program, leaves, inputs)
+
+    def place_and_call(self, leaves: Sequence[Leaf]) -> PyTree:
+        """The same, for leaves of any kind and in any place."""
+        return self._agreed(self._program.place_and_call, leaves)
+
+    def prepare(self, leaves: Sequence[Leaf], obtain: Obtain) -> None:
+        """Has it compiled for arguments of these types, and for no others."""
+        self._preparation = self._agreement.preparation(self._name, self._where)
+        try:
+            self._preparation.run(self._program.prepare, leaves, obtain)
+        finally:
+            self._preparation = None
+        self._is_new = False  # its first call does not compile
+
+    def _agreed(
+        self,
+        call: Callable[..., PyTree],
+        leaves: Sequence[Leaf],
+        *more: Sequence[PyTree],
+    ) -> PyTree:
+        agreement, self._leaves = self._agreement, leaves
+        try:
+            # In a larger program it is part of what its caller dispatches.
+            if _cell.is_traced():
+                return call(leaves, *more)
+            if agreement.begin(self._name, self._where):
+                same = {} if self._is_new else self._step.same(leaves)
+                agreement.compare(self._name, self._where, leaves, same)
+            if self._is_new:
+                agreement.compiles(self._name)
+            self._is_dispatched = True
+            try:
+                results = call(leaves, *more)
+            finally:
+                self._is_dispatched = False
+                agreement.end()
+            self._is_new = False
+            return results
+        finally:
+            self._leaves = ()
+
+    def traced(self, step: TracedStep) -> None:
+        """Compares a new trace with those of the other processes."""
+        closed, dispatched = step.trace.closed, self._is_dispatched
+        if self._preparation is not None:
+            self._preparation.traced(step.name, closed)
+            return
+        # Another thread's call may have ended, which has cleared them.
+        leaves = self._leaves
+        same = self._step.same(leaves) if leaves else {}
+        self._agreement.traced(step.name, self._where, closed, same, dispatched)
+
+
+def program_of(
+    step: ReplicaStep,
+    checked: Stage,
+    stages: Sequence[Stage],
+    agreement: StepAgreement | None,
+) -> Program | AgreedProgram:
+    """The program of `step`, an agreed one if there are other processes.
+
+    Args:
+      step: the step in this process.
+      checked: looks at new traces first.
+      stages: the other stages of the program.
+      agreement: with the other processes; None if there are none.
+    """
+    if agreement is None:
+        return Program(step, [checked, *stages])
+    return AgreedProgram(step, checked, stages, agreement)
+
+
+@final
+class Seal:
+    """Says whether a step may have further programs.
+
+    Attributes:
+      is_closed: whether it may not.
+    """
+
+    def __init__(self) -> None:
+        self.is_closed = False
+        self._signatures: list[Signature] = []
+
+    def add(self, signature: Signature) -> None:
+        """Takes note of arguments for which there is a program."""
+        self._signatures.append(signature)
+
+    def check_function(self, fn: Function) -> None:
+        """Raises if the step refers to other things than when it was compiled.
+
+        Raises:
+          CompiledStepError: it does.
+        """
+        if self.is_closed:
+            raise CompiledStepError(
+                f"`{name_of(fn)}` was compiled ahead of time, and what it captures has "
+                "changed since: a variable of the function around it, or an attribute "
+                "of its object. Compile it again, or pass what changes as an argument."
+            )
+
+    def check_arguments(self, fn: Function, signature: Signature) -> None:
+        """Raises if a step has no program for these arguments, and is to have none.
+
+        Raises:
+          CompiledStepError: it has not.
+        """
+        if not self.is_closed:
+            return
+        known = self._signatures[-1]
+        what = _structures(known, signature) or _roles_of(fn, known, signature)
+        raise CompiledStepError(
+            f"`{name_of(fn)}` was compiled ahead of time for other arguments: {what}. "
+            "Call it with arguments like those it was compiled for, or compile it for "
+            "these."
+        )
+
+
+def _structures(known: Signature, given: Signature) -> str | None:
+    if known.treedef == given.treedef:
+        return None
+    if _paths(known.treedef) == _paths(given.treedef):
+        return (
+            "their structure holds other static data, such as functions or settings of "
+            "a `TrainState`. A model or an optimizer that is made anew is another one: "
+            "make it once, outside of the function that builds the state"
+        )
+    return f"their structure was {shown(known.treedef)}, and is {shown(given.treedef)}"
+
+
+def _paths(structure: TreeStructure) -> list[str]:
+    tree = jax.tree.unflatten(structure, range(structure.num_leaves))
+    return [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(tree)]
+
+
+def _roles_of(fn: Function, known: Signature, given: Signature) -> str:
+    was, now = _described(known), _described(given)
+    for leaf, (old, new) in enumerate(zip(was, now, strict=True)):
+        if old != new:
+            label = given.label(fn, given.leaves[leaf])
+            return f"{label} was {old}, and is {new}"
+    return (
+        "something static in them, as an argument or an attribute of an object, has "
+        "another value, or is equal to what it was and not the same"
+    )
+
+
+def _described(signature: Signature) -> list[str]:
+    """For each leaf what it is, in words."""
+    statics = dict(signature.with_statics())
+    roles = [*signature.roles, Role.SAME]
+    return [
+        _words(roles[i], roles[i + 1] is Role.MASK, statics.get(i))
+        for i in signature.leaves
+    ]
+
+
+def _words(role: Role, has_mask: bool, static: Leaf) -> str:
+    if role is Role.STATIC:  # of a variable the `repr` reads its array
+        is_handle = isinstance(static, Handle)
+        return f"variable {static.name!r}" if is_handle else shown(static)
+    if role is Role.SAME:
+        return "an array or number, the same on all replicas"
+    return f"a PerReplica {'with' if has_mask else 'without'} a mask of its rows"
+
 
 _Program: TypeAlias = Program | AgreedProgram
 _MOST_REFUSED = 3
@@ -256,7 +463,7 @@ class SharedPrograms:
         self._returned.check(signature, leaves, fn)
         made, checked = self._new_program(signature)
         program = self._programs.setdefault(signature, made)  # or another thread's
-        forget = _callbacks.of(self, SharedPrograms._gone, signature)
+        forget = _weak_references.of(self, SharedPrograms._gone, signature)
         self._watched += (weakref.ref(v, forget) for v in signature.handles)
         self._remember(program, signature, structure)
         results = program.place_and_call(leaves)

@@ -1,26 +1,164 @@
-"""Agreement of several processes about their next step: `StepAgreement`.
-
-A compiled step waits for all processes, and a process that is in another step makes
-all of them wait for ever, or worse. So the first steps, and some later ones, are
-compared before they are dispatched, and the watchdog is told of each.
-"""
+"""Agreement of several processes about their next step: `StepAgreement`."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from typing import final
 
+import jax.monitoring
+from jax.stages import Compiled
+
+from jaxstrategy._errors import ClusterError, CompiledStepError
 from jaxstrategy.inputs import _origins
 from jaxstrategy.processes import _agreement
 from jaxstrategy.processes._agreement import Operation, ProgramPrint
 from jaxstrategy.processes._job import Processes
-from jaxstrategy.tracing import _compiling
-from jaxstrategy.tracing._agreed_preparation import AgreedPreparation
+from jaxstrategy.processes._watchdog import COMPILES, Watchdog
+from jaxstrategy.replicas import _overflow
 from jaxstrategy.tracing._constants import Given, fingerprint
+from jaxstrategy.tracing._prepared import Obtain, Preparation
 from jaxstrategy.tracing.jaxprs._visit import ClosedJaxpr
-from jaxstrategy.tracing.stages import _in_flight
+from jaxstrategy.tracing.stages import _stages
 from jaxstrategy.values._types import Leaf
+
+# Measured with JAX 0.10 and 0.12; its argument `fun_name` is `jit(name)`. Without such
+# an event, the whole first call counts as compiling.
+_COMPILED = "/jax/core/compile/backend_compile_duration"
+
+# Of the thread that compiles: whom to tell, and the name of the function.
+_own = threading.local()
+
+
+def begin(watchdog: Watchdog, name: str) -> None:
+    """From now until the function `name` is compiled, this process is busy."""
+    _listen()
+    _own.watched = watchdog, name.rpartition(".")[2]
+    watchdog.step_busy(COMPILES)
+
+
+@functools.cache
+def _listen() -> None:
+    jax.monitoring.register_event_duration_secs_listener(_heard)
+
+
+def _heard(event: str, duration_secs: float, **told: object) -> None:
+    watched = getattr(_own, "watched", None)
+    if event != _COMPILED or watched is None:
+        return
+    watchdog, name = watched
+    if told.get("fun_name") == f"jit({name})":
+        _own.watched = None
+        watchdog.step_busy(None)
+
+
+_TOLD = 2000  # characters of another process's error
+_ADVICE_AHEAD = (
+    "Each process must call `compile` or `load_compiled` for the same steps in the "
+    "same order, with arguments of the same types."
+)
+
+
+@final
+class AgreedPreparation:
+    """A step that all processes compile or load, or none of them.
+
+    Args:
+      processes: those of the strategy.
+      name: of the step.
+      where: its source line.
+    """
+
+    def __init__(self, processes: Processes, name: str, where: str) -> None:
+        self._processes = processes
+        self._name = name
+        self._where = where
+        self._what = f"{name} at {os.path.basename(where)}, ahead of its calls"
+        self._programs: list[ProgramPrint] = []
+        self._common: Exception | None = None  # of which all processes know
+
+    def traced(self, name: str, closed: ClosedJaxpr) -> None:
+        """Takes note of the step's trace, which is compared before it is compiled."""
+        self._programs = [fingerprint(name, closed)]
+
+    def run(
+        self,
+        prepare: Callable[[Sequence[Leaf], Obtain], None],
+        leaves: Sequence[Leaf],
+        obtain: Obtain,
+    ) -> None:
+        """Prepares the step here, as all other processes do at once.
+
+        Args:
+          prepare: traces it for such arguments, and asks for its program.
+          leaves: the arguments; types may stand for arrays.
+          obtain: says what the program is.
+
+        Raises:
+          ClusterError: another process does something else, or has traced another
+            program.
+          CompiledStepError: another process has raised.
+        """
+        types = _overflow.types_of(leaves)
+        self._compare(list(map(_agreement.kind, types)))
+        work = contextlib.ExitStack()  # of this process by itself
+
+        def obtained(preparation: Preparation) -> Compiled:
+            work.close()
+            self._check_all(None)
+            self._compare((), self._programs)
+            work.enter_context(self._working())
+            return obtain(preparation)
+
+        with work:
+            work.enter_context(self._working())
+            try:
+                prepare(leaves, obtained)
+            except Exception as error:
+                work.close()
+                if error is not self._common:
+                    self._check_all(error)
+                raise
+        self._check_all(None)
+
+    def _working(self) -> contextlib.AbstractContextManager[object]:
+        return self._processes.watchdog.waiting(self._what, COMPILES)
+
+    def _compare(
+        self, kinds: Sequence[str], programs: Sequence[ProgramPrint] = ()
+    ) -> None:
+        operation = Operation(self._what, self._where, kinds, programs)
+        with self._processes.watchdog.waiting(self._what):
+            try:
+                self._processes.operations.compare(operation, _ADVICE_AHEAD)
+            except ClusterError as error:
+                self._common = error
+                raise
+
+    def _check_all(self, own: Exception | None) -> None:
+        """Tells the others of an error; raises if only others have one."""
+        said = None if own is None else f"{type(own).__name__}: {own}"[:_TOLD]
+        try:
+            heard = self._processes.operations.agree(self._what, said)
+        except ClusterError as error:
+            self._common = error
+            raise
+        failed = [(index, told) for index, told in enumerate(heard) if told is not None]
+        if failed and own is None:
+            index, told = failed[0]
+            self._common = CompiledStepError(
+                f"`{self._name}` is not ready here, because process {index} has raised "
+                f"{told}\nAll processes compile or load a step, or none does. Mend "
+                "that; or catch the errors of loading in all processes, and compile."
+            )
+            self._processes.store.common_error = str(self._common)
+            raise self._common
+        if own is not None:
+            self._processes.store.common_error = str(own)
+
 
 # So many steps at the beginning are compared, and then each of so many. A comparison
 # costs a message to process 0 and back, half a millisecond on one host.
@@ -50,7 +188,7 @@ class StepAgreement:
         self._known: set[tuple[str, ...]] = set()
         self._known_inside: set[tuple[str, ...]] = set()
         self._made: list[ProgramPrint] = []
-        _in_flight.on_dispatch(self._watchdog.watch)
+        _stages.on_dispatch(self._watchdog.watch)
         processes.operations.on_refusal(self._start_over)
 
     def _start_over(self) -> None:
@@ -109,7 +247,7 @@ class StepAgreement:
 
     def compiles(self, name: str) -> None:
         """Before the first call of a step, which is compiled."""
-        _compiling.begin(self._watchdog, name)
+        begin(self._watchdog, name)
 
     def traced(
         self,

@@ -1,53 +1,281 @@
-"""A step traced once, as one replica sees it, and what its program makes of that.
-
-First the step is traced with references to all variables that it might use. Then the
-replication analysis says which results are equal on all replicas, and the trace is
-evaluated again inside the `shard_map` that is compiled, with the variables that it did
-use; or part of it there, see `division/`.
-"""
+"""A step traced once, as one replica sees it, and what its program makes of that."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
-from typing import cast
+from typing import Any, TypeAlias, cast, final
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 from jax.extend import core
+from jax.extend.core import DropVar, Literal
 from jax.ref import AbstractRef
-from jax.sharding import AxisType
+from jax.sharding import (
+    AbstractMesh,
+    AxisType,
+    NamedSharding,
+    Sharding,
+    use_abstract_mesh,
+)
 
 from jaxstrategy._errors import ContextError
 from jaxstrategy.reductions._packing import AbstractPacking
 from jaxstrategy.replicas._inner_specs import has_inner_axes
+from jaxstrategy.replicas._mesh import as_seen_on
 from jaxstrategy.replicas._replicas import SAME, SPLIT, Meaning, Replicas
 from jaxstrategy.tracing._numbered_prints import with_numbers
+from jaxstrategy.tracing._on_own_devices import on_own_devices
 from jaxstrategy.tracing._on_replicas import on_replicas
-from jaxstrategy.tracing._one_replica import (
-    CapturedReference,
-    OneReplica,
-    by_axes,
-    in_shard_map,
-)
 from jaxstrategy.tracing._ready_packs import in_ready_packs
 from jaxstrategy.tracing._results import Results
 from jaxstrategy.tracing._unknown_axes import UnknownAxis
 from jaxstrategy.tracing.jaxprs._visit import (
     ArrayType,
+    Atom,
     ClosedJaxpr,
+    Equation,
     Jaxpr,
+    Var,
     all_eqns,
     closed,
+    jaxpr_of,
+    with_jaxprs,
 )
 from jaxstrategy.tracing.replication._rules import analyse
 from jaxstrategy.tracing.replication._types import Findings, Replication, Site
 from jaxstrategy.values._per_replica import PerReplica
-from jaxstrategy.values._types import Function, Leaf
+from jaxstrategy.values._types import Function, Leaf, PyTree
 from jaxstrategy.variables import _access
 from jaxstrategy.variables._access import StepVariables
 from jaxstrategy.variables._cell import AbstractCell
 from jaxstrategy.variables._variable import Variable
+
+# They only say on which mesh an array is to be.
+_OF_MESHES = ("mesh_cast", "reshard")
+_NO_MESH = AbstractMesh((), ())
+
+
+def without_meshes(jaxpr: Jaxpr) -> Jaxpr:
+    """`jaxpr`, and all that its equations hold, with types of no mesh.
+
+    What users have said of meshes stays: it names devices, which types do not; and so
+    do constraints along inner axes, which are for the replicas' part of the step.
+    """
+    is_meant = any(map(_names_mesh, jaxpr.invars)) or any(
+        any(map(_names_mesh, eqn.outvars)) or not eqn.ctx.cur_abstract_mesh.empty
+        for eqn in all_eqns(jaxpr)
+    )
+    return _Renaming().of_jaxpr(jaxpr) if is_meant else jaxpr
+
+
+def _names_mesh(var: Var) -> bool:
+    return _without_mesh(var.aval) is not var.aval
+
+
+@final
+class _Renaming:
+    """Variables that take the places of those whose types name a mesh."""
+
+    def __init__(self) -> None:
+        self._names: dict[Atom, Atom] = {}
+        self._contexts: dict[object, object] = {}
+        # An inner jaxpr may stand in several equations.
+        self._done: dict[int, tuple[Jaxpr, Jaxpr]] = {}
+
+    def of_jaxpr(self, jaxpr: Any) -> Jaxpr:
+        if id(jaxpr) not in self._done:
+            new: dict[str, Any] = {
+                "constvars": self._of_vars(jaxpr.constvars),
+                "invars": self._of_vars(jaxpr.invars),
+                "eqns": [new for eqn in jaxpr.eqns for new in self._of_equation(eqn)],
+                "outvars": [self._read(atom) for atom in jaxpr.outvars],
+                "debug_info": jaxpr.debug_info,
+            }
+            if hasattr(jaxpr, "consts"):  # JAX 0.12; they would be dropped
+                new["consts"] = jaxpr.consts
+            self._done[id(jaxpr)] = jaxpr, jaxpr.replace(**new)
+        return self._done[id(jaxpr)][1]
+
+    def _of_equation(self, eqn: Any) -> list[Equation]:
+        invars = [self._read(atom) for atom in eqn.invars]
+        if eqn.primitive.name in _OF_MESHES:
+            self._names.update(zip(eqn.outvars, invars, strict=True))
+            return []
+        outvars = self._of_vars(eqn.outvars)
+        params = eqn.params
+        if eqn.primitive.name == "sharding_constraint":
+            params = {**params, "sharding": _seen_by_one_replica(params)}
+        else:
+            params = {key: self._of_parameter(each) for key, each in params.items()}
+        ctx = self._of_context(eqn.ctx)
+        return [eqn.replace(invars=invars, outvars=outvars, params=params, ctx=ctx)]
+
+    def _of_context(self, ctx: Any) -> Any:
+        if ctx.cur_abstract_mesh.empty:
+            return ctx
+        if ctx not in self._contexts:
+            self._contexts[ctx] = _context_without_mesh(ctx)
+        return self._contexts[ctx]
+
+    def _of_parameter(self, value: Any) -> Any:
+        if isinstance(value, NamedSharding) and isinstance(value.mesh, AbstractMesh):
+            return None
+        return with_jaxprs(value, self.of_jaxpr)
+
+    def _of_vars(self, variables: Sequence[Var]) -> list[Atom]:
+        return [self._new(var) for var in variables]
+
+    def _new(self, var: Var) -> Atom:
+        aval = _without_mesh(var.aval)
+        if aval is var.aval or isinstance(var, DropVar):
+            return var
+        return self._names.setdefault(var, core.Var(aval))
+
+    def _read(self, atom: Atom) -> Atom:
+        if isinstance(atom, Literal):
+            aval = _without_mesh(atom.aval)
+            if aval is atom.aval:
+                return atom
+            # The value names the mesh that was set when it was made.
+            return core.Literal(np.asarray(atom.val), aval)
+        return self._names.get(atom, atom)
+
+
+def _seen_by_one_replica(params: dict[str, Any]) -> Sharding:
+    """The sharding of a constraint, on the mesh as one replica sees it.
+
+    JAX takes one on the mesh of devices for that where a user gives it, but not in the
+    equation (JAX 0.10 and 0.12).
+    """
+    sharding = params["sharding"]
+    if not isinstance(sharding, NamedSharding):
+        return sharding
+    return as_seen_on(sharding, params["context_mesh"])
+
+
+def _context_without_mesh(ctx: Any) -> Any:
+    """The context of an equation, what else it says, without the mesh that was set."""
+    with ctx.manager, use_abstract_mesh(_NO_MESH):
+        (eqn,) = jax.make_jaxpr(lax.neg)(jax.ShapeDtypeStruct((), "float32")).eqns
+    return eqn.ctx
+
+
+def _without_mesh(aval: ArrayType) -> ArrayType:
+    """The same type without its mesh; the same object if it has none."""
+    # Effects hold the variables of references, which have to stay as they are.
+    if isinstance(aval, AbstractRef):
+        return aval
+    sharding = getattr(aval, "sharding", None)
+    if sharding is None or sharding.mesh.empty:
+        return aval
+    weak_type = getattr(aval, "weak_type", False)
+    bare = jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=weak_type)
+    return jax.typeof(bare)
+
+
+# A jaxpr of all that is given, then that of one replica; of the inputs of the latter
+# their places in what is given, and the constants among them.
+OneReplica: TypeAlias = tuple[ClosedJaxpr, Jaxpr, list[int | None], dict[int, Leaf]]
+
+
+def in_shard_map(
+    replica: Function,
+    leaves: Sequence[Leaf],
+    there: Sequence[Variable],
+    meanings: Sequence[Meaning],
+    replicas: Replicas,
+) -> OneReplica:
+    """Traces one replica inside a `shard_map` that is only looked into."""
+    # The same for every output is not a claim.
+    looked_into = on_own_devices(replica, replicas, meanings, SAME)
+
+    def all_replicas(*given: jax.Array) -> PyTree:
+        own, held = given[: len(leaves)], given[len(leaves) :]
+        return looked_into(*own, *map(jax.new_ref, held))
+
+    values = [
+        jax.ShapeDtypeStruct(v.cell.shape, v.dtype, sharding=v.sharding) for v in there
+    ]
+    try:
+        closed = jax.make_jaxpr(all_replicas)(*leaves, *values)
+    except AttributeError as error:
+        # shard_map has no rule for references that a function captures.
+        if "'AbstractRef' object" in str(error):
+            raise CapturedReference from error
+        raise
+    *references, eqn = closed.jaxpr.eqns
+    given = closed.jaxpr.invars[: len(leaves)]
+    made = [each.outvars[0] for each in references]
+    place = {var: index for index, var in enumerate([*given, *made])}
+    values = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+    places: list[int | None] = []
+    constants: dict[int, Leaf] = {}
+    for index, atom in enumerate(eqn.invars):
+        is_literal = isinstance(atom, core.Literal)
+        places.append(None if is_literal else place.get(atom))
+        if places[index] is None:
+            constants[index] = atom.val if is_literal else values[atom]
+    return closed, eqn.params["jaxpr"], places, constants
+
+
+def by_axes(
+    replica: Function,
+    leaves: Sequence[Leaf],
+    there: Sequence[Variable],
+    meanings: Sequence[Meaning],
+    replicas: Replicas,
+) -> OneReplica:
+    """Traces one replica by itself, where the axes of the replicas have names.
+
+    What is traced inside a `shard_map` carries a mesh in its types, and cannot be
+    evaluated outside of one (JAX 0.10 and 0.12).
+    """
+
+    is_own = [replicas.differ(meaning) for meaning in meanings]
+    row = functools.partial(jax.lax.slice_in_dim, start_index=0, limit_index=1)
+
+    def one_replica(*given: jax.Array) -> PyTree:
+        # Its first row stands for what a replica has: whatever the dtype, or a tracer.
+        parts = [row(x) if own else x for x, own in zip(given, is_own, strict=True)]
+        own, held = parts[: len(leaves)], parts[len(leaves) :]
+        return replica(*own, *map(jax.new_ref, held))
+
+    values = [jax.ShapeDtypeStruct(v.cell.shape, v.dtype) for v in there]
+    made = jax.make_jaxpr(one_replica, axis_env=replicas.axis_sizes)
+    # Without the mesh that an array lies on: what is traced would carry it in types.
+    types = [
+        jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, weak_type=getattr(leaf, "weak_type", False)
+        )
+        for leaf in jax.eval_shape(list, leaves)
+    ]
+    with replicas.as_one_replica():
+        closed = made(*types, *values)
+    if any(isinstance(jax.typeof(value), AbstractRef) for value in closed.consts):
+        raise CapturedReference
+    whole, rows = closed.jaxpr, sum(is_own)
+    start = rows + len(there)
+    results = iter(eqn.outvars[0] for eqn in whole.eqns[:rows])
+    inputs = [
+        next(results) if own else var
+        for var, own in zip(whole.invars, is_own, strict=True)
+    ]
+    references = [eqn.outvars[0] for eqn in whole.eqns[rows:start]]
+    invars = [*inputs[: len(leaves)], *references, *whole.constvars]
+    jaxpr = without_meshes(jaxpr_of(invars, whole.eqns[start:], whole.outvars))
+    known = len(meanings)
+    places = [index if index < known else None for index in range(len(invars))]
+    constants = dict(enumerate(closed.consts, start=known))
+    return closed, jaxpr, places, constants
+
+
+class CapturedReference(Exception):
+    """A step uses a reference that is no variable."""
+
 
 # Of the inputs of one replica its results, and whatever a program returns besides.
 Evaluate = Callable[[Sequence[Leaf]], tuple[list[jax.Array], list[jax.Array]]]

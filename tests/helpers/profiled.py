@@ -10,7 +10,7 @@ from types import FrameType
 
 import jax
 
-from jaxstrategy.tracing.stages import _in_flight
+from jaxstrategy.tracing.stages import _stages
 
 
 @contextlib.contextmanager
@@ -25,9 +25,9 @@ def each_call(called: Callable[[str, FrameType], object]) -> Iterator[None]:
         if event in ("call", "c_call"):
             called(event, frame)
 
-    while _in_flight._running:
+    while _stages._running:
         with contextlib.suppress(jax.errors.JaxRuntimeError):  # as a test wanted it
-            _in_flight._running.popleft().block_until_ready()
+            _stages._running.popleft().block_until_ready()
     was_enabled = gc.isenabled()
     gc.disable()
     sys.setprofile(profile)

@@ -7,7 +7,7 @@ import pytest
 import jaxstrategy as js
 from jaxstrategy.executors._compiled import CompiledExecutor
 from jaxstrategy.strategies import _local_versions, _many_leaves
-from jaxstrategy.tracing import _many
+from jaxstrategy.tracing import _program
 
 
 @pytest.fixture
@@ -193,8 +193,8 @@ def test_an_error_names_the_leaf_by_its_place_in_the_whole_tree(strategy, monkey
 
 
 def test_a_step_of_many_arrays_is_announced_once(strategy, monkeypatch, capfd):
-    monkeypatch.setattr(_many, "_MANY", 4)
-    monkeypatch.setattr(_many, "_told", set())
+    monkeypatch.setattr(_program, "_MANY", 4)
+    monkeypatch.setattr(_program, "_told", set())
     alive = js.Variable(0.0)  # which no step here uses
 
     def many_steps(xs):

@@ -9,7 +9,7 @@ from jaxstrategy import PerReplica
 from jaxstrategy.inputs import _origins
 from jaxstrategy.processes._store import Store
 from jaxstrategy.processes._watchdog import Watchdog
-from jaxstrategy.tracing import _compiling
+from jaxstrategy.tracing import _step_agreement
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def test_a_call_waits_once_its_function_is_compiled(watchdog):
         jnp.sin(np.ones(3))  # a program of its own, perhaps compiled
         return 2 * x
 
-    _compiling.begin(watchdog, "outer.<locals>.double")
+    _step_agreement.begin(watchdog, "outer.<locals>.double")
     compiled = jax.jit(double)
     np.testing.assert_array_equal(compiled(np.ones(3, np.float32)), [2, 2, 2])
     assert seen == ["compiles"]
@@ -35,7 +35,7 @@ def test_a_call_waits_once_its_function_is_compiled(watchdog):
 
 
 def test_other_functions_do_not_end_it(watchdog):
-    _compiling.begin(watchdog, "outer.<locals>.double")
+    _step_agreement.begin(watchdog, "outer.<locals>.double")
     jax.jit(lambda x: x * 3)(np.ones(5, np.float32))
     assert watchdog.pending.busy == "compiles"
     watchdog.step_dispatched()

@@ -4,47 +4,417 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import types
 from collections.abc import Callable, Iterator, Sequence
-from typing import cast, final
+from typing import Any, cast, final
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
+from jax.core import ShapedArray, Tracer
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
 
 from jaxstrategy._errors import ContextError
 from jaxstrategy._options import RunOptions
 from jaxstrategy.contexts import _context, _trace_numbers
 from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
 from jaxstrategy.contexts._replica_context import ReplicaContext
-from jaxstrategy.executors.replica_threads import _versions_of_replicas
-from jaxstrategy.executors.replica_threads._agreed_rounds import AgreedRounds
-from jaxstrategy.executors.replica_threads._eager_call import EagerCall
-from jaxstrategy.executors.replica_threads._eager_results import (
-    EagerBlock,
-    EagerResults,
-)
-from jaxstrategy.executors.replica_threads._met_primitive import met
-from jaxstrategy.executors.replica_threads._one_of_replicas import OneOfReplicas
-from jaxstrategy.executors.replica_threads._replica_copies import (
+from jaxstrategy.executors.replica_threads import _eager_call
+from jaxstrategy.executors.replica_threads._eager_call import (
     CopiesOfReplica,
+    EagerBlock,
+    EagerCall,
+    EagerResults,
     ReplicaCopies,
 )
 from jaxstrategy.executors.replica_threads._replica_thread import (
     MergeCall,
     MetArrays,
     ReplicaThread,
+    ReplicaTurns,
     Wanted,
+    thread_settings,
 )
-from jaxstrategy.executors.replica_threads._replica_turns import ReplicaTurns
-from jaxstrategy.executors.replica_threads._thread_settings import thread_settings
+from jaxstrategy.processes._agreement import Operation, users_line
 from jaxstrategy.processes._job import Processes
-from jaxstrategy.reductions._met_collectives import MetCollective
+from jaxstrategy.reductions._met_collectives import (
+    Derivative,
+    Mapped,
+    MetCollective,
+    Transposed,
+)
 from jaxstrategy.reductions._reduction import Reduction
+from jaxstrategy.replicas._replicas import Replicas
+from jaxstrategy.text._shown import shown
 from jaxstrategy.tracing import _results
 from jaxstrategy.tracing._replica_step import StepEnvironment
 from jaxstrategy.tracing.functions import _code
-from jaxstrategy.values import _arrays
+from jaxstrategy.values import _arrays, _trees
+from jaxstrategy.values._per_replica import PerReplica
 from jaxstrategy.values._types import Function, Leaf, PyTree
+
+_ADVICE = (
+    "The replicas of all processes must call the same collectives in the same order, "
+    "and all processes must be in `eager_replicas()`, or none."
+)
+
+
+@final
+class AgreedRounds:
+    """What replicas of several processes do next, compared before they do it.
+
+    Args:
+      processes: those that take the steps together; None for this one alone.
+      replicas: of all of them.
+    """
+
+    def __init__(self, processes: Processes | None, replicas: Replicas) -> None:
+        several = processes is not None and processes.count > 1
+        self._processes = processes if several else None
+        self._replicas = replicas
+        self._name = ""
+
+    @contextlib.contextmanager
+    def step(self, name: str) -> Iterator[None]:
+        """A `with` block in which a step of this name is taken."""
+        self._name = name
+        self.agree("the beginning of an eager step")
+        yield
+
+    def agree(self, what: str) -> None:
+        """Says what the replicas of this process do next.
+
+        Raises:
+          ClusterError: those of another process do something else.
+        """
+        if self._processes is not None:
+            self._compare(what, None)
+
+    def digests(self, own: Sequence[Sequence[str]]) -> Sequence[Sequence[str]]:
+        """What the replicas of all processes have, of what those of this one have."""
+        if self._processes is None:
+            return own
+        numbered = [
+            [i, *each] for i, each in zip(self._replicas.own, own, strict=False)
+        ]
+        heard = self._compare("the results of an eager step", cast("object", numbered))
+        rows = [row for said in heard for row in cast("list[list[str]]", said)]
+        return [row[1:] for row in sorted(rows, key=lambda row: int(row[0]))]
+
+    def _compare(self, what: str, said: object) -> list[object]:
+        assert self._processes is not None
+        operation = Operation(f"{what} in `{self._name}`", users_line())
+        compare = self._processes.operations.compare
+        return list(compare(operation, _ADVICE, said))
+
+
+_met = Primitive("jaxstrategy_met")
+_met.multiple_results = True
+
+
+def met(collective: MetCollective, arrays: Sequence[jax.Array]) -> PyTree:
+    """This replica's results of a collective for which all replicas meet."""
+    thread = _this_replica(collective)
+    types = thread.result_types(collective, arrays)
+    found = _met.bind(*arrays, collective=collective)
+    return jax.tree.structure(types).unflatten(found)
+
+
+def _this_replica(collective: MetCollective) -> ReplicaThread:
+    thread = _context.current().eager
+    if isinstance(thread, ReplicaThread):
+        return thread
+    raise ContextError(
+        f"{collective.name} was called in `eager_replicas()` by a thread that is no "
+        "replica's. Call it in the step itself, not in a thread or callback of it."
+    )
+
+
+@_met.def_impl
+def _now(*arrays: jax.Array, collective: MetCollective) -> list[jax.Array]:
+    return _this_replica(collective).meet(collective, arrays)
+
+
+@_met.def_abstract_eval
+def _types(*types: ShapedArray, collective: MetCollective) -> list[ShapedArray]:
+    structs = [
+        jax.ShapeDtypeStruct(each.shape, each.dtype, weak_type=each.weak_type)
+        for each in types
+    ]
+    found = _this_replica(collective).result_types(collective, structs)
+    return [
+        ShapedArray(each.shape, each.dtype, weak_type=each.weak_type)
+        for each in jax.tree.leaves(found)
+    ]
+
+
+def _derivative(
+    primals: Sequence[Any], tangents: Sequence[Any], *, collective: MetCollective
+) -> tuple[list[Any], list[Any]]:
+    results = _met.bind(*primals, collective=collective)
+    differs = tuple(not isinstance(each, ad.Zero) for each in tangents)
+    given = [each for each in tangents if not isinstance(each, ad.Zero)]
+    found = iter(
+        _met.bind(*primals, *given, collective=Derivative(collective, differs))
+    )
+    return results, [
+        next(found)
+        if jnp.issubdtype(result.dtype, jnp.inexact)
+        else ad.Zero(jax.typeof(result).to_tangent_aval())
+        for result in results
+    ]
+
+
+def _transpose(
+    cotangents: Sequence[Any], *operands: Any, collective: MetCollective
+) -> list[Any]:
+    linear = tuple(
+        jax.ShapeDtypeStruct(
+            each.aval.shape, each.aval.dtype, weak_type=each.aval.weak_type
+        )
+        if ad.is_undefined_primal(each)
+        else None
+        for each in operands
+    )
+    known = [each for each in operands if not ad.is_undefined_primal(each)]
+    given = [ad.instantiate_zeros(each) for each in cotangents]
+    transposed = Transposed(collective, linear)
+    found = iter(_met.bind(*known, *given, collective=transposed))
+    return [None if like is None else next(found) for like in linear]
+
+
+def _mapped(
+    operands: Sequence[Any], dimensions: Sequence[Any], *, collective: MetCollective
+) -> tuple[list[Any], list[int]]:
+    found = _met.bind(*operands, collective=Mapped(collective, tuple(dimensions)))
+    return found, [0] * len(found)
+
+
+def _compiled(*_: Any, collective: MetCollective, **__: Any) -> Any:
+    raise ContextError(
+        f"{collective.name} was called in a function that JAX compiles for one replica "
+        "by itself, where in `eager_replicas()` it cannot meet the others. Leave out "
+        "what compiles there: `jax.jit` in `jax.disable_jit(False)`, `.lower()`."
+    )
+
+
+ad.primitive_jvps[_met] = _derivative
+ad.primitive_transposes[_met] = _transpose
+batching.primitive_batchers[_met] = _mapped
+mlir.register_lowering(_met, _compiled)
+
+
+_NUMBERS = (bool, int, float, complex)
+
+
+@final
+class OneOfReplicas:
+    """Makes one value of all replicas' for code in cross-replica context.
+
+    Args:
+      replicas: all of them.
+      name: of the step.
+    """
+
+    def __init__(self, replicas: Replicas, name: str) -> None:
+        self._replicas = replicas
+        self._name = name
+
+    def merged(
+        self, strategy: AbstractStrategy, calls: Sequence[MergeCall]
+    ) -> list[PyTree]:
+        """What each replica gets of a `merge_call`, which is made once for all."""
+        merge_fn = self.function([each.merge_fn for each in calls], "`merge_fn`")
+        args = self.tree([each.args for each in calls], "args")
+        kwargs = self.tree([each.kwargs for each in calls], "kwargs")
+        with _context.entered(strategy=strategy, replica=None):
+            result = merge_fn(strategy, *args, **kwargs)
+        return self.parts(result)
+
+    def parts(self, result: PyTree) -> list[PyTree]:
+        """What each replica gets of a result of all."""
+        found: list[list[Leaf]] = []
+
+        def take(leaf: Leaf) -> Leaf:
+            found.append(_eager_call.apart(leaf, self._replicas))
+            return leaf
+
+        _trees.map_around_objects(take, result)
+        trees = []
+        for place in range(len(self._replicas.own)):
+            following = iter(found)
+            trees.append(
+                _trees.map_around_objects(
+                    lambda _, i=place, leaves=following: next(leaves)[i], result
+                )
+            )
+        return trees
+
+    def tree(self, trees: Sequence[PyTree], what: str) -> PyTree:
+        """One pytree of those that replicas give, with `PerReplica`s for arrays."""
+        paths, structure = jax.tree.flatten_with_path(trees[0], is_leaf=_is_leaf)
+        columns = [[leaf] for _, leaf in paths]
+        for number, tree in enumerate(trees[1:], start=1):
+            leaves, other = jax.tree.flatten(tree, is_leaf=_is_leaf)
+            if other != structure:
+                raise ValueError(
+                    f"`merge_call` was given `{what}` of other structures by the "
+                    f"replicas of `{self._name}`: {structure} by the first, {other} by "
+                    f"replica {self._replicas.own[number]}."
+                )
+            for column, leaf in zip(columns, leaves, strict=True):
+                column.append(leaf)
+        labels = [f"{what}{jax.tree_util.keystr(path)}" for path, _ in paths]
+        pairs = zip(columns, labels, strict=True)
+        return structure.unflatten([self._leaf(each, label) for each, label in pairs])
+
+    def _leaf(self, column: Sequence[Leaf], label: str) -> Leaf:
+        first = column[0]
+        for leaf in column:
+            if isinstance(leaf, PerReplica):
+                leaf._misused()
+            if isinstance(leaf, Tracer):
+                raise ContextError(
+                    f"`merge_call` was given, in `eager_replicas()`, `{label}` that "
+                    "JAX traces (in a function that is differentiated or mapped), and "
+                    "has no one number yet. Use `all_reduce` or `all_gather` there, or "
+                    "leave `merge_call` out of what is traced."
+                )
+        if all(map(_arrays.is_array, column)):
+            return self._array(column, label)
+        if all(leaf is first for leaf in column):
+            return first
+        if callable(first):
+            return self.function(column, f"`{label}`")
+        if all(type(leaf) is type(first) and leaf == first for leaf in column):
+            return first
+        if all(isinstance(leaf, _NUMBERS) or _arrays.is_array(leaf) for leaf in column):
+            return self._array([jax.numpy.asarray(leaf) for leaf in column], label)
+        raise ValueError(
+            f"`merge_call` was given `{label}` that differs between the replicas of "
+            f"`{self._name}` and is no array: {', '.join(map(shown, column))}."
+        )
+
+    def _array(self, column: Sequence[Leaf], label: str) -> Leaf:
+        if self._replicas.count == 1:
+            return column[0]
+        kinds = {(leaf.shape, leaf.dtype) for leaf in column}
+        if len(kinds) > 1:
+            seen = ", ".join(f"{leaf.dtype}{list(leaf.shape)}" for leaf in column)
+            raise ValueError(
+                f"`merge_call` was given `{label}` of other shapes or dtypes by the "
+                f"replicas of `{self._name}`: {seen}. One array holds all versions, so "
+                "they need one shape; pad them, or gather their sizes first."
+            )
+        return _eager_call.together(column, self._replicas)
+
+    def function(self, found: Sequence[Any], what: str) -> Any:
+        """One function of those that replicas give, which must do the same.
+
+        What it refers to in its closure must be equal; arrays there are mirrored.
+        """
+        first = found[0]
+        if all(each is first for each in found):
+            return first
+        kind = type(first)
+        if any(type(each) is not kind for each in found):
+            raise self._other_functions(what)
+        if isinstance(first, types.FunctionType):
+            return self._closure(found, what)
+        if isinstance(first, types.MethodType):
+            owner = self._captured([each.__self__ for each in found], what, "self")
+            function = self.function([each.__func__ for each in found], what)
+            return types.MethodType(function, owner)
+        if isinstance(first, functools.partial):
+            inner = self.function([each.func for each in found], what)
+            args = self.tree([each.args for each in found], what)
+            return functools.partial(
+                inner, *args, **self.tree([each.keywords for each in found], what)
+            )
+        if all(each == first for each in found):
+            return first
+        raise self._other_functions(what)
+
+    def _closure(
+        self, found: Sequence[types.FunctionType], what: str
+    ) -> types.FunctionType:
+        first = found[0]
+        code = first.__code__
+        if any(each.__code__ is not code for each in found):
+            raise self._other_functions(what)
+        cells = []
+        for place, name in enumerate(code.co_freevars):
+            own = [(each.__closure__ or ())[place] for each in found]
+            held = [_contents(cell) for cell in own]
+            one = self._captured(held, what, name)
+            cells.append(own[0] if one is held[0] else types.CellType(one))
+        function = types.FunctionType(
+            code, first.__globals__, first.__name__, None, tuple(cells)
+        )
+        defaults = [each.__defaults__ for each in found]
+        function.__defaults__ = self._captured(defaults, what, "its defaults")
+        named = [each.__kwdefaults__ for each in found]
+        function.__kwdefaults__ = self._captured(named, what, "its defaults")
+        return function
+
+    def _captured(self, held: Sequence[Any], what: str, name: str) -> Any:
+        first = held[0]
+        is_array = any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(first))
+        if all(each is first for each in held) and not is_array:
+            return first
+        if isinstance(first, types.FunctionType):
+            return self.function(held, what)
+        structure = jax.tree.structure(first)
+        if all(jax.tree.structure(each) == structure for each in held):
+            columns = zip(*map(jax.tree.leaves, held), strict=True)
+            return structure.unflatten(
+                [self._equal(column, what, name) for column in columns]
+            )
+        raise self._differs(what, name)
+
+    def _equal(self, column: Sequence[Leaf], what: str, name: str) -> Leaf:
+        first = column[0]
+        if all(isinstance(leaf, (jax.Array, np.ndarray)) for leaf in column):
+            if any(isinstance(leaf, Tracer) for leaf in column):
+                raise self._differs(what, name)
+            if len(set(map(_eager_call.digest, column))) > 1:
+                raise self._differs(what, name)
+            return _eager_call.mirrored(first, self._replicas)
+        if all(leaf is first for leaf in column):
+            return first
+        if callable(first):
+            return self.function(column, what)
+        if all(type(leaf) is type(first) and leaf == first for leaf in column):
+            return first
+        raise self._differs(what, name)
+
+    def _differs(self, what: str, name: str) -> ValueError:
+        return ValueError(
+            f"The replicas of `{self._name}` called `merge_call`, in "
+            f"`eager_replicas()`, with {what} that refers to `{name}`, which differs "
+            "between them. It is called once for all: pass it as an argument, "
+            f"`merge_call(merge_fn, args=({name},))`, which arrives as a PerReplica."
+        )
+
+    def _other_functions(self, what: str) -> ValueError:
+        return ValueError(
+            f"The replicas of `{self._name}` called `merge_call` with different "
+            f"functions for {what}, which is called once for all. Give the same one on "
+            "all replicas."
+        )
+
+
+def _contents(cell: types.CellType) -> object:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not set yet
+        return cell
+
+
+def _is_leaf(node: object) -> bool:
+    return _trees.is_whole(node)
+
 
 RunProgram = Callable[[Function, tuple[PyTree, ...]], PyTree]
 """A function with its arguments as a compiled step."""
@@ -179,14 +549,14 @@ class EagerSteps:
         replicas = self._strategy._replicas
         first = wanted[0]
         stacked = [
-            _versions_of_replicas.together(column, replicas)
+            _eager_call.together(column, replicas)
             for column in zip(*(each.arrays for each in wanted), strict=True)
         ]
         found = self._compiled(_collective_step, (first.collective, *stacked))
         columns = [
-            [_versions_of_replicas.as_weak(each, weak) for each in column]
+            [_eager_call.as_weak(each, weak) for each in column]
             for result, weak in zip(found, first.weak, strict=True)
-            for column in [_versions_of_replicas.apart(result, replicas)]
+            for column in [_eager_call.apart(result, replicas)]
         ]
         return [[column[i] for column in columns] for i in range(len(wanted))]
 

@@ -21,12 +21,8 @@ from jaxstrategy.text import _user_code
 from jaxstrategy.text._lists import and_more
 from jaxstrategy.text._user_code import Line
 from jaxstrategy.tracing.functions import _code
-from jaxstrategy.tracing.functions._places import (
-    GONE,
-    Index,
-)
 from jaxstrategy.tracing.functions._references import References
-from jaxstrategy.tracing.functions._walk import Referred
+from jaxstrategy.tracing.functions._walk import GONE, Index, Referred
 from jaxstrategy.values._types import Function
 
 # A Keras model of a hundred layers has about twenty thousand.

@@ -19,9 +19,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import final
 
 from jaxstrategy.contexts import _context
-from jaxstrategy.tracing.functions._places import Place
-from jaxstrategy.tracing.functions._rebuilding import rebuilt
 from jaxstrategy.tracing.functions._references import References
+from jaxstrategy.tracing.functions._walk import Place, rebuilt
 from jaxstrategy.values._types import Function
 
 # Held while a function is traced that refers to other values.

@@ -1,28 +1,362 @@
-"""The values that a function refers to without being given them.
-
-A function refers to values by name: in its closure, its globals, the defaults of its
-parameters; a method by its object, a partial function by its arguments. Those refer to
-others: functions in turn, containers by their entries, objects by their attributes.
-
-A walk along all of these gives a *form*, which two functions share whose calls do the
-same: the code is the same, and so is what the code refers to. What the program of a
-step is given instead, objects of Flax NNX and arrays in closures, is only counted.
-"""
+"""The values that a function refers to without being given them."""
 
 from __future__ import annotations
 
+import enum
 import functools
+import hashlib
+import types
 from collections.abc import Callable, Collection, Hashable, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import jax
+import numpy as np
+from jax.core import Tracer
 
-from jaxstrategy.tracing.functions import _contents
-from jaxstrategy.tracing.functions._object_attributes import as_method, attributes_of
-from jaxstrategy.tracing.functions._places import Key, Place
-from jaxstrategy.tracing.functions._reach import Reach
-from jaxstrategy.tracing.functions._walk import Referred, Token, Walk, path_to
-from jaxstrategy.values._types import Function
+from jaxstrategy.contexts import _abstract_strategy
+from jaxstrategy.contexts._outbox import Sender
+from jaxstrategy.tracing.functions import _code
+from jaxstrategy.tracing.functions._code import Reach, as_method, attributes_of
+from jaxstrategy.tracing.functions._walk import (
+    GONE,
+    ITS_CLASS,
+    Attribute,
+    ClosureCell,
+    Index,
+    Key,
+    Place,
+    Referred,
+    Token,
+    Walk,
+    are_plain,
+    is_container,
+    one_level,
+    path_to,
+)
+from jaxstrategy.tracing.functions._weak_references import Identity
+from jaxstrategy.values import _arrays, _handle, _per_replica
+from jaxstrategy.values._types import Function, PyTree
+from jaxstrategy.variables._reference import Reference
+
+# Larger arrays of NumPy are not read at each look.
+_DIGESTED_BYTES = 1 << 28
+# What these do has no part in what a step computes.
+_BESIDES = (
+    "io",
+    "_io",
+    "logging",
+    "threading",
+    "_thread",
+    "queue",
+    "_queue",
+    "weakref",
+)
+# Known by themselves, whatever they hold.
+_WHOLE = (
+    _handle.Handle,
+    _per_replica.PerReplica,
+    _abstract_strategy.AbstractStrategy,
+    types.MemberDescriptorType,  # of a slot
+)
+_COMPILED = ("jax", "jaxlib")
+
+
+def look_into(
+    is_object: Callable[[object], bool], walk: Walk, label: str, value: Any, number: int
+) -> Token:
+    """Goes on with what `value` refers to; returns what stands for it in the form.
+
+    Args:
+      is_object: which objects the program of a step is given.
+      walk: the walk that came to the value.
+      label: how messages call it.
+      value: any object that is not known by its value alone.
+      number: of the value in the walk.
+    """
+    kind = type(value)
+    if is_object(value):
+        walk.objects[walk.unused(label)] = value
+        return ("object", len(walk.objects))
+    if issubclass(kind, (jax.Array, Tracer)):
+        return _array(walk, label, value)
+    if issubclass(kind, (np.ndarray, np.generic)):
+        return _host_array(walk, label, value)
+    if issubclass(kind, _WHOLE):
+        return Identity(value)
+    if issubclass(kind, Sender):
+        return kind
+    for kinds, follow in _FOLLOWED:
+        if issubclass(kind, kinds):
+            return follow(walk, label, value, number)
+    if is_container(value):
+        return _tree(walk, label, value, number)
+    return _other(walk, label, value, kind, number)
+
+
+def _unknown(walk: Walk, label: str, value: object) -> Token:
+    walk.opaque = walk.opaque or label
+    return Identity(value)
+
+
+# Arrays.
+
+
+def _array(walk: Walk, label: str, value: jax.Array | Tracer) -> Token:
+    if not isinstance(value, Tracer) and value.is_deleted():
+        return ("deleted",)
+    # One that is divided otherwise may be captured along with what the function does
+    # use, and would be refused as an argument.
+    is_argument = (
+        isinstance(value, Tracer)
+        or value.sharding.is_fully_replicated
+        or _arrays.is_mirrored(value)
+        or _arrays.is_sharded(value)
+    )
+    if walk.is_enclosed and is_argument:
+        walk.arrays[walk.unused(label)] = value
+        return ("array",)
+    return Identity(value)
+
+
+def _host_array(walk: Walk, label: str, value: np.ndarray | np.generic) -> Token:
+    if not walk.with_form:
+        return Identity(value)
+    # The bytes of an array of objects are their addresses.
+    if value.dtype.hasobject or value.nbytes > _DIGESTED_BYTES:
+        return _unknown(walk, label, value)
+    digest = hashlib.blake2b(np.ascontiguousarray(value), digest_size=16).digest()
+    return (type(value), value.dtype.str, value.shape, digest)
+
+
+# Functions.
+
+
+def _function(walk: Walk, label: str, fn: types.FunctionType, number: int) -> Token:
+    code = fn.__code__
+    about = _code.about(code)
+    # What is only written is nothing that its program depends on.
+    names = about.reads if walk.with_form else {*about.reads, *about.writes}
+    if about.is_users:
+        walk.reach = walk.reach.plus(_code.of(code))
+    cells = zip(code.co_freevars, fn.__closure__ or (), strict=True)
+    for name, cell in cells:
+        place = ClosureCell(cell)
+        known = name if about.is_users else None
+        walk.visit(f"captured {name}", place, place.get(), number, known)
+    _defaults(walk, label, fn, number)
+    if names:
+        _globals(walk, fn.__globals__, names, number)
+    return ("function", Identity(code))
+
+
+def _defaults(walk: Walk, label: str, fn: types.FunctionType, number: int) -> None:
+    if fn.__defaults__:
+        parameters = fn.__code__.co_varnames[: fn.__code__.co_argcount]
+        labels = parameters[len(parameters) - len(fn.__defaults__) :]
+        place = Attribute(fn, "__defaults__")
+        parent = walk.add(label, place, fn.__defaults__, number, len(labels))
+        for name, value in zip(labels, fn.__defaults__, strict=True):
+            walk.visit(f"captured {name}", None, value, parent)
+    keyword_defaults = fn.__kwdefaults__ or {}
+    for name in keyword_defaults:
+        place = Key(keyword_defaults, name)
+        walk.visit(f"captured {name}", place, place.get(), number)
+
+
+def _globals(
+    walk: Walk, scope: dict[str, object], names: Collection[str], number: int
+) -> None:
+    with walk.in_the_open():
+        for name in names:
+            value = scope.get(name, GONE)
+            if value is not GONE:
+                place = Key(scope, name)
+                walk.visit(f"captured {name}", place, value, number, name)
+
+
+def _method(walk: Walk, label: str, method: types.MethodType, number: int) -> Token:
+    label = "captured self" if label == "captured" else label
+    name = _code.first_name(method.__func__)
+    walk.visit(label, None, method.__self__, number, name)
+    walk.visit("captured", None, method.__func__, number)
+    return "method"
+
+
+def _builtin(
+    walk: Walk, label: str, function: types.BuiltinFunctionType, number: int
+) -> Token:
+    owner = function.__self__
+    if owner is None or isinstance(owner, (types.ModuleType, type)):
+        return Identity(function)
+    walk.visit(label, None, owner, number)
+    return ("builtin", function.__name__)
+
+
+def _partial(
+    walk: Walk, label: str, fn: functools.partial[object], number: int
+) -> Token:
+    walk.visit("captured", None, fn.func, number)
+    for index, value in enumerate(fn.args):
+        walk.visit(f"captured args[{index}]", None, value, number)
+    for name, value in fn.keywords.items():
+        walk.visit(f"captured {name}", None, value, number)
+    return ("partial", type(fn), len(fn.args), tuple(fn.keywords))
+
+
+# Containers.
+
+
+def _list(walk: Walk, label: str, items: list[object], number: int) -> Token:
+    for i, item in enumerate(items):
+        walk.visit(f"{label}[{i}]", Index(items, i), item, number)
+    return (type(items), len(items))
+
+
+def _tuple(walk: Walk, label: str, items: tuple[object, ...], number: int) -> Token:
+    names = getattr(type(items), "_fields", None)
+    for i, item in enumerate(items):
+        where = f".{names[i]}" if names else f"[{i}]"
+        walk.visit(label + where, None, item, number)
+    return (type(items), len(items))
+
+
+def _dict(walk: Walk, label: str, items: dict[Hashable, object], number: int) -> Token:
+    for key, item in list(items.items()):
+        walk.visit(label, None, key, number)
+        walk.visit(f"{label}[{_named(key)}]", Key(items, key), item, number)
+    return (type(items), len(items))
+
+
+def _named(key: Hashable) -> str:
+    # The `repr` of a variable reads it: it waits for the devices, and in a trace refers
+    # to an array of another.
+    if isinstance(key, Reference):
+        return f"{_named(key.deref())}.ref()"
+    if isinstance(key, tuple):
+        return f"({', '.join(map(_named, key))})"
+    return key.name if isinstance(key, _handle.Handle) else repr(key)
+
+
+def _view(
+    walk: Walk, label: str, items: types.MappingProxyType[Hashable, object], number: int
+) -> Token:
+    for key, item in list(items.items()):
+        walk.visit(f"{label}[{_named(key)}]", None, item, number)
+    return (types.MappingProxyType, tuple(map(_named, items)))
+
+
+def _set(
+    walk: Walk, label: str, items: set[Hashable] | frozenset[Hashable], number: int
+) -> Token:
+    if are_plain(items):
+        return (type(items), frozenset((type(item), item) for item in items))
+    return _unknown(walk, label, items)
+
+
+def _tree(walk: Walk, label: str, value: PyTree, number: int) -> Token:
+    """A container that somebody has registered with JAX."""
+    try:
+        children, structure = one_level(value)
+        hash(structure)
+    except Exception:  # anybody's code flattens it, and compares what it is made of
+        return _unknown(walk, label, value)
+    for path, child in children:
+        walk.visit(label + jax.tree_util.keystr(path), None, child, number)
+    return (type(value), structure)
+
+
+# Modules, classes and objects.
+
+
+def _module(walk: Walk, label: str, module: types.ModuleType, number: int) -> Token:
+    if _code.is_users_module(module):
+        scope = vars(module)
+        names = sorted(walk.reach.used & scope.keys())
+        with walk.in_the_open():
+            for name in names:
+                place = Key(scope, name)
+                walk.visit(f"{label}.{name}", place, scope[name], number, name)
+    return Identity(module)
+
+
+def _class(walk: Walk, label: str, kind: type, number: int) -> Token:
+    if _code.is_users_class(kind) and not issubclass(kind, enum.Enum):
+        with walk.in_the_open():
+            for base in filter(_code.is_users_class, kind.__mro__):
+                for name in walk.named(kind, vars(base)):
+                    if not _code.is_bookkeeping(name):
+                        place = Attribute(base, name)
+                        walk.member(kind, f"{label}.{name}", place, number, name)
+    return Identity(kind)
+
+
+def _descriptor(walk: Walk, label: str, value: object, number: int) -> Token:
+    for name in ("__func__", "fget", "func"):
+        if (function := getattr(value, name, None)) is not None:
+            walk.visit(label, None, function, number)
+    return type(value)
+
+
+def _enumerated(walk: Walk, label: str, value: enum.Enum, number: int) -> Token:
+    return (Identity(type(value)), value.name)
+
+
+def _other(walk: Walk, label: str, value: object, kind: type, number: int) -> Token:
+    package = kind.__module__.partition(".")[0]
+    is_ours = package == "jaxstrategy" and not _code.is_layer(kind)
+    if package in _BESIDES or is_ours:
+        return Identity(value)
+    if _code.consists_of_attributes(kind):
+        return _object(walk, label, value, kind, number)
+    if package in _COMPILED or callable(value):  # written in C
+        return Identity(value)
+    if kind.__eq__ is not object.__eq__ and kind.__hash__ is not None:
+        try:
+            hash(value)
+        except TypeError:
+            return _unknown(walk, label, value)
+        return (kind, value)
+    return _unknown(walk, label, value)
+
+
+def _object(walk: Walk, label: str, value: object, kind: type, number: int) -> Token:
+    in_part = walk.is_in_part(value)
+    walk.visit(label, None, kind, number, ITS_CLASS if in_part else None)
+    attributes = _code.attributes_of(value)
+    compared = _code.compared(kind) if walk.with_form else None
+    names = walk.named(value, attributes)
+    with walk.in_the_open():
+        for name in names:
+            if compared is None or name in compared:
+                place = Key(attributes, name)
+                walk.member(value, f"{label}.{name}", place, number, name)
+        for name in walk.named(value, _code.slots_of(kind)):
+            place = Attribute(value, name)
+            walk.member(value, f"{label}.{name}", place, number, name)
+    if in_part:
+        return ("attributes", *names)
+    return ("attributes", len(names) if compared is None else compared)
+
+
+# `Any`: each function takes values of its own kinds alone. The first that fits counts.
+_FOLLOWED: list[
+    tuple[type | tuple[type, ...], Callable[[Walk, str, Any, int], Token]]
+] = [
+    (types.FunctionType, _function),
+    (types.MethodType, _method),
+    (types.BuiltinFunctionType, _builtin),
+    (functools.partial, _partial),
+    (types.ModuleType, _module),
+    (enum.Enum, _enumerated),
+    (type, _class),
+    ((staticmethod, classmethod, property, functools.cached_property), _descriptor),
+    (types.MappingProxyType, _view),
+    (list, _list),
+    (dict, _dict),
+    ((set, frozenset), _set),
+    (tuple, _tuple),
+]
+
 
 # The number of a value in a walk, and whether it stands for what holds that value.
 Owner: TypeAlias = tuple[int, bool]
@@ -59,10 +393,10 @@ class References:
         more: Sequence[tuple[str, object]] = (),
     ) -> None:
         self.root = as_method(fn)
-        look_into = functools.partial(_contents.look_into, is_object)
+        go_on = functools.partial(look_into, is_object)
 
         def walked(reach: Reach, whole: set[int]) -> Walk:
-            walk = Walk(look_into, limit, with_form, reach, whole)
+            walk = Walk(go_on, limit, with_form, reach, whole)
             walk.visit("captured", None, self.root, -1)
             for label, value in more:
                 walk.visit(label, None, value, -1)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import sys
+import types
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeAlias
@@ -10,15 +12,57 @@ from typing import Any, TypeAlias
 import jax
 
 from jaxstrategy._errors import ObjectError
-from jaxstrategy.tracing.functions import _callbacks
-from jaxstrategy.tracing.nnx._flax_types import FlaxVariable, NodePath
-from jaxstrategy.tracing.nnx._object_form import ObjectForm
-from jaxstrategy.tracing.nnx._object_kinds import is_variable
-from jaxstrategy.tracing.nnx._parts import Parts, Same, apply, dotted
-from jaxstrategy.tracing.nnx._variable_slot import quick_getter, quick_setter
+from jaxstrategy.tracing.functions import _weak_references
+from jaxstrategy.tracing.nnx._object_form import (
+    FlaxVariable,
+    NodePath,
+    ObjectForm,
+    Parts,
+    Same,
+    apply,
+    dotted,
+    is_variable,
+)
 from jaxstrategy.values import _arrays
 from jaxstrategy.values._trees import is_object
 from jaxstrategy.values._types import Leaf, PyTree
+
+
+def quick_getter(variable: FlaxVariable) -> Callable[[], Leaf]:
+    """`variable.get_raw_value`, without a call of Python where that is possible."""
+    slot = _slot_of(type(variable))
+    if slot is None:
+        return variable.get_raw_value
+    return functools.partial(slot.__get__, variable)
+
+
+def quick_setter(variable: FlaxVariable) -> Callable[[Leaf], object] | None:
+    """`variable.set_raw_value` that asks nothing; None if it may do more than that."""
+    slot = _slot_of(type(variable))
+    return None if slot is None else functools.partial(slot.__set__, variable)
+
+
+@functools.lru_cache(maxsize=1024)
+def _slot_of(kind: type) -> types.MemberDescriptorType | None:
+    base = sys.modules["flax.nnx"].Variable
+    used = ("__setattr__", "get_raw_value", "set_raw_value")
+    if any(getattr(kind, name) is not getattr(base, name) for name in used):
+        return None
+    return _slot_of_values(base)
+
+
+@functools.cache
+def _slot_of_values(base: type) -> types.MemberDescriptorType | None:
+    """The slot of the class whose content is the value, whatever Flax calls it."""
+    value, other = object(), object()
+    variable = base(value, hijax=False, ref=False)
+    for slot in vars(base).values():
+        is_slot = isinstance(slot, types.MemberDescriptorType)
+        if is_slot and slot.__get__(variable, base) is value:
+            slot.__set__(variable, other)
+            return slot if variable.get_raw_value() is other else None
+    return None
+
 
 _Setter: TypeAlias = Callable[[Leaf], object]
 
@@ -42,7 +86,7 @@ class CallersObjects:
         nnx = sys.modules["flax.nnx"]
         objects = list(objects)
         _alive.add(self)
-        clear = _callbacks.of(self, CallersObjects._clear)
+        clear = _weak_references.of(self, CallersObjects._clear)
         # `Any`: the programs of `ObjectCalls`, whose type is a parameter there.
         self.known: tuple[tuple[str, ...], Any] | None = None
         self.may_be_kept = all(map(is_object, objects))

@@ -3,21 +3,167 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import Protocol, TypeAlias, TypeGuard
 
 import jax
 
 from jaxstrategy._errors import ObjectError
 from jaxstrategy.text._lists import listed
-from jaxstrategy.tracing.nnx._flax_types import FlaxVariable, NodePath
-from jaxstrategy.tracing.nnx._object_kinds import (
-    is_changed_in_place,
-    is_variable,
-)
-from jaxstrategy.tracing.nnx._parts import GONE, AttributeChange, Parts, apply, dotted
-from jaxstrategy.values._trees import is_object
+from jaxstrategy.values import _trees
+from jaxstrategy.values._trees import is_object, object_kinds
 from jaxstrategy.values._types import Leaf, PyTree
+
+NodePath: TypeAlias = tuple[Hashable, ...]
+"""An object's index in a list of objects, then the names that lead to a part of it."""
+
+
+class FlaxVariable(Protocol):
+    """The methods of `nnx.Variable` that this folder calls.
+
+    The class itself cannot be named: Flax is optional, and not imported from here.
+    """
+
+    @property
+    def ref(self) -> bool:
+        """Whether it holds a `jax.Ref`."""
+        ...
+
+    def get_raw_value(self) -> Leaf:
+        """What it holds."""
+        ...
+
+    def set_raw_value(self, value: Leaf) -> None:
+        """Lets it hold another value."""
+        ...
+
+    def get_metadata(self) -> Mapping[str, object]:
+        """What Flax is told to do with it."""
+        ...
+
+    def replace(self, value: Leaf) -> FlaxVariable:
+        """One like it that holds another value."""
+        ...
+
+
+def is_changed_in_place(node: object) -> bool:
+    """Whether a step may change `node` in place: an object, or a variable alone."""
+    return bool(object_kinds()) and (is_object(node) or is_variable(node))
+
+
+def is_variable(node: object) -> TypeGuard[FlaxVariable]:
+    """Whether `node` holds an array of an object."""
+    return _holds(type(node))
+
+
+@functools.lru_cache(maxsize=1024)
+def _holds(kind: type) -> bool:
+    # Flax's own `isinstance` takes ten times as long.
+    return issubclass(kind, sys.modules["flax.nnx"].Variable)
+
+
+def structure_of(node: object) -> tuple[Hashable, list[int]]:
+    """Equal as long as an object has the same variables and static attributes."""
+    variables, structure = jax.tree.flatten(node, is_leaf=is_variable)
+    # By identity: `==` of two variables compares their arrays, and returns an array.
+    return structure, list(map(id, variables))
+
+
+def is_whole_object(node: object) -> bool:
+    if is_changed_in_place(node) or _trees.is_whole(node):
+        return True
+    # The variables of a state are copies: it is passed, and returned, as a pytree.
+    nnx = sys.modules.get("flax.nnx")
+    return nnx is not None and isinstance(node, nnx.State)
+
+
+# By identity: JAX hashes it within a structure, and a list as `value` has no hash.
+@dataclasses.dataclass(frozen=True, eq=False)
+class AttributeChange:
+    """A change that a step makes to an object, besides those of its arrays.
+
+    Attributes:
+      path: of the object, from the list of all.
+      name: of its attribute.
+      value: what that is now; `GONE` if there is none any more.
+    """
+
+    path: NodePath
+    name: str
+    value: object
+
+
+GONE = object()
+
+# Of `Parts`, what JAX compares and no program is given.
+_Static: TypeAlias = "tuple[tuple[str, ...], tuple[AttributeChange, ...]]"
+
+
+@jax.tree_util.register_pytree_with_keys_class
+@dataclasses.dataclass(frozen=True, eq=False)
+class Parts:
+    """The arrays that stand for an object.
+
+    Attributes:
+      arrays: they, or what else its variables hold.
+      names: how messages call them.
+      changes: what a step changes besides, of all objects.
+    """
+
+    arrays: Sequence[Leaf]
+    names: tuple[str, ...]
+    changes: tuple[AttributeChange, ...] = ()
+
+    def tree_flatten(self) -> tuple[Sequence[Leaf], _Static]:
+        """For JAX."""
+        return self.arrays, (self.names, self.changes)
+
+    def tree_flatten_with_keys(self) -> tuple[list[tuple[Hashable, Leaf]], _Static]:
+        """For JAX."""
+        keys = map(jax.tree_util.GetAttrKey, self.names)
+        return list(zip(keys, self.arrays, strict=True)), (self.names, self.changes)
+
+    @classmethod
+    def tree_unflatten(cls, aux: _Static, arrays: Sequence[Leaf]) -> Parts:
+        """For JAX."""
+        return cls(arrays, *aux)
+
+
+# Static: a compiled step returns arrays alone, and marks in the structure around them.
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Same:
+    """In what a step returns: one of the caller's objects, or a part of one."""
+
+    path: NodePath
+
+
+def apply(
+    changes: Sequence[AttributeChange], by_path: Mapping[NodePath, object]
+) -> None:
+    for change in changes:
+        if change.value is GONE:
+            delattr(by_path[change.path], change.name)
+        else:
+            setattr(by_path[change.path], change.name, change.value)
+
+
+def dotted(path: Sequence[object]) -> str:
+    """`layers[0].kernel`, without the object's own place."""
+    text = "".join(f"[{k}]" if isinstance(k, int) else f".{k}" for k in path[1:])
+    return text.removeprefix(".") or "value"
+
+
+def is_parts(node: object) -> bool:
+    """Whether `node` stands for an object."""
+    return isinstance(node, Parts)
+
+
+def is_whole_or_parts(node: object) -> bool:
+    """Whether `node` stands for an object, or is looked at as a whole."""
+    return is_parts(node) or _trees.is_whole(node)
 
 
 @dataclasses.dataclass

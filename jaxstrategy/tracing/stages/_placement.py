@@ -28,7 +28,7 @@ from jaxstrategy.tracing._live_arrays import are_looked_for
 from jaxstrategy.tracing._replica_step import ReplicaStep
 from jaxstrategy.tracing._trace import divides_state
 from jaxstrategy.tracing._traced_step import TracedStep
-from jaxstrategy.tracing.stages._donation import check_once
+from jaxstrategy.tracing.stages._stages import check_once
 from jaxstrategy.values import _arrays
 from jaxstrategy.values._types import Leaf
 
