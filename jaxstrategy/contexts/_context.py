@@ -75,7 +75,7 @@ class Context:
       local: the local steps that are being traced, in which each replica is by itself;
         None elsewhere.
       worker: the worker of a coordinator for which a dataset is built or read. Read by
-        `parameter_servers._worker_surroundings`.
+        `parameter_servers._worker`.
       is_shipping: whether objects are pickled to be sent to a worker, where variables
         and strategies are its own. Read by what refuses to be pickled otherwise.
       arrived: what a worker has unpickled of a function that it was sent: the strategy

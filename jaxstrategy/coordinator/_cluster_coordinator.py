@@ -25,7 +25,7 @@ from jaxstrategy.coordinator._datasets import (
     PerWorkerDataset,
     shard_iterators,
 )
-from jaxstrategy.coordinator._queue import FunctionPreparer, function_name
+from jaxstrategy.coordinator._queue import function_name
 from jaxstrategy.coordinator._recovery import ServerRestarts
 from jaxstrategy.coordinator._scheduler import (
     Console,
@@ -40,8 +40,8 @@ from jaxstrategy.coordinator._worker_states import (
     WorkerStates,
 )
 from jaxstrategy.executors._replicated_function import ReplicatedFunction
-from jaxstrategy.parameter_servers._abstract_worker import AbstractWorkerBackend
-from jaxstrategy.parameter_servers._worker_surroundings import WorkerSurroundings
+from jaxstrategy.parameter_servers._protocol import AbstractWorkerBackend
+from jaxstrategy.parameter_servers._worker import WorkerSurroundings
 from jaxstrategy.scheduled._functions import FunctionTracer
 from jaxstrategy.scheduled._recorder import IteratorArgument, is_whole
 from jaxstrategy.strategies._parameter_server import ParameterServerStrategy
@@ -273,7 +273,7 @@ class ClusterCoordinator:
 
     _strategy: AbstractStrategy
     _backend: AbstractWorkerBackend
-    _tracer: FunctionPreparer
+    _tracer: FunctionTracer
     _scheduler: Scheduler
     _tracings: Stopwatch
     _restore_from: CheckpointManager | None = None
@@ -312,23 +312,25 @@ class ClusterCoordinator:
         restore_from: CheckpointManager | None,
         state: PyTree,
     ) -> Self:
-        backend = strategy.backend
-        tracer = FunctionTracer(strategy, strategy.server_pool, backend.platforms)
         check_restarts(max_restarts)
-        options = {} if max_restarts is None else {"max_restarts": max_restarts}
+        limit = 3 if max_restarts is None else max_restarts
+        backend, pool = strategy.backend, strategy.server_pool
         restarts = None
         if restore_from is not None:
-            limit = 3 if max_restarts is None else max_restarts
-            pool = strategy.server_pool
             restarts = ServerRestarts(backend, pool, restore_from, state, limit)
-        self = cls._of(strategy, backend, tracer, **options)
-        self._restore_from = restore_from
+        self = super().__new__(cls)
+        self._strategy, self._backend = strategy, backend
+        self._tracer = FunctionTracer(strategy, pool, backend.platforms)
+        self._tracings, self._restore_from = Stopwatch(), restore_from
+        self._scheduler = scheduler = Scheduler(backend, limit)
+        scheduler.start()
+        atexit.register(scheduler.stop, _SECONDS_TO_END)
+        weakref.finalize(self, end_later, scheduler).atexit = False
         if restarts is not None:
-            self._scheduler.recover(restarts)
+            scheduler.recover(restarts)
         policy = strategy._variable_policy
         assert isinstance(policy, ServerVariables), "it is that strategy's"
-        policy.read_copies = self._scheduler.copies
-        policy.pause = self._scheduler.snapshot
+        policy.read_copies, policy.pause = scheduler.copies, scheduler.snapshot
         return self
 
     def _check_manager(self, restore_from: CheckpointManager | None) -> None:
@@ -337,23 +339,6 @@ class ClusterCoordinator:
                 "`restore_from` was given, and the strategy has a coordinator without "
                 "it, or with another one, already. Close that one before."
             )
-
-    @classmethod
-    def _of(
-        cls,
-        strategy: AbstractStrategy,
-        backend: AbstractWorkerBackend,
-        tracer: FunctionPreparer,
-        **options: Any,
-    ) -> Self:
-        self = super().__new__(cls)
-        self._strategy, self._backend, self._tracer = strategy, backend, tracer
-        self._tracings = Stopwatch()
-        self._scheduler = scheduler = Scheduler(backend, **options)
-        scheduler.start()
-        atexit.register(scheduler.stop, _SECONDS_TO_END)
-        weakref.finalize(self, end_later, scheduler).atexit = False
-        return self
 
     @property
     def strategy(self) -> AbstractStrategy:

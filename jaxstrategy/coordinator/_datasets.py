@@ -22,11 +22,14 @@ from jaxstrategy.inputs._input_options import InputContext
 from jaxstrategy.inputs._iterator import DistributedIterator
 from jaxstrategy.inputs.sources._choose import as_source
 from jaxstrategy.inputs.sources._source import Dataset, Pass, Source, State
-from jaxstrategy.parameter_servers import _worker_surroundings
-from jaxstrategy.parameter_servers._element_leaves import leaves_of, structure_of
-from jaxstrategy.parameter_servers._peeked_iterator import Positioned
-from jaxstrategy.parameter_servers._worker_resource import WorkerResource
-from jaxstrategy.parameter_servers._worker_surroundings import WorkerSurroundings
+from jaxstrategy.parameter_servers import _worker
+from jaxstrategy.parameter_servers._worker import (
+    Positioned,
+    WorkerResource,
+    WorkerSurroundings,
+    leaves_of,
+    structure_of,
+)
 from jaxstrategy.parameter_servers.wire import _peer
 from jaxstrategy.scheduled import _recorder
 from jaxstrategy.scheduled._recorder import Element, IteratorArgument
@@ -94,7 +97,7 @@ class WorkerDataset:
         made = self._make()
         self.only_once = only_once(made)
         if isinstance(made, DeferredDataset):
-            surroundings = _worker_surroundings.current()
+            surroundings = _worker.current()
             assert surroundings is not None, "a worker builds it"
             return made.placed(surroundings.replicas)
         if isinstance(made, DistributedDataset):
@@ -228,7 +231,7 @@ def _arguments(make: Callable[..., Dataset]) -> tuple[InputContext, ...]:
         signature = inspect.signature(make)
     except ValueError:  # a builtin without a signature: its call will tell
         return ()
-    surroundings = _worker_surroundings.current()
+    surroundings = _worker.current()
     assert surroundings is not None, "a worker builds it"
     context = InputContext(1, 0, surroundings.replicas.count)
     for arguments in ((), (context,)):
@@ -523,7 +526,7 @@ def experimental_get_current_worker_index() -> jax.Array | int:
     ...     coordinator.schedule(is_own, (iter(dataset),)).fetch()
     np.True_
     """
-    surroundings = _worker_surroundings.current()
+    surroundings = _worker.current()
     if surroundings is not None:
         return surroundings.index
     recorder = _recorder.current()

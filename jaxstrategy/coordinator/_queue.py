@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import collections
 import contextlib
 import functools
@@ -11,8 +10,8 @@ import itertools
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any, Generic, Protocol, TypeVar, final
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any, final
 
 import numpy as np
 
@@ -25,12 +24,16 @@ from jaxstrategy._errors import (
     WorkerLost,
 )
 from jaxstrategy.coordinator._values import RemoteValue, WideSums
-from jaxstrategy.parameter_servers._abstract_worker import AbstractWorker
-from jaxstrategy.parameter_servers._element_changed import ElementChanged
-from jaxstrategy.parameter_servers._operations import CallNumber
-from jaxstrategy.parameter_servers._recently_used import RecentlyUsed
-from jaxstrategy.parameter_servers._shipped_program import Call, ShippedProgram
-from jaxstrategy.parameter_servers._worker_resource import WorkerResource
+from jaxstrategy.parameter_servers._protocol import (
+    AbstractWorker,
+    Call,
+    CallNumber,
+    ElementChanged,
+    RecentlyUsed,
+    ShippedProgram,
+)
+from jaxstrategy.parameter_servers._worker import WorkerResource
+from jaxstrategy.scheduled._functions import Prepared
 from jaxstrategy.text._user_code import Line
 from jaxstrategy.values._types import PyTree
 
@@ -38,31 +41,16 @@ from jaxstrategy.values._types import PyTree
 MOST_QUEUED = 256 * 1024
 
 
-class AbstractClosure(abc.ABC):
-    """A scheduled function with its arguments, which ends in one of three ways."""
-
-    @abc.abstractmethod
-    def succeed(self, results: object) -> None:
-        """It has run, with these results."""
-
-    @abc.abstractmethod
-    def fail(self, error: BaseException) -> None:
-        """It has raised this, or can have no results because of this."""
-
-
-_Closure = TypeVar("_Closure", bound=AbstractClosure)
-
-
 @final
-class ClosureQueue(Generic[_Closure]):
+class ClosureQueue:
     """Closures in the order in which they came, for any number of threads."""
 
     def __init__(self, limit: int = MOST_QUEUED) -> None:
         self._limit = limit
-        self._queued: collections.deque[_Closure] = collections.deque()
-        self._tagged: dict[Hashable, collections.deque[_Closure]] = {}
+        self._queued: collections.deque[Closure] = collections.deque()
+        self._tagged: dict[Hashable, collections.deque[Closure]] = {}
         self._refused: dict[Hashable, BaseException] = {}
-        self._running: dict[int, tuple[_Closure, Hashable | None]] = {}
+        self._running: dict[int, tuple[Closure, Hashable | None]] = {}
         self._error: BaseException | None = None
         self._last_error: BaseException | None = None
         self._is_stopped = False
@@ -80,7 +68,7 @@ class ClosureQueue(Generic[_Closure]):
         return len(self._queued)
 
     @property
-    def running(self) -> tuple[tuple[_Closure, Hashable | None], ...]:
+    def running(self) -> tuple[tuple[Closure, Hashable | None], ...]:
         """Closures that were got and have not ended, with the tag of who got them."""
         with self._lock:
             return tuple(self._running.values())
@@ -97,7 +85,7 @@ class ClosureQueue(Generic[_Closure]):
 
     # What the user's threads call.
 
-    def put(self, closure: _Closure, tag: Hashable | None = None) -> None:
+    def put(self, closure: Closure, tag: Hashable | None = None) -> None:
         """Queue a closure; with a tag for nobody else."""
         with self._lock:
             if tag is not None:
@@ -172,7 +160,7 @@ class ClosureQueue(Generic[_Closure]):
             self._is_held = False
             self._wake()
 
-    def each_queued(self, tell: Callable[[_Closure], object]) -> None:
+    def each_queued(self, tell: Callable[[Closure], object]) -> None:
         """Call a function with each closure that waits without a tag."""
         with self._lock:
             for closure in self._queued:
@@ -187,7 +175,7 @@ class ClosureQueue(Generic[_Closure]):
 
     def get(
         self, tag: Hashable | None = None, timeout: float | None = None
-    ) -> _Closure | None:
+    ) -> Closure | None:
         """The next closure; None after `timeout` seconds, and once this is stopped."""
         end = None if timeout is None else time.monotonic() + timeout
         with self._lock:
@@ -202,7 +190,7 @@ class ClosureQueue(Generic[_Closure]):
                 self._work.wait(left)
             return None
 
-    def put_back(self, closure: _Closure, tag: Hashable | None = None) -> None:
+    def put_back(self, closure: Closure, tag: Hashable | None = None) -> None:
         """Queue a closure again, behind the others; whatever the limit is."""
         with self._lock:
             if tag is not None:
@@ -215,7 +203,7 @@ class ClosureQueue(Generic[_Closure]):
                 self._work.notify()
             self._end(closure)
 
-    def mark_finished(self, closure: _Closure, results: object = None) -> None:
+    def mark_finished(self, closure: Closure, results: object = None) -> None:
         """It has run; if another one has failed meanwhile, it counts as cancelled."""
         with self._lock:
             if self.has_failed:
@@ -224,7 +212,7 @@ class ClosureQueue(Generic[_Closure]):
                 closure.succeed(results)
             self._end(closure)
 
-    def mark_failed(self, closure: _Closure, error: BaseException) -> None:
+    def mark_failed(self, closure: Closure, error: BaseException) -> None:
         """It has raised; the first error of all is kept."""
         with self._lock:
             closure.fail(error)
@@ -253,7 +241,7 @@ class ClosureQueue(Generic[_Closure]):
             self._drop_tagged(CancelledError(_STOPPED))
             self._wake()
 
-    def _put_tagged(self, closure: _Closure, tag: Hashable) -> None:
+    def _put_tagged(self, closure: Closure, tag: Hashable) -> None:
         error = self._last_error or self._refused.get(tag)
         if self._is_stopped:
             closure.fail(CancelledError(_STOPPED))
@@ -264,12 +252,12 @@ class ClosureQueue(Generic[_Closure]):
         self._tagged.setdefault(tag, collections.deque()).append(closure)
         self._work.notify_all()
 
-    def _start(self, closure: _Closure, tag: Hashable | None) -> _Closure:
+    def _start(self, closure: Closure, tag: Hashable | None) -> Closure:
         self._running[id(closure)] = closure, tag
         self._room.notify()
         return closure
 
-    def _end(self, closure: _Closure) -> None:
+    def _end(self, closure: Closure) -> None:
         del self._running[id(closure)]
         is_awaited = not self._queued or self.has_failed
         if not self._running and (is_awaited or self._pauses or self._is_held):
@@ -383,54 +371,6 @@ def function_name(fn: Any) -> str:
     return name if isinstance(name, str) else type(fn).__name__
 
 
-def function_line(fn: Any) -> Line | None:
-    """Where a function, or what it was made of, is defined."""
-    code = getattr(inspect.unwrap(fn), "__code__", None)
-    return None if code is None else Line(code.co_filename, code.co_firstlineno)
-
-
-class PreparedFunction(Protocol):
-    """A function with its arguments, ready for any worker."""
-
-    @property
-    def program(self) -> ShippedProgram: ...
-
-    @property
-    def iterators(self) -> tuple[int, ...]: ...
-
-    @property
-    def resources(self) -> Sequence[WorkerResource]: ...
-
-    @property
-    def trace_seconds(self) -> float | None: ...
-
-    def arguments_of(self, worker: int, /) -> tuple[np.ndarray, ...]:
-        """The arguments of the program on this worker."""
-        ...
-
-    def taken(self, worker: int, arrays: Sequence[np.ndarray], /) -> list[np.ndarray]:
-        """The program's results of all that a worker has sent for it."""
-        ...
-
-    def rebuild(self, arrays: Sequence[np.ndarray], /) -> PyTree:
-        """What the function returned, of the results of its program."""
-        ...
-
-    def traced_again(self, changed: ElementChanged, /) -> PreparedFunction:
-        """The same for elements of another type."""
-        ...
-
-
-class FunctionPreparer(Protocol):
-    """Traces the functions of one strategy, each once for each kind of arguments."""
-
-    def prepare(
-        self, fn: Any, args: Sequence[PyTree], kwargs: dict[str, PyTree], /
-    ) -> PreparedFunction:
-        """A function with its arguments, traced in this thread if need be."""
-        ...
-
-
 @final
 class WorkerLife:
     """Gives a worker what it needs before each function; `kill` is thread-safe."""
@@ -442,8 +382,8 @@ class WorkerLife:
         self._failed: dict[int, Exception] = {}
 
     def call(
-        self, prepared: PreparedFunction, number: CallNumber
-    ) -> tuple[PreparedFunction, list[np.ndarray]]:
+        self, prepared: Prepared, number: CallNumber
+    ) -> tuple[Prepared, list[np.ndarray]]:
         """What was run, and its results."""
         while True:
             try:
@@ -454,8 +394,8 @@ class WorkerLife:
             prepared = prepared.traced_again(again)
 
     def call_until_end(
-        self, prepared: PreparedFunction, number: CallNumber
-    ) -> tuple[PreparedFunction, PyTree]:
+        self, prepared: Prepared, number: CallNumber
+    ) -> tuple[Prepared, PyTree]:
         """What was run until its iterator had ended, and the sums of its results."""
         totals = WideSums()
         with contextlib.suppress(OutOfRangeError):
@@ -491,7 +431,7 @@ class WorkerLife:
         """End the worker now; callable from any thread."""
         self._worker.kill()
 
-    def _call(self, prepared: PreparedFunction, number: CallNumber) -> list[np.ndarray]:
+    def _call(self, prepared: Prepared, number: CallNumber) -> list[np.ndarray]:
         for resource in prepared.resources:
             self.build(resource)
         program = prepared.program
@@ -528,30 +468,31 @@ def _check_changes_nothing(program: ShippedProgram) -> None:
         )
 
 
-class WorkerClosure(AbstractClosure):
-    """What one worker does."""
+class Closure:
+    """A scheduled function with its arguments, or a task of one worker.
 
-    is_of_one_worker: bool
+    The queue calls `succeed` and `fail` while it holds its lock: they must not wait.
+    """
 
-    def __init__(self, value: RemoteValue) -> None:
-        self.value = value
-        self.deaths = 0
+    is_of_one_worker = False
 
-    @abc.abstractmethod
-    def run(self, life: WorkerLife, worker: int, incarnation: int) -> object:
-        """Its results, of a worker that is the caller's alone meanwhile."""
+    def __init__(self, name: str, value: RemoteValue) -> None:
+        self.name, self.value = name, value
+        self.deaths = 0  # workers that were lost while they ran it
 
-    @property
-    @abc.abstractmethod
-    def name(self) -> str:
-        """What it is called in messages."""
-
-    @abc.abstractmethod
     def described(self) -> str:
         """Its name and the line of the user's code that it is from."""
+        return self.name
+
+    def run(self, life: WorkerLife, worker: int, incarnation: int) -> object:
+        """Its results, of a worker that is the caller's alone meanwhile."""
+        raise NotImplementedError
 
     def renumber(self) -> None:
         """What it has pushed before was undone."""
+
+    def succeed(self, results: Any) -> None:
+        self.value.set_results(lambda: results)
 
     def fail(self, error: BaseException) -> None:
         """It has raised this, or can have no results because of this."""
@@ -559,37 +500,30 @@ class WorkerClosure(AbstractClosure):
 
 
 @final
-class ScheduledClosure(WorkerClosure):
+class ScheduledClosure(Closure):
     """A function with its arguments."""
-
-    is_of_one_worker = False
 
     def __init__(
         self,
-        number: int,
         fn: Any,
-        prepared: PreparedFunction,
+        prepared: Prepared,
         value: RemoteValue,
         numbers: FunctionNumbers,
         until_end: bool = False,
     ) -> None:
-        super().__init__(value)
-        self._number = number
+        super().__init__(function_name(fn), value)
+        self._number = numbers.begin()
         self._has_run = False
         self._fn = fn
         self._prepared = prepared
         self._numbers = numbers
         self._until_end = until_end
 
-    @property
-    def name(self) -> str:
-        """The function's."""
-        return function_name(self._fn)
-
     def described(self) -> str:
-        """The function's name, and where it is defined."""
-        line = function_line(self._fn)
-        return f"`{self.name}`" if line is None else f"`{self.name}` ({line})"
+        code = getattr(inspect.unwrap(self._fn), "__code__", None)
+        if code is None:
+            return f"`{self.name}`"
+        return f"`{self.name}` ({Line(code.co_filename, code.co_firstlineno)})"
 
     def run(self, life: WorkerLife, worker: int, incarnation: int) -> object:
         """Its arrays; traced again if the worker has elements of another type."""
@@ -600,25 +534,27 @@ class ScheduledClosure(WorkerClosure):
         return results
 
     def renumber(self) -> None:
-        """What it has pushed before was undone, and does not count as pushed."""
         if self._has_run:
-            self._numbers.end(self._number)
+            self.leave()
             self._number = self._numbers.begin()
+
+    def leave(self) -> None:
+        """It pushes nothing any more."""
+        self._numbers.end(self._number)
 
     def succeed(self, results: Any) -> None:
         """It has returned these arrays; or they are its sums already."""
         build = functools.partial(self._prepared.rebuild, results)
         self.value.set_results((lambda: results) if self._until_end else build)
-        self._numbers.end(self._number)
+        self.leave()
 
     def fail(self, error: BaseException) -> None:
-        """It has raised this, or can have no results because of this."""
         super().fail(error)
-        self._numbers.end(self._number)
+        self.leave()
 
 
 @final
-class WorkerTask(WorkerClosure):
+class WorkerTask(Closure):
     """What one worker does besides functions, such as reading its variable."""
 
     is_of_one_worker = True
@@ -626,23 +562,8 @@ class WorkerTask(WorkerClosure):
     def __init__(
         self, name: str, task: Callable[[WorkerLife], PyTree], value: RemoteValue
     ) -> None:
-        super().__init__(value)
-        self._name = name
+        super().__init__(name, value)
         self._task = task
 
-    @property
-    def name(self) -> str:
-        """What it is called in messages."""
-        return self._name
-
-    def described(self) -> str:
-        """Its name."""
-        return self._name
-
     def run(self, life: WorkerLife, worker: int, incarnation: int) -> object:
-        """What the task returns."""
         return self._task(life)
-
-    def succeed(self, results: object) -> None:
-        """It has returned this."""
-        self.value.set_results(lambda: results)

@@ -14,8 +14,8 @@ import numpy as np
 from jaxstrategy._errors import ParameterServerLost
 from jaxstrategy.checkpoint._manager import CheckpointManager
 from jaxstrategy.checkpoint._slots import Slots
-from jaxstrategy.coordinator._queue import ClosureQueue, WorkerClosure
-from jaxstrategy.parameter_servers._abstract_worker import AbstractWorkerBackend
+from jaxstrategy.coordinator._queue import ClosureQueue
+from jaxstrategy.parameter_servers._protocol import AbstractWorkerBackend
 from jaxstrategy.parameter_servers._server_pool import ServerPool
 from jaxstrategy.text._units import with_seconds
 from jaxstrategy.text._user_code import warn
@@ -212,7 +212,7 @@ class Recovery:
     def __init__(
         self,
         restarts: ServerRestarts,
-        queue: ClosureQueue[WorkerClosure],
+        queue: ClosureQueue,
         incarnations: Incarnations,
         finished: Callable[[], int],
         renew: Callable[[], None],

@@ -19,9 +19,7 @@ from jaxstrategy.coordinator._queue import (
     MOST_QUEUED,
     ClosureQueue,
     FunctionNumbers,
-    PreparedFunction,
     ScheduledClosure,
-    WorkerClosure,
     WorkerLife,
     WorkerTask,
     function_name,
@@ -41,8 +39,9 @@ from jaxstrategy.coordinator._worker_states import (
 )
 from jaxstrategy.coordinator._workers import Failures, WorkerThread
 from jaxstrategy.launch._child_process import started
-from jaxstrategy.parameter_servers._abstract_worker import AbstractWorkerBackend
-from jaxstrategy.parameter_servers._worker_resource import WorkerResource
+from jaxstrategy.parameter_servers._protocol import AbstractWorkerBackend
+from jaxstrategy.parameter_servers._worker import WorkerResource
+from jaxstrategy.scheduled._functions import Prepared
 from jaxstrategy.text._user_code import warn
 from jaxstrategy.values._types import PyTree
 
@@ -63,7 +62,7 @@ class Scheduler:
         patience: float = 10.0,
     ) -> None:
         self.executions, self.fetches = Stopwatch(), Stopwatch()
-        self._queue: ClosureQueue[WorkerClosure] = ClosureQueue(limit)
+        self._queue: ClosureQueue = ClosureQueue(limit)
         self._numbers = FunctionNumbers()
         self._incarnations = Incarnations(backend)
         self.max_restarts = max_restarts
@@ -105,24 +104,21 @@ class Scheduler:
             self._queue.done()
 
     def schedule(
-        self, fn: Any, prepared: PreparedFunction, until_end: bool = False
+        self, fn: Any, prepared: Prepared, until_end: bool = False
     ) -> RemoteValue:
         """Queue a function; waits only while there are too many."""
         if self._recovery is not None:
             self._recovery.check(number for number, _ in prepared.program.homes)
         for resource in prepared.resources:
             self.keep(resource)
-        number = self._numbers.begin()
         value = RemoteValue(
             function_name(fn), self.fetches.add, self._queue.check_waiting
         )
-        closure = ScheduledClosure(
-            number, fn, prepared, value, self._numbers, until_end
-        )
+        closure = ScheduledClosure(fn, prepared, value, self._numbers, until_end)
         try:
             self._queue.put(closure)
         except BaseException:
-            self._numbers.end(number)
+            closure.leave()
             raise
         return value
 

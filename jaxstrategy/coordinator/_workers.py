@@ -9,14 +9,14 @@ from collections.abc import Hashable
 from typing import final
 
 from jaxstrategy._errors import ParameterServerLost, WorkerLost
-from jaxstrategy.coordinator._queue import ClosureQueue, WorkerClosure, WorkerLife
+from jaxstrategy.coordinator._queue import Closure, ClosureQueue, WorkerLife
 from jaxstrategy.coordinator._recovery import Deaths, Incarnations, Recovery
 from jaxstrategy.coordinator._worker_states import (
     Stopwatch,
     WorkerActivity,
     WorkerRecord,
 )
-from jaxstrategy.parameter_servers._abstract_worker import AbstractWorkerBackend
+from jaxstrategy.parameter_servers._protocol import AbstractWorkerBackend
 
 # A second coordinator of the same servers goes on from the numbers of the first.
 
@@ -31,7 +31,7 @@ class Failures:
 
     def __init__(
         self,
-        queue: ClosureQueue[WorkerClosure],
+        queue: ClosureQueue,
         incarnations: Incarnations,
         num_workers: int,
     ) -> None:
@@ -40,14 +40,14 @@ class Failures:
         self._left = set(range(num_workers))
         self.recovery: Recovery | None = None
 
-    def succeeded(self, closure: WorkerClosure, results: object) -> None:
+    def succeeded(self, closure: Closure, results: object) -> None:
         """It has run."""
         if closure.is_of_one_worker:
             closure.succeed(results)
         else:
             self._queue.mark_finished(closure, results)
 
-    def failed(self, worker: int, closure: WorkerClosure, error: BaseException) -> None:
+    def failed(self, worker: int, closure: Closure, error: BaseException) -> None:
         """It has raised this on a worker."""
         if isinstance(error, ParameterServerLost) and self._is_mended():
             self._queue.put_back(closure, _tag(closure, worker))
@@ -65,7 +65,7 @@ class Failures:
     def lost(
         self,
         worker: int,
-        closure: WorkerClosure | None,
+        closure: Closure | None,
         lost: WorkerLost,
         is_excused: bool = False,
     ) -> bool:
@@ -95,7 +95,7 @@ class Failures:
         self._queue.cancel(error, for_ever=lasting)
         self._queue.refuse(worker, error)
 
-    def _refuse_pushes(self, failed: WorkerClosure) -> None:
+    def _refuse_pushes(self, failed: Closure) -> None:
         """What others run now is cancelled, so that it must not change variables."""
         for closure, worker in self._queue.running:
             if closure is not failed:
@@ -115,7 +115,7 @@ class Failures:
             self._queue.cancel(error, for_ever=True)
 
 
-def _tag(closure: WorkerClosure, worker: int) -> int | None:
+def _tag(closure: Closure, worker: int) -> int | None:
     return worker if closure.is_of_one_worker else None
 
 
@@ -132,7 +132,7 @@ class WorkerThread:
         self,
         index: int,
         backend: AbstractWorkerBackend,
-        queue: ClosureQueue[WorkerClosure],
+        queue: ClosureQueue,
         failures: Failures,
         executions: Stopwatch,
         deaths: Deaths,
@@ -244,7 +244,7 @@ class WorkerThread:
             self.record.running = None
         return True
 
-    def _run_closure(self, life: WorkerLife, closure: WorkerClosure) -> None:
+    def _run_closure(self, life: WorkerLife, closure: Closure) -> None:
         incarnation = self._failures.incarnations[self._index]
         # In this order: another function may fail at any moment, and then what counts
         # with this number is refused.
@@ -271,7 +271,7 @@ class WorkerThread:
             self._failures.succeeded(closure, results)
         self._deaths.forget()
 
-    def _lost(self, closure: WorkerClosure | None, lost: WorkerLost) -> None:
+    def _lost(self, closure: Closure | None, lost: WorkerLost) -> None:
         """Give back what it was running, and decide whether it is started again."""
         self.record.activity, self.record.error = WorkerActivity.LOST, str(lost)
         is_excused, self._is_excused = self._is_excused, False

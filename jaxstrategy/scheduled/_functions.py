@@ -22,16 +22,16 @@ from jaxstrategy._errors import ContextError
 from jaxstrategy.contexts import _context
 from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
 from jaxstrategy.executors._replicated_function import ReplicatedFunction
-from jaxstrategy.parameter_servers import _worker_surroundings
-from jaxstrategy.parameter_servers._aligned_memory import aligned_empty
-from jaxstrategy.parameter_servers._element_changed import ElementChanged
-from jaxstrategy.parameter_servers._server_pool import ServerPool
-from jaxstrategy.parameter_servers._shipped_program import (
+from jaxstrategy.parameter_servers import _worker
+from jaxstrategy.parameter_servers._protocol import (
+    ElementChanged,
     ElementType,
     LoadedCode,
     ShippedProgram,
+    aligned_empty,
 )
-from jaxstrategy.parameter_servers._worker_resource import WorkerResource
+from jaxstrategy.parameter_servers._server_pool import ServerPool
+from jaxstrategy.parameter_servers._worker import WorkerResource
 from jaxstrategy.parameter_servers.wire import _peer
 from jaxstrategy.replicas._random_keys import as_numbers
 from jaxstrategy.replicas._replicas import SPLIT
@@ -293,7 +293,7 @@ class HostCode:
         if self._sent is None:
             main, ids = self._code
             return LoadedCode(program, with_errors_of_python(main), ids)
-        surroundings = _worker_surroundings.current()
+        surroundings = _worker.current()
         assert surroundings is not None, "a worker loads it"
         arrived: list[object] = []
         with _context.entered(arrived=arrived):

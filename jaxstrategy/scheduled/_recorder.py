@@ -16,8 +16,8 @@ from jax.typing import DTypeLike
 from jaxstrategy._errors import ContextError
 from jaxstrategy.contexts import _context
 from jaxstrategy.masks._step_masks import BatchArray, StepMasks
-from jaxstrategy.parameter_servers._shipped_program import ElementType, Input
-from jaxstrategy.parameter_servers._worker_resource import WorkerResource
+from jaxstrategy.parameter_servers._protocol import ElementType, Input
+from jaxstrategy.parameter_servers._worker import WorkerResource
 from jaxstrategy.replicas._replicas import Replicas
 from jaxstrategy.values import _per_replica, _trees
 from jaxstrategy.values._handle import Handle

@@ -15,9 +15,9 @@ from jaxstrategy.contexts import _context
 from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
 from jaxstrategy.executors._compiled import CompiledExecutor
 from jaxstrategy.executors._executor import AbstractExecutor, FunctionProgram
+from jaxstrategy.parameter_servers._protocol import Call
 from jaxstrategy.parameter_servers._server_pool import ServerPool
-from jaxstrategy.parameter_servers._shipped_program import Call
-from jaxstrategy.parameter_servers._worker_engine import WorkerEngine
+from jaxstrategy.parameter_servers._worker import WorkerEngine
 from jaxstrategy.replicas._devices import Device
 from jaxstrategy.replicas._replicas import SAME
 from jaxstrategy.scheduled._functions import FunctionTracer

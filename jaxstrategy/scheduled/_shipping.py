@@ -17,8 +17,7 @@ from jax.ref import AbstractRef
 from jax.stages import Wrapped
 
 from jaxstrategy._errors import MissingExtraError, WholeTableWarning
-from jaxstrategy.parameter_servers._server_pool import ServerPool
-from jaxstrategy.parameter_servers._shipped_program import (
+from jaxstrategy.parameter_servers._protocol import (
     AbstractHostCode,
     ElementType,
     Input,
@@ -26,6 +25,7 @@ from jaxstrategy.parameter_servers._shipped_program import (
     ShippedProgram,
     ShippedTable,
 )
+from jaxstrategy.parameter_servers._server_pool import ServerPool
 from jaxstrategy.replicas._random_keys import as_numbers
 from jaxstrategy.replicas._replicas import SAME, SPLIT, Meaning, Replicas
 from jaxstrategy.scheduled._recorder import PREFIX

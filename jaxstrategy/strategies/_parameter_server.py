@@ -14,8 +14,8 @@ from jaxstrategy.inputs._input_options import (
     InputOptions,
     checked_input_options,
 )
-from jaxstrategy.parameter_servers import _worker_surroundings
-from jaxstrategy.parameter_servers._abstract_worker import AbstractWorkerBackend
+from jaxstrategy.parameter_servers import _worker
+from jaxstrategy.parameter_servers._protocol import AbstractWorkerBackend
 from jaxstrategy.parameter_servers._server_pool import ServerPool
 from jaxstrategy.parameter_servers.backends._chosen_backend import chosen_backend
 from jaxstrategy.parameter_servers.backends._worker_side import WorkerSide
@@ -236,7 +236,7 @@ class ParameterServerStrategy(Strategy):
 
 def _on_worker(num_workers: int) -> ParameterServerStrategy:
     """The strategy on a worker to which something was sent that refers to it."""
-    surroundings = _worker_surroundings.current()
+    surroundings = _worker.current()
     assert surroundings is not None, "a worker takes apart what it was sent"
     return ParameterServerStrategy(backend=WorkerSide(surroundings, num_workers))
 

@@ -8,7 +8,7 @@ from typing import NoReturn, final
 import jax
 
 from jaxstrategy._errors import ContextError
-from jaxstrategy.parameter_servers._worker_resource import WorkerResource
+from jaxstrategy.parameter_servers._worker import WorkerResource
 from jaxstrategy.variables._remote_cell import RemoteCell
 
 

@@ -13,8 +13,11 @@ import numpy as np
 
 from jaxstrategy._errors import ContextError
 from jaxstrategy.contexts import _context
-from jaxstrategy.parameter_servers._abstract_server import AbstractServer
-from jaxstrategy.parameter_servers._operations import Read, ServerOperation
+from jaxstrategy.parameter_servers._protocol import (
+    AbstractServer,
+    Read,
+    ServerOperation,
+)
 from jaxstrategy.values._arrays import is_traced
 from jaxstrategy.variables._remote_cell import RemoteCell
 

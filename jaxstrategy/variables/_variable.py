@@ -19,7 +19,7 @@ from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
 from jaxstrategy.contexts._context import (
     Context,
 )
-from jaxstrategy.parameter_servers import _worker_surroundings
+from jaxstrategy.parameter_servers import _worker
 from jaxstrategy.replicas import _mesh, _overflow
 from jaxstrategy.replicas._inner_placement import own_copy
 from jaxstrategy.replicas._replicas import SAME
@@ -583,7 +583,7 @@ def _kept(
 
 def _policy() -> VariablePolicy:
     """That of the current strategy."""
-    if _worker_surroundings.current() is not None:
+    if _worker.current() is not None:
         raise ValueError(
             "Creating variables in `dataset_fn` is not allowed: workers call it, and "
             "again when they were lost. Make the variable outside, in the scope of the "

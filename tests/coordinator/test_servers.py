@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxstrategy as js
-from jaxstrategy.parameter_servers._operations import CallNumber, Read, ServerOperation
+from jaxstrategy.parameter_servers._protocol import CallNumber, Read, ServerOperation
 
 SHAPE = (300, 40)
 ONES = np.ones(SHAPE, np.float32)

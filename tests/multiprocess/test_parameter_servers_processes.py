@@ -16,7 +16,7 @@ from helpers.processes import children, is_alive, stop
 
 import jaxstrategy as js
 from jaxstrategy.coordinator import ClusterCoordinator, LocalProcesses
-from jaxstrategy.parameter_servers.backends._child_devices import divided
+from jaxstrategy.parameter_servers.backends._local_processes import divided
 
 PATIENCE = 1.5
 index = js.coordinator.experimental_get_current_worker_index

@@ -28,7 +28,7 @@ def run_programs(lifeline: Lifeline, task: Task) -> None:
     """Be a worker, until the parent says that it is over."""
     import jax
 
-    from jaxstrategy.parameter_servers._worker_engine import WorkerEngine
+    from jaxstrategy.parameter_servers._worker import WorkerEngine
     from jaxstrategy.parameter_servers.wire._remote import WorkerAnswers
 
     _, *doors = lifeline.doors

@@ -10,16 +10,17 @@ import jax
 import numpy as np
 
 from jaxstrategy._errors import WorkerLost
-from jaxstrategy.parameter_servers._abstract_server import AbstractServer
-from jaxstrategy.parameter_servers._abstract_worker import (
+from jaxstrategy.parameter_servers._protocol import (
+    AbstractServer,
     AbstractWorker,
     AbstractWorkerBackend,
     Builder,
+    Call,
+    KilledServer,
+    RestartedServer,
+    ShippedProgram,
 )
-from jaxstrategy.parameter_servers._restarted_server import RestartedServer
-from jaxstrategy.parameter_servers._shipped_program import Call, ShippedProgram
-from jaxstrategy.parameter_servers._worker_engine import WorkerEngine
-from jaxstrategy.parameter_servers.backends._killed_server import KilledServer
+from jaxstrategy.parameter_servers._worker import WorkerEngine
 from jaxstrategy.parameter_servers.store._store import Store
 from jaxstrategy.replicas import _devices
 from jaxstrategy.replicas._devices import Device

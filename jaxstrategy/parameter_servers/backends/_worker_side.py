@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NoReturn, final
 
-from jaxstrategy.parameter_servers._abstract_server import AbstractServer
-from jaxstrategy.parameter_servers._abstract_worker import AbstractWorkerBackend
-from jaxstrategy.parameter_servers._worker_surroundings import WorkerSurroundings
+from jaxstrategy.parameter_servers._protocol import (
+    AbstractServer,
+    AbstractWorkerBackend,
+)
+from jaxstrategy.parameter_servers._worker import WorkerSurroundings
 
 
 @final

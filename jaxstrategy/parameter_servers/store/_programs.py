@@ -14,8 +14,7 @@ from jax import export
 from jax.sharding import SingleDeviceSharding
 
 from jaxstrategy._errors import MissingExtraError
-from jaxstrategy.parameter_servers._aligned_memory import aligned, aligned_empty
-from jaxstrategy.parameter_servers._operations import OF_WHOLE
+from jaxstrategy.parameter_servers._protocol import OF_WHOLE, aligned, aligned_empty
 from jaxstrategy.parameter_servers.store._snapshot import (
     Snapshot,
     Type,

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, final
 
 import numpy as np
 
-from jaxstrategy.parameter_servers._abstract_server import AbstractServer
-from jaxstrategy.parameter_servers._aligned_memory import aligned_empty
-from jaxstrategy.parameter_servers._operations import (
+from jaxstrategy.parameter_servers._protocol import (
     OF_ROWS,
     OF_WHOLE,
+    AbstractServer,
     CallNumber,
     Read,
     ServerOperation,
+    aligned_empty,
 )
 from jaxstrategy.parameter_servers.store._snapshot import (
     Snapshot,

@@ -7,10 +7,16 @@ from typing import TYPE_CHECKING, final
 
 import numpy as np
 
-from jaxstrategy.parameter_servers._abstract_server import AbstractServer
-from jaxstrategy.parameter_servers._abstract_worker import AbstractWorker, Builder
-from jaxstrategy.parameter_servers._operations import CallNumber, Read, ServerOperation
-from jaxstrategy.parameter_servers._shipped_program import Call, ShippedProgram
+from jaxstrategy.parameter_servers._protocol import (
+    AbstractServer,
+    AbstractWorker,
+    Builder,
+    Call,
+    CallNumber,
+    Read,
+    ServerOperation,
+    ShippedProgram,
+)
 from jaxstrategy.parameter_servers.wire import _peer, _stream
 from jaxstrategy.parameter_servers.wire._peer import Peer, check_trusted, done
 from jaxstrategy.parameter_servers.wire._stream import Kind, Stream, WireFrame
@@ -181,7 +187,7 @@ def _whole(value: object) -> int:
 
 
 if TYPE_CHECKING:  # it would import JAX
-    from jaxstrategy.parameter_servers._worker_engine import WorkerEngine
+    from jaxstrategy.parameter_servers._worker import WorkerEngine
 
 
 @final

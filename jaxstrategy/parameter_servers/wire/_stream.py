@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeAlias, final
 import numpy as np
 
 from jaxstrategy.launch._child_process import started
-from jaxstrategy.parameter_servers._aligned_memory import aligned_empty
+from jaxstrategy.parameter_servers._protocol import aligned_empty
 from jaxstrategy.processes._channel import Message
 
 # noqa: F401  # makes names such as "bfloat16" known to NumPy

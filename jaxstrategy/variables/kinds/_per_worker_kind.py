@@ -14,7 +14,7 @@ from jaxstrategy._errors import ContextError
 from jaxstrategy._options import VariableAggregation
 from jaxstrategy.contexts import _context
 from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
-from jaxstrategy.parameter_servers._worker_resource import WorkerResource
+from jaxstrategy.parameter_servers._worker import WorkerResource
 from jaxstrategy.replicas._random_keys import is_key
 from jaxstrategy.replicas._replicas import Replicas
 from jaxstrategy.replicas._state_sharding import ArrayLike

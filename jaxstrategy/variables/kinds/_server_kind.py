@@ -13,7 +13,7 @@ import numpy as np
 from jaxstrategy._options import VariableAggregation
 from jaxstrategy.contexts import _context
 from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
-from jaxstrategy.parameter_servers import _worker_surroundings
+from jaxstrategy.parameter_servers import _worker
 from jaxstrategy.parameter_servers._server_pool import ServerPool
 from jaxstrategy.replicas._random_keys import is_key
 from jaxstrategy.replicas._replicas import Replicas
@@ -136,7 +136,7 @@ class ServerKind(MirroredKind):
         cls, name: str, aggregation: VariableAggregation, sent: _SentServerKind
     ) -> ServerKind:
         """The kind of a variable that code on a worker reads, with its own cell."""
-        surroundings = _worker_surroundings.current()
+        surroundings = _worker.current()
         assert surroundings is not None, "a worker takes apart what it was sent"
         home, pool = Replicas.alone(), ServerPool(surroundings.servers)
         kind = cls(name, aggregation, home, None, pool, sent.server, home)

@@ -2,31 +2,298 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, final
+import contextlib
+import dataclasses
+import itertools
+import json
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, cast, final
 
 import jax
 import numpy as np
 
-from jaxstrategy.parameter_servers._abstract_server import AbstractServer
-from jaxstrategy.parameter_servers._abstract_worker import Builder
-from jaxstrategy.parameter_servers._aligned_memory import aligned_empty
-from jaxstrategy.parameter_servers._operations import Read, ServerOperation
-from jaxstrategy.parameter_servers._peeked_iterator import Elements
-from jaxstrategy.parameter_servers._recently_used import RecentlyUsed
-from jaxstrategy.parameter_servers._resources import Resources
-from jaxstrategy.parameter_servers._shipped_program import (
+from jaxstrategy._errors import OutOfRangeError
+from jaxstrategy.contexts import _context
+from jaxstrategy.parameter_servers._protocol import (
+    AbstractServer,
+    Builder,
     Call,
+    ElementChanged,
+    ElementType,
     Input,
     LoadedCode,
     Push,
+    Read,
+    RecentlyUsed,
+    ServerOperation,
     ShippedProgram,
     ShippedTable,
+    aligned_empty,
 )
-from jaxstrategy.parameter_servers._worker_surroundings import WorkerSurroundings
+from jaxstrategy.replicas import _overflow
 from jaxstrategy.replicas._devices import Device
 from jaxstrategy.replicas._replicas import Replicas
+from jaxstrategy.text._shown import shown
+from jaxstrategy.values import _per_replica
+from jaxstrategy.values._per_replica import PerReplica
+from jaxstrategy.values._types import Leaf, PyTree, TreeStructure
+
+
+@final
+@dataclasses.dataclass(frozen=True, eq=False)
+class WorkerSurroundings:
+    """What code that builds and reads datasets finds on its worker."""
+
+    index: int
+    servers: Sequence[AbstractServer]
+    replicas: Replicas
+
+    def entered(self) -> contextlib.AbstractContextManager[object]:
+        """A `with` block of code that runs for this worker."""
+        return _context.entered(worker=self)
+
+
+def current() -> WorkerSurroundings | None:
+    """Those of the code that asks; None of code that runs for no worker's dataset."""
+    return cast("WorkerSurroundings | None", _context.current().worker)
+
+
+_numbers = itertools.count()
+
+
+@final
+class WorkerResource:
+    """A dataset, an iterator or a variable that each worker has by itself."""
+
+    def __init__(
+        self,
+        builder: Builder,
+        uses: tuple[WorkerResource, ...] = (),
+        number: int | None = None,
+    ) -> None:
+        self.number = next(_numbers) if number is None else number
+        self.builder = builder
+        self.uses = uses
+
+    def when_gone(self, forget: Callable[[int], object]) -> None:
+        """Call `forget` with the number when this object is gone; not at exit."""
+        weakref.finalize(self, forget, self.number).atexit = False
+
+    def in_order(self) -> Iterator[WorkerResource]:
+        """What it uses, and it itself last."""
+        for each in self.uses:
+            yield from each.in_order()
+        yield self
+
+
+class ElementLeaf(NamedTuple):
+    """One array of an element.
+
+    Attributes:
+      array: of the host, or of the worker's devices.
+      is_split: whether it has one version for each replica.
+      is_mask: whether it says which rows are real of the leaf before.
+    """
+
+    array: np.ndarray | jax.Array
+    is_split: bool = False
+    is_mask: bool = False
+
+
+def is_leaf(node: object) -> bool:
+    """Whether a node of an element is looked at as a whole."""
+    return isinstance(node, PerReplica)
+
+
+def structure_of(element: PyTree) -> TreeStructure:
+    """The structure of an element, with `PerReplica`s as leaves."""
+    return jax.tree.structure(element, is_leaf=is_leaf)
+
+
+def leaves_of(element: PyTree) -> tuple[list[np.ndarray | jax.Array], ElementType]:
+    """The leaves of an element, and its type."""
+    nodes, structure = jax.tree.flatten(element, is_leaf=is_leaf)
+    leaves = [leaf for node in nodes for leaf in _leaves(node)]
+    types = tuple((tuple(x.array.shape), str(x.array.dtype)) for x in leaves)
+    split = tuple(x.is_split for x in leaves)
+    masks = tuple(x.is_mask for x in leaves)
+    return [x.array for x in leaves], ElementType(str(structure), types, split, masks)
+
+
+def _leaves(node: Leaf) -> Iterator[ElementLeaf]:
+    if not isinstance(node, PerReplica):
+        yield ElementLeaf(_array(node))
+        return
+    yield ElementLeaf(_per_replica.contents(node), is_split=True)
+    # A program is traced for full batches, and another one for those that are not.
+    if node.mask is not None and not np.all(mask := np.asarray(node.mask)):
+        yield ElementLeaf(mask, is_mask=True)
+
+
+def _array(leaf: Leaf) -> np.ndarray | jax.Array:
+    if isinstance(leaf, jax.Array):
+        return leaf
+    array = np.asarray(leaf)
+    if array.dtype.kind in "OSUMm":
+        raise TypeError(
+            f"An element of a dataset holds {shown(leaf)}, which is not an array of "
+            "numbers. Leave it out, or encode it as numbers."
+        )
+    _overflow.check_held(array)
+    return array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)
+
+
+class Positioned(NamedTuple):
+    """An element of an iterator that can be resumed."""
+
+    element: PyTree
+    position: Any
+
+
+class _Seen(NamedTuple):
+    leaves: list[Any]
+    type: ElementType
+    position: Any
+
+
+@final
+class PeekedIterator:
+    """An iterator of which some elements were looked at before they are taken."""
+
+    def __init__(self, iterator: Iterator[PyTree]) -> None:
+        self._iterator = iterator
+        self._seen: deque[_Seen] = deque()
+        self.tells_position = bool(getattr(iterator, "tells_position", False))
+        self.position: Any = None
+
+    def at(self, turn: int) -> tuple[list[Any], ElementType] | None:
+        """The element so many turns from now; None after the end."""
+        while len(self._seen) <= turn:
+            try:
+                element = next(self._iterator)
+            except StopIteration:
+                return None
+            position = None
+            if isinstance(element, Positioned):
+                element, position = element
+            self._seen.append(_Seen(*leaves_of(element), position))
+        return self._seen[turn][:2]
+
+    def take(self, turns: int) -> None:
+        """Go on by so many elements, as far as there are some."""
+        for _ in range(min(turns, len(self._seen))):
+            self.position = self._seen.popleft().position
+
+    def close(self) -> None:
+        """Stop reading."""
+        close = getattr(self._iterator, "close", None)
+        if callable(close):
+            close()
+
+
+@final
+class Elements:
+    """The elements that one call takes of its iterators."""
+
+    def __init__(
+        self, iterators: Sequence[PeekedIterator], program: ShippedProgram
+    ) -> None:
+        self._iterators = iterators
+        self._program = program
+        optional = {(i.number, i.turn) for i in program.inputs if i.kind == "present"}
+        self._found: dict[tuple[int, int], list[Any] | None] = {}
+        for number in range(len(program.iterators)):
+            for turn, leaves in enumerate(self._of(number)):
+                if leaves is None and (number, turn) not in optional:
+                    self.take()
+                    raise _ended(program.name)
+                self._found[number, turn] = leaves
+
+    def _of(self, number: int) -> list[list[Any] | None]:
+        """The leaves of each element of one iterator; None after its end."""
+        wanted = self._program.iterators[number]
+        found = [self._iterators[number].at(turn) for turn in range(len(wanted))]
+        types = [
+            each[1] if each is not None else last
+            for each, last in zip(found, wanted, strict=True)
+        ]
+        if types != list(wanted):
+            raise ElementChanged(number, types)
+        return [None if each is None else each[0] for each in found]
+
+    def leaf(self, given: Input) -> Any:
+        """One leaf of an element, or whether the element is there."""
+        leaves = self._found[given.number, given.turn]
+        if given.kind == "present":
+            return np.bool_(leaves is not None)
+        if leaves is not None:
+            return leaves[given.leaf]
+        element = self._program.iterators[given.number][given.turn]
+        shape, dtype = element.types[given.leaf]
+        return np.zeros(shape, dtype)
+
+    def take(self) -> None:
+        """They are used up now."""
+        for iterator, types in zip(
+            self._iterators, self._program.iterators, strict=True
+        ):
+            iterator.take(len(types))
+
+    def positions(self) -> list[np.ndarray]:
+        """Where the iterators are that can be resumed: JSON, as bytes of an array."""
+        pairs = zip(self._iterators, self._program.iterators, strict=True)
+        return [
+            np.frombuffer(json.dumps(each.position).encode(), np.uint8)
+            for each, types in pairs
+            if types and each.tells_position
+        ]
+
+
+def _ended(name: str) -> OutOfRangeError:
+    return OutOfRangeError(
+        f"`{name}` took an element of an iterator that has no more on its worker. "
+        "Schedule as many functions as there are elements, repeat the dataset, or ask "
+        "with `get_next_as_optional()`."
+    )
+
+
+@final
+class Resources:
+    """The resources of a worker, by their numbers."""
+
+    def __init__(self, surroundings: WorkerSurroundings) -> None:
+        self._surroundings = surroundings
+        self._held: dict[int, Any] = {}
+
+    def build(self, resource: int, builder: Builder, uses: Sequence[int]) -> None:
+        """Make one; see `AbstractWorker.build`."""
+        others = [self._held[number] for number in uses]
+        with self._surroundings.entered():
+            self._held[resource] = builder(self._surroundings.index, *others)
+
+    def release(self, resources: Sequence[int]) -> None:
+        """Forget some, and end those that read."""
+        for number in resources:
+            held = self._held.pop(number, None)
+            if isinstance(held, PeekedIterator):
+                held.close()
+
+    def get(self, resource: int) -> Any:
+        """One."""
+        return self._held[resource]
+
+    def set(self, resource: int, value: np.ndarray) -> None:
+        """Put something in its place."""
+        self._held[resource] = value
+
+    def iterator(self, resource: int) -> PeekedIterator:
+        """One that is an iterator."""
+        held = self._held[resource]
+        if not isinstance(held, PeekedIterator):
+            held = self._held[resource] = PeekedIterator(iter(held))
+        return held
 
 
 def _nothing() -> None:
