@@ -87,13 +87,6 @@ def test_the_others_wait_for_the_chief(cluster):
     assert float(made[0]) == float(own) == 1.0
 
 
-def test_a_chief_that_comes_again_finds_what_was_there(cluster):
-    with cluster(0).scope():
-        js.Variable(1.0).assign(5.0)
-    with cluster(0).scope():
-        assert float(js.Variable(1.0)) == 5.0
-
-
 def test_asynchronous_descent_approaches_the_minimum(cluster):
     strategies = [cluster(0), cluster(1)]
     variables = []
@@ -119,35 +112,6 @@ def test_asynchronous_descent_approaches_the_minimum(cluster):
     assert abs(float(variables[0]) - 1.0) < 0.5
 
 
-def test_values_stay_in_the_process(cluster):
-    strategy = cluster(0)  # the others wait for it
-    with strategy.scope():
-        v = js.Variable(1.0)
-    extended, own = strategy.core.extended, "/job:worker/replica:0/task:0/device:CPU:0"
-    for destinations in (v, v.device, own, "/job:worker/task:0/CPU:0", "CPU:0", [own]):
-        assert extended.reduce_to("sum", 3.0, destinations) == 3.0
-        assert extended.copy_to(3.0, destinations) == 3.0
-    assert v.value() == 1.0
-    for other in (
-        "/job:worker/replica:0/task:1/device:CPU:0",
-        "/job:chief/task:1/CPU:0",
-    ):
-        words = (
-            f"Cannot reduce to another worker, or copy there: {other!r} is a device "
-            "of task 1 of job '(worker|chief)', and this process is task 0 of job"
-        )
-        for call in (
-            lambda other=other: extended.reduce_to("sum", 3.0, other),
-            lambda other=other: extended.batch_reduce_to(
-                "sum", [(3.0, v), (1.0, other)]
-            ),
-            lambda other=other: extended.copy_to(3.0, [own, other]),
-            lambda other=other: extended.update_on(other, lambda: None),
-        ):
-            with pytest.raises(ValueError, match=words):
-                call()
-
-
 def test_who_saves_and_which_data_it_reads(cluster):
     chief, other = cluster(0), cluster(1)
     for strategy, is_chief in ((chief, True), (other, False)):
@@ -164,18 +128,6 @@ def test_who_saves_and_which_data_it_reads(cluster):
 
     next(iter(other.distribute_datasets_from_function(dataset_fn)))
     assert seen[0] == (3, 1)
-
-
-def test_what_other_strategies_say_of_who_saves():
-    mirrored = js.MirroredStrategy(js.simulate(8)[:2]).extended
-    assert mirrored.should_checkpoint and mirrored.should_save_summary
-    assert mirrored.experimental_should_init
-    assert not mirrored.experimental_between_graph
-    servers = js.ParameterServerStrategy(
-        workers=1, parameter_servers=1, backend="threads"
-    )
-    assert servers.extended.should_checkpoint
-    assert servers.extended.experimental_between_graph
 
 
 def test_the_methods_of_tensorflow_1_on_servers(cluster):
@@ -234,13 +186,6 @@ def test_the_cluster_must_be_one():
         BetweenGraphStrategy(
             resolver({"worker": ["a:1"]}, task_type="worker", task_id=0)
         )
-
-
-def test_jit_is_the_users_here_too(cluster):
-    strategy = cluster(0)
-    with strategy.scope():
-        v = js.Variable(1.0)
-    assert float(strategy.run(jax.jit(lambda: v + 1.0))) == 2.0
 
 
 def test_without_a_cluster_variables_are_in_the_hosts_memory(monkeypatch):

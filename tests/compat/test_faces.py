@@ -6,7 +6,7 @@ import weakref
 import pytest
 
 import jaxstrategy as js
-from jaxstrategy.compat._faces import Faces
+from jaxstrategy.compat._adapters import Faces
 from jaxstrategy.contexts._strategy_face import StrategyFace, core_of
 
 

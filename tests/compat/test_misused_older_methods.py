@@ -14,17 +14,17 @@ def strategies():
     return v1.MirroredStrategy(devices), contrib.MirroredStrategy(devices)
 
 
-@pytest.mark.parametrize("method", ["broadcast", "fetch"])
-def test_a_value_that_differs_between_towers_is_no_copy(method):
-    _, d = strategies()
-    with d.scope():
-        value = d.call_for_each_tower(
-            lambda: contrib.get_tower_context().tower_id + jnp.zeros(2)
-        )
-        with pytest.raises(
-            TypeError, match=rf"`{method}` was given a PerDevice, .*red"
-        ):
-            getattr(d, method)(value, jax.devices()[0])
+def test_a_value_that_differs_between_towers_is_no_copy():
+    for method in ["broadcast", "fetch"]:
+        _, d = strategies()
+        with d.scope():
+            value = d.call_for_each_tower(
+                lambda: contrib.get_tower_context().tower_id + jnp.zeros(2)
+            )
+            with pytest.raises(
+                TypeError, match=rf"`{method}` was given a PerDevice, .*red"
+            ):
+                getattr(d, method)(value, jax.devices()[0])
 
 
 def test_merge_functions_take_arguments_of_any_name():
@@ -49,23 +49,23 @@ def test_merge_functions_take_arguments_of_any_name():
     assert of_replica == 7.0
 
 
-@pytest.mark.parametrize("method", ["update", "update_on", "update_non_slot"])
-def test_what_cannot_be_called_changes_nothing(method):
-    s, _ = strategies()
-    with s.scope():
-        v = js.Variable(1.0)
-    extended = s.extended if method == "update_non_slot" else s.core.extended
-    place = v if method == "update" else s.extended.parameter_devices
-    message = rf"`extended\.{method}` was given None, which cannot be called"
-    with pytest.raises(TypeError, match=message):
-        getattr(extended, method)(place, None)
-    assert v == 1.0
+def test_what_cannot_be_called_changes_nothing():
+    for method in ["update", "update_on", "update_non_slot"]:
+        s, _ = strategies()
+        with s.scope():
+            v = js.Variable(1.0)
+        extended = s.extended if method == "update_non_slot" else s.core.extended
+        place = v if method == "update" else s.extended.parameter_devices
+        message = rf"`extended\.{method}` was given None, which cannot be called"
+        with pytest.raises(TypeError, match=message):
+            getattr(extended, method)(place, None)
+        assert v == 1.0
 
 
-@pytest.mark.parametrize("shape", [-1, [2, -1], np.array([-3])])
-def test_a_variable_of_a_negative_size_is_refused(shape):
-    s, _ = strategies()
-    with s.scope(), pytest.raises(ValueError, match=r"`shape` was .*, at least 0"):
-        v1.get_variable("w", shape)
-    with s.scope():
-        assert v1.get_variable("w", [0, 2]).shape == (0, 2)
+def test_a_variable_of_a_negative_size_is_refused():
+    for shape in [-1, [2, -1], np.array([-3])]:
+        s, _ = strategies()
+        with s.scope(), pytest.raises(ValueError, match=r"`shape` was .*, at least 0"):
+            v1.get_variable("w", shape)
+        with s.scope():
+            assert v1.get_variable("w", [0, 2]).shape == (0, 2)

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.cases import slow
 from helpers.older import each_kind, of_kind, versions
 
 import jaxstrategy as js
@@ -100,14 +99,6 @@ def test_the_function_is_in_cross_replica_context():
     run_steps(strategy, fn, numbers(strategy), 2)
     assert seen == [(True, True)] * 2
     assert not v1.has_strategy()
-
-
-def test_an_element_is_one_argument():
-    strategy = of_kind("mirrored", 2)
-    iterator = strategy.make_dataset_iterator([(np.arange(2), np.arange(2) + 5)])
-    seen = []
-    run_steps(strategy, lambda context, element: seen.append(element), iterator)
-    assert [versions(strategy, x) for x in seen[0]] == [[[0], [1]], [[5], [6]]]
 
 
 # Outputs of steps.
@@ -231,70 +222,6 @@ class counting_compilations:
         self._is_open = False
 
 
-@pytest.mark.parametrize("way", [by_argument, by_closure])
-def test_another_shape_is_compiled_and_set_too(way):
-    strategy = of_kind("mirrored", 2)
-    for rows, wanted in ((4, 3.0), (8, 14.0), (4, 3.0)):
-        iterator = numbers(strategy, rows=rows, size=rows)
-        fn = functools.partial(way, strategy)
-        context = run_steps(strategy, fn, iterator)
-        assert float(context.last_step_outputs["loss"]) == wanted
-
-
-@pytest.mark.parametrize("way", [by_argument, deep_in_an_argument, by_closure])
-@pytest.mark.parametrize("kind", ["mirrored", *slow("one")])
-def test_nothing_traced_leaks(kind, way):
-    strategy = of_kind(kind, 2)
-    with jax.checking_leaks():
-        fn = functools.partial(way, strategy)
-        context = run_steps(strategy, fn, numbers(strategy), 2)
-    loss = context.last_step_outputs["loss"]
-    assert not isinstance(loss, jax.core.Tracer)
-    assert loss.devices() == set(strategy.extended.worker_devices)
-
-
-def test_several_steps_set_outputs():
-    strategy = of_kind("mirrored", 2)
-
-    def fn(context, x):
-        def first(x):
-            context.set_last_step_output("first", x.sum(), "sum")
-            context.set_last_step_output("both", x.sum(), "sum")
-
-        def second(x):
-            context.set_last_step_output("both", x.max(), "max")
-
-        strategy.run(first, (x,))
-        strategy.run(second, (x,))
-
-    context = run_steps(strategy, fn, numbers(strategy), 2)
-    found = {name: float(x) for name, x in context.last_step_outputs.items()}
-    assert found == {"first": 22, "both": 7}
-
-
-def test_outputs_of_a_merge_function():
-    strategy = of_kind("mirrored", 2)
-
-    def fn(context, x):
-        def merge_fn(strategy, x):
-            context.set_last_step_output("raw", x)
-            context.set_last_step_output("sum", x, "sum")
-            context.set_non_tensor_output("text", {"a": "b"})
-            inner = strategy.run(lambda x: set_in_step(context, x), (x,))
-            context.set_last_step_output("inner", inner, "max")
-
-        strategy.run(
-            lambda x: v1.get_replica_context().merge_call(merge_fn, (x,)), (x,)
-        )
-
-    context = run_steps(strategy, fn, numbers(strategy), 2)
-    found = context.last_step_outputs
-    assert versions(strategy, found["raw"]) == [[4, 5], [6, 7]]
-    assert versions(strategy, found["sum"]) == [[10, 12]] * 2
-    assert (float(found["loss"]), float(found["inner"])) == (11, 13)
-    assert context.non_tensor_outputs == {"text": {"a": "b"}, "foo": ("bar",)}
-
-
 def test_an_output_that_differs_between_replicas():
     strategy = of_kind("mirrored", 2)
 
@@ -309,43 +236,6 @@ def test_an_output_that_differs_between_replicas():
     found = context.non_tensor_outputs
     assert [x.tolist() for x in found["x"]] == [[0, 1], [2, 3]]
     assert found["k"] == "v"
-
-
-def test_an_array_that_is_computed_beside_the_function_to_differentiate():
-    strategy = of_kind("mirrored", 2)
-
-    def step(context, x):
-        loss, grad = jax.value_and_grad(lambda x: (x**2).sum())(x)
-        context.set_last_step_output("loss", loss, "sum")
-        return grad
-
-    fn = functools.partial(strategy.run, step)
-    context = run_steps(
-        strategy, lambda c, x: fn((c, x)), numbers(strategy, dtype=np.float32)
-    )
-    assert float(context.last_step_outputs["loss"]) == 14
-
-
-def test_steps_in_steps():
-    strategy = of_kind("mirrored", 2)
-    found = []
-
-    def outer(context, x):
-        def inner(own, y):
-            by_argument(strategy, own, y)
-            text = "`ctx.set_last_step_output` was called on the context of other steps"
-            with pytest.raises(js.ContextError, match=text):
-                by_argument(strategy, context, y)
-            with pytest.raises(js.ContextError, match=text):
-                by_closure(strategy, context, y)
-            with pytest.raises(js.ContextError, match=text):
-                context.set_last_step_output("loss", 3.0)
-
-        found.append(run_steps(strategy, inner, numbers(strategy), 2))
-        by_argument(strategy, context, x)
-
-    found.append(run_steps(strategy, outer, numbers(strategy), 1))
-    assert [float(each.last_step_outputs["loss"]) for each in found] == [11, 3]
 
 
 # Initial values.
@@ -374,68 +264,84 @@ def in_step(step):
     return fn
 
 
-@pytest.mark.parametrize(
-    "fn, error, text",
-    [
-        (in_step(lambda c, x: c.set_last_step_output("l", x)), ValueError,
-         "The output 'l' was set in a replica context without saying how the replicas' "
-         "values are reduced. Give `reduce_op=ReduceOp.MEAN`, or return the value"),
-        (in_step(lambda c, x: jax.grad(
-            lambda x: c.set_last_step_output("l", x.sum(), "mean") or x.sum())(x)),
-         js.ContextError,
-         "`ctx.set_last_step_output` was called inside a function that JAX traces by "
-         "itself within the step"),
-        (in_step(lambda c, x: jax.jit(
-            lambda x: c.set_non_tensor_output("l", x.sum()))(x)),
-         js.ContextError, "`ctx.set_non_tensor_output` was called inside a function"),
-        (in_step(lambda c, x: jax.lax.map(
-            lambda x: c.set_last_step_output("l", x, "sum") or x, x)),
-         js.ContextError, "`ctx.set_last_step_output` was called inside a function"),
-        (lambda s, c, x: jax.jit(
-            lambda x: c.set_last_step_output("l", x))(x.values[0]),
-         js.ContextError, "`ctx.set_last_step_output` was called inside a function"),
-        (in_step(lambda c, x: c.last_step_outputs), js.ContextError,
-         "`ctx.last_step_outputs` was read inside a step, which is compiled once"),
-        (in_step(lambda c, x: c.non_tensor_outputs), js.ContextError,
-         "`ctx.non_tensor_outputs` was read inside a step"),
-        (in_step(lambda c, x: c.set_last_step_output("l", x, "middle")), ValueError,
-         "middle"),
-        (lambda s, c, x: c.set_last_step_output(3, x), TypeError,
-         "The name of an output was 3; a text was wanted."),
-    ],
-)  # fmt: skip
-def test_what_cannot_be_an_output(fn, error, text):
-    strategy = of_kind("mirrored", 2)
-    iterator = numbers(strategy, dtype=np.float32)
-    with pytest.raises(error, match=re.escape(text)):
-        run_steps(strategy, functools.partial(fn, strategy), iterator)
-    assert not v1.has_strategy()
+def test_what_cannot_be_an_output():
+    for fn, error, text in [
+        (
+            in_step(lambda c, x: c.set_last_step_output("l", x)),
+            ValueError,
+            "The output 'l' was set in a replica context without saying how the "
+            "replicas' values are reduced. Give `reduce_op=ReduceOp.MEAN`, or return "
+            "the value",
+        ),
+        (
+            in_step(
+                lambda c, x: jax.grad(
+                    lambda x: c.set_last_step_output("l", x.sum(), "mean") or x.sum()
+                )(x)
+            ),
+            js.ContextError,
+            "`ctx.set_last_step_output` was called inside a function that JAX traces "
+            "by itself within the step",
+        ),
+        (
+            in_step(
+                lambda c, x: jax.jit(lambda x: c.set_non_tensor_output("l", x.sum()))(x)
+            ),
+            js.ContextError,
+            "`ctx.set_non_tensor_output` was called inside a function",
+        ),
+        (
+            in_step(
+                lambda c, x: jax.lax.map(
+                    lambda x: c.set_last_step_output("l", x, "sum") or x, x
+                )
+            ),
+            js.ContextError,
+            "`ctx.set_last_step_output` was called inside a function",
+        ),
+        (
+            lambda s, c, x: jax.jit(lambda x: c.set_last_step_output("l", x))(
+                x.values[0]
+            ),
+            js.ContextError,
+            "`ctx.set_last_step_output` was called inside a function",
+        ),
+        (
+            in_step(lambda c, x: c.last_step_outputs),
+            js.ContextError,
+            "`ctx.last_step_outputs` was read inside a step, which is compiled once",
+        ),
+        (
+            in_step(lambda c, x: c.non_tensor_outputs),
+            js.ContextError,
+            "`ctx.non_tensor_outputs` was read inside a step",
+        ),
+        (
+            in_step(lambda c, x: c.set_last_step_output("l", x, "middle")),
+            ValueError,
+            "middle",
+        ),
+        (
+            lambda s, c, x: c.set_last_step_output(3, x),
+            TypeError,
+            "The name of an output was 3; a text was wanted.",
+        ),
+    ]:
+        strategy = of_kind("mirrored", 2)
+        iterator = numbers(strategy, dtype=np.float32)
+        with pytest.raises(error, match=re.escape(text)):
+            run_steps(strategy, functools.partial(fn, strategy), iterator)
+        assert not v1.has_strategy()
 
 
-def test_after_the_steps():
-    strategy = of_kind("mirrored", 2)
-    context = run_steps(strategy, lambda context, x: None, numbers(strategy))
-    text = (
-        "`ctx.set_last_step_output` was called after the steps had ended whose context "
-        "it belongs to."
-    )
-    with pytest.raises(js.ContextError, match=re.escape(text)):
-        context.set_last_step_output("l", 3.0)
-    with strategy.scope(), pytest.raises(js.ContextError, match=re.escape(text)):
-        context.set_last_step_output("l", 3.0)
-
-
-@pytest.mark.parametrize(
-    "iterations, error, text",
-    [
+def test_numbers_of_steps_without_meaning():
+    for iterations, error, text in [
         (-1, ValueError, "`iterations` is -1; it is to be at least 0."),
         (1.5, TypeError, "`iterations` is 1.5; it is to be an int."),
-    ],
-)
-def test_numbers_of_steps_without_meaning(iterations, error, text):
-    strategy = of_kind("mirrored", 2)
-    with pytest.raises(error, match=re.escape(text)):
-        run_steps(strategy, lambda c, x: None, numbers(strategy), iterations)
+    ]:
+        strategy = of_kind("mirrored", 2)
+        with pytest.raises(error, match=re.escape(text)):
+            run_steps(strategy, lambda c, x: None, numbers(strategy), iterations)
 
 
 def test_where_steps_cannot_be_run():
@@ -451,29 +357,3 @@ def test_where_steps_cannot_be_run():
 
 
 # Eagerly, each replica in a thread of its own.
-
-
-@pytest.mark.parametrize("way", [by_argument, by_closure, in_a_replicated_function])
-def test_replicas_that_run_eagerly(way):
-    strategy = of_kind("mirrored", 2)
-    with js.eager_replicas():
-        fn = functools.partial(way, strategy)
-        context = run_steps(strategy, fn, numbers(strategy), 2)
-    assert float(context.last_step_outputs["loss"]) == 11
-    assert float(context.last_step_outputs["total"]["sum"]) == 22
-    assert context.non_tensor_outputs == {"foo": ("bar",)}
-
-
-def test_each_replica_that_runs_eagerly_has_a_number():
-    strategy = of_kind("mirrored", 2)
-
-    def step(context, x):
-        number = int(v1.get_replica_context().replica_id_in_sync_group)
-        context.set_non_tensor_output("foo", number)
-
-    with js.eager_replicas():
-        context = run_steps(
-            strategy, lambda c, x: strategy.run(step, (c, x)), numbers(strategy)
-        )
-    # As TensorFlow has it, (0, 1).
-    assert [int(x) for x in context.non_tensor_outputs["foo"]] == [0, 1]

@@ -10,7 +10,7 @@ import textwrap
 import numpy as np
 import pytest
 
-from jaxstrategy.compat.port._ported import ported
+from jaxstrategy.compat.port._rewriting import ported
 
 DEVICES = 'devices=["CPU:0", "CPU:1"]'
 
@@ -75,82 +75,7 @@ def test_a_sum_is_assigned_in_a_merge_function(strategy, copies, reduced):
     assert numbers(names["copies"]) == copies
 
 
-def test_variables_beside_another_and_updates_with_them():
-    names = ran(
-        f"""
-        import tensorflow as tf
-
-        strategy = tf.distribute.MirroredStrategy({DEVICES})
-        with strategy.scope():
-            var1 = tf.Variable(1.0)
-            with strategy.extended.colocate_vars_with(var1):
-                var2 = tf.Variable(2.0)
-                var3 = tf.Variable(3.0)
-            strategy.extended.update(
-                var1, lambda v, a, b: v.assign_add(a * b), args=(var2, var3))
-        devices = var1.devices, var2.devices, var3.devices
-        copies = strategy.experimental_local_results(var1)
-        """
-    )
-    assert numbers(names["copies"]) == [7.0, 7.0]
-    first, second, third = names["devices"]
-    assert first == second == third
-
-
-def test_an_update_is_no_aggregation():
-    names = ran(
-        f"""
-        import tensorflow as tf
-
-        strategy = tf.distribute.MirroredStrategy({DEVICES})
-        with strategy.scope():
-            v = tf.Variable(5.0, aggregation=tf.VariableAggregation.SUM)
-            strategy.extended.update(v, lambda v: v.assign(1.0))
-        copies = strategy.experimental_local_results(v)
-        """
-    )
-    assert numbers(names["copies"]) == [1.0, 1.0]
-
-
-def test_which_strategy_made_a_variable():
-    names = ran(
-        f"""
-        import tensorflow as tf
-
-        strategy = tf.distribute.MirroredStrategy({DEVICES})
-        with strategy.scope():
-            v = tf.Variable(1.0)
-        other = tf.distribute.MirroredStrategy({DEVICES})
-        its_own = strategy.extended.variable_created_in_scope(v)
-        others = other.extended.variable_created_in_scope(v)
-        """
-    )
-    assert names["its_own"] is True and names["others"] is False
-
-
 # The module page and its glossary.
-
-
-def test_arguments_are_unwrapped_and_results_merged():
-    names = ran(
-        f"""
-        import tensorflow as tf
-
-        strategy = tf.distribute.MirroredStrategy({DEVICES})
-        w = strategy.experimental_distribute_values_from_function(
-            lambda context: 1.0 + context.replica_id_in_sync_group)
-        with strategy.scope():
-            v = tf.Variable(2.0)
-
-        def fn(w):
-            return w * v, v, "text"
-
-        merged, variable, text = strategy.run(fn, args=[w])
-        versions = strategy.experimental_local_results(merged)
-        """
-    )
-    assert numbers(names["versions"]) == [2.0, 4.0]
-    assert names["variable"] is names["v"] and names["text"] == "text"
 
 
 # MirroredStrategy, TensorFlow 1.13.
@@ -191,26 +116,6 @@ def test_an_input_function_and_one_call_for_each_replica():
     assert names["ended"] is True
 
 
-def test_steps_of_an_iterator():
-    names = ran(
-        f"""
-        import tensorflow.compat.v1 as tf
-
-        strategy = tf.distribute.MirroredStrategy({DEVICES})
-        batches = np.arange(8.0, dtype=np.float32).reshape(2, 4)
-        with strategy.scope():
-            iterator = strategy.make_dataset_iterator(list(batches))
-            first = strategy.experimental_run(lambda x: 10.0 * x, iterator)
-            second = strategy.experimental_run(lambda x: 10.0 * x, iterator)
-        total = strategy.reduce(tf.distribute.ReduceOp.SUM, second)
-        values = strategy.unwrap(first)
-        """,
-        np=np,
-    )
-    assert numbers(names["values"]) == [[0.0, 10.0], [20.0, 30.0]]
-    assert np.asarray(names["total"]).tolist() == [100.0, 120.0]
-
-
 # DistributionStrategy and TowerContext, 2018.
 
 
@@ -241,22 +146,6 @@ def test_a_dataset_whose_elements_go_to_one_tower_each(made):
     assert names["done"] is None
 
 
-def test_a_dataset_of_one_row_again_and_again():
-    names = ran(
-        f"""
-        import tensorflow as tf
-
-        d = tf.contrib.distribute.MirroredStrategy({DEVICES})
-        with d.scope():
-            iterator = d.distribute_dataset(
-                lambda: [np.float32([[1.0]])] * 4).make_one_shot_iterator()
-            rows = [d.unwrap(iterator.get_next()) for _ in range(2)]
-        """,
-        np=np,
-    )
-    assert [numbers(each) for each in names["rows"]] == [[[[1.0]]] * 2] * 2
-
-
 @pytest.mark.parametrize("towers", [2, 4])
 def test_towers_that_merge(towers):
     names = ran(
@@ -278,37 +167,6 @@ def test_towers_that_merge(towers):
         """
     )
     assert numbers(names["values"]) == {2: [10, 11], 4: [21, 22, 23, 24]}[towers]
-
-
-def test_an_update_of_each_copy():
-    names = ran(
-        f"""
-        import tensorflow as tf
-
-        d = tf.contrib.distribute.MirroredStrategy({DEVICES})
-        with d.scope():
-            v = tf.Variable(1.0)
-            d.update(v, lambda v, a, b: v.assign_add(a * b), 2.0, b=3.0)
-            value = d.read_var(v)
-            copies = d.unwrap(v)
-        """
-    )
-    assert np.asarray(names["value"]) == 7.0
-    assert numbers(names["copies"]) == [7.0, 7.0]
-
-
-def test_the_number_of_the_device_as_an_argument():
-    names = ran(
-        f"""
-        import tensorflow as tf
-
-        d = tf.contrib.distribute.MirroredStrategy({DEVICES})
-        with d.scope():
-            values = d.unwrap(
-                d.call_for_each_tower(lambda i: 10 * i, d.worker_device_index))
-        """
-    )
-    assert numbers(names["values"]) == [0, 10]
 
 
 # Whole programs, of which a person has changed what the tool listed.

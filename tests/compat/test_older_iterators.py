@@ -3,19 +3,14 @@
 Expected values were measured with TensorFlow 2.21 (`tf.compat.v1.distribute`).
 """
 
-import re
-
 import jax
 import numpy as np
 import pytest
 from helpers.inputs import real
 from helpers.older import (
-    each_alone,
     each_kind,
-    each_with_several,
     identity,
     of_kind,
-    replica_id,
     versions,
 )
 
@@ -50,43 +45,7 @@ def test_each_call_takes_a_batch(kind, n):
             strategy.experimental_run(lambda x: 10 * x, iterator)
 
 
-@each_kind
-def test_without_an_iterator(kind, n):
-    strategy = of_kind(kind, n)
-    result = strategy.experimental_run(replica_id)
-    assert versions(strategy, result) == list(range(n))
-    assert isinstance(result, js.PerReplica) == (n > 1)
-
-
-@each_kind
-def test_a_constant_stays_one(kind, n):
-    strategy = of_kind(kind, n)
-    iterator = strategy.make_dataset_iterator(ranged(4, 4))
-    assert strategy.experimental_run(lambda x: 3, iterator) == 3
-
-
-@each_alone
-def test_one_replica_has_plain_arrays(kind):
-    strategy = of_kind(kind)
-    iterator = strategy.make_dataset_iterator(ranged(2, 2))
-    result = strategy.experimental_run(lambda x: 2 * x, iterator)
-    assert isinstance(result, jax.Array)
-    assert result.tolist() == [0, 2]
-
-
-@each_with_several
-def test_a_step_changes_a_variable(kind):
-    strategy = of_kind(kind, 2)
-    with strategy.scope():
-        w = js.Variable(0.0, aggregation=js.VariableAggregation.MEAN)
-    iterator = strategy.make_dataset_iterator(js.batches(np.arange(4.0), 4))
-    result = strategy.experimental_run(lambda x: w.assign_add(x.sum()), iterator)
-    assert versions(strategy, result) == [3, 3]
-    assert float(w) == 3
-
-
-@pytest.mark.parametrize("tree", [tuple, dict])
-def test_an_element_is_one_argument(tree):
+def check_an_element_is_one_argument(tree):
     strategy = of_kind("mirrored", 2)
     x, y = np.arange(4.0), np.arange(4, 8)
     batch = (x, y) if tree is tuple else {"x": x, "y": y}
@@ -98,6 +57,11 @@ def test_an_element_is_one_argument(tree):
     iterator = strategy.make_dataset_iterator([batch])
     result = strategy.experimental_run(step, iterator)
     assert versions(strategy, result) == [[4, 6], [8, 10]]
+
+
+def test_an_element_is_one_argument():
+    for tree in [tuple, dict]:
+        check_an_element_is_one_argument(tree)
 
 
 @each_kind
@@ -135,35 +99,15 @@ def test_datasets_make_iterators(kind, n):
     assert [versions(strategy, batch) for batch in made[0]] == parts(8, n)
 
 
-@each_kind
-def test_whether_there_is_a_batch(kind, n):
-    strategy = of_kind(kind, n)
-    iterator = strategy.make_dataset_iterator(ranged(8, 4))
-    found = [iterator.get_next_as_optional() for _ in range(3)]
-    assert [each.has_value() for each in found] == [True, True, False]
-    assert versions(strategy, found[1].get_value()) == parts(8, n)[1]
-    with pytest.raises(StopIteration):
-        next(iterator)
-
-
-def test_a_rest_that_the_dataset_leaves_out():
-    strategy = of_kind("mirrored", 2)
-    iterator = strategy.make_dataset_iterator(ranged(9, 4, drop_remainder=True))
-    assert [versions(strategy, batch) for batch in iterator] == parts(8, 2)
-
-
-@pytest.mark.parametrize(
-    "rows, size, n, wanted",
-    [
+def test_what_cannot_be_shared_is_filled_up():
+    for rows, size, n, wanted in [
         (9, 4, 2, [[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8], []]]),
         (5, 5, 2, [[[0, 1, 2], [3, 4]]]),
         (6, 6, 4, [[[0, 1], [2, 3], [4, 5], []]]),
-    ],
-)
-def test_what_cannot_be_shared_is_filled_up(rows, size, n, wanted):
-    strategy = of_kind("mirrored", n)
-    iterator = strategy.make_dataset_iterator(ranged(rows, size))
-    assert [real(batch) for batch in iterator] == wanted
+    ]:
+        strategy = of_kind("mirrored", n)
+        iterator = strategy.make_dataset_iterator(ranged(rows, size))
+        assert [real(batch) for batch in iterator] == wanted
 
 
 def test_what_cannot_be_shared_may_be_an_error():
@@ -174,37 +118,11 @@ def test_what_cannot_be_shared_may_be_an_error():
         iterator.get_next()
 
 
-def test_a_step_takes_means_of_real_rows():
-    strategy = of_kind("mirrored", 2)
-    iterator = strategy.make_dataset_iterator(js.batches(np.arange(9.0), 4))
-
-    def step(x):
-        return js.get_replica_context().all_reduce("mean", js.masked_mean(x))
-
-    means = [float(strategy.experimental_run(step, iterator)) for _ in range(3)]
-    assert means == [1.5, 5.5, 8.0]
-
-
 def test_an_element_that_is_no_batch():
     strategy = of_kind("mirrored", 2)
     iterator = strategy.make_dataset_iterator(list(range(4)))
     text = "`batch` of batch 0 is a scalar, which cannot be divided over the replicas"
     with pytest.raises(ValueError, match=text):
-        iterator.get_next()
-
-
-def test_data_that_can_be_read_only_once():
-    strategy = of_kind("mirrored", 2)
-    iterator = strategy.make_dataset_iterator(np.arange(4) + i for i in range(2))
-    assert iterator.initialize() == []
-    assert versions(strategy, iterator.get_next()) == [[0, 1], [2, 3]]
-    text = (
-        "Only one pass can read the generator, and one did. To read it more than once "
-        "or resume it, give a list of batches, or a function"
-    )
-    with pytest.raises(TypeError, match=re.escape(text)):
-        iterator.initialize()
-    with pytest.raises(TypeError, match=re.escape(text)):
         iterator.get_next()
 
 
@@ -261,36 +179,6 @@ def test_elements_are_not_divided():
     assert found == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
 
 
-def test_the_example_of_the_documentation():
-    strategy = of_kind("mirrored", 2)
-
-    def input_fn(context):
-        rows = strategy.experimental_make_numpy_dataset(np.array([[[1.0]]])).repeat(2)
-        return rows.shard(context.num_input_pipelines, context.input_pipeline_id)
-
-    iterator = strategy.make_input_fn_iterator(input_fn)
-    found = [strategy.extended.call_for_each_replica(identity, (x,)) for x in iterator]
-    assert [versions(strategy, x) for x in found] == [[[[1.0]], [[1.0]]]]
-
-
-@each_alone
-def test_elements_of_one_replica(kind):
-    strategy = of_kind(kind)
-    iterator = strategy.make_input_fn_iterator(lambda _: range(3))
-    assert [strategy.experimental_run(lambda x: 2 * x, iterator) for _ in range(3)] == [
-        0,
-        2,
-        4,
-    ]
-
-
-def test_a_last_group_that_is_not_full_is_dropped():
-    strategy = of_kind("mirrored", 2)
-    iterator = strategy.make_input_fn_iterator(lambda _: range(5))
-    found = [versions(strategy, element) for element in iterator]
-    assert found == [[0, 1], [2, 3]]
-
-
 def test_an_element_with_fewer_rows_is_kept():
     strategy = of_kind("mirrored", 2)
     iterator = strategy.make_input_fn_iterator(lambda _: ranged(7, 2))
@@ -300,11 +188,11 @@ def test_an_element_with_fewer_rows_is_kept():
     ]
 
 
-@pytest.mark.parametrize("mode", [js.InputReplicationMode.PER_REPLICA, "per worker"])
-def test_other_modes(mode):
-    strategy = of_kind("mirrored", 2)
-    with pytest.raises(ValueError, match="Input replication mode not supported"):
-        strategy.make_input_fn_iterator(lambda _: range(4), mode)
+def test_other_modes():
+    for mode in [js.InputReplicationMode.PER_REPLICA, "per worker"]:
+        strategy = of_kind("mirrored", 2)
+        with pytest.raises(ValueError, match="Input replication mode not supported"):
+            strategy.make_input_fn_iterator(lambda _: range(4), mode)
 
 
 def test_what_input_functions_may_return():
@@ -327,18 +215,6 @@ def test_what_input_functions_may_return():
         strategy.make_input_fn_iterator(lambda _: 3)
     with pytest.raises(TypeError, match="`dataset_fn` is 3, which cannot be called"):
         strategy.make_input_fn_iterator(3)
-
-
-def test_a_function_that_returns_one_element_after_the_other():
-    strategy = of_kind("mirrored", 2)
-    count = iter(range(5))
-
-    def next_element():
-        return [np.full(1, next(count)), np.zeros(1)]
-
-    iterator = strategy.make_input_fn_iterator(lambda _: next_element)
-    found = [versions(strategy, x) for x, _ in iterator]
-    assert found == [[[0], [1]], [[2], [3]]]
 
 
 def test_a_checkpoint_has_the_place_in_the_data(tmp_path):

@@ -8,10 +8,9 @@ import json
 from pathlib import Path
 
 import numpy as np
-import pytest
 
-from jaxstrategy.compat.port._array_names import ARRAYS
-from jaxstrategy.compat.port._ported import ported
+from jaxstrategy.compat.port._rewriting import ported
+from jaxstrategy.compat.port._tables import ARRAYS
 
 ORACLE = Path(__file__).parents[1] / "oracle" / "array_functions.json"
 CALLS = json.loads(ORACLE.read_text())["calls"]
@@ -49,10 +48,10 @@ def test_calls_give_what_tensorflow_gives():
 NOT_RECORDED = {"tf.log", "tf.argmax", "tf.nest.map_structure", "tf.nest.flatten"}
 
 
-@pytest.mark.parametrize("row", [r for r in ARRAYS if r.form], ids=lambda row: row.old)
-def test_each_function_is_recorded(row):
-    public = row.old.replace("tf.math.", "tf.")
-    called = {
-        each["call"].partition("(")[0].replace("tf.math.", "tf.") for each in CALLS
-    }
-    assert public in called | NOT_RECORDED
+def test_each_function_is_recorded():
+    for row in [r for r in ARRAYS if r.form]:
+        public = row.old.replace("tf.math.", "tf.")
+        called = {
+            each["call"].partition("(")[0].replace("tf.math.", "tf.") for each in CALLS
+        }
+        assert public in called | NOT_RECORDED

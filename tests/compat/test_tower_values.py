@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.replicas import ids
-from helpers.towers import STRATEGIES, in_default, mirrored, unwrapped
+from helpers.towers import in_default, mirrored, unwrapped
 
 import jaxstrategy as js
 from jaxstrategy.compat import contrib
@@ -30,42 +30,23 @@ def devices(value):
 # Reduce.
 
 
-@pytest.mark.parametrize(("aggregation", "expected"), [(SUM, 3.0), (MEAN, 1.5)])
-def test_reduce(d, aggregation, expected):
-    with d.scope():
-        x = ids(d.core, 1.0)
-        assert unwrapped(d, d.reduce(aggregation, x)) == [expected] * 2
-        assert unwrapped(d, d.reduce(aggregation.name.lower(), x)) == [expected] * 2
-        on_one = d.reduce(aggregation, x, destinations="CPU:0")
-        assert devices(on_one) == [0] and unwrapped(d, on_one) == [expected]
-        on_two = d.reduce(aggregation, x, ["CPU:2", "CPU:3"])
-        assert devices(on_two) == [2, 3] and float(on_two) == expected
-        v = js.Variable(7.0)
-        at = d.reduce(aggregation, x, destinations=v)
-        assert devices(at) == [0, 1] and unwrapped(d, at) == [expected] * 2
-        assert v == 7.0
+def test_reduce(d):
+    for aggregation, expected in [(SUM, 3.0), (MEAN, 1.5)]:
+        with d.scope():
+            x = ids(d.core, 1.0)
+            assert unwrapped(d, d.reduce(aggregation, x)) == [expected] * 2
+            assert unwrapped(d, d.reduce(aggregation.name.lower(), x)) == [expected] * 2
+            on_one = d.reduce(aggregation, x, destinations="CPU:0")
+            assert devices(on_one) == [0] and unwrapped(d, on_one) == [expected]
+            on_two = d.reduce(aggregation, x, ["CPU:2", "CPU:3"])
+            assert devices(on_two) == [2, 3] and float(on_two) == expected
+            v = js.Variable(7.0)
+            at = d.reduce(aggregation, x, destinations=v)
+            assert devices(at) == [0, 1] and unwrapped(d, at) == [expected] * 2
+            assert v == 7.0
 
 
-def test_reduce_over_four():
-    d = mirrored(4)
-    with d.scope():
-        x = {"a": ids(d.core, 1.0), "b": [ids(d.core)]}
-        assert unwrapped(d, d.reduce(SUM, x)["a"]) == [10.0] * 4
-        assert unwrapped(d, d.reduce(MEAN, x)["b"][0]) == [1.5] * 4
-
-
-@pytest.mark.parametrize(
-    "aggregation",
-    [
-        VariableAggregation.NONE,
-        VariableAggregation.ONLY_FIRST_REPLICA,
-        "max",
-        js.ReduceOp.MAX,
-        "total",
-        None,
-    ],
-)
-def test_other_aggregations_are_refused(d, aggregation):
+def check_other_aggregations_are_refused(d, aggregation):
     words = "`aggregation` was .*; `VariableAggregation.SUM` or `VariableAggregation.M"
 
     def uses(d):
@@ -77,6 +58,18 @@ def test_other_aggregations_are_refused(d, aggregation):
     in_default(uses)
     with d.scope():
         uses(d)
+
+
+def test_other_aggregations_are_refused(d):
+    for aggregation in [
+        VariableAggregation.NONE,
+        VariableAggregation.ONLY_FIRST_REPLICA,
+        "max",
+        js.ReduceOp.MAX,
+        "total",
+        None,
+    ]:
+        check_other_aggregations_are_refused(d, aggregation)
 
 
 def test_batch_reduce(d):
@@ -94,46 +87,19 @@ def test_batch_reduce(d):
             d.batch_reduce(SUM, [t])
 
 
-def test_reduce_in_a_merge_function(d):
-    def merge_fn(d, x):
-        total = d.reduce(SUM, x, destinations="CPU:0")
-        means = d.batch_reduce(MEAN, [(x, None), (x, x)])
-        return total, means
-
-    def fn():
-        context = contrib.get_tower_context()
-        return context.merge_call(merge_fn, jnp.float32(context.tower_id) + 1)
-
-    with d.scope():
-        total, means = d.call_for_each_tower(fn)
-        assert unwrapped(d, total) == [3.0, 3.0]
-        assert [unwrapped(d, x) for x in means] == [[1.5, 1.5]] * 2
-
-
-@pytest.mark.parametrize(
-    "ops",
-    [
+def test_cross_tower_ops_change_no_sum():
+    for ops in [
         contrib.ReductionToOneDeviceCrossTowerOps(),
         contrib.ReductionToOneDeviceCrossTowerOps("CPU:1", accumulation_fn=sum),
         contrib.AllReduceCrossTowerOps(),
         contrib.AllReduceCrossTowerOps("hierarchical_copy", num_packs=2),
         contrib.AllReduceCrossTowerOps("nccl", 0, 10, 10),
-    ],
-    ids=["one device", "device 1", "all-reduce", "hierarchical", "aggregated"],
-)
-def test_cross_tower_ops_change_no_sum(ops):
-    assert isinstance(ops, contrib.CrossTowerOps)
-    d = contrib.MirroredStrategy(jax.devices()[:4], cross_tower_ops=ops)
-    with d.scope():
-        assert unwrapped(d, d.reduce(SUM, ids(d.core, 1.0))) == [10.0] * 4
-        assert unwrapped(d, d.reduce(MEAN, ids(d.core, 1.0))) == [2.5] * 4
-
-
-def test_cross_tower_ops_that_there_are_not():
-    with pytest.raises(ValueError, match="`all_reduce_alg` was 'ring'; 'nccl' or 'hie"):
-        contrib.AllReduceCrossTowerOps("ring")
-    with pytest.raises(TypeError, match="`num_packs` was 'a'"):
-        contrib.AllReduceCrossTowerOps(num_packs="a")
+    ]:
+        assert isinstance(ops, contrib.CrossTowerOps)
+        d = contrib.MirroredStrategy(jax.devices()[:4], cross_tower_ops=ops)
+        with d.scope():
+            assert unwrapped(d, d.reduce(SUM, ids(d.core, 1.0))) == [10.0] * 4
+            assert unwrapped(d, d.reduce(MEAN, ids(d.core, 1.0))) == [2.5] * 4
 
 
 # Broadcast.
@@ -153,25 +119,6 @@ def test_broadcast(d):
             d.broadcast(5.0, 3.5)
 
 
-def test_broadcast_to_one_device():
-    d = contrib.OneDeviceStrategy("CPU:1")
-    with d.scope():
-        assert float(d.broadcast(5.0)) == 5.0
-
-
-def test_broadcast_in_a_merge_function(d):
-    def fn():
-        def merge_fn(d):
-            return d.broadcast(5.0), d.broadcast(jnp.arange(2.0), "CPU:1")
-
-        return contrib.get_tower_context().merge_call(merge_fn)
-
-    with d.scope():
-        five, numbers = d.call_for_each_tower(fn)
-        assert five == 5.0
-        assert unwrapped(d, numbers) == [[0.0, 1.0]] * 2
-
-
 # Unwrap and group.
 
 
@@ -188,14 +135,6 @@ def test_unwrap(d):
         assert d.unwrap(plain)[0] is plain and len(d.unwrap(plain)) == 1
 
 
-def test_unwrap_of_one_tower():
-    for name in ("mirrored-1", "one-device"):
-        d = STRATEGIES[name]()
-        with d.scope():
-            assert unwrapped(d, d.core.mirror(3.0)) == [3.0]
-            assert unwrapped(d, js.Variable(3.0)) == [3.0]
-
-
 def test_group(d):
     with d.scope():
         x = ids(d.core, 1.0)
@@ -205,63 +144,22 @@ def test_group(d):
         assert d.group(d.core.mirror(3.0)) is None
 
 
-def test_group_in_a_merge_function(d):
-    def fn():
-        def merge_fn(d, x):
-            assert d.group(x) is None
-            return d.group(7)
-
-        return contrib.get_tower_context().merge_call(merge_fn, jnp.float32(1.0))
-
-    with d.scope():
-        assert d.call_for_each_tower(fn) == 7
-
-
-def test_group_waits():
-    d = contrib.OneDeviceStrategy("CPU:0")
-    with d.scope():
-        x = d.call_for_each_tower(lambda: jnp.full((), 2.0) ** 3)
-        assert d.group(x) is x and x.is_ready()
-
-
-def test_value_containers(d):
-    with d.scope():
-        v = js.Variable(1.0)
-        first, _ = d.unwrap(v)
-        assert d.value_container(v) is v and d.value_container(first) is v
-        x = ids(d.core)
-        assert d.value_container(x) is x and d.value_container(3.0) == 3.0
-
-
 # Map and fetch, of early 2018.
 
 
-@pytest.mark.parametrize("n", [1, 2, 4])
-def test_map_and_reduce(n):
-    d = mirrored(n)
-    with d.scope():
-        found = d.map(range(10), lambda x, y: x * y, 2)
-        total = d.reduce(SUM, found)
-        assert devices(total) == list(range(n)) and unwrapped(d, total) == [90] * n
-        assert unwrapped(d, d.reduce("mean", found, "CPU:1")) == [9.0]
-        of_towers = [[2 * i for i in range(10) if i % n == tower] for tower in range(n)]
-        assert d.unwrap(found) == of_towers
-        assert repr(found) == f"MapOutput(10 elements on {n} towers)"
-
-
-def test_map_of_the_default_strategy():
-    def merge_fn(d):
-        return d.reduce(SUM, d.map(range(10), lambda x, y: {"a": x * y}, y=2))
-
-    assert in_default(merge_fn) == {"a": 90}
-
-
-def test_map_of_nothing(d):
-    with d.scope():
-        with pytest.raises(ValueError, match="`map` was given no elements"):
-            d.reduce(SUM, d.map([], lambda x: x))
-        with pytest.raises(TypeError, match="`map` was given 3, which cannot be call"):
-            d.map([], 3)
+def test_map_and_reduce():
+    for n in [1, 2, 4]:
+        d = mirrored(n)
+        with d.scope():
+            found = d.map(range(10), lambda x, y: x * y, 2)
+            total = d.reduce(SUM, found)
+            assert devices(total) == list(range(n)) and unwrapped(d, total) == [90] * n
+            assert unwrapped(d, d.reduce("mean", found, "CPU:1")) == [9.0]
+            of_towers = [
+                [2 * i for i in range(10) if i % n == tower] for tower in range(n)
+            ]
+            assert d.unwrap(found) == of_towers
+            assert repr(found) == f"MapOutput(10 elements on {n} towers)"
 
 
 def test_fetch(d):
@@ -276,25 +174,6 @@ def test_fetch(d):
 
 
 # Construction.
-
-
-def test_a_number_of_devices():
-    for name in ("num_gpus", "num_gpus_per_worker"):
-        d = contrib.MirroredStrategy(**{name: 2})
-        assert d.worker_devices == jax.devices()[:2]
-    assert contrib.MirroredStrategy().num_towers == 8
-    with pytest.raises(
-        ValueError, match="Must only specify one of `devices` and `num_gpus`."
-    ):
-        contrib.MirroredStrategy(["CPU:0"], num_gpus=1)
-    with pytest.raises(ValueError, match="one of `num_gpus` and `num_gpus_per_worker`"):
-        contrib.MirroredStrategy(num_gpus=1, num_gpus_per_worker=1)
-    with pytest.raises(ValueError, match=r"`num_gpus` was 9, but this host has 8 dev"):
-        contrib.MirroredStrategy(num_gpus=9)
-    with pytest.raises(ValueError, match="`num_gpus` was 0; 1 or more was wanted"):
-        contrib.MirroredStrategy(num_gpus=0)
-    with pytest.raises(TypeError, match="`num_gpus` was 1.5; a whole number was wan"):
-        contrib.MirroredStrategy(num_gpus=1.5)
 
 
 def test_parameter_servers_of_one_process(monkeypatch):
@@ -319,35 +198,17 @@ def test_several_processes_with_one(monkeypatch):
         contrib.CollectiveAllReduceStrategy(-1)
 
 
-def test_cores():
-    d = contrib.TPUStrategy(steps_per_run=3, num_cores=8)
-    assert d.num_towers == 8 and d.steps_per_run == 3
-    with pytest.raises(ValueError, match="`num_cores` was 4, but the system has 8"):
-        contrib.TPUStrategy(num_cores=4)
-    with pytest.raises(ValueError, match="`steps_per_run` was 0; 1 or more"):
-        contrib.TPUStrategy(steps_per_run=0)
-
-
-@pytest.mark.parametrize(
-    ("name", "advice"),
-    [
+def test_names_that_are_not_here_say_what_to_use():
+    for name, advice in [
         ("MultiWorkerAllReduce", "HierarchicalCopyAllReduce"),
         ("DistributeConfig", "training_loop"),
         ("run_standard_tensorflow_server", "Server"),
         ("get_replica_context", "get_tower_context"),
-    ],
-)
-def test_names_that_are_not_here_say_what_to_use(name, advice):
-    with pytest.raises(
-        AttributeError, match=f"{name}.*, which TensorFlow has.*{advice}"
-    ):
-        getattr(contrib, name)
-
-
-def test_names_that_nobody_has():
-    name = "foo"
-    with pytest.raises(AttributeError, match="has no attribute 'foo'$"):
-        getattr(contrib, name)
+    ]:
+        with pytest.raises(
+            AttributeError, match=f"{name}.*, which TensorFlow has.*{advice}"
+        ):
+            getattr(contrib, name)
 
 
 @pytest.fixture

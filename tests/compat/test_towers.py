@@ -3,15 +3,9 @@
 The numbers are those of TensorFlow's tests of 2018.
 """
 
-import copy
-import pickle
-import threading
-
 import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
-from helpers.towers import STRATEGIES, in_default, in_towers, mirrored, unwrapped
+from helpers.towers import STRATEGIES, in_default, in_towers, mirrored
 
 import jaxstrategy as js
 from jaxstrategy.compat import contrib
@@ -83,31 +77,6 @@ def test_a_tower_knows_its_strategy(d):
     assert_default()
 
 
-def test_the_default_context_merges_with_itself():
-    default = contrib.get_distribution_strategy()
-
-    def merge_fn(d, s):
-        assert d is default
-        assert state() == (None, default, default, False)
-        return "foo_" + s
-
-    assert in_default(merge_fn, "bar") == "foo_bar"
-    assert_default()
-
-
-def test_a_merge_function_is_in_cross_tower_context(d):
-    def merge_fn(given, word, *, name):
-        assert given is d and (word, name) == ("a", "b")
-        assert state() == (None, d, d, True)
-        return word + name
-
-    def fn():
-        return contrib.get_tower_context().merge_call(merge_fn, "a", name="b")
-
-    with d.scope():
-        assert d.call_for_each_tower(fn) == "ab"
-
-
 NEED_A_SCOPE = {
     "call_for_each_tower": lambda d, v: d.call_for_each_tower(lambda: 1),
     "broadcast": lambda d, v: d.broadcast(1.0),
@@ -124,8 +93,7 @@ NEED_A_SCOPE = {
 }
 
 
-@pytest.mark.parametrize("method", NEED_A_SCOPE)
-def test_methods_want_to_be_inside_the_scope(method):
+def check_methods_want_to_be_inside_the_scope(method):
     d, other, call = mirrored(2), mirrored(4), NEED_A_SCOPE[method]
     with d.scope():
         v = js.Variable(1.0)
@@ -142,8 +110,12 @@ def test_methods_want_to_be_inside_the_scope(method):
     assert v == 1.0
 
 
-@pytest.mark.parametrize("method", sorted({*NEED_A_SCOPE} - {"colocate_vars_with"}))
-def test_methods_are_not_for_towers(method):
+def test_methods_want_to_be_inside_the_scope():
+    for method in NEED_A_SCOPE:
+        check_methods_want_to_be_inside_the_scope(method)
+
+
+def check_methods_are_not_for_towers(method):
     d = mirrored(2)
     with d.scope():
         v = js.Variable(1.0)
@@ -160,6 +132,11 @@ def test_methods_are_not_for_towers(method):
     if method != "worker_device_index":
         with pytest.raises(RuntimeError, match=words):
             NEED_A_SCOPE[method](default, v)
+
+
+def test_methods_are_not_for_towers():
+    for method in sorted({*NEED_A_SCOPE} - {"colocate_vars_with"}):
+        check_methods_are_not_for_towers(method)
 
 
 def test_the_default_strategy_merges():
@@ -185,12 +162,12 @@ def test_the_default_strategy_merges():
     assert w == 5.0
 
 
-@pytest.mark.parametrize(
-    "name", ["worker_devices", "parameter_devices", "worker_device_index"]
-)
-def test_the_default_strategy_has_no_devices(name):
-    with pytest.raises(RuntimeError, match=f"`{name}` is not supported by the default"):
-        getattr(contrib.get_distribution_strategy(), name)
+def test_the_default_strategy_has_no_devices():
+    for name in ["worker_devices", "parameter_devices", "worker_device_index"]:
+        with pytest.raises(
+            RuntimeError, match=f"`{name}` is not supported by the default"
+        ):
+            getattr(contrib.get_distribution_strategy(), name)
 
 
 def test_scopes_are_not_nested():
@@ -253,29 +230,6 @@ def test_a_tower_context_is_required():
         contrib.TowerContext(d)
 
 
-def test_the_default_context_is_entered_from_its_merge_call():
-    default = contrib.get_tower_context()
-
-    def merge_fn(d):
-        with default as entered:
-            assert entered is default
-            assert_default()
-        assert contrib.get_cross_tower_context() is d
-
-    default.merge_call(merge_fn)
-    assert_default()
-
-
-def test_contexts_belong_to_their_thread():
-    found = []
-    with mirrored(2).scope():
-        thread = threading.Thread(target=lambda: found.append(state()))
-        thread.start()
-        thread.join()
-    _, cross, _, has = found[0]
-    assert cross is None and not has
-
-
 def test_the_default_strategy_places_variables_beside_others_without_a_scope():
     d = contrib.get_distribution_strategy()
     with d.colocate_vars_with(js.Variable(1.0)):
@@ -292,71 +246,12 @@ def merged_sum(three):
     return s + v
 
 
-def test_the_documents_example():
-    assert in_towers(mirrored(2), merged_sum, 3) == [10, 11]
-    assert in_towers(mirrored(4), merged_sum, 3) == [21, 22, 23, 24]
-    assert in_towers(contrib.OneDeviceStrategy("CPU:1"), merged_sum, 3) == [6]
-    assert in_default(lambda d: d.unwrap(d.call_for_each_tower(merged_sum, 3))) == [6]
-    assert merged_sum(3) == 6
-
-
-def test_arguments_follow_the_function():
-    def fn(x, y=0):
-        return x + contrib.get_tower_context().tower_id + y
-
-    d = mirrored(2)
-    assert in_towers(d, fn, 3, y=10) == [13, 14]
-    assert in_towers(d, fn, 3, run_concurrently=False) == [3, 4]
-    with d.scope(), pytest.raises(TypeError, match="`call_for_each_tower` was given 3"):
-        d.call_for_each_tower(3)
-
-
-def test_merge_calls_pass_arguments_on():
-    d = mirrored(2)
-
-    def merge_fn(given, a, k, array):
-        assert given is d and (a, k) == (3, "b")
-        assert isinstance(array, contrib.PerDevice)
-        return array, given.reduce("sum", array)
-
-    def fn():
-        context = contrib.get_tower_context()
-        x = jnp.float32(context.tower_id) + 1
-        own, total = context.merge_call(merge_fn, 3, k="b", array=x)
-        return own * 10 + total
-
-    assert in_towers(d, fn) == [13, 23]
-    with d.scope(), pytest.raises(TypeError, match="`merge_call` was given 'x'"):
-        d.call_for_each_tower(lambda: contrib.get_tower_context().merge_call("x"))
-
-
-def test_the_number_of_a_tower_as_an_argument(d):
-    n = d.num_towers
-    with d.scope():
-        index = d.worker_device_index
-        assert unwrapped(d, d.call_for_each_tower(lambda i: i, index)) == [*range(n)]
-        if n == 1:
-            assert index == 0 and type(index) is int
-
-
 def test_the_numbers_of_towers(d):
     def fn():
         context = contrib.get_tower_context()
         return context.tower_id
 
     assert in_towers(d, fn) == [*range(d.num_towers)]
-
-
-def test_the_numbers_of_towers_in_a_merge_function():
-    d = mirrored(2)
-
-    def merge_fn(d):
-        return d.call_for_each_tower(lambda i: i * 10, d.worker_device_index)
-
-    def fn():
-        return contrib.get_tower_context().merge_call(merge_fn)
-
-    assert in_towers(d, fn) == [0, 10]
 
 
 class Mine(Exception):
@@ -371,36 +266,21 @@ def in_merge_call(merge_fn):
     return lambda: contrib.get_tower_context().merge_call(merge_fn)
 
 
-@pytest.mark.parametrize("n", [1, 2])
-@pytest.mark.parametrize(
-    "fn",
-    [
-        raised,
-        in_merge_call(raised),
-        in_merge_call(lambda d: d.call_for_each_tower(raised)),
-        in_merge_call(lambda d: d.call_for_each_tower(in_merge_call(raised))),
-    ],
-    ids=["tower", "merge", "tower-in-merge", "merge-in-tower-in-merge"],
-)
-def test_errors_come_out_as_they_are(n, fn):
-    d = mirrored(n)
-    with d.scope(), pytest.raises(Mine):
-        d.call_for_each_tower(fn)
-    assert_default()
-    with pytest.raises(Mine):
-        fn()
-    assert_default()
-
-
-def test_towers_in_a_merge_function():
-    def merge_fn(d, x):
-        return d.call_for_each_tower(lambda x: 2 * x, x)
-
-    def fn():
-        context = contrib.get_tower_context()
-        return context.merge_call(merge_fn, context.tower_id + 1)
-
-    assert in_towers(mirrored(2), fn) == [2, 4]
+def test_errors_come_out_as_they_are():
+    for n in [1, 2]:
+        for fn in [
+            raised,
+            in_merge_call(raised),
+            in_merge_call(lambda d: d.call_for_each_tower(raised)),
+            in_merge_call(lambda d: d.call_for_each_tower(in_merge_call(raised))),
+        ]:
+            d = mirrored(n)
+            with d.scope(), pytest.raises(Mine):
+                d.call_for_each_tower(fn)
+            assert_default()
+            with pytest.raises(Mine):
+                fn()
+            assert_default()
 
 
 def test_towers_take_the_same_path():
@@ -411,15 +291,6 @@ def test_towers_take_the_same_path():
 
     with mirrored(2).scope(), pytest.raises(js.TracedValueError, match="context.tower"):
         contrib.get_distribution_strategy().call_for_each_tower(merge_on_the_first)
-
-
-def test_variables_that_are_made_anew_in_each_call_are_refused():
-    d = mirrored(2)
-    with (
-        d.scope(),
-        pytest.raises(ValueError, match=r"`compat\.v1\.get_variable\(name, "),
-    ):
-        d.call_for_each_tower(lambda: js.Variable(1.0, name="foo"))
 
 
 def test_a_step_is_compiled_once(compilations):
@@ -434,20 +305,6 @@ def test_a_step_is_compiled_once(compilations):
 
 
 # The object.
-
-
-def test_copies_of_a_strategy():
-    d = contrib.MirroredStrategy(["CPU:2", "CPU:1"], prefetch_on_device=False)
-    made = copy.deepcopy(d)
-    assert type(made) is contrib.MirroredStrategy and made is not d
-    assert made.core is not d.core and made.worker_devices == d.worker_devices
-    assert made.prefetch_on_device is False
-    with pytest.raises(RuntimeError, match="deep-copied"):
-        copy.copy(d)
-    with pytest.raises(TypeError, match="cannot be pickled"):
-        pickle.dumps(d)
-    default = contrib.get_distribution_strategy()
-    assert copy.deepcopy(default) is default
 
 
 def test_a_strategy_is_made_of_one_of_today():
@@ -474,14 +331,6 @@ def test_strategies_that_2018_had_not_have_its_methods():
     assert in_towers(d, merged_sum, 3) == [10, 11]
 
 
-def test_what_is_younger_is_said():
-    d = mirrored(2)
-    with pytest.raises(AttributeError, match=r"'gather', which is younger: `strategy"):
-        d.gather(1.0)
-    with pytest.raises(AttributeError, match=r"no attribute 'towers'\.$"):
-        d.towers()
-
-
 def test_what_was_done_around_sessions_does_nothing():
     d = mirrored(2)
     for _ in range(2):
@@ -491,45 +340,7 @@ def test_what_was_done_around_sessions_does_nothing():
         d.configure(None, {"worker": ["a:1"]}, "worker", 0)
 
 
-def test_numbers_of_towers_and_devices(d):
-    n = d.num_towers
-    assert d.is_single_tower == (n == 1)
-    for _ in range(2):
-        for devices in (d.worker_devices, d.parameter_devices, d.non_slot_devices([])):
-            assert isinstance(devices, list) and len(devices) == n
-            devices.clear()
-
-
-def test_python_names_the_method_of_the_users_strategy():
-    d = mirrored(2)
-    with pytest.raises(TypeError, match=r"MirroredStrategy\.reduce\(\) missing"):
-        d.reduce()
-
-
-def test_numpy_is_taken(d):
-    with d.scope():
-        assert unwrapped(d, np.float32(3.0)) == [3.0]
-
-
 # Towers that run eagerly.
-
-
-@pytest.mark.parametrize(("n", "expected"), [(2, [10, 11]), (4, [21, 22, 23, 24])])
-def test_towers_that_run_eagerly_merge(n, expected):
-    d, made = mirrored(n), []
-
-    def fn(three):
-        context = contrib.get_tower_context()
-        assert context is contrib.get_tower_context()
-        assert context.distribution_strategy is d
-        made.append(contrib.get_variable("steps", initializer=6))
-        contrib.increment_var(made[-1])
-        return merged_sum(three)
-
-    with js.eager_replicas():
-        assert in_towers(d, fn, 3) == expected
-    assert len(made) == n and len({id(v) for v in made}) == 1
-    assert made[0] == 7
 
 
 def test_towers_that_run_eagerly_decide_by_their_number():

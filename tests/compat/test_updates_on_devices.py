@@ -2,7 +2,6 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from helpers.cases import slow
 from helpers.replicas import ids
@@ -89,14 +88,6 @@ def test_a_captured_variable_changes_once_on_each_copy(strategy, how):
 
 
 @pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("aggregation", ["sum", *slow("mean", "only_first_replica")])
-def test_aggregation_plays_no_part(two, how, aggregation):
-    v = variable(two, 1.0, aggregation=aggregation)
-    called(two, how, lambda s: s.extended.update_on(v, lambda: v.assign_add(2.0)))
-    assert copies(two, v) == [3.0] * 2
-
-
-@pytest.mark.parametrize("how", HOW)
 def test_on_read_copies_are_changed_one_by_one(strategy, how):
     o = variable(strategy, 0.0, "on_read", "sum")
     strategy.run(lambda x: o.assign(x), (ids(strategy),))
@@ -107,20 +98,6 @@ def test_on_read_copies_are_changed_one_by_one(strategy, how):
 
     called(strategy, how, lambda s: s.extended.update_on(o, change, (1.0,)))
     assert copies(strategy, o) == [2.0 * i + 1 for i in range(n)]
-
-
-def test_python_values_come_back_as_they_are(strategy):
-    shared, v = object(), variable(strategy)
-    update_on, on = strategy.extended.update_on, everywhere(strategy)
-    assert update_on(on, lambda a: a + 1, (2,)) == 3
-    assert type(update_on(on, lambda a: a + 1, (2,))) is int
-    assert update_on(on, lambda: None) is None
-    assert update_on(on, lambda: shared) is shared
-    assert update_on(on, lambda: {"v": v, "t": ("text", True)}) == {
-        "v": v,
-        "t": ("text", True),
-    }
-    assert update_on(on, lambda: v) is v
 
 
 def test_each_copys_result_if_asked(strategy):
@@ -134,15 +111,6 @@ def test_each_copys_result_if_asked(strategy):
     )
     assert nested == {"v": (2.0,) * n, "n": ((1,), (None,))}
     assert update_on("CPU:3", lambda: jnp.ones(()), group=False) == (1.0,)
-
-
-def test_each_copys_result_in_a_step(strategy):
-    def merge(s):
-        found = s.extended.update_on("CPU:3", lambda: jnp.ones(()), group=False)
-        return len(found), found[-1]
-
-    n = strategy.num_replicas_in_sync
-    assert called(strategy, "in merge_call", merge) == (n, 1.0)
 
 
 def test_arrays_are_taken_to_the_devices_and_stay_there(two):
@@ -160,23 +128,6 @@ def test_arrays_are_taken_to_the_devices_and_stay_there(two):
     assert two.extended.update_on("CPU:4", jnp.float32, (1.0,)).devices() == {
         jax.devices()[4]
     }
-
-
-def test_reduced_values_change_variables(strategy):
-    v, n = variable(strategy, 1.0), strategy.num_replicas_in_sync
-    total = strategy.extended.reduce_to("sum", ids(strategy, 1.0), "CPU:7")
-    strategy.extended.update_on(v, lambda x: v.assign_sub(x), (total,))
-    assert copies(strategy, v) == [1.0 - n * (n + 1) / 2] * len(v.devices)
-
-
-def test_divided_variables_are_changed_in_parts():
-    strategy = KINDS["divided"]()
-    v = variable(strategy, np.arange(4.0, dtype=np.float32), sharding=0)
-    step = strategy.mirror(np.ones(4, np.float32))
-    result = strategy.extended.update_on(v, lambda x: v.assign_add(x), (step,))
-    np.testing.assert_array_equal(result, np.arange(4.0) + 1)
-    np.testing.assert_array_equal(v.numpy(), np.arange(4.0) + 1)
-    assert not v.sharding.is_fully_replicated
 
 
 def test_per_replica_arguments_are_refused(two):
@@ -199,57 +150,6 @@ def test_copies_that_would_differ_are_refused_in_a_step(two):
     with pytest.raises(js.NotMirroredError):
         two.run(step, (ids(two),))
     assert v.value() == 10.0
-
-
-@pytest.mark.parametrize("how", HOW)
-def test_the_context_is_cross_replica_and_knows_the_devices(strategy, how):
-    v = variable(strategy)
-
-    def update(s):
-        on = s.extended.update_on(everywhere(s), lambda: (seen(), updated()))
-        own = s.extended.update(v, lambda v: (seen(), updated()))
-        return on, own
-
-    found = []
-    called(strategy, how, lambda s: found.append((update(s), updated())))
-    devices = tuple(dict.fromkeys(everywhere(strategy)))
-    state = (True, None, strategy, True)
-    for (on, own), after in found:
-        assert on == own == (state, devices)
-        assert after == ()
-    assert updated() == () and not js.has_strategy()
-
-
-def test_a_program_of_an_update_knows_the_devices_too(two):
-    o = variable(two, 0.0, "on_read", "sum")
-    found = []
-
-    def change():
-        found.append(updated())
-        o.assign(1.0)
-
-    for on in ("CPU:1", ["CPU:0", "CPU:1"], "CPU:1"):
-        two.extended.update_on(on, change)
-    first, second = jax.devices()[:2]
-    assert set(found) == {(first, second), (second,)}
-    two.extended.update(o, lambda o: found.append(updated()))
-    assert found[-1] == (first, second)
-
-
-def test_one_destination_is_told(two):
-    assert two.extended.update_on("CPU:1", updated) == (jax.devices()[1],)
-    assert two.extended.update_on(jax.devices()[0], updated) == (jax.devices()[0],)
-
-
-def test_a_step_inside_is_no_update(two):
-    v = variable(two, 1.0, aggregation="sum")
-
-    def change():
-        two.run(lambda: v.assign_add(1.0))
-        return updated()
-
-    assert two.extended.update_on(v, change) == two.devices
-    assert v.value() == 3.0  # so many replicas as there are added 1
 
 
 def test_updates_are_nested(two):
@@ -297,23 +197,6 @@ def test_inside_run_it_is_refused(two):
         two.run(lambda: two.extended.update_on("CPU:0", lambda: None))
 
 
-@pytest.mark.parametrize("args, kwargs, words", [
-    (2.0, None, "`args` was a float; a tuple"),
-    ((), [1], "`kwargs` was a list; a dict"),
-])  # fmt: skip
-def test_arguments_in_another_form_are_refused(two, args, kwargs, words):
-    with pytest.raises(TypeError, match=words):
-        two.extended.update_on("CPU:0", lambda: None, args, kwargs)
-
-
-@pytest.mark.parametrize("destinations", [None, 3.0])
-def test_what_names_no_devices_is_refused(two, destinations):
-    with pytest.raises(TypeError, match="`destinations` was"):
-        two.extended.update_on(destinations, lambda: None)
-    with pytest.raises(ValueError, match="The list of devices is empty"):
-        two.extended.update_on((), lambda: None)
-
-
 def test_the_default_strategy_updates(two):
     update_on, v = js.get_strategy().extended.update_on, js.Variable(1.0)
     assert update_on(v, lambda a: v.assign_add(a), (4.0,)) == 5.0
@@ -324,12 +207,6 @@ def test_the_default_strategy_updates(two):
     )
     assert (merged, v.value()) == (3.0, 3.0)
     assert updated() == ()
-
-
-def test_an_ordinary_variable_is_changed_once(strategy):
-    v = js.Variable(1.0)
-    assert strategy.extended.update_on(v, lambda: v.assign_add(1.0)) == 2.0
-    assert v.value() == 2.0
 
 
 def test_variables_of_servers_are_changed_once():
@@ -352,19 +229,6 @@ def test_variables_of_servers_are_changed_once():
     assert done.fetch() == (7.0, 7.0)
     assert v.value() == 7.0
     strategy.close()
-
-
-def test_under_the_users_jit(two):
-    v = variable(two, 1.0)
-
-    @jax.jit
-    def several(x):
-        for _ in range(3):
-            two.extended.update_on(v, lambda x: v.assign_add(x), (x,))
-        return v.value()
-
-    assert several(2.0) == 7.0
-    assert v.value() == 7.0
 
 
 def test_a_step_with_updates_compiles_once(two, compilations):

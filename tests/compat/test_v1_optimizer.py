@@ -145,17 +145,3 @@ def test_it_trains_eagerly_too():
     with js.eager_replicas():
         _, w, b = trained(s, 2)
     check(s, w, b, 2)
-
-
-def test_each_replica_has_its_context_when_they_run_eagerly():
-    s, seen = mirrored(), []
-
-    def step():
-        context = v1.get_replica_context()
-        assert context is v1.get_replica_context() and context.strategy is s
-        assert v1.get_strategy() is s and not v1.in_cross_replica_context()
-        seen.append((int(context.replica_id_in_sync_group), context.core))
-
-    with js.eager_replicas():
-        s.run(step)
-    assert sorted(number for number, _ in seen) == [0, 1]

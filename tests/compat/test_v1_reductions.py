@@ -43,14 +43,6 @@ def test_reduce_without_an_axis(make):
     assert float(s.reduce("SUM", 3.0)) == 3 * n
 
 
-def test_reduce_over_an_axis():
-    s = mirrored()
-    x = s.run(lambda: jnp.arange(2.0) + 10 * replica_id())  # 0, 1 and 10, 11
-    np.testing.assert_array_equal(s.reduce("sum", x, axis=None), [10, 12])
-    np.testing.assert_array_equal(s.reduce("sum", x, 0), 22)
-    np.testing.assert_array_equal(s.reduce("mean", x, axis=0), 5.5)
-
-
 @pytest.mark.parametrize("make", [one, v1.get_strategy])
 def test_with_one_replica_values_come_back(make):
     s = make()
@@ -100,14 +92,6 @@ def test_options_by_their_older_name():
             method("sum", *target, experimental_hints=3)
 
 
-def test_several_devices_as_destinations():
-    s = mirrored()
-    result = s.extended.reduce_to("sum", per_replica(s), ["CPU:0", "CPU:1"])
-    assert result.devices() == set(jax.devices()[:2]) and float(result) == 3
-    result = s.extended.reduce_to("sum", per_replica(s), "CPU:1")
-    assert result.devices() == {jax.devices()[1]} and float(result) == 3
-
-
 @pytest.mark.parametrize(
     ("make", "expected"),
     [
@@ -144,16 +128,6 @@ def test_the_documented_reduction_in_a_merge_function(make, expected, batched):
 # Local results.
 
 
-@pytest.mark.parametrize("make", [mirrored, central])
-def test_local_results_compute_with_each_other(make):
-    s = make()
-    x = per_replica(s)
-    versions = s.experimental_local_results(x)
-    assert float(sum(versions)) == float(np.sum(versions)) == 3
-    np.testing.assert_array_equal(jnp.stack(versions), [1, 2])
-    np.testing.assert_array_equal(jnp.maximum(*versions), 2)
-
-
 def test_unwrap():
     s = mirrored()
     x = per_replica(s)
@@ -171,18 +145,6 @@ def test_unwrap():
         s.run(lambda: s.unwrap(v))
     assert s.core.run(lambda: 3) == 3
     assert one().unwrap(3.0) == v1.get_strategy().unwrap(3.0) == (3.0,)
-
-
-def test_group_waits():
-    s = mirrored()
-    x = per_replica(s)
-    assert s.group(x) is None and s.group({"a": x, "b": s.reduce("sum", x)}) is None
-    assert s.group(3.0) == 3.0
-    assert s.group(x, name="g") is None and s.group(3.0, name="g") is None
-    y = one().run(lambda: jnp.ones(3) * 2)
-    assert one().group(y) is y and y.is_ready()
-    with pytest.raises(RuntimeError, match="`strategy.group` was called inside `run`"):
-        s.run(lambda: s.group(x))
 
 
 @of_each_kind
@@ -218,17 +180,6 @@ def test_variable_created_in_scope():
 # broadcast_to.
 
 
-@of_each_kind
-def test_numbers_of_python_are_not_broadcast(make):
-    s = make()
-    assert type(s.extended.broadcast_to(5.0, "CPU:1")) is float
-    assert type(s.extended.broadcast_to(5, "CPU:1")) is int
-    with s.scope():
-        v = js.Variable(np.int32(1))
-    s.extended.update(v, lambda v: v.assign_add(s.extended.broadcast_to(1, v)))
-    assert v.dtype == np.int32 and int(v) == 2
-
-
 def test_where_values_are_broadcast_to():
     s = mirrored()
     with s.scope():
@@ -246,17 +197,6 @@ def test_where_values_are_broadcast_to():
         assert result.devices() == set(cpus[:2])
     result = s.extended.broadcast_to({"a": np.ones(3)}, per_replica(s))
     assert result["a"].devices() == set(cpus[:2])
-
-
-def test_where_one_replica_and_central_storage_have_copies():
-    x = jnp.ones(2)
-    assert one().extended.broadcast_to(x, "CPU:0") is x
-    s = v1.experimental.CentralStorageStrategy(["CPU:1", "CPU:2"], "CPU:0")
-    with s.scope():
-        v = js.Variable(1.0)
-    assert s.extended.broadcast_to(np.ones(2), v).devices() == {jax.devices()[0]}
-    default = v1.get_strategy().extended
-    assert default.broadcast_to(x, "CPU:0") is x
 
 
 def test_what_cannot_be_broadcast():
@@ -311,25 +251,3 @@ def test_reading_on_read_variables():
         return strategy.extended.read_var(total)
 
     assert float(s.run(lambda: v1.get_replica_context().merge_call(merged))) == 7
-
-
-@of_each_kind
-def test_reading_mirrored_variables(make):
-    s = make()
-    with s.scope():
-        v = js.Variable(1.0)
-    read = s.extended.read_var
-    assert isinstance(read(v), jax.Array) and float(read(v)) == 1
-    n = s.num_replicas_in_sync
-    assert each(s, s.run(lambda: read(v) + replica_id())) == [1.0 + i for i in range(n)]
-
-
-def test_reading_ordinary_variables():
-    v = js.Variable(2.0)
-    for s in (v1.get_strategy(), mirrored()):
-        assert isinstance(s.extended.read_var(v), jax.Array)
-        assert float(s.extended.read_var(v)) == 2
-    with pytest.raises(TypeError, match="`extended.read_var` was given 3, a int"):
-        mirrored().extended.read_var(3)
-    with mirrored(4).scope(), pytest.raises(RuntimeError, match="Mixing different"):
-        mirrored().extended.read_var(v)

@@ -1,6 +1,5 @@
 """Steps and `merge_call` of `compat.v1`: numbers of TensorFlow 2.21."""
 
-import jax
 import numpy as np
 import pytest
 from helpers.first_generation import (
@@ -89,28 +88,6 @@ def test_the_documented_sum_over_replicas(make, expected):
     assert each(s, s.extended.call_for_each_replica(step, (3,))) == expected
 
 
-def test_the_documented_sum_of_the_default_strategy():
-    s = v1.get_strategy()
-
-    def step(three):
-        v = three + replica_id()
-        return merge(lambda d, v: sum(d.unwrap(v)), v) + v
-
-    assert s.extended.call_for_each_replica(step, (3,)) == 6
-
-
-@of_each_kind
-def test_a_merge_function_calls_each_replica_again(make):
-    s = make()
-
-    def merge_fn(strategy, x):
-        assert v1.in_cross_replica_context()
-        return strategy.extended.call_for_each_replica(lambda x: 2 * x, args=(x,))
-
-    result = s.run(lambda: merge(merge_fn, replica_id() + 1))
-    assert each(s, result) == [2.0 * (i + 1) for i in range(s.num_replicas_in_sync)]
-
-
 @of_each_kind
 def test_a_merge_function_is_given_the_strategy(make):
     s = make()
@@ -128,14 +105,6 @@ def test_a_merge_function_is_given_the_strategy(make):
         return context.merge_call(merge_fn, args=(x, "y"), kwargs={"k": 5})
 
     assert s.run(step) == 5
-
-
-def test_a_merge_function_outside_is_given_the_default_strategy():
-    def merge_fn(strategy, text):
-        assert strategy is v1.get_strategy() and v1.in_cross_replica_context()
-        return "foo_" + text
-
-    assert merge(merge_fn, "bar") == "foo_bar"
 
 
 class OwnError(Exception):
@@ -167,28 +136,6 @@ def test_exceptions_come_out_as_themselves(make, step):
 # Results.
 
 
-@pytest.mark.parametrize("make", [mirrored, central])
-def test_results_are_merged(make):
-    s = make()
-    with s.scope():
-        v = js.Variable(1.0)
-    ids, text, variable = s.run(lambda: (replica_id(), "x", v))
-    assert isinstance(ids, js.PerReplica) and each(s, ids) == [0, 1]
-    assert text == "x" and variable is v
-
-
-@pytest.mark.parametrize("make", [mirrored, one, central])
-def test_a_variable_comes_back_as_itself(make):
-    s = make()
-    with s.scope():
-        v = js.Variable(1.0)
-    assert s.run(lambda: v) is v
-    seen = []
-    s.run(lambda: seen.append(merge(lambda _: v)))
-    assert seen[0] is v
-    assert s.extended.update(v, lambda x: x) is v
-
-
 @pytest.mark.parametrize("make", [mirrored, one])
 def test_variables_that_a_step_makes_are_mirrored(make):
     s = make()
@@ -209,18 +156,6 @@ def test_variables_that_a_step_makes_are_mirrored(make):
         assert v.devices == s.extended.worker_devices
 
 
-@pytest.mark.parametrize("make", [mirrored, one])
-def test_variables_by_name_that_a_step_makes_are_mirrored(make):
-    s = make()
-    made = s.run(
-        lambda: [v1.get_variable(f"v{i}", initializer=float(i)) for i in range(3)]
-    )
-    assert type(made) is list and list(map(float, made)) == [0, 1, 2]
-    for v in made:
-        assert s.extended.variable_created_in_scope(v)
-        assert v.devices == s.extended.worker_devices
-
-
 def test_the_default_strategy_wraps_nothing():
     s = v1.get_strategy()
 
@@ -231,24 +166,7 @@ def test_the_default_strategy_wraps_nothing():
     assert s.run(step, (2,)) == (2, 0, False)
 
 
-def test_one_device_wraps_nothing():
-    s = one()
-    result = s.run(lambda x: (x + 1, replica_id()), args=(np.float32(2),))
-    assert all(isinstance(x, jax.Array) for x in result)
-    assert list(map(float, result)) == [3, 0]
-
-
 # Where Python values differ between replicas in TensorFlow.
-
-
-def test_the_replica_id_chooses_no_structure():
-    s = mirrored()
-    with pytest.raises(js.TracedValueError):
-        s.run(lambda: [0] * int(replica_id()))
-    with pytest.raises(js.TracedValueError):
-        s.run(lambda: merge(lambda _: 0) if replica_id() == 0 else 0)
-    with s.scope(), pytest.raises(js.TracedValueError):
-        s.run(lambda: js.Variable(1.0, name=f"foo_{int(replica_id())}"))
 
 
 def test_options_of_run_are_taken():

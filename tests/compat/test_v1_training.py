@@ -12,7 +12,6 @@ from helpers.first_generation import (
     replica_id,
     sharded,
     shared,
-    tpu,
 )
 
 import jaxstrategy as js
@@ -64,44 +63,6 @@ def test_gradients_reduced_across_replicas(make, expected):
 
 
 @pytest.mark.parametrize(
-    ("make", "expected"),
-    [
-        (one, [0.1, 0.19, 0.271]),
-        (mirrored, [0.2, 0.36, 0.488]),
-        (central, [0.2, 0.36, 0.488]),
-        (lambda: mirrored(4), [0.4, 0.64, 0.784]),
-    ],
-)
-def test_gradients_reduced_in_a_merge_function(make, expected):
-    s = make()
-    with s.scope():
-        w = js.Variable(0.0)
-
-    def step(x):
-        g = js.grad(lambda: (w * x - 1.0) ** 2, w)()
-        v1.get_replica_context().merge_call(reduced_and_applied, args=(w, g))
-
-    for value in expected:
-        s.run(step, args=(1.0,))
-        assert float(w) == pytest.approx(value, rel=1e-5)
-
-
-@pytest.mark.parametrize("make", [mirrored, lambda: mirrored(4), one, central, tpu])
-def test_a_step_counter(make):
-    s = make()
-    with s.scope():
-        step = js.Variable(0, aggregation="only_first_replica")
-
-    def of_one(by):
-        return step.assign_add(by)
-
-    n = s.num_replicas_in_sync
-    for by, expected in ((1, 1), (2, 3)):
-        assert each(s, s.run(of_one, (np.int32(by),))) == [expected] * n
-        assert {int(x) for x in s.unwrap(step)} == {expected}
-
-
-@pytest.mark.parametrize(
     ("n", "momentum", "expected"),
     [
         (1, 0.8, [[12.0, 12.2], [21.6, 21.96]]),
@@ -121,15 +82,6 @@ def test_moving_means_of_batch_normalization(n, momentum, expected):
     for values in expected:
         s.run(step)
         np.testing.assert_allclose(s.extended.read_var(mean), values, rtol=1e-5)
-
-
-def test_which_variables_are_trained():
-    with mirrored().scope():
-        on_read = js.Variable(1.0, synchronization="on_read", aggregation="mean")
-        asked = js.Variable(1.0, synchronization="on_read", trainable=True)
-        assert not on_read.trainable and asked.trainable
-        assert js.Variable(1.0).trainable
-        assert not js.Variable(1.0, trainable=False).trainable
 
 
 def test_on_read_variables_of_central_storage():

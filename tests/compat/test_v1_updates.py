@@ -1,12 +1,9 @@
 """Updates of `compat.v1`: numbers of TensorFlow 2.21."""
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 from helpers.first_generation import (
     central,
-    each,
     mirrored,
     of_each_kind,
     one,
@@ -37,37 +34,11 @@ def numbers(tree):
 
 
 @of_each_kind
-def test_arguments_of_update(make):
-    s = make()
-    v = variable(s, 1.0)
-    result = s.extended.update(
-        v, lambda v, a, b=0: v.assign_add(a + b), args=(2.0,), kwargs={"b": 3.0}
-    )
-    assert float(result) == float(v) == 6
-
-
-@of_each_kind
 def test_the_documented_update(make):
     s = make()
     v = variable(s, 5.0, aggregation="sum")
     s.extended.update(v, lambda v: v.assign(1.0))
     assert set(copies(v)) == {1.0}
-
-
-@pytest.mark.parametrize(("make", "n"), [(mirrored, 2), (central, 1), (one, 1)])
-def test_results_of_each_copy(make, n):
-    s = make()
-    v, update = variable(s, 5.0), s.extended.update
-    result = update(v, lambda v: v.assign(1.0), group=False)
-    assert type(result) is tuple and numbers(result) == (1.0,) * n
-
-    def fn(v):
-        return {"a": v.assign_add(1.0), "b": 3, "c": "x"}
-
-    result = update(v, fn, group=False)
-    assert numbers(result["a"]) == (2.0,) * n
-    assert result["b"] == (3,) and result["c"] == ("x",)
-    assert update(v, lambda v: None, group=False) == (None,)
 
 
 @of_each_kind
@@ -86,32 +57,6 @@ def test_the_context_of_update(make):
 
 
 # update_non_slot.
-
-
-@of_each_kind
-def test_results_of_update_non_slot(make):
-    s = make()
-    v = variable(s, 1.0)
-    place = s.extended.non_slot_devices([v])
-    update = s.extended.update_non_slot
-    assert update(place, lambda a: a + 1, args=(2,)) == 3
-    result = update(place, lambda a, b: a + b, (jnp.float32(1),), {"b": 2})
-    assert isinstance(result, jax.Array) and float(result) == 3
-    assert result.devices() == ({v.device} if place is v else set(place))
-
-
-@pytest.mark.parametrize(
-    ("make", "n"), [(mirrored, 2), (lambda: mirrored(4), 4), (one, 1)]
-)
-def test_results_of_each_device(make, n):
-    s = make()
-    update = s.extended.update_non_slot
-    place = s.extended.non_slot_devices([])
-    result = update(place, lambda a: a + 1, args=(jnp.float32(2),), group=False)
-    assert type(result) is tuple and numbers(result) == (3.0,) * n
-    assert update(place, lambda a: a + 1, args=(2,), group=False) == (3,)
-    assert update(None, lambda a: a + 1, args=(2,)) == 3
-    assert update(None, lambda a: a + 1, args=(2,), group=False) == (3,)
 
 
 def test_update_non_slot_of_the_default_strategy():
@@ -197,42 +142,6 @@ def test_updates_that_are_refused():
         s.extended.update(3, lambda v: 0)
 
 
-class OwnError(Exception):
-    pass
-
-
-@pytest.mark.parametrize("make", [mirrored, one, central, v1.get_strategy])
-def test_after_an_exception_contexts_are_as_before(make):
-    s = make()
-    v = variable(s, 1.0)
-
-    def fail(*_):
-        raise OwnError
-
-    with pytest.raises(OwnError):
-        s.extended.update(v, fail)
-    with pytest.raises(OwnError):
-        s.extended.update_non_slot(v, fail)
-    assert not v1.has_strategy() and not v1.in_cross_replica_context()
-    assert float(v) == 1
-
-
-def test_places_as_a_list_or_a_tuple():
-    s = mirrored()
-    place = s.extended.non_slot_devices([])
-    v = variable(s, 1.0)
-    for each_place in (place, list(place), ["CPU:0", "CPU:1"]):
-        s.extended.update_non_slot(each_place, lambda: v.assign_add(1.0))
-    assert copies(v) == [4, 4]
-
-
-def test_one_call_serves_all_devices():
-    s = mirrored(4)
-    calls = []
-    s.extended.update_non_slot(s.extended.non_slot_devices([]), lambda: calls.append(1))
-    assert calls == [1]
-
-
 # Places.
 
 
@@ -268,27 +177,3 @@ def test_variables_beside_the_non_slot_devices(make):
     with other.scope(), pytest.raises(ValueError, match="of .*not one made in the sc"):
         with other.extended.colocate_vars_with(v):
             pass
-
-
-def test_the_documented_update_beside_other_variables():
-    s = mirrored()
-    with s.scope():
-        var1 = js.Variable(1.0)
-        with s.extended.colocate_vars_with(var1):
-            var2, var3 = js.Variable(2.0), js.Variable(3.0)
-
-    def fn(v1, v2, v3):
-        v1.assign(v2 + v3)
-
-    s.extended.update(var1, fn, args=(var2, var3))
-    assert copies(var1) == [5, 5]
-
-
-def test_updates_of_divided_state():
-    s = sharded()
-    v = variable(s, np.zeros((4, 3), "float32"))
-    s.extended.update(v, lambda v, x: v.assign_add(x), args=(np.ones((4, 3)),))
-    np.testing.assert_array_equal(s.extended.read_var(v), np.ones((4, 3)))
-    s.extended.update_non_slot(None, lambda: v.assign_add(np.ones((4, 3), "float32")))
-    np.testing.assert_array_equal(s.extended.read_var(v), np.full((4, 3), 2))
-    assert each(s, s.run(lambda: v.value().sum())) == [24, 24]

@@ -1,6 +1,7 @@
 """Strategies of `compat.v1` that tests run under."""
 
 import pytest
+from helpers.cases import slow
 
 import jaxstrategy as js
 from jaxstrategy.compat import v1
@@ -44,7 +45,7 @@ def workers():
 
 of_each_kind = pytest.mark.parametrize(
     "make",
-    [mirrored, mirrored_on_four, one, central, shared, sharded],
+    [mirrored, central, *slow(mirrored_on_four, one, shared, sharded)],
     ids=lambda make: make.__name__,
 )
 

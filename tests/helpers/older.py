@@ -20,7 +20,7 @@ def of_kind(kind, n=1):
     return v1.get_strategy()
 
 
-KINDS = (("mirrored", 2), ("mirrored", 4), ("central", 2), ("one", 1), ("default", 1))
+KINDS = (("mirrored", 2), ("central", 2), ("default", 1))
 
 each_kind = pytest.mark.parametrize(
     "kind, n", KINDS, ids=[f"{kind}-{n}" for kind, n in KINDS]

@@ -11,9 +11,7 @@ def mirrored(n):
 
 
 STRATEGIES = {
-    "mirrored-1": lambda: mirrored(1),
     "mirrored-2": lambda: mirrored(2),
-    "mirrored-4": lambda: mirrored(4),
     "one-device": lambda: contrib.OneDeviceStrategy("CPU:1"),
 }
 

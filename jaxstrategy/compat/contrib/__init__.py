@@ -11,16 +11,13 @@ from jaxstrategy import _lazy_names
 if TYPE_CHECKING:
     from jaxstrategy._options import VariableAggregation as VariableAggregation
     from jaxstrategy._options import VariableSynchronization as VariableSynchronization
-    from jaxstrategy.compat._get_variable import AUTO_REUSE as AUTO_REUSE
-    from jaxstrategy.compat._get_variable import get_variable as get_variable
-    from jaxstrategy.compat._get_variable import (
+    from jaxstrategy.compat._variables_by_name import AUTO_REUSE as AUTO_REUSE
+    from jaxstrategy.compat._variables_by_name import get_variable as get_variable
+    from jaxstrategy.compat._variables_by_name import (
         get_variable_scope as get_variable_scope,
     )
-    from jaxstrategy.compat._get_variable import variable_scope as variable_scope
-    from jaxstrategy.compat.contrib._aggregating_context import (
-        MultiStepContext as MultiStepContext,
-    )
-    from jaxstrategy.compat.contrib._all_reduce_ops import (
+    from jaxstrategy.compat._variables_by_name import variable_scope as variable_scope
+    from jaxstrategy.compat.contrib._contrib_strategies import (
         AllReduceCrossTowerOps as AllReduceCrossTowerOps,
     )
     from jaxstrategy.compat.contrib._contrib_strategies import (
@@ -41,16 +38,13 @@ if TYPE_CHECKING:
     from jaxstrategy.compat.contrib._distribution_strategy import (
         DistributionStrategy as DistributionStrategy,
     )
-    from jaxstrategy.compat.contrib._monitor import Monitor as Monitor
-    from jaxstrategy.compat.contrib._older_functions import (
-        get_loss_reduction as get_loss_reduction,
+    from jaxstrategy.compat.contrib._distribution_strategy import (
+        MultiStepContext as MultiStepContext,
     )
-    from jaxstrategy.compat.contrib._older_functions import (
-        increment_var as increment_var,
-    )
-    from jaxstrategy.compat.contrib._per_device_dataset import (
+    from jaxstrategy.compat.contrib._distribution_strategy import (
         PerDeviceDataset as PerDeviceDataset,
     )
+    from jaxstrategy.compat.contrib._standard_steps import Monitor as Monitor
     from jaxstrategy.compat.contrib._standard_steps import (
         StandardInputStep as StandardInputStep,
     )
@@ -59,6 +53,7 @@ if TYPE_CHECKING:
     )
     from jaxstrategy.compat.contrib._standard_steps import Step as Step
     from jaxstrategy.compat.contrib._tower_context import TowerContext as TowerContext
+    from jaxstrategy.compat.contrib._tower_context import UpdateContext as UpdateContext
     from jaxstrategy.compat.contrib._tower_context import (
         get_cross_tower_context as get_cross_tower_context,
     )
@@ -66,19 +61,20 @@ if TYPE_CHECKING:
         get_distribution_strategy as get_distribution_strategy,
     )
     from jaxstrategy.compat.contrib._tower_context import (
+        get_loss_reduction as get_loss_reduction,
+    )
+    from jaxstrategy.compat.contrib._tower_context import (
         get_tower_context as get_tower_context,
+    )
+    from jaxstrategy.compat.contrib._tower_context import (
+        get_update_device as get_update_device,
     )
     from jaxstrategy.compat.contrib._tower_context import (
         has_distribution_strategy as has_distribution_strategy,
     )
+    from jaxstrategy.compat.contrib._tower_context import increment_var as increment_var
     from jaxstrategy.compat.contrib._tower_context import (
         require_tower_context as require_tower_context,
-    )
-    from jaxstrategy.compat.contrib._update_context import (
-        UpdateContext as UpdateContext,
-    )
-    from jaxstrategy.compat.contrib._update_context import (
-        get_update_device as get_update_device,
     )
     from jaxstrategy.reductions._cross_device_ops import CrossDeviceOps
     from jaxstrategy.reductions._planned_ops import ReductionToOneDevice
@@ -94,27 +90,24 @@ else:
         __name__,
         {
             "_options": "VariableAggregation VariableSynchronization",
-            "compat._get_variable": (
+            "compat._variables_by_name": (
                 "AUTO_REUSE get_variable get_variable_scope variable_scope"
             ),
-            "compat.contrib._aggregating_context": "MultiStepContext",
-            "compat.contrib._all_reduce_ops": "AllReduceCrossTowerOps",
             "compat.contrib._contrib_strategies": (
-                "CollectiveAllReduceStrategy MirroredStrategy OneDeviceStrategy "
-                "ParameterServerStrategy TPUStrategy"
+                "AllReduceCrossTowerOps CollectiveAllReduceStrategy MirroredStrategy "
+                "OneDeviceStrategy ParameterServerStrategy TPUStrategy"
             ),
-            "compat.contrib._distribution_strategy": "DistributionStrategy",
-            "compat.contrib._monitor": "Monitor",
-            "compat.contrib._older_functions": "get_loss_reduction increment_var",
-            "compat.contrib._per_device_dataset": "PerDeviceDataset",
+            "compat.contrib._distribution_strategy": (
+                "DistributionStrategy MultiStepContext PerDeviceDataset"
+            ),
             "compat.contrib._standard_steps": (
-                "StandardInputStep StandardSingleLossStep Step"
+                "Monitor StandardInputStep StandardSingleLossStep Step"
             ),
             "compat.contrib._tower_context": (
-                "TowerContext get_cross_tower_context get_distribution_strategy "
-                "get_tower_context has_distribution_strategy require_tower_context"
+                "get_cross_tower_context get_distribution_strategy get_loss_reduction "
+                "get_tower_context get_update_device has_distribution_strategy "
+                "increment_var require_tower_context TowerContext UpdateContext"
             ),
-            "compat.contrib._update_context": "UpdateContext get_update_device",
             "reductions._cross_device_ops": "CrossTowerOps=CrossDeviceOps",
             "reductions._planned_ops": (
                 "ReductionToOneDeviceCrossTowerOps=ReductionToOneDevice"

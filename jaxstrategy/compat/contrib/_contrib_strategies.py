@@ -8,14 +8,16 @@ from typing import Any, NoReturn, Self, final
 
 from jaxstrategy._errors import ContextError
 from jaxstrategy.cluster.resolvers._tpu import TPUClusterResolver
-from jaxstrategy.compat._first_named import first_named
-from jaxstrategy.compat.contrib._cross_tower_checks import operation_of
+from jaxstrategy.compat._adapters import first_named
 from jaxstrategy.compat.contrib._distribution_strategy import (
     FACES,
     DistributionStrategy,
+    MapOutput,
+    operation_of,
+    require_cross_tower,
 )
-from jaxstrategy.compat.contrib._map_output import MapOutput
 from jaxstrategy.reductions._cross_device_ops import CrossDeviceOps
+from jaxstrategy.reductions._planned_ops import HierarchicalCopyAllReduce, NcclAllReduce
 from jaxstrategy.replicas import _devices
 from jaxstrategy.replicas._devices import Device
 from jaxstrategy.strategies import (
@@ -32,6 +34,54 @@ from jaxstrategy.strategies._destinations import checked_pairs
 from jaxstrategy.text._whole_numbers import whole
 from jaxstrategy.values._types import PyTree
 from jaxstrategy.variables._variable import Variable
+
+_KINDS = {
+    "nccl": NcclAllReduce,
+    "hierarchical_copy": HierarchicalCopyAllReduce,
+}
+
+
+def AllReduceCrossTowerOps(  # noqa: N802 - a class in TensorFlow
+    all_reduce_alg: str = "nccl",
+    num_packs: int = 1,
+    agg_small_grads_max_bytes: int = 0,
+    agg_small_grads_max_group: int = 10,
+) -> CrossDeviceOps:
+    """All-reduces of the values of all towers.
+
+    Args:
+      all_reduce_alg: "nccl", or "hierarchical_copy" for sums inside groups of near
+        devices first.
+      num_packs: in how many packs arrays of one dtype are joined; 0 for none.
+      agg_small_grads_max_bytes: changes nothing, as packs join small arrays.
+      agg_small_grads_max_group: likewise.
+
+    Returns:
+      Today's `NcclAllReduce` or `HierarchicalCopyAllReduce`.
+
+    Raises:
+      ValueError: another algorithm; a negative number.
+      TypeError: no whole number.
+
+    >>> import jaxstrategy as js
+    >>> from jaxstrategy.compat import contrib
+    >>> ops = contrib.AllReduceCrossTowerOps("hierarchical_copy")
+    >>> contrib.MirroredStrategy(js.simulate(8)[:4], cross_tower_ops=ops).num_towers
+    4
+    """
+    if all_reduce_alg not in _KINDS:
+        raise ValueError(
+            f"`all_reduce_alg` was {all_reduce_alg!r}; 'nccl' or 'hierarchical_copy' "
+            "was wanted."
+        )
+    for name, given in (
+        ("num_packs", num_packs),
+        ("agg_small_grads_max_bytes", agg_small_grads_max_bytes),
+        ("agg_small_grads_max_group", agg_small_grads_max_group),
+    ):
+        if whole(given) is None:
+            raise TypeError(f"`{name}` was {given!r}; a whole number was wanted.")
+    return _KINDS[all_reduce_alg](num_packs)
 
 
 @final
@@ -185,15 +235,7 @@ class ParameterServerStrategy(DistributionStrategy):
             super().__init__(_central.CentralStorageStrategy(devices))
 
     def non_slot_devices(self, var_list: Sequence[Variable]) -> Variable:
-        """The variable whose name comes first.
-
-        Args:
-          var_list: the variables that an optimizer optimizes.
-
-        Raises:
-          ValueError: there are none.
-          TypeError: they are no variables.
-        """
+        """The variable whose name comes first."""
         return first_named(var_list, "non_slot_devices")
 
 
@@ -248,11 +290,7 @@ class DefaultDistributionStrategy(DistributionStrategy):
     """
 
     def scope(self) -> AbstractContextManager[Self]:
-        """A `with` block that changes nothing.
-
-        Raises:
-          ContextError: inside another strategy's scope.
-        """
+        """A `with` block that changes nothing."""
         if _current.has_strategy():
             raise ContextError(
                 "Must not nest DistributionStrategy scopes. The default strategy's was "
@@ -262,88 +300,41 @@ class DefaultDistributionStrategy(DistributionStrategy):
 
     @property
     def worker_devices(self) -> NoReturn:
-        """None.
-
-        Raises:
-          ContextError: always.
-        """
+        """None."""
         raise _unsupported("worker_devices")
 
     @property
     def parameter_devices(self) -> NoReturn:
-        """None.
-
-        Raises:
-          ContextError: always.
-        """
+        """None."""
         raise _unsupported("parameter_devices")
 
     @property
     def worker_device_index(self) -> NoReturn:
-        """None.
-
-        Raises:
-          ContextError: always.
-        """
+        """None."""
         raise _unsupported("worker_device_index")
 
     def non_slot_devices(self, var_list: Sequence[Variable]) -> Variable:
-        """The variable whose name comes first.
-
-        Args:
-          var_list: the variables that an optimizer optimizes.
-
-        Raises:
-          ValueError: there are none.
-          TypeError: they are no variables.
-        """
+        """The variable whose name comes first."""
         return first_named(var_list, "non_slot_devices")
 
     def broadcast(self, tensor: PyTree, destinations: Any = None) -> PyTree:
-        """`tensor` as it is.
-
-        Args:
-          tensor: a pytree.
-          destinations: play no part.
-
-        Raises:
-          ContextError: outside of cross-tower context.
-        """
-        self._require_cross_tower("broadcast")
+        """`tensor` as it is."""
+        require_cross_tower(self, "broadcast")
         return tensor
 
     def reduce(
         self, aggregation: Any, value: PyTree, destinations: Any = None
     ) -> PyTree:
-        """`value` as it is; of what `map` gave, the sum or the mean of all elements.
-
-        Args:
-          aggregation: `VariableAggregation.SUM` or `.MEAN`; "sum" or "mean".
-          value: a pytree, or what `map` gave.
-          destinations: play no part.
-
-        Raises:
-          ContextError: outside of cross-tower context.
-          ValueError: another aggregation.
-        """
-        self._require_cross_tower("reduce")
+        """`value` as it is; of what `map` gave, the sum or the mean of all elements."""
+        require_cross_tower(self, "reduce")
         op = operation_of(aggregation)
         return value.reduced(op) if isinstance(value, MapOutput) else value
 
     def batch_reduce(
         self, aggregation: Any, value_destination_pairs: Sequence[tuple[PyTree, Any]]
     ) -> list[PyTree]:
-        """The values as they are.
-
-        Args:
-          aggregation: as of `reduce`.
-          value_destination_pairs: pairs of a value and its destinations.
-
-        Raises:
-          ContextError: outside of cross-tower context.
-          ValueError: something else than pairs; another aggregation.
-        """
-        self._require_cross_tower("batch_reduce")
+        """The values as they are."""
+        require_cross_tower(self, "batch_reduce")
         operation_of(aggregation)
         return [value for value, _ in checked_pairs(value_destination_pairs)]
 
@@ -369,11 +360,7 @@ def _checked(given: object, name: str, at_least: int) -> int:
 
 
 def _check_all(number: int) -> None:
-    """Raise unless this is the number of this process's devices, or 0.
-
-    Raises:
-      ValueError: it is another.
-    """
+    """Raise unless this is the number of this process's devices, or 0."""
     found = len(_devices.default_devices())
     if number not in (0, found):
         raise ValueError(
@@ -384,12 +371,7 @@ def _check_all(number: int) -> None:
 
 
 def _first(given: object, name: str) -> tuple[Device, ...]:
-    """So many of this host's devices.
-
-    Raises:
-      ValueError: it has not so many.
-      TypeError: no whole number.
-    """
+    """So many of this host's devices."""
     number, found = _checked(given, name, at_least=1), _devices.default_devices()
     if number > len(found):
         raise ValueError(

@@ -6,16 +6,63 @@ import abc
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeAlias, final
 
+from jaxstrategy._errors import OutOfRangeError
 from jaxstrategy._options import ReduceOp
-from jaxstrategy.compat.contrib._aggregating_context import MultiStepContext
-from jaxstrategy.compat.contrib._distribution_strategy import DistributionStrategy
+from jaxstrategy.compat.contrib._distribution_strategy import (
+    DistributionStrategy,
+    MultiStepContext,
+)
 from jaxstrategy.contexts import _outbox
 from jaxstrategy.strategies import _current
 from jaxstrategy.text._shown import shown
-from jaxstrategy.text._whole_numbers import whole
+from jaxstrategy.text._whole_numbers import positive, whole
 from jaxstrategy.values._types import PyTree
 from jaxstrategy.variables._gradients import value_and_grad, value_and_grad_of_read
 from jaxstrategy.variables._variable import Variable
+
+
+@final
+class Monitor:
+    """Calls a step so many times, or until the data ends.
+
+    Args:
+      step_callable: a step without arguments. At the end of the data it raises
+        `OutOfRangeError`, as `get_next()` of an iterator does.
+      session: leave it out.
+
+    Raises:
+      TypeError: `step_callable` cannot be called.
+      ValueError: a session is given.
+
+    >>> from jaxstrategy.compat import contrib
+    >>> contrib.Monitor(lambda: print("step")).run_steps(2)
+    step
+    step
+    """
+
+    def __init__(
+        self, step_callable: Callable[[], object], session: object = None
+    ) -> None:
+        if not callable(step_callable):
+            raise TypeError(
+                f"`step_callable` was {shown(step_callable)}, which cannot be called."
+            )
+        if session is not None:
+            raise ValueError(
+                "Should not provide a `session`: steps are run without one."
+            )
+        self._step = step_callable
+
+    def run_steps(self, num_steps: int | None = None) -> None:
+        """Takes steps."""
+        left = None if num_steps is None else positive("num_steps", num_steps)
+        while left is None or left > 0:
+            try:
+                self._step()
+            except OutOfRangeError:
+                return
+            left = None if left is None else left - 1
+
 
 _State: TypeAlias = PyTree
 
@@ -103,22 +150,11 @@ class StandardInputStep(Step):
         self._iterator = dataset.make_initializable_iterator()
 
     def next_element(self) -> PyTree:
-        """The next element of each tower.
-
-        Raises:
-          OutOfRangeError: there is none.
-        """
+        """The next element of each tower."""
         return self._iterator.get_next()
 
     def initialize(self) -> list[Any]:
-        """Begins again at the first element.
-
-        Returns:
-          An empty list: of what a session has to run.
-
-        Raises:
-          TypeError: the data can be read only once, and were.
-        """
+        """Begins again at the first element."""
         return self._iterator.initialize()
 
 
@@ -191,15 +227,7 @@ class StandardSingleLossStep(StandardInputStep):
         return self._context
 
     def __call__(self) -> None:
-        """Makes so many updates as `iterations_per_step` says.
-
-        Returns:
-          None, for the operation that a session would run.
-
-        Raises:
-          OutOfRangeError: there are fewer elements. The updates before have been made.
-          ValueError: `loss_fn` makes a variable, or reads none that is trainable.
-        """
+        """Makes so many updates as `iterations_per_step` says."""
         strategy = self._distribution
         with strategy.scope():
             replica = _current.get_replica_context()
@@ -226,17 +254,7 @@ def _updating(
     optimizer: Transformation,
     variables: tuple[Variable, ...] | None,
 ) -> Callable[..., tuple[tuple[Variable, ...], _State]]:
-    """The step of one tower.
-
-    Args:
-      loss_fn: the user's.
-      optimizer: the user's.
-      variables: those that are trained; None for those that the loss reads.
-
-    Returns:
-      A function of a context, the optimizer's state and the parts of an element, which
-      returns the variables and the next state.
-    """
+    """The step of one tower."""
 
     def update(
         context: MultiStepContext, state: _State, *inputs: PyTree

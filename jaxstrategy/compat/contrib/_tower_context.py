@@ -1,17 +1,17 @@
-"""The view that one tower has of the others: `TowerContext`, and who asks for it."""
+"""Functions of 2018 over contexts: `increment_var`, `get_loss_reduction`."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, Self, final
 
 import jax
 
 from jaxstrategy._errors import ContextError
-from jaxstrategy.compat._absent_members import NAMES_IN_2018, missing_member
-from jaxstrategy.compat._context_faces import ContextFaces
-from jaxstrategy.compat.contrib import _tower_values
+from jaxstrategy._options import VariableAggregation
+from jaxstrategy.compat._adapters import NAMES_IN_2018, ContextFaces, missing_member
+from jaxstrategy.compat.contrib import _distribution_strategy
 from jaxstrategy.compat.contrib._distribution_strategy import (
     FACES,
     DistributionStrategy,
@@ -19,10 +19,12 @@ from jaxstrategy.compat.contrib._distribution_strategy import (
 from jaxstrategy.contexts import _context
 from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
 from jaxstrategy.contexts._replica_context import ReplicaContext
+from jaxstrategy.replicas import _devices
 from jaxstrategy.replicas._devices import Device
 from jaxstrategy.strategies import _current
 from jaxstrategy.text._shown import shown
-from jaxstrategy.values._types import PyTree
+from jaxstrategy.values._types import PyTree, Value
+from jaxstrategy.variables._variable import Variable
 
 
 @final
@@ -54,11 +56,7 @@ class TowerContext:
         self._entered: list[contextlib.AbstractContextManager[Any]] = []
 
     def __enter__(self) -> Self:
-        """A `with` block in the context where code already is.
-
-        Raises:
-          ContextError: code is elsewhere; `call_for_each_tower` enters towers.
-        """
+        """A `with` block in the context where code already is."""
         block = contextlib.nullcontext()
         if self is _DEFAULT and not _current.has_strategy():
             block = _context.outside()
@@ -74,23 +72,9 @@ class TowerContext:
     def merge_call(
         self, merge_fn: Callable[..., PyTree], *args: PyTree, **kwargs: PyTree
     ) -> PyTree:
-        """Calls `merge_fn(distribution_strategy, *args, **kwargs)` once for all towers.
-
-        Args:
-          merge_fn: a function in cross-tower context.
-          *args: its arguments. Arrays arrive as `PerDevice`s, with a single tower as
-            they are; numbers, strings and variables always as they are.
-          **kwargs: its keyword arguments.
-
-        Returns:
-          What `merge_fn` returned, each `PerDevice` as this tower's version.
-
-        Raises:
-          ContextError: this is not the current tower context.
-          TypeError: `merge_fn` cannot be called.
-        """
+        """Calls `merge_fn(strategy, *args, **kwargs)` once for all towers."""
         _require_current(self)
-        _tower_values.require_function("merge_call", merge_fn)
+        _distribution_strategy.require_function("merge_call", merge_fn)
 
         def with_face(core: AbstractStrategy, /, *args: Any, **kwargs: Any) -> PyTree:
             return merge_fn(FACES.of(core), *args, **kwargs)
@@ -118,20 +102,13 @@ class TowerContext:
 
         One program serves all towers, so that in `call_for_each_tower` it is an int32
         scalar known only on the devices. Outside any strategy it is the int 0.
-
-        Raises:
-          ContextError: this is not the current tower context.
         """
         _require_current(self)
         return self._replica.replica_id_in_sync_group
 
     @property
     def device(self) -> tuple[Device, ...]:
-        """The devices of all towers, in their order: one program serves them.
-
-        Raises:
-          ContextError: this is not the current tower context.
-        """
+        """The devices of all towers, in their order: one program serves them."""
         _require_current(self)
         return self._replica.devices
 
@@ -241,3 +218,114 @@ def _require_current(tower_ctx: TowerContext) -> None:
         f"{tower_ctx.distribution_strategy!r} is not {here!r}. Call "
         "`get_tower_context()` where the context is used."
     )
+
+
+@final
+class UpdateContext:
+    """A `with` block in which `get_update_device()` says these devices.
+
+    `DistributionStrategy.update` enters one by itself. This one changes nothing but
+    what `get_update_device()` returns in this thread.
+
+    Args:
+      device: a device or its name, or several.
+
+    Raises:
+      ValueError: there is no such device.
+      TypeError: neither devices nor names.
+
+    >>> import jaxstrategy as js
+    >>> from jaxstrategy.compat import contrib
+    >>> _ = js.simulate(8)
+    >>> with contrib.UpdateContext("CPU:1"):
+    ...     contrib.get_update_device()
+    (CpuDevice(id=1),)
+    """
+
+    def __init__(self, device: Device | str | Sequence[Device | str]) -> None:
+        given = [device] if isinstance(device, (Device, str)) else device
+        self.devices = _devices.choose(given)
+        self._blocks: list[contextlib.AbstractContextManager[Any]] = []
+
+    def __enter__(self) -> Self:
+        updated = _context.current().updated
+        block = _context.entered(update_device=(self.devices, updated))
+        block.__enter__()
+        self._blocks.append(block)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._blocks.pop().__exit__(*error)
+
+
+def get_update_device() -> tuple[Device, ...] | None:
+    """The devices of the copies that code changes; None outside of updates.
+
+    A function of `update` is called once for all copies, so that these are the devices
+    of all of them.
+
+    >>> import jaxstrategy as js
+    >>> from jaxstrategy.compat import contrib
+    >>> strategy = contrib.MirroredStrategy(js.simulate(8)[:2])
+    >>> with strategy.scope():
+    ...     v = js.Variable(1.0)
+    ...     strategy.update(v, lambda v: print(contrib.get_update_device()))
+    (CpuDevice(id=0), CpuDevice(id=1))
+    """
+    context = _context.current()
+    if context.update_device is not None:
+        devices, updated = context.update_device
+        if updated == context.updated:  # else an update was entered inside
+            return devices
+    return context.updated or None
+
+
+def increment_var(v: Variable, amount: Value = 1) -> jax.Array:
+    """Adds `amount` to each copy of a variable, once for all towers.
+
+    For counters of steps, in a function of `call_for_each_tower` or outside any scope.
+
+    Args:
+      v: the variable.
+      amount: a number or an array, equal in all towers.
+
+    Returns:
+      The new value, of the shape of `v`.
+
+    Raises:
+      ContextError: in cross-tower context; use `distribution_strategy.update` there.
+      ValueError: `amount` may differ between towers.
+      TypeError: `v` is no variable.
+
+    >>> import jaxstrategy as js
+    >>> from jaxstrategy.compat import contrib
+    >>> strategy = contrib.MirroredStrategy(js.simulate(8)[:2])
+    >>> with strategy.scope():
+    ...     steps = js.Variable(6)
+    ...     strategy.call_for_each_tower(lambda: contrib.increment_var(steps))
+    Array(7, dtype=int32)
+    """
+    context = get_tower_context()
+    if context is None:
+        raise ContextError(
+            "`increment_var` was called in cross-tower context; it is for towers. Use "
+            "`distribution_strategy.update(v, lambda v: v.assign_add(amount))` here."
+        )
+
+    def merge_fn(strategy: DistributionStrategy, v: Variable) -> jax.Array:
+        return strategy.update(v, lambda v: v.assign_add(amount))
+
+    return context.merge_call(merge_fn, v)
+
+
+def get_loss_reduction() -> VariableAggregation:
+    """The aggregation of gradients for the loss at hand: MEAN.
+
+    Nobody records losses here, so that it stays MEAN after a summed one, too, where
+    2018 gave SUM.
+
+    >>> from jaxstrategy.compat import contrib
+    >>> contrib.get_loss_reduction()
+    <VariableAggregation.MEAN: 'MEAN'>
+    """
+    return VariableAggregation.MEAN

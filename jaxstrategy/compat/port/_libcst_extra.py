@@ -6,11 +6,7 @@ from jaxstrategy._errors import MissingExtraError
 
 
 def require_libcst() -> None:
-    """Raises unless LibCST is installed, which reads programs without losing comments.
-
-    Raises:
-      MissingExtraError: it is not installed.
-    """
+    """Raises unless LibCST is installed."""
     try:
         import libcst
     except ImportError as missing:

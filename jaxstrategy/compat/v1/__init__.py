@@ -12,14 +12,15 @@ from jaxstrategy import _lazy_names
 if TYPE_CHECKING:
     from jaxstrategy import cluster_resolver as cluster_resolver
     from jaxstrategy._options import ReduceOp as ReduceOp
-    from jaxstrategy.compat._get_variable import AUTO_REUSE as AUTO_REUSE
-    from jaxstrategy.compat._get_variable import get_variable as get_variable
-    from jaxstrategy.compat._get_variable import (
+    from jaxstrategy.compat._older_inputs import InputIterator as InputIterator
+    from jaxstrategy.compat._variables_by_name import AUTO_REUSE as AUTO_REUSE
+    from jaxstrategy.compat._variables_by_name import get_variable as get_variable
+    from jaxstrategy.compat._variables_by_name import (
         get_variable_scope as get_variable_scope,
     )
-    from jaxstrategy.compat._get_variable import variable_scope as variable_scope
-    from jaxstrategy.compat._input_iterator import InputIterator as InputIterator
+    from jaxstrategy.compat._variables_by_name import variable_scope as variable_scope
     from jaxstrategy.compat.v1 import experimental as experimental
+    from jaxstrategy.compat.v1._v1_contexts import ReplicaContext as ReplicaContext
     from jaxstrategy.compat.v1._v1_contexts import (
         experimental_set_strategy as experimental_set_strategy,
     )
@@ -34,13 +35,8 @@ if TYPE_CHECKING:
     from jaxstrategy.compat.v1._v1_contexts import (
         in_cross_replica_context as in_cross_replica_context,
     )
+    from jaxstrategy.compat.v1._v1_extended import MultiStepContext as MultiStepContext
     from jaxstrategy.compat.v1._v1_extended import StrategyExtended as StrategyExtended
-    from jaxstrategy.compat.v1._v1_multi_step_context import (
-        MultiStepContext as MultiStepContext,
-    )
-    from jaxstrategy.compat.v1._v1_replica_context import (
-        ReplicaContext as ReplicaContext,
-    )
     from jaxstrategy.compat.v1._v1_strategies import (
         MirroredStrategy as MirroredStrategy,
     )
@@ -69,17 +65,15 @@ else:
         __name__,
         {
             "_options": "ReduceOp",
-            "compat._get_variable": (
+            "compat._older_inputs": "InputIterator",
+            "compat._variables_by_name": (
                 "AUTO_REUSE get_variable get_variable_scope variable_scope"
             ),
-            "compat._input_iterator": "InputIterator",
             "compat.v1._v1_contexts": (
                 "experimental_set_strategy get_loss_reduction get_replica_context "
-                "get_strategy has_strategy in_cross_replica_context"
+                "get_strategy has_strategy in_cross_replica_context ReplicaContext"
             ),
-            "compat.v1._v1_extended": "StrategyExtended",
-            "compat.v1._v1_multi_step_context": "MultiStepContext",
-            "compat.v1._v1_replica_context": "ReplicaContext",
+            "compat.v1._v1_extended": "MultiStepContext StrategyExtended",
             "compat.v1._v1_strategies": "MirroredStrategy OneDeviceStrategy",
             "compat.v1._v1_strategy": "RunOptions Strategy",
             "inputs._input_options": "InputContext InputReplicationMode",

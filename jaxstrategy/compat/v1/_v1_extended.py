@@ -1,32 +1,86 @@
-"""The additional methods of a strategy of TensorFlow 1: `StrategyExtended`."""
+"""What TensorFlow 1 says otherwise of some strategies: kinds of `StrategyExtended`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+import re
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn, final
 
 import jax
 
 from jaxstrategy._communication_options import CommunicationOptions
 from jaxstrategy._errors import ContextError
-from jaxstrategy._options import (
-    ReduceOp,
-    VariableAggregation,
-    VariableSynchronization,
+from jaxstrategy._options import ReduceOp, VariableAggregation, VariableSynchronization
+from jaxstrategy.compat import _older_inputs
+from jaxstrategy.compat._adapters import NAMES_IN_V1, first_named, missing_member
+from jaxstrategy.compat._multi_steps import (
+    AbstractMultiStepContext,
+    run_steps_on_iterator,
 )
-from jaxstrategy.compat._absent_members import NAMES_IN_V1, missing_member
-from jaxstrategy.compat.v1._v1_hints import options_of
-from jaxstrategy.compat.v1._v1_steps import RunsOnIterator
+from jaxstrategy.compat._older_inputs import NumpyDataset, numpy_dataset
 from jaxstrategy.contexts import _context
 from jaxstrategy.contexts._call_arguments import check_arguments
 from jaxstrategy.replicas._devices import Device
 from jaxstrategy.strategies import _extended
 from jaxstrategy.strategies._calls import check_function
-from jaxstrategy.strategies._destinations import check_reduced, checked_pairs
+from jaxstrategy.strategies._destinations import (
+    Destinations,
+    check_reduced,
+    checked_pairs,
+)
 from jaxstrategy.strategies._extending import checked_variable
 from jaxstrategy.strategies._strategy import Strategy
 from jaxstrategy.values._types import Function, PyTree
 from jaxstrategy.variables._variable import Variable
+
+
+def options_of(
+    options: CommunicationOptions | None, hints: CommunicationOptions | None
+) -> CommunicationOptions | None:
+    """The options by whichever name they were given."""
+    if hints is None:
+        return options
+    if options is not None:
+        raise ValueError(
+            "`options` and `experimental_hints` are two names of one argument, and "
+            "both were given. Use `options`."
+        )
+    if not isinstance(hints, CommunicationOptions):
+        raise TypeError(
+            f"`experimental_hints` was {hints!r}; `experimental.CollectiveHints(...)` "
+            "were wanted, for example with `bytes_per_pack=2**20`."
+        )
+    return hints
+
+
+@final
+class MultiStepContext(AbstractMultiStepContext):
+    """Named outputs of the last of several steps.
+
+    Made by `experimental_run_steps_on_iterator`, which passes it to the function first.
+
+    >>> context = MultiStepContext()
+    >>> context.last_step_outputs, context.non_tensor_outputs, context.run_op
+    ({}, {}, None)
+    """
+
+    _operation_example = "`reduce_op=ReduceOp.MEAN`"
+
+    @classmethod
+    def of_steps(cls) -> MultiStepContext:
+        """The context that steps are given."""
+        return _OF_STEPS
+
+    def set_last_step_output(
+        self, name: str, output: PyTree, reduce_op: ReduceOp | str | None = None
+    ) -> None:
+        """Sets an output of this step; those of the last one stay."""
+        op = None if reduce_op is None else ReduceOp(reduce_op)
+        self._set_output(name, output, op)
+
+
+_OF_STEPS = MultiStepContext()
+
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -35,7 +89,7 @@ if TYPE_CHECKING:
     from jaxstrategy.strategies._destinations import Destinations
 
 
-class StrategyExtended(RunsOnIterator):
+class StrategyExtended:
     """The methods of `tf.compat.v1.distribute.StrategyExtended`.
 
     It is `strategy.extended` of a strategy of `compat.v1`.
@@ -100,18 +154,7 @@ class StrategyExtended(RunsOnIterator):
         args: Sequence[PyTree] = (),
         kwargs: dict[str, PyTree] | None = None,
     ) -> PyTree:
-        """`strategy.run` under its older name: enters the scope by itself.
-
-        Args:
-          fn: the step, as one replica sees it.
-          args: its positional arguments, a tuple or list.
-          kwargs: its keyword arguments.
-
-        Raises:
-          ContextError: inside `run`, or in another strategy's scope.
-          TracedValueError: Python code in `fn` needs the value of a traced array.
-          TypeError: `fn` cannot be called, or arguments are none.
-        """
+        """`strategy.run` under its older name: enters the scope by itself."""
         check_function(fn, "extended.call_for_each_replica")
         _context.require_cross_replica(self._strategy, "extended.call_for_each_replica")
         return self._strategy.run(fn, args, kwargs)
@@ -127,21 +170,7 @@ class StrategyExtended(RunsOnIterator):
         *,
         experimental_hints: CommunicationOptions | None = None,
     ) -> PyTree:
-        """`value` reduced over the replicas and placed on `destinations`.
-
-        Args:
-          reduce_op: a `ReduceOp`, its name in any case, or the `VariableAggregation`.
-          value: a pytree of `PerReplica`s, arrays and numbers.
-          destinations: a device or its name, several, a variable (which is not
-            changed), a `PerReplica` or a mirrored value.
-          options: how, instead of as the strategy does.
-          experimental_hints: the older name of `options`.
-
-        Raises:
-          ValueError: there is no such reduction or destination; options by both names.
-          TypeError: a leaf is not a number, or `destinations` names no devices.
-          ContextError: inside `run`.
-        """
+        """`value` reduced over the replicas and placed on `destinations`."""
         chosen = options_of(options, experimental_hints)
         op = ReduceOp(reduce_op)
         self._check_process(destinations)
@@ -155,19 +184,7 @@ class StrategyExtended(RunsOnIterator):
         *,
         experimental_hints: CommunicationOptions | None = None,
     ) -> list[PyTree]:
-        """Several `reduce_to` at once: one result per pair, in order.
-
-        Args:
-          reduce_op: as of `reduce_to`.
-          value_destination_pairs: values with their destinations.
-          options: how, instead of as the strategy does.
-          experimental_hints: the older name of `options`.
-
-        Raises:
-          ValueError: something else than a sequence of pairs; else as `reduce_to`.
-          TypeError: as `reduce_to`.
-          ContextError: inside `run`.
-        """
+        """Several `reduce_to` at once: one result per pair, in order."""
         chosen = options_of(options, experimental_hints)
         op = ReduceOp(reduce_op)
         pairs = checked_pairs(value_destination_pairs)
@@ -179,23 +196,7 @@ class StrategyExtended(RunsOnIterator):
         """Raise if these are devices of a process that is out of reach."""
 
     def broadcast_to(self, tensor: PyTree, destinations: Destinations) -> PyTree:
-        """Copies of `tensor` on `destinations`.
-
-        Args:
-          tensor: a pytree of arrays, equal on all replicas. A number of Python's comes
-            back as it is, so that it takes on the dtype of what it is added to.
-          destinations: a device or its name, a list of them, a variable, a `PerReplica`
-            or a mirrored value.
-
-        Returns:
-          A pytree like `tensor`, of the same shapes. With one replica it is `tensor`.
-
-        Raises:
-          ValueError: there is no destination, or no such device; `tensor` is a
-            `PerReplica`.
-          TypeError: `destinations` names no devices.
-          ContextError: inside `run`.
-        """
+        """Copies of `tensor` on `destinations`."""
         method = "extended.broadcast_to"
         context = _context.require_cross_replica(self._strategy, method)
         is_list = isinstance(destinations, (list, tuple))
@@ -221,11 +222,6 @@ class StrategyExtended(RunsOnIterator):
 
         That of an on-read variable is what it aggregates to. In `run` it is this
         replica's value, of a mirrored variable.
-
-        Raises:
-          ValueError: an on-read variable whose aggregation is NONE.
-          TypeError: it is not a variable.
-          ContextError: an on-read variable inside `run`; in another strategy's scope.
         """
         context = _context.current()
         _context.require_same(context, self._strategy)
@@ -248,22 +244,7 @@ class StrategyExtended(RunsOnIterator):
         kwargs: dict[str, PyTree] | None = None,
         group: bool = True,
     ) -> PyTree:
-        """Calls `fn(var, *args, **kwargs)` to change each copy of a variable.
-
-        Args:
-          var: the variable. In `fn`, to read and assign it mean one copy.
-          fn: called once for all copies, in cross-replica context.
-          args: further arguments, a tuple or list.
-          kwargs: further keyword arguments.
-          group: whether to return what `fn` did. If not, each leaf of that is a tuple
-            with one entry for each copy.
-
-        Raises:
-          ValueError: the copies of a mirrored variable would differ, or it belongs to
-            another strategy.
-          TypeError: `var` is not a variable; `args` is not a tuple or list.
-          ContextError: inside `run`; use `merge_call`.
-        """
+        """Calls `fn(var, *args, **kwargs)` to change each copy of a variable."""
         return self._core.update(var, fn, args, kwargs, group)
 
     def update_non_slot(
@@ -274,22 +255,7 @@ class StrategyExtended(RunsOnIterator):
         kwargs: dict[str, PyTree] | None = None,
         group: bool = True,
     ) -> PyTree:
-        """Calls `fn(*args, **kwargs)` to change what goes with no one variable.
-
-        Args:
-          colocate_with: what `non_slot_devices` returned, or None for that.
-          fn: called once for all devices, in cross-replica context. Each variable that
-            it changes is changed once, on all its copies.
-          args: its arguments, a tuple or list.
-          kwargs: its keyword arguments.
-          group: as of `update`, with one entry for each device.
-
-        Raises:
-          ValueError: an argument is a `PerReplica`, outside a step; or a mirrored
-            variable is assigned what may differ between replicas.
-          TypeError: `colocate_with` names no devices; `args` is not a tuple or list.
-          ContextError: inside `run`; use `merge_call`.
-        """
+        """Calls `fn(*args, **kwargs)` to change what goes with no one variable."""
         method = "extended.update_non_slot"
         context = _context.require_cross_replica(self._strategy, method)
         check_function(fn, "extended.update_non_slot")
@@ -303,51 +269,63 @@ class StrategyExtended(RunsOnIterator):
     def non_slot_devices(
         self, var_list: Sequence[Variable]
     ) -> tuple[Device, ...] | Variable:
-        """The place for what an optimizer keeps for no one variable.
-
-        Args:
-          var_list: the variables that it changes.
-
-        Returns:
-          All devices that hold mirrored variables; if those are not this strategy's
-          own, the variable whose name comes first.
-
-        Raises:
-          ValueError: there is no variable where one is wanted.
-        """
+        """The place for what an optimizer keeps for no one variable."""
         return self.parameter_devices
 
     def value_container(self, value: object) -> object:
-        """The variable that `value` is a copy of; else `value` itself.
-
-        Args:
-          value: a variable, one of `experimental_local_results` of one, or another.
-        """
+        """The variable that `value` is a copy of; else `value` itself."""
         return self._core.value_container(value)
 
     def variable_created_in_scope(self, v: Variable) -> bool:
-        """Whether `v` was made in this strategy's `scope()`.
-
-        Raises:
-          TypeError: it is not a variable.
-        """
+        """Whether `v` was made in this strategy's `scope()`."""
         return self._core.variable_created_in_scope(v)
 
     def colocate_vars_with(
         self, colocate_with_variable: Beside
     ) -> AbstractContextManager[None]:
-        """A `with` block in which variables are made on the same devices.
-
-        Args:
-          colocate_with_variable: a variable of the strategy; or devices, such as those
-            of `non_slot_devices`.
-
-        Raises:
-          ValueError: the variable belongs to another strategy, or to none.
-          TypeError: it is neither a variable nor devices.
-          ContextError: outside the strategy's `scope()`.
-        """
+        """A `with` block in which variables are made on the same devices."""
         return self._core.colocate_vars_with(colocate_with_variable)
+
+    def experimental_run_steps_on_iterator(
+        self,
+        fn: Callable[[MultiStepContext, Any], object],
+        iterator: _older_inputs.GetsNext,
+        iterations: int = 1,
+        initial_loop_values: Any = None,
+    ) -> MultiStepContext:
+        """Calls `fn(context, element)` so many times, in cross-replica context.
+
+        A step that `fn` starts, and that sets outputs on the context, is compiled once,
+        however often this is called; the context may be among its arguments, or in its
+        closure.
+
+        >>> import jaxstrategy as js
+        >>> from jaxstrategy.compat import v1
+        >>> strategy = v1.MirroredStrategy(js.simulate(8)[:2])
+        >>> def step(context, x):
+        ...     context.set_last_step_output("loss", x.sum(), v1.ReduceOp.MEAN)
+        >>> def fn(context, x):
+        ...     strategy.extended.call_for_each_replica(step, args=(context, x))
+        >>> iterator = strategy.make_dataset_iterator(js.batches(np.arange(8.0), 4))
+        >>> run = strategy.extended.experimental_run_steps_on_iterator
+        >>> run(fn, iterator, iterations=2).last_step_outputs
+        {'loss': Array(11., dtype=float32)}
+        """
+        context = MultiStepContext()
+        return run_steps_on_iterator(
+            self._strategy,
+            context,
+            lambda element: fn(context, element),
+            iterator,
+            iterations,
+            initial_loop_values,
+        )
+
+    def experimental_make_numpy_dataset(
+        self, numpy_input: PyTree, session: object = None
+    ) -> NumpyDataset:
+        """The rows of arrays as a dataset, as of the strategy's method."""
+        return numpy_dataset(numpy_input)
 
     if not TYPE_CHECKING:  # type checkers would find any name
 
@@ -356,3 +334,115 @@ class StrategyExtended(RunsOnIterator):
             own = {x: y.removeprefix("extended.") for x, y in NAMES_IN_V1.items()}
             way = "strategy.core.extended"
             missing_member(self, core and core.extended, name, way, own)
+
+
+_TASK = re.compile(r"^/job:(\w+)(?:/replica:\d+)?/task:(\d+)(?:/|$)")
+
+
+@final
+class CentralStorageExtended(StrategyExtended):
+    """Of variables on one device: to TensorFlow, those of a parameter server."""
+
+    @property
+    def experimental_between_graph(self) -> bool:
+        """True, as in TensorFlow, though there is one process."""
+        return True
+
+    @property
+    def experimental_should_init(self) -> bool:
+        """True: the initial values of this process count."""
+        return True
+
+    def non_slot_devices(self, var_list: Sequence[Variable]) -> Variable:
+        """The variable whose name comes first."""
+        return first_named(var_list, "extended.non_slot_devices")
+
+
+@final
+class MultiWorkerExtended(StrategyExtended):
+    """Of several processes, also where there is one."""
+
+    @property
+    def experimental_between_graph(self) -> bool:
+        """True: each process runs the whole program."""
+        return True
+
+
+@final
+class ParameterServerExtended(StrategyExtended):
+    """Of variables on parameter servers."""
+
+    def non_slot_devices(self, var_list: Sequence[Variable]) -> Variable:
+        """The variable whose name comes first."""
+        return first_named(var_list, "extended.non_slot_devices")
+
+    def _check_process(self, destinations: Destinations) -> None:
+        names = destinations if isinstance(destinations, (list, tuple)) else ()
+        resolver = self._strategy.cluster_resolver
+        if resolver is None:
+            return
+        own = resolver.task_type, resolver.task_id
+        for name in names or (destinations,):
+            found = _TASK.match(name) if isinstance(name, str) else None
+            if found and found[1] == own[0] and int(found[2]) != own[1]:
+                raise ValueError(
+                    f"Cannot reduce to another worker: {name!r}; this process is "
+                    f"{own[0]} {own[1]}. Name one of its devices, or a variable."
+                )
+
+
+@final
+class OneDeviceExtended(StrategyExtended):
+    """Of one replica, on whose device all is."""
+
+    def _broadcast(self, tensor: PyTree, destinations: Destinations) -> PyTree:
+        if isinstance(tensor, jax.Array):
+            return tensor
+        return super()._broadcast(tensor, self.worker_devices[0])
+
+
+@final
+class DefaultExtended(StrategyExtended):
+    """Of the default strategy, which has no devices."""
+
+    @property
+    def worker_devices(self) -> NoReturn:
+        """Refused: there is none."""
+        raise _of_no_devices("worker_devices")
+
+    @property
+    def parameter_devices(self) -> NoReturn:
+        """Refused: there is none."""
+        raise _of_no_devices("parameter_devices")
+
+    @property
+    def experimental_between_graph(self) -> NoReturn:
+        """Refused: there is none."""
+        raise _of_no_job("experimental_between_graph")
+
+    @property
+    def experimental_should_init(self) -> NoReturn:
+        """Refused: there is none."""
+        raise _of_no_job("experimental_should_init")
+
+    def non_slot_devices(self, var_list: Sequence[Variable]) -> Variable:
+        """The variable whose name comes first."""
+        return first_named(var_list, "extended.non_slot_devices")
+
+    def _broadcast(self, tensor: PyTree, destinations: Destinations) -> PyTree:
+        return tensor
+
+
+def _of_no_devices(name: str) -> RuntimeError:
+    return RuntimeError(
+        f"`extended.{name}` was asked of the default strategy, which computes wherever "
+        "its code does. Ask inside the scope of another strategy, or after "
+        "`has_strategy()`."
+    )
+
+
+def _of_no_job(name: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"`extended.{name}` was asked of the default strategy, which is part of no "
+        "job. Ask inside the scope of another strategy, or after `has_strategy()`."
+    )

@@ -9,7 +9,7 @@ from typing import Any, Self, final
 from jaxstrategy._communication_options import CommunicationImplementation
 from jaxstrategy.cluster.resolvers._cluster_resolver import ClusterResolver
 from jaxstrategy.cluster.resolvers._tpu import TPUClusterResolver
-from jaxstrategy.compat.v1._v1_extended_kinds import (
+from jaxstrategy.compat.v1._v1_extended import (
     CentralStorageExtended,
     DefaultExtended,
     MultiWorkerExtended,

@@ -12,17 +12,34 @@ from jax.core import Tracer
 from jaxstrategy import _options
 from jaxstrategy._options import ReduceOp
 from jaxstrategy.cluster.resolvers._cluster_resolver import ClusterResolver
-from jaxstrategy.compat._absent_members import NAMES_IN_V1
-from jaxstrategy.compat._face_scope import FaceScope
-from jaxstrategy.compat._faces import Faces
-from jaxstrategy.compat._older_strategy import OlderStrategy, checked_core
-from jaxstrategy.compat.v1._v1_dataset import DistributedDatasetV1
+from jaxstrategy.compat._adapters import (
+    NAMES_IN_V1,
+    Faces,
+    FaceScope,
+    OlderStrategy,
+    checked_core,
+)
+from jaxstrategy.compat._older_inputs import (
+    OF_GROUPS,
+    GetsNext,
+    InputIterator,
+    MakesIterators,
+    NumpyDataset,
+    as_dataset,
+    numpy_dataset,
+    require_iterator,
+)
 from jaxstrategy.compat.v1._v1_extended import StrategyExtended
-from jaxstrategy.compat.v1._v1_feeding import FeedsReplicas
 from jaxstrategy.contexts import _context
 from jaxstrategy.contexts._strategy_face import StrategyFace
-from jaxstrategy.inputs._input_options import InputContext, InputOptions
+from jaxstrategy.inputs._dataset import DistributedDataset
+from jaxstrategy.inputs._input_options import (
+    InputContext,
+    InputOptions,
+    InputReplicationMode,
+)
 from jaxstrategy.strategies import _strategy
+from jaxstrategy.text._shown import shown
 from jaxstrategy.values._types import Function, PyTree
 
 if TYPE_CHECKING:
@@ -54,7 +71,38 @@ class RunOptions(NamedTuple):
     experimental_xla_options: Any = None
 
 
-class Strategy(FeedsReplicas, OlderStrategy):
+@final
+class DistributedDatasetV1(MakesIterators, DistributedDataset):
+    """What the methods of a strategy of `compat.v1` make of a dataset.
+
+    Args:
+      dataset: the same as a strategy of today has made it.
+
+    >>> import jaxstrategy as js
+    >>> from jaxstrategy.compat import v1
+    >>> strategy = v1.MirroredStrategy(js.simulate(8)[:2])
+    >>> dataset = strategy.experimental_distribute_dataset([np.arange(4)])
+    >>> iterator = dataset.make_initializable_iterator()
+    >>> iterator.initializer
+    []
+    >>> iterator.get_next().values
+    (Array([0, 1], dtype=int32), Array([2, 3], dtype=int32))
+    """
+
+    def __init__(self, dataset: DistributedDataset) -> None:
+        super().__init__(
+            dataset._start,
+            dataset._transfer,
+            dataset._options,
+            dataset._name,
+            dataset._length,
+        )
+
+    def _read(self) -> DistributedDataset:
+        return self
+
+
+class Strategy(OlderStrategy):
     """A strategy with the methods of `tf.compat.v1.distribute.Strategy`.
 
     `MirroredStrategy` and the others make one. Behind each is a strategy of today,
@@ -95,12 +143,6 @@ class Strategy(FeedsReplicas, OlderStrategy):
 
         For what the classes of TensorFlow 1 have no arguments for.
 
-        Args:
-          core: a strategy of `jaxstrategy`.
-
-        Raises:
-          TypeError: it is something else.
-
         >>> import jaxstrategy as js
         >>> from jaxstrategy.compat import v1
         >>> devices = js.simulate(8)[:2]
@@ -127,11 +169,7 @@ class Strategy(FeedsReplicas, OlderStrategy):
     # Contexts and steps.
 
     def scope(self) -> AbstractContextManager[Self]:
-        """A `with` block in which this is the current strategy.
-
-        Raises:
-          ContextError: inside another strategy's scope, or inside `run`.
-        """
+        """A `with` block in which this is the current strategy."""
         return FaceScope(self, self._core.scope())
 
     def run(
@@ -145,17 +183,6 @@ class Strategy(FeedsReplicas, OlderStrategy):
 
         It is `run` of today's strategies: `PerReplica`s in the arguments arrive as this
         replica's version, and what may differ between replicas is a `PerReplica`.
-
-        Args:
-          fn: the step, as one replica sees it.
-          args: its positional arguments, a tuple or list.
-          kwargs: its keyword arguments.
-          options: see `jaxstrategy.RunOptions`; those of `compat.v1` have no effect.
-
-        Raises:
-          ContextError: inside `run`, or in another strategy's scope.
-          TracedValueError: Python code in `fn` needs the value of a traced array.
-          TypeError: `fn` cannot be called, or arguments are none.
         """
         chosen = None if isinstance(options, RunOptions) else options
         return self._core.run(fn, args, kwargs, chosen)
@@ -166,11 +193,7 @@ class Strategy(FeedsReplicas, OlderStrategy):
         args: Sequence[PyTree] = (),
         kwargs: dict[str, PyTree] | None = None,
     ) -> PyTree:
-        """`run` under its name of TensorFlow 1.14 to 2.1.
-
-        Raises:
-          As `run`.
-        """
+        """`run` under its name of TensorFlow 1.14 to 2.1."""
         return self._core.run(fn, args, kwargs)
 
     # Values.
@@ -181,37 +204,15 @@ class Strategy(FeedsReplicas, OlderStrategy):
         value: PyTree,
         axis: int | Sequence[int] | None = None,
     ) -> PyTree:
-        """One value from all replicas' versions, leaf by leaf.
-
-        Args:
-          reduce_op: a `ReduceOp`, or its name in any case.
-          value: a pytree of `PerReplica`s, arrays and numbers.
-          axis: also reduce over this dimension of each version, or these.
-
-        Returns:
-          A pytree of mirrored arrays, each of the shape of a version without `axis`.
-
-        Raises:
-          ValueError: there is no such reduction; `axis` is out of range.
-          TypeError: a leaf is not a number.
-          ContextError: inside `run`.
-        """
+        """One value from all replicas' versions, leaf by leaf."""
         return self._core.reduce(reduce_op, value, axis)
 
     def experimental_local_results(self, value: PyTree) -> tuple[PyTree, ...]:
-        """The version of `value` of each replica of this process, as a tuple.
-
-        Raises:
-          ContextError: inside `run`, where there is one version.
-        """
+        """The version of `value` of each replica of this process, as a tuple."""
         return self._core.experimental_local_results(value)
 
     def unwrap(self, value: PyTree) -> tuple[PyTree, ...]:
-        """`experimental_local_results` under its older name.
-
-        Raises:
-          ContextError: inside `run`, where there is one version.
-        """
+        """`experimental_local_results` under its older name."""
         _context.require_cross_replica(self._core, "unwrap")
         return self._core.experimental_local_results(value)
 
@@ -219,16 +220,6 @@ class Strategy(FeedsReplicas, OlderStrategy):
         """Waits until `value` is computed, as running a `tf.group` of it did.
 
         While a step is traced there is nothing to wait for.
-
-        Args:
-          value: a pytree of `PerReplica`s, arrays and other values.
-          name: of the operation, in TensorFlow.
-
-        Returns:
-          None; a single value of one version, without a `name`, is returned itself.
-
-        Raises:
-          ContextError: inside `run`.
         """
         _context.require_cross_replica(self._core, "group")
         leaves = jax.tree.leaves(self._core.experimental_local_results(value))
@@ -240,17 +231,7 @@ class Strategy(FeedsReplicas, OlderStrategy):
     def experimental_distribute_dataset(
         self, dataset: Any, options: InputOptions | None = None
     ) -> DistributedDatasetV1:
-        """`dataset`, each of its global batches divided over the replicas.
-
-        Args:
-          dataset: as of `jaxstrategy.Strategy.experimental_distribute_dataset`.
-          options: see `jaxstrategy.InputOptions`.
-
-        Raises:
-          TypeError: `dataset` is nothing that batches can be read from.
-          ValueError: `options` ask for an input pipeline for each replica.
-          ContextError: inside `run`.
-        """
+        """`dataset`, each of its global batches divided over the replicas."""
         made = self._core.experimental_distribute_dataset(dataset, options)
         return DistributedDatasetV1(made)
 
@@ -259,16 +240,7 @@ class Strategy(FeedsReplicas, OlderStrategy):
         dataset_fn: Callable[[InputContext], Any],
         options: InputOptions | None = None,
     ) -> DistributedDatasetV1:
-        """The batches of what `dataset_fn` makes, each for one replica.
-
-        Args:
-          dataset_fn: given an `InputContext`, returns a dataset.
-          options: see `jaxstrategy.InputOptions`.
-
-        Raises:
-          TypeError: `dataset_fn` cannot be called, or returns no dataset.
-          ContextError: inside `run`.
-        """
+        """The batches of what `dataset_fn` makes, each for one replica."""
         made = self._core.distribute_datasets_from_function(dataset_fn, options)
         return DistributedDatasetV1(made)
 
@@ -277,34 +249,95 @@ class Strategy(FeedsReplicas, OlderStrategy):
         dataset_fn: Callable[[InputContext], Any],
         options: InputOptions | None = None,
     ) -> DistributedDatasetV1:
-        """`distribute_datasets_from_function` under its older name.
-
-        Args:
-          dataset_fn: given an `InputContext`, returns a dataset.
-          options: see `jaxstrategy.InputOptions`.
-
-        Raises:
-          TypeError: `dataset_fn` cannot be called, or returns no dataset.
-          ContextError: inside `run`.
-        """
+        """`distribute_datasets_from_function` under its older name."""
         made = self._core.distribute_datasets_from_function(dataset_fn, options)
         return DistributedDatasetV1(made)
+
+    def make_dataset_iterator(
+        self, dataset: Any, options: InputOptions | None = None
+    ) -> InputIterator:
+        """An iterator over global batches, which are divided over the replicas.
+
+        >>> import jaxstrategy as js
+        >>> from jaxstrategy.compat import v1
+        >>> strategy = v1.MirroredStrategy(js.simulate(8)[:2])
+        >>> iterator = strategy.make_dataset_iterator(js.batches(np.arange(8), 4))
+        >>> strategy.experimental_run(lambda x: 10 * x, iterator).values
+        (Array([ 0, 10], dtype=int32), Array([20, 30], dtype=int32))
+        >>> iterator.initialize()  # begins again
+        []
+        """
+        made = self._core.experimental_distribute_dataset(dataset, options)
+        return InputIterator(made)
+
+    def make_input_fn_iterator(
+        self,
+        input_fn: Callable[[InputContext], Any],
+        replication_mode: InputReplicationMode = InputReplicationMode.PER_WORKER,
+    ) -> InputIterator:
+        """An iterator over the elements of an input function, each for one replica.
+
+        The function is called once, and not again by `initialize()`. Its elements go to
+        the replicas in turn, undivided, scalars too. At the end, elements that are
+        fewer than the replicas are left out.
+
+        >>> import jaxstrategy as js
+        >>> from jaxstrategy.compat import v1
+        >>> strategy = v1.MirroredStrategy(js.simulate(8)[:2])
+        >>> def input_fn(context):
+        ...     n, i = context.num_input_pipelines, context.input_pipeline_id
+        ...     rows = strategy.experimental_make_numpy_dataset(np.arange(5))
+        ...     return rows.shard(n, i)
+        >>> iterator = strategy.make_input_fn_iterator(input_fn)
+        >>> [[int(x) for x in element.values] for element in iterator]
+        [[0, 1], [2, 3]]
+        """
+        if replication_mode is not InputReplicationMode.PER_WORKER:
+            raise ValueError(
+                f"Input replication mode not supported: {shown(replication_mode)}. "
+                "Input functions of `make_input_fn_iterator` are called once for each "
+                "worker, InputReplicationMode.PER_WORKER; for one pipeline per replica "
+                "use `distribute_datasets_from_function` with `InputOptions`."
+            )
+
+        def dataset_fn(context: InputContext) -> Any:
+            return as_dataset(input_fn(context))
+
+        # What cannot be called is refused, by its type.
+        given = dataset_fn if callable(input_fn) else input_fn
+        made = self._core.distribute_datasets_from_function(given, OF_GROUPS)
+        return InputIterator(made)
+
+    def experimental_run(
+        self, fn: Function, input_iterator: GetsNext | None = None
+    ) -> PyTree:
+        """Runs `fn` on each replica with the next element, as one argument."""
+        if input_iterator is None:
+            return self._core.run(fn, ())
+        return self._core.run(fn, (require_iterator(input_iterator).get_next(),))
+
+    def experimental_make_numpy_dataset(
+        self, numpy_input: PyTree, session: object = None
+    ) -> NumpyDataset:
+        """The rows of arrays as a dataset.
+
+        >>> import jaxstrategy as js
+        >>> from jaxstrategy.compat import v1
+        >>> strategy = v1.MirroredStrategy(js.simulate(8)[:2])
+        >>> rows = strategy.experimental_make_numpy_dataset((np.arange(4), np.ones(4)))
+        >>> iterator = strategy.make_dataset_iterator(rows.batch(4))
+        >>> x, y = iterator.get_next()
+        >>> x.values
+        (Array([0, 1], dtype=int32), Array([2, 3], dtype=int32))
+        """
+        return numpy_dataset(numpy_input)
 
     # Variables.
 
     def colocate_vars_with(
         self, colocate_with_variable: Beside
     ) -> AbstractContextManager[None]:
-        """`extended.colocate_vars_with`, where it was before.
-
-        Args:
-          colocate_with_variable: one of the strategy, or devices.
-
-        Raises:
-          ValueError: the variable belongs to another strategy, or to none.
-          TypeError: it is neither a variable nor devices.
-          ContextError: outside the strategy's `scope()`.
-        """
+        """`extended.colocate_vars_with`, where it was before."""
         return self._extended.colocate_vars_with(colocate_with_variable)
 
     # Sessions, which JAX has not.
@@ -316,21 +349,10 @@ class Strategy(FeedsReplicas, OlderStrategy):
         task_type: str | None = None,
         task_id: int | None = None,
     ) -> None:
-        """Does nothing: there are no sessions, and a cluster comes from a resolver.
-
-        Args:
-          session_config: of a session, in TensorFlow.
-          cluster_spec: the tasks of a cluster, in TensorFlow.
-          task_type: of this process, in TensorFlow.
-          task_id: of this process, in TensorFlow.
-        """
+        """Does nothing: there are no sessions, and a cluster comes from a resolver."""
 
     def update_config_proto(self, config_proto: Any) -> Any:
-        """A copy of the configuration of a session; there are none here.
-
-        Args:
-          config_proto: any object; it is not changed.
-        """
+        """A copy of the configuration of a session; there are none here."""
         return copy.deepcopy(config_proto)
 
     def experimental_initialize(self) -> list[Any]:

@@ -1,4 +1,4 @@
-"""What becomes of each name of TensorFlow in a program: `OldUses`."""
+"""Rewrites a program of `tf.distribute`: `ported`."""
 
 from __future__ import annotations
 
@@ -9,22 +9,63 @@ from typing import final
 
 import libcst as cst
 
-from jaxstrategy.compat.port._call_form import fitted
-from jaxstrategy.compat.port._canonical import canonical, in_generation
-from jaxstrategy.compat.port._edit import Edit
-from jaxstrategy.compat.port._finding import Finding, found
-from jaxstrategy.compat.port._generation import Generation
-from jaxstrategy.compat.port._kept_code import KeptCode
-from jaxstrategy.compat.port._keras_uses import (
+from jaxstrategy.compat.port._name_uses import (
     REDUCTION,
+    Generation,
+    KeptCode,
+    canonical,
+    fitted,
+    generation_of,
+    in_generation,
     is_in_keras,
     keras_row,
     tape_advice,
 )
-from jaxstrategy.compat.port._name import Name
-from jaxstrategy.compat.port._names import row_of
-from jaxstrategy.compat.port._python_program import NameUse
-from jaxstrategy.compat.port._uses import ImportedName, Uses
+from jaxstrategy.compat.port._program import (
+    ROOTS,
+    Edit,
+    Finding,
+    ImportedName,
+    NameUse,
+    PythonProgram,
+    Uses,
+    edited,
+    found,
+    grouped,
+)
+from jaxstrategy.compat.port._tables import KERAS_METHODS, METHODS, Method, Name, row_of
+
+
+def method_uses(
+    uses: Uses, generation: Generation, keras: bool
+) -> tuple[list[Edit], list[Finding]]:
+    """Methods with other names here, and what differs in others."""
+    known = [m for m in METHODS if generation.value in m.generations]
+    known = [*KERAS_METHODS, *known] if keras else known
+    edits: list[Edit] = []
+    findings: list[Finding] = []
+    for node in uses.attributes:
+        of_name = [m for m in known if m.name == node.attr.value]
+        method = next((m for m in of_name if _is_meant(uses, node, m)), None)
+        if method is None:
+            continue
+        if method.new:
+            edits.append(uses.program.edit(node.attr, method.new))
+        place = uses.program.place(node)
+        name = f"{uses.program.code(node.value)}.{method.name}"
+        if len(name) > 50 or "\n" in name:
+            name = f".{method.name}"
+        findings.append(found(name, method.text, place, False))
+    return edits, findings
+
+
+def _is_meant(uses: Uses, node: cst.Attribute, method: Method) -> bool:
+    if method.name == "numpy":
+        call = uses.program.parents.get(node)
+        return isinstance(call, cst.Call) and call.func is node and not call.args
+    receiver = uses.program.code(node.value)
+    return not method.receiver or bool(re.search(method.receiver, receiver))
+
 
 # Stands in the text for a module's name until it is known which is free.
 MODULE = "__port_{}__"
@@ -49,13 +90,7 @@ class PortOutcome:
 
 @final
 class OldUses:
-    """Decides name by name, for one program of one generation.
-
-    Args:
-      uses: what the program uses.
-      generation: its own.
-      notes: whether to tell what may stay TensorFlow's.
-    """
+    """Decides name by name, for one program of one generation."""
 
     def __init__(self, uses: Uses, generation: Generation | None, notes: bool) -> None:
         self._uses, self._program = uses, uses.program
@@ -230,7 +265,7 @@ class OldUses:
             for match in re.finditer(
                 rf"(?<![\w.]){re.escape(each.local)}((?:\.\w+)*)", node.value
             ):
-                head = each.full if _is_renamed(each) else each.full.split(".")[0]
+                head = each.full if _has_alias(each) else each.full.split(".")[0]
                 self._decide_text(node, start, match, head + match[1])
 
     def _decide_text(
@@ -248,7 +283,7 @@ class OldUses:
             self._tell_decision(name, row, node)
 
 
-def _is_renamed(each: ImportedName) -> bool:
+def _has_alias(each: ImportedName) -> bool:
     assert each.alias is not None
     return isinstance(each.statement, cst.ImportFrom) or each.alias.asname is not None
 
@@ -323,3 +358,249 @@ def joined(uses: Uses, statement: cst.CSTNode, lines: list[str]) -> str:
     if indent.strip():
         return "; ".join(lines)
     return (uses.program.module.default_newline + indent).join(lines)
+
+
+# How programs call a module, the first that is free; and the line that imports it.
+_LINES = {
+    "jax": ("import jax", ("jax",)),
+    "keras": ("import keras", ("keras",)),
+    "jax.numpy": ("import jax.numpy as {}", ("jnp", "jax_numpy")),
+    "jaxstrategy": ("import jaxstrategy as {}", ("js", "jaxstrategy")),
+    "jaxstrategy.compat.v1": (
+        "from jaxstrategy.compat import v1 as {}",
+        ("distribute", "distribute_v1", "jaxstrategy_v1"),
+    ),
+    "jaxstrategy.compat.contrib": (
+        "from jaxstrategy.compat import contrib as {}",
+        ("distribute", "distribute_contrib", "jaxstrategy_contrib"),
+    ),
+}
+
+
+def with_imports(
+    text: str, used_before: set[tuple[int, str]], keras: bool = False
+) -> str:
+    """The text with the modules' names filled in, and their imports."""
+    uses = Uses(PythonProgram(text))
+    unused = _unused(uses, used_before)
+    names, lines = _modules(text, uses, unused)
+    edits = _removals(uses, unused)
+    if lines or keras:
+        edits.append(_insertion(uses, lines, keras))
+    text = edited(text, edits)
+    for module, name in names.items():
+        text = text.replace(_place(module), name)
+    return text
+
+
+def _place(module: str) -> str:
+    return MODULE.format(module.replace(".", "_"))
+
+
+def _unused(uses: Uses, before: set[tuple[int, str]]) -> list[ImportedName]:
+    numbers = {id(node): i for i, node in enumerate(uses.statements())}
+    now = uses.used()
+    return [
+        each
+        for each in uses.of_tensorflow()
+        if (key := (numbers[id(each.statement)], each.local)) in before
+        and key not in now
+        and not _is_exported(uses, each.local)
+    ]
+
+
+def _is_exported(uses: Uses, local: str) -> bool:
+    return bool(re.search(rf"__all__\s*=[^\n]*['\"]{local}['\"]", uses.program.text))
+
+
+def _modules(
+    text: str, uses: Uses, unused: list[ImportedName]
+) -> tuple[dict[str, str], list[str]]:
+    """What modules are called, and the lines that import those not yet imported."""
+    needed = [m for m in reversed(IMPORTABLE) if _place(m) in text]
+    known = {e.full: e.local for e in uses.imports if _at_top(uses, e.statement)}
+    gone = {each.local for each in unused}
+    kept = {e.local for e in uses.imports if e not in unused}
+    taken = (uses.identifiers - gone) | kept | set(_parameters(text))
+    names: dict[str, str] = {}
+    lines: list[str] = []
+    for module in needed:
+        if module in known and (
+            known[module] != module.split(".")[0] or module in ("jax", "keras")
+        ):
+            names[module] = known[module]
+            continue
+        line, wished = _LINES[module]
+        name = next((n for n in wished if n not in taken), f"{wished[-1]}_")
+        taken = taken | {name}
+        names[module] = name
+        lines.append(_line(line, module, name))
+    return names, sorted(lines, key=lambda line: (line.startswith("from"), line))
+
+
+def _line(line: str, module: str, name: str) -> str:
+    if "{}" not in line:
+        return line if name == module else f"{line} as {name}"
+    return line.format(name).replace(f"import {name} as {name}", f"import {name}")
+
+
+def _parameters(text: str) -> Iterable[str]:
+    """Names of parameters, which would hide a module's name in a function."""
+    for signature in re.findall(r"\bdef \w+\(([^)]*)\)", text):
+        yield from re.findall(r"\b\w+\b", signature)
+
+
+def _at_top(uses: Uses, statement: cst.CSTNode) -> bool:
+    line = uses.program.parents.get(statement)
+    return line is not None and uses.program.parents.get(line) is uses.program.module
+
+
+def _insertion(uses: Uses, lines: list[str], keras: bool) -> Edit:
+    """Puts lines before the first import of TensorFlow, or behind the first imports."""
+    roots = (*ROOTS, "keras") if keras else ROOTS
+    own = [
+        e.statement
+        for e in uses.imports
+        if e.full.split(".")[0] in roots and _at_top(uses, e.statement)
+    ]
+    if own:
+        at = _line_start(uses, uses.program.span(own[0])[0])
+    else:
+        at = _behind_imports(uses)
+    if keras and "KERAS_BACKEND" not in uses.program.text:
+        lines = [*_backend(uses, at), *lines]
+    return Edit(
+        at, at, "".join(line + uses.program.module.default_newline for line in lines)
+    )
+
+
+def _backend(uses: Uses, at: int) -> list[str]:
+    """Lines that choose the backend, which Keras reads when it is imported."""
+    has_os = any(
+        each.full == each.local == "os" and uses.program.span(each.statement)[0] < at
+        for each in uses.imports
+        if _at_top(uses, each.statement)
+    )
+    chosen = ["", 'os.environ["KERAS_BACKEND"] = "jax"', ""]
+    return chosen if has_os else ["import os", *chosen]
+
+
+def _line_start(uses: Uses, at: int) -> int:
+    before = uses.program.text.encode()[:at]
+    return max(before.rfind(b"\n"), before.rfind(b"\r")) + 1
+
+
+def _behind_imports(uses: Uses) -> int:
+    """Where the first statement stands that is no docstring and no import."""
+    module = uses.program.module
+    for statement in module.body:
+        if statement is module.body[0] and module.get_docstring() is not None:
+            continue
+        if not (
+            isinstance(statement, cst.SimpleStatementLine)
+            and all(isinstance(n, cst.Import | cst.ImportFrom) for n in statement.body)
+        ):
+            first = getattr(statement, "decorators", None) or [statement]
+            return _line_start(uses, uses.program.span(first[0])[0])
+    return len(uses.program.text.encode())
+
+
+def _removals(uses: Uses, unused: list[ImportedName]) -> list[Edit]:
+    """Takes names out of import statements, and statements that import nothing else."""
+    edits: list[Edit] = []
+    gone: list[cst.CSTNode] = []
+    for statement in uses.statements():
+        of_it = [e for e in uses.imports if e.statement is statement]
+        left = [e for e in of_it if e not in unused]
+        if left and len(left) < len(of_it):
+            edits.append(uses.program.edit(statement, without(uses, left)))
+        elif not left:
+            gone.append(statement)
+    return edits + [_removal(uses, each, gone) for each in gone]
+
+
+def _removal(uses: Uses, statement: cst.CSTNode, gone: list[cst.CSTNode]) -> Edit:
+    line = uses.program.parents[statement]
+    if isinstance(line, cst.SimpleStatementLine) and len(line.body) == 1:
+        block = uses.program.parents[line]
+        if isinstance(block, cst.Module) or _has_others(block, gone):
+            return _whole_line(uses, statement)
+    return uses.program.edit(statement, "pass")
+
+
+def _has_others(block: cst.CSTNode, gone: list[cst.CSTNode]) -> bool:
+    assert isinstance(block, cst.IndentedBlock)
+    return any(
+        not isinstance(line, cst.SimpleStatementLine)
+        or any(each not in gone for each in line.body)
+        for line in block.body
+    )
+
+
+def _whole_line(uses: Uses, statement: cst.CSTNode) -> Edit:
+    start, end = uses.program.span(statement)
+    data = uses.program.text.encode()
+    ends = [at for at in (data.find(b"\n", end), data.find(b"\r", end)) if at >= 0]
+    end = min(ends, default=len(data))
+    end += 2 if data[end : end + 2] == b"\r\n" else 1
+    return Edit(_line_start(uses, start), min(end, len(data)), "")
+
+
+_OURS = ("jax", "jaxstrategy")
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Ported:
+    """What became of a program."""
+
+    text: str
+    findings: tuple[Finding, ...]
+    generation: Generation | None
+
+
+def ported(text: str, generation: Generation | None = None) -> Ported:
+    """The program with names of this package, and what a person must decide.
+
+    Comments and format stay. A text that is ported stays as it is.
+
+    Args:
+      text: a Python program.
+      generation: the one it is written for; by default what its names show.
+
+    Raises:
+      NoPythonError: the text cannot be parsed.
+
+    >>> program = "import tensorflow as tf\\ns = tf.distribute.MirroredStrategy()"
+    >>> print(ported(program).text)
+    import jaxstrategy as js
+    s = js.MirroredStrategy()
+    """
+    if not any(root in text for root in ROOTS):
+        return Ported(text, (), None)
+    uses = Uses(PythonProgram(text))
+    started = any(e.full.split(".")[0] in _OURS for e in uses.imports)
+    if generation is None:
+        generation = _generation(uses, started)
+    notes = generation is not None and not started
+    outcome = OldUses(uses, generation, notes).decide_all()
+    if generation is not None:
+        edits, findings = method_uses(uses, generation, outcome.keras)
+        outcome.edits += edits
+        outcome.findings += findings if notes else []
+    if outcome.edits:
+        text = with_imports(edited(text, outcome.edits), uses.used(), outcome.keras)
+    return Ported(text, grouped(outcome.findings), generation)
+
+
+def _generation(uses: Uses, started: bool) -> Generation | None:
+    written = {n for each in uses.references for n in each.names}
+    written |= {each.full for each in uses.of_tensorflow()}
+    # Programs of TensorFlow 2 have some names of `tf.compat.v1` besides.
+    newer = {n for n in written if ".compat.v1." in n and ".distribute" not in n}
+    names = {canonical(n) for n in written - newer}
+    attributes = {node.attr.value for node in uses.attributes}
+    attributes |= {each.full.rpartition(".")[2] for each in uses.of_tensorflow()}
+    if started:  # methods of these names are this package's, in what is ported
+        attributes = set()
+    return generation_of(names, attributes)

@@ -2,38 +2,199 @@
 
 from __future__ import annotations
 
+import abc
+import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from typing import TypeAlias, final
+from typing import Any, Protocol, Self, TypeAlias, final
 
 import jax
 import numpy as np
 
+from jaxstrategy._errors import OutOfRangeError
+from jaxstrategy.inputs._abstract_input_iterator import AbstractInputIterator
+from jaxstrategy.inputs._dataset import DistributedDataset
+from jaxstrategy.inputs._input_options import (
+    InputOptions,
+)
+from jaxstrategy.inputs._iterator import DistributedIterator
+from jaxstrategy.inputs._optional import Optional
+from jaxstrategy.inputs.sources._source import Dataset, Source, State
 from jaxstrategy.text._shown import shown
 from jaxstrategy.text._whole_numbers import whole
 from jaxstrategy.values._types import Leaf, PyTree, Value
+
+
+@final
+class InputIterator(AbstractInputIterator):
+    """The batches of all replicas, one pass after the other.
+
+    Made by `make_dataset_iterator` and `make_input_fn_iterator` of a strategy of
+    TensorFlow 1. The first pass begins by itself. TensorFlow's `session.run` of what
+    `initialize()` returns is not needed: it is an empty list.
+
+    >>> import jaxstrategy as js
+    >>> from jaxstrategy.compat import v1
+    >>> strategy = v1.MirroredStrategy(js.simulate(8)[:2])
+    >>> iterator = strategy.make_dataset_iterator([np.arange(4)])
+    >>> iterator.get_next().values
+    (Array([0, 1], dtype=int32), Array([2, 3], dtype=int32))
+    >>> iterator.get_next_as_optional().has_value()
+    False
+    >>> iterator.initialize()
+    []
+    >>> len(list(iterator))
+    1
+    """
+
+    def __init__(self, dataset: DistributedDataset) -> None:
+        self._dataset = dataset
+        self._iterator: DistributedIterator | None = None
+        self._is_read = False
+
+    def initialize(self) -> list[Any]:
+        """Starts again at the first batch."""
+        if self._is_read:
+            self.close()
+            self._iterator = None
+            self._is_read = False
+            self._iterator = iter(self._dataset)
+        return []
+
+    @property
+    def initializer(self) -> list[Any]:
+        """The list that `initialize()` returns; asking for it calls that."""
+        return self.initialize()
+
+    def __next__(self) -> PyTree:
+        return next(self._reading())
+
+    def get_next(self, name: str | None = None) -> PyTree:
+        """The next batch, with a `PerReplica` for each array."""
+        try:
+            return next(self._reading())
+        except StopIteration:
+            raise OutOfRangeError(
+                "The end of the data. Call `iterator.initialize()` for another pass, "
+                "or `iterator.get_next_as_optional()`, which says whether there is a "
+                "batch."
+            ) from None
+
+    def get_next_as_optional(self, name: str | None = None) -> Optional:
+        """The next batch, or nothing at the end: `optional.has_value()` tells."""
+        return self._reading().get_next_as_optional()
+
+    def get_state(self) -> State:
+        """The position in the data, for `set_state`; checkpoints save it."""
+        return self._begun().get_state()
+
+    def set_state(self, state: State) -> None:
+        """Goes on after the batch after which `state` was taken."""
+        self._reading().set_state(state)
+
+    @property
+    def element_spec(self) -> PyTree:
+        """The type of a batch, `jax.ShapeDtypeStruct`s instead of arrays."""
+        return self._begun().element_spec
+
+    def close(self) -> None:
+        """Stops reading."""
+        if self._iterator is not None:
+            self._iterator.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"InputIterator({self._dataset!r})"
+
+    def _begun(self) -> DistributedIterator:
+        if self._iterator is None:
+            self._iterator = iter(self._dataset)
+        return self._iterator
+
+    def _reading(self) -> DistributedIterator:
+        self._is_read = True
+        return self._begun()
+
+
+class MakesIterators(abc.ABC):
+    """Iterators of a dataset, by the names that it had before it was iterable."""
+
+    @abc.abstractmethod
+    def _read(self) -> DistributedDataset:
+        """The dataset."""
+
+    def make_one_shot_iterator(self) -> InputIterator:
+        """An iterator over the elements, from the first on."""
+        return InputIterator(self._read())
+
+    def make_initializable_iterator(
+        self, shared_name: str | None = None
+    ) -> InputIterator:
+        """An iterator that begins again whenever its `initializer` is asked for.
+
+        The first pass begins by itself.
+        """
+        return InputIterator(self._read())
+
+
+# A batch for one replica with too few rows is filled up, as everywhere; a last group of
+# batches that is not full has no step.
+OF_GROUPS = InputOptions(remainder="drop_empty")
+
+
+class GetsNext(Protocol):
+    """What steps read from: an `InputIterator`, or one of the core's."""
+
+    def get_next(self) -> PyTree:
+        """The next batch."""
+        ...
+
+
+def require_iterator(iterator: Any) -> GetsNext:
+    """`iterator`, if it is one that elements can be asked of."""
+    if not callable(getattr(iterator, "get_next", None)):
+        raise TypeError(
+            f"{shown(iterator)} was given as the iterator, but has no `get_next`. Give "
+            "what `make_dataset_iterator(dataset)` or `make_input_fn_iterator(fn)` of "
+            "the strategy returns."
+        )
+    return iterator
+
+
+def as_dataset(given: Any) -> Dataset:
+    """What an input function returned, as the core takes datasets."""
+    is_dataset = isinstance(given, (Source, Iterable, type))
+    if is_dataset or not callable(given) or inspect.isgeneratorfunction(given):
+        return given
+    next_element: Callable[[], PyTree] = given
+    return lambda: _called(next_element)
+
+
+def _called(next_element: Callable[[], PyTree]) -> Iterator[PyTree]:
+    """The elements that a function returns one by one, or of the pass it returns."""
+    try:
+        first = next_element()
+        if isinstance(first, Iterator):
+            yield from first
+            return
+        yield first
+        while True:
+            yield next_element()
+    except StopIteration:  # OutOfRangeError is one
+        return
+
 
 Rows: TypeAlias = int | np.integer | np.ndarray
 """The rows of an element: a number, or of a batch an array of them."""
 
 
 def numpy_dataset(numpy_input: PyTree) -> NumpyDataset:
-    """The rows of a nest of arrays, one after the other.
-
-    Args:
-      numpy_input: arrays with equally many rows, in tuples and dicts. A list is one
-        array: of arrays of equal shapes, which are stacked, or of numbers.
-
-    Raises:
-      ValueError: there are no arrays, one has no rows, or they differ in their rows; or
-        what a list holds differs in shape.
-
-    >>> dataset = numpy_dataset({"x": np.arange(6.0).reshape(3, 2), "y": np.arange(3)})
-    >>> for batch in dataset.batch(2):
-    ...     print(batch["x"].tolist(), batch["y"])
-    [[0.0, 1.0], [2.0, 3.0]] [0 1]
-    [[4.0, 5.0]] [2]
-    """
+    """The rows of a nest of arrays, one after the other."""
     leaves, treedef = jax.tree.flatten(numpy_input, is_leaf=_is_list)
     arrays = [_array(leaf) for leaf in leaves]
     if not arrays:
@@ -80,11 +241,7 @@ class NumpyDataset(Iterable[PyTree]):
         return jax.tree.map(lambda array: array[rows], self._arrays)
 
     def __len__(self) -> int:
-        """The number of elements.
-
-        Raises:
-          TypeError: there is no end of them.
-        """
+        """The number of elements."""
         if self._length is None:
             raise TypeError("A dataset that is repeated without end has no `len`.")
         return self._length
@@ -93,16 +250,7 @@ class NumpyDataset(Iterable[PyTree]):
         return True  # without it, Python asks for the `len`
 
     def batch(self, batch_size: int, drop_remainder: bool = False) -> NumpyDataset:
-        """So many elements at a time, along a new first dimension.
-
-        Args:
-          batch_size: how many.
-          drop_remainder: leave out the last batch if it is not full.
-
-        Raises:
-          TypeError: `batch_size` is no whole number.
-          ValueError: it is less than 1.
-        """
+        """So many elements at a time, along a new first dimension."""
         size = _count(batch_size, "batch_size", 1)
 
         def rows(number: int) -> Iterator[Rows]:
@@ -118,15 +266,7 @@ class NumpyDataset(Iterable[PyTree]):
         return NumpyDataset(self._arrays, rows, length)
 
     def repeat(self, count: int | None = None) -> NumpyDataset:
-        """All elements so many times, one pass after the other.
-
-        Args:
-          count: how often; None or -1 without end.
-
-        Raises:
-          TypeError: `count` is no whole number.
-          ValueError: it is less than -1.
-        """
+        """All elements so many times, one pass after the other."""
         times = None if count is None else _count(count, "count", -1)
         if times == -1:
             times = None
@@ -142,12 +282,7 @@ class NumpyDataset(Iterable[PyTree]):
         return NumpyDataset(self._arrays, rows, length)
 
     def shard(self, num_shards: int, index: int) -> NumpyDataset:
-        """Every `num_shards`-th element, beginning with number `index`.
-
-        Raises:
-          TypeError: an argument is no whole number.
-          ValueError: `index` is not one of 0 to `num_shards - 1`.
-        """
+        """Every `num_shards`-th element, beginning with number `index`."""
         n, i = _count(num_shards, "num_shards", 1), _count(index, "index", 0)
         if i >= n:
             raise ValueError(f"`index` is {i}; it is to be less than {n} shards.")
@@ -159,17 +294,7 @@ class NumpyDataset(Iterable[PyTree]):
         return NumpyDataset(self._arrays, rows, length)
 
     def shuffle(self, buffer_size: int, seed: int | None = None) -> NumpyDataset:
-        """The elements in another order, another one in each pass.
-
-        Args:
-          buffer_size: of so many elements that come next, one is chosen by chance.
-          seed: decides the order. Each process of a job reads the data, and all must
-            read the same, so that there is no default.
-
-        Raises:
-          TypeError: an argument is no whole number.
-          ValueError: `buffer_size` is less than 1, `seed` is missing or negative.
-        """
+        """The elements in another order, another one in each pass."""
         size = _count(buffer_size, "buffer_size", 1)
         if seed is None:
             raise ValueError(

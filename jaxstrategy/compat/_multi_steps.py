@@ -1,17 +1,21 @@
-"""Outputs of the last of several steps: `AbstractMultiStepContext`."""
+"""Several steps of one function, an element of an iterator for each."""
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 from jaxstrategy._errors import ContextError
 from jaxstrategy._options import ReduceOp
+from jaxstrategy.compat._older_inputs import require_iterator
 from jaxstrategy.contexts import _outbox, _replica_context
 from jaxstrategy.contexts._abstract_strategy import AbstractStrategy
 from jaxstrategy.strategies._current import get_replica_context, get_strategy
+from jaxstrategy.strategies._strategy import Strategy
 from jaxstrategy.text._shown import shown
-from jaxstrategy.values._types import PyTree
+from jaxstrategy.text._whole_numbers import whole
+from jaxstrategy.values._types import PyTree, Value
 
 # What is done with what a step hands out.
 _OUTPUT, _OTHER, _OF_REPLICAS = "output", "other", "other, of each replica"
@@ -30,20 +34,12 @@ class AbstractMultiStepContext(_outbox.Sender):
 
     @property
     def last_step_outputs(self) -> dict[str, PyTree]:
-        """The outputs by name.
-
-        Raises:
-          ContextError: inside a step of `run`, which runs on the devices later.
-        """
+        """The outputs by name."""
         return self._read("last_step_outputs", self._last_step_outputs)
 
     @property
     def non_tensor_outputs(self) -> dict[str, Any]:
-        """The outputs that are no arrays, by name.
-
-        Raises:
-          ContextError: inside a step of `run`.
-        """
+        """The outputs that are no arrays, by name."""
         return self._read("non_tensor_outputs", self._non_tensor_outputs)
 
     @property
@@ -56,18 +52,7 @@ class AbstractMultiStepContext(_outbox.Sender):
         return _outbox.Outbox(self, functools.partial(self._receive, core))
 
     def set_non_tensor_output(self, name: str, output: Any) -> None:
-        """Sets an output that is no array.
-
-        Args:
-          name: of the output; another one of this name is replaced.
-          output: set outside of steps, it is what `non_tensor_outputs` has. Set in a
-            step, that has all different values of the replicas.
-
-        Raises:
-          TypeError: `name` is no text.
-          ContextError: after the steps have ended, or inside a function that JAX traces
-            within a step.
-        """
+        """Sets an output that is no array."""
         method = self._checked("set_non_tensor_output", name)
         kind = _OTHER if get_replica_context() is None else _OF_REPLICAS
         self._post((kind, name, output), method)
@@ -135,3 +120,51 @@ class AbstractMultiStepContext(_outbox.Sender):
 
 def _reduced(strategy: Any, op: ReduceOp, output: PyTree) -> PyTree:
     return strategy.reduce(op, output)
+
+
+_C = TypeVar("_C", bound=AbstractMultiStepContext)
+
+
+def run_steps_on_iterator(
+    core: Strategy,
+    context: _C,
+    call: Callable[[Any], object],
+    iterator: Any,
+    iterations: int = 1,
+    initial_loop_values: Any = None,
+) -> _C:
+    """Calls a function so many times in cross-replica context, each with an element."""
+    source, count = require_iterator(iterator), _checked(iterations)
+    if count == 0:
+        context.last_step_outputs.update(_named(initial_loop_values))
+
+    def loop(_: object) -> None:
+        with context.outbox(core).opened():
+            for _ in range(count):
+                call(source.get_next())
+
+    with core.scope():
+        replica = get_replica_context()
+        if replica is None:
+            loop(None)
+        else:  # the default strategy's scope changes nothing
+            replica.merge_call(loop)
+    return context
+
+
+def _checked(iterations: Value) -> int:
+    number = whole(iterations)
+    if number is None:
+        raise TypeError(f"`iterations` is {shown(iterations)}; it is to be an int.")
+    if number < 0:
+        raise ValueError(f"`iterations` is {number}; it is to be at least 0.")
+    return number
+
+
+def _named(values: Any) -> Mapping[str, Any]:
+    if values is None or isinstance(values, Mapping):
+        return values or {}
+    raise ValueError(
+        f"`initial_loop_values` is {shown(values)} and `iterations` is 0, so that "
+        "these values are the outputs, but they have no names. Give a dict by name."
+    )
